@@ -18,6 +18,7 @@ _FUNCTIONS = {
     "dcp-1": "benchmarks.simulation.dcp:simulate",
     "megatron": "benchmarks.simulation.megatron:simulate",
 }
+_IN_PARTS = "benchmarks.simulation.index_parts:simulate"
 
 
 def measure(bench: Bench) -> None:
@@ -31,19 +32,25 @@ def measure(bench: Bench) -> None:
             _measure(bench, adapter, ranks, max(1, min(_SHARDS, bench.options.chunks // ranks)))
     if bench.options.chunks >= _MANY and "shardckpt" in bench.adapters:
         _measure(bench, "shardckpt", 1000, _SHARDS)  # a million: minutes and many GiB for the others
+        for ranks in bench.options.simulated:
+            if ranks * _SHARDS > _MANY:  # all of them, however many
+                _measure(bench, "shardckpt", ranks, _SHARDS, _IN_PARTS)
 
 
-def _measure(bench: Bench, adapter: str, ranks: int, shards: int) -> None:
+def _measure(bench: Bench, adapter: str, ranks: int, shards: int, function: str = "") -> None:
+    workload = f"{ranks:,} simulated ranks x {shards:,} shards"
+    workload += ", (safetensors, 1) with an index in parts" if function else ""
+    function = function or _FUNCTIONS[adapter]
     group = bench.new_group(adapter, 1)
     try:
-        (figures,) = group.call(1, "call", _FUNCTIONS[adapter], ranks, shards, _SHARDS, str(bench.folder / "simulated"))
+        (figures,) = group.call(1, "call", function, ranks, shards, _SHARDS, str(bench.folder / "simulated"))
     except (LeftOutError, RankFailedError) as exc:
         bench.fail(f"{adapter} FAILED to simulate {ranks} ranks", exc)
         return
     finally:
         group.close()
     for (title, unit), value in figures.items():
-        bench.record(Row(f"{ranks:,} simulated ranks x {shards:,} shards", title, unit), adapter, value)
+        bench.record(Row(workload, title, unit), adapter, value)
 
 
 __all__ = ["measure"]

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from shardckpt import dist_checkpointing
     from shardckpt.archive import decode_object, encode_object
     from shardckpt.errors import CheckpointingException
+    from shardckpt.maintenance import fingerprint
     from shardckpt.mapping import LocalNonpersistentObject, ShardedObject, ShardedTensor, ShardedTensorFactory
     from shardckpt.plugins import Event, hookimpl
     from shardckpt.storage import CheckpointReader, CheckpointWriter, FileWriter
@@ -63,6 +64,7 @@ __getattr__ = lazy_getattr(
         "archive": ("decode_object", "encode_object"),
         "dist_checkpointing": ("dist_checkpointing",),
         "errors": ("CheckpointingException",),
+        "maintenance": ("fingerprint",),
         "mapping": ("LocalNonpersistentObject", "ShardedObject", "ShardedTensor", "ShardedTensorFactory"),
         "plugins": ("Event", "hookimpl"),
         "storage": ("CheckpointReader", "CheckpointWriter", "FileWriter"),
@@ -108,5 +110,6 @@ __all__ = [
     "decode_object",
     "dist_checkpointing",
     "encode_object",
+    "fingerprint",
     "hookimpl",
 ]

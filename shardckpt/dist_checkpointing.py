@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
@@ -10,7 +11,6 @@ from shardckpt.distributed import Comm
 from shardckpt.engine import (
     LoadOptions,
     SaveOptions,
-    StoredCheckpoint,
     find_saver,
     load_checkpoint,
     locate,
@@ -18,10 +18,11 @@ from shardckpt.engine import (
     read_checkpoint,
     save_checkpoint,
 )
-from shardckpt.engine import open_checkpoint as open_stored
+from shardckpt.engine import open_checkpoint as open_any
 from shardckpt.errors import CheckpointingException
+from shardckpt.huggingface import ModelCheckpoint
 from shardckpt.maintenance import RemovalReport, remove_keys
-from shardckpt.manifest import MARKER_LIMIT, MARKER_NAME, Marker
+from shardckpt.manifest import MARKER_LIMIT, MARKER_NAME, SAVE_ID, Lineage, Marker
 from shardckpt.mapping import (
     LocalNonpersistentObject,
     LocalNonpersitentObject,
@@ -73,6 +74,9 @@ def save(
     overwrite: bool = False,
     allow_globals: Iterable[Any] = (),
     process_group: ProcessGroup | None = None,
+    parent: str | None = None,
+    step: int | None = None,
+    fingerprints: bool = False,
 ) -> AsyncRequest: ...
 @overload
 def save(
@@ -90,6 +94,9 @@ def save(
     overwrite: bool = False,
     allow_globals: Iterable[Any] = (),
     process_group: ProcessGroup | None = None,
+    parent: str | None = None,
+    step: int | None = None,
+    fingerprints: bool = False,
 ) -> AsyncRequest | None: ...
 def save(
     sharded_state_dict: ShardedStateDict,
@@ -106,6 +113,9 @@ def save(
     overwrite: bool = False,
     allow_globals: Iterable[Any] = (),
     process_group: ProcessGroup | None = None,
+    parent: str | None = None,
+    step: int | None = None,
+    fingerprints: bool = False,
 ) -> AsyncRequest | None:
     """Collective: save a sharded state dict; every rank of the group calls it with its own shards.
 
@@ -134,6 +144,13 @@ def save(
         allow_globals: Further classes and functions that objects and common state may be pickled with; a load
             needs the same list.
         process_group: The ranks that save; by default all, or this process alone without torch.distributed.
+        parent: The ``save_id`` of the checkpoint that the job was resumed from (:func:`open_checkpoint` has it). It is
+            stored with the checkpoint, as ``step`` is, and ``shardckpt inspect`` prints both.
+        step: The step of the training, not negative.
+        fingerprints: Store a fingerprint of each tensor, 16 bytes, computed while the files are written: equal for
+            equal values, whatever the sharding, the ranks and the backend. :func:`open_checkpoint` has them, and
+            ``shardckpt diff`` compares by them. It takes another core while it saves; ``benchmarks.fingerprints`` has
+            figures.
 
     Returns:
         None, or with ``async_sharded_save`` the request to schedule.
@@ -152,11 +169,23 @@ def save(
             preprocess_common_before_consistency_check or preprocess_common_before_consistancy_check,
             tuple(allow_globals),
             verify_integrity,
+            _parse_lineage(parent, step),
+            fingerprints,
         )
     if async_sharded_save:
         return request_save(sharded_state_dict, target, sharded_strategy, comm, get_plugin_manager(), options)
     save_checkpoint(sharded_state_dict, target, sharded_strategy, comm, get_plugin_manager(), options)
     return None
+
+
+def _parse_lineage(parent: str | None, step: int | None) -> Lineage:
+    if parent is not None and not re.fullmatch(SAVE_ID, str(parent)):
+        raise CheckpointingException(
+            f"parent={parent!r}: expected the id of a checkpoint, 32 hex digits: open_checkpoint(path).save_id"
+        )
+    if step is not None and (type(step) is not int or step < 0):
+        raise CheckpointingException(f"step={step!r}: expected an integer that is not negative")
+    return Lineage(parent, step)
 
 
 def load(
@@ -228,7 +257,7 @@ def load(
     def attempt() -> tuple[StateDict, KeyMismatch]:
         with comm.local_phase("reading the arguments"):
             directory = locate(checkpoint_dir, get_plugin_manager())  # each time: links may lead elsewhere since
-        with open_stored(directory, comm, get_plugin_manager(), options) as checkpoint:
+        with open_any(directory, comm, get_plugin_manager(), options) as checkpoint:
             return load_checkpoint(
                 sharded_state_dict,
                 checkpoint,
@@ -249,7 +278,7 @@ def open_checkpoint(
     *,
     accept: Accept | None = None,
     allow_globals: Iterable[Any] = (),
-) -> Iterator[StoredCheckpoint]:
+) -> Iterator[ModelCheckpoint]:
     """Open a checkpoint as a mapping from key to stored tensor; slices read only the bytes that they need.
 
     Not collective. All reads are of the save that was there when the checkpoint was opened.
@@ -259,6 +288,7 @@ def open_checkpoint(
 
             with open_checkpoint("step-100") as checkpoint:
                 rows = checkpoint["decoder.weight"][:4]
+                model.load_state_dict(dict(checkpoint.weights()))  # whole tensors, without the optimizer
 
     Args:
         checkpoint_dir: As for :func:`load`.
@@ -274,7 +304,7 @@ def open_checkpoint(
     """
     options = LoadOptions(sharded_strategy, accept, tuple(allow_globals))
     with ExitStack() as stack:
-        yield StoredCheckpoint(
+        yield ModelCheckpoint(
             retry_if_replaced(lambda: stack.enter_context(_open_alone(checkpoint_dir, options)), checkpoint_dir)
         )
 
@@ -416,7 +446,7 @@ def _read(checkpoint_dir: PathLike, options: LoadOptions, read: Callable[[OpenCh
 
 def _open_alone(checkpoint_dir: PathLike, options: LoadOptions) -> AbstractContextManager[OpenCheckpoint]:
     """Open a checkpoint in this process alone."""
-    return open_stored(locate(checkpoint_dir, get_plugin_manager()), Comm(alone=True), get_plugin_manager(), options)
+    return open_any(locate(checkpoint_dir, get_plugin_manager()), Comm(alone=True), get_plugin_manager(), options)
 
 
 __all__ = [

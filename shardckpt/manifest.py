@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 MARKER_NAME = "metadata.json"
 RECORD_NAME = "shardckpt.json"
 INTEGRITY_NAME = "integrity.json"
+#: Fingerprints of the tensors, if the save was asked for them; a file of the checkpoint like any other.
+FINGERPRINTS_NAME = "tensors.fingerprints"
 #: Largest size of each file that a reader accepts, in bytes.
 MARKER_LIMIT = 1 << 20
 RECORD_LIMIT = 1 << 31
@@ -39,6 +41,9 @@ NAME_RULE = (
 _PART = r"(?!\.\.?(?:/|\Z))[A-Za-z0-9._-]{1,255}"
 _FILE_NAME = re.compile(rf"{_PART}(?:/{_PART}){{0,31}}")
 _NAME_LENGTH = 1024  # what object stores allow for a key
+
+#: The pattern of a save's id.
+SAVE_ID = r"^[0-9a-f]{32}$"
 
 #: Newest format of ``shardckpt.json`` that this release reads.
 _NEWEST_FORMAT = 3
@@ -79,6 +84,18 @@ def _check_name(name: str) -> str:
 
 _Name = Annotated[str, AfterValidator(_check_name)]
 _Count = Annotated[int, Field(ge=0)]
+
+
+class Lineage(NamedTuple):
+    """Where a checkpoint stands among those of its training.
+
+    Attributes:
+        parent: The save id of the checkpoint that the job was resumed from, 32 hex digits; None if from none.
+        step: The step of the training; None if it was not given.
+    """
+
+    parent: str | None = None
+    step: int | None = None
 
 
 class Marker(BaseModel):
@@ -126,6 +143,38 @@ class _Format(BaseModel):
     writer: dict[str, str] = {}
 
 
+class SaveTimings(BaseModel):
+    """When the phases of a save began, and how long they lasted, in seconds, as columns by rank.
+
+    Phases: ``plan`` (from the call to the first byte), ``stage`` (copy for a background save), ``write``, ``sync``
+    (fsync, the part of ``write`` that waits for it), ``commit`` (from the end of this rank's writing until the record
+    of all ranks was written: it has the wait for the slowest). Time 0 is when the first rank began; the ranks' clocks
+    are aligned at the message in which they agree on the save's id.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    #: Whether the save ran behind the training.
+    background: bool = False
+    #: The ranks of the columns: all; of many, the main rank and those whose writing ended last.
+    ranks: tuple[_Count, ...]
+    #: Bytes that each of them wrote.
+    nbytes: tuple[_Count, ...]
+    #: By phase, when it began; None where a rank did not have the phase.
+    start: dict[str, tuple[float | None, ...]]
+    #: By phase, how long it lasted.
+    seconds: dict[str, tuple[float | None, ...]]
+    #: By phase, the least, the median and the largest duration of all ranks.
+    spread: dict[str, tuple[float, float, float]]
+
+    @model_validator(mode="after")
+    def _check_lengths(self) -> Self:
+        columns = (self.nbytes, *self.start.values(), *self.seconds.values())
+        if any(len(column) != len(self.ranks) for column in columns) or self.start.keys() != self.seconds.keys():
+            raise ValueError("the columns of the timings have different lengths")
+        return self
+
+
 class Record(BaseModel):
     """``shardckpt.json``.
 
@@ -145,8 +194,13 @@ class Record(BaseModel):
     world_size: Annotated[int, Field(ge=1)]
     digest_algorithm: str
     files: tuple[FileRecord, ...]
+    #: The save id of the checkpoint that the job was resumed from, and the step of the training, if they were given.
+    parent: Annotated[str, Field(pattern=SAVE_ID)] | None = None
+    step: _Count | None = None
     #: What was saved as ``content_metadata``, if it is plain JSON; it is in the common state too.
     content_metadata: Any = None
+    #: When each rank did what; None in a checkpoint of an earlier release, and where nobody measured it.
+    timings: SaveTimings | None = None
     #: SHA-256, in hex, of the file's bytes with zeros in the place of this digest.
     self_digest: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")] = _NO_DIGEST
 
@@ -170,8 +224,10 @@ class Record(BaseModel):
     def dump(self) -> bytes:
         """Return the bytes of ``shardckpt.json``, its own digest and the lowest format that can say it included."""
         least = 2 if any("/" in file.name for file in self.files) else 1
-        least = 3 if any(file.table_name for file in self.files) else least
-        text = self.model_copy(update={"self_digest": _NO_DIGEST, "format": least}).model_dump_json(indent=1)
+        has_tables = any(file.table_name for file in self.files)
+        filled = self.model_copy(update={"self_digest": _NO_DIGEST, "format": 3 if has_tables else least})
+        # a checkpoint with table files is large, and so is its record: every rank of a load reads it
+        text = filled.model_dump_json(indent=None if has_tables else 1)
         # from the right: the digest is the last field, and the caller's metadata before it may have the same digits
         head, _, tail = text.rpartition(_NO_DIGEST)
         return (head + hashlib.sha256(text.encode()).hexdigest() + tail).encode()
@@ -239,8 +295,14 @@ class Manifest(BaseModel):
         """The id of the save, 32 hex digits that no other save has; ``""`` for a checkpoint of another library."""
         return "" if self.record is None else self.record.save_id
 
+    @property
+    def lineage(self) -> Lineage:
+        """What the checkpoint says of its parent and its step."""
+        return Lineage() if self.record is None else Lineage(self.record.parent, self.record.step)
+
 
 __all__ = [
+    "FINGERPRINTS_NAME",
     "INTEGRITY_ALGORITHM",
     "INTEGRITY_LIMIT",
     "INTEGRITY_NAME",
@@ -249,12 +311,15 @@ __all__ = [
     "NAME_RULE",
     "RECORD_LIMIT",
     "RECORD_NAME",
+    "SAVE_ID",
     "TABLE_SUFFIX",
     "FileRecord",
     "Integrity",
+    "Lineage",
     "Manifest",
     "Marker",
     "Record",
+    "SaveTimings",
     "find_folders",
     "is_file_name",
     "list_files",

@@ -7,11 +7,13 @@ from typing import Any
 import torch
 
 from shardckpt.errors import ShardingError
-from shardckpt.mapping import ReplicaId, ShardedObject, ShardedTensor, ShardedTensorFactory
+from shardckpt.mapping import BlockScales, ReplicaId, ShardedObject, ShardedTensor, ShardedTensorFactory
 from shardckpt.tensors import is_quantized, kind
 
 #: Name of the object that stores the class and the dtypes; no attribute, and so no inner tensor, can have it.
 _FORM = "class"
+#: The tensors inside torchao's block-scaled classes.
+_CODES, _SCALES = "qdata", "scale"
 
 
 def native_factory(
@@ -20,6 +22,7 @@ def native_factory(
     """Describe a wrapper tensor by the tensors inside it: a save and a load change no bit, and keep the scales.
 
     The inner tensors are stored as ``<key>.<inner name>``, and an object ``<key>.class`` has the class and the dtypes.
+    Of torchao's classes whose ``scale`` has an element for each block of ``qdata``, that is stated by ``block_scales``.
     A load fills the tensors inside ``tensor``, which must be quantized as the saved one was.
 
     Example:
@@ -48,10 +51,15 @@ def native_factory(
         first = not any(cell for _, cell, _ in rank_offsets)
         form = ShardedObject(f"{key}.{_FORM}", _form(key, data), (1,), (0,), replica_id if first else 1)
         inner = _inner(key, data, split)
-        return {_FORM: form} | {
+        found: dict[str, Any] = {_FORM: form} | {
             name: ShardedTensor.from_rank_offsets(f"{key}.{name}", part, *rank_offsets, replica_id=replica_id, **kwargs)
             for name, part in inner.items()
         }
+        block = _find_block(inner)
+        if block:
+            leading = (1,) * kwargs.get("prepend_axis_num", 0)
+            found[_CODES].block_scales = BlockScales(f"{key}.{_SCALES}", leading + block)
+        return found
 
     def merge(loaded: dict[str, Any]) -> torch.Tensor:
         if loaded[_FORM] != (wanted := _form(key, tensor)):
@@ -86,6 +94,18 @@ def _inner(key: str, tensor: Any, split: list[int]) -> dict[str, torch.Tensor]:
                 "ShardedTensor of it"
             )
     return inner
+
+
+def _find_block(inner: dict[str, torch.Tensor]) -> tuple[int, ...]:
+    """Return how many elements of the codes an element of the scales is for, along each axis; empty if none fits."""
+    codes, scales = inner.get(_CODES), inner.get(_SCALES)
+    if codes is None or scales is None or codes.ndim != scales.ndim:
+        return ()
+    sizes = list(codes.shape)
+    if codes.dtype == torch.float4_e2m1fn_x2:
+        sizes[-1] *= 2  # blocks count elements, shapes of this dtype pairs
+    fits = all(size and count and not size % count for size, count in zip(sizes, scales.shape, strict=True))
+    return tuple(size // count for size, count in zip(sizes, scales.shape, strict=True)) if fits else ()
 
 
 def _form(key: str, tensor: Any) -> str:

@@ -39,7 +39,11 @@ def nested_values(x: Any) -> Iterator[Any]:
     if not isinstance(x, (dict, list)):
         yield x
         return
-    for value in x.values() if isinstance(x, dict) else x:
+    values = x.values() if isinstance(x, dict) else x
+    if not any(issubclass(kind, (dict, list)) for kind in set(map(type, values))):
+        yield from values  # there may be a million
+        return
+    for value in values:
         if isinstance(value, (dict, list)):
             yield from nested_values(value)
         else:
@@ -313,6 +317,8 @@ def _refuse_parts(leaf: Any, path: tuple[Any, ...]) -> None:
 
 def build_copy(value: Any) -> Any:
     """Return a copy of a leaf, with a factory built: changes of the copy do not reach the caller's state dict."""
+    if type(value) is ShardedTensor:
+        return _copy_leaf(value)
     if isinstance(value, ShardedTensorFactory):
         with torch.no_grad():
             return dict_list_map_outplace(_copy_detached, value.build())
@@ -328,12 +334,12 @@ def _copy_detached(value: Any) -> Any:
 
 
 def _copy_leaf(value: Any) -> Any:
-    if isinstance(value, ShardedTensorFactory):
-        raise ShardingError(f"the factory {value.key!r} was built by another factory: build it in that one's build_fn")
     if type(value) is ShardedTensor:  # nearly every leaf is one, and copy.copy is slow
         made = object.__new__(ShardedTensor)
         made.__dict__.update(value.__dict__)
         return made
+    if isinstance(value, ShardedTensorFactory):
+        raise ShardingError(f"the factory {value.key!r} was built by another factory: build it in that one's build_fn")
     return copy.copy(value) if isinstance(value, ShardedBase) else value
 
 

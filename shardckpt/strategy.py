@@ -7,8 +7,8 @@ lists what an author imports from ``shardckpt``.
 
 The core validates the shards, stages, digests, syncs and commits. A strategy decides which bytes go to which file, and
 finds them again. Everything else is optional: a load strategy that has the methods of :class:`Recognises`,
-:class:`BuildsObjects`, :class:`OwnsFiles`, :class:`ChecksFiles`, :class:`RemovesKeys` or :class:`ReadsPlainObjects`
-gets the ability; it need not subclass them.
+:class:`BuildsObjects`, :class:`OwnsFiles`, :class:`ChecksFiles`, :class:`ListsBoxes`, :class:`RemovesKeys`,
+:class:`ReadsPlainObjects` or :class:`ListsColumns` gets the ability; it need not subclass them.
 
 A method that gets a context runs on every rank of ``context.comm``, in a phase: if it raises on one rank, all ranks
 raise the same error. Three rules keep the ranks together; :class:`shardckpt.distributed.Comm` has examples.
@@ -26,16 +26,17 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
 from shardckpt.errors import CheckpointingException, CheckpointReplacedError
+from shardckpt.manifest import Lineage
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Sequence
+    from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
     from pathlib import Path
 
     import torch
 
     from shardckpt.distributed import Comm
     from shardckpt.manifest import Manifest
-    from shardckpt.mapping import CommonStateDict, PlainObject, ShardedBase, ShardedObject, StateDict
+    from shardckpt.mapping import BlockScales, CommonStateDict, PlainObject, ShardedBase, ShardedObject, StateDict
     from shardckpt.storage import CheckpointReader, CheckpointWriter
 
 
@@ -50,12 +51,15 @@ class PlanContext:
         allow_globals: Classes and functions that the caller allows in pickled objects, besides those that every load
             accepts.
         staging: The directory to which this rank's files will be written; None where the save writes none.
+        lineage: The checkpoint that the job was resumed from, and the step of the training, as far as the caller gave
+            them. ``shardckpt.json`` has them; a format may also store them itself.
     """
 
     comm: Comm
     save_id: str
     allow_globals: tuple[Any, ...] = ()
     staging: Path | None = None
+    lineage: Lineage = field(default_factory=Lineage)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,6 +119,8 @@ class SaveStrategy(ABC):
         writes: What it writes, in a few words for ``shardckpt strategies``.
         stores_plain_objects: Whether it stores :class:`~shardckpt.mapping.PlainObject` shards for the readers of other
             libraries; if not, it is given none.
+        computes_fingerprints: Whether its work adds sums of what it stores to :attr:`CheckpointWriter.sums
+            <shardckpt.storage.CheckpointWriter>` where the writer's ``fingerprints`` is true.
     """
 
     backend: ClassVar[str]
@@ -122,6 +128,7 @@ class SaveStrategy(ABC):
     reader: ClassVar[str] = ""
     writes: ClassVar[str] = ""
     stores_plain_objects: ClassVar[bool] = False
+    computes_fingerprints: ClassVar[bool] = False
 
     @abstractmethod
     def save(self, shards: Sequence[ShardedBase], common: CommonStateDict, context: SaveContext) -> None:
@@ -261,6 +268,28 @@ class AsyncSaveStrategy(SaveStrategy):
     def save(self, shards: Sequence[ShardedBase], common: CommonStateDict, context: SaveContext) -> None:
         """Collective: prepare, write and finish in the caller's thread; see :meth:`SaveStrategy.save`."""
         write_prepared(self.prepare(shards, common, context), context)
+
+
+@runtime_checkable
+class StoresHubFolders(Protocol):
+    """A save strategy whose checkpoints can be Hugging Face folders as they are."""
+
+    def store_hub_folders(
+        self,
+        prefix: str | None,
+        mapping: Any,
+        assets: str | None,
+    ) -> SaveStrategy:
+        """Return a strategy like this one, which stores the model's tensors contiguous, under their names of the Hub.
+
+        Args:
+            prefix: The prefix of the model's keys; None as for :func:`shardckpt.huggingface.export_to_huggingface`.
+            mapping: How names and shapes change, as for that function: a model's type, or a KeyMapping.
+            assets: A folder with the model's other files, which every checkpoint gets copies of; None for none.
+
+        Raises:
+            CheckpointingException: There is no such mapping, or no such folder.
+        """
 
 
 def write_prepared(prepared: PreparedSave, context: SaveContext) -> None:
@@ -485,6 +514,37 @@ class ChecksFiles(Protocol):
         """
 
 
+class StoredBox(NamedTuple):
+    """A box of a tensor, and the file that has its elements.
+
+    Attributes:
+        key: The tensor's key.
+        offset: Where the box begins in the tensor.
+        shape: Its extents.
+        file: Path of the file in the directory.
+    """
+
+    key: str
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+    file: str
+
+
+@runtime_checkable
+class ListsBoxes(Protocol):
+    """A load strategy that can say which file holds which part of each tensor."""
+
+    def list_boxes(self, reader: CheckpointReader) -> Iterable[StoredBox]:
+        """Return the stored boxes of all tensors, those of a tensor after each other.
+
+        Args:
+            reader: Reads the checkpoint's files. Read the index only.
+
+        Raises:
+            CheckpointingException: the index is missing or damaged.
+        """
+
+
 @runtime_checkable
 class ReadsPlainObjects(Protocol):
     """A load strategy whose checkpoints may have :class:`~shardckpt.mapping.PlainObject` shards.
@@ -498,6 +558,54 @@ class ReadsPlainObjects(Protocol):
 
         Args:
             context: The checkpoint's files, and what the caller allows.
+
+        Returns:
+            The objects.
+        """
+
+    def list_plain_objects(self, context: LoadContext) -> list[str]:
+        """Return the keys of these objects, without their values; none if the common state has the values, too.
+
+        A conversion reports them if the new format does not store them.
+
+        Args:
+            context: The checkpoint's files.
+
+        Returns:
+            All keys under which readers find one.
+        """
+
+
+class StoredColumns(NamedTuple):
+    """What a checkpoint stores, in columns: a listing of a million tensors needs no object for each.
+
+    Attributes:
+        keys: The keys of the tensors.
+        dtypes: Their dtypes.
+        shapes: Their global shapes.
+        objects: The unique keys of the ShardedObjects.
+        scales: What scales the values of a tensor, by its key, where another tensor does.
+    """
+
+    keys: Sequence[str]
+    dtypes: Sequence[torch.dtype]
+    shapes: Sequence[tuple[int, ...]]
+    objects: Sequence[str]
+    scales: Mapping[str, BlockScales]
+
+
+@runtime_checkable
+class ListsColumns(Protocol):
+    """A load strategy whose index has columns, which ``shardckpt inspect`` shows without an object for each tensor."""
+
+    def list_columns(self, context: LoadContext) -> StoredColumns:
+        """Return what :meth:`LoadStrategy.load_index` describes, in the same order, in columns.
+
+        Args:
+            context: The checkpoint's files.
+
+        Returns:
+            The columns, which the caller does not change.
         """
 
 
@@ -604,6 +712,8 @@ __all__ = [
     "BackgroundWork",
     "ChecksFiles",
     "KeptItem",
+    "ListsBoxes",
+    "ListsColumns",
     "LoadContext",
     "LoadStrategy",
     "Migration",
@@ -616,7 +726,10 @@ __all__ = [
     "RemovesKeys",
     "SaveContext",
     "SaveStrategy",
+    "StoredBox",
+    "StoredColumns",
     "StoredFile",
+    "StoresHubFolders",
     "find_error",
     "find_plan_cache_key",
     "write_prepared",

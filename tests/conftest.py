@@ -13,10 +13,13 @@ from typing import TYPE_CHECKING
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests import backends
 from tests.ranks import RankPool
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from tests.backends import Backend
 
 
 # a test must not fail because the machine has other work
@@ -32,6 +35,13 @@ def pytest_configure() -> None:
         Path(tempfile.tempdir).chmod(0o755)  # for programs that go on as another user
         # after multiprocessing has removed what it has there, at its priority of -100
         Finalize(None, shutil.rmtree, (tempfile.tempdir, True), exitpriority=-200)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def backend(request: pytest.FixtureRequest) -> Iterator[Backend]:
+    """The format by which the test saves: torch_dist, or each that a mark of tests.backends names."""
+    with backends.use(getattr(request, "param", "torch_dist")) as chosen:
+        yield chosen
 
 
 @pytest.fixture(scope="session")

@@ -10,8 +10,10 @@ RECORD = "shardckpt.json"
 
 #: What the digests in shardckpt.json are of, beside data files.
 DIGESTED = frozenset({METADATA, INDEX, COMMON})
+#: What says that a checkpoint is there and complete, in any format.
+MARKERS = frozenset({MARKER, RECORD})
 #: What every checkpoint has, beside data files.
-SHARED = DIGESTED | {MARKER, RECORD}
+SHARED = DIGESTED | MARKERS
 
 
 def data_file(rank: int) -> str:
@@ -19,4 +21,4 @@ def data_file(rank: int) -> str:
     return f"__{rank}_0.distcp"
 
 
-__all__ = ["COMMON", "DIGESTED", "INDEX", "MARKER", "METADATA", "RECORD", "SHARED", "data_file"]
+__all__ = ["COMMON", "DIGESTED", "INDEX", "MARKER", "MARKERS", "METADATA", "RECORD", "SHARED", "data_file"]

@@ -24,6 +24,8 @@ from multiprocessing.reduction import recv_handle, send_handle
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from tests import backends
+
 ROOT = Path(__file__).parents[1]
 START_TIMEOUT = 120.0  # seconds
 #: What the process imports before it forks.
@@ -31,6 +33,8 @@ PRELOADED = (
     "torch.distributed.checkpoint",
     "torch.distributed.fsdp",
     "torch.distributed.tensor",
+    "shardckpt_safetensors.load",
+    "shardckpt_safetensors.save",
     "shardckpt_torch_dist",
     "shardckpt.async_save",
     "shardckpt.background.process",
@@ -206,6 +210,7 @@ def _become(request: Request) -> None:
         warnings.simplefilter("error")
     sys.argv[:] = [request.file or "-c", *request.arguments]
     sys.path[0] = str(Path(request.file).parent) if request.file else ""
+    backends.become_default()
     if request.module:
         runpy.run_module(request.module, run_name="__main__", alter_sys=True)
         return

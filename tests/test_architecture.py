@@ -29,6 +29,7 @@ DOORS_FOR_STRATEGIES = {
     "state_dict",
     "storage",
     "strategy",
+    "stubs",
     "tensors",
     "validation",
 }

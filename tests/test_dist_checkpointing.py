@@ -21,6 +21,7 @@ from shardckpt.errors import (
 )
 from shardckpt.mapping import LocalNonpersistentObject, ShardedObject, ShardedTensor, ShardedTensorFactory
 from shardckpt.strategy import LoadStrategy, SaveStrategy
+from tests import backends
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -137,6 +138,7 @@ def _load(path: str, layout: str, saved_by: int) -> None:
         assert loaded["objects"] == [{"rank": rank}]
 
 
+@backends.both
 @pytest.mark.parametrize("layout", sorted(LAYOUTS))
 def test_any_layout_loads_as_any_other(ranks: RankPool, tmp_path: Path, layout: str) -> None:
     """What 4 ranks saved under one layout, 1 to 4 ranks load under every other, bit for bit, in place."""
@@ -147,6 +149,7 @@ def test_any_layout_loads_as_any_other(ranks: RankPool, tmp_path: Path, layout: 
     ranks.run(4, _load, path, layout, 4)
 
 
+@backends.both_slowly
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_any_number_of_ranks_saves(ranks: RankPool, tmp_path: Path, world: int) -> None:
     """1 to 3 ranks save, more and fewer load."""
@@ -168,6 +171,7 @@ def test_eight_ranks(many_ranks: RankPool, tmp_path: Path, layout: str) -> None:
     many_ranks.run(8, _load, path + "3", "columns", 3)
 
 
+@backends.both_slowly
 def test_one_process_without_a_group(tmp_path: Path) -> None:
     """No process group is needed; every layout round-trips."""
     assert not dist.is_initialized()
@@ -181,6 +185,7 @@ def _tensor(key: str = "w", value: float = 1.0) -> ShardedTensor:
     return ShardedTensor.from_rank_offsets(key, torch.full((3, 2), value))
 
 
+@backends.both
 def test_the_callers_objects_stay_the_callers(tmp_path: Path) -> None:
     """save() changes neither the dict, nor the descriptions, nor the tensors; load() hands back filled tensors."""
     factory = ShardedTensorFactory(
@@ -197,6 +202,7 @@ def test_the_callers_objects_stay_the_callers(tmp_path: Path) -> None:
     assert common == {"deep": [1, 2]}
 
 
+@backends.both_slowly
 def test_queries(tmp_path: Path) -> None:
     """Every query says what was stored, without tensors being asked for."""
     obj = ShardedObject("o", {"a": 1}, (1,), (0,))
@@ -219,6 +225,7 @@ def test_queries(tmp_path: Path) -> None:
         dc.load_content_metadata()
 
 
+@backends.both_slowly
 def test_metadata_of_a_checkpoint_is_a_state_dict_to_load(tmp_path: Path) -> None:
     """What load_sharded_metadata gives can be loaded as it is: everything, whole."""
     dc.save({"w": _tensor(), "o": ShardedObject("o", [1], (1,), (0,))}, tmp_path / "c")
@@ -227,6 +234,7 @@ def test_metadata_of_a_checkpoint_is_a_state_dict_to_load(tmp_path: Path) -> Non
     assert loaded["o/shard_0_1"] == [1]
 
 
+@backends.both_slowly
 def test_dtypes_are_cast_on_load(tmp_path: Path) -> None:
     """A destination of another dtype gets the values, as DCP and Megatron do."""
     dc.save({"w": _tensor(value=1.5)}, tmp_path / "c")
@@ -247,6 +255,7 @@ def _load_cast(directory: str, **options: Any) -> tuple[str, str, float]:
     return "", "", float(fine.sum() + bad.sum())
 
 
+@backends.both_slowly
 def test_casts_that_cut_values_are_refused_on_every_rank(ranks: RankPool, tmp_path: Path) -> None:
     """Floats wanted as integers on one rank: the same error on all, with key and dtypes, before anything is filled."""
     dc.save({"a": _tensor("a", 1.5), "b": _tensor("b", 2.7)}, tmp_path / "c")
@@ -264,6 +273,7 @@ def _load_cast_with_leave(ranks: RankPool, directory: Path) -> list[Any]:
     return ranks.run(2, functools.partial(_load_cast, allow_dtype_cast=True), str(directory))
 
 
+@backends.both_slowly
 @pytest.mark.parametrize(
     ("stored", "wanted", "expected"),
     [
@@ -301,6 +311,7 @@ def test_a_cast_keeps_what_values_mean(
         assert into.dtype == wanted
 
 
+@backends.both_slowly
 def test_casts_are_logged_once_a_load(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """However many tensors are cast: one line, a warning where digits are lost, and none where nothing is cast."""
     dc.save({str(n): _tensor(str(n), 1.5) for n in range(9)}, tmp_path / "c")
@@ -314,6 +325,7 @@ def test_casts_are_logged_once_a_load(tmp_path: Path, caplog: pytest.LogCaptureF
         assert all(f"torch.float32 to {dtype} (9: '0', ...)" in record.getMessage() for record in lines)
 
 
+@backends.both_slowly
 def test_shape_mismatches_are_all_named(tmp_path: Path) -> None:
     """Other global shapes are one error with every key and both shapes, and nothing is filled."""
     dc.save({"a": _tensor("a"), "b": _tensor("b"), "c": _tensor("c")}, tmp_path / "c")
@@ -325,6 +337,7 @@ def test_shape_mismatches_are_all_named(tmp_path: Path) -> None:
     assert not fine.any()
 
 
+@backends.both_slowly
 @pytest.mark.parametrize("rows", [2, 5])
 def test_allow_shape_mismatch_loads_what_is_common(tmp_path: Path, rows: int) -> None:
     """Padded or cut vocabularies: the common rows are loaded, the rest is zero."""
@@ -335,6 +348,7 @@ def test_allow_shape_mismatch_loads_what_is_common(tmp_path: Path, rows: int) ->
     assert got[3:].eq(0).all()
 
 
+@backends.both_slowly
 def test_strict_modes_at_the_front_door(tmp_path: Path) -> None:
     """Keys that do not match are dropped and returned, or raised, as the mode says."""
     dc.save({"have": _tensor("have"), "both": _tensor("both")}, tmp_path / "c")
@@ -348,6 +362,7 @@ def test_strict_modes_at_the_front_door(tmp_path: Path) -> None:
         dc.load({"both": _tensor("both")}, tmp_path / "c", strict=True)
 
 
+@backends.both_slowly
 def test_a_part_of_a_tensor_needs_leave(tmp_path: Path) -> None:
     """Loading one shard alone is refused as a hole, and allowed with validate_access_integrity=False."""
     dc.save({"w": ShardedTensor.from_rank_offsets("w", torch.arange(6.0))}, tmp_path / "c")
@@ -388,6 +403,7 @@ def _save_in_subgroup(path: str) -> bool:
     return True
 
 
+@backends.both_slowly
 def test_a_subgroup_saves_and_loads(ranks: RankPool, tmp_path: Path) -> None:
     """process_group= takes any ranks; the others go on undisturbed."""
     assert all(ranks.run(4, _save_in_subgroup, str(tmp_path / "c")))
@@ -414,6 +430,7 @@ def test_megatrons_keywords_are_taken(tmp_path: Path) -> None:
     dc.save({"a": 1}, tmp_path / "d", async_sharded_save=False, preprocess_common_before_consistancy_check=dict)
 
 
+@backends.both_slowly
 def test_meta_destinations_are_refused(tmp_path: Path) -> None:
     """A tensor on the meta device cannot be filled: the error says what to do, instead of loading nothing."""
     dc.save({"w": ShardedTensor.from_rank_offsets("w", torch.ones(3))}, tmp_path / "c")
@@ -425,6 +442,7 @@ def _save_elsewhere(path: str) -> None:
     dc.save({"a": 1}, f"{path}-{dist.get_rank()}")
 
 
+@backends.both_slowly
 def test_ranks_save_to_one_place(ranks: RankPool, tmp_path: Path) -> None:
     """Ranks that name different directories are told so, and nothing is written."""
     outcomes = ranks.outcomes(2, _save_elsewhere, str(tmp_path / "c"))

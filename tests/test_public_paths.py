@@ -17,7 +17,8 @@ PUBLIC = {
     "shardckpt": (
         "AsyncSaveStrategy BackgroundWork CheckpointReader CheckpointWriter CheckpointingException Event FileWriter "
         "LoadContext LoadStrategy LocalNonpersistentObject Migration PlanContext PreparedSave SaveContext SaveStrategy "
-        "ShardedObject ShardedTensor ShardedTensorFactory decode_object dist_checkpointing encode_object hookimpl"
+        "ShardedObject ShardedTensor ShardedTensorFactory decode_object dist_checkpointing encode_object fingerprint "
+        "hookimpl"
     ),
     "shardckpt.dist_checkpointing": (
         "ShardedTensor get_default_load_sharded_strategy get_default_save_sharded_strategy load open_checkpoint save"
@@ -34,6 +35,7 @@ PUBLIC = {
     ),
     "shardckpt.manifest": "Integrity Marker Record",
     "shardckpt.state_dict": "nested_values",
+    "shardckpt.stubs": "Stub",
     "shardckpt.strategy": "AsyncSaveStrategy LoadStrategy Migration SaveStrategy",
     "shardckpt.settings": "",
     "shardckpt.plugins": "",
@@ -47,7 +49,7 @@ PUBLIC = {
     ),
     "shardckpt.optimizer_state": "load_sharded_optimizer_state_dict",
     "shardckpt.local": "CliqueReplication LocalCheckpointManager TensorAwareStateDict load_local save_local",
-    "shardckpt.maintenance": "convert_checkpoint",
+    "shardckpt.maintenance": "compute_ema_weights compute_wsm_weights convert_checkpoint merge_checkpoints",
     "shardckpt.manager": (
         "AsyncMode CheckpointConfig CheckpointManager FaultTolerance KeepBest KeepEvery KeepLatest KeepPinned PerRank "
         "ReplicaManager RetentionPolicy Stateful cleanup_old_checkpoints"
@@ -68,6 +70,7 @@ PUBLIC = {
     ),
     "shardckpt.compat.megatron.dist_checkpointing": "ShardedTensor load save",
     "shardckpt.compat.megatron.dist_checkpointing.utils": "apply_prefix_mapping",
+    "shardckpt.chunks": "ChunkSaveStrategy",
     "shardckpt.cli": "main",
     "shardckpt_torch_dist": (
         "CheckpointStorageReader CheckpointStorageWriter ShardedLoadPlanner ShardedSavePlanner "
@@ -81,8 +84,11 @@ PUBLIC = {
 INTEGRATIONS = {
     "shardckpt.integrations.accelerate": "register_sharded_state",
     "shardckpt.integrations.lightning": "ShardedCheckpointIO",
+    "shardckpt.integrations.opentelemetry": "OpenTelemetryListener",
+    "shardckpt.integrations.prometheus": "PrometheusListener",
     "shardckpt.integrations.torchtitan": "TitanCheckpointManager",
     "shardckpt.integrations.transformers": "ShardedCheckpointCallback",
+    "shardckpt.integrations.vllm": "ShardedCheckpointLoader",
 }
 
 #: Modules that a command or a plugin's registration imports before it knows whether torch is needed.

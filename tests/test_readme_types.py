@@ -6,12 +6,12 @@ import subprocess
 import sys
 from typing import TYPE_CHECKING
 
+import pytest
+
 from tests.readmes import EXAMPLES
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-    import pytest
 
 
 def _module(name: str) -> str:
@@ -25,6 +25,7 @@ def _code(name: str) -> str:
     return (f"from {_module(before.name)} import *\n" if before else "") + block.code
 
 
+@pytest.mark.slow
 def test_examples_pass_mypy(tmp_path: Path, pytestconfig: pytest.Config) -> None:
     """What a README shows is typed as the API is: a user's mypy has no complaint of it."""
     names = [name for name, block in EXAMPLES.items() if block.language == "python"]

@@ -26,6 +26,14 @@ def test_what_ranks_with_the_same_keys_move_does_not_grow_with_their_shards() ->
         assert many[phase].received <= 256 * 16
 
 
+def test_ranks_with_different_replicas_ask_owners() -> None:
+    """Where sets of replicated shards differ, no rank receives the ids of all, of which there would be 600 KiB."""
+    found = count_traffic(96, 400, 4, replicated=400)["replicas"]
+    # 400 ids of 16 bytes and as many answers of 8, each with the head of a message, over two hops
+    assert found.sent <= 2 * 400 * (16 + 8 + 2 * 16) + 6 * KIB
+    assert found.received <= 200 * KIB
+
+
 def test_ranks_with_different_keys_send_them_to_owners() -> None:
     """No rank receives the tensors of all: what one receives depends little on how many sets of keys there are."""
     few, many = (count_traffic(96, 100, key_sets)["validation"] for key_sets in (4, 96))

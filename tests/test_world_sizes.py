@@ -14,10 +14,12 @@ import torch.distributed as dist
 from shardckpt import dist_checkpointing as dc
 from shardckpt.errors import CheckpointingException
 from shardckpt.mapping import LocalNonpersistentObject, ShardedObject, ShardedTensor, ShardedTensorFactory
+from tests import backends
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from tests.backends import Backend
     from tests.ranks import RankPool
 
 ROWS, COLUMNS, OBJECTS = 16, 3, 8
@@ -246,12 +248,13 @@ def _merged(results: list[Any]) -> Any:
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+def alone(tmp_path_factory: pytest.TempPathFactory, backend: Backend) -> Iterator[Any]:
     """What the program gives without a process group."""
     assert not dist.is_initialized()
     return _merged([program(str(tmp_path_factory.mktemp("alone")))])
 
 
+@backends.both_slowly
 def test_alone(alone: Any) -> None:
     """Without a process group every value is right, and exactly what should be refused is."""
     outcomes, rows = alone
@@ -269,12 +272,14 @@ def test_alone(alone: Any) -> None:
     assert outcomes["listing"][1] == ["ckpt"]
 
 
+@backends.both_slowly
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_world_size(ranks: RankPool, tmp_path: Path, alone: Any, world: int) -> None:
     """1, 2 and 4 ranks get what one process gets: values, sets of keys, kinds of errors, messages and warnings."""
     _compare(ranks.run(world, program, str(tmp_path)), alone)
 
 
+@backends.both
 @pytest.mark.slow
 def test_eight_ranks(many_ranks: RankPool, tmp_path: Path, alone: Any) -> None:
     """So do 8 ranks."""

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
 #: Class by name, in the order of the table's columns.
 ADAPTERS = {
     "shardckpt": "benchmarks.adapters.shardckpt:Shardckpt",
+    "shardckpt-safetensors": "benchmarks.adapters.shardckpt:ShardckptSafetensors",
     "reference-buffered": "benchmarks.adapters.reference:Buffered",
     "reference-direct": "benchmarks.adapters.reference:Direct",
     "dcp-1": "benchmarks.adapters.dcp:OneThread",

@@ -18,7 +18,13 @@ if TYPE_CHECKING:
 
 
 class Shardckpt(Adapter):
-    """(torch_dist, 1); background saves by a process of its own."""
+    """(torch_dist, 1); background saves by a process of its own.
+
+    Attributes:
+        strategy: Backend and version that it saves.
+    """
+
+    strategy: ClassVar[tuple[str, int]] = ("torch_dist", 1)
 
     syncs: ClassVar[str] = "every file, the manifest, the directories; then one rename"
     operations: ClassVar[frozenset[str]] = frozenset({"save", "load", "slice", "reshard", "async"})
@@ -41,7 +47,7 @@ class Shardckpt(Adapter):
 
     def save(self, described: dict[str, ShardedTensor], path: Path) -> None:
         """Save in the foreground."""
-        dist_checkpointing.save(described, path)
+        dist_checkpointing.save(described, path, self.strategy)
 
     def load(self, described: dict[str, ShardedTensor], path: Path) -> None:
         """Load in place; the shards of all ranks are validated as always, which slices cannot be."""
@@ -51,7 +57,7 @@ class Shardckpt(Adapter):
     def start(self, described: dict[str, ShardedTensor], path: Path) -> None:
         """Plan, copy, hand over."""
         self._queue = self._queue or AsyncCallsQueue(persistent=True)
-        request = dist_checkpointing.save(described, path, async_sharded_save=True)
+        request = dist_checkpointing.save(described, path, self.strategy, async_sharded_save=True)
         if request is not None:
             self._queue.schedule_async_request(request)
 
@@ -68,4 +74,10 @@ class Shardckpt(Adapter):
         release_memory()
 
 
-__all__ = ["Shardckpt"]
+class ShardckptSafetensors(Shardckpt):
+    """(safetensors, 1); all else as for torch_dist, so that the two columns differ by the format alone."""
+
+    strategy: ClassVar[tuple[str, int]] = ("safetensors", 1)
+
+
+__all__ = ["Shardckpt", "ShardckptSafetensors"]

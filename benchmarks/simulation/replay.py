@@ -93,6 +93,10 @@ class Recorder:
 
     local_phase = collective_phase
 
+    def all_true(self, flag: bool) -> bool:
+        """Whether all ranks have given True."""
+        return not self.largest(int(not flag))[0]
+
     def gather(self, value: Any) -> list[Any]:
         """The main rank has what all have sent."""
         return self.gather_some(value, given=True)
@@ -144,7 +148,9 @@ class Recorder:
     def all_to_all(self, parts: Mapping[int, bytes]) -> dict[int, bytes]:
         """Each has what was sent to it; what goes over a third rank is counted there, too."""
         grid = Grid(self.world_size, DIRECT_RANKS)
-        for _ in range(3 if grid.is_direct else 5):  # one, and two in each hop
+        if not self.largest(len(parts))[0]:
+            return {}
+        for _ in range(2 if grid.is_direct else 4):  # two in each hop
             self._sync()
 
         def count() -> None:

@@ -1,7 +1,7 @@
 """The allow-lists: every global that a pickle in a checkpoint may name, and the object that stands for it.
 
 A pickle never reaches a real function: each is replaced by a checked function of ours. Classes of other libraries are
-replaced by inert stubs (stubs.py). pickle_policy.py says what a pickle may do with these objects.
+replaced by inert stubs (shardckpt/stubs). pickle_policy.py says what a pickle may do with these objects.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shardckpt.archive.pickle_policy import FunctionProxy, OpaqueClass, describe
-from shardckpt.archive.stubs import Frozen, Stub
 from shardckpt.errors import UnsafePickleError
+from shardckpt.stubs import Frozen, Stub
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -70,7 +70,7 @@ def _layout_name(name: Any) -> str:
 
 def _safe_getattr(owner: Any, name: str) -> Any:
     if isinstance(owner, type) and issubclass(owner, Stub):
-        return owner(name)
+        return owner.for_member(name)
     if isinstance(owner, enum.EnumMeta) and name in owner.__members__:  # an enum that the caller allows
         return owner.__members__[name]
     raise UnsafePickleError(f"a pickle asks for attribute {describe(name)} of {describe(owner)}: refused")

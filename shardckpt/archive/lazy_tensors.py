@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from shardckpt.archive.pickle_policy import FunctionProxy, OpaqueClass, describe
-from shardckpt.archive.stubs import Stub, make_stub_class
 from shardckpt.archive.tensor_pickles import checked_geometry
 from shardckpt.errors import CorruptCheckpointError
+from shardckpt.stubs import Stub, make_stub_class
 
 if TYPE_CHECKING:
     from collections.abc import Callable

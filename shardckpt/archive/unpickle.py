@@ -1,6 +1,6 @@
 """The only reader of pickles from checkpoints: globals come from an allow-list, and there is no fallback.
 
-Two checks guard it. :func:`shardckpt.storage.check_pickle` reads the opcodes and refuses a pickle that would take too
+Two checks guard it. :func:`check_pickle` reads the opcodes and refuses a pickle that would take too
 much memory, before any object is built. What only the values show is checked while the unpickler builds them.
 """
 
@@ -16,6 +16,7 @@ import torch
 
 from shardckpt.archive.globals import METADATA_TABLE, OBJECT_TABLE, STUB_PACKAGES, Table
 from shardckpt.archive.numpy_globals import count_copied_bytes, list_objects, numpy_global
+from shardckpt.archive.opcodes import check_pickle
 from shardckpt.archive.pickle_policy import (
     Collisions,
     Nesting,
@@ -27,9 +28,8 @@ from shardckpt.archive.pickle_policy import (
     list_hashed_keys,
     list_values,
 )
-from shardckpt.archive.stubs import Stub, make_stub_class
 from shardckpt.errors import CheckpointingException, CorruptCheckpointError, UnsafePickleError
-from shardckpt.storage import check_pickle
+from shardckpt.stubs import Stub, make_stub_class
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable

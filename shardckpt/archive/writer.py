@@ -12,9 +12,10 @@ import io
 import math
 import pickle
 import struct
+import sys
 import zlib
 from collections import OrderedDict
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -22,9 +23,13 @@ from shardckpt.archive.dtypes import STORAGE_NAMES
 from shardckpt.archive.torch_private import rebuild_tensor_v2, rebuild_tensor_v3
 from shardckpt.tensors import LARGE, PAGE
 
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
 #: Every archive begins at a multiple of this in its file, in bytes.
 ARCHIVE_ALIGN = 64
 _MAX32 = 0xFFFFFFFF
+_MAX16 = 0xFFFF
 _DATE = 0x21  # 1 January 1980, the zip epoch
 _PADDING_ID = 0x4246  # "FB", as torch marks its own padding
 _ZIP64_ID = 1
@@ -110,6 +115,54 @@ def _new_frame(dtype: torch.dtype, shape: tuple[int, ...], gap: int) -> ArchiveF
 _cached_frame = functools.lru_cache(4096)(_new_frame)
 
 
+class StateDictFrame(NamedTuple):
+    """An archive of a value with many tensors, without their bytes.
+
+    Attributes:
+        parts: All other bytes, each with its offset, in the order of the file.
+        starts: Where the bytes of each tensor begin, in the order in which the value was walked.
+    """
+
+    parts: list[tuple[int, bytes]]
+    starts: list[int]
+
+
+def make_state_dict_frame(value: Any, tensors: Sequence[DeclaredTensor]) -> StateDictFrame:
+    """Make the bytes of an archive of a nested value, for tensors whose bytes are written later.
+
+    Args:
+        value: Plain values, in which a tensor is one of ``tensors``.
+        tensors: All of them, in the order in which their bytes are to be in the file.
+
+    Returns:
+        The frame; the bytes of each tensor are aligned to 64 bytes of the file.
+    """
+    stubs = {id(tensor): _TensorStub(tensor.dtype, tensor.shape, str(n)) for n, tensor in enumerate(tensors)}
+    pickled = io.BytesIO()
+    _StatePickler(pickled, stubs).dump(value)
+    members: list[_Member] = []
+    parts: list[tuple[int, bytes]] = []
+    starts: list[int] = []
+    head, end = b"", 0
+    for name, content in (("data.pkl", pickled.getvalue()), ("byteorder", sys.byteorder.encode()), ("version", b"3\n")):
+        member = _Member(f"a/{name}".encode(), zlib.crc32(content), len(content), len(head))
+        members.append(member)
+        head += _local_header(member, b"") + content
+    for number, tensor in enumerate(tensors):
+        nbytes = math.prod(tensor.shape) * tensor.dtype.itemsize
+        member = _Member(f"a/data/{number}".encode(), 0, nbytes, end + len(head))
+        members.append(member)
+        extra = struct.pack("<HHQQ", _ZIP64_ID, 16, nbytes, nbytes) if nbytes >= _MAX32 else b""
+        header = len(_local_header(member, extra)) + 4
+        gap = -(end + len(head) + header) % ARCHIVE_ALIGN
+        head += _local_header(member, extra + struct.pack("<HH", _PADDING_ID, gap) + bytes(gap))
+        parts.append((end, head))
+        starts.append(end + len(head))
+        head, end = b"", starts[-1] + nbytes
+    parts.append((end, head + _tail(members, end + len(head))))
+    return StateDictFrame(parts, starts)
+
+
 def row_major_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Return the strides of a contiguous tensor of this shape, in elements."""
     return tuple(math.prod(max(size, 1) for size in shape[axis + 1 :]) for axis in range(len(shape)))
@@ -139,21 +192,24 @@ def _common_fields(member: _Member, extra: bytes) -> tuple[int, ...]:
     return version, 0, 0, 0, _DATE, member.crc, size, size, len(member.name), len(extra)
 
 
-def _tail(members: tuple[_Member, ...], start: int) -> bytes:
+def _tail(members: Sequence[_Member], start: int) -> bytes:
     """Return the central directory and the end records; the directory begins at ``start`` in the archive."""
     directory = b"".join(map(_directory_entry, members))
     count, size = len(members), len(directory)
-    if start + size < _MAX32:  # else the positions do not fit the end record of 32 bits
+    if start + size < _MAX32 and count < _MAX16:  # else the numbers do not fit the end record
         return directory + _END.pack(b"PK\x05\x06", 0, 0, count, count, size, start, 0)
     end64 = _END64.pack(b"PK\x06\x06", _END64.size - 12, 45, 45, 0, 0, count, count, size, start)
     locator = _LOCATOR.pack(b"PK\x06\x07", 0, start + size, 1)
-    return directory + end64 + locator + _END.pack(b"PK\x05\x06", 0, 0, count, count, size, _MAX32, 0)
+    short = min(count, _MAX16)
+    return directory + end64 + locator + _END.pack(b"PK\x05\x06", 0, 0, short, short, min(size, _MAX32), _MAX32, 0)
 
 
 def _directory_entry(member: _Member) -> bytes:
-    extra = struct.pack("<HHQQ", _ZIP64_ID, 16, member.size, member.size) if member.size >= _MAX32 else b""
+    large = [member.size, member.size] if member.size >= _MAX32 else []
+    large += [member.offset] if member.offset >= _MAX32 else []
+    extra = struct.pack(f"<HH{len(large)}Q", _ZIP64_ID, 8 * len(large), *large) if large else b""
     fields = _common_fields(member, extra)
-    entry = _CENTRAL.pack(b"PK\x01\x02", fields[0], *fields, 0, 0, 0, 0, member.offset)
+    entry = _CENTRAL.pack(b"PK\x01\x02", fields[0], *fields, 0, 0, 0, 0, min(member.offset, _MAX32))
     return entry + member.name + extra
 
 
@@ -162,6 +218,7 @@ class _StorageStub(NamedTuple):
 
     kind: Any
     numel: int
+    name: str = "0"
 
 
 class _TensorStub(NamedTuple):
@@ -169,6 +226,7 @@ class _TensorStub(NamedTuple):
 
     dtype: torch.dtype
     shape: tuple[int, ...]
+    storage: str = "0"
 
     def __reduce__(self) -> tuple[Any, ...]:
         numel = math.prod(self.shape)
@@ -176,11 +234,30 @@ class _TensorStub(NamedTuple):
         rest: tuple[Any, ...] = (0, self.shape, row_major_strides(self.shape), False, OrderedDict())
         name = STORAGE_NAMES.get(self.dtype)
         if name is not None:
-            return rebuild_tensor_v2, (_StorageStub(getattr(torch, name), numel), *rest)
-        storage = _StorageStub(torch.UntypedStorage, numel * self.dtype.itemsize)
+            return rebuild_tensor_v2, (_StorageStub(getattr(torch, name), numel, self.storage), *rest)
+        storage = _StorageStub(torch.UntypedStorage, numel * self.dtype.itemsize, self.storage)
         return rebuild_tensor_v3, (storage, *rest, self.dtype)
+
+
+class DeclaredTensor(NamedTuple):
+    """A tensor whose bytes are written later."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
 
 
 class _TensorPickler(pickle.Pickler):
     def persistent_id(self, obj: Any) -> Any:
-        return ("storage", obj.kind, "0", "cpu", obj.numel) if isinstance(obj, _StorageStub) else None
+        return ("storage", obj.kind, obj.name, "cpu", obj.numel) if isinstance(obj, _StorageStub) else None
+
+
+class _StatePickler(_TensorPickler):
+    """Pickles plain values, and a stub for each declared tensor."""
+
+    def __init__(self, file: io.BytesIO, stubs: Mapping[int, _TensorStub]) -> None:
+        super().__init__(file, protocol=2)
+        self._stubs = stubs
+
+    def reducer_override(self, obj: Any) -> Any:
+        stub = self._stubs.get(id(obj))
+        return NotImplemented if stub is None else stub.__reduce__()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import pickle
 import socket
 import subprocess
 import sys
@@ -16,7 +15,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from shardckpt.distributed import ErrorReport, unpickle_trusted
+from shardckpt.distributed import ErrorReport, pickle_value, unpickle_trusted
 from shardckpt.errors import CheckpointingException, RankFailedError
 
 if TYPE_CHECKING:
@@ -92,7 +91,7 @@ class WorkerProcess:
         number = next(self._numbers)
         try:
             data = number.to_bytes(NUMBER_BYTES, "little")
-            data += pickle.dumps((request.async_fn, request.async_fn_args, request.async_fn_kwargs))
+            data += pickle_value((request.async_fn, request.async_fn_args, request.async_fn_kwargs))
         except Exception as exc:  # noqa: BLE001 - pickling may raise anything
             future.set_exception(
                 CheckpointingException(

@@ -9,10 +9,21 @@ from shardckpt.background import staging
 from shardckpt.background.request import AsyncRequest
 from shardckpt.background.staging import StagedWork, stage
 from shardckpt.commit import upload_files
-from shardckpt.engine import Operation, Transaction, WrittenFiles, as_json, check_state, open_folder, saved_plans
+from shardckpt.engine import (
+    Operation,
+    Progress,
+    Transaction,
+    WrittenFiles,
+    as_json,
+    check_state,
+    count_bytes,
+    open_folder,
+    saved_plans,
+    wants_progress,
+)
 from shardckpt.errors import CheckpointingException
 from shardckpt.plugins import get_plugin_manager, name_origin
-from shardckpt.storage import CheckpointWriter, PackedShards
+from shardckpt.storage import CheckpointWriter, PackedShards, WriteTimes
 from shardckpt.strategy import AsyncSaveStrategy, PlanContext, SaveContext
 
 if TYPE_CHECKING:
@@ -28,7 +39,10 @@ if TYPE_CHECKING:
 
 
 class _Job(NamedTuple):
-    """What a rank needs to write, pickled for the worker process; ``url`` is ``""`` for a local checkpoint."""
+    """What a rank needs to write, pickled for the worker process; ``url`` is ``""`` for a local checkpoint.
+
+    ``total`` is the bytes to write, if a plugin asks for the progress, else 0.
+    """
 
     staging: Path
     rank: int
@@ -37,6 +51,9 @@ class _Job(NamedTuple):
     algorithm: str
     url: str
     strategy: str
+    fingerprints: bool
+    directory: str
+    total: int
 
 
 class _Result(NamedTuple):
@@ -46,6 +63,7 @@ class _Result(NamedTuple):
     written: WrittenFiles
     shards: list[ShardedBase | PackedShards]
     result: Any
+    times: WriteTimes
 
 
 @dataclass
@@ -58,6 +76,7 @@ class _BackgroundSave:
     context: PlanContext
     content: Any
     cached: CachedPlan | None
+    total: int = 0
     staged: StagedWork | None = None
     result: _Result | None = None
     committed: bool = False
@@ -74,6 +93,9 @@ class _BackgroundSave:
             transaction.algorithm,
             transaction.url,
             transaction.operation.strategy,
+            transaction.fingerprints,
+            str(transaction.target),
+            self.total,
         )
         return AsyncRequest(
             _write,
@@ -90,7 +112,8 @@ class _BackgroundSave:
         if self.staged is not None:
             raise CheckpointingException(f"the request to save {self.transaction.target} has been scheduled before")
         cached = self.cached
-        self.staged = stage(self.prepared.work, None if cached is None else cached.layout)
+        with self.transaction.timeline.staging():
+            self.staged = stage(self.prepared.work, None if cached is None else cached.layout)
         if cached is not None:
             cached.layout = self.staged.layout
         return self.staged
@@ -116,6 +139,7 @@ class _BackgroundSave:
                     context = SaveContext(**vars(self.context), writer=writer)
                     self.prepared.finish(comm.gather(self.result.result), context)
                 self.given.compare([*self.result.shards, *writer.shards], comm)
+                transaction.timeline.add_writing(self.result.times)
                 transaction.commit(writer, self.result.written, self.content)
         operation.close_span()
         self.committed = True
@@ -151,22 +175,32 @@ def request_save(
                     "dist_checkpointing.save(async_sharded_save=False), CheckpointConfig(async_mode='disabled'), or a "
                     "strategy that is a shardckpt.strategy.AsyncSaveStrategy"
                 )
-        transaction = Transaction(operation, target, state.header, overwrite=options.overwrite, sha256=options.sha256)
+        transaction = Transaction(
+            operation,
+            target,
+            state.header,
+            overwrite=options.overwrite,
+            sha256=options.sha256,
+            fingerprints=options.fingerprints,
+        )
         try:
             context = PlanContext(
                 comm=comm,
                 save_id=transaction.save_id,
                 allow_globals=options.allow_globals,
                 staging=transaction.staging,
+                lineage=options.lineage,
             )
             with operation.local_phase("planning"):
                 prepared = saver.prepare(state.shards, state.common, context)
             comm.sync_errors()
+            transaction.timeline.end_planning()
         except BaseException:
             transaction.abort()
             raise
     content = as_json(options.content_metadata)
-    return _BackgroundSave(transaction, state.given, prepared, context, content, state.lookup.cached).request()
+    total = count_bytes(state.shards) if wants_progress(plugins) else 0
+    return _BackgroundSave(transaction, state.given, prepared, context, content, state.lookup.cached, total).request()
 
 
 def release_memory() -> None:
@@ -177,10 +211,19 @@ def release_memory() -> None:
 
 def _write(job: _Job, staged: StagedWork) -> _Result:
     """Write a rank's files; runs in a background thread or the worker process."""
+    plugins = get_plugin_manager()  # the worker process has its own, in which no plugin of the trainer asks
+    is_asked = job.total and wants_progress(plugins)
+    progress = Progress("save", job.directory, job.total, plugins, job.rank) if is_asked else None
     with (
         staged.open() as work,  # the outer context: the writer's threads end before the copies are released
         CheckpointWriter(
-            job.staging, job.rank, sha256=job.sha256, algorithm=job.algorithm, author=job.strategy
+            job.staging,
+            job.rank,
+            sha256=job.sha256,
+            algorithm=job.algorithm,
+            author=job.strategy,
+            fingerprints=job.fingerprints,
+            count=progress.add if progress else None,
         ) as writer,
     ):
         with name_origin(get_plugin_manager(), work):
@@ -191,4 +234,5 @@ def _write(job: _Job, staged: StagedWork) -> _Result:
                 open_folder(job.url, get_plugin_manager()), job.staging, [file.name for file in files], job.save_id
             )
         shards = [shard if isinstance(shard, PackedShards) else shard.without_data() for shard in writer.shards]
-        return _Result(job.save_id, WrittenFiles(files, writer.sha256), shards, result)
+        written = WrittenFiles(files, writer.sha256, tuple(writer.parts), tuple(writer.sums))
+        return _Result(job.save_id, written, shards, result, writer.times)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-import pickle
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any
 
 from shardckpt.background.process import NUMBER_BYTES, Outcome
-from shardckpt.distributed import ErrorReport, unpickle_trusted
+from shardckpt.distributed import ErrorReport, pickle_value, unpickle_trusted
 from shardckpt.errors import CheckpointingException
 
 #: Seconds between two checks of an idle process whether its parent is alive.
@@ -36,9 +35,9 @@ def _run(call: bytes) -> bytes:
     """Run a pickled call, and return the pickle of its outcome."""
     try:
         function, args, kwargs = _unpickle(call)
-        return pickle.dumps(Outcome(None if function is None else function(*args, **kwargs)))
+        return pickle_value(Outcome(None if function is None else function(*args, **kwargs)))
     except Exception as exc:  # noqa: BLE001 - the training process raises it
-        return pickle.dumps(Outcome(None, ErrorReport.of(exc, f"in process {os.getpid()}", with_traceback=True)))
+        return pickle_value(Outcome(None, ErrorReport.of(exc, f"in process {os.getpid()}", with_traceback=True)))
 
 
 def _unpickle(call: bytes) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""Append a tensor to a file, with the bytes that a format puts before and after its values."""
+"""Append tensors to a file, with the bytes that a format puts before and after its values."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING
 
 from shardckpt.errors import CheckpointingException
 from shardckpt.storage import SEGMENT_BYTES, SMALL_RECORD
-from shardckpt.tensors import Copier, is_ordinary, is_plain, plain_cpu, tensor_bytes
+from shardckpt.tensors import Copier, is_ordinary, is_plain, plain_cpu, tensor_bytes, tensor_bytes_of_each
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
     import torch
 
     from shardckpt.storage import FileWriter
@@ -18,6 +20,8 @@ if TYPE_CHECKING:
 #: Bytes that are copied at a time of a tensor that cannot be written from its memory (on a device, or with strides). It
 #: is less than a segment, so that the writer can append such a piece to others before the next is copied.
 PIECE_BYTES = SEGMENT_BYTES // 2
+#: Small tensors that are appended by one call: enough to save time, and few enough that files are written alternately.
+_MOST_IN_RUN = 128
 
 
 def append_tensor(file: FileWriter, tensor: torch.Tensor, key: str, head: bytes = b"", tail: bytes = b"") -> None:
@@ -51,6 +55,52 @@ def append_tensor(file: FileWriter, tensor: torch.Tensor, key: str, head: bytes 
         keys = 0
     if tail:
         file.append_small((tail,), keys=0, what=key)
+
+
+def cut_runs(sizes: Sequence[int]) -> Iterator[range]:
+    """Cut the tensors of a file into runs for :func:`append_run`: small ones together, others alone.
+
+    Args:
+        sizes: The bytes that each takes in the file.
+
+    Yields:
+        The numbers of the tensors of each run.
+    """
+    start = 0
+    for number, nbytes in enumerate(sizes):
+        is_small = nbytes <= SMALL_RECORD
+        if start < number and (not is_small or number - start == _MOST_IN_RUN):
+            yield range(start, number)
+            start = number
+        if not is_small:
+            yield range(number, number + 1)
+            start = number + 1
+    if start < len(sizes):
+        yield range(start, len(sizes))
+
+
+def append_run(
+    file: FileWriter, tensors: Sequence[torch.Tensor], keys: Sequence[str], frames: Sequence[tuple[bytes, bytes]]
+) -> None:
+    """Append the values of tensors to a file, as :func:`append_tensor` appends those of each.
+
+    Args:
+        file: The file.
+        tensors: The tensors of a run.
+        keys: Their keys, for errors.
+        frames: The bytes to put before and after the values of each.
+    """
+    # A call for each small tensor takes several times as long as to copy it.
+    found = tensor_bytes_of_each(tensors) if len(tensors) > 1 else None
+    if found is None:
+        for tensor, key, (head, tail) in zip(tensors, keys, frames, strict=True):
+            append_tensor(file, tensor, key, head, tail)
+        return
+    records = [
+        b"".join((head, values, tail)) if head or tail else values
+        for values, (head, tail) in zip(found, frames, strict=True)
+    ]
+    file.append_each(records, keys)
 
 
 def _list_parts(head: memoryview, tensor: torch.Tensor, tail: memoryview, key: str) -> list[memoryview]:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from shardckpt.chunks.entire import MOST_GAP, SMALL_ITEM, NeighbourRead
 from shardckpt.errors import CorruptCheckpointError
 from shardckpt.storage import BLOCK_BYTES, block_pool
 
@@ -16,16 +18,14 @@ if TYPE_CHECKING:
     import torch
     from typing_extensions import Self
 
+    from shardckpt.chunks.entire import EntireChunks
     from shardckpt.chunks.stored import Item
-    from shardckpt.storage import CheckpointReader
+    from shardckpt.storage import CheckpointReader, RangeRead
 
     #: Reads an item, from memory if it was read ahead.
     ReadOne: TypeAlias = Callable[[Any, "ReadAhead | None"], None]
-
-#: Items up to this size, in bytes, are read entirely, in one call.
-SMALL_ITEM = 64 << 10
-#: The largest gap in bytes between two items that are read at once.
-_GAP = 4 << 10
+    #: Returns the range of a file that fills each item's target as it is; None where an item is read another way.
+    FindRanges: TypeAlias = Callable[[Sequence[Any]], "Sequence[RangeRead | None]"]
 
 
 @dataclass
@@ -53,8 +53,13 @@ def read_units(
     locate: Callable[[Any], Item],
     nbytes: Callable[[Any], int],
     read: ReadOne,
+    find_ranges: FindRanges,
+    entire: EntireChunks | None = None,
 ) -> None:
     """Read units of items with several threads; what fills a destination must be thread-safe.
+
+    Most bytes are those of large items whose targets take them as they are: these are found first, and read by threads
+    that do nothing else, while the calling thread reads the other items.
 
     Args:
         reader: The checkpoint's files.
@@ -62,13 +67,31 @@ def read_units(
         locate: Returns where an item is.
         nbytes: Returns how many bytes of an item are read.
         read: Reads an item.
+        find_ranges: Called with the large items that are units of their own.
+        entire: Chunks that are read, too.
+
+    Raises:
+        CorruptCheckpointError: An item is damaged; the error names it.
     """
 
-    def size(group: CoalescedRead) -> int:
+    def size(group: CoalescedRead | NeighbourRead) -> int:
         # small items count as 0: they cost Python's time, not the disk's
-        return 0 if group.small else sum(map(nbytes, group.items))
+        return 0 if isinstance(group, NeighbourRead) or group.small else sum(map(nbytes, group.items))
 
-    reader.map(lambda group: _read_group(reader, group, read), _coalesce(units, locate), size)
+    large: list[CoalescedRead] = []
+    ranges, neighbours = ([], []) if entire is None else entire.plan_reads()
+    others: list[CoalescedRead | NeighbourRead] = [*neighbours]
+    for group in _coalesce(units, locate):
+        (others if group.small or len(group.items) > 1 else large).append(group)
+    found = find_ranges([group.items[0] for group in large])
+    others += [group for group, one in zip(large, found, strict=True) if one is None]
+    read_others = partial(reader.map, partial(_read_group, reader, read=read), others, size)
+    try:
+        reader.read_ranges([*ranges, *filter(None, found)], read_others if others else None)
+    except CorruptCheckpointError:
+        if entire is not None:  # a range of many chunks has the key of the first
+            entire.read_each(reader)
+        raise
 
 
 def read_in_order(reader: CheckpointReader, items: Iterable[Any], locate: Callable[[Any], Item], read: ReadOne) -> None:
@@ -131,7 +154,7 @@ def _coalesce(units: Iterable[Sequence[Any]], locate: Callable[[Any], Item]) -> 
     for unit in units:
         file, start, length = locate(unit[0])
         small = len(unit) == 1 and length <= SMALL_ITEM
-        joins = small and last is not None and last.small and last.file == file and 0 <= start - last.stop <= _GAP
+        joins = small and last is not None and last.small and last.file == file and 0 <= start - last.stop <= MOST_GAP
         if last is not None and joins and start + length - last.start <= BLOCK_BYTES:
             last.items.append(unit[0])
             last.stop = start + length
@@ -141,7 +164,10 @@ def _coalesce(units: Iterable[Sequence[Any]], locate: Callable[[Any], Item]) -> 
     return found
 
 
-def _read_group(reader: CheckpointReader, group: CoalescedRead, read: ReadOne) -> None:
+def _read_group(reader: CheckpointReader, group: CoalescedRead | NeighbourRead, read: ReadOne) -> None:
+    if isinstance(group, NeighbourRead):
+        group.read(reader)
+        return
     if not group.small or len(group.items) == 1:
         for item in group.items:
             read(item, None)

@@ -10,11 +10,11 @@ from shardckpt.mapping import ShardedObject, ShardedTensor, is_main_replica
 from shardckpt.planning import Boxes, part_view, shard_parts
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
 
     import torch
 
-    from shardckpt.mapping import ShardedBase
+    from shardckpt.mapping import BlockScales, ShardedBase
     from shardckpt.planning import FlatPart, Ints
 
 
@@ -34,6 +34,7 @@ class LocalItems:
         tensors: The values of each box.
         sources: Where each of these comes from.
         objects: The positions of the ShardedObjects among the rank's shards, by unique key.
+        scales: What scales a tensor, by its key.
     """
 
     keys: list[str] = field(default_factory=list)
@@ -43,15 +44,25 @@ class LocalItems:
     tensors: list[torch.Tensor] = field(default_factory=list)
     sources: list[Source] = field(default_factory=list)
     objects: dict[str, int] = field(default_factory=dict)
+    scales: dict[str, BlockScales] = field(default_factory=dict)
 
 
 def view_tensors(sources: Sequence[Source], shards: Sequence[Any]) -> list[torch.Tensor]:
     """Return a view of the values of each box, for shards with the same metadata as when the sources were made."""
-    return [shards[n].data.detach() if part is None else part_view(shards[n], part) for n, part in sources]
+    views = [shards[n].data if part is None else part_view(shards[n], part) for n, part in sources]
+    # to detach a tensor takes longer than to ask whether it needs that
+    return [view.detach() if view.requires_grad else view for view in views]
 
 
-def collect_items(shards: Sequence[ShardedBase]) -> LocalItems:
+def collect_items(shards: Sequence[ShardedBase], left_out: Collection[str] = ()) -> LocalItems:
     """Return the items of the main replicas among a rank's shards; their tensors are views, not copies.
+
+    Args:
+        shards: The rank's shards.
+        left_out: Keys of tensors that are not stored.
+
+    Returns:
+        The items, with tensors in the order of the shards and of their parts.
 
     Raises:
         ShardingError: A tensor has no data, or a shard is of another kind.
@@ -62,22 +73,42 @@ def collect_items(shards: Sequence[ShardedBase]) -> LocalItems:
         if not is_main_replica(shard.replica_id):
             continue
         if isinstance(shard, ShardedTensor):
-            if shard.data is None:
-                raise ShardingError(f"ShardedTensor {shard.key!r} has no data to save")
-            shape = tuple(shard.global_shape)
-            number = numbers.setdefault((shard.key, shard.dtype, shape), len(numbers))
-            if number == len(items.keys):
-                items.keys.append(shard.key)
-                items.dtypes.append(shard.dtype)
-                items.shapes.append(shape)
-            for part in shard_parts(shard):
-                # An empty box is stored only of an empty tensor: its shape and dtype would be lost without a box.
-                if 0 not in part.box.shape or 0 in shape:
-                    items.boxes.add(number, *part.box)
-                    items.tensors.append(part_view(shard, part))
-                    items.sources.append((position, None if items.tensors[-1].shape == shard.data.shape else part))
+            if shard.key not in left_out:
+                _add_tensor(items, numbers, position, shard)
         elif isinstance(shard, ShardedObject):
             items.objects[shard.unique_key] = position
         else:
             raise ShardingError(f"{shard.key!r}: cannot store a {type(shard).__name__}; build factories first")
     return items
+
+
+def _add_tensor(
+    items: LocalItems, numbers: dict[tuple[str, torch.dtype, Ints], int], position: int, shard: ShardedTensor
+) -> None:
+    """Add the boxes of a shard; ``numbers`` has the number of each tensor, and gets that of a new one."""
+    if shard.data is None:
+        raise ShardingError(f"ShardedTensor {shard.key!r} has no data to save")
+    shape = tuple(shard.global_shape)
+    number = numbers.setdefault((shard.key, shard.dtype, shape), len(numbers))
+    if number == len(items.keys):
+        items.keys.append(shard.key)
+        items.dtypes.append(shard.dtype)
+        items.shapes.append(shape)
+    if shard.block_scales is not None:
+        items.scales[shard.key] = shard.block_scales
+    data = shard.data
+    if shard.flattened_range is None and not shard.prepend_axis_num:  # nearly all, so without objects in between
+        source, view = (position, None), data.detach() if data.requires_grad else data
+        _add_box(items, number, tuple(shard.global_offset), tuple(shard.local_shape), view, source)
+        return
+    for part in shard_parts(shard):
+        view = part_view(shard, part)
+        _add_box(items, number, *part.box, view, (position, None if view.shape == data.shape else part))
+
+
+def _add_box(items: LocalItems, number: int, offset: Ints, extent: Ints, view: torch.Tensor, source: Source) -> None:
+    # An empty box is stored only of an empty tensor: its shape and dtype would be lost without a box.
+    if 0 not in extent or 0 in items.shapes[number]:
+        items.boxes.add(number, offset, extent)
+        items.tensors.append(view)
+        items.sources.append(source)

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from itertools import count
+from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from shardckpt.errors import ShardingError, listed
+from shardckpt.mapping import BlockScales
 from shardckpt.planning import Table, concat_tables, find_untiled, make_column
 from shardckpt.storage import Columns
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Collection, Iterable, Mapping, Sequence
 
     from shardckpt.planning import Ints
     from shardckpt.storage import PackedShards
@@ -25,11 +27,17 @@ class LocalPlan(NamedTuple):
         stored: The boxes and objects.
         locations: Packed columns: ``files``, their names; ``boxes`` and ``objects``, the location of each item: number
             of the file, then what else the format needs, such as start and length in bytes; ``listed``, keys of objects
-            that are not listed by their unique key, and ``listed_objects``, the number of the object for each.
+            that are not listed by their unique key, and ``listed_objects``, the number of the object for each;
+            ``scaled``, keys of tensors, and for each ``scaled_by``, the key of its scales, and ``scaled_block``.
     """
 
     stored: PackedShards
     locations: bytes
+
+    @property
+    def nbytes(self) -> int:
+        """Its size, as it is sent."""
+        return len(self.stored.specs) + len(self.stored.boxes) + len(self.locations)
 
 
 class MergedPlan(NamedTuple):
@@ -44,6 +52,8 @@ class MergedPlan(NamedTuple):
         locations: The location of each box, int64 of shape (boxes, columns); the first is the number of the file.
         files: The names of all files.
         objects: The location of each object, by the key that it is listed by.
+        aliases: The number of a tensor by each of its further keys.
+        scales: By the number of a tensor, that of its scales, and a block's size along each axis.
     """
 
     keys: list[str]
@@ -54,6 +64,8 @@ class MergedPlan(NamedTuple):
     locations: torch.Tensor
     files: list[str]
     objects: dict[str, list[int]]
+    aliases: Mapping[str, int] = MappingProxyType({})
+    scales: Mapping[int, tuple[int, Ints]] = MappingProxyType({})
 
 
 class _GlobalTensor(NamedTuple):
@@ -65,11 +77,28 @@ class _GlobalTensor(NamedTuple):
     rank: int
 
 
-def merge_plans(plans: Iterable[LocalPlan]) -> MergedPlan:
+class RankRows(NamedTuple):
+    """The boxes that a rank stores of some tensors.
+
+    Attributes:
+        rank: The rank, for errors.
+        specs: Packed specs of the tensors, as in :class:`shardckpt.storage.PackedShards`; often equal on many ranks.
+        table: The boxes, whose tensor numbers count in the specs.
+        locations: The location of each box, with the number of its file among those of all ranks.
+    """
+
+    rank: int
+    specs: bytes
+    table: Table
+    locations: torch.Tensor
+
+
+def merge_plans(plans: Iterable[LocalPlan], aliases: Mapping[str, str] = MappingProxyType({})) -> MergedPlan:
     """Merge the plans of all ranks.
 
     Args:
         plans: The plans, in the order of the ranks. If several ranks store the same item, the lowest rank's counts.
+        aliases: Further keys of tensors, and the key by which each is stored.
 
     Returns:
         What all ranks store.
@@ -77,35 +106,65 @@ def merge_plans(plans: Iterable[LocalPlan]) -> MergedPlan:
     Raises:
         ShardingError: Ranks disagree on a tensor, its boxes do not fill it exactly, or an object has its key.
     """
-    tensors: dict[str, _GlobalTensor] = {}
-    numbers_by_specs: dict[bytes, torch.Tensor] = {}
     files: list[str] = []
     objects: dict[str, list[int]] = {}
-    tables: list[Table] = []
-    locations: list[torch.Tensor] = []
+    parts: list[RankRows] = []
+    scaled: list[tuple[int, Columns]] = []
     for rank, plan in enumerate(plans):
-        specs, (table, object_keys) = plan.stored.specs, plan.stored.rows()
-        # Many ranks store parts of the same tensors, and send the same bytes: each of these is unpacked once.
-        if specs not in numbers_by_specs:
-            numbers_by_specs[specs] = _number_tensors(tensors, rank, Columns(specs, f"the plan of rank {rank}"))
+        table, object_keys = plan.stored.rows()
         columns = Columns(plan.locations, f"the plan of rank {rank}")
         places = columns.integers("objects")
         boxes = columns.integers("boxes")
         for found in (places, boxes):
             found[:, 0] += len(files)  # ranks number their own files from 0
         rows = places.tolist()
-        for key, number in _list_keys(object_keys, columns):
+        for key, number in list_object_keys(object_keys, columns):
             objects.setdefault(key, rows[number])
         files += columns.texts("files")
-        locations.append(boxes)
+        parts.append(RankRows(rank, plan.stored.specs, table, boxes))
+        scaled.append((rank, columns))
+    return merge_rows(parts, objects, aliases, scaled)._replace(files=files, objects=objects)
+
+
+def merge_rows(
+    parts: Sequence[RankRows],
+    object_keys: Collection[str],
+    aliases: Mapping[str, str] = MappingProxyType({}),
+    scaled: Iterable[tuple[int, Columns]] = (),
+) -> MergedPlan:
+    """Merge the boxes that ranks store.
+
+    Args:
+        parts: The boxes of at least one rank, in the order of the ranks; of each tensor those of all ranks.
+        object_keys: Keys that no tensor may have.
+        aliases: Further keys of tensors, and the key by which each is stored.
+        scaled: The locations of each rank's plan, unpacked, which say what scales its tensors.
+
+    Returns:
+        The tensors and boxes, without files and objects.
+
+    Raises:
+        ShardingError: As :func:`merge_plans`.
+    """
+    tensors: dict[str, _GlobalTensor] = {}
+    numbers_by_specs: dict[bytes, torch.Tensor] = {}
+    tables: list[Table] = []
+    for rank, specs, table, _ in parts:
+        # Many ranks store parts of the same tensors, and send the same bytes: each of these is unpacked once.
+        if specs not in numbers_by_specs:
+            numbers_by_specs[specs] = _number_tensors(tensors, rank, Columns(specs, f"the plan of rank {rank}"))
         tables.append(table._replace(spec=numbers_by_specs[specs][table.spec]))
 
-    twice = sorted(tensors.keys() & objects.keys())
+    scales: dict[str, BlockScales] = {}
+    for rank, columns in scaled:
+        _add_scales(scales, tensors, columns, rank)
+
+    twice = sorted(key for key in object_keys if key in tensors or key in aliases)
     if twice:
         raise ShardingError(
             f"{listed(list(map(repr, twice)))} would be the key of a tensor and of an object: rename one"
         )
-    table, location = concat_tables(tables), torch.cat(locations)
+    table, location = concat_tables(tables), torch.cat([part.locations for part in parts])
     order = _sort_distinct(table)
     table = table.rows(order)
     keys, shapes = list(tensors), [tensor.shape for tensor in tensors.values()]
@@ -119,16 +178,61 @@ def merge_plans(plans: Iterable[LocalPlan]) -> MergedPlan:
     counts = torch.bincount(table.spec, minlength=len(keys))
     bounds = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
     dtypes = [tensor.dtype for tensor in tensors.values()]
-    return MergedPlan(keys, dtypes, shapes, bounds, table, location[order], files, objects)
+    numbers = {alias: tensors[key].number for alias, key in aliases.items()}
+    names = {key: tensor.number for key, tensor in tensors.items()} | numbers
+    resolved = {names[key]: _resolve_scales(key, by, names, dtypes, shapes) for key, by in scales.items()}
+    return MergedPlan(keys, dtypes, shapes, bounds, table, location[order], [], {}, numbers, resolved)
 
 
-def _list_keys(unique_keys: list[str], columns: Columns) -> Iterable[tuple[str, int]]:
+def has_scales(plan: LocalPlan) -> bool:
+    """Return whether a rank's plan says what scales a tensor."""
+    return Columns(plan.locations, "a plan").has("scaled")
+
+
+def list_object_keys(unique_keys: list[str], columns: Columns) -> Iterable[tuple[str, int]]:
     """Return the keys under which the objects of a rank are listed, each with the number of the object."""
     if not columns.has("listed"):
         return zip(unique_keys, count(), strict=False)
     listed = list(zip(columns.texts("listed"), columns.integers("listed_objects").tolist(), strict=True))
     others = {number for _, number in listed}
     return [*((key, number) for number, key in enumerate(unique_keys) if number not in others), *listed]
+
+
+def _add_scales(
+    scales: dict[str, BlockScales], tensors: Mapping[str, _GlobalTensor], columns: Columns, rank: int
+) -> None:
+    """Add what scales the tensors of a rank, by key."""
+    if not columns.has("scaled"):
+        return
+    blocks = columns.integers("scaled_block").tolist()
+    for key, by, block in zip(columns.texts("scaled"), columns.texts("scaled_by"), blocks, strict=True):
+        mine = BlockScales(by, tuple(block[: len(tensors[key].shape)]))  # without what pads a rank's rows
+        if scales.setdefault(key, mine) != mine:
+            raise ShardingError(
+                f"tensor {key!r}: ranks disagree on its block_scales: {scales[key]} before, {mine} on rank {rank}"
+            )
+
+
+def _resolve_scales(
+    key: str, scales: BlockScales, names: Mapping[str, int], dtypes: Sequence[torch.dtype], shapes: Sequence[Ints]
+) -> tuple[int, Ints]:
+    """Return the number of a tensor's scales, and the block, after a check that both fit."""
+    if scales.key not in names:
+        raise ShardingError(
+            f"tensor {key!r} has block_scales in {scales.key!r}, which no rank saves: save it, too, or leave out "
+            "block_scales"
+        )
+    number, by = names[key], names[scales.key]
+    shape, block = list(shapes[number]), scales.block
+    if dtypes[number] == torch.float4_e2m1fn_x2:
+        shape[-1] *= 2  # blocks count elements, shapes of this dtype pairs
+    expected = tuple(-(-size // length) for size, length in zip(shape, block, strict=True))
+    if shapes[by] != expected:
+        raise ShardingError(
+            f"tensor {key!r} of shape {shapes[number]} has block_scales of blocks {block}, so {scales.key!r} has the "
+            f"shape {expected}, but it has {shapes[by]}"
+        )
+    return by, block
 
 
 def _number_tensors(tensors: dict[str, _GlobalTensor], rank: int, specs: Columns) -> torch.Tensor:
@@ -143,7 +247,7 @@ def _number_tensors(tensors: dict[str, _GlobalTensor], rank: int, specs: Columns
     ):
         mine = _GlobalTensor(len(tensors), getattr(torch, name), tuple(padded[:axes]), rank)
         first = tensors.setdefault(key, mine)
-        if (mine.dtype, mine.shape) != (first.dtype, first.shape):
+        if first is not mine and (mine.dtype, mine.shape) != (first.dtype, first.shape):
             raise ShardingError(
                 f"tensor {key!r}: ranks disagree on it: {first.dtype} {first.shape} on rank {first.rank}, "
                 f"{mine.dtype} {mine.shape} on rank {rank}"
@@ -157,6 +261,8 @@ def _sort_distinct(table: Table) -> torch.Tensor:
 
     Rows come in the order of the ranks, and the sorts are stable: the lowest rank's copy is the one that stays.
     """
+    if bool((table.spec[1:] > table.spec[:-1]).all()):  # one box per tensor, as most have
+        return torch.arange(len(table.spec), device="cpu")
     order = table.spec.argsort(stable=True)
     corners = Table(table.spec, table.offset, torch.zeros_like(table.extent))
     hashes, by_hash = corners.hashes().sort(stable=True)

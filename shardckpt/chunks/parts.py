@@ -21,6 +21,9 @@ def make_finder(key: str, boxes: Sequence[Box]) -> BoxFinder:
         key: The tensor's key, for the error.
         boxes: Its boxes.
 
+    Returns:
+        A finder; it numbers the boxes in their order.
+
     Raises:
         CorruptCheckpointError: They overlap.
     """

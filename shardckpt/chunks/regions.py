@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
+from shardckpt.storage import RangeRead, StoredArray, find_range
+from shardckpt.tensors import tensor_bytes
+
 if TYPE_CHECKING:
     import torch
 
@@ -33,6 +36,19 @@ class Region(NamedTuple):
     def nbytes(self) -> int:
         """Bytes of the target, by which reads are shared among threads."""
         return self.target.nbytes
+
+    def find_range(self, payload: int, dtype: torch.dtype, key: str) -> RangeRead | None:
+        """Return the range of the file whose bytes fill the target as they are; None if there is no such range.
+
+        Args:
+            payload: Where the payload of the chunk's item begins in the file, in bytes.
+            dtype: The stored dtype.
+            key: The tensor's key, for errors.
+        """
+        chunk = self.chunk
+        first = payload + chunk.first * dtype.itemsize
+        offset = find_range(StoredArray(chunk.item.file, first, dtype, chunk.box.shape), self.start, self.target)
+        return None if offset is None else RangeRead(chunk.item.file, offset, tensor_bytes(self.target), key)
 
 
 class StagedRegion(NamedTuple):

@@ -8,25 +8,28 @@ from typing import TYPE_CHECKING
 import torch
 
 from shardckpt.chunks.casts import check_cast
+from shardckpt.chunks.entire import EntireChunks
 from shardckpt.chunks.parts import make_finder, match_parts
 from shardckpt.chunks.regions import Region, StagedRegion
 from shardckpt.chunks.staged import StagedDestination, check_no_partial_overlap, needs_staging
 from shardckpt.errors import CorruptCheckpointError, KeyMismatchError
 from shardckpt.planning import (
     Box,
-    Boxes,
     FlatPart,
     Overlaps,
+    Table,
     check_shapes,
     find_overlaps,
     find_untiled,
+    list_boxes,
+    list_fields,
     list_rows,
     make_column,
     part_view,
     sort_unique,
     unflattened_box,
 )
-from shardckpt.tensors import is_quantized, movable
+from shardckpt.tensors import ORDINARY, find_addresses, is_ordinary, is_quantized, movable
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -34,7 +37,7 @@ if TYPE_CHECKING:
 
     from shardckpt.chunks.stored import Chunk, ChunkIndex, Chunks
     from shardckpt.mapping import ShardedTensor
-    from shardckpt.planning import BoxFinder, Ints, Table
+    from shardckpt.planning import BoxFinder, Ints
     from shardckpt.storage import CheckpointReader
 
     #: Regions that one thread reads, one after the other.
@@ -60,24 +63,37 @@ class RequestedTensors:
     """
 
     def __init__(self, shards: Sequence[ShardedTensor], index: ChunkIndex, reader: CheckpointReader) -> None:
-        _check_shards(shards, index)
-        everything = make_column([index.numbers[shard.key] for shard in shards])
+        numbers = _find_numbers(shards, index)
+        everything = make_column(numbers)
         self._numbers = sort_unique(everything)
         self._index = index
-        self._chunks, self._bounds = index.take_chunks(self._numbers)
-        # from here on tensors are numbered by their place among the requested ones, as the chunks are that were taken
+        # from here on tensors are numbered by their place among the requested ones, as the chunks are that are taken
         specs = torch.searchsorted(self._numbers, everything)
-        shapes = [index.shapes[number] for number in self._numbers.tolist()]
-        simple = [_is_simple(shard, shapes[spec]) for shard, spec in zip(shards, specs.tolist(), strict=True)]
-        mask = torch.tensor(simple, dtype=torch.bool, device="cpu")
-        self._matched = _MatchedShards(list(compress(shards, simple)), specs[mask], shapes, self._chunks, self._bounds)
+        boxes = list_boxes(shards, specs)
+        self._chunks, self._bounds = index.take_chunks(self._numbers, lambda: boxes)
+        simple = _find_simple(shards, list(map(index.shapes.__getitem__, numbers)))
         others = [shard for shard, is_simple in zip(shards, simple, strict=True) if not is_simple]
+        matched = shards
+        if others:
+            matched = list(compress(shards, simple))
+            boxes = boxes.rows(torch.tensor(simple, dtype=torch.bool, device="cpu"))
+        self._matched = _MatchedShards(matched, boxes, self._chunks, self._bounds)
         others += self._matched.uncovered
-        check_no_partial_overlap(shard for shard in others if is_quantized(shard.data))
-        self._others = self._match_others(others, shapes)
+        if others:
+            check_no_partial_overlap(shard for shard in others if is_quantized(shard.data))
+        self._others = self._match_others(others, [index.shapes[number] for number in self._numbers.tolist()])
         unallocated = [shard.data is None for shard in shards]
         if any(unallocated):
             self._check_sizes(sort_unique(specs[torch.tensor(unallocated, device="cpu")]), reader)
+
+    def take_entire(self) -> EntireChunks:
+        """Return those of the chunks that are read entirely into a shard's memory, as the files have them.
+
+        Call it before :meth:`units`, which then leaves them out, and after all ranks have planned: shards without data
+        get CPU memory.
+        """
+        index = self._index
+        return self._matched.take_entire(index.files, index.keys, index.dtypes, self._numbers)
 
     def units(self) -> list[Unit]:
         """Return the regions to read, in units that one thread reads, in the order of the files.
@@ -134,8 +150,7 @@ class _MatchedShards:
 
     Args:
         shards: The shards.
-        specs: int64 of shape (shards,): the number of each one's tensor.
-        shapes: The global shapes of the tensors.
+        requested: Their boxes.
         chunks: Their chunks.
         bounds: Where those of each tensor begin.
 
@@ -143,20 +158,9 @@ class _MatchedShards:
         uncovered: Those of the shards whose elements are not all stored exactly once.
     """
 
-    def __init__(
-        self,
-        shards: list[ShardedTensor],
-        specs: torch.Tensor,
-        shapes: Sequence[Ints],
-        chunks: Chunks,
-        bounds: torch.Tensor,
-    ) -> None:
-        boxes = Boxes()
-        for shard, spec in zip(shards, specs.tolist(), strict=True):
-            boxes.add(spec, *unflattened_box(shard))
-        requested = boxes.table()
+    def __init__(self, shards: Sequence[ShardedTensor], requested: Table, chunks: Chunks, bounds: torch.Tensor) -> None:
         found = find_overlaps(requested, chunks.box, bounds)
-        covered = _find_covered(requested, found, chunks.box, bounds, shapes)
+        covered = _find_covered(requested, found)
         self.uncovered: list[ShardedTensor] = []
         if not bool(covered.all()):
             self.uncovered = list(compress(shards, (~covered).tolist()))
@@ -169,6 +173,52 @@ class _MatchedShards:
         self._found = found
         self._requested = requested.pad_axes(found.offset.shape[1])
 
+    def take_entire(
+        self, files: Sequence[str], keys: Sequence[str], dtypes: Sequence[torch.dtype], numbers: torch.Tensor
+    ) -> EntireChunks:
+        """Take out the regions that are entire chunks, and fill shards as the files have them; see the base.
+
+        Args:
+            files: The names of the files.
+            keys: The keys of the tensors in the index.
+            dtypes: Their dtypes.
+            numbers: int64: the number of each tensor in the index.
+        """
+        self._allocate()
+        found, chunks = self._found, self._chunks
+        volume = found.extent.prod(1)
+        is_entire = (volume == chunks.box.volume()[found.stored]) & (volume == self._requested.volume()[found.wanted])
+        is_entire &= (volume == chunks.volume[found.stored]) & (volume > 0)
+        rows = is_entire.nonzero().view(-1)
+        number = numbers[chunks.box.spec[found.stored[rows]]]
+        tensors: list[torch.Tensor] = [self._shards[n].data for n in found.wanted[rows].tolist()]
+        stored = [dtypes[n] for n in number.tolist()]
+        length = chunks.length[found.stored[rows]]
+        takes_bytes = length == volume[rows] * make_column([dtype.itemsize for dtype in stored])
+        addresses = find_addresses(tensors) if stored == [tensor.dtype for tensor in tensors] else None
+        if addresses is None:  # some may be on other devices, have strides or another dtype
+            fits = [is_ordinary(t) and t.dtype == dtype for t, dtype in zip(tensors, stored, strict=True)]
+            takes_bytes &= torch.tensor(fits, dtype=torch.bool, device="cpu")
+            addresses = [t.data_ptr() if is_fit else 0 for t, is_fit in zip(tensors, fits, strict=True)]
+        taken = found.stored[rows[takes_bytes]]
+        is_entire[rows] = takes_bytes
+        if len(taken):
+            self._found = Overlaps(*(column[~is_entire] for column in found))
+        return EntireChunks(
+            chunks.file[taken],
+            chunks.start[taken],
+            length[takes_bytes],
+            make_column(addresses)[takes_bytes],
+            number[takes_bytes],
+            files,
+            keys,
+        )
+
+    def _allocate(self) -> None:
+        for shard in self._shards:
+            if shard.data is None:  # a call for each takes time
+                shard.init_data("cpu")
+
     def regions(self, files: Sequence[str], numbers: Sequence[int]) -> list[Region]:
         """Return the regions to read; shards without data get CPU memory.
 
@@ -176,14 +226,7 @@ class _MatchedShards:
             files: The names of the files.
             numbers: The number of each tensor in the index.
         """
-        for shard in self._shards:
-            shard.init_data("cpu")
-        views = [
-            part_view(shard, FlatPart(unflattened_box(shard), 0))
-            if shard.data is None or shard.prepend_axis_num
-            else shard.data.detach()
-            for shard in self._shards
-        ]
+        self._allocate()
         found, axes = self._found, self._requested.offset.shape[1]
         stored = self._chunks.box.rows(found.stored).pad_axes(axes)
         entire = (found.extent == stored.extent).all(1).tolist()
@@ -196,7 +239,7 @@ class _MatchedShards:
         for row, (requested, spec, chunk) in enumerate(
             zip(found.wanted.tolist(), stored.spec.tolist(), chunks, strict=True)
         ):
-            target = views[requested]
+            target = _view_unflattened(self._shards[requested])
             dims = target.dim()
             if not filled[row]:
                 for axis in range(dims):
@@ -258,41 +301,56 @@ class _OtherShard:
                 yield part, chunk, start, common.within(part.box), common == chunk.box
 
 
-def _check_shards(shards: Sequence[ShardedTensor], index: ChunkIndex) -> None:
-    """Check that all tensors are stored, with the global shapes of the shards, and can be cast to their dtypes."""
-    missing = sorted({shard.key for shard in shards if shard.key not in index.numbers})
+def _find_numbers(shards: Sequence[ShardedTensor], index: ChunkIndex) -> list[int]:
+    """Return the number of each shard's tensor, after a check that all are stored, with these shapes and dtypes."""
+    keys, dtypes, shapes = list_fields(shards, "key", "dtype", "global_shape")
+    missing = set(keys) - index.numbers.keys()
     if missing:
-        raise KeyMismatchError(f"not in the checkpoint: {', '.join(missing)}")
-    numbers = {shard.key: index.numbers[shard.key] for shard in shards}
-    check_shapes(shards, {key: index.shapes[number] for key, number in numbers.items()})
-    for shard in shards:
-        stored = index.dtypes[numbers[shard.key]]
-        if stored != shard.dtype:
-            check_cast(shard.key, stored, shard.dtype)
+        raise KeyMismatchError(f"not in the checkpoint: {', '.join(sorted(missing))}")
+    numbers = list(map(index.numbers.__getitem__, keys))
+    if list(shapes) != list(map(index.shapes.__getitem__, numbers)):
+        check_shapes(shards, {key: index.shapes[number] for key, number in zip(keys, numbers, strict=True)})
+    stored = list(map(index.dtypes.__getitem__, numbers))
+    if list(dtypes) != stored:
+        for key, dtype, wanted in zip(keys, stored, dtypes, strict=True):
+            if dtype != wanted:
+                check_cast(key, dtype, wanted)
+    return numbers
 
 
-def _is_simple(shard: ShardedTensor, shape: Ints) -> bool:
-    """Return whether a shard can be filled region by region, and has the stored global shape."""
-    if shard.flattened_range is not None or shard.allow_shape_mismatch or is_quantized(shard.data):
-        return False
-    return shape == tuple(shard.global_shape)
+def _find_simple(shards: Sequence[ShardedTensor], stored: Sequence[Ints]) -> list[bool]:
+    """Return whether each shard can be filled region by region, and has the stored global shape."""
+    shapes, flat, loose, tensors = list_fields(
+        shards, "global_shape", "flattened_range", "allow_shape_mismatch", "data"
+    )
+    if not {*map(type, tensors)} - {*ORDINARY, type(None)} and not any(loose) and flat.count(None) == len(flat):
+        return [True] * len(shards)  # most loads are so; shapes that must be equal are
+    return [
+        part is None and not is_loose and not is_quantized(data) and shape == tuple(wanted)
+        for shape, wanted, part, is_loose, data in zip(stored, shapes, flat, loose, tensors, strict=True)
+    ]
 
 
-def _find_covered(
-    requested: Table, found: Overlaps, stored: Table, bounds: torch.Tensor, shapes: Sequence[Ints]
-) -> torch.Tensor:
+def _view_unflattened(shard: ShardedTensor) -> torch.Tensor:
+    """Return the memory of a shard that is one box, in the shape of the box."""
+    if shard.data is None or shard.prepend_axis_num:
+        return part_view(shard, FlatPart(unflattened_box(shard), 0))
+    return shard.data.detach()
+
+
+def _find_covered(requested: Table, found: Overlaps) -> torch.Tensor:
     """Return whether all elements of each requested box are stored once: bool of shape (boxes,).
 
-    They are if one chunk has the box, or if the chunks of the tensor fill the tensor without overlapping.
+    They are if one chunk has the box, or if the regions that chunks have of it fill it without overlapping.
     """
     volume = torch.zeros_like(requested.spec).index_add_(0, found.wanted, found.extent.prod(1))
     covered = volume == requested.volume()
-    alone = (found.extent == requested.pad_axes(found.extent.shape[1]).extent[found.wanted]).all(1)
-    if not bool(alone.all()):
+    wide = requested.pad_axes(found.extent.shape[1])
+    cut = (found.extent != wide.extent[found.wanted]).any(1)
+    if bool(cut.any()):
         # Chunks that overlap may have the right volume and still leave a hole.
-        tensors = sort_unique(requested.spec[found.wanted[~alone]])
-        rows = stored.rows(list_rows(tensors, bounds))
-        numbered = rows._replace(spec=torch.searchsorted(tensors, rows.spec))
-        wrong = find_untiled(numbered, [shapes[number] for number in tensors.tolist()])
-        covered &= ~torch.isin(requested.spec, tensors[wrong])
+        owners = found.wanted[cut]
+        boxes = sort_unique(owners)
+        regions = Table(torch.searchsorted(boxes, owners), found.offset[cut] - wide.offset[owners], found.extent[cut])
+        covered[boxes[find_untiled(regions, list(map(tuple, wide.extent[boxes].tolist())))]] = False
     return covered

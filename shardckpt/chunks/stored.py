@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
+import torch
+
 from shardckpt.planning import Box
+from shardckpt.strategy import StoredBox
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
-
-    import torch
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from shardckpt.planning import Ints, Table
 
@@ -126,12 +127,27 @@ class ChunkIndex(ABC):
         """The number of each tensor, by key."""
         return {key: number for number, key in enumerate(self.keys)}
 
+    def list_boxes(self) -> Iterator[StoredBox]:
+        """Yield the boxes of all tensors with their files, by each name of a tensor."""
+        chunks, bounds = self.take_chunks(torch.arange(len(self.keys), device="cpu"))
+        columns = (chunks.box.offset.tolist(), chunks.box.extent.tolist(), chunks.file.tolist())
+        rows = list(zip(*columns, strict=True))
+        ends = bounds.tolist()
+        for key, number in self.numbers.items():
+            axes = len(self.shapes[number])
+            for offset, extent, file in rows[ends[number] : ends[number + 1]]:
+                yield StoredBox(key, tuple(offset[:axes]), tuple(extent[:axes]), self.files[file])
+
     @abstractmethod
-    def take_chunks(self, numbers: torch.Tensor) -> tuple[Chunks, torch.Tensor]:
+    def take_chunks(
+        self, numbers: torch.Tensor, wanted: Callable[[], Table] | None = None
+    ) -> tuple[Chunks, torch.Tensor]:
         """Return the chunks of some tensors, numbered anew, and their bounds; a format may check them first.
 
         Args:
             numbers: int64 of shape (n,): the tensors, ascending, each once.
+            wanted: Makes boxes in these tensors, each with the place of its tensor in ``numbers``; None for all. Chunks
+                that share no element with any of them may be left out.
 
         Returns:
             The chunks as int64 columns, with tensors numbered by their place in ``numbers``; and bounds, int64 of shape

@@ -47,21 +47,23 @@ def add(verbs: Any) -> None:
 
 def run(options: Any) -> int:
     """Export, and print a row per file. Return the exit code."""
+    from shardckpt.cli.progress import show_progress
     from shardckpt.cli.table import table
     from shardckpt.huggingface import export_to_huggingface
 
-    exported = export_to_huggingface(
-        options.checkpoint,
-        options.target,
-        prefix=options.prefix,
-        mapping=options.mapping,
-        dtype=options.dtype,
-        max_shard_size=options.max_shard_size,
-        format=options.format,
-        assets=options.assets,
-        leave_out=options.leave_out,
-        overwrite=options.overwrite,
-    )
+    with show_progress("export"):
+        exported = export_to_huggingface(
+            options.checkpoint,
+            options.target,
+            prefix=options.prefix,
+            mapping=options.mapping,
+            dtype=options.dtype,
+            max_shard_size=options.max_shard_size,
+            format=options.format,
+            assets=options.assets,
+            leave_out=options.leave_out,
+            overwrite=options.overwrite,
+        )
     print(table(("file", "tensors", "bytes"), [(name, count, f"{size:,}") for name, count, size in exported.files]))
     print(f"{options.target}: {exported.total_size:,} bytes of tensors")
     return 0

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from shardckpt.cli.convert import parse_target
+
 
 def add(verbs: Any) -> None:
     """Add the verb."""
@@ -40,31 +42,32 @@ def add(verbs: Any) -> None:
 
 def run(options: Any) -> int:
     """Migrate or convert, and print what was done. Return the exit code."""
+    from shardckpt.cli.progress import show_progress
+    from shardckpt.errors import listed
     from shardckpt.huggingface import parse_size
     from shardckpt.maintenance import convert_checkpoint, migrate_checkpoint
 
     if options.to is None or isinstance(options.to, int):
-        backend, old, new = migrate_checkpoint(options.old, options.new, options.to, overwrite=options.overwrite)
+        with show_progress("migrate"):
+            backend, old, new = migrate_checkpoint(options.old, options.new, options.to, overwrite=options.overwrite)
         print(f"{options.new}: {backend} version {new}, rewritten from version {old}")
         return 0
     memory = parse_size(options.memory, "--memory")
-    report = convert_checkpoint(options.old, options.new, options.to, memory=memory, overwrite=options.overwrite)
+    with show_progress("convert"):
+        report = convert_checkpoint(options.old, options.new, options.to, memory=memory, overwrite=options.overwrite)
     print(
         f"{options.new}: {' version '.join(map(str, report.new))}, rewritten from "
         f"{' version '.join(map(str, report.old))}: {report.tensors:,} tensors of {report.nbytes:,} bytes, "
         f"{report.objects:,} objects"
     )
+    if report.left_out:
+        print(f"not written: {len(report.left_out):,} objects for other libraries alone: {listed(report.left_out)}")
     return 0
 
 
 def _parse_target(text: str) -> int | str | tuple[str, int]:
     """Parse a version, a backend, or ``backend@version``; raise ValueError for anything else."""
-    if text.isdecimal():
-        return int(text)
-    backend, separator, version = text.partition("@")
-    if not backend:
-        raise ValueError
-    return (backend, int(version)) if separator else backend
+    return int(text) if text.isdecimal() else parse_target(text)
 
 
 #: What argparse calls it in its error.

@@ -1,27 +1,33 @@
 """Remove the hidden directories that killed saves, overwrites, exports and removals have left beside checkpoints.
 
-What a living process may use is kept, and so is what may be the only copy of a checkpoint; its row says why. Exit code:
-0 if all was removed that is not needed, 2 if something could not be.
+With --keep-latest, --keep-every or --keep-best also the checkpoints of steps that none of these keeps, as a
+CheckpointManager does: only complete ones, never the newest. What a living process may use is kept, and so is what may
+be the only copy of a checkpoint; its row says why. Exit code: 2 if something could not be removed.
 """
 
 from __future__ import annotations
 
+import argparse
 from typing import TYPE_CHECKING, Any
 
-from shardckpt.errors import CheckpointingException
+from shardckpt.cli.exit_codes import FAILED, FINE
+from shardckpt.cli.table import table
 
 if TYPE_CHECKING:
-    from shardckpt.engine import PruneResult
+    from collections.abc import Sequence
 
-_FAILED = 2
+    from shardckpt.engine import PruneResult
+    from shardckpt.manager import StepResult
 
 
 def add(verbs: Any) -> None:
     """Add the verb."""
     parser = verbs.add_parser(
-        "prune", help="remove what killed saves have left; nothing that a living process uses", description=__doc__
+        "prune", help="remove what killed saves have left, and steps that are not kept", description=__doc__
     )
-    parser.add_argument("path", nargs="?", help="a folder of checkpoints, or one checkpoint; not a URL")
+    parser.add_argument(
+        "path", nargs="?", help="a folder of checkpoints, or one checkpoint; a URL only with --keep-..."
+    )
     parser.add_argument(
         "--spool",
         nargs="?",
@@ -37,35 +43,91 @@ def add(verbs: Any) -> None:
         help="age from which to remove what other hosts have left, whose processes cannot be seen from here "
         "(default: SHARDCKPT_LEFTOVER_HOURS, or 24)",
     )
+    parser.add_argument("--keep-latest", type=_parse_count, metavar="N", help="keep the N highest steps")
+    parser.add_argument("--keep-every", type=_parse_count, metavar="N", help="keep the steps that are multiples of N")
+    parser.add_argument(
+        "--keep-best",
+        type=_parse_best,
+        action="append",
+        default=[],
+        metavar="METRIC[:min|max[:COUNT]]",
+        help="keep the steps with the best values of a metric that CheckpointManager.save was given, such as "
+        "loss:min:2; may be repeated",
+    )
+    parser.add_argument(
+        "--keep-step", type=int, action="append", default=[], metavar="STEP", help="keep a step; may be repeated"
+    )
     parser.add_argument("--dry-run", action="store_true", help="print what would be removed, and remove nothing")
     parser.set_defaults(run=run, parser=parser)
 
 
 def run(options: Any) -> int:
-    """Prune, and print a row per leftover. Return 0 if all that is not needed was removed, else 2."""
-    from shardckpt.cli.failure import print_error
-    from shardckpt.cli.table import table
+    """Prune, and print a row per step and leftover. Return 0 if all that is not needed was removed, else 2."""
     from shardckpt.engine import prune_leftovers, prune_spools
+    from shardckpt.manager import prune_steps
 
     if options.path is None and options.spool is None:
         options.parser.error("give a PATH, or --spool")
+    policies = _make_policies(options)
+    if options.path is None and policies:
+        options.parser.error("--keep-latest, --keep-every and --keep-best need a PATH: the folder of the steps")
+    if options.keep_step and not policies:
+        options.parser.error("--keep-step keeps steps that a policy would remove: give one, such as --keep-latest 3")
+    steps: list[StepResult] = []
+    if policies:
+        steps = prune_steps(options.path, policies, options.keep_step, dry_run=options.dry_run)
+        _print_rows("checkpoint", steps, options)
+        if not steps:
+            print(f"{options.path} has no directory of a step")
     results: list[PruneResult] = []
-    try:
-        if options.path is not None:
-            results += prune_leftovers(options.path, options.older_than, dry_run=options.dry_run)
-        if options.spool is not None:
-            results += prune_spools(options.spool or None, options.older_than, dry_run=options.dry_run)
-    except CheckpointingException as exc:
-        print_error(exc, options)
-        return _FAILED
-    if results:
-        print(table(("leftover", "bytes", "result"), [(r.path, r.nbytes, _said(r, options)) for r in results]))
-    freed = sum(result.nbytes for result in results if not result.kept and not result.error)
+    if options.path is not None and "://" not in options.path:
+        results += prune_leftovers(options.path, options.older_than, dry_run=options.dry_run)
+    elif options.path is not None and not policies:
+        prune_leftovers(options.path)  # which says why a store has none
+    if options.spool is not None:
+        results += prune_spools(options.spool or None, options.older_than, dry_run=options.dry_run)
+    _print_rows("leftover", results, options)
+    everything: list[PruneResult | StepResult] = [*steps, *results]
+    freed = sum(result.nbytes for result in everything if not result.kept and not result.error)
     print(f"{freed} bytes {'would be ' * options.dry_run}freed")
-    return _FAILED if any(result.error for result in results) else 0
+    return FAILED if any(result.error for result in everything) else FINE
 
 
-def _said(result: PruneResult, options: Any) -> str:
-    if result.kept:
-        return f"kept: {result.kept}"
-    return result.error or ("would be removed" if options.dry_run else "removed")
+def _print_rows(what: str, results: Sequence[PruneResult | StepResult], options: Any) -> None:
+    if results:
+        rows = [(r.path, r.nbytes, _describe(r.kept, r.error, options)) for r in results]
+        print(table((what, "bytes", "result"), rows))
+
+
+def _make_policies(options: Any) -> list[Any]:
+    from shardckpt.manager import KeepBest, KeepEvery, KeepLatest
+
+    policies: list[Any] = []
+    if options.keep_latest is not None:
+        policies.append(KeepLatest(options.keep_latest))
+    if options.keep_every is not None:
+        policies.append(KeepEvery(options.keep_every))
+    for metric, mode, count in options.keep_best:
+        policies.append(KeepBest(metric, count, mode))
+    return policies
+
+
+def _describe(kept: str, error: str, options: Any) -> str:
+    if kept:
+        return f"kept: {kept}"
+    return error or ("would be removed" if options.dry_run else "removed")
+
+
+def _parse_count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
+    return int(text)
+
+
+def _parse_best(text: str) -> tuple[str, str, int]:
+    """Parse ``METRIC[:min|max[:COUNT]]``."""
+    metric, *rest = text.split(":")
+    mode, count = (*rest, *("min", "1")[len(rest) :])[:2]
+    if not metric or len(rest) > 2 or mode not in ("min", "max"):  # noqa: PLR2004 - mode and count
+        raise argparse.ArgumentTypeError(f"{text!r} is not METRIC[:min|max[:COUNT]], such as loss:min:2")
+    return metric, mode, _parse_count(count)

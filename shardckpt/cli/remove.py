@@ -23,7 +23,7 @@ def run(options: Any) -> int:
     """Remove, and print the keys, the files and the freed bytes. Return the exit code.
 
     Raises:
-        KeyMismatchError: no key begins with the prefix; the command exits with 1.
+        KeyMismatchError: no key begins with the prefix.
     """
     from shardckpt.dist_checkpointing import load_sharded_metadata, remove_sharded_tensors
     from shardckpt.errors import KeyMismatchError, listed

@@ -1,19 +1,33 @@
-"""Read every byte of a checkpoint, and compare it with the digests in shardckpt.json and integrity.json.
+"""Read every byte of checkpoints, and compare it with the digests in shardckpt.json and integrity.json.
 
 Of files that have no digest (Megatron's and plain DCP's) the structure is checked: that they exist, that they contain
 the ranges that the index names and nothing after them, and that those are complete archives of the right dtypes and
 sizes.
 
+Hugging Face folders, and files of safetensors and of torch.save, have no digests either: headers, lengths and the index
+are compared.
+
+Of several checkpoints, or a folder of them, only files with a fault are listed; the exit code is the highest of all.
+
 exit codes:
-  0  intact: all bytes match their digests
+  0  intact: all bytes match their digests; or as far as can be checked without digests, unless --require-digests
   1  damaged: a file is missing, or not what was written
   2  not a checkpoint, or it cannot be checked: no installed strategy reads it, or a file cannot be read
-  3  intact as far as can be checked without digests: values were not checked
 """
 
 from __future__ import annotations
 
+import dataclasses
+import json
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+from shardckpt.cli.exit_codes import FAILED
+from shardckpt.cli.failure import print_error
+from shardckpt.cli.table import table
+from shardckpt.errors import CheckpointingException
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -32,31 +46,92 @@ def add(verbs: Any) -> None:
 
     parser = verbs.add_parser(
         "verify",
-        help="check every file of a checkpoint, against digests if it has them",
+        help="check every file of checkpoints, against digests if they have them",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("directory", help="the checkpoint's directory or URL")
+    parser.add_argument(
+        "paths", nargs="+", metavar="path", help="a checkpoint, or a folder of checkpoints: a directory or URL"
+    )
+    parser.add_argument(
+        "--require-digests",
+        action="store_true",
+        help="exit with 1 where a file has no digest: its values are not known",
+    )
+    parser.add_argument("--json", action="store_true", help="print a JSON list of the checkpoints and their files")
     parser.set_defaults(run=run)
 
 
+@dataclass(frozen=True)
+class _Answer:
+    """What was found of a checkpoint: its files, or the error for which there is none."""
+
+    path: str
+    files: Sequence[FileResult]
+    exit_code: int
+    error: CheckpointingException | None = None
+
+
 def run(options: Any) -> int:
-    """Print a row per file, and a summary. Return the exit code, one of those in the help."""
-    from shardckpt.cli.failure import print_error
-    from shardckpt.cli.table import table
+    """Print a row per file, and a summary; of several checkpoints rows of bad files. Return the exit code."""
+    from shardckpt import settings
+    from shardckpt.cli.progress import show_progress
+    from shardckpt.manager import find_checkpoints
+
+    paths = list(dict.fromkeys(found for path in options.paths for found in find_checkpoints(path)))
+    threads = ThreadPoolExecutor(min(len(paths), settings.io_threads()))
+    with show_progress("verify"), threads:
+        answers = list(threads.map(lambda path: _verify(path, options), paths))
+    for answer in answers:
+        if answer.error is not None:
+            print_error(answer.error, options)
+    if options.json:
+        print(json.dumps([_as_json(answer) for answer in answers], indent=1))
+    else:
+        _print_answers(answers)
+    return max(answer.exit_code for answer in answers)
+
+
+def _verify(path: str, options: Any) -> _Answer:
     from shardckpt.engine import is_damage
-    from shardckpt.errors import CheckpointingException
     from shardckpt.maintenance import DAMAGED, NO_ANSWER, get_exit_code, verify_checkpoint
 
     try:
-        results = verify_checkpoint(options.directory)
+        files = verify_checkpoint(path)
     except CheckpointingException as exc:
-        print_error(exc, options)
-        return DAMAGED if is_damage(exc) else NO_ANSWER
-    code = get_exit_code(results)
-    print(table(("file", "bytes", "result"), [(r.name, r.nbytes, _said(r)) for r in results]))
-    print(f"{options.directory}: {_summary(results, code)}")
-    return code
+        return _Answer(path, (), DAMAGED if is_damage(exc) else NO_ANSWER, exc)
+    return _Answer(path, files, get_exit_code(files, require_digests=options.require_digests))
+
+
+def _print_answers(answers: Sequence[_Answer]) -> None:
+    several = len(answers) > 1
+    for answer in answers:
+        shown = [file for file in answer.files if file.fault or not several]
+        if shown:
+            print(table(("file", "bytes", "result"), [(r.name, r.nbytes, _said(r)) for r in shown]))
+        if answer.error is None:
+            print(f"{answer.path}: {_summary(answer.files)}")
+    if several:
+        counts = Counter(map(_name_verdict, answers))
+        said = ", ".join(f"{count} {verdict}" for verdict, count in counts.items())
+        print(f"{len(answers)} checkpoints: {said}")
+
+
+def _name_verdict(answer: _Answer) -> str:
+    from shardckpt.maintenance import INTACT, get_exit_code, has_digests
+
+    if answer.error is None and get_exit_code(answer.files) == INTACT:
+        return "intact" if has_digests(answer.files) else "intact as far as can be checked without digests"
+    return "without an answer" if answer.exit_code == FAILED else "damaged"
+
+
+def _as_json(answer: _Answer) -> dict[str, Any]:
+    return {
+        "checkpoint": answer.path,
+        "exit_code": answer.exit_code,
+        "error": None if answer.error is None else str(answer.error),
+        "files": [dataclasses.asdict(file) for file in answer.files],
+    }
 
 
 def _said(result: FileResult) -> str:
@@ -65,12 +140,13 @@ def _said(result: FileResult) -> str:
     return result.fault or ("as written" if result.checked == "digests" else "its structure is valid; it has no digest")
 
 
-def _summary(results: Sequence[FileResult], code: int) -> str:
-    from shardckpt.maintenance import DAMAGED, INTACT, NO_ANSWER
+def _summary(results: Sequence[FileResult]) -> str:
+    from shardckpt.maintenance import DAMAGED, NO_ANSWER, get_exit_code, has_digests
 
+    code = get_exit_code(results)
     own = [result for result in results if not result.foreign]
     bad = [result for result in own if result.fault]
-    if code == INTACT:
+    if not bad and has_digests(own):
         return f"intact: every byte of {len(own)} files was read, and matches its digest"
     if code == NO_ANSWER:
         return f"cannot be checked: {len(bad)} of {len(own)} files could not be read"

@@ -25,10 +25,12 @@ from shardckpt.commit.leftovers import (
 )
 from shardckpt.commit.owner import Owner, claim_name, release_name
 from shardckpt.commit.removal import clear_tombstones, delete_checkpoint, is_half_deleted, make_tombstone
+from shardckpt.commit.resume import adopt_staging
 from shardckpt.commit.staging_names import (
     NAME_MAX,
     STAGING,
     Leftover,
+    get_save_id,
     is_temporary,
     new_save_id,
     parse_temporary,
@@ -43,6 +45,7 @@ __all__ = [
     "Leftover",
     "Owner",
     "Upload",
+    "adopt_staging",
     "check_target",
     "claim_name",
     "clear_tombstones",
@@ -54,6 +57,7 @@ __all__ = [
     "find_leftovers",
     "find_spools",
     "freed_bytes",
+    "get_save_id",
     "is_free",
     "is_half_deleted",
     "is_temporary",

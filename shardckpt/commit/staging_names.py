@@ -111,6 +111,12 @@ def parse_temporary(path: Path) -> Leftover | None:
     return Leftover(path, found["stem"], found["kind"], owner, bool(found["end"]) or found["kind"] == REMOVED)
 
 
+def get_save_id(path: Path) -> str:
+    """Return the id in the name of a temporary directory."""
+    found = _TEMPORARY.fullmatch(path.name)
+    return found["id"] if found else ""
+
+
 def is_temporary(name: str) -> bool:
     """Return whether the name is that of a temporary directory, not of a checkpoint to load."""
     return name.startswith(".") and any(f".shardckpt-{kind}-" in name for kind in (STAGING, REPLACED, REMOVED))

@@ -2,15 +2,20 @@
 
 from shardckpt.distributed.comm import Comm
 from shardckpt.distributed.error_report import ErrorReport, replace_text
-from shardckpt.distributed.pickling import can_be_pickled, try_pickle, unpickle_trusted
-from shardckpt.distributed.routing import find_owner
+from shardckpt.distributed.pickling import PicklingError, can_be_pickled, pickle_value, try_pickle, unpickle_trusted
+from shardckpt.distributed.routing import find_owner, join_parts, place_owner, split_parts
 
 __all__ = [
     "Comm",
     "ErrorReport",
+    "PicklingError",
     "can_be_pickled",
     "find_owner",
+    "join_parts",
+    "pickle_value",
+    "place_owner",
     "replace_text",
+    "split_parts",
     "try_pickle",
     "unpickle_trusted",
 ]

@@ -16,7 +16,6 @@ import ctypes
 import functools
 import hashlib
 import itertools
-import pickle
 import time
 from collections import deque
 from contextlib import contextmanager, suppress
@@ -37,7 +36,7 @@ from shardckpt.distributed.group_failure import (
 )
 from shardckpt.distributed.groups import get_cpu_group, get_live_group, moves_between, resolve_group
 from shardckpt.distributed.long_wait import LongWait
-from shardckpt.distributed.pickling import unpickle_trusted
+from shardckpt.distributed.pickling import pickle_value, unpickle_trusted
 from shardckpt.distributed.routing import DIRECT_RANKS, Grid, check_targets, join_parts, split_parts
 from shardckpt.errors import CheckpointingException, CommunicationError, RankFailedError
 from shardckpt.tensors import pack_bytes, view_tensor
@@ -253,7 +252,7 @@ class Comm:
         """
         where = f"rank {self.rank}, in {self._phase!r}"
         report = None if error is None else ErrorReport.of(error, where + self._name_origin(error))
-        everyone: list[ErrorReport | None] = self._all_gather_bytes(pickle.dumps(report))
+        everyone: list[ErrorReport | None] = self._all_gather_bytes(pickle_value(report))
         reports = [report for report in everyone if report is not None]
         shared = reports[0].rebuild(join_messages(reports))
         is_unknown = self._combine([int(shared is None)], dist.ReduceOp.MAX) != [0]  # on any rank: classes must agree
@@ -527,7 +526,7 @@ class Comm:
         if self.world_size == 1:
             return b"", 0
         try:
-            data, error = pickle.dumps(value) if given else b"", None
+            data, error = pickle_value(value) if given else b"", None
         except Exception as exc:  # noqa: BLE001 - any class may refuse with any error
             data, error = b"", exc
         longest, *_ = self._sync(len(data), error=error)  # one message for errors and sizes

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import pickle
+from pickle import PicklingError
 from typing import Any
+
+__all__ = ["PicklingError", "can_be_pickled", "pickle_value", "try_pickle", "unpickle_trusted"]
+
+
+def pickle_value(value: Any) -> bytes:
+    """Return the value's pickle, to send to another process. It raises whatever the value's class raises."""
+    return pickle.dumps(value)
 
 
 def try_pickle(value: Any) -> bytes | None:
     """Return the value's pickle, to send to another process, or None if pickle does not take it."""
     try:
-        return pickle.dumps(value)
+        return pickle_value(value)
     except Exception:  # noqa: BLE001 - any class may refuse with any error
         return None
 

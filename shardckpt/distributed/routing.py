@@ -81,8 +81,27 @@ def find_owner(name: str, world_size: int) -> int:
     Args:
         name: A key, or any other text.
         world_size: Number of ranks.
+
+    Returns:
+        A number from 0 to below the number of ranks.
     """
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little") % world_size
+
+
+def place_owner(number: int, world_size: int) -> int:
+    """Return the rank that owns a part of something large, the same on all ranks: parts are spread over the grid.
+
+    Owners in one column would share the ranks over which all messages to that column go; so each has its own column and
+    row, as far as there are any.
+
+    Args:
+        number: The number of the part.
+        world_size: Number of ranks.
+
+    Returns:
+        A number from 0 to below the number of ranks.
+    """
+    return number * (Grid(world_size, DIRECT_RANKS).width + 1) % world_size
 
 
 def join_parts(parts: Iterable[tuple[int, bytes]]) -> bytes:

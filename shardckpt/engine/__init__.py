@@ -1,5 +1,7 @@
 """The engine: one save, from a state dict to a committed directory, and one load, back."""
 
+from shardckpt.engine.amounts import format_bytes, format_seconds
+from shardckpt.engine.display import show_progress
 from shardckpt.engine.externally_coordinated import (
     ExternalSave,
     ExternalSavePart,
@@ -13,6 +15,7 @@ from shardckpt.engine.integrity import (
     ExpectedFile,
     IncompleteFile,
     find_faults,
+    find_incomplete_files,
     is_damage,
     list_digested_files,
     list_recorded_files,
@@ -31,18 +34,29 @@ from shardckpt.engine.loading import (
     open_checkpoint,
     read_checkpoint,
 )
-from shardckpt.engine.locations import check_names, locate, locate_local, open_folder
+from shardckpt.engine.locations import check_names, find_save_time, locate, locate_local, measure, open_folder
 from shardckpt.engine.operation import Operation
 from shardckpt.engine.plan_cache import CachedPlan, PlanCache, saved_plans
+from shardckpt.engine.progress import Progress, wants_progress
 from shardckpt.engine.pruning import (
     PruneResult,
     clear_leftovers,
     explain_kept_leftover,
     make_superseded_check,
+    open_staging,
     prune_leftovers,
     prune_spools,
 )
-from shardckpt.engine.saving import SaveOptions, check_state, find_saver, save_checkpoint
+from shardckpt.engine.saving import SaveOptions, check_state, count_bytes, find_saver, save_checkpoint
+from shardckpt.engine.streaming import (
+    STREAM_BYTES,
+    TensorBox,
+    compute_fingerprints,
+    make_destination,
+    make_memory,
+    read_boxes,
+)
+from shardckpt.engine.tensor_sums import TensorSums
 from shardckpt.engine.transaction import (
     INLINE_TABLES,
     CheckpointHeader,
@@ -55,6 +69,7 @@ from shardckpt.engine.transaction import (
 __all__ = [
     "INLINE_TABLES",
     "MISSING",
+    "STREAM_BYTES",
     "CachedPlan",
     "CheckpointHeader",
     "ExpectedFile",
@@ -66,10 +81,13 @@ __all__ = [
     "OpenCheckpoint",
     "Operation",
     "PlanCache",
+    "Progress",
     "PruneResult",
     "SaveOptions",
     "StoredCheckpoint",
     "StoredTensor",
+    "TensorBox",
+    "TensorSums",
     "Transaction",
     "WrittenFiles",
     "as_json",
@@ -78,9 +96,15 @@ __all__ = [
     "check_values",
     "clear_leftovers",
     "commit_files",
+    "compute_fingerprints",
+    "count_bytes",
     "explain_kept_leftover",
     "find_faults",
+    "find_incomplete_files",
+    "find_save_time",
     "find_saver",
+    "format_bytes",
+    "format_seconds",
     "is_damage",
     "list_digested_files",
     "list_recorded_files",
@@ -88,20 +112,27 @@ __all__ = [
     "locate",
     "locate_checkpoint",
     "locate_local",
+    "make_destination",
+    "make_memory",
     "make_superseded_check",
+    "measure",
     "open_checkpoint",
     "open_folder",
     "open_reader",
+    "open_staging",
     "pause_gc",
     "prune_leftovers",
     "prune_spools",
+    "read_boxes",
     "read_checkpoint",
     "read_integrity",
     "report_read",
     "save_checkpoint",
     "save_integrity_manifest",
     "saved_plans",
+    "show_progress",
     "verify_integrity",
     "verify_integrity_manifest",
+    "wants_progress",
     "write_part",
 ]

@@ -31,10 +31,10 @@ from shardckpt.storage import (
 from shardckpt.strategy import ChecksFiles
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
-    from shardckpt.strategy import LoadStrategy
+    from shardckpt.strategy import LoadStrategy, StoredFile
 
 _TEMPORARY = f"{INTEGRITY_NAME}.unfinished"
 #: What opening a file raises if there is none; a link in its place raises an OSError with ELOOP.
@@ -117,7 +117,7 @@ def _list_table_digests(manifest: Manifest) -> dict[str, str]:
 
 
 def find_faults(
-    directory: Path, manifest: Manifest, files: Sequence[ExpectedFile]
+    directory: Path, manifest: Manifest, files: Sequence[ExpectedFile], count: Callable[[int], None] | None = None
 ) -> list[CheckpointingException | None]:
     """Read files, and compare them with their digests; threads share the work. Not collective.
 
@@ -125,11 +125,12 @@ def find_faults(
         directory: The checkpoint.
         manifest: Its manifest.
         files: Some of its files.
+        count: Called by each thread with the number of bytes that it has read since the last call.
 
     Returns:
         For each file, in order: the error, also if it could not be read; None if it is as written.
     """
-    contents = _Contents(directory, manifest)
+    contents = _Contents(directory, manifest, count)
     return contents.reader.map(contents.find_fault, files, size=lambda file: file.nbytes)
 
 
@@ -158,11 +159,12 @@ class IncompleteFile(NamedTuple):
     keys: tuple[str, ...]
 
 
-def find_incomplete_files(strategy: LoadStrategy, reader: CheckpointReader) -> list[IncompleteFile]:
+def find_incomplete_files(strategy: LoadStrategy | None, reader: CheckpointReader) -> list[IncompleteFile]:
     """Return the files that are missing or have the wrong size; no data file is opened. Not collective.
 
     Args:
-        strategy: Reads the checkpoint; if it :class:`ChecksFiles`, its files are looked at, too.
+        strategy: Reads the checkpoint; if it :class:`ChecksFiles`, its files are looked at, too. None: those of
+            ``shardckpt.json`` only, without a look at the index.
         reader: The checkpoint's.
 
     Raises:
@@ -170,16 +172,25 @@ def find_incomplete_files(strategy: LoadStrategy, reader: CheckpointReader) -> l
     """
     record = reader.manifest.record
     sizes = {} if record is None else record.list_files()
-    indexed = {file.name: file for file in strategy.list_files(reader)} if isinstance(strategy, ChecksFiles) else {}
+    # a record has all files and their sizes: the index, which may be large, is only read for the keys of bad ones
+    indexed = {} if strategy is None or record is not None else _list_indexed_files(strategy, reader)
     found = []
     for name in sorted({*sizes, *indexed}):
         least = indexed[name].nbytes if name in indexed else 0
         fault = _find_size_fault(reader.place, name, sizes.get(name), least)
         if fault:
             found.append(IncompleteFile(name, fault, indexed[name].keys if name in indexed else ()))
+    if found and strategy is not None and record is not None:
+        indexed = _list_indexed_files(strategy, reader)
+        found = [file._replace(keys=indexed[file.name].keys) if file.name in indexed else file for file in found]
     if found and reader.was_replaced():  # the files of a checkpoint that is replaced are deleted: they are no fault
         raise replaced_error(reader.directory, f"{found[0].name} {found[0].fault}")
     return found
+
+
+def _list_indexed_files(strategy: LoadStrategy, reader: CheckpointReader) -> dict[str, StoredFile]:
+    """Return the files that the index names, by name; empty if the strategy cannot tell."""
+    return {file.name: file for file in strategy.list_files(reader)} if isinstance(strategy, ChecksFiles) else {}
 
 
 def _find_size_fault(directory: Path, name: str, written: int | None, least: int) -> str:
@@ -287,8 +298,9 @@ def verify_integrity_manifest(checkpoint_dir: str | os.PathLike[str]) -> None:
 class _Contents:
     """Reads a checkpoint's files, each once for all its digests."""
 
-    def __init__(self, directory: Path, manifest: Manifest) -> None:
+    def __init__(self, directory: Path, manifest: Manifest, count: Callable[[int], None] | None = None) -> None:
         self._directory = directory
+        self._count = count
         self._recorded = frozenset(file.name for file in manifest.record.files) if manifest.record else frozenset()
         self.reader = CheckpointReader(directory, manifest, verify=True)
         self._tables = _list_table_digests(manifest)
@@ -325,7 +337,10 @@ class _Contents:
         )
 
     def _blocks(self, name: str) -> Iterator[memoryview]:
-        return (self.reader if name in self._recorded else self._other).blocks(name)
+        for block in (self.reader if name in self._recorded else self._other).blocks(name):
+            yield block
+            if self._count is not None:
+                self._count(block.nbytes)
 
 
 def _size(path: Path) -> int:

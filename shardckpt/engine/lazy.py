@@ -7,15 +7,23 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from shardckpt.engine.integrity import find_incomplete_files
-from shardckpt.errors import CheckpointingException
+from shardckpt.engine.streaming import STREAM_BYTES, compute_fingerprints
+from shardckpt.errors import CheckpointingException, listed
 from shardckpt.mapping import ShardedObject, ShardedTensor
+from shardckpt.planning import Box, cut_box
+from shardckpt.storage import read_fingerprints
+from shardckpt.strategy import ChecksFiles, ListsBoxes
 
 if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable
+
     import torch
 
     from shardckpt.engine.integrity import IncompleteFile
     from shardckpt.engine.loading import OpenCheckpoint
-    from shardckpt.mapping import ShardedBase, StateDict
+    from shardckpt.manifest import Lineage, Record
+    from shardckpt.mapping import BlockScales, ShardedBase, StateDict
+    from shardckpt.strategy import StoredBox, StoredColumns, StoredFile
 
 
 class StoredTensor:
@@ -44,6 +52,11 @@ class StoredTensor:
         """Its dtype."""
         return self._description.dtype
 
+    @property
+    def block_scales(self) -> BlockScales | None:
+        """What scales its values, if another tensor does and the format stores which."""
+        return self._description.block_scales
+
     def read(self) -> torch.Tensor:
         """Return the tensor at its global shape and stored dtype, on the CPU."""
         return self[...]
@@ -57,6 +70,22 @@ class StoredTensor:
         for axis in reversed(dropped):
             values = values.select(axis, 0)
         return values  # type: ignore[no-any-return]
+
+    def blocks(self, index: Any = ..., *, max_bytes: int = 16 << 20) -> Iterator[torch.Tensor]:
+        """Read a region in blocks, one after the other, so that it need not fit into memory.
+
+        Args:
+            index: The region, as for indexing.
+            max_bytes: Bytes of the largest block; one element at least.
+
+        Yields:
+            CPU tensors of the stored dtype with as many axes as the tensor; together they have each element once, in
+            the order of the elements.
+        """
+        spans, _ = _region(self.key, self.shape, index if isinstance(index, tuple) else (index,))
+        region = Box(tuple(start for start, _ in spans), tuple(stop - start for start, stop in spans))
+        for box in cut_box(region, self.dtype.itemsize, max_bytes):
+            yield self[tuple(slice(start, stop) for start, stop in zip(box.offset, box.end, strict=True))]
 
     def __repr__(self) -> str:
         return f"StoredTensor({self.key!r}, {self.dtype}, {self.shape})"
@@ -82,18 +111,77 @@ class StoredCheckpoint(Mapping[str, "StoredTensor"]):
         return self._checkpoint.context.reader.manifest.version
 
     @property
+    def save_id(self) -> str:
+        """The id of the save, 32 hex digits; ``""`` for a checkpoint of another library."""
+        return self._checkpoint.context.reader.manifest.save_id
+
+    @property
+    def lineage(self) -> Lineage:
+        """The save id of the checkpoint that its job was resumed from, and its step; None where nothing is stored."""
+        return self._checkpoint.context.reader.manifest.lineage
+
+    @property
+    def record(self) -> Record | None:
+        """What ``shardckpt.json`` says: writer, number of ranks, files; None for a checkpoint of another library."""
+        return self._checkpoint.context.reader.manifest.record
+
+    @property
     def common(self) -> StateDict:
         """The state that is not sharded; each access reads it."""
         return self._checkpoint.common()
+
+    @cached_property
+    def columns(self) -> StoredColumns:
+        """Keys, dtypes and shapes of the tensors, and the unique keys of the objects, without an object for each."""
+        return self._checkpoint.columns()
 
     @property
     def objects(self) -> list[str]:
         """Unique keys of the ShardedObjects."""
         return [shard.unique_key for shard in self._index if isinstance(shard, ShardedObject)]
 
+    @property
+    def fingerprints(self) -> dict[str, str]:
+        """The fingerprints of the tensors that the save has stored, by key; empty if it has stored none.
+
+        Of a tensor of which ranks have stored elements twice it has none.
+        """
+        return read_fingerprints(self._checkpoint.context.reader)
+
+    def compute_fingerprints(
+        self, keys: Collection[str] | None = None, *, memory: int = STREAM_BYTES
+    ) -> dict[str, str]:
+        """Return the fingerprints of tensors, from their values: all of them are read, and checked by their digests.
+
+        Args:
+            keys: Of the tensors; by default all.
+            memory: Bytes of values that are in memory at a time.
+
+        Returns:
+            As :func:`shardckpt.fingerprint` returns them: equal for equal values, whatever the sharding and the format.
+
+        Raises:
+            CheckpointingException: No such tensor is stored, or one cannot be read.
+        """
+        for key in () if keys is None else keys:
+            if key not in self:
+                raise CheckpointingException(f"no tensor {key!r} is stored; there are {listed(list(self))}")
+        chosen = [tensor for key, tensor in self._tensors.items() if keys is None or key in keys]
+        return compute_fingerprints(self._checkpoint, chosen, memory)
+
     def find_incomplete_files(self) -> list[IncompleteFile]:
         """Return the files that are missing or have the wrong size, with the keys in them; no data file is opened."""
         return find_incomplete_files(self._checkpoint.strategy, self._checkpoint.context.reader)
+
+    def list_files(self) -> list[StoredFile]:
+        """Return the files that the index names, with the keys in them; empty if the strategy does not say."""
+        strategy = self._checkpoint.strategy
+        return strategy.list_files(self._checkpoint.context.reader) if isinstance(strategy, ChecksFiles) else []
+
+    def list_boxes(self) -> Iterable[StoredBox] | None:
+        """Return which file holds which box of each tensor, by the index; None if the strategy does not say."""
+        strategy = self._checkpoint.strategy
+        return strategy.list_boxes(self._checkpoint.context.reader) if isinstance(strategy, ListsBoxes) else None
 
     def read_object(self, unique_key: str) -> Any:
         """Return the value of a ShardedObject.

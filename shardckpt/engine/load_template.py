@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import copy
 from bisect import bisect_left
-from dataclasses import dataclass
 from functools import partial
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardckpt.errors import CheckpointingException
 from shardckpt.mapping import (
@@ -17,6 +16,7 @@ from shardckpt.mapping import (
     PlainObject,
     ShardedBase,
     ShardedStateDict,
+    ShardedTensor,
     ShardedTensorFactory,
     StateDict,
 )
@@ -29,8 +29,7 @@ if TYPE_CHECKING:
 MISSING: Any = type("Missing", (), {"__repr__": lambda _: "MISSING"})()
 
 
-@dataclass(frozen=True)
-class _Slot:
+class _Slot(NamedTuple):
     """A leaf whose value is not in the common state.
 
     Attributes:
@@ -106,7 +105,14 @@ class LoadTemplate:
                 name: self._make_entry(f"{wanted.prefix}{name}.", value) for name, value in wanted.complete().items()
             }
         if isinstance(wanted, dict):
-            return of_type(wanted, {key: self._make_slots(value) for key, value in wanted.items()})
+            return of_type(
+                wanted,
+                {
+                    # most leaves are tensors
+                    key: self._add_shard(value) if type(value) is ShardedTensor else self._make_slots(value)
+                    for key, value in wanted.items()
+                },
+            )
         if isinstance(wanted, list):
             return of_type(wanted, [self._make_slots(value) for value in wanted])
         return self._make_slot(wanted)
@@ -120,17 +126,22 @@ class LoadTemplate:
         return slots
 
     def _make_slot(self, leaf: Any) -> Any:
+        if type(leaf) is ShardedTensor:  # most leaves are
+            return self._add_shard(leaf)
         if isinstance(leaf, ShardedTensorFactory):
             return _Slot(partial(_merge, dict_list_map_outplace(self._make_slot, build_copy(leaf)), leaf.merge_fn))
         if isinstance(leaf, PlainObject):  # for other readers
             return _Slot(lambda _: MISSING)
         if isinstance(leaf, ShardedBase):
-            self.shards.append(build_copy(leaf))
-            number = len(self.shards) - 1
-            return _Slot(itemgetter(number), number)
+            return self._add_shard(leaf)
         if isinstance(leaf, LocalNonpersistentObject):
             return _Slot(lambda _: leaf.unwrap())
         return leaf
+
+    def _add_shard(self, leaf: ShardedBase) -> _Slot:
+        self.shards.append(build_copy(leaf))
+        number = len(self.shards) - 1
+        return _Slot(itemgetter(number), number)
 
 
 def _merge(built: Any, merge_fn: FactoryMergeFn, values: list[Any]) -> Any:
@@ -204,7 +215,10 @@ def _assemble_dict(wanted: dict[Any, Any], values: list[Any], common: Any, path:
     stored: dict[Any, Any] = {} if common is MISSING else common
     result = copy.copy(stored)
     for key, value in wanted.items():
-        part = _assemble(value, values, stored.get(key, MISSING), f"{path}[{key!r}]")
+        if type(value) is _Slot and key not in stored:  # most are so, and need no path
+            part = value.value(values)
+        else:
+            part = _assemble(value, values, stored.get(key, MISSING), f"{path}[{key!r}]")
         if part is not MISSING:
             result[key] = part
     return result if result or not wanted else MISSING

@@ -18,7 +18,7 @@ from shardckpt.mapping import ShardedObject, ShardedTensor
 from shardckpt.planning import Casts, check_dtypes, check_shapes, describe_casts, is_exact
 from shardckpt.plugins import Accept, choose_reader, hold_checkpoint, hold_same
 from shardckpt.storage import CheckpointReader, is_read_again, retry_if_replaced
-from shardckpt.strategy import BuildsObjects, LoadContext, LoadStrategy
+from shardckpt.strategy import BuildsObjects, ListsColumns, LoadContext, LoadStrategy, StoredColumns
 from shardckpt.tensors import fill
 from shardckpt.validation import (
     KeyMismatch,
@@ -28,6 +28,7 @@ from shardckpt.validation import (
     name_keys,
     stored_key,
     use_bare_keys,
+    validate_descriptions,
     validate_shards,
 )
 
@@ -100,6 +101,22 @@ class OpenCheckpoint:
             checked = check_index(self.strategy, index, self.operation.plugins)
         return checked
 
+    def columns(self) -> StoredColumns:
+        """Collective: return the same in columns; a strategy that :class:`ListsColumns` makes no object for them."""
+        if isinstance(self.strategy, ListsColumns):
+            with self.operation.local_phase("reading the index"):
+                columns = self.strategy.list_columns(self.context)
+            return columns
+        index = self.index()
+        tensors = [shard for shard in index if isinstance(shard, ShardedTensor)]
+        return StoredColumns(
+            [shard.key for shard in tensors],
+            [shard.dtype for shard in tensors],
+            [tuple(shard.global_shape) for shard in tensors],
+            [shard.unique_key for shard in index if isinstance(shard, ShardedObject)],
+            {shard.key: shard.block_scales for shard in tensors if shard.block_scales},
+        )
+
     def find_buildable(self, wanted: Iterable[ShardedBase], stored: Collection[str]) -> set[str]:
         """Return the unique keys of those objects that are not stored, but that the strategy can build.
 
@@ -136,6 +153,8 @@ class OpenCheckpoint:
             # all of them before the first is copied
             values = check_values(self.strategy, wanted, values, self.operation.plugins, self._find_dtypes)
             delivered = [_deliver(shard, value) for shard, value in zip(wanted, values, strict=True)]
+            if self.operation.count is not None:
+                self.operation.count(sum(getattr(value, "nbytes", 0) for value in delivered))
         return delivered
 
     def _find_dtypes(self) -> dict[str, torch.dtype]:
@@ -254,8 +273,8 @@ def load_checkpoint(
     comm = checkpoint.context.comm
     with checkpoint.operation.local_phase("preparing the state dict"):
         template = LoadTemplate(sharded_state_dict)
+        validate_descriptions(template.shards)
         for shard in template.shards:
-            shard.validate_metadata_integrity()
             _refuse_meta(shard)
         # these decide which collectives a rank calls: with different ones the ranks would wait for each other
         comm.agree(
@@ -280,16 +299,15 @@ def load_checkpoint(
         built = checkpoint.find_buildable(template.shards, keys)
         left_out = template.find_absent(keys.keys() | built, stored_key)
         # every rank must compare with the same keys, and what is built differs from rank to rank
-        wanted = [
-            shard for n, shard in enumerate(template.shards) if n not in left_out and stored_key(shard) not in built
-        ]
+        wanted = template.shards
+        if left_out or built:
+            wanted = [shard for n, shard in enumerate(wanted) if n not in left_out and stored_key(shard) not in built]
         mismatch = compare_keys(wanted, keys, strict, comm)
         if left_out and comm.is_main:
             _log_left_out(left_out, template.optional_count)
-    is_absent = [
-        number in left_out or (bool(mismatch.absent) and stored_key(shard) in mismatch.absent)
-        for number, shard in enumerate(template.shards)
-    ]
+    is_absent = [False] * len(template.shards)
+    if left_out or mismatch.absent:
+        is_absent = [n in left_out or stored_key(shard) in mismatch.absent for n, shard in enumerate(template.shards)]
     available = [shard for shard, absent in zip(template.shards, is_absent, strict=True) if not absent]
     with checkpoint.operation.local_phase("comparing shapes"):
         stored = [shard for shard in index if isinstance(shard, ShardedTensor)]
@@ -304,7 +322,7 @@ def load_checkpoint(
     with checkpoint.operation.local_phase("assembling the state dict"):
         values = [MISSING if absent else next(loaded) for absent in is_absent]
         # what the strategy built from single values is in the common state as well
-        numbers = {number for number, shard in enumerate(template.shards) if stored_key(shard) in built}
+        numbers = {n for n, shard in enumerate(template.shards) if stored_key(shard) in built} if built else set()
         state_dict = template.fill(values, common, built=numbers)
     return state_dict, mismatch
 

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
-from shardckpt.commit import NAME_MAX
+from shardckpt.commit import NAME_MAX, freed_bytes
 from shardckpt.errors import CheckpointingException, StorageError
-from shardckpt.storage import RemotePath, mask_password
+from shardckpt.manifest import MARKER_NAME
+from shardckpt.storage import RemotePath, is_there, list_objects, mask_password, on_store
 
 if TYPE_CHECKING:
     from shardckpt.plugins import PluginManager
@@ -60,6 +61,23 @@ def locate_local(path: str | os.PathLike[str], action: str) -> Path:
             "change several objects in one step; give a path, or load what is to be kept and save it to another URL"
         )
     return local
+
+
+def find_save_time(directory: Path) -> float | None:
+    """Return when the last file of a commit was written, or else the directory changed, in seconds since 1970.
+
+    None on a store, whose plugins do not say.
+    """
+    if on_store(directory) is not None:
+        return None
+    marker = directory / MARKER_NAME
+    return (marker if is_there(marker) else directory).stat().st_mtime
+
+
+def measure(directory: Path) -> int:
+    """Return the bytes on disk that a checkpoint's directory or URL takes, other files in it included."""
+    remote = on_store(directory)
+    return freed_bytes(directory) if remote is None else sum(list_objects(remote.folder).values())
 
 
 def open_folder(url: str, plugins: PluginManager) -> RemoteFolder:

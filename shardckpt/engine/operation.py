@@ -9,10 +9,11 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from shardckpt.engine.gc_pause import pause_gc
+from shardckpt.engine.progress import Progress, wants_progress
 from shardckpt.plugins import Event, describe_origin
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
     from shardckpt.distributed import Comm
@@ -36,8 +37,12 @@ class Operation:
         self.comm = comm
         self.directory = directory
         self.plugins = plugins
+        self.kind = kind
+        #: When it began on this rank, by ``time.perf_counter``.
+        self.created = time.perf_counter()
         self._fields: dict[str, Any] = {"operation": kind, "directory": str(directory), "rank": comm.rank}
         self._started = 0.0
+        self._progress: Progress | None = None
         self.attribute_to(None)
 
     def set_strategy(self, strategy: Any) -> None:
@@ -59,6 +64,26 @@ class Operation:
     def set_nbytes(self, nbytes: int) -> None:
         """Set the number of bytes that this rank wrote, for later events."""
         self._fields["nbytes"] = nbytes
+
+    def start_progress(self, find_total: Callable[[], int]) -> None:
+        """Report the bytes that :attr:`count` gets from now on, if a plugin asks for that.
+
+        Args:
+            find_total: Returns the bytes that this rank is to read or write.
+        """
+        if wants_progress(self.plugins):
+            self._progress = Progress(
+                self._fields["operation"], self.directory, find_total(), self.plugins, self.comm.rank
+            )
+
+    @property
+    def count(self) -> Callable[[int], None] | None:
+        """Counts some more bytes as done, from any thread; None if nobody asks."""
+        return None if self._progress is None else self._progress.add
+
+    def share_progress(self, other: Operation) -> None:
+        """Count what another operation does, for this one: a conversion's loads."""
+        other._progress = self._progress
 
     @contextmanager
     def collective_span(self) -> Iterator[None]:

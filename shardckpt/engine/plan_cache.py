@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 from dataclasses import dataclass
+from itertools import chain
 from numbers import Integral
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
@@ -190,7 +191,9 @@ def look_up_plan(shards: Sequence[ShardedBase], saver: SaveStrategy, comm: Comm,
     def fits(cached: CachedPlan) -> bool:
         return (cached.validated or not validate) and _same(cached.description, description)
 
-    return PlanLookup(key, description, saved_plans.find(key, fits))
+    cached = saved_plans.find(key, fits)
+    # the cached one, which is equal: so the new one is freed before Python's garbage collector visits all of it
+    return PlanLookup(key, description if cached is None else cached.description, cached)
 
 
 @dataclass(eq=False)
@@ -232,17 +235,22 @@ class CachingSaveStrategy(AsyncSaveStrategy):
 
 def describe(shards: Sequence[ShardedBase]) -> Description | None:
     """Return the metadata of shards; None if a shard or tensor is of a class that may have more than these fields."""
-    tensors = [shard for shard in shards if type(shard) is ShardedTensor]
-    objects = [shard for shard in shards if type(shard) in (ShardedObject, PlainObject)]
+    kinds = list(map(type, shards))
+    is_all = set(kinds) == {ShardedTensor}  # nearly always, and a loop over many shards takes its time
+    tensors: Sequence[Any] = shards if is_all else [shard for shard in shards if type(shard) is ShardedTensor]
+    objects = [] if is_all else [shard for shard in shards if type(shard) in (ShardedObject, PlainObject)]
     plain = [shard for shard in objects if type(shard) is PlainObject]
-    data: list[Any] = [shard.data for shard in tensors]
+    data: list[Any] = list(map(attrgetter("data"), tensors))
     if len(tensors) + len(objects) < len(shards) or not set(map(type, data)) <= set(ORDINARY):
         return None
+    scales = list(map(attrgetter("block_scales"), tensors))
+    if scales.count(None) < len(scales):
+        scales = [found and (found.key, *found.block) for found in scales]
     return Description(
-        list(map(type, shards)),
-        [*_columns(_OBJECT_FIELDS, objects), *_columns(_TENSOR_FIELDS, tensors), *_columns(("keys",), plain)],
-        [shard.flattened_range for shard in tensors],
-        ([tensor.shape for tensor in data], [tensor.dtype for tensor in data]),
+        kinds,
+        [*_columns(_OBJECT_FIELDS, objects), *_columns(_TENSOR_FIELDS, tensors), scales, *_columns(("keys",), plain)],
+        list(map(attrgetter("flattened_range"), tensors)),
+        (list(map(torch.Tensor.size, data)), list(map(attrgetter("dtype"), data))),
     )
 
 
@@ -259,7 +267,11 @@ def _same(one: Description, other: Description | None) -> bool:
 
 def _is_lasting(description: Description) -> bool:
     """Return whether the caller cannot change the fields: they are numbers, strings, dtypes, and tuples of them."""
-    values = [value for column in description.fields for value in column]
-    kinds = {type(value) for value in values if not isinstance(value, tuple)}
-    kinds.update(type(part) for value in values if isinstance(value, tuple) for part in value)
+    kinds: set[type] = set()
+    for column in description.fields:
+        found = set(map(type, column))
+        kinds.update(kind for kind in found if not issubclass(kind, tuple))
+        if any(issubclass(kind, tuple) for kind in found):
+            tuples = (value for value in column if isinstance(value, tuple))
+            kinds.update(map(type, chain.from_iterable(tuples)))
     return all(issubclass(kind, _LASTING) for kind in kinds)

@@ -8,11 +8,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
 from shardckpt.commit import (
+    adopt_staging,
+    create_staging,
     find_foreign,
     find_leftovers,
     find_spools,
     freed_bytes,
+    get_save_id,
     is_free,
+    new_save_id,
     remove_free,
     remove_leftover,
     spool_folder,
@@ -33,6 +37,7 @@ if TYPE_CHECKING:
 
     from shardckpt.commit import Leftover
     from shardckpt.plugins import PluginManager
+    from shardckpt.storage import Journal
 
 #: Takes a checkpoint that an overwrite has moved aside, and its target; returns whether the first is not needed.
 IsSuperseded: TypeAlias = "Callable[[Path, Path], bool]"
@@ -106,7 +111,30 @@ def prune_spools(
     return [_prune(leftover, older_than, dry_run=dry_run) for leftover in find_spools(place)]
 
 
-def clear_leftovers(target: Path, is_superseded: IsSuperseded, *, restore: bool) -> None:
+def open_staging(
+    target: Path, is_superseded: IsSuperseded, *, restore: bool, journal: Journal | None = None
+) -> tuple[Path, str]:
+    """Create a staging directory, or take over that of a killed process, after its leftovers are removed.
+
+    Args:
+        target: What is to be written.
+        is_superseded: As for :func:`clear_leftovers`.
+        restore: As for :func:`clear_leftovers`.
+        journal: The journal of what is written, if another process may go on with it.
+
+    Returns:
+        The directory, and the save's id.
+    """
+    staging = None if journal is None else adopt_staging(target, journal)
+    clear_leftovers(target, is_superseded, restore=restore, keep=staging)
+    if staging is None:
+        staging = create_staging(target, new_save_id())
+        if journal is not None:
+            journal.begin(staging)
+    return staging, get_save_id(staging)
+
+
+def clear_leftovers(target: Path, is_superseded: IsSuperseded, *, restore: bool, keep: Path | None = None) -> None:
     """Remove, before a save, what earlier saves to the target have left and no living process owns.
 
     Leftovers that are kept, or cannot be removed, are a warning: the save continues. The folder is listed once.
@@ -115,6 +143,7 @@ def clear_leftovers(target: Path, is_superseded: IsSuperseded, *, restore: bool)
         target: The save's target.
         is_superseded: Tells whether a checkpoint that an overwrite has moved aside is not needed.
         restore: Whether to rename such a checkpoint back first, if nothing is at the target.
+        keep: What this process uses.
     """
     try:
         found = find_leftovers(target.parent, _belongs_to(target))
@@ -123,7 +152,10 @@ def clear_leftovers(target: Path, is_superseded: IsSuperseded, *, restore: bool)
     except (CheckpointingException, OSError) as exc:  # OSError: another process has moved one meanwhile
         logger.warning("leftovers of earlier saves to %s are not removed: %s", target, exc)
         return
-    kept = remove_free(found, lambda leftover: explain_kept_leftover(leftover, target, is_superseded))
+    kept = remove_free(
+        (leftover for leftover in found if leftover.path != keep),
+        lambda leftover: explain_kept_leftover(leftover, target, is_superseded),
+    )
     if kept:
         logger.warning(
             "next to %s are directories of other saves, which are kept (`shardckpt prune` removes those that are not "

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from shardckpt.engine.operation import Operation
 from shardckpt.engine.plan_cache import CachingSaveStrategy, look_up_plan
 from shardckpt.engine.transaction import CheckpointHeader, commit_files
-from shardckpt.errors import UnknownBackendError
+from shardckpt.errors import CheckpointingException, UnknownBackendError
+from shardckpt.manifest import Lineage
+from shardckpt.mapping import ShardedTensor, is_main_replica
 from shardckpt.plugins import StrategyAction, parse_key
 from shardckpt.state_dict import nested_values, split_state_dict, validated_copy
 from shardckpt.strategy import AsyncSaveStrategy, SaveContext, SaveStrategy
@@ -22,7 +24,7 @@ from shardckpt.validation import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
     from pathlib import Path
 
     from shardckpt.distributed import Comm
@@ -43,6 +45,8 @@ class SaveOptions:
         preprocess_common: Removes from the common state what may differ between ranks.
         allow_globals: Classes and functions that pickles may name.
         sha256: Whether to write ``integrity.json``.
+        lineage: The checkpoint that the job was resumed from, and the step.
+        fingerprints: Whether to store fingerprints of the tensors.
     """
 
     validate: bool = True
@@ -51,6 +55,8 @@ class SaveOptions:
     preprocess_common: Callable[[CommonStateDict], CommonStateDict] | None = None
     allow_globals: tuple[Any, ...] = ()
     sha256: bool = False
+    lineage: Lineage = field(default_factory=Lineage)
+    fingerprints: bool = False
 
 
 @dataclass(frozen=True)
@@ -95,6 +101,7 @@ def save_checkpoint(
     operation = Operation("save", target, comm, plugins)
     with operation.collective_span():
         state = check_state(sharded_state_dict, strategy, operation, options)
+        operation.start_progress(lambda: count_bytes(state.shards))
 
         def write(writer: CheckpointWriter, save_id: str) -> None:
             context = SaveContext(
@@ -103,6 +110,7 @@ def save_checkpoint(
                 save_id=save_id,
                 allow_globals=options.allow_globals,
                 staging=writer.directory,
+                lineage=options.lineage,
             )
             state.saver.save(state.shards, state.common, context)
             state.given.compare(writer.shards, comm)
@@ -114,8 +122,18 @@ def save_checkpoint(
             write,
             overwrite=options.overwrite,
             sha256=options.sha256,
+            fingerprints=options.fingerprints,
             content=options.content_metadata,
         )
+
+
+def count_bytes(shards: Iterable[ShardedBase]) -> int:
+    """Return the bytes of tensors that this rank stores."""
+    return sum(
+        shard.data.nbytes
+        for shard in shards
+        if isinstance(shard, ShardedTensor) and shard.data is not None and is_main_replica(shard.replica_id)
+    )
 
 
 def check_state(
@@ -145,6 +163,11 @@ def check_state(
     with operation.local_phase("preparing the state dict"):
         saver = find_saver(strategy, operation.plugins)
         operation.set_strategy(saver)
+        if options.fingerprints and not saver.computes_fingerprints:
+            raise CheckpointingException(
+                f"fingerprints=True: {type(saver).__qualname__} computes none while it saves; save without, and "
+                "compare values by open_checkpoint(path).compute_fingerprints(), which reads them"
+            )
         nested, common = split_state_dict(sharded_state_dict, plain_objects=saver.stores_plain_objects)
         shards = list(nested_values(nested))
         if options.content_metadata is not None:
@@ -161,6 +184,9 @@ def check_state(
             validate_access_integrity=options.validate,
             overwrite=options.overwrite,
             verify_integrity=options.sha256,
+            parent=options.lineage.parent,
+            step=options.lineage.step,
+            fingerprints=options.fingerprints,
         )
         if not is_cached:  # some rank has no plan, or another one
             lookup.cached = None
@@ -178,7 +204,7 @@ def check_state(
                 validate_shards(shards, comm, given.columns)
             # the common state is no part of a plan: it is compared in every save
             compare_common(common, options.preprocess_common, comm)
-    header = CheckpointHeader(saver.backend, saver.version, saver.reader)
+    header = CheckpointHeader(saver.backend, saver.version, saver.reader, options.lineage)
     if lookup.key is not None and isinstance(saver, AsyncSaveStrategy):
         saver = CachingSaveStrategy(saver, lookup, replicas, given, options.validate)
     return CheckedState(saver, header, shards, common, given, lookup)

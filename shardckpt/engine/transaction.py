@@ -6,6 +6,7 @@ import importlib.metadata
 import json
 import logging
 import re
+import time
 from collections import Counter
 from functools import partial
 from pathlib import Path
@@ -18,30 +19,45 @@ from shardckpt.commit import (
     Upload,
     check_target,
     commit_staging,
-    create_staging,
     discard_staging,
     new_save_id,
     staging_path,
 )
-from shardckpt.engine.pruning import clear_leftovers, make_superseded_check, owned_files
+from shardckpt.distributed import find_owner
+from shardckpt.engine.pruning import make_superseded_check, open_staging, owned_files
+from shardckpt.engine.timeline import Timeline, gather_timings
 from shardckpt.errors import StorageError, listed
 from shardckpt.manifest import (
+    FINGERPRINTS_NAME,
     INTEGRITY_NAME,
     MARKER_NAME,
     RECORD_NAME,
     Integrity,
+    Lineage,
     Marker,
     Record,
     find_folders,
     list_files,
 )
-from shardckpt.storage import CheckpointWriter, digest_vote, negotiate_digest, on_store, refuse_unrecorded
+from shardckpt.planning import assign_holders
+from shardckpt.storage import (
+    CheckpointWriter,
+    ResumableWriter,
+    add_sums,
+    digest_vote,
+    negotiate_digest,
+    on_store,
+    pack_fingerprints,
+    refuse_unrecorded,
+    split_sums,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable, Sequence
 
     from shardckpt.engine.operation import Operation
-    from shardckpt.manifest import FileRecord
+    from shardckpt.manifest import FileRecord, SaveTimings
+    from shardckpt.storage import FilePart, Journal
 
 logger = logging.getLogger(__name__)
 
@@ -55,18 +71,30 @@ _DIGEST = re.compile("[0-9a-f]{64}")
 
 
 class CheckpointHeader(NamedTuple):
-    """The header of a checkpoint: backend, version, and the oldest release that reads it."""
+    """The header of a checkpoint: backend, version, the oldest release that reads it, and its parent and step."""
 
     backend: str
     version: int
     reader: str
+    lineage: Lineage = Lineage()
 
 
 class WrittenFiles(NamedTuple):
-    """The files that a rank has written: their records, and by name their SHA-256, if the save asks for it."""
+    """The files that a rank has written.
+
+    Attributes:
+        files: Their records.
+        sha256: Their SHA-256 by name, if the save asks for it.
+        parts: What it has written of files that other ranks write, too.
+        sums: Sums of the bits of its boxes, if the save asks for fingerprints.
+        timeline: When its phases began and ended, as :meth:`Timeline.pack` returns it.
+    """
 
     files: list[FileRecord]
     sha256: dict[str, str]
+    parts: tuple[FilePart, ...] = ()
+    sums: tuple[bytes, ...] = ()
+    timeline: bytes = b""
 
 
 class Transaction:
@@ -82,23 +110,37 @@ class Transaction:
         overwrite: Whether ``target`` may have a checkpoint, or other files; at a URL, only what an interrupted save has
             left.
         sha256: Whether to write ``integrity.json``.
+        fingerprints: Whether to store fingerprints of the tensors.
+        journal: The journal of what one process writes to a directory, if another may go on with it after a kill.
     """
 
     def __init__(
-        self, operation: Operation, target: Path, header: CheckpointHeader, *, overwrite: bool, sha256: bool = False
+        self,
+        operation: Operation,
+        target: Path,
+        header: CheckpointHeader,
+        *,
+        overwrite: bool,
+        sha256: bool = False,
+        fingerprints: bool = False,
+        journal: Journal | None = None,
     ) -> None:
         self.operation = operation
         self.target = target
         self._header = header
         self._overwrite = overwrite
         self.sha256 = sha256
+        self.fingerprints = fingerprints
         self.staging: Path | None = None
         self.save_id = ""
         #: Digest algorithm of the files of every rank.
         self.algorithm = ""
         #: Number of ranks that write, for the record.
         self.world_size = operation.comm.world_size
+        #: When this rank's phases began and ended; of a save only: a conversion or migration is not the save.
+        self.timeline = Timeline(operation.created)
         self._upload: Upload | None = None
+        self._journal = journal
         try:
             with operation.local_phase("staging"):
                 if (remote := on_store(target)) is not None:
@@ -108,6 +150,7 @@ class Transaction:
                     self.save_id = new_save_id()
                     self._take_target()
             owner = self._announce()
+            self.timeline.align()
             if self._upload is not None:
                 self.staging, self._upload.save_id = self._upload.spool, self.save_id
             else:
@@ -126,12 +169,22 @@ class Transaction:
         """Return a new writer of this rank's files; it may fail on one rank, as in :meth:`Comm.local_phase`."""
         comm = self.operation.comm
         with comm.local_phase("starting the file threads"):
+            if self._journal is not None:
+                return ResumableWriter(
+                    self.staging or Path(),
+                    self._journal,
+                    algorithm=self.algorithm,
+                    author=self.operation.strategy,
+                    fingerprints=self.fingerprints,
+                )
             writer = CheckpointWriter(
                 self.staging or Path(),
                 comm.rank,
                 sha256=self.sha256,
                 algorithm=self.algorithm,
                 author=self.operation.strategy,
+                fingerprints=self.fingerprints,
+                count=self.operation.count,
             )
         return writer
 
@@ -147,34 +200,70 @@ class Transaction:
             CheckpointingException: on every rank, if any failed; the target is unchanged then.
         """
         comm = self.operation.comm
+        ready = time.perf_counter()
         with comm.local_phase("looking at the files of this rank"):
             added = writer.recorded_files()
         files = added if before is None else before.files + added
+        parts = (*writer.parts, *(() if before is None else before.parts))
+        if self.sha256:
+            self._hash_shared(writer, parts)
         sha256 = writer.sha256 if before is None else {**before.sha256, **writer.sha256}
+        sums = (*writer.sums, *(() if before is None else before.sums))
         if self._upload is not None:
             with self.operation.local_phase("uploading"):
                 self._upload.check([file.name for file in files])
                 self._upload.put([file.name for file in added])
             # before the gather: once the main rank has all records it may commit, and what is there must stay
             self._upload.hand_over()
-        everyone = comm.gather_up_to(INLINE_TABLES, WrittenFiles(files, sha256))
+        nbytes = sum(file.size for file in files) + sum(sum(part.lengths) for part in parts)
+        timeline = self.timeline.pack(ready, nbytes) if self.operation.kind == "save" else b""
+        everyone = comm.gather_up_to(INLINE_TABLES, WrittenFiles(files, sha256, parts, sums, timeline))
+        fingerprints: dict[str, str] = {}
+        if everyone is None and self.fingerprints:
+            fingerprints = self._add_by_owners(sums)
+            everyone = comm.gather_up_to(INLINE_TABLES, WrittenFiles(files, sha256, parts, timeline=timeline))
+        has_tables = everyone is None
         if everyone is None:
             with self.operation.local_phase("writing the tables of digests"):
                 files = writer.move_tables(files)
                 if self._upload is not None:
                     self._upload.put([file.table_name for file in files if file.table_name])
             sha256 = {**sha256, **writer.sha256}
-            everyone = comm.gather(WrittenFiles(files, sha256))
-        self.operation.set_nbytes(sum(file.size for file in files))
+            everyone = comm.gather(WrittenFiles(files, sha256, parts, timeline=timeline))
+        self.operation.set_nbytes(nbytes)
         with self.operation.local_phase("committing"):
             if comm.is_main:
-                hashes = {name: digest for part in everyone for name, digest in part.sha256.items()}
-                written = WrittenFiles([file for part in everyone for file in part.files], hashes)
+                shared = writer.complete_parts(part for rank in everyone for part in rank.parts)
+                if has_tables:
+                    shared = writer.move_tables(shared)
+                hashes = {name: digest for part in everyone for name, digest in part.sha256.items()} | writer.sha256
+                written = WrittenFiles([*shared, *(file for part in everyone for file in part.files)], hashes)
                 check_records(written.files)
-                self._write_markers(writer, written, content)
+                fingerprints |= add_sums(data for part in everyone for data in part.sums)
+                fingerprints |= writer.known_fingerprints
+                timings = gather_timings([part.timeline for part in everyone], self.timeline)
+                self._write_markers(writer, written, content, fingerprints, timings)
                 self._publish(writer, written.files)
         if self._upload is not None:
             self._upload.close()
+
+    def _add_by_owners(self, sums: Iterable[bytes]) -> dict[str, str]:
+        """Collective: return the fingerprints on the main rank where one rank must not receive the sums of all."""
+        comm = self.operation.comm
+        arrived = comm.all_to_all(split_sums(sums, lambda key: find_owner(key, comm.world_size)))
+        with comm.local_phase("adding up fingerprints"):
+            owned = add_sums(arrived.values())
+        return dict(sorted(item for part in comm.gather(owned) for item in part.items()))
+
+    def _hash_shared(self, writer: CheckpointWriter, parts: Sequence[FilePart]) -> None:
+        """Collective: compute the SHA-256 of the files that several ranks have written, each file on one rank."""
+        comm = self.operation.comm
+        # all parts are durable, and their files closed, once every rank has come here
+        everyone = comm.all_gather([(part.name, part.size) for part in parts])
+        files = sorted({file for theirs in everyone for file in theirs})
+        ranks = assign_holders([tuple(range(comm.world_size))] * len(files), [size for _, size in files])
+        with self.operation.local_phase("hashing the files that several ranks have written"):
+            writer.hash_files(name for (name, _), rank in zip(files, ranks, strict=True) if rank == comm.rank)
 
     def abort(self) -> None:
         """Remove all that the save has written."""
@@ -203,11 +292,23 @@ class Transaction:
             return
         check_target(self.target, overwrite=self._overwrite)
         # restored only if this save may overwrite: without that, a checkpoint at the target would make it fail
-        clear_leftovers(self.target, make_superseded_check(self.operation.plugins), restore=self._overwrite)
-        self.staging = create_staging(self.target, self.save_id)
+        is_superseded = make_superseded_check(self.operation.plugins)
+        self.staging, self.save_id = open_staging(
+            self.target, is_superseded, restore=self._overwrite, journal=self._journal
+        )
 
-    def _write_markers(self, writer: CheckpointWriter, written: WrittenFiles, content: Any) -> None:
-        backend, version, reader = self._header
+    def _write_markers(
+        self,
+        writer: CheckpointWriter,
+        written: WrittenFiles,
+        content: Any,
+        fingerprints: dict[str, str],
+        timings: SaveTimings | None,
+    ) -> None:
+        files = written.files
+        if self.fingerprints or fingerprints:
+            files = [*files, writer.write(FINGERPRINTS_NAME, pack_fingerprints(fingerprints), keys=0)]
+        backend, version, reader, lineage = self._header
         record = Record(
             save_id=self.save_id,
             backend=backend,
@@ -216,8 +317,11 @@ class Transaction:
             writer={"shardckpt": importlib.metadata.version("shardckpt"), "torch": torch.__version__},
             world_size=self.world_size,
             digest_algorithm=self.algorithm,
-            files=tuple(sorted(written.files, key=lambda file: file.name)),
+            files=tuple(sorted(files, key=lambda file: file.name)),
+            parent=lineage.parent,
+            step=lineage.step,
             content_metadata=as_json(content),
+            timings=timings,
         )
         marker = Marker(sharded_backend=backend, sharded_backend_version=version)
         contents = {RECORD_NAME: record.dump(), MARKER_NAME: marker.model_dump_json().encode()}
@@ -237,6 +341,8 @@ class Transaction:
             self._upload.commit(files + added)
             return
         staging = self.staging or Path()
+        if self._journal is not None:
+            self._journal.end()
         # a file that no writer recorded has no digest: it would be in the checkpoint without ever being checked
         refuse_unrecorded(staging, {*known, *(file.name for file in writer.files)})
         owned = partial(owned_files, self.target, self.operation.plugins)
@@ -251,7 +357,9 @@ def commit_files(
     *,
     overwrite: bool,
     sha256: bool = False,
+    fingerprints: bool = False,
     content: Any = None,
+    journal: Journal | None = None,
 ) -> None:
     """Collective: write files on all ranks, and commit them if every rank has succeeded.
 
@@ -262,17 +370,22 @@ def commit_files(
         write: Writes this rank's files; gets the writer and the save's id.
         overwrite: As for :class:`Transaction`.
         sha256: Whether to write ``integrity.json``.
+        fingerprints: Whether to store fingerprints of the tensors, which ``write`` computes.
         content: The caller's ``content_metadata``.
+        journal: As for :class:`Transaction`.
 
     Raises:
         CheckpointingException: on every rank, if any failed; the target is unchanged then.
     """
-    transaction = Transaction(operation, target, header, overwrite=overwrite, sha256=sha256)
+    transaction = Transaction(
+        operation, target, header, overwrite=overwrite, sha256=sha256, fingerprints=fingerprints, journal=journal
+    )
     try:
         with transaction.writer() as writer:
             operation.comm.sync_errors()  # the strategy may use smaller groups, and write for hours
             with operation.local_phase("writing"):
                 write(writer, transaction.save_id)
+            transaction.timeline.add_writing(writer.times)
             transaction.commit(writer, content=content)
     except BaseException:  # Ctrl-C, too: nothing of the save may stay
         transaction.abort()

@@ -1,37 +1,109 @@
 """Export checkpoints to Hugging Face folders and load from them; convert checkpoints to plain state dicts and back."""
 
-from shardckpt.huggingface.convert import dcp_to_torch_save, dcp_to_torch_state_dict, torch_save_to_dcp
-from shardckpt.huggingface.dtypes import cast_to, get_dtype_size, parse_dtype
-from shardckpt.huggingface.export import Exported, export_to_huggingface
-from shardckpt.huggingface.header import parse_header
-from shardckpt.huggingface.load import huggingface_index, load_from_huggingface
-from shardckpt.huggingface.models import find_mapping
-from shardckpt.huggingface.names import parse_size
-from shardckpt.huggingface.rules import Rule, RuleMapping
-from shardckpt.huggingface.shards import get_shard_info, save_state_dict
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from shardckpt import lazy_getattr
 from shardckpt.plugins import Identity, KeyMapEntry, KeyMapping
 from shardckpt.storage import header_length
 
+if TYPE_CHECKING:
+    from shardckpt.huggingface.assets import list_assets, read_assets
+    from shardckpt.huggingface.check import check_folder
+    from shardckpt.huggingface.convert import (
+        dcp_to_torch_save,
+        dcp_to_torch_state_dict,
+        forget_structure,
+        make_state_dict,
+        plain_name,
+        torch_save_to_dcp,
+    )
+    from shardckpt.huggingface.dtypes import cast_to, get_dtype_size, parse_dtype
+    from shardckpt.huggingface.export import Exported, FolderExport, export_to_huggingface
+    from shardckpt.huggingface.header import parse_header
+    from shardckpt.huggingface.hub_tensor import HubTensor
+    from shardckpt.huggingface.load import huggingface_index, load_from_huggingface
+    from shardckpt.huggingface.models import find_mapping
+    from shardckpt.huggingface.names import SAFETENSORS, assign_files, parse_size
+    from shardckpt.huggingface.planning import ExportOptions, is_optimizer_key, plan_export, plan_tensors
+    from shardckpt.huggingface.rules import Rule, RuleMapping
+    from shardckpt.huggingface.shards import get_shard_info, save_state_dict
+    from shardckpt.huggingface.torch_save import TorchFile
+    from shardckpt.huggingface.torch_strategy import TorchFileLoadStrategy, list_values
+    from shardckpt.huggingface.weights import ModelCheckpoint
+    from shardckpt.huggingface.whole_folder import read_all_of_folder
+
+# lazy: a format that takes names of the Hub from here must not import the archives, which unpickle
+__getattr__ = lazy_getattr(
+    __name__,
+    {
+        "assets": ("list_assets", "read_assets"),
+        "check": ("check_folder",),
+        "convert": (
+            "dcp_to_torch_save",
+            "dcp_to_torch_state_dict",
+            "forget_structure",
+            "make_state_dict",
+            "plain_name",
+            "torch_save_to_dcp",
+        ),
+        "dtypes": ("cast_to", "get_dtype_size", "parse_dtype"),
+        "export": ("Exported", "FolderExport", "export_to_huggingface"),
+        "header": ("parse_header",),
+        "hub_tensor": ("HubTensor",),
+        "load": ("huggingface_index", "load_from_huggingface"),
+        "models": ("find_mapping",),
+        "names": ("SAFETENSORS", "assign_files", "parse_size"),
+        "planning": ("ExportOptions", "is_optimizer_key", "plan_export", "plan_tensors"),
+        "rules": ("Rule", "RuleMapping"),
+        "shards": ("get_shard_info", "save_state_dict"),
+        "torch_save": ("TorchFile",),
+        "torch_strategy": ("TorchFileLoadStrategy", "list_values"),
+        "weights": ("ModelCheckpoint",),
+        "whole_folder": ("read_all_of_folder",),
+    },
+)
+
 __all__ = [
+    "SAFETENSORS",
+    "ExportOptions",
     "Exported",
+    "FolderExport",
+    "HubTensor",
     "Identity",
     "KeyMapEntry",
     "KeyMapping",
+    "ModelCheckpoint",
     "Rule",
     "RuleMapping",
+    "TorchFile",
+    "TorchFileLoadStrategy",
+    "assign_files",
     "cast_to",
+    "check_folder",
     "dcp_to_torch_save",
     "dcp_to_torch_state_dict",
     "export_to_huggingface",
     "find_mapping",
+    "forget_structure",
     "get_dtype_size",
     "get_shard_info",
     "header_length",
     "huggingface_index",
+    "is_optimizer_key",
+    "list_assets",
+    "list_values",
     "load_from_huggingface",
+    "make_state_dict",
     "parse_dtype",
     "parse_header",
     "parse_size",
+    "plain_name",
+    "plan_export",
+    "plan_tensors",
+    "read_all_of_folder",
+    "read_assets",
     "save_state_dict",
     "torch_save_to_dcp",
 ]

@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from shardckpt import dist_checkpointing
 from shardckpt.adapters import to_sharded_state_dict
 from shardckpt.distributed import Comm
-from shardckpt.engine import LoadOptions, locate, open_checkpoint
+from shardckpt.engine import LoadOptions, SaveOptions, locate, open_checkpoint, save_checkpoint
 from shardckpt.errors import KeyMismatchError
 from shardckpt.huggingface.small_file import replace_file, write_pickled
 from shardckpt.huggingface.torch_file import read_torch_file
@@ -21,10 +20,11 @@ from shardckpt.storage import retry_if_replaced
 if TYPE_CHECKING:
     import os
 
-    from shardckpt.dist_checkpointing import SaveChoice
     from shardckpt.mapping import ShardedBase, StateDict
+    from shardckpt.strategy import SaveStrategy
 
     PathLike = str | os.PathLike[str]
+    SaveChoice = str | tuple[str, int] | SaveStrategy | None
 
 _CONTENT = "content_metadata"
 #: Entries of content_metadata, and so part of the format: the converted state dict with keys in place of tensors.
@@ -62,10 +62,9 @@ def _state_dict(directory: Path, prefix: str) -> StateDict:
                     f"no tensor is stored whose key begins with {prefix!r}; the first keys are {keys}"
                 )
             return {s.key[len(prefix) :]: v for s, v in zip(tensors, checkpoint.values(tensors), strict=True)}
-        values = dict(zip(map(_plain_name, index), checkpoint.values(index), strict=True))
+        values = dict(zip(map(plain_name, index), checkpoint.values(index), strict=True))
         common = checkpoint.common()
-    structure = (common.get(_CONTENT) or {}).get(_STRUCTURE)
-    return _insert_tensors(structure, values) if structure is not None else {**common, **values}
+    return make_state_dict(common, values)
 
 
 def dcp_to_torch_save(checkpoint_dir: PathLike, file: PathLike, *, prefix: str = "") -> None:
@@ -107,11 +106,42 @@ def torch_save_to_dcp(
         state_dict = read_torch_file(Path(file))
         # all ranks have read the same file: their values need no comparison
         described = to_sharded_state_dict(state_dict, check_replicas=False)
-        content = {_STRUCTURE: _replace_tensors(state_dict, "")}
-    dist_checkpointing.save(described, checkpoint_dir, sharded_strategy, content_metadata=content, overwrite=overwrite)
+        plugins = get_plugin_manager()
+        target = locate(checkpoint_dir, plugins)
+        options = SaveOptions(content_metadata=make_structure(state_dict), overwrite=overwrite)
+    save_checkpoint(described, target, sharded_strategy, comm, plugins, options)
 
 
-def _plain_name(shard: ShardedBase) -> str:
+def make_structure(state_dict: dict[Any, Any]) -> StateDict:
+    """Return the ``content_metadata`` by which :func:`make_state_dict` restores a state dict: keys for its tensors."""
+    return {_STRUCTURE: _replace_tensors(state_dict, "")}
+
+
+def make_state_dict(common: StateDict, values: StateDict) -> StateDict:
+    """Return the plain state dict of a checkpoint.
+
+    Args:
+        common: Its common state.
+        values: Its tensors and objects by their plain names.
+
+    Returns:
+        For a checkpoint with the structure of a state dict, that one with its tensors; else all by name.
+    """
+    structure = (common.get(_CONTENT) or {}).get(_STRUCTURE)
+    return _insert_tensors(structure, values) if structure is not None else {**common, **values}
+
+
+def forget_structure(common: StateDict) -> StateDict:
+    """Return the common state without the structure of a state dict, whose tensors get other names."""
+    content = common.get(_CONTENT)
+    if not isinstance(content, dict) or _STRUCTURE not in content:
+        return common
+    rest = {key: value for key, value in content.items() if key != _STRUCTURE}
+    others = {key: value for key, value in common.items() if key != _CONTENT}
+    return {**others, _CONTENT: rest} if rest else others
+
+
+def plain_name(shard: ShardedBase) -> str:
     """Return the name of a shard in a plain state dict: its key; for one object of a grid, its unique key."""
     return shard.unique_key if isinstance(shard, ShardedObject) and shard.global_shape != (1,) else shard.key
 

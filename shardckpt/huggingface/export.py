@@ -10,17 +10,19 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from shardckpt.commit import check_target, commit_staging, staging_directory
+from shardckpt.commit import check_target, commit_staging, discard_staging
 from shardckpt.distributed import Comm
-from shardckpt.engine import LoadOptions, Operation, clear_leftovers, locate, locate_local, open_checkpoint
+from shardckpt.engine import LoadOptions, Operation, locate, locate_local, open_checkpoint, open_staging
 from shardckpt.errors import CheckpointingException
+from shardckpt.huggingface.assets import list_assets
+from shardckpt.huggingface.block_writer import BlockWriter
 from shardckpt.huggingface.config import encode_config
 from shardckpt.huggingface.dtypes import parse_dtype
 from shardckpt.huggingface.folder import CONFIG, read_folder
+from shardckpt.huggingface.header import lay_out
 from shardckpt.huggingface.models import find_mapping
-from shardckpt.huggingface.names import SAFETENSORS, check_format, index_name, is_asset, is_weights, parse_size
+from shardckpt.huggingface.names import SAFETENSORS, check_format, index_name, is_weights, parse_size
 from shardckpt.huggingface.planning import ExportOptions, ExportPlan, plan_export
-from shardckpt.huggingface.safetensors_file import SafetensorsWriter
 from shardckpt.huggingface.small_file import copy_new, write_pickled
 from shardckpt.planning import assign_holders
 from shardckpt.plugins import get_plugin_manager
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
     from shardckpt.engine import OpenCheckpoint
     from shardckpt.mapping import ShardedBase, ShardedTensor
     from shardckpt.plugins import KeyMapping
+    from shardckpt.storage import Journal
 
     PathLike = str | os.PathLike[str]
 
@@ -112,7 +115,7 @@ def export_to_huggingface(
             check_format(format),
             frozenset(leave_out),
         )
-        copied = [] if assets is None else _list_assets(Path(assets))
+        copied = [] if assets is None else list_assets(assets)
     comm.agree(checkpoint_dir=str(source), target=str(folder))
 
     def attempt() -> ExportPlan:
@@ -131,7 +134,9 @@ def export_to_huggingface(
                 )
                 if planned_id != save_id:
                     raise replaced_error(source, "this rank has opened another save than the main rank")
-            _Export(operation, folder, plan, checkpoint, copied, options.dtype, overwrite).run()
+            operation.start_progress(lambda: sum(t.nbytes for _, tensors in plan.files for t in tensors))
+            operation.share_progress(checkpoint.operation)
+            FolderExport(operation, folder, plan, checkpoint, copied, options.dtype, overwrite).run()
         return plan
 
     plan = retry_if_replaced(attempt, source)
@@ -140,8 +145,11 @@ def export_to_huggingface(
 
 
 @dataclass(frozen=True)
-class _Export:
-    """An export between its plan and its commit; ``assets`` are files to copy, ``dtype`` is that of a cast."""
+class FolderExport:
+    """An export between its plan and its commit; ``assets`` are files to copy, ``dtype`` is that of a cast.
+
+    With a journal, one process writes, and another can go on after a kill.
+    """
 
     operation: Operation
     target: Path
@@ -150,6 +158,7 @@ class _Export:
     assets: Sequence[Path]
     dtype: torch.dtype | None
     overwrite: bool
+    journal: Journal | None = None
 
     def run(self) -> None:
         """Stage, write and commit."""
@@ -158,9 +167,9 @@ class _Export:
             with self.operation.local_phase("staging"):
                 if comm.is_main:
                     check_target(self.target, overwrite=self.overwrite)
-                    clear_leftovers(self.target, _is_superseded, restore=self.overwrite)
                     config = self._encode_config()
-                    staging = stack.enter_context(staging_directory(self.target))
+                    staging, _ = open_staging(self.target, _is_superseded, restore=self.overwrite, journal=self.journal)
+                    stack.callback(_discard, staging, self.journal)
             staging = comm.broadcast(staging)
             with self.operation.local_phase("writing"):
                 self._write(staging)
@@ -185,9 +194,9 @@ class _Export:
                 self._load([shard for t in tensors for shard in t.shards_for(t.full_box, values[t.name])])
                 write_pickled(staging / name, values)
         elif mine:
-            with SafetensorsWriter(self._load) as writer:
+            with BlockWriter(self._load, self.journal) as writer:
                 for name, tensors in mine:
-                    writer.write(staging / name, tensors)
+                    writer.write(staging / name, lay_out(tensors, {}))
         self.operation.set_nbytes(sum(size for size, rank in zip(sizes, writers, strict=True) if rank == comm.rank))
 
     def _load(self, wanted: Sequence[ShardedTensor]) -> None:
@@ -222,7 +231,17 @@ class _Export:
         for path in self.assets:
             if path.name not in written:
                 copy_new(path, staging / path.name)
+        if self.journal is not None:
+            self.journal.end()
         commit_staging(staging, self.target, list_replaced, overwrite=self.overwrite)
+
+
+def _discard(staging: Path, journal: Journal | None) -> None:
+    """Remove a staging directory unless it was committed."""
+    if journal is not None:
+        journal.close()
+    if staging.exists():
+        discard_staging(staging)
 
 
 def _is_superseded(aside: Path, target: Path) -> bool:
@@ -233,12 +252,3 @@ def _is_superseded(aside: Path, target: Path) -> bool:
     except (CheckpointingException, OSError):
         return False
     return all(is_there(target / name) for name in others)
-
-
-def _list_assets(folder: Path) -> list[Path]:
-    """Return the files of a model's folder that are not weights."""
-    with wrap_os_errors("list", folder):
-        found = [path for path in sorted(folder.iterdir()) if path.is_file() and is_asset(path.name)]
-    if not found:
-        raise CheckpointingException(f"assets={folder}: it has no files other than weights")
-    return found

@@ -93,6 +93,16 @@ def read_folder(folder: Path) -> Folder:
     return found
 
 
+def read_file_as_folder(folder: Path, file: str) -> Folder:
+    """Read the header of one safetensors file, of any name, as if it were all that its folder has.
+
+    Raises:
+        CorruptCheckpointError: the file is damaged or cut short.
+    """
+    tensors = _locate_tensors({file: read_header(folder / file)}, {}, folder)
+    return Folder("", {file: file}, tensors, {}, _read_stamp(folder, [file]))
+
+
 def check_same_folder(folder: Path, found: Folder) -> None:
     """Raise CheckpointReplacedError if an export has replaced the folder since another rank has read ``found``."""
     if found.stamp is None or found.directory:  # the cache's files are named by their content
@@ -116,12 +126,12 @@ def _read_stamp(folder: Path, files: Sequence[str]) -> tuple[int, int, int] | No
 
 
 def _read_folder(folder: Path) -> Folder:
-    weight_map = _read_weight_map(folder)
-    files = sorted(set(weight_map.values())) or [_find_only_file(folder)]
-    real = {file: _resolve_link(folder, file) for file in files}
-    headers = {file: _read_header(path) for file, path in real.items()}
+    weight_map = read_weight_map(folder)
+    files = sorted(set(weight_map.values())) or [find_only_file(folder)]
+    real = {file: resolve_link(folder, file) for file in files}
+    headers = {file: read_header(path) for file, path in real.items()}
     names = {file: path.name for file, path in real.items()}
-    config = _resolve_link(folder, CONFIG)
+    config = resolve_link(folder, CONFIG)
     return Folder(
         _link_directory(folder, real),
         names,
@@ -131,12 +141,12 @@ def _read_folder(folder: Path) -> Folder:
     )
 
 
-def _read_weight_map(folder: Path) -> dict[str, str]:
+def read_weight_map(folder: Path) -> dict[str, str]:
     """Return the file of every tensor by the index; empty without an index."""
     path = folder / index_name(SAFETENSORS)
     if not is_there(path):
         return {}
-    found = read_json(_resolve_link(folder, path.name), HEADER_LIMIT).get("weight_map")
+    found = read_json(resolve_link(folder, path.name), HEADER_LIMIT).get("weight_map")
     if not isinstance(found, dict) or not found or not all(isinstance(file, str) for file in found.values()):
         raise CorruptCheckpointError(f"{path} has no weight_map from names of tensors to names of files")
     for file in found.values():
@@ -146,7 +156,8 @@ def _read_weight_map(folder: Path) -> dict[str, str]:
     return found
 
 
-def _find_only_file(folder: Path) -> str:
+def find_only_file(folder: Path) -> str:
+    """Return the name of the one file of weights; raise NotACheckpointError if it is not there."""
     (name,) = file_names(1, SAFETENSORS)
     if not is_there(folder / name):
         found = sorted(path.name for path in folder.iterdir())[:6] if folder.is_dir() else "no directory"
@@ -170,7 +181,7 @@ def _link_directory(folder: Path, real: Mapping[str, Path]) -> str:
     return str(next(iter(real.values())).parent)
 
 
-def _resolve_link(folder: Path, file: str) -> Path:
+def resolve_link(folder: Path, file: str) -> Path:
     """Return the file, or the file in the cache's ``blobs`` that it links to; opening any other link fails later."""
     path = folder / file
     if not path.is_symlink():
@@ -180,7 +191,8 @@ def _resolve_link(folder: Path, file: str) -> Path:
     return target if target.parent == blobs else path
 
 
-def _read_header(path: Path) -> dict[str, FileTensor]:
+def read_header(path: Path) -> dict[str, FileTensor]:
+    """Return the tensors of a file by name; raise CorruptCheckpointError if its header or its length is wrong."""
     fd, size = open_existing(path)
     try:
         first = bytearray(min(LENGTH_BYTES, size))

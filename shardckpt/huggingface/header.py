@@ -32,16 +32,24 @@ class TensorSpan(NamedTuple):
     stop: int
 
 
-class FileLayout(NamedTuple):
-    """The layout of a file that is to be written: its head (length and header), and its tensors in file order."""
+class FramePart(NamedTuple):
+    """Bytes of a file that are no tensor of a checkpoint, and their offset: a header."""
 
-    head: bytes
+    start: int
+    data: bytes
+
+
+class FileLayout(NamedTuple):
+    """The layout of a file that is to be written: frame and tensors, each in file order, leave no byte out."""
+
+    frame: list[FramePart]
     tensors: list[TensorSpan]
 
     @property
     def size(self) -> int:
         """Bytes of the file."""
-        return self.tensors[-1].stop if self.tensors else len(self.head)
+        tail = self.frame[-1]
+        return max(tail.start + len(tail.data), self.tensors[-1].stop if self.tensors else 0)
 
 
 class FileTensor(NamedTuple):
@@ -91,7 +99,8 @@ def lay_out(tensors: Sequence[HubTensor], metadata: Mapping[str, str]) -> FileLa
         )
     ends = [0, *accumulate(tensor.nbytes for tensor in ordered)]
     spans = zip(ordered, ends, ends[1:], strict=False)
-    return FileLayout(head, [TensorSpan(tensor, first + start, first + stop) for tensor, start, stop in spans])
+    located = [TensorSpan(tensor, first + start, first + stop) for tensor, start, stop in spans]
+    return FileLayout([FramePart(0, head)], located)
 
 
 def refuse_unknown(tensors: Iterable[tuple[str, torch.dtype]]) -> None:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardckpt.errors import CorruptCheckpointError, KeyMismatchError, ShapeMismatchError, ShardingError
+from shardckpt.huggingface.check import check_weights
 from shardckpt.huggingface.dtypes import is_castable, is_unpacked_float
 from shardckpt.huggingface.scaled import SCALE_ENDING, Scaled, block_size, refuse_other_schemes
 from shardckpt.mapping import ShardedTensor
 from shardckpt.planning import Box, intersect, part_view, shard_parts
 from shardckpt.plugins import KeyMapEntry, get_key_map_entries
 from shardckpt.storage import StoredArray, read_box
-from shardckpt.strategy import LoadStrategy
+from shardckpt.strategy import LoadStrategy, StoredFile, find_error
 from shardckpt.tensors import is_quantized, synchronize_devices
 
 if TYPE_CHECKING:
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
 
     import torch
 
+    from shardckpt.errors import CheckpointingException
     from shardckpt.huggingface.folder import Folder
     from shardckpt.mapping import ShardedBase, StateDict
     from shardckpt.planning import Ints
@@ -93,7 +96,23 @@ class HuggingFaceLoadStrategy(LoadStrategy):
 
     def load_index(self, context: LoadContext) -> list[ShardedBase]:  # noqa: ARG002 - the headers have been read
         """Return the requested tensors that the folder can fill, without data."""
-        return [self._describe_stored(key) for key in self._requested.keys() - self._missing]
+        # in the order of the request: a set would have another one in each process
+        return [self._describe_stored(key) for key in self._requested if key not in self._missing]
+
+    def list_files(self, reader: CheckpointReader) -> list[StoredFile]:  # noqa: ARG002 - the headers have been read
+        """Return the files of weights, with the tensors in each."""
+        keys: dict[str, list[str]] = {name: [] for name in self._folder.names.values()}
+        ends = dict.fromkeys(keys, 0)
+        for key, (file, tensor) in self._folder.tensors.items():
+            name = self._folder.names[file]
+            keys[name].append(key)
+            itemsize = 0 if tensor.dtype is None else tensor.dtype.itemsize
+            ends[name] = max(ends[name], tensor.start + math.prod(tensor.shape) * itemsize)
+        return [StoredFile(name, ends[name], tuple(found)) for name, found in keys.items()]
+
+    def check_files(self, reader: CheckpointReader) -> dict[str, CheckpointingException | None]:
+        """Return the error of each file by name, or None: its header is read again, and compared with its length."""
+        return {file.name: find_error(check_weights, reader.place / file.name) for file in self.list_files(reader)}
 
     def missing(self) -> list[str]:
         """Return the names of the tensors that requested keys need and the folder lacks."""

@@ -34,7 +34,7 @@ def check_format(name: str) -> str:
     return name
 
 
-def assign_files(sizes: Mapping[str, int], limit: int, file_format: str) -> dict[str, list[str]]:
+def assign_files(sizes: Mapping[str, int], limit: int, file_format: str = SAFETENSORS) -> dict[str, list[str]]:
     """Assign tensors to files in their order; a tensor above the limit gets its own file.
 
     Args:

@@ -29,6 +29,9 @@ logger = logging.getLogger(__name__)
 _NUMBERS = re.compile(r"(\d+)")
 #: Prefixes that adapters.to_sharded_state_dict gives a model and its optimizers.
 _MODEL, _OPTIMIZER = "model.", "optimizer."
+#: What an optimizer's state is called, as the first or second part of a key: in torch's and Megatron's state dicts,
+#: torchtitan's, Lightning's and Accelerate's.
+_OPTIMIZERS = {"optim", "optimizer", "optimizers", "optimizer_state", "optimizer_states", "optimizer_state_dict"}
 #: Suffixes of the scales of weights of 8 bits and less: a cast of the scales would change the weights.
 _SCALE_SUFFIXES = ("_scale_inv", "_scale")
 
@@ -73,10 +76,11 @@ def plan_export(index: Iterable[ShardedBase], options: ExportOptions, source: st
         CheckpointingException: there is no tensor to write, or a tensor cannot be written.
     """
     # by the stored tensors alone, not by how they were sharded: the same files come out at any world size
-    stored = list(index)
-    prefix = _model_prefix(stored) if options.prefix is None else options.prefix
-    chosen = [shard for shard in stored if stored_key(shard).startswith(prefix)]
-    tensors = _plan_tensors(chosen, len(prefix), options)
+    stored = sorted(index, key=lambda shard: _natural(stored_key(shard)))
+    prefix = find_model_prefix(stored) if options.prefix is None else options.prefix
+    tensors, unmapped = plan_tensors(stored, options._replace(prefix=prefix))
+    if unmapped:
+        logger.warning("not exported (objects, and tensors that the mapping leaves out): %s", listed(unmapped))
     if not tensors:
         keys = listed([repr(stored_key(shard)) for shard in stored]) or "nothing"
         raise KeyMismatchError(f"{source} has no tensor to export whose key begins with {prefix!r}; it has {keys}")
@@ -87,19 +91,40 @@ def plan_export(index: Iterable[ShardedBase], options: ExportOptions, source: st
     return ExportPlan(options.file_format, [(file, [tensors[name] for name in files[file]]) for file in files])
 
 
-def _model_prefix(stored: Iterable[ShardedBase]) -> str:
+def find_model_prefix(stored: Iterable[ShardedBase]) -> str:
     """Return ``"model."`` if the keys are those of a model with its optimizers, else ``""``."""
     keys = [stored_key(shard) for shard in stored]
     has_both = any(key.startswith(_MODEL) for key in keys) and any(key.startswith(_OPTIMIZER) for key in keys)
     return _MODEL if has_both else ""
 
 
-def _plan_tensors(chosen: Sequence[ShardedBase], cut: int, options: ExportOptions) -> dict[str, HubTensor]:
-    """Return the folder's tensors by name, in the order of the stored keys, layer 2 before layer 10."""
+def is_optimizer_key(key: str) -> bool:
+    """Return whether a key is that of an optimizer's state, by the names that trainers give it."""
+    return not _OPTIMIZERS.isdisjoint(key.split(".", 2)[:2])
+
+
+def plan_tensors(stored: Iterable[ShardedBase], options: ExportOptions) -> tuple[dict[str, HubTensor], list[str]]:
+    """Return the tensors that these shards become under the prefix, the mapping, the dtype and the names left out.
+
+    Args:
+        stored: Descriptions of all that is stored.
+        options: What to write. A prefix of None is none.
+
+    Returns:
+        The tensors by name, in the order of the shards; and the keys of objects, and of tensors that the mapping leaves
+        out, among the shards with the prefix.
+
+    Raises:
+        CheckpointingException: a tensor is not stored as a whole, or two are mapped to one.
+    """
+    prefix = options.prefix or ""
+    cut = len(prefix)
     parts: dict[str, list[StoredPart]] = {}
     unmapped = []
     dtypes: dict[str, torch.dtype] = {}
-    for shard in sorted(chosen, key=lambda shard: _natural(stored_key(shard))):
+    for shard in stored:
+        if not stored_key(shard).startswith(prefix):
+            continue
         links: Sequence[KeyMapEntry] = ()
         if isinstance(shard, ShardedTensor):
             shape, dtypes[shard.key] = tuple(shard.global_shape), shard.dtype
@@ -108,14 +133,13 @@ def _plan_tensors(chosen: Sequence[ShardedBase], cut: int, options: ExportOption
                 parts.setdefault(link.name, []).append(StoredPart(shard.key, shape, link))
         if not links:
             unmapped.append(stored_key(shard))
-    if unmapped:
-        logger.warning("not exported (objects, and tensors that the mapping leaves out): %s", listed(unmapped))
     absent = sorted(options.leave_out - parts.keys())
     if absent:
         raise CheckpointingException(f"leave_out={absent}: no tensors of these names would be written")
     # the cast looks up weights by name: those that are left out too
     tensors = {name: _hub_tensor(name, found, dtypes) for name, found in parts.items()}
-    return {n: _cast(tensor, tensors, options.dtype) for n, tensor in tensors.items() if n not in options.leave_out}
+    kept = {n: _cast(tensor, tensors, options.dtype) for n, tensor in tensors.items() if n not in options.leave_out}
+    return kept, unmapped
 
 
 def _hub_tensor(name: str, parts: list[StoredPart], dtypes: Mapping[str, torch.dtype]) -> HubTensor:

@@ -89,7 +89,7 @@ def _write_safetensors(state_dict: Mapping[str, torch.Tensor], path: Path) -> No
     layout = lay_out(tensors, ties)
     file = NewFile(path)
     try:
-        file.write(memoryview(layout.head), 0)
+        file.write(memoryview(layout.frame[0].data), 0)
         for tensor, start, _ in layout.tensors:
             file.write(tensor_bytes(_plain(tensor.name, state_dict)), start, tensor.name)
         file.finish(layout.size)

@@ -8,19 +8,33 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from shardckpt.commit import STAGING, claim_name, new_save_id, release_name, temporary_name
-from shardckpt.engine import check_names, clear_leftovers
+from shardckpt.commit import STAGING, claim_name, discard_staging, new_save_id, release_name, temporary_name
+from shardckpt.engine import check_names, clear_leftovers, open_staging
 from shardckpt.storage import open_new, sync_directory, sync_file, wrap_os_errors
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
     from pathlib import Path
 
+    from shardckpt.storage import Journal
+
+#: The name of a file in its staging directory.
+_STAGED = "file"
+
 
 @contextmanager
-def replace_file(path: Path) -> Iterator[Path]:
-    """Yield a staging path for a file; at the end, the written and durable file replaces the one at ``path``."""
+def replace_file(path: Path, journal: Journal | None = None) -> Iterator[Path]:
+    """Yield a staging path for a file; at the end, the written and durable file replaces the one at ``path``.
+
+    Args:
+        path: The file.
+        journal: The journal of what is written, if another process may go on with it after a kill.
+    """
     check_names(path)
+    if journal is not None:
+        with _replace_by_journal(path, journal) as staged:
+            yield staged
+        return
     staged = path.with_name(temporary_name(path.name, STAGING, new_save_id()))
     clear_leftovers(path, lambda *_: False, restore=False)
     # no other save of this process clears away a claimed file as a leftover
@@ -35,6 +49,21 @@ def replace_file(path: Path) -> Iterator[Path]:
     finally:
         release_name(staged.name)
     # the rename is durable only when the directory is
+    sync_directory(path.parent)
+
+
+@contextmanager
+def _replace_by_journal(path: Path, journal: Journal) -> Iterator[Path]:
+    """Do the same with a staging directory, which has the journal beside the file."""
+    staging, _ = open_staging(path, lambda *_: False, restore=False, journal=journal)
+    try:
+        staged = staging / _STAGED
+        yield staged
+        with wrap_os_errors(f"rename {staged} to", path):
+            staged.replace(path)
+    finally:
+        journal.close()
+        discard_staging(staging)
     sync_directory(path.parent)
 
 

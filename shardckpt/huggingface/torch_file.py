@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from shardckpt.archive import check_pickle
 from shardckpt.errors import CheckpointingException, CorruptCheckpointError, UnsafePickleError
-from shardckpt.storage import check_pickle, wrap_os_errors
+from shardckpt.storage import wrap_os_errors
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -23,6 +24,11 @@ _OLD_PICKLES = 5
 #: Lengths of name and extra field in the header of a zip member, and the bytes of the header without them.
 _NAME_LENGTHS, _HEADER_BYTES = struct.Struct("<26xHH"), 30
 _REFUSAL = re.compile(r"WeightsUnpickler error: .*|.*[Uu]nsupported.*")
+
+
+def is_archive(first: bytes) -> bool:
+    """Return whether a file of ``torch.save`` that begins with these bytes has the format since torch 1.6."""
+    return first.startswith(_ZIP)
 
 
 def read_torch_file(path: Path) -> dict[Any, Any]:

@@ -8,7 +8,7 @@ from shardckpt.distributed import Comm
 from shardckpt.engine import CheckpointHeader, Operation, commit_files, locate
 from shardckpt.errors import CannotLoadError, VersionTooOldError
 from shardckpt.plugins import StrategyAction, choose_reader, get_plugin_manager, hold_checkpoint
-from shardckpt.storage import CheckpointReader, retry_if_replaced
+from shardckpt.storage import CheckpointReader, read_fingerprints, retry_if_replaced
 
 if TYPE_CHECKING:
     import os
@@ -23,6 +23,8 @@ def migrate_checkpoint(
     old: str | os.PathLike[str], new: str | os.PathLike[str], to: int | None = None, *, overwrite: bool = False
 ) -> tuple[str, int, int]:
     """Write the checkpoint at ``old`` as a newer version at ``new``, completely or not at all. Not collective.
+
+    Fingerprints that the old checkpoint has stored stand in the new one, too: the values are the same.
 
     Args:
         old: The checkpoint's directory or URL; it is not changed, unless it is ``new``, too.
@@ -77,13 +79,17 @@ def _migrate(
             raise _no_migration_error(source, manifest, to, plugins)
         entry = plugins.registry.find(StrategyAction.SAVE_SHARDED, manifest.backend, chosen.to_version)
         oldest_reader = str(entry.create().reader) if entry else ""
-        header = CheckpointHeader(manifest.backend, chosen.to_version, oldest_reader)
+        header = CheckpointHeader(manifest.backend, chosen.to_version, oldest_reader, manifest.lineage)
+        record = manifest.record
+        if record is not None:  # of another library's, nobody knows how much will be written
+            operation.start_progress(lambda: sum(record.list_files().values()))
         with CheckpointReader(place, manifest, verify=True) as reader:
 
             def write(writer: CheckpointWriter, _save_id: str) -> None:
                 migration = chosen.create()
                 operation.attribute_to(migration)
                 migration.migrate(reader, writer)
+                writer.known_fingerprints.update(read_fingerprints(reader))
                 reader.check_unchanged()  # else the new checkpoint might be made of two saves, with correct digests
 
             commit_files(operation, target, header, write, overwrite=overwrite)

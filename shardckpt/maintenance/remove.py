@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from shardckpt.commit import replace_target, staging_directory
@@ -18,12 +18,14 @@ from shardckpt.engine import (
 )
 from shardckpt.errors import CheckpointingException, CorruptCheckpointError
 from shardckpt.maintenance.rewrite import rewrite_file
-from shardckpt.manifest import INTEGRITY_NAME, RECORD_NAME, Integrity
+from shardckpt.manifest import FINGERPRINTS_NAME, INTEGRITY_NAME, RECORD_NAME, Integrity
 from shardckpt.plugins import choose_reader, hold_checkpoint
 from shardckpt.storage import (
     CheckpointReader,
     CheckpointWriter,
     is_there,
+    pack_fingerprints,
+    read_fingerprints,
     retry_if_replaced,
     wrap_os_errors,
 )
@@ -107,6 +109,7 @@ def _remove(directory: Path, prefix: str, operation: Operation, *, dry_run: bool
                 "no tensor or object of %s has a key that begins with %r: nothing is removed", directory, prefix
             )
             return RemovalReport(bytes_before=before, bytes_after=before)
+        removal = _renew_fingerprints(reader, removal)
         if not dry_run:
             _replace(directory, reader, removal)
     after = before + _growth(directory, removal) if dry_run else _allocated_bytes(directory)
@@ -116,6 +119,16 @@ def _remove(directory: Path, prefix: str, operation: Operation, *, dry_run: bool
     if not dry_run:
         logger.info("removed %d keys from %s, which takes %d bytes of %d", len(report.keys), directory, after, before)
     return report
+
+
+def _renew_fingerprints(reader: CheckpointReader, removal: Removal) -> Removal:
+    """Return the removal with the file of fingerprints without those of the removed keys, if there is such a file."""
+    record = reader.manifest.record
+    if record is None or FINGERPRINTS_NAME not in record.list_files():
+        return removal
+    found = read_fingerprints(reader)
+    kept = {key: value for key, value in found.items() if key not in removal.keys}
+    return replace(removal, renewed={**removal.renewed, FINGERPRINTS_NAME: pack_fingerprints(kept)})
 
 
 def _allocated_bytes(directory: Path) -> int:

@@ -5,13 +5,21 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from shardckpt.engine import find_faults, is_damage, list_digested_files, locate
-from shardckpt.errors import CannotLoadError, CheckpointingException, StorageError
+from shardckpt.engine import Progress, find_faults, is_damage, list_digested_files, locate
+from shardckpt.errors import (
+    CannotLoadError,
+    CheckpointingException,
+    IncompleteCheckpointError,
+    NotACheckpointError,
+    StorageError,
+)
+from shardckpt.maintenance.sources import check_source
 from shardckpt.manifest import INTEGRITY_NAME, MARKER_NAME, RECORD_NAME, find_folders
 from shardckpt.plugins import choose_reader, get_plugin_manager, hold_checkpoint, name_origin
 from shardckpt.storage import (
     CheckpointReader,
     file_size,
+    has_local_files,
     refuse_linked_folders,
     retry_if_replaced,
     wrap_os_errors,
@@ -25,8 +33,8 @@ if TYPE_CHECKING:
 
     from shardckpt.manifest import Manifest
 
-#: Exit codes of ``shardckpt verify``.
-INTACT, DAMAGED, NO_ANSWER, INTACT_WITHOUT_DIGESTS = 0, 1, 2, 3
+#: Exit codes of ``shardckpt verify``; the worst of several checkpoints is the highest.
+INTACT, DAMAGED, NO_ANSWER = 0, 1, 2
 
 
 @dataclass(frozen=True)
@@ -58,8 +66,11 @@ def verify_checkpoint(directory: str | os.PathLike[str]) -> list[FileResult]:
     but the index and headers; of a checkpoint that another library wrote it may be the only check. Files
     that do not belong to the checkpoint are listed as foreign, which is no fault.
 
+    A Hugging Face folder of safetensors, a file of it and one of ``torch.save`` have no digests: their headers, their
+    lengths and the index are compared.
+
     Args:
-        directory: The checkpoint's directory or URL.
+        directory: The checkpoint's directory or URL; or such a folder or file.
 
     Returns:
         A result for every file, sorted by name, foreign files last; :func:`get_exit_code` summarizes them.
@@ -74,11 +85,18 @@ def verify_checkpoint(directory: str | os.PathLike[str]) -> list[FileResult]:
 
 
 def _verify(directory: Path) -> list[FileResult]:
-    path, manifest = hold_checkpoint(directory, get_plugin_manager())
+    plugins = get_plugin_manager()
+    try:
+        path, manifest = hold_checkpoint(directory, plugins)
+    except (NotACheckpointError, IncompleteCheckpointError) as exc:
+        place = directory.parent if has_local_files(directory) and directory.is_file() else directory
+        errors = check_source(directory, plugins, exc)
+        return [_make_result(name, _size(place / name), error, "structure") for name, error in sorted(errors.items())]
     digested = list_digested_files(path, manifest)
     found: dict[str, FileResult] = {}
     if digested is not None:
-        for file, error in zip(digested, find_faults(path, manifest, digested), strict=True):
+        progress = Progress("verify", directory, sum(file.nbytes for file in digested), get_plugin_manager())
+        for file, error in zip(digested, find_faults(path, manifest, digested, progress.add), strict=True):
             found[file.name] = _make_result(file.name, file.nbytes, error, "digests")
     # Files that their digests prove damaged are not parsed as well.
     if not any(result.fault for result in found.values()):
@@ -118,17 +136,26 @@ def _list_folder(path: Path, folder: str) -> list[str]:
         return []  # its files are missing
 
 
-def get_exit_code(results: Sequence[FileResult]) -> int:
+def get_exit_code(results: Sequence[FileResult], *, require_digests: bool = False) -> int:
     """Return the exit code of ``shardckpt verify`` for the results.
 
-    It is ``INTACT``, ``INTACT_WITHOUT_DIGESTS``, ``DAMAGED`` if any file is, or ``NO_ANSWER`` if one was not readable.
+    It is ``INTACT``, ``DAMAGED`` if any file is, or ``NO_ANSWER`` if one was not readable.
+
+    Args:
+        results: Those of :func:`verify_checkpoint`.
+        require_digests: Whether a file without a digest, whose values were not checked, counts as damaged.
     """
     own = [result for result in results if not result.foreign]
     if any(result.fault and result.checked != "nothing" for result in own):
         return DAMAGED
     if any(result.fault for result in own):
         return NO_ANSWER
-    return INTACT if all(result.checked == "digests" for result in own) else INTACT_WITHOUT_DIGESTS
+    return DAMAGED if require_digests and not has_digests(own) else INTACT
+
+
+def has_digests(results: Sequence[FileResult]) -> bool:
+    """Return whether every file of the checkpoint was compared with a digest."""
+    return all(result.checked == "digests" for result in results if not result.foreign)
 
 
 def _check_structure(path: Path, manifest: Manifest, *, has_digests: bool) -> list[FileResult]:

@@ -2,13 +2,25 @@
 
 from shardckpt.manager.cleanup import cleanup_old_checkpoints
 from shardckpt.manager.config import AsyncMode, CheckpointConfig
+from shardckpt.manager.holds import Hold, Lease, find_holds, lease_step, pin_step, unpin_step
+from shardckpt.manager.listing import CheckpointSummary, find_checkpoints, list_checkpoints
 from shardckpt.manager.manager import CheckpointManager
 from shardckpt.manager.per_rank import PerRank, Stateful
 from shardckpt.manager.plain_state import describe_form, describe_tensors, merge_tensors, request_tensors
 from shardckpt.manager.replicas import FaultTolerance, ReplicaManager
-from shardckpt.manager.retention import KeepBest, KeepEvery, KeepLatest, KeepPinned, RetentionPolicy
+from shardckpt.manager.retention import (
+    KeepBest,
+    KeepEvery,
+    KeepLatest,
+    KeepNear,
+    KeepPinned,
+    KeepRecent,
+    Metrics,
+    RetentionPolicy,
+)
 from shardckpt.manager.rng import RandomState
 from shardckpt.manager.states import DATALOADER, LR_SCHEDULER, MODEL, OPTIMIZER, TRAIN_STATE
+from shardckpt.manager.step_pruning import StepResult, prune_steps
 from shardckpt.manager.steps import CONTENT_KEY
 
 __all__ = [
@@ -21,19 +33,33 @@ __all__ = [
     "AsyncMode",
     "CheckpointConfig",
     "CheckpointManager",
+    "CheckpointSummary",
     "FaultTolerance",
+    "Hold",
     "KeepBest",
     "KeepEvery",
     "KeepLatest",
+    "KeepNear",
     "KeepPinned",
+    "KeepRecent",
+    "Lease",
+    "Metrics",
     "PerRank",
     "RandomState",
     "ReplicaManager",
     "RetentionPolicy",
     "Stateful",
+    "StepResult",
     "cleanup_old_checkpoints",
     "describe_form",
     "describe_tensors",
+    "find_checkpoints",
+    "find_holds",
+    "lease_step",
+    "list_checkpoints",
     "merge_tensors",
+    "pin_step",
+    "prune_steps",
     "request_tensors",
+    "unpin_step",
 ]

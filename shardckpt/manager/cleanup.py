@@ -10,7 +10,7 @@ from shardckpt.distributed import Comm
 from shardckpt.errors import CheckpointingException, listed
 from shardckpt.manager.garbage_collection import collect_garbage
 from shardckpt.manager.retention import KeepLatest
-from shardckpt.manager.steps import STEPS, StepFolder, StepNames
+from shardckpt.manager.steps import NAMINGS, StepFolder
 from shardckpt.manifest import MARKER_NAME
 from shardckpt.plugins import get_plugin_manager
 from shardckpt.storage import has_local_files, wrap_os_errors
@@ -18,8 +18,6 @@ from shardckpt.storage import has_local_files, wrap_os_errors
 if TYPE_CHECKING:
     from pathlib import Path
 
-#: How trainers name the steps' directories: ours, transformers', Megatron's, VeOmni's; and those of epochs.
-_NAMINGS = (STEPS, StepNames("checkpoint-"), StepNames("iter_", 7), StepNames("global_step_"), StepNames("epoch_"))
 #: The arguments that may name the output folder, each with the folders below it that may have the checkpoints.
 #: ``output_dir`` is MindSpeed's FSDP2 and transformers' (which has them in the folder itself), ``save`` is Megatron's.
 _FOLDER_ARGUMENTS: dict[str, tuple[str, ...]] = {"output_dir": ("checkpoints",), "save": ()}
@@ -90,14 +88,14 @@ def _find_folders(training_args: Any) -> list[str]:
 
 def _has_steps(folder: str) -> bool:
     names = StepFolder(folder, get_plugin_manager()).directories()
-    return any(each.parse(name) is not None for each in _NAMINGS for name in names)
+    return any(each.parse(name) is not None for each in NAMINGS for name in names)
 
 
 def _clean(folders: list[str], limit: int) -> None:
     """Remove old checkpoints from the first folder that has any; warn of what is kept there and in the others."""
     with_steps = [folder for folder in folders if _has_steps(folder)]
     folder = with_steps[0] if with_steps else folders[-1]
-    for names in _NAMINGS:
+    for names in NAMINGS:
         steps = StepFolder(folder, get_plugin_manager(), names)
         collect_garbage(steps, [KeepLatest(limit)], _read_tracker(steps.place))
     kept = _find_exempt(folder, all_directories=folder != folders[-1])
@@ -126,13 +124,13 @@ def _find_exempt(folder: str, *, all_directories: bool) -> dict[str, str]:
         The reasons by path.
     """
     exempt = {}
-    by_naming = [StepFolder(folder, get_plugin_manager(), names) for names in _NAMINGS]
+    by_naming = [StepFolder(folder, get_plugin_manager(), names) for names in NAMINGS]
     for name in by_naming[0].directories():
         path = by_naming[0].place / name
         found = [(steps, step) for steps in by_naming if (step := steps.names.parse(name)) is not None]
         if not found:
             if not name.startswith(".") and (all_directories or _is_checkpoint(path)):
-                exempt[str(path)] = "its name is not a step's (" + ", ".join(f"{n.prefix}<n>" for n in _NAMINGS) + ")"
+                exempt[str(path)] = "its name is not a step's (" + ", ".join(f"{n.prefix}<n>" for n in NAMINGS) + ")"
         elif path.is_symlink():
             exempt[str(path)] = "it is a link"
         else:

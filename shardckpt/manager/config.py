@@ -27,11 +27,15 @@ from shardckpt.manager.retention import (
     describe_policy,
     parse_policy,
 )
+from shardckpt.manager.steps import parse_step
 from shardckpt.plugins import get_plugin_manager
 from shardckpt.storage import mask_password
+from shardckpt.strategy import StoresHubFolders
 
 if TYPE_CHECKING:
     from collections.abc import Collection
+
+    from shardckpt.strategy import SaveStrategy
 
 _Count = Annotated[int, Field(ge=0)]
 
@@ -64,16 +68,22 @@ class CheckpointConfig(BaseModel):
         best_metric: A name among the ``metrics`` that ``save`` is given. A checkpoint without it is never a best one.
         best_mode: Whether the smallest (``min``) or the largest (``max``) value is the best.
         retention: Policies instead of the five options above: :class:`KeepLatest`, :class:`KeepEvery`,
-            :class:`KeepBest`, :class:`KeepPinned`, or a function that takes the metrics by step and returns the steps
-            to keep. A checkpoint is kept if any policy keeps it or if it is the newest. Only the main rank calls the
-            policies, in a background thread.
+            :class:`KeepNear`, :class:`KeepRecent`, :class:`KeepBest`, :class:`KeepPinned`, or a function that takes the
+            metrics by step and returns the steps to keep. A checkpoint is kept if any policy keeps it, if it is leased
+            or pinned, or if it is the newest. Only the main rank calls the policies, in a background thread.
+        latest_pointer: Name of a file in ``folder``, such as ``latest``, that always has the name of the newest step's
+            directory, for tools that want one; None for no such file. A load does not read it.
         async_mode: Who writes a checkpoint. ``disabled``: the training process, in ``save``. ``async``: a thread of
             it. ``async_with_pinned_mem``: another process, which reads from pinned, shared memory. In any case.
         on_busy: What ``save`` does while the previous checkpoint is still being written: ``wait`` for it, or ``skip``
             the step.
         last_save_model_only: Whether the last step saves the model alone. torchtitan's older name
             ``model_weights_only`` is accepted.
-        last_save_in_hf: Whether to export the last step, too, to ``step-<n>-hf``, for Hugging Face tools.
+        steps_in_hf: Whether the directory of every step is a Hugging Face folder as it is, which transformers and vLLM
+            load: the model's tensors are stored contiguous, under their names of the Hub, with copies of the files of
+            ``hf_assets_path``. For strategies that can, such as ``"safetensors"``.
+        last_save_in_hf: Whether to export the last step, too, to ``step-<n>-hf``, for Hugging Face tools. Nothing is
+            exported where ``steps_in_hf`` makes the step such a folder, unless ``export_dtype`` asks for a cast.
         hf_mapping: The key mapping to Hugging Face's names; see :func:`shardckpt.huggingface.export_to_huggingface`.
         hf_assets_path: A folder with the model's other files (config, tokenizer), which an export copies.
         export_dtype: The dtype to which floating-point tensors are cast when the model is saved alone or exported;
@@ -91,6 +101,8 @@ class CheckpointConfig(BaseModel):
         create_seed_checkpoint: Whether ``save(0)`` saves the model alone, as a start for other runs.
         enable_first_step_checkpoint: Whether step 1 is saved, to see early that saving works.
         strategy: A registered backend, or (backend, version); None for the default.
+        fingerprints: Whether each step stores the fingerprints of its tensors; see
+            :func:`shardckpt.dist_checkpointing.save`. The strategy must compute them, as those of shardckpt do.
         enable_ft_dataloader_checkpoints: With fault tolerance, whether each replica saves its own :class:`PerRank`
             states (data loaders, random generators) after every step, to ``ft-replicat-<id>``. If False, the steps'
             checkpoints contain those of one replica, and after a load all replicas read the same data.
@@ -98,6 +110,9 @@ class CheckpointConfig(BaseModel):
             :func:`shardckpt.adapters.to_sharded_state_dict`.
         save_rng: Whether to save and load the states of each rank's random generators, as the state ``rng``. With more
             ranks than were saved, the new ranks keep theirs.
+        show_progress: Whether the main rank shows on standard error how far each of its saves is: a bar on a terminal,
+            with the extra ``cli``, else a line every ten seconds. Not with ``async_with_pinned_mem``, whose writer is
+            another process.
         save_on_sigterm: Whether a SIGTERM makes the next call of ``save`` save its step. Costs one message between
             ranks a step. See ``CheckpointManager.preempted``.
     """
@@ -114,10 +129,12 @@ class CheckpointConfig(BaseModel):
     best_mode: Literal["min", "max"] = "min"
     # Any: a type checker takes the items of a list of policies and functions for objects. `parse_policy` checks them.
     retention: Annotated[Sequence[Any], WithJsonSchema({"type": "array", "items": {}})] = ()
+    latest_pointer: Annotated[str, Field(pattern=r"[A-Za-z0-9][A-Za-z0-9._-]{0,100}")] | None = None
     # The texts, too: tyro, with which torchtitan reads command lines, knows an enum by the names of its members only.
     async_mode: Literal["disabled", "async", "async_with_pinned_mem"] | AsyncMode = AsyncMode.DISABLED
     on_busy: Literal["wait", "skip"] = "wait"
     last_save_model_only: bool = True
+    steps_in_hf: bool = False
     last_save_in_hf: bool = False
     hf_mapping: str | None = None
     hf_assets_path: str | None = None
@@ -132,9 +149,11 @@ class CheckpointConfig(BaseModel):
     create_seed_checkpoint: bool = False
     enable_first_step_checkpoint: bool = False
     strategy: str | tuple[str, int] | None = None
+    fingerprints: bool = False
     enable_ft_dataloader_checkpoints: bool = True
     check_replicas: bool = True
     save_rng: bool = True
+    show_progress: bool = False
     save_on_sigterm: bool = False
 
     @model_validator(mode="before")
@@ -218,7 +237,26 @@ class CheckpointConfig(BaseModel):
             )
         find_mapping(self.hf_mapping)
         if not self.load_only:
-            find_saver(self.strategy, get_plugin_manager())
+            self.make_saver(None)
+
+    def make_saver(self, prefix: str | None) -> SaveStrategy:
+        """Return the strategy that saves the steps.
+
+        Args:
+            prefix: The prefix of the model's keys, for ``steps_in_hf``; None if it is to be found by the keys.
+
+        Raises:
+            CheckpointingException: there is none, or its checkpoints cannot be Hugging Face folders.
+        """
+        saver = find_saver(self.strategy, get_plugin_manager())
+        if not self.steps_in_hf:
+            return saver
+        if not isinstance(saver, StoresHubFolders):
+            raise CheckpointingException(
+                f"steps_in_hf: {type(saver).__name__}, the strategy {self.strategy!r}, does not store Hugging Face "
+                "folders: choose strategy='safetensors', or last_save_in_hf, which exports the last step"
+            )
+        return saver.store_hub_folders(prefix, self.hf_mapping, self.hf_assets_path)
 
     def describe(self) -> dict[str, Any]:
         """Return the options as a checkpoint stores them: JSON values, URLs without their passwords."""
@@ -238,6 +276,9 @@ class CheckpointConfig(BaseModel):
             # Checked, though the newest complete checkpoint always stays: with one more, a damaged newest is no loss.
             "keep_latest_k=1 with an async_mode: there must be one to fall back on; keep 2 or more, or 0 for all": (
                 is_async and (self.keep_latest_k == 1 or KeepLatest(1) in self.retention)
+            ),
+            f"latest_pointer: {self.latest_pointer!r} is the name of a step's directory: choose another": (
+                self.latest_pointer and parse_step(self.latest_pointer) is not None
             ),
             "keep_best_k and best_metric go together": bool(self.keep_best_k) != bool(self.best_metric),
             "exclude_from_last_save: an export has what the last save has; leave last_save_model_only True": (

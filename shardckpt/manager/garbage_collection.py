@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 
 from shardckpt.commit import delete_checkpoint, find_leftovers, is_half_deleted, make_tombstone, remove_free
 from shardckpt.engine import explain_kept_leftover, make_superseded_check
-from shardckpt.errors import CheckpointingException, StorageError
+from shardckpt.errors import CheckpointingException, StorageError, listed
+from shardckpt.manager.holds import Holds
 from shardckpt.manager.retention import steps_to_remove
 from shardckpt.storage import ListsFolders, can_rename, on_store
 
@@ -53,12 +54,12 @@ def collect_garbage(
     return remove_steps(folder, lambda checkpoints: steps_to_remove(policies, checkpoints, protected))
 
 
-def remove_steps(folder: StepFolder, choose: Callable[[StepMetrics], Iterable[int]]) -> list[int]:
+def remove_steps(folder: StepFolder, choose: Callable[[StepMetrics], Collection[int]]) -> list[int]:
     """Remove the checkpoints that a function chooses, and the remains of killed saves and removals.
 
     The function is given only complete checkpoints that can be loaded here, and only those are removed: no damaged one,
-    no save under way, no symbolic link. The remains of a save are left while its process lives. A warning names what
-    cannot be removed; the next call tries it once more.
+    no save under way, no symbolic link, none that a lease or a pin holds. The remains of a save are left while its
+    process lives. A warning names what cannot be removed; the next call tries it once more.
 
     Args:
         folder: The folder of the steps.
@@ -75,13 +76,58 @@ def remove_steps(folder: StepFolder, choose: Callable[[StepMetrics], Iterable[in
     removable = {
         each.step: each.metrics for each in found if each.is_loadable and not _place(folder, each.step).is_symlink()
     }
-    removed = [step for step in choose(removable) if _try_to_remove(folder, step)]
+    chosen = choose(removable)
+    holds = Holds(folder)
+    held = holds.find() if chosen else {}
+    removed = [step for step in chosen if folder.names.name(step) not in held and _try_to_remove(folder, step)]
     for each in found:
         # A removal that was killed on a store without rename leaves a checkpoint without some of its objects.
         if each.error is not None and is_half_deleted(folder.path(each.step)):
             _try_to_remove(folder, each.step)
+    holds.drop_ended()
     _remove_leftovers(folder)
     return removed
+
+
+def discard_steps_after(folder: StepFolder, step: int) -> list[int]:
+    """Remove the checkpoints of all steps after one.
+
+    Args:
+        folder: The folder of the steps.
+        step: The last step that stays.
+
+    Returns:
+        The steps that were removed, in ascending order.
+
+    Raises:
+        CheckpointingException: no complete checkpoint up to this step would be left, or a later one is held; nothing is
+            removed. Or some could not be removed.
+    """
+    later = [each for each in folder.steps() if each > step]
+    if not later:
+        return []
+    if not any(folder.inspect_step(each).is_loadable for each in folder.steps() if each <= step):
+        raise CheckpointingException(
+            f"{folder}: no step up to {step} can be loaded, so that none would be left without the later ones: "
+            f"{listed([*map(str, later)])}"
+        )
+    holds = Holds(folder).find()
+    held = {each: holds[name] for each in later if (name := folder.names.name(each)) in holds}
+    if held:
+        said = [f"step {each} is {hold}" for each, found in held.items() for hold in found]
+        raise CheckpointingException(
+            f"{folder}: nothing was removed, since steps after {step} are held: {listed(said, '; ')}; end these holds "
+            "first"
+        )
+    # the newest first: after a kill a restart does not find what was left longest ago
+    removed = remove_steps(folder, lambda found: sorted((each for each in found if each > step), reverse=True))
+    left = [each for each in later if each not in removed and folder.inspect_step(each).is_loadable]
+    if left:
+        raise StorageError(
+            f"{folder}: of the steps after {step}, {listed([*map(str, left)])} could not be removed (see the log); a "
+            "load would take the newest of them: remove them"
+        )
+    return sorted(removed)
 
 
 class GarbageCollector:
@@ -171,16 +217,25 @@ def _place(folder: StepFolder, step: int) -> Path:
     return folder.place / folder.names.name(step)
 
 
+def _remove(folder: StepFolder, step: int) -> None:
+    """Turn a checkpoint into a tombstone, or delete it on a store."""
+    parent, remote = on_store(folder.place), on_store(folder.path(step))
+    if parent is None or remote is None:
+        make_tombstone(_place(folder, step))
+        return
+    delete_checkpoint(remote.folder)
+    if isinstance(parent.folder, ListsFolders):  # its folders outlive their objects
+        parent.folder.remove_folder(folder.names.name(step))
+
+
 def _try_to_remove(folder: StepFolder, step: int) -> bool:
-    """Turn a checkpoint into a tombstone, or delete it on a store; False, after a warning, if that fails."""
+    """Remove a checkpoint, unless something holds it; False, after a warning, if that fails."""
     try:
-        parent, remote = on_store(folder.place), on_store(folder.path(step))
-        if parent is None or remote is None:
-            make_tombstone(_place(folder, step))
-        else:
-            delete_checkpoint(remote.folder)
-            if isinstance(parent.folder, ListsFolders):  # its folders outlive their objects
-                parent.folder.remove_folder(folder.names.name(step))
+        with Holds(folder).removing(folder.names.name(step)) as held:
+            if held:
+                logger.info("step %d in %s stays for now: it is %s", step, folder, held[0])
+                return False
+            _remove(folder, step)
     except StorageError as exc:
         logger.warning("step %d in %s is to be removed, and stays for now: %s", step, folder, exc)
         return False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,7 @@ from shardckpt.errors import CheckpointingException
 from shardckpt.manager.casting import cast_shards
 from shardckpt.manager.config import CheckpointConfig
 from shardckpt.manager.exclusion import leave_out
+from shardckpt.manager.garbage_collection import discard_steps_after
 from shardckpt.manager.initial import load_initial
 from shardckpt.manager.metrics import parse_metrics
 from shardckpt.manager.parts import make_parts
@@ -19,6 +21,7 @@ from shardckpt.manager.rng import add_random_state
 from shardckpt.manager.states import MODEL, TrainingStates
 from shardckpt.manager.step_resolution import read_step
 from shardckpt.manager.steps import CONTENT_KEY, StepFolder
+from shardckpt.manifest import Lineage
 from shardckpt.plugins import get_plugin_manager
 
 if TYPE_CHECKING:
@@ -191,6 +194,37 @@ class CheckpointManager:
             part.after_load(found)
         return is_loaded
 
+    def discard_after(self, step: int) -> list[int]:
+        """Collective: remove the checkpoints of all later steps, after a training went back to this one.
+
+        Else a restart would load the newest, which the training has left.
+
+        Args:
+            step: The last step that stays.
+
+        Returns:
+            The steps that were removed, in ascending order.
+
+        Raises:
+            CheckpointingException: the same on every rank, and nothing is removed. No complete checkpoint up to this
+                step would be left, or a later one is leased or pinned.
+        """
+        if not self.config.enable_checkpoint or self.config.load_only:
+            raise CheckpointingException("discard_after: this CheckpointManager saves nothing, and removes nothing")
+        self._check_open("discard_after")
+        self.wait()
+        Comm(self._group).agree(step=step)
+        removed = Comm(self._group).main_runs(
+            f"discarding the steps after {step}", lambda: discard_steps_after(self._folder, step)
+        )
+        if self._last is not None and self._last > step:
+            self._last = None  # it may be saved a second time
+        if removed:
+            newest = self.steps()[-1]
+            for part in self._parts:
+                part.after_discard(newest)
+        return removed
+
     @property
     def loaded_step(self) -> int | None:
         """The step that :meth:`load` loaded; None if it loaded none, or loaded ``initial_load_path``."""
@@ -308,6 +342,7 @@ class CheckpointManager:
                 "states": names,
                 "model_only": model_only,
                 "metrics": numbers,
+                "saved_at": time.time(),
                 "config": config.describe(),
             }
             for part in self._parts:
@@ -317,5 +352,6 @@ class CheckpointManager:
             for part in self._parts:
                 part.after_commit(step)
 
-        writer.write(state, self._folder.location(step), {CONTENT_KEY: content}, on_commit, background=not last_step)
+        target, lineage = self._folder.location(step), Lineage(self._reader.restored_id, step)
+        writer.write(state, target, {CONTENT_KEY: content}, lineage, on_commit, background=not last_step)
         self._last = step

@@ -49,6 +49,9 @@ class ManagerPart:
     def after_commit(self, step: int) -> None:
         """Called when the checkpoint of a step is durable."""
 
+    def after_discard(self, newest: int) -> None:
+        """Called when the steps after one were removed; ``newest`` is the newest complete step that is left."""
+
     def after_load(self, step: int | None) -> None:
         """Collective: called after a load; None if no step was loaded, but an initial checkpoint or nothing."""
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import logging
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from shardckpt.distributed import Comm
+from shardckpt.engine import show_progress
+from shardckpt.errors import StorageError
 from shardckpt.huggingface import export_to_huggingface
 from shardckpt.manager.garbage_collection import GarbageCollector
 from shardckpt.manager.part import ManagerPart
@@ -16,6 +19,7 @@ from shardckpt.manager.states import MODEL
 from shardckpt.manager.steps import StepFolder
 from shardckpt.manager.writer import StepWriter
 from shardckpt.plugins import get_plugin_manager
+from shardckpt.storage import put_file
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
@@ -52,12 +56,18 @@ def make_parts(
     with comm.collective_phase("beginning to save checkpoints"):
         folder = StepFolder(config.folder, get_plugin_manager())
         if comm.is_main:
+            # first: a removal must not begin while the file still names what may be removed
+            if config.latest_pointer:
+                parts.append(LatestPointer(folder, config.latest_pointer))
             parts.append(Retention(folder, config.retention_policies))
+            if config.show_progress:
+                parts.append(SaveProgress())
         if config.save_on_sigterm:
             parts.append(Preemption(process_group))
-        if config.last_save_in_hf:
-            parts.append(HuggingFaceExport(config, folder, states, process_group))
-        writer = StepWriter(config, process_group, allow_globals)
+        prefix = f"{MODEL}." if MODEL in states.modules else None
+        if config.last_save_in_hf and (not config.steps_in_hf or config.export_dtype):
+            parts.append(HuggingFaceExport(config, folder, prefix, process_group))
+        writer = StepWriter(config, process_group, allow_globals, config.make_saver(prefix))
     return writer, [writer, *parts, *replica]
 
 
@@ -120,13 +130,55 @@ class Retention(ManagerPart):
             logger.warning("%s", text)
 
 
+class LatestPointer(ManagerPart):
+    """Keeps the name of the newest step's directory in a file, for tools that want one; a part of the main rank alone.
+
+    A load does not read it: it looks at the directories.
+    """
+
+    def __init__(self, folder: StepFolder, name: str) -> None:
+        self._folder, self._name = folder, name
+
+    def after_commit(self, step: int) -> None:
+        """Name the step that is durable now. A failure is a warning: the checkpoint is there without it."""
+        data = f"{self._folder.names.name(step)}\n".encode()
+        try:
+            put_file(self._folder.find(self._name), data, f".{self._name}.shardckpt-tmp")
+        except (StorageError, OSError):
+            logger.warning("cannot name step %d in %s/%s", step, self._folder, self._name, exc_info=True)
+
+    def after_discard(self, newest: int) -> None:
+        """Name the newest step that is left."""
+        self.after_commit(newest)
+
+
+class SaveProgress(ManagerPart):
+    """Shows on standard error how far a save is; a part of the main rank alone."""
+
+    def __init__(self) -> None:
+        self._shown = ExitStack()
+
+    def before_save(self, step: int, metrics: Mapping[str, float | None]) -> None:  # noqa: ARG002 - every part has it
+        """Begin to show."""
+        self._shown.close()  # a save that failed had no commit
+        self._shown.enter_context(show_progress("save"))
+
+    def after_commit(self, step: int) -> None:  # noqa: ARG002 - every part has it
+        """End it."""
+        self._shown.close()
+
+    def close(self, error: BaseException | None = None) -> None:  # noqa: ARG002 - every part has it
+        """End it, also after a save that failed."""
+        self._shown.close()
+
+
 class HuggingFaceExport(ManagerPart):
     """Exports the last step to ``step-<n>-hf``."""
 
     def __init__(
-        self, config: CheckpointConfig, folder: StepFolder, states: TrainingStates, process_group: ProcessGroup | None
+        self, config: CheckpointConfig, folder: StepFolder, prefix: str | None, process_group: ProcessGroup | None
     ) -> None:
-        self._config, self._folder, self._states, self._group = config, folder, states, process_group
+        self._config, self._folder, self._prefix, self._group = config, folder, prefix, process_group
 
     def after_save(self, step: int, *, last_step: bool) -> None:
         """Collective: export the model, if the step is the last."""
@@ -136,7 +188,7 @@ class HuggingFaceExport(ManagerPart):
         export_to_huggingface(
             path,
             f"{path}-hf",
-            prefix=f"{MODEL}." if MODEL in self._states.modules else None,
+            prefix=self._prefix,
             mapping=self._config.hf_mapping,
             dtype=self._config.export_dtype,
             assets=self._config.hf_assets_path,

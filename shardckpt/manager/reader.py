@@ -44,6 +44,8 @@ class Fetched(NamedTuple):
     ranks: Ranks
     #: Whether tensors of the model were left out of the checkpoint (``exclude_from_last_save``), and keep their values.
     is_partial: bool = False
+    #: The id of the save; None if another library saved it.
+    save_id: str | None = None
 
     def restore(self, states: TrainingStates) -> None:
         """Set the states to what was read."""
@@ -74,6 +76,8 @@ class StepReader:
         self._options = LoadOptions(allow_globals=tuple(allow_globals))
         self._excluded = frozenset(excluded)
         self._left_out = frozenset(left_out)
+        #: The id of the checkpoint to which the states were set last; None before that, or if it has none.
+        self.restored_id: str | None = None
 
     def read(self, path: Path, *, model_only: bool = False) -> None:
         """Collective: load all states that are not excluded.
@@ -96,6 +100,7 @@ class StepReader:
             ) from exc
         with Comm(self._group).collective_phase("restoring the states"):
             fetched.restore(self._states)
+        self.restored_id = fetched.save_id
 
     def fetch(self, path: Path, *, model_only: bool = False) -> Fetched:
         """Collective: return what :meth:`read` restores, read but not restored.
@@ -133,7 +138,7 @@ class StepReader:
                 if MODEL in requested:
                     requested[MODEL], is_partial = leave_out(requested[MODEL], left_out, stored)
             tensors = _load(requested, checkpoint, validate=True)
-        return Fetched(names, objects, tensors, ranks, is_partial)
+        return Fetched(names, objects, tensors, ranks, is_partial, None if record is None else record.save_id)
 
     def _choose_names(self, path: Path, content: dict[str, Any], model_only: bool) -> list[str]:
         """Choose the states to load from a checkpoint, by the ``content`` that the manager stored in it."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from numbers import Integral
 from typing import Annotated, Any, Literal, TypeGuard
@@ -13,7 +14,20 @@ from pydantic.dataclasses import dataclass
 
 from shardckpt.errors import CheckpointingException
 
-#: The metrics of each checkpoint by its step, in ascending order of the steps.
+
+class Metrics(dict[str, Any]):
+    """The metrics of a checkpoint, by name, and what else a retention policy may ask of it.
+
+    Attributes:
+        saved_at: When it was saved, in seconds since 1970; None if that is not known (on a store, of older releases).
+    """
+
+    def __init__(self, metrics: Mapping[str, Any], saved_at: float | None = None) -> None:
+        super().__init__(metrics)
+        self.saved_at = saved_at
+
+
+#: The :class:`Metrics` of each checkpoint by its step, in ascending order of the steps.
 StepMetrics = Mapping[int, Mapping[str, Any]]
 #: A function that returns the steps to keep, of those that it is given. Only the main rank calls it, in the thread that
 #: removes checkpoints, when a save is durable.
@@ -52,6 +66,46 @@ class KeepEvery:
     def __call__(self, steps: StepMetrics) -> list[int]:
         """Return the multiples of the interval."""
         return [step for step in steps if step % self.interval == 0]
+
+
+@dataclass(frozen=True, config=_STRICT)
+class KeepNear:
+    """Keeps, for each multiple of a number, the step that is closest to it: for steps that are saved by the clock.
+
+    A step counts for the multiple that it is nearest to; of two that are as close, the lower is kept.
+
+    Attributes:
+        interval: The number, in steps.
+    """
+
+    interval: _Count
+
+    def __call__(self, steps: StepMetrics) -> list[int]:
+        """Return the closest step of each multiple that has one."""
+        closest: dict[int, int] = {}
+        for step in sorted(steps):
+            multiple = (2 * step + self.interval) // (2 * self.interval) * self.interval
+            best = closest.setdefault(multiple, step)
+            if abs(step - multiple) < abs(best - multiple):
+                closest[multiple] = step
+        return sorted(closest.values())
+
+
+@dataclass(frozen=True, config=_STRICT)
+class KeepRecent:
+    """Keeps the steps that were saved in the last hours; one whose time is not known, too.
+
+    Attributes:
+        hours: How many.
+    """
+
+    hours: Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+    def __call__(self, steps: StepMetrics) -> list[int]:
+        """Return the steps that are not older."""
+        oldest = time.time() - 3600 * self.hours
+        times = {step: getattr(metrics, "saved_at", None) for step, metrics in steps.items()}
+        return [step for step, saved_at in times.items() if saved_at is None or saved_at >= oldest]
 
 
 @dataclass(frozen=True, config=_STRICT)
@@ -94,7 +148,7 @@ class KeepPinned:
         return [step for step in self.steps if step in steps]
 
 
-_BUILT_IN = {policy.__name__: policy for policy in (KeepLatest, KeepEvery, KeepBest, KeepPinned)}
+_BUILT_IN = {policy.__name__: policy for policy in (KeepLatest, KeepEvery, KeepNear, KeepRecent, KeepBest, KeepPinned)}
 
 
 def steps_to_remove(
@@ -138,8 +192,9 @@ def parse_policy(given: Any) -> RetentionPolicy:
         return _BUILT_IN[given["policy"]](**options)
     if not callable(given) or isinstance(given, type):
         raise ValueError(
-            f"{given!r:.100} is not a retention policy: give KeepLatest(3), KeepEvery(1000), KeepBest('loss', 2), "
-            "KeepPinned([500]), or a function that is given the metrics by step and returns the steps to keep"
+            f"{given!r:.100} is not a retention policy: give KeepLatest(3), KeepEvery(1000), KeepNear(1000), "
+            "KeepRecent(hours=24), KeepBest('loss', 2), KeepPinned([500]), or a function that is given the metrics by "
+            "step and returns the steps to keep"
         )
     return given  # type: ignore[no-any-return]
 

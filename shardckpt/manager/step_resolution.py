@@ -65,12 +65,18 @@ def resolve_step(folder: StepFolder, comm: Comm, step: int = NEWEST, without: Co
     """
     comm.agree(step=step, without=sorted(without))
     return comm.main_runs(
-        "choosing the step", lambda: _find_newest(folder, without) if step == NEWEST else _check(folder, step)
+        "choosing the step", lambda: find_newest(folder, without) if step == NEWEST else check_step(folder, step)
     )
 
 
-def _check(folder: StepFolder, step: int) -> int:
-    """Return a step, or raise with the steps that exist if it cannot be loaded."""
+def check_step(folder: StepFolder, step: int) -> int:
+    """Return a step, or raise with the steps that exist if it cannot be loaded; not collective.
+
+    Raises:
+        CannotLoadError: it does not exist, is not complete, or no installed strategy can read it.
+        CorruptCheckpointError: it is damaged.
+        StorageError: the store does not answer.
+    """
     found = folder.inspect_step(step)
     error = found.error or found.refusal
     if error is None:
@@ -81,7 +87,18 @@ def _check(folder: StepFolder, step: int) -> int:
     raise replace_text(error, f"step {step} cannot be loaded: {error}\nin {folder} there are {listed}")
 
 
-def _find_newest(folder: StepFolder, without: Collection[int]) -> int | None:
+def find_newest(folder: StepFolder, without: Collection[int] = ()) -> int | None:
+    """Return the newest step that can be loaded, None if there is no checkpoint; not collective.
+
+    Args:
+        folder: The folder of the steps.
+        without: Steps that are known to be damaged.
+
+    Raises:
+        CannotLoadError: no installed strategy can read the newest complete checkpoint.
+        CorruptCheckpointError: no step can be loaded, and some are damaged.
+        StorageError: the folder cannot be listed.
+    """
     damaged = len(without)
     for step in reversed(folder.steps()):
         if step in without:

@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from shardckpt.engine import list_recorded_files, locate
+from shardckpt.engine import find_save_time, list_recorded_files, locate
 from shardckpt.errors import (
     CannotLoadError,
     CheckpointingException,
@@ -15,6 +15,7 @@ from shardckpt.errors import (
     StorageError,
     listed,
 )
+from shardckpt.manager.retention import Metrics
 from shardckpt.plugins import choose_reader, hold_checkpoint
 from shardckpt.storage import (
     ListsFolders,
@@ -73,6 +74,13 @@ class StepNames:
 
 #: The names that the manager gives.
 STEPS = StepNames("step-")
+#: How trainers name the steps' directories: ours, transformers', Megatron's, VeOmni's; and those of epochs.
+NAMINGS = (STEPS, StepNames("checkpoint-"), StepNames("iter_", 7), StepNames("global_step_"), StepNames("epoch_"))
+
+
+def parse_step(name: str) -> int | None:
+    """Return the step that a directory's name says by any of the known :data:`NAMINGS`, or None."""
+    return next((step for names in NAMINGS if (step := names.parse(name)) is not None), None)
 
 
 @dataclass(frozen=True)
@@ -84,12 +92,14 @@ class StepCheckpoint:
         manifest: Its manifest; None if that cannot be read.
         error: Why it is not a complete checkpoint: it was never committed, or is damaged. None if it is complete.
         refusal: Why no installed strategy can read a complete checkpoint; None if one can.
+        changed_at: When its last file was written, in seconds since 1970; None if it is not complete, or on a store.
     """
 
     step: int
     manifest: Manifest | None = None
     error: CheckpointingException | None = None
     refusal: CannotLoadError | None = None
+    changed_at: float | None = None
 
     @property
     def is_loadable(self) -> bool:
@@ -109,12 +119,16 @@ class StepCheckpoint:
         return content if isinstance(content, dict) else {}
 
     @property
-    def metrics(self) -> dict[str, Any]:
-        """The metrics that ``CheckpointManager.save`` was given for the step, or an empty dict."""
+    def metrics(self) -> Metrics:
+        """The metrics that ``CheckpointManager.save`` was given for the step, and when it was saved."""
         # Another program may have written anything there: no error may come from it.
         managed = self.content.get(CONTENT_KEY)
-        metrics = managed.get("metrics") if isinstance(managed, dict) else None
-        return metrics if isinstance(metrics, dict) else {}
+        stored = managed if isinstance(managed, dict) else {}
+        metrics, saved_at = stored.get("metrics"), stored.get("saved_at", self.changed_at)
+        return Metrics(
+            metrics if isinstance(metrics, dict) else {},
+            float(saved_at) if isinstance(saved_at, int | float) else None,
+        )
 
 
 class StepFolder:
@@ -145,7 +159,12 @@ class StepFolder:
 
     def path(self, step: int) -> Path:
         """Return a step's directory or URL, with symbolic links resolved."""
-        return locate(self.location(step), self.plugins)
+        return self.find(self.names.name(step))
+
+    def find(self, name: str) -> Path:
+        """Return any directory in the folder, or its URL, with symbolic links resolved."""
+        remote = on_store(path := self.place / name)
+        return locate(path if remote is None else remote.url, self.plugins)
 
     def directories(self) -> list[str]:
         """Return the names of all directories in the folder, of steps or not; none if the folder does not exist."""
@@ -196,7 +215,7 @@ class StepFolder:
             if manifest is None:
                 return StepCheckpoint(step, error=_without_frames(exc))
             return StepCheckpoint(step, manifest, refusal=_without_frames(exc))
-        return StepCheckpoint(step, manifest)
+        return StepCheckpoint(step, manifest, changed_at=_find_time(directory))
 
     def committed(self) -> list[StepCheckpoint]:
         """Return the checkpoints that can be loaded, in ascending order of steps."""
@@ -231,6 +250,13 @@ def _file_fault(directory: Path, name: str, size: int | None) -> str:
     except (FileNotFoundError, NotADirectoryError):
         return f"{name} is missing"
     return f"{name} has {found} bytes, {size} were written" if size not in (None, found) else ""
+
+
+def _find_time(directory: Path) -> float | None:
+    try:
+        return find_save_time(directory)
+    except OSError:  # it was replaced or removed meanwhile
+        return None
 
 
 def _without_frames(error: _E) -> _E:

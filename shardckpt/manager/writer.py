@@ -23,7 +23,9 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from shardckpt.manager.config import CheckpointConfig
+    from shardckpt.manifest import Lineage
     from shardckpt.mapping import ShardedStateDict
+    from shardckpt.strategy import SaveStrategy
 
 logger = logging.getLogger(__name__)
 
@@ -32,9 +34,10 @@ class StepWriter(ManagerPart):
     """Saves checkpoints, at most one at a time in the background.
 
     Args:
-        config: Says which strategy writes, and in which thread or process.
+        config: Says in which thread or process to write.
         process_group: The ranks.
         allow_globals: As for :func:`shardckpt.dist_checkpointing.save`.
+        strategy: Writes the steps; None for that of the configuration.
     """
 
     def __init__(
@@ -42,10 +45,12 @@ class StepWriter(ManagerPart):
         config: CheckpointConfig,
         process_group: ProcessGroup | None,
         allow_globals: Iterable[Any],
+        strategy: SaveStrategy | None = None,
     ) -> None:
-        self._strategy = config.strategy
+        self._strategy = config.strategy if strategy is None else strategy
         self._group = process_group
         self._allow_globals = tuple(allow_globals)
+        self._fingerprints = config.fingerprints
         self._queue: AsyncCallsQueue | None = None
         if config.async_mode is not AsyncMode.DISABLED:
             persistent = config.async_mode is AsyncMode.ASYNC_WITH_PINNED_MEM
@@ -63,6 +68,7 @@ class StepWriter(ManagerPart):
         state: ShardedStateDict,
         target: str,
         content: dict[str, Any],
+        lineage: Lineage,
         on_commit: Callable[[], None],
         *,
         background: bool,
@@ -74,6 +80,7 @@ class StepWriter(ManagerPart):
             target: The checkpoint's directory or URL. An existing checkpoint is replaced: a directory in one step; one
                 at a URL is deleted before the save.
             content: The ``content_metadata``. The main rank's is stored; others may differ (in their metrics).
+            lineage: The checkpoint from which the training was resumed, and the step.
             on_commit: Called on every rank when the checkpoint is durable.
             background: Whether to return as soon as the tensors are copied.
 
@@ -97,6 +104,9 @@ class StepWriter(ManagerPart):
             preprocess_common_before_consistency_check=_without_content,
             allow_globals=self._allow_globals,
             process_group=self._group,
+            parent=lineage.parent,
+            step=lineage.step,
+            fingerprints=self._fingerprints,
         )
         if queue is None or request is None:
             on_commit()

@@ -1,10 +1,12 @@
 """Arithmetic of shards: boxes in global coordinates, their overlaps, and whether they fill a global tensor exactly."""
 
+from shardckpt.planning.batches import batch_by_bytes
 from shardckpt.planning.box_overlaps import Overlaps, find_overlaps, list_rows
 from shardckpt.planning.boxes import (
     Box,
     FlatPart,
     Ints,
+    cut_box,
     cut_flat_range,
     intersect,
     part_view,
@@ -26,6 +28,7 @@ from shardckpt.planning.shard_copies import (
     shard_id,
     shard_nbytes,
 )
+from shardckpt.planning.shard_fields import list_boxes, list_fields
 from shardckpt.planning.table import (
     LANES,
     PRIME,
@@ -33,6 +36,7 @@ from shardckpt.planning.table import (
     Table,
     TensorSpec,
     are_equal_in_field,
+    are_full,
     compute_weights,
     concat_tables,
     find_untiled,
@@ -64,13 +68,16 @@ __all__ = [
     "Table",
     "TensorSpec",
     "are_equal_in_field",
+    "are_full",
     "assign_holders",
     "assign_shards",
+    "batch_by_bytes",
     "check_dtypes",
     "check_shapes",
     "compute_local_shape",
     "compute_weights",
     "concat_tables",
+    "cut_box",
     "cut_flat_range",
     "describe_casts",
     "describe_copy",
@@ -85,6 +92,8 @@ __all__ = [
     "fingerprint_specs",
     "intersect",
     "is_exact",
+    "list_boxes",
+    "list_fields",
     "list_held_boxes",
     "list_rows",
     "make_column",

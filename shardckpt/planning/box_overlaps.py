@@ -47,10 +47,11 @@ def find_overlaps(wanted: Table, stored: Table, bounds: torch.Tensor) -> Overlap
     wanted, stored = wanted.pad_axes(axes), stored.pad_axes(axes)
     first = bounds[wanted.spec]
     counts = bounds[wanted.spec + 1] - first
-    ends = counts.cumsum(0)
-    total = int(ends[-1]) if len(ends) else 0
-    if total <= 2 * len(ends):  # hardly more pairs than boxes: a search for equal boxes would save nothing
-        left, parts = torch.arange(len(ends), device="cpu"), []
+    if bool((counts == 1).all()):
+        return _compare(wanted, torch.arange(len(counts), device="cpu"), stored, first)
+    total = int(counts.sum())
+    if total <= 2 * len(counts):  # hardly more pairs than boxes: a search for equal boxes would save nothing
+        left, parts = torch.arange(len(counts), device="cpu"), []
     else:
         # most loads want boxes as they are stored: these need one lookup each, and not a comparison with every box
         rows = list_rows(sort_unique(wanted.spec), bounds)
@@ -59,8 +60,6 @@ def find_overlaps(wanted: Table, stored: Table, bounds: torch.Tensor) -> Overlap
         left, number = (~found).nonzero().view(-1), found.nonzero().view(-1)
         parts = [Overlaps(number, rows[match[number]], wanted.offset[number], wanted.extent[number])]
     parts += _compare_all(wanted, left, stored, first[left], counts[left])
-    if not parts:
-        return Overlaps(left, left, wanted.offset, wanted.extent)
     if len(parts) == 1:
         return parts[0]
     return Overlaps(*(torch.cat(columns) for columns in zip(*parts, strict=True)))
@@ -112,9 +111,16 @@ def _compare_all(
         number = number_groups(ends[start:stop] - before)
         one = rows[start:stop][number]
         other = torch.arange(before, before + len(number), device="cpu") + shift[start:stop][number]
-        ours, theirs = wanted.offset[one], stored.offset[other]
-        low = torch.maximum(ours, theirs)
-        extent = torch.minimum(ours + wanted.extent[one], theirs + stored.extent[other]) - low
-        hit = (extent > 0).all(1).nonzero().view(-1)
-        yield Overlaps(one[hit], other[hit], low[hit], extent[hit])
+        yield _compare(wanted, one, stored, other)
         start, before = stop, before + len(number)
+
+
+def _compare(wanted: Table, one: torch.Tensor, stored: Table, other: torch.Tensor) -> Overlaps:
+    """Return the overlaps of pairs: rows of ``wanted``, and for each a row of ``stored``."""
+    ours, theirs = wanted.offset[one], stored.offset[other]
+    low = torch.maximum(ours, theirs)
+    extent = torch.minimum(ours + wanted.extent[one], theirs + stored.extent[other]) - low
+    hit = (extent > 0).all(1)
+    if bool(hit.all()):
+        return Overlaps(one, other, low, extent)
+    return Overlaps(one[hit], other[hit], low[hit], extent[hit])

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from shardckpt.tensors import dequantize, is_quantized
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     import torch
 
@@ -162,3 +162,34 @@ def part_view(shard: ShardedTensor, part: FlatPart) -> torch.Tensor:
     if shard.flattened_range is not None:
         return data[part.start : part.start + part.box.volume].view(part.box.shape)
     return data.view(part.box.shape) if data.is_contiguous() else data[(None,) * shard.prepend_axis_num]
+
+
+def cut_box(box: Box, itemsize: int, most: int) -> Iterator[Box]:
+    """Cut a box of a tensor along its first axes into boxes of at most ``most`` bytes.
+
+    Args:
+        box: The box.
+        itemsize: Bytes of an element.
+        most: Bytes; an element may have more.
+
+    Yields:
+        The boxes, in the order of their elements.
+    """
+    nbytes = box.volume * itemsize
+    if nbytes <= most:
+        yield box
+        return
+    axis = next((axis for axis, size in enumerate(box.shape) if size > 1), None)
+    if axis is None:
+        yield box
+        return
+    length = box.shape[axis]
+    step = max(1, most // (nbytes // length))
+    for start in range(0, length, step):
+        offset = _replace_at(box.offset, axis, box.offset[axis] + start)
+        shape = _replace_at(box.shape, axis, min(step, length - start))
+        yield from cut_box(Box(offset, shape), itemsize, most)
+
+
+def _replace_at(values: Ints, axis: int, value: int) -> Ints:
+    return (*values[:axis], value, *values[axis + 1 :])

@@ -79,6 +79,9 @@ def find_holders(items_by_rank: Iterable[Iterable[_K]]) -> dict[_K, tuple[int, .
 
     Args:
         items_by_rank: Shard ids or other hashable items of every rank, in rank order; a rank may list one twice.
+
+    Returns:
+        The numbers of the ranks, by item.
     """
     holders: dict[_K, list[int]] = {}
     for rank, items in enumerate(items_by_rank):

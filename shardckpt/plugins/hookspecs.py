@@ -46,15 +46,18 @@ class Event:
     """The start, end or failure of an operation, or of one of its phases, on one rank.
 
     Attributes:
-        operation: ``save``, ``load``, ``migrate``, ``convert``, ``remove`` or ``export``.
+        operation: ``save``, ``load``, ``migrate``, ``convert``, ``remove``, ``export`` or ``verify``.
         phase: Name of the phase; ``""`` for the operation from start to end.
-        state: ``start``, ``end`` or ``failure``.
+        state: ``start``, ``end`` or ``failure``; or ``progress``, at most ten times a second, of a verification, which
+            has no other events, and of saves, conversions, exports and migrations while a plugin that has the attribute
+            ``wants_progress = True`` is registered. Threads report it, too.
         directory: The checkpoint's path or URL.
         rank: The rank that reports.
         seconds: Seconds since the start of the phase; 0 at its start.
-        nbytes: Bytes that the rank wrote, at the end of a save or export; else 0.
+        nbytes: Bytes that the rank wrote, at the end of a save or export; bytes that are done, of ``progress``; else 0.
         strategy: ``(backend, version)`` and class of the strategy; ``""`` before it is chosen.
         error: Text of the failure.
+        total: Of ``progress``: bytes that are to be done; else 0.
     """
 
     operation: str
@@ -66,6 +69,7 @@ class Event:
     nbytes: int = 0
     strategy: str = ""
     error: str = ""
+    total: int = 0
 
 
 @hookspec

@@ -183,6 +183,9 @@ class StrategyRegistry:
         Args:
             action: Only these; None: all.
             backend: Only those of this backend; None: of all.
+
+        Returns:
+            The entries; none of their plugins is imported for this.
         """
         chosen = (
             entry
@@ -269,6 +272,9 @@ def parse_key(value: Any) -> tuple[str, int | None]:
 
     Args:
         value: ``"npy"`` or ``("npy", 1)``.
+
+    Returns:
+        The backend, and the version or None.
 
     Raises:
         CheckpointingException: it is neither.

@@ -68,6 +68,9 @@ def read_manifest(directory: Path, plugins: PluginManager, *, moved: bool = Fals
         plugins: The plugin manager.
         moved: Also accept a checkpoint that an overwrite has moved aside.
 
+    Returns:
+        The manifest, checked against the schemas of its files.
+
     Raises:
         NotACheckpointError: there is no checkpoint.
         IncompleteCheckpointError: a save to the directory did not end.

@@ -1,11 +1,11 @@
 """Bytes of checkpoints: files and objects, read and written with digests.
 
-An author of a strategy needs the 30 names in README.md's table; the others are for the rooms above.
+An author of a strategy needs the 31 names in README.md's table; the others are for the rooms above.
 """
 
 from shardckpt.storage.abilities import can_rename, has_local_files, on_store
 from shardckpt.storage.buffers import BLOCK_BYTES, Buffer, BufferPool, block_pool
-from shardckpt.storage.columns import Column, Columns, pack_columns
+from shardckpt.storage.columns import INTEGERS, Column, Columns, PackedColumns, narrow_dtype, pack_columns
 from shardckpt.storage.digest import (
     SEGMENT_BYTES,
     SMALL_RECORD,
@@ -26,6 +26,7 @@ from shardckpt.storage.directory import (
     retry_if_replaced,
     was_replaced,
 )
+from shardckpt.storage.file_writer import FileWriter
 from shardckpt.storage.filesystem import (
     check_file_name,
     close_file,
@@ -34,6 +35,7 @@ from shardckpt.storage.filesystem import (
     make_folders,
     open_existing,
     open_new,
+    put_file,
     read_file,
     read_into,
     refuse_linked_folders,
@@ -43,9 +45,10 @@ from shardckpt.storage.filesystem import (
     wrap_os_errors,
 )
 from shardckpt.storage.identity import has_changed, is_of_save
+from shardckpt.storage.journal import JOURNAL_NAME, NOTE_BYTES, FileProgress, Journal
 from shardckpt.storage.new_file import NewFile
-from shardckpt.storage.opcodes import check_pickle
 from shardckpt.storage.packed_shards import PackedShards
+from shardckpt.storage.range_reads import RangeRead
 from shardckpt.storage.reader import CheckpointReader
 from shardckpt.storage.remote import (
     HasFolders,
@@ -56,6 +59,7 @@ from shardckpt.storage.remote import (
     list_objects,
     mask_password,
 )
+from shardckpt.storage.resumable import ResumableWriter
 from shardckpt.storage.safetensors_header import (
     HEADER_LIMIT,
     LENGTH_BYTES,
@@ -65,19 +69,32 @@ from shardckpt.storage.safetensors_header import (
     header_length,
     parse_head,
 )
-from shardckpt.storage.scatter import Source, StoredArray, read_box
+from shardckpt.storage.scatter import Source, StoredArray, find_range, read_box
+from shardckpt.storage.shared_file import SharedFile, cut_segments
 from shardckpt.storage.spans import Elements, Span, cut_spans
-from shardckpt.storage.staged_files import refuse_unrecorded
+from shardckpt.storage.staged_files import FilePart, refuse_unrecorded
 from shardckpt.storage.stream import FileStream, WriterPool
 from shardckpt.storage.strict_json import MOST_LEVELS, parse_json
+from shardckpt.storage.sums import (
+    add_sums,
+    combine_fingerprints,
+    pack_fingerprints,
+    parse_fingerprints,
+    read_fingerprints,
+    split_sums,
+    sum_shards,
+)
 from shardckpt.storage.workers import Workers
-from shardckpt.storage.writer import CheckpointWriter, FileWriter
+from shardckpt.storage.writer import CheckpointWriter, WriteTimes
 
 __all__ = [
     "BLOCK_BYTES",
     "HEADER_LIMIT",
+    "INTEGERS",
+    "JOURNAL_NAME",
     "LENGTH_BYTES",
     "MOST_LEVELS",
+    "NOTE_BYTES",
     "SEGMENT_BYTES",
     "SMALL_RECORD",
     "Buffer",
@@ -89,35 +106,46 @@ __all__ = [
     "Digest",
     "Elements",
     "FileEntry",
+    "FilePart",
+    "FileProgress",
     "FileStream",
     "FileWriter",
     "HasFolders",
     "HeaderEntry",
+    "Journal",
     "ListsFolders",
     "NewFile",
+    "PackedColumns",
     "PackedShards",
+    "RangeRead",
     "RelativePath",
     "RemoteFolder",
     "RemotePath",
+    "ResumableWriter",
     "Segments",
+    "SharedFile",
     "Source",
     "Span",
     "StoredArray",
     "Workers",
+    "WriteTimes",
     "WriterPool",
+    "add_sums",
     "attempt",
     "block_pool",
     "can_rename",
     "check_file_name",
-    "check_pickle",
     "close_file",
+    "combine_fingerprints",
     "count_parallel_files",
+    "cut_segments",
     "cut_spans",
     "detect_replacement",
     "digest_function",
     "digest_vote",
     "encode_header",
     "file_size",
+    "find_range",
     "has_changed",
     "has_local_files",
     "header_length",
@@ -127,22 +155,29 @@ __all__ = [
     "list_objects",
     "make_folders",
     "mask_password",
+    "narrow_dtype",
     "negotiate_digest",
     "on_store",
     "open_directory",
     "open_existing",
     "open_new",
     "pack_columns",
+    "pack_fingerprints",
+    "parse_fingerprints",
     "parse_head",
     "parse_json",
+    "put_file",
     "read_box",
     "read_file",
+    "read_fingerprints",
     "read_into",
     "real_path",
     "refuse_linked_folders",
     "refuse_unrecorded",
     "replaced_error",
     "retry_if_replaced",
+    "split_sums",
+    "sum_shards",
     "sync_directory",
     "sync_file",
     "sync_tree",

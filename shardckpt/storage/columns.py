@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 
@@ -26,8 +26,35 @@ from shardckpt.tensors import tensor_bytes
 #: Integers, not negative, of any shape; or text.
 Column: TypeAlias = torch.Tensor | Sequence[str]
 
-_INTEGERS = {torch.uint8: "U8", torch.int16: "I16", torch.int32: "I32", torch.int64: "I64"}
-_DTYPES = {kind: dtype for dtype, kind in _INTEGERS.items()}
+#: The dtypes of columns of integers, the narrowest first, and their names in the header.
+INTEGERS = {torch.uint8: "U8", torch.int16: "I16", torch.int32: "I32", torch.int64: "I64"}
+_DTYPES = {kind: dtype for dtype, kind in INTEGERS.items()}
+
+
+class PackedColumns(NamedTuple):
+    """Columns that are packed, without the metadata of the file: a plan keeps them for later saves.
+
+    Attributes:
+        entries: What the header has of each column.
+        data: The bytes of all columns.
+    """
+
+    entries: list[HeaderEntry]
+    data: bytes
+
+    @classmethod
+    def pack(cls, columns: Mapping[str, Column]) -> PackedColumns:
+        """Pack columns; the argument is that of :func:`pack_columns`."""
+        found: list[tuple[HeaderEntry, memoryview | bytes, int]] = []
+        for name, column in columns.items():
+            kind, shape, data = _narrow(column) if isinstance(column, torch.Tensor) else _text(column)
+            found.append((HeaderEntry(name, kind, shape, len(data)), data, _DTYPES[kind].itemsize))
+        found.sort(key=lambda item: -item[2])
+        return cls([entry for entry, _, _ in found], b"".join(data for _, data, _ in found))
+
+    def to_bytes(self, metadata: Mapping[str, str] | None = None) -> bytes:
+        """Return the bytes of the file; the argument is that of :func:`pack_columns`."""
+        return encode_header(self.entries, metadata) + self.data
 
 
 def pack_columns(columns: Mapping[str, Column], metadata: Mapping[str, str] | None = None) -> bytes:
@@ -40,12 +67,7 @@ def pack_columns(columns: Mapping[str, Column], metadata: Mapping[str, str] | No
     Returns:
         The bytes of the file, for :class:`Columns`.
     """
-    found: list[tuple[HeaderEntry, memoryview | bytes, int]] = []
-    for name, column in columns.items():
-        kind, shape, data = _narrow(column) if isinstance(column, torch.Tensor) else _text(column)
-        found.append((HeaderEntry(name, kind, shape, len(data)), data, _DTYPES[kind].itemsize))
-    found.sort(key=lambda item: -item[2])
-    return b"".join([encode_header([entry for entry, _, _ in found], metadata), *(data for _, data, _ in found)])
+    return PackedColumns.pack(columns).to_bytes(metadata)
 
 
 class Columns:
@@ -54,6 +76,7 @@ class Columns:
     Args:
         data: The bytes that :func:`pack_columns` returned. A bytearray is not copied: do not change it.
         source: Named in errors.
+        size: Bytes of the file where ``data`` are only the first; columns behind these can be located, not read.
 
     Attributes:
         metadata: The file's metadata.
@@ -62,14 +85,15 @@ class Columns:
         CorruptCheckpointError: the bytes are no safetensors file.
     """
 
-    def __init__(self, data: bytes | bytearray, source: str) -> None:
+    def __init__(self, data: bytes | bytearray, source: str, size: int | None = None) -> None:
         self._source = source
+        size = len(data) if size is None else size
         # torch makes no tensor of bytes that cannot be written
         self._data = memoryview(data if isinstance(data, bytearray) else bytearray(data))
-        length = header_length(bytes(data[:LENGTH_BYTES]), len(data), source)
+        length = header_length(bytes(data[:LENGTH_BYTES]), min(size, len(data)), source)
         head = self._data[LENGTH_BYTES : LENGTH_BYTES + length]
         self._found: dict[str, FileEntry]
-        self.metadata, self._found = parse_head(head, len(data), source)
+        self.metadata, self._found = parse_head(head, size, source)
 
     def has(self, name: str) -> bool:
         """Return whether there is a column of this name."""
@@ -107,6 +131,14 @@ class Columns:
         found = torch.frombuffer(data, dtype=dtype)
         return found if len(entry.shape) == 1 else found.view(tuple(entry.shape))
 
+    def locate(self, name: str) -> FileEntry:
+        """Return where a column is, and its dtype and shape, of which nothing is checked.
+
+        Raises:
+            CorruptCheckpointError: there is no such column.
+        """
+        return self._find(name)
+
     def raw(self, name: str) -> memoryview:
         """Return the bytes of a column.
 
@@ -131,17 +163,29 @@ class Columns:
         return found
 
     def _entry(self, name: str) -> FileEntry:
+        """Return where a column is that is to be read."""
+        entry = self._find(name)
+        if entry.stop > len(self._data):
+            raise CorruptCheckpointError(f"{self._source}: its column {name!r} is not among its first columns")
+        return entry
+
+    def _find(self, name: str) -> FileEntry:
         if name not in self._found:
             raise CorruptCheckpointError(f"{self._source} has no column {name!r}")
         return self._found[name]
 
 
-def _narrow(column: torch.Tensor) -> tuple[str, list[int], memoryview]:
-    """Convert a column to the narrowest dtype that holds it; return the dtype's name, the shape and the bytes."""
+def narrow_dtype(column: torch.Tensor) -> torch.dtype:
+    """Return the narrowest dtype that holds the values of a column."""
     most = int(column.max()) if column.numel() else 0
     # no unsigned 16 to 64 bit: torch computes little with them
-    dtype = next(dtype for dtype in _INTEGERS if most <= torch.iinfo(dtype).max)
-    return _INTEGERS[dtype], list(column.shape), tensor_bytes(column.to(dtype).contiguous())
+    return next(dtype for dtype in INTEGERS if most <= torch.iinfo(dtype).max)
+
+
+def _narrow(column: torch.Tensor) -> tuple[str, list[int], memoryview]:
+    """Convert a column to the narrowest dtype that holds it; return the dtype's name, the shape and the bytes."""
+    dtype = narrow_dtype(column)
+    return INTEGERS[dtype], list(column.shape), tensor_bytes(column.to(dtype).contiguous())
 
 
 def _text(values: Sequence[str]) -> tuple[str, list[int], bytes]:

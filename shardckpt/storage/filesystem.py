@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import stat
+import tempfile
 import time
 from contextlib import contextmanager
 from pathlib import Path
@@ -101,15 +102,23 @@ def wrap_os_errors(action: str, path: Path | str) -> Iterator[None]:
         raise StorageError(f"cannot {action} {path}: {exc.strerror or exc} ({code})") from exc
 
 
-def open_new(path: Path) -> int:
+def open_new(path: Path, *, shared: bool = False) -> int:
     """Create a file for writing, and return its descriptor; the caller closes it.
+
+    Args:
+        path: The file.
+        shared: Whether another rank of the same save may have created it.
+
+    Returns:
+        The descriptor.
 
     Raises:
         StorageError: the file exists (a save never writes into an existing file), or cannot be created.
     """
     with wrap_os_errors("create", path):
         # O_EXCL: a path that exists may be a link to elsewhere, or another save's file; 0o666 is cut by the umask
-        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        return os.open(path, flags if shared else flags | os.O_EXCL, 0o666)
 
 
 def is_there(path: Path) -> bool:
@@ -220,7 +229,7 @@ def read_into(fd: int, path: Path, buffer: memoryview, offset: int) -> None:
         CorruptCheckpointError: the file ends before.
         StorageError: a read failed.
     """
-    left, remote = buffer, on_store(path)
+    left, remote = buffer, on_store(path) if fd == _REMOTE else None
     while left.nbytes:
         try:
             done = patiently(os.preadv, fd, [left], offset) if remote is None else _read_remote(remote, left, offset)
@@ -248,6 +257,41 @@ def read_file(path: Path, limit: int) -> bytes:
     finally:
         close_file(fd)
     return bytes(buffer)
+
+
+def put_file(path: Path, data: bytes, temporary: str) -> None:
+    """Write a small file, or an object of a store, in one step: who reads it sees the old bytes or the new ones.
+
+    Args:
+        path: The file; its directory exists.
+        data: All its bytes.
+        temporary: Name of the file beside it that is written first, and stays if the process is killed. No other
+            process or thread may use it. A store needs none.
+
+    Raises:
+        StorageError: it cannot be written.
+        FileNotFoundError: the directory does not exist.
+    """
+    if (remote := on_store(path)) is not None:
+        with tempfile.NamedTemporaryFile(prefix="shardckpt-") as file:
+            file.write(data)
+            file.flush()
+            remote.upload(Path(file.name))
+        return
+    written = path.with_name(temporary)
+    try:
+        with written.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        written.replace(path)
+    except FileNotFoundError:
+        raise
+    except OSError:
+        written.unlink(missing_ok=True)
+        with wrap_os_errors("write", path):
+            raise
+    sync_directory(path.parent)
 
 
 def sync_directory(path: Path) -> None:

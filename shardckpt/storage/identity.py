@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from shardckpt.errors import CorruptCheckpointError
 from shardckpt.manifest import RECORD_LIMIT, RECORD_NAME
 from shardckpt.storage.abilities import on_store
 from shardckpt.storage.directory import refresh_listing, was_replaced
@@ -61,7 +62,10 @@ def is_of_save(directory: Path, record: Record | None) -> bool:
         return False
     # a few bytes at the end of the file decide, so that a check after each read costs one small read
     digest = record.self_digest.encode()
-    return digest in _tail(path) or digest in read_file(path, RECORD_LIMIT)
+    try:
+        return digest in _tail(path) or digest in read_file(path, RECORD_LIMIT)
+    except CorruptCheckpointError:  # it is shorter than when the folder was listed: another save's, a moment ago
+        return False
 
 
 def _tail(path: Path) -> bytes:

@@ -18,6 +18,7 @@ from shardckpt.storage.filesystem import open_new, wrap_os_errors, write_all, wr
 from shardckpt.tensors import PAGE
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
 _CLOSED = -1
@@ -51,12 +52,17 @@ class NewFile:
         path: The file.
         nbytes: The least size in bytes, if it is known: the space is allocated in one call, before the first direct
             write.
+        shared: Whether other ranks write to the file, too, which has ``nbytes`` bytes: it may exist already.
+        count: Called by each thread with the number of bytes that it has written since the last call.
     """
 
-    def __init__(self, path: Path, nbytes: int = 0) -> None:
+    def __init__(
+        self, path: Path, nbytes: int = 0, *, shared: bool = False, count: Callable[[int], None] | None = None
+    ) -> None:
+        self._count = count
         self.path = path
         self.expected = nbytes
-        self._fd = open_new(path)
+        self._fd = open_new(path, shared=shared)
         self._direct = _CLOSED
         self._tried_direct = False
         self._alignment = 0
@@ -73,6 +79,16 @@ class NewFile:
             ahead = self.expected if size <= self.expected else size + min(size // 8, _AHEAD)
             self._allocated = self._allocate(ahead, size) or self._allocate(size, size)
             self._allocates = self._allocated > 0
+
+    def reserve_all(self) -> None:
+        """Open the file for direct writes, and give it its size: for a file that other ranks write to, too."""
+        self._tried_direct = True
+        self._direct, self._alignment = open_direct(self.path, self._fd)
+        self._allocates = False
+        if not allocate(self._fd, self.expected):
+            # no error: without space for all of it, or without the call, a full disk shows when it is written to
+            with wrap_os_errors("extend", self.path):
+                os.ftruncate(self._fd, self.expected)
 
     @property
     def is_cached(self) -> bool:
@@ -103,6 +119,8 @@ class NewFile:
             done = low + write(view[low:high], offset + low, what)
             self._write_cached(view[:low], offset, what)
         self._write_cached(view[done:], offset + done, what)
+        if self._count is not None:
+            self._count(view.nbytes)
 
     def finish(self, size: int) -> None:
         """Cut the file to ``size`` bytes, which frees the space allocated beyond them, and fsync it.

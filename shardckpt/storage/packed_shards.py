@@ -5,14 +5,14 @@ from __future__ import annotations
 from itertools import repeat
 from typing import TYPE_CHECKING, NamedTuple
 
+import torch
+
 from shardckpt.mapping import PlainObject
 from shardckpt.planning import Boxes, Table, TensorSpec, concat_tables, make_column, make_matrix
 from shardckpt.storage.columns import Column, Columns, pack_columns
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
-
-    import torch
+    from collections.abc import Collection, Mapping, Sequence
 
     from shardckpt.planning import Ints
 
@@ -76,10 +76,30 @@ class PackedShards(NamedTuple):
         Args:
             rows: Indices of the boxes to keep, in the table that :meth:`rows` returns.
             objects: Unique keys of the objects to keep.
+
+        Returns:
+            New packed shards, with the specs of all tensors.
         """
         table, keys = self.rows()
         kept = [key for key in keys if key in objects]
         return PackedShards(self.specs, _pack_boxes(table.rows(make_column([*rows])), kept), len(rows) + len(kept))
+
+    def rename(self, names: Mapping[str, str]) -> PackedShards:
+        """Return the boxes of some tensors under other keys.
+
+        Args:
+            names: The other key by the key of each of these tensors.
+
+        Returns:
+            New packed shards, without objects and without the boxes of other tensors.
+        """
+        specs, (table, _) = Columns(self.specs, _SOURCE), self.rows()
+        keys = specs.texts("keys")
+        chosen = make_column([number for number, key in enumerate(keys) if key in names])
+        rows = table.rows(torch.isin(table.spec, chosen).nonzero().view(-1))
+        others = {name: specs.integers(name) for name in ("axes", "shapes")}
+        texts = {"keys": [names.get(key, key) for key in keys], "dtypes": specs.texts("dtypes")}
+        return PackedShards(pack_columns({**texts, **others}), _pack_boxes(rows, []), len(rows.spec))
 
     def unpack(self) -> tuple[list[TensorSpec], Table]:
         """Return all tensor specs, and the table of all boxes, with one spec and one box for each object.

@@ -13,12 +13,13 @@ from shardckpt import settings
 from shardckpt.errors import CheckpointingException, CheckpointReplacedError, CorruptCheckpointError
 from shardckpt.manifest import RECORD_NAME, TABLE_SUFFIX, find_folders
 from shardckpt.storage.abilities import has_local_files
-from shardckpt.storage.buffers import BufferPool
+from shardckpt.storage.buffers import BLOCK_BYTES, BufferPool, block_pool
 from shardckpt.storage.digest import MAX_SEGMENT, Digest, digest_function
 from shardckpt.storage.directory import detect_replacement, real_path, replaced_error, was_replaced
 from shardckpt.storage.filesystem import check_file_name, is_there, read_into
 from shardckpt.storage.identity import is_gone
 from shardckpt.storage.open_files import OPEN_FILES, OpenFile, OpenFiles
+from shardckpt.storage.range_reads import RangeRead, batch_ranges
 from shardckpt.storage.spans import Elements, Span, batches, cut_spans
 from shardckpt.storage.workers import Workers
 from shardckpt.tensors import unfilled_bytes
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from shardckpt.manifest import Manifest
+    from shardckpt.storage.digest import Segments
 
 _T = TypeVar("_T")
 _R = TypeVar("_R")
@@ -43,10 +45,14 @@ Take = Callable[[int, memoryview], "Callable[[], None] | None"]
 REQUEST_BYTES = 4 * MAX_SEGMENT
 #: Bytes that one read call asks for: few enough to be in the processor's cache when they are checked and copied.
 _READ_BYTES = 1 << 20
+#: Bytes that one read call asks for where they go to their place, and nothing checks them.
+_UNCHECKED_BYTES = 4 << 20
 #: Read calls per piece that goes through a buffer: Python's overhead for a piece is that of copying half a piece.
 _PIECE_READS = 2
 #: Bytes that a thread takes from the queue at a time.
 _BATCH_BYTES = 8 << 20
+#: Bytes. Fewer of :meth:`CheckpointReader.read_ranges` are read by the calling thread: to start another takes as long.
+_WORTH_A_START = 8 << 20
 #: Bytes. Smaller items are read by the calling thread: to hand one to another thread costs more than to read it.
 _WORTH_A_THREAD = 256 << 10
 #: Bytes. If all large items together have fewer, the calling thread reads everything.
@@ -216,12 +222,54 @@ class CheckpointReader:
         Raises:
             CorruptCheckpointError: the range is outside the file, or a digest differs.
         """
-        file = self._files.acquire(name)
-        try:
-            _check_range(file, offset, buffer.nbytes, what)
-            self._fill(file, offset, buffer.cast("B"), what)
-        finally:
-            self._files.release(file)
+        self.read_ranges([RangeRead(name, offset, buffer.cast("B"), what)])
+
+    def read_ranges(self, ranges: Sequence[RangeRead], meanwhile: Callable[[], object] | None = None) -> None:
+        """Fill memory from many ranges, without a copy, by threads that do nothing but read and check digests.
+
+        Args:
+            ranges: The ranges; those of a file should follow each other, in ascending order.
+            meanwhile: Called by the calling thread, which then helps the others.
+
+        Raises:
+            CorruptCheckpointError: a range is outside its file, or a digest differs.
+        """
+        # two threads that read small ones would wait for each other's lock; on a store all wait for the network
+        least = 0 if self._by_requests else _WORTH_A_THREAD
+        large = [found for found in ranges if found.memory.nbytes >= least]
+        small = [found for found in ranges if found.memory.nbytes < least]
+        total = sum(found.memory.nbytes for found in large)
+
+        def read_own() -> None:
+            self._fill_all(small)
+            if meanwhile is not None:
+                meanwhile()
+
+        if total < _WORTH_A_START and not (self._by_requests and len(ranges) > 1):
+            self._fill_all(large)
+            read_own()
+            return
+        # small enough that no thread waits long for the last ones; on a store each range is a request
+        most = self._request_bytes if self._by_requests else min(_BATCH_BYTES, max(total >> 3, _READ_BYTES))
+        found = batch_ranges(large, self._find_segments, most, joined=not self._by_requests)
+        work: Iterator[tuple[int, Callable[[], object]]] = (
+            (number, partial(self._fill_all, batch)) for number, batch in enumerate(found)
+        )
+        self._workers.each(_call, work, [(-1, read_own)])
+
+    def _find_segments(self, found: RangeRead) -> Segments | None:
+        file = self._files.get(found.file)
+        _check_range(file, found.offset, found.memory.nbytes, found.what)
+        return file.segments
+
+    def _fill_all(self, ranges: Sequence[RangeRead]) -> None:
+        for name, offset, memory, what in ranges:
+            file = self._files.acquire(name)
+            try:
+                _check_range(file, offset, memory.nbytes, what)
+                self._fill(file, offset, memory, what)
+            finally:
+                self._files.release(file)
 
     def read_pieces(
         self,
@@ -282,11 +330,15 @@ class CheckpointReader:
         Args:
             name: Of what is parsed: a file, or any other text.
             parse: Makes the value; it may read, and ask for other names.
+
+        Returns:
+            The same value for each call with this name.
         """
         if name not in self._parsed:
             with self._parsing.setdefault(name, threading.RLock()):  # one each: parse() may ask for another name
                 if name not in self._parsed:
-                    self._parsed[name] = parse()
+                    with self._detect_replacement():  # what contradicts itself may be of two saves
+                        self._parsed[name] = parse()
         return self._parsed[name]  # type: ignore[no-any-return]
 
     def map(self, function: Callable[[_T], _R], items: Sequence[_T], size: Callable[[_T], int]) -> list[_R]:
@@ -348,24 +400,19 @@ class CheckpointReader:
             self._workers.each(function, enumerate(chain((first, second), found)))
 
     def _fill(self, file: OpenFile, offset: int, buffer: memoryview, what: str) -> None:
-        stop = offset + buffer.nbytes
-
-        def fill(some: Iterable[Span]) -> None:
-            for span in some:
-                if offset <= span.start and span.stop <= stop:
-                    self._read(file, span, buffer[span.start - offset : span.stop - offset], what)
-                    continue
-                # it reaches beyond the buffer, because a digest is of a full segment
-                low, high = max(span.start, offset), min(span.stop, stop)
-                with self._buffers.acquired(span.stop - span.start) as found:
-                    self._read(file, span, found[: span.stop - span.start], what)
-                    buffer[low - offset : high - offset] = found[low - span.start : high - span.start]
-
-        spans = cut_spans(file.segments, ((offset, stop),), self._request_bytes, Elements(offset, stop))
-        if buffer.nbytes <= _BATCH_BYTES:
-            fill(spans)
-        else:
-            self._share(fill, spans)
+        """Fill memory from one range, in this thread."""
+        stop, segments = offset + buffer.nbytes, file.segments
+        most = _UNCHECKED_BYTES if segments is None and not self._by_requests else self._request_bytes
+        for span in cut_spans(segments, ((offset, stop),), most, Elements(offset, stop)):
+            if offset <= span.start and span.stop <= stop:
+                self._read(file, span, buffer[span.start - offset : span.stop - offset], what)
+                continue
+            # it reaches beyond the buffer, because a digest is of a full segment
+            low, high, nbytes = max(span.start, offset), min(span.stop, stop), span.stop - span.start
+            # the pages of the process's blocks are there already
+            with (block_pool if nbytes <= BLOCK_BYTES else self._buffers).acquired(nbytes) as found:
+                self._read(file, span, found[:nbytes], what)
+                buffer[low - offset : high - offset] = found[low - span.start : high - span.start]
 
     def _deliver(
         self, file: OpenFile, batch: list[Span], elements: Elements, take: Take, what: str, *, pinned: bool
@@ -403,6 +450,10 @@ class CheckpointReader:
         except CheckpointingException as exc:
             with self._detect_replacement():
                 raise type(exc)(f"{what}: {exc}") from exc
+
+
+def _call(function: Callable[[], object]) -> None:
+    function()
 
 
 def _check_range(file: OpenFile, offset: int, nbytes: int, what: str) -> None:

@@ -6,7 +6,6 @@ import errno
 import functools
 import logging
 import os
-import pickle
 import random
 import re
 import time
@@ -14,6 +13,7 @@ from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Protocol, TypeVar, runtime_checkable
 
 from shardckpt import settings
+from shardckpt.distributed import PicklingError, pickle_value
 from shardckpt.errors import CheckpointingException, StorageError
 
 if TYPE_CHECKING:
@@ -189,6 +189,18 @@ class RemotePath(_Base):
         """Return ``nbytes`` bytes of the object from ``offset`` on; fewer only where it ends."""
         return attempt(f"read at offset {offset} of", self, lambda: self.folder.read(self._name, offset, nbytes))
 
+    def upload(self, file: Path) -> None:
+        """Upload a local file as the object."""
+        attempt("upload", self, lambda: self.folder.upload(self._name, file))
+
+    def delete(self) -> None:
+        """Delete the object; no error if it does not exist."""
+        try:
+            attempt("delete", self, lambda: self.folder.delete(self._name))
+        except StorageError as exc:
+            if not isinstance(exc.__cause__, FileNotFoundError):
+                raise
+
     def __truediv__(self, name: str | os.PathLike[str]) -> RemotePath:
         path = RemotePath(self.folder)
         path._name = f"{self._name}/{os.fspath(name)}" if self._name else os.fspath(name)
@@ -213,9 +225,9 @@ class RemotePath(_Base):
 
     def __reduce__(self) -> tuple[Callable[[RemoteFolder, str], RemotePath], tuple[RemoteFolder, str]]:
         try:
-            pickle.dumps(self.folder)
+            pickle_value(self.folder)
         except Exception as exc:  # a plugin's class may refuse with any error
-            raise pickle.PicklingError(
+            raise PicklingError(
                 f"{self} cannot be pickled, because the {type(self.folder).__qualname__} that its plugin returned "
                 f"cannot ({type(exc).__name__}: {exc}): send the URL, and open the checkpoint there by that"
             ) from exc

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
-from itertools import chain, product
+from itertools import product
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
@@ -71,18 +71,40 @@ def read_box(source: Source, stored: StoredArray, start: Ints, target: torch.Ten
         target: Filled in place; any strides, dtype and device.
         what: A key, named in errors.
     """
-    requested = Box(start, tuple(target.shape))
-    volume = requested.volume
-    if not volume:
+    if not target.numel():
         return
+    offset = find_range(stored, start, target)
+    if offset is not None:
+        source.read_into(stored.file, offset, tensor_bytes(target), what)
+        return
+    requested, itemsize = Box(start, tuple(target.shape)), stored.dtype.itemsize
     ranges = _ranges(stored, requested)
-    first, itemsize = next(ranges), stored.dtype.itemsize
-    if first[1] - first[0] == volume * itemsize and _takes_bytes(target, stored.dtype):
-        source.read_into(stored.file, first[0], tensor_bytes(target), what)
-        return
     elements = Elements(stored.offset, stored.offset + math.prod(stored.shape) * itemsize, itemsize)
     scatter, pinned = partial(_scatter, stored, requested, target), target.device.type == "cuda"
-    source.read_pieces(stored.file, elements, chain((first,), ranges), scatter, what, pinned=pinned)
+    source.read_pieces(stored.file, elements, ranges, scatter, what, pinned=pinned)
+
+
+def find_range(stored: StoredArray, start: Ints, target: torch.Tensor) -> int | None:
+    """Return where a box lies in the file, if its bytes are one range there, and the target takes them as they are.
+
+    Args:
+        stored: The tensor in the file.
+        start: Index of the box's first element, one number for each axis.
+        target: A tensor of the box's shape.
+
+    Returns:
+        The offset of the first byte; None if the bytes must be copied or converted.
+    """
+    if not _takes_bytes(target, stored.dtype):
+        return None
+    offset, step, is_run = 0, stored.dtype.itemsize, False  # from the last axis to the first, full axes before others
+    for size, first, length in zip(reversed(stored.shape), reversed(start), reversed(target.shape), strict=True):
+        if is_run and length != 1:
+            return None
+        is_run = is_run or length != size
+        offset += first * step
+        step *= size
+    return stored.offset + offset
 
 
 def _scatter(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import stat
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from shardckpt.errors import StorageError, listed
 from shardckpt.manifest import FileRecord, find_folders
@@ -19,6 +19,7 @@ from shardckpt.storage.filesystem import (
 )
 
 if TYPE_CHECKING:
+    from array import array
     from collections.abc import Collection, Iterable, Iterator
     from pathlib import Path
 
@@ -31,6 +32,28 @@ _KINDS = {
     "c": "a device",
     "b": "a device",
 }
+
+
+class FilePart(NamedTuple):
+    """What a rank has written of a file: segments with their digests, in any order.
+
+    Attributes:
+        name: The file.
+        size: Bytes of the entire file.
+        rank: The rank.
+        keys: How many stored items are counted with this part, for reports.
+        starts: Where each segment begins in the file, uint64.
+        lengths: Bytes of each, uint32.
+        digests: The digest of each, uint32 or uint64.
+    """
+
+    name: str
+    size: int
+    rank: int
+    keys: int
+    starts: array[int]
+    lengths: array[int]
+    digests: array[int]
 
 
 def digest_file(
@@ -72,7 +95,7 @@ def make_record(name: str, size: int, rank: int, keys: int, table: Segments) -> 
     return FileRecord(name=name, size=size, rank=rank, keys=keys, digest=table.root(), segments=table.pack())
 
 
-def check_as_recorded(directory: Path, files: Iterable[FileRecord]) -> None:
+def check_as_recorded(directory: Path, files: Iterable[FileRecord | FilePart]) -> None:
     """Raise an error if a file is gone, is not a regular file, or has another size than its record.
 
     Every rank checks its own files: on a network file system the client that wrote a file sees its true state.
@@ -128,7 +151,7 @@ def _kind(mode: int) -> str:
     return _KINDS.get(stat.filemode(mode)[0], "no regular file")
 
 
-def _change(directory: Path, file: FileRecord) -> str:
+def _change(directory: Path, file: FileRecord | FilePart) -> str:
     try:
         found = (directory / file.name).lstat()
     except FileNotFoundError:

@@ -8,6 +8,7 @@ memory without a copy.
 from __future__ import annotations
 
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
@@ -18,7 +19,7 @@ from shardckpt.storage.new_file import DIRECT_BYTES, full_pages
 from shardckpt.tensors import LARGE
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
     from concurrent.futures import Future
 
     from shardckpt.storage.buffers import Buffer
@@ -60,9 +61,11 @@ class WriterPool:
 
     Args:
         threads: How many; with 1 there is no pool, and the caller writes.
+        count: Called by each thread with the number of bytes that it has written since the last call.
     """
 
-    def __init__(self, threads: int) -> None:
+    def __init__(self, threads: int, count: Callable[[int], None] | None = None) -> None:
+        self.count = count
         self._pool = ThreadPoolExecutor(threads, "shardckpt-write") if threads > 1 else None
         #: One thread each: file n's cached writes are all done by thread n.
         self._own = [ThreadPoolExecutor(1, "shardckpt-write") for _ in range(threads)]
@@ -166,6 +169,38 @@ class FileStream:
         self._number = pool.add_file() if file.expected >= LARGE else None
         #: The first error of any write.
         self.error: BaseException | None = None
+        #: Seconds that :meth:`finish` waited for fsync.
+        self.sync_seconds = 0.0
+
+    def resume(self, lengths: Iterable[int], digests: Iterable[int], tail: bytes) -> None:
+        """Go on behind what another process has written.
+
+        Args:
+            lengths: Bytes of each segment that is in the file.
+            digests: Digests of them.
+            tail: The last bytes in the file, from a page boundary on.
+        """
+        self._lengths.extend(lengths)
+        self._digests.extend(digests)
+        self._start = sum(self._lengths) - len(tail)
+        self._fill(tail)
+
+    def drain(self) -> None:
+        """Wait until all that was appended is in the file.
+
+        Raises:
+            BaseException: the first error of any write.
+        """
+        self._wait()
+        if self.error is None and self._block is not None and self._filled:
+            # the block stays: it is written once more when it is full
+            self._file.write(self._block.view[: self._filled], self._start, self._named())
+        if self.error is not None:
+            raise self.error
+
+    def segments(self, first: int) -> tuple[list[int], list[int]]:
+        """Return the lengths and digests of the segments from a number on; after :meth:`drain` or :meth:`finish`."""
+        return self._lengths[first:].tolist(), self._digests[first:].tolist()
 
     def put_small(self, data: bytes | memoryview, what: str = "") -> None:
         """Append bytes as one segment, by a copy; ``what`` as in :meth:`put`."""
@@ -218,7 +253,9 @@ class FileStream:
         self._wait()
         if self.error is not None:
             raise self.error
+        started = time.perf_counter()
         self._file.finish(self._start)
+        self.sync_seconds = time.perf_counter() - started
         return Segments(self._lengths, self._digests, self._algorithm)
 
     def fail(self, error: BaseException) -> None:

@@ -70,13 +70,14 @@ def _check_brackets(text: memoryview, most_parts: int | None) -> None:
         parts += len(found) - len(brackets)
         if most_parts is not None and parts > most_parts:
             raise ValueError("it has too many parts")
-        if brackets:
+        opened = brackets.count(b"[") + brackets.count(b"{")
+        if depth + opened > MOST_LEVELS:  # perhaps too deep
             # 1 for [ and {, -1 for ] and }
             steps = torch.frombuffer(bytearray(brackets), dtype=torch.uint8) % 4
             depths = (steps.to(torch.int32) - 2).cumsum(0, dtype=torch.int32) + depth
             if int(depths.max()) > MOST_LEVELS:
                 raise ValueError(f"JSON with more than {MOST_LEVELS} levels")
-            depth = int(depths[-1])
+        depth += 2 * opened - len(brackets)
 
 
 def _unique_dict(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -5,23 +5,30 @@ Digests are of the caller's memory, not of what is read back: what the disk or t
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
-from typing import TYPE_CHECKING
+import time
+from typing import TYPE_CHECKING, NamedTuple
 
 from shardckpt import settings
 from shardckpt.errors import PluginError, StorageError, listed
-from shardckpt.manifest import INTEGRITY_NAME, MARKER_NAME, NAME_RULE, RECORD_NAME, TABLE_SUFFIX, is_file_name
-from shardckpt.storage.digest import SMALL_RECORD, Segments, digest_function, preferred
+from shardckpt.manifest import (
+    FINGERPRINTS_NAME,
+    INTEGRITY_NAME,
+    MARKER_NAME,
+    NAME_RULE,
+    RECORD_NAME,
+    TABLE_SUFFIX,
+    is_file_name,
+)
+from shardckpt.storage.digest import Segments, digest_function, preferred
+from shardckpt.storage.file_writer import FileWriter
 from shardckpt.storage.filesystem import make_folders
-from shardckpt.storage.new_file import NewFile
 from shardckpt.storage.packed_shards import PackedShards
-from shardckpt.storage.staged_files import check_as_recorded, digest_file, make_record
-from shardckpt.storage.stream import Countdown, FileStream, WriterPool, start
+from shardckpt.storage.shared_file import SharedFile, merge_parts
+from shardckpt.storage.staged_files import FilePart, check_as_recorded, digest_file
+from shardckpt.storage.stream import WriterPool
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
     from pathlib import Path
 
     from typing_extensions import Self
@@ -30,180 +37,26 @@ if TYPE_CHECKING:
     from shardckpt.mapping import ShardedBase
 
 #: Names that the commit writes itself, after all other files are recorded.
-_OURS = frozenset({MARKER_NAME, RECORD_NAME, INTEGRITY_NAME})
+_OURS = frozenset({MARKER_NAME, RECORD_NAME, INTEGRITY_NAME, FINGERPRINTS_NAME})
 
 #: Characters of a packed table that stays in its record, at most: a table file would take more than it saves.
 _INLINE_TABLE = 256
 #: Table files that are written at a time.
 _TABLES_AT_ONCE = 16
 
-Produce = Callable[[], Sequence[memoryview]]
 
+class WriteTimes(NamedTuple):
+    """When a rank wrote its files, by ``time.perf_counter``, which all processes of a host share.
 
-class FileWriter:
-    """One new file, written as a sequence of records; :meth:`CheckpointWriter.create` makes it.
-
-    The calling thread assigns each record its offset and calls ``produce``; the pool writes, and digests large records.
-    ``produce`` waits while the pool has as many large records as it may hold, which bounds memory. If the file's
-    SHA-256 is requested, a thread of this file does the caller's part and hashes: SHA-256 needs the bytes in order, and
-    so several files are hashed in parallel.
+    Attributes:
+        began: When the first file was created; 0.0 if none was.
+        ended: When the last one was durable.
+        synced: Seconds of that in which it waited for fsync.
     """
 
-    def __init__(
-        self, directory: Path, name: str, pool: WriterPool, algorithm: str, nbytes: int = 0, *, sha256: bool = False
-    ) -> None:
-        path = directory / name
-        self._name = name
-        self._path = path
-        self._pool = pool
-        self._file = NewFile(path, nbytes)
-        self._stream = FileStream(self._file, pool, algorithm)
-        #: SHA-256 of the records so far, if it is requested.
-        self.sha256 = hashlib.sha256() if sha256 else None
-        self._lane = ThreadPoolExecutor(1, "shardckpt-sha256") if sha256 else None
-        self._waiting: list[Future[None]] = []
-        self._keys = 0
-        #: Offset of the next record, in bytes.
-        self.position = 0
-
-    def append(self, nbytes: int, produce: Produce, keys: int = 1, what: str = "") -> int:
-        """Append a record of ``nbytes`` bytes, right behind the one before: nothing is padded.
-
-        Parts of 1 MiB and more are written fastest if their offset in the file and their address in memory are equal
-        modulo 4096: then direct writes take the bytes from where they are, without a copy.
-
-        Args:
-            nbytes: Size of the record in bytes; 0 is a record, too.
-            produce: Returns the record's parts, ``nbytes`` bytes together, which must not change until
-                :meth:`CheckpointWriter.finish` returns; called once, in any thread.
-            keys: How many stored items the record holds, for reports.
-            what: What the record is (a key), named in errors.
-
-        Returns:
-            The record's offset in the file, in bytes.
-
-        Raises:
-            Exception: what this or an earlier record failed with; the file can no longer be completed.
-
-        Example:
-            >>> file = writer.create("weights.bin")  # doctest: +SKIP
-            >>> offset = file.append(tensor.nbytes, lambda: [tensor_bytes(tensor)], what="layer.weight")
-            >>> record = writer.finish(file)
-        """
-        offset = self._reserve_offset(nbytes, keys)
-        if self._lane is None:
-            self._put(offset, nbytes, produce, what)
-        elif (waiting := start(self._lane, partial(self._put, offset, nbytes, produce, what))) is not None:
-            self._waiting.append(waiting)
-        return offset
-
-    def append_small(self, parts: Iterable[bytes | memoryview], keys: int = 1, what: str = "") -> int:
-        """Append a record whose parts are ready; they are copied before this returns.
-
-        Faster than :meth:`append` for records of up to 64 KiB; larger ones are accepted, too.
-
-        Args:
-            parts: The record's bytes.
-            keys: As in :meth:`append`.
-            what: As in :meth:`append`.
-
-        Returns:
-            The record's offset in the file, in bytes.
-        """
-        data = b"".join(parts)
-        if self._lane is not None or len(data) > SMALL_RECORD:
-            return self.append(len(data), lambda: [memoryview(data)], keys, what)
-        offset = self._reserve_offset(len(data), keys)
-        try:
-            self._stream.put_small(data, what)
-        except BaseException as exc:
-            self._stream.fail(exc)
-            raise
-        return offset
-
-    def end(self) -> None:
-        """Write the last block, or hand it to the pool; no record follows."""
-        for waiting in self._waiting:
-            waiting.result()
-        self._stream.end()
-
-    def close(self, rank: int) -> FileRecord:
-        """Wait for all records and fsync the file.
-
-        Args:
-            rank: The rank that writes it.
-
-        Returns:
-            The file's record.
-
-        Raises:
-            Exception: what a record failed with.
-        """
-        try:
-            self.end()
-            table = self._stream.finish()
-        finally:
-            self.stop()
-        return make_record(self._name, self.position, rank, self._keys, table)
-
-    def _reserve_offset(self, nbytes: int, keys: int) -> int:
-        if self._stream.error is not None:
-            raise self._stream.error
-        offset = self.position
-        self.position = offset + nbytes
-        self._keys += keys
-        return offset
-
-    def stop(self) -> None:
-        """Wait until no thread uses the descriptors, and close them: a reused number would be another file's."""
-        if self._lane is not None:
-            self._lane.shutdown(cancel_futures=True)
-        self._waiting = []
-        self._stream.stop()
-        self._file.close()
-
-    def _put(self, offset: int, nbytes: int, produce: Produce, what: str) -> None:
-        if self._stream.error is not None:
-            raise self._stream.error
-        try:
-            if nbytes <= SMALL_RECORD:
-                data = b"".join(produce())
-                self._check_size(offset, nbytes, len(data))
-                self._stream.put_small(data, what)
-                if self.sha256 is not None:
-                    self.sha256.update(data)
-            else:
-                self._put_large(offset, nbytes, produce, what)
-        except BaseException as exc:
-            self._stream.fail(exc)
-            raise
-
-    def _put_large(self, offset: int, nbytes: int, produce: Produce, what: str) -> None:
-        """Produce a record once the pool may hold one more, and hand its parts to the pool."""
-        self._pool.records.acquire()  # before produce(): it limits what exists, not only what is queued
-        try:
-            parts = [part.cast("B") for part in produce()]
-            self._check_size(offset, nbytes, sum(part.nbytes for part in parts))
-        except BaseException:
-            self._pool.records.release()
-            raise
-        # released when both have ended: the writes of the pool, and this thread's SHA-256
-        countdown = Countdown(2, self._pool.records.release)
-        try:
-            self._stream.put(parts, countdown.count_down, what)
-            while parts:  # popped and deleted: this thread must not keep alive what the pool has written already
-                part = parts.pop(0)
-                if self.sha256 is not None:
-                    self.sha256.update(part)
-                del part
-        finally:
-            countdown.count_down()
-
-    def _check_size(self, offset: int, announced: int, found: int) -> None:
-        if found != announced:
-            raise StorageError(
-                f"{self._path}: a record at offset {offset} was announced with {announced} bytes, has {found}"
-            )
+    began: float = 0.0
+    ended: float = 0.0
+    synced: float = 0.0
 
 
 class CheckpointWriter:
@@ -216,13 +69,23 @@ class CheckpointWriter:
         algorithm: Name of the digest algorithm, the same for all files of a checkpoint; by default the fastest that is
             installed.
         author: The strategy that names the files, as errors name it.
+        fingerprints: Whether the strategy is to compute :attr:`sums`.
+        count: Called by each thread with the number of bytes that it has written since the last call.
 
     Raises:
         CheckpointingException: the algorithm needs a package that is not installed.
     """
 
     def __init__(
-        self, directory: Path, rank: int, *, sha256: bool = False, algorithm: str | None = None, author: str = ""
+        self,
+        directory: Path,
+        rank: int,
+        *,
+        sha256: bool = False,
+        algorithm: str | None = None,
+        author: str = "",
+        fingerprints: bool = False,
+        count: Callable[[int], None] | None = None,
     ) -> None:
         #: The staging directory.
         self.directory = directory
@@ -231,14 +94,24 @@ class CheckpointWriter:
         self._author = author
         self._algorithm = algorithm or preferred()
         digest_function(self._algorithm)
-        self._pool = WriterPool(settings.io_threads())
-        self._open: dict[str, FileWriter] = {}
+        self._pool = WriterPool(settings.io_threads(), count)
+        self._open: dict[str, FileWriter | SharedFile] = {}
         #: Records of the files that are complete.
         self.files: list[FileRecord] = []
+        #: This rank's parts of files that other ranks write, too.
+        self.parts: list[FilePart] = []
         #: Their SHA-256 in hex, by name, if it is requested.
         self.sha256: dict[str, str] = {}
+        #: Whether the strategy is to add the sums of what it stores to :attr:`sums`.
+        self.fingerprints = fingerprints
+        #: What :func:`shardckpt.storage.sum_shards` returned for the boxes of this rank.
+        self.sums: list[bytes] = []
+        #: Fingerprints by key that are stored as they are, on the main rank: those of values that were only copied.
+        self.known_fingerprints: dict[str, str] = {}
         #: The shards that this rank's files hold, as passed to :meth:`record_shards`.
         self.shards: list[ShardedBase | PackedShards] = []
+        #: When the files so far were written.
+        self.times = WriteTimes()
 
     def create(self, name: str, nbytes: int = 0) -> FileWriter:
         """Create a new file.
@@ -256,8 +129,7 @@ class CheckpointWriter:
             PluginError: the name is not allowed.
             StorageError: the file exists, or another file has the name of one of its folders.
         """
-        self._check_name(name)
-        make_folders(self.directory, name)
+        self._begin_file(name)
         writer = FileWriter(self.directory, name, self._pool, self._algorithm, nbytes, sha256=self._sha256)
         self._open[name] = writer
         return writer
@@ -275,6 +147,7 @@ class CheckpointWriter:
             Exception: what a record of the file failed with.
         """
         record = writer.close(self._rank)
+        self._end_file(writer)
         del self._open[record.name]
         self.files.append(record)
         if writer.sha256 is not None:
@@ -304,6 +177,70 @@ class CheckpointWriter:
     def write(self, name: str, data: bytes | memoryview, keys: int = 1) -> FileRecord:
         """Write a small file with all its bytes, durably: :meth:`begin` and :meth:`finish`; return its record."""
         return self.finish(self.begin(name, data, keys))
+
+    def share(self, name: str, size: int) -> SharedFile:
+        """Open a file that other ranks write, too, each to ranges of its own; the first rank creates it.
+
+        Args:
+            name: As in :meth:`create`; the same on every rank that writes to the file.
+            size: Bytes of the entire file.
+
+        Returns:
+            The file, to which ranges are written; pass it to :meth:`finish_part` at the end. The save fails unless the
+            parts of all ranks fill the file.
+
+        Raises:
+            PluginError: the name is not allowed.
+            StorageError: the file cannot be created.
+        """
+        self._begin_file(name)
+        file = SharedFile(self.directory, name, size, self._pool, self._algorithm)
+        self._open[name] = file
+        return file
+
+    def finish_part(self, file: SharedFile) -> None:
+        """Complete this rank's part of a file: its bytes are durable when this returns.
+
+        Args:
+            file: What :meth:`share` returned.
+
+        Raises:
+            Exception: what a write failed with.
+        """
+        part = file.finish(self._rank)
+        self._end_file(file)
+        del self._open[part.name]
+        if sum(part.lengths) < part.size:
+            self.parts.append(part)
+            return
+        self.files += merge_parts([part], self._algorithm)
+        self.hash_files([part.name])
+
+    def complete_parts(self, parts: Iterable[FilePart]) -> list[FileRecord]:
+        """Return the records of files whose parts all ranks have written; for the commit.
+
+        Args:
+            parts: The parts of all ranks.
+
+        Returns:
+            The records.
+
+        Raises:
+            StorageError: the parts of a file do not fill it.
+        """
+        return merge_parts(parts, self._algorithm)
+
+    def hash_files(self, names: Iterable[str]) -> None:
+        """Read files for their SHA-256, if it is requested: it needs the bytes in order, and they were not written so.
+
+        Args:
+            names: Complete files, which other ranks may have written.
+
+        Raises:
+            StorageError: one cannot be read.
+        """
+        for name in names if self._sha256 else ():
+            _, self.sha256[name] = digest_file(self.directory, name, self._algorithm, 0, self._rank, sha256=True)
 
     def adopt(self, name: str, keys: int = 1) -> FileRecord:
         """Take over a file that a library or another process has written into :attr:`directory`, completely.
@@ -391,7 +328,7 @@ class CheckpointWriter:
                 f"{self.directory}: {self._author or 'a strategy'} has written {listed(own)}: give it another name, "
                 f"since {listed(sorted(map(repr, _OURS)))} are written by the commit"
             )
-        check_as_recorded(self.directory, self.files)
+        check_as_recorded(self.directory, [*self.files, *self.parts])
         return list(self.files)
 
     def close(self) -> None:
@@ -399,6 +336,15 @@ class CheckpointWriter:
         for writer in self._open.values():
             writer.stop()
         self._pool.close()
+
+    def _begin_file(self, name: str) -> None:
+        self._check_name(name)
+        make_folders(self.directory, name)
+        self.times = self.times._replace(began=self.times.began or time.perf_counter())
+
+    def _end_file(self, file: FileWriter | SharedFile) -> None:
+        synced = self.times.synced + file.sync_seconds
+        self.times = self.times._replace(ended=time.perf_counter(), synced=synced)
 
     def _check_name(self, name: str) -> None:
         if not is_file_name(name):

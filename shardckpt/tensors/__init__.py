@@ -2,20 +2,24 @@
 
 from shardckpt.tensors.copier import Copier
 from shardckpt.tensors.deferred import DeferredTensor
+from shardckpt.tensors.fingerprint import finish_fingerprint, sum_boxes
 from shardckpt.tensors.memory import (
     LARGE,
     ORDINARY,
     PAGE,
+    find_addresses,
     has_values_on_host,
+    have_values_on_host,
     is_ordinary,
     is_plain,
     page_offset,
     plain_cpu,
     synchronize_devices,
     tensor_bytes,
+    tensor_bytes_of_each,
     unfilled_bytes,
 )
-from shardckpt.tensors.raw_memory import pack_bytes, view_tensor
+from shardckpt.tensors.raw_memory import pack_bytes, view_memory, view_tensor
 from shardckpt.tensors.torch_private import (
     copy_each,
     empty_sharded_tensor_like,
@@ -23,6 +27,7 @@ from shardckpt.tensors.torch_private import (
     group_timeout,
     is_sharded_tensor,
     move_placement,
+    one_thread,
     split_factor,
     step_without_hooks,
 )
@@ -49,9 +54,12 @@ __all__ = [
     "dequantize",
     "empty_sharded_tensor_like",
     "fill",
+    "find_addresses",
+    "finish_fingerprint",
     "group_store",
     "group_timeout",
     "has_values_on_host",
+    "have_values_on_host",
     "inner_tensors",
     "is_ordinary",
     "is_plain",
@@ -60,13 +68,17 @@ __all__ = [
     "kind",
     "movable",
     "move_placement",
+    "one_thread",
     "pack_bytes",
     "page_offset",
     "plain_cpu",
     "split_factor",
     "step_without_hooks",
+    "sum_boxes",
     "synchronize_devices",
     "tensor_bytes",
+    "tensor_bytes_of_each",
     "unfilled_bytes",
+    "view_memory",
     "view_tensor",
 ]

@@ -1,6 +1,7 @@
 """What must hold across ranks before bytes move: sharding, replicas, keys, common state."""
 
 from shardckpt.validation.completeness import GivenShards
+from shardckpt.validation.descriptions import validate_descriptions
 from shardckpt.validation.keys import (
     KeyMismatch,
     StrictHandling,
@@ -30,6 +31,7 @@ __all__ = [
     "parse_strict_flag",
     "stored_key",
     "use_bare_keys",
+    "validate_descriptions",
     "validate_shards",
     "validate_shards_by_rank",
 ]

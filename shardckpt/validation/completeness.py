@@ -47,7 +47,7 @@ class GivenShards:
         self.columns = columns
         self._strategy = f"{type(strategy).__module__}.{type(strategy).__qualname__}"
         self._numbers: dict[TensorSpec, int] = {}
-        self._sums = _count_empty(*columns)
+        self._sums = _count_empty(columns.specs, columns.table, columns.weights, columns.sums)
         #: What was recorded last time, and its difference: a training loop records the same shards at every step.
         self._last: tuple[list[PackedShards], list[int]] = ([], [])
 
@@ -67,7 +67,7 @@ class GivenShards:
         # summed over all ranks: a rank may store what another was given
         if are_equal_in_field(comm.total(*difference), [0] * LANES):
             return
-        everyone = comm.gather((self.columns[:2], _join_columns(recorded)))
+        everyone = comm.gather(((self.columns.specs, self.columns.table), _join_columns(recorded)))
         with comm.collective_phase("comparing what was stored with what was given"):
             if comm.is_main:
                 _refuse([given for given, _ in everyone], [stored for _, stored in everyone], self._strategy)
@@ -109,7 +109,8 @@ def _join_columns(recorded: Iterable[ShardedBase | PackedShards]) -> Columns:
         return packed[0]
     specs: list[TensorSpec] = []
     tables = []
-    for part_specs, table in [*packed, describe_shards(shards, copies=True)[:2]]:
+    described = describe_shards(shards, copies=True)
+    for part_specs, table in [*packed, (described.specs, described.table)]:
         tables.append(table._replace(spec=table.spec + len(specs)))
         specs += part_specs
     return specs, concat_tables(tables)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from shardckpt.distributed import Comm, try_pickle
 from shardckpt.errors import CheckpointingException, KeyMismatchError
-from shardckpt.mapping import ShardedBase, ShardedObject
+from shardckpt.mapping import ShardedBase, ShardedObject, ShardedTensor
 from shardckpt.state_dict import dict_list_map_outplace, diff
 
 if TYPE_CHECKING:
@@ -118,6 +118,8 @@ class KeyMismatch:
 
 def stored_key(shard: ShardedBase) -> str:
     """Return the name under which a shard is stored: a tensor's key, an object's unique key."""
+    if type(shard) is ShardedTensor:  # most are, and to ask whether one is an instance of another class is slow
+        return shard.key
     return shard.unique_key if isinstance(shard, ShardedObject) else shard.key
 
 

@@ -1,7 +1,7 @@
 """Choose the main replica of shards that say ``replicated``, and check that their copies have the same values.
 
-If all ranks have the same replicated shards, one sum of a few bytes says so; only otherwise ranks exchange lists.
-Values are not sent: ranks exchange digests of the shards that several of them have.
+If all ranks have the same replicated shards, one sum of a few bytes says so; only otherwise they send the ids of their
+shards to owners. Values are not sent, but digests of the shards that several ranks have.
 """
 
 from __future__ import annotations
@@ -9,21 +9,22 @@ from __future__ import annotations
 import copy
 import hashlib
 import math
-import pickle
+import struct
 from collections import defaultdict
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 
+from shardckpt.distributed import pickle_value
 from shardckpt.errors import ShardingError, listed
 from shardckpt.mapping import Replicated, ShardedBase, ShardedObject, ShardedTensor
-from shardckpt.planning import find_holders, shard_id
+from shardckpt.planning import shard_id
 from shardckpt.state_dict import diff
 from shardckpt.storage import digest_function, digest_vote, negotiate_digest
 from shardckpt.tensors import dequantize, is_quantized, movable, plain_cpu, tensor_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
     from shardckpt.distributed import Comm
     from shardckpt.storage import Digest
@@ -33,6 +34,9 @@ _ShortId: TypeAlias = bytes
 #: The digests of each shard's copies, with the ranks that have each.
 _Seen: TypeAlias = "Mapping[_ShortId, Mapping[int, Collection[int]]]"
 
+_ID_BYTES = 16
+_WIDTH = struct.Struct("<I")
+_HOLDERS = struct.Struct("<II")
 #: Bytes that are copied from an accelerator at a time.
 _CHUNK = 16 << 20
 #: What a key of a rank's own experts has in it, in the names of all frameworks.
@@ -45,16 +49,28 @@ _NOTHING = -(1 << 63) + 1
 _SAMPLES_AT_ONCE = 256
 
 
+class Holders(NamedTuple):
+    """The ranks that have a replicated shard.
+
+    Attributes:
+        first: The lowest of them.
+        number: How many they are.
+    """
+
+    first: int
+    number: int
+
+
 class Replicas(NamedTuple):
     """The replicated shards of a rank, and the ranks that have each; found without looking at values.
 
     Attributes:
         short_ids: The short id of each replicated shard, by the shard's number in the list that was given.
-        holders: The ranks that have each of them, ascending; None if no rank has any replicated shard.
+        holders: The ranks that have each of them; None if no rank has any replicated shard.
     """
 
     short_ids: dict[int, _ShortId]
-    holders: dict[_ShortId, tuple[int, ...]] | None
+    holders: dict[_ShortId, Holders] | None
 
 
 def find_replicas(shards: Sequence[ShardedBase], comm: Comm) -> Replicas:
@@ -74,10 +90,50 @@ def find_replicas(shards: Sequence[ShardedBase], comm: Comm) -> Replicas:
             if (replicated := _get_replicated(shard))
         }
         ordered = sorted(short_ids.values())
-    if comm.all_alike(b"".join(ordered)):  # one small message answers for most jobs; lists of ids are exchanged else
-        return Replicas(short_ids, dict.fromkeys(ordered, tuple(range(comm.world_size))) if ordered else None)
-    holders = find_holders(comm.all_gather(sorted(set(ordered))))
-    return Replicas(short_ids, {short_id: holders[short_id] for short_id in ordered})
+    if comm.all_alike(b"".join(ordered)):  # one small message answers for most jobs; ids go to their owners else
+        return Replicas(short_ids, dict.fromkeys(ordered, Holders(0, comm.world_size)) if ordered else None)
+    found = _ask_owners(dict.fromkeys(ordered, b""), lambda rows: _HOLDERS.pack(min(rows), len(rows)), comm)
+    return Replicas(short_ids, {short_id: Holders(*_HOLDERS.unpack(data)) for short_id, data in found.items()})
+
+
+def _ask_owners(
+    rows: Mapping[_ShortId, bytes], decide: Callable[[dict[int, bytes]], bytes], comm: Comm
+) -> dict[_ShortId, bytes]:
+    """Collective: send a row for each id to the rank that owns the id, and return what that decides.
+
+    No rank receives the ids of all: with 1,000 ids on each of 16,384 ranks that would be 262 MB.
+
+    Args:
+        rows: The rows by short id; all ranks' have the same number of bytes.
+        decide: Returns the answer for an id, by the rows of the ranks that have it.
+        comm: The ranks that ask.
+    """
+    with comm.local_phase("sending replicated shards to their owners"):
+        width = len(next(iter(rows.values()), b""))
+        parts: dict[int, list[bytes]] = defaultdict(list)
+        for short_id, row in rows.items():
+            parts[int.from_bytes(short_id[:8], "little") % comm.world_size].append(short_id + row)
+    arrived = comm.all_to_all({owner: _WIDTH.pack(width) + b"".join(some) for owner, some in parts.items()})
+    with comm.local_phase("comparing replicated shards"):
+        seen: dict[_ShortId, dict[int, bytes]] = defaultdict(dict)
+        asked: dict[int, list[_ShortId]] = {}
+        for rank, data in arrived.items():
+            step = _ID_BYTES + _WIDTH.unpack_from(data)[0]
+            found = [data[place : place + step] for place in range(_WIDTH.size, len(data), step)]
+            asked[rank] = [row[:_ID_BYTES] for row in found]
+            for row in found:
+                seen[row[:_ID_BYTES]][rank] = row[_ID_BYTES:]
+        decided = {short_id: decide(found) for short_id, found in seen.items()}
+        answers = {rank: b"".join(decided[short_id] for short_id in ids) for rank, ids in asked.items()}
+    answered = comm.all_to_all(answers)
+    with comm.local_phase("comparing replicated shards"):
+        own: dict[_ShortId, bytes] = {}
+        for owner, data in answered.items():  # in the order in which they were sent
+            step = len(data) // len(parts[owner])
+            own |= {
+                row[:_ID_BYTES]: data[number * step : (number + 1) * step] for number, row in enumerate(parts[owner])
+            }
+    return own
 
 
 def choose_main_replicas(
@@ -102,13 +158,13 @@ def choose_main_replicas(
     if holders is None:  # on all ranks: no rank has any
         return list(shards)
     if compare:  # collective, also on a rank that has nothing to compare
-        mine = ((shards[number], short_id) for number, short_id in short_ids.items() if len(holders[short_id]) > 1)
+        mine = ((shards[number], short_id) for number, short_id in short_ids.items() if holders[short_id].number > 1)
         compared = (pair for pair in mine if _get_replicated(pair[0]) is True or _is_sampled(pair[0]))
         _compare(sorted(compared, key=lambda pair: pair[1]), comm)
     renumbered = list(shards)
     for number, short_id in short_ids.items():
         shard: Any = copy.copy(shards[number])
-        shard.replica_id = int(holders[short_id][0] != comm.rank)
+        shard.replica_id = int(holders[short_id].first != comm.rank)
         renumbered[number] = shard
     return renumbered
 
@@ -133,7 +189,15 @@ def _compare(shared: list[tuple[Any, _ShortId]], comm: Comm) -> None:
         mine = [(short_id, _digest(samples.get(short_id, shard.data), digest)) for shard, short_id in shared]
     if comm.all_alike(b"".join(short_id + value.to_bytes(8, "little") for short_id, value in mine)):
         return
-    different = _find_different(comm.all_gather(mine))
+    values: dict[_ShortId, set[int]] = defaultdict(set)  # a rank may have a shard twice
+    for short_id, value in mine:
+        values[short_id].add(value)
+    rows = {short_id: min(own).to_bytes(8, "little") for short_id, own in values.items()}
+    differs = _ask_owners(rows, lambda found: bytes([len(set(found.values())) > 1]), comm)
+    suspected = [(short_id, value) for short_id, value in mine if any(differs[short_id]) or len(values[short_id]) > 1]
+    if not comm.total(len(suspected))[0]:
+        return
+    different = _find_different(comm.all_gather(suspected))  # seldom: only to name the ranks
     suspects = [(shard, short_id) for shard, short_id in shared if short_id in different]
     objects = {short_id: shard.data for shard, short_id in suspects if isinstance(shard, ShardedObject)}
     equal = _find_equal_objects(comm.all_gather(objects))  # pickles of equal values may differ
@@ -251,7 +315,7 @@ def _groups(ranks: Mapping[int, Collection[int]]) -> str:
 
 def _digest(value: Any, digest: Digest) -> int:
     if not isinstance(value, torch.Tensor):
-        return digest(pickle.dumps(value))
+        return digest(pickle_value(value))
     if value.nbytes <= _CHUNK or is_quantized(value) or value.layout != torch.strided:
         return digest(tensor_bytes(plain_cpu(value)))
     # in parts, of which few are on the CPU at a time; all ranks cut the same ones, on any kind of device

@@ -11,6 +11,9 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections import defaultdict
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import repeat
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
@@ -27,11 +30,16 @@ from shardckpt.planning import (
     TensorSpec,
     are_equal_in_field,
     compute_weights,
+    concat_tables,
     find_hole,
     find_overlap,
+    find_untiled,
     fingerprint,
     fingerprint_each,
     fingerprint_specs,
+    list_boxes,
+    list_fields,
+    make_column,
     shard_parts,
     unflattened_box,
 )
@@ -59,20 +67,27 @@ class RankBox(NamedTuple):
     box: Box
 
 
-class ShardColumns(NamedTuple):
+@dataclass(frozen=True)
+class ShardColumns:
     """A rank's shards in columns.
 
     Attributes:
         specs: The tensors and objects that they are shards of.
         table: Their boxes, which refer to the specs by number.
-        weights: int64 of shape (specs, LANES), by :func:`shardckpt.planning.table.compute_weights`.
-        sums: The fingerprint of the boxes.
     """
 
     specs: list[TensorSpec]
     table: Table
-    weights: torch.Tensor
-    sums: list[int]
+
+    @cached_property
+    def weights(self) -> torch.Tensor:
+        """int64 of shape (specs, LANES), by :func:`shardckpt.planning.table.compute_weights`."""
+        return compute_weights(self.specs)
+
+    @cached_property
+    def sums(self) -> list[int]:
+        """The fingerprint of the boxes."""
+        return fingerprint(self.table, self.weights)
 
 
 def validate_shards(shards: Sequence[ShardedBase], comm: Comm, columns: ShardColumns | None = None) -> None:
@@ -89,9 +104,14 @@ def validate_shards(shards: Sequence[ShardedBase], comm: Comm, columns: ShardCol
         ShardingError: the same on every rank: shards disagree on dtype or global shape, overlap, or leave a hole.
     """
     with comm.local_phase("describing shards"):
-        specs, table, weights, sums = columns or describe_shards(shards)
-    if not _fill_exactly(specs, weights, sums, comm):
-        everyone = comm.gather((specs, table))  # seldom, and slow for many shards: only to name the fault
+        columns = columns or describe_shards(shards)
+        is_exact = comm.world_size == 1 and _fill_alone(columns)
+        if not is_exact:
+            _ = columns.sums
+    if not is_exact and not _fill_exactly(columns, comm):
+        everyone = comm.gather(
+            (columns.specs, columns.table)
+        )  # seldom, and slow for many shards: only to name the fault
         with comm.collective_phase("checking the shards of all ranks"):
             if comm.is_main:
                 _refuse(_find_faults(everyone))
@@ -106,11 +126,18 @@ def validate_shards_by_rank(shards_by_rank: Sequence[Sequence[ShardedBase]]) -> 
     Raises:
         ShardingError: shards disagree on dtype or global shape, overlap, or leave a hole.
     """
-    _refuse(_find_faults([describe_shards(shards)[:2] for shards in shards_by_rank]))
+    described = map(describe_shards, shards_by_rank)
+    _refuse(_find_faults([(columns.specs, columns.table) for columns in described]))
 
 
-def _fill_exactly(specs: list[TensorSpec], weights: torch.Tensor, sums: list[int], comm: Comm) -> bool:
+def _fill_alone(columns: ShardColumns) -> bool:
+    """Return whether the boxes fill their tensors exactly, without the boxes of other ranks, which takes no hashes."""
+    return _are_unique(columns.specs) and not find_untiled(columns.table, [spec.shape for spec in columns.specs])
+
+
+def _fill_exactly(columns: ShardColumns, comm: Comm) -> bool:
     """Collective: return whether the boxes of all ranks fill their tensors exactly."""
+    specs, weights, sums = columns.specs, columns.weights, columns.sums
     # a hash in elements of the field: equal on ranks that have the same specs in the same order
     digest = hashlib.sha256(repr(weights.tolist()).encode()).digest()
     mine = [int.from_bytes(digest[4 * lane : 4 * lane + 4], "little") % PRIME for lane in range(LANES)]
@@ -162,7 +189,7 @@ def _are_unique(specs: list[TensorSpec]) -> bool:
     return len({(spec.kind, spec.key) for spec in specs}) == len(specs)
 
 
-def describe_shards(shards: Iterable[ShardedBase], *, copies: bool = False) -> ShardColumns:
+def describe_shards(shards: Sequence[ShardedBase], *, copies: bool = False) -> ShardColumns:
     """Describe shards in columns.
 
     Args:
@@ -170,26 +197,47 @@ def describe_shards(shards: Iterable[ShardedBase], *, copies: bool = False) -> S
         copies: Whether to include the boxes of replicas other than the main ones. Their specs are always included.
 
     Returns:
-        The columns, with the fingerprint of the included boxes.
+        The columns; tensors come before objects.
 
     Raises:
         ShardingError: one is neither a tensor nor an object.
     """
-    numbers: dict[Any, int] = {}
-    specs: list[TensorSpec] = []
+    plain = [shard for shard in shards if type(shard) is ShardedTensor and shard.flattened_range is None]
+    numbers: dict[tuple[str, str, Any, Ints], int] = {}
+    spec = make_column(_number_tensors(plain, numbers))
+    tables = [list_boxes(plain, spec)]
+    if not copies:
+        mains = [shard.replica_id == 0 or is_main_replica(shard.replica_id) for shard in plain]
+        if not all(mains):
+            tables = [tables[0].rows(torch.tensor(mains, dtype=torch.bool, device="cpu"))]
+    if len(plain) < len(shards):
+        tables.append(_describe_others(shards, numbers, copies=copies))
+    names = {dtype: str(dtype) for _, _, dtype, _ in numbers}
+    specs = [TensorSpec(kind, key, names[dtype], shape) for kind, key, dtype, shape in numbers]
+    return ShardColumns(specs, concat_tables(tables) if len(tables) > 1 else tables[0])
+
+
+def _number_tensors(shards: Sequence[ShardedTensor], numbers: dict[tuple[str, str, Any, Ints], int]) -> list[int]:
+    """Return the number of each shard's tensor, and add those of new ones to ``numbers``."""
+    keys, dtypes, shapes = list_fields(shards, "key", "dtype", "global_shape")
+    # what all shards of a tensor must agree on
+    commons = zip(repeat("tensor"), keys, dtypes, map(tuple, shapes))
+    return [numbers.setdefault(common, len(numbers)) for common in commons]
+
+
+def _describe_others(
+    shards: Iterable[ShardedBase], numbers: dict[tuple[str, str, Any, Ints], int], *, copies: bool
+) -> Table:
+    """Return the boxes of objects and of flattened shards, and add the numbers of new ones to ``numbers``."""
     boxes = Boxes()
     for shard in shards:
-        common = _find_common(shard)
-        number = numbers.get(common)
-        if number is None:
-            number = numbers[common] = len(numbers)
-            kind, key, dtype, shape = common
-            specs.append(TensorSpec(kind, key, str(dtype), tuple(shape)))
+        if type(shard) is ShardedTensor and shard.flattened_range is None:
+            continue
+        number = numbers.setdefault(_find_common(shard), len(numbers))
         if copies or is_main_replica(shard.replica_id):
             for box in _find_boxes(shard):
                 boxes.add(number, *box)
-    table, weights = boxes.table(), compute_weights(specs)
-    return ShardColumns(specs, table, weights, fingerprint(table, weights))
+    return boxes.table()
 
 
 def _find_common(shard: ShardedBase) -> tuple[str, str, Any, Ints]:

@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from shardckpt.errors import CorruptCheckpointError
+from shardckpt.manifest import RECORD_NAME
 from shardckpt.storage import LENGTH_BYTES, header_length, parse_head
 from shardckpt.strategy import StoredFile, find_error
-from shardckpt_safetensors.index import COMMON_FILE, INDEX_FILE, read_index
+from shardckpt_safetensors.index import find_part_errors, read_index
+from shardckpt_safetensors.index_header import COMMON_FILE, INDEX_FILE
 from shardckpt_safetensors.objects import parse_tree_head
 
 if TYPE_CHECKING:
@@ -22,23 +24,42 @@ _MOST_PARTS = 1 << 23
 
 def list_files(reader: CheckpointReader) -> list[StoredFile]:
     """Return the files that a checkpoint must have; see :class:`shardckpt.strategy.ChecksFiles`."""
-    named = [StoredFile(INDEX_FILE), StoredFile(COMMON_FILE)]
+    named = [StoredFile(name) for name in (INDEX_FILE, COMMON_FILE, *read_index(reader).parts)]
     for name, items in _group_items(reader).items():
         end = max((item.offset + item.length for _, item in items), default=0)
         named.append(StoredFile(name, end, tuple(dict.fromkeys(key for key, _ in items))))
-    return named
+    return named + [StoredFile(name, size) for name, size in _list_others(reader).items()]
 
 
 def check_files(reader: CheckpointReader) -> dict[str, CheckpointingException | None]:
     """Return the error of each of those files, or None; see :class:`shardckpt.strategy.ChecksFiles`."""
     found = {INDEX_FILE: find_error(_check_index, reader), COMMON_FILE: find_error(_check_common, reader)}
+    if reader.manifest.record is None and not reader.has(RECORD_NAME):
+        found[RECORD_NAME] = CorruptCheckpointError(
+            f"{reader.directory / RECORD_NAME}, which has the digests of all files, is missing: every save writes it"
+        )
     if find_error(read_index, reader) is not None:  # then nobody knows which data files there are
-        return found
+        parts = find_part_errors(reader) if find_error(find_part_errors, reader) is None else {}
+        return {**found, **parts} | ({INDEX_FILE: None} if any(parts.values()) else {})
     is_sound = found[INDEX_FILE] is None
     faults = {n: find_error(_check_data_file, reader, n, is_sound) for n in sorted(read_index(reader).files)}
     if any(fault is not None for fault in faults.values()):
         found[INDEX_FILE] = None  # without digests, a file that is gone or cut contradicts the index: the file is wrong
-    return {**found, **faults}
+    others = {n: find_error(_check_size, reader, n, size) for n, size in _list_others(reader).items()}
+    return {**found, **dict.fromkeys(read_index(reader).parts), **faults, **others}
+
+
+def _list_others(reader: CheckpointReader) -> dict[str, int]:
+    """Return the sizes of the files for other tools, by name: the record names them, and the index does not."""
+    record = reader.manifest.record
+    index = read_index(reader)
+    known = {INDEX_FILE, COMMON_FILE, *index.files, *index.parts}
+    return {} if record is None else {file.name: file.size for file in record.files if file.name not in known}
+
+
+def _check_size(reader: CheckpointReader, name: str, expected: int) -> None:
+    if (size := reader.size(name)) != expected:
+        raise CorruptCheckpointError(f"{reader.directory / name} has {size} bytes, and {expected} were written")
 
 
 def _group_items(reader: CheckpointReader) -> dict[str, list[tuple[str, Item]]]:

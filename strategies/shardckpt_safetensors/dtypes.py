@@ -31,10 +31,14 @@ _DTYPES = {
     "F4_E2M1_X2": torch.float4_e2m1fn_x2,
 }
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
-#: Names that every release of safetensors opens. Older ones refuse a whole file whose header has any other.
-_IN_HEADERS = frozenset(
-    "BOOL U8 I8 F8_E4M3 F8_E5M2 I16 U16 F16 BF16 I32 U32 F32 I64 U64 F64".split()  # noqa: SIM905 - shorter to read
-)
+#: Bytes of an element, by the names that every release of safetensors opens. Older ones refuse a whole file whose
+#: header has any other, so those are declared as U8.
+HEADER_BYTES = {
+    **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2"), 1),
+    **dict.fromkeys(("I16", "U16", "F16", "BF16"), 2),
+    **dict.fromkeys(("I32", "U32", "F32"), 4),
+    **dict.fromkeys(("I64", "U64", "F64"), 8),
+}
 
 
 def dtype_name(key: str, dtype: torch.dtype) -> str:
@@ -56,4 +60,10 @@ def parse_dtype(name: str) -> torch.dtype:
 def declare(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[str, tuple[int, ...]]:
     """Return how the header of a data file declares values: dtype and shape; as bytes if it has no such dtype."""
     name = _NAMES[dtype]
-    return (name, shape) if name in _IN_HEADERS else ("U8", (*shape, dtype.itemsize))
+    return (name, shape) if name in HEADER_BYTES else ("U8", (*shape, dtype.itemsize))
+
+
+def header_name(dtype: torch.dtype) -> str:
+    """Return how every release of safetensors names a dtype; ``""`` if some do not know it."""
+    name = _NAMES.get(dtype, "")
+    return name if name in HEADER_BYTES else ""

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Annotated, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from shardckpt import __version__
 from shardckpt.chunks import ChunkIndex, Chunks, Item
 from shardckpt.errors import (
     CheckpointingException,
@@ -21,54 +18,30 @@ from shardckpt.errors import (
     VersionTooNewError,
     listed,
 )
-from shardckpt.mapping import PlainObject, ShardedObject, ShardedTensor
-from shardckpt.planning import Table, find_untiled, list_rows, make_column, make_matrix, number_groups
-from shardckpt.storage import LENGTH_BYTES, Columns, check_file_name, header_length, pack_columns, parse_json
-from shardckpt_safetensors.dtypes import dtype_name, parse_dtype
-from shardckpt_safetensors.names import Lazy, Strings, StringTable
+from shardckpt.mapping import BlockScales, ShardedObject, ShardedTensor
+from shardckpt.planning import Table, are_full, find_untiled, list_rows, make_column, number_groups
+from shardckpt.storage import LENGTH_BYTES, Columns, check_file_name, header_length
+from shardckpt.strategy import StoredColumns, find_error
+from shardckpt_safetensors.index_columns import (
+    COUNTABLE,
+    count_elements,
+    read_column,
+    read_tensors,
+    read_unchecked,
+    require,
+)
+from shardckpt_safetensors.index_header import BLOCK_SCALES, COMMON_FILE, INDEX_FILE, UNALIGNED, parse_header
+from shardckpt_safetensors.index_parts import ALIGN, FEATURE, HEADER, HEADER_LIMIT, IndexParts
+from shardckpt_safetensors.names import Strings
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping
 
-    from shardckpt.chunks import MergedPlan
     from shardckpt.mapping import ShardedBase
     from shardckpt.planning import Ints
     from shardckpt.storage import CheckpointReader
 
-INDEX_FILE = "index.safetensors"
-COMMON_FILE = "common.safetensors"
-#: Payloads begin at multiples of it, in bytes.
-ALIGN = 64
-#: The codecs of objects, by their number in a plan.
-CODECS = ("json", "safetensors", "raw")
-
 _SUFFIX = ".safetensors"
-_HEADER = "shardckpt"
-_FORMAT = "1.0"
-_MAJOR = 1
-#: Features that this release reads.
-_KNOWN_FEATURES: frozenset[str] = frozenset()
-_MOST_AXES = 64
-#: Longest header, in bytes.
-_HEADER_LIMIT = 1 << 22
-#: What the bytes of a tensor, sizes of 0 left out, must be below. Floats compute products up to here exactly.
-_COUNTABLE = 2.0**53
-
-
-class IndexHeader(BaseModel):
-    """The JSON of the index; with extensions, which a removal of keys keeps."""
-
-    model_config = ConfigDict(strict=True, extra="allow")
-
-    format: Annotated[str, Field(pattern=r"^[0-9]{1,9}\.[0-9]{1,9}$")]
-    required_features: list[str]
-    optional_features: list[str]
-    id: Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
-    parent: Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")] | None
-    step: Annotated[int, Field(ge=0)] | None
-    created_by: str
-    dtypes: list[str]
-    codecs: list[str]
 
 
 class StoredObject(NamedTuple):
@@ -76,70 +49,6 @@ class StoredObject(NamedTuple):
 
     codec: str
     item: Item
-
-
-def make_header(save_id: str) -> IndexHeader:
-    """Return the JSON of a new index, still without dtypes and codecs."""
-    return IndexHeader(
-        format=_FORMAT,
-        required_features=[],
-        optional_features=[],
-        id=save_id,
-        parent=None,
-        step=None,
-        created_by=f"shardckpt {__version__}",
-        dtypes=[],
-        codecs=[],
-    )
-
-
-def encode_index(plan: MergedPlan, header: IndexHeader, aliases: Mapping[str, int] | None = None) -> bytes:
-    """Encode what all ranks store as the bytes of the index.
-
-    Args:
-        plan: The merged plan. The location of a box is file and start, that of an object file, start, size and codec.
-        header: What the index says of itself; its dtypes and codecs are replaced by those of the plan.
-        aliases: The number of a tensor by each of its further names.
-    """
-    aliases = aliases or {}
-    strings = StringTable()
-    axes = [len(shape) for shape in plan.shapes]
-    width = max(axes, default=0)
-    names = list(map(dtype_name, plan.keys, plan.dtypes))
-    dtypes = {name: number for number, name in enumerate(dict.fromkeys(names))}
-    objects = make_matrix([tuple(row) for row in plan.objects.values()], 4, 0)
-    codecs = sorted(set(objects[:, 3].tolist()))
-    box = plan.boxes.pad_axes(width)
-    order = _sort_rows(box.spec, box.offset)
-    columns = {
-        "file": make_column([strings.add(name) for name in plan.files]),
-        "tensor": strings.add_names(plan.keys),
-        "tensor_dtype": make_column([dtypes[name] for name in names]),
-        "tensor_axes": make_column(axes),
-        "tensor_shape": make_matrix(plan.shapes, width, 1),
-        "tensor_end": plan.bounds[1:],
-        "box_offset": box.offset[order, :width],
-        "box_extent": box.extent[order, :width],
-        "box_file": plan.locations[order, 0],
-        "box_start": plan.locations[order, 1],
-        "alias": strings.add_names(aliases),
-        "alias_tensor": make_column([*aliases.values()]),
-        "object": strings.add_names(plan.objects),
-        "object_codec": torch.searchsorted(make_column(codecs), objects[:, 3].contiguous()),
-        "object_file": objects[:, 0],
-        "object_start": objects[:, 1],
-        "object_nbytes": objects[:, 2],
-    }
-    used = {"dtypes": list(dtypes), "codecs": [CODECS[number] for number in codecs]}
-    return pack_columns({**strings.columns(), **columns}, {_HEADER: header.model_copy(update=used).model_dump_json()})
-
-
-def _sort_rows(spec: torch.Tensor, offset: torch.Tensor) -> torch.Tensor:
-    """Return the order of rows by tensor, and by offset within a tensor."""
-    order = torch.arange(len(spec), device="cpu")
-    for column in (*reversed(offset.unbind(1)), spec):
-        order = order[column[order].argsort(stable=True)]
-    return order
 
 
 @dataclass(frozen=True)
@@ -151,6 +60,10 @@ class _Columns:
     file: torch.Tensor
     start: torch.Tensor
 
+    def take(self, which: torch.Tensor | slice) -> tuple[torch.Tensor, ...]:
+        """Return offset, extent, file and start of some rows as int64."""
+        return tuple(column[which].long() for column in (self.offset, self.extent, self.file, self.start))
+
 
 class StoredIndex(ChunkIndex):
     """The index of a checkpoint. Names, dtypes and shapes are decoded, and boxes checked, when they are requested.
@@ -159,6 +72,7 @@ class StoredIndex(ChunkIndex):
         columns: The columns.
         source: Its path, for errors.
         sizes: Bytes of the checkpoint's files, by name.
+        reader: The checkpoint's files, for an index in parts.
 
     Attributes:
         header: Its JSON.
@@ -168,40 +82,44 @@ class StoredIndex(ChunkIndex):
         VersionTooNewError: It needs a newer release.
     """
 
-    def __init__(self, columns: Columns, source: str, sizes: Mapping[str, int]) -> None:
+    def __init__(
+        self, columns: Columns, source: str, sizes: Mapping[str, int], reader: CheckpointReader | None = None
+    ) -> None:
         self._source = source
-        self.header = _parse_header(columns.metadata.get(_HEADER))
+        self.header = parse_header(columns.metadata.get(HEADER))
         self._sizes = sizes
-        strings = Strings(columns.raw("text"), _read(columns, "text_end", (-1,)).long())
-        self.files = strings.get(_read(columns, "file", (-1,), len(strings)).long())
+        self._align = 1 if UNALIGNED in self.header.required_features else ALIGN
+        strings = Strings(columns.raw("text"), read_column(columns, "text_end", (-1,)).long())
+        self.files = strings.get(read_column(columns, "file", (-1,), len(strings)).tolist())
         for name in self.files:
             _check_data_name(name)
-        pairs = _read(columns, "tensor", (-1, 2), len(strings))
-        count = len(pairs)
-        self.keys = Lazy(count, lambda: strings.names("tensor", pairs))
-        codes = _read(columns, "tensor_dtype", (count,), len(self.header.dtypes))
-        self.dtypes = Lazy(count, lambda: _parse_dtypes(self.header.dtypes, codes))
-        axes = _read(columns, "tensor_axes", (count,), _MOST_AXES + 1)
-        width = int(axes.max()) if count else 0
-        self._extents = _read(columns, "tensor_shape", (count, width))
-        self._lacked = torch.arange(width, device="cpu") >= axes.view(-1, 1)
-        _require(bool((~self._lacked | (self._extents == 1)).all()), "tensor_shape", "has a size of an axis too many")
-        _require(bool((_count(self._extents) < _COUNTABLE).all()), "tensor_shape", "has too many elements")
-        self.shapes = Lazy(count, lambda: _trim(self._extents, axes))
-        ends = _read(columns, "tensor_end", (count,)).long()
-        self.bounds = torch.cat([ends.new_zeros(1), ends])
-        _require(bool((self.bounds[:-1] <= self.bounds[1:]).all()), "tensor_end", "does not ascend")
-        boxes = int(self.bounds[-1])
-        self._boxes = _Columns(
-            # a million values: those that are requested are checked then
-            *(_read_unchecked(columns, name, (boxes, width)) for name in ("box_offset", "box_extent")),
-            *(_read_unchecked(columns, name, (boxes,)) for name in ("box_file", "box_start")),
-        )
-        self._alias = _read(columns, "alias", (-1, 2), len(strings))
-        self._alias_tensor = _read(columns, "alias_tensor", (len(self._alias),), count)
-        self._object = _read(columns, "object", (-1, 2), len(strings))
+        tensors = read_tensors(columns, strings, self.header.dtypes)
+        self._boxes: _Columns | IndexParts
+        if FEATURE in self.header.required_features:
+            require(not tensors.keys, "tensor", "has rows, and the index is in parts")
+            if reader is None:
+                raise CorruptCheckpointError("it is in parts, which are in other files")
+            parts = _list_parts(columns, strings)
+            require(not {name for name, _ in parts} & {*self.files}, "part", "has a data file")
+            self._boxes = IndexParts(parts, reader)
+            tensors = self._boxes.tensors
+        else:
+            shape = int(tensors.bounds[-1]), tensors.extents.shape[1]
+            self._boxes = _Columns(
+                # a million values: those that are requested are checked then
+                *(read_unchecked(columns, name, shape) for name in ("box_offset", "box_extent")),
+                *(read_unchecked(columns, name, shape[:1]) for name in ("box_file", "box_start")),
+            )
+        keys, dtypes, shapes, axes, self._extents, self.bounds = tensors
+        self._lists = keys, dtypes, shapes
+        self._count = len(keys)
+        self._lacked = torch.arange(self._extents.shape[1], device="cpu") >= axes.view(-1, 1)
+        count = self._count
+        self._alias = read_column(columns, "alias", (-1, 2), len(strings))
+        self._alias_tensor = read_column(columns, "alias_tensor", (len(self._alias),), count)
+        self._object = read_column(columns, "object", (-1, 2), len(strings))
         self._object_places = [
-            _read(columns, f"object_{name}", (len(self._object),), most).long()
+            read_column(columns, f"object_{name}", (len(self._object),), most).long()
             for name, most in (
                 ("codec", len(self.header.codecs)),
                 ("file", len(self.files)),
@@ -210,6 +128,35 @@ class StoredIndex(ChunkIndex):
             )
         ]
         self._strings = strings
+        self._scaled: list[torch.Tensor] = []
+        if BLOCK_SCALES in self.header.optional_features:
+            scaled = read_column(columns, "scaled", (-1,), count)
+            by = read_column(columns, "scaled_by", (len(scaled),), count)
+            self._scaled = [scaled, by, read_column(columns, "scaled_block", (len(scaled), self._extents.shape[1]))]
+
+    @cached_property
+    def keys(self) -> list[str]:  # type: ignore[override]
+        """As of the base; decoded when they are first requested, as dtypes and shapes are."""
+        return [*self._lists[0]]
+
+    @cached_property
+    def dtypes(self) -> list[torch.dtype]:  # type: ignore[override]
+        """As of the base."""
+        return [*self._lists[1]]
+
+    @cached_property
+    def shapes(self) -> list[Ints]:  # type: ignore[override]
+        """As of the base."""
+        return [*self._lists[2]]
+
+    @cached_property
+    def scales(self) -> dict[int, tuple[int, Ints]]:
+        """By the number of a block-scaled tensor, that of its scales, and a block's size along each axis."""
+        rows = zip(*(column.tolist() for column in self._scaled), strict=True)
+        found = {number: (by, tuple(block[: len(self.shapes[number])])) for number, by, block in rows}
+        if len(found) < (len(self._scaled[0]) if self._scaled else 0) or any(0 in block for _, block in found.values()):
+            raise CorruptCheckpointError(f"{self._source}: it has scales of a tensor twice, or blocks of no elements")
+        return found
 
     @cached_property
     def aliases(self) -> dict[str, int]:
@@ -221,7 +168,7 @@ class StoredIndex(ChunkIndex):
         """The number of each tensor, by all of its names."""
         found = {key: number for number, key in enumerate(self.keys)}
         aliases, objects = self.aliases, self.objects
-        names = len(self.keys) + len(self._alias) + len(self._object)
+        names = self._count + len(self._alias) + len(self._object)
         if len({*found, *aliases, *objects}) < names:
             counts = Counter([*self.keys, *aliases, *objects])
             twice = [repr(name) for name, number in counts.items() if number > 1] or ["an alias"]
@@ -239,39 +186,62 @@ class StoredIndex(ChunkIndex):
             for name, (codec, file, start, nbytes) in zip(names, rows, strict=True)
         }
 
-    def take_chunks(self, numbers: torch.Tensor) -> tuple[Chunks, torch.Tensor]:
+    @property
+    def parts(self) -> list[str]:
+        """The names of the files that have parts of the index; none if it is one file."""
+        return self._boxes.names if isinstance(self._boxes, IndexParts) else []
+
+    def find_parts(self, numbers: torch.Tensor) -> torch.Tensor:
+        """Return the place in ``parts`` of the file that has each tensor; -1 if the index is one file."""
+        return self._boxes.find_parts(numbers) if isinstance(self._boxes, IndexParts) else torch.full_like(numbers, -1)
+
+    def take_chunks(
+        self, numbers: torch.Tensor, wanted: Callable[[], Table] | None = None
+    ) -> tuple[Chunks, torch.Tensor]:
         """Return the chunks of some tensors, after a check of what the index says of them; see the base.
+
+        Of an index in parts only the pages are read that may have boxes with elements of the wanted ones.
 
         Raises:
             CorruptCheckpointError: A box is outside of its tensor, or its payload of its file; elements are missing or
                 there twice; or payloads overlap.
         """
-        chunks, bounds = self._select(numbers)
+        chunks, bounds = self._select(numbers, wanted)
         self._check_payloads(chunks, numbers)
         return chunks, bounds
 
-    def _select(self, numbers: torch.Tensor) -> tuple[Chunks, torch.Tensor]:
+    def _select(self, numbers: torch.Tensor, wanted: Callable[[], Table] | None = None) -> tuple[Chunks, torch.Tensor]:
         """Return the chunks of some tensors, after a check of their boxes."""
-        rows = list_rows(numbers, self.bounds)
-        counts = self.bounds[numbers + 1] - self.bounds[numbers]
-        bounds = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
-        spec = number_groups(bounds[1:])
-        # shards of one tensor are most: a slice is cheaper than indices
-        which = (
-            slice(int(rows[0]), int(rows[-1]) + 1) if len(rows) and int(rows[-1] - rows[0]) == len(rows) - 1 else rows
-        )
         boxes = self._boxes
-        table = Table(spec, boxes.offset[which].long(), boxes.extent[which].long())
+        is_all = wanted is None or isinstance(boxes, _Columns)
+        which: torch.Tensor | slice
+        if is_all and len(numbers) == self._count:
+            which, bounds = slice(0, int(self.bounds[-1])), self.bounds
+        else:
+            if wanted is None or isinstance(boxes, _Columns):
+                rows = list_rows(numbers, self.bounds)
+                counts = self.bounds[numbers + 1] - self.bounds[numbers]
+            else:
+                rows = boxes.find_rows(numbers, wanted())
+                owners = torch.searchsorted(self.bounds[1:], rows, right=True)
+                counts = torch.bincount(torch.searchsorted(numbers, owners), minlength=len(numbers))
+            bounds = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+            # shards of one tensor are most: a slice is cheaper than indices
+            is_run = len(rows) and int(rows[-1] - rows[0]) == len(rows) - 1
+            which = slice(int(rows[0]), int(rows[-1]) + 1) if is_run else rows
+        spec = number_groups(bounds[1:])
+        offset, extent, file, start = boxes.take(which)
+        table = Table(spec, offset, extent)
         itemsizes = make_column([self.dtypes[number].itemsize for number in numbers.tolist()])
-        many = _count(self._extents[numbers]) * itemsizes >= _COUNTABLE
+        many = count_elements(self._extents[numbers]) * itemsizes >= COUNTABLE
         self._refuse(many, numbers, "has a shape of too many bytes")
-        volume = self._check_boxes(table, numbers)
+        volume = self._check_boxes(table, numbers, is_all=is_all)
         chunks = Chunks(
             table,
-            boxes.file[which].long(),
-            boxes.start[which].long(),
+            file,
+            start,
             volume * itemsizes[spec],
-            torch.zeros(1, dtype=torch.int64, device="cpu").expand(len(rows)),
+            torch.zeros(1, dtype=torch.int64, device="cpu").expand(len(spec)),
             volume,
         )
         unknown = (chunks.file < 0) | (chunks.file >= len(self.files))
@@ -289,8 +259,8 @@ class StoredIndex(ChunkIndex):
             raise KeyMismatchError(f"not in the checkpoint: {name}")
         found = self.objects[name]
         file, start, nbytes = found.item
-        if start % ALIGN or start < ALIGN or nbytes > self._size_of(file) - start:
-            self._fail(name, f"has its payload outside of {file}, or not at a multiple of {ALIGN} bytes")
+        if start % self._align or start < LENGTH_BYTES or nbytes > self._size_of(file) - start:
+            self._fail(name, f"has its payload outside of {file}, or not at a multiple of {self._align} bytes")
         return found
 
     def check(self) -> None:
@@ -299,16 +269,15 @@ class StoredIndex(ChunkIndex):
         Raises:
             CorruptCheckpointError: It contradicts itself, or the files.
         """
-        self._check_payloads(self._every_chunk, torch.arange(len(self.keys), device="cpu"))
+        self._check_payloads(self._every_chunk, torch.arange(self._count, device="cpu"))
+        if isinstance(self._boxes, IndexParts):
+            self._boxes.check(self._every_chunk.box)
         for name in self.objects:
             self.take_object(name)
         _ = self.numbers
-        file, start, length = self._places
-        order = _sort_places(file, start, length)
-        file, start, length = file[order], start[order], length[order]
-        common = (file[1:] == file[:-1]) & (start[:-1] + length[:-1] > start[1:])
-        if bool(common.any()):
-            self._fail(self._key_of(int(order[1:][common][0])), "has a payload that shares bytes with another")
+        order, shared = _find_shared(*self._places)
+        if bool(shared.any()):
+            self._fail(self._key_of(int(order[1:][shared][0])), "has a payload that shares bytes with another")
 
     def find_outside(self, name: str, first: int, size: int) -> tuple[str, int] | None:
         """Return the key and the start of a payload of a file that is not in its bytes from ``first`` to ``size``."""
@@ -322,7 +291,7 @@ class StoredIndex(ChunkIndex):
 
     @cached_property
     def _every_chunk(self) -> Chunks:
-        return self._select(torch.arange(len(self.keys), device="cpu"))[0]
+        return self._select(torch.arange(self._count, device="cpu"))[0]
 
     @cached_property
     def _places(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -357,26 +326,52 @@ class StoredIndex(ChunkIndex):
 
     def shards(self) -> list[ShardedBase]:
         """Return a ShardedTensor for each name of a tensor, without data, and a ShardedObject for each object."""
-        tensors: list[ShardedBase] = [
-            ShardedTensor.from_global_shape(name, self.dtypes[number], self.shapes[number])
-            for name, number in self.numbers.items()
-        ]
+        tensors: list[ShardedBase] = []
+        dtypes, shapes, scales = self.dtypes, self.shapes, self.scales
+        for name, number in self.numbers.items():
+            shard = ShardedTensor.from_global_shape(name, dtypes[number], shapes[number])
+            if number in scales:
+                by, block = scales[number]
+                shard.block_scales = BlockScales(self.keys[by], block)
+            tensors.append(shard)
         return tensors + [shard for shard in map(_describe_object, self.objects) if shard is not None]
 
-    def _check_boxes(self, table: Table, numbers: torch.Tensor) -> torch.Tensor:
-        """Check that boxes fill their tensors, and are in order; return their volumes."""
-        spec, owners = table.spec, numbers[table.spec]
+    def columns(self) -> StoredColumns:
+        """Return the same in columns."""
+        keys, dtypes, shapes = [*self.numbers], self.dtypes, self.shapes
+        numbers = [*self.numbers.values()]
+        if len(numbers) > len(dtypes):  # aliases are names of tensors that are there already
+            dtypes, shapes = [dtypes[number] for number in numbers], [shapes[number] for number in numbers]
+        scales = {
+            name: BlockScales(self.keys[self.scales[number][0]], self.scales[number][1])
+            for name, number in (self.numbers.items() if self.scales else ())
+            if number in self.scales
+        }
+        objects = [shard.unique_key for shard in map(_describe_object, self.objects) if shard is not None]
+        return StoredColumns(keys, dtypes, shapes, objects, scales)
+
+    @property
+    def plain_objects(self) -> list[str]:
+        """The names of objects that are not those of ShardedObjects, and so are not among :meth:`shards`."""
+        return [name for name in self.objects if _describe_object(name) is None]
+
+    def _check_boxes(self, table: Table, numbers: torch.Tensor, *, is_all: bool) -> torch.Tensor:
+        """Check that boxes, if they are all, fill their tensors, and are in order; return their volumes."""
         extents, lacked = self._extents[numbers].long(), self._lacked[numbers]
+        if are_full(table, extents):  # most tensors have one box
+            return table.volume()
+        spec, owners = table.spec, numbers[table.spec]
         inside = (table.offset >= 0) & (table.offset <= extents[spec] - table.extent) & (table.extent >= lacked[spec])
         inside = inside.all(1)
         self._refuse(~inside, owners, "has a box outside of its shape")
         volume = table.volume()
-        totals = torch.zeros(len(numbers), dtype=torch.int64, device="cpu").index_add_(0, spec, volume)
-        shapes = [self.shapes[number] for number in numbers.tolist()]
-        self._refuse(totals != extents.prod(1), numbers, "has boxes that do not have each of its elements once")
-        wrong = find_untiled(table, shapes)
-        if wrong:
-            self._fail(self.keys[int(numbers[wrong[0]])], "has boxes that do not have each of its elements once")
+        if is_all:
+            totals = torch.zeros(len(numbers), dtype=torch.int64, device="cpu").index_add_(0, spec, volume)
+            shapes = [self.shapes[number] for number in numbers.tolist()]
+            self._refuse(totals != extents.prod(1), numbers, "has boxes that do not have each of its elements once")
+            wrong = find_untiled(table, shapes)
+            if wrong:
+                self._fail(self.keys[int(numbers[wrong[0]])], "has boxes that do not have each of its elements once")
         steps = table.offset[1:] - table.offset[:-1]
         moved = steps != 0
         first = moved.to(torch.uint8).argmax(1, keepdim=True) if steps.shape[1] else moved.long()
@@ -388,19 +383,24 @@ class StoredIndex(ChunkIndex):
         """Check that payloads lie in their files, aligned and behind a header, and share no bytes."""
         spec, start, length = chunks.box.spec, chunks.start, chunks.length
         sizes = self._sizes_of(chunks.file)
-        bad = (start % ALIGN != 0) | (start < ALIGN) | (length > sizes - start)
-        self._refuse(bad, numbers[spec], "has a payload outside of its file, or not at a multiple of 64 bytes")
-        order = _sort_places(chunks.file, start, length)
-        file, start, length = chunks.file[order], start[order], length[order]
-        common = (file[1:] == file[:-1]) & (start[:-1] + length[:-1] > start[1:])
-        self._refuse(common, numbers[spec[order]][1:], "has a payload that shares bytes with another")
+        bad = (start % self._align != 0) | (start < LENGTH_BYTES) | (length > sizes - start)
+        self._refuse(
+            bad, numbers[spec], f"has a payload outside of its file, or not at a multiple of {self._align} bytes"
+        )
+        order, shared = _find_shared(chunks.file, start, length)
+        self._refuse(shared, numbers[spec[order]][1:], "has a payload that shares bytes with another")
 
     def _sizes_of(self, numbers: torch.Tensor) -> torch.Tensor:
         """Return the size in bytes of the file with each number."""
-        found = torch.zeros(len(self.files), dtype=torch.int64, device="cpu")
-        for number in torch.bincount(numbers, minlength=1).nonzero().view(-1).tolist():
-            found[number] = self._size_of(self.files[number])
-        return found[numbers]
+        found = self._file_sizes[numbers]
+        if bool((found < 0).any()):
+            self._size_of(self.files[int(numbers[found < 0][0])])
+        return found
+
+    @cached_property
+    def _file_sizes(self) -> torch.Tensor:
+        """The size of each file in bytes; -1 for one that the checkpoint does not have."""
+        return make_column([self._sizes.get(name, -1) for name in self.files])
 
     def _size_of(self, name: str) -> int:
         if name not in self._sizes:
@@ -426,17 +426,46 @@ def read_index(reader: CheckpointReader) -> StoredIndex:
     return reader.parsed(INDEX_FILE, lambda: _read_index(reader))
 
 
-def _read_index(reader: CheckpointReader) -> StoredIndex:
+def find_part_errors(reader: CheckpointReader) -> dict[str, CheckpointingException | None]:
+    """Return the error of each part of the index that is in a file of its own, or None, by file name.
+
+    Raises:
+        CorruptCheckpointError: The index itself is damaged.
+    """
+    columns = _read_columns(reader)
+    if FEATURE not in parse_header(columns.metadata.get(HEADER)).required_features:
+        return {}
+    strings = Strings(columns.raw("text"), read_column(columns, "text_end", (-1,)).long())
+    return {name: find_error(IndexParts, [(name, head)], reader) for name, head in _list_parts(columns, strings)}
+
+
+def _list_parts(columns: Columns, strings: Strings) -> list[tuple[str, int]]:
+    """Return the files that have parts of the index, and the bytes of each before its rows."""
+    names = strings.get(read_column(columns, "part", (-1,), len(strings)).tolist())
+    for name in names:
+        _check_data_name(name)
+    require(len({*names}) == len(names), "part", "has a file twice")
+    return list(zip(names, read_column(columns, "part_head", (len(names),)).tolist(), strict=True))
+
+
+def _read_columns(reader: CheckpointReader) -> Columns:
+    """Return the columns of the index."""
     source = f"{reader.directory / INDEX_FILE}"
     size = reader.size(INDEX_FILE)
-    if size > LENGTH_BYTES + _HEADER_LIMIT:  # in a smaller file no header is longer
-        header_length(reader.read_range(INDEX_FILE, 0, LENGTH_BYTES, "the index"), size, source, _HEADER_LIMIT)
+    if size > LENGTH_BYTES + HEADER_LIMIT:  # in a smaller file no header is longer
+        header_length(reader.read_range(INDEX_FILE, 0, LENGTH_BYTES, "the index"), size, source, HEADER_LIMIT)
     data = bytearray(size)
     reader.read_into(INDEX_FILE, 0, memoryview(data), "the index")
+    return Columns(data, source)
+
+
+def _read_index(reader: CheckpointReader) -> StoredIndex:
+    source = f"{reader.directory / INDEX_FILE}"
+    columns = _read_columns(reader)
     record = reader.manifest.record
     sizes = {} if record is None else {file.name: file.size for file in record.files}
     try:
-        index = StoredIndex(Columns(data, source), source, sizes)
+        index = StoredIndex(columns, source, sizes, reader)
     except (CorruptCheckpointError, VersionTooNewError) as exc:
         raise exc if str(exc).startswith(source) else type(exc)(f"{source}: {exc}") from exc
     if record is not None and index.header.id != record.save_id:
@@ -447,41 +476,6 @@ def _read_index(reader: CheckpointReader) -> StoredIndex:
     return index
 
 
-def _parse_header(text: str | None) -> IndexHeader:
-    """Return the JSON of the index, if this release reads it."""
-    try:
-        found = parse_json((text or "").encode())
-        version = found.get("format") if isinstance(found, dict) else None
-        if isinstance(version, str) and re.fullmatch(r"[0-9]{1,9}\.[0-9]{1,9}", version):
-            major = int(version.partition(".")[0])
-            if major > _MAJOR:
-                raise VersionTooNewError(
-                    f"its format is {version}, this release reads {_MAJOR}.x: install a newer shardckpt"
-                )
-            if major < _MAJOR:
-                raise ValueError(f"its format is {version}, which never was")
-        header = IndexHeader.model_validate(found)
-    except (ValueError, ValidationError) as exc:
-        raise CorruptCheckpointError(f"the JSON in its metadata is damaged: {exc}") from exc
-    unknown = sorted(set(header.required_features) - _KNOWN_FEATURES)
-    if unknown:
-        raise VersionTooNewError(
-            f"it needs {listed([repr(name[:100]) for name in unknown])}, which this release does not know: install a "
-            f"newer shardckpt (it was written by {header.created_by!r:.100})"
-        )
-    return header
-
-
-def _parse_dtypes(names: Sequence[str], codes: torch.Tensor) -> list[torch.dtype]:
-    found = codes.tolist()
-    known = {code: parse_dtype(names[code]) for code in set(found)}
-    return [known[code] for code in found]
-
-
-def _trim(extents: torch.Tensor, axes: torch.Tensor) -> list[Ints]:
-    return [tuple(row[:count]) for row, count in zip(extents.tolist(), axes.tolist(), strict=True)]
-
-
 def _check_data_name(name: str) -> None:
     """Raise CorruptCheckpointError if no data file has such a name."""
     check_file_name(name)
@@ -489,60 +483,28 @@ def _check_data_name(name: str) -> None:
         raise CorruptCheckpointError(f"it names {name!r:.300}, which is no data file")
 
 
-def _read(columns: Columns, name: str, shape: Ints, below: int | None = None) -> torch.Tensor:
-    """Return a column in its stored dtype, after a check of its values.
+def _find_shared(file: torch.Tensor, start: torch.Tensor, length: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the order of payloads in their files, and of each but the first whether it begins before the last ends.
 
-    Args:
-        columns: The columns.
-        name: Its name.
-        shape: The shape that it must have; -1 for any size.
-        below: What its values must be below.
-
-    Raises:
-        CorruptCheckpointError: It is not there, or has another shape or other values.
+    An empty one comes before another at the same place.
     """
-    found = _read_unchecked(columns, name, shape)
-    low, high = found.aminmax() if found.numel() else (0, -1)
-    if int(low) < 0:
-        raise CorruptCheckpointError(f"its column {name!r} has {int(low)}")
-    if below is not None and int(high) >= below:
-        raise CorruptCheckpointError(f"its column {name!r} has {int(high)}, expected less than {below}")
-    return found
+    order = torch.arange(len(file), device="cpu")
+    shared = _share_bytes(file, start, length)
+    if bool(((file[1:] < file[:-1]) | shared).any()):  # most are written in this order
+        order = length.argsort(stable=True)
+        for column in (start, file):
+            order = order[column[order].argsort(stable=True)]
+        shared = _share_bytes(file[order], start[order], length[order])
+    return order, shared
 
 
-def _read_unchecked(columns: Columns, name: str, shape: Ints) -> torch.Tensor:
-    """Return a column in its stored dtype, whatever its values; the arguments are those of :func:`_read`."""
-    found = columns.stored(name)
-    if found.dim() != len(shape) or any(
-        size not in (-1, actual) for size, actual in zip(shape, found.shape, strict=True)
-    ):
-        expected = ", ".join("any" if size < 0 else str(size) for size in shape)
-        raise CorruptCheckpointError(f"its column {name!r} is of shape {tuple(found.shape)}, expected ({expected})")
-    return found
-
-
-def _sort_places(file: torch.Tensor, start: torch.Tensor, length: torch.Tensor) -> torch.Tensor:
-    """Return the order of payloads in their files; an empty one comes before another at the same place."""
-    order = length.argsort(stable=True)
-    for column in (start, file):
-        order = order[column[order].argsort(stable=True)]
-    return order
-
-
-def _count(extents: torch.Tensor) -> torch.Tensor:
-    """Return the products of sizes as floats, sizes of 0 left out."""
-    return extents.clamp(min=1).double().prod(1)
-
-
-def _require(fine: bool, name: str, fault: str) -> None:
-    if not fine:
-        raise CorruptCheckpointError(f"its column {name!r} {fault}")
+def _share_bytes(file: torch.Tensor, start: torch.Tensor, length: torch.Tensor) -> torch.Tensor:
+    return (file[1:] == file[:-1]) & (start[:-1] + length[:-1] > start[1:])
 
 
 def _describe_object(name: str) -> ShardedObject | None:
     """Return the description of an object; None if its name is not that of one of a grid, which loads ask for."""
     try:
-        found = PlainObject.empty_from_unique_key(name)
+        return ShardedObject.empty_from_unique_key(name)
     except CheckpointingException:
         return None
-    return None if isinstance(found, PlainObject) else found

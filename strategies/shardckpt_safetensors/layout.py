@@ -11,15 +11,17 @@ from shardckpt.planning import assign_holders, make_matrix
 from shardckpt.storage import HEADER_LIMIT, HeaderEntry, PackedShards, encode_header, pack_columns
 from shardckpt.tensors import LARGE, PAGE, page_offset
 from shardckpt_safetensors.dtypes import declare, dtype_name
-from shardckpt_safetensors.index import ALIGN, CODECS
-from shardckpt_safetensors.names import check_name
-from shardckpt_safetensors.write_plan import FilePlan, PlannedItem, WritePlan
+from shardckpt_safetensors.index_header import CODECS
+from shardckpt_safetensors.index_parts import ALIGN
+from shardckpt_safetensors.names import check_names
+from shardckpt_safetensors.write_plan import FilePlan, WritePlan
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from shardckpt.chunks import LocalItems
     from shardckpt.planning import Ints
+    from shardckpt.storage import Column
     from shardckpt_safetensors.write_plan import Payload
 
 #: Most items in a file: headers stay well below what readers accept.
@@ -116,8 +118,7 @@ def lay_out(items: LocalItems, objects: Mapping[str, Payload], rank: int, count:
     placed = [
         Placed(name, "U8", (len(payload.data),), len(payload.data)) for name, payload in objects.items()
     ] + _place_tensors(items)
-    for name in (*objects, *items.keys):
-        check_name(name)
+    check_names((*objects, *items.keys))
     count = max(count, -(-len(placed) // _MOST_ITEMS))
     chosen = [0] * len(placed)
     if count > 1:
@@ -130,26 +131,40 @@ def lay_out(items: LocalItems, objects: Mapping[str, Payload], rank: int, count:
         layout = lay_out_file([placed[number] for number in here])
         for number, start in zip(here, layout.starts, strict=True):
             starts[number] = start
-        planned = [
-            PlannedItem(number - len(objects), placed[number].nbytes, tail)
-            for number, tail in zip(here, layout.tails, strict=True)
-        ]
-        files.append(FilePlan(f"rank_{rank}_{len(files)}.safetensors", layout.head, planned))
+        behind = sum(number < len(objects) for number in here)  # objects come first
+        files.append(
+            FilePlan(
+                name=f"rank_{rank}_{len(files)}.safetensors",
+                head=layout.head,
+                objects={placed[n].name: tail for n, tail in zip(here[:behind], layout.tails, strict=False)},
+                positions=[n - len(objects) for n in here[behind:]],
+                sizes=[placed[n].nbytes for n in here[behind:]],
+                tails=layout.tails[behind:],
+                nbytes=layout.starts[-1] + placed[here[-1]].nbytes,
+            )
+        )
 
     of_file = [numbers[bucket] for bucket in chosen]
     codecs = [CODECS.index(payload.codec) for payload in objects.values()]
     first = len(objects)
     rows = [(of_file[n], starts[n], placed[n].nbytes, codec) for n, codec in enumerate(codecs)]
     boxes = list(zip(of_file[first:], starts[first:], strict=True))
-    locations = pack_columns(
-        {
-            "files": [file.name for file in files],
-            "boxes": make_matrix(boxes, 2, 0),
-            "objects": make_matrix(rows, 4, 0),
+    columns: dict[str, Column] = {
+        "files": [file.name for file in files],
+        "boxes": make_matrix(boxes, 2, 0),
+        "objects": make_matrix(rows, 4, 0),
+    }
+    if items.scales:
+        blocks = [scales.block for scales in items.scales.values()]
+        columns |= {
+            "scaled": list(items.scales),
+            "scaled_by": [scales.key for scales in items.scales.values()],
+            "scaled_block": make_matrix(blocks, max(map(len, blocks)), 1),
         }
-    )
+    locations = pack_columns(columns)
     stored = PackedShards.pack(items.keys, items.dtypes, items.shapes, items.boxes.table(), objects)
-    return WritePlan(files, items.tensors, keys, dict(objects), stored=stored), LocalPlan(stored, locations)
+    plan = WritePlan(files=files, tensors=items.tensors, keys=keys, objects=objects, stored=stored)
+    return plan, LocalPlan(stored, locations)
 
 
 def _place_tensors(items: LocalItems) -> list[Placed]:

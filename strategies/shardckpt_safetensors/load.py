@@ -5,20 +5,22 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from shardckpt.errors import CorruptCheckpointError
+from shardckpt.mapping import PlainObject
 from shardckpt.strategy import LoadStrategy
 from shardckpt_safetensors.check import check_files, list_files
-from shardckpt_safetensors.index import COMMON_FILE, read_index
+from shardckpt_safetensors.index import read_index
+from shardckpt_safetensors.index_header import COMMON_FILE
 from shardckpt_safetensors.load_plan import LoadPlan
-from shardckpt_safetensors.objects import decode_tree_file
+from shardckpt_safetensors.objects import decode_object, decode_tree_file
 from shardckpt_safetensors.remove import plan_removal
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from shardckpt.errors import CheckpointingException
     from shardckpt.mapping import ShardedBase, StateDict
     from shardckpt.storage import CheckpointReader
-    from shardckpt.strategy import LoadContext, Removal, StoredFile
+    from shardckpt.strategy import LoadContext, Removal, StoredBox, StoredColumns, StoredFile
 
 
 class SafetensorsLoadShardedStrategy(LoadStrategy):
@@ -72,6 +74,37 @@ class SafetensorsLoadShardedStrategy(LoadStrategy):
         """Return the stored tensors without data, unsharded, by each of their names, and the stored objects."""
         return read_index(context.reader).shards()
 
+    def list_columns(self, context: LoadContext) -> StoredColumns:
+        """Return the same in columns."""
+        return read_index(context.reader).columns()
+
+    def read_plain_objects(self, context: LoadContext) -> list[PlainObject]:
+        """Return the objects whose names are not those of ShardedObjects: other programs may write such.
+
+        Args:
+            context: The checkpoint's files.
+
+        Returns:
+            The objects, in the order of the index.
+        """
+        found = []
+        for name in read_index(context.reader).plain_objects:
+            stored, what = read_index(context.reader).take_object(name), f"object {name!r}"
+            value = decode_object(stored.codec, context.reader.read_range(*stored.item, what), what)
+            found.append(PlainObject(name, value))
+        return found
+
+    def list_plain_objects(self, context: LoadContext) -> list[str]:
+        """Return the names of these objects, without reading them.
+
+        Args:
+            context: The checkpoint's files.
+
+        Returns:
+            The names.
+        """
+        return read_index(context.reader).plain_objects
+
     def remove(self, prefix: str, reader: CheckpointReader) -> Removal:
         """Plan the removal of the tensors and objects whose keys begin with a prefix.
 
@@ -87,6 +120,10 @@ class SafetensorsLoadShardedStrategy(LoadStrategy):
     def list_files(self, reader: CheckpointReader) -> list[StoredFile]:
         """Return the files that the checkpoint must have."""
         return list_files(reader)
+
+    def list_boxes(self, reader: CheckpointReader) -> Iterator[StoredBox]:
+        """Return which file holds which box of each tensor."""
+        return read_index(reader).list_boxes()
 
     def check_files(self, reader: CheckpointReader) -> dict[str, CheckpointingException | None]:
         """Return the error of each listed file by name, or None, as far as a check without digests finds one."""

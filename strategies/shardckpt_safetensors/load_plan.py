@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from shardckpt.chunks import Item, ReadAhead
     from shardckpt.mapping import ShardedBase
-    from shardckpt.storage import CheckpointReader
+    from shardckpt.storage import CheckpointReader, RangeRead
     from shardckpt_safetensors.index import StoredIndex, StoredObject
 
 
@@ -47,6 +47,8 @@ class LoadPlan:
         self._tensors = RequestedTensors([s for s in requested if isinstance(s, ShardedTensor)], index, reader)
         self._objects: list[_ObjectRead] = []
         for shard in requested:
+            if type(shard) is ShardedTensor:  # most are, and to ask whether one is an object is slow
+                continue
             if isinstance(shard, ShardedObject):
                 self._objects.append(_ObjectRead(shard, index.take_object(shard.unique_key)))
             elif not isinstance(shard, ShardedTensor):
@@ -56,12 +58,24 @@ class LoadPlan:
 
     def read(self) -> None:
         """Read everything into the destinations."""
+        entire = self._tensors.take_entire()
         units: list[Sequence[Any]] = [*self._tensors.units()]
         # The reading threads have streams of their own: work of the caller's that uses the destinations must be done.
         synchronize_devices(item.target for unit in units for item in unit if isinstance(item, Region))
-        units += ((item,) for item in self._objects)
-        units.sort(key=lambda unit: _locate(unit[0]))
-        read_units(self._reader, units, _locate, _nbytes, self._read)
+        if self._objects:
+            units += ((item,) for item in self._objects)
+            units.sort(key=lambda unit: _locate(unit[0]))
+        read_units(self._reader, units, _locate, _nbytes, self._read, self._find_ranges, entire)
+
+    def _find_ranges(self, items: Sequence[Region | StagedRegion | _ObjectRead]) -> list[RangeRead | None]:
+        """Return the range of a file that fills each region as it is; None for those that are read another way."""
+        keys, dtypes = self._index.keys, self._index.dtypes
+        return [
+            item.find_range(item.chunk.item.offset, dtypes[item.number], keys[item.number])
+            if isinstance(item, Region)
+            else None
+            for item in items
+        ]
 
     def _read(self, item: Region | StagedRegion | _ObjectRead, ahead: ReadAhead | None) -> None:
         """Read an item, from memory if it was read ahead."""
@@ -76,20 +90,17 @@ class LoadPlan:
             item.shard.data = decode_object(item.stored.codec, source.read_range(*item.stored.item, what), what)
 
     def _read_region(self, region: Region, ahead: ReadAhead | None) -> None:
-        key, dtype = self._index.keys[region.number], self._index.dtypes[region.number]
-        chunk, target = region.chunk, region.target
+        chunk, target, dtype = region.chunk, region.target, self._index.dtypes[region.number]
+        takes_bytes = region.is_entire and target.dtype == dtype and is_ordinary(target)
+        if takes_bytes and ahead is not None and ahead.view(chunk.item) is not None:  # most are small
+            ahead.copy(chunk.item.offset, target)
+            return
         if not target.numel():
             return
+        key = self._index.keys[region.number]
         if ahead is None:
-            read_box(
-                self._reader,
-                StoredArray(chunk.item.file, chunk.item.offset, dtype, chunk.box.shape),
-                region.start,
-                target,
-                key,
-            )
-        elif region.is_entire and target.dtype == dtype and is_ordinary(target) and ahead.view(chunk.item) is not None:
-            ahead.copy(chunk.item.offset, target)
+            stored = StoredArray(chunk.item.file, chunk.item.offset, dtype, chunk.box.shape)
+            read_box(self._reader, stored, region.start, target, key)
         else:
             payload = bytearray(ahead.read_range(*chunk.item, key))
             values = torch.frombuffer(payload, dtype=torch.uint8).view(dtype).view(chunk.box.shape)

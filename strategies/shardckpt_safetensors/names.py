@@ -8,9 +8,10 @@ import torch
 
 from shardckpt.errors import CorruptCheckpointError, ShardingError
 from shardckpt.planning import make_column, make_matrix
+from shardckpt.tensors import tensor_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Collection, Iterable, Iterator
 
 from collections.abc import Sequence
 
@@ -37,9 +38,15 @@ class Lazy(Sequence[_T]):
         return self._count
 
     def __getitem__(self, index):  # type: ignore[no-untyped-def] # noqa: ANN001, ANN204 - Sequence has its overloads
+        return self._list()[index]
+
+    def __iter__(self) -> Iterator[_T]:
+        return iter(self._list())  # that of Sequence asks for one item after the other
+
+    def _list(self) -> list[_T]:
         if self._made is None:
             self._made = self._make()
-        return self._made[index]
+        return self._made
 
 
 class StringTable:
@@ -52,15 +59,15 @@ class StringTable:
         """Return the number of a string."""
         return self._numbers.setdefault(text, len(self._numbers))
 
-    def add_names(self, names: Iterable[str]) -> torch.Tensor:
+    def add_names(self, names: Collection[str]) -> torch.Tensor:
         """Return names as pairs of strings, int64 of shape (names, 2): up to the last dot, and the rest.
 
         Raises:
             ShardingError: The format cannot hold a name.
         """
+        check_names(names)
         pairs = []
         for name in names:
-            check_name(name)
             cut = name.rfind(".") + 1
             pairs.append((self.add(name[:cut]), self.add(name[cut:])))
         return make_matrix(pairs, 2, 0)
@@ -93,20 +100,16 @@ class Strings:
         self._text = bytes(text)
         if b"\0" in self._text:
             raise CorruptCheckpointError("its column 'text' has NUL")
-        self._ends = ends
+        #: Numbers of Python's, without an object each: a checkpoint may have a million names.
+        self._ends = tensor_bytes(ends).cast("q")
 
     def __len__(self) -> int:
         return len(self._ends)
 
-    def get(self, numbers: torch.Tensor) -> list[str]:
+    def get(self, numbers: Sequence[int]) -> list[str]:
         """Return some strings."""
-        ends = self._ends[numbers].tolist()
-        starts = torch.where(numbers > 0, self._ends[(numbers - 1).clamp(min=0)], 0).tolist()
-        text = self._text
-        try:
-            return [text[start:end].decode() for start, end in zip(starts, ends, strict=True)]
-        except UnicodeDecodeError as exc:
-            raise CorruptCheckpointError(f"its column 'text' has what is not UTF-8: {exc}") from exc
+        ends = self._ends
+        return self._decode([ends[number - 1] if number else 0 for number in numbers], map(ends.__getitem__, numbers))
 
     def names(self, column: str, pairs: torch.Tensor) -> list[str]:
         """Return the names of pairs.
@@ -114,20 +117,37 @@ class Strings:
         Raises:
             CorruptCheckpointError: One is empty, too long, not UTF-8, or there twice.
         """
-        places = pairs.long()
-        numbers = torch.arange(len(self), device="cpu")
-        if len(self) > 2 * places.numel():  # most strings are of other columns
-            numbers, places = places.unique(return_inverse=True)  # type: ignore[no-untyped-call]
-        texts = self.get(numbers)
-        found = [texts[first] + texts[second] for first, second in places.tolist()]
+        texts: Sequence[str] | dict[int, str]
+        if len(self) > 2 * pairs.numel():  # most strings are of other columns
+            numbers = pairs.unique().tolist()  # type: ignore[no-untyped-call]
+            texts = dict(zip(numbers, self.get(numbers), strict=True))
+        else:
+            ends = self._ends.tolist()
+            texts = self._decode([0, *ends], ends)
+        found = [texts[first] + texts[second] for first, second in pairs.tolist()]
         for name in found:
             if not 0 < len(name) <= _LONGEST or (4 * len(name) > _LONGEST < len(name.encode())):
                 raise CorruptCheckpointError(f"its column {column!r} has a name of {len(name)} characters")
         return found
 
+    def _decode(self, starts: Iterable[int], ends: Iterable[int]) -> list[str]:
+        text = self._text
+        try:
+            return [text[start:end].decode() for start, end in zip(starts, ends, strict=False)]
+        except UnicodeDecodeError as exc:
+            raise CorruptCheckpointError(f"its column 'text' has what is not UTF-8: {exc}") from exc
 
-def check_name(name: str) -> None:
+
+def check_names(names: Collection[str]) -> None:
     """Raise ShardingError if the format cannot hold a name."""
+    text, lengths = "".join(names), set(map(len, names))
+    if text.isascii() and "\0" not in text and lengths <= set(range(1, _LONGEST + 1)):
+        return  # most are so: one look at all takes a tenth of the time
+    for name in names:
+        _check_name(name)
+
+
+def _check_name(name: str) -> None:
     try:
         nbytes = len(name.encode())
     except UnicodeEncodeError as exc:

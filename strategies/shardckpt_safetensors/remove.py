@@ -9,11 +9,15 @@ import torch
 
 from shardckpt.chunks import Item, MergedPlan
 from shardckpt.errors import CorruptCheckpointError
-from shardckpt.planning import make_column
+from shardckpt.planning import make_column, sort_unique
 from shardckpt.strategy import KeptItem, Removal
 from shardckpt_safetensors.dtypes import declare
-from shardckpt_safetensors.index import CODECS, INDEX_FILE, encode_index, read_index
+from shardckpt_safetensors.encoded_index import encode_index
+from shardckpt_safetensors.index import read_index
+from shardckpt_safetensors.index_header import CODECS, INDEX_FILE
+from shardckpt_safetensors.index_parts import MOST_ROWS, encode_part
 from shardckpt_safetensors.layout import Placed, lay_out_file, piece_name
+from shardckpt_safetensors.whole import WEIGHTS_INDEX, StoredFolder
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
@@ -55,14 +59,27 @@ def plan_removal(prefix: str, reader: CheckpointReader) -> Removal:
     dropped = frozenset(gone - kept.keys())
     rewritten: dict[str, list[KeptItem]] = {}
     heads: dict[str, bytes] = {}
+    folder = StoredFolder(reader)
+    # of files that other tools open, empty tensors are left out: nothing says which of several at one place it is
+    places_of = {file: [item.offset for item, _ in kept.get(file, ()) if item.length] for file in folder.files}
     for file in sorted(gone & kept.keys()):
-        layout = lay_out_file([placed for _, placed in kept[file]])
-        heads[file] = layout.head
+        stays = kept[file]
+        if file in folder.files:
+            stays = [pair for pair in stays if pair[0].length]
+            heads[file], starts = folder.lay_out(file, places_of[file])
+        else:
+            layout = lay_out_file([placed for _, placed in stays])
+            heads[file], starts = layout.head, layout.starts
         rewritten[file] = [
             KeptItem(placed.name, item.offset, item.length, start)
-            for (item, placed), start in zip(kept[file], layout.starts, strict=True)
+            for (item, placed), start in zip(stays, starts, strict=True)
         ]
-    renewed = {INDEX_FILE: _encode_rest(index, names, keys, rewritten)}
+    renewed = _encode_rest(index, names, keys, rewritten, heads)
+    dropped |= frozenset(index.parts) - renewed.keys()
+    if any(places_of.values()):
+        renewed[WEIGHTS_INDEX] = folder.renew(places_of)
+    elif folder.files:
+        dropped |= {WEIGHTS_INDEX}
     return Removal(keys, renewed, dropped, rewritten, heads)
 
 
@@ -87,14 +104,22 @@ def _place_items(index: StoredIndex) -> list[tuple[int | str, Item, Placed]]:
 
 
 def _encode_rest(
-    index: StoredIndex, names: Mapping[int, list[str]], keys: frozenset[str], rewritten: Mapping[str, list[KeptItem]]
-) -> bytes:
-    """Return the index of what stays."""
+    index: StoredIndex,
+    names: Mapping[int, list[str]],
+    keys: frozenset[str],
+    rewritten: Mapping[str, list[KeptItem]],
+    heads: Mapping[str, bytes],
+) -> dict[str, bytes]:
+    """Return the index of what stays, by file name: in parts if it was and is large."""
     offsets = {Item(name, item.start, item.nbytes): item.to for name, items in rewritten.items() for item in items}
     stays = sorted(names)
     chunks, bounds = index.take_chunks(make_column(stays))
     rows = zip(chunks.file.tolist(), chunks.start.tolist(), chunks.length.tolist(), strict=True)
-    starts = [offsets.get(Item(index.files[file], start, length), start) for file, start, length in rows]
+    starts = []
+    for file, start, length in rows:
+        name = index.files[file]
+        # what has no bytes, and is not in a rewritten file, is right behind its header
+        starts.append(offsets.get(Item(name, start, length), start if length else len(heads.get(name, bytes(start)))))
     objects: dict[str, list[int]] = {}
     used = set(chunks.file.tolist())
     for name, stored in index.objects.items():
@@ -107,6 +132,7 @@ def _encode_rest(
     anew = make_column([int(used) for used in files]).cumsum(0) - 1  # files are numbered anew
     for row in objects.values():
         row[0] = int(anew[row[0]])
+    place = {number: n for n, number in enumerate(stays)}
     plan = MergedPlan(
         [names[number][0] for number in stays],
         [index.dtypes[number] for number in stays],
@@ -116,13 +142,42 @@ def _encode_rest(
         torch.stack([anew[chunks.file], make_column(starts)], 1),
         list(compress(index.files, files)),
         objects,
+        {name: place[number] for number in stays for name in names[number][1:]},
+        {
+            place[number]: (place[by], block)
+            for number, (by, block) in index.scales.items()
+            if number in place and by in place
+        },
     )
-    aliases = {name: place for place, number in enumerate(stays) for name in names[number][1:]}
     if unknown := {stored.codec for stored in index.objects.values()} - set(CODECS):
         raise CorruptCheckpointError(f"objects have codecs that this release does not know: {sorted(unknown)}")
-    header = index.header.model_copy(deep=True)
-    scales = (header.model_extra or {}).get("block_scales")
-    if isinstance(scales, dict):  # those of what is gone would name no tensor
-        for name in keys & scales.keys():
-            del scales[name]
-    return encode_index(plan, header, aliases)
+    if not index.parts or len(plan.boxes.spec) <= MOST_ROWS:
+        return {INDEX_FILE: encode_index(plan).to_bytes(index.header)}
+    owners = index.find_parts(make_column(stays))
+    parts = {
+        index.parts[number]: encode_part(_take_tensors(plan, owners == number))
+        for number in sort_unique(owners).tolist()
+    }
+    rest = _take_tensors(plan, owners < 0)._replace(
+        files=plan.files, objects=objects, aliases=plan.aliases, scales=plan.scales
+    )
+    root = encode_index(rest, {name: part.head for name, part in parts.items()})
+    return {INDEX_FILE: root.to_bytes(index.header), **{name: part.data for name, part in parts.items()}}
+
+
+def _take_tensors(plan: MergedPlan, mask: torch.Tensor) -> MergedPlan:
+    """Return some tensors of a plan with their boxes, without files and objects."""
+    numbers = mask.nonzero().view(-1)
+    rows = mask[plan.boxes.spec]
+    counts = (plan.bounds[1:] - plan.bounds[:-1])[numbers]
+    box = plan.boxes.rows(rows)
+    return MergedPlan(
+        [*compress(plan.keys, mask.tolist())],
+        [*compress(plan.dtypes, mask.tolist())],
+        [*compress(plan.shapes, mask.tolist())],
+        torch.cat([counts.new_zeros(1), counts.cumsum(0)]),
+        box._replace(spec=torch.searchsorted(numbers, box.spec)),
+        plan.locations[rows],
+        [],
+        {},
+    )

@@ -2,30 +2,41 @@
 
 from __future__ import annotations
 
+from copy import copy
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, cast
 
-from shardckpt.chunks import collect_items, count_files, merge_plans, view_tensors
+from shardckpt.chunks import ChunkSaveStrategy, has_scales, merge_by_owners, merge_plans
 from shardckpt.errors import CheckpointingException
+from shardckpt.huggingface import find_mapping, parse_size
 from shardckpt.parallel import assign_main_replicas
-from shardckpt.strategy import AsyncSaveStrategy, PreparedSave
+from shardckpt_safetensors.encoded_index import EncodedIndex, encode_index, is_unaligned
+from shardckpt_safetensors.index_parts import PAGE_ROWS, encode_part
 from shardckpt_safetensors.layout import lay_out
 from shardckpt_safetensors.objects import encode_object, encode_tree_file
-from shardckpt_safetensors.write_plan import GlobalFiles, Payload
+from shardckpt_safetensors.whole import WholeOptions, choose_assets, parse_patterns, plan_whole
+from shardckpt_safetensors.write_plan import Payload, WritePlan
 
 if TYPE_CHECKING:
+    import os
     from collections.abc import Hashable, Mapping, Sequence
-    from typing import Any
 
-    import torch
-
-    from shardckpt.chunks import MergedPlan, Source
+    from shardckpt.chunks import ChunkWork, LocalItems, LocalPlan, SavePlan
+    from shardckpt.distributed import Comm
     from shardckpt.mapping import CommonStateDict, ShardedBase
-    from shardckpt.strategy import PlanContext
-    from shardckpt_safetensors.write_plan import WritePlan
+    from shardckpt.plugins import KeyMapping
+    from shardckpt.strategy import PlanContext, PreparedSave
+    from shardckpt_safetensors.whole import Layout, WholePlan
 
 
-class SafetensorsSaveShardedStrategy(AsyncSaveStrategy):
+class _Plan(NamedTuple):
+    """A rank's part of a plan: of boxes and objects, and of whole tensors, if there are any."""
+
+    boxes: SavePlan[EncodedIndex, Payload]
+    whole: WholePlan | None
+
+
+class SafetensorsSaveShardedStrategy(ChunkSaveStrategy[EncodedIndex, Payload]):
     """Writes safetensors files and an index of columns; objects and common state as JSON and tensors, never as pickles.
 
     Args:
@@ -33,10 +44,29 @@ class SafetensorsSaveShardedStrategy(AsyncSaveStrategy):
             may write it, and the bytes are balanced over all ranks.
         thread_count: Number of files per rank, balanced by bytes. By default one; on file systems known to write only
             through the page cache, as many as can be written concurrently, each of at least 32 MiB.
+        store_aliases: Whether tied tensors are stored once, under the first of their keys, and the others are aliases
+            of it. Tied are tensors that are the same memory (address, shape, strides, dtype) and the same shards on
+            all ranks that have one of them. If False, each key has values of its own in the files. Of whole tensors
+            ``lm_head.weight`` alone is stored so, if the ``config.json`` of ``assets`` says ``tie_word_embeddings``.
+        layout: How tensors are stored. ``"boxes"``: each rank's boxes in files of its own. ``"whole"``: contiguous,
+            under the names of a Hugging Face folder, with its index, so that inference tools open the checkpoint as it
+            is; ranks exchange what is cut otherwise than along the first axis. ``"auto"``: whole where that needs no
+            exchange, else boxes. ``"whole"`` and ``"auto"`` are for the keys that begin with ``prefix``. Or a dict of
+            these by pattern of keys (:mod:`fnmatch`), of which the first that matches counts; boxes where none does.
+        prefix: Prefix of the model's keys, which the names in the folder lack. By default ``"model."`` if the keys are
+            those of a model with its optimizers (``model.*`` and ``optimizer.*``), else none.
+        mapping: How names and shapes change, as for :func:`shardckpt.huggingface.export_to_huggingface`: a tensor of
+            all experts becomes one for each expert in the files. Tensors that it transposes are stored in boxes only.
+        max_shard_size: Bytes of whole tensors in a file, ``"5GB"`` (10^9) or ``"5GiB"``.
+        assets: A folder with the model's other files (config, tokenizer), or a list of files, which are copied.
+
+    Raises:
+        CheckpointingException: An argument is not one of these.
 
     Example::
 
-        dist_checkpointing.save(state, path, SafetensorsSaveShardedStrategy())
+        dist_checkpointing.save(state, path, SafetensorsSaveShardedStrategy(layout="whole", assets="Qwen3-8B"))
+        AutoModelForCausalLM.from_pretrained(path)
     """
 
     backend = "safetensors"
@@ -44,19 +74,67 @@ class SafetensorsSaveShardedStrategy(AsyncSaveStrategy):
     reader = "shardckpt 0.1"
     caches_plan = True
 
-    def __init__(self, *, keep_only_main_replica: bool = True, thread_count: int | None = None) -> None:
-        if thread_count is not None and thread_count < 1:
-            raise CheckpointingException(f"thread_count={thread_count}: a rank writes at least one file")
-        self._main_only = keep_only_main_replica
-        self._files = thread_count
+    #: Bytes of the plans of all ranks that go to the main rank, at most: about a million boxes. Where they would be
+    #: more, the ranks make the index in parts, and no rank receives more than this.
+    gathered_bytes: ClassVar[int] = 60 << 20
+    #: Boxes in a part of the index, on average, and in a page of a part.
+    part_rows: ClassVar[int] = 1 << 17
+    page_rows: ClassVar[int] = PAGE_ROWS
+
+    def __init__(
+        self,
+        *,
+        keep_only_main_replica: bool = True,
+        thread_count: int | None = None,
+        store_aliases: bool = True,
+        layout: Layout | Mapping[str, Layout] = "boxes",
+        prefix: str | None = None,
+        mapping: str | KeyMapping | None = None,
+        max_shard_size: int | str = "5GB",
+        assets: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None = None,
+    ) -> None:
+        super().__init__(keep_only_main_replica=keep_only_main_replica, thread_count=thread_count)
+        self.finds_aliases = store_aliases
+        self._options = WholeOptions(
+            patterns=parse_patterns(layout),
+            prefix=prefix,
+            mapping=find_mapping(mapping),
+            limit=parse_size(max_shard_size),
+            assets=choose_assets(assets),
+            store_aliases=store_aliases,
+        )
+        #: The whole tensors of a save, while it is planned.
+        self._whole: WholePlan | None = None
+        # a mapping of the caller's may be compared by its values, which may change: then plans are this instance's
+        named = mapping is None or isinstance(mapping, str)
+        options = self._options
+        self._plan_key = (options.patterns, prefix, mapping, options.limit, options.assets) if named else None
+        if self._options.assets and not self._options.patterns:
+            raise CheckpointingException(
+                "assets are copied next to whole tensors, and layout='boxes' has none: pass layout='whole' or 'auto'"
+            )
+
+    def store_hub_folders(
+        self, prefix: str | None, mapping: str | KeyMapping | None, assets: str | None
+    ) -> SafetensorsSaveShardedStrategy:
+        """Return a strategy like this one with ``layout="whole"``; see :class:`shardckpt.strategy.StoresHubFolders`."""
+        return SafetensorsSaveShardedStrategy(
+            keep_only_main_replica=self._main_only,
+            thread_count=self._files,
+            store_aliases=self.finds_aliases,
+            layout="whole",
+            prefix=prefix,
+            mapping=mapping,
+            assets=assets,
+        )
 
     @property
     def plan_cache_key(self) -> Hashable:
         """What the plan depends on, in addition to the shards: the class and its options."""
-        return type(self), self._main_only, self._files
+        return (super().plan_cache_key, self.finds_aliases, self._plan_key) if self._plan_key is not None else self
 
     def prepare(self, shards: Sequence[ShardedBase], common: CommonStateDict, context: PlanContext) -> PreparedSave:
-        """Collective: plan with all ranks, and encode the objects and the common state; no tensor is read yet.
+        """Collective: plan with all ranks; values of whole tensors that other ranks write are sent to them.
 
         Args:
             shards: This rank's shards.
@@ -70,91 +148,115 @@ class SafetensorsSaveShardedStrategy(AsyncSaveStrategy):
             ShardingError: Ranks disagree on a tensor, its boxes do not fill it, or the format cannot hold a key, a
                 dtype or a value.
         """
-        comm = context.comm
+        if not self._options.patterns:
+            prepared = super().prepare(shards, common, context)
+            return replace(prepared, plan=_Plan(prepared.plan, None))
+        # a copy: several saves may have one strategy, and each lays out its own tensors
+        saver = copy(self)
         if not self._main_only:
-            shards = assign_main_replicas(shards, comm)
-        stored_common = _encode_common(common, context)
-        with comm.local_phase("planning"):
-            items = collect_items(shards)
-        with comm.local_phase("encoding objects"):
-            objects = _encode_objects(items.objects, shards)
-        with comm.local_phase("assigning items to files"):
-            nbytes = sum(tensor.nbytes for tensor in items.tensors)
-            files = count_files(self._files, nbytes, context.staging)
-            write_plan, local_plan = lay_out(items, objects, comm.rank, files)
-        plans = comm.gather(local_plan)
-        with comm.local_phase("planning for all ranks"):
-            merged = merge_plans(plans) if comm.is_main else None
+            shards = assign_main_replicas(shards, context.comm)
+            saver._main_only = True  # noqa: SLF001 - its own class; they are assigned, and need not be once more
+        whole = saver._whole = plan_whole(shards, common, self._options, context)  # noqa: SLF001 - as above
+        rest = shards if whole is None else whole.split(shards)[1]
+        prepared = super(SafetensorsSaveShardedStrategy, saver).prepare(rest, common, context)
+        return self._add_whole(prepared, _Plan(prepared.plan, whole), shards, context)
 
-        # The plan is kept for later saves, so it holds no values: a cached plan must not keep a model in memory.
-        write_plan = replace(write_plan, tensors=[], objects={})
-        plan = SavePlan(items.sources, items.objects, _sizes(objects), nbytes, files, write_plan, merged)
-        return plan.prepare(items.tensors, objects, stored_common, context)
-
-    def replan(
-        self, plan: SavePlan, shards: Sequence[ShardedBase], common: CommonStateDict, context: PlanContext
+    def replan(  # type: ignore[override] # its own plan has the base's
+        self, plan: _Plan, shards: Sequence[ShardedBase], common: CommonStateDict, context: PlanContext
     ) -> PreparedSave | None:
         """Collective: prepare a save by an earlier plan, for shards with the same metadata.
 
+        Args:
+            plan: The plan of the earlier save, on this rank.
+            shards: This rank's shards.
+            common: The common state; the main rank's is stored.
+            context: The ranks that save together, and what they save to.
+
         Returns:
-            The save; None on all ranks if the payload of an object has another size or codec now, or another number of
-            files is better.
+            The save; None on all ranks if an encoded object has another size now, other tensors are tied, or another
+            number of files is better.
         """
-        comm = context.comm
-        stored_common = _encode_common(common, context)
-        with comm.local_phase("encoding objects"):
-            objects = _encode_objects(plan.objects, shards)
-            files = count_files(self._files, plan.nbytes, context.staging)
-        # A payload of another size would move all that is behind it in the file.
-        if not comm.all_true(_sizes(objects) == plan.sizes and files == plan.files):
-            return None
-        return plan.prepare(view_tensors(plan.sources, shards), objects, stored_common, context)
+        whole, rest = ([], shards) if plan.whole is None else plan.whole.split(shards)
+        if plan.whole is not None:
+            with context.comm.local_phase("looking for tied tensors"):
+                same = plan.whole.has_ties(whole, self._options)
+            if not context.comm.all_true(same):
+                return None
+        boxes = super().replan(plan.boxes, rest, common, context)
+        return None if boxes is None else self._add_whole(boxes, plan, shards, context)
 
-
-class SavePlan(NamedTuple):
-    """A rank's part of a plan, for saves of shards with the same metadata.
-
-    Attributes:
-        sources: Where the values of each box come from.
-        objects: The positions of the ShardedObjects among the rank's shards, by unique key.
-        sizes: Codec and bytes of their payloads, by unique key.
-        nbytes: The size of all tensors, in bytes.
-        files: The number of files.
-        write_plan: The write plan without values.
-        merged: What all ranks store; None except on the main rank.
-    """
-
-    sources: list[Source]
-    objects: dict[str, int]
-    sizes: dict[str, tuple[str, int]]
-    nbytes: int
-    files: int
-    write_plan: WritePlan
-    merged: MergedPlan | None
-
-    def prepare(
-        self,
-        tensors: list[torch.Tensor],
-        objects: dict[str, Payload],
-        stored_common: bytes,
-        context: PlanContext,
+    def _add_whole(
+        self, boxes: PreparedSave, plan: _Plan, shards: Sequence[ShardedBase], context: PlanContext
     ) -> PreparedSave:
-        """Return a save of these values by this plan; needs no other rank."""
-        global_files = None if self.merged is None else GlobalFiles(self.merged, context.save_id, stored_common)
-        work = replace(self.write_plan, tensors=tensors, objects=objects, global_files=global_files)
-        return PreparedSave(work, plan=self)
+        """Collective: return a save of boxes with the values of the whole tensors."""
+        whole, work = plan.whole, cast("WritePlan", boxes.work)
+        if whole is not None:
+            with context.comm.local_phase("reading the assets"):
+                others = whole.small_files(self._options) if context.comm.is_main else {}
+            values = whole.collect(whole.split(shards)[0], context.comm)
+            work = replace(work, tensors=[*work.tensors, *values], whole=replace(whole.work, others=others))
+        return replace(boxes, work=work, plan=plan)
 
+    def encode_objects(
+        self,
+        objects: Mapping[str, int],
+        shards: Sequence[Any],
+        context: PlanContext,  # noqa: ARG002 - nothing that a caller could allow: no value is pickled
+    ) -> dict[str, Payload]:
+        """Return the payloads of a rank's objects; arguments as of the base."""
+        return {key: Payload(*encode_object(shards[n].data, f"object {key!r}")) for key, n in objects.items()}
 
-def _encode_objects(objects: Mapping[str, int], shards: Sequence[Any]) -> dict[str, Payload]:
-    """Return the payloads of a rank's objects, by unique key."""
-    return {key: Payload(*encode_object(shards[n].data, f"object {key!r}")) for key, n in objects.items()}
+    def encode_common(self, common: CommonStateDict, context: PlanContext) -> bytes:  # noqa: ARG002 - as above
+        """Return the file with the common state; arguments as of the base."""
+        return encode_tree_file(common, "the common state")
 
+    def measure(self, encoded: Payload) -> tuple[str, int]:
+        """Return the codec and the size in bytes; arguments as of the base."""
+        return encoded.codec, len(encoded.data)
 
-def _encode_common(common: CommonStateDict, context: PlanContext) -> bytes:
-    """Encode the common state on the main rank; the others return empty bytes. Needs no other rank."""
-    with context.comm.local_phase("encoding the common state"):
-        return encode_tree_file(common, "the common state") if context.comm.is_main else b""
+    def lay_out(
+        self,
+        items: LocalItems,
+        objects: Mapping[str, Payload],
+        shards: Sequence[ShardedBase],  # noqa: ARG002 - the items have all that this format stores
+        rank: int,
+        files: int,
+    ) -> tuple[WritePlan, LocalPlan]:
+        """Return what a rank writes, and the same as the main rank needs it; arguments as of the base."""
+        work, plan = lay_out(items, objects, rank, files)
+        if self._whole is not None:
+            work = replace(work, whole=self._whole.work, keys=[*work.keys, *self._whole.keys])
+            plan = self._whole.add_to(plan, items, objects) if rank == 0 else plan
+        return work, plan
 
+    def merge(
+        self, work: ChunkWork[EncodedIndex, Payload], plan: LocalPlan, aliases: Mapping[str, str], comm: Comm
+    ) -> tuple[ChunkWork[EncodedIndex, Payload], EncodedIndex | None]:
+        """Collective: make the index, in parts if it is large: each is made by the rank that owns it; see the base.
 
-def _sizes(objects: Mapping[str, Payload]) -> dict[str, tuple[str, int]]:
-    return {key: (payload.codec, len(payload.data)) for key, payload in objects.items()}
+        Aliases and block scales refer to tensors of other parts, and rows of parts count bytes by 64: an index with
+        aliases, block scales or unaligned payloads is made by the main rank.
+        """
+        if self._whole is not None:
+            aliases = {**aliases, **self._whole.aliases}
+        plans = comm.gather_up_to(self.gathered_bytes, plan)
+        is_large = plans is None or (comm.world_size == 1 and plan.nbytes > self.gathered_bytes)
+        if is_large:
+            rows, others = comm.total(plan.stored.size, has_scales(plan) or is_unaligned(plan))
+            if aliases or others:
+                plans, is_large = comm.gather(plan), False
+        if plans is not None and not is_large:
+            with comm.local_phase("planning for all ranks"):
+                return work, self.make_index(plans, aliases) if comm.is_main else None
+        owned = merge_by_owners(plan, max(1, -(-rows // self.part_rows)), comm)
+        with comm.local_phase("planning for all ranks"):
+            parts = {f"index_{n}.safetensors": encode_part(part, self.page_rows) for n, part in owned.parts.items()}
+        heads = comm.gather_some({name: part.head for name, part in parts.items()}, given=bool(parts))
+        with comm.local_phase("planning for all ranks"):
+            named = {name: head for some in heads for name, head in some.items()}
+            index = None if owned.rest is None else encode_index(owned.rest, named)
+        return replace(cast("WritePlan", work), parts=parts), index
+
+    def make_index(self, plans: Sequence[LocalPlan], aliases: Mapping[str, str]) -> EncodedIndex:
+        """Return the index of what all ranks store; arguments as of the base."""
+        return encode_index(merge_plans(plans, aliases))

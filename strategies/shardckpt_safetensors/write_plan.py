@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from operator import add
 from typing import TYPE_CHECKING, NamedTuple
 
-from shardckpt.chunks import append_tensor
+from shardckpt.chunks import ChunkWork, append_run, cut_runs
 from shardckpt.errors import ShardingError
-from shardckpt.tensors import synchronize_devices
-from shardckpt_safetensors.index import COMMON_FILE, INDEX_FILE, encode_index, make_header
+from shardckpt_safetensors.encoded_index import EncodedIndex
+from shardckpt_safetensors.index_header import COMMON_FILE, INDEX_FILE, make_header
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     import torch
 
-    from shardckpt.chunks import MergedPlan
     from shardckpt.storage import CheckpointWriter, FileWriter, PackedShards
+    from shardckpt_safetensors.index_parts import EncodedPart
+    from shardckpt_safetensors.whole import WholeWork
 
 
 class Payload(NamedTuple):
@@ -24,104 +28,94 @@ class Payload(NamedTuple):
     data: bytes
 
 
-class PlannedItem(NamedTuple):
-    """An item of a file.
-
-    Attributes:
-        position: Of a tensor among the rank's; of an object from the end of its objects, so it is negative.
-        nbytes: Bytes of the payload.
-        tail: Bytes of padding behind it.
-    """
-
-    position: int
-    nbytes: int
-    tail: int
-
-
 class FilePlan(NamedTuple):
-    """A file to write.
+    """A file to write: a header, then objects, then tensors, each with padding behind it.
 
     Attributes:
         name: Its name.
         head: Its first bytes: the header.
-        items: What follows, in order.
+        objects: Bytes of padding behind each object, by unique key.
+        positions: The tensors, by their positions among the rank's, ascending.
+        sizes: Bytes of each of these.
+        tails: Bytes of padding behind each of these.
+        nbytes: Bytes of the file.
     """
 
     name: str
     head: bytes
-    items: list[PlannedItem]
+    objects: dict[str, int]
+    positions: list[int]
+    sizes: list[int]
+    tails: list[int]
+    nbytes: int
 
 
-class GlobalFiles(NamedTuple):
-    """What only the main rank writes: the index and the common state.
-
-    Attributes:
-        plan: What all ranks store.
-        save_id: A name that no other save has.
-        common: The file with the common state.
-    """
-
-    plan: MergedPlan
-    save_id: str
-    common: bytes
-
-
-@dataclass
-class WritePlan:
-    """Everything that a rank writes; see :class:`shardckpt.strategy.BackgroundWork`.
+@dataclass(kw_only=True)
+class WritePlan(ChunkWork[EncodedIndex, Payload]):
+    """Everything that a rank writes.
 
     Attributes:
-        files: The files, with the positions of their tensors in the lists below.
-        tensors: The tensors.
-        keys: Their keys.
-        objects: The objects, by unique key.
-        global_files: The files that only the main rank writes; None on the others.
-        stored: The boxes of the tensors, in the same order, and the objects.
+        files: The files.
+        whole: The files with whole tensors, whose tensors come after those of the items; None if there are none.
+        parts: The parts of the index that this rank writes, by file name.
     """
 
     files: list[FilePlan]
-    tensors: list[torch.Tensor]
-    keys: list[str]
-    objects: dict[str, Payload]
-    global_files: GlobalFiles | None = None
-    stored: PackedShards | None = None
+    parts: dict[str, EncodedPart] = field(default_factory=dict)
+    whole: WholeWork | None = None
 
-    def write(self, writer: CheckpointWriter) -> None:
+    def list_stored(self) -> list[tuple[PackedShards, list[torch.Tensor], Mapping[str, str]]]:
+        """Return the boxes that this rank stores, their values, and further keys of the tensors."""
+        if self.whole is None:
+            return super().list_stored()
+        boxes = sum(len(file.positions) for file in self.files)
+        views = boxes + self.whole.views.size
+        whole: list[tuple[PackedShards, list[torch.Tensor], Mapping[str, str]]]
+        whole = [(self.whole.views, self.tensors[boxes:views], self.whole.aliases)]
+        if self.stored is not None:
+            whole.append((self.stored, self.tensors[:boxes], self.aliases))
+        return whole
+
+    def write_files(self, writer: CheckpointWriter) -> None:
         """Write all files concurrently, each item at its planned position."""
-        synchronize_devices(self.tensors)
+        boxes = sum(len(file.positions) for file in self.files)
+        shared = [] if self.whole is None else self.whole.begin(writer, self.tensors[boxes:])
         unfinished: list[FileWriter] = []
-        items: list[tuple[PlannedItem, FileWriter]] = []
+        runs: list[tuple[FilePlan, range, FileWriter]] = []
         for file in self.files:
-            into = writer.create(file.name, len(file.head) + sum(item.nbytes + item.tail for item in file.items))
+            into = writer.create(file.name, file.nbytes)
             into.append_small((file.head,), keys=0, what="the header")
+            for key, tail in file.objects.items():
+                into.append_small((self.objects[key].data, bytes(tail)), what=key)
             unfinished.append(into)
-            items += ((item, into) for item in file.items)
-        objects = list(self.objects.items())
-        # In the order of the items, which alternates between the files, so that all are written concurrently.
-        for item, into in sorted(items, key=lambda pair: pair[0].position):
-            if item.position < 0:
-                key, payload = objects[item.position]
-                into.append_small((payload.data, bytes(item.tail)), what=key)
-            else:
-                self._append_tensor(item, into)
+            sizes = list(map(add, file.sizes, file.tails))
+            runs += ((file, run, into) for run in cut_runs(sizes))
+        # In the order of the tensors, which alternates between the files, so that all are written concurrently.
+        for file, run, into in sorted(runs, key=lambda found: found[0].positions[found[1][0]]):
+            self._append_run(file, run, into)
         if self.global_files is not None:
-            plan, save_id, common = self.global_files
-            index = encode_index(plan, make_header(save_id))
+            files = self.global_files
+            index = files.index.to_bytes(make_header(files.save_id, files.lineage))
             # The index comes first: it is finished while the last tensors are still being written.
-            unfinished[:0] = [writer.begin(INDEX_FILE, index, keys=0), writer.begin(COMMON_FILE, common)]
+            unfinished[:0] = [writer.begin(INDEX_FILE, index, keys=0), writer.begin(COMMON_FILE, files.common)]
+        for name, part in self.parts.items():
+            into = writer.create(name, len(part.data))
+            for piece in part.cut():
+                into.append_small((piece,), keys=0, what="the index")
+            unfinished.append(into)
         for into in unfinished:
             writer.finish(into)
-        if self.stored is not None:
-            # A subclass may take items out of the files: only what was written is recorded, so that the commit notices.
-            positions = sorted(item.position for item, _ in items)
-            written = [objects[position][0] for position in positions if position < 0]
-            tensors = [position for position in positions if position >= 0]
-            is_all = len(positions) == self.stored.size
-            writer.record_shards(self.stored if is_all else self.stored.only(tensors, written))
+        if self.whole is not None:
+            self.whole.finish(writer, shared)
+        written = sorted(position for file in self.files for position in file.positions)
+        self.record_written(writer, written, [key for file in self.files for key in file.objects])
 
-    def _append_tensor(self, item: PlannedItem, into: FileWriter) -> None:
-        tensor, key = self.tensors[item.position], self.keys[item.position]
-        nbytes = tensor.numel() * tensor.dtype.itemsize
-        if nbytes != item.nbytes:
-            raise ShardingError(f"tensor {key!r} has {nbytes} bytes, and {item.nbytes} were planned for it")
-        append_tensor(into, tensor, key, tail=bytes(item.tail))
+    def _append_run(self, file: FilePlan, run: range, into: FileWriter) -> None:
+        """Append tensors that follow each other in a file."""
+        tensors = [self.tensors[file.positions[n]] for n in run]
+        keys = [self.keys[file.positions[n]] for n in run]
+        for key, tensor, n in zip(keys, tensors, run, strict=True):
+            nbytes = tensor.numel() * tensor.dtype.itemsize
+            if nbytes != file.sizes[n]:
+                raise ShardingError(f"tensor {key!r} has {nbytes} bytes, and {file.sizes[n]} were planned for it")
+        append_run(into, tensors, keys, [(b"", bytes(file.tails[n])) for n in run])

@@ -10,18 +10,16 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-import torch
-
-from shardckpt.archive import Archive, LazyTensor, resolve_lazy_view
+from shardckpt.archive import Archive, LazyTensor, StoredPayload, read_payload
 from shardckpt.errors import CheckpointingException, CorruptCheckpointError
 from shardckpt.huggingface import header_length, parse_header
-from shardckpt.storage import StoredArray, read_box
-from shardckpt.tensors import copy_values
 from shardckpt_torch_checkpointing.metadata import METADATA_FILE, Layout, Piece, cut_for_rank, parse_placement
 from shardckpt_torch_dist import DictKey
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
+
+    import torch
 
     from shardckpt.planning import Ints
     from shardckpt.storage import CheckpointReader
@@ -70,16 +68,6 @@ class LocalTensor:
     global_shape: Ints | None = None
     spec: Any = None
 
-    @property
-    def is_dense(self) -> bool:
-        """Whether the stored values are the tensor's, in row-major order without gaps."""
-        expected = 1
-        for size, stride in zip(reversed(self.shape), reversed(self.stride), strict=True):
-            if size != 1 and stride != expected and 0 not in self.shape:
-                return False
-            expected *= size
-        return not self.lazy
-
     def read(self, reader: CheckpointReader, start: Ints, target: torch.Tensor, key: str) -> None:
         """Read the box of the target's shape that begins at ``start``, and cast it to the target's dtype.
 
@@ -89,20 +77,9 @@ class LocalTensor:
             target: Filled in place.
             key: The tensor's key, for errors.
         """
-        if not target.numel():
-            return
-        if self.is_dense:
-            first = self.offset + self.first * self.dtype.itemsize
-            read_box(reader, StoredArray(self.file, first, self.dtype, self.shape), start, target, key)
-            return
-        storage = bytearray(self.nbytes)
-        reader.read_into(self.file, self.offset, memoryview(storage), key)
-        usable = len(storage) // self.dtype.itemsize * self.dtype.itemsize
-        values = torch.frombuffer(storage, dtype=torch.uint8)[:usable].view(self.dtype)
-        values = resolve_lazy_view(values.as_strided(self.shape, self.stride, self.first), self.lazy)
-        for axis, (begin, size) in enumerate(zip(start, target.shape, strict=True)):
-            values = values.narrow(axis, begin, size)
-        copy_values(target, values)
+        geometry = (self.dtype, self.shape, self.stride, self.first)
+        stored = StoredPayload(*geometry, self.offset, self.nbytes, self.lazy)
+        read_payload(reader, self.file, stored, start, target, key)
 
     def check_crc(self, reader: CheckpointReader) -> None:
         """Read the storage and compare it with its CRC-32, if it has one.

@@ -23,18 +23,16 @@ from shardckpt_torch_dist.dialects import (
     parse_object_key,
     read_index,
 )
-from shardckpt_torch_dist.plan import LoadPlan
-from shardckpt_torch_dist.remove import plan_removal
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
 
     from shardckpt.chunks import Item
     from shardckpt.errors import CheckpointingException
     from shardckpt.mapping import ShardedBase, StateDict
     from shardckpt.storage import CheckpointReader
-    from shardckpt.strategy import LoadContext, Removal, StoredFile
+    from shardckpt.strategy import LoadContext, Removal, StoredBox, StoredColumns, StoredFile
 
 
 class TorchDistLoadShardedStrategy(LoadStrategy):
@@ -57,6 +55,8 @@ class TorchDistLoadShardedStrategy(LoadStrategy):
             CheckpointReplacedError: The ranks have read different saves, because the checkpoint is being overwritten.
             CheckpointingException: A shard does not match what is stored, or the checkpoint is damaged.
         """
+        from shardckpt_torch_dist.plan import LoadPlan  # it imports torch's planners, which listings do without
+
         index = read_index(context.reader)
         with context.comm.local_phase("planning the load"):
             absent = {n: shard for n, shard in enumerate(wanted) if _is_absent(shard, index)}
@@ -115,23 +115,41 @@ class TorchDistLoadShardedStrategy(LoadStrategy):
         """Return the stored tensors without data, unsharded with their true global shapes, and the stored objects."""
         return read_index(context.reader).shards()
 
+    def list_columns(self, context: LoadContext) -> StoredColumns:
+        """Return the same in columns."""
+        return read_index(context.reader).columns()
+
     def read_plain_objects(self, context: LoadContext) -> list[PlainObject]:
         """Return the objects that are stored under plain keys, also those of plain DCP directories.
 
         Args:
             context: The checkpoint's files, and what the caller allows.
+
+        Returns:
+            The objects; one that is listed under several keys is there once, with all of them.
         """
-        index = read_index(context.reader)
         keys: dict[Item, list[str]] = {}  # one archive may be listed under several keys
-        for key, item in index.named.items():
-            if parse_object_key(key) is None and key != COMMON_KEY:
-                keys.setdefault(item, []).append(key)
+        for key, item in _list_plain(read_index(context.reader)).items():
+            keys.setdefault(item, []).append(key)
         found = []
         for item, (first, *others) in keys.items():
             data = context.reader.read_range(*item, first)
             value = decode_object(data, f"object {first!r}", context.allow_globals)
             found.append(PlainObject(first, value, keys=(first, *others) if others else ()))
         return found
+
+    def list_plain_objects(self, context: LoadContext) -> list[str]:
+        """Return the keys of these objects, without reading them; none if the common state is made of them.
+
+        Args:
+            context: The checkpoint's files.
+
+        Returns:
+            The keys, those of one object by which several readers find it, too.
+        """
+        index = read_index(context.reader)
+        is_common = index.common is None and not context.reader.has(COMMON_FILE)  # as plain DCP stores it
+        return [] if is_common else [*_list_plain(index)]
 
     def recognises(self, directory: Path) -> int | None:
         """Return 1 if the directory has ``.metadata``, as plain DCP directories do, or None."""
@@ -148,11 +166,17 @@ class TorchDistLoadShardedStrategy(LoadStrategy):
         Returns:
             What changes in the directory; nothing is changed yet.
         """
+        from shardckpt_torch_dist.remove import plan_removal  # it imports torch's planners, too
+
         return plan_removal(prefix, reader)
 
     def list_files(self, reader: CheckpointReader) -> list[StoredFile]:
         """Return the files that the checkpoint must have, in any dialect."""
         return list_files(reader)
+
+    def list_boxes(self, reader: CheckpointReader) -> Iterator[StoredBox]:
+        """Return which file holds which box of each tensor."""
+        return read_index(reader).list_boxes()
 
     def check_files(self, reader: CheckpointReader) -> dict[str, CheckpointingException | None]:
         """Return the error of each listed file by name, or None, as far as a check without digests finds one."""
@@ -172,6 +196,11 @@ def _read_nested_state(index: StoredIndex, context: LoadContext) -> NestedState:
 
 def _is_absent(shard: ShardedBase, index: StoredIndex) -> bool:
     return isinstance(shard, ShardedObject) and shard.unique_key not in index.objects
+
+
+def _list_plain(index: StoredIndex) -> dict[str, Item]:
+    """Return the objects under plain keys, and where each is."""
+    return {key: item for key, item in index.named.items() if parse_object_key(key) is None and key != COMMON_KEY}
 
 
 def _build_loose_state(index: StoredIndex, context: LoadContext) -> StateDict:

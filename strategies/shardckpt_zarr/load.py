@@ -14,7 +14,7 @@ from shardckpt.manifest import MARKER_NAME
 from shardckpt.mapping import ShardedObject, ShardedTensor
 from shardckpt.planning import Box, intersect, part_view, shard_parts
 from shardckpt.storage import StoredArray, read_box
-from shardckpt.strategy import LoadStrategy, StoredFile, find_error
+from shardckpt.strategy import LoadStrategy, StoredBox, StoredFile, find_error
 from shardckpt.tensors import is_quantized, synchronize_devices
 from shardckpt_zarr.arrays import ARRAY_FILE, ChunkedArray
 from shardckpt_zarr.compressed import decompress
@@ -120,6 +120,14 @@ class ZarrLoadShardedStrategy(LoadStrategy):
             most = count_files(reader.place, key)
             found += [StoredFile(file, nbytes, (key,)) for file, _ in islice(array.touching(array.box), most)]
         return found + [StoredFile(file, 0, (key,)) for key, file in index.objects.items()]
+
+    def list_boxes(self, reader: CheckpointReader) -> Iterator[StoredBox]:
+        """Return which file holds which chunk of each tensor, without what a chunk has beyond the tensor's end."""
+        for key, array in read_index(reader).arrays.items():
+            for file, box in islice(array.touching(array.box), count_files(reader.place, key)):
+                stored = intersect(box, array.box)
+                if stored is not None:
+                    yield StoredBox(key, stored.offset, stored.shape, file)
 
     def check_files(self, reader: CheckpointReader) -> dict[str, CheckpointingException | None]:
         """Return the error of each of those files by name, or None; values of tensors are not read."""

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from shardckpt import dist_checkpointing as dc
 from shardckpt.async_save import AsyncCallsQueue, AsyncRequest
 from shardckpt.mapping import ShardedObject, ShardedTensor
+from tests import backends
 
 ROWS = 8
 
@@ -150,7 +151,7 @@ def fails_on_one_rank(path: str, persistent: bool, victim: int) -> str:
         assert request is not None
         if rank == victim:
             job, _ = request.async_fn_args
-            in_the_way = job.staging / f"__{rank}_0.distcp"
+            in_the_way = job.staging / backends.data_file(rank)
             in_the_way.write_bytes(b"in the way")
         queue.schedule_async_request(request)
         try:

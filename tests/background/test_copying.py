@@ -64,9 +64,44 @@ def test_large_ones_keep_their_place_in_the_page(place: int, first: int) -> None
     """Large copies are where their tensors are in a page, for writes past the page cache; all are at 64s."""
     tensors = [torch.ones(5), _large_at(place), torch.ones(3, dtype=torch.complex128)]
     layout = Copies(["a", "b", "c"], tensors).layout
-    assert layout.offsets == [0, first, first + (1 << 20)]
+    assert list(layout.offsets) == [0, first, first + (1 << 20)]
     assert layout.nbytes == first + (1 << 20) + 64
     assert all(torch.equal(copy, tensor) for copy, tensor in zip(_copied(tensors), tensors, strict=True))
+
+
+def test_a_layout_serves_tensors_of_any_kind() -> None:
+    """A layout of plain tensors is reused for views of the same shapes, and refuses others with their key."""
+    plain = [torch.randn(3, 4), torch.ones(5, dtype=torch.int64), torch.randn(200, 200)]
+    layout = Copies(["a", "b", "c"], plain).layout
+    views = [torch.randn(4, 3).t(), torch.arange(10)[::2], torch.randn(200, 200).t()]
+    for tensors in (plain, views, [plain[0], views[1], plain[2]], [views[0], plain[1], views[2]]):
+        copies = layout.views(torch.full((layout.nbytes,), 255, dtype=torch.uint8))
+        Copies(["a", "b", "c"], tensors, layout).run(copies)
+        assert all(torch.equal(copy, tensor) for copy, tensor in zip(copies, tensors, strict=True))
+    for wrong in (torch.ones(5, dtype=torch.int32), torch.ones(4, dtype=torch.int64)):
+        with pytest.raises(ShardingError, match=r"'b': [45] of torch\.int"):
+            Copies(["a", "b", "c"], [plain[0], wrong, plain[2]], layout)
+
+
+@pytest.mark.parametrize("gap", [0, 1, 15, 16, 500])
+@pytest.mark.parametrize("run", [64, 4096, 1 << 20])
+def test_neighbours_are_copied_bit_for_bit(monkeypatch: pytest.MonkeyPatch, gap: int, run: int) -> None:
+    """Small tensors side by side in one memory, with gaps, strangers and others between: the same bytes, no more."""
+    monkeypatch.setattr(copying, "_RUN", run)
+    monkeypatch.setattr(copying, "_PIECE", 1000)
+    memory = torch.randint(256, (200_000,), dtype=torch.uint8)
+    tensors: list[torch.Tensor] = []
+    place = 0
+    for number in range(100):
+        count = (number * 37) % 300
+        tensors.append(memory[place : place + 4 * count].view(torch.int32))
+        place += -(-4 * count // 64) * 64 + gap // 4 * 4 * (number % 7 == 0)
+        if number % 20 == 5:
+            tensors += [torch.ones(3), torch.zeros(2, 0), torch.randint(256, (1 << 20,), dtype=torch.uint8)]
+    tensors += [tensors[4], tensors[3]]
+    for some in (tensors, [*tensors, torch.ones(3, 4).t()]):
+        copies = _copied(some)
+        assert all(torch.equal(copy, tensor) for copy, tensor in zip(copies, some, strict=True))
 
 
 def test_freed_memory_is_refused() -> None:

@@ -9,13 +9,17 @@ from typing import TYPE_CHECKING
 import pytest
 
 from shardckpt import dist_checkpointing as dc
-from tests import programs
+from tests import backends, programs
 from tests.background import jobs
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-PERSISTENT = pytest.mark.parametrize("persistent", [False, True], ids=["thread", "process"])
+    from tests.backends import Backend
+
+PERSISTENT = pytest.mark.parametrize(
+    "persistent", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["thread", "process"]
+)
 
 ALONE = """
     import sys, torch
@@ -26,7 +30,7 @@ ALONE = """
     def save():
         queue = AsyncCallsQueue(persistent={persistent})
         state = {{"w": ShardedTensor.from_rank_offsets("w", torch.ones(1 << 20)), "iteration": 3}}
-        queue.schedule_async_request(dc.save(state, sys.argv[1], async_sharded_save=True))
+        queue.schedule_async_request(dc.save(state, sys.argv[1], {backend!r}, async_sharded_save=True))
         state["w"].data.zero_()
 
     save()
@@ -59,21 +63,29 @@ def _start(program: str, folder: Path, *arguments: str) -> programs.Program:
     return programs.start("", *arguments, file=script, warnings_are_errors=True, one_output=True)
 
 
+@backends.both_slowly
 @PERSISTENT
-def test_a_save_in_flight_at_the_end_of_one_process_is_finished(tmp_path: Path, persistent: bool) -> None:
+def test_a_save_in_flight_at_the_end_of_one_process_is_finished(
+    tmp_path: Path, backend: Backend, persistent: bool
+) -> None:
     """A program that ends right after scheduling leaves a whole checkpoint; it needs no __main__ guard."""
-    script = _script(ALONE.format(persistent=persistent), tmp_path)
+    script = _script(ALONE.format(persistent=persistent, backend=backend.name), tmp_path)
     command = [sys.executable, "-W", "error", script, str(tmp_path / "c")]  # no fork: as users have it
     done = subprocess.run(command, check=False, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=60)
     assert (done.returncode, done.stdout) == (0, "")
     loaded = dc.load_plain_tensors(tmp_path / "c")
     assert loaded["w"].min() == 1
     assert dc.load_common_state_dict(tmp_path / "c")["iteration"] == 3
+    assert (tmp_path / "c" / backend.index).exists()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["c", "train.py"]
 
 
+@backends.both_slowly
 @pytest.mark.parametrize("persistent", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["thread", "process"])
-def test_a_large_save_in_flight_at_the_end_of_one_process_is_finished(tmp_path: Path, persistent: bool) -> None:
+@pytest.mark.slow
+def test_a_large_save_in_flight_at_the_end_of_one_process_is_finished(
+    tmp_path: Path, backend: Backend, persistent: bool
+) -> None:
     """Writing and its metadata need threads that the ending interpreter no longer gives: the save ends before that."""
     program = f"""
         import sys, torch
@@ -83,6 +95,7 @@ def test_a_large_save_in_flight_at_the_end_of_one_process_is_finished(tmp_path: 
         small, large = torch.ones(2), torch.ones(1 << 20)
         shard = ShardedTensor.from_rank_offsets
         state = {{f"{{n}}": shard(f"{{n}}", small if n % 400 else large) for n in range(4000)}}
+        state["text"] = "x" * (1 << 19)
         queue = AsyncCallsQueue(persistent={persistent})
         queue.schedule_async_request(dc.save(state, sys.argv[1], async_sharded_save=True, verify_integrity=True))
         sys.exit(3)
@@ -90,10 +103,12 @@ def test_a_large_save_in_flight_at_the_end_of_one_process_is_finished(tmp_path: 
     process = _start(program, tmp_path, str(tmp_path / "c"))
     output, _ = process.communicate(timeout=60)
     assert (process.returncode, output) == (3, "")
-    assert (tmp_path / "c" / ".metadata").stat().st_size > 256 << 10  # more than the calling thread writes itself
+    for name in (backend.common, *backend.for_others):
+        assert (tmp_path / "c" / name).stat().st_size > 256 << 10  # more than the calling thread writes itself
     assert len(dc.load_plain_tensors(tmp_path / "c")) == 4000
 
 
+@backends.both_slowly
 def test_a_save_that_fails_at_the_end_is_told(tmp_path: Path) -> None:
     """A failure in one queue at the end of the program is in its output, and the other queue's save is finished."""
     program = """
@@ -114,7 +129,9 @@ def test_a_save_that_fails_at_the_end_is_told(tmp_path: Path) -> None:
     assert dc.load_plain_tensors(tmp_path / "c")["w"].eq(1).all()
 
 
+@backends.both_slowly
 @PERSISTENT
+@pytest.mark.slow
 def test_a_save_in_flight_at_the_end_of_a_job_is_finished(tmp_path: Path, persistent: bool) -> None:
     """Ranks that end together without finalizing, however they end, leave a whole checkpoint and say nothing."""
     codes, outputs = _end_together(tmp_path, persistent=persistent, end="time.sleep(rank); sys.exit(3 * rank)")
@@ -124,6 +141,7 @@ def test_a_save_in_flight_at_the_end_of_a_job_is_finished(tmp_path: Path, persis
     assert not list(tmp_path.glob(".*"))
 
 
+@backends.both_slowly
 @PERSISTENT
 def test_a_save_in_flight_when_the_group_is_destroyed_is_absent(tmp_path: Path, persistent: bool) -> None:
     """Ranks that cannot finalize any more say what is lost and what to do, and leave nothing of it."""
@@ -138,6 +156,7 @@ def test_a_save_in_flight_when_the_group_is_destroyed_is_absent(tmp_path: Path, 
     assert not list(tmp_path.glob(".*"))
 
 
+@backends.both_slowly
 @pytest.mark.parametrize(
     "end",
     [
@@ -166,6 +185,7 @@ def _end_together(tmp_path: Path, *, persistent: bool, end: str) -> tuple[list[i
     return [process.returncode for process in processes], outputs
 
 
+@backends.both_slowly
 def test_a_synchronous_save_starts_no_process(tmp_path: Path) -> None:
     """A plain save needs no __main__ guard, no manager process, no psutil and no multiprocessing child."""
     program = """
@@ -183,6 +203,7 @@ def test_a_synchronous_save_starts_no_process(tmp_path: Path) -> None:
     assert process.returncode == 0, output
 
 
+@backends.both_slowly
 def test_a_killed_training_leaves_no_worker_and_no_checkpoint(tmp_path: Path) -> None:
     """When the training process is killed, its worker ends by itself, and what was in flight is absent."""
     program = """

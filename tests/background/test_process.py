@@ -70,6 +70,7 @@ def test_a_result_that_cannot_be_unpickled_ends_the_wait(worker: WorkerProcess) 
     assert worker.submit(AsyncRequest(calls.wait, (0, 5), [])).result(30) == 5
 
 
+@pytest.mark.slow
 def test_functions_of_the_program_itself_are_explained(worker: WorkerProcess) -> None:
     """What stands in __main__ is not there in the process: the error says where it must stand, and the other way."""
     program = """
@@ -149,6 +150,7 @@ def test_the_directory_of_the_job_hides_no_module(tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
+@pytest.mark.slow
 def test_a_fork_has_a_process_of_its_own() -> None:
     """A child of the trainer that goes on with its queue does not talk into its parent's process."""
     program = """
@@ -176,6 +178,7 @@ def test_a_fork_has_a_process_of_its_own() -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_a_process_ends_with_its_parent_although_a_fork_lives() -> None:
     """The process of a killed trainer ends, although a forked data loader holds its pipe open."""
     program = """

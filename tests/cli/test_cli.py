@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from shardckpt import __version__
-from shardckpt.cli import demo, export, inspect, main, migrate, prune, remove, strategies, verify
+from shardckpt.cli import demo, export, inspect, ls, main, merge, migrate, prune, remove, strategies, verify
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -21,13 +21,13 @@ def test_help_and_version(arguments: list[str], capsys: pytest.CaptureFixture[st
         main(arguments)
     out = capsys.readouterr().out
     expected = {
-        "--help": ("demo", "strategies", "inspect", "verify", "migrate", "remove", "prune", "export"),
+        "--help": ("demo", "strategies", "ls", "inspect", "verify", "merge", "migrate", "remove", "prune", "export"),
         "--version": (__version__,),
     }
     assert all(text in out for text in expected.get(arguments[0], ("usage",)))
 
 
-@pytest.mark.parametrize("verb", [demo, strategies, inspect, verify, migrate, remove, prune, export])
+@pytest.mark.parametrize("verb", [demo, strategies, ls, inspect, verify, merge, migrate, remove, prune, export])
 def test_the_help_of_a_verb_explains_it(
     verb: ModuleType, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -50,9 +50,9 @@ def test_strategies_lists_the_built_ins(capsys: pytest.CaptureFixture[str]) -> N
 
 def test_errors_go_to_standard_error_with_the_verb(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A refusal is one message, without a traceback."""
-    assert main(["inspect", str(checkpoint) + "x"]) == 1
+    assert main(["inspect", str(checkpoint) + "x"]) == 2
     assert main(["verify", str(checkpoint) + "x"]) == 2
-    assert main(["migrate", str(checkpoint), str(checkpoint) + "2"]) == 1
+    assert main(["migrate", str(checkpoint), str(checkpoint) + "2"]) == 2
     err = capsys.readouterr().err
     assert "shardckpt verify: " in err
     assert "does not exist" in err

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from typing import TYPE_CHECKING
@@ -12,6 +13,8 @@ import torch
 from shardckpt import dist_checkpointing as dc
 from shardckpt.cli import main
 from shardckpt.mapping import ShardedObject, ShardedTensor
+from tests import names as names_
+from tests.backends import Backend, both
 from tests.cli.checkpoints import copy_golden, damage, save_plain_dcp
 
 if TYPE_CHECKING:
@@ -35,6 +38,88 @@ def test_inspect_lists_what_is_stored(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "rng" not in capsys.readouterr().out
 
 
+@both
+def test_inspect_says_who_wrote_what(backend: Backend, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Writer, ranks, step, sizes by dtype, modules with sums, files; the same as JSON."""
+    sizes = {"model.layers.10.w": 30, "model.layers.2.w": 10, "model.layers.2.b": 2, "head": 5}
+    tensors = {key: torch.ones(size, dtype=torch.int8 if key == "head" else None) for key, size in sizes.items()}
+    state = {key: ShardedTensor.from_rank_offsets(key, tensor) for key, tensor in tensors.items()}
+    dc.save(state, tmp_path / "c", step=7)
+    assert main(["inspect", str(tmp_path / "c"), "--sort", "size"]) == 0
+    title, writer, *_ = lines = capsys.readouterr().out.splitlines()
+    assert f"{backend.name!r}, version 1" in title
+    assert title.endswith(", step 7")
+    assert "written by shardckpt " in writer
+    assert " on 1 rank, " in writer
+    assert [line.split()[0] for line in lines[4:8]] == [
+        "model.layers.10.w",
+        "model.layers.2.w",
+        "model.layers.2.b",
+        "head",
+    ]
+    assert lines[8] == "4 tensors of 173 bytes, 0 objects; bytes by dtype: float32 168, int8 5"
+    assert main(["inspect", str(tmp_path / "c"), "--tree"]) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()[4:-1]]
+    layers = [["model", "3", "168"], ["layers", "3", "168"], ["2", "2", "48"], ["10", "1", "120"]]
+    assert rows == [["(all)", "4", "173"], *layers]
+    assert main(["inspect", str(tmp_path / "c"), "--tree", "--depth", "1"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 7
+    assert main(["inspect", str(tmp_path / "c"), "--files"]) == 0
+    names = {line.split()[0] for line in capsys.readouterr().out.splitlines()[4:-1]}
+    assert names == {path.name for path in (tmp_path / "c").iterdir()} - {names_.MARKER, names_.RECORD}
+    assert main(["inspect", str(tmp_path / "c"), "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert (said["backend"], said["step"], said["ranks"]) == (backend.name, 7, 1)
+    assert said["bytes_on_disk"] == sum(path.stat().st_size for path in (tmp_path / "c").iterdir())
+    assert said["tensors"][0] == {"key": "head", "dtype": "int8", "shape": [5], "nbytes": 5}
+
+
+def test_inspect_shows_a_region(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Statistics of the finite values, counts of others, and the values; of a large region its first corner."""
+    values = torch.arange(4 * 6 * 50.0).reshape(4, 6, 50)
+    values[1, 2, 3], values[1, 2, 4] = float("nan"), float("inf")
+    dc.save({"w": ShardedTensor.from_rank_offsets("w", values)}, tmp_path / "c")
+    assert main(["inspect", str(tmp_path / "c"), "w[1, 2, 2:6]"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    row = torch.tensor([402.0, 405.0], dtype=torch.float64)
+    assert lines == [
+        "w: float32, shape 4x6x50, 4 elements read",
+        f"min 402, max 405, mean 403.5, norm {row.norm().item():.9g}",
+        "NaN 1, Inf 1 (left out above)",
+        "values:",
+        "tensor([402., nan, inf, 405.])".replace("402., ", "402.,  ")
+        .replace("nan, ", "nan,  ")
+        .replace("inf, ", "inf, "),
+    ]
+    assert main(["inspect", str(tmp_path / "c"), "w[..., 2:]", "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert (said["count"], said["nans"], said["infs"], said["first"]) == (4 * 6 * 48, 1, 1, True)
+    assert main(["inspect", str(tmp_path / "c"), "w[:, 0, 0]", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["values"] == [0.0, 300.0, 600.0, 900.0]
+    for wrong, text in {"w[a]": "'a' is no index", "v[0]": "(keys: w)", "w[9]": "outside an axis of 4"}.items():
+        assert main(["inspect", str(tmp_path / "c"), wrong]) == 2
+        assert text in capsys.readouterr().err
+
+
+def test_long_listings_are_paged_on_a_terminal_only(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What does not fit on the terminal goes to the pager; what fits, or goes to a file, is printed."""
+    paged: list[str] = []
+    monkeypatch.setattr("pydoc.pager", paged.append)
+    monkeypatch.setenv("LINES", "3")
+    assert main(["inspect", str(checkpoint)]) == 0
+    printed = capsys.readouterr().out
+    assert not paged
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    assert main(["inspect", str(checkpoint)]) == 0
+    assert paged == [printed]
+    monkeypatch.setenv("LINES", "30")
+    assert main(["inspect", str(checkpoint)]) == 0
+    assert capsys.readouterr().out == printed
+    assert len(paged) == 1
+
+
 @pytest.mark.parametrize("how", ["missing", "cut to a half"])
 @pytest.mark.parametrize("version", ["ours", "0.16.1", "0.20.0", "dcp"])
 def test_inspect_works_where_a_data_file_is_missing(
@@ -48,20 +133,20 @@ def test_inspect_works_where_a_data_file_is_missing(
     before = capsys.readouterr().out
     assert "incomplete" not in before
     damage(path / "__0_0.distcp", how)
-    assert main(["inspect", str(path)]) == 0
+    assert main(["inspect", str(path)]) == 1
     out = capsys.readouterr().out
     has_common = version in ("ours", "0.16.1") or how != "missing"
-    rows = [line.split() for line in before.splitlines()[3:]]
+    rows = [line.split() for line in before.splitlines()[4:]]
     assert [row for row in rows if has_common or row[-1] != "common"] == [
         line.split()
-        for line in out.splitlines()[3 : 3 + len(rows)]
+        for line in out.splitlines()[4 : 4 + len(rows)]
         if not line.startswith(("the common", "incomplete"))
     ]
     assert ("the common state cannot be read: " in out) != has_common
     (said,) = [line for line in out.splitlines() if line.startswith("incomplete: __0_0.distcp ")]
     assert ("is missing" if how == "missing" else "bytes, ") in said
     assert key in said
-    assert main(["inspect", str(path), key]) == 0
+    assert main(["inspect", str(path), key]) == 1
     out = capsys.readouterr().out
     assert f"1 tensors and objects cannot be read completely: {key}" in out
 
@@ -70,7 +155,7 @@ def test_inspect_works_where_the_common_state_is_lost(tmp_path: Path, capsys: py
     """The tensors are listed, and the file is named."""
     path = copy_golden("0.16.1", tmp_path)
     (path / "common.pt").unlink()
-    assert main(["inspect", str(path)]) == 0
+    assert main(["inspect", str(path)]) == 1
     out = capsys.readouterr().out
     assert "decoder.final_layernorm.weight" in out
     assert f"the common state cannot be read: {path / 'common.pt'} is missing" in out
@@ -78,18 +163,19 @@ def test_inspect_works_where_the_common_state_is_lost(tmp_path: Path, capsys: py
 
 
 def test_a_prefix_that_nothing_begins_with(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """1, with the prefix and the keys that there are, by every verb that takes one; nothing is made or changed."""
+    """2, with the prefix and the keys that there are, by every verb that takes one; nothing is made or changed."""
     verbs = (["inspect"], ["remove"], ["remove", "--dry-run"])
     for verb, *options in verbs:
-        assert main([verb, str(checkpoint), "x", *options]) == 1
+        assert main([verb, str(checkpoint), "x", *options]) == 2
         shown = capsys.readouterr()
         assert shown.out == ""
         assert "a key that begins with 'x' (keys: w)" in shown.err
-    assert main(["export", str(checkpoint), str(checkpoint.parent / "hf"), "--prefix", "x"]) == 1
+    assert main(["export", str(checkpoint), str(checkpoint.parent / "hf"), "--prefix", "x"]) == 2
     assert "whose key begins with 'x'; it has 'w'" in capsys.readouterr().err
     assert not (checkpoint.parent / "hf").exists()
 
 
+@pytest.mark.slow
 def test_who_reads_a_listing_may_stop(tmp_path: Path) -> None:
     """``shardckpt inspect PATH | head -1`` ends without a word about the pipe."""
     dc.save({f"o{n}": ShardedObject(f"object.{n}", n, (1,), (0,)) for n in range(3000)}, tmp_path / "c")

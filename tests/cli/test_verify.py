@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch.distributed.checkpoint as dcp
 
+from shardckpt import hookimpl
 from shardckpt.cli import main
 from shardckpt.engine.integrity import save_integrity_manifest
+from shardckpt.plugins import Event, get_plugin_manager
 from tests.cli.checkpoints import DAMAGES, copy_golden, damage, save_plain_dcp
 
 if TYPE_CHECKING:
@@ -43,11 +45,13 @@ def test_verify_lets_other_files_be(checkpoint: Path, capsys: pytest.CaptureFixt
 
 @pytest.mark.parametrize("version", ["0.9.0", "0.12.3", "0.13.1", "0.16.1", "0.17.0rc0", "0.20.0", "dcp"])
 def test_verify_judges_what_has_no_digests(tmp_path: Path, capsys: pytest.CaptureFixture[str], version: str) -> None:
-    """3 for a foreign checkpoint whose files are as its index says, with what was checked and what was not."""
+    """0 for a foreign checkpoint whose files are as its index says, with what was checked and what was not."""
     path = save_plain_dcp(tmp_path) if version == "dcp" else copy_golden(version, tmp_path)
     (path / "notes.txt").write_text("other people's")
     (path / "__9_0.distcp").write_bytes(b"of an older save")
-    assert main(["verify", str(path)]) == 3
+    assert main(["verify", str(path), "--require-digests"]) == 1
+    assert "intact as far as" in capsys.readouterr().out
+    assert main(["verify", str(path)]) == 0
     *rows, last = capsys.readouterr().out.splitlines()
     said = dict(line.split(maxsplit=2)[::2] for line in rows[2:])
     assert said.keys() == {file.name for file in path.iterdir()}
@@ -75,7 +79,7 @@ def test_verify_finds_damage_without_digests(
         assert str(file) in shown
         assert "intact as far as" not in shown
         file.write_bytes(content)
-    assert main(["verify", str(path)]) == 3
+    assert main(["verify", str(path)]) == 0
 
 
 def test_a_whole_and_a_cut_checkpoint_are_not_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -107,7 +111,7 @@ def test_verify_lets_items_be_that_were_removed(tmp_path: Path) -> None:
     last = max(metadata.storage_data, key=lambda index: metadata.storage_data[index].offset)
     del metadata.storage_data[last], metadata.state_dict_metadata[last.fqn], metadata.planner_data[last.fqn]
     (path / ".metadata").write_bytes(pickle.dumps(metadata))
-    assert main(["verify", str(path)]) == 3
+    assert main(["verify", str(path)]) == 0
 
 
 @pytest.mark.parametrize("kind", ["absent", "empty", "other files", "a file", "unknown backend"])
@@ -152,7 +156,7 @@ def test_verify_has_no_answer_where_a_file_cannot_be_read(
 
 
 def test_verify_of_a_file_without_digest_among_others(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """What ``integrity.json`` leaves out is judged by structure: 3 if that is sound, 1 if it is missing."""
+    """What ``integrity.json`` leaves out is judged by structure: 0 if that is sound, 1 if it is missing."""
     path = copy_golden("0.16.1", tmp_path)
     save_integrity_manifest(path)
     assert main(["verify", str(path)]) == 0
@@ -160,7 +164,7 @@ def test_verify_of_a_file_without_digest_among_others(tmp_path: Path, capsys: py
     content = json.loads((path / "integrity.json").read_text())
     del content["files"]["common.pt"]
     (path / "integrity.json").write_text(json.dumps(content))
-    assert main(["verify", str(path)]) == 3
+    assert main(["verify", str(path)]) == 0
     assert "8 of 9 files were compared with digests; checked of the others: they exist" in capsys.readouterr().out
     (path / "common.pt").unlink()
     assert main(["verify", str(path)]) == 1
@@ -173,16 +177,60 @@ def test_verify_names_a_lost_json_file(tmp_path: Path, checkpoint: Path, capsys:
     assert main(["verify", str(checkpoint)]) == 1
     assert f"{checkpoint / 'shardckpt.json'}, which has the digests, is missing" in capsys.readouterr().out
     (checkpoint / "shardckpt-index.safetensors").unlink()
-    assert main(["verify", str(checkpoint)]) == 3
+    assert main(["verify", str(checkpoint)]) == 0
     path = copy_golden("0.16.1", tmp_path)
     (path / "metadata.json").unlink()
     assert main(["verify", str(path)]) == 1
     assert f"{path / 'metadata.json'} is missing, which Megatron writes last" in capsys.readouterr().out
 
 
+def test_verify_of_many(tmp_path: Path, checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A folder stands for the checkpoints in it; bad files are listed, and the exit code is the highest."""
+    plain = save_plain_dcp(tmp_path)
+    (tmp_path / "logs").mkdir()
+    assert main(["verify", str(tmp_path), str(checkpoint)]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == (
+        "2 checkpoints: 1 intact, 1 intact as far as can be checked without digests"
+    )
+    damage(checkpoint / "common.pt", "zeros")
+    assert main(["verify", str(tmp_path)]) == 1
+    shown = capsys.readouterr().out
+    assert [line.split()[0] for line in shown.splitlines()[2:3]] == ["common.pt"]
+    assert "__0_0.distcp" not in shown
+    assert main(["verify", str(plain), str(checkpoint), str(tmp_path / "nowhere"), "--json"]) == 2
+    shown = capsys.readouterr()
+    whole, damaged, absent = json.loads(shown.out)
+    assert [each["exit_code"] for each in (whole, damaged, absent)] == [0, 1, 2]
+    assert [file["name"] for file in damaged["files"] if file["fault"]] == ["common.pt"]
+    assert absent["error"] in shown.err
+
+
+def test_verify_reports_its_progress(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Events of ``verify`` count up to all bytes of the files; the command's own observer is gone afterwards."""
+    seen = []
+
+    class Observer:
+        @hookimpl
+        def shardckpt_event(self, event: Event) -> None:
+            seen.append(event)
+
+    observer, plugins = Observer(), get_plugin_manager()
+    plugins.register(observer)
+    try:
+        before = len(plugins.hook.shardckpt_event.get_hookimpls())
+        assert main(["verify", str(checkpoint)]) == 0
+        assert len(plugins.hook.shardckpt_event.get_hookimpls()) == before
+    finally:
+        plugins.unregister(observer)
+    record = json.loads((checkpoint / "shardckpt.json").read_text())
+    total = sum(file["size"] for file in record["files"])
+    assert {(event.operation, event.state, event.total) for event in seen} == {("verify", "progress", total)}
+    assert [seen[0].nbytes, seen[-1].nbytes] == [0, total]
+
+
 def test_verify_says_its_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
-    """Help has all four."""
+    """Help has all three."""
     with pytest.raises(SystemExit, match="0"):
         main(["verify", "--help"])
     out = capsys.readouterr().out
-    assert all(f"\n  {code}  " in out for code in range(4))
+    assert all(f"\n  {code}  " in out for code in range(3))

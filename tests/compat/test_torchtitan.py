@@ -252,6 +252,7 @@ gc.collect()
 """
 
 
+@pytest.mark.slow
 def test_a_dropped_manager_has_saved(tmp_path: Path) -> None:
     """Without ``close``, the save in the background is committed when the program ends, as the original's was."""
     done = programs.run(_DROPPED, str(tmp_path), cwd=programs.ROOT, timeout=100)

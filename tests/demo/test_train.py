@@ -40,6 +40,7 @@ def _losses(reports: Sequence[dict[str, Any]]) -> dict[int, float]:
 
 
 @pytest.mark.parametrize("options", [(), pytest.param(("--ep", "2"), marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_the_same_ranks_go_on_bit_for_bit(ranks: RankPool, tmp_path: Path, options: tuple[str, ...]) -> None:
     """Three steps, a checkpoint and three more in a new model with other parameters are six steps in one go."""
     once = ranks.run(4, _reports, tmp_path / "once", "--steps=6", "--interval=9", *options)[0]
@@ -51,6 +52,7 @@ def test_the_same_ranks_go_on_bit_for_bit(ranks: RankPool, tmp_path: Path, optio
     assert all(reports == resumed[0] for reports in resumed)
 
 
+@pytest.mark.slow
 def test_experts_are_trained_alike_however_they_are_split(ranks: RankPool, tmp_path: Path) -> None:
     """From the same parameters, ep 2 x efsdp 2, ep 4 and one process without a group make the same steps."""
     alone = _losses(_reports(tmp_path / "1", "--steps=4", "--ep=1"))

@@ -19,11 +19,13 @@ from shardckpt.errors import CheckpointingException, CorruptCheckpointError, Sto
 from shardckpt.maintenance.verify import verify_checkpoint
 from shardckpt.manifest import INTEGRITY_LIMIT
 from shardckpt.storage.reader import REQUEST_BYTES
-from tests.names import SHARED, data_file
+from tests import backends
+from tests.names import MARKERS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from tests.backends import Backend
     from tests.ranks import RankPool
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -188,22 +190,27 @@ def test_without_any_digests(golden: Path) -> None:
         verify_integrity_manifest(golden)
 
 
-def test_our_own_digests_are_enough(ours: Path) -> None:
+@backends.both
+def test_our_own_digests_are_enough(ours: Path, backend: Backend) -> None:
     """A checkpoint of ours is verified as a whole without ``integrity.json``: bytes that nobody loads, too."""
     assert load(ours, "w", 100).tolist() == list(range(100))
-    flip(ours / "common.pt")
-    with pytest.raises(CorruptCheckpointError, match=r"of 4 files 1 .*\n  common.pt: .* \(digest differs\)"):
+    flip(ours / backend.common)
+    count = 1 + len(backend.shared - MARKERS)
+    with pytest.raises(
+        CorruptCheckpointError, match=rf"of {count} files 1 .*\n  {backend.common}: .* \(digest differs\)"
+    ):
         load(ours, "w", 100)
 
 
+@backends.both
 def test_both_digests_count(ours: Path) -> None:
     """Where both are there, either finds a fault; the one in ``integrity.json`` covers the JSON files too."""
     megatrons(ours)
     assert load(ours, "w", 100).tolist() == list(range(100))
-    flip(ours / "__0_0.distcp")
-    with pytest.raises(CorruptCheckpointError, match=r"__0_0.distcp: .*digest differs"):
+    flip(ours / backends.data_file(0))
+    with pytest.raises(CorruptCheckpointError, match=rf"{backends.data_file(0)}: .*digest differs"):
         load(ours, "w", 100)
-    flip(ours / "__0_0.distcp")
+    flip(ours / backends.data_file(0))
     content = json.loads((ours / "integrity.json").read_text())
     content["files"]["metadata.json"] = "0" * 64
     (ours / "integrity.json").write_text(json.dumps(content))
@@ -226,10 +233,11 @@ def test_the_manifest_of_an_existing_checkpoint(ours: Path, golden: Path) -> Non
         assert {file.name for file in path.iterdir()} == before | {"integrity.json"}
 
 
+@backends.both_slowly
 def test_no_manifest_over_damage(ours: Path) -> None:
     """What our own digests know to be damaged gets no SHA-256 that says otherwise."""
-    flip(ours / "__0_0.distcp")
-    with pytest.raises(CorruptCheckpointError, match=r"__0_0.distcp .*digest differs"):
+    flip(ours / backends.data_file(0))
+    with pytest.raises(CorruptCheckpointError, match=rf"{backends.data_file(0)} .*digest differs"):
         save_integrity_manifest(ours)
     assert not (ours / "integrity.json").exists()
 
@@ -279,6 +287,7 @@ def _load(path: str, size: int = 1200) -> tuple[str, list[float]]:
     return "", wanted["w"].data.tolist()
 
 
+@backends.both_slowly
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_saved_while_written(ranks: RankPool, tmp_path: Path, world: int) -> None:
     """save(verify_integrity=True) leaves what hashlib finds in the files, of every rank, and all ranks verify it."""
@@ -286,13 +295,14 @@ def test_saved_while_written(ranks: RankPool, tmp_path: Path, world: int) -> Non
     ranks.run(world, _save, str(path))
     found = json.loads((path / "integrity.json").read_text())
     assert found == {"algorithm": "sha256", "files": hashes(path)}
-    assert found["files"].keys() >= {*SHARED, data_file(world - 1)}
+    assert found["files"].keys() >= {*backends.current().shared, backends.data_file(world - 1)}
     for loaders in (world, 3):
         values = ranks.run(loaders, _load, str(path))
         assert [fault for fault, _ in values] == [""] * loaders
         assert [value for _, part in values for value in part] == list(range(1200))
 
 
+@backends.both_slowly
 def test_saved_without_a_process_group(tmp_path: Path) -> None:
     """One process alone, with files larger than a block: hashed while written, verified block by block."""
     path = tmp_path / "ckpt"
@@ -301,11 +311,12 @@ def test_saved_without_a_process_group(tmp_path: Path) -> None:
     verify_integrity_manifest(path)
     (path / "shardckpt.json").unlink()
     verify_integrity_manifest(megatrons(path))
-    flip(path / "__0_0.distcp", 2 * REQUEST_BYTES + 7)
-    with pytest.raises(CorruptCheckpointError, match=r"__0_0\.distcp"):
+    flip(path / backends.data_file(0), 2 * REQUEST_BYTES + 7)
+    with pytest.raises(CorruptCheckpointError, match=backends.data_file(0)):
         verify_integrity_manifest(path)
 
 
+@backends.both_slowly
 def test_a_save_without_it_leaves_no_stale_one(ours: Path) -> None:
     """An overwrite takes the old save's ``integrity.json`` away, or renews it; the default is not to write one."""
     assert not (ours / "integrity.json").exists()
@@ -316,18 +327,19 @@ def test_a_save_without_it_leaves_no_stale_one(ours: Path) -> None:
         assert main(["verify", str(ours)]) == 0
 
 
+@backends.both_slowly
 def test_errors_are_the_same_on_all_ranks(ranks: RankPool, tmp_path: Path) -> None:
     """Whichever rank reads the bad files, all raise one error that names all of them, before memory is touched."""
     path = tmp_path / "ckpt"
     ranks.run(4, _save, str(path))
-    for name in ("__1_0.distcp", "__2_0.distcp", "metadata.json"):
+    for name in (backends.data_file(1), backends.data_file(2), "metadata.json"):
         with (path / name).open("ab") as file:
             file.write(b" ")
     outcomes = ranks.run(4, _load, str(path))
     assert len({fault for fault, _ in outcomes}) == 1
     fault = outcomes[0][0]
-    assert f"of {len(SHARED) + 4} files 3 are not as written" in fault
-    assert all(f"\n  {name}: " in fault for name in ("__1_0.distcp", "__2_0.distcp", "metadata.json"))
+    assert f"of {len(backends.current().shared) + 4} files 3 are not as written" in fault
+    assert all(f"\n  {name}: " in fault for name in (backends.data_file(1), backends.data_file(2), "metadata.json"))
     assert [values for _, values in outcomes] == [[-1.0]] * 4
     (path / "integrity.json").write_text("{")
     outcomes = ranks.run(3, _load, str(path))

@@ -23,7 +23,7 @@ from shardckpt.engine.pruning import prune_leftovers, prune_spools
 from shardckpt.errors import CheckpointingException, IncompleteCheckpointError, StorageError
 from shardckpt.huggingface import dcp_to_torch_save, export_to_huggingface
 from shardckpt.maintenance.migrate import migrate_checkpoint
-from tests import programs
+from tests import backends, programs
 from tests.commit import owners
 from tests.faults import samples
 from tests.faults.test_overwrite import Interruption, add_foreign
@@ -182,7 +182,7 @@ def test_the_only_copy_is_never_removed(tmp_path: Path, monkeypatch: pytest.Monk
         raise StorageError("full")
 
     with monkeypatch.context() as patched:
-        patched.setattr("shardckpt.engine.transaction.create_staging", fail)
+        patched.setattr("shardckpt.engine.pruning.create_staging", fail)
         with pytest.raises(StorageError, match="full"):
             _save(target)
     assert samples.differences(samples.load(target), OLD) == []
@@ -210,13 +210,14 @@ def test_a_save_that_may_not_overwrite_restores_nothing(tmp_path: Path) -> None:
     assert _names(tmp_path) == ["ckpt"]
 
 
+@backends.both_slowly
 @pytest.mark.parametrize("how", ["cut", "missing", "not ours"])
 def test_beside_a_damaged_checkpoint_the_older_one_stays(tmp_path: Path, how: str) -> None:
     """What was moved aside is kept as long as the one at the target is not whole, or cannot be judged."""
     target = tmp_path / "ckpt"
     _save(target, OLD)
     aside = _set_aside(target, owners.dead())
-    data = target / "__0_0.distcp"
+    data = target / backends.data_file(0)
     if how == "cut":
         os.truncate(data, data.stat().st_size - 1)
     elif how == "missing":
@@ -239,13 +240,14 @@ def _error_of_part(directory: str) -> tuple[str, str]:
     return "", ""
 
 
+@backends.both_slowly
 def test_several_ranks_save_beside_what_is_left(ranks: RankPool, tmp_path: Path) -> None:
     """The main rank clears up for all, and every rank writes into the one directory that bears its process."""
     for _ in range(2):
         owners.leave(tmp_path / "ckpt", owners.dead())
     ranks.run(3, _save_part, str(tmp_path / "ckpt"), NEW)
     assert _names(tmp_path) == ["ckpt"]
-    assert samples.listing(tmp_path / "ckpt").keys() >= {f"__{rank}_0.distcp" for rank in range(3)}
+    assert samples.listing(tmp_path / "ckpt").keys() >= {backends.data_file(rank) for rank in range(3)}
 
 
 def test_what_cannot_be_looked_at_or_removed_fails_no_save(

@@ -22,6 +22,7 @@ from shardckpt.manifest import RECORD_NAME, TABLE_SUFFIX, FileRecord, Record
 from shardckpt.mapping import ShardedTensor
 from shardckpt.plugins import get_plugin_manager
 from shardckpt.storage import Segments, writer
+from tests import backends
 from tests.remote import jobs
 from tests.remote.store import Store
 from tests.trees import SaveTree
@@ -67,6 +68,7 @@ def saved(ranks: RankPool, tmp_path: Path) -> Path:
     return tmp_path / "c"
 
 
+@backends.both_slowly
 @pytest.mark.parametrize("world", [2, 4])
 def test_a_save_with_table_files_is_loaded_by_any_number_of_ranks(ranks: RankPool, tmp_path: Path, world: int) -> None:
     """Every file has its table beside it, the record only says how long it is, and 1, 2 and 4 ranks read the values."""
@@ -83,16 +85,18 @@ def test_a_save_with_table_files_is_loaded_by_any_number_of_ranks(ranks: RankPoo
     assert get_exit_code(verify_checkpoint(path)) == INTACT
 
 
+@backends.both_slowly
 @pytest.mark.parametrize("how", ["", "thread", pytest.param("process", marks=pytest.mark.slow)])
 def test_tables_go_to_a_store_with_their_files(ranks: RankPool, tmp_path: Path, how: str) -> None:
     """A save to a URL uploads the tables, in the foreground and behind the training; a load reads them from there."""
     store = Store(tmp_path / "store")
     url = f"local://{store.objects}" if how == "process" else store.url
     ranks.run(2, _save, url, 1.0, how)
-    assert _tables(store.objects) >= {"__0_0.distcp.digests", "__1_0.distcp.digests"}
+    assert _tables(store.objects) >= {_table(0), _table(1)}
     ranks.run(2, jobs.check, url, 1.0)
 
 
+@backends.both_slowly
 def test_small_saves_have_their_tables_in_the_record(ranks: RankPool, tmp_path: Path) -> None:
     """Below the limit nothing changes: format 1, tables as text, and no file beside."""
     ranks.run(2, jobs.save, str(tmp_path / "c"), 1.0)
@@ -101,6 +105,7 @@ def test_small_saves_have_their_tables_in_the_record(ranks: RankPool, tmp_path: 
     assert all(isinstance(file.segments, str) for file in _record(tmp_path / "c").files)
 
 
+@backends.both_slowly
 def test_one_process_keeps_its_tables(tmp_path: Path) -> None:
     """With one rank no tables come together, and local checkpoints, which send theirs, have them in the record."""
     _save(str(tmp_path / "c"))
@@ -109,7 +114,7 @@ def test_one_process_keeps_its_tables(tmp_path: Path) -> None:
 
 def _other_table(path: Path) -> None:
     """The table of another file."""
-    one, other = (path / f"__{rank}_0.distcp{TABLE_SUFFIX}" for rank in (0, 1))
+    one, other = (path / _table(rank) for rank in (0, 1))
     one.write_bytes(other.read_bytes())
 
 
@@ -119,16 +124,19 @@ def _flip(path: Path, name: str) -> None:
     (path / name).write_bytes(data)
 
 
-_TABLE = f"__0_0.distcp{TABLE_SUFFIX}"
+def _table(rank: int = 0) -> str:
+    return backends.data_file(rank) + TABLE_SUFFIX
+
+
 _DAMAGES: dict[str, Callable[[Path], object]] = {
-    "flipped": lambda path: _flip(path, _TABLE),
-    "missing": lambda path: (path / _TABLE).unlink(),
-    "cut": lambda path: os.truncate(path / _TABLE, 12),
-    "empty": lambda path: os.truncate(path / _TABLE, 0),
-    "huge": lambda path: os.truncate(path / _TABLE, 1 << 40),
+    "flipped": lambda path: _flip(path, _table()),
+    "missing": lambda path: (path / _table()).unlink(),
+    "cut": lambda path: os.truncate(path / _table(), 12),
+    "empty": lambda path: os.truncate(path / _table(), 0),
+    "huge": lambda path: os.truncate(path / _table(), 1 << 40),
     "another's": _other_table,
-    "a link": lambda path: ((path / _TABLE).unlink(), (path / _TABLE).symlink_to("/dev/zero")),
-    "a folder": lambda path: ((path / _TABLE).unlink(), (path / _TABLE).mkdir()),
+    "a link": lambda path: ((path / _table()).unlink(), (path / _table()).symlink_to("/dev/zero")),
+    "a folder": lambda path: ((path / _table()).unlink(), (path / _table()).mkdir()),
 }
 
 
@@ -136,6 +144,7 @@ def _verdict(path: str) -> tuple[str, str]:
     return jobs.error_of(jobs.check, path, 1.0)
 
 
+@backends.both_slowly
 @pytest.mark.parametrize("damage", _DAMAGES)
 def test_a_damaged_table_fails_a_load_and_is_found(ranks: RankPool, saved: Path, damage: str) -> None:
     """A table that is not as written is the same error on all ranks, and verify names the table and the file."""
@@ -144,26 +153,28 @@ def test_a_damaged_table_fails_a_load_and_is_found(ranks: RankPool, saved: Path,
     assert verdicts[0] == verdicts[1]
     kind, text = verdicts[0]
     assert kind in ("CorruptCheckpointError", "StorageError")
-    assert "__0_0.distcp" in text
+    assert backends.data_file(0) in text
     results = verify_checkpoint(saved)
-    assert {result.name for result in results if result.fault} == {"__0_0.distcp", _TABLE}
+    assert {result.name for result in results if result.fault} == {backends.data_file(0), _table()}
     assert get_exit_code(results) == DAMAGED
 
 
+@backends.both_slowly
 def test_damaged_data_has_one_verdict_in_both_forms(ranks: RankPool, tmp_path: Path) -> None:
     """The same damage to the same bytes is the same error, wherever the table is, and verify finds the one file."""
     verdicts = []
     for name, save in (("inside", jobs.save), ("beside", _save)):
         ranks.run(2, save, str(tmp_path / name), 1.0)
-        _flip(tmp_path / name, "__1_0.distcp")
+        _flip(tmp_path / name, backends.data_file(1))
         kind, text = ranks.run(2, _verdict, str(tmp_path / name))[0]
         faults = [result.name for result in verify_checkpoint(tmp_path / name) if result.fault]
         verdicts.append((kind, text.replace(f"/{name}/", "/"), faults))
     assert verdicts[0] == verdicts[1]
     assert verdicts[0][0] == "CorruptCheckpointError"
-    assert verdicts[0][2] == ["__1_0.distcp"]
+    assert verdicts[0][2] == [backends.data_file(1)]
 
 
+@backends.both_slowly
 def test_a_load_without_checks_needs_no_table(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """SHARDCKPT_VERIFY_READS=0 reads what is there, as it does with tables inside."""
     for name in _tables(saved):
@@ -176,6 +187,7 @@ def _with_files(path: Path, *files: FileRecord) -> None:
     (path / RECORD_NAME).write_bytes(_record(path).model_copy(update={"files": files}).dump())
 
 
+@backends.both_slowly
 def test_hostile_sizes_are_refused_before_memory_is_taken(saved: Path) -> None:
     """A table that is longer than any of its file can be is refused, though the record and the disk agree on it."""
     files = _record(saved).files
@@ -227,6 +239,7 @@ def test_two_files_with_one_name_are_refused() -> None:
         check_records([one, other])
 
 
+@backends.both_slowly
 def test_integrity_json_has_the_tables(ranks: RankPool, tmp_path: Path) -> None:
     """It lists the table files, written with the save or after it, and a damaged one is found by it."""
     ranks.run(2, partial(_save, verify_integrity=True), str(tmp_path / "with"))
@@ -238,11 +251,12 @@ def test_integrity_json_has_the_tables(ranks: RankPool, tmp_path: Path) -> None:
         assert _tables(path) <= set(listed)
         assert all(listed[file.table_name] == file.digest for file in _record(path).files)
         verify_integrity_manifest(path)
-        _flip(path, _TABLE)
-        with pytest.raises(CorruptCheckpointError, match=f"{_TABLE}: the SHA-256 of"):
+        _flip(path, _table())
+        with pytest.raises(CorruptCheckpointError, match=f"{_table()}: the SHA-256 of"):
             verify_integrity_manifest(path)
 
 
+@backends.both_slowly
 @pytest.mark.parametrize("before", [True, False])
 def test_an_overwrite_leaves_no_table_of_the_old_checkpoint(ranks: RankPool, tmp_path: Path, before: bool) -> None:
     """Tables belong to the checkpoint: they go with it, and other files stay."""
@@ -266,6 +280,7 @@ def _save_two(path: str, **options: Any) -> None:
         dc.save(state, path, **options)
 
 
+@backends.both_slowly
 @pytest.mark.parametrize("sha256", [False, True])
 def test_removing_keys_rewrites_tables(ranks: RankPool, tmp_path: Path, sha256: bool) -> None:
     """Rewritten files have new tables beside them, the old ones are gone, and what is left is as it was."""
@@ -279,7 +294,7 @@ def test_removing_keys_rewrites_tables(ranks: RankPool, tmp_path: Path, sha256: 
     assert {file.name for file in path.iterdir()} - {"metadata.json", RECORD_NAME, "integrity.json"} == set(
         record.list_files()
     )
-    assert record.list_files()["__0_0.distcp"] < before["__0_0.distcp"]
+    assert record.list_files()[backends.data_file(0)] < before[backends.data_file(0)]
     assert get_exit_code(verify_checkpoint(path)) == INTACT
     loaded = dc.load({"w1": ShardedTensor.from_rank_offsets("w1", torch.zeros(128, 64))}, path)
     assert bool((loaded["w1"] == 1).all())

@@ -35,6 +35,7 @@ def _cycle(folder: Path, step: int) -> int:
     return count
 
 
+@pytest.mark.slow
 def test_any_layout_loads_as_another(ranks: RankPool, tmp_path: Path) -> None:
     """A third of all layouts are saved, hold all experts in true order, and are loaded in place as another."""
     assert ranks.run(4, _cycle, tmp_path, 3) == [40] * 4
@@ -58,7 +59,7 @@ def _pairs(folder: Path, experts: int) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("experts", "pairs"), [(8, 15 * 15), (5, 30 * 30)])
+@pytest.mark.parametrize(("experts", "pairs"), [(8, 15 * 15), pytest.param(5, 30 * 30, marks=pytest.mark.long)])
 def test_every_layout_loads_as_every_other(ranks: RankPool, tmp_path: Path, experts: int, pairs: int) -> None:
     """All pairs of layouts of as many experts, cut by FSDP within the ranks of a mesh in either order."""
     assert ranks.run(4, _pairs, tmp_path, experts, timeout=280) == [pairs] * 4

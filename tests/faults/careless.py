@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import subprocess
 import sys
@@ -19,8 +20,10 @@ from shardckpt.manifest import FileRecord
 from shardckpt.mapping import ShardedObject, ShardedTensor, is_main_replica
 from shardckpt.parallel import FullyParallelSaveStrategyWrapper
 from shardckpt.strategy import PreparedSave, SaveStrategy
+from shardckpt_safetensors.write_plan import FilePlan as SafetensorsFilePlan
 from shardckpt_torch_dist.plan.write_plan import WritePlan
 from shardckpt_torch_dist.save import TorchDistSaveShardedStrategy
+from tests import backends
 from tests.remote import store  # noqa: F401 - it registers faulty://, in the ranks too
 
 if TYPE_CHECKING:
@@ -61,7 +64,23 @@ def is_lost(shard: Any, key: str) -> bool:
     return bool(shard.key == key) and (key not in OWN or rank == world - 1)
 
 
-class Drops(TorchDistSaveShardedStrategy):
+def _of_format(kind: type[Any]) -> Callable[[str], Any]:
+    """Let a class extend the save strategy of the format of the test that makes an instance."""
+
+    @functools.cache
+    def extend(base: type[Any]) -> type[Any]:
+        own = {"__module__": kind.__module__, "caches_plan": getattr(kind, "caches_plan", False)}
+        return type(kind.__name__, (kind, base), own)
+
+    @functools.wraps(kind, updated=())
+    def make(key: str) -> Any:
+        return extend(type(backends.current().save_strategy()))(key)
+
+    return make
+
+
+@_of_format
+class Drops:
     """Hands on fewer shards than it was given."""
 
     def __init__(self, key: str) -> None:
@@ -76,15 +95,20 @@ class Drops(TorchDistSaveShardedStrategy):
 class Delegates(SaveStrategy):
     """Another's strategy, given fewer shards."""
 
-    backend, version = "torch_dist", 1
+    version = 1
 
     def __init__(self, key: str) -> None:
         self._key = key
 
+    @property
+    def backend(self) -> str:  # type: ignore[override]
+        """The format of the test."""
+        return backends.current().name
+
     def save(self, shards: Any, common: Any, context: Any) -> None:
         """Save."""
         kept = [shard for shard in shards if not is_lost(shard, self._key)]
-        TorchDistSaveShardedStrategy().save(kept, common, context)
+        backends.current().save_strategy().save(kept, common, context)
 
 
 def _without(prepared: PreparedSave, key: str) -> PreparedSave:
@@ -92,18 +116,28 @@ def _without(prepared: PreparedSave, key: str) -> PreparedSave:
     rank, world = where()
     if key in OWN and rank != world - 1:
         return prepared
-    files = [
-        replace(
-            file,
-            tensors=[number for number in file.tensors if work.keys[number] != key],
-            objects=[name for name in file.objects if not name.startswith(f"{key}/")],
-        )
-        for file in work.files
-    ]
+    files = [_lose(file, work, key) for file in work.files]
     return replace(prepared, work=replace(work, files=files))
 
 
-class DropsWork(TorchDistSaveShardedStrategy):
+def _lose(file: Any, work: Any, key: str) -> Any:
+    """The plan of a file without the tensor of a key, or the object."""
+    if isinstance(file, SafetensorsFilePlan):
+        objects = {name: tail for name, tail in file.objects.items() if not name.startswith(f"{key}/")}
+        kept = [n for n, position in enumerate(file.positions) if work.keys[position] != key]
+        positions, sizes, tails = ([column[n] for n in kept] for column in (file.positions, file.sizes, file.tails))
+        nbytes = len(file.head) + sum(sizes) + sum(tails)
+        nbytes += sum(len(work.objects[name].data) + tail for name, tail in objects.items())
+        return SafetensorsFilePlan(file.name, file.head, objects, positions, sizes, tails, nbytes)
+    return replace(
+        file,
+        tensors=[number for number in file.tensors if work.keys[number] != key],
+        objects=[name for name in file.objects if not name.startswith(f"{key}/")],
+    )
+
+
+@_of_format
+class DropsWork:
     """Plans everything, and writes less."""
 
     def __init__(self, key: str) -> None:
@@ -115,7 +149,8 @@ class DropsWork(TorchDistSaveShardedStrategy):
         return _without(super().prepare(shards, common, context), self._key)
 
 
-class DropsAgain(TorchDistSaveShardedStrategy):
+@_of_format
+class DropsAgain:
     """Writes everything the first time, and less by the same plan."""
 
     caches_plan = True

@@ -24,9 +24,9 @@ import torch
 
 from shardckpt import dist_checkpointing
 from shardckpt.archive import globals as allow_lists
-from shardckpt.archive.stubs import Stub
 from shardckpt.errors import CheckpointingException
 from shardckpt.maintenance.verify import verify_checkpoint
+from shardckpt.stubs import Stub
 from tests.faults import samples
 
 if TYPE_CHECKING:

@@ -2,7 +2,8 @@
 
 ``python -m tests.faults.killer FOLDER CASE COUNT`` prints a report as JSON. torch is imported once; each point is a
 forked child that stops itself, gets strace attached, goes on, and dies at the n-th call of a kind. Calls are counted
-per kind, so everything lazy is done before, and one thread does all file work.
+per kind and thread, as strace does, so everything lazy is done before; a kill in another thread than the main one may
+come at another place, as its calls come at other numbers in each run.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ CASES: dict[str, tuple[str, ...]] = {
     "existing, no exchange": ("-e", "inject=renameat2:error=EINVAL"),
 }
 
-_CALL = re.compile(r"^\d+ +(\w+)\(")
+_CALL = re.compile(r"^(?P<thread>\d+) +(?P<call>\w+)\(")
 _CHANGES = re.compile(
     r"^(mkdir|write|pwrite|fallocate|fsync|fdatasync|rename|link|unlink|rmdir|symlink|truncate|ftruncate)"
 )
@@ -48,11 +49,12 @@ _LARGE = 3 << 18
 
 
 class Point(NamedTuple):
-    """The n-th call of a kind, and the call as strace shows it."""
+    """The n-th call of a kind in a thread, the call as strace shows it, and whether the thread is the main one."""
 
     call: str
     number: int
     line: str
+    in_main_thread: bool = True
 
     @property
     def changes(self) -> bool:
@@ -74,6 +76,7 @@ class Outcome:
     call: str
     number: int
     line: str
+    in_main_thread: bool
     killed: bool
     state: str
     later: str
@@ -102,16 +105,17 @@ class Killer:
         status = self._save("trace=%file,%desc")
         if status != 0:
             raise SystemExit(f"the undisturbed save ended with {status}")
-        counts: dict[str, int] = {}
+        counts: dict[tuple[str, str], int] = {}
         found = []
         for line in self._trace.read_text().splitlines():
             match = _CALL.match(line)
             if match is None:
                 continue
-            call = match[1]
-            counts[call] = counts.get(call, 0) + 1
+            thread, call = match["thread"], match["call"]
+            counts[thread, call] = counts.get((thread, call), 0) + 1
             if str(self._run) in line:
-                found.append(Point(call, counts[call], self._anonymous(line)))
+                in_main_thread = thread == next(iter(counts))[0]
+                found.append(Point(call, counts[thread, call], self._anonymous(line), in_main_thread))
         return found
 
     def outcome(self, point: Point) -> Outcome:
@@ -123,7 +127,7 @@ class Killer:
         killed = status is not None and os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL and same
         left = self._beside()
         state, later = self._state(), self._later()
-        return Outcome(point.call, point.number, point.line, killed, state, later, left, self._beside())
+        return Outcome(*point, killed, state, later, left, self._beside())
 
     def _target(self) -> Path:
         """A fresh save makes the directory above its target too."""

@@ -15,6 +15,7 @@ from shardckpt.plugins.manager import get_plugin_manager
 from shardckpt.plugins.resolver import read_manifest
 from shardckpt.storage.reader import CheckpointReader
 from shardckpt.strategy import SaveStrategy
+from tests import backends
 from tests.faults import careless
 from tests.faults.careless import MISDEEDS, Careless, Delegates, Drops, DropsAgain, DropsWork, Plain, Silent
 from tests.remote.store import Store
@@ -60,7 +61,8 @@ def _all_in_the_foreground(folder: str) -> dict[str, tuple[str, str]]:
     return _refusals(folder, makes, KEYS)
 
 
-@pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.slow), 3])
+@backends.both_slowly
+@pytest.mark.parametrize("world", [1, *(pytest.param(world, marks=pytest.mark.slow) for world in (2, 3))])
 def test_a_shard_that_is_not_stored_is_named(ranks: RankPool, tmp_path: Path, world: int) -> None:
     """A strategy that loses a shard on one rank, of any kind and in any way, fails the save, and leaves nothing."""
     outcomes = ranks.run(world, _all_in_the_foreground, str(tmp_path))
@@ -76,6 +78,7 @@ def test_a_shard_that_is_not_stored_is_named(ranks: RankPool, tmp_path: Path, wo
 _LOST = (("object", DropsWork), ("whole", DropsWork), ("split", Drops), ("split", DropsWork))
 
 
+@backends.both_slowly
 @pytest.mark.parametrize(
     ("way", "cases"),
     [
@@ -85,6 +88,7 @@ _LOST = (("object", DropsWork), ("whole", DropsWork), ("split", Drops), ("split"
     ],
     ids=["thread", "process", "process, more"],
 )
+@pytest.mark.slow
 def test_a_shard_that_is_not_stored_behind_the_training_is_named(
     ranks: RankPool, tmp_path: Path, way: str, cases: tuple[tuple[str, Any], ...]
 ) -> None:
@@ -100,6 +104,7 @@ def _new(folder: Path, number: int) -> str:
     return str(folder / str(number))
 
 
+@backends.both_slowly
 @pytest.mark.parametrize("way", ["foreground", "thread"])
 def test_a_plan_that_is_used_again_is_compared_again(ranks: RankPool, tmp_path: Path, way: str) -> None:
     """A save of the same shards that is neither validated nor planned again still misses what it did not write."""
@@ -109,6 +114,7 @@ def test_a_plan_that_is_used_again_is_compared_again(ranks: RankPool, tmp_path: 
         assert (kind, f"{key!r}" in message) == ("PluginError", True), message
 
 
+@backends.both
 def test_the_region_and_the_rank_are_named(ranks: RankPool, tmp_path: Path) -> None:
     """Of a tensor that is stored in part the error says which box is missing, and who had it."""
     _, message = _one(ranks.run(3, careless.refusal, "foreground", str(tmp_path), DropsWork, "split"))
@@ -166,6 +172,7 @@ def test_how_shards_are_cut_is_the_strategys_business(ranks: RankPool, tmp_path:
     assert (tmp_path / "c" / "metadata.json").is_file()
 
 
+@backends.both_slowly
 def test_parts_are_missed_without_validation_too(tmp_path: Path) -> None:
     """With validate_access_integrity=False the shards are compared all the same."""
     with pytest.raises((PluginError, ShardingError), match="'whole'"):
@@ -185,7 +192,12 @@ def _misdeeds(folder: str, way: str) -> dict[str, tuple[str, str]]:
 
 @pytest.mark.parametrize(
     ("way", "world"),
-    [("foreground", 1), ("foreground", 3), ("thread", 2), pytest.param("process", 2, marks=pytest.mark.slow)],
+    [
+        ("foreground", 1),
+        pytest.param("foreground", 3, marks=pytest.mark.slow),
+        ("thread", 2),
+        pytest.param("process", 2, marks=pytest.mark.slow),
+    ],
 )
 def test_files_without_digests_fail_the_save(ranks: RankPool, tmp_path: Path, way: str, world: int) -> None:
     """Unfinished files, and whatever else lies there without digests, are an error on all ranks that names them."""

@@ -15,16 +15,18 @@ import torch.distributed as dist
 from shardckpt import dist_checkpointing
 from shardckpt.errors import CheckpointingException, CorruptCheckpointError
 from shardckpt.maintenance.verify import verify_checkpoint
+from tests import backends
 from tests.faults import samples
-from tests.names import COMMON, INDEX, MARKER, METADATA, RECORD, data_file
+from tests.names import MARKER, METADATA, RECORD
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from tests.backends import Backend
     from tests.ranks import RankPool
 
 #: What a load reads, beside the JSON files.
-DATA = (data_file(0), data_file(1), INDEX, COMMON)
+DATA = ("data of rank 0", "data of rank 1", "index", "common state")
 JSON = (MARKER, RECORD)
 FLIPS = 50  # a file
 RIGHT = ""
@@ -36,8 +38,20 @@ def save_version(directory: str, version: int, turned: bool) -> None:
     dist_checkpointing.save(dict(reversed(state.items())) if turned else state, directory)
 
 
+def name_of(file: str) -> str:
+    """The name of a file in the format of the test, of which the parameters say what it is."""
+    chosen = backends.current()
+    names = {DATA[0]: chosen.data_file(0), DATA[1]: chosen.data_file(1), DATA[2]: chosen.index, DATA[3]: chosen.common}
+    return names.get(file, file)
+
+
+def read_names() -> set[str]:
+    """The names of all files that a load reads."""
+    return {name_of(file) for file in (*DATA, *JSON)}
+
+
 @pytest.fixture(scope="module")
-def saved(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def saved(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory, backend: Backend) -> Path:
     """Checkpoints 1 and 2 of two ranks: two data files each; and the first again, with all in other places."""
     root = tmp_path_factory.mktemp("saved")
     for name, version in (("1", 1), ("2", 2), ("turned", 1)):
@@ -86,23 +100,35 @@ def flipped(path: Path, bits: list[int]) -> Iterator[int]:
     path.write_bytes(whole)
 
 
+@backends.both_slowly
 @pytest.mark.parametrize("name", JSON)
 def test_bit_flip_in_every_byte_of_json(checkpoint: Path, name: str) -> None:
     """Whatever byte of the JSON files is hit, values are right or the load names a file of the checkpoint."""
     path = checkpoint / name
+    files = read_names()
     refused = 0
     for _ in flipped(path, [8 * n + n % 8 for n in range(path.stat().st_size)]):
         fault = load_fault(checkpoint)
         refused += fault != RIGHT
-        assert fault == RIGHT or any(str(checkpoint / file) in fault or file in fault for file in (*DATA, *JSON)), fault
+        assert fault == RIGHT or any(str(checkpoint / file) in fault or file in fault for file in files), fault
     assert refused > path.stat().st_size // 4
     assert load_fault(checkpoint) == RIGHT
 
 
-@pytest.mark.parametrize("flips", [FLIPS, pytest.param(20 * FLIPS, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", DATA)
-def test_random_bit_flips(checkpoint: Path, name: str, flips: int) -> None:
+@pytest.mark.parametrize(
+    ("flips", "backend"),
+    [
+        (FLIPS, "torch_dist"),
+        pytest.param(20 * FLIPS, "torch_dist", marks=pytest.mark.slow),
+        pytest.param(4 * FLIPS, "safetensors", marks=pytest.mark.slow),
+    ],
+    indirect=["backend"],
+    scope="module",
+)
+@pytest.mark.parametrize("file", DATA)
+def test_random_bit_flips(checkpoint: Path, file: str, flips: int) -> None:
     """A flipped bit in a data file never gives wrong values; the error and verify name the file."""
+    name = name_of(file)
     path = checkpoint / name
     refused = 0
     for bit in flipped(path, some_bits(path, flips)):
@@ -115,10 +141,12 @@ def test_random_bit_flips(checkpoint: Path, name: str, flips: int) -> None:
     assert verify_faults(checkpoint) == {}
 
 
-@pytest.mark.parametrize("name", [*DATA, *JSON])
+@backends.both
+@pytest.mark.parametrize("file", [*DATA, *JSON])
 @pytest.mark.parametrize("keep", ["nothing", "one byte", "half", "all but one byte"])
-def test_truncation(checkpoint: Path, name: str, keep: str) -> None:
+def test_truncation(checkpoint: Path, file: str, keep: str) -> None:
     """A file that is cut short is refused by name, by load and by verify."""
+    name = name_of(file)
     path = checkpoint / name
     size = path.stat().st_size
     path.write_bytes(path.read_bytes()[: {"nothing": 0, "one byte": 1, "half": size // 2}.get(keep, size - 1)])
@@ -128,18 +156,22 @@ def test_truncation(checkpoint: Path, name: str, keep: str) -> None:
     assert str(path) in next(iter(faults.values()))
 
 
-@pytest.mark.parametrize("name", [*DATA, *JSON])
-def test_extension(checkpoint: Path, name: str) -> None:
+@backends.both
+@pytest.mark.parametrize("file", [*DATA, *JSON])
+def test_extension(checkpoint: Path, file: str) -> None:
     """A file with a byte too many is refused by name, by load and by verify."""
+    name = name_of(file)
     path = checkpoint / name
     path.write_bytes(path.read_bytes() + b"\0")
     assert str(path) in load_fault(checkpoint)
     assert str(path) in " ".join(verify_faults(checkpoint).values())
 
 
-@pytest.mark.parametrize("name", [*DATA, *JSON])
-def test_missing_file(checkpoint: Path, name: str) -> None:
+@backends.both
+@pytest.mark.parametrize("file", [*DATA, *JSON])
+def test_missing_file(checkpoint: Path, file: str) -> None:
     """A file that is gone is named by load and verify; without shardckpt.json the values still load, unchecked."""
+    name = name_of(file)
     (checkpoint / name).unlink()
     fault = load_fault(checkpoint)
     if name == RECORD:
@@ -149,10 +181,11 @@ def test_missing_file(checkpoint: Path, name: str) -> None:
     assert name in " ".join(verify_faults(checkpoint).values())
 
 
-@pytest.mark.parametrize(("first", "second"), [DATA[:2], DATA[2:], (DATA[0], COMMON), (INDEX, METADATA), JSON])
+@backends.both
+@pytest.mark.parametrize(("first", "second"), [DATA[:2], DATA[2:], (DATA[0], DATA[3]), JSON])
 def test_swapped_files(checkpoint: Path, first: str, second: str) -> None:
     """Two files in each other's place are refused by name."""
-    one, other = checkpoint / first, checkpoint / second
+    one, other = checkpoint / name_of(first), checkpoint / name_of(second)
     content = one.read_bytes()
     one.write_bytes(other.read_bytes())
     other.write_bytes(content)
@@ -161,10 +194,22 @@ def test_swapped_files(checkpoint: Path, first: str, second: str) -> None:
     assert verify_faults(checkpoint) != {}
 
 
-@pytest.mark.parametrize("name", DATA)
-def test_file_of_another_step(saved: Path, checkpoint: Path, name: str) -> None:
+def test_swapped_metadata_for_other_libraries(checkpoint: Path) -> None:
+    """DCP's .metadata and the index in each other's place are refused by name."""
+    index, metadata = checkpoint / name_of("index"), checkpoint / METADATA
+    index.rename(checkpoint / "other")
+    metadata.rename(index)
+    (checkpoint / "other").rename(metadata)
+    assert str(index) in load_fault(checkpoint)
+    assert verify_faults(checkpoint).keys() == {index.name, METADATA}
+
+
+@backends.both
+@pytest.mark.parametrize("file", DATA)
+def test_file_of_another_step(saved: Path, checkpoint: Path, file: str) -> None:
     """A file of another save, of the same name, is refused by name."""
-    shutil.copyfile(saved / ("turned" if name == INDEX else "2") / name, checkpoint / name)
+    name = name_of(file)
+    shutil.copyfile(saved / ("turned" if file == "index" else "2") / name, checkpoint / name)
     assert str(checkpoint / name) in load_fault(checkpoint)
     assert list(verify_faults(checkpoint)) == [name]
 
@@ -207,13 +252,15 @@ def test_bit_flips_in_metadata_for_other_libraries(checkpoint: Path) -> None:
         assert list(verify_faults(checkpoint)) == [METADATA], bit
 
 
+@backends.both
 def test_markers_of_another_step(saved: Path, checkpoint: Path) -> None:
     """With the shardckpt.json of another save no file is what it says, and the load is refused."""
     shutil.copyfile(saved / "2" / RECORD, checkpoint / RECORD)
     assert str(checkpoint) in load_fault(checkpoint)
-    assert verify_faults(checkpoint).keys() == {DATA[0], DATA[1], METADATA, COMMON}
+    assert verify_faults(checkpoint).keys() >= {name_of(file) for file in DATA if file != "index"}
 
 
+@backends.both
 def test_extra_files(checkpoint: Path) -> None:
     """Files and directories that are not the checkpoint's change nothing, and verify lists them."""
     (checkpoint / "__2_0.distcp").write_bytes(b"stale")
@@ -223,9 +270,10 @@ def test_extra_files(checkpoint: Path) -> None:
     assert {result.name for result in verify_checkpoint(checkpoint) if result.foreign} == {"__2_0.distcp", "logs"}
 
 
+@backends.both
 def test_damage_elsewhere(checkpoint: Path) -> None:
     """What is not damaged loads; what is names its key, the bytes and the file."""
-    path = checkpoint / DATA[0]
+    path = checkpoint / name_of(DATA[0])
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
     path.write_bytes(content)

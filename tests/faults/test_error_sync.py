@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -13,7 +14,8 @@ from shardckpt.commit import commit
 from shardckpt.errors import CheckpointingException
 from shardckpt.mapping import ShardedTensor
 from shardckpt.parallel import FullyParallelSaveStrategyWrapper
-from shardckpt_torch_dist.plan.write_plan import WritePlan
+from shardckpt.storage import CheckpointWriter
+from tests import backends
 from tests.faults.attempts import Attempt, attempt
 from tests.faults.test_rank_errors import one_error, set_on_rank
 
@@ -26,19 +28,23 @@ if TYPE_CHECKING:
 
 
 def _save_with_a_hole(directory: str) -> tuple[str, bool]:
-    written: list[Any] = []
-    write = WritePlan.write
-    WritePlan.write = lambda self, writer: (written.append(1), write(self, writer))[1]  # type: ignore[method-assign]
+    written: list[str] = []
+    create = CheckpointWriter.create
+
+    def counted(self: CheckpointWriter, name: str, *args: Any, **options: Any) -> Any:
+        written.append(name)
+        return create(self, name, *args, **options)
+
     shard = ShardedTensor.from_rank_offsets("w", torch.ones(4), (0, dist.get_rank(), 3))  # of three there are two
-    try:
-        dist_checkpointing.save({"w": shard}, f"{directory}/ckpt", validate_access_integrity=False)
-    except CheckpointingException as exc:
-        return str(exc), bool(written)
-    finally:
-        WritePlan.write = write  # type: ignore[method-assign]
+    with mock.patch.object(CheckpointWriter, "create", counted):
+        try:
+            dist_checkpointing.save({"w": shard}, f"{directory}/ckpt", validate_access_integrity=False)
+        except CheckpointingException as exc:
+            return str(exc), bool(written)
     return "", bool(written)
 
 
+@backends.both_slowly
 def test_a_bad_plan_is_told_before_anything_is_written(ranks: RankPool, tmp_path: Path) -> None:
     """What the main rank finds in the plan of all ranks ends the save before a rank begins to write its tensors."""
     (message, wrote), *others = ranks.run(2, _save_with_a_hole, str(tmp_path))
@@ -60,6 +66,7 @@ def _save_in_pairs(directory: str) -> Attempt:
     return attempt(directory, action)
 
 
+@backends.both_slowly
 def test_all_ranks_are_there_when_smaller_groups_meet(ranks: RankPool, tmp_path: Path) -> None:
     """A rank that cannot begin to write leaves no partner waiting in the group that deals the shards out."""
     assert "SHARDCKPT_IO_THREADS='many'" in one_error(ranks.run(4, _save_in_pairs, str(tmp_path))).message

@@ -10,11 +10,14 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from shardckpt.storage.direct import bypasses_cache
+from tests import backends
 from tests.faults.programs import run_program
-from tests.names import DIGESTED, SHARED, data_file
+from tests.names import MARKERS
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from tests.backends import Backend
 
 SAMPLED = 50
 FEW = 25  # in the default run; the same cases are killed at every call by slow tests
@@ -50,6 +53,8 @@ def leaves(outcomes: list[dict[str, Any]]) -> int:
     return sum(bool(o["left"]) for o in outcomes)
 
 
+@backends.both_slowly
+@pytest.mark.slow
 def test_killed_save_to_a_fresh_path_leaves_nothing_or_the_whole(tmp_path: Path) -> None:
     """After a kill at any of 25 calls of a first save, the path is absent or whole, and the next save clears up."""
     outcomes = report_of(tmp_path, "fresh", FEW)["outcomes"]
@@ -59,6 +64,7 @@ def test_killed_save_to_a_fresh_path_leaves_nothing_or_the_whole(tmp_path: Path)
     assert leaves(outcomes) > FEW // 4
 
 
+@backends.both_slowly
 def test_killed_overwrite_leaves_old_or_new(tmp_path: Path) -> None:
     """After a kill at any of 25 calls of an overwrite, old or new is there bit for bit, other people's files too."""
     outcomes = report_of(tmp_path, "existing", FEW)["outcomes"]
@@ -68,6 +74,7 @@ def test_killed_overwrite_leaves_old_or_new(tmp_path: Path) -> None:
     assert leaves(outcomes) > FEW // 4
 
 
+@backends.both
 @pytest.mark.slow
 def test_killed_background_overwrite_leaves_old_or_new(tmp_path: Path) -> None:
     """The same holds for a save that is planned, staged, written and finalized one after the other."""
@@ -96,8 +103,10 @@ def test_killed_save_of_a_tree_leaves_old_or_new(tmp_path: Path, case: str, allo
     assert any("fsync" in point["line"] and "/arrays/w0/c>" in point["line"] for point in report["points"])
 
 
+@backends.both
 @pytest.mark.slow
 @pytest.mark.parametrize(("case", "allowed"), CASES)
+@pytest.mark.long
 def test_killed_save_with_table_files_leaves_old_or_new(tmp_path: Path, case: str, allowed: set[str]) -> None:
     """The same holds where each file's table of digests is in a file of its own, which is durable before its name."""
     report = report_of(tmp_path, case, 60, "table_killer")
@@ -106,6 +115,7 @@ def test_killed_save_with_table_files_leaves_old_or_new(tmp_path: Path, case: st
     assert any("fsync" in point["line"] and ".digests>" in point["line"] for point in report["points"])
 
 
+@backends.both
 @pytest.mark.slow
 @pytest.mark.parametrize(("case", "allowed"), CASES)
 def test_killed_at_every_call(tmp_path: Path, case: str, allowed: set[str]) -> None:
@@ -117,19 +127,20 @@ def test_killed_at_every_call(tmp_path: Path, case: str, allowed: set[str]) -> N
 
 
 @pytest.fixture(scope="module")
-def trace(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """The calls of an undisturbed first save, in order."""
+def trace(tmp_path_factory: pytest.TempPathFactory, backend: Backend) -> list[str]:
+    """The calls of an undisturbed first save by a format, in order."""
     points = report_of(tmp_path_factory.mktemp("trace"), "fresh", 0)["points"]
     return [point["line"].replace("RUN/jobs/.ckpt.shardckpt-staging-*-*", "STAGING") for point in points]
 
 
-def test_order_of_calls(trace: list[str]) -> None:
+@backends.both
+def test_order_of_calls(trace: list[str], backend: Backend) -> None:
     """Data is durable before what names it, that before the directory, that before the rename; the parent last."""
     synced = {number: found[1] for number, line in enumerate(trace) if (found := re.match(r"fsync\(\d+<(.*)>\)", line))}
     paths = list(synced.values())
     assert paths[0] == "RUN"  # holds the new directory above the target
-    data = {f"STAGING/{name}" for name in (*DIGESTED, data_file(0))}
-    markers = {f"STAGING/{name}" for name in SHARED - DIGESTED}
+    data = {f"STAGING/{name}" for name in (*backend.shared - MARKERS, backend.data_file(0))}
+    markers = {f"STAGING/{name}" for name in MARKERS}
     assert set(paths[1 : 1 + len(data)]) == data
     assert set(paths[1 + len(data) : -2]) == markers
     assert len(paths) == 1 + len(data) + len(markers) + 2
@@ -139,7 +150,8 @@ def test_order_of_calls(trace: list[str]) -> None:
     assert staging < renamed < parent
 
 
-def test_files_are_written_before_their_fsync(trace: list[str]) -> None:
+@backends.both
+def test_files_are_written_before_their_fsync(trace: list[str], backend: Backend) -> None:
     """No byte of a file is written, and no size set, after its one fsync; every file that is created is fsynced."""
     written, synced, created = {}, {}, set()
     for number, line in enumerate(trace):
@@ -150,16 +162,17 @@ def test_files_are_written_before_their_fsync(trace: list[str]) -> None:
             synced[path[1]] = number
         elif "O_CREAT" in line and (opened := re.search(r'"(STAGING[^"]*)"', line)):
             created.add(opened[1])
-    assert created == {f"STAGING/{name}" for name in (*SHARED, data_file(0))}
+    assert created == {f"STAGING/{name}" for name in (*backend.shared, backend.data_file(0))}
     assert created == written.keys()
     assert all(synced[path] > written[path] for path in created)
 
 
-def test_large_tensors_are_written_directly(trace: list[str], tmp_path: Path) -> None:
+@backends.both
+def test_large_tensors_are_written_directly(trace: list[str], tmp_path: Path, backend: Backend) -> None:
     """Among the calls that are killed are those that allocate a file ahead and write past the page cache."""
     if not bypasses_cache(tmp_path):
         pytest.skip("the file system of the tests has no direct writes")
-    data = [line for line in trace if data_file(0) in line]
+    data = [line for line in trace if backend.data_file(0) in line]
     (opened,) = (line for line in data if "O_DIRECT" in line)
     descriptor = opened.rpartition(" = ")[2].partition("<")[0]
     assert "fallocate" in {line.partition("(")[0] for line in data}

@@ -13,19 +13,23 @@ if TYPE_CHECKING:
 
     from tests.ranks import RankPool
 
-_SLOW = pytest.mark.slow
+_LONG = pytest.mark.long
 
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
-    ("mode", "kills"),
+    ("mode", "kills", "backend"),
     [
-        ("async", 3),
-        pytest.param("disabled", 20, marks=_SLOW),
-        pytest.param("async", 20, marks=_SLOW),
-        pytest.param("async_with_pinned_mem", 20, marks=_SLOW),
+        ("async", 3, "torch_dist"),
+        pytest.param("disabled", 20, "torch_dist", marks=_LONG),
+        pytest.param("async", 20, "torch_dist", marks=_LONG),
+        pytest.param("async_with_pinned_mem", 20, "torch_dist", marks=_LONG),
+        ("async", 6, "safetensors"),
     ],
+    indirect=["backend"],
+    scope="module",
 )
+@pytest.mark.slow
 def test_a_killed_run_goes_on_from_the_newest_committed_step(
     ranks: RankPool, tmp_path: Path, mode: str, kills: int
 ) -> None:

@@ -18,18 +18,25 @@ from shardckpt import dist_checkpointing
 from shardckpt.commit import commit
 from shardckpt.errors import CheckpointingException, IncompleteCheckpointError, StorageError
 from shardckpt.maintenance.verify import verify_checkpoint
+from tests import backends
 from tests.faults import samples
 from tests.faults.disks import make_read_only, small_disk
-from tests.names import SHARED, data_file
+from tests.names import MARKERS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from tests.backends import Backend
     from tests.ranks import RankPool
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 OLD, NEW = 1, 2
-OURS = {*SHARED, data_file(0)}
+
+
+def ours(ranks: int = 1) -> set[str]:
+    """The files of a checkpoint in the format of the test."""
+    chosen = backends.current()
+    return {*chosen.shared, *map(chosen.data_file, range(ranks))}
 
 
 def add_foreign(directory: Path) -> dict[str, bytes]:
@@ -49,7 +56,7 @@ def assert_replaced(target: Path, foreign: dict[str, bytes]) -> None:
     """The new values are there, other people's files too, and nothing else, neither at nor beside the target."""
     assert samples.differences(samples.load(target), NEW) == []
     found = samples.listing(target)
-    assert found.keys() == {*OURS, *foreign, *(("latest",) if foreign else ())}
+    assert found.keys() == {*ours(), *foreign, *(("latest",) if foreign else ())}
     assert {name: found[name] for name in foreign} == foreign
     if foreign:
         assert (target / "latest").readlink() == Path("notes.txt")
@@ -67,6 +74,7 @@ def overwrite(target: Path) -> None:
     dist_checkpointing.save(samples.state_dict(NEW), target, overwrite=True)
 
 
+@backends.both_slowly
 @pytest.mark.parametrize("what", ["a checkpoint", "other files", "one empty directory"])
 def test_refused_without_overwrite(tmp_path: Path, what: str) -> None:
     """A target that is not empty is refused with the way out, and stays as it is."""
@@ -94,6 +102,7 @@ def test_a_file_at_the_target(tmp_path: Path) -> None:
     assert target.read_bytes() == b"precious"
 
 
+@backends.both_slowly
 def test_an_empty_directory_is_free(tmp_path: Path) -> None:
     """An empty directory at the target is taken without asking."""
     (tmp_path / "ckpt").mkdir()
@@ -101,6 +110,7 @@ def test_an_empty_directory_is_free(tmp_path: Path) -> None:
     assert_replaced(tmp_path / "ckpt", {})
 
 
+@backends.both
 def test_over_an_own_checkpoint(tmp_path: Path) -> None:
     """An overwrite replaces our own checkpoint and keeps every other file and directory as it is."""
     target = tmp_path / "ckpt"
@@ -110,6 +120,7 @@ def test_over_an_own_checkpoint(tmp_path: Path) -> None:
     assert_replaced(target, foreign)
 
 
+@backends.both_slowly
 def test_twice_over_foreign_files(tmp_path: Path) -> None:
     """Files that are not the checkpoint's outlive any number of overwrites."""
     target = tmp_path / "ckpt"
@@ -120,6 +131,7 @@ def test_twice_over_foreign_files(tmp_path: Path) -> None:
     assert_replaced(target, foreign)
 
 
+@backends.both_slowly
 @pytest.mark.parametrize("name", sorted(path.name for path in GOLDEN.glob("mcore-*")))
 def test_over_a_megatron_checkpoint(tmp_path: Path, name: str) -> None:
     """Every dialect of Megatron is recognised: its files go, whatever the number of ranks was, the others stay."""
@@ -132,6 +144,7 @@ def test_over_a_megatron_checkpoint(tmp_path: Path, name: str) -> None:
     assert_replaced(target, foreign)
 
 
+@backends.both_slowly
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
 def test_over_a_plain_dcp_checkpoint(tmp_path: Path) -> None:
     """A directory that torch.distributed.checkpoint wrote is recognised too."""
@@ -142,6 +155,7 @@ def test_over_a_plain_dcp_checkpoint(tmp_path: Path) -> None:
     assert_replaced(target, foreign)
 
 
+@backends.both_slowly
 def test_over_files_that_are_no_checkpoint(tmp_path: Path) -> None:
     """A directory of other files gets a checkpoint; none of them is lost."""
     target = tmp_path / "ckpt"
@@ -151,12 +165,14 @@ def test_over_files_that_are_no_checkpoint(tmp_path: Path) -> None:
     assert_replaced(target, foreign)
 
 
-@pytest.mark.parametrize("name", sorted(SHARED))
+@backends.both
+@pytest.mark.parametrize("name", ["index", "common", *sorted(MARKERS)])
 @pytest.mark.parametrize("content", [b"", b"{}", b"\xff\x00"])
-def test_over_a_damaged_checkpoint(tmp_path: Path, name: str, content: bytes) -> None:
+def test_over_a_damaged_checkpoint(tmp_path: Path, backend: Backend, name: str, content: bytes) -> None:
     """A checkpoint that cannot be read any more can be overwritten all the same."""
     target = tmp_path / "ckpt"
     dist_checkpointing.save(samples.state_dict(OLD), target)
+    name = {"index": backend.index, "common": backend.common}.get(name, name)
     (target / name).write_bytes(content)
     overwrite(target)
     assert_replaced(target, {})
@@ -168,14 +184,14 @@ def save_part(directory: str, version: int, allowed: bool) -> None:
     dist_checkpointing.save(state, directory, overwrite=allowed)
 
 
+@backends.both_slowly
 @pytest.mark.parametrize(("before", "after"), [(4, 1), (1, 4), (3, 2)])
 def test_other_number_of_ranks(ranks: RankPool, tmp_path: Path, before: int, after: int) -> None:
     """No file of more ranks is left from the old checkpoint, and its values are not."""
     target = tmp_path / "ckpt"
     ranks.run(before, save_part, str(target), OLD, False)
     ranks.run(after, save_part, str(target), NEW, True)
-    expected = OURS - {"__0_0.distcp"} | {f"__{rank}_0.distcp" for rank in range(after)}
-    assert samples.listing(target).keys() == expected
+    assert samples.listing(target).keys() == ours(after)
     assert samples.differences(samples.load(target), NEW) == []
 
 
@@ -201,6 +217,7 @@ def test_parent_on_a_read_only_file_system(tmp_path: Path) -> None:
         refuse_parent(disk, "EROFS")
 
 
+@backends.both_slowly
 def test_parents_are_made(tmp_path: Path) -> None:
     """Directories above the target are made as needed."""
     target = tmp_path / "runs" / "a" / "ckpt"
@@ -213,6 +230,7 @@ def no_exchange(*_: Any) -> bool:
     return False
 
 
+@backends.both
 def test_without_exchange(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where directories cannot be exchanged in one step, an overwrite comes to the same."""
     monkeypatch.setattr("shardckpt.commit.commit.exchange", no_exchange)
@@ -223,6 +241,7 @@ def test_without_exchange(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert_replaced(target, foreign)
 
 
+@backends.both_slowly
 def test_second_rename_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without exchange, a failure between the two renames puts the old checkpoint back."""
     monkeypatch.setattr("shardckpt.commit.commit.exchange", no_exchange)
@@ -242,6 +261,7 @@ def test_second_rename_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert [path.name for path in tmp_path.iterdir()] == ["ckpt"]
 
 
+@backends.both_slowly
 def test_crash_between_the_renames(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without exchange, a process that dies between the two renames leaves what every query names, with the way out."""
     monkeypatch.setattr("shardckpt.commit.commit.exchange", no_exchange)
@@ -321,6 +341,7 @@ class Interruption:
             yield
 
 
+@backends.both_slowly
 @pytest.mark.parametrize("exchanges", [True, False])
 @pytest.mark.parametrize("error", [KeyboardInterrupt, StorageError])
 @pytest.mark.parametrize("after", [False, True])
@@ -357,6 +378,7 @@ def test_an_overwrite_that_ends_at_any_call(
     assert ends > len(["sync", "rename", "exchange", "sync parent"])
 
 
+@backends.both_slowly
 def test_staging_is_no_checkpoint(tmp_path: Path) -> None:
     """A staging directory, even a complete one, is not loaded as a checkpoint."""
     dist_checkpointing.save(samples.state_dict(OLD), tmp_path / "ckpt")
@@ -370,6 +392,7 @@ def test_staging_is_no_checkpoint(tmp_path: Path) -> None:
         dist_checkpointing.load_common_state_dict(staging)
 
 
+@backends.both_slowly
 def test_target_behind_a_link(tmp_path: Path) -> None:
     """A target that is a symbolic link is followed: the directory behind it is replaced, the link stays."""
     target = tmp_path / "real" / "ckpt"

@@ -14,9 +14,9 @@ import torch
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
 
 from shardckpt import dist_checkpointing
+from shardckpt.archive.opcodes import check_pickle
 from shardckpt.errors import CorruptCheckpointError
 from shardckpt.huggingface.torch_file import read_torch_file
-from shardckpt.storage.opcodes import check_pickle
 from tests.faults import samples
 from tests.faults.bombs import ANYWHERE, METADATA, OBJECTS, VIEWS
 from tests.faults.hostile import OBJECT_KEY, Foreign, archive

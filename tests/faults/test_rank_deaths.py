@@ -13,6 +13,7 @@ from tests.faults.programs import run_program
 if TYPE_CHECKING:
     from pathlib import Path
 
+
 SAVE_STEPS = ("preparing the state dict", "validating", "staging", "writing", "committing")
 LOAD_STEPS = ("reading the manifest", "choosing a strategy", "reading the index", "loading shards")
 
@@ -100,6 +101,16 @@ def check_checkpoint(what: Scenario, report: dict[str, Any]) -> None:
     assert report["wrong_later"] == []
     if what["victim"] != 0:
         assert report["left"] == ["ckpt"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["safetensors"], indirect=True, scope="module")
+def test_lost_ranks_of_another_format(tmp_path: Path) -> None:
+    """The same holds for (safetensors, 1), in some of the scenarios: what differs is what lies on disk."""
+    some = SCENARIOS[::4]
+    for what, report in zip(some, reports_of(some, tmp_path), strict=True):
+        check_survivors(what, report)
+        check_checkpoint(what, report)
 
 
 @pytest.mark.slow

@@ -17,6 +17,7 @@ from shardckpt import dist_checkpointing, hookimpl
 from shardckpt.dist_checkpointing import ShardedObject, ShardedTensor, ShardedTensorFactory
 from shardckpt.plugins.manager import get_plugin_manager
 from shardckpt.strategy import SaveContext, SaveStrategy
+from tests import backends
 from tests.faults import samples
 from tests.faults.attempts import BAD, Attempt, attempt, save_with
 from tests.faults.disks import small_disk
@@ -24,6 +25,7 @@ from tests.faults.disks import small_disk
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from tests.backends import Backend
     from tests.ranks import RankPool
 
 SIZES = (2, 3, 4)
@@ -92,15 +94,16 @@ def _broken_factory(state: dict[str, Any], rank: int, world: int) -> None:
     state["fused"] = ShardedTensorFactory("fused", torch.ones(4), build, lambda nest: nest["q"])
 
 
-def _object_without_pickle(state: dict[str, Any], rank: int, world: int) -> None:
+def _function_as_object(state: dict[str, Any], rank: int, world: int) -> None:
     if rank == 1:
         state["mine"] = ShardedObject("mine", lambda: 0, (1,), (0,))
 
 
-def _common_without_pickle(state: dict[str, Any], rank: int, world: int) -> None:
+def _function_as_common(state: dict[str, Any], rank: int, world: int) -> None:
     state["callback"] = lambda: 0
 
 
+@backends.both_slowly
 @pytest.mark.parametrize("world", SIZES)
 @pytest.mark.parametrize(
     ("spoil", "kind", "texts"),
@@ -123,18 +126,18 @@ def _common_without_pickle(state: dict[str, Any], rank: int, world: int) -> None
             "RankFailedError",
             ["rank 1, in 'preparing the state dict'", "ValueError: no layout for this"],
         ),
-        (_object_without_pickle, "ShardingError", ["rank 1, in 'pickling objects'", "'mine/shard_0_1'", "pickle"]),
-        (_common_without_pickle, "ShardingError", ["rank 0, in 'pickling the common state'", "['callback']"]),
+        (_function_as_object, "ShardingError", ["rank 1, in '{encodes} objects'", "'mine/shard_0_1'", "function"]),
+        (_function_as_common, "ShardingError", ["rank 0, in '{encodes} the common state'", "['callback']"]),
     ],
 )
 def test_bad_state_on_one_rank(
-    ranks: RankPool, tmp_path: Path, world: int, spoil: Any, kind: str, texts: list[str]
+    ranks: RankPool, tmp_path: Path, backend: Backend, world: int, spoil: Any, kind: str, texts: list[str]
 ) -> None:
     """A state dict that is wrong on one rank is refused on all, with rank, phase and key, before a file is left."""
     found = one_error(ranks.run(world, save_with, str(tmp_path), spoil))
     assert found.kind == kind
     for text in texts:
-        assert text.format(last=world - 1) in found.message
+        assert text.format(last=world - 1, encodes=backend.save_strategy().encoding) in found.message
 
 
 class QuotaError(ValueError):
@@ -167,6 +170,7 @@ def _save_over_quota(directory: str) -> tuple[Attempt, bool]:
     return attempt(directory, action), caught
 
 
+@backends.both_slowly
 @pytest.mark.parametrize("world", SIZES)
 def test_a_plugins_own_exception(ranks: RankPool, tmp_path: Path, world: int) -> None:
     """A strategy's exception of a class of its own is caught as itself and as one of the family on every rank."""
@@ -179,6 +183,7 @@ def test_a_plugins_own_exception(ranks: RankPool, tmp_path: Path, world: int) ->
     assert text == "the quota is used up"
 
 
+@backends.both_slowly
 def test_bad_shape_without_validation(ranks: RankPool, tmp_path: Path) -> None:
     """With validate_access_integrity=False a shape that is wrong on one rank is still one error on all."""
     found = one_error(ranks.run(3, _save_unvalidated, str(tmp_path)))
@@ -210,13 +215,14 @@ def _save_with_limited_files(directory: str, victim: int) -> Attempt:
     return attempt(directory, action)
 
 
+@backends.both
 @pytest.mark.parametrize("world", SIZES)
-def test_file_too_large_on_one_rank(ranks: RankPool, tmp_path: Path, world: int) -> None:
+def test_file_too_large_on_one_rank(ranks: RankPool, tmp_path: Path, backend: Backend, world: int) -> None:
     """A write that the system cuts short on one rank ends the save on all, naming file, offset and reason."""
     victim = world - 1
     found = one_error(ranks.run(world, _save_with_limited_files, str(tmp_path), victim))
     assert found.kind == "StorageError"
-    for text in (f"rank {victim}, in 'writing shards'", f"__{victim}_0.distcp", "at offset 10000", "EFBIG"):
+    for text in (f"rank {victim}, in 'writing shards'", backend.data_file(victim), "at offset 10000", "EFBIG"):
         assert text in found.message
 
 
@@ -224,13 +230,15 @@ def _fill(state: dict[str, Any], rank: int, world: int) -> None:
     state["filler"] = ShardedTensor.from_rank_offsets("filler", torch.ones(2_000_000 // world), (0, rank, world))
 
 
+@backends.both_slowly
 @pytest.mark.parametrize("world", SIZES)
-def test_full_disk(ranks: RankPool, tmp_path: Path, world: int) -> None:
+def test_full_disk(ranks: RankPool, tmp_path: Path, backend: Backend, world: int) -> None:
     """A disk that fills up in a save is one error on all ranks; its space is free again, and a smaller save fits."""
     with small_disk(tmp_path / "disk", "2m") as disk:
         found = one_error(ranks.run(world, save_with, str(disk), _fill))
     assert found.kind == "StorageError"
-    for text in ("in 'writing shards'", "_0.distcp", "No space left on device (ENOSPC)"):
+    assert any(backend.data_file(rank) in found.message for rank in range(world))
+    for text in ("in 'writing shards'", "No space left on device (ENOSPC)"):
         assert text in found.message
 
 
@@ -251,6 +259,7 @@ def _overwrite_on_full_disk(directory: str) -> tuple[Attempt, list[str]]:
     return attempt(directory, action), wrong
 
 
+@backends.both_slowly
 def test_full_disk_leaves_the_previous_checkpoint(ranks: RankPool, tmp_path: Path) -> None:
     """An overwrite that fails for space leaves the old checkpoint whole, and nothing else."""
     with small_disk(tmp_path / "disk", "2m") as disk:
@@ -279,6 +288,7 @@ def _save_with_broken_listener(directory: str) -> tuple[Attempt, int]:
     return found, len(found.left)
 
 
+@backends.both_slowly
 def test_broken_listener_on_one_rank(ranks: RankPool, tmp_path: Path) -> None:
     """An event hook that raises on one rank neither fails a save nor leaves the other ranks waiting."""
     for found, left in ranks.run(3, _save_with_broken_listener, str(tmp_path)):
@@ -307,6 +317,7 @@ def _save_with_bad_setting(directory: str) -> Attempt:
     return attempt(directory, action)
 
 
+@backends.both_slowly
 def test_bad_setting_on_one_rank(ranks: RankPool, tmp_path: Path) -> None:
     """An environment variable that is wrong on one rank is one error on all, naming the variable."""
     found = one_error(ranks.run(2, _save_with_bad_setting, str(tmp_path)))
@@ -333,7 +344,7 @@ def _load_after(directory: str, damage: Any) -> tuple[str, str, list[str]]:
 
 def _flip_in_last_ranks_file(target: Path, wanted: dict[str, Any], rank: int, world: int) -> None:
     if rank == 0:
-        path = target / f"__{world - 1}_0.distcp"
+        path = target / backends.current().data_file(world - 1)
         content = bytearray(path.read_bytes())
         content[len(content) // 2] ^= 4
         path.write_bytes(content)
@@ -341,12 +352,12 @@ def _flip_in_last_ranks_file(target: Path, wanted: dict[str, Any], rank: int, wo
 
 def _cut_last_ranks_file(target: Path, wanted: dict[str, Any], rank: int, world: int) -> None:
     if rank == 0:
-        os.truncate(target / f"__{world - 1}_0.distcp", 100)
+        os.truncate(target / backends.current().data_file(world - 1), 100)
 
 
 def _lose_last_ranks_file(target: Path, wanted: dict[str, Any], rank: int, world: int) -> None:
     if rank == 0:
-        (target / f"__{world - 1}_0.distcp").unlink()
+        (target / backends.current().data_file(world - 1)).unlink()
 
 
 def _want_another_shape(target: Path, wanted: dict[str, Any], rank: int, world: int) -> None:
@@ -359,6 +370,7 @@ def _want_an_unknown_key(target: Path, wanted: dict[str, Any], rank: int, world:
         wanted["nowhere"] = ShardedTensor.from_rank_offsets("nowhere", torch.zeros(3))
 
 
+@backends.both
 @pytest.mark.parametrize("world", SIZES)
 @pytest.mark.parametrize(
     ("damage", "kind", "texts"),
@@ -366,24 +378,24 @@ def _want_an_unknown_key(target: Path, wanted: dict[str, Any], rank: int, world:
         (
             _flip_in_last_ranks_file,
             "CorruptCheckpointError",
-            ["rank {last}, in 'reading shards'", "big:", "__{last}_0.distcp", "digest differs"],
+            ["rank {last}, in 'reading shards'", "big:", "{file}", "digest differs"],
         ),
         (
             _cut_last_ranks_file,
             "CorruptCheckpointError",
-            ["rank {last}, in 'reading shards'", "__{last}_0.distcp: it has 100 bytes"],
+            ["rank {last}, in 'reading shards'", "{file}: it has 100 bytes"],
         ),
         (
             _lose_last_ranks_file,
             "StorageError",
-            ["rank {last}, in 'reading shards'", "__{last}_0.distcp", "No such file or directory (ENOENT)"],
+            ["rank {last}, in 'reading shards'", "{file}", "No such file or directory (ENOENT)"],
         ),
         (_want_another_shape, "ShardingError", ["'split'", "global_shape", "(3, 8) on rank {last}"]),
         (_want_an_unknown_key, "KeyMismatchError", ["rank {last}, in 'comparing keys'", "nowhere"]),
     ],
 )
 def test_bad_load_on_one_rank(
-    ranks: RankPool, tmp_path: Path, world: int, damage: Any, kind: str, texts: list[str]
+    ranks: RankPool, tmp_path: Path, backend: Backend, world: int, damage: Any, kind: str, texts: list[str]
 ) -> None:
     """What one rank cannot load is the same error on all, with rank, phase, key and file; the next load is good."""
     results = ranks.run(world, _load_after, str(tmp_path), damage)
@@ -391,4 +403,4 @@ def test_bad_load_on_one_rank(
     found, message, wrong = results[0]
     assert (found, wrong) == (kind, [])
     for text in texts:
-        assert text.format(last=world - 1) in message
+        assert text.format(last=world - 1, file=backend.data_file(world - 1)) in message

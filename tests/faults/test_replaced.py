@@ -37,6 +37,7 @@ from shardckpt.plugins.manager import get_plugin_manager
 from shardckpt.plugins.resolver import read_manifest
 from shardckpt.storage.directory import open_directory
 from shardckpt_torch_dist import CheckpointStorageReader
+from tests import backends
 from tests.faults import samples
 from tests.faults.replacing import (
     NEW,
@@ -56,6 +57,7 @@ from tests.faults.replacing import (
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from tests.backends import Backend
     from tests.ranks import RankPool
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.distributed is disabled:UserWarning")
@@ -143,7 +145,19 @@ READERS = {
 }
 
 
-@pytest.mark.parametrize("name", sorted(READERS))
+#: Every reader of each format: plain DCP reads that of torch_dist alone.
+EACH_READER = pytest.mark.parametrize(
+    ("name", "backend"),
+    [
+        *((name, "torch_dist") for name in sorted(READERS)),
+        *(pytest.param(name, "safetensors", marks=pytest.mark.slow) for name in sorted(READERS.keys() - {"dcp.load"})),
+    ],
+    indirect=["backend"],
+    scope="module",
+)
+
+
+@EACH_READER
 def test_replaced_at_every_moment(scene: Scene, verify: str, name: str) -> None:
     """Whenever another save replaces the checkpoint while it is read, what is read is one save, and never refused."""
     found = at_every_open(scene, READERS[name])
@@ -151,6 +165,7 @@ def test_replaced_at_every_moment(scene: Scene, verify: str, name: str) -> None:
     assert set(found) <= {OLD, NEW}, verify
 
 
+@backends.both_slowly
 @pytest.mark.parametrize("parallel", [False, True], ids=["each reads", "fully parallel"])
 def test_replaced_at_every_moment_of_each_rank(ranks: RankPool, tmp_path: Path, verify: str, parallel: bool) -> None:
     """Two ranks load one save, the same, whenever on either of them the checkpoint is replaced."""
@@ -161,6 +176,7 @@ def test_replaced_at_every_moment_of_each_rank(ranks: RankPool, tmp_path: Path, 
     assert all(version in (OLD, NEW) for _, _, version in one), one
 
 
+@backends.both_slowly
 def test_replaced_again_and_again(ranks: RankPool, tmp_path: Path) -> None:
     """If every attempt meets another save, all ranks say that the checkpoint is being overwritten, not damaged."""
     ranks.run(2, save_both, str(tmp_path))
@@ -169,6 +185,7 @@ def test_replaced_again_and_again(ranks: RankPool, tmp_path: Path) -> None:
     assert one.startswith(f"CheckpointReplacedError: {tmp_path / 'target'} is being overwritten: in each of ")
 
 
+@backends.both_slowly
 @pytest.mark.parametrize("overwrites", [15, pytest.param(200, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])])
 @pytest.mark.parametrize("readers", [1, 2])
 def test_readers_while_a_job_overwrites(
@@ -188,6 +205,7 @@ def test_readers_while_a_job_overwrites(
     assert all(loads == found[0] for loads in found)
 
 
+@backends.both
 def test_an_open_checkpoint_keeps_its_save(scene: Scene) -> None:
     """A lazy handle reads the save that it opened; if that is gone, it says so; the save is not hindered."""
     scene.reset()
@@ -205,13 +223,15 @@ def test_an_open_checkpoint_keeps_its_save(scene: Scene) -> None:
         assert checkpoint["big"][0] == 1000 * NEW
 
 
-def test_no_descriptor_is_left(scene: Scene) -> None:
+@backends.both_slowly
+def test_no_descriptor_is_left(scene: Scene, backend: Backend) -> None:
     """What a load has opened, the directory, too, is closed when it ends, before Python's collector comes."""
     scene.reset()
+    foreign = set() if backend.name == "torch_dist" else {"dcp.load"}
     gc.disable()
     try:
-        for name, read in READERS.items():
-            read(scene.target)
+        for name in READERS.keys() - foreign:
+            READERS[name](scene.target)
             left = [link for link in map(_link, Path("/proc/self/fd").iterdir()) if str(scene.place) in link]
             assert left == [], name
     finally:
@@ -364,6 +384,7 @@ def test_ranks_find_out_that_a_folder_was_exported_anew(folders: Scene) -> None:
         check_same_folder(open_directory(folders.target), found)
 
 
+@backends.both_slowly
 def test_the_source_of_an_export_is_replaced_at_every_moment(folders: Scene, tmp_path: Path) -> None:
     """An export of a checkpoint that is overwritten meanwhile is of one save, and its folder is whole."""
     source = Scene(tmp_path / "checkpoints")
@@ -376,6 +397,7 @@ def test_the_source_of_an_export_is_replaced_at_every_moment(folders: Scene, tmp
     assert not list(tmp_path.glob(".*"))
 
 
+@backends.both_slowly
 def test_integrity_is_of_one_save(scene: Scene) -> None:
     """A check by integrity.json of a checkpoint that is overwritten meanwhile finds no fault in either save."""
     for name, version in (("old", OLD), ("new", NEW)):
@@ -384,6 +406,7 @@ def test_integrity_is_of_one_save(scene: Scene) -> None:
     assert set(at_every_open(scene, verify_integrity_manifest)) == {None}
 
 
+@backends.both_slowly
 def test_a_removal_spares_a_save_that_came_while_it_wrote(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     """Keys are taken out of the save that is there at the end; none is lost to one that was there before."""
     scene.reset()
@@ -414,18 +437,19 @@ def test_an_export_of_two_saves_is_not_committed(tmp_path: Path, monkeypatch: py
         dcp.save({"w": torch.full((4, 4), value)}, checkpoint_id=str(source), no_dist=True)
 
     save(1.0)
-    write = export._Export._write
+    write = export.FolderExport._write
 
     def write_while_saved(*args: Any) -> None:
         write(*args)
         save(2.0)
 
-    monkeypatch.setattr(export._Export, "_write", write_while_saved)
+    monkeypatch.setattr(export.FolderExport, "_write", write_while_saved)
     with pytest.raises(StorageError, match="source"):
         export_to_huggingface(source, folder)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]
 
 
+@backends.both_slowly
 def test_a_step_removed_while_it_is_looked_at_is_no_refusal(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     """A step that another process removes is not there: a restart takes the one before it."""
     scene.reset()

@@ -15,11 +15,12 @@ from shardckpt import dist_checkpointing
 from shardckpt.maintenance.verify import verify_checkpoint
 from shardckpt.manifest import Record
 from shardckpt.storage.digest import CRC32, XXH3
-from tests import programs
+from tests import backends, programs
 from tests.faults import samples
 from tests.names import RECORD
 
 if TYPE_CHECKING:
+    from tests.backends import Backend
     from tests.ranks import RankPool
 
 MODULE = "tests.faults.without_xxhash"
@@ -59,7 +60,7 @@ def _save(target: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def saved(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def saved(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory, backend: Backend) -> Path:
     """A checkpoint with digests by xxhash."""
     target = tmp_path_factory.mktemp("saved") / "ckpt"
     ranks.run(2, _save, str(target))
@@ -73,6 +74,7 @@ def checkpoint(saved: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(saved, tmp_path / "ckpt"))
 
 
+@backends.both_slowly
 @pytest.mark.parametrize(
     ("verb", "have"),
     [("save", (1, 0)), ("save", (0, 1)), pytest.param("save in the background", (1, 0), marks=pytest.mark.slow)],
@@ -87,6 +89,7 @@ def test_a_save_by_ranks_of_which_one_lacks_it(tmp_path: Path, verb: str, have: 
     assert not [result for result in verify_checkpoint(tmp_path / "ckpt") if result.fault]
 
 
+@backends.both_slowly
 def test_a_process_without_it(tmp_path: Path) -> None:
     """One process that has none saves with CRC-32, loads, verifies and removes keys."""
     (outcome,) = outcomes("save,load,verify,remove,verify", tmp_path / "ckpt", 0)
@@ -94,6 +97,7 @@ def test_a_process_without_it(tmp_path: Path) -> None:
     assert algorithm(tmp_path / "ckpt") == CRC32
 
 
+@backends.both_slowly
 @pytest.mark.parametrize("have", [pytest.param((0,), marks=pytest.mark.slow), (1, 0)])
 def test_a_load_without_it(saved: Path, monkeypatch: pytest.MonkeyPatch, have: tuple[int, ...]) -> None:
     """A load by ranks of which any lacks it is one error with the way out; without checks the values are right."""
@@ -105,6 +109,7 @@ def test_a_load_without_it(saved: Path, monkeypatch: pytest.MonkeyPatch, have: t
     assert errors("load", saved, *have) == {""}
 
 
+@backends.both_slowly
 @pytest.mark.parametrize("verb", ["verify", "remove"])
 def test_what_cannot_be_checked_is_not_called_sound(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch, verb: str

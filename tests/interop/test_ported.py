@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 
 @pytest.mark.parametrize("world", [1, *(pytest.param(world, marks=pytest.mark.slow) for world in (2, 4))])
+@pytest.mark.slow
 def test_the_ported_script_is_code_for_megatron(
     megatron: Callable[[str], Megatron], tmp_path: Path, world: int
 ) -> None:
@@ -22,6 +23,7 @@ def test_the_ported_script_is_code_for_megatron(
     megatron("0.16.1").run(world, "call", str(SCRIPT), "train", str(tmp_path))
 
 
+@pytest.mark.slow
 def test_one_job_goes_on_in_both(ranks: RankPool, megatron: Callable[[str], Megatron], tmp_path: Path) -> None:
     """What the job saved here, Megatron resumes; what it saved there, the ported job resumes; the format is one."""
     ranks.run(2, run, "train", str(tmp_path / "here"))

@@ -72,6 +72,7 @@ def test_older_megatron_loads_what_is_left_of_ours(megatron: Releases, left_of_o
     megatron(release).run(4, "load", left_of_ours, "shardckpt")
 
 
+@pytest.mark.slow
 def test_what_is_left_of_megatrons(ranks: RankPool, megatron: Releases, saved: Saved, tmp_path: Path) -> None:
     """Megatron finds all tensors and common values in its own checkpoint without the objects that were removed."""
     path = shutil.copytree(saved(NEWEST), tmp_path / "theirs")

@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests import programs
+from tests import backends, programs
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 
+@backends.both
 @pytest.mark.slow
 def test_a_killed_rank_leaves_a_whole_step(tmp_path: Path) -> None:
     """Wherever in a save a rank is killed, all find the same step, old or new, load its values, and save the next."""

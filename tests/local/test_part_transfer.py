@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING
 from shardckpt.distributed import Comm
 from shardckpt.local.part_transfer import Route, transfer_parts
 from shardckpt.local.parts import PartFolder, PartId
+from tests.backends import data_file
 from tests.local.disks import find_directory, flip_bit, get_root, list_names, save_steps
-from tests.names import data_file
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -14,6 +14,7 @@ from shardckpt_npy.load import NpyLoadStrategy
 from shardckpt_npy.save import NpySaveStrategy
 
 from shardckpt import dist_checkpointing as dc
+from shardckpt.cli import main
 from shardckpt.errors import (
     CheckpointingException,
     CorruptCheckpointError,
@@ -187,8 +188,27 @@ def test_plain_objects_come_along(tmp_path: Path) -> None:
     wanted = {"w": torch.zeros(3), "groups.0.lr": 0.0, "groups.1.lr": 0.0, "one": None}
     dcp.load(wanted, checkpoint_id=tmp_path / "new")
     assert (wanted["groups.0.lr"], wanted["groups.1.lr"], wanted["one"]) == (0.5, 0.5, [1])
-    convert_checkpoint(tmp_path / "old", tmp_path / "blocks", "blocks")  # has no place for them
-    assert_same(tmp_path / "old", tmp_path / "blocks")
+
+
+@pytest.mark.parametrize("to", ["blocks", "safetensors"])
+def test_plain_objects_that_are_left_out_are_reported(
+    tmp_path: Path, to: str, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A format without a place for them does not get them: the report, a warning and the command name every key."""
+    plain = PlainObject("own", 0.5, keys=("groups.0.lr", "groups.1.lr"))
+    state = {"w": whole("w", torch.ones(3)), "plain": plain, "one": PlainObject("one", [1])}
+    dc.save(state, tmp_path / "old", "torch_dist")
+    report = convert_checkpoint(tmp_path / "old", tmp_path / "new", to)
+    assert (report.objects, sorted(report.left_out)) == (0, ["groups.0.lr", "groups.1.lr", "one"])
+    (warning,) = (entry.getMessage() for entry in caplog.records if entry.levelname == "WARNING")
+    assert "does not store the 3 objects" in warning
+    assert all(key in warning for key in report.left_out)
+    assert_same(tmp_path / "old", tmp_path / "new")
+    assert main(["migrate", str(tmp_path / "old"), str(tmp_path / "again"), "--to", to]) == 0
+    assert "not written: 3 objects for other libraries alone: " in capsys.readouterr().out
+    dcp.save({"lr": 0.5, "w": torch.ones(3)}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    assert not convert_checkpoint(tmp_path / "dcp", tmp_path / "of-dcp", to).left_out  # they are its common state
+    assert dc.load_common_state_dict(tmp_path / "of-dcp")["lr"] == 0.5
 
 
 def test_plain_dcp_is_converted_and_stays_readable(tmp_path: Path) -> None:

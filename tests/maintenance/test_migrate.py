@@ -32,6 +32,7 @@ class SaveText(SaveStrategy):
         """Save."""
         context.writer.write("w.txt", json.dumps([shards[0].data.tolist(), self.version, common]).encode())
         context.writer.record_shards(shards)
+        context.writer.known_fingerprints["w"] = "7" * 32
 
 
 class LoadText(LoadStrategy):
@@ -111,6 +112,13 @@ def content(path: Path) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in path.iterdir()}
 
 
+def test_fingerprints_come_along(old: Path) -> None:
+    """The values stay, and so do their stored fingerprints: a migrated checkpoint is compared without reading it."""
+    migrate_checkpoint(old, old.with_name("new"))
+    with dc.open_checkpoint(old.with_name("new")) as checkpoint:
+        assert (checkpoint.version, checkpoint.fingerprints) == (2, {"w": "7" * 32})
+
+
 @pytest.mark.parametrize("name", ["old", "new"])
 def test_overwrite_replaces_in_one_step(old: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
     """`migrate --overwrite` replaces what is at NEW, also where that is OLD; without it, nothing is replaced."""
@@ -118,7 +126,7 @@ def test_overwrite_replaces_in_one_step(old: Path, name: str, capsys: pytest.Cap
     if name == "new":
         dc.save(state(7.0), target)
     before = content(target)
-    assert main(["migrate", str(old), str(target)]) == 1
+    assert main(["migrate", str(old), str(target)]) == 2
     assert "--overwrite" in capsys.readouterr().err
     assert content(target) == before
     assert main(["migrate", "--overwrite", str(old), str(target)]) == 0

@@ -14,6 +14,7 @@ from shardckpt.errors import CheckpointingException
 from shardckpt.manager.steps import CONTENT_KEY, StepFolder
 from shardckpt.mapping import ShardedTensor
 from shardckpt.plugins.manager import get_plugin_manager
+from tests import backends
 from tests.remote import store  # noqa: F401 - it registers faulty:// and looped://, in the ranks too
 
 if TYPE_CHECKING:
@@ -35,6 +36,8 @@ FOREIGN = (
     "notes",
 )
 NUMBERS = 1000
+#: On a store that has folders it stays, empty: to remove it could remove a lease that was just written.
+HOLDS = ".shardckpt-holds"
 
 
 def save(folder: str | Path, step: int, name: str = "step-{}", **metrics: float) -> None:
@@ -68,13 +71,13 @@ def steps_of(folder: str | Path) -> StepFolder:
 
 def damage(path: Path) -> None:
     """Cut the data file of a checkpoint."""
-    data = path / "__0_0.distcp"
+    data = path / backends.data_file(0)
     os.truncate(data, data.stat().st_size - 1)
 
 
 def lose_marker(path: Path) -> None:
     """Make a directory of a checkpoint one whose save did not end, as other libraries leave it."""
-    for name in ("metadata.json", "shardckpt.json", ".metadata"):
+    for name in ("metadata.json", "shardckpt.json", *backends.current().for_others):
         (path / name).unlink()
 
 

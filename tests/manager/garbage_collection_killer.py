@@ -57,7 +57,7 @@ def _one(place: Path, number: int, kind: str) -> dict[str, Any]:
     report = _said(place, lambda: _seen(location))
     _said(place, lambda: collect_garbage(folders.steps_of(location), POLICIES))
     after = _said(place, lambda: _seen(location))
-    names = sorted(folders.names_in(run) - {"journal"})
+    names = sorted(folders.names_in(run) - {"journal", *([folders.HOLDS] if kind == "store" else [])})
     killed = status is not None and os.WIFSIGNALED(status)
     return {**report, "killed": killed, "after": names, "intact_after": after["intact"]}
 

@@ -41,7 +41,7 @@ def _ended(folder: Path, mode: str, end: str) -> tuple[int, str]:
     [
         ("async", "return", 0),
         ("async", "error", 1),
-        ("async_with_pinned_mem", "exit", 3),
+        pytest.param("async_with_pinned_mem", "exit", 3, marks=pytest.mark.slow),
         pytest.param("async_with_pinned_mem", "with", 1, marks=pytest.mark.slow),
         pytest.param("disabled", "return", 0, marks=pytest.mark.slow),
         pytest.param("async", "exit", 3, marks=pytest.mark.slow),
@@ -103,6 +103,7 @@ def test_what_a_dropped_manager_loses_is_on_stderr(tmp_path: Path) -> None:
 
 
 @MODES
+@pytest.mark.slow
 def test_a_program_ended_by_a_signal_leaves_what_is_whole(tmp_path: Path, mode: str) -> None:
     """SIGTERM without save_on_sigterm: each step is whole or absent, and the next run clears away what is neither."""
     code, errors = _ended(tmp_path, mode, "signal")

@@ -23,16 +23,16 @@ from shardckpt.manager.garbage_collection import GarbageCollector, collect_garba
 from shardckpt.manager.retention import KeepBest, KeepEvery, KeepLatest
 from shardckpt.plugins.manager import get_plugin_manager
 from shardckpt.plugins.resolver import read_manifest
-from tests import programs
+from tests import backends, programs
 from tests.commit import owners
 from tests.faults.disks import make_read_only, small_disk
 from tests.manager import folders
-from tests.names import SHARED
 
 if TYPE_CHECKING:
     from collections.abc import Collection
 
     from shardckpt.manager.retention import RetentionPolicy
+    from tests.backends import Backend
     from tests.remote.store import Store
 
 ROOT = Path(__file__).parents[2]
@@ -79,6 +79,7 @@ def test_foreign_names_are_never_touched(tmp_path: Path) -> None:
     assert folders.names_in(tmp_path) == before - {"step-1", "step-2"}
 
 
+@backends.both_slowly
 def test_what_does_not_count_is_not_removed(tmp_path: Path) -> None:
     """Damaged and unfinished steps, and those that need another plugin, displace no whole one, and stay."""
     folders.save_all(tmp_path, 1, 2, 3, 4, 5, 6)
@@ -91,6 +92,7 @@ def test_what_does_not_count_is_not_removed(tmp_path: Path) -> None:
     assert folders.names_in(tmp_path) == before
 
 
+@backends.both_slowly
 def test_the_last_whole_checkpoint_stays(tmp_path: Path) -> None:
     """With one to keep, and three newer that are broken, the one that can be loaded is never removed."""
     folders.save_all(tmp_path, 1, 2, 3, 4, 5)
@@ -104,10 +106,10 @@ def test_a_save_under_way_neither_counts_nor_is_removed(tmp_path: Path) -> None:
     """What another process is writing, at whatever step, stays as it is."""
     folders.save_all(tmp_path, 1, 2)
     staging = create_staging(tmp_path / "step-3", new_save_id())
-    (staging / "__0_0.distcp").write_bytes(b"so far")
+    (staging / backends.data_file(0)).write_bytes(b"so far")
     assert _collect(tmp_path) == []
     assert _collect(tmp_path, [KeepLatest(1)]) == [1]
-    assert (staging / "__0_0.distcp").read_bytes() == b"so far"
+    assert (staging / backends.data_file(0)).read_bytes() == b"so far"
 
 
 def test_links_are_not_followed(tmp_path: Path) -> None:
@@ -187,6 +189,7 @@ def test_leavings_of_killed_saves_are_removed(tmp_path: Path, monkeypatch: pytes
     assert folders.names_in(tmp_path) == left - {alive.name}
 
 
+@backends.both_slowly
 def test_a_checkpoint_set_aside_beside_a_whole_one_goes(tmp_path: Path) -> None:
     """Where the step is there, and whole, what an interrupted overwrite has moved aside has no use."""
     folders.save(tmp_path, 1)
@@ -379,7 +382,7 @@ def test_garbage_of_a_url_is_collected(memory: str) -> None:
     files = fsspec.filesystem("memory")
     files.pipe_file("/bucket/run/backup-step-100.old/metadata.json", b"x")
     files.pipe_file("/bucket/run/step-4/.shardckpt-uploading-0", b"x")
-    files.pipe_file("/bucket/run/step-4/__0_0.distcp", b"x")
+    files.pipe_file(f"/bucket/run/step-4/{backends.data_file(0)}", b"x")
     assert _collect(memory) == [1]
     names = {name.split("/")[3] for name in files.find("/bucket/run")}
     assert names == {"step-3", "step-20", "step-4", "backup-step-100.old"}
@@ -394,12 +397,13 @@ def test_no_empty_folder_is_left(tmp_path: Path) -> None:
         (tmp_path / "run" / name).mkdir(parents=True)
     (tmp_path / "run/step-2/below/notes").touch()
     assert _collect(url, [KeepLatest(1)]) == [1, 2]
-    assert folders.names_in(tmp_path / "run") == {"step-2", "step-3"}
+    assert folders.names_in(tmp_path / "run") - {folders.HOLDS} == {"step-2", "step-3"}
     assert folders.names_in(tmp_path / "run/step-2") == {"below"}
     assert folders.names_in(tmp_path / "run/step-2/below") == {"notes"}
     assert _collect(url, [KeepLatest(1)]) == []
 
 
+@backends.both_slowly
 def test_a_removal_from_a_store_that_fails_is_tried_again(
     tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -407,7 +411,7 @@ def test_a_removal_from_a_store_that_fails_is_tried_again(
     monkeypatch.setenv(settings.REMOTE_ATTEMPTS, "1")
     url = f"faulty://{tmp_path}/store"
     folders.save_all(url, 2, 3)
-    objects = len(SHARED) + 2
+    objects = len(backends.current().shared) + 2
     for kind, number in [("put", 1), *(("delete", number) for number in range(1, objects + 1))]:
         folders.save(url, 1)
         store.forget()
@@ -424,7 +428,9 @@ def test_a_removal_from_a_store_that_fails_is_tried_again(
 
 
 @pytest.fixture(scope="module", params=["local", "store"])
-def reports(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def reports(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, backend: Backend
+) -> list[dict[str, Any]]:
     """What the killer program found."""
     place = tmp_path_factory.mktemp("kill")
     variables = {settings.IO_THREADS: "1", settings.REMOTE_THREADS: "1", settings.SPOOL_DIR: str(place)}
@@ -434,6 +440,7 @@ def reports(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
+@backends.both_slowly
 def test_a_killed_collection_leaves_nothing_that_looks_valid(reports: list[dict[str, Any]]) -> None:
     """A process that dies at any of a collection's changes leaves whole checkpoints and what is none, never a part."""
     assert len([report for report in reports if report["killed"]]) >= 8
@@ -444,6 +451,7 @@ def test_a_killed_collection_leaves_nothing_that_looks_valid(reports: list[dict[
         assert {3, 4} <= set(report["counts"]), report
 
 
+@backends.both_slowly
 def test_the_next_collection_ends_what_a_killed_one_began(reports: list[dict[str, Any]]) -> None:
     """After it only the two that are kept are in the folder, and they load."""
     for report in reports:
@@ -451,6 +459,7 @@ def test_the_next_collection_ends_what_a_killed_one_began(reports: list[dict[str
         assert report["intact_after"] == [3, 4], report
 
 
+@backends.both_slowly
 def test_a_killed_collection_was_caught_in_the_middle(reports: list[dict[str, Any]]) -> None:
     """Some kills came before any checkpoint was gone, some between, some after all were."""
     assert {tuple(report["counts"]) for report in reports} == {(1, 2, 3, 4), (2, 3, 4), (3, 4)}

@@ -12,6 +12,7 @@ from shardckpt.adapters import to_sharded_state_dict
 from shardckpt.errors import CheckpointingException
 from shardckpt.manager import CheckpointConfig, CheckpointManager, KeepBest, KeepLatest, KeepPinned
 from shardckpt.manager.garbage_collection import collect_garbage
+from tests import backends
 from tests.manager import jobs
 from tests.manager.folders import names_in, steps_of
 from tests.manager.training import Progress, Training
@@ -88,6 +89,7 @@ def test_staging_memory_is_not_overwritten(tmp_path: Path, mode: str) -> None:
     jobs.overwritten_staging(str(tmp_path), mode)
 
 
+@pytest.mark.slow
 def test_a_dead_writer_is_known_at_once(ranks: RankPool, tmp_path: Path) -> None:
     """The call after the writer's death raises on all ranks, and the step can be saved again."""
     results = ranks.run(2, jobs.dead_worker, str(tmp_path))
@@ -156,12 +158,13 @@ def test_one_rank_looks_for_all(ranks: RankPool, tmp_path: Path) -> None:
     assert ranks.run(2, jobs.one_rank_sees_nothing, str(tmp_path)) == [4, 4]
 
 
+@backends.both_slowly
 @pytest.mark.parametrize("damage", ["bytes", "missing", "marker"])
 def test_the_newest_damaged_one_is_skipped(ranks: RankPool, tmp_path: Path, damage: str) -> None:
     """A warning names it and all ranks load the one before, also where the damage is found only by reading."""
     ranks.run(2, jobs.trained, str(tmp_path), 6, {})
     newest = tmp_path / "step-6"
-    data = max(newest.glob("*.distcp"), key=lambda path: path.stat().st_size)
+    data = max(newest.glob(backends.current().data_files), key=lambda path: path.stat().st_size)
     if damage == "bytes":
         content = bytearray(data.read_bytes())
         content[len(content) // 4 :] = bytes(len(content) - len(content) // 4)  # tensors come last
@@ -175,22 +178,24 @@ def test_the_newest_damaged_one_is_skipped(ranks: RankPool, tmp_path: Path, dama
     assert any("step 6" in warning for warning in outcomes[0][1])
 
 
+@backends.both_slowly
 def test_damage_everywhere_is_an_error(ranks: RankPool, tmp_path: Path) -> None:
     """Where every checkpoint is damaged, training does not begin anew by itself."""
     ranks.run(2, jobs.trained, str(tmp_path), 4, {})
-    for path in tmp_path.glob("step-*/*.distcp"):
+    for path in tmp_path.glob(f"step-*/{backends.current().data_files}"):
         path.unlink()
     (message,) = set(ranks.run(2, jobs.load_error, str(tmp_path), {}))
     assert message.startswith("CorruptCheckpointError")
 
 
+@backends.both_slowly
 def test_foreign_names_are_left_alone(tmp_path: Path) -> None:
     """What only looks like a step's directory is neither loaded nor removed, and an incomplete one does not count."""
     for name in ("backup-step-100.old", "step-9x", "ft-replicat-3", "step-07"):
         (tmp_path / name).mkdir()
     training = Training(tmp_path, keep_latest_k=2)
     (tmp_path / "step-99").mkdir()
-    (tmp_path / "step-99" / "__0_0.distcp").write_bytes(b"of a save that never ended")
+    (tmp_path / "step-99" / backends.data_file(0)).write_bytes(b"of a save that never ended")
     with training.manager as manager:
         training.run(8)
         manager.wait()

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import os
 from typing import TYPE_CHECKING
 
@@ -17,6 +18,7 @@ from shardckpt.errors import CheckpointingException, StorageError, UnknownBacken
 from shardckpt.manager.steps import STEPS, StepNames
 from shardckpt.plugins.hookspecs import hookimpl
 from shardckpt.plugins.manager import get_plugin_manager
+from tests import backends
 from tests.manager import folders
 
 if TYPE_CHECKING:
@@ -85,12 +87,13 @@ def test_what_was_saved_with_it_is_known(tmp_path: Path) -> None:
     assert (plain.content, plain.metrics) == ({}, {})
 
 
+@backends.both_slowly
 def test_incomplete_and_damaged_steps_do_not_count(tmp_path: Path) -> None:
     """An unfinished save, a cut or missing file and damaged JSON each have a fault that says so."""
     folders.save_all(tmp_path, 1, 2, 3, 4, 5, 6)
     folders.lose_marker(tmp_path / "step-2")
     folders.damage(tmp_path / "step-3")
-    (tmp_path / "step-4/common.pt").unlink()
+    (tmp_path / "step-4" / backends.current().common).unlink()
     (tmp_path / "step-5/metadata.json").write_text("{")
     (tmp_path / "step-6/shardckpt.json").write_text("{}")
     (tmp_path / "step-7").mkdir()
@@ -98,8 +101,8 @@ def test_incomplete_and_damaged_steps_do_not_count(tmp_path: Path) -> None:
     assert [found.step for found in folder.committed()] == [1]
     expected = {
         2: "has no metadata.json",
-        3: "__0_0.distcp has",
-        4: "common.pt is missing",
+        3: f"{backends.data_file(0)} has",
+        4: f"{backends.current().common} is missing",
         5: "metadata.json is damaged",
         6: "shardckpt.json is damaged",
         7: "is an empty directory",
@@ -113,17 +116,20 @@ def test_incomplete_and_damaged_steps_do_not_count(tmp_path: Path) -> None:
         assert found.is_damaged == (step in (3, 4, 5, 6))
 
 
+@backends.both_slowly
 def test_files_of_a_record_that_is_not_ours_are_looked_for(tmp_path: Path) -> None:
     """A checkpoint with Megatron's integrity.json alone is damaged where it names a file that is gone."""
     folders.save(tmp_path, 1)
     (tmp_path / "step-1/shardckpt.json").unlink()
-    digests = '{"files": {"common.pt": "00", "__0_0.distcp": "00"}}'
-    (tmp_path / "step-1/integrity.json").write_text(digests)
+    common = backends.current().common
+    digests = {"files": {common: "00", backends.data_file(0): "00"}}
+    (tmp_path / "step-1/integrity.json").write_text(json.dumps(digests))
     assert folders.steps_of(tmp_path).inspect_step(1).is_loadable
-    (tmp_path / "step-1/common.pt").unlink()
-    assert "common.pt is missing" in str(folders.steps_of(tmp_path).inspect_step(1).error)
+    (tmp_path / "step-1" / common).unlink()
+    assert f"{common} is missing" in str(folders.steps_of(tmp_path).inspect_step(1).error)
 
 
+@backends.both_slowly
 def test_what_nothing_installed_reads_is_no_damage(tmp_path: Path) -> None:
     """A checkpoint of an unknown backend, or of a newer version, is refused, and has no fault."""
     folders.save_all(tmp_path, 1, 2, 3)
@@ -155,6 +161,7 @@ def test_a_file_url_is_a_directory(tmp_path: Path) -> None:
     assert folder.location(1) == os.path.realpath(tmp_path / "step-1")
 
 
+@backends.both_slowly
 def test_a_url_in_memory(memory: str) -> None:
     """On a store the same steps are found, counted and located, damaged ones and objects of other names left out."""
     folder = folders.steps_of(f"{memory}/")
@@ -163,10 +170,10 @@ def test_a_url_in_memory(memory: str) -> None:
     files = fsspec.filesystem("memory")
     files.pipe_file("/bucket/run/backup-step-100.old/x", b"x")
     files.pipe_file("/bucket/run/step-55", b"x")
-    files.rm_file("/bucket/run/step-100/common.pt")
+    files.rm_file(f"/bucket/run/step-100/{backends.current().common}")
     assert folder.steps() == [3, 20, 100]
     assert [found.step for found in folder.committed()] == [3, 20]
-    assert "common.pt is missing" in str(folder.inspect_step(100).error)
+    assert f"{backends.current().common} is missing" in str(folder.inspect_step(100).error)
     assert folder.location(3) == "memory://bucket/run/step-3"
     assert folders.is_intact(folder.location(3), 3)
 
@@ -183,6 +190,7 @@ def test_stores_of_several_kinds_list_their_steps(tmp_path: Path, protocol: str)
     assert [found.step for found in folder.committed()] == [2, 11]
 
 
+@backends.both_slowly
 def test_an_upload_under_way_does_not_count(tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """A save to a store whose marker is not there yet is no checkpoint, and no damaged one."""
     url = f"faulty://{tmp_path}/store"

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from fnmatch import fnmatch
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -13,6 +14,7 @@ from shardckpt.errors import CheckpointingException
 from shardckpt.manifest import Record
 from shardckpt.mapping import ShardedObject, ShardedTensor, is_main_replica
 from shardckpt.parallel import FullyParallelSaveStrategyWrapper, assign_main_replicas
+from tests import backends
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -53,9 +55,10 @@ def _load(path: str) -> None:
 
 def _bytes_by_rank(path: Path) -> dict[int, int]:
     record = Record.model_validate_json((path / "shardckpt.json").read_text())
-    return {file.rank: file.size for file in record.files if file.name.endswith(".distcp")}
+    return {file.rank: file.size for file in record.files if fnmatch(file.name, backends.current().data_files)}
 
 
+@backends.both_slowly
 def test_copies_share_the_writing(ranks: RankPool, tmp_path: Path) -> None:
     """With the wrapper all four ranks write about the same, without it two; the content and the caller's ids stay."""
     for grouped in (False, True):
@@ -75,6 +78,7 @@ def _disagree(path: str) -> None:
     dc.save(state, path, strategy)
 
 
+@backends.both_slowly
 def test_errors_are_everyones_here_too(ranks: RankPool, tmp_path: Path) -> None:
     """A rank whose shard does not fit is the same error on all, before anything is written."""
     outcomes = ranks.outcomes(4, _disagree, str(tmp_path / "c"))
@@ -88,6 +92,7 @@ def _objects() -> int:
     return sum(is_main_replica(shard.replica_id) for shard in assign_main_replicas(shards, Comm()))
 
 
+@backends.both_slowly
 def test_objects_are_assigned_too(ranks: RankPool) -> None:
     """Objects of which all ranks have copies are not left to the main rank."""
     assert ranks.run(4, _objects) == [2, 2, 2, 2]
@@ -110,6 +115,7 @@ def _save_again_and_again(path: str) -> None:
         dc.save(_with_extra(number), f"{path}/{number}", strategy)
 
 
+@backends.both_slowly
 def test_a_changed_structure_is_saved_in_full(ranks: RankPool, tmp_path: Path) -> None:
     """With a kept assignment, what one rank has anew is in the checkpoint, and what all have is still there once."""
     ranks.run(4, _save_again_and_again, str(tmp_path))
@@ -140,11 +146,13 @@ def _gathers() -> list[int]:
     return counts
 
 
+@backends.both_slowly
 def test_an_unchanged_structure_is_not_gathered(ranks: RankPool) -> None:
     """Saves of the same structure send no gather; any rank's change makes all assign anew."""
     assert ranks.run(4, _gathers) == [[1, 1, 2, 3, 3]] * 4
 
 
+@backends.both_slowly
 def test_megatrons_arguments_are_checked() -> None:
     """Backend and version may be repeated, not changed; an assignment from a file that nothing checks is not taken."""
     strategy = dc.get_default_save_sharded_strategy()

@@ -341,7 +341,7 @@ def test_a_plugin_adds_a_verb(capsys: pytest.CaptureFixture[str]) -> None:
     try:
         assert main(["greet", "you"]) == 4
         assert capsys.readouterr().out == "hello you\n"
-        assert main(["greet", "nobody"]) == 1
+        assert main(["greet", "nobody"]) == 2
         assert capsys.readouterr().err == "shardckpt greet: nobody is here\n"
     finally:
         get_plugin_manager().unregister(plugin)

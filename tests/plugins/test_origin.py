@@ -242,13 +242,13 @@ def test_api_and_command_name_the_plugin(site: Path, tmp_path: Path) -> None:
     assert re.search(rf"does not work: in bent_plugin\.Refuses {who}: KeyError: 'bent gate'", gate[1])
     assert "bent gate" in gate[2]
     shown = {command: output for part in done.stderr.split("$ ")[1:] for command, _, output in [part.partition("\n")]}
-    assert re.fullmatch(rf"shardckpt inspect: {text}\n= 1\n", shown["inspect 1"])
+    assert re.fullmatch(rf"shardckpt inspect: {text}\n= 2\n", shown["inspect 1"])
     verify = rf"shardckpt verify: in bent_plugin\.Load {who}: KeyError: 'bent check'\n= 2\n"
     assert re.fullmatch(verify, shown["verify 1"])
     verb = (
         rf"shardckpt bend: KeyError: 'bent verb' \(in bent_plugin\.run {who}\); shardckpt --traceback shows the whole"
     )
-    assert re.fullmatch(rf"{verb} traceback\n= 1\n", shown["bend"])
+    assert re.fullmatch(rf"{verb} traceback\n= 2\n", shown["bend"])
     long = shown["--traceback bend"]
     assert long.startswith("Traceback (most recent call last):")
     assert "bent_plugin.py" in long

@@ -13,6 +13,7 @@ from shardckpt.errors import CheckpointingException
 from shardckpt.maintenance.verify import verify_checkpoint
 from shardckpt.testing.cases import SaveLoadCase, save_load_cases
 from shardckpt.testing.states import Destinations, check_region, make_state_dict
+from tests import backends
 from tests.property.search import drawn, for_all
 
 if TYPE_CHECKING:
@@ -42,6 +43,7 @@ class Flip:
 FLIPS = st.builds(Flip, st.integers(0, 11), st.integers(-2000, 1 << 24), st.integers(0, 7))
 
 
+@backends.both_slowly
 @drawn(10)
 def test_a_flipped_bit_anywhere(count: int) -> None:
     """With any bit of any file flipped, what is loaded is right or the error names it; verify finds it."""

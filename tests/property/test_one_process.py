@@ -20,6 +20,7 @@ from shardckpt.testing.shard_specs import boxes_in
 from shardckpt.testing.states import Destinations, check_region, make_state_dict
 from shardckpt.testing.tensors import TensorSpec, tensor_specs
 from shardckpt_torch_dist import ShardedLoadPlanner, ShardedSavePlanner
+from tests import backends
 from tests.property.search import drawn, for_all
 
 if TYPE_CHECKING:
@@ -47,6 +48,7 @@ def _load(batch: SaveLoadCase, path: Path) -> None:
     wanted.check(dc.load(wanted.state(), path, validate_access_integrity=batch.validate))
 
 
+@backends.both
 @drawn(20)
 def test_any_layout_loads_as_any_other(folder: Path, count: int) -> None:
     """Saved under one layout and loaded under another, every element is the global tensor's, bit for bit."""
@@ -67,6 +69,7 @@ def _sliced(draw: st.DrawFn) -> tuple[SaveLoadCase, list[list[tuple[Ints, Ints]]
     return batch, [draw(st.lists(boxes_in(case.spec.shape), max_size=3)) for case in batch.cases]
 
 
+@backends.both_slowly
 @drawn(10)
 def test_any_slice_of_an_open_checkpoint(folder: Path, count: int) -> None:
     """open_checkpoint()[key][region] is the global tensor's region, whatever the layout that was saved."""
@@ -138,6 +141,7 @@ def test_the_planners_serve_dcp(folder: Path, count: int) -> None:
     for_all(save_load_cases(1, 1), count, check)
 
 
+@backends.both_slowly
 @drawn(5)
 @pytest.mark.parametrize("persistent", [False, True], ids=["thread", "process"])
 def test_background_saves_of_any_layout(folder: Path, count: int, persistent: bool) -> None:
@@ -164,6 +168,7 @@ def _spoil(state: dict[str, Any]) -> None:
         shard.data.clear()
 
 
+@backends.both_slowly
 @drawn(6)
 def test_removal_leaves_the_rest_as_it_was(folder: Path, count: int) -> None:
     """After the keys of one prefix are removed, all others load under any layout, and those are gone."""
@@ -179,6 +184,7 @@ def test_removal_leaves_the_rest_as_it_was(folder: Path, count: int) -> None:
     for_all(save_load_cases(1, 1, prefixes=("model", "optimizer")), count, check)
 
 
+@backends.both_slowly
 @drawn(10)
 def test_tensors_in_objects_and_common_state(folder: Path, count: int) -> None:
     """Tensors of any dtype and in any memory come back bit for bit from objects and from the common state too."""

@@ -17,6 +17,7 @@ from shardckpt.parallel import FullyParallelLoadStrategyWrapper, FullyParallelSa
 from shardckpt.testing.cases import SaveLoadCase, save_load_cases
 from shardckpt.testing.states import Destinations, check_region, make_state_dict
 from shardckpt_torch_dist import ShardedLoadPlanner, ShardedSavePlanner
+from tests import backends
 from tests.property.search import drawn, for_all
 
 if TYPE_CHECKING:
@@ -70,6 +71,7 @@ def _load(path: str, batch: SaveLoadCase, route: Route) -> None:
     wanted.check(dc.load(wanted.state(), path, reader, validate_access_integrity=batch.validate))
 
 
+@backends.both_slowly
 @drawn(3)
 @WORLDS
 def test_any_layout_loads_as_any_other(ranks: RankPool, count: int, save_world: int, load_world: int) -> None:

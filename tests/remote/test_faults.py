@@ -15,25 +15,28 @@ from shardckpt.errors import IncompleteCheckpointError, NotACheckpointError, Sto
 from shardckpt.maintenance.verify import verify_checkpoint
 from shardckpt.manifest import FileRecord
 from shardckpt.plugins.manager import get_plugin_manager
-from tests import programs
-from tests.names import SHARED
+from tests import backends, programs
 from tests.remote import jobs
 from tests.trees import LoadTree, SaveTree
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from tests.backends import Backend
     from tests.ranks import RankPool
     from tests.remote.store import Store
 
-#: Uploads of a save of two ranks: what says that it is under way, two data files, and those that name them.
-UPLOADS = 3 + len(SHARED)
+
+def count_uploads() -> int:
+    """Uploads of a save of two ranks: what says that it is under way, two data files, and those that name them."""
+    return 3 + len(backends.current().shared)
 
 
+@backends.both_slowly
 @pytest.mark.parametrize("how", ["before", "after"])
 def test_a_save_whose_kth_upload_fails_is_absent(ranks: RankPool, store: Store, how: str) -> None:
     """Whichever upload fails for good, all ranks say which rank and object, and no object of the save remains."""
-    for number in range(1, UPLOADS + 1):
+    for number in range(1, count_uploads() + 1):
         store.fails("put", number, how=how)
         errors = ranks.run(2, jobs.error_of, jobs.save, store.url, 1.0)
         uploads = store.requests("put")
@@ -47,11 +50,12 @@ def test_a_save_whose_kth_upload_fails_is_absent(ranks: RankPool, store: Store, 
         assert not store.names(), number
         with pytest.raises(NotACheckpointError):
             jobs.check(store.url, 1.0)
-    store.fails("put", UPLOADS + 1, how=how)
+    store.fails("put", count_uploads() + 1, how=how)
     ranks.run(2, jobs.save, store.url, 1.0)
     jobs.check(store.url, 1.0)
 
 
+@backends.both_slowly
 def test_faults_that_pass_are_tried_again(ranks: RankPool, store: Store) -> None:
     """One failure each of an upload, a listing, a read and a deletion does not end a save or a load."""
     for kind in ("put", "list", "delete"):
@@ -66,6 +70,7 @@ def test_faults_that_pass_are_tried_again(ranks: RankPool, store: Store) -> None
     ranks.run(2, jobs.check, store.url, 1.0)
 
 
+@backends.both_slowly
 def test_what_stays_down_is_an_error_after_bounded_attempts(
     store: Store, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -83,17 +88,19 @@ def test_what_stays_down_is_an_error_after_bounded_attempts(
         dc.check_is_distributed_checkpoint(store.url)
 
 
+@backends.both_slowly
 def test_a_listing_that_lacks_an_object_ends_the_save(ranks: RankPool, store: Store) -> None:
     """A save is not committed unless the store lists every object; the error names object, rank and URL."""
-    store.hides("__1_0.distcp")
+    store.hides(backends.data_file(1))
     errors = ranks.run(2, jobs.error_of, jobs.save, store.url, 1.0)
     assert len(set(errors)) == 1
-    assert f"{store.url}/__1_0.distcp: rank 1 uploaded" in errors[0][1]
+    assert f"{store.url}/{backends.data_file(1)}: rank 1 uploaded" in errors[0][1]
     assert "metadata.json" not in {request.name for request in store.requests("put")}
     store.works()
-    assert store.names() <= {"__1_0.distcp"}
+    assert store.names() <= {backends.data_file(1)}
 
 
+@backends.both_slowly
 def test_a_save_that_cannot_clean_up_is_still_absent(store: Store, caplog: pytest.LogCaptureFixture) -> None:
     """Where deletions fail too, what is left says that it is no checkpoint; overwrite=True deletes it later."""
     store.fails("put", 5)
@@ -103,18 +110,19 @@ def test_a_save_that_cannot_clean_up_is_still_absent(store: Store, caplog: pytes
     assert "objects of a failed save may remain" in caplog.text
     store.works()
     left = store.names()
-    assert ".metadata" in left
+    assert backends.current().index in left
     with pytest.raises(IncompleteCheckpointError, match="is in progress or was interrupted"):
         jobs.check(store.url, 1.0)
     with pytest.raises(StorageError, match=f"has {len(left)} objects of a save that has not ended"):
         jobs.save(store.url, 2.0)
     assert store.names() == left
-    (store.objects / "__9_0.distcp").touch()
+    (store.objects / backends.data_file(9)).touch()
     jobs.save(store.url, 2.0, overwrite=True)
     jobs.check(store.url, 2.0)
     assert not [result for result in verify_checkpoint(store.url) if result.foreign]
 
 
+@backends.both_slowly
 def test_an_object_that_cannot_be_deleted_after_the_commit_is_no_failure(store: Store) -> None:
     """The save is whole when metadata.json is; what only said that it was under way is listed as foreign."""
     store.fails("delete", 1)
@@ -128,6 +136,7 @@ def test_an_object_that_cannot_be_deleted_after_the_commit_is_no_failure(store: 
     assert [result.foreign for result in verify_checkpoint(store.url)].count(True) == 1
 
 
+@backends.both_slowly
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
 def test_two_saves_to_one_url_do_not_mix(store: Store, order: tuple[int, int]) -> None:
     """A save finds out that another has begun at its URL: only the later is committed, and stays whole."""
@@ -160,6 +169,7 @@ def uploads(store: Store) -> Iterator[tuple[Upload, Upload, FileRecord]]:
     second.close()
 
 
+@backends.both_slowly
 def test_a_part_that_is_handed_over_is_not_deleted_by_its_rank(
     store: Store, uploads: tuple[Upload, Upload, FileRecord]
 ) -> None:
@@ -172,6 +182,7 @@ def test_a_part_that_is_handed_over_is_not_deleted_by_its_rank(
     assert store.names() == {"data", "metadata.json"}
 
 
+@backends.both_slowly
 def test_a_save_whose_url_was_taken_at_the_last_moment_is_not_committed(
     store: Store, uploads: tuple[Upload, Upload, FileRecord]
 ) -> None:
@@ -192,6 +203,7 @@ def test_a_save_whose_url_was_taken_at_the_last_moment_is_not_committed(
     assert store.names() == {"data", "metadata.json"}
 
 
+@backends.both_slowly
 @pytest.mark.parametrize("marker", ["metadata.json", ".shardckpt-uploading-x"])
 def test_other_saves_in_folders_below_are_nobodys_to_delete(store: Store, marker: str) -> None:
     """A save that fails leaves alone what other saves have in folders of its URL; overwrite=True is refused there."""
@@ -213,6 +225,7 @@ def test_other_saves_in_folders_below_are_nobodys_to_delete(store: Store, marker
     assert left - {"mine/0"} == {f"inner/deep/{marker}", "inner/deep/data/0"}
 
 
+@backends.both_slowly
 def test_a_tree_whose_upload_fails_is_absent(store: Store) -> None:
     """An upload into a folder that fails for good leaves no object, at any depth, and the next save succeeds."""
     tree = {"sharded_strategy": SaveTree()}
@@ -228,6 +241,7 @@ def test_a_tree_whose_upload_fails_is_absent(store: Store) -> None:
     jobs.check(store.url, 2.0, sharded_strategy=LoadTree())
 
 
+@backends.both_slowly
 @pytest.mark.parametrize("record", ["as it was", "damaged"])
 def test_a_removal_of_a_tree_that_failed_goes_on(
     store: Store, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, record: str
@@ -262,6 +276,7 @@ def test_a_removal_of_a_tree_that_failed_goes_on(
     assert failed > 1
 
 
+@backends.both_slowly
 def test_ranks_that_name_different_urls_are_told(ranks: RankPool, store: Store) -> None:
     """All ranks must save to the same URL."""
     errors = ranks.run(2, jobs.error_of, jobs.save_to_own_url, store.url)
@@ -270,6 +285,7 @@ def test_ranks_that_name_different_urls_are_told(ranks: RankPool, store: Store) 
     assert not store.names()
 
 
+@backends.both_slowly
 def test_a_spool_directory_that_is_not_there_is_named(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """SHARDCKPT_SPOOL_DIR says where files wait for their upload; an error names it, and nothing is left."""
     monkeypatch.setenv(settings.SPOOL_DIR, "/no/such/place")
@@ -286,7 +302,9 @@ def test_a_spool_directory_that_is_not_there_is_named(store: Store, monkeypatch:
     ],
     ids=lambda case: f"{case[0]}-{case[1]}",
 )
-def kills(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def kills(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, backend: Backend
+) -> list[dict[str, Any]]:
     """What came of a save killed at every upload."""
     place = tmp_path_factory.mktemp("kills")
     spool = place / "spool"
@@ -298,6 +316,7 @@ def kills(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
+@backends.both_slowly
 def test_a_killed_save_is_whole_or_absent(kills: list[dict[str, Any]]) -> None:
     """A save killed at any upload is whole if metadata.json was there, else never loads; overwrite=True saves again."""
     assert {report["killed"] for report in kills} == {True, False}
@@ -315,12 +334,13 @@ def test_a_killed_save_is_whole_or_absent(kills: list[dict[str, Any]]) -> None:
         else:
             assert report["load"][0] == "NotACheckpointError", report
         assert report["again"][0] == ("" if report["left"] else "StorageError"), report
-        last = (report["how"], report["number"], report["files"]) == ("kill-before", UPLOADS, "flat")
+        last = (report["how"], report["number"], report["files"]) == ("kill-before", count_uploads(), "flat")
         if last:  # of two ranks: the main rank, committing
-            assert "__1_0.distcp" in report["left"], "a rank deleted what might have been a checkpoint's"
+            assert backends.data_file(1) in report["left"], "a rank deleted what might have been a checkpoint's"
         assert report["after"] == ["", ""], report
 
 
+@backends.both_slowly
 def test_the_spool_directory_of_a_killed_save_goes_with_the_next(kills: list[dict[str, Any]]) -> None:
     """A kill leaves whole shards on the machine's disk; the next save to any URL from there removes them."""
     assert all(len(report["spools"][0]) > 0 for report in kills if report["killed"])

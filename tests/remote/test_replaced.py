@@ -9,7 +9,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from shardckpt import dist_checkpointing
+from shardckpt.engine import locate
 from shardckpt.maintenance import convert_checkpoint
+from shardckpt.plugins import get_plugin_manager, hold_checkpoint
+from shardckpt.storage.identity import is_of_save
+from tests import backends
 from tests.faults import samples
 from tests.faults.replacing import NEW, OLD, version_of
 from tests.remote.store import FaultyFileSystem
@@ -30,6 +34,7 @@ def _convert(url: str, folder: Path) -> Any:
     return dist_checkpointing.load(samples.template(), folder / "converted")
 
 
+@backends.both_slowly
 @pytest.mark.parametrize(
     ("take", "verify"), [(_load, "1"), (_load, "0"), (_convert, "1")], ids=["verified", "unverified", "converted"]
 )
@@ -66,3 +71,16 @@ def test_a_prefix_written_anew_at_every_moment(
     assert set(found) <= {OLD, NEW}
     assert found[-1] == OLD
     assert NEW in found
+
+
+def test_a_record_that_became_shorter_is_another_saves(store: Store) -> None:
+    """A record of another save that took the place between listing and reading is no damage, whatever its length."""
+    dist_checkpointing.save(samples.state_dict(OLD), store.url)
+    place, manifest = hold_checkpoint(locate(store.url, get_plugin_manager()), get_plugin_manager())
+    assert manifest.record is not None
+    assert is_of_save(place, manifest.record)  # which lists the folder
+    file = store.objects / "shardckpt.json"
+    file.write_bytes(file.read_bytes()[:-200])
+    assert not is_of_save(place, manifest.record)
+    file.write_bytes(b"{}")
+    assert not is_of_save(place, manifest.record)

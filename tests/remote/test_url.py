@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import threading
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,17 +19,21 @@ from shardckpt.maintenance.verify import verify_checkpoint
 from shardckpt.mapping import ShardedTensor
 from shardckpt.plugins.hookspecs import hookimpl
 from shardckpt.plugins.manager import get_plugin_manager
-from shardckpt_torch_dist import TorchDistSaveShardedStrategy
-from tests import programs
-from tests.names import SHARED, data_file
+from tests import backends, programs
 from tests.remote import jobs
 from tests.trees import SaveTree
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from tests.backends import Backend
     from tests.ranks import RankPool
     from tests.remote.store import Store
+
+
+def _is_data(name: str) -> bool:
+    """Whether an object is a data file."""
+    return fnmatch(name.rpartition("/")[2], backends.current().data_files)
 
 
 @pytest.fixture
@@ -38,14 +43,17 @@ def memory() -> Iterator[str]:
     fsspec.filesystem("memory").store.clear()
 
 
+@backends.both
 @pytest.mark.parametrize("world_size", [0, 2, 4])
-def test_a_save_to_a_url_loads_with_any_number_of_ranks(ranks: RankPool, store: Store, world_size: int) -> None:
+def test_a_save_to_a_url_loads_with_any_number_of_ranks(
+    ranks: RankPool, store: Store, backend: Backend, world_size: int
+) -> None:
     """What 0, 2 or 4 ranks save to a URL, 3 ranks and this process alone load, bit for bit, queries included."""
     if world_size:
         ranks.run(world_size, jobs.save, store.url, 2.0)
     else:
         jobs.save(store.url, 2.0)
-    assert store.names() == SHARED | {data_file(rank) for rank in range(max(1, world_size))}
+    assert store.names() == backend.shared | {backend.data_file(rank) for rank in range(max(1, world_size))}
     assert store.requests("put")[-1].name == "metadata.json"
     ranks.run(3, jobs.check, store.url, 2.0)
     jobs.check(store.url, 2.0)
@@ -57,24 +65,27 @@ def test_a_save_to_a_url_loads_with_any_number_of_ranks(ranks: RankPool, store: 
     assert not dc.check_is_distributed_checkpoint(f"{store.url}/d")
 
 
-def test_a_process_without_a_group_saves_to_memory(memory: str) -> None:
+@backends.both_slowly
+def test_a_process_without_a_group_saves_to_memory(memory: str, backend: Backend) -> None:
     """``memory://`` works as any other protocol; a slash at the end changes nothing."""
     jobs.save(f"{memory}/", 5.0)
     jobs.check(memory, 5.0)
     names = fsspec.filesystem("memory").ls("/bucket/folder/c", detail=False)
-    assert {name.rpartition("/")[2] for name in names} == SHARED | {data_file(0)}
+    assert {name.rpartition("/")[2] for name in names} == backend.shared | {backend.data_file(0)}
 
 
-def test_an_asynchronous_filesystem_is_used_like_any_other(tmp_path: Path) -> None:
+@backends.both_slowly
+def test_an_asynchronous_filesystem_is_used_like_any_other(tmp_path: Path, backend: Backend) -> None:
     """Fsspec's asynchronous filesystems, which have an event loop in a thread of theirs, serve too."""
     jobs.save(f"looped://{tmp_path}/c", 5.0)
     jobs.check(f"looped://{tmp_path}/c", 5.0)
-    (tmp_path / "c/common.pt").unlink()
-    with pytest.raises(StorageError, match=r"cannot open looped:.*common\.pt"):
+    (tmp_path / "c" / backend.common).unlink()
+    with pytest.raises(StorageError, match=rf"cannot open looped:.*{backend.common}"):
         jobs.check(f"looped://{tmp_path}/c", 5.0)
     assert "fsspecIO" in {thread.name for thread in threading.enumerate()}
 
 
+@backends.both
 def test_a_slice_is_read_by_ranges(store: Store) -> None:
     """A load of an eighth of a tensor takes about an eighth of its bytes out of the store, and no file as a whole."""
     rows, columns = 64, 128 << 10
@@ -85,11 +96,12 @@ def test_a_slice_is_read_by_ranges(store: Store) -> None:
     store.forget()
     wanted = ShardedTensor("w", None, values.dtype, (8, columns), (rows, columns), (16, 0), None)
     assert torch.equal(dc.load({"w": wanted}, store.url, validate_access_integrity=False)["w"], values[16:24])
-    data = [request for request in store.requests("read") if request.name.endswith(".distcp")]
+    data = [request for request in store.requests("read") if _is_data(request.name)]
     assert nbytes // 8 <= sum(request.nbytes for request in data) < nbytes // 8 + nbytes // 16
     assert len(store.requests("list")) == 1
 
 
+@backends.both_slowly
 def test_requests_are_few(store: Store) -> None:
     """Small tensors that lie side by side are one request, a large one a request for every 16 MiB."""
 
@@ -102,20 +114,21 @@ def test_requests_are_few(store: Store) -> None:
     store.forget()
     loaded = dc.load(state(0.0), store.url)
     assert all(bool((tensor == 3.0).all()) for tensor in loaded.values())
-    assert sum(request.name.endswith(".distcp") for request in store.requests("read")) <= 5
+    assert sum(_is_data(request.name) for request in store.requests("read")) <= 5
 
 
+@backends.both_slowly
 def test_shards_are_read_at_the_same_time(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """Reads from several files go on in as many threads as SHARDCKPT_REMOTE_THREADS says, small ones too."""
     keys = "abcd"
-    saver = TorchDistSaveShardedStrategy(thread_count=len(keys))
+    saver = backends.current().save_strategy(thread_count=len(keys))
     dc.save({key: ShardedTensor.from_rank_offsets(key, torch.ones(9)) for key in keys}, store.url, saver)
     monkeypatch.setenv(settings.REMOTE_THREADS, "4")
     together = threading.Barrier(len(keys), timeout=20)
     original = jobs.store.FaultyFileSystem.cat_file
 
     def waiting(self: Any, path: str, **span: int) -> bytes:
-        if path.endswith(".distcp"):
+        if _is_data(path):
             together.wait()
         return original(self, path, **span)
 
@@ -141,30 +154,33 @@ def test_plain_dcp_is_recognised_at_a_url(store: Store) -> None:
     assert not dc.check_is_distributed_checkpoint(store.url)
 
 
+@backends.both_slowly
 def test_verify_reads_a_url(store: Store, capsys: pytest.CaptureFixture[str]) -> None:
     """``shardckpt verify URL`` says as written, or names the object that is damaged, cut or missing."""
     jobs.save(store.url, 2.0, verify_integrity=True)
     assert main(["verify", store.url]) == 0
     assert "as written" in capsys.readouterr().out
-    data = store.objects / "__0_0.distcp"
+    data = store.objects / backends.data_file(0)
     original = data.read_bytes()
     for spoilt in (original[:5000] + bytes([original[5000] ^ 1]) + original[5001:], original[:-1], None):
         data.write_bytes(spoilt) if spoilt is not None else data.unlink()
         assert main(["verify", store.url]) == 1
-        assert f"{store.url}/__0_0.distcp" in capsys.readouterr().out
+        assert f"{store.url}/{backends.data_file(0)}" in capsys.readouterr().out
         faults = {result.name for result in verify_checkpoint(store.url) if result.fault}
-        assert faults == {"__0_0.distcp"}
+        assert faults == {backends.data_file(0)}
 
 
-def test_a_load_with_verify_integrity_checks_a_url(ranks: RankPool, store: Store) -> None:
+@backends.both_slowly
+def test_a_load_with_verify_integrity_checks_a_url(ranks: RankPool, store: Store, backend: Backend) -> None:
     """``load(..., verify_integrity=True)`` reads and checks every object, and raises the same on all ranks."""
     jobs.save(store.url, 2.0, verify_integrity=True)
     ranks.run(2, _check_verified, store.url)
-    spoil(store, ".metadata")
+    name = min(backend.for_others, default=backend.index)  # also what a load does not read
+    spoil(store, name)
     errors = ranks.run(2, jobs.error_of, _check_verified, store.url)
     assert len(set(errors)) == 1
     assert errors[0][0] == "CorruptCheckpointError"
-    assert f"{store.url}/.metadata" in errors[0][1]
+    assert f"{store.url}/{name}" in errors[0][1]
 
 
 def _check_verified(url: str) -> None:
@@ -178,24 +194,27 @@ def spoil(store: Store, name: str) -> None:
     (store.objects / name).write_bytes(content)
 
 
+@backends.both
 def test_damage_at_a_url_is_found_by_every_load(store: Store) -> None:
     """Changed bytes, a cut object and a missing one are errors that name the object, as they are for files."""
     jobs.save(store.url, 2.0)
-    original = (store.objects / "__0_0.distcp").read_bytes()
-    spoil(store, "__0_0.distcp")
-    with pytest.raises(CorruptCheckpointError, match=r"__0_0\.distcp are not those that were written"):
+    name = backends.data_file(0)
+    original = (store.objects / name).read_bytes()
+    spoil(store, name)
+    with pytest.raises(CorruptCheckpointError, match=rf"{name} are not those that were written"):
         jobs.check(store.url, 2.0)
-    (store.objects / "__0_0.distcp").write_bytes(original[:-9])
-    with pytest.raises(CorruptCheckpointError, match=rf"__0_0\.distcp: it has {len(original) - 9} bytes"):
+    (store.objects / name).write_bytes(original[:-9])
+    with pytest.raises(CorruptCheckpointError, match=rf"{name}: it has {len(original) - 9} bytes"):
         jobs.check(store.url, 2.0)
-    (store.objects / "__0_0.distcp").unlink()
-    with pytest.raises(StorageError, match=r"cannot open faulty:.*__0_0\.distcp: No such file or directory \(ENOENT\)"):
+    (store.objects / name).unlink()
+    with pytest.raises(StorageError, match=rf"cannot open faulty:.*{name}: No such file or directory \(ENOENT\)"):
         jobs.check(store.url, 2.0)
     (store.objects / "shardckpt.json").write_bytes(b"{")
     with pytest.raises(CorruptCheckpointError, match=r"faulty:.*shardckpt\.json is damaged"):
         jobs.check(store.url, 2.0)
 
 
+@backends.both_slowly
 def test_an_object_that_ends_early_is_a_short_read(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where there are no digests to tell, an object that is shorter than its listing says is an error."""
     jobs.save(store.url, 2.0)
@@ -204,10 +223,13 @@ def test_an_object_that_ends_early_is_a_short_read(store: Store, monkeypatch: py
     monkeypatch.setattr(
         jobs.store.FaultyFileSystem, "cat_file", lambda *a, **k: b"" if k["start"] > 9000 else whole(*a, **k)
     )
-    with pytest.raises(CorruptCheckpointError, match=r"__0_0\.distcp ends at offset \d+: \d+ bytes are missing"):
+    with pytest.raises(
+        CorruptCheckpointError, match=rf"{backends.data_file(0)} ends at offset \d+: \d+ bytes are missing"
+    ):
         jobs.check(store.url, 2.0)
 
 
+@backends.both_slowly
 @pytest.mark.parametrize("overwrite", [False, True])
 def test_a_url_that_has_objects_is_refused(ranks: RankPool, store: Store, overwrite: bool) -> None:
     """Neither a checkpoint nor foreign objects at a URL are ever replaced, with or without overwrite=True."""
@@ -228,6 +250,7 @@ def _save_over(url: str, overwrite: bool) -> None:
     jobs.save(url, 2.0, overwrite=overwrite)
 
 
+@backends.both_slowly
 def test_what_a_store_cannot_do_is_refused(store: Store) -> None:
     """Removing keys at a URL, and local checkpoints there, are refused with the reason; nothing changes."""
     jobs.save(store.url, 1.0)
@@ -239,7 +262,7 @@ def test_what_a_store_cannot_do_is_refused(store: Store) -> None:
 def test_migrate_goes_from_url_to_url_or_says_why_not(store: Store) -> None:
     """``shardckpt migrate`` looks at the checkpoint at a URL: there is no migration of what is the newest."""
     jobs.save(store.url, 1.0)
-    assert main(["migrate", store.url, f"{store.url}-new"]) == 1
+    assert main(["migrate", store.url, f"{store.url}-new"]) == 2
 
 
 def test_an_unknown_scheme_names_what_to_install(tmp_path: Path) -> None:
@@ -286,6 +309,7 @@ except dc.CheckpointingException as exc:
         assert text in done.stdout
 
 
+@backends.both_slowly
 def test_a_file_url_is_a_path(tmp_path: Path) -> None:
     """``file://`` URLs name local directories, escapes included, with all that those can do."""
     path = tmp_path / "with space"
@@ -346,19 +370,20 @@ class _Plugin:
         return _Dictionary(url, self.objects) if url.startswith(("dict://", "memory://")) else None
 
 
-def test_another_plugin_serves_urls_by_the_same_door() -> None:
+@backends.both_slowly
+def test_another_plugin_serves_urls_by_the_same_door(backend: Backend) -> None:
     """A plugin with four methods serves a scheme, also one that the built-in plugin serves too."""
     plugin = _Plugin()
     get_plugin_manager().register(plugin)
     try:
         jobs.save("dict://user:secret@here/c", 3.0)
         jobs.check("memory://bucket/elsewhere", 3.0)
-        del plugin.objects["common.pt"]
-        with pytest.raises(CheckpointingException, match=r"dict://user:\*\*\*@here/c/common.pt"):
+        del plugin.objects[backend.common]
+        with pytest.raises(CheckpointingException, match=rf"dict://user:\*\*\*@here/c/{backend.common}"):
             jobs.check("dict://user:secret@here/c", 3.0)
     finally:
         get_plugin_manager().unregister(plugin)
-    assert set(plugin.objects) == (SHARED | {data_file(0)}) - {"common.pt"}
+    assert set(plugin.objects) == (backend.shared | {backend.data_file(0)}) - {backend.common}
 
 
 def _save_tree(url: str, value: float) -> None:

@@ -10,11 +10,14 @@ import torch
 from shardckpt import dist_checkpointing as dc
 from shardckpt.chunks import MergedPlan
 from shardckpt.errors import CheckpointingException, CorruptCheckpointError, VersionTooNewError
+from shardckpt.manifest import Lineage
 from shardckpt.mapping import ShardedTensor
 from shardckpt.planning import Table
 from shardckpt.storage import Columns
 from shardckpt.testing.contract.rewriting import open_reader
-from shardckpt_safetensors.index import StoredIndex, encode_index, make_header, read_index
+from shardckpt_safetensors.encoded_index import encode_index
+from shardckpt_safetensors.index import StoredIndex, read_index
+from shardckpt_safetensors.index_header import make_header
 from tests.safetensors.checkpoints import BIAS, ROWS, change_index, save, wanted_state
 
 if TYPE_CHECKING:
@@ -177,7 +180,7 @@ def test_a_million_boxes_open_at_once() -> None:
         [f"rank_{n}_0.safetensors" for n in range(ranks)],
         {},
     )
-    data = bytearray(encode_index(plan, make_header("0" * 32)))
+    data = bytearray(encode_index(plan).to_bytes(make_header("0" * 32, Lineage())))
     assert len(data) < 32 << 20
     sizes = dict.fromkeys(plan.files, 1 << 40)
     tracemalloc.start()

@@ -9,7 +9,8 @@ import torch.distributed as dist
 from safetensors import safe_open
 
 from shardckpt import dist_checkpointing as dc
-from shardckpt.errors import CheckpointingException, ShardingError
+from shardckpt.errors import CheckpointingException, CorruptCheckpointError, ShardingError
+from shardckpt.maintenance import verify_checkpoint
 from shardckpt.mapping import ShardedObject, ShardedTensor
 from shardckpt.testing import check_same
 from shardckpt_safetensors import SafetensorsSaveShardedStrategy
@@ -115,3 +116,40 @@ def test_an_object_of_another_size_is_planned_anew(tmp_path: Path) -> None:
         )
         assert loaded["o"] == "x" * n
         assert loaded["w"].tolist() == [float(n)] * 3
+
+
+@pytest.mark.parametrize("thread_count", [1, 3])
+def test_many_small_tensors_among_large_ones(tmp_path: Path, thread_count: int) -> None:
+    """Small tensors, which are written by runs, have their values, in one file or in several, by a cached plan, too."""
+    sizes = [*(n % 50 for n in range(400)), 40_000, 3, 300_000, *[7] * 300]
+    strategy = SafetensorsSaveShardedStrategy(thread_count=thread_count)
+    for step in range(2):
+        tensors = {f"t{n}": torch.full((size,), float(n + step)) for n, size in enumerate(sizes)}
+        tensors["t5"] = torch.randn(5, 2)[:, 0]
+        state = {key: ShardedTensor.from_rank_offsets(key, tensor) for key, tensor in tensors.items()}
+        dc.save(state, tmp_path / f"c{step}", strategy)
+        found = dc.load_plain_tensors(tmp_path / f"c{step}")
+        assert found.keys() == tensors.keys()
+        assert all(torch.equal(found[key], tensor) for key, tensor in tensors.items())
+        assert not [result.fault for result in verify_checkpoint(tmp_path / f"c{step}") if result.fault]
+
+
+def test_a_damaged_small_tensor_leaves_its_neighbours(tmp_path: Path) -> None:
+    """Small tensors that are written by one call have a digest each: damage is named by key and file, others load."""
+    tensors = {f"t{n}": torch.full((20,), float(n)) for n in range(100)}
+    dc.save(
+        {key: ShardedTensor.from_rank_offsets(key, tensor) for key, tensor in tensors.items()},
+        tmp_path / "c",
+        SafetensorsSaveShardedStrategy(),
+    )
+    path = tmp_path / "c" / "rank_0_0.safetensors"
+    data = bytearray(path.read_bytes())
+    length = int.from_bytes(data[:8], "little")
+    data[8 + length + json.loads(data[8 : 8 + length])["t50"]["data_offsets"][0] + 17] ^= 1
+    path.write_bytes(data)
+    for key in ("t49", "t51"):
+        assert torch.equal(
+            dc.load({key: ShardedTensor.from_rank_offsets(key, torch.zeros(20))}, tmp_path / "c")[key], tensors[key]
+        )
+    with pytest.raises(CorruptCheckpointError, match=r"t50: .*rank_0_0\.safetensors.*digest differs"):
+        dc.load({"t50": ShardedTensor.from_rank_offsets("t50", torch.zeros(20))}, tmp_path / "c")

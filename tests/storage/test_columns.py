@@ -7,7 +7,7 @@ import safetensors.torch
 import torch
 
 from shardckpt.errors import CorruptCheckpointError
-from shardckpt.storage.columns import Columns, pack_columns
+from shardckpt.storage.columns import Columns, PackedColumns, pack_columns
 
 
 def test_columns_come_back_as_they_were() -> None:
@@ -58,3 +58,12 @@ def test_columns_of_another_kind_are_refused() -> None:
         found.integers("n")
     with pytest.raises(CorruptCheckpointError, match="'j'"):
         found.texts("j")
+
+
+def test_packed_columns_get_any_metadata() -> None:
+    """Columns that were packed once are the same file as when they are packed with their metadata at once."""
+    columns = {"a": torch.arange(300), "b": ["x", "y"], "c": torch.tensor([[1], [2]])}
+    packed = PackedColumns.pack(columns)
+    for metadata in (None, {}, {"id": "1"}, {"id": "22", "more": "ключ"}):
+        assert packed.to_bytes(metadata) == pack_columns(columns, metadata)
+        assert Columns(packed.to_bytes(metadata), "here").metadata == (metadata or {})

@@ -307,3 +307,21 @@ def test_copies_that_nobody_waits_for(tmp_path: Path, monkeypatch: pytest.Monkey
         read_box(reader, stored, (0, 0), torch.zeros(30, 10, device="meta"), "key")
     assert later
     assert not any(later)
+
+
+@given(data=st.data())
+@settings(deadline=None)
+def test_a_range_is_found_where_the_bytes_of_a_box_are_one(data: st.DataObject) -> None:
+    """The range of a box is that of its first to its last element, and there is none where others lie between."""
+    shape = tuple(data.draw(st.lists(st.integers(1, 4), max_size=4)))
+    start = tuple(data.draw(st.integers(0, size - 1)) for size in shape)
+    box = tuple(data.draw(st.integers(1, size - low)) for size, low in zip(shape, start, strict=True))
+    numbers = torch.arange(math.prod(shape)).view(shape)
+    for axis, (low, length) in enumerate(zip(start, box, strict=True)):
+        numbers = numbers.narrow(axis, low, length)
+    places = numbers.reshape(-1).tolist()
+    stored = StoredArray("data", 7, torch.int16, shape)
+    expected = 7 + 2 * places[0] if places == list(range(places[0], places[0] + len(places))) else None
+    assert scatter.find_range(stored, start, torch.zeros(box, dtype=torch.int16)) == expected
+    assert scatter.find_range(stored, start, torch.zeros(box, dtype=torch.int32)) is None
+    assert scatter.find_range(stored, start, torch.zeros(box, dtype=torch.int16, device="meta")) is None

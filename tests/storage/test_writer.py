@@ -24,7 +24,7 @@ from tests.storage.files import write
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from shardckpt.storage.writer import FileWriter
+    from shardckpt.storage import FileWriter
 
 THREADS = ("1", "4")
 DIGEST = digest_function(preferred())
@@ -306,6 +306,26 @@ def test_ready_parts(tmp_path: Path) -> None:
             position += length
 
 
+@pytest.mark.parametrize("sha256", [False, True])
+@pytest.mark.parametrize("sizes", [(3, 0, 5000, 64 << 10, 1), (3, 70_000, 1), (1000,) * 3000, ()])
+def test_records_by_one_call(tmp_path: Path, *, sha256: bool, sizes: tuple[int, ...]) -> None:
+    """append_each writes what append_small writes for each record, with the same digests: one of each small record."""
+    records = [bytes([n % 251]) * size for n, size in enumerate(sizes)]
+    with CheckpointWriter(tmp_path, 0, sha256=sha256) as writer:
+        single, each = writer.create("single"), writer.create("each")
+        for file in (single, each):
+            file.append_small([b"head"])
+        for record in records:
+            single.append_small([record])
+        each.append_each(list(map(memoryview, records)), [f"key{n}" for n in range(len(records))])
+        assert each.position == single.position
+        expected, found = writer.finish(single), writer.finish(each)
+        hashes = writer.sha256
+    assert (tmp_path / "each").read_bytes() == b"".join([b"head", *records]) == (tmp_path / "single").read_bytes()
+    assert found.model_copy(update={"name": "single"}) == expected
+    assert not sha256 or hashes["each"] == hashes["single"]
+
+
 @pytest.mark.parametrize("algorithm", ["crc32", "xxh3_64"])
 def test_the_algorithm_that_is_asked_for(tmp_path: Path, algorithm: str) -> None:
     """Digests are of the algorithm that all ranks agreed on, whatever this one prefers."""
@@ -447,7 +467,25 @@ def test_small_records_that_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         with pytest.raises(StorageError, match="the disk is gone"):
             file.append_small([b"x"])
         monkeypatch.undo()
-        for call in (lambda: file.append_small([b"x"]), lambda: writer.finish(file)):
+        for call in (
+            lambda: file.append_small([b"x"]),
+            lambda: file.append_each([b"x"], ["key"]),
+            lambda: writer.finish(file),
+        ):
             with pytest.raises(StorageError, match="the disk is gone"):
                 call()
         assert writer.files == []
+
+
+def test_one_of_many_records_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A block that cannot be written while many records are appended fails the file, and the error names a record."""
+    with CheckpointWriter(tmp_path, 0) as writer:
+        file = writer.create("data")
+        file.append_each([bytes(64 << 10)] * 8, [f"key{n}" for n in range(8)])
+        monkeypatch.setattr(os, "pwritev", _failing_write)
+        with pytest.raises(StorageError, match="key7 and what precedes it"):
+            writer.finish(file)
+
+
+def _failing_write(*_: object) -> int:
+    raise OSError(errno.ENOSPC, "No space left on device")

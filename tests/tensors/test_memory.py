@@ -9,7 +9,15 @@ import torch
 from torch.testing._internal.two_tensor import TwoTensor
 
 from shardckpt.errors import ShardingError
-from shardckpt.tensors.memory import is_plain, plain_cpu, synchronize_devices, tensor_bytes, unfilled_bytes
+from shardckpt.tensors.memory import (
+    have_values_on_host,
+    is_plain,
+    plain_cpu,
+    synchronize_devices,
+    tensor_bytes,
+    tensor_bytes_of_each,
+    unfilled_bytes,
+)
 
 VALUES = torch.arange(6.0)
 
@@ -45,6 +53,47 @@ def test_bytes_are_the_memory() -> None:
     assert tensor.tolist() == [0, 7, 0, 0]
     assert bytes(tensor_bytes(torch.full((2,), 9, dtype=torch.int8))) == b"\t\t"
     assert tensor_bytes(torch.empty(0, 3)).nbytes == 0
+
+
+def test_bytes_of_each_are_those_of_one_by_one() -> None:
+    """All together, tensors have the bytes that each has alone: empty ones, parts of others, in any order of memory."""
+    memory = torch.arange(24.0)
+    one = torch.tensor([True, False])
+    tensors = [memory[12:], torch.empty(0, 3), one, memory[:5], torch.nn.Parameter(torch.ones(3)), torch.tensor(7)]
+    found = tensor_bytes_of_each(tensors)
+    assert found is not None
+    assert [bytes(view) for view in found] == [bytes(tensor_bytes(tensor)) for tensor in tensors]
+    found[2][1] = 1
+    assert one.tolist() == [True, True]
+    for few in ([], [torch.empty(0)], [torch.empty(0), torch.empty(0, 2)]):
+        assert tensor_bytes_of_each(few) == [memoryview(b"")] * len(few)
+
+
+@pytest.mark.parametrize("is_on_host", [True, False])
+def test_one_that_is_not_its_memory_is_noticed_among_others(*, is_on_host: bool) -> None:
+    """A tensor whose bytes are not its values, anywhere among others, has to be asked for alone."""
+    freed = torch.ones(100)
+    freed_part = freed[7:]
+    freed.untyped_storage().resize_(0)
+    with_strides = [
+        torch.ones(4, dtype=torch.cfloat).conj(),
+        torch._neg_view(torch.ones(4)),
+        torch.ones(4, 2)[:, 0],
+    ]
+    without_memory = [
+        freed,
+        freed_part,
+        torch.ones(2, 2).to_sparse(),
+        torch.empty(3, device="meta"),
+        TwoTensor(torch.ones(3), torch.ones(3)),
+        Labelled(torch.ones(3)),
+    ]
+    plain = [torch.ones(n) for n in range(5)]
+    for odd in with_strides if is_on_host else without_memory:
+        for place in (0, 3, 5):
+            tensors = [*plain[:place], odd, *plain[place:]]
+            assert tensor_bytes_of_each(tensors) is None
+            assert have_values_on_host(tensors) == is_on_host
 
 
 @pytest.mark.parametrize(

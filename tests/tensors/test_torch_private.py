@@ -3,12 +3,13 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 import torch
 
-from shardckpt.tensors.torch_private import OLDEST_TORCH, check_torch
+from shardckpt.tensors.torch_private import OLDEST_TORCH, check_torch, one_thread
 
 PYPROJECT = (Path(__file__).parents[2] / "pyproject.toml").read_text()
 OLDEST = ".".join(map(str, OLDEST_TORCH))
@@ -40,6 +41,7 @@ def test_the_oldest_torch_and_newer_ones_are_not(version: str) -> None:
     check_torch(version)
 
 
+@pytest.mark.slow
 def test_the_refusal_is_at_import() -> None:
     """What saves or loads is not imported under an older torch, and says so before it fails at something else."""
     modules = [f"shardckpt.{name}" for name in ("dist_checkpointing", "manager", "adapters", "local")]
@@ -53,3 +55,30 @@ def test_the_refusal_is_at_import() -> None:
 def test_the_floor_is_the_one_that_pip_knows() -> None:
     """What is refused at import is what pip does not install beside this package."""
     assert re.search(r'"torch>=([\d.]+)"', PYPROJECT)[1] == OLDEST
+
+
+def test_one_thread_leaves_other_threads_as_they_are() -> None:
+    """A thread that computes alone changes neither the caller's number of threads, nor that of threads that begin."""
+    found: dict[str, int] = {}
+
+    def look(name: str) -> None:
+        found[name] = torch.get_num_threads()
+
+    def work() -> None:
+        with one_thread():
+            look("inside")
+            beginning = threading.Thread(target=look, args=("new",))
+            beginning.start()
+            beginning.join()
+        look("after")
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        working = threading.Thread(target=work)
+        working.start()
+        working.join()
+        look("caller")
+    finally:
+        torch.set_num_threads(before)
+    assert found == {"inside": 1, "new": 3, "after": 3, "caller": 3}

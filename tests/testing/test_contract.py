@@ -13,6 +13,7 @@ from shardckpt.testing import StrategyContract
 from shardckpt_ep import EPLoadStrategy, EPSaveStrategy
 from shardckpt_safetensors import SafetensorsLoadShardedStrategy, SafetensorsSaveShardedStrategy
 from shardckpt_torch_dist import TorchDistLoadShardedStrategy, TorchDistSaveShardedStrategy
+from tests.safetensors.parts import InParts
 from tests.testing import path_strategies, zarr_strategies
 from tests.testing.wrong_strategies import Contract
 
@@ -60,6 +61,12 @@ class TestSafetensors(StrategyContract):
     claims_safety = True
     removes_keys = True
     checks_files = True
+
+
+class TestSafetensorsInParts(TestSafetensors):
+    """The same claims hold where the index of every save is in parts."""
+
+    save_strategy = InParts
 
 
 class TestNpy(StrategyContract):

@@ -277,7 +277,7 @@ def test_sizes_are_checked_before_memory_is_taken(checkpoint: Path, chunks: list
     with dc.open_checkpoint(checkpoint) as opened, pytest.raises(CheckpointingException, match=FC1):
         opened[FC1].read()
     assert main(["verify", str(checkpoint)]) == 1
-    assert main(["inspect", str(checkpoint)]) == 0
+    assert main(["inspect", str(checkpoint)]) == 1
 
 
 @pytest.mark.parametrize("name", [FC1, f"{FC1}/0.0", f"{FC1}/.zarray"])
@@ -312,11 +312,11 @@ def test_inspect_and_verify(checkpoint: Path, capsys: pytest.CaptureFixture[str]
     shown = capsys.readouterr().out
     assert f"{RNG}/shard_0.1_1.2" in shown
     assert "10 tensors of 712 bytes, 4 objects" in shown
-    assert main(["verify", str(checkpoint)]) == 3  # intact, without digests
+    assert main(["verify", str(checkpoint)]) == 0  # intact, without digests
     assert f"{FC1}/1.0" in capsys.readouterr().out
     (checkpoint / FC1 / "1.0").unlink()
     assert main(["verify", str(checkpoint)]) == 1
-    assert main(["inspect", str(checkpoint)]) == 0
+    assert main(["inspect", str(checkpoint)]) == 1
     assert f"{FC1}/1.0 is missing; 1 tensors" in capsys.readouterr().out
 
 
@@ -360,7 +360,7 @@ def test_queries_and_the_command_take_a_url(url: str, checkpoint: Path, capsys: 
         assert opened.read_object(f"{RNG}/shard_0.1_1.2") == [{"rank": 1, "state": [1, 2, 3]}]
     assert main(["inspect", url]) == 0
     assert "11 tensors of 824 bytes, 4 objects" in capsys.readouterr().out
-    assert main(["verify", url]) == 3  # intact, without digests
+    assert main(["verify", url]) == 0  # intact, without digests
     fsspec.filesystem("memory").rm_file(f"/zarr/step/{FC1}/1.0")
     assert main(["verify", url]) == 1
     wanted = ShardedTensor.from_rank_offsets(FC1, torch.ones(8, 6))
@@ -417,6 +417,7 @@ def test_it_is_only_read(tmp_path: Path) -> None:
         dc.save({}, tmp_path / "c", ("zarr", 1))
 
 
+@pytest.mark.slow
 def test_nothing_foreign_is_imported() -> None:
     """A load needs and imports neither zarr nor numcodecs nor Megatron."""
     code = (

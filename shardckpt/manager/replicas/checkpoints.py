@@ -15,6 +15,7 @@ from shardckpt.manager.garbage_collection import GarbageCollector, remove_steps
 from shardckpt.manager.reader import StepReader
 from shardckpt.manager.steps import CONTENT_KEY
 from shardckpt.manager.writer import StepWriter
+from shardckpt.manifest import Lineage
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -108,9 +109,8 @@ class ReplicaCheckpoints:
             state = self._states.describe(names, comm)
         self._loaded = {}  # the live states are newer than what was loaded
         content = {"step": step, "states": names, "model_only": False, "metrics": {}}
-        self._writer.write(
-            state, self._folder.location(step), {CONTENT_KEY: content}, self._count_commit, background=True
-        )
+        target, lineage = self._folder.location(step), Lineage(step=step)
+        self._writer.write(state, target, {CONTENT_KEY: content}, lineage, self._count_commit, background=True)
         self._last = step
 
     def load(self, step: int | None) -> None:

@@ -57,7 +57,7 @@ def register_codec(
 
     Args:
         name: Stored with each value: letters, digits, ``_`` and ``-``, with at least one dot. Best begins with a
-            name that is yours, and never changes.
+            name that is yours, and never changes. Those that begin with ``shardckpt.`` are the format's.
         cls: The class. Instances of its subclasses need codecs of their own.
         encode: Called with an instance; returns what represents it: plain values, tensors, arrays, containers of them,
             and instances of other registered classes.
@@ -73,6 +73,8 @@ def register_codec(
             f"codec name {name!r}: expected letters, digits, '_' and '-' with a dot between, at most 255 characters, "
             "such as 'acme.Schedule'"
         )
+    if name.startswith("shardckpt."):
+        raise PluginError(f"codec name {name!r}: names that begin with 'shardckpt.' are the format's; use one of yours")
     if cls in FORMAT_CLASSES:
         raise PluginError(f"codec {name!r}: the format stores {class_name(cls)} itself; register a class of your own")
     codec = Codec(name, cls, encode, decode)

@@ -8,6 +8,7 @@ import types
 from typing import TYPE_CHECKING, Any
 
 from shardckpt.errors import CheckpointingException, CorruptCheckpointError
+from shardckpt_safetensors.objects.by_name import BY_NAME, decode_by_name
 from shardckpt_safetensors.objects.codecs import codec_of_name
 from shardckpt_safetensors.objects.factories import FACTORIES
 from shardckpt_safetensors.objects.json_text import show
@@ -18,6 +19,7 @@ from shardckpt_safetensors.objects.torch_tensors import decode_tensor
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Mapping
 
+    from shardckpt.stubs import Stub
     from shardckpt_safetensors.objects.tensor_file import FileTensor
 
     #: Decodes a container: yields the tree of each part, is sent the part's value, and returns its own.
@@ -57,6 +59,7 @@ class _Decoder:
         self._tensors = tensors
         #: What has been made of each tensor: how it was referred to, and the value.
         self._made: dict[str, tuple[Any, Any]] = {}
+        self._stub_classes: set[type[Stub]] = set()
 
     def decode(self, tree: Any) -> Any:
         """Decode a tree without recursion."""
@@ -98,9 +101,14 @@ class _Decoder:
             return self._from_file(kind, inner)
         if kind in _BYTES:
             return self._bytes(kind, inner)
+        if kind in BY_NAME:
+            return self._by_name(kind, inner)
         if "." in kind:
             return _registered(kind, inner)
         raise ValueError(f"{KIND!r} is {kind!r:.100}, which the format does not have")
+
+    def _by_name(self, codec: str, inner: Any) -> Walk:
+        return decode_by_name(codec, (yield inner), self._stub_classes)
 
     def _bytes(self, kind: str, inner: Any) -> Any:
         if type(inner) is not dict:

@@ -14,6 +14,7 @@ import torch
 
 from shardckpt.errors import ShardingError
 from shardckpt.storage import MOST_LEVELS
+from shardckpt_safetensors.objects.by_name import encode_by_name
 from shardckpt_safetensors.objects.codecs import Codec, class_name, codec_of_class
 from shardckpt_safetensors.objects.factories import FACTORY_NAMES
 from shardckpt_safetensors.objects.json_text import check_levels, dump_json
@@ -128,9 +129,7 @@ class _Encoder:
             return self._bytes(value)
         if isinstance(value, torch.Tensor):
             return self._tensor(value)
-        if is_numpy(value):
-            return self._numpy(value)
-        raise ValueError(_advice(value))
+        return self._numpy(value) if is_numpy(value) else _named(value)
 
     def _tensor(self, value: torch.Tensor) -> Any:
         try:
@@ -170,6 +169,14 @@ class _Encoder:
         return tagged(codec.name, (yield "", plain))
 
 
+def _named(value: Any) -> Walk:
+    named = encode_by_name(value)
+    if named is None:
+        raise ValueError(_advice(value))
+    codec, fields = named
+    return tagged(codec, (yield "", fields))
+
+
 def _bytes_as_tensor(value: bytes | bytearray, name: str) -> tuple[FileTensor, Any]:
     # copied if it can change: a bytearray must not be locked while the payload is made
     return FileTensor("U8", [len(value)], bytes(value)), name
@@ -182,8 +189,9 @@ def _advice(value: Any) -> str:
     example = f"shardckpt_safetensors.register_codec('{full if '.' in full else f'my.{full}'}', {name}, "
     if isinstance(value, enum.Enum):
         return (
-            f"(an enum member): give its name or value, or register a codec, where it is saved and where it is loaded: "
-            f"{example}lambda member: member.name, lambda name: {name}[name])"
+            "(an enum member) whose class its module does not have under its name: give its name or value, or register "
+            f"a codec, where it is saved and where it is loaded: {example}lambda member: member.name, "
+            f"lambda name: {name}[name])"
         )
     if isinstance(value, _CODE):
         return "is code, which is never stored: give its name, and find it by that after the load"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from typing import Any
 
 from shardckpt.storage import MOST_LEVELS
@@ -11,11 +12,29 @@ from shardckpt.storage import parse_json as parse_strictly
 
 #: Digits of the longest integer that JSON holds here, -2^63 or 2^64 - 1, with the sign.
 _MOST_DIGITS = 20
+#: Characters of the longest number, -2.2250738585072014e-308.
+_WIDEST = 24
+#: Characters of the longest text that is padded: a long list of small numbers would take several times its space.
+_MOST_PADDED = 1 << 16
+_STRING_OR_NUMBER = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"|(-?[0-9][0-9.eE+-]*)')
 
 
 def dump_json(tree: Any) -> str:
     """Return a tree as JSON, without spaces."""
     return json.dumps(tree, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+
+
+def dump_padded(tree: Any) -> str:
+    """Return a tree as JSON, with spaces behind it: the length depends on the count of its numbers, not on the values.
+
+    A plan of a save has the sizes of the payloads. Without the spaces, a learning rate of 0.1 and one of 0.05 would
+    need two plans. Texts of more than 64 KiB are not padded.
+    """
+    text = dump_json(tree)
+    if len(text) > _MOST_PADDED:
+        return text
+    lengths = [len(number) for number in _STRING_OR_NUMBER.findall(text) if number]
+    return text + " " * (_WIDEST * len(lengths) - sum(lengths))
 
 
 def parse_json(data: bytes | bytearray | memoryview | str) -> Any:

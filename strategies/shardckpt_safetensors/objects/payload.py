@@ -7,7 +7,7 @@ from typing import Any
 from shardckpt.errors import CheckpointingException, CorruptCheckpointError
 from shardckpt_safetensors.objects.decoder import decode_tree
 from shardckpt_safetensors.objects.encoder import encode_tree
-from shardckpt_safetensors.objects.json_text import dump_json, parse_json
+from shardckpt_safetensors.objects.json_text import dump_padded, parse_json
 from shardckpt_safetensors.objects.tensor_file import pack_file, parse_file
 
 _RAW, _JSON, _SAFETENSORS = "raw", "json", "safetensors"
@@ -32,7 +32,7 @@ def encode_object(value: Any, what: str) -> tuple[str, bytes]:
     tree, tensors = encode_tree(value, what)
     if tensors:
         return _SAFETENSORS, pack_file(tree, tensors, what)
-    return _JSON, dump_json(tree).encode()
+    return _JSON, dump_padded(tree).encode()
 
 
 def decode_object(codec: str, data: bytes | bytearray | memoryview, what: str) -> Any:

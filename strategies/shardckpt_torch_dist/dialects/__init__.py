@@ -1,5 +1,8 @@
 """Read and write the index of a checkpoint: every dialect of ``.metadata``, in one form."""
 
+from typing import TYPE_CHECKING
+
+from shardckpt import lazy_getattr
 from shardckpt_torch_dist.dialects.index_file import INDEX_FILE, encode_index
 from shardckpt_torch_dist.dialects.metadata import (
     MAX_PATH_LENGTH,
@@ -9,15 +12,20 @@ from shardckpt_torch_dist.dialects.metadata import (
     read_index,
     read_metadata,
 )
-from shardckpt_torch_dist.dialects.metadata_pickle import encode_metadata
 from shardckpt_torch_dist.dialects.nested_state import DictKey, NestedState, nest_values
 from shardckpt_torch_dist.dialects.stored import (
     COMMON_FILE,
     COMMON_KEY,
     StoredIndex,
     parse_object_key,
-    to_dcp_tensor,
 )
+
+if TYPE_CHECKING:
+    from shardckpt_torch_dist.dialects.dcp_metadata import to_dcp_tensor
+    from shardckpt_torch_dist.dialects.metadata_pickle import encode_metadata
+
+# lazy: torch.distributed.checkpoint takes a third of the time of `import torch`, and reading needs none of it
+__getattr__ = lazy_getattr(__name__, {"dcp_metadata": ("to_dcp_tensor",), "metadata_pickle": ("encode_metadata",)})
 
 __all__ = [
     "COMMON_FILE",

@@ -7,18 +7,18 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorProperties, TensorStorageMetadata
 
 from shardckpt.chunks import ChunkIndex, Chunks, StoredTensor
 from shardckpt.errors import CheckpointingException
 from shardckpt.mapping import ShardedBase, ShardedObject, ShardedTensor
 from shardckpt.planning import Boxes, list_rows, make_column, make_matrix, number_groups
+from shardckpt.strategy import StoredColumns
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable
 
     from shardckpt.chunks import Item
-    from shardckpt.planning import Ints
+    from shardckpt.planning import Ints, Table
 
 #: The object in which Megatron from 0.19 on stores the common state, in the same files as the tensors.
 COMMON_KEY = "common_state/shard_0_1"
@@ -66,7 +66,11 @@ class StoredIndex(ChunkIndex):
     def _tensors(self) -> dict[int, StoredTensor]:
         return {}
 
-    def take_chunks(self, numbers: torch.Tensor) -> tuple[Chunks, torch.Tensor]:
+    def take_chunks(
+        self,
+        numbers: torch.Tensor,
+        wanted: Callable[[], Table] | None = None,  # noqa: ARG002 - all chunks are in memory
+    ) -> tuple[Chunks, torch.Tensor]:
         """Return the chunks of some tensors, numbered anew, and their bounds; see the base."""
         if len(numbers) == len(self.keys):
             return self.chunks, self.bounds
@@ -100,8 +104,15 @@ class StoredIndex(ChunkIndex):
     def shards(self) -> list[ShardedBase]:
         """Return one ShardedTensor per tensor, unsharded and without data, and one ShardedObject per object."""
         tensors = map(ShardedTensor.from_global_shape, self.keys, self.dtypes, self.shapes)
-        grids = (key for key in self.objects if parse_object_key(key) is not None)
-        return [*tensors, *map(ShardedObject.empty_from_unique_key, grids)]
+        return [*tensors, *map(ShardedObject.empty_from_unique_key, self._list_grids())]
+
+    def columns(self) -> StoredColumns:
+        """Return the same in columns."""
+        return StoredColumns(self.keys, self.dtypes, self.shapes, self._list_grids(), {})
+
+    def _list_grids(self) -> list[str]:
+        """Return the unique keys of Megatron's sharded objects."""
+        return [key for key in self.objects if parse_object_key(key) is not None]
 
 
 def tensors_to_columns(tensors: dict[str, StoredTensor]) -> tuple[torch.Tensor, Chunks, list[str]]:
@@ -116,22 +127,6 @@ def tensors_to_columns(tensors: dict[str, StoredTensor]) -> tuple[torch.Tensor, 
             rows.append((file, chunk.item.offset, chunk.item.length, chunk.first, chunk.volume))
         bounds.append(len(rows))
     return make_column(bounds), Chunks(boxes.table(), *make_matrix(rows, 5, 0).unbind(1)), list(files)
-
-
-def to_dcp_tensor(
-    dtype: torch.dtype, shape: Iterable[int], boxes: Iterable[tuple[Iterable[int], Iterable[int]]]
-) -> TensorStorageMetadata:
-    """Return a tensor in DCP's classes.
-
-    Of the properties only the dtype is set: readers use no other, and torch has deprecated them.
-
-    Args:
-        dtype: Its dtype.
-        shape: Its global shape.
-        boxes: The offset and the shape of each chunk.
-    """
-    chunks = [ChunkStorageMetadata(torch.Size(offset), torch.Size(extent)) for offset, extent in boxes]
-    return TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(shape), chunks)
 
 
 def parse_object_key(key: str) -> str | None:

@@ -9,10 +9,9 @@ from shardckpt_torch_dist.plan.reads import ItemReader
 from shardckpt_torch_dist.plan.regions import build_own_archive
 from shardckpt_torch_dist.plan.save_planner import ShardedSavePlanner
 from shardckpt_torch_dist.plan.split import set_rest_value
-from shardckpt_torch_dist.plan.write_plan import GlobalFiles, WritePlan, append_archive
+from shardckpt_torch_dist.plan.write_plan import WritePlan, append_archive
 
 __all__ = [
-    "GlobalFiles",
     "ItemReader",
     "LoadPlan",
     "ShardedLoadPlanner",

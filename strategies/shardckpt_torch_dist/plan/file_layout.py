@@ -73,7 +73,9 @@ def lay_out(
         locations["listed"] = [other for _, other in pairs]
         locations["listed_objects"] = make_column([number for number, _ in pairs])
     stored = PackedShards.pack(items.keys, items.dtypes, items.shapes, items.boxes.table(), items.objects)
-    write_plan = WritePlan(files, items.tensors, keys, lengths, archives, stored=stored)
+    write_plan = WritePlan(
+        files=files, tensors=items.tensors, keys=keys, lengths=lengths, objects=archives, stored=stored
+    )
     return write_plan, LocalPlan(stored, pack_columns(locations))
 
 

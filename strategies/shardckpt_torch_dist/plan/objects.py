@@ -25,6 +25,9 @@ def pickle_objects(
         shards: The rank's shards.
         allow_globals: Classes and functions that the objects may name, in addition to the plain ones.
 
+    Returns:
+        The bytes of an archive of ``torch.save`` for each object.
+
     Raises:
         ShardingError: An object cannot be pickled, or has the name of the common state.
         UnsafePickleError: A load would refuse it.

@@ -10,7 +10,7 @@ from torch.distributed.checkpoint.planner import LoadItemType
 from shardckpt.chunks import Region, StagedRegion, read_in_order, read_units
 from shardckpt.errors import CorruptCheckpointError
 from shardckpt.tensors import is_ordinary, synchronize_devices
-from shardckpt_torch_dist.plan.regions import copy_chunk, read_chunk
+from shardckpt_torch_dist.plan.regions import copy_chunk, find_payloads, read_chunk
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.planner import ReadItem
 
     from shardckpt.chunks import Chunk, Item, ReadAhead
-    from shardckpt.storage import CheckpointReader
+    from shardckpt.storage import CheckpointReader, RangeRead
     from shardckpt_torch_dist.dialects import StoredIndex
 
 
@@ -56,7 +56,7 @@ class ItemReader:
         Args:
             units: Lists of items that one thread must read together, in order.
         """
-        read_units(self._reader, units, self.locate, self._nbytes, self._read)
+        read_units(self._reader, units, self.locate, self._nbytes, self._read, self._find_ranges)
 
     def read_in_order(self, items: Sequence[ReadItem]) -> None:
         """Read items one after the other, all in this thread."""
@@ -86,6 +86,17 @@ class ItemReader:
 
     def _nbytes(self, item: Region | StagedRegion | ReadItem) -> int:
         return item.nbytes if isinstance(item, Region | StagedRegion) else self.locate(item).length
+
+    def _find_ranges(self, items: Sequence[Region | StagedRegion | ReadItem]) -> list[RangeRead | None]:
+        """Return the range of a file that fills each region as it is; None for those that are read another way."""
+        keys, dtypes = self._index.keys, self._index.dtypes
+        regions = [(n, item) for n, item in enumerate(items) if isinstance(item, Region)]
+        chunks = [(region.chunk, dtypes[region.number], keys[region.number]) for _, region in regions]
+        found: list[RangeRead | None] = [None] * len(items)
+        for (n, region), payload in zip(regions, find_payloads(self._reader, chunks), strict=True):
+            if payload is not None:
+                found[n] = region.find_range(payload, dtypes[region.number], keys[region.number])
+        return found
 
     def _read(self, item: Region | StagedRegion | ReadItem, ahead: ReadAhead | None) -> None:
         """Read an item, from memory if it was read ahead."""

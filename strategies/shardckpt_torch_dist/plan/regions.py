@@ -17,15 +17,19 @@ from shardckpt.archive import (
 )
 from shardckpt.chunks import SMALL_ITEM
 from shardckpt.errors import CorruptCheckpointError
-from shardckpt.storage import StoredArray, read_box
+from shardckpt.storage import RangeRead, StoredArray, read_box
 from shardckpt.tensors import copy_values
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from shardckpt.chunks import Chunk, ReadAhead
     from shardckpt.planning import Ints
     from shardckpt.storage import CheckpointReader
+
+
+#: Archives whose heads are read at once; a head has up to 5 KiB.
+_HEADS = 512
 
 
 def read_chunk(
@@ -85,6 +89,33 @@ def read_chunk(
         payload = bytearray(stored.nbytes)
         reader.read_into(item.file, item.offset + stored.offset, memoryview(payload), key)
     _copy_box(payload, stored, chunk, start, target)
+
+
+def find_payloads(reader: CheckpointReader, chunks: Sequence[tuple[Chunk, torch.dtype, str]]) -> Iterator[int | None]:
+    """Yield where the payload of each chunk begins in its file, if its archive begins, byte for byte, as we write it.
+
+    Args:
+        reader: Reads the heads of many archives at once.
+        chunks: The chunks, each with its stored dtype and its tensor's key.
+    """
+    for first in range(0, len(chunks), _HEADS):
+        batch = chunks[first : first + _HEADS]
+        archives = [
+            build_own_archive(dtype, chunk.box.shape, chunk.item.length)
+            if not chunk.first and chunk.volume == chunk.box.volume
+            else None
+            for chunk, dtype, _ in batch
+        ]
+        heads = [bytearray(len(ours.head) if ours else 0) for ours in archives]
+        reader.read_ranges(
+            [
+                RangeRead(chunk.item.file, chunk.item.offset, memoryview(head), key)
+                for (chunk, _, key), head in zip(batch, heads, strict=True)
+                if head
+            ]
+        )
+        for (chunk, _, _), ours, head in zip(batch, archives, heads, strict=True):
+            yield chunk.item.offset + len(head) if ours and head == ours.head else None
 
 
 def copy_chunk(chunk: Chunk, target: torch.Tensor, ahead: ReadAhead) -> bool:

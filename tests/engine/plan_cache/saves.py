@@ -9,8 +9,8 @@ import torch
 
 from shardckpt import dist_checkpointing as dc
 from shardckpt.async_save import AsyncCallsQueue, release_memory
+from shardckpt.chunks import save as planning
 from shardckpt.mapping import ShardedTensor
-from shardckpt_torch_dist import save as torch_dist
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -38,18 +38,18 @@ class Plans:
 
     def __init__(self) -> None:
         self.count = 0
-        self._local_items = torch_dist.collect_items
+        self._local_items = planning.collect_items
 
     def __enter__(self) -> Self:
-        torch_dist.collect_items = self._counted  # type: ignore[attr-defined]
+        planning.collect_items = self._counted  # type: ignore[attr-defined]
         return self
 
     def __exit__(self, *_: object) -> None:
-        torch_dist.collect_items = self._local_items  # type: ignore[attr-defined]
+        planning.collect_items = self._local_items  # type: ignore[attr-defined]
 
-    def _counted(self, shards: Sequence[Any]) -> Any:
+    def _counted(self, shards: Sequence[Any], left_out: Any = ()) -> Any:
         self.count += 1
-        return self._local_items(shards)
+        return self._local_items(shards, left_out)
 
 
 def save(state: dict[str, Any], path: object, strategy: Any = None, **options: Any) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from shardckpt.engine.plan_cache import describe
-from shardckpt.mapping import PlainObject, ShardedObject, ShardedTensor
+from shardckpt.mapping import BlockScales, PlainObject, ShardedObject, ShardedTensor
 
 SHARDS = {
     ShardedTensor: ShardedTensor(
@@ -28,6 +28,7 @@ OTHERS: dict[str, Any] = {
     "prepend_axis_num": 1,
     "allow_shape_mismatch": True,
     "flattened_range": slice(0, 3),
+    "block_scales": BlockScales("s", (2,)),
 }
 
 

@@ -17,6 +17,7 @@ from shardckpt.engine.plan_cache import saved_plans
 from shardckpt.mapping import PlainObject, ShardedObject, ShardedTensor
 from shardckpt.parallel import FullyParallelSaveStrategyWrapper
 from shardckpt_torch_dist.save import TorchDistSaveShardedStrategy
+from tests import backends
 from tests.engine.plan_cache.saves import Plans, check, first, in_mode, save, tensor
 
 if TYPE_CHECKING:
@@ -81,34 +82,52 @@ def _check_state(path: str, step: int) -> None:
     for key in ("rows", "columns", "flat", "half", "copy", "none", "big"):
         assert torch.equal(loaded[key], expected[key].data), (key, step)
     assert torch.equal(loaded["layers"][0], expected["layers"][0].data)
-    stock = {"number.a": -1, "number.b": -1}
-    dcp.load(stock, checkpoint_id=path, no_dist=True)
-    assert stock == {"number.a": step, "number.b": step}
+    if backends.current().name == "torch_dist":
+        stock = {"number.a": -1, "number.b": -1}
+        dcp.load(stock, checkpoint_id=path, no_dist=True)
+        assert stock == {"number.a": step, "number.b": step}
 
 
 WAYS: dict[str, Callable[[], Any]] = {
     "default": lambda: None,
-    "several files": lambda: TorchDistSaveShardedStrategy(thread_count=2, separation_hint="rows"),
-    "any replica": lambda: TorchDistSaveShardedStrategy(keep_only_main_replica=False),
-    "fully parallel": lambda: FullyParallelSaveStrategyWrapper(TorchDistSaveShardedStrategy()),
+    "several files": lambda: backends.current().save_strategy(thread_count=2),
+    "files by a hint": lambda: TorchDistSaveShardedStrategy(thread_count=2, separation_hint="rows"),
+    "any replica": lambda: backends.current().save_strategy(keep_only_main_replica=False),
+    "fully parallel": lambda: FullyParallelSaveStrategyWrapper(backends.current().save_strategy()),
     "ep": lambda: "ep",
 }
+#: The ways of each format.
+EACH_WAY = pytest.mark.parametrize(
+    ("way", "backend"),
+    [
+        *((way, "torch_dist") for way in WAYS if way != "several files"),
+        ("default", "safetensors"),
+        *(
+            pytest.param(way, "safetensors", marks=pytest.mark.slow)
+            for way in ("several files", "any replica", "fully parallel")
+        ),
+    ],
+    indirect=["backend"],
+    scope="module",
+)
 
 
-@pytest.mark.parametrize("way", WAYS)
+@EACH_WAY
 @pytest.mark.parametrize("world", [1, 2])
 def test_what_is_saved_again_is_planned_once(ranks: RankPool, tmp_path: Path, way: str, world: int) -> None:
     """Saves of the same shards with other values, by strategies made anew each time: one plan, four right contents."""
     assert ranks.run(world, in_mode, "background", _saved_each_way, str(tmp_path), way, False) == [1] * world
 
 
-@pytest.mark.parametrize("way", WAYS)
+@EACH_WAY
 @pytest.mark.parametrize("mode", ["foreground", "in turn"])
 def test_a_plan_serves_saves_here_and_behind(ranks: RankPool, tmp_path: Path, way: str, mode: str) -> None:
     """Saves in the foreground, and in the background before them, share a plan."""
     assert ranks.run(2, in_mode, mode, _saved_in_turn, str(tmp_path), way) == [1] * 2
 
 
+@backends.both_slowly
+@pytest.mark.slow
 def test_another_process_writes_what_is_saved_again(ranks: RankPool, tmp_path: Path) -> None:
     """A plan that is used again serves the process that writes behind the training, too."""
     assert ranks.run(2, in_mode, "background", _saved_each_way, str(tmp_path), "default", True) == [1] * 2
@@ -135,12 +154,14 @@ def _saved_optimizer(folder: str) -> int:
     return plans.count
 
 
+@backends.both
 @pytest.mark.parametrize("world", [1, 2])
 def test_an_optimizer_is_planned_once(ranks: RankPool, tmp_path: Path, world: int) -> None:
     """A model with its optimizer, as training loops save it, is planned once, and each save has its own rates."""
     assert ranks.run(world, in_mode, "foreground", _saved_optimizer, str(tmp_path)) == [1] * world
 
 
+@backends.both_slowly
 def test_two_states_may_be_saved_in_turn(tmp_path: Path) -> None:
     """A job that saves a model and an optimizer by turns plans each of them once."""
     with Plans() as plans:
@@ -151,6 +172,7 @@ def test_two_states_may_be_saved_in_turn(tmp_path: Path) -> None:
     assert plans.count == 2
 
 
+@backends.both_slowly
 def test_another_form_after_the_request_is_never_written(tmp_path: Path) -> None:
     """Parameters that get other memory between the request and its schedule are saved as the request has them."""
     for size in (16, 400_000):
@@ -166,6 +188,7 @@ def test_another_form_after_the_request_is_never_written(tmp_path: Path) -> None
             check(tmp_path / f"{size}-{step}", {"w": torch.ones(size)})
 
 
+@backends.both_slowly
 @pytest.mark.usefixtures("mode")
 @pytest.mark.parametrize("within", [torch.inference_mode, torch.no_grad, lambda: torch.device("meta")])
 @pytest.mark.parametrize("size", [100, 400_000])
@@ -179,6 +202,7 @@ def test_saves_in_any_mode(tmp_path: Path, within: Callable[[], Any], size: int)
         check(tmp_path / str(step), {f"w{n}": value + step for n, value in enumerate(values)})
 
 
+@backends.both_slowly
 @pytest.mark.usefixtures("mode")
 def test_release_memory_forgets(tmp_path: Path) -> None:
     """After release_memory the next save is a first one, and nothing of the last one's shards is held."""

@@ -11,6 +11,7 @@ from shardckpt.errors import CheckpointingException
 from shardckpt.manager import CheckpointConfig, CheckpointManager, FaultTolerance, PerRank, ReplicaManager
 from shardckpt.manager.replicas.checkpoints import find_abandoned_steps, keep_replica_steps
 from shardckpt.manager.retention import steps_to_remove
+from tests import backends
 from tests.manager.folders import steps_of
 from tests.manager.replicas import jobs as replicas
 from tests.manager.replicas.jobs import Manager, OldManager
@@ -30,6 +31,7 @@ ASYNC = pytest.mark.parametrize(
 
 
 @MODES
+@pytest.mark.slow
 def test_the_first_replica_saves_for_all(ranks: RankPool, tmp_path: Path, mode: str) -> None:
     """Who is first at a step saves it, whole and once; each saves its own, unless it takes no part; nothing hangs."""
     results = ranks.run(4, replicas.changing_quorum, str(tmp_path), mode)
@@ -52,6 +54,7 @@ def test_what_is_disabled_waits_for_its_own(ranks: RankPool, tmp_path: Path) -> 
 
 
 @ASYNC
+@pytest.mark.slow
 def test_all_begin_again(ranks: RankPool, tmp_path: Path, mode: str) -> None:
     """After a restart of all, each has its own of the step that is loaded: the losses are those of an unbroken run."""
     config = {"async_mode": mode}
@@ -83,6 +86,7 @@ def test_an_older_torchft(ranks: RankPool, tmp_path: Path) -> None:
 
 
 @ASYNC
+@pytest.mark.slow
 def test_garbage_of_both_folders_is_collected(ranks: RankPool, tmp_path: Path, mode: str) -> None:
     """The newest stay, and of every step that stays for all, the loaders' places at that step; nothing foreign goes."""
     for name in ("ft-replicat-0", "ft-replicat-1"):
@@ -123,6 +127,7 @@ def test_a_dataloader_that_is_not_to_be_loaded(ranks: RankPool, tmp_path: Path) 
     assert ranks.run(4, replicas.loaded, str(tmp_path), config) == [(4, 0, None, [])] * 4
 
 
+@backends.both_slowly
 @pytest.mark.parametrize("damage", ["none left", "one gone", "bytes"])
 def test_its_own_is_missing(ranks: RankPool, tmp_path: Path, damage: str) -> None:
     """A warning names the folder: the step before is taken, or everything stays; the other replica has its own."""
@@ -133,7 +138,7 @@ def test_its_own_is_missing(ranks: RankPool, tmp_path: Path, damage: str) -> Non
     elif damage == "one gone":
         shutil.rmtree(own / "step-4")
     else:
-        for path in (own / "step-4").glob("*.distcp"):
+        for path in (own / "step-4").glob(backends.current().data_files):
             content = bytearray(path.read_bytes())
             content[len(content) // 2] ^= 255
             path.write_bytes(content)

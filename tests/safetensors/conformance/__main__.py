@@ -16,7 +16,7 @@ import tempfile
 from pathlib import Path
 
 from tests.safetensors.conformance.corpus import Case, find_fault, read_cases, unpack_corpus
-from tests.safetensors.conformance.runner import measure_start, run_reader
+from tests.safetensors.conformance.runner import measure_start, run_within_limits
 
 _SMALLEST = "no_tensors"
 
@@ -44,7 +44,7 @@ def main(arguments: list[str]) -> int:
         unpack_corpus(Path(folder), only=_SMALLEST)
         start = measure_start(options.command, Path(folder) / _SMALLEST)
         for case in cases:
-            run = run_reader(options.command, Path(folder) / case.name)
+            run = run_within_limits(options.command, Path(folder) / case.name, start)
             fault = "; ".join(filter(None, (find_fault(case, run.line), run.find_excess(start))))
             wrong += bool(fault)
             rows.append((run.cpu - start.cpu, run.peak - start.peak))

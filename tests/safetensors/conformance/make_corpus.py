@@ -1,4 +1,4 @@
-"""Write the corpus: 30 valid directories and 60 invalid ones, with their verdicts.
+"""Write the corpus: 33 valid directories and 69 invalid ones, with their verdicts.
 
 ``python -m tests.safetensors.conformance.make_corpus`` writes ``corpus.zip``, in which each entry is a folder, and
 ``corpus.json``, which has the verdict of each and why; of valid ones also what a reader finds there.
@@ -37,6 +37,7 @@ from tests.safetensors.conformance.draft import (
     pack_safetensors,
     valid,
 )
+from tests.safetensors.conformance.draft_parts import Part, cut_index
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -78,6 +79,15 @@ def list_valid() -> list[Entry]:
 
     def beside(draft: Draft) -> None:
         draft.files |= {"config.json": b'{"model_type": "llama"}', "empty.txt": b"", "model.safetensors": _plain()}
+
+    odd = [w, b, Tensor("scale", (), "F32")]
+
+    def unaligned(draft: Draft) -> None:
+        data = pack_safetensors([(t.name, t.dtype, t.shape, t.array.tobytes()) for t in odd], {"format": "pt"})
+        sizes = [t.array.nbytes for t in odd]
+        draft.files[FILE], draft.lengths[FILE] = data, [len(data)]
+        draft.columns["box_start"] = len(data) - sum(sizes) + np.cumsum([0, *sizes[:-1]])
+        draft.about["required_features"] = ["unaligned"]
 
     return [
         valid(
@@ -245,6 +255,26 @@ def list_valid() -> list[Entry]:
             after=lambda d: d.files.update({"README.txt": b"not of the checkpoint"}),
         ),
         valid(
+            "unaligned",
+            "With a feature, payloads follow each other without padding, as inference tools need it.",
+            odd,
+            content=unaligned,
+        ),
+        valid(
+            "index_in_parts",
+            "The index is in three parts, one of them without boxes; with an alias of a tensor in the second.",
+            [rows, Tensor("none", (0, 5)), b, w, Tensor("m", (24, 2), "I16", many), Tensor("step", (), "I64")],
+            objects,
+            {"tied": b.name},
+            content=lambda d: cut_index(d, 1, 2),
+        ),
+        valid(
+            "index_in_parts_of_one_page",
+            "Rows of a part that are wider than their values need, in one page.",
+            [w, Tensor("m", (24, 2), boxes=many)],
+            content=lambda d: cut_index(d, page=1000, change=lambda p: p[0].about.update(row=["I64"] * 4)),
+        ),
+        valid(
             "xxh3_64",
             "Digests of 64 bits, which a reader may lack.",
             [rows, b],
@@ -373,6 +403,33 @@ def list_invalid() -> list[Entry]:  # noqa: PLR0915 -- a statement an entry
     add(
         "record_format_4", "The record has a format that is not known.", record=lambda d: d.record.update({"format": 4})
     )
+
+    # parts of the index
+    def parts(change: Callable[[list[Part]], object]) -> Callable[[Draft], None]:
+        return lambda draft: cut_index(draft, 1, page=1, change=change)
+
+    def in_part(name: str, where: Any, value: int) -> Callable[[Draft], None]:
+        return parts(lambda found: found[0].columns[name].__setitem__(where, value))
+
+    add("part_with_hole", "A box of a part begins one row too late.", content=in_part("box_offset", (1, 0), 3))
+    add("part_of_no_file", "A row of a part has the ninth of two files.", content=in_part("box_file", 1, 8))
+    add("part_head_differs", "The rows of a part begin 8 bytes later than the index says.", content=parts(_shift_head))
+    add(
+        "part_row_of_another_size",
+        "The rows of a part have a byte more than their fields.",
+        content=parts(lambda found: found[0].about.update(row=["U8", "U8", "U8", "I32"])),
+        files=_narrow_row,
+    )
+    add("part_reach_differs", "A box reaches further than its part says.", content=in_part("tensor_reach", (0, 0), 1))
+    add("part_page_differs", "A page begins elsewhere than its part says.", content=in_part("page_offset", (1, 0), 1))
+    add(
+        "part_with_name_of_another",
+        "Two parts have a tensor of the same name.",
+        content=parts(lambda found: found[1].columns.update({n: found[0].columns[n] for n in ("text", "text_end")})),
+    )
+    add("part_of_no_record", "The index names a part that the record does not name.", content=_unnamed_part)
+    add("part_twice", "The index names a part twice.", content=_part_twice)
+
     # headers
     add("header_key_twice", "A column is there twice.", files=_column_twice)
     add(
@@ -501,6 +558,29 @@ def _share(draft: Draft) -> None:
 
 def _share_with_object(draft: Draft) -> None:
     draft.columns["object_start"][0], draft.columns["object_file"][0] = draft.columns["box_start"][0], 0
+
+
+def _shift_head(parts: list[Part]) -> None:
+    parts[0].shift = -8
+
+
+def _narrow_row(draft: Draft) -> None:
+    name = "index_0.safetensors"
+    _rewrite_header(
+        draft,
+        name,
+        lambda h: h["__metadata__"].update({"shardckpt": h["__metadata__"]["shardckpt"].replace('"I32"', '"I16"')}),
+    )
+
+
+def _unnamed_part(draft: Draft) -> None:
+    cut_index(draft, 1)
+    draft.rename(b"index_1.safetensors", b"index_7.safetensors")
+
+
+def _part_twice(draft: Draft) -> None:
+    cut_index(draft, 1)
+    draft.columns["part"][1], draft.columns["part_head"][1] = (draft.columns[n][0] for n in ("part", "part_head"))
 
 
 def _three_strings(draft: Draft) -> None:

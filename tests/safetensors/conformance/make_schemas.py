@@ -1,7 +1,7 @@
 """Write the JSON schemas beside FORMAT.md: ``python -m tests.safetensors.conformance.make_schemas``.
 
 Those of ``metadata.json`` and ``shardckpt.json`` are what the pydantic models say. That of the index's JSON, the string
-``shardckpt`` in its header, is written here from the page.
+``shardckpt`` in its header, and that of its parts, are written here from the page.
 """
 
 from __future__ import annotations
@@ -36,6 +36,19 @@ _INDEX = {
     "type": "object",
 }
 
+_FIELD = {"enum": ["U8", "I16", "I32", "I64"]}
+_PART = {
+    "description": "The string ``shardckpt`` in the header of a part of the index.",
+    "properties": {
+        "dtypes": {"type": "array", "items": {"enum": sorted(BITS)}},
+        "row": {"type": "array", "items": _FIELD, "minItems": 4, "maxItems": 4},
+        "page": {"type": "integer", "minimum": 1, "maximum": (1 << 31) - 1, "description": "Rows of a page."},
+    },
+    "required": ["dtypes", "row", "page"],
+    "title": "Part",
+    "type": "object",
+}
+
 
 def make_schemas() -> dict[str, dict[str, Any]]:
     """Return the schemas by file name."""
@@ -43,6 +56,7 @@ def make_schemas() -> dict[str, dict[str, Any]]:
         "metadata.schema.json": Marker.model_json_schema(),
         "shardckpt.schema.json": Record.model_json_schema(),
         "index.schema.json": _INDEX,
+        "part.schema.json": _PART,
     }
     return {name: {"$schema": _DIALECT, **schema} for name, schema in found.items()}
 

@@ -3,6 +3,7 @@ import crypto from "node:crypto";
 import fs from "node:fs";
 import path from "node:path";
 import zlib from "node:zlib";
+import { joinParts } from "./parts.mjs";
 
 const WIDTHS = {
   BOOL: 1, U8: 1, I8: 1, F8_E4M3: 1, F8_E5M2: 1, F8_E4M3FNUZ: 1, F8_E5M2FNUZ: 1, F8_E8M0: 1, F4_E2M1_X2: 1,
@@ -10,12 +11,12 @@ const WIDTHS = {
 };
 // The axes of each column, and the list that its values are places in.
 const COLUMNS = `text:c text_end:S file:F:S tensor:T2:S tensor_dtype:T:dtypes tensor_axes:T tensor_shape:TA tensor_end:T
-  box_offset:BA box_extent:BA box_file:B:F box_start:B alias:L2:S alias_tensor:L:T object:O2:S object_codec:O:codecs
+  box_offset:BA box_extent:BA box_file:B:F box_start:B alias:L2:S alias_tensor:L object:O2:S object_codec:O:codecs
   object_file:O:F object_start:O object_nbytes:O`.split(/\s+/).map((column) => column.split(":"));
 const LIMIT = Number.MAX_SAFE_INTEGER; // 2^53 - 1
-const utf8 = new TextDecoder("utf-8", { fatal: true, ignoreBOM: true });
+export const utf8 = new TextDecoder("utf-8", { fatal: true, ignoreBOM: true });
 
-function need(ok, why) {
+export function need(ok, why) {
   if (!ok) throw new Error(why);
 }
 
@@ -31,33 +32,30 @@ const CRC_TABLE = Uint32Array.from({ length: 256 }, (_, n) => {
 const slowCrc32 = (bytes) => ~bytes.reduce((crc, byte) => CRC_TABLE[(crc ^ byte) & 255] ^ (crc >>> 8), ~0) >>> 0;
 const crc32 = (!process.env.SLOW_CRC32 && zlib.crc32) || slowCrc32; // older versions of node have none
 
+// By for-in: Object.values takes long where there are many keys.
+function countKeys(value, count = 0) {
+  if (Array.isArray(value)) return value.reduce((sum, one) => sum + countKeys(one), 0);
+  if (value !== null && typeof value === "object") for (const key in value) count += 1 + countKeys(value[key]);
+  return count;
+}
+
 // JSON.parse takes the last of two equal keys, and nests as deep as the text does: it checks neither.
 function parseJson(bytes, what) {
-  let depth = 0, quoted = false;
+  let depth = 0, quoted = false, colons = 0; // there is a colon outside of strings for each key
   for (let n = 0; n < bytes.length; n++) {
-    const byte = bytes[n]; // 92 is a backslash, 34 a quotation mark, the others are brackets
+    const byte = bytes[n]; // 92 is a backslash, 34 a quotation mark, 58 a colon, the others are brackets
     if (byte === 34) quoted = !quoted;
     else if (quoted) n += byte === 92;
+    else if (byte === 58) colons++;
     else if (byte === 91 || byte === 123) need(++depth <= 500, `${what}: nested too deep`);
     else if (byte === 93 || byte === 125) depth--;
   }
-  const text = utf8.decode(bytes), found = JSON.parse(text);
-  const open = []; // a set of keys for each object, null for each list
-  for (const [token] of text.matchAll(/"[^"\\]*(?:\\[^][^"\\]*)*"(?:\s*:)?|[[\]{}]/g)) {
-    if (token === "{") open.push(new Set());
-    else if (token === "[") open.push(null);
-    else if (token === "]" || token === "}") open.pop();
-    else if (token.endsWith(":")) {
-      const quoted = token.slice(0, token.lastIndexOf('"') + 1);
-      const key = quoted.includes("\\") ? JSON.parse(quoted) : quoted.slice(1, -1);
-      need(!open.at(-1).has(key), `${what}: the key ${quoted.slice(0, 80)} twice`);
-      open.at(-1).add(key);
-    }
-  }
+  const found = JSON.parse(utf8.decode(bytes));
+  need(countKeys(found) === colons, `${what}: a key twice`);
   return found;
 }
 
-function parseObject(bytes, what) {
+export function parseObject(bytes, what) {
   const found = parseJson(bytes, what);
   need(found !== null && typeof found === "object" && !Array.isArray(found), `${what} is not an object`);
   return found;
@@ -102,9 +100,12 @@ class File {
     const begin = this.headerEnd(limit);
     const entries = parseObject(this.read(8, begin - 8), this.name), metadata = entries.__metadata__ ?? {};
     delete entries.__metadata__;
-    const spans = Object.values(entries).map((entry) => entry.data_offsets);
-    const sound = spans.every((span) => span?.length === 2 && span.every(isCount) && span[0] <= span[1]);
-    need(sound, `${this.name}: offsets in its header`);
+    const spans = [];
+    for (const name in entries) {
+      const span = entries[name].data_offsets, sound = span?.length === 2 && span.every(isCount) && span[0] <= span[1];
+      need(sound, `${this.name}: offsets in its header`);
+      spans.push(span);
+    }
     let end = 0;
     for (const [from, to] of spans.sort((a, b) => a[0] - b[0] || a[1] - b[1])) {
       need(from === end, `${this.name}: its header has a hole or an overlap at ${end}`);
@@ -157,9 +158,9 @@ function readRecord(open) {
 }
 
 // The columns of the index: arrays of numbers, checked against each other.
-function readColumns(file, header, sizes) {
+export function readColumns(file, header, sizes, names = COLUMNS) {
   const columns = {};
-  for (const [name, axes, places] of COLUMNS) {
+  for (const [name, axes, places] of names) {
     const { dtype, shape, data_offsets: [from, to] } = header.entries[name] ?? need(false, `no column ${name}`);
     need(["U8", "I16", "I32", "I64"].includes(dtype) && shape.every(isCount), `${name}: its dtype or shape`);
     need(shape.length === axes.length, `${name} has ${shape.length} axes`);
@@ -213,18 +214,17 @@ function readCheckpoint(open) {
   parseJson(Buffer.from(common.header(1e8).metadata.tree), "the common state");
   const header = index.header(1 << 22);
   const about = parseObject(Buffer.from(header.metadata.shardckpt ?? need(false, "no shardckpt")), "shardckpt");
-  need(/^1\.[0-9]+$/.test(about.format), `the index has format ${about.format}`);
+  need(/^1\.[0-9]+$/.test(about.format) && about.id === record.save_id, `format ${about.format} of save ${about.id}`);
   const { required_features: required, optional_features: optional, dtypes, codecs } = about;
   need([required, optional, dtypes, codecs].every(Array.isArray), "a list of the index is missing");
-  need(required.length === 0, `unknown required features: ${required}`);
-  need(about.id === record.save_id, "the index is of another save");
-  need(dtypes.every((name) => Object.hasOwn(WIDTHS, name)), `an unknown dtype: ${dtypes}`);
-
+  need(required.every((name) => ["index_parts", "unaligned"].includes(name)), `unknown required features: ${required}`);
   const sizes = { 2: 2, dtypes: dtypes.length, codecs: codecs.length };
   const c = readColumns(index, header, sizes);
   need(sizes.A === Math.max(0, ...c.tensor_axes) && sizes.A <= 64, `tensors of up to ${sizes.A} axes`);
   const text = c.text_end.map((end, n) => utf8.decode(c.text.subarray(n ? c.text_end[n - 1] : 0, end)));
-  const seen = new Set();
+  if (required.includes("index_parts")) joinParts(index, header, c, text, dtypes, files);
+  need(dtypes.every((name) => Object.hasOwn(WIDTHS, name)), `an unknown dtype: ${dtypes}`);
+  const seen = new Set(), grid = required.includes("unaligned") ? 1 : 64;
   const [tensors, aliases, objects] = [c.tensor, c.alias, c.object].map((rows) => rows.map(([a, b]) => {
     const name = text[a] + text[b], nbytes = Buffer.byteLength(name);
     need(nbytes >= 1 && nbytes <= 4096 && !name.includes("\0"), `a name of ${nbytes} bytes, or with NUL`);
@@ -248,7 +248,7 @@ function readCheckpoint(open) {
       payloads.push([c.box_file[b], c.box_start[b], product(c.box_extent[b]) * BigInt(widths[t])]);
   for (const [f, start, nbytes] of payloads.sort((a, b) => a[0] - b[0] || a[1] - b[1] || Number(a[2] - b[2]))) {
     const end = BigInt(start) + nbytes;
-    const fits = start % 64 === 0 && data[f].end <= start && end <= BigInt(data[f].file.size);
+    const fits = start % grid === 0 && data[f].end <= start && end <= BigInt(data[f].file.size);
     need(fits, `${data[f].file.name}: no payload may be at ${start}`);
     data[f].end = Number(end);
   }
@@ -277,7 +277,7 @@ function readCheckpoint(open) {
     need(counts.every((n) => n === 1), `${name}: an element in two boxes, another in none`);
     found[name] = [dtypes[c.tensor_dtype[t]], shape, sha256(bytes)];
   });
-  aliases.forEach((name, n) => { found[name] = found[tensors[c.alias_tensor[n]]]; });
+  aliases.forEach((name, n) => { found[name] = found[tensors[c.alias_tensor[n]]] ?? need(false, `${name}: of none`); });
   const shown = Object.fromEntries(objects.map((name, o) => {
     const payload = data[c.object_file[o]].file.read(c.object_start[o], c.object_nbytes[o]);
     return [name, [codecs[c.object_codec[o]], sha256(payload)]];

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 #: What an answer may cost above the start of the process: seconds of CPU, and bytes of memory.
 CPU_LIMIT, MEMORY_LIMIT = 1.0, 200_000_000
 _TIMEOUT = 60
+#: How often an answer that took too much is asked for again: on a busy machine the same work takes more CPU time.
+_TRIES = 4
 
 
 class Run(NamedTuple):
@@ -57,6 +59,17 @@ def run_reader(command: Sequence[str], directory: Path) -> Run:
         usage.ru_utime + usage.ru_stime,
         usage.ru_maxrss * 1024,
     )
+
+
+def run_within_limits(command: Sequence[str], directory: Path, start: Run) -> Run:
+    """Run a reader on one directory, again if it took too much: what it took least counts."""
+    run = run_reader(command, directory)
+    for _ in range(_TRIES - 1):
+        if not run.find_excess(start):
+            break
+        again = run_reader(command, directory)
+        run = Run(again.line, min(run.cpu, again.cpu), min(run.peak, again.peak))
+    return run
 
 
 def measure_start(command: Sequence[str], directory: Path) -> Run:

@@ -110,6 +110,18 @@ def test_states_of_trainers_come_back(name: str) -> None:
     round_trip(STATES[name])
 
 
+@pytest.mark.parametrize("beside", [None, torch.ones(2)], ids=["json", "safetensors"])
+def test_the_size_does_not_depend_on_numbers(beside: Any) -> None:
+    """Payloads of one structure have one size, whatever their numbers: later saves can use the plan of an earlier."""
+    values = [(0, 0.5), (1 << 63, -2.2250738585072014e-308), (-(1 << 63), 1e22), (7, 3.141592653589793e-05)]
+    states = [{"1.5e3": [step, (rate, 'a "1" \\"2')], "n\\": {"12": rate}, "t": beside} for step, rate in values]
+    payloads = [encode_object(state, WHAT) for state in states]
+    assert len({(codec, len(data)) for codec, data in payloads}) == 1
+    for state, (codec, data) in zip(states, payloads, strict=True):
+        assert show_bits(decode_object(codec, data, WHAT)) == show_bits(state)
+    assert len(encode_object(list(range(30_000)), WHAT)[1]) < 30_000 * 6  # a long list takes its own space alone
+
+
 def test_each_codec_is_the_simplest_that_will_do() -> None:
     """Bytes are raw, values without tensors are JSON, and others a safetensors file that the library opens."""
     round_trip(b"\x80\0", "raw")

@@ -14,6 +14,8 @@ from shardckpt import dist_checkpointing as dc
 from shardckpt.errors import CorruptCheckpointError
 from shardckpt.mapping import ShardedTensor
 from shardckpt.storage import reader as reader_module
+from shardckpt.tensors import tensor_bytes
+from shardckpt_torch_dist.plan import reads, regions
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -132,3 +134,39 @@ def test_a_lost_chunk_is_an_error_that_names_the_hole(tmp_path: Path) -> None:
         dc.load_plain_tensors(tmp_path / "c")
     ok = ShardedTensor.from_rank_offsets("ok", torch.zeros(2))
     assert dc.load({"ok": ok}, tmp_path / "c")["ok"].eq(1).all()
+
+
+@pytest.mark.parametrize("rows", [slice(0, 100), slice(17, 60)])
+def test_large_archives_of_others_among_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows: slice) -> None:
+    """Large tensors come back right where their archives are not as we write them; the others are read as they are."""
+    monkeypatch.setattr(regions, "_HEADS", 2)
+    parsed: set[str] = set()
+    original = reads.read_chunk
+
+    def note(reader: Any, chunk: Any, start: Any, target: Any, dtype: Any, key: str, archive: Any = None) -> None:
+        parsed.add(key)
+        original(reader, chunk, start, target, dtype, key, archive)
+
+    monkeypatch.setattr(reads, "read_chunk", note)
+    large = {f"w{n}": torch.arange(100_000, dtype=torch.float32).view(100, 1000) + n for n in range(5)}
+    dc.save({key: ShardedTensor.from_rank_offsets(key, value) for key, value in large.items()}, tmp_path / "c")
+    (data,) = (tmp_path / "c").glob("*.distcp")
+    content = bytearray(data.read_bytes())
+    for key in ("w1", "w4"):
+        payload = content.index(tensor_bytes(large[key]))
+        place = content.rindex(b"PK\x03\x04", 0, payload)
+        content[place + 10] ^= 1  # the time of the member, which no reader looks at
+    data.write_bytes(content)
+    (tmp_path / "c" / "shardckpt.json").unlink()  # it has the digests
+    for dtype, read_by_parts in ((torch.float32, {"w1", "w4"}), (torch.float64, set(large))):
+        parsed.clear()
+        count = rows.stop - rows.start
+        wanted = {
+            key: ShardedTensor(
+                key, torch.zeros(count, 1000, dtype=dtype), dtype, (count, 1000), (100, 1000), (rows.start, 0), None
+            )
+            for key in large
+        }
+        loaded = dc.load(wanted, tmp_path / "c", validate_access_integrity=False)
+        assert all(torch.equal(loaded[key], value[rows].to(dtype)) for key, value in large.items())
+        assert parsed == read_by_parts

@@ -1,7 +1,7 @@
-"""Inert stubs for the classes of other libraries that a pickle names.
+"""Inert stubs for values of classes that a checkpoint names and that are not imported.
 
-A load must not import what a checkpoint names: importing runs code. So Megatron's classes become stubs that keep the
-pickled content, and that pickle again under the name of the real class.
+A load must not import what a checkpoint names: importing runs code. So instances of such classes become stubs that keep
+the stored content, and that are saved again under the name of the real class.
 """
 
 from __future__ import annotations
@@ -13,12 +13,14 @@ import pickle
 import sys
 from typing import TYPE_CHECKING, Any, cast
 
-from shardckpt.archive.pickle_policy import describe
 from shardckpt.errors import UnsafePickleError
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
+
+#: The most arguments that a repr shows.
+_MOST_SHOWN = 16
 
 _RECONSTRUCT = copyreg._reconstructor  # type: ignore[attr-defined]  # noqa: SLF001 - pickles of protocol 0 name it
 
@@ -35,9 +37,10 @@ class _StubMeta(Frozen):
 
 
 class Stub(metaclass=_StubMeta):
-    """An inert object in place of an instance of another library's class. It keeps the pickled content.
+    """An inert object in place of an instance of another library's class. It keeps the stored content.
 
-    It can be saved again if the real class is imported in the saving process, and is then an instance of that class.
+    It can be pickled if the real class is imported in the saving process, and is then an instance of that class. In
+    place of a member of an enum it has the member's ``name`` and ``value``, as far as they are stored.
 
     Attributes:
         origin: "module.name" of the real class.
@@ -58,6 +61,13 @@ class Stub(metaclass=_StubMeta):
 
     def __init__(self, *_: Any, **__: Any) -> None:
         vars(self)["called"] = True  # the pickle called the class, not only __new__: pickled again, it does so too
+
+    @classmethod
+    def for_member(cls, name: str | None, *values: Any) -> Self:
+        """Return a stub for a member of an enum: by its name, and its value if that is known."""
+        self = cls(*values)
+        vars(self).update({"name": name, "value": values[0]} if values else {"name": name})
+        return self
 
     def __setstate__(self, state: Any) -> None:
         vars(self)["state"] = state
@@ -88,6 +98,8 @@ class Stub(metaclass=_StubMeta):
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         real = _find_real_class(type(self))
+        if "name" in vars(self) and not self.args:  # a member of an enum, by its name
+            return getattr, (real, vars(self)["name"])
         values, items = vars(self).get("values", ()), vars(self).get("items", {})
         rest = (self.state or None, iter(values) if values else None, iter(items.items()) if items else None)
         if self.called:
@@ -98,16 +110,29 @@ class Stub(metaclass=_StubMeta):
         return (_RECONSTRUCT, (real, object, None), *rest)
 
     def __repr__(self) -> str:
-        return f"<stub for {self.origin}{describe(self.args)}>"
+        return f"<stub for {self.origin}({', '.join(map(_show, self.args[:_MOST_SHOWN]))})>"
 
 
-def _find_real_class(kind: Any) -> Any:
-    """Return the real class of a stub. It must be imported already: nothing is imported here."""
-    module, name = kind.home
+def _show(value: Any) -> str:
+    """Return a plain value as text, of any other its class: the repr of a value of a stranger may not end."""
+    short = type(value) is int and abs(value) < 1 << 64
+    if short or type(value) in (bool, float, str, bytes, type(None)):
+        return f"{value!r:.80}"
+    return f"a {type(value).__name__}"
+
+
+def find_imported(module: str, name: str) -> Any:
+    """Return what a module that is imported has under a name with dots, or None. Nothing is imported here."""
     found: Any = sys.modules.get(module)
     for part in name.split("."):
         # getattr(module, part) could import a module that the checkpoint chooses
         found = getattr(found, "__dict__", {}).get(part)
+    return found
+
+
+def _find_real_class(kind: Any) -> Any:
+    """Return the real class of a stub, which must be imported already."""
+    found = find_imported(*kind.home)
     if found is None:
         raise _unsaveable(kind)
     return found

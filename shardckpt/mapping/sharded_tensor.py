@@ -1,49 +1,40 @@
-"""Classes that describe this rank's shards of global tensors and objects: Megatron's names, no process group needed."""
+"""A rank's part of a global tensor."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from shardckpt.errors import CheckpointingException, ShardingError
+from shardckpt.errors import ShardingError
+from shardckpt.mapping.base import ReplicaId, Replicated, ShardedBase
 
-StateDict: TypeAlias = dict[str, Any]
-CommonStateDict: TypeAlias = dict[str, Any]
-ShardedStateDict: TypeAlias = dict[str, Any]
-ReplicaId: TypeAlias = int | tuple[int, ...]
-#: Whether the library finds out which ranks have the same shard, and chooses the main replica; see ShardedTensor.
-Replicated: TypeAlias = bool | Literal["unchecked", "sampled"]
-FactoryBuildFn: TypeAlias = Callable[[str, torch.Tensor, ReplicaId, "slice | None"], Any]
-FactoryMergeFn: TypeAlias = Callable[[Any], torch.Tensor]
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
 
 
-def is_main_replica(replica_id: ReplicaId) -> bool:
-    """Return whether this replica is the one that is written: 0, or a tuple of zeros."""
-    if isinstance(replica_id, int):
-        return replica_id == 0
-    return all(part == 0 for part in replica_id)
+class BlockScales(NamedTuple):
+    """Where the scales of a block-scaled tensor are (MXFP8, NVFP4, float8 by blocks): in a tensor of their own.
 
+    Element ``i`` of the tensor is scaled by element ``i // block``, along each axis.
 
-class ShardedBase(ABC):
-    """A leaf of a sharded state dict: one shard of a global tensor or object."""
+    Example:
+        ::
+
+            codes = ShardedTensor.from_rank_offsets("w.codes", codes, block_scales=BlockScales("w.scales", (1, 32)))
+            scales = ShardedTensor.from_rank_offsets("w.scales", scales)
+
+    Attributes:
+        key: The key of the scales' tensor, which has ceil(size / block) elements along each axis.
+        block: A block's size along each axis of the global tensor, in elements. Of ``torch.float4_e2m1fn_x2``, whose
+            shapes count pairs, those of one element along the last axis.
+    """
 
     key: str
-    data: Any
-    replica_id: ReplicaId
-
-    @abstractmethod
-    def validate_metadata_integrity(self) -> None:
-        """Raise :class:`ShardingError` if the description contradicts itself."""
-
-    @abstractmethod
-    def without_data(self) -> ShardedBase:
-        """Return the same description with ``data=None``."""
+    block: tuple[int, ...]
 
 
 @dataclass
@@ -74,6 +65,8 @@ class ShardedTensor(ShardedBase):
             replica; ``replica_id`` is ignored, and a save that validates compares the values. ``"unchecked"``: without
             the comparison. ``"sampled"``: of tensors of two and more axes, a few elements are compared, of which most
             must be the same on all ranks.
+        block_scales: What scales the tensor, if another tensor does. Formats that have a place for it store it;
+            no value changes by it.
     """
 
     key: str
@@ -88,6 +81,7 @@ class ShardedTensor(ShardedBase):
     allow_shape_mismatch: bool = False
     flattened_range: slice | None = None
     replicated: Replicated = False
+    block_scales: BlockScales | None = None
 
     def __post_init__(self) -> None:
         self.validate_metadata_integrity()
@@ -101,6 +95,7 @@ class ShardedTensor(ShardedBase):
         made.global_offset, made.axis_fragmentations = (0,) * len(shape), (1,) * len(shape)
         made.replica_id, made.prepend_axis_num = 0, 0
         made.allow_shape_mismatch, made.flattened_range, made.replicated = False, None, False
+        made.block_scales = None
         return made
 
     #: An earlier name, for strategies that were written with it.
@@ -113,7 +108,7 @@ class ShardedTensor(ShardedBase):
 
     def validate_metadata_integrity(self) -> None:
         """Raise :class:`ShardingError` if shapes, offsets, dtype and data do not fit each other."""
-        fault = _box_fault(self) or _flat_fault(self) or _data_fault(self)
+        fault = _box_fault(self) or _flat_fault(self) or _data_fault(self) or _scales_fault(self)
         if fault:
             raise ShardingError(f"ShardedTensor {self.key!r}: {fault} in {self!r}")
 
@@ -270,179 +265,6 @@ class ShardedTensor(ShardedBase):
         return dataclasses.replace(described, data=data, flattened_range=flattened_range)
 
 
-@dataclass
-class ShardedObject(ShardedBase):
-    """A Python object in a grid of objects: it is loaded as it was saved, never resharded.
-
-    Args:
-        key: Name of the grid.
-        data: The object, or None where only the description is wanted.
-        global_shape: Shape of the grid.
-        global_offset: This object's index in the grid.
-        replica_id: See :class:`ShardedTensor`.
-        replicated: See :class:`ShardedTensor`.
-    """
-
-    key: str
-    data: object = field(repr=False)
-    global_shape: tuple[int, ...]
-    global_offset: tuple[int, ...]
-    replica_id: ReplicaId = 0
-    replicated: Replicated = False
-
-    def __post_init__(self) -> None:
-        self.validate_metadata_integrity()
-
-    def validate_metadata_integrity(self) -> None:
-        """Raise :class:`ShardingError` if the offset does not lie in the grid."""
-        if len(self.global_shape) != len(self.global_offset):
-            raise ShardingError(
-                f"ShardedObject {self.key!r}: global_shape {self.global_shape} and global_offset "
-                f"{self.global_offset} differ in length"
-            )
-        if not all(0 <= off < size for off, size in zip(self.global_offset, self.global_shape, strict=True)):
-            raise ShardingError(
-                f"ShardedObject {self.key!r}: offset {self.global_offset} lies outside the grid {self.global_shape}"
-            )
-
-    def without_data(self) -> ShardedObject:
-        """Return the same description with ``data=None``."""
-        return dataclasses.replace(self, data=None)
-
-    @property
-    def unique_key(self) -> str:
-        """``key/shard_<offset>_<shape>``, the name under which Megatron stores the object."""
-        offset = ".".join(map(str, self.global_offset))
-        shape = ".".join(map(str, self.global_shape))
-        return f"{self.key}/shard_{offset}_{shape}"
-
-    @classmethod
-    def empty_from_unique_key(cls, unique_key: str, replica_id: ReplicaId = 0) -> ShardedObject:
-        """Return the object, without data, that :attr:`unique_key` names; the key itself may contain ``/``.
-
-        Names written by Megatron 0.4 to 0.7 lack the last extent of the shape; it is taken as the offset plus one.
-
-        Raises:
-            CheckpointingException: ``unique_key`` is not of that form.
-        """
-        key, found, tail = unique_key.rpartition("/shard_")
-        offset_text, separator, shape_text = tail.partition("_")
-        try:
-            offset = _dotted_integers(offset_text)
-            shape = _dotted_integers(shape_text)
-        except ValueError:
-            found = ""
-        if not found or not separator:
-            raise CheckpointingException(
-                f"{unique_key!r} is not the name of a sharded object: expected <key>/shard_<offsets>_<shape>"
-            )
-        if len(shape) + 1 == len(offset):
-            shape = (*shape, offset[-1] + 1)
-        return cls(key, None, shape, offset, replica_id)
-
-
-@dataclass
-class PlainObject(ShardedObject):
-    """An object that is stored under plain keys, as plain DCP stores values: for other readers than this library.
-
-    A save writes it, if the strategy has a place for such objects; a load leaves it out.
-
-    Args:
-        keys: The keys under which readers find the object; by default ``key`` alone. With ``keys``, ``key`` only tells
-            it from other objects, and no reader finds it there. If several objects have one of the keys, that of the
-            lowest rank is found.
-    """
-
-    global_shape: tuple[int, ...] = ()
-    global_offset: tuple[int, ...] = ()
-    keys: tuple[str, ...] = ()
-
-    @property
-    def unique_key(self) -> str:
-        """The key."""
-        return self.key
-
-    @classmethod
-    def empty_from_unique_key(cls, unique_key: str, replica_id: ReplicaId = 0) -> ShardedObject:
-        """Return the object, without data, that is stored under this name: a plain one, or one of a grid."""
-        if "/shard_" in unique_key:
-            return ShardedObject.empty_from_unique_key(unique_key, replica_id)
-        return cls(unique_key, None, replica_id=replica_id)
-
-
-@dataclass
-class ShardedTensorFactory(ShardedBase):
-    """A local tensor that is stored as several shards: ``build_fn`` splits it, ``merge_fn`` joins them.
-
-    Args:
-        key: Passed to ``build_fn``.
-        data: The local tensor.
-        build_fn: ``(key, data, replica_id, flattened_range)`` → a nested dict or list of shards.
-        merge_fn: The same nested dict or list, loaded → the local tensor.
-        replica_id: See :class:`ShardedTensor`.
-        flattened_range: Passed to ``build_fn``.
-    """
-
-    key: str
-    data: torch.Tensor
-    build_fn: FactoryBuildFn
-    merge_fn: FactoryMergeFn
-    replica_id: ReplicaId = 0
-    flattened_range: slice | None = None
-
-    def build(self) -> Any:
-        """Return the shards that ``data`` is stored as, in a nested dict or list."""
-        return self.build_fn(self.key, self.data, self.replica_id, self.flattened_range)
-
-    def validate_metadata_integrity(self) -> None:
-        """Nothing to check before it is built."""
-
-    def without_data(self) -> ShardedTensorFactory:
-        """Raise CheckpointingException, and never return: a factory without data builds nothing."""
-        raise CheckpointingException(f"ShardedTensorFactory {self.key!r} has no form without data: build() it first")
-
-
-class LocalNonpersistentObject:
-    """A value that is not stored: a save leaves it out, a load returns it as it is."""
-
-    def __init__(self, obj: Any) -> None:
-        self.obj = obj
-
-    def unwrap(self) -> Any:
-        """Return the wrapped value."""
-        return self.obj
-
-
-class OptionalEntries(dict[str, Any]):
-    """Entries of a state dict that a checkpoint may lack: an optimizer's state, one entry per parameter.
-
-    A save stores the entries that exist. A load asks for those of :meth:`complete`: it leaves out an entry of which
-    nothing is stored, whatever ``strict`` says, and treats an entry of which a part is stored as any other. Copies and
-    pickles are plain dicts.
-
-    Args:
-        entries: By name, a nested dict or list of shards.
-        prefix: What the keys of all shards begin with; the entry's name and a dot follow.
-        make_others: Returns the entries, by name, that a load asks for in addition; called when a load begins.
-    """
-
-    def __init__(self, entries: dict[str, Any], prefix: str, make_others: Callable[[], dict[str, Any]] = dict) -> None:
-        super().__init__(entries)
-        self.prefix = prefix
-        self._make_others = make_others
-
-    def complete(self) -> dict[str, Any]:
-        """Return the entries that a load asks for: those that exist, and those that are made for it."""
-        return {**self._make_others(), **self}
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return dict, (dict(self),)
-
-
-#: Megatron's name until 0.9.
-LocalNonpersitentObject = LocalNonpersistentObject
-
-
 def _grid_geometry(
     key: str, shape: tuple[int, ...], rank_offsets: Iterable[tuple[int, int, int]], prepend_axis_num: int
 ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
@@ -519,27 +341,20 @@ def _data_fault(shard: ShardedTensor) -> str:
     return ""
 
 
+def _scales_fault(shard: ShardedTensor) -> str:
+    found: Any = shard.block_scales
+    if found is None:
+        return ""
+    if not isinstance(found, BlockScales):
+        return f"block_scales is a {type(found).__name__}, expected a BlockScales"
+    key, block = found
+    axes = len(shard.global_shape)
+    if type(key) is not str or key == shard.key:
+        return f"block_scales name the tensor {key!r} as the scales"
+    if type(block) is not tuple or len(block) != axes or not all(type(size) is int and size > 0 for size in block):
+        return f"block_scales with the block {block!r}, expected a tuple of {axes} sizes, none below 1"
+    return ""
+
+
 def _replace_at(values: Sequence[int], index: int, value: int) -> tuple[int, ...]:
     return (*values[:index], value, *values[index + 1 :])
-
-
-def _dotted_integers(text: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in text.split(".")) if text else ()
-
-
-__all__ = [
-    "CommonStateDict",
-    "FactoryBuildFn",
-    "FactoryMergeFn",
-    "LocalNonpersistentObject",
-    "LocalNonpersitentObject",
-    "ReplicaId",
-    "Replicated",
-    "ShardedBase",
-    "ShardedObject",
-    "ShardedStateDict",
-    "ShardedTensor",
-    "ShardedTensorFactory",
-    "StateDict",
-    "is_main_replica",
-]

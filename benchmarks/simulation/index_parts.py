@@ -1,0 +1,249 @@
+"""(safetensors, 1) at sizes at which the index is made in parts: what planning moves, and what a rank reads to load."""
+
+from __future__ import annotations
+
+import shutil
+from array import array
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from benchmarks.simulation.figures import COLUMNS, ROWS, Figures
+from benchmarks.simulation.replay import Recorder, Replay
+from shardckpt.chunks import LocalPlan, collect_items
+from shardckpt.chunks.owners import (
+    PartMerge,
+    SpecsByPart,
+    address_parts,
+    answer,
+    drop_boxes,
+    merge_plans,
+    pack_file_counts,
+    route_rows,
+)
+from shardckpt.manifest import FileRecord, Manifest, Marker, Record
+from shardckpt.mapping import ShardedTensor
+from shardckpt.plugins import get_plugin_manager, read_manifest
+from shardckpt.storage import (
+    CheckpointReader,
+    CheckpointWriter,
+    Columns,
+    PackedShards,
+    Segments,
+    digest_vote,
+    negotiate_digest,
+    pack_columns,
+)
+from shardckpt.strategy import PlanContext
+from shardckpt_safetensors import SafetensorsSaveShardedStrategy
+from shardckpt_safetensors.encoded_index import encode_index
+from shardckpt_safetensors.index import read_index
+from shardckpt_safetensors.index_header import INDEX_FILE, make_header
+from shardckpt_safetensors.index_parts import encode_part
+from shardckpt_safetensors.layout import lay_out
+from shardckpt_safetensors.load_plan import LoadPlan
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from shardckpt.chunks import MergedPlan
+    from shardckpt_safetensors.index_parts import EncodedPart
+
+_SAVE_ID = "0" * 32
+
+
+class PlanTraffic(NamedTuple):
+    """What the ranks send and receive while they plan, and the parts that their owners have merged.
+
+    Attributes:
+        sent: Bytes that each rank sends.
+        received: Bytes that each rank receives.
+        parts: The parts of the index, by file name.
+        rest: The files of all ranks.
+    """
+
+    sent: list[int]
+    received: list[int]
+    parts: dict[str, EncodedPart]
+    rest: MergedPlan
+
+
+def count_planning(world_size: int, shards: int, strategy: SafetensorsSaveShardedStrategy) -> PlanTraffic:
+    """Count what planning moves, by running all ranks through the functions of a save, each of them once.
+
+    The first rank's plan is made from its shards. Those of the others are the same with other offsets and file names.
+
+    Args:
+        world_size: Number of ranks.
+        shards: Shards of each rank: of as many tensors, cut along the first axis.
+        strategy: Says how many boxes a part has.
+    """
+    count = -(-world_size * shards // strategy.part_rows)
+    first = make_plan(0, world_size, shards)
+    specs = SpecsByPart(first.stored.specs, count)
+    bare, messages = [], []
+    for rank in range(world_size):
+        plan = move_plan(first, rank)
+        bare.append(drop_boxes(plan))
+        messages.append(address_parts(route_rows(plan, rank, specs), world_size))
+    questions: dict[int, dict[int, bytes]] = {}
+    merged: dict[int, dict[str, EncodedPart]] = {}
+
+    def plan_rank(rank: int, comm: Recorder) -> MergedPlan | None:
+        comm.all_true(True)  # no rank has tied tensors
+        comm.largest(0)  # of gather_up_to, which sends no more than this if there is too much to gather
+        comm.total(shards, 0)
+        plans = comm.gather(bare[rank])
+        rest = merge_plans(plans) if comm.is_main else None
+        comm.broadcast(pack_file_counts(plans))
+        arrived = comm.all_to_all(messages[rank])
+        if rank not in questions:
+            questions[rank] = PartMerge(arrived).questions
+        asked = comm.all_to_all(questions[rank])
+        answered = comm.all_to_all({other: answer(question, specs) for other, question in asked.items()})
+        if rank not in merged:
+            parts = PartMerge(arrived).merge(answered)
+            merged[rank] = {
+                f"index_{n}.safetensors": encode_part(part, strategy.page_rows) for n, part in parts.items()
+            }
+        comm.gather_some({name: part.head for name, part in merged[rank].items()}, given=bool(merged[rank]))
+        return rest
+
+    replay = Replay(world_size)
+    rest = replay.run(plan_rank)
+    parts = {name: part for found in merged.values() for name, part in found.items()}
+    return PlanTraffic(replay.sent, replay.received_by, dict(sorted(parts.items())), rest)
+
+
+def replay_planning(world_size: int, shards: int, strategy: SafetensorsSaveShardedStrategy) -> Replay:
+    """Count the same by the strategy's own ``prepare`` on all ranks, which is too slow for many."""
+    replay = Replay(world_size)
+
+    def plan(rank: int, comm: Any) -> None:
+        strategy.prepare(_shards(rank, world_size, shards), {}, PlanContext(comm=comm, save_id=_SAVE_ID))
+
+    replay.run(plan)
+    return replay
+
+
+def make_plan(rank: int, world_size: int, shards: int) -> LocalPlan:
+    """Return the plan of a rank, as a save makes it."""
+    return lay_out(collect_items(_shards(rank, world_size, shards)), {}, rank, 1)[1]
+
+
+def move_plan(first: LocalPlan, rank: int) -> LocalPlan:
+    """Return the plan of a rank, made from that of rank 0."""
+    if not rank:
+        return first
+    table, _ = first.stored.rows()
+    offset = table.offset + torch.tensor([rank * ROWS, 0])
+    boxes = pack_columns({"whole": table.spec, "offset": offset, "extent": table.extent, "objects": []})
+    columns = Columns(first.locations, "the plan of rank 0")
+    places = {name: columns.integers(name) for name in ("boxes", "objects")}
+    locations = pack_columns({"files": [f"rank_{rank}_0.safetensors"], **places})
+    return LocalPlan(PackedShards(first.stored.specs, boxes, first.stored.size), locations)
+
+
+def write_index(plans: PlanTraffic, folder: Path, world_size: int, algorithm: str) -> int:
+    """Write the index and the record of a checkpoint whose data files are not there; return the bytes of the index.
+
+    Args:
+        plans: What the owners have merged.
+        folder: A new directory.
+        world_size: Number of ranks, each of which has a data file with a table file.
+        algorithm: Of the digests.
+    """
+    folder.mkdir(parents=True)
+    with CheckpointWriter(folder, 0, algorithm=algorithm) as writer:
+        for name, part in plans.parts.items():
+            file = writer.create(name, len(part.data))
+            for piece in part.cut():
+                file.append_small((piece,), keys=0)
+            writer.finish(file)
+        header = make_header(_SAVE_ID, PlanContext(comm=None, save_id=_SAVE_ID).lineage)  # type: ignore[arg-type]
+        heads = {name: part.head for name, part in plans.parts.items()}
+        writer.write(INDEX_FILE, encode_index(plans.rest, parts=heads).to_bytes(header))
+        nbytes = sum(file.size for file in writer.files)
+        tables = [*writer.files, *_list_data_files(plans.rest.files, algorithm)]
+        moved = {file.name: file for file in writer.move_tables(writer.files)}
+        record = Record(
+            save_id=_SAVE_ID,
+            backend="safetensors",
+            version=1,
+            reader="shardckpt 0.1",
+            writer={"shardckpt": "0.1.0", "torch": torch.__version__},
+            world_size=world_size,
+            digest_algorithm=algorithm,
+            files=tuple(sorted((moved.get(file.name, file) for file in tables), key=lambda file: file.name)),
+        )
+        writer.write("shardckpt.json", record.dump())
+        writer.write("metadata.json", Marker(sharded_backend="safetensors").model_dump_json().encode())
+    return nbytes
+
+
+def _list_data_files(names: list[str], algorithm: str) -> list[FileRecord]:
+    """Return the records of data files of 1 GiB."""
+    table = Segments([1 << 20] * 1024, range(1024), algorithm)
+    digest, nbytes = table.root(), len(table.to_bytes())
+    return [
+        FileRecord(name=name, size=1 << 30, rank=rank, keys=1000, digest=digest, segments=nbytes)
+        for rank, name in enumerate(names)
+    ]
+
+
+def count_opening(folder: Path, shards: list[ShardedTensor]) -> int:
+    """Return the bytes that a process reads until it knows which bytes of data files it needs for these shards."""
+    counted = array("q", [0])
+    with _count_reads(counted):
+        manifest: Manifest = read_manifest(folder, get_plugin_manager())
+        with CheckpointReader(folder, manifest) as reader:
+            LoadPlan(shards, read_index(reader), reader)
+    return counted[0]
+
+
+@contextmanager
+def _count_reads(counted: array[int]) -> Iterator[None]:
+    """Count the bytes that this process reads from files: the kernel's own figure."""
+    status = Path("/proc/self/io")
+
+    def read() -> int:
+        return int(status.read_text().split("rchar: ")[1].split()[0])
+
+    own = -(read() - read())  # what a look at the figure adds to it
+    before = read()
+    yield
+    counted[0] += read() - before - own
+
+
+def simulate(ranks: int, shards: int, full: int, folder: str) -> Figures:  # noqa: ARG001 - nothing is left out
+    """Plan a save of so many ranks whose index is made in parts, write the index, and open it for one rank."""
+    figures = Figures()
+    torch.set_num_threads(1)
+    strategy = SafetensorsSaveShardedStrategy()
+    with figures.cpu("planning of all ranks: CPU"):
+        found = count_planning(ranks, shards, strategy)
+    figures.sent("planning", max(found.sent))
+    figures["planning: received by a rank", "MiB"] = max(found.received) / (1 << 20)
+    place = Path(folder)
+    try:
+        nbytes = write_index(found, place, ranks, negotiate_digest(digest_vote()))
+        figures["index on disk", "MiB"] = nbytes / (1 << 20)
+        wanted = _shards(ranks // 3, ranks, shards)
+        count_opening(place, wanted)  # imports what it takes
+        with figures.cpu("open for one rank: CPU"):
+            opened = count_opening(place, wanted)
+        figures["open for one rank: read", "MiB"] = opened / (1 << 20)
+    finally:
+        shutil.rmtree(place, ignore_errors=True)
+    figures.peak()
+    return figures
+
+
+def _shards(rank: int, ranks: int, count: int) -> list[ShardedTensor]:
+    data = torch.empty(ROWS, COLUMNS, dtype=torch.bfloat16, device="meta")
+    return [ShardedTensor.from_rank_offsets(f"layers.{n}.weight", data, (0, rank, ranks)) for n in range(count)]
+
+
+__all__ = ["PlanTraffic", "count_opening", "count_planning", "replay_planning", "simulate", "write_index"]

@@ -1,0 +1,228 @@
+"""Merge what all ranks store by owners: each merges the tensors of one part, and no rank has the boxes of all.
+
+A tensor's key says which part it is in, and a part which rank owns it. The boxes go to the owners as columns. The
+descriptions of tensors are mostly the same on many ranks: an owner gets a hash of them from each rank, and asks the
+first rank with each hash for the text. Only the names of files and the objects go to the main rank.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import zlib
+from array import array
+from collections import defaultdict
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from shardckpt.chunks.merge import LocalPlan, MergedPlan, RankRows, list_object_keys, merge_plans, merge_rows
+from shardckpt.distributed import find_owner, join_parts, place_owner, split_parts
+from shardckpt.planning import Table, make_column
+from shardckpt.storage import Column, Columns, PackedShards, pack_columns
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from shardckpt.distributed import Comm
+
+_SOURCE = "a plan for an owner"
+_DIGEST = "specs"
+
+
+class OwnedParts(NamedTuple):
+    """What this rank has merged.
+
+    Attributes:
+        parts: The tensors and boxes of the parts that it owns, by the number of the part. Those without tensors are not
+            there.
+        rest: On the main rank the files and objects of all ranks, without tensors; None on the others.
+    """
+
+    parts: dict[int, MergedPlan]
+    rest: MergedPlan | None
+
+
+def merge_by_owners(plan: LocalPlan, count: int, comm: Comm) -> OwnedParts:
+    """Collective: merge the plans of all ranks in parts, each on the rank that owns it.
+
+    Args:
+        plan: This rank's plan.
+        count: Number of parts, at least 1, the same on all ranks. A rank may own several.
+        comm: The ranks that save together.
+
+    Returns:
+        What this rank has merged.
+
+    Raises:
+        ShardingError: As :func:`shardckpt.chunks.merge.merge_plans`, on all ranks.
+    """
+    with comm.local_phase("planning for all ranks"):
+        rest_of_plan = drop_boxes(plan)
+    plans = comm.gather(rest_of_plan)
+    with comm.local_phase("planning for all ranks"):
+        rest = merge_plans(plans) if comm.is_main else None
+        counts = pack_file_counts(plans)
+    counts = comm.broadcast(counts)
+    with comm.local_phase("sending boxes to their owners"):
+        first_file = sum(array("I", zlib.decompress(counts))[: comm.rank])
+        specs = SpecsByPart(plan.stored.specs, count)
+        messages = address_parts(route_rows(plan, first_file, specs), comm.world_size)
+    arrived = comm.all_to_all(messages)
+    with comm.local_phase("sending boxes to their owners"):
+        owned = PartMerge(arrived)
+    asked = comm.all_to_all(owned.questions)
+    with comm.local_phase("sending boxes to their owners"):
+        answers = {rank: answer(question, specs) for rank, question in asked.items()}
+    answered = comm.all_to_all(answers)
+    with comm.local_phase("planning for all ranks"):
+        return OwnedParts(owned.merge(answered), rest)
+
+
+def drop_boxes(plan: LocalPlan) -> LocalPlan:
+    """Return a plan with its files and objects alone."""
+    table, objects = plan.stored.rows()
+    columns = Columns(plan.locations, _SOURCE)
+    kept = {name: columns.integers(name) for name in ("boxes", "objects", "listed_objects") if columns.has(name)}
+    kept["boxes"] = kept["boxes"][:0]
+    texts = {name: columns.texts(name) for name in ("files", "listed") if columns.has(name)}
+    return LocalPlan(PackedShards.pack([], [], [], table.rows(slice(0)), objects), pack_columns({**texts, **kept}))
+
+
+def pack_file_counts(plans: Sequence[LocalPlan]) -> bytes:
+    """Return the number of files of each rank; compressed, because most ranks have as many as the others."""
+    return zlib.compress(array("I", [len(Columns(plan.locations, _SOURCE).texts("files")) for plan in plans]).tobytes())
+
+
+class SpecsByPart:
+    """The tensors of a rank, by the part that they are in.
+
+    Args:
+        packed: Their packed specs, as in :class:`shardckpt.storage.PackedShards`.
+        count: Number of parts.
+
+    Attributes:
+        owners: int64 of shape (tensors,): the part of each.
+        numbers: The numbers of the tensors of each part.
+        packed: The packed specs of each part.
+        digests: A hash of these.
+    """
+
+    def __init__(self, packed: bytes, count: int) -> None:
+        self.count = count
+        specs = Columns(packed, _SOURCE)
+        keys, dtypes = specs.texts("keys"), specs.texts("dtypes")
+        axes, shapes = specs.integers("axes"), specs.integers("shapes")
+        found: dict[int, list[int]] = defaultdict(list)
+        for number, key in enumerate(keys):
+            found[find_owner(key, count)].append(number)
+        self.owners = torch.zeros(len(keys), dtype=torch.int64, device="cpu")
+        self.numbers: dict[int, torch.Tensor] = {}
+        self.packed: dict[int, bytes] = {}
+        for owner, numbers in found.items():
+            own = make_column(numbers)
+            self.owners[own] = owner
+            self.numbers[owner] = own
+            columns: dict[str, Column] = {"keys": [keys[n] for n in numbers], "dtypes": [dtypes[n] for n in numbers]}
+            self.packed[owner] = pack_columns({**columns, "axes": axes[own], "shapes": shapes[own]})
+        self.digests = {owner: hashlib.sha256(data).hexdigest()[:16] for owner, data in self.packed.items()}
+
+
+def route_rows(plan: LocalPlan, first_file: int, specs: SpecsByPart) -> dict[int, bytes]:
+    """Return what a rank stores of each part: the boxes, their locations and keys of objects, as packed columns.
+
+    Args:
+        plan: The rank's plan.
+        first_file: The number of its first file among those of all ranks.
+        specs: Its tensors by part.
+
+    Returns:
+        A message for each part of which the rank has boxes or objects, by the number of the part.
+    """
+    columns = Columns(plan.locations, _SOURCE)
+    table, objects = plan.stored.rows()
+    locations = columns.integers("boxes")
+    locations[:, 0] += first_file
+    names: dict[int, list[str]] = defaultdict(list)
+    for key, _ in list_object_keys(objects, columns):
+        names[find_owner(key, specs.count)].append(key)
+    of_row = specs.owners[table.spec]
+    order = of_row.argsort(stable=True)
+    ends = torch.bincount(of_row, minlength=specs.count).cumsum(0).tolist()
+    found = {}
+    for owner in sorted({*specs.numbers, *names}):
+        here = order[ends[owner - 1] if owner else 0 : ends[owner]]
+        own = specs.numbers.get(owner, here[:0])
+        rows: dict[str, Column] = {
+            "spec": torch.searchsorted(own, table.spec[here]),
+            "offset": table.offset[here],
+            "extent": table.extent[here],
+            "place": locations[here],
+            "objects": names[owner],
+        }
+        found[owner] = pack_columns(rows, {_DIGEST: specs.digests.get(owner, "")})
+    return found
+
+
+def address_parts(parts: Mapping[int, bytes], world_size: int) -> dict[int, bytes]:
+    """Return one message for each rank that owns some of the parts."""
+    found: dict[int, list[tuple[int, bytes]]] = defaultdict(list)
+    for number, data in parts.items():
+        found[place_owner(number, world_size)].append((number, data))
+    return {owner: join_parts(some) for owner, some in found.items()}
+
+
+def answer(question: bytes, specs: SpecsByPart) -> bytes:
+    """Return the specs that an owner has asked this rank for."""
+    return join_parts((number, specs.packed[number]) for number in array("I", question))
+
+
+class PartMerge:
+    """What an owner has received.
+
+    Args:
+        messages: The rows of its parts, by the rank that sent them.
+
+    Attributes:
+        questions: Which specs it needs, by the rank that has them.
+    """
+
+    def __init__(self, messages: Mapping[int, bytes]) -> None:
+        self._rows: dict[int, list[tuple[int, Columns]]] = defaultdict(list)
+        #: The first rank that has the specs with a digest, by part and digest.
+        self._holders: dict[tuple[int, str], int] = {}
+        asked: dict[int, array[int]] = defaultdict(lambda: array("I"))
+        for rank, message in sorted(messages.items()):
+            for number, data in split_parts(message):
+                columns = Columns(data, f"the plan of rank {rank}")
+                self._rows[number].append((rank, columns))
+                digest = columns.metadata[_DIGEST]
+                if digest and self._holders.setdefault((number, digest), rank) == rank:
+                    asked[rank].append(number)
+        self.questions = {rank: numbers.tobytes() for rank, numbers in asked.items()}
+
+    def merge(self, answers: Mapping[int, bytes]) -> dict[int, MergedPlan]:
+        """Return the tensors and boxes of each part that has tensors.
+
+        Args:
+            answers: What the ranks have answered.
+
+        Returns:
+            What all ranks store of each part, by the number of the part; without files and locations of objects.
+
+        Raises:
+            ShardingError: Ranks disagree on a tensor, its boxes do not fill it exactly, or an object has its key.
+        """
+        specs = {(number, rank): data for rank, message in answers.items() for number, data in split_parts(message)}
+        rows = {number: self._list_rows(number, specs) for number in sorted(self._rows)}
+        return {number: merge_rows(parts, objects) for number, (parts, objects) in rows.items() if parts}
+
+    def _list_rows(self, number: int, specs: Mapping[tuple[int, int], bytes]) -> tuple[list[RankRows], set[str]]:
+        """Return the rows of a part, and the keys of objects that would be in it if they were tensors."""
+        parts, objects = [], set()
+        for rank, columns in self._rows[number]:
+            table = Table(*map(columns.integers, ("spec", "offset", "extent")))
+            objects.update(columns.texts("objects"))
+            if digest := columns.metadata[_DIGEST]:  # else it has objects alone
+                own = specs[number, self._holders[number, digest]]
+                parts.append(RankRows(rank, own, table, columns.integers("place")))
+        return parts, objects

@@ -1,0 +1,330 @@
+"""The base of save strategies that store boxes in files: plan with all ranks, and plan again for other values."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, ClassVar, Generic, TypeVar
+
+from shardckpt.chunks.files import count_files
+from shardckpt.chunks.items import collect_items, view_tensors
+from shardckpt.chunks.ties import agree_on_aliases, find_ties
+from shardckpt.errors import CheckpointingException
+from shardckpt.parallel import assign_main_replicas
+from shardckpt.storage import sum_shards
+from shardckpt.strategy import AsyncSaveStrategy, PreparedSave
+from shardckpt.tensors import synchronize_devices
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable, Mapping, Sequence
+
+    import torch
+
+    from shardckpt.chunks.items import LocalItems, Source
+    from shardckpt.chunks.merge import LocalPlan
+    from shardckpt.distributed import Comm
+    from shardckpt.manifest import Lineage
+    from shardckpt.mapping import CommonStateDict, ShardedBase
+    from shardckpt.storage import CheckpointWriter, PackedShards
+    from shardckpt.strategy import PlanContext
+
+IndexT = TypeVar("IndexT")
+ObjectT = TypeVar("ObjectT")
+
+
+@dataclass(frozen=True)
+class GlobalFiles(Generic[IndexT]):
+    """What only the main rank writes: the index and the common state.
+
+    Attributes:
+        index: What all ranks store, as the format describes it.
+        save_id: A name that no other save has.
+        common: The encoded common state.
+        lineage: The checkpoint that the job was resumed from, and the step.
+    """
+
+    index: IndexT
+    save_id: str
+    common: bytes
+    lineage: Lineage
+
+
+@dataclass(kw_only=True)
+class ChunkWork(ABC, Generic[IndexT, ObjectT]):
+    """Everything that a rank writes; see :class:`shardckpt.strategy.BackgroundWork`. A format adds its files.
+
+    Attributes:
+        tensors: The tensors.
+        keys: Their keys.
+        objects: The encoded objects, by unique key.
+        aliases: Further keys of stored tensors, and the key by which each is stored; the same on every rank.
+        stored: The boxes of the tensors, in the same order, and the objects; None if nobody asks what was stored.
+        global_files: The files that only the main rank writes; None on the others.
+    """
+
+    tensors: list[torch.Tensor]
+    keys: list[str]
+    objects: Mapping[str, ObjectT]
+    aliases: dict[str, str] = field(default_factory=dict)
+    stored: PackedShards | None = None
+    global_files: GlobalFiles[IndexT] | None = None
+
+    def write(self, writer: CheckpointWriter) -> None:
+        """Write all files of this rank; beside that, sum the bits of its tensors if fingerprints are wanted."""
+        synchronize_devices(self.tensors)
+        if not writer.fingerprints:
+            self.write_files(writer)
+            return
+        with ThreadPoolExecutor(1, "shardckpt-sums") as lane:
+            waiting = [lane.submit(sum_shards, *found) for found in self.list_stored()]
+            self.write_files(writer)
+            writer.sums += [sums.result() for sums in waiting]
+
+    @abstractmethod
+    def write_files(self, writer: CheckpointWriter) -> None:
+        """Write all files of this rank, each item at its planned position."""
+
+    def list_stored(self) -> list[tuple[PackedShards, list[torch.Tensor], Mapping[str, str]]]:
+        """Return the boxes that this rank stores, their values, and further keys of the tensors."""
+        return [] if self.stored is None else [(self.stored, self.tensors, self.aliases)]
+
+    def record_written(self, writer: CheckpointWriter, positions: Sequence[int], objects: Sequence[str]) -> None:
+        """Report the shards that the files hold, so that the commit notices what a subclass has taken out of them.
+
+        Args:
+            writer: Has written them.
+            positions: The written tensors, by their positions in ``tensors``, in ascending order.
+            objects: The unique keys of the written objects.
+        """
+        if self.stored is None:
+            return
+        is_all = len(positions) + len(objects) == self.stored.size
+        written = self.stored if is_all else self.stored.only(positions, objects)
+        writer.record_shards(written)
+        rounds: list[dict[str, str]] = []  # each has one further key of a tensor
+        taken: Counter[str] = Counter()
+        for alias, key in self.aliases.items():
+            if taken[key] == len(rounds):
+                rounds.append({})
+            rounds[taken[key]][key] = alias
+            taken[key] += 1
+        for names in rounds:
+            writer.record_shards(written.rename(names))
+
+
+@dataclass(frozen=True)
+class SavePlan(Generic[IndexT, ObjectT]):
+    """A rank's part of a plan, for saves of shards with the same metadata. It holds no values.
+
+    Attributes:
+        ties: The keys of the rank that share their memory.
+        sources: Where the values of each box come from.
+        objects: The positions of the ShardedObjects among the rank's shards, by unique key.
+        sizes: What the layout depends on of each encoded object, by unique key.
+        nbytes: The size of all tensors, in bytes.
+        files: The number of files.
+        work: What the rank writes, without values.
+        index: What all ranks store; None except on the main rank.
+    """
+
+    ties: list[tuple[str, ...]]
+    sources: list[Source]
+    objects: dict[str, int]
+    sizes: dict[str, Hashable]
+    nbytes: int
+    files: int
+    work: ChunkWork[IndexT, ObjectT]
+    index: IndexT | None
+
+    def prepare(
+        self, tensors: list[torch.Tensor], objects: Mapping[str, ObjectT], common: bytes, context: PlanContext
+    ) -> PreparedSave:
+        """Return a save of these values by this plan; needs no other rank."""
+        files = None if self.index is None else GlobalFiles(self.index, context.save_id, common, context.lineage)
+        work = replace(self.work, tensors=tensors, objects=objects, global_files=files)
+        return PreparedSave(work, plan=self)
+
+
+class ChunkSaveStrategy(AsyncSaveStrategy, Generic[IndexT, ObjectT]):
+    """Plans saves of boxes in files, balanced by bytes. A format encodes objects, lays out files, makes the index.
+
+    ``IndexT`` is the format's index, ``ObjectT`` an encoded object.
+
+    Args:
+        keep_only_main_replica: Whether only the main replica of a shard may be written. If False, any rank with a copy
+            may write it, and the bytes are balanced over all ranks.
+        thread_count: Number of files per rank, balanced by bytes. By default one; on file systems known to write only
+            through the page cache, as many as can be written concurrently, each of at least 32 MiB.
+
+    Attributes:
+        encoding: What the format does to objects, for errors: ``"pickling"``.
+        finds_aliases: Whether tensors that are the same memory on all ranks are stored once.
+    """
+
+    encoding: ClassVar[str] = "encoding"
+    computes_fingerprints = True
+    finds_aliases: bool = False
+
+    def __init__(self, *, keep_only_main_replica: bool = True, thread_count: int | None = None) -> None:
+        if thread_count is not None and thread_count < 1:
+            raise CheckpointingException(f"thread_count={thread_count}: a rank writes at least one file")
+        self._main_only = keep_only_main_replica
+        self._files = thread_count
+
+    @property
+    def plan_cache_key(self) -> Hashable:
+        """What the plan depends on, in addition to the shards: the class and its options."""
+        return type(self), self._main_only, self._files
+
+    @abstractmethod
+    def encode_objects(
+        self, objects: Mapping[str, int], shards: Sequence[ShardedBase], context: PlanContext
+    ) -> dict[str, ObjectT]:
+        """Return a rank's encoded objects, by unique key.
+
+        Args:
+            objects: Their positions among the shards, by unique key.
+            shards: The rank's shards.
+            context: What the caller allows.
+        """
+
+    @abstractmethod
+    def encode_common(self, common: CommonStateDict, context: PlanContext) -> bytes:
+        """Return the encoded common state; called on the main rank only."""
+
+    @abstractmethod
+    def measure(self, encoded: ObjectT) -> Hashable:
+        """Return what the layout depends on of an encoded object: its size, in bytes, and what else the index has."""
+
+    @abstractmethod
+    def lay_out(
+        self,
+        items: LocalItems,
+        objects: Mapping[str, ObjectT],
+        shards: Sequence[ShardedBase],
+        rank: int,
+        files: int,
+    ) -> tuple[ChunkWork[IndexT, ObjectT], LocalPlan]:
+        """Assign a rank's items to files by bytes, and give each a position.
+
+        Args:
+            items: The rank's tensors, and the positions of its objects among the shards.
+            objects: The encoded objects, by unique key.
+            shards: The rank's shards.
+            rank: The rank, for the names of the files.
+            files: How many files.
+
+        Returns:
+            What the rank writes, and the same as the other ranks need it.
+        """
+
+    @abstractmethod
+    def make_index(self, plans: Sequence[LocalPlan], aliases: Mapping[str, str]) -> IndexT:
+        """Return the index of what all ranks store; called on the main rank only.
+
+        Args:
+            plans: The plans of all ranks, in their order.
+            aliases: Further keys of stored tensors, and the key by which each is stored.
+
+        Raises:
+            ShardingError: Ranks disagree on a tensor, its boxes do not fill it exactly, or an object has its key.
+        """
+
+    def merge(
+        self, work: ChunkWork[IndexT, ObjectT], plan: LocalPlan, aliases: Mapping[str, str], comm: Comm
+    ) -> tuple[ChunkWork[IndexT, ObjectT], IndexT | None]:
+        """Collective: make the index of what all ranks store. By default, the main rank makes all of it.
+
+        Args:
+            work: What this rank writes.
+            plan: The same as the other ranks need it.
+            aliases: Further keys of stored tensors, and the key by which each is stored; the same on all ranks.
+            comm: The ranks that save together.
+
+        Returns:
+            What this rank writes, with its parts of the index if it has any; and the index, None except on the main
+            rank.
+        """
+        plans = comm.gather(plan)
+        with comm.local_phase("planning for all ranks"):
+            return work, self.make_index(plans, aliases) if comm.is_main else None
+
+    def prepare(self, shards: Sequence[ShardedBase], common: CommonStateDict, context: PlanContext) -> PreparedSave:
+        """Collective: plan with all ranks, and encode the objects and the common state; no tensor is read yet.
+
+        Args:
+            shards: This rank's shards.
+            common: The common state; the main rank's is stored.
+            context: The ranks that save together, and what they save to.
+
+        Returns:
+            This rank's part of the save, to be written without other ranks.
+
+        Raises:
+            ShardingError: Ranks disagree on a tensor, its boxes do not fill it, or the format cannot hold a key, a
+                dtype or a value.
+        """
+        comm = context.comm
+        if not self._main_only:
+            shards = assign_main_replicas(shards, comm)
+        stored_common = self._encode_common(common, context)
+        with comm.local_phase("looking for tied tensors"):
+            ties = self._find_ties(shards)
+        aliases = agree_on_aliases(ties, shards, comm) if self.finds_aliases else {}
+        with comm.local_phase("planning"):
+            items = collect_items(shards, aliases)
+        with comm.local_phase(f"{self.encoding} objects"):
+            objects = self.encode_objects(items.objects, shards, context)
+        with comm.local_phase("assigning items to files"):
+            nbytes = sum(tensor.nbytes for tensor in items.tensors)
+            files = count_files(self._files, nbytes, context.staging)
+            work, local_plan = self.lay_out(items, objects, shards, comm.rank, files)
+        work, index = self.merge(work, local_plan, aliases, comm)
+        # The plan is kept for later saves, so it holds no values: a cached plan must not keep a model in memory.
+        work = replace(work, tensors=[], objects={}, aliases=aliases)
+        plan = SavePlan(ties, items.sources, items.objects, self._measure(objects), nbytes, files, work, index)
+        return plan.prepare(items.tensors, objects, stored_common, context)
+
+    def replan(
+        self,
+        plan: SavePlan[IndexT, ObjectT],
+        shards: Sequence[ShardedBase],
+        common: CommonStateDict,
+        context: PlanContext,
+    ) -> PreparedSave | None:
+        """Collective: prepare a save by an earlier plan, for shards with the same metadata.
+
+        Args:
+            plan: The plan of the earlier save, on this rank.
+            shards: This rank's shards.
+            common: The common state; the main rank's is stored.
+            context: The ranks that save together, and what they save to.
+
+        Returns:
+            The save; None on all ranks if an encoded object has another size now, other tensors are tied, or another
+            number of files is better.
+        """
+        comm = context.comm
+        stored_common = self._encode_common(common, context)
+        with comm.local_phase(f"{self.encoding} objects"):
+            objects = self.encode_objects(plan.objects, shards, context)
+            files = count_files(self._files, plan.nbytes, context.staging)
+            ties = self._find_ties(shards)
+        # An object of another size would move all that is behind it in the file.
+        same = self._measure(objects) == plan.sizes and files == plan.files and ties == plan.ties
+        if not comm.all_true(same):
+            return None
+        return plan.prepare(view_tensors(plan.sources, shards), objects, stored_common, context)
+
+    def _encode_common(self, common: CommonStateDict, context: PlanContext) -> bytes:
+        """Encode the common state on the main rank; the others return empty bytes. Needs no other rank."""
+        with context.comm.local_phase(f"{self.encoding} the common state"):
+            return self.encode_common(common, context) if context.comm.is_main else b""
+
+    def _find_ties(self, shards: Sequence[ShardedBase]) -> list[tuple[str, ...]]:
+        return find_ties(shards) if self.finds_aliases else []
+
+    def _measure(self, objects: Mapping[str, ObjectT]) -> dict[str, Hashable]:
+        return {key: self.measure(encoded) for key, encoded in objects.items()}

@@ -1,0 +1,129 @@
+"""Find tied tensors: keys whose shards are the same memory on every rank, which need to be stored once."""
+
+from __future__ import annotations
+
+from collections import Counter
+from contextlib import suppress
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+
+from shardckpt.mapping import ShardedTensor
+from shardckpt.tensors import ORDINARY
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable, Sequence
+    from collections.abc import Set as AbstractSet
+
+    from shardckpt.distributed import Comm
+    from shardckpt.mapping import ShardedBase
+
+#: The class of a key of which a rank has no shard.
+_ABSENT = -1
+
+
+def find_ties(shards: Sequence[ShardedBase]) -> list[tuple[str, ...]]:
+    """Return the keys of this rank that share their memory: in each tuple those of the same boxes of the same memory.
+
+    Args:
+        shards: The rank's shards, copies of replicas among them.
+
+    Returns:
+        The keys of each group in the order of the alphabet; groups of one key are left out.
+    """
+    is_all = set(map(type, shards)) == {ShardedTensor}
+    tensors: Sequence[Any] = shards if is_all else [shard for shard in shards if isinstance(shard, ShardedTensor)]
+    addresses = _list_addresses(list(map(attrgetter("data"), tensors)))
+    without = addresses.count(0)
+    if len(set(addresses)) == len(addresses) - max(0, without - 1):  # all that have one have different ones
+        return []
+    counts = Counter(filter(None, addresses))
+    shared = {shard.key for shard, address in zip(tensors, addresses, strict=True) if counts[address] > 1}
+    return [tuple(keys) for keys in _group(_sign(shards, shared)) if len(keys) > 1]
+
+
+def agree_on_aliases(ties: list[tuple[str, ...]], shards: Sequence[ShardedBase], comm: Comm) -> dict[str, str]:
+    """Collective: return for each tied key that need not be stored the one that is, the same on every rank.
+
+    Keys are tied if each rank that has a shard of one of them has the same boxes of the others, in the same memory.
+
+    Args:
+        ties: What :func:`find_ties` returned on this rank.
+        shards: This rank's shards.
+        comm: The ranks that save.
+
+    Returns:
+        The stored key, the first of its group in the order of the alphabet, by each of the others.
+    """
+    if comm.all_true(not ties):
+        return {}
+    candidates = sorted({key for theirs in comm.all_gather(ties) for keys in theirs for key in keys})
+    with comm.local_phase("comparing tied tensors"):
+        signed = _sign(shards, frozenset(candidates))
+        first: dict[Hashable, int] = {}
+        mine = [
+            first.setdefault(signed[key], number) if key in signed else _ABSENT for number, key in enumerate(candidates)
+        ]
+    # a key's class on every rank: two keys are tied if no rank tells them apart
+    classes = zip(*comm.all_gather(mine), strict=True)
+    groups = _group(dict(zip(candidates, classes, strict=True)))
+    return {alias: key for key, *aliases in groups for alias in aliases}
+
+
+def _group(values: dict[str, Any]) -> list[list[str]]:
+    """Return the keys with equal values, in order."""
+    groups: dict[Any, list[str]] = {}
+    for key in sorted(values):
+        groups.setdefault(values[key], []).append(key)
+    return list(groups.values())
+
+
+def _sign(shards: Sequence[ShardedBase], keys: AbstractSet[str]) -> dict[str, Hashable]:
+    """Return for each of some keys all boxes that the rank has of it, and the memory of each."""
+    found: dict[str, list[Hashable]] = {}
+    for shard in shards:
+        if isinstance(shard, ShardedTensor) and shard.key in keys:
+            found.setdefault(shard.key, []).append((_describe(shard), _memory(shard)))
+    return {key: frozenset(boxes) for key, boxes in found.items()}
+
+
+def _describe(shard: ShardedTensor) -> Hashable:
+    part = shard.flattened_range
+    return (
+        tuple(shard.global_shape),
+        tuple(shard.global_offset),
+        tuple(shard.local_shape),
+        shard.prepend_axis_num,
+        shard.block_scales,
+        None if part is None else (part.start, part.stop),
+    )
+
+
+def _memory(shard: ShardedTensor) -> Hashable:
+    """Return what tensors have in common that are the same view of the same memory; the key, if none can have it."""
+    data = shard.data
+    if data is None or type(data) not in ORDINARY or data.is_quantized:  # others hold values elsewhere, too
+        return shard.key
+    if not data.numel():
+        return data.dtype, tuple(data.shape)
+    address = _address(data)
+    if not address:
+        return shard.key
+    return str(data.device), address, data.dtype, tuple(data.shape), data.stride(), data.is_conj(), data.is_neg()
+
+
+def _list_addresses(tensors: Sequence[torch.Tensor | None]) -> list[int]:
+    """Return :func:`_address` of each tensor: every save asks, so all are asked in C where none is special."""
+    if set(map(type, tensors)) <= set(ORDINARY):
+        with suppress(RuntimeError):
+            return list(map(torch.Tensor.data_ptr, cast("Sequence[torch.Tensor]", tensors)))
+    return list(map(_address, tensors))
+
+
+def _address(data: torch.Tensor | None) -> int:
+    """Return the address of a tensor's first element; 0 if it has none."""
+    try:
+        return data.data_ptr() if data is not None and type(data) in ORDINARY else 0
+    except RuntimeError:  # sparse tensors, and those of functorch
+        return 0

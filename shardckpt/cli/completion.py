@@ -1,0 +1,109 @@
+"""Print a script that completes verbs, options and their choices in a shell.
+
+  bash  eval "$(shardckpt completion bash)"          in ~/.bashrc
+  zsh   eval "$(shardckpt completion zsh)"           in ~/.zshrc, after compinit
+  fish  shardckpt completion fish | source           in ~/.config/fish/config.fish
+
+The script knows the verbs of the plugins that are installed when it is printed; completing starts no Python.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+from typing import Any
+
+from shardckpt.cli.exit_codes import FINE
+
+_PROGRAM = "shardckpt"
+#: Where it offers no words, the shell completes paths.
+_BASH = """_shardckpt() {
+    local current=${COMP_WORDS[COMP_CWORD]} verb="" word words
+    COMPREPLY=()
+    for word in "${COMP_WORDS[@]:1:COMP_CWORD-1}"; do
+        [[ $word == -* ]] || { verb=$word; break; }
+    done
+    case "$verb ${COMP_WORDS[COMP_CWORD-1]}" in
+%(choices)s
+    esac
+    if [[ -z ${words+set} ]]; then
+        [[ -z $verb || $current == -* ]] || return 0
+        case $verb in
+%(options)s
+        *) return 0;;
+        esac
+    fi
+    COMPREPLY=($(compgen -W "$words" -- "$current"))
+}
+complete -o bashdefault -o default -F _shardckpt shardckpt
+"""
+
+
+def add(verbs: Any) -> None:
+    """Add the verb."""
+    parser = verbs.add_parser(
+        "completion",
+        help="print a script that completes the command in a shell",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("shell", choices=("bash", "zsh", "fish"))
+    parser.set_defaults(run=lambda options: run(options, verbs))
+
+
+def run(options: Any, verbs: Any) -> int:
+    """Print the script. Return the exit code.
+
+    Args:
+        options: Name the shell.
+        verbs: argparse's subparsers, when the verbs of plugins are among them.
+    """
+    print(_write_fish(verbs) if options.shell == "fish" else _write_bash(verbs, zsh=options.shell == "zsh"), end="")
+    return FINE
+
+
+def _write_bash(verbs: Any, *, zsh: bool) -> str:
+    options = [f'        "") words={shlex.quote(" ".join([*verbs.choices, "--help", "--traceback", "--version"]))};;']
+    choices = []
+    for verb, parser in verbs.choices.items():
+        flags = [flag for action in _list_options(parser) for flag in action.option_strings]
+        options.append(f"        {verb}) words={shlex.quote(' '.join(flags))};;")
+        for action in _list_options(parser):
+            if action.choices:
+                patterns = "|".join(f'"{verb} {flag}"' for flag in action.option_strings)
+                choices.append(f"        {patterns}) words={shlex.quote(' '.join(map(str, action.choices)))};;")
+        values = [str(choice) for action in _list_positional(parser) for choice in action.choices or ()]
+        if values:
+            choices.append(f'        "{verb} {verb}") words={shlex.quote(" ".join(values))};;')
+    text = _BASH % {"choices": "\n".join(choices), "options": "\n".join(options)}
+    # zsh runs the functions of bash, as many commands let it
+    return f"autoload -U +X bashcompinit && bashcompinit\n{text}" if zsh else text
+
+
+def _write_fish(verbs: Any) -> str:
+    helps = {action.dest: action.help or "" for action in verbs._choices_actions}  # noqa: SLF001 - argparse offers no other
+    first = f"complete -c {_PROGRAM} -n __fish_use_subcommand"
+    lines = [f"{first} -l {flag}" for flag in ("help", "traceback", "version")]
+    lines += [f"{first} -f -a {verb} -d {shlex.quote(helps.get(verb, ''))}" for verb in verbs.choices]
+    for verb, parser in verbs.choices.items():
+        seen = f"complete -c {_PROGRAM} -n '__fish_seen_subcommand_from {verb}'"
+        for action in _list_options(parser):
+            names = " ".join(f"-l {f[2:]}" if f.startswith("--") else f"-s {f[1:]}" for f in action.option_strings)
+            value = "" if action.nargs == 0 else " -r"
+            if action.choices:
+                value = f" -x -a {shlex.quote(' '.join(map(str, action.choices)))}"
+            lines.append(f"{seen} {names}{value} -d {shlex.quote((action.help or '').partition(';')[0])}")
+        lines += [
+            f"{seen} -f -a {shlex.quote(' '.join(map(str, action.choices)))}"
+            for action in _list_positional(parser)
+            if action.choices
+        ]
+    return "\n".join([*lines, ""])
+
+
+def _list_options(parser: argparse.ArgumentParser) -> list[argparse.Action]:
+    return [action for action in parser._actions if action.option_strings]  # noqa: SLF001 - argparse offers no other
+
+
+def _list_positional(parser: argparse.ArgumentParser) -> list[argparse.Action]:
+    return [action for action in parser._actions if not action.option_strings]  # noqa: SLF001 - argparse offers no other

@@ -1,0 +1,134 @@
+"""Write a checkpoint, a Hugging Face folder or a file of torch.save in another format, and prove that nothing changed.
+
+What SRC is, its content says: a checkpoint that an installed strategy reads (Megatron's, plain DCP's,
+torch_checkpointing's and zarr's among them), a Hugging Face folder of safetensors, one safetensors file, or one file of
+torch.save, which is read without running code in it.
+
+--to takes a backend of `shardckpt strategies`, or
+  dcp    a folder that stock torch.distributed.checkpoint loads: torch_dist, with all plain values under their paths
+  hf     a Hugging Face folder, as `shardckpt export` writes it: the model's tensors alone
+  torch  one file that torch.load reads with weights_only: plain tensors in builtin containers
+
+DST is complete or absent. At the end it is read again, and the fingerprints of all tensors are compared with those of
+what was read: a line for each. A conversion that was killed leaves nothing at DST; run it again with the same
+options, on the same host, and it goes on with what was written. Where SRC or an option has changed, it starts anew, and
+says so.
+
+exit codes:
+  0  converted, and DST has the values of SRC
+  2  an error, also where the proof finds other values at DST
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from shardckpt.maintenance import ConversionReport
+
+
+def add(verbs: Any) -> None:
+    """Add the verb."""
+    import argparse
+
+    parser = verbs.add_parser(
+        "convert",
+        help="write any checkpoint, folder or file in another format, with a proof",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("source", metavar="SRC", help="directory or URL of a checkpoint or folder, or a file")
+    parser.add_argument("target", metavar="DST", help="what to write: absent or empty, or see --overwrite")
+    add_target_options(parser)
+    parser.set_defaults(run=run)
+
+
+def add_target_options(parser: Any) -> None:
+    """Add the options that say what is written at DST, which every verb that converts has."""
+    parser.add_argument(
+        "--to",
+        type=parse_target,
+        default="torch_dist",
+        metavar="BACKEND[@VERSION]|hf|dcp|torch",
+        help="what to write (torch_dist)",
+    )
+    parser.add_argument("--memory", default="256MiB", metavar="SIZE", help="most bytes of tensors in memory (256MiB)")
+    parser.add_argument("--overwrite", action="store_true", help="replace what is at DST when the new one is complete")
+    parser.add_argument(
+        "--mapping", metavar="MODEL_TYPE", help="rename and split tensors as for this model, such as qwen3_moe"
+    )
+    parser.add_argument(
+        "--dtype", help="cast floating-point tensors to float32, float16 or bfloat16 (default: as stored)"
+    )
+    parser.add_argument(
+        "--prefix", help="write only tensors whose keys begin with it, and remove it (hf: by default the model's)"
+    )
+    parser.add_argument(
+        "--leave-out", action="append", default=[], metavar="NAME", help="what not to write; may be repeated"
+    )
+    parser.add_argument("--assets", metavar="DIR", help="hf: copy a model's other files (config, tokenizer) from here")
+    parser.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="hf: largest weight file (5GB)")
+    parser.add_argument("--json", action="store_true", help="print the report as JSON")
+
+
+def read_target_options(options: Any) -> dict[str, Any]:
+    """Return these options as the arguments of :func:`shardckpt.maintenance.convert_checkpoint`."""
+    from shardckpt.huggingface import parse_size
+
+    names = ("to", "overwrite", "mapping", "dtype", "prefix", "leave_out", "assets", "max_shard_size")
+    return {name: getattr(options, name) for name in names} | {"memory": parse_size(options.memory, "--memory")}
+
+
+def run(options: Any) -> int:
+    """Convert, and print the report. Return the exit code."""
+    from shardckpt.cli.progress import show_progress
+    from shardckpt.maintenance import convert_checkpoint
+
+    with show_progress("convert"):
+        report = convert_checkpoint(options.source, options.target, **read_target_options(options))
+    print(_encode(report) if options.json else _describe(report, options.target))
+    return 0
+
+
+def parse_target(text: str) -> str | tuple[str, int]:
+    """Parse ``backend`` or ``backend@version``; raise ValueError for anything else."""
+    backend, separator, version = text.partition("@")
+    if not backend:
+        raise ValueError
+    return (backend, int(version)) if separator else backend
+
+
+#: What argparse calls it in its error.
+parse_target.__name__ = "BACKEND[@VERSION], hf, dcp or torch"
+
+
+def _encode(report: ConversionReport) -> str:
+    import json
+
+    fields = {name: getattr(report, name) for name in report.__dataclass_fields__}
+    return json.dumps({**fields, "proof": [tensor._asdict() for tensor in report.proof]}, indent=2)
+
+
+def _describe(report: ConversionReport, target: str) -> str:
+    from shardckpt.cli.table import table
+    from shardckpt.errors import listed
+
+    rows = []
+    for key, names, shape, dtype, written, before, after in report.proof:
+        renamed = key if names == (key,) else f"{key} -> {listed(list(names))}"
+        cast = dtype if dtype == written else f"{dtype} -> {written}"
+        rows.append((renamed, cast, list(shape), before, after))
+    lines = [table(("tensor", "dtype", "shape", "fingerprint before", "fingerprint after"), rows)]
+    if report.resumed:
+        lines.append(f"went on with {report.resumed:,} bytes that a killed conversion had written")
+    if report.left_out:
+        lines.append(f"not written: {listed(list(report.left_out))}")
+    if report.rewritten:
+        places = [f"{place} ({kind})" for place, kind in report.rewritten.items()]
+        lines.append(f"written as builtin types: {listed(places)}")
+    old, new = (f"{backend} version {version}" for backend, version in (report.old, report.new))
+    lines.append(
+        f"{target}: {new}, written from {old}: {report.tensors:,} tensors of {report.nbytes:,} bytes, "
+        f"{report.objects:,} objects; read again, all fingerprints are equal"
+    )
+    return "\n".join(lines)

@@ -1,0 +1,112 @@
+"""Compare two checkpoints, folders of the Hub, or files: keys, shapes, dtypes, then values, objects and common state.
+
+Tensors of which both checkpoints have stored fingerprints are compared by these; values are read of the others, and of
+those that differ, in bounded memory. Exit code: 1 if a tensor differs by more than the tolerances, an object or the
+common state differs, or only one of the checkpoints has it.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+from shardckpt.cli.exit_codes import FINE, FOUND
+
+if TYPE_CHECKING:
+    from shardckpt.maintenance import DiffReport, TensorDifference
+
+
+def add(verbs: Any) -> None:
+    """Add the verb."""
+    parser = verbs.add_parser("diff", help="compare two checkpoints", description=__doc__)
+    parser.add_argument("first", help="directory or URL of a checkpoint or Hugging Face folder, or a file")
+    parser.add_argument("second", help="the other")
+    parser.add_argument("--rtol", type=float, default=0.0, help="tolerance relative to the second's values (0)")
+    parser.add_argument("--atol", type=float, default=0.0, help="absolute tolerance (0); without any, by bits")
+    parser.add_argument(
+        "--mapping", metavar="MODEL_TYPE", help="the second has Hugging Face's names of this model, such as qwen3_moe"
+    )
+    parser.add_argument(
+        "--prefix", default="", help="only keys of the first with this prefix, which names of the second lack"
+    )
+    parser.add_argument(
+        "--read", action="store_true", help="read all values, also where the stored fingerprints are equal"
+    )
+    parser.add_argument(
+        "--tensors-only", action="store_true", help="leave out objects and common state, as with --mapping and --prefix"
+    )
+    how = parser.add_mutually_exclusive_group()
+    how.add_argument("--json", action="store_true", help="print the report as JSON")
+    how.add_argument("--html", metavar="FILE", help="write a page with pictures of both, and of what differs")
+    parser.set_defaults(run=run)
+
+
+def run(options: Any) -> int:
+    """Print a row for each tensor and value that differs, and a summary. Return the exit code."""
+    from shardckpt.huggingface import find_mapping
+    from shardckpt.maintenance import diff_checkpoints
+
+    report = diff_checkpoints(
+        options.first,
+        options.second,
+        rtol=options.rtol,
+        atol=options.atol,
+        mapping=find_mapping(options.mapping),
+        prefix=options.prefix,
+        read_values=options.read,
+        tensors_only=options.tensors_only,
+    )
+    if options.html:
+        from shardckpt.cli.html import write_difference_page
+
+        print(write_difference_page(report, options))
+    print(_as_json(report) if options.json else _as_text(report, options))
+    return FINE if report.are_same else FOUND
+
+
+def _as_text(report: DiffReport, options: Any) -> str:
+    from shardckpt.cli.table import table
+
+    total = report.equal + sum(difference.kind != "only in second" for difference in report.differences)
+    how = f", {report.by_fingerprint} of them by their stored fingerprints" if report.by_fingerprint else ""
+    summary = f"{options.first}, {options.second}: {report.equal} of {total} tensors are equal{how}"
+    lines = []
+    if report.differences:
+        header = ("tensor", "differs in", "first", "second", "elements", "max abs", "max rel", "first at")
+        lines.append(table(header, list(map(_list_cells, report.differences))))
+    if report.objects is not None:
+        different = report.objects.differences
+        if different:
+            lines.append(table(("object", "differs in", "first", "second"), [tuple(found) for found in different]))
+        summary += f"; objects and common state: {report.objects.equal} entries are equal, {len(different)} values not"
+    return "\n".join([*lines, summary])
+
+
+def _list_cells(difference: TensorDifference) -> tuple[str, ...]:
+    compared = f"{difference.different:,} of {difference.elements:,}" if difference.elements else ""
+    index = "" if difference.index is None else str(list(difference.index))
+    return (
+        *(difference.key, difference.kind, difference.first, difference.second, compared),
+        *(_format(value) for value in (difference.max_absolute, difference.max_relative)),
+        index,
+    )
+
+
+def _format(value: float | None) -> str:
+    return "" if value is None else f"{value:.3g}"
+
+
+def _as_json(report: DiffReport) -> str:
+    import json
+    from dataclasses import asdict
+
+    found = asdict(report)
+    if report.objects is not None:  # asdict leaves named tuples as they are, which JSON has as lists
+        different = [difference._asdict() for difference in report.objects.differences]
+        found["objects"] = {"equal": report.objects.equal, "differences": different}
+    for difference in found["differences"]:
+        for name in ("max_absolute", "max_relative"):
+            value = difference[name]
+            if value is not None and math.isinf(value):  # JSON has no infinity
+                difference[name] = "inf"
+    return json.dumps({"same": report.are_same, **found}, indent=1)

@@ -1,0 +1,17 @@
+"""The exit codes of every verb: one meaning each.
+
+A verb's help says which findings count for its :data:`FOUND`.
+"""
+
+#: All is as it should be, or was done.
+FINE = 0
+#: The command did its work, and found something that is damaged, incomplete or different.
+FOUND = 1
+#: The command could not do its work, or was called wrongly (argparse's code).
+FAILED = 2
+
+#: The meanings, for the help of the command.
+MEANINGS = (
+    "Exit code: 0 if all is well or was done; 1 if something was found that is damaged, incomplete or different; "
+    "2 after an error, which is printed to standard error, and for a wrong command line."
+)

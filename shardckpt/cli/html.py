@@ -1,0 +1,74 @@
+"""``--html FILE``: the pages of ``inspect`` and ``diff``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shardckpt.cli.exit_codes import FINE, FOUND
+from shardckpt.cli.header import read_header
+from shardckpt.errors import KeyMismatchError, listed
+from shardckpt.storage import retry_if_replaced
+
+if TYPE_CHECKING:
+    from shardckpt.engine import StoredCheckpoint
+    from shardckpt.maintenance import DiffReport
+
+
+def write_checkpoint_page(
+    checkpoint: StoredCheckpoint, directory: str, prefix: str, target: str
+) -> tuple[int, list[str]]:
+    """Write the page of a checkpoint; return the exit code, and what to print.
+
+    Args:
+        checkpoint: The open checkpoint.
+        directory: How the caller names it.
+        prefix: Only keys that begin with it.
+        target: The page's file.
+
+    Raises:
+        KeyMismatchError: No key begins with the prefix.
+        StorageError: The page cannot be written.
+    """
+    from shardckpt.pages import write_page
+
+    found = _describe(checkpoint, directory, prefix)
+    if prefix and not found["keys"] and not found["objects"]:
+        have = listed(sorted([*checkpoint, *checkpoint.objects]), limit=6) or "none"
+        raise KeyMismatchError(f"{directory}: no tensor or object has a key that begins with {prefix!r} (keys: {have})")
+    nbytes = write_page(Path(target), f"{directory} · shardckpt", found)
+    is_fine = not found["incomplete"] and not found["commonFault"]
+    return FINE if is_fine else FOUND, [f"{target}: {nbytes:,} bytes, {len(found['keys'])} tensors of {directory}"]
+
+
+def write_difference_page(report: DiffReport, options: Any) -> str:
+    """Write the page of two checkpoints; return what to print.
+
+    Args:
+        report: What differs.
+        options: Those of ``diff``.
+
+    Raises:
+        CheckpointingException: One of them cannot be read, or the page cannot be written.
+    """
+    from shardckpt.maintenance import open_any
+    from shardckpt.pages import describe_difference, write_page
+
+    def read(place: str, prefix: str) -> dict[str, Any]:
+        with open_any(place) as checkpoint:
+            return _describe(checkpoint, place, prefix)
+
+    first = retry_if_replaced(lambda: read(options.first, options.prefix), options.first)
+    second = retry_if_replaced(lambda: read(options.second, ""), options.second)
+    given = [f"--{name} {value}" for name in ("rtol", "atol", "mapping", "prefix") if (value := getattr(options, name))]
+    data = describe_difference(report, first, second, " ".join(given))
+    nbytes = write_page(Path(options.html), f"{options.first} and {options.second} · shardckpt diff", data)
+    return f"{options.html}: {nbytes:,} bytes"
+
+
+def _describe(checkpoint: StoredCheckpoint, directory: str, prefix: str) -> dict[str, Any]:
+    from shardckpt.pages import CheckpointHeader, describe_checkpoint
+
+    known = read_header(checkpoint, directory)
+    header = CheckpointHeader(name=directory, save_id=known.pop("id"), **known)
+    return describe_checkpoint(checkpoint, header, prefix)

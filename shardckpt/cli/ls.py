@@ -1,0 +1,102 @@
+"""List the checkpoints in a folder: step, age, size on disk, strategy, and whether each is whole or why not.
+
+The fingerprint is of all tensors together, where the save has stored fingerprints: equal for equal keys and values.
+
+Those of other libraries are recognised by content. JSON files, indexes and sizes are looked at; bytes are not compared:
+verify does that. What leases and pins keep from removal is said. Exit code: 1 if a checkpoint is damaged or incomplete,
+or cannot be read here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from typing import TYPE_CHECKING, Any
+
+from shardckpt.cli.exit_codes import FINE, FOUND
+from shardckpt.cli.table import table
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from shardckpt.manager import CheckpointSummary
+
+
+#: Of a fingerprint's 32 digits, those that are shown: enough for an eye that compares rows.
+_DIGITS = 12
+
+
+def add(verbs: Any) -> None:
+    """Add the verb."""
+    parser = verbs.add_parser(
+        "ls", help="list the checkpoints in a folder, and whether they are whole", description=__doc__
+    )
+    parser.add_argument("folder", nargs="?", default=".", help="directory or URL (default: here)")
+    parser.add_argument("--json", action="store_true", help="print a JSON list, with all that is known")
+    parser.set_defaults(run=run)
+
+
+def run(options: Any) -> int:
+    """Print a row per directory, and what they are together. Return the exit code."""
+    from shardckpt.manager import list_checkpoints
+
+    found = list_checkpoints(options.folder)
+    if options.json:
+        print(json.dumps([dataclasses.asdict(each) for each in found], indent=1))
+    else:
+        if found:
+            print(
+                table(
+                    ("checkpoint", "step", "age", "size", "strategy", "written by", "fingerprint", "state"),
+                    [_row(each) for each in found],
+                )
+            )
+        for line in _summarize(options.folder, found):
+            print(line)
+    return FINE if all(each.state in ("whole", "other") for each in found) else FOUND
+
+
+def _row(found: CheckpointSummary) -> tuple[Any, ...]:
+    from shardckpt.cli.amounts import format_bytes, format_seconds
+
+    state = _name_state(found)
+    state = f"{state}: {found.reason}" if found.reason else state
+    return (
+        found.name,
+        "-" if found.step is None else found.step,
+        "-" if found.saved_at is None else format_seconds(time.time() - found.saved_at),
+        format_bytes(found.nbytes),
+        found.strategy or "-",
+        found.writer.partition(",")[0] or ("another library" if found.strategy else "-"),
+        found.fingerprint[:_DIGITS] or "-",
+        ", ".join((state, *found.held)),
+    )
+
+
+def _name_state(found: CheckpointSummary) -> str:
+    return "no checkpoint" if found.state == "other" else found.state
+
+
+def _summarize(folder: str, found: Sequence[CheckpointSummary]) -> list[str]:
+    """Return the last lines: how many checkpoints there are, and what killed saves have left beside them."""
+    from shardckpt.cli.amounts import format_bytes
+    from shardckpt.engine import prune_leftovers
+
+    checkpoints = [each for each in found if each.is_checkpoint]
+    whole = sum(each.state == "whole" for each in checkpoints)
+    lines = [f"{len(checkpoints)} checkpoints, {whole} whole, {format_bytes(sum(e.nbytes for e in checkpoints))}"]
+    sums: dict[str, int] = {}
+    for each in found:
+        sums[_name_state(each)] = sums.get(_name_state(each), 0) + each.nbytes
+    if len(sums) > 1:
+        by_state = ", ".join(f"{state} {format_bytes(nbytes)}" for state, nbytes in sums.items())
+        lines.append(f"on disk: {format_bytes(sum(sums.values()))}: {by_state}")
+    if "://" not in folder and (left := prune_leftovers(folder, dry_run=True)):
+        used = sum(bool(each.kept) for each in left)
+        size = format_bytes(sum(each.nbytes for each in left))
+        lines.append(
+            f"beside them {len(left)} hidden directories of saves and removals, {size}, of which {used} may be in use: "
+            f"`shardckpt prune {folder} --dry-run` names them"
+        )
+    return lines

@@ -1,0 +1,150 @@
+"""Merge checkpoints of any formats into one: an average, an EMA, a decay of the learning rate, or an interpolation.
+
+Each SRC is what `shardckpt convert` reads; all need the same keys. The weights of the sources are
+  --weights W,W,...  one for each SRC, in their order; they are divided by their sum (all equal)
+  --decay D          an exponential moving average, the oldest SRC first: average = D * average + (1 - D) * next
+  --wsm DECAY        warmup-stable and merge: what stands for a decay of the learning rate, linear, cosine or 1-sqrt,
+                     the oldest SRC first; see --steps
+  --linear T         two: 1 - T and T
+  --slerp T          two: each tensor along the sphere, T of the way from the first to the second
+
+Sums are computed in one dtype and rounded once. The bits of DST depend neither on the order of sources that have the
+same weights, nor on --memory. Tensors that are not floating-point must be equal. Objects and common state are those of
+the last SRC, or see --base.
+
+DST is complete or absent. At the end it is read again, and fingerprints are compared.
+
+exit codes:
+  0  merged
+  2  an error
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING, Any
+
+from shardckpt.cli.convert import add_target_options, read_target_options
+
+if TYPE_CHECKING:
+    from shardckpt.maintenance import MergeReport
+
+
+def add(verbs: Any) -> None:
+    """Add the verb."""
+    parser = verbs.add_parser(
+        "merge",
+        help="average or interpolate checkpoints of any formats",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "sources", metavar="SRC", nargs="+", help="directory or URL of a checkpoint or folder, or a file"
+    )
+    parser.add_argument("target", metavar="DST", help="what to write: absent or empty, or see --overwrite")
+    how = parser.add_mutually_exclusive_group()
+    how.add_argument("--weights", type=parse_numbers, metavar="W,W,...", help="the weight of each SRC")
+    how.add_argument("--decay", type=float, metavar="D", help="an exponential moving average")
+    how.add_argument("--wsm", metavar="DECAY", help="merge as a decay of the learning rate: linear, cosine or 1-sqrt")
+    how.add_argument("--linear", type=float, metavar="T", help="interpolate two linearly")
+    how.add_argument("--slerp", type=float, metavar="T", help="interpolate two spherically")
+    parser.add_argument(
+        "--steps", type=parse_numbers, metavar="S,S,...", help="--wsm: the step of each SRC (equally far apart)"
+    )
+    parser.add_argument("--accumulate", choices=("fp32", "fp64"), default="fp32", help="dtype of sums (fp32)")
+    parser.add_argument(
+        "--optimizer",
+        choices=("average", "drop", "base"),
+        default="average",
+        help="optimizer state: merge it, do not write it, or take that of --base (average)",
+    )
+    parser.add_argument(
+        "--missing",
+        choices=("error", "drop", "available"),
+        default="error",
+        help="tensors that not all SRC have: an error, not written, or merged from those that have them (error)",
+    )
+    parser.add_argument("--base", type=int, metavar="N", help="objects and common state of the N-th SRC (the last)")
+    add_target_options(parser)
+    parser.set_defaults(run=run)
+
+
+def run(options: Any) -> int:
+    """Merge, and print the report. Return the exit code."""
+    from shardckpt.errors import CheckpointingException
+    from shardckpt.maintenance import merge_checkpoints
+
+    if options.base is not None and not 1 <= options.base <= len(options.sources):
+        raise CheckpointingException(f"--base {options.base}: there are {len(options.sources)} SRC, numbered from 1")
+    report = merge_checkpoints(
+        options.sources,
+        options.target,
+        weights=_compute_weights(options),
+        slerp=options.slerp,
+        accumulate=options.accumulate,
+        optimizer=options.optimizer,
+        missing=options.missing,
+        base=-1 if options.base is None else options.base - 1,
+        **read_target_options(options),
+    )
+    print(_encode(report) if options.json else _describe(report, options.target))
+    return 0
+
+
+def parse_numbers(text: str) -> list[float]:
+    """Parse numbers with commas between them; raise ValueError for anything else."""
+    return [float(number) for number in text.split(",")]
+
+
+#: What argparse calls it in its error.
+parse_numbers.__name__ = "list of numbers, such as 1,2,1,"
+
+
+def _compute_weights(options: Any) -> list[float] | None:
+    """Return the weights that the options say; None for equal ones, and for slerp."""
+    from shardckpt.errors import CheckpointingException
+    from shardckpt.maintenance import compute_ema_weights, compute_wsm_weights
+
+    count = len(options.sources)
+    if options.steps is not None and (options.wsm is None or len(options.steps) != count):
+        raise CheckpointingException(f"--steps: give --wsm, too, and a step for each of the {count} SRC")
+    if options.decay is not None:
+        return compute_ema_weights(count, options.decay)
+    if options.wsm is not None:
+        return compute_wsm_weights(range(count) if options.steps is None else options.steps, options.wsm)
+    if options.linear is not None:
+        return [1 - options.linear, options.linear]
+    weights: list[float] | None = options.weights
+    return weights
+
+
+def _encode(report: MergeReport) -> str:
+    import json
+    from dataclasses import asdict
+
+    fields = asdict(report)
+    fields["conversion"]["proof"] = [tensor._asdict() for tensor in report.conversion.proof]
+    return json.dumps(fields, indent=2)
+
+
+def _describe(report: MergeReport, target: str) -> str:
+    from shardckpt.cli.table import table
+    from shardckpt.errors import listed
+
+    written = report.conversion
+    rows = [
+        (f"{weight:.6g}", source + (" (base)" if number == report.base else ""))
+        for number, (source, weight) in enumerate(zip(report.sources, report.weights, strict=True))
+    ]
+    lines = [table(("weight", "source"), rows)]
+    if written.left_out:
+        lines.append(f"not written: {listed(list(written.left_out))}")
+    if written.rewritten:
+        places = [f"{place} ({kind})" for place, kind in written.rewritten.items()]
+        lines.append(f"written as builtin types: {listed(places)}")
+    backend, version = written.new
+    lines.append(
+        f"{target}: {backend} version {version}, merged from {len(report.sources)} sources: {written.tensors:,} "
+        f"tensors of {written.nbytes:,} bytes, {written.objects:,} objects; read again, all fingerprints are equal"
+    )
+    return "\n".join(lines)

@@ -1,0 +1,20 @@
+"""Long output on a terminal goes through a pager, as git's does."""
+
+from __future__ import annotations
+
+import pydoc
+import shutil
+import sys
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+def page(lines: Sequence[str]) -> None:
+    """Print lines; through ``$PAGER`` if standard output is a terminal on which they do not fit (``cat`` for none)."""
+    text = "\n".join(lines)
+    if sys.stdout.isatty() and text.count("\n") + 1 >= shutil.get_terminal_size().lines:
+        pydoc.pager(f"{text}\n")
+    else:
+        print(text)

@@ -1,0 +1,5 @@
+"""What long verbs show while they run."""
+
+from shardckpt.engine import show_progress
+
+__all__ = ["show_progress"]

@@ -1,0 +1,101 @@
+"""``shardckpt inspect PATH KEY[0:4, ...]``: statistics and values of a region of one tensor."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from typing import TYPE_CHECKING, Any
+
+from shardckpt.errors import CheckpointingException, KeyMismatchError, listed
+
+if TYPE_CHECKING:
+    from shardckpt.engine import StoredCheckpoint
+
+#: Elements that are printed in full; of a larger region its first corner.
+_MOST = 400
+_CORNER = 8
+_REGION = re.compile(r"(.+)\[([^\[\]]*)\]", re.DOTALL)
+
+
+def split_region(text: str) -> tuple[str, tuple[Any, ...]] | None:
+    """Return the key and the index of ``KEY[0:4, ...]``; None if the text does not end with brackets.
+
+    Raises:
+        CheckpointingException: what is in the brackets is no index.
+    """
+    found = _REGION.fullmatch(text)
+    if found is None:
+        return None
+    return found[1], tuple(_parse_part(part.strip(), text) for part in found[2].split(",") if part.strip())
+
+
+def describe_values(checkpoint: StoredCheckpoint, key: str, index: tuple[Any, ...], *, as_json: bool) -> list[str]:
+    """Return the lines about a region: what it is, its statistics, and its values or the first of them.
+
+    Raises:
+        KeyMismatchError: no such tensor is stored.
+    """
+    from shardckpt.maintenance import compute_statistics
+
+    if key not in checkpoint:
+        have = listed(sorted(checkpoint), limit=6) or "none"
+        raise KeyMismatchError(f"no tensor has the key {key!r} (keys: {have})")
+    stored = checkpoint[key]
+    statistics = compute_statistics(stored, index)
+    corner, is_all = _find_corner(stored.shape, index, statistics.count)
+    values = stored[corner]
+    if as_json:
+        is_json = not statistics.nans and not statistics.infs and not values.is_complex()
+        said = {"key": key, "dtype": str(stored.dtype).removeprefix("torch."), "shape": list(stored.shape)}
+        shown = {"first": not is_all, "values": values.tolist() if is_json else str(values)}
+        return [json.dumps({**said, **dataclasses.asdict(statistics), **shown})]
+    shape = "x".join(map(str, stored.shape))
+    what = (
+        f"{key}: {str(stored.dtype).removeprefix('torch.')}, shape {shape or '()'}, {statistics.count:,} elements read"
+    )
+    numbers = ", ".join(
+        f"{name} {'-' if value is None else format(value, '.9g')}"
+        for name, value in (
+            ("min", statistics.minimum),
+            ("max", statistics.maximum),
+            ("mean", statistics.mean),
+            ("norm", statistics.norm),
+        )
+    )
+    odd = f"NaN {statistics.nans:,}, Inf {statistics.infs:,}"
+    left_out = " (left out above)" if statistics.nans or statistics.infs else ""
+    return [what, numbers, f"{odd}{left_out}", "values:" if is_all else "first values:", str(values)]
+
+
+def _parse_part(part: str, text: str) -> Any:
+    if part == "...":
+        return ...
+    try:
+        numbers = [int(each) if each.strip() else None for each in part.split(":")]
+    except ValueError:
+        numbers = []
+    if len(numbers) == 1 and numbers[0] is not None:
+        return numbers[0]
+    if len(numbers) == 2:  # noqa: PLR2004 - start and stop
+        return slice(*numbers)
+    raise CheckpointingException(
+        f"{text!r}: {part!r} is no index: give integers, slices and '...', as in KEY[0:4, ...]"
+    )
+
+
+def _find_corner(shape: tuple[int, ...], index: tuple[Any, ...], count: int) -> tuple[tuple[Any, ...], bool]:
+    """Return the index of what is printed of a region, and whether that is all of it."""
+    if count <= _MOST:
+        return index, True
+    full = list(index)
+    if ... in full:
+        place = full.index(...)
+        full[place : place + 1] = [slice(None)] * (len(shape) - len(full) + 1)
+    full += [slice(None)] * (len(shape) - len(full))
+    for axis, part in enumerate(full):
+        if isinstance(part, slice):
+            start, stop, _ = part.indices(shape[axis])
+            most = _CORNER if axis >= len(shape) - 2 else 1  # the last two axes are a page
+            full[axis] = slice(start, min(stop, start + most))
+    return tuple(full), False

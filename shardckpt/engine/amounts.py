@@ -1,0 +1,28 @@
+"""Bytes and times as people read them."""
+
+from __future__ import annotations
+
+_UNITS = ("kB", "MB", "GB", "TB", "PB", "EB")
+_THOUSAND = 1000
+_TEN = 10
+_TIMES = ((86400 * 365, "y"), (86400, "d"), (3600, "h"), (60, "min"))
+
+
+def format_bytes(nbytes: float) -> str:
+    """Return a size with its unit, powers of 1000, as ``ls`` and ``--max-shard-size`` count: ``1.5 GB``."""
+    if nbytes < _THOUSAND:
+        return f"{nbytes:.0f} B"
+    value, unit = float(nbytes), ""
+    for name in _UNITS:
+        value, unit = value / _THOUSAND, name
+        if round(value, 1) < _THOUSAND:
+            break
+    return f"{value:.1f} {unit}" if value < _TEN else f"{value:.0f} {unit}"
+
+
+def format_seconds(seconds: float) -> str:
+    """Return a duration in its largest unit: ``5 min``."""
+    for size, unit in _TIMES:
+        if seconds >= size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{max(seconds, 0):.0f} s"

@@ -1,0 +1,111 @@
+"""What long operations show while they run, from ``shardckpt_event``: a bar on a terminal, else a line now and then."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from shardckpt.engine.amounts import format_bytes, format_seconds
+from shardckpt.plugins import get_plugin_manager, hookimpl
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from shardckpt.plugins import Event
+
+#: Seconds between two lines; a verb that takes less shows none.
+_PAUSE = 10.0
+
+
+@contextmanager
+def show_progress(operation: str) -> Iterator[None]:
+    """Show on standard error how many bytes of an operation are done, its rate and the time left, in the block.
+
+    A bar needs a terminal and ``rich`` (``pip install 'shardckpt[cli]'``), which also honours ``NO_COLOR``.
+
+    Args:
+        operation: The one that is shown, by the name that its events have.
+    """
+    observer = _Observer(operation)
+    plugins = get_plugin_manager()
+    with _make_bar(operation) as draw:
+        observer.draw = draw
+        plugins.register(observer, f"progress of {operation}")
+        try:
+            yield
+        finally:
+            plugins.unregister(observer)
+
+
+class _Observer:
+    """Adds up the progress of an operation over the checkpoints that it works on at a time."""
+
+    #: So that operations report it.
+    wants_progress = True
+
+    def __init__(self, operation: str) -> None:
+        self.operation = operation
+        self.draw: Callable[[int, int], None] = _draw_nothing
+        self._progress: dict[str, tuple[int, int]] = {}
+        self._lock = threading.Lock()
+
+    @hookimpl
+    def shardckpt_event(self, event: Event) -> None:
+        if event.operation != self.operation or event.state != "progress":
+            return
+        with self._lock:
+            self._progress[event.directory] = (event.nbytes, event.total)
+            self.draw(*map(sum, zip(*self._progress.values(), strict=True)))
+
+
+@contextmanager
+def _make_bar(operation: str) -> Iterator[Callable[[int, int], None]]:
+    """Yield a function that shows the number of bytes that are done and that of all bytes."""
+    columns: Any = None
+    if sys.stderr.isatty():
+        try:
+            import rich.console
+            import rich.progress as columns
+        except ImportError:  # lines will do
+            columns = None
+    if columns is None:
+        yield _Lines(operation)
+        return
+    bar = columns.Progress(
+        columns.TextColumn(operation),
+        columns.BarColumn(),
+        columns.DownloadColumn(),
+        columns.TransferSpeedColumn(),
+        columns.TimeRemainingColumn(),
+        console=rich.console.Console(stderr=True),
+        transient=True,
+    )
+    with bar:
+        task = bar.add_task(operation, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def _draw_nothing(_done: int, _total: int) -> None:
+    """Draw nothing."""
+
+
+class _Lines:
+    """Prints a line at most every few seconds."""
+
+    def __init__(self, operation: str) -> None:
+        self._operation = operation
+        self._started = self._shown = time.monotonic()
+
+    def __call__(self, done: int, total: int) -> None:
+        now = time.monotonic()
+        if now - self._shown < _PAUSE:
+            return
+        self._shown = now
+        rate = done / (now - self._started)
+        left = f", {format_seconds((total - done) / rate)} left" if rate else ""
+        said = f"{self._operation}: {format_bytes(done)} of {format_bytes(total)}, {format_bytes(rate)}/s{left}"
+        sys.stderr.write(f"{said}\n")
+        sys.stderr.flush()

@@ -1,0 +1,67 @@
+"""The bytes of a long operation that are done, reported to ``shardckpt_event``."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from shardckpt.plugins import Event
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from shardckpt.plugins import PluginManager
+
+logger = logging.getLogger(__name__)
+
+#: Seconds between two reports: an observer draws no faster, and the threads that count wait for it.
+_INTERVAL = 0.1
+
+
+class Progress:
+    """Counts the bytes of an operation of this process; any number of threads may add some at a time.
+
+    Args:
+        operation: ``verify`` or another name that :class:`~shardckpt.plugins.Event` lists.
+        directory: The checkpoint.
+        total: Bytes that are to be done.
+        plugins: The plugin manager, whose plugins observe the operation.
+        rank: The rank that reports.
+    """
+
+    def __init__(
+        self, operation: str, directory: str | Path, total: int, plugins: PluginManager, rank: int = 0
+    ) -> None:
+        self._start = Event(operation, "", "progress", str(directory), rank=rank, total=total)
+        self._hook = plugins.hook.shardckpt_event
+        self._total = total
+        self._done = 0
+        self._started = time.perf_counter()
+        self._reported = 0.0
+        self._lock = threading.Lock()
+        self.add(0)
+
+    def add(self, nbytes: int) -> None:
+        """Count some more bytes as done, and report it unless that was just done; the last bytes always are."""
+        with self._lock:
+            self._done += nbytes
+            now = time.perf_counter()
+            if now - self._reported < _INTERVAL and self._done < self._total:
+                return
+            self._reported = now
+            try:
+                if self._hook.get_hookimpls():
+                    self._hook(event=replace(self._start, nbytes=self._done, seconds=now - self._started))
+            except Exception:  # an observer must not be able to fail what it observes
+                logger.warning("a plugin's shardckpt_event failed", exc_info=True)
+
+
+def wants_progress(plugins: PluginManager) -> bool:
+    """Return whether a plugin that is registered asks for the progress of operations: it has ``wants_progress``.
+
+    A save then calls it ten times a second from the threads that write; nobody who does not ask for it pays for it.
+    """
+    return any(getattr(hook.plugin, "wants_progress", False) for hook in plugins.hook.shardckpt_event.get_hookimpls())

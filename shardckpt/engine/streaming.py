@@ -1,0 +1,97 @@
+"""Reading the tensors of an open checkpoint in boxes of bounded size, and summing their bits. Not collective."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from shardckpt.engine.tensor_sums import TensorSums
+from shardckpt.mapping import ShardedTensor
+from shardckpt.planning import Box, batch_by_bytes, cut_box
+from shardckpt.storage import Buffer
+from shardckpt.tensors import LARGE
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+    from shardckpt.engine.loading import OpenCheckpoint
+    from shardckpt.mapping import ShardedBase
+
+#: Bytes of values that are read at a time: enough for fast reads, and little beside the process at rest.
+STREAM_BYTES = 32 << 20
+
+
+class TensorBox(NamedTuple):
+    """A box of a stored tensor."""
+
+    tensor: ShardedTensor
+    box: Box
+
+    @property
+    def nbytes(self) -> int:
+        """Its bytes."""
+        return self.box.volume * self.tensor.dtype.itemsize
+
+
+def read_boxes(checkpoint: OpenCheckpoint, boxes: Sequence[TensorBox]) -> list[torch.Tensor]:
+    """Return the values of boxes, as CPU tensors of the stored dtypes."""
+    wanted: list[ShardedBase] = [make_destination(_describe(*found)) for found in boxes]
+    return checkpoint.values(wanted)
+
+
+def compute_fingerprints(
+    checkpoint: OpenCheckpoint, tensors: Sequence[ShardedTensor], most: int = STREAM_BYTES
+) -> dict[str, str]:
+    """Return the fingerprints of stored tensors, from their values: all of them are read.
+
+    Args:
+        checkpoint: The checkpoint.
+        tensors: Descriptions of its tensors.
+        most: Bytes of values in memory at a time.
+
+    Returns:
+        As :func:`shardckpt.fingerprint` returns them.
+
+    Raises:
+        CheckpointingException: A tensor cannot be read, or is damaged.
+    """
+    sums = TensorSums()
+    for batch in batch_by_bytes(_cut_tensors(tensors, most), lambda found: found.nbytes, most):
+        values = read_boxes(checkpoint, batch)
+        sums.add([_describe(*found) for found in batch], values)
+        del values  # before the next read: both would be in memory
+    return {
+        tensor.key: sums.finish(tensor.key, tensor.dtype, tuple(tensor.global_shape))
+        for tensor in sorted(tensors, key=lambda tensor: tensor.key)
+    }
+
+
+def _cut_tensors(tensors: Iterable[ShardedTensor], most: int) -> Iterator[TensorBox]:
+    for tensor in tensors:
+        whole = Box((0,) * len(tensor.global_shape), tuple(tensor.global_shape))
+        for box in cut_box(whole, tensor.dtype.itemsize, most):
+            yield TensorBox(tensor, box)
+
+
+def make_destination(shard: ShardedTensor) -> ShardedTensor:
+    """Return a description to read into; large ones with memory of the system, which gets it back at once."""
+    wanted = shard.without_data()
+    nbytes = math.prod(shard.local_shape) * shard.dtype.itemsize
+    if nbytes >= LARGE:
+        wanted.data = make_memory(shard.dtype, shard.local_shape)
+    return wanted
+
+
+def make_memory(dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
+    """Return a tensor to read into; a large one with memory of the system, which gets it back at once."""
+    nbytes = math.prod(shape) * dtype.itemsize
+    if nbytes < LARGE:
+        return torch.empty(shape, dtype=dtype, device="cpu")
+    # of torch's allocator, freed blocks of varying sizes kept up to 140 MiB of a budget of 64
+    return torch.frombuffer(Buffer(nbytes).view, dtype=torch.uint8).view(dtype).view(shape)
+
+
+def _describe(tensor: ShardedTensor, box: Box) -> ShardedTensor:
+    return ShardedTensor(tensor.key, None, tensor.dtype, box.shape, tensor.global_shape, box.offset, None)

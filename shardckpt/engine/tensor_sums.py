@@ -1,0 +1,69 @@
+"""The fingerprints of tensors whose boxes are read one after the other."""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+from typing import TYPE_CHECKING
+
+from shardckpt.tensors import finish_fingerprint, sum_boxes
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
+
+    from shardckpt.mapping import ShardedTensor
+    from shardckpt.planning import Ints
+
+    #: A box of a tensor, and its sums: key, offset, shape, sums.
+    _Logged = tuple[str, Ints, Ints, tuple[int, int]]
+
+
+class TensorSums:
+    """Adds up the fingerprints of tensors, box by box; a box that is read twice counts once.
+
+    Args:
+        is_logged: Whether :meth:`take_log` is called from time to time.
+    """
+
+    def __init__(self, *, is_logged: bool = False) -> None:
+        self._log: list[_Logged] | None = [] if is_logged else None
+        self._lock = threading.Lock()
+        self._sums: dict[str, dict[tuple[Ints, Ints], tuple[int, int]]] = defaultdict(dict)
+
+    def add(self, shards: Sequence[ShardedTensor], values: Sequence[torch.Tensor]) -> None:
+        """Add boxes of tensors.
+
+        Args:
+            shards: Where each box lies in which tensor.
+            values: Its values.
+        """
+        boxes = []
+        for shard, value in zip(shards, values, strict=True):
+            whole = value.reshape((1,) * shard.prepend_axis_num + tuple(value.shape))
+            boxes.append((whole, tuple(shard.global_offset), tuple(shard.global_shape)))
+        found = sum_boxes(boxes)
+        with self._lock:
+            for shard, (value, offset, _), sums in zip(shards, boxes, found, strict=True):
+                self._sums[shard.key][offset, tuple(value.shape)] = sums
+                if self._log is not None:
+                    self._log.append((shard.key, offset, tuple(value.shape), sums))
+
+    def take_log(self) -> list[_Logged]:
+        """Return what was added since the last call, as JSON can keep it."""
+        with self._lock:
+            log, self._log = self._log or [], []
+        return log
+
+    def restore(self, log: Sequence[_Logged]) -> None:
+        """Add what :meth:`take_log` returned in another process; what was added here counts once."""
+        with self._lock:
+            for key, offset, shape, (first, second) in log:
+                self._sums[key].setdefault((tuple(offset), tuple(shape)), (first, second))
+
+    def finish(self, key: str, dtype: torch.dtype, shape: Ints) -> str:
+        """Return the fingerprint of a tensor of which all boxes were added."""
+        boxes = self._sums.get(key, {}).values()
+        sums = [sum(box[number] for box in boxes) for number in range(2)]
+        return finish_fingerprint(str(dtype).removeprefix("torch."), shape, sums)

@@ -1,0 +1,51 @@
+"""A model's files that are not weights: configuration and tokenizer, which are copied next to weights."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from shardckpt.errors import CheckpointingException, listed
+from shardckpt.huggingface.names import is_asset
+from shardckpt.storage import read_file, wrap_os_errors
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    PathLike = str | os.PathLike[str]
+
+#: Most bytes of a file that is read: tokenizers have a few MiB.
+_LIMIT = 1 << 30
+
+
+def list_assets(assets: PathLike | Sequence[PathLike]) -> list[Path]:
+    """Return a model's files that are not weights.
+
+    Args:
+        assets: A folder, of which all files but weights count; or a list of files.
+
+    Raises:
+        CheckpointingException: There are none, or two have one name.
+        StorageError: The folder cannot be listed.
+    """
+    if isinstance(assets, (str, os.PathLike)):
+        with wrap_os_errors("list", Path(assets)):
+            files = [path for path in sorted(Path(assets).iterdir()) if path.is_file() and is_asset(path.name)]
+    else:
+        files = [Path(path) for path in assets]
+    if not files:
+        raise CheckpointingException(f"assets={assets}: it has no files other than weights")
+    names = [path.name for path in files]
+    if len(set(names)) < len(names):
+        raise CheckpointingException(f"assets: two files have one name, of {listed(sorted(names))}")
+    return files
+
+
+def read_assets(files: Sequence[Path]) -> dict[str, bytes]:
+    """Return the content of files by name; links are followed, as those of the Hub's cache.
+
+    Raises:
+        CheckpointingException: One cannot be read, or has more than 1 GiB.
+    """
+    return {path.name: read_file(path.resolve(), _LIMIT) for path in files}

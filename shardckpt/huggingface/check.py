@@ -1,0 +1,70 @@
+"""Check the files of a Hugging Face folder without digests: headers, lengths, and the index against the files."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from shardckpt.errors import CheckpointingException, CorruptCheckpointError, listed
+from shardckpt.huggingface.folder import find_only_file, read_header, read_weight_map, resolve_link
+from shardckpt.huggingface.names import SAFETENSORS, index_name
+from shardckpt.storage import file_size, wrap_os_errors
+from shardckpt.strategy import find_error
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+    from pathlib import Path
+
+
+def check_folder(folder: Path) -> dict[str, CheckpointingException | None]:
+    """Check every weight file of a folder, and that each has the tensors that the index promises; no value is read.
+
+    Args:
+        folder: The folder, local or on a store.
+
+    Returns:
+        By file name: what is wrong with it, or None.
+
+    Raises:
+        NotACheckpointError: It has neither ``model.safetensors`` nor the index.
+        CorruptCheckpointError: The index is damaged, so that there is no list of files.
+    """
+    weight_map = read_weight_map(folder)
+    promised: dict[str, list[str]] = {}
+    for name, file in weight_map.items():
+        promised.setdefault(file, []).append(name)
+    files = promised or {find_only_file(folder): []}
+    found = {
+        file: find_error(check_weights, resolve_link(folder, file), names) for file, names in sorted(files.items())
+    }
+    return {index_name(SAFETENSORS): None, **found} if weight_map else found
+
+
+def check_weights(path: Path, promised: Collection[str] = ()) -> None:
+    """Check one file of safetensors.
+
+    Args:
+        path: The file.
+        promised: The tensors that it must have, by the index.
+
+    Raises:
+        CorruptCheckpointError: Its header contradicts itself or the file's length, or a tensor is not in it.
+        StorageError: It is not there, or cannot be read.
+    """
+    tensors = read_header(path)
+    absent = sorted(set(promised) - tensors.keys())
+    if absent:
+        raise CorruptCheckpointError(f"{path} lacks tensors that the index says are in it: {listed(absent)}")
+    ends = [
+        None if tensor.dtype is None else tensor.start + math.prod(tensor.shape) * tensor.dtype.itemsize
+        for tensor in tensors.values()
+    ]
+    if not ends or None in ends:  # the bytes of a dtype that this torch lacks are not known
+        return
+    last = max(end for end in ends if end is not None)
+    with wrap_os_errors("look at", path):
+        size = file_size(path)
+    if last < size:
+        raise CorruptCheckpointError(
+            f"{path} has {size - last:,} bytes behind its last tensor, which the format forbids"
+        )

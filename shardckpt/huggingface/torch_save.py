@@ -1,0 +1,148 @@
+"""Write a checkpoint as one file of ``torch.save`` with plain tensors and builtin containers, in bounded memory."""
+
+from __future__ import annotations
+
+import argparse
+import enum
+import io
+import types
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from shardckpt.archive import DeclaredTensor, make_state_dict_frame
+from shardckpt.errors import ShardingError
+from shardckpt.huggingface.block_writer import BlockWriter
+from shardckpt.huggingface.header import FileLayout, FramePart, TensorSpan
+from shardckpt.huggingface.small_file import replace_file
+from shardckpt.tensors import plain_cpu, tensor_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from pathlib import Path
+
+    from shardckpt.huggingface.hub_tensor import HubTensor
+    from shardckpt.mapping import ShardedTensor
+    from shardckpt.storage import Journal
+
+#: What ``torch.load`` reads with ``weights_only``, beside tensors and containers.
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.Size, torch.device)
+#: The builtin type that takes the place of a class derived from one.
+_BUILTIN: dict[type[Any], Callable[[Any], Any]] = {
+    **{kind: kind for kind in (dict, list, tuple, set, bool, int, float, str, bytes)},
+    frozenset: set,
+    bytearray: bytes,
+}
+
+
+@dataclass
+class TorchFile:
+    """A state dict that is to be written to a file of ``torch.save``.
+
+    Args:
+        tensors: The tensors of the checkpoint by name.
+
+    Attributes:
+        rewritten: Places of values that were of other classes than builtin ones, with the class.
+    """
+
+    tensors: Mapping[str, HubTensor]
+    rewritten: dict[str, str] = field(default_factory=dict)
+    #: Stand-ins for the tensors in the state dict, and for those that are in memory.
+    _declared: dict[str, DeclaredTensor] = field(default_factory=dict)
+    _in_memory: list[tuple[DeclaredTensor, torch.Tensor]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._declared = {name: DeclaredTensor(t.dtype, t.shape) for name, t in self.tensors.items()}
+
+    @property
+    def stand_ins(self) -> dict[str, Any]:
+        """What stands for each tensor in the state dict that :meth:`write` takes, by name."""
+        return dict(self._declared)
+
+    def write(
+        self,
+        path: Path,
+        state_dict: Any,
+        load: Callable[[list[ShardedTensor]], Any],
+        journal: Journal | None = None,
+    ) -> None:
+        """Write the file, and put it in its place when it is durable.
+
+        Args:
+            path: The file; an existing one is replaced.
+            state_dict: Nested values with the stand-ins of all tensors.
+            load: Fills the data of shards from the checkpoint.
+            journal: The journal of what is written, if another process may go on with it after a kill.
+
+        Raises:
+            ShardingError: A value is of a class that has no builtin counterpart.
+            StorageError: The file cannot be written.
+        """
+        plain = self._make_plain(state_dict, "")
+        declared = [*self._declared.values(), *(stand_in for stand_in, _ in self._in_memory)]
+        frame = make_state_dict_frame(plain, declared)
+        parts = [FramePart(*part) for part in frame.parts]
+        for start, (_, tensor) in zip(frame.starts[len(self.tensors) :], self._in_memory, strict=True):
+            parts.append(FramePart(start, bytes(tensor_bytes(tensor))))
+        spans = [
+            TensorSpan(tensor, start, start + tensor.nbytes)
+            for tensor, start in zip(self.tensors.values(), frame.starts, strict=False)
+        ]
+        with replace_file(path, journal) as staged, BlockWriter(load, journal) as writer:
+            writer.write(staged, FileLayout(sorted(parts), spans))
+
+    def _make_plain(self, value: Any, place: str) -> Any:
+        """Return nested values as builtins."""
+        kind = type(value)
+        if kind in _PLAIN or isinstance(value, DeclaredTensor):
+            return value
+        if isinstance(value, torch.Tensor):
+            return self._declare(value)
+        made = self._find_builtin(value)
+        if made is value and kind not in (dict, list, tuple, set):
+            raise ShardingError(
+                f"{place or 'the state dict'} is a {kind.__module__}.{kind.__qualname__}, which has no counterpart "
+                "among the builtin types: leave it out (--leave-out), or convert to a format that stores objects"
+            )
+        if made is not value:
+            self.rewritten[place] = f"{kind.__module__}.{kind.__qualname__}"
+        if isinstance(made, dict):
+            return {self._make_plain(k, place): self._make_plain(v, _join(place, k)) for k, v in made.items()}
+        if isinstance(made, (list, tuple, set)):
+            return type(made)(self._make_plain(inner, _join(place, n)) for n, inner in enumerate(made))
+        return self._make_plain(made, place) if made is not value else value
+
+    def _find_builtin(self, value: Any) -> Any:
+        """Return the builtin counterpart of a value, which may have others in it; the value itself if there is none."""
+        kind = type(value)
+        if kind in (dict, list, tuple, set):
+            return value
+        made = value
+        if isinstance(value, (argparse.Namespace, types.SimpleNamespace)):
+            made = dict(vars(value))
+        elif isinstance(value, io.BytesIO):
+            made = value.getvalue()
+        elif isinstance(value, enum.Enum):
+            made = value.value
+        elif kind.__module__ == "numpy":  # by its name: numpy need not be installed
+            is_array = kind.__name__ == "ndarray"
+            if is_array and value.dtype.kind in "biufc":
+                made = torch.from_numpy(value.copy())
+            elif not is_array and hasattr(value, "item"):
+                made = value.item()
+        else:
+            base = next((base for base in _BUILTIN if isinstance(value, base)), None)
+            made = _BUILTIN[base](value) if base else value
+        return made
+
+    def _declare(self, tensor: torch.Tensor) -> DeclaredTensor:
+        values = plain_cpu(tensor.detach()).contiguous()
+        stand_in = DeclaredTensor(values.dtype, tuple(values.shape))
+        self._in_memory.append((stand_in, values))
+        return stand_in
+
+
+def _join(place: str, name: Any) -> str:
+    return f"{place}.{name}" if place else f"{name}"

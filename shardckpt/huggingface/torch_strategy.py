@@ -1,0 +1,217 @@
+"""A load strategy for one file of ``torch.save``, so that it is read by the same steps as a checkpoint."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from shardckpt.archive import Archive, LazyTensor, StoredPayload, read_payload
+from shardckpt.distributed import Comm
+from shardckpt.errors import CheckpointingException, CorruptCheckpointError, ShardingError
+from shardckpt.huggingface.convert import make_structure
+from shardckpt.huggingface.torch_file import is_archive, read_torch_file
+from shardckpt.mapping import PlainObject, ShardedTensor
+from shardckpt.planning import part_view, shard_parts
+from shardckpt.state_dict import extract_matching_values
+from shardckpt.strategy import LoadContext, LoadStrategy, StoredFile, find_error
+from shardckpt.tensors import copy_values
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from shardckpt.mapping import ShardedBase, StateDict
+    from shardckpt.storage import CheckpointReader
+
+#: Bytes of a tensor that may have more elements than its storage, as an expanded one has.
+_EXPANDED = 1 << 20
+#: Values that a pickle of n bytes may have: some, and some a byte. It can name one list any number of times.
+_FREE, _VALUES = 1 << 16, 8
+_CONTENT = "content_metadata"
+
+
+@dataclass(frozen=True)
+class _Content:
+    """What a file has: its state dict with tensors of the meta device, and by key where each tensor's values are."""
+
+    state_dict: dict[Any, Any]
+    tensors: dict[str, StoredPayload | torch.Tensor]
+
+
+class TorchFileLoadStrategy(LoadStrategy):
+    """Reads a file of ``torch.save`` by the allow-list, without running code in it.
+
+    The key of a tensor is its path in the state dict, joined by dots; all other values are common state. Ranges of
+    tensors are read from the file, so that memory is bounded; a file of before torch 1.6 is in memory as a whole.
+
+    Args:
+        file: The file's name in its folder.
+    """
+
+    backend = "torch_save"
+    version = 1
+    reads = "files of torch.save"
+
+    def __init__(self, file: str) -> None:
+        self._file = file
+
+    def load(self, wanted: Sequence[ShardedBase], context: LoadContext) -> list[Any]:
+        """Read into the shards' data, or into new tensors; see the base."""
+        content = self._content(context)
+        filled = []
+        for shard in wanted:
+            if not isinstance(shard, ShardedTensor):
+                raise CheckpointingException(f"{self._file} has tensors and plain values, no object {shard.key!r}")
+            filled.append(shard if shard.data is not None else shard.without_data())
+            if shard.data is None:
+                filled[-1].init_data("cpu")
+        reads = [(shard, part) for shard in filled for part in shard_parts(shard)]
+
+        def read(task: Any) -> None:
+            shard, part = task
+            target, source = part_view(shard, part), content.tensors[shard.key]
+            if isinstance(source, torch.Tensor):
+                stop = (low + size for low, size in zip(part.box.offset, part.box.shape, strict=True))
+                copy_values(target, source[tuple(map(slice, part.box.offset, stop))])
+            else:
+                read_payload(context.reader, self._file, source, part.box.offset, target, shard.key)
+
+        context.reader.map(read, reads, lambda task: task[1].box.volume * task[0].dtype.itemsize)
+        return [shard.data for shard in filled]
+
+    def load_common(self, context: LoadContext) -> StateDict:
+        """Return all that is no tensor, and as ``content_metadata`` the structure by which the dict is restored."""
+        state_dict = self._content(context).state_dict
+        _, rest = extract_matching_values(state_dict, lambda value: isinstance(value, torch.Tensor))
+        return {**rest, _CONTENT: make_structure(state_dict)}
+
+    def load_index(self, context: LoadContext) -> list[ShardedBase]:
+        """Return the tensors without data."""
+        tensors = self._content(context).tensors.items()
+        return [ShardedTensor.from_global_shape(key, tensor.dtype, tuple(tensor.shape)) for key, tensor in tensors]
+
+    def read_plain_objects(self, context: LoadContext) -> list[PlainObject]:
+        """Return the values that are no tensors as stock ``dcp.load`` asks for them: by their paths."""
+        values = list_values(self._content(context).state_dict)
+        return [PlainObject(key, value) for key, value in values]
+
+    def list_plain_objects(self, context: LoadContext) -> list[str]:  # noqa: ARG002 - they are the common state
+        """Return an empty list: the common state has the values of all."""
+        return []
+
+    def list_files(self, reader: CheckpointReader) -> list[StoredFile]:
+        """Return the file, with the tensors in it."""
+        return [StoredFile(self._file, keys=tuple(self._content(LoadContext(reader, Comm(alone=True))).tensors))]
+
+    def check_files(self, reader: CheckpointReader) -> dict[str, CheckpointingException | None]:
+        """Return the error of the file, or None: its directory and its pickle are read, and no tensor."""
+        return {self._file: find_error(self.list_files, reader)}
+
+    def _content(self, context: LoadContext) -> _Content:
+        reader = context.reader
+        return reader.parsed("state dict", lambda: _read_content(reader, self._file, context.allow_globals))
+
+
+def _read_content(reader: CheckpointReader, file: str, allow_globals: tuple[Any, ...]) -> _Content:
+    path, size = reader.directory / file, reader.size(file)
+
+    def read(offset: int, nbytes: int) -> bytes:
+        return reader.read_range(file, offset, min(nbytes, size - offset), file)
+
+    if is_archive(read(0, min(size, 8))):
+        found = Archive(read, size, f"{path}").describe(allow_globals)
+        if not isinstance(found, dict):
+            what = "tensor" if isinstance(found, LazyTensor) else type(found).__name__
+            raise CheckpointingException(f"{path} holds a {what}, not a state dict")
+    else:
+        found = read_torch_file(path)
+    walker = _Walker(reader, file, _FREE + _VALUES * size)
+    try:
+        return _Content(walker.describe(found, ""), walker.tensors)
+    except RecursionError as exc:
+        raise CorruptCheckpointError(
+            f"{path} is damaged: a container in it holds itself, or is nested too deep"
+        ) from exc
+
+
+class _Walker:
+    """Locates the tensors of a nested state dict, and puts tensors of the meta device in their places.
+
+    Args:
+        reader: Reads the file.
+        file: The file.
+        most: The most values that it may have.
+    """
+
+    def __init__(self, reader: CheckpointReader, file: str, most: int) -> None:
+        self._reader = reader
+        self._file = file
+        self._left = most
+        self.tensors: dict[str, StoredPayload | torch.Tensor] = {}
+
+    def describe(self, value: Any, key: str) -> Any:
+        """Return nested dicts and lists with tensors of the meta device; a tuple keeps its tensors."""
+        self._left -= 1
+        if self._left < 0:
+            raise CorruptCheckpointError(f"{self._name}: its pickle repeats its own parts too often")
+        if isinstance(value, dict):
+            return {name: self.describe(inner, f"{key}.{name}" if key else f"{name}") for name, inner in value.items()}
+        if isinstance(value, list):
+            return [self.describe(inner, f"{key}.{number}") for number, inner in enumerate(value)]
+        if isinstance(value, tuple):
+            return self._read(value, key)
+        if not isinstance(value, (LazyTensor, torch.Tensor)):
+            return value
+        source = self._locate(value, key) if isinstance(value, LazyTensor) else value.detach()
+        if key in self.tensors:
+            raise ShardingError(
+                f"{self._name} has two tensors whose paths, joined by dots, are {key!r}: rename one, and save it again"
+            )
+        self.tensors[key] = source
+        return torch.empty(source.shape, dtype=source.dtype, device="meta")
+
+    @property
+    def _name(self) -> str:
+        return str(self._reader.directory / self._file)
+
+    def _locate(self, tensor: LazyTensor, key: str) -> StoredPayload:
+        if tensor.spec is not None:
+            raise CheckpointingException(
+                f"{self._name}: {key!r} is a DTensor, of which one rank's file has a part: convert the checkpoint of "
+                "all ranks, or save its full_tensor()"
+            )
+        stored = tensor.payload
+        if math.prod(stored.shape) * stored.dtype.itemsize > max(stored.nbytes, _EXPANDED):
+            raise CorruptCheckpointError(
+                f"{self._name}: {key!r} of shape {stored.shape} and {stored.dtype} has only {stored.nbytes} bytes"
+            )
+        return stored
+
+    def _read(self, value: Any, key: str) -> Any:
+        """Return what is in a tuple, with the values of its tensors, which a checkpoint has in the common state."""
+        if type(value) is tuple:
+            return tuple(self._read(inner, key) for inner in value)
+        if type(value) is list:
+            return [self._read(inner, key) for inner in value]
+        if isinstance(value, dict):
+            return {name: self._read(inner, key) for name, inner in value.items()}
+        if not isinstance(value, LazyTensor):
+            return value
+        source = self._locate(value, key)
+        target = torch.empty(source.shape, dtype=source.dtype, device="cpu")
+        read_payload(self._reader, self._file, source, (0,) * len(source.shape), target, key)
+        return target
+
+
+def list_values(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield what is no tensor with its path, as torch.distributed.checkpoint flattens it: plain lists are values."""
+    if isinstance(value, dict) and (value or not key):
+        for name, inner in value.items():
+            yield from list_values(inner, f"{key}.{name}" if key else f"{name}")
+    elif isinstance(value, list) and any(isinstance(inner, (dict, list, torch.Tensor)) for inner in value):
+        for number, inner in enumerate(value):
+            yield from list_values(inner, f"{key}.{number}")
+    elif not isinstance(value, torch.Tensor):
+        yield key, value

@@ -1,0 +1,95 @@
+"""A stored checkpoint that gives the weights of its model, one after the other, under the Hub's names."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from shardckpt.engine import STREAM_BYTES, StoredCheckpoint, make_memory
+from shardckpt.errors import KeyMismatchError, listed
+from shardckpt.huggingface.dtypes import parse_dtype
+from shardckpt.huggingface.models import find_mapping
+from shardckpt.huggingface.names import SAFETENSORS
+from shardckpt.huggingface.planning import ExportOptions, find_model_prefix, is_optimizer_key, plan_tensors
+from shardckpt.mapping import ShardedTensor
+from shardckpt.planning import batch_by_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterator
+
+    import torch
+
+    from shardckpt.huggingface.hub_tensor import HubTensor
+    from shardckpt.mapping import ShardedBase
+    from shardckpt.plugins import KeyMapping
+
+
+class ModelCheckpoint(StoredCheckpoint):
+    """A stored checkpoint, with :meth:`weights`; ``shardckpt.dist_checkpointing.open_checkpoint`` yields it."""
+
+    def weights(
+        self,
+        mapping: str | KeyMapping | None = None,
+        *,
+        prefix: str | None = None,
+        dtype: torch.dtype | str | None = None,
+        optimizer: bool = False,
+        leave_out: Collection[str] = (),
+        memory: int = STREAM_BYTES,
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Return an iterator of the model's weights, whole, under the names of the Hub, for evaluation and serving.
+
+        Whatever the number of ranks that have saved it, and the format. Each tensor is read once, in the order of the
+        index; those that fit into ``memory`` together are read together, each file from front to back. What has digests
+        is checked, unless ``SHARDCKPT_VERIFY_READS`` says otherwise.
+
+        Example::
+
+            with open_checkpoint("step-100") as checkpoint:
+                model.load_state_dict(dict(checkpoint.weights()))  # or one by one, as an engine takes them
+                engine.load_weights(checkpoint.weights("qwen3_moe", dtype="bfloat16"))
+
+        Args:
+            mapping: How names and shapes change: as for :func:`shardckpt.huggingface.export_to_huggingface`.
+            prefix: Prefix of the keys to read, which is removed; by default ``"model."`` if the checkpoint is of a
+                model with its optimizers (``model.*`` and ``optimizer.*``), else none.
+            dtype: The dtype that floating-point tensors of 16 bits or more are cast to, except scales of 8-bit weights.
+            optimizer: Also the optimizer's state; by default it is left out, by its keys (``optimizer.``, ``optim.``
+                and others).
+            leave_out: Names, of the Hub, that are not read: a ``lm_head.weight`` that is tied to the embedding.
+            memory: Bytes of tensors that are read at a time; a larger tensor is read alone.
+
+        Returns:
+            Name, and a CPU tensor of the stored dtype, or of ``dtype``. Its memory is its own.
+
+        Raises:
+            KeyMismatchError: No tensor is stored whose key begins with the prefix.
+            CheckpointingException: An argument is wrong, a tensor is not stored as a whole, or it is damaged; what was
+                read before is right.
+        """
+        options = ExportOptions(prefix, find_mapping(mapping), parse_dtype(dtype), 0, SAFETENSORS, frozenset(leave_out))
+        tensors = self._plan_weights(options, optimizer=optimizer)
+        return self._read_weights(tensors, memory)
+
+    def _plan_weights(self, options: ExportOptions, *, optimizer: bool) -> list[HubTensor]:
+        stored = [shard for shard in self._index if isinstance(shard, ShardedTensor)]
+        prefix = find_model_prefix(stored) if options.prefix is None else options.prefix
+        chosen = [shard for shard in stored if optimizer or not is_optimizer_key(shard.key)]
+        found, _ = plan_tensors(chosen, options._replace(prefix=prefix))
+        if not found:
+            keys = listed([repr(shard.key) for shard in stored]) or "nothing"
+            raise KeyMismatchError(
+                f"{self._checkpoint.context.reader.directory} has no weight whose key begins with {prefix!r}; it has "
+                f"{keys}: give another prefix"
+            )
+        return list(found.values())
+
+    def _read_weights(self, tensors: list[HubTensor], memory: int) -> Iterator[tuple[str, torch.Tensor]]:
+        for batch in batch_by_bytes(tensors, lambda tensor: tensor.nbytes, memory):
+            values = {tensor.name: make_memory(tensor.dtype, tensor.shape) for tensor in batch}
+            wanted: list[ShardedBase] = [
+                shard for tensor in batch for shard in tensor.shards_for(tensor.full_box, values[tensor.name])
+            ]
+            self._checkpoint.values(wanted)
+            for tensor in batch:
+                # popped: a tensor that the caller has dropped is not kept until the batch ends
+                yield tensor.name, values.pop(tensor.name)

@@ -1,0 +1,380 @@
+"""One conversion: reading a source, writing it as it goes, and the proof."""
+
+from __future__ import annotations
+
+import logging
+import math
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from shardckpt import settings
+from shardckpt.distributed import Comm
+from shardckpt.engine import (
+    CheckpointHeader,
+    OpenCheckpoint,
+    Operation,
+    TensorSums,
+    commit_files,
+)
+from shardckpt.errors import CheckpointingException, CorruptCheckpointError, listed
+from shardckpt.huggingface import (
+    ExportOptions,
+    FolderExport,
+    TorchFile,
+    forget_structure,
+    list_values,
+    make_state_dict,
+    plain_name,
+    plan_export,
+    plan_tensors,
+)
+from shardckpt.maintenance.proof import SummedCheckpoint, TensorProof, list_fingerprints, prove
+from shardckpt.maintenance.resumption import make_identity
+from shardckpt.maintenance.sources import identify_source, open_source
+from shardckpt.maintenance.tensor_boxes import DeferredBoxes, cut_tensors, sum_written
+from shardckpt.mapping import PlainObject, ShardedObject, ShardedTensor
+from shardckpt.plugins import Identity
+from shardckpt.storage import Journal, has_local_files
+from shardckpt.strategy import ReadsPlainObjects, SaveContext, SaveStrategy
+from shardckpt.validation import GivenShards, describe_shards, stored_key
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Sequence
+    from contextlib import AbstractContextManager
+    from pathlib import Path
+
+    from shardckpt.huggingface import HubTensor
+    from shardckpt.mapping import ShardedBase, StateDict
+    from shardckpt.plugins import PluginManager
+    from shardckpt.storage import CheckpointWriter
+
+    #: Opens what is at a location: :func:`shardckpt.maintenance.sources.open_source`, or the merge of several.
+    SourceOpener = Callable[[Path, PluginManager, tuple[Any, ...]], AbstractContextManager[OpenCheckpoint]]
+
+logger = logging.getLogger(__name__)
+
+#: Targets that are no backends: a Hugging Face folder, a file of torch.save, a folder for stock DCP.
+FOLDER, FILE, DCP = "hf", "torch", "dcp"
+_CONTENT = "content_metadata"
+
+
+@dataclass(frozen=True)
+class ConversionReport:
+    """What a conversion has written, and the proof that it has the values of the source.
+
+    Attributes:
+        old: Backend and version of the source; ``("huggingface", 1)`` for a folder or file of safetensors, and
+            ``("torch_save", 1)`` for a file of ``torch.save``.
+        new: Backend and version of the target, in the same words.
+        tensors: Number of tensors that were written.
+        objects: Number of objects that were written.
+        nbytes: Bytes of the tensors' values.
+        proof: The fingerprints of each tensor, before and after.
+        left_out: What the source has and the target has not: keys of tensors, of objects, of the common state, and of
+            :class:`~shardckpt.mapping.PlainObject` shards, which are for other libraries.
+        rewritten: Places of values that a file of ``torch.save`` has as builtin types, with the class that they had.
+        resumed: Bytes that an earlier conversion had written before it was killed; these were not written again.
+    """
+
+    old: tuple[str, int]
+    new: tuple[str, int]
+    tensors: int
+    objects: int
+    nbytes: int
+    proof: tuple[TensorProof, ...]
+    left_out: tuple[str, ...]
+    rewritten: dict[str, str]
+    resumed: int = 0
+
+
+class _Written(NamedTuple):
+    """What was written: the tensors, the number of objects, and the places of values of other classes."""
+
+    tensors: Sequence[HubTensor]
+    objects: int
+    left_out: Collection[str]
+    rewritten: dict[str, str]
+    resumed: int = 0
+
+
+def _count_bytes(index: Sequence[ShardedBase]) -> int:
+    tensors = (shard for shard in index if isinstance(shard, ShardedTensor))
+    return sum(math.prod(tensor.global_shape) * tensor.dtype.itemsize for tensor in tensors)
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """One attempt; the arguments are those of :func:`convert_checkpoint`. Without a saver, ``kind`` says the target."""
+
+    source: Path
+    target: Path
+    kind: str
+    saver: SaveStrategy | None
+    plugins: PluginManager
+    memory: int
+    options: ExportOptions
+    assets: tuple[Path, ...]
+    allow_globals: tuple[Any, ...]
+    is_resumable: bool
+    opener: SourceOpener = open_source
+    #: The journal of what is written, once it is known what that is.
+    journals: list[Journal] = field(default_factory=list)
+
+    def run(self, *, overwrite: bool) -> ConversionReport:
+        """Convert, commit, and prove; once more, from the beginning, if what is left of a killed run does not fit."""
+        try:
+            return self._run(overwrite=overwrite)
+        except CheckpointingException as exc:
+            if not any(journal.has_diverged for journal in self.journals):
+                raise
+            logger.warning("converting %s starts anew: %s", self.source, exc)
+        self.journals.clear()
+        return self._run(overwrite=overwrite)
+
+    def _run(self, *, overwrite: bool) -> ConversionReport:
+        operation = Operation("convert", self.target, Comm(alone=True), self.plugins)
+        with operation.collective_span():
+            before, after = TensorSums(is_logged=self.is_resumable), TensorSums()
+            with self.opener(self.source, self.plugins, self.allow_globals) as opened:
+                self._check(opened)
+                if self.saver is not None:
+                    operation.set_strategy(self.saver)
+                stored = SummedCheckpoint(opened.strategy, opened.context, opened.operation, before)
+                index = stored.index()
+                # what is read, and read again from where it is written: the operation's writer would count it once more
+                reads = Operation("convert", self.target, Comm(alone=True), self.plugins)
+                reads.start_progress(lambda: 2 * _count_bytes(index))
+                reads.share_progress(opened.operation)
+                written = self._write(stored, operation, overwrite=overwrite)
+                self._restore_sums(before)
+                manifest = opened.context.reader.manifest
+            operation.set_nbytes(sum(tensor.nbytes for tensor in written.tensors))
+            with open_source(self.target, self.plugins, self.allow_globals) as result:
+                self._check_names(result, written.tensors)
+                reads.share_progress(result.operation)
+                sum_written(result, cut_tensors(written.tensors, self._box_bytes()), after)
+                made = result.context.reader.manifest
+            return ConversionReport(
+                old=(manifest.backend, manifest.version),
+                new=(made.backend, made.version),
+                tensors=len(written.tensors),
+                objects=written.objects,
+                nbytes=sum(tensor.nbytes for tensor in written.tensors),
+                proof=prove(written.tensors, index, before, after, str(self.target)),
+                left_out=tuple(written.left_out),
+                rewritten=written.rewritten,
+                resumed=sum(journal.nbytes for journal in self.journals),
+            )
+
+    def _make_journal(self, stored: SummedCheckpoint, written: object) -> Journal | None:
+        """Return the journal of what is written; None if no other process could go on with it."""
+        source = identify_source(self.source, stored) if self.is_resumable and has_local_files(self.target) else ""
+        if not source:
+            return None
+        prefix, _, dtype, _, _, leave_out = self.options
+        saver = None if self.saver is None else (self.saver.backend, self.saver.version, self._box_bytes())
+        identity = make_identity(source, self.kind, saver, prefix, dtype, sorted(leave_out), written)
+        self.journals.append(Journal(identity, stored.sums.take_log))
+        return self.journals[-1]
+
+    def _restore_sums(self, before: TensorSums) -> None:
+        """Add what a killed conversion had read."""
+        for journal in self.journals:
+            for log in journal.collected:
+                before.restore(log)
+
+    @property
+    def _is_changed(self) -> bool:
+        """Whether names, shapes, dtypes or the set of tensors are to change."""
+        prefix, mapping, dtype, _, _, leave_out = self.options
+        return bool(prefix or dtype or leave_out) or not isinstance(mapping, Identity)
+
+    def _check(self, opened: OpenCheckpoint) -> None:
+        """Refuse a target that is the source, or that would be a copy of it."""
+        reader = opened.context.reader
+        if self.saver is None:
+            if self.target == reader.directory:
+                raise CheckpointingException(f"{self.target} is the source: give another place for what is written")
+            return
+        # another library's checkpoint of the same name may be of another dialect, and gets digests
+        own = self.saver.backend, self.saver.version
+        manifest = reader.manifest
+        if self.opener is not open_source:
+            return  # a merge is no copy
+        if (manifest.backend, manifest.version) == own and manifest.record is not None and not self._is_changed:
+            stock = ", which stock dcp.load reads" if self.kind == DCP else ""
+            raise CheckpointingException(
+                f"{self.source} is a {own[0]!r} checkpoint of version {own[1]} already{stock}: copy its directory, or "
+                "name another backend or version"
+            )
+
+    def _check_names(self, result: OpenCheckpoint, tensors: Sequence[HubTensor]) -> None:
+        """Raise CorruptCheckpointError unless the target has these tensors, and, but for a file, no others."""
+        found = {(s.key, tuple(s.global_shape), str(s.dtype)) for s in result.index() if isinstance(s, ShardedTensor)}
+        wanted = {(tensor.name, tuple(tensor.shape), str(tensor.dtype)) for tensor in tensors}
+        # a file has the tensors of the common state and of objects in the same dict
+        wrong = wanted - found if self.kind == FILE else wanted ^ found
+        if wrong:
+            names = listed(sorted(f"{name!r} of {dtype} {shape}" for name, shape, dtype in wrong))
+            raise CorruptCheckpointError(
+                f"{self.target} was written, and other tensors are found in it than were written: {names}. Do not use "
+                "it: the strategy that wrote it is at fault"
+            )
+
+    def _write(self, stored: SummedCheckpoint, operation: Operation, *, overwrite: bool) -> _Written:
+        if self.kind == FOLDER:
+            return self._write_folder(stored, operation, overwrite=overwrite)
+        index = stored.index()
+        objects, common = self._read_values(stored)
+        # the names of values are no tensors'
+        kept_out = self.options.leave_out - {*map(plain_name, index), *stored.common()}
+        kept_out |= {shard.key for shard in index if isinstance(shard, ShardedTensor)} & self.options.leave_out
+        options = self.options._replace(leave_out=frozenset(kept_out))
+        planned, _ = plan_tensors([s for s in index if isinstance(s, ShardedTensor)], options)
+        tensors = list(planned.values())
+        kept = {part.key for tensor in tensors for part in tensor.parts} | {shard.unique_key for shard in objects}
+        left_out = [stored_key(shard) for shard in index if stored_key(shard) not in kept]
+        left_out += [key for key in stored.common() if key not in common]
+        left_out += self._list_plain_objects(stored)
+        if self.saver is None:
+            rewritten = self._write_file(stored, operation, planned, objects, common, overwrite=overwrite)
+        else:
+            rewritten = {}
+            self._write_checkpoint(stored, operation, self.saver, tensors, objects, common, overwrite=overwrite)
+        return _Written(tensors, len(objects), left_out, rewritten)
+
+    def _read_values(self, stored: OpenCheckpoint) -> tuple[list[ShardedObject], StateDict]:
+        """Return the objects with their values, those for stock DCP among them, and the common state."""
+        if self.options.prefix:
+            return [], {}
+        described = [shard for shard in stored.index() if isinstance(shard, ShardedObject)]
+        values = stored.values([*described])
+        objects = [replace(shard, data=value) for shard, value in zip(described, values, strict=True)]
+        leave_out = self.options.leave_out
+        objects = [shard for shard in objects if plain_name(shard) not in leave_out]
+        common = {key: value for key, value in stored.common().items() if key not in leave_out}
+        if self._is_changed:
+            common = forget_structure(common)
+        if self.saver is not None and self.saver.stores_plain_objects:
+            if isinstance(stored.strategy, ReadsPlainObjects):
+                with stored.operation.local_phase("reading plain objects"):
+                    objects += stored.strategy.read_plain_objects(stored.context)
+            if self.kind == DCP:
+                objects += self._describe_common(stored, objects, common)
+        return objects, common
+
+    def _describe_common(
+        self, stored: OpenCheckpoint, objects: Sequence[ShardedObject], common: StateDict
+    ) -> list[PlainObject]:
+        """Return the common state by its paths, where stock DCP looks for it; what is there already is left out."""
+        own = [key for shard in objects for key in ((getattr(shard, "keys", None) or ()), (shard.key,))]
+        taken = {key for keys in own for key in keys} | {shard.key for shard in stored.index()}
+        values = {key: value for key, value in common.items() if key != _CONTENT}
+        return [PlainObject(key, value) for key, value in list_values(values) if key not in taken]
+
+    def _write_checkpoint(
+        self,
+        stored: SummedCheckpoint,
+        operation: Operation,
+        saver: SaveStrategy,
+        tensors: Sequence[HubTensor],
+        objects: Sequence[ShardedObject],
+        common: StateDict,
+        *,
+        overwrite: bool,
+    ) -> None:
+        reader = stored.context.reader
+        scales = {}
+        if not self._is_changed:  # else the tensor of the scales may have another name
+            scales = {s.key: s.block_scales for s in stored.index() if isinstance(s, ShardedTensor)}
+        most = self._box_bytes()
+        shards: list[ShardedBase] = [
+            *DeferredBoxes(stored, cut_tensors(tensors, most), most, scales).shards,
+            *objects,
+        ]
+        # as the old one: a training that goes on from the new one has the same history
+        lineage = reader.manifest.lineage
+
+        def write(writer: CheckpointWriter, save_id: str) -> None:
+            comm = operation.comm
+            context = SaveContext(
+                writer=writer,
+                comm=comm,
+                save_id=save_id,
+                allow_globals=self.allow_globals,
+                staging=writer.directory,
+                lineage=lineage,
+            )
+            saver.save(shards, common, context)
+            GivenShards(describe_shards(shards), saver).compare(writer.shards, comm)
+            # all values were read, here or before a kill: the fingerprints cost nothing more
+            self._restore_sums(stored.sums)
+            writer.known_fingerprints.update(list_fingerprints(tensors, stored.sums))
+            reader.check_unchanged()  # else the new checkpoint might be made of two saves, with correct digests
+
+        header = CheckpointHeader(saver.backend, saver.version, saver.reader, lineage)
+        journal = self._make_journal(stored, tensors)
+        content = common.get(_CONTENT)
+        commit_files(operation, self.target, header, write, overwrite=overwrite, content=content, journal=journal)
+
+    def _write_folder(self, stored: SummedCheckpoint, operation: Operation, *, overwrite: bool) -> _Written:
+        plan = plan_export(stored.index(), self.options, str(self.source))
+        journal = self._make_journal(stored, plan.files)
+        FolderExport(operation, self.target, plan, stored, self.assets, self.options.dtype, overwrite, journal).run()
+        tensors = [tensor for _, some in plan.files for tensor in some]
+        kept = {part.key for tensor in tensors for part in tensor.parts}
+        left_out = [stored_key(shard) for shard in stored.index() if stored_key(shard) not in kept]
+        return _Written(tensors, 0, [*left_out, *stored.common(), *self._list_plain_objects(stored)], {})
+
+    def _write_file(
+        self,
+        stored: SummedCheckpoint,
+        operation: Operation,
+        tensors: dict[str, HubTensor],
+        objects: Sequence[ShardedObject],
+        common: StateDict,
+        *,
+        overwrite: bool,
+    ) -> dict[str, str]:
+        if self.target.is_dir() or (self.target.exists() and not overwrite):
+            raise CheckpointingException(
+                f"{self.target} exists: give the name of a new file"
+                + ("" if self.target.is_dir() else ", or replace the file (overwrite=True, --overwrite)")
+            )
+        file = TorchFile(tensors)
+        values = {plain_name(shard): shard.data for shard in objects}
+        twice = sorted({*values, *tensors} & common.keys())
+        if twice:
+            raise CheckpointingException(
+                f"{self.source} has both a tensor or object and an entry of the common state of these names, for which "
+                f"a file has one place: {listed(twice)}. Leave it out (--leave-out), or convert to another format"
+            )
+        with operation.local_phase("writing"):
+            state_dict = make_state_dict(common, {**values, **file.stand_ins})
+            journal = self._make_journal(stored, list(tensors.values()))
+            file.write(self.target, state_dict, lambda shards: stored.values([*shards]), journal)
+        return file.rewritten
+
+    def _list_plain_objects(self, stored: OpenCheckpoint) -> list[str]:
+        """Return the keys of the PlainObjects if they are not written, after a warning with their names."""
+        is_written = self.saver is not None and self.saver.stores_plain_objects and not self.options.prefix
+        if is_written or not isinstance(stored.strategy, ReadsPlainObjects):
+            return []
+        with stored.operation.local_phase("reading plain objects"):
+            keys = stored.strategy.list_plain_objects(stored.context)
+        if keys:
+            logger.warning(
+                "converting %s: %s does not store the %d objects that are for readers of other libraries alone: %s",
+                self.source,
+                self.saver.backend if self.saver is not None else self.kind,
+                len(keys),
+                listed(keys),
+            )
+        return keys
+
+    def _box_bytes(self) -> int:
+        """Return the most bytes of a box: the writer holds some at a time, one is being read, and one copied."""
+        return self.memory // (settings.io_threads() + 3)
+
+
+__all__ = ["DCP", "FILE", "FOLDER", "Conversion", "ConversionReport", "SourceOpener"]

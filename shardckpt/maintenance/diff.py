@@ -1,0 +1,328 @@
+"""Comparing two checkpoints: keys, shapes, dtypes, and values of tensors in bounded memory. Not collective."""
+
+from __future__ import annotations
+
+import math
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+import torch
+
+from shardckpt.engine import STREAM_BYTES, StoredCheckpoint, TensorBox, locate, read_boxes
+from shardckpt.errors import CheckpointingException
+from shardckpt.maintenance.object_diff import ObjectReport, diff_objects
+from shardckpt.maintenance.sources import open_source
+from shardckpt.mapping import ShardedTensor
+from shardckpt.planning import Box, batch_by_bytes, cut_box
+from shardckpt.plugins import Identity, KeyMapEntry, get_key_map_entries, get_plugin_manager
+from shardckpt.storage import retry_if_replaced
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Iterable, Iterator, Sequence
+    from contextlib import AbstractContextManager
+
+    from shardckpt.engine import OpenCheckpoint
+    from shardckpt.planning import Ints
+    from shardckpt.plugins import KeyMapping
+
+Kind = Literal["only in first", "only in second", "shape", "dtype", "values"]
+
+
+@dataclass(frozen=True)
+class TensorDifference:
+    """A tensor that two checkpoints do not have alike.
+
+    Attributes:
+        key: Its key in the first checkpoint, or, if only the second has it, there.
+        kind: What differs; the first of these that does. Values of other shapes are not compared.
+        first: Dtype and shape in the first checkpoint; ``""`` if it has no such tensor.
+        second: The same in the second.
+        elements: Number of elements that were compared.
+        different: How many of them differ.
+        max_absolute: The largest absolute difference, infinite where one value is not a number; None if no values were
+            compared, or the dtype has none that can be subtracted.
+        max_relative: The largest difference relative to the second checkpoint's value.
+        index: The global index, in the first checkpoint, of the first element that differs; None if none does.
+    """
+
+    key: str
+    kind: Kind
+    first: str
+    second: str
+    elements: int = 0
+    different: int = 0
+    max_absolute: float | None = None
+    max_relative: float | None = None
+    index: Ints | None = None
+
+
+@dataclass(frozen=True)
+class DiffReport:
+    """How two checkpoints differ.
+
+    Attributes:
+        equal: Number of tensors of the first checkpoint that the second has alike.
+        by_fingerprint: How many of these were compared by stored fingerprints alone.
+        differences: What tensors differ, sorted by key.
+        objects: How objects and common state differ; None if they were not compared.
+    """
+
+    equal: int
+    by_fingerprint: int
+    differences: tuple[TensorDifference, ...] = ()
+    objects: ObjectReport | None = None
+
+    @property
+    def are_same(self) -> bool:
+        """Whether nothing differs."""
+        return not self.differences and not (self.objects and self.objects.differences)
+
+
+def diff_checkpoints(
+    first: str | os.PathLike[str],
+    second: str | os.PathLike[str],
+    *,
+    rtol: float = 0.0,
+    atol: float = 0.0,
+    mapping: KeyMapping | None = None,
+    prefix: str = "",
+    read_values: bool = False,
+    tensors_only: bool = False,
+    allow_globals: tuple[object, ...] = (),
+    memory: int = STREAM_BYTES,
+) -> DiffReport:
+    """Compare two checkpoints, of any formats and sharding: tensors, objects and common state.
+
+    Values are read only of tensors of which not both checkpoints have stored fingerprints, or these differ. Without
+    tolerances the bits are compared: 0.0 and -0.0 differ, and NaN equals NaN of the same bits.
+
+    Args:
+        first: A checkpoint that an installed strategy reads, a Hugging Face folder of safetensors, or a file of
+            ``torch.save`` or safetensors: a path, or, but for files, a URL.
+        second: The other.
+        rtol: Values differ if ``|first - second| > atol + rtol * |second|``.
+        atol: See ``rtol``.
+        mapping: How names and shapes of the first become those of the second; by default, they are the same.
+            :func:`shardckpt.huggingface.find_mapping` returns that of a model.
+        prefix: Prefix that names of the first have and those of the second lack; its other tensors are left out.
+        read_values: Read all values: fingerprints say what was saved, not whether the files are still undamaged.
+        tensors_only: Do not compare objects and common state. With a mapping or a prefix they are not compared either:
+            they are of the job, not of the model.
+        allow_globals: Classes and functions that pickled objects may name, besides those that every load accepts.
+        memory: Bytes of values of both that are in memory at a time. Comparing takes a few times as much.
+
+    Returns:
+        What differs.
+
+    Raises:
+        CannotLoadError: No installed strategy reads one of them.
+        CheckpointingException: A tolerance is negative; or a checkpoint cannot be read.
+
+    Example::
+
+        report = diff_checkpoints("step-1", "s3://bucket/step-1")
+        assert report.are_same, report.differences
+    """
+    if not (rtol >= 0 and atol >= 0):
+        raise CheckpointingException(f"rtol={rtol}, atol={atol}: a tolerance is a number that is not negative")
+
+    def attempt() -> DiffReport:
+        with ExitStack() as stack:
+            one, other = (stack.enter_context(_open(place, allow_globals)) for place in (first, second))
+            report = _Comparison(one, other, rtol, atol, memory).run(mapping or Identity(), prefix, read_values)
+            if tensors_only or prefix or not isinstance(mapping or Identity(), Identity):
+                return report
+            return replace(report, objects=diff_objects(one, other))
+
+    return retry_if_replaced(attempt, first)
+
+
+def _open(place: str | os.PathLike[str], allow_globals: tuple[object, ...]) -> AbstractContextManager[OpenCheckpoint]:
+    plugins = get_plugin_manager()
+    return open_source(locate(place, plugins), plugins, allow_globals)
+
+
+class _Pair(NamedTuple):
+    """A tensor of the first checkpoint, and one of the second that has some or all of its elements."""
+
+    first: ShardedTensor
+    second: ShardedTensor
+    link: KeyMapEntry
+
+
+@dataclass
+class _Found:
+    """What is found of a tensor of the first checkpoint.
+
+    Attributes:
+        pairs: The tensors of the second that have its elements.
+        absent: What else differs, if the second lacks a tensor, or has it of another shape.
+    """
+
+    tensor: ShardedTensor
+    pairs: list[_Pair] = field(default_factory=list)
+    absent: TensorDifference | None = None
+    elements: int = 0
+    different: int = 0
+    largest: list[float] = field(default_factory=list)
+    index: Ints | None = None
+
+    def report(self) -> TensorDifference | None:
+        """Return the difference, or None."""
+        if self.absent is not None:
+            return self.absent
+        others = [pair.second for pair in self.pairs if pair.second.dtype != self.tensor.dtype]
+        if not others and not self.different:
+            return None
+        shown = others[0] if others else self.pairs[0].second
+        absolute, relative = self.largest or (None, None)
+        return TensorDifference(
+            self.tensor.key,
+            "dtype" if others else "values",
+            _describe(self.tensor),
+            _describe(shown),
+            self.elements,
+            self.different,
+            absolute,
+            relative,
+            self.index,
+        )
+
+
+@dataclass
+class _Comparison:
+    """A comparison of two open checkpoints."""
+
+    first: OpenCheckpoint
+    second: OpenCheckpoint
+    rtol: float
+    atol: float
+    memory: int
+
+    def run(self, mapping: KeyMapping, prefix: str, read_values: bool) -> DiffReport:
+        """Compare all tensors."""
+        found, missing = self._match(mapping, prefix)
+        same = set() if read_values else self._compare_fingerprints(found)
+        for some in batch_by_bytes(
+            self._cut(one for one in found if one.tensor.key not in same), _count_bytes, self.memory
+        ):
+            self._compare_values(some)
+        reports = [report for one in found if (report := one.report()) is not None]
+        differences = sorted([*reports, *missing], key=lambda difference: difference.key)
+        return DiffReport(len(found) - len(reports), len(same), tuple(differences))
+
+    def _match(self, mapping: KeyMapping, prefix: str) -> tuple[list[_Found], list[TensorDifference]]:
+        """Return the tensors of the first checkpoint with those of the second, and what only the second has."""
+        others = _list_tensors(self.second)
+        rest = set(others)
+        found = []
+        for key, tensor in _list_tensors(self.first).items():
+            if not key.startswith(prefix):
+                continue
+            one = _Found(tensor)
+            links = get_key_map_entries(mapping, key.removeprefix(prefix), tuple(tensor.global_shape))
+            for link in links:
+                other = others.get(link.name)
+                rest.discard(link.name)
+                if other is None:
+                    one.absent = one.absent or TensorDifference(key, "only in first", _describe(tensor), "")
+                elif tuple(other.global_shape) != link.shape:
+                    one.absent = TensorDifference(key, "shape", _describe(tensor), _describe(other))
+                else:
+                    one.pairs.append(_Pair(tensor, other, link))
+            if not links:
+                one.absent = TensorDifference(key, "only in first", _describe(tensor), "")
+            found.append(one)
+        return found, [TensorDifference(key, "only in second", "", _describe(others[key])) for key in rest]
+
+    def _compare_fingerprints(self, found: Sequence[_Found]) -> set[str]:
+        """Return the keys of tensors with equal stored fingerprints."""
+        first, second = (StoredCheckpoint(each).fingerprints for each in (self.first, self.second))
+        pairs = {one.tensor.key: one.pairs[0].second.key for one in found if len(one.pairs) == 1 and not one.absent}
+        # The fingerprint has the shape and the dtype; a transposed tensor of the same shape has another.
+        return {key for key, other in pairs.items() if key in first and first[key] == second.get(other)}
+
+    def _cut(self, found: Iterable[_Found]) -> Iterator[tuple[_Found, _Pair, Box]]:
+        """Yield boxes of the first checkpoint's tensors that are compared at a time."""
+        for one in found:
+            for pair in () if one.absent else one.pairs:
+                for box in cut_box(pair.link.box, _itemsize(pair), self.memory):
+                    yield one, pair, box
+
+    def _compare_values(self, some: Sequence[tuple[_Found, _Pair, Box]]) -> None:
+        """Compare boxes, in the order of their elements in each tensor."""
+        firsts = read_boxes(self.first, [TensorBox(pair.first, box) for _, pair, box in some])
+        seconds = read_boxes(self.second, [TensorBox(pair.second, pair.link.to_folder(box)) for _, pair, box in some])
+        for (one, pair, box), first, other in zip(some, firsts, seconds, strict=True):
+            second = (other.transpose(-1, -2) if pair.link.transposed else other).reshape(first.shape)
+            one.elements += first.numel()
+            differs = self._find_different(first, second)
+            if differs is None:
+                continue
+            one.different += int(differs.sum())
+            number = int(differs.flatten().to(torch.uint8).argmax())
+            within = [int(place) for place in torch.unravel_index(torch.tensor(number), first.shape)]
+            index = tuple(low + place for low, place in zip(box.offset, within, strict=True))
+            one.index = index if one.index is None else min(one.index, index)
+            found = _measure(first, second, differs)
+            one.largest = [*map(max, one.largest, found)] if one.largest and found else found or one.largest
+
+    def _find_different(self, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor | None:
+        """Return which elements differ; None if none does."""
+        if first.dtype == second.dtype:
+            bits = [_view_bytes(values) for values in (first, second)]
+            if torch.equal(*bits):
+                return None
+            if not (self.rtol or self.atol) or not _has_numbers(first):
+                return (bits[0] != bits[1]).any(-1).view(first.shape)
+        elif not (_has_numbers(first) and _has_numbers(second)):
+            return torch.ones(first.shape, dtype=torch.bool) if first.numel() else None
+        close = torch.isclose(_widen(first), _widen(second), rtol=self.rtol, atol=self.atol, equal_nan=True)
+        return None if bool(close.all()) else ~close
+
+
+def _list_tensors(checkpoint: OpenCheckpoint) -> dict[str, ShardedTensor]:
+    return {shard.key: shard for shard in checkpoint.index() if isinstance(shard, ShardedTensor)}
+
+
+def _describe(tensor: ShardedTensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.global_shape)}"
+
+
+def _itemsize(pair: _Pair) -> int:
+    return pair.first.dtype.itemsize + pair.second.dtype.itemsize
+
+
+def _count_bytes(item: tuple[_Found, _Pair, Box]) -> int:
+    return item[2].volume * _itemsize(item[1])
+
+
+def _view_bytes(values: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of each element, of shape (elements, bytes)."""
+    return values.contiguous().reshape(-1).view(torch.uint8).view(values.numel(), values.dtype.itemsize)
+
+
+def _has_numbers(values: torch.Tensor) -> bool:
+    """Return whether torch converts the dtype to wider ones: it does not convert packed ones."""
+    try:
+        values[:0].double() if values.dim() else values.double()
+    except (RuntimeError, NotImplementedError):
+        return False
+    return True
+
+
+def _widen(values: torch.Tensor) -> torch.Tensor:
+    return values.to(torch.complex128 if values.is_complex() else torch.float64)
+
+
+def _measure(first: torch.Tensor, second: torch.Tensor, differs: torch.Tensor) -> list[float]:
+    """Return the largest absolute and relative difference of the elements that differ; none of dtypes without any."""
+    if not (_has_numbers(first) and _has_numbers(second)):
+        return []
+    one, other = _widen(first[differs]), _widen(second[differs])
+    absolute = (one - other).abs()
+    relative = torch.where(absolute == 0, 0.0, absolute / other.abs())
+    # NaN is no distance: a value that is not a number is infinitely far from any other, and max() would hide it.
+    return [float(values.nan_to_num(math.inf, posinf=math.inf).max()) for values in (absolute, relative)]

@@ -1,0 +1,135 @@
+"""Say what a file or folder is that no reader here reads: by its content, and what to do with it."""
+
+from __future__ import annotations
+
+import json
+import re
+import zipfile
+from typing import TYPE_CHECKING
+
+from shardckpt.storage import read_file, wrap_os_errors
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+    from pathlib import Path
+
+#: What files begin with, and what they are.
+_MAGIC: tuple[tuple[bytes, str], ...] = (
+    (b"\x89HDF\r\n\x1a\n", "an HDF5 file (Keras): write its weights as safetensors with the library that made it"),
+    (b"GGUF", "a GGUF file (llama.cpp), whose weights are packed for inference: start from the weights it was made of"),
+    (b"ggml", "a GGML file (llama.cpp), whose weights are packed for inference: start from the weights it was made of"),
+    (b"\x93NUMPY", "a numpy array (.npy): torch.save it in a dict, and convert that file"),
+    (b"\x1f\x8b", "compressed with gzip: decompress it, and convert what is in it"),
+    (b"\x28\xb5\x2f\xfd", "compressed with zstd: decompress it, and convert what is in it"),
+    (b"BZh", "compressed with bzip2: decompress it, and convert what is in it"),
+    (b"\xfd7zXZ\x00", "compressed with xz: decompress it, and convert what is in it"),
+    (b"7z\xbc\xaf\x27\x1c", "a 7z archive: unpack it, and convert what is in it"),
+    (b"version https://git-lfs", "a pointer of git-lfs, without the file that it stands for: run git lfs pull"),
+    (b"<!DOCTYPE", "a web page: the download has failed"),
+    (b"<html", "a web page: the download has failed"),
+    (b"{", "a JSON file"),
+    (b"[", "a JSON file"),
+)
+_TAR, _TAR_AT = b"ustar", 257
+#: Bytes of a file that are looked at.
+_GLANCE = 1024
+_ZERO = re.compile(r"(bf16_)?zero_pp_rank_\d+_mp_rank_\d+_optim_states\.pt")
+_DEEPSPEED = re.compile(r"mp_rank_\d+_model_states\.pt|layer_\d+-model_.*states\.pt")
+_MEGATRON_LEGACY = re.compile(r"mp_rank_\d+(_\d+)*")
+_LEGACY_ADVICE = (
+    "load it with Megatron, and save it in a distributed format; of a job of one rank, convert the file by its path"
+)
+_ZERO_ADVICE = (
+    "Its partitions are flat buffers that only DeepSpeed's own script puts together: run `python zero_to_fp32.py "
+    "FOLDER OUT --safe_serialization`, which DeepSpeed leaves beside the checkpoint, and convert OUT"
+)
+
+
+def describe_file(path: Path) -> str:
+    """Return what a file is that is not of safetensors, with what to do; ``""`` for an archive of ``torch.save``."""
+    with wrap_os_errors("open", path), path.open("rb") as file:
+        first = file.read(_GLANCE)
+    if first.startswith(b"PK"):
+        return _describe_zip(path)
+    known = [what for magic, what in _MAGIC if first.startswith(magic)]
+    if first[_TAR_AT : _TAR_AT + len(_TAR)] == _TAR:
+        known = ["a tar archive: unpack it, and convert what is in it"]
+    if not any(first):
+        zeros = f"a file that begins with {len(first)} zeros: it is damaged, or was never written"
+        known = [zeros if first else "an empty file"]
+    return known[0] if known else f"of no format that is known here: it begins with {first[:8]!r}"
+
+
+def describe_folder(folder: Path, names: Collection[str]) -> str:
+    """Return what a folder is that is no checkpoint that is read here, with what to do; ``""`` if that is not known.
+
+    Args:
+        folder: The folder.
+        names: The names of what is in it.
+    """
+    several = "pytorch_model.bin.index.json" in names
+    pickles = "write it as safetensors with transformers' save_pretrained" if several else "convert pytorch_model.bin"
+    orbax = {"_CHECKPOINT_METADATA", "_METADATA", "manifest.ocdbt"}
+    latest = _read_latest(folder) if "latest" in names else ""
+    known = (
+        (
+            "zero" in names and (folder / "zero").is_dir(),
+            f"a universal checkpoint of DeepSpeed, which is not read here, made of a ZeRO one. {_ZERO_ADVICE}",
+        ),
+        (
+            any(map(_ZERO.fullmatch, names)),
+            f"a ZeRO checkpoint of DeepSpeed, which is not read here. {_ZERO_ADVICE}",
+        ),
+        (
+            any(map(_DEEPSPEED.fullmatch, names)),
+            "a checkpoint of DeepSpeed without ZeRO partitions: convert each of its files by its path",
+        ),
+        (latest in names, f"a folder of DeepSpeed's checkpoints: the latest is {latest}. {_ZERO_ADVICE}"),
+        (
+            any(map(_MEGATRON_LEGACY.fullmatch, names)),
+            f"a legacy checkpoint of Megatron (--ckpt-format torch), one file for each rank: {_LEGACY_ADVICE}",
+        ),
+        (
+            several or "pytorch_model.bin" in names,
+            f"a Hugging Face folder of .bin files, which are pickles: {pickles}",
+        ),
+        (
+            bool(orbax & set(names)),
+            "a checkpoint of Orbax (JAX), which is not read here: write its arrays as safetensors",
+        ),
+        (
+            "saved_model.pb" in names or "checkpoint" in names,
+            "a checkpoint of TensorFlow, which is not read here: write its variables as safetensors",
+        ),
+    )
+    return next((what for is_it, what in known if is_it), "") or _name_inner(folder, names)
+
+
+def _describe_zip(path: Path) -> str:
+    try:
+        with zipfile.ZipFile(path) as found:
+            inner = [name.partition("/")[2] or name for name in found.namelist()]
+    except (zipfile.BadZipFile, ValueError):
+        return "a zip archive that is cut short or damaged"
+    if "constants.pkl" in inner:
+        return "a TorchScript archive: a program with weights. Save the module's state_dict() instead"
+    if "data.pkl" in inner:
+        return ""
+    if any(name.endswith(".npy") for name in inner):
+        return "an archive of numpy arrays (.npz): torch.save them in a dict, and convert that file"
+    return f"a zip archive that torch.save has not made (it has {', '.join(inner[:4]) or 'nothing'})"
+
+
+def _read_latest(folder: Path) -> str:
+    """Return the name in DeepSpeed's file ``latest``."""
+    try:
+        return read_file(folder / "latest", _GLANCE).decode().strip()
+    except (ValueError, OSError):
+        return ""
+
+
+def _name_inner(folder: Path, names: Collection[str]) -> str:
+    """Return the checkpoints in a folder of checkpoints; ``""`` if there are none."""
+    marks = ("metadata.json", ".metadata", "model.safetensors", "model.safetensors.index.json")
+    found = sorted(name for name in names if any((folder / name / mark).is_file() for mark in marks))
+    return f"a folder with {len(found)} checkpoints in it, such as {json.dumps(found[-1])}: give one" if found else ""

@@ -1,0 +1,210 @@
+"""Merging the weights of several checkpoints into one, in bounded memory. Not collective."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, get_args
+
+import torch
+
+from shardckpt.engine import locate
+from shardckpt.errors import CheckpointingException
+from shardckpt.maintenance.convert import ConversionReport, run_conversion
+from shardckpt.maintenance.merge_weights import check_weights
+from shardckpt.maintenance.merged_source import MergeRules, Missing, Optimizer, merge_opened
+from shardckpt.maintenance.sources import open_source
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Collection, Iterator, Sequence
+    from pathlib import Path
+
+    from shardckpt.engine import OpenCheckpoint
+    from shardckpt.plugins import KeyMapping, PluginManager
+
+#: Bytes of tensors in memory, if the caller names none; and the least: what is written has half.
+_MEMORY, _LEAST_MEMORY = 256 << 20, 32 << 20
+#: The dtypes in which sums are computed, by the names of the command line.
+_ACCUMULATORS = {
+    "fp32": torch.float32,
+    "fp64": torch.float64,
+    torch.float32: torch.float32,
+    torch.float64: torch.float64,
+}
+_TWO = 2
+
+
+@dataclass(frozen=True)
+class MergeReport:
+    """What a merge has written.
+
+    Attributes:
+        sources: The checkpoints that were merged.
+        weights: Their weights, divided by their sum; of slerp ``1 - t`` and ``t``.
+        base: The number of the source that objects and common state are from.
+        conversion: What was written, with the proof: ``before`` are the fingerprints of the merged values, ``after``
+            those of the same values, read again. ``left_out`` has what the sources have and the merge has not.
+    """
+
+    sources: tuple[str, ...]
+    weights: tuple[float, ...]
+    base: int
+    conversion: ConversionReport
+
+
+def merge_checkpoints(
+    sources: Sequence[str | os.PathLike[str]],
+    target: str | os.PathLike[str],
+    to: Any = None,
+    *,
+    weights: Sequence[float] | None = None,
+    slerp: float | None = None,
+    accumulate: str | torch.dtype = "fp32",
+    optimizer: Optimizer = "average",
+    missing: Missing = "error",
+    base: int = -1,
+    memory: int = _MEMORY,
+    overwrite: bool = False,
+    mapping: str | KeyMapping | None = None,
+    dtype: torch.dtype | str | None = None,
+    prefix: str | None = None,
+    leave_out: Collection[str] = (),
+    assets: str | os.PathLike[str] | None = None,
+    max_shard_size: int | str = "5GB",
+    allow_globals: tuple[Any, ...] = (),
+) -> MergeReport:
+    """Write the weighted average, or the spherical interpolation, of checkpoints: completely or not at all.
+
+    Sources may be of any formats and sharding; they need the same keys. Each element is added up in ``accumulate``,
+    smallest term first, and rounded once, to the dtype that is written: the bits depend on the values and their weights
+    alone, not on the order of sources, the memory, the sharding or the number of threads. All that is read is checked
+    against its digests, and what was written is read again, as for :func:`convert_checkpoint`.
+
+    Floating-point and complex tensors are merged; where dtypes differ, in the one that holds both. All other tensors,
+    8-bit floats among them, must be equal in all sources. Objects and common state are those of one source.
+
+    Example::
+
+        merge_checkpoints(["step-80", "step-90", "step-100"], "soup")
+        merge_checkpoints(last_ten, "ema", weights=compute_ema_weights(10, 0.9), optimizer="drop")
+        merge_checkpoints(["math", "code"], "both", "hf", slerp=0.5)
+
+    Args:
+        sources: Two checkpoints or more: what :func:`convert_checkpoint` reads. They are not changed.
+        target: As ``new`` of :func:`convert_checkpoint`.
+        to: As for :func:`convert_checkpoint`; by default, the default backend.
+        weights: A number for each source; they are divided by their sum. By default all are equal.
+            :func:`compute_ema_weights` and :func:`compute_wsm_weights` make those of an exponential moving average and
+            of a decay of the learning rate; ``[1 - t, t]`` interpolates two linearly.
+        slerp: For two sources: interpolate each tensor, flattened, along the sphere, this far from the first to the
+            second; nearly parallel ones linearly. Each tensor is read twice. Optimizer state is interpolated linearly.
+        accumulate: ``"fp32"`` or ``"fp64"``: the dtype of sums. float64 tensors are always added up in float64.
+        optimizer: What becomes of the optimizer's state: ``"average"`` merges it like the model; ``"drop"`` does not
+            write it; ``"base"`` takes it from ``base``. It is known by its keys: ``optimizer.``, ``optim.`` and others.
+        missing: What becomes of tensors that not all sources have: ``"error"``; ``"drop"``: they are not written; or
+            ``"available"``: they are merged from the sources that have them.
+        base: The number of the source that objects, common state and key order are from: by default, the last.
+        memory: Bytes of tensors that are in memory at a time, at least 32 MiB; see :func:`convert_checkpoint`.
+        overwrite: As for :func:`convert_checkpoint`.
+        mapping: How names and shapes change when the merge is written; see :func:`convert_checkpoint`.
+        dtype: As for :func:`convert_checkpoint`; values are rounded once, from the accumulator to it.
+        prefix: As for :func:`convert_checkpoint`.
+        leave_out: Names of tensors and objects of the sources, and entries of the common state, that are not written.
+        assets: As for :func:`convert_checkpoint`.
+        max_shard_size: As for :func:`convert_checkpoint`.
+        allow_globals: As for :func:`convert_checkpoint`.
+
+    Returns:
+        What was written, with the proof.
+
+    Raises:
+        KeyMismatchError: Not all sources have the same tensors.
+        ShapeMismatchError: A tensor has several shapes, or dtypes that cannot be merged.
+        CheckpointingException: Tensors that are not floating-point differ; weights do not fit; or as for
+            :func:`convert_checkpoint`.
+    """
+    places = [str(source) for source in sources]
+    chosen = _choose_weights(places, weights, slerp)
+    if memory < _LEAST_MEMORY:
+        raise CheckpointingException(
+            f"memory={memory} bytes for merging: at least {_LEAST_MEMORY >> 20} MiB are needed"
+        )
+    if not -len(places) <= base < len(places):
+        raise CheckpointingException(f"base={base}: there are {len(places)} sources, numbered from 0")
+    _check_choice("optimizer", optimizer, get_args(Optimizer))
+    _check_choice("missing", missing, get_args(Missing))
+    if accumulate not in _ACCUMULATORS:
+        raise CheckpointingException(f"accumulate={accumulate!r}: expected 'fp32' or 'fp64'")
+    if optimizer == "average" and min(chosen) < 0:
+        raise CheckpointingException(
+            f"weights={list(chosen)} has a negative one, by which an optimizer's second moments may become negative: "
+            "leave the optimizer out, or take that of one source (optimizer='drop' or 'base', --optimizer)"
+        )
+    rules = MergeRules(
+        weights=tuple(chosen),
+        base=base % len(places),
+        slerp=slerp,
+        accumulate=_ACCUMULATORS[accumulate],
+        optimizer=optimizer,
+        missing=missing,
+        leave_out=frozenset(leave_out),
+        memory=memory // 2,
+    )
+    left_out: list[str] = []
+
+    @contextmanager
+    def open_merge(_: Path, plugins: PluginManager, allowed: tuple[Any, ...]) -> Iterator[OpenCheckpoint]:
+        found = [locate(place, plugins) for place in sources]
+        if to in ("hf", "torch") and locate(target, plugins) in found:
+            raise CheckpointingException(f"{target} is a source: give another place for what is written")
+        with ExitStack() as stack:
+            opened = [stack.enter_context(open_source(place, plugins, allowed)) for place in found]
+            merged, strategy = merge_opened(opened, places, rules)
+            yield merged
+            left_out[:] = strategy.left_out
+
+    conversion = run_conversion(
+        sources[base],
+        target,
+        to,
+        open_merge,
+        memory=memory // 2,
+        overwrite=overwrite,
+        mapping=mapping,
+        dtype=dtype,
+        prefix=prefix,
+        leave_out=(),
+        assets=assets,
+        max_shard_size=max_shard_size,
+        allow_globals=allow_globals,
+    )
+    everything = dict.fromkeys([*conversion.left_out, *left_out])
+    divisor = sum(chosen)
+    return MergeReport(
+        tuple(places),
+        tuple(weight / divisor for weight in chosen),
+        rules.base,
+        replace(conversion, left_out=tuple(everything)),
+    )
+
+
+def _choose_weights(places: Sequence[str], weights: Sequence[float] | None, slerp: float | None) -> Sequence[float]:
+    """Return a weight for each source."""
+    if len(places) < _TWO:
+        raise CheckpointingException(f"sources={places}: a merge needs at least two checkpoints")
+    if slerp is None:
+        chosen = [1.0] * len(places) if weights is None else list(weights)
+        check_weights(chosen, len(places))
+        return chosen
+    if weights is not None or len(places) != _TWO or not 0 <= slerp <= 1:
+        raise CheckpointingException(
+            f"slerp={slerp} with {len(places)} sources and weights={weights}: slerp takes two checkpoints, a number "
+            "from 0 to 1, and no weights"
+        )
+    return 1 - slerp, slerp
+
+
+def _check_choice(argument: str, value: Any, choices: Sequence[str]) -> None:
+    if value not in choices:
+        raise CheckpointingException(f"{argument}={value!r}: expected one of {', '.join(choices)}")

@@ -1,0 +1,337 @@
+"""Several open checkpoints that are read as one: the merge of their tensors, computed as it is read."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import torch
+
+from shardckpt.engine import OpenCheckpoint, TensorBox, make_memory, read_boxes
+from shardckpt.errors import CheckpointingException, KeyMismatchError, ShapeMismatchError, listed
+from shardckpt.huggingface import forget_structure, is_optimizer_key, plain_name
+from shardckpt.maintenance.combine import Angle, Combination, combine, make_average
+from shardckpt.mapping import ShardedTensor
+from shardckpt.planning import Box, batch_by_bytes, cut_box, part_view, shard_parts
+from shardckpt.strategy import LoadStrategy, ReadsPlainObjects
+from shardckpt.validation import stored_key
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from shardckpt.mapping import PlainObject, ShardedBase, StateDict
+    from shardckpt.strategy import LoadContext
+
+#: What is done with the optimizer's state: merged like the model, not written, or that of the base.
+Optimizer = Literal["average", "drop", "base"]
+#: What is done with a tensor that not all sources have: an error, not written, or merged from those that have it.
+Missing = Literal["error", "drop", "available"]
+#: Elements that are read at a time for an angle: a constant, so that the sum does not depend on the memory.
+_ANGLE_ELEMENTS = 1 << 20
+
+
+@dataclass(frozen=True)
+class MergeRules:
+    """How sources become one.
+
+    Attributes:
+        weights: The weight of each source.
+        base: The number of the source that objects and common state are from.
+        slerp: How far to go from the first source to the second along the sphere; None for a weighted average.
+        accumulate: The dtype in which sums are computed; float64 for float64 tensors.
+        optimizer: See :data:`Optimizer`.
+        missing: See :data:`Missing`.
+        leave_out: Keys of tensors that are not merged.
+        memory: Bytes of values of all sources in memory at a time.
+    """
+
+    weights: tuple[float, ...]
+    base: int
+    slerp: float | None
+    accumulate: torch.dtype
+    optimizer: Optimizer
+    missing: Missing
+    leave_out: frozenset[str]
+    memory: int
+
+
+class MergedTensor(NamedTuple):
+    """A tensor of the merge.
+
+    Attributes:
+        shape: Its global shape.
+        dtype: The dtype that holds the values of all sources.
+        sources: The sources that it is made of: number, and description of the tensor there.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    sources: tuple[tuple[int, ShardedTensor], ...]
+
+    @property
+    def is_averaged(self) -> bool:
+        """Whether values are added up; others must be equal, since 8-bit floats mean nothing without their scales."""
+        floats = self.dtype.is_floating_point and self.dtype.itemsize > 1
+        return len(self.sources) > 1 and (floats or self.dtype.is_complex)
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element in all sources, and in the merge."""
+        return sum(tensor.dtype.itemsize for _, tensor in self.sources) + self.dtype.itemsize
+
+
+class _Read(NamedTuple):
+    """A box of a tensor, and the memory that its merged values go to."""
+
+    key: str
+    box: Box
+    target: torch.Tensor
+
+
+@dataclass
+class MergedLoadStrategy(LoadStrategy):
+    """Reads several open checkpoints as one.
+
+    Attributes:
+        checkpoints: The sources.
+        names: What each is called in errors.
+        rules: How they are merged.
+        left_out: Keys that the sources have and the merge has not, once its index was read.
+    """
+
+    backend = "merge"
+    version = 1
+
+    checkpoints: Sequence[OpenCheckpoint]
+    names: Sequence[str]
+    rules: MergeRules
+    left_out: list[str] = field(default_factory=list)
+    _tensors: dict[str, MergedTensor] = field(default_factory=dict)
+    _angles: dict[str, Combination] = field(default_factory=dict)
+    #: A writer has several threads, and the memory is for one.
+    _lock: Any = field(default_factory=threading.Lock)
+
+    @property
+    def base(self) -> OpenCheckpoint:
+        """The source that objects and common state are from."""
+        return self.checkpoints[self.rules.base]
+
+    def load_common(self, context: LoadContext) -> StateDict:
+        """Return the base's, without what the merge leaves out."""
+        index, common = self.load_index(context), self.base.common()
+        self.left_out += [key for key in common if self._is_left_out(key)]
+        kept = {key: value for key, value in common.items() if not self._is_left_out(key)}
+        is_same = {stored_key(shard) for shard in index} == {stored_key(shard) for shard in self.base.index()}
+        return kept if is_same else forget_structure(kept)
+
+    def load_index(self, context: LoadContext) -> list[ShardedBase]:  # noqa: ARG002 - the sources have their own
+        """Return the merged tensors and the base's objects.
+
+        Raises:
+            CheckpointingException: The sources do not have the same tensors.
+        """
+        self.left_out.clear()
+        base = self.base.index()
+        objects = [shard for shard in base if not isinstance(shard, ShardedTensor)]
+        found: dict[str, list[tuple[int, ShardedTensor]]] = {}
+        # the base first: the order of keys is that of its index
+        for number in sorted(range(len(self.checkpoints)), key=lambda number: number != self.rules.base):
+            for shard in self.checkpoints[number].index():
+                if isinstance(shard, ShardedTensor):
+                    found.setdefault(shard.key, []).append((number, shard))
+        self._check_names({*found, *map(plain_name, objects)})
+        missing = self._choose(found)
+        if missing:
+            raise KeyMismatchError(
+                f"not all sources have the same tensors: {listed(missing)}. Rename them first (convert --mapping, "
+                "--prefix), leave them out (leave_out=..., --leave-out), or say what becomes of them "
+                "(missing='drop' or 'available', --missing)"
+            )
+        self.left_out += [stored_key(shard) for shard in objects if self._is_left_out(plain_name(shard))]
+        scales = {shard.key: shard.block_scales for shard in base if isinstance(shard, ShardedTensor)}
+        merged: list[ShardedBase] = [
+            replace(ShardedTensor.from_global_shape(key, tensor.dtype, tensor.shape), block_scales=scales.get(key))
+            for key, tensor in self._tensors.items()
+        ]
+        return [*merged, *(shard for shard in objects if not self._is_left_out(plain_name(shard)))]
+
+    def _is_left_out(self, name: str) -> bool:
+        return name in self.rules.leave_out or (self.rules.optimizer == "drop" and is_optimizer_key(name))
+
+    def _check_names(self, names: set[str]) -> None:
+        """Raise unless all that is to be left out is there."""
+        absent = self.rules.leave_out - names
+        if absent and (absent := absent - self.base.common().keys()):
+            raise KeyMismatchError(f"leave_out={sorted(absent)}: no source has a tensor, object or entry of this name")
+
+    def _choose(self, found: dict[str, list[tuple[int, ShardedTensor]]]) -> list[str]:
+        """Note which tensors are merged from which sources; return descriptions of those that sources lack."""
+        rules = self.rules
+        missing: list[str] = []
+        everyone = set(range(len(self.checkpoints)))
+        for key, unsorted in found.items():
+            of_base = rules.optimizer == "base" and is_optimizer_key(key)
+            sources = sorted(unsorted, key=lambda source: source[0])
+            lacking = everyone - {number for number, _ in sources}
+            if of_base:
+                sources = [source for source in sources if source[0] == rules.base]
+            if self._is_left_out(key) or not sources or (lacking and not of_base and rules.missing == "drop"):
+                self.left_out.append(key)
+                continue
+            if lacking and not of_base and rules.missing == "error":
+                missing.append(f"{key!r} is not in {listed([self.names[number] for number in sorted(lacking)])}")
+                continue
+            self._tensors[key] = self._describe(key, sources)
+        return missing
+
+    def _describe(self, key: str, sources: list[tuple[int, ShardedTensor]]) -> MergedTensor:
+        shapes = {tuple(tensor.global_shape) for _, tensor in sources}
+        kinds = {tensor.dtype for _, tensor in sources}
+        numbers = [(kind.is_floating_point and kind.itemsize > 1) or kind.is_complex for kind in kinds]
+        if len(shapes) > 1 or (len(kinds) > 1 and not all(numbers)):
+            places = listed([f"{t.dtype} {list(t.global_shape)} in {self.names[number]}" for number, t in sources])
+            raise ShapeMismatchError(
+                f"{key!r} is {places}: only tensors of one shape, and of floating-point dtypes or the same one, can be "
+                "merged; leave it out (leave_out=..., --leave-out), or convert the sources first"
+            )
+        dtype = kinds.pop()
+        for kind in kinds:
+            dtype = torch.promote_types(dtype, kind)
+        return MergedTensor(shapes.pop(), dtype, tuple(sources))
+
+    def load(self, wanted: Sequence[ShardedBase], context: LoadContext) -> list[Any]:
+        """Read from all sources, and merge into the shards' data, or into new tensors; see the base."""
+        if not self._tensors:
+            self.load_index(context)
+        objects = [shard for shard in wanted if not isinstance(shard, ShardedTensor)]
+        values = iter(self.base.values(objects)) if objects else iter(())
+        filled = [self._with_memory(shard) if isinstance(shard, ShardedTensor) else None for shard in wanted]
+        reads = [read for shard in filled if shard is not None for read in self._cut(shard)]
+        with self._lock:
+            for batch in batch_by_bytes(reads, self._count_bytes, self.rules.memory):
+                self._merge(batch)
+        return [next(values) if shard is None else shard.data for shard in filled]
+
+    def _with_memory(self, shard: ShardedTensor) -> ShardedTensor:
+        if shard.data is not None:
+            return shard
+        found = shard.without_data()
+        found.data = make_memory(shard.dtype, shard.data_shape)
+        return found
+
+    def _cut(self, shard: ShardedTensor) -> list[_Read]:
+        reads = []
+        itemsize = self._tensors[shard.key].itemsize
+        for part in shard_parts(shard):
+            view = part_view(shard, part)
+            boxes = cut_box(part.box, itemsize, self.rules.memory)
+            reads += [_Read(shard.key, box, view[box.within(part.box)]) for box in boxes]
+        return reads
+
+    def _count_bytes(self, read: _Read) -> int:
+        return read.box.volume * self._tensors[read.key].itemsize
+
+    def _merge(self, batch: Sequence[_Read]) -> None:
+        """Fill the memory of some boxes."""
+        found: list[list[torch.Tensor]] = [[] for _ in batch]
+        for number, checkpoint in enumerate(self.checkpoints):
+            places, boxes = [], []
+            for place, read in enumerate(batch):
+                tensor = dict(self._tensors[read.key].sources).get(number)
+                if tensor is not None:
+                    places.append(place)
+                    boxes.append(TensorBox(tensor, read.box))
+            for place, values in zip(places, read_boxes(checkpoint, boxes) if boxes else (), strict=True):
+                found[place].append(values)
+            # after the values and before they are used: the merge may not be of two saves
+            checkpoint.context.reader.check_unchanged()
+        for read, parts in zip(batch, found, strict=True):
+            merged = self._tensors[read.key]
+            if merged.is_averaged:
+                # with a cast, too, values are rounded once: to the dtype that is written
+                kind = self._find_accumulator(merged.dtype, read.target.dtype)
+                combine(parts, self._find_combination(read.key), read.target, kind)
+            else:
+                self._check_equal(read.key, parts)
+                read.target.copy_(parts[0])
+
+    def _find_accumulator(self, *dtypes: torch.dtype) -> torch.dtype:
+        wide = {torch.float64, torch.complex128}
+        return torch.float64 if wide & set(dtypes) else self.rules.accumulate
+
+    def _find_combination(self, key: str) -> Combination:
+        numbers = [number for number, _ in self._tensors[key].sources]
+        # moments of an optimizer are no directions
+        if self.rules.slerp is None or is_optimizer_key(key):
+            return make_average([self.rules.weights[number] for number in numbers])
+        if key not in self._angles:
+            self._angles[key] = self._measure_angle(key).interpolate(self.rules.slerp, key)
+        return self._angles[key]
+
+    def _measure_angle(self, key: str) -> Angle:
+        """Read a tensor of two sources once more, before its values are combined."""
+        tensor, angle = self._tensors[key], Angle()
+        (one, first), (other, second) = tensor.sources
+        whole = Box((0,) * len(tensor.shape), tensor.shape)
+        for box in cut_box(whole, 1, _ANGLE_ELEMENTS):
+            (low,), (high,) = (
+                read_boxes(self.checkpoints[number], [TensorBox(described, box)])
+                for number, described in ((one, first), (other, second))
+            )
+            angle.add(low, high)
+        return angle
+
+    def _check_equal(self, key: str, values: Sequence[torch.Tensor]) -> None:
+        sources = self._tensors[key].sources
+        first = _view_bytes(values[0])
+        for (number, tensor), other in zip(sources[1:], values[1:], strict=True):
+            if not torch.equal(first, _view_bytes(other)):
+                is_float = tensor.dtype.is_floating_point
+                why = "8-bit floats mean nothing without their scales" if is_float else f"{tensor.dtype} has no average"
+                raise CheckpointingException(
+                    f"{key!r} has other values in {self.names[number]} than in {self.names[sources[0][0]]}, and "
+                    f"{why}: leave it out (leave_out=[{key!r}], --leave-out {key})"
+                )
+
+
+class PlainObjectsMergedLoadStrategy(MergedLoadStrategy):
+    """A merge whose base has objects for readers of other libraries: they are copied."""
+
+    def read_plain_objects(self, context: LoadContext) -> list[PlainObject]:  # noqa: ARG002 - the base has its own
+        """Return the base's."""
+        return self._strategy.read_plain_objects(self.base.context)
+
+    def list_plain_objects(self, context: LoadContext) -> list[str]:  # noqa: ARG002 - the base has its own
+        """Return the keys of the base's."""
+        return self._strategy.list_plain_objects(self.base.context)
+
+    @property
+    def _strategy(self) -> ReadsPlainObjects:
+        strategy = self.base.strategy
+        if not isinstance(strategy, ReadsPlainObjects):
+            raise TypeError(strategy)
+        return strategy
+
+
+def merge_opened(
+    checkpoints: Sequence[OpenCheckpoint], names: Sequence[str], rules: MergeRules
+) -> tuple[OpenCheckpoint, MergedLoadStrategy]:
+    """Return several open checkpoints as one.
+
+    Args:
+        checkpoints: The sources, which stay open as long as the merge is read.
+        names: What each is called in errors.
+        rules: How they are merged.
+
+    Returns:
+        The merge, which has the files of the base; and the strategy that reads it.
+    """
+    base = checkpoints[rules.base]
+    kind = PlainObjectsMergedLoadStrategy if isinstance(base.strategy, ReadsPlainObjects) else MergedLoadStrategy
+    strategy = kind(checkpoints, names, rules)
+    return OpenCheckpoint(strategy, base.context, base.operation), strategy
+
+
+def _view_bytes(values: torch.Tensor) -> torch.Tensor:
+    return values.contiguous().reshape(-1).view(torch.uint8)

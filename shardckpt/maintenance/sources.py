@@ -1,0 +1,175 @@
+"""Open anything that can be read: what it is, its content says, not its name."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from shardckpt.distributed import Comm
+from shardckpt.engine import OpenCheckpoint, Operation, StoredCheckpoint, locate
+from shardckpt.errors import (
+    CheckpointingException,
+    CorruptCheckpointError,
+    IncompleteCheckpointError,
+    NotACheckpointError,
+)
+from shardckpt.huggingface import TorchFileLoadStrategy, check_folder, header_length, read_all_of_folder
+from shardckpt.maintenance.foreign import describe_file, describe_folder
+from shardckpt.manifest import Manifest
+from shardckpt.plugins import choose_reader, get_plugin_manager, hold_checkpoint
+from shardckpt.storage import CheckpointReader, has_local_files, is_read_again, open_directory, wrap_os_errors
+from shardckpt.strategy import ChecksFiles, LoadContext
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from shardckpt.plugins import PluginManager
+    from shardckpt.strategy import LoadStrategy
+
+#: What a file of torch.save begins with: a zip archive, or, before torch 1.6, the pickle of this number.
+_ZIP, _LEGACY = b"PK\x03\x04", b"\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
+#: The first bytes of a legacy file: the protocol of the pickle comes before the number.
+_PROTOCOL = 2
+_LENGTH = 8
+
+
+@contextmanager
+def open_source(
+    location: Path, plugins: PluginManager, allow_globals: tuple[object, ...] = ()
+) -> Iterator[OpenCheckpoint]:
+    """Open a checkpoint, a Hugging Face folder, a safetensors file or a file of ``torch.save``. Not collective.
+
+    Args:
+        location: The directory, store folder or file, as :func:`shardckpt.engine.locate` returned it.
+        plugins: The plugin manager.
+        allow_globals: Classes and functions that pickles may name, besides those that every load accepts.
+
+    Yields:
+        What is opened, all of it of one save; it is closed at the end of the block.
+
+    Raises:
+        NotACheckpointError: It is something else, which the error names.
+        CheckpointingException: It cannot be read.
+    """
+    comm = Comm(alone=True)
+    operation = Operation("load", location, comm, plugins)
+    place, manifest, strategy = _recognise(location, plugins)
+    operation.set_strategy(strategy)
+    with CheckpointReader(place, manifest, verify=True) as reader:
+        if is_read_again() and manifest.record is not None:  # as when a checkpoint is opened for a load
+            reader.open_files([file.name for file in manifest.record.files])
+        yield OpenCheckpoint(strategy, LoadContext(reader, comm, allow_globals), operation)
+        reader.check_unchanged()
+
+
+@contextmanager
+def open_any(place: str | os.PathLike[str]) -> Iterator[StoredCheckpoint]:
+    """Open what :func:`open_source` opens, as a mapping from key to tensor. Not collective.
+
+    Args:
+        place: A path, or, but for files, a URL.
+
+    Raises:
+        CheckpointingException: It cannot be read.
+    """
+    plugins = get_plugin_manager()
+    with open_source(locate(place, plugins), plugins) as opened:
+        yield StoredCheckpoint(opened)
+
+
+def identify_source(location: Path, opened: OpenCheckpoint) -> str:
+    """Return what identifies the values of a source; ``""`` if nothing does: a foreign folder on a store.
+
+    Args:
+        location: As for :func:`open_source`.
+        opened: The source.
+    """
+    record = opened.context.reader.manifest.record
+    if record is not None:
+        return record.self_digest
+    if not has_local_files(location):
+        return ""
+    paths = sorted(location.rglob("*")) if location.is_dir() else [location]
+    with wrap_os_errors("look at", location):
+        found = [(str(path), path.stat()) for path in paths]
+    return repr([(path, info.st_ino, info.st_size, info.st_mtime_ns) for path, info in found])
+
+
+def check_source(
+    location: Path, plugins: PluginManager, error: CheckpointingException
+) -> dict[str, CheckpointingException | None]:
+    """Check the files of a Hugging Face folder, or a file, as far as their structure shows; no value is read.
+
+    Args:
+        location: As for :func:`open_source`; no checkpoint.
+        plugins: The plugin manager.
+        error: Why it is no checkpoint.
+
+    Returns:
+        What is wrong with each file by its name, or None.
+
+    Raises:
+        NotACheckpointError: It is something else, which the error names; ``error`` if that is not known.
+        CheckpointingException: What lists the files is damaged.
+    """
+    if has_local_files(location) and location.is_file():
+        with open_source(location, plugins) as opened:
+            strategy, reader = opened.strategy, opened.context.reader
+            return strategy.check_files(reader) if isinstance(strategy, ChecksFiles) else {}
+    place = open_directory(location)
+    if not place.is_dir():
+        raise error
+    try:
+        return check_folder(place)
+    except NotACheckpointError:
+        what = describe_folder(place, {entry.name for entry in place.iterdir()})
+        raise (NotACheckpointError(f"{location} is {what}") if what else error) from None
+
+
+def _recognise(location: Path, plugins: PluginManager) -> tuple[Path, Manifest, LoadStrategy]:
+    """Return the directory of the files, the manifest and the strategy that reads them."""
+    if has_local_files(location) and location.is_file():
+        place = open_directory(location.parent)
+        strategy: LoadStrategy = _recognise_file(location, place)
+        return place, Manifest(backend=strategy.backend, version=strategy.version), strategy
+    try:
+        place, manifest = hold_checkpoint(location, plugins)
+    except (NotACheckpointError, IncompleteCheckpointError) as exc:
+        found = _open_folder(location, exc)
+        if found is None:
+            raise
+        strategy, place = found
+        return place, Manifest(backend=strategy.backend, version=strategy.version), strategy
+    return place, manifest, choose_reader(location, manifest, plugins)
+
+
+def _recognise_file(path: Path, place: Path) -> LoadStrategy:
+    with wrap_os_errors("open", path), path.open("rb") as file:
+        first = file.read(_PROTOCOL + len(_LEGACY))
+    if first[_PROTOCOL:] == _LEGACY or (first.startswith(_ZIP) and not describe_file(path)):
+        return TorchFileLoadStrategy(path.name)
+    try:
+        header_length(first[:_LENGTH], path.stat().st_size, str(path))
+        is_safetensors = first[_LENGTH : _LENGTH + 1] == b"{"
+    except CorruptCheckpointError:
+        is_safetensors = False
+    if is_safetensors:
+        return read_all_of_folder(place, path.name)[0]
+    raise NotACheckpointError(f"{path} is {describe_file(path)}")
+
+
+def _open_folder(location: Path, error: CheckpointingException) -> tuple[LoadStrategy, Path] | None:
+    """Return what reads a Hugging Face folder; None if the error of the checkpoint's readers says what is wrong."""
+    place = open_directory(location)
+    if not place.is_dir():
+        return None
+    try:
+        return read_all_of_folder(place)
+    except NotACheckpointError:
+        names = {entry.name for entry in place.iterdir()}
+        what = describe_folder(place, names)
+        if not what:
+            return None
+        raise NotACheckpointError(f"{location} is {what}") from error

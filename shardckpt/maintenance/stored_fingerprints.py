@@ -1,0 +1,41 @@
+"""Fingerprints of the tensors of a stored checkpoint, computed from their values."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from shardckpt.distributed import Comm
+from shardckpt.engine import STREAM_BYTES, LoadOptions, StoredCheckpoint, read_checkpoint
+from shardckpt.plugins import get_plugin_manager
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Collection
+
+
+def fingerprint_checkpoint(
+    checkpoint_dir: str | os.PathLike[str], keys: Collection[str] | None = None, *, memory: int = STREAM_BYTES
+) -> dict[str, str]:
+    """Return a fingerprint of each tensor of a checkpoint, from its values, which are all read. Not collective.
+
+    It is that of :func:`shardckpt.fingerprint`: equal for equal values, whatever the sharding and the format.
+
+    Args:
+        checkpoint_dir: The checkpoint's directory or URL, of any format that an installed strategy reads.
+        keys: Of the tensors; by default all.
+        memory: Bytes of values that are in memory at a time.
+
+    Returns:
+        32 hex digits by the tensor's key, in the order of the keys.
+
+    Raises:
+        CannotLoadError: No installed strategy reads the checkpoint.
+        CheckpointingException: No such tensor is stored, or one cannot be read or is damaged.
+    """
+    return read_checkpoint(
+        checkpoint_dir,
+        Comm(alone=True),
+        get_plugin_manager(),
+        LoadOptions(),
+        lambda checkpoint: StoredCheckpoint(checkpoint).compute_fingerprints(keys, memory=memory),
+    )

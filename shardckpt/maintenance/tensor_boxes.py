@@ -1,0 +1,133 @@
+"""The tensors of a conversion in boxes of bounded size, each of which is read when it is needed."""
+
+from __future__ import annotations
+
+import threading
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
+
+from shardckpt.engine import make_memory
+from shardckpt.errors import CheckpointingException
+from shardckpt.mapping import ShardedTensor
+from shardckpt.planning import batch_by_bytes, cut_box
+from shardckpt.tensors import DeferredTensor
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    import torch
+
+    from shardckpt.engine import OpenCheckpoint, TensorSums
+    from shardckpt.huggingface import HubTensor
+    from shardckpt.mapping import BlockScales, ShardedBase
+    from shardckpt.planning import Box
+
+#: Bytes of small tensors that are read together: each read costs a plan.
+_BATCH_BYTES = 8 << 20
+
+
+class TensorBox(NamedTuple):
+    """A box of a tensor that is written."""
+
+    tensor: HubTensor
+    box: Box
+
+    @property
+    def nbytes(self) -> int:
+        """Its bytes."""
+        return self.box.volume * self.tensor.dtype.itemsize
+
+    def describe(self, data: torch.Tensor, scales: BlockScales | None = None) -> ShardedTensor:
+        """Return the box as a shard of the tensor that is written."""
+        tensor, box = self
+        grid = (1,) * len(box.shape) if box.shape == tensor.shape else None
+        return ShardedTensor(
+            *(tensor.name, data, tensor.dtype, box.shape, tensor.shape, box.offset, grid), block_scales=scales
+        )
+
+
+def cut_tensors(tensors: Sequence[HubTensor], most: int) -> list[TensorBox]:
+    """Cut tensors into boxes of at most ``most`` bytes each, in order."""
+    return [TensorBox(t, box) for t in tensors for box in cut_box(t.full_box, t.dtype.itemsize, most)]
+
+
+def sum_written(stored: OpenCheckpoint, boxes: Sequence[TensorBox], sums: TensorSums) -> None:
+    """Read boxes of the target, and add up the fingerprints of the source's tensors that they are made of.
+
+    Args:
+        stored: The target.
+        boxes: All boxes that were written.
+        sums: Gets the sums.
+    """
+    for batch in batch_by_bytes(boxes, _count_bytes, _BATCH_BYTES):
+        _sum_batch(stored, batch, sums)
+
+
+def _sum_batch(stored: OpenCheckpoint, batch: Sequence[TensorBox], sums: TensorSums) -> None:
+    # a function of its own: the memory of one batch is free before the next one is read
+    wanted: list[ShardedBase] = [box.describe(make_memory(box.tensor.dtype, box.box.shape)) for box in batch]
+    values = stored.values(wanted)
+    both = zip(batch, values, strict=True)
+    parts = [part for box, value in both for part in box.tensor.shards_for(box.box, value)]
+    sums.add(parts, [part.data for part in parts])  # type: ignore[misc]
+
+
+class DeferredBoxes:
+    """The tensors of a checkpoint as shards of bounded size, each of which is read when the writer takes its bytes.
+
+    Small boxes are read ahead, as long as they are asked for in order. What was read last is kept until the next read.
+
+    Args:
+        stored: The open checkpoint.
+        boxes: What is to be written.
+        most: Most bytes of a box.
+        scales: What scales the values of tensors, by their names.
+    """
+
+    def __init__(
+        self, stored: OpenCheckpoint, boxes: Sequence[TensorBox], most: int, scales: Mapping[str, BlockScales | None]
+    ) -> None:
+        self._stored = stored
+        self._boxes = boxes
+        self._batch_bytes = min(most, _BATCH_BYTES)
+        #: Any thread may ask: a writer has several.
+        self._lock = threading.Lock()
+        #: The number of the first box that was read last, and the values of it and those that follow.
+        self._first = 0
+        self._values: list[torch.Tensor] = []
+        #: The boxes, in order.
+        self.shards = [
+            box.describe(
+                DeferredTensor(box.box.shape, box.tensor.dtype, partial(self._read, number)),
+                scales.get(box.tensor.name),
+            )
+            for number, box in enumerate(boxes)
+        ]
+
+    def _read(self, number: int) -> torch.Tensor:
+        with self._lock:
+            end = self._first + len(self._values)
+            if not self._first <= number < end:
+                self._values = []  # before the read: both would be in memory
+                # several only if it is the next one
+                rest = (self._boxes[n] for n in range(number, len(self._boxes) if number == end else number + 1))
+                batch = next(batch_by_bytes(rest, _count_bytes, self._batch_bytes))
+                self._values, self._first = self._read_batch(batch), number
+            return self._values[number - self._first]
+
+    def _read_batch(self, batch: Sequence[TensorBox]) -> list[torch.Tensor]:
+        values = [make_memory(box.tensor.dtype, box.box.shape) for box in batch]
+        both = zip(batch, values, strict=True)
+        parts: list[ShardedBase] = [part for box, value in both for part in box.tensor.shards_for(box.box, value)]
+        try:
+            self._stored.values(parts)
+        except CheckpointingException:
+            if len(batch) == 1:
+                raise
+        else:
+            return values
+        return self._read_batch(batch[:1])  # the others in their turn: the error then stands with its key
+
+
+def _count_bytes(box: TensorBox) -> int:
+    return box.nbytes

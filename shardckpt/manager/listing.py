@@ -1,0 +1,209 @@
+"""What is in a folder of checkpoints, whoever wrote them: a summary of each, from JSON files, indexes and sizes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal
+
+from shardckpt.commit import is_under_way
+from shardckpt.engine import find_incomplete_files, find_save_time, locate, measure
+from shardckpt.errors import (
+    CannotLoadError,
+    CheckpointingException,
+    CorruptCheckpointError,
+    IncompleteCheckpointError,
+    NotACheckpointError,
+    StorageError,
+    listed,
+)
+from shardckpt.huggingface import huggingface_index
+from shardckpt.manager.holds import Holds
+from shardckpt.manager.steps import StepFolder, parse_step
+from shardckpt.manifest import FINGERPRINTS_NAME, MARKER_NAME
+from shardckpt.plugins import choose_reader, get_plugin_manager, hold_checkpoint
+from shardckpt.storage import (
+    CheckpointReader,
+    combine_fingerprints,
+    is_there,
+    on_store,
+    parse_fingerprints,
+    retry_if_replaced,
+    wrap_os_errors,
+)
+
+if TYPE_CHECKING:
+    import os
+    from pathlib import Path
+
+    from shardckpt.manifest import Manifest
+    from shardckpt.plugins import PluginManager
+
+#: What a directory is, see :class:`CheckpointSummary`.
+State = Literal["whole", "damaged", "unreadable", "incomplete", "other"]
+#: Any of these says that a folder is one of the Hub's layout.
+_HUB_FILES = ("model.safetensors", "model.safetensors.index.json")
+#: What data files of DCP's and Megatron's are called: without an index they are of a save that did not end.
+_DATA_SUFFIX = ".distcp"
+
+
+@dataclass(frozen=True)
+class CheckpointSummary:
+    """A checkpoint, or a directory that is none, as far as no data file need be read.
+
+    Attributes:
+        path: Its path or URL; a password is masked.
+        name: The directory's name.
+        state: ``whole``: all files are there and have their sizes; their bytes were not read. ``damaged``: not as it
+            was written. ``unreadable``: complete, but no installed strategy reads it. ``incomplete``: a save that was
+            never committed. ``other``: nothing shows that a checkpoint was ever there.
+        reason: Why it is not whole; ``""`` if it is.
+        step: The step of the training, as stored, or else as the name says.
+        saved_at: When it was committed, in seconds since 1970; None on a store.
+        nbytes: Size on disk in bytes, other files in the directory included.
+        strategy: ``backend@version``; ``""`` if it is not known.
+        writer: The release that wrote it, such as ``shardckpt 0.1.0``; ``""`` if another library did.
+        fingerprint: That of all tensors together, 32 hex digits, if the save has stored any: equal for equal keys and
+            values, whatever the sharding and the format. ``""`` if not.
+        held: The leases and pins that keep it from removal, for people.
+    """
+
+    path: str
+    name: str
+    state: State
+    reason: str = ""
+    step: int | None = None
+    saved_at: float | None = None
+    nbytes: int = 0
+    strategy: str = ""
+    writer: str = ""
+    fingerprint: str = ""
+    held: tuple[str, ...] = ()
+
+    @property
+    def is_checkpoint(self) -> bool:
+        """Whether a checkpoint is there, or was to be."""
+        return self.state != "other"
+
+
+def list_checkpoints(folder: str | os.PathLike[str]) -> list[CheckpointSummary]:
+    """Summarize the checkpoints in a folder. Not collective: one process calls.
+
+    Args:
+        folder: A directory or URL with checkpoints in it; or one checkpoint.
+
+    Returns:
+        A summary of every directory in it, in ascending order of steps, those without a step last; if ``folder`` is a
+        checkpoint itself, one summary. Hidden directories are left out, also those of saves under way.
+
+    Raises:
+        StorageError: the folder does not exist, or cannot be listed.
+    """
+    plugins = get_plugin_manager()
+    place = locate(folder, plugins)
+    if on_store(place) is None and not place.is_dir():
+        raise StorageError(f"{place} is no directory: give a folder of checkpoints, or a checkpoint")
+    own = _summarize(place, plugins)
+    if own.state not in ("other", "incomplete"):
+        return [own]
+    inside = StepFolder(folder, plugins)
+    found = [_summarize(inside.find(name), plugins) for name in inside.directories() if not name.startswith(".")]
+    if own.is_checkpoint and not any(each.is_checkpoint for each in found):
+        return [own]
+    holds = Holds(inside).find()
+    found = [replace(each, held=tuple(map(str, holds.get(each.name, ())))) for each in found]
+    return sorted(found, key=lambda each: (each.step is None, each.step, each.name))
+
+
+def find_checkpoints(path: str) -> list[str]:
+    """Return the checkpoints that a path stands for: those in it if it is a folder of checkpoints, else itself.
+
+    Args:
+        path: A directory or URL; it need not exist.
+
+    Returns:
+        Paths or URLs, in the order of :func:`list_checkpoints`.
+
+    Raises:
+        StorageError: a folder cannot be listed.
+    """
+    place = locate(path, get_plugin_manager())
+    if (on_store(place) is None and not place.is_dir()) or is_there(place / MARKER_NAME):
+        return [path]
+    found = [each for each in list_checkpoints(path) if each.is_checkpoint]
+    if not found or found[0].path == str(place):
+        return [path]
+    return [f"{path.rstrip('/')}/{each.name}" for each in found]
+
+
+def _summarize(directory: Path, plugins: PluginManager) -> CheckpointSummary:
+    summary = CheckpointSummary(str(directory), directory.name, "other", step=parse_step(directory.name))
+    try:
+        summary = replace(summary, nbytes=measure(directory), saved_at=find_save_time(directory))
+        return retry_if_replaced(lambda: _inspect(directory, summary, plugins), directory)
+    except (NotACheckpointError, IncompleteCheckpointError) as exc:
+        return _describe_unmarked(directory, summary, exc)
+    except CannotLoadError as exc:
+        return replace(summary, state="unreadable", reason=_shorten(exc, directory))
+    except (CheckpointingException, OSError) as exc:
+        damaged = isinstance(exc, CorruptCheckpointError)
+        return replace(summary, state="damaged" if damaged else "unreadable", reason=_shorten(exc, directory))
+
+
+def _inspect(directory: Path, summary: CheckpointSummary, plugins: PluginManager) -> CheckpointSummary:
+    """Return the summary of a checkpoint, as its manifest, and of another library's its index, describe it."""
+    place, manifest = hold_checkpoint(directory, plugins)
+    step = summary.step if manifest.lineage.step is None else manifest.lineage.step
+    summary = replace(
+        summary, step=step, strategy=f"{manifest.backend}@{manifest.version}", writer=_find_writer(manifest)
+    )
+    # before the files: what no strategy reads may be whole, and nobody can say
+    try:
+        strategy = choose_reader(directory, manifest, plugins)
+    except CannotLoadError as exc:
+        return replace(summary, state="unreadable", reason=_shorten(exc, directory))
+    with CheckpointReader(place, manifest, verify=False) as reader:
+        # the index of a checkpoint of ours may be large, and its record has all sizes
+        bad = find_incomplete_files(None if manifest.record is not None else strategy, reader)
+        if not bad and manifest.record is not None and FINGERPRINTS_NAME in manifest.record.list_files():
+            found = parse_fingerprints(reader.read(FINGERPRINTS_NAME), FINGERPRINTS_NAME)
+            summary = replace(summary, fingerprint=combine_fingerprints(found))
+    if bad:
+        return replace(
+            summary, state="damaged", reason=listed([f"{file.name} {file.fault}" for file in bad], "; ", limit=3)
+        )
+    return replace(summary, state="whole")
+
+
+def _describe_unmarked(directory: Path, summary: CheckpointSummary, error: CannotLoadError) -> CheckpointSummary:
+    """Return the summary of a directory that no reader recognises: a folder of the Hub, a dead save, or anything."""
+    with wrap_os_errors("list", directory):
+        names = [path.name for path in directory.iterdir()] if directory.is_dir() else []
+    if any(name in names for name in _HUB_FILES):
+        summary = replace(summary, strategy="huggingface")
+        remote = on_store(directory)
+        try:
+            huggingface_index(directory if remote is None else remote.url)
+        except CheckpointingException as exc:
+            return replace(summary, state="damaged", reason=_shorten(exc, directory))
+        return replace(summary, state="whole")
+    if not names:
+        return replace(summary, reason="an empty directory")
+    begun = is_under_way(directory) or summary.step is not None or any(name.endswith(_DATA_SUFFIX) for name in names)
+    if begun:
+        return replace(summary, state="incomplete", reason=_shorten(error, directory))
+    return replace(summary, reason=f"it has {listed(sorted(names), limit=4)}")
+
+
+def _find_writer(manifest: Manifest) -> str:
+    if manifest.record is None:
+        return ""
+    return ", ".join(f"{name} {version}" for name, version in manifest.record.writer.items())
+
+
+def _shorten(error: Exception, directory: Path) -> str:
+    """Return the first line of an error, without the path, which stands in the same summary."""
+    text = (str(error).splitlines() or [type(error).__name__])[0]
+    return text.replace(f"{directory}/", "").removeprefix(f"{directory}: ").removeprefix(f"{directory} ")
+
+
+__all__ = ["CheckpointSummary", "State", "find_checkpoints", "list_checkpoints"]

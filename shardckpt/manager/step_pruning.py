@@ -1,0 +1,125 @@
+"""Removing the steps that retention policies do not keep, from outside of a training, with a reason for each step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from shardckpt.engine import measure
+from shardckpt.manager.garbage_collection import remove_steps
+from shardckpt.manager.holds import Holds
+from shardckpt.manager.retention import describe_policy, steps_to_remove
+from shardckpt.manager.steps import NAMINGS, StepFolder
+from shardckpt.plugins import get_plugin_manager
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Collection
+
+    from shardckpt.manager.retention import RetentionPolicy, StepMetrics
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """A step's checkpoint, and whether it was removed.
+
+    Attributes:
+        path: Its path or URL; a password is masked.
+        step: The step.
+        kept: Why it is kept; ``""`` if it is not: it was removed, or with ``dry_run`` would be.
+        error: Why it could not be removed; ``""`` if it could.
+        nbytes: Bytes on disk that its removal frees.
+    """
+
+    path: str
+    step: int
+    nbytes: int = 0
+    kept: str = ""
+    error: str = ""
+
+
+def prune_steps(
+    folder: str | os.PathLike[str],
+    policies: Collection[RetentionPolicy],
+    protected: Collection[int] = (),
+    *,
+    dry_run: bool = False,
+) -> list[StepResult]:
+    """Remove the checkpoints of steps that no policy keeps. Not collective: one process calls.
+
+    The rules are those of a CheckpointManager: only complete checkpoints that can be loaded here are counted and
+    removed, no link, no damaged one, none that is leased or pinned, and never the newest. Directories of each way to
+    name steps (``step-<n>``, ``iter_<n>``, ``checkpoint-<n>``, ...) are counted separately. A killed removal is
+    finished by the next one.
+
+    Args:
+        folder: The directory or URL that has the steps' directories.
+        policies: Choose the steps to keep; at least one.
+        protected: Steps that are kept whatever the policies say.
+        dry_run: Remove nothing; report what would be removed.
+
+    Returns:
+        Every step that has a directory, in ascending order, for each way to name them.
+
+    Raises:
+        StorageError: the folder cannot be listed.
+    """
+    results: list[StepResult] = []
+    for names in NAMINGS:
+        steps = StepFolder(folder, get_plugin_manager(), names)
+        if steps.steps():
+            results += _prune(steps, policies, protected, dry_run=dry_run)
+    return results
+
+
+def _prune(
+    folder: StepFolder, policies: Collection[RetentionPolicy], protected: Collection[int], *, dry_run: bool
+) -> list[StepResult]:
+    counted: StepMetrics = {}
+
+    def choose(checkpoints: StepMetrics) -> list[int]:
+        nonlocal counted
+        counted = dict(checkpoints)
+        return steps_to_remove(policies, checkpoints, protected)
+
+    found = {step: folder.inspect_step(step) for step in folder.steps()}
+    sizes = {step: measure(folder.path(step)) for step in found}
+    holds = Holds(folder).find()
+    if dry_run:
+        links = {step for step in found if (folder.place / folder.names.name(step)).is_symlink()}
+        wanted = set(choose({s: each.metrics for s, each in found.items() if each.is_loadable and s not in links}))
+        removed = wanted
+    else:
+        removed = set(remove_steps(folder, choose))
+        wanted = set(steps_to_remove(policies, counted, protected))
+    results = []
+    for step, each in found.items():
+        result = StepResult(str(folder.place / folder.names.name(step)), step, sizes[step])
+        if step not in counted:
+            fault = each.error or each.refusal
+            result = replace(result, kept=str(fault).splitlines()[0] if fault else "it is a link")
+        elif step not in wanted:
+            result = replace(result, kept=_explain_kept(step, policies, counted, protected))
+        elif held := holds.get(folder.names.name(step)):
+            result = replace(result, kept=", ".join(map(str, held)))
+        elif step not in removed:
+            result = replace(result, error="it could not be removed: the log says why; the next prune tries again")
+        results.append(result)
+    return results
+
+
+def _explain_kept(
+    step: int, policies: Collection[RetentionPolicy], counted: StepMetrics, protected: Collection[int]
+) -> str:
+    """Return what keeps a step, of all that do."""
+    reasons = ["it is the newest"] if step == max(counted) else []
+    reasons += ["it is protected"] if step in protected else []
+    for policy in policies:
+        if step in {*policy(counted)}:
+            said = describe_policy(policy)
+            options = ", ".join(f"{k}={v}" for k, v in said.items() if k != "policy") if isinstance(said, dict) else ""
+            reasons.append(f"{said['policy']}({options})" if isinstance(said, dict) else said)
+    return ", ".join(reasons)
+
+
+__all__ = ["StepResult", "prune_steps"]

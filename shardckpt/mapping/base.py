@@ -1,0 +1,41 @@
+"""What every leaf of a sharded state dict has, and the types of state dicts and replica ids."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any, Literal, TypeAlias
+
+import torch
+
+StateDict: TypeAlias = dict[str, Any]
+CommonStateDict: TypeAlias = dict[str, Any]
+ShardedStateDict: TypeAlias = dict[str, Any]
+ReplicaId: TypeAlias = int | tuple[int, ...]
+#: Whether the library finds out which ranks have the same shard, and chooses the main replica; see ShardedTensor.
+Replicated: TypeAlias = bool | Literal["unchecked", "sampled"]
+FactoryBuildFn: TypeAlias = Callable[[str, torch.Tensor, ReplicaId, "slice | None"], Any]
+FactoryMergeFn: TypeAlias = Callable[[Any], torch.Tensor]
+
+
+def is_main_replica(replica_id: ReplicaId) -> bool:
+    """Return whether this replica is the one that is written: 0, or a tuple of zeros."""
+    if isinstance(replica_id, int):
+        return replica_id == 0
+    return all(part == 0 for part in replica_id)
+
+
+class ShardedBase(ABC):
+    """A leaf of a sharded state dict: one shard of a global tensor or object."""
+
+    key: str
+    data: Any
+    replica_id: ReplicaId
+
+    @abstractmethod
+    def validate_metadata_integrity(self) -> None:
+        """Raise :class:`ShardingError` if the description contradicts itself."""
+
+    @abstractmethod
+    def without_data(self) -> ShardedBase:
+        """Return the same description with ``data=None``."""

@@ -1,0 +1,209 @@
+"""What a page shows of a checkpoint, as plain data in columns that JSON can say."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from shardckpt.errors import CheckpointingException, CheckpointReplacedError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from shardckpt.engine import IncompleteFile, StoredCheckpoint
+    from shardckpt.manifest import Record, SaveTimings
+    from shardckpt.strategy import StoredBox, StoredFile
+
+#: Boxes that a page has, at most: each takes some 20 bytes of it where no two tensors are cut alike.
+MOST_BOXES = 1 << 20
+#: Keys that are listed of a file that is missing.
+_KEYS_SHOWN = 20
+#: Names of objects, and of values of the common state, that are listed.
+_NAMES_SHOWN = 500
+
+
+class CheckpointHeader(NamedTuple):
+    """What is known of a checkpoint as a whole; None for what is not.
+
+    Attributes:
+        name: How the caller names it.
+        backend: Name of the format.
+        version: Its version.
+        save_id: The id of the save.
+        parent: The save id of the checkpoint that the job was resumed from.
+        step: The step.
+        writer: Releases of the libraries that wrote it, by name.
+        ranks: How many ranks saved it.
+        saved_at: When, in seconds since 1970.
+        bytes_on_disk: Bytes of all files.
+    """
+
+    name: str
+    backend: str
+    version: int
+    save_id: str | None = None
+    parent: str | None = None
+    step: int | None = None
+    writer: Mapping[str, str] | None = None
+    ranks: int | None = None
+    saved_at: float | None = None
+    bytes_on_disk: int | None = None
+
+
+def describe_checkpoint(checkpoint: StoredCheckpoint, header: CheckpointHeader, prefix: str = "") -> dict[str, Any]:
+    """Return the data of a page: the header, tensors, boxes, files and timings. No value of a tensor is read.
+
+    Args:
+        checkpoint: An open checkpoint.
+        header: What is known of it as a whole.
+        prefix: Only tensors and objects whose keys begin with it.
+    """
+    keys = [key for key in sorted(checkpoint) if key.startswith(prefix)]
+    tensors = [checkpoint[key] for key in keys]
+    record = checkpoint.record
+    return {
+        "head": header._asdict(),
+        "prefix": prefix,
+        **describe_tensors((t.key, str(t.dtype).removeprefix("torch."), t.shape, t.dtype.itemsize) for t in tensors),
+        **describe_files(record, checkpoint.list_files() if record is None else ()),
+        **_describe_boxes(checkpoint, keys),
+        **_describe_rest(checkpoint, prefix),
+        "incomplete": _describe_faults(checkpoint.find_incomplete_files()),
+        "timings": describe_timings(None if record is None else record.timings),
+    }
+
+
+def describe_tensors(tensors: Iterable[tuple[str, str, tuple[int, ...], int]]) -> dict[str, Any]:
+    """Return columns of tensors; each dtype and each shape stands in the page once.
+
+    Args:
+        tensors: Key, dtype, shape and bytes of an element of each.
+    """
+    dtypes, shapes = dict[str, int](), dict[tuple[int, ...], int]()
+    keys, dtype, shape, nbytes = [], [], [], []
+    for key, name, extents, itemsize in tensors:
+        keys.append(key)
+        dtype.append(dtypes.setdefault(name, len(dtypes)))
+        shape.append(shapes.setdefault(extents, len(shapes)))
+        nbytes.append(math.prod(extents) * itemsize)
+    return {
+        "keys": keys,
+        "dtype": dtype,
+        "shape": shape,
+        "nbytes": nbytes,
+        "dtypes": list(dtypes),
+        "shapes": list(map(list, shapes)),
+    }
+
+
+def describe_files(record: Record | None, listed: Iterable[StoredFile]) -> dict[str, Any]:
+    """Return columns of files: as recorded with their ranks, or, of another library's checkpoint, as its index says.
+
+    Args:
+        record: What shardckpt recorded, if it wrote the checkpoint.
+        listed: The files of the index.
+    """
+    if record is not None:
+        rows = sorted((file.name, file.size, file.rank) for file in record.files)
+    else:
+        rows = sorted((file.name, file.nbytes, -1) for file in listed)
+    return {
+        "files": [name for name, _, _ in rows],
+        "fileBytes": [size for _, size, _ in rows],
+        "fileRank": [rank for _, _, rank in rows],
+    }
+
+
+def describe_layouts(
+    boxes: Iterable[StoredBox], keys: Sequence[str], files: Sequence[str], most: int = MOST_BOXES
+) -> dict[str, Any]:
+    """Return how each tensor is cut: a layout for all tensors that are cut alike into the same files.
+
+    Args:
+        boxes: Of all tensors, those of a tensor after each other.
+        keys: Of the tensors on the page.
+        files: Names of the files on the page. One that a box names and that is not among them is added.
+        most: Boxes that the layouts have together, at most.
+
+    Returns:
+        ``layouts``: each a list of (file, offset along each axis, extent along each axis) in one row, without the axes'
+        number, which the tensor's shape says; ``layout``: its number for each key, -1 if there is none; ``boxFiles``:
+        names of all files, ``files`` first; ``boxes``: how many boxes were left out.
+    """
+    numbers = {name: number for number, name in enumerate(files)}
+    wanted = set(keys)
+    rows: dict[str, list[int]] = {}
+    counts: dict[str, int] = {}
+    for key, offset, shape, file in boxes:
+        if key in wanted:
+            rows.setdefault(key, []).extend((numbers.setdefault(file, len(numbers)), *offset, *shape))
+            counts[key] = counts.get(key, 0) + 1
+    layouts: dict[tuple[int, ...], int] = {}
+    column, kept, left_out = [], 0, 0
+    for key in keys:
+        row = tuple(rows.get(key, ()))
+        if row and row not in layouts and kept + counts[key] > most:
+            left_out += counts[key]
+            column.append(-1)
+            continue
+        if row and row not in layouts:
+            kept += counts[key]
+        column.append(layouts.setdefault(row, len(layouts)) if row else -1)
+    return {
+        "layouts": [list(row) for row in layouts],
+        "layout": column,
+        "boxFiles": list(numbers),
+        "boxesLeftOut": left_out,
+    }
+
+
+def describe_timings(timings: SaveTimings | None) -> dict[str, Any] | None:
+    """Return when each rank did what, for the time line; None if the checkpoint does not say."""
+    return None if timings is None else timings.model_dump(mode="json")
+
+
+def _describe_boxes(checkpoint: StoredCheckpoint, keys: Sequence[str]) -> dict[str, Any]:
+    """Return the layouts, or why there are none."""
+    files = [] if checkpoint.record is None else sorted(file.name for file in checkpoint.record.files)
+    if checkpoint.record is None:
+        files = sorted(file.name for file in checkpoint.list_files())
+    try:
+        boxes = checkpoint.list_boxes()
+        if boxes is None:
+            return _no_layouts(keys, files, "The strategy of this format does not say which file holds which box.")
+        return {**describe_layouts(boxes, keys, files), "boxesFault": ""}
+    except CheckpointReplacedError:
+        raise
+    except CheckpointingException as exc:
+        return _no_layouts(keys, files, f"The boxes cannot be listed: {exc}")
+
+
+def _no_layouts(keys: Sequence[str], files: list[str], why: str) -> dict[str, Any]:
+    return {"layouts": [], "layout": [-1] * len(keys), "boxFiles": files, "boxesLeftOut": 0, "boxesFault": why}
+
+
+def _describe_rest(checkpoint: StoredCheckpoint, prefix: str) -> dict[str, Any]:
+    """Return the names of objects and of the common state, and why that cannot be read, if so."""
+    objects = sorted(key for key in checkpoint.objects if key.startswith(prefix))
+    common, fault = list[str](), ""
+    if not prefix:
+        try:
+            common = sorted(map(str, checkpoint.common))
+        except CheckpointReplacedError:
+            raise
+        except CheckpointingException as exc:
+            fault = str(exc)
+    return {
+        "objects": objects[:_NAMES_SHOWN],
+        "objectCount": len(objects),
+        "common": common[:_NAMES_SHOWN],
+        "commonCount": len(common),
+        "commonFault": fault,
+    }
+
+
+def _describe_faults(files: Iterable[IncompleteFile]) -> list[dict[str, Any]]:
+    return [
+        {"name": file.name, "fault": file.fault, "keys": list(file.keys[:_KEYS_SHOWN]), "keyCount": len(file.keys)}
+        for file in files
+    ]

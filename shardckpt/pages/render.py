@@ -1,0 +1,60 @@
+"""Render a page: its data goes into the template, which has all of its styles and scripts."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import html
+import json
+import re
+from importlib.resources import files
+from typing import TYPE_CHECKING, Any
+
+from shardckpt.storage import wrap_os_errors
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+#: In JSON these stand in texts only, where an escape says the same: what is left cannot end the element.
+_ESCAPES = {ord(char): f"\\u{ord(char):04x}" for char in "<>&\u2028\u2029"}
+_SCRIPT = re.compile(r"<script>(.*?)</script>", re.DOTALL)
+
+
+def render_page(title: str, data: Mapping[str, Any]) -> str:
+    """Return a page that shows the data.
+
+    Names and values may be anything: they are escaped, the script sets them as text, and the page's policy lets no
+    other script run, and nothing be loaded.
+
+    Args:
+        title: The title.
+        data: What :func:`describe_checkpoint` or :func:`describe_difference` returned.
+    """
+    template = files(__package__).joinpath("page.html").read_text(encoding="utf-8")
+    script = _SCRIPT.search(template)
+    digest = hashlib.sha256(script.group(1).encode() if script else b"").digest()
+    filled = {
+        "TITLE": html.escape(title),
+        "SCRIPT_HASH": f"sha256-{base64.b64encode(digest).decode()}",
+        "DATA": json.dumps(data, separators=(",", ":"), allow_nan=False).translate(_ESCAPES),
+    }
+    # in one pass: a key that is named like a place of the template stays what it is
+    return re.sub(r"\{\{(TITLE|SCRIPT_HASH|DATA)\}\}", lambda match: filled[match.group(1)], template)
+
+
+def write_page(path: Path, title: str, data: Mapping[str, Any]) -> int:
+    """Write a page, and return its size in bytes.
+
+    Args:
+        path: The file; if there is one, it is replaced.
+        title: As for :func:`render_page`.
+        data: As for :func:`render_page`.
+
+    Raises:
+        StorageError: The file cannot be written.
+    """
+    content = render_page(title, data).encode()
+    with wrap_os_errors("write", path):
+        path.write_bytes(content)
+    return len(content)

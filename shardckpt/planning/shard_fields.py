@@ -1,0 +1,45 @@
+"""The fields of many shards, a column each: a few calls for all of them take a tenth of the time of some for each."""
+
+from __future__ import annotations
+
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any
+
+from shardckpt.planning.table import Table, make_matrix
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
+
+    from shardckpt.mapping import ShardedTensor
+
+
+def list_fields(shards: Sequence[object], first: str, second: str, *others: str) -> list[tuple[Any, ...]]:
+    """Return at least two fields of objects.
+
+    Args:
+        shards: Shards, or any objects that have the fields.
+        first: The name of a field; it may be that of a field's field, such as ``data.dtype``.
+        second: As ``first``.
+        others: As ``first``.
+
+    Returns:
+        A column for each name, with a value for each object.
+    """
+    names = (first, second, *others)
+    return list(zip(*map(attrgetter(*names), shards), strict=True)) if shards else [()] * len(names)
+
+
+def list_boxes(shards: Sequence[ShardedTensor], spec: torch.Tensor) -> Table:
+    """Return the box of each shard, as :func:`~shardckpt.planning.boxes.unflattened_box` does.
+
+    Args:
+        shards: The shards.
+        spec: int64 of shape (shards,): the number of each one's tensor.
+    """
+    offsets, extents, prepended = list_fields(shards, "global_offset", "local_shape", "prepend_axis_num")
+    if any(prepended):
+        extents = tuple((1,) * count + tuple(shape) for count, shape in zip(prepended, extents, strict=True))
+    axes = max(map(len, offsets), default=0)
+    return Table(spec, make_matrix(offsets, axes, 0), make_matrix(extents, axes, 1))

@@ -1,0 +1,64 @@
+"""Ranges of files to read into memory, cut and joined to batches of about equal size."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+    from shardckpt.storage.digest import Segments
+
+
+class RangeRead(NamedTuple):
+    """A range of a file, and the memory that it is read into.
+
+    Attributes:
+        file: Name of the file.
+        offset: Of the first byte in the file.
+        memory: Writable bytes; filled completely.
+        what: A key, named in errors.
+    """
+
+    file: str
+    offset: int
+    memory: memoryview
+    what: str
+
+
+def batch_ranges(
+    ranges: Iterable[RangeRead], segments_of: Callable[[RangeRead], Segments | None], most: int, *, joined: bool
+) -> Iterator[list[RangeRead]]:
+    """Cut long ranges and join short ones to batches, each of which one thread reads.
+
+    Args:
+        ranges: The ranges; each lies in its file. Empty ones are left out.
+        segments_of: Returns the table of digests of a range's file, if they are checked; called for ranges that are
+            cut. They are cut where segments end, so that no segment is read twice.
+        most: Bytes of a batch; more where a segment is longer.
+        joined: Whether a batch may have several ranges.
+
+    Returns:
+        An iterator of the batches, in order.
+    """
+    batch: list[RangeRead] = []
+    free = most
+    for found in ranges:
+        name, offset, memory, what = found
+        first = 0
+        while memory.nbytes - first > free:
+            segments, stop = segments_of(found), first + free
+            if segments is not None:
+                stop = min(segments.cut(offset + first, offset + stop) - offset, memory.nbytes)
+            batch.append(RangeRead(name, offset + first, memory[first:stop], what))
+            yield batch
+            batch, free, first = [], most, stop
+        if first == memory.nbytes:
+            continue
+        batch.append(RangeRead(name, offset + first, memory[first:], what))
+        free -= memory.nbytes - first
+        if free <= 0 or not joined:
+            yield batch
+            batch, free = [], most
+    if batch:
+        yield batch

@@ -1,0 +1,208 @@
+"""Sums of the bits of what each rank stores: added up over all ranks, they are fingerprints of the tensors."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections import defaultdict
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from shardckpt import settings
+from shardckpt.errors import CorruptCheckpointError
+from shardckpt.manifest import FINGERPRINTS_NAME
+from shardckpt.planning import batch_by_bytes
+from shardckpt.storage.columns import Columns, pack_columns
+from shardckpt.storage.workers import Workers
+from shardckpt.tensors import finish_fingerprint, one_thread, sum_boxes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+    from shardckpt.planning import Ints
+    from shardckpt.storage.packed_shards import PackedShards
+    from shardckpt.storage.reader import CheckpointReader
+
+#: Bytes of the two sums of a tensor, and of a fingerprint.
+_SUM_BYTES = 16
+#: What a thread sums at a time, at most, unless one tensor has more: bytes, and boxes.
+_JOB_BYTES, _JOB_BOXES = 16 << 20, 4096
+
+_Box = tuple[torch.Tensor, "Ints", "Ints"]
+
+
+class _Part(NamedTuple):
+    """What a rank adds to a tensor: its key, dtype and global shape, elements, and both sums."""
+
+    key: str
+    dtype: str
+    shape: Ints
+    elements: int
+    sums: tuple[int, int]
+
+
+def sum_shards(stored: PackedShards, tensors: Sequence[torch.Tensor], aliases: Mapping[str, str]) -> bytes:
+    """Return the sums of a rank's boxes of each tensor, packed; several threads compute them.
+
+    Args:
+        stored: The boxes.
+        tensors: The values of each, in the same order.
+        aliases: Further keys of tensors, and the key by which each is stored.
+
+    Raises:
+        ShardingError: A tensor has no values that can be read.
+    """
+    specs = Columns(stored.specs, "the columns of stored shards")
+    keys, dtypes = specs.texts("keys"), specs.texts("dtypes")
+    padded = zip(specs.integers("axes").tolist(), specs.integers("shapes").tolist(), strict=True)
+    shapes = [tuple(shape[:axes]) for axes, shape in padded]
+    table, _ = stored.rows()
+    numbers = table.spec.tolist()
+    boxes: list[_Box] = [
+        (tensor, tuple(offset[: len(shapes[number])]), shapes[number])
+        for number, tensor, offset in zip(numbers, tensors, table.offset.tolist(), strict=True)
+    ]
+    jobs = batch_by_bytes(boxes, _count_bytes, _JOB_BYTES, _JOB_BOXES)
+    found = Workers(settings.io_threads(), "shardckpt-sums").each(_sum_job, enumerate(jobs))
+    of_boxes = [sums for _, part in sorted(found.items()) for sums in part]
+    counts, totals = [0] * len(keys), [(0, 0)] * len(keys)
+    for number, (first, second), tensor in zip(numbers, of_boxes, tensors, strict=True):
+        counts[number] += tensor.numel()
+        totals[number] = totals[number][0] + first, totals[number][1] + second
+    parts = list(map(_Part, keys, dtypes, shapes, counts, totals))
+    known = {part.key: part for part in parts}
+    parts += [known[key]._replace(key=alias) for alias, key in aliases.items() if key in known]
+    return _pack(parts)
+
+
+def _sum_job(boxes: Sequence[_Box]) -> list[tuple[int, int]]:
+    with one_thread():
+        return sum_boxes(boxes)
+
+
+def _count_bytes(box: _Box) -> int:
+    return box[0].numel() * box[0].dtype.itemsize
+
+
+def split_sums(parts: Iterable[bytes], find_owner: Callable[[str], int]) -> dict[int, bytes]:
+    """Return a rank's sums by the rank that adds up those of a key.
+
+    Args:
+        parts: What :func:`sum_shards` returned.
+        find_owner: Returns the rank that owns a key.
+    """
+    owned: dict[int, list[_Part]] = defaultdict(list)
+    for part in _unpack(parts):
+        owned[find_owner(part.key)].append(part)
+    return {owner: _pack(some) for owner, some in owned.items()}
+
+
+def add_sums(parts: Iterable[bytes]) -> dict[str, str]:
+    """Return the fingerprints of tensors, from the sums of all ranks, sorted by key.
+
+    A tensor of which the ranks have another number of elements than it has (some stored twice, say) has none.
+
+    Args:
+        parts: What :func:`sum_shards` returned on each rank.
+    """
+    totals: dict[tuple[str, str, Ints], list[int]] = {}
+    for part in _unpack(parts):
+        total = totals.setdefault(part[:3], [0, 0, 0])
+        for number, value in enumerate((part.elements, *part.sums)):
+            total[number] += value
+    return {
+        key: finish_fingerprint(dtype, shape, sums)
+        for (key, dtype, shape), (count, *sums) in sorted(totals.items())
+        if count == math.prod(shape)
+    }
+
+
+def pack_fingerprints(fingerprints: Mapping[str, str]) -> bytes:
+    """Return the bytes of the file with the fingerprints of tensors: columns of their keys, and of 16 bytes each."""
+    data = b"".join(map(bytes.fromhex, fingerprints.values()))
+    return pack_columns({"keys": list(fingerprints), "fingerprints": _as_rows(data)})
+
+
+def parse_fingerprints(data: bytes, source: str) -> dict[str, str]:
+    """Return the fingerprints by key.
+
+    Args:
+        data: What :func:`pack_fingerprints` returned.
+        source: Where it is, for errors.
+
+    Raises:
+        CorruptCheckpointError: It is something else.
+    """
+    columns = Columns(data, source)
+    keys, found = columns.texts("keys"), bytes(columns.raw("fingerprints"))
+    if len(found) != len(keys) * _SUM_BYTES:
+        raise CorruptCheckpointError(f"{source} has {len(found)} bytes of fingerprints for {len(keys)} tensors")
+    return {key: found[n * _SUM_BYTES : (n + 1) * _SUM_BYTES].hex() for n, key in enumerate(keys)}
+
+
+def combine_fingerprints(fingerprints: Mapping[str, str]) -> str:
+    """Return one fingerprint, 32 hex digits, of tensors by their keys and fingerprints; ``""`` of none.
+
+    It is equal for equal keys and values, whatever the sharding and the format, as those of the tensors are.
+    """
+    if not fingerprints:
+        return ""
+    rows = "".join(f"{key}\0{value}\0" for key, value in sorted(fingerprints.items()))
+    return hashlib.blake2b(rows.encode("utf-8", "surrogatepass"), digest_size=_SUM_BYTES).hexdigest()
+
+
+def read_fingerprints(reader: CheckpointReader) -> dict[str, str]:
+    """Return the fingerprints by key that a checkpoint has stored; none if it has no file of them.
+
+    Args:
+        reader: Of the checkpoint.
+
+    Raises:
+        CorruptCheckpointError: The file is damaged.
+    """
+    record = reader.manifest.record
+    if record is None or FINGERPRINTS_NAME not in record.list_files():
+        return {}
+    return parse_fingerprints(reader.read(FINGERPRINTS_NAME), str(reader.directory / FINGERPRINTS_NAME))
+
+
+def _pack(parts: Sequence[_Part]) -> bytes:
+    most = max((len(part.shape) for part in parts), default=0)
+    sums = b"".join((number % (1 << 64)).to_bytes(8, "little") for part in parts for number in part.sums)
+    return pack_columns(
+        {
+            "keys": [part.key for part in parts],
+            "dtypes": [part.dtype for part in parts],
+            "axes": torch.tensor([len(part.shape) for part in parts], dtype=torch.int64),
+            "shapes": torch.tensor(
+                [[*part.shape, *[1] * (most - len(part.shape))] for part in parts], dtype=torch.int64
+            ).view(len(parts), most),
+            "counts": torch.tensor([part.elements for part in parts], dtype=torch.int64),
+            "sums": _as_rows(sums),
+        }
+    )
+
+
+def _unpack(parts: Iterable[bytes]) -> Iterator[_Part]:
+    for data in parts:
+        columns = Columns(data, "the sums of a rank")
+        raw = bytes(columns.raw("sums"))
+        rows = zip(
+            columns.texts("keys"),
+            columns.texts("dtypes"),
+            columns.integers("axes").tolist(),
+            columns.integers("shapes").tolist(),
+            columns.integers("counts").tolist(),
+            strict=True,
+        )
+        for number, (key, dtype, axes, shape, count) in enumerate(rows):
+            start = number * _SUM_BYTES
+            first, second = (int.from_bytes(raw[low : low + 8], "little") for low in (start, start + 8))
+            yield _Part(key, dtype, tuple(shape[:axes]), count, (first, second))
+
+
+def _as_rows(data: bytes) -> torch.Tensor:
+    if not data:
+        return torch.empty(0, _SUM_BYTES, dtype=torch.uint8)
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8).view(-1, _SUM_BYTES)

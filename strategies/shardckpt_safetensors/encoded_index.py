@@ -1,0 +1,112 @@
+"""Encode the index of what all ranks store."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from shardckpt.planning import make_column, make_matrix
+from shardckpt.storage import Columns, PackedColumns
+from shardckpt_safetensors.dtypes import dtype_name
+from shardckpt_safetensors.index_header import BLOCK_SCALES, CODECS, UNALIGNED
+from shardckpt_safetensors.index_parts import ALIGN, FEATURE, HEADER, sort_rows
+from shardckpt_safetensors.names import StringTable
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from shardckpt.chunks import LocalPlan, MergedPlan
+    from shardckpt_safetensors.index_header import IndexHeader
+
+
+class EncodedIndex(NamedTuple):
+    """The index of what all ranks store, without what differs between saves by one plan.
+
+    Attributes:
+        columns: The columns.
+        dtypes: The names of the dtypes in them.
+        codecs: The names of the codecs in them.
+        features: The required features that they need.
+        has_scales: Whether they say what scales a tensor.
+    """
+
+    columns: PackedColumns
+    dtypes: list[str]
+    codecs: list[str]
+    features: list[str]
+    has_scales: bool
+
+    def to_bytes(self, header: IndexHeader) -> bytes:
+        """Return the bytes of the index.
+
+        Args:
+            header: What the index says of itself; its required features, block scales, dtypes and codecs are replaced.
+        """
+        optional = set(header.optional_features) - {BLOCK_SCALES} | ({BLOCK_SCALES} if self.has_scales else set())
+        used = {
+            "required_features": self.features,
+            "optional_features": sorted(optional),
+            "dtypes": self.dtypes,
+            "codecs": self.codecs,
+        }
+        return self.columns.to_bytes({HEADER: header.model_copy(update=used).model_dump_json()})
+
+
+def encode_index(plan: MergedPlan, parts: Mapping[str, int] | None = None) -> EncodedIndex:
+    """Encode what all ranks store.
+
+    Args:
+        plan: The merged plan. The location of a box is file and start, that of an object file, start, size and codec.
+        parts: If the tensors are in parts, and not in the plan: the bytes before the rows of each, by name. Aliases and
+            scales of the plan then have numbers of tensors of the parts.
+    """
+    strings = StringTable()
+    axes = [len(shape) for shape in plan.shapes]
+    width = max(axes, default=0)
+    names = list(map(dtype_name, plan.keys, plan.dtypes))
+    dtypes = {name: number for number, name in enumerate(dict.fromkeys(names))}
+    objects = make_matrix([tuple(row) for row in plan.objects.values()], 4, 0)
+    codecs = sorted(set(objects[:, 3].tolist()))
+    box = plan.boxes.pad_axes(width)
+    order = sort_rows(box.spec, box.offset)
+    columns = {
+        "file": make_column([strings.add(name) for name in plan.files]),
+        "tensor": strings.add_names(plan.keys),
+        "tensor_dtype": make_column([dtypes[name] for name in names]),
+        "tensor_axes": make_column(axes),
+        "tensor_shape": make_matrix(plan.shapes, width, 1),
+        "tensor_end": plan.bounds[1:],
+        "box_offset": box.offset[order, :width],
+        "box_extent": box.extent[order, :width],
+        "box_file": plan.locations[order, 0],
+        "box_start": plan.locations[order, 1],
+        "alias": strings.add_names(plan.aliases),
+        "alias_tensor": make_column([*plan.aliases.values()]),
+        "object": strings.add_names(plan.objects),
+        "object_codec": torch.searchsorted(make_column(codecs), objects[:, 3].contiguous()),
+        "object_file": objects[:, 0],
+        "object_start": objects[:, 1],
+        "object_nbytes": objects[:, 2],
+    }
+    if plan.scales:
+        columns |= {
+            "scaled": make_column([*plan.scales]),
+            "scaled_by": make_column([by for by, _ in plan.scales.values()]),
+            "scaled_block": make_matrix([block for _, block in plan.scales.values()], width, 1),
+        }
+    if parts is not None:
+        columns |= {
+            "part": make_column([strings.add(name) for name in parts]),
+            "part_head": make_column([*parts.values()]),
+        }
+    packed = PackedColumns.pack({**strings.columns(), **columns})
+    features = [] if parts is None else [FEATURE]
+    if bool((plan.locations[:, 1] % ALIGN != 0).any()):
+        features.append(UNALIGNED)
+    return EncodedIndex(packed, list(dtypes), [CODECS[number] for number in codecs], features, bool(plan.scales))
+
+
+def is_unaligned(plan: LocalPlan) -> bool:
+    """Return whether the payload of one of a rank's boxes does not begin at a multiple of 64."""
+    return bool((Columns(plan.locations, "a plan").integers("boxes")[:, 1] % ALIGN != 0).any())

@@ -1,0 +1,214 @@
+"""Lay out whole tensors in files of a Hugging Face folder: by names, dtypes and shapes, not by how they are sharded."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from bisect import bisect_right
+from typing import TYPE_CHECKING, NamedTuple
+
+from shardckpt.errors import ShardingError
+from shardckpt.huggingface import assign_files
+from shardckpt.planning import find_hole, find_overlap
+from shardckpt.plugins import get_key_map_entries
+from shardckpt.storage import HEADER_LIMIT, SMALL_RECORD, HeaderEntry, cut_segments, encode_header
+from shardckpt.tensors import PAGE
+from shardckpt_safetensors.dtypes import header_name
+from shardckpt_safetensors.index_parts import ALIGN
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    import torch
+
+    from shardckpt.planning import Box, Ints
+    from shardckpt.plugins import KeyMapping
+
+#: Where transformers and vLLM look up the file of each tensor.
+WEIGHTS_INDEX = "model.safetensors.index.json"
+#: transformers refuses files that do not say which framework's tensors they have.
+METADATA = {"format": "pt"}
+_NUMBERS = re.compile(r"(\d+)")
+
+
+class TensorInfo(NamedTuple):
+    """A tensor of the checkpoint, whichever ranks store it."""
+
+    key: str
+    dtype: torch.dtype
+    shape: Ints
+
+
+class Cut(NamedTuple):
+    """A tensor of the folder: a payload.
+
+    Attributes:
+        name: Its name in the folder.
+        shape: Its shape in the folder.
+        tensor: The number of the checkpoint's tensor that has its elements.
+        box: Where they are in it.
+        nbytes: Bytes of the payload.
+    """
+
+    name: str
+    shape: Ints
+    tensor: int
+    box: Box
+    nbytes: int
+
+
+class WholeFile(NamedTuple):
+    """A file of the folder.
+
+    Attributes:
+        name: Its name.
+        head: Its first bytes.
+        size: Its size in bytes.
+        cuts: The numbers of its payloads, in the order of the file.
+        starts: Where each begins, in bytes.
+        rest: Where the payloads begin that do not fill pages, or are small.
+    """
+
+    name: str
+    head: bytes
+    size: int
+    cuts: list[int]
+    starts: list[int]
+    rest: int
+
+
+class WholeLayout:
+    """The files of a folder.
+
+    Args:
+        tensors: The checkpoint's tensors.
+        cuts: The folder's tensors, in the order in which they are assigned to files.
+        limit: Bytes of tensors in a file.
+
+    Attributes:
+        tensors: The checkpoint's tensors.
+        cuts: The folder's tensors.
+        files: The files.
+        places: File and offset of each cut.
+
+    Raises:
+        ShardingError: A header would be longer than readers accept.
+    """
+
+    def __init__(self, tensors: Sequence[TensorInfo], cuts: Sequence[Cut], limit: int) -> None:
+        self.tensors = tensors
+        self.cuts = cuts
+        numbers = {cut.name: number for number, cut in enumerate(cuts)}
+        files = assign_files({cut.name: cut.nbytes for cut in cuts}, limit)
+        self.files = [self._lay_out(name, [numbers[cut] for cut in names]) for name, names in files.items()]
+        self.places = [(0, 0)] * len(cuts)
+        for number, file in enumerate(self.files):
+            for cut, start in zip(file.cuts, file.starts, strict=True):
+                self.places[cut] = (number, start)
+
+    def _lay_out(self, name: str, numbers: list[int]) -> WholeFile:
+        """Lay out a file: payloads of full pages first, so that ranks write pages of their own; odd sizes last."""
+        order = sorted(numbers, key=lambda number: (*self._rank(number), number))
+        entries = [
+            HeaderEntry(cut.name, header_name(self.tensors[cut.tensor].dtype), cut.shape, cut.nbytes)
+            for cut in map(self.cuts.__getitem__, order)
+        ]
+        has_pages = any(self._rank(number)[0] == 0 for number in numbers)
+        head = encode_header(entries, METADATA, align=PAGE if has_pages else ALIGN)
+        if len(head) > HEADER_LIMIT:
+            raise ShardingError(
+                f"{name}: {len(order)} tensors need a header of {len(head)} bytes, readers accept {HEADER_LIMIT}: pass "
+                "a smaller max_shard_size"
+            )
+        starts, end, rest = [], len(head), len(head)
+        for number in order:
+            starts.append(end)
+            end += self.cuts[number].nbytes
+            if self._rank(number)[0] == 0:
+                rest = end
+        return WholeFile(name, head, end, order, starts, rest)
+
+    def _rank(self, number: int) -> tuple[int, int]:
+        """Return what payloads of a file are sorted by, first of all: the alignment that their sizes leave behind."""
+        cut = self.cuts[number]
+        if cut.nbytes % PAGE == 0 and cut.nbytes > SMALL_RECORD:
+            return 0, 0
+        # among odd sizes, large elements come first: each payload then begins at a multiple of its element
+        return (1, 0) if cut.nbytes % ALIGN == 0 else (2, -self.tensors[cut.tensor].dtype.itemsize)
+
+    def find_cut(self, number: int, at: int) -> int:
+        """Return the number of the payload that has a byte of a file."""
+        file = self.files[number]
+        return file.cuts[bisect_right(file.starts, at) - 1]
+
+    def segments(self, number: int, start: int, stop: int) -> tuple[list[int], int]:
+        """Return the lengths of the segments of a range of a file, and how many payloads begin in it.
+
+        A large payload shares no segment with another; small ones share them.
+        """
+        file = self.files[number]
+        lengths: list[int] = []
+        small = count = 0
+        for at in range(bisect_right(file.starts, start) - 1, len(file.cuts)):
+            first, nbytes = file.starts[at], self.cuts[file.cuts[at]].nbytes
+            if first >= stop:
+                break
+            count += first >= start
+            length = min(stop, first + nbytes) - max(start, first)
+            if small and (nbytes > SMALL_RECORD or small + length > SMALL_RECORD):
+                lengths.append(small)
+                small = 0
+            if nbytes > SMALL_RECORD:
+                lengths += cut_segments(length)
+            else:
+                small += max(length, 0)
+        return [*lengths, small] if small else lengths, count
+
+    def weights_index(self) -> bytes:
+        """Return the content of ``model.safetensors.index.json``."""
+        weight_map = {cut.name: self.files[self.places[number][0]].name for number, cut in enumerate(self.cuts)}
+        return encode_weights_index(weight_map, sum(cut.nbytes for cut in self.cuts))
+
+
+def encode_weights_index(weight_map: Mapping[str, str], total: int) -> bytes:
+    """Return the content of ``model.safetensors.index.json``: the file of each tensor, and the bytes of all."""
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+    return (json.dumps(index, indent=2, ensure_ascii=False) + "\n").encode()
+
+
+def cut_tensor(number: int, info: TensorInfo, prefix: str, mapping: KeyMapping) -> list[Cut] | str:
+    """Return the folder's tensors that a tensor of the checkpoint becomes.
+
+    Args:
+        number: The tensor's number.
+        info: The tensor.
+        prefix: What is removed from its key.
+        mapping: Maps what is left to names in the folder.
+
+    Returns:
+        The cuts; or why it cannot be stored so, as the end of a sentence.
+    """
+    if not header_name(info.dtype):
+        return f"is of {info.dtype}, which inference tools do not read from safetensors files"
+    links = get_key_map_entries(mapping, info.key[len(prefix) :], info.shape)
+    if not links:
+        return "has no name in the folder"
+    for link in links:
+        if link.transposed or link.folder_box.shape != link.shape:
+            return f"is transposed, or only a part of {link.name!r} in the folder"
+    boxes = [link.box for link in links]
+    if find_overlap(boxes) is not None or find_hole(info.shape, boxes) is not None:
+        return "is not in the folder as a whole, by the mapping"
+    itemsize = info.dtype.itemsize
+    return [Cut(link.name, link.shape, number, link.box, math.prod(link.shape) * itemsize) for link in links]
+
+
+def sort_naturally(tensors: Iterable[TensorInfo]) -> list[TensorInfo]:
+    """Return tensors in the order of their keys, layer 2 before layer 10."""
+
+    def key(info: TensorInfo) -> list[tuple[int, str]]:
+        texts = _NUMBERS.split(info.key)  # text and number in turn
+        return [(int(text) if at % 2 else 0, text) for at, text in enumerate(texts)]
+
+    return sorted(tensors, key=key)

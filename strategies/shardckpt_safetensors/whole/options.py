@@ -1,0 +1,86 @@
+"""Which tensors are stored whole, and under which names: what a caller says, and what all ranks make of it together."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Literal, get_args
+
+from shardckpt.errors import CheckpointingException, listed
+from shardckpt.huggingface import list_assets
+from shardckpt.manifest import NAME_RULE, is_file_name
+from shardckpt_safetensors.whole.layout import WEIGHTS_INDEX
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+    from shardckpt.plugins import KeyMapping
+
+#: How a tensor is stored: in one box a rank, contiguous, or contiguous where that needs no exchange between ranks.
+Layout = Literal["boxes", "whole", "auto"]
+
+#: Files of every checkpoint; the names of data files are those that end in .safetensors.
+_OURS = frozenset({"metadata.json", "shardckpt.json", "integrity.json", WEIGHTS_INDEX})
+
+
+@dataclass(frozen=True)
+class WholeOptions:
+    """What is stored whole.
+
+    Attributes:
+        patterns: Patterns of keys as of :mod:`fnmatch`, each with the layout of the tensors that match: the first
+            counts. Tensors that none matches are in boxes.
+        prefix: The prefix of keys that the folder's names lack; None for ``"model."`` if the keys are those of a model
+            with its optimizers, else ``""``.
+        mapping: Maps keys without the prefix to the folder's names.
+        limit: Bytes of tensors in a file.
+        assets: Files to copy.
+        store_aliases: Whether an output layer that is tied to the embedding is stored as the embedding alone.
+    """
+
+    patterns: tuple[tuple[str, Layout], ...]
+    prefix: str | None
+    mapping: KeyMapping
+    limit: int
+    assets: tuple[Path, ...]
+    store_aliases: bool
+
+    def choose(self, key: str, prefix: str) -> Layout:
+        """Return the layout of a tensor, by its key and the prefix of the model's keys."""
+        if not key.startswith(prefix):
+            return "boxes"
+        return next((layout for pattern, layout in self.patterns if fnmatchcase(key, pattern)), "boxes")
+
+
+def parse_patterns(layout: Layout | Mapping[str, Layout]) -> tuple[tuple[str, Layout], ...]:
+    """Return patterns of keys with their layouts; none if everything is in boxes.
+
+    Raises:
+        CheckpointingException: There is no such layout.
+    """
+    found = (("*", layout),) if isinstance(layout, str) else tuple(layout.items())
+    for pattern, name in found:
+        if name not in get_args(Layout):
+            raise CheckpointingException(
+                f"layout of {pattern!r} is {name!r}: it is one of {', '.join(map(repr, get_args(Layout)))}"
+            )
+    return found if any(name != "boxes" for _, name in found) else ()
+
+
+def choose_assets(assets: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None) -> tuple[Path, ...]:
+    """Return the files to copy; of a folder that is a checkpoint itself, without the checkpoint's own.
+
+    Raises:
+        CheckpointingException: There are none, or one has a name that a file of a checkpoint cannot have.
+    """
+    if assets is None:
+        return ()
+    files = list_assets(assets)
+    if isinstance(assets, (str, os.PathLike)):
+        files = [path for path in files if path.name not in _OURS]
+    wrong = [p.name for p in files if not is_file_name(p.name) or p.name in _OURS or p.name.endswith(".safetensors")]
+    if wrong:
+        raise CheckpointingException(f"assets: {listed(wrong)} cannot be among a checkpoint's files: {NAME_RULE}")
+    return tuple(files)

@@ -1,0 +1,292 @@
+"""Plan with all ranks which tensors are stored whole, and what each rank writes of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from shardckpt.chunks import LocalPlan, collect_items, view_tensors
+from shardckpt.errors import ShardingError
+from shardckpt.huggingface import read_assets
+from shardckpt.mapping import ShardedTensor
+from shardckpt.planning import Box, Boxes, Table, concat_tables, intersect, make_column, make_matrix
+from shardckpt.storage import Columns, PackedShards, pack_columns
+from shardckpt_safetensors.names import check_names
+from shardckpt_safetensors.whole.layout import WEIGHTS_INDEX, TensorInfo, WholeLayout, cut_tensor, sort_naturally
+from shardckpt_safetensors.whole.pieces import (
+    assign_owners,
+    exchange_pieces,
+    find_range,
+    plan_pieces,
+    take_view,
+)
+from shardckpt_safetensors.whole.ties import find_tied_head, find_whole_ties
+from shardckpt_safetensors.whole.work import PlannedWrite, WholeWork
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Sequence
+
+    from shardckpt.chunks import LocalItems, Source
+    from shardckpt.distributed import Comm
+    from shardckpt.mapping import CommonStateDict, ShardedBase
+    from shardckpt.planning import Ints
+    from shardckpt.storage import Column
+    from shardckpt.strategy import PlanContext
+    from shardckpt_safetensors.whole.layout import Cut
+    from shardckpt_safetensors.whole.options import WholeOptions
+    from shardckpt_safetensors.whole.pieces import Pieces, Write
+    from shardckpt_safetensors.whole.ties import Ties
+
+#: The prefixes of keys of a model that is saved with its optimizers.
+_MODEL, _OPTIMIZER = "model.", "optimizer."
+
+
+@dataclass(frozen=True)
+class WholePlan:
+    """A rank's part of a plan for whole tensors; it holds no values.
+
+    Attributes:
+        layout: The files.
+        is_whole: For each of the rank's shards, whether it is of a tensor that is stored whole.
+        sources: Where the values of the rank's boxes come from, among those shards.
+        extents: The extents of these boxes.
+        pieces: What the rank writes, sends and receives.
+        work: What it writes, without the small files.
+        keys: The key of each tensor of :meth:`collect`.
+        ties: The keys of the rank's whole tensors that share their memory.
+        aliases: Keys that are not stored, and the key by which each is; the same on every rank.
+    """
+
+    layout: WholeLayout
+    is_whole: list[bool]
+    sources: list[Source]
+    extents: list[Ints]
+    pieces: Pieces
+    work: WholeWork
+    keys: list[str]
+    ties: Ties
+    aliases: dict[str, str]
+
+    def split(self, shards: Sequence[ShardedBase]) -> tuple[list[ShardedBase], list[ShardedBase]]:
+        """Return the shards of whole tensors, and the others."""
+        pairs = list(zip(shards, self.is_whole, strict=True))
+        return [shard for shard, whole in pairs if whole], [shard for shard, whole in pairs if not whole]
+
+    def has_ties(self, shards: Sequence[ShardedBase], options: WholeOptions) -> bool:
+        """Return whether the rank's shards of whole tensors are tied as they were when the plan was made."""
+        return find_whole_ties(shards, options) == self.ties
+
+    def collect(self, shards: Sequence[ShardedBase], comm: Comm) -> list[torch.Tensor]:
+        """Collective: return the tensors that the rank's writes are of: views, and buffers with what it has received.
+
+        Args:
+            shards: The shards of whole tensors, with the same metadata as when the plan was made.
+            comm: The ranks.
+        """
+        with comm.local_phase("looking at whole tensors"):
+            # the local tensor of a shard may lack axes of extent 1 that the global one begins with
+            found = zip(view_tensors(self.sources, shards), self.extents, strict=True)
+            values = [value if value.shape == extent else value.view(extent) for value, extent in found]
+            views = [take_view(values, view) for view in self.pieces.views]
+        return [*views, *exchange_pieces(self.layout, self.pieces, views, comm)]
+
+    def add_to(self, plan: LocalPlan, items: LocalItems, objects: Collection[str]) -> LocalPlan:
+        """Return the plan of a rank's items with all whole tensors added: on one rank, which lists them for all.
+
+        Args:
+            plan: The plan of the items.
+            items: The items.
+            objects: The unique keys of the rank's objects.
+        """
+        layout = self.layout
+        tensors, cuts = layout.tensors, layout.cuts
+        axes = max((len(shape) for shape in (*items.shapes, *(info.shape for info in tensors))), default=0)
+        whole = Table(
+            make_column([cut.tensor + len(items.keys) for cut in cuts]),
+            make_matrix([cut.box.offset for cut in cuts], axes, 0),
+            make_matrix([cut.box.shape for cut in cuts], axes, 1),
+        )
+        columns = Columns(plan.locations, "the plan of this rank")
+        files, boxes = columns.texts("files"), columns.integers("boxes")
+        places = make_matrix(layout.places, 2, 0)
+        places[:, 0] += len(files)
+        locations: dict[str, Column] = {
+            "files": [*files, *(file.name for file in layout.files)],
+            "boxes": torch.cat([boxes, places]),
+            "objects": columns.integers("objects"),
+        }
+        stored = PackedShards.pack(
+            [*items.keys, *(info.key for info in tensors)],
+            [*items.dtypes, *(info.dtype for info in tensors)],
+            [*items.shapes, *(info.shape for info in tensors)],
+            concat_tables([items.boxes.table(), whole]),
+            objects,
+        )
+        return LocalPlan(stored, pack_columns(locations))
+
+    def small_files(self, options: WholeOptions) -> dict[str, bytes]:
+        """Return the files that only the main rank writes: the index of the folder, and copies of other files."""
+        return {WEIGHTS_INDEX: self.layout.weights_index(), **read_assets(options.assets)}
+
+
+def plan_whole(
+    shards: Sequence[ShardedBase], common: CommonStateDict, options: WholeOptions, context: PlanContext
+) -> WholePlan | None:
+    """Collective: plan which tensors are stored whole, and what each rank writes of them.
+
+    Args:
+        shards: This rank's.
+        common: The common state.
+        options: What is stored whole; the same on every rank.
+        context: The ranks, and what they save to.
+
+    Returns:
+        The plan; None on all ranks if no tensor is stored whole.
+
+    Raises:
+        ShardingError: Ranks disagree on a tensor; or one that is to be stored whole cannot be.
+    """
+    comm = context.comm
+    with comm.local_phase("choosing whole tensors"):
+        mine = {shard.key: _inform(shard) for shard in shards if isinstance(shard, ShardedTensor)}
+    # an optimizer that has not taken a step has no tensors yet, but options: these are common
+    prefix = _find_prefix([*mine, *(f"{key}." for key in common)], options, comm)
+    with comm.local_phase("choosing whole tensors"):
+        chosen = {key: info for key, info in mine.items() if options.choose(key, prefix) != "boxes"}
+    tensors = _unite(chosen, comm)
+    with comm.local_phase("choosing whole tensors"):
+        cuts = _cut_tensors(tensors, prefix, options)
+        votes = _vote(cuts, shards)
+    # one number a tensor: on the ranks together, the largest says whether any rank has it otherwise than in a range
+    scattered = comm.largest(*votes.values()) if votes else []
+    in_range = {key: not vote for key, vote in zip(votes, scattered, strict=True)}
+    shared = comm.all_alike(str(context.staging).encode())  # a save to a store: each rank writes to its own directory
+    with comm.local_phase("looking for tied tensors"):
+        tensors = [t for t in tensors if in_range.get(t.key) or options.choose(t.key, prefix) == "whole"]
+        chosen_keys = {tensor.key for tensor in tensors}
+        is_whole = [isinstance(shard, ShardedTensor) and shard.key in chosen_keys for shard in shards]
+        mine_whole = [shard for shard, whole in zip(shards, is_whole, strict=True) if whole]
+        ties = find_whole_ties(mine_whole, options)
+    aliases = find_tied_head(mine_whole, ties, cuts, options, comm)
+    with comm.local_phase("laying out whole tensors"):
+        tensors = [tensor for tensor in tensors if tensor.key not in aliases]
+        numbered = [cut._replace(tensor=number) for number, t in enumerate(tensors) for cut in cuts[t.key]]
+        layout = WholeLayout(tensors, numbered, options.limit)
+        numbers = {tensor.key: number for number, tensor in enumerate(tensors)}
+        items = collect_items(mine_whole, aliases)
+        _check_same(items, tensors, numbers)
+        stored = PackedShards.pack(items.keys, items.dtypes, items.shapes, items.boxes.table(), ())
+        boxes = Boxes([numbers[items.keys[n]] for n in items.boxes.spec], items.boxes.offsets, items.boxes.extents)
+        flags = [in_range[tensor.key] for tensor in tensors]
+        owners = assign_owners(layout, flags, comm.world_size, shared=shared)
+    if not tensors:
+        return None
+    pieces = plan_pieces(layout, boxes, flags, owners, comm, shared=shared)
+    with comm.local_phase("laying out whole tensors"):
+        keys = [tensors[boxes.spec[view.item]].key for view in pieces.views]
+        keys += [f"whole tensors of {layout.files[buffer.file].name}" for buffer in pieces.buffers]
+        heads = {n: file.head for n, file in enumerate(layout.files) if owners[1][n] == comm.rank}
+        writes = [PlannedWrite(*write, *layout.segments(*_span(write)), keys[write.source]) for write in pieces.writes]
+        files = [(file.name, file.size) for file in layout.files]
+        work = WholeWork(files, heads, writes, stored, _pack_views(items, pieces), {}, aliases)
+    return WholePlan(layout, is_whole, items.sources, boxes.extents, pieces, work, keys, ties, aliases)
+
+
+def _pack_views(items: LocalItems, pieces: Pieces) -> PackedShards:
+    """Return the boxes of the views of the rank's items."""
+    boxes = Boxes()
+    for number, part in pieces.views:
+        held = Box(tuple(items.boxes.offsets[number]), tuple(items.boxes.extents[number]))
+        boxes.add(items.boxes.spec[number], *(held if part is None else part.moved(held.offset)))
+    return PackedShards.pack(items.keys, items.dtypes, items.shapes, boxes.table(), ())
+
+
+def _inform(shard: ShardedTensor) -> TensorInfo:
+    return TensorInfo(shard.key, shard.dtype, tuple(shard.global_shape))
+
+
+def _span(write: Write) -> tuple[int, int, int]:
+    return write.file, write.offset, write.offset + write.high - write.low
+
+
+def _find_prefix(keys: Sequence[str], options: WholeOptions, comm: Comm) -> str:
+    """Collective: return the prefix of the model's keys."""
+    if options.prefix is not None:
+        return options.prefix
+    has = [any(key.startswith(prefix) for key in keys) for prefix in (_MODEL, _OPTIMIZER)]
+    return _MODEL if all(comm.largest(*map(int, has))) else ""
+
+
+def _unite(mine: dict[str, TensorInfo], comm: Comm) -> list[TensorInfo]:
+    """Collective: return the tensors of all ranks, in the same order on all."""
+    ordered = sort_naturally(mine.values())
+    if comm.all_alike(repr(ordered).encode()):  # as with FSDP: no rank needs to receive what the others have
+        return ordered
+    everyone = comm.gather(ordered)
+
+    def unite() -> list[TensorInfo]:
+        found: dict[str, tuple[TensorInfo, int]] = {}
+        for rank, infos in enumerate(everyone):
+            for info in infos:
+                first, at = found.setdefault(info.key, (info, rank))
+                if first != info:
+                    raise ShardingError(
+                        f"tensor {info.key!r}: ranks disagree on it: {first.dtype} {first.shape} on rank {at}, "
+                        f"{info.dtype} {info.shape} on rank {rank}"
+                    )
+        return sort_naturally(info for info, _ in found.values())
+
+    return comm.main_runs("comparing the tensors of all ranks", unite)
+
+
+def _cut_tensors(tensors: Sequence[TensorInfo], prefix: str, options: WholeOptions) -> dict[str, list[Cut]]:
+    """Return the cuts of each tensor that can be stored whole.
+
+    Raises:
+        ShardingError: One that must be cannot; or two would have one name.
+    """
+    found: dict[str, list[Cut]] = {}
+    names: dict[str, str] = {}
+    for info in tensors:
+        check_names([info.key])
+        cuts = cut_tensor(0, info, prefix, options.mapping)
+        if isinstance(cuts, list):
+            found[info.key] = cuts
+            for cut in cuts:
+                if names.setdefault(cut.name, info.key) != info.key:
+                    raise ShardingError(
+                        f"{info.key!r} and {names[cut.name]!r} would both be {cut.name!r} in the folder: "
+                        "give one of them layout='boxes', or another mapping"
+                    )
+        elif options.choose(info.key, prefix) == "whole":
+            raise ShardingError(
+                f"tensor {info.key!r} cannot be stored whole: it {cuts}; give it the layout 'boxes', or 'auto'"
+            )
+    return found
+
+
+def _vote(cuts: dict[str, list[Cut]], shards: Sequence[ShardedBase]) -> dict[str, int]:
+    """Return for each tensor whether this rank has it otherwise than in ranges of the folder's tensors."""
+    votes = dict.fromkeys(cuts, 0)
+    items = collect_items([s for s in shards if isinstance(s, ShardedTensor) and s.key in cuts])
+    for number, offset, extent in zip(items.boxes.spec, items.boxes.offsets, items.boxes.extents, strict=True):
+        held = Box(offset, extent)
+        for cut in cuts[items.keys[number]]:
+            common = intersect(held, cut.box)
+            if common is not None:
+                inner = common.moved(tuple(-first for first in cut.box.offset))
+                votes[items.keys[number]] |= find_range(inner, cut.box.shape) is None
+    return votes
+
+
+def _check_same(items: LocalItems, tensors: Sequence[TensorInfo], numbers: dict[str, int]) -> None:
+    """Raise if this rank's boxes of a tensor disagree on it."""
+    for info in map(TensorInfo, items.keys, items.dtypes, items.shapes):
+        expected = tensors[numbers[info.key]]
+        if info != expected:
+            raise ShardingError(
+                f"tensor {info.key!r}: its shards disagree on it: {expected.dtype} {expected.shape}, {info.dtype} "
+                f"{info.shape}"
+            )

@@ -1,0 +1,80 @@
+"""The files of a stored checkpoint that other tools open: their names of tensors, which a removal of keys keeps."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+from typing import TYPE_CHECKING
+
+from shardckpt.errors import CorruptCheckpointError
+from shardckpt.storage import LENGTH_BYTES, HeaderEntry, encode_header, header_length, parse_head, parse_json
+from shardckpt.tensors import PAGE
+from shardckpt_safetensors.whole.layout import METADATA, WEIGHTS_INDEX, encode_weights_index
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from shardckpt.storage import CheckpointReader
+
+#: Most commas in the header of a file: those of a million tensors.
+_MOST_PARTS = 1 << 23
+
+
+class StoredFolder:
+    """What the files with whole tensors hold, under the names that other tools know.
+
+    Args:
+        reader: The checkpoint's files.
+
+    Attributes:
+        files: For each of the files, what begins at each offset.
+
+    Raises:
+        CorruptCheckpointError: A header is damaged, or the folder's index is.
+    """
+
+    def __init__(self, reader: CheckpointReader) -> None:
+        record = reader.manifest.record
+        self.files: dict[str, dict[int, HeaderEntry]] = {}
+        if record is None or WEIGHTS_INDEX not in {file.name for file in record.files}:
+            return
+        try:
+            weight_map = parse_json(reader.read(WEIGHTS_INDEX))["weight_map"]
+            names = sorted(set(weight_map.values()))
+        except (ValueError, TypeError, KeyError, AttributeError) as exc:
+            raise CorruptCheckpointError(f"{reader.directory / WEIGHTS_INDEX} is damaged: {exc!r:.200}") from exc
+        for name in names:
+            source, size = f"{reader.directory / name}", reader.size(name)
+            length = header_length(reader.read_range(name, 0, min(size, LENGTH_BYTES), "the header"), size, source)
+            head = reader.read_range(name, LENGTH_BYTES, length, "the header")
+            _, entries = parse_head(head, size, source, _MOST_PARTS)
+            self.files[name] = {
+                entry.start: HeaderEntry(key, entry.kind, entry.shape, entry.stop - entry.start)
+                for key, entry in entries.items()
+                if entry.start < entry.stop
+            }
+
+    def lay_out(self, name: str, kept: Sequence[int]) -> tuple[bytes, list[int]]:
+        """Return the head of a file with fewer tensors, and where each begins then: nothing is padded.
+
+        Args:
+            name: The file.
+            kept: Where the payloads that stay begin now, ascending.
+
+        Returns:
+            The head; and an offset in bytes for each payload, in their order.
+        """
+        entries = [self.files[name][start] for start in kept]
+        head = encode_header(entries, METADATA, align=PAGE)
+        return head, list(accumulate((entry.nbytes for entry in entries), initial=len(head)))[:-1]
+
+    def renew(self, kept: Mapping[str, Sequence[int]]) -> bytes:
+        """Return the folder's index of what stays.
+
+        Args:
+            kept: By file, where the payloads that stay begin now.
+
+        Returns:
+            The JSON of ``model.safetensors.index.json``.
+        """
+        found = [(name, self.files[name][start]) for name in self.files for start in kept.get(name, ())]
+        return encode_weights_index({entry.name: name for name, entry in found}, sum(e.nbytes for _, e in found))

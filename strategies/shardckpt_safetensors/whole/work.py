@@ -1,0 +1,131 @@
+"""What a rank writes of the files with whole tensors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
+
+from shardckpt.storage import cut_segments
+from shardckpt.tensors import is_ordinary, is_plain, plain_cpu, tensor_bytes
+from shardckpt_safetensors.whole.pieces import as_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    import torch
+
+    from shardckpt.storage import CheckpointWriter, PackedShards, SharedFile
+
+#: Bytes of a device's tensor that are copied to the host at a time.
+_COPIED_BYTES = 8 << 20
+
+
+class PlannedWrite(NamedTuple):
+    """A range of a file.
+
+    Attributes:
+        file: The number of the file.
+        offset: Where it begins, in bytes.
+        source: The number of the tensor that has the bytes.
+        low: Where they begin in the tensor's bytes.
+        high: Where they end.
+        segments: Lengths of the segments of the range.
+        keys: How many payloads begin in it.
+        what: The key of a tensor that it is of, for errors.
+    """
+
+    file: int
+    offset: int
+    source: int
+    low: int
+    high: int
+    segments: list[int]
+    keys: int
+    what: str
+
+
+@dataclass(frozen=True)
+class WholeWork:
+    """What a rank writes of the files with whole tensors.
+
+    Attributes:
+        files: Names and sizes of all files.
+        heads: The headers that this rank writes, by the number of the file.
+        writes: The ranges that it writes.
+        stored: The boxes that it has, for the commit.
+        views: The same elements, cut as its first tensors have them.
+        others: Small files by name: of the main rank alone.
+        aliases: Keys that are not stored, and the key by which each is.
+    """
+
+    files: list[tuple[str, int]]
+    heads: dict[int, bytes]
+    writes: list[PlannedWrite]
+    stored: PackedShards
+    views: PackedShards
+    others: dict[str, bytes]
+    aliases: dict[str, str] = field(default_factory=dict)
+
+    def begin(self, writer: CheckpointWriter, tensors: Sequence[torch.Tensor]) -> list[SharedFile]:
+        """Begin all writes, and return the files to finish.
+
+        Args:
+            writer: Creates the files.
+            tensors: The views, and then the buffers, that the ranges are of.
+        """
+        numbers = sorted({*self.heads, *(write.file for write in self.writes)})
+        files = {number: writer.share(*self.files[number]) for number in numbers}
+        for number, head in self.heads.items():
+            files[number].write(0, _viewing(head), cut_segments(len(head)), what="the header")
+        # from file to file in turns: where writes go through the page cache, a thread has a file of its own
+        for write in sorted(self.writes, key=lambda write: write.offset):
+            _write(files[write.file], write, tensors[write.source])
+        return [*files.values()]
+
+    def finish(self, writer: CheckpointWriter, files: Sequence[SharedFile]) -> None:
+        """Make the files durable, and write the small ones."""
+        others = [writer.begin(name, data, keys=0) for name, data in self.others.items()]
+        for file in files:
+            writer.finish_part(file)
+        for other in others:
+            writer.finish(other)
+        writer.record_shards(self.stored)
+        for alias, key in self.aliases.items():
+            writer.record_shards(self.stored.rename({key: alias}))
+
+
+def _write(file: SharedFile, write: PlannedWrite, tensor: torch.Tensor) -> None:
+    values = tensor.detach()
+    if is_ordinary(values):
+        data = tensor_bytes(values)[write.low : write.high]
+        file.write(write.offset, lambda: data, write.segments, write.keys, write.what)
+        return
+    if not (is_plain(values) and values.is_contiguous()):  # its bytes are made when the threads may hold them
+        file.write(
+            write.offset,
+            lambda: tensor_bytes(plain_cpu(tensor))[write.low : write.high],
+            write.segments,
+            write.keys,
+            write.what,
+        )
+        return
+    flat = as_bytes(values)
+    number, low, keys = 0, write.low, write.keys
+    while number < len(write.segments):
+        taken, end = [write.segments[number]], number + 1
+        while end < len(write.segments) and sum(taken) + write.segments[end] <= _COPIED_BYTES:
+            taken.append(write.segments[end])
+            end += 1
+        high = low + sum(taken)
+        piece = flat[low:high]
+        file.write(write.offset + low - write.low, partial(_copy, piece), taken, keys, write.what)
+        number, low, keys = end, high, 0
+
+
+def _viewing(data: bytes) -> Callable[[], memoryview]:
+    return lambda: memoryview(data)
+
+
+def _copy(piece: torch.Tensor) -> memoryview:
+    return tensor_bytes(piece.cpu())

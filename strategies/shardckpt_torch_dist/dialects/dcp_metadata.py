@@ -1,0 +1,27 @@
+"""Descriptions of stored tensors in the classes of torch.distributed.checkpoint."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorProperties, TensorStorageMetadata
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+
+def to_dcp_tensor(
+    dtype: torch.dtype, shape: Iterable[int], boxes: Iterable[tuple[Iterable[int], Iterable[int]]]
+) -> TensorStorageMetadata:
+    """Return a tensor in DCP's classes.
+
+    Of the properties only the dtype is set: readers use no other, and torch has deprecated them.
+
+    Args:
+        dtype: Its dtype.
+        shape: Its global shape.
+        boxes: The offset and the shape of each chunk.
+    """
+    chunks = [ChunkStorageMetadata(torch.Size(offset), torch.Size(extent)) for offset, extent in boxes]
+    return TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(shape), chunks)

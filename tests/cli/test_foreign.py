@@ -1,0 +1,88 @@
+"""``shardckpt inspect`` and ``verify`` of what is no checkpoint: Hugging Face folders, and files."""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from shardckpt.cli import main
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A Hugging Face folder of two files and an index."""
+    path = tmp_path / "hf"
+    path.mkdir()
+    files = {"a.w": "model-00001-of-00002.safetensors", "b.w": "model-00002-of-00002.safetensors"}
+    save_file({"a.w": torch.ones(10, 4, dtype=torch.bfloat16)}, path / files["a.w"])
+    save_file({"b.w": torch.ones(3)}, path / files["b.w"])
+    (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
+    return path
+
+
+def test_a_folder_of_the_hub_is_inspected_and_verified(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Keys, dtypes, shapes and files are shown; verify says that there are no digests, and what it has compared."""
+    assert main(["inspect", str(folder)]) == 0
+    out = capsys.readouterr().out
+    assert "'huggingface', version 1" in out
+    assert ["a.w", "bfloat16", "10x4", "80"] in [line.split() for line in out.splitlines()]
+    assert main(["inspect", str(folder), "--files"]) == 0
+    assert ["model-00002-of-00002.safetensors", "84", "-", "1"] in [
+        line.split() for line in capsys.readouterr().out.splitlines()
+    ]
+    assert main(["inspect", str(folder), "b.w[1:]", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["values"] == [1.0, 1.0]
+    assert main(["verify", str(folder)]) == 0
+    assert "intact as far as can be checked without digests" in capsys.readouterr().out
+    assert main(["verify", str(folder), "--require-digests"]) == 1
+
+
+@pytest.mark.parametrize("how", ["cut", "missing", "longer", "other tensor"])
+def test_verify_names_the_bad_file_of_a_folder(folder: Path, how: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """A cut, missing, lengthened file, or one without a tensor of the index: exit code 1, and the others are fine."""
+    file = folder / "model-00002-of-00002.safetensors"
+    if how == "missing":
+        file.unlink()
+    elif how == "other tensor":
+        save_file({"c.w": torch.ones(3)}, file)
+    else:
+        os.truncate(file, file.stat().st_size + (-1 if how == "cut" else 1))
+    assert main(["verify", str(folder), "--json"]) == 1
+    (found,) = json.loads(capsys.readouterr().out)
+    assert {each["name"] for each in found["files"] if each["fault"]} == {file.name}
+    assert len(found["files"]) == 3
+
+
+@pytest.mark.parametrize("legacy", [False, True])
+def test_a_file_of_torch_save_is_inspected_and_verified(
+    tmp_path: Path, legacy: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Tensors by their paths, and the other values; a cut file is damaged or none, and never intact."""
+    path = tmp_path / "model.pt"
+    torch.save({"m": {"w": torch.ones(5, 5)}, "step": 4}, path, _use_new_zipfile_serialization=not legacy)
+    assert main(["inspect", str(path)]) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["m.w", "float32", "5x5", "100"] in rows
+    assert ["step", "common"] in rows
+    assert main(["verify", str(path)]) == 0
+    assert "without digests" in capsys.readouterr().out
+    os.truncate(path, path.stat().st_size - 5)
+    assert main(["verify", str(path)]) == (1 if legacy else 2)
+
+
+def test_what_is_nothing_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A folder and a file that are not read here are errors that say what they are."""
+    (tmp_path / "pytorch_model.bin").write_text("x")
+    for verb in ("inspect", "verify"):
+        assert main([verb, str(tmp_path)]) == 2
+        assert "a Hugging Face folder of .bin files" in capsys.readouterr().err
+        assert main([verb, str(tmp_path / "pytorch_model.bin")]) == 2
+        assert "of no format that is known here" in capsys.readouterr().err

@@ -1,0 +1,64 @@
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from shardckpt.cli import main
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@pytest.mark.parametrize(
+    ("options", "value"),
+    [
+        ([], 3.0),
+        (["--weights", "1,0,1"], 2.5),
+        (["--decay", "0.5"], 3.25),
+        (["--wsm", "linear"], 3.0),
+        (["--wsm", "linear", "--steps", "1,2,4"], 10 / 3),
+    ],
+)
+def test_merge_has_the_weights_that_the_options_say(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], value: float
+) -> None:
+    """`merge SRC... DST` averages files with equal weights, or by the weights, the EMA or the decay that are given."""
+    for number, content in enumerate((1.0, 4.0, 4.0)):
+        torch.save({"w": torch.full((3,), content)}, tmp_path / f"{number}.pt")
+    sources = [str(tmp_path / f"{number}.pt") for number in range(3)]
+    arguments = ["merge", *sources, str(tmp_path / "new.pt"), "--to", "torch", "--accumulate", "fp64", *options]
+    assert main(arguments) == 0
+    assert "read again, all fingerprints are equal" in capsys.readouterr().out
+    assert torch.load(tmp_path / "new.pt")["w"].tolist() == pytest.approx([value] * 3)
+
+
+def test_merge_of_two_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """--linear and --slerp interpolate two; --json prints weights, base and proof."""
+    for number in (0, 1):
+        torch.save({"w": torch.eye(2)[number], "step": number}, tmp_path / f"{number}.pt")
+    sources = [str(tmp_path / f"{number}.pt") for number in (0, 1)]
+    assert main(["merge", *sources, str(tmp_path / "a"), "--linear", "0.25", "--json", "--base", "1"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert (report["weights"], report["base"], report["conversion"]["tensors"]) == ([0.75, 0.25], 0, 1)
+    assert main(["merge", *sources, str(tmp_path / "b.pt"), "--slerp", "0.5", "--to", "torch"]) == 0
+    found = torch.load(tmp_path / "b.pt")
+    assert found["w"].tolist() == pytest.approx([0.5**0.5] * 2)
+    assert found["step"] == 1
+
+
+def test_merge_says_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Wrong options and sources that do not fit are errors of exit code 2, with the way out, and write nothing."""
+    torch.save({"w": torch.ones(2)}, tmp_path / "a.pt")
+    torch.save({"v": torch.ones(2)}, tmp_path / "b.pt")
+    both = [str(tmp_path / "a.pt"), str(tmp_path / "b.pt"), str(tmp_path / "new")]
+    for options, text in (
+        ([], "not all sources have the same tensors: 'v' is not in"),
+        (["--base", "3"], "numbered from 1"),
+        (["--steps", "1,2"], "--wsm"),
+    ):
+        assert main(["merge", *both, *options]) == 2
+        assert text in capsys.readouterr().err
+    assert not (tmp_path / "new").exists()

@@ -1,0 +1,84 @@
+"""``shardckpt prune`` with retention policies; leftovers are in ``tests/engine/test_pruning.py``."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from shardckpt import dist_checkpointing as dc
+from shardckpt.cli import main
+from shardckpt.manager import CONTENT_KEY
+from shardckpt.mapping import ShardedTensor
+from tests.backends import Backend, both
+from tests.cli.checkpoints import damage
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+LOSSES = {1: 0.5, 2: 0.1, 3: 0.4, 4: 0.3, 5: 0.6}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Five steps with losses, as a CheckpointManager stores them."""
+    for step, loss in LOSSES.items():
+        content = {CONTENT_KEY: {"metrics": {"loss": loss}}}
+        state = {"w": ShardedTensor.from_rank_offsets("w", torch.ones(2))}
+        dc.save(state, tmp_path / f"step-{step}", content_metadata=content, step=step)
+    return tmp_path
+
+
+def _steps(folder: Path) -> list[int]:
+    return sorted(int(path.name.removeprefix("step-")) for path in folder.glob("step-*"))
+
+
+@both
+def test_prune_keeps_what_a_policy_keeps(backend: Backend, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A dry run names the same steps and reasons, and removes nothing; the second time nothing is left to do."""
+    arguments = ["prune", str(folder), "--keep-latest", "1", "--keep-best", "loss", "--keep-step", "1"]
+    assert main([*arguments, "--dry-run"]) == 0
+    said = capsys.readouterr().out
+    assert _steps(folder) == [1, 2, 3, 4, 5]
+    rows = {line.split()[0]: line.split(maxsplit=2)[2] for line in said.splitlines()[2:7]}
+    assert rows == {
+        str(folder / "step-1"): "kept: it is protected",
+        str(folder / "step-2"): "kept: KeepBest(metric=loss, count=1, mode=min)",
+        str(folder / "step-3"): "would be removed",
+        str(folder / "step-4"): "would be removed",
+        str(folder / "step-5"): "kept: it is the newest, KeepLatest(count=1)",
+    }
+    freed = sum(path.stat().st_size for step in (3, 4) for path in (folder / f"step-{step}").iterdir())
+    assert said.splitlines()[-1] == f"{freed} bytes would be freed"
+    assert main(arguments) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == f"{freed} bytes freed"
+    assert sorted(path.name for path in folder.iterdir()) == ["step-1", "step-2", "step-5"]
+    assert main(arguments) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "0 bytes freed"
+
+
+def test_prune_counts_no_damaged_step(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A damaged step is kept, with its fault, and is not the newest of what can be loaded."""
+    damage(folder / "step-5" / "__0_0.distcp", "cut by a byte")
+    assert main(["prune", str(folder), "--keep-latest", "1"]) == 0
+    assert _steps(folder) == [4, 5]
+    assert "__0_0.distcp has" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["--keep-latest", "0"], "'0' is not a whole number above 0"),
+        (["--keep-best", "loss:most"], "is not METRIC"),
+        (["--keep-step", "3"], "give one, such as --keep-latest 3"),
+    ],
+)
+def test_prune_refuses_wrong_policies(
+    folder: Path, arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """2, with what is right, and nothing is removed."""
+    with pytest.raises(SystemExit, match="2"):
+        main(["prune", str(folder), *arguments])
+    assert text in capsys.readouterr().err
+    assert _steps(folder) == [1, 2, 3, 4, 5]

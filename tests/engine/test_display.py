@@ -1,0 +1,121 @@
+"""Progress of operations, from ``shardckpt_event``: reported to who asks, and shown as lines or a bar."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from shardckpt import dist_checkpointing as dc
+from shardckpt.cli import main
+from shardckpt.engine import show_progress
+from shardckpt.manager import CheckpointConfig, CheckpointManager
+from shardckpt.mapping import ShardedTensor
+from shardckpt.plugins import get_plugin_manager, hookimpl
+from tests.backends import Backend, both
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from shardckpt.plugins import Event
+
+_COUNT = 1 << 20
+
+
+class _Watcher:
+    wants_progress = True
+
+    def __init__(self) -> None:
+        self.seen: list[Event] = []
+
+    @hookimpl
+    def shardckpt_event(self, event: Event) -> None:
+        if event.state == "progress":
+            self.seen.append(event)
+
+    def totals(self) -> dict[str, tuple[int, int]]:
+        """The last bytes and the total, by operation."""
+        return {event.operation: (event.nbytes, event.total) for event in self.seen}
+
+
+@pytest.fixture
+def watcher() -> Iterator[_Watcher]:
+    """A plugin that asks for progress, as long as a test runs."""
+    watcher = _Watcher()
+    get_plugin_manager().register(watcher)
+    yield watcher
+    get_plugin_manager().unregister(watcher)
+
+
+def _save(path: Path) -> None:
+    dc.save({"w": ShardedTensor.from_rank_offsets("w", torch.ones(_COUNT))}, path)
+
+
+@both
+def test_long_operations_report_their_bytes(backend: Backend, tmp_path: Path, watcher: _Watcher) -> None:
+    """A save, a conversion and an export report bytes that ascend to their total, which is that of their tensors."""
+    _save(tmp_path / "c")
+    assert main(["convert", str(tmp_path / "c"), str(tmp_path / "hf"), "--to", "hf"]) == 0
+    assert main(["convert", str(tmp_path / "c"), str(tmp_path / "f.pt"), "--to", "torch"]) == 0
+    other = "safetensors" if backend.name == "torch_dist" else "torch_dist"
+    assert main(["convert", str(tmp_path / "c"), str(tmp_path / "d"), "--to", other]) == 0
+    assert main(["export", str(tmp_path / "c"), str(tmp_path / "e")]) == 0
+    nbytes = 4 * _COUNT
+    found = watcher.totals()
+    assert found["save"][0] >= found["save"][1] == nbytes  # headers are written, too
+    assert found["convert"] == (2 * nbytes, 2 * nbytes)
+    assert found["export"] == (nbytes, nbytes)
+    for place in {event.directory for event in watcher.seen}:
+        done = [event.nbytes for event in watcher.seen if event.directory == place]
+        assert done == sorted(done)
+
+
+def test_nobody_pays_who_does_not_ask(tmp_path: Path) -> None:
+    """A listener without ``wants_progress`` gets no event of progress from a save."""
+
+    class Listener(_Watcher):
+        wants_progress = False
+
+    listener = Listener()
+    get_plugin_manager().register(listener)
+    _save(tmp_path / "c")
+    get_plugin_manager().unregister(listener)
+    assert not listener.seen
+
+
+@pytest.mark.parametrize("mode", ["disabled", "async"])
+def test_the_manager_shows_its_saves_if_it_is_told_to(
+    mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where no terminal is, lines with bytes, rate and time; nothing without the option, or after the save."""
+    monkeypatch.setattr("shardckpt.engine.display._PAUSE", 0.0)
+    for shows in (False, True):
+        config = CheckpointConfig(folder=str(tmp_path / f"{shows}"), interval=1, async_mode=mode, show_progress=shows)
+        with CheckpointManager(config, {"model": torch.nn.Linear(512, 512)}) as manager:
+            manager.save(1)
+            manager.wait()
+        _save(tmp_path / f"other-{shows}")
+        lines = capsys.readouterr().err.splitlines()
+        assert bool(lines) == shows
+        assert all(line.startswith("save: ") and "1.1 MB" in line for line in lines)
+
+
+def test_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """On a terminal with rich, a bar shows bytes, rate and time left, and goes when the operation ends."""
+    pytest.importorskip("rich")
+    import io
+    import sys
+
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    terminal: Any = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setenv("TERM", "xterm")
+    with show_progress("save"):
+        _save(tmp_path / "c")
+    assert "save" in terminal.getvalue()
+    assert "MB" in terminal.getvalue()

@@ -1,0 +1,154 @@
+from __future__ import annotations
+
+import argparse
+import enum
+import io
+import zipfile
+from collections import OrderedDict
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from shardckpt import dist_checkpointing as dc
+from shardckpt.errors import CheckpointingException, CorruptCheckpointError, ShardingError, UnsafePickleError
+from shardckpt.huggingface import TorchFile
+from shardckpt.maintenance import convert_checkpoint
+from shardckpt.mapping import ShardedObject, ShardedTensor
+from shardckpt.tensors import tensor_bytes
+from shardckpt.testing.tensors import DTYPES
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+
+
+def make_state_dict() -> dict[str, Any]:
+    """A module and its optimizer as torch's state_dict() has them, with strided, lazy, shared and empty tensors."""
+    base = torch.arange(48, dtype=torch.float32).reshape(6, 8)
+    model = OrderedDict(w=base, t=base.T, cut=base[1:5, 2:7], row=base[2], zero=torch.zeros(0, 3), one=torch.tensor(4))
+    model["wave"] = torch.tensor([1 + 2j, 3 - 1j]).conj()
+    moments = {number: {"exp_avg": torch.full((3,), float(number)), "step": torch.tensor(2.0)} for number in range(2)}
+    groups = [{"lr": 0.5, "betas": (0.9, 0.99), "params": [0, 1]}]
+    pair = (1, torch.ones(2), [torch.zeros(1), {"a": torch.ones(1)}])
+    return {
+        "model": model,
+        "optim": {"state": moments, "param_groups": groups},
+        "step": 7,
+        "names": ["a"],
+        "pair": pair,
+    }
+
+
+def assert_equal(one: Any, other: Any) -> None:
+    """Compare nested values; a tensor by dtype, shape and values, a dict whatever its class."""
+    if isinstance(one, torch.Tensor):
+        assert one.dtype == other.dtype
+        assert torch.equal(one, other)
+    elif isinstance(one, dict):
+        assert one.keys() == other.keys()
+        for key in one:
+            assert_equal(one[key], other[key])
+    elif isinstance(one, (list, tuple)):
+        assert type(one) is type(other)
+        assert len(one) == len(other)
+        for inner, its in zip(one, other, strict=True):
+            assert_equal(inner, its)
+    else:
+        assert one == other
+
+
+@pytest.mark.parametrize("legacy", [False, True], ids=["zip", "legacy"])
+def test_a_file_goes_to_a_checkpoint_and_back(tmp_path: Path, legacy: bool) -> None:
+    """The state dict of a file, whatever its strides and containers, comes back from a checkpoint as it was."""
+    state = make_state_dict()
+    torch.save(state, tmp_path / "a.pt", _use_new_zipfile_serialization=not legacy)
+    there = convert_checkpoint(tmp_path / "a.pt", tmp_path / "there", "safetensors")
+    assert (there.old, there.tensors, there.left_out) == (("torch_save", 1), 11, ())
+    with dc.open_checkpoint(tmp_path / "there") as stored:
+        assert torch.equal(stored["model.t"][2:4].contiguous(), state["model"]["t"][2:4])
+        assert stored.common["step"] == 7
+    back = convert_checkpoint(tmp_path / "there", tmp_path / "b.pt", "torch")
+    assert_equal(state, torch.load(tmp_path / "b.pt", weights_only=True))
+    assert_equal(state, torch.load(tmp_path / "b.pt", weights_only=True, mmap=True))
+    again = convert_checkpoint(tmp_path / "b.pt", tmp_path / "c.pt", "torch")
+    prints = [[(t.key, t.before, t.after) for t in report.proof] for report in (there, back, again)]
+    assert sorted(prints[0]) == sorted(prints[1]) == sorted(prints[2])
+    assert (tmp_path / "b.pt").read_bytes() == (tmp_path / "c.pt").read_bytes()
+
+
+def test_stock_dcp_finds_the_values_of_a_file(tmp_path: Path) -> None:
+    """`--to dcp` stores tensors and plain values by their paths: stock `dcp.load` fills the nested state dict."""
+    state = make_state_dict()
+    torch.save(state, tmp_path / "a.pt")
+    convert_checkpoint(tmp_path / "a.pt", tmp_path / "dcp", "dcp")
+    wanted = {"model": {"w": torch.zeros(6, 8)}, "step": 0, "names": [], "optim": {"param_groups": [{"lr": 0.0}]}}
+    dcp.load(wanted, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    assert torch.equal(wanted["model"]["w"], state["model"]["w"])  # type: ignore[index, call-overload]
+    assert (wanted["step"], wanted["names"]) == (7, ["a"])
+    assert wanted["optim"]["param_groups"][0]["lr"] == 0.5  # type: ignore[index, call-overload]
+
+
+def test_every_dtype_is_written_as_torch_reads_it(tmp_path: Path) -> None:
+    """torch.load, with memory-mapping too, reads tensors of all dtypes bit for bit; their bytes are aligned."""
+    values = {f"{dtype}": torch.randint(0, 2, (3, 16), dtype=torch.uint8).view(dtype) for dtype in DTYPES}
+    dc.save({key: ShardedTensor.from_rank_offsets(key, value) for key, value in values.items()}, tmp_path / "old")
+    convert_checkpoint(tmp_path / "old", tmp_path / "a.pt", "torch")
+    for mmap in (False, True):
+        found = torch.load(tmp_path / "a.pt", weights_only=True, mmap=mmap)
+        assert found.keys() == values.keys()
+        for key, value in values.items():
+            assert (found[key].dtype, found[key].shape) == (value.dtype, value.shape)
+            assert tensor_bytes(found[key]) == tensor_bytes(value), key
+            assert not mmap or found[key].data_ptr() % 64 == 0
+    with zipfile.ZipFile(tmp_path / "a.pt") as archive:
+        assert len(archive.namelist()) == len(values) + 3
+
+
+class Color(enum.Enum):
+    """A class of the user's."""
+
+    RED = 2
+
+
+def test_other_classes_become_builtin_ones(tmp_path: Path) -> None:
+    """Values of other classes are written as builtin types, and listed; what has no counterpart is an error."""
+    common = {"args": argparse.Namespace(lr=0.5, shape=torch.Size([2])), "rate": np.float64(1.5), "rng": np.arange(3)}
+    state = {
+        **common,
+        "w": ShardedTensor.from_rank_offsets("w", torch.ones(3)),
+        "extra": ShardedObject("extra", io.BytesIO(b"bytes"), (1,), (0,)),
+    }
+    dc.save(state, tmp_path / "old")
+    report = convert_checkpoint(tmp_path / "old", tmp_path / "a.pt", "torch")
+    assert report.rewritten.keys() == {"args", "rate", "rng", "extra"}
+    found = torch.load(tmp_path / "a.pt", weights_only=True)
+    assert found["args"] == {"lr": 0.5, "shape": torch.Size([2])}
+    assert (found["rate"], found["rng"].tolist(), found["extra"]) == (1.5, [0, 1, 2], b"bytes")
+    with pytest.raises(CheckpointingException, match=r"a\.pt exists.*--overwrite"):
+        convert_checkpoint(tmp_path / "old", tmp_path / "a.pt", "torch")
+    convert_checkpoint(tmp_path / "old", tmp_path / "a.pt", "torch", overwrite=True, leave_out=["extra", "args"])
+    assert torch.load(tmp_path / "a.pt", weights_only=True).keys() == {"w", "rate", "rng"}
+    with pytest.raises(ShardingError, match=r"a\.b\.1 is a .*object.*--leave-out"):
+        TorchFile({}).write(tmp_path / "b.pt", {"a": {"b": [Color.RED, object()]}}, lambda _: None)
+    assert not (tmp_path / "b.pt").exists()
+
+
+def test_code_in_a_file_does_not_run(tmp_path: Path) -> None:
+    """A file that names a class outside the allow-list is refused by its name; so is one of something else."""
+    torch.save({"w": torch.ones(2), "module": torch.nn.Linear(2, 2)}, tmp_path / "a.pt")
+    with pytest.raises(UnsafePickleError, match=r"a\.pt.*torch\.nn\.modules\.linear.*Linear"):
+        convert_checkpoint(tmp_path / "a.pt", tmp_path / "new", "safetensors")
+    torch.save(torch.ones(2), tmp_path / "b.pt")
+    with pytest.raises(CheckpointingException, match=r"b\.pt holds a tensor, not a state dict"):
+        convert_checkpoint(tmp_path / "b.pt", tmp_path / "new", "safetensors")
+    torch.save({"a.b": torch.ones(2), "a": {"b": torch.ones(2)}}, tmp_path / "c.pt")
+    with pytest.raises(ShardingError, match=r"two tensors whose paths, joined by dots, are 'a\.b'"):
+        convert_checkpoint(tmp_path / "c.pt", tmp_path / "new", "safetensors")
+    torch.save({"w": torch.ones(1).expand(1 << 20, 2)}, tmp_path / "d.pt")
+    with pytest.raises(CorruptCheckpointError, match="has only 4 bytes"):
+        convert_checkpoint(tmp_path / "d.pt", tmp_path / "new", "safetensors")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.pt", "b.pt", "c.pt", "d.pt"]

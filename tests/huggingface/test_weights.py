@@ -1,0 +1,172 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner, create_default_global_save_plan
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+)
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+
+from shardckpt import dist_checkpointing as dc
+from shardckpt.adapters import to_sharded_state_dict
+from shardckpt.errors import CheckpointingException, CorruptCheckpointError, KeyMismatchError
+from shardckpt.mapping import ShardedTensor
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+MIB = 1 << 20
+RANKS = 256
+
+
+class Planner(DefaultSavePlanner):
+    """Gives each rank's rows of the tensors to DCP's writer."""
+
+    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
+        super().__init__()
+        self.tensors = tensors
+
+    def resolve_data(self, write_item: WriteItem) -> Any:
+        """Return the rows that an item names."""
+        assert write_item.tensor_data is not None
+        chunk = write_item.tensor_data.chunk
+        return self.tensors[write_item.index.fqn][chunk.offsets[0] : chunk.offsets[0] + chunk.sizes[0]].clone()
+
+
+def save_as_ranks(tensors: dict[str, torch.Tensor], path: Path, ranks: int) -> None:
+    """Write what torch's DCP writes on many ranks, each of which has some rows of each tensor."""
+    writer, planner = dcp.FileSystemWriter(path, sync_files=False), Planner(tensors)
+    writer.set_up_storage_writer(is_coordinator=True)
+    local = [SavePlan([describe(key, values, rank, ranks) for key, values in tensors.items()]) for rank in range(ranks)]
+    plans, metadata = create_default_global_save_plan(local)
+    plans = writer.prepare_global_plan([writer.prepare_local_plan(plan) for plan in plans])
+    results = [writer.write_data(plan, planner).wait() for plan in plans]
+    writer.finish(metadata, results)
+
+
+def describe(key: str, values: torch.Tensor, rank: int, ranks: int) -> WriteItem:
+    """A rank's rows of a tensor, for DCP."""
+    rows = values.shape[0] // ranks
+    offset, size = torch.Size((rank * rows, 0)), torch.Size((rows, values.shape[1]))
+    return WriteItem(
+        MetadataIndex(key, offset),
+        WriteItemType.SHARD,
+        tensor_data=TensorWriteData(ChunkStorageMetadata(offset, size), TensorProperties(values.dtype), values.shape),
+    )
+
+
+def count_read_bytes() -> int:
+    """Return the bytes that read calls of this process have returned so far."""
+    return int(Path("/proc/self/io").read_text().split("rchar: ")[1].split()[0])
+
+
+@pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="Linux counts the bytes that a process reads")
+def test_the_files_of_256_ranks_are_read_once(tmp_path: Path) -> None:
+    """Weights from 256 ranks' files cost at most 1.1 times their bytes, index included; the optimizer's none."""
+    torch.manual_seed(0)
+    # rows of 128 KiB a rank: of each, 7 KiB of the zip archive around it are read, too
+    weights = {f"layers.{n}.weight": torch.randn(RANKS, 32 << 10) for n in range(2)}
+    moments = {f"optimizer.state.exp_avg.{key}": values[:, : 8 << 10].clone() for key, values in weights.items()}
+    save_as_ranks({**weights, **moments}, tmp_path / "c", RANKS)
+    assert len(list((tmp_path / "c").glob("*.distcp"))) == RANKS
+    save_as_ranks({"w": torch.ones(1, 1)}, tmp_path / "small", 1)
+    with dc.open_checkpoint(tmp_path / "small") as checkpoint:
+        list(checkpoint.weights())  # imports what it takes
+    before = count_read_bytes()
+    with dc.open_checkpoint(tmp_path / "c") as checkpoint:
+        for name, values in checkpoint.weights(memory=8 * MIB):
+            assert torch.equal(values, weights.pop(name))
+    assert not weights
+    assert count_read_bytes() - before <= 1.1 * 64 * MIB
+
+
+@pytest.mark.parametrize("strategy", ["torch_dist", "safetensors", "ep"])
+def test_weights_of_a_training_checkpoint(tmp_path: Path, strategy: str) -> None:
+    """Of a model saved with its optimizer come the weights alone, whole, under their own names, cast if asked."""
+    model = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.BatchNorm1d(7))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.randn(3, 5)).sum().backward()
+    optimizer.step()
+    dc.save(to_sharded_state_dict(model, optimizer), tmp_path / "c", strategy)
+    with dc.open_checkpoint(tmp_path / "c") as checkpoint:
+        found = dict(checkpoint.weights())
+        cast = dict(checkpoint.weights(dtype="bfloat16", leave_out=["0.bias"], memory=1))
+        everything = dict(checkpoint.weights(prefix="", optimizer=True))
+    state = model.state_dict()
+    assert found.keys() == state.keys()
+    assert all(torch.equal(found[key], state[key]) for key in state)
+    assert cast.keys() == state.keys() - {"0.bias"}
+    assert torch.equal(cast["0.weight"], state["0.weight"].bfloat16())
+    assert cast["1.num_batches_tracked"].dtype == torch.int64
+    assert any(key.startswith("optimizer.") for key in everything)
+    assert everything.keys() >= {f"model.{key}" for key in state}
+
+
+def test_names_and_shapes_are_mapped(tmp_path: Path) -> None:
+    """Under a model's mapping, experts in one tensor come one by one, as the Hub has them."""
+    experts = torch.randn(4, 2 * 6, 8)
+    key = "model.layers.0.mlp.experts.gate_up_proj"
+    dc.save(
+        {key: [ShardedTensor.from_rank_offsets(key, e, (0, n, 2)) for n, e in enumerate(experts.chunk(2))]}, tmp_path
+    )
+    with dc.open_checkpoint(tmp_path) as checkpoint:
+        found = dict(checkpoint.weights("qwen3_moe"))
+    assert len(found) == 8
+    assert torch.equal(found["model.layers.0.mlp.experts.3.up_proj.weight"], experts[3, 6:])
+
+
+def test_errors_of_weights(tmp_path: Path) -> None:
+    """A prefix of no weight is an error before the first tensor; a flipped bit is one that names the key."""
+    values = torch.arange(MIB, dtype=torch.float32)
+    dc.save({key: ShardedTensor.from_rank_offsets(key, values + n) for n, key in enumerate("ab")}, tmp_path / "c")
+    with dc.open_checkpoint(tmp_path / "c") as checkpoint:
+        with pytest.raises(KeyMismatchError, match=r"no weight whose key begins with 'model\.'.*'a', 'b'"):
+            checkpoint.weights(prefix="model.")
+        with pytest.raises(CheckpointingException, match="dtype='int8'"):
+            checkpoint.weights(dtype="int8")
+    file = next((tmp_path / "c").glob("*.distcp"))
+    content = bytearray(file.read_bytes())
+    content[content.rfind((values + 1)[-4:].numpy().tobytes())] ^= 1
+    file.write_bytes(content)
+    with dc.open_checkpoint(tmp_path / "c") as checkpoint:
+        weights: Iterator[tuple[str, torch.Tensor]] = checkpoint.weights(memory=4 * MIB)
+        assert next(weights)[0] == "a"
+        with pytest.raises(CorruptCheckpointError, match="b: bytes"):
+            next(weights)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["Llama", "Qwen3Moe"])
+def test_transformers_computes_the_same_logits(tmp_path: Path, kind: str) -> None:
+    """A model of transformers that is filled by load_state_dict, from 8 ranks' files, has the logits of the trained."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    experts = {"moe_intermediate_size": 24, "num_experts": 8, "num_experts_per_tok": 2, "head_dim": 8}
+    config = getattr(transformers, f"{kind}Config")(**sizes, **heads, **(experts if kind == "Qwen3Moe" else {}))
+
+    def make(seed: int) -> Any:
+        torch.manual_seed(seed)
+        return getattr(transformers, f"{kind}ForCausalLM")(config).eval()
+
+    def compute_logits(model: Any) -> torch.Tensor:
+        with torch.no_grad():
+            return model(torch.arange(12).reshape(1, 12)).logits  # type: ignore[no-any-return]
+
+    trained, other = make(0), make(1)
+    shards = [
+        [ShardedTensor.from_rank_offsets(key, c.contiguous(), (0, n, 8)) for n, c in enumerate(values.chunk(8))]
+        for key, values in trained.state_dict().items()
+    ]
+    dc.save({"model": shards}, tmp_path / "c")
+    assert not torch.equal(compute_logits(other), compute_logits(trained))
+    with dc.open_checkpoint(tmp_path / "c") as checkpoint:
+        other.load_state_dict(dict(checkpoint.weights()))
+    assert torch.equal(compute_logits(other), compute_logits(trained))

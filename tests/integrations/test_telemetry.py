@@ -1,0 +1,94 @@
+"""Listeners of ``shardckpt_event``: OpenTelemetry and Prometheus."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from shardckpt import dist_checkpointing as dc
+from shardckpt.errors import CheckpointingException
+from shardckpt.mapping import ShardedTensor
+from shardckpt.plugins import get_plugin_manager
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+
+@contextmanager
+def _registered(listener: Any) -> Iterator[None]:
+    get_plugin_manager().register(listener)
+    try:
+        yield
+    finally:
+        get_plugin_manager().unregister(listener)
+
+
+def _save_twice(path: Path) -> None:
+    """Save, load, and fail to save to the same place."""
+    state = {"w": ShardedTensor.from_rank_offsets("w", torch.ones(1000))}
+    dc.save(state, path)
+    dc.load({"w": ShardedTensor.from_rank_offsets("w", torch.zeros(1000))}, path)
+    with pytest.raises(CheckpointingException):
+        dc.save(state, path)
+
+
+def test_prometheus_counts_saves_loads_bytes_and_failures(tmp_path: Path) -> None:
+    """The registry has the number and the seconds of operations by result, of phases, and the bytes of saves."""
+    prometheus_client = pytest.importorskip("prometheus_client")
+    from shardckpt.integrations.prometheus import PrometheusListener
+
+    registry = prometheus_client.CollectorRegistry()
+    with _registered(PrometheusListener(registry)):
+        _save_twice(tmp_path / "c")
+
+    def value(name: str, **labels: str) -> float:
+        return float(registry.get_sample_value(name, labels) or 0)
+
+    assert value("shardckpt_operation_seconds_count", operation="save", result="end") == 1
+    assert value("shardckpt_operation_seconds_count", operation="save", result="failure") == 1
+    assert value("shardckpt_operation_seconds_count", operation="load", result="end") == 1
+    assert value("shardckpt_operation_seconds_sum", operation="save", result="end") > 0
+    assert value("shardckpt_bytes_total", operation="save") >= 4000
+    assert value("shardckpt_last_success_timestamp_seconds", operation="save") > 1e9
+    phases = [s for metric in registry.collect() for s in metric.samples if s.name == "shardckpt_phase_seconds_count"]
+    assert {"writing", "committing"} <= {sample.labels["phase"] for sample in phases}
+
+
+def test_opentelemetry_has_spans_of_operations_and_phases(tmp_path: Path) -> None:
+    """A save is a span with its phases as children, within its times; a failure has its text; metrics beside them."""
+    pytest.importorskip("opentelemetry.sdk")
+    from opentelemetry.sdk.metrics import MeterProvider
+    from opentelemetry.sdk.metrics.export import InMemoryMetricReader
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+    from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+    from shardckpt.integrations.opentelemetry import OpenTelemetryListener
+
+    spans, tracers, reader = InMemorySpanExporter(), TracerProvider(), InMemoryMetricReader()
+    tracers.add_span_processor(SimpleSpanProcessor(spans))
+    meters = MeterProvider([reader])
+    with _registered(OpenTelemetryListener(tracers, meters)):
+        _save_twice(tmp_path / "c")
+    found = spans.get_finished_spans()
+    saves = [span for span in found if span.name == "shardckpt.save"]
+    good, bad = sorted(saves, key=lambda span: span.start_time)
+    assert good.status.is_ok
+    assert good.attributes["shardckpt.bytes"] >= 4000
+    assert good.attributes["shardckpt.directory"] == str(tmp_path / "c")
+    assert not bad.status.is_ok
+    assert str(tmp_path / "c") in bad.status.description
+    phases = [span for span in found if span.parent is not None and span.parent.span_id == good.context.span_id]
+    assert {"shardckpt.save: writing", "shardckpt.save: committing"} <= {span.name for span in phases}
+    assert all(span.start_time < span.end_time <= good.end_time for span in phases)
+    data = reader.get_metrics_data().resource_metrics[0].scope_metrics[0].metrics
+    points = {metric.name: metric.data.data_points for metric in data}
+    assert set(points) == {"shardckpt.duration", "shardckpt.bytes"}
+    (written,) = [point for point in points["shardckpt.bytes"] if point.attributes["operation"] == "save"]
+    assert written.value >= 4000
+    tracers.shutdown()
+    meters.shutdown()

@@ -1,0 +1,208 @@
+"""Differences between two checkpoints: every kind is found and counted, whatever the formats and the sharding."""
+
+from __future__ import annotations
+
+import math
+import resource
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from shardckpt import dist_checkpointing
+from shardckpt.cli import main
+from shardckpt.errors import CheckpointingException
+from shardckpt.huggingface import export_to_huggingface, find_mapping
+from shardckpt.maintenance import diff_checkpoints
+from shardckpt.mapping import ShardedObject, ShardedTensor
+from shardckpt.planning import Box
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def _values() -> dict[str, torch.Tensor]:
+    return {
+        "a": torch.arange(7.0 * 300).view(7, 300),
+        "b": torch.tensor(3),
+        "nan": torch.tensor([1.0, math.nan]),
+        "half": torch.arange(50.0).bfloat16(),
+        "empty": torch.ones(0, 3),
+    }
+
+
+def _save(path: Path, values: dict[str, torch.Tensor], backend: str = "safetensors", **options: bool) -> None:
+    state = {key: ShardedTensor.from_rank_offsets(key, value) for key, value in values.items()}
+    dist_checkpointing.save(state, path, backend, **options)
+
+
+@pytest.mark.parametrize("fingerprints", [True, False])
+def test_equal_values_are_equal_in_any_formats(tmp_path: Path, fingerprints: bool) -> None:
+    """The same values, NaN and empty tensors among them, have no difference: by fingerprints, and read."""
+    _save(tmp_path / "one", _values(), "torch_dist", fingerprints=fingerprints)
+    _save(tmp_path / "two", _values(), "safetensors", fingerprints=True)
+    report = diff_checkpoints(tmp_path / "one", tmp_path / "two")
+    assert (report.are_same, report.equal, report.by_fingerprint) == (True, 5, 5 * fingerprints)
+    assert diff_checkpoints(tmp_path / "one", tmp_path / "two", read_values=True).by_fingerprint == 0
+
+
+@pytest.mark.parametrize("fingerprints", [True, False])
+@pytest.mark.parametrize("memory", [256, 1 << 20])
+def test_it_finds_one_flipped_bit(tmp_path: Path, memory: int, fingerprints: bool) -> None:
+    """One bit of one element: its tensor, its index and the size of the difference, also read in small pieces."""
+    values = _values()
+    _save(tmp_path / "one", values, fingerprints=fingerprints)
+    values["a"].view(torch.int32)[5, 213] ^= 1
+    _save(tmp_path / "two", values, fingerprints=fingerprints)
+    report = diff_checkpoints(tmp_path / "one", tmp_path / "two", memory=memory)
+    (found,) = report.differences
+    assert (found.key, found.kind, found.elements, found.different, found.index) == ("a", "values", 2100, 1, (5, 213))
+    step = abs(values["a"][5, 213].item() - 1713.0)
+    assert found.max_absolute == step
+    assert found.max_relative == step / values["a"][5, 213].item()
+    assert diff_checkpoints(tmp_path / "one", tmp_path / "two", atol=2 * step).are_same
+    assert diff_checkpoints(tmp_path / "one", tmp_path / "two", rtol=1e-6).are_same
+    assert not diff_checkpoints(tmp_path / "one", tmp_path / "two", atol=step / 2).are_same
+
+
+def test_each_kind_of_difference_is_named(tmp_path: Path) -> None:
+    """Keys of one checkpoint only, other shapes, other dtypes, NaN against a number: sorted, each with its kind."""
+    _save(tmp_path / "one", _values() | {"gone": torch.ones(1), "zero": torch.tensor([0.0])})
+    others = {"half": torch.arange(50.0), "b": torch.ones(2), "nan": torch.tensor([math.nan, 2.0])}
+    _save(tmp_path / "two", _values() | others | {"new": torch.ones(1), "zero": torch.tensor([-0.0])}, "torch_dist")
+    report = diff_checkpoints(tmp_path / "one", tmp_path / "two")
+    assert [(found.key, found.kind) for found in report.differences] == [
+        ("b", "shape"),
+        ("gone", "only in first"),
+        ("half", "dtype"),
+        ("nan", "values"),
+        ("new", "only in second"),
+        ("zero", "values"),
+    ]
+    shape, _, dtype, nan, _, zero = report.differences
+    assert (shape.first, shape.second, shape.elements) == ("int64 []", "float32 [2]", 0)
+    assert (dtype.different, dtype.elements, dtype.index) == (0, 50, None)
+    assert (nan.different, nan.max_absolute, nan.max_relative, nan.index) == (2, math.inf, math.inf, (0,))
+    assert (zero.different, zero.max_absolute, zero.max_relative) == (1, 0.0, 0.0)  # the bits differ
+
+
+def test_names_of_another_library_by_a_mapping(tmp_path: Path) -> None:
+    """A tensor of all experts is compared with those of a checkpoint with one for each, as Hugging Face names them."""
+    experts = torch.arange(4.0 * 6 * 8).view(4, 6, 8)
+    mapping = find_mapping("qwen3_moe")
+    key = "model.layers.0.mlp.experts.gate_up_proj"
+    _save(tmp_path / "one", {f"model.{key}": experts, "optimizer.step": torch.ones(1)})
+    parts = {
+        entry.name: experts[entry.box.within(Box((0, 0, 0), (4, 6, 8)))].view(entry.folder_box.shape)
+        for entry in mapping.links(key, (4, 6, 8))
+    }
+    assert len(parts) == 8
+    _save(tmp_path / "hf", parts, "torch_dist")
+    assert diff_checkpoints(tmp_path / "one", tmp_path / "hf", mapping=mapping, prefix="model.").are_same
+    experts[2, 4, 1] += 1
+    _save(tmp_path / "two", {f"model.{key}": experts})
+    (found,) = diff_checkpoints(tmp_path / "two", tmp_path / "hf", mapping=mapping, prefix="model.").differences
+    assert (found.key, found.different, found.index) == (f"model.{key}", 1, (2, 4, 1))
+
+
+def test_folders_of_the_hub_and_files_are_compared(tmp_path: Path) -> None:
+    """A Hugging Face folder and a file of torch.save have the tensors of the checkpoint that they were made of."""
+    values = {f"model.{key}": value for key, value in _values().items()}
+    _save(tmp_path / "one", values)
+    export_to_huggingface(tmp_path / "one", tmp_path / "hf")
+    torch.save(values | {"model.nan": torch.zeros(2)}, tmp_path / "two.pt")
+    assert diff_checkpoints(tmp_path / "one", tmp_path / "hf").equal == len(values)
+    (found,) = diff_checkpoints(tmp_path / "two.pt", tmp_path / "one").differences
+    assert (found.key, found.different, found.max_absolute) == ("model.nan", 2, math.inf)
+
+
+def test_the_verb_exits_with_the_answer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """0 is the same, 1 different, 2 an error: scripts rely on it. JSON has no infinity."""
+    import json
+
+    _save(tmp_path / "one", _values())
+    _save(tmp_path / "two", _values() | {"nan": torch.zeros(2)})
+    one, two = str(tmp_path / "one"), str(tmp_path / "two")
+    assert main(["diff", one, one]) == 0
+    assert "5 of 5 tensors are equal" in capsys.readouterr().out
+    assert main(["diff", one, two]) == 1
+    assert "2 of 2" in capsys.readouterr().out
+    assert main(["diff", one, two, "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert (found["same"], found["equal"], found["differences"][0]["max_absolute"]) == (False, 4, "inf")
+    assert main(["diff", one, str(tmp_path / "none")]) == 2
+    assert "does not exist" in capsys.readouterr().err
+
+
+def _save_objects(path: Path, backend: str, args: dict[str, object], seed: int, step: int = 3) -> None:
+    state = {
+        "w": ShardedTensor.from_rank_offsets("w", torch.ones(2)),
+        "rng": ShardedObject("rng", {"seed": seed, "nan": math.nan, "state": torch.arange(3)}, (1,), (0,)),
+        "args": args,
+        "step": step,
+    }
+    dist_checkpointing.save(state, path, backend)
+
+
+def test_objects_and_common_state_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Another seed, another type and an entry of one alone are found, at their places, between formats; NaN is NaN."""
+    _save_objects(tmp_path / "one", "torch_dist", {"lr": 1.0, "names": ["a", "b"]}, 1)
+    _save_objects(tmp_path / "same", "safetensors", {"lr": 1.0, "names": ["a", "b"]}, 1)
+    _save_objects(tmp_path / "two", "safetensors", {"lr": 1, "names": ["a"], "new": None}, 2)
+    one, two = tmp_path / "one", tmp_path / "two"
+    report = diff_checkpoints(one, tmp_path / "same")
+    assert report.are_same
+    assert report.objects is not None
+    assert report.objects.equal == 3
+    found = diff_checkpoints(one, two).objects
+    assert found is not None
+    assert [(each.key, each.kind) for each in found.differences] == [
+        ("common['args']['lr']", "type"),
+        ("common['args']['names'][1]", "only in first"),
+        ("common['args']['new']", "only in second"),
+        ("rng/shard_0_1['seed']", "value"),
+    ]
+    assert found.differences[0][2:] == ("float 1.0", "int 1")
+    assert main(["diff", str(one), str(two)]) == 1
+    assert "rng/shard_0_1['seed']" in capsys.readouterr().out
+    assert main(["diff", str(one), str(two), "--tensors-only"]) == 0
+    assert main(["diff", str(one), str(two), "--json"]) == 1
+
+
+class _Unknown:
+    """A class that no load accepts unasked."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Unknown)
+
+    __hash__ = object.__hash__
+
+
+def test_objects_of_unknown_classes_are_not_unpickled(tmp_path: Path) -> None:
+    """A comparison runs no code of a checkpoint: an unknown class is an error, unless the caller allows it."""
+    shard = ShardedObject("thing", _Unknown(), (1,), (0,))
+    dist_checkpointing.save({"thing": shard}, tmp_path / "one", "torch_dist", allow_globals=[_Unknown])
+    with pytest.raises(CheckpointingException, match="_Unknown"):
+        diff_checkpoints(tmp_path / "one", tmp_path / "one")
+    assert diff_checkpoints(tmp_path / "one", tmp_path / "one", allow_globals=(_Unknown,)).are_same
+
+
+def test_a_tolerance_that_is_none_is_an_error(tmp_path: Path) -> None:
+    """A negative tolerance, or NaN, would make everything different: it is refused before anything is read."""
+    for tolerance in (-1.0, math.nan):
+        with pytest.raises(CheckpointingException, match="not negative"):
+            diff_checkpoints(tmp_path, tmp_path, rtol=tolerance)
+
+
+@pytest.mark.slow
+@pytest.mark.long
+def test_it_finds_one_bit_in_2_gib(tmp_path: Path) -> None:
+    """One bit of 2 GiB is found in bounded memory: the process grows by less than 256 MiB."""
+    values = {"w": torch.arange(1 << 29, dtype=torch.int32).view(1 << 15, -1)}
+    _save(tmp_path / "one", values)
+    values["w"][30_000, 77] ^= 1 << 30
+    _save(tmp_path / "two", values)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    (found,) = diff_checkpoints(tmp_path / "one", tmp_path / "two").differences
+    assert (found.different, found.index) == (1, (30_000, 77))
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 256 << 10

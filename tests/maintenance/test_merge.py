@@ -1,0 +1,258 @@
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
+
+from shardckpt import dist_checkpointing as dc
+from shardckpt.errors import CheckpointingException, KeyMismatchError, ShapeMismatchError
+from shardckpt.maintenance import merge_checkpoints
+from shardckpt.mapping import ShardedObject, ShardedTensor
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+MIB = 1 << 20
+LEAST = 32 * MIB
+
+
+def whole(key: str, values: torch.Tensor) -> ShardedTensor:
+    """A tensor in one shard."""
+    return ShardedTensor.from_rank_offsets(key, values)
+
+
+def read(path: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a checkpoint."""
+    with dc.open_checkpoint(path) as checkpoint:
+        return {key: checkpoint[key].read() for key in checkpoint}
+
+
+def average(values: Sequence[torch.Tensor], weights: Sequence[float]) -> np.ndarray[Any, Any]:
+    """The weighted average by numpy in float64, terms in ascending order, rounded once to float32."""
+    terms = np.sort([np.float64(w) * v.double().numpy() for v, w in zip(values, weights, strict=True)], axis=0)
+    total = terms[0]
+    for term in terms[1:]:
+        total = total + term
+    return (total / math.fsum(weights)).astype(np.float32)
+
+
+def test_formats_mix_and_the_sum_is_rounded_once(tmp_path: Path) -> None:
+    """Sources of four formats and shardings merge to numpy's weighted average in fp64, rounded once."""
+    torch.manual_seed(1)
+    values = [torch.randn(300, 501) for _ in range(4)]
+    columns = values[0].split(167, 1)
+    dc.save({"w": [ShardedTensor.from_rank_offsets("w", c, (1, n, 3)) for n, c in enumerate(columns)]}, tmp_path / "a")
+    dc.save({"w": whole("w", values[1])}, tmp_path / "b", "safetensors")
+    dcp.save({"w": values[2]}, checkpoint_id=tmp_path / "c")
+    (tmp_path / "d").mkdir()
+    save_file({"w": values[3]}, tmp_path / "d" / "model.safetensors")
+    weights = [3.0, 1.0, 0.7, 2.1]
+    sources = [tmp_path / name for name in "abcd"]
+    for to, place in (("ep", "new"), ("hf", "folder")):
+        report = merge_checkpoints(sources, tmp_path / place, to, weights=weights, accumulate="fp64", memory=LEAST)
+        assert report.conversion.tensors == 1
+    found = read(tmp_path / "new")["w"]
+    assert np.array_equal(found.numpy(), average(values, weights))
+    again = merge_checkpoints([tmp_path / "new", tmp_path / "folder"], tmp_path / "same.pt", "torch")
+    assert again.conversion.proof[0].after == report.conversion.proof[0].after
+
+
+@pytest.mark.parametrize(
+    ("dtype", "accumulate"),
+    [
+        (torch.float32, "fp32"),
+        (torch.bfloat16, "fp32"),
+        pytest.param(torch.float64, "fp32", marks=pytest.mark.slow),
+        pytest.param(torch.float32, "fp64", marks=pytest.mark.slow),
+        pytest.param(torch.complex64, "fp64", marks=pytest.mark.slow),
+    ],
+)
+def test_bits_do_not_depend_on_order_or_memory(tmp_path: Path, dtype: torch.dtype, accumulate: str) -> None:
+    """Sources in any order, with their weights, of other shards and names, in other memory, give the same bits."""
+    torch.manual_seed(2)
+    sources = []
+    for number in range(5):
+        values = (torch.randn(240, 3001) * 10.0 ** torch.randint(-8, 8, (240, 3001))).to(dtype)
+        values[0, number] = torch.inf
+        values[1, :2] = torch.nan
+        sources.append(tmp_path / f"{number}")
+        shards = [ShardedTensor.from_rank_offsets("w", c, (0, n, 5)) for n, c in enumerate(values.chunk(5))]
+        dc.save({"w": shards if number % 2 else whole("w", values)}, sources[-1])
+    weights, order = [0.1, 0.7, 3.0, 0.1, 0.4], [3, 1, 4, 0, 2]
+    one = merge_checkpoints(sources, tmp_path / "one", weights=weights, accumulate=accumulate, memory=LEAST)
+    shuffled = [sources[n] for n in order]
+    other = merge_checkpoints(
+        shuffled, tmp_path / "other", "safetensors", weights=[weights[n] for n in order], accumulate=accumulate
+    )
+    assert one.conversion.proof == other.conversion.proof
+
+
+def slerp(one: torch.Tensor, other: torch.Tensor, part: float) -> np.ndarray[Any, Any]:
+    """Spherical interpolation of flattened tensors by numpy."""
+    a, b = one.double().numpy(), other.double().numpy()
+    angle = np.arccos((a * b).sum() / np.linalg.norm(a) / np.linalg.norm(b))
+    return np.asarray((np.sin((1 - part) * angle) * a + np.sin(part * angle) * b) / np.sin(angle))
+
+
+def test_slerp(tmp_path: Path) -> None:
+    """Slerp goes along the sphere of each flattened tensor; parallel tensors and zeros are interpolated linearly."""
+    torch.manual_seed(3)
+    state = [{"w": torch.randn(60, 70), "same": torch.ones(9), "zero": torch.zeros(4)} for _ in range(2)]
+    for number, values in enumerate(state):
+        dc.save({key: whole(key, value * (1 + number)) for key, value in values.items()}, tmp_path / f"{number}")
+    merge_checkpoints([tmp_path / "0", tmp_path / "1"], tmp_path / "new", slerp=0.25, accumulate="fp64")
+    found = read(tmp_path / "new")
+    np.testing.assert_allclose(found["w"], slerp(state[0]["w"], 2 * state[1]["w"], 0.25), rtol=1e-6, atol=1e-9)
+    assert found["same"].eq(1.25).all()
+    assert found["zero"].eq(0).all()
+
+
+def save_trained(path: Path, number: int, **more: Any) -> Path:
+    """A checkpoint of a model with its optimizer."""
+    state = {
+        "w": whole("model.w", torch.full((4, 4), float(number))),
+        "count": whole("model.count", torch.tensor(7)),
+        "moment": whole("optimizer.state.exp_avg.w", torch.full((4, 4), 10.0 * number)),
+        "groups": ShardedObject("optimizer.groups", {"lr": number}, (1,), (0,)),
+        "rng": ShardedObject("rng", number, (1,), (0,)),
+        "optimizer": {"step": number},
+        "step": number,
+        **more,
+    }
+    dc.save(state, path)
+    return path
+
+
+@pytest.mark.parametrize(("optimizer", "moment"), [("average", 15.0), ("base", 10.0), ("drop", None)])
+def test_optimizer_and_common_state(tmp_path: Path, optimizer: Any, moment: float | None) -> None:
+    """Optimizer state is averaged, that of the base, or gone; objects and common state are the base's."""
+    sources = [save_trained(tmp_path / f"{n}", n) for n in (1, 2)]
+    report = merge_checkpoints(sources, tmp_path / "new", optimizer=optimizer, base=0)
+    found = read(tmp_path / "new")
+    assert found["model.w"].eq(1.5).all()
+    assert found["model.count"] == 7
+    with dc.open_checkpoint(tmp_path / "new") as checkpoint:
+        assert checkpoint.common["step"] == 1
+        objects = {key.split("/")[0]: checkpoint.read_object(key) for key in checkpoint.objects}
+        if moment is None:
+            assert sorted(found) == ["model.count", "model.w"]
+            assert "optimizer" not in checkpoint.common
+            assert objects == {"rng": 1}
+            left_out = {key.split("/")[0] for key in report.conversion.left_out}
+            assert left_out == {"optimizer", "optimizer.groups", "optimizer.state.exp_avg.w"}
+        else:
+            assert found["optimizer.state.exp_avg.w"].eq(moment).all()
+            assert objects == {"rng": 1, "optimizer.groups": {"lr": 1}}
+
+
+def test_missing_tensors(tmp_path: Path) -> None:
+    """A tensor that a source lacks is an error that names both, or is dropped, or merged from those that have it."""
+    one = save_trained(tmp_path / "1", 1, more=whole("model.more", torch.ones(2)))
+    two, three = (save_trained(tmp_path / f"{n}", n, more=whole("model.more", torch.ones(2) * n)) for n in (2, 3))
+    four = save_trained(tmp_path / "4", 4)
+    with pytest.raises(KeyMismatchError, match=r"'model.more' is not in .*4.*--missing"):
+        merge_checkpoints([one, two, four], tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+    report = merge_checkpoints([one, two, four], tmp_path / "new", missing="drop")
+    assert report.conversion.left_out == ("model.more",)
+    merge_checkpoints([one, three, four], tmp_path / "all", missing="available", weights=[1, 3, 9])
+    assert read(tmp_path / "all")["model.more"].eq(2.5).all()
+
+
+def test_what_cannot_be_merged_is_named(tmp_path: Path) -> None:
+    """Integers that differ, shapes that differ, and bad weights are errors that say which and what to do."""
+    one = save_trained(tmp_path / "1", 1)
+    two = save_trained(tmp_path / "2", 2, count=whole("model.count", torch.tensor(8)))
+    with pytest.raises(CheckpointingException, match=r"'model.count' has other values in .*2 than in .*--leave-out"):
+        merge_checkpoints([one, two], tmp_path / "new")
+    merge_checkpoints([one, two], tmp_path / "fine", leave_out=["model.count"])
+    assert "model.count" not in read(tmp_path / "fine")
+    three = save_trained(tmp_path / "3", 3, w=whole("model.w", torch.ones(3, 4)))
+    with pytest.raises(ShapeMismatchError, match=r"'model.w' is .*\[4, 4\] in .*1.*\[3, 4\] in .*3"):
+        merge_checkpoints([one, three], tmp_path / "new")
+    for options, what in (
+        ({"weights": [1, -1]}, "sum, which must not be 0"),
+        ({"weights": [1]}, "each needs a weight"),
+        ({"weights": [2, -1]}, "second moments"),
+        ({"slerp": 1.5}, "from 0 to 1"),
+        ({"leave_out": ["gone"]}, r"\['gone'\]"),
+        ({"memory": LEAST - 1}, "32 MiB"),
+        ({"base": 2}, "numbered from 0"),
+    ):
+        with pytest.raises(CheckpointingException, match=what):
+            merge_checkpoints([one, one], tmp_path / "new", **options)  # type: ignore[arg-type]
+    with pytest.raises(CheckpointingException, match="at least two"):
+        merge_checkpoints([one], tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+
+
+def test_damage_is_found(tmp_path: Path) -> None:
+    """A flipped bit in a source is an error that names the key, and nothing is written."""
+    sources = [save_trained(tmp_path / f"{n}", n) for n in (1, 2)]
+    file = next((tmp_path / "1").glob("*.distcp"))
+    content = bytearray(file.read_bytes())
+    where = content.find(torch.full((4, 4), 1.0).numpy().tobytes())
+    content[where] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(CheckpointingException, match=r"model\.w"):
+        merge_checkpoints(sources, tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+
+
+#: Merges small checkpoints first, so that all imports are done; prints by how many bytes the memory then grows.
+MEASURE = """
+import sys
+from pathlib import Path
+from shardckpt.maintenance import merge_checkpoints
+
+def peak():
+    text = Path("/proc/self/status").read_text()
+    return int(next(line for line in text.splitlines() if line.startswith("VmHWM")).split()[1]) << 10
+
+folder, memory = Path(sys.argv[1]), int(sys.argv[2])
+sources = [folder / name for name in sys.argv[3:]]
+merge_checkpoints([folder / "small"] * 2, folder / "small-new", "safetensors", memory=memory)
+Path("/proc/self/clear_refs").write_text("5")
+before = peak()
+merge_checkpoints(sources, folder / "new", "safetensors", accumulate="fp64", memory=memory)
+print(peak() - before)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the peak of a process's memory is Linux's")
+@pytest.mark.parametrize(
+    ("count", "size", "most"),
+    [
+        pytest.param(3, 96 * MIB, 96 * MIB, marks=pytest.mark.slow),
+        pytest.param(10, 1 << 30, 128 * MIB, marks=[pytest.mark.slow, pytest.mark.long]),
+    ],
+    ids=["3x96MiB", "10x1GiB"],
+)
+def test_memory_is_bounded(tmp_path: Path, count: int, size: int, most: int) -> None:
+    """Checkpoints far larger than the memory are merged within it, and equal numpy in fp64, rounded once."""
+    dc.save({"w": whole("w", torch.ones(3))}, tmp_path / "small")
+    rows, columns = size // (4 * 4096), 4096
+    for number in range(count):
+        values = torch.randn(rows, columns, generator=torch.Generator().manual_seed(number))
+        dc.save({"w": whole("w", values)}, tmp_path / f"{number}", ["torch_dist", "safetensors"][number % 2])
+        del values
+    names = [f"{number}" for number in range(count)]
+    command = [sys.executable, "-c", MEASURE, str(tmp_path), str(LEAST), *names]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=1200, check=True)
+    assert int(done.stdout) < most
+    with dc.open_checkpoint(tmp_path / "new") as new:
+        opened = [dc.open_checkpoint(tmp_path / name) for name in names]
+        sources = [checkpoint.__enter__() for checkpoint in opened]
+        for row in range(0, rows, 256):
+            parts = [source["w"][row : row + 256] for source in sources]
+            assert np.array_equal(new["w"][row : row + 256].numpy(), average(parts, [1.0] * count))
+        for checkpoint in opened:
+            checkpoint.__exit__(None, None, None)

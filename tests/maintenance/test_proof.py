@@ -1,0 +1,325 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import safetensors.torch
+import torch
+import torch.distributed.checkpoint as dcp
+
+import shardckpt
+from shardckpt import dist_checkpointing as dc
+from shardckpt.errors import CheckpointingException, CorruptCheckpointError
+from shardckpt.huggingface import Rule, RuleMapping
+from shardckpt.maintenance import convert_checkpoint
+from shardckpt.mapping import ShardedObject, ShardedTensor
+from shardckpt.plugins import get_plugin_manager
+from tests.test_golden import GOLDEN
+from tests.testing.blocks import LoadBlocks, SaveBlocks
+
+if TYPE_CHECKING:
+    from shardckpt import SaveContext
+
+MIB = 1 << 20
+#: torch's threads wait for each other by spinning: where other processes have the cores, one is many times as fast.
+ONE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1"}
+
+
+def whole(key: str, values: torch.Tensor) -> ShardedTensor:
+    """A tensor in one shard."""
+    return ShardedTensor.from_rank_offsets(key, values)
+
+
+def prints(report: Any) -> dict[str, str]:
+    """The fingerprints of a report by key, which are the same before and after."""
+    assert all(tensor.before == tensor.after for tensor in report.proof)
+    return {tensor.key: tensor.before for tensor in report.proof}
+
+
+def run_chain(folder: Path, tensors: dict[str, torch.Tensor], memory: int) -> None:
+    """Write tensors as a folder, take them through every format and back, and compare all fingerprints."""
+    (folder / "hf").mkdir()
+    safetensors.torch.save_file(tensors, folder / "hf" / "model.safetensors")
+    expected = shardckpt.fingerprint(tensors)
+    steps = [
+        ("st", "safetensors"),
+        ("td", "torch_dist"),
+        ("a.pt", "torch"),
+        ("dcp", "dcp"),
+        ("ep", "ep"),
+        ("back", "hf"),
+    ]
+    source = folder / "hf"
+    for name, to in steps:
+        report = convert_checkpoint(source, folder / name, to, memory=memory)
+        assert prints(report) == expected, name
+        source = folder / name
+    found = safetensors.torch.load_file(folder / "back" / "model.safetensors")
+    assert found.keys() == tensors.keys()
+    assert shardckpt.fingerprint(found) == expected
+
+
+def test_a_chain_of_formats_keeps_all_fingerprints(tmp_path: Path) -> None:
+    """A folder goes through safetensors, torch_dist, torch.save, DCP and ep back to a folder; fingerprints stay."""
+    tensors = {
+        "rows": torch.randn(3, 300, 301),
+        "long": torch.randint(0, 255, (1, 5 * MIB), dtype=torch.uint8),
+        "half": torch.randn(7, 3).bfloat16(),
+        "eight": torch.randn(4, 4).to(torch.float8_e4m3fn),
+        "scalar": torch.tensor(2.5, dtype=torch.float64),
+        "empty": torch.zeros(0, 3),
+        "mask": torch.arange(9) % 2 == 0,
+    }
+    run_chain(tmp_path, tensors, 16 * MIB)
+
+
+@pytest.mark.slow
+def test_the_chain_of_a_gigabyte(tmp_path: Path) -> None:
+    """The same with 1 GiB in large, middle and small tensors, and a budget of 64 MiB."""
+    tensors = {"large": torch.randn(160 * MIB), "odd": torch.randn(4099, 4001)}
+    tensors |= {f"middle.{n}": torch.randn(1024, 1024) for n in range(64)}
+    tensors |= {f"small.{n}": torch.randn(33, 7) for n in range(2000)}
+    run_chain(tmp_path, tensors, 64 * MIB)
+
+
+@pytest.mark.parametrize(
+    "source", ["mcore-0.9.0", "mcore-0.20.0", "zarr-mcore-0.7.0", "torch-checkpointing-0.1.1/mesh-4"]
+)
+@pytest.mark.parametrize("to", ["torch", "dcp", "hf"])
+def test_checkpoints_of_other_libraries_are_proven(tmp_path: Path, source: str, to: str) -> None:
+    """What Megatron and torch_checkpointing wrote has the same fingerprints as a file, for DCP and as a folder."""
+    with dc.open_checkpoint(GOLDEN / source) as stored:
+        expected = shardckpt.fingerprint({key: stored[key].read() for key in stored})
+    report = convert_checkpoint(GOLDEN / source, tmp_path / "new", to, **({"prefix": ""} if to == "hf" else {}))
+    assert prints(report) == expected
+    if to == "torch":
+        assert (
+            shardckpt.fingerprint({k: torch.load(tmp_path / "new", weights_only=True)[k] for k in expected}) == expected
+        )
+    if to == "dcp":
+        wanted = {key: torch.zeros_like(t) for key, t in dc.load_plain_tensors(tmp_path / "new").items()}
+        dcp.load(wanted, checkpoint_id=tmp_path / "new", no_dist=True)
+        assert shardckpt.fingerprint(wanted) == expected
+
+
+@pytest.mark.parametrize("flat", [False, True], ids=["nested", "flattened"])
+def test_plain_dcp_becomes_a_file_and_a_checkpoint_for_dcp_again(tmp_path: Path, flat: bool) -> None:
+    """What plain torch wrote, nested or flattened, keeps fingerprints and values, and stock `dcp.load` reads it."""
+    state: dict[str, Any] = {"model": {"w": torch.randn(6, 5)}, "optim": {"m": torch.randn(6, 5), "lr": 0.5}, "step": 3}
+    if flat:
+        state = {"model.w": state["model"]["w"], "optim.m": state["optim"]["m"], "optim.lr": 0.5, "step": 3}
+    dcp.save(state, checkpoint_id=tmp_path / "old", no_dist=True)
+    first = convert_checkpoint(tmp_path / "old", tmp_path / "st", "safetensors")
+    second = convert_checkpoint(tmp_path / "st", tmp_path / "dcp", "dcp")
+    file = convert_checkpoint(tmp_path / "old", tmp_path / "a.pt", "torch")
+    assert prints(first) == prints(second) == prints(file)
+    wanted: dict[str, Any] = {
+        "model": {"w": torch.zeros(6, 5)},
+        "optim": {"m": torch.zeros(6, 5), "lr": 0.0},
+        "step": 0,
+    }
+    if flat:
+        wanted = {"model.w": torch.zeros(6, 5), "optim.m": torch.zeros(6, 5), "optim.lr": 0.0, "step": 0}
+    dcp.load(wanted, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    assert shardckpt.fingerprint(wanted) == shardckpt.fingerprint(state)
+    assert wanted["step"] == 3
+    assert (wanted["optim.lr"] if flat else wanted["optim"]["lr"]) == 0.5
+
+
+def test_options_change_names_dtypes_and_what_is_written(tmp_path: Path) -> None:
+    """A mapping splits and renames, a dtype casts, and what is left out is listed, for any target; all is proven."""
+    gate_up, norm = torch.randn(3, 8, 4), torch.randn(4)
+    state = {
+        "model": [
+            whole("model.experts.0.gate_up", gate_up),
+            whole("model.norm", norm),
+            whole("model.ids", torch.arange(4)),
+        ],
+        "optimizer": whole("optimizer.m", torch.ones(2)),
+        "extra": ShardedObject("extra", 1, (1,), (0,)),
+        "step": 5,
+    }
+    dc.save(state, tmp_path / "old")
+    rule = Rule("experts.{n}.gate_up", ("hub.{n}.{expert}.gate", "hub.{n}.{expert}.up"), transposed=True)
+    for to in ("safetensors", "torch", "hf"):
+        report = convert_checkpoint(
+            *(tmp_path / "old", tmp_path / to, to),
+            mapping=RuleMapping([rule]),
+            dtype="bfloat16",
+            prefix="model.",
+            leave_out=["norm"],
+        )
+        assert {"optimizer.m", "model.norm", "extra/shard_0_1", "step"} <= set(report.left_out)
+        (split, ids) = report.proof
+        assert (split.key, split.dtype, split.written_dtype) == ("model.experts.0.gate_up", "float32", "bfloat16")
+        assert split.before == split.after == shardckpt.fingerprint({"w": gate_up.bfloat16()})["w"]
+        assert (ids.names, ids.written_dtype) == (("ids",), "int64")
+        assert len(split.names) == 6
+    found = torch.load(tmp_path / "torch", weights_only=True)
+    assert torch.equal(found["hub.0.2.up"], gate_up[2, 4:].T.bfloat16())
+    again = convert_checkpoint(tmp_path / "old", tmp_path / "cast", "torch_dist", dtype="float64")
+    assert again.left_out == ()
+    with dc.open_checkpoint(tmp_path / "cast") as stored:
+        assert (stored["model.norm"].dtype, stored.common["step"]) == (torch.float64, 5)
+        assert torch.equal(stored["model.norm"].read(), norm.double())
+
+
+class Flips(SaveBlocks):
+    """Writes one wrong bit."""
+
+    def save(self, shards: Any, common: Any, context: SaveContext) -> None:
+        """Save other values than were given."""
+        for shard in shards:
+            if isinstance(shard, ShardedTensor):
+                values = shard.data.dequantize().clone()  # type: ignore[union-attr]
+                values.view(torch.uint8)[-1] ^= 1
+                shard.data = values
+        super().save(shards, common, context)
+
+
+class Forgets(SaveBlocks):
+    """Writes a tensor under another name."""
+
+    def save(self, shards: Any, common: Any, context: SaveContext) -> None:
+        """Save under other names than were given."""
+        for shard in shards:
+            shard.key = "other"
+        super().save(shards, common, context)
+
+
+@pytest.mark.parametrize(("saver", "text"), [(Flips, "has other values than were read: 'w'"), (Forgets, "'other' of ")])
+def test_a_writer_at_fault_is_found(tmp_path: Path, saver: type[SaveBlocks], text: str) -> None:
+    """A strategy that writes other values or names than it was given does not pass the proof."""
+    registry = get_plugin_manager().registry
+    with registry.preserved():
+        registry.add(SaveBlocks)
+        registry.add(LoadBlocks)
+        dc.save({"w": whole("w", torch.ones(3))}, tmp_path / "old")
+        with pytest.raises(CorruptCheckpointError, match=text):
+            convert_checkpoint(tmp_path / "old", tmp_path / "new", saver())
+
+
+def test_a_target_must_not_be_the_source(tmp_path: Path) -> None:
+    """A folder is not written into the checkpoint that is read; assets belong to folders."""
+    dc.save({"w": whole("w", torch.ones(3))}, tmp_path / "old")
+    with pytest.raises(CheckpointingException, match="old is the source"):
+        convert_checkpoint(tmp_path / "old", tmp_path / "old", "hf", overwrite=True)
+    with pytest.raises(CheckpointingException, match="copied to Hugging Face folders alone"):
+        convert_checkpoint(tmp_path / "old", tmp_path / "new", "ep", assets=tmp_path / "old")
+
+
+#: Converts a small checkpoint first, so that all imports are done; prints by how many bytes the memory then grows.
+MEASURE = """
+import sys
+from pathlib import Path
+from shardckpt.maintenance import convert_checkpoint
+
+def peak():
+    text = Path("/proc/self/status").read_text()
+    return int(next(line for line in text.splitlines() if line.startswith("VmHWM")).split()[1]) << 10
+
+small, large, to, memory = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3], int(sys.argv[4])
+convert_checkpoint(small, small.with_suffix(".new"), to, memory=memory)
+Path("/proc/self/clear_refs").write_text("5")
+before = peak()
+convert_checkpoint(large, large.with_suffix(".new"), to, memory=memory)
+print(peak() - before)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the peak of a process's memory is Linux's")
+@pytest.mark.parametrize(
+    ("source", "to", "elements"),
+    [
+        pytest.param("hf", "safetensors", 460, marks=pytest.mark.long),
+        ("hf", "torch", 170),
+        pytest.param("torch", "dcp", 170, marks=pytest.mark.long),
+        pytest.param("torch", "hf", 170, marks=pytest.mark.long),
+    ],
+)
+def test_gibibytes_take_256_mebibytes(tmp_path: Path, source: str, to: str, elements: int) -> None:
+    """2 GiB (or 0.75) in one large tensor, a strided one and small ones raise the peak by no more than the budget."""
+    for name, count in (("small", 1), ("large", elements * MIB)):
+        tensors = {"large": torch.rand(count), "middle": torch.rand(count // 10 + 1, 1)}
+        tensors |= {f"small.{n}": torch.rand(count // 50_000 + 1) for n in range(500)}
+        path = tmp_path / name
+        if source == "torch":
+            torch.save(tensors, path)
+        else:
+            path.mkdir()
+            safetensors.torch.save_file(tensors, path / "model.safetensors")
+    del tensors
+    command = [sys.executable, "-c", MEASURE, str(tmp_path / "small"), str(tmp_path / "large"), to, str(256 * MIB)]
+    done = subprocess.run(command, env=ONE_THREAD, capture_output=True, text=True, timeout=900, check=True)
+    assert int(done.stdout) < 256 * MIB
+
+
+#: Forks a conversion again and again, and kills it at a random moment; then it runs to its end. Nothing else is left.
+KILL = """
+import os, random, shutil, signal, sys, time, traceback
+from pathlib import Path
+from shardckpt.maintenance import convert_checkpoint
+
+old, new, to, count = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3], int(sys.argv[4])
+check = new.with_name("check")
+
+def fork(source, target, to):
+    if (pid := os.fork()) == 0:
+        try:
+            convert_checkpoint(source, target, to, memory=16 << 20)
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)
+    return pid
+
+def remove(path):
+    shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+def run(*arguments):
+    start = time.monotonic()
+    assert os.waitpid(fork(*arguments), 0)[1] == 0
+    return time.monotonic() - start
+
+run(old, new, to)
+remove(new)
+whole = run(old, new, to)
+remove(new)
+cut = 0
+random.seed(5)
+for number in range(count):
+    pid = fork(old, new, to)
+    time.sleep(random.uniform(0, whole))
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    if new.exists():
+        run(new, check, "torch" if to != "torch" else "safetensors")  # whole: all of it is read, and checked
+        remove(check)
+        remove(new)
+    else:
+        cut += 1
+    run(old, new, to)
+    left = sorted(path.name for path in new.parent.iterdir())
+    assert left == ["new", "old"], left
+    remove(new)
+print(cut)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("to", ["safetensors", "torch", "hf"])
+@pytest.mark.long
+def test_a_kill_at_any_moment_leaves_nothing_wrong(tmp_path: Path, to: str) -> None:
+    """Killed at random moments, 10 for each kind of target, DST is absent or whole, and the next run succeeds."""
+    (tmp_path / "old").mkdir()
+    tensors = {f"w.{n}": torch.rand(MIB) for n in range(8)} | {f"v.{n}": torch.rand(100) for n in range(300)}
+    safetensors.torch.save_file(tensors, tmp_path / "old" / "model.safetensors")
+    command = [sys.executable, "-c", KILL, str(tmp_path / "old"), str(tmp_path / "new"), to, "10"]
+    done = subprocess.run(command, env=ONE_THREAD, capture_output=True, text=True, timeout=900, check=False)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) > 0

@@ -1,0 +1,214 @@
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import zlib
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import safetensors.torch
+import torch
+
+from shardckpt import dist_checkpointing as dc
+from shardckpt.maintenance import convert_checkpoint
+from shardckpt.mapping import ShardedObject, ShardedTensor
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+MIB = 1 << 20
+TARGETS = ("safetensors", "torch_dist", "dcp", "ep", "torch", "hf")
+
+#: Converts with a line in the journal for each 256 KiB, and is killed when it has written so many lines, or at random.
+RUN = """
+import os, random, shutil, signal, sys, time
+from pathlib import Path
+from shardckpt.storage import journal, resumable
+from shardckpt.huggingface import block_writer
+from shardckpt.maintenance import convert_checkpoint
+
+old, new, to = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
+resumable.NOTE_BYTES = block_writer.NOTE_BYTES = 1 << 18
+block_writer.BLOCK_BYTES = 1 << 20
+note = journal.Journal.note
+
+def run(lines):
+    left = lines
+    def counted(self, *arguments):
+        nonlocal left
+        note(self, *arguments)
+        left -= 1
+        if not left:
+            os.kill(os.getpid(), signal.SIGKILL)
+    journal.Journal.note = counted
+    return convert_checkpoint(old, new, to, memory=16 << 20)
+
+def measure():
+    start = time.monotonic()
+    probe = new.with_name("probe")
+    if (pid := os.fork()) == 0:
+        convert_checkpoint(old, probe, to, memory=16 << 20)
+        os._exit(0)
+    os.waitpid(pid, 0)
+    shutil.rmtree(probe) if probe.is_dir() else probe.unlink()
+    return time.monotonic() - start
+
+kills = [int(text) for text in sys.argv[4].split(",")]
+whole = measure() if -1 in kills else 0
+for kill in kills:
+    if (pid := os.fork()) == 0:
+        report = run(kill)
+        print(report.resumed)
+        sys.stdout.flush()
+        os._exit(0)
+    if kill < 0:
+        time.sleep(random.uniform(0.1, 0.5) * whole)
+        os.kill(pid, signal.SIGKILL)
+    assert os.waitpid(pid, 0)[1] in (0, signal.SIGKILL)
+    if kill and new.exists():
+        shutil.rmtree(new) if new.is_dir() else new.unlink()
+"""
+
+
+def make_source(folder: Path, *, is_checkpoint: bool) -> None:
+    """8 MiB of tensors, and for a checkpoint objects and common state."""
+    tensors = {f"w.{n}": torch.rand(MIB // 4) for n in range(6)} | {"long": torch.rand(MIB // 2 + 3)}
+    tensors |= {f"v.{n}": torch.rand(100) for n in range(50)}
+    if not is_checkpoint:
+        folder.mkdir()
+        safetensors.torch.save_file(tensors, folder / "model.safetensors")
+        return
+    state: dict[str, Any] = {key: ShardedTensor.from_rank_offsets(key, value) for key, value in tensors.items()}
+    dc.save({**state, "object": ShardedObject("object", {"a": 1}, (1,), (0,)), "step": 3}, folder, "torch_dist")
+
+
+def read_files(place: Path) -> dict[str, bytes]:
+    """The bytes of a file, or of the files in a folder."""
+    if place.is_file():
+        return {"": place.read_bytes()}
+    return {path.relative_to(place).as_posix(): path.read_bytes() for path in place.rglob("*") if path.is_file()}
+
+
+def replace_id(files: dict[str, bytes], save_id: str) -> dict[str, bytes]:
+    """The files that have no name of the save in them."""
+    return {name: data for name, data in files.items() if not save_id or save_id.encode() not in data}
+
+
+def get_save_id(place: Path) -> str:
+    """The name of the save in a checkpoint of ours."""
+    record = place / "shardckpt.json"
+    return str(json.loads(record.read_bytes())["save_id"]) if place.is_dir() and record.exists() else ""
+
+
+def start(old: Path, new: Path, to: str, kills: list[int]) -> list[int]:
+    """Convert as often as there are numbers: killed after so many lines, at a random moment (-1), or not (0).
+
+    Returns:
+        How many bytes each run that was not killed has gone on with.
+    """
+    command = [sys.executable, "-c", RUN, str(old), str(new), to, ",".join(map(str, kills))]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    return list(map(int, done.stdout.split()))
+
+
+def assert_same_files(whole: Path, resumed: Path) -> None:
+    """Compare all files but those that have the save's id."""
+    first, second = read_files(whole), read_files(resumed)
+    assert first.keys() == second.keys()
+    same = replace_id(first, get_save_id(whole))
+    assert sum(map(len, same.values())) > 8 * MIB
+    assert same == replace_id(second, get_save_id(resumed))
+
+
+@pytest.mark.parametrize(
+    "to", ["safetensors", *(pytest.param(to, marks=pytest.mark.slow) for to in TARGETS if to != "safetensors")]
+)
+def test_three_kills_change_nothing(tmp_path: Path, to: str) -> None:
+    """Killed three times, a conversion goes on each time; its files are those of one that was not interrupted."""
+    make_source(tmp_path / "old", is_checkpoint=to not in ("torch_dist", "dcp"))
+    convert_checkpoint(tmp_path / "old", tmp_path / "whole", to, memory=16 * MIB)
+    (resumed,) = start(tmp_path / "old", tmp_path / "new", to, [2, 2, 2, 0])
+    assert resumed >= 3 * MIB
+    assert_same_files(tmp_path / "whole", tmp_path / "new")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["new", "old", "whole"]
+    if to not in ("hf", "torch"):
+        with dc.open_checkpoint(tmp_path / "new") as checkpoint:
+            assert checkpoint.fingerprints  # of what the killed processes had read, too
+            assert checkpoint.fingerprints == checkpoint.compute_fingerprints()
+
+
+def stage(folder: Path, to: str) -> None:
+    """Leave what a conversion has that was killed after three lines of its journal."""
+    make_source(folder / "old", is_checkpoint=True)
+    assert start(folder / "old", folder / "new", to, [3]) == []
+    assert any(path.name.startswith(".new.") for path in folder.iterdir())
+
+
+@pytest.mark.slow
+def test_another_source_or_option_starts_anew(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """What a killed run has left of another source, or with another option, is not gone on with; a warning says so."""
+    stage(tmp_path, "torch")
+    report = convert_checkpoint(tmp_path / "old", tmp_path / "new", "torch", leave_out=["w.0"])
+    assert (report.resumed, report.tensors) == (0, 56)
+    assert "starts anew: what an interrupted run has left is of another source or of other options" in caplog.text
+    (tmp_path / "new").unlink()
+    assert start(tmp_path / "old", tmp_path / "new", "torch", [3]) == []
+    state = {"w.0": ShardedTensor.from_rank_offsets("w.0", torch.ones(5))}
+    dc.save(state, tmp_path / "old", overwrite=True)
+    caplog.clear()
+    assert convert_checkpoint(tmp_path / "old", tmp_path / "new", "torch").resumed == 0
+    assert "starts anew" in caplog.text
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["new", "old"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("damage", ["cut", "gone", "bit"])
+def test_what_was_left_is_checked(tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: str) -> None:
+    """If what a killed run has left is damaged, the conversion starts anew, with a warning."""
+    stage(tmp_path, "safetensors")
+    (staging,) = tmp_path.glob(".new.*")
+    (file,) = (path for path in staging.glob("*.safetensors") if path.stat().st_size > MIB)
+    if damage == "cut":
+        os.truncate(file, 1000)
+    elif damage == "gone":
+        file.unlink()
+    else:
+        with file.open("r+b") as opened:
+            opened.seek(MIB // 2)
+            byte = opened.read(1)
+            opened.seek(MIB // 2)
+            opened.write(bytes([byte[0] ^ 1]))
+    report = convert_checkpoint(tmp_path / "old", tmp_path / "new", "safetensors", memory=16 * MIB)
+    assert report.resumed == 0
+    assert "starts anew" in caplog.text
+
+
+@pytest.mark.slow
+def test_a_strategy_that_writes_something_else_starts_anew(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """If the records to come are not those that a killed run has written, all is written anew."""
+    stage(tmp_path, "safetensors")
+    (staging,) = tmp_path.glob(".new.*")
+    lines = (staging / ".journal").read_bytes().splitlines(keepends=True)
+    text = re.sub(rb'[0-9a-f]{32}(?=", \[)', b"0" * 32, lines[-1][9:-1])
+    (staging / ".journal").write_bytes(b"".join([*lines[:-1], b"%08x %b\n" % (zlib.crc32(text), text)]))
+    report = convert_checkpoint(tmp_path / "old", tmp_path / "new", "safetensors", memory=16 * MIB)
+    assert report.resumed == 0
+    assert "does not belong to what is written now" in caplog.text
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["new", "old"]
+
+
+@pytest.mark.slow
+@pytest.mark.long
+@pytest.mark.parametrize("to", TARGETS)
+def test_five_kills_at_random_moments(tmp_path: Path, to: str) -> None:
+    """Killed at 5 random moments (30 for all targets), a conversion goes on each time; nothing differs at its end."""
+    make_source(tmp_path / "old", is_checkpoint=to not in ("torch_dist", "dcp"))
+    convert_checkpoint(tmp_path / "old", tmp_path / "whole", to, memory=16 * MIB)
+    assert start(tmp_path / "old", tmp_path / "new", to, [-1, -1, -1, -1, -1, 0])  # a run may end before its kill
+    assert_same_files(tmp_path / "whole", tmp_path / "new")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["new", "old", "whole"]

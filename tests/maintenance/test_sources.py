@@ -1,0 +1,119 @@
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+
+from shardckpt.errors import CannotLoadError, CorruptCheckpointError, NotACheckpointError
+from shardckpt.maintenance import convert_checkpoint
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+
+def make_zero(path: Path) -> None:
+    """The files of a step of DeepSpeed ZeRO."""
+    path.mkdir()
+    for name in ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt"):
+        torch.save({"module": {}}, path / name)
+
+
+def make_universal(path: Path) -> None:
+    """The files of a universal checkpoint of DeepSpeed."""
+    (path / "zero" / "w").mkdir(parents=True)
+    torch.save({"param": torch.ones(2)}, path / "zero" / "w" / "fp32.pt")
+    torch.save({}, path / "mp_rank_00_model_states.pt")
+
+
+def make_deepspeed_folder(path: Path) -> None:
+    """A folder of DeepSpeed's steps."""
+    path.mkdir()
+    (path / "latest").write_text("global_step5")
+    make_zero(path / "global_step5")
+
+
+def make_script(path: Path) -> None:
+    """A TorchScript archive."""
+    torch.jit.save(torch.jit.script(torch.nn.Linear(2, 2)), path)
+
+
+def make_bin_folder(path: Path) -> None:
+    """A Hugging Face folder of pickles."""
+    path.mkdir()
+    (path / "config.json").write_text("{}")
+    torch.save({"w": torch.ones(2)}, path / "pytorch_model.bin")
+
+
+def make_folder_of_checkpoints(path: Path) -> None:
+    """A folder with a Hugging Face folder in it."""
+    (path / "step-5").mkdir(parents=True)
+    safetensors.torch.save_file({"w": torch.ones(2)}, path / "step-5" / "model.safetensors")
+
+
+def make_legacy_megatron(path: Path) -> None:
+    """An iteration that Megatron wrote with --ckpt-format torch."""
+    (path / "mp_rank_00").mkdir(parents=True)
+    torch.save({}, path / "mp_rank_00" / "model_optim_rng.pt")
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (make_zero, "ZeRO checkpoint of DeepSpeed, which is not read here.*zero_to_fp32.py"),
+        (make_universal, "universal checkpoint of DeepSpeed, which is not read here"),
+        (make_deepspeed_folder, "folder of DeepSpeed's checkpoints: the latest is global_step5"),
+        (make_script, r"TorchScript archive.*state_dict\(\)"),
+        (make_bin_folder, r"folder of \.bin files.*convert pytorch_model\.bin"),
+        (make_folder_of_checkpoints, 'folder with 1 checkpoints in it, such as "step-5"'),
+        (make_legacy_megatron, "legacy checkpoint of Megatron.*distributed format"),
+        (lambda path: np.savez(path.with_suffix(".npz"), w=np.ones(2)) or path.with_suffix(".npz").rename(path), "npz"),
+        (lambda path: path.write_bytes(b"\x89HDF\r\n\x1a\n" + bytes(99)), "HDF5 file"),
+        (lambda path: path.write_bytes(b"GGUF" + bytes(99)), "GGUF file"),
+        (lambda path: path.write_text("version https://git-lfs.github.com/spec/v1\n"), "git lfs pull"),
+        (lambda path: path.write_text(json.dumps({"w": 1})), "a JSON file"),
+        (lambda path: path.write_bytes(b""), "an empty file"),
+        (lambda path: path.write_bytes(bytes(50)), "begins with 50 zeros: it is damaged"),
+        (lambda path: path.write_bytes(b"PK\x03\x04 and no more"), "zip archive that is cut short or damaged"),
+        (lambda path: path.write_bytes(b"\x80\x04K\x01."), "of no format that is known here"),
+        (lambda path: path.mkdir(), "empty directory"),
+        (lambda _: None, "does not exist"),
+    ],
+)
+def test_what_is_not_read_is_named(tmp_path: Path, make: Callable[[Path], object], text: str) -> None:
+    """What no reader reads, whatever its name says, is an error that says what it is; nothing is written."""
+    make(tmp_path / "model.safetensors")
+    with pytest.raises(CannotLoadError, match=text):
+        convert_checkpoint(tmp_path / "model.safetensors", tmp_path / "new", "safetensors")
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_file_is_read_by_its_content(tmp_path: Path) -> None:
+    """A safetensors file and a file of torch.save may have any name."""
+    tensors = {"w": torch.arange(4.0), "v": torch.ones(2, 3, dtype=torch.bfloat16)}
+    safetensors.torch.save_file(tensors, tmp_path / "a.pt")
+    torch.save(tensors, tmp_path / "b.safetensors")
+    found = [convert_checkpoint(tmp_path / name, tmp_path / f"{name}-hf", "hf") for name in ("a.pt", "b.safetensors")]
+    assert [report.old for report in found] == [("huggingface", 1), ("torch_save", 1)]
+    assert sorted(found[0].proof) == sorted(found[1].proof)
+    read = [
+        safetensors.torch.load_file(tmp_path / f"{name}-hf" / "model.safetensors") for name in ("a.pt", "b.safetensors")
+    ]
+    for one in read:
+        assert all(torch.equal(one[key], tensor) for key, tensor in tensors.items())
+
+
+def test_a_damaged_folder_is_not_taken_for_another_format(tmp_path: Path) -> None:
+    """A Hugging Face folder whose file is cut short says so."""
+    make_folder_of_checkpoints(tmp_path)
+    file = tmp_path / "step-5" / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(CorruptCheckpointError, match=r"model\.safetensors: its header is damaged, or the file is cut"):
+        convert_checkpoint(tmp_path / "step-5", tmp_path / "new", "safetensors")
+    with pytest.raises(NotACheckpointError):
+        convert_checkpoint(tmp_path / "none", tmp_path / "new", "safetensors")

@@ -1,0 +1,58 @@
+"""Statistics of stored values, block by block."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from shardckpt import dist_checkpointing as dc
+from shardckpt.maintenance import compute_statistics, statistics
+from shardckpt.mapping import ShardedTensor
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+TENSORS = {
+    "float32": torch.randn(7, 5, 3),
+    "bfloat16": torch.randn(40).bfloat16(),
+    "float8": torch.randn(4, 6).to(torch.float8_e4m3fn),
+    "bool": torch.arange(11) % 3 == 0,
+    "complex": torch.randn(6, dtype=torch.complex64),
+    "large": torch.tensor([2**62 + 1, -(2**62) - 1, 3]),
+    "scalar": torch.tensor(2.5),
+    "empty": torch.empty(0, 4),
+    "nan": torch.full((3,), float("nan")),
+}
+
+
+@pytest.mark.parametrize("limit", [8, 64, 1 << 20])
+def test_statistics_do_not_depend_on_the_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
+    """They are those of torch in float64 whatever the size of a block, for every dtype."""
+    monkeypatch.setattr(statistics, "_BLOCK_BYTES", limit)
+    dc.save({key: ShardedTensor.from_rank_offsets(key, tensor) for key, tensor in TENSORS.items()}, tmp_path / "c")
+    with dc.open_checkpoint(tmp_path / "c") as checkpoint:
+        for key, tensor in TENSORS.items():
+            found = compute_statistics(checkpoint[key])
+            values = (tensor.abs() if tensor.is_complex() else tensor).double()
+            finite = values[values.isfinite()]
+            assert (found.count, found.nans) == (tensor.numel(), int(values.isnan().sum()))
+            assert found.norm == pytest.approx(finite.norm().item())
+            if finite.numel():
+                exact = tensor if tensor.dtype == torch.int64 else finite
+                assert (found.minimum, found.maximum) == (exact.min().item(), exact.max().item())
+                assert found.mean == pytest.approx(finite.mean().item())
+            else:
+                assert (found.minimum, found.maximum, found.mean) == (None, None, None)
+
+
+def test_blocks_are_the_region_in_order(tmp_path: Path) -> None:
+    """Each element once, none larger than asked for."""
+    values = torch.arange(4 * 6 * 5.0).reshape(4, 6, 5)
+    dc.save({"w": ShardedTensor.from_rank_offsets("w", values)}, tmp_path / "c")
+    with dc.open_checkpoint(tmp_path / "c") as checkpoint:
+        for limit in (4, 12, 28, 100, 1000):
+            blocks = list(checkpoint["w"].blocks((slice(1, 4), ..., slice(1, 5)), max_bytes=limit))
+            assert max(block.nbytes for block in blocks) <= limit
+            assert torch.equal(torch.cat([block.flatten() for block in blocks]), values[1:, :, 1:].flatten())

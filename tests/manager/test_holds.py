@@ -1,0 +1,317 @@
+"""What holds a step: leases of readers and pins, against every removal by a policy."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardckpt.cli import main
+from shardckpt.commit import Owner
+from shardckpt.errors import CannotLoadError, CheckpointingException, StorageError
+from shardckpt.manager import (
+    CheckpointConfig,
+    CheckpointManager,
+    KeepLatest,
+    KeepNear,
+    KeepRecent,
+    Metrics,
+    lease_step,
+    pin_step,
+    prune_steps,
+    unpin_step,
+)
+from shardckpt.manager.garbage_collection import collect_garbage
+from shardckpt.manager.holds import Hold, Holds, Lease
+from tests import programs
+from tests.manager import folders
+from tests.manager.training import Progress
+from tests.remote.store import FaultyFileSystem
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.ranks import RankPool
+
+NEWEST = [KeepLatest(1)]
+#: A process of another host: nobody here knows whether it is alive.
+ELSEWHERE = Owner(host=1, pid=1, start=1).text
+PLACES = pytest.mark.parametrize("place", ["{}", "local://{}"], ids=["directory", "store"])
+
+
+def _collect(folder: str | Path) -> list[int]:
+    return collect_garbage(folders.steps_of(folder), NEWEST)
+
+
+@PLACES
+def test_a_leased_step_stays_until_the_lease_ends(tmp_path: Path, place: str) -> None:
+    """Retention removes what it may beside the leased step, and that step as soon as the lease is closed."""
+    folder = place.format(tmp_path / "run")
+    folders.save_all(folder, 1, 2, 3)
+    with lease_step(folder, 1, holder="evaluation") as lease:
+        assert _collect(folder) == [2]
+        assert lease.is_held
+        assert folders.is_intact(lease.path, 1)
+    assert not lease.is_held
+    assert _collect(folder) == [1]
+    assert folders.names_in(tmp_path / "run") - {folders.HOLDS if place != "{}" else ""} == {"step-3"}
+
+
+def test_the_newest_is_leased_by_default(tmp_path: Path) -> None:
+    """An evaluation that names no step holds the newest one that can be loaded, and no damaged one."""
+    folders.save_all(tmp_path, 1, 2, 3)
+    folders.damage(tmp_path / "step-3")
+    with lease_step(tmp_path) as lease:
+        assert lease.step == 2
+    assert folders.names_in(tmp_path) == {"step-1", "step-2", "step-3"}
+
+
+def test_the_lease_of_a_dead_process_ends(tmp_path: Path) -> None:
+    """A process that dies with a lease keeps the step no longer, and leaves nothing behind."""
+    folders.save_all(tmp_path, 1, 2)
+    done = programs.run(
+        "import os, sys\n"
+        "from shardckpt.manager import lease_step\n"
+        "lease = lease_step(sys.argv[1], 1, seconds=3600)\n"
+        "print(lease.is_held, flush=True)\n"
+        "os._exit(1)\n",
+        str(tmp_path),
+    )
+    assert done.stdout == "True\n", done.stderr
+    assert len(list((tmp_path / folders.HOLDS).iterdir())) == 1
+    assert _collect(tmp_path) == [1]
+    assert folders.names_in(tmp_path) == {"step-2"}
+
+
+@pytest.mark.parametrize(("left", "removed"), [(60.0, [2]), (-1.0, [1, 2])])
+def test_the_lease_of_another_host_lasts_until_its_time(tmp_path: Path, left: float, removed: list[int]) -> None:
+    """Where nobody can see whether the holder is alive, the time that it wrote decides."""
+    folders.save_all(tmp_path, 1, 2, 3)
+    hold = Hold(directory="step-1", kind="lease", holder="far", until=time.time() + left, owner=ELSEWHERE)
+    Holds(folders.steps_of(tmp_path)).put(f"step-1.lease.{'0' * 32}.json", hold)
+    assert _collect(tmp_path) == removed
+
+
+def test_a_living_process_renews_its_lease(tmp_path: Path) -> None:
+    """A lease outlives the time that it was made for while its process lives."""
+    folders.save_all(tmp_path, 1, 2)
+    with Lease(folders.steps_of(tmp_path), 1, "reader", seconds=0.6) as lease:
+        first = lease._hold.until
+        deadline = time.monotonic() + 30
+        while lease._hold.until == first and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert (lease._hold.until or 0) > (first or 0)
+        assert lease.is_held
+
+
+def test_of_a_lease_and_a_removal_one_gives_way(tmp_path: Path) -> None:
+    """Begun at the same moment, either the reader has the whole step, or it is told that the step is gone."""
+    outcomes = set()
+    folders.save_all(tmp_path / "saved", 1, 2)
+    for number in range(20):
+        folder = tmp_path / str(number)
+        shutil.copytree(tmp_path / "saved", folder)
+        barrier = threading.Barrier(2)
+
+        def collect(folder: Path = folder, barrier: threading.Barrier = barrier) -> None:
+            barrier.wait()
+            _collect(folder)
+
+        thread = threading.Thread(target=collect)
+        thread.start()
+        barrier.wait()
+        time.sleep(number * 2e-4)
+        try:
+            with lease_step(folder, 1) as lease:
+                thread.join()
+                assert folders.is_intact(lease.path, 1)
+                outcomes.add("leased")
+        except CannotLoadError:
+            outcomes.add("gone")
+        thread.join()
+    assert outcomes <= {"leased", "gone"}
+
+
+def test_a_removal_under_way_is_waited_for(tmp_path: Path) -> None:
+    """A lease that finds the mark of a removal waits; when the removal gave way, it has the step."""
+    folders.save_all(tmp_path, 1, 2)
+    holds = Holds(folders.steps_of(tmp_path))
+    with holds.removing("step-1") as held:
+        assert held == []
+        thread = threading.Thread(target=lambda: lease_step(tmp_path, 1).close())
+        thread.start()
+        thread.join(0.2)
+        assert thread.is_alive()
+    thread.join(30)
+    assert not thread.is_alive()
+    assert _collect(tmp_path) == [1]
+
+
+@PLACES
+def test_a_pinned_step_stays_until_it_is_unpinned(tmp_path: Path, place: str) -> None:
+    """Every pin must be taken away; one label is one pin; prune says by which label a step is kept."""
+    folder = place.format(tmp_path / "run")
+    folders.save_all(folder, 1, 2, 3)
+    for label in ("release 1.2", "paper", "paper"):
+        pin_step(folder, 1, label)
+    results = {result.step: result for result in prune_steps(folder, NEWEST)}
+    assert sorted(results[1].kept.split(", ")) == ["pinned as 'paper'", "pinned as 'release 1.2'"]
+    assert (results[2].kept, results[2].error, results[3].kept) == ("", "", "it is the newest, KeepLatest(count=1)")
+    unpin_step(folder, 1, "paper")
+    assert _collect(folder) == []
+    unpin_step(folder, 1, "release 1.2")
+    unpin_step(folder, 1, "release 1.2")
+    assert _collect(folder) == [1]
+
+
+def test_what_cannot_be_held_is_an_error(tmp_path: Path) -> None:
+    """A step that is not there, a pin without a label, and too short a lease are refused, and write nothing."""
+    folders.save_all(tmp_path, 1)
+    with pytest.raises(CannotLoadError, match="step 7 cannot be loaded"):
+        lease_step(tmp_path, 7)
+    with pytest.raises(CannotLoadError, match="step 7 cannot be loaded"):
+        pin_step(tmp_path, 7, "x")
+    with pytest.raises(CheckpointingException, match="needs a label"):
+        pin_step(tmp_path, 1, " ")
+    with pytest.raises(CheckpointingException, match=r"give 3\.0 or more"):
+        lease_step(tmp_path, 1, seconds=1)
+    with pytest.raises(CheckpointingException, match="no checkpoint to lease"):
+        lease_step(tmp_path / "empty")
+    assert folders.names_in(tmp_path) == {"step-1"}
+
+
+def test_a_hold_that_cannot_be_read_keeps_its_step(tmp_path: Path) -> None:
+    """A damaged file says that something held the step: it stays, and prune names the file."""
+    folders.save_all(tmp_path, 1, 2)
+    place = tmp_path / folders.HOLDS
+    place.mkdir()
+    file = place / f"step-1.lease.{'0' * 32}.json"
+    file.write_text('{"directory": "step-1", "kind"')
+    (place / "step-1.other.json").write_text("{}")  # no name of ours
+    assert str(file) in prune_steps(tmp_path, NEWEST)[0].kept
+    assert _collect(tmp_path) == []
+
+
+def test_a_store_that_does_not_answer_is_not_one_without_leases(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If a lease cannot be read, nothing is removed: the step may be held."""
+    (tmp_path / "run").mkdir()
+    folder = f"faulty://{tmp_path}/run"
+    folders.save_all(folder, 1, 2)
+    monkeypatch.setenv("SHARDCKPT_REMOTE_ATTEMPTS", "1")
+    read = FaultyFileSystem.cat_file
+
+    def fail(self: Any, path: str, *args: Any, **kwargs: Any) -> bytes:
+        if folders.HOLDS in path:
+            raise ConnectionError("no answer")
+        return read(self, path, *args, **kwargs)
+
+    with lease_step(folder, 1):
+        monkeypatch.setattr(FaultyFileSystem, "cat_file", fail)
+        with pytest.raises(StorageError, match="no answer"):
+            _collect(folder)
+        monkeypatch.setattr(FaultyFileSystem, "cat_file", read)
+        assert _collect(folder) == []
+        assert folders.is_intact(f"{folder}/step-1", 1)
+
+
+def test_pin_and_unpin_of_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`shardckpt pin` keeps a step under a label, lists what is held, and takes it away."""
+    folders.save_all(tmp_path, 1, 2)
+    assert main(["pin", str(tmp_path), "1", "--label", "release"]) == 0
+    assert main(["pin", str(tmp_path)]) == 0
+    assert "step-1  pinned as 'release'" in capsys.readouterr().out
+    assert main(["ls", str(tmp_path)]) == 0
+    assert "whole, pinned as 'release'" in capsys.readouterr().out
+    assert main(["prune", str(tmp_path), "--keep-latest", "1"]) == 0
+    assert "kept: pinned as 'release'" in capsys.readouterr().out
+    assert main(["pin", str(tmp_path), "1", "--label", "release", "--remove"]) == 0
+    assert _collect(tmp_path) == [1]
+
+
+def _discard(folder: str, step: int) -> tuple[Any, list[int]]:
+    with CheckpointManager(
+        CheckpointConfig(folder=folder, latest_pointer="latest"), {"progress": Progress()}
+    ) as manager:
+        try:
+            said: Any = manager.discard_after(step)
+        except CheckpointingException as exc:
+            said = str(exc)
+        return said, manager.steps()
+
+
+def test_what_came_after_a_rewind_is_discarded(ranks: RankPool, tmp_path: Path) -> None:
+    """All ranks learn which steps are gone; the pointer names the newest that is left; a restart loads that one."""
+    folders.save_all(tmp_path, 10, 20, 30, 40)
+    assert ranks.run(2, _discard, str(tmp_path), 20) == [([30, 40], [10, 20])] * 2
+    assert (tmp_path / "latest").read_text() == "step-20\n"
+    assert ranks.run(2, _discard, str(tmp_path), 20) == [([], [10, 20])] * 2
+
+
+def test_a_discard_that_would_lose_something_removes_nothing(ranks: RankPool, tmp_path: Path) -> None:
+    """Held later steps, and a rewind to before the first checkpoint, are the same error on all ranks."""
+    folders.save_all(tmp_path, 10, 20, 30)
+    pin_step(tmp_path, 20, "paper")
+    for step, text in ((10, "step 20 is pinned as 'paper'"), (5, "no step up to 5 can be loaded")):
+        for said, left in ranks.run(2, _discard, str(tmp_path), step):
+            assert text in said
+            assert left == [10, 20, 30]
+
+
+def test_the_pointer_names_the_newest_durable_step(tmp_path: Path) -> None:
+    """While a step is being written the file names the one before it; a name of a step is refused."""
+    config = CheckpointConfig(folder=tmp_path, interval=1, async_mode="async", latest_pointer="latest", keep_latest_k=2)
+    with CheckpointManager(config, {"progress": Progress()}) as manager:
+        for step in range(1, 5):
+            manager.save(step)
+            if step > 1:
+                assert (tmp_path / "latest").read_text() == f"step-{step - 1}\n"
+        manager.wait()
+        assert (tmp_path / "latest").read_text() == "step-4\n"
+    assert folders.names_in(tmp_path) == {"step-3", "step-4", "latest"}
+    with pytest.raises(ValueError, match="is the name of a step's directory"):
+        CheckpointConfig(latest_pointer="step-3")
+
+
+@given(st.sets(st.integers(0, 300), max_size=30), st.integers(1, 60))
+def test_the_closest_to_every_multiple_is_kept(steps: set[int], interval: int) -> None:
+    """For each multiple that a step is nearest to, exactly one is kept, and none is closer to it."""
+    kept = KeepNear(interval)({step: {} for step in sorted(steps)})
+    groups: dict[int, list[int]] = {}
+    for step in steps:
+        low = step // interval * interval
+        groups.setdefault(low if step - low < low + interval - step else low + interval, []).append(step)
+    assert kept == sorted(min(group, key=lambda s: (abs(s - multiple), s)) for multiple, group in groups.items())
+
+
+def test_steps_of_the_last_hours_are_kept(tmp_path: Path) -> None:
+    """By the time that the manager wrote, else by the file's; a step of an unknown time is kept."""
+    now = time.time()
+    steps = {1: Metrics({}, now - 7300), 2: Metrics({}, now - 7100), 3: Metrics({}), 4: {"loss": 1.0}}
+    assert KeepRecent(hours=2)(steps) == [2, 3, 4]
+    folders.save_all(tmp_path, 1, 2, 3)
+    for number in (1, 2):
+        os.utime(tmp_path / f"step-{number}" / "metadata.json", (now - 9000, now - 9000 * (2 - number)))
+    assert collect_garbage(folders.steps_of(tmp_path), [KeepRecent(hours=2)]) == [1]
+
+
+def test_continuous_checkpointing_skips_what_it_cannot_write(tmp_path: Path) -> None:
+    """With interval=1 and on_busy="skip" a step is saved whenever the writer is free, and none waits for it."""
+    config = CheckpointConfig(folder=tmp_path, interval=1, on_busy="skip", async_mode="async", keep_latest_k=0)
+    progress = Progress()
+    with CheckpointManager(config, {"progress": progress}) as manager:
+        saved = []
+        for step in range(1, 40):
+            progress.step = step
+            if manager.save(step):
+                saved.append(step)
+        manager.wait()
+        assert manager.steps() == saved
+        assert saved[0] == 1

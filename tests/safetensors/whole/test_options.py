@@ -1,0 +1,137 @@
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from shardckpt import dist_checkpointing as dc
+from shardckpt.errors import CheckpointingException, ShardingError
+from shardckpt.huggingface import Rule, RuleMapping
+from shardckpt.mapping import ShardedTensor
+from shardckpt_safetensors import SafetensorsSaveShardedStrategy
+from tests.safetensors.whole import jobs
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def _save(tensors: dict[str, torch.Tensor], path: Path, **options: Any) -> dict[str, str]:
+    """Save tensors, and return the folder's weight map."""
+    state = {key: ShardedTensor.from_rank_offsets(key, tensor) for key, tensor in tensors.items()}
+    dc.save(state, path, SafetensorsSaveShardedStrategy(**options))
+    index = path / jobs.INDEX
+    return json.loads(index.read_text())["weight_map"] if index.exists() else {}
+
+
+TRAINING = {"model.a.w": torch.ones(4, 4), "model.b.w": torch.ones(3), "optimizer.a.w": torch.ones(4, 4)}
+
+
+@pytest.mark.parametrize(
+    ("options", "names"),
+    [
+        ({"layout": "whole"}, ["a.w", "b.w"]),
+        ({"layout": "whole", "prefix": ""}, ["model.a.w", "model.b.w", "optimizer.a.w"]),
+        ({"layout": {"model.b.*": "boxes", "*": "whole"}}, ["a.w"]),
+        ({"layout": {"model.a.*": "auto"}}, ["a.w"]),
+        ({"layout": {"nothing": "whole"}}, []),
+        ({"layout": "boxes"}, []),
+    ],
+    ids=str,
+)
+def test_which_tensors_are_whole(tmp_path: Path, options: dict[str, Any], names: list[str]) -> None:
+    """By layout, pattern and prefix; all tensors are loaded from either place."""
+    assert _save(TRAINING, tmp_path / "c", **options).keys() == set(names)
+    loaded = dc.load_plain_tensors(tmp_path / "c")
+    assert loaded.keys() == TRAINING.keys()
+    assert all(torch.equal(loaded[key], tensor) for key, tensor in TRAINING.items())
+
+
+def test_a_mapping_splits_experts(tmp_path: Path) -> None:
+    """A tensor of all experts is stored as one for each, and is still one tensor for a load."""
+    experts = torch.arange(4 * 6 * 5.0).reshape(4, 6, 5)
+    key = "model.layers.0.mlp.experts.gate_up_proj"
+    names = _save({key: experts}, tmp_path / "c", layout="whole", mapping="qwen3_moe").keys()
+    assert len(names) == 8
+    found = jobs.read_like_vllm(tmp_path / "c")
+    assert torch.equal(found["model.layers.0.mlp.experts.2.up_proj.weight"], experts[2, 3:])
+    assert torch.equal(dc.load_plain_tensors(tmp_path / "c")[key], experts)
+
+
+_TRANSPOSED = RuleMapping([Rule("w", ("w",), transposed=True)])
+_JOINED = RuleMapping([Rule("v", ("w",))])
+
+
+@pytest.mark.parametrize(
+    ("mapping", "tensors", "message"),
+    [
+        (_TRANSPOSED, {"w": torch.ones(2, 3)}, "'w' cannot be stored whole: it is transposed"),
+        (_JOINED, {"v": torch.ones(2), "w": torch.ones(2)}, "would both be 'w' in the folder"),
+        (None, {"w": torch.ones(2, dtype=torch.complex64)}, "inference tools do not read"),
+        (RuleMapping([Rule("w", ())]), {"w": torch.ones(2)}, "has no name in the folder"),
+    ],
+    ids=["transposed", "joined", "dtype", "left out"],
+)
+def test_what_cannot_be_whole(tmp_path: Path, mapping: Any, tensors: dict[str, torch.Tensor], message: str) -> None:
+    """Is refused by key with what to do, and nothing is there; "auto" stores it in boxes, unless names collide."""
+    with pytest.raises(ShardingError, match=message):
+        _save(tensors, tmp_path / "c", layout="whole", mapping=mapping)
+    assert not (tmp_path / "c").exists()
+    if len(tensors) == 1:
+        assert not _save(tensors, tmp_path / "c", layout="auto", mapping=mapping)
+        assert torch.equal(dc.load_plain_tensors(tmp_path / "c")["w"], tensors["w"])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"layout": "hole"}, "it is one of 'boxes', 'whole', 'auto'"),
+        ({"layout": {"a": "hole"}}, "layout of 'a'"),
+        ({"assets": ["config.json"]}, "pass layout='whole'"),
+        ({"layout": "whole", "assets": ["shardckpt.json"]}, "cannot be among a checkpoint's files"),
+        ({"layout": "whole", "assets": ["a/x.json", "b/x.json"]}, "two files have one name"),
+        ({"layout": "whole", "assets": []}, "no files other than weights"),
+        ({"layout": "whole", "max_shard_size": "big"}, "max_shard_size='big'"),
+        ({"layout": "whole", "mapping": "no_model"}, "no mapping for models of type"),
+    ],
+    ids=str,
+)
+def test_wrong_options(options: dict[str, Any], message: str) -> None:
+    """Are refused when the strategy is made."""
+    with pytest.raises(CheckpointingException, match=message):
+        SafetensorsSaveShardedStrategy(**options)
+
+
+def test_assets_of_a_step_are_those_of_the_next(tmp_path: Path) -> None:
+    """A step's directory can be the folder of assets: its weights and its own files are not copied."""
+    (tmp_path / "config.json").write_text("{}")
+    tensors = {"w": torch.ones(64)}
+    _save(tensors, tmp_path / "1", layout="whole", assets=[tmp_path / "config.json"])
+    _save(tensors, tmp_path / "2", layout="whole", assets=tmp_path / "1")
+    assert (tmp_path / "2" / "config.json").read_text() == "{}"
+    assert {path.name for path in (tmp_path / "1").iterdir()} == {path.name for path in (tmp_path / "2").iterdir()}
+
+
+def test_an_element_with_a_stride(tmp_path: Path) -> None:
+    """A tensor of one element may have any stride, which is no reason to fail."""
+    tensors = {"w": torch.arange(6, dtype=torch.int16).view(3, 2)[1:2, ::2]}
+    _save(tensors, tmp_path / "c", layout="whole")
+    assert jobs.read_like_vllm(tmp_path / "c")["w"].tolist() == [[2]]
+
+
+def test_a_removal_leaves_a_folder(tmp_path: Path) -> None:
+    """Tensors that are removed leave both indexes; what stays has its names and values, for us and for others."""
+    tensors = {f"model.{name}": torch.full((n,), float(n)) for n, name in ((70, "a.w"), (3, "b.w"), (64, "c.w"))}
+    empty = {"model.empty": torch.zeros(0, 3)}
+    _save({**tensors, **empty, "optimizer.m": torch.ones(4)}, tmp_path / "c", layout="whole")
+    dc.remove_sharded_tensors(tmp_path / "c", "optimizer.")
+    assert jobs.read_like_vllm(tmp_path / "c").keys() == {"a.w", "b.w", "c.w", "empty"}
+    dc.remove_sharded_tensors(tmp_path / "c", "model.c")
+    found, ours = jobs.read_like_vllm(tmp_path / "c"), dc.load_plain_tensors(tmp_path / "c")
+    assert found.keys() == {"a.w", "b.w"}
+    assert ours["model.empty"].shape == (0, 3)
+    assert all(torch.equal(tensor, tensors[f"model.{name}"]) for name, tensor in found.items())
+    assert all(torch.equal(ours[f"model.{name}"], tensor) for name, tensor in found.items())
+    dc.remove_sharded_tensors(tmp_path / "c", "model.")
+    assert not [path.name for path in (tmp_path / "c").glob("model*")]

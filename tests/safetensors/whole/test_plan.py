@@ -1,0 +1,170 @@
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from shardckpt import dist_checkpointing as dc
+from shardckpt.maintenance.verify import verify_checkpoint
+from shardckpt.manifest import Record
+from shardckpt.storage import CheckpointWriter, Segments
+from shardckpt.testing import check_same
+from shardckpt_safetensors import SafetensorsSaveShardedStrategy
+from tests.safetensors.whole import jobs
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from pathlib import Path
+
+    from shardckpt.testing.ranks import RankPool
+
+
+def _check(folder: Path) -> None:
+    """Check that a folder has all tensors, for us and for others, and that it is sound."""
+    expected = jobs.make_tensors()
+    found, ours = jobs.read_like_vllm(folder), dc.load_plain_tensors(folder)
+    assert found.keys() == ours.keys() == expected.keys()
+    for key, tensor in expected.items():
+        check_same(found[key], tensor, key)
+        check_same(ours[key], tensor, key)
+    assert not [result for result in verify_checkpoint(folder) if result.fault or result.foreign]
+
+
+def test_the_bytes_do_not_depend_on_the_ranks(ranks: RankPool, tmp_path: Path) -> None:
+    """1 to 4 ranks, which cut rows or columns, evenly or not, write the same files, and the right values."""
+    jobs.save(str(tmp_path / "0"))
+    expected = jobs.digest_weights(tmp_path / "0")
+    assert len(expected) == 4
+    for world in (1, 2, 3, 4):
+        ranks.run(world, jobs.save, str(tmp_path / str(world)))
+        assert jobs.digest_weights(tmp_path / str(world)) == expected
+        _check(tmp_path / str(world))
+    assert ranks.run(3, jobs.load, str(tmp_path / "4")) == [[], [], []]
+
+
+def test_inference_tools_find_nothing_strange(tmp_path: Path) -> None:
+    """The files that the index names have the model's tensors alone, without padding, and all files open."""
+    jobs.save(str(tmp_path / "c"))
+    weight_map = json.loads((tmp_path / "c" / jobs.INDEX).read_text())["weight_map"]
+    assert weight_map.keys() == jobs.make_tensors().keys()
+    for file in (tmp_path / "c").glob("*.safetensors"):
+        with safe_open(file, framework="pt") as opened:
+            if file.name in weight_map.values():
+                assert opened.metadata() == {"format": "pt"}
+                assert {weight_map[name] for name in opened.keys()} == {file.name}  # noqa: SIM118 - not a dict
+    index = json.loads((tmp_path / "c" / "index.safetensors").read_bytes()[8:].split(b"}}")[0] + b"}}")
+    assert json.loads(index["__metadata__"]["shardckpt"])["required_features"] == ["unaligned"]
+
+
+def test_ranks_write_their_own_rows(ranks: RankPool, tmp_path: Path) -> None:
+    """Of a tensor of full pages, each of 4 ranks writes its rows itself: the table of digests has four ranges of it."""
+    ranks.run(4, jobs.save, str(tmp_path / "c"))
+    record = Record.parse((tmp_path / "c" / "shardckpt.json").read_bytes())
+    name = json.loads((tmp_path / "c" / jobs.INDEX).read_text())["weight_map"]["layers.0.up"]
+    (file,) = (file for file in record.files if file.name == name)
+    assert isinstance(file.segments, str)
+    table = Segments.unpack(file.segments, file.digest, file.size, record.digest_algorithm)
+    assert list(table.lengths).count(128 << 10) == 4
+
+
+def test_auto_takes_what_costs_nothing(ranks: RankPool, tmp_path: Path) -> None:
+    """Rows, and what one rank has, are stored whole; columns stay boxes, under no name of the folder."""
+    for world, whole in (
+        (4, jobs.make_tensors().keys()),
+        (2, {"count", "empty", "mask", "layers.2.norm", "layers.2.bias"}),
+    ):
+        path = tmp_path / str(world)
+        ranks.run(world, jobs.save_to_each, [str(path)], ["auto"])
+        assert json.loads((path / jobs.INDEX).read_text())["weight_map"].keys() == whole
+        ours = dc.load_plain_tensors(path)
+        for key, tensor in jobs.make_tensors().items():
+            check_same(ours[key], tensor, key)
+
+
+def test_a_later_save_has_the_later_values(ranks: RankPool, tmp_path: Path) -> None:
+    """A save by the cached plan exchanges and stores what the tensors have then."""
+    ranks.run(3, jobs.save_twice, str(tmp_path))
+    for number in (1, 2):
+        for key, tensor in jobs.make_tensors(number).items():
+            check_same(dc.load_plain_tensors(tmp_path / str(number))[key], tensor, key)
+
+
+@pytest.mark.parametrize("persistent", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["thread", "process"])
+def test_background_saves(ranks: RankPool, tmp_path: Path, persistent: bool) -> None:
+    """A thread or a process of each rank writes the same files as a save in the foreground."""
+    jobs.save(str(tmp_path / "0"))
+    ranks.run(3, jobs.save_behind, str(tmp_path / "c"), persistent)
+    assert jobs.digest_weights(tmp_path / "c") == jobs.digest_weights(tmp_path / "0")
+    _check(tmp_path / "c")
+
+
+def test_any_replica_may_be_written(ranks: RankPool, tmp_path: Path) -> None:
+    """With keep_only_main_replica=False the files are the same, of a first save, and of one by the cached plan."""
+    ranks.run(3, jobs.save_any_replica, str(tmp_path / "c"))
+    for number in (0, 1):
+        jobs.save(str(tmp_path / str(number)), number)
+        assert jobs.digest_weights(tmp_path / "c" / str(number)) == jobs.digest_weights(tmp_path / str(number))
+        found = dc.load_plain_tensors(tmp_path / "c" / str(number))
+        for key, tensor in jobs.make_tensors(number).items():
+            check_same(found[key], tensor, key)
+
+
+def test_fully_parallel_saves(ranks: RankPool, tmp_path: Path) -> None:
+    """Whoever is chosen to write a replica, the files are the same."""
+    jobs.save(str(tmp_path / "0"))
+    ranks.run(2, jobs.save_fully_parallel, str(tmp_path / "c"))
+    assert jobs.digest_weights(tmp_path / "c") == jobs.digest_weights(tmp_path / "0")
+
+
+def test_stores(ranks: RankPool, tmp_path: Path) -> None:
+    """At a URL each file is written by one rank, after an exchange, and has the same bytes."""
+    jobs.save(str(tmp_path / "0"))
+    for world in (1, 3):
+        ranks.run(world, jobs.save_url, str(tmp_path / str(world)))
+        assert jobs.digest_weights(tmp_path / str(world)) == jobs.digest_weights(tmp_path / "0")
+        _check(tmp_path / str(world))
+
+
+def test_sha256_of_files_that_several_ranks_write(ranks: RankPool, tmp_path: Path) -> None:
+    """integrity.json has them, too, and no rank reads all of them."""
+    hashed = ranks.run(3, _save_with_sha256, str(tmp_path / "c"))
+    weights = sorted(name for name in jobs.digest_weights(tmp_path / "c") if name.endswith(".safetensors"))
+    assert sorted(name for names in hashed for name in names) == weights
+    assert all(hashed)
+    listed = json.loads((tmp_path / "c" / "integrity.json").read_text())["files"]
+    assert jobs.digest_weights(tmp_path / "c").items() <= listed.items()
+
+
+def _save_with_sha256(path: str) -> list[str]:
+    """Save, and return the files with tensors of all ranks that this rank has read for their SHA-256."""
+    found: list[str] = []
+    hash_files = CheckpointWriter.hash_files
+
+    def record(self: CheckpointWriter, names: Iterable[str]) -> None:
+        found.extend(names := [*names])
+        hash_files(self, names)
+
+    strategy = SafetensorsSaveShardedStrategy(layout="whole", max_shard_size="300KB")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CheckpointWriter, "hash_files", record)
+        dc.save(jobs._state(0.0), path, strategy, verify_integrity=True)
+    return found
+
+
+def test_missing_elements_fail_the_save_on_all_ranks(ranks: RankPool, tmp_path: Path) -> None:
+    """A row that no rank has is an error, though nobody has validated the shards; nothing is there."""
+    errors = ranks.run(4, jobs.error_of, jobs.save_partly, str(tmp_path / "c"))
+    assert len(set(errors)) == 1
+    assert errors[0][0] in ("StorageError", "ShardingError")
+    assert "validate_access_integrity=True" in errors[0][1]
+    assert not (tmp_path / "c").exists()
+
+
+def test_a_slice_is_read_lazily(tmp_path: Path) -> None:
+    """A part of a whole tensor is read by itself."""
+    jobs.save(str(tmp_path / "c"))
+    with dc.open_checkpoint(tmp_path / "c") as checkpoint:
+        assert torch.equal(checkpoint["layers.10.odd"][7:9, 3], jobs.make_tensors()["layers.10.odd"][7:9, 3])
