@@ -13,7 +13,7 @@ from shardckpt.mapping import ShardedTensor
 from shardckpt.planning import Box, intersect, part_view, shard_parts
 from shardckpt.plugins import KeyMapEntry, get_key_map_entries
 from shardckpt.storage import StoredArray, read_box
-from shardckpt.strategy import LoadStrategy, StoredFile, find_error
+from shardckpt.strategy import LoadStrategy, StoredBox, StoredFile, find_error
 from shardckpt.tensors import is_quantized, synchronize_devices
 
 if TYPE_CHECKING:
@@ -109,6 +109,13 @@ class HuggingFaceLoadStrategy(LoadStrategy):
             itemsize = 0 if tensor.dtype is None else tensor.dtype.itemsize
             ends[name] = max(ends[name], tensor.start + math.prod(tensor.shape) * itemsize)
         return [StoredFile(name, ends[name], tuple(found)) for name, found in keys.items()]
+
+    def list_boxes(self, reader: CheckpointReader) -> Iterator[StoredBox]:  # noqa: ARG002 - the headers have been read
+        """Return which file holds which box of each requested tensor."""
+        for key in self._requested:
+            for link in self._links(key) if key not in self._absent else ():
+                file = self._folder.names[self._folder.tensors[link.name].file]
+                yield StoredBox(key, link.box.offset, link.box.shape, file)
 
     def check_files(self, reader: CheckpointReader) -> dict[str, CheckpointingException | None]:
         """Return the error of each file by name, or None: its header is read again, and compared with its length."""

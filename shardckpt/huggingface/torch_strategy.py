@@ -16,7 +16,7 @@ from shardckpt.huggingface.torch_file import is_archive, read_torch_file
 from shardckpt.mapping import PlainObject, ShardedTensor
 from shardckpt.planning import part_view, shard_parts
 from shardckpt.state_dict import extract_matching_values
-from shardckpt.strategy import LoadContext, LoadStrategy, StoredFile, find_error
+from shardckpt.strategy import LoadContext, LoadStrategy, StoredBox, StoredFile, find_error
 from shardckpt.tensors import copy_values
 
 if TYPE_CHECKING:
@@ -104,6 +104,11 @@ class TorchFileLoadStrategy(LoadStrategy):
     def list_files(self, reader: CheckpointReader) -> list[StoredFile]:
         """Return the file, with the tensors in it."""
         return [StoredFile(self._file, keys=tuple(self._content(LoadContext(reader, Comm(alone=True))).tensors))]
+
+    def list_boxes(self, reader: CheckpointReader) -> list[StoredBox]:
+        """Return a box for each tensor: the file has all of it."""
+        tensors = self._content(LoadContext(reader, Comm(alone=True))).tensors.items()
+        return [StoredBox(key, (0,) * len(t.shape), tuple(t.shape), self._file) for key, t in tensors]
 
     def check_files(self, reader: CheckpointReader) -> dict[str, CheckpointingException | None]:
         """Return the error of the file, or None: its directory and its pickle are read, and no tensor."""

@@ -6,7 +6,7 @@ from copy import deepcopy
 from typing import TYPE_CHECKING, Any
 
 from shardckpt.mapping import ShardedObject, ShardedTensor
-from shardckpt.strategy import LoadStrategy
+from shardckpt.strategy import LoadStrategy, StoredBox
 from shardckpt.tensors import synchronize_devices
 from shardckpt_torch_checkpointing.check import check_files, list_files
 from shardckpt_torch_checkpointing.index import Index
@@ -15,7 +15,7 @@ from shardckpt_torch_checkpointing.requested import plan_shard
 from shardckpt_torch_dist import nest_values
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
 
     from shardckpt.errors import CheckpointingException
@@ -109,6 +109,14 @@ class TorchCheckpointingLoadStrategy(LoadStrategy):
     def list_files(self, reader: CheckpointReader) -> list[StoredFile]:
         """Return the files that the checkpoint must have, each with its keys."""
         return list_files(reader)
+
+    def list_boxes(self, reader: CheckpointReader) -> Iterator[StoredBox]:
+        """Return which file holds which piece of each tensor."""
+        index = _read_index(reader, ())
+        for tensor in index.tensors.values():
+            layouts = index.files[str(tensor.path[0])]
+            for piece in tensor.pieces:
+                yield StoredBox(tensor.key, piece.box.offset, piece.box.shape, layouts[piece.rank].file)
 
     def check_files(self, reader: CheckpointReader) -> dict[str, CheckpointingException | None]:
         """Return the error of each of these files by name, or None; values are compared with the CRCs of archives."""

@@ -5,14 +5,17 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors.torch import save_file
 
 from shardckpt import dist_checkpointing as dc
+from shardckpt.maintenance import open_any
 from shardckpt.mapping import ShardedObject, ShardedTensor
 from shardckpt.pages import CheckpointHeader, describe_checkpoint
 from shardckpt.pages.checkpoint import describe_layouts
 from shardckpt.strategy import StoredBox
 from tests.backends import Backend, both
 from tests.cli.checkpoints import copy_golden, save_plain_dcp
+from tests.torch_checkpointing.golden import GOLDEN
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -60,6 +63,21 @@ def test_a_page_of_other_libraries_checkpoints_says_what_they_do_not(tmp_path: P
         assert set(data["fileRank"]) == {-1}
         assert data["timings"] is None
         assert -1 not in data["layout"]
+
+
+def test_a_page_of_a_folder_or_file_of_other_libraries_has_its_boxes(tmp_path: Path) -> None:
+    """torch_checkpointing's pieces, Hugging Face's files and one file of torch.save are drawn as boxes, too."""
+    save_file({"w": torch.ones(4, 2)}, tmp_path / "model.safetensors")
+    torch.save({"model": {"w": torch.ones(4, 2)}, "step": 3}, tmp_path / "state.pt")
+    cut = _describe(GOLDEN / "mesh-4")
+    assert cut["boxesFault"] == ""
+    assert {len(_list_boxes(cut, key)) for key in cut["keys"] if key.endswith("0.weight")} == {4}
+    for place, key in ((tmp_path, "w"), (tmp_path / "state.pt", "model.w")):
+        with open_any(place) as checkpoint:
+            data = describe_checkpoint(checkpoint, HEADER)
+        ((file, *box),) = _list_boxes(data, key)
+        assert data["boxFiles"][file] == ("state.pt" if place.suffix else "model.safetensors")
+        assert box == [0, 0, 4, 2]
 
 
 def test_tensors_that_are_cut_alike_share_a_layout() -> None:
