@@ -68,7 +68,9 @@ def _as_text(report: DiffReport, options: Any) -> str:
     from shardckpt.cli.table import table
 
     total = report.equal + sum(difference.kind != "only in second" for difference in report.differences)
-    how = f", {report.by_fingerprint} of them by their stored fingerprints" if report.by_fingerprint else ""
+    how = ""
+    if report.by_fingerprint:
+        how = f", {report.by_fingerprint} of them by their stored fingerprints (--read compares the values)"
     summary = f"{options.first}, {options.second}: {report.equal} of {total} tensors are equal{how}"
     lines = []
     if report.differences:

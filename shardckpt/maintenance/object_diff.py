@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 
+from shardckpt.huggingface import forget_structure
 from shardckpt.mapping import ShardedObject
 
 if TYPE_CHECKING:
@@ -72,7 +73,8 @@ def _read(checkpoint: OpenCheckpoint) -> Mapping[str, Any]:
     """Return the values of objects by their keys, and those of the entries of the common state."""
     shards = [shard for shard in checkpoint.index() if isinstance(shard, ShardedObject)]
     values = checkpoint.values([*shards])
-    found = {f"common[{key!r}]": value for key, value in checkpoint.common().items()}
+    common = forget_structure(checkpoint.common())  # the nesting of a file of torch.save, which its keys say as well
+    found = {f"common[{key!r}]": value for key, value in common.items()}
     return found | {shard.unique_key: value for shard, value in zip(shards, values, strict=True)}
 
 

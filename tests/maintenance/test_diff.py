@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 
 from shardckpt import dist_checkpointing
 from shardckpt.cli import main
@@ -114,6 +115,16 @@ def test_folders_of_the_hub_and_files_are_compared(tmp_path: Path) -> None:
     assert diff_checkpoints(tmp_path / "one", tmp_path / "hf").equal == len(values)
     (found,) = diff_checkpoints(tmp_path / "two.pt", tmp_path / "one").differences
     assert (found.key, found.different, found.max_absolute) == ("model.nan", 2, math.inf)
+
+
+def test_a_file_of_torch_save_differs_from_dcp_in_its_values_alone(tmp_path: Path) -> None:
+    """The nesting of a state dict in a file is no value: with the same values, plain DCP's directory is equal to it."""
+    state = {"model": {"w": torch.ones(3)}, "step": 5}
+    torch.save(state, tmp_path / "file.pt")
+    dcp.save(state, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    assert diff_checkpoints(tmp_path / "dcp", tmp_path / "file.pt").are_same
+    torch.save({**state, "step": 6}, tmp_path / "file.pt")
+    assert not diff_checkpoints(tmp_path / "dcp", tmp_path / "file.pt").are_same
 
 
 def test_the_verb_exits_with_the_answer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
