@@ -427,7 +427,7 @@ def test_a_removal_from_a_store_that_fails_is_tried_again(
         assert folders.steps_of(url).steps() == [2, 3]
 
 
-@pytest.fixture(scope="module", params=["local", "store"])
+@pytest.fixture(scope="module", params=["local", pytest.param("store", marks=pytest.mark.slow)])
 def reports(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, backend: Backend
 ) -> list[dict[str, Any]]:

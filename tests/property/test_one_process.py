@@ -143,7 +143,9 @@ def test_the_planners_serve_dcp(folder: Path, count: int) -> None:
 
 @backends.both_slowly
 @drawn(5)
-@pytest.mark.parametrize("persistent", [False, True], ids=["thread", "process"])
+@pytest.mark.parametrize(
+    "persistent", [pytest.param(False, id="thread"), pytest.param(True, id="process", marks=pytest.mark.slow)]
+)
 def test_background_saves_of_any_layout(folder: Path, count: int, persistent: bool) -> None:
     """What is saved behind the training is what the tensors said when it was scheduled, under any layout."""
     with AsyncCallsQueue(persistent) as queue:

@@ -35,7 +35,7 @@ def _check_message(state: list[Claims], message: str) -> None:
         assert (repr(tensor.key) in message) == (tensor.kind != "none"), (tensor, message)
 
 
-@drawn(40)
+@drawn(20)
 @pytest.mark.parametrize("world", [1, 3, 16])
 def test_what_all_ranks_say_is_judged(count: int, world: int) -> None:
     """Partitions pass and every other set of shards is refused, the broken keys named and no other."""

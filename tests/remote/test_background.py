@@ -23,7 +23,7 @@ PERSISTENT = pytest.mark.parametrize("persistent", [False, True], ids=["thread",
 
 @backends.both_slowly
 @PERSISTENT
-@pytest.mark.parametrize("world_size", [0, 2])
+@pytest.mark.parametrize("world_size", [pytest.param(0, marks=pytest.mark.slow), 2])
 def test_a_background_save_uploads_behind_the_training(
     ranks: RankPool, tmp_path: Path, world_size: int, persistent: bool
 ) -> None:

@@ -65,7 +65,7 @@ def put(*place: int, value: int) -> Callable[[torch.Tensor], torch.Tensor]:
     return change
 
 
-@drawn(150)
+@drawn(50)
 @pytest.mark.parametrize("block", [1, 3, 1 << 13])
 def test_what_is_dumped_is_parsed(block: int, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever a save of ours stores comes back as it was."""

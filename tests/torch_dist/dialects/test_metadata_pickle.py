@@ -65,7 +65,7 @@ def check_equal(found: Metadata, wanted: Metadata) -> None:
     assert all(type(key.offset) in (torch.Size, type(None)) and key.index is None for key in found.storage_data)
 
 
-@drawn(60)
+@drawn(30)
 @pytest.mark.parametrize("window", [1, 3, 1 << 15])
 def test_it_is_what_pickle_makes_of_the_objects(window: int, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever is stored, a plain pickle.load gives objects equal to DCP's own."""
