@@ -191,9 +191,8 @@ class FullyParallelLoadStrategyWrapper(LoadStrategy):
             described = list(wants)
             for numbers in _find_tied(wanted).values():
                 together = tuple(described[number].shard for number in numbers)
-                if len(set(together)) > 1:
-                    for number in numbers:
-                        wants[number] = described[number]._replace(shard=together)
+                for number in numbers:
+                    wants[number] = described[number]._replace(shard=together)
         # with "direct" nothing is shared: only the settings travel, to be compared
         sent = (self._settings, [] if self._settings[0] == "direct" else wants)
         key = (self._settings, wants)
@@ -227,7 +226,7 @@ def share_reading(checkpoint: OpenCheckpoint) -> OpenCheckpoint:
 
 
 def _find_tied(wanted: Sequence[ShardedBase]) -> dict[int, list[int]]:
-    """Return the positions of shards that share their memory, by the first of them; others are left out."""
+    """Return the positions of shards of several keys that share their memory, by the first; others are left out."""
     found: dict[Hashable, list[int]] = {}
     for number, shard in enumerate(wanted):
         if not isinstance(shard, ShardedTensor) or shard.data is None or not is_fillable(shard.data):
@@ -236,7 +235,7 @@ def _find_tied(wanted: Sequence[ShardedBase]) -> dict[int, list[int]]:
         if data.numel():  # empty ones have no memory of their own
             position = tuple(shard.global_shape), tuple(shard.global_offset), tuple(data.shape), data.stride()
             found.setdefault((data.data_ptr(), data.device, data.dtype, position), []).append(number)
-    return {numbers[0]: numbers for numbers in found.values() if len(numbers) > 1}
+    return {numbers[0]: numbers for numbers in found.values() if len({wanted[number].key for number in numbers}) > 1}
 
 
 def _describe_want(shard: ShardedBase, own: tuple[int, int]) -> _Want:

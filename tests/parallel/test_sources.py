@@ -22,7 +22,7 @@ from shardckpt.adapters import to_sharded_state_dict
 from shardckpt.errors import CheckpointingException
 from shardckpt.huggingface import export_to_huggingface, load_from_huggingface, save_state_dict
 from shardckpt.manager import CheckpointConfig, CheckpointManager
-from shardckpt.mapping import ShardedTensor
+from shardckpt.mapping import ShardedObject, ShardedTensor
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -168,6 +168,19 @@ def test_tied_tensors_are_read_by_one_rank(ranks: RankPool, tmp_path: Path) -> N
     tmp_path.joinpath("hf").mkdir()
     save_state_dict({"embed": torch.ones(64, 64), "norm": torch.ones(8)}, tmp_path / "hf" / "model.safetensors")
     assert ranks.run(4, _load_tied, str(tmp_path / "hf")) == [(4096.0, 8.0)] * 4
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_objects_of_plain_dcp_are_built(tmp_path: Path) -> None:
+    """A dict that plain DCP stores value by value is loaded as one object, as it is without fully_parallel."""
+    dcp.save({"w": torch.ones(3), "args": {"lr": 0.1, "betas": {"a": 1}}}, checkpoint_id=tmp_path / "c", no_dist=True)
+    wanted = {
+        "w": ShardedTensor.from_rank_offsets("w", torch.zeros(3)),
+        "args": ShardedObject("args", None, (1,), (0,)),
+    }
+    loaded = dc.load(wanted, tmp_path / "c", fully_parallel=True)
+    assert loaded["args"] == {"lr": 0.1, "betas": {"a": 1}}
+    assert loaded["w"].tolist() == [1.0, 1.0, 1.0]
 
 
 def _load_differently(folder: str) -> str:
