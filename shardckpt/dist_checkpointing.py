@@ -31,6 +31,7 @@ from shardckpt.mapping import (
     ShardedTensor,
     ShardedTensorFactory,
 )
+from shardckpt.parallel import share_reading
 from shardckpt.plugins import StrategyAction, get_plugin_manager
 from shardckpt.storage import is_there, read_file, retry_if_replaced
 from shardckpt.validation import StrictHandling, parse_strict_flag, stored_key
@@ -200,6 +201,7 @@ def load(
     accept: Accept | None = None,
     allow_globals: Iterable[Any] = (),
     allow_dtype_cast: bool = False,
+    fully_parallel: bool = False,
 ) -> Any:
     """Collective: load what a sharded state dict describes, with any number of ranks and any sharding.
 
@@ -239,6 +241,10 @@ def load(
         allow_globals: Classes and functions that legacy pickles in the checkpoint may name besides the plain ones.
         allow_dtype_cast: Cast as torch's ``Tensor.to`` does, whatever is lost, where the table says that the load
             refuses (packed dtypes excepted, which torch does not cast).
+        fully_parallel: Read what several ranks want once: one of them reads it and sends it to the others. It saves
+            time where reading is slower than the network between ranks: on object stores and shared file systems. It
+            is the same for every format and store, and on every rank;
+            :class:`~shardckpt.parallel.FullyParallelLoadStrategyWrapper` has more options.
 
     Returns:
         The state dict, with the checkpoint's common state in it; for the modes ``return_unexpected`` and
@@ -260,7 +266,7 @@ def load(
         with open_any(directory, comm, get_plugin_manager(), options) as checkpoint:
             return load_checkpoint(
                 sharded_state_dict,
-                checkpoint,
+                share_reading(checkpoint) if fully_parallel else checkpoint,
                 validate=validate_access_integrity,
                 strict=mode,
                 verify=verify_integrity,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -76,11 +76,13 @@ class OpenCheckpoint:
         strategy: Reads the checkpoint.
         context: Its files, and the ranks.
         operation: Reports the phases.
+        fully_parallel: Whether the strategy shares the reading among the ranks.
     """
 
     strategy: LoadStrategy
     context: LoadContext
     operation: Operation
+    fully_parallel: bool = field(default=False, kw_only=True)
 
     def common(self) -> StateDict:
         """Collective: return the state that is not sharded."""
@@ -282,6 +284,7 @@ def load_checkpoint(
             validate_access_integrity=validate,
             verify_integrity=verify,
             allow_dtype_cast=allow_dtype_cast,
+            fully_parallel=checkpoint.fully_parallel,
         )
         # copies are not compared: their values are about to be overwritten
         template.shards = choose_main_replicas(template.shards, comm, compare=False)

@@ -12,6 +12,7 @@ from shardckpt.huggingface.folder import check_same_folder, read_folder
 from shardckpt.huggingface.load_strategy import HuggingFaceLoadStrategy
 from shardckpt.huggingface.models import find_mapping
 from shardckpt.manifest import Manifest
+from shardckpt.parallel import share_reading
 from shardckpt.plugins import get_plugin_manager
 from shardckpt.storage import CheckpointReader, open_directory, retry_if_replaced
 from shardckpt.strategy import LoadContext
@@ -36,8 +37,9 @@ def load_from_huggingface(
     strict: bool = True,
     validate_access_integrity: bool = True,
     process_group: ProcessGroup | None = None,
+    fully_parallel: bool = False,
 ) -> Any:
-    """Collective: fill shards of any layout from a Hugging Face folder; each rank reads only the bytes of its shards.
+    """Collective: fill shards of any layout from a Hugging Face folder; each rank reads only bytes of its shards.
 
     Floating-point values are cast to the dtype of the shard. 8-bit weights with block scales (``weight_scale_inv``) are
     dequantized, unless the shard has their 8-bit dtype.
@@ -59,6 +61,7 @@ def load_from_huggingface(
             (a tied weight) never counts as missing.
         validate_access_integrity: Check that the shards of all ranks cover every tensor exactly once.
         process_group: The ranks that load; by default all, or this process alone without torch.distributed.
+        fully_parallel: Read what several ranks want once; as for :func:`shardckpt.dist_checkpointing.load`.
 
     Returns:
         The state dict with its tensors filled. Tensors of the folder that no shard requests are not read.
@@ -97,6 +100,8 @@ def load_from_huggingface(
             manifest = Manifest(backend=strategy.backend, version=strategy.version)
             with CheckpointReader(Path(found.directory) if found.directory else place, manifest) as reader:
                 checkpoint = OpenCheckpoint(strategy, LoadContext(reader, comm), operation)
+                if fully_parallel:
+                    checkpoint = share_reading(checkpoint)
                 mode = StrictHandling.RAISE_UNEXPECTED if strict else StrictHandling.LOG_UNEXPECTED
                 loaded, _ = load_checkpoint(
                     sharded_state_dict, checkpoint, validate=validate_access_integrity, strict=mode

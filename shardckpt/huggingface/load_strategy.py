@@ -77,7 +77,8 @@ class HuggingFaceLoadStrategy(LoadStrategy):
         tensors = [shard for shard in wanted if isinstance(shard, ShardedTensor)]
         with context.comm.collective_phase("planning the load"):
             filled = [_with_memory(shard) for shard in tensors]
-            once = {_memory_key(shard): shard for shard in reversed(filled)}  # the first of tied ones
+            # of tied ones the first that the folder has
+            once = {_memory_key(s): s for s in reversed(filled) if s.key not in self._absent}
             reads = [read for shard in once.values() for read in self._reads(shard)]
         # nothing is written into the shards before every rank has planned without an error
         with context.comm.collective_phase("reading shards"):

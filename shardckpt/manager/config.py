@@ -110,6 +110,8 @@ class CheckpointConfig(BaseModel):
             :func:`shardckpt.adapters.to_sharded_state_dict`.
         save_rng: Whether to save and load the states of each rank's random generators, as the state ``rng``. With more
             ranks than were saved, the new ranks keep theirs.
+        fully_parallel_load: Whether what several ranks want is read by one of them, which sends it to the others: from
+            steps, and from ``initial_load_path``; see ``fully_parallel`` of :func:`shardckpt.dist_checkpointing.load`.
         show_progress: Whether the main rank shows on standard error how far each of its saves is: a bar on a terminal,
             with the extra ``cli``, else a line every ten seconds. Not with ``async_with_pinned_mem``, whose writer is
             another process.
@@ -153,6 +155,7 @@ class CheckpointConfig(BaseModel):
     enable_ft_dataloader_checkpoints: bool = True
     check_replicas: bool = True
     save_rng: bool = True
+    fully_parallel_load: bool = False
     show_progress: bool = False
     save_on_sigterm: bool = False
 

@@ -42,7 +42,12 @@ def load_initial(
         with comm.local_phase("describing the model"):
             requested, is_partial = leave_out(states.describe([MODEL], comm)[MODEL], config.exclude_from_last_save)
         loaded = load_from_huggingface(
-            requested, path, mapping=config.hf_mapping, prefix=f"{MODEL}.", process_group=process_group
+            requested,
+            path,
+            mapping=config.hf_mapping,
+            prefix=f"{MODEL}.",
+            process_group=process_group,
+            fully_parallel=config.fully_parallel_load,
         )
         with comm.collective_phase("restoring the model"):
             states.restore_model(loaded, strict=not is_partial)

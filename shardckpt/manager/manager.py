@@ -114,6 +114,7 @@ class CheckpointManager:
             allow_globals,
             {*config.exclude_from_loading, *self._part_states},
             config.exclude_from_last_save,
+            fully_parallel=config.fully_parallel_load,
         )
 
     def save(

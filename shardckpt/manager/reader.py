@@ -19,6 +19,7 @@ from shardckpt.manager.rng import RNG
 from shardckpt.manager.states import FORMS, MODEL, Ranks
 from shardckpt.manager.steps import CONTENT_KEY
 from shardckpt.mapping import ShardedBase, ShardedObject
+from shardckpt.parallel import share_reading
 from shardckpt.plugins import get_plugin_manager
 from shardckpt.state_dict import nested_values
 from shardckpt.storage import retry_if_replaced
@@ -61,6 +62,7 @@ class StepReader:
         allow_globals: As for :func:`shardckpt.dist_checkpointing.load`.
         excluded: Names of states that are not loaded.
         left_out: Names of tensors of the model that a checkpoint may lack.
+        fully_parallel: As for :func:`shardckpt.dist_checkpointing.load`.
     """
 
     def __init__(
@@ -70,12 +72,15 @@ class StepReader:
         allow_globals: Iterable[Any],
         excluded: Collection[str],
         left_out: Collection[str] = (),
+        *,
+        fully_parallel: bool = False,
     ) -> None:
         self._states = states
         self._group = process_group
         self._options = LoadOptions(allow_globals=tuple(allow_globals))
         self._excluded = frozenset(excluded)
         self._left_out = frozenset(left_out)
+        self._fully_parallel = fully_parallel
         #: The id of the checkpoint to which the states were set last; None before that, or if it has none.
         self.restored_id: str | None = None
 
@@ -111,7 +116,8 @@ class StepReader:
         return retry_if_replaced(lambda: self._fetch(path, comm, model_only=model_only), path)
 
     def _fetch(self, path: Path, comm: Comm, *, model_only: bool) -> Fetched:
-        with open_checkpoint(path, comm, get_plugin_manager(), self._options) as checkpoint:
+        with open_checkpoint(path, comm, get_plugin_manager(), self._options) as opened:
+            checkpoint = share_reading(opened) if self._fully_parallel else opened
             record = checkpoint.context.reader.manifest.record
             content = (record.content_metadata or {}) if record is not None else {}
             is_foreign, saved = CONTENT_KEY not in content, content.get(CONTENT_KEY) or {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
@@ -21,7 +22,7 @@ from shardckpt.parallel.transfers import (
 )
 from shardckpt.planning import assign_holders, find_holders, shard_id, shard_nbytes
 from shardckpt.plugins import get_plugin_manager
-from shardckpt.strategy import LoadStrategy, OwnsFiles, Recognises
+from shardckpt.strategy import BuildsObjects, ListsColumns, LoadStrategy, OwnsFiles, Recognises
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Sequence
@@ -29,9 +30,10 @@ if TYPE_CHECKING:
 
     from torch.distributed import ProcessGroup
 
+    from shardckpt.engine import OpenCheckpoint
     from shardckpt.manifest import Manifest
-    from shardckpt.mapping import ShardedBase, StateDict
-    from shardckpt.strategy import LoadContext
+    from shardckpt.mapping import ShardedBase, ShardedObject, StateDict
+    from shardckpt.strategy import LoadContext, StoredColumns
 
 
 class _Want(NamedTuple):
@@ -76,7 +78,9 @@ class FullyParallelLoadStrategyWrapper(LoadStrategy):
     Each shard is assigned, balanced by bytes, to one of the ranks that want it. That rank reads it, and sends it to the
     ranks that want the same shard in the same dtype, and to no others. The result is the same as without this wrapper.
     Objects, which are small, and tensors that are not plain ones (quantized ones, for example) are not shared: every
-    rank reads its own.
+    rank reads its own. Tied tensors, which share their memory, are read and sent as one.
+
+    ``load(fully_parallel=True)`` is the short way; this class has the options.
 
     Example:
         Ranks of a data-parallel group read a part each, and exchange::
@@ -103,6 +107,8 @@ class FullyParallelLoadStrategyWrapper(LoadStrategy):
 
     recognises: Callable[[Path], int | None]
     owned_files: Callable[[Path], set[str]]
+    can_build: Callable[[Sequence[ShardedObject], LoadContext], list[bool]]
+    list_columns: Callable[[LoadContext], StoredColumns]
 
     def __init__(
         self,
@@ -128,6 +134,10 @@ class FullyParallelLoadStrategyWrapper(LoadStrategy):
             self.recognises = strategy.recognises
         if isinstance(strategy, OwnsFiles):
             self.owned_files = strategy.owned_files
+        if isinstance(strategy, BuildsObjects):
+            self.can_build = strategy.can_build
+        if isinstance(strategy, ListsColumns):
+            self.list_columns = strategy.list_columns
 
     def cannot_load(self, manifest: Manifest) -> str | None:
         """Return why the wrapped strategy cannot load the checkpoint, or None if it can."""
@@ -161,10 +171,13 @@ class FullyParallelLoadStrategyWrapper(LoadStrategy):
                 plan = self._plan(wanted, group)
         values: list[Any] = [None] * len(wanted)
         with context.comm.collective_phase("reading this rank's part"):
-            mine = [wanted[number] for number in plan.reads]
+            # with those that share their memory: the strategy must see that they are tied
+            tied = _find_tied(wanted)
+            numbers = sorted({number for first in plan.reads for number in tied.get(first, (first,))})
+            mine = [wanted[number] for number in numbers]
             # before it is sent to others: with another shape they would wait for more bytes
             read = check_values(self._strategy, mine, self._strategy.load(mine, context), get_plugin_manager(), dict)
-            for number, value in zip(plan.reads, read, strict=True):
+            for number, value in zip(numbers, read, strict=True):
                 values[number] = value
         with context.comm.collective_phase("sharing what was read"), group.collective_phase("sharing what was read"):
             self._share(wanted, values, plan, group)
@@ -173,10 +186,17 @@ class FullyParallelLoadStrategyWrapper(LoadStrategy):
     def _plan(self, wanted: Sequence[ShardedBase], group: Comm) -> _Plan:
         with group.collective_phase("listing what this rank wants"):
             wants = [_describe_want(shard, (group.rank, number)) for number, shard in enumerate(wanted)]
+            # Tied shards get one id, so that one rank reads all of them. A rank that read only a key that the
+            # checkpoint lacks would send what its memory held before.
+            described = list(wants)
+            for numbers in _find_tied(wanted).values():
+                together = tuple(described[number].shard for number in numbers)
+                for number in numbers:
+                    wants[number] = described[number]._replace(shard=together)
         # with "direct" nothing is shared: only the settings travel, to be compared
-        described = (self._settings, [] if self._settings[0] == "direct" else wants)
+        sent = (self._settings, [] if self._settings[0] == "direct" else wants)
         key = (self._settings, wants)
-        return self._cache.find_or_plan(key, group, lambda: _plan_together(wants, group.all_gather(described), group))
+        return self._cache.find_or_plan(key, group, lambda: _plan_together(wants, group.all_gather(sent), group))
 
     def _share(self, wanted: Sequence[ShardedBase], values: list[Any], plan: _Plan, group: Comm) -> None:
         """Collective: add to ``values`` what other ranks of the group have read."""
@@ -197,6 +217,25 @@ class FullyParallelLoadStrategyWrapper(LoadStrategy):
                     values[position] = values[first].clone()
                 else:
                     values[position].detach().copy_(values[first])
+
+
+def share_reading(checkpoint: OpenCheckpoint) -> OpenCheckpoint:
+    """Return the open checkpoint with its strategy wrapped: what several of its ranks want is read by one of them."""
+    strategy = FullyParallelLoadStrategyWrapper(checkpoint.strategy)
+    return replace(checkpoint, strategy=strategy, fully_parallel=True)
+
+
+def _find_tied(wanted: Sequence[ShardedBase]) -> dict[int, list[int]]:
+    """Return the positions of shards of several keys that share their memory, by the first; others are left out."""
+    found: dict[Hashable, list[int]] = {}
+    for number, shard in enumerate(wanted):
+        if not isinstance(shard, ShardedTensor) or shard.data is None or not is_fillable(shard.data):
+            continue
+        data = shard.data
+        if data.numel():  # empty ones have no memory of their own
+            position = tuple(shard.global_shape), tuple(shard.global_offset), tuple(data.shape), data.stride()
+            found.setdefault((data.data_ptr(), data.device, data.dtype, position), []).append(number)
+    return {numbers[0]: numbers for numbers in found.values() if len({wanted[number].key for number in numbers}) > 1}
 
 
 def _describe_want(shard: ShardedBase, own: tuple[int, int]) -> _Want:

@@ -63,7 +63,9 @@ class ReplicaCheckpoints:
         self._folder, self._steps, self._states, self._group = folder, steps, states, process_group
         self._names = [name for name in states.per_rank if name not in config.exclude_from_loading]
         others = [name for name in states.names if name not in self._names]
-        self._reader = StepReader(states, process_group, allow_globals, others)
+        self._reader = StepReader(
+            states, process_group, allow_globals, others, fully_parallel=config.fully_parallel_load
+        )
         self._skips = config.on_busy == "skip"
         self._last: int | None = None
         self._uncollected = 0

@@ -1,0 +1,204 @@
+"""What four ranks read of a checkpoint or a folder, counted by strace, whichever call reads it: mmap counts too."""
+
+from __future__ import annotations
+
+import datetime as dt
+import re
+import shutil
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.multiprocessing as mp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from shardckpt import dist_checkpointing as dc
+from shardckpt.adapters import to_sharded_state_dict
+from shardckpt.errors import CheckpointingException
+from shardckpt.huggingface import export_to_huggingface, load_from_huggingface, save_state_dict
+from shardckpt.manager import CheckpointConfig, CheckpointManager
+from shardckpt.mapping import ShardedObject, ShardedTensor
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.ranks import RankPool
+
+RANKS = 4
+SOURCES = ("huggingface", "manager", "dcp", "torch_dist", "store")
+#: A shard is as long as several segments of a file's digests: a rank reads each segment that it needs a part of.
+WIDTH, LAYERS = 1024, 6
+MESHES = {"replicated": (), "sharded": (RANKS,), "hybrid": (2, 2)}
+_READS = ("read", "readv", "pread64", "preadv", "preadv2")
+
+
+def _make_model(sharding: str) -> torch.nn.Module:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*[torch.nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)])
+    if mesh := MESHES[sharding]:
+        fully_shard(model, mesh=init_device_mesh("cpu", mesh, mesh_dim_names=("replicate", "shard")[-len(mesh) :]))
+    return model
+
+
+def _find_differences(model: torch.nn.Module) -> list[str]:
+    expected = dict(_make_model("replicated").named_parameters())
+    found = {
+        name: parameter.full_tensor() if isinstance(parameter, torch.distributed.tensor.DTensor) else parameter
+        for name, parameter in model.named_parameters()
+    }
+    return [name for name, value in expected.items() if not torch.equal(found[name], value)]
+
+
+def _load(source: str, folder: str, sharding: str) -> None:
+    """Collective: load a model whose parameters are zero, with what several ranks want read once."""
+    model = _make_model(sharding)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    if source == "manager":
+        config = CheckpointConfig(
+            folder=f"{folder}-steps",
+            initial_load_path=folder,
+            initial_load_in_hf=True,
+            fully_parallel_load=True,
+        )
+        with CheckpointManager(config, {"model": model}) as manager:
+            manager.load()
+    else:
+        state = to_sharded_state_dict(model)
+        if source == "huggingface":
+            load_from_huggingface(state, folder, fully_parallel=True)
+        else:
+            dc.load(state, f"file://{folder}" if source == "store" else folder, fully_parallel=True)
+    assert _find_differences(model) == []
+
+
+def _run_rank(rank: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    store = dist.FileStore(f"{folder}/group", RANKS)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS, timeout=dt.timedelta(seconds=120))
+    try:
+        for source in SOURCES:
+            for sharding in MESHES:
+                _load(source, f"{folder}/{source}-{sharding}", sharding)
+    finally:
+        dist.destroy_process_group()
+
+
+def _write(source: str, folder: Path) -> None:
+    model = _make_model("replicated")
+    if source == "dcp":
+        dcp.save(model.state_dict(), checkpoint_id=folder, no_dist=True)
+    elif source in ("huggingface", "manager"):
+        dc.save(to_sharded_state_dict(model), folder.with_name(f"{folder.name}-saved"))
+        export_to_huggingface(folder.with_name(f"{folder.name}-saved"), folder)
+    else:
+        dc.save(to_sharded_state_dict(model), folder)
+
+
+def count_bytes_read(trace: str, folder: Path) -> int:
+    """Return the bytes that the traced calls read or mapped of files in the folder."""
+    unfinished: dict[str, str] = {}
+    total = 0
+    for line in trace.splitlines():
+        pid, _, call = line.partition(" ")
+        if "<unfinished ...>" in call:
+            unfinished[pid] = call.partition("<unfinished ...>")[0]
+            continue
+        if resumed := re.search(r"<\.\.\. \w+ resumed>(.*)", call):
+            call = unfinished.pop(pid) + resumed[1]
+        found = re.search(r"(\w+)\((.*)\)\s+= (\w+)", call)
+        if found is None or f"<{folder}/" not in found[2]:
+            continue
+        if found[1] in _READS and found[3].isdecimal():
+            total += int(found[3])
+        elif found[1] == "mmap":
+            total += int(found[2].split(", ")[1])
+    return total
+
+
+@pytest.fixture(scope="module")
+def traced(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """The folder of all sources, and what strace wrote while four ranks loaded each."""
+    if shutil.which("strace") is None:
+        pytest.skip("strace is not installed: it counts what processes read")
+    folder = tmp_path_factory.mktemp("sources")
+    for source in SOURCES:
+        for sharding in MESHES:
+            _write(source, folder / f"{source}-{sharding}")
+    calls = ",".join((*_READS, "mmap"))
+    program = [sys.executable, "-m", "tests.parallel.test_sources", str(folder)]
+    command = ["strace", "-f", "-y", "-s", "0", "-e", f"trace={calls}", "-o", str(folder / "trace"), *program]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=400, check=False)
+    if "ptrace" in done.stderr and "not permitted" in done.stderr:
+        pytest.skip(f"strace may not trace a process here: {done.stderr.strip().splitlines()[-1]}")
+    assert done.returncode == 0, done.stderr[-4000:]
+    return folder, (folder / "trace").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sharding", MESHES)
+@pytest.mark.parametrize("source", SOURCES)
+def test_ranks_together_read_a_source_once(source: str, sharding: str, traced: tuple[Path, str]) -> None:
+    """With fully_parallel, four ranks together read at most 1.1 times the bytes of any source, and load its values."""
+    folder = traced[0] / f"{source}-{sharding}"
+    needed = LAYERS * (WIDTH * WIDTH + WIDTH) * 4
+    stored = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    read = count_bytes_read(traced[1], folder)
+    assert needed <= read <= 1.1 * stored, f"{read} bytes of {stored}"
+
+
+def _load_tied(folder: str) -> tuple[float, float]:
+    shared, other = torch.zeros(64, 64), torch.zeros(8)
+    rank = dist.get_rank()
+    # the head, which the folder lacks, first: it would be another rank's to read
+    shards = {"head": shared, "embed": shared, "norm": other}
+    wanted = {key: ShardedTensor.from_rank_offsets(key, data, replica_id=rank) for key, data in shards.items()}
+    loaded = load_from_huggingface(wanted, folder, fully_parallel=True)
+    return loaded["head"].sum().item(), loaded["norm"].sum().item()
+
+
+def test_tied_tensors_are_read_by_one_rank(ranks: RankPool, tmp_path: Path) -> None:
+    """A head that the folder has only as the embedding keeps the embedding's values when one rank reads for all."""
+    tmp_path.joinpath("hf").mkdir()
+    save_state_dict({"embed": torch.ones(64, 64), "norm": torch.ones(8)}, tmp_path / "hf" / "model.safetensors")
+    assert ranks.run(4, _load_tied, str(tmp_path / "hf")) == [(4096.0, 8.0)] * 4
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_objects_of_plain_dcp_are_built(tmp_path: Path) -> None:
+    """A dict that plain DCP stores value by value is loaded as one object, as it is without fully_parallel."""
+    dcp.save({"w": torch.ones(3), "args": {"lr": 0.1, "betas": {"a": 1}}}, checkpoint_id=tmp_path / "c", no_dist=True)
+    wanted = {
+        "w": ShardedTensor.from_rank_offsets("w", torch.zeros(3)),
+        "args": ShardedObject("args", None, (1,), (0,)),
+    }
+    loaded = dc.load(wanted, tmp_path / "c", fully_parallel=True)
+    assert loaded["args"] == {"lr": 0.1, "betas": {"a": 1}}
+    assert loaded["w"].tolist() == [1.0, 1.0, 1.0]
+
+
+def _load_differently(folder: str) -> str:
+    wanted = {"w": ShardedTensor.from_rank_offsets("w", torch.zeros(4), replica_id=dist.get_rank())}
+    try:
+        dc.load(wanted, folder, fully_parallel=dist.get_rank() == 1)
+    except CheckpointingException as exc:
+        return str(exc)
+    return ""
+
+
+def test_ranks_that_disagree_are_told(ranks: RankPool, tmp_path: Path) -> None:
+    """A fully_parallel that differs between ranks is the same error on all, which names it, and not a wait."""
+    dc.save({"w": ShardedTensor.from_rank_offsets("w", torch.ones(4))}, tmp_path / "c")
+    first, second = ranks.run(2, _load_differently, str(tmp_path / "c"))
+    assert first == second
+    assert "ranks disagree on fully_parallel: False on rank 0, True on rank 1" in first
+
+
+if __name__ == "__main__":
+    mp.spawn(_run_rank, (sys.argv[1],), RANKS)
