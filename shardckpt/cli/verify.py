@@ -119,11 +119,7 @@ def _verify(path: str, options: Any) -> _Answer:
                 "verified" if found == INTACT else "failed",
                 checked="digests" if has_digests(files) else "structure",
                 files=len(own),
-                faults=[
-                    file.fault if file.name in file.fault else f"{file.name}: {file.fault}"
-                    for file in own
-                    if file.fault
-                ],
+                faults=[file.fault if file.name in file.fault else f"{file.name}: {file.fault}" for file in bad],
             )
     except CheckpointingException as exc:
         return _Answer(path, (), DAMAGED if is_damage(exc) else NO_ANSWER, exc)
