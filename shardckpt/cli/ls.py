@@ -3,8 +3,8 @@
 The fingerprint is of all tensors together, where the save has stored fingerprints: equal for equal keys and values.
 
 Those of other libraries are recognised by content. JSON files, indexes and sizes are looked at; bytes are not compared:
-verify does that. What leases and pins keep from removal is said. Exit code: 1 if a checkpoint is damaged or incomplete,
-or cannot be read here.
+verify does that, and what verify --mark has found is said, as are the leases and pins that keep a checkpoint from
+removal. Exit code: 1 if a checkpoint is damaged or incomplete, is marked as failed, or cannot be read here.
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ def run(options: Any) -> int:
             )
         for line in _summarize(options.folder, found):
             print(line)
-    return FINE if all(each.state in ("whole", "other") for each in found) else FOUND
+    fine = all(each.state in ("whole", "other") and not each.has_failed for each in found)
+    return FINE if fine else FOUND
 
 
 def _row(found: CheckpointSummary) -> tuple[Any, ...]:
@@ -70,7 +71,7 @@ def _row(found: CheckpointSummary) -> tuple[Any, ...]:
         found.strategy or "-",
         found.writer.partition(",")[0] or ("another library" if found.strategy else "-"),
         found.fingerprint[:_DIGITS] or "-",
-        ", ".join((state, *found.held)),
+        ", ".join((state, *filter(None, [found.mark]), *found.held)),
     )
 
 

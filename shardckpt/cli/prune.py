@@ -1,8 +1,9 @@
 """Remove the hidden directories that killed saves, overwrites, exports and removals have left beside checkpoints.
 
-With --keep-latest, --keep-every or --keep-best also the checkpoints of steps that none of these keeps, as a
-CheckpointManager does: only complete ones, never the newest. What a living process may use is kept, and so is what may
-be the only copy of a checkpoint; its row says why. Exit code: 2 if something could not be removed.
+With --keep-latest, --keep-every, --keep-near, --keep-hours, --keep-best or --keep-verified also the checkpoints of
+steps that none of these keeps, as a CheckpointManager does: only complete ones, never the newest or the newest verified
+one. What a living process may use is kept, and so is what may be the only copy of a checkpoint; its row says why.
+Exit code: 2 if something could not be removed.
 """
 
 from __future__ import annotations
@@ -45,6 +46,14 @@ def add(verbs: Any) -> None:
     )
     parser.add_argument("--keep-latest", type=_parse_count, metavar="N", help="keep the N highest steps")
     parser.add_argument("--keep-every", type=_parse_count, metavar="N", help="keep the steps that are multiples of N")
+    parser.add_argument("--keep-near", type=_parse_count, metavar="N", help="keep the steps closest to multiples of N")
+    parser.add_argument("--keep-hours", type=_parse_hours, metavar="H", help="keep the steps of the last H hours")
+    parser.add_argument(
+        "--keep-verified",
+        type=_parse_count,
+        metavar="N",
+        help="keep the N highest steps that are marked as verified",
+    )
     parser.add_argument(
         "--keep-best",
         type=_parse_best,
@@ -70,7 +79,7 @@ def run(options: Any) -> int:
         options.parser.error("give a PATH, or --spool")
     policies = _make_policies(options)
     if options.path is None and policies:
-        options.parser.error("--keep-latest, --keep-every and --keep-best need a PATH: the folder of the steps")
+        options.parser.error("options that keep steps, such as --keep-latest, need a PATH: the folder of the steps")
     if options.keep_step and not policies:
         options.parser.error("--keep-step keeps steps that a policy would remove: give one, such as --keep-latest 3")
     steps: list[StepResult] = []
@@ -100,13 +109,18 @@ def _print_rows(what: str, results: Sequence[PruneResult | StepResult], options:
 
 
 def _make_policies(options: Any) -> list[Any]:
-    from shardckpt.manager import KeepBest, KeepEvery, KeepLatest
+    from shardckpt.manager import KeepBest, KeepEvery, KeepLatest, KeepNear, KeepRecent, KeepVerified
 
     policies: list[Any] = []
-    if options.keep_latest is not None:
-        policies.append(KeepLatest(options.keep_latest))
-    if options.keep_every is not None:
-        policies.append(KeepEvery(options.keep_every))
+    for policy, given in (
+        (KeepLatest, options.keep_latest),
+        (KeepEvery, options.keep_every),
+        (KeepNear, options.keep_near),
+        (KeepRecent, options.keep_hours),
+        (KeepVerified, options.keep_verified),
+    ):
+        if given is not None:
+            policies.append(policy(given))
     for metric, mode, count in options.keep_best:
         policies.append(KeepBest(metric, count, mode))
     return policies
@@ -122,6 +136,16 @@ def _parse_count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
     return int(text)
+
+
+def _parse_hours(text: str) -> float:
+    try:
+        hours = float(text)
+    except ValueError:
+        hours = 0.0
+    if not 0 < hours < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of hours above 0")
+    return hours
 
 
 def _parse_best(text: str) -> tuple[str, str, int]:

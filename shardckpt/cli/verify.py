@@ -9,6 +9,9 @@ are compared.
 
 Of several checkpoints, or a folder of them, only files with a fault are listed; the exit code is the highest of all.
 
+With --mark the verdict is kept beside the checkpoint: ls shows it, a CheckpointManager does not load a failed step, and
+no retention policy removes the newest verified one. It is about this save: it ends when another replaces it.
+
 exit codes:
   0  intact: all bytes match their digests; or as far as can be checked without digests, unless --require-digests
   1  damaged: a file is missing, or not what was written
@@ -58,6 +61,11 @@ def add(verbs: Any) -> None:
         action="store_true",
         help="exit with 1 where a file has no digest: its values are not known",
     )
+    parser.add_argument(
+        "--mark",
+        action="store_true",
+        help="keep the verdict, verified or failed, beside the checkpoint, in .shardckpt-marks",
+    )
     parser.add_argument("--json", action="store_true", help="print a JSON list of the checkpoints and their files")
     parser.set_defaults(run=run)
 
@@ -94,13 +102,28 @@ def run(options: Any) -> int:
 
 def _verify(path: str, options: Any) -> _Answer:
     from shardckpt.engine import is_damage
-    from shardckpt.maintenance import DAMAGED, NO_ANSWER, get_exit_code, verify_checkpoint
+    from shardckpt.maintenance import DAMAGED, INTACT, NO_ANSWER, get_exit_code, has_digests, verify_checkpoint
+    from shardckpt.manager import identify_save, mark_checkpoint
 
     try:
+        save = identify_save(path) if options.mark else None
         files = verify_checkpoint(path)
+        code = get_exit_code(files, require_digests=options.require_digests)
+        found = get_exit_code(files)  # that a file has no digest is no fault of it
+        if save is not None and found != NO_ANSWER:
+            own = [file for file in files if not file.foreign]
+            bad = [file for file in own if file.fault]
+            mark_checkpoint(
+                path,
+                save,
+                "verified" if found == INTACT else "failed",
+                checked="digests" if has_digests(files) else "structure",
+                files=len(own),
+                faults=[file.fault if file.name in file.fault else f"{file.name}: {file.fault}" for file in bad],
+            )
     except CheckpointingException as exc:
         return _Answer(path, (), DAMAGED if is_damage(exc) else NO_ANSWER, exc)
-    return _Answer(path, files, get_exit_code(files, require_digests=options.require_digests))
+    return _Answer(path, files, code)
 
 
 def _print_answers(answers: Sequence[_Answer]) -> None:

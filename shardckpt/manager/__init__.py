@@ -5,6 +5,7 @@ from shardckpt.manager.config import AsyncMode, CheckpointConfig
 from shardckpt.manager.holds import Hold, Lease, find_holds, lease_step, pin_step, unpin_step
 from shardckpt.manager.listing import CheckpointSummary, find_checkpoints, list_checkpoints
 from shardckpt.manager.manager import CheckpointManager
+from shardckpt.manager.marks import Mark, StepState, identify_save, mark_checkpoint
 from shardckpt.manager.per_rank import PerRank, Stateful
 from shardckpt.manager.plain_state import describe_form, describe_tensors, merge_tensors, request_tensors
 from shardckpt.manager.replicas import FaultTolerance, ReplicaManager
@@ -15,6 +16,7 @@ from shardckpt.manager.retention import (
     KeepNear,
     KeepPinned,
     KeepRecent,
+    KeepVerified,
     Metrics,
     RetentionPolicy,
 )
@@ -42,7 +44,9 @@ __all__ = [
     "KeepNear",
     "KeepPinned",
     "KeepRecent",
+    "KeepVerified",
     "Lease",
+    "Mark",
     "Metrics",
     "PerRank",
     "RandomState",
@@ -50,13 +54,16 @@ __all__ = [
     "RetentionPolicy",
     "Stateful",
     "StepResult",
+    "StepState",
     "cleanup_old_checkpoints",
     "describe_form",
     "describe_tensors",
     "find_checkpoints",
     "find_holds",
+    "identify_save",
     "lease_step",
     "list_checkpoints",
+    "mark_checkpoint",
     "merge_tensors",
     "pin_step",
     "prune_steps",

@@ -15,6 +15,7 @@ from shardckpt.commit import delete_checkpoint, find_leftovers, is_half_deleted,
 from shardckpt.engine import explain_kept_leftover, make_superseded_check
 from shardckpt.errors import CheckpointingException, StorageError, listed
 from shardckpt.manager.holds import Holds
+from shardckpt.manager.marks import MARKS_NAME, drop_marks
 from shardckpt.manager.retention import steps_to_remove
 from shardckpt.storage import ListsFolders, can_rename, on_store
 
@@ -85,6 +86,7 @@ def remove_steps(folder: StepFolder, choose: Callable[[StepMetrics], Collection[
         if each.error is not None and is_half_deleted(folder.path(each.step)):
             _try_to_remove(folder, each.step)
     holds.drop_ended()
+    drop_marks(folder.find(MARKS_NAME), folder.directories())
     _remove_leftovers(folder)
     return removed
 
@@ -106,10 +108,11 @@ def discard_steps_after(folder: StepFolder, step: int) -> list[int]:
     later = [each for each in folder.steps() if each > step]
     if not later:
         return []
-    if not any(folder.inspect_step(each).is_loadable for each in folder.steps() if each <= step):
+    earlier = (folder.inspect_step(each) for each in folder.steps() if each <= step)
+    if not any(each.is_loadable and not each.has_failed for each in earlier):
         raise CheckpointingException(
-            f"{folder}: no step up to {step} can be loaded, so that none would be left without the later ones: "
-            f"{listed([*map(str, later)])}"
+            f"{folder}: no step up to {step} can be loaded and has not failed a verification, so that none would be "
+            f"left without the later ones: {listed([*map(str, later)])}"
         )
     holds = Holds(folder).find()
     held = {each: holds[name] for each in later if (name := folder.names.name(each)) in holds}

@@ -26,10 +26,11 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from shardckpt.commit import Owner
 from shardckpt.errors import CheckpointingException, StorageError
+from shardckpt.manager.small_files import put_small_file, remove_temporaries
 from shardckpt.manager.step_resolution import check_step, find_newest
 from shardckpt.manager.steps import StepFolder
 from shardckpt.plugins import get_plugin_manager
-from shardckpt.storage import attempt, on_store, put_file, read_file, wrap_os_errors
+from shardckpt.storage import attempt, on_store, read_file, wrap_os_errors
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -42,7 +43,6 @@ logger = logging.getLogger(__name__)
 
 _DIRECTORY = ".shardckpt-holds"
 _NAME = re.compile(r"(?P<directory>.+)\.(?P<kind>lease|pin|removal)\.[0-9a-f]{32}\.json")
-_TEMPORARY = re.compile(r"(?P<owner>[0-9a-f]{32})\.[0-9a-f]{32}\.tmp")
 _LARGEST = 64 << 10  # bytes of a file; ours have some 200
 #: Seconds after which the mark of a removal counts for nothing: its process was stopped, or is on a host that is gone.
 _REMOVAL_SECONDS = 600.0
@@ -137,15 +137,7 @@ class Holds:
         Raises:
             StorageError: it cannot be written.
         """
-        place, data = self._folder.find(_DIRECTORY), hold.model_dump_json().encode()
-        while True:
-            if on_store(place) is None:
-                with wrap_os_errors("make", place):
-                    place.mkdir(exist_ok=True)
-            # another process may remove the directory, which is empty, before this file is in it
-            with contextlib.suppress(FileNotFoundError):
-                put_file(place / name, data, f"{Owner.current().text}.{uuid.uuid4().hex}.tmp")
-                return
+        put_small_file(self._folder.find(_DIRECTORY), name, hold.model_dump_json().encode())
 
     def drop(self, name: str) -> None:
         """Remove a file of the directory, and the directory once it is empty; no error if that is done already."""
@@ -165,11 +157,8 @@ class Holds:
                 self.drop(name)
         place = self._folder.find(_DIRECTORY)
         if on_store(place) is None and place.is_dir():
-            for path in place.glob("*.tmp"):
-                if (match := _TEMPORARY.fullmatch(path.name)) and Owner.from_text(match["owner"]).is_alive() is False:
-                    self.drop(path.name)
-            with contextlib.suppress(OSError):  # it is not empty
-                place.rmdir()
+            with wrap_os_errors("clean", place):
+                remove_temporaries(place)
 
     def _read_all(self, directory: str | None = None) -> dict[str, Hold]:
         """Return what each file says, by name; of one step's directory, if given."""

@@ -18,6 +18,7 @@ from shardckpt.errors import (
 )
 from shardckpt.huggingface import huggingface_index
 from shardckpt.manager.holds import Holds
+from shardckpt.manager.marks import find_mark_of
 from shardckpt.manager.steps import StepFolder, parse_step
 from shardckpt.manifest import FINGERPRINTS_NAME, MARKER_NAME
 from shardckpt.plugins import choose_reader, get_plugin_manager, hold_checkpoint
@@ -65,6 +66,8 @@ class CheckpointSummary:
         fingerprint: That of all tensors together, 32 hex digits, if the save has stored any: equal for equal keys and
             values, whatever the sharding and the format. ``""`` if not.
         held: The leases and pins that keep it from removal, for people.
+        mark: The verdict of ``shardckpt verify --mark`` about this save, for people; ``""`` if there is none.
+        has_failed: Whether that verdict is that it is not as it was written.
     """
 
     path: str
@@ -78,6 +81,8 @@ class CheckpointSummary:
     writer: str = ""
     fingerprint: str = ""
     held: tuple[str, ...] = ()
+    mark: str = ""
+    has_failed: bool = False
 
     @property
     def is_checkpoint(self) -> bool:
@@ -153,6 +158,8 @@ def _inspect(directory: Path, summary: CheckpointSummary, plugins: PluginManager
     """Return the summary of a checkpoint, as its manifest, and of another library's its index, describe it."""
     place, manifest = hold_checkpoint(directory, plugins)
     step = summary.step if manifest.lineage.step is None else manifest.lineage.step
+    if (mark := find_mark_of(directory, manifest)) is not None:
+        summary = replace(summary, mark=str(mark), has_failed=mark.verdict == "failed")
     summary = replace(
         summary, step=step, strategy=f"{manifest.backend}@{manifest.version}", writer=_find_writer(manifest)
     )

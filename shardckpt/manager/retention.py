@@ -7,12 +7,15 @@ import math
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from numbers import Integral
-from typing import Annotated, Any, Literal, TypeGuard
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeGuard
 
 from pydantic import ConfigDict, Field, GetPydanticSchema
 from pydantic.dataclasses import dataclass
 
 from shardckpt.errors import CheckpointingException
+
+if TYPE_CHECKING:
+    from shardckpt.manager.marks import StepState
 
 
 class Metrics(dict[str, Any]):
@@ -20,11 +23,15 @@ class Metrics(dict[str, Any]):
 
     Attributes:
         saved_at: When it was saved, in seconds since 1970; None if that is not known (on a store, of older releases).
+        state: ``verified`` or ``failed`` if ``shardckpt verify --mark`` has said so of this save, else ``candidate``.
     """
 
-    def __init__(self, metrics: Mapping[str, Any], saved_at: float | None = None) -> None:
+    def __init__(
+        self, metrics: Mapping[str, Any], saved_at: float | None = None, state: StepState = "candidate"
+    ) -> None:
         super().__init__(metrics)
         self.saved_at = saved_at
+        self.state = state
 
 
 #: The :class:`Metrics` of each checkpoint by its step, in ascending order of the steps.
@@ -148,13 +155,50 @@ class KeepPinned:
         return [step for step in self.steps if step in steps]
 
 
-_BUILT_IN = {policy.__name__: policy for policy in (KeepLatest, KeepEvery, KeepNear, KeepRecent, KeepBest, KeepPinned)}
+@dataclass(frozen=True, config=_STRICT)
+class KeepVerified:
+    """Keeps the highest steps that ``shardckpt verify --mark`` has found to be as they were written.
+
+    Attributes:
+        count: How many steps.
+    """
+
+    count: _Count
+
+    def __call__(self, steps: StepMetrics) -> list[int]:
+        """Return the highest verified steps."""
+        return [step for step in steps if get_state(steps[step]) == "verified"][-self.count :]
+
+
+_BUILT_IN = {
+    policy.__name__: policy
+    for policy in (KeepLatest, KeepEvery, KeepNear, KeepRecent, KeepBest, KeepPinned, KeepVerified)
+}
+
+
+def get_state(metrics: Mapping[str, Any]) -> StepState:
+    """Return what is known of a step's bytes, given its metrics."""
+    return metrics.state if isinstance(metrics, Metrics) else "candidate"
+
+
+def find_needed_steps(checkpoints: StepMetrics) -> dict[int, str]:
+    """Return the steps that no policy may remove, each with the reason.
+
+    They are the newest; the newest that was not marked as failed, which a load takes; and the newest verified one.
+    """
+    states = {step: get_state(metrics) for step, metrics in sorted(checkpoints.items())}
+    reasons = {
+        "it is the newest verified one": [step for step, state in states.items() if state == "verified"],
+        "it is the newest that has not failed": [step for step, state in states.items() if state != "failed"],
+        "it is the newest": list(states),
+    }
+    return {steps[-1]: reason for reason, steps in reasons.items() if steps}
 
 
 def steps_to_remove(
     policies: Collection[RetentionPolicy], checkpoints: StepMetrics, protected: Collection[int] = ()
 ) -> list[int]:
-    """Choose the steps that no policy keeps; the highest step is always kept.
+    """Choose the steps that no policy keeps, of those that :func:`find_needed_steps` does not name.
 
     Args:
         policies: If empty, all steps are kept.
@@ -169,7 +213,7 @@ def steps_to_remove(
     """
     if not policies or not checkpoints:
         return []
-    kept = {max(checkpoints), *protected}
+    kept = {*find_needed_steps(checkpoints), *protected}
     for policy in policies:
         kept |= _kept_by(policy, {step: checkpoints[step] for step in sorted(checkpoints)})
     return sorted(checkpoints.keys() - kept)
@@ -193,8 +237,8 @@ def parse_policy(given: Any) -> RetentionPolicy:
     if not callable(given) or isinstance(given, type):
         raise ValueError(
             f"{given!r:.100} is not a retention policy: give KeepLatest(3), KeepEvery(1000), KeepNear(1000), "
-            "KeepRecent(hours=24), KeepBest('loss', 2), KeepPinned([500]), or a function that is given the metrics by "
-            "step and returns the steps to keep"
+            "KeepRecent(hours=24), KeepBest('loss', 2), KeepPinned([500]), KeepVerified(1), or a function that is "
+            "given the metrics by step and returns the steps to keep"
         )
     return given  # type: ignore[no-any-return]
 

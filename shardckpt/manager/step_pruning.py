@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from shardckpt.engine import measure
 from shardckpt.manager.garbage_collection import remove_steps
 from shardckpt.manager.holds import Holds
-from shardckpt.manager.retention import describe_policy, steps_to_remove
+from shardckpt.manager.retention import describe_policy, find_needed_steps, steps_to_remove
 from shardckpt.manager.steps import NAMINGS, StepFolder
 from shardckpt.plugins import get_plugin_manager
 
@@ -48,9 +48,9 @@ def prune_steps(
     """Remove the checkpoints of steps that no policy keeps. Not collective: one process calls.
 
     The rules are those of a CheckpointManager: only complete checkpoints that can be loaded here are counted and
-    removed, no link, no damaged one, none that is leased or pinned, and never the newest. Directories of each way to
-    name steps (``step-<n>``, ``iter_<n>``, ``checkpoint-<n>``, ...) are counted separately. A killed removal is
-    finished by the next one.
+    removed, no link, no damaged one, none that is leased or pinned, and never the newest, nor the newest verified one.
+    Directories of each way to name steps (``step-<n>``, ``iter_<n>``, ``checkpoint-<n>``, ...) are counted separately.
+    A killed removal is finished by the next one.
 
     Args:
         folder: The directory or URL that has the steps' directories.
@@ -112,7 +112,8 @@ def _explain_kept(
     step: int, policies: Collection[RetentionPolicy], counted: StepMetrics, protected: Collection[int]
 ) -> str:
     """Return what keeps a step, of all that do."""
-    reasons = ["it is the newest"] if step == max(counted) else []
+    needed = find_needed_steps(counted)
+    reasons = [needed[step]] if step in needed else []
     reasons += ["it is protected"] if step in protected else []
     for policy in policies:
         if step in {*policy(counted)}:

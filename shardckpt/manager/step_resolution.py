@@ -46,8 +46,9 @@ def read_step(folder: StepFolder, reader: StepReader, comm: Comm, step: int = NE
 def resolve_step(folder: StepFolder, comm: Comm, step: int = NEWEST, without: Collection[int] = ()) -> int | None:
     """Collective: choose the step to load. The main rank alone looks: on slow file systems others may see less.
 
-    A checkpoint that is damaged or was never committed is skipped with a warning that names it. A complete checkpoint
-    that no installed strategy can read is an error instead: to continue from an older step would lose training.
+    A step that is damaged, was never committed, or was marked as failed by a verification is skipped with a warning
+    that names it. A complete checkpoint that no installed strategy can read is an error instead: to continue from an
+    older step would lose training.
 
     Args:
         folder: The folder of the steps, the same on all ranks.
@@ -96,7 +97,7 @@ def find_newest(folder: StepFolder, without: Collection[int] = ()) -> int | None
 
     Raises:
         CannotLoadError: no installed strategy can read the newest complete checkpoint.
-        CorruptCheckpointError: no step can be loaded, and some are damaged.
+        CorruptCheckpointError: no step can be loaded, and some are damaged, or marked as failed.
         StorageError: the folder cannot be listed.
     """
     damaged = len(without)
@@ -106,6 +107,15 @@ def find_newest(folder: StepFolder, without: Collection[int] = ()) -> int | None
         found = folder.inspect_step(step)
         if found.refusal is not None:
             raise found.refusal
+        if found.has_failed:
+            logger.warning(
+                "step %d in %s is skipped, %s; to load it all the same, name it, or verify it with --mark again",
+                step,
+                folder,
+                found.mark,
+            )
+            damaged += 1
+            continue
         if found.error is None:
             return step
         what = "damaged" if found.is_damaged else "not a complete checkpoint"
@@ -113,7 +123,8 @@ def find_newest(folder: StepFolder, without: Collection[int] = ()) -> int | None
         damaged += found.is_damaged
     if damaged:
         raise CorruptCheckpointError(
-            f"{folder}: no checkpoint there can be loaded, and {damaged} are damaged (the log names them); to start "
+            f"{folder}: no checkpoint there can be loaded, and {damaged} are damaged or failed a verification (the "
+            "log names them); to start "
             "the training from the beginning, move them away or give another folder"
         )
     return None

@@ -15,6 +15,7 @@ from shardckpt.errors import (
     StorageError,
     listed,
 )
+from shardckpt.manager.marks import MARKS_NAME, find_mark
 from shardckpt.manager.retention import Metrics
 from shardckpt.plugins import choose_reader, hold_checkpoint
 from shardckpt.storage import (
@@ -32,6 +33,7 @@ from shardckpt.storage import (
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from shardckpt.manager.marks import Mark
     from shardckpt.manifest import Manifest
     from shardckpt.plugins import PluginManager
 
@@ -93,6 +95,7 @@ class StepCheckpoint:
         error: Why it is not a complete checkpoint: it was never committed, or is damaged. None if it is complete.
         refusal: Why no installed strategy can read a complete checkpoint; None if one can.
         changed_at: When its last file was written, in seconds since 1970; None if it is not complete, or on a store.
+        mark: The verdict of a verification of this save; None if there is none.
     """
 
     step: int
@@ -100,11 +103,17 @@ class StepCheckpoint:
     error: CheckpointingException | None = None
     refusal: CannotLoadError | None = None
     changed_at: float | None = None
+    mark: Mark | None = None
 
     @property
     def is_loadable(self) -> bool:
         """Whether it is committed, has all its files, and an installed strategy can read it."""
         return self.error is None and self.refusal is None
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether a verification has marked it as failed."""
+        return self.mark is not None and self.mark.verdict == "failed"
 
     @property
     def is_damaged(self) -> bool:
@@ -128,6 +137,7 @@ class StepCheckpoint:
         return Metrics(
             metrics if isinstance(metrics, dict) else {},
             float(saved_at) if isinstance(saved_at, int | float) else None,
+            "candidate" if self.mark is None else self.mark.verdict,
         )
 
 
@@ -215,7 +225,8 @@ class StepFolder:
             if manifest is None:
                 return StepCheckpoint(step, error=_without_frames(exc))
             return StepCheckpoint(step, manifest, refusal=_without_frames(exc))
-        return StepCheckpoint(step, manifest, changed_at=_find_time(directory))
+        mark = find_mark(self.find(MARKS_NAME), self.names.name(step), found)
+        return StepCheckpoint(step, manifest, changed_at=_find_time(directory), mark=mark)
 
     def committed(self) -> list[StepCheckpoint]:
         """Return the checkpoints that can be loaded, in ascending order of steps."""

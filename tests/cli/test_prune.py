@@ -58,6 +58,32 @@ def test_prune_keeps_what_a_policy_keeps(backend: Backend, folder: Path, capsys:
     assert capsys.readouterr().out.splitlines()[-1] == "0 bytes freed"
 
 
+@pytest.mark.parametrize(
+    ("options", "left"),
+    [
+        (["--keep-near", "4"], [1, 4, 5]),
+        (["--keep-hours", "1"], [1, 2, 3, 4, 5]),
+        (["--keep-verified", "1"], [2, 5]),
+        (["--keep-near", "3", "--keep-verified", "1"], [1, 2, 3, 5]),
+    ],
+)
+def test_prune_takes_each_policy(folder: Path, options: list[str], left: list[int]) -> None:
+    """The options combine: what any of them keeps stays, and the newest and the newest verified step in any case."""
+    if "--keep-verified" in options:
+        assert main(["verify", str(folder / "step-2"), "--mark"]) == 0
+    assert main(["prune", str(folder), *options]) == 0
+    assert _steps(folder) == left
+
+
+@pytest.mark.parametrize("hours", ["0", "-1", "inf", "nan", "day"])
+def test_prune_refuses_hours_that_are_none(folder: Path, capsys: pytest.CaptureFixture[str], hours: str) -> None:
+    """A time that is no positive number is an error of the command line, and nothing is removed."""
+    with pytest.raises(SystemExit):
+        main(["prune", str(folder), f"--keep-hours={hours}"])
+    assert "is not a number of hours above 0" in capsys.readouterr().err
+    assert _steps(folder) == [1, 2, 3, 4, 5]
+
+
 def test_prune_counts_no_damaged_step(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A damaged step is kept, with its fault, and is not the newest of what can be loaded."""
     damage(folder / "step-5" / "__0_0.distcp", "cut by a byte")

@@ -1,0 +1,232 @@
+"""Marks: the verdict of a verification about a checkpoint, kept beside it.
+
+A mark is a small JSON file in the hidden directory ``.shardckpt-marks`` beside the steps, on a store an object there: a
+checkpoint itself is never written into. It names the save that was checked: of another save, which replaced the
+checkpoint under the same name, it says nothing.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import logging
+import os
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from shardckpt.engine import locate
+from shardckpt.errors import CheckpointingException, StorageError
+from shardckpt.manager.small_files import put_small_file, remove_temporaries
+from shardckpt.plugins import get_plugin_manager, hold_checkpoint
+from shardckpt.storage import attempt, on_store, read_file, retry_if_replaced, wrap_os_errors
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+    from shardckpt.manifest import Manifest, Record
+
+logger = logging.getLogger(__name__)
+
+#: The directory of the marks, beside the checkpoints.
+MARKS_NAME = ".shardckpt-marks"
+_SUFFIX = ".json"
+_LARGEST = 64 << 10  # bytes of a file; ours have some 300
+_LISTED = 5  # faults that a mark names
+
+#: What a verification found.
+Verdict = Literal["verified", "failed"]
+#: What is known of a step's bytes: ``candidate`` if nothing is.
+StepState = Literal["candidate", "verified", "failed"]
+
+
+class Mark(BaseModel):
+    """The verdict about one save of a checkpoint.
+
+    Attributes:
+        verdict: ``verified``: every file is as it was written. ``failed``: some are not.
+        save_id: The save that was checked.
+        root: The SHA-256 that the save's record has of itself, and with it of the digests of all files.
+        checked: How the files were checked: ``digests`` of all bytes, or else ``structure``.
+        files: How many were checked.
+        faults: What is wrong, the first few.
+        time: When the check ended, in seconds since 1970.
+        writer: The release that checked, such as ``shardckpt 0.1.0``.
+    """
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+    verdict: Verdict
+    save_id: str
+    root: str
+    checked: Literal["digests", "structure"]
+    files: int
+    faults: tuple[str, ...] = ()
+    time: float
+    writer: str
+
+    def __str__(self) -> str:
+        day = time.strftime("%Y-%m-%d", time.gmtime(self.time))
+        why = f": {'; '.join(self.faults)}" if self.faults else ""
+        return f"marked {self.verdict} on {day} by {self.checked}{why}"
+
+    def is_about(self, manifest: Manifest) -> bool:
+        """Return whether the checkpoint with this manifest is the save that was checked."""
+        return manifest.record is not None and _identify(manifest.record) == (self.save_id, self.root)
+
+
+def find_mark(place: Path, name: str, manifest: Manifest) -> Mark | None:
+    """Return the mark of a checkpoint; None if it has none, or that of another save. Not collective.
+
+    Args:
+        place: The directory of the marks, :data:`MARKS_NAME` beside the checkpoint.
+        name: The name of the checkpoint's directory.
+        manifest: The checkpoint's.
+
+    Raises:
+        StorageError: the store does not answer, which must not pass for a checkpoint without a mark.
+    """
+    if manifest.record is None:
+        return None
+    path = place / f"{name}{_SUFFIX}"
+    try:
+        mark = Mark.model_validate_json(read_file(path, _LARGEST))
+    except FileNotFoundError:
+        return None
+    except StorageError as exc:
+        if isinstance(exc.__cause__, FileNotFoundError):
+            return None
+        raise
+    except (ValidationError, CheckpointingException) as exc:
+        logger.warning(
+            "%s is no mark, and counts for nothing: verify %s with --mark again: %s",
+            path,
+            name,
+            str(exc).splitlines()[0],
+        )
+        return None
+    return mark if mark.is_about(manifest) else None
+
+
+def find_mark_of(checkpoint: Path, manifest: Manifest) -> Mark | None:
+    """Return the mark of a checkpoint at a path or URL; see :func:`find_mark`."""
+    remote = on_store(checkpoint)
+    return find_mark(*_find_place(checkpoint if remote is None else remote.url), manifest)
+
+
+def identify_save(checkpoint: str | os.PathLike[str]) -> tuple[str, str]:
+    """Return what names the save that is at a path now, for :func:`mark_checkpoint`. Not collective.
+
+    Raises:
+        CannotLoadError: there is no checkpoint.
+        CheckpointingException: it has no record of its save, so that a mark could not be told from another save's.
+    """
+    directory = locate(checkpoint, get_plugin_manager())
+    manifest = retry_if_replaced(lambda: hold_checkpoint(directory, get_plugin_manager())[1], directory)
+    if manifest.record is None:
+        raise CheckpointingException(
+            f"{directory} cannot be marked: another library saved it, and nothing in it tells this save from "
+            "another at the same path; convert it (shardckpt convert), and mark what that writes"
+        )
+    return _identify(manifest.record)
+
+
+def mark_checkpoint(
+    checkpoint: str | os.PathLike[str],
+    save: tuple[str, str],
+    verdict: Verdict,
+    *,
+    checked: Literal["digests", "structure"],
+    files: int,
+    faults: Collection[str] = (),
+) -> Mark:
+    """Write the verdict of a verification beside a checkpoint; it replaces an earlier one. Not collective.
+
+    Args:
+        checkpoint: The checkpoint's directory or URL.
+        save: What :func:`identify_save` returned before the verification.
+        verdict: What was found.
+        checked: How the files were checked.
+        files: How many were.
+        faults: What is wrong.
+
+    Returns:
+        The mark.
+
+    Raises:
+        CheckpointingException: another save has replaced the checkpoint since; nothing is written.
+        StorageError: the mark cannot be written.
+    """
+    if identify_save(checkpoint) != save:
+        raise CheckpointingException(
+            f"{checkpoint} was replaced by another save while it was verified: it is not marked; verify it again"
+        )
+    mark = Mark(
+        verdict=verdict,
+        save_id=save[0],
+        root=save[1],
+        checked=checked,
+        files=files,
+        faults=tuple(faults)[:_LISTED],
+        time=time.time(),
+        writer=f"shardckpt {importlib.metadata.version('shardckpt')}",
+    )
+    place, name = _find_place(checkpoint)
+    put_small_file(place, f"{name}{_SUFFIX}", mark.model_dump_json().encode())
+    return mark
+
+
+def drop_marks(place: Path, existing: Collection[str]) -> None:
+    """Remove the marks of checkpoints that are gone, and the directory once it is empty. Not collective.
+
+    Args:
+        place: The directory of the marks.
+        existing: The names of the checkpoints that exist.
+
+    Raises:
+        StorageError: the directory cannot be read.
+    """
+    with wrap_os_errors("remove marks in", place):
+        if (remote := on_store(place)) is not None:
+            for name in attempt("list", remote, remote.folder.files):
+                gone = name.endswith(_SUFFIX) and name.removesuffix(_SUFFIX) not in existing
+                if gone and (mark := on_store(place / name)) is not None:
+                    mark.delete()
+            return
+        if not place.is_dir():
+            return
+        for path in place.glob(f"*{_SUFFIX}"):
+            if path.name.removesuffix(_SUFFIX) not in existing:
+                path.unlink(missing_ok=True)
+        remove_temporaries(place)
+
+
+def _identify(record: Record) -> tuple[str, str]:
+    return record.save_id, record.self_digest
+
+
+def _find_place(checkpoint: str | os.PathLike[str]) -> tuple[Path, str]:
+    """Return the directory of the marks, and the checkpoint's name in it, as a manager of the folder looks for it."""
+    text = os.fspath(checkpoint)
+    if "://" in text:
+        folder, _, name = text.rstrip("/").rpartition("/")
+        return locate(f"{folder}/{MARKS_NAME}", get_plugin_manager()), name
+    path = Path(text).absolute()
+    resolved = path.resolve()
+    # `latest` may be a link to a step beside it, whose mark it is; a step may be a link to elsewhere
+    name = resolved.name if resolved.parent == path.parent.resolve() else path.name
+    return path.parent.resolve() / MARKS_NAME, name
+
+
+__all__ = [
+    "MARKS_NAME",
+    "Mark",
+    "StepState",
+    "Verdict",
+    "drop_marks",
+    "find_mark",
+    "find_mark_of",
+    "identify_save",
+    "mark_checkpoint",
+]

@@ -1,0 +1,186 @@
+"""States of a step: the verdict of a verification, kept beside the checkpoint."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardckpt.cli import main
+from shardckpt.commit import Owner
+from shardckpt.errors import CheckpointingException, CorruptCheckpointError
+from shardckpt.manager import KeepLatest, KeepVerified, Metrics, identify_save, mark_checkpoint, prune_steps
+from shardckpt.manager.garbage_collection import collect_garbage, discard_steps_after
+from shardckpt.manager.marks import MARKS_NAME
+from shardckpt.manager.retention import steps_to_remove
+from shardckpt.manager.step_resolution import check_step, find_newest
+from tests import backends
+from tests.cli.checkpoints import save_plain_dcp
+from tests.commit import owners
+from tests.manager import folders
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+PLACES = pytest.mark.parametrize("place", ["{}", "local://{}"], ids=["directory", "store"])
+
+
+def _flip(path: Path) -> None:
+    """Change a byte of the data, which only its digest shows."""
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def _state(folder: str | Path, step: int) -> str:
+    return folders.steps_of(folder).inspect_step(step).metrics.state
+
+
+@backends.both
+@PLACES
+def test_a_failed_step_is_not_loaded(
+    backend: backends.Backend, tmp_path: Path, place: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What `verify --mark` finds damaged, which sizes do not show, is passed over by name for the step before it."""
+    folder = place.format(tmp_path / "run")
+    folders.save_all(folder, 1, 2)
+    _flip(tmp_path / "run" / "step-2" / backend.data_file(0))
+    assert find_newest(folders.steps_of(folder)) == 2
+    assert main(["verify", folder, "--mark"]) == 1
+    assert [_state(folder, step) for step in (1, 2)] == ["verified", "failed"]
+    with caplog.at_level(logging.WARNING):
+        assert find_newest(folders.steps_of(folder)) == 1
+    (said,) = (record.getMessage() for record in caplog.records)
+    assert "step 2 in" in said
+    assert "is skipped, marked failed on" in said
+    assert "digest differs" in said
+    assert check_step(folders.steps_of(folder), 2) == 2  # who names it gets it, with the digests to check it
+
+
+def test_only_failed_steps_do_not_begin_the_training_anew(tmp_path: Path) -> None:
+    """Where every step failed, a load is an error, and a rewind to one of them is refused."""
+    folders.save_all(tmp_path, 1, 2)
+    for step in (1, 2):
+        _flip(tmp_path / f"step-{step}" / backends.data_file(0))
+    assert main(["verify", str(tmp_path), "--mark"]) == 1
+    with pytest.raises(CorruptCheckpointError, match="2 are damaged or failed a verification"):
+        find_newest(folders.steps_of(tmp_path))
+    with pytest.raises(CheckpointingException, match=r"no step up to 1 .* has not failed a verification"):
+        discard_steps_after(folders.steps_of(tmp_path), 1)
+
+
+@PLACES
+def test_a_mark_is_about_one_save(tmp_path: Path, place: str) -> None:
+    """Another save at the same path has no mark, and a repaired checkpoint is marked anew."""
+    folder = place.format(tmp_path / "run")
+    folders.save(folder, 1)
+    assert main(["verify", f"{folder}/step-1", "--mark"]) == 0
+    assert _state(folder, 1) == "verified"
+    shutil.rmtree(tmp_path / "run" / "step-1")
+    folders.save(folder, 1)
+    assert _state(folder, 1) == "candidate"
+    _flip(tmp_path / "run" / "step-1" / backends.data_file(0))
+    assert main(["verify", f"{folder}/step-1", "--mark"]) == 1
+    assert _state(folder, 1) == "failed"
+    _flip(tmp_path / "run" / "step-1" / backends.data_file(0))
+    assert main(["verify", f"{folder}/step-1", "--mark"]) == 0
+    assert _state(folder, 1) == "verified"
+
+
+def test_a_verdict_comes_too_late_after_an_overwrite(tmp_path: Path) -> None:
+    """A save that replaces the checkpoint while it is verified does not get the verdict."""
+    folders.save(tmp_path, 1)
+    before = identify_save(tmp_path / "step-1")
+    shutil.rmtree(tmp_path / "step-1")
+    folders.save(tmp_path, 1)
+    with pytest.raises(CheckpointingException, match="replaced by another save while it was verified"):
+        mark_checkpoint(tmp_path / "step-1", before, "verified", checked="digests", files=4)
+    assert not (tmp_path / MARKS_NAME).exists()
+
+
+def test_ls_shows_the_verdict(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Verified and failed stand in the row, and a failed one in the exit code; no mark is no word."""
+    folders.save_all(tmp_path, 1, 2, 3)
+    assert main(["verify", str(tmp_path / "step-1"), "--mark"]) == 0
+    assert main(["ls", str(tmp_path)]) == 0
+    _flip(tmp_path / "step-2" / backends.data_file(0))
+    assert main(["verify", str(tmp_path / "step-2"), "--mark"]) == 1
+    capsys.readouterr()
+    assert main(["ls", str(tmp_path), "--json"]) == 1
+    found = {each["step"]: each for each in json.loads(capsys.readouterr().out)}
+    assert [found[step]["has_failed"] for step in (1, 2, 3)] == [False, True, False]
+    assert found[1]["mark"].startswith("marked verified on ")
+    assert "digest differs" in found[2]["mark"]
+    assert found[3]["mark"] == ""
+
+
+def test_a_link_to_a_step_is_that_step(tmp_path: Path) -> None:
+    """A verdict about `latest`, a link to a step beside it, is about the step."""
+    folders.save(tmp_path, 1)
+    (tmp_path / "latest").symlink_to("step-1")
+    assert main(["verify", str(tmp_path / "latest"), "--mark"]) == 0
+    assert _state(tmp_path, 1) == "verified"
+
+
+def test_no_mark_without_a_record(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A checkpoint that nothing tells from another save at its path is not marked, and the error says what to do."""
+    path = save_plain_dcp(tmp_path)
+    assert main(["verify", str(path), "--mark"]) == 2
+    assert "shardckpt convert" in capsys.readouterr().err
+    assert not (path.parent / MARKS_NAME).exists()
+
+
+@PLACES
+def test_the_newest_verified_step_stays(tmp_path: Path, place: str) -> None:
+    """No policy removes it, prune says why it is kept, and the marks of removed steps go with them."""
+    folder = place.format(tmp_path / "run")
+    folders.save_all(folder, 1, 2, 3, 4)
+    for step in (1, 2):
+        assert main(["verify", f"{folder}/step-{step}", "--mark"]) == 0
+    kept = {each.step: each.kept for each in prune_steps(folder, [KeepLatest(1)], dry_run=True)}
+    assert kept == {1: "", 2: "it is the newest verified one", 3: "", 4: "it is the newest, KeepLatest(count=1)"}
+    assert collect_garbage(folders.steps_of(folder), [KeepLatest(1)]) == [1, 3]
+    assert folders.names_in(tmp_path / "run" / MARKS_NAME) == {"step-2.json"}
+    assert main(["verify", f"{folder}/step-4", "--mark"]) == 0
+    assert collect_garbage(folders.steps_of(folder), [KeepVerified(1)]) == [2]
+
+
+def test_what_a_killed_mark_leaves_is_removed(tmp_path: Path) -> None:
+    """A collection removes the half of a file whose process is dead, and the directory once it is empty."""
+    folders.save_all(tmp_path, 1, 2)
+    (tmp_path / MARKS_NAME).mkdir()
+    (tmp_path / MARKS_NAME / f"{owners.dead().text}.{'0' * 32}.tmp").touch()
+    alive = tmp_path / MARKS_NAME / f"{Owner.current().text}.{'0' * 32}.tmp"
+    alive.touch()
+    collect_garbage(folders.steps_of(tmp_path), [KeepLatest(2)])
+    assert folders.names_in(tmp_path / MARKS_NAME) == {alive.name}
+    alive.unlink()
+    collect_garbage(folders.steps_of(tmp_path), [KeepLatest(2)])
+    assert folders.names_in(tmp_path) == {"step-1", "step-2"}
+
+
+def test_a_mark_that_is_none_counts_for_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Bytes that are no mark are named in a warning; the step is a candidate, and can be loaded."""
+    folders.save(tmp_path, 1)
+    (tmp_path / MARKS_NAME).mkdir()
+    (tmp_path / MARKS_NAME / "step-1.json").write_text("{")
+    with caplog.at_level(logging.WARNING):
+        assert find_newest(folders.steps_of(tmp_path)) == 1
+    assert "is no mark" in caplog.text
+
+
+STATES = st.dictionaries(st.integers(0, 50), st.sampled_from(["candidate", "verified", "failed"]), max_size=12)
+
+
+@given(STATES, st.lists(st.builds(KeepLatest, st.integers(1, 3)) | st.just(lambda _: ()), min_size=1))
+def test_no_policy_removes_what_a_load_needs(states: dict[int, Any], policies: list[Any]) -> None:
+    """Whatever is marked, the newest step, the newest that has not failed and the newest verified one stay."""
+    removed = steps_to_remove(policies, {step: Metrics({}, None, state) for step, state in states.items()})
+    for wanted in (("candidate", "verified", "failed"), ("candidate", "verified"), ("verified",)):
+        chosen = [step for step, state in states.items() if state in wanted]
+        assert not chosen or max(chosen) not in removed
