@@ -53,9 +53,46 @@ def open_source(
         NotACheckpointError: It is something else, which the error names.
         CheckpointingException: It cannot be read.
     """
+    with _open(location, *_recognise(location, plugins), plugins, allow_globals) as opened:
+        yield opened
+
+
+@contextmanager
+def open_staged(
+    staging: Path, files: Path, plugins: PluginManager, allow_globals: tuple[object, ...] = ()
+) -> Iterator[OpenCheckpoint]:
+    """Open what was written and is not committed. Not collective.
+
+    Args:
+        staging: The staging directory or file; of a checkpoint, it has the record and ``metadata.json``.
+        files: Where all other files of a checkpoint are: ``staging``, or a store folder, which has no marker yet.
+        plugins: The plugin manager.
+        allow_globals: As for :func:`open_source`.
+
+    Yields:
+        What is opened; it is closed at the end of the block.
+
+    Raises:
+        CheckpointingException: It cannot be read.
+    """
+    place, manifest, strategy = _recognise(staging, plugins, is_staged=True)
+    if files != staging:
+        place = open_directory(files)
+    with _open(files, place, manifest, strategy, plugins, allow_globals) as opened:
+        yield opened
+
+
+@contextmanager
+def _open(
+    location: Path,
+    place: Path,
+    manifest: Manifest,
+    strategy: LoadStrategy,
+    plugins: PluginManager,
+    allow_globals: tuple[object, ...],
+) -> Iterator[OpenCheckpoint]:
     comm = Comm(alone=True)
     operation = Operation("load", location, comm, plugins)
-    place, manifest, strategy = _recognise(location, plugins)
     operation.set_strategy(strategy)
     with CheckpointReader(place, manifest, verify=True) as reader:
         if is_read_again() and manifest.record is not None:  # as when a checkpoint is opened for a load
@@ -128,14 +165,16 @@ def check_source(
         raise (NotACheckpointError(f"{location} is {what}") if what else error) from None
 
 
-def _recognise(location: Path, plugins: PluginManager) -> tuple[Path, Manifest, LoadStrategy]:
+def _recognise(
+    location: Path, plugins: PluginManager, *, is_staged: bool = False
+) -> tuple[Path, Manifest, LoadStrategy]:
     """Return the directory of the files, the manifest and the strategy that reads them."""
     if has_local_files(location) and location.is_file():
         place = open_directory(location.parent)
         strategy: LoadStrategy = _recognise_file(location, place)
         return place, Manifest(backend=strategy.backend, version=strategy.version), strategy
     try:
-        place, manifest = hold_checkpoint(location, plugins)
+        place, manifest = hold_checkpoint(location, plugins, moved=is_staged)
     except (NotACheckpointError, IncompleteCheckpointError) as exc:
         found = _open_folder(location, exc)
         if found is None:
