@@ -14,7 +14,7 @@ from shardckpt.errors import (
     NotACheckpointError,
 )
 from shardckpt.huggingface import TorchFileLoadStrategy, check_folder, header_length, read_all_of_folder
-from shardckpt.maintenance.foreign import describe_file, describe_folder
+from shardckpt.maintenance.foreign import DAMAGED_ARCHIVE, describe_file, describe_folder
 from shardckpt.manifest import Manifest
 from shardckpt.plugins import choose_reader, get_plugin_manager, hold_checkpoint
 from shardckpt.storage import CheckpointReader, has_local_files, is_read_again, open_directory, wrap_os_errors
@@ -33,6 +33,8 @@ _ZIP, _LEGACY = b"PK\x03\x04", b"\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 #: The first bytes of a legacy file: the protocol of the pickle comes before the number.
 _PROTOCOL = 2
 _LENGTH = 8
+#: The upper half of the length of a safetensors header, and its first byte.
+_HEADER = b"\0\0\0\0{"
 
 
 @contextmanager
@@ -187,12 +189,17 @@ def _recognise(
 def _recognise_file(path: Path, place: Path) -> LoadStrategy:
     with wrap_os_errors("open", path), path.open("rb") as file:
         first = file.read(_PROTOCOL + len(_LEGACY))
-    if first[_PROTOCOL:] == _LEGACY or (first.startswith(_ZIP) and not describe_file(path)):
+    what = describe_file(path) if first.startswith(_ZIP) else ""
+    if first[_PROTOCOL:] == _LEGACY or (first.startswith(_ZIP) and not what):
         return TorchFileLoadStrategy(path.name)
+    if what == DAMAGED_ARCHIVE:
+        raise CorruptCheckpointError(f"{path} is {what}")
     try:
         header_length(first[:_LENGTH], path.stat().st_size, str(path))
         is_safetensors = first[_LENGTH : _LENGTH + 1] == b"{"
     except CorruptCheckpointError:
+        if first[_LENGTH // 2 : _LENGTH + 1] == _HEADER:  # it begins as one, and is cut in its header
+            raise
         is_safetensors = False
     if is_safetensors:
         return read_all_of_folder(place, path.name)[0]
