@@ -96,7 +96,7 @@ def convert_checkpoint(
     Raises:
         UnknownBackendError: no installed strategy saves ``to``.
         CannotLoadError: nothing that is installed reads ``old``, or it only looks like a format that is read.
-        CorruptCheckpointError: ``old`` is damaged, or what was written, and was not committed, has other values than were read.
+        CorruptCheckpointError: ``old`` is damaged, or what was written has other values than were read; it is removed.
         CheckpointingException: ``old`` is a checkpoint of that format already; or the new format refuses a tensor or
             object, which the error names.
 
