@@ -73,7 +73,7 @@ def start(folder: Path, to: str, moment: str = "") -> subprocess.Popen[str]:
 
 def finish(process: subprocess.Popen[str]) -> dict[str, Any]:
     """What a conversion that succeeds reports."""
-    out, err = process.communicate(timeout=120)
+    out, err = process.communicate(timeout=250)  # of fsync, where other programs fill the disk
     assert process.returncode == 0, err
     report: dict[str, Any] = json.loads(out)
     return report
