@@ -59,7 +59,7 @@ def convert_checkpoint(
     Keys, shapes, dtypes and bits stay, as do objects, common state and ``content_metadata``, unless an option or the
     format says otherwise: the report names what was left out. A tensor may be stored in other boxes than before. All
     that is read is checked against its digests, if it has any. What was written is read again before it is committed,
-    and its fingerprints are compared with those of what was read. A checkpoint at ``new`` has those of the tensors whose
+    and its fingerprints are compared with those of what was read. A checkpoint at ``new`` has those of tensors whose
     shapes stay, whether ``old`` has any or not.
 
     What a killed conversion to a directory or file has left is gone on with, if it was on this host since its last
