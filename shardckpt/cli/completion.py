@@ -20,7 +20,7 @@ _PROGRAM = "shardckpt"
 _BASH = """_shardckpt() {
     local current=${COMP_WORDS[COMP_CWORD]} verb="" word words
     COMPREPLY=()
-    for word in "${COMP_WORDS[@]:1:COMP_CWORD-1}"; do
+    for word in "${COMP_WORDS[@]:1:$((COMP_CWORD - 1))}"; do
         [[ $word == -* ]] || { verb=$word; break; }
     done
     case "$verb ${COMP_WORDS[COMP_CWORD-1]}" in

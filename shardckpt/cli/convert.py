@@ -9,14 +9,14 @@ torch.save, which is read without running code in it.
   hf     a Hugging Face folder, as `shardckpt export` writes it: the model's tensors alone
   torch  one file that torch.load reads with weights_only: plain tensors in builtin containers
 
-DST is complete or absent. At the end it is read again, and the fingerprints of all tensors are compared with those of
-what was read: a line for each. A conversion that was killed leaves nothing at DST; run it again with the same
-options, on the same host, and it goes on with what was written. Where SRC or an option has changed, it starts anew, and
-says so.
+DST is complete or absent. Before it gets its name it is read again, and the fingerprints of all tensors are compared
+with those of what was read: a line for each. If one differs, nothing is left. A conversion that was killed leaves
+nothing at DST; run it again with the same options, on the same host, and it goes on with what was written. Where SRC or
+an option has changed, it starts anew, and says so.
 
 exit codes:
   0  converted, and DST has the values of SRC
-  2  an error, also where the proof finds other values at DST
+  2  an error, also where the proof finds other values in what was written, which is then removed
 """
 
 from __future__ import annotations

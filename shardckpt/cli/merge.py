@@ -12,7 +12,8 @@ Sums are computed in one dtype and rounded once. The bits of DST depend neither 
 same weights, nor on --memory. Tensors that are not floating-point must be equal. Objects and common state are those of
 the last SRC, or see --base.
 
-DST is complete or absent. At the end it is read again, and fingerprints are compared.
+DST is complete or absent: before it gets its name it is read again, and fingerprints are compared. A merge that was
+killed starts anew when it is run again, and removes what the killed one has left.
 
 exit codes:
   0  merged
@@ -71,22 +72,24 @@ def add(verbs: Any) -> None:
 
 def run(options: Any) -> int:
     """Merge, and print the report. Return the exit code."""
+    from shardckpt.cli.progress import show_progress
     from shardckpt.errors import CheckpointingException
     from shardckpt.maintenance import merge_checkpoints
 
     if options.base is not None and not 1 <= options.base <= len(options.sources):
         raise CheckpointingException(f"--base {options.base}: there are {len(options.sources)} SRC, numbered from 1")
-    report = merge_checkpoints(
-        options.sources,
-        options.target,
-        weights=_compute_weights(options),
-        slerp=options.slerp,
-        accumulate=options.accumulate,
-        optimizer=options.optimizer,
-        missing=options.missing,
-        base=-1 if options.base is None else options.base - 1,
-        **read_target_options(options),
-    )
+    with show_progress("convert", "merge"):  # a merge is a conversion of what it reads
+        report = merge_checkpoints(
+            options.sources,
+            options.target,
+            weights=_compute_weights(options),
+            slerp=options.slerp,
+            accumulate=options.accumulate,
+            optimizer=options.optimizer,
+            missing=options.missing,
+            base=-1 if options.base is None else options.base - 1,
+            **read_target_options(options),
+        )
     print(_encode(report) if options.json else _describe(report, options.target))
     return 0
 

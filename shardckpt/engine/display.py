@@ -21,17 +21,18 @@ _PAUSE = 10.0
 
 
 @contextmanager
-def show_progress(operation: str) -> Iterator[None]:
+def show_progress(operation: str, title: str = "") -> Iterator[None]:
     """Show on standard error how many bytes of an operation are done, its rate and the time left, in the block.
 
     A bar needs a terminal and ``rich`` (``pip install 'shardckpt[cli]'``), which also honours ``NO_COLOR``.
 
     Args:
         operation: The one that is shown, by the name that its events have.
+        title: What it is called; by default its name.
     """
     observer = _Observer(operation)
     plugins = get_plugin_manager()
-    with _make_bar(operation) as draw:
+    with _make_bar(title or operation) as draw:
         observer.draw = draw
         plugins.register(observer, f"progress of {operation}")
         try:
@@ -62,7 +63,7 @@ class _Observer:
 
 
 @contextmanager
-def _make_bar(operation: str) -> Iterator[Callable[[int, int], None]]:
+def _make_bar(title: str) -> Iterator[Callable[[int, int], None]]:
     """Yield a function that shows the number of bytes that are done and that of all bytes."""
     columns: Any = None
     if sys.stderr.isatty():
@@ -72,10 +73,10 @@ def _make_bar(operation: str) -> Iterator[Callable[[int, int], None]]:
         except ImportError:  # lines will do
             columns = None
     if columns is None:
-        yield _Lines(operation)
+        yield _Lines(title)
         return
     bar = columns.Progress(
-        columns.TextColumn(operation),
+        columns.TextColumn(title),
         columns.BarColumn(),
         columns.DownloadColumn(),
         columns.TransferSpeedColumn(),
@@ -84,7 +85,7 @@ def _make_bar(operation: str) -> Iterator[Callable[[int, int], None]]:
         transient=True,
     )
     with bar:
-        task = bar.add_task(operation, total=None)
+        task = bar.add_task(title, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
@@ -95,8 +96,8 @@ def _draw_nothing(_done: int, _total: int) -> None:
 class _Lines:
     """Prints a line at most every few seconds."""
 
-    def __init__(self, operation: str) -> None:
-        self._operation = operation
+    def __init__(self, title: str) -> None:
+        self._title = title
         self._started = self._shown = time.monotonic()
 
     def __call__(self, done: int, total: int) -> None:
@@ -106,6 +107,6 @@ class _Lines:
         self._shown = now
         rate = done / (now - self._started)
         left = f", {format_seconds((total - done) / rate)} left" if rate else ""
-        said = f"{self._operation}: {format_bytes(done)} of {format_bytes(total)}, {format_bytes(rate)}/s{left}"
+        said = f"{self._title}: {format_bytes(done)} of {format_bytes(total)}, {format_bytes(rate)}/s{left}"
         sys.stderr.write(f"{said}\n")
         sys.stderr.flush()

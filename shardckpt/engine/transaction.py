@@ -112,6 +112,7 @@ class Transaction:
         sha256: Whether to write ``integrity.json``.
         fingerprints: Whether to store fingerprints of the tensors.
         journal: The journal of what one process writes to a directory, if another may go on with it after a kill.
+        check: As for :func:`commit_files`.
     """
 
     def __init__(
@@ -124,6 +125,7 @@ class Transaction:
         sha256: bool = False,
         fingerprints: bool = False,
         journal: Journal | None = None,
+        check: Callable[[Path, Path], None] | None = None,
     ) -> None:
         self.operation = operation
         self.target = target
@@ -141,6 +143,7 @@ class Transaction:
         self.timeline = Timeline(operation.created)
         self._upload: Upload | None = None
         self._journal = journal
+        self._check = check
         try:
             with operation.local_phase("staging"):
                 if (remote := on_store(target)) is not None:
@@ -338,9 +341,13 @@ class Transaction:
         if self._upload is not None:
             added = [file for file in writer.files if file.name not in {*known, MARKER_NAME}]
             self._upload.put([file.name for file in added])
+            if self._check is not None:
+                self._check(self._upload.spool, self.target)
             self._upload.commit(files + added)
             return
         staging = self.staging or Path()
+        if self._check is not None:  # before the journal's end: after a kill in the check another process goes on
+            self._check(staging, staging)
         if self._journal is not None:
             self._journal.end()
         # a file that no writer recorded has no digest: it would be in the checkpoint without ever being checked
@@ -360,6 +367,7 @@ def commit_files(
     fingerprints: bool = False,
     content: Any = None,
     journal: Journal | None = None,
+    check: Callable[[Path, Path], None] | None = None,
 ) -> None:
     """Collective: write files on all ranks, and commit them if every rank has succeeded.
 
@@ -373,12 +381,22 @@ def commit_files(
         fingerprints: Whether to store fingerprints of the tensors, which ``write`` computes.
         content: The caller's ``content_metadata``.
         journal: As for :class:`Transaction`.
+        check: Called on the main rank when all is written and nothing is committed: with a directory that has the
+            record and ``metadata.json``, and the place of all other files, which is the same directory or the target's
+            URL. If it raises, nothing is committed.
 
     Raises:
         CheckpointingException: on every rank, if any failed; the target is unchanged then.
     """
     transaction = Transaction(
-        operation, target, header, overwrite=overwrite, sha256=sha256, fingerprints=fingerprints, journal=journal
+        operation,
+        target,
+        header,
+        overwrite=overwrite,
+        sha256=sha256,
+        fingerprints=fingerprints,
+        journal=journal,
+        check=check,
     )
     try:
         with transaction.writer() as writer:

@@ -30,7 +30,7 @@ from shardckpt.storage import CheckpointWriter, is_there, replaced_error, retry_
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Collection, Sequence
+    from collections.abc import Callable, Collection, Sequence
 
     from torch.distributed import ProcessGroup
 
@@ -148,7 +148,8 @@ def export_to_huggingface(
 class FolderExport:
     """An export between its plan and its commit; ``assets`` are files to copy, ``dtype`` is that of a cast.
 
-    With a journal, one process writes, and another can go on after a kill.
+    With a journal, one process writes, and another can go on after a kill. ``check`` gets the staging directory on the
+    main rank before the commit; if it raises, nothing is committed.
     """
 
     operation: Operation
@@ -159,6 +160,7 @@ class FolderExport:
     dtype: torch.dtype | None
     overwrite: bool
     journal: Journal | None = None
+    check: Callable[[Path], None] | None = None
 
     def run(self) -> None:
         """Stage, write and commit."""
@@ -231,6 +233,8 @@ class FolderExport:
         for path in self.assets:
             if path.name not in written:
                 copy_new(path, staging / path.name)
+        if self.check is not None:  # before the journal's end: after a kill in the check another process goes on
+            self.check(staging)
         if self.journal is not None:
             self.journal.end()
         commit_staging(staging, self.target, list_replaced, overwrite=self.overwrite)

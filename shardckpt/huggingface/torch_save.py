@@ -67,6 +67,7 @@ class TorchFile:
         state_dict: Any,
         load: Callable[[list[ShardedTensor]], Any],
         journal: Journal | None = None,
+        check: Callable[[Path], None] | None = None,
     ) -> None:
         """Write the file, and put it in its place when it is durable.
 
@@ -75,6 +76,7 @@ class TorchFile:
             state_dict: Nested values with the stand-ins of all tensors.
             load: Fills the data of shards from the checkpoint.
             journal: The journal of what is written, if another process may go on with it after a kill.
+            check: Gets the path of the durable file before it is put in its place; if it raises, the file is removed.
 
         Raises:
             ShardingError: A value is of a class that has no builtin counterpart.
@@ -90,8 +92,11 @@ class TorchFile:
             TensorSpan(tensor, start, start + tensor.nbytes)
             for tensor, start in zip(self.tensors.values(), frame.starts, strict=False)
         ]
-        with replace_file(path, journal) as staged, BlockWriter(load, journal) as writer:
-            writer.write(staged, FileLayout(sorted(parts), spans))
+        with replace_file(path, journal) as staged:
+            with BlockWriter(load, journal) as writer:
+                writer.write(staged, FileLayout(sorted(parts), spans))
+            if check is not None:
+                check(staged)
 
     def _make_plain(self, value: Any, place: str) -> Any:
         """Return nested values as builtins."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardckpt import settings
@@ -28,10 +29,10 @@ from shardckpt.huggingface import (
     plan_export,
     plan_tensors,
 )
-from shardckpt.maintenance.proof import SummedCheckpoint, TensorProof, list_fingerprints, prove
+from shardckpt.maintenance.proof import StagedProof, SummedCheckpoint, TensorProof, list_fingerprints
 from shardckpt.maintenance.resumption import make_identity
 from shardckpt.maintenance.sources import identify_source, open_source
-from shardckpt.maintenance.tensor_boxes import DeferredBoxes, cut_tensors, sum_written
+from shardckpt.maintenance.tensor_boxes import DeferredBoxes, cut_tensors
 from shardckpt.mapping import PlainObject, ShardedObject, ShardedTensor
 from shardckpt.plugins import Identity
 from shardckpt.storage import Journal, has_local_files
@@ -134,7 +135,7 @@ class Conversion:
     def _run(self, *, overwrite: bool) -> ConversionReport:
         operation = Operation("convert", self.target, Comm(alone=True), self.plugins)
         with operation.collective_span():
-            before, after = TensorSums(is_logged=self.is_resumable), TensorSums()
+            before = TensorSums(is_logged=self.is_resumable)
             with self.opener(self.source, self.plugins, self.allow_globals) as opened:
                 self._check(opened)
                 if self.saver is not None:
@@ -145,22 +146,18 @@ class Conversion:
                 reads = Operation("convert", self.target, Comm(alone=True), self.plugins)
                 reads.start_progress(lambda: 2 * _count_bytes(index))
                 reads.share_progress(opened.operation)
-                written = self._write(stored, operation, overwrite=overwrite)
-                self._restore_sums(before)
+                # a file has the tensors of the common state and of objects in the same dict
+                proof = StagedProof(stored, reads, self.target, self._box_bytes(), has_others=self.kind == FILE)
+                written = self._write(stored, operation, proof, overwrite=overwrite)
                 manifest = opened.context.reader.manifest
             operation.set_nbytes(sum(tensor.nbytes for tensor in written.tensors))
-            with open_source(self.target, self.plugins, self.allow_globals) as result:
-                self._check_names(result, written.tensors)
-                reads.share_progress(result.operation)
-                sum_written(result, cut_tensors(written.tensors, self._box_bytes()), after)
-                made = result.context.reader.manifest
             return ConversionReport(
                 old=(manifest.backend, manifest.version),
-                new=(made.backend, made.version),
+                new=proof.made,
                 tensors=len(written.tensors),
                 objects=written.objects,
                 nbytes=sum(tensor.nbytes for tensor in written.tensors),
-                proof=prove(written.tensors, index, before, after, str(self.target)),
+                proof=proof.tensors,
                 left_out=tuple(written.left_out),
                 rewritten=written.rewritten,
                 resumed=sum(journal.nbytes for journal in self.journals),
@@ -176,6 +173,17 @@ class Conversion:
         identity = make_identity(source, self.kind, saver, prefix, dtype, sorted(leave_out), written)
         self.journals.append(Journal(identity, stored.sums.take_log))
         return self.journals[-1]
+
+    def _prove(self, proof: StagedProof, tensors: Sequence[HubTensor], staging: Path, files: Path) -> None:
+        """Prove what is staged, before it is committed."""
+        self._restore_sums(proof.stored.sums)
+        try:
+            proof.make(tensors, staging, files)
+        except CorruptCheckpointError:
+            # what a killed run has left may be at fault: a file of tensors has no digests that would show it
+            for journal in self.journals:
+                journal.has_diverged |= journal.nbytes > 0
+            raise
 
     def _restore_sums(self, before: TensorSums) -> None:
         """Add what a killed conversion had read."""
@@ -208,22 +216,11 @@ class Conversion:
                 "name another backend or version"
             )
 
-    def _check_names(self, result: OpenCheckpoint, tensors: Sequence[HubTensor]) -> None:
-        """Raise CorruptCheckpointError unless the target has these tensors, and, but for a file, no others."""
-        found = {(s.key, tuple(s.global_shape), str(s.dtype)) for s in result.index() if isinstance(s, ShardedTensor)}
-        wanted = {(tensor.name, tuple(tensor.shape), str(tensor.dtype)) for tensor in tensors}
-        # a file has the tensors of the common state and of objects in the same dict
-        wrong = wanted - found if self.kind == FILE else wanted ^ found
-        if wrong:
-            names = listed(sorted(f"{name!r} of {dtype} {shape}" for name, shape, dtype in wrong))
-            raise CorruptCheckpointError(
-                f"{self.target} was written, and other tensors are found in it than were written: {names}. Do not use "
-                "it: the strategy that wrote it is at fault"
-            )
-
-    def _write(self, stored: SummedCheckpoint, operation: Operation, *, overwrite: bool) -> _Written:
+    def _write(
+        self, stored: SummedCheckpoint, operation: Operation, proof: StagedProof, *, overwrite: bool
+    ) -> _Written:
         if self.kind == FOLDER:
-            return self._write_folder(stored, operation, overwrite=overwrite)
+            return self._write_folder(stored, operation, proof, overwrite=overwrite)
         index = stored.index()
         objects, common = self._read_values(stored)
         # the names of values are no tensors'
@@ -237,10 +234,10 @@ class Conversion:
         left_out += [key for key in stored.common() if key not in common]
         left_out += self._list_plain_objects(stored)
         if self.saver is None:
-            rewritten = self._write_file(stored, operation, planned, objects, common, overwrite=overwrite)
+            rewritten = self._write_file(stored, operation, proof, planned, objects, common, overwrite=overwrite)
         else:
             rewritten = {}
-            self._write_checkpoint(stored, operation, self.saver, tensors, objects, common, overwrite=overwrite)
+            self._write_checkpoint(operation, proof, self.saver, tensors, objects, common, overwrite=overwrite)
         return _Written(tensors, len(objects), left_out, rewritten)
 
     def _read_values(self, stored: OpenCheckpoint) -> tuple[list[ShardedObject], StateDict]:
@@ -274,8 +271,8 @@ class Conversion:
 
     def _write_checkpoint(
         self,
-        stored: SummedCheckpoint,
         operation: Operation,
+        proof: StagedProof,
         saver: SaveStrategy,
         tensors: Sequence[HubTensor],
         objects: Sequence[ShardedObject],
@@ -283,6 +280,7 @@ class Conversion:
         *,
         overwrite: bool,
     ) -> None:
+        stored = proof.stored
         reader = stored.context.reader
         scales = {}
         if not self._is_changed:  # else the tensor of the scales may have another name
@@ -315,13 +313,34 @@ class Conversion:
         header = CheckpointHeader(saver.backend, saver.version, saver.reader, lineage)
         journal = self._make_journal(stored, tensors)
         content = common.get(_CONTENT)
-        commit_files(operation, self.target, header, write, overwrite=overwrite, content=content, journal=journal)
+        commit_files(
+            operation,
+            self.target,
+            header,
+            write,
+            overwrite=overwrite,
+            content=content,
+            journal=journal,
+            check=partial(self._prove, proof, tensors),
+        )
 
-    def _write_folder(self, stored: SummedCheckpoint, operation: Operation, *, overwrite: bool) -> _Written:
+    def _write_folder(
+        self, stored: SummedCheckpoint, operation: Operation, proof: StagedProof, *, overwrite: bool
+    ) -> _Written:
         plan = plan_export(stored.index(), self.options, str(self.source))
         journal = self._make_journal(stored, plan.files)
-        FolderExport(operation, self.target, plan, stored, self.assets, self.options.dtype, overwrite, journal).run()
         tensors = [tensor for _, some in plan.files for tensor in some]
+        FolderExport(
+            operation,
+            self.target,
+            plan,
+            stored,
+            self.assets,
+            self.options.dtype,
+            overwrite,
+            journal,
+            lambda staging: self._prove(proof, tensors, staging, staging),
+        ).run()
         kept = {part.key for tensor in tensors for part in tensor.parts}
         left_out = [stored_key(shard) for shard in stored.index() if stored_key(shard) not in kept]
         return _Written(tensors, 0, [*left_out, *stored.common(), *self._list_plain_objects(stored)], {})
@@ -330,6 +349,7 @@ class Conversion:
         self,
         stored: SummedCheckpoint,
         operation: Operation,
+        proof: StagedProof,
         tensors: dict[str, HubTensor],
         objects: Sequence[ShardedObject],
         common: StateDict,
@@ -351,8 +371,15 @@ class Conversion:
             )
         with operation.local_phase("writing"):
             state_dict = make_state_dict(common, {**values, **file.stand_ins})
-            journal = self._make_journal(stored, list(tensors.values()))
-            file.write(self.target, state_dict, lambda shards: stored.values([*shards]), journal)
+            written = list(tensors.values())
+            journal = self._make_journal(stored, written)
+            file.write(
+                self.target,
+                state_dict,
+                lambda shards: stored.values([*shards]),
+                journal,
+                lambda staged: self._prove(proof, written, staged, staged),
+            )
         return file.rewritten
 
     def _list_plain_objects(self, stored: OpenCheckpoint) -> list[str]:

@@ -58,9 +58,9 @@ def convert_checkpoint(
 
     Keys, shapes, dtypes and bits stay, as do objects, common state and ``content_metadata``, unless an option or the
     format says otherwise: the report names what was left out. A tensor may be stored in other boxes than before. All
-    that is read is checked against its digests, if it has any. What was written is read again at the end, and its
-    fingerprints are compared with those of what was read. A checkpoint at ``new`` has those of the tensors whose shapes
-    stay, whether ``old`` has any or not.
+    that is read is checked against its digests, if it has any. What was written is read again before it is committed,
+    and its fingerprints are compared with those of what was read. A checkpoint at ``new`` has those of tensors whose
+    shapes stay, whether ``old`` has any or not.
 
     What a killed conversion to a directory or file has left is gone on with, if it was on this host since its last
     boot, of the same source, with the same options, and ``to`` is no strategy; the result is the same, but for the
@@ -96,7 +96,7 @@ def convert_checkpoint(
     Raises:
         UnknownBackendError: no installed strategy saves ``to``.
         CannotLoadError: nothing that is installed reads ``old``, or it only looks like a format that is read.
-        CorruptCheckpointError: ``old`` is damaged, or what was written has other values than were read.
+        CorruptCheckpointError: ``old`` is damaged, or what was written has other values than were read; it is removed.
         CheckpointingException: ``old`` is a checkpoint of that format already; or the new format refuses a tensor or
             object, which the error names.
 

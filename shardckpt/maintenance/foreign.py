@@ -31,6 +31,8 @@ _MAGIC: tuple[tuple[bytes, str], ...] = (
     (b"[", "a JSON file"),
 )
 _TAR, _TAR_AT = b"ustar", 257
+#: What a zip archive is that has no directory of its members: what is not torch.save's is known by that alone.
+DAMAGED_ARCHIVE = "a zip archive that is cut short or damaged"
 #: Bytes of a file that are looked at.
 _GLANCE = 1024
 _ZERO = re.compile(r"(bf16_)?zero_pp_rank_\d+_mp_rank_\d+_optim_states\.pt")
@@ -110,7 +112,7 @@ def _describe_zip(path: Path) -> str:
         with zipfile.ZipFile(path) as found:
             inner = [name.partition("/")[2] or name for name in found.namelist()]
     except (zipfile.BadZipFile, ValueError):
-        return "a zip archive that is cut short or damaged"
+        return DAMAGED_ARCHIVE
     if "constants.pkl" in inner:
         return "a TorchScript archive: a program with weights. Save the module's state_dict() instead"
     if "data.pkl" in inner:

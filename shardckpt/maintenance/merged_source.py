@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 
-from shardckpt.engine import OpenCheckpoint, TensorBox, make_memory, read_boxes
+from shardckpt.engine import OpenCheckpoint, Operation, TensorBox, make_memory, read_boxes
 from shardckpt.errors import CheckpointingException, KeyMismatchError, ShapeMismatchError, listed
 from shardckpt.huggingface import forget_structure, is_optimizer_key, plain_name
 from shardckpt.maintenance.combine import Angle, Combination, combine, make_average
@@ -330,7 +330,9 @@ def merge_opened(
     base = checkpoints[rules.base]
     kind = PlainObjectsMergedLoadStrategy if isinstance(base.strategy, ReadsPlainObjects) else MergedLoadStrategy
     strategy = kind(checkpoints, names, rules)
-    return OpenCheckpoint(strategy, base.context, base.operation), strategy
+    # an operation of its own: what is read of the base is not what is merged
+    operation = Operation("load", base.operation.directory, base.operation.comm, base.operation.plugins)
+    return OpenCheckpoint(strategy, base.context, operation), strategy
 
 
 def _view_bytes(values: torch.Tensor) -> torch.Tensor:

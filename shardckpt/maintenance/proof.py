@@ -8,13 +8,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardckpt.engine import OpenCheckpoint, TensorSums
 from shardckpt.errors import CorruptCheckpointError, listed
+from shardckpt.maintenance.sources import open_staged
+from shardckpt.maintenance.tensor_boxes import cut_tensors, sum_written
 from shardckpt.mapping import ShardedTensor
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
+    from pathlib import Path
 
     import torch
 
+    from shardckpt.engine import Operation
     from shardckpt.huggingface import HubTensor
     from shardckpt.mapping import ShardedBase
     from shardckpt.planning import Ints
@@ -61,28 +65,69 @@ class SummedCheckpoint(OpenCheckpoint):
         return found
 
 
-def prove(
+@dataclass
+class StagedProof:
+    """The proof that what is staged has the values that were read; without it, nothing is committed.
+
+    Attributes:
+        stored: The source, of which all that is written has been read.
+        operation: Counts what is read again.
+        target: Where it is committed to, for errors.
+        most: Most bytes of a box that is read.
+        has_others: Whether other tensors may be among those that were written: those of objects and common state.
+        tensors: The proof of each tensor, once there is one.
+        made: Backend and version of what was written, once they are known.
+    """
+
+    stored: SummedCheckpoint
+    operation: Operation
+    target: Path
+    most: int
+    has_others: bool
+    tensors: tuple[TensorProof, ...] = ()
+    made: tuple[str, int] = ("", 0)
+
+    def make(self, written: Sequence[HubTensor], staging: Path, files: Path) -> None:
+        """Read what is staged, and compare it with what was read from the source.
+
+        Args:
+            written: The tensors that were written.
+            staging: As for :func:`~shardckpt.maintenance.sources.open_staged`.
+            files: As for :func:`~shardckpt.maintenance.sources.open_staged`.
+
+        Raises:
+            CorruptCheckpointError: It has other tensors, or other values, than were read.
+        """
+        after, context = TensorSums(), self.stored.context
+        with open_staged(staging, files, self.stored.operation.plugins, context.allow_globals) as result:
+            self._check_names(result, written)
+            self.operation.share_progress(result.operation)
+            sum_written(result, cut_tensors(written, self.most), after)
+            manifest = result.context.reader.manifest
+        self.made = manifest.backend, manifest.version
+        self.tensors = _compare(written, self.stored.index(), self.stored.sums, after, str(self.target))
+
+    def _check_names(self, result: OpenCheckpoint, tensors: Sequence[HubTensor]) -> None:
+        """Raise CorruptCheckpointError unless these tensors were written, and no others that may not be there."""
+        found = {(s.key, tuple(s.global_shape), str(s.dtype)) for s in result.index() if isinstance(s, ShardedTensor)}
+        wanted = {(tensor.name, tuple(tensor.shape), str(tensor.dtype)) for tensor in tensors}
+        wrong = wanted - found if self.has_others else wanted ^ found
+        if wrong:
+            names = listed(sorted(f"{name!r} of {dtype} {shape}" for name, shape, dtype in wrong))
+            raise CorruptCheckpointError(
+                f"what was written for {self.target} has other tensors than it should, and was removed: {names}. The "
+                "strategy that wrote it is at fault"
+            )
+
+
+def _compare(
     tensors: Sequence[HubTensor],
     stored: Iterable[ShardedBase],
     before: TensorSums,
     after: TensorSums,
     target: str,
 ) -> tuple[TensorProof, ...]:
-    """Compare what was read from the source with what was read again from the target.
-
-    Args:
-        tensors: The tensors of the target, with the parts of the source's that they are made of.
-        stored: Descriptions of what the source has.
-        before: What was read from the source.
-        after: What was read from the target, under the source's keys.
-        target: The target, for the error.
-
-    Returns:
-        A proof for each tensor of the source that was written.
-
-    Raises:
-        CorruptCheckpointError: Fingerprints differ.
-    """
+    """Return a proof for each tensor of the source that was written; raise CorruptCheckpointError if values differ."""
     described = {shard.key: shard for shard in stored if isinstance(shard, ShardedTensor)}
     names: dict[str, list[HubTensor]] = defaultdict(list)
     for tensor in tensors:
@@ -97,8 +142,8 @@ def prove(
     wrong = [repr(proof.key) for proof in proofs if proof.before != proof.after]
     if wrong:
         raise CorruptCheckpointError(
-            f"{target} was written, and has other values than were read: {listed(wrong)}. Do not use it: the strategy "
-            "that wrote it is at fault, or the disk or memory; verify it, and convert again to another place"
+            f"what was written for {target} has other values than were read: {listed(wrong)}; it was removed. The "
+            "strategy that wrote it is at fault, or the disk or memory: convert again, on another machine if it recurs"
         )
     return tuple(proofs)
 

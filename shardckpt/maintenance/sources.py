@@ -14,7 +14,7 @@ from shardckpt.errors import (
     NotACheckpointError,
 )
 from shardckpt.huggingface import TorchFileLoadStrategy, check_folder, header_length, read_all_of_folder
-from shardckpt.maintenance.foreign import describe_file, describe_folder
+from shardckpt.maintenance.foreign import DAMAGED_ARCHIVE, describe_file, describe_folder
 from shardckpt.manifest import Manifest
 from shardckpt.plugins import choose_reader, get_plugin_manager, hold_checkpoint
 from shardckpt.storage import CheckpointReader, has_local_files, is_read_again, open_directory, wrap_os_errors
@@ -33,6 +33,8 @@ _ZIP, _LEGACY = b"PK\x03\x04", b"\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 #: The first bytes of a legacy file: the protocol of the pickle comes before the number.
 _PROTOCOL = 2
 _LENGTH = 8
+#: The upper half of the length of a safetensors header, and its first byte.
+_HEADER = b"\0\0\0\0{"
 
 
 @contextmanager
@@ -53,9 +55,46 @@ def open_source(
         NotACheckpointError: It is something else, which the error names.
         CheckpointingException: It cannot be read.
     """
+    with _open(location, *_recognise(location, plugins), plugins, allow_globals) as opened:
+        yield opened
+
+
+@contextmanager
+def open_staged(
+    staging: Path, files: Path, plugins: PluginManager, allow_globals: tuple[object, ...] = ()
+) -> Iterator[OpenCheckpoint]:
+    """Open what was written and is not committed. Not collective.
+
+    Args:
+        staging: The staging directory or file; of a checkpoint, it has the record and ``metadata.json``.
+        files: Where all other files of a checkpoint are: ``staging``, or a store folder, which has no marker yet.
+        plugins: The plugin manager.
+        allow_globals: As for :func:`open_source`.
+
+    Yields:
+        What is opened; it is closed at the end of the block.
+
+    Raises:
+        CheckpointingException: It cannot be read.
+    """
+    place, manifest, strategy = _recognise(staging, plugins, is_staged=True)
+    if files != staging:
+        place = open_directory(files)
+    with _open(files, place, manifest, strategy, plugins, allow_globals) as opened:
+        yield opened
+
+
+@contextmanager
+def _open(
+    location: Path,
+    place: Path,
+    manifest: Manifest,
+    strategy: LoadStrategy,
+    plugins: PluginManager,
+    allow_globals: tuple[object, ...],
+) -> Iterator[OpenCheckpoint]:
     comm = Comm(alone=True)
     operation = Operation("load", location, comm, plugins)
-    place, manifest, strategy = _recognise(location, plugins)
     operation.set_strategy(strategy)
     with CheckpointReader(place, manifest, verify=True) as reader:
         if is_read_again() and manifest.record is not None:  # as when a checkpoint is opened for a load
@@ -128,14 +167,16 @@ def check_source(
         raise (NotACheckpointError(f"{location} is {what}") if what else error) from None
 
 
-def _recognise(location: Path, plugins: PluginManager) -> tuple[Path, Manifest, LoadStrategy]:
+def _recognise(
+    location: Path, plugins: PluginManager, *, is_staged: bool = False
+) -> tuple[Path, Manifest, LoadStrategy]:
     """Return the directory of the files, the manifest and the strategy that reads them."""
     if has_local_files(location) and location.is_file():
         place = open_directory(location.parent)
         strategy: LoadStrategy = _recognise_file(location, place)
         return place, Manifest(backend=strategy.backend, version=strategy.version), strategy
     try:
-        place, manifest = hold_checkpoint(location, plugins)
+        place, manifest = hold_checkpoint(location, plugins, moved=is_staged)
     except (NotACheckpointError, IncompleteCheckpointError) as exc:
         found = _open_folder(location, exc)
         if found is None:
@@ -148,12 +189,17 @@ def _recognise(location: Path, plugins: PluginManager) -> tuple[Path, Manifest, 
 def _recognise_file(path: Path, place: Path) -> LoadStrategy:
     with wrap_os_errors("open", path), path.open("rb") as file:
         first = file.read(_PROTOCOL + len(_LEGACY))
-    if first[_PROTOCOL:] == _LEGACY or (first.startswith(_ZIP) and not describe_file(path)):
+    what = describe_file(path) if first.startswith(_ZIP) else ""
+    if first[_PROTOCOL:] == _LEGACY or (first.startswith(_ZIP) and not what):
         return TorchFileLoadStrategy(path.name)
+    if what == DAMAGED_ARCHIVE:
+        raise CorruptCheckpointError(f"{path} is {what}")
     try:
         header_length(first[:_LENGTH], path.stat().st_size, str(path))
         is_safetensors = first[_LENGTH : _LENGTH + 1] == b"{"
     except CorruptCheckpointError:
+        if first[_LENGTH // 2 : _LENGTH + 1] == _HEADER:  # it begins as one, and is cut in its header
+            raise
         is_safetensors = False
     if is_safetensors:
         return read_all_of_folder(place, path.name)[0]

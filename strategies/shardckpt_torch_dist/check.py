@@ -40,6 +40,7 @@ def list_files(reader: CheckpointReader) -> list[StoredFile]:
     named = [INDEX_FILE] if has_own_index(reader) else []
     if index.common is None and (needs_common_file(reader.manifest, index) or reader.has(COMMON_FILE)):
         named.append(COMMON_FILE)
+    named += _find_lost_files(reader, index)
     return [*(StoredFile(name) for name in (METADATA_FILE, *named)), *_list_data_files(index)]
 
 

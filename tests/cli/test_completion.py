@@ -55,6 +55,41 @@ def test_bash_completes_verbs_options_and_choices(tmp_path: Path, capsys: pytest
     assert complete("shardckpt", "nothing", "--") == []
 
 
+#: As `compgen` of bashcompinit calls the function: with the options of sh.
+_ASK_ZSH = """autoload -U compinit && compinit -u -D
+source "$1"
+ask() {
+    emulate -L sh
+    setopt kshglob noshglob braceexpand
+    COMP_WORDS=("$@")
+    COMP_CWORD=$(( $# - 1 ))
+    _shardckpt && printf '%s\\n' "${COMPREPLY[@]}"
+}
+ask "${@:2}"
+"""
+
+
+def test_zsh_completes_verbs_options_and_choices(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """In a real zsh, whose options differ from bash's: verbs, options of the verb, and choices of an option."""
+    zsh = shutil.which("zsh")
+    if zsh is None:
+        pytest.skip("zsh is not installed")
+    (tmp_path / "script").write_text(_print_script("zsh", capsys))
+
+    def complete(*words: str) -> list[str]:
+        command = [zsh, "-fc", _ASK_ZSH, "zsh", str(tmp_path / "script"), "shardckpt", *words]
+        asked = subprocess.run(command, capture_output=True, text=True, check=True)
+        assert asked.stderr == ""
+        # bashcompinit leaves it to zsh to drop what does not begin as the word does
+        return [word for word in asked.stdout.split() if word.startswith(words[-1])]
+
+    assert complete("insp") == ["inspect"]
+    assert complete("--traceback", "mig") == ["migrate"]
+    assert complete("inspect", "path", "--tr") == ["--tree"]
+    assert complete("inspect", "--sort", "") == ["key", "size"]
+    assert complete("completion", "") == ["bash", "zsh", "fish"]
+
+
 @pytest.mark.parametrize("shell", ["zsh", "fish"])
 def test_other_shells_accept_the_script(shell: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """It names every verb and the choices of options; where the shell is installed, it reads the script."""

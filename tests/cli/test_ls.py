@@ -86,6 +86,20 @@ def test_ls_recognises_what_others_wrote(tmp_path: Path, capsys: pytest.CaptureF
     assert found["hf"]["state"] == "damaged"
 
 
+def test_ls_finds_lost_records(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What has lost its records, and loads as another library's, is not whole if other files show that it had them."""
+    dc.save({"w": ShardedTensor.from_rank_offsets("w", torch.ones(1000))}, tmp_path / "step-1", "torch_dist")
+    copy_golden("0.16.1", tmp_path).rename(tmp_path / "step-2")
+    save_plain_dcp(tmp_path).rename(tmp_path / "step-3")
+    for path in (*tmp_path.glob("*/metadata.json"), tmp_path / "step-1" / "shardckpt.json"):
+        path.unlink()
+    code, found = _list(tmp_path, capsys)
+    assert code == 1
+    assert [each["state"] for each in found.values()] == ["damaged", "damaged", "whole"]
+    assert "shardckpt.json is missing" in found["step-1"]["reason"]
+    assert "metadata.json is missing" in found["step-2"]["reason"]
+
+
 def test_ls_says_why_a_checkpoint_cannot_be_used(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """No reader, a save that did not end, damaged JSON: each is a state of its own, and the exit code is 1."""
     for name, text in {"step-1": '{"sharded_backend": "tensorstore"}', "step-2": "{"}.items():

@@ -1,12 +1,18 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
+import sys
 from typing import TYPE_CHECKING
 
 import pytest
 import torch
 
 from shardckpt.cli import main
+from shardckpt.engine import display
+from shardckpt.maintenance.sources import open_any
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -47,6 +53,48 @@ def test_merge_of_two_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     found = torch.load(tmp_path / "b.pt")
     assert found["w"].tolist() == pytest.approx([0.5**0.5] * 2)
     assert found["step"] == 1
+
+
+def test_merge_shows_its_progress(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where there is no terminal, lines say how many bytes are read, and read again, of those of the merge."""
+    monkeypatch.setattr(display, "_PAUSE", 0.0)
+    sources = [str(tmp_path / f"{number}.pt") for number in range(3)]
+    for source in sources:
+        torch.save({"w": torch.ones(1 << 18)}, source)
+    assert main(["merge", *sources, str(tmp_path / "new")]) == 0
+    lines = capsys.readouterr().err.splitlines()
+    assert all(line.startswith("merge: ") for line in lines)
+    assert lines[0].startswith("merge: 0 B of 2.1 MB")
+    assert lines[-1].startswith("merge: 2.1 MB of 2.1 MB")
+
+
+#: The command, which kills itself when it has written all, and is reading it again.
+KILLED = """
+import os, signal, sys
+from shardckpt.cli import main
+from shardckpt.maintenance import proof
+
+proof.sum_written = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+main(["merge", *sys.argv[1:]])
+"""
+
+
+@pytest.mark.parametrize("to", ["safetensors", pytest.param("hf", marks=pytest.mark.slow)])
+def test_a_killed_merge_starts_anew_and_leaves_nothing(tmp_path: Path, to: str) -> None:
+    """Killed before its commit, a merge leaves nothing at DST; run again, it succeeds, and clears the rest away."""
+    for number in (1.0, 2.0):
+        torch.save({"w": torch.full((8,), number)}, tmp_path / f"{number}.pt")
+    options = [str(tmp_path / "1.0.pt"), str(tmp_path / "2.0.pt"), str(tmp_path / "new"), "--to", to]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-c", KILLED, *options], env=environment, timeout=120, check=False)
+    assert done.returncode == -signal.SIGKILL
+    assert not (tmp_path / "new").exists()
+    assert main(["merge", *options]) == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["1.0.pt", "2.0.pt", "new"]
+    with open_any(tmp_path / "new") as merged:
+        assert merged["w"].read().tolist() == [1.5] * 8
 
 
 def test_merge_says_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import fsspec
 import pytest
 import safetensors.torch
 import torch
@@ -16,6 +17,8 @@ from shardckpt import dist_checkpointing as dc
 from shardckpt.errors import CheckpointingException, CorruptCheckpointError
 from shardckpt.huggingface import Rule, RuleMapping
 from shardckpt.maintenance import convert_checkpoint
+from shardckpt.maintenance.proof import StagedProof
+from shardckpt.maintenance.sources import open_any
 from shardckpt.mapping import ShardedObject, ShardedTensor
 from shardckpt.plugins import get_plugin_manager
 from tests.test_golden import GOLDEN
@@ -193,14 +196,48 @@ class Forgets(SaveBlocks):
 
 @pytest.mark.parametrize(("saver", "text"), [(Flips, "has other values than were read: 'w'"), (Forgets, "'other' of ")])
 def test_a_writer_at_fault_is_found(tmp_path: Path, saver: type[SaveBlocks], text: str) -> None:
-    """A strategy that writes other values or names than it was given does not pass the proof."""
+    """A strategy that writes other values or names than it was given does not pass the proof, and leaves nothing."""
     registry = get_plugin_manager().registry
     with registry.preserved():
         registry.add(SaveBlocks)
         registry.add(LoadBlocks)
         dc.save({"w": whole("w", torch.ones(3))}, tmp_path / "old")
-        with pytest.raises(CorruptCheckpointError, match=text):
-            convert_checkpoint(tmp_path / "old", tmp_path / "new", saver())
+        url = "memory://bucket/at-fault"
+        for target in (tmp_path / "new", url):
+            with pytest.raises(CorruptCheckpointError, match=text):
+                convert_checkpoint(tmp_path / "old", target, saver())
+    assert [path.name for path in tmp_path.iterdir()] == ["old"]
+    assert not any("at-fault" in name for name in fsspec.filesystem("memory").store)
+
+
+@pytest.mark.parametrize("to", ["safetensors", "hf", "torch"])
+@pytest.mark.parametrize("overwrite", [False, True], ids=["absent", "replaced"])
+def test_a_wrong_bit_on_the_disk_never_gets_the_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, to: str, overwrite: bool
+) -> None:
+    """If a bit changes while it is written, an error says so, and DST is as it was before: absent, or the old one."""
+    make = StagedProof.make
+
+    def make_after_damage(proof: StagedProof, written: Any, staging: Path, files: Path) -> None:
+        found = [staging] if staging.is_file() else [path for path in staging.rglob("*") if path.is_file()]
+        file = max(found, key=lambda path: path.stat().st_size)
+        content = bytearray(file.read_bytes())
+        content[content.index(torch.full((1000,), 3.0).numpy().tobytes())] ^= 1
+        file.write_bytes(content)
+        make(proof, written, staging, files)
+
+    dc.save({"w": whole("w", torch.full((1000,), 3.0))}, tmp_path / "old", "torch_dist")
+    names = {"old"}
+    if overwrite:
+        convert_checkpoint(tmp_path / "old", tmp_path / "new", to, dtype="float64")
+        names.add("new")
+    monkeypatch.setattr(StagedProof, "make", make_after_damage)
+    with pytest.raises(CorruptCheckpointError):
+        convert_checkpoint(tmp_path / "old", tmp_path / "new", to, overwrite=overwrite)
+    assert {path.name for path in tmp_path.iterdir()} == names
+    if overwrite:
+        with open_any(tmp_path / "new") as found:
+            assert found["w"].read().equal(torch.full((1000,), 3.0, dtype=torch.float64))
 
 
 def test_a_target_must_not_be_the_source(tmp_path: Path) -> None:

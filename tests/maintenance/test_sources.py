@@ -1,13 +1,14 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 import safetensors.torch
 import torch
 
+from shardckpt.cli import main
 from shardckpt.errors import CannotLoadError, CorruptCheckpointError, NotACheckpointError
 from shardckpt.maintenance import convert_checkpoint
 
@@ -79,7 +80,6 @@ def make_legacy_megatron(path: Path) -> None:
         (lambda path: path.write_text(json.dumps({"w": 1})), "a JSON file"),
         (lambda path: path.write_bytes(b""), "an empty file"),
         (lambda path: path.write_bytes(bytes(50)), "begins with 50 zeros: it is damaged"),
-        (lambda path: path.write_bytes(b"PK\x03\x04 and no more"), "zip archive that is cut short or damaged"),
         (lambda path: path.write_bytes(b"\x80\x04K\x01."), "of no format that is known here"),
         (lambda path: path.mkdir(), "empty directory"),
         (lambda _: None, "does not exist"),
@@ -91,6 +91,19 @@ def test_what_is_not_read_is_named(tmp_path: Path, make: Callable[[Path], object
     with pytest.raises(CannotLoadError, match=text):
         convert_checkpoint(tmp_path / "model.safetensors", tmp_path / "new", "safetensors")
     assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("save", [torch.save, safetensors.torch.save_file])
+def test_a_cut_file_is_damaged(tmp_path: Path, save: Callable[[Any, Path], None]) -> None:
+    """A file of torch.save or safetensors that is cut behind its first bytes is damaged, not of no format."""
+    path = tmp_path / "a"
+    save({"w": torch.ones(100)}, path)
+    whole = path.read_bytes()
+    for length in (len(whole) - 1, len(whole) // 2, 30):
+        path.write_bytes(whole[:length])
+        with pytest.raises(CorruptCheckpointError, match=r"cut short"):
+            convert_checkpoint(path, tmp_path / "new", "dcp")
+        assert main(["verify", str(path)]) == 1
 
 
 def test_a_file_is_read_by_its_content(tmp_path: Path) -> None:
