@@ -18,6 +18,12 @@ IO_THREADS = "SHARDCKPT_IO_THREADS"
 LEFTOVER_HOURS = "SHARDCKPT_LEFTOVER_HOURS"
 #: Attempts at a request to an object store, with growing pauses, before it is an error.
 REMOTE_ATTEMPTS = "SHARDCKPT_REMOTE_ATTEMPTS"
+#: Parts of an object that are on their way to a store at a time, for each file that a rank writes.
+REMOTE_PARTS = "SHARDCKPT_REMOTE_PARTS"
+#: MiB of each part of an object, at least 5; objects of more than 9,000 such parts get larger ones.
+REMOTE_PART_MIB = "SHARDCKPT_REMOTE_PART_MIB"
+#: Seconds that one request to a store may take, where the client can be told.
+REMOTE_TIMEOUT = "SHARDCKPT_REMOTE_TIMEOUT"
 #: Threads per rank that read from an object store: more than cores, because they wait.
 REMOTE_THREADS = "SHARDCKPT_REMOTE_THREADS"
 #: Local directory where files for an object store are written before the upload; by default the system's.
@@ -58,6 +64,21 @@ def remote_attempts() -> int:
     return _integer(REMOTE_ATTEMPTS, default=5, least=1)
 
 
+def remote_parts() -> int:
+    """Return how many parts of an object may be on their way to a store at a time."""
+    return _integer(REMOTE_PARTS, default=4, least=1)
+
+
+def remote_part_mib() -> int:
+    """Return the size of the parts of an object, in MiB; S3 takes no smaller ones than 5."""
+    return _integer(REMOTE_PART_MIB, default=16, least=5)
+
+
+def remote_timeout() -> int:
+    """Return the seconds that one request to a store may take."""
+    return _integer(REMOTE_TIMEOUT, default=60, least=1)
+
+
 def remote_threads() -> int:
     """Return the number of threads per rank that read from an object store."""
     return _integer(REMOTE_THREADS, default=16, least=1)
@@ -93,7 +114,10 @@ __all__ = [
     "IO_THREADS",
     "LEFTOVER_HOURS",
     "REMOTE_ATTEMPTS",
+    "REMOTE_PARTS",
+    "REMOTE_PART_MIB",
     "REMOTE_THREADS",
+    "REMOTE_TIMEOUT",
     "SPOOL_DIR",
     "STAGED_SAVES",
     "VERIFY_READS",
@@ -102,7 +126,10 @@ __all__ = [
     "io_threads",
     "leftover_hours",
     "remote_attempts",
+    "remote_part_mib",
+    "remote_parts",
     "remote_threads",
+    "remote_timeout",
     "spool_directory",
     "staged_saves",
     "verify_reads",

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from shardckpt.background import staging
 from shardckpt.background.request import AsyncRequest
 from shardckpt.background.staging import StagedWork, stage
-from shardckpt.commit import upload_files
+from shardckpt.commit import delete_if_failed, open_stream, upload_files
 from shardckpt.engine import (
     Operation,
     Progress,
@@ -148,7 +148,7 @@ class _BackgroundSave:
         """Remove the save's files, unless it is committed and only a later finalize function failed."""
         if self.committed:
             return
-        self.transaction.abort()
+        self.transaction.abort(() if self.result is None else self.result.written.streamed)
         self.transaction.operation.close_span(error)
 
 
@@ -214,7 +214,9 @@ def _write(job: _Job, staged: StagedWork) -> _Result:
     plugins = get_plugin_manager()  # the worker process has its own, in which no plugin of the trainer asks
     is_asked = job.total and wants_progress(plugins)
     progress = Progress("save", job.directory, job.total, plugins, job.rank) if is_asked else None
+    folder = open_folder(job.url, plugins) if job.url else None
     with (
+        delete_if_failed(folder, job.save_id) as streamed,
         staged.open() as work,  # the outer context: the writer's threads end before the copies are released
         CheckpointWriter(
             job.staging,
@@ -224,15 +226,17 @@ def _write(job: _Job, staged: StagedWork) -> _Result:
             author=job.strategy,
             fingerprints=job.fingerprints,
             count=progress.add if progress else None,
+            store=None if folder is None else open_stream(folder, job.save_id),
+            streamed=streamed,
         ) as writer,
     ):
         with name_origin(get_plugin_manager(), work):
             result = work.write(writer)
         files = writer.recorded_files()
-        if job.url:
-            upload_files(
-                open_folder(job.url, get_plugin_manager()), job.staging, [file.name for file in files], job.save_id
-            )
+        if folder is not None:
+            upload_files(folder, job.staging, [file.name for file in files if file.name not in streamed], job.save_id)
         shards = [shard if isinstance(shard, PackedShards) else shard.without_data() for shard in writer.shards]
-        written = WrittenFiles(files, writer.sha256, tuple(writer.parts), tuple(writer.sums))
+        written = WrittenFiles(
+            files, writer.sha256, tuple(writer.parts), tuple(writer.sums), streamed=tuple(writer.streamed)
+        )
         return _Result(job.save_id, written, shards, result, writer.times)

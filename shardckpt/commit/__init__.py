@@ -37,7 +37,7 @@ from shardckpt.commit.staging_names import (
     stem,
     temporary_name,
 )
-from shardckpt.commit.upload import Upload, is_under_way, upload_files
+from shardckpt.commit.upload import Upload, delete_if_failed, is_under_way, open_stream, upload_files
 
 __all__ = [
     "NAME_MAX",
@@ -52,6 +52,7 @@ __all__ = [
     "commit_staging",
     "create_staging",
     "delete_checkpoint",
+    "delete_if_failed",
     "discard_staging",
     "find_foreign",
     "find_leftovers",
@@ -66,6 +67,7 @@ __all__ = [
     "list_staging_directories",
     "make_tombstone",
     "new_save_id",
+    "open_stream",
     "parse_temporary",
     "publish_staging",
     "release_name",

@@ -6,20 +6,16 @@ deleted. A store has no rename: there an in-progress object is uploaded, and ``m
 
 from __future__ import annotations
 
-import functools
 import logging
 import os
-import shutil
-from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
-from shardckpt import settings
-from shardckpt.commit.leftovers import create_spool, find_leftovers, remove_free
+from shardckpt.commit.leftovers import find_leftovers, remove_free
 from shardckpt.commit.staging_names import REMOVED, new_save_id, temporary_name
-from shardckpt.commit.upload import REMOVAL_IN_PROGRESS, delete_object
+from shardckpt.commit.upload import REMOVAL_IN_PROGRESS, delete_object, delete_objects
 from shardckpt.errors import CorruptCheckpointError, VersionTooNewError
 from shardckpt.manifest import MARKER_NAME, RECORD_LIMIT, RECORD_NAME, Record
-from shardckpt.storage import RemotePath, attempt, can_rename, list_objects, read_file, wrap_os_errors
+from shardckpt.storage import RemotePath, can_rename, list_objects, read_file, wrap_os_errors
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -61,18 +57,10 @@ def delete_checkpoint(folder: RemoteFolder) -> None:
     """
     target = RemotePath(folder)
     # before the marker goes: what a crash leaves without a marker must be known as a removal, not as a save
-    spool = create_spool()
-    try:
-        local = spool / REMOVAL_IN_PROGRESS
-        with wrap_os_errors("write", local):
-            local.write_text("The checkpoint in this place is being removed.\n")
-        attempt("upload", target / REMOVAL_IN_PROGRESS, lambda: folder.upload(REMOVAL_IN_PROGRESS, local))
-    finally:
-        shutil.rmtree(spool, ignore_errors=True)
+    (target / REMOVAL_IN_PROGRESS).write(b"The checkpoint in this place is being removed.\n")
     delete_object(folder, MARKER_NAME)  # before all other objects: without it no load begins
     rest = _find_own(folder) - {MARKER_NAME, REMOVAL_IN_PROGRESS, RECORD_NAME}
-    with ThreadPoolExecutor(settings.remote_threads(), "shardckpt-delete") as threads:
-        list(threads.map(functools.partial(delete_object, folder), rest))
+    delete_objects(folder, rest)
     # after what it names, which a call that continues finds by it
     delete_object(folder, RECORD_NAME)
     # last: it marks what a crash leaves as a removal that another call continues

@@ -101,8 +101,9 @@ def open_folder(url: str, plugins: PluginManager) -> RemoteFolder:
         names = ", ".join(sorted(impl.plugin_name for impl in hook.get_hookimpls())) or "none"
         raise StorageError(
             f"cannot open {mask_password(url)}: no installed plugin serves {url.partition('://')[0]}:// (plugins that "
-            f"serve URLs: {names}). pip install 'shardckpt[fsspec]' and what fsspec needs for the protocol (s3fs for "
-            f"s3://, gcsfs for gs://), or pip install 'shardckpt[msc]' for msc://{plugins.faults_text()}"
+            f"serve URLs: {names}). pip install 'shardckpt[obstore]' for s3://, gs:// and az://, or "
+            "pip install 'shardckpt[fsspec]' and what fsspec needs for the protocol (gcsfs for gs://), or pip install "
+            f"'shardckpt[msc]' for msc://{plugins.faults_text()}"
         )
     return folder
 

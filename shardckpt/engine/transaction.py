@@ -21,6 +21,7 @@ from shardckpt.commit import (
     commit_staging,
     discard_staging,
     new_save_id,
+    open_stream,
     staging_path,
 )
 from shardckpt.distributed import find_owner
@@ -88,6 +89,7 @@ class WrittenFiles(NamedTuple):
         parts: What it has written of files that other ranks write, too.
         sums: Sums of the bits of its boxes, if the save asks for fingerprints.
         timeline: When its phases began and ended, as :meth:`Timeline.pack` returns it.
+        streamed: Names of those that were streamed to a store.
     """
 
     files: list[FileRecord]
@@ -95,13 +97,14 @@ class WrittenFiles(NamedTuple):
     parts: tuple[FilePart, ...] = ()
     sums: tuple[bytes, ...] = ()
     timeline: bytes = b""
+    streamed: tuple[str, ...] = ()
 
 
 class Transaction:
     """A save from staging to commit. Collective: all ranks make one together.
 
-    If the target is a directory, all ranks write to one staging directory next to it. If it is a URL, each rank writes
-    to a local directory of its own, and uploads from there.
+    If the target is a directory, all ranks write to one staging directory next to it. If it is a URL, each rank streams
+    its files to the store; where the store cannot do that, it writes to a local directory of its own, and uploads them.
 
     Args:
         operation: The save or migration.
@@ -144,6 +147,7 @@ class Transaction:
         self._upload: Upload | None = None
         self._journal = journal
         self._check = check
+        self._writer: CheckpointWriter | None = None
         try:
             with operation.local_phase("staging"):
                 if (remote := on_store(target)) is not None:
@@ -171,6 +175,9 @@ class Transaction:
     def writer(self) -> CheckpointWriter:
         """Return a new writer of this rank's files; it may fail on one rank, as in :meth:`Comm.local_phase`."""
         comm = self.operation.comm
+        remote = on_store(self.target)
+        # a check reads the files before they have the target's name: they are spooled
+        store = None if remote is None or self._check is not None else open_stream(remote.folder, self.save_id)
         with comm.local_phase("starting the file threads"):
             if self._journal is not None:
                 return ResumableWriter(
@@ -180,7 +187,7 @@ class Transaction:
                     author=self.operation.strategy,
                     fingerprints=self.fingerprints,
                 )
-            writer = CheckpointWriter(
+            writer = self._writer = CheckpointWriter(
                 self.staging or Path(),
                 comm.rank,
                 sha256=self.sha256,
@@ -188,6 +195,7 @@ class Transaction:
                 author=self.operation.strategy,
                 fingerprints=self.fingerprints,
                 count=self.operation.count,
+                store=store,
             )
         return writer
 
@@ -213,6 +221,7 @@ class Transaction:
         sha256 = writer.sha256 if before is None else {**before.sha256, **writer.sha256}
         sums = (*writer.sums, *(() if before is None else before.sums))
         if self._upload is not None:
+            self._upload.streamed |= writer.streamed if before is None else {*writer.streamed, *before.streamed}
             with self.operation.local_phase("uploading"):
                 self._upload.check([file.name for file in files])
                 self._upload.put([file.name for file in added])
@@ -230,6 +239,7 @@ class Transaction:
             with self.operation.local_phase("writing the tables of digests"):
                 files = writer.move_tables(files)
                 if self._upload is not None:
+                    self._upload.streamed |= writer.streamed
                     self._upload.put([file.table_name for file in files if file.table_name])
             sha256 = {**sha256, **writer.sha256}
             everyone = comm.gather(WrittenFiles(files, sha256, parts, timeline=timeline))
@@ -268,8 +278,14 @@ class Transaction:
         with self.operation.local_phase("hashing the files that several ranks have written"):
             writer.hash_files(name for (name, _), rank in zip(files, ranks, strict=True) if rank == comm.rank)
 
-    def abort(self) -> None:
-        """Remove all that the save has written."""
+    def abort(self, streamed: Iterable[str] = ()) -> None:
+        """Remove all that the save has written.
+
+        Args:
+            streamed: Names of objects that this rank has streamed to a store by other writers than :meth:`writer`'s.
+        """
+        if self._upload is not None:
+            self._upload.streamed |= {*streamed, *(() if self._writer is None else self._writer.streamed)}
         if self._upload is not None:
             self._upload.abort(main=self.operation.comm.is_main)
         elif self.operation.comm.is_main and self.staging is not None and self.staging.exists():
@@ -340,10 +356,11 @@ class Transaction:
         known = list_files(files)
         if self._upload is not None:
             added = [file for file in writer.files if file.name not in {*known, MARKER_NAME}]
+            self._upload.streamed |= writer.streamed
             self._upload.put([file.name for file in added])
             if self._check is not None:
                 self._check(self._upload.spool, self.target)
-            self._upload.commit(files + added)
+            self._upload.commit(files + added, writer.marker)
             return
         staging = self.staging or Path()
         if self._check is not None:  # before the journal's end: after a kill in the check another process goes on

@@ -73,6 +73,7 @@ from shardckpt.storage.scatter import Source, StoredArray, find_range, read_box
 from shardckpt.storage.shared_file import SharedFile, cut_segments
 from shardckpt.storage.spans import Elements, Span, cut_spans
 from shardckpt.storage.staged_files import FilePart, refuse_unrecorded
+from shardckpt.storage.store_abilities import CreatesObjects, DeletesMany, ObjectWriter, ReadsInto, StreamsWrites
 from shardckpt.storage.stream import FileStream, WriterPool
 from shardckpt.storage.strict_json import MOST_LEVELS, parse_json
 from shardckpt.storage.sums import (
@@ -103,6 +104,8 @@ __all__ = [
     "CheckpointWriter",
     "Column",
     "Columns",
+    "CreatesObjects",
+    "DeletesMany",
     "Digest",
     "Elements",
     "FileEntry",
@@ -115,9 +118,11 @@ __all__ = [
     "Journal",
     "ListsFolders",
     "NewFile",
+    "ObjectWriter",
     "PackedColumns",
     "PackedShards",
     "RangeRead",
+    "ReadsInto",
     "RelativePath",
     "RemoteFolder",
     "RemotePath",
@@ -127,6 +132,7 @@ __all__ = [
     "Source",
     "Span",
     "StoredArray",
+    "StreamsWrites",
     "Workers",
     "WriteTimes",
     "WriterPool",

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from shardckpt.errors import StorageError
 from shardckpt.storage.digest import SMALL_RECORD
 from shardckpt.storage.new_file import NewFile
+from shardckpt.storage.object_stream import ObjectStream
 from shardckpt.storage.staged_files import make_record
 from shardckpt.storage.stream import Countdown, FileStream, WriterPool, start
 
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from shardckpt.manifest import FileRecord
+    from shardckpt.storage.store_abilities import StreamsWrites
 
 Produce = Callable[[], Sequence[memoryview]]
 
@@ -28,7 +30,8 @@ class FileWriter:
     The calling thread assigns each record its offset and calls ``produce``; the pool writes, and digests large records.
     ``produce`` waits while the pool has as many large records as it may hold, which bounds memory. If the file's
     SHA-256 is requested, a thread of this file does the caller's part and hashes: SHA-256 needs the bytes in order, and
-    so several files are hashed in parallel.
+    so several files are hashed in parallel. With a ``store`` it is an object: the calling thread digests and copies the
+    records into parts, which the store's client sends.
     """
 
     def __init__(
@@ -41,13 +44,19 @@ class FileWriter:
         *,
         sha256: bool = False,
         exists: bool = False,
+        store: StreamsWrites | None = None,
     ) -> None:
         path = directory / name
         self._name = name
         self._path = path
         self._pool = pool
-        self._file = NewFile(path, nbytes, shared=exists, count=pool.count)
-        self._stream = FileStream(self._file, pool, algorithm)
+        self._file: NewFile | None = None
+        self._stream: FileStream | ObjectStream
+        if store is None:
+            self._file = NewFile(path, nbytes, shared=exists, count=pool.count)
+            self._stream = FileStream(self._file, pool, algorithm)
+        else:
+            self._stream = ObjectStream(store, path, name, algorithm, nbytes, pool.count)
         #: SHA-256 of the records so far, if it is requested.
         self.sha256 = hashlib.sha256() if sha256 else None
         self._lane = ThreadPoolExecutor(1, "shardckpt-sha256") if sha256 else None
@@ -175,7 +184,8 @@ class FileWriter:
             self._lane.shutdown(cancel_futures=True)
         self._waiting = []
         self._stream.stop()
-        self._file.close()
+        if self._file is not None:
+            self._file.close()
 
     def _put(self, offset: int, nbytes: int, produce: Produce, what: str) -> None:
         if self._stream.error is not None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import stat
-import tempfile
 import time
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,7 +18,6 @@ from shardckpt.storage.directory import RelativePath
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator
 
-    from shardckpt.storage.remote import RemotePath
 
 #: Errors that pass without help: signals, a short lack of resources, a slow server.
 TRANSIENT = frozenset({errno.EINTR, errno.EAGAIN, errno.ETIMEDOUT})
@@ -232,7 +230,7 @@ def read_into(fd: int, path: Path, buffer: memoryview, offset: int) -> None:
     left, remote = buffer, on_store(path) if fd == _REMOTE else None
     while left.nbytes:
         try:
-            done = patiently(os.preadv, fd, [left], offset) if remote is None else _read_remote(remote, left, offset)
+            done = patiently(os.preadv, fd, [left], offset) if remote is None else remote.read_into(left, offset)
         except OSError:
             with wrap_os_errors(f"read at offset {offset} of", path):
                 raise
@@ -273,10 +271,7 @@ def put_file(path: Path, data: bytes, temporary: str) -> None:
         FileNotFoundError: the directory does not exist.
     """
     if (remote := on_store(path)) is not None:
-        with tempfile.NamedTemporaryFile(prefix="shardckpt-") as file:
-            file.write(data)
-            file.flush()
-            remote.upload(Path(file.name))
+        remote.write(data)
         return
     written = path.with_name(temporary)
     try:
@@ -318,15 +313,6 @@ def sync_file(path: Path) -> None:
     """Fsync a file that is closed: its bytes survive a power cut after this."""
     with wrap_os_errors("fsync", path):
         _sync(path, os.O_NOFOLLOW)
-
-
-def _read_remote(path: RemotePath, buffer: memoryview, offset: int) -> int:
-    """Fill the start of the buffer from a store; return the number of bytes."""
-    found = path.read_range(offset, buffer.nbytes)
-    if len(found) > buffer.nbytes:
-        raise StorageError(f"{path}: asked for {buffer.nbytes} bytes at offset {offset}, its store gave {len(found)}")
-    buffer[: len(found)] = found
-    return len(found)
 
 
 def _sync(path: Path, flags: int) -> None:

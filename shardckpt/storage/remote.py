@@ -8,17 +8,20 @@ import logging
 import os
 import random
 import re
+import tempfile
 import time
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Protocol, TypeVar, runtime_checkable
 
 from shardckpt import settings
 from shardckpt.distributed import PicklingError, pickle_value
 from shardckpt.errors import CheckpointingException, StorageError
+from shardckpt.storage.store_abilities import CreatesObjects, ReadsInto, StreamsWrites
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Mapping
-    from pathlib import Path
+
+    from shardckpt.storage.store_abilities import ObjectWriter
 
     _Base = Path  # for mypy: code that reads a checkpoint takes a RemotePath as a Path, and uses what it has
 else:
@@ -39,6 +42,7 @@ _PERMANENT = (
 )
 _FIRST_DELAY = 0.25  # seconds; each further one is twice as long
 _LONGEST_DELAY = 8.0
+_LEAST_PART = 5 << 20  # bytes; S3 takes no smaller parts
 _PASSWORD = re.compile(r"(?<=://)([^/:@]*):[^/@]*@")
 
 
@@ -189,6 +193,57 @@ class RemotePath(_Base):
         """Return ``nbytes`` bytes of the object from ``offset`` on; fewer only where it ends."""
         return attempt(f"read at offset {offset} of", self, lambda: self.folder.read(self._name, offset, nbytes))
 
+    def read_into(self, buffer: memoryview, offset: int) -> int:
+        """Fill the start of the buffer from an offset of the object on; return the number of bytes.
+
+        Raises:
+            StorageError: the store failed, or gave more bytes than were asked for.
+        """
+        folder = self.folder
+        if isinstance(folder, ReadsInto):
+            read = folder.read_into
+            return attempt(f"read at offset {offset} of", self, lambda: read(self._name, offset, buffer))
+        found = self.read_range(offset, buffer.nbytes)
+        if len(found) > buffer.nbytes:
+            raise StorageError(
+                f"{self}: asked for {buffer.nbytes} bytes at offset {offset}, its store gave {len(found)}"
+            )
+        buffer[: len(found)] = found
+        return len(found)
+
+    def write(self, data: bytes) -> None:
+        """Write a small object in one step, or replace it; no local file is needed where the store streams writes."""
+        folder = self.folder
+        if isinstance(folder, StreamsWrites):
+            stream = folder.open_write
+            attempt("write", self, lambda: _write_small(stream(self._name, max(_LEAST_PART, len(data))), data))
+            return
+        with tempfile.NamedTemporaryFile(prefix="shardckpt-") as file:
+            file.write(data)
+            file.flush()
+            self.upload(Path(file.name))
+
+    def create(self, data: bytes) -> bool:
+        """Write a small object unless one of that name exists; only for folders that :class:`CreatesObjects`.
+
+        Returns:
+            False if an object of that name was there. It may be this call's own: an attempt may have created it, and
+            its answer been lost.
+        """
+        folder = self.folder
+        if not isinstance(folder, CreatesObjects):
+            raise StorageError(f"cannot create {self}: the store's plugin has no conditional writes")
+        create = folder.create
+
+        def call() -> bool:
+            try:
+                create(self._name, data)
+            except FileExistsError:
+                return False
+            return True
+
+        return attempt("create", self, call)
+
     def upload(self, file: Path) -> None:
         """Upload a local file as the object."""
         attempt("upload", self, lambda: self.folder.upload(self._name, file))
@@ -247,6 +302,15 @@ def list_objects(folder: RemoteFolder) -> dict[str, int]:
         Sizes by name; of a store that :class:`HasFolders` also those in folders, by path.
     """
     return attempt("list", RemotePath(folder), folder.tree if isinstance(folder, HasFolders) else folder.files)
+
+
+def _write_small(writer: ObjectWriter, data: bytes) -> None:
+    try:
+        writer.write(memoryview(data))
+        writer.close()
+    except BaseException:
+        writer.abort()
+        raise
 
 
 def _make_path(folder: RemoteFolder, name: str) -> RemotePath:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from shardckpt.manifest import FileRecord
     from shardckpt.storage.journal import Journal
-    from shardckpt.storage.stream import WriterPool
+    from shardckpt.storage.stream import FileStream, WriterPool
 
 _NOTHING = FileProgress(0, 0, "", [], [])
 _DIGEST_BYTES = 16
@@ -39,6 +39,8 @@ class ResumableFile(FileWriter):
         nbytes: As for :meth:`CheckpointWriter.create`.
         journal: Has what is written already, and gets what is written now.
     """
+
+    _stream: FileStream
 
     def __init__(
         self, directory: Path, name: str, pool: WriterPool, algorithm: str, nbytes: int, journal: Journal

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
     from shardckpt.manifest import FileRecord
     from shardckpt.mapping import ShardedBase
+    from shardckpt.storage.store_abilities import ObjectWriter, StreamsWrites
 
 #: Names that the commit writes itself, after all other files are recorded.
 _OURS = frozenset({MARKER_NAME, RECORD_NAME, INTEGRITY_NAME, FINGERPRINTS_NAME})
@@ -71,6 +72,10 @@ class CheckpointWriter:
         author: The strategy that names the files, as errors name it.
         fingerprints: Whether the strategy is to compute :attr:`sums`.
         count: Called by each thread with the number of bytes that it has written since the last call.
+        store: The checkpoint's folder on a store that streams writes: files are then objects of it from the start,
+            and nothing is written to ``directory`` but what others write there, or several ranks share. The marker
+            alone is held back, in :attr:`marker`.
+        streamed: The set to which the names of those objects are added, for :attr:`streamed`.
 
     Raises:
         CheckpointingException: the algorithm needs a package that is not installed.
@@ -86,7 +91,14 @@ class CheckpointWriter:
         author: str = "",
         fingerprints: bool = False,
         count: Callable[[int], None] | None = None,
+        store: StreamsWrites | None = None,
+        streamed: set[str] | None = None,
     ) -> None:
+        self._store = store
+        #: Names of the objects that were begun on the store.
+        self.streamed: set[str] = set() if streamed is None else streamed
+        #: The marker's bytes, once it is written, where files are streamed to a store: the commit writes it last.
+        self.marker: bytes | None = None
         #: The staging directory.
         self.directory = directory
         self._rank = rank
@@ -130,7 +142,9 @@ class CheckpointWriter:
             StorageError: the file exists, or another file has the name of one of its folders.
         """
         self._begin_file(name)
-        writer = FileWriter(self.directory, name, self._pool, self._algorithm, nbytes, sha256=self._sha256)
+        store = self._open_store(name)
+        directory = self.directory
+        writer = FileWriter(directory, name, self._pool, self._algorithm, nbytes, sha256=self._sha256, store=store)
         self._open[name] = writer
         return writer
 
@@ -194,6 +208,7 @@ class CheckpointWriter:
             StorageError: the file cannot be created.
         """
         self._begin_file(name)
+        make_folders(self.directory, name)
         file = SharedFile(self.directory, name, size, self._pool, self._algorithm)
         self._open[name] = file
         return file
@@ -328,7 +343,8 @@ class CheckpointWriter:
                 f"{self.directory}: {self._author or 'a strategy'} has written {listed(own)}: give it another name, "
                 f"since {listed(sorted(map(repr, _OURS)))} are written by the commit"
             )
-        check_as_recorded(self.directory, [*self.files, *self.parts])
+        written: list[FileRecord | FilePart] = [*self.files, *self.parts]
+        check_as_recorded(self.directory, (file for file in written if file.name not in self.streamed))
         return list(self.files)
 
     def close(self) -> None:
@@ -337,9 +353,19 @@ class CheckpointWriter:
             writer.stop()
         self._pool.close()
 
+    def _open_store(self, name: str) -> StreamsWrites | None:
+        """Return where a new file is streamed to; None if it is written to the staging directory."""
+        if self._store is None:
+            return None
+        if name in self.streamed or (self.directory / name).exists():
+            raise StorageError(f"cannot create {name!r}: this rank has written a file of that name")
+        self.streamed.add(name)
+        return _HeldMarker(self) if name == MARKER_NAME else self._store
+
     def _begin_file(self, name: str) -> None:
         self._check_name(name)
-        make_folders(self.directory, name)
+        if self._store is None:
+            make_folders(self.directory, name)
         self.times = self.times._replace(began=self.times.began or time.perf_counter())
 
     def _end_file(self, file: FileWriter | SharedFile) -> None:
@@ -355,3 +381,23 @@ class CheckpointWriter:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+class _HeldMarker:
+    """Takes the marker of a save to a store in the store's place."""
+
+    def __init__(self, writer: CheckpointWriter) -> None:
+        self._writer = writer
+        self._parts: list[memoryview] = []
+
+    def open_write(self, _: str, part_bytes: int) -> ObjectWriter:  # noqa: ARG002 - as of a store
+        return self
+
+    def write(self, part: memoryview) -> None:
+        self._parts.append(part)
+
+    def close(self) -> None:
+        self._writer.marker = b"".join(self._parts)
+
+    def abort(self) -> None:
+        self._parts.clear()

@@ -282,7 +282,7 @@ def test_an_unknown_scheme_names_what_to_install(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("prelude", "disabled", "texts"),
     [
-        ("", "fsspec", ("plugins that serve URLs: none", "disabled by SHARDCKPT_DISABLED_PLUGINS")),
+        ("", "fsspec,obstore", ("plugins that serve URLs: none", "disabled by SHARDCKPT_DISABLED_PLUGINS")),
         ("sys.modules['fsspec'] = None", "", ("pip install 'shardckpt[fsspec]'",)),
     ],
 )

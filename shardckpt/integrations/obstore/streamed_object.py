@@ -1,0 +1,116 @@
+"""An object that is sent in parts by a thread, while the caller makes the next ones."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING
+
+import obstore
+
+from shardckpt import settings
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from contextlib import AbstractContextManager
+
+    from obstore.store import ObjectStore
+
+
+class _AbortedError(Exception):
+    """Makes obstore abort the multipart upload whose parts it takes."""
+
+
+class StreamedObject:
+    """An object that appears with :meth:`close`; one part is one request, more are a multipart upload.
+
+    Args:
+        store: obstore's store.
+        path: The object's path in it.
+        part_bytes: Size of each part but the last.
+        calling: Makes the context manager in which obstore is called.
+    """
+
+    def __init__(
+        self, store: ObjectStore, path: str, part_bytes: int, calling: Callable[[], AbstractContextManager[None]]
+    ) -> None:
+        self._store = store
+        self._path = path
+        self._part_bytes = part_bytes
+        self._calling = calling
+        #: The first part, until a second one shows that the object is large.
+        self._first: memoryview | None = None
+        self._thread: threading.Thread | None = None
+        self._changed = threading.Condition()
+        #: The part that obstore takes next: one at a time, since it holds as many as are on their way.
+        self._next: memoryview | None = None
+        self._closed = False
+        self._aborted = False
+        self._error: BaseException | None = None
+
+    def write(self, part: memoryview) -> None:
+        """Hand over the next part; wait while obstore has as many as it may send at a time."""
+        if self._thread is None:
+            if self._first is None:
+                self._first = part
+                return
+            self._next, self._first = self._first, None
+            self._thread = threading.Thread(target=self._send, name="shardckpt-stream", daemon=True)
+            self._thread.start()
+        with self._changed:
+            self._changed.wait_for(lambda: self._next is None or self._error is not None)
+            if self._error is not None:
+                raise self._error
+            self._next = part
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """Wait until the object is there."""
+        if self._thread is None:
+            with self._calling():
+                obstore.put(self._store, self._path, self._first or b"", use_multipart=False)
+            return
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+
+    def abort(self) -> None:
+        """Give the object up, and wait until the parts that have arrived are deleted."""
+        self._first = None
+        if self._thread is not None:
+            with self._changed:
+                self._aborted = True
+                self._changed.notify_all()
+            self._thread.join()
+
+    def _send(self) -> None:
+        try:
+            with self._calling():
+                obstore.put(
+                    self._store,
+                    self._path,
+                    self._take_parts(),
+                    use_multipart=True,
+                    chunk_size=self._part_bytes,
+                    max_concurrency=settings.remote_parts(),
+                )
+        except BaseException as exc:  # noqa: BLE001 - write() or close() raises it
+            with self._changed:
+                self._error = exc
+                self._next = None
+                self._changed.notify_all()
+
+    def _take_parts(self) -> Iterator[memoryview]:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._next is not None or self._closed or self._aborted)
+                if self._aborted:
+                    raise _AbortedError
+                part, self._next = self._next, None
+                self._changed.notify_all()
+            if part is None:
+                return
+            yield part
+            del part  # obstore alone has it now

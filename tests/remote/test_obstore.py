@@ -1,0 +1,384 @@
+from __future__ import annotations
+
+import logging
+import os
+import pickle
+import shutil
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from itertools import count
+from subprocess import run
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from obstore.store import LocalStore, MemoryStore
+
+from shardckpt import dist_checkpointing as dc
+from shardckpt import settings
+from shardckpt.commit import Upload, open_stream
+from shardckpt.engine import open_folder
+from shardckpt.errors import StorageError
+from shardckpt.integrations.fsspec.folder import FsspecFolder
+from shardckpt.integrations.obstore.folder import ObstoreFolder
+from shardckpt.manifest import MARKER_NAME
+from shardckpt.mapping import ShardedTensor
+from shardckpt.plugins import get_plugin_manager, hookimpl
+from shardckpt.storage import CheckpointWriter
+from tests import backends, programs
+from tests.remote import jobs
+from tests.remote.servers import BUCKET, moto_server, request
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from tests.ranks import RankPool
+
+_MIB = 1 << 20
+_numbers = count()
+
+
+@pytest.fixture(scope="module")
+def endpoint() -> Iterator[str]:
+    """A real S3 server."""
+    with moto_server() as found:
+        yield found
+
+
+@pytest.fixture
+def url(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A URL without objects on the server, of which this process knows."""
+    for name, value in _variables(endpoint).items():
+        monkeypatch.setenv(name, value)
+    return f"s3://{BUCKET}/run-{next(_numbers)}/step-1"
+
+
+def _variables(endpoint: str) -> dict[str, str]:
+    return {
+        "AWS_ENDPOINT_URL": endpoint,
+        "AWS_ACCESS_KEY_ID": "someone",
+        "AWS_SECRET_ACCESS_KEY": "a-secret",
+        "AWS_REGION": "us-east-1",
+    }
+
+
+@pytest.fixture
+def folder() -> Iterator[ObstoreFolder]:
+    """The folder that serves objects://bucket, in this process's memory."""
+    store = MemoryStore()
+    with _serving(lambda url: ObstoreFolder(url, store, "c")) as url:
+        yield open_folder(url, get_plugin_manager())  # type: ignore[misc]
+
+
+class _serving:  # noqa: N801 - a context manager
+    """Serves objects:// by a function of the URL."""
+
+    def __init__(self, make: Callable[[str], ObstoreFolder]) -> None:
+        self._make = make
+
+    @hookimpl(tryfirst=True)
+    def shardckpt_filesystem(self, url: str) -> ObstoreFolder | None:
+        return self._make(url) if url.startswith("objects://") else None
+
+    def __enter__(self) -> str:
+        get_plugin_manager().register(self)
+        return "objects://bucket"
+
+    def __exit__(self, *_: object) -> None:
+        get_plugin_manager().unregister(self)
+
+
+def _on_server(endpoint: str, function: Callable[..., Any], *args: Any) -> Any:
+    """Call a function in a rank that knows of the server."""
+    os.environ.update(_variables(endpoint))
+    return function(*args)
+
+
+def _find(url: str) -> ObstoreFolder:
+    return open_folder(url, get_plugin_manager())  # type: ignore[return-value]
+
+
+def _uploads(endpoint: str) -> int:
+    """How many multipart uploads have begun, and are neither complete nor aborted."""
+    return request(endpoint, "GET", f"{BUCKET}?uploads").count("<Upload>")
+
+
+@backends.both
+def test_ranks_stream_to_s3(ranks: RankPool, url: str, endpoint: str, backend: backends.Backend) -> None:
+    """What 2 ranks save to S3, 3 ranks and this process load, bit for bit; the marker makes it a checkpoint."""
+    ranks.run(2, _on_server, endpoint, jobs.save, url, 2.0)
+    assert set(_find(url).tree()) == backend.shared | {backend.data_file(rank) for rank in range(2)}
+    ranks.run(3, _on_server, endpoint, jobs.check, url, 2.0)
+    jobs.check(url, 2.0, verify_integrity=False)
+    with pytest.raises(StorageError, match="is not empty"):
+        jobs.save(url, 3.0)
+    jobs.check(url, 2.0)
+
+
+@pytest.mark.slow
+@backends.both
+@pytest.mark.parametrize("persistent", [False, True])
+def test_a_background_save_streams(ranks: RankPool, url: str, endpoint: str, persistent: bool) -> None:
+    """A save behind the training, in a thread or a process of its own, streams as one in the foreground does."""
+    ranks.run(2, _on_server, endpoint, jobs.save_in_background, url, 2.0, persistent)
+    jobs.check(url, 2.0)
+
+
+def test_large_objects_are_sent_in_parts(url: str, endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An object of more than one part is a multipart upload of parts as large as SHARDCKPT_REMOTE_PART_MIB says."""
+    monkeypatch.setenv(settings.REMOTE_PART_MIB, "5")
+    values = torch.arange(3 * _MIB, dtype=torch.float32)
+    dc.save({"w": ShardedTensor.from_rank_offsets("w", values)}, url)
+    key = f"{url.removeprefix('s3://')}/{backends.data_file(0)}"
+    assert '-3"' in request(endpoint, "GET", f"{BUCKET}?prefix={key.partition('/')[2]}").replace("&quot;", '"')
+    loaded = dc.load({"w": ShardedTensor.from_rank_offsets("w", torch.zeros_like(values))}, url)
+    assert torch.equal(loaded["w"], values)
+    assert _uploads(endpoint) == 0
+
+
+def test_a_failed_save_leaves_no_object_and_no_parts(
+    url: str, endpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file that fails after its first parts were sent appears nowhere, and its parts are deleted."""
+    monkeypatch.setenv(settings.REMOTE_PART_MIB, "5")
+
+    def fail() -> list[memoryview]:
+        raise ValueError("no more bytes")
+
+    found = _find(url)
+    with CheckpointWriter(tmp_path, 0, store=found) as writer:
+        file = writer.create("data.bin")
+        file.append(20 * _MIB, lambda: [memoryview(bytearray(20 * _MIB))], what="w")
+        assert _uploads(endpoint) == 1
+        with pytest.raises(ValueError, match="no more bytes"):
+            file.append(9, fail, what="x")
+    assert _uploads(endpoint) == 0
+    assert found.tree() == {}
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_record_of_a_streamed_file_is_that_of_a_local_one(folder: ObstoreFolder, tmp_path: Path) -> None:
+    """Bytes, digests and SHA-256 of a file do not depend on whether it is streamed."""
+    records, large = [], torch.arange(9 * _MIB, dtype=torch.uint8)
+    for store in (None, folder):
+        with CheckpointWriter(tmp_path / str(len(records)), 0, sha256=True, store=store) as writer:
+            writer.directory.mkdir()
+            file = writer.create("data.bin")
+            file.append_small([b"head", b"er"])
+            file.append(large.nbytes, lambda: [memoryview(large.numpy())])
+            file.append(3, lambda: [memoryview(b"end")])
+            records.append((writer.finish(file), writer.sha256, writer.recorded_files()))
+    assert records[0] == records[1]
+    local = (tmp_path / "0" / "data.bin").read_bytes()
+    assert folder.read("data.bin", 0, len(local) + 1) == local
+
+
+@pytest.mark.parametrize("kind", ["memory", "local"])
+def test_the_abilities_of_a_folder(kind: str, tmp_path: Path) -> None:
+    """Objects are created once, read by ranges into memory, listed at any depth, and deleted together."""
+    found = ObstoreFolder("objects://b/c", MemoryStore() if kind == "memory" else LocalStore(tmp_path), "c")
+    assert found.tree() == found.files() == {}
+    found.create("a", b"first")
+    with pytest.raises(FileExistsError):
+        found.create("a", b"second")
+    stream = found.open_write("d/e", 5 * _MIB)
+    stream.write(memoryview(b"12345"))
+    assert "d/e" not in found.tree()
+    stream.close()
+    assert found.tree() == {"a": 5, "d/e": 5}
+    assert found.files() == {"a": 5}
+    assert found.folders() == ["d"]
+    buffer = bytearray(9)
+    assert found.read_into("d/e", 2, memoryview(buffer)) == 3
+    assert buffer[:3] == b"345"
+    assert found.read("a", 5, 4) == b""
+    with pytest.raises(FileNotFoundError):
+        found.read("gone", 0, 1)
+    found.delete_many(["a", "gone", "d/e"])
+    assert found.tree() == {}
+
+
+def test_of_two_saves_that_begin_at_once_one_wins(folder: ObstoreFolder) -> None:
+    """Two saves that both see an empty URL do not mix: one is complete, the other's error names the first."""
+    together = threading.Barrier(2, timeout=30)
+
+    class Meeting(ObstoreFolder):
+        """Lists when both have come; once."""
+
+        met = False
+
+        def tree(self) -> dict[str, int]:
+            found = super().tree()
+            if not self.met:
+                self.met = True
+                together.wait()
+            return found
+
+    with _serving(lambda url: Meeting(url, folder._store, "race")) as url, ThreadPoolExecutor(2) as threads:
+        saves = [threads.submit(jobs.save, url, value) for value in (1.0, 2.0)]
+        ended = [save.exception() for save in saves]
+    with _serving(lambda url: ObstoreFolder(url, folder._store, "race")) as url:
+        jobs.check(url, 1.0 if ended[0] is None else 2.0)
+    assert ended.count(None) == 1
+    error = next(error for error in ended if error is not None)
+    assert isinstance(error, StorageError)
+    assert "another save has begun there at the same time ('save " in str(error)
+    assert f"of process {os.getpid()} on " in str(error)
+
+
+def test_a_marker_that_another_save_has_written_is_never_replaced(folder: ObstoreFolder) -> None:
+    """A save whose place was taken before its last step fails, names the other, and deletes nothing of it."""
+    jobs.save(folder.url, 1.0)
+    objects = {name: folder.read(name, 0, size) for name, size in folder.tree().items()}
+
+    class Late(ObstoreFolder):
+        """Another save's objects appear just before the marker."""
+
+        def create(self, name: str, data: bytes) -> None:
+            if name == MARKER_NAME:
+                for other, content in objects.items():
+                    self.delete(other) if other in self.tree() else None
+                    super().create(other, content)
+            super().create(name, data)
+
+    with _serving(lambda url: Late(url, folder._store, "late")) as url:
+        with pytest.raises(StorageError, match=r"another save has begun there \(save [0-9a-f]{32}\)"):
+            jobs.save(url, 2.0)
+        jobs.check(url, 1.0)
+
+
+def test_what_a_killed_save_left_is_named_and_overwritten(folder: ObstoreFolder) -> None:
+    """A claim without a checkpoint is refused with who has left it; overwrite=True takes the place."""
+    dead = Upload(folder, MARKER_NAME)
+    dead.begin("0" * 32, overwrite=False)
+    dead.close()
+    with pytest.raises(StorageError, match=rf"has not ended \('save 0+ of process {os.getpid()} on .*overwrite=True"):
+        jobs.save(folder.url, 1.0)
+    jobs.save(folder.url, 2.0, overwrite=True)
+    jobs.check(folder.url, 2.0)
+    assert not [name for name in folder.tree() if name.startswith(".shardckpt")]
+    dead.abort(main=True)  # as if it had only been slow: it deletes nothing of the other
+    jobs.check(folder.url, 2.0)
+
+
+def test_a_save_whose_place_was_taken_replaces_nothing(folder: ObstoreFolder, tmp_path: Path) -> None:
+    """A save that goes on after another has taken its URL by overwrite=True fails before its object appears."""
+    slow = Upload(folder, MARKER_NAME)
+    slow.begin("1" * 32, overwrite=False)
+    with CheckpointWriter(tmp_path, 0, store=open_stream(folder, "1" * 32)) as writer:
+        file = writer.create(backends.data_file(0))
+        file.append_small([b"slow"])
+        jobs.save(folder.url, 2.0, overwrite=True)
+        with pytest.raises(StorageError, match="another save has begun there"):
+            writer.finish(file)
+    slow.abort(main=True)
+    jobs.check(folder.url, 2.0)
+
+
+def test_a_store_that_ignores_conditions_is_recognised(folder: ObstoreFolder, caplog: Any) -> None:
+    """A server that answers a conditional create of what is there with success is found out, and saves still work."""
+
+    class Careless(ObstoreFolder):
+        """Creates always."""
+
+        def create(self, name: str, data: bytes) -> None:
+            stream = self.open_write(name, len(data))
+            stream.write(memoryview(data))
+            stream.close()
+
+    with _serving(lambda url: Careless(url, folder._store, "x")) as url, caplog.at_level(logging.WARNING):
+        jobs.save(url, 1.0)
+        jobs.check(url, 1.0)
+    assert "ignores conditions of writes" in caplog.text
+
+
+def test_the_pickle_of_a_folder_has_no_secret(url: str) -> None:
+    """A pickled folder is its URL: credentials come from the environment of the process that opens it."""
+    found = _find(url)
+    assert b"a-secret" not in pickle.dumps(found)
+    assert "a-secret" not in repr(vars(found))
+    assert pickle.loads(pickle.dumps(found)).files() == {}
+
+
+def test_a_fork_is_refused() -> None:
+    """A child that was forked after obstore was used gets an error that says what to do, instead of hanging."""
+    done = programs.run(
+        """
+import os
+from obstore.store import MemoryStore
+from shardckpt.integrations.obstore.folder import ObstoreFolder
+folder = ObstoreFolder("objects://b", MemoryStore(), "")
+folder.files()
+if not (pid := os.fork()):
+    try:
+        folder.files()
+    except Exception as exc:
+        print(exc, flush=True)
+    os._exit(0)
+os.waitpid(pid, 0)
+"""
+    )
+    assert "in a fork of process" in done.stdout, done.stderr
+    assert "spawn or forkserver" in done.stdout
+
+
+def test_which_client_serves_a_url(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Obstore serves s3, gs and az where it is installed; fsspec all else, and those where obstore is switched off."""
+    assert isinstance(_find(url), ObstoreFolder)
+    assert isinstance(_find("memory://b/c"), FsspecFolder)
+    program = "import sys\nfrom shardckpt import dist_checkpointing as dc\ndc.load({}, 's3://b/c')"
+    done = programs.run(program, environment={settings.DISABLED_PLUGINS: "obstore"})
+    assert "fsspec has no package for s3://" in done.stderr or "s3fs" in done.stderr
+
+
+_SAVE = """
+import resource, sys
+import torch
+from shardckpt import dist_checkpointing as dc
+from shardckpt.mapping import ShardedTensor
+from shardckpt_ep import EPSaveStrategy
+from shardckpt_safetensors import SafetensorsSaveShardedStrategy
+from shardckpt_torch_dist import TorchDistSaveShardedStrategy
+url, mib = sys.argv[1], int(sys.argv[2])
+def state():
+    return {"w": ShardedTensor.from_rank_offsets("w", torch.ones(mib << 18)), "iteration": 7}
+for kind in (TorchDistSaveShardedStrategy, SafetensorsSaveShardedStrategy, EPSaveStrategy):
+    given = state()
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    dc.save(given, f"{url}-{kind.__name__}", kind())
+    print("grown", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before >> 10, flush=True)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("strace") is None, reason="strace is not installed: it counts the writes to files")
+def test_a_save_to_s3_writes_no_byte_to_local_disk(url: str, tmp_path: Path) -> None:
+    """Saves of each built-in strategy to S3 write to sockets and pipes, and create no file."""
+    trace = tmp_path / "trace"
+    calls = "trace=write,pwrite64,writev,pwritev,pwritev2,sendfile,copy_file_range,openat,open,creat"
+    command = ["strace", "-f", "-y", "-s", "8", "-o", str(trace), "-e", calls, sys.executable, "-c", _SAVE, url, "20"]
+    environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1", settings.REMOTE_PART_MIB: "5"}
+    done = run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr
+    # tempfile tries a directory by these bytes, and removes them, before it names the directory of the process
+    lines = [line for line in trace.read_text().splitlines() if '"blat"' not in line and " resumed>" not in line]
+    writes = [line for line in lines if "write" in line.partition("(")[0]]
+    assert any("socket:" in line for line in writes)
+    logs = ("<pipe:", "<socket:", "<TCP", "<anon_inode:", "<UNIX", "</dev/")
+    assert not [line for line in writes if not any(kind in line for kind in logs)]
+    created = [line for line in lines if "O_CREAT" in line and "= -1" not in line and '"/dev/' not in line]
+    assert len(created) <= 1  # tempfile's
+
+
+@pytest.mark.slow
+def test_a_save_to_s3_takes_bounded_memory(url: str) -> None:
+    """A save of 256 MiB takes no more memory than the parts on their way, whatever the strategy."""
+    environment = {**os.environ, settings.REMOTE_PART_MIB: "5", settings.REMOTE_PARTS: "2"}
+    command = [sys.executable, "-c", _SAVE, url, "256"]
+    done = run(command, env=environment, capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 0, done.stderr
+    grown = [int(line.split()[1]) for line in done.stdout.splitlines() if line.startswith("grown")]
+    assert len(grown) == 3
+    assert max(grown) < 96, grown
