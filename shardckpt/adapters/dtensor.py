@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from functools import partial
-from typing import TYPE_CHECKING
+from functools import lru_cache, partial
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -174,13 +174,32 @@ def _shards(
     key: str, dtensor: DTensor, local: torch.Tensor, replica_id: ReplicaId, *, replicated: Replicated
 ) -> list[ShardedTensor]:
     """Build one shard for each box of the local tensor; an empty local tensor gives one empty shard."""
-    splits, shape = get_dtensor_splits(key, dtensor), tuple(dtensor.shape)
-    extent = compute_local_shape(shape, splits)
-    if tuple(local.shape) != extent:
+    shape = tuple(dtensor.shape)
+    cut = _cut(shape, tuple(get_dtensor_splits(key, dtensor)))
+    if tuple(local.shape) != cut.extent:
         raise ShardingError(
             f"DTensor {key!r}: the local tensor has shape {tuple(local.shape)}, but {dtensor.placements} of the global "
-            f"shape {shape} make it {extent}; pass shape= and stride= to DTensor.from_local where shards are uneven"
+            f"shape {shape} make it {cut.extent}; pass shape= and stride= to DTensor.from_local where shards are uneven"
         )
+    return make_shards(key, local, cut.held, shape, replica_id, grid=cut.grid, replicated=replicated)
+
+
+class _Cut(NamedTuple):
+    """What a rank holds of tensors of one shape, cut by the same splits.
+
+    Attributes:
+        extent: The shape of the local tensor.
+        held: The boxes of the global tensor that it consists of; an empty one if it is empty.
+        grid: Number of equal parts along every axis; None if the tensor is not cut into a grid of equal parts.
+    """
+
+    extent: Ints
+    held: tuple[HeldBox, ...]
+    grid: Ints | None
+
+
+@lru_cache(maxsize=4096)  # the layers of a model are alike, and every save describes all of them anew
+def _cut(shape: Ints, splits: tuple[Split, ...]) -> _Cut:
     # every rank stores at least an empty shard, so that all ranks describe the same keys
     held = list_held_boxes(shape, splits) or [HeldBox(make_empty_box(shape, splits), (0,) * len(shape))]
     counts = [1] * len(shape)
@@ -189,4 +208,4 @@ def _shards(
     even = all(size % count == 0 for size, count in zip(shape, counts, strict=True))
     # strided parts are not contiguous blocks: Megatron's grid of fragments cannot say where they lie
     grid = tuple(counts) if even and all(split.factor == 1 for split in splits) else None
-    return make_shards(key, local, held, shape, replica_id, grid=grid, replicated=replicated)
+    return _Cut(compute_local_shape(shape, splits), tuple(held), grid)
