@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from shardckpt.engine import StoredCheckpoint
+    from shardckpt.manifest import Manifest
 
 
-def read_header(checkpoint: StoredCheckpoint, directory: str) -> dict[str, Any]:
+def read_header(checkpoint: StoredCheckpoint | Manifest, directory: str) -> dict[str, Any]:
     """Return what is known of the checkpoint as a whole; None for what is not."""
     from shardckpt.engine import find_save_time, locate, measure
     from shardckpt.plugins import get_plugin_manager

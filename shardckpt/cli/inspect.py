@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from shardckpt.engine import IncompleteFile, StoredCheckpoint
+    from shardckpt.manifest import Record
+    from shardckpt.plugins import Outline
     from shardckpt.strategy import StoredColumns
 
 
@@ -68,6 +70,16 @@ def run(options: Any) -> int:
 
 def _inspect(options: Any) -> tuple[int, list[str]]:
     """Return the exit code and the lines to print."""
+    from shardckpt.cli.values import split_region
+
+    found = None if options.html or split_region(options.prefix) is not None else _read_outline(options)
+    if found is not None:
+        return FINE, _format(found, options)
+    return _inspect_open(options)
+
+
+def _inspect_open(options: Any) -> tuple[int, list[str]]:
+    """Do the same by the strategy that reads the checkpoint, which needs torch."""
     from shardckpt.cli.html import write_checkpoint_page
     from shardckpt.cli.values import describe_values, split_region
     from shardckpt.maintenance import open_any
@@ -79,10 +91,52 @@ def _inspect(options: Any) -> tuple[int, list[str]]:
         if options.html:
             return write_checkpoint_page(checkpoint, options.directory, options.prefix, options.html)
         found = _collect(checkpoint, options)
-        lines = [json.dumps(_as_json(found))] if options.json else _describe(found, options)
         if options.files:
-            lines[2:3] = [_list_files(checkpoint)]
-    return FOUND if found.incomplete or found.fault else FINE, lines
+            found.files.extend(_list_files(checkpoint))
+    return FOUND if found.incomplete or found.fault else FINE, _format(found, options)
+
+
+def _read_outline(options: Any) -> _Found | None:
+    """Return what a checkpoint has by its outline, without torch; None if it has none, or is not whole."""
+    from shardckpt.engine import locate
+    from shardckpt.plugins import get_plugin_manager, hold_checkpoint, read_outline
+    from shardckpt.storage import file_size, has_local_files
+
+    plugins = get_plugin_manager()
+    location = locate(options.directory, plugins)
+    if not has_local_files(location) or not location.is_dir():
+        return None
+    try:
+        place, manifest = hold_checkpoint(location, plugins)
+        if manifest.record is None or any(
+            file_size(place / name) != size for name, size in manifest.record.list_files().items()
+        ):
+            return None
+        outline = read_outline(place, manifest, plugins)
+    except CheckpointReplacedError:
+        raise
+    except CheckpointingException:  # what the strategy's way says better
+        return None
+    if outline is None:
+        return None
+    tensors = _make_tensors(outline, options)
+    objects = sorted(key for key in outline.objects if key.startswith(options.prefix))
+    if not tensors.keys and not objects and options.prefix:
+        return None
+    header = read_header(manifest, options.directory)
+    common = [] if options.prefix else sorted(outline.common)
+    found = _Found(options.directory, options.prefix, header, tensors, objects, common, "", [])
+    found.files.extend(_list_recorded_files(manifest.record) if options.files else ())
+    return found
+
+
+def _format(found: _Found, options: Any) -> list[str]:
+    if options.json:
+        return [json.dumps(_as_json(found))]
+    lines = _describe(found, options)
+    if options.files:
+        lines[2:3] = [table(("file", "bytes", "rank", "items"), sorted(found.files))]
+    return lines
 
 
 @dataclass(frozen=True)
@@ -111,12 +165,14 @@ class _Found:
     fault: str
     incomplete: list[IncompleteFile]
     scaled: list[str] = field(default_factory=list)
+    #: Rows of a table of the files, if they are asked for.
+    files: list[tuple[Any, ...]] = field(default_factory=list)
 
 
 def _collect(checkpoint: StoredCheckpoint, options: Any) -> _Found:
     prefix = options.prefix
     columns = checkpoint.columns
-    tensors = _make_tensors(columns, prefix, by_size=options.sort == "size")
+    tensors = _make_tensors(_outline_columns(columns), options)
     objects = sorted(key for key in columns.objects if key.startswith(prefix))
     if prefix and not tensors.keys and not objects:
         have = listed(sorted([*columns.keys, *columns.objects]), limit=6) or "none"
@@ -142,19 +198,29 @@ def _collect(checkpoint: StoredCheckpoint, options: Any) -> _Found:
     )
 
 
-def _make_tensors(columns: StoredColumns, prefix: str, *, by_size: bool) -> _Tensors:
+def _outline_columns(columns: StoredColumns) -> Outline:
+    """Return the columns with the names of dtypes in place of torch's."""
+    from shardckpt.plugins import Outline
+
+    names = {dtype: str(dtype).removeprefix("torch.") for dtype in set(columns.dtypes)}
+    itemsizes = {name: dtype.itemsize for dtype, name in names.items()}
+    dtypes = [names[dtype] for dtype in columns.dtypes]
+    return Outline([*columns.keys], dtypes, [*columns.shapes], itemsizes, [*columns.objects], [])
+
+
+def _make_tensors(outline: Outline, options: Any) -> _Tensors:
     """Return the tensors whose keys begin with the prefix, by key, or the largest first."""
-    keys, dtypes, shapes = columns.keys, columns.dtypes, columns.shapes
+    keys, dtypes, shapes = outline.keys, outline.dtypes, outline.shapes
     # most of many tensors have one of a few shapes and dtypes: each is converted once
-    sizes = {kind: math.prod(kind[1]) * kind[0].itemsize for kind in set(zip(dtypes, shapes, strict=True))}
-    names = {dtype: str(dtype).removeprefix("torch.") for dtype in set(dtypes)}
+    sizes = {kind: math.prod(kind[1]) * outline.itemsizes[kind[0]] for kind in set(zip(dtypes, shapes, strict=True))}
+    prefix = options.prefix
     chosen = [n for n, key in enumerate(keys) if key.startswith(prefix)] if prefix else [*range(len(keys))]
     chosen.sort(key=keys.__getitem__)
-    if by_size:
+    if options.sort == "size":
         chosen.sort(key=lambda n: -sizes[dtypes[n], shapes[n]])
     return _Tensors(
         [keys[n] for n in chosen],
-        [names[dtypes[n]] for n in chosen],
+        [dtypes[n] for n in chosen],
         [shapes[n] for n in chosen],
         [sizes[dtypes[n], shapes[n]] for n in chosen],
     )
@@ -207,13 +273,15 @@ def _sum_dtypes(found: _Found) -> str:
     )
 
 
-def _list_files(checkpoint: StoredCheckpoint) -> str:
-    """Return a table of the files: as recorded, or, of another library's checkpoint, as its index names them."""
+def _list_files(checkpoint: StoredCheckpoint) -> list[tuple[Any, ...]]:
+    """Return a row for each file: as recorded, or, of another library's checkpoint, as its index names them."""
     if checkpoint.record is not None:
-        rows: list[tuple[Any, ...]] = [(f.name, f.size, f.rank, f.keys) for f in checkpoint.record.files]
-    else:
-        rows = [(file.name, file.nbytes or "-", "-", len(file.keys)) for file in checkpoint.list_files()]
-    return table(("file", "bytes", "rank", "items"), sorted(rows))
+        return _list_recorded_files(checkpoint.record)
+    return [(file.name, file.nbytes or "-", "-", len(file.keys)) for file in checkpoint.list_files()]
+
+
+def _list_recorded_files(record: Record) -> list[tuple[Any, ...]]:
+    return [(file.name, file.size, file.rank, file.keys) for file in record.files]
 
 
 def _as_json(found: _Found) -> dict[str, Any]:

@@ -1,43 +1,109 @@
 """Complete or absent: staging directories and uploads, the step that commits them, removals, and what a kill leaves."""
 
-from shardckpt.commit.commit import (
-    check_target,
-    commit_staging,
-    create_staging,
-    discard_staging,
-    find_foreign,
-    is_free,
-    list_replaced_checkpoints,
-    list_staging_directories,
-    publish_staging,
-    replace_target,
-    staging_directory,
-    staging_path,
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from shardckpt import lazy_getattr
+
+if TYPE_CHECKING:
+    from shardckpt.commit.commit import (
+        check_target,
+        commit_staging,
+        create_staging,
+        discard_staging,
+        find_foreign,
+        is_free,
+        list_replaced_checkpoints,
+        list_staging_directories,
+        publish_staging,
+        replace_target,
+        staging_directory,
+        staging_path,
+    )
+    from shardckpt.commit.leftovers import (
+        find_leftovers,
+        find_spools,
+        freed_bytes,
+        remove_free,
+        remove_leftover,
+        spool_folder,
+        why_kept,
+    )
+    from shardckpt.commit.owner import Owner, claim_name, release_name
+    from shardckpt.commit.removal import clear_tombstones, delete_checkpoint, is_half_deleted, make_tombstone
+    from shardckpt.commit.resume import adopt_staging
+    from shardckpt.commit.staging_names import (
+        NAME_MAX,
+        STAGING,
+        Leftover,
+        get_save_id,
+        is_temporary,
+        new_save_id,
+        parse_temporary,
+        stem,
+        temporary_name,
+    )
+    from shardckpt.commit.upload import Upload, delete_if_failed, is_under_way, open_stream, upload_files
+
+__getattr__ = lazy_getattr(
+    __name__,
+    {
+        "commit": (
+            "check_target",
+            "commit_staging",
+            "create_staging",
+            "discard_staging",
+            "find_foreign",
+            "is_free",
+            "list_replaced_checkpoints",
+            "list_staging_directories",
+            "publish_staging",
+            "replace_target",
+            "staging_directory",
+            "staging_path",
+        ),
+        "leftovers": (
+            "find_leftovers",
+            "find_spools",
+            "freed_bytes",
+            "remove_free",
+            "remove_leftover",
+            "spool_folder",
+            "why_kept",
+        ),
+        "owner": (
+            "Owner",
+            "claim_name",
+            "release_name",
+        ),
+        "removal": (
+            "clear_tombstones",
+            "delete_checkpoint",
+            "is_half_deleted",
+            "make_tombstone",
+        ),
+        "resume": ("adopt_staging",),
+        "staging_names": (
+            "NAME_MAX",
+            "STAGING",
+            "Leftover",
+            "get_save_id",
+            "is_temporary",
+            "new_save_id",
+            "parse_temporary",
+            "stem",
+            "temporary_name",
+        ),
+        "upload": (
+            "Upload",
+            "delete_if_failed",
+            "is_under_way",
+            "open_stream",
+            "upload_files",
+        ),
+    },
 )
-from shardckpt.commit.leftovers import (
-    find_leftovers,
-    find_spools,
-    freed_bytes,
-    remove_free,
-    remove_leftover,
-    spool_folder,
-    why_kept,
-)
-from shardckpt.commit.owner import Owner, claim_name, release_name
-from shardckpt.commit.removal import clear_tombstones, delete_checkpoint, is_half_deleted, make_tombstone
-from shardckpt.commit.resume import adopt_staging
-from shardckpt.commit.staging_names import (
-    NAME_MAX,
-    STAGING,
-    Leftover,
-    get_save_id,
-    is_temporary,
-    new_save_id,
-    parse_temporary,
-    stem,
-    temporary_name,
-)
-from shardckpt.commit.upload import Upload, delete_if_failed, is_under_way, open_stream, upload_files
 
 __all__ = [
     "NAME_MAX",

@@ -1,9 +1,40 @@
 """Ranks: collectives, process groups, and one error for all of them."""
 
-from shardckpt.distributed.comm import Comm
-from shardckpt.distributed.error_report import ErrorReport, replace_text
-from shardckpt.distributed.pickling import PicklingError, can_be_pickled, pickle_value, try_pickle, unpickle_trusted
-from shardckpt.distributed.routing import find_owner, join_parts, place_owner, split_parts
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from shardckpt import lazy_getattr
+
+if TYPE_CHECKING:
+    from shardckpt.distributed.comm import Comm
+    from shardckpt.distributed.error_report import ErrorReport, replace_text
+    from shardckpt.distributed.pickling import PicklingError, can_be_pickled, pickle_value, try_pickle, unpickle_trusted
+    from shardckpt.distributed.routing import find_owner, join_parts, place_owner, split_parts
+
+__getattr__ = lazy_getattr(
+    __name__,
+    {
+        "comm": ("Comm",),
+        "error_report": (
+            "ErrorReport",
+            "replace_text",
+        ),
+        "pickling": (
+            "PicklingError",
+            "can_be_pickled",
+            "pickle_value",
+            "try_pickle",
+            "unpickle_trusted",
+        ),
+        "routing": (
+            "find_owner",
+            "join_parts",
+            "place_owner",
+            "split_parts",
+        ),
+    },
+)
 
 __all__ = [
     "Comm",

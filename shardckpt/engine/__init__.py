@@ -1,69 +1,176 @@
 """The engine: one save, from a state dict to a committed directory, and one load, back."""
 
-from shardckpt.engine.amounts import format_bytes, format_seconds
-from shardckpt.engine.display import show_progress
-from shardckpt.engine.externally_coordinated import (
-    ExternalSave,
-    ExternalSavePart,
-    locate_checkpoint,
-    open_reader,
-    report_read,
-    write_part,
-)
-from shardckpt.engine.gc_pause import pause_gc
-from shardckpt.engine.integrity import (
-    ExpectedFile,
-    IncompleteFile,
-    find_faults,
-    find_incomplete_files,
-    is_damage,
-    list_digested_files,
-    list_recorded_files,
-    read_integrity,
-    save_integrity_manifest,
-    verify_integrity,
-    verify_integrity_manifest,
-)
-from shardckpt.engine.lazy import StoredCheckpoint, StoredTensor
-from shardckpt.engine.load_results import check_values
-from shardckpt.engine.load_template import MISSING, LoadTemplate
-from shardckpt.engine.loading import (
-    LoadOptions,
-    OpenCheckpoint,
-    load_checkpoint,
-    open_checkpoint,
-    read_checkpoint,
-)
-from shardckpt.engine.locations import check_names, find_save_time, locate, locate_local, measure, open_folder
-from shardckpt.engine.operation import Operation
-from shardckpt.engine.plan_cache import CachedPlan, PlanCache, saved_plans
-from shardckpt.engine.progress import Progress, wants_progress
-from shardckpt.engine.pruning import (
-    PruneResult,
-    clear_leftovers,
-    explain_kept_leftover,
-    make_superseded_check,
-    open_staging,
-    prune_leftovers,
-    prune_spools,
-)
-from shardckpt.engine.saving import SaveOptions, check_state, count_bytes, find_saver, save_checkpoint
-from shardckpt.engine.streaming import (
-    STREAM_BYTES,
-    TensorBox,
-    compute_fingerprints,
-    make_destination,
-    make_memory,
-    read_boxes,
-)
-from shardckpt.engine.tensor_sums import TensorSums
-from shardckpt.engine.transaction import (
-    INLINE_TABLES,
-    CheckpointHeader,
-    Transaction,
-    WrittenFiles,
-    as_json,
-    commit_files,
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from shardckpt import lazy_getattr
+
+if TYPE_CHECKING:
+    from shardckpt.engine.amounts import format_bytes, format_seconds
+    from shardckpt.engine.display import show_progress
+    from shardckpt.engine.externally_coordinated import (
+        ExternalSave,
+        ExternalSavePart,
+        locate_checkpoint,
+        open_reader,
+        report_read,
+        write_part,
+    )
+    from shardckpt.engine.gc_pause import pause_gc
+    from shardckpt.engine.integrity import (
+        ExpectedFile,
+        IncompleteFile,
+        find_faults,
+        find_incomplete_files,
+        is_damage,
+        list_digested_files,
+        list_recorded_files,
+        read_integrity,
+        save_integrity_manifest,
+        verify_integrity,
+        verify_integrity_manifest,
+    )
+    from shardckpt.engine.lazy import StoredCheckpoint, StoredTensor
+    from shardckpt.engine.load_results import check_values
+    from shardckpt.engine.load_template import MISSING, LoadTemplate
+    from shardckpt.engine.loading import (
+        LoadOptions,
+        OpenCheckpoint,
+        load_checkpoint,
+        open_checkpoint,
+        read_checkpoint,
+    )
+    from shardckpt.engine.locations import check_names, find_save_time, locate, locate_local, measure, open_folder
+    from shardckpt.engine.operation import Operation
+    from shardckpt.engine.plan_cache import CachedPlan, PlanCache, saved_plans
+    from shardckpt.engine.progress import Progress, wants_progress
+    from shardckpt.engine.pruning import (
+        PruneResult,
+        clear_leftovers,
+        explain_kept_leftover,
+        make_superseded_check,
+        open_staging,
+        prune_leftovers,
+        prune_spools,
+    )
+    from shardckpt.engine.saving import SaveOptions, check_state, count_bytes, find_saver, save_checkpoint
+    from shardckpt.engine.streaming import (
+        STREAM_BYTES,
+        TensorBox,
+        compute_fingerprints,
+        make_destination,
+        make_memory,
+        read_boxes,
+    )
+    from shardckpt.engine.tensor_sums import TensorSums
+    from shardckpt.engine.transaction import (
+        INLINE_TABLES,
+        CheckpointHeader,
+        Transaction,
+        WrittenFiles,
+        as_json,
+        commit_files,
+    )
+
+__getattr__ = lazy_getattr(
+    __name__,
+    {
+        "amounts": (
+            "format_bytes",
+            "format_seconds",
+        ),
+        "display": ("show_progress",),
+        "externally_coordinated": (
+            "ExternalSave",
+            "ExternalSavePart",
+            "locate_checkpoint",
+            "open_reader",
+            "report_read",
+            "write_part",
+        ),
+        "gc_pause": ("pause_gc",),
+        "integrity": (
+            "ExpectedFile",
+            "IncompleteFile",
+            "find_faults",
+            "find_incomplete_files",
+            "is_damage",
+            "list_digested_files",
+            "list_recorded_files",
+            "read_integrity",
+            "save_integrity_manifest",
+            "verify_integrity",
+            "verify_integrity_manifest",
+        ),
+        "lazy": (
+            "StoredCheckpoint",
+            "StoredTensor",
+        ),
+        "load_results": ("check_values",),
+        "load_template": (
+            "MISSING",
+            "LoadTemplate",
+        ),
+        "loading": (
+            "LoadOptions",
+            "OpenCheckpoint",
+            "load_checkpoint",
+            "open_checkpoint",
+            "read_checkpoint",
+        ),
+        "locations": (
+            "check_names",
+            "find_save_time",
+            "locate",
+            "locate_local",
+            "measure",
+            "open_folder",
+        ),
+        "operation": ("Operation",),
+        "plan_cache": (
+            "CachedPlan",
+            "PlanCache",
+            "saved_plans",
+        ),
+        "progress": (
+            "Progress",
+            "wants_progress",
+        ),
+        "pruning": (
+            "PruneResult",
+            "clear_leftovers",
+            "explain_kept_leftover",
+            "make_superseded_check",
+            "open_staging",
+            "prune_leftovers",
+            "prune_spools",
+        ),
+        "saving": (
+            "SaveOptions",
+            "check_state",
+            "count_bytes",
+            "find_saver",
+            "save_checkpoint",
+        ),
+        "streaming": (
+            "STREAM_BYTES",
+            "TensorBox",
+            "compute_fingerprints",
+            "make_destination",
+            "make_memory",
+            "read_boxes",
+        ),
+        "tensor_sums": ("TensorSums",),
+        "transaction": (
+            "INLINE_TABLES",
+            "CheckpointHeader",
+            "Transaction",
+            "WrittenFiles",
+            "as_json",
+            "commit_files",
+        ),
+    },
 )
 
 __all__ = [

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from shardckpt.plugins.key_mapping import Identity, KeyMapEntry, KeyMapping, get_key_map_entries
     from shardckpt.plugins.manager import PluginManager, get_plugin_manager
     from shardckpt.plugins.origin import describe_origin, describe_strategy, name_origin
+    from shardckpt.plugins.outline import Outline, read_outline
     from shardckpt.plugins.registry import StrategyRegistry, parse_key
     from shardckpt.plugins.resolver import Accept, choose_reader, hold_checkpoint, hold_same, parse_file, read_manifest
 
@@ -23,6 +24,7 @@ __getattr__ = lazy_getattr(
         "hookspecs": ("Event", "hookimpl"),
         "key_mapping": ("Identity", "KeyMapEntry", "KeyMapping", "get_key_map_entries"),
         "manager": ("PluginManager", "get_plugin_manager"),
+        "outline": ("Outline", "read_outline"),
         "origin": ("describe_origin", "describe_strategy", "name_origin"),
         "registry": ("StrategyRegistry", "parse_key"),
         "resolver": ("Accept", "choose_reader", "hold_checkpoint", "hold_same", "parse_file", "read_manifest"),
@@ -35,6 +37,7 @@ __all__ = [
     "Identity",
     "KeyMapEntry",
     "KeyMapping",
+    "Outline",
     "PluginManager",
     "StrategyAction",
     "StrategyRegistry",
@@ -50,4 +53,5 @@ __all__ = [
     "parse_file",
     "parse_key",
     "read_manifest",
+    "read_outline",
 ]

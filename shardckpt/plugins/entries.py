@@ -47,6 +47,8 @@ class Entry:
     summary: str
     #: Whether it was registered to replace another entry.
     override: bool
+    #: ``"module:function"`` that returns the outline of a checkpoint (:mod:`shardckpt.plugins.outline`); ``""``: none.
+    outline: str = ""
 
     @property
     def name(self) -> str:

@@ -77,6 +77,7 @@ class StrategyRegistry:
         load: str = "",
         writes: str = "",
         reads: str = "",
+        outline: str = "",
         default: bool = False,
         override: bool = False,
     ) -> None:
@@ -94,6 +95,8 @@ class StrategyRegistry:
             load: The LoadStrategy, if any.
             writes: What the SaveStrategy writes, in a few words.
             reads: What the LoadStrategy reads, in a few words.
+            outline: ``"module:function"``, if any: called as ``function(directory, record)`` without torch, it returns
+                the :class:`~shardckpt.plugins.Outline` of a checkpoint, or None to leave it to the LoadStrategy.
             default: Make this the strategy that a save uses if the caller names none.
             override: As for :meth:`add`; with ``default``, for the default too.
 
@@ -103,7 +106,8 @@ class StrategyRegistry:
         pairs = ((StrategyAction.SAVE_SHARDED, save, writes), (StrategyAction.LOAD_SHARDED, load, reads))
         for action, target, summary in pairs:
             if target:
-                self._put(Entry(action, backend, version, target, self._distribution, summary, override))
+                lists = outline if action is StrategyAction.LOAD_SHARDED else ""
+                self._put(Entry(action, backend, version, target, self._distribution, summary, override, lists))
         if default:
             self._claim_default(_Default(backend, version, self._distribution, override))
 

@@ -3,90 +3,243 @@
 An author of a strategy needs the 31 names in README.md's table; the others are for the rooms above.
 """
 
-from shardckpt.storage.abilities import can_rename, has_local_files, on_store
-from shardckpt.storage.buffers import BLOCK_BYTES, Buffer, BufferPool, block_pool
-from shardckpt.storage.columns import INTEGERS, Column, Columns, PackedColumns, narrow_dtype, pack_columns
-from shardckpt.storage.digest import (
-    SEGMENT_BYTES,
-    SMALL_RECORD,
-    Digest,
-    Segments,
-    digest_function,
-    digest_vote,
-    negotiate_digest,
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from shardckpt import lazy_getattr
+
+if TYPE_CHECKING:
+    from shardckpt.storage.abilities import can_rename, has_local_files, on_store
+    from shardckpt.storage.buffers import BLOCK_BYTES, Buffer, BufferPool, block_pool
+    from shardckpt.storage.columns import INTEGERS, Column, Columns, PackedColumns, narrow_dtype, pack_columns
+    from shardckpt.storage.digest import (
+        SEGMENT_BYTES,
+        SMALL_RECORD,
+        Digest,
+        Segments,
+        digest_function,
+        digest_vote,
+        negotiate_digest,
+    )
+    from shardckpt.storage.direct import count_parallel_files
+    from shardckpt.storage.directory import (
+        RelativePath,
+        detect_replacement,
+        is_read_again,
+        open_directory,
+        real_path,
+        replaced_error,
+        retry_if_replaced,
+        was_replaced,
+    )
+    from shardckpt.storage.file_writer import FileWriter
+    from shardckpt.storage.filesystem import (
+        check_file_name,
+        close_file,
+        file_size,
+        is_there,
+        make_folders,
+        open_existing,
+        open_new,
+        put_file,
+        read_file,
+        read_into,
+        refuse_linked_folders,
+        sync_directory,
+        sync_file,
+        sync_tree,
+        wrap_os_errors,
+    )
+    from shardckpt.storage.identity import has_changed, is_of_save
+    from shardckpt.storage.journal import JOURNAL_NAME, NOTE_BYTES, FileProgress, Journal
+    from shardckpt.storage.new_file import NewFile
+    from shardckpt.storage.packed_shards import PackedShards
+    from shardckpt.storage.range_reads import RangeRead
+    from shardckpt.storage.reader import CheckpointReader
+    from shardckpt.storage.recorded_file import read_recorded_file
+    from shardckpt.storage.remote import (
+        HasFolders,
+        ListsFolders,
+        RemoteFolder,
+        RemotePath,
+        attempt,
+        list_objects,
+        mask_password,
+    )
+    from shardckpt.storage.resumable import ResumableWriter
+    from shardckpt.storage.safetensors_header import (
+        HEADER_LIMIT,
+        LENGTH_BYTES,
+        FileEntry,
+        HeaderEntry,
+        encode_header,
+        header_length,
+        parse_head,
+    )
+    from shardckpt.storage.scatter import Source, StoredArray, find_range, read_box
+    from shardckpt.storage.shared_file import SharedFile, cut_segments
+    from shardckpt.storage.spans import Elements, Span, cut_spans
+    from shardckpt.storage.staged_files import FilePart, refuse_unrecorded
+    from shardckpt.storage.store_abilities import CreatesObjects, DeletesMany, ObjectWriter, ReadsInto, StreamsWrites
+    from shardckpt.storage.stream import FileStream, WriterPool
+    from shardckpt.storage.strict_json import MOST_LEVELS, parse_json
+    from shardckpt.storage.sums import (
+        add_sums,
+        combine_fingerprints,
+        pack_fingerprints,
+        parse_fingerprints,
+        read_fingerprints,
+        split_sums,
+        sum_shards,
+    )
+    from shardckpt.storage.workers import Workers
+    from shardckpt.storage.writer import CheckpointWriter, WriteTimes
+
+__getattr__ = lazy_getattr(
+    __name__,
+    {
+        "abilities": (
+            "can_rename",
+            "has_local_files",
+            "on_store",
+        ),
+        "buffers": (
+            "BLOCK_BYTES",
+            "Buffer",
+            "BufferPool",
+            "block_pool",
+        ),
+        "columns": (
+            "INTEGERS",
+            "Column",
+            "Columns",
+            "PackedColumns",
+            "narrow_dtype",
+            "pack_columns",
+        ),
+        "digest": (
+            "SEGMENT_BYTES",
+            "SMALL_RECORD",
+            "Digest",
+            "Segments",
+            "digest_function",
+            "digest_vote",
+            "negotiate_digest",
+        ),
+        "direct": ("count_parallel_files",),
+        "directory": (
+            "RelativePath",
+            "detect_replacement",
+            "is_read_again",
+            "open_directory",
+            "real_path",
+            "replaced_error",
+            "retry_if_replaced",
+            "was_replaced",
+        ),
+        "file_writer": ("FileWriter",),
+        "filesystem": (
+            "check_file_name",
+            "close_file",
+            "file_size",
+            "is_there",
+            "make_folders",
+            "open_existing",
+            "open_new",
+            "put_file",
+            "read_file",
+            "read_into",
+            "refuse_linked_folders",
+            "sync_directory",
+            "sync_file",
+            "sync_tree",
+            "wrap_os_errors",
+        ),
+        "identity": (
+            "has_changed",
+            "is_of_save",
+        ),
+        "journal": (
+            "JOURNAL_NAME",
+            "NOTE_BYTES",
+            "FileProgress",
+            "Journal",
+        ),
+        "new_file": ("NewFile",),
+        "packed_shards": ("PackedShards",),
+        "range_reads": ("RangeRead",),
+        "reader": ("CheckpointReader",),
+        "recorded_file": ("read_recorded_file",),
+        "remote": (
+            "HasFolders",
+            "ListsFolders",
+            "RemoteFolder",
+            "RemotePath",
+            "attempt",
+            "list_objects",
+            "mask_password",
+        ),
+        "resumable": ("ResumableWriter",),
+        "safetensors_header": (
+            "HEADER_LIMIT",
+            "LENGTH_BYTES",
+            "FileEntry",
+            "HeaderEntry",
+            "encode_header",
+            "header_length",
+            "parse_head",
+        ),
+        "scatter": (
+            "Source",
+            "StoredArray",
+            "find_range",
+            "read_box",
+        ),
+        "shared_file": (
+            "SharedFile",
+            "cut_segments",
+        ),
+        "spans": (
+            "Elements",
+            "Span",
+            "cut_spans",
+        ),
+        "staged_files": (
+            "FilePart",
+            "refuse_unrecorded",
+        ),
+        "store_abilities": (
+            "CreatesObjects",
+            "DeletesMany",
+            "ObjectWriter",
+            "ReadsInto",
+            "StreamsWrites",
+        ),
+        "stream": (
+            "FileStream",
+            "WriterPool",
+        ),
+        "strict_json": (
+            "MOST_LEVELS",
+            "parse_json",
+        ),
+        "sums": (
+            "add_sums",
+            "combine_fingerprints",
+            "pack_fingerprints",
+            "parse_fingerprints",
+            "read_fingerprints",
+            "split_sums",
+            "sum_shards",
+        ),
+        "workers": ("Workers",),
+        "writer": (
+            "CheckpointWriter",
+            "WriteTimes",
+        ),
+    },
 )
-from shardckpt.storage.direct import count_parallel_files
-from shardckpt.storage.directory import (
-    RelativePath,
-    detect_replacement,
-    is_read_again,
-    open_directory,
-    real_path,
-    replaced_error,
-    retry_if_replaced,
-    was_replaced,
-)
-from shardckpt.storage.file_writer import FileWriter
-from shardckpt.storage.filesystem import (
-    check_file_name,
-    close_file,
-    file_size,
-    is_there,
-    make_folders,
-    open_existing,
-    open_new,
-    put_file,
-    read_file,
-    read_into,
-    refuse_linked_folders,
-    sync_directory,
-    sync_file,
-    sync_tree,
-    wrap_os_errors,
-)
-from shardckpt.storage.identity import has_changed, is_of_save
-from shardckpt.storage.journal import JOURNAL_NAME, NOTE_BYTES, FileProgress, Journal
-from shardckpt.storage.new_file import NewFile
-from shardckpt.storage.packed_shards import PackedShards
-from shardckpt.storage.range_reads import RangeRead
-from shardckpt.storage.reader import CheckpointReader
-from shardckpt.storage.remote import (
-    HasFolders,
-    ListsFolders,
-    RemoteFolder,
-    RemotePath,
-    attempt,
-    list_objects,
-    mask_password,
-)
-from shardckpt.storage.resumable import ResumableWriter
-from shardckpt.storage.safetensors_header import (
-    HEADER_LIMIT,
-    LENGTH_BYTES,
-    FileEntry,
-    HeaderEntry,
-    encode_header,
-    header_length,
-    parse_head,
-)
-from shardckpt.storage.scatter import Source, StoredArray, find_range, read_box
-from shardckpt.storage.shared_file import SharedFile, cut_segments
-from shardckpt.storage.spans import Elements, Span, cut_spans
-from shardckpt.storage.staged_files import FilePart, refuse_unrecorded
-from shardckpt.storage.store_abilities import CreatesObjects, DeletesMany, ObjectWriter, ReadsInto, StreamsWrites
-from shardckpt.storage.stream import FileStream, WriterPool
-from shardckpt.storage.strict_json import MOST_LEVELS, parse_json
-from shardckpt.storage.sums import (
-    add_sums,
-    combine_fingerprints,
-    pack_fingerprints,
-    parse_fingerprints,
-    read_fingerprints,
-    split_sums,
-    sum_shards,
-)
-from shardckpt.storage.workers import Workers
-from shardckpt.storage.writer import CheckpointWriter, WriteTimes
 
 __all__ = [
     "BLOCK_BYTES",
@@ -177,6 +330,7 @@ __all__ = [
     "read_file",
     "read_fingerprints",
     "read_into",
+    "read_recorded_file",
     "real_path",
     "refuse_linked_folders",
     "refuse_unrecorded",

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
-
-import torch
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -13,6 +12,8 @@ if TYPE_CHECKING:
 #: Most arrays and objects of JSON, one in another.
 MOST_LEVELS = 500
 _BLOCK = 1 << 20
+#: Brackets that are looked at one by one.
+_FEW = 64
 #: A text without brackets and commas, which nobody counts.
 _DROPPED = bytes(byte for byte in range(256) if byte not in b"[]{},")
 
@@ -70,14 +71,23 @@ def _check_brackets(text: memoryview, most_parts: int | None) -> None:
         parts += len(found) - len(brackets)
         if most_parts is not None and parts > most_parts:
             raise ValueError("it has too many parts")
-        opened = brackets.count(b"[") + brackets.count(b"{")
-        if depth + opened > MOST_LEVELS:  # perhaps too deep
-            # 1 for [ and {, -1 for ] and }
-            steps = torch.frombuffer(bytearray(brackets), dtype=torch.uint8) % 4
-            depths = (steps.to(torch.int32) - 2).cumsum(0, dtype=torch.int32) + depth
-            if int(depths.max()) > MOST_LEVELS:
-                raise ValueError(f"JSON with more than {MOST_LEVELS} levels")
-        depth += 2 * opened - len(brackets)
+        if _nests_deeper(brackets, depth):
+            raise ValueError(f"JSON with more than {MOST_LEVELS} levels")
+        depth += 2 * _count_opening(brackets) - len(brackets)
+
+
+def _nests_deeper(brackets: bytes, depth: int) -> bool:
+    """Return whether brackets, which follow at a depth, reach more than the most levels."""
+    if depth + _count_opening(brackets) <= MOST_LEVELS:  # even if none of them closed one
+        return False
+    if len(brackets) <= _FEW:
+        return max(accumulate((1 if bracket in b"[{" else -1 for bracket in brackets), initial=depth)) > MOST_LEVELS
+    first, second = brackets[: len(brackets) // 2], brackets[len(brackets) // 2 :]
+    return _nests_deeper(first, depth) or _nests_deeper(second, depth + 2 * _count_opening(first) - len(first))
+
+
+def _count_opening(brackets: bytes) -> int:
+    return brackets.count(b"[") + brackets.count(b"{")
 
 
 def _unique_dict(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -5,40 +5,10 @@ from __future__ import annotations
 import torch
 
 from shardckpt.errors import CheckpointingException, ShardingError
+from shardckpt_safetensors.dtype_names import DTYPES, HEADER_BYTES
 
-_DTYPES = {
-    "BOOL": torch.bool,
-    "U8": torch.uint8,
-    "I8": torch.int8,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
-    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
-    "F8_E8M0": torch.float8_e8m0fnu,
-    "I16": torch.int16,
-    "U16": torch.uint16,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I32": torch.int32,
-    "U32": torch.uint32,
-    "F32": torch.float32,
-    "C32": torch.complex32,
-    "I64": torch.int64,
-    "U64": torch.uint64,
-    "F64": torch.float64,
-    "C64": torch.complex64,
-    "C128": torch.complex128,
-    "F4_E2M1_X2": torch.float4_e2m1fn_x2,
-}
+_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, known.torch_name) for name, known in DTYPES.items()}
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
-#: Bytes of an element, by the names that every release of safetensors opens. Older ones refuse a whole file whose
-#: header has any other, so those are declared as U8.
-HEADER_BYTES = {
-    **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2"), 1),
-    **dict.fromkeys(("I16", "U16", "F16", "BF16"), 2),
-    **dict.fromkeys(("I32", "U32", "F32"), 4),
-    **dict.fromkeys(("I64", "U64", "F64"), 8),
-}
 
 
 def dtype_name(key: str, dtype: torch.dtype) -> str:

@@ -9,8 +9,8 @@ import torch
 from shardckpt.planning import make_column, make_matrix
 from shardckpt.storage import Columns, PackedColumns
 from shardckpt_safetensors.dtypes import dtype_name
-from shardckpt_safetensors.index_header import BLOCK_SCALES, CODECS, UNALIGNED
-from shardckpt_safetensors.index_parts import ALIGN, FEATURE, HEADER, sort_rows
+from shardckpt_safetensors.index_header import BLOCK_SCALES, CODECS, FEATURE, HEADER, UNALIGNED
+from shardckpt_safetensors.index_parts import ALIGN, sort_rows
 from shardckpt_safetensors.names import StringTable
 
 if TYPE_CHECKING:

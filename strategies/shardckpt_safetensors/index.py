@@ -30,8 +30,16 @@ from shardckpt_safetensors.index_columns import (
     read_unchecked,
     require,
 )
-from shardckpt_safetensors.index_header import BLOCK_SCALES, COMMON_FILE, INDEX_FILE, UNALIGNED, parse_header
-from shardckpt_safetensors.index_parts import ALIGN, FEATURE, HEADER, HEADER_LIMIT, IndexParts
+from shardckpt_safetensors.index_header import (
+    BLOCK_SCALES,
+    COMMON_FILE,
+    FEATURE,
+    HEADER,
+    INDEX_FILE,
+    UNALIGNED,
+    parse_header,
+)
+from shardckpt_safetensors.index_parts import ALIGN, HEADER_LIMIT, IndexParts
 from shardckpt_safetensors.names import Strings
 
 if TYPE_CHECKING:

@@ -11,12 +11,15 @@ from shardckpt import __version__
 from shardckpt.errors import CorruptCheckpointError, VersionTooNewError, listed
 from shardckpt.manifest import SAVE_ID
 from shardckpt.storage import parse_json
-from shardckpt_safetensors.index_parts import FEATURE
 
 if TYPE_CHECKING:
     from shardckpt.manifest import Lineage
 
 INDEX_FILE = "index.safetensors"
+#: The entry of the index's metadata that has this JSON.
+HEADER = "shardckpt"
+#: The required feature of an index in parts.
+FEATURE = "index_parts"
 COMMON_FILE = "common.safetensors"
 #: The codecs of objects, by their number in a plan.
 CODECS = ("json", "safetensors", "raw")

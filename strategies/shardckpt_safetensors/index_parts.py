@@ -16,6 +16,7 @@ from shardckpt.planning import Table, list_rows, make_column, make_matrix, numbe
 from shardckpt.storage import INTEGERS, LENGTH_BYTES, Columns, header_length, narrow_dtype, pack_columns, parse_json
 from shardckpt_safetensors.dtypes import dtype_name
 from shardckpt_safetensors.index_columns import join_tensors, read_column, read_tensors, require
+from shardckpt_safetensors.index_header import HEADER
 from shardckpt_safetensors.names import Strings, StringTable
 
 if TYPE_CHECKING:
@@ -24,9 +25,6 @@ if TYPE_CHECKING:
     from shardckpt.chunks import MergedPlan
     from shardckpt.storage import CheckpointReader
 
-#: The required feature of an index in parts.
-FEATURE = "index_parts"
-HEADER = "shardckpt"
 #: Longest header, in bytes.
 HEADER_LIMIT = 1 << 22
 #: Payloads begin at multiples of it, in bytes.

@@ -20,4 +20,5 @@ def shardckpt_register(registry: StrategyRegistry) -> None:
         load="shardckpt_safetensors.load:SafetensorsLoadShardedStrategy",
         writes="safetensors files and an index of columns, without pickles",
         reads="what it writes, and what others write by FORMAT.md",
+        outline="shardckpt_safetensors.outline:read_outline",
     )

@@ -19,6 +19,7 @@ from shardckpt.storage import Columns, pack_columns
 from shardckpt.testing.contract.rewriting import open_reader, reseal
 from shardckpt_safetensors import SafetensorsLoadShardedStrategy, SafetensorsSaveShardedStrategy, index_parts, remove
 from shardckpt_safetensors.index import read_index
+from shardckpt_safetensors.index_header import FEATURE
 from tests.engine.plan_cache.saves import MODES, Plans, in_mode
 from tests.engine.plan_cache.saves import save as save_in_turn
 from tests.ranks import Failure
@@ -344,7 +345,7 @@ def test_keys_are_removed_from_an_index_in_parts(path: Path, monkeypatch: pytest
     assert all(torch.equal(loaded[f"m.{key}"], value) for key, value in VALUES.items() if key != "rows")
     assert not [result for result in verify_checkpoint(path) if result.fault]
     with open_reader(path) as reader:
-        assert read_index(reader).header.required_features == ([] if most else [index_parts.FEATURE])
+        assert read_index(reader).header.required_features == ([] if most else [FEATURE])
     dc.remove_sharded_tensors(path, "m.")
     assert dc.load_plain_tensors(path) == {}
     assert dc.load({"o": ShardedObject("object", None, (1,), (0,))}, path)["o"] == {"rank": 0}

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardckpt.errors import CorruptCheckpointError, ShardingError
 from shardckpt.storage import HEADER_LIMIT, LENGTH_BYTES, HeaderEntry, encode_header, header_length, parse_head
-from shardckpt_safetensors.dtypes import HEADER_BYTES
+from shardckpt_safetensors.dtype_names import HEADER_BYTES
 from shardckpt_safetensors.objects.json_text import dump_padded, parse_json
 
 if TYPE_CHECKING:
