@@ -115,7 +115,7 @@ def _read_outline(options: Any) -> _Found | None:
         outline = read_outline(place, manifest, plugins)
     except CheckpointReplacedError:
         raise
-    except CheckpointingException:  # what the strategy's way says better
+    except (CheckpointingException, OSError):  # the strategy's way says better what it is
         return None
     if outline is None:
         return None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import sys
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from shardckpt.errors import CheckpointingException
 from shardckpt.plugins import Outline
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from shardckpt.storage import FileEntry
 
 #: How a column of integers of each kind is read.
-_CODES = {"U8": "B", "I16": "h", "I32": "i", "I64": "q"}
+_CODES: dict[str, Literal["B", "h", "i", "q"]] = {"U8": "B", "I16": "h", "I32": "i", "I64": "q"}
 #: Most commas in the header of the common state that is looked at here.
 _MOST_PARTS = 1 << 18
 _MOST_ELEMENTS = 2**53
@@ -71,7 +71,7 @@ class _File(NamedTuple):
     def column(self, name: str, below: int | None = None) -> list[int]:
         """Return the integers of a column, row by row; all are at least 0, and less than ``below``."""
         entry = self.entries[name]
-        found = self.data[entry.start : entry.stop].cast(_CODES[entry.kind]).tolist()
+        found: list[int] = self.data[entry.start : entry.stop].cast(_CODES[entry.kind]).tolist()
         _require(not found or (min(found) >= 0 and (below is None or max(found) < below)))
         return found
 

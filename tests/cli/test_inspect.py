@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import subprocess
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
 from shardckpt import dist_checkpointing as dc
+from shardckpt.cli import inspect as inspect_
 from shardckpt.cli import main
 from shardckpt.mapping import ShardedObject, ShardedTensor
 from tests import names as names_
@@ -187,3 +189,70 @@ def test_who_reads_a_listing_may_stop(tmp_path: Path) -> None:
         assert process.wait(60) == 141
         assert process.stderr is not None
         assert process.stderr.read() == ""
+
+
+def _make_varied(folder: Path) -> None:
+    """Save a checkpoint with tensors of several ranks of shape and dtypes, tied ones, objects and common state."""
+    tied = torch.ones(4, dtype=torch.bfloat16)
+    tensors = {
+        "m.a": torch.ones(2, 3),
+        "m.scalar": torch.tensor(1),
+        "m.empty": torch.ones(0, 5),
+        "m.bits": torch.ones(7, dtype=torch.bool),
+        "head": tied,
+        "embed": tied,
+        "ä.ö": torch.ones(1, dtype=torch.complex64),
+    }
+    state: dict[str, Any] = {key: ShardedTensor.from_rank_offsets(key, tensor) for key, tensor in tensors.items()}
+    state |= {"o": ShardedObject("rng/x", {"seed": 1}, (1,), (0,)), "iteration": 3, "args": {"lr": 1.0, "n": [1]}}
+    dc.save(state, folder, ("safetensors", 1), step=4)
+
+
+@pytest.mark.parametrize("how", [[], ["--json"], ["--files"], ["--tree"], ["--sort", "size"], ["m."], ["rng"], ["x"]])
+def test_the_outline_is_what_the_strategy_lists(
+    how: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What inspect says without torch is what it says with it, and so is the exit code."""
+    _make_varied(tmp_path / "c")
+    found = []
+    for outline in (True, False):
+        if not outline:
+            monkeypatch.setattr(inspect_, "_read_outline", lambda _: None)
+        else:
+            options = argparse.Namespace(directory=str(tmp_path / "c"), prefix="", files=False, sort="key")
+            assert inspect_._read_outline(options) is not None
+        code = main(["inspect", str(tmp_path / "c"), *how])
+        found.append((code, *capsys.readouterr()))
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("file", ["index.safetensors", "common.safetensors", "rank_0_0.safetensors", "shardckpt.json"])
+@pytest.mark.parametrize("fault", ["flipped", "cut", "missing"])
+def test_a_damaged_checkpoint_has_no_outline(tmp_path: Path, file: str, fault: str) -> None:
+    """A file that is damaged is left to the strategy, which says what is wrong; values of tensors are not looked at."""
+    _make_varied(tmp_path / "c")
+    path, options = tmp_path / "c" / file, argparse.Namespace(directory=str(tmp_path / "c"), prefix="", files=False)
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    if fault == "missing":
+        path.unlink()
+    else:
+        path.write_bytes(data if fault == "flipped" else data[:-1])
+    options.sort = "key"
+    is_seen = file != "rank_0_0.safetensors" or fault != "flipped"
+    assert (inspect_._read_outline(options) is None) == is_seen
+
+
+def test_inspect_imports_no_torch(tmp_path: Path) -> None:
+    """To list what (safetensors, 1) stores nobody waits for torch."""
+    _make_varied(tmp_path / "c")
+    code = "import sys; from shardckpt.cli import main; sys.exit(main(sys.argv[1:]) + ('torch' in sys.modules))"
+    done = subprocess.run(
+        [sys.executable, "-c", code, "inspect", str(tmp_path / "c")],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "m.scalar" in done.stdout
