@@ -14,9 +14,6 @@ if TYPE_CHECKING:
     from shardckpt.huggingface.convert import (
         dcp_to_torch_save,
         dcp_to_torch_state_dict,
-        forget_structure,
-        make_state_dict,
-        plain_name,
         torch_save_to_dcp,
     )
     from shardckpt.huggingface.dtypes import cast_to, get_dtype_size, parse_dtype
@@ -29,6 +26,7 @@ if TYPE_CHECKING:
     from shardckpt.huggingface.planning import ExportOptions, is_optimizer_key, plan_export, plan_tensors
     from shardckpt.huggingface.rules import Rule, RuleMapping
     from shardckpt.huggingface.shards import get_shard_info, save_state_dict
+    from shardckpt.huggingface.structure import forget_structure, make_state_dict, plain_name
     from shardckpt.huggingface.torch_save import TorchFile
     from shardckpt.huggingface.torch_strategy import TorchFileLoadStrategy, list_values
     from shardckpt.huggingface.weights import ModelCheckpoint
@@ -43,9 +41,6 @@ __getattr__ = lazy_getattr(
         "convert": (
             "dcp_to_torch_save",
             "dcp_to_torch_state_dict",
-            "forget_structure",
-            "make_state_dict",
-            "plain_name",
             "torch_save_to_dcp",
         ),
         "dtypes": ("cast_to", "get_dtype_size", "parse_dtype"),
@@ -58,6 +53,7 @@ __getattr__ = lazy_getattr(
         "planning": ("ExportOptions", "is_optimizer_key", "plan_export", "plan_tensors"),
         "rules": ("Rule", "RuleMapping"),
         "shards": ("get_shard_info", "save_state_dict"),
+        "structure": ("forget_structure", "make_state_dict", "plain_name"),
         "torch_save": ("TorchFile",),
         "torch_strategy": ("TorchFileLoadStrategy", "list_values"),
         "weights": ("ModelCheckpoint",),

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-import torch
+from typing import TYPE_CHECKING
 
 from shardckpt.adapters import to_sharded_state_dict
 from shardckpt.distributed import Comm
 from shardckpt.engine import LoadOptions, SaveOptions, locate, open_checkpoint, save_checkpoint
 from shardckpt.errors import KeyMismatchError
 from shardckpt.huggingface.small_file import replace_file, write_pickled
+from shardckpt.huggingface.structure import make_state_dict, make_structure, plain_name
 from shardckpt.huggingface.torch_file import read_torch_file
-from shardckpt.mapping import ShardedObject, ShardedTensor
+from shardckpt.mapping import ShardedTensor
 from shardckpt.plugins import get_plugin_manager
 from shardckpt.storage import retry_if_replaced
 
@@ -25,10 +24,6 @@ if TYPE_CHECKING:
 
     PathLike = str | os.PathLike[str]
     SaveChoice = str | tuple[str, int] | SaveStrategy | None
-
-_CONTENT = "content_metadata"
-#: Entries of content_metadata, and so part of the format: the converted state dict with keys in place of tensors.
-_STRUCTURE, _TENSOR = "form of the state dict", "key of the tensor"
 
 
 def dcp_to_torch_state_dict(checkpoint_dir: PathLike, *, prefix: str = "") -> StateDict:
@@ -110,55 +105,3 @@ def torch_save_to_dcp(
         target = locate(checkpoint_dir, plugins)
         options = SaveOptions(content_metadata=make_structure(state_dict), overwrite=overwrite)
     save_checkpoint(described, target, sharded_strategy, comm, plugins, options)
-
-
-def make_structure(state_dict: dict[Any, Any]) -> StateDict:
-    """Return the ``content_metadata`` by which :func:`make_state_dict` restores a state dict: keys for its tensors."""
-    return {_STRUCTURE: _replace_tensors(state_dict, "")}
-
-
-def make_state_dict(common: StateDict, values: StateDict) -> StateDict:
-    """Return the plain state dict of a checkpoint.
-
-    Args:
-        common: Its common state.
-        values: Its tensors and objects by their plain names.
-
-    Returns:
-        For a checkpoint with the structure of a state dict, that one with its tensors; else all by name.
-    """
-    structure = (common.get(_CONTENT) or {}).get(_STRUCTURE)
-    return _insert_tensors(structure, values) if structure is not None else {**common, **values}
-
-
-def forget_structure(common: StateDict) -> StateDict:
-    """Return the common state without the structure of a state dict, whose tensors get other names."""
-    content = common.get(_CONTENT)
-    if not isinstance(content, dict) or _STRUCTURE not in content:
-        return common
-    rest = {key: value for key, value in content.items() if key != _STRUCTURE}
-    others = {key: value for key, value in common.items() if key != _CONTENT}
-    return {**others, _CONTENT: rest} if rest else others
-
-
-def plain_name(shard: ShardedBase) -> str:
-    """Return the name of a shard in a plain state dict: its key; for one object of a grid, its unique key."""
-    return shard.unique_key if isinstance(shard, ShardedObject) and shard.global_shape != (1,) else shard.key
-
-
-def _replace_tensors(value: Any, key: str) -> Any:
-    """Return nested dicts and lists with every tensor replaced by its key."""
-    if isinstance(value, dict):
-        return {name: _replace_tensors(inner, f"{key}.{name}" if key else f"{name}") for name, inner in value.items()}
-    if isinstance(value, list):
-        return [_replace_tensors(inner, f"{key}.{number}") for number, inner in enumerate(value)]
-    return {_TENSOR: key} if isinstance(value, torch.Tensor) else value
-
-
-def _insert_tensors(structure: Any, values: dict[str, Any]) -> Any:
-    """Undo :func:`_replace_tensors`."""
-    if isinstance(structure, dict) and structure.keys() == {_TENSOR}:
-        return values[structure[_TENSOR]]
-    if isinstance(structure, dict):
-        return {name: _insert_tensors(inner, values) for name, inner in structure.items()}
-    return [_insert_tensors(inner, values) for inner in structure] if isinstance(structure, list) else structure

@@ -11,7 +11,7 @@ import torch
 from shardckpt.archive import Archive, LazyTensor, StoredPayload, read_payload
 from shardckpt.distributed import Comm
 from shardckpt.errors import CheckpointingException, CorruptCheckpointError, ShardingError
-from shardckpt.huggingface.convert import make_structure
+from shardckpt.huggingface.structure import make_structure
 from shardckpt.huggingface.torch_file import is_archive, read_torch_file
 from shardckpt.mapping import PlainObject, ShardedTensor
 from shardckpt.planning import part_view, shard_parts

@@ -256,3 +256,20 @@ def test_inspect_imports_no_torch(tmp_path: Path) -> None:
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert "m.scalar" in done.stdout
+
+
+@both
+def test_inspect_does_not_wait_for_dtensor(backend: Backend, tmp_path: Path) -> None:
+    """``inspect`` in a new interpreter imports neither DTensor nor DCP, which take a second."""
+    dc.save({"w": ShardedTensor.from_rank_offsets("w", torch.ones(2))}, tmp_path / "c")
+    program = (
+        "import sys; from shardckpt.cli import main; code = main(['inspect', sys.argv[1]])\n"
+        "print(*{'torch.distributed.tensor', 'torch.distributed.checkpoint', 'sympy'} & sys.modules.keys())\n"
+        "sys.exit(code)"
+    )
+    command = [sys.executable, "-c", program, str(tmp_path / "c")]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert ended.returncode == 0, ended.stderr
+    *_, summary, imported = ended.stdout.split("\n")[:-1]
+    assert summary == "1 tensors of 8 bytes, 0 objects"
+    assert imported == ""

@@ -1,0 +1,71 @@
+"""The structure of a plain state dict, kept in a checkpoint's content_metadata: its nesting, with keys for tensors.
+
+Apart from what converts: a reader of files of ``torch.save`` needs it without the adapters, which import DTensor.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from shardckpt.mapping import ShardedObject
+
+if TYPE_CHECKING:
+    from shardckpt.mapping import ShardedBase, StateDict
+
+_CONTENT = "content_metadata"
+#: Entries of content_metadata, and so part of the format: the converted state dict with keys in place of tensors.
+_STRUCTURE, _TENSOR = "form of the state dict", "key of the tensor"
+
+
+def make_structure(state_dict: dict[Any, Any]) -> StateDict:
+    """Return the ``content_metadata`` by which :func:`make_state_dict` restores a state dict: keys for its tensors."""
+    return {_STRUCTURE: _replace_tensors(state_dict, "")}
+
+
+def make_state_dict(common: StateDict, values: StateDict) -> StateDict:
+    """Return the plain state dict of a checkpoint.
+
+    Args:
+        common: Its common state.
+        values: Its tensors and objects by their plain names.
+
+    Returns:
+        For a checkpoint with the structure of a state dict, that one with its tensors; else all by name.
+    """
+    structure = (common.get(_CONTENT) or {}).get(_STRUCTURE)
+    return _insert_tensors(structure, values) if structure is not None else {**common, **values}
+
+
+def forget_structure(common: StateDict) -> StateDict:
+    """Return the common state without the structure of a state dict, whose tensors get other names."""
+    content = common.get(_CONTENT)
+    if not isinstance(content, dict) or _STRUCTURE not in content:
+        return common
+    rest = {key: value for key, value in content.items() if key != _STRUCTURE}
+    others = {key: value for key, value in common.items() if key != _CONTENT}
+    return {**others, _CONTENT: rest} if rest else others
+
+
+def plain_name(shard: ShardedBase) -> str:
+    """Return the name of a shard in a plain state dict: its key; for one object of a grid, its unique key."""
+    return shard.unique_key if isinstance(shard, ShardedObject) and shard.global_shape != (1,) else shard.key
+
+
+def _replace_tensors(value: Any, key: str) -> Any:
+    """Return nested dicts and lists with every tensor replaced by its key."""
+    if isinstance(value, dict):
+        return {name: _replace_tensors(inner, f"{key}.{name}" if key else f"{name}") for name, inner in value.items()}
+    if isinstance(value, list):
+        return [_replace_tensors(inner, f"{key}.{number}") for number, inner in enumerate(value)]
+    return {_TENSOR: key} if isinstance(value, torch.Tensor) else value
+
+
+def _insert_tensors(structure: Any, values: dict[str, Any]) -> Any:
+    """Undo :func:`_replace_tensors`."""
+    if isinstance(structure, dict) and structure.keys() == {_TENSOR}:
+        return values[structure[_TENSOR]]
+    if isinstance(structure, dict):
+        return {name: _insert_tensors(inner, values) for name, inner in structure.items()}
+    return [_insert_tensors(inner, values) for inner in structure] if isinstance(structure, list) else structure
