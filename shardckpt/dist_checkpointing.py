@@ -243,7 +243,10 @@ def load(
             refuses (packed dtypes excepted, which torch does not cast).
         fully_parallel: Read what several ranks want once: one of them reads it and sends it to the others. It saves
             time where reading is slower than the network between ranks: on object stores and shared file systems. It
-            is the same for every format and store, and on every rank;
+            is the same for every format and store, and on every rank. Ranks share only the same region in the same
+            dtype: different columns of the same rows (row-wise tensor parallelism) are read by each rank with the gaps
+            below 64 KiB between them, and formats with digests read whole segments, so that a small tensor that is
+            cut over ranks is read by each of them.
             :class:`~shardckpt.parallel.FullyParallelLoadStrategyWrapper` has more options.
 
     Returns:

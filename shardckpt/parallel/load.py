@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
 from shardckpt.distributed import Comm
 from shardckpt.engine import PlanCache, check_values
-from shardckpt.errors import CheckpointingException
 from shardckpt.mapping import ShardedTensor
-from shardckpt.parallel.transfers import (
-    ROUND_BYTES,
-    Transfer,
-    check_algorithm,
-    choose_device,
-    exchange_shards,
-    is_fillable,
-)
-from shardckpt.planning import assign_holders, find_holders, shard_id, shard_nbytes
+from shardckpt.parallel.reading_plan import ReadingPlan, Want, plan_reading
+from shardckpt.parallel.transfers import ROUND_BYTES, check_algorithm, exchange_shards, is_fillable
+from shardckpt.planning import shard_id, shard_nbytes
 from shardckpt.plugins import get_plugin_manager
 from shardckpt.strategy import BuildsObjects, ListsColumns, LoadStrategy, OwnsFiles, Recognises
 
@@ -34,42 +26,6 @@ if TYPE_CHECKING:
     from shardckpt.manifest import Manifest
     from shardckpt.mapping import ShardedBase, ShardedObject, StateDict
     from shardckpt.strategy import LoadContext, StoredColumns
-
-
-class _Want(NamedTuple):
-    """What other ranks need to know of a shard that a rank wants.
-
-    Attributes:
-        shard: An id that is the same on all ranks that can share what one of them reads; else unique to this rank.
-        shape: Shape of the local tensor.
-        dtype: Dtype of the local tensor.
-        nbytes: Bytes of the local tensor.
-        device_type: Kind of device of its destination.
-    """
-
-    shard: Hashable
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    nbytes: int
-    device_type: str
-
-
-class _Plan(NamedTuple):
-    """Which rank reads which shard, and which ranks it sends it to.
-
-    A position is the index of a shard among those that this rank wants.
-
-    Attributes:
-        reads: Positions of the shards that this rank reads.
-        transfers: The shards that ranks of the group send each other, by id; the same on every rank.
-        positions: Positions of the shards that this rank sends or receives, by id.
-        repeats: For each shard that this rank wants a second time: its position, and that of the first.
-    """
-
-    reads: list[int]
-    transfers: dict[Hashable, Transfer]
-    positions: dict[Hashable, int]
-    repeats: list[tuple[int, int]]
 
 
 class FullyParallelLoadStrategyWrapper(LoadStrategy):
@@ -92,7 +48,7 @@ class FullyParallelLoadStrategyWrapper(LoadStrategy):
         strategy: Reads the checkpoint.
         group: The ranks that share the reading (data parallel); by default all that load.
         do_cache_distribution: Keep the assignment for the next load with this instance. It is reused as long as all
-            ranks of the group want the same as before, which each load checks; a reuse saves one all-gather.
+            ranks of the group want the same as before, which each load checks; a reuse saves two all-gathers.
             (Megatron's ``pg_cache_path``, an assignment from a file that nothing checks, is not supported.)
         exchange_algo: How ranks exchange shards. ``"broadcast"``: point to point, or a broadcast if all ranks of the
             group want a shard. ``"gather_rounds"``: always point to point. ``"gather_object"``: as pickles, to all
@@ -126,7 +82,7 @@ class FullyParallelLoadStrategyWrapper(LoadStrategy):
         self._group = parallelization_group if group is None else group
         self._settings = (exchange_algo, round_bytes)
         #: Of this instance, as Megatron has it, and not the engine's: see :class:`shardckpt.engine.PlanCache`.
-        self._cache: PlanCache[_Plan] = PlanCache(int(do_cache_distribution))
+        self._cache: PlanCache[ReadingPlan] = PlanCache(int(do_cache_distribution))
         self.backend = strategy.backend  # type: ignore[misc]
         self.version = strategy.version  # type: ignore[misc]
         self.reads = strategy.reads  # type: ignore[misc]
@@ -183,7 +139,7 @@ class FullyParallelLoadStrategyWrapper(LoadStrategy):
             self._share(wanted, values, plan, group)
         return values
 
-    def _plan(self, wanted: Sequence[ShardedBase], group: Comm) -> _Plan:
+    def _plan(self, wanted: Sequence[ShardedBase], group: Comm) -> ReadingPlan:
         with group.collective_phase("listing what this rank wants"):
             wants = [_describe_want(shard, (group.rank, number)) for number, shard in enumerate(wanted)]
             # Tied shards get one id, so that one rank reads all of them. A rank that read only a key that the
@@ -193,12 +149,11 @@ class FullyParallelLoadStrategyWrapper(LoadStrategy):
                 together = tuple(described[number].shard for number in numbers)
                 for number in numbers:
                     wants[number] = described[number]._replace(shard=together)
-        # with "direct" nothing is shared: only the settings travel, to be compared
-        sent = (self._settings, [] if self._settings[0] == "direct" else wants)
-        key = (self._settings, wants)
-        return self._cache.find_or_plan(key, group, lambda: _plan_together(wants, group.all_gather(sent), group))
+        return self._cache.find_or_plan(
+            (self._settings, wants), group, lambda: plan_reading(wants, self._settings, group)
+        )
 
-    def _share(self, wanted: Sequence[ShardedBase], values: list[Any], plan: _Plan, group: Comm) -> None:
+    def _share(self, wanted: Sequence[ShardedBase], values: list[Any], plan: ReadingPlan, group: Comm) -> None:
         """Collective: add to ``values`` what other ranks of the group have read."""
         shards = {shard: cast("ShardedTensor", wanted[position]) for shard, position in plan.positions.items()}
         with group.local_phase("casting what was read"):
@@ -238,47 +193,13 @@ def _find_tied(wanted: Sequence[ShardedBase]) -> dict[int, list[int]]:
     return {numbers[0]: numbers for numbers in found.values() if len({wanted[number].key for number in numbers}) > 1}
 
 
-def _describe_want(shard: ShardedBase, own: tuple[int, int]) -> _Want:
+def _describe_want(shard: ShardedBase, own: tuple[int, int]) -> Want:
     """Describe a shard for the other ranks; ``own`` is its id if it cannot be shared with them."""
     if not isinstance(shard, ShardedTensor):
-        return _Want(own, (), torch.uint8, shard_nbytes(shard), "cpu")
+        return Want(own, (), torch.uint8, shard_nbytes(shard), "cpu", can_share=False)
     if shard.data is not None and not is_fillable(shard.data):
-        return _Want(own, shard.data_shape, shard.dtype, shard_nbytes(shard), "cpu")
+        return Want(own, shard.data_shape, shard.dtype, shard_nbytes(shard), "cpu", can_share=False)
     # besides the id, all that decides what a load writes into the shard's memory
     reading = (tuple(shard.global_shape), shard.prepend_axis_num, shard.allow_shape_mismatch, shard.dtype)
     device_type = "cpu" if shard.data is None else shard.data.device.type
-    return _Want((shard_id(shard), *reading), shard.data_shape, shard.dtype, shard_nbytes(shard), device_type)
-
-
-def _plan_together(mine: list[_Want], everyone: list[tuple[tuple[str, int], list[_Want]]], group: Comm) -> _Plan:
-    """Collective: make the plan from what this rank wants, and what all ranks want; check that settings are equal."""
-    with group.collective_phase("assigning the reading"):
-        for rank, (settings, _) in enumerate(everyone):
-            if settings != everyone[0][0]:
-                raise CheckpointingException(
-                    f"ranks disagree on exchange_algo and round_bytes: {everyone[0][0]} on rank 0, {settings} on rank "
-                    f"{rank} of the group; pass the same on every rank"
-                )
-        holders = find_holders([want.shard for want in wants] for _, wants in everyone)
-        copies: dict[Hashable, list[_Want]] = {}
-        for want in itertools.chain.from_iterable(wants for _, wants in everyone):
-            copies.setdefault(want.shard, []).append(want)
-        sizes = [copies[shard][0].nbytes for shard in holders]
-        sources = dict(zip(holders, assign_holders(list(holders.values()), sizes), strict=True))
-        transfers: dict[Hashable, Transfer] = {}
-        for shard, ranks in holders.items():
-            if len(ranks) > 1:
-                one, source = copies[shard][0], sources[shard]
-                device_type = choose_device({copy.device_type for copy in copies[shard]}, group)
-                targets = tuple(rank for rank in ranks if rank != source)
-                transfers[shard] = Transfer(one.shape, one.dtype, source, targets, device_type)
-        # the position at which this rank wants each shard first: reversed, so that the first one is written last
-        first = {want.shard: position for position, want in reversed(list(enumerate(mine)))}
-        plan = _Plan(
-            # with "direct" the ranks did not say what they want: each reads all of its own
-            reads=sorted(position for shard, position in first.items() if sources.get(shard, group.rank) == group.rank),
-            transfers=transfers,
-            positions={shard: first[shard] for shard in transfers if shard in first},
-            repeats=[(number, first[want.shard]) for number, want in enumerate(mine) if first[want.shard] != number],
-        )
-    return plan
+    return Want((shard_id(shard), *reading), shard.data_shape, shard.dtype, shard_nbytes(shard), device_type)

@@ -1,0 +1,262 @@
+"""The plan of a fully parallel load: which rank reads which shard, and which ranks it sends it to."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from shardckpt.errors import CheckpointingException
+from shardckpt.parallel.transfers import Transfer, choose_device
+from shardckpt.planning import assign_holders
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable, Sequence
+
+    from shardckpt.distributed import Comm
+
+#: Bytes of a digest: two integers. The first finds the ranks that want the same shard, the second confirms it.
+_DIGEST_BYTES = 16
+
+
+class Want(NamedTuple):
+    """What other ranks need to know of a shard that a rank wants.
+
+    Attributes:
+        shard: An id that is the same on all ranks that can share what one of them reads; else unique to this rank. Its
+            ``repr`` describes it completely.
+        shape: Shape of the local tensor.
+        dtype: Dtype of the local tensor.
+        nbytes: Bytes of the local tensor.
+        device_type: Kind of device of its destination.
+        can_share: Whether another rank may want the same.
+    """
+
+    shard: Hashable
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    nbytes: int
+    device_type: str
+    can_share: bool = True
+
+
+class ReadingPlan(NamedTuple):
+    """Which rank reads which shard, and which ranks it sends it to.
+
+    A position is the index of a shard among those that this rank wants.
+
+    Attributes:
+        reads: Positions of the shards that this rank reads.
+        transfers: The shards that ranks of the group send each other; the same, in the same order, on every rank. The
+            keys are the ids of the shards that this rank sends or receives, and numbers for those of other ranks.
+        positions: Positions of the shards that this rank sends or receives, by id.
+        repeats: For each shard that this rank wants a second time: its position, and that of the first.
+    """
+
+    reads: list[int]
+    transfers: dict[Hashable, Transfer]
+    positions: dict[Hashable, int]
+    repeats: list[tuple[int, int]]
+
+
+class ListedWants(NamedTuple):
+    """The shards that a rank wants and may share, in columns: 17 bytes a shard.
+
+    Attributes:
+        settings: The algorithm of the exchange and the bytes of a round, to be compared.
+        digests: A digest of the id of each shard, one after the other.
+        device_types: The kinds of device.
+        devices: For each shard, the index of its kind of device, in a byte.
+    """
+
+    settings: tuple[str, int]
+    digests: bytes
+    device_types: tuple[str, ...]
+    devices: bytes
+
+
+class SharedShards(NamedTuple):
+    """The shards that several ranks want, in the order in which ranks list them first; the same on every rank.
+
+    Attributes:
+        holders: For each shard, the ranks that want it, ascending.
+        numbers: For each shard, and each of those ranks, the index of the shard among those that the rank listed.
+        device_types: For each shard, the kind of device of all its destinations; None if they differ.
+    """
+
+    holders: list[tuple[int, ...]]
+    numbers: list[tuple[int, ...]]
+    device_types: list[str | None]
+
+
+class DescribedShards(NamedTuple):
+    """What a rank tells the others of its shards when all know which ones they share.
+
+    Attributes:
+        alone: Bytes that it reads for itself alone: the others take more of what is shared.
+        shards: Shape, dtype and bytes of the shared shards of which it is the first holder, in their order.
+    """
+
+    alone: int
+    shards: list[tuple[tuple[int, ...], torch.dtype, int]]
+
+
+def plan_reading(wants: Sequence[Want], settings: tuple[str, int], group: Comm) -> ReadingPlan:
+    """Collective: plan which rank of the group reads what.
+
+    Ranks first exchange digests, then sizes of only what several want: a job of 2,816 ranks that want 1,000 shards each
+    moves 48 MB to each rank, and no object is made for a shard that only one rank wants.
+
+    Args:
+        wants: What this rank wants; tied shards have one id.
+        settings: The algorithm of the exchange and the bytes of a round.
+        group: The ranks that share the reading.
+
+    Returns:
+        The plan.
+
+    Raises:
+        CheckpointingException: on every rank: the settings differ.
+    """
+    # the position at which this rank wants each shard first: reversed, so that the first one is written last
+    first = {want.shard: position for position, want in reversed(list(enumerate(wants)))}
+    with group.collective_phase("assigning the reading"):
+        # with "direct" nothing is shared: only the settings travel, to be compared
+        shareable = [] if settings[0] == "direct" else list_shareable(wants)
+        listed = list_wants(shareable, settings)
+    everyone = group.all_gather(listed)
+    with group.collective_phase("assigning the reading"):
+        _check_settings(everyone)
+        shared = find_shared(everyone)
+        alone = sum(wants[position].nbytes for position in first.values())
+        described = describe_shared(shareable, shared, alone, group.rank)
+    parts = group.all_gather(described) if shared.holders else []
+    with group.collective_phase("assigning the reading"):
+        transfers, sources = _plan_transfers(shareable, shared, parts, group)
+        plan = ReadingPlan(
+            reads=sorted(position for shard, position in first.items() if sources.get(shard, group.rank) == group.rank),
+            transfers=transfers,
+            positions={shard: first[shard] for shard in sources},
+            repeats=[(number, first[want.shard]) for number, want in enumerate(wants) if first[want.shard] != number],
+        )
+    return plan
+
+
+def list_shareable(wants: Sequence[Want]) -> list[Want]:
+    """Return what other ranks may want too, each shard once."""
+    found: dict[Hashable, Want] = {}
+    for want in wants:
+        if want.can_share:
+            found.setdefault(want.shard, want)
+    return list(found.values())
+
+
+def list_wants(shareable: Sequence[Want], settings: tuple[str, int]) -> ListedWants:
+    """Return the columns that a rank sends to all others."""
+    kinds = {kind: number for number, kind in enumerate(dict.fromkeys(want.device_type for want in shareable))}
+    return ListedWants(
+        settings,
+        b"".join(hashlib.blake2b(repr(want.shard).encode(), digest_size=_DIGEST_BYTES).digest() for want in shareable),
+        tuple(kinds),
+        bytes(kinds[want.device_type] for want in shareable),
+    )
+
+
+def find_shared(everyone: Sequence[ListedWants]) -> SharedShards:
+    """Find the shards that several ranks want."""
+    counts = torch.tensor([len(listed.devices) for listed in everyone])
+    starts = counts.cumsum(0) - counts
+    if not counts.sum():
+        return SharedShards([], [], [])
+    digests = torch.frombuffer(bytearray().join(listed.digests for listed in everyone), dtype=torch.int64).view(-1, 2)
+    # stable: of equal ones the ranks ascend
+    keys, order = digests[:, 0].contiguous().sort(stable=True)
+    changes = torch.ones(len(keys), dtype=torch.bool)
+    changes[1:] = keys[1:] != keys[:-1]
+    begins = changes.nonzero().flatten()
+    sizes = begins.diff(append=torch.tensor([len(keys)]))
+    # only of those that several ranks want: rows, in the order in which the shards were listed first
+    many = sizes > 1
+    begins, sizes = begins[many], sizes[many]
+    listing = order[begins].argsort()
+    begins, sizes = begins[listing], sizes[listing]
+    within = torch.arange(int(sizes.sum())) - (sizes.cumsum(0) - sizes).repeat_interleave(sizes)
+    rows = order[begins.repeat_interleave(sizes) + within]
+    owner = torch.arange(len(sizes)).repeat_interleave(sizes)
+    ranks = torch.arange(len(everyone)).repeat_interleave(counts)[rows]
+    # different shards whose first integers are the same by chance are not shared
+    same = _find_same(digests[rows, 1], owner, len(sizes))[0]
+    names = sorted({kind for listed in everyone for kind in listed.device_types})
+    codes = torch.frombuffer(
+        bytearray().join(
+            listed.devices.translate(bytes(names.index(kind) for kind in listed.device_types).ljust(256, b"\0"))
+            for listed in everyone
+        ),
+        dtype=torch.uint8,
+    )[rows]
+    alike, lowest = _find_same(codes, owner, len(sizes))
+    numbers = (rows - starts[ranks]).tolist()
+    holders, places, kinds = [], [], []
+    rank_list, end = ranks.tolist(), 0
+    for size, is_same, is_alike, code in zip(
+        sizes.tolist(), same.tolist(), alike.tolist(), lowest.tolist(), strict=True
+    ):
+        begin, end = end, end + size
+        if is_same:
+            holders.append(tuple(rank_list[begin:end]))
+            places.append(tuple(numbers[begin:end]))
+            kinds.append(names[code] if is_alike else None)
+    return SharedShards(holders, places, kinds)
+
+
+def describe_shared(shareable: Sequence[Want], shared: SharedShards, nbytes: int, rank: int) -> DescribedShards:
+    """Describe the shared shards of which a rank is the first holder; ``nbytes`` are all that it wants."""
+    alone, shards = nbytes, []
+    for holders, numbers in zip(shared.holders, shared.numbers, strict=True):
+        if rank in holders:
+            want = shareable[numbers[holders.index(rank)]]
+            alone -= want.nbytes
+            if holders[0] == rank:
+                shards.append((want.shape, want.dtype, want.nbytes))
+    return DescribedShards(alone, shards)
+
+
+def _plan_transfers(
+    shareable: Sequence[Want], shared: SharedShards, parts: Sequence[DescribedShards], group: Comm
+) -> tuple[dict[Hashable, Transfer], dict[Hashable, int]]:
+    """Return the transfers of all ranks, and the sources of those in which this rank has a part."""
+    described = [iter(part.shards) for part in parts]
+    forms = [next(described[holders[0]]) for holders in shared.holders]
+    # what each rank reads for itself alone is one item: it weighs as much as its shards would
+    every = [*((rank,) for rank in range(len(parts))), *shared.holders]
+    weights = [*(part.alone for part in parts), *(nbytes for _, _, nbytes in forms)]
+    chosen = assign_holders(every, weights)[len(parts) :]
+    transfers: dict[Hashable, Transfer] = {}
+    sources: dict[Hashable, int] = {}
+    devices = {kind: "cpu" if kind is None else choose_device({kind}, group) for kind in set(shared.device_types)}
+    rows = zip(shared.holders, shared.numbers, shared.device_types, forms, chosen, strict=True)
+    for number, (holders, numbers, kind, (shape, dtype, _), source) in enumerate(rows):
+        shard: Hashable = number
+        if group.rank in holders:
+            shard = shareable[numbers[holders.index(group.rank)]].shard
+            sources[shard] = source
+        targets = tuple(rank for rank in holders if rank != source)
+        transfers[shard] = Transfer(shape, dtype, source, targets, devices[kind])
+    return transfers, sources
+
+
+def _find_same(values: torch.Tensor, owner: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return for each of ``count`` owners whether all its values are the same, and the lowest."""
+    lowest = values.new_zeros(count).scatter_reduce(0, owner, values, "amin", include_self=False)
+    highest = values.new_zeros(count).scatter_reduce(0, owner, values, "amax", include_self=False)
+    return lowest == highest, lowest
+
+
+def _check_settings(everyone: Sequence[ListedWants]) -> None:
+    for rank, listed in enumerate(everyone):
+        if listed.settings != everyone[0].settings:
+            raise CheckpointingException(
+                f"ranks disagree on exchange_algo and round_bytes: {everyone[0].settings} on rank 0, {listed.settings} "
+                f"on rank {rank} of the group; pass the same on every rank"
+            )
