@@ -1,6 +1,6 @@
 """Bytes of checkpoints: files and objects, read and written with digests.
 
-An author of a strategy needs the 31 names in README.md's table; the others are for the rooms above.
+An author of a strategy needs the 32 names in README.md's table; the others are for the rooms above.
 """
 
 from __future__ import annotations

@@ -23,7 +23,11 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = "shardckpt_safetensors"
 
 #: Where a load begins: the call, the modules that entry points name, and all of the strategy's package.
-STARTS = ("shardckpt.dist_checkpointing", "shardckpt.integrations.fsspec.plugin")
+STARTS = (
+    "shardckpt.dist_checkpointing",
+    "shardckpt.integrations.fsspec.plugin",
+    "shardckpt.integrations.obstore.plugin",
+)
 #: What unpickles, or reads what may be pickled, by the top of its name.
 UNPICKLERS = {"_pickle", "cloudpickle", "dill", "joblib", "marshal", "pickle", "pickletools", "shelve"}
 #: Functions that unpickle files.

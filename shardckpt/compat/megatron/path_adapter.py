@@ -18,7 +18,7 @@ from pydantic import BaseModel, ValidationError
 
 from shardckpt import settings
 from shardckpt.archive import decode_object, encode_object
-from shardckpt.commit import find_foreign
+from shardckpt.commit import find_foreign, is_temporary
 from shardckpt.compat.megatron.base_classes import AsyncSaveShardedStrategy, LoadShardedStrategy, SaveShardedStrategy
 from shardckpt.engine import verify_integrity
 from shardckpt.errors import CorruptCheckpointError, PluginError, StorageError, listed
@@ -102,8 +102,8 @@ class PathSaver(SaveStrategy):
         """Collective: pickle what the strategy does not store, and return the function that finishes the save."""
         comm, allowed = context.comm, context.allow_globals
         with comm.collective_phase("pickling the common state"):
-            # for a URL it is a folder of this rank alone, in which the upload has left a mark already
-            if comm.is_main and context.staging is not None and any(context.staging.iterdir()):
+            # for a URL it is a folder of this rank alone, which no target lies beside
+            if context.staging is not None and not is_temporary(context.staging.name):
                 raise StorageError(
                     f"{_name(self.strategy)} writes to a path: save to a directory, not to a URL, and copy it there"
                 )
