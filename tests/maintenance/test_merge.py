@@ -232,7 +232,7 @@ print(peak() - before)
     ("count", "size", "most"),
     [
         pytest.param(3, 96 * MIB, 96 * MIB, marks=pytest.mark.slow),
-        pytest.param(10, 1 << 30, 128 * MIB, marks=[pytest.mark.slow, pytest.mark.long]),
+        pytest.param(10, 1 << 30, 128 * MIB, marks=[pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(1800)]),
     ],
     ids=["3x96MiB", "10x1GiB"],
 )
