@@ -14,6 +14,10 @@ if TYPE_CHECKING:
     from tests.ranks import RankPool
 
 PERSISTENT = pytest.mark.parametrize("persistent", [False, True], ids=["thread", "process"])
+#: For what a process, which takes seconds to start, shows in other tests, too.
+THREAD_FIRST = pytest.mark.parametrize(
+    "persistent", [pytest.param(False, id="thread"), pytest.param(True, id="process", marks=pytest.mark.slow)]
+)
 
 
 @backends.both_slowly
@@ -41,7 +45,7 @@ def test_the_state_at_the_moment_of_scheduling_is_saved(
 
 
 @backends.both_slowly
-@PERSISTENT
+@THREAD_FIRST
 def test_saves_in_flight_do_not_mix(ranks: RankPool, tmp_path: Path, persistent: bool) -> None:
     """Five saves scheduled at once, two of them staged at a time, end in order, each with its own content."""
     ranks.run(2, jobs.several_saves, str(tmp_path), persistent)

@@ -83,7 +83,7 @@ def test_what_is_each_ranks_own_is_not_saved_as_if_all_had_it(ranks: RankPool, t
     assert "rank 1" in message
 
 
-@BACKGROUND
+@THREAD_FIRST
 def test_staging_memory_is_not_overwritten(tmp_path: Path, mode: str) -> None:
     """Every step's checkpoint has the values of that step, though they change as soon as save returns."""
     jobs.overwritten_staging(str(tmp_path), mode)
@@ -109,7 +109,7 @@ def test_an_error_in_the_background_is_raised(ranks: RankPool, tmp_path: Path, a
     assert left == {"step-1"}
 
 
-@MODES
+@THREAD_FIRST
 def test_close_waits(ranks: RankPool, tmp_path: Path, mode: str) -> None:
     """When close has returned, what was saved is whole in its place, whatever the mode; nothing is saved after it."""
     assert ranks.run(2, jobs.closed_without_wait, str(tmp_path), mode) == [{"step-1"}] * 2
