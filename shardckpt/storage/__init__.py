@@ -65,7 +65,6 @@ if TYPE_CHECKING:
         RemotePath,
         attempt,
         list_objects,
-        mask_password,
     )
     from shardckpt.storage.resumable import ResumableWriter
     from shardckpt.storage.safetensors_header import (
@@ -82,6 +81,7 @@ if TYPE_CHECKING:
     from shardckpt.storage.spans import Elements, Span, cut_spans
     from shardckpt.storage.staged_files import FilePart, refuse_unrecorded
     from shardckpt.storage.store_abilities import CreatesObjects, DeletesMany, ObjectWriter, ReadsInto, StreamsWrites
+    from shardckpt.storage.store_errors import find_problem, mask_password, mask_secrets
     from shardckpt.storage.stream import FileStream, WriterPool
     from shardckpt.storage.strict_json import MOST_LEVELS, parse_json
     from shardckpt.storage.sums import (
@@ -178,7 +178,6 @@ __getattr__ = lazy_getattr(
             "RemotePath",
             "attempt",
             "list_objects",
-            "mask_password",
         ),
         "resumable": ("ResumableWriter",),
         "safetensors_header": (
@@ -216,6 +215,7 @@ __getattr__ = lazy_getattr(
             "ReadsInto",
             "StreamsWrites",
         ),
+        "store_errors": ("find_problem", "mask_password", "mask_secrets"),
         "stream": (
             "FileStream",
             "WriterPool",
@@ -304,6 +304,7 @@ __all__ = [
     "digest_vote",
     "encode_header",
     "file_size",
+    "find_problem",
     "find_range",
     "has_changed",
     "has_local_files",
@@ -314,6 +315,7 @@ __all__ = [
     "list_objects",
     "make_folders",
     "mask_password",
+    "mask_secrets",
     "narrow_dtype",
     "negotiate_digest",
     "on_store",

@@ -7,7 +7,6 @@ import functools
 import logging
 import os
 import random
-import re
 import tempfile
 import time
 from pathlib import Path, PurePosixPath
@@ -17,6 +16,7 @@ from shardckpt import settings
 from shardckpt.distributed import PicklingError, pickle_value
 from shardckpt.errors import CheckpointingException, StorageError
 from shardckpt.storage.store_abilities import CreatesObjects, ReadsInto, StreamsWrites
+from shardckpt.storage.store_errors import find_problem, mask_password, mask_secrets
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Mapping
@@ -43,7 +43,6 @@ _PERMANENT = (
 _FIRST_DELAY = 0.25  # seconds; each further one is twice as long
 _LONGEST_DELAY = 8.0
 _LEAST_PART = 5 << 20  # bytes; S3 takes no smaller parts
-_PASSWORD = re.compile(r"(?<=://)([^/:@]*):[^/@]*@")
 
 
 class RemoteFolder(Protocol):
@@ -190,8 +189,18 @@ class RemotePath(_Base):
                 yield self / inner
 
     def read_range(self, offset: int, nbytes: int) -> bytes:
-        """Return ``nbytes`` bytes of the object from ``offset`` on; fewer only where it ends."""
-        return attempt(f"read at offset {offset} of", self, lambda: self.folder.read(self._name, offset, nbytes))
+        """Return ``nbytes`` bytes of the object from ``offset`` on; fewer only where it ends.
+
+        Raises:
+            StorageError: the store failed, or gave more bytes than were asked for.
+        """
+        found = attempt(f"read at offset {offset} of", self, lambda: self.folder.read(self._name, offset, nbytes))
+        if len(found) > nbytes:
+            raise StorageError(
+                f"{self}: asked for {nbytes} bytes at offset {offset}, its store gave {len(found)}: it may answer each "
+                "range with the whole object; none of them is used. Copy the checkpoint to another store or a directory"
+            )
+        return found
 
     def read_into(self, buffer: memoryview, offset: int) -> int:
         """Fill the start of the buffer from an offset of the object on; return the number of bytes.
@@ -204,10 +213,6 @@ class RemotePath(_Base):
             read = folder.read_into
             return attempt(f"read at offset {offset} of", self, lambda: read(self._name, offset, buffer))
         found = self.read_range(offset, buffer.nbytes)
-        if len(found) > buffer.nbytes:
-            raise StorageError(
-                f"{self}: asked for {buffer.nbytes} bytes at offset {offset}, its store gave {len(found)}"
-            )
         buffer[: len(found)] = found
         return len(found)
 
@@ -318,11 +323,6 @@ def _make_path(folder: RemoteFolder, name: str) -> RemotePath:
     return path / name if name else path
 
 
-def mask_password(url: str) -> str:
-    """Return the URL as logs and errors may show it: ``ftp://user:password@host`` without the password."""
-    return _PASSWORD.sub(r"\1:***@", url)
-
-
 def attempt(action: str, path: RemotePath, call: Callable[[], _T]) -> _T:
     """Call a store, and repeat the call after errors that may pass, ``SHARDCKPT_REMOTE_ATTEMPTS`` times in all.
 
@@ -345,10 +345,12 @@ def attempt(action: str, path: RemotePath, call: Callable[[], _T]) -> _T:
         except CheckpointingException:
             raise
         except Exception as exc:  # stores raise errors of many kinds
-            shown = f"{type(exc).__name__}: {exc}" if str(exc) else type(exc).__name__
-            if isinstance(exc, _PERMANENT) or number >= attempts:
+            shown = mask_secrets(f"{type(exc).__name__}: {exc}" if str(exc) else type(exc).__name__)
+            problem = find_problem(exc)
+            if isinstance(exc, _PERMANENT) or number >= attempts or (problem is not None and problem.is_permanent):
                 times = "" if number == 1 else f" in {number} attempts"
-                raise StorageError(f"cannot {action} {path}{times}: {shown}") from exc
+                advice = "" if problem is None else f"; {problem.advice}"
+                raise StorageError(f"cannot {action} {path}{times}: {shown}{advice}") from exc
             logger.warning("cannot %s %s, attempt %d of %d: %s", action, path, number, attempts, shown)
         delay = min(_LONGEST_DELAY, _FIRST_DELAY * 2 ** (number - 1))
         time.sleep(delay * random.uniform(0.5, 1))  # noqa: S311 - so that a thousand ranks do not come back at once

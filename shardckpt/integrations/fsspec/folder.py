@@ -12,7 +12,7 @@ import fsspec  # type: ignore[import-untyped]
 
 from shardckpt import settings
 from shardckpt.errors import StorageError
-from shardckpt.storage import mask_password
+from shardckpt.storage import find_problem, mask_password
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -92,6 +92,8 @@ class FsspecFolder:
         try:
             entries = self._filesystem.ls(root, detail=True)
         except FileNotFoundError as exc:
+            if find_problem(exc) is not None:  # not the folder is missing, but its bucket
+                raise
             if not self._filesystem.exists(root):
                 return {}, []
             # A filesystem with directories stats one entry after the other, and one has been deleted meanwhile.

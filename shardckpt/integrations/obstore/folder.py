@@ -14,6 +14,7 @@ from obstore.store import from_url
 from shardckpt import settings
 from shardckpt.errors import StorageError
 from shardckpt.integrations.obstore.streamed_object import StreamedObject
+from shardckpt.storage import find_problem, mask_secrets
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator
@@ -124,7 +125,9 @@ class ObstoreFolder:
         try:
             with self._calling():
                 return memoryview(obstore.get_range(self._store, self._path(name), start=offset, length=nbytes))
-        except obstore.exceptions.BaseError:
+        except obstore.exceptions.BaseError as exc:
+            if find_problem(exc) is not None:
+                raise
             with self._calling():
                 size = obstore.head(self._store, self._path(name))["size"]
             if offset < size:
@@ -182,4 +185,5 @@ def open_folder(url: str) -> ObstoreFolder:
 
 
 def _shorten(error: BaseException) -> str:
-    return str(error).partition(_DEBUG)[0]
+    """Return the text of an error without the request that the store's answer may repeat, which has secrets."""
+    return mask_secrets(str(error).partition(_DEBUG)[0])
