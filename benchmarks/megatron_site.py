@@ -44,7 +44,11 @@ def _installed(site: Path, packages: list[str]) -> Path:
             raise NoMegatronError(f"pip took longer than {_TIMEOUT:.0f} s") from None
         if done.returncode:
             raise NoMegatronError((done.stderr.strip().splitlines() or ["pip failed"])[-1])
-        target.rename(site)
+        try:
+            target.rename(site)
+        except OSError:
+            if not site.is_dir():  # else another process has installed the same meanwhile
+                raise
     return site
 
 

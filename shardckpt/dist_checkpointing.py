@@ -31,9 +31,9 @@ from shardckpt.mapping import (
     ShardedTensor,
     ShardedTensorFactory,
 )
-from shardckpt.parallel import share_reading
+from shardckpt.parallel import share_reading, split_budget
 from shardckpt.plugins import StrategyAction, get_plugin_manager
-from shardckpt.storage import is_there, read_file, retry_if_replaced
+from shardckpt.storage import is_there, parse_memory_budget, read_file, retry_if_replaced
 from shardckpt.validation import StrictHandling, parse_strict_flag, stored_key
 
 if TYPE_CHECKING:
@@ -78,6 +78,7 @@ def save(
     parent: str | None = None,
     step: int | None = None,
     fingerprints: bool = False,
+    memory_budget: int | str | None = None,
 ) -> AsyncRequest: ...
 @overload
 def save(
@@ -98,6 +99,7 @@ def save(
     parent: str | None = None,
     step: int | None = None,
     fingerprints: bool = False,
+    memory_budget: int | str | None = None,
 ) -> AsyncRequest | None: ...
 def save(
     sharded_state_dict: ShardedStateDict,
@@ -117,6 +119,7 @@ def save(
     parent: str | None = None,
     step: int | None = None,
     fingerprints: bool = False,
+    memory_budget: int | str | None = None,
 ) -> AsyncRequest | None:
     """Collective: save a sharded state dict; every rank of the group calls it with its own shards.
 
@@ -128,7 +131,7 @@ def save(
         sharded_state_dict: Nested dicts and lists whose leaves are ShardedTensors, ShardedObjects, factories,
             LocalNonpersistentObjects (left out) and common values (the main rank's are stored).
         checkpoint_dir: The checkpoint's directory, absent or empty unless ``overwrite``; or a URL that a plugin
-            serves (``s3://bucket/step-1000``), under which there is nothing.
+            serves (``s3://bucket/step-1000``), under which there is nothing unless ``overwrite``.
         sharded_strategy: A backend (its newest version), (backend, version) or a SaveStrategy; by default the
             registry's default.
         validate_access_integrity: Check that the shards of all ranks cover every tensor exactly once.
@@ -141,7 +144,8 @@ def save(
         preprocess_common_before_consistency_check: Removes from (a copy of) the common state what may differ between
             ranks, before ranks are compared and a difference is logged.
         overwrite: Replace what is at ``checkpoint_dir`` in one step; files there that do not belong to the old
-            checkpoint are kept. At a URL nothing is replaced: only the objects of an interrupted save are deleted.
+            checkpoint are kept. At a URL the new checkpoint goes into a folder beside the old one, where stock readers
+            do not find it.
         allow_globals: Further classes and functions that objects and common state may be pickled with; a load
             needs the same list.
         process_group: The ranks that save; by default all, or this process alone without torch.distributed.
@@ -152,6 +156,13 @@ def save(
             equal values, whatever the sharding, the ranks and the backend. :func:`open_checkpoint` has them, and
             ``shardckpt diff`` compares by them. It takes another core while it saves; ``benchmarks.fingerprints`` has
             figures.
+        memory_budget: Bytes, or text such as ``"256MiB"``, that each rank may hold at a time beside its tensors: blocks
+            and parts on their way, and with ``async_sharded_save`` the copies of its tensors, of which there are then
+            as many as fit. A budget without room for one copy is refused: save in the foreground, which writes CPU
+            tensors from where they are, and others in pieces. At least 8 MiB for a directory and 23 MiB for a URL (more
+            for files of more than 45 GB). Not counted are what is in memory as a whole: the index, objects and common
+            state, and the plain copies of quantized tensors that are being written. A store whose client takes no such
+            limit (fsspec's, but for s3fs) uploads with as much as it takes. None: as many as are fast.
 
     Returns:
         None, or with ``async_sharded_save`` the request to schedule.
@@ -172,6 +183,7 @@ def save(
             verify_integrity,
             _parse_lineage(parent, step),
             fingerprints,
+            parse_memory_budget(memory_budget),
         )
     if async_sharded_save:
         return request_save(sharded_state_dict, target, sharded_strategy, comm, get_plugin_manager(), options)
@@ -202,6 +214,7 @@ def load(
     allow_globals: Iterable[Any] = (),
     allow_dtype_cast: bool = False,
     fully_parallel: bool = False,
+    memory_budget: int | str | None = None,
 ) -> Any:
     """Collective: load what a sharded state dict describes, with any number of ranks and any sharding.
 
@@ -248,6 +261,11 @@ def load(
             below 64 KiB between them, and formats with digests read whole segments, so that a small tensor that is
             cut over ranks is read by each of them.
             :class:`~shardckpt.parallel.FullyParallelLoadStrategyWrapper` has more options.
+        memory_budget: Bytes, or text such as ``"256MiB"``, that each rank may hold at a time beside the tensors that
+            are filled and returned: requests in flight, buffers, what ranks send each other. With less the load is
+            slower. Not counted are what is in memory as a whole: the index, objects and common state, and one plain
+            copy of each quantized tensor that is being filled. Files of ``torch.save`` with strides are read a tensor
+            at a time. At least 8 MiB, or 16 with ``fully_parallel``; None: as many as are fast.
 
     Returns:
         The state dict, with the checkpoint's common state in it; for the modes ``return_unexpected`` and
@@ -261,7 +279,8 @@ def load(
     """
     comm = Comm(process_group)
     with comm.local_phase("reading the arguments"):
-        mode, options = parse_strict_flag(strict), LoadOptions(sharded_strategy, accept, tuple(allow_globals))
+        budget, reading = split_budget(memory_budget, fully_parallel=fully_parallel)
+        mode, options = parse_strict_flag(strict), LoadOptions(sharded_strategy, accept, tuple(allow_globals), reading)
 
     def attempt() -> tuple[StateDict, KeyMismatch]:
         with comm.local_phase("reading the arguments"):
@@ -269,7 +288,7 @@ def load(
         with open_any(directory, comm, get_plugin_manager(), options) as checkpoint:
             return load_checkpoint(
                 sharded_state_dict,
-                share_reading(checkpoint) if fully_parallel else checkpoint,
+                share_reading(checkpoint, budget) if fully_parallel else checkpoint,
                 validate=validate_access_integrity,
                 strict=mode,
                 verify=verify_integrity,
@@ -287,6 +306,7 @@ def open_checkpoint(
     *,
     accept: Accept | None = None,
     allow_globals: Iterable[Any] = (),
+    memory_budget: int | str | None = None,
 ) -> Iterator[ModelCheckpoint]:
     """Open a checkpoint as a mapping from key to stored tensor; slices read only the bytes that they need.
 
@@ -304,6 +324,7 @@ def open_checkpoint(
         sharded_strategy: As for :func:`load`.
         accept: As for :func:`load`.
         allow_globals: As for :func:`load`.
+        memory_budget: As for :func:`load`: what reading holds beside the tensors that it returns.
 
     Yields:
         The mapping; it is closed at the end of the block.
@@ -311,7 +332,8 @@ def open_checkpoint(
     Raises:
         CheckpointReplacedError: another save has replaced the checkpoint, and its files are gone: open it again.
     """
-    options = LoadOptions(sharded_strategy, accept, tuple(allow_globals))
+    _, reading = split_budget(memory_budget, fully_parallel=False)
+    options = LoadOptions(sharded_strategy, accept, tuple(allow_globals), reading)
     with ExitStack() as stack:
         yield ModelCheckpoint(
             retry_if_replaced(lambda: stack.enter_context(_open_alone(checkpoint_dir, options)), checkpoint_dir)

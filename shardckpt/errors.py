@@ -40,6 +40,10 @@ class StorageError(CheckpointingException):
     """A file operation that failed: names the file, the offset and the operating system's reason."""
 
 
+class NotEnoughSpaceError(StorageError):
+    """A save that was refused before it wrote a file: its tensors are more than the file system has free."""
+
+
 class CheckpointReplacedError(StorageError):
     """A checkpoint that another save has replaced since it was opened: what was opened is gone, open it again."""
 
@@ -133,6 +137,7 @@ __all__ = [
     "IncompleteCheckpointError",
     "KeyMismatchError",
     "NotACheckpointError",
+    "NotEnoughSpaceError",
     "PluginError",
     "RankFailedError",
     "RefusedByPolicyError",

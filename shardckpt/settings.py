@@ -26,6 +26,9 @@ REMOTE_PART_MIB = "SHARDCKPT_REMOTE_PART_MIB"
 REMOTE_TIMEOUT = "SHARDCKPT_REMOTE_TIMEOUT"
 #: Threads per rank that read from an object store: more than cores, because they wait.
 REMOTE_THREADS = "SHARDCKPT_REMOTE_THREADS"
+#: 1 refuses a save of more bytes than the file system has free (the default), 0 does not: for those that report too
+#: little, as with thin volumes, or compress.
+SPACE_CHECK = "SHARDCKPT_SPACE_CHECK"
 #: Local directory where files for an object store are written before the upload; by default the system's.
 SPOOL_DIR = "SHARDCKPT_SPOOL_DIR"
 #: Background saves whose copies may be in memory at a time; the next save waits until the first is written.
@@ -84,6 +87,11 @@ def remote_threads() -> int:
     return _integer(REMOTE_THREADS, default=16, least=1)
 
 
+def space_check() -> bool:
+    """Return whether a save is refused if its tensors are more than the file system has free."""
+    return bool(_integer(SPACE_CHECK, default=1, least=0))
+
+
 def spool_directory() -> str | None:
     """Return the directory where files wait for their upload; None for the system's temporary directory."""
     return os.environ.get(SPOOL_DIR) or None
@@ -118,6 +126,7 @@ __all__ = [
     "REMOTE_PART_MIB",
     "REMOTE_THREADS",
     "REMOTE_TIMEOUT",
+    "SPACE_CHECK",
     "SPOOL_DIR",
     "STAGED_SAVES",
     "VERIFY_READS",
@@ -130,6 +139,7 @@ __all__ = [
     "remote_parts",
     "remote_threads",
     "remote_timeout",
+    "space_check",
     "spool_directory",
     "staged_saves",
     "verify_reads",

@@ -31,6 +31,7 @@ from shardckpt.manifest import Lineage
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
     from pathlib import Path
+    from typing import TypeGuard
 
     import torch
 
@@ -53,6 +54,7 @@ class PlanContext:
         staging: The directory to which this rank's files will be written; None where the save writes none.
         lineage: The checkpoint that the job was resumed from, and the step of the training, as far as the caller gave
             them. ``shardckpt.json`` has them; a format may also store them itself.
+        is_streamed: Whether files go to a store while they are written, so that a directory says nothing about speed.
     """
 
     comm: Comm
@@ -60,6 +62,7 @@ class PlanContext:
     allow_globals: tuple[Any, ...] = ()
     staging: Path | None = None
     lineage: Lineage = field(default_factory=Lineage)
+    is_streamed: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,6 +124,8 @@ class SaveStrategy(ABC):
             libraries; if not, it is given none.
         computes_fingerprints: Whether its work adds sums of what it stores to :attr:`CheckpointWriter.sums
             <shardckpt.storage.CheckpointWriter>` where the writer's ``fingerprints`` is true.
+        stores_all_bytes: Whether its files have at least the bytes of the tensors, each memory once: nothing is
+            compressed, cast or left out. Only such a save is refused beforehand where the file system lacks the space.
     """
 
     backend: ClassVar[str]
@@ -129,6 +134,7 @@ class SaveStrategy(ABC):
     writes: ClassVar[str] = ""
     stores_plain_objects: ClassVar[bool] = False
     computes_fingerprints: ClassVar[bool] = False
+    stores_all_bytes: ClassVar[bool] = False
 
     @abstractmethod
     def save(self, shards: Sequence[ShardedBase], common: CommonStateDict, context: SaveContext) -> None:
@@ -596,7 +602,7 @@ class StoredColumns(NamedTuple):
 
 @runtime_checkable
 class ListsColumns(Protocol):
-    """A load strategy whose index has columns, which ``shardckpt inspect`` shows without an object for each tensor."""
+    """A load strategy whose index has columns: loads and ``shardckpt inspect`` need no object for each tensor."""
 
     def list_columns(self, context: LoadContext) -> StoredColumns:
         """Return what :meth:`LoadStrategy.load_index` describes, in the same order, in columns.
@@ -607,6 +613,25 @@ class ListsColumns(Protocol):
         Returns:
             The columns, which the caller does not change.
         """
+
+
+def lists_columns(strategy: LoadStrategy) -> TypeGuard[ListsColumns]:
+    """Return whether the columns that a strategy lists are those of its index, so that a load may use either.
+
+    A subclass that overrides ``load_index`` alone inherits the columns of another index.
+
+    Args:
+        strategy: A load strategy.
+
+    Returns:
+        False, too, if it lists none.
+    """
+    for owner in (strategy, *type(strategy).__mro__):
+        if "list_columns" in vars(owner):
+            return True
+        if "load_index" in vars(owner):
+            return False
+    return False
 
 
 class KeptItem(NamedTuple):
@@ -732,5 +757,6 @@ __all__ = [
     "StoresHubFolders",
     "find_error",
     "find_plan_cache_key",
+    "lists_columns",
     "write_prepared",
 ]

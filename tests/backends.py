@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
     from shardckpt.strategy import SaveStrategy
 
-#: Names the format in the environment of programs.
-_VARIABLE = "TESTS_BACKEND"
+#: The variable that names the format in the environment of programs.
+VARIABLE = "TESTS_BACKEND"
 
 
 @dataclass(frozen=True)
@@ -89,6 +89,21 @@ _ALL = {
     )
 }
 
+#: Formats that programs take by name; what they keep beyond the others is tested in a folder of their own.
+_MORE = {
+    backend.name: backend
+    for backend in (
+        Backend(
+            "ep",
+            names.INDEX,
+            names.COMMON,
+            "__{rank}_{number}.distcp",
+            "shardckpt_ep:EPSaveStrategy",
+            frozenset({names.METADATA}),
+        ),
+    )
+}
+
 _stack = [_ALL["torch_dist"]]
 
 #: Run a test, or all of a module, over each format.
@@ -97,6 +112,13 @@ both = pytest.mark.parametrize("backend", list(_ALL), indirect=True, scope="modu
 both_slowly = pytest.mark.parametrize(
     "backend",
     ["torch_dist", *(pytest.param(name, marks=pytest.mark.slow) for name in _ALL if name != "torch_dist")],
+    indirect=True,
+    scope="module",
+)
+#: The same, where not even .ci/run has the time: the others are long tests.
+both_at_length = pytest.mark.parametrize(
+    "backend",
+    ["torch_dist", *(pytest.param(name, marks=pytest.mark.long) for name in _ALL if name != "torch_dist")],
     indirect=True,
     scope="module",
 )
@@ -121,21 +143,25 @@ def use(name: str) -> Iterator[Backend]:
     registry = get_plugin_manager().registry
     with registry.preserved():
         registry.add_lazy(name, 1, default=True, override=True)
-        _stack.append(_ALL[name])
-        os.environ[_VARIABLE] = name  # for programs that are started from here
+        _stack.append(_find(name))
+        os.environ[VARIABLE] = name  # for programs that are started from here
         try:
             yield current()
         finally:
             _stack.pop()
-            os.environ[_VARIABLE] = current().name
+            os.environ[VARIABLE] = current().name
 
 
 def become_default() -> None:
     """Let this process, a program that a test has started, save by the test's format to its end."""
-    name = os.environ.get(_VARIABLE, current().name)
+    name = os.environ.get(VARIABLE, current().name)
     if name != current().name:
         get_plugin_manager().registry.add_lazy(name, 1, default=True, override=True)
-        _stack.append(_ALL[name])
+        _stack.append(_find(name))
+
+
+def _find(name: str) -> Backend:
+    return _ALL[name] if name in _ALL else _MORE[name]
 
 
 def run_with(name: str, function: Callable[..., Any], *args: Any) -> Any:
@@ -144,4 +170,15 @@ def run_with(name: str, function: Callable[..., Any], *args: Any) -> Any:
         return function(*args)
 
 
-__all__ = ["Backend", "become_default", "both", "both_slowly", "current", "data_file", "run_with", "use"]
+__all__ = [
+    "VARIABLE",
+    "Backend",
+    "become_default",
+    "both",
+    "both_at_length",
+    "both_slowly",
+    "current",
+    "data_file",
+    "run_with",
+    "use",
+]

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests import backends
+from tests import backends, workers
 from tests.ranks import RankPool
 
 if TYPE_CHECKING:
@@ -25,6 +25,12 @@ if TYPE_CHECKING:
 # a test must not fail because the machine has other work
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Let a long test be a slow one, or the default run would have it."""
+    if item.get_closest_marker("long") is not None:
+        item.add_marker("slow")
 
 
 def pytest_configure() -> None:
@@ -44,12 +50,24 @@ def backend(request: pytest.FixtureRequest) -> Iterator[Backend]:
         yield chosen
 
 
+@pytest.fixture(scope="module", autouse=True)
+def forked_workers() -> Iterator[None]:
+    """Processes of background saves are forks; a test of how they start has its own fixture of this name."""
+    yield from workers.forked_here()
+
+
 @pytest.fixture(scope="session")
-def ranks() -> Iterator[RankPool]:
-    """Groups of 1 to 4 gloo ranks: ``ranks.run(3, function, *args)``."""
+def rank_pool() -> Iterator[RankPool]:
+    """The pool of all tests, those of the contract, too, which know it by this name."""
     pool = RankPool(4)
     yield pool
     pool.close()
+
+
+@pytest.fixture(scope="session")
+def ranks(rank_pool: RankPool) -> RankPool:
+    """Groups of 1 to 4 gloo ranks: ``ranks.run(3, function, *args)``."""
+    return rank_pool
 
 
 @pytest.fixture(scope="session")

@@ -3,6 +3,7 @@
 ``run(code, *arguments)`` is ``subprocess.run([sys.executable, "-c", code, *arguments])`` without the two seconds that
 importing takes. Output, exit status, signals and the end of the interpreter are those of any program. What a program
 imports is not: a test of that starts an interpreter of its own. pytest's process does not fork: it has threads.
+Other processes, ranks for instance, have theirs forked there, too: by ``connect``, to the ``address`` of pytest's.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import os
 import runpy
 import selectors
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -22,11 +24,16 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle, send_handle
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tests import backends
 
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
 ROOT = Path(__file__).parents[1]
+#: Whether sockets have names here that are no files.
+HAS_ADDRESSES = sys.platform == "linux"
 START_TIMEOUT = 120.0  # seconds
 #: What the process imports before it forks.
 PRELOADED = (
@@ -121,17 +128,13 @@ def start(
         warnings_are_errors: As ``python -W error`` has it.
         one_output: Send standard error to where standard output goes.
     """
-    pipe = _server()
     variables = {**os.environ, **(environment or {})}
     request = Request(code, file, module, arguments, str(cwd or Path.cwd()), variables, warnings_are_errors)
     ends = [os.pipe() for _ in range(1 if one_output else 2)]
     with tempfile.TemporaryFile() as standard_input:
         standard_input.write(text.encode())
         standard_input.seek(0)
-        pipe.send(request)
-        for descriptor in (standard_input.fileno(), ends[0][1], ends[-1][1]):
-            send_handle(pipe, descriptor, None)
-        pid = pipe.recv()
+        pid = fork(_server(), request, [standard_input.fileno(), ends[0][1], ends[-1][1]])
     for _, writing in ends:
         os.close(writing)
     return Program(pid, [reading for reading, _ in ends])
@@ -144,17 +147,57 @@ def run(code: str = "", *arguments: str, timeout: float = 60, **options: Any) ->
     return subprocess.CompletedProcess(arguments, program.returncode or 0, out, err)
 
 
+def fork(server: Connection[Any, Any], request: Request, descriptors: Sequence[int]) -> int:
+    """Have a program forked, with three standard descriptors, or the pipe of a worker as a fourth; return its pid."""
+    server.send((request, len(descriptors)))
+    for descriptor in descriptors:
+        send_handle(server, descriptor, None)
+    pid: int = server.recv()
+    return pid
+
+
+def poll(server: Connection[Any, Any], pid: int) -> int | None:
+    """Return the exit status of a fork, negative for a signal; None while it runs."""
+    server.send(pid)
+    code: int | None = server.recv()
+    return code
+
+
 _pipes: list[Connection[Any, Any]] = []
+_started: list[tuple[Connection[Any, Any], bytes]] = []
+
+
+def address() -> bytes:
+    """Where the process that forks listens, which is started at the first use; empty where it cannot listen."""
+    if not _started:
+        ours, theirs = Pipe()
+        with socket.socket(socket.AF_UNIX) as listener:
+            place = b""
+            if HAS_ADDRESSES:
+                listener.bind("")  # the system chooses a name, which is no file
+                listener.listen(64)
+                place = listener.getsockname()
+            descriptors = [theirs.fileno(), listener.fileno()]
+            subprocess.Popen(
+                [sys.executable, "-m", "tests.programs", *map(str, descriptors)], cwd=ROOT, pass_fds=descriptors
+            ).returncode = 0  # nobody waits for it: it ends when this end of the pipe is closed
+        theirs.close()
+        _started.append((ours, place))
+    return _started[0][1]
+
+
+def connect(place: bytes) -> Connection[Any, Any]:
+    """Return another way to the process that forks, for any process; requests wait until it has imported torch."""
+    with socket.socket(socket.AF_UNIX) as client:
+        client.connect(place)
+        return Connection(client.detach())
 
 
 def _server() -> Connection[Any, Any]:
-    """Return the way to the process that forks, which is started at the first use, and ends with this one."""
+    """Return the way of this process to the one that forks, which has imported torch then, and ends with this one."""
     if not _pipes:
-        ours, theirs = Pipe()
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.programs", str(theirs.fileno())], cwd=ROOT, pass_fds=[theirs.fileno()]
-        ).returncode = 0  # nobody waits for it: it ends when this end of the pipe is closed
-        theirs.close()
+        address()
+        ours = _started[0][0]
         if not ours.poll(START_TIMEOUT):
             raise RuntimeError(f"tests.programs has not imported torch within {START_TIMEOUT:g} s")
         ours.recv()
@@ -164,39 +207,62 @@ def _server() -> Connection[Any, Any]:
 
 def _ask_for_end(pid: int, limit: float) -> int | None:
     """Return the exit status, negative for a signal; None if the program has not ended in time."""
-    pipe = _server()
+    server = _server()
     while True:
-        pipe.send(pid)
-        code: int | None = pipe.recv()
+        code = poll(server, pid)
         if code is not None or time.monotonic() > limit:
             return code
         time.sleep(0.005)
 
 
-def _serve(pipe: Connection[Any, Any]) -> Request | None:
-    """Fork for every request, and return it in the fork; return None when nobody asks any more."""
-    pipe.send("ready")
-    while True:
-        try:
-            asked = pipe.recv()
-        except EOFError:
-            return None
-        if isinstance(asked, int):
-            ended, status = os.waitpid(asked, os.WNOHANG)
-            pipe.send(os.waitstatus_to_exitcode(status) if ended else None)
-            continue
-        descriptors = [recv_handle(pipe) for _ in range(3)]
-        pid = os.fork()
-        if not pid:
-            os.setpgid(0, 0)
-            for number, descriptor in enumerate(descriptors):
-                os.dup2(descriptor, number)
+def _serve(pipe: Connection[Any, Any], listener: socket.socket) -> Request | None:
+    """Fork for every request, and return it in the fork; return None when pytest has ended, or asks no more."""
+    with selectors.DefaultSelector() as selector:
+        for each in (pipe, listener):
+            selector.register(each, selectors.EVENT_READ)
+        pipe.send("ready")
+        while True:
+            for key, _ in selector.select():
+                client: Any = key.fileobj
+                if client is listener:
+                    selector.register(Connection(listener.accept()[0].detach()), selectors.EVENT_READ)
+                    continue
+                try:
+                    request = _answer(client)
+                except (EOFError, OSError):  # nobody asks there any more
+                    if client is pipe:
+                        return None
+                    selector.unregister(client)
+                    client.close()
+                    continue
+                if request is not None:
+                    for ours in [each.fileobj for each in selector.get_map().values()]:
+                        ours.close()  # type: ignore[union-attr]
+                    return request
+
+
+def _answer(client: Connection[Any, Any]) -> Request | None:
+    """Answer a request; return it in a fork."""
+    asked = client.recv()
+    if isinstance(asked, int):
+        ended, status = os.waitpid(asked, os.WNOHANG)
+        client.send(os.waitstatus_to_exitcode(status) if ended else None)
+        return None
+    request, count = asked
+    descriptors = [recv_handle(client) for _ in range(count)]
+    pid = os.fork()
+    if pid:
         for descriptor in descriptors:
             os.close(descriptor)
-        if not pid:
-            pipe.close()
-            return asked
-        pipe.send(pid)
+        client.send(pid)
+        return None
+    os.setpgid(0, 0)
+    for number, descriptor in enumerate(descriptors[:3]):
+        os.dup2(descriptor, number)
+        os.close(descriptor)
+    if count > 3:  # a worker is told where its pipe is, and whose child it is
+        return request._replace(arguments=(str(descriptors[3]), str(os.getppid()), *request.arguments[2:]))
+    return request
 
 
 def _become(request: Request) -> None:
@@ -227,7 +293,7 @@ if __name__ == "__main__":
         __import__(_name)
     gc.freeze()  # what is imported stays: a fork that ends must not look through it
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for pytest
-    _request = _serve(Connection(int(sys.argv[1])))
+    _request = _serve(Connection(int(sys.argv[1])), socket.socket(fileno=int(sys.argv[2])))
     if _request is not None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         _become(_request)

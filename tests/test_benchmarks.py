@@ -59,6 +59,7 @@ def folders(tmp_path: Path) -> Iterator[Folders]:
         yield Folders(disk, Path(temporary))
 
 
+@pytest.mark.long
 def test_every_adapter_round_trips_and_stands_in_the_table(folders: Folders, tmp_path: Path) -> None:
     """Each library saves, loads, slices and saves behind the training, bit for bit, with one rank and with two."""
     results = tmp_path / "results.md"
@@ -188,3 +189,14 @@ def _cells(table: dict[tuple[str, str], dict[str, str]], group: str, operation: 
 
 def _is(name: str, first: str, last: str) -> bool:
     return name.startswith(first) and (not last or name.endswith(f", {last}"))
+
+
+def test_stores_are_measured() -> None:
+    """Each column saves and loads what it saved, and its requests are counted."""
+    command = [sys.executable, "-m", "benchmarks.stores", "--mib", "8", "--rounds", "1"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr
+    rows = [line.split() for line in done.stdout.splitlines() if line.startswith(("save ", "load "))]
+    assert len(rows) == 8  # four clients, of which two are raw ones
+    assert all(float(row[-6]) > 0 for row in rows if row[0] == "save")  # PUT
+    assert all(float(row[-4]) > 0 for row in rows if row[0] == "load")  # GET

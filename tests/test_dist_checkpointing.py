@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from shardckpt import dist_checkpointing as dc
+from shardckpt.async_save import AsyncCallsQueue
 from shardckpt.errors import (
     CheckpointingException,
     DtypeMismatchError,
@@ -24,6 +25,7 @@ from shardckpt.strategy import LoadStrategy, SaveStrategy
 from tests import backends
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     from tests.ranks import RankPool
@@ -436,6 +438,52 @@ def test_meta_destinations_are_refused(tmp_path: Path) -> None:
     dc.save({"w": ShardedTensor.from_rank_offsets("w", torch.ones(3))}, tmp_path / "c")
     with pytest.raises(ShardingError, match="'w': its data is on the meta device"):
         dc.load({"w": ShardedTensor.from_rank_offsets("w", torch.zeros(3, device="meta"))}, tmp_path / "c")
+
+
+@backends.both_slowly
+@pytest.mark.parametrize(
+    ("destination", "why"),
+    [
+        pytest.param(lambda: torch.zeros(1).expand(3), "'w': its data is expanded.*clone", id="expanded"),
+        pytest.param(lambda: torch.zeros(3).to_sparse(), "'w': its data is sparse.*dense tensor", id="sparse"),
+    ],
+)
+def test_destinations_that_cannot_be_filled_are_refused_before_any_is(
+    tmp_path: Path, destination: Callable[[], torch.Tensor], why: str
+) -> None:
+    """A tensor whose elements share a place, or that is sparse, is refused by key before another one is filled."""
+    one = {key: ShardedTensor.from_rank_offsets(key, torch.ones(3)) for key in ("a", "w")}
+    dc.save(one, tmp_path / "c")
+    first = torch.zeros(3)
+    with pytest.raises(ShardingError, match=why):
+        dc.load(
+            {key: ShardedTensor.from_rank_offsets(key, data) for key, data in (("a", first), ("w", destination()))},
+            tmp_path / "c",
+        )
+    assert not first.any()
+
+
+@backends.both_slowly
+def test_sparse_tensors_are_refused_by_key(tmp_path: Path) -> None:
+    """A save of a sparse tensor names it and says what to store in its place; nothing is there."""
+    with pytest.raises(ShardingError, match=r"'w': its data is sparse \(torch.sparse_coo\).*to_dense"):
+        dc.save({"w": ShardedTensor.from_rank_offsets("w", torch.eye(3).to_sparse())}, tmp_path / "c")
+    assert not list(tmp_path.iterdir())
+
+
+@backends.both_slowly
+@pytest.mark.parametrize("in_background", [False, True])
+def test_a_large_transposed_tensor_of_a_packed_dtype_is_saved(tmp_path: Path, in_background: bool) -> None:
+    """Torch can copy a transposed float4 of few elements only; one of many is saved and loaded bit for bit, too."""
+    numbers = torch.arange(300 * 300).to(torch.uint8).view(300, 300)
+    shard = ShardedTensor.from_rank_offsets("w", numbers.view(torch.float4_e2m1fn_x2).t())
+    with AsyncCallsQueue() as queue:
+        request = dc.save({"w": shard}, tmp_path / "c", async_sharded_save=in_background)
+        if request is not None:
+            queue.schedule_async_request(request)
+    wanted = torch.empty(300, 300, dtype=torch.uint8).view(torch.float4_e2m1fn_x2).t()
+    loaded = dc.load({"w": ShardedTensor.from_rank_offsets("w", wanted)}, tmp_path / "c")
+    assert torch.equal(loaded["w"].view(torch.uint8), numbers.t())
 
 
 def _save_elsewhere(path: str) -> None:

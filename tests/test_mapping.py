@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import copy
+from dataclasses import fields
+
 import pytest
 import torch
 
@@ -68,6 +71,34 @@ def test_narrow_moves_every_rank_alike() -> None:
     assert (narrowed.local_shape, narrowed.global_shape, narrowed.global_offset) == ((2, 2), (4, 2), (2, 0))
     assert narrowed.data is not None
     assert narrowed.data.tolist() == [[2, 3], [4, 5]]
+
+
+class _Named(ShardedTensor):
+    """A description of a user's own."""
+
+    name = "unnamed"
+
+
+def test_copies_have_every_field() -> None:
+    """A copy of a description has all values of it, a subclass's too, and not its promise to stay as it is."""
+    shard = ShardedTensor.from_rank_offsets("w", torch.ones(3))
+    for number, each in enumerate(fields(ShardedTensor)):
+        setattr(shard, each.name, (each.name, number))
+    copied = copy.copy(shard)
+    assert [getattr(copied, each.name) for each in fields(ShardedTensor)] == [
+        getattr(shard, each.name) for each in fields(ShardedTensor)
+    ]
+    named = _Named(**vars(ShardedTensor.from_rank_offsets("w", torch.ones(3))))
+    named.name = "mine"
+    named.fix_fields()
+    assert named.fixed_fields is not None
+    renamed = copy.copy(named)
+    assert type(renamed) is _Named
+    assert renamed.name == "mine"
+    assert renamed.fixed_fields is None
+    plain = ShardedTensor.from_rank_offsets("w", torch.ones(3))
+    plain.fix_fields()
+    assert copy.copy(plain).fixed_fields is None
 
 
 def test_without_data_and_init_data() -> None:

@@ -126,6 +126,7 @@ def test_an_installed_plugin_is_listed(environment: Environment) -> None:
     assert "not working" not in done.stdout
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_2_ranks_loads_at_3(old: Path) -> None:
     """Saved by 2 ranks and loaded by 3 under other layouts; every data file is one that numpy opens by itself."""
     marker = json.loads((old / "metadata.json").read_text())
@@ -187,6 +188,7 @@ def test_an_upgrade_refuses_the_old_version_and_names_the_migration(environment:
     assert "shardckpt_npy.load.NpyLoadStrategy of shardckpt-npy 2.0: reads version 2" in refusal["message"]
 
 
+@pytest.mark.slow
 def test_migrate_rewrites_the_checkpoint(environment: Environment, old: Path, migrated: tuple[Path, str]) -> None:
     """`shardckpt migrate` makes a whole checkpoint of version 2 that loads equal, and leaves the old one alone."""
     path, output = migrated
@@ -252,6 +254,7 @@ def test_a_broken_release_is_named_and_breaks_nothing_else(environment: Environm
     assert "torch_dist" in listing
 
 
+@pytest.mark.slow
 def test_after_uninstalling_the_error_says_what_to_install(environment: Environment, old: Path) -> None:
     """Without the plugin its checkpoints are refused: which backend, what is installed, what to install."""
     if not environment.package.exists():

@@ -14,6 +14,7 @@ ADAPTERS = {
     "shardckpt-safetensors": "benchmarks.adapters.shardckpt:ShardckptSafetensors",
     "reference-buffered": "benchmarks.adapters.reference:Buffered",
     "reference-direct": "benchmarks.adapters.reference:Direct",
+    "digested-reads": "benchmarks.adapters.reference:Digested",
     "dcp-1": "benchmarks.adapters.dcp:OneThread",
     "dcp-2": "benchmarks.adapters.dcp:TwoThreads",
     "megatron": "benchmarks.adapters.megatron:Megatron",

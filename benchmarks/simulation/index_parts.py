@@ -40,7 +40,8 @@ from shardckpt.strategy import PlanContext
 from shardckpt_safetensors import SafetensorsSaveShardedStrategy
 from shardckpt_safetensors.encoded_index import encode_index
 from shardckpt_safetensors.index import read_index
-from shardckpt_safetensors.index_header import INDEX_FILE, make_header
+from shardckpt_safetensors.index_header import make_header
+from shardckpt_safetensors.index_names import INDEX_FILE
 from shardckpt_safetensors.index_parts import encode_part
 from shardckpt_safetensors.layout import lay_out
 from shardckpt_safetensors.load_plan import LoadPlan

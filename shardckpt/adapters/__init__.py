@@ -12,11 +12,12 @@ from shardckpt.adapters.in_place import InPlaceFactory
 from shardckpt.adapters.leaves import describe_leaf, describe_object, describe_plain_object
 from shardckpt.adapters.modules import get_model_tensors, get_param_groups
 from shardckpt.adapters.restore import load_into
-from shardckpt.adapters.state import to_sharded_state_dict
+from shardckpt.adapters.state import SavedModules, to_sharded_state_dict
 from shardckpt.adapters.torch_sharded import describe_torch_sharded
 
 __all__ = [
     "InPlaceFactory",
+    "SavedModules",
     "describe_dtensor",
     "describe_leaf",
     "describe_object",

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -13,7 +14,7 @@ from shardckpt.adapters.in_place import InPlaceFactory
 from shardckpt.errors import ShardingError
 from shardckpt.mapping import LocalNonpersistentObject, ReplicaId, Replicated, ShardedTensor
 from shardckpt.planning import Box, HeldBox, Split, compute_local_shape, list_held_boxes, make_empty_box
-from shardckpt.tensors import split_factor
+from shardckpt.tensors import ORDINARY, read_local_tensor, split_factor
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -22,7 +23,12 @@ if TYPE_CHECKING:
 
 
 def describe_dtensor(
-    key: str, dtensor: DTensor, replicated: Replicated = True
+    key: str,
+    dtensor: DTensor,
+    replicated: Replicated = True,
+    *,
+    alike: AlikeTensors | None = None,
+    detached: bool = False,
 ) -> InPlaceFactory | LocalNonpersistentObject:
     """Describe a DTensor as shards that a load fills in place.
 
@@ -37,15 +43,18 @@ def describe_dtensor(
         key: Name of the global tensor.
         dtensor: The tensor. A rank outside its mesh stores nothing of it; a load returns it unchanged there.
         replicated: ``replicated`` of ShardedTensor, for the copies on other meshes.
+        alike: What the tensors that are described together have in common.
+        detached: Whether a load returns it detached.
 
     Returns:
         A factory of the shards, which a load resolves to ``dtensor`` itself; outside the mesh, a local object.
     """
-    if dtensor.device_mesh.get_coordinate() is None:
+    common = (alike or AlikeTensors()).find(dtensor)
+    if common is None:
         return LocalNonpersistentObject(dtensor)
     # a mesh of all ranks names every copy; only copies on other meshes remain to be compared
-    build = partial(_build, dtensor, replicated if dtensor.device_mesh.size() < dist.get_world_size() else False)
-    return InPlaceFactory(key, dtensor, build, replica_id=get_replica_coordinates(dtensor) or 0)
+    build = partial(_build, dtensor, False if common.is_everywhere else replicated, common.cut)
+    return InPlaceFactory(key, dtensor, build, replica_id=common.replica_id, detached=detached)
 
 
 def sharded_tensor_from_dtensor(key: str, dtensor: DTensor) -> ShardedTensor:
@@ -113,14 +122,19 @@ def get_replica_coordinates(dtensor: DTensor) -> Ints:
     return tuple(index for place, index in zip(dtensor.placements, here, strict=False) if isinstance(place, Replicate))
 
 
+def get_rank() -> int:
+    """Return this rank; 0 without a process group."""
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+
 def get_local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """Return this rank's part of a DTensor, or a plain tensor itself: detached, in the caller's memory."""
     if not isinstance(tensor, DTensor):
         return tensor.detach()
-    with torch.no_grad():
-        local = tensor.to_local()
-    wait = getattr(local, "wait", None)  # an AsyncCollectiveTensor, which a redistribute may still be filling
-    return (local if wait is None else wait()).detach()
+    local: Any = read_local_tensor(tensor)
+    if type(local) not in ORDINARY and hasattr(local, "wait"):  # a redistribute may still be filling it
+        local = local.wait()
+    return local.detach()  # type: ignore[no-any-return]
 
 
 def make_shards(
@@ -161,22 +175,39 @@ def make_shards(
 
 
 def _build(
-    source: DTensor, replicated: Replicated, key: str, data: torch.Tensor, replica_id: ReplicaId, _: slice | None
+    source: DTensor,
+    replicated: Replicated,
+    cut: _Cut | None,
+    key: str,
+    data: torch.Tensor,
+    replica_id: ReplicaId,
+    _: slice | None,
 ) -> list[ShardedTensor]:
-    """Build the shards of ``data``: a DTensor, or a local tensor with the layout of ``source``."""
+    """Build the shards of ``data``: a DTensor, or a local tensor with the layout of ``source``, whose cut is given."""
     # optimizer state of a DTensor may be a plain tensor in the DTensor's layout
-    if isinstance(data, DTensor):
+    if data is not source and isinstance(data, DTensor):
         return _shards(key, data, get_local_tensor(data), replica_id, replicated=replicated)
-    return _shards(key, source, data, replica_id, replicated=replicated)
+    local = get_local_tensor(data) if data is source else data
+    return _shards(key, source, local, replica_id, replicated=replicated, cut=cut)
 
 
 def _shards(
-    key: str, dtensor: DTensor, local: torch.Tensor, replica_id: ReplicaId, *, replicated: Replicated
+    key: str,
+    dtensor: DTensor,
+    local: torch.Tensor,
+    replica_id: ReplicaId,
+    *,
+    replicated: Replicated,
+    cut: _Cut | None = None,
 ) -> list[ShardedTensor]:
     """Build one shard for each box of the local tensor; an empty local tensor gives one empty shard."""
     shape = tuple(dtensor.shape)
-    cut = _cut(shape, tuple(get_dtensor_splits(key, dtensor)))
-    if tuple(local.shape) != cut.extent:
+    if cut is None:
+        cut = _cut(shape, tuple(get_dtensor_splits(key, dtensor)))
+    if local.shape == cut.extent and cut.is_one_box:
+        offset = cut.held[0].box.offset
+        return [ShardedTensor.from_box(key, local, shape, offset, cut.grid, replica_id, replicated=replicated)]
+    if local.shape != cut.extent:
         raise ShardingError(
             f"DTensor {key!r}: the local tensor has shape {tuple(local.shape)}, but {dtensor.placements} of the global "
             f"shape {shape} make it {cut.extent}; pass shape= and stride= to DTensor.from_local where shards are uneven"
@@ -196,6 +227,61 @@ class _Cut(NamedTuple):
     extent: Ints
     held: tuple[HeldBox, ...]
     grid: Ints | None
+
+    @property
+    def is_one_box(self) -> bool:
+        """Whether the local tensor is one box of the global one."""
+        return len(self.held) == 1 and self.held[0].box.shape == self.extent
+
+
+class _Common(NamedTuple):
+    """What DTensors of one mesh, placements and shape have in common on this rank.
+
+    Attributes:
+        replica_id: This rank's coordinates on the mesh dimensions that replicate; 0 if none does.
+        is_everywhere: Whether the mesh spans all ranks.
+        cut: What this rank holds; None if the placements are to be refused when the shards are built.
+    """
+
+    replica_id: ReplicaId
+    is_everywhere: bool
+    cut: _Cut | None
+
+
+class AlikeTensors:
+    """Finds what tensors that are described together have in common, once for all that are alike.
+
+    To be used within one call: the DTensors keep their meshes alive, whose ids are remembered.
+
+    Attributes:
+        rank: This rank.
+    """
+
+    def __init__(self) -> None:
+        self.rank = get_rank()
+        self._found: dict[tuple[Any, ...], _Common | None] = {}
+
+    def find(self, dtensor: DTensor) -> _Common | None:
+        """Return what a DTensor has in common with others; None if this rank is outside its mesh."""
+        # not the placements themselves: to hash and compare them takes longer than all else here
+        marks = [
+            place.dim if type(place) is Shard else Replicate if type(place) is Replicate else f"id {id(place)}"
+            for place in dtensor.placements
+        ]
+        key = (id(dtensor.device_mesh), dtensor.shape, *marks)
+        if key not in self._found:
+            self._found[key] = _find_common(dtensor)
+        return self._found[key]
+
+
+def _find_common(dtensor: DTensor) -> _Common | None:
+    mesh = dtensor.device_mesh
+    if mesh.get_coordinate() is None:
+        return None
+    cut = None
+    with suppress(ShardingError):  # which is to be raised in the save or load, by all ranks
+        cut = _cut(tuple(dtensor.shape), tuple(get_dtensor_splits("", dtensor)))
+    return _Common(get_replica_coordinates(dtensor) or 0, mesh.size() >= dist.get_world_size(), cut)
 
 
 @lru_cache(maxsize=4096)  # the layers of a model are alike, and every save describes all of them anew

@@ -5,55 +5,64 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from shardckpt.adapters.dtensor import describe_dtensor
+from shardckpt.adapters.dtensor import AlikeTensors, describe_dtensor, get_rank
 from shardckpt.adapters.torch_sharded import describe_torch_sharded
 from shardckpt.mapping import PlainObject, Replicated, ShardedObject, ShardedTensor
-from shardckpt.tensors import is_sharded_tensor
+from shardckpt.tensors import ORDINARY, is_sharded_tensor
 
 
-def describe_tree(value: Any, key: str, replicated: Replicated, *, objects: bool) -> Any:
+def describe_tree(
+    value: Any, key: str, replicated: Replicated, *, objects: bool, alike: AlikeTensors | None = None
+) -> Any:
     """Return nested dicts and lists with descriptions for leaves; the key of a leaf is its path, joined by dots.
 
     ``key`` is the path so far. Leaves that are not tensors become replicated objects with ``objects``, else they stay,
-    as common state.
+    as common state. ``alike`` is what the tensors that are described together have in common.
     """
+    alike = alike or AlikeTensors()
     if isinstance(value, dict):
-        return {k: describe_tree(v, f"{key}.{k}", replicated, objects=objects) for k, v in value.items()}
+        return {k: describe_tree(v, f"{key}.{k}", replicated, objects=objects, alike=alike) for k, v in value.items()}
     if isinstance(value, list):
-        return [describe_tree(v, f"{key}.{i}", replicated, objects=objects) for i, v in enumerate(value)]
+        return [describe_tree(v, f"{key}.{i}", replicated, objects=objects, alike=alike) for i, v in enumerate(value)]
     if objects or isinstance(value, torch.Tensor):
-        return describe_leaf(value, key, replicated)
+        return describe_leaf(value, key, replicated, alike=alike)
     return value
 
 
-def describe_leaf(value: Any, key: str, replicated: Replicated) -> Any:
+def describe_leaf(
+    value: Any, key: str, replicated: Replicated, *, alike: AlikeTensors | None = None, detached: bool = False
+) -> Any:
     """Describe a leaf: a tensor of any kind as its shards, anything else as a replicated object.
 
     Args:
         value: The leaf.
         key: Its key in the checkpoint.
         replicated: ``replicated`` of ShardedTensor, for a leaf that is not sharded, or for copies on other meshes.
+        alike: What the tensors that are described together have in common.
+        detached: Whether a load returns a DTensor detached, as it returns any other tensor.
 
     Returns:
         A ShardedTensor, a factory of several, or a ShardedObject; for a sharded tensor of which this rank holds no
         part, a LocalNonpersistentObject.
     """
     if isinstance(value, DTensor):
-        return describe_dtensor(key, value, replicated)
-    if is_sharded_tensor(value):
+        return describe_dtensor(key, value, replicated, alike=alike, detached=detached)
+    if type(value) not in ORDINARY and is_sharded_tensor(value):
         return describe_torch_sharded(key, value, replicated)
     if isinstance(value, torch.Tensor):
+        shape = tuple(value.shape)
         # the rank as replica id: the lowest rank that has the key writes it, and rank 0 may not have it
-        return ShardedTensor.from_rank_offsets(key, value.detach(), replica_id=_rank(), replicated=replicated)
+        rank = get_rank() if alike is None else alike.rank
+        offset, grid = (0,) * len(shape), (1,) * len(shape)
+        return ShardedTensor.from_box(key, value.detach(), shape, offset, grid, rank, replicated=replicated)
     return describe_object(value, key, replicated)
 
 
 def describe_object(value: Any, key: str, replicated: Replicated) -> ShardedObject:
     """Return the description of an object that is equal on all ranks that have it; the lowest rank's is saved."""
-    return ShardedObject(key, value, (1,), (0,), _rank(), replicated=replicated)
+    return ShardedObject(key, value, (1,), (0,), get_rank(), replicated=replicated)
 
 
 def describe_plain_object(value: Any, key: str, keys: tuple[str, ...] = ()) -> PlainObject:
@@ -64,8 +73,4 @@ def describe_plain_object(value: Any, key: str, keys: tuple[str, ...] = ()) -> P
         key: Its key.
         keys: Others to find it by instead; see :class:`shardckpt.mapping.PlainObject`.
     """
-    return PlainObject(key, value, replica_id=_rank(), replicated="unchecked", keys=keys)
-
-
-def _rank() -> int:
-    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+    return PlainObject(key, value, replica_id=get_rank(), replicated="unchecked", keys=keys)

@@ -10,8 +10,9 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_op
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
+from shardckpt.adapters.module_tree import list_state_tensors, name_parameters
 from shardckpt.errors import ShardingError
-from shardckpt.tensors import step_without_hooks
+from shardckpt.tensors import ORDINARY, step_without_hooks
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -36,17 +37,29 @@ def get_model_tensors(parts: Sequence[Module]) -> dict[str, Any]:
         parts: The modules of this rank.
 
     Returns:
-        Tensors by name: DTensors and ShardedTensors as FSDP has them, plain tensors else. They share the modules'
-        memory.
+        Tensors by name, detached: DTensors and ShardedTensors as FSDP has them, plain tensors else. They share the
+        modules' memory.
 
     Raises:
         ShardingError: two modules have different tensors of the same name.
     """
-    return _merge("model part", map(get_model_state_dict, parts))
+    with torch.no_grad():
+        values = read_model_tensors(parts).items()
+        return {name: value.detach() if isinstance(value, torch.Tensor) else value for name, value in values}
+
+
+def read_model_tensors(parts: Sequence[Module]) -> dict[str, Any]:
+    """Return the same tensors, but those that are parameters or buffers themselves: detaching many takes its time."""
+    return _merge("model part", map(_read_tensors, parts))
+
+
+def _read_tensors(part: Module) -> dict[str, Any]:
+    found = list_state_tensors(part)
+    return get_model_state_dict(part) if found is None else found
 
 
 def find_buffers(values: Mapping[str, Any], parts: Sequence[Module]) -> frozenset[str]:
-    """Return the names of those values of :func:`get_model_tensors` that share a buffer's memory."""
+    """Return the names of those values of :func:`read_model_tensors` that share a buffer's memory."""
     # 0 is no address: values that are not tensors, and tensors without memory
     places = {_data_address(buffer) for part in parts for buffer in part.buffers()} - {0}
     return frozenset(name for name, value in values.items() if _data_address(value) in places)
@@ -101,14 +114,32 @@ def get_param_groups(parts: Sequence[Module], optimizer: Optimizer, number: int)
 
 
 def _read_optimizer(parts: Sequence[Module], optimizer: Optimizer, number: int) -> Any:
+    owner = find_owner(parts, optimizer, number)
+    names = name_parameters(owner)
+    if names is not None and "state_dict" not in vars(optimizer):  # else torch or the user has replaced it
+        return _name_state(optimizer, names)
     with suppress_initial_state(optimizer):
-        return get_optimizer_state_dict(find_owner(parts, optimizer, number), optimizer)
+        return get_optimizer_state_dict(owner, optimizer)
+
+
+def _name_state(optimizer: Optimizer, names: Mapping[int, str]) -> dict[str, Any]:
+    """Return an optimizer's state dict with the names of parameters in place of their numbers, as torch's function."""
+    with torch.no_grad():
+        found = optimizer.state_dict()
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    by_number = {number: names[id(param)] for number, param in enumerate(params)}
+    state = {by_number[number]: values for number, values in found["state"].items()}
+    groups = [{**group, "params": [by_number[number] for number in group["params"]]} for group in found["param_groups"]]
+    return {"state": state, "param_groups": groups}
 
 
 def make_initial_state(parts: Sequence[Module], optimizers: Sequence[Optimizer]) -> dict[str, Any]:
     """Return new state for the parameters that have none, nested dicts by full name: memory for a load to fill.
 
-    Its values are not meaningful, and the optimizers do not keep it. Raises as :func:`get_optimizer_state` does.
+    Its values are not meaningful, and the optimizers do not keep it.
+
+    Raises:
+        ShardingError: As :func:`get_optimizer_state`; or an optimizer is an LBFGS, whose state cannot be made.
     """
     states: list[dict[str, Any]] = [{} for _ in optimizers]
     for number, optimizer in enumerate(optimizers):
@@ -119,6 +150,13 @@ def make_initial_state(parts: Sequence[Module], optimizers: Sequence[Optimizer])
         steps_alone = is_torchs and not isinstance(optimizer, torch.optim.LBFGS)  # which needs a closure
         if optimizer.state and (not steps_alone or FullyShardedDataParallel.fsdp_modules(part)):
             continue
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise ShardingError(
+                f"optimizer {number} is an LBFGS without state, and a load needs to know its state's structure, which "
+                "grows with the steps: save optimizer.state_dict() as an object, "
+                "shardckpt.ShardedObject('lbfgs', optimizer.state_dict(), (1,), (0,)), and pass what a load of "
+                "that object returns to optimizer.load_state_dict"
+            )
         lacking = [
             param
             for group in optimizer.param_groups
@@ -152,8 +190,11 @@ def find_owner(parts: Sequence[Module], optimizer: Optimizer, number: int) -> Mo
 
 def _merge(kind: str, sources: Iterable[dict[str, Any]]) -> dict[str, Any]:
     """Return the values of all sources of a kind by name; raise if two have different values under one name."""
+    found = list(sources)
+    if len(found) == 1:
+        return dict(found[0])
     merged: dict[str, tuple[int, Any]] = {}
-    for source, values in enumerate(sources):
+    for source, values in enumerate(found):
         for name, value in values.items():
             first, other = merged.setdefault(name, (source, value))
             if value is not other and not _share_memory(other, value):  # parts may share a parameter: tied embeddings
@@ -170,14 +211,14 @@ def _share_memory(one: Any, other: Any) -> bool:
         return False
     with torch.no_grad():
         here, there = (value.to_local() if isinstance(value, DTensor) else value for value in (one, other))
-    return type(here) is torch.Tensor and here.is_set_to(there)
+    return type(here) in ORDINARY and here.is_set_to(there)
 
 
 def _data_address(value: Any) -> int:
     """Return the address of a tensor's memory (of a DTensor, its local tensor's); 0 for any other value."""
     with torch.no_grad():
         local = value.to_local() if isinstance(value, DTensor) else value
-    return local.data_ptr() if type(local) in (torch.Tensor, torch.nn.Buffer) else 0
+    return local.data_ptr() if type(local) in (*ORDINARY, torch.nn.Buffer) else 0
 
 
 @contextmanager

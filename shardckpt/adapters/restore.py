@@ -14,8 +14,8 @@ from torch.distributed.checkpoint.state_dict import (
 from shardckpt.adapters.modules import (
     as_parts,
     find_owner,
-    get_model_tensors,
     get_param_groups,
+    read_model_tensors,
     suppress_initial_state,
 )
 from shardckpt.errors import CheckpointingException, KeyMismatchError, ShardingError, listed
@@ -58,7 +58,7 @@ def load_into(
     groups = [get_param_groups(parts, optimizer, number) for number, optimizer in enumerate(optimizers)]
     if strict:
         trained = {name for each in groups for group in each for name in group["params"]}
-        _refuse(get_model_tensors(parts).keys() - model.keys(), "model")
+        _refuse(read_model_tensors(parts).keys() - model.keys(), "model")
         _refuse(trained - options.keys(), "optimizer")
     filled = [[_apply_options(group, options) for group in each] for each in groups]
     # everything is checked above, before the first module changes

@@ -9,7 +9,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shardckpt.adapters import modules
+from shardckpt.adapters.dtensor import AlikeTensors
+from shardckpt.adapters.leaf_shards import LeafShards
 from shardckpt.adapters.leaves import describe_leaf, describe_object, describe_plain_object, describe_tree
+from shardckpt.adapters.module_tree import list_state_columns
 from shardckpt.errors import ShardingError
 from shardckpt.mapping import OptionalEntries
 from shardckpt.state_dict import nested_items
@@ -91,20 +94,70 @@ def to_sharded_state_dict(
                 "optimizers are described only with their modules: put the optimizer's state dict into the dict"
             )
         return {k: describe_tree(v, f"{prefix}{k}", replicated, objects=False) for k, v in model_or_dict.items()}
-    return _describe_modules(model_or_dict, optimizers, prefix, replicated)
+    return _describe_modules(model_or_dict, optimizers, prefix, replicated, None)
+
+
+class SavedModules:
+    """Describes the same modules and optimizers in each save: faster than :func:`to_sharded_state_dict`.
+
+    What describes the modules' tensors is kept from save to save; a change of whatever kind is seen.
+
+    Args:
+        check_replicas: As for that function.
+    """
+
+    def __init__(self, *, check_replicas: bool = True) -> None:
+        self._replicated: Replicated = True if check_replicas else "sampled"
+        self._tensors = LeafShards()
+
+    def describe(self, model: Module | Sequence[Module], *optimizers: Optimizer, prefix: str = "") -> ShardedStateDict:
+        """Describe modules and optimizers for a save; a load needs :func:`to_sharded_state_dict`.
+
+        Args:
+            model: As for that function.
+            optimizers: As for that function.
+            prefix: As for that function.
+
+        Returns:
+            A dict for ``dist_checkpointing.save``, until :meth:`release`.
+
+        Raises:
+            ShardingError: As from that function; or a DTensor cannot be described.
+        """
+        parts = modules.as_parts(model)
+        if len(parts) == 1 and not optimizers and self._replicated is True:
+            # nearly always all is as it was in the last save: then the names need not be the keys of a dict first
+            columns = list_state_columns(parts[0])
+            found = None if columns is None else self._tensors.find(*columns, prefix, True)
+            if found is not None:
+                return found
+        return _describe_modules(model, optimizers, prefix, self._replicated, self._tensors)
+
+    def release(self) -> None:
+        """Let go of the tensors, once they are saved or copied: they would stay in memory when the model is gone."""
+        self._tensors.release()
 
 
 def _describe_modules(
-    model: Module | Sequence[Module], optimizers: Sequence[Optimizer], prefix: str, replicated: Replicated
+    model: Module | Sequence[Module],
+    optimizers: Sequence[Optimizer],
+    prefix: str,
+    replicated: Replicated,
+    kept: LeafShards | None,
 ) -> ShardedStateDict:
     parts = modules.as_parts(model)
-    values = modules.get_model_tensors(parts)
+    values = modules.read_model_tensors(parts)
     # buffers may differ between ranks (statistics of BatchNorm): any rank's will do
     buffers = modules.find_buffers(values, parts) if replicated == "sampled" else frozenset()
+    alike = AlikeTensors()
 
     def describe_model(prefix: str) -> ShardedStateDict:
+        if kept is not None:
+            return kept.describe(values, prefix, replicated, buffers)
         return {
-            n: describe_leaf(value, f"{prefix}{n}", "unchecked" if n in buffers else replicated)
+            n: describe_leaf(
+                value, f"{prefix}{n}", "unchecked" if n in buffers else replicated, alike=alike, detached=True
+            )
             for n, value in values.items()
         }
 
@@ -114,7 +167,7 @@ def _describe_modules(
     state, groups = f"{prefix}optimizer.state", f"{prefix}optimizer.param_groups"
 
     def describe_state(values: dict[str, Any]) -> dict[str, Any]:
-        return describe_tree(values, state, replicated, objects=True)  # type: ignore[no-any-return]
+        return describe_tree(values, state, replicated, objects=True, alike=alike)  # type: ignore[no-any-return]
 
     def describe_lacking_state() -> dict[str, Any]:
         made = modules.make_initial_state(parts, optimizers)
@@ -124,19 +177,27 @@ def _describe_modules(
         "model": describe_model(f"{prefix}model."),
         "optimizer": {
             "state": OptionalEntries(describe_state(states), f"{state}.", describe_lacking_state),
-            "param_groups": {n: _describe_options(o, f"{groups}.{n}", replicated) for n, o in options.items()},
+            "param_groups": _describe_options(options, groups, replicated),
             "for_dcp": {**_describe_groups_for_dcp(param_groups, groups, options), **_describe_numbers(states, state)},
         },
     }
 
 
-def _describe_options(options: dict[str, Any], key: str, replicated: Replicated) -> dict[str, Any]:
-    """Describe the options of a parameter's group: plain values as one object, tensors one by one."""
-    tensors = {name: value for name, value in options.items() if isinstance(value, torch.Tensor)}
-    plain = {name: value for name, value in options.items() if name not in tensors}
-    # copies, so that a load does not fill the live tensors before load_into has checked what was loaded
-    copies = {n: describe_leaf(tensor.detach().clone(), f"{key}.{n}", replicated) for n, tensor in tensors.items()}
-    return {"values": describe_object(plain, key, replicated), **({"tensors": copies} if copies else {})}
+def _describe_options(options: Mapping[str, dict[str, Any]], key: str, replicated: Replicated) -> dict[str, Any]:
+    """Describe the options of each parameter's group: plain values as one object, tensors one by one."""
+    plain: dict[int, dict[str, Any]] = {}  # parameters of a group share their options, which are encoded once then
+    found: dict[str, dict[str, Any]] = {}
+    for name, values in options.items():
+        if id(values) not in plain:
+            plain[id(values)] = {n: value for n, value in values.items() if not isinstance(value, torch.Tensor)}
+        found[name] = {"values": describe_object(plain[id(values)], f"{key}.{name}", replicated)}
+        # copies, so that a load does not fill the live tensors before load_into has checked what was loaded
+        copies = {n: value.detach().clone() for n, value in values.items() if isinstance(value, torch.Tensor)}
+        if copies:
+            found[name]["tensors"] = {
+                n: describe_leaf(copy, f"{key}.{name}.{n}", replicated) for n, copy in copies.items()
+            }
+    return found
 
 
 def _describe_groups_for_dcp(

@@ -142,4 +142,4 @@ METADATA_TABLE: Table = {
 }
 
 #: Packages whose classes are read as inert stubs.
-STUB_PACKAGES = ("megatron",)
+STUB_PACKAGES = ("megatron", "deepspeed")

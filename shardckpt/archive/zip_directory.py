@@ -22,9 +22,9 @@ _HEADER = struct.Struct("<4s22xHH")  # lengths of name and extra field
 _EXTRA = struct.Struct("<HH")
 _ZIP64_ID = 1
 _MAX32 = 0xFFFFFFFF
-#: Bytes to read from the end when looking for the end record: first a block that usually has the whole directory, too,
-#: then as much as the longest comment needs.
-_TAIL_SIZES = (4096, _END.size + 0xFFFF)
+#: Bytes to read from the end when looking for the end record: first what has the whole directory of one tensor, too, in
+#: the archives of torch; then that of a state dict; then as much as the longest comment needs.
+_TAIL_SIZES = (1024, 4096, _END.size + 0xFFFF)
 
 
 class Member(NamedTuple):

@@ -5,27 +5,31 @@ from __future__ import annotations
 import ctypes
 import re
 from array import array
-from dataclasses import dataclass
-from functools import partial
-from typing import TYPE_CHECKING, NoReturn
+from contextlib import suppress
+from dataclasses import dataclass, fields
+from functools import cached_property, partial
+from itertools import compress, groupby
+from operator import attrgetter, ne, or_, sub
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from shardckpt import settings
+from shardckpt.distributed import SharedPickle, pickle_value
 from shardckpt.errors import CheckpointingException, ShardingError
-from shardckpt.planning import make_column, repeat_values
 from shardckpt.storage import Workers
 from shardckpt.tensors import (
     LARGE,
     PAGE,
+    are_contiguous,
     copy_each,
-    find_addresses,
     has_values_on_host,
-    have_values_on_host,
     is_ordinary,
     is_plain,
+    movable,
     page_offset,
     plain_cpu,
+    read_addresses,
     synchronize_devices,
 )
 
@@ -33,7 +37,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
 #: Tensors begin at multiples of this, in bytes, as in torch's allocator: enough for the largest elements.
-_ALIGNED = 64
+ALIGNED = 64
 #: Bytes. A larger tensor gets the same offset in its page as the caller's tensor has.
 _LARGE = LARGE
 #: Bytes of larger tensors that a thread copies at a time.
@@ -44,6 +48,8 @@ _RUN = 256 << 10
 _FEW = 32768
 #: Small tensors that a thread copies at a time.
 _BATCH = 256
+#: So many tensors that follow each other in the buffer and are alike are worth to be joined.
+_FEWEST_ALIKE = 8
 
 #: Dtypes whose tensors are copied as bytes, not by torch: it cannot copy integers narrower than a byte, normalizes
 #: bools to 0 and 1, and keeps the scales of quantized dtypes elsewhere.
@@ -78,6 +84,62 @@ class Layout:
     large: array[int]
     nbytes: int
 
+    # What follows is computed once a layout, which nearly all saves of a job have in common.
+
+    @cached_property
+    def small_starts(self) -> list[int]:
+        """Where each small tensor begins."""
+        return [self.offsets[number] for number in self.small]
+
+    @cached_property
+    def small_ends(self) -> list[int]:
+        """Where each ends."""
+        return [self.ends[number] for number in self.small]
+
+    @cached_property
+    def widest(self) -> int:
+        """The bytes that the largest small tensor takes, with those behind it."""
+        sizes = (end - start for start, end in zip(self.small_starts, self.small_ends, strict=True))
+        return max(ALIGNED, -(-max(sizes, default=0) // ALIGNED) * ALIGNED)
+
+    @cached_property
+    def small_gaps(self) -> list[bool]:
+        """Whether others lie before each small tensor but the first, and the one before it."""
+        return [start - end >= ALIGNED for start, end in zip(self.small_starts[1:], self.small_ends, strict=False)]
+
+    @cached_property
+    def batches(self) -> list[Sequence[int]]:
+        """The numbers of the small tensors, a batch each; a range, if the batch can be copied as one tensor."""
+        found: list[Sequence[int]] = []
+        rest: list[int] = []
+        alike = groupby(enumerate(self.small), lambda pair: self._find_joint(*pair))
+        for joint, pairs in alike:
+            numbers = [number for _, number in pairs]
+            if joint is None or len(numbers) < _FEWEST_ALIKE:
+                rest += numbers
+                continue
+            found += _cut(range(numbers[0], numbers[-1] + 1))
+        return found + _cut(rest)
+
+    def _find_joint(self, place: int, number: int) -> tuple[Any, ...] | None:
+        """Return what small tensors have in common that torch can join into their copies; None if it cannot."""
+        shape, dtype, nbytes = self.shapes[number], self.dtypes[number], self.ends[number] - self.offsets[number]
+        if not shape or not nbytes or nbytes % ALIGNED or not dtype.is_floating_point or dtype.itemsize == 1:
+            return None
+        return shape, dtype, number - place, self.offsets[number] - nbytes * place
+
+    @cached_property
+    def run_finder(self) -> RunFinder:
+        """Finds the runs among the small tensors."""
+        return RunFinder(self)
+
+    @cached_property
+    def _pickle(self) -> SharedPickle:
+        return SharedPickle(pickle_value([getattr(self, each.name) for each in fields(self)]))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _unpickle_layout, (self._pickle,)
+
     @classmethod
     def of(cls, tensors: Sequence[torch.Tensor]) -> Layout:
         """Return a layout for copies of the tensors, one after the other.
@@ -96,7 +158,7 @@ class Layout:
                 end += (page_offset(tensor) - end) % PAGE
             offsets.append(end)
             ends.append(end + nbytes)
-            end += -(-nbytes // _ALIGNED) * _ALIGNED
+            end += -(-nbytes // ALIGNED) * ALIGNED
         known: dict[tuple[int, ...], tuple[int, ...]] = {}  # equal shapes are one tuple, which is pickled once
         shapes = [known.setdefault(shape, shape) for shape in (tuple(tensor.shape) for tensor in tensors)]
         return cls(offsets, ends, counts, dtypes, shapes, small, large, end)
@@ -111,6 +173,10 @@ class Layout:
         ]
 
 
+def _unpickle_layout(pickle: SharedPickle) -> Layout:
+    return Layout(*pickle.unpickle())
+
+
 class Copies:
     """A plan to copy tensors, which sorts them by the way they are copied.
 
@@ -119,85 +185,96 @@ class Copies:
         tensors: On any device, of any strides, quantized ones included.
         layout: The layout of an earlier copy of tensors with the same dtypes and shapes, to be reused.
 
-    Raises:
-        ShardingError: the tensors are not those that the layout is for.
+    Attributes:
+        layout: Where the copies lie.
+        uses_cuda: Whether any tensor is on a CUDA device.
     """
 
     def __init__(self, keys: Sequence[str], tensors: Sequence[torch.Tensor], layout: Layout | None = None) -> None:
         self.layout = Layout.of(tensors) if layout is None else layout
         self._keys = keys
         self._tensors = tensors
-        counts, dtypes = _measure(tensors)
-        if counts != self.layout.counts or dtypes != self.layout.dtypes:
-            self._refuse(counts)
-        small: Sequence[int] = self.layout.small
-        large: Sequence[int] = self.layout.large
-        self._runs: list[_Run] = []
-        # First asked of all: a loop over many small tensors takes a third of the time that it takes to copy them.
-        some = [tensors[n] for n in small]
-        if (addresses := find_addresses(some)) is not None:
-            self._runs, small = _find_runs(self.layout, addresses)
-        elif not have_values_on_host(some):
-            large = sorted([*large, *(n for n in small if not has_values_on_host(tensors[n]))])
-            small = sorted({*range(len(tensors))}.difference(large))
-        self._small = small
-        self._rows = [n for n in large if is_ordinary(tensors[n])]
-        self._others = [n for n in large if not is_ordinary(tensors[n])]
-
-    def _refuse(self, counts: Sequence[int]) -> NoReturn:
-        """Raise for the first tensor that is not what the layout has."""
-        found = zip(counts, (tensor.dtype for tensor in self._tensors), strict=True)
-        planned = zip(self.layout.counts, self.layout.dtypes, strict=True)
-        key, one, other = next(
-            (key, one, other) for key, one, other in zip(self._keys, found, planned, strict=True) if one != other
+        self._facts = _look_at(
+            tensors, addresses=len(self.layout.small) == len(tensors), contiguous=self.layout.run_finder.has_found
         )
-        raise ShardingError(f"tensor {key!r}: {one[0]} of {one[1]}, not {other[0]} of {other[1]}")
-
-    @property
-    def uses_cuda(self) -> bool:
-        """Whether any tensor is on a CUDA device."""
-        return any(self._tensors[n].device.type == "cuda" for n in self._others)
+        on_host = self._facts.on_host
+        self._on_devices = [] if all(on_host) else [tensors[n] for n, is_cpu in enumerate(on_host) if not is_cpu]
+        self.uses_cuda = any(tensor.device.type == "cuda" for tensor in self._on_devices)
 
     def run(self, views: Sequence[torch.Tensor]) -> None:
         """Copy the tensors into :meth:`Layout.views` of a buffer, which is pinned if any tensor is on a CUDA device.
 
         Raises:
-            ShardingError: a tensor has no memory of its own that holds its values.
+            ShardingError: a tensor has no memory of its own that holds its values, or is not what the layout is for.
         """
+        self._check()
+        rows: list[_Run] = []
         try:
-            # first the devices' copies: they run while the threads below copy from the host's memory
-            for number in self._others:
-                _copy(self._keys[number], self._tensors[number], views[number])
-            jobs = [*self._moves(views), *self._batches(views)]
+            for number in self.layout.large:  # first the devices' copies: they run while threads copy the host's memory
+                tensor = self._tensors[number]
+                if is_ordinary(tensor):
+                    rows.append((number, tensor.data_ptr(), tensor.nbytes))
+                else:
+                    _copy(self._keys[number], tensor, views[number])
+            # a list: threads that wait for the next job while this one looks at tensors would be slower than one alone
+            jobs = [*self._copy_small(views), *_moves(rows, views)]
             if self.layout.nbytes < LARGE:
                 for job in jobs:
                     job()
             else:
                 Workers(settings.io_threads(), "shardckpt-stage").each(lambda job: job(), enumerate(jobs))
         finally:  # after an error too: a copy in flight would overwrite what the next save stages here
-            synchronize_devices(self._tensors[n] for n in self._others)
+            synchronize_devices(self._on_devices)
 
-    def _moves(self, views: Sequence[torch.Tensor]) -> Iterator[Callable[[], None]]:
-        """Yield functions that copy runs and large contiguous tensors, about ``_PIECE`` bytes each."""
-        moves: list[_Move] = []
-        ahead = 0
-        rows = ((n, self._tensors[n].data_ptr(), self.layout.ends[n] - self.layout.offsets[n]) for n in self._rows)
-        for first, source, size in (*self._runs, *rows):
-            target = views[first].data_ptr()
-            for start in range(0, size, _PIECE):
-                nbytes = min(_PIECE, size - start)
-                moves.append((target + start, source + start, nbytes))
-                ahead += nbytes
-                if ahead >= _PIECE:
-                    yield partial(_move, moves)
-                    moves, ahead = [], 0
-        yield partial(_move, moves)
+    def _copy_small(self, views: Sequence[torch.Tensor]) -> Iterator[Callable[[], None]]:
+        """Yield functions that copy the small tensors."""
+        small = self.layout.small
+        is_all = len(small) == len(self._tensors)
+        tensors = self._tensors if is_all else [self._tensors[n] for n in small]
+        runs: list[_Run] = []
+        batches: Sequence[Sequence[int]] = self.layout.batches
+        addresses = self._facts.addresses if is_all else None if self._on_devices else read_addresses(tensors)
+        if not self._on_devices and addresses is not None:
+            found, others = self.layout.run_finder.find(addresses)
+            if found and self._are_contiguous(tensors):
+                runs, batches = found, _cut(others)
+        else:
+            rest = [number for number in small if has_values_on_host(self._tensors[number])]
+            for number in sorted(set(small).difference(rest)):
+                _copy(self._keys[number], self._tensors[number], views[number])
+            batches = _cut(rest)
+        yield from _moves(runs, views)
+        for batch in batches:
+            yield partial(self._copy_alike if isinstance(batch, range) else self._copy_batch, batch, views)
 
-    def _batches(self, views: Sequence[torch.Tensor]) -> Iterator[Callable[[], None]]:
-        """Yield functions that copy the other small tensors, ``_BATCH`` each."""
-        for start in range(0, len(self._small), _BATCH):
-            batch = self._small[start : start + _BATCH]
-            yield partial(self._copy_batch, batch, views)
+    def _are_contiguous(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Return whether the small tensors are; they are asked if that was not foreseen: few saves have runs."""
+        known = self._facts.are_contiguous
+        return are_contiguous(tensors, self._facts.dtypes) if known is None else known
+
+    def _check(self) -> None:
+        """Raise for the first tensor that is not what the layout has."""
+        counts, dtypes = self._facts.counts, self._facts.dtypes
+        if counts == self.layout.counts and dtypes == self.layout.dtypes:
+            return
+        rows = zip(self._keys, self.layout.counts, self.layout.dtypes, counts, dtypes, strict=True)
+        key, *planned, count, dtype = next(row for row in rows if row[1:3] != row[3:])
+        raise ShardingError(f"tensor {key!r}: {count} of {dtype}, not {planned[0]} of {planned[1]}")
+
+    def _copy_alike(self, batch: Sequence[int], views: Sequence[torch.Tensor]) -> None:
+        """Copy tensors of one shape and dtype, whose copies lie side by side: as one tensor that is joined from them.
+
+        torch prepares a copy once for all of them, not for each.
+        """
+        first, tensors = views[batch[0]], [self._tensors[n] for n in batch]
+        # All have as many elements as their copies. Where the first has the shape of its copy, torch refuses to join
+        # others to it that have not.
+        if tensors[0].shape == first.shape:
+            shape = (len(batch) * first.shape[0], *first.shape[1:])
+            with suppress(RuntimeError), torch.inference_mode():
+                torch.cat(tensors, out=first.as_strided(shape, first.stride()))
+                return
+        self._copy_batch(batch, views)  # which copies or refuses each
 
     def _copy_batch(self, batch: Sequence[int], views: Sequence[torch.Tensor]) -> None:
         try:
@@ -208,37 +285,128 @@ class Copies:
             raise
 
 
+class _Facts(NamedTuple):
+    """What is asked of all tensors.
+
+    Attributes:
+        counts: The number of elements of each.
+        dtypes: The dtype of each.
+        on_host: Whether each is on the CPU.
+        addresses: Where each begins; None if one has no address, or nobody asked.
+        are_contiguous: Whether all are, which only those with addresses are asked; None if they were not.
+    """
+
+    counts: array[int]
+    dtypes: list[torch.dtype]
+    on_host: list[bool]
+    addresses: list[int] | None
+    are_contiguous: bool | None
+
+
+def _look_at(tensors: Sequence[torch.Tensor], *, addresses: bool, contiguous: bool) -> _Facts:
+    """Ask all tensors, a few at a time: the processor's cache has them from the first question to the last."""
+    found = _Facts(array("q"), [], [], [] if addresses else None, None)
+    places: list[int] | None = found.addresses
+    together = contiguous
+    for start in range(0, len(tensors), _BATCH):
+        some = tensors[start : start + _BATCH]
+        counts, dtypes = _measure(some)
+        found.counts.extend(counts)
+        found.dtypes.extend(dtypes)
+        on_host = list(map(attrgetter("is_cpu"), some))
+        found.on_host.extend(on_host)
+        own = read_addresses(some) if places is not None and all(on_host) else None
+        if places is not None and own is not None:
+            places += own
+            together = together and are_contiguous(some, dtypes)
+        else:
+            places = None
+    return found._replace(addresses=places, are_contiguous=together if contiguous and places is not None else None)
+
+
 def _measure(tensors: Sequence[torch.Tensor]) -> tuple[array[int], list[torch.dtype]]:
     """Return the number of elements and the dtype of each tensor."""
     return array("q", [tensor.numel() for tensor in tensors]), [tensor.dtype for tensor in tensors]
 
 
-def _find_runs(layout: Layout, addresses: list[int]) -> tuple[list[_Run], list[int]]:
-    """Find small tensors that lie side by side in memory as their copies do in the buffer.
+def _cut(numbers: Sequence[int]) -> list[Sequence[int]]:
+    return [numbers[start : start + _BATCH] for start in range(0, len(numbers), _BATCH)]
+
+
+class RunFinder:
+    """Finds small tensors that lie side by side in memory as their copies do in the buffer.
+
+    Save after save: the next tensors nearly always have the addresses of the last.
 
     Args:
         layout: Has the small tensors.
-        addresses: Where each of these is in memory; all are contiguous.
-
-    Returns:
-        Runs of at least ``_RUN`` bytes, and the numbers of the small tensors that are in none.
     """
-    if not addresses:
-        return [], []
-    numbers, sources = torch.frombuffer(layout.small, dtype=torch.int64), make_column(addresses)
-    starts, ends = (torch.frombuffer(places, dtype=torch.int64)[numbers] for places in (layout.offsets, layout.ends))
-    shifts = sources - starts
-    # A run has the bytes between its tensors, too. They can be read: less than 64, they are in the page of the last
-    # byte before them or of the first behind them.
-    is_first = torch.ones_like(numbers, dtype=torch.bool)
-    is_first[1:] = (shifts[1:] != shifts[:-1]) | (starts[1:] - ends[:-1] >= _ALIGNED)
-    first = is_first.nonzero().view(-1)
-    behind = torch.cat([first[1:], make_column([len(numbers)])])
-    sizes = ends[behind - 1] - starts[first]
-    is_run = sizes >= _RUN
-    rest = numbers[~repeat_values(is_run, behind - first)]
-    chosen = (column[is_run].tolist() for column in (numbers[first], sources[first], sizes))
-    return list(zip(*chosen, strict=True)), rest.tolist()
+
+    def __init__(self, layout: Layout) -> None:
+        self._layout = layout
+        self._addresses: list[int] = []
+        self._found: tuple[list[_Run], Sequence[int]] = [], []
+
+    @property
+    def has_found(self) -> bool:
+        """Whether the last tensors had runs."""
+        return bool(self._found[0])
+
+    def find(self, addresses: list[int]) -> tuple[list[_Run], Sequence[int]]:
+        """Find runs.
+
+        Args:
+            addresses: Where each of the small tensors begins in memory.
+
+        Returns:
+            Runs of at least ``_RUN`` bytes, which hold if the tensors are contiguous, and the numbers of the small
+            tensors that are in none.
+        """
+        if addresses != self._addresses:
+            self._addresses, self._found = addresses, self._search(addresses)
+        return self._found
+
+    def _search(self, addresses: list[int]) -> tuple[list[_Run], Sequence[int]]:
+        numbers, starts, ends = self._layout.small, self._layout.small_starts, self._layout.small_ends
+        # Nearly always there are none. A run has so many tensors that every few pairs of neighbours one shows it.
+        step = max(1, _RUN // self._layout.widest - 1)
+        pairs = range(1, len(numbers), step)
+        if pairs and not any(addresses[n] - addresses[n - 1] == starts[n] - starts[n - 1] for n in pairs):
+            return [], numbers
+        # Lists, and no torch: on tensors of this size it may wake threads of its own, which takes longer than all of
+        # this.
+        shifts = list(map(sub, addresses, starts))
+        # A run has the bytes between its tensors, too. They can be read: less than 64, they are in the page of the last
+        # byte before them or of the first behind them.
+        is_first = map(or_, map(ne, shifts[1:], shifts), self._layout.small_gaps)
+        first = [0, *compress(range(1, len(shifts)), is_first)]
+        behind = [*first[1:], len(shifts)]
+        runs: list[_Run] = []
+        rest: list[int] = []
+        kept = 0  # behind the last run
+        for begin, end in zip(first, behind, strict=True):
+            nbytes = ends[end - 1] - starts[begin]
+            if nbytes >= _RUN:
+                runs.append((numbers[begin], addresses[begin], nbytes))
+                rest += numbers[kept:begin]
+                kept = end
+        return (runs, rest + list(numbers[kept:])) if runs else ([], numbers)
+
+
+def _moves(runs: Sequence[_Run], views: Sequence[torch.Tensor]) -> Iterator[Callable[[], None]]:
+    """Yield functions that copy memory, about ``_PIECE`` bytes each."""
+    moves: list[_Move] = []
+    ahead = 0
+    for first, source, size in runs:
+        target = views[first].data_ptr()
+        for start in range(0, size, _PIECE):
+            nbytes = min(_PIECE, size - start)
+            moves.append((target + start, source + start, nbytes))
+            ahead += nbytes
+            if ahead >= _PIECE:
+                yield partial(_move, moves)
+                moves, ahead = [], 0
+    yield partial(_move, moves)
 
 
 def _move(moves: Sequence[_Move]) -> None:
@@ -251,4 +419,4 @@ def _copy(key: str, tensor: torch.Tensor, into: torch.Tensor) -> None:
         values = tensor.detach() if is_plain(tensor) else plain_cpu(tensor)
     except CheckpointingException as exc:
         raise ShardingError(f"tensor {key!r}: {exc}") from exc
-    into.copy_(values, non_blocking=True)
+    movable(into).copy_(movable(values), non_blocking=True)

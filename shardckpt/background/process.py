@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import os
 import socket
 import subprocess
@@ -15,14 +16,20 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from shardckpt.distributed import ErrorReport, pickle_value, unpickle_trusted
+from shardckpt.distributed import ErrorReport, pickle_parts, unpickle_trusted
 from shardckpt.errors import CheckpointingException, RankFailedError
+from shardckpt.plugins import get_plugin_manager
 
 if TYPE_CHECKING:
     from shardckpt.background.request import AsyncRequest
 
-#: Bytes of the call's number at the start of each message, calls and outcomes.
+logger = logging.getLogger(__name__)
+
+#: Bytes of a call's number. A message of its own before the call has it, and then the number of the messages that the
+#: call is, in as many bytes; an outcome's message begins with it.
 NUMBER_BYTES = 8
+#: In the place of a call's number: the message is an event, which the child's plugins do not observe, but ours may.
+EVENT_NUMBER = b"\xff" * NUMBER_BYTES
 #: Seconds that the process may take to end after it was asked to.
 _END_TIMEOUT = 5.0
 #: The child's program. A scheduler may signal all processes of a job (Ctrl-C, preemption): the child ignores that,
@@ -68,7 +75,7 @@ class WorkerProcess:
         self._numbers = itertools.count()
         self._lock = threading.Lock()
         self._ended = False
-        self._outbox: SimpleQueue[bytes] = SimpleQueue()
+        self._outbox: SimpleQueue[tuple[int, list[bytes | memoryview]] | None] = SimpleQueue()
         targets = (self._listen, self._send)
         self._threads = [threading.Thread(target=t, name=f"shardckpt{t.__name__}", daemon=True) for t in targets]
         for thread in self._threads:
@@ -90,8 +97,7 @@ class WorkerProcess:
         future.set_running_or_notify_cancel()
         number = next(self._numbers)
         try:
-            data = number.to_bytes(NUMBER_BYTES, "little")
-            data += pickle_value((request.async_fn, request.async_fn_args, request.async_fn_kwargs))
+            parts = pickle_parts((request.async_fn, request.async_fn_args, request.async_fn_kwargs))
         except Exception as exc:  # noqa: BLE001 - pickling may raise anything
             future.set_exception(
                 CheckpointingException(
@@ -102,7 +108,7 @@ class WorkerProcess:
             return future
         with self._lock:
             self._calls[number] = future
-        self._outbox.put(data)
+        self._outbox.put((number, parts))
         if self._ended:  # perhaps just after the listener had failed all calls
             self._fail_all()
         return future
@@ -115,7 +121,7 @@ class WorkerProcess:
             self._process.kill()
         for future in [] if kill else list(self._calls.values()):
             future.exception()
-        self._outbox.put(b"")  # asks the child to end
+        self._outbox.put(None)  # asks the child to end
         self._end()
         for thread in self._threads:  # a thread that frees a tensor during the interpreter's exit would abort it
             if thread is not threading.current_thread():
@@ -124,24 +130,30 @@ class WorkerProcess:
     def _send(self) -> None:
         """Send calls as fast as the child reads them, in a thread: a full pipe must not block the training."""
         try:
-            while data := self._outbox.get():
-                self._pipe.send_bytes(data)
+            while (call := self._outbox.get()) is not None:
+                number, parts = call
+                self._pipe.send_bytes(b"".join(each.to_bytes(NUMBER_BYTES, "little") for each in (number, len(parts))))
+                for part in parts:
+                    self._pipe.send_bytes(part)
             self._pipe.send_bytes(b"")
         except OSError:
             self._process.kill()  # probably dead already; now the listener's pipe ends for certain
 
     def _listen(self) -> None:
-        """Resolve the futures with the outcomes that arrive, until the child ends."""
+        """Resolve the futures with the outcomes that arrive, and pass events to plugins, until the child ends."""
         with suppress(EOFError, OSError):
             while True:
                 data = self._pipe.recv_bytes()
+                if data.startswith(EVENT_NUMBER):
+                    _observe(data[NUMBER_BYTES:])
+                    continue
                 with self._lock:
                     future = self._calls.pop(int.from_bytes(data[:NUMBER_BYTES], "little"))
                 _resolve(future, data[NUMBER_BYTES:], self.pid)
                 del future  # it may hold the last reference to the staged tensors
         self._end()
         self._fail_all()
-        self._outbox.put(b"")
+        self._outbox.put(None)
 
     def _end(self) -> None:
         """Wait for the child's end, and kill it if that takes too long."""
@@ -166,6 +178,14 @@ class WorkerProcess:
             return f"(process {self.pid}) has stopped answering"
         cause = f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
         return f"(process {self.pid}) {cause} before it had written its files; the next save starts a new one"
+
+
+def _observe(data: bytes) -> None:
+    """Pass an event of the child to the plugins of this process."""
+    try:
+        get_plugin_manager().hook.shardckpt_event(event=unpickle_trusted(data))
+    except Exception:  # an observer must not be able to end the thread that waits for outcomes
+        logger.warning("a plugin's shardckpt_event failed", exc_info=True)
 
 
 def _resolve(future: Future[Any], data: bytes, pid: int) -> None:

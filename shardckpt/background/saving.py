@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardckpt.background import staging
 from shardckpt.background.request import AsyncRequest
-from shardckpt.background.staging import StagedWork, stage
+from shardckpt.background.staging import StagedWork, count_staged_bytes, stage
 from shardckpt.commit import delete_if_failed, open_stream, upload_files
 from shardckpt.engine import (
     Operation,
@@ -16,14 +16,13 @@ from shardckpt.engine import (
     WrittenFiles,
     as_json,
     check_state,
-    count_bytes,
     open_folder,
     saved_plans,
     wants_progress,
 )
 from shardckpt.errors import CheckpointingException
 from shardckpt.plugins import get_plugin_manager, name_origin
-from shardckpt.storage import CheckpointWriter, PackedShards, WriteTimes
+from shardckpt.storage import CheckpointWriter, PackedShards, WriteTimes, limit_uploads, show_mib
 from shardckpt.strategy import AsyncSaveStrategy, PlanContext, SaveContext
 
 if TYPE_CHECKING:
@@ -41,7 +40,7 @@ if TYPE_CHECKING:
 class _Job(NamedTuple):
     """What a rank needs to write, pickled for the worker process; ``url`` is ``""`` for a local checkpoint.
 
-    ``total`` is the bytes to write, if a plugin asks for the progress, else 0.
+    ``total`` is the bytes to write, if a plugin asks for the progress, else 0; ``memory_budget`` is without the copy.
     """
 
     staging: Path
@@ -54,6 +53,7 @@ class _Job(NamedTuple):
     fingerprints: bool
     directory: str
     total: int
+    memory_budget: int | None
 
 
 class _Result(NamedTuple):
@@ -77,6 +77,7 @@ class _BackgroundSave:
     content: Any
     cached: CachedPlan | None
     total: int = 0
+    memory_budget: int | None = None
     staged: StagedWork | None = None
     result: _Result | None = None
     committed: bool = False
@@ -96,6 +97,7 @@ class _BackgroundSave:
             transaction.fingerprints,
             str(transaction.target),
             self.total,
+            transaction.memory_budget,
         )
         return AsyncRequest(
             _write,
@@ -113,7 +115,7 @@ class _BackgroundSave:
             raise CheckpointingException(f"the request to save {self.transaction.target} has been scheduled before")
         cached = self.cached
         with self.transaction.timeline.staging():
-            self.staged = stage(self.prepared.work, None if cached is None else cached.layout)
+            self.staged = stage(self.prepared.work, None if cached is None else cached.layout, self.memory_budget)
         if cached is not None:
             cached.layout = self.staged.layout
         return self.staged
@@ -182,6 +184,8 @@ def request_save(
             overwrite=options.overwrite,
             sha256=options.sha256,
             fingerprints=options.fingerprints,
+            forecast=state.forecast,
+            memory_budget=options.memory_budget,
         )
         try:
             context = PlanContext(
@@ -190,17 +194,46 @@ def request_save(
                 allow_globals=options.allow_globals,
                 staging=transaction.staging,
                 lineage=options.lineage,
+                is_streamed=transaction.is_streamed,
             )
             with operation.local_phase("planning"):
                 prepared = saver.prepare(state.shards, state.common, context)
+                transaction.memory_budget = _leave_for_writing(
+                    options.memory_budget, prepared, transaction.memory_least
+                )
             comm.sync_errors()
             transaction.timeline.end_planning()
         except BaseException:
             transaction.abort()
             raise
     content = as_json(options.content_metadata)
-    total = count_bytes(state.shards) if wants_progress(plugins) else 0
-    return _BackgroundSave(transaction, state.given, prepared, context, content, state.lookup.cached, total).request()
+    total = state.nbytes if wants_progress(plugins) else 0
+    copies = None if options.memory_budget is None else options.memory_budget - transaction.memory_least
+    save = _BackgroundSave(transaction, state.given, prepared, context, content, state.lookup.cached, total, copies)
+    return save.request()
+
+
+def _leave_for_writing(budget: int | None, prepared: PreparedSave, least: int) -> int | None:
+    """Return what a memory budget leaves for writing beside the copy of this rank's tensors.
+
+    Args:
+        budget: The budget in bytes; None for none.
+        prepared: This rank's part of the save.
+        least: Bytes that writing takes at least.
+
+    Raises:
+        CheckpointingException: it is too small for the copy.
+    """
+    if budget is None:
+        return None
+    copy = count_staged_bytes(prepared.work)
+    if budget < copy + least:
+        raise CheckpointingException(
+            f"memory_budget={budget} bytes: a background save copies the tensors of this rank first, {copy} bytes, and "
+            f"takes at least {show_mib(copy + least)}; or save in the foreground, which copies none: "
+            "async_sharded_save=False, CheckpointConfig(async_mode='disabled')"
+        )
+    return budget - copy
 
 
 def release_memory() -> None:
@@ -211,10 +244,12 @@ def release_memory() -> None:
 
 def _write(job: _Job, staged: StagedWork) -> _Result:
     """Write a rank's files; runs in a background thread or the worker process."""
-    plugins = get_plugin_manager()  # the worker process has its own, in which no plugin of the trainer asks
+    plugins = get_plugin_manager()  # that of the worker process has a plugin that reports to the trainer's
     is_asked = job.total and wants_progress(plugins)
     progress = Progress("save", job.directory, job.total, plugins, job.rank) if is_asked else None
     folder = open_folder(job.url, plugins) if job.url else None
+    if folder is not None:
+        limit_uploads(folder, job.memory_budget)
     with (
         delete_if_failed(folder, job.save_id) as streamed,
         staged.open() as work,  # the outer context: the writer's threads end before the copies are released
@@ -228,6 +263,7 @@ def _write(job: _Job, staged: StagedWork) -> _Result:
             count=progress.add if progress else None,
             store=None if folder is None else open_stream(folder, job.save_id),
             streamed=streamed,
+            memory_budget=job.memory_budget,
         ) as writer,
     ):
         with name_origin(get_plugin_manager(), work):

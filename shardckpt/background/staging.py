@@ -8,8 +8,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from shardckpt.background.copying import Copies, Layout
-from shardckpt.background.staging_buffer import StagingBuffer, StagingBufferPool, attach
+from shardckpt.background.copying import ALIGNED, Copies, Layout
+from shardckpt.background.staging_buffer import StagingBuffer, StagingBufferPool, attach, round_up
+from shardckpt.tensors import LARGE, PAGE
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -60,18 +61,21 @@ class StagedWork:
         return {name: value for name, value in vars(self).items() if name != "_release"} | {"buffer": None}
 
 
-def stage(work: BackgroundWork, layout: Layout | None = None) -> StagedWork:
+def stage(work: BackgroundWork, layout: Layout | None = None, memory_budget: int | None = None) -> StagedWork:
     """Move the tensors of the work to copies, and return them with the work: the caller may change its own then.
 
     At most ``SHARDCKPT_STAGED_SAVES`` saves are staged at a time: the next one waits here until one of them is written.
-    ``layout`` is that of an earlier save of tensors with the same dtypes and shapes.
+    ``layout`` is that of an earlier save of tensors with the same dtypes and shapes. A ``memory_budget`` is for
+    copies, in bytes, and has room for one; there are never more at a time than it has room for.
 
     Raises:
         ShardingError: a tensor has no memory of its own that holds its values.
     """
     tensors, work.tensors = work.tensors, []
     copies = Copies(work.keys, tensors, layout)
-    buffer = _pool.acquire(copies.layout.nbytes)
+    nbytes = copies.layout.nbytes
+    most = None if memory_budget is None else max(1, memory_budget // max(1, nbytes))
+    buffer = _pool.acquire(nbytes, most)
     try:
         if copies.uses_cuda:
             buffer.pin()
@@ -80,6 +84,14 @@ def stage(work: BackgroundWork, layout: Layout | None = None) -> StagedWork:
         _pool.release(buffer)
         raise
     return StagedWork(work, copies.layout, buffer, buffer.path, buffer.nbytes)
+
+
+def count_staged_bytes(work: BackgroundWork) -> int:
+    """Return the most bytes that the copies of the tensors of the work take."""
+    nbytes = [tensor.numel() * tensor.dtype.itemsize for tensor in work.tensors]
+    # what lies between the copies: see Layout
+    gaps = sum(PAGE if each >= LARGE else ALIGNED for each in nbytes)
+    return round_up(sum(nbytes) + gaps)
 
 
 def release_memory() -> None:

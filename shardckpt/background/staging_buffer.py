@@ -103,10 +103,16 @@ class StagingBufferPool:
         self._taken = 0
         self._changed = threading.Condition()
 
-    def acquire(self, nbytes: int) -> StagingBuffer:
-        """Wait for a free buffer of at least ``nbytes`` bytes, and return it; :meth:`release` ends its use."""
+    def acquire(self, nbytes: int, most: int | None = None) -> StagingBuffer:
+        """Wait for a free buffer of at least ``nbytes`` bytes, and return it; :meth:`release` ends its use.
+
+        Args:
+            nbytes: The bytes.
+            most: How many buffers may be in use with this one, if they are fewer than the setting says.
+        """
+        limit = min(settings.staged_saves(), most or settings.staged_saves())
         with self._changed:
-            while not self._changed.wait_for(lambda: self._taken < settings.staged_saves(), _PATIENCE):
+            while not self._changed.wait_for(lambda: self._taken < limit, _PATIENCE):
                 logger.warning(
                     "a background save has waited %g s for one of %d that are still being written; they are slow, or "
                     "were staged and never run",
@@ -121,7 +127,7 @@ class StagingBufferPool:
             while self._free:  # all are too small: free them first, so that memory never holds both
                 self._free.pop().close()
             try:
-                return StagingBuffer(max(_ROUND, -(-nbytes // _ROUND) * _ROUND))
+                return StagingBuffer(round_up(nbytes))
             except BaseException:
                 self._taken -= 1
                 raise
@@ -147,6 +153,11 @@ class StagingBufferPool:
             buffer.forget()
         # with a new lock: a thread of the parent, which the fork does not have, may have held the old one
         self.__init__()  # type: ignore[misc]
+
+
+def round_up(nbytes: int) -> int:
+    """Return the size of a buffer for so many bytes."""
+    return max(_ROUND, -(-nbytes // _ROUND) * _ROUND)
 
 
 def _memory_file() -> tuple[int, str]:

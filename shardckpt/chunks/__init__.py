@@ -8,7 +8,7 @@ from shardckpt.chunks.casts import check_cast
 from shardckpt.chunks.coalesced_reads import ReadAhead, read_in_order, read_units
 from shardckpt.chunks.entire import SMALL_ITEM, EntireChunks
 from shardckpt.chunks.files import count_files
-from shardckpt.chunks.items import LocalItems, Source, collect_items, view_tensors
+from shardckpt.chunks.items import LocalItems, Sources, collect_items, view_tensors
 from shardckpt.chunks.merge import LocalPlan, MergedPlan, has_scales, merge_plans
 from shardckpt.chunks.owners import OwnedParts, merge_by_owners
 from shardckpt.chunks.parts import make_finder, match_parts
@@ -36,7 +36,7 @@ __all__ = [
     "Region",
     "RequestedTensors",
     "SavePlan",
-    "Source",
+    "Sources",
     "StagedDestination",
     "StagedRegion",
     "StoredTensor",

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeAlias
+from functools import cached_property
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any
 
 from shardckpt.errors import ShardingError
 from shardckpt.mapping import ShardedObject, ShardedTensor, is_main_replica
@@ -18,8 +20,32 @@ if TYPE_CHECKING:
     from shardckpt.planning import FlatPart, Ints
 
 
-#: Where the values of a box come from: the shard, by its position among the rank's, and the part of it; None for all.
-Source: TypeAlias = "tuple[int, FlatPart | None]"
+@dataclass
+class Sources:
+    """Where the values of boxes come from.
+
+    Attributes:
+        shards: The shard of each box, by its position among the rank's.
+        parts: The part of its shard that a box is, by the position of the box; only of boxes that are not all of it.
+    """
+
+    shards: list[int] = field(default_factory=list)
+    parts: dict[int, FlatPart] = field(default_factory=dict)
+
+    def is_each(self, count: int) -> bool:
+        """Return whether there is one box for each of so many shards, in their order."""
+        return len(self.shards) == count and self._are_all
+
+    @cached_property
+    def _are_all(self) -> bool:
+        """Whether box and shard have the same position; asked when all boxes are there, by each save of a plan."""
+        return self.shards == list(range(len(self.shards)))
+
+    def add(self, shard: int, part: FlatPart | None) -> None:
+        """Add a box; ``part`` is None for all of the shard."""
+        if part is not None:
+            self.parts[len(self.shards)] = part
+        self.shards.append(shard)
 
 
 @dataclass
@@ -42,16 +68,22 @@ class LocalItems:
     shapes: list[Ints] = field(default_factory=list)
     boxes: Boxes = field(default_factory=Boxes)
     tensors: list[torch.Tensor] = field(default_factory=list)
-    sources: list[Source] = field(default_factory=list)
+    sources: Sources = field(default_factory=Sources)
     objects: dict[str, int] = field(default_factory=dict)
     scales: dict[str, BlockScales] = field(default_factory=dict)
 
 
-def view_tensors(sources: Sequence[Source], shards: Sequence[Any]) -> list[torch.Tensor]:
+def view_tensors(sources: Sources, shards: Sequence[Any]) -> list[torch.Tensor]:
     """Return a view of the values of each box, for shards with the same metadata as when the sources were made."""
-    views = [shards[n].data if part is None else part_view(shards[n], part) for n, part in sources]
-    # to detach a tensor takes longer than to ask whether it needs that
-    return [view.detach() if view.requires_grad else view for view in views]
+    data: list[torch.Tensor] = [shard.data for shard in shards]  # nearly always all, in order
+    views = data if sources.is_each(len(shards)) else [data[position] for position in sources.shards]
+    for number, part in sources.parts.items():
+        views[number] = part_view(shards[sources.shards[number]], part)
+    # To detach a tensor takes longer than to ask whether it needs that, of all at once. It must be done here: a
+    # parameter may get other memory before a background save copies it.
+    if any(map(attrgetter("requires_grad"), views)):
+        return [view.detach() if view.requires_grad else view for view in views]
+    return views
 
 
 def collect_items(shards: Sequence[ShardedBase], left_out: Collection[str] = ()) -> LocalItems:
@@ -98,17 +130,25 @@ def _add_tensor(
         items.scales[shard.key] = shard.block_scales
     data = shard.data
     if shard.flattened_range is None and not shard.prepend_axis_num:  # nearly all, so without objects in between
-        source, view = (position, None), data.detach() if data.requires_grad else data
-        _add_box(items, number, tuple(shard.global_offset), tuple(shard.local_shape), view, source)
+        view = data.detach() if data.requires_grad else data
+        _add_box(items, number, tuple(shard.global_offset), tuple(shard.local_shape), view, position, None)
         return
     for part in shard_parts(shard):
         view = part_view(shard, part)
-        _add_box(items, number, *part.box, view, (position, None if view.shape == data.shape else part))
+        _add_box(items, number, *part.box, view, position, None if view.shape == data.shape else part)
 
 
-def _add_box(items: LocalItems, number: int, offset: Ints, extent: Ints, view: torch.Tensor, source: Source) -> None:
+def _add_box(
+    items: LocalItems,
+    number: int,
+    offset: Ints,
+    extent: Ints,
+    view: torch.Tensor,
+    position: int,
+    part: FlatPart | None,
+) -> None:
     # An empty box is stored only of an empty tensor: its shape and dtype would be lost without a box.
     if 0 not in extent or 0 in items.shapes[number]:
         items.boxes.add(number, offset, extent)
         items.tensors.append(view)
-        items.sources.append(source)
+        items.sources.add(position, part)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from shardckpt.storage import RangeRead, StoredArray, find_range
-from shardckpt.tensors import tensor_bytes
+from shardckpt.tensors import view_tensor
 
 if TYPE_CHECKING:
     import torch
@@ -48,7 +48,10 @@ class Region(NamedTuple):
         chunk = self.chunk
         first = payload + chunk.first * dtype.itemsize
         offset = find_range(StoredArray(chunk.item.file, first, dtype, chunk.box.shape), self.start, self.target)
-        return None if offset is None else RangeRead(chunk.item.file, offset, tensor_bytes(self.target), key)
+        if offset is None:
+            return None
+        # find_range has found that it takes the bytes as they are
+        return RangeRead(chunk.item.file, offset, view_tensor(self.target), key)
 
 
 class StagedRegion(NamedTuple):

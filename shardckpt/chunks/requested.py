@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from itertools import compress
+from itertools import compress, repeat
+from operator import add, gt, lt, sub
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,13 +13,16 @@ from shardckpt.chunks.entire import EntireChunks
 from shardckpt.chunks.parts import make_finder, match_parts
 from shardckpt.chunks.regions import Region, StagedRegion
 from shardckpt.chunks.staged import StagedDestination, check_no_partial_overlap, needs_staging
+from shardckpt.chunks.stored import Chunk, Item
 from shardckpt.errors import CorruptCheckpointError, KeyMismatchError
 from shardckpt.planning import (
+    FEW,
     Box,
     FlatPart,
     Overlaps,
     Table,
     check_shapes,
+    count_volumes,
     find_overlaps,
     find_untiled,
     list_boxes,
@@ -35,7 +39,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
     from typing import TypeAlias
 
-    from shardckpt.chunks.stored import Chunk, ChunkIndex, Chunks
+    from shardckpt.chunks.stored import ChunkIndex, Chunks
     from shardckpt.mapping import ShardedTensor
     from shardckpt.planning import BoxFinder, Ints
     from shardckpt.storage import CheckpointReader
@@ -69,25 +73,30 @@ class RequestedTensors:
         self._index = index
         # from here on tensors are numbered by their place among the requested ones, as the chunks are that are taken
         specs = torch.searchsorted(self._numbers, everything)
-        boxes = list_boxes(shards, specs)
-        self._chunks, self._bounds = index.take_chunks(self._numbers, lambda: boxes)
+        self._chunks, self._bounds = index.take_chunks(self._numbers, lambda: list_boxes(shards, specs))
         simple = _find_simple(shards, list(map(index.shapes.__getitem__, numbers)))
         others = [shard for shard, is_simple in zip(shards, simple, strict=True) if not is_simple]
-        matched = shards
-        if others:
-            matched = list(compress(shards, simple))
-            boxes = boxes.rows(torch.tensor(simple, dtype=torch.bool, device="cpu"))
-        self._matched = _MatchedShards(matched, boxes, self._chunks, self._bounds)
+        few = None if others else _match_few(shards, specs.tolist(), self._chunks, self._bounds, index.files)
+        if few is not None:
+            self._matched: _FewShards | _MatchedShards = few
+        else:
+            boxes = list_boxes(shards, specs)
+            matched = shards
+            if others:
+                matched = list(compress(shards, simple))
+                boxes = boxes.rows(torch.tensor(simple, dtype=torch.bool, device="cpu"))
+            self._matched = _MatchedShards(matched, boxes, self._chunks, self._bounds)
         others += self._matched.uncovered
         if others:
             check_no_partial_overlap(shard for shard in others if is_quantized(shard.data))
-        self._others = self._match_others(others, [index.shapes[number] for number in self._numbers.tolist()])
+        shapes = [index.shapes[number] for number in self._numbers.tolist()] if others else []
+        self._others = self._match_others(others, shapes)
         unallocated = [shard.data is None for shard in shards]
         if any(unallocated):
             self._check_sizes(sort_unique(specs[torch.tensor(unallocated, device="cpu")]), reader)
 
-    def take_entire(self) -> EntireChunks:
-        """Return those of the chunks that are read entirely into a shard's memory, as the files have them.
+    def take_entire(self) -> EntireChunks | None:
+        """Return those of the chunks that are read entirely into the memory of a shard, or None if there are none.
 
         Call it before :meth:`units`, which then leaves them out, and after all ranks have planned: shards without data
         get CPU memory.
@@ -108,8 +117,10 @@ class RequestedTensors:
         units.sort(key=lambda unit: unit[0].chunk.item)
         return units
 
-    def _match_others(self, shards: Iterable[ShardedTensor], shapes: Sequence[Ints]) -> list[_OtherShard]:
+    def _match_others(self, shards: Sequence[ShardedTensor], shapes: Sequence[Ints]) -> list[_OtherShard]:
         """Match shards one by one."""
+        if not shards:
+            return []
         places = {number: place for place, number in enumerate(self._numbers.tolist())}
         finders: dict[int, tuple[BoxFinder, list[Chunk]]] = {}
         found = []
@@ -145,6 +156,39 @@ class RequestedTensors:
                 )
 
 
+class _FewShards:
+    """A few shards, each a part of one stored chunk, as those of most slices: matched without a column.
+
+    Args:
+        shards: The shards.
+        specs: The place of each one's tensor among the requested ones.
+        parts: The chunk that has each, and where the shard begins in it.
+    """
+
+    #: As of :class:`_MatchedShards`.
+    uncovered: Sequence[ShardedTensor] = ()
+
+    def __init__(
+        self, shards: Sequence[ShardedTensor], specs: Sequence[int], parts: Sequence[tuple[Chunk, Ints]]
+    ) -> None:
+        self._shards = shards
+        self._specs = specs
+        self._parts = parts
+
+    def take_entire(self, *_: object) -> None:
+        """Return None: no shard is an entire chunk."""
+
+    def regions(self, _files: Sequence[str], numbers: Sequence[int]) -> list[Region]:
+        """Return the regions to read; see :meth:`_MatchedShards.regions`."""
+        for shard in self._shards:
+            if shard.data is None:
+                shard.init_data("cpu")
+        return [
+            Region(numbers[spec], chunk, start, _view_unflattened(shard), False)
+            for shard, spec, (chunk, start) in zip(self._shards, self._specs, self._parts, strict=True)
+        ]
+
+
 class _MatchedShards:
     """Shards that are boxes of stored tensors of the same global shape, matched by columns.
 
@@ -175,7 +219,7 @@ class _MatchedShards:
 
     def take_entire(
         self, files: Sequence[str], keys: Sequence[str], dtypes: Sequence[torch.dtype], numbers: torch.Tensor
-    ) -> EntireChunks:
+    ) -> EntireChunks | None:
         """Take out the regions that are entire chunks, and fill shards as the files have them; see the base.
 
         Args:
@@ -183,13 +227,22 @@ class _MatchedShards:
             keys: The keys of the tensors in the index.
             dtypes: Their dtypes.
             numbers: int64: the number of each tensor in the index.
+
+        Returns:
+            The chunks, whose bytes go straight into the shards; None if no region is an entire chunk.
         """
         self._allocate()
         found, chunks = self._found, self._chunks
-        volume = found.extent.prod(1)
+        volume = count_volumes(found.extent)
+        if len(volume) <= FEW:  # of a slice none is: three calls tell, where the mask takes ten
+            whole = chunks.box.volume()[found.stored].tolist()
+            if not any(count == most > 0 for count, most in zip(volume.tolist(), whole, strict=True)):
+                return None
         is_entire = (volume == chunks.box.volume()[found.stored]) & (volume == self._requested.volume()[found.wanted])
         is_entire &= (volume == chunks.volume[found.stored]) & (volume > 0)
         rows = is_entire.nonzero().view(-1)
+        if not len(rows):
+            return None
         number = numbers[chunks.box.spec[found.stored[rows]]]
         tensors: list[torch.Tensor] = [self._shards[n].data for n in found.wanted[rows].tolist()]
         stored = [dtypes[n] for n in number.tolist()]
@@ -227,26 +280,27 @@ class _MatchedShards:
             numbers: The number of each tensor in the index.
         """
         self._allocate()
-        found, axes = self._found, self._requested.offset.shape[1]
-        stored = self._chunks.box.rows(found.stored).pad_axes(axes)
-        entire = (found.extent == stored.extent).all(1).tolist()
-        filled = (found.extent == self._requested.extent[found.wanted]).all(1).tolist()
-        start = (found.offset - stored.offset).tolist()
-        low = (found.offset - self._requested.offset[found.wanted]).tolist()
-        extent = found.extent.tolist()
+        found = self._found
+        stored = self._chunks.box.rows(found.stored)
         chunks = self._chunks.list(found.stored, stored, files)
+        columns = (found.wanted.tolist(), stored.spec.tolist(), found.offset.tolist(), found.extent.tolist())
+        begins = self._requested.offset.tolist()
         regions = []
-        for row, (requested, spec, chunk) in enumerate(
-            zip(found.wanted.tolist(), stored.spec.tolist(), chunks, strict=True)
-        ):
+        # By lists: each region becomes an object in any case, and most loads have few that are not entire chunks.
+        for requested, spec, offset, extent, chunk in zip(*columns, chunks, strict=True):
             target = _view_unflattened(self._shards[requested])
-            dims = target.dim()
-            if not filled[row]:
-                for axis in range(dims):
-                    target = target.narrow(axis, low[row][axis], extent[row][axis])
-            # Columns have as many axes as the tensor with the most.
-            trimmed = chunk._replace(box=Box(chunk.box.offset[:dims], chunk.box.shape[:dims])) if dims < axes else chunk
-            regions.append(Region(numbers[spec], trimmed, tuple(start[row][:dims]), target, entire[row]))
+            whole = tuple(target.shape)
+            dims = len(whole)
+            shape = tuple(extent[:dims])
+            if len(chunk.box.shape) > dims:  # columns have as many axes as the tensor with the most
+                chunk = chunk._replace(box=Box(chunk.box.offset[:dims], chunk.box.shape[:dims]))  # noqa: PLW2901
+            if shape != whole:  # other chunks have the rest of it
+                for axis, (size, low, begin) in enumerate(zip(shape, offset, begins[requested], strict=False)):
+                    if size != whole[axis]:
+                        target = target.narrow(axis, low - begin, size)
+            box = chunk.box
+            start = tuple(map(sub, offset[:dims], box.offset))
+            regions.append(Region(numbers[spec], chunk, start, target, shape == box.shape))
         return regions
 
 
@@ -318,6 +372,55 @@ def _find_numbers(shards: Sequence[ShardedTensor], index: ChunkIndex) -> list[in
     return numbers
 
 
+def _match_few(
+    shards: Sequence[ShardedTensor], specs: Sequence[int], chunks: Chunks, bounds: torch.Tensor, files: Sequence[str]
+) -> _FewShards | None:
+    """Match shards that are boxes of stored tensors of the same global shape, if they are few.
+
+    Args:
+        shards: The shards.
+        specs: The place of each one's tensor among the requested ones.
+        chunks: The chunks of these.
+        bounds: Where those of each tensor begin.
+        files: The names of the files.
+
+    Returns:
+        None if they are many, or one is not a part of one chunk that shares no element with another.
+    """
+    if max(len(shards), len(chunks.file)) > FEW:
+        return None
+    ends = bounds.tolist()
+    if sum(ends[spec + 1] - ends[spec] for spec in specs) > FEW:
+        return None
+    offsets, extents = chunks.box.offset.tolist(), chunks.box.extent.tolist()
+    rows: list[int] = []
+    boxes: list[Box] = []
+    starts: list[Ints] = []
+    for shard, spec in zip(shards, specs, strict=True):
+        extent = (1,) * shard.prepend_axis_num + tuple(shard.local_shape)
+        before = len(rows)
+        for row in range(ends[spec], ends[spec + 1]):
+            # columns have as many axes as the tensor with the most
+            box = Box(tuple(offsets[row][: len(extent)]), tuple(extents[row][: len(extent)]))
+            start = tuple(map(sub, shard.global_offset, box.offset))
+            ends_at = tuple(map(add, start, extent))
+            if all(map(gt, ends_at, repeat(0))) and all(map(lt, start, box.shape)):
+                if extent == box.shape or min(start) < 0 or any(map(gt, ends_at, box.shape)):
+                    return None
+                rows.append(row)
+                boxes.append(box)
+                starts.append(start)
+        if len(rows) != before + 1 or 0 in extent:
+            return None
+    places = (chunks.file.tolist(), chunks.start.tolist(), chunks.length.tolist())
+    first, volume = chunks.first.tolist(), chunks.volume.tolist()
+    parts = []
+    for row, box, start in zip(rows, boxes, starts, strict=True):
+        file, begin, length = (column[row] for column in places)
+        parts.append((Chunk(box, Item(files[file], begin, length), first[row], volume[row]), start))
+    return _FewShards(shards, specs, parts)
+
+
 def _find_simple(shards: Sequence[ShardedTensor], stored: Sequence[Ints]) -> list[bool]:
     """Return whether each shard can be filled region by region, and has the stored global shape."""
     shapes, flat, loose, tensors = list_fields(
@@ -343,9 +446,13 @@ def _find_covered(requested: Table, found: Overlaps) -> torch.Tensor:
 
     They are if one chunk has the box, or if the regions that chunks have of it fill it without overlapping.
     """
-    volume = torch.zeros_like(requested.spec).index_add_(0, found.wanted, found.extent.prod(1))
-    covered = volume == requested.volume()
     wide = requested.pad_axes(found.extent.shape[1])
+    if torch.equal(found.extent, wide.extent):
+        everything = torch.arange(len(requested.spec), device="cpu")
+        if torch.equal(found.wanted, everything):
+            return torch.ones_like(everything, dtype=torch.bool)  # each box is one region: most loads are so
+    volume = torch.zeros_like(requested.spec).index_add_(0, found.wanted, count_volumes(found.extent))
+    covered = volume == requested.volume()
     cut = (found.extent != wide.extent[found.wanted]).any(1)
     if bool(cut.any()):
         # Chunks that overlap may have the right volume and still leave a hole.

@@ -6,12 +6,16 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, ClassVar, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
+
+import torch
 
 from shardckpt.chunks.files import count_files
 from shardckpt.chunks.items import collect_items, view_tensors
-from shardckpt.chunks.ties import agree_on_aliases, find_ties
-from shardckpt.errors import CheckpointingException
+from shardckpt.chunks.ties import TieFinder, agree_on_aliases
+from shardckpt.distributed import SharedPickle, pickle_value
+from shardckpt.errors import CheckpointingException, ShardingError
+from shardckpt.mapping import ShardedTensor
 from shardckpt.parallel import assign_main_replicas
 from shardckpt.storage import sum_shards
 from shardckpt.strategy import AsyncSaveStrategy, PreparedSave
@@ -20,9 +24,7 @@ from shardckpt.tensors import synchronize_devices
 if TYPE_CHECKING:
     from collections.abc import Hashable, Mapping, Sequence
 
-    import torch
-
-    from shardckpt.chunks.items import LocalItems, Source
+    from shardckpt.chunks.items import LocalItems, Sources
     from shardckpt.chunks.merge import LocalPlan
     from shardckpt.distributed import Comm
     from shardckpt.manifest import Lineage
@@ -51,6 +53,24 @@ class GlobalFiles(Generic[IndexT]):
     lineage: Lineage
 
 
+class PlannedPart:
+    """The pickle of what all saves by one plan have in common, made once: it is most of what a process is sent.
+
+    It holds no values, as the plan does not.
+    """
+
+    def __init__(self) -> None:
+        self._fields: dict[str, Any] = {}
+        self._pickle = SharedPickle(b"")
+
+    def pickle(self, fields: dict[str, Any]) -> SharedPickle:
+        """Return the pickle of the fields: the last one, if they are the same objects."""
+        known = self._fields
+        if known.keys() != fields.keys() or any(known[name] is not value for name, value in fields.items()):
+            self._fields, self._pickle = fields, SharedPickle(pickle_value(fields))
+        return self._pickle
+
+
 @dataclass(kw_only=True)
 class ChunkWork(ABC, Generic[IndexT, ObjectT]):
     """Everything that a rank writes; see :class:`shardckpt.strategy.BackgroundWork`. A format adds its files.
@@ -62,7 +82,11 @@ class ChunkWork(ABC, Generic[IndexT, ObjectT]):
         aliases: Further keys of stored tensors, and the key by which each is stored; the same on every rank.
         stored: The boxes of the tensors, in the same order, and the objects; None if nobody asks what was stored.
         global_files: The files that only the main rank writes; None on the others.
+        planned: The pickle of the fields that are not of one save alone (:attr:`own_fields`), for all works of a plan.
     """
+
+    #: Fields that each save has its own of: its values, and what names it.
+    own_fields: ClassVar[frozenset[str]] = frozenset({"tensors", "objects", "global_files"})
 
     tensors: list[torch.Tensor]
     keys: list[str]
@@ -70,6 +94,21 @@ class ChunkWork(ABC, Generic[IndexT, ObjectT]):
     aliases: dict[str, str] = field(default_factory=dict)
     stored: PackedShards | None = None
     global_files: GlobalFiles[IndexT] | None = None
+    planned: PlannedPart = field(default_factory=PlannedPart, repr=False, compare=False)
+
+    def __getstate__(self) -> dict[str, Any]:
+        own = {name: value for name, value in vars(self).items() if name in self.own_fields}
+        shared = {name: value for name, value in vars(self).items() if name not in own and name != "planned"}
+        if self.global_files is not None:  # the index is as large as all else together
+            without: Any = replace(self.global_files, index=None)  # type: ignore[arg-type] # until it is received
+            own["global_files"], shared["index"] = without, self.global_files.index
+        return own | {"planned": self.planned.pickle(shared)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        shared = state.pop("planned").unpickle()
+        if state["global_files"] is not None:
+            state["global_files"] = replace(state["global_files"], index=shared.pop("index"))
+        vars(self).update(shared | state, planned=PlannedPart())
 
     def write(self, writer: CheckpointWriter) -> None:
         """Write all files of this rank; beside that, sum the bits of its tensors if fingerprints are wanted."""
@@ -120,6 +159,7 @@ class SavePlan(Generic[IndexT, ObjectT]):
 
     Attributes:
         ties: The keys of the rank that share their memory.
+        tie_finder: Finds those of the next save.
         sources: Where the values of each box come from.
         objects: The positions of the ShardedObjects among the rank's shards, by unique key.
         sizes: What the layout depends on of each encoded object, by unique key.
@@ -130,7 +170,8 @@ class SavePlan(Generic[IndexT, ObjectT]):
     """
 
     ties: list[tuple[str, ...]]
-    sources: list[Source]
+    tie_finder: TieFinder
+    sources: Sources
     objects: dict[str, int]
     sizes: dict[str, Hashable]
     nbytes: int
@@ -165,6 +206,7 @@ class ChunkSaveStrategy(AsyncSaveStrategy, Generic[IndexT, ObjectT]):
 
     encoding: ClassVar[str] = "encoding"
     computes_fingerprints = True
+    stores_all_bytes = True
     finds_aliases: bool = False
 
     def __init__(self, *, keep_only_main_replica: bool = True, thread_count: int | None = None) -> None:
@@ -270,21 +312,23 @@ class ChunkSaveStrategy(AsyncSaveStrategy, Generic[IndexT, ObjectT]):
         if not self._main_only:
             shards = assign_main_replicas(shards, comm)
         stored_common = self._encode_common(common, context)
+        tie_finder = TieFinder()
         with comm.local_phase("looking for tied tensors"):
-            ties = self._find_ties(shards)
+            ties = self._find_ties(tie_finder, shards)
         aliases = agree_on_aliases(ties, shards, comm) if self.finds_aliases else {}
         with comm.local_phase("planning"):
             items = collect_items(shards, aliases)
         with comm.local_phase(f"{self.encoding} objects"):
             objects = self.encode_objects(items.objects, shards, context)
         with comm.local_phase("assigning items to files"):
-            nbytes = sum(tensor.nbytes for tensor in items.tensors)
-            files = count_files(self._files, nbytes, context.staging)
+            nbytes = _count_bytes(items, shards)
+            files = self._count_files(nbytes, context)
             work, local_plan = self.lay_out(items, objects, shards, comm.rank, files)
         work, index = self.merge(work, local_plan, aliases, comm)
         # The plan is kept for later saves, so it holds no values: a cached plan must not keep a model in memory.
         work = replace(work, tensors=[], objects={}, aliases=aliases)
-        plan = SavePlan(ties, items.sources, items.objects, self._measure(objects), nbytes, files, work, index)
+        sizes = self._measure(objects)
+        plan = SavePlan(ties, tie_finder, items.sources, items.objects, sizes, nbytes, files, work, index)
         return plan.prepare(items.tensors, objects, stored_common, context)
 
     def replan(
@@ -310,8 +354,8 @@ class ChunkSaveStrategy(AsyncSaveStrategy, Generic[IndexT, ObjectT]):
         stored_common = self._encode_common(common, context)
         with comm.local_phase(f"{self.encoding} objects"):
             objects = self.encode_objects(plan.objects, shards, context)
-            files = count_files(self._files, plan.nbytes, context.staging)
-            ties = self._find_ties(shards)
+            files = self._count_files(plan.nbytes, context)
+            ties = self._find_ties(plan.tie_finder, shards)
         # An object of another size would move all that is behind it in the file.
         same = self._measure(objects) == plan.sizes and files == plan.files and ties == plan.ties
         if not comm.all_true(same):
@@ -323,8 +367,30 @@ class ChunkSaveStrategy(AsyncSaveStrategy, Generic[IndexT, ObjectT]):
         with context.comm.local_phase(f"{self.encoding} the common state"):
             return self.encode_common(common, context) if context.comm.is_main else b""
 
-    def _find_ties(self, shards: Sequence[ShardedBase]) -> list[tuple[str, ...]]:
-        return find_ties(shards) if self.finds_aliases else []
+    def _count_files(self, nbytes: int, context: PlanContext) -> int:
+        # the parts of an object are sent at a time: several objects would only take more memory
+        return count_files(self._files, nbytes, None if context.is_streamed else context.staging)
+
+    def _find_ties(self, finder: TieFinder, shards: Sequence[ShardedBase]) -> list[tuple[str, ...]]:
+        return finder.find(shards) if self.finds_aliases else []
 
     def _measure(self, objects: Mapping[str, ObjectT]) -> dict[str, Hashable]:
         return {key: self.measure(encoded) for key, encoded in objects.items()}
+
+
+def _count_bytes(items: LocalItems, shards: Sequence[ShardedBase]) -> int:
+    """Return the bytes of the tensors that this rank stores.
+
+    Raises:
+        ShardingError: one is sparse.
+    """
+    try:
+        return sum(tensor.nbytes for tensor in items.tensors)
+    except RuntimeError:  # asked only then: a question to each of many small tensors takes its time
+        for shard in shards:
+            if isinstance(shard, ShardedTensor) and shard.data is not None and shard.data.layout != torch.strided:
+                raise ShardingError(
+                    f"{shard.key!r}: its data is sparse ({shard.data.layout}), and only dense tensors are stored: give "
+                    "to_dense(), or indices() and values() as tensors of their own"
+                ) from None
+        raise

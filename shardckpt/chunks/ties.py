@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from contextlib import suppress
-from operator import attrgetter
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -23,24 +22,38 @@ if TYPE_CHECKING:
 _ABSENT = -1
 
 
+class TieFinder:
+    """Finds a rank's tied tensors, save after save: the next tensors nearly always have the addresses of the last."""
+
+    def __init__(self) -> None:
+        self._different: list[int] = []
+
+    def find(self, shards: Sequence[ShardedBase]) -> list[tuple[str, ...]]:
+        """Return the keys that share their memory: in each tuple those of the same boxes of the same memory.
+
+        Args:
+            shards: The rank's shards, copies of replicas among them.
+
+        Returns:
+            The keys of each group in the order of the alphabet; groups of one key are left out.
+        """
+        is_all = set(map(type, shards)) == {ShardedTensor}
+        tensors: Sequence[Any] = shards if is_all else [shard for shard in shards if isinstance(shard, ShardedTensor)]
+        addresses = _list_addresses([shard.data for shard in tensors])
+        if addresses == self._different:
+            return []
+        without = addresses.count(0)
+        if len(set(addresses)) == len(addresses) - max(0, without - 1):  # all that have one have different ones
+            self._different = addresses
+            return []
+        counts = Counter(filter(None, addresses))
+        shared = {shard.key for shard, address in zip(tensors, addresses, strict=True) if counts[address] > 1}
+        return [tuple(keys) for keys in _group(_sign(shards, shared)) if len(keys) > 1]
+
+
 def find_ties(shards: Sequence[ShardedBase]) -> list[tuple[str, ...]]:
-    """Return the keys of this rank that share their memory: in each tuple those of the same boxes of the same memory.
-
-    Args:
-        shards: The rank's shards, copies of replicas among them.
-
-    Returns:
-        The keys of each group in the order of the alphabet; groups of one key are left out.
-    """
-    is_all = set(map(type, shards)) == {ShardedTensor}
-    tensors: Sequence[Any] = shards if is_all else [shard for shard in shards if isinstance(shard, ShardedTensor)]
-    addresses = _list_addresses(list(map(attrgetter("data"), tensors)))
-    without = addresses.count(0)
-    if len(set(addresses)) == len(addresses) - max(0, without - 1):  # all that have one have different ones
-        return []
-    counts = Counter(filter(None, addresses))
-    shared = {shard.key for shard, address in zip(tensors, addresses, strict=True) if counts[address] > 1}
-    return [tuple(keys) for keys in _group(_sign(shards, shared)) if len(keys) > 1]
+    """Return what :meth:`TieFinder.find` finds, for one save alone."""
+    return TieFinder().find(shards)
 
 
 def agree_on_aliases(ties: list[tuple[str, ...]], shards: Sequence[ShardedBase], comm: Comm) -> dict[str, str]:
@@ -49,7 +62,7 @@ def agree_on_aliases(ties: list[tuple[str, ...]], shards: Sequence[ShardedBase],
     Keys are tied if each rank that has a shard of one of them has the same boxes of the others, in the same memory.
 
     Args:
-        ties: What :func:`find_ties` returned on this rank.
+        ties: What :meth:`TieFinder.find` returned on this rank.
         shards: This rank's shards.
         comm: The ranks that save.
 

@@ -6,27 +6,12 @@ Each verb has a file, whose docstring its help shows. A verb imports torch only 
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 import sys
 from typing import TYPE_CHECKING
 
 from shardckpt import __version__
-from shardckpt.cli import (
-    completion,
-    convert,
-    demo,
-    diff,
-    export,
-    inspect,
-    ls,
-    merge,
-    migrate,
-    pin,
-    prune,
-    remove,
-    strategies,
-    verify,
-)
 from shardckpt.cli.exit_codes import FAILED, FINE, MEANINGS
 from shardckpt.cli.failure import name_plugin, print_error
 
@@ -35,9 +20,11 @@ if TYPE_CHECKING:
 
 #: A file for each; help lists them in this order.
 _VERBS = (
-    *(ls, inspect, diff, verify, export, convert, merge, migrate, remove, prune, pin, strategies, demo),
-    completion,
+    *("ls", "inspect", "diff", "verify", "export", "convert", "merge", "migrate", "remove", "prune", "pin"),
+    *("strategies", "demo", "completion"),
 )
+#: Those that also need the verbs of plugins: to list them, and to say which plugin does not work.
+_NEED_ALL = ("strategies", "completion")
 #: The exit code that shells report for a program that SIGPIPE has ended.
 _BROKEN_PIPE = 128 + 13
 
@@ -52,7 +39,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         One of :mod:`shardckpt.cli.exit_codes`; 141 if the reader of standard output has closed it. An error is printed
         to standard error, with its traceback if ``--traceback`` is given. A wrong command line raises SystemExit.
     """
-    options = _parser().parse_args(arguments)
+    given = sys.argv[1:] if arguments is None else arguments
+    # options before the verb take no values: for a verb of ours neither the others nor the plugins are imported
+    verb = next((word for word in given if not word.startswith("-")), "")
+    options = _make_parser(verb if verb in _VERBS and verb not in _NEED_ALL else "").parse_args(given)
     try:
         code = int(options.run(options) or FINE)
         sys.stdout.flush()
@@ -65,9 +55,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return code
 
 
-def _parser() -> argparse.ArgumentParser:
-    from shardckpt.plugins import get_plugin_manager
-
+def _make_parser(only: str) -> argparse.ArgumentParser:
+    """Return the parser of the command line with one verb; for ``""``, with all of them and those of plugins."""
     parser = argparse.ArgumentParser(
         "shardckpt",
         description="Look at, check and change checkpoints. `shardckpt VERB --help` explains a verb.",
@@ -76,8 +65,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--traceback", action="store_true", help="after an error, show the whole traceback")
     parser.add_argument("--version", action="version", version=f"shardckpt {__version__}")
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
-    for verb in _VERBS:
-        verb.add(verbs)
+    for verb in [only] if only else _VERBS:
+        importlib.import_module(f"{__name__}.{verb}").add(verbs)
+    if only:
+        return parser
+    from shardckpt.plugins import get_plugin_manager
+
     try:
         get_plugin_manager().hook.shardckpt_commands(subparsers=verbs)
     except Exception as exc:  # noqa: BLE001 - a broken plugin must not disable the other verbs

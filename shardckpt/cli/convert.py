@@ -52,7 +52,9 @@ def add_target_options(parser: Any) -> None:
         metavar="BACKEND[@VERSION]|hf|dcp|torch",
         help="what to write (torch_dist)",
     )
-    parser.add_argument("--memory", default="256MiB", metavar="SIZE", help="most bytes of tensors in memory (256MiB)")
+    parser.add_argument(
+        "--memory", default="256MiB", metavar="SIZE", help="most bytes in memory: tensors and buffers (256MiB)"
+    )
     parser.add_argument("--overwrite", action="store_true", help="replace what is at DST when the new one is complete")
     parser.add_argument(
         "--mapping", metavar="MODEL_TYPE", help="rename and split tensors as for this model, such as qwen3_moe"
@@ -73,10 +75,10 @@ def add_target_options(parser: Any) -> None:
 
 def read_target_options(options: Any) -> dict[str, Any]:
     """Return these options as the arguments of :func:`shardckpt.maintenance.convert_checkpoint`."""
-    from shardckpt.huggingface import parse_size
+    from shardckpt.storage import parse_size
 
     names = ("to", "overwrite", "mapping", "dtype", "prefix", "leave_out", "assets", "max_shard_size")
-    return {name: getattr(options, name) for name in names} | {"memory": parse_size(options.memory, "--memory")}
+    return {name: getattr(options, name) for name in names} | {"memory_budget": parse_size(options.memory, "--memory")}
 
 
 def run(options: Any) -> int:
@@ -102,6 +104,21 @@ def parse_target(text: str) -> str | tuple[str, int]:
 parse_target.__name__ = "BACKEND[@VERSION], hf, dcp or torch"
 
 
+def describe_left_out(report: ConversionReport) -> list[str]:
+    """Return the lines about what was not written: what was lost, and apart from it what only other libraries look for.
+
+    The latter has names such as ``optimizer.param_groups.0.lr``, and would read as if the learning rate were lost; the
+    warning of the conversion has its names already.
+    """
+    from shardckpt.errors import listed
+
+    lost = report.left_out[: len(report.left_out) - report.plain_objects]
+    lines = [f"not written: {listed(list(lost))}"] if lost else []
+    if report.plain_objects:
+        lines.append(f"not written: {report.plain_objects:,} objects for readers of other libraries alone")
+    return lines
+
+
 def _encode(report: ConversionReport) -> str:
     import json
 
@@ -121,8 +138,7 @@ def _describe(report: ConversionReport, target: str) -> str:
     lines = [table(("tensor", "dtype", "shape", "fingerprint before", "fingerprint after"), rows)]
     if report.resumed:
         lines.append(f"went on with {report.resumed:,} bytes that a killed conversion had written")
-    if report.left_out:
-        lines.append(f"not written: {listed(list(report.left_out))}")
+    lines += describe_left_out(report)
     if report.rewritten:
         places = [f"{place} ({kind})" for place, kind in report.rewritten.items()]
         lines.append(f"written as builtin types: {listed(places)}")

@@ -81,7 +81,40 @@ def _as_text(report: DiffReport, options: Any) -> str:
         if different:
             lines.append(table(("object", "differs in", "first", "second"), [tuple(found) for found in different]))
         summary += f"; objects and common state: {report.objects.equal} entries are equal, {len(different)} values not"
-    return "\n".join([*lines, summary])
+    return "\n".join([*lines, summary, *filter(None, [_advise_names(report, options)])])
+
+
+def _advise_names(report: DiffReport, options: Any) -> str:
+    """Return which call compares checkpoints of which no tensor has its name in both; ``""`` if some have."""
+    first, second = (
+        {difference.key for difference in report.differences if difference.kind == f"only in {place}"}
+        for place in ("first", "second")
+    )
+    if report.equal or options.mapping or not (first and second) or len(first) + len(second) < len(report.differences):
+        return ""
+    if options.prefix:
+        common = first & second
+        return f"without --prefix {options.prefix}, {len(common)} tensors have the same names" if common else ""
+    calls = (
+        (_find_prefix(first, second), options.first, options.second),
+        (_find_prefix(second, first), options.second, options.first),
+    )
+    for prefix, one, other in calls:
+        if prefix:
+            return (
+                f"no name is in both, but those of {other} are in {one} behind {prefix!r}: "
+                f"shardckpt diff {one} {other} --prefix {prefix}"
+            )
+    return "no name is in both: see --mapping and --prefix"
+
+
+def _find_prefix(longer: set[str], shorter: set[str]) -> str:
+    """Return what stands before names of the second set in the first, for at least half of the second; else ``""``."""
+    some = max(shorter, key=len)  # the longest name is the end of the fewest others
+    prefixes = {key.removesuffix(some) for key in longer if key.endswith(some)}
+    counts = {prefix: sum(f"{prefix}{key}" in longer for key in shorter) for prefix in prefixes}
+    best = max(counts, key=lambda prefix: (counts[prefix], prefix), default="")
+    return best if best and 2 * counts[best] >= len(shorter) else ""
 
 
 def _list_cells(difference: TensorDifference) -> tuple[str, ...]:

@@ -40,6 +40,11 @@ def add(verbs: Any) -> None:
         "--leave-out", action="append", default=[], metavar="NAME", help="a tensor not to write; may be repeated"
     )
     parser.add_argument(
+        "--memory",
+        metavar="SIZE",
+        help="most bytes in memory, at least 32MiB, 64MiB with URLs (default: as many as are fast)",
+    )
+    parser.add_argument(
         "--overwrite", action="store_true", help="replace the weights in the folder, and keep its other files"
     )
     parser.set_defaults(run=run)
@@ -63,6 +68,7 @@ def run(options: Any) -> int:
             assets=options.assets,
             leave_out=options.leave_out,
             overwrite=options.overwrite,
+            memory_budget=options.memory,
         )
     print(table(("file", "tensors", "bytes"), [(name, count, f"{size:,}") for name, count, size in exported.files]))
     print(f"{options.target}: {exported.total_size:,} bytes of tensors")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import traceback
 from typing import TYPE_CHECKING
 
 from shardckpt.errors import CheckpointingException
@@ -15,6 +14,8 @@ if TYPE_CHECKING:
 def print_error(error: Exception, options: argparse.Namespace) -> None:
     """Print an error to standard error: its text, after the whole traceback if ``--traceback`` is given."""
     if options.traceback:
+        import traceback  # slow to import
+
         traceback.print_exception(error)
     print(f"shardckpt {options.verb}: {_describe_error(error)}", file=sys.stderr)
 

@@ -5,17 +5,24 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from shardckpt.engine import StoredCheckpoint
-    from shardckpt.manifest import Manifest
+    from shardckpt.manifest import PlainRecord
 
 
-def read_header(checkpoint: StoredCheckpoint | Manifest, directory: str) -> dict[str, Any]:
-    """Return what is known of the checkpoint as a whole; None for what is not."""
-    from shardckpt.engine import find_save_time, locate, measure
-    from shardckpt.plugins import get_plugin_manager
+def read_header(checkpoint: StoredCheckpoint | PlainRecord, place: Path) -> dict[str, Any]:
+    """Return what is known of the checkpoint as a whole; None for what is not.
 
-    place = locate(directory, get_plugin_manager())
-    record, (parent, step) = checkpoint.record, checkpoint.lineage
+    Args:
+        checkpoint: The checkpoint, or its record.
+        place: Where it is.
+    """
+    from shardckpt.engine import find_save_time, measure
+    from shardckpt.manifest import PlainRecord
+
+    record = checkpoint if isinstance(checkpoint, PlainRecord) else checkpoint.record
+    parent, step = checkpoint.lineage
     return {
         "backend": checkpoint.backend,
         "version": checkpoint.version,
@@ -23,7 +30,19 @@ def read_header(checkpoint: StoredCheckpoint | Manifest, directory: str) -> dict
         "parent": parent,
         "step": step,
         "writer": None if record is None else record.writer,
+        "library": _find_library(checkpoint, place),
         "ranks": None if record is None else record.world_size,
         "saved_at": find_save_time(place),
         "bytes_on_disk": measure(place),
     }
+
+
+def _find_library(checkpoint: StoredCheckpoint | PlainRecord, place: Path) -> str | None:
+    """Return who wrote it if no record says it: another library, or shardckpt, where the record was lost."""
+    from shardckpt.engine import name_library
+    from shardckpt.manifest import RECORD_NAME, PlainRecord
+
+    if isinstance(checkpoint, PlainRecord) or checkpoint.record is not None:
+        return None
+    is_own = any(file.name == RECORD_NAME for file in checkpoint.find_incomplete_files())
+    return "shardckpt" if is_own else name_library(place, checkpoint.backend)

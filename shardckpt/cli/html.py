@@ -67,8 +67,10 @@ def write_difference_page(report: DiffReport, options: Any) -> str:
 
 
 def _describe(checkpoint: StoredCheckpoint, directory: str, prefix: str) -> dict[str, Any]:
+    from shardckpt.engine import locate
     from shardckpt.pages import CheckpointHeader, describe_checkpoint
+    from shardckpt.plugins import get_plugin_manager
 
-    known = read_header(checkpoint, directory)
+    known = read_header(checkpoint, locate(directory, get_plugin_manager()))
     header = CheckpointHeader(name=directory, save_id=known.pop("id"), **known)
     return describe_checkpoint(checkpoint, header, prefix)

@@ -10,21 +10,34 @@ from __future__ import annotations
 import json
 import math
 import time
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from collections import Counter
+from json.encoder import encode_basestring_ascii
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardckpt.cli.exit_codes import FINE, FOUND
 from shardckpt.cli.header import read_header
-from shardckpt.cli.table import columns_table, table
-from shardckpt.errors import CheckpointingException, CheckpointReplacedError, KeyMismatchError, listed
+from shardckpt.cli.table import grouped_table, table
+from shardckpt.errors import (
+    CheckpointingException,
+    CheckpointReplacedError,
+    CorruptCheckpointError,
+    KeyMismatchError,
+    listed,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Sequence
 
     from shardckpt.engine import IncompleteFile, StoredCheckpoint
-    from shardckpt.manifest import Record
+    from shardckpt.manifest import PlainRecord, Record
     from shardckpt.plugins import Outline
     from shardckpt.strategy import StoredColumns
+
+#: The functions that list the checkpoints of our formats without torch, as the formats' plugins register them.
+OUTLINES = {
+    ("torch_dist", 1): "shardckpt_torch_dist.outline:read_outline",
+    ("safetensors", 1): "shardckpt_safetensors.outline:read_outline",
+}
 
 
 def add(verbs: Any) -> None:
@@ -75,44 +88,60 @@ def _inspect(options: Any) -> tuple[int, list[str]]:
     found = None if options.html or split_region(options.prefix) is not None else _read_outline(options)
     if found is not None:
         return FINE, _format(found, options)
-    return _inspect_open(options)
+    try:
+        return _inspect_open(options)
+    except CheckpointReplacedError:
+        raise
+    except CorruptCheckpointError as exc:
+        try:
+            return _inspect_open(options, lost=str(exc))  # by its record, where only metadata.json was lost
+        except CheckpointReplacedError:
+            raise
+        except CheckpointingException:
+            raise exc from None
 
 
-def _inspect_open(options: Any) -> tuple[int, list[str]]:
-    """Do the same by the strategy that reads the checkpoint, which needs torch."""
+def _inspect_open(options: Any, lost: str = "") -> tuple[int, list[str]]:
+    """Do the same by the strategy that reads the checkpoint, which needs torch.
+
+    Args:
+        options: Of the command.
+        lost: That it has lost its ``metadata.json``, and what to do about that; ``""``: it must have it.
+    """
     from shardckpt.cli.html import write_checkpoint_page
     from shardckpt.cli.values import describe_values, split_region
+    from shardckpt.engine import IncompleteFile
     from shardckpt.maintenance import open_any
+    from shardckpt.manifest import MARKER_NAME
 
-    with open_any(options.directory) as checkpoint:
+    with open_any(options.directory, unmarked=bool(lost)) as checkpoint:
         region = split_region(options.prefix)
         if region is not None and options.prefix not in checkpoint:
-            return FINE, describe_values(checkpoint, *region, as_json=options.json)
+            return FOUND if lost else FINE, describe_values(checkpoint, *region, as_json=options.json)
         if options.html:
             return write_checkpoint_page(checkpoint, options.directory, options.prefix, options.html)
         found = _collect(checkpoint, options)
+        if lost:
+            found.incomplete.append(IncompleteFile(MARKER_NAME, f"is missing: {lost}", ()))
         if options.files:
-            found.files.extend(_list_files(checkpoint))
+            found = found._replace(files=_list_files(checkpoint))
     return FOUND if found.incomplete or found.fault else FINE, _format(found, options)
 
 
 def _read_outline(options: Any) -> _Found | None:
     """Return what a checkpoint has by its outline, without torch; None if it has none, or is not whole."""
-    from shardckpt.engine import locate
-    from shardckpt.plugins import get_plugin_manager, hold_checkpoint, read_outline
-    from shardckpt.storage import file_size, has_local_files
+    from shardckpt.engine import find_local
+    from shardckpt.plugins import hold_plain, read_outline
+    from shardckpt.storage import file_size
 
-    plugins = get_plugin_manager()
-    location = locate(options.directory, plugins)
-    if not has_local_files(location) or not location.is_dir():
+    location = find_local(options.directory)
+    if location is None:
         return None
     try:
-        place, manifest = hold_checkpoint(location, plugins)
-        if manifest.record is None or any(
-            file_size(place / name) != size for name, size in manifest.record.list_files().items()
-        ):
+        held = hold_plain(location)
+        if held is None or any(file_size(held[0] / name) != size for name, size in held[1].list_files().items()):
             return None
-        outline = read_outline(place, manifest, plugins)
+        outline = read_outline(*held, OUTLINES)
     except CheckpointReplacedError:
         raise
     except (CheckpointingException, OSError):  # the strategy's way says better what it is
@@ -123,37 +152,44 @@ def _read_outline(options: Any) -> _Found | None:
     objects = sorted(key for key in outline.objects if key.startswith(options.prefix))
     if not tensors.keys and not objects and options.prefix:
         return None
-    header = read_header(manifest, options.directory)
+    record = held[1]
+    header = read_header(record, location)
     common = [] if options.prefix else sorted(outline.common)
-    found = _Found(options.directory, options.prefix, header, tensors, objects, common, "", [])
-    found.files.extend(_list_recorded_files(manifest.record) if options.files else ())
-    return found
+    files = _list_recorded_files(record) if options.files else ()
+    return _Found(options.directory, options.prefix, header, tensors, objects, common, "", [], files=files)
 
 
 def _format(found: _Found, options: Any) -> list[str]:
     if options.json:
-        return [json.dumps(_as_json(found))]
+        return [_as_json(found)]
     lines = _describe(found, options)
     if options.files:
         lines[2:3] = [table(("file", "bytes", "rank", "items"), sorted(found.files))]
     return lines
 
 
-@dataclass(frozen=True)
-class _Tensors:
-    """The listed tensors, in columns, since there may be 100,000."""
+class _Form(NamedTuple):
+    """What many of the tensors have in common."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+
+
+class _Tensors(NamedTuple):
+    """The listed tensors, in columns, since there may be 100,000: their keys, and of each the number of its form."""
 
     keys: list[str]
-    dtypes: list[str]
-    shapes: list[tuple[int, ...]]
-    sizes: list[int]
+    numbers: list[int]
+    forms: list[_Form]
 
-    def __iter__(self) -> Iterator[tuple[str, str, tuple[int, ...], int]]:
-        return zip(self.keys, self.dtypes, self.shapes, self.sizes, strict=True)
+    def list_sizes(self) -> list[int]:
+        """Return the bytes of each."""
+        sizes = [form.nbytes for form in self.forms]
+        return list(map(sizes.__getitem__, self.numbers))
 
 
-@dataclass(frozen=True)
-class _Found:
+class _Found(NamedTuple):
     """What is known of a checkpoint; of one prefix, without the common state."""
 
     directory: str
@@ -164,12 +200,15 @@ class _Found:
     common: list[str]
     fault: str
     incomplete: list[IncompleteFile]
-    scaled: list[str] = field(default_factory=list)
+    scaled: Sequence[str] = ()
     #: Rows of a table of the files, if they are asked for.
-    files: list[tuple[Any, ...]] = field(default_factory=list)
+    files: Sequence[tuple[Any, ...]] = ()
 
 
 def _collect(checkpoint: StoredCheckpoint, options: Any) -> _Found:
+    from shardckpt.engine import locate
+    from shardckpt.plugins import get_plugin_manager
+
     prefix = options.prefix
     columns = checkpoint.columns
     tensors = _make_tensors(_outline_columns(columns), options)
@@ -188,7 +227,7 @@ def _collect(checkpoint: StoredCheckpoint, options: Any) -> _Found:
     return _Found(
         options.directory,
         prefix,
-        read_header(checkpoint, options.directory),
+        read_header(checkpoint, locate(options.directory, get_plugin_manager())),
         tensors,
         objects,
         common,
@@ -210,20 +249,18 @@ def _outline_columns(columns: StoredColumns) -> Outline:
 
 def _make_tensors(outline: Outline, options: Any) -> _Tensors:
     """Return the tensors whose keys begin with the prefix, by key, or the largest first."""
-    keys, dtypes, shapes = outline.keys, outline.dtypes, outline.shapes
-    # most of many tensors have one of a few shapes and dtypes: each is converted once
-    sizes = {kind: math.prod(kind[1]) * outline.itemsizes[kind[0]] for kind in set(zip(dtypes, shapes, strict=True))}
-    prefix = options.prefix
-    chosen = [n for n, key in enumerate(keys) if key.startswith(prefix)] if prefix else [*range(len(keys))]
-    chosen.sort(key=keys.__getitem__)
+    keys, kinds = outline.keys, list(zip(outline.dtypes, outline.shapes, strict=True))
+    if prefix := options.prefix:
+        chosen = [number for number, key in enumerate(keys) if key.startswith(prefix)]
+        keys, kinds = [keys[number] for number in chosen], [kinds[number] for number in chosen]
+    # most of many tensors have one of a few shapes and dtypes
+    found = {kind: number for number, kind in enumerate(dict.fromkeys(kinds))}
+    forms = [_Form(dtype, shape, math.prod(shape) * outline.itemsizes[dtype]) for dtype, shape in found]
+    tensors = _Tensors(keys, list(map(found.__getitem__, kinds)), forms)
+    order = sorted(range(len(keys)), key=keys.__getitem__)
     if options.sort == "size":
-        chosen.sort(key=lambda n: -sizes[dtypes[n], shapes[n]])
-    return _Tensors(
-        [keys[n] for n in chosen],
-        [dtypes[n] for n in chosen],
-        [shapes[n] for n in chosen],
-        [sizes[dtypes[n], shapes[n]] for n in chosen],
-    )
+        order.sort(key=tensors.list_sizes().__getitem__, reverse=True)
+    return _Tensors([*map(keys.__getitem__, order)], [*map(tensors.numbers.__getitem__, order)], forms)
 
 
 def _describe(found: _Found, options: Any) -> list[str]:
@@ -233,28 +270,30 @@ def _describe(found: _Found, options: Any) -> list[str]:
     history = "".join(f", {name} {header[name]}" for name in ("id", "parent", "step") if header[name] is not None)
     title = f"{found.directory}: {header['backend']!r}, version {header['version']}{history}"
     if options.tree:
-        listing = make_tree(zip(tensors.keys, tensors.sizes, strict=True), options.depth)
+        listing = make_tree(zip(tensors.keys, tensors.list_sizes(), strict=True), options.depth)
     else:
-        shapes = {shape: "x".join(map(str, shape)) for shape in set(tensors.shapes)}
-        others = [*found.objects, *found.common]
-        blank = [""] * len(others)
-        listing = columns_table(
+        kinds = ["object"] * bool(found.objects) + ["common"] * bool(found.common)
+        first, last = len(tensors.forms), len(tensors.forms) + len(kinds) - 1
+        listing = grouped_table(
             ("key", "kind", "shape", "bytes"),
-            [*tensors.keys, *others],
-            [*tensors.dtypes, *["object"] * len(found.objects), *["common"] * len(found.common)],
-            [*map(shapes.__getitem__, tensors.shapes), *blank],
-            [*map(str, tensors.sizes), *blank],
+            [*tensors.keys, *found.objects, *found.common],
+            [*tensors.numbers, *[first] * len(found.objects), *[last] * len(found.common)],
+            [
+                *((form.dtype, "x".join(map(str, form.shape)), str(form.nbytes)) for form in tensors.forms),
+                *((kind, "", "") for kind in kinds),
+            ],
         )
-    total = sum(tensors.sizes)
+    total = sum(tensors.list_sizes())
     summary = f"{len(tensors.keys)} tensors of {total:,} bytes, {len(found.objects)} objects{_sum_dtypes(found)}"
     faults = [f"the common state cannot be read: {found.fault}"] if found.fault else []
-    faults += [f"incomplete: {file.name} {file.fault}{_affected(file, found.prefix)}" for file in found.incomplete]
+    shown = {*tensors.keys, *found.objects, *found.common}
+    faults += [f"incomplete: {file.name} {file.fault}{_affected(file, shown)}" for file in found.incomplete]
     return [title, _describe_writer(header), listing, *found.scaled, summary, *faults]
 
 
 def _describe_writer(header: dict[str, Any]) -> str:
     writer = header["writer"]
-    by = " and ".join(f"{name} {version}" for name, version in writer.items()) if writer else "another library"
+    by = " and ".join(f"{name} {version}" for name, version in writer.items()) if writer else header["library"]
     ranks = "" if header["ranks"] is None else f" on {header['ranks']} rank{'s' * (header['ranks'] != 1)}"
     at = "" if header["saved_at"] is None else time.strftime(", %Y-%m-%d %H:%M:%S", time.localtime(header["saved_at"]))
     return f"written by {by}{ranks}{at}; {header['bytes_on_disk']:,} bytes on disk"
@@ -263,8 +302,9 @@ def _describe_writer(header: dict[str, Any]) -> str:
 def _sum_dtypes(found: _Found) -> str:
     """Return how many bytes each dtype has, if there are several."""
     sums: dict[str, int] = {}
-    for dtype, nbytes in zip(found.tensors.dtypes, found.tensors.sizes, strict=True):
-        sums[dtype] = sums.get(dtype, 0) + nbytes
+    for number, count in Counter(found.tensors.numbers).items():
+        form = found.tensors.forms[number]
+        sums[form.dtype] = sums.get(form.dtype, 0) + count * form.nbytes
     largest_first = sorted(sums.items(), key=lambda item: -item[1])
     return (
         f"; bytes by dtype: {', '.join(f'{dtype} {nbytes:,}' for dtype, nbytes in largest_first)}"
@@ -280,20 +320,23 @@ def _list_files(checkpoint: StoredCheckpoint) -> list[tuple[Any, ...]]:
     return [(file.name, file.nbytes or "-", "-", len(file.keys)) for file in checkpoint.list_files()]
 
 
-def _list_recorded_files(record: Record) -> list[tuple[Any, ...]]:
+def _list_recorded_files(record: PlainRecord | Record) -> list[tuple[Any, ...]]:
     return [(file.name, file.size, file.rank, file.keys) for file in record.files]
 
 
-def _as_json(found: _Found) -> dict[str, Any]:
-    return {
-        "checkpoint": found.directory,
-        **found.header,
-        "tensors": [dict(zip(("key", "dtype", "shape", "nbytes"), row, strict=True)) for row in found.tensors],
+def _as_json(found: _Found) -> str:
+    before = {"checkpoint": found.directory, **found.header}
+    after = {
         "objects": found.objects,
         "common": found.common,
         "common_fault": found.fault,
         "incomplete_files": [{"name": f.name, "fault": f.fault, "keys": f.keys} for f in found.incomplete],
     }
+    # no object for each tensor: what those of one form have in common is encoded once
+    keys = map(encode_basestring_ascii, found.tensors.keys)
+    ends = [json.dumps(form._asdict())[1:] for form in found.tensors.forms]
+    rows = (f'{{"key": {key}, {ends[number]}' for key, number in zip(keys, found.tensors.numbers, strict=True))
+    return f'{json.dumps(before)[:-1]}, "tensors": [{", ".join(rows)}], {json.dumps(after)[1:]}'
 
 
 def _read_common(checkpoint: StoredCheckpoint) -> tuple[list[str], str]:
@@ -306,6 +349,7 @@ def _read_common(checkpoint: StoredCheckpoint) -> tuple[list[str], str]:
         return [], str(exc)
 
 
-def _affected(file: IncompleteFile, prefix: str) -> str:
-    keys = [key for key in file.keys if key.startswith(prefix)]
+def _affected(file: IncompleteFile, shown: set[str]) -> str:
+    """Return which of the listed keys are in a file: it may have objects for other libraries, too, which are not."""
+    keys = [key for key in file.keys if key in shown]
     return f"; {len(keys)} tensors and objects cannot be read completely: {listed(keys)}" if keys else ""

@@ -2,9 +2,11 @@
 
 The fingerprint is of all tensors together, where the save has stored fingerprints: equal for equal keys and values.
 
-Those of other libraries are recognised by content. JSON files, indexes and sizes are looked at; bytes are not compared:
-verify does that, and what verify --mark has found is said, as are the leases and pins that keep a checkpoint from
-removal. Exit code: 1 if a checkpoint is damaged or incomplete, is marked as failed, or cannot be read here.
+Those of other libraries are recognised by content, files of torch.save and safetensors in the folder among them. JSON
+files, indexes and sizes are looked at, of DeepSpeed's files and torch.save's their directories and pickles; bytes of
+tensors are not compared: verify does that, and what verify --mark has found is said, as are the leases and pins that
+keep a checkpoint from removal. Exit code: 1 if a checkpoint is damaged or incomplete, is marked as failed, or cannot be
+read here.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardckpt.cli.exit_codes import FINE, FOUND
@@ -69,7 +72,7 @@ def _row(found: CheckpointSummary) -> tuple[Any, ...]:
         "-" if found.saved_at is None else format_seconds(time.time() - found.saved_at),
         format_bytes(found.nbytes),
         found.strategy or "-",
-        found.writer.partition(",")[0] or ("another library" if found.strategy else "-"),
+        found.writer.partition(",")[0] or found.library or ("another library" if found.strategy else "-"),
         found.fingerprint[:_DIGITS] or "-",
         ", ".join((state, *filter(None, [found.mark]), *found.held)),
     )
@@ -86,18 +89,21 @@ def _summarize(folder: str, found: Sequence[CheckpointSummary]) -> list[str]:
 
     checkpoints = [each for each in found if each.is_checkpoint]
     whole = sum(each.state == "whole" for each in checkpoints)
-    lines = [f"{len(checkpoints)} checkpoints, {whole} whole, {format_bytes(sum(e.nbytes for e in checkpoints))}"]
+    many = f"{len(checkpoints)} checkpoint{'s' * (len(checkpoints) != 1)}"
+    lines = [f"{many}, {whole} whole, {format_bytes(sum(e.nbytes for e in checkpoints))}"]
     sums: dict[str, int] = {}
     for each in found:
         sums[_name_state(each)] = sums.get(_name_state(each), 0) + each.nbytes
     if len(sums) > 1:
         by_state = ", ".join(f"{state} {format_bytes(nbytes)}" for state, nbytes in sums.items())
         lines.append(f"on disk: {format_bytes(sum(sums.values()))}: {by_state}")
-    if "://" not in folder and (left := prune_leftovers(folder, dry_run=True)):
+    # a file has none beside it
+    if "://" not in folder and not Path(folder).is_file() and (left := prune_leftovers(folder, dry_run=True)):
         used = sum(bool(each.kept) for each in left)
         size = format_bytes(sum(each.nbytes for each in left))
+        hidden = "directory" if len(left) == 1 else "directories"
         lines.append(
-            f"beside them {len(left)} hidden directories of saves and removals, {size}, of which {used} may be in use: "
+            f"beside them {len(left)} hidden {hidden} of saves and removals, {size}, of which {used} may be in use: "
             f"`shardckpt prune {folder} --dry-run` names them"
         )
     return lines

@@ -13,7 +13,7 @@ same weights, nor on --memory. Tensors that are not floating-point must be equal
 the last SRC, or see --base.
 
 DST is complete or absent: before it gets its name it is read again, and fingerprints are compared. A merge that was
-killed starts anew when it is run again, and removes what the killed one has left.
+killed goes on, as a conversion does, when it is run again with the same sources and options on the same host.
 
 exit codes:
   0  merged
@@ -25,7 +25,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
-from shardckpt.cli.convert import add_target_options, read_target_options
+from shardckpt.cli.convert import add_target_options, describe_left_out, read_target_options
 
 if TYPE_CHECKING:
     from shardckpt.maintenance import MergeReport
@@ -78,6 +78,7 @@ def run(options: Any) -> int:
 
     if options.base is not None and not 1 <= options.base <= len(options.sources):
         raise CheckpointingException(f"--base {options.base}: there are {len(options.sources)} SRC, numbered from 1")
+    target = read_target_options(options)
     with show_progress("convert", "merge"):  # a merge is a conversion of what it reads
         report = merge_checkpoints(
             options.sources,
@@ -88,7 +89,7 @@ def run(options: Any) -> int:
             optimizer=options.optimizer,
             missing=options.missing,
             base=-1 if options.base is None else options.base - 1,
-            **read_target_options(options),
+            **target,
         )
     print(_encode(report) if options.json else _describe(report, options.target))
     return 0
@@ -140,8 +141,9 @@ def _describe(report: MergeReport, target: str) -> str:
         for number, (source, weight) in enumerate(zip(report.sources, report.weights, strict=True))
     ]
     lines = [table(("weight", "source"), rows)]
-    if written.left_out:
-        lines.append(f"not written: {listed(list(written.left_out))}")
+    if written.resumed:
+        lines.append(f"went on with {written.resumed:,} bytes that a killed merge had written")
+    lines += describe_left_out(written)
     if written.rewritten:
         places = [f"{place} ({kind})" for place, kind in written.rewritten.items()]
         lines.append(f"written as builtin types: {listed(places)}")

@@ -30,7 +30,7 @@ def add(verbs: Any) -> None:
         "--memory",
         default="256MiB",
         metavar="SIZE",
-        help="most bytes of tensors in memory, with --to BACKEND; larger tensors are stored in parts (256MiB)",
+        help="most bytes in memory, with --to BACKEND; larger tensors are stored in parts (256MiB)",
     )
     parser.add_argument(
         "--overwrite",
@@ -44,17 +44,19 @@ def run(options: Any) -> int:
     """Migrate or convert, and print what was done. Return the exit code."""
     from shardckpt.cli.progress import show_progress
     from shardckpt.errors import listed
-    from shardckpt.huggingface import parse_size
     from shardckpt.maintenance import convert_checkpoint, migrate_checkpoint
+    from shardckpt.storage import parse_size
 
     if options.to is None or isinstance(options.to, int):
         with show_progress("migrate"):
             backend, old, new = migrate_checkpoint(options.old, options.new, options.to, overwrite=options.overwrite)
         print(f"{options.new}: {backend} version {new}, rewritten from version {old}")
         return 0
-    memory = parse_size(options.memory, "--memory")
+    budget = parse_size(options.memory, "--memory")
     with show_progress("convert"):
-        report = convert_checkpoint(options.old, options.new, options.to, memory=memory, overwrite=options.overwrite)
+        report = convert_checkpoint(
+            options.old, options.new, options.to, memory_budget=budget, overwrite=options.overwrite
+        )
     print(
         f"{options.new}: {' version '.join(map(str, report.new))}, rewritten from "
         f"{' version '.join(map(str, report.old))}: {report.tensors:,} tensors of {report.nbytes:,} bytes, "

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pydoc
-import shutil
 import sys
 from typing import TYPE_CHECKING
 
@@ -14,7 +12,11 @@ if TYPE_CHECKING:
 def page(lines: Sequence[str]) -> None:
     """Print lines; through ``$PAGER`` if standard output is a terminal on which they do not fit (``cat`` for none)."""
     text = "\n".join(lines)
-    if sys.stdout.isatty() and text.count("\n") + 1 >= shutil.get_terminal_size().lines:
-        pydoc.pager(f"{text}\n")
-    else:
-        print(text)
+    if sys.stdout.isatty():
+        import pydoc  # both are slow to import, and only needed here
+        import shutil
+
+        if text.count("\n") + 1 >= shutil.get_terminal_size().lines:
+            pydoc.pager(f"{text}\n")
+            return
+    print(text)

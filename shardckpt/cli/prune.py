@@ -1,8 +1,15 @@
-"""Remove the hidden directories that killed saves, overwrites, exports and removals have left beside checkpoints.
+"""Remove what killed saves, overwrites, exports and removals have left beside checkpoints, or on a store.
+
+In a directory these are hidden directories, on a store the objects of a save that has not committed them, and the parts
+of objects that it had not sent to the end (S3, with s3fs).
 
 With --keep-latest, --keep-every, --keep-near, --keep-hours, --keep-best or --keep-verified also the checkpoints of
 steps that none of these keeps, as a CheckpointManager does: only complete ones, never the newest or the newest verified
 one. What a living process may use is kept, and so is what may be the only copy of a checkpoint; its row says why.
+
+A step counts as complete if its files are there and have their sizes: what is left may be damaged. With --verify the
+newest step that shardckpt wrote is read before anything is removed, and if it is not as it was written the next older
+one, until one is intact, which is kept.
 Exit code: 2 if something could not be removed.
 """
 
@@ -18,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from shardckpt.engine import PruneResult
-    from shardckpt.manager import StepResult
+    from shardckpt.manager import CheckpointSummary, StepResult
 
 
 def add(verbs: Any) -> None:
@@ -26,9 +33,7 @@ def add(verbs: Any) -> None:
     parser = verbs.add_parser(
         "prune", help="remove what killed saves have left, and steps that are not kept", description=__doc__
     )
-    parser.add_argument(
-        "path", nargs="?", help="a folder of checkpoints, or one checkpoint; a URL only with --keep-..."
-    )
+    parser.add_argument("path", nargs="?", help="a folder of checkpoints, or one checkpoint: a directory or a URL")
     parser.add_argument(
         "--spool",
         nargs="?",
@@ -66,40 +71,94 @@ def add(verbs: Any) -> None:
     parser.add_argument(
         "--keep-step", type=int, action="append", default=[], metavar="STEP", help="keep a step; may be repeated"
     )
+    parser.add_argument(
+        "--verify",
+        action="store_true",
+        help="first verify the newest steps until one is intact, and mark them as `shardckpt verify --mark` does, also "
+        "with --dry-run; a step that is marked is not read again",
+    )
     parser.add_argument("--dry-run", action="store_true", help="print what would be removed, and remove nothing")
     parser.set_defaults(run=run, parser=parser)
 
 
 def run(options: Any) -> int:
     """Prune, and print a row per step and leftover. Return 0 if all that is not needed was removed, else 2."""
-    from shardckpt.engine import prune_leftovers, prune_spools
+    from shardckpt.engine import explain_unseen_uploads, prune_leftovers, prune_spools
     from shardckpt.manager import prune_steps
 
-    if options.path is None and options.spool is None:
-        options.parser.error("give a PATH, or --spool")
     policies = _make_policies(options)
-    if options.path is None and policies:
-        options.parser.error("options that keep steps, such as --keep-latest, need a PATH: the folder of the steps")
-    if options.keep_step and not policies:
-        options.parser.error("--keep-step keeps steps that a policy would remove: give one, such as --keep-latest 3")
+    _refuse_wrong_calls(options, policies)
     steps: list[StepResult] = []
+    if options.verify:
+        _verify_newest(options)
     if policies:
         steps = prune_steps(options.path, policies, options.keep_step, dry_run=options.dry_run)
         _print_rows("checkpoint", steps, options)
         if not steps:
             print(f"{options.path} has no directory of a step")
     results: list[PruneResult] = []
-    if options.path is not None and "://" not in options.path:
+    if options.path is not None:
         results += prune_leftovers(options.path, options.older_than, dry_run=options.dry_run)
-    elif options.path is not None and not policies:
-        prune_leftovers(options.path)  # which says why a store has none
     if options.spool is not None:
         results += prune_spools(options.spool or None, options.older_than, dry_run=options.dry_run)
     _print_rows("leftover", results, options)
     everything: list[PruneResult | StepResult] = [*steps, *results]
+    if options.path is not None and (unseen := explain_unseen_uploads(options.path)):
+        print(unseen)
     freed = sum(result.nbytes for result in everything if not result.kept and not result.error)
-    print(f"{freed} bytes {'would be ' * options.dry_run}freed")
+    print(f"{freed:,} bytes {'would be ' * options.dry_run}freed")
     return FAILED if any(result.error for result in everything) else FINE
+
+
+def _refuse_wrong_calls(options: Any, policies: list[Any]) -> None:
+    """Exit with the parser's error if options do not go together."""
+    if options.path is None and options.spool is None:
+        options.parser.error("give a PATH, or --spool")
+    if options.path is None and policies:
+        options.parser.error("options that keep steps, such as --keep-latest, need a PATH: the folder of the steps")
+    if options.keep_step and not policies:
+        options.parser.error("--keep-step keeps steps that a policy would remove: give one, such as --keep-latest 3")
+    if options.verify and not policies:
+        options.parser.error("--verify is for options that keep steps: give one, such as --keep-latest 3")
+
+
+def _verify_newest(options: Any) -> None:
+    """Mark the newest intact step of each way to name steps, and the newer ones that are not; print a row for each."""
+    from itertools import groupby
+
+    from shardckpt.cli.failure import print_error
+    from shardckpt.cli.progress import show_progress
+    from shardckpt.cli.verify import check
+    from shardckpt.engine import locate
+    from shardckpt.manager import list_checkpoints, parse_step
+    from shardckpt.plugins import get_plugin_manager
+
+    def name_family(found: CheckpointSummary) -> str:
+        return found.name.rstrip("0123456789")
+
+    rows = []
+    # A mark names a save of ours: of other libraries' checkpoints the sizes of files are all that is compared.
+    listed = [each for each in list_checkpoints(options.path) if each.state == "whole" and each.writer]
+    own = str(locate(options.path, get_plugin_manager()))  # a checkpoint itself is listed, and is no step to prune
+    found = [each for each in listed if parse_step(each.name) is not None and each.path != own]
+    with show_progress("verify"):
+        for _, family in groupby(sorted(found, key=name_family), name_family):
+            for each in sorted(family, key=lambda each: -(each.step or 0)):
+                if each.mark and not each.has_failed:
+                    break
+                if each.has_failed:
+                    continue
+                path = f"{options.path.rstrip('/')}/{each.name}"
+                answer = check(path, mark=True)
+                if answer.error is not None:
+                    print_error(answer.error, options)
+                rows.append(
+                    (path, "verified" if answer.exit_code == FINE else "failed" if answer.files else "no answer")
+                )
+                if answer.exit_code == FINE:
+                    break
+    if rows:
+        print(table(("checkpoint", "verification"), rows))
 
 
 def _print_rows(what: str, results: Sequence[PruneResult | StepResult], options: Any) -> None:

@@ -36,7 +36,11 @@ def run(options: Any) -> int:
             f"{options.prefix!r} (keys: {listed(sorted(before), limit=6) or 'none'})"
         )
     verb, freed = ("would be removed", "would be free") if options.dry_run else ("removed", "are free")
-    print(f"{options.directory}: {len(report.keys)} of {len(before)} keys {verb}: {listed(report.keys)}")
+    # what only readers of other libraries find is no key to us, and goes with the tensors and objects
+    keys = [key for key in report.keys if key in before]
+    others = len(report.keys) - len(keys)
+    also = f", and {others} objects for readers of other libraries alone" if others else ""
+    print(f"{options.directory}: {len(keys)} of {len(before)} keys {verb}{also}: {listed(keys or report.keys)}")
     for what, files in (("deleted files", report.dropped), ("rewritten files", report.rewritten)):
         if files:
             print(f"{what}: {listed(files)}")

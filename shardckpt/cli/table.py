@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from itertools import repeat
+from operator import add
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+
+#: Dashes under the name of the last column, at most.
+_LONGEST_RULE = 40
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
@@ -28,7 +34,33 @@ def columns_table(header: Sequence[str], *columns: Sequence[str]) -> str:
     """
     full = []
     for number, (name, column) in enumerate(zip(header, columns, strict=True), 1):
-        width = max(map(len, (name, *column)))
-        cells = [name, "-" * width, *column]
-        full.append(cells if number == len(columns) else [cell.ljust(width) for cell in cells])
-    return "\n".join(["  ".join(row).rstrip() for row in zip(*full, strict=True)])
+        different = {name, *column}
+        width = max(map(len, different))
+        # nothing is right of the last column, whose texts may be reasons of several lines of a terminal
+        cells = [name, "-" * (width if number < len(columns) else min(width, _LONGEST_RULE)), *column]
+        if number < len(columns):
+            # of 100,000 tensors, most have one of a few dtypes, shapes and sizes
+            padded = {cell: cell.ljust(width) for cell in (*different, cells[1])}
+            cells = list(map(padded.__getitem__, cells))
+        full.append(cells)
+    return "\n".join(map(str.rstrip, map("  ".join, zip(*full, strict=True))))
+
+
+def grouped_table(
+    header: Sequence[str], firsts: Sequence[str], groups: Sequence[int], rows: Sequence[Sequence[str]]
+) -> str:
+    """Return the same, where all cells behind the first are those of one of a few rows: 100,000 in few steps.
+
+    Args:
+        header: Names of the columns.
+        firsts: The first cell of each row.
+        groups: The number of the row that has its other cells.
+        rows: The other cells, of rows that are all in ``groups``.
+    """
+    width = max(map(len, (header[0], *firsts)))
+    if not rows:
+        return table(header, [])
+    lines = table(header[1:], rows).split("\n")
+    heads = [f"{cell.ljust(width)}  {line}" for cell, line in zip((header[0], "-" * width), lines[:2], strict=True)]
+    ends = [f"  {line}" for line in lines[2:]]
+    return "\n".join([*heads, *map(add, map(str.ljust, firsts, repeat(width)), map(ends.__getitem__, groups))])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING
 
 from shardckpt.cli.table import table
@@ -17,26 +18,33 @@ def make_tree(sizes: Iterable[tuple[str, int]], depth: int | None = None) -> str
         sizes: Key and bytes of each tensor; the parts of a key are joined by dots, and the last one is no module.
         depth: The deepest level that is shown; by default all are.
     """
-    modules: dict[str, tuple[int, int]] = {}
+    modules: dict[str, tuple[int, int]] = {"": (0, 0)}
     for key, size in sizes:
-        module = key.rpartition(".")[0]
+        inner = key.rpartition(".")[0]
+        module = inner and f".{inner}"  # "" of all, ".a.b" of those in a.b
         count, total = modules.get(module, (0, 0))
         modules[module] = (count + 1, total + size)
-    sums: dict[tuple[str, ...], list[int]] = {(): [0, 0]}
-    for module, (count, nbytes) in modules.items():
-        parts = module.split(".") if module else []
-        for end in range(len(parts) + 1):
-            found = sums.setdefault(tuple(parts[:end]), [0, 0])
-            found[0] += count
-            found[1] += nbytes
+    for module in [*modules]:
+        while module and (module := module.rpartition(".")[0]) not in modules:
+            modules[module] = (0, 0)
+    for module in sorted(modules, key=_depth, reverse=True):
+        if module:  # it has its own by now, and those of all below it
+            (count, total), above = modules[module], module.rpartition(".")[0]
+            modules[above] = (modules[above][0] + count, modules[above][1] + total)
+    shown = (module for module in modules if depth is None or _depth(module) <= depth)
     rows = [
-        ("  " * len(path) + (path[-1] if path else "(all)"), f"{count:,}", f"{nbytes:,}")
-        for path, (count, nbytes) in sorted(sums.items(), key=lambda item: [*map(_order, item[0])])
-        if depth is None or len(path) <= depth
+        ("  " * _depth(module) + (module.rpartition(".")[2] if module else "(all)"), f"{count:,}", f"{nbytes:,}")
+        for module in sorted(shown, key=lambda module: [*map(_order, module.split("."))])
+        for count, nbytes in [modules[module]]
     ]
     return table(("module", "tensors", "bytes"), rows)
 
 
+def _depth(module: str) -> int:
+    return module.count(".")
+
+
+@functools.cache
 def _order(part: str) -> tuple[int, str]:
     """Order layers by number: 2 before 10."""
     return (int(part), "") if part.isascii() and part.isdecimal() else (-1, part)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import re
 from typing import TYPE_CHECKING, Any
@@ -36,6 +35,8 @@ def describe_values(checkpoint: StoredCheckpoint, key: str, index: tuple[Any, ..
     Raises:
         KeyMismatchError: no such tensor is stored.
     """
+    import dataclasses  # slow to import
+
     from shardckpt.maintenance import compute_statistics
 
     if key not in checkpoint:

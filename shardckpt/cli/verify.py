@@ -22,8 +22,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -71,7 +71,7 @@ def add(verbs: Any) -> None:
 
 
 @dataclass(frozen=True)
-class _Answer:
+class Answer:
     """What was found of a checkpoint: its files, or the error for which there is none."""
 
     path: str
@@ -82,6 +82,8 @@ class _Answer:
 
 def run(options: Any) -> int:
     """Print a row per file, and a summary; of several checkpoints rows of bad files. Return the exit code."""
+    from concurrent.futures import ThreadPoolExecutor
+
     from shardckpt import settings
     from shardckpt.cli.progress import show_progress
     from shardckpt.manager import find_checkpoints
@@ -89,7 +91,9 @@ def run(options: Any) -> int:
     paths = list(dict.fromkeys(found for path in options.paths for found in find_checkpoints(path)))
     threads = ThreadPoolExecutor(min(len(paths), settings.io_threads()))
     with show_progress("verify"), threads:
-        answers = list(threads.map(lambda path: _verify(path, options), paths))
+        answers = list(
+            threads.map(lambda path: check(path, mark=options.mark, require_digests=options.require_digests), paths)
+        )
     for answer in answers:
         if answer.error is not None:
             print_error(answer.error, options)
@@ -100,15 +104,25 @@ def run(options: Any) -> int:
     return max(answer.exit_code for answer in answers)
 
 
-def _verify(path: str, options: Any) -> _Answer:
+def check(path: str, *, mark: bool = False, require_digests: bool = False) -> Answer:
+    """Verify a checkpoint, and keep the verdict beside it if that is asked for.
+
+    Args:
+        path: The checkpoint's directory or URL, or a file.
+        mark: Whether to keep the verdict.
+        require_digests: Whether a file without a digest counts as damaged, for the exit code.
+
+    Returns:
+        What was found; an error that is a checkpoint's, or a store's, is in it.
+    """
     from shardckpt.engine import is_damage
     from shardckpt.maintenance import DAMAGED, INTACT, NO_ANSWER, get_exit_code, has_digests, verify_checkpoint
     from shardckpt.manager import identify_save, mark_checkpoint
 
     try:
-        save = identify_save(path) if options.mark else None
+        save = identify_save(path) if mark else None
         files = verify_checkpoint(path)
-        code = get_exit_code(files, require_digests=options.require_digests)
+        code = get_exit_code(files, require_digests=require_digests)
         found = get_exit_code(files)  # that a file has no digest is no fault of it
         if save is not None and found != NO_ANSWER:
             own = [file for file in files if not file.foreign]
@@ -122,25 +136,33 @@ def _verify(path: str, options: Any) -> _Answer:
                 faults=[file.fault if file.name in file.fault else f"{file.name}: {file.fault}" for file in bad],
             )
     except CheckpointingException as exc:
-        return _Answer(path, (), DAMAGED if is_damage(exc) else NO_ANSWER, exc)
-    return _Answer(path, files, code)
+        return Answer(path, (), DAMAGED if is_damage(exc) else NO_ANSWER, exc)
+    return Answer(path, files, code)
 
 
-def _print_answers(answers: Sequence[_Answer]) -> None:
+def _print_answers(answers: Sequence[Answer]) -> None:
     several = len(answers) > 1
     for answer in answers:
         shown = [file for file in answer.files if file.fault or not several]
         if shown:
-            print(table(("file", "bytes", "result"), [(r.name, r.nbytes, _said(r)) for r in shown]))
-        if answer.error is None:
+            print(table(("file", "bytes", "result"), [(r.name, r.nbytes, _said(r, answer.path)) for r in shown]))
+        if answer.error is None and (shown or not several):
             print(f"{answer.path}: {_summary(answer.files)}")
     if several:
+        from shardckpt.cli.amounts import format_bytes
+
+        rows = []
+        for answer in answers:
+            own = [file for file in answer.files if not file.foreign]
+            size = format_bytes(sum(file.nbytes for file in own)) if own else "-"
+            rows.append((answer.path, len(own) or "-", size, _name_verdict(answer)))
+        print(table(("checkpoint", "files", "size", "result"), rows))
         counts = Counter(map(_name_verdict, answers))
         said = ", ".join(f"{count} {verdict}" for verdict, count in counts.items())
         print(f"{len(answers)} checkpoints: {said}")
 
 
-def _name_verdict(answer: _Answer) -> str:
+def _name_verdict(answer: Answer) -> str:
     from shardckpt.maintenance import INTACT, get_exit_code, has_digests
 
     if answer.error is None and get_exit_code(answer.files) == INTACT:
@@ -148,7 +170,7 @@ def _name_verdict(answer: _Answer) -> str:
     return "without an answer" if answer.exit_code == FAILED else "damaged"
 
 
-def _as_json(answer: _Answer) -> dict[str, Any]:
+def _as_json(answer: Answer) -> dict[str, Any]:
     return {
         "checkpoint": answer.path,
         "exit_code": answer.exit_code,
@@ -157,10 +179,23 @@ def _as_json(answer: _Answer) -> dict[str, Any]:
     }
 
 
-def _said(result: FileResult) -> str:
+def _said(result: FileResult, path: str) -> str:
     if result.foreign:
         return "not a file of this checkpoint"
-    return result.fault or ("as written" if result.checked == "digests" else "its structure is valid; it has no digest")
+    return _shorten(result, path) or (
+        "as written" if result.checked == "digests" else "its structure is valid; it has no digest"
+    )
+
+
+def _shorten(result: FileResult, path: str) -> str:
+    """Return a file's fault without the checkpoint's path, and without the file's name where it is the first word."""
+    text = result.fault
+    # an error has the absolute or the real path; to take a relative one out of it would leave the path of another file
+    named = path.rstrip("/") if "://" in path else os.path.abspath(path)  # noqa: PTH100 - links stay
+    for place in dict.fromkeys((named, os.path.realpath(path))):
+        own = place if os.path.basename(place) == result.name else f"{place}/{result.name}"  # noqa: PTH119 - or a URL
+        text = text.replace(own, result.name).replace(f"{place}/", "")
+    return text.removeprefix(f"{result.name}: ").removeprefix(f"{result.name} ")
 
 
 def _summary(results: Sequence[FileResult]) -> str:

@@ -21,7 +21,9 @@ if TYPE_CHECKING:
         staging_directory,
         staging_path,
     )
+    from shardckpt.commit.deletion import delete_objects
     from shardckpt.commit.leftovers import (
+        create_spool,
         find_leftovers,
         find_spools,
         freed_bytes,
@@ -44,6 +46,7 @@ if TYPE_CHECKING:
         stem,
         temporary_name,
     )
+    from shardckpt.commit.unfinished import Unfinished, find_unfinished, remove_unfinished, why_unfinished_kept
     from shardckpt.commit.upload import Upload, delete_if_failed, is_under_way, open_stream, upload_files
 
 __getattr__ = lazy_getattr(
@@ -63,7 +66,9 @@ __getattr__ = lazy_getattr(
             "staging_directory",
             "staging_path",
         ),
+        "deletion": ("delete_objects",),
         "leftovers": (
+            "create_spool",
             "find_leftovers",
             "find_spools",
             "freed_bytes",
@@ -95,6 +100,12 @@ __getattr__ = lazy_getattr(
             "stem",
             "temporary_name",
         ),
+        "unfinished": (
+            "Unfinished",
+            "find_unfinished",
+            "remove_unfinished",
+            "why_unfinished_kept",
+        ),
         "upload": (
             "Upload",
             "delete_if_failed",
@@ -110,19 +121,23 @@ __all__ = [
     "STAGING",
     "Leftover",
     "Owner",
+    "Unfinished",
     "Upload",
     "adopt_staging",
     "check_target",
     "claim_name",
     "clear_tombstones",
     "commit_staging",
+    "create_spool",
     "create_staging",
     "delete_checkpoint",
     "delete_if_failed",
+    "delete_objects",
     "discard_staging",
     "find_foreign",
     "find_leftovers",
     "find_spools",
+    "find_unfinished",
     "freed_bytes",
     "get_save_id",
     "is_free",
@@ -139,6 +154,7 @@ __all__ = [
     "release_name",
     "remove_free",
     "remove_leftover",
+    "remove_unfinished",
     "replace_target",
     "spool_folder",
     "staging_directory",
@@ -147,4 +163,5 @@ __all__ = [
     "temporary_name",
     "upload_files",
     "why_kept",
+    "why_unfinished_kept",
 ]

@@ -213,7 +213,8 @@ def replace_target(staging: Path, target: Path, owned: Collection[str], old: os.
     if old is not None and not _is_directory(target, old):
         raise replaced_error(target, "what would take its place was made from another save than what is there")
     aside = target.with_name(temporary_name(target.name, REPLACED, new_save_id()))
-    new = staging.stat()  # after an error the inode at the target tells how far the swap came
+    with wrap_os_errors("look at", staging):
+        new = staging.stat()  # after an error the inode at the target tells how far the swap came
     claim_name(aside.name)
     try:
         with wrap_os_errors("replace", target):
@@ -289,7 +290,10 @@ def _make_directory(path: Path) -> None:
     if path.is_dir():
         return
     _make_directory(path.parent)
-    path.mkdir(exist_ok=True)
+    try:
+        path.mkdir(exist_ok=True)
+    except FileExistsError as exc:  # of a file: "exists" alone would not say what is wrong
+        raise NotADirectoryError(errno.ENOTDIR, f"{path} is not a directory") from exc
     sync_directory(path.parent)
 
 

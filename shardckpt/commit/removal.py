@@ -6,25 +6,22 @@ deleted. A store has no rename: there an in-progress object is uploaded, and ``m
 
 from __future__ import annotations
 
-import logging
 import os
 from typing import TYPE_CHECKING
 
+from shardckpt.commit.claim import REMOVAL_IN_PROGRESS
+from shardckpt.commit.deletion import delete_object, delete_objects
+from shardckpt.commit.generations import list_recorded
 from shardckpt.commit.leftovers import find_leftovers, remove_free
 from shardckpt.commit.staging_names import REMOVED, new_save_id, temporary_name
-from shardckpt.commit.upload import REMOVAL_IN_PROGRESS, delete_object, delete_objects
-from shardckpt.errors import CorruptCheckpointError, VersionTooNewError
-from shardckpt.manifest import MARKER_NAME, RECORD_LIMIT, RECORD_NAME, Record
-from shardckpt.storage import RemotePath, can_rename, list_objects, read_file, wrap_os_errors
+from shardckpt.manifest import MARKER_NAME, RECORD_NAME, find_generation
+from shardckpt.storage import RemotePath, can_rename, list_objects, wrap_os_errors
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
     from shardckpt.storage import RemoteFolder
-
-
-logger = logging.getLogger(__name__)
 
 
 def make_tombstone(directory: Path) -> None:
@@ -50,7 +47,8 @@ def clear_tombstones(folder: Path, owned: Callable[[str], bool]) -> None:
 def delete_checkpoint(folder: RemoteFolder) -> None:
     """Delete a checkpoint's objects from a store; after a crash no load finds it, and another call continues.
 
-    These are all objects at its URL, and those in folders that its record names: others there may be anybody's.
+    These are all objects at its URL, its generations, and what its record names in other folders, where the rest may be
+    anybody's.
 
     Raises:
         StorageError: some objects could not be deleted.
@@ -70,17 +68,10 @@ def delete_checkpoint(folder: RemoteFolder) -> None:
 def _find_own(folder: RemoteFolder) -> set[str]:
     """Return the objects at a checkpoint's URL that are the checkpoint's."""
     found = set(list_objects(folder))
-    in_folders = {name for name in found if "/" in name}
-    if not in_folders or RECORD_NAME not in found:
-        return found - in_folders
-    path = RemotePath(folder) / RECORD_NAME
-    try:
-        recorded = set(Record.parse(read_file(path, RECORD_LIMIT)).list_files())
-    except (ValueError, RecursionError, CorruptCheckpointError, VersionTooNewError) as exc:
-        why = str(exc).partition("\n")[0]
-        logger.warning("objects in folders stay, since %s does not say which are the checkpoint's: %s", path, why)
-        recorded = set()
-    return found - (in_folders - recorded)
+    in_folders = {name for name in found if "/" in name and not find_generation(name)}
+    if not in_folders:
+        return found
+    return found - (in_folders - (list_recorded(folder, found) or set()))
 
 
 def is_half_deleted(directory: Path) -> bool:

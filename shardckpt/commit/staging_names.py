@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-import uuid
 from typing import TYPE_CHECKING, NamedTuple
 
 from shardckpt.commit.owner import Owner
@@ -65,6 +64,8 @@ class Leftover(NamedTuple):
 
 def new_save_id() -> str:
     """Return an id that no other save has: 128 random bits in hex."""
+    import uuid  # slow to import, and only needed here
+
     return uuid.uuid4().hex
 
 

@@ -9,7 +9,16 @@ from shardckpt import lazy_getattr
 if TYPE_CHECKING:
     from shardckpt.distributed.comm import Comm
     from shardckpt.distributed.error_report import ErrorReport, replace_text
-    from shardckpt.distributed.pickling import PicklingError, can_be_pickled, pickle_value, try_pickle, unpickle_trusted
+    from shardckpt.distributed.pickling import (
+        PicklingError,
+        SharedPickle,
+        can_be_pickled,
+        pickle_parts,
+        pickle_value,
+        try_pickle,
+        unpickle_parts,
+        unpickle_trusted,
+    )
     from shardckpt.distributed.routing import find_owner, join_parts, place_owner, split_parts
 
 __getattr__ = lazy_getattr(
@@ -22,9 +31,12 @@ __getattr__ = lazy_getattr(
         ),
         "pickling": (
             "PicklingError",
+            "SharedPickle",
             "can_be_pickled",
+            "pickle_parts",
             "pickle_value",
             "try_pickle",
+            "unpickle_parts",
             "unpickle_trusted",
         ),
         "routing": (
@@ -40,13 +52,16 @@ __all__ = [
     "Comm",
     "ErrorReport",
     "PicklingError",
+    "SharedPickle",
     "can_be_pickled",
     "find_owner",
     "join_parts",
+    "pickle_parts",
     "pickle_value",
     "place_owner",
     "replace_text",
     "split_parts",
     "try_pickle",
+    "unpickle_parts",
     "unpickle_trusted",
 ]

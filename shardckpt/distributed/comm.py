@@ -43,6 +43,8 @@ from shardckpt.tensors import pack_bytes, view_tensor
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from contextlib import AbstractContextManager
+    from types import TracebackType
 
     from shardckpt.distributed.routing import Hop
 
@@ -58,7 +60,7 @@ _AT_ONCE = 16 << 20
 #: which even a few bytes take a step for each rank. More bytes, as of 10,000 ranks, go by the backend's own algorithm.
 MAX_BYTES_BY_MAIN = 512 << 10
 #: Numbers that one sync of errors carries, at most.
-_SYNC_NUMBERS = 6
+_SYNC_NUMBERS = 7
 #: Bytes of a sync of errors.
 SYNC_BYTES = 8 * (1 + _SYNC_NUMBERS)
 #: The last few collectives, still referenced here. A thread of gloo drops its reference to a collective just after it
@@ -188,27 +190,14 @@ class Comm:
             yield
             self.sync_errors()
 
-    @contextmanager
-    def local_phase(self, name: str) -> Iterator[None]:
+    def local_phase(self, name: str) -> AbstractContextManager[None]:
         """Do this rank's part of a phase, without a message; the next collective raises its error on all ranks.
 
         A rank that fails enters that collective at once, and raises here what all raise. The other ranks first do what
         stands before that collective, although this rank has failed. See :class:`Comm` for what may stand there, and
         :meth:`collective_phase` for the name.
         """
-        before, self._phase, self._raised = self._phase, name, None
-        error: BaseException | None = None
-        try:
-            yield
-        except Exception as exc:  # noqa: BLE001 - whatever it is, the other ranks must raise it, too
-            error = exc
-        except BaseException as exc:  # Ctrl-C or an exit: the others raise an error, this rank ends as asked
-            with suppress(CheckpointingException):
-                self.sync_errors(exc)
-            raise
-        if error is not None:
-            self.sync_errors(error)
-        self._phase = before
+        return _LocalPhase(self, name)
 
     @_uninterrupted
     def sync_errors(self, error: BaseException | None = None) -> None:
@@ -474,6 +463,9 @@ class Comm:
 
     def _are_same(self, *data: bytes) -> list[bool]:
         """Collective: return for each of the byte strings whether every rank has the same."""
+        if self.world_size == 1:  # nothing to compare, and digests take a part of what a small load takes
+            self._sync()
+            return [True] * len(data)
         # 62 bits: a digest and its negative fit into the signed 64 bits of a sync, whose maximum of both gives the
         # largest and the smallest digest of all ranks.
         digests = [int.from_bytes(hashlib.sha256(one).digest()[:8], "little") >> 2 for one in data]
@@ -663,6 +655,44 @@ class Comm:
         except Exception:  # noqa: BLE001 - it looks at a plugin's classes; no error may hide the first
             return ""
         return origin and f", {origin}"
+
+
+class _LocalPhase:
+    """The block of :meth:`Comm.local_phase`; no generator: a load has two dozen, one of a slice few milliseconds.
+
+    Args:
+        comm: The ranks.
+        name: What the phase does.
+    """
+
+    __slots__ = ("_before", "_comm", "_name")
+
+    def __init__(self, comm: Comm, name: str) -> None:
+        self._comm = comm
+        self._name = name
+        self._before = ""
+
+    def __enter__(self) -> None:
+        comm = self._comm
+        self._before, comm._phase, comm._raised = comm._phase, self._name, None  # noqa: SLF001 - a method's block
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> bool | None:
+        if error is None:
+            self._comm._phase = self._before  # noqa: SLF001
+            return None
+        if not isinstance(error, Exception):  # Ctrl-C or an exit: the others raise an error, this rank ends as asked
+            with suppress(CheckpointingException):
+                self._comm.sync_errors(error)
+            return None
+        try:
+            self._comm.sync_errors(error)  # whatever it is, the other ranks must raise it, too
+        except Exception as exc:
+            if exc is not error:
+                raise
+            error.__traceback__ = traceback
+        return None
 
 
 def _no_origin(_error: BaseException) -> str:

@@ -3,10 +3,58 @@
 from __future__ import annotations
 
 import pickle
-from pickle import PicklingError
-from typing import Any
+from pickle import PickleBuffer, PicklingError
+from typing import TYPE_CHECKING, Any
 
-__all__ = ["PicklingError", "can_be_pickled", "pickle_value", "try_pickle", "unpickle_trusted"]
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = [
+    "PicklingError",
+    "SharedPickle",
+    "can_be_pickled",
+    "pickle_parts",
+    "pickle_value",
+    "try_pickle",
+    "unpickle_parts",
+    "unpickle_trusted",
+]
+
+#: The first protocol of pickle that can leave buffers out of a pickle.
+_WITH_BUFFERS = 5
+
+
+class SharedPickle:
+    """The pickle of a value that is sent many times, as a part of other values: made once.
+
+    :func:`pickle_parts` does not copy it: to touch 4 MB of fresh memory takes 5 ms.
+
+    Args:
+        data: The pickle.
+    """
+
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+
+    def unpickle(self) -> Any:
+        """Return the value."""
+        return unpickle_trusted(self._data)
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return SharedPickle, (PickleBuffer(self._data) if protocol >= _WITH_BUFFERS else self._data,)
+
+
+def pickle_parts(value: Any) -> list[bytes | memoryview]:
+    """Return the value's pickle, and then those of each :class:`SharedPickle` in it, to send to another process."""
+    buffers: list[PickleBuffer] = []
+    data = pickle.dumps(value, protocol=_WITH_BUFFERS, buffer_callback=buffers.append)
+    return [data, *(buffer.raw() for buffer in buffers)]
+
+
+def unpickle_parts(parts: Sequence[bytes]) -> Any:
+    """Return the value of :func:`pickle_parts` of another process of this job; as :func:`unpickle_trusted`."""
+    data, *buffers = parts
+    return pickle.loads(data, buffers=buffers)  # noqa: S301 - from a process of this job
 
 
 def pickle_value(value: Any) -> bytes:

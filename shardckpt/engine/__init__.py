@@ -41,20 +41,31 @@ if TYPE_CHECKING:
         open_checkpoint,
         read_checkpoint,
     )
-    from shardckpt.engine.locations import check_names, find_save_time, locate, locate_local, measure, open_folder
+    from shardckpt.engine.locations import (
+        check_names,
+        find_local,
+        find_save_time,
+        locate,
+        locate_local,
+        measure,
+        name_library,
+    )
     from shardckpt.engine.operation import Operation
     from shardckpt.engine.plan_cache import CachedPlan, PlanCache, saved_plans
     from shardckpt.engine.progress import Progress, wants_progress
     from shardckpt.engine.pruning import (
         PruneResult,
         clear_leftovers,
+        clear_unfinished,
+        clear_uploads,
         explain_kept_leftover,
+        explain_unseen_uploads,
         make_superseded_check,
         open_staging,
         prune_leftovers,
         prune_spools,
     )
-    from shardckpt.engine.saving import SaveOptions, check_state, count_bytes, find_saver, save_checkpoint
+    from shardckpt.engine.saving import SaveOptions, check_state, find_saver, save_checkpoint
     from shardckpt.engine.streaming import (
         STREAM_BYTES,
         TensorBox,
@@ -72,6 +83,7 @@ if TYPE_CHECKING:
         as_json,
         commit_files,
     )
+    from shardckpt.plugins import open_folder
 
 __getattr__ = lazy_getattr(
     __name__,
@@ -121,10 +133,12 @@ __getattr__ = lazy_getattr(
         ),
         "locations": (
             "check_names",
+            "find_local",
             "find_save_time",
             "locate",
             "locate_local",
             "measure",
+            "name_library",
             "open_folder",
         ),
         "operation": ("Operation",),
@@ -140,7 +154,10 @@ __getattr__ = lazy_getattr(
         "pruning": (
             "PruneResult",
             "clear_leftovers",
+            "clear_unfinished",
+            "clear_uploads",
             "explain_kept_leftover",
+            "explain_unseen_uploads",
             "make_superseded_check",
             "open_staging",
             "prune_leftovers",
@@ -149,7 +166,6 @@ __getattr__ = lazy_getattr(
         "saving": (
             "SaveOptions",
             "check_state",
-            "count_bytes",
             "find_saver",
             "save_checkpoint",
         ),
@@ -202,12 +218,15 @@ __all__ = [
     "check_state",
     "check_values",
     "clear_leftovers",
+    "clear_unfinished",
+    "clear_uploads",
     "commit_files",
     "compute_fingerprints",
-    "count_bytes",
     "explain_kept_leftover",
+    "explain_unseen_uploads",
     "find_faults",
     "find_incomplete_files",
+    "find_local",
     "find_save_time",
     "find_saver",
     "format_bytes",
@@ -223,6 +242,7 @@ __all__ = [
     "make_memory",
     "make_superseded_check",
     "measure",
+    "name_library",
     "open_checkpoint",
     "open_folder",
     "open_reader",

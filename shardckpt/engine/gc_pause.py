@@ -5,11 +5,10 @@ from __future__ import annotations
 import gc
 import os
 import threading
-from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from contextlib import AbstractContextManager
 
 
 class _Pauses:
@@ -32,22 +31,30 @@ _pauses = _Pauses()
 os.register_at_fork(after_in_child=_pauses.reset)
 
 
-@contextmanager
-def pause_gc() -> Iterator[None]:
-    """Pause the garbage collector in the block; pauses may nest, and overlap in several threads.
+def pause_gc() -> AbstractContextManager[None]:
+    """Pause the garbage collector in a block; pauses may nest, and overlap in several threads.
 
     While a plan of many items grows, the collector would visit all living objects again and again.
     """
-    with _pauses.lock:
-        if not _pauses.count:
-            _pauses.was_enabled = gc.isenabled()
-        _pauses.count += 1
-        if _pauses.count == 1:
-            gc.disable()
-    try:
-        yield
-    finally:
+    return _pause
+
+
+class _Pause:
+    """One pause more, as long as a block runs; all blocks share the object, since each phase of a load has one."""
+
+    def __enter__(self) -> None:
+        with _pauses.lock:
+            if not _pauses.count:
+                _pauses.was_enabled = gc.isenabled()
+            _pauses.count += 1
+            if _pauses.count == 1:
+                gc.disable()
+
+    def __exit__(self, *_: object) -> None:
         with _pauses.lock:
             if _pauses.count == 1 and _pauses.was_enabled:
                 gc.enable()
             _pauses.count = max(0, _pauses.count - 1)  # 0 already in a child that was forked in the block
+
+
+_pause = _Pause()

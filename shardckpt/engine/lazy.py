@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -11,11 +12,12 @@ from shardckpt.engine.streaming import STREAM_BYTES, compute_fingerprints
 from shardckpt.errors import CheckpointingException, listed
 from shardckpt.mapping import ShardedObject, ShardedTensor
 from shardckpt.planning import Box, cut_box
-from shardckpt.storage import read_fingerprints
+from shardckpt.storage import file_size, read_fingerprints
 from shardckpt.strategy import ChecksFiles, ListsBoxes
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
+    from pathlib import Path
 
     import torch
 
@@ -26,11 +28,19 @@ if TYPE_CHECKING:
     from shardckpt.strategy import StoredBox, StoredColumns, StoredFile
 
 
+def _find_size(path: Path) -> int:
+    try:
+        return file_size(path)
+    except (OSError, CheckpointingException):
+        return 0
+
+
 class StoredTensor:
     """A tensor in a checkpoint: key, shape and dtype; indexing reads its values.
 
     ``stored[4:8, :, 2]`` returns a CPU tensor of the stored dtype with that region, and reads little more than its
-    bytes. Indices are integers, slices without a step, and ``...``.
+    bytes. Indices are integers, slices without a step, and ``...``. Each such read is planned for itself:
+    :meth:`StoredCheckpoint.read` is faster for many.
     """
 
     def __init__(self, checkpoint: OpenCheckpoint, description: ShardedTensor) -> None:
@@ -62,14 +72,9 @@ class StoredTensor:
         return self[...]
 
     def __getitem__(self, index: Any) -> torch.Tensor:
-        spans, dropped = _region(self.key, self.shape, index if isinstance(index, tuple) else (index,))
-        offset = tuple(start for start, _ in spans)
-        shape = tuple(max(stop - start, 0) for start, stop in spans)
-        region = ShardedTensor(self.key, None, self.dtype, shape, self.shape, offset, None)
-        (values,) = self._checkpoint.values([region])
-        for axis in reversed(dropped):
-            values = values.select(axis, 0)
-        return values  # type: ignore[no-any-return]
+        region = _Region(self._description, index)
+        (values,) = self._checkpoint.values([region.shard])
+        return region.take(values)
 
     def blocks(self, index: Any = ..., *, max_bytes: int = 16 << 20) -> Iterator[torch.Tensor]:
         """Read a region in blocks, one after the other, so that it need not fit into memory.
@@ -82,7 +87,7 @@ class StoredTensor:
             CPU tensors of the stored dtype with as many axes as the tensor; together they have each element once, in
             the order of the elements.
         """
-        spans, _ = _region(self.key, self.shape, index if isinstance(index, tuple) else (index,))
+        spans, _ = _find_spans(self.key, self.shape, index)
         region = Box(tuple(start for start, _ in spans), tuple(stop - start for start, stop in spans))
         for box in cut_box(region, self.dtype.itemsize, max_bytes):
             yield self[tuple(slice(start, stop) for start, stop in zip(box.offset, box.end, strict=True))]
@@ -174,9 +179,13 @@ class StoredCheckpoint(Mapping[str, "StoredTensor"]):
         return find_incomplete_files(self._checkpoint.strategy, self._checkpoint.context.reader)
 
     def list_files(self) -> list[StoredFile]:
-        """Return the files that the index names, with the keys in them; empty if the strategy does not say."""
-        strategy = self._checkpoint.strategy
-        return strategy.list_files(self._checkpoint.context.reader) if isinstance(strategy, ChecksFiles) else []
+        """Return the files that the index names, with the keys in them; empty if the strategy does not say.
+
+        A size that the index does not say is that of the file; 0 if it is missing.
+        """
+        strategy, reader = self._checkpoint.strategy, self._checkpoint.context.reader
+        found = strategy.list_files(reader) if isinstance(strategy, ChecksFiles) else []
+        return [replace(f, nbytes=f.nbytes or _find_size(reader.directory / f.name)) for f in found]
 
     def list_boxes(self) -> Iterable[StoredBox] | None:
         """Return which file holds which box of each tensor, by the index; None if the strategy does not say."""
@@ -197,6 +206,28 @@ class StoredCheckpoint(Mapping[str, "StoredTensor"]):
         (value,) = self._checkpoint.values([ShardedObject.empty_from_unique_key(unique_key)])
         return value
 
+    def read(self, regions: Mapping[str, Any] | Iterable[str]) -> dict[str, torch.Tensor]:
+        """Read regions of many tensors at once: for small ones many times faster than to index one after the other.
+
+        Args:
+            regions: The index of each tensor by key, as for :class:`StoredTensor`: ``{"embedding": slice(0, 8)}``. Or
+                keys, of tensors that are read whole.
+
+        Returns:
+            CPU tensors of the stored dtypes, by key, in the order of ``regions``.
+
+        Raises:
+            CheckpointingException: No such tensor is stored, an index is outside of it, or it cannot be read.
+        """
+        indices = regions if isinstance(regions, Mapping) else dict.fromkeys(regions, ...)
+        if missing := [key for key in indices if key not in self]:
+            raise CheckpointingException(
+                f"{listed([repr(key) for key in missing])} not stored; there are {listed(list(self))}"
+            )
+        found = {key: _Region(self._tensors[key], index) for key, index in indices.items()}
+        values = self._checkpoint.values([region.shard for region in found.values()])
+        return {key: region.take(value) for (key, region), value in zip(found.items(), values, strict=True)}
+
     def __getitem__(self, key: str) -> StoredTensor:
         return StoredTensor(self._checkpoint, self._tensors[key])
 
@@ -215,9 +246,30 @@ class StoredCheckpoint(Mapping[str, "StoredTensor"]):
         return {shard.key: shard for shard in self._index if isinstance(shard, ShardedTensor)}
 
 
-def _region(key: str, shape: tuple[int, ...], index: tuple[Any, ...]) -> tuple[list[tuple[int, int]], list[int]]:
+class _Region:
+    """A region of a stored tensor, as the caller indexed it.
+
+    Attributes:
+        shard: What is to be read, without data.
+    """
+
+    def __init__(self, stored: ShardedTensor, index: Any) -> None:
+        whole = tuple(stored.global_shape)
+        spans, self._dropped = _find_spans(stored.key, whole, index)
+        offset = tuple(start for start, _ in spans)
+        shape = tuple(max(stop - start, 0) for start, stop in spans)
+        self.shard = ShardedTensor(stored.key, None, stored.dtype, shape, whole, offset, None)
+
+    def take(self, values: torch.Tensor) -> torch.Tensor:
+        """Return the values without the axes that have an integer as index."""
+        for axis in reversed(self._dropped):
+            values = values.select(axis, 0)
+        return values
+
+
+def _find_spans(key: str, shape: tuple[int, ...], index: Any) -> tuple[list[tuple[int, int]], list[int]]:
     """Return (start, stop) along every axis, and the axes that have an integer as index."""
-    full = list(index)
+    full = list(index) if isinstance(index, tuple) else [index]
     if Ellipsis in full:
         position = full.index(Ellipsis)
         full[position : position + 1] = [slice(None)] * (len(shape) - len(full) + 1)

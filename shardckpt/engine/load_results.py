@@ -9,6 +9,7 @@ import torch
 from shardckpt.errors import PluginError
 from shardckpt.mapping import ShardedBase, ShardedObject, ShardedTensor
 from shardckpt.plugins import describe_strategy
+from shardckpt.strategy import StoredColumns
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -83,6 +84,33 @@ def check_index(strategy: LoadStrategy, index: Any, plugins: PluginManager) -> l
     raise PluginError(
         f"{describe_strategy(strategy, plugins)}: load_index returned {what}, expected a list of ShardedTensors and "
         "ShardedObjects without data"
+    )
+
+
+def check_columns(strategy: LoadStrategy, columns: Any, plugins: PluginManager) -> StoredColumns:
+    """Return what ``list_columns`` returned.
+
+    Args:
+        strategy: The strategy.
+        columns: What it returned.
+        plugins: The plugin manager.
+
+    Returns:
+        The same.
+
+    Raises:
+        PluginError: it is no StoredColumns, or the columns of the tensors differ in length.
+    """
+    if isinstance(columns, StoredColumns):
+        counts = len(columns.keys), len(columns.dtypes), len(columns.shapes)
+        if len(set(counts)) == 1:
+            return columns
+        what = "{} keys, {} dtypes and {} shapes".format(*counts)
+    else:
+        what = f"a {_kind(columns)}"
+    raise PluginError(
+        f"{describe_strategy(strategy, plugins)}: list_columns returned {what}, expected a StoredColumns with one of "
+        "each for a tensor"
     )
 
 

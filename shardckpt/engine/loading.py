@@ -8,8 +8,10 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import torch
+
 from shardckpt.engine.integrity import verify_integrity
-from shardckpt.engine.load_results import check_buildable, check_common, check_index, check_values
+from shardckpt.engine.load_results import check_buildable, check_columns, check_common, check_index, check_values
 from shardckpt.engine.load_template import MISSING, LoadTemplate
 from shardckpt.engine.locations import locate
 from shardckpt.engine.operation import Operation
@@ -18,14 +20,13 @@ from shardckpt.mapping import ShardedObject, ShardedTensor
 from shardckpt.planning import Casts, check_dtypes, check_shapes, describe_casts, is_exact
 from shardckpt.plugins import Accept, choose_reader, hold_checkpoint, hold_same
 from shardckpt.storage import CheckpointReader, is_read_again, retry_if_replaced
-from shardckpt.strategy import BuildsObjects, ListsColumns, LoadContext, LoadStrategy, StoredColumns
+from shardckpt.strategy import BuildsObjects, LoadContext, LoadStrategy, StoredColumns, lists_columns
 from shardckpt.tensors import fill
 from shardckpt.validation import (
     KeyMismatch,
     StrictHandling,
     choose_main_replicas,
     compare_keys,
-    name_keys,
     stored_key,
     use_bare_keys,
     validate_descriptions,
@@ -36,8 +37,6 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
     from pathlib import Path
-
-    import torch
 
     from shardckpt.distributed import Comm
     from shardckpt.manifest import Manifest
@@ -59,11 +58,13 @@ class LoadOptions:
         strategy: A LoadStrategy, a backend, or (backend, version); None: as the checkpoint says.
         accept: The backends and versions that the caller accepts; None: all.
         allow_globals: Classes and functions that legacy pickles may name.
+        memory_budget: Bytes that reading may hold at a time beside the tensors; None: as many as are fast.
     """
 
     strategy: Any = None
     accept: Accept | None = None
     allow_globals: tuple[Any, ...] = ()
+    memory_budget: int | None = None
 
 
 @dataclass(frozen=True)
@@ -105,10 +106,16 @@ class OpenCheckpoint:
 
     def columns(self) -> StoredColumns:
         """Collective: return the same in columns; a strategy that :class:`ListsColumns` makes no object for them."""
-        if isinstance(self.strategy, ListsColumns):
+        return self._columns
+
+    @cached_property
+    def _columns(self) -> StoredColumns:
+        strategy = self.strategy
+        if lists_columns(strategy):
             with self.operation.local_phase("reading the index"):
-                columns = self.strategy.list_columns(self.context)
-            return columns
+                columns = strategy.list_columns(self.context)
+                checked = check_columns(self.strategy, columns, self.operation.plugins)
+            return checked
         index = self.index()
         tensors = [shard for shard in index if isinstance(shard, ShardedTensor)]
         return StoredColumns(
@@ -126,10 +133,14 @@ class OpenCheckpoint:
             wanted: Shards.
             stored: The names of all that is stored.
         """
-        if not isinstance(self.strategy, BuildsObjects):
-            return set()
-        absent = [shard for shard in wanted if isinstance(shard, ShardedObject) and shard.unique_key not in stored]
-        if not absent:
+        absent = [
+            shard
+            for shard in wanted
+            if type(shard) is not ShardedTensor  # most are, and to ask whether one is an object is slow
+            and isinstance(shard, ShardedObject)
+            and shard.unique_key not in stored
+        ]
+        if not absent or not isinstance(self.strategy, BuildsObjects):
             return set()
         found = check_buildable(
             self.strategy, absent, self.strategy.can_build(absent, self.context), self.operation.plugins
@@ -161,6 +172,8 @@ class OpenCheckpoint:
 
     def _find_dtypes(self) -> dict[str, torch.dtype]:
         """Return the stored dtypes by key; empty if the index was not read, which is collective."""
+        if "_columns" in vars(self):
+            return dict(zip(self._columns.keys, self._columns.dtypes, strict=True))
         index: list[ShardedBase] = vars(self).get("_index", [])
         return {shard.key: shard.dtype for shard in index if isinstance(shard, ShardedTensor)}
 
@@ -198,10 +211,10 @@ def open_checkpoint(
             manifest = comm.main_runs("reading the manifest", read)
         with operation.local_phase("choosing a strategy"):
             if not comm.is_main:  # since the main rank has read the manifest, another save may have replaced the files
-                place = hold_same(directory, manifest)
+                place = hold_same(directory, manifest, plugins)
             strategy = choose_reader(directory, manifest, plugins, options.strategy, options.accept)
             operation.set_strategy(strategy)
-            reader = CheckpointReader(place, manifest)
+            reader = CheckpointReader(place, manifest, memory_budget=options.memory_budget)
         with reader:
             # An open file can be read after its checkpoint is replaced. In a second attempt the next save may come as
             # soon as the last one did, so all files are opened first; the first attempt saves the time.
@@ -277,7 +290,7 @@ def load_checkpoint(
         template = LoadTemplate(sharded_state_dict)
         validate_descriptions(template.shards)
         for shard in template.shards:
-            _refuse_meta(shard)
+            _refuse_unfillable(shard)
         # these decide which collectives a rank calls: with different ones the ranks would wait for each other
         comm.agree(
             strict=strict.value,
@@ -294,9 +307,10 @@ def load_checkpoint(
     if validate:
         with checkpoint.operation.local_phase("validating"):
             validate_shards(template.shards, comm)
-    index = checkpoint.index()
+    stored = checkpoint.columns()  # no object for each tensor
     with checkpoint.operation.local_phase("comparing keys"):
-        keys = name_keys(index)
+        keys = {key: key for key in stored.keys}
+        keys.update((name, ShardedObject.empty_from_unique_key(name).key) for name in stored.objects)
         if checkpoint.context.reader.manifest.recognised_as is not None:  # another library's: it may be torchtitan's
             use_bare_keys(template.shards, keys, _MODEL)
         built = checkpoint.find_buildable(template.shards, keys)
@@ -313,10 +327,9 @@ def load_checkpoint(
         is_absent = [n in left_out or stored_key(shard) in mismatch.absent for n, shard in enumerate(template.shards)]
     available = [shard for shard, absent in zip(template.shards, is_absent, strict=True) if not absent]
     with checkpoint.operation.local_phase("comparing shapes"):
-        stored = [shard for shard in index if isinstance(shard, ShardedTensor)]
-        check_shapes(available, {shard.key: tuple(shard.global_shape) for shard in stored}, advise=advise)
+        check_shapes(available, dict(zip(stored.keys, stored.shapes, strict=True)), advise=advise)
     with checkpoint.operation.local_phase("comparing dtypes"):
-        dtypes = {shard.key: shard.dtype for shard in stored}
+        dtypes = dict(zip(stored.keys, stored.dtypes, strict=True))
         casts = check_dtypes(available, dtypes, allow_cast=allow_dtype_cast, advise=advise)
         if casts and comm.is_main:
             _log_casts(casts)
@@ -343,11 +356,27 @@ def _log_casts(casts: Casts) -> None:
     logger.log(level, "stored tensors are cast as they are loaded: %s", describe_casts(casts))
 
 
-def _refuse_meta(shard: ShardedBase) -> None:
-    if isinstance(shard, ShardedTensor) and shard.data is not None and shard.data.is_meta:
+def _refuse_unfillable(shard: ShardedBase) -> None:
+    """Raise for a destination that no values can be written to, before any other is filled."""
+    data = shard.data if isinstance(shard, ShardedTensor) else None
+    if data is None:
+        return
+    if data.is_meta:
         raise ShardingError(
             f"{shard.key!r}: its data is on the meta device, which cannot be filled: give it memory (to_empty), or "
             "describe it without data to get a new tensor"
+        )
+    if data.layout != torch.strided:
+        raise ShardingError(
+            f"{shard.key!r}: its data is sparse ({data.layout}), which cannot be filled: describe it without data to "
+            "get a new, dense tensor"
+        )
+    if not data.is_contiguous() and any(
+        stride == 0 and size > 1 for stride, size in zip(data.stride(), data.shape, strict=True)
+    ):
+        raise ShardingError(
+            f"{shard.key!r}: its data is expanded, so that several elements are one place in memory, which can hold "
+            "one value only: give its clone() or contiguous(), or describe it without data to get a new tensor"
         )
 
 

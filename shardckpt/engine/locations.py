@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING
-from urllib.parse import urlsplit
-from urllib.request import url2pathname
+from urllib.parse import unquote, urlsplit
 
 from shardckpt.commit import NAME_MAX, freed_bytes
 from shardckpt.errors import CheckpointingException, StorageError
 from shardckpt.manifest import MARKER_NAME
+from shardckpt.plugins import open_folder
 from shardckpt.storage import RemotePath, is_there, list_objects, mask_password, on_store
 
 if TYPE_CHECKING:
     from shardckpt.plugins import PluginManager
-    from shardckpt.storage import RemoteFolder
 
+#: The index of a checkpoint of DCP, which plain DCP has and Megatron's, with ``metadata.json``, too.
+_DCP_INDEX = ".metadata"
+#: The libraries whose layouts have no index or marker that says so, by the backends that read them.
+_LIBRARIES = {"deepspeed": "DeepSpeed", "huggingface": "Hugging Face", "torch_save": "torch.save"}
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.:_-]*://")
 _CUT_URL = re.compile(r"([A-Za-z][A-Za-z0-9+._-]+:)/[^/]")
 
@@ -36,7 +40,7 @@ def locate(path: str | os.PathLike[str], plugins: PluginManager) -> Path:
         StorageError: no plugin serves the URL, or a name in the path is too long.
     """
     text = os.fspath(path)
-    if (local := _find_local(text)) is not None:
+    if (local := find_local(text)) is not None:
         return local
     url = text.rstrip("/")
     if "://" not in url:
@@ -55,7 +59,7 @@ def locate_local(path: str | os.PathLike[str], action: str) -> Path:
         CheckpointingException: it is another URL.
     """
     text = os.fspath(path)
-    if (local := _find_local(text)) is None:
+    if (local := find_local(text)) is None:
         raise CheckpointingException(
             f"cannot {action} {mask_password(text)}: it takes a directory of this machine, because a store cannot "
             "change several objects in one step; give a path, or load what is to be kept and save it to another URL"
@@ -74,38 +78,30 @@ def find_save_time(directory: Path) -> float | None:
     return (marker if is_there(marker) else directory).stat().st_mtime
 
 
+def name_library(place: Path, backend: str) -> str:
+    """Return the library that wrote what shardckpt did not write, as far as the files show it.
+
+    Args:
+        place: The directory or file.
+        backend: That of the strategy that reads it.
+
+    Returns:
+        Its name, such as ``Megatron-Core``; the backend where nothing else shows it.
+    """
+    if backend in _LIBRARIES:
+        return "safetensors" if place.suffix == ".safetensors" else _LIBRARIES[backend]
+    if is_there(place / MARKER_NAME):
+        return "Megatron-Core"
+    if is_there(place / _DCP_INDEX):
+        return "PyTorch DCP"
+    # a format that is recognised by content has the name of the library that writes it
+    return backend
+
+
 def measure(directory: Path) -> int:
     """Return the bytes on disk that a checkpoint's directory or URL takes, other files in it included."""
     remote = on_store(directory)
     return freed_bytes(directory) if remote is None else sum(list_objects(remote.folder).values())
-
-
-def open_folder(url: str, plugins: PluginManager) -> RemoteFolder:
-    """Return the store folder that the first plugin that serves a URL makes for it.
-
-    Args:
-        url: The URL.
-        plugins: The plugin manager.
-
-    Raises:
-        StorageError: no plugin serves the URL, or the one that does has failed.
-    """
-    hook = plugins.hook.shardckpt_filesystem
-    try:
-        folder: RemoteFolder | None = hook(url=url)
-    except CheckpointingException:
-        raise
-    except Exception as exc:  # a plugin may fail in any way
-        raise StorageError(f"cannot open {mask_password(url)}: {type(exc).__name__}: {exc}") from exc
-    if folder is None:
-        names = ", ".join(sorted(impl.plugin_name for impl in hook.get_hookimpls())) or "none"
-        raise StorageError(
-            f"cannot open {mask_password(url)}: no installed plugin serves {url.partition('://')[0]}:// (plugins that "
-            f"serve URLs: {names}). pip install 'shardckpt[obstore]' for s3://, gs:// and az://, or "
-            "pip install 'shardckpt[fsspec]' and what fsspec needs for the protocol (gcsfs for gs://), or pip install "
-            f"'shardckpt[msc]' for msc://{plugins.faults_text()}"
-        )
-    return folder
 
 
 def check_names(path: Path) -> Path:
@@ -123,15 +119,19 @@ def check_names(path: Path) -> Path:
     return path
 
 
-def _find_local(text: str) -> Path | None:
-    """Return the directory that a path or a ``file://`` URL names; None for another URL."""
+def find_local(text: str) -> Path | None:
+    """Return the directory that a path or a ``file://`` URL names; None for another URL.
+
+    Raises:
+        StorageError: as :func:`locate`.
+    """
     if text.lower().startswith("file://"):
         parts = urlsplit(text)
         if parts.netloc not in ("", "localhost"):
             raise StorageError(
                 f"{text} names a file of another machine, {parts.netloc}; file:///path has three slashes"
             )
-        text = url2pathname(parts.path)
+        text = unquote(parts.path)
     elif _URL.match(text):
         return None
     cut = _CUT_URL.match(text)
@@ -140,4 +140,9 @@ def _find_local(text: str) -> Path | None:
             f"{text} looks like a URL in which pathlib has replaced two slashes by one: give URLs as str, not as Path "
             f"(a local directory of that name can be given as ./{text})"
         )
-    return check_names(Path(os.path.realpath(text)))
+    return _make_path(os.path.realpath(text))
+
+
+@functools.lru_cache(16)  # the same few checkpoints, or folders of them, are loaded from again and again
+def _make_path(text: str) -> Path:
+    return check_names(Path(text))

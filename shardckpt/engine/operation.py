@@ -14,7 +14,9 @@ from shardckpt.plugins import Event, describe_origin
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from contextlib import AbstractContextManager
     from pathlib import Path
+    from types import TracebackType
 
     from shardckpt.distributed import Comm
     from shardckpt.plugins import PluginManager
@@ -103,15 +105,19 @@ class Operation:
 
         Errors reach the other ranks as from :meth:`Comm.local_phase`.
         """
-        with self._reported("", self._fields["operation"]) as self._started:
-            yield
+        self._started = self._emit_start("")
+        try:
+            with pause_gc(), self.comm.local_phase(self.kind):
+                yield
+        except Exception as exc:
+            self._emit_end("", self._started, exc)
+            raise
 
     def close_span(self, error: BaseException | None = None) -> None:
         """Report the end of an operation that :meth:`open_span` has started, or its failure."""
         self._emit_end("", self._started, error)
 
-    @contextmanager
-    def local_phase(self, name: str) -> Iterator[None]:
+    def local_phase(self, name: str) -> AbstractContextManager[None]:
         """Do and report this rank's part of a phase; the next collective raises its error on all ranks.
 
         It is :meth:`Comm.local_phase` with events; the rules are the same.
@@ -119,30 +125,67 @@ class Operation:
         Args:
             name: What the phase does, for the events and the error.
         """
-        with self._reported(name, name) as started:
-            yield
-        self._emit_end(name, started)
+        return _Phase(self, name)
 
-    @contextmanager
-    def _reported(self, phase: str, name: str) -> Iterator[float]:
-        """Report the start and a failure of a phase (``""``: of the operation), not its end; yield when it started."""
+    def _emit_start(self, phase: str) -> float:
+        """Report the start of a phase (``""``: of the operation), and return when it was."""
         started = time.perf_counter()
-        self._emit(phase=phase, state="start", nbytes=0)
-        try:
-            with pause_gc(), self.comm.local_phase(name):
-                yield started
-        except Exception as exc:
-            self._emit_end(phase, started, exc)
-            raise
+        if self._is_observed():
+            self._emit(phase=phase, state="start", nbytes=0)
+        return started
 
     def _emit_end(self, phase: str, started: float, error: BaseException | None = None) -> None:
-        state, text = ("end", "") if error is None else ("failure", str(error))
-        self._emit(phase=phase, state=state, seconds=time.perf_counter() - started, error=text)
+        if self._is_observed():
+            state, text = ("end", "") if error is None else ("failure", str(error))
+            self._emit(phase=phase, state=state, seconds=time.perf_counter() - started, error=text)
+
+    def _is_observed(self) -> bool:
+        """Return whether a plugin gets events: mostly none does, and each phase of a load asks twice."""
+        try:
+            return bool(self.plugins.hook.shardckpt_event.get_hookimpls())
+        except Exception:  # noqa: BLE001 - as of :meth:`_emit`, which then says what failed
+            return True
 
     def _emit(self, **changes: Any) -> None:
         try:
-            hook = self.plugins.hook.shardckpt_event
-            if hook.get_hookimpls():
-                hook(event=Event(**self._fields | changes))
+            self.plugins.hook.shardckpt_event(event=Event(**self._fields | changes))
         except Exception:  # an observer must not be able to fail a save, least of all on one rank
             logger.warning("a plugin's shardckpt_event failed", exc_info=True)
+
+
+class _Phase:
+    """The block of :meth:`Operation.local_phase`; no generator: a load has a dozen, one of a slice few milliseconds.
+
+    Args:
+        operation: The operation.
+        name: What the phase does.
+    """
+
+    __slots__ = ("_inner", "_name", "_operation", "_pause", "_started")
+
+    def __init__(self, operation: Operation, name: str) -> None:
+        self._operation = operation
+        self._name = name
+        self._pause = pause_gc()
+        self._inner = operation.comm.local_phase(name)
+        self._started = 0.0
+
+    def __enter__(self) -> None:
+        self._started = self._operation._emit_start(self._name)  # noqa: SLF001 - a method's block
+        self._pause.__enter__()
+        self._inner.__enter__()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> bool | None:
+        try:
+            try:
+                self._inner.__exit__(kind, error, traceback)
+            finally:
+                self._pause.__exit__(kind, error, traceback)
+        except Exception as exc:
+            self._operation._emit_end(self._name, self._started, exc)  # noqa: SLF001
+            raise
+        if error is None or isinstance(error, Exception):  # an interrupt is reported by nobody
+            self._operation._emit_end(self._name, self._started, error)  # noqa: SLF001
+        return None

@@ -11,8 +11,8 @@ import os
 from dataclasses import dataclass
 from itertools import chain
 from numbers import Integral
-from operator import attrgetter
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
+from operator import attrgetter, eq
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar, cast
 
 import torch
 
@@ -22,7 +22,7 @@ from shardckpt.strategy import AsyncSaveStrategy, find_plan_cache_key
 from shardckpt.tensors import ORDINARY
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Hashable, Iterator, Sequence
 
     from shardckpt.distributed import Comm
     from shardckpt.mapping import CommonStateDict, ShardedBase
@@ -30,17 +30,17 @@ if TYPE_CHECKING:
     from shardckpt.validation import GivenShards, Replicas
 
 _Plan = TypeVar("_Plan")
+#: Shards that are described together: few enough that the processor's cache still has them at their last field, and
+#: that what is described only to be compared is freed before Python's garbage collector visits it.
+_BLOCK = 256
 #: Immutable types: a description that consists of them stays as it was when its save was planned.
 _LASTING = (Integral, str, type(None), torch.dtype)
-_OBJECT_FIELDS = ("key", "global_shape", "global_offset", "replica_id", "replicated")
-_TENSOR_FIELDS = (
-    *_OBJECT_FIELDS,
-    "dtype",
-    "local_shape",
-    "axis_fragmentations",
-    "prepend_axis_num",
-    "allow_shape_mismatch",
-)
+_FIELDS = ("key", "global_shape", "global_offset", "replica_id", "replicated")
+#: The fields of shards that are no tensors, by their class.
+_OBJECT_FIELDS: dict[type[Any], Callable[[Any], tuple[Any, ...]]] = {
+    ShardedObject: attrgetter(*_FIELDS),
+    PlainObject: attrgetter(*_FIELDS, "keys"),
+}
 
 
 class PlanCache(Generic[_Plan]):
@@ -111,20 +111,22 @@ saved_plans: PlanCache[CachedPlan] = PlanCache(2)
 os.register_at_fork(after_in_child=saved_plans.clear)
 
 
-class Description(NamedTuple):
-    """The metadata of a rank's shards, in columns: comparing lists is faster than comparing objects.
+class Block(NamedTuple):
+    """The metadata of some of a rank's shards, in lists and tuples: comparing these is faster than comparing objects.
 
     Attributes:
         kinds: The class of each shard.
-        fields: A column per field of the objects, then of the tensors, then of the plain objects alone.
-        slices: The flattened ranges of the tensors.
-        forms: The shapes and the dtypes of the tensors' data.
+        tensors: The fields of each ShardedTensor.
+        slices: Their flattened ranges.
+        forms: The shapes and the dtypes of their data.
+        objects: The fields of each other shard.
     """
 
     kinds: list[type[Any]]
-    fields: list[list[Any]]
+    tensors: list[tuple[Any, ...]]
     slices: list[slice | None]
     forms: tuple[list[tuple[int, ...]], list[torch.dtype]]
+    objects: list[tuple[Any, ...]]
 
 
 @dataclass
@@ -132,21 +134,23 @@ class CachedPlan:
     """This rank's part of a save that all ranks have checked and planned.
 
     Attributes:
-        description: The metadata of this rank's shards.
+        description: The metadata of this rank's shards, ``_BLOCK`` a block.
         save_id: The save's id, the same on all ranks.
         validated: Whether the shards of all ranks were validated.
         plan: The :attr:`shardckpt.strategy.PreparedSave.plan` of the save.
         replicas: Which ranks have which of the replicated shards.
         given: The shards that the strategy was given, to compare with what it stores.
+        nbytes: The bytes of the tensors that this rank stores.
         layout: Offsets of the tensors in the staging memory of a background save.
     """
 
-    description: Description
+    description: list[Block]
     save_id: str
     validated: bool
     plan: Any
     replicas: Replicas
     given: GivenShards
+    nbytes: int
     layout: Any = None
 
 
@@ -161,7 +165,7 @@ class PlanLookup:
     """
 
     key: Hashable = None
-    description: Description | None = None
+    description: list[Block] | None = None
     cached: CachedPlan | None = None
 
     @property
@@ -186,14 +190,12 @@ def look_up_plan(shards: Sequence[ShardedBase], saver: SaveStrategy, comm: Comm,
     if strategy_key is None:
         return PlanLookup()
     key = (strategy_key, tuple(comm.members), comm.rank)
-    description = describe(shards)
 
     def fits(cached: CachedPlan) -> bool:
-        return (cached.validated or not validate) and _same(cached.description, description)
+        return (cached.validated or not validate) and _fits(cached.description, shards)
 
     cached = saved_plans.find(key, fits)
-    # the cached one, which is equal: so the new one is freed before Python's garbage collector visits all of it
-    return PlanLookup(key, description if cached is None else cached.description, cached)
+    return PlanLookup(key, describe(shards) if cached is None else cached.description, cached)
 
 
 @dataclass(eq=False)
@@ -206,6 +208,7 @@ class CachingSaveStrategy(AsyncSaveStrategy):
         replicas: As in :class:`CachedPlan`.
         given: As in :class:`CachedPlan`.
         validated: As in :class:`CachedPlan`.
+        nbytes: As in :class:`CachedPlan`.
     """
 
     strategy: AsyncSaveStrategy
@@ -213,6 +216,7 @@ class CachingSaveStrategy(AsyncSaveStrategy):
     replicas: Replicas
     given: GivenShards
     validated: bool
+    nbytes: int
 
     def prepare(self, shards: Sequence[ShardedBase], common: CommonStateDict, context: PlanContext) -> PreparedSave:
         """Collective: return the save as prepared by the cached plan, or a new one where the strategy cannot use it."""
@@ -227,51 +231,78 @@ class CachingSaveStrategy(AsyncSaveStrategy):
         lookup.cached = None
         if prepared.plan is not None and lookup.description is not None and _is_lasting(lookup.description):
             lookup.cached = CachedPlan(
-                lookup.description, context.save_id, self.validated, prepared.plan, self.replicas, self.given
+                lookup.description,
+                context.save_id,
+                self.validated,
+                prepared.plan,
+                self.replicas,
+                self.given,
+                self.nbytes,
             )
             saved_plans.add(lookup.key, lookup.cached)
         return prepared
 
 
-def describe(shards: Sequence[ShardedBase]) -> Description | None:
+def describe(shards: Sequence[ShardedBase]) -> list[Block] | None:
     """Return the metadata of shards; None if a shard or tensor is of a class that may have more than these fields."""
+    blocks = list(map(_describe, _cut(shards)))
+    return None if None in blocks else cast("list[Block]", blocks)
+
+
+def _cut(shards: Sequence[ShardedBase]) -> Iterator[Sequence[ShardedBase]]:
+    return (shards[start : start + _BLOCK] for start in range(0, len(shards), _BLOCK))
+
+
+def _describe(shards: Sequence[ShardedBase]) -> Block | None:
     kinds = list(map(type, shards))
     is_all = set(kinds) == {ShardedTensor}  # nearly always, and a loop over many shards takes its time
-    tensors: Sequence[Any] = shards if is_all else [shard for shard in shards if type(shard) is ShardedTensor]
-    objects = [] if is_all else [shard for shard in shards if type(shard) in (ShardedObject, PlainObject)]
-    plain = [shard for shard in objects if type(shard) is PlainObject]
-    data: list[Any] = list(map(attrgetter("data"), tensors))
+    tensors = cast("Sequence[ShardedTensor]", shards if is_all else [s for s in shards if type(s) is ShardedTensor])
+    objects = [] if is_all else [shard for shard in shards if type(shard) in _OBJECT_FIELDS]
+    data: list[Any] = [shard.data for shard in tensors]
     if len(tensors) + len(objects) < len(shards) or not set(map(type, data)) <= set(ORDINARY):
         return None
-    scales = list(map(attrgetter("block_scales"), tensors))
-    if scales.count(None) < len(scales):
-        scales = [found and (found.key, *found.block) for found in scales]
-    return Description(
+    rows: list[Any] = [shard.fixed_fields for shard in tensors] if tensors and tensors[0].fixed_fields else [None]
+    if None in rows:
+        rows = [
+            # ShardedTensor.list_fields, written out: the call would take as long as all of this
+            (
+                s.key,
+                s.global_shape,
+                s.global_offset,
+                s.replica_id,
+                s.replicated,
+                s.dtype,
+                s.local_shape,
+                s.axis_fragmentations,
+                s.prepend_axis_num,
+                s.allow_shape_mismatch,
+                s.block_scales and (s.block_scales.key, *s.block_scales.block),
+            )
+            for s in tensors
+        ]
+    return Block(
         kinds,
-        [*_columns(_OBJECT_FIELDS, objects), *_columns(_TENSOR_FIELDS, tensors), scales, *_columns(("keys",), plain)],
-        list(map(attrgetter("flattened_range"), tensors)),
+        rows,
+        [shard.flattened_range for shard in tensors],
         (list(map(torch.Tensor.size, data)), list(map(attrgetter("dtype"), data))),
+        [_OBJECT_FIELDS[type(shard)](shard) for shard in objects],
     )
 
 
-def _columns(names: Iterable[str], shards: Sequence[ShardedBase]) -> Iterator[list[Any]]:
-    return (list(map(attrgetter(name), shards)) for name in names)
-
-
-def _same(one: Description, other: Description | None) -> bool:
+def _fits(description: list[Block], shards: Sequence[ShardedBase]) -> bool:
+    """Return whether shards have the metadata of a description; what differs in the first block is found there."""
+    if len(description) != -(-len(shards) // _BLOCK):
+        return False
     try:
-        return one == other
+        return all(map(eq, description, map(_describe, _cut(shards))))
     except Exception:  # noqa: BLE001 - a field may hold an array, which has no truth value; those are never cached
         return False
 
 
-def _is_lasting(description: Description) -> bool:
+def _is_lasting(description: list[Block]) -> bool:
     """Return whether the caller cannot change the fields: they are numbers, strings, dtypes, and tuples of them."""
+    rows = (row for block in description for row in (*block.tensors, *block.objects))
     kinds: set[type] = set()
-    for column in description.fields:
-        found = set(map(type, column))
-        kinds.update(kind for kind in found if not issubclass(kind, tuple))
-        if any(issubclass(kind, tuple) for kind in found):
-            tuples = (value for value in column if isinstance(value, tuple))
-            kinds.update(map(type, chain.from_iterable(tuples)))
+    for value in chain.from_iterable(rows):
+        kinds.update(map(type, value) if isinstance(value, tuple) else (type(value),))
     return all(issubclass(kind, _LASTING) for kind in kinds)

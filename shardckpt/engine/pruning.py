@@ -4,45 +4,57 @@ from __future__ import annotations
 
 import logging
 import os
+import re
+import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, TypeAlias
 
+from shardckpt import settings
 from shardckpt.commit import (
     adopt_staging,
     create_staging,
     find_foreign,
     find_leftovers,
     find_spools,
+    find_unfinished,
     freed_bytes,
     get_save_id,
     is_free,
     new_save_id,
     remove_free,
     remove_leftover,
+    remove_unfinished,
     spool_folder,
     stem,
     why_kept,
+    why_unfinished_kept,
 )
 from shardckpt.engine.integrity import list_recorded_files
-from shardckpt.engine.locations import locate_local
+from shardckpt.engine.locations import locate, locate_local
 from shardckpt.errors import CheckpointingException, StorageError
-from shardckpt.manifest import INTEGRITY_NAME, MARKER_NAME, RECORD_NAME
+from shardckpt.manifest import GENERATION, INTEGRITY_NAME, MARKER_NAME, RECORD_NAME, find_generation
 from shardckpt.plugins import choose_reader, get_plugin_manager, read_manifest
-from shardckpt.storage import file_size, sync_directory, wrap_os_errors
+from shardckpt.storage import AbortsUploads, ListsFolders, attempt, file_size, on_store, sync_directory, wrap_os_errors
 from shardckpt.strategy import OwnsFiles
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
     from pathlib import Path
 
-    from shardckpt.commit import Leftover
+    from shardckpt.commit import Leftover, Unfinished
     from shardckpt.plugins import PluginManager
-    from shardckpt.storage import Journal
+    from shardckpt.storage import Journal, PendingUpload, RemotePath
 
 #: Takes a checkpoint that an overwrite has moved aside, and its target; returns whether the first is not needed.
 IsSuperseded: TypeAlias = "Callable[[Path, Path], bool]"
 
 logger = logging.getLogger(__name__)
+
+_HOUR = 3600.0
+#: The buckets of which this process has warned that their uploads cannot be listed.
+_warned: set[str] = set()
 
 
 @dataclass(frozen=True)
@@ -50,8 +62,8 @@ class PruneResult:
     """A leftover, and whether it was removed.
 
     Attributes:
-        path: Its path.
-        nbytes: Bytes on disk that its removal frees.
+        path: Its path; on a store the URL that the save or removal was of.
+        nbytes: Bytes that its removal frees.
         kept: Why it is needed; ``""`` if it is not: it was removed, or with ``dry_run`` would be.
         error: Why it could not be removed; ``""`` if it could.
     """
@@ -60,6 +72,11 @@ class PruneResult:
     nbytes: int
     kept: str = ""
     error: str = ""
+
+    @property
+    def is_removed(self) -> bool:
+        """Whether it is not needed, and its removal has not failed."""
+        return not self.kept and not self.error
 
 
 def prune_leftovers(
@@ -70,7 +87,8 @@ def prune_leftovers(
     Nothing is removed that a living process owns, nor the only complete checkpoint.
 
     Args:
-        path: A folder of checkpoints; or one checkpoint, whose leftovers are next to it.
+        path: A folder of checkpoints; or one checkpoint, whose leftovers are next to it. Either may be a URL; there the
+            leftovers are in the place of the checkpoint.
         older_than: Hours since the last write after which a leftover whose owner is on another host, or not known,
             counts as dead; by default ``SHARDCKPT_LEFTOVER_HOURS``.
         dry_run: Remove nothing; report what would be removed.
@@ -81,7 +99,10 @@ def prune_leftovers(
     Raises:
         StorageError: neither ``path`` nor a leftover of it exists, or a folder cannot be listed.
     """
-    place = locate_local(path, "prune")
+    plugins = get_plugin_manager()
+    place = locate(path, plugins)
+    if (remote := on_store(place)) is not None:
+        return _prune_store(remote, plugins, older_than, dry_run=dry_run)
     siblings = find_leftovers(place.parent, _belongs_to(place))
     if not siblings and not place.is_dir():
         raise StorageError(f"{place} is no directory, and has no leftovers next to it: give a checkpoint's folder")
@@ -109,6 +130,98 @@ def prune_spools(
     if not place.is_dir():
         raise StorageError(f"{place} is no directory: give the one that SHARDCKPT_SPOOL_DIR named for the save")
     return [_prune(leftover, older_than, dry_run=dry_run) for leftover in find_spools(place)]
+
+
+def clear_unfinished(
+    place: RemotePath, names: Iterable[str], plugins: PluginManager, older_than: float | None = None, *, dry_run: bool
+) -> list[PruneResult]:
+    """Remove what saves and removals that were killed have left in folders of a store.
+
+    Args:
+        place: The URL that has the folders.
+        names: Of the folders; ``""`` is the URL itself.
+        plugins: The plugin manager.
+        older_than: As for :func:`prune_leftovers`.
+        dry_run: As for :func:`prune_leftovers`.
+
+    Returns:
+        What was found, sorted by name.
+
+    Raises:
+        StorageError: the store does not answer.
+    """
+    folders = {name: on_store(locate(f"{place.url}/{name}", plugins)) if name else place for name in sorted(names)}
+    with ThreadPoolExecutor(settings.remote_threads(), "shardckpt-list") as threads:
+        found = list(threads.map(find_unfinished, (folder for folder in folders.values() if folder is not None)))
+    results = []
+    for name, unfinished in zip(folders, found, strict=True):
+        if unfinished is not None:
+            kept = why_unfinished_kept(unfinished, older_than)
+            if not kept:  # before the in-progress objects go, by which the uploads are found again after a crash
+                results += _abort_uploads(unfinished.path, _find_own_uploads(unfinished), dry_run=dry_run)
+            results.append(_clear_unfinished(unfinished, kept, dry_run=dry_run))
+            parent = place.folder
+            if name and results[-1].is_removed and not dry_run and isinstance(parent, ListsFolders):
+                parent.remove_folder(name)  # where folders outlive their objects
+    return results
+
+
+def clear_uploads(
+    place: RemotePath, plugins: PluginManager, older_than: float | None = None, *, dry_run: bool
+) -> list[PruneResult]:
+    """Abort the uploads below a URL that began so long ago that their processes count as dead.
+
+    Their saves have left nothing else that says whose they are: what they had was removed, or overwritten. Those to the
+    place of a save that may live stay at any age.
+
+    Args:
+        place: The URL.
+        plugins: The plugin manager.
+        older_than: As for :func:`prune_leftovers`.
+        dry_run: As for :func:`prune_leftovers`.
+
+    Returns:
+        A result for each upload that has not ended; none if they cannot be listed.
+
+    Raises:
+        StorageError: the store does not say whether a save lives.
+    """
+    limit = settings.leftover_hours() if older_than is None else older_than
+    old, results = [], []
+    found = _list_uploads(place) or ()
+    places = {"", *(name for upload in found if (name := upload.name.rpartition("/")[0].partition("/")[0]))}
+    living = {name: _explain_living(place, name, plugins, older_than) for name in places} if found else {}
+    for upload in found:
+        hours = max(time.time() - upload.begun, 0.0) / _HOUR
+        kept = living[""] or living[upload.name.rpartition("/")[0].partition("/")[0]]
+        if not kept and hours < limit:
+            kept = f"an upload that began {hours:.1f} hours ago: it goes after {limit:g}, or with what shows its save"
+        if kept:
+            results.append(PruneResult(place / upload.name, 0, kept))
+        else:
+            old.append(upload)
+    return results + _abort_uploads(place, old, dry_run=dry_run)
+
+
+def explain_unseen_uploads(path: str | os.PathLike[str]) -> str:
+    """Say what to do about uploads of killed saves that nothing here can list.
+
+    Args:
+        path: As for :func:`prune_leftovers`.
+
+    Returns:
+        The advice; ``""`` for a directory, or where they can be listed.
+
+    Raises:
+        StorageError: nothing serves the URL.
+    """
+    if (remote := on_store(locate(path, get_plugin_manager()))) is None or _list_uploads(remote) is not None:
+        return ""
+    return (
+        f"parts that killed saves have sent to {remote} are not seen from here, and are paid for: pip install s3fs "
+        "(for s3://) and allow s3:ListBucketMultipartUploads, or let the bucket remove them (S3: a lifecycle rule with "
+        "AbortIncompleteMultipartUpload, DaysAfterInitiation: 1)"
+    )
 
 
 def open_staging(
@@ -196,8 +309,9 @@ def make_superseded_check(plugins: PluginManager) -> IsSuperseded:
 
     def is_superseded(aside: Path, target: Path) -> bool:
         try:
-            files = list_recorded_files(target, read_manifest(target, plugins))
-            if not files or any(size not in (None, file_size(target / name)) for name, size in files.items()):
+            manifest = read_manifest(target, plugins)
+            files, place = list_recorded_files(target, manifest), target / manifest.folder
+            if not files or any(size not in (None, file_size(place / name)) for name, size in files.items()):
                 return False
             foreign = find_foreign(aside, owned_files(aside, plugins, moved=True))
         except (CheckpointingException, OSError):
@@ -218,6 +332,8 @@ def owned_files(directory: Path, plugins: PluginManager, *, moved: bool = False)
     owned = {MARKER_NAME, RECORD_NAME, INTEGRITY_NAME}
     try:
         manifest = read_manifest(directory, plugins, moved=moved)
+        if manifest.folder:  # a copy of a URL that was overwritten
+            return owned | {manifest.folder}
         if manifest.record is not None:
             return owned | manifest.record.list_files().keys()
         reader = choose_reader(directory, manifest, plugins)
@@ -254,6 +370,79 @@ def _target_of(leftover: Leftover) -> Path:
     if found.exists():
         return found
     return next((path for path in found.parent.iterdir() if stem(path.name) == leftover.stem), found)
+
+
+def _prune_store(
+    place: RemotePath, plugins: PluginManager, older_than: float | None, *, dry_run: bool
+) -> list[PruneResult]:
+    folder = place.folder
+    names = attempt("list the folders of", place, folder.folders) if isinstance(folder, ListsFolders) else []
+    names = [name for name in names if not re.fullmatch(GENERATION, name)]  # the checkpoint's own
+    if not names and not attempt("list", place, folder.files):
+        raise StorageError(f"{place} has no objects: give the URL of a checkpoint, or of a folder of checkpoints")
+    results = clear_unfinished(place, ["", *names], plugins, older_than, dry_run=dry_run)
+    aborted = {result.path for result in results if not result.kept}
+    return results + [
+        each for each in clear_uploads(place, plugins, older_than, dry_run=dry_run) if each.path not in aborted
+    ]
+
+
+def _explain_living(place: RemotePath, name: str, plugins: PluginManager, older_than: float | None) -> str:
+    """Return why a save in a folder of a URL counts as living; ``""`` if there is none. ``""`` is the URL itself."""
+    where = on_store(locate(f"{place.url}/{name}", plugins)) if name else place
+    unfinished = None if where is None else find_unfinished(where)
+    return "" if unfinished is None else why_unfinished_kept(unfinished, older_than)
+
+
+def _list_uploads(place: RemotePath) -> list[PendingUpload] | None:
+    """Return the uploads below a URL that have not ended; None, and a warning, if they cannot be listed."""
+    if not isinstance(folder := place.folder, AbortsUploads):
+        return []
+    call: Callable[[], list[PendingUpload] | None] = folder.uploads
+    try:
+        return attempt("list the uploads to", place, call)
+    except StorageError as exc:  # a permission of its own, of another client: all else goes on without it
+        bucket = "/".join(place.url.split("/", 3)[:3])
+        # prune asks three times, and a manager after each save: the first warning says it
+        logger.log(logging.DEBUG if bucket in _warned else logging.WARNING, "%s", exc)
+        _warned.add(bucket)
+        return None
+
+
+def _find_own_uploads(unfinished: Unfinished) -> list[PendingUpload]:
+    """Return the uploads of saves that have died, none of a save that has begun there since."""
+    folders = {name.partition("/")[0] for name in unfinished.objects if "/" in name}
+    found = [
+        upload
+        for upload in _list_uploads(unfinished.path) or ()
+        if "/" not in upload.name or find_generation(upload.name) or upload.name.partition("/")[0] in folders
+    ]
+    now = find_unfinished(unfinished.path) if found else None
+    # a save writes its in-progress object before it uploads anything
+    return found if now is not None and now.marks == unfinished.marks else []
+
+
+def _abort_uploads(place: RemotePath, uploads: Iterable[PendingUpload], *, dry_run: bool) -> list[PruneResult]:
+    results, folder = [], place.folder
+    for upload in uploads:
+        error = ""
+        if not dry_run and isinstance(folder, AbortsUploads):
+            try:
+                attempt("abort the upload of", place / upload.name, partial(folder.abort_upload, upload))
+            except StorageError as exc:
+                error = str(exc)
+        results.append(PruneResult(place / upload.name, 0, "", error))
+    return results
+
+
+def _clear_unfinished(unfinished: Unfinished, kept: str, *, dry_run: bool) -> PruneResult:
+    error = ""
+    if not kept and not dry_run:
+        try:
+            remove_unfinished(unfinished)
+        except StorageError as exc:
+            error = str(exc)
+    return PruneResult(unfinished.path, sum(unfinished.objects.values()), kept, error)
 
 
 def _prune(leftover: Leftover, older_than: float | None, *, dry_run: bool) -> PruneResult:

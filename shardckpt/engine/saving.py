@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 from shardckpt.engine.operation import Operation
 from shardckpt.engine.plan_cache import CachingSaveStrategy, look_up_plan
+from shardckpt.engine.space import NO_FORECAST, Forecast, count_bytes
 from shardckpt.engine.transaction import CheckpointHeader, commit_files
 from shardckpt.errors import CheckpointingException, UnknownBackendError
 from shardckpt.manifest import Lineage
-from shardckpt.mapping import ShardedTensor, is_main_replica
 from shardckpt.plugins import StrategyAction, parse_key
-from shardckpt.state_dict import nested_values, split_state_dict, validated_copy
+from shardckpt.state_dict import list_nested_values, split_state_dict, validated_copy
 from shardckpt.strategy import AsyncSaveStrategy, SaveContext, SaveStrategy
 from shardckpt.validation import (
     GivenShards,
@@ -24,7 +24,7 @@ from shardckpt.validation import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable
     from pathlib import Path
 
     from shardckpt.distributed import Comm
@@ -47,6 +47,7 @@ class SaveOptions:
         sha256: Whether to write ``integrity.json``.
         lineage: The checkpoint that the job was resumed from, and the step.
         fingerprints: Whether to store fingerprints of the tensors.
+        memory_budget: Bytes that a rank may hold at a time beside the tensors; None: as many as are fast.
     """
 
     validate: bool = True
@@ -57,6 +58,7 @@ class SaveOptions:
     sha256: bool = False
     lineage: Lineage = field(default_factory=Lineage)
     fingerprints: bool = False
+    memory_budget: int | None = None
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,8 @@ class CheckedState:
         common: The state that is not sharded.
         given: The shards that the strategy is given, to compare with what it stores.
         lookup: What the plan cache has for the shards; once the save is planned, its plan, if that is cached.
+        nbytes: The bytes of the tensors that this rank stores.
+        forecast: What is forecast of the space: nothing if the strategy may write less than the tensors have.
     """
 
     saver: SaveStrategy
@@ -78,6 +82,8 @@ class CheckedState:
     common: CommonStateDict
     given: GivenShards
     lookup: PlanLookup
+    nbytes: int
+    forecast: Forecast
 
 
 def save_checkpoint(
@@ -101,7 +107,7 @@ def save_checkpoint(
     operation = Operation("save", target, comm, plugins)
     with operation.collective_span():
         state = check_state(sharded_state_dict, strategy, operation, options)
-        operation.start_progress(lambda: count_bytes(state.shards))
+        operation.start_progress(lambda: state.nbytes)
 
         def write(writer: CheckpointWriter, save_id: str) -> None:
             context = SaveContext(
@@ -111,6 +117,7 @@ def save_checkpoint(
                 allow_globals=options.allow_globals,
                 staging=writer.directory,
                 lineage=options.lineage,
+                is_streamed=writer.is_streamed,
             )
             state.saver.save(state.shards, state.common, context)
             state.given.compare(writer.shards, comm)
@@ -124,16 +131,9 @@ def save_checkpoint(
             sha256=options.sha256,
             fingerprints=options.fingerprints,
             content=options.content_metadata,
+            forecast=state.forecast,
+            memory_budget=options.memory_budget,
         )
-
-
-def count_bytes(shards: Iterable[ShardedBase]) -> int:
-    """Return the bytes of tensors that this rank stores."""
-    return sum(
-        shard.data.nbytes
-        for shard in shards
-        if isinstance(shard, ShardedTensor) and shard.data is not None and is_main_replica(shard.replica_id)
-    )
 
 
 def check_state(
@@ -169,7 +169,7 @@ def check_state(
                 "compare values by open_checkpoint(path).compute_fingerprints(), which reads them"
             )
         nested, common = split_state_dict(sharded_state_dict, plain_objects=saver.stores_plain_objects)
-        shards = list(nested_values(nested))
+        shards = list_nested_values(nested)
         if options.content_metadata is not None:
             common["content_metadata"] = options.content_metadata
         lookup = look_up_plan(shards, saver, comm, validate=options.validate)
@@ -198,16 +198,18 @@ def check_state(
         shards = choose_main_replicas(shards, comm, compare=options.validate, replicas=replicas)
     with comm.local_phase("describing shards"):
         given = GivenShards(describe_shards(shards), saver) if cached is None else cached.given
+        nbytes = count_bytes(shards) if cached is None else cached.nbytes
     if options.validate:
         with operation.local_phase("validating"):
             if cached is None:
                 validate_shards(shards, comm, given.columns)
             # the common state is no part of a plan: it is compared in every save
             compare_common(common, options.preprocess_common, comm)
+    forecast = Forecast(nbytes, shards) if saver.stores_all_bytes else NO_FORECAST
     header = CheckpointHeader(saver.backend, saver.version, saver.reader, options.lineage)
     if lookup.key is not None and isinstance(saver, AsyncSaveStrategy):
-        saver = CachingSaveStrategy(saver, lookup, replicas, given, options.validate)
-    return CheckedState(saver, header, shards, common, given, lookup)
+        saver = CachingSaveStrategy(saver, lookup, replicas, given, options.validate, nbytes)
+    return CheckedState(saver, header, shards, common, given, lookup, nbytes, forecast)
 
 
 def find_saver(strategy: Any, plugins: PluginManager) -> SaveStrategy:

@@ -6,6 +6,7 @@ import importlib.metadata
 import json
 import logging
 import re
+import struct
 import time
 from collections import Counter
 from functools import partial
@@ -22,10 +23,12 @@ from shardckpt.commit import (
     discard_staging,
     new_save_id,
     open_stream,
+    parse_temporary,
     staging_path,
 )
 from shardckpt.distributed import find_owner
 from shardckpt.engine.pruning import make_superseded_check, open_staging, owned_files
+from shardckpt.engine.space import NO_FORECAST, UNKNOWN, count_least_bytes, find_free_bytes, make_space_error
 from shardckpt.engine.timeline import Timeline, gather_timings
 from shardckpt.errors import StorageError, listed
 from shardckpt.manifest import (
@@ -41,11 +44,17 @@ from shardckpt.manifest import (
     list_files,
 )
 from shardckpt.planning import assign_holders
+from shardckpt.plugins import open_folder
 from shardckpt.storage import (
+    LEAST_WRITING,
     CheckpointWriter,
     ResumableWriter,
+    StreamsWrites,
     add_sums,
+    check_memory_budget,
     digest_vote,
+    find_least_upload,
+    limit_uploads,
     negotiate_digest,
     on_store,
     pack_fingerprints,
@@ -57,14 +66,17 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from shardckpt.engine.operation import Operation
+    from shardckpt.engine.space import Forecast
     from shardckpt.manifest import FileRecord, SaveTimings
     from shardckpt.storage import FilePart, Journal
 
 logger = logging.getLogger(__name__)
 
-#: A save's name and owner, 128 bits each, travel as five numbers of 52 bits: what ranks compare are int64.
-_BITS = 52
-_PLACES = tuple(_BITS * number for number in range(5))
+#: A save's name and owner, 128 bits each, travel as four numbers of 64 bits: what ranks add up are int64.
+_NAME = struct.Struct("<4q")
+_ID_DIGITS = 32
+#: The votes for each digest are counted in bits of their own, and there are fewer than 2**20 ranks.
+_VOTE_BITS = 20
 #: Bytes of file records with tables of digests that all ranks send to the main rank, at most. Where they would be more,
 #: each table goes to a file of its own, and records are gathered without: at 16,384 ranks, of 512 bytes each.
 INLINE_TABLES = 8 << 20
@@ -110,12 +122,15 @@ class Transaction:
         operation: The save or migration.
         target: The checkpoint's directory or URL.
         header: The checkpoint's header.
-        overwrite: Whether ``target`` may have a checkpoint, or other files; at a URL, only what an interrupted save has
-            left.
+        overwrite: Whether ``target`` may have a checkpoint, or other files; at a URL, a checkpoint or what an
+            interrupted save has left.
         sha256: Whether to write ``integrity.json``.
         fingerprints: Whether to store fingerprints of the tensors.
         journal: The journal of what one process writes to a directory, if another may go on with it after a kill.
         check: As for :func:`commit_files`.
+        forecast: What this rank will store. A save to a directory is refused, before it writes a file, if that of all
+            ranks is more than its file system has free.
+        memory_budget: Bytes that this rank may hold at a time beside the tensors; None: as many as are fast.
     """
 
     def __init__(
@@ -129,8 +144,13 @@ class Transaction:
         fingerprints: bool = False,
         journal: Journal | None = None,
         check: Callable[[Path, Path], None] | None = None,
+        forecast: Forecast = NO_FORECAST,
+        memory_budget: int | None = None,
     ) -> None:
         self.operation = operation
+        self.memory_budget = memory_budget
+        #: The least bytes that writing takes beside the tensors.
+        self.memory_least = 0
         self.target = target
         self._header = header
         self._overwrite = overwrite
@@ -148,18 +168,25 @@ class Transaction:
         self._journal = journal
         self._check = check
         self._writer: CheckpointWriter | None = None
+        free = UNKNOWN if operation.comm.is_main else 0
         try:
             with operation.local_phase("staging"):
                 if (remote := on_store(target)) is not None:
-                    self._upload = Upload(remote.folder, MARKER_NAME)
+                    limit_uploads(remote.folder, memory_budget)
+                    self._upload = Upload(remote.folder, MARKER_NAME, self._open_folder)
+                self._check_memory(forecast)
                 # no message between the ranks here: _announce is the next one, and raises the main rank's error on all
                 if operation.comm.is_main:
                     self.save_id = new_save_id()
                     self._take_target()
-            owner = self._announce()
+                    # Not on each rank: all write to one directory, which other hosts may know less well. Of a store
+                    # nobody knows.
+                    if self._upload is None:
+                        free = find_free_bytes(target.parent)
+            owner = self._announce(forecast, free)
             self.timeline.align()
             if self._upload is not None:
-                self.staging, self._upload.save_id = self._upload.spool, self.save_id
+                self.staging = self._upload.spool
             else:
                 self.staging = staging_path(target, self.save_id, owner)
         except BaseException:
@@ -169,15 +196,20 @@ class Transaction:
     @property
     def url(self) -> str:
         """URL to which files are uploaded after they are written; ``""`` if they are not uploaded."""
-        remote = on_store(self.target)
-        return "" if remote is None else remote.url
+        return "" if self._upload is None else self._upload.target.url
+
+    @property
+    def is_streamed(self) -> bool:
+        """Whether files go to a store while they are written."""
+        # a check reads the files before they have the name of the target: they are spooled
+        return (
+            self._upload is not None and self._check is None and isinstance(self._upload.target.folder, StreamsWrites)
+        )
 
     def writer(self) -> CheckpointWriter:
         """Return a new writer of this rank's files; it may fail on one rank, as in :meth:`Comm.local_phase`."""
         comm = self.operation.comm
-        remote = on_store(self.target)
-        # a check reads the files before they have the target's name: they are spooled
-        store = None if remote is None or self._check is not None else open_stream(remote.folder, self.save_id)
+        store = open_stream(self._upload.target.folder, self.save_id) if self._upload and self.is_streamed else None
         with comm.local_phase("starting the file threads"):
             if self._journal is not None:
                 return ResumableWriter(
@@ -186,6 +218,7 @@ class Transaction:
                     algorithm=self.algorithm,
                     author=self.operation.strategy,
                     fingerprints=self.fingerprints,
+                    memory_budget=self.memory_budget,
                 )
             writer = self._writer = CheckpointWriter(
                 self.staging or Path(),
@@ -196,6 +229,7 @@ class Transaction:
                 fingerprints=self.fingerprints,
                 count=self.operation.count,
                 store=store,
+                memory_budget=self.memory_budget,
             )
         return writer
 
@@ -291,18 +325,63 @@ class Transaction:
         elif self.operation.comm.is_main and self.staging is not None and self.staging.exists():
             discard_staging(self.staging)
 
-    def _announce(self) -> Owner:
-        """Collective: announce the save's name, negotiate the digest, and return the owner: the main rank's process."""
-        name = [0] * len(_PLACES)  # of the other ranks: in a maximum they get what the main rank gives
+    def _announce(self, forecast: Forecast, free: int) -> Owner:
+        """Collective: announce the save's name, negotiate the digest, and refuse the save if it cannot fit.
+
+        Args:
+            forecast: What this rank will store.
+            free: Free bytes of the file system, on the main rank; 0 on the others.
+
+        Returns:
+            The owner: the main rank's process.
+
+        Raises:
+            NotEnoughSpaceError: on every rank.
+        """
+        comm = self.operation.comm
+        own = bytes(_NAME.size)  # of the other ranks: the sum is what the main rank gives
         if self.save_id:
-            number = int(self.save_id + Owner.current().text, 16)
-            name = [number >> place & (1 << _BITS) - 1 for place in _PLACES]
-        vote, *name = self.operation.comm.largest(digest_vote(), *name)
-        self.algorithm = negotiate_digest(vote)
-        number = sum(part << place for part, place in zip(name, _PLACES, strict=True))
-        text = f"{number:064x}"
-        self.save_id = text[:32]
-        return Owner.from_text(text[32:])
+            # what the directory's name says: the system may tell less of a process than it did a moment ago
+            made = parse_temporary(self.staging) if self.staging is not None else None
+            owner = made.owner if made is not None else None
+            own = bytes.fromhex(self.save_id + (owner or Owner.current()).text)
+        replacing = int(self._upload is not None and self._upload.is_replacing)  # which the main rank knows
+        votes, lacking, replacing, *name = comm.total(
+            1 << _VOTE_BITS * digest_vote(), forecast.nbytes - free, replacing, *_NAME.unpack(own)
+        )
+        self.algorithm = negotiate_digest((votes.bit_length() - 1) // _VOTE_BITS)
+        text = _NAME.pack(*name).hex()
+        self.save_id = text[:_ID_DIGITS]
+        if self._upload is not None:
+            self._upload.join(self.save_id, is_replacing=bool(replacing))
+        if lacking > 0:  # the same number on every rank
+            self._check_space(forecast, free)
+        return Owner.from_text(text[_ID_DIGITS:])
+
+    def _open_folder(self, url: str) -> Any:
+        """Open a folder below the URL of the target."""
+        folder = open_folder(url, self.operation.plugins)
+        if folder is not None:
+            limit_uploads(folder, self.memory_budget)
+        return folder
+
+    def _check_memory(self, forecast: Forecast) -> None:
+        """Refuse a memory budget that this rank cannot keep to."""
+        self.memory_least = LEAST_WRITING
+        if self._upload is not None:
+            self.memory_least = find_least_upload(forecast.nbytes if self.is_streamed else 0)
+        check_memory_budget(self.memory_budget, self.memory_least, f"a save to {self.target} takes")
+
+    def _check_space(self, forecast: Forecast, free: int) -> None:
+        """Collective: refuse the save if it does not fit with tied tensors counted once, either."""
+        comm = self.operation.comm
+        with comm.local_phase("counting tied tensors once"):
+            least = count_least_bytes(forecast.shards)
+        (needed,) = comm.total(least)
+        with self.operation.local_phase("forecasting the space"):
+            if comm.is_main and needed > free:
+                raise make_space_error(self.target, needed, free)
+        comm.sync_errors()
 
     def _take_target(self) -> None:
         """Check, on the main rank, that the target may be saved to; remove leftovers, and create staging."""
@@ -343,7 +422,7 @@ class Transaction:
             timings=timings,
         )
         marker = Marker(sharded_backend=backend, sharded_backend_version=version)
-        contents = {RECORD_NAME: record.dump(), MARKER_NAME: marker.model_dump_json().encode()}
+        contents = {RECORD_NAME: record.dump(), MARKER_NAME: marker.dump()}
         # both are begun before the first is finished: one commit of the file system's journal then serves both
         for file in [writer.begin(name, content, keys=0) for name, content in contents.items()]:
             writer.finish(file)
@@ -359,7 +438,7 @@ class Transaction:
             self._upload.streamed |= writer.streamed
             self._upload.put([file.name for file in added])
             if self._check is not None:
-                self._check(self._upload.spool, self.target)
+                self._check(self._upload.spool, self._upload.target)
             self._upload.commit(files + added, writer.marker)
             return
         staging = self.staging or Path()
@@ -385,6 +464,8 @@ def commit_files(
     content: Any = None,
     journal: Journal | None = None,
     check: Callable[[Path, Path], None] | None = None,
+    forecast: Forecast = NO_FORECAST,
+    memory_budget: int | None = None,
 ) -> None:
     """Collective: write files on all ranks, and commit them if every rank has succeeded.
 
@@ -401,6 +482,8 @@ def commit_files(
         check: Called on the main rank when all is written and nothing is committed: with a directory that has the
             record and ``metadata.json``, and the place of all other files, which is the same directory or the target's
             URL. If it raises, nothing is committed.
+        forecast: As for :class:`Transaction`.
+        memory_budget: As for :class:`Transaction`.
 
     Raises:
         CheckpointingException: on every rank, if any failed; the target is unchanged then.
@@ -414,6 +497,8 @@ def commit_files(
         fingerprints=fingerprints,
         journal=journal,
         check=check,
+        forecast=forecast,
+        memory_budget=memory_budget,
     )
     try:
         with transaction.writer() as writer:

@@ -17,16 +17,25 @@ if TYPE_CHECKING:
         torch_save_to_dcp,
     )
     from shardckpt.huggingface.dtypes import cast_to, get_dtype_size, parse_dtype
-    from shardckpt.huggingface.export import Exported, FolderExport, export_to_huggingface
+    from shardckpt.huggingface.export import Exported, export_to_huggingface
+    from shardckpt.huggingface.export_budget import LEAST_EXPORTING, LEAST_EXPORTING_ON_STORES
+    from shardckpt.huggingface.folder_export import FolderExport
     from shardckpt.huggingface.header import parse_header
     from shardckpt.huggingface.hub_tensor import HubTensor
     from shardckpt.huggingface.load import huggingface_index, load_from_huggingface
     from shardckpt.huggingface.models import find_mapping
-    from shardckpt.huggingface.names import SAFETENSORS, assign_files, parse_size
+    from shardckpt.huggingface.names import (
+        SAFETENSORS,
+        assign_files,
+        encode_weights_index,
+        natural_order,
+        parse_leave_out,
+    )
     from shardckpt.huggingface.planning import ExportOptions, is_optimizer_key, plan_export, plan_tensors
     from shardckpt.huggingface.rules import Rule, RuleMapping
     from shardckpt.huggingface.shards import get_shard_info, save_state_dict
     from shardckpt.huggingface.structure import forget_structure, make_state_dict, plain_name
+    from shardckpt.huggingface.torch_file import is_torch_file
     from shardckpt.huggingface.torch_save import TorchFile
     from shardckpt.huggingface.torch_strategy import TorchFileLoadStrategy, list_values
     from shardckpt.huggingface.weights import ModelCheckpoint
@@ -44,16 +53,25 @@ __getattr__ = lazy_getattr(
             "torch_save_to_dcp",
         ),
         "dtypes": ("cast_to", "get_dtype_size", "parse_dtype"),
-        "export": ("Exported", "FolderExport", "export_to_huggingface"),
+        "export": ("Exported", "export_to_huggingface"),
+        "export_budget": ("LEAST_EXPORTING", "LEAST_EXPORTING_ON_STORES"),
+        "folder_export": ("FolderExport",),
         "header": ("parse_header",),
         "hub_tensor": ("HubTensor",),
         "load": ("huggingface_index", "load_from_huggingface"),
         "models": ("find_mapping",),
-        "names": ("SAFETENSORS", "assign_files", "parse_size"),
+        "names": (
+            "SAFETENSORS",
+            "assign_files",
+            "encode_weights_index",
+            "natural_order",
+            "parse_leave_out",
+        ),
         "planning": ("ExportOptions", "is_optimizer_key", "plan_export", "plan_tensors"),
         "rules": ("Rule", "RuleMapping"),
         "shards": ("get_shard_info", "save_state_dict"),
         "structure": ("forget_structure", "make_state_dict", "plain_name"),
+        "torch_file": ("is_torch_file",),
         "torch_save": ("TorchFile",),
         "torch_strategy": ("TorchFileLoadStrategy", "list_values"),
         "weights": ("ModelCheckpoint",),
@@ -62,6 +80,8 @@ __getattr__ = lazy_getattr(
 )
 
 __all__ = [
+    "LEAST_EXPORTING",
+    "LEAST_EXPORTING_ON_STORES",
     "SAFETENSORS",
     "ExportOptions",
     "Exported",
@@ -80,6 +100,7 @@ __all__ = [
     "check_folder",
     "dcp_to_torch_save",
     "dcp_to_torch_state_dict",
+    "encode_weights_index",
     "export_to_huggingface",
     "find_mapping",
     "forget_structure",
@@ -88,13 +109,15 @@ __all__ = [
     "header_length",
     "huggingface_index",
     "is_optimizer_key",
+    "is_torch_file",
     "list_assets",
     "list_values",
     "load_from_huggingface",
     "make_state_dict",
+    "natural_order",
     "parse_dtype",
     "parse_header",
-    "parse_size",
+    "parse_leave_out",
     "plain_name",
     "plan_export",
     "plan_tensors",

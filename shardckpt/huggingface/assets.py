@@ -6,9 +6,11 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from shardckpt.engine import locate
 from shardckpt.errors import CheckpointingException, listed
 from shardckpt.huggingface.names import is_asset
-from shardckpt.storage import read_file, wrap_os_errors
+from shardckpt.plugins import get_plugin_manager
+from shardckpt.storage import on_store, read_file, wrap_os_errors
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -23,15 +25,17 @@ def list_assets(assets: PathLike | Sequence[PathLike]) -> list[Path]:
     """Return a model's files that are not weights.
 
     Args:
-        assets: A folder, of which all files but weights count; or a list of files.
+        assets: A folder or the URL of one, of which all files but weights count; or a list of files.
 
     Raises:
         CheckpointingException: There are none, or two have one name.
         StorageError: The folder cannot be listed.
     """
     if isinstance(assets, (str, os.PathLike)):
-        with wrap_os_errors("list", Path(assets)):
-            files = [path for path in sorted(Path(assets).iterdir()) if path.is_file() and is_asset(path.name)]
+        folder = locate(assets, get_plugin_manager()) if "://" in os.fspath(assets) else Path(assets)
+        with wrap_os_errors("list", folder):
+            found = sorted(folder.iterdir(), key=lambda path: path.name)
+            files = [path for path in found if path.is_file() and is_asset(path.name)]
     else:
         files = [Path(path) for path in assets]
     if not files:
@@ -42,10 +46,15 @@ def list_assets(assets: PathLike | Sequence[PathLike]) -> list[Path]:
     return files
 
 
-def read_assets(files: Sequence[Path]) -> dict[str, bytes]:
-    """Return the content of files by name; links are followed, as those of the Hub's cache.
+def read_asset(path: Path) -> bytes:
+    """Return the content of a file; links are followed, as those of the Hub's cache.
 
     Raises:
-        CheckpointingException: One cannot be read, or has more than 1 GiB.
+        CheckpointingException: It cannot be read, or has more than 1 GiB.
     """
-    return {path.name: read_file(path.resolve(), _LIMIT) for path in files}
+    return read_file(path if on_store(path) is not None else path.resolve(), _LIMIT)
+
+
+def read_assets(files: Sequence[Path]) -> dict[str, bytes]:
+    """Return the content of files by name, as :func:`read_asset` reads each."""
+    return {path.name: read_asset(path) for path in files}

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 BLOCK_BYTES = 8 << 20
 #: Threads that write. There is one more block than threads: it is filled meanwhile.
 _THREADS = 2
+#: Bytes that a BlockWriter holds.
+WRITER_BYTES = (_THREADS + 1) * BLOCK_BYTES
 
 
 class BlockWriter:
@@ -63,7 +65,7 @@ class BlockWriter:
                 block = self._blocks.acquire()
                 memory = block.view[: layout.size - offset]
                 try:
-                    self._fill(layout, offset, memory)
+                    fill_block(layout, offset, memory, self._load)
                 except BaseException:
                     self._release(block)
                     raise
@@ -87,24 +89,32 @@ class BlockWriter:
         self._blocks.release(block)
         self._pool.records.release()
 
-    def _fill(self, layout: FileLayout, offset: int, memory: memoryview) -> None:
-        """Fill memory with the file's bytes from an offset on."""
-        stop = offset + memory.nbytes
-        first = bisect_right(layout.frame, offset, key=lambda part: part.start + len(part.data))
-        for start, data in layout.frame[first:]:
-            if start >= stop:
-                break
-            low, high = max(start, offset), min(start + len(data), stop)
-            memory[low - offset : high - offset] = data[low - start : high - start]
-        # the shards' data are views of the block: the load writes to it without a copy
-        block = torch.frombuffer(memory, dtype=torch.uint8)
-        first = bisect_right(layout.tensors, offset, key=lambda span: span.stop)
-        shards: list[ShardedTensor] = []
-        for span in layout.tensors[first:]:
-            if span.start >= stop:
-                break
-            shards += _shards_in(span, offset, block)
-        self._load(shards)
+
+def fill_block(layout: FileLayout, offset: int, memory: memoryview, load: Callable[[list[ShardedTensor]], Any]) -> None:
+    """Fill memory with a file's bytes.
+
+    Args:
+        layout: Of the file.
+        offset: Of the first byte in the file, at the start of an element.
+        memory: Filled completely.
+        load: Fills the data of shards from the checkpoint.
+    """
+    stop = offset + memory.nbytes
+    first = bisect_right(layout.frame, offset, key=lambda part: part.start + len(part.data))
+    for start, data in layout.frame[first:]:
+        if start >= stop:
+            break
+        low, high = max(start, offset), min(start + len(data), stop)
+        memory[low - offset : high - offset] = data[low - start : high - start]
+    # the shards' data are views of the block: the load writes to it without a copy
+    block = torch.frombuffer(memory, dtype=torch.uint8)
+    first = bisect_right(layout.tensors, offset, key=lambda span: span.stop)
+    shards: list[ShardedTensor] = []
+    for span in layout.tensors[first:]:
+        if span.start >= stop:
+            break
+        shards += _shards_in(span, offset, block)
+    load(shards)
 
 
 def _find_written(path: Path, digest: str, journal: Journal) -> int:

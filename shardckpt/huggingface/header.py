@@ -107,6 +107,11 @@ def refuse_unknown(tensors: Iterable[tuple[str, torch.dtype]]) -> None:
     """Raise CheckpointingException if safetensors files cannot hold some tensors, by their names and dtypes."""
     refused = []
     for name, dtype in tensors:
+        if not _is_text(name):
+            raise CheckpointingException(
+                f"{name!r:.200} cannot be a tensor's name in a safetensors file, where names are text in UTF-8: rename "
+                "the tensor, leave it out, or write .bin files"
+            )
         if name == _METADATA:
             # readers would take the tensor's entry for the file's metadata
             raise CheckpointingException(
@@ -119,6 +124,13 @@ def refuse_unknown(tensors: Iterable[tuple[str, torch.dtype]]) -> None:
         raise CheckpointingException(
             f"safetensors has no dtype for {listed(refused)}: write .bin files, which hold any, or leave these out"
         )
+
+
+def _is_text(name: object) -> bool:
+    try:
+        return isinstance(name, str) and bool(name.isascii() or name.encode())
+    except UnicodeEncodeError:
+        return False
 
 
 def parse_header(text: bytes, size: int, source: str) -> dict[str, FileTensor]:

@@ -12,7 +12,7 @@ from shardckpt.huggingface.folder import check_same_folder, read_folder
 from shardckpt.huggingface.load_strategy import HuggingFaceLoadStrategy
 from shardckpt.huggingface.models import find_mapping
 from shardckpt.manifest import Manifest
-from shardckpt.parallel import share_reading
+from shardckpt.parallel import share_reading, split_budget
 from shardckpt.plugins import get_plugin_manager
 from shardckpt.storage import CheckpointReader, open_directory, retry_if_replaced
 from shardckpt.strategy import LoadContext
@@ -38,6 +38,7 @@ def load_from_huggingface(
     validate_access_integrity: bool = True,
     process_group: ProcessGroup | None = None,
     fully_parallel: bool = False,
+    memory_budget: int | str | None = None,
 ) -> Any:
     """Collective: fill shards of any layout from a Hugging Face folder; each rank reads only bytes of its shards.
 
@@ -62,6 +63,7 @@ def load_from_huggingface(
         validate_access_integrity: Check that the shards of all ranks cover every tensor exactly once.
         process_group: The ranks that load; by default all, or this process alone without torch.distributed.
         fully_parallel: Read what several ranks want once; as for :func:`shardckpt.dist_checkpointing.load`.
+        memory_budget: As for :func:`shardckpt.dist_checkpointing.load`.
 
     Returns:
         The state dict with its tensors filled. Tensors of the folder that no shard requests are not read.
@@ -76,6 +78,7 @@ def load_from_huggingface(
     comm = Comm(process_group)
     with comm.local_phase("reading the arguments"):
         names = find_mapping(mapping)
+        budget, reading = split_budget(memory_budget, fully_parallel=fully_parallel)
 
     def attempt() -> Any:
         with comm.local_phase("reading the arguments"):
@@ -98,10 +101,11 @@ def load_from_huggingface(
                     )
             # without digests: the folder stores none
             manifest = Manifest(backend=strategy.backend, version=strategy.version)
-            with CheckpointReader(Path(found.directory) if found.directory else place, manifest) as reader:
+            at = Path(found.directory) if found.directory else place
+            with CheckpointReader(at, manifest, memory_budget=reading) as reader:
                 checkpoint = OpenCheckpoint(strategy, LoadContext(reader, comm), operation)
                 if fully_parallel:
-                    checkpoint = share_reading(checkpoint)
+                    checkpoint = share_reading(checkpoint, budget)
                 mode = StrictHandling.RAISE_UNEXPECTED if strict else StrictHandling.LOG_UNEXPECTED
                 loaded, _ = load_checkpoint(
                     sharded_state_dict, checkpoint, validate=validate_access_integrity, strict=mode

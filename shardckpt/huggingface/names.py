@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import re
 from typing import TYPE_CHECKING
 
 from shardckpt.errors import CheckpointingException
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Collection, Mapping
 
 SAFETENSORS = "safetensors"
 BIN = "bin"
@@ -18,9 +19,7 @@ _STEMS = {SAFETENSORS: ("model", ".safetensors"), BIN: ("pytorch_model", ".bin")
 _WEIGHTS = re.compile(r"(model|pytorch_model)(-\d+-of-\d+)?\.(safetensors|bin)(\.index\.json)?")
 #: Suffixes of weights in any format.
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".index.json", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx")
-_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-_UNITS |= {"KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
-_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
+_NUMBERS = re.compile(r"(\d+)")
 
 
 def check_format(name: str) -> str:
@@ -76,6 +75,52 @@ def index_name(file_format: str) -> str:
     return f"{stem}{suffix}.index.json"
 
 
+def encode_weights_index(weight_map: Mapping[str, str], total: int) -> bytes:
+    """Return the content of the index, as transformers reads it.
+
+    Args:
+        weight_map: The file of each tensor, by name.
+        total: Bytes of all tensors.
+
+    Returns:
+        JSON, in UTF-8.
+    """
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+    return (json.dumps(index, indent=2, ensure_ascii=False) + "\n").encode()
+
+
+def natural_order(key: str) -> list[tuple[int, str, str]]:
+    """Return what keys are sorted by so that layer 2 comes before layer 10.
+
+    Args:
+        key: The key.
+
+    Returns:
+        A tuple for each text and number in it.
+    """
+    texts = _NUMBERS.split(key)  # text and number in turn
+    # not by int(), which refuses numbers of thousands of digits
+    digits = [text.lstrip("0") if at % 2 else "" for at, text in enumerate(texts)]
+    return [(len(number), number, text) for number, text in zip(digits, texts, strict=True)]
+
+
+def parse_leave_out(names: Collection[str]) -> frozenset[str]:
+    """Return the names that a caller leaves out.
+
+    Args:
+        names: The caller's argument ``leave_out``.
+
+    Returns:
+        The names.
+
+    Raises:
+        CheckpointingException: It is one text, whose letters would be the names.
+    """
+    if isinstance(names, str):
+        raise CheckpointingException(f"leave_out={names!r}: give a list of names, such as [{names!r}]")
+    return frozenset(names)
+
+
 def is_weights(name: str) -> bool:
     """Return whether an export, of any format, may have written a file of this name."""
     return _WEIGHTS.fullmatch(name) is not None
@@ -84,26 +129,3 @@ def is_weights(name: str) -> bool:
 def is_asset(name: str) -> bool:
     """Return whether a file of this name belongs to a model but is not weights: its config, its tokenizer."""
     return not name.startswith(".") and not name.endswith(_WEIGHT_SUFFIXES)
-
-
-def parse_size(size: int | str, argument: str = "max_shard_size") -> int:
-    """Parse a size such as ``5GB`` (10^9) or ``5GiB`` (2^30).
-
-    Args:
-        size: The text, or a number of bytes.
-        argument: The name of the caller's argument, for the error.
-
-    Returns:
-        The size in bytes.
-
-    Raises:
-        CheckpointingException: it is not a size, or not above 0.
-    """
-    found = _SIZE.fullmatch(str(size))
-    factor = _UNITS.get(found[2].upper()) if found else None
-    nbytes = int(float(found[1]) * factor) if found and factor else 0
-    if nbytes < 1:
-        raise CheckpointingException(
-            f"{argument}={size!r}: expected a number of bytes above 0, or text such as '5GB', '500MB' or '2GiB'"
-        )
-    return nbytes

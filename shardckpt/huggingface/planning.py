@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import logging
-import re
 from typing import TYPE_CHECKING, NamedTuple
 
 from shardckpt.errors import CheckpointingException, KeyMismatchError, ShardingError, listed
 from shardckpt.huggingface.dtypes import cast_to
 from shardckpt.huggingface.header import refuse_unknown
 from shardckpt.huggingface.hub_tensor import HubTensor, StoredPart
-from shardckpt.huggingface.names import SAFETENSORS, assign_files
+from shardckpt.huggingface.names import SAFETENSORS, assign_files, natural_order
 from shardckpt.mapping import ShardedTensor
 from shardckpt.planning import find_hole, find_overlap
 from shardckpt.plugins import get_key_map_entries
@@ -26,7 +25,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_NUMBERS = re.compile(r"(\d+)")
 #: Prefixes that adapters.to_sharded_state_dict gives a model and its optimizers.
 _MODEL, _OPTIMIZER = "model.", "optimizer."
 #: What an optimizer's state is called, as the first or second part of a key: in torch's and Megatron's state dicts,
@@ -76,7 +74,7 @@ def plan_export(index: Iterable[ShardedBase], options: ExportOptions, source: st
         CheckpointingException: there is no tensor to write, or a tensor cannot be written.
     """
     # by the stored tensors alone, not by how they were sharded: the same files come out at any world size
-    stored = sorted(index, key=lambda shard: _natural(stored_key(shard)))
+    stored = sorted(index, key=lambda shard: natural_order(stored_key(shard)))
     prefix = find_model_prefix(stored) if options.prefix is None else options.prefix
     tensors, unmapped = plan_tensors(stored, options._replace(prefix=prefix))
     if unmapped:
@@ -164,12 +162,6 @@ def _cast(tensor: HubTensor, tensors: Mapping[str, HubTensor], target: torch.dty
         if weight is not None and weight.dtype.itemsize == 1:
             return tensor
     return tensor._replace(dtype=cast_to(tensor.dtype, target))
-
-
-def _natural(key: str) -> list[tuple[int, str]]:
-    """Return a sort key that orders numbers in names as numbers."""
-    texts = _NUMBERS.split(key)  # text and number in turn
-    return [(int(text) if number % 2 else 0, text) for number, text in enumerate(texts)]
 
 
 def _key_list(parts: Iterable[StoredPart]) -> str:

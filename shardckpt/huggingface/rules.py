@@ -12,12 +12,12 @@ from shardckpt.planning import Box
 from shardckpt.plugins import Identity, KeyMapEntry
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from shardckpt.planning import Ints
 
-_EXPERT = "{expert}"
-_FIELD = re.compile(r"\{(\w+)\}")
+_EXPERT = "expert"
+_FIELD = re.compile(r"\{([^\W\d]\w*)\}")
 
 
 @dataclass(frozen=True)
@@ -25,8 +25,8 @@ class Rule:
     """How stored tensors of one kind are named and split in a Hugging Face folder.
 
     Names are patterns: a field such as ``{layer}`` stands for text without a dot, the same in all names of the rule. If
-    the folder's names have ``{expert}``, the stored tensor's first axis counts the experts, and the folder has one
-    tensor for each.
+    the folder's names have ``{expert}`` and the stored one has not, the stored tensor's first axis counts the experts,
+    and the folder has one tensor for each.
 
     Example::
 
@@ -38,11 +38,30 @@ class Rule:
         hub: The folder's names. Several names are equal parts of the stored tensor, in order along its first axis after
             that of the experts. If empty, tensors of this kind are not exported.
         transposed: Whether the last two axes are swapped in the folder.
+
+    Raises:
+        ShardingError: A field is twice in the stored name, or in a name of the folder alone; or ``hub`` is a text.
     """
 
     stored: str
     hub: tuple[str, ...]
     transposed: bool = False
+
+    def __post_init__(self) -> None:
+        hub: object = self.hub
+        if isinstance(hub, str):  # its letters would be the names
+            raise ShardingError(f"Rule({self.stored!r}): hub={hub!r} is no tuple of names: give ({hub!r},)")
+        fields = _FIELD.findall(self.stored)
+        twice = sorted({field for field in fields if fields.count(field) > 1})
+        if twice:
+            raise ShardingError(f"Rule({self.stored!r}): the field {twice[0]!r} is there twice: give each another name")
+        for name in self.hub:
+            unknown = sorted(set(_FIELD.findall(name)) - {*fields, _EXPERT})
+            if unknown:
+                raise ShardingError(
+                    f"Rule({self.stored!r}): the folder's name {name!r} has the field {unknown[0]!r}, which the stored "
+                    "name lacks"
+                )
 
     def links(self, key: str, shape: Ints) -> list[KeyMapEntry] | None:
         """Map a stored tensor by this rule.
@@ -60,8 +79,9 @@ class Rule:
         found = _compile_pattern(self.stored).fullmatch(key)
         if found is None or not self.hub:
             return None if found is None else []
-        # the axis of experts, if there is one, comes first
-        lead = int(any(_EXPERT in name for name in self.hub))
+        fields = found.groupdict()
+        # the axis of experts, if there is one, comes first; where the stored name has the expert, it is of one
+        lead = int(_EXPERT not in fields and any(_EXPERT in _FIELD.findall(name) for name in self.hub))
         parts = len(self.hub)
         if len(shape) <= lead or shape[lead] % parts or (self.transposed and len(shape) < lead + 2):
             raise ShardingError(
@@ -76,7 +96,7 @@ class Rule:
             for number, name in enumerate(self.hub):
                 offset = (expert,) * lead + (number * rows,) + (0,) * (len(extent) - 1)
                 box = Box(offset, (1,) * lead + extent)
-                hub_name = name.format(**found.groupdict(), expert=expert)
+                hub_name = _fill(name, {_EXPERT: str(expert), **fields})
                 entries.append(KeyMapEntry(hub_name, hub_shape, (0,) * len(hub_shape), box, self.transposed))
         return entries
 
@@ -95,6 +115,10 @@ class RuleMapping:
         """Return the key map entries of a stored tensor of a global shape; none if it is not exported."""
         found = (rule.links(key, shape) for rule in self._rules)
         return next((links for links in found if links is not None), Identity().links(key, shape))
+
+
+def _fill(template: str, fields: Mapping[str, str]) -> str:
+    return _FIELD.sub(lambda found: fields[found[1]], template)
 
 
 @functools.cache

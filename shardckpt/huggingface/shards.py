@@ -12,9 +12,9 @@ from shardckpt.errors import CheckpointingException, ShardingError
 from shardckpt.huggingface.dtypes import cast_to, parse_dtype
 from shardckpt.huggingface.header import lay_out, refuse_unknown
 from shardckpt.huggingface.hub_tensor import HubTensor
-from shardckpt.huggingface.names import BIN, SAFETENSORS, assign_files, parse_size
+from shardckpt.huggingface.names import BIN, SAFETENSORS, assign_files
 from shardckpt.huggingface.small_file import replace_file, write_pickled
-from shardckpt.storage import NewFile
+from shardckpt.storage import NewFile, parse_size
 from shardckpt.tensors import plain_cpu, tensor_bytes
 
 if TYPE_CHECKING:

@@ -10,7 +10,8 @@ import torch
 
 from shardckpt.commit import STAGING, claim_name, discard_staging, new_save_id, release_name, temporary_name
 from shardckpt.engine import check_names, clear_leftovers, open_staging
-from shardckpt.storage import open_new, sync_directory, sync_file, wrap_os_errors
+from shardckpt.huggingface.assets import read_asset
+from shardckpt.storage import on_store, open_new, sync_directory, sync_file, wrap_os_errors
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -82,7 +83,10 @@ def write_pickled(path: Path, state_dict: Mapping[Any, Any]) -> None:
 
 
 def copy_new(source: Path, path: Path) -> None:
-    """Copy a file to a new one; links are followed."""
+    """Copy a file, or an object of a store, to a new file; links are followed."""
     with wrap_os_errors(f"copy {source} to", path):
-        shutil.copyfile(source, path)
+        if on_store(source) is None:
+            shutil.copyfile(source, path)
+        else:
+            path.write_bytes(read_asset(source))
     sync_file(path)

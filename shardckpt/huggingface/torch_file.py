@@ -19,11 +19,30 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 _ZIP, _PICKLE = b"PK\x03\x04", b"\x80"
+#: A file of before torch 1.6 begins with the pickle of this number, behind the two bytes of the pickle's protocol.
+_LEGACY, _LEGACY_AT = b"\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19.", 2
 #: Pickles in a file of before torch 1.6: magic number, protocol, system, state dict, names of storages.
 _OLD_PICKLES = 5
 #: Lengths of name and extra field in the header of a zip member, and the bytes of the header without them.
 _NAME_LENGTHS, _HEADER_BYTES = struct.Struct("<26xHH"), 30
 _REFUSAL = re.compile(r"WeightsUnpickler error: .*|.*[Uu]nsupported.*")
+
+
+def is_torch_file(path: Path) -> bool:
+    """Return whether a file begins as those of ``torch.save`` do.
+
+    Args:
+        path: The file.
+
+    Returns:
+        True for any zip archive, and for a file of before torch 1.6.
+
+    Raises:
+        StorageError: It cannot be read.
+    """
+    with wrap_os_errors("open", path), path.open("rb") as file:
+        first = file.read(_LEGACY_AT + len(_LEGACY))
+    return is_archive(first) or first[_LEGACY_AT:] == _LEGACY
 
 
 def is_archive(first: bytes) -> bool:

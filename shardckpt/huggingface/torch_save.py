@@ -34,6 +34,8 @@ _BUILTIN: dict[type[Any], Callable[[Any], Any]] = {
     frozenset: set,
     bytearray: bytes,
 }
+#: What to do about a value that a file does not hold.
+_ADVICE = "leave it out (--leave-out), or convert to a format that stores objects"
 
 
 @dataclass
@@ -52,6 +54,8 @@ class TorchFile:
     #: Stand-ins for the tensors in the state dict, and for those that are in memory.
     _declared: dict[str, DeclaredTensor] = field(default_factory=dict)
     _in_memory: list[tuple[DeclaredTensor, torch.Tensor]] = field(default_factory=list)
+    #: Containers that are being walked through, by identity.
+    _open: set[int] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self._declared = {name: DeclaredTensor(t.dtype, t.shape) for name, t in self.tensors.items()}
@@ -109,15 +113,46 @@ class TorchFile:
         if made is value and kind not in (dict, list, tuple, set):
             raise ShardingError(
                 f"{place or 'the state dict'} is a {kind.__module__}.{kind.__qualname__}, which has no counterpart "
-                "among the builtin types: leave it out (--leave-out), or convert to a format that stores objects"
+                f"among the builtin types: {_ADVICE}"
             )
         if made is not value:
             self.rewritten[place] = f"{kind.__module__}.{kind.__qualname__}"
-        if isinstance(made, dict):
-            return {self._make_plain(k, place): self._make_plain(v, _join(place, k)) for k, v in made.items()}
-        if isinstance(made, (list, tuple, set)):
+        if not isinstance(made, (dict, list, tuple, set)):
+            return self._make_plain(made, place) if made is not value else value
+        if id(value) in self._open:
+            raise ShardingError(f"{place} is a {kind.__qualname__} that holds itself: {_ADVICE}")
+        self._open.add(id(value))
+        try:
+            if isinstance(made, dict):
+                return self._make_dict(made, place)
+            if isinstance(made, set):
+                return set(self._make_dict(dict.fromkeys(made), place))
             return type(made)(self._make_plain(inner, _join(place, n)) for n, inner in enumerate(made))
-        return self._make_plain(made, place) if made is not value else value
+        except RecursionError:
+            raise ShardingError(f"{place.split('.', maxsplit=1)[0]} is nested too deep: {_ADVICE}") from None
+        finally:
+            self._open.remove(id(value))
+
+    def _make_dict(self, value: dict[Any, Any], place: str) -> dict[Any, Any]:
+        """Return a dict with keys, which may be elements of a set, and values of builtin types."""
+        names: dict[Any, Any] = {}
+        made = {}
+        for key, inner in value.items():
+            plain = self._make_plain(key, place)
+            try:
+                other = names.setdefault(plain, key)
+            except TypeError:  # a frozenset, which becomes a set
+                raise ShardingError(
+                    f"{place or 'the state dict'} has {key!r:.80}, of which a file has a {type(plain).__name__}, which "
+                    f"is no key and no element of a set: {_ADVICE}"
+                ) from None
+            if other is not key:
+                raise ShardingError(
+                    f"{place or 'the state dict'} has {other!r:.80} and {key!r:.80}, which a file both has as "
+                    f"{plain!r:.80}: {_ADVICE}"
+                )
+            made[plain] = self._make_plain(inner, _join(place, key))
+        return made
 
     def _find_builtin(self, value: Any) -> Any:
         """Return the builtin counterpart of a value, which may have others in it; the value itself if there is none."""

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from shardckpt.archive import Archive, LazyTensor, StoredPayload, read_payload
+from shardckpt.archive import Archive, LazyReads, LazyTensor, StoredPayload, read_payload, refuse_expanded
 from shardckpt.distributed import Comm
 from shardckpt.errors import CheckpointingException, CorruptCheckpointError, ShardingError
 from shardckpt.huggingface.structure import make_structure
@@ -25,8 +24,6 @@ if TYPE_CHECKING:
     from shardckpt.mapping import ShardedBase, StateDict
     from shardckpt.storage import CheckpointReader
 
-#: Bytes of a tensor that may have more elements than its storage, as an expanded one has.
-_EXPANDED = 1 << 20
 #: Values that a pickle of n bytes may have: some, and some a byte. It can name one list any number of times.
 _FREE, _VALUES = 1 << 16, 8
 _CONTENT = "content_metadata"
@@ -154,10 +151,11 @@ class _Walker:
         self._reader = reader
         self._file = file
         self._left = most
+        self._reads = LazyReads(self._read)
         self.tensors: dict[str, StoredPayload | torch.Tensor] = {}
 
     def describe(self, value: Any, key: str) -> Any:
-        """Return nested dicts and lists with tensors of the meta device; a tuple keeps its tensors."""
+        """Return nested dicts and lists with tensors of the meta device; any other container keeps its tensors."""
         self._left -= 1
         if self._left < 0:
             raise CorruptCheckpointError(f"{self._name}: its pickle repeats its own parts too often")
@@ -165,10 +163,9 @@ class _Walker:
             return {name: self.describe(inner, f"{key}.{name}" if key else f"{name}") for name, inner in value.items()}
         if isinstance(value, list):
             return [self.describe(inner, f"{key}.{number}") for number, inner in enumerate(value)]
-        if isinstance(value, tuple):
-            return self._read(value, key)
         if not isinstance(value, (LazyTensor, torch.Tensor)):
-            return value
+            # a checkpoint has them in the common state, with their values
+            return self._reads.fill(value, key)
         source = self._locate(value, key) if isinstance(value, LazyTensor) else value.detach()
         if key in self.tensors:
             raise ShardingError(
@@ -187,24 +184,11 @@ class _Walker:
                 f"{self._name}: {key!r} is a DTensor, of which one rank's file has a part: convert the checkpoint of "
                 "all ranks, or save its full_tensor()"
             )
-        stored = tensor.payload
-        if math.prod(stored.shape) * stored.dtype.itemsize > max(stored.nbytes, _EXPANDED):
-            raise CorruptCheckpointError(
-                f"{self._name}: {key!r} of shape {stored.shape} and {stored.dtype} has only {stored.nbytes} bytes"
-            )
-        return stored
+        refuse_expanded(tensor.payload, f"{self._name}: {key!r}")
+        return tensor.payload
 
-    def _read(self, value: Any, key: str) -> Any:
-        """Return what is in a tuple, with the values of its tensors, which a checkpoint has in the common state."""
-        if type(value) is tuple:
-            return tuple(self._read(inner, key) for inner in value)
-        if type(value) is list:
-            return [self._read(inner, key) for inner in value]
-        if isinstance(value, dict):
-            return {name: self._read(inner, key) for name, inner in value.items()}
-        if not isinstance(value, LazyTensor):
-            return value
-        source = self._locate(value, key)
+    def _read(self, tensor: LazyTensor, key: str) -> torch.Tensor:
+        source = self._locate(tensor, key)
         target = torch.empty(source.shape, dtype=source.dtype, device="cpu")
         read_payload(self._reader, self._file, source, (0,) * len(source.shape), target, key)
         return target

@@ -8,7 +8,7 @@ from shardckpt.engine import STREAM_BYTES, StoredCheckpoint, make_memory
 from shardckpt.errors import KeyMismatchError, listed
 from shardckpt.huggingface.dtypes import parse_dtype
 from shardckpt.huggingface.models import find_mapping
-from shardckpt.huggingface.names import SAFETENSORS
+from shardckpt.huggingface.names import SAFETENSORS, parse_leave_out
 from shardckpt.huggingface.planning import ExportOptions, find_model_prefix, is_optimizer_key, plan_tensors
 from shardckpt.mapping import ShardedTensor
 from shardckpt.planning import batch_by_bytes
@@ -66,7 +66,9 @@ class ModelCheckpoint(StoredCheckpoint):
             CheckpointingException: An argument is wrong, a tensor is not stored as a whole, or it is damaged; what was
                 read before is right.
         """
-        options = ExportOptions(prefix, find_mapping(mapping), parse_dtype(dtype), 0, SAFETENSORS, frozenset(leave_out))
+        options = ExportOptions(
+            prefix, find_mapping(mapping), parse_dtype(dtype), 0, SAFETENSORS, parse_leave_out(leave_out)
+        )
         tensors = self._plan_weights(options, optimizer=optimizer)
         return self._read_weights(tensors, memory)
 

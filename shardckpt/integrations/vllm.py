@@ -15,8 +15,7 @@ from vllm.model_executor.model_loader import (  # type: ignore[import-not-found]
 
 from shardckpt.dist_checkpointing import open_checkpoint
 from shardckpt.errors import CheckpointingException, KeyMismatchError, listed
-from shardckpt.huggingface import parse_size
-from shardckpt.storage import retry_if_replaced
+from shardckpt.storage import parse_size, retry_if_replaced
 
 if TYPE_CHECKING:
     from torch import nn

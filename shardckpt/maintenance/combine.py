@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from shardckpt import settings
 from shardckpt.errors import CheckpointingException
+from shardckpt.storage import Workers
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
 
-#: Elements that are combined at a time: the terms of a sum stay in the processor's cache.
-_ELEMENTS = 1 << 15
+#: Bytes of terms that are combined at a time: they stay in the processor's cache. Elements of a block, at least, and at
+#: most: fewer cost calls of torch, and more it would share among threads.
+_CACHED, _LEAST, _MOST = 512 << 10, 2048, 1 << 15
+#: The lesser and the greater of two tensors, element by element.
+_BOUNDS = torch.minimum, torch.maximum
+#: Elements that a thread combines before it takes the next.
+_SHARE = 1 << 16
 #: Elements whose products are added up by torch: fewer than it shares among threads, so the sum has always one order.
 _ROW = 4096
 #: Above this cosine, the sine that slerp divides by is too small: values are interpolated linearly, as by mergekit.
@@ -30,6 +38,21 @@ class Combination(NamedTuple):
 
     weights: tuple[float, ...]
     divisor: float = 1.0
+
+    @property
+    def is_average(self) -> bool:
+        """Whether no result is outside of what its values span."""
+        return min(self.weights) >= 0 and math.fsum(self.weights) == self.divisor
+
+    def shrink(self) -> Combination:
+        """Return the same combination with weights and divisor so small that no sum is larger than its largest value.
+
+        They are divided by a power of two, so that all sums have the same bits, unless they are very small.
+        """
+        exponent = math.frexp(max(map(abs, self.weights)))[1] + len(self.weights).bit_length()
+        return Combination(
+            tuple(math.ldexp(weight, -exponent) for weight in self.weights), math.ldexp(self.divisor, -exponent)
+        )
 
 
 def make_average(weights: Sequence[float]) -> Combination:
@@ -48,7 +71,8 @@ def combine(values: Sequence[torch.Tensor], how: Combination, target: torch.Tens
         values: The values of each source, of the target's shape; of complex dtypes if the target's is.
         how: The weights.
         target: Is filled.
-        accumulate: ``torch.float32`` or ``torch.float64``; for complex values, of each of their two parts.
+        accumulate: ``torch.float32`` or ``torch.float64``; for complex values, of each of their two parts. What is too
+            large for float32 is added up in float64.
     """
     if target.is_complex():
         parts = [torch.view_as_real(value.to(target.dtype)) for value in values]
@@ -56,29 +80,81 @@ def combine(values: Sequence[torch.Tensor], how: Combination, target: torch.Tens
         return
     flat = [value.reshape(-1) for value in values]
     found = target.view(-1) if target.is_contiguous() else torch.empty(target.numel(), dtype=target.dtype)
-    for start in range(0, found.numel(), _ELEMENTS):
-        some = slice(start, start + _ELEMENTS)
-        total = _add([value[some].to(accumulate) * weight for value, weight in zip(flat, how.weights, strict=True)])
-        if how.divisor != 1:
-            total /= how.divisor
-        # which NaN comes of two depends on their order
-        found[some] = total.nan_to_num_(nan=math.nan, posinf=math.inf, neginf=-math.inf)
+
+    def combine_share(start: int) -> None:
+        stop = min(start + _SHARE, found.numel())
+        _combine_flat([value[start:stop] for value in flat], how, found[start:stop], accumulate)
+
+    shares = enumerate(range(0, found.numel(), _SHARE))
+    Workers(settings.io_threads() if found.numel() > _SHARE else 1, "shardckpt-merge").each(combine_share, shares)
     if not target.is_contiguous():
         target.copy_(found.view(target.shape))
 
 
-def _add(terms: Iterable[torch.Tensor]) -> torch.Tensor:
-    """Return the sum of tensors, whose elements are sorted first: floating-point addition is not associative."""
-    ranks: list[torch.Tensor] = []
-    for term in terms:
-        rest = term
-        for number, lower in enumerate(ranks):
-            ranks[number], rest = torch.minimum(lower, rest), torch.maximum(lower, rest)
-        ranks.append(rest)
-    total = ranks[0]
-    for higher in ranks[1:]:
+def _combine_flat(
+    values: Sequence[torch.Tensor], how: Combination, target: torch.Tensor, accumulate: torch.dtype
+) -> None:
+    """Fill a flat tensor, block by block, in this thread."""
+    width = min(max(_CACHED // (len(values) * accumulate.itemsize), _LEAST), _MOST)
+    for start in range(0, target.numel(), width):
+        some = slice(start, start + width)
+        parts = [value[some] for value in values]
+        total = _weigh(parts, how, accumulate)
+        if not bool(total.isfinite().all()):
+            # a mask of the lowest number, say, whose sum has no place in the dtype, and whose average has
+            wide = _weigh(parts, how.shrink(), torch.float64)
+            if how.is_average:  # rounding must not lead out of float64 either
+                bounds = (functools.reduce(bound, [part.double() for part in parts]) for bound in _BOUNDS)
+                wide.clamp_(*bounds)
+            total = torch.where(total.isfinite(), total, wide)
+        # which NaN comes of two depends on their order
+        target[some] = total.nan_to_num_(nan=math.nan, posinf=math.inf, neginf=-math.inf)
+
+
+def _weigh(values: Sequence[torch.Tensor], how: Combination, accumulate: torch.dtype) -> torch.Tensor:
+    def multiply() -> list[torch.Tensor]:
+        return [value.to(accumulate) * weight for value, weight in zip(values, how.weights, strict=True)]
+
+    total = _add(multiply())
+    is_zero = total == 0
+    if bool(is_zero.any()):
+        # the lesser and the greater of 0 and -0 are one of both, twice, which depends on their order
+        is_negative = functools.reduce(torch.logical_and, [term.signbit() for term in multiply()])
+        total.masked_fill_(is_zero & ~is_negative, 0.0)
+    return total if how.divisor == 1 else total.div_(how.divisor)
+
+
+def _add(terms: list[torch.Tensor]) -> torch.Tensor:
+    """Return the sum of tensors, whose elements are sorted first, in place: addition of floats is not associative."""
+    spare = torch.empty_like(terms[0])
+    for low, high in list_comparisons(len(terms)):
+        torch.minimum(terms[low], terms[high], out=spare)
+        torch.maximum(terms[low], terms[high], out=terms[high])
+        terms[low], spare = spare, terms[low]
+    total = terms[0]
+    for higher in terms[1:]:
         total += higher
     return total
+
+
+@functools.cache
+def list_comparisons(count: int) -> tuple[tuple[int, int], ...]:
+    """Return which pairs of places are compared, in order, so that the least is first in each: then all are sorted.
+
+    It is Batcher's merge exchange sort: 31 pairs for 10 values, where inserting one by one takes 45.
+    """
+    pairs = []
+    step = 1 << max(count - 1, 0).bit_length() >> 1
+    first = step
+    while step:
+        distance, run, rest = step, first, 0
+        while True:
+            pairs += [(low, low + distance) for low in range(count - distance) if low & step == rest]
+            if run == step:
+                break
+            distance, run, rest = run - step, run >> 1, step
+        step >>= 1
+    return tuple(pairs)
 
 
 class Angle:

@@ -49,8 +49,9 @@ if TYPE_CHECKING:
     from shardckpt.plugins import PluginManager
     from shardckpt.storage import CheckpointWriter
 
-    #: Opens what is at a location: :func:`shardckpt.maintenance.sources.open_source`, or the merge of several.
-    SourceOpener = Callable[[Path, PluginManager, tuple[Any, ...]], AbstractContextManager[OpenCheckpoint]]
+    #: Opens what is at a location: :func:`shardckpt.maintenance.sources.open_source`, or the merge of several, with its
+    #: arguments ``location``, ``plugins``, ``allow_globals`` and ``memory_budget``.
+    SourceOpener = Callable[..., AbstractContextManager[OpenCheckpoint]]
 
 logger = logging.getLogger(__name__)
 
@@ -72,9 +73,11 @@ class ConversionReport:
         nbytes: Bytes of the tensors' values.
         proof: The fingerprints of each tensor, before and after.
         left_out: What the source has and the target has not: keys of tensors, of objects, of the common state, and of
-            :class:`~shardckpt.mapping.PlainObject` shards, which are for other libraries.
+            :class:`~shardckpt.mapping.PlainObject` shards, which are for other libraries; these are the last.
         rewritten: Places of values that a file of ``torch.save`` has as builtin types, with the class that they had.
         resumed: Bytes that an earlier conversion had written before it was killed; these were not written again.
+        plain_objects: How many of ``left_out``, the last, are PlainObject shards: values that only other libraries look
+            for under these keys.
     """
 
     old: tuple[str, int]
@@ -86,16 +89,17 @@ class ConversionReport:
     left_out: tuple[str, ...]
     rewritten: dict[str, str]
     resumed: int = 0
+    plain_objects: int = 0
 
 
 class _Written(NamedTuple):
-    """What was written: the tensors, the number of objects, and the places of values of other classes."""
+    """What was written and what not: tensors, the number of objects, and the places of values of other classes."""
 
     tensors: Sequence[HubTensor]
     objects: int
     left_out: Collection[str]
+    plain_objects: Collection[str]
     rewritten: dict[str, str]
-    resumed: int = 0
 
 
 def _count_bytes(index: Sequence[ShardedBase]) -> int:
@@ -118,6 +122,10 @@ class Conversion:
     allow_globals: tuple[Any, ...]
     is_resumable: bool
     opener: SourceOpener = open_source
+    #: What identifies the values of the open source; ``""`` if nothing does. By default, what is at ``source`` does.
+    identify: Callable[[OpenCheckpoint], str] | None = None
+    #: Bytes that reading, and writing, may hold beside the tensors; None: as many as are fast.
+    buffers: tuple[int | None, int | None] = (None, None)
     #: The journal of what is written, once it is known what that is.
     journals: list[Journal] = field(default_factory=list)
 
@@ -136,7 +144,7 @@ class Conversion:
         operation = Operation("convert", self.target, Comm(alone=True), self.plugins)
         with operation.collective_span():
             before = TensorSums(is_logged=self.is_resumable)
-            with self.opener(self.source, self.plugins, self.allow_globals) as opened:
+            with self.opener(self.source, self.plugins, self.allow_globals, memory_budget=self.buffers[0]) as opened:
                 self._check(opened)
                 if self.saver is not None:
                     operation.set_strategy(self.saver)
@@ -147,7 +155,9 @@ class Conversion:
                 reads.start_progress(lambda: 2 * _count_bytes(index))
                 reads.share_progress(opened.operation)
                 # a file has the tensors of the common state and of objects in the same dict
-                proof = StagedProof(stored, reads, self.target, self._box_bytes(), has_others=self.kind == FILE)
+                proof = StagedProof(
+                    stored, reads, self.target, self._box_bytes(), has_others=self.kind == FILE, buffers=self.buffers[0]
+                )
                 written = self._write(stored, operation, proof, overwrite=overwrite)
                 manifest = opened.context.reader.manifest
             operation.set_nbytes(sum(tensor.nbytes for tensor in written.tensors))
@@ -158,14 +168,17 @@ class Conversion:
                 objects=written.objects,
                 nbytes=sum(tensor.nbytes for tensor in written.tensors),
                 proof=proof.tensors,
-                left_out=tuple(written.left_out),
+                left_out=(*written.left_out, *written.plain_objects),
                 rewritten=written.rewritten,
                 resumed=sum(journal.nbytes for journal in self.journals),
+                plain_objects=len(written.plain_objects),
             )
 
     def _make_journal(self, stored: SummedCheckpoint, written: object) -> Journal | None:
         """Return the journal of what is written; None if no other process could go on with it."""
-        source = identify_source(self.source, stored) if self.is_resumable and has_local_files(self.target) else ""
+        if not (self.is_resumable and has_local_files(self.target)):
+            return None
+        source = identify_source(self.source, stored) if self.identify is None else self.identify(stored)
         if not source:
             return None
         prefix, _, dtype, _, _, leave_out = self.options
@@ -232,13 +245,13 @@ class Conversion:
         kept = {part.key for tensor in tensors for part in tensor.parts} | {shard.unique_key for shard in objects}
         left_out = [stored_key(shard) for shard in index if stored_key(shard) not in kept]
         left_out += [key for key in stored.common() if key not in common]
-        left_out += self._list_plain_objects(stored)
+        plain_objects = self._list_plain_objects(stored)
         if self.saver is None:
             rewritten = self._write_file(stored, operation, proof, planned, objects, common, overwrite=overwrite)
         else:
             rewritten = {}
             self._write_checkpoint(operation, proof, self.saver, tensors, objects, common, overwrite=overwrite)
-        return _Written(tensors, len(objects), left_out, rewritten)
+        return _Written(tensors, len(objects), left_out, plain_objects, rewritten)
 
     def _read_values(self, stored: OpenCheckpoint) -> tuple[list[ShardedObject], StateDict]:
         """Return the objects with their values, those for stock DCP among them, and the common state."""
@@ -322,6 +335,7 @@ class Conversion:
             content=content,
             journal=journal,
             check=partial(self._prove, proof, tensors),
+            memory_budget=self.buffers[1],
         )
 
     def _write_folder(
@@ -343,7 +357,7 @@ class Conversion:
         ).run()
         kept = {part.key for tensor in tensors for part in tensor.parts}
         left_out = [stored_key(shard) for shard in stored.index() if stored_key(shard) not in kept]
-        return _Written(tensors, 0, [*left_out, *stored.common(), *self._list_plain_objects(stored)], {})
+        return _Written(tensors, 0, [*left_out, *stored.common()], self._list_plain_objects(stored), {})
 
     def _write_file(
         self,

@@ -16,27 +16,38 @@ from shardckpt.huggingface import (
     find_mapping,
     list_assets,
     parse_dtype,
-    parse_size,
+    parse_leave_out,
 )
 from shardckpt.maintenance.conversion import DCP, FILE, FOLDER, Conversion, ConversionReport
 from shardckpt.maintenance.sources import open_source
 from shardckpt.plugins import StrategyAction, get_plugin_manager
-from shardckpt.storage import retry_if_replaced
+from shardckpt.storage import (
+    LEAST_READING,
+    check_memory_budget,
+    has_local_files,
+    parse_size,
+    retry_if_replaced,
+)
 from shardckpt.strategy import SaveStrategy
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Collection
+    from collections.abc import Callable, Collection
 
     import torch
 
+    from shardckpt.engine import OpenCheckpoint
     from shardckpt.maintenance.conversion import SourceOpener
     from shardckpt.plugins import KeyMapping, PluginManager
 
-#: Bytes of tensors in memory, if the caller names none.
-_MEMORY = 256 << 20
-#: The least that a caller may ask for. The buffers of the reader and the writer have about as many bytes.
+#: The budget if the caller names none.
+_BUDGET = "256MiB"
+#: Of a budget tensors in memory have a half; reader and writer have a quarter each.
+_TENSORS, _QUARTER = 2, 4
+#: What a caller of :func:`run_conversion` may ask for at least, in bytes of tensors.
 _LEAST_MEMORY = 16 << 20
+#: The least budget of a conversion to a store, whose parts are larger than blocks of a file.
+_LEAST_FOR_STORES = 64 << 20
 
 
 def convert_checkpoint(
@@ -44,7 +55,7 @@ def convert_checkpoint(
     new: str | os.PathLike[str],
     to: Any,
     *,
-    memory: int = _MEMORY,
+    memory_budget: int | str = _BUDGET,
     overwrite: bool = False,
     mapping: str | KeyMapping | None = None,
     dtype: torch.dtype | str | None = None,
@@ -75,10 +86,10 @@ def convert_checkpoint(
             stock ``dcp.load`` reads all values, with those of the common state under their paths; ``"hf"``, a
             Hugging Face folder of the tensors; or ``"torch"``, a file of ``torch.save`` with plain tensors and builtin
             containers.
-        memory: Bytes of tensors that are in memory at a time, at least 16 MiB; a larger tensor is stored in several
-            boxes. To them come buffers of up to 32 MiB, and the index, the objects and the common state, which are in
-            memory as a whole. A strategy that keeps copies of its own until it has all of them needs more. Folders and
-            files are written in blocks, with less.
+        memory_budget: Bytes, or text such as ``"256MiB"``, that may be in memory at a time: a half for tensors, of
+            which larger ones are stored in several boxes, and the rest for buffers of the reader and the writer. At
+            least 32 MiB; 64 where ``new`` is a URL. Not counted are the index, the objects and the common state, which
+            are in memory as a whole; nor what a strategy keeps that copies tensors until it has all of them.
         overwrite: As for :func:`migrate_checkpoint`; for ``"hf"``, replace the weights in a folder; for ``"torch"``,
             replace the file.
         mapping: How names and shapes change: as for :func:`shardckpt.huggingface.export_to_huggingface`.
@@ -105,12 +116,18 @@ def convert_checkpoint(
         convert_checkpoint("step-1", "step-1-ep", "ep")
         convert_checkpoint("Qwen3-0.6B", "start", "dcp")
     """
+    budget = parse_size(memory_budget, "memory_budget")
+    is_local = has_local_files(locate(new, get_plugin_manager()))
+    least = _QUARTER * LEAST_READING if is_local else _LEAST_FOR_STORES
+    check_memory_budget(budget, least, f"to convert {old} takes")
     return run_conversion(
         old,
         new,
         to,
         open_source,
-        memory=memory,
+        memory=budget // _TENSORS,
+        # what a store is sent is read from a spool directory, when no tensor is in memory any more
+        buffers=(budget // _QUARTER, budget // (_QUARTER if is_local else _TENSORS)),
         overwrite=overwrite,
         mapping=mapping,
         dtype=dtype,
@@ -137,8 +154,15 @@ def run_conversion(
     assets: str | os.PathLike[str] | None,
     max_shard_size: int | str,
     allow_globals: tuple[Any, ...],
+    identify: Callable[[OpenCheckpoint], str] | None = None,
+    buffers: tuple[int | None, int | None] = (None, None),
 ) -> ConversionReport:
-    """Convert what ``opener`` opens for the location of ``old``; the arguments are :func:`convert_checkpoint`'s."""
+    """Convert what ``opener`` opens for the location of ``old``; the arguments are :func:`convert_checkpoint`'s.
+
+    ``identify`` returns what identifies the values that ``opener`` has opened, or ``""``: a killed conversion of them
+    goes on. For :func:`open_source` it is not needed. ``memory`` is for tensors; ``buffers`` are the bytes that reading
+    and writing may hold beside them.
+    """
     if memory < _LEAST_MEMORY:
         raise CheckpointingException(
             f"memory={memory} bytes for converting {old}: at least {_LEAST_MEMORY >> 20} MiB are needed"
@@ -150,10 +174,10 @@ def run_conversion(
         parse_dtype(dtype),
         parse_size(max_shard_size),
         SAFETENSORS,
-        frozenset(leave_out),
+        parse_leave_out(leave_out),
     )
     copied = () if assets is None else tuple(list_assets(assets))
-    saver = None if to in (FOLDER, FILE) else _find_dcp_saver(plugins) if to == DCP else find_saver(to, plugins)
+    saver = None if to in (FOLDER, FILE) else _find_saver(to, plugins)
     if copied and to != FOLDER:
         raise CheckpointingException(f"assets={assets!r} are copied to Hugging Face folders alone, not with to={to!r}")
 
@@ -171,11 +195,22 @@ def run_conversion(
             options,
             copied,
             allow_globals,
-            named and opener is open_source,
+            named and (opener is open_source or identify is not None),
             opener,
+            identify,
+            buffers=buffers,
         ).run(overwrite=overwrite)
 
     return retry_if_replaced(attempt, old)
+
+
+def _find_saver(to: Any, plugins: PluginManager) -> SaveStrategy:
+    if to == DCP:
+        return _find_dcp_saver(plugins)
+    try:
+        return find_saver(to, plugins)
+    except UnknownBackendError as exc:
+        raise UnknownBackendError(f"{exc}. Not of a plugin are {DCP!r}, {FOLDER!r} and {FILE!r}") from exc
 
 
 def _find_dcp_saver(plugins: PluginManager) -> SaveStrategy:

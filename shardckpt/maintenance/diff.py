@@ -27,6 +27,9 @@ if TYPE_CHECKING:
     from shardckpt.planning import Ints
     from shardckpt.plugins import KeyMapping
 
+#: Integers that int64 has.
+_SIGNED = {torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8}
+
 Kind = Literal["only in first", "only in second", "shape", "dtype", "values"]
 
 
@@ -317,12 +320,21 @@ def _widen(values: torch.Tensor) -> torch.Tensor:
     return values.to(torch.complex128 if values.is_complex() else torch.float64)
 
 
+def _subtract(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """Return differences as float64 or complex128; those of integers are rounded once."""
+    if {one.dtype, other.dtype} <= _SIGNED:
+        # in two halves: float64 has no integers above 2^53, and int64 not all differences
+        (high, low), (its_high, its_low) = ((v.long() >> 32, v.long() & 0xFFFFFFFF) for v in (one, other))
+        return (high - its_high).double() * 2.0**32 + (low - its_low).double()
+    return _widen(one) - _widen(other)
+
+
 def _measure(first: torch.Tensor, second: torch.Tensor, differs: torch.Tensor) -> list[float]:
     """Return the largest absolute and relative difference of the elements that differ; none of dtypes without any."""
     if not (_has_numbers(first) and _has_numbers(second)):
         return []
-    one, other = _widen(first[differs]), _widen(second[differs])
-    absolute = (one - other).abs()
-    relative = torch.where(absolute == 0, 0.0, absolute / other.abs())
+    one, other = first[differs], second[differs]
+    absolute = _subtract(one, other).abs()
+    relative = torch.where(absolute == 0, 0.0, absolute / _widen(other).abs())
     # NaN is no distance: a value that is not a number is infinitely far from any other, and max() would hide it.
     return [float(values.nan_to_num(math.inf, posinf=math.inf).max()) for values in (absolute, relative)]

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import zipfile
 from typing import TYPE_CHECKING
 
-from shardckpt.storage import read_file, wrap_os_errors
+from shardckpt.errors import CheckpointingException
+from shardckpt.storage import read_file, real_path, wrap_os_errors
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -35,15 +37,10 @@ _TAR, _TAR_AT = b"ustar", 257
 DAMAGED_ARCHIVE = "a zip archive that is cut short or damaged"
 #: Bytes of a file that are looked at.
 _GLANCE = 1024
-_ZERO = re.compile(r"(bf16_)?zero_pp_rank_\d+_mp_rank_\d+_optim_states\.pt")
 _DEEPSPEED = re.compile(r"mp_rank_\d+_model_states\.pt|layer_\d+-model_.*states\.pt")
 _MEGATRON_LEGACY = re.compile(r"mp_rank_\d+(_\d+)*")
 _LEGACY_ADVICE = (
     "load it with Megatron, and save it in a distributed format; of a job of one rank, convert the file by its path"
-)
-_ZERO_ADVICE = (
-    "Its partitions are flat buffers that only DeepSpeed's own script puts together: run `python zero_to_fp32.py "
-    "FOLDER OUT --safe_serialization`, which DeepSpeed leaves beside the checkpoint, and convert OUT"
 )
 
 
@@ -75,18 +72,10 @@ def describe_folder(folder: Path, names: Collection[str]) -> str:
     latest = _read_latest(folder) if "latest" in names else ""
     known = (
         (
-            "zero" in names and (folder / "zero").is_dir(),
-            f"a universal checkpoint of DeepSpeed, which is not read here, made of a ZeRO one. {_ZERO_ADVICE}",
-        ),
-        (
-            any(map(_ZERO.fullmatch, names)),
-            f"a ZeRO checkpoint of DeepSpeed, which is not read here. {_ZERO_ADVICE}",
-        ),
-        (
             any(map(_DEEPSPEED.fullmatch, names)),
             "a checkpoint of DeepSpeed without ZeRO partitions: convert each of its files by its path",
         ),
-        (latest in names, f"a folder of DeepSpeed's checkpoints: the latest is {latest}. {_ZERO_ADVICE}"),
+        (latest in names, f"a folder of checkpoints: give one, such as the latest, {json.dumps(latest)}"),
         (
             any(map(_MEGATRON_LEGACY.fullmatch, names)),
             f"a legacy checkpoint of Megatron (--ckpt-format torch), one file for each rank: {_LEGACY_ADVICE}",
@@ -100,7 +89,8 @@ def describe_folder(folder: Path, names: Collection[str]) -> str:
             "a checkpoint of Orbax (JAX), which is not read here: write its arrays as safetensors",
         ),
         (
-            "saved_model.pb" in names or "checkpoint" in names,
+            # the folder of a run of torchtitan has a folder of that name
+            "saved_model.pb" in names or ("checkpoint" in names and (folder / "checkpoint").is_file()),
             "a checkpoint of TensorFlow, which is not read here: write its variables as safetensors",
         ),
     )
@@ -123,10 +113,13 @@ def _describe_zip(path: Path) -> str:
 
 
 def _read_latest(folder: Path) -> str:
-    """Return the name in DeepSpeed's file ``latest``."""
+    """Return the name in a file ``latest``, of DeepSpeed or a CheckpointManager, or that such a link leads to."""
+    path = folder / "latest"
     try:
-        return read_file(folder / "latest", _GLANCE).decode().strip()
-    except (ValueError, OSError):
+        if path.is_symlink():
+            return os.path.basename(os.path.realpath(real_path(path)))  # noqa: PTH119 - of a text
+        return read_file(path, _GLANCE).decode().strip()
+    except (ValueError, OSError, CheckpointingException):
         return ""
 
 
@@ -134,4 +127,6 @@ def _name_inner(folder: Path, names: Collection[str]) -> str:
     """Return the checkpoints in a folder of checkpoints; ``""`` if there are none."""
     marks = ("metadata.json", ".metadata", "model.safetensors", "model.safetensors.index.json")
     found = sorted(name for name in names if any((folder / name / mark).is_file() for mark in marks))
-    return f"a folder with {len(found)} checkpoints in it, such as {json.dumps(found[-1])}: give one" if found else ""
+    if not found:
+        return ""
+    return f"a folder of checkpoints: give one, such as {json.dumps(found[-1])}; `shardckpt ls {folder}` lists them"

@@ -10,10 +10,12 @@ import torch
 
 from shardckpt.engine import locate
 from shardckpt.errors import CheckpointingException
+from shardckpt.huggingface import parse_leave_out
 from shardckpt.maintenance.convert import ConversionReport, run_conversion
 from shardckpt.maintenance.merge_weights import check_weights
 from shardckpt.maintenance.merged_source import MergeRules, Missing, Optimizer, merge_opened
-from shardckpt.maintenance.sources import open_source
+from shardckpt.maintenance.sources import identify_source, open_source
+from shardckpt.storage import check_memory_budget, parse_size
 
 if TYPE_CHECKING:
     import os
@@ -23,8 +25,8 @@ if TYPE_CHECKING:
     from shardckpt.engine import OpenCheckpoint
     from shardckpt.plugins import KeyMapping, PluginManager
 
-#: Bytes of tensors in memory, if the caller names none; and the least: what is written has half.
-_MEMORY, _LEAST_MEMORY = 256 << 20, 32 << 20
+#: The budget if the caller names none, and the least: what is written has half.
+_BUDGET, _LEAST_BUDGET = "256MiB", 32 << 20
 #: The dtypes in which sums are computed, by the names of the command line.
 _ACCUMULATORS = {
     "fp32": torch.float32,
@@ -33,6 +35,9 @@ _ACCUMULATORS = {
     torch.float64: torch.float64,
 }
 _TWO = 2
+#: Of the budget, the part in which all sources together keep the ends of segments for their next reads, and the least
+#: bytes of each source: one segment of the file that is being read, and one of the file before.
+_KEPT_PART, _LEAST_KEPT = 8, 2 << 20
 
 
 @dataclass(frozen=True)
@@ -64,7 +69,7 @@ def merge_checkpoints(
     optimizer: Optimizer = "average",
     missing: Missing = "error",
     base: int = -1,
-    memory: int = _MEMORY,
+    memory_budget: int | str = _BUDGET,
     overwrite: bool = False,
     mapping: str | KeyMapping | None = None,
     dtype: torch.dtype | str | None = None,
@@ -99,13 +104,16 @@ def merge_checkpoints(
             of a decay of the learning rate; ``[1 - t, t]`` interpolates two linearly.
         slerp: For two sources: interpolate each tensor, flattened, along the sphere, this far from the first to the
             second; nearly parallel ones linearly. Each tensor is read twice. Optimizer state is interpolated linearly.
-        accumulate: ``"fp32"`` or ``"fp64"``: the dtype of sums. float64 tensors are always added up in float64.
+        accumulate: ``"fp32"`` or ``"fp64"``: the dtype of sums. float64 tensors, and elements that are too large for a
+            sum in float32, are always added up in float64.
         optimizer: What becomes of the optimizer's state: ``"average"`` merges it like the model; ``"drop"`` does not
             write it; ``"base"`` takes it from ``base``. It is known by its keys: ``optimizer.``, ``optim.`` and others.
         missing: What becomes of tensors that not all sources have: ``"error"``; ``"drop"``: they are not written; or
             ``"available"``: they are merged from the sources that have them.
         base: The number of the source that objects, common state and key order are from: by default, the last.
-        memory: Bytes of tensors that are in memory at a time, at least 32 MiB; see :func:`convert_checkpoint`.
+        memory_budget: Bytes, or text such as ``"256MiB"``, of tensors and sums that are in memory at a time, at least
+            32 MiB. To that come buffers of up to 32 MiB, and the ends of segments that were read and are used next: an
+            eighth of it, or 2 MiB a source if that is more.
         overwrite: As for :func:`convert_checkpoint`.
         mapping: How names and shapes change when the merge is written; see :func:`convert_checkpoint`.
         dtype: As for :func:`convert_checkpoint`; values are rounded once, from the accumulator to it.
@@ -126,10 +134,8 @@ def merge_checkpoints(
     """
     places = [str(source) for source in sources]
     chosen = _choose_weights(places, weights, slerp)
-    if memory < _LEAST_MEMORY:
-        raise CheckpointingException(
-            f"memory={memory} bytes for merging: at least {_LEAST_MEMORY >> 20} MiB are needed"
-        )
+    budget = parse_size(memory_budget, "memory_budget")
+    check_memory_budget(budget, _LEAST_BUDGET, "to merge takes")
     if not -len(places) <= base < len(places):
         raise CheckpointingException(f"base={base}: there are {len(places)} sources, numbered from 0")
     _check_choice("optimizer", optimizer, get_args(Optimizer))
@@ -148,28 +154,43 @@ def merge_checkpoints(
         accumulate=_ACCUMULATORS[accumulate],
         optimizer=optimizer,
         missing=missing,
-        leave_out=frozenset(leave_out),
-        memory=memory // 2,
+        leave_out=parse_leave_out(leave_out),
+        memory=budget // 2,
     )
+    # boxes are small, and end inside segments: else most segments would be read, and checked, twice
+    kept_bytes = max(budget // _KEPT_PART // len(places), _LEAST_KEPT)
     left_out: list[str] = []
+    identities: list[str] = []
 
     @contextmanager
-    def open_merge(_: Path, plugins: PluginManager, allowed: tuple[Any, ...]) -> Iterator[OpenCheckpoint]:
+    def open_merge(
+        _: Path, plugins: PluginManager, allowed: tuple[Any, ...], *, memory_budget: int | None = None
+    ) -> Iterator[OpenCheckpoint]:
         found = [locate(place, plugins) for place in sources]
         if to in ("hf", "torch") and locate(target, plugins) in found:
             raise CheckpointingException(f"{target} is a source: give another place for what is written")
         with ExitStack() as stack:
-            opened = [stack.enter_context(open_source(place, plugins, allowed)) for place in found]
+            opened = [
+                stack.enter_context(
+                    open_source(place, plugins, allowed, kept_bytes=kept_bytes, memory_budget=memory_budget)
+                )
+                for place in found
+            ]
+            identities[:] = map(identify_source, found, opened)
             merged, strategy = merge_opened(opened, places, rules)
             yield merged
             left_out[:] = strategy.left_out
+
+    def identify(_: OpenCheckpoint) -> str:
+        facts = [getattr(rules, name) for name in MergeRules.__dataclass_fields__ if name != "leave_out"]
+        return repr(("merge", identities, facts, sorted(rules.leave_out))) if all(identities) else ""
 
     conversion = run_conversion(
         sources[base],
         target,
         to,
         open_merge,
-        memory=memory // 2,
+        memory=budget // 2,
         overwrite=overwrite,
         mapping=mapping,
         dtype=dtype,
@@ -178,6 +199,7 @@ def merge_checkpoints(
         assets=assets,
         max_shard_size=max_shard_size,
         allow_globals=allow_globals,
+        identify=identify,
     )
     everything = dict.fromkeys([*conversion.left_out, *left_out])
     divisor = sum(chosen)

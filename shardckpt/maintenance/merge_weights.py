@@ -74,9 +74,10 @@ def check_weights(weights: Sequence[float], count: int) -> None:
     """Raise CheckpointingException unless the weights are of ``count`` checkpoints, and have a sum to divide by."""
     if len(weights) != count:
         raise CheckpointingException(f"weights={list(weights)}: there are {count} checkpoints, and each needs a weight")
-    if not all(map(math.isfinite, weights)) or abs(math.fsum(weights)) < 1e-6 * max(map(abs, weights), default=0):
-        raise CheckpointingException(
-            f"weights={list(weights)}: weights are finite numbers, and are divided by their sum, which must not be 0"
-        )
+    largest = max(map(abs, weights), default=0)
+    if not math.isfinite(largest * len(weights)) or not all(map(math.isfinite, weights)):
+        raise CheckpointingException(f"weights={list(weights)}: weights are finite numbers, and so is their sum")
+    if abs(math.fsum(weights)) < 1e-6 * largest:
+        raise CheckpointingException(f"weights={list(weights)}: weights are divided by their sum, which must not be 0")
     if not any(weights):
         raise CheckpointingException(f"weights={list(weights)}: at least one weight is not 0")

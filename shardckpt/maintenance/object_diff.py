@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-import math
+import argparse
+import types
+from reprlib import Repr
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
@@ -18,6 +20,8 @@ if TYPE_CHECKING:
 #: Characters of a value that are shown.
 _SHOWN = 60
 _ABSENT = object()
+#: numpy's dtypes whose equal bytes are equal values: not objects, nor long doubles, which have bytes without a meaning.
+_BYTES_ARE_VALUES = frozenset("?bBhHiIlLqQefdFDSUmM")
 
 
 class ObjectDifference(NamedTuple):
@@ -51,19 +55,26 @@ class ObjectReport(NamedTuple):
 def diff_objects(first: OpenCheckpoint, second: OpenCheckpoint) -> ObjectReport:
     """Compare the objects and the common state of two open checkpoints.
 
+    What two places of one checkpoint refer to is compared once: a difference in it stands at the first of them.
+
     Values are read as every load reads them: a pickle may name only what is allowed.
 
     Args:
         first: One.
         second: The other.
 
+    Returns:
+        How many are equal, and what differs in the others.
+
     Raises:
         CheckpointingException: A value cannot be read, or names what is not allowed.
     """
     ones, others = _read(first), _read(second)
     equal, found = 0, []
+    # a pickle of a few bytes may have containers that hold one twice, which hold one twice, and so on
+    visited: set[tuple[int, int]] = set()
     for name in sorted({*ones, *others}):
-        differences = list(_compare(name, ones.get(name, _ABSENT), others.get(name, _ABSENT)))
+        differences = list(_compare(name, ones.get(name, _ABSENT), others.get(name, _ABSENT), visited))
         equal += not differences
         found += differences
     return ObjectReport(equal, tuple(found))
@@ -78,30 +89,43 @@ def _read(checkpoint: OpenCheckpoint) -> Mapping[str, Any]:
     return found | {shard.unique_key: value for shard, value in zip(shards, values, strict=True)}
 
 
-def _compare(name: str, one: Any, other: Any) -> Iterator[ObjectDifference]:
+def _compare(name: str, one: Any, other: Any, visited: set[tuple[int, int]]) -> Iterator[ObjectDifference]:
     if one is _ABSENT or other is _ABSENT:
         kind: Any = "only in second" if one is _ABSENT else "only in first"
         yield ObjectDifference(name, kind, _show(one), _show(other))
     elif type(one) is not type(other):
         yield ObjectDifference(name, "type", _show(one), _show(other))
-    elif isinstance(one, dict):
-        for key in {**one, **other}:
-            yield from _compare(f"{name}[{key!r}]", one.get(key, _ABSENT), other.get(key, _ABSENT))
-    elif isinstance(one, (list, tuple)):
-        for number in range(max(len(one), len(other))):
-            pair = (each[number] if number < len(each) else _ABSENT for each in (one, other))
-            yield from _compare(f"{name}[{number}]", *pair)
+    elif isinstance(one, (dict, list, tuple)):
+        pair = id(one), id(other)  # of objects that live as long as the values of both checkpoints
+        if pair not in visited:
+            visited.add(pair)
+            for place, part, its in _pair_parts(one, other):
+                yield from _compare(f"{name}[{place}]", part, its, visited)
     elif not _are_equal(one, other):
         yield ObjectDifference(name, "value", _show(one), _show(other))
+
+
+def _pair_parts(one: Any, other: Any) -> Iterator[tuple[str, Any, Any]]:
+    """Yield the parts of two containers of one class, with their places."""
+    if isinstance(one, dict):
+        for key in {**one, **other}:
+            yield f"{key!r}", one.get(key, _ABSENT), other.get(key, _ABSENT)
+    else:
+        for number in range(max(len(one), len(other))):
+            part, its = (each[number] if number < len(each) else _ABSENT for each in (one, other))
+            yield f"{number}", part, its
 
 
 def _are_equal(one: Any, other: Any) -> bool:
     """Return whether two leaves of one class are equal; as for tensors, NaN equals NaN."""
     if isinstance(one, torch.Tensor):
         return one.dtype == other.dtype and one.shape == other.shape and _equal_bits(one, other)
-    if isinstance(one, float):
-        return one == other or (math.isnan(one) and math.isnan(other))
     try:
+        # by its name: numpy need not be installed
+        if type(one).__module__ == "numpy" and one.dtype.char in _BYTES_ARE_VALUES:
+            return bool((one.dtype, one.shape, one.tobytes()) == (other.dtype, other.shape, other.tobytes()))
+        if isinstance(one, (float, complex)):
+            return one == other or repr(one) == repr(other)
         same = one == other
         # arrays compare by their elements
         return bool(same.all() if hasattr(same, "all") else same)
@@ -113,10 +137,31 @@ def _equal_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     return torch.equal(*(each.detach().contiguous().reshape(-1).view(torch.uint8) for each in (one, other)))
 
 
+class _OuterRepr(Repr):
+    """Shows the outer parts of a value: the text of all of one that a stranger has made may not end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxlevel = 5
+        self.maxdict = self.maxlist = self.maxtuple = self.maxset = self.maxfrozenset = self.maxdeque = 16
+        self.maxstring = self.maxother = self.maxlong = 2 * _SHOWN
+
+    def repr_instance(self, x: Any, level: int) -> str:
+        """Return the text of a value of a class that the base does not know."""
+        if isinstance(x, dict):
+            return self.repr_dict(x, level)
+        if isinstance(x, (argparse.Namespace, types.SimpleNamespace)):
+            return self.repr_dict(vars(x), level)
+        return super().repr_instance(x, level)
+
+
+_REPR = _OuterRepr()
+
+
 def _show(value: Any) -> str:
     if value is _ABSENT:
         return ""
     if isinstance(value, torch.Tensor):
         return f"tensor {str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
-    text = " ".join(repr(value).split())
+    text = " ".join(_REPR.repr(value).split())
     return f"{type(value).__name__} {text if len(text) <= _SHOWN else text[: _SHOWN - 3] + '...'}"

@@ -75,6 +75,7 @@ class StagedProof:
         target: Where it is committed to, for errors.
         most: Most bytes of a box that is read.
         has_others: Whether other tensors may be among those that were written: those of objects and common state.
+        buffers: Bytes that reading may hold beside the boxes; None: as many as are fast.
         tensors: The proof of each tensor, once there is one.
         made: Backend and version of what was written, once they are known.
     """
@@ -84,6 +85,7 @@ class StagedProof:
     target: Path
     most: int
     has_others: bool
+    buffers: int | None = None
     tensors: tuple[TensorProof, ...] = ()
     made: tuple[str, int] = ("", 0)
 
@@ -99,7 +101,8 @@ class StagedProof:
             CorruptCheckpointError: It has other tensors, or other values, than were read.
         """
         after, context = TensorSums(), self.stored.context
-        with open_staged(staging, files, self.stored.operation.plugins, context.allow_globals) as result:
+        plugins = self.stored.operation.plugins
+        with open_staged(staging, files, plugins, context.allow_globals, memory_budget=self.buffers) as result:
             self._check_names(result, written)
             self.operation.share_progress(result.operation)
             sum_written(result, cut_tensors(written, self.most), after)

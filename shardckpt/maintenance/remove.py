@@ -94,6 +94,11 @@ def _remove(directory: Path, prefix: str, operation: Operation, *, dry_run: bool
     if not dry_run:
         clear_leftovers(directory, make_superseded_check(operation.plugins), restore=True)
     place, manifest = hold_checkpoint(directory, operation.plugins)
+    if manifest.folder:
+        raise CheckpointingException(
+            f"{directory} is a copy of a URL whose checkpoint was overwritten, and has its files in {manifest.folder}: "
+            f"remove keys from {directory / manifest.folder}, which is a checkpoint of its own"
+        )
     strategy = choose_reader(directory, manifest, operation.plugins)
     operation.set_strategy(strategy)
     if not isinstance(strategy, RemovesKeys):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from shardckpt.deepspeed import DeepSpeedLoadStrategy, find_files
 from shardckpt.distributed import Comm
 from shardckpt.engine import OpenCheckpoint, Operation, StoredCheckpoint, locate
 from shardckpt.errors import (
@@ -13,7 +14,13 @@ from shardckpt.errors import (
     IncompleteCheckpointError,
     NotACheckpointError,
 )
-from shardckpt.huggingface import TorchFileLoadStrategy, check_folder, header_length, read_all_of_folder
+from shardckpt.huggingface import (
+    TorchFileLoadStrategy,
+    check_folder,
+    header_length,
+    is_torch_file,
+    read_all_of_folder,
+)
 from shardckpt.maintenance.foreign import DAMAGED_ARCHIVE, describe_file, describe_folder
 from shardckpt.manifest import Manifest
 from shardckpt.plugins import choose_reader, get_plugin_manager, hold_checkpoint
@@ -28,10 +35,6 @@ if TYPE_CHECKING:
     from shardckpt.plugins import PluginManager
     from shardckpt.strategy import LoadStrategy
 
-#: What a file of torch.save begins with: a zip archive, or, before torch 1.6, the pickle of this number.
-_ZIP, _LEGACY = b"PK\x03\x04", b"\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
-#: The first bytes of a legacy file: the protocol of the pickle comes before the number.
-_PROTOCOL = 2
 _LENGTH = 8
 #: The upper half of the length of a safetensors header, and its first byte.
 _HEADER = b"\0\0\0\0{"
@@ -39,14 +42,23 @@ _HEADER = b"\0\0\0\0{"
 
 @contextmanager
 def open_source(
-    location: Path, plugins: PluginManager, allow_globals: tuple[object, ...] = ()
+    location: Path,
+    plugins: PluginManager,
+    allow_globals: tuple[object, ...] = (),
+    *,
+    kept_bytes: int = 0,
+    unmarked: bool = False,
+    memory_budget: int | None = None,
 ) -> Iterator[OpenCheckpoint]:
-    """Open a checkpoint, a Hugging Face folder, a safetensors file or a file of ``torch.save``. Not collective.
+    """Open a checkpoint, a folder or file of another library that is read here. Not collective.
 
     Args:
         location: The directory, store folder or file, as :func:`shardckpt.engine.locate` returned it.
         plugins: The plugin manager.
         allow_globals: Classes and functions that pickles may name, besides those that every load accepts.
+        kept_bytes: As for :class:`~shardckpt.storage.CheckpointReader`.
+        unmarked: As for :func:`~shardckpt.plugins.hold_checkpoint`.
+        memory_budget: Bytes that reading may hold beside the tensors; None: as many as are fast.
 
     Yields:
         What is opened, all of it of one save; it is closed at the end of the block.
@@ -55,13 +67,25 @@ def open_source(
         NotACheckpointError: It is something else, which the error names.
         CheckpointingException: It cannot be read.
     """
-    with _open(location, *_recognise(location, plugins), plugins, allow_globals) as opened:
+    with _open(
+        location,
+        *_recognise(location, plugins, unmarked=unmarked),
+        plugins,
+        allow_globals,
+        kept_bytes=kept_bytes,
+        memory_budget=memory_budget,
+    ) as opened:
         yield opened
 
 
 @contextmanager
 def open_staged(
-    staging: Path, files: Path, plugins: PluginManager, allow_globals: tuple[object, ...] = ()
+    staging: Path,
+    files: Path,
+    plugins: PluginManager,
+    allow_globals: tuple[object, ...] = (),
+    *,
+    memory_budget: int | None = None,
 ) -> Iterator[OpenCheckpoint]:
     """Open what was written and is not committed. Not collective.
 
@@ -70,6 +94,7 @@ def open_staged(
         files: Where all other files of a checkpoint are: ``staging``, or a store folder, which has no marker yet.
         plugins: The plugin manager.
         allow_globals: As for :func:`open_source`.
+        memory_budget: As for :func:`open_source`.
 
     Yields:
         What is opened; it is closed at the end of the block.
@@ -80,7 +105,7 @@ def open_staged(
     place, manifest, strategy = _recognise(staging, plugins, is_staged=True)
     if files != staging:
         place = open_directory(files)
-    with _open(files, place, manifest, strategy, plugins, allow_globals) as opened:
+    with _open(files, place, manifest, strategy, plugins, allow_globals, memory_budget=memory_budget) as opened:
         yield opened
 
 
@@ -92,11 +117,14 @@ def _open(
     strategy: LoadStrategy,
     plugins: PluginManager,
     allow_globals: tuple[object, ...],
+    *,
+    kept_bytes: int = 0,
+    memory_budget: int | None = None,
 ) -> Iterator[OpenCheckpoint]:
     comm = Comm(alone=True)
     operation = Operation("load", location, comm, plugins)
     operation.set_strategy(strategy)
-    with CheckpointReader(place, manifest, verify=True) as reader:
+    with CheckpointReader(place, manifest, verify=True, kept_bytes=kept_bytes, memory_budget=memory_budget) as reader:
         if is_read_again() and manifest.record is not None:  # as when a checkpoint is opened for a load
             reader.open_files([file.name for file in manifest.record.files])
         yield OpenCheckpoint(strategy, LoadContext(reader, comm, allow_globals), operation)
@@ -104,17 +132,21 @@ def _open(
 
 
 @contextmanager
-def open_any(place: str | os.PathLike[str]) -> Iterator[StoredCheckpoint]:
+def open_any(place: str | os.PathLike[str], *, unmarked: bool = False) -> Iterator[StoredCheckpoint]:
     """Open what :func:`open_source` opens, as a mapping from key to tensor. Not collective.
 
     Args:
         place: A path, or, but for files, a URL.
+        unmarked: As for :func:`open_source`.
+
+    Returns:
+        A context manager that gives the mapping, whose tensors are read when they are asked for.
 
     Raises:
         CheckpointingException: It cannot be read.
     """
     plugins = get_plugin_manager()
-    with open_source(locate(place, plugins), plugins) as opened:
+    with open_source(locate(place, plugins), plugins, unmarked=unmarked) as opened:
         yield StoredCheckpoint(opened)
 
 
@@ -139,7 +171,7 @@ def identify_source(location: Path, opened: OpenCheckpoint) -> str:
 def check_source(
     location: Path, plugins: PluginManager, error: CheckpointingException
 ) -> dict[str, CheckpointingException | None]:
-    """Check the files of a Hugging Face folder, or a file, as far as their structure shows; no value is read.
+    """Check the files of a folder of Hugging Face or DeepSpeed, or a file, by their structure; no value is read.
 
     Args:
         location: As for :func:`open_source`; no checkpoint.
@@ -163,12 +195,16 @@ def check_source(
     try:
         return check_folder(place)
     except NotACheckpointError:
-        what = describe_folder(place, {entry.name for entry in place.iterdir()})
+        names = {entry.name for entry in place.iterdir()}
+        if find_files(place, names) is not None:
+            with open_source(location, plugins) as opened:
+                return opened.strategy.check_files(opened.context.reader)  # type: ignore[attr-defined, no-any-return]
+        what = describe_folder(place, names)
         raise (NotACheckpointError(f"{location} is {what}") if what else error) from None
 
 
 def _recognise(
-    location: Path, plugins: PluginManager, *, is_staged: bool = False
+    location: Path, plugins: PluginManager, *, is_staged: bool = False, unmarked: bool = False
 ) -> tuple[Path, Manifest, LoadStrategy]:
     """Return the directory of the files, the manifest and the strategy that reads them."""
     if has_local_files(location) and location.is_file():
@@ -176,7 +212,7 @@ def _recognise(
         strategy: LoadStrategy = _recognise_file(location, place)
         return place, Manifest(backend=strategy.backend, version=strategy.version), strategy
     try:
-        place, manifest = hold_checkpoint(location, plugins, moved=is_staged)
+        place, manifest = hold_checkpoint(location, plugins, moved=is_staged, unmarked=unmarked)
     except (NotACheckpointError, IncompleteCheckpointError) as exc:
         found = _open_folder(location, exc)
         if found is None:
@@ -188,9 +224,10 @@ def _recognise(
 
 def _recognise_file(path: Path, place: Path) -> LoadStrategy:
     with wrap_os_errors("open", path), path.open("rb") as file:
-        first = file.read(_PROTOCOL + len(_LEGACY))
-    what = describe_file(path) if first.startswith(_ZIP) else ""
-    if first[_PROTOCOL:] == _LEGACY or (first.startswith(_ZIP) and not what):
+        first = file.read(_LENGTH + 1)
+    is_torch = is_torch_file(path)
+    what = describe_file(path) if is_torch and first.startswith(b"PK") else ""
+    if is_torch and not what:
         return TorchFileLoadStrategy(path.name)
     if what == DAMAGED_ARCHIVE:
         raise CorruptCheckpointError(f"{path} is {what}")
@@ -207,7 +244,7 @@ def _recognise_file(path: Path, place: Path) -> LoadStrategy:
 
 
 def _open_folder(location: Path, error: CheckpointingException) -> tuple[LoadStrategy, Path] | None:
-    """Return what reads a Hugging Face folder; None if the error of the checkpoint's readers says what is wrong."""
+    """Return what reads another library's folder; None if the error of the checkpoint's readers says what is wrong."""
     place = open_directory(location)
     if not place.is_dir():
         return None
@@ -215,6 +252,9 @@ def _open_folder(location: Path, error: CheckpointingException) -> tuple[LoadStr
         return read_all_of_folder(place)
     except NotACheckpointError:
         names = {entry.name for entry in place.iterdir()}
+        found = find_files(place, names)
+        if found is not None:
+            return DeepSpeedLoadStrategy(found), place
         what = describe_folder(place, names)
         if not what:
             return None

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 from shardckpt.engine import Progress, find_faults, is_damage, list_digested_files, locate
 from shardckpt.errors import (
     CannotLoadError,
     CheckpointingException,
+    CheckpointReplacedError,
     IncompleteCheckpointError,
     NotACheckpointError,
     StorageError,
 )
 from shardckpt.maintenance.sources import check_source
-from shardckpt.manifest import INTEGRITY_NAME, MARKER_NAME, RECORD_NAME, find_folders
-from shardckpt.plugins import choose_reader, get_plugin_manager, hold_checkpoint, name_origin
+from shardckpt.manifest import INTEGRITY_NAME, MARKER_LIMIT, MARKER_NAME, RECORD_NAME, Marker, find_folders
+from shardckpt.plugins import choose_reader, get_plugin_manager, hold_checkpoint, name_origin, parse_file
 from shardckpt.storage import (
     CheckpointReader,
+    detect_replacement,
     file_size,
     has_local_files,
     refuse_linked_folders,
@@ -31,7 +34,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
     from pathlib import Path
 
-    from shardckpt.manifest import Manifest
+    from shardckpt.manifest import Manifest, Record
 
 #: Exit codes of ``shardckpt verify``; the worst of several checkpoints is the highest.
 INTACT, DAMAGED, NO_ANSWER = 0, 1, 2
@@ -104,10 +107,24 @@ def _verify(directory: Path) -> list[FileResult]:
             # right digests do not make what was written right; a record names every file
             if result.fault or (result.name not in found and manifest.record is None):
                 found[result.name] = result
+    if manifest.record is not None and (error := _check_marker(path, manifest.record)) is not None:
+        found[MARKER_NAME] = _make_result(MARKER_NAME, _size(path / MARKER_NAME), error, "structure")
     return [
         *(found[name] for name in sorted(found)),
         *(FileResult(name, 0, "", foreign=True) for name in _list_foreign(path, manifest, found)),
     ]
+
+
+def _check_marker(path: Path, record: Record) -> CheckpointingException | None:
+    """Return what is wrong with a marker that could be read: it has no digest, and the record says what was written."""
+    try:
+        with detect_replacement(path):  # its directory is held, but an overwrite removes what is in it
+            parse_file(partial(Marker.check_written, record=record), path / MARKER_NAME, MARKER_LIMIT)
+    except CheckpointReplacedError:
+        raise
+    except CheckpointingException as exc:
+        return exc
+    return None
 
 
 def _list_foreign(path: Path, manifest: Manifest, found: Collection[str]) -> list[str]:

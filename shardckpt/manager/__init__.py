@@ -1,29 +1,66 @@
 """The CheckpointManager of a training loop: when to save, what to load, which checkpoints to keep."""
 
-from shardckpt.manager.cleanup import cleanup_old_checkpoints
-from shardckpt.manager.config import AsyncMode, CheckpointConfig
-from shardckpt.manager.holds import Hold, Lease, find_holds, lease_step, pin_step, unpin_step
-from shardckpt.manager.listing import CheckpointSummary, find_checkpoints, list_checkpoints
-from shardckpt.manager.manager import CheckpointManager
-from shardckpt.manager.marks import Mark, StepState, identify_save, mark_checkpoint
-from shardckpt.manager.per_rank import PerRank, Stateful
-from shardckpt.manager.plain_state import describe_form, describe_tensors, merge_tensors, request_tensors
-from shardckpt.manager.replicas import FaultTolerance, ReplicaManager
-from shardckpt.manager.retention import (
-    KeepBest,
-    KeepEvery,
-    KeepLatest,
-    KeepNear,
-    KeepPinned,
-    KeepRecent,
-    KeepVerified,
-    Metrics,
-    RetentionPolicy,
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from shardckpt import lazy_getattr
+
+if TYPE_CHECKING:
+    from shardckpt.manager.cleanup import cleanup_old_checkpoints
+    from shardckpt.manager.config import AsyncMode, CheckpointConfig
+    from shardckpt.manager.holds import Hold, Lease, find_holds, lease_step, pin_step, unpin_step
+    from shardckpt.manager.listing import CheckpointSummary, find_checkpoints, list_checkpoints
+    from shardckpt.manager.manager import CheckpointManager
+    from shardckpt.manager.marks import Mark, StepState, identify_save, mark_checkpoint
+    from shardckpt.manager.per_rank import PerRank, Stateful
+    from shardckpt.manager.plain_state import describe_form, describe_tensors, merge_tensors, request_tensors
+    from shardckpt.manager.replicas import FaultTolerance, ReplicaManager
+    from shardckpt.manager.retention import (
+        KeepBest,
+        KeepEvery,
+        KeepLatest,
+        KeepNear,
+        KeepPinned,
+        KeepRecent,
+        KeepVerified,
+        Metrics,
+        RetentionPolicy,
+    )
+    from shardckpt.manager.rng import RandomState
+    from shardckpt.manager.states import DATALOADER, LR_SCHEDULER, MODEL, OPTIMIZER, TRAIN_STATE
+    from shardckpt.manager.step_pruning import StepResult, prune_steps
+    from shardckpt.manager.steps import CONTENT_KEY, parse_step
+
+__getattr__ = lazy_getattr(
+    __name__,
+    {
+        "cleanup": ("cleanup_old_checkpoints",),
+        "config": ("AsyncMode", "CheckpointConfig"),
+        "holds": ("Hold", "Lease", "find_holds", "lease_step", "pin_step", "unpin_step"),
+        "listing": ("CheckpointSummary", "find_checkpoints", "list_checkpoints"),
+        "manager": ("CheckpointManager",),
+        "marks": ("Mark", "StepState", "identify_save", "mark_checkpoint"),
+        "per_rank": ("PerRank", "Stateful"),
+        "plain_state": ("describe_form", "describe_tensors", "merge_tensors", "request_tensors"),
+        "replicas": ("FaultTolerance", "ReplicaManager"),
+        "retention": (
+            "KeepBest",
+            "KeepEvery",
+            "KeepLatest",
+            "KeepNear",
+            "KeepPinned",
+            "KeepRecent",
+            "KeepVerified",
+            "Metrics",
+            "RetentionPolicy",
+        ),
+        "rng": ("RandomState",),
+        "states": ("DATALOADER", "LR_SCHEDULER", "MODEL", "OPTIMIZER", "TRAIN_STATE"),
+        "step_pruning": ("StepResult", "prune_steps"),
+        "steps": ("CONTENT_KEY", "parse_step"),
+    },
 )
-from shardckpt.manager.rng import RandomState
-from shardckpt.manager.states import DATALOADER, LR_SCHEDULER, MODEL, OPTIMIZER, TRAIN_STATE
-from shardckpt.manager.step_pruning import StepResult, prune_steps
-from shardckpt.manager.steps import CONTENT_KEY
 
 __all__ = [
     "CONTENT_KEY",
@@ -65,6 +102,7 @@ __all__ = [
     "list_checkpoints",
     "mark_checkpoint",
     "merge_tensors",
+    "parse_step",
     "pin_step",
     "prune_steps",
     "request_tensors",

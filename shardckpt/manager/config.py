@@ -18,7 +18,7 @@ from pydantic import (
 
 from shardckpt.engine import find_saver
 from shardckpt.errors import CheckpointingException
-from shardckpt.huggingface import find_mapping, parse_dtype
+from shardckpt.huggingface import LEAST_EXPORTING, LEAST_EXPORTING_ON_STORES, find_mapping, parse_dtype
 from shardckpt.manager.retention import (
     KeepBest,
     KeepEvery,
@@ -29,7 +29,7 @@ from shardckpt.manager.retention import (
 )
 from shardckpt.manager.steps import parse_step
 from shardckpt.plugins import get_plugin_manager
-from shardckpt.storage import mask_password
+from shardckpt.storage import mask_password, parse_memory_budget, show_mib
 from shardckpt.strategy import StoresHubFolders
 
 if TYPE_CHECKING:
@@ -112,9 +112,11 @@ class CheckpointConfig(BaseModel):
             ranks than were saved, the new ranks keep theirs.
         fully_parallel_load: Whether what several ranks want is read by one of them, which sends it to the others: from
             steps, and from ``initial_load_path``; see ``fully_parallel`` of :func:`shardckpt.dist_checkpointing.load`.
+        memory_budget: Bytes, or text such as ``"256MiB"``, that each rank may hold at a time beside its tensors in a
+            save, the copies of async modes included, in a load, and in the export of ``last_save_in_hf``; see
+            :func:`shardckpt.dist_checkpointing.save` and ``load``.
         show_progress: Whether the main rank shows on standard error how far each of its saves is: a bar on a terminal,
-            with the extra ``cli``, else a line every ten seconds. Not with ``async_with_pinned_mem``, whose writer is
-            another process.
+            with the extra ``cli``, else a line every ten seconds.
         save_on_sigterm: Whether a SIGTERM makes the next call of ``save`` save its step. Costs one message between
             ranks a step. See ``CheckpointManager.preempted``.
     """
@@ -156,6 +158,7 @@ class CheckpointConfig(BaseModel):
     check_replicas: bool = True
     save_rng: bool = True
     fully_parallel_load: bool = False
+    memory_budget: int | str | None = None
     show_progress: bool = False
     save_on_sigterm: bool = False
 
@@ -187,6 +190,12 @@ class CheckpointConfig(BaseModel):
     def _dtype_name(cls, dtype: Any) -> Any:
         found = parse_dtype(dtype)
         return None if found is None else str(found).removeprefix("torch.")
+
+    @field_validator("memory_budget")
+    @classmethod
+    def _check_memory_budget(cls, budget: int | str | None) -> int | str | None:
+        parse_memory_budget(budget)
+        return budget
 
     @field_validator("async_mode", mode="before")
     @classmethod
@@ -271,6 +280,7 @@ class CheckpointConfig(BaseModel):
         is_async = self.async_mode is not AsyncMode.DISABLED
         excluded = set(self.exclude_from_loading)
         replaced = ("keep_latest_k", "keep_every_n_steps", "keep_best_k", "best_metric", "best_mode")
+        least_export = LEAST_EXPORTING_ON_STORES if "://" in self.folder else LEAST_EXPORTING
         given = [name for name in replaced if getattr(self, name) != type(self).model_fields[name].default]
         contradictions = {
             f"retention takes the place of {', '.join(given)}: give KeepLatest, KeepEvery, KeepBest instead": (
@@ -294,6 +304,9 @@ class CheckpointConfig(BaseModel):
             "initial_load_in_hf needs an initial_load_path": self.initial_load_in_hf and not self.initial_load_path,
             "initial_load_in_hf: a Hugging Face folder has the model only; leave initial_load_model_only True": (
                 self.initial_load_in_hf and not self.initial_load_model_only
+            ),
+            f"memory_budget: last_save_in_hf takes at least {show_mib(least_export)}": (
+                self.last_save_in_hf and (parse_memory_budget(self.memory_budget) or least_export) < least_export
             ),
             "load_only saves nothing, no seed checkpoint either": self.load_only and self.create_seed_checkpoint,
         }

@@ -12,12 +12,12 @@ import threading
 from typing import TYPE_CHECKING
 
 from shardckpt.commit import delete_checkpoint, find_leftovers, is_half_deleted, make_tombstone, remove_free
-from shardckpt.engine import explain_kept_leftover, make_superseded_check
+from shardckpt.engine import clear_unfinished, clear_uploads, explain_kept_leftover, make_superseded_check
 from shardckpt.errors import CheckpointingException, StorageError, listed
 from shardckpt.manager.holds import Holds
 from shardckpt.manager.marks import MARKS_NAME, drop_marks
 from shardckpt.manager.retention import steps_to_remove
-from shardckpt.storage import ListsFolders, can_rename, on_store
+from shardckpt.storage import ListsFolders, on_store
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable
@@ -189,6 +189,7 @@ class GarbageCollector:
             logger.warning("removals in %s take longer than %s s: the next run finishes them", self._folder, timeout)
 
     def _run(self) -> None:
+        self._clear_uploads()
         for protected in iter(self._queue.get, None):
             try:
                 collect_garbage(self._folder, self._policies, protected)
@@ -197,11 +198,25 @@ class GarbageCollector:
             self._queue.task_done()
         self._queue.task_done()  # of the None that ends the loop, so that a later `wait` returns
 
+    def _clear_uploads(self) -> None:
+        """Abort, once in a training, the old uploads of saves that have left nothing else."""
+        try:
+            if (remote := on_store(self._folder.place)) is not None:
+                clear_uploads(remote, self._folder.plugins, dry_run=False)
+        except Exception:  # as in a collection
+            logger.warning("cannot look for uploads to %s that have not ended", self._folder, exc_info=True)
+
 
 def _remove_leftovers(folder: StepFolder) -> None:
-    """Remove tombstones and staging directories of killed saves; leave those whose process lives or may live."""
+    """Remove tombstones, staging directories and objects of killed saves; leave those whose process may live."""
     place = folder.place
-    if not can_rename(place):
+    if (remote := on_store(place)) is not None:
+        steps = [name for name in folder.directories() if folder.names.parse(name) is not None]
+        for result in clear_unfinished(remote, steps, folder.plugins, dry_run=False):
+            if result.error:
+                logger.warning("%s", result.error)
+            elif result.is_removed:
+                logger.info("removed the objects at %s, which an interrupted save or removal had left", result.path)
         return
 
     def is_step(stem: str) -> bool:

@@ -48,6 +48,7 @@ def load_initial(
             prefix=f"{MODEL}.",
             process_group=process_group,
             fully_parallel=config.fully_parallel_load,
+            memory_budget=config.memory_budget,
         )
         with comm.collective_phase("restoring the model"):
             states.restore_model(loaded, strict=not is_partial)

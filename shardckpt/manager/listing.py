@@ -6,7 +6,9 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from shardckpt.commit import is_under_way
-from shardckpt.engine import find_incomplete_files, find_save_time, locate, measure
+from shardckpt.deepspeed import DeepSpeedLoadStrategy, find_files
+from shardckpt.distributed import Comm
+from shardckpt.engine import find_incomplete_files, find_save_time, locate, measure, name_library
 from shardckpt.errors import (
     CannotLoadError,
     CheckpointingException,
@@ -16,27 +18,28 @@ from shardckpt.errors import (
     StorageError,
     listed,
 )
-from shardckpt.huggingface import huggingface_index
+from shardckpt.huggingface import TorchFileLoadStrategy, huggingface_index, is_torch_file, read_all_of_folder
 from shardckpt.manager.holds import Holds
 from shardckpt.manager.marks import find_mark_of
 from shardckpt.manager.steps import StepFolder, parse_step
-from shardckpt.manifest import FINGERPRINTS_NAME, MARKER_NAME
+from shardckpt.manifest import FINGERPRINTS_NAME, MARKER_NAME, RECORD_NAME, Manifest
 from shardckpt.plugins import choose_reader, get_plugin_manager, hold_checkpoint
 from shardckpt.storage import (
     CheckpointReader,
     combine_fingerprints,
     is_there,
     on_store,
+    open_directory,
     parse_fingerprints,
     retry_if_replaced,
     wrap_os_errors,
 )
+from shardckpt.strategy import LoadContext
 
 if TYPE_CHECKING:
     import os
     from pathlib import Path
 
-    from shardckpt.manifest import Manifest
     from shardckpt.plugins import PluginManager
 
 #: What a directory is, see :class:`CheckpointSummary`.
@@ -45,6 +48,8 @@ State = Literal["whole", "damaged", "unreadable", "incomplete", "other"]
 _HUB_FILES = ("model.safetensors", "model.safetensors.index.json")
 #: What data files of DCP's and Megatron's are called: without an index they are of a save that did not end.
 _DATA_SUFFIX = ".distcp"
+#: What files are called that may be a checkpoint of their own; what they are, their content says.
+_FILE_SUFFIXES = (".pt", ".pth", ".ckpt", ".bin", ".tar", ".safetensors")
 
 
 @dataclass(frozen=True)
@@ -53,7 +58,7 @@ class CheckpointSummary:
 
     Attributes:
         path: Its path or URL; a password is masked.
-        name: The directory's name.
+        name: The name of the directory, or of the file of ``torch.save`` or safetensors.
         state: ``whole``: all files are there and have their sizes; their bytes were not read. ``damaged``: not as it
             was written. ``unreadable``: complete, but no installed strategy reads it. ``incomplete``: a save that was
             never committed. ``other``: nothing shows that a checkpoint was ever there.
@@ -62,7 +67,10 @@ class CheckpointSummary:
         saved_at: When it was committed, in seconds since 1970; None on a store.
         nbytes: Size on disk in bytes, other files in the directory included.
         strategy: ``backend@version``; ``""`` if it is not known.
-        writer: The release that wrote it, such as ``shardckpt 0.1.0``; ``""`` if another library did.
+        writer: The release that wrote it, such as ``shardckpt 0.1.0``, or ``shardckpt`` if its record was lost;
+            ``""`` if another library did.
+        library: The other library, such as ``Megatron-Core``, or the one whose layout it is; ``""`` if the files do not
+            show which.
         fingerprint: That of all tensors together, 32 hex digits, if the save has stored any: equal for equal keys and
             values, whatever the sharding and the format. ``""`` if not.
         held: The leases and pins that keep it from removal, for people.
@@ -79,6 +87,7 @@ class CheckpointSummary:
     nbytes: int = 0
     strategy: str = ""
     writer: str = ""
+    library: str = ""
     fingerprint: str = ""
     held: tuple[str, ...] = ()
     mark: str = ""
@@ -98,13 +107,16 @@ def list_checkpoints(folder: str | os.PathLike[str]) -> list[CheckpointSummary]:
 
     Returns:
         A summary of every directory in it, in ascending order of steps, those without a step last; if ``folder`` is a
-        checkpoint itself, one summary. Hidden directories are left out, also those of saves under way.
+        checkpoint itself, one summary. Hidden directories are left out, also those of saves under way. On a local
+        disk also of files of ``torch.save`` and safetensors.
 
     Raises:
         StorageError: the folder does not exist, or cannot be listed.
     """
     plugins = get_plugin_manager()
     place = locate(folder, plugins)
+    if on_store(place) is None and place.is_file():
+        return [_summarize_file(place)]
     if on_store(place) is None and not place.is_dir():
         raise StorageError(f"{place} is no directory: give a folder of checkpoints, or a checkpoint")
     own = _summarize(place, plugins)
@@ -112,6 +124,7 @@ def list_checkpoints(folder: str | os.PathLike[str]) -> list[CheckpointSummary]:
         return [own]
     inside = StepFolder(folder, plugins)
     found = [_summarize(inside.find(name), plugins) for name in inside.directories() if not name.startswith(".")]
+    found += [_summarize_file(path) for path in _list_checkpoint_files(place)]
     if own.is_checkpoint and not any(each.is_checkpoint for each in found):
         return [own]
     holds = Holds(inside).find()
@@ -154,6 +167,45 @@ def _summarize(directory: Path, plugins: PluginManager) -> CheckpointSummary:
         return replace(summary, state="damaged" if damaged else "unreadable", reason=_shorten(exc, directory))
 
 
+def _list_checkpoint_files(folder: Path) -> list[Path]:
+    """Return the files in a folder that may be checkpoints; none on a store, where no verb takes a file."""
+    if on_store(folder) is not None:
+        return []
+    with wrap_os_errors("list", folder):
+        names = sorted(path for path in folder.iterdir() if path.suffix in _FILE_SUFFIXES)
+        return [path for path in names if not path.name.startswith(".") and path.is_file()]
+
+
+def _summarize_file(path: Path) -> CheckpointSummary:
+    """Return the summary of a file by its header, or its directory and pickle: no tensor is read."""
+    summary = CheckpointSummary(str(path), path.name, "other", step=parse_step(path.stem))
+    try:
+        with wrap_os_errors("look at", path):
+            info = path.stat()
+            summary = replace(summary, nbytes=info.st_size, saved_at=info.st_mtime)
+            is_torch = is_torch_file(path)
+            real = path.resolve()  # a link is shown as what it leads to, as the Hub's cache has its files
+        place = open_directory(real.parent)
+        if not is_torch:
+            if path.suffix != ".safetensors":
+                return replace(summary, reason="no file of torch.save or safetensors")
+            summary = replace(summary, strategy="safetensors file", library="safetensors")
+            read_all_of_folder(place, real.name)
+            return replace(summary, state="whole")
+        strategy = TorchFileLoadStrategy(real.name)
+        summary = replace(summary, strategy=strategy.backend, library="torch.save")
+        manifest = Manifest(backend=strategy.backend, version=strategy.version)
+        with CheckpointReader(place, manifest, verify=False) as reader:
+            error = strategy.check_files(reader)[real.name]
+    except (CheckpointingException, OSError) as exc:
+        error = exc if isinstance(exc, CheckpointingException) else StorageError(str(exc))
+    if error is None:
+        return replace(summary, state="whole")
+    # A pickle that is no state dict, or that a load refuses, is no checkpoint to this package, and no fault of one.
+    state: State = "damaged" if isinstance(error, CorruptCheckpointError) else "other"
+    return replace(summary, state=state, reason=_shorten(error, real))
+
+
 def _inspect(directory: Path, summary: CheckpointSummary, plugins: PluginManager) -> CheckpointSummary:
     """Return the summary of a checkpoint, as its manifest, and of another library's its index, describe it."""
     place, manifest = hold_checkpoint(directory, plugins)
@@ -161,7 +213,11 @@ def _inspect(directory: Path, summary: CheckpointSummary, plugins: PluginManager
     if (mark := find_mark_of(directory, manifest)) is not None:
         summary = replace(summary, mark=str(mark), has_failed=mark.verdict == "failed")
     summary = replace(
-        summary, step=step, strategy=f"{manifest.backend}@{manifest.version}", writer=_find_writer(manifest)
+        summary,
+        step=step,
+        strategy=f"{manifest.backend}@{manifest.version}",
+        writer=_find_writer(manifest),
+        library="" if manifest.record is not None else name_library(place, manifest.backend),
     )
     # before the files: what no strategy reads may be whole, and nobody can say
     try:
@@ -174,6 +230,8 @@ def _inspect(directory: Path, summary: CheckpointSummary, plugins: PluginManager
         if not bad and manifest.record is not None and FINGERPRINTS_NAME in manifest.record.list_files():
             found = parse_fingerprints(reader.read(FINGERPRINTS_NAME), FINGERPRINTS_NAME)
             summary = replace(summary, fingerprint=combine_fingerprints(found))
+    if any(file.name == RECORD_NAME for file in bad):
+        summary = replace(summary, writer="shardckpt", library="")  # its release is in the record that was lost
     if bad:
         return replace(
             summary, state="damaged", reason=listed([f"{file.name} {file.fault}" for file in bad], "; ", limit=3)
@@ -182,23 +240,46 @@ def _inspect(directory: Path, summary: CheckpointSummary, plugins: PluginManager
 
 
 def _describe_unmarked(directory: Path, summary: CheckpointSummary, error: CannotLoadError) -> CheckpointSummary:
-    """Return the summary of a directory that no reader recognises: a folder of the Hub, a dead save, or anything."""
+    """Return the summary of a directory that no reader recognises: the Hub's, DeepSpeed's, a dead save, or any."""
     with wrap_os_errors("list", directory):
         names = [path.name for path in directory.iterdir()] if directory.is_dir() else []
     if any(name in names for name in _HUB_FILES):
-        summary = replace(summary, strategy="huggingface")
+        summary = replace(summary, strategy="huggingface", library="Hugging Face")
         remote = on_store(directory)
         try:
             huggingface_index(directory if remote is None else remote.url)
         except CheckpointingException as exc:
             return replace(summary, state="damaged", reason=_shorten(exc, directory))
         return replace(summary, state="whole")
+    if (found := _describe_deepspeed(directory, summary, names)) is not None:
+        return found
     if not names:
         return replace(summary, reason="an empty directory")
     begun = is_under_way(directory) or summary.step is not None or any(name.endswith(_DATA_SUFFIX) for name in names)
     if begun:
         return replace(summary, state="incomplete", reason=_shorten(error, directory))
     return replace(summary, reason=f"it has {listed(sorted(names), limit=4)}")
+
+
+def _describe_deepspeed(directory: Path, summary: CheckpointSummary, names: list[str]) -> CheckpointSummary | None:
+    """Return the summary of a checkpoint of DeepSpeed, as its files' directories and pickles say; None if it is none.
+
+    It has no index: only these say whether a file was cut.
+    """
+    place = open_directory(directory)
+    summary = replace(summary, strategy=DeepSpeedLoadStrategy.backend, library="DeepSpeed")
+    try:
+        files = find_files(place, names)
+        if files is None:
+            return None
+        strategy = DeepSpeedLoadStrategy(files)
+        manifest = Manifest(backend=strategy.backend, version=strategy.version)
+        with CheckpointReader(place, manifest, verify=False) as reader:
+            step = strategy.read_step(LoadContext(reader, Comm(alone=True)))
+    except (CheckpointingException, OSError) as exc:
+        damaged = isinstance(exc, CorruptCheckpointError)
+        return replace(summary, state="damaged" if damaged else "unreadable", reason=_shorten(exc, directory))
+    return replace(summary, state="whole", step=summary.step if step is None else step)
 
 
 def _find_writer(manifest: Manifest) -> str:

@@ -8,7 +8,8 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from shardckpt.distributed import Comm
-from shardckpt.errors import CheckpointingException
+from shardckpt.engine import pause_gc
+from shardckpt.errors import CheckpointingException, NotEnoughSpaceError, listed
 from shardckpt.manager.casting import cast_shards
 from shardckpt.manager.config import CheckpointConfig
 from shardckpt.manager.exclusion import leave_out
@@ -25,7 +26,7 @@ from shardckpt.manifest import Lineage
 from shardckpt.plugins import get_plugin_manager
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
     from types import TracebackType
 
     from torch.distributed import ProcessGroup
@@ -115,6 +116,7 @@ class CheckpointManager:
             {*config.exclude_from_loading, *self._part_states},
             config.exclude_from_last_save,
             fully_parallel=config.fully_parallel_load,
+            memory_budget=config.memory_budget,
         )
 
     def save(
@@ -161,7 +163,10 @@ class CheckpointManager:
             logger.warning("step %d is skipped: the checkpoint of step %s is still being written", step, self._last)
             return False
         self._advance(self._writer, blocking=True)
-        self._save(self._writer, step, metrics or {}, last_step=last_step)
+        try:
+            self._save(self._writer, step, metrics or {}, last_step=last_step)
+        finally:
+            self._states.release()  # the tensors are copied, or written
         for part in self._parts:
             part.after_save(step, last_step=last_step)
         return True
@@ -332,7 +337,8 @@ class CheckpointManager:
         names = [MODEL] if model_only else [name for name in self._states.names if name not in self._part_states]
         comm = Comm(self._group)
         with comm.local_phase("describing the states"):
-            state = self._states.describe(names, comm)
+            with pause_gc():
+                state = self._states.describe_for_save(names, comm)
             if model_only:
                 if last_step:
                     state, _ = leave_out(state, config.exclude_from_last_save)
@@ -354,5 +360,29 @@ class CheckpointManager:
                 part.after_commit(step)
 
         target, lineage = self._folder.location(step), Lineage(self._reader.restored_id, step)
-        writer.write(state, target, {CONTENT_KEY: content}, lineage, on_commit, background=not last_step)
+
+        def write() -> None:
+            writer.write(state, target, {CONTENT_KEY: content}, lineage, on_commit, background=not last_step)
+
+        try:
+            write()
+        except NotEnoughSpaceError:
+            # It is the same error on every rank. The main rank may be removing old steps: then the save may fit.
+            self.wait()
+            self._write_or_explain(write, step, comm)
         self._last = step
+
+    def _write_or_explain(self, write: Callable[[], None], step: int, comm: Comm) -> None:
+        """Collective: write; if there is no space, add to the error the steps that the retention would free."""
+        try:
+            write()
+        except NotEnoughSpaceError as error:
+            found = comm.main_runs(
+                "choosing what could go", lambda: [text for part in self._parts for text in part.list_removable(step)]
+            )
+            if not found:
+                raise
+            raise NotEnoughSpaceError(
+                f"{error} Once step {step} is complete, the retention policies will no longer keep {listed(found)}: "
+                "remove these yourself if you can do without them before."
+            ) from error

@@ -43,6 +43,10 @@ class ManagerPart:
         It must not call other ranks: another rank may have failed in the same phase, and would not answer.
         """
 
+    def list_removable(self, step: int) -> list[str]:  # noqa: ARG002 - parts that override it use it
+        """Return what could go, as the error says it, when there is no space for a step; called on the main rank."""
+        return []
+
     def after_save(self, step: int, *, last_step: bool) -> None:
         """Collective: called when a step is saved or being written in the background; the last step is saved."""
 

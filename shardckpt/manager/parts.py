@@ -7,14 +7,15 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from shardckpt.distributed import Comm
-from shardckpt.engine import show_progress
+from shardckpt.engine import format_bytes, measure, show_progress
 from shardckpt.errors import StorageError
 from shardckpt.huggingface import export_to_huggingface
 from shardckpt.manager.garbage_collection import GarbageCollector
+from shardckpt.manager.holds import Holds
 from shardckpt.manager.part import ManagerPart
 from shardckpt.manager.preemption import Preemption
 from shardckpt.manager.replicas import Replica
-from shardckpt.manager.retention import KeepBest, KeepLatest
+from shardckpt.manager.retention import KeepBest, KeepLatest, Metrics, steps_to_remove
 from shardckpt.manager.states import MODEL
 from shardckpt.manager.steps import StepFolder
 from shardckpt.manager.writer import StepWriter
@@ -76,6 +77,7 @@ class Retention(ManagerPart):
 
     def __init__(self, folder: StepFolder, policies: Collection[RetentionPolicy]) -> None:
         self._folder = folder
+        self._policies = policies
         self._gc = GarbageCollector(folder, policies)
         self._metrics = [policy.metric for policy in policies if isinstance(policy, KeepBest)]
         #: How many of this run's newest steps are kept whatever the policies return. After a load of an earlier step,
@@ -105,9 +107,26 @@ class Retention(ManagerPart):
                     f"given ({given})"
                 )
 
+    def list_removable(self, step: int) -> list[str]:
+        """Return the steps that the policies will not keep once this one is durable, and the bytes that they take."""
+        try:
+            found = [each for each in map(self._folder.inspect_step, self._folder.steps()) if each.is_loadable]
+            metrics = {each.step: each.metrics for each in found} | {step: Metrics({})}
+            chosen = steps_to_remove(self._policies, metrics, self._protect(step))
+            held = Holds(self._folder).find()
+        except Exception:  # a user's policy may raise anything, and this is only advice
+            logger.warning("cannot choose the steps of %s that could go", self._folder, exc_info=True)
+            return []
+        texts = []
+        for each in chosen:
+            hold = held.get(self._folder.names.name(each))
+            why = f", {hold[0]} now" if hold else ""
+            texts.append(f"step {each} ({format_bytes(measure(self._folder.path(each)))}{why})")
+        return texts
+
     def after_commit(self, step: int) -> None:
         """Submit a garbage collection that keeps the newest steps of this run."""
-        self._protected = [*(each for each in self._protected if each != step), step][-self._protected_count :]
+        self._protected = self._protect(step)
         self._gc.submit(protected=self._protected)
 
     def after_load(self, step: int | None) -> None:
@@ -123,6 +142,10 @@ class Retention(ManagerPart):
     def close(self, error: BaseException | None = None) -> None:  # noqa: ARG002 - every part has it
         """Finish the removals, and end the thread."""
         self._gc.close()
+
+    def _protect(self, step: int) -> list[int]:
+        """Return the protected steps once this one is durable."""
+        return [*(each for each in self._protected if each != step), step][-self._protected_count :]
 
     def _warn_once(self, text: str) -> None:
         if text not in self._warned:
@@ -194,4 +217,5 @@ class HuggingFaceExport(ManagerPart):
             assets=self._config.hf_assets_path,
             overwrite=True,
             process_group=self._group,
+            memory_budget=self._config.memory_budget,
         )

@@ -19,7 +19,7 @@ from shardckpt.manager.rng import RNG
 from shardckpt.manager.states import FORMS, MODEL, Ranks
 from shardckpt.manager.steps import CONTENT_KEY
 from shardckpt.mapping import ShardedBase, ShardedObject
-from shardckpt.parallel import share_reading
+from shardckpt.parallel import share_reading, split_budget
 from shardckpt.plugins import get_plugin_manager
 from shardckpt.state_dict import nested_values
 from shardckpt.storage import retry_if_replaced
@@ -63,6 +63,7 @@ class StepReader:
         excluded: Names of states that are not loaded.
         left_out: Names of tensors of the model that a checkpoint may lack.
         fully_parallel: As for :func:`shardckpt.dist_checkpointing.load`.
+        memory_budget: As for :func:`shardckpt.dist_checkpointing.load`.
     """
 
     def __init__(
@@ -74,10 +75,12 @@ class StepReader:
         left_out: Collection[str] = (),
         *,
         fully_parallel: bool = False,
+        memory_budget: int | str | None = None,
     ) -> None:
         self._states = states
         self._group = process_group
-        self._options = LoadOptions(allow_globals=tuple(allow_globals))
+        self._budget, reading = split_budget(memory_budget, fully_parallel=fully_parallel)
+        self._options = LoadOptions(allow_globals=tuple(allow_globals), memory_budget=reading)
         self._excluded = frozenset(excluded)
         self._left_out = frozenset(left_out)
         self._fully_parallel = fully_parallel
@@ -117,7 +120,7 @@ class StepReader:
 
     def _fetch(self, path: Path, comm: Comm, *, model_only: bool) -> Fetched:
         with open_checkpoint(path, comm, get_plugin_manager(), self._options) as opened:
-            checkpoint = share_reading(opened) if self._fully_parallel else opened
+            checkpoint = share_reading(opened, self._budget) if self._fully_parallel else opened
             record = checkpoint.context.reader.manifest.record
             content = (record.content_metadata or {}) if record is not None else {}
             is_foreign, saved = CONTENT_KEY not in content, content.get(CONTENT_KEY) or {}

@@ -8,11 +8,13 @@ import uuid
 from typing import TYPE_CHECKING
 
 from shardckpt.commit import Owner
+from shardckpt.errors import StorageError
 from shardckpt.storage import on_store, put_file, wrap_os_errors
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+_ATTEMPTS = 100
 _TEMPORARY = re.compile(r"(?P<owner>[0-9a-f]{32})\.[0-9a-f]{32}\.tmp")
 
 
@@ -22,14 +24,19 @@ def put_small_file(place: Path, name: str, data: bytes) -> None:
     Raises:
         StorageError: it cannot be written.
     """
-    while True:
+    for _ in range(_ATTEMPTS):
         if on_store(place) is None:
-            with wrap_os_errors("make", place):
-                place.mkdir(exist_ok=True)
+            # mkdir(exist_ok=True) would raise where the directory is removed between the call and its second look
+            with wrap_os_errors("make", place), contextlib.suppress(FileExistsError):
+                place.mkdir()
         # another process may remove the directory, which is empty, before this file is in it
         with contextlib.suppress(FileNotFoundError):
             put_file(place / name, data, f"{Owner.current().text}.{uuid.uuid4().hex}.tmp")
             return
+    raise StorageError(
+        f"cannot write {place / name}: its directory was gone after each of {_ATTEMPTS} attempts to make it. "
+        f"Look whether {place} is a symbolic link to nothing, or whether something removes it."
+    )
 
 
 def remove_temporaries(place: Path) -> None:

@@ -11,10 +11,11 @@ from shardckpt.async_save import AsyncCallsQueue
 from shardckpt.commit import delete_checkpoint
 from shardckpt.distributed import Comm
 from shardckpt.engine import locate
+from shardckpt.errors import CheckpointingException, CheckpointReplacedError, StorageError
 from shardckpt.manager.config import AsyncMode
 from shardckpt.manager.part import ManagerPart
 from shardckpt.manifest import MARKER_NAME
-from shardckpt.plugins import get_plugin_manager
+from shardckpt.plugins import get_plugin_manager, read_manifest
 from shardckpt.storage import RemotePath, on_store
 
 if TYPE_CHECKING:
@@ -51,6 +52,7 @@ class StepWriter(ManagerPart):
         self._group = process_group
         self._allow_globals = tuple(allow_globals)
         self._fingerprints = config.fingerprints
+        self._memory_budget = config.memory_budget
         self._queue: AsyncCallsQueue | None = None
         if config.async_mode is not AsyncMode.DISABLED:
             persistent = config.async_mode is AsyncMode.ASYNC_WITH_PINNED_MEM
@@ -77,8 +79,8 @@ class StepWriter(ManagerPart):
 
         Args:
             state: A sharded state dict. The caller may change its tensors as soon as this returns.
-            target: The checkpoint's directory or URL. An existing checkpoint is replaced: a directory in one step; one
-                at a URL is deleted before the save.
+            target: The checkpoint's directory or URL. An existing checkpoint is replaced in one step; at a URL one of
+                another library is deleted before the save.
             content: The ``content_metadata``. The main rank's is stored; others may differ (in their metrics).
             lineage: The checkpoint from which the training was resumed, and the step.
             on_commit: Called on every rank when the checkpoint is durable.
@@ -90,9 +92,8 @@ class StepWriter(ManagerPart):
         comm = Comm(self._group)
         with comm.local_phase("finding the target"):
             path = locate(target, get_plugin_manager())
-        # Before the save, which writes to the same folder: if it were killed, the old marker would stand for a mixture.
         if (remote := on_store(path)) is not None:
-            comm.main_runs("deleting the old checkpoint", functools.partial(_delete_existing, remote))
+            comm.main_runs("looking for another library's checkpoint", functools.partial(_delete_foreign, remote))
         queue = self._queue if background else None
         request = dist_checkpointing.save(
             state,
@@ -107,6 +108,7 @@ class StepWriter(ManagerPart):
             parent=lineage.parent,
             step=lineage.step,
             fingerprints=self._fingerprints,
+            memory_budget=self._memory_budget,
         )
         if queue is None or request is None:
             on_commit()
@@ -138,8 +140,16 @@ def _without_content(common: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in common.items() if key != "content_metadata"}
 
 
-def _delete_existing(path: RemotePath) -> None:
-    """Delete the checkpoint of an abandoned run: a store cannot replace several objects in one step."""
-    if (path / MARKER_NAME).is_file():
-        logger.warning("%s is saved a second time: the checkpoint that is there is deleted first", path)
-        delete_checkpoint(path.folder)
+def _delete_foreign(path: RemotePath) -> None:
+    """Delete a checkpoint that a save cannot overwrite: no record says which files it has."""
+    if not (path / MARKER_NAME).is_file():
+        return
+    try:
+        if read_manifest(path, get_plugin_manager()).record is not None:
+            return
+    except (CheckpointReplacedError, StorageError):  # it is being written, or the store does not answer
+        raise
+    except CheckpointingException as exc:
+        logger.warning("%s cannot be read: %s", path, exc)
+    logger.warning("%s is saved a second time: the checkpoint without a record there is deleted first", path)
+    delete_checkpoint(path.folder)

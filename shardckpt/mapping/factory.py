@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from shardckpt.errors import CheckpointingException
 from shardckpt.mapping.base import FactoryBuildFn, FactoryMergeFn, ReplicaId, ShardedBase
@@ -23,7 +23,12 @@ class ShardedTensorFactory(ShardedBase):
         merge_fn: The same nested dict or list, loaded → the local tensor.
         replica_id: See :class:`ShardedTensor`.
         flattened_range: Passed to ``build_fn``.
+
+    Attributes:
+        builds_anew: Whether each build makes new shards of detached data, in a flat list: nobody needs copies of those.
     """
+
+    builds_anew: ClassVar[bool] = False
 
     key: str
     data: torch.Tensor

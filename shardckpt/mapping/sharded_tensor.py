@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 
@@ -83,6 +83,10 @@ class ShardedTensor(ShardedBase):
     replicated: Replicated = False
     block_scales: BlockScales | None = None
 
+    #: What :meth:`list_fields` returns, if the maker of the description has promised not to change it: a save that
+    #: compares it with an earlier one's need not look at each field. Copies do not have it.
+    fixed_fields: ClassVar[tuple[Any, ...] | None] = None
+
     def __post_init__(self) -> None:
         self.validate_metadata_integrity()
 
@@ -95,6 +99,41 @@ class ShardedTensor(ShardedBase):
         made.global_offset, made.axis_fragmentations = (0,) * len(shape), (1,) * len(shape)
         made.replica_id, made.prepend_axis_num = 0, 0
         made.allow_shape_mismatch, made.flattened_range, made.replicated = False, None, False
+        made.block_scales = None
+        return made
+
+    @classmethod
+    def from_box(
+        cls,
+        key: str,
+        data: torch.Tensor,
+        global_shape: tuple[int, ...],
+        offset: tuple[int, ...],
+        grid: tuple[int, ...] | None,
+        replica_id: ReplicaId = 0,
+        *,
+        replicated: Replicated = False,
+    ) -> ShardedTensor:
+        """Describe a local tensor that is known to be a box of its global tensor.
+
+        Args:
+            key: Name of the global tensor.
+            data: The local tensor.
+            global_shape: Shape of the global tensor.
+            offset: Where the box begins.
+            grid: Number of equal parts along every axis, or None.
+            replica_id: See the class.
+            replicated: See the class.
+
+        Returns:
+            The description, with ``data``, of which nothing is checked.
+        """
+        made = cls.__new__(cls)  # a model has 20,000 of these, and every save describes them: checks are half of it
+        made.key, made.data, made.dtype = key, data, data.dtype
+        made.local_shape, made.global_shape = tuple(data.shape), global_shape
+        made.global_offset, made.axis_fragmentations = offset, grid
+        made.replica_id, made.prepend_axis_num = replica_id, 0
+        made.allow_shape_mismatch, made.flattened_range, made.replicated = False, None, replicated
         made.block_scales = None
         return made
 
@@ -144,6 +183,47 @@ class ShardedTensor(ShardedBase):
                 f"{self.axis_fragmentations}"
             )
         return tuple(size // count for size, count in pairs)
+
+    def list_fields(self) -> tuple[Any, ...]:
+        """Return all fields but ``data`` and ``flattened_range``, to be compared with those of other descriptions."""
+        scales = self.block_scales
+        return (
+            self.key,
+            self.global_shape,
+            self.global_offset,
+            self.replica_id,
+            self.replicated,
+            self.dtype,
+            self.local_shape,
+            self.axis_fragmentations,
+            self.prepend_axis_num,
+            self.allow_shape_mismatch,
+            scales and (scales.key, *scales.block),
+        )
+
+    def fix_fields(self) -> None:
+        """Promise that no field but ``data`` changes from now on."""
+        self.fixed_fields = self.list_fields()  # type: ignore[misc]
+
+    def __copy__(self) -> ShardedTensor:
+        """Return a description with the same values, and without the promise: whoever copies one may change the copy.
+
+        ``data`` is shared.
+        """
+        made = type(self).__new__(type(self))
+        if type(self) is not ShardedTensor:
+            vars(made).update(vars(self))
+            vars(made).pop("fixed_fields", None)
+            return made
+        # One by one: Python 3.11 reads the fields of an object in a third of the time until somebody asks for its
+        # __dict__, and each save reads those of the caller's descriptions.
+        made.key, made.data, made.dtype = self.key, self.data, self.dtype
+        made.local_shape, made.global_shape = self.local_shape, self.global_shape
+        made.global_offset, made.axis_fragmentations = self.global_offset, self.axis_fragmentations
+        made.replica_id, made.prepend_axis_num = self.replica_id, self.prepend_axis_num
+        made.allow_shape_mismatch, made.flattened_range = self.allow_shape_mismatch, self.flattened_range
+        made.replicated, made.block_scales = self.replicated, self.block_scales
+        return made
 
     def without_data(self) -> ShardedTensor:
         """Return the same description with ``data=None``."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from shardckpt.errors import CheckpointingException, CheckpointReplacedError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Mapping, Sequence
 
     from shardckpt.engine import IncompleteFile, StoredCheckpoint
     from shardckpt.manifest import Record, SaveTimings
@@ -33,6 +33,7 @@ class CheckpointHeader(NamedTuple):
         parent: The save id of the checkpoint that the job was resumed from.
         step: The step.
         writer: Releases of the libraries that wrote it, by name.
+        library: Which other library wrote it.
         ranks: How many ranks saved it.
         saved_at: When, in seconds since 1970.
         bytes_on_disk: Bytes of all files.
@@ -45,6 +46,7 @@ class CheckpointHeader(NamedTuple):
     parent: str | None = None
     step: int | None = None
     writer: Mapping[str, str] | None = None
+    library: str | None = None
     ranks: int | None = None
     saved_at: float | None = None
     bytes_on_disk: int | None = None
@@ -61,14 +63,17 @@ def describe_checkpoint(checkpoint: StoredCheckpoint, header: CheckpointHeader, 
     keys = [key for key in sorted(checkpoint) if key.startswith(prefix)]
     tensors = [checkpoint[key] for key in keys]
     record = checkpoint.record
+    files = describe_files(record, checkpoint.list_files() if record is None else ())
     return {
         "head": header._asdict(),
         "prefix": prefix,
         **describe_tensors((t.key, str(t.dtype).removeprefix("torch."), t.shape, t.dtype.itemsize) for t in tensors),
-        **describe_files(record, checkpoint.list_files() if record is None else ()),
-        **_describe_boxes(checkpoint, keys),
+        **files,
+        **_describe_boxes(checkpoint, keys, files["files"]),
         **_describe_rest(checkpoint, prefix),
-        "incomplete": _describe_faults(checkpoint.find_incomplete_files()),
+        "incomplete": _describe_faults(
+            checkpoint.find_incomplete_files(), {*keys, *(key for key in checkpoint.objects if key.startswith(prefix))}
+        ),
         "timings": describe_timings(None if record is None else record.timings),
     }
 
@@ -128,7 +133,7 @@ def describe_layouts(
     Returns:
         ``layouts``: each a list of (file, offset along each axis, extent along each axis) in one row, without the axes'
         number, which the tensor's shape says; ``layout``: its number for each key, -1 if there is none; ``boxFiles``:
-        names of all files, ``files`` first; ``boxes``: how many boxes were left out.
+        names of all files, ``files`` first; ``boxesLeftOut``: how many there is no room for.
     """
     numbers = {name: number for number, name in enumerate(files)}
     wanted = set(keys)
@@ -162,11 +167,8 @@ def describe_timings(timings: SaveTimings | None) -> dict[str, Any] | None:
     return None if timings is None else timings.model_dump(mode="json")
 
 
-def _describe_boxes(checkpoint: StoredCheckpoint, keys: Sequence[str]) -> dict[str, Any]:
+def _describe_boxes(checkpoint: StoredCheckpoint, keys: Sequence[str], files: list[str]) -> dict[str, Any]:
     """Return the layouts, or why there are none."""
-    files = [] if checkpoint.record is None else sorted(file.name for file in checkpoint.record.files)
-    if checkpoint.record is None:
-        files = sorted(file.name for file in checkpoint.list_files())
     try:
         boxes = checkpoint.list_boxes()
         if boxes is None:
@@ -202,8 +204,10 @@ def _describe_rest(checkpoint: StoredCheckpoint, prefix: str) -> dict[str, Any]:
     }
 
 
-def _describe_faults(files: Iterable[IncompleteFile]) -> list[dict[str, Any]]:
+def _describe_faults(files: Iterable[IncompleteFile], known: Collection[str]) -> list[dict[str, Any]]:
+    """Return the files, with those of the known keys that are in them: a file may have objects for other libraries."""
+    found = [(file, [key for key in file.keys if key in known]) for file in files]
     return [
-        {"name": file.name, "fault": file.fault, "keys": list(file.keys[:_KEYS_SHOWN]), "keyCount": len(file.keys)}
-        for file in files
+        {"name": file.name, "fault": file.fault, "keys": keys[:_KEYS_SHOWN], "keyCount": len(keys)}
+        for file, keys in found
     ]

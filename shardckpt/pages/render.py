@@ -54,7 +54,8 @@ def write_page(path: Path, title: str, data: Mapping[str, Any]) -> int:
     Raises:
         StorageError: The file cannot be written.
     """
-    content = render_page(title, data).encode()
+    # a path may have bytes that are no text, which Python keeps as what UTF-8 cannot hold
+    content = render_page(title, data).encode(errors="replace")
     with wrap_os_errors("write", path):
         path.write_bytes(content)
     return len(content)

@@ -14,7 +14,8 @@ from shardckpt.parallel.reading_plan import ReadingPlan, Want, plan_reading
 from shardckpt.parallel.transfers import ROUND_BYTES, check_algorithm, exchange_shards, is_fillable
 from shardckpt.planning import shard_id, shard_nbytes
 from shardckpt.plugins import get_plugin_manager
-from shardckpt.strategy import BuildsObjects, ListsColumns, LoadStrategy, OwnsFiles, Recognises
+from shardckpt.storage import LEAST_READING, check_memory_budget, parse_memory_budget
+from shardckpt.strategy import BuildsObjects, LoadStrategy, OwnsFiles, Recognises, lists_columns
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Sequence
@@ -92,7 +93,7 @@ class FullyParallelLoadStrategyWrapper(LoadStrategy):
             self.owned_files = strategy.owned_files
         if isinstance(strategy, BuildsObjects):
             self.can_build = strategy.can_build
-        if isinstance(strategy, ListsColumns):
+        if lists_columns(strategy):
             self.list_columns = strategy.list_columns
 
     def cannot_load(self, manifest: Manifest) -> str | None:
@@ -174,10 +175,36 @@ class FullyParallelLoadStrategyWrapper(LoadStrategy):
                     values[position].detach().copy_(values[first])
 
 
-def share_reading(checkpoint: OpenCheckpoint) -> OpenCheckpoint:
-    """Return the open checkpoint with its strategy wrapped: what several of its ranks want is read by one of them."""
-    strategy = FullyParallelLoadStrategyWrapper(checkpoint.strategy)
+def share_reading(checkpoint: OpenCheckpoint, memory_budget: int | None = None) -> OpenCheckpoint:
+    """Return the open checkpoint with its strategy wrapped: what several of its ranks want is read by one of them.
+
+    Args:
+        checkpoint: The open checkpoint, whose reader has half of the budget: :func:`split_budget`.
+        memory_budget: Bytes that this rank may hold at a time beside the tensors; the same on every rank.
+    """
+    sent = ROUND_BYTES if memory_budget is None else min(ROUND_BYTES, memory_budget // 4)
+    strategy = FullyParallelLoadStrategyWrapper(checkpoint.strategy, round_bytes=sent)
     return replace(checkpoint, strategy=strategy, fully_parallel=True)
+
+
+def split_budget(memory_budget: int | str | None, *, fully_parallel: bool) -> tuple[int | None, int | None]:
+    """Return the bytes of a load's memory budget, and those of them that its reader may have; None for no budget.
+
+    Args:
+        memory_budget: What the caller gave.
+        fully_parallel: Whether ranks send each other what they read: that takes the other half, for both directions.
+
+    Raises:
+        CheckpointingException: it is no size, or too small; says the smallest that works.
+    """
+    budget = parse_memory_budget(memory_budget)
+    if budget is None:
+        return None, None
+    shares = 2 if fully_parallel else 1
+    check_memory_budget(
+        budget, shares * LEAST_READING, "a fully parallel load takes" if fully_parallel else "a load takes"
+    )
+    return budget, budget // shares
 
 
 def _find_tied(wanted: Sequence[ShardedBase]) -> dict[int, list[int]]:

@@ -87,6 +87,7 @@ class FullyParallelSaveStrategyWrapper(AsyncSaveStrategy):
         self.writes = strategy.writes  # type: ignore[misc]
         self.stores_plain_objects = strategy.stores_plain_objects  # type: ignore[misc]
         self.computes_fingerprints = strategy.computes_fingerprints  # type: ignore[misc]
+        self.stores_all_bytes = strategy.stores_all_bytes  # type: ignore[misc]
 
     def save(self, shards: Sequence[ShardedBase], common: CommonStateDict, context: SaveContext) -> None:
         """Collective: assign the shards to ranks, and save through the wrapped strategy."""

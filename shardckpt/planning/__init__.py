@@ -30,6 +30,7 @@ from shardckpt.planning.shard_copies import (
 )
 from shardckpt.planning.shard_fields import list_boxes, list_fields
 from shardckpt.planning.table import (
+    FEW,
     LANES,
     PRIME,
     Boxes,
@@ -39,6 +40,7 @@ from shardckpt.planning.table import (
     are_full,
     compute_weights,
     concat_tables,
+    count_volumes,
     find_untiled,
     fingerprint,
     fingerprint_each,
@@ -51,6 +53,7 @@ from shardckpt.planning.table import (
 )
 
 __all__ = [
+    "FEW",
     "LANES",
     "PRIME",
     "Box",
@@ -77,6 +80,7 @@ __all__ = [
     "compute_local_shape",
     "compute_weights",
     "concat_tables",
+    "count_volumes",
     "cut_box",
     "cut_flat_range",
     "describe_casts",

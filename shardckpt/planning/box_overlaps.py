@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from operator import add, sub
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from shardckpt.planning.table import Table, number_groups, sort_unique
+from shardckpt.planning.table import FEW, Table, make_column, make_matrix, number_groups, sort_unique
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -45,6 +46,11 @@ def find_overlaps(wanted: Table, stored: Table, bounds: torch.Tensor) -> Overlap
     """
     axes = max(wanted.offset.shape[1], stored.offset.shape[1])
     wanted, stored = wanted.pad_axes(axes), stored.pad_axes(axes)
+    if max(len(wanted.spec), len(stored.spec)) <= FEW:
+        ends = bounds.tolist()
+        pairs = [(row, other) for row, n in enumerate(wanted.spec.tolist()) for other in range(ends[n], ends[n + 1])]
+        if len(pairs) <= FEW:
+            return _compare_few(wanted, stored, pairs)
     first = bounds[wanted.spec]
     counts = bounds[wanted.spec + 1] - first
     if bool((counts == 1).all()):
@@ -75,11 +81,33 @@ def list_rows(specs: torch.Tensor, bounds: torch.Tensor) -> torch.Tensor:
     Returns:
         int64 of shape (rows,).
     """
+    if max(len(specs), len(bounds)) <= FEW and int(bounds[-1]) <= FEW:
+        stops = bounds.tolist()
+        return make_column([row for spec in specs.tolist() for row in range(stops[spec], stops[spec + 1])])
     first = bounds[specs]
     counts = bounds[specs + 1] - first
     ends = counts.cumsum(0)
     number = number_groups(ends)
     return torch.arange(len(number), device="cpu") + (first - ends + counts)[number]
+
+
+def _compare_few(wanted: Table, stored: Table, pairs: list[tuple[int, int]]) -> Overlaps:
+    """Return the overlaps of pairs of rows, as :func:`_compare` does, without a call of torch's for each step."""
+    ours = list(zip(wanted.offset.tolist(), wanted.extent.tolist(), strict=True))
+    theirs = list(zip(stored.offset.tolist(), stored.extent.tolist(), strict=True))
+    found = []
+    for row, other in pairs:
+        (offset, extent), (offset_of_other, extent_of_other) = ours[row], theirs[other]
+        low = tuple(map(max, offset, offset_of_other))
+        high = map(min, map(add, offset, extent), map(add, offset_of_other, extent_of_other))
+        size = tuple(map(sub, high, low))
+        if min(size, default=1) > 0:
+            found.append((row, other, low, size))
+    rows, others, lows, sizes = zip(*found, strict=True) if found else ((), (), (), ())
+    axes = wanted.offset.shape[1]
+    return Overlaps(
+        make_column([*rows]), make_column([*others]), make_matrix(lows, axes, 0), make_matrix(sizes, axes, 1)
+    )
 
 
 def _match_equal(wanted: Table, stored: Table) -> torch.Tensor:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import math
 from array import array
+from bisect import bisect_right
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
@@ -20,8 +22,12 @@ if TYPE_CHECKING:
 PRIME = (1 << 31) - 1
 #: Independent sums that are compared. One alone misses an error once in 2^31 / axes; both do once in the square.
 LANES = 2
+_LARGEST = (1 << 63) - 1
 #: Boxes whose products are computed at a time: few enough for the cache of a core.
 _ROWS = 1 << 14
+#: Values of a column that are few: Python does so many in the time of two calls of torch's, and a slice of some tensors
+#: needs a hundred of such calls before it reads.
+FEW = 64
 #: Shifts and factors of splitmix64, and its increment, as signed 64-bit integers.
 _MIX = ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15), (31, 1))
 _STEP = -0x61C8864680B583EB
@@ -84,7 +90,7 @@ class Table(NamedTuple):
 
     def volume(self) -> torch.Tensor:
         """Return the number of elements of every box: int64 of shape (n,)."""
-        return self.extent.prod(1)
+        return count_volumes(self.extent)
 
     def rows(self, which: torch.Tensor | slice) -> Table:
         """Return some of the boxes, by row numbers, a mask or a slice."""
@@ -124,6 +130,8 @@ def make_column(values: list[int]) -> torch.Tensor:
 
 def sort_unique(column: torch.Tensor) -> torch.Tensor:
     """Return the different values of a column, ascending."""
+    if len(column) <= FEW:
+        return make_column(sorted(set(column.tolist())))
     return column.unique()  # type: ignore[no-untyped-call,no-any-return]
 
 
@@ -143,7 +151,26 @@ def number_groups(ends: torch.Tensor) -> torch.Tensor:
     """
     # not repeat_interleave: it starts torch's threads even for a handful of rows
     total = int(ends[-1]) if len(ends) else 0
+    if max(total, len(ends)) <= FEW:
+        stops = ends.tolist()
+        return make_column([bisect_right(stops, row) for row in range(total)])
     return torch.bincount(ends[:-1], minlength=total + 1)[:total].cumsum(0)
+
+
+def count_volumes(extents: torch.Tensor) -> torch.Tensor:
+    """Return the number of elements of boxes.
+
+    Args:
+        extents: int64 of shape (n, axes).
+
+    Returns:
+        int64 of shape (n,).
+    """
+    if len(extents) <= FEW and extents.shape[1]:
+        volumes = list(map(math.prod, extents.tolist()))
+        if all(-_LARGEST <= volume <= _LARGEST for volume in volumes):  # what an index claims may be more: it wraps
+            return make_column(volumes)
+    return extents.prod(1)
 
 
 def make_matrix(rows: Sequence[Ints], axes: int, filler: int) -> torch.Tensor:
@@ -196,6 +223,13 @@ def are_full(table: Table, extents: torch.Tensor) -> bool:
         table: The boxes.
         extents: int64 of shape (tensors, axes): the global shape of each tensor, with 1 along axes that it lacks.
     """
+    if len(extents) <= FEW:
+        return (
+            table.extent.shape == extents.shape
+            and table.extent.tolist() == extents.tolist()
+            and table.spec.tolist() == [*range(len(extents))]
+            and not any(map(any, table.offset.tolist()))
+        )
     return (
         torch.equal(table.extent, extents)
         and torch.equal(table.spec, torch.arange(len(extents), device="cpu"))

@@ -12,9 +12,10 @@ if TYPE_CHECKING:
     from shardckpt.plugins.key_mapping import Identity, KeyMapEntry, KeyMapping, get_key_map_entries
     from shardckpt.plugins.manager import PluginManager, get_plugin_manager
     from shardckpt.plugins.origin import describe_origin, describe_strategy, name_origin
-    from shardckpt.plugins.outline import Outline, read_outline
+    from shardckpt.plugins.outline import Outline, cut_shapes, hold_plain, is_object_key, read_outline
     from shardckpt.plugins.registry import StrategyRegistry, parse_key
     from shardckpt.plugins.resolver import Accept, choose_reader, hold_checkpoint, hold_same, parse_file, read_manifest
+    from shardckpt.plugins.stores import open_folder
 
 # lazy: ``shardckpt.hookimpl`` must not import torch
 __getattr__ = lazy_getattr(
@@ -24,10 +25,11 @@ __getattr__ = lazy_getattr(
         "hookspecs": ("Event", "hookimpl"),
         "key_mapping": ("Identity", "KeyMapEntry", "KeyMapping", "get_key_map_entries"),
         "manager": ("PluginManager", "get_plugin_manager"),
-        "outline": ("Outline", "read_outline"),
+        "outline": ("Outline", "cut_shapes", "hold_plain", "is_object_key", "read_outline"),
         "origin": ("describe_origin", "describe_strategy", "name_origin"),
         "registry": ("StrategyRegistry", "parse_key"),
         "resolver": ("Accept", "choose_reader", "hold_checkpoint", "hold_same", "parse_file", "read_manifest"),
+        "stores": ("open_folder",),
     },
 )
 
@@ -42,14 +44,18 @@ __all__ = [
     "StrategyAction",
     "StrategyRegistry",
     "choose_reader",
+    "cut_shapes",
     "describe_origin",
     "describe_strategy",
     "get_key_map_entries",
     "get_plugin_manager",
     "hold_checkpoint",
+    "hold_plain",
     "hold_same",
     "hookimpl",
+    "is_object_key",
     "name_origin",
+    "open_folder",
     "parse_file",
     "parse_key",
     "read_manifest",

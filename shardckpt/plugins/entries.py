@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -131,7 +132,7 @@ def _import_class(target: type[Any] | str, base: type[Any], distribution: str) -
         return target
     module, _, name = target.partition(":")
     try:
-        kind = getattr(importlib.import_module(module), name)
+        kind = getattr(sys.modules.get(module) or importlib.import_module(module), name)
     except Exception as exc:
         raise PluginError(f"{target} of {distribution} cannot be imported: {type(exc).__name__}: {exc}") from exc
     if not (isinstance(kind, type) and issubclass(kind, base)):

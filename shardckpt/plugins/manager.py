@@ -43,6 +43,8 @@ class PluginManager:
         self._registry = StrategyRegistry()
         self._plugins: list[Plugin] | None = None
         self._lock = threading.RLock()
+        #: Whether all plugins have been imported: hooks are then called without a lock, at each phase of a load.
+        self._is_complete = False
 
     @property
     def registry(self) -> StrategyRegistry:
@@ -61,6 +63,7 @@ class PluginManager:
             if self._plugins is None:
                 self._plugins = []  # before the first import: a plugin may use this manager while it is imported
                 self._plugins.extend(map(self._load, list_entry_points()))
+                self._is_complete = True
             return list(self._plugins)
 
     def broken(self) -> list[Plugin]:
@@ -86,7 +89,8 @@ class PluginManager:
     @property
     def hook(self) -> pluggy.HookRelay:
         """Calls the hooks of all working plugins: ``manager.hook.shardckpt_event(event=...)``."""
-        self.plugins()
+        if not self._is_complete:
+            self.plugins()
         return self._manager.hook
 
     def register(self, plugin: object, name: str | None = None) -> None:
@@ -102,6 +106,19 @@ class PluginManager:
         self.plugins()
         with self._registry.attribute_to(USER):
             self._register(plugin, name or f"{type(plugin).__name__}-{id(plugin)}")
+
+    def observe_by(self, plugin: object, name: str) -> None:
+        """Register a plugin that observes events in the place of all others of this process.
+
+        In a process whose parent passes the events to its own plugins, an installed one would count them twice.
+
+        Args:
+            plugin: An object with ``shardckpt_event``.
+            name: Its name in errors.
+        """
+        others = [found.plugin for found in self.hook.shardckpt_event.get_hookimpls()]
+        self.register(plugin, name)
+        vars(self._manager.hook)["shardckpt_event"] = self._manager.subset_hook_caller("shardckpt_event", others)
 
     def unregister(self, plugin: object) -> None:
         """Stop calling a plugin's hooks; the strategies that it registered stay."""

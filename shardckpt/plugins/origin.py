@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import traceback
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from shardckpt.errors import CheckpointingException
@@ -12,8 +11,7 @@ from shardckpt.plugins.entries import USER
 from shardckpt.strategy import LoadStrategy, SaveStrategy
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from types import FrameType
+    from types import FrameType, TracebackType
 
     from shardckpt.plugins.manager import PluginManager
 
@@ -68,9 +66,8 @@ def describe_origin(error: BaseException, plugins: PluginManager, code: Any = No
     return ""
 
 
-@contextmanager
-def name_origin(plugins: PluginManager, code: Any) -> Iterator[None]:
-    """Call a plugin's code outside the phases of an operation: an error of the block names the plugin.
+class name_origin:  # noqa: N801 - used as a function; no generator, since each load has one
+    """A context manager to call a plugin's code outside the phases of an operation: an error names the plugin.
 
     Args:
         plugins: The plugin manager.
@@ -80,15 +77,24 @@ def name_origin(plugins: PluginManager, code: Any) -> Iterator[None]:
         CheckpointingException: the code raised; the error's class is as
             :class:`~shardckpt.distributed.ErrorReport` has it, and the original error is its cause.
     """
-    from shardckpt.distributed import ErrorReport  # here: a listing of plugins must not import torch
 
-    try:
-        yield
-    except Exception as exc:
-        origin = describe_origin(exc, plugins, code)
-        if not origin:
-            raise
-        raise ErrorReport.of(exc, origin).to_error() from exc
+    __slots__ = ("_code", "_plugins")
+
+    def __init__(self, plugins: PluginManager, code: Any) -> None:
+        self._plugins = plugins
+        self._code = code
+
+    def __enter__(self) -> None:
+        """Begin the block."""
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        if not isinstance(error, Exception):
+            return
+        from shardckpt.distributed import ErrorReport  # here: a listing of plugins must not import torch
+
+        origin = describe_origin(error, self._plugins, self._code)
+        if origin:
+            raise ErrorReport.of(error, origin).to_error() from error
 
 
 def _describe_plugins(module: str, plugins: PluginManager) -> str:

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import importlib
+import math
+import sys
 from typing import TYPE_CHECKING, NamedTuple
 
+from shardckpt import settings
 from shardckpt.errors import PluginError
-from shardckpt.plugins.entries import StrategyAction
+from shardckpt.manifest import MARKER_LIMIT, MARKER_NAME, RECORD_LIMIT, RECORD_NAME, parse_plain
+from shardckpt.plugins.installed import has_foreign_plugins
+from shardckpt.storage import open_directory, read_file
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
-    from shardckpt.manifest import Manifest
-    from shardckpt.plugins.manager import PluginManager
+    from shardckpt.manifest import PlainRecord
 
 
 class Outline(NamedTuple):
@@ -35,13 +40,71 @@ class Outline(NamedTuple):
     common: list[str]
 
 
-def read_outline(directory: Path, manifest: Manifest, plugins: PluginManager) -> Outline | None:
+def is_object_key(name: str) -> bool:
+    """Return whether a name is the unique key of a ShardedObject, with an offset and a shape."""
+    _, found, tail = name.rpartition("/shard_")
+    offset, *shape = (part.split(".") for part in tail.split("_"))
+    return (
+        bool(found) and len(shape) == 1 and len(shape[0]) == len(offset) and all(map(str.isdecimal, offset + shape[0]))
+    )
+
+
+def cut_shapes(extents: Sequence[int], axes: Sequence[int], most_elements: int) -> list[tuple[int, ...]]:
+    """Return the shapes in a table, each row of which has 1 behind its shape.
+
+    Args:
+        extents: The table, row by row, as wide as the shape with the most axes.
+        axes: The number of axes of each shape.
+        most_elements: Each shape has fewer elements, where an extent of 0 counts as 1.
+
+    Returns:
+        The shapes; equal ones are one tuple.
+
+    Raises:
+        ValueError: It is no such table.
+    """
+    width = max(axes, default=0)
+    if len(extents) != width * len(axes):
+        raise ValueError("no table of shapes")
+    rows = list(zip(axes, *(extents[axis::width] for axis in range(width)), strict=True))
+    # most of many tensors have one of a few shapes
+    shapes = {row: row[1 : row[0] + 1] for row in set(rows)}
+    if not all(
+        {*row[row[0] + 1 :]} <= {1} and math.prod(max(size, 1) for size in row[1:]) < most_elements for row in shapes
+    ):
+        raise ValueError("no table of shapes")
+    return list(map(shapes.__getitem__, rows))
+
+
+def hold_plain(directory: Path) -> tuple[Path, PlainRecord] | None:
+    """Open the directory of a checkpoint, and return it with its record: all that is read through it is of one save.
+
+    Args:
+        directory: On this machine.
+
+    Returns:
+        None if it is not what a save of this library has committed, as it was written.
+
+    Raises:
+        OSError: its JSON files cannot be read.
+        CheckpointingException: as OSError.
+    """
+    # the name of what a save, an overwrite or a removal has not ended begins with a dot
+    if directory.name.startswith(".") or not directory.is_dir():
+        return None
+    place = open_directory(directory)
+    record = parse_plain(read_file(place / MARKER_NAME, MARKER_LIMIT), read_file(place / RECORD_NAME, RECORD_LIMIT))
+    return None if record is None else (place, record)
+
+
+def read_outline(directory: Path, record: PlainRecord, own: Mapping[tuple[str, int], str]) -> Outline | None:
     """Return the outline of a checkpoint of ours by the function that its strategy was registered with.
 
     Args:
-        directory: The checkpoint, on this machine, as :func:`shardckpt.plugins.hold_checkpoint` returned it.
-        manifest: Its manifest.
-        plugins: The plugin manager.
+        directory: The checkpoint, on this machine, as :func:`hold_plain` returned it.
+        record: Its record.
+        own: The functions of this distribution's formats, as their plugins register them, by backend and version: to
+            find plugins takes longer than to list a checkpoint, and is left out where no other distribution has any.
 
     Returns:
         None if there is no such function, or it leaves the checkpoint to the strategy.
@@ -49,15 +112,25 @@ def read_outline(directory: Path, manifest: Manifest, plugins: PluginManager) ->
     Raises:
         PluginError: the function cannot be imported.
     """
-    entry = plugins.registry.find(StrategyAction.LOAD_SHARDED, manifest.backend, manifest.version)
-    if manifest.record is None or entry is None or not entry.outline:
+    registered, distribution = _find_function(record.backend, record.version, own)
+    if not registered:
         return None
-    module, _, name = entry.outline.partition(":")
+    module, _, name = registered.partition(":")
     try:
         function = getattr(importlib.import_module(module), name)
     except Exception as exc:
-        raise PluginError(
-            f"{entry.outline} of {entry.distribution} cannot be imported: {type(exc).__name__}: {exc}"
-        ) from exc
-    found: Outline | None = function(directory, manifest.record)
+        raise PluginError(f"{registered} of {distribution} cannot be imported: {type(exc).__name__}: {exc}") from exc
+    found: Outline | None = function(directory, record)
     return found
+
+
+def _find_function(backend: str, version: int, own: Mapping[tuple[str, int], str]) -> tuple[str, str]:
+    """Return the function of a format, ``""`` for none, and its distribution."""
+    is_looked_for = f"{__package__}.manager" in sys.modules  # then to ask the registry takes no time
+    if not is_looked_for and not settings.disabled_plugins() and not has_foreign_plugins():
+        return own.get((backend, version), ""), "shardckpt"
+    from shardckpt.plugins.entries import StrategyAction
+    from shardckpt.plugins.manager import get_plugin_manager
+
+    entry = get_plugin_manager().registry.find(StrategyAction.LOAD_SHARDED, backend, version)
+    return ("", "") if entry is None else (entry.outline, entry.distribution)

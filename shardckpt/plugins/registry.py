@@ -95,8 +95,9 @@ class StrategyRegistry:
             load: The LoadStrategy, if any.
             writes: What the SaveStrategy writes, in a few words.
             reads: What the LoadStrategy reads, in a few words.
-            outline: ``"module:function"``, if any: called as ``function(directory, record)`` without torch, it returns
-                the :class:`~shardckpt.plugins.Outline` of a checkpoint, or None to leave it to the LoadStrategy.
+            outline: ``"module:function"``, if any: called as ``function(directory, record)`` without torch, with a
+                :class:`~shardckpt.manifest.PlainRecord`, it returns the :class:`~shardckpt.plugins.Outline` of a
+                checkpoint, or None to leave it to the LoadStrategy.
             default: Make this the strategy that a save uses if the caller names none.
             override: As for :meth:`add`; with ``default``, for the default too.
 

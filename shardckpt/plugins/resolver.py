@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import logging
 import time
@@ -27,12 +28,16 @@ from shardckpt.manifest import MARKER_LIMIT, MARKER_NAME, RECORD_LIMIT, RECORD_N
 from shardckpt.plugins.entries import StrategyAction
 from shardckpt.plugins.origin import describe_origin, name_origin
 from shardckpt.plugins.registry import parse_key
+from shardckpt.plugins.stores import open_folder
 from shardckpt.storage import (
+    ParseCache,
     RelativePath,
+    RemotePath,
     can_rename,
     detect_replacement,
     has_changed,
     is_of_save,
+    on_store,
     open_directory,
     read_file,
     real_path,
@@ -55,6 +60,8 @@ _T = TypeVar("_T")
 
 #: Seconds to wait for the second rename of an overwrite that takes two; an overwrite that died in between is an error.
 _RENAME_PAUSES = (0.001, 0.01, 0.05, 0.2, 0.4)
+
+_records = ParseCache[Record]()
 
 #: The backends, or (backend, version) pairs, that a caller accepts.
 Accept = Collection[str | tuple[str, int]]
@@ -79,11 +86,20 @@ def read_manifest(directory: Path, plugins: PluginManager, *, moved: bool = Fals
     return retry_if_replaced(lambda: hold_checkpoint(directory, plugins, moved=moved)[1], directory)
 
 
-def hold_checkpoint(directory: Path, plugins: PluginManager, *, moved: bool = False) -> tuple[Path, Manifest]:
+def hold_checkpoint(
+    directory: Path, plugins: PluginManager, *, moved: bool = False, unmarked: bool = False
+) -> tuple[Path, Manifest]:
     """Open a checkpoint's directory, and return it with the manifest: all that is read through it is of one save.
 
-    The arguments and errors are those of :func:`read_manifest`. The directory is one by an open file descriptor where
-    the system can.
+    The other arguments and errors are those of :func:`read_manifest`. The directory is one by an open file descriptor
+    where the system can.
+
+    Args:
+        directory: The checkpoint.
+        plugins: The plugin manager.
+        moved: As for :func:`read_manifest`.
+        unmarked: Also accept a checkpoint that has lost its ``metadata.json`` and has ``shardckpt.json``, to look at
+            what is left of it.
 
     Raises:
         CheckpointReplacedError: another save replaced it meanwhile; :func:`~shardckpt.storage.retry_if_replaced` starts
@@ -96,20 +112,61 @@ def hold_checkpoint(directory: Path, plugins: PluginManager, *, moved: bool = Fa
         time.sleep(pause)
         place = open_directory(directory)
     with detect_replacement(place, functools.partial(has_changed, place)), wrap_os_errors("look at", directory):
-        manifest = _read_manifest(place, plugins, moved=moved)
+        manifest = _read_manifest(place, plugins, moved=moved, unmarked=unmarked)
+    if manifest.folder:
+        return _hold_generation(place, manifest, plugins)
     # without a record the checkpoint would count as another library's; it may only be that its files are being removed
     if manifest.record is None and was_replaced(place):
         raise replaced_error(directory, f"it is not known whether it had {RECORD_NAME}")
     return place, manifest
 
 
-def hold_same(directory: Path, manifest: Manifest) -> Path:
+def _hold_generation(place: Path, outer: Manifest, plugins: PluginManager) -> tuple[Path, Manifest]:
+    """Open the generation that the marker at a URL names, or in a copy of it; as :func:`hold_checkpoint`.
+
+    Raises:
+        CorruptCheckpointError: it is not complete, or not of the backend that the marker says.
+        CheckpointReplacedError: another save has replaced it meanwhile.
+    """
+    inner = _open_generation(place, outer.folder, plugins)
+
+    def is_replaced() -> bool:
+        now = open_directory(real_path(place))
+        try:
+            return _parse_marker(now).shardckpt_generation != outer.folder
+        except (CheckpointingException, OSError):
+            return True  # it is being removed, or replaced
+
+    where = f"{real_path(place) / MARKER_NAME} names {outer.folder}"
+    with detect_replacement(inner, is_replaced), wrap_os_errors("look at", inner):
+        if not (inner / MARKER_NAME).exists():
+            raise CorruptCheckpointError(f"{where}, and that has no {MARKER_NAME}: it was lost")
+        manifest = _read_manifest(inner, plugins, moved=True)
+        if manifest.folder or manifest.record is None:
+            raise CorruptCheckpointError(f"{where}, and that is not the checkpoint of a save: it was written into")
+        if (manifest.backend, manifest.version) != (outer.backend, outer.version):
+            raise CorruptCheckpointError(
+                f"{where} as {outer.backend!r} version {outer.version}, and that is {manifest.backend!r} version "
+                f"{manifest.version}: another save wrote into it"
+            )
+    return inner, manifest.model_copy(update={"folder": outer.folder})
+
+
+def _open_generation(place: Path, name: str, plugins: PluginManager) -> Path:
+    """Return the open folder of a generation, which is below a directory or URL that is open."""
+    remote = on_store(place)
+    return place / name if remote is None else RemotePath(open_folder(f"{remote.url}/{name}", plugins))
+
+
+def hold_same(directory: Path, manifest: Manifest, plugins: PluginManager) -> Path:
     """Open and return a checkpoint's directory, as :func:`hold_checkpoint` does, by the main rank's manifest.
 
     Raises:
         CheckpointReplacedError: the directory has another save than the one of the manifest.
     """
     place = open_directory(directory)
+    if manifest.folder:
+        place = _open_generation(place, manifest.folder, plugins)
     if not can_rename(place):
         return place
     if _is_moved_aside(place):
@@ -133,7 +190,7 @@ def _is_moved_aside(place: Path) -> bool:
     return not place.exists() and bool(list_replaced_checkpoints(place))
 
 
-def _read_manifest(directory: Path, plugins: PluginManager, *, moved: bool) -> Manifest:
+def _read_manifest(directory: Path, plugins: PluginManager, *, moved: bool, unmarked: bool = False) -> Manifest:
     if is_temporary(directory.name) and not moved:
         raise IncompleteCheckpointError(
             f"{directory} is the staging directory of a save that was not committed, or of a checkpoint being removed"
@@ -142,12 +199,14 @@ def _read_manifest(directory: Path, plugins: PluginManager, *, moved: bool) -> M
     if not marker_file.exists():
         if not directory.is_dir():
             raise _absent_error(real_path(directory))
+        if unmarked and record_file.exists() and not is_under_way(directory):
+            kept = parse_file(Record.parse, record_file, RECORD_LIMIT)
+            return Manifest(backend=kept.backend, version=kept.version, record=kept)
         return _recognise_directory(directory, plugins)
-    marker = parse_file(Marker.model_validate_json, marker_file, MARKER_LIMIT)
-    record = None
-    if record_file.exists():
+    marker, record = _parse_marker(directory), None
+    if marker.shardckpt_generation is None and record_file.exists():
         try:
-            record = parse_file(Record.parse, record_file, RECORD_LIMIT)
+            record = parse_file(_parse_record, record_file, RECORD_LIMIT)
         except VersionTooNewError as exc:
             raise VersionTooNewError(f"{directory}: {exc}") from exc
         if (record.backend, record.version) != (marker.sharded_backend, marker.sharded_backend_version):
@@ -155,7 +214,24 @@ def _read_manifest(directory: Path, plugins: PluginManager, *, moved: bool) -> M
                 f"{directory}: {MARKER_NAME} says {marker.sharded_backend!r} version {marker.sharded_backend_version}, "
                 f"{RECORD_NAME} says {record.backend!r} version {record.version}: another save wrote into it"
             )
-    return Manifest(backend=marker.sharded_backend, version=marker.sharded_backend_version, record=record)
+    return Manifest(
+        backend=marker.sharded_backend,
+        version=marker.sharded_backend_version,
+        record=record,
+        folder=marker.shardckpt_generation or "",
+    )
+
+
+def _parse_record(data: bytes) -> Record:
+    """Return the record in bytes of ``shardckpt.json``, whose own digest is in them: equal bytes are parsed once."""
+    record = _records.get(data, None, lambda: Record.parse(data))
+    # the record is frozen, these two are not, and who gets them may change them
+    own = {"writer": {**record.writer}, "content_metadata": copy.deepcopy(record.content_metadata)}
+    return record.model_copy(update=own)
+
+
+def _parse_marker(directory: Path) -> Marker:
+    return parse_file(Marker.model_validate_json, directory / MARKER_NAME, MARKER_LIMIT)
 
 
 def choose_reader(
@@ -240,6 +316,16 @@ def parse_file(parse: Callable[[bytes], _T], path: Path, limit: int) -> _T:
         raise CorruptCheckpointError(f"{path} is damaged: {detail:.500}") from exc
 
 
+def _advise_lost_marker(directory: Path) -> str:
+    """Return how to write a lost ``metadata.json`` anew, which has nothing that the record does not say."""
+    try:
+        record = parse_file(Record.parse, directory / RECORD_NAME, RECORD_LIMIT)
+    except CheckpointingException:
+        return ""
+    marker = Marker(sharded_backend=record.backend, sharded_backend_version=record.version)
+    return f". Write it again, and verify the checkpoint: {marker.dump().decode()}"
+
+
 def _recognise_directory(directory: Path, plugins: PluginManager) -> Manifest:
     """Return the manifest of a directory without ``metadata.json``, if a strategy recognises its content."""
     if is_under_way(directory):
@@ -249,7 +335,10 @@ def _recognise_directory(directory: Path, plugins: PluginManager) -> Manifest:
             " delete what an interrupted save has left"
         )
     if (directory / RECORD_NAME).exists():
-        raise CorruptCheckpointError(f"{directory} has {RECORD_NAME} and no {MARKER_NAME}: {MARKER_NAME} was lost")
+        advice = _advise_lost_marker(directory)
+        raise CorruptCheckpointError(
+            f"{directory} has {RECORD_NAME} and no {MARKER_NAME}: {MARKER_NAME} was lost{advice}"
+        )
     for entry in plugins.registry.entries(StrategyAction.LOAD_SHARDED):
         strategy = None
         try:
@@ -269,7 +358,8 @@ def _recognise_directory(directory: Path, plugins: PluginManager) -> Manifest:
         raise NotACheckpointError(f"{directory} is not a distributed checkpoint: it is an empty directory")
     raise IncompleteCheckpointError(
         f"{directory} is not a distributed checkpoint, or a save by another library did not end: it has no "
-        f"{MARKER_NAME} (found {', '.join(names[:6])}{', ...' if len(names) > 6 else ''})"  # noqa: PLR2004 - a glance is enough
+        f"{MARKER_NAME}, nor what another library's strategy knows one by, such as plain DCP's .metadata "
+        f"(found {', '.join(names[:6])}{', ...' if len(names) > 6 else ''})"  # noqa: PLR2004 - a glance is enough
     )
 
 

@@ -1,6 +1,6 @@
 """Bytes of checkpoints: files and objects, read and written with digests.
 
-An author of a strategy needs the 32 names in README.md's table; the others are for the rooms above.
+An author of a strategy needs the 33 names in README.md's table; the others are for the rooms above.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from shardckpt import lazy_getattr
 if TYPE_CHECKING:
     from shardckpt.storage.abilities import can_rename, has_local_files, on_store
     from shardckpt.storage.buffers import BLOCK_BYTES, Buffer, BufferPool, block_pool
+    from shardckpt.storage.column_file import ColumnFile
     from shardckpt.storage.columns import INTEGERS, Column, Columns, PackedColumns, narrow_dtype, pack_columns
     from shardckpt.storage.digest import (
         SEGMENT_BYTES,
@@ -53,8 +54,22 @@ if TYPE_CHECKING:
     )
     from shardckpt.storage.identity import has_changed, is_of_save
     from shardckpt.storage.journal import JOURNAL_NAME, NOTE_BYTES, FileProgress, Journal
+    from shardckpt.storage.memory_budget import (
+        LEAST_READING,
+        LEAST_WRITING,
+        check_memory_budget,
+        find_least_upload,
+        fit_parts,
+        limit_uploads,
+        parse_memory_budget,
+        parse_size,
+        plan_upload,
+        show_mib,
+    )
     from shardckpt.storage.new_file import NewFile
+    from shardckpt.storage.object_stream import ObjectStream
     from shardckpt.storage.packed_shards import PackedShards
+    from shardckpt.storage.parse_cache import ParseCache
     from shardckpt.storage.range_reads import RangeRead
     from shardckpt.storage.reader import CheckpointReader
     from shardckpt.storage.recorded_file import read_recorded_file
@@ -80,7 +95,19 @@ if TYPE_CHECKING:
     from shardckpt.storage.shared_file import SharedFile, cut_segments
     from shardckpt.storage.spans import Elements, Span, cut_spans
     from shardckpt.storage.staged_files import FilePart, refuse_unrecorded
-    from shardckpt.storage.store_abilities import CreatesObjects, DeletesMany, ObjectWriter, ReadsInto, StreamsWrites
+    from shardckpt.storage.store_abilities import (
+        AbortsUploads,
+        CopiesObjects,
+        CreatesObjects,
+        DeletesMany,
+        LimitsUploads,
+        ObjectWriter,
+        PendingUpload,
+        ReadsInto,
+        ReplacesObjects,
+        StreamsWrites,
+        TellsTimes,
+    )
     from shardckpt.storage.store_errors import find_problem, mask_password, mask_secrets
     from shardckpt.storage.stream import FileStream, WriterPool
     from shardckpt.storage.strict_json import MOST_LEVELS, parse_json
@@ -110,6 +137,7 @@ __getattr__ = lazy_getattr(
             "BufferPool",
             "block_pool",
         ),
+        "column_file": ("ColumnFile",),
         "columns": (
             "INTEGERS",
             "Column",
@@ -166,10 +194,24 @@ __getattr__ = lazy_getattr(
             "FileProgress",
             "Journal",
         ),
+        "memory_budget": (
+            "LEAST_READING",
+            "LEAST_WRITING",
+            "check_memory_budget",
+            "find_least_upload",
+            "fit_parts",
+            "limit_uploads",
+            "parse_memory_budget",
+            "parse_size",
+            "plan_upload",
+            "show_mib",
+        ),
         "new_file": ("NewFile",),
+        "object_stream": ("ObjectStream",),
         "packed_shards": ("PackedShards",),
         "range_reads": ("RangeRead",),
         "reader": ("CheckpointReader",),
+        "parse_cache": ("ParseCache",),
         "recorded_file": ("read_recorded_file",),
         "remote": (
             "HasFolders",
@@ -209,11 +251,17 @@ __getattr__ = lazy_getattr(
             "refuse_unrecorded",
         ),
         "store_abilities": (
+            "AbortsUploads",
+            "CopiesObjects",
             "CreatesObjects",
             "DeletesMany",
+            "LimitsUploads",
             "ObjectWriter",
+            "PendingUpload",
             "ReadsInto",
+            "ReplacesObjects",
             "StreamsWrites",
+            "TellsTimes",
         ),
         "store_errors": ("find_problem", "mask_password", "mask_secrets"),
         "stream": (
@@ -246,17 +294,22 @@ __all__ = [
     "HEADER_LIMIT",
     "INTEGERS",
     "JOURNAL_NAME",
+    "LEAST_READING",
+    "LEAST_WRITING",
     "LENGTH_BYTES",
     "MOST_LEVELS",
     "NOTE_BYTES",
     "SEGMENT_BYTES",
     "SMALL_RECORD",
+    "AbortsUploads",
     "Buffer",
     "BufferPool",
     "CheckpointReader",
     "CheckpointWriter",
     "Column",
+    "ColumnFile",
     "Columns",
+    "CopiesObjects",
     "CreatesObjects",
     "DeletesMany",
     "Digest",
@@ -269,16 +322,21 @@ __all__ = [
     "HasFolders",
     "HeaderEntry",
     "Journal",
+    "LimitsUploads",
     "ListsFolders",
     "NewFile",
+    "ObjectStream",
     "ObjectWriter",
     "PackedColumns",
     "PackedShards",
+    "ParseCache",
+    "PendingUpload",
     "RangeRead",
     "ReadsInto",
     "RelativePath",
     "RemoteFolder",
     "RemotePath",
+    "ReplacesObjects",
     "ResumableWriter",
     "Segments",
     "SharedFile",
@@ -286,6 +344,7 @@ __all__ = [
     "Span",
     "StoredArray",
     "StreamsWrites",
+    "TellsTimes",
     "Workers",
     "WriteTimes",
     "WriterPool",
@@ -294,6 +353,7 @@ __all__ = [
     "block_pool",
     "can_rename",
     "check_file_name",
+    "check_memory_budget",
     "close_file",
     "combine_fingerprints",
     "count_parallel_files",
@@ -304,14 +364,17 @@ __all__ = [
     "digest_vote",
     "encode_header",
     "file_size",
+    "find_least_upload",
     "find_problem",
     "find_range",
+    "fit_parts",
     "has_changed",
     "has_local_files",
     "header_length",
     "is_of_save",
     "is_read_again",
     "is_there",
+    "limit_uploads",
     "list_objects",
     "make_folders",
     "mask_password",
@@ -327,6 +390,9 @@ __all__ = [
     "parse_fingerprints",
     "parse_head",
     "parse_json",
+    "parse_memory_budget",
+    "parse_size",
+    "plan_upload",
     "put_file",
     "read_box",
     "read_file",
@@ -338,6 +404,7 @@ __all__ = [
     "refuse_unrecorded",
     "replaced_error",
     "retry_if_replaced",
+    "show_mib",
     "split_sums",
     "sum_shards",
     "sync_directory",

@@ -13,6 +13,7 @@ from typing import NamedTuple, TypeAlias
 import torch
 
 from shardckpt.errors import CorruptCheckpointError
+from shardckpt.storage.column_file import parse_texts
 from shardckpt.storage.safetensors_header import (
     LENGTH_BYTES,
     FileEntry,
@@ -99,6 +100,10 @@ class Columns:
         """Return whether there is a column of this name."""
         return name in self._found
 
+    def names(self) -> list[str]:
+        """Return the names of the columns."""
+        return list(self._found)
+
     def integers(self, name: str) -> torch.Tensor:
         """Return a column of integers as an int64 tensor of its shape.
 
@@ -154,13 +159,7 @@ class Columns:
         Raises:
             CorruptCheckpointError: there is no such column, or it is not a JSON list of text.
         """
-        try:
-            found = json.loads(bytes(self.raw(name)).decode())
-        except (ValueError, RecursionError) as exc:
-            raise CorruptCheckpointError(f"{self._source}: its column {name!r} is not JSON: {exc}") from exc
-        if not isinstance(found, list) or not set(map(type, found)) <= {str}:
-            raise CorruptCheckpointError(f"{self._source}: its column {name!r} is not a list of text")
-        return found
+        return parse_texts(bytes(self.raw(name)), name, self._source)
 
     def _entry(self, name: str) -> FileEntry:
         """Return where a column is that is to be read."""

@@ -24,10 +24,13 @@ from shardckpt import settings
 from shardckpt.errors import CheckpointingException, CorruptCheckpointError, StorageError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Sequence
 
 #: Returns the digest of a piece of memory.
 Digest = Callable[["memoryview | bytes"], int]
+
+#: Returns the digest of the bytes of several pieces of memory, one after the other.
+JoinedDigest = Callable[["Sequence[memoryview]"], int]
 
 CRC32 = "crc32"
 XXH3 = "xxh3_64"
@@ -40,11 +43,13 @@ class Algorithm(NamedTuple):
         typecode: How a digest is stored: ``I`` for 32 bits, ``Q`` for 64.
         load: Returns the function, or raises ImportError where its package is not installed.
         extra: The extra of shardckpt that installs the package; ``""`` if none is needed.
+        load_joined: As ``load``, the function for bytes in several pieces of memory; None: they are copied to one.
     """
 
     typecode: str
     load: Callable[[], Digest]
     extra: str = ""
+    load_joined: Callable[[], JoinedDigest] | None = None
 
 
 def _load_xxh3() -> Digest:
@@ -53,11 +58,30 @@ def _load_xxh3() -> Digest:
     return xxh3_64_intdigest
 
 
+def _load_joined_xxh3() -> JoinedDigest:
+    from xxhash import xxh3_64
+
+    def digest(pieces: Sequence[memoryview]) -> int:
+        found = xxh3_64()
+        for piece in pieces:
+            found.update(piece)
+        return found.intdigest()
+
+    return digest
+
+
+def _join_crc32(pieces: Sequence[memoryview]) -> int:
+    found = 0
+    for piece in pieces:
+        found = zlib.crc32(piece, found)
+    return found
+
+
 #: The algorithms by the name that ``shardckpt.json`` stores, the best first: a save takes the first that all ranks can
 #: load. A rank that can load one must be able to load all that follow, since its vote is one number: the first's place.
 ALGORITHMS = {
-    XXH3: Algorithm("Q", _load_xxh3, extra="xxhash"),
-    CRC32: Algorithm("I", lambda: zlib.crc32),
+    XXH3: Algorithm("Q", _load_xxh3, extra="xxhash", load_joined=_load_joined_xxh3),
+    CRC32: Algorithm("I", lambda: zlib.crc32, load_joined=lambda: _join_crc32),
 }
 #: Longest segment of a new checkpoint, in bytes.
 SEGMENT_BYTES = 1 << 20
@@ -99,14 +123,21 @@ def digest_function(algorithm: str) -> Digest:
         CorruptCheckpointError: there is no such algorithm.
         CheckpointingException: its package is not installed.
     """
+    return digest_functions(algorithm)[0]
+
+
+def digest_functions(algorithm: str) -> tuple[Digest, JoinedDigest]:
+    """Return what :func:`digest_function` returns, and the function for bytes in several pieces of memory."""
     found = _find(algorithm)
     try:
-        return found.load()
+        digest = found.load()
+        joined = found.load_joined() if found.load_joined is not None else lambda pieces: digest(b"".join(pieces))
     except ImportError as exc:
         raise CheckpointingException(
             f"digests are {algorithm!r}, which needs {found.extra} on every rank: pip install "
             f"'shardckpt[{found.extra}]'; {settings.VERIFY_READS}=0 loads without checking ({exc})"
         ) from exc
+    return digest, joined
 
 
 class Segments:
@@ -137,6 +168,16 @@ class Segments:
         some = slice(bisect_right(self._ends, start), bisect_left(self._ends, stop) + 1)
         ends, lengths, digests = (memoryview(column)[some] for column in (self._ends, self.lengths, self.digests))
         return zip(map(sub, ends, lengths), ends, digests, strict=True)
+
+    def find_only(self, start: int, stop: int) -> tuple[int, int, int] | None:
+        """Return (start, stop, digest) of the segment that has all of a range; None if it is empty or in several.
+
+        :meth:`touching` finds the same, and takes three times as long.
+        """
+        number = bisect_right(self._ends, start)
+        if not start < stop <= self.size or stop > self._ends[number]:
+            return None
+        return self._ends[number] - self.lengths[number], self._ends[number], self.digests[number]
 
     def cut(self, start: int, stop: int) -> int:
         """Return where the last segment ends that ends behind ``start`` and not behind ``stop``, or the first if none.

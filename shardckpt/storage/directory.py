@@ -10,9 +10,8 @@ import errno
 import logging
 import os
 import stat
+import sys
 import time
-import weakref
-from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, TypeVar
@@ -22,7 +21,8 @@ from shardckpt.storage.abilities import on_store
 from shardckpt.storage.remote import RemotePath
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Iterator
+    from collections.abc import Callable, Generator
+    from types import TracebackType
 
     _Base = Path  # for mypy: code that reads a checkpoint takes a RelativePath as a Path, and uses what it has
 else:
@@ -153,8 +153,12 @@ class _OpenDirectory:
     def __init__(self, path: Path, fd: int) -> None:
         self.path = path
         self.fd = fd
-        # not at exit: in a forked child the number may be another file's by then
-        weakref.finalize(self, os.close, fd).atexit = False
+
+    # No weakref.finalize: Python goes through all of those at exit, and fails if a thread makes one meanwhile, as that
+    # does which removes old checkpoints.
+    def __del__(self) -> None:
+        if not sys.is_finalizing():  # in a forked child the number may be another file's by then
+            os.close(self.fd)
 
 
 def open_directory(path: Path) -> Path:
@@ -200,9 +204,8 @@ def replaced_error(path: Path, why: object) -> CheckpointReplacedError:
     )
 
 
-@contextmanager
-def detect_replacement(path: Path, replaced: Callable[[], bool] | None = None) -> Iterator[None]:
-    """Turn an error inside the block into CheckpointReplacedError if the checkpoint was replaced.
+class detect_replacement:  # noqa: N801 - used as a function; no generator, since each opening of a file has one
+    """A context manager that turns an error of the block into CheckpointReplacedError if the checkpoint was replaced.
 
     Files that an overwrite has removed look damaged or missing: this gives the true reason, so that a caller can retry.
 
@@ -210,24 +213,28 @@ def detect_replacement(path: Path, replaced: Callable[[], bool] | None = None) -
         path: The checkpoint.
         replaced: Returns whether it was replaced; by default :func:`was_replaced` of the path.
 
-    Returns:
-        A context manager.
-
     Raises:
         CheckpointReplacedError: the block failed, and the checkpoint was replaced.
     """
-    try:
-        yield
-    except CheckpointReplacedError:
-        raise
-    except (CheckpointingException, OSError) as exc:
+
+    __slots__ = ("_path", "_replaced")
+
+    def __init__(self, path: Path, replaced: Callable[[], bool] | None = None) -> None:
+        self._path = path
+        self._replaced = replaced
+
+    def __enter__(self) -> None:
+        """Begin the block."""
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        if not isinstance(error, (CheckpointingException, OSError)) or isinstance(error, CheckpointReplacedError):
+            return
         try:
-            is_gone = was_replaced(path) if replaced is None else replaced()
+            is_gone = was_replaced(self._path) if self._replaced is None else self._replaced()
         except CheckpointingException:
             is_gone = False  # the store does not answer: the error inside the block says more
         if is_gone:
-            raise replaced_error(path, exc) from exc
-        raise
+            raise replaced_error(self._path, error) from error
 
 
 def retry_if_replaced(attempt: Callable[[], _T], path: object) -> _T:

@@ -45,6 +45,7 @@ class FileWriter:
         sha256: bool = False,
         exists: bool = False,
         store: StreamsWrites | None = None,
+        part_bytes: int = 0,
     ) -> None:
         path = directory / name
         self._name = name
@@ -56,7 +57,7 @@ class FileWriter:
             self._file = NewFile(path, nbytes, shared=exists, count=pool.count)
             self._stream = FileStream(self._file, pool, algorithm)
         else:
-            self._stream = ObjectStream(store, path, name, algorithm, nbytes, pool.count)
+            self._stream = ObjectStream(store, path, name, algorithm, part_bytes, pool.count)
         #: SHA-256 of the records so far, if it is requested.
         self.sha256 = hashlib.sha256() if sha256 else None
         self._lane = ThreadPoolExecutor(1, "shardckpt-sha256") if sha256 else None

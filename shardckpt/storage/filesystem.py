@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import stat
 import time
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -16,7 +16,8 @@ from shardckpt.storage.abilities import has_local_files, on_store
 from shardckpt.storage.directory import RelativePath
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator
+    from collections.abc import Callable, Collection, Sequence
+    from types import TracebackType
 
 
 #: Errors that pass without help: signals, a short lack of resources, a slow server.
@@ -84,20 +85,32 @@ def make_folders(directory: Path, name: str) -> None:
                     raise
 
 
-@contextmanager
-def wrap_os_errors(action: str, path: Path | str) -> Iterator[None]:
-    """Return a context manager that turns an OSError into a :class:`StorageError` with the action and the path.
+class wrap_os_errors:  # noqa: N801 - used as a function; no generator, since each opening of a file has one
+    """A context manager that turns an OSError into a :class:`StorageError` with the action and the path.
+
+    Args:
+        action: What is done, for the error.
+        path: To what.
 
     Example:
         >>> with wrap_os_errors("rename", path):  # doctest: +SKIP
         ...     os.rename(path, target)
         StorageError: cannot rename /checkpoints/step-10: Permission denied (EACCES)
     """
-    try:
-        yield
-    except OSError as exc:
-        code = errno.errorcode.get(exc.errno or 0, "OSError")
-        raise StorageError(f"cannot {action} {path}: {exc.strerror or exc} ({code})") from exc
+
+    __slots__ = ("_action", "_path")
+
+    def __init__(self, action: str, path: Path | str) -> None:
+        self._action = action
+        self._path = path
+
+    def __enter__(self) -> None:
+        """Begin the block."""
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        if isinstance(error, OSError):
+            code = errno.errorcode.get(error.errno or 0, "OSError")
+            raise StorageError(f"cannot {self._action} {self._path}: {error.strerror or error} ({code})") from error
 
 
 def open_new(path: Path, *, shared: bool = False) -> int:
@@ -239,6 +252,24 @@ def read_into(fd: int, path: Path, buffer: memoryview, offset: int) -> None:
         left, offset = left[done:], offset + done
 
 
+def read_joined(fd: int, path: Path, buffers: Sequence[memoryview], offset: int) -> None:
+    """Fill several buffers, one after the other, with the bytes of a local file; one call does it, as a rule.
+
+    Raises:
+        CorruptCheckpointError: the file ends before.
+        StorageError: a read failed.
+    """
+    try:
+        done = patiently(os.preadv, fd, buffers, offset)
+    except OSError:
+        with wrap_os_errors(f"read at offset {offset} of", path):
+            raise
+    for buffer in buffers:
+        filled = max(0, min(done, buffer.nbytes))
+        read_into(fd, path, buffer[filled:], offset + filled)
+        offset, done = offset + buffer.nbytes, done - buffer.nbytes
+
+
 def read_file(path: Path, limit: int) -> bytes:
     """Return all bytes of a small regular file.
 
@@ -283,7 +314,8 @@ def put_file(path: Path, data: bytes, temporary: str) -> None:
     except FileNotFoundError:
         raise
     except OSError:
-        written.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # the error that is told is the first one
+            written.unlink()
         with wrap_os_errors("write", path):
             raise
     sync_directory(path.parent)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import os
 import threading
+from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from shardckpt.errors import StorageError
@@ -136,11 +137,21 @@ class NewFile:
             os.fsync(self._fd)
 
     def close(self) -> None:
-        """Close it; no thread may be writing: the number of a closed descriptor may be another file's by then."""
-        for fd in (self._fd, self._direct):
-            if fd != _CLOSED:
-                os.close(fd)
-        self._fd = self._direct = _CLOSED
+        """Close it; no thread may be writing: the number of a closed descriptor may be another file's by then.
+
+        Raises:
+            StorageError: the system reported an error of earlier writes, as network file systems do. It is closed.
+        """
+        # forgotten first: a descriptor is gone even if its close fails, and a second close would hit another file's
+        opened, self._fd, self._direct = (self._fd, self._direct), _CLOSED, _CLOSED
+        with ExitStack() as stack:
+            for fd in opened:
+                if fd != _CLOSED:
+                    stack.callback(self._close, fd)
+
+    def _close(self, fd: int) -> None:
+        with wrap_os_errors("close", self.path):
+            os.close(fd)
 
     def _write_cached(self, view: memoryview, offset: int, what: str) -> None:
         if view.nbytes:

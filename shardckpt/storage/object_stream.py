@@ -6,22 +6,19 @@ for its turn, and one that is being filled.
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
-from shardckpt import settings
 from shardckpt.errors import CheckpointingException, StorageError
 from shardckpt.storage.digest import SEGMENT_BYTES, Segments, digest_function
 from shardckpt.tensors import LARGE
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from concurrent.futures import Future
     from pathlib import Path
 
     from shardckpt.storage.store_abilities import ObjectWriter, StreamsWrites
-
-#: S3 takes 10,000 parts an object.
-_MOST_PARTS = 9_000
-_MIB = 1 << 20
 
 
 class ObjectStream:
@@ -32,7 +29,7 @@ class ObjectStream:
         path: The object, for errors.
         name: Its name in the folder.
         algorithm: Name of the digest algorithm.
-        nbytes: The least size in bytes, if it is known: parts are larger where they would be too many.
+        part_bytes: Bytes of each part but the last.
         count: Called with the number of bytes appended since the last call.
     """
 
@@ -42,17 +39,24 @@ class ObjectStream:
         path: Path,
         name: str,
         algorithm: str,
-        nbytes: int = 0,
+        part_bytes: int,
         count: Callable[[int], None] | None = None,
     ) -> None:
         self._path = path
-        self._part_bytes = choose_part_bytes(nbytes)
+        self._part_bytes = part_bytes
         self._count = count
         self._digest = digest_function(algorithm)
         self._algorithm = algorithm
         self._lengths: list[int] = []
         self._digests: list[int] = []
+        #: The part that is being filled, and how many bytes it has; it is longer where its memory is used again.
         self._part = bytearray()
+        self._filled = 0
+        #: Parts that the store's client has, or has had.
+        self._sent: list[bytearray] = []
+        #: Sends an object of one part, once it has ended.
+        self._closing: ThreadPoolExecutor | None = None
+        self._closed: Future[None] | None = None
         #: Key of the last bytes, for errors.
         self._what = ""
         self._writer: ObjectWriter | None = self._call(lambda: folder.open_write(name, self._part_bytes), "begin")
@@ -80,7 +84,19 @@ class ObjectStream:
             release()
 
     def end(self) -> None:
-        """Do nothing: the last part is sent by :meth:`finish`."""
+        """Send an object of one part, by a thread: several small ones are then on their way at a time.
+
+        Of a larger one, :meth:`finish` sends the last part.
+        """
+        if self.error is None and self._writer is not None and not self._sent and self._closing is None:
+            self._closing = ThreadPoolExecutor(1, "shardckpt-close")
+            self._closed = self._closing.submit(self._close, self._writer)
+
+    def _close(self, writer: ObjectWriter) -> None:
+        """Send the last part, and let the object appear."""
+        if self._filled:
+            self._send()
+        self._call(writer.close, "complete")
 
     def finish(self) -> Segments:
         """Send the last part, and let the object appear.
@@ -96,10 +112,12 @@ class ObjectStream:
         writer = self._writer
         if writer is None:
             raise StorageError(f"{self._path}: the object was given up before it was complete")
-        if self._part:
-            self._send()
-        self._call(writer.close, "complete")
+        if self._closed is None:
+            self._close(writer)
+        else:
+            self._closed.result()
         self._writer = None
+        self._sent.clear()
         return Segments(self._lengths, self._digests, self._algorithm)
 
     def fail(self, error: BaseException) -> None:
@@ -108,8 +126,11 @@ class ObjectStream:
 
     def stop(self) -> None:
         """Give the object up unless it is complete; may be called twice."""
+        if self._closing is not None:
+            self._closing.shutdown()  # before the writer is given up: it may have only one caller
         writer, self._writer = self._writer, None
-        self._part = bytearray()
+        self._part, self._filled = bytearray(), 0
+        self._sent.clear()
         if writer is not None:
             writer.abort()
 
@@ -117,18 +138,38 @@ class ObjectStream:
         if self._count is not None:
             self._count(data.nbytes)
         while data.nbytes:
-            room = self._part_bytes - len(self._part)
-            self._part += data[:room]
-            data = data[room:]
-            if len(self._part) == self._part_bytes:
+            piece = data[: self._part_bytes - self._filled]
+            end = self._filled + piece.nbytes
+            if end <= len(self._part):
+                with memoryview(self._part) as view:
+                    view[self._filled : end] = piece
+            else:  # the first parts, which grow: most objects are small
+                self._part += piece
+            data, self._filled = data[piece.nbytes :], end
+            if end == self._part_bytes:
                 self._send()
 
     def _send(self) -> None:
-        writer, part = self._writer, memoryview(self._part)
-        self._part = bytearray()  # the store's client has the old one until it has arrived
+        writer, part = self._writer, memoryview(self._part)[: self._filled]
+        self._sent.append(self._part)  # the store's client has it until it has arrived
+        self._part, self._filled = self._take_part(), 0
         if writer is None:
             raise StorageError(f"{self._path}: the object was given up before it was complete")
         self._call(lambda: writer.write(part), f"write {self._what} and what precedes it to" if self._what else "write")
+
+    def _take_part(self) -> bytearray:
+        """Return the memory of a part that has arrived; new memory if there is none.
+
+        With new memory for each part a save of 512 MiB took 50,000 page faults in place of 33,000.
+        """
+        for number, part in enumerate(self._sent):
+            try:
+                part.pop()  # refused while the client has a view of it
+            except BufferError:
+                continue
+            part.append(0)
+            return self._sent.pop(number)
+        return bytearray()
 
     def _call(self, call: Callable[[], ObjectWriter | None], action: str) -> ObjectWriter | None:
         try:
@@ -137,8 +178,3 @@ class ObjectStream:
             raise
         except Exception as exc:  # stores raise errors of many kinds
             raise StorageError(f"cannot {action} {self._path}: {type(exc).__name__}: {exc}") from exc
-
-
-def choose_part_bytes(nbytes: int) -> int:
-    """Return the size of an object's parts: ``SHARDCKPT_REMOTE_PART_MIB``, or more for an object of many such parts."""
-    return max(settings.remote_part_mib() * _MIB, -(-nbytes // _MOST_PARTS))

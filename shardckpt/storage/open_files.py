@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from typing import TYPE_CHECKING
 
-from shardckpt.errors import CheckpointReplacedError, CorruptCheckpointError, StorageError
-from shardckpt.manifest import RECORD_NAME
+from shardckpt.errors import CheckpointingException, CheckpointReplacedError, CorruptCheckpointError, StorageError
+from shardckpt.manifest import RECORD_NAME, list_files
 from shardckpt.storage.digest import Segments, limit_table
 from shardckpt.storage.directory import RelativePath, was_replaced
 from shardckpt.storage.filesystem import (
     check_file_name,
     check_foreign_name,
     close_file,
+    file_size,
     open_existing,
     read_into,
     refuse_linked_folders,
@@ -22,14 +24,16 @@ from shardckpt.storage.filesystem import (
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
     from contextlib import AbstractContextManager
     from pathlib import Path
 
-    from shardckpt.manifest import FileRecord
+    from shardckpt.manifest import FileRecord, PlainFile
 
 #: Files that a reader keeps open; those above this number are closed, and reopened when they are read.
 OPEN_FILES = 64
+#: Characters of a table of digests that is kept for the next reader: that of 5 GiB.
+_SMALL_TABLE = 64 << 10
 
 
 class OpenFile:
@@ -41,6 +45,7 @@ class OpenFile:
         record: The record of the file as it was written, if there is one.
         algorithm: Name of the digest algorithm, if digests are checked.
         read_table: Returns the content of the record's table file.
+        advise: Returns what to do about a file of another size than was recorded.
 
     Raises:
         CorruptCheckpointError: the file does not have the recorded size.
@@ -50,9 +55,10 @@ class OpenFile:
         self,
         path: Path,
         name: str,
-        record: FileRecord | None,
+        record: FileRecord | PlainFile | None,
         algorithm: str | None,
-        read_table: Callable[[FileRecord, str], bytes],
+        read_table: Callable[[FileRecord | PlainFile, str], bytes],
+        advise: Callable[[], str],
     ) -> None:
         self.path = path
         self.name = name
@@ -66,10 +72,7 @@ class OpenFile:
         self._read_table = read_table
         if record is not None and self.size != record.size:
             self.close()
-            raise CorruptCheckpointError(
-                f"{path}: it has {self.size} bytes, {record.size} were written; if another library has saved into this "
-                f"directory since, its checkpoint is read when {RECORD_NAME} is removed"
-            )
+            raise CorruptCheckpointError(f"{path}: it has {self.size} bytes, {record.size} were written: {advise()}")
 
     @property
     def segments(self) -> Segments | None:
@@ -78,7 +81,7 @@ class OpenFile:
             record = self._record
             try:
                 if isinstance(record.segments, str):
-                    self._segments = Segments.unpack(record.segments, record.digest, record.size, self._algorithm)
+                    self._segments = _unpack(record.segments, record.digest, record.size, self._algorithm)
                 else:
                     table = self._read_table(record, self._algorithm)
                     self._segments = Segments.from_bytes(table, record.digest, record.size, self._algorithm)
@@ -131,7 +134,7 @@ class OpenFiles:
     def __init__(
         self,
         directory: Path,
-        records: dict[str, FileRecord] | None,
+        records: Mapping[str, FileRecord | PlainFile] | None,
         algorithm: str | None,
         detect_replacement: Callable[[], AbstractContextManager[None]],
     ) -> None:
@@ -156,7 +159,7 @@ class OpenFiles:
             raise CorruptCheckpointError(f"{path} is asked for and not one of the files of the checkpoint")
         with self._detect_replacement():
             refuse_linked_folders(self._directory, name)
-            file = OpenFile(path, name, record, self._algorithm, self._read_table)
+            file = OpenFile(path, name, record, self._algorithm, self._read_table, self._advise)
         if record is None and isinstance(path, RelativePath) and (found := status(file.fd)) is not None:
             self._stamps.setdefault(name, _stamp(found))
         return file
@@ -222,7 +225,7 @@ class OpenFiles:
             self._files.clear()
             self._open.clear()
 
-    def _read_table(self, record: FileRecord, algorithm: str) -> bytes:
+    def _read_table(self, record: FileRecord | PlainFile, algorithm: str) -> bytes:
         """Return the content of a record's table file, whose size is checked before memory is taken for it."""
         name = record.table_name
         path = self._directory / check_file_name(name)
@@ -240,6 +243,21 @@ class OpenFiles:
                 close_file(fd)
         return bytes(table)
 
+    def _advise(self) -> str:
+        """Return what to do about files of other sizes than were recorded."""
+        changed = 0
+        for name, size in list_files((self._records or {}).values()).items():
+            try:
+                changed += file_size(self._directory / name) != size
+            except (OSError, CheckpointingException):
+                continue  # one that is missing is no sign of another save
+            if changed > 1:  # a save of another library replaces the index and the data
+                return (
+                    "other files have other sizes, too. If another library has saved into this directory since, its "
+                    f"checkpoint is read when {RECORD_NAME} is removed; else restore them, or load another checkpoint"
+                )
+        return "it was cut, or changed, since the save; restore it from a copy, or load another checkpoint"
+
     def _used(self, file: OpenFile) -> None:
         self._open.pop(file.name, None)
         self._open[file.name] = file
@@ -248,6 +266,15 @@ class OpenFiles:
                 if not idle.users:
                     idle.pause()
                     del self._open[name]
+
+
+def _unpack(text: str, digest: str, size: int, algorithm: str) -> Segments:
+    """Return a table of digests; that of equal text may be the one of an earlier call, which nobody changes."""
+    unpack = _unpack_again if len(text) <= _SMALL_TABLE else Segments.unpack
+    return unpack(text, digest, size, algorithm)
+
+
+_unpack_again = functools.lru_cache(16)(Segments.unpack)
 
 
 def _stamp(found: os.stat_result) -> tuple[int, int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     from shardckpt.storage.digest import Segments
 
@@ -27,7 +27,13 @@ class RangeRead(NamedTuple):
 
 
 def batch_ranges(
-    ranges: Iterable[RangeRead], segments_of: Callable[[RangeRead], Segments | None], most: int, *, joined: bool
+    ranges: Sequence[RangeRead],
+    segments_of: Callable[[RangeRead], Segments | None],
+    most: int,
+    least: int,
+    shares: int,
+    *,
+    joined: bool,
 ) -> Iterator[list[RangeRead]]:
     """Cut long ranges and join short ones to batches, each of which one thread reads.
 
@@ -36,29 +42,36 @@ def batch_ranges(
         segments_of: Returns the table of digests of a range's file, if they are checked; called for ranges that are
             cut. They are cut where segments end, so that no segment is read twice.
         most: Bytes of a batch; more where a segment is longer.
+        least: Bytes that a batch may have, however few are left.
+        shares: A batch has at most the bytes that are left, divided by this: the last batches are small, so that all
+            threads end at about the same time.
         joined: Whether a batch may have several ranges.
 
     Returns:
         An iterator of the batches, in order.
     """
     batch: list[RangeRead] = []
-    free = most
+    left = sum(found.memory.nbytes for found in ranges)
+    free = max(least, min(most, left // shares))
     for found in ranges:
         name, offset, memory, what = found
         first = 0
+        segments = segments_of(found) if memory.nbytes > free else None
         while memory.nbytes - first > free:
-            segments, stop = segments_of(found), first + free
+            stop = first + free
             if segments is not None:
                 stop = min(segments.cut(offset + first, offset + stop) - offset, memory.nbytes)
             batch.append(RangeRead(name, offset + first, memory[first:stop], what))
             yield batch
-            batch, free, first = [], most, stop
+            left -= stop - first
+            batch, free, first = [], max(least, min(most, left // shares)), stop
         if first == memory.nbytes:
             continue
         batch.append(RangeRead(name, offset + first, memory[first:], what))
         free -= memory.nbytes - first
+        left -= memory.nbytes - first
         if free <= 0 or not joined:
             yield batch
-            batch, free = [], most
+            batch, free = [], max(least, min(most, left // shares))
     if batch:
         yield batch

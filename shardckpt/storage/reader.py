@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections import deque
 from collections.abc import Callable
 from functools import cached_property, partial
-from itertools import chain
-from typing import TYPE_CHECKING, Any, TypeVar
+from itertools import chain, groupby
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from shardckpt import settings
 from shardckpt.errors import CheckpointingException, CheckpointReplacedError, CorruptCheckpointError
 from shardckpt.manifest import RECORD_NAME, TABLE_SUFFIX, find_folders
 from shardckpt.storage.abilities import has_local_files
 from shardckpt.storage.buffers import BLOCK_BYTES, BufferPool, block_pool
-from shardckpt.storage.digest import MAX_SEGMENT, Digest, digest_function
+from shardckpt.storage.digest import MAX_SEGMENT, Digest, JoinedDigest, digest_functions
 from shardckpt.storage.directory import detect_replacement, real_path, replaced_error, was_replaced
-from shardckpt.storage.filesystem import check_file_name, is_there, read_into
+from shardckpt.storage.filesystem import check_file_name, is_there, read_into, read_joined
 from shardckpt.storage.identity import is_gone
+from shardckpt.storage.memory_budget import plan_reading
 from shardckpt.storage.open_files import OPEN_FILES, OpenFile, OpenFiles
 from shardckpt.storage.range_reads import RangeRead, batch_ranges
+from shardckpt.storage.read_ends import ReadEnds
 from shardckpt.storage.spans import Elements, Span, batches, cut_spans
 from shardckpt.storage.workers import Workers
 from shardckpt.tensors import unfilled_bytes
@@ -33,6 +37,7 @@ if TYPE_CHECKING:
 
     from shardckpt.manifest import Manifest
     from shardckpt.storage.digest import Segments
+    from shardckpt.storage.spans import Segment
 
 _T = TypeVar("_T")
 _R = TypeVar("_R")
@@ -41,8 +46,6 @@ _R = TypeVar("_R")
 #: the memory of the bytes (a copy from pinned memory to a CUDA device has not ended when the call returns).
 Take = Callable[[int, memoryview], "Callable[[], None] | None"]
 
-#: Bytes of one request to a store.
-REQUEST_BYTES = 4 * MAX_SEGMENT
 #: Bytes that one read call asks for: few enough to be in the processor's cache when they are checked and copied.
 _READ_BYTES = 1 << 20
 #: Bytes that one read call asks for where they go to their place, and nothing checks them.
@@ -68,14 +71,19 @@ class CheckpointReader:
     :meth:`read_pieces` call; :meth:`close` waits for none: a file in use is closed when its use ends. An iterator of
     :meth:`blocks` belongs to one thread. A reader cannot be pickled: a worker process opens its own.
 
-    **Caching.** No bytes of files are kept: each call reads, and checks digests, again. Kept until :meth:`close` are
-    open files (the most recently used, if they are many), their tables of digests, and what :meth:`parsed` was given.
+    **Caching.** No bytes of files are kept, but with ``kept_bytes``: each call reads, and checks digests, again. Kept
+    until :meth:`close` are open files (the most recently used, if they are many), their tables of digests, and what
+    :meth:`parsed` was given. Small tables of digests are kept for later readers of the process, by their text.
 
     Args:
         directory: The checkpoint. If :func:`~shardckpt.storage.directory.open_directory` holds it open, everything that
             is read is of one save, even if another save replaces the directory during the load.
         manifest: The content of its JSON files.
         verify: Whether to check digests where there are any; by default as ``SHARDCKPT_VERIFY_READS`` says.
+        kept_bytes: Bytes of checked segments, of which a read took the beginning, that are kept for the read that goes
+            on there: for one who reads files in many small ranges, in order. On this machine; 0: none.
+        memory_budget: Bytes that may be in memory at a time beside what is filled and returned, the index and the
+            tables of digests; None: as many as are fast.
 
     Attributes:
         directory: The checkpoint's real path, for errors.
@@ -89,7 +97,15 @@ class CheckpointReader:
         ...     data = reader.read("common.json")
     """
 
-    def __init__(self, directory: Path, manifest: Manifest, *, verify: bool | None = None) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        manifest: Manifest,
+        *,
+        verify: bool | None = None,
+        kept_bytes: int = 0,
+        memory_budget: int | None = None,
+    ) -> None:
         self.directory = real_path(directory)
         self.manifest = manifest
         #: The directory, held open if it is on this machine.
@@ -101,7 +117,9 @@ class CheckpointReader:
         algorithm = record.digest_algorithm if record is not None and verify else None
         if algorithm is not None:
             try:
-                self._digest: Digest = digest_function(algorithm)
+                self._digest: Digest
+                self._digest_joined: JoinedDigest
+                self._digest, self._digest_joined = digest_functions(algorithm)
             except CheckpointingException as exc:
                 raise type(exc)(f"{directory / RECORD_NAME}: {exc}") from exc
         self._has_digests = algorithm is not None
@@ -109,10 +127,12 @@ class CheckpointReader:
         self._detect_replacement = partial(detect_replacement, self.directory, partial(is_gone, directory, manifest))
         self._files = OpenFiles(directory, self._records, algorithm, self._detect_replacement)
         self._by_requests = not has_local_files(directory)
-        self._request_bytes = REQUEST_BYTES if self._by_requests else _READ_BYTES
-        self._piece_bytes = REQUEST_BYTES if self._by_requests else _PIECE_READS * _READ_BYTES
+        self._limits = plan_reading(memory_budget, by_requests=self._by_requests)
+        self._request_bytes = self._limits.request_bytes if self._by_requests else _READ_BYTES
+        self._piece_bytes = self._limits.request_bytes if self._by_requests else _PIECE_READS * _READ_BYTES
         self._block_bytes = max(self._request_bytes, MAX_SEGMENT)
         self._buffers = BufferPool(self._piece_bytes + _ALIGNED)
+        self._ends = ReadEnds(kept_bytes) if kept_bytes and self._has_digests and not self._by_requests else None
         self._parsed: dict[str, Any] = {}
         self._parsing: dict[str, AbstractContextManager[Any]] = {}
 
@@ -186,6 +206,26 @@ class CheckpointReader:
         """
         return self._files.get(name).size
 
+    def is_known(self, name: str, offset: int, data: bytes) -> bool:
+        """Return whether the file has these bytes at an offset, as its digests say; nothing of the file is read.
+
+        Args:
+            name: The file.
+            offset: Of the first byte.
+            data: What may be there.
+
+        Returns:
+            True if a digest says so; False if they are others, or no digest is of these bytes alone.
+
+        Raises:
+            CorruptCheckpointError: as :meth:`size`.
+        """
+        segments = self._files.get(name).segments
+        if segments is None:
+            return False
+        found = next(iter(segments.touching(offset, offset + 1)), None)
+        return found is not None and found == (offset, offset + len(data), self._digest(data))
+
     def read(self, name: str) -> bytes:
         """Return all bytes of the file.
 
@@ -249,13 +289,15 @@ class CheckpointReader:
             self._fill_all(large)
             read_own()
             return
-        # small enough that no thread waits long for the last ones; on a store each range is a request
-        most = self._request_bytes if self._by_requests else min(_BATCH_BYTES, max(total >> 3, _READ_BYTES))
-        found = batch_ranges(large, self._find_segments, most, joined=not self._by_requests)
+        # on a store each range is a request
+        most, least = (self._request_bytes,) * 2 if self._by_requests else (_BATCH_BYTES, _READ_BYTES)
+        shares = 2 * self._limits.threads
+        found = batch_ranges(large, self._find_segments, most, least, shares, joined=not self._by_requests)
         work: Iterator[tuple[int, Callable[[], object]]] = (
             (number, partial(self._fill_all, batch)) for number, batch in enumerate(found)
         )
-        self._workers.each(_call, work, [(-1, read_own)])
+        own = [(-1, read_own)] if small or meanwhile is not None else []
+        self._workers.each(_call, work, own, nests=False)
 
     def _find_segments(self, found: RangeRead) -> Segments | None:
         file = self._files.get(found.file)
@@ -263,11 +305,13 @@ class CheckpointReader:
         return file.segments
 
     def _fill_all(self, ranges: Sequence[RangeRead]) -> None:
-        for name, offset, memory, what in ranges:
+        """Fill memory from many ranges, in this thread; the file of those that follow each other is looked up once."""
+        for name, some in groupby(ranges, _name_file):
             file = self._files.acquire(name)
             try:
-                _check_range(file, offset, memory.nbytes, what)
-                self._fill(file, offset, memory, what)
+                for _, offset, memory, what in some:
+                    _check_range(file, offset, memory.nbytes, what)
+                    self._fill(file, offset, memory, what)
             finally:
                 self._files.release(file)
 
@@ -298,8 +342,16 @@ class CheckpointReader:
         try:
             _check_range(file, elements.start, elements.stop - elements.start, what)
 
+            last = None
+            if self._ends is not None:
+                ranges = list(ranges)
+                if len(ranges) == 1:
+                    ((start, last),) = ranges
+                    start = self._take_end(self._ends, file, start, last, elements.unit, take)
+                    ranges = [(start, last)] if start < last else []
+
             def pieces(batch: list[Span]) -> None:
-                self._deliver(file, batch, elements, take, what, pinned=pinned)
+                self._deliver(file, batch, elements, take, what, pinned=pinned, last=last)
 
             self._share(pieces, cut_spans(file.segments, ranges, self._piece_bytes, elements))
         finally:
@@ -371,6 +423,8 @@ class CheckpointReader:
     def close(self) -> None:
         """Close all files."""
         self._files.close()
+        if self._ends is not None:
+            self._ends.close()
 
     def __enter__(self) -> Self:
         return self
@@ -385,8 +439,7 @@ class CheckpointReader:
 
     @cached_property
     def _workers(self) -> Workers:
-        threads = settings.remote_threads() if self._by_requests else settings.io_threads()
-        return Workers(threads, "shardckpt-read")
+        return Workers(self._limits.threads, "shardckpt-read")
 
     def _share(self, function: Callable[[list[Span]], None], spans: Iterator[Span]) -> None:
         """Call a function on all spans in batches, in all threads if there is more than one batch."""
@@ -397,11 +450,22 @@ class CheckpointReader:
         if second is None:
             function(first)
         else:
-            self._workers.each(function, enumerate(chain((first, second), found)))
+            self._workers.each(function, enumerate(chain((first, second), found)), nests=False)
 
     def _fill(self, file: OpenFile, offset: int, buffer: memoryview, what: str) -> None:
         """Fill memory from one range, in this thread."""
+        if self._ends is not None:
+            count = self._ends.take(file.name, offset, buffer)
+            offset, buffer = offset + count, buffer[count:]
+            if not buffer.nbytes:
+                return
         stop, segments = offset + buffer.nbytes, file.segments
+        if segments is not None and not self._by_requests and self._ends is None:  # neither wants larger spans
+            only = segments.find_only(offset, stop)  # most parts of a slice, and heads of archives, lie in one
+            touched = list(segments.touching(offset, stop)) if only is None else [only]
+            if len(touched) * _READ_BYTES <= stop - offset + 2 * _READ_BYTES:  # full ones, but for those at both ends
+                self._fill_segments(file, touched, offset, buffer, what)
+                return
         most = _UNCHECKED_BYTES if segments is None and not self._by_requests else self._request_bytes
         for span in cut_spans(segments, ((offset, stop),), most, Elements(offset, stop)):
             if offset <= span.start and span.stop <= stop:
@@ -409,15 +473,66 @@ class CheckpointReader:
                 continue
             # it reaches beyond the buffer, because a digest is of a full segment
             low, high, nbytes = max(span.start, offset), min(span.stop, stop), span.stop - span.start
+            if self._ends is not None and high < span.stop and nbytes <= BLOCK_BYTES:
+                self._read_and_keep(self._ends, file, span, buffer[low - offset : high - offset], low, what)
+                continue
+            if len(span.segments) == 1 and not self._by_requests:
+                self._read_around(file, span, buffer[low - offset : high - offset], low, what)
+                continue
             # the pages of the process's blocks are there already
             with (block_pool if nbytes <= BLOCK_BYTES else self._buffers).acquired(nbytes) as found:
                 self._read(file, span, found[:nbytes], what)
                 buffer[low - offset : high - offset] = found[low - span.start : high - span.start]
 
-    def _deliver(
-        self, file: OpenFile, batch: list[Span], elements: Elements, take: Take, what: str, *, pinned: bool
+    def _fill_segments(
+        self, file: OpenFile, segments: Sequence[Segment], offset: int, buffer: memoryview, what: str
     ) -> None:
-        """Read spans one by one into a buffer; into two in turn if ``take`` copies asynchronously."""
+        """Fill memory from an offset on with the bytes of segments, each by a call; those at the ends may be cut."""
+        stop, fd, digest = offset + buffer.nbytes, file.fd, self._digest
+        for segment in segments:
+            low, high, expected = segment
+            if low < offset or high > stop:
+                first, last = max(low, offset), min(high, stop)
+                self._read_around(
+                    file, Span(low, high, (segment,)), buffer[first - offset : last - offset], first, what
+                )
+                continue
+            memory = buffer[low - offset : high - offset]
+            # Most bytes of most loads come this way. Between two segments the processor's caches are empty of code:
+            # so no more calls than these, if nothing is wrong.
+            try:
+                is_read = os.preadv(fd, [memory], low) == high - low
+            except OSError:  # the call below raises it, or mends it
+                is_read = False
+            if not is_read or digest(memory) != expected:
+                self._read(file, Span(low, high, (segment,)), memory, what)
+
+    def _take_end(self, ends: ReadEnds, file: OpenFile, start: int, stop: int, unit: int, take: Take) -> int:
+        """Deliver what is kept from the first byte of a range on; return where the rest begins."""
+        with block_pool.acquired() as block:
+            count = ends.take(file.name, start, block[: stop - start])
+            if count % unit:  # it ends inside an element
+                return start
+            wait = take(start, block[:count]) if count else None
+            if wait is not None:
+                wait()
+        return start + count
+
+    def _deliver(
+        self,
+        file: OpenFile,
+        batch: list[Span],
+        elements: Elements,
+        take: Take,
+        what: str,
+        *,
+        pinned: bool,
+        last: int | None,
+    ) -> None:
+        """Read spans one by one into a buffer; into two in turn if ``take`` copies asynchronously.
+
+        What follows ``last`` in a span is kept for the next read.
+        """
         nbytes = max(span.stop - span.start for span in batch) + _ALIGNED
         acquired = partial(self._buffers.acquired, nbytes, pinned=pinned)
         with acquired() as one, acquired() as other:
@@ -429,6 +544,8 @@ class CheckpointReader:
                     skip = (span.start - low) % _ALIGNED  # so that the first element is at a multiple of it
                     memory = ring[0][skip : skip + span.stop - span.start]
                     self._read(file, span, memory, what)
+                    if self._ends is not None and last is not None and span.start < last < span.stop:
+                        self._keep_end(self._ends, file, last, memory[last - span.start :])
                     before, wait = wait, take(low, memory[low - span.start : max(low, high) - span.start])
                     if before is not None:  # the copy out of the other buffer ran while this span was read
                         before()
@@ -444,12 +561,63 @@ class CheckpointReader:
             read_into(file.fd, file.path, memory, span.start)
             for start, stop, digest in span.segments:
                 if self._digest(memory[start - span.start : stop - span.start]) != digest:
-                    raise CorruptCheckpointError(
-                        f"bytes {start} to {stop} of {file.path} are not those that were written (digest differs)"
-                    )
+                    raise _differs_error(file, start, stop)
         except CheckpointingException as exc:
-            with self._detect_replacement():
-                raise type(exc)(f"{what}: {exc}") from exc
+            self._raise_named(exc, what)
+
+    def _read_around(self, file: OpenFile, span: Span, memory: memoryview, offset: int, what: str) -> None:
+        """Fill memory from an offset on with a part of a segment, and check the segment.
+
+        Its other bytes go to a spare block, by the same call: nothing is copied.
+        """
+        before = offset - span.start
+        after = span.stop - offset - memory.nbytes
+        with (block_pool if before + after <= BLOCK_BYTES else self._buffers).acquired(before + after) as spare:
+            pieces = [spare[:before], memory, spare[before : before + after]]
+            try:
+                read_joined(file.fd, file.path, pieces, span.start)
+                ((start, stop, digest),) = span.segments
+                if self._digest_joined(pieces) != digest:
+                    raise _differs_error(file, start, stop)
+            except CheckpointingException as exc:
+                self._raise_named(exc, what)
+
+    def _read_and_keep(
+        self, ends: ReadEnds, file: OpenFile, span: Span, memory: memoryview, offset: int, what: str
+    ) -> None:
+        """Fill memory from an offset on with a part of a span, and keep what follows for the next read."""
+        block = block_pool.acquire()
+        low = offset - span.start
+        high = low + memory.nbytes
+        try:
+            self._read(file, span, block.view[: span.stop - span.start], what)
+            memory[:] = block.view[low:high]
+        except BaseException:
+            block_pool.release(block)
+            raise
+        ends.keep(file.name, offset + memory.nbytes, block, high, span.stop - span.start)
+
+    def _keep_end(self, ends: ReadEnds, file: OpenFile, offset: int, memory: memoryview) -> None:
+        """Keep a copy of the end of a span for the next read."""
+        if memory.nbytes <= BLOCK_BYTES:
+            block = block_pool.acquire()
+            block.view[: memory.nbytes] = memory
+            ends.keep(file.name, offset, block, 0, memory.nbytes)
+
+    def _raise_named(self, error: CheckpointingException, what: str) -> NoReturn:
+        """Raise an error of a read once more, with the key; or that the checkpoint was replaced, if it was."""
+        with self._detect_replacement():
+            raise type(error)(f"{what}: {error}") from error
+        raise error  # unreachable: the block raises
+
+
+def _differs_error(file: OpenFile, start: int, stop: int) -> CorruptCheckpointError:
+    return CorruptCheckpointError(
+        f"bytes {start} to {stop} of {file.path} are not those that were written (digest differs)"
+    )
+
+
+_name_file = attrgetter("file")
 
 
 def _call(function: Callable[[], object]) -> None:

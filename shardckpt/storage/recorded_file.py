@@ -14,10 +14,10 @@ from shardckpt.storage.open_files import OpenFiles
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from shardckpt.manifest import Record
+    from shardckpt.manifest import PlainRecord, Record
 
 
-def read_recorded_file(directory: Path, record: Record, name: str) -> bytes:
+def read_recorded_file(directory: Path, record: PlainRecord | Record, name: str) -> bytes:
     """Return the bytes of a file that a checkpoint's record names, checked as a load checks them.
 
     Args:

@@ -15,11 +15,18 @@ from typing import TYPE_CHECKING, Protocol, TypeVar, runtime_checkable
 from shardckpt import settings
 from shardckpt.distributed import PicklingError, pickle_value
 from shardckpt.errors import CheckpointingException, StorageError
-from shardckpt.storage.store_abilities import CreatesObjects, ReadsInto, StreamsWrites
+from shardckpt.storage.memory_budget import plan_upload
+from shardckpt.storage.store_abilities import (
+    CopiesObjects,
+    CreatesObjects,
+    ReadsInto,
+    ReplacesObjects,
+    StreamsWrites,
+)
 from shardckpt.storage.store_errors import find_problem, mask_password, mask_secrets
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Mapping
+    from collections.abc import Callable, Generator, Iterable, Mapping
 
     from shardckpt.storage.store_abilities import ObjectWriter
 
@@ -221,7 +228,7 @@ class RemotePath(_Base):
         folder = self.folder
         if isinstance(folder, StreamsWrites):
             stream = folder.open_write
-            attempt("write", self, lambda: _write_small(stream(self._name, max(_LEAST_PART, len(data))), data))
+            attempt("write", self, lambda: _write_parts(stream(self._name, max(_LEAST_PART, len(data))), [data]))
             return
         with tempfile.NamedTemporaryFile(prefix="shardckpt-") as file:
             file.write(data)
@@ -249,9 +256,67 @@ class RemotePath(_Base):
 
         return attempt("create", self, call)
 
+    def read_tagged(self) -> tuple[bytes, object]:
+        """Return all bytes of a small object, and the store's tag of this content.
+
+        Returns:
+            The bytes, and the tag for :meth:`replace_tagged`: None where the store cannot replace by a condition.
+
+        Raises:
+            StorageError: it is gone, or the store failed in every attempt.
+        """
+        folder = self.folder
+        if isinstance(folder, ReplacesObjects):
+            read = folder.read_tagged
+            return attempt("read", self, lambda: read(self._name))
+        listed = _make_path(self.folder, self._name)  # the size now, not that of a listing of before
+        return self.read_range(0, listed.size), None
+
+    def replace_tagged(self, data: bytes, tag: object) -> bool:
+        """Write a small object in the place of the one with that tag; None as the tag replaces any.
+
+        Returns:
+            False if the object has changed since, or is gone. The change may be this call's own: an attempt may have
+            written it, and its answer been lost.
+        """
+        folder = self.folder
+        if tag is None or not isinstance(folder, ReplacesObjects):
+            self.write(data)
+            return True
+        replace = folder.replace
+
+        def call() -> bool:
+            try:
+                replace(self._name, data, tag)
+            except FileExistsError:
+                return False
+            return True
+
+        return attempt("replace", self, call)
+
     def upload(self, file: Path) -> None:
         """Upload a local file as the object."""
         attempt("upload", self, lambda: self.folder.upload(self._name, file))
+
+    def copy_from(self, source: RemotePath) -> None:
+        """Copy an object here, from any store: by the store itself where it can, else through memory, part by part.
+
+        An object of the name is replaced in one step.
+        """
+        nbytes, folder = source.size, self.folder
+        if isinstance(folder, CopiesObjects):
+            copy = folder.copy
+            if attempt(f"copy {source} to", self, lambda: copy(source.url, self._name, nbytes)):
+                return
+        part_bytes = plan_upload(None, nbytes).part_bytes
+        parts = (source.read_range(offset, min(part_bytes, nbytes - offset)) for offset in range(0, nbytes, part_bytes))
+        if isinstance(folder, StreamsWrites):
+            _write_parts(folder.open_write(self._name, part_bytes), parts)
+            return
+        with tempfile.NamedTemporaryFile(prefix="shardckpt-") as file:
+            file.writelines(parts)
+            file.flush()
+            self.upload(Path(file.name))
 
     def delete(self) -> None:
         """Delete the object; no error if it does not exist."""
@@ -309,9 +374,10 @@ def list_objects(folder: RemoteFolder) -> dict[str, int]:
     return attempt("list", RemotePath(folder), folder.tree if isinstance(folder, HasFolders) else folder.files)
 
 
-def _write_small(writer: ObjectWriter, data: bytes) -> None:
+def _write_parts(writer: ObjectWriter, parts: Iterable[bytes]) -> None:
     try:
-        writer.write(memoryview(data))
+        for part in parts:
+            writer.write(memoryview(part))
         writer.close()
     except BaseException:
         writer.abort()

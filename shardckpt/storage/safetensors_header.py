@@ -175,9 +175,6 @@ def _parse_entry(name: str, entry: Any, first: int) -> FileEntry:
 
 def _is_shape(value: Any) -> bool:
     # type, not isinstance: JSON's true is an int too
-    return (
-        isinstance(value, list)
-        and len(value) <= _MOST_AXES
-        and {*map(type, value)} <= {int}
-        and min(value, default=0) >= 0
-    )
+    if type(value) is not list or len(value) > _MOST_AXES:
+        return False
+    return all(type(size) is int and size >= 0 for size in value)

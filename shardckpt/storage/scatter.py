@@ -11,7 +11,7 @@ import torch
 
 from shardckpt.planning import Box, cut_flat_range, intersect
 from shardckpt.storage.spans import Elements
-from shardckpt.tensors import copy_values, is_plain, tensor_bytes
+from shardckpt.tensors import copy_values, is_ordinary, is_plain, tensor_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -130,7 +130,10 @@ def _scatter(
 
 def _takes_bytes(target: torch.Tensor, dtype: torch.dtype) -> bool:
     """Whether the bytes of a file can be read into the target's memory without conversion."""
-    return target.dtype == dtype and target.device.type == "cpu" and target.is_contiguous() and is_plain(target)
+    if target.dtype != dtype:
+        return False
+    # most targets are ordinary; the second question is for subclasses
+    return is_ordinary(target) or (target.device.type == "cpu" and target.is_contiguous() and is_plain(target))
 
 
 def _part(tensor: torch.Tensor, inner: Box, outer: Box) -> torch.Tensor:

@@ -152,10 +152,14 @@ def _kind(mode: int) -> str:
 
 
 def _change(directory: Path, file: FileRecord | FilePart) -> str:
+    path = directory / file.name
     try:
-        found = (directory / file.name).lstat()
-    except FileNotFoundError:
-        return f"{file.name!r} is gone"
+        with wrap_os_errors("look at", path):
+            found = path.lstat()
+    except StorageError as exc:
+        if isinstance(exc.__cause__, FileNotFoundError):
+            return f"{file.name!r} is gone"
+        raise
     if not stat.S_ISREG(found.st_mode):
         return f"{file.name!r} is now {_kind(found.st_mode)}"
     return "" if found.st_size == file.size else f"{file.name!r} had {file.size} bytes, and has {found.st_size}"

@@ -5,7 +5,7 @@ A plugin's folder has an ability if it has the method. Where it lacks one, a sav
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -39,6 +39,9 @@ class StreamsWrites(Protocol):
         Args:
             name: The object.
             part_bytes: Size of each part but the last, in bytes, at least 5 MiB.
+
+        Returns:
+            What takes the parts.
         """
 
 
@@ -51,6 +54,21 @@ class CreatesObjects(Protocol):
 
         Raises:
             FileExistsError: There is an object of that name, which has not changed.
+        """
+
+
+@runtime_checkable
+class ReplacesObjects(Protocol):
+    """A folder that replaces an object only if nobody has since it was read, in one step."""
+
+    def read_tagged(self, name: str) -> tuple[bytes, object]:
+        """Return all bytes of a small object, and the store's tag of this content."""
+
+    def replace(self, name: str, data: bytes, tag: object) -> None:
+        """Write a small object in the place of the one with that tag.
+
+        Raises:
+            FileExistsError: The object has changed since, or is gone.
         """
 
 
@@ -74,4 +92,82 @@ class DeletesMany(Protocol):
         """Delete objects; those that do not exist are no error."""
 
 
-__all__ = ["CreatesObjects", "DeletesMany", "ObjectWriter", "ReadsInto", "StreamsWrites"]
+class PendingUpload(NamedTuple):
+    """An object that is being uploaded in parts, which listings do not show.
+
+    Attributes:
+        name: The object, by its path below the URL.
+        id: The store's id of the upload.
+        begun: When it began, in seconds since 1970.
+    """
+
+    name: str
+    id: str
+    begun: float
+
+
+@runtime_checkable
+class AbortsUploads(Protocol):
+    """A folder that finds and aborts uploads whose process was killed."""
+
+    def uploads(self) -> list[PendingUpload] | None:
+        """Return the uploads below the URL, at any depth, that have not ended; None if nothing here can list them."""
+
+    def abort_upload(self, upload: PendingUpload) -> None:
+        """Abort an upload; no error if it has ended."""
+
+
+@runtime_checkable
+class CopiesObjects(Protocol):
+    """A folder whose store copies objects by itself, so that their bytes do not come here."""
+
+    def copy(self, source: str, name: str, nbytes: int) -> bool:
+        """Copy an object, which may be in any folder, to this one; an object of that name is replaced.
+
+        Args:
+            source: URL of the object.
+            name: Name of the copy.
+            nbytes: Bytes of the object.
+
+        Returns:
+            Whether the store has copied it; False if it cannot: it does not have the object, or copies none so large.
+        """
+
+
+@runtime_checkable
+class LimitsUploads(Protocol):
+    """A folder whose uploads can be told how much memory they may take."""
+
+    def limit_uploads(self, nbytes: int) -> None:
+        """Hold at most so many bytes of an object at a time, in every upload and streamed write from now on.
+
+        Args:
+            nbytes: Bytes of the parts on their way, of one that waits, and of one that is being filled: of a streamed
+                write as many are on their way as fit, and at least one.
+        """
+
+
+@runtime_checkable
+class TellsTimes(Protocol):
+    """A folder that knows when its objects were written."""
+
+    def times(self) -> dict[str, float]:
+        """Return when each object below the URL, at any depth, was written, by path, in seconds since 1970.
+
+        An object of which the store does not say it is left out.
+        """
+
+
+__all__ = [
+    "AbortsUploads",
+    "CopiesObjects",
+    "CreatesObjects",
+    "DeletesMany",
+    "LimitsUploads",
+    "ObjectWriter",
+    "PendingUpload",
+    "ReadsInto",
+    "ReplacesObjects",
+    "StreamsWrites",
+    "TellsTimes",
+]

@@ -7,8 +7,7 @@ class. No client is imported for that.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -29,8 +28,7 @@ _SIGNED = re.compile(
 )
 
 
-@dataclass(frozen=True)
-class StoreProblem:
+class StoreProblem(NamedTuple):
     """A cause of errors of stores.
 
     Attributes:

@@ -29,6 +29,9 @@ _SUM_BYTES = 16
 #: What a thread sums at a time, at most, unless one tensor has more: bytes, and boxes.
 _JOB_BYTES, _JOB_BOXES = 16 << 20, 4096
 
+#: The column of the fingerprints; its number is that of their algorithm, which those of an earlier one do not equal.
+_COLUMN = "fingerprints_2"
+
 _Box = tuple[torch.Tensor, "Ints", "Ints"]
 
 
@@ -121,11 +124,11 @@ def add_sums(parts: Iterable[bytes]) -> dict[str, str]:
 def pack_fingerprints(fingerprints: Mapping[str, str]) -> bytes:
     """Return the bytes of the file with the fingerprints of tensors: columns of their keys, and of 16 bytes each."""
     data = b"".join(map(bytes.fromhex, fingerprints.values()))
-    return pack_columns({"keys": list(fingerprints), "fingerprints": _as_rows(data)})
+    return pack_columns({"keys": list(fingerprints), _COLUMN: _as_rows(data)})
 
 
 def parse_fingerprints(data: bytes, source: str) -> dict[str, str]:
-    """Return the fingerprints by key.
+    """Return the fingerprints by key; none if they are of another algorithm than this release computes.
 
     Args:
         data: What :func:`pack_fingerprints` returned.
@@ -135,7 +138,10 @@ def parse_fingerprints(data: bytes, source: str) -> dict[str, str]:
         CorruptCheckpointError: It is something else.
     """
     columns = Columns(data, source)
-    keys, found = columns.texts("keys"), bytes(columns.raw("fingerprints"))
+    keys = columns.texts("keys")
+    if not columns.has(_COLUMN) and any(name.startswith("fingerprints") for name in columns.names()):
+        return {}
+    found = bytes(columns.raw(_COLUMN))
     if len(found) != len(keys) * _SUM_BYTES:
         raise CorruptCheckpointError(f"{source} has {len(found)} bytes of fingerprints for {len(keys)} tensors")
     return {key: found[n * _SUM_BYTES : (n + 1) * _SUM_BYTES].hex() for n, key in enumerate(keys)}

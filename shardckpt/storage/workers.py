@@ -17,8 +17,10 @@ _R = TypeVar("_R")
 class _Job(Generic[_T, _R]):
     """Items that several threads take one after the other; after the first failure no more are taken."""
 
-    def __init__(self, function: Callable[[_T], _R], items: Iterable[tuple[int, _T]]) -> None:
+    def __init__(self, function: Callable[[_T], _R], items: Iterable[tuple[int, _T]], *, nests: bool) -> None:
         self.function = function
+        #: Whether its items may begin jobs, so that a thread without an item waits for those.
+        self.nests = nests
         self._items = iter(items)
         self.open = True
         #: Ids of the threads that work on an item.
@@ -62,14 +64,23 @@ class Workers:
     def __init__(self, threads: int, name: str) -> None:
         self._threads = threads
         self._name = name
-        self._changed = threading.Condition()
+        #: Of the condition; entered by itself where nothing is waited for, which takes half the time.
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._jobs: list[_Job[Any, Any]] = []
         self._helpers: list[threading.Thread] = []
+        #: How many of them have not left.
+        self._active = 0
         #: Increased to make the present helpers end.
         self._generation = 0
 
     def each(
-        self, function: Callable[[_T], _R], items: Iterable[tuple[int, _T]], own: Iterable[tuple[int, _T]] = ()
+        self,
+        function: Callable[[_T], _R],
+        items: Iterable[tuple[int, _T]],
+        own: Iterable[tuple[int, _T]] = (),
+        *,
+        nests: bool = True,
     ) -> dict[int, _R]:
         """Call a function on all items; the function may call this method, too, for pieces of its item.
 
@@ -79,6 +90,8 @@ class Workers:
             function: Called in any of the threads.
             items: (number, item) pairs; the iterator is read item by item, in order.
             own: More such pairs, which the calling thread does first, alone.
+            nests: Whether the function may call this method for any of ``items``. If not, a thread that finds no item
+                left ends at once, while the others do their last ones.
 
         Returns:
             The results by number.
@@ -86,18 +99,19 @@ class Workers:
         Raises:
             Exception: what the function raised for the failed item with the lowest number.
         """
-        job = _Job(function, items)
+        own = list(own)
+        job = _Job(function, items, nests=nests or bool(own))
         try:
             self._begin(job)
             for number, item in own:
                 if not job.errors:
                     job.do(number, item, Exception)
+            job.nests = nests
             # Exception: an interrupt ends this call. In the job of another caller it is stored, and raised there.
-            while self._step(job, Exception):
-                pass
+            self._work(job, Exception)
             # other threads still work on items of this job: help them with the jobs that those items have begun
             while (other := self._open_job(lambda: bool(job.errors) or not job.busy, job)) is not None:
-                self._step(other, BaseException)
+                self._work(other, BaseException, once=True)
         finally:
             self._end(job)
         if job.errors:
@@ -109,9 +123,10 @@ class Workers:
             self._jobs.append(job)
             self._changed.notify_all()
             with suppress(RuntimeError):  # no more threads can be started: those that run do all the work
-                while len(self._helpers) < self._threads - 1:
+                while self._active < self._threads - 1:
                     helper = threading.Thread(target=self._help, args=(self._generation,), name=self._name, daemon=True)
                     helper.start()
+                    self._active += 1
                     self._helpers.append(helper)
 
     def _end(self, job: _Job[Any, Any]) -> None:
@@ -125,30 +140,45 @@ class Workers:
                 self._jobs.remove(job)
             if not self._jobs:
                 idle, self._helpers = self._helpers, []
+                self._active = 0
                 self._generation += 1
                 self._changed.notify_all()
         for helper in idle:  # outside the lock, which they need to end
             helper.join()
 
-    def _step(self, job: _Job[Any, Any], caught: type[BaseException]) -> bool:
-        """Do one item of a job; return False if there was none."""
-        with self._changed:
+    def _work(self, job: _Job[Any, Any], caught: type[BaseException], *, once: bool = False) -> None:
+        """Do the items of a job as long as there are some, or one of them."""
+        thread = threading.get_ident()
+        with self._lock:
             taken = job.take(caught)
-        if taken is None:
-            return False
         try:
-            job.do(*taken, caught)
-        finally:
-            with self._changed:
-                job.busy.discard(threading.get_ident())
+            while taken is not None:
+                job.do(*taken, caught)
+                with self._lock:
+                    job.busy.discard(thread)
+                    taken = None if once else job.take(caught)
+        finally:  # also of an interrupt: those who wait for this thread are told
+            with self._lock:
+                job.busy.discard(thread)
                 self._changed.notify_all()
-        return True
 
     def _help(self, generation: int) -> None:
-        """Work on the jobs, the oldest first, until the helpers are to end."""
-        while (job := self._open_job(lambda: self._generation != generation)) is not None:
-            while self._step(job, BaseException):
-                pass
+        """Work on the jobs, the oldest first, until the helpers are to end, or no more items can come."""
+        while (job := self._await_job(generation)) is not None:
+            self._work(job, BaseException)
+
+    def _await_job(self, generation: int) -> _Job[Any, Any] | None:
+        """Wait for a job with items to take, and return it; None if this helper is to end, and counts no more."""
+        with self._changed:
+            while self._generation == generation:
+                for job in self._jobs:
+                    if job.open:
+                        return job
+                if not any(job.nests for job in self._jobs):  # the caller need not wake this thread to end it
+                    self._active -= 1
+                    return None
+                self._changed.wait()
+        return None
 
     def _open_job(self, is_over: Callable[[], bool], after: _Job[Any, Any] | None = None) -> _Job[Any, Any] | None:
         """Wait for a job with items to take, begun after the given one, and return it; None when ``is_over()``."""

@@ -8,8 +8,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, NamedTuple
 
-from shardckpt import settings
-from shardckpt.errors import PluginError, StorageError, listed
+from shardckpt.errors import CheckpointingException, PluginError, StorageError, listed
 from shardckpt.manifest import (
     FINGERPRINTS_NAME,
     INTEGRITY_NAME,
@@ -22,6 +21,13 @@ from shardckpt.manifest import (
 from shardckpt.storage.digest import Segments, digest_function, preferred
 from shardckpt.storage.file_writer import FileWriter
 from shardckpt.storage.filesystem import make_folders
+from shardckpt.storage.memory_budget import (
+    check_memory_budget,
+    find_least_upload,
+    find_upload_room,
+    plan_upload,
+    plan_write_threads,
+)
 from shardckpt.storage.packed_shards import PackedShards
 from shardckpt.storage.shared_file import SharedFile, merge_parts
 from shardckpt.storage.staged_files import FilePart, check_as_recorded, digest_file
@@ -76,6 +82,8 @@ class CheckpointWriter:
             and nothing is written to ``directory`` but what others write there, or several ranks share. The marker
             alone is held back, in :attr:`marker`.
         streamed: The set to which the names of those objects are added, for :attr:`streamed`.
+        memory_budget: Bytes that may be in memory at a time beside the tensors, the objects and the index; None: as
+            many as are fast.
 
     Raises:
         CheckpointingException: the algorithm needs a package that is not installed.
@@ -93,6 +101,7 @@ class CheckpointWriter:
         count: Callable[[int], None] | None = None,
         store: StreamsWrites | None = None,
         streamed: set[str] | None = None,
+        memory_budget: int | None = None,
     ) -> None:
         self._store = store
         #: Names of the objects that were begun on the store.
@@ -106,8 +115,11 @@ class CheckpointWriter:
         self._author = author
         self._algorithm = algorithm or preferred()
         digest_function(self._algorithm)
-        self._pool = WriterPool(settings.io_threads(), count)
+        self._pool = WriterPool(plan_write_threads(memory_budget), count)
+        self._memory_budget = memory_budget
         self._open: dict[str, FileWriter | SharedFile] = {}
+        #: Name of the object of several parts that is open, if the budget allows one at a time.
+        self._in_parts = ""
         #: Records of the files that are complete.
         self.files: list[FileRecord] = []
         #: This rank's parts of files that other ranks write, too.
@@ -124,6 +136,11 @@ class CheckpointWriter:
         self.shards: list[ShardedBase | PackedShards] = []
         #: When the files so far were written.
         self.times = WriteTimes()
+
+    @property
+    def is_streamed(self) -> bool:
+        """Whether files go to a store while they are written."""
+        return self._store is not None
 
     def create(self, name: str, nbytes: int = 0) -> FileWriter:
         """Create a new file.
@@ -144,7 +161,16 @@ class CheckpointWriter:
         self._begin_file(name)
         store = self._open_store(name)
         directory = self.directory
-        writer = FileWriter(directory, name, self._pool, self._algorithm, nbytes, sha256=self._sha256, store=store)
+        writer = FileWriter(
+            directory,
+            name,
+            self._pool,
+            self._algorithm,
+            nbytes,
+            sha256=self._sha256,
+            store=store,
+            part_bytes=0 if store is None else self._choose_part_bytes(name, nbytes),
+        )
         self._open[name] = writer
         return writer
 
@@ -163,6 +189,8 @@ class CheckpointWriter:
         record = writer.close(self._rank)
         self._end_file(writer)
         del self._open[record.name]
+        if record.name == self._in_parts:
+            self._in_parts = ""
         self.files.append(record)
         if writer.sha256 is not None:
             self.sha256[record.name] = writer.sha256.hexdigest()
@@ -182,8 +210,9 @@ class CheckpointWriter:
         Returns:
             The file, to be passed to :meth:`finish`.
         """
-        writer = self.create(name)
         view = memoryview(data)
+        # of a file on disk nothing is allocated beforehand: it is written at once
+        writer = self.create(name, 0 if self._store is None else view.nbytes)
         writer.append(view.nbytes, lambda: [view], keys=keys)
         writer.end()
         return writer
@@ -361,6 +390,26 @@ class CheckpointWriter:
             raise StorageError(f"cannot create {name!r}: this rank has written a file of that name")
         self.streamed.add(name)
         return _HeldMarker(self) if name == MARKER_NAME else self._store
+
+    def _choose_part_bytes(self, name: str, nbytes: int) -> int:
+        """Return the size of the parts in which an object is sent.
+
+        Raises:
+            CheckpointingException: The memory budget has no room for them.
+        """
+        budget = self._memory_budget
+        found = plan_upload(find_upload_room(budget), nbytes)
+        if budget is None or nbytes <= found.part_bytes:
+            return found.part_bytes
+        check_memory_budget(budget, find_least_upload(nbytes), f"to send {name!r} of {nbytes} bytes to a store takes")
+        if self._in_parts:
+            raise CheckpointingException(
+                f"memory_budget={budget} bytes: {name!r} is sent beside {self._in_parts!r}, and the budget is for the "
+                "parts of one file at a time: let the strategy write one file a rank (thread_count=1), or give no "
+                "memory_budget"
+            )
+        self._in_parts = name
+        return found.part_bytes
 
     def _begin_file(self, name: str) -> None:
         self._check_name(name)

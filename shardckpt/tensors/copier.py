@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from shardckpt.tensors.memory import LARGE, synchronize_devices, tensor_bytes
+from shardckpt.tensors.wrappers import movable
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -38,7 +39,7 @@ class Copier:
     def copy_piece(self, piece: torch.Tensor) -> list[memoryview]:
         """Copy a piece to the buffer, and return its bytes, which are valid until the next call."""
         copy = self._buffer[: piece.nbytes].view(piece.dtype).view(piece.shape)
-        copy.copy_(piece, non_blocking=True)
+        movable(copy).copy_(movable(piece), non_blocking=True)
         synchronize_devices([piece])
         return [tensor_bytes(copy)]
 

@@ -1,21 +1,29 @@
 """Sums of a tensor's bits that do not depend on how the tensor is cut: each box adds its own, in any order.
 
 The bytes of a global tensor lie in rows, each along as few of its last axes as have 1024 bytes, and each row in blocks
-of 1024 bytes. The bytes of a block, as signed integers, are multiplied with a matrix of 16 columns of random integers
-from -64 to 63. The 16 products are multiplied with random numbers of 64 bits, added, and multiplied with a random odd
-number of the block's position. The sum of that over all blocks, modulo 2^64, is one sum of the tensor; other random
-numbers give the second. All of this is linear in the bytes: those that a box does not have count as zeros, and the sums
-of boxes that fill a tensor are those of the tensor. All of it is exact: so processors, numbers of threads and releases
-of torch do not matter.
+of 1024 bytes, the last of a row with zeros behind it. The words of a block, of two bytes as signed little-endian
+integers, are multiplied with a matrix of 4 columns of random integers from -2^28 to 2^28 - 1. The 4 products are
+multiplied with random numbers of 64 bits, added, and multiplied with a random odd number of the block's position. The
+sum of that over all blocks, modulo 2^64, is one sum of the tensor; other random numbers give the second. All of this is
+linear in the words: those that a box does not have count as zeros, a word of which a box has one byte as that byte, and
+the sums of boxes that fill a tensor are those of the tensor. All of it is exact, since float64 has every integer up to
+2^53 and 512 products are at most 2^52: so processors, numbers of threads, orders of additions and releases of torch do
+not matter.
 
 **Odds.** The random numbers are always the same, so whoever wants two tensors with the same sums can make them: this
 is no cryptographic hash. For tensors that were made without regard to these numbers, count over all choices of them.
-Let two tensors of one shape differ in a block. A column's products are equal for at most one of 128 values of the
-weight of a byte that differs, so those of all 16 columns for at most one choice in 2^112. Else let the difference of
-some product, which is below 2^24, be an odd multiple of 2^k. A sum is equal for at most one choice in 2^(63-k), and
-both sums for one in 2^(126-2k). The worst case is k = 23, which is one in 2^80; where only signs of numbers differ, k
-is 7 or little more, one in 2^112; for most differences k is 0 or little more. Elements that change places are such a
-difference. The key is not in the sums: fingerprints are stored and compared by key, so tensors that change places show.
+Let two tensors of one shape differ in a block, and let 2^v be the largest power of two that divides the differences of
+all its words: v is at most 15, and 0 where the lowest bit of a word differs. The differences of all 4 products are
+multiples of 2^(v + j) for at most one choice of the matrix in 2^4j, j up to 29; after that only where they are 0, for
+one in 2^116. Else let 2^k be the largest power that divides all four, and D the one that is an odd multiple of it, f
+its factor, and m the number of the block's position. What else differs adds a part with f, which is f B, one with m,
+and a constant: for each m, a sum is equal for at most 2^i choices of f in 2^64, where 2^i divides m D + B. Where no
+other block differs, i is k; else it is k + n or more for at most one m in 2^(n - 1), so that on average a sum is equal
+for at most 65 choices in 2^(64 - k). Both sums, whose f and m are their own, are equal for one in 2^(115 - 2k). Over
+all j that is at most one in 2^(114 - 2v). The worst case is v = 15, where nothing but signs of numbers differs: one in
+2^84; for most differences v is 0 or little more, and the odds are one in 2^114 or little more. Elements that change
+places are such a difference. The key is not in the sums: fingerprints are stored and compared by key, so tensors that
+change places show.
 """
 
 from __future__ import annotations
@@ -28,16 +36,17 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from shardckpt.tensors.memory import plain_cpu, tensor_bytes, tensor_bytes_of_each
-from shardckpt.tensors.torch_private import multiply_int8
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-#: Bytes of a row that are multiplied with the matrix together. Float32 has the products exactly up to 2048.
-_BLOCK = 1024
-_COLUMNS = 16
-#: Blocks that are multiplied at a time: they and their products stay in the processor's cache.
-_AT_ONCE = 1024
+#: Bytes of a row that are multiplied with the matrix together, in words of two. Float64 has their products exactly.
+_BLOCK, _WORD = 1024, 2
+_COLUMNS = 4
+#: Blocks that are multiplied at a time: as float64 they take four times their bytes, and stay in a cache of a MiB.
+_IN_CACHE = 256
+#: Blocks that are summed at a time: fewer cost calls of torch, and the zeros of more would cost memory.
+_AT_ONCE = 4096
 #: Multipliers of MurmurHash3's finalizer, which spreads positions over all 64 bits.
 _MIX = (0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53)
 
@@ -59,32 +68,40 @@ def sum_boxes(boxes: Sequence[_Box]) -> list[tuple[int, int]]:
         ShardingError: A tensor has no values that can be read.
     """
     sums = torch.zeros(len(boxes), 2, dtype=torch.int64)
-    forms: dict[tuple[torch.dtype, torch.Size, tuple[int, ...]], _Form] = {}
-    # Small boxes of one form are multiplied together: a call of torch takes longer than to sum one of them.
-    groups: dict[tuple[_Form, int], list[tuple[int, int]]] = {}
+    # Small boxes of one form are multiplied together: a call of torch takes longer than to sum one of them. Numbers of
+    # boxes and the positions of their first blocks, by form and by the byte of a block at which they begin.
+    forms: dict[tuple[torch.dtype, torch.Size, tuple[int, ...]], tuple[_Form, dict[int, tuple[list[int], list[int]]]]]
+    forms = {}
     for number, (tensor, offset, shape) in enumerate(boxes):
         kind = tensor.dtype, tensor.shape, tuple(shape)
-        form = forms.get(kind)
-        if form is None:
-            form = forms[kind] = _Form.of(*kind)
+        found = forms.get(kind)
+        if found is None:
+            found = forms[kind] = _Form.of(*kind), {}
+        form, starts = found
         if form.is_cut:
             wide = list(_widen(_view_bytes(tensor, form), (*offset[:-1], offset[-1] * form.itemsize), form))
             totals = [sum(part) % (1 << 64) for part in zip(*sum_boxes(wide), strict=True)]
             sums[number] = torch.tensor([_as_int64(total) for total in totals])
         elif form.height * form.width:
             base, start = form.place(offset)
-            groups.setdefault((form, start), []).append((number, base))
+            if start not in starts:
+                starts[start] = [], []
+            numbers, bases = starts[start]
+            numbers.append(number)
+            bases.append(base)
     # Used again for all pieces: the system would take long to give new memory for each.
-    memory = torch.empty(_AT_ONCE * _BLOCK if groups else 0, dtype=torch.int8)
-    for (form, start), members in groups.items():
-        together = max(1, _AT_ONCE // (form.height * form.count_blocks(start)))
-        for low in range(0, len(members), together):
-            some = members[low : low + together]
-            numbers = [number for number, _ in some]
-            bases = torch.tensor([base for _, base in some]).view(-1, 1)
-            data = _join_bytes([boxes[number][0] for number in numbers]).view(len(some), form.height, form.width)
-            sums[numbers] = sum(_sum_piece(data, bases, piece, memory) for piece in form.cut(start))
-    return [(first % (1 << 64), second % (1 << 64)) for first, second in sums.tolist()]
+    memory = torch.empty(_AT_ONCE * _BLOCK if forms else 0, dtype=torch.int8)
+    for form, starts in forms.values():
+        for start, (numbers, bases) in starts.items():
+            together = max(1, _AT_ONCE // (form.height * form.count_blocks(start)))
+            for low in range(0, len(numbers), together):
+                some = numbers[low : low + together]
+                firsts = torch.tensor(bases[low : low + together]).view(-1, 1)
+                data = _join_bytes([boxes[number][0] for number in some]).view(len(some), form.height, form.width)
+                sums[some] = sum(_sum_piece(data, firsts, piece, memory) for piece in form.cut(start))
+    # two lists and as many tuples: a list for each box, too, would make the garbage collector look at all of torch
+    first, second = sums.view(torch.uint64).t().tolist()
+    return list(zip(first, second, strict=True))
 
 
 def finish_fingerprint(dtype: str, shape: Sequence[int], sums: Sequence[int]) -> str:
@@ -246,15 +263,32 @@ def _sum_piece(data: torch.Tensor, bases: torch.Tensor, piece: _Piece, memory: t
     part = data[:, piece.low : piece.high, piece.left : piece.right]
     row_bytes = len(piece.positions) // (piece.high - piece.low) * piece.nbytes
     end = piece.begin + piece.right - piece.left
-    # Bytes that lie in the cache are multiplied in half the time: the copy is worth it also where it adds no zeros.
-    padded = memory[: math.prod(part.shape[:2]) * row_bytes].view(*part.shape[:2], row_bytes)
-    padded[:, :, : piece.begin] = 0
-    padded[:, :, piece.begin : end] = part
-    padded[:, :, end:] = 0
-    products = multiply_int8(padded.view(-1, piece.nbytes), _MATRIX[: piece.nbytes]).to(torch.int64)
+    if part.is_contiguous() and end - piece.begin == row_bytes:
+        padded = part  # it needs no zeros
+    else:
+        padded = memory[: math.prod(part.shape[:2]) * row_bytes].view(*part.shape[:2], row_bytes)
+        padded[:, :, : piece.begin] = 0
+        padded[:, :, piece.begin : end] = part
+        padded[:, :, end:] = 0
+    products = _multiply(padded.view(-1, piece.nbytes))
     weights = _mix((bases + piece.positions) ^ _SEEDS.view(2, 1, 1))
     values = torch.stack([products.mv(factors) for factors in _FACTORS]).view_as(weights)
     return (values * weights).sum(2).t()
+
+
+def _multiply(blocks: torch.Tensor) -> torch.Tensor:
+    """Return the products of blocks of bytes with the matrix, int64 of shape (blocks, columns)."""
+    if blocks.data_ptr() % _WORD:
+        blocks = blocks.clone()  # torch reads words at their addresses
+    words = blocks.view(torch.int16)
+    products = torch.empty(len(words), _COLUMNS, dtype=torch.float64)
+    cached = torch.empty(min(len(words), _IN_CACHE), words.shape[1], dtype=torch.float64)
+    weights = _MATRIX[: words.shape[1]]
+    for low in range(0, len(words), _IN_CACHE):
+        rows = cached[: len(words) - low]
+        rows.copy_(words[low : low + _IN_CACHE])
+        torch.mm(rows, weights, out=products[low : low + _IN_CACHE])
+    return products.to(torch.int64)
 
 
 def _mix(numbers: torch.Tensor) -> torch.Tensor:
@@ -272,11 +306,11 @@ def _as_int64(number: int) -> int:
 def _draw(name: str, dtype: torch.dtype, *shape: int) -> torch.Tensor:
     """Return random numbers that are the same in every process and every release."""
     nbytes = math.prod(shape) * dtype.itemsize
-    drawn = hashlib.shake_256(f"shardckpt fingerprint 1 {name}".encode()).digest(nbytes)
+    drawn = hashlib.shake_256(f"shardckpt fingerprint 2 {name}".encode()).digest(nbytes)
     return torch.frombuffer(bytearray(drawn), dtype=dtype).view(shape)
 
 
-# Of 7 bits: processors without VNNI add the products of two pairs of bytes in 16 bits, which larger ones would exceed.
-_MATRIX = _draw("matrix", torch.int8, _BLOCK, _COLUMNS) >> 1
+# Stored by columns, which are multiplied faster than rows of 4.
+_MATRIX = (_draw("matrix", torch.int32, _COLUMNS, _BLOCK // _WORD) >> 3).double().t()
 _FACTORS = _draw("factors", torch.int64, 2, _COLUMNS)
 _SEEDS = _draw("positions", torch.int64, 2)

@@ -10,7 +10,7 @@ import torch
 
 from shardckpt.errors import ShardingError
 from shardckpt.tensors.raw_memory import view_memory, view_tensor
-from shardckpt.tensors.wrappers import dequantize, is_quantized, kind
+from shardckpt.tensors.wrappers import dequantize, is_quantized, kind, movable
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -23,6 +23,8 @@ _ALIGNED = 64
 _WITHOUT_QUEUE = ("cpu", "meta")
 #: Classes whose tensors hold their values in their own memory; a subclass may wrap others.
 ORDINARY = (torch.Tensor, torch.nn.Parameter)
+#: torch's own quantized dtypes, whose scales are not in a tensor's memory.
+_QUANTIZED = frozenset((torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4))
 #: Lower addresses may be offsets from a null pointer: that of a tensor whose storage was freed.
 _LOW = 1 << 40
 _new_bytes = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_char_p, ctypes.c_ssize_t)(
@@ -79,8 +81,8 @@ def tensor_bytes_of_each(tensors: Sequence[torch.Tensor]) -> list[memoryview] | 
 
 def find_addresses(tensors: Sequence[torch.Tensor]) -> list[int] | None:
     """Return the address of each tensor's memory; None if :func:`is_ordinary` is False for one of them, or may be."""
-    found = _host_addresses(tensors)
-    return found if found is not None and _are_contiguous(tensors) else None
+    found = find_host_addresses(tensors)
+    return found if found is not None and are_contiguous(tensors, map(attrgetter("dtype"), tensors)) else None
 
 
 def unfilled_bytes(nbytes: int) -> tuple[bytes, memoryview]:
@@ -107,7 +109,8 @@ def plain_cpu(tensor: torch.Tensor) -> torch.Tensor:
     values = dequantize(tensor) if is_quantized(tensor) else tensor.detach()
     if not _has_memory(values) or values.shape != tensor.shape:
         raise ShardingError(_refusal(tensor))
-    return values.resolve_conj().resolve_neg().cpu().contiguous()
+    values = values.resolve_conj().resolve_neg().cpu()
+    return movable(values).contiguous().view(values.dtype)
 
 
 def is_ordinary(tensor: torch.Tensor) -> bool:
@@ -135,25 +138,31 @@ def has_values_on_host(tensor: torch.Tensor) -> bool:
         return False
 
 
-def have_values_on_host(tensors: Sequence[torch.Tensor]) -> bool:
-    """Return whether :func:`has_values_on_host` is True for all tensors; it asks each question of all, which is fast.
+def find_host_addresses(tensors: Sequence[torch.Tensor]) -> list[int] | None:
+    """Return where each tensor begins in the host's memory, with any strides.
 
-    False negatives are possible, where a tensor has a low address: ask for each then.
+    It asks each question of all tensors, which is fast.
+
+    Returns:
+        The addresses; None if :func:`has_values_on_host` is False for a tensor, or may be: ask for each then.
     """
-    return _host_addresses(tensors) is not None
+    return read_addresses(tensors) if all(map(attrgetter("is_cpu"), tensors)) else None
 
 
-def _host_addresses(tensors: Sequence[torch.Tensor]) -> list[int] | None:
-    """Return the addresses of tensors that hold their values in CPU memory; None if one does not, or perhaps."""
-    if not (
-        set(map(type, tensors)) <= set(ORDINARY)
-        and all(map(attrgetter("is_cpu"), tensors))
-        and set(map(attrgetter("layout"), tensors)) <= {torch.strided}
-    ):
+def read_addresses(tensors: Sequence[torch.Tensor]) -> list[int] | None:
+    """Return the address of each tensor's memory, of tensors that are on the CPU.
+
+    Args:
+        tensors: The tensors.
+
+    Returns:
+        As :func:`find_host_addresses`.
+    """
+    if not set(map(type, tensors)) <= set(ORDINARY):
         return None
     try:
         found = list(map(torch.Tensor.data_ptr, tensors))
-    except RuntimeError:  # functorch's tensors have no address
+    except RuntimeError:  # sparse tensors, mkldnn's and functorch's have no address
         return None
     # an empty tensor may have none
     is_known = min(found, default=_LOW + 1) > _LOW or all(
@@ -162,13 +171,19 @@ def _host_addresses(tensors: Sequence[torch.Tensor]) -> list[int] | None:
     return found if is_known else None
 
 
-def _are_contiguous(tensors: Sequence[torch.Tensor]) -> bool:
-    """Return whether the bytes of the tensors' memory, one after the other, are their values."""
+def are_contiguous(tensors: Sequence[torch.Tensor], dtypes: Iterable[torch.dtype]) -> bool:
+    """Return whether the values of tensors on the host are the bytes of their memory, one after the other.
+
+    Args:
+        tensors: On the host.
+        dtypes: Their dtypes.
+    """
+    kinds = set(dtypes)
     return (
-        all(map(torch.Tensor.is_contiguous, tensors))
-        and not any(map(torch.Tensor.is_conj, tensors))
+        kinds.isdisjoint(_QUANTIZED)
+        and all(map(torch.Tensor.is_contiguous, tensors))
+        and not (any(kind.is_complex for kind in kinds) and any(map(torch.Tensor.is_conj, tensors)))
         and not any(map(torch.Tensor.is_neg, tensors))
-        and not any(map(attrgetter("is_quantized"), tensors))
     )
 
 

@@ -7,6 +7,7 @@ import threading
 from contextlib import contextmanager
 from dataclasses import replace
 from inspect import isfunction
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,7 +16,7 @@ from torch.utils import _pytree
 
 if TYPE_CHECKING:
     import datetime as dt
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
     from types import ModuleType
     from typing import TypeGuard
 
@@ -153,6 +154,50 @@ def step_without_hooks(optimizer: torch.optim.Optimizer) -> None:
 _CHANGING = threading.Lock()
 
 
+def find_wrapped_child(kind: type[Any]) -> str:
+    """Return the name of the child that a class of modules wraps and that torch leaves out of full names; "" if none.
+
+    Wrappers are those of DDP, torch.compile and activation checkpoints.
+    """
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper
+    from torch.nn.parallel import DistributedDataParallel
+
+    if issubclass(kind, DistributedDataParallel):
+        return "module"
+    if issubclass(kind, ActivationWrapper):
+        return "_checkpoint_wrapped_module"
+    # by its name: its module takes seconds to import, and nothing is compiled before it is imported
+    compiled = ("torch._dynamo.eval_frame", "OptimizedModule")
+    return "_orig_mod" if any((base.__module__, base.__qualname__) == compiled for base in kind.__mro__) else ""
+
+
+def shortens_names(hook: object) -> bool:
+    """Return whether a hook after a state dict is that of activation checkpoints, which leaves out their own names."""
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper
+
+    return hook is ActivationWrapper._post_state_dict_hook  # noqa: SLF001
+
+
+def reshards(hook: object) -> bool:
+    """Return whether a hook before a state dict is FSDP2's, which puts the sharded parameters into the modules."""
+    return getattr(hook, "__module__", "").startswith("torch.distributed.fsdp._fully_shard.")
+
+
+def read_local_tensor(dtensor: Any) -> torch.Tensor:
+    """Return the local tensor of a DTensor as it is: ``to_local`` makes a new view of a parameter's."""
+    return dtensor._local_tensor  # type: ignore[no-any-return]  # noqa: SLF001
+
+
+def read_local_tensors(dtensors: Iterable[Any]) -> list[torch.Tensor]:
+    """Return what :func:`read_local_tensor` returns of each DTensor, faster."""
+    return list(map(attrgetter("_local_tensor"), dtensors))
+
+
+def read_specs(dtensors: Iterable[Any]) -> list[Any]:
+    """Return each DTensor's mesh, placements, shape and dtype; torch replaces it when one of them changes."""
+    return list(map(attrgetter("_spec"), dtensors))
+
+
 @contextmanager
 def one_thread() -> Iterator[None]:
     """Let torch compute on the calling thread alone in this block; other threads keep their numbers of threads.
@@ -176,23 +221,6 @@ def one_thread() -> Iterator[None]:
             torch.set_num_threads(number)
 
 
-def multiply_int8(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """Return the product of two int8 matrices on the CPU, exact, as int32.
-
-    Args:
-        left: Of shape (n, k), with k at most 1024.
-        right: Of shape (k, m), with values from -64 to 63: all sums are then exact in float32, too, and the sums of two
-            products in the 16 bits that processors with AVX-512 and without VNNI have for them.
-
-    Returns:
-        int32, of as many rows as the first and as many columns as the second.
-    """
-    # Four times as fast as float32 where the processor multiplies bytes (AVX-512); slow where it does not.
-    if torch.backends.cpu.get_cpu_capability() == "AVX512" and hasattr(torch, "_int_mm"):
-        return torch._int_mm(left, right)  # noqa: SLF001
-    return (left.float() @ right.float()).to(torch.int32)
-
-
 def _empty_shard(tensor: Any, dtype: torch.dtype) -> Any:
     if is_sharded_tensor(tensor):
         return empty_sharded_tensor_like(tensor, dtype)
@@ -204,14 +232,19 @@ __all__ = [
     "check_torch",
     "copy_each",
     "empty_sharded_tensor_like",
+    "find_wrapped_child",
     "group_store",
     "group_timeout",
     "is_sharded_tensor",
     "map_arguments",
     "move_placement",
-    "multiply_int8",
     "new_wrapper",
     "one_thread",
+    "read_local_tensor",
+    "read_local_tensors",
+    "read_specs",
+    "reshards",
+    "shortens_names",
     "split_factor",
     "step_without_hooks",
 ]

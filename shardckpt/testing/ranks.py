@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 #: Seconds that a rank waits in a collective.
-GROUP_TIMEOUT = 8.0
+GROUP_TIMEOUT = 20.0
 #: Seconds after which a run is ended by force.
 RUN_TIMEOUT = 60.0
 #: How workers start. Elsewhere a fork without a new program is not safe, or not there.

@@ -6,7 +6,6 @@ shards to owners. Values are not sent, but digests of the shards that several ra
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import math
 import struct
@@ -19,7 +18,7 @@ from shardckpt.distributed import pickle_value
 from shardckpt.errors import ShardingError, listed
 from shardckpt.mapping import Replicated, ShardedBase, ShardedObject, ShardedTensor
 from shardckpt.planning import shard_id
-from shardckpt.state_dict import diff
+from shardckpt.state_dict import build_copy, diff
 from shardckpt.storage import digest_function, digest_vote, negotiate_digest
 from shardckpt.tensors import dequantize, is_quantized, movable, plain_cpu, tensor_bytes
 
@@ -163,7 +162,7 @@ def choose_main_replicas(
         _compare(sorted(compared, key=lambda pair: pair[1]), comm)
     renumbered = list(shards)
     for number, short_id in short_ids.items():
-        shard: Any = copy.copy(shards[number])
+        shard: Any = build_copy(shards[number])
         shard.replica_id = int(holders[short_id].first != comm.rank)
         renumbered[number] = shard
     return renumbered

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from shardckpt_ep.experts import Experts
 from shardckpt_ep.names import SECTIONS
 from shardckpt_torch_dist import TorchDistLoadShardedStrategy
 
@@ -32,7 +31,7 @@ class EPLoadStrategy(TorchDistLoadShardedStrategy):
     def __init__(
         self, layouts: Mapping[str, ExpertLayout] | None = None, *, sections: Iterable[str] = SECTIONS
     ) -> None:
-        self._experts = Experts(layouts or {}, sections)
+        self._layouts, self._sections = dict(layouts or {}), tuple(sections)
 
     def recognises(self, directory: Path) -> None:
         """Recognise nothing: directories without ``metadata.json`` belong to the strategy of (torch_dist, 1)."""
@@ -50,5 +49,8 @@ class EPLoadStrategy(TorchDistLoadShardedStrategy):
         Raises:
             ShardingError: a shard is not described as its layout says.
         """
-        self._experts.check_shards(wanted, context.comm)
+        # here: it imports DTensor, for half a second, and every reader is asked whether it recognises a directory
+        from shardckpt_ep.experts import Experts
+
+        Experts(self._layouts, self._sections).check_shards(wanted, context.comm)
         return super().load(wanted, context)

@@ -9,7 +9,7 @@ from shardckpt.manifest import RECORD_NAME
 from shardckpt.storage import LENGTH_BYTES, header_length, parse_head
 from shardckpt.strategy import StoredFile, find_error
 from shardckpt_safetensors.index import find_part_errors, read_index
-from shardckpt_safetensors.index_header import COMMON_FILE, INDEX_FILE
+from shardckpt_safetensors.index_names import COMMON_FILE, INDEX_FILE
 from shardckpt_safetensors.objects import parse_tree_head
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ import torch
 from shardckpt.planning import make_column, make_matrix
 from shardckpt.storage import Columns, PackedColumns
 from shardckpt_safetensors.dtypes import dtype_name
-from shardckpt_safetensors.index_header import BLOCK_SCALES, CODECS, FEATURE, HEADER, UNALIGNED
+from shardckpt_safetensors.index_names import BLOCK_SCALES, CODECS, FEATURE, HEADER, UNALIGNED
 from shardckpt_safetensors.index_parts import ALIGN, sort_rows
 from shardckpt_safetensors.names import StringTable
 
@@ -60,6 +60,9 @@ def encode_index(plan: MergedPlan, parts: Mapping[str, int] | None = None) -> En
         plan: The merged plan. The location of a box is file and start, that of an object file, start, size and codec.
         parts: If the tensors are in parts, and not in the plan: the bytes before the rows of each, by name. Aliases and
             scales of the plan then have numbers of tensors of the parts.
+
+    Returns:
+        The columns of the index, as FORMAT.md describes them.
     """
     strings = StringTable()
     axes = [len(shape) for shape in plan.shapes]

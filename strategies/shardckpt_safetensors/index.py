@@ -20,25 +20,20 @@ from shardckpt.errors import (
 )
 from shardckpt.mapping import BlockScales, ShardedObject, ShardedTensor
 from shardckpt.planning import Table, are_full, find_untiled, list_rows, make_column, number_groups
-from shardckpt.storage import LENGTH_BYTES, Columns, check_file_name, header_length
+from shardckpt.storage import LENGTH_BYTES, Columns, ParseCache, check_file_name, header_length
 from shardckpt.strategy import StoredColumns, find_error
 from shardckpt_safetensors.index_columns import (
     COUNTABLE,
+    are_countable,
     count_elements,
+    find_limits,
     read_column,
     read_tensors,
     read_unchecked,
     require,
 )
-from shardckpt_safetensors.index_header import (
-    BLOCK_SCALES,
-    COMMON_FILE,
-    FEATURE,
-    HEADER,
-    INDEX_FILE,
-    UNALIGNED,
-    parse_header,
-)
+from shardckpt_safetensors.index_header import parse_header
+from shardckpt_safetensors.index_names import BLOCK_SCALES, COMMON_FILE, FEATURE, HEADER, INDEX_FILE, UNALIGNED
 from shardckpt_safetensors.index_parts import ALIGN, HEADER_LIMIT, IndexParts
 from shardckpt_safetensors.names import Strings
 
@@ -50,6 +45,8 @@ if TYPE_CHECKING:
     from shardckpt.storage import CheckpointReader
 
 _SUFFIX = ".safetensors"
+#: Tensors and boxes of a selection that is kept for the next load of the same tensors.
+_FEW_SELECTED = 1024
 
 
 class StoredObject(NamedTuple):
@@ -121,7 +118,7 @@ class StoredIndex(ChunkIndex):
         keys, dtypes, shapes, axes, self._extents, self.bounds = tensors
         self._lists = keys, dtypes, shapes
         self._count = len(keys)
-        self._lacked = torch.arange(self._extents.shape[1], device="cpu") >= axes.view(-1, 1)
+        self._axes = axes
         count = self._count
         self._alias = read_column(columns, "alias", (-1, 2), len(strings))
         self._alias_tensor = read_column(columns, "alias_tensor", (len(self._alias),), count)
@@ -136,6 +133,8 @@ class StoredIndex(ChunkIndex):
             )
         ]
         self._strings = strings
+        #: The tensors that were taken last, their chunks and bounds, checked: the next load may be of the same.
+        self._selected: tuple[torch.Tensor, Chunks, torch.Tensor] | None = None
         self._scaled: list[torch.Tensor] = []
         if BLOCK_SCALES in self.header.optional_features:
             scaled = read_column(columns, "scaled", (-1,), count)
@@ -214,8 +213,13 @@ class StoredIndex(ChunkIndex):
             CorruptCheckpointError: A box is outside of its tensor, or its payload of its file; elements are missing or
                 there twice; or payloads overlap.
         """
+        kept = self._selected
+        if kept is not None and torch.equal(kept[0], numbers):
+            return kept[1:]
         chunks, bounds = self._select(numbers, wanted)
         self._check_payloads(chunks, numbers)
+        if isinstance(self._boxes, _Columns) and max(len(numbers), len(chunks.file)) <= _FEW_SELECTED:
+            self._selected = numbers, chunks, bounds
         return chunks, bounds
 
     def _select(self, numbers: torch.Tensor, wanted: Callable[[], Table] | None = None) -> tuple[Chunks, torch.Tensor]:
@@ -241,8 +245,9 @@ class StoredIndex(ChunkIndex):
         offset, extent, file, start = boxes.take(which)
         table = Table(spec, offset, extent)
         itemsizes = make_column([self.dtypes[number].itemsize for number in numbers.tolist()])
-        many = count_elements(self._extents[numbers]) * itemsizes >= COUNTABLE
-        self._refuse(many, numbers, "has a shape of too many bytes")
+        if not are_countable(torch.cat([self._extents[numbers].long(), itemsizes.view(-1, 1)], 1)):
+            many = count_elements(self._extents[numbers]) * itemsizes >= COUNTABLE
+            self._refuse(many, lambda: numbers, "has a shape of too many bytes")
         volume = self._check_boxes(table, numbers, is_all=is_all)
         chunks = Chunks(
             table,
@@ -252,8 +257,10 @@ class StoredIndex(ChunkIndex):
             torch.zeros(1, dtype=torch.int64, device="cpu").expand(len(spec)),
             volume,
         )
-        unknown = (chunks.file < 0) | (chunks.file >= len(self.files))
-        self._refuse(unknown, numbers[spec], "has a payload in a file that the index does not name")
+        low, high = find_limits(chunks.file)
+        if low < 0 or high >= len(self.files):
+            unknown = (chunks.file < 0) | (chunks.file >= len(self.files))
+            self._refuse(unknown, lambda: numbers[spec], "has a payload in a file that the index does not name")
         return chunks, bounds
 
     def take_object(self, name: str) -> StoredObject:
@@ -365,18 +372,20 @@ class StoredIndex(ChunkIndex):
 
     def _check_boxes(self, table: Table, numbers: torch.Tensor, *, is_all: bool) -> torch.Tensor:
         """Check that boxes, if they are all, fill their tensors, and are in order; return their volumes."""
-        extents, lacked = self._extents[numbers].long(), self._lacked[numbers]
+        extents = self._extents[numbers].long()
         if are_full(table, extents):  # most tensors have one box
             return table.volume()
+        lacked = torch.arange(extents.shape[1], device="cpu") >= self._axes[numbers].view(-1, 1)
         spec, owners = table.spec, numbers[table.spec]
         inside = (table.offset >= 0) & (table.offset <= extents[spec] - table.extent) & (table.extent >= lacked[spec])
         inside = inside.all(1)
-        self._refuse(~inside, owners, "has a box outside of its shape")
+        self._refuse(~inside, lambda: owners, "has a box outside of its shape")
         volume = table.volume()
         if is_all:
             totals = torch.zeros(len(numbers), dtype=torch.int64, device="cpu").index_add_(0, spec, volume)
             shapes = [self.shapes[number] for number in numbers.tolist()]
-            self._refuse(totals != extents.prod(1), numbers, "has boxes that do not have each of its elements once")
+            wrong_count = totals != extents.prod(1)
+            self._refuse(wrong_count, lambda: numbers, "has boxes that do not have each of its elements once")
             wrong = find_untiled(table, shapes)
             if wrong:
                 self._fail(self.keys[int(numbers[wrong[0]])], "has boxes that do not have each of its elements once")
@@ -384,7 +393,8 @@ class StoredIndex(ChunkIndex):
         moved = steps != 0
         first = moved.to(torch.uint8).argmax(1, keepdim=True) if steps.shape[1] else moved.long()
         back = steps.gather(1, first).view(-1) < 0 if steps.shape[1] else torch.zeros(len(steps), dtype=torch.bool)
-        self._refuse(back & (spec[1:] == spec[:-1]), owners[1:], "has boxes that are not sorted by their offsets")
+        back &= spec[1:] == spec[:-1]
+        self._refuse(back, lambda: owners[1:], "has boxes that are not sorted by their offsets")
         return volume
 
     def _check_payloads(self, chunks: Chunks, numbers: torch.Tensor) -> None:
@@ -392,11 +402,10 @@ class StoredIndex(ChunkIndex):
         spec, start, length = chunks.box.spec, chunks.start, chunks.length
         sizes = self._sizes_of(chunks.file)
         bad = (start % self._align != 0) | (start < LENGTH_BYTES) | (length > sizes - start)
-        self._refuse(
-            bad, numbers[spec], f"has a payload outside of its file, or not at a multiple of {self._align} bytes"
-        )
+        fault = f"has a payload outside of its file, or not at a multiple of {self._align} bytes"
+        self._refuse(bad, lambda: numbers[spec], fault)
         order, shared = _find_shared(chunks.file, start, length)
-        self._refuse(shared, numbers[spec[order]][1:], "has a payload that shares bytes with another")
+        self._refuse(shared, lambda: numbers[spec[order]][1:], "has a payload that shares bytes with another")
 
     def _sizes_of(self, numbers: torch.Tensor) -> torch.Tensor:
         """Return the size in bytes of the file with each number."""
@@ -415,17 +424,29 @@ class StoredIndex(ChunkIndex):
             raise CorruptCheckpointError(f"{self._source}: it names {name}, which is not a file of this checkpoint")
         return self._sizes[name]
 
-    def _refuse(self, bad: torch.Tensor, numbers: torch.Tensor, fault: str) -> None:
-        """Raise CorruptCheckpointError with the key of the first row that is bad; each has the number of its tensor."""
+    def _refuse(self, bad: torch.Tensor, find_numbers: Callable[[], torch.Tensor], fault: str) -> None:
+        """Raise CorruptCheckpointError with the key of the first row that is bad.
+
+        Args:
+            bad: Which rows are.
+            find_numbers: Returns the number of each row's tensor; called if one is bad.
+            fault: What is wrong with it.
+        """
         if bool(bad.any()):
-            self._fail(self.keys[int(numbers[bad][0])], fault)
+            self._fail(self.keys[int(find_numbers()[bad][0])], fault)
 
     def _fail(self, key: str, fault: str) -> None:
         raise CorruptCheckpointError(f"{self._source}: {key!r:.300} {fault}")
 
 
+#: The indexes of small checkpoints.
+_indexes = ParseCache[StoredIndex]()
+
+
 def read_index(reader: CheckpointReader) -> StoredIndex:
-    """Return the index of a checkpoint; it is parsed once per reader.
+    """Return the index of a checkpoint, which callers share and must not change.
+
+    It is read once per reader. That of a small checkpoint is not parsed again for a later reader of the same bytes.
 
     Raises:
         CorruptCheckpointError: It is damaged.
@@ -440,7 +461,8 @@ def find_part_errors(reader: CheckpointReader) -> dict[str, CheckpointingExcepti
     Raises:
         CorruptCheckpointError: The index itself is damaged.
     """
-    columns = _read_columns(reader)
+    source = f"{reader.directory / INDEX_FILE}"
+    columns = Columns(_read_bytes(reader, source), source)
     if FEATURE not in parse_header(columns.metadata.get(HEADER)).required_features:
         return {}
     strings = Strings(columns.raw("text"), read_column(columns, "text_end", (-1,)).long())
@@ -456,20 +478,33 @@ def _list_parts(columns: Columns, strings: Strings) -> list[tuple[str, int]]:
     return list(zip(names, read_column(columns, "part_head", (len(names),)).tolist(), strict=True))
 
 
-def _read_columns(reader: CheckpointReader) -> Columns:
-    """Return the columns of the index."""
-    source = f"{reader.directory / INDEX_FILE}"
+def _read_bytes(reader: CheckpointReader, source: str) -> bytearray:
+    """Return the bytes of the index file."""
     size = reader.size(INDEX_FILE)
     if size > LENGTH_BYTES + HEADER_LIMIT:  # in a smaller file no header is longer
         header_length(reader.read_range(INDEX_FILE, 0, LENGTH_BYTES, "the index"), size, source, HEADER_LIMIT)
     data = bytearray(size)
     reader.read_into(INDEX_FILE, 0, memoryview(data), "the index")
-    return Columns(data, source)
+    return data
 
 
 def _read_index(reader: CheckpointReader) -> StoredIndex:
     source = f"{reader.directory / INDEX_FILE}"
-    columns = _read_columns(reader)
+    data = _read_bytes(reader, source)
+    record = reader.manifest.record
+    if record is None:
+        return _parse_index(data, source, reader)
+
+    def parse() -> StoredIndex:
+        return _parse_index(data, source, reader)
+
+    # one in parts reads further files later, by the reader
+    return _indexes.get(data, (source, record.self_digest), parse, lambda index: not index.parts)
+
+
+def _parse_index(data: bytearray, source: str, reader: CheckpointReader) -> StoredIndex:
+    """Return the index in the bytes of its file."""
+    columns = Columns(data, source)
     record = reader.manifest.record
     sizes = {} if record is None else {file.name: file.size for file in record.files}
     try:

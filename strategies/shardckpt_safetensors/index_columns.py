@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from shardckpt.errors import CorruptCheckpointError
+from shardckpt.planning import FEW
 from shardckpt_safetensors.dtypes import parse_dtype
 from shardckpt_safetensors.names import Lazy
 
@@ -61,11 +63,12 @@ def read_tensors(columns: Columns, strings: Strings, dtypes: Sequence[str]) -> T
     count = len(pairs)
     codes = read_column(columns, "tensor_dtype", (count,), len(dtypes))
     axes = read_column(columns, "tensor_axes", (count,), _MOST_AXES + 1)
-    width = int(axes.max()) if count else 0
+    least, width = find_limits(axes) if count else (0, 0)
     extents = read_column(columns, "tensor_shape", (count, width))
-    lacked = torch.arange(width, device="cpu") >= axes.view(-1, 1)
-    require(bool((~lacked | (extents == 1)).all()), "tensor_shape", "has a size of an axis too many")
-    require(bool((count_elements(extents) < COUNTABLE).all()), "tensor_shape", "has too many elements")
+    if least < width:
+        lacked = torch.arange(width, device="cpu") >= axes.view(-1, 1)
+        require(bool((~lacked | (extents == 1)).all()), "tensor_shape", "has a size of an axis too many")
+    require(are_countable(extents), "tensor_shape", "has too many elements")
     ends = read_column(columns, "tensor_end", (count,)).long()
     bounds = torch.cat([ends.new_zeros(1), ends])
     require(bool((bounds[:-1] <= bounds[1:]).all()), "tensor_end", "does not ascend")
@@ -116,23 +119,41 @@ def read_column(columns: Columns, name: str, shape: Ints, below: int | None = No
         CorruptCheckpointError: It is not there, or has another shape or other values.
     """
     found = read_unchecked(columns, name, shape)
-    low, high = found.aminmax() if found.numel() else (0, -1)
-    if int(low) < 0:
-        raise CorruptCheckpointError(f"its column {name!r} has {int(low)}")
-    if below is not None and int(high) >= below:
-        raise CorruptCheckpointError(f"its column {name!r} has {int(high)}, expected less than {below}")
+    low, high = find_limits(found)
+    if low < 0:
+        raise CorruptCheckpointError(f"its column {name!r} has {low}")
+    if below is not None and high >= below:
+        raise CorruptCheckpointError(f"its column {name!r} has {high}, expected less than {below}")
     return found
+
+
+def find_limits(column: torch.Tensor) -> tuple[int, int]:
+    """Return the smallest and the largest value; 0 and -1 if there is none."""
+    count = column.numel()
+    if count <= FEW:
+        values: list[int] = column.view(-1).tolist() if count else []
+        return min(values, default=0), max(values, default=-1)
+    low, high = column.aminmax()
+    return int(low), int(high)
 
 
 def read_unchecked(columns: Columns, name: str, shape: Ints) -> torch.Tensor:
     """Return a column in its stored dtype, whatever its values; the arguments are those of :func:`read_column`."""
     found = columns.stored(name)
-    if found.dim() != len(shape) or any(
-        size not in (-1, actual) for size, actual in zip(shape, found.shape, strict=True)
-    ):
+    actual = found.shape
+    if len(actual) != len(shape) or any(size not in (-1, has) for size, has in zip(shape, actual, strict=True)):
         expected = ", ".join("any" if size < 0 else str(size) for size in shape)
-        raise CorruptCheckpointError(f"its column {name!r} is of shape {tuple(found.shape)}, expected ({expected})")
+        raise CorruptCheckpointError(f"its column {name!r} is of shape {tuple(actual)}, expected ({expected})")
     return found
+
+
+def are_countable(extents: torch.Tensor) -> bool:
+    """Return whether tensors have few enough elements, sizes of 0 left out, to count them exactly."""
+    if not len(extents):
+        return True
+    # the largest size of each axis first: with those no tensor has more
+    largest = math.prod(max(size, 1) for size in extents.amax(0).tolist())
+    return largest < COUNTABLE or bool((count_elements(extents) < COUNTABLE).all())
 
 
 def count_elements(extents: torch.Tensor) -> torch.Tensor:

@@ -11,27 +11,10 @@ from shardckpt import __version__
 from shardckpt.errors import CorruptCheckpointError, VersionTooNewError, listed
 from shardckpt.manifest import SAVE_ID
 from shardckpt.storage import parse_json
+from shardckpt_safetensors.index_names import FORMAT, KNOWN_FEATURES, MAJOR
 
 if TYPE_CHECKING:
     from shardckpt.manifest import Lineage
-
-INDEX_FILE = "index.safetensors"
-#: The entry of the index's metadata that has this JSON.
-HEADER = "shardckpt"
-#: The required feature of an index in parts.
-FEATURE = "index_parts"
-COMMON_FILE = "common.safetensors"
-#: The codecs of objects, by their number in a plan.
-CODECS = ("json", "safetensors", "raw")
-#: The feature of a checkpoint with payloads that do not begin at multiples of ALIGN.
-UNALIGNED = "unaligned"
-#: An optional feature: which tensors are the scales of others.
-BLOCK_SCALES = "block_scales"
-
-_FORMAT = "1.0"
-_MAJOR = 1
-#: Features that this release reads.
-_KNOWN_FEATURES: frozenset[str] = frozenset({FEATURE, UNALIGNED})
 
 
 class IndexHeader(BaseModel):
@@ -53,7 +36,7 @@ class IndexHeader(BaseModel):
 def make_header(save_id: str, lineage: Lineage) -> IndexHeader:
     """Return the JSON of a new index, still without dtypes and codecs."""
     return IndexHeader(
-        format=_FORMAT,
+        format=FORMAT,
         required_features=[],
         optional_features=[],
         id=save_id,
@@ -72,16 +55,16 @@ def parse_header(text: str | None) -> IndexHeader:
         version = found.get("format") if isinstance(found, dict) else None
         if isinstance(version, str) and re.fullmatch(r"[0-9]{1,9}\.[0-9]{1,9}", version):
             major = int(version.partition(".")[0])
-            if major > _MAJOR:
+            if major > MAJOR:
                 raise VersionTooNewError(
-                    f"its format is {version}, this release reads {_MAJOR}.x: install a newer shardckpt"
+                    f"its format is {version}, this release reads {MAJOR}.x: install a newer shardckpt"
                 )
-            if major < _MAJOR:
+            if major < MAJOR:
                 raise ValueError(f"its format is {version}, which never was")
         header = IndexHeader.model_validate(found)
     except (ValueError, ValidationError) as exc:
         raise CorruptCheckpointError(f"the JSON in its metadata is damaged: {exc}") from exc
-    unknown = sorted(set(header.required_features) - _KNOWN_FEATURES)
+    unknown = sorted(set(header.required_features) - KNOWN_FEATURES)
     if unknown:
         raise VersionTooNewError(
             f"it needs {listed([repr(name[:100]) for name in unknown])}, which this release does not know: install a "

@@ -16,7 +16,7 @@ from shardckpt.planning import Table, list_rows, make_column, make_matrix, numbe
 from shardckpt.storage import INTEGERS, LENGTH_BYTES, Columns, header_length, narrow_dtype, pack_columns, parse_json
 from shardckpt_safetensors.dtypes import dtype_name
 from shardckpt_safetensors.index_columns import join_tensors, read_column, read_tensors, require
-from shardckpt_safetensors.index_header import HEADER
+from shardckpt_safetensors.index_names import HEADER
 from shardckpt_safetensors.names import Strings, StringTable
 
 if TYPE_CHECKING:
@@ -78,6 +78,9 @@ def encode_part(plan: MergedPlan, page_rows: int = PAGE_ROWS) -> EncodedPart:
     Args:
         plan: The tensors, with their boxes in order.
         page_rows: Rows of a page.
+
+    Returns:
+        Its bytes: the head, then the rows in pages.
     """
     strings = StringTable()
     axes = [len(shape) for shape in plan.shapes]

@@ -11,7 +11,7 @@ from shardckpt.planning import assign_holders, make_matrix
 from shardckpt.storage import HEADER_LIMIT, HeaderEntry, PackedShards, encode_header, pack_columns
 from shardckpt.tensors import LARGE, PAGE, page_offset
 from shardckpt_safetensors.dtypes import declare, dtype_name
-from shardckpt_safetensors.index_header import CODECS
+from shardckpt_safetensors.index_names import CODECS
 from shardckpt_safetensors.index_parts import ALIGN
 from shardckpt_safetensors.names import check_names
 from shardckpt_safetensors.write_plan import FilePlan, WritePlan
@@ -67,6 +67,9 @@ def lay_out_file(items: Sequence[Placed]) -> FileLayout:
 
     Args:
         items: The items, at least one.
+
+    Returns:
+        The header, and where each item lies.
 
     Raises:
         ShardingError: Its header would be longer than readers accept.

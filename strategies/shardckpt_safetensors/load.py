@@ -9,7 +9,7 @@ from shardckpt.mapping import PlainObject
 from shardckpt.strategy import LoadStrategy
 from shardckpt_safetensors.check import check_files, list_files
 from shardckpt_safetensors.index import read_index
-from shardckpt_safetensors.index_header import COMMON_FILE
+from shardckpt_safetensors.index_names import COMMON_FILE
 from shardckpt_safetensors.load_plan import LoadPlan
 from shardckpt_safetensors.objects import decode_object, decode_tree_file
 from shardckpt_safetensors.remove import plan_removal

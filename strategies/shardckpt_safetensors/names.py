@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 
 from shardckpt.errors import CorruptCheckpointError, ShardingError
-from shardckpt.planning import make_column, make_matrix
+from shardckpt.planning import make_column, make_matrix, sort_unique
 from shardckpt.tensors import tensor_bytes
 
 if TYPE_CHECKING:
@@ -117,9 +117,11 @@ class Strings:
         Raises:
             CorruptCheckpointError: One is empty, too long, not UTF-8, or there twice.
         """
+        if not len(pairs):
+            return []
         texts: Sequence[str] | dict[int, str]
         if len(self) > 2 * pairs.numel():  # most strings are of other columns
-            numbers = pairs.unique().tolist()  # type: ignore[no-untyped-call]
+            numbers = sort_unique(pairs.view(-1)).tolist()
             texts = dict(zip(numbers, self.get(numbers), strict=True))
         else:
             ends = self._ends.tolist()

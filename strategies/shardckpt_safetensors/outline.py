@@ -6,25 +6,29 @@ Importing torch takes longer than to list 100,000 tensors. What is not as this l
 
 from __future__ import annotations
 
-import math
 import sys
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from operator import add
+from typing import TYPE_CHECKING
 
 from shardckpt.errors import CheckpointingException
-from shardckpt.plugins import Outline
-from shardckpt.storage import LENGTH_BYTES, header_length, parse_head, parse_json, read_recorded_file
+from shardckpt.plugins import Outline, cut_shapes, is_object_key
+from shardckpt.storage import ColumnFile, parse_json
 from shardckpt_safetensors.dtype_names import DTYPES
-from shardckpt_safetensors.index_header import BLOCK_SCALES, COMMON_FILE, FEATURE, HEADER, INDEX_FILE, parse_header
+from shardckpt_safetensors.index_names import (
+    BLOCK_SCALES,
+    COMMON_FILE,
+    FEATURE,
+    FORMAT,
+    HEADER,
+    INDEX_FILE,
+    KNOWN_FEATURES,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
     from pathlib import Path
 
-    from shardckpt.manifest import Record
-    from shardckpt.storage import FileEntry
+    from shardckpt.manifest import PlainRecord
 
-#: How a column of integers of each kind is read.
-_CODES: dict[str, Literal["B", "h", "i", "q"]] = {"U8": "B", "I16": "h", "I32": "i", "I64": "q"}
 #: Most commas in the header of the common state that is looked at here.
 _MOST_PARTS = 1 << 18
 _MOST_ELEMENTS = 2**53
@@ -34,7 +38,7 @@ class _UnusualError(Exception):
     """The index has what is left to the class that checks all of it."""
 
 
-def read_outline(directory: Path, record: Record) -> Outline | None:
+def read_outline(directory: Path, record: PlainRecord) -> Outline | None:
     """Return what a checkpoint stores, or None to leave it to the strategy.
 
     Args:
@@ -47,54 +51,37 @@ def read_outline(directory: Path, record: Record) -> Outline | None:
     if sys.byteorder != "little":
         return None
     try:
-        index = _File.read(directory, record, INDEX_FILE)
-        common = _list_common(_File.read(directory, record, COMMON_FILE))
+        index = ColumnFile.read(directory, record, INDEX_FILE, _MOST_PARTS)
+        common = _list_common(ColumnFile.read(directory, record, COMMON_FILE, _MOST_PARTS))
         return _outline(index, record, common)
     except (CheckpointingException, _UnusualError, LookupError, TypeError, ValueError, OverflowError):
         return None
 
 
-class _File(NamedTuple):
-    """A safetensors file in memory."""
-
-    data: memoryview
-    metadata: dict[str, str]
-    entries: dict[str, FileEntry]
-
-    @classmethod
-    def read(cls, directory: Path, record: Record, name: str) -> _File:
-        data = memoryview(read_recorded_file(directory, record, name))
-        length = header_length(bytes(data[:LENGTH_BYTES]), len(data), name)
-        found = parse_head(data[LENGTH_BYTES : LENGTH_BYTES + length], len(data), name, _MOST_PARTS)
-        return cls(data, *found)
-
-    def column(self, name: str, below: int | None = None) -> list[int]:
-        """Return the integers of a column, row by row; all are at least 0, and less than ``below``."""
-        entry = self.entries[name]
-        found: list[int] = self.data[entry.start : entry.stop].cast(_CODES[entry.kind]).tolist()
-        _require(not found or (min(found) >= 0 and (below is None or max(found) < below)))
-        return found
-
-
-def _outline(index: _File, record: Record, common: list[str]) -> Outline:
-    header = parse_header(index.metadata[HEADER])
-    _require(header.id == record.save_id)
-    _require(FEATURE not in header.required_features and BLOCK_SCALES not in header.optional_features)
-    entry = index.entries["text"]
-    text, ends = bytes(index.data[entry.start : entry.stop]), index.column("text_end", len(index.data))
+def _outline(index: ColumnFile, record: PlainRecord, common: list[str]) -> Outline:
+    header = parse_json(index.metadata[HEADER].encode())
+    _require(header["id"] == record.save_id and header["format"] == FORMAT)
+    _require(KNOWN_FEATURES - {FEATURE} >= {*header["required_features"]})
+    _require(BLOCK_SCALES not in header["optional_features"])
+    text, ends = index.bytes_of("text"), index.integers("text_end", len(index.data))
     _require(ends == sorted(ends) and b"\0" not in text)
-    strings = [text[start:end].decode() for start, end in zip([0, *ends], ends, strict=False)]
-    keys = _join(strings, index.column("tensor", len(strings)))
-    codes = index.column("tensor_dtype", len(header.dtypes))
-    shapes = _cut_rows(index.column("tensor_shape"), index.column("tensor_axes"))
+    pieces = zip([0, *ends], ends, strict=False)
+    if text.isascii():  # then a character is a byte, and all are decoded at once
+        letters = text.decode()
+        strings = [letters[start:end] for start, end in pieces]
+    else:
+        strings = [text[start:end].decode() for start, end in pieces]
+    keys = _join(strings, index.integers("tensor", len(strings)))
+    codes = index.integers("tensor_dtype", len(header["dtypes"]))
+    shapes = cut_shapes(index.integers("tensor_shape"), index.integers("tensor_axes"), _MOST_ELEMENTS)
     _require(len(codes) == len(shapes) == len(keys))
-    aliases = index.column("alias_tensor", len(keys))
-    names = keys + _join(strings, index.column("alias", len(strings)))
-    objects = _join(strings, index.column("object", len(strings)))
+    aliases = index.integers("alias_tensor", len(keys))
+    names = keys + _join(strings, index.integers("alias", len(strings)))
+    objects = _join(strings, index.integers("object", len(strings)))
     _require(len(names) == len(keys) + len(aliases) and len({*names, *objects}) == len(names) + len(objects))
     _require(all({*names, *objects}))
-    _require(all(map(_is_of_grid, objects)))
-    known = [DTYPES[name] for name in header.dtypes]
+    _require(all(map(is_object_key, objects)))
+    known = [DTYPES[name] for name in header["dtypes"]]
     dtypes = [known[code].torch_name for code in codes]
     return Outline(
         names,
@@ -108,40 +95,16 @@ def _outline(index: _File, record: Record, common: list[str]) -> Outline:
 
 def _join(strings: list[str], pairs: list[int]) -> list[str]:
     """Return names, each of which is two strings."""
-    return [strings[first] + strings[second] for first, second in zip(pairs[::2], pairs[1::2], strict=True)]
+    first, second = (map(strings.__getitem__, numbers) for numbers in (pairs[::2], pairs[1::2]))
+    _require(len(pairs) % 2 == 0)
+    return list(map(add, first, second))
 
 
-def _cut_rows(extents: list[int], axes: list[int]) -> list[tuple[int, ...]]:
-    """Return the shape in each row, which has 1 behind it."""
-    width = max(axes, default=0)
-    _require(len(extents) == width * len(axes))
-    rows = (
-        [tuple(extents[start : start + width]) for start in range(0, len(extents), width)]
-        if width
-        else [()] * len(axes)
-    )
-    kinds = set(zip(rows, axes, strict=True))  # most of many tensors have one of a few shapes
-    _require(
-        all({*row[count:]} <= {1} and math.prod(max(size, 1) for size in row) < _MOST_ELEMENTS for row, count in kinds)
-    )
-    return [row[:count] for row, count in zip(rows, axes, strict=True)]
-
-
-def _list_common(file: _File) -> list[str]:
+def _list_common(file: ColumnFile) -> list[str]:
     """Return the names in the common state."""
     tree = parse_json(file.metadata["tree"].encode())
     _require(isinstance(tree, dict) and not any(name.startswith("$") for name in tree))
     return sorted(tree)
-
-
-def _is_of_grid(name: str) -> bool:
-    """Return whether an object's name is that of a ShardedObject with an offset and a shape."""
-    _, found, tail = name.rpartition("/shard_")
-    parts: Iterable[list[str]] = [part.split(".") for part in tail.split("_")]
-    offset, *shape = parts
-    return (
-        bool(found) and len(shape) == 1 and len(shape[0]) == len(offset) and all(map(str.isdecimal, offset + shape[0]))
-    )
 
 
 def _require(fine: bool) -> None:

@@ -14,7 +14,7 @@ from shardckpt.strategy import KeptItem, Removal
 from shardckpt_safetensors.dtypes import declare
 from shardckpt_safetensors.encoded_index import encode_index
 from shardckpt_safetensors.index import read_index
-from shardckpt_safetensors.index_header import CODECS, INDEX_FILE
+from shardckpt_safetensors.index_names import CODECS, INDEX_FILE
 from shardckpt_safetensors.index_parts import MOST_ROWS, encode_part
 from shardckpt_safetensors.layout import Placed, lay_out_file, piece_name
 from shardckpt_safetensors.whole import WEIGHTS_INDEX, StoredFolder

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, cast
 
 from shardckpt.chunks import ChunkSaveStrategy, has_scales, merge_by_owners, merge_plans
 from shardckpt.errors import CheckpointingException
-from shardckpt.huggingface import find_mapping, parse_size
+from shardckpt.huggingface import find_mapping
 from shardckpt.parallel import assign_main_replicas
+from shardckpt.storage import parse_size
 from shardckpt_safetensors.encoded_index import EncodedIndex, encode_index, is_unaligned
 from shardckpt_safetensors.index_parts import PAGE_ROWS, encode_part
 from shardckpt_safetensors.layout import lay_out
@@ -204,7 +205,12 @@ class SafetensorsSaveShardedStrategy(ChunkSaveStrategy[EncodedIndex, Payload]):
         context: PlanContext,  # noqa: ARG002 - nothing that a caller could allow: no value is pickled
     ) -> dict[str, Payload]:
         """Return the payloads of a rank's objects; arguments as of the base."""
-        return {key: Payload(*encode_object(shards[n].data, f"object {key!r}")) for key, n in objects.items()}
+        payloads: dict[int, Payload] = {}  # one object may have many keys: the options of an optimizer's group
+        for key, number in objects.items():
+            data = shards[number].data
+            if id(data) not in payloads:
+                payloads[id(data)] = Payload(*encode_object(data, f"object {key!r}"))
+        return {key: payloads[id(shards[number].data)] for key, number in objects.items()}
 
     def encode_common(self, common: CommonStateDict, context: PlanContext) -> bytes:  # noqa: ARG002 - as above
         """Return the file with the common state; arguments as of the base."""

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from operator import add
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from shardckpt.chunks import ChunkWork, append_run, cut_runs
 from shardckpt.errors import ShardingError
 from shardckpt_safetensors.encoded_index import EncodedIndex
-from shardckpt_safetensors.index_header import COMMON_FILE, INDEX_FILE, make_header
+from shardckpt_safetensors.index_header import make_header
+from shardckpt_safetensors.index_names import COMMON_FILE, INDEX_FILE
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -59,6 +60,9 @@ class WritePlan(ChunkWork[EncodedIndex, Payload]):
         whole: The files with whole tensors, whose tensors come after those of the items; None if there are none.
         parts: The parts of the index that this rank writes, by file name.
     """
+
+    # the whole tensors' part has the assets, which are read anew
+    own_fields: ClassVar[frozenset[str]] = ChunkWork.own_fields | {"whole"}
 
     files: list[FilePlan]
     parts: dict[str, EncodedPart] = field(default_factory=dict)

@@ -21,4 +21,5 @@ def shardckpt_register(registry: StrategyRegistry) -> None:
         writes="what Megatron-Core 0.9 to 0.20 and plain DCP read",
         reads="Megatron-Core 0.9 to 0.20 (flattened optimizer shards too), plain DCP directories",
         default=True,
+        outline="shardckpt_torch_dist.outline:read_outline",
     )

@@ -18,10 +18,10 @@ from torch.distributed.fsdp import fully_shard
 from shardckpt import dist_checkpointing
 from shardckpt.adapters import load_into, to_sharded_state_dict
 from shardckpt.engine.load_template import LoadTemplate
-from shardckpt.errors import KeyMismatchError
+from shardckpt.errors import KeyMismatchError, ShardingError
 from shardckpt.local import TensorAwareStateDict
 from shardckpt.manager import CheckpointConfig, CheckpointManager
-from shardckpt.mapping import OptionalEntries, ShardedTensor
+from shardckpt.mapping import OptionalEntries, ShardedObject, ShardedTensor
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -379,8 +379,7 @@ def test_fsdp2_with_an_expert_that_one_rank_reaches(
     assert saved[0][1] == {f"{part}.{name}" for part in ("shared", "experts.0") for name in ("weight", "bias")}
 
 
-def test_an_optimizer_that_needs_a_closure_is_not_stepped() -> None:
-    """LBFGS has state of one parameter for all: a load takes that, and makes none for the others."""
+def _step_lbfgs() -> tuple[nn.Module, torch.optim.LBFGS]:
     model = nn.Linear(WIDTH, 1)
     optimizer = torch.optim.LBFGS(model.parameters(), max_iter=2)
 
@@ -391,6 +390,28 @@ def test_an_optimizer_that_needs_a_closure_is_not_stepped() -> None:
         return value
 
     optimizer.step(loss)
+    return model, optimizer
+
+
+@pytest.mark.parametrize("backend", ["torch_dist", "safetensors"])
+def test_an_lbfgs_is_loaded_as_an_object(backend: str, tmp_path: Path) -> None:
+    """A load into a new LBFGS is an error that says how its state is saved, and what it says works."""
+    model, optimizer = _step_lbfgs()
+    dist_checkpointing.save(to_sharded_state_dict(model, optimizer), tmp_path / "c", backend)
+    new = torch.optim.LBFGS(model.parameters(), max_iter=2)
+    with pytest.raises(ShardingError, match=r"LBFGS without state.*ShardedObject"):
+        dist_checkpointing.load(to_sharded_state_dict(model, new), tmp_path / "c")
+    state = {"lbfgs": ShardedObject("lbfgs", optimizer.state_dict(), (1,), (0,))}
+    dist_checkpointing.save(state, tmp_path / "d", backend)
+    new.load_state_dict(
+        dist_checkpointing.load({"lbfgs": ShardedObject("lbfgs", None, (1,), (0,))}, tmp_path / "d")["lbfgs"]
+    )
+    assert new.state_dict()["state"][0]["d"].equal(optimizer.state_dict()["state"][0]["d"])
+
+
+def test_an_optimizer_that_needs_a_closure_is_not_stepped() -> None:
+    """LBFGS has state of one parameter for all: a load takes that, and makes none for the others."""
+    model, optimizer = _step_lbfgs()
     template = LoadTemplate(to_sharded_state_dict(model, optimizer))
     assert any(shard.key.startswith("optimizer.state.weight.") for shard in template.shards)
     assert not any(shard.key.startswith("optimizer.state.bias.") for shard in template.shards)

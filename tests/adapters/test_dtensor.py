@@ -72,7 +72,7 @@ def test_what_is_stored_are_the_global_tensors(checkpoints: list[tuple[Path, int
             assert torch.equal(found[key], values(shape)), key
 
 
-@pytest.mark.parametrize("count", [2, *(pytest.param(count, marks=pytest.mark.slow) for count in (1, 3, 4))])
+@pytest.mark.parametrize("count", [2, 4, *(pytest.param(count, marks=pytest.mark.long) for count in (1, 3))])
 @pytest.mark.slow
 def test_any_layout_loads_as_any_other(ranks: RankPool, checkpoints: list[tuple[Path, int]], count: int) -> None:
     """What 1 to 4 ranks saved in any layout fills the caller's DTensors of any other, and load returns these."""

@@ -14,7 +14,8 @@ from torch.distributed.tensor import distribute_tensor
 from shardckpt import dist_checkpointing
 from shardckpt.adapters import to_sharded_state_dict
 from shardckpt.errors import ShardingError
-from shardckpt.mapping import ShardedTensor
+from shardckpt.mapping import PlainObject, ShardedObject, ShardedTensor
+from tests import backends
 from tests.adapters.layouts import S0, values
 
 if TYPE_CHECKING:
@@ -80,6 +81,18 @@ def test_arguments_that_do_not_fit_are_refused(arguments: tuple[Any, ...], reaso
     """What is no state, module or optimizer is an error that says what is expected."""
     with pytest.raises(ShardingError, match=reason):
         to_sharded_state_dict(*arguments)
+
+
+@backends.both
+def test_an_object_under_many_keys_is_loaded_by_each(tmp_path: Path) -> None:
+    """One object that is described under many keys, as an optimizer's options are, comes back under each, as it is."""
+    options = {"lr": 0.1, "betas": (0.9, 0.95)}
+    state = {key: ShardedObject(key, options, (1,), (0,)) for key in ("a", "b")}
+    for step in range(2):  # the second save has a cached plan
+        options["lr"] = 0.1 * step
+        dist_checkpointing.save({**state, "plain": PlainObject("plain", options)}, tmp_path / str(step))
+        loaded = dist_checkpointing.load(dict(state), tmp_path / str(step))
+        assert loaded == {"a": options, "b": options}
 
 
 def _stage(directory: Path) -> list[float]:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from shardckpt import dist_checkpointing as dc
 from shardckpt.async_save import AsyncCallsQueue, AsyncRequest
@@ -207,8 +208,9 @@ def waits_at_most() -> None:
 def slower_than_the_group(persistent: bool) -> list[int]:
     """A writer that takes longer than the process group's timeout."""
     rank, _ = whereabouts()
+    _set_pg_timeout(dt.timedelta(seconds=4), dist.group.WORLD)  # less to wait for than the pool's groups have
     with AsyncCallsQueue(persistent) as queue:
-        queue.schedule_async_request(AsyncRequest(sleeping, (10.0 if rank else 0.0, None), []))
+        queue.schedule_async_request(AsyncRequest(sleeping, (6.0 if rank else 0.0, None), []))
         return queue.maybe_finalize_async_calls(blocking=True)
 
 

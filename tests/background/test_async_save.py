@@ -111,10 +111,10 @@ def test_ranks_wait_together_and_at_most_as_long_as_told(ranks: RankPool) -> Non
     ranks.run(3, jobs.waits_at_most)
 
 
-@backends.both
+@backends.both_at_length
 @pytest.mark.slow
 def test_a_writer_may_take_longer_than_the_process_groups_timeout(ranks: RankPool) -> None:
-    """Waiting for a slow writer is no collective that lasts: the group's timeout, 8 s here, does not end it."""
+    """Waiting for a slow writer is no collective that lasts: the group's timeout, 4 s here, does not end it."""
     assert ranks.run(2, jobs.slower_than_the_group, True) == [[1], [1]]
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+
 import pytest
 import torch
 from torch.testing._internal.two_tensor import TwoTensor
@@ -80,7 +82,7 @@ def test_a_layout_serves_tensors_of_any_kind() -> None:
         assert all(torch.equal(copy, tensor) for copy, tensor in zip(copies, tensors, strict=True))
     for wrong in (torch.ones(5, dtype=torch.int32), torch.ones(4, dtype=torch.int64)):
         with pytest.raises(ShardingError, match=r"'b': [45] of torch\.int"):
-            Copies(["a", "b", "c"], [plain[0], wrong, plain[2]], layout)
+            Copies(["a", "b", "c"], [plain[0], wrong, plain[2]], layout).run(copies)
 
 
 @pytest.mark.parametrize("gap", [0, 1, 15, 16, 500])
@@ -99,9 +101,31 @@ def test_neighbours_are_copied_bit_for_bit(monkeypatch: pytest.MonkeyPatch, gap:
         if number % 20 == 5:
             tensors += [torch.ones(3), torch.zeros(2, 0), torch.randint(256, (1 << 20,), dtype=torch.uint8)]
     tensors += [tensors[4], tensors[3]]
-    for some in (tensors, [*tensors, torch.ones(3, 4).t()]):
+    turned = [tensor.view(2, -1).t() if number == 4 else tensor for number, tensor in enumerate(tensors)]
+    for some in (tensors, turned, [*tensors, torch.ones(3, 4).t()]):
         copies = _copied(some)
         assert all(torch.equal(copy, tensor) for copy, tensor in zip(copies, some, strict=True))
+
+
+def test_neighbours_that_change_between_saves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What one save has found out of its tensors' memory is not believed of those of the next."""
+    monkeypatch.setattr(copying, "_RUN", 4096)
+    memory = torch.randint(256, (40 * 4096,), dtype=torch.uint8).view(torch.int32)
+    tensors = list(memory.view(40, 32, 32))
+    keys = [f"key{n}" for n in range(40)]
+    layout = Copies(keys, tensors).layout
+    for change in ("none", "none", "turned in place", "elsewhere", "expanded", "none"):
+        some = list(tensors)
+        if change == "turned in place":  # the same address
+            some[7] = tensors[7].t()
+        elif change == "elsewhere":
+            some[7] = tensors[7].clone()
+        elif change == "expanded":
+            some[7] = tensors[7].as_strided((32, 32), (0, 1))
+        views = layout.views(torch.full((layout.nbytes,), 255, dtype=torch.uint8))
+        Copies(keys, some, layout).run(views)
+        assert all(torch.equal(copy, tensor) for copy, tensor in zip(views, some, strict=True)), change
+        assert layout.run_finder.has_found
 
 
 def test_freed_memory_is_refused() -> None:
@@ -138,9 +162,12 @@ def test_a_layout_is_for_tensors_of_its_form(size: int) -> None:
     """Tensors of another size or dtype than a layout was made for are refused by key, and not copied past their end."""
     layout = Copies(["a", "b"], [torch.ones(3), torch.ones(size)]).layout
     assert Copies(["a", "b"], [torch.zeros(3), torch.zeros(size)], layout).layout is layout
+    memory = torch.zeros(layout.nbytes, dtype=torch.uint8)
+    views = layout.views(memory)
     for other in (torch.ones(1), torch.ones(size, dtype=torch.int32), torch.ones(size, dtype=torch.bfloat16)):
         with pytest.raises(ShardingError, match="'b'"):
-            Copies(["a", "b"], [torch.ones(3), other], layout)
+            Copies(["a", "b"], [torch.zeros(3), other], layout).run(views)
+        assert not memory.any()
 
 
 def test_what_cannot_be_copied_is_named() -> None:
@@ -154,3 +181,36 @@ def _refused(row: torch.Tensor) -> torch.Tensor:
     with pytest.raises(ShardingError, match="'key1'"):
         _copied([torch.ones(2), row])
     return row
+
+
+def test_tensors_that_are_alike_are_copied_as_any_others() -> None:
+    """Tensors of one shape, whose copies are joined, with any strides and bits; others among them; a changed one."""
+    plain = [torch.full((8, 4), float(n)) for n in range(600)]
+    layout = Copies([str(n) for n in range(600)], plain).layout
+    assert all(isinstance(batch, range) for batch in layout.batches)
+    assert sorted(number for batch in layout.batches for number in batch) == list(range(600))
+    mixed = list(plain)
+    mixed[3] = torch.arange(32.0).view(4, 8).t()
+    mixed[300] = torch._neg_view(torch.ones(8, 4))
+    mixed[301] = torch.nn.Parameter(torch.ones(8, 4))
+    mixed[302] = torch.arange(64.0).view(8, 8)[:, ::2]
+    for tensors in (plain, mixed, mixed[::-1]):
+        views = layout.views(torch.full((layout.nbytes,), 255, dtype=torch.uint8))
+        Copies([str(n) for n in range(600)], tensors, layout).run(views)
+        assert all(torch.equal(view, tensor) for view, tensor in zip(views, tensors, strict=True))
+    between = [*plain[:20], torch.ones(3), *plain[20:40], torch.ones((8, 4), dtype=torch.int32), *plain[40:]]
+    assert all(torch.equal(copy, tensor) for copy, tensor in zip(_copied(between), between, strict=True))
+    for places in ((0,), (7,), range(600)):
+        turned = list(plain)
+        for place in places:
+            turned[place] = torch.ones(4, 8)
+        with pytest.raises(RuntimeError, match="size"):
+            Copies([str(n) for n in range(600)], turned, layout).run(views)
+
+
+def test_a_layout_is_pickled_once_and_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process gets the layout of a save as it is, and the second save with it does not pickle it again."""
+    layout = Copies(["a", "b"], [torch.ones(5), torch.ones(600, 600)]).layout
+    assert pickle.loads(pickle.dumps(layout)) == layout
+    monkeypatch.setattr(copying, "pickle_value", lambda _: pytest.fail("it is pickled again"))
+    assert pickle.loads(pickle.dumps(layout)) == layout

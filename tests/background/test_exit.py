@@ -3,7 +3,6 @@ from __future__ import annotations
 import subprocess
 import sys
 import textwrap
-import time
 from typing import TYPE_CHECKING
 
 import pytest
@@ -63,7 +62,7 @@ def _start(program: str, folder: Path, *arguments: str) -> programs.Program:
     return programs.start("", *arguments, file=script, warnings_are_errors=True, one_output=True)
 
 
-@backends.both_slowly
+@backends.both_at_length
 @PERSISTENT
 def test_a_save_in_flight_at_the_end_of_one_process_is_finished(
     tmp_path: Path, backend: Backend, persistent: bool
@@ -80,8 +79,8 @@ def test_a_save_in_flight_at_the_end_of_one_process_is_finished(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["c", "train.py"]
 
 
-@backends.both_slowly
-@pytest.mark.parametrize("persistent", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["thread", "process"])
+@backends.both_at_length
+@pytest.mark.parametrize("persistent", [False, pytest.param(True, marks=pytest.mark.long)], ids=["thread", "process"])
 @pytest.mark.slow
 def test_a_large_save_in_flight_at_the_end_of_one_process_is_finished(
     tmp_path: Path, backend: Backend, persistent: bool
@@ -108,7 +107,7 @@ def test_a_large_save_in_flight_at_the_end_of_one_process_is_finished(
     assert len(dc.load_plain_tensors(tmp_path / "c")) == 4000
 
 
-@backends.both_slowly
+@backends.both_at_length
 def test_a_save_that_fails_at_the_end_is_told(tmp_path: Path) -> None:
     """A failure in one queue at the end of the program is in its output, and the other queue's save is finished."""
     program = """
@@ -129,7 +128,7 @@ def test_a_save_that_fails_at_the_end_is_told(tmp_path: Path) -> None:
     assert dc.load_plain_tensors(tmp_path / "c")["w"].eq(1).all()
 
 
-@backends.both_slowly
+@backends.both_at_length
 @PERSISTENT
 @pytest.mark.slow
 def test_a_save_in_flight_at_the_end_of_a_job_is_finished(tmp_path: Path, persistent: bool) -> None:
@@ -141,7 +140,7 @@ def test_a_save_in_flight_at_the_end_of_a_job_is_finished(tmp_path: Path, persis
     assert not list(tmp_path.glob(".*"))
 
 
-@backends.both_slowly
+@backends.both_at_length
 @PERSISTENT
 def test_a_save_in_flight_when_the_group_is_destroyed_is_absent(tmp_path: Path, persistent: bool) -> None:
     """Ranks that cannot finalize any more say what is lost and what to do, and leave nothing of it."""
@@ -156,20 +155,18 @@ def test_a_save_in_flight_when_the_group_is_destroyed_is_absent(tmp_path: Path, 
     assert not list(tmp_path.glob(".*"))
 
 
-@backends.both_slowly
+@backends.both_at_length
 @pytest.mark.parametrize(
     "end",
     [
         "rank and os._exit(3)",  # it never comes to its end
-        pytest.param("rank and time.sleep(6)", marks=pytest.mark.slow),  # later than any rank waits
+        pytest.param("rank and time.sleep(6)", marks=pytest.mark.long),  # later than any rank waits
     ],
 )
 def test_ranks_that_end_apart_lose_the_save_and_say_so(tmp_path: Path, end: str) -> None:
     """A rank waits for the others' ends for a bounded time, whatever has become of them, and says what is lost."""
     end = f"from shardckpt.background import ending; ending.END_TIMEOUT = 2.0; {end}"
-    began = time.monotonic()
     codes, outputs = _end_together(tmp_path, persistent=False, end=end)
-    assert time.monotonic() - began < 50
     assert codes[0] == 0, outputs
     assert f"a background save was not finalized: {tmp_path}/c is absent" in outputs[0]
     assert "another rank has not ended within 2 s, or ended before" in outputs[0]
@@ -185,7 +182,7 @@ def _end_together(tmp_path: Path, *, persistent: bool, end: str) -> tuple[list[i
     return [process.returncode for process in processes], outputs
 
 
-@backends.both_slowly
+@backends.both_at_length
 def test_a_synchronous_save_starts_no_process(tmp_path: Path) -> None:
     """A plain save needs no __main__ guard, no manager process, no psutil and no multiprocessing child."""
     program = """
@@ -203,7 +200,7 @@ def test_a_synchronous_save_starts_no_process(tmp_path: Path) -> None:
     assert process.returncode == 0, output
 
 
-@backends.both_slowly
+@backends.both_at_length
 def test_a_killed_training_leaves_no_worker_and_no_checkpoint(tmp_path: Path) -> None:
     """When the training process is killed, its worker ends by itself, and what was in flight is absent."""
     program = """

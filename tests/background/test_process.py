@@ -23,6 +23,11 @@ if TYPE_CHECKING:
 
 
 @pytest.fixture(scope="module")
+def forked_workers() -> None:
+    """They are interpreters here, as trainers start them."""
+
+
+@pytest.fixture(scope="module")
 def worker() -> Iterator[WorkerProcess]:
     """A process that takes calls."""
     process = WorkerProcess()
@@ -123,6 +128,7 @@ def test_signals_to_the_whole_job_do_not_end_a_save(worker: WorkerProcess, numbe
     assert future.result(30) == 7
 
 
+@pytest.mark.slow
 def test_queues_have_processes_of_their_own() -> None:
     """Closing one queue does not disturb what another has in flight."""
     with AsyncCallsQueue(persistent=True) as one, AsyncCallsQueue(persistent=True) as other:

@@ -61,6 +61,26 @@ def test_a_negated_view_with_a_cast(path: Path) -> None:
     assert torch.equal(_load(path, _wanted(view, 5)), FULL[5:18].float())
 
 
+@pytest.mark.parametrize("few", [64, 0])
+@pytest.mark.parametrize(
+    ("low", "rows", "left", "columns"),
+    [(9, 3, 0, 64), (9, 3, 5, 20), (8, 8, 1, 63), (8, 8, 0, 64), (7, 2, 0, 64), (0, 24, 3, 1), (23, 1, 63, 1)],
+)
+def test_parts_of_pieces(
+    path: Path, monkeypatch: pytest.MonkeyPatch, few: int, low: int, rows: int, left: int, columns: int
+) -> None:
+    """Shards within a piece, over pieces and as a piece have their values, matched one by one or by columns."""
+    monkeypatch.setattr("shardckpt.chunks.requested.FEW", few)
+    data = torch.zeros(rows, columns, dtype=FULL.dtype)
+    wanted = ShardedTensor("w", data, data.dtype, (rows, columns), (24, 64), (low, left), None)
+    unallocated = ShardedTensor("w", None, data.dtype, (columns,), (24, 64), (low, left), None, prepend_axis_num=1)
+    loaded = dc.load({"first": wanted, "second": unallocated}, path, validate_access_integrity=False)
+    first, second = loaded["first"], loaded["second"]
+    assert first is data
+    assert torch.equal(data, FULL[low : low + rows, left : left + columns])
+    assert torch.equal(second, FULL[low, left : left + columns])
+
+
 def test_another_global_shape(path: Path) -> None:
     """With allow_shape_mismatch the common rows are loaded, and the others are zero; without, it is an error."""
     wide = ShardedTensor("w", torch.ones(30, 64, dtype=FULL.dtype), FULL.dtype, (30, 64), (30, 64), (0, 0), None)

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from shardckpt.chunks.ties import agree_on_aliases, find_ties
+from shardckpt.chunks.ties import TieFinder, agree_on_aliases, find_ties
 from shardckpt.distributed import Comm
 from shardckpt.mapping import ShardedTensor
 
@@ -45,3 +45,23 @@ def test_shards_of_one_key_count_together() -> None:
     assert find_ties([*shards("a", top, bottom), *shards("b", bottom, top)]) == []
     assert find_ties([*shards("a", top, bottom), *shards("b", top, bottom.clone())]) == []
     assert find_ties([*shards("a", top, bottom), *shards("b", top, bottom)[:1]]) == []
+
+
+def test_ties_that_come_and_go_between_saves() -> None:
+    """A finder that has seen the tensors of one save finds those that are tied in the next, and no others."""
+    first, second = torch.zeros(2), torch.ones(2)
+
+    def shards(*tensors: torch.Tensor) -> list[ShardedTensor]:
+        return [ShardedTensor.from_rank_offsets(key, data) for key, data in zip("abc", tensors, strict=True)]
+
+    finder = TieFinder()
+    rest = torch.zeros(3)
+    for tensors, ties in (
+        ((first, second, rest), []),
+        ((first, second, rest), []),
+        ((first, first, rest), [("a", "b")]),
+        ((first, second, rest), []),
+        ((first, second, second), [("b", "c")]),
+        ((first, second, second[:1]), []),
+    ):
+        assert finder.find(shards(*tensors)) == ties

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import subprocess
 import sys
 from typing import TYPE_CHECKING, Any
@@ -12,11 +13,14 @@ import pytest
 import torch
 
 from shardckpt import dist_checkpointing as dc
+from shardckpt.adapters import to_sharded_state_dict
 from shardckpt.cli import inspect as inspect_
 from shardckpt.cli import main
+from shardckpt.dist_checkpointing import StrategyAction
 from shardckpt.mapping import ShardedObject, ShardedTensor
+from shardckpt.plugins import get_plugin_manager
 from tests import names as names_
-from tests.backends import Backend, both
+from tests.backends import Backend, both, both_slowly
 from tests.cli.checkpoints import copy_golden, damage, save_plain_dcp
 
 if TYPE_CHECKING:
@@ -153,6 +157,23 @@ def test_inspect_works_where_a_data_file_is_missing(
     assert f"1 tensors and objects cannot be read completely: {key}" in out
 
 
+def test_inspect_counts_what_it_lists(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of a cut file it counts the tensors and objects of the listing, not what is stored for readers of DCP beside."""
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(4)).sum().backward()
+    optimizer.step()
+    dc.save(to_sharded_state_dict(model, optimizer), tmp_path / "step", "torch_dist")
+    damage(tmp_path / "step" / "__0_0.distcp", "cut by a byte")
+    assert main(["inspect", str(tmp_path / "step")]) == 1
+    said = capsys.readouterr().out
+    listed = re.search(r"(\d+) tensors of .* bytes, (\d+) objects", said)
+    affected = re.search(r"(\d+) tensors and objects cannot be read completely", said)
+    assert listed
+    assert affected
+    assert int(affected[1]) == int(listed[1]) + int(listed[2])
+
+
 def test_inspect_works_where_the_common_state_is_lost(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The tensors are listed, and the file is named."""
     path = copy_golden("0.16.1", tmp_path)
@@ -162,6 +183,30 @@ def test_inspect_works_where_the_common_state_is_lost(tmp_path: Path, capsys: py
     assert "decoder.final_layernorm.weight" in out
     assert f"the common state cannot be read: {path / 'common.pt'} is missing" in out
     assert "incomplete: common.pt is missing" in out
+
+
+@both
+def test_inspect_works_where_metadata_json_is_lost(
+    backend: Backend, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """1, with the whole listing by shardckpt.json, and how to write the lost file again; a region is shown, too."""
+    path = tmp_path / backend.name
+    dc.save({"w": ShardedTensor.from_rank_offsets("w", torch.ones(7)), "step": 3}, path, step=9)
+    assert main(["inspect", str(path)]) == 0
+    listing = capsys.readouterr().out.rstrip().splitlines()
+    (path / "metadata.json").unlink()
+    assert main(["inspect", str(path)]) == 1
+    *shown, said = capsys.readouterr().out.splitlines()
+    assert [line for line in shown if "bytes on disk" not in line] == [
+        line for line in listing if "bytes on disk" not in line
+    ]
+    assert said.startswith("incomplete: metadata.json is missing: ")
+    assert "Write it again, and verify the checkpoint: {" in said
+    assert main(["inspect", str(path), "w[:2]"]) == 1
+    assert "min 1, max 1" in capsys.readouterr().out
+    damage(path / "shardckpt.json", "cut to a half")
+    assert main(["inspect", str(path)]) == 2
+    assert "metadata.json was lost" in capsys.readouterr().err
 
 
 def test_a_prefix_that_nothing_begins_with(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -191,7 +236,7 @@ def test_who_reads_a_listing_may_stop(tmp_path: Path) -> None:
         assert process.stderr.read() == ""
 
 
-def _make_varied(folder: Path) -> None:
+def _make_varied(folder: Path, backend: str = "safetensors") -> None:
     """Save a checkpoint with tensors of several ranks of shape and dtypes, tied ones, objects and common state."""
     tied = torch.ones(4, dtype=torch.bfloat16)
     tensors = {
@@ -205,15 +250,16 @@ def _make_varied(folder: Path) -> None:
     }
     state: dict[str, Any] = {key: ShardedTensor.from_rank_offsets(key, tensor) for key, tensor in tensors.items()}
     state |= {"o": ShardedObject("rng/x", {"seed": 1}, (1,), (0,)), "iteration": 3, "args": {"lr": 1.0, "n": [1]}}
-    dc.save(state, folder, ("safetensors", 1), step=4)
+    dc.save(state, folder, (backend, 1), step=4)
 
 
 @pytest.mark.parametrize("how", [[], ["--json"], ["--files"], ["--tree"], ["--sort", "size"], ["m."], ["rng"], ["x"]])
+@pytest.mark.parametrize("name", ["torch_dist", "safetensors"])
 def test_the_outline_is_what_the_strategy_lists(
-    how: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    name: str, how: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What inspect says without torch is what it says with it, and so is the exit code."""
-    _make_varied(tmp_path / "c")
+    _make_varied(tmp_path / "c", name)
     found = []
     for outline in (True, False):
         if not outline:
@@ -226,11 +272,18 @@ def test_the_outline_is_what_the_strategy_lists(
     assert found[0] == found[1]
 
 
-@pytest.mark.parametrize("file", ["index.safetensors", "common.safetensors", "rank_0_0.safetensors", "shardckpt.json"])
+@pytest.mark.parametrize(
+    ("name", "file"),
+    [
+        *(("safetensors", file) for file in ("index.safetensors", "common.safetensors", "rank_0_0.safetensors")),
+        *(("torch_dist", file) for file in ("shardckpt-index.safetensors", "common.pt", "__0_0.distcp")),
+        ("safetensors", "shardckpt.json"),
+    ],
+)
 @pytest.mark.parametrize("fault", ["flipped", "cut", "missing"])
-def test_a_damaged_checkpoint_has_no_outline(tmp_path: Path, file: str, fault: str) -> None:
+def test_a_damaged_checkpoint_has_no_outline(tmp_path: Path, name: str, file: str, fault: str) -> None:
     """A file that is damaged is left to the strategy, which says what is wrong; values of tensors are not looked at."""
-    _make_varied(tmp_path / "c")
+    _make_varied(tmp_path / "c", name)
     path, options = tmp_path / "c" / file, argparse.Namespace(directory=str(tmp_path / "c"), prefix="", files=False)
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
@@ -239,29 +292,48 @@ def test_a_damaged_checkpoint_has_no_outline(tmp_path: Path, file: str, fault: s
     else:
         path.write_bytes(data if fault == "flipped" else data[:-1])
     options.sort = "key"
-    is_seen = file != "rank_0_0.safetensors" or fault != "flipped"
+    is_seen = file not in ("rank_0_0.safetensors", "__0_0.distcp") or fault != "flipped"
     assert (inspect_._read_outline(options) is None) == is_seen
 
 
-def test_inspect_imports_no_torch(tmp_path: Path) -> None:
-    """To list what (safetensors, 1) stores nobody waits for torch."""
-    _make_varied(tmp_path / "c")
-    code = "import sys; from shardckpt.cli import main; sys.exit(main(sys.argv[1:]) + ('torch' in sys.modules))"
+#: What takes longer to import than 100,000 tensors take to be listed.
+SLOW_IMPORTS = {"torch", "pydantic", "pluggy", "importlib.metadata", "dataclasses", "inspect", "shardckpt.strategy"}
+
+
+@pytest.mark.parametrize("how", [[], ["--tree"], ["--sort", "size"], ["--json"], ["--files"]])
+@both
+def test_inspect_imports_little(backend: Backend, how: list[str], tmp_path: Path) -> None:
+    """To list what a checkpoint of ours stores nobody waits for torch, pydantic, plugins or other verbs."""
+    _make_varied(tmp_path / "c", backend.name)
+    code = (
+        "import sys; before = {*sys.modules}; from shardckpt.cli import main; code = main(sys.argv[2:])\n"
+        "new = sys.modules.keys() - before\n"
+        "sys.exit(f'imported: {new & {*sys.argv[1].split()}}' if new & {*sys.argv[1].split()} else code)"
+    )
+    verbs = {f"shardckpt.cli.{name}" for name in ("diff", "convert", "ls", "verify", "html")}
     done = subprocess.run(
-        [sys.executable, "-c", code, "inspect", str(tmp_path / "c")],
+        [sys.executable, "-c", code, " ".join(SLOW_IMPORTS | verbs), "inspect", str(tmp_path / "c"), *how],
         capture_output=True,
         text=True,
         timeout=60,
         check=False,
     )
     assert (done.returncode, done.stderr) == (0, "")
-    assert "m.scalar" in done.stdout
+    assert "m" in done.stdout
 
 
-@both
+def test_own_outlines_are_those_that_plugins_register() -> None:
+    """The table of functions that inspect asks without a look at plugins has what the plugins say."""
+    entries = get_plugin_manager().registry.entries(StrategyAction.LOAD_SHARDED)
+    own = {(entry.backend, entry.version): entry.outline for entry in entries if entry.outline.startswith("shardckpt")}
+    assert own == inspect_.OUTLINES
+
+
+@both_slowly
 def test_inspect_does_not_wait_for_dtensor(backend: Backend, tmp_path: Path) -> None:
-    """``inspect`` in a new interpreter imports neither DTensor nor DCP, which take a second."""
+    """Where ``inspect`` needs torch, a new interpreter imports neither DTensor nor DCP, which take a second."""
     dc.save({"w": ShardedTensor.from_rank_offsets("w", torch.ones(2))}, tmp_path / "c")
+    (tmp_path / "c" / "metadata.json").unlink()  # it has no outline then
     program = (
         "import sys; from shardckpt.cli import main; code = main(['inspect', sys.argv[1]])\n"
         "print(*{'torch.distributed.tensor', 'torch.distributed.checkpoint', 'sympy'} & sys.modules.keys())\n"
@@ -269,7 +341,7 @@ def test_inspect_does_not_wait_for_dtensor(backend: Backend, tmp_path: Path) -> 
     )
     command = [sys.executable, "-c", program, str(tmp_path / "c")]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert ended.returncode == 0, ended.stderr
-    *_, summary, imported = ended.stdout.split("\n")[:-1]
+    assert ended.returncode == 1, ended.stderr
+    *_, summary, _, imported = ended.stdout.split("\n")[:-1]
     assert summary == "1 tensors of 8 bytes, 0 objects"
     assert imported == ""

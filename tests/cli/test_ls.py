@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
+import subprocess
+import sys
 from typing import TYPE_CHECKING, Any
 
+import pytest
 import torch
 from safetensors.torch import save_file
 
@@ -13,13 +17,11 @@ from shardckpt import dist_checkpointing as dc
 from shardckpt.cli import main
 from shardckpt.mapping import ShardedTensor
 from tests.backends import Backend, both
-from tests.cli.checkpoints import copy_golden, save_plain_dcp
+from tests.cli.checkpoints import GOLDEN, copy_golden, save_plain_dcp
 from tests.commit import owners
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-    import pytest
 
 
 def _save(path: Path, step: int | None = None) -> None:
@@ -78,12 +80,138 @@ def test_ls_recognises_what_others_wrote(tmp_path: Path, capsys: pytest.CaptureF
     assert found["iter_0001000"]["step"] == 1000
     assert found["logs"]["reason"] == "it has events"
     assert all(each["writer"] == "" for each in found.values())
+    libraries = [found[name]["library"] for name in ("iter_0001000", "dcp", "hf")]
+    assert libraries == ["Megatron-Core", "PyTorch DCP", "Hugging Face"]
+    for name, library in zip(("iter_0001000", "dcp", "hf"), libraries, strict=True):
+        assert main(["inspect", str(tmp_path / name)]) == 0
+        assert capsys.readouterr().out.splitlines()[1].startswith(f"written by {library}, ")  # as ls says
     (tmp_path / "iter_0001000" / "__1_0.distcp").unlink()
     os.truncate(tmp_path / "hf" / "model.safetensors", 20)
     code, found = _list(tmp_path, capsys)
     assert code == 1
     assert "__1_0.distcp is missing" in found["iter_0001000"]["reason"]
     assert found["hf"]["state"] == "damaged"
+
+
+def test_ls_names_torch_checkpointing(capsys: pytest.CaptureFixture[str]) -> None:
+    """Directories of torch_checkpointing have its name as their writer, in the table, too."""
+    code, found = _list(GOLDEN / "torch-checkpointing-0.1.1", capsys)
+    assert code == 0
+    assert {each["library"] for each in found.values()} == {"torch_checkpointing"}
+    assert main(["ls", str(GOLDEN / "torch-checkpointing-0.1.1")]) == 0
+    assert "another library" not in capsys.readouterr().out
+
+
+def test_ls_recognises_deepspeed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """ZeRO and universal checkpoints have DeepSpeed's step; bad ones say why; verify takes the folder."""
+    names = ["zero1", "zero2", "zero3", "bf16", "universal-zero1", "universal-zero3"]
+    for name in names:
+        shutil.copytree(GOLDEN / "deepspeed" / name, tmp_path / name)
+    code, found = _list(tmp_path, capsys)
+    assert code == 0
+    assert {name: (each["strategy"], each["state"], each["step"]) for name, each in found.items()} == dict.fromkeys(
+        names, ("deepspeed", "whole", 2)
+    )
+    sizes = [path.stat().st_size for path in (tmp_path / "universal-zero1").rglob("*") if path.is_file()]
+    assert found["universal-zero1"]["nbytes"] == sum(sizes)
+    assert _list(tmp_path / "zero2", capsys)[1]["zero2"]["state"] == "whole"
+    assert main(["verify", str(tmp_path)]) == 0
+    assert "6 checkpoints: 6 intact" in capsys.readouterr().out
+    next((tmp_path / "zero1").glob("*rank_0_*optim_states.pt")).unlink()
+    cut = tmp_path / "zero2" / "mp_rank_00_model_states.pt"
+    os.truncate(cut, cut.stat().st_size - 9)
+    (tmp_path / "zero3" / "layer_00-model_states.pt").touch()
+    (tmp_path / "universal-zero1" / "zero" / "hidden.bias" / "fp32.pt").unlink()
+    code, found = _list(tmp_path, capsys)
+    assert code == 1
+    assert {name: found[name]["state"] for name in names} == {
+        "zero1": "damaged",
+        "zero2": "damaged",
+        "zero3": "unreadable",
+        "bf16": "whole",
+        "universal-zero1": "damaged",
+        "universal-zero3": "whole",
+    }
+    assert "the file of rank 0" in found["zero1"]["reason"]
+    assert cut.name in found["zero2"]["reason"]
+    assert "pipeline parallelism" in found["zero3"]["reason"]
+    assert "hidden.bias lacks fp32.pt" in found["universal-zero1"]["reason"]
+
+
+def test_ls_and_verify_see_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Files of torch.save, of any release, and of safetensors have rows; what is no state dict is no fault."""
+    state = {"w": torch.ones(300), "epoch": 3}
+    torch.save(state, tmp_path / "epoch_3.pt")
+    torch.save(state, tmp_path / "old.pth", _use_new_zipfile_serialization=False)
+    torch.save(state, tmp_path / "cut.ckpt")
+    os.truncate(tmp_path / "cut.ckpt", 900)
+    save_file({"w": torch.ones(2)}, tmp_path / "adapter.safetensors")
+    torch.save(torch.ones(2), tmp_path / "mask.pt")
+    (tmp_path / "vocabulary.bin").write_bytes(b"words")
+    (tmp_path / "notes.txt").write_text("x")
+    code, found = _list(tmp_path, capsys)
+    assert code == 1
+    assert {name: (each["strategy"], each["state"]) for name, each in found.items()} == {
+        "epoch_3.pt": ("torch_save", "whole"),
+        "old.pth": ("torch_save", "whole"),
+        "cut.ckpt": ("torch_save", "damaged"),
+        "adapter.safetensors": ("safetensors file", "whole"),
+        "mask.pt": ("torch_save", "other"),
+        "vocabulary.bin": ("", "other"),
+    }
+    assert (found["epoch_3.pt"]["step"], found["epoch_3.pt"]["library"]) == (3, "torch.save")
+    assert _list(tmp_path / "old.pth", capsys)[1]["old.pth"]["state"] == "whole"
+    assert main(["verify", str(tmp_path)]) == 1
+    rows = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith(str(tmp_path))]
+    assert {row[0].rpartition("/")[2]: row[-1] for row in rows if row[0].endswith((".ckpt", ".pt"))} == {
+        "cut.ckpt": "damaged",
+        "epoch_3.pt": "digests",
+    }
+
+
+def test_ls_shows_a_link_as_what_it_leads_to(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Links to files of torch.save and safetensors have the rows of these files, under their own names."""
+    blobs, folder = tmp_path / "blobs", tmp_path / "run"
+    blobs.mkdir()
+    folder.mkdir()
+    torch.save({"w": torch.ones(300)}, blobs / "0f3a")
+    save_file({"w": torch.ones(2)}, blobs / "77be")
+    torch.save({"w": torch.ones(300)}, blobs / "cut")
+    os.truncate(blobs / "cut", 900)
+    for name, blob in (("latest.pt", "0f3a"), ("adapter.safetensors", "77be"), ("cut.pt", "cut"), ("gone.pt", "x")):
+        (folder / name).symlink_to(f"../blobs/{blob}")
+    code, found = _list(folder, capsys)
+    assert code == 1
+    assert {name: (each["strategy"], each["state"]) for name, each in found.items()} == {
+        "latest.pt": ("torch_save", "whole"),
+        "adapter.safetensors": ("safetensors file", "whole"),
+        "cut.pt": ("torch_save", "damaged"),
+    }
+    assert found["latest.pt"]["nbytes"] == (blobs / "0f3a").stat().st_size
+    assert str(tmp_path) not in found["cut.pt"]["reason"]
+
+
+def test_ls_of_a_file_is_its_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A file of torch.save is listed itself, with 0: nothing is looked for beside it."""
+    torch.save({"w": torch.ones(3)}, tmp_path / "a.pt")
+    assert main(["ls", str(tmp_path / "a.pt")]) == 0
+    shown = capsys.readouterr()
+    assert shown.out.splitlines()[2].split()[0] == "a.pt"
+    assert shown.out.splitlines()[-1].startswith("1 checkpoint, 1 whole")
+    assert shown.err == ""
+
+
+@pytest.mark.slow
+def test_ls_of_a_folder_without_a_manifest_does_not_import_dtensor(tmp_path: Path) -> None:
+    """To ask every installed reader whether it recognises a directory imports no DTensor, which takes half a second."""
+    (tmp_path / "logs").mkdir()
+    code = (
+        "import sys; from shardckpt.cli import main; "
+        f"assert main(['ls', {str(tmp_path)!r}]) == 0; assert 'shardckpt_ep.load' in sys.modules; "
+        "assert 'torch.distributed.tensor' not in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def test_ls_finds_lost_records(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -97,6 +225,13 @@ def test_ls_finds_lost_records(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert code == 1
     assert [each["state"] for each in found.values()] == ["damaged", "damaged", "whole"]
     assert "shardckpt.json is missing" in found["step-1"]["reason"]
+    assert main(["inspect", str(tmp_path / "step-1")]) == 1
+    assert capsys.readouterr().out.splitlines()[1].startswith("written by shardckpt, ")
+    assert [(each["writer"], each["library"]) for each in found.values()] == [
+        ("shardckpt", ""),
+        ("", "PyTorch DCP"),
+        ("", "PyTorch DCP"),
+    ]
     assert "metadata.json is missing" in found["step-2"]["reason"]
 
 
@@ -113,6 +248,9 @@ def test_ls_says_why_a_checkpoint_cannot_be_used(tmp_path: Path, capsys: pytest.
     assert "no installed plugin reads that backend" in found["step-1"]["reason"]
     assert "metadata.json is damaged" in found["step-2"]["reason"]
     assert all(str(tmp_path) not in each["reason"] for each in found.values())
+    main(["ls", str(tmp_path)])
+    rule = capsys.readouterr().out.splitlines()[1]
+    assert len(rule.split()[-1]) <= 40 < max(len(each["reason"]) for each in found.values())  # a terminal's width
 
 
 def test_ls_of_one_checkpoint_and_of_none(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -122,8 +260,8 @@ def test_ls_of_one_checkpoint_and_of_none(checkpoint: Path, tmp_path: Path, caps
     assert (code, list(found)) == (0, ["c"])
     assert main(["ls", str(tmp_path)]) == 0
     shown = capsys.readouterr().out
-    assert "1 checkpoints, 1 whole" in shown
-    assert "1 hidden directories" in shown
+    assert "1 checkpoint, 1 whole" in shown
+    assert "1 hidden directory of" in shown
     assert main(["ls", str(tmp_path / "nowhere")]) == 2
     assert "is no directory" in capsys.readouterr().err
 

@@ -43,7 +43,7 @@ def test_migrate_writes_another_format(old: Path, to: str, capsys: pytest.Captur
         (["--to", "torch_dist"], "is a 'torch_dist' checkpoint of version 1 already"),
         (["--to", "2"], "no installed plugin has a migration from version 1 to 2"),
         (["--to", "ep", "--memory", "much"], "--memory='much'"),
-        (["--to", "ep", "--memory", "1MiB"], "at least 16 MiB"),
+        (["--to", "ep", "--memory", "1MiB"], "at least 32MiB"),
         (["--to", "ep@new"], "invalid BACKEND[@VERSION] or VERSION value: 'ep@new'"),
         (["--to", "@1"], "invalid BACKEND[@VERSION] or VERSION value: '@1'"),
     ],

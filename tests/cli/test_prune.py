@@ -50,9 +50,9 @@ def test_prune_keeps_what_a_policy_keeps(backend: Backend, folder: Path, capsys:
         str(folder / "step-5"): "kept: it is the newest, KeepLatest(count=1)",
     }
     freed = sum(path.stat().st_size for step in (3, 4) for path in (folder / f"step-{step}").iterdir())
-    assert said.splitlines()[-1] == f"{freed} bytes would be freed"
+    assert said.splitlines()[-1] == f"{freed:,} bytes would be freed"
     assert main(arguments) == 0
-    assert capsys.readouterr().out.splitlines()[-1] == f"{freed} bytes freed"
+    assert capsys.readouterr().out.splitlines()[-1] == f"{freed:,} bytes freed"
     assert sorted(path.name for path in folder.iterdir()) == ["step-1", "step-2", "step-5"]
     assert main(arguments) == 0
     assert capsys.readouterr().out.splitlines()[-1] == "0 bytes freed"
@@ -108,3 +108,32 @@ def test_prune_refuses_wrong_policies(
         main(["prune", str(folder), *arguments])
     assert text in capsys.readouterr().err
     assert _steps(folder) == [1, 2, 3, 4, 5]
+
+
+@both
+def test_prune_leaves_an_intact_step_if_it_may_read_them(
+    backend: Backend, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With --verify a flipped bit in the newest step does not leave it alone: the newest intact one is kept, too."""
+    for step in (4, 5):
+        damage(folder / f"step-{step}" / backend.data_file(0), "zeros")
+    arguments = ["prune", str(folder), "--keep-latest", "1", "--verify"]
+    assert main([*arguments, "--dry-run"]) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert [line.split() for line in said[2:5]] == [
+        [str(folder / f"step-{step}"), verdict] for step, verdict in ((5, "failed"), (4, "failed"), (3, "verified"))
+    ]
+    assert main(arguments) == 0
+    assert "verification" not in capsys.readouterr().out  # nothing is read twice
+    assert _steps(folder) == [3, 5]
+    with pytest.raises(SystemExit, match="2"):
+        main(["prune", str(folder), "--verify"])
+    assert "--keep-latest" in capsys.readouterr().err
+
+
+def test_prune_of_a_checkpoint_itself_verifies_nothing(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The path of one checkpoint, in the place of its folder's, has no steps: nothing is looked for below it."""
+    assert main(["prune", str(folder / "step-5"), "--keep-latest", "1", "--verify"]) == 0
+    said = capsys.readouterr()
+    assert said.out == f"{folder / 'step-5'} has no directory of a step\n0 bytes freed\n"
+    assert not said.err

@@ -32,6 +32,18 @@ def test_verify_says_as_written_or_what_is_wrong(checkpoint: Path, capsys: pytes
     assert "digest differs" in capsys.readouterr().out
 
 
+def test_verify_of_a_relative_path_names_no_other_file(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A row has the fault by the file's name: no path of another file is left where the checkpoint's is taken out."""
+    damage(checkpoint / "__0_0.distcp", "zeros")
+    monkeypatch.chdir(checkpoint.parent)
+    assert main(["verify", checkpoint.name]) == 1
+    (row,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("__0_0.distcp")]
+    assert "of __0_0.distcp are not those that were written" in row
+    assert "/" not in row
+
+
 def test_verify_lets_other_files_be(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A file beside the checkpoint's is listed as foreign and no reason to fail; a missing one of its own is."""
     (checkpoint / "tokenizer.json").write_text("{}")
@@ -75,9 +87,11 @@ def test_verify_finds_damage_without_digests(
         content = file.read_bytes()
         damage(file, how)
         assert main(["verify", str(path)]) == 1, file.name
-        shown = "".join(capsys.readouterr())
-        assert str(file) in shown
-        assert "intact as far as" not in shown
+        out, err = capsys.readouterr()
+        rows = [line for line in out.splitlines() if line.split(" ")[0] == file.name]
+        assert all("is valid" not in row and str(path) not in row for row in rows)  # the path stands below the rows
+        assert rows or str(file) in err
+        assert "intact as far as" not in out
         file.write_bytes(content)
     assert main(["verify", str(path)]) == 0
 
@@ -89,7 +103,7 @@ def test_a_whole_and_a_cut_checkpoint_are_not_the_same(tmp_path: Path, capsys: p
         file.truncate(3000)
     assert main(["verify", str(path)]) == 1
     out = capsys.readouterr().out
-    assert "__0_0.distcp ends at 3,000 bytes, and .metadata lists 7,697" in out
+    assert " ends at 3,000 bytes, and .metadata lists 7,697" in out
     assert "damaged: 1 of 9 files" in out
 
 
@@ -168,20 +182,34 @@ def test_verify_of_a_file_without_digest_among_others(tmp_path: Path, capsys: py
     assert "8 of 9 files were compared with digests; checked of the others: they exist" in capsys.readouterr().out
     (path / "common.pt").unlink()
     assert main(["verify", str(path)]) == 1
-    assert f"{path / 'common.pt'}: No such file" in capsys.readouterr().out
+    (row,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("common.pt ")]
+    assert " No such file" in row
+    assert str(path) not in row
 
 
 def test_verify_names_a_lost_json_file(tmp_path: Path, checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """``shardckpt.json`` where our index shows that it was there, ``metadata.json`` where Megatron wrote the rest."""
     (checkpoint / "shardckpt.json").unlink()
     assert main(["verify", str(checkpoint)]) == 1
-    assert f"{checkpoint / 'shardckpt.json'}, which has the digests, is missing" in capsys.readouterr().out
+    assert "shardckpt.json, which has the digests, is missing" in capsys.readouterr().out
     (checkpoint / "shardckpt-index.safetensors").unlink()
     assert main(["verify", str(checkpoint)]) == 0
     path = copy_golden("0.16.1", tmp_path)
     (path / "metadata.json").unlink()
     assert main(["verify", str(path)]) == 1
-    assert f"{path / 'metadata.json'} is missing, which Megatron writes last" in capsys.readouterr().out
+    assert " is missing, which Megatron writes last" in capsys.readouterr().out
+
+
+def test_a_lost_metadata_json_is_written_again_as_advised(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The error has the lost content, since shardckpt.json knows it: with that the checkpoint is intact and loads."""
+    marker = checkpoint / "metadata.json"
+    written = json.loads(marker.read_text())
+    marker.unlink()
+    assert main(["verify", str(checkpoint)]) == 1
+    advice = capsys.readouterr().err.partition("Write it again, and verify the checkpoint: ")[2]
+    assert json.loads(advice) == written
+    marker.write_text(advice)
+    assert main(["verify", str(checkpoint)]) == 0
 
 
 def test_verify_of_many(tmp_path: Path, checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from shardckpt.commit.owner import Owner
+from shardckpt.commit.owner import Owner, _status
 from shardckpt.commit.staging_names import STAGING, new_save_id, temporary_name
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
 #: Makes a staging directory for the path that it is given, says so, and waits for the end of its input.
@@ -29,6 +31,13 @@ def dead() -> Owner:
     with subprocess.Popen([sys.executable, "-c", ""]) as process:
         process.wait(60)
     return Owner.current()._replace(pid=process.pid)
+
+
+@contextmanager
+def alive() -> Iterator[Owner]:
+    """A process of this host that lives as long as the block."""
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        yield Owner.current()._replace(pid=process.pid, start=_status(str(process.pid))[1])
 
 
 def elsewhere() -> Owner:

@@ -37,6 +37,13 @@ def test_staging_lies_beside_the_target(tmp_path: Path) -> None:
         commit.create_staging(target, "abc")
 
 
+def test_a_file_on_the_way_is_said(tmp_path: Path) -> None:
+    """Where a file has the name of a folder on the way to the target, the error names the file, and what is wrong."""
+    (tmp_path / "runs").write_text("")
+    with pytest.raises(StorageError, match=rf"{tmp_path}/runs is not a directory"):
+        commit.create_staging(tmp_path / "runs" / "ckpt", "abc")
+
+
 def test_targets_do_not_mix(tmp_path: Path) -> None:
     """A target's staging directories are its own, not those of a target whose name begins alike."""
     staging = commit.create_staging(tmp_path / "step_1", "a")

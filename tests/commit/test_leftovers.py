@@ -184,9 +184,11 @@ def test_spools_of_dead_processes_go(tmp_path: Path, monkeypatch: pytest.MonkeyP
     older, strange = tmp_path / "shardckpt-spool-abcd_123", tmp_path / "shardckpt-spool-of-mine"
     for path in (left, far, older, strange):
         path.mkdir()
-    (tmp_path / f"{left.name[:-1]}0").symlink_to(strange)
+    link = tmp_path / f"shardckpt-spool-{owners.dead().text}-abcd_123"
+    link.symlink_to(strange)
     second = create_spool()
     assert not left.exists()
+    assert link.is_symlink()
     assert {leftover.path for leftover in find_spools(tmp_path)} == {own, second, far, older}
     assert strange.exists()
 

@@ -20,6 +20,8 @@ from shardckpt.errors import CheckpointingException
 TIME_LIMIT = 240.0
 
 linux_only = pytest.mark.skipif(sys.platform != "linux", reason="finds the ranks in /proc")
+#: Of a whole demo, eleven starts of a process: .ci/run runs it first, by the README's command, which fails if it does.
+report = pytest.mark.long
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,7 @@ def demo(place: Path) -> Demo:
     return _demo("--dir", str(place), PYTHONPATH=str(place.parent))
 
 
-@pytest.mark.slow
+@report
 def test_the_demo_succeeds_and_says_nothing_on_stderr(demo: Demo) -> None:
     """A first-time user sees exit status 0, the closing line and no warning."""
     assert demo.err == ""
@@ -74,7 +76,7 @@ def test_the_demo_succeeds_and_says_nothing_on_stderr(demo: Demo) -> None:
     assert "\nAll agree, after " in demo.out
 
 
-@pytest.mark.slow
+@report
 def test_the_demo_tells_its_progress(demo: Demo) -> None:
     """Every group says when it starts, saves or loads, and is killed or ends, before the report."""
     progress, _, _ = demo.out.partition("Losses after the checkpoint")
@@ -93,7 +95,7 @@ def test_the_demo_tells_its_progress(demo: Demo) -> None:
         assert said in progress
 
 
-@pytest.mark.slow
+@report
 def test_losses_after_the_load_agree_side_by_side(demo: Demo) -> None:
     """Eight steps of 4 ranks come again bit for bit with 4, and with 2 and 1 within the tolerance, no fresh model's."""
     rows = demo.rows("Losses after the checkpoint of 4 ranks at step 16")
@@ -106,7 +108,7 @@ def test_losses_after_the_load_agree_side_by_side(demo: Demo) -> None:
         assert float(difference) <= TOLERANCE
 
 
-@pytest.mark.slow
+@report
 def test_the_loaded_state_is_bit_for_bit_what_was_saved(demo: Demo) -> None:
     """Model and optimizer, gathered, have the digest that 4 ranks saved."""
     ((digest, *loaded),) = demo.rows("Model and optimizer at the checkpoint, bit for bit")
@@ -114,14 +116,14 @@ def test_the_loaded_state_is_bit_for_bit_what_was_saved(demo: Demo) -> None:
     assert loaded == ["the same"] * 3
 
 
-@pytest.mark.slow
+@report
 def test_the_demo_names_the_code_to_copy(demo: Demo) -> None:
     """The report ends with the path of the training script that ran."""
     (path,) = re.findall(r"to copy from: (\S+)", demo.out)
     assert "manager.save(" in Path(path).read_text()
 
 
-@pytest.mark.slow
+@report
 def test_the_kept_checkpoint_verifies(demo: Demo, place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """What the demo leaves in ``--dir`` is a whole checkpoint, checked by the command that it prints."""
     checkpoint = place / "checkpoints" / "step-16"
@@ -130,7 +132,7 @@ def test_the_kept_checkpoint_verifies(demo: Demo, place: Path, capsys: pytest.Ca
     assert "__3_0.distcp" in capsys.readouterr().out
 
 
-@pytest.mark.slow
+@pytest.mark.long  # another eleven starts of a process: tests/demo/test_train.py trains experts on the ranks of a pool
 def test_experts_go_on_with_another_parallelism() -> None:
     """Saved at ep 2 x efsdp 2; at ep 4, at ep 1 x efsdp 2 and in one process the same state goes on with one curve."""
     experts = _demo("--moe")
@@ -163,7 +165,7 @@ def test_a_directory_that_cannot_be_made_is_a_reason(tmp_path: Path) -> None:
     assert demo.err == f"shardckpt demo: cannot create the directory {tmp_path}/file/below: Not a directory (ENOTDIR)\n"
 
 
-@pytest.mark.slow
+@pytest.mark.long  # starts five interpreters, as the test of a rank that dies does
 def test_a_failure_on_the_ranks_ends_the_demo_with_their_reason() -> None:
     """Without the default strategy's plugin the save fails on every rank, and the demo says so and exits 2."""
     demo = _demo("--steps", "1", SHARDCKPT_DISABLED_PLUGINS="torch_dist")
@@ -218,9 +220,15 @@ def test_a_rank_that_dies_ends_the_demo_and_all_ranks(tmp_path: Path) -> None:
     assert _all_end(pids)
 
 
-@pytest.mark.slow
 @linux_only
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize(
+    "number",
+    [
+        pytest.param(signal.SIGINT, marks=pytest.mark.slow),
+        pytest.param(signal.SIGTERM, marks=pytest.mark.long),
+        pytest.param(signal.SIGKILL, marks=pytest.mark.slow),
+    ],
+)
 def test_the_end_of_the_demo_is_the_end_of_its_ranks(tmp_path: Path, number: signal.Signals) -> None:
     """Ctrl-C, a terminated or a killed demo leaves no rank behind."""
     demo, pids = _started(tmp_path)

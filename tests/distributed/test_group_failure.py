@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime as dt
 import json
+import time
 from typing import TYPE_CHECKING
 
 import pytest
@@ -101,3 +102,22 @@ def _twice(folder: str) -> list[object]:
 def test_what_became_of_an_earlier_group_is_not_told_of_the_next(ranks: RankPool, tmp_path: Path) -> None:
     """A job that makes its groups anew, with the store that it has, hears of failures from then on alone."""
     assert ranks.run(1, _twice, str(tmp_path)) == [[False, "failure 1", False, "failure 3"]]
+
+
+def _answer_long_ago(folder: str) -> list[list[int]]:
+    """Which ranks have not answered, where rank 1 answered now, and where it did so before the failure."""
+    dist.destroy_process_group()
+    store = dist.FileStore(f"{folder}/store", 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1, timeout=dt.timedelta(seconds=8))
+    failure = GroupFailure(dist.group.WORLD)
+    failure._others = [1]
+    found = []
+    for age in (0.0, 60.0):
+        failure._alive.set("1", str(time.time() - age).encode())
+        found.append(failure._find_silent_ranks())
+    return found
+
+
+def test_an_answer_to_an_earlier_failure_is_none(ranks: RankPool, tmp_path: Path) -> None:
+    """A rank that was alive when another failure was looked into, and does not answer now, is silent."""
+    assert ranks.run(1, _answer_long_ago, str(tmp_path)) == [[[], [1]]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -85,7 +86,7 @@ def test_nobody_pays_who_does_not_ask(tmp_path: Path) -> None:
     assert not listener.seen
 
 
-@pytest.mark.parametrize("mode", ["disabled", "async"])
+@pytest.mark.parametrize("mode", ["disabled", "async", "async_with_pinned_mem"])
 def test_the_manager_shows_its_saves_if_it_is_told_to(
     mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -102,8 +103,9 @@ def test_the_manager_shows_its_saves_if_it_is_told_to(
         assert all(line.startswith("save: ") and "1.1 MB" in line for line in lines)
 
 
-def test_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """On a terminal with rich, a bar shows bytes, rate and time left, and goes when the operation ends."""
+@pytest.mark.parametrize("colors", [True, False])
+def test_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, colors: bool) -> None:
+    """On a terminal with rich, a bar shows bytes, rate and time left, and goes at the end; NO_COLOR: without colors."""
     pytest.importorskip("rich")
     import io
     import sys
@@ -114,8 +116,15 @@ def test_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
 
     terminal: Any = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
-    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    if not colors:
+        monkeypatch.setenv("NO_COLOR", "1")
     with show_progress("save"):
         _save(tmp_path / "c")
     assert "save" in terminal.getvalue()
     assert "MB" in terminal.getvalue()
+    # the control sequences of colors: foreground and background, of 8, 16, 256 or all colors
+    sequences = re.findall(r"\x1b\[([\d;]*)m", terminal.getvalue())
+    codes = {int(code) for sequence in sequences for code in sequence.split(";") if code}
+    assert bool(codes & {*range(30, 50), *range(90, 108)}) == colors

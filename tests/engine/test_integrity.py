@@ -18,7 +18,7 @@ from shardckpt.engine.integrity import save_integrity_manifest, verify_integrity
 from shardckpt.errors import CheckpointingException, CorruptCheckpointError, StorageError
 from shardckpt.maintenance.verify import verify_checkpoint
 from shardckpt.manifest import INTEGRITY_LIMIT
-from shardckpt.storage.reader import REQUEST_BYTES
+from shardckpt.storage.memory_budget import REQUEST_BYTES
 from tests import backends
 from tests.names import MARKERS
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from shardckpt import dist_checkpointing as dc
+from shardckpt.engine import OpenCheckpoint
 from shardckpt.errors import CheckpointingException
 from shardckpt.mapping import ShardedObject, ShardedTensor
 from shardckpt.storage.reader import CheckpointReader
@@ -83,6 +84,32 @@ def test_what_cannot_be_read_is_refused(checkpoint: Path, index: Any) -> None:
     """Steps, lists, indices outside and too many axes are errors that name the key."""
     with dc.open_checkpoint(checkpoint) as stored, pytest.raises(CheckpointingException, match="'w'"):
         stored["w"][index]
+
+
+@backends.both
+def test_many_regions_are_read_at_once(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regions of several tensors are those that each tensor gives, in the order asked for, by one plan."""
+    plans: list[int] = []
+    values = OpenCheckpoint.values
+
+    def counted(self: OpenCheckpoint, wanted: list[Any]) -> list[Any]:
+        plans.append(len(wanted))
+        return values(self, wanted)
+
+    with dc.open_checkpoint(checkpoint) as stored:
+        monkeypatch.setattr(OpenCheckpoint, "values", counted)
+        for index in INDICES:
+            read = stored.read({"scalar": ..., "w": index})
+            assert list(read) == ["scalar", "w"]
+            assert torch.equal(read["w"], WHOLE[index])
+            assert read["scalar"] == 2.5
+        assert torch.equal(stored.read(["w"])["w"], WHOLE)
+        assert stored.read({}) == {}
+        assert plans == [2] * len(INDICES) + [1, 0]
+        with pytest.raises(CheckpointingException, match=r"'v' not stored; there are .*w"):
+            stored.read({"w": 0, "v": 0})
+        with pytest.raises(CheckpointingException, match="'w': index 4 is outside an axis of 4"):
+            stored.read({"scalar": ..., "w": 4})
 
 
 @backends.both

@@ -9,9 +9,10 @@ import torch
 import torch.distributed as dist
 
 from shardckpt import dist_checkpointing as dc
-from shardckpt.errors import PluginError
+from shardckpt.errors import KeyMismatchError, PluginError
 from shardckpt.mapping import ShardedObject, ShardedTensor
 from shardckpt.parallel import FullyParallelLoadStrategyWrapper
+from shardckpt.strategy import lists_columns
 from shardckpt_torch_dist import TorchDistLoadShardedStrategy
 
 if TYPE_CHECKING:
@@ -159,3 +160,41 @@ def test_every_rank_raises_the_same(ranks: RankPool, saved: str, wrap: bool) -> 
     assert text.startswith("rank 1, in ")
     assert f"{__name__}.Returns ('torch_dist', 1)" in text
     assert "load returned 0 values for 1 shards, and none for 'w'" in text
+
+
+def test_a_subclass_that_overrides_the_index_alone_is_asked_for_it(saved: str) -> None:
+    """A load takes the columns of a strategy, but not those that a subclass with another index inherits."""
+    strategy = Returns("load_index", lambda index: [shard for shard in index if shard.key != "w"])
+    assert lists_columns(TorchDistLoadShardedStrategy())
+    assert not lists_columns(strategy)
+    for asked in (strategy, FullyParallelLoadStrategyWrapper(strategy)):
+        with pytest.raises(KeyMismatchError, match="w"):
+            dc.load(state(filled=False), saved, asked)
+
+
+class ReturnsColumns(Returns):
+    """Replaces the columns, too."""
+
+    def list_columns(self, context: Any) -> Any:
+        """List."""
+        return self._changed("list_columns", super().list_columns(context))
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        (lambda _: None, "a NoneType"),
+        (tuple, "a tuple"),
+        (lambda columns: columns._replace(keys=[]), "0 keys, 1 dtypes and 1 shapes"),
+        (lambda columns: columns._replace(shapes=[]), "1 keys, 1 dtypes and 0 shapes"),
+    ],
+)
+@pytest.mark.parametrize("wrap", [False, True])
+def test_columns_that_do_not_fit_each_other(saved: str, change: Callable[[Any], Any], what: str, wrap: bool) -> None:
+    """A load checks the columns that it takes in the place of an index, and names the strategy."""
+    bad = ReturnsColumns("list_columns", change)
+    strategy = FullyParallelLoadStrategyWrapper(bad) if wrap else bad
+    with pytest.raises(
+        PluginError, match=rf"\.ReturnsColumns \('torch_dist', 1\).*: list_columns returned {what}, expected"
+    ):
+        dc.load(state(filled=True), saved, strategy)

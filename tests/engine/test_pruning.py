@@ -402,11 +402,11 @@ def test_the_command_prunes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 def test_the_command_fails_with_two(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """No such place, no place at all, a URL, and what cannot be removed: 2, and the reason."""
+    """No such place, no place at all, an empty URL, and what cannot be removed: 2, and the reason."""
     assert main(["prune", str(tmp_path / "nowhere")]) == 2
     assert "is no directory" in capsys.readouterr().err
     assert main(["prune", "memory://bucket/run"]) == 2
-    assert "takes a directory of this machine" in capsys.readouterr().err
+    assert "memory://bucket/run has no objects" in capsys.readouterr().err
     with pytest.raises(SystemExit, match="2"):
         main(["prune"])
     left = owners.leave(tmp_path / "ckpt", owners.dead())

@@ -108,7 +108,9 @@ def test_the_export_has_a_matrix_for_every_expert(exported: Path) -> None:
     assert torch.equal(found["model.layers.0.mlp.gate.weight"], torch.arange(15.0).reshape(5, 3))
 
 
-@pytest.mark.parametrize("ep", [2, *(pytest.param(ep, marks=pytest.mark.slow) for ep in (1, 4))])
+@pytest.mark.parametrize(
+    "ep", [pytest.param(2, marks=pytest.mark.slow), *(pytest.param(ep, marks=pytest.mark.long) for ep in (1, 4))]
+)
 def test_every_layout_exports_the_same_bytes(ranks: RankPool, tmp_path: Path, exported: Path, ep: int) -> None:
     """At every ep x efsdp of four ranks, however experts are held, the folder is one process's, byte for byte."""
     ranks.run(4, _save_and_export, tmp_path, ep, timeout=120)

@@ -153,6 +153,7 @@ class Report:
         values: Keys whose values are not those of the checkpoint that it was made from, if it loaded.
         events: Audit events that a load has no business to cause.
         polluted: Allowed globals that a pickle has changed.
+        alien: Errors of other queries that are not of the family, by name.
         plain: Class and text of what ``load_plain_tensors`` raised, which takes every size from the checkpoint.
     """
 
@@ -162,10 +163,11 @@ class Report:
     values: list[str] = field(default_factory=list)
     events: list[str] = field(default_factory=list)
     polluted: list[str] = field(default_factory=list)
+    alien: dict[str, str] = field(default_factory=dict)
     plain: str = ""
 
 
-class _Watch:
+class Watch:
     """Notes forbidden audit events while it is on; audit hooks cannot be removed."""
 
     def __init__(self) -> None:
@@ -202,7 +204,8 @@ def _error_of(query: Callable[[Path], Any], directory: Path) -> Exception | None
     return None
 
 
-def _report(directory: Path, watch: _Watch) -> Report:
+def report_on(directory: Path, watch: Watch) -> Report:
+    """Load a directory, and ask all else of it."""
     report = Report()
     watch.events = []
     watch.on = True
@@ -218,7 +221,9 @@ def _report(directory: Path, watch: _Watch) -> Report:
         report.values = samples.differences(loaded, 1)
     for name, query in _QUERIES.items():
         error = _error_of(query, directory)
-        report.family &= error is None or isinstance(error, CheckpointingException)
+        if error is not None and not isinstance(error, CheckpointingException):
+            report.family = False
+            report.alien[name] = f"{type(error).__name__}: {error}"
         if name == "plain" and error is not None:
             report.plain = f"{type(error).__name__}: {error}"
     watch.on = False
@@ -238,7 +243,8 @@ def _polluted() -> list[str]:
     return sorted({repr(value) for value in reachable if hasattr(value, MARK)})
 
 
-def _limit_memory() -> None:
+def limit_memory() -> None:
+    """Let a memory bomb that goes off end in an error, not in swap."""
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     limit = pages * os.sysconf("SC_PAGE_SIZE") + _HEADROOM
     resource.setrlimit(resource.RLIMIT_AS, (limit, resource.getrlimit(resource.RLIMIT_AS)[1]))
@@ -248,16 +254,16 @@ def main() -> None:
     """Print a report for every directory, and how much the peak of memory grew, in MiB."""
     torch.set_num_threads(1)
     directories = json.load(sys.stdin)
-    watch = _Watch()
+    watch = Watch()
     base = Path(directories[0])
     samples.load(base)
-    _report(base, watch)
-    _limit_memory()
+    report_on(base, watch)
+    limit_memory()
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     reports = {}
     for directory in directories:
         sys.stderr.write(f"loading {directory}\n")
-        reports[directory] = vars(_report(Path(directory), watch))
+        reports[directory] = vars(report_on(Path(directory), watch))
     grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) >> 10
     json.dump({"reports": reports, "grown": grown}, sys.stdout)
 

@@ -1,9 +1,10 @@
 """Program: kill a save at every file system call that touches its directory, and say what a load then finds.
 
-``python -m tests.faults.killer FOLDER CASE COUNT`` prints a report as JSON. torch is imported once; each point is a
-forked child that stops itself, gets strace attached, goes on, and dies at the n-th call of a kind. Calls are counted
-per kind and thread, as strace does, so everything lazy is done before; a kill in another thread than the main one may
-come at another place, as its calls come at other numbers in each run.
+``python -m tests.faults.killer FOLDER CASE COUNT`` prints a report as JSON; ``changes`` for a count: at each call that
+changes what is on disk, since a kill at another one leaves what a kill at the next of these does. torch is imported
+once; each point is a forked child that stops itself, gets strace attached, goes on, and dies at the n-th call of a
+kind. Calls are counted per kind and thread, as strace does, so everything lazy is done before. For a call of the main
+thread strace follows no other; those of a thread that saves have numbers of their own (see ``behind``).
 """
 
 from __future__ import annotations
@@ -40,7 +41,11 @@ CASES: dict[str, tuple[str, ...]] = {
     "existing, no exchange": ("-e", "inject=renameat2:error=EINVAL"),
 }
 
-_CALL = re.compile(r"^(?P<thread>\d+) +(?P<call>\w+)\(")
+#: What is no harm; a kill that came elsewhere, and did none, is tried again so many times.
+HARMLESS = ("absent", "old", "new", "set aside")
+TRIES = 4
+
+_CALL = re.compile(r"^(?:(?P<thread>\d+) +)?(?P<call>\w+)\(")
 _CHANGES = re.compile(
     r"^(mkdir|write|pwrite|fallocate|fsync|fdatasync|rename|link|unlink|rmdir|symlink|truncate|ftruncate)"
 )
@@ -93,6 +98,7 @@ class Killer:
         self._pristine = folder / "pristine"
         self._run = folder / "run"
         self._trace = folder / "trace"
+        self._traced = 0
         self._pristine.mkdir(exist_ok=True)
         self._prepare()
         for name, content in FOREIGN.items() if case != "fresh" else ():
@@ -111,20 +117,36 @@ class Killer:
             match = _CALL.match(line)
             if match is None:
                 continue
-            thread, call = match["thread"], match["call"]
+            thread, call = match["thread"] or str(self._traced), match["call"]
             counts[thread, call] = counts.get((thread, call), 0) + 1
             if str(self._run) in line:
-                in_main_thread = thread == next(iter(counts))[0]
+                in_main_thread = thread == str(self._traced)
                 found.append(Point(call, counts[thread, call], self._anonymous(line), in_main_thread))
         return found
+
+    def try_point(self, point: Point) -> Outcome:
+        """Kill at the point, again where its call had another number in that run; what did harm is kept."""
+        for _ in range(TRIES):
+            outcome = self.outcome(point)
+            if outcome.killed or outcome.later or outcome.state not in HARMLESS:
+                break
+        return outcome
 
     def outcome(self, point: Point) -> Outcome:
         """Kill a save at the point, load, and save again."""
         calls = f"trace={point.call},renameat2"  # strace injects only into what it traces
-        status = self._save(calls, "-e", f"inject={point.call}:signal=KILL:when={point.number}")
-        shown = next((line for line in reversed(self._trace.read_text().splitlines()) if _CALL.match(line)), "")
-        same = self._anonymous(shown).split(" = ")[0].startswith(_head(point.line))
-        killed = status is not None and os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL and same
+        kill = f"inject={point.call}:signal=KILL:when={point.number}"
+        status = self._save(calls, "-e", kill, follow=not point.in_main_thread)
+        shown = next(
+            (found for line in reversed(self._trace.read_text().splitlines()) if (found := _CALL.match(line))), None
+        )
+        if shown is None:
+            same = False
+        elif point.in_main_thread:
+            same = self._anonymous(shown.string).split(" = ")[0].startswith(_head(point.line))
+        else:  # each thread has a call of that number, for a file of its own: either comes first
+            same = shown["call"] == point.call
+        killed = status is not None and "+++ killed by SIGKILL +++" in self._trace.read_text() and same
         left = self._beside()
         state, later = self._state(), self._later()
         return Outcome(*point, killed, state, later, left, self._beside())
@@ -138,25 +160,34 @@ class Killer:
         target = self._target()
         return sorted(path.name for path in target.parent.glob("*") if path != target)
 
-    def _save(self, *options: str) -> int | None:
-        """Wait status of a save in a child under strace."""
+    def _save(self, *options: str, follow: bool = True) -> int | None:
+        """Wait status of a save in a child under strace, which follows all threads, or the main one alone."""
         shutil.rmtree(self._run, ignore_errors=True)
         shutil.copytree(self._pristine, self._run)
         self._trace.unlink(missing_ok=True)
-        pid = fork(self._change, stopped=True)
-        command = ["strace", "-f", "-y", "-s", "16", "-o", self._trace, "-p", str(pid), "-e", *options]
-        if not any(option.startswith("inject=renameat2:signal") for option in options):
+        victim, children = self._start()
+        self._traced = victim
+        command = ["strace", *(["-f"] if follow else []), "-y", "-s", "16", "-o", str(self._trace)]
+        command += ["-p", str(victim), "-e", *options]
+        if not any(option.startswith("inject=renameat2:") for option in options):
             command += CASES[self._case]
         tracer = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
         stderr = tracer.stderr
         if stderr is None or "attached" not in (greeting := stderr.readline()):
-            os.kill(pid, signal.SIGKILL)
+            for pid in {victim, *children}:
+                os.kill(pid, signal.SIGKILL)
             raise SystemExit(f"strace did not attach: {greeting if stderr else ''}")
-        os.kill(pid, signal.SIGCONT)
-        status = wait([pid], 30)[pid]
+        for pid in {victim, *children}:
+            os.kill(pid, signal.SIGCONT)
+        ended = wait(children, 30)
         tracer.wait(10)
         stderr.close()
-        return status
+        return None if None in ended.values() else ended[children[0]]
+
+    def _start(self) -> tuple[int, list[int]]:
+        """Fork what is killed; the stopped process that strace is attached to, and the children that are waited for."""
+        pid = fork(self._change, stopped=True)
+        return pid, [pid]
 
     def _prepare(self) -> None:
         """Make what stands at the target before."""
@@ -232,9 +263,10 @@ class Killer:
         load(scratch)
 
 
-def state_dict(version: int) -> dict[str, Any]:
-    """The samples of save number ``version``, and a large tensor."""
-    return {**samples.state_dict(version), "large": ShardedTensor.from_rank_offsets("large", _large(version))}
+def state_dict(version: int, rank: int = 0, world: int = 1) -> dict[str, Any]:
+    """A rank's part of the samples of save number ``version``, and of a large tensor."""
+    large = ShardedTensor.from_rank_offsets("large", _large(version).chunk(world)[rank].clone(), (0, rank, world))
+    return {**samples.state_dict(version, rank, world), "large": large}
 
 
 def load(directory: Path) -> dict[str, Any]:
@@ -277,11 +309,12 @@ def _spread(points: list[Point], count: int) -> list[Point]:
 
 def main(kind: type[Killer] = Killer) -> None:
     """Print the report."""
-    folder, case, count = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+    folder, case, count = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
     torch.set_num_threads(1)
     killer = kind(folder, case)
     points = killer.points()
-    outcomes = [killer.outcome(point) for point in sample(points, count)]
+    changes = [point for point in points if point.changes]
+    outcomes = [killer.try_point(point) for point in (changes if count == "changes" else sample(points, int(count)))]
     report = {"points": [point._asdict() for point in points], "outcomes": [asdict(outcome) for outcome in outcomes]}
     json.dump(report, sys.stdout)
 

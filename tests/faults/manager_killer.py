@@ -9,6 +9,7 @@ import datetime as dt
 import json
 import os
 import random
+import re
 import signal
 import sys
 import tempfile
@@ -21,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from tests.manager.training import Training
+from tests.remote.servers import request
 
 RANKS = 4
 _TIMEOUT = dt.timedelta(seconds=20)
@@ -31,12 +33,12 @@ class Victim:
     """The training job.
 
     Args:
-        folder: Of its checkpoints.
+        folder: Of its checkpoints, or its URL.
         log: Takes a line from rank 0 for each step.
         mode: How it saves.
     """
 
-    def __init__(self, folder: Path, log: Path, mode: str) -> None:
+    def __init__(self, folder: Path | str, log: Path, mode: str) -> None:
         self._folder, self._log, self._mode = folder, log, mode
 
     def start(self, until: int) -> list[int]:
@@ -78,10 +80,20 @@ class Victim:
                 manager.save(training.progress.step)
 
 
-def committed(folder: Path) -> int:
+def committed(folder: str) -> int:
     """The newest step that has a checkpoint, by nothing but what stands there; 0 for none."""
-    names = [path.parent.name for path in folder.glob("*/metadata.json")]
+    found = [name for name in list_files(folder) if name.endswith("/metadata.json")]
+    names = [name.removesuffix("/metadata.json") for name in found if name.count("/") == 1]  # not of generations
     return max((int(name.removeprefix("step-")) for name in names if name.startswith("step-")), default=0)
+
+
+def list_files(folder: str) -> list[str]:
+    """The names of all files or objects in a folder, by another way than the library's."""
+    bucket, _, prefix = folder.removeprefix("s3://").partition("/")
+    if not folder.startswith("s3://"):
+        return [str(path.relative_to(folder)) for path in Path(folder).rglob("*")]
+    answer = request(os.environ["AWS_ENDPOINT_URL"], "GET", f"{bucket}?list-type=2&prefix={prefix}/")
+    return re.findall(f"<Key>{prefix}/([^<]*)</Key>", answer)
 
 
 def kill(pids: list[int], chance: random.Random) -> None:
@@ -104,10 +116,9 @@ def lines(log: Path) -> list[dict[str, Any]]:
 
 def main() -> None:
     """Kill so many times, let it end, and print what was seen as JSON."""
-    folder, mode, kills, seed = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
+    folder, log, mode, kills, seed = sys.argv[1], Path(sys.argv[2]), sys.argv[3], int(sys.argv[4]), int(sys.argv[5])
     chance = random.Random(seed)
     torch.set_num_threads(1)
-    log = folder.parent / "log"
     log.touch()
     victim = Victim(folder, log, mode)
     newest = []
@@ -118,10 +129,12 @@ def main() -> None:
             time.sleep(0.005)
         time.sleep(chance.uniform(0, 0.8))
         kill(pids, chance)
+        if folder.startswith("s3://"):
+            time.sleep(0.3)  # a server goes on with the request that it has when its client is killed
         newest.append(committed(folder))
     pids = victim.start(newest[-1] + 6)
     codes = [os.waitpid(pid, 0)[1] for pid in pids]
-    seen, left = lines(log), sorted(path.name for path in folder.iterdir())
+    seen, left = lines(log), sorted({name.partition("/")[0] for name in list_files(folder)})
     print(json.dumps({"codes": codes, "newest": newest, "seen": seen, "left": left}))  # noqa: T201
 
 

@@ -13,7 +13,7 @@ from tests.programs import ROOT
 if TYPE_CHECKING:
     from pathlib import Path
 
-_ONE_THREAD = {"SHARDCKPT_IO_THREADS": "1", "OMP_NUM_THREADS": "1"}
+ONE_THREAD = {"SHARDCKPT_IO_THREADS": "1", "OMP_NUM_THREADS": "1"}
 
 
 def run_program(name: str, *arguments: str, text: str = "", timeout: float = 240) -> subprocess.CompletedProcess[str]:
@@ -26,7 +26,7 @@ def run_program(name: str, *arguments: str, text: str = "", timeout: float = 240
         timeout: Seconds after which it is killed, and the test fails.
     """
     module = f"tests.faults.{name}"
-    return programs.run("", *arguments, module=module, text=text, cwd=ROOT, environment=_ONE_THREAD, timeout=timeout)
+    return programs.run("", *arguments, module=module, text=text, cwd=ROOT, environment=ONE_THREAD, timeout=timeout)
 
 
 def run_in_new_interpreter(
@@ -38,7 +38,7 @@ def run_in_new_interpreter(
         [sys.executable, "-m", f"tests.faults.{name}", *arguments],
         input=text,
         cwd=cwd,
-        env={**os.environ, **_ONE_THREAD, "PYTHONPATH": path},
+        env={**os.environ, **ONE_THREAD, "PYTHONPATH": path},
         capture_output=True,
         text=True,
         timeout=timeout,

@@ -61,8 +61,18 @@ def _all_in_the_foreground(folder: str) -> dict[str, tuple[str, str]]:
     return _refusals(folder, makes, KEYS)
 
 
-@backends.both_slowly
-@pytest.mark.parametrize("world", [1, *(pytest.param(world, marks=pytest.mark.slow) for world in (2, 3))])
+@pytest.mark.parametrize(
+    ("backend", "world"),
+    [
+        ("torch_dist", 1),
+        pytest.param("torch_dist", 3, marks=pytest.mark.slow),
+        pytest.param("safetensors", 2, marks=pytest.mark.slow),
+        *(pytest.param(*each, marks=pytest.mark.long) for each in (("torch_dist", 2), ("safetensors", 1))),
+        pytest.param("safetensors", 3, marks=pytest.mark.long),
+    ],
+    indirect=["backend"],
+    scope="module",
+)
 def test_a_shard_that_is_not_stored_is_named(ranks: RankPool, tmp_path: Path, world: int) -> None:
     """A strategy that loses a shard on one rank, of any kind and in any way, fails the save, and leaves nothing."""
     outcomes = ranks.run(world, _all_in_the_foreground, str(tmp_path))
@@ -195,7 +205,7 @@ def _misdeeds(folder: str, way: str) -> dict[str, tuple[str, str]]:
     [
         ("foreground", 1),
         pytest.param("foreground", 3, marks=pytest.mark.slow),
-        ("thread", 2),
+        pytest.param("thread", 2, marks=pytest.mark.slow),
         pytest.param("process", 2, marks=pytest.mark.slow),
     ],
 )

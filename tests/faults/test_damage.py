@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 import random
 import shutil
@@ -13,14 +14,15 @@ import torch
 import torch.distributed as dist
 
 from shardckpt import dist_checkpointing
-from shardckpt.errors import CheckpointingException, CorruptCheckpointError
+from shardckpt.errors import CorruptCheckpointError
 from shardckpt.maintenance.verify import verify_checkpoint
 from tests import backends
 from tests.faults import samples
+from tests.faults.damager import RIGHT, flipped, load_fault, verify_faults
 from tests.names import MARKER, METADATA, RECORD
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     from tests.backends import Backend
     from tests.ranks import RankPool
@@ -29,7 +31,6 @@ if TYPE_CHECKING:
 DATA = ("data of rank 0", "data of rank 1", "index", "common state")
 JSON = (MARKER, RECORD)
 FLIPS = 50  # a file
-RIGHT = ""
 
 
 def save_version(directory: str, version: int, turned: bool) -> None:
@@ -66,52 +67,34 @@ def checkpoint(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     return Path(shutil.copytree(saved / "1", tmp_path / "ckpt"))
 
 
-def load_fault(directory: Path) -> str:
-    """``RIGHT`` if a load gives the values of checkpoint 1, or the text of its error; wrong values end the test."""
-    try:
-        loaded = samples.load(directory)
-    except CheckpointingException as exc:
-        return str(exc)
-    assert samples.differences(loaded, 1) == []
-    return RIGHT
-
-
-def verify_faults(directory: Path) -> dict[str, str]:
-    """What verify reports, by file; the checkpoint as a whole under ``""``."""
-    try:
-        return {result.name: result.fault for result in verify_checkpoint(directory) if result.fault}
-    except CheckpointingException as exc:
-        return {"": str(exc)}
-
-
 def some_bits(path: Path, count: int) -> list[int]:
     """Bits of the file, drawn by its name."""
     return random.Random(path.name).sample(range(8 * path.stat().st_size), count)
 
 
-def flipped(path: Path, bits: list[int]) -> Iterator[int]:
-    """Flip one bit of the file after the other, each alone, and put the file back in the end."""
-    whole = path.read_bytes()
-    for bit in bits:
-        content = bytearray(whole)
-        content[bit // 8] ^= 1 << bit % 8
-        path.write_bytes(content)
-        yield bit
-    path.write_bytes(whole)
-
-
-@backends.both_slowly
+@pytest.mark.parametrize(
+    ("step", "backend"),
+    [
+        (8, "torch_dist"),
+        pytest.param(1, "torch_dist", marks=pytest.mark.slow),
+        pytest.param(8, "safetensors", marks=pytest.mark.slow),
+        pytest.param(1, "safetensors", marks=pytest.mark.long),
+    ],
+    indirect=["backend"],
+    scope="module",
+)
 @pytest.mark.parametrize("name", JSON)
-def test_bit_flip_in_every_byte_of_json(checkpoint: Path, name: str) -> None:
-    """Whatever byte of the JSON files is hit, values are right or the load names a file of the checkpoint."""
+def test_bit_flip_in_bytes_of_json(checkpoint: Path, name: str, step: int) -> None:
+    """Whatever byte of the JSON files is hit, values are right or the load names a file, and verify finds it."""
     path = checkpoint / name
     files = read_names()
     refused = 0
-    for _ in flipped(path, [8 * n + n % 8 for n in range(path.stat().st_size)]):
+    for bit in flipped(path, [8 * n + n // step % 8 for n in range(0, path.stat().st_size, step)]):
         fault = load_fault(checkpoint)
         refused += fault != RIGHT
         assert fault == RIGHT or any(str(checkpoint / file) in fault or file in fault for file in files), fault
-    assert refused > path.stat().st_size // 4
+        assert any(file in " ".join(verify_faults(checkpoint).values()) for file in files), bit
+    assert refused > path.stat().st_size // step // 4
     assert load_fault(checkpoint) == RIGHT
 
 
@@ -119,7 +102,8 @@ def test_bit_flip_in_every_byte_of_json(checkpoint: Path, name: str) -> None:
     ("flips", "backend"),
     [
         (FLIPS, "torch_dist"),
-        pytest.param(20 * FLIPS, "torch_dist", marks=pytest.mark.slow),
+        pytest.param(4 * FLIPS, "torch_dist", marks=pytest.mark.slow),
+        pytest.param(20 * FLIPS, "torch_dist", marks=pytest.mark.long),
         pytest.param(4 * FLIPS, "safetensors", marks=pytest.mark.slow),
     ],
     indirect=["backend"],
@@ -258,6 +242,25 @@ def test_markers_of_another_step(saved: Path, checkpoint: Path) -> None:
     shutil.copyfile(saved / "2" / RECORD, checkpoint / RECORD)
     assert str(checkpoint) in load_fault(checkpoint)
     assert verify_faults(checkpoint).keys() >= {name_of(file) for file in DATA if file != "index"}
+
+
+@backends.both
+@pytest.mark.parametrize("field", ["sharded_backend_version", "common_backend", "common_backend_version"])
+@pytest.mark.parametrize("edit", ["gone", "another value"])
+def test_marker_fields_that_no_load_needs(checkpoint: Path, field: str, edit: str) -> None:
+    """A field of metadata.json that is lost or changed is found by verify, also where a load does without it."""
+    path = checkpoint / MARKER
+    fields = json.loads(path.read_bytes())
+    if edit == "gone":
+        del fields[field]
+    elif field == "common_backend":
+        fields[field] = "torci"
+    else:
+        fields[field] += 1
+    path.write_text(json.dumps(fields))
+    faults = " ".join(verify_faults(checkpoint).values())
+    assert MARKER in faults
+    assert field in faults or "another save wrote into it" in faults
 
 
 @backends.both

@@ -582,18 +582,26 @@ JSON_CASES = [
     for name, content in JSONS.items()
 ]
 
-CASES = [*pickled_cases(), *archive_cases(), *METADATA_CASES, *FILE_CASES, *JSON_CASES]
+_PICKLED = pickled_cases()
+CASES = [*_PICKLED, *archive_cases(), *METADATA_CASES, *FILE_CASES, *JSON_CASES]
+
+
+#: In the default run: a third of the pickles, each place that has pickles among them, and all that is no pickle.
+_QUICK = {case.name for case in [*_PICKLED[::3], *CASES[len(_PICKLED) :]]}
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What a process of its own reports of every case, by the case's name; ``grown`` is its memory."""
+def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What a process of its own reports of every case that is run, by the case's name; ``grown`` is its memory."""
+    items = [item for item in request.session.items if isinstance(item, pytest.Function)]
+    names = {case.name for item in items if item.module is request.module and (case := _case_of(item))}
+    cases = [case for case in CASES if case.name in names or case in METADATA_CASES]
     root = tmp_path_factory.mktemp("hostile")
     base = root / "base"
     dist_checkpointing.save(samples.state_dict(1), base)
     (root / "outside.distcp").write_bytes((base / DATA_FILE).read_bytes())
-    directories = {case.name: root / str(number) for number, case in enumerate(CASES)}
-    for case in CASES:
+    directories = {case.name: root / str(number) for number, case in enumerate(cases)}
+    for case in cases:
         case.make(Foreign(base, directories[case.name]))
     work = root / "work"
     work.mkdir()
@@ -603,11 +611,19 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     report = json.loads(done.stdout)
     honest = report["reports"][str(base)]
     assert (honest["kind"], honest["values"], honest["events"], honest["plain"]) == ("", [], [], "")
-    found = {case.name: report["reports"][str(directories[case.name])] for case in CASES}
+    found = {case.name: report["reports"][str(directories[case.name])] for case in cases}
     return {**found, "grown": report["grown"], "made": [path.name for path in work.iterdir()]}
 
 
-@pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
+def _case_of(item: pytest.Function) -> Case | None:
+    callspec = getattr(item, "callspec", None)
+    return callspec.params.get("case") if callspec else None
+
+
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(c, id=c.name, marks=() if c.name in _QUICK else pytest.mark.slow) for c in CASES],
+)
 def test_refused(found: dict[str, Any], case: Case) -> None:
     """The load is refused by an error of the family that names the culprit; nothing ran and nothing was changed."""
     report = found[case.name]

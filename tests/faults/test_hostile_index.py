@@ -12,12 +12,11 @@ from shardckpt import dist_checkpointing
 from shardckpt.chunks import Chunks
 from shardckpt.errors import CheckpointingException
 from shardckpt.maintenance.verify import verify_checkpoint
-from shardckpt.manifest import Record
 from shardckpt.planning.table import Table
-from shardckpt.storage.digest import Segments, digest_function
 from shardckpt_torch_dist.dialects.index_file import encode_index, parse_index
 from tests.faults import samples
-from tests.names import INDEX, RECORD, data_file
+from tests.faults.fuzzer import sign
+from tests.names import INDEX, data_file
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -44,14 +43,7 @@ def index_of(checkpoint: Path) -> StoredIndex:
 
 def put(checkpoint: Path, index: StoredIndex) -> None:
     """Let its index say something else, and shardckpt.json that this was written."""
-    data = encode_index(index)
-    record = Record.parse((checkpoint / RECORD).read_bytes())
-    digest = digest_function(record.digest_algorithm)(data)
-    table = Segments([len(data)], [digest], record.digest_algorithm)
-    named = {"size": len(data), "digest": table.root(), "segments": table.pack()}
-    files = tuple(file.model_copy(update=named) if file.name == INDEX else file for file in record.files)
-    (checkpoint / INDEX).write_bytes(data)
-    (checkpoint / RECORD).write_bytes(record.model_copy(update={"files": files}).dump())
+    sign(checkpoint, INDEX, encode_index(index))
 
 
 def claiming(**columns: int) -> Lie:

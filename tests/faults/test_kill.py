@@ -20,8 +20,10 @@ if TYPE_CHECKING:
     from tests.backends import Backend
 
 SAMPLED = 50
-FEW = 25  # in the default run; the same cases are killed at every call by slow tests
+FEW = 25  # in the default run and the slow one; long tests kill the same cases at every call
 ALL = 10_000
+#: Fewer calls that change the disk would mean that the save is not what it was.
+LEAST_CHANGES = 25
 #: What is at the path before a save, and what a kill may leave there.
 CASES: list[tuple[str, set[str]]] = [
     ("fresh", {"absent", "new"}),
@@ -34,7 +36,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def report_of(folder: Path, case: str, count: int, program: str = "killer") -> dict[str, Any]:
+def report_of(folder: Path, case: str, count: int | str, program: str = "killer") -> dict[str, Any]:
     """What the killer program found."""
     done = run_program(program, str(folder), case, str(count))
     if done.returncode and "strace did not attach" in done.stderr:
@@ -78,20 +80,19 @@ def test_killed_overwrite_leaves_old_or_new(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_killed_background_overwrite_leaves_old_or_new(tmp_path: Path) -> None:
     """The same holds for a save that is planned, staged, written and finalized one after the other."""
-    outcomes = report_of(tmp_path, "existing", SAMPLED, "async_killer")["outcomes"]
-    assert len(outcomes) >= SAMPLED
+    outcomes = report_of(tmp_path, "existing", FEW, "async_killer")["outcomes"]
+    assert len(outcomes) >= FEW
     assert bad(outcomes, {"old", "new"}) == []
     assert {outcome["state"] for outcome in outcomes} == {"old", "new"}
-    assert leaves(outcomes) > SAMPLED // 4
+    assert leaves(outcomes) > FEW // 4
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "allowed", "count"),
     [
-        ("fresh", {"absent", "new"}, 120),
-        ("existing", {"old", "new"}, 120),
-        ("existing, no exchange", {"old", "new", "set aside"}, 120),
+        ("existing", {"old", "new"}, 20),
+        *(pytest.param(*each, 120, marks=pytest.mark.long) for each in CASES),
     ],
 )
 def test_killed_save_of_a_tree_leaves_old_or_new(tmp_path: Path, case: str, allowed: set[str], count: int) -> None:
@@ -115,8 +116,20 @@ def test_killed_save_with_table_files_leaves_old_or_new(tmp_path: Path, case: st
     assert any("fsync" in point["line"] and ".digests>" in point["line"] for point in report["points"])
 
 
-@backends.both
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("case", "allowed"), [*(pytest.param(*case, marks=pytest.mark.long) for case in CASES[:2]), CASES[2]]
+)
+def test_killed_at_every_change(tmp_path: Path, case: str, allowed: set[str]) -> None:
+    """The same holds at every call that changes the disk; a kill at another leaves what one at the next does."""
+    report = report_of(tmp_path, case, "changes")
+    assert len(report["outcomes"]) >= LEAST_CHANGES
+    assert bad(report["outcomes"], allowed) == []
+    assert {outcome["state"] for outcome in report["outcomes"]} == allowed
+
+
+@backends.both
+@pytest.mark.long
 @pytest.mark.parametrize(("case", "allowed"), CASES)
 def test_killed_at_every_call(tmp_path: Path, case: str, allowed: set[str]) -> None:
     """The same holds at every single call; without RENAME_EXCHANGE the one window is named, and renaming ends it."""

@@ -50,6 +50,17 @@ EVERY_RANK = [
     for world in (2, 3, 4)
     for victim in sorted({0, world // 2, world - 1})
 ]
+#: For the report: each step, in groups of 2 to 4 ranks, of which the first or the last is lost.
+EACH_STEP = {
+    how: [
+        scenario(world, victim, operation, step, how)
+        for operation, steps in (("save", SAVE_STEPS), ("load", LOAD_STEPS))
+        for step in steps
+        for world in (2, 3, 4)
+        for victim in (0, world - 1)
+    ]
+    for how in ("exit", "kill", "stop")
+}
 
 
 def name_of(what: Scenario) -> str:
@@ -83,12 +94,14 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return reports_of(SCENARIOS, tmp_path_factory.mktemp("deaths"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", range(len(SCENARIOS)), ids=[name_of(what) for what in SCENARIOS])
 def test_lost_rank(reports: list[dict[str, Any]], number: int) -> None:
     """Every other rank ends with the same CommunicationError, which names the rank that died or stopped first."""
     check_survivors(SCENARIOS[number], reports[number])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", range(len(SCENARIOS)), ids=[name_of(what) for what in SCENARIOS])
 def test_checkpoint_after_a_lost_rank(reports: list[dict[str, Any]], number: int) -> None:
     """The checkpoint is the old or the new one, a living main rank leaves nothing else, and the next save works."""
@@ -113,7 +126,7 @@ def test_lost_ranks_of_another_format(tmp_path: Path) -> None:
         check_checkpoint(what, report)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(1200)
 def test_every_step(tmp_path: Path) -> None:
     """In whatever step of a save or load a rank is lost: all others name it, and the checkpoint is the old or new."""
@@ -123,6 +136,7 @@ def test_every_step(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(3600)
 def test_every_lost_rank(tmp_path: Path) -> None:
     """Whichever rank dies or stops, in groups of 2 to 4 ranks, however they have met: all others name it."""

@@ -166,7 +166,9 @@ def test_replaced_at_every_moment(scene: Scene, verify: str, name: str) -> None:
 
 
 @backends.both_slowly
-@pytest.mark.parametrize("parallel", [False, True], ids=["each reads", "fully parallel"])
+@pytest.mark.parametrize(
+    "parallel", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["each reads", "fully parallel"]
+)
 def test_replaced_at_every_moment_of_each_rank(ranks: RankPool, tmp_path: Path, verify: str, parallel: bool) -> None:
     """Two ranks load one save, the same, whenever on either of them the checkpoint is replaced."""
     ranks.run(2, save_both, str(tmp_path))
@@ -185,9 +187,21 @@ def test_replaced_again_and_again(ranks: RankPool, tmp_path: Path) -> None:
     assert one.startswith(f"CheckpointReplacedError: {tmp_path / 'target'} is being overwritten: in each of ")
 
 
-@backends.both_slowly
-@pytest.mark.parametrize("overwrites", [15, pytest.param(200, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])])
-@pytest.mark.parametrize("readers", [1, 2])
+@pytest.mark.parametrize(
+    ("backend", "readers", "overwrites"),
+    [
+        ("torch_dist", 1, 15),
+        ("torch_dist", 2, 15),
+        pytest.param("safetensors", 1, 15, marks=pytest.mark.slow),
+        pytest.param("safetensors", 2, 15, marks=pytest.mark.slow),
+        pytest.param("torch_dist", 2, 200, marks=[pytest.mark.slow, pytest.mark.timeout(1800)]),
+        pytest.param("torch_dist", 1, 200, marks=[pytest.mark.long, pytest.mark.timeout(1800)]),
+        pytest.param("safetensors", 1, 200, marks=[pytest.mark.long, pytest.mark.timeout(1800)]),
+        pytest.param("safetensors", 2, 200, marks=[pytest.mark.long, pytest.mark.timeout(1800)]),
+    ],
+    indirect=["backend"],
+    scope="module",
+)
 def test_readers_while_a_job_overwrites(
     ranks: RankPool, tmp_path: Path, verify: str, readers: int, overwrites: int
 ) -> None:

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given
@@ -55,6 +57,26 @@ def test_transposed_and_dropped_tensors() -> None:
     assert torch.equal(found["e.1.b"], whole[1, 3:].t())
     assert get_key_map_entries(mapping, "rope.cache", (3,)) == []
     assert len(get_key_map_entries(mapping, "deep.rope.cache", (3,))) == 1  # a field has no dots
+
+
+def test_experts_that_are_stored_one_by_one_keep_their_numbers() -> None:
+    """Where the stored name has the expert, a rule renames it, and splits no axis."""
+    rule = Rule("e.{expert}.{w}", ("m.experts.{expert}.{w}.weight",))
+    assert rule.links("e.3.w1", (4, 2)) == [*Identity().links("m.experts.3.w1.weight", (4, 2))]
+
+
+@pytest.mark.parametrize(
+    ("stored", "hub", "text"),
+    [
+        ("a.{x}", ("b.{y}",), "'b.{y}' has the field 'y', which the stored name lacks"),
+        ("a.{x}.{x}", ("b.{x}",), "'x' is there twice"),
+        ("a.{x}", "b", r"give \('b',\)"),
+    ],
+)
+def test_a_rule_that_cannot_be_applied_is_refused_when_it_is_made(stored: str, hub: Any, text: str) -> None:
+    """A field that only one side has, or twice, and names that are no tuple, are errors that say so."""
+    with pytest.raises(ShardingError, match=text):
+        Rule(stored, hub)
 
 
 @given(

@@ -19,7 +19,8 @@ from shardckpt.huggingface import (
     load_from_huggingface,
     save_state_dict,
 )
-from shardckpt.huggingface.names import parse_size
+from shardckpt.maintenance import convert_checkpoint, merge_checkpoints
+from shardckpt.storage import parse_size
 from tests.faults.disks import small_disk
 from tests.huggingface.samples import same
 
@@ -255,3 +256,25 @@ def test_a_dtensor_counts_whole_and_is_not_gathered(ranks: RankPool, tmp_path: P
         assert total == 64
         assert "'w' cannot be written" in text
         assert "full_tensor()" in text
+
+
+@pytest.mark.parametrize("name", [1, None, "\ud800"])
+def test_a_name_that_is_no_text_is_refused(name: Any, tmp_path: Path) -> None:
+    """A safetensors file has names in UTF-8: any other is an error, and no file that no reader opens; .bin takes it."""
+    with pytest.raises(CheckpointingException, match="names are text"):
+        save_state_dict({name: torch.ones(1)}, tmp_path / "a.safetensors")
+    assert not (tmp_path / "a.safetensors").exists()
+    save_state_dict({name: torch.ones(1)}, tmp_path / "a.bin", safe_serialization=False)
+    assert torch.load(tmp_path / "a.bin").keys() == {name}
+
+
+def test_names_to_leave_out_are_a_list(tmp_path: Path) -> None:
+    """One text in the place of a list is an error that shows the list, not the names of its letters."""
+    dist_checkpointing.save({"a": ShardedTensor.from_rank_offsets("a", torch.ones(1))}, tmp_path / "c")
+    for call in (
+        lambda: export_to_huggingface(tmp_path / "c", tmp_path / "d", leave_out="a"),
+        lambda: convert_checkpoint(tmp_path / "c", tmp_path / "d", "torch", leave_out="a"),
+        lambda: merge_checkpoints([tmp_path / "c"] * 2, tmp_path / "d", leave_out="a"),
+    ):
+        with pytest.raises(CheckpointingException, match=r"such as \['a'\]"):
+            call()

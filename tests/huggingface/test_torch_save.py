@@ -3,8 +3,9 @@ from __future__ import annotations
 import argparse
 import enum
 import io
+import types
 import zipfile
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,7 +16,7 @@ import torch.distributed.checkpoint as dcp
 from shardckpt import dist_checkpointing as dc
 from shardckpt.errors import CheckpointingException, CorruptCheckpointError, ShardingError, UnsafePickleError
 from shardckpt.huggingface import TorchFile
-from shardckpt.maintenance import convert_checkpoint
+from shardckpt.maintenance import convert_checkpoint, open_any, verify_checkpoint
 from shardckpt.mapping import ShardedObject, ShardedTensor
 from shardckpt.tensors import tensor_bytes
 from shardckpt.testing.tensors import DTYPES
@@ -92,6 +93,40 @@ def test_stock_dcp_finds_the_values_of_a_file(tmp_path: Path) -> None:
     assert wanted["optim"]["param_groups"][0]["lr"] == 0.5  # type: ignore[index, call-overload]
 
 
+def test_tensors_in_containers_of_any_class_are_read(tmp_path: Path) -> None:
+    """A file's namespaces, deques and tuples come into a checkpoint with the tensors in them, classes and all."""
+    tensor = torch.arange(3.0)
+    state = {
+        "w": tensor,
+        "args": argparse.Namespace(mean=tensor),
+        "other": types.SimpleNamespace(deep=[{"mean": tensor}]),
+        "recent": deque([tensor], 4),
+        "pair": (OrderedDict(a=tensor), tensor),
+    }
+    torch.save(state, tmp_path / "a.pt")
+    convert_checkpoint(tmp_path / "a.pt", tmp_path / "there", "safetensors")
+    common = dc.load_common_state_dict(tmp_path / "there")
+    assert common["recent"].maxlen == 4
+    assert type(common["pair"][0]) is OrderedDict
+    found = common["args"].mean, common["other"].deep[0]["mean"], common["recent"][0], *common["pair"][0].values()
+    assert all(value.equal(tensor) for value in (*found, common["pair"][1]))
+
+
+def test_tuples_that_hold_one_twice_are_visited_once(tmp_path: Path) -> None:
+    """A file of a few hundred bytes that names 2^60 places is opened and checked like any other."""
+    value: Any = (torch.ones(2),)
+    for _ in range(60):
+        value = (value, value)
+    torch.save({"w": torch.ones(3), "nest": value}, tmp_path / "a.pt")
+    with open_any(tmp_path / "a.pt") as checkpoint:
+        assert list(checkpoint) == ["w"]
+        found = checkpoint.common["nest"]
+    while isinstance(found, tuple):
+        found = found[0]
+    assert found.equal(torch.ones(2))
+    assert [result.fault for result in verify_checkpoint(tmp_path / "a.pt")] == [""]
+
+
 def test_every_dtype_is_written_as_torch_reads_it(tmp_path: Path) -> None:
     """torch.load, with memory-mapping too, reads tensors of all dtypes bit for bit; their bytes are aligned."""
     values = {f"{dtype}": torch.randint(0, 2, (3, 16), dtype=torch.uint8).view(dtype) for dtype in DTYPES}
@@ -135,6 +170,28 @@ def test_other_classes_become_builtin_ones(tmp_path: Path) -> None:
     with pytest.raises(ShardingError, match=r"a\.b\.1 is a .*object.*--leave-out"):
         TorchFile({}).write(tmp_path / "b.pt", {"a": {"b": [Color.RED, object()]}}, lambda _: None)
     assert not (tmp_path / "b.pt").exists()
+
+
+def test_what_holds_itself_or_loses_a_key_is_refused(tmp_path: Path) -> None:
+    """A value that holds itself, and keys or elements that a file would have as one, are errors that name the place."""
+    ring: dict[str, Any] = {"one": 1}
+    ring["self"] = [ring]
+    deep: list[Any] = []
+    for _ in range(100_000):
+        deep = [deep]
+    for value, what in (
+        (ring, r"a\.self\.0 is a dict that holds itself: .*--leave-out"),
+        (deep, "a is nested too deep"),
+        ({2: "int", Color.RED: "enum"}, r"a has 2 and <Color\.RED: 2>, which a file both has as 2"),
+        ({Color.RED, 2}, "a has .*, which a file both has as 2"),
+        ({frozenset((1,)): 1}, r"a has frozenset\(\{1\}\), of which a file has a set, which is no key"),
+    ):
+        with pytest.raises(ShardingError, match=what):
+            TorchFile({}).write(tmp_path / "a.pt", {"a": value}, lambda _: None)
+    assert not (tmp_path / "a.pt").exists()
+    pair = [1]
+    TorchFile({}).write(tmp_path / "b.pt", {"a": {"x": pair, "y": pair}, "b": {1.5, None}}, lambda _: None)
+    assert torch.load(tmp_path / "b.pt", weights_only=True) == {"a": {"x": [1], "y": [1]}, "b": {1.5, None}}
 
 
 def test_code_in_a_file_does_not_run(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ from fsspec.implementations.local import LocalFileSystem
 
 from shardckpt import settings
 from shardckpt.errors import StorageError
+from shardckpt.integrations import multipart
 from shardckpt.integrations.fsspec.folder import FsspecFolder
 from shardckpt.storage import RemotePath, list_objects
 from tests.remote import jobs
@@ -89,3 +91,19 @@ def test_folders_are_made_but_no_buckets(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match=r"cannot upload local:///no-such-bucket/c/.*FileNotFoundError"):
         jobs.save("local:///no-such-bucket/c", 5.0)
     assert not Path("/no-such-bucket").exists()
+
+
+def test_a_server_that_repeats_a_page_of_uploads_is_asked_no_further(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A list of uploads ends where the next page is to begin at the same place: such a server knows no pages."""
+    asked: list[dict[str, Any]] = []
+
+    class Client:
+        def call_s3(self, _name: str, **arguments: Any) -> dict[str, Any]:
+            asked.append(arguments)
+            upload = {"Key": f"step/{len(asked)}", "UploadId": "1", "Initiated": datetime.now(timezone.utc)}
+            markers = {"NextKeyMarker": "step/1", "NextUploadIdMarker": "1"}
+            return {"Uploads": [upload], "IsTruncated": len(asked) < 100, **markers}
+
+    monkeypatch.setattr(multipart, "_make_client", Client)
+    assert [upload.name for upload in multipart.list_uploads("s3://bucket/step") or ()] == ["1", "2"]
+    assert len(asked) == 2

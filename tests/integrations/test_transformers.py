@@ -256,6 +256,7 @@ def _train(folder: str, crashed: int | None) -> dict[str, torch.Tensor]:
             return {}
 
 
+@pytest.mark.slow
 def test_under_ddp_all_ranks_resume(ranks: RankPool, tmp_path: Path) -> None:
     """Two ranks resume to the weights of two that were not interrupted."""
     whole = ranks.run(2, _train, str(tmp_path / "whole"), None)

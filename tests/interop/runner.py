@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import signal
@@ -18,7 +19,12 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).parents[2]
 INSTALL_TIMEOUT = 240.0  # seconds
 END_TIMEOUT = 30.0  # seconds
-NEEDS = ("numpy", "packaging", "einops", "psutil", "setuptools<81")  # what importing it takes; torch is the tests' own
+NEEDS = (
+    "packaging",
+    "einops",
+    "psutil",
+    "setuptools<81",
+)  # what importing it takes; torch and numpy are the tests' own
 
 
 class MegatronError(Exception):
@@ -86,16 +92,24 @@ class Megatron:
 def installed(name: str, packages: Sequence[str], root: Path) -> Path:
     """A folder with packages and nothing that they depend on, from PyPI unless it is in ``root`` already."""
     site = root / name
-    if site.is_dir():
-        return site
-    with tempfile.TemporaryDirectory(dir=root) as scratch:
+    with (root / f"{name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # another worker may be at it: two at once take longer than two in turn
+        return site if site.is_dir() else _install(site, packages)
+
+
+def _install(site: Path, packages: Sequence[str]) -> Path:
+    with tempfile.TemporaryDirectory(dir=site.parent) as scratch:
         target = Path(scratch, "site")
-        command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--disable-pip-version-check"]
-        command += ["--target", str(target), *packages]
+        command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-compile"]
+        command += ["--disable-pip-version-check", "--target", str(target), *packages]
         done = subprocess.run(command, capture_output=True, text=True, timeout=INSTALL_TIMEOUT, check=False)
         if done.returncode:
             raise MegatronError(f"pip could not install {' '.join(packages)}: {done.stderr[-2000:]}")
-        target.rename(site)
+        try:
+            target.rename(site)
+        except OSError:
+            if not site.is_dir():  # else a benchmark has installed the same meanwhile, without the lock
+                raise
     return site
 
 

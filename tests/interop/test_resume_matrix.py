@@ -116,7 +116,9 @@ def _cells() -> dict[tuple[str, str], Cell]:
 
 
 CELLS = _cells()
-#: One cell of each kind of writer, and each way to load, runs by default; the others are slow.
+WORLDS = (1, 2, 4)
+#: One cell of each kind of writer, and each way to load, runs by default. Of the others each is slow at one number of
+#: ranks, with all of these for each writer and each way to load, and long at the others.
 DEFAULT = {
     ("plain DCP, nested", ADAPTERS, 2),
     ("plain DCP, flattened", MANAGER, 1),
@@ -158,8 +160,14 @@ def written(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Writte
 
 
 def _parameters() -> list[object]:
-    keys = [(*key, world) for key in CELLS for world in (1, 2, 4)]
-    return [pytest.param(*key, marks=[] if key in DEFAULT else [pytest.mark.slow]) for key in keys]
+    found = []
+    for writer, loader in CELLS:
+        turn = WORLDS[(WRITERS.index(writer) + LOADERS.index(loader)) % len(WORLDS)]
+        for world in WORLDS:
+            key = (writer, loader, world)
+            mark = [] if key in DEFAULT else [pytest.mark.slow if world == turn else pytest.mark.long]
+            found.append(pytest.param(*key, marks=mark))
+    return found
 
 
 @pytest.mark.parametrize(("writer", "loader", "world"), _parameters())

@@ -12,17 +12,16 @@ import pytest
 import torch
 
 from shardckpt import dist_checkpointing
+from tests.interop.runner import installed
 from tests.torch_checkpointing.golden import GOLDEN
 
 SCRIPT = Path(__file__).with_name("torch_checkpointing_script.py")
 
 
-@pytest.mark.slow
-def test_what_the_release_writes_is_what_the_golden_checkpoints_have(tmp_path: Path) -> None:
+@pytest.mark.long  # the golden checkpoints that it makes again load in the default run
+def test_what_the_release_writes_is_what_the_golden_checkpoints_have(tmp_path: Path, releases_folder: Path) -> None:
     """Every tensor and the common state of each directory are equal, bit for bit."""
-    package = tmp_path / "package"
-    install = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(package)]
-    subprocess.run([*install, "torch_checkpointing==0.1.1"], check=True, timeout=120)
+    package = installed("torch_checkpointing-0.1.1", ["torch_checkpointing==0.1.1"], releases_folder)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])

@@ -67,8 +67,16 @@ def written(site: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[s
     return write
 
 
-@pytest.mark.parametrize("world", [1, 2, 4])
-@pytest.mark.parametrize("mode", ["disabled", "async"])
+@pytest.mark.parametrize(
+    ("mode", "world"),
+    [
+        ("disabled", 2),  # the loader, too
+        *(
+            pytest.param(*each, marks=pytest.mark.long)
+            for each in (("disabled", 1), ("disabled", 4), ("async", 1), ("async", 2), ("async", 4))
+        ),
+    ],
+)
 def test_what_torchtitans_manager_saved_resumes_here(
     site: Path, written: Callable[[str], Path], mode: str, world: int
 ) -> None:
@@ -76,7 +84,7 @@ def test_what_torchtitans_manager_saved_resumes_here(
     script(site, world, "resume", str(written(mode)))
 
 
-@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.long), 2, pytest.param(4, marks=pytest.mark.long)])
 def test_our_manager_takes_over_a_job_of_torchtitan(
     site: Path, written: Callable[[str], Path], tmp_path: Path, world: int
 ) -> None:

@@ -166,7 +166,8 @@ def main() -> None:
     folder = sys.argv[1]
     Path(folder).mkdir(parents=True, exist_ok=True)
     for name, world in GOLDEN.items():
-        torch.multiprocessing.spawn(_write, (name, folder), world)
+        # forks: what they need is imported, and no thread has been started
+        torch.multiprocessing.start_processes(_write, (name, folder), world, start_method="fork")
 
 
 if __name__ == "__main__":

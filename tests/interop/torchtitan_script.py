@@ -208,4 +208,5 @@ if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as scratch:
         world_size = int(sys.argv[1])
         arguments = (world_size, str(Path(scratch, "store")), sys.argv[2], sys.argv[3:])
-        mp.spawn(run_rank, arguments, nprocs=world_size)
+        # forks: what they need is imported, and no thread has been started
+        mp.start_processes(run_rank, arguments, nprocs=world_size, start_method="fork")

@@ -1,6 +1,7 @@
 """Program: end a rank at each step on disk of a save of local checkpoints, and say what is there for a new group.
 
-``python -m tests.local.crashes FOLDER`` prints a list of reports as JSON. torch is imported once, ranks are forked.
+``python -m tests.local.crashes FOLDER STEP`` prints a list of reports as JSON, of each STEP-th place. torch is imported
+once, ranks are forked.
 """
 
 from __future__ import annotations
@@ -102,10 +103,10 @@ def _after(rank: int, manager: LocalCheckpointManager) -> tuple[int | None, bool
 def main() -> None:
     """Print the reports, until the victim survives."""
     torch.set_num_threads(1)
-    base = Path(sys.argv[1])
+    base, step = Path(sys.argv[1]), int(sys.argv[2])
     save_local(_part(1, 0), base / "warm")  # plugins are loaded once, and not in the midst of a crash
     reports: list[dict[str, Any]] = []
-    for number in range(1, 100):
+    for number in range(1, 100, step):
         folder = base / str(number)
         folder.mkdir()
         crashed = _in_group(folder, "crashing", lambda rank, manager, number=number: _crashing(rank, manager, number))

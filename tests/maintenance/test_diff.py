@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 import resource
-from typing import TYPE_CHECKING
+from collections import OrderedDict
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -85,6 +87,17 @@ def test_each_kind_of_difference_is_named(tmp_path: Path) -> None:
     assert (dtype.different, dtype.elements, dtype.index) == (0, 50, None)
     assert (nan.different, nan.max_absolute, nan.max_relative, nan.index) == (2, math.inf, math.inf, (0,))
     assert (zero.different, zero.max_absolute, zero.max_relative) == (1, 0.0, 0.0)  # the bits differ
+
+
+def test_differences_of_large_integers_are_exact(tmp_path: Path) -> None:
+    """Integers above 2^53 that differ by one have a difference of one, not of zero, also across dtypes."""
+    _save(tmp_path / "one", {"w": torch.tensor([2**62 + 1, -(2**60)])})
+    _save(tmp_path / "two", {"w": torch.tensor([2**62, -(2**60) + 3])})
+    (found,) = diff_checkpoints(tmp_path / "one", tmp_path / "two").differences
+    assert (found.different, found.max_absolute) == (2, 3.0)
+    _save(tmp_path / "small", {"w": torch.tensor([7, 7], dtype=torch.int32)})
+    (found,) = diff_checkpoints(tmp_path / "small", tmp_path / "two").differences
+    assert (found.kind, found.max_absolute) == ("dtype", float(2**62))
 
 
 def test_names_of_another_library_by_a_mapping(tmp_path: Path) -> None:
@@ -180,6 +193,36 @@ def test_objects_and_common_state_are_compared(tmp_path: Path, capsys: pytest.Ca
     assert main(["diff", str(one), str(two), "--json"]) == 1
 
 
+def test_values_that_are_not_numbers_are_equal_in_any_class(tmp_path: Path) -> None:
+    """NaN equals NaN in an array, a scalar of numpy and a complex number; other bits in an array are a difference."""
+    values = {"array": np.array([1.0, math.nan]), "scalar": np.float32(math.nan), "number": complex(math.nan, 1)}
+    for name, last in (("one", math.nan), ("same", math.nan), ("other", 2.0)):
+        _save_objects(tmp_path / name, "safetensors", {**values, "last": np.array([last])}, 1)
+    assert diff_checkpoints(tmp_path / "one", tmp_path / "same").are_same
+    found = diff_checkpoints(tmp_path / "one", tmp_path / "other").objects
+    assert found is not None
+    assert [each.key for each in found.differences] == ["common['args']['last']"]
+
+
+def test_values_that_hold_one_twice_are_compared_once(tmp_path: Path) -> None:
+    """Files of a few hundred bytes that name 2^60 places are compared, and shown, like any others."""
+    for name, value in (("one", 1), ("same", 1), ("other", 2)):
+        nest: Any = (value,)
+        for _ in range(60):
+            nest = (nest, nest)
+        torch.save({"w": torch.ones(2), "nest": nest, name: OrderedDict(nest=nest)}, tmp_path / name)
+    first = diff_checkpoints(tmp_path / "one", tmp_path / "same").objects
+    second = diff_checkpoints(tmp_path / "one", tmp_path / "other").objects
+    assert first is not None
+    assert second is not None
+    assert [(each.key, each.kind) for each in first.differences] == [
+        ("common['one']", "only in first"),
+        ("common['same']", "only in second"),
+    ]
+    assert second.differences[0].key == f"common['nest']{'[0]' * 61}"
+    assert len(second.differences) == 3
+
+
 class _Unknown:
     """A class that no load accepts unasked."""
 
@@ -203,6 +246,22 @@ def test_a_tolerance_that_is_none_is_an_error(tmp_path: Path) -> None:
     for tolerance in (-1.0, math.nan):
         with pytest.raises(CheckpointingException, match="not negative"):
             diff_checkpoints(tmp_path, tmp_path, rtol=tolerance)
+
+
+def test_names_that_lack_a_prefix_are_advised(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Where no name is in both, but those of one are in the other behind a prefix, the call that compares is said."""
+    tensors = {"a.w": torch.ones(3), "b.w": torch.zeros(3)}
+    _save(tmp_path / "step", {f"model.{key}": value for key, value in tensors.items()})
+    torch.save(tensors, tmp_path / "file.pt")
+    step, file = str(tmp_path / "step"), str(tmp_path / "file.pt")
+    advice = f"shardckpt diff {step} {file} --prefix model."
+    for places in ((step, file), (file, step)):
+        assert main(["diff", *places, "--tensors-only"]) == 1
+        assert capsys.readouterr().out.splitlines()[-1].endswith(advice)
+    assert main(advice.split()[1:]) == 0
+    capsys.readouterr()
+    assert main(["diff", step, step, "--prefix", "model."]) == 1
+    assert "without --prefix model., 2 tensors" in capsys.readouterr().out
 
 
 @pytest.mark.slow

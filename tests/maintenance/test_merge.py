@@ -1,8 +1,11 @@
 from __future__ import annotations
 
 import math
+import shutil
 import subprocess
 import sys
+from contextlib import ExitStack
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +18,7 @@ from safetensors.torch import save_file
 from shardckpt import dist_checkpointing as dc
 from shardckpt.errors import CheckpointingException, KeyMismatchError, ShapeMismatchError
 from shardckpt.maintenance import merge_checkpoints
+from shardckpt.maintenance.combine import list_comparisons
 from shardckpt.mapping import ShardedObject, ShardedTensor
 
 if TYPE_CHECKING:
@@ -57,7 +61,9 @@ def test_formats_mix_and_the_sum_is_rounded_once(tmp_path: Path) -> None:
     weights = [3.0, 1.0, 0.7, 2.1]
     sources = [tmp_path / name for name in "abcd"]
     for to, place in (("ep", "new"), ("hf", "folder")):
-        report = merge_checkpoints(sources, tmp_path / place, to, weights=weights, accumulate="fp64", memory=LEAST)
+        report = merge_checkpoints(
+            sources, tmp_path / place, to, weights=weights, accumulate="fp64", memory_budget=LEAST
+        )
         assert report.conversion.tensors == 1
     found = read(tmp_path / "new")["w"]
     assert np.array_equal(found.numpy(), average(values, weights))
@@ -87,12 +93,43 @@ def test_bits_do_not_depend_on_order_or_memory(tmp_path: Path, dtype: torch.dtyp
         shards = [ShardedTensor.from_rank_offsets("w", c, (0, n, 5)) for n, c in enumerate(values.chunk(5))]
         dc.save({"w": shards if number % 2 else whole("w", values)}, sources[-1])
     weights, order = [0.1, 0.7, 3.0, 0.1, 0.4], [3, 1, 4, 0, 2]
-    one = merge_checkpoints(sources, tmp_path / "one", weights=weights, accumulate=accumulate, memory=LEAST)
+    one = merge_checkpoints(sources, tmp_path / "one", weights=weights, accumulate=accumulate, memory_budget=LEAST)
     shuffled = [sources[n] for n in order]
     other = merge_checkpoints(
         shuffled, tmp_path / "other", "safetensors", weights=[weights[n] for n in order], accumulate=accumulate
     )
     assert one.conversion.proof == other.conversion.proof
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_the_average_of_the_largest_numbers_is_not_infinite(tmp_path: Path, dtype: torch.dtype) -> None:
+    """An attention mask of the dtype's lowest number is the same in the average, by any weights; an infinity stays."""
+    lowest = torch.finfo(dtype).min
+    mask = torch.tensor([lowest, -lowest, 1.0, -math.inf], dtype=dtype)
+    for name in "abc":
+        dc.save({"mask": whole("mask", mask)}, tmp_path / name)
+    for number, weights in enumerate((None, [1.0, 20.0, 0.3])):
+        merge_checkpoints([tmp_path / name for name in "abc"], tmp_path / f"{number}", weights=weights)
+        assert read(tmp_path / f"{number}")["mask"].equal(mask)
+
+
+@pytest.mark.parametrize("count", range(1, 13))
+def test_the_comparisons_sort(count: int) -> None:
+    """Whatever is added up is sorted first: all sequences of zeros and ones are, and so any sequence is."""
+    found = [(torch.arange(1 << count) >> place & 1).float() for place in range(count)]
+    for low, high in list_comparisons(count):
+        found[low], found[high] = torch.minimum(found[low], found[high]), torch.maximum(found[low], found[high])
+    assert all(bool((one <= other).all()) for one, other in pairwise(found))
+
+
+def test_the_sign_of_zero_does_not_depend_on_the_order(tmp_path: Path) -> None:
+    """The sum of zeros is -0 where all are -0, else 0, in whatever order they come."""
+    values = [torch.tensor([0.0, -0.0, -0.0, -0.0]), torch.tensor([-0.0, 0.0, -0.0, -0.0])]
+    for number, each in enumerate(values):
+        dc.save({"w": whole("w", each)}, tmp_path / f"{number}")
+    for order in ("01", "10"):
+        merge_checkpoints([tmp_path / name for name in order], tmp_path / f"new-{order}")
+        assert read(tmp_path / f"new-{order}")["w"].signbit().tolist() == [False, False, True, True]
 
 
 def slerp(one: torch.Tensor, other: torch.Tensor, part: float) -> np.ndarray[Any, Any]:
@@ -184,7 +221,7 @@ def test_what_cannot_be_merged_is_named(tmp_path: Path) -> None:
         ({"weights": [2, -1]}, "second moments"),
         ({"slerp": 1.5}, "from 0 to 1"),
         ({"leave_out": ["gone"]}, r"\['gone'\]"),
-        ({"memory": LEAST - 1}, "32 MiB"),
+        ({"memory_budget": LEAST - 1}, "to merge takes at least 32MiB"),
         ({"base": 2}, "numbered from 0"),
     ):
         with pytest.raises(CheckpointingException, match=what):
@@ -207,7 +244,58 @@ def test_damage_is_found(tmp_path: Path) -> None:
     assert not (tmp_path / "new").exists()
 
 
-#: Merges small checkpoints first, so that all imports are done; prints by how many bytes the memory then grows.
+def read_counter() -> int:
+    """The bytes that read calls of this process have returned so far."""
+    return int(Path("/proc/self/io").read_text().split("rchar: ")[1].split()[0])
+
+
+def save_sources(folder: Path, count: int, rows: int, columns: int) -> list[str]:
+    """Checkpoints of one tensor, in two formats: whole, in rows that end anywhere, and in columns."""
+    names = [f"{number}" for number in range(count)]
+    for number, name in enumerate(names):
+        values = torch.randn(rows, columns, generator=torch.Generator().manual_seed(number))
+        first = rows // 3 + 1
+        cut: Any = {
+            0: whole("w", values),
+            1: [
+                ShardedTensor("w", part.contiguous(), part.dtype, tuple(part.shape), (rows, columns), (low, 0), None)
+                for part, low in ((values[:first], 0), (values[first:], first))
+            ],
+            2: [
+                ShardedTensor.from_rank_offsets("w", part.contiguous(), (1, n, 2))
+                for n, part in enumerate(values.chunk(2, 1))
+            ],
+        }[number % 3]
+        dc.save({"w": cut}, folder / name, ["torch_dist", "safetensors"][number % 2])
+        del values, cut
+    return names
+
+
+def assert_merged(folder: Path, names: Sequence[str], merged: str) -> None:
+    """A merge equals numpy's average in float64, rounded once."""
+    with ExitStack() as stack:
+        new, *sources = (stack.enter_context(dc.open_checkpoint(folder / name)) for name in (merged, *names))
+        for row in range(0, new["w"].shape[0], 256):
+            parts = [source["w"][row : row + 256] for source in sources]
+            assert np.array_equal(new["w"][row : row + 256].numpy(), average(parts, [1.0] * len(names)))
+
+
+def test_each_byte_is_read_once(tmp_path: Path) -> None:
+    """In the least memory, sources in whatever shards are read 1.1 times at most, and what was written once more."""
+    if not Path("/proc/self/io").exists():
+        pytest.skip("Linux counts the bytes that a process reads")
+    rows = 400
+    names = save_sources(tmp_path, 10, rows, 2048)
+    sources = [tmp_path / name for name in names]
+    merge_checkpoints([tmp_path / "0", tmp_path / "0"], tmp_path / "small", "safetensors")  # imports what it takes
+    before = read_counter()
+    merge_checkpoints(sources, tmp_path / "new", "safetensors", accumulate="fp64", memory_budget=LEAST)
+    assert read_counter() - before <= 1.1 * 11 * rows * 2048 * 4
+    assert_merged(tmp_path, names, "new")
+
+
+#: Merges small checkpoints first, so that all imports are done; prints by how many bytes the memory then grows, and how
+#: many are read.
 MEASURE = """
 import sys
 from pathlib import Path
@@ -217,13 +305,16 @@ def peak():
     text = Path("/proc/self/status").read_text()
     return int(next(line for line in text.splitlines() if line.startswith("VmHWM")).split()[1]) << 10
 
+def count():
+    return int(Path("/proc/self/io").read_text().split("rchar: ")[1].split()[0])
+
 folder, memory = Path(sys.argv[1]), int(sys.argv[2])
 sources = [folder / name for name in sys.argv[3:]]
-merge_checkpoints([folder / "small"] * 2, folder / "small-new", "safetensors", memory=memory)
+merge_checkpoints([folder / "small"] * 2, folder / "small-new", "safetensors", memory_budget=memory)
 Path("/proc/self/clear_refs").write_text("5")
-before = peak()
-merge_checkpoints(sources, folder / "new", "safetensors", accumulate="fp64", memory=memory)
-print(peak() - before)
+before, read = peak(), count()
+merge_checkpoints(sources, folder / "new", "safetensors", accumulate="fp64", memory_budget=memory)
+print(peak() - before, count() - read)
 """
 
 
@@ -232,27 +323,21 @@ print(peak() - before)
     ("count", "size", "most"),
     [
         pytest.param(3, 96 * MIB, 96 * MIB, marks=pytest.mark.slow),
-        pytest.param(10, 1 << 30, 128 * MIB, marks=[pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(1800)]),
+        pytest.param(10, 1 << 30, 128 * MIB, marks=[pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(2400)]),
     ],
     ids=["3x96MiB", "10x1GiB"],
 )
 def test_memory_is_bounded(tmp_path: Path, count: int, size: int, most: int) -> None:
-    """Checkpoints far larger than the memory are merged within it, and equal numpy in fp64, rounded once."""
+    """Checkpoints far larger than the memory are merged within it, read once, and equal numpy in fp64, rounded once."""
     dc.save({"w": whole("w", torch.ones(3))}, tmp_path / "small")
-    rows, columns = size // (4 * 4096), 4096
-    for number in range(count):
-        values = torch.randn(rows, columns, generator=torch.Generator().manual_seed(number))
-        dc.save({"w": whole("w", values)}, tmp_path / f"{number}", ["torch_dist", "safetensors"][number % 2])
-        del values
-    names = [f"{number}" for number in range(count)]
-    command = [sys.executable, "-c", MEASURE, str(tmp_path), str(LEAST), *names]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=1200, check=True)
-    assert int(done.stdout) < most
-    with dc.open_checkpoint(tmp_path / "new") as new:
-        opened = [dc.open_checkpoint(tmp_path / name) for name in names]
-        sources = [checkpoint.__enter__() for checkpoint in opened]
-        for row in range(0, rows, 256):
-            parts = [source["w"][row : row + 256] for source in sources]
-            assert np.array_equal(new["w"][row : row + 256].numpy(), average(parts, [1.0] * count))
-        for checkpoint in opened:
-            checkpoint.__exit__(None, None, None)
+    try:
+        names = save_sources(tmp_path, count, size // (4 * 4096), 4096)
+        command = [sys.executable, "-c", MEASURE, str(tmp_path), str(LEAST), *names]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=1800, check=True)
+        grown, read = map(int, done.stdout.split())
+        assert grown < most
+        assert read <= 1.1 * (count + 1) * size
+        assert_merged(tmp_path, names, "new")
+    finally:
+        for path in tmp_path.iterdir():  # pytest keeps the folders of three runs, and these are large
+            shutil.rmtree(path)

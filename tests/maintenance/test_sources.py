@@ -17,25 +17,12 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-def make_zero(path: Path) -> None:
-    """The files of a step of DeepSpeed ZeRO."""
-    path.mkdir()
-    for name in ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt"):
-        torch.save({"module": {}}, path / name)
-
-
-def make_universal(path: Path) -> None:
-    """The files of a universal checkpoint of DeepSpeed."""
-    (path / "zero" / "w").mkdir(parents=True)
-    torch.save({"param": torch.ones(2)}, path / "zero" / "w" / "fp32.pt")
-    torch.save({}, path / "mp_rank_00_model_states.pt")
-
-
 def make_deepspeed_folder(path: Path) -> None:
     """A folder of DeepSpeed's steps."""
     path.mkdir()
     (path / "latest").write_text("global_step5")
-    make_zero(path / "global_step5")
+    (path / "global_step5").mkdir()
+    torch.save({"module": {}}, path / "global_step5" / "mp_rank_00_model_states.pt")
 
 
 def make_script(path: Path) -> None:
@@ -56,6 +43,17 @@ def make_folder_of_checkpoints(path: Path) -> None:
     safetensors.torch.save_file({"w": torch.ones(2)}, path / "step-5" / "model.safetensors")
 
 
+def make_linked_steps(path: Path) -> None:
+    """The same with a link to the newest."""
+    make_folder_of_checkpoints(path)
+    (path / "latest").symlink_to("step-5")
+
+
+def make_run_of_torchtitan(path: Path) -> None:
+    """A folder with a folder ``checkpoint``, in which the steps are."""
+    make_folder_of_checkpoints(path / "checkpoint")
+
+
 def make_legacy_megatron(path: Path) -> None:
     """An iteration that Megatron wrote with --ckpt-format torch."""
     (path / "mp_rank_00").mkdir(parents=True)
@@ -66,12 +64,12 @@ def make_legacy_megatron(path: Path) -> None:
 @pytest.mark.parametrize(
     ("make", "text"),
     [
-        (make_zero, "ZeRO checkpoint of DeepSpeed, which is not read here.*zero_to_fp32.py"),
-        (make_universal, "universal checkpoint of DeepSpeed, which is not read here"),
-        (make_deepspeed_folder, "folder of DeepSpeed's checkpoints: the latest is global_step5"),
+        (make_deepspeed_folder, 'a folder of checkpoints: give one, such as the latest, "global_step5"'),
         (make_script, r"TorchScript archive.*state_dict\(\)"),
         (make_bin_folder, r"folder of \.bin files.*convert pytorch_model\.bin"),
-        (make_folder_of_checkpoints, 'folder with 1 checkpoints in it, such as "step-5"'),
+        (make_folder_of_checkpoints, 'folder of checkpoints: give one, such as "step-5"; `shardckpt ls .*` lists them'),
+        (make_linked_steps, 'a folder of checkpoints: give one, such as the latest, "step-5"'),
+        (make_run_of_torchtitan, "is not a distributed checkpoint"),
         (make_legacy_megatron, "legacy checkpoint of Megatron.*distributed format"),
         (lambda path: np.savez(path.with_suffix(".npz"), w=np.ones(2)) or path.with_suffix(".npz").rename(path), "npz"),
         (lambda path: path.write_bytes(b"\x89HDF\r\n\x1a\n" + bytes(99)), "HDF5 file"),

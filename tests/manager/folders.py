@@ -40,12 +40,12 @@ NUMBERS = 1000
 HOLDS = ".shardckpt-holds"
 
 
-def save(folder: str | Path, step: int, name: str = "step-{}", **metrics: float) -> None:
+def save(folder: str | Path, step: int, name: str = "step-{}", *, overwrite: bool = False, **metrics: float) -> None:
     """A step's checkpoint, as the manager saves it."""
     values = torch.arange(NUMBERS, dtype=torch.float32) + step
     state = {"w": ShardedTensor.from_rank_offsets("w", values), "step": step}
     content = {CONTENT_KEY: {"step": step, "metrics": metrics}}
-    dc.save(state, f"{folder}/{name.format(step)}", content_metadata=content)
+    dc.save(state, f"{folder}/{name.format(step)}", content_metadata=content, overwrite=overwrite)
 
 
 def save_all(folder: str | Path, *steps: int, name: str = "step-{}") -> None:

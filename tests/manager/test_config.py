@@ -44,6 +44,8 @@ def test_a_mode_may_be_in_any_case(mode: AsyncMode) -> None:
         ({"export_dtype": "int8"}, "float16"),
         ({"folders": "x"}, "folders"),
         ({"folder": ""}, "folder"),
+        ({"last_save_in_hf": True, "memory_budget": "31MiB"}, "at least 32MiB"),
+        ({"last_save_in_hf": True, "memory_budget": "63MiB", "folder": "s3://bucket/run"}, "at least 64MiB"),
     ],
 )
 def test_configurations_that_contradict_themselves(given: dict[str, Any], message: str) -> None:

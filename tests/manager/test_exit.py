@@ -12,7 +12,9 @@ from tests.manager.training import Training
 if TYPE_CHECKING:
     from pathlib import Path
 
-MODES = pytest.mark.parametrize("mode", ["disabled", "async", "async_with_pinned_mem"])
+MODES = pytest.mark.parametrize(
+    "mode", ["disabled", "async", pytest.param("async_with_pinned_mem", marks=pytest.mark.long)]
+)
 
 _PROGRAM = """
 import os, signal, sys
@@ -42,12 +44,12 @@ def _ended(folder: Path, mode: str, end: str) -> tuple[int, str]:
         ("async", "return", 0),
         ("async", "error", 1),
         pytest.param("async_with_pinned_mem", "exit", 3, marks=pytest.mark.slow),
-        pytest.param("async_with_pinned_mem", "with", 1, marks=pytest.mark.slow),
+        pytest.param("async_with_pinned_mem", "with", 1, marks=pytest.mark.long),
         pytest.param("disabled", "return", 0, marks=pytest.mark.slow),
         pytest.param("async", "exit", 3, marks=pytest.mark.slow),
         pytest.param("async", "with", 1, marks=pytest.mark.slow),
-        pytest.param("async_with_pinned_mem", "return", 0, marks=pytest.mark.slow),
-        pytest.param("async_with_pinned_mem", "error", 1, marks=pytest.mark.slow),
+        pytest.param("async_with_pinned_mem", "return", 0, marks=pytest.mark.long),
+        pytest.param("async_with_pinned_mem", "error", 1, marks=pytest.mark.long),
     ],
 )
 def test_a_program_that_ends_has_saved(tmp_path: Path, mode: str, end: str, code: int) -> None:
@@ -84,7 +86,10 @@ def _ended_together(folder: Path, mode: str, end: str) -> list[tuple[int, str]]:
     return [(rank.returncode, error) for rank, error in zip(ranks, errors, strict=True)]
 
 
-@pytest.mark.parametrize("mode", ["async", pytest.param("async_with_pinned_mem", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "mode",
+    [pytest.param("async", marks=pytest.mark.slow), pytest.param("async_with_pinned_mem", marks=pytest.mark.long)],
+)
 def test_a_dropped_manager_of_several_ranks_has_saved(tmp_path: Path, mode: str) -> None:
     """Without close(), ranks that end together commit the last save in the background, and say nothing."""
     for code, errors in _ended_together(tmp_path, mode, "drop"):

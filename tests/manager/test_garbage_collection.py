@@ -427,7 +427,20 @@ def test_a_removal_from_a_store_that_fails_is_tried_again(
         assert folders.steps_of(url).steps() == [2, 3]
 
 
-@pytest.fixture(scope="module", params=["local", pytest.param("store", marks=pytest.mark.slow)])
+_COLLECTIONS = pytest.mark.parametrize(
+    ("backend", "reports"),
+    [
+        pytest.param("torch_dist", "store", marks=pytest.mark.slow),
+        pytest.param("safetensors", "local", marks=pytest.mark.slow),
+        pytest.param("torch_dist", "local", marks=pytest.mark.long),
+        pytest.param("safetensors", "store", marks=pytest.mark.long),
+    ],
+    indirect=True,
+    scope="module",
+)
+
+
+@pytest.fixture(scope="module")
 def reports(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, backend: Backend
 ) -> list[dict[str, Any]]:
@@ -440,7 +453,7 @@ def reports(
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
-@backends.both_slowly
+@_COLLECTIONS
 def test_a_killed_collection_leaves_nothing_that_looks_valid(reports: list[dict[str, Any]]) -> None:
     """A process that dies at any of a collection's changes leaves whole checkpoints and what is none, never a part."""
     assert len([report for report in reports if report["killed"]]) >= 8
@@ -451,7 +464,7 @@ def test_a_killed_collection_leaves_nothing_that_looks_valid(reports: list[dict[
         assert {3, 4} <= set(report["counts"]), report
 
 
-@backends.both_slowly
+@_COLLECTIONS
 def test_the_next_collection_ends_what_a_killed_one_began(reports: list[dict[str, Any]]) -> None:
     """After it only the two that are kept are in the folder, and they load."""
     for report in reports:
@@ -459,7 +472,7 @@ def test_the_next_collection_ends_what_a_killed_one_began(reports: list[dict[str
         assert report["intact_after"] == [3, 4], report
 
 
-@backends.both_slowly
+@_COLLECTIONS
 def test_a_killed_collection_was_caught_in_the_middle(reports: list[dict[str, Any]]) -> None:
     """Some kills came before any checkpoint was gone, some between, some after all were."""
     assert {tuple(report["counts"]) for report in reports} == {(1, 2, 3, 4), (2, 3, 4), (3, 4)}

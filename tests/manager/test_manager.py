@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+import os
 import shutil
+import threading
+import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -35,12 +38,12 @@ THREAD_FIRST = pytest.mark.parametrize("mode", ["async", pytest.param("async_wit
         ("disabled", 1),
         ("disabled", 4),
         ("async", 2),
-        ("async_with_pinned_mem", 2),
+        pytest.param("async_with_pinned_mem", 2, marks=pytest.mark.slow),
         pytest.param("disabled", 2, marks=pytest.mark.slow),
         pytest.param("async", 1, marks=pytest.mark.slow),
         pytest.param("async", 4, marks=pytest.mark.slow),
-        pytest.param("async_with_pinned_mem", 1, marks=pytest.mark.slow),
-        pytest.param("async_with_pinned_mem", 4, marks=pytest.mark.slow),
+        pytest.param("async_with_pinned_mem", 1, marks=pytest.mark.long),
+        pytest.param("async_with_pinned_mem", 4, marks=pytest.mark.long),
     ],
 )
 def test_a_resumed_run_is_the_run_without_an_interruption(
@@ -292,6 +295,41 @@ def test_a_save_may_be_skipped_while_one_is_written(tmp_path: Path) -> None:
         manager.wait()
         assert manager.steps() == [*saved, 50]
     assert saved[0] == 1
+
+
+def test_continuous_checkpointing_never_waits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """While the disk hangs a step goes on: it returns False, and a warning names it; the last step is saved."""
+    answers = threading.Event()
+    sync = os.fsync
+
+    def hang(descriptor: int) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            assert answers.wait(60)
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", hang)
+    training = Training(tmp_path, interval=1, async_mode="async", on_busy="skip", last_save_model_only=False)
+    with training.manager as manager:
+        assert manager.save(1)
+        for step in (2, 3):  # a step that waited would wait for ever
+            assert not manager.save(step)
+            manager.maybe_wait_for_staging()
+        assert manager.steps() == []
+        answers.set()
+        while not manager.save(4):  # as a loop goes on, until the save of step 1 is done
+            time.sleep(0.01)
+        answers.clear()
+        opens = threading.Timer(0.3, answers.set)
+        opens.start()
+        assert manager.save(5, last_step=True)
+        opens.join()
+    assert names_in(tmp_path) == {"step-1", "step-4", "step-5"}
+    skipped = [record.message for record in caplog.records if "is skipped" in record.message]
+    assert skipped[:2] == [
+        f"step {step} is skipped: the checkpoint of step 1 is still being written" for step in (2, 3)
+    ]
 
 
 def test_a_rewound_run_keeps_what_it_saves(tmp_path: Path) -> None:

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
     from tests.ranks import RankPool
 
+pytestmark = pytest.mark.slow  # 18 s of trainings; the default run has AdamW's in tests/adapters/test_modules.py
+
 BEFORE, AFTER = 3, 3
 
 

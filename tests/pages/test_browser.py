@@ -17,6 +17,7 @@ from shardckpt.mapping import ShardedTensor
 from shardckpt.pages import write_page
 from shardckpt.pages.checkpoint import describe_layouts, describe_tensors
 from shardckpt.strategy import StoredBox
+from tests.cli.checkpoints import copy_golden
 from tests.pages.test_render import HOSTILE
 
 if TYPE_CHECKING:
@@ -75,6 +76,37 @@ def test_a_page_of_two_checkpoints_lists_what_differs(tmp_path: Path) -> None:
     assert "1 of 2 tensors differ" in found
     assert "max rel 0.333" in found
     assert len(re.findall('<svg[^>]*class="shards"', found)) == 2
+
+
+def test_names_that_are_too_long_keep_their_ends(tmp_path: Path) -> None:
+    """On a narrow screen the rows of two moments of one parameter differ: a name loses its beginning."""
+    module = f"optimizer.state.{'layers.0.' * 9}mlp.weight"
+    _save(tmp_path / "c", {f"{module}.{moment}": torch.ones(4) for moment in ("exp_avg", "exp_avg_sq")})
+    main(["inspect", str(tmp_path / "c"), "--html", str(tmp_path / "page.html")])
+    found = _open(tmp_path / "page.html", tmp_path, 500)
+    rows = re.findall(r'class="row".*?<span[^>]*>(.*?)</span>', found)
+    assert [row.rpartition(".")[2] for row in rows] == ["exp_avg", "exp_avg_sq"]
+    assert all("…" in row for row in rows)
+
+
+def test_the_whole_difference_is_above_the_maps(tmp_path: Path) -> None:
+    """A row of the list may be too narrow for where a tensor differs first; the text of the chosen one is not cut."""
+    _save(tmp_path / "one", {"a.w": torch.ones(4, 4), "a.v": torch.ones(4)})
+    _save(tmp_path / "two", {"a.w": torch.ones(4, 4).index_fill(0, torch.tensor(2), 2), "a.v": torch.ones(4)})
+    main(["diff", str(tmp_path / "one"), str(tmp_path / "two"), "--html", str(tmp_path / "page.html")])
+    found = _open(tmp_path / "page.html", tmp_path, 500)
+    (text,) = re.findall(r'<p class="any">(values · .*?)</p>', found)
+    assert "4 of 16 · first at [2, 0] · float32 [4, 4]" in text
+
+
+def test_boxes_without_ranks_have_the_numbers_of_their_files(tmp_path: Path) -> None:
+    """The numbers in the map of another library's checkpoint stand in its legend."""
+    place = copy_golden("0.12.3", tmp_path)
+    main(["inspect", str(place), "grid", "--html", str(tmp_path / "page.html")])
+    found = _open(tmp_path / "page.html", tmp_path)
+    drawn = set(re.findall(r'<text class="on"[^>]*>(\d+)</text>', found))
+    assert drawn
+    assert drawn <= set(re.findall(r"<span>(\d+) · __\d_\d\.distcp · ", found))
 
 
 def test_hostile_keys_do_not_run(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 
 from shardckpt import dist_checkpointing as dc
 from shardckpt.maintenance import open_any
-from shardckpt.mapping import ShardedObject, ShardedTensor
+from shardckpt.mapping import PlainObject, ShardedObject, ShardedTensor
 from shardckpt.pages import CheckpointHeader, describe_checkpoint
 from shardckpt.pages.checkpoint import describe_layouts
 from shardckpt.strategy import StoredBox
@@ -63,6 +63,21 @@ def test_a_page_of_other_libraries_checkpoints_says_what_they_do_not(tmp_path: P
         assert set(data["fileRank"]) == {-1}
         assert data["timings"] is None
         assert -1 not in data["layout"]
+        assert dict(zip(data["files"], data["fileBytes"], strict=True)) == {
+            name: (place / name).stat().st_size for name in data["files"]
+        }
+
+
+def test_a_page_names_what_it_shows_of_a_file_that_was_cut(tmp_path: Path) -> None:
+    """Of a file that was cut, tensors and objects of the page are named and counted, not those of other libraries."""
+    state = {"w": ShardedTensor.from_rank_offsets("w", torch.ones(3)), "o": ShardedObject("rng", 1, (1,), (0,))}
+    dc.save({**state, "plain": PlainObject("lr", 0.5)}, tmp_path / "c", "torch_dist")
+    file = tmp_path / "c" / "__0_0.distcp"
+    file.write_bytes(file.read_bytes()[:-1])
+    (fault,) = _describe(tmp_path / "c")["incomplete"]
+    assert (sorted(fault["keys"]), fault["keyCount"]) == (["rng/shard_0_1", "w"], 2)
+    (fault,) = _describe(tmp_path / "c", "w")["incomplete"]
+    assert (fault["keys"], fault["keyCount"]) == (["w"], 1)
 
 
 def test_a_page_of_a_folder_or_file_of_other_libraries_has_its_boxes(tmp_path: Path) -> None:

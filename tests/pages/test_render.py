@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import os
 import re
 from html.parser import HTMLParser
 from typing import TYPE_CHECKING, Any
@@ -62,3 +63,9 @@ def test_a_page_that_cannot_be_written_is_an_error_with_its_path(tmp_path: Path)
     """A folder that does not exist is named."""
     with pytest.raises(StorageError, match=r"cannot write .*none.*page\.html"):
         write_page(tmp_path / "none" / "page.html", "c", {})
+
+
+def test_a_path_that_is_no_text_is_shown_as_far_as_it_is(tmp_path: Path) -> None:
+    """A title with a byte that no text has, as a path may, is written with a mark in its place."""
+    write_page(tmp_path / "page.html", os.fsdecode(b"caf\xe9"), {})
+    assert "<title>caf?" in (tmp_path / "page.html").read_text(encoding="utf-8")

@@ -473,7 +473,7 @@ SCENARIOS = [
 ]
 
 
-@backends.both
+@backends.both_at_length
 @pytest.mark.slow
 def test_a_rank_lost_in_the_exchange(tmp_path: Path) -> None:
     """Where a rank dies or stops between two rounds, all others name it within one timeout, in all groups."""

@@ -38,11 +38,12 @@ def _boxes(pieces: list[tuple[int, Box]]) -> Boxes:
     return collected
 
 
-@pytest.mark.parametrize("pairs", [1 << 20, 7], ids=["at once", "in blocks"])
+@pytest.mark.parametrize(("few", "pairs"), [(-1, 1 << 20), (-1, 7), (1 << 20, 7)], ids=["at once", "blocks", "lists"])
 @pytest.mark.parametrize("seed", range(25))
-def test_overlaps_are_those_of_every_pair(seed: int, pairs: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Boxes of two random cuts of the same tensors share what comparing each pair says, equal boxes among them."""
+def test_overlaps_are_those_of_every_pair(seed: int, few: int, pairs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Boxes of two random cuts of the same tensors share what comparing each pair says, by columns and by lists."""
     monkeypatch.setattr(box_overlaps, "_PAIRS", pairs)
+    monkeypatch.setattr(box_overlaps, "FEW", few)
     rng = random.Random(seed)
     stored = [random_cut(rng) for _ in range(rng.randint(1, 6))]
     pieces = _pieces(stored)
@@ -62,8 +63,10 @@ def test_overlaps_are_those_of_every_pair(seed: int, pairs: int, monkeypatch: py
     assert len(got) == len(set(got))
 
 
-def test_rows_of_wholes_follow_each_other() -> None:
+@pytest.mark.parametrize("few", [-1, 64], ids=["columns", "lists"])
+def test_rows_of_wholes_follow_each_other(few: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Wholes without rows have none, and the others theirs in order."""
+    monkeypatch.setattr(box_overlaps, "FEW", few)
     bounds = make_column([0, 2, 2, 5])
     assert list_rows(torch.tensor([2, 1, 0]), bounds).tolist() == [2, 3, 4, 0, 1]
     assert list_rows(torch.tensor([1]), bounds).tolist() == []

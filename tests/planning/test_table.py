@@ -5,16 +5,23 @@ import random
 import pytest
 import torch
 
+from shardckpt.planning import table as columns
 from shardckpt.planning.table import (
     Boxes,
     Table,
     TensorSpec,
     are_equal_in_field,
+    are_full,
     compute_weights,
     concat_tables,
+    count_volumes,
     find_untiled,
     fingerprint,
     fingerprint_specs,
+    make_column,
+    make_matrix,
+    number_groups,
+    sort_unique,
 )
 from tests.planning.cuts import Cut, random_cut
 
@@ -100,3 +107,37 @@ def test_tables_of_different_axes_are_joined() -> None:
     assert table.offset.tolist() == [[3, 0, 0], [1, 2, 3]]
     assert table.extent.tolist() == [[2, 1, 1], [4, 5, 6]]
     assert table.volume().tolist() == [2, 120]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_few_values_by_lists_as_many_by_columns(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What Python computes of a few values is what torch computes of many, dtype and shape included."""
+    rng = random.Random(seed)
+    values = make_column([rng.randint(0, 9) for _ in range(rng.randint(0, 12))])
+    axes = rng.randint(0, 3)
+    extents = make_matrix([tuple(rng.randint(0, 5) for _ in range(axes)) for _ in range(len(values))], axes, 1)
+    shifted = extents + torch.eye(len(values), axes, dtype=torch.int64)
+    tables = [
+        Table(torch.arange(len(values)), torch.zeros_like(extents), extents),
+        Table(torch.arange(len(values)), shifted - extents, extents),
+        Table(values, torch.zeros_like(extents), extents),
+    ]
+
+    def compute() -> list[torch.Tensor | bool]:
+        volumes = [count_volumes(extents), tables[0].volume()]
+        return [sort_unique(values), number_groups(values.cumsum(0)), *volumes, *(are_full(t, extents) for t in tables)]
+
+    by_lists = compute()
+    monkeypatch.setattr(columns, "FEW", -1)
+    for one, other in zip(by_lists, compute(), strict=True):
+        if isinstance(one, torch.Tensor):
+            assert isinstance(other, torch.Tensor)
+            assert (one.dtype, one.tolist()) == (other.dtype, other.tolist())
+        else:
+            assert one is other
+
+
+def test_volumes_beyond_64_bits_wrap_as_in_a_column() -> None:
+    """What a hostile index claims is computed, and refused by those who check it; it is no other error."""
+    huge = torch.tensor([[1 << 62, 4], [-(1 << 62), 8]])
+    assert count_volumes(huge).tolist() == huge.prod(1).tolist()

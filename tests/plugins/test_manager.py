@@ -370,3 +370,37 @@ def test_help_and_listing_do_not_import_torch() -> None:
     done = subprocess.run([sys.executable, "-c", LIGHT], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
     assert "torch_dist" in done.stdout
+
+
+def test_an_observer_in_the_place_of_all_others(site: Site) -> None:
+    """In a process whose parent passes events to its plugins, an installed plugin does not observe them once more."""
+    module = site.install(
+        "watcher",
+        "watch",
+        """
+from shardckpt import hookimpl
+seen = []
+
+@hookimpl
+def shardckpt_event(event):
+    seen.append(event)
+
+@hookimpl
+def shardckpt_filesystem(url):
+    return "a folder" if url == "watched://" else None
+""",
+    )
+    found: list[Any] = []
+
+    class Observer:
+        @hookimpl
+        def shardckpt_event(self, event: Any) -> None:
+            found.append(event)
+
+    manager = PluginManager()
+    manager.observe_by(Observer(), "observer")
+    manager.hook.shardckpt_event(event="event")
+    assert found == ["event"]
+    assert sys.modules[module].seen == []
+    assert len(manager.hook.shardckpt_event.get_hookimpls()) == 1
+    assert manager.hook.shardckpt_filesystem(url="watched://") == "a folder"

@@ -22,14 +22,15 @@ FACTOR = int(os.environ.get("SHARDCKPT_PROPERTY_EXAMPLES", "1"))
 SEED = os.environ.get("SHARDCKPT_PROPERTY_SEED", "0")
 #: 1 looks for the smallest example that fails, for minutes.
 PHASES = (Phase.generate, Phase.shrink) if os.environ.get("SHARDCKPT_PROPERTY_SHRINK") == "1" else (Phase.generate,)
-#: How many more examples the slow tests draw.
-SLOW = 8
+#: How many more examples the long tests draw, in two steps.
+MORE, MOST = 3, 8
 
 
-def drawn(count: int) -> Any:
-    """Parametrizes a test by its number of examples: some by default, many more in the slow tests."""
+def drawn(count: int, most: int | None = None) -> Any:
+    """Parametrizes a test by its number of examples: some by default, more and most in the long tests."""
+    more = (count * MORE, most or count * MOST)
     return pytest.mark.parametrize(
-        "count", [count * FACTOR, pytest.param(count * FACTOR * SLOW, marks=pytest.mark.slow)]
+        "count", [count * FACTOR, *(pytest.param(each * FACTOR, marks=pytest.mark.long) for each in more)]
     )
 
 

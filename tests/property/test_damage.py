@@ -44,7 +44,7 @@ FLIPS = st.builds(Flip, st.integers(0, 11), st.integers(-2000, 1 << 24), st.inte
 
 
 @backends.both_slowly
-@drawn(10)
+@drawn(4, 80)
 def test_a_flipped_bit_anywhere(count: int) -> None:
     """With any bit of any file flipped, what is loaded is right or the error names it; verify finds it."""
 

@@ -49,7 +49,7 @@ def _load(batch: SaveLoadCase, path: Path) -> None:
 
 
 @backends.both
-@drawn(20)
+@drawn(12)
 def test_any_layout_loads_as_any_other(folder: Path, count: int) -> None:
     """Saved under one layout and loaded under another, every element is the global tensor's, bit for bit."""
 
@@ -70,7 +70,7 @@ def _sliced(draw: st.DrawFn) -> tuple[SaveLoadCase, list[list[tuple[Ints, Ints]]
 
 
 @backends.both_slowly
-@drawn(10)
+@drawn(6)
 def test_any_slice_of_an_open_checkpoint(folder: Path, count: int) -> None:
     """open_checkpoint()[key][region] is the global tensor's region, whatever the layout that was saved."""
 
@@ -89,7 +89,7 @@ def test_any_slice_of_an_open_checkpoint(folder: Path, count: int) -> None:
     for_all(_sliced(), count, check)
 
 
-@drawn(10)
+@drawn(6)
 def test_stock_dcp_reads_any_layout(folder: Path, count: int) -> None:
     """Stock dcp.load fills whole tensors from what any layout saved."""
 
@@ -104,7 +104,7 @@ def test_stock_dcp_reads_any_layout(folder: Path, count: int) -> None:
     for_all(save_load_cases(1, 1, plain=True), count, check)
 
 
-@drawn(10)
+@drawn(6)
 def test_every_item_is_a_torch_archive(folder: Path, count: int) -> None:
     """torch.load(weights_only=True) reads every stored chunk by itself, and the chunks are the whole tensor's parts."""
 
@@ -126,7 +126,7 @@ def test_every_item_is_a_torch_archive(folder: Path, count: int) -> None:
     for_all(save_load_cases(1, 1, plain=True), count, check)
 
 
-@drawn(10)
+@drawn(6)
 def test_the_planners_serve_dcp(folder: Path, count: int) -> None:
     """dcp.save and dcp.load with our planners take any layout; dist_checkpointing.load reads the same directory."""
 
@@ -187,7 +187,7 @@ def test_removal_leaves_the_rest_as_it_was(folder: Path, count: int) -> None:
 
 
 @backends.both_slowly
-@drawn(10)
+@drawn(6)
 def test_tensors_in_objects_and_common_state(folder: Path, count: int) -> None:
     """Tensors of any dtype and in any memory come back bit for bit from objects and from the common state too."""
 

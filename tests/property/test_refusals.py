@@ -35,7 +35,7 @@ def _check_message(state: list[Claims], message: str) -> None:
         assert (repr(tensor.key) in message) == (tensor.kind != "none"), (tensor, message)
 
 
-@drawn(20)
+@drawn(12)
 @pytest.mark.parametrize("world", [1, 3, 16])
 def test_what_all_ranks_say_is_judged(count: int, world: int) -> None:
     """Partitions pass and every other set of shards is refused, the broken keys named and no other."""
@@ -74,7 +74,7 @@ def _save(path: str, state: list[Claims]) -> None:
     dc.save({tensor.key: tensor.shards(rank, filled=True) for tensor in state}, path)
 
 
-@drawn(12)
+@drawn(6)
 @pytest.mark.parametrize("world", [2, 4])
 def test_a_save_by_ranks_is_refused_on_all_of_them(ranks: RankPool, count: int, world: int) -> None:
     """Whichever ranks say what does not fit, every rank gets the same error with the key, and nothing is left."""

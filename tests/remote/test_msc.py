@@ -63,7 +63,9 @@ def test_two_ranks_save_and_three_load(ranks: RankPool, tmp_path: Path, profile:
     assert dc.check_is_distributed_checkpoint(profile.url)
     assert main(["verify", profile.url]) == 0
     with pytest.raises(StorageError, match=f"{profile.url} is not empty"):
-        jobs.save(profile.url, 5.0, overwrite=True)
+        jobs.save(profile.url, 5.0)
+    jobs.save(profile.url, 5.0, overwrite=True)
+    jobs.check(profile.url, 5.0)
 
 
 @backends.both_slowly

@@ -22,6 +22,7 @@ from shardckpt.engine import open_folder
 from shardckpt.errors import StorageError
 from shardckpt.integrations.fsspec.folder import FsspecFolder
 from shardckpt.integrations.obstore.folder import ObstoreFolder
+from shardckpt.integrations.obstore.folder import open_folder as open_url
 from shardckpt.manifest import MARKER_NAME
 from shardckpt.mapping import ShardedTensor
 from shardckpt.plugins import get_plugin_manager, hookimpl
@@ -200,6 +201,26 @@ def test_the_abilities_of_a_folder(kind: str, tmp_path: Path) -> None:
     assert found.tree() == {}
 
 
+@pytest.mark.parametrize("kind", ["memory", "local", "s3"])
+def test_a_long_range_arrives_in_pieces(
+    kind: str, folder: ObstoreFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A range of several pieces fills the buffer to its end or the object's, and is never asked for as a whole."""
+    if kind != "s3":
+        folder = ObstoreFolder("objects://b/c", MemoryStore() if kind == "memory" else LocalStore(tmp_path), "c")
+    data = os.urandom(3 * _MIB + 12_345)
+    folder.create("a", data)
+    monkeypatch.setattr("obstore.get_range", lambda *_, **__: pytest.fail("the client would hold the whole range"))
+    buffer = bytearray(2 * _MIB + 7)
+    assert folder.read_into("a", 5, memoryview(buffer)) == len(buffer)
+    assert buffer == data[5 : 5 + len(buffer)]
+    assert folder.read_into("a", 2 * _MIB, memoryview(buffer)) == _MIB + 12_345
+    assert buffer[: _MIB + 12_345] == data[2 * _MIB :]
+    assert folder.read_into("a", len(data), memoryview(buffer)) == 0
+    with pytest.raises(FileNotFoundError):
+        folder.read_into("gone", 0, memoryview(buffer))
+
+
 def test_of_two_saves_that_begin_at_once_one_wins(folder: ObstoreFolder) -> None:
     """Two saves that both see an empty URL do not mix: one is complete, the other's error names the first."""
     together = threading.Barrier(2, timeout=30)
@@ -226,6 +247,31 @@ def test_of_two_saves_that_begin_at_once_one_wins(folder: ObstoreFolder) -> None
     assert isinstance(error, StorageError)
     assert "another save has begun there at the same time ('save " in str(error)
     assert f"of process {os.getpid()} on " in str(error)
+
+
+def test_a_save_that_has_seen_an_empty_url_does_not_write_over_one_that_has_ended_since(folder: ObstoreFolder) -> None:
+    """Between a save's first listing and its claim another save begins and ends: that one stays whole."""
+
+    class Stalled(ObstoreFolder):
+        """Stands still after its first listing, until another save has ended."""
+
+        stalled = False
+
+        def tree(self) -> dict[str, int]:
+            found = super().tree()
+            if not self.stalled:
+                self.stalled = True
+                with _serving(lambda url: ObstoreFolder(url, folder._store, "ended")) as other:
+                    jobs.save(other, 1.0)
+            return found
+
+    with (
+        _serving(lambda url: Stalled(url, folder._store, "ended")) as url,
+        pytest.raises(StorageError, match=r"another save has begun there \(save [0-9a-f]{32}\)"),
+    ):
+        jobs.save(url, 2.0)
+    with _serving(lambda url: ObstoreFolder(url, folder._store, "ended")) as url:
+        jobs.check(url, 1.0)
 
 
 def test_a_marker_that_another_save_has_written_is_never_replaced(folder: ObstoreFolder) -> None:
@@ -294,6 +340,61 @@ def test_a_store_that_ignores_conditions_is_recognised(folder: ObstoreFolder, ca
     assert "ignores conditions of writes" in caplog.text
 
 
+def test_a_load_asks_for_no_head_of_an_archive(folder: ObstoreFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Digests say that archives of large tensors begin as we write them: a load reads each by one request."""
+    tensors = {f"w{n}": torch.full((1 << 19,), float(n)) for n in range(4)}
+    state = {key: ShardedTensor.from_rank_offsets(key, tensor) for key, tensor in tensors.items()}
+    dc.save(state, "objects://bucket", "torch_dist")
+    requests: list[tuple[str, int]] = []
+    read_into = ObstoreFolder.read_into
+
+    def note(self: ObstoreFolder, name: str, offset: int, buffer: memoryview) -> int:
+        requests.append((name, buffer.nbytes))
+        return read_into(self, name, offset, buffer)
+
+    monkeypatch.setattr(ObstoreFolder, "read_into", note)
+    loaded = {key: ShardedTensor.from_rank_offsets(key, torch.zeros(1 << 19)) for key in tensors}
+    dc.load(loaded, "objects://bucket")
+    assert all(torch.equal(loaded[key].data, tensor) for key, tensor in tensors.items())
+    assert [nbytes for name, nbytes in requests if name.endswith(".distcp")] == [2 * _MIB] * 4
+
+
+def test_small_objects_are_sent_together(folder: ObstoreFolder, tmp_path: Path) -> None:
+    """Small files that were begun are on their way at a time: each waits here until all have begun to be sent."""
+    together = threading.Barrier(3, timeout=20)
+
+    class Meeting(ObstoreFolder):
+        def open_write(self, name: str, part_bytes: int) -> Any:
+            writer = super().open_write(name, part_bytes)
+            close = writer.close
+
+            def meet() -> None:
+                together.wait()
+                close()
+
+            writer.close = meet  # type: ignore[method-assign]
+            return writer
+
+    store = Meeting("objects://bucket", MemoryStore(), "c")
+    with CheckpointWriter(tmp_path, 0, store=store) as writer:
+        begun = [writer.begin(name, name.encode()) for name in ("a", "b", "d")]
+        records = [writer.finish(file) for file in begun]
+    assert [(record.name, record.size) for record in records] == [("a", 1), ("b", 1), ("d", 1)]
+    assert store.files() == {"a": 1, "b": 1, "d": 1}
+
+
+def test_a_client_is_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """URLs of one bucket share a client and its connections; another endpoint or key makes another one."""
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "a-secret")
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "one")
+    monkeypatch.setenv("AWS_REGION", "us-east-1")
+    first = open_url("s3://b/c")._store
+    assert open_url("s3://b/d/e")._store is first
+    assert open_url("s3://other/c")._store is not first
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "two")
+    assert open_url("s3://b/c")._store is not first
+
+
 def test_the_pickle_of_a_folder_has_no_secret(url: str) -> None:
     """A pickled folder is its URL: credentials come from the environment of the process that opens it."""
     found = _find(url)
@@ -358,7 +459,23 @@ def test_a_save_to_s3_writes_no_byte_to_local_disk(url: str, tmp_path: Path) -> 
     """Saves of each built-in strategy to S3 write to sockets and pipes, and create no file."""
     trace = tmp_path / "trace"
     calls = "trace=write,pwrite64,writev,pwritev,pwritev2,sendfile,copy_file_range,openat,open,creat"
-    command = ["strace", "-f", "-y", "-s", "8", "-o", str(trace), "-e", calls, sys.executable, "-c", _SAVE, url, "20"]
+    command = [
+        "strace",
+        "-f",
+        "--seccomp-bpf",
+        "-y",
+        "-s",
+        "8",
+        "-o",
+        str(trace),
+        "-e",
+        calls,
+        sys.executable,
+        "-c",
+        _SAVE,
+        url,
+        "20",
+    ]
     environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1", settings.REMOTE_PART_MIB: "5"}
     done = run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr

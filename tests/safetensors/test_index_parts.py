@@ -19,7 +19,7 @@ from shardckpt.storage import Columns, pack_columns
 from shardckpt.testing.contract.rewriting import open_reader, reseal
 from shardckpt_safetensors import SafetensorsLoadShardedStrategy, SafetensorsSaveShardedStrategy, index_parts, remove
 from shardckpt_safetensors.index import read_index
-from shardckpt_safetensors.index_header import FEATURE
+from shardckpt_safetensors.index_names import FEATURE
 from tests.engine.plan_cache.saves import MODES, Plans, in_mode
 from tests.engine.plan_cache.saves import save as save_in_turn
 from tests.ranks import Failure

@@ -8,7 +8,7 @@ import json
 import sys
 import zlib
 from array import array
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
 
 import pytest
@@ -29,6 +29,7 @@ from shardckpt.storage.digest import (
     Algorithm,
     Segments,
     digest_function,
+    digest_functions,
     digest_vote,
     negotiate_digest,
     preferred,
@@ -145,6 +146,17 @@ def test_known_values() -> None:
     assert digest_function(XXH3)(b"") == 0x2D06800538D394C2
     data = array("f", range(1000))
     assert digest_function(XXH3)(memoryview(data)) == xxhash.xxh3_64(data.tobytes()).intdigest()
+
+
+@pytest.mark.parametrize("name", [*ALGORITHMS])
+def test_pieces_have_the_digest_of_their_bytes(name: str) -> None:
+    """A digest of several pieces of memory is that of the bytes, whether an algorithm takes pieces or one memory."""
+    digest_one, digest_joined = digest_functions(name)
+    content = bytes(range(256)) * 9
+    for cuts in ([0], [0, 0], [1000], [1, 7, 7, 2000]):
+        ends = [0, *cuts, len(content)]
+        pieces = [memoryview(content)[low:high] for low, high in pairwise(ends)]
+        assert digest_joined(pieces) == digest_one(content)
 
 
 def test_stored_names_and_widths() -> None:

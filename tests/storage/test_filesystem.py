@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import threading
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -72,6 +73,27 @@ def test_short_reads_are_gone_on_with(
         filesystem.read_into(fd, path, memoryview(buffer), start)
         os.close(fd)
     assert (size, bytes(buffer)) == (len(content), content[start:stop])
+
+
+@given(content=st.binary(min_size=1, max_size=60), limit=st.integers(1, 20), data=st.data())
+def test_short_reads_into_several_buffers_are_gone_on_with(
+    tmp_path_factory: pytest.TempPathFactory, content: bytes, limit: int, data: st.DataObject
+) -> None:
+    """Whatever number of bytes a call reads, all buffers hold the file's bytes; if it ends before, an error says so."""
+    sizes = data.draw(st.lists(st.integers(0, 25), min_size=1, max_size=4))
+    start = data.draw(st.integers(0, len(content)))
+    path = tmp_path_factory.mktemp("short") / "file"
+    path.write_bytes(content)
+    buffers = [bytearray(size) for size in sizes]
+    with pytest.MonkeyPatch.context() as patch:
+        limit_bytes(patch, "preadv", limit)
+        fd, _ = filesystem.open_existing(path)
+        ends_before = start + sum(sizes) > len(content)
+        ending = pytest.raises(CorruptCheckpointError, match=f"ends at offset {len(content)}")
+        with ending if ends_before else nullcontext():
+            filesystem.read_joined(fd, path, [*map(memoryview, buffers)], start)
+        os.close(fd)
+    assert ends_before or b"".join(buffers) == content[start : start + sum(sizes)]
 
 
 def test_no_progress(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 from typing import TYPE_CHECKING
@@ -57,6 +58,27 @@ def test_bytes_that_are_gone(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match=f"{tmp_path / 'data'}: 1000 bytes were written, and fewer are there"):
         file.finish(1000)
     file.close()
+
+
+def test_a_close_that_fails(direct_directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A failing close names the file, all descriptors are closed, and none a second time: it may be another file's."""
+    path, closed, close = direct_directory / "data", list[int](), os.close
+
+    def failing(fd: int) -> None:
+        closed.append(fd)
+        close(fd)
+        raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+
+    file = NewFile(path)
+    file.reserve(MIB)
+    file.write(memory(MIB, 0), 0)
+    file.finish(MIB)
+    monkeypatch.setattr(os, "close", failing)
+    with pytest.raises(StorageError, match=rf"cannot close {path}: Disk quota exceeded \(EDQUOT\)"):
+        file.close()
+    file.close()
+    monkeypatch.undo()
+    assert len(closed) == len(set(closed)) == 2
 
 
 def test_a_child_of_a_busy_process_writes(tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import itertools
 import os
 import random
 import threading
@@ -54,16 +56,21 @@ def _ranges(seed: int) -> list[RangeRead]:
 @given(
     lengths=st.lists(st.integers(1, 9), min_size=1, max_size=20),
     most=st.integers(1, 12),
+    least=st.integers(1, 12),
+    shares=st.integers(1, 9),
     joined=st.booleans(),
     data=st.data(),
 )
-def test_batches_tile_the_ranges(lengths: list[int], most: int, joined: bool, data: st.DataObject) -> None:
+def test_batches_tile_the_ranges(
+    lengths: list[int], most: int, least: int, shares: int, joined: bool, data: st.DataObject
+) -> None:
     """Every byte is in one part, parts are cut where segments end, and no batch is larger than it must be."""
     segments = data.draw(st.sampled_from([None, Segments(lengths, [0] * len(lengths))]))
     size = sum(lengths)
     pairs = [sorted(data.draw(st.tuples(st.integers(0, size), st.integers(0, size)))) for _ in range(3)]
     ranges = [RangeRead("f", low, memoryview(bytearray(high - low)), str(n)) for n, (low, high) in enumerate(pairs)]
-    batches = list(batch_ranges(ranges, lambda _: segments, most, joined=joined))
+    least = min(least, most)
+    batches = list(batch_ranges(ranges, lambda _: segments, most, least, shares, joined=joined))
     parts: dict[str, list[tuple[int, int]]] = {}
     for batch in batches:
         assert batch
@@ -120,6 +127,43 @@ def test_aligned_ranges_are_read_once_into_their_memory(
         )
     assert sum(read) == 24 * SEGMENT_BYTES
     assert all(memory == WHOLE[start : start + 12 * SEGMENT_BYTES] for memory in memories)
+
+
+def test_a_segment_is_one_system_call(tmp_path: Path, files: list[FileRecord], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A range of whole segments is read by a call for each, and none besides."""
+    calls: list[int] = []
+    call = os.preadv
+
+    def counting(fd: int, buffers: list[memoryview], offset: int) -> int:
+        calls.append(offset)
+        return call(fd, buffers, offset)
+
+    start = sum(SIZES[:4])
+    memory = memoryview(bytearray(12 * SEGMENT_BYTES))
+    with CheckpointReader(tmp_path, manifest(*files)) as reader:
+        monkeypatch.setattr(os, "preadv", counting)
+        reader.read_ranges([RangeRead("one", start, memory, "key")])
+    assert sorted(calls) == [start + number * SEGMENT_BYTES for number in range(12)]
+
+
+def test_a_read_that_stops_early_goes_on(
+    tmp_path: Path, files: list[FileRecord], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Segments of which the system reads a part, or none because of a signal, are read completely and checked."""
+    turns = itertools.count()
+    call = os.preadv
+
+    def stopping(fd: int, buffers: list[memoryview], offset: int) -> int:
+        turn = next(turns)
+        if turn % 3 == 1:
+            raise InterruptedError(errno.EINTR, "a signal")
+        return call(fd, [buffers[0][:1000]] if turn % 3 else buffers, offset)
+
+    memory = memoryview(bytearray(len(WHOLE)))
+    with CheckpointReader(tmp_path, manifest(*files)) as reader:
+        monkeypatch.setattr(os, "preadv", stopping)
+        reader.read_ranges([RangeRead("one", 0, memory, "key")])
+    assert memory == WHOLE
 
 
 @pytest.mark.parametrize("place", [50, 3 * SEGMENT_BYTES, len(WHOLE) - 1])

@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 import tracemalloc
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,10 +18,15 @@ from hypothesis import strategies as st
 
 from shardckpt.errors import CheckpointingException, CorruptCheckpointError, StorageError
 from shardckpt.manifest import Manifest
+from shardckpt.storage import reader as reader_
+from shardckpt.storage.buffers import BLOCK_BYTES
 from shardckpt.storage.digest import SEGMENT_BYTES
 from shardckpt.storage.directory import open_directory
+from shardckpt.storage.filesystem import read_into
+from shardckpt.storage.memory_budget import REQUEST_BYTES
 from shardckpt.storage.open_files import OPEN_FILES
-from shardckpt.storage.reader import REQUEST_BYTES, CheckpointReader
+from shardckpt.storage.reader import CheckpointReader
+from shardckpt.storage.spans import Elements
 from tests.storage.files import manifest, write
 
 if TYPE_CHECKING:
@@ -45,6 +51,81 @@ def test_any_range(tmp_path_factory: pytest.TempPathFactory, records: list[bytes
             assert bytes(buffer) == reader.read_range("data", start, stop - start, "key") == content[start:stop]
             assert reader.read("data") == content
             assert reader.size("data") == len(content)
+
+
+@settings(deadline=None, max_examples=30)
+@given(data=st.data())
+def test_ends_that_are_kept_are_what_the_file_has(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    """With ``kept_bytes``, ranges in any order, in pieces too, are those of the file; the memory is bounded."""
+    directory = tmp_path_factory.mktemp("ends")
+    content = os.urandom(2 * SEGMENT_BYTES + 5000)
+    found = write(directory, "data", [[content], [b"small"], [content[:70_000]]])
+    whole = content + b"small" + content[:70_000]
+    cuts = data.draw(st.lists(st.integers(0, len(whole)), max_size=6).map(lambda some: sorted({0, *some, len(whole)})))
+    ranges = data.draw(st.permutations(list(pairwise(cuts)))) if data.draw(st.booleans()) else [*pairwise(cuts)]
+    with CheckpointReader(directory, manifest(found), kept_bytes=2 * BLOCK_BYTES) as reader:
+        for start, stop in ranges:
+            if data.draw(st.booleans()):
+                assert reader.read_range("data", start, stop - start, "key") == whole[start:stop]
+                continue
+            got = bytearray(stop - start)
+
+            def take(place: int, memory: memoryview, start: int = start, got: bytearray = got) -> None:
+                low, high = max(place, start), min(place + memory.nbytes, start + len(got))
+                if low < high:
+                    got[low - start : high - start] = memory[low - place : high - place]
+
+            reader.read_pieces("data", Elements(0, len(whole)), [(start, stop)], take, "key")
+            assert bytes(got) == whole[start:stop]
+        assert reader._ends is not None
+        assert len(reader._ends._ends) <= 2
+
+
+def test_an_end_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranges that follow each other read each segment once, and a damaged one is an error that keeps nothing."""
+    content = os.urandom(3 * SEGMENT_BYTES)
+    found = write(tmp_path, "data", [[content]])
+    read: list[int] = []
+    monkeypatch.setattr(
+        reader_, "read_into", lambda fd, path, memory, at: (read.append(memory.nbytes), read_into(fd, path, memory, at))
+    )
+    step = SEGMENT_BYTES // 3 * 2
+    with CheckpointReader(tmp_path, manifest(found), kept_bytes=1) as reader:
+        parts = [
+            reader.read_range("data", low, min(step, len(content) - low), "key") for low in range(0, len(content), step)
+        ]
+    assert b"".join(parts) == content
+    assert sum(read) == len(content)
+    damaged = bytearray(content)
+    damaged[SEGMENT_BYTES - 1] ^= 1
+    (tmp_path / "data").write_bytes(damaged)
+    with CheckpointReader(tmp_path, manifest(found), kept_bytes=1) as reader:
+        for low in (0, 10):
+            with pytest.raises(CorruptCheckpointError, match="key: bytes 0 to"):
+                reader.read_range("data", low, 10, "key")
+
+
+@pytest.mark.parametrize("place", [0, 3000, SEGMENT_BYTES - 1, SEGMENT_BYTES + 4000])
+def test_a_part_of_a_segment_is_checked_with_the_rest_of_it(tmp_path: Path, place: int) -> None:
+    """Any part of a large segment is read in place, and damage outside of it, in the same segment, is found."""
+    content = os.urandom(SEGMENT_BYTES + 5000)
+    found = write(tmp_path, "data", [[content]])
+    damaged = bytearray(content)
+    damaged[place] ^= 1
+    in_first = place < SEGMENT_BYTES
+    for start, stop in ((0, 10), (4000, 9000), (SEGMENT_BYTES - 5, SEGMENT_BYTES), (4000, SEGMENT_BYTES + 100)):
+        (tmp_path / "data").write_bytes(content)
+        with CheckpointReader(tmp_path, manifest(found)) as reader:
+            assert reader.read_range("data", start, stop - start, "key") == content[start:stop]
+        (tmp_path / "data").write_bytes(damaged)
+        with CheckpointReader(tmp_path, manifest(found)) as reader:
+            if in_first or stop > SEGMENT_BYTES:
+                with pytest.raises(CorruptCheckpointError, match=r"key: bytes \d+ to \d+ of .*digest differs"):
+                    reader.read_range("data", start, stop - start, "key")
+            else:
+                assert reader.read_range("data", start, stop - start, "key") == content[start:stop]
 
 
 def test_blocks_are_the_whole_file_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,10 +212,24 @@ def test_files_of_another_size(tmp_path: Path, file: FileRecord) -> None:
         (tmp_path / "data").write_bytes(content)
         with CheckpointReader(tmp_path, manifest(file)) as reader:
             for _ in range(2):
-                with pytest.raises(
-                    CorruptCheckpointError, match=rf"data: it has {len(content)} bytes, 11 were written"
-                ):
+                text = rf"data: it has {len(content)} bytes, 11 were written: it was cut, or changed"
+                with pytest.raises(CorruptCheckpointError, match=text):
                     reader.read("data")
+
+
+def test_several_files_of_other_sizes(tmp_path: Path, file: FileRecord) -> None:
+    """Only where more than one file has another size, the error speaks of another library's save."""
+    (tmp_path / "data").write_bytes(b"first")
+    (tmp_path / "more").write_bytes(b"firstsecond")
+    files = file, file.model_copy(update={"name": "more"})
+    for is_other in (False, True):
+        with (
+            CheckpointReader(tmp_path, manifest(*files)) as reader,
+            pytest.raises(CorruptCheckpointError, match="it has 5 bytes") as caught,
+        ):
+            reader.read("data")
+        assert ("another library has saved" in str(caught.value)) == is_other
+        (tmp_path / "more").write_bytes(b"second")
 
 
 def test_files_outside_the_checkpoint(tmp_path: Path, file: FileRecord) -> None:
@@ -201,6 +296,20 @@ def test_checking_can_be_switched_off(tmp_path: Path, file: FileRecord, monkeypa
         assert reader.read("data") == b"FIRSTsecond"
     with CheckpointReader(tmp_path, manifest(file), verify=True) as reader, pytest.raises(CorruptCheckpointError):
         reader.read("data")
+
+
+def test_digests_tell_what_is_there(tmp_path: Path) -> None:
+    """Bytes with a digest of their own are known without a read; others are not, nor any where nothing is checked."""
+    head, tail = b"head" * 10, b"tail"
+    file = write(tmp_path, "a", [[head], [tail]])
+    (tmp_path / "a").write_bytes(b"x" * file.size)
+    for verify in (True, False):
+        with CheckpointReader(tmp_path, manifest(file), verify=verify) as reader:
+            assert reader.is_known("a", 0, head) is verify
+            assert reader.is_known("a", len(head), tail) is verify
+            assert not reader.is_known("a", 0, head[:-1] + b"x")
+            assert not reader.is_known("a", 0, head[:-1])
+            assert not reader.is_known("a", 1, head[1:])
 
 
 def test_unknown_algorithm(tmp_path: Path, file: FileRecord) -> None:

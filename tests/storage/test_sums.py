@@ -12,7 +12,15 @@ from hypothesis import strategies as st
 
 from shardckpt.errors import CorruptCheckpointError
 from shardckpt.planning import Box, Boxes
-from shardckpt.storage import PackedShards, add_sums, pack_fingerprints, parse_fingerprints, split_sums, sum_shards
+from shardckpt.storage import (
+    PackedShards,
+    add_sums,
+    pack_columns,
+    pack_fingerprints,
+    parse_fingerprints,
+    split_sums,
+    sum_shards,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -131,3 +139,12 @@ def test_the_file_has_16_bytes_a_tensor() -> None:
     assert len(pack_fingerprints(found)) < 1000 * (16 + len('"layer.999",')) + 1000
     with pytest.raises(CorruptCheckpointError, match="here"):
         parse_fingerprints(pack_fingerprints(found)[:-1], "here")
+
+
+def test_those_of_another_algorithm_count_as_none() -> None:
+    """What an earlier or later release stored by other sums is not compared with today's: there are none."""
+    column = torch.zeros(1, 16, dtype=torch.uint8)
+    for name in ("fingerprints", "fingerprints_3"):
+        assert parse_fingerprints(pack_columns({"keys": ["a"], name: column}), "here") == {}
+    with pytest.raises(CorruptCheckpointError, match="fingerprints_2"):
+        parse_fingerprints(pack_columns({"keys": ["a"]}), "here")

@@ -10,7 +10,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 from shardckpt.errors import ShardingError
 from shardckpt.tensors.memory import (
-    have_values_on_host,
+    find_host_addresses,
     is_plain,
     plain_cpu,
     synchronize_devices,
@@ -93,7 +93,7 @@ def test_one_that_is_not_its_memory_is_noticed_among_others(*, is_on_host: bool)
         for place in (0, 3, 5):
             tensors = [*plain[:place], odd, *plain[place:]]
             assert tensor_bytes_of_each(tensors) is None
-            assert have_values_on_host(tensors) == is_on_host
+            assert (find_host_addresses(tensors) is not None) == is_on_host
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Which runs of the contract are slow: all but a part of one strategy's."""
+"""Which runs of the contract are slow or long: all but a part of one strategy's."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import pytest
 
 #: Parts of the contract that start ranks or other processes, or draw many examples.
 SLOW_PARTS = ("background", "kills", "resharding", "stores")
+#: Classes that are long tests: the right strategy of test_mutations.py, and another writer of (safetensors, 1).
+LONG_CLASSES = ("TestBlocks", "TestSafetensorsInParts")
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -18,3 +20,5 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             slow = module.rpartition(".")[2] in SLOW_PARTS or item.name == "test_drawn_layouts"
             if slow or owner.__name__ != "TestNpy":
                 item.add_marker(pytest.mark.slow)
+            if owner.__name__ in LONG_CLASSES:
+                item.add_marker(pytest.mark.long)

@@ -43,7 +43,11 @@ def _install(source: Path, folder: Path, installed: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("module", "contract"), [(STRATEGY, "json-contract"), (STRATEGY + VERSION_2, "json-contract-2")]
+    ("module", "contract"),
+    [
+        pytest.param(STRATEGY, "json-contract", marks=pytest.mark.long),
+        (STRATEGY + VERSION_2, "json-contract-2"),  # has the first, too
+    ],
 )
 def test_the_readmes_strategy_passes_the_contract(tmp_path: Path, module: str, contract: str) -> None:
     """Built and installed as the README shows, from wheels alone, either version passes the contract and is listed."""

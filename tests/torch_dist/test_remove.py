@@ -14,7 +14,8 @@ from shardckpt.errors import CorruptCheckpointError
 from shardckpt.manifest import RECORD_NAME, Record
 from shardckpt.mapping import PlainObject
 from shardckpt_torch_dist import TorchDistSaveShardedStrategy
-from shardckpt_torch_dist.dialects.index_file import INDEX_FILE, encode_index, parse_index
+from shardckpt_torch_dist.dialects.index_file import encode_index, parse_index
+from shardckpt_torch_dist.file_names import INDEX_FILE
 from shardckpt_torch_dist.remove import remove_keys
 from tests.property.search import drawn, for_all
 from tests.torch_dist.dialects.test_metadata_pickle import stock
@@ -52,7 +53,7 @@ def check_indexes(directory: Path, keys: set[str]) -> StoredIndex:
     return index
 
 
-@drawn(150)
+@drawn(60)
 def test_what_is_kept_stays_as_it_was(count: int) -> None:
     """Without some keys, an index says of the others what it said, and names the files that they are in."""
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import datetime as dt
 import errno
+import functools
+import inspect
 import re
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -12,10 +15,17 @@ import fsspec  # type: ignore[import-untyped]
 
 from shardckpt import settings
 from shardckpt.errors import StorageError
-from shardckpt.storage import find_problem, mask_password
+from shardckpt.integrations import multipart
+from shardckpt.storage import find_problem, mask_password, plan_upload
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
     from pathlib import Path
+
+    from shardckpt.storage import PendingUpload
+
+#: What filesystems call the time of the last write: s3fs, adlfs, local files, gcsfs, in memory.
+_TIMES = ("LastModified", "last_modified", "mtime", "updated", "created")
 
 
 class FsspecFolder:
@@ -31,6 +41,8 @@ class FsspecFolder:
         self.url = url
         self._filesystem = filesystem
         self._root = root
+        #: Bytes of parts that an upload may hold; None for as many as the settings say.
+        self._room: int | None = None
 
     def files(self) -> dict[str, int]:
         """Return the size in bytes of each object, by name, as the store has them now."""
@@ -48,6 +60,12 @@ class FsspecFolder:
                 for sizes, _ in listings:
                     found |= sizes
         return found
+
+    def times(self) -> dict[str, float]:
+        """Return when each object below the URL was written, by path, in seconds since 1970, where fsspec says it."""
+        self._filesystem.invalidate_cache()
+        found = {name: _find_time(self._filesystem.info(self._path(name))) for name in self.tree()}
+        return {name: time for name, time in found.items() if time is not None}
 
     def folders(self) -> list[str]:
         """Return the names of the folders directly below, as the store has them now."""
@@ -69,16 +87,53 @@ class FsspecFolder:
     def upload(self, name: str, path: Path) -> None:
         """Upload a local file as an object. Creates its folders on stores that need them, but never a bucket."""
         try:
-            self._filesystem.put_file(str(path), self._path(name))
+            self._put(name, path)
         except FileNotFoundError:
             if not self._filesystem.exists(re.match("/*[^/]*", self._root)[0]):  # type: ignore[index]
                 raise
             self._filesystem.makedirs(self._path(name).rpartition("/")[0], exist_ok=True)
-            self._filesystem.put_file(str(path), self._path(name))
+            self._put(name, path)
+
+    def limit_uploads(self, nbytes: int) -> None:
+        """Hold at most so many bytes of an object at a time, on filesystems that can be told."""
+        self._room = nbytes
+
+    def copy(self, source: str, name: str, nbytes: int) -> bool:  # noqa: ARG002 - filesystems copy any size
+        """Copy an object of the same protocol, where the filesystem can."""
+        protocol = self.url.partition("://")[0]
+        if "::" in self.url or source.partition("://")[0] != protocol:
+            return False
+        try:
+            self._filesystem.cp_file(self._filesystem._strip_protocol(source), self._path(name))  # noqa: SLF001 - fsspec calls it, too
+        except NotImplementedError:
+            return False
+        return True
 
     def delete(self, name: str) -> None:
         """Delete an object."""
         self._filesystem.rm_file(self._path(name))
+
+    def uploads(self) -> list[PendingUpload] | None:
+        """Return the multipart uploads that have not ended: those of S3; other filesystems show none."""
+        is_s3 = self.url.partition("://")[0] in multipart.SCHEMES
+        return multipart.list_uploads(self.url) if is_s3 else []
+
+    def abort_upload(self, upload: PendingUpload) -> None:
+        """Abort one of these."""
+        multipart.abort_upload(self.url, upload)
+
+    def _put(self, name: str, path: Path) -> None:
+        limits = plan_upload(self._room, path.stat().st_size)
+        # what s3fs calls it; by default it holds ten parts of 50 MiB. Others send one part after the other
+        known = {"chunksize": limits.part_bytes, "max_concurrency": limits.parts}
+        options = {key: value for key, value in known.items() if key in self._upload_options}
+        self._filesystem.put_file(str(path), self._path(name), **options)
+
+    @functools.cached_property
+    def _upload_options(self) -> Collection[str]:
+        """The names of the options with which the filesystem uploads a file."""
+        upload = getattr(self._filesystem, "_put_file", self._filesystem.put_file)
+        return inspect.signature(upload).parameters
 
     def _list(self, within: str) -> tuple[dict[str, int], list[str]]:
         """Return the objects directly in a folder with their sizes in bytes, and the folders in it, by path.
@@ -114,6 +169,16 @@ class FsspecFolder:
 
     def _path(self, name: str) -> str:
         return f"{self._root.rstrip('/')}/{name}"
+
+
+def _find_time(entry: dict[str, Any]) -> float | None:
+    """Return when an object was written, in seconds since 1970; None if its filesystem does not say."""
+    found = next((entry[name] for name in _TIMES if entry.get(name) is not None), None)
+    if isinstance(found, str):
+        found = dt.datetime.fromisoformat(found)
+    if isinstance(found, dt.datetime):  # one without a time zone is of UTC
+        found = (found if found.tzinfo else found.replace(tzinfo=dt.timezone.utc)).timestamp()
+    return float(found) if isinstance(found, int | float) else None
 
 
 def open_folder(url: str) -> FsspecFolder | None:

@@ -7,8 +7,6 @@ from typing import TYPE_CHECKING
 
 import obstore
 
-from shardckpt import settings
-
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from contextlib import AbstractContextManager
@@ -27,15 +25,22 @@ class StreamedObject:
         store: obstore's store.
         path: The object's path in it.
         part_bytes: Size of each part but the last.
+        parts: How many parts are on their way at a time.
         calling: Makes the context manager in which obstore is called.
     """
 
     def __init__(
-        self, store: ObjectStore, path: str, part_bytes: int, calling: Callable[[], AbstractContextManager[None]]
+        self,
+        store: ObjectStore,
+        path: str,
+        part_bytes: int,
+        parts: int,
+        calling: Callable[[], AbstractContextManager[None]],
     ) -> None:
         self._store = store
         self._path = path
         self._part_bytes = part_bytes
+        self._parts = parts
         self._calling = calling
         #: The first part, until a second one shows that the object is large.
         self._first: memoryview | None = None
@@ -48,7 +53,7 @@ class StreamedObject:
         self._error: BaseException | None = None
 
     def write(self, part: memoryview) -> None:
-        """Hand over the next part; wait while obstore has as many as it may send at a time."""
+        """Hand over the next part; wait until obstore takes it: it takes none while it has as many as it may."""
         if self._thread is None:
             if self._first is None:
                 self._first = part
@@ -62,6 +67,10 @@ class StreamedObject:
                 raise self._error
             self._next = part
             self._changed.notify_all()
+            # else three parts would wait: this one, the one that obstore has taken, and the one that the caller fills
+            self._changed.wait_for(lambda: self._next is None or self._error is not None)
+            if self._error is not None:
+                raise self._error
 
     def close(self) -> None:
         """Wait until the object is there."""
@@ -94,7 +103,8 @@ class StreamedObject:
                     self._take_parts(),
                     use_multipart=True,
                     chunk_size=self._part_bytes,
-                    max_concurrency=settings.remote_parts(),
+                    # obstore takes a part, and then waits until no more than these are on their way
+                    max_concurrency=self._parts - 1,
                 )
         except BaseException as exc:  # noqa: BLE001 - write() or close() raises it
             with self._changed:

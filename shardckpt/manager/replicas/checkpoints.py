@@ -64,7 +64,12 @@ class ReplicaCheckpoints:
         self._names = [name for name in states.per_rank if name not in config.exclude_from_loading]
         others = [name for name in states.names if name not in self._names]
         self._reader = StepReader(
-            states, process_group, allow_globals, others, fully_parallel=config.fully_parallel_load
+            states,
+            process_group,
+            allow_globals,
+            others,
+            fully_parallel=config.fully_parallel_load,
+            memory_budget=config.memory_budget,
         )
         self._skips = config.on_busy == "skip"
         self._last: int | None = None

@@ -13,7 +13,15 @@ from shardckpt_safetensors.objects.codecs import codec_of_name
 from shardckpt_safetensors.objects.factories import FACTORIES
 from shardckpt_safetensors.objects.json_text import show
 from shardckpt_safetensors.objects.numpy_arrays import decode_array, decode_scalar
-from shardckpt_safetensors.objects.plain import DECODERS, KIND, VALUE, decode_base64, decode_plain, has_surrogates
+from shardckpt_safetensors.objects.plain import (
+    DECODERS,
+    KIND,
+    VALUE,
+    decode_base64,
+    decode_plain,
+    has_surrogates,
+    list_of,
+)
 from shardckpt_safetensors.objects.torch_tensors import decode_tensor
 
 if TYPE_CHECKING:
@@ -219,14 +227,14 @@ def _counter(tree: Any) -> Walk:
 
 
 def _defaultdict(tree: Any) -> Walk:
-    name, pairs = _list_of(tree, 2)
+    name, pairs = list_of(tree, 2)
     if name is not None and (type(name) is not str or name not in FACTORIES):
         raise ValueError(f"a default factory {show(name)}")
     return collections.defaultdict(None if name is None else FACTORIES[name], (yield from _pairs(pairs)))
 
 
 def _scalar(tree: Any) -> Any:
-    dtype, data = _list_of(tree, 2)
+    dtype, data = list_of(tree, 2)
     return decode_scalar(dtype, decode_base64(data))
 
 
@@ -235,7 +243,7 @@ def _tuple(tree: Any) -> Walk:
 
 
 def _deque(tree: Any) -> Walk:
-    most, items = _list_of(tree, 2)
+    most, items = list_of(tree, 2)
     values = yield from _items(items)
     if most is not None and (type(most) is not int or not len(values) <= most < 1 << 63):
         raise ValueError(f"{len(values)} items in a deque of at most {show(most)}")
@@ -269,12 +277,6 @@ def _check_attributes(value: Any) -> dict[str, Any]:
     if type(value) is not dict or not all(type(name) is str for name in value):
         raise ValueError("attributes that are not a dict by name")
     return value
-
-
-def _list_of(tree: Any, length: int) -> list[Any]:
-    if type(tree) is not list or len(tree) != length:
-        raise ValueError(f"not a list of {length}: {show(tree)}")
-    return tree
 
 
 _BUILDERS: dict[str, Callable[[Any], Any]] = {

@@ -131,11 +131,11 @@ def _decode_float(value: Any) -> float:
 
 
 def _decode_complex(value: Any) -> complex:
-    return complex(*(_decode_part(part, float, "float") for part in _list_of(value, 2)))
+    return complex(*(_decode_part(part, float, "float") for part in list_of(value, 2)))
 
 
 def _decode_range(value: Any) -> range:
-    return range(*(_decode_part(part, int, "int") for part in _list_of(value, 3)))  # ValueError for a step of 0
+    return range(*(_decode_part(part, int, "int") for part in list_of(value, 3)))  # ValueError for a step of 0
 
 
 def _decode_part(value: Any, cls: type, kind: str) -> Any:
@@ -162,7 +162,8 @@ def _decode_device(value: Any) -> torch.device:
         raise ValueError(f"not the name of a device: {show(value)}") from exc
 
 
-def _list_of(value: Any, length: int) -> list[Any]:
+def list_of(value: Any, length: int) -> list[Any]:
+    """Return a list of JSON that must have so many items; ValueError if it has not."""
     if type(value) is not list or len(value) != length:
         raise ValueError(f"not a list of {length}: {show(value)}")
     return value

@@ -5,7 +5,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardckpt.errors import CorruptCheckpointError, ShardingError
-from shardckpt.storage import HEADER_LIMIT, LENGTH_BYTES, HeaderEntry, encode_header, header_length, parse_head
+from shardckpt.storage import (
+    HEADER_LIMIT,
+    LENGTH_BYTES,
+    HeaderEntry,
+    ParseCache,
+    encode_header,
+    header_length,
+    parse_head,
+)
 from shardckpt_safetensors.dtype_names import HEADER_BYTES
 from shardckpt_safetensors.objects.json_text import dump_padded, parse_json
 
@@ -19,6 +27,8 @@ MOST_AXES = 64
 _TREE = "tree"
 #: Most commas in a header: those of a million tensors.
 _MOST_PARTS = 1 << 23
+#: The heads of small files, by their bytes.
+_heads = ParseCache[tuple[Any, "dict[str, FileEntry]"]]()
 
 
 class FileTensor(NamedTuple):
@@ -46,11 +56,14 @@ def pack_file(tree: Any, tensors: dict[str, FileTensor], what: str) -> bytes:
 def parse_file(data: memoryview, what: str) -> tuple[Any, dict[str, FileTensor]]:
     """Return the tree and the tensors of a file, which are views of its bytes.
 
+    Callers share the tree of equal files, and must not change it.
+
     Raises:
         CorruptCheckpointError: The file is damaged, or contradicts itself.
     """
     length = header_length(bytes(data[:LENGTH_BYTES]), len(data), what)
-    tree, entries = parse_tree_head(data[LENGTH_BYTES : LENGTH_BYTES + length], len(data), what)
+    text = bytes(data[LENGTH_BYTES : LENGTH_BYTES + length])
+    tree, entries = _heads.get(text, (len(data), what), lambda: parse_tree_head(text, len(data), what))
     tensors = {name: FileTensor(kind, shape, data[start:stop]) for name, (kind, shape, start, stop) in entries.items()}
     return tree, tensors
 

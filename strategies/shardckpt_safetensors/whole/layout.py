@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import math
-import re
 from bisect import bisect_right
 from typing import TYPE_CHECKING, NamedTuple
 
 from shardckpt.errors import ShardingError
-from shardckpt.huggingface import assign_files
+from shardckpt.huggingface import assign_files, encode_weights_index, natural_order
 from shardckpt.planning import find_hole, find_overlap
 from shardckpt.plugins import get_key_map_entries
 from shardckpt.storage import HEADER_LIMIT, SMALL_RECORD, HeaderEntry, cut_segments, encode_header
@@ -18,7 +16,7 @@ from shardckpt_safetensors.dtypes import header_name
 from shardckpt_safetensors.index_parts import ALIGN
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Sequence
 
     import torch
 
@@ -29,7 +27,6 @@ if TYPE_CHECKING:
 WEIGHTS_INDEX = "model.safetensors.index.json"
 #: transformers refuses files that do not say which framework's tensors they have.
 METADATA = {"format": "pt"}
-_NUMBERS = re.compile(r"(\d+)")
 
 
 class TensorInfo(NamedTuple):
@@ -171,12 +168,6 @@ class WholeLayout:
         return encode_weights_index(weight_map, sum(cut.nbytes for cut in self.cuts))
 
 
-def encode_weights_index(weight_map: Mapping[str, str], total: int) -> bytes:
-    """Return the content of ``model.safetensors.index.json``: the file of each tensor, and the bytes of all."""
-    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-    return (json.dumps(index, indent=2, ensure_ascii=False) + "\n").encode()
-
-
 def cut_tensor(number: int, info: TensorInfo, prefix: str, mapping: KeyMapping) -> list[Cut] | str:
     """Return the folder's tensors that a tensor of the checkpoint becomes.
 
@@ -206,9 +197,4 @@ def cut_tensor(number: int, info: TensorInfo, prefix: str, mapping: KeyMapping) 
 
 def sort_naturally(tensors: Iterable[TensorInfo]) -> list[TensorInfo]:
     """Return tensors in the order of their keys, layer 2 before layer 10."""
-
-    def key(info: TensorInfo) -> list[tuple[int, str]]:
-        texts = _NUMBERS.split(info.key)  # text and number in turn
-        return [(int(text) if at % 2 else 0, text) for at, text in enumerate(texts)]
-
-    return sorted(tensors, key=key)
+    return sorted(tensors, key=lambda info: natural_order(info.key))

@@ -28,7 +28,7 @@ from shardckpt_safetensors.whole.work import PlannedWrite, WholeWork
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
-    from shardckpt.chunks import LocalItems, Source
+    from shardckpt.chunks import LocalItems, Sources
     from shardckpt.distributed import Comm
     from shardckpt.mapping import CommonStateDict, ShardedBase
     from shardckpt.planning import Ints
@@ -61,7 +61,7 @@ class WholePlan:
 
     layout: WholeLayout
     is_whole: list[bool]
-    sources: list[Source]
+    sources: Sources
     extents: list[Ints]
     pieces: Pieces
     work: WholeWork

@@ -6,9 +6,10 @@ from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from shardckpt.errors import CorruptCheckpointError
+from shardckpt.huggingface import encode_weights_index
 from shardckpt.storage import LENGTH_BYTES, HeaderEntry, encode_header, header_length, parse_head, parse_json
 from shardckpt.tensors import PAGE
-from shardckpt_safetensors.whole.layout import METADATA, WEIGHTS_INDEX, encode_weights_index
+from shardckpt_safetensors.whole.layout import METADATA, WEIGHTS_INDEX
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 from shardckpt import lazy_getattr
-from shardckpt_torch_dist.dialects.index_file import INDEX_FILE, encode_index
+from shardckpt_torch_dist.dialects.index_file import encode_index
 from shardckpt_torch_dist.dialects.metadata import (
     MAX_PATH_LENGTH,
     METADATA_FILE,
@@ -14,11 +14,11 @@ from shardckpt_torch_dist.dialects.metadata import (
 )
 from shardckpt_torch_dist.dialects.nested_state import DictKey, NestedState, nest_values
 from shardckpt_torch_dist.dialects.stored import (
-    COMMON_FILE,
     COMMON_KEY,
     StoredIndex,
     parse_object_key,
 )
+from shardckpt_torch_dist.file_names import COMMON_FILE, INDEX_FILE
 
 if TYPE_CHECKING:
     from shardckpt_torch_dist.dialects.dcp_metadata import to_dcp_tensor

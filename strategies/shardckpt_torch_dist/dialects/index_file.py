@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
     from shardckpt.planning import Ints
 
-INDEX_FILE = "shardckpt-index.safetensors"
-
 _LARGEST = torch.iinfo(torch.int64).max
 #: Below this number of elements, computed in floats, the size in bytes does not overflow int64.
 _COUNTABLE = 2.0**58

@@ -25,20 +25,20 @@ from shardckpt.chunks import Chunk, Item, StoredTensor
 from shardckpt.errors import CorruptCheckpointError
 from shardckpt.manifest import RECORD_NAME
 from shardckpt.planning import Box, Ints, cut_flat_range
-from shardckpt.storage import check_file_name
-from shardckpt_torch_dist.dialects.index_file import INDEX_FILE, parse_index
+from shardckpt.storage import ParseCache, check_file_name
+from shardckpt_torch_dist.dialects.index_file import parse_index
 from shardckpt_torch_dist.dialects.stored import (
-    COMMON_FILE,
     COMMON_KEY,
     StoredIndex,
     parse_object_key,
     tensors_to_columns,
 )
+from shardckpt_torch_dist.file_names import COMMON_FILE, INDEX_FILE
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
 
-    from shardckpt.manifest import Manifest
+    from shardckpt.manifest import Manifest, Record
     from shardckpt.storage import CheckpointReader
 
 logger = logging.getLogger(__name__)
@@ -53,6 +53,9 @@ _MAX_AXES = 64
 #: The most keys and indices in the path of a value in a state dict.
 MAX_PATH_LENGTH = 200
 
+#: The indexes of our own files.
+_own_indexes = ParseCache[StoredIndex]()
+
 #: Where each stored value is, by key and offset (None for objects).
 _Locations = dict[tuple[str, Ints | None], Item]
 
@@ -61,6 +64,7 @@ def read_index(reader: CheckpointReader) -> StoredIndex:
     """Return what a checkpoint stores.
 
     It is read once per reader: from our own index file if shardckpt wrote the checkpoint, otherwise from ``.metadata``.
+    A small index file of ours is not parsed again for a later reader of the same bytes.
 
     Args:
         reader: The checkpoint's files.
@@ -88,8 +92,13 @@ def _read_uncached(reader: CheckpointReader) -> StoredIndex:
     record = reader.manifest.record
     if record is None or not has_own_index(reader):
         return read_metadata(reader)[1]
-    source = f"{reader.directory}/{INDEX_FILE}"
-    index = parse_index(reader.read(INDEX_FILE), source)
+    data, source = reader.read(INDEX_FILE), f"{reader.directory}/{INDEX_FILE}"
+    return _own_indexes.get(data, (source, record.self_digest), lambda: _parse_own_index(data, source, record))
+
+
+def _parse_own_index(data: bytes, source: str, record: Record) -> StoredIndex:
+    """Return the index in the bytes of our index file, of the save with this record."""
+    index = parse_index(data, source)
     # A load allocates memory for each chunk, so the chunks must not claim more bytes together than their file has.
     sizes = {file.name: file.size for file in record.files}
     claimed = torch.bincount(index.chunks.file, weights=index.chunks.length, minlength=len(index.files))

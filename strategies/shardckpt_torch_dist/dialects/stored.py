@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
 #: The object in which Megatron from 0.19 on stores the common state, in the same files as the tensors.
 COMMON_KEY = "common_state/shard_0_1"
-#: The file in which every other dialect stores it.
-COMMON_FILE = "common.pt"
 
 
 @dataclass(frozen=True)

@@ -33,9 +33,14 @@ def pickle_objects(
         UnsafePickleError: A load would refuse it.
     """
     check_keys(objects, shards)
-    found = {}
+    found: dict[str, bytes] = {}
+    encoded: dict[tuple[int, bool], bytes] = {}  # one object may have many keys: the options of an optimizer's group
     for key, number in objects.items():
-        found[key] = encode_object(get_stored_value(shards[number]), f"object {key!r}", allow_globals)
+        shard: Any = shards[number]
+        same = (id(shard.data), isinstance(shard, PlainObject))
+        if same not in encoded:
+            encoded[same] = encode_object(get_stored_value(shard), f"object {key!r}", allow_globals)
+        found[key] = encoded[same]
     return found
 
 

@@ -95,7 +95,7 @@ def find_payloads(reader: CheckpointReader, chunks: Sequence[tuple[Chunk, torch.
     """Yield where the payload of each chunk begins in its file, if its archive begins, byte for byte, as we write it.
 
     Args:
-        reader: Reads the heads of many archives at once.
+        reader: Reads the heads of many archives at once, those that no digest tells.
         chunks: The chunks, each with its stored dtype and its tensor's key.
     """
     for first in range(0, len(chunks), _HEADS):
@@ -106,7 +106,15 @@ def find_payloads(reader: CheckpointReader, chunks: Sequence[tuple[Chunk, torch.
             else None
             for chunk, dtype, _ in batch
         ]
-        heads = [bytearray(len(ours.head) if ours else 0) for ours in archives]
+        # most heads have a digest of their own, which says what they are: a store need not be asked for each
+        known = [
+            ours is not None and reader.is_known(chunk.item.file, chunk.item.offset, ours.head)
+            for (chunk, _, _), ours in zip(batch, archives, strict=True)
+        ]
+        heads = [
+            bytearray(len(ours.head) if ours and not is_known else 0)
+            for ours, is_known in zip(archives, known, strict=True)
+        ]
         reader.read_ranges(
             [
                 RangeRead(chunk.item.file, chunk.item.offset, memoryview(head), key)
@@ -114,8 +122,8 @@ def find_payloads(reader: CheckpointReader, chunks: Sequence[tuple[Chunk, torch.
                 if head
             ]
         )
-        for (chunk, _, _), ours, head in zip(batch, archives, heads, strict=True):
-            yield chunk.item.offset + len(head) if ours and head == ours.head else None
+        for (chunk, _, _), ours, head, is_known in zip(batch, archives, heads, known, strict=True):
+            yield chunk.item.offset + len(ours.head) if ours and (is_known or head == ours.head) else None
 
 
 def copy_chunk(chunk: Chunk, target: torch.Tensor, ahead: ReadAhead) -> bool:

@@ -23,15 +23,22 @@ if TYPE_CHECKING:
     from tests.ranks import RankPool
     from tests.remote.store import Store
 
-_SLOW = pytest.mark.slow
-MODES = pytest.mark.parametrize("mode", ["disabled", "async", pytest.param("async_with_pinned_mem", marks=_SLOW)])
+_SLOW, _LONG = pytest.mark.slow, pytest.mark.long
 ASYNC = pytest.mark.parametrize(
-    "mode", ["async", pytest.param("disabled", marks=_SLOW), pytest.param("async_with_pinned_mem", marks=_SLOW)]
+    "mode", ["async", pytest.param("disabled", marks=_LONG), pytest.param("async_with_pinned_mem", marks=_SLOW)]
+)
+#: A slow test: in one mode, in the others it is long.
+SLOWLY = pytest.mark.parametrize(
+    "mode",
+    [
+        pytest.param("async", marks=_SLOW),
+        pytest.param("disabled", marks=_LONG),
+        pytest.param("async_with_pinned_mem", marks=_LONG),
+    ],
 )
 
 
-@MODES
-@pytest.mark.slow
+@SLOWLY
 def test_the_first_replica_saves_for_all(ranks: RankPool, tmp_path: Path, mode: str) -> None:
     """Who is first at a step saves it, whole and once; each saves its own, unless it takes no part; nothing hangs."""
     results = ranks.run(4, replicas.changing_quorum, str(tmp_path), mode)
@@ -53,8 +60,7 @@ def test_what_is_disabled_waits_for_its_own(ranks: RankPool, tmp_path: Path) -> 
         assert found == [[1], [2], [3], [4], [5]]
 
 
-@ASYNC
-@pytest.mark.slow
+@SLOWLY
 def test_all_begin_again(ranks: RankPool, tmp_path: Path, mode: str) -> None:
     """After a restart of all, each has its own of the step that is loaded: the losses are those of an unbroken run."""
     config = {"async_mode": mode}
@@ -79,14 +85,14 @@ def test_one_replica_is_lost_and_joins_again(ranks: RankPool, tmp_path: Path, mo
         assert taker["layout"] == giver["layout"] == ([4, 8], [4, 7, 8], [4, 6, 8])
 
 
+@pytest.mark.slow
 def test_an_older_torchft(ranks: RankPool, tmp_path: Path) -> None:
     """Functions are registered in the way that torchft had before 0.2, too."""
     results = ranks.run(4, replicas.rejoined, str(tmp_path), "disabled", OldManager)
     assert results[2]["weights"] == results[0]["weights"]
 
 
-@ASYNC
-@pytest.mark.slow
+@SLOWLY
 def test_garbage_of_both_folders_is_collected(ranks: RankPool, tmp_path: Path, mode: str) -> None:
     """The newest stay, and of every step that stays for all, the loaders' places at that step; nothing foreign goes."""
     for name in ("ft-replicat-0", "ft-replicat-1"):
@@ -113,11 +119,13 @@ def test_what_of_its_own_may_go(tmp_path: Path) -> None:
     assert find_abandoned_steps(own, steps, 7) == [7, 9, 10, 11, 12, 13, 14, 15, 17, 18]
 
 
+@pytest.mark.slow
 def test_a_run_that_was_given_up_leaves_nothing_newer(ranks: RankPool, tmp_path: Path) -> None:
     """Going on from step 4 removes a replica's own of the steps 5 to 7 that were made before: none is taken later."""
     assert ranks.run(4, replicas.abandoned, str(tmp_path)) == [[4, 5]] * 4
 
 
+@pytest.mark.slow
 def test_a_dataloader_that_is_not_to_be_loaded(ranks: RankPool, tmp_path: Path) -> None:
     """exclude_from_loading may name it: it stays as it is, without a warning or an error."""
     ranks.run(4, replicas.unbroken, str(tmp_path), 4, {})

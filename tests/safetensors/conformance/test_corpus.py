@@ -199,7 +199,13 @@ def test_our_reader_answers_in_time_and_memory(folder: Path, tmp_path: Path) -> 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("reader", [PYTHON_READER, pytest.param(NODE_READER, marks=needs_node)], ids=["python", "node"])
-@pytest.mark.parametrize("kind", [[], ["--hostile"]], ids=["corpus", "hostile"])
+@pytest.mark.parametrize(
+    "kind",
+    [  # one process for each of 102 small directories, whose verdicts the default run asks of one process: long
+        pytest.param([], marks=pytest.mark.long, id="corpus"),
+        pytest.param(["--hostile"], id="hostile"),
+    ],
+)
 def test_readers_answer_in_time_and_memory(kind: list[str], reader: list[str]) -> None:
     """Each entry, and headers of 100 MB, cost less than 1 s of CPU and 200 MB above the start."""
     rows = _run_conformance(*kind, *reader)

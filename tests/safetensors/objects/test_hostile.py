@@ -240,7 +240,9 @@ def _nodes(tree: Any) -> list[Any]:
 
 
 @pytest.mark.filterwarnings("ignore")  # torch warns of experimental dtypes that it is asked for
-@pytest.mark.parametrize("rounds", [150, pytest.param(20_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "rounds", [150, pytest.param(4000, marks=pytest.mark.slow), pytest.param(20_000, marks=pytest.mark.long)]
+)
 @pytest.mark.parametrize("name", [*STATES, "values"])
 def test_mutated_payloads_are_errors_or_values(name: str, rounds: int) -> None:
     """Payloads with flipped bytes, cut, or with parts exchanged are errors of the family or values, in short time."""

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from shardckpt_safetensors import SafetensorsSaveShardedStrategy
-from tests.testing import test_contract as contracts  # the module: its tests would run here, too
+from tests.testing import test_safetensors_contract as contracts  # the module: its tests would run here, too
 
 pytestmark = pytest.mark.slow  # a minute: the default run has the contract with boxes
 

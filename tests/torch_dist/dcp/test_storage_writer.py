@@ -469,7 +469,7 @@ def test_async_save_on_the_group_of_the_training_is_refused(ranks: RankPool, tmp
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("count", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.long)])
 def test_async_save_in_a_process(tmp_path: Path, count: int) -> None:
     """AsyncCheckpointerType.PROCESS: the writer travels to DCP's processes, which commit; an error comes back."""
     program, root = "tests.torch_dist.process_save", programs.ROOT

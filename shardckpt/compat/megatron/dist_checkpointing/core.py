@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 
 from shardckpt.dist_checkpointing import check_is_distributed_checkpoint
 from shardckpt.engine import locate, locate_local
@@ -31,7 +31,8 @@ def maybe_load_config(checkpoint_dir: str | os.PathLike[str]) -> CheckpointingCo
     path = locate(checkpoint_dir, get_plugin_manager()) / CONFIG_FNAME
     if not path.exists():
         return None
-    return CheckpointingConfig(**parse_file(Marker.model_validate_json, path, MARKER_LIMIT).model_dump())
+    found = parse_file(Marker.model_validate_json, path, MARKER_LIMIT)
+    return CheckpointingConfig(**found.model_dump(include={field.name for field in fields(CheckpointingConfig)}))
 
 
 def save_config(config: CheckpointingConfig, checkpoint_dir: str | os.PathLike[str]) -> None:

@@ -1,79 +1,31 @@
-"""The JSON files of a checkpoint, as pydantic models: these models are the specification.
-
-``metadata.json`` has Megatron's four fields and says which strategy reads the rest. ``shardckpt.json`` is ours: which
-release saved, which files belong to the checkpoint, and their digests. Both are written last, before the commit.
-``integrity.json`` is Megatron's, since 0.18, and optional: the SHA-256 of every other file.
-"""
+"""The models of a checkpoint's JSON files."""
 
 from __future__ import annotations
 
 import hashlib
-import re
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
+import json
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from shardckpt.errors import VersionTooNewError
+from shardckpt.manifest.names import (
+    GENERATION,
+    INTEGRITY_ALGORITHM,
+    NAME_RULE,
+    NEWEST_FORMAT,
+    NO_DIGEST,
+    RECORD_NAME,
+    SAVE_ID,
+    TABLE_SUFFIX,
+    Lineage,
+    find_folders,
+    is_file_name,
+    list_files,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from typing_extensions import Self
-
-MARKER_NAME = "metadata.json"
-RECORD_NAME = "shardckpt.json"
-INTEGRITY_NAME = "integrity.json"
-#: Fingerprints of the tensors, if the save was asked for them; a file of the checkpoint like any other.
-FINGERPRINTS_NAME = "tensors.fingerprints"
-#: Largest size of each file that a reader accepts, in bytes.
-MARKER_LIMIT = 1 << 20
-RECORD_LIMIT = 1 << 31
-INTEGRITY_LIMIT = 1 << 26
-
-#: The algorithm of the digests in ``integrity.json``.
-INTEGRITY_ALGORITHM = "sha256"
-
-#: The rule for names of files, for errors. Letters are those of ASCII: file systems and stores disagree on others.
-NAME_RULE = (
-    "a file of a checkpoint has a name of letters, digits, '.', '_' and '-'; or a path of such names, joined by '/', "
-    "with at most 32 of them, 255 characters in each and 1024 in all; none is '.' or '..'"
-)
-_PART = r"(?!\.\.?(?:/|\Z))[A-Za-z0-9._-]{1,255}"
-_FILE_NAME = re.compile(rf"{_PART}(?:/{_PART}){{0,31}}")
-_NAME_LENGTH = 1024  # what object stores allow for a key
-
-#: The pattern of a save's id.
-SAVE_ID = r"^[0-9a-f]{32}$"
-
-#: Newest format of ``shardckpt.json`` that this release reads.
-_NEWEST_FORMAT = 3
-
-#: End of the name of a table file.
-TABLE_SUFFIX = ".digests"
-
-_NO_DIGEST = "0" * 64
-
-
-def is_file_name(name: object) -> bool:
-    """Return whether a file of a checkpoint may have a name: a path below its directory, see ``NAME_RULE``."""
-    return isinstance(name, str) and len(name) <= _NAME_LENGTH and _FILE_NAME.fullmatch(name) is not None
-
-
-def list_parents(name: str) -> list[str]:
-    """Return the folders on the way to a file, the outermost first: ``["a", "a/b"]`` for ``"a/b/c"``."""
-    parts = name.split("/")
-    return ["/".join(parts[:end]) for end in range(1, len(parts))]
-
-
-def find_folders(names: Iterable[str]) -> set[str]:
-    """Return the folders in names of files: ``{"a", "a/b"}`` for ``["a/b/c"]``."""
-    innermost = {name.rpartition("/")[0] for name in names} - {""}
-    return innermost.union(*map(list_parents, innermost))
-
-
-def list_files(files: Iterable[FileRecord]) -> dict[str, int]:
-    """Return the size in bytes, by name, of the files of some records, table files included."""
-    return {name: size for file in files for name, size in file.list_files().items()}
 
 
 def _check_name(name: str) -> str:
@@ -86,20 +38,12 @@ _Name = Annotated[str, AfterValidator(_check_name)]
 _Count = Annotated[int, Field(ge=0)]
 
 
-class Lineage(NamedTuple):
-    """Where a checkpoint stands among those of its training.
-
-    Attributes:
-        parent: The save id of the checkpoint that the job was resumed from, 32 hex digits; None if from none.
-        step: The step of the training; None if it was not given.
-    """
-
-    parent: str | None = None
-    step: int | None = None
-
-
 class Marker(BaseModel):
-    """``metadata.json``: which strategy, by Megatron's names; other fields are ignored."""
+    """``metadata.json``: which strategy, by Megatron's names; other fields are ignored.
+
+    After an overwrite at a URL, that of the URL has ``shardckpt_generation``, too: the folder beside it with all files
+    of the newest save, its own ``metadata.json`` among them.
+    """
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
@@ -107,6 +51,35 @@ class Marker(BaseModel):
     sharded_backend_version: int = 1
     common_backend: str = "torch"
     common_backend_version: int = 1
+    shardckpt_generation: Annotated[str | None, Field(pattern=GENERATION)] = None
+
+    def dump(self) -> bytes:
+        """Return the bytes of the file: no field that is not set, since Megatron takes no other than its own."""
+        return self.model_dump_json(exclude_none=True).encode()
+
+    @classmethod
+    def check_written(cls, data: bytes, record: Record) -> None:
+        """Compare the bytes of ``metadata.json`` with what the save that wrote the record wrote there.
+
+        A load needs the backend and its version; the others are for Megatron, and a load would not see that they are
+        damaged. A format's specification may let its writers leave them out or write others: they are compared only
+        where shardckpt wrote the record and they are there.
+
+        Raises:
+            ValueError: a field differs, or is not there.
+        """
+        found = json.loads(data)
+        written = cls(sharded_backend=record.backend, sharded_backend_version=record.version)
+        expected = written.model_dump(exclude_none=True)
+        needed = {"sharded_backend", "sharded_backend_version"}
+        has_all = "shardckpt" in record.writer and found.keys() != needed
+        for name, value in expected.items():
+            if not has_all and name not in needed:
+                continue
+            if name not in found:
+                raise ValueError(f"it has no {name!r}, and was written with {value!r}")
+            if found[name] != value:
+                raise ValueError(f"{name!r} is {found[name]!r}, and was written as {value!r}")
 
 
 class FileRecord(BaseModel):
@@ -202,7 +175,7 @@ class Record(BaseModel):
     #: When each rank did what; None in a checkpoint of an earlier release, and where nobody measured it.
     timings: SaveTimings | None = None
     #: SHA-256, in hex, of the file's bytes with zeros in the place of this digest.
-    self_digest: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")] = _NO_DIGEST
+    self_digest: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")] = NO_DIGEST
 
     @model_validator(mode="after")
     def _check_files(self) -> Self:
@@ -225,11 +198,11 @@ class Record(BaseModel):
         """Return the bytes of ``shardckpt.json``, its own digest and the lowest format that can say it included."""
         least = 2 if any("/" in file.name for file in self.files) else 1
         has_tables = any(file.table_name for file in self.files)
-        filled = self.model_copy(update={"self_digest": _NO_DIGEST, "format": 3 if has_tables else least})
+        filled = self.model_copy(update={"self_digest": NO_DIGEST, "format": 3 if has_tables else least})
         # a checkpoint with table files is large, and so is its record: every rank of a load reads it
         text = filled.model_dump_json(indent=None if has_tables else 1)
         # from the right: the digest is the last field, and the caller's metadata before it may have the same digits
-        head, _, tail = text.rpartition(_NO_DIGEST)
+        head, _, tail = text.rpartition(NO_DIGEST)
         return (head + hashlib.sha256(text.encode()).hexdigest() + tail).encode()
 
     @classmethod
@@ -244,14 +217,14 @@ class Record(BaseModel):
             record = cls.model_validate_json(data)
         except ValidationError as exc:
             found = _Format.model_validate_json(data)
-            if found.format <= _NEWEST_FORMAT:
+            if found.format <= NEWEST_FORMAT:
                 raise
             raise VersionTooNewError(
-                f"{RECORD_NAME} has format {found.format}, and this release reads those up to {_NEWEST_FORMAT}: "
+                f"{RECORD_NAME} has format {found.format}, and this release reads those up to {NEWEST_FORMAT}: "
                 f"upgrade shardckpt to {found.writer.get('shardckpt', 'the release that saved it')} or newer"
             ) from exc
         head, _, tail = data.rpartition(record.self_digest.encode())
-        if hashlib.sha256(head + _NO_DIGEST.encode() + tail).hexdigest() != record.self_digest:
+        if hashlib.sha256(head + NO_DIGEST.encode() + tail).hexdigest() != record.self_digest:
             raise ValueError("its bytes are not those that were written (digest differs)")
         return record
 
@@ -289,6 +262,8 @@ class Manifest(BaseModel):
     record: Record | None = None
     #: Set where the checkpoint has no ``metadata.json`` and a strategy recognised it by content.
     recognised_as: str | None = None
+    #: Name of the folder that has the files, after an overwrite at a URL; ``""`` if they are in the directory itself.
+    folder: str = ""
 
     @property
     def save_id(self) -> str:
@@ -299,29 +274,3 @@ class Manifest(BaseModel):
     def lineage(self) -> Lineage:
         """What the checkpoint says of its parent and its step."""
         return Lineage() if self.record is None else Lineage(self.record.parent, self.record.step)
-
-
-__all__ = [
-    "FINGERPRINTS_NAME",
-    "INTEGRITY_ALGORITHM",
-    "INTEGRITY_LIMIT",
-    "INTEGRITY_NAME",
-    "MARKER_LIMIT",
-    "MARKER_NAME",
-    "NAME_RULE",
-    "RECORD_LIMIT",
-    "RECORD_NAME",
-    "SAVE_ID",
-    "TABLE_SUFFIX",
-    "FileRecord",
-    "Integrity",
-    "Lineage",
-    "Manifest",
-    "Marker",
-    "Record",
-    "SaveTimings",
-    "find_folders",
-    "is_file_name",
-    "list_files",
-    "list_parents",
-]

@@ -1,0 +1,215 @@
+"""Saves to and loads from S3, beside the client alone and DCP by s3fs, ``python -m benchmarks.stores``.
+
+The server is :mod:`benchmarks.memory_server`, a process on loopback that writes no disk: client and server share the
+processors, which bound all columns. The client alone is obstore, which puts and gets the same bytes in the same parts,
+as many at a time; the copying client also has them in tensors at the end. Columns are measured in turns; seconds are
+medians of the rounds, requests those of the last one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+from itertools import accumulate
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+import obstore
+import torch
+import torch.distributed.checkpoint as dcp
+from obstore.store import S3Store
+from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
+
+from benchmarks.machine import describe
+from benchmarks.memory_server import COUNTS
+from shardckpt import ShardedTensor, dist_checkpointing, settings
+from shardckpt.cli.table import table
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+_KINDS = ("PUT", "POST", "GET", "HEAD", "LIST", "DELETE")
+_MIB = 1 << 20
+
+
+class _Column(Protocol):
+    def save(self, tensors: list[torch.Tensor], name: str) -> None:
+        """Save them under a name that is free."""
+
+    def load(self, tensors: list[torch.Tensor], name: str) -> None:
+        """Load them from where they were saved."""
+
+
+class _Shardckpt:
+    """A save or load of one process, digests made and checked."""
+
+    def save(self, tensors: list[torch.Tensor], name: str) -> None:
+        dist_checkpointing.save(_describe(tensors), f"s3://bucket/{name}")
+
+    def load(self, tensors: list[torch.Tensor], name: str) -> None:
+        dist_checkpointing.load(_describe(tensors), f"s3://bucket/{name}")
+
+
+class _Client:
+    """obstore alone: one object with the bytes of all tensors, which a load leaves in the client's own memory."""
+
+    def __init__(self, endpoint: str) -> None:
+        self._store = S3Store("bucket", client_options={"allow_http": True}, endpoint=endpoint)
+
+    def save(self, tensors: list[torch.Tensor], name: str) -> None:
+        size = settings.remote_part_mib() * _MIB
+
+        def parts() -> Iterator[memoryview]:
+            for tensor in tensors:
+                view = memoryview(tensor.numpy()).cast("B")
+                for first in range(0, len(view), size):
+                    yield view[first : first + size]
+
+        path = f"{name}/data"
+        obstore.put(
+            self._store, path, parts(), use_multipart=True, chunk_size=size, max_concurrency=settings.remote_parts()
+        )
+
+    def load(self, tensors: list[torch.Tensor], name: str) -> None:
+        size, total = settings.remote_part_mib() * _MIB, sum(tensor.nbytes for tensor in tensors)
+
+        def get(first: int) -> None:
+            obstore.get_range(self._store, f"{name}/data", start=first, length=min(size, total - first))
+
+        with ThreadPoolExecutor(settings.remote_threads()) as threads:
+            list(threads.map(get, range(0, total, size)))
+
+
+class _IntoTensors(_Client):
+    """obstore alone, whose load copies each answer into the tensors, where the other columns leave theirs."""
+
+    def load(self, tensors: list[torch.Tensor], name: str) -> None:
+        size = settings.remote_part_mib() * _MIB
+        views = [memoryview(tensor.numpy()).cast("B") for tensor in tensors]
+        starts = [0, *accumulate(view.nbytes for view in views)]
+        # a request is of one tensor, as many bytes as above
+        ranges = [(n, at) for n, view in enumerate(views) for at in range(0, view.nbytes, size)]
+
+        def get(number: int, at: int) -> None:
+            target = views[number][at : at + size]
+            start = starts[number] + at
+            target[:] = memoryview(obstore.get_range(self._store, f"{name}/data", start=start, length=target.nbytes))
+
+        with ThreadPoolExecutor(settings.remote_threads()) as threads:
+            list(threads.map(get, *zip(*ranges, strict=True)))
+
+
+class _Dcp:
+    """torch.distributed.checkpoint by its fsspec storage, which s3fs serves."""
+
+    def save(self, tensors: list[torch.Tensor], name: str) -> None:
+        dcp.save(_name(tensors), storage_writer=FsspecWriter(f"s3://bucket/{name}"))
+
+    def load(self, tensors: list[torch.Tensor], name: str) -> None:
+        dcp.load(_name(tensors), storage_reader=FsspecReader(f"s3://bucket/{name}"))
+
+
+def _name(tensors: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {f"w{number}": tensor for number, tensor in enumerate(tensors)}
+
+
+def _describe(tensors: list[torch.Tensor]) -> dict[str, ShardedTensor]:
+    return {key: ShardedTensor.from_rank_offsets(key, tensor) for key, tensor in _name(tensors).items()}
+
+
+@contextlib.contextmanager
+def _server() -> Iterator[str]:
+    command = [sys.executable, "-m", "benchmarks.memory_server"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            yield f"http://127.0.0.1:{process.stdout.readline().strip()}"
+        finally:
+            process.stdin.close()
+            process.wait(60)
+
+
+def _count(endpoint: str) -> dict[str, int]:
+    with urllib.request.urlopen(endpoint + COUNTS, timeout=60) as answer:  # noqa: S310 - our own server
+        return json.load(answer)  # type: ignore[no-any-return]
+
+
+def measure(endpoint: str, mib: int, count: int, rounds: int) -> list[tuple[str, ...]]:
+    """Return a row for each operation and column."""
+    client = _Client(endpoint)
+    columns: dict[str, _Column] = {
+        "client": client,
+        "copying client": _IntoTensors(endpoint),
+        "shardckpt": _Shardckpt(),
+        "dcp, s3fs": _Dcp(),
+    }
+    tensors = [torch.randn(mib * _MIB // 4 // count) for _ in range(count)]
+    loaded = [torch.zeros_like(tensor) for tensor in tensors]
+    cleaner = S3Store("bucket", client_options={"allow_http": True}, endpoint=endpoint)
+    seconds: dict[tuple[str, str], list[float]] = {}
+    requests: dict[tuple[str, str], dict[str, int]] = {}
+    for number in range(-1, rounds):  # the first warms up
+        for name, column in columns.items():
+            where = f"{name.partition(',')[0]}-{number + 1}"
+            for operation, call in (("save", column.save), ("load", column.load)):
+                _count(endpoint)
+                began = time.perf_counter()
+                call(tensors if operation == "save" else loaded, where)
+                took = time.perf_counter() - began
+                requests[operation, name] = _count(endpoint)
+                if number >= 0:
+                    seconds.setdefault((operation, name), []).append(took)
+            if column is not client:
+                assert all(torch.equal(one, other) for one, other in zip(tensors, loaded, strict=True)), name
+                for tensor in loaded:
+                    tensor.zero_()
+            obstore.delete(cleaner, [each["path"] for each in obstore.list(cleaner, where).collect()])
+    rows = []
+    for (operation, name), times in sorted(seconds.items(), key=lambda item: item[0][0], reverse=True):
+        median, alone = statistics.median(times), statistics.median(seconds[operation, "client"])
+        per_gib = [f"{requests[operation, name].get(kind, 0) * 1024 / mib:.0f}" for kind in _KINDS]
+        speed = mib / 1024 / median
+        rows.append((operation, name, f"{median:.2f}", f"{speed:.2f}", f"{alone / median:.2f}", *per_gib))
+    return rows
+
+
+def main() -> None:
+    """Print one table."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.stores", description=__doc__)
+    parser.add_argument("--mib", type=int, default=512, help="size of the state")
+    parser.add_argument("--tensors", type=int, default=8, help="in so many tensors")
+    parser.add_argument("--rounds", type=int, default=5)
+    given = parser.parse_args()
+    warnings.filterwarnings("ignore", message=".*torch.distributed is disabled.*")
+    with _server() as endpoint:
+        os.environ |= {
+            "AWS_ENDPOINT_URL": endpoint,
+            "AWS_ACCESS_KEY_ID": "someone",
+            "AWS_SECRET_ACCESS_KEY": "a-secret",
+            "AWS_REGION": "us-east-1",
+            "AWS_DEFAULT_REGION": "us-east-1",
+            "AWS_EC2_METADATA_DISABLED": "true",
+            # else botocore adds checksums after the body, in an encoding of their own
+            "AWS_REQUEST_CHECKSUM_CALCULATION": "when_required",
+            "AWS_RESPONSE_CHECKSUM_VALIDATION": "when_required",
+        }
+        lines = describe(Path(tempfile.gettempdir()))
+        rows = measure(endpoint, given.mib, given.tensors, given.rounds)
+    print("\n".join(lines))
+    print(f"{given.mib} MiB in {given.tensors} tensors, one process, median of {given.rounds} rounds; requests per GiB")
+    print(table(("operation", "by", "s", "GiB/s", "of the client's speed", *_KINDS), rows))
+
+
+if __name__ == "__main__":
+    main()

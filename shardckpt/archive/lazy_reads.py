@@ -1,0 +1,100 @@
+"""Read the tensors of an object that was described, in whatever containers they are."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from typing import TYPE_CHECKING, Any
+
+from shardckpt.archive.lazy_tensors import LazyTensor
+from shardckpt.errors import CorruptCheckpointError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import torch
+
+    from shardckpt.archive.payload import StoredPayload
+
+#: Bytes of a tensor that may have more elements than its storage, as an expanded one has.
+_EXPANDED = 1 << 20
+
+
+class LazyReads:
+    """Puts the values of tensors in the places of the :class:`LazyTensor` that :meth:`Archive.describe` has left.
+
+    It looks into dicts, lists, tuples, sets, deques and the attributes of objects. Each object is visited once, however
+    often it is referred to: a pickle of 60 tuples, of which each has the one before twice, names 2^60 places.
+
+    Args:
+        read: Returns a tensor; called with the key that :meth:`fill` got, for errors.
+    """
+
+    def __init__(self, read: Callable[[LazyTensor, str], torch.Tensor]) -> None:
+        self._read = read
+        #: What was visited, and what took its place, by identity; with the object, so that no other gets its id.
+        self._visited: dict[int, tuple[Any, Any]] = {}
+
+    def fill(self, value: Any, key: str) -> Any:
+        """Return a value with its tensors.
+
+        Args:
+            value: What was described, or a part of it. What can change is changed in place; a tuple or set that has a
+                tensor is replaced.
+            key: Its place, for errors.
+
+        Returns:
+            The value; a tuple or set in its place if it was replaced, a tensor if it was described alone.
+
+        Raises:
+            CorruptCheckpointError: It is nested too deep.
+        """
+        try:
+            return self._fill(value, key)
+        except RecursionError as exc:
+            raise CorruptCheckpointError(f"{key!r:.200} is nested too deep") from exc
+
+    def _fill(self, value: Any, key: str) -> Any:
+        if id(value) in self._visited:
+            return self._visited[id(value)][1]
+        made = value
+        if isinstance(value, LazyTensor):
+            made = self._read(value, key)
+        elif type(value) in (tuple, set, frozenset):
+            parts = [self._fill(part, key) for part in value]
+            if any(new is not old for new, old in zip(parts, value, strict=True)):
+                made = type(value)(parts)
+        else:
+            self._visited[id(value)] = value, value  # before its parts: it may be one of them
+            if isinstance(value, dict):
+                self._replace(value, list(value.items()), key)
+            elif isinstance(value, (list, deque)):
+                self._replace(value, list(enumerate(value)), key)
+            attributes = getattr(value, "__dict__", None)
+            if type(attributes) is dict:  # of a namespace, an ordered dict, a stub
+                self._replace(attributes, list(attributes.items()), key)
+            return value
+        self._visited[id(value)] = value, made
+        return made
+
+    def _replace(self, container: Any, parts: list[tuple[Any, Any]], key: str) -> None:
+        for name, part in parts:
+            made = self._fill(part, key)
+            if made is not part:
+                container[name] = made
+
+
+def refuse_expanded(stored: StoredPayload, what: str) -> None:
+    """Refuse a tensor that has so many more elements than its storage that nobody has saved it.
+
+    Args:
+        stored: The tensor.
+        what: What it is, for errors.
+
+    Raises:
+        CorruptCheckpointError: It is one.
+    """
+    if math.prod(stored.shape) * stored.dtype.itemsize > max(stored.nbytes, _EXPANDED):
+        raise CorruptCheckpointError(
+            f"{what} of shape {stored.shape} and {stored.dtype} has only {stored.nbytes} bytes"
+        )

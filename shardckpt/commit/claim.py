@@ -1,0 +1,194 @@
+"""A save's claim of a folder on a store, and its in-progress object: they say who saves there, and since when.
+
+The claim is an object that only one save can create where the store has conditional writes. The in-progress object has
+the save's id in its name: by a listing a save finds out whether another has taken its place.
+"""
+
+from __future__ import annotations
+
+import calendar
+import logging
+import os
+import re
+import socket
+import time
+from typing import TYPE_CHECKING
+
+from shardckpt.commit.owner import Owner
+from shardckpt.errors import CheckpointingException, StorageError
+from shardckpt.manifest import (
+    MARKER_LIMIT,
+    RECORD_LIMIT,
+    RECORD_NAME,
+    Marker,
+    Record,
+    find_generation,
+    list_parents,
+)
+from shardckpt.storage import CreatesObjects, RemotePath, read_file
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+    from shardckpt.storage import RemoteFolder
+
+logger = logging.getLogger(__name__)
+
+_UNDER_WAY = ".shardckpt-uploading-"
+#: The in-progress object of a removal (:mod:`shardckpt.commit.removal`). It has the prefix of a save's: once the
+#: marker is deleted, a later save may take the folder like that of a save that never ended.
+REMOVAL_IN_PROGRESS = f"{_UNDER_WAY}removal"
+#: The object that only one save at a time can create: it says who saves.
+CLAIM = f"{_UNDER_WAY}claim"
+#: More bytes than the claim or the in-progress object of a save has.
+INTRODUCTION_BYTES = 300
+#: Stands before the process in them.
+_OWNER = b"\nowner "
+_INTRODUCTION = re.compile(rb"begun ([-0-9]+ [:0-9]+) UTC" + _OWNER + rb"([0-9a-f]{32})\n")
+_TIME = "%Y-%m-%d %H:%M:%S"
+
+
+class Claim:
+    """The claim and the in-progress object of one save in a folder; only the main rank takes them.
+
+    Args:
+        folder: The folder.
+        marker: Name of the object that makes a folder a checkpoint.
+        save_id: The save's id.
+        overruled: In-progress objects of other saves that have died, or are taken for dead.
+    """
+
+    def __init__(
+        self, folder: RemoteFolder, marker: str, save_id: str, overruled: Collection[str] = frozenset()
+    ) -> None:
+        self._folder = folder
+        self._target = RemotePath(folder)
+        self._marker = marker
+        self._overruled = frozenset(overruled)
+        self.in_progress = in_progress_name(save_id)
+        self._save_id = save_id
+        self._text = b""
+
+    def take(self) -> None:
+        """Create the claim, where the store has conditional writes.
+
+        Raises:
+            StorageError: another save has the claim; names it.
+        """
+        if not isinstance(self._folder, CreatesObjects):
+            return
+        text, path = _introduce(self._save_id), self._target / CLAIM
+        if not path.create(text) and self._read() != text:
+            other = self.describe_other([CLAIM])
+            raise StorageError(
+                f"{self._target}: another save has begun there at the same time{other}; it goes on, and this one has "
+                "written nothing: give another URL, or wait for the other"
+            )
+        self._text = text
+        # the answer may be a lie: some servers ignore the condition. There the in-progress objects decide: of two saves
+        # that see each other's, none commits
+        if path.create(text):
+            logger.warning(
+                "the store of %s ignores conditions of writes: of two saves that begin there at once, both will fail",
+                self._target,
+            )
+
+    def announce(self) -> None:
+        """Write the in-progress object: from now on other saves see this one by a listing."""
+        (self._target / self.in_progress).write(_introduce(self._save_id))
+
+    def is_anothers(self, found: Collection[str]) -> bool:
+        """Whether another save has begun in the folder since, judged by a listing."""
+        known = {self.in_progress, CLAIM, *self._overruled}
+        return any(is_mark(name) and name not in known for name in found)
+
+    def list_own(self, found: Collection[str]) -> list[str]:
+        """Return those of a listing's objects that are this claim's own, the in-progress object last."""
+        own = [CLAIM] if self._text and CLAIM in found and self._read() == self._text else []
+        return [*own, self.in_progress]
+
+    @property
+    def names(self) -> list[str]:
+        """The names of its objects, as long as no other save has taken the folder; the in-progress object last."""
+        return [*([CLAIM] if self._text else []), self.in_progress]
+
+    def describe_other(self, found: Collection[str]) -> str:
+        """Say which other save has these objects, as far as they tell; ``""`` if they do not."""
+        try:
+            if CLAIM in found and (claim := self._read()) != self._text:
+                return describe_introduction(claim)
+            known = {self.in_progress, CLAIM, REMOVAL_IN_PROGRESS, *self._overruled}
+            for name in filter(is_mark, found):
+                if name not in known:
+                    return describe_introduction((self._target / name).read_range(0, INTRODUCTION_BYTES))
+            if self._marker in found:
+                return f" (save {read_save_id(self._folder, self._marker)})"
+        except (CheckpointingException, OSError, ValueError) as exc:
+            logger.info("cannot say which save has %s: %s", self._target, exc)
+        return ""
+
+    def make_error(self, found: Collection[str]) -> StorageError:
+        """Return the error of a save whose folder another has taken."""
+        return make_taken_error(self._target, self.describe_other(found))
+
+    def _read(self) -> bytes:
+        return (self._target / CLAIM).read_range(0, INTRODUCTION_BYTES)
+
+
+def in_progress_name(save_id: str) -> str:
+    """Return the name of the in-progress object of a save."""
+    return f"{_UNDER_WAY}{save_id}"
+
+
+def is_mark(name: str) -> bool:
+    """Return whether an object is a claim, or the in-progress object of a save or removal."""
+    return name.startswith(_UNDER_WAY)
+
+
+def describe_introduction(text: bytes) -> str:
+    """Return what a claim or in-progress object says, for an error."""
+    return f" ({text.partition(_OWNER)[0].decode(errors='replace')!r})"
+
+
+def parse_introduction(text: bytes) -> tuple[Owner, float] | None:
+    """Return the process of a save, and when it began in seconds since 1970, as its in-progress object or claim says.
+
+    None for another text, such as that of a removal.
+    """
+    found = _INTRODUCTION.search(text)
+    if found is None:
+        return None
+    return Owner.from_text(found[2].decode()), float(calendar.timegm(time.strptime(found[1].decode(), _TIME)))
+
+
+def without_others(found: Collection[str], marker: str) -> set[str]:
+    """Return the objects that are not of another checkpoint, or another save, in a folder below.
+
+    Args:
+        found: Names of all objects at the URL.
+        marker: Name of the object that makes others a checkpoint.
+    """
+    marks = (name.rpartition("/") for name in found if not find_generation(name))
+    others = {folder for folder, _, name in marks if folder and (name == marker or is_mark(name))}
+    return {name for name in found if others.isdisjoint(list_parents(name))}
+
+
+def read_save_id(folder: RemoteFolder, marker: str) -> str:
+    """Return the id of the save that is at a URL."""
+    target = RemotePath(folder)
+    generation = Marker.model_validate_json(read_file(target / marker, MARKER_LIMIT)).shardckpt_generation
+    if generation:
+        return generation.rpartition("-")[2]
+    return Record.parse(read_file(target / RECORD_NAME, RECORD_LIMIT)).save_id
+
+
+def make_taken_error(target: RemotePath, other: str = "") -> StorageError:
+    """Return the error of a save whose folder another has taken; ``other`` says which."""
+    return StorageError(f"{target}: another save has begun there{other}, or the objects of this one were deleted")
+
+
+def _introduce(save_id: str) -> bytes:
+    """Return what the claim and the in-progress object of a save that begins now say: who saves, and since when."""
+    now = time.strftime(_TIME, time.gmtime())
+    who = f"save {save_id} of process {os.getpid()} on {socket.gethostname()}, begun {now} UTC"
+    return who.encode() + _OWNER + f"{Owner.current().text}\n".encode()

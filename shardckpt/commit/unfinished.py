@@ -1,0 +1,167 @@
+"""What killed saves and removals have left on a store: found by in-progress objects, removed once their owner is dead.
+
+A killed save leaves objects without a marker, and its in-progress object, which names its process. Whether that process
+is alive is certain on its host; elsewhere the time of the last write decides, as for leftovers in directories.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, NamedTuple
+
+from shardckpt import settings
+from shardckpt.commit.claim import (
+    INTRODUCTION_BYTES,
+    REMOVAL_IN_PROGRESS,
+    is_mark,
+    parse_introduction,
+    without_others,
+)
+from shardckpt.commit.deletion import delete_objects
+from shardckpt.commit.generations import delete_first, delete_generations, list_first
+from shardckpt.commit.removal import delete_checkpoint
+from shardckpt.errors import CorruptCheckpointError, StorageError
+from shardckpt.manifest import MARKER_NAME, Marker, find_generation
+from shardckpt.storage import TellsTimes, attempt, list_objects
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from shardckpt.commit.owner import Owner
+    from shardckpt.storage import RemotePath
+
+_HOUR = 3600.0
+
+
+class Unfinished(NamedTuple):
+    """What saves or removals that have not ended have at a URL.
+
+    Attributes:
+        path: The URL.
+        objects: Size in bytes of each object that goes with them, by name.
+        marks: Names of the claim and the in-progress objects among these.
+        owners: The process of each save.
+        begun: When the last save began, in seconds since 1970; 0 if nothing says it.
+        is_removal: Whether a removal has made the checkpoint invisible, so that it may be continued, whoever began it.
+    """
+
+    path: RemotePath
+    objects: dict[str, int]
+    marks: frozenset[str]
+    owners: tuple[Owner, ...]
+    begun: float
+    is_removal: bool
+
+
+def find_unfinished(path: RemotePath) -> Unfinished | None:
+    """Return what saves and removals that have not ended have at a URL; None if there is nothing of them.
+
+    Beside a complete checkpoint that is what a save deletes after it has written the marker; and of overwrites, all
+    generations but the one that is the checkpoint. It takes one listing without folders, and more requests only where
+    something is found.
+
+    Raises:
+        StorageError: the store failed.
+    """
+    folder = path.folder
+    if not any(map(is_mark, attempt("list", path, folder.files))):
+        return None
+    tree = list_objects(folder)
+    # after the listing of all: a save whose objects are in that has its in-progress object in this
+    direct = attempt("list", path, folder.files)
+    marks = frozenset(filter(is_mark, direct))
+    try:
+        said = [parse_introduction((path / name).read_range(0, INTRODUCTION_BYTES)) for name in marks]
+        generation = _find_generation(path) if MARKER_NAME in direct else ""
+    except StorageError as exc:
+        if isinstance(exc.__cause__, FileNotFoundError):  # the save has ended meanwhile
+            return None
+        raise
+    if not marks or (MARKER_NAME in direct) != (MARKER_NAME in tree):  # it has ended, or was committed, meanwhile
+        return None
+    if MARKER_NAME not in direct:
+        objects = {name: tree[name] for name in without_others(tree, MARKER_NAME)}
+    else:
+        objects = {name: tree[name] for name in _list_needless(path, tree, generation)}
+    objects |= {name: direct[name] for name in marks}
+    known = [each for each in said if each is not None]
+    is_removal = marks == {REMOVAL_IN_PROGRESS} and MARKER_NAME not in direct
+    owners = tuple({owner for owner, _ in known})
+    return Unfinished(path, objects, marks, owners, max((begun for _, begun in known), default=0.0), is_removal)
+
+
+def _find_generation(path: RemotePath) -> str | None:
+    """Return the generation that is the checkpoint; ``""`` if the URL itself has it, None if nobody can say."""
+    try:
+        return Marker.model_validate_json((path / MARKER_NAME).read_tagged()[0]).shardckpt_generation or ""
+    except (ValueError, CorruptCheckpointError):
+        return None
+
+
+def _list_needless(path: RemotePath, tree: Mapping[str, int], generation: str | None) -> set[str]:
+    """Return the objects of a complete checkpoint's URL that no load needs: those of other generations, and marks."""
+    if generation is None:
+        return set()
+    others = {name for name in tree if find_generation(name) not in ("", generation)}
+    if not generation:
+        return others
+    marks = {
+        name for name in tree if name.startswith(f"{generation}/") and is_mark(name.removeprefix(f"{generation}/"))
+    }
+    return others | marks | list_first(path.folder, tree)
+
+
+def why_unfinished_kept(unfinished: Unfinished, hours: float | None = None) -> str:
+    """Return why what a save has left must stay, judged by its process and the time of its last write.
+
+    Args:
+        unfinished: What was found.
+        hours: Hours since the last write after which a process on another host counts as dead; by default
+            ``SHARDCKPT_LEFTOVER_HOURS``.
+
+    Returns:
+        The reason; ``""`` if it may be removed.
+    """
+    alive = [owner.is_alive() for owner in unfinished.owners]
+    if unfinished.is_removal or (alive and set(alive) == {False}):
+        return ""
+    if True in alive:
+        return f"process {unfinished.owners[alive.index(True)].pid} of this host is alive"
+    limit = settings.leftover_hours() if hours is None else hours
+    if limit <= 0:  # clocks of other hosts may be ahead
+        return ""
+    written = _last_write(unfinished)
+    if not written:
+        return "nothing says who writes it, or when it was written: --older-than 0 removes it"
+    age = (time.time() - written) / _HOUR
+    whose = "a process of another host, container or boot" if alive else "an unknown process"
+    return "" if age >= limit else f"of {whose}, written to {max(age, 0):.1f} hours ago: it goes after {limit:g}"
+
+
+def remove_unfinished(unfinished: Unfinished) -> None:
+    """Remove what a save has left, or continue a removal; several processes may do so at a time.
+
+    Nothing is removed if another save has taken the place since it was found. A save that begins there by
+    ``overwrite=True`` during the deletion fails with an error, since some of its objects may go.
+
+    Raises:
+        StorageError: the store failed; what is left is found again.
+    """
+    folder = unfinished.path.folder
+    if unfinished.is_removal:
+        delete_checkpoint(folder)
+        return
+    now = find_unfinished(unfinished.path)
+    if now is None or now.marks != unfinished.marks:
+        return
+    # those that were judged: what has come since is of a save that lives
+    names = now.objects.keys() & unfinished.objects.keys() - now.marks
+    delete_first(folder, names)
+    delete_generations(folder, (), {find_generation(name) for name in names} - {""})  # folders that are empty now
+    delete_objects(folder, now.marks)  # last: after a crash in between, the rest is still found
+
+
+def _last_write(unfinished: Unfinished) -> float:
+    folder = unfinished.path.folder
+    times = attempt("list", unfinished.path, folder.times) if isinstance(folder, TellsTimes) else {}
+    return max([unfinished.begun, *(times[name] for name in unfinished.objects if name in times)])

@@ -1,0 +1,120 @@
+"""The forecast of space: a save of more bytes than its file system has free is refused before a file is written."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, NamedTuple
+
+from shardckpt import settings
+from shardckpt.commit import is_free
+from shardckpt.engine.amounts import format_bytes
+from shardckpt.engine.pruning import prune_leftovers
+from shardckpt.errors import CheckpointingException, NotEnoughSpaceError
+from shardckpt.mapping import ShardedTensor, is_main_replica
+from shardckpt.tensors import ORDINARY
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+    from pathlib import Path
+
+    from shardckpt.mapping import ShardedBase
+
+#: Stands for the free bytes of a file system that are not known: 4 EiB, more than all ranks together store.
+UNKNOWN = 1 << 62
+
+
+class Forecast(NamedTuple):
+    """What a rank is about to store, for the forecast of space.
+
+    Attributes:
+        nbytes: The bytes of its tensors, tied ones counted for each key: it is quickly known.
+        shards: Its shards, to count tied tensors once where ``nbytes`` do not fit; not kept.
+    """
+
+    nbytes: int = 0
+    shards: Sequence[ShardedBase] = ()
+
+
+#: Of a save that is not forecast.
+NO_FORECAST = Forecast()
+
+
+def count_bytes(shards: Iterable[ShardedBase]) -> int:
+    """Return the bytes of tensors that this rank stores."""
+    return sum(nbytes for _, nbytes in _measure(shards))
+
+
+def count_least_bytes(shards: Iterable[ShardedBase]) -> int:
+    """Return the bytes that this rank's tensors take at least: as :func:`count_bytes`, with tied tensors once.
+
+    Objects, common state and indices are left out: their bytes are not known before they are encoded.
+    """
+    return sum(nbytes for _, nbytes in set(_measure(shards)))
+
+
+def find_free_bytes(directory: Path) -> int:
+    """Return the free bytes of a directory's file system; :data:`UNKNOWN` if it does not say, or nobody is to ask."""
+    if not settings.space_check():
+        return UNKNOWN
+    try:
+        found = os.statvfs(directory)
+    except OSError:  # the save itself will say what is wrong with the directory
+        return UNKNOWN
+    # A file system without a size, as some of FUSE and a tmpfs without a limit have none, says nothing. One that has a
+    # size, and nothing free, is full.
+    if found.f_blocks == 0 or found.f_frsize == 0:
+        return UNKNOWN
+    # root may fill the blocks that ext4 reserves for it
+    return found.f_frsize * (found.f_bfree if os.geteuid() == 0 else found.f_bavail)
+
+
+def make_space_error(target: Path, needed: int, free: int) -> NotEnoughSpaceError:
+    """Return the error of a save that does not fit, with what could go.
+
+    Args:
+        target: The checkpoint's directory.
+        needed: Bytes of tensors of all ranks.
+        free: Free bytes of the file system.
+    """
+    folder = target.parent
+    refusal = (
+        f"cannot save to {target}: the tensors take {format_bytes(needed)}, and the file system of {folder} has "
+        f"{format_bytes(free)} free, {format_bytes(needed - free)} too little. No file was written."
+    )
+    texts = [refusal]
+    if not is_free(target):
+        texts.append(
+            "What is at the target stays until the new checkpoint is complete, so that both need room: save to "
+            "another path, or remove it first if you can do without it."
+        )
+    nbytes = _count_leftovers(folder)
+    if nbytes:
+        texts.append(
+            f"What interrupted saves have left there could go, {format_bytes(nbytes)}: shardckpt prune {folder}."
+        )
+    else:
+        texts.append("Interrupted saves have left nothing there that could go: remove something else.")
+    texts.append(f"{settings.SPACE_CHECK}=0 saves without this check, for a file system that reports too little.")
+    return NotEnoughSpaceError(" ".join(texts))
+
+
+def _measure(shards: Iterable[ShardedBase]) -> Iterator[tuple[int, int]]:
+    """Yield for each stored tensor a number that none of other memory has, and its bytes, 0 if it does not say."""
+    for shard in shards:
+        if isinstance(shard, ShardedTensor) and is_main_replica(shard.replica_id) and shard.data is not None:
+            tensor = shard.data
+            try:
+                # other classes hold their values elsewhere: where they have an address, it may be that of others
+                address = tensor.data_ptr() if type(tensor) in ORDINARY else 0
+                yield address or id(tensor), tensor.numel() * tensor.element_size()
+            except (RuntimeError, TypeError):  # sparse ones, and other libraries': the plan will refuse or take them
+                yield id(tensor), 0
+
+
+def _count_leftovers(folder: Path) -> int:
+    """Return the bytes that ``shardckpt prune`` would free."""
+    try:
+        found = prune_leftovers(folder, dry_run=True)
+    except CheckpointingException:  # advice is no reason to fail in another way
+        return 0
+    return sum(each.nbytes for each in found if not each.kept and not each.error)

@@ -1,0 +1,92 @@
+"""What a memory budget leaves an export for reading, for its blocks, and for what is on its way to a store."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from shardckpt.huggingface.block_writer import BLOCK_BYTES, WRITER_BYTES
+from shardckpt.huggingface.names import SAFETENSORS
+from shardckpt.storage import (
+    LEAST_READING,
+    LimitsUploads,
+    check_memory_budget,
+    has_local_files,
+    on_store,
+    parse_memory_budget,
+    plan_upload,
+)
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from shardckpt.huggingface.planning import ExportPlan
+
+#: The least budget of an export from a directory to a directory, in bytes.
+LEAST_EXPORTING = LEAST_READING + WRITER_BYTES
+#: The least budget where either is on a store, whose clients have buffers of their own; more for objects of 10 GiB.
+LEAST_EXPORTING_ON_STORES = 2 * LEAST_EXPORTING
+#: Of a budget on a store: reading has a quarter, parts on their way and a block a half, the clients the rest.
+_PARTS, _QUARTER = 2, 4
+
+
+class ExportBudget(NamedTuple):
+    """The shares of a budget; None in the place of a share where there is no budget.
+
+    Attributes:
+        whole: All bytes that a rank may hold beside the index.
+        reading: What the checkpoint's reader may hold.
+        uploading: What the parts of an object on its way to a store may take; None for a directory.
+        is_local: Whether no store is read or written.
+    """
+
+    whole: int | None = None
+    reading: int | None = None
+    uploading: int | None = None
+    is_local: bool = True
+
+    def check_plan(self, plan: ExportPlan, target: Path) -> None:
+        """Refuse a budget that a file of the plan does not fit in.
+
+        Raises:
+            CheckpointingException: it is too small; says the smallest that works.
+        """
+        largest = max((sum(tensor.nbytes for tensor in tensors) for _, tensors in plan.files), default=0)
+        least = 0
+        if plan.file_format != SAFETENSORS:  # the tensors of a file of torch.save are in memory as a whole
+            least = LEAST_READING + largest if self.is_local else _PARTS * largest
+        if self.uploading is not None:
+            least = max(least, _PARTS * (BLOCK_BYTES + plan_upload(0, largest).nbytes))
+        check_memory_budget(self.whole, least, f"an export to {target} takes")
+
+    def limit_uploads(self, target: Path) -> None:
+        """Make the uploads to a store stay within their share, where its client can."""
+        remote = on_store(target)
+        if remote is not None and self.uploading is not None and isinstance(remote.folder, LimitsUploads):
+            remote.folder.limit_uploads(self.uploading)
+
+
+def split_export_budget(memory_budget: int | str | None, source: Path, target: Path, file_format: str) -> ExportBudget:
+    """Return the shares of what the caller of an export gave.
+
+    Args:
+        memory_budget: Bytes, text, or None.
+        source: The checkpoint, as :func:`shardckpt.engine.locate` returned it.
+        target: The folder to write, likewise.
+        file_format: ``safetensors`` or ``bin``.
+
+    Raises:
+        CheckpointingException: it is no size, or too small; says the smallest that works.
+    """
+    budget = parse_memory_budget(memory_budget)
+    if budget is None:
+        return ExportBudget()
+    is_local = has_local_files(source) and has_local_files(target)
+    least = LEAST_EXPORTING if is_local else LEAST_EXPORTING_ON_STORES
+    check_memory_budget(budget, least, f"an export from {source} to {target} takes")
+    if is_local:
+        return ExportBudget(budget, budget - WRITER_BYTES if file_format == SAFETENSORS else LEAST_READING)
+    parts = None if has_local_files(target) else budget // _PARTS - BLOCK_BYTES
+    return ExportBudget(budget, budget // _QUARTER, parts, is_local=False)
+
+
+__all__ = ["LEAST_EXPORTING", "LEAST_EXPORTING_ON_STORES", "ExportBudget", "split_export_budget"]

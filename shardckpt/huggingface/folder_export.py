@@ -1,0 +1,158 @@
+"""The export of a checkpoint to a folder of this machine: staged, written in blocks, and committed in one step."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from shardckpt.commit import check_target, commit_staging, discard_staging
+from shardckpt.engine import Operation, open_staging
+from shardckpt.errors import CheckpointingException
+from shardckpt.huggingface.block_writer import BlockWriter
+from shardckpt.huggingface.config import encode_config
+from shardckpt.huggingface.folder import CONFIG, read_folder
+from shardckpt.huggingface.header import lay_out
+from shardckpt.huggingface.names import SAFETENSORS, encode_weights_index, index_name, is_weights
+from shardckpt.huggingface.small_file import copy_new, write_pickled
+from shardckpt.planning import assign_holders
+from shardckpt.storage import CheckpointWriter, is_there, wrap_os_errors
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from shardckpt.engine import OpenCheckpoint
+    from shardckpt.huggingface.hub_tensor import HubTensor
+    from shardckpt.huggingface.planning import ExportPlan
+    from shardckpt.mapping import ShardedBase, ShardedTensor
+    from shardckpt.storage import Journal
+
+
+@dataclass(frozen=True)
+class FolderExport:
+    """An export between its plan and its commit; ``assets`` are files to copy, ``dtype`` is that of a cast.
+
+    With a journal, one process writes, and another can go on after a kill. ``check`` gets the staging directory on the
+    main rank before the commit; if it raises, nothing is committed. ``upload_room`` is the most bytes that the parts of
+    an object on its way to a store may take; None: as the settings say.
+    """
+
+    operation: Operation
+    target: Path
+    plan: ExportPlan
+    checkpoint: OpenCheckpoint
+    assets: Sequence[Path]
+    dtype: torch.dtype | None
+    overwrite: bool
+    journal: Journal | None = None
+    check: Callable[[Path], None] | None = None
+    upload_room: int | None = None
+
+    def run(self) -> None:
+        """Stage, write and commit."""
+        comm, staging, config = self.operation.comm, Path(), None
+        with ExitStack() as stack:
+            with self.operation.local_phase("staging"):
+                if comm.is_main:
+                    check_target(self.target, overwrite=self.overwrite)
+                    config = self._encode_config()
+                    staging, _ = open_staging(self.target, _is_superseded, restore=self.overwrite, journal=self.journal)
+                    stack.callback(_discard, staging, self.journal)
+            staging = comm.broadcast(staging)
+            with self.operation.local_phase("writing"):
+                self._write(staging)
+                # before the commit: after it there is no way back
+                self.checkpoint.context.reader.check_unchanged()
+            # the commit needs the files of all ranks
+            comm.sync_errors()
+            with self.operation.local_phase("committing"):
+                if comm.is_main:
+                    self._commit(staging, config)
+
+    def _choose_files(self) -> list[tuple[str, list[HubTensor]]]:
+        """Return the files that this rank writes: all of them are balanced by bytes."""
+        comm = self.operation.comm
+        everyone = tuple(range(comm.world_size))
+        sizes = [sum(tensor.nbytes for tensor in tensors) for _, tensors in self.plan.files]
+        writers = assign_holders([everyone] * len(sizes), sizes)
+        mine = [file for file, rank in zip(self.plan.files, writers, strict=True) if rank == comm.rank]
+        self.operation.set_nbytes(sum(tensor.nbytes for _, tensors in mine for tensor in tensors))
+        return mine
+
+    def _write(self, staging: Path) -> None:
+        """Write this rank's files."""
+        mine = self._choose_files()
+        if self.plan.file_format != SAFETENSORS:
+            for name, tensors in mine:
+                self._pickle(staging / name, tensors)
+        elif mine:
+            with BlockWriter(self._load, self.journal) as writer:
+                for name, tensors in mine:
+                    writer.write(staging / name, lay_out(tensors, {}))
+
+    def _pickle(self, path: Path, tensors: Sequence[HubTensor]) -> None:
+        """Write a file for ``torch.load``, whose tensors are in memory as a whole."""
+        values = {t.name: torch.empty(t.shape, dtype=t.dtype, device="cpu") for t in tensors}
+        self._load([shard for t in tensors for shard in t.shards_for(t.full_box, values[t.name])])
+        write_pickled(path, values)
+
+    def _load(self, wanted: Sequence[ShardedTensor]) -> None:
+        if wanted:
+            shards: list[ShardedBase] = list(wanted)
+            self.checkpoint.values(shards)
+
+    def _encode_config(self) -> bytes | None:
+        """Return the text of ``config.json``; None if none is there, or weights keep their dtype."""
+        # of a folder that exists, the file stays and the weights' dtype may change
+        places = [*self.assets, self.target / CONFIG]
+        source = next((path for path in places if path.name == CONFIG and is_there(path)), None)
+        return None if source is None or self.dtype is None else encode_config(source, self.dtype)
+
+    def _encode_index(self) -> dict[str, bytes]:
+        """Return the index by its name; nothing if there is one file."""
+        if len(self.plan.files) <= 1:
+            return {}
+        weight_map = {tensor.name: name for name, tensors in self.plan.files for tensor in tensors}
+        return {index_name(self.plan.file_format): encode_weights_index(weight_map, self.plan.total_size)}
+
+    def _commit(self, staging: Path, config: bytes | None) -> None:
+        """On the main rank, when all have written: add the index and the other files, and commit."""
+
+        def list_replaced() -> set[str]:
+            with wrap_os_errors("list", self.target):
+                return {path.name for path in self.target.iterdir() if is_weights(path.name)}
+
+        written = {} if config is None else {CONFIG: config}
+        written |= self._encode_index()
+        with CheckpointWriter(staging, 0) as writer:
+            for name, content in written.items():
+                writer.write(name, content)
+        for path in self.assets:
+            if path.name not in written:
+                copy_new(path, staging / path.name)
+        if self.check is not None:  # before the journal's end: after a kill in the check another process goes on
+            self.check(staging)
+        if self.journal is not None:
+            self.journal.end()
+        commit_staging(staging, self.target, list_replaced, overwrite=self.overwrite)
+
+
+def _discard(staging: Path, journal: Journal | None) -> None:
+    """Remove a staging directory unless it was committed."""
+    if journal is not None:
+        journal.close()
+    if staging.exists():
+        discard_staging(staging)
+
+
+def _is_superseded(aside: Path, target: Path) -> bool:
+    """Return whether a folder is complete, and has all files, except weights, of one that an export has moved aside."""
+    try:
+        read_folder(target)
+        others = [path.name for path in aside.iterdir() if not is_weights(path.name)]
+    except (CheckpointingException, OSError):
+        return False
+    return all(is_there(target / name) for name in others)

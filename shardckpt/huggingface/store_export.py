@@ -1,0 +1,146 @@
+"""The export of a checkpoint to a folder on a store: its weights are streamed, and what makes them a folder is last."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from shardckpt.commit import create_spool, delete_objects
+from shardckpt.errors import CheckpointingException, StorageError
+from shardckpt.huggingface.block_writer import BLOCK_BYTES, BlockWriter, fill_block
+from shardckpt.huggingface.folder import CONFIG
+from shardckpt.huggingface.folder_export import FolderExport
+from shardckpt.huggingface.header import lay_out
+from shardckpt.huggingface.names import SAFETENSORS, is_weights
+from shardckpt.storage import (
+    Buffer,
+    ObjectStream,
+    StreamsWrites,
+    digest_vote,
+    list_objects,
+    negotiate_digest,
+    on_store,
+    plan_upload,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from pathlib import Path
+
+    from shardckpt.huggingface.hub_tensor import HubTensor
+    from shardckpt.storage import RemotePath
+
+logger = logging.getLogger(__name__)
+
+
+class StoreExport(FolderExport):
+    """An export to a URL; see the base.
+
+    A store cannot exchange folders. So weights that are there are deleted first, and the index, or the only file, comes
+    last: what a crash leaves is no folder that loads.
+    """
+
+    def run(self) -> None:
+        """Make the place ready, write, and complete."""
+        comm = self.operation.comm
+        with self.operation.local_phase("staging"):
+            if comm.is_main:
+                self._make_ready()
+        comm.sync_errors()
+        written: list[str] = []
+        try:
+            with self.operation.local_phase("writing"):
+                for name, tensors in self._choose_files():
+                    written.append(name)
+                    self._write_file(name, tensors)
+                self.checkpoint.context.reader.check_unchanged()
+            comm.sync_errors()
+            with self.operation.local_phase("committing"):
+                if comm.is_main:
+                    for name, content in self._encode_index().items():
+                        (self._store / name).write(content)
+        except BaseException:
+            self._delete(written)
+            raise
+
+    @property
+    def _store(self) -> RemotePath:
+        found = on_store(self.target)
+        if found is None:
+            raise StorageError(f"{self.target} is no URL")
+        return found
+
+    def _make_ready(self) -> None:
+        """Delete the weights that are to be replaced, and write the other files; on the main rank."""
+        found = list_objects(self._store.folder)
+        if found and not self.overwrite:
+            raise StorageError(
+                f"{self.target} is not empty: give another URL, or pass overwrite=True to replace weights"
+            )
+        config = self._encode_config()
+        # the index first: without it the other files are no folder
+        weights = sorted(filter(is_weights, found), key=lambda name: not name.endswith(".json"))
+        for name in weights:
+            (self._store / name).delete()
+        if config is not None:
+            (self._store / CONFIG).write(config)
+        for path in self.assets:
+            if path.name == CONFIG and config is not None:
+                continue
+            source, copy = on_store(path), self._store / path.name
+            if source is None:
+                copy.upload(path.resolve())  # those of the Hub's cache are links
+            else:
+                copy.copy_from(source)
+
+    def _write_file(self, name: str, tensors: Sequence[HubTensor]) -> None:
+        store = self._store
+        folder = store.folder
+        if self.plan.file_format == SAFETENSORS and isinstance(folder, StreamsWrites):
+            self._stream(folder, name, tensors)
+            return
+        with _spool() as spool:
+            if self.plan.file_format == SAFETENSORS:
+                with BlockWriter(self._load) as writer:
+                    writer.write(spool / name, lay_out(tensors, {}))
+            else:
+                self._pickle(spool / name, tensors)
+            (store / name).upload(spool / name)
+
+    def _stream(self, folder: StreamsWrites, name: str, tensors: Sequence[HubTensor]) -> None:
+        """Send a file while it is read, through one block and the parts on their way."""
+        layout = lay_out(tensors, {})
+        part_bytes = plan_upload(self.upload_room, layout.size).part_bytes
+        stream = ObjectStream(folder, self.target / name, name, negotiate_digest(digest_vote()), part_bytes)
+        block = Buffer(BLOCK_BYTES)
+        try:
+            for offset in range(0, layout.size, BLOCK_BYTES):
+                memory = block.view[: layout.size - offset]
+                fill_block(layout, offset, memory, self._load)
+                stream.put([memory], _do_nothing)
+            stream.finish()
+        finally:
+            stream.stop()
+
+    def _delete(self, names: Sequence[str]) -> None:
+        """Delete what this rank has written of an export that failed; raise nothing."""
+        try:
+            delete_objects(self._store.folder, names)
+        except CheckpointingException as exc:
+            logger.warning("files of a failed export may remain at %s: %s", self.target, exc)
+
+
+def _do_nothing() -> None:
+    pass
+
+
+@contextmanager
+def _spool() -> Iterator[Path]:
+    """Return a context manager that gives a local directory for a file that is uploaded when it is complete."""
+    spool = create_spool()
+    try:
+        yield spool
+    finally:
+        shutil.rmtree(spool, ignore_errors=True)

@@ -1,0 +1,86 @@
+"""``shardckpt.json`` without pydantic, which takes longer to import than a checkpoint takes to be listed.
+
+Only what this library wrote, as it wrote it, is read so; all else is left to the models, which say what is wrong.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Any, NamedTuple
+
+from shardckpt.manifest.names import NEWEST_FORMAT, NO_DIGEST, TABLE_SUFFIX, Lineage, is_file_name, list_files
+
+
+class PlainFile(NamedTuple):
+    """A file of the checkpoint, as :class:`shardckpt.manifest.FileRecord` has it."""
+
+    name: str
+    size: int
+    rank: int
+    keys: int
+    digest: str
+    segments: str | int
+
+    @property
+    def table_name(self) -> str:
+        """The path of the table file; ``""`` if there is none."""
+        return f"{self.name}{TABLE_SUFFIX}" if isinstance(self.segments, int) else ""
+
+    def list_files(self) -> dict[str, int]:
+        """Return the size in bytes, by name, of the file and of its table file, if it has one."""
+        return {self.name: self.size} | ({self.table_name: self.segments} if isinstance(self.segments, int) else {})
+
+
+class PlainRecord(NamedTuple):
+    """What :class:`shardckpt.manifest.Record` has of a checkpoint as a whole and of its files."""
+
+    save_id: str
+    backend: str
+    version: int
+    writer: dict[str, str]
+    world_size: int
+    digest_algorithm: str
+    files: tuple[PlainFile, ...]
+    lineage: Lineage
+
+    def list_files(self) -> dict[str, int]:
+        """Return the size in bytes of every file by its name, table files included."""
+        return list_files(self.files)
+
+
+def parse_plain(marker: bytes, record: bytes) -> PlainRecord | None:
+    """Return the record of a checkpoint.
+
+    Args:
+        marker: The bytes of ``metadata.json``.
+        record: The bytes of ``shardckpt.json``.
+
+    Returns:
+        None if they are not as this library writes them, or of several saves.
+    """
+    try:
+        found: Any = json.loads(record)
+        said: Any = json.loads(marker)
+        digest = found["self_digest"]
+        head, _, tail = record.rpartition(digest.encode())
+        # its own digest says that the rest is as it was written, and so was checked then
+        if hashlib.sha256(head + NO_DIGEST.encode() + tail).hexdigest() != digest or len(digest) != len(NO_DIGEST):
+            return None
+        if found.get("format", 1) not in range(1, NEWEST_FORMAT + 1):
+            return None
+        plain = PlainRecord(
+            found["save_id"],
+            found["backend"],
+            found["version"],
+            found["writer"],
+            found["world_size"],
+            found["digest_algorithm"],
+            tuple(PlainFile(**file) for file in found["files"]),
+            Lineage(found.get("parent"), found.get("step")),
+        )
+        key = {"sharded_backend": plain.backend, "sharded_backend_version": plain.version}
+        is_marked = said in (key, {**key, "common_backend": "torch", "common_backend_version": 1})
+        return plain if is_marked and all(map(is_file_name, plain.list_files())) else None
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        return None

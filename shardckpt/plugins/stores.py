@@ -1,0 +1,43 @@
+"""The folder of a URL: made by the first plugin that serves it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from shardckpt.errors import CheckpointingException, StorageError
+from shardckpt.storage import mask_password
+
+if TYPE_CHECKING:
+    from shardckpt.plugins.manager import PluginManager
+    from shardckpt.storage import RemoteFolder
+
+
+def open_folder(url: str, plugins: PluginManager) -> RemoteFolder:
+    """Return the store folder that the first plugin that serves a URL makes for it.
+
+    Args:
+        url: The URL.
+        plugins: The plugin manager.
+
+    Returns:
+        The folder.
+
+    Raises:
+        StorageError: no plugin serves the URL, or the one that does has failed.
+    """
+    hook = plugins.hook.shardckpt_filesystem
+    try:
+        folder: RemoteFolder | None = hook(url=url)
+    except CheckpointingException:
+        raise
+    except Exception as exc:  # a plugin may fail in any way
+        raise StorageError(f"cannot open {mask_password(url)}: {type(exc).__name__}: {exc}") from exc
+    if folder is None:
+        names = ", ".join(sorted(impl.plugin_name for impl in hook.get_hookimpls())) or "none"
+        raise StorageError(
+            f"cannot open {mask_password(url)}: no installed plugin serves {url.partition('://')[0]}:// (plugins that "
+            f"serve URLs: {names}). pip install 'shardckpt[obstore]' for s3://, gs:// and az://, or "
+            "pip install 'shardckpt[fsspec]' and what fsspec needs for the protocol (gcsfs for gs://), or pip install "
+            f"'shardckpt[msc]' for msc://{plugins.faults_text()}"
+        )
+    return folder

@@ -1,0 +1,60 @@
+"""What small files were parsed to, kept for the next load of this process that reads the same bytes."""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Hashable
+
+_T = TypeVar("_T")
+
+#: Values that are kept. A process that reads slices reads many of few checkpoints.
+_KEPT = 4
+#: Bytes. Larger files are parsed each time: to keep what they become would take memory from the training.
+_MOST_BYTES = 256 << 10
+
+
+class ParseCache(Generic[_T]):
+    """Parsed values by the bytes that they were parsed from. For several threads.
+
+    The caller reads the bytes, and checks their digests, each time: only to parse equal bytes again is saved. All
+    callers share a value, so nobody changes it; it must not refer to a reader, whose directory would stay open.
+    """
+
+    def __init__(self) -> None:
+        #: The most recently used one last.
+        self._found: dict[Hashable, _T] = {}
+        # another process has no use for them, and may live long
+        os.register_at_fork(after_in_child=self._found.clear)
+
+    def get(
+        self,
+        data: bytes | bytearray,
+        others: Hashable,
+        parse: Callable[[], _T],
+        may_keep: Callable[[_T], bool] = lambda _: True,
+    ) -> _T:
+        """Return ``parse()``, or what it returned for equal arguments.
+
+        Args:
+            data: All bytes that it parses.
+            others: All else that its result, or its error, depends on.
+            parse: Makes the value. If it raises, nothing is kept.
+            may_keep: Returns whether a value may be kept.
+        """
+        if len(data) > _MOST_BYTES:
+            return parse()
+        key = (others, bytes(data))
+        # no lock: each step is one for all threads, and where two meet one of them parses once more
+        found: Any = self._found.pop(key, self)
+        value: _T = parse() if found is self else found
+        if found is self and not may_keep(value):
+            return value
+        self._found[key] = value
+        while len(self._found) > _KEPT:
+            with suppress(KeyError, RuntimeError, StopIteration):  # another thread was faster
+                del self._found[next(iter(self._found))]
+        return value

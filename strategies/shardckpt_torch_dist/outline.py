@@ -1,0 +1,82 @@
+"""The outline of a checkpoint that this library saved: what its index and its common state name, without torch.
+
+What is not as this library writes it is left to the strategy, which checks everything and says what is wrong.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+from shardckpt.archive import list_dict_names
+from shardckpt.errors import CheckpointingException
+from shardckpt.plugins import Outline, cut_shapes, is_object_key
+from shardckpt.storage import ColumnFile, read_recorded_file
+from shardckpt_torch_dist.file_names import COMMON_FILE, INDEX_FILE
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from shardckpt.manifest import PlainRecord
+
+#: Bytes of an element of each dtype, by torch's names.
+_ITEMSIZES = {
+    **dict.fromkeys(("bool", "uint8", "int8", "float8_e4m3fn", "float8_e5m2"), 1),
+    **dict.fromkeys(("float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu", "float4_e2m1fn_x2"), 1),
+    **dict.fromkeys(("int16", "uint16", "float16", "bfloat16"), 2),
+    **dict.fromkeys(("int32", "uint32", "float32", "complex32"), 4),
+    **dict.fromkeys(("int64", "uint64", "float64", "complex64"), 8),
+    "complex128": 16,
+}
+_LARGEST = 2**63
+
+
+class _UnusualError(Exception):
+    """The checkpoint has what is left to the strategy."""
+
+
+def read_outline(directory: Path, record: PlainRecord) -> Outline | None:
+    """Return what a checkpoint stores, or None to leave it to the strategy.
+
+    Args:
+        directory: The checkpoint, on this machine, held open.
+        record: What its ``shardckpt.json`` says.
+
+    Returns:
+        None if it has no index of ours, or anything unexpected, or a file is damaged.
+    """
+    names = {file.name for file in record.files}
+    if sys.byteorder != "little" or not names >= {INDEX_FILE, COMMON_FILE}:
+        return None
+    try:
+        index = ColumnFile.read(directory, record, INDEX_FILE)
+        common = list_dict_names(read_recorded_file(directory, record, COMMON_FILE), COMMON_FILE)
+        return None if common is None else _outline(index, common)
+    except (CheckpointingException, _UnusualError, LookupError, TypeError, ValueError, OverflowError):
+        return None
+
+
+def _outline(index: ColumnFile, common: list[str]) -> Outline:
+    keys, dtypes, axes = index.texts("keys"), index.texts("dtypes"), index.integers("axes")
+    objects = index.texts("objects")
+    plain = index.texts("plain_objects") if "plain_objects" in index.entries else []
+    shapes = cut_shapes(index.integers("shapes"), axes, _LARGEST)
+    _require(len(keys) == len(dtypes) == len(shapes))
+    _require(len({*keys, *objects, *plain}) == len(keys) + len(objects) + len(plain))
+    _require(all(map(is_object_key, objects)))
+    return Outline(
+        keys,
+        dtypes,
+        shapes,
+        {name: _ITEMSIZES[name] for name in set(dtypes)},
+        objects,
+        common,
+    )
+
+
+def _require(fine: bool) -> None:
+    if not fine:
+        raise _UnusualError
+
+
+__all__ = ["read_outline"]

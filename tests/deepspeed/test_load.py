@@ -1,0 +1,218 @@
+"""DeepSpeed's own checkpoints (tests/golden/README.md), read without it."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+
+from shardckpt import dist_checkpointing as dc
+from shardckpt.adapters import load_into, to_sharded_state_dict
+from shardckpt.cli import main
+from shardckpt.errors import CannotLoadError, CheckpointingException, CorruptCheckpointError
+from shardckpt.maintenance import convert_checkpoint, diff_checkpoints, open_any
+
+GOLDEN = Path(__file__).parent.parent / "golden" / "deepspeed"
+NAMES = ("zero1", "bf16", "zero2", "zero3", "universal-zero1", "universal-zero3")
+
+
+class Net(torch.nn.Module):
+    """The model of tests/golden/write_deepspeed.py."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = torch.nn.Embedding(7, 3)
+        self.hidden = torch.nn.Linear(3, 3)
+        self.frozen = torch.nn.Linear(3, 3).requires_grad_(False)
+        self.register_buffer("scale", torch.zeros(3))
+        self.head = torch.nn.Linear(3, 7, bias=False)
+        self.head.weight = self.embed.weight
+
+
+def _expect(name: str) -> dict[str, torch.Tensor]:
+    """The values that DeepSpeed itself returned when it saved, under the keys that they get here."""
+    found = safetensors.torch.load_file(GOLDEN / f"{name.removeprefix('universal-')}.safetensors")
+    keys = {}
+    for key, tensor in found.items():
+        moment, _, parameter = key.rpartition("/")
+        keys[f"optimizer.state.{parameter}.{moment}" if moment else f"model.{key}"] = tensor
+    keys["model.head.weight"] = keys["model.embed.weight"]
+    return keys
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_weights_and_moments_are_what_deepspeed_had(name: str) -> None:
+    """Each fp32 weight, moment, frozen parameter, buffer and tied weight has the bits that DeepSpeed had in memory."""
+    expected = _expect(name)
+    with open_any(GOLDEN / name) as checkpoint:
+        found = {key: checkpoint[key][...] for key in checkpoint}
+    tensors = {key: value for key, value in found.items() if not key.endswith(".step")}
+    assert tensors.keys() == expected.keys()
+    for key, tensor in expected.items():
+        assert tensors[key].dtype == tensor.dtype, key
+        assert tensors[key].equal(tensor), key
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_it_converts_to_a_model_folder(name: str, tmp_path: Path) -> None:
+    """`shardckpt convert` makes a Hugging Face folder of it, with the model's names and no optimizer state."""
+    assert main(["convert", str(GOLDEN / name), str(tmp_path / "hf"), "--to", "hf"]) == 0
+    found = safetensors.torch.load_file(tmp_path / "hf" / "model.safetensors")
+    expected = {key[6:]: tensor for key, tensor in _expect(name).items() if key.startswith("model.")}
+    assert found.keys() == expected.keys()
+    assert all(found[key].equal(tensor) for key, tensor in expected.items())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_training_goes_on_from_it(name: str, tmp_path: Path) -> None:
+    """What is converted loads into a module and its optimizer: weights, moments, step counts and options."""
+    convert_checkpoint(GOLDEN / name, tmp_path / "new", "safetensors")
+    net = Net()
+    decayed = [p for p in net.parameters() if p.requires_grad and p.ndim > 1]
+    others = [p for p in net.parameters() if p.requires_grad and p.ndim < 2]
+    optimizer = torch.optim.AdamW([{"params": decayed}, {"params": others}], lr=0.5)
+    sharded = to_sharded_state_dict(net, optimizer)
+    load_into(dc.load(sharded, tmp_path / "new"), net, optimizer)
+    expected = _expect(name)
+    for key, parameter in net.named_parameters():
+        assert parameter.equal(expected[f"model.{key}"].to(parameter.dtype))
+        if parameter.requires_grad:
+            state = optimizer.state[parameter]
+            assert state["step"].item() == 2
+            assert state["exp_avg_sq"].equal(expected[f"optimizer.state.{key}.exp_avg_sq"])
+    assert [group["lr"] for group in optimizer.param_groups] == [0.001, 0.001]
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
+
+
+def test_the_jobs_values_are_common_state(tmp_path: Path) -> None:
+    """DeepSpeed's counts and the client state that the job passed are the common state of what is converted."""
+    convert_checkpoint(GOLDEN / "zero2", tmp_path / "new", "safetensors")
+    common = dc.load_common_state_dict(tmp_path / "new")
+    assert (common["global_steps"], common["tokens"]) == (2, 16)
+
+
+def _change_model_states(folder: Path, **entries: Any) -> None:
+    """Copy a checkpoint, with other values in the file of the model's states."""
+    shutil.copytree(GOLDEN / "zero2", folder)
+    (file,) = folder.glob("*model_states.pt")
+    torch.save({**torch.load(file, weights_only=False), **entries}, file)
+
+
+def test_tensors_of_the_client_state_are_read_in_any_container(tmp_path: Path) -> None:
+    """Client state such as another module's state dict, or a namespace, is common state with the tensors' values."""
+    tensor = torch.arange(3.0)
+    state = {"ema": OrderedDict(w=tensor), "args": argparse.Namespace(mean=[tensor])}
+    _change_model_states(tmp_path / "zero", **state)
+    convert_checkpoint(tmp_path / "zero", tmp_path / "new", "safetensors")
+    common = dc.load_common_state_dict(tmp_path / "new")
+    assert common["ema"]["w"].equal(tensor)
+    assert common["args"].mean[0].equal(tensor)
+
+
+def test_a_modules_extra_state_loads_into_it(tmp_path: Path) -> None:
+    """What a module returns as extra state, which is no tensor, is an object under the key that the adapters use."""
+
+    class WithExtraState(torch.nn.Linear):
+        extra = 0
+
+        def get_extra_state(self) -> int:
+            return self.extra
+
+        def set_extra_state(self, state: int) -> None:
+            self.extra = state
+
+    (file,) = (GOLDEN / "zero2").glob("*model_states.pt")
+    module = torch.load(file, weights_only=False)["module"]
+    _change_model_states(tmp_path / "zero", module={**module, "hidden._extra_state": 7})
+    convert_checkpoint(tmp_path / "zero", tmp_path / "new", "safetensors")
+    net = Net()
+    net.hidden = WithExtraState(3, 3)
+    load_into(dc.load(to_sharded_state_dict(net, prefix="model."), tmp_path / "new"), net)
+    assert net.hidden.extra == 7
+
+
+@pytest.mark.parametrize(
+    ("entry", "value"),
+    [
+        ("module", [1]),
+        ("module", {1: torch.ones(1)}),
+        ("shared_params", {1: "embed.weight"}),
+        ("frozen_param_fragments", [1]),
+        ("shared_params", [["head.weight", "embed.weight"]]),
+        ("param_shapes", [{"embed.weight": 3}]),
+        ("param_shapes", [3]),
+        ("bomb", torch.ones(1).expand(1 << 33)),
+    ],
+)
+def test_what_deepspeed_never_writes_is_an_error(entry: str, value: Any, tmp_path: Path) -> None:
+    """A value of another type than DeepSpeed writes is damage that the error names, and none is left out in silence."""
+    _change_model_states(tmp_path / "zero", **{entry: value})
+    with pytest.raises(CorruptCheckpointError, match=entry):
+        convert_checkpoint(tmp_path / "zero", tmp_path / "new", "safetensors")
+
+
+@pytest.mark.parametrize("name", ["zero2", "universal-zero1", "universal-zero3"])
+def test_it_is_read_from_a_store(name: str, tmp_path: Path) -> None:
+    """ZeRO and universal checkpoints at a URL are opened, converted and verified like those in a directory."""
+    fsspec = pytest.importorskip("fsspec")
+    fsspec.filesystem("memory").put(str(GOLDEN / name), f"/deepspeed/{name}", recursive=True)
+    url = f"memory://deepspeed/{name}"
+    convert_checkpoint(url, tmp_path / "new", "safetensors")
+    assert diff_checkpoints(GOLDEN / name, tmp_path / "new").are_same
+    assert main(["verify", url]) == 0
+
+
+def test_verbs_read_it() -> None:
+    """`verify` checks its files, and `diff` finds a ZeRO checkpoint equal to the universal one that was made of it."""
+    for name in NAMES:
+        assert main(["verify", str(GOLDEN / name)]) == 0, name
+    report = diff_checkpoints(GOLDEN / "zero3", GOLDEN / "universal-zero3")
+    assert not report.differences
+
+
+@pytest.mark.parametrize("name", ["zero1", "zero3"])
+def test_a_missing_rank_is_an_error(name: str, tmp_path: Path) -> None:
+    """A folder without the partition of a rank, first or last, is damaged, and the error names what is missing."""
+    for number, lost in enumerate(sorted(path.name for path in (GOLDEN / name).glob("*_optim_states.pt"))):
+        shutil.copytree(GOLDEN / name, tmp_path / f"{number}")
+        (tmp_path / f"{number}" / lost).unlink()
+        with pytest.raises(CorruptCheckpointError, match=r"lacks the file of rank 0|partitions of 1 ranks|is of 2"):
+            convert_checkpoint(tmp_path / f"{number}", tmp_path / "new", "safetensors")
+        assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "what"),
+    [
+        ("zero_pp_rank_0_mp_rank_01_optim_states.pt", "tensor parallelism.*ds_to_universal"),
+        ("layer_00-model_00-model_states.pt", "pipeline parallelism"),
+        ("layer_0_expert_1_mp_rank_00_model_states.pt", "expert parallelism"),
+    ],
+)
+def test_what_is_not_read_is_refused_by_name(name: str, what: str, tmp_path: Path) -> None:
+    """A checkpoint of a job with tensor, pipeline or expert parallelism is refused, and the error says which."""
+    shutil.copytree(GOLDEN / "zero1", tmp_path / "zero")
+    torch.save({}, tmp_path / "zero" / name)
+    with pytest.raises(CannotLoadError, match=what):
+        convert_checkpoint(tmp_path / "zero", tmp_path / "new", "safetensors")
+
+
+@pytest.mark.parametrize("name", ["zero1", "zero3", "universal-zero1"])
+def test_a_damaged_file_is_an_error(name: str, tmp_path: Path) -> None:
+    """A file that is cut, or has other values than DeepSpeed writes, is an error that names it; verify finds it."""
+    shutil.copytree(GOLDEN / name, tmp_path / "zero")
+    for file in sorted((tmp_path / "zero").rglob("*.pt")):
+        whole = file.read_bytes()
+        torch.save([1], tmp_path / "other")
+        for damaged in (whole[:-9], (tmp_path / "other").read_bytes()):
+            file.write_bytes(damaged)
+            with pytest.raises(CheckpointingException, match=file.name):
+                convert_checkpoint(tmp_path / "zero", tmp_path / "new", "safetensors")
+        assert main(["verify", str(tmp_path / "zero")]) == 1
+        file.write_bytes(whole)

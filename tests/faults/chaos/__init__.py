@@ -1,0 +1,1 @@
+"""The referee ckpt-chaos (a third party's) over our trainings, and over those that it brings along."""

@@ -1,0 +1,52 @@
+"""ckpt-chaos, a referee that a third party wrote, kills saves at each file event that it knows, and resumes them.
+
+``python -m tests.faults.chaos`` makes ``chaos/scores.json``, with the scores of other savers beside ours.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.faults.chaos.names import OURS, SCORES, THEIRS
+from tests.faults.programs import run_in_new_interpreter
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+pytest.importorskip("ckpt_chaos")
+pytest.importorskip("tests.faults.chaos.matrix")
+
+
+@pytest.mark.parametrize(
+    ("program", "ranks"),
+    [
+        pytest.param("shardckpt manager", 1, marks=pytest.mark.slow),
+        pytest.param("shardckpt manager", 2, marks=pytest.mark.long),
+        pytest.param("shardckpt callback, Hugging Face Trainer", 1, marks=pytest.mark.long),
+        pytest.param("shardckpt callback, Hugging Face Trainer", 2, marks=pytest.mark.long),
+        pytest.param("shardckpt plugin, Lightning", 1, marks=pytest.mark.long),
+        pytest.param("shardckpt plugin, Lightning", 2, marks=pytest.mark.long),
+    ],
+)
+def test_every_point_passes(tmp_path: Path, program: str, ranks: int) -> None:
+    """After a kill at any event, on any rank, the training resumes at the newest whole step, to the same weights."""
+    done = run_in_new_interpreter("chaos", program, "--ranks", str(ranks), "-o", str(tmp_path / "scores"))
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    (score,) = json.loads((tmp_path / "scores").read_text())["scores"].values()
+    assert score["points"] >= 8
+    assert score["verdicts"] == {"PASS": score["points"] + 1}
+
+
+def test_the_scores_that_are_shown_are_whole() -> None:
+    """The scores that lie beside the program have every program at 1 and 2 ranks, and no point of ours failed."""
+    scores = json.loads(SCORES.read_text())["scores"]
+    assert sorted({score["program"] for score in scores.values()}) == sorted([*OURS, *THEIRS])
+    assert len(scores) == 2 * len({*OURS, *THEIRS})
+    for score in scores.values():
+        assert sum(score["verdicts"].values()) == score["points"] + 1  # the control run
+        assert bool(score["failed"]) == (score["verdicts"].get("PASS", 0) <= score["points"])
+        assert not score["drifted"]
+        assert score["program"] in THEIRS or not score["failed"]

@@ -1,0 +1,118 @@
+"""Whatever is killed, at any file system call, leaves the old or the new: not only a save in the foreground."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests import backends
+from tests.faults.programs import run_program
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+FEW, SOME, MANY = 8, 10, 40
+#: Kills of a rank in the slow run: each needs a group of its own.
+GROUPS = 5
+_RANKS = ("rank 0 of 2", "rank 1 of 2")
+_OPERATIONS = ("thread", "training", *_RANKS, "convert", "export")
+#: The slow run kills every operation over one place by one format, in turn; all of them, at more calls, are long tests,
+#: and in the report.
+_SOME = (("torch_dist", "existing", "old"), ("safetensors", "fresh", "absent"))
+_ALL = (*_SOME, ("torch_dist", "fresh", "absent"), ("safetensors", "existing", "old"))
+_CASES = pytest.mark.parametrize(
+    ("backend", "case", "before", "most"),
+    [
+        *(pytest.param(*each, SOME, marks=pytest.mark.slow) for each in _SOME),
+        *(pytest.param(*each, MANY, marks=pytest.mark.long) for each in _ALL),
+    ],
+    indirect=["backend"],
+    scope="module",
+)
+
+pytestmark = pytest.mark.skipif(
+    shutil.which("strace") is None, reason="strace is not installed: kills at chosen system calls need it"
+)
+
+
+def outcomes_of(folder: Path, *arguments: str, program: str = "operation_killer") -> list[dict[str, Any]]:
+    """What the killer program found."""
+    done = run_program(program, *arguments[:-2], str(folder), *arguments[-2:], timeout=800)
+    if done.returncode and "strace did not attach" in done.stderr:
+        pytest.skip(f"strace may not attach to a process here: {done.stderr.strip().splitlines()[-1]}")
+    assert done.returncode == 0, done.stderr[-4000:]
+    found: list[dict[str, Any]] = json.loads(done.stdout)["outcomes"]
+    return found
+
+
+def check(outcomes: list[dict[str, Any]], allowed: set[str]) -> None:
+    """Each was killed in its place, left an allowed state, and nothing in the way of the next; then nothing is left."""
+    assert outcomes
+    assert [o for o in outcomes if not o["killed"] or o["state"] not in allowed or o["later"] or o["beside"]] == []
+
+
+@backends.both_slowly
+def test_a_killed_export_leaves_old_or_new(tmp_path: Path) -> None:
+    """After a kill at any of 8 calls of an export over another, one of them is there bit for bit, and other files."""
+    check(outcomes_of(tmp_path, "export", "existing", str(FEW)), {"old", "new"})
+
+
+@pytest.mark.parametrize(
+    ("operation", "backend", "case", "before", "most"),
+    [
+        *(
+            pytest.param(operation, *_SOME[number % 2], SOME, marks=pytest.mark.slow)
+            for number, operation in enumerate(_OPERATIONS)
+        ),
+        *(pytest.param(operation, *each, MANY, marks=pytest.mark.long) for operation in _OPERATIONS for each in _ALL),
+    ],
+    indirect=["backend"],
+    scope="module",
+)
+def test_a_killed_operation_leaves_old_or_new(
+    tmp_path: Path, operation: str, most: int, case: str, before: str
+) -> None:
+    """The same holds for saves by a thread, a training whose process saves, ranks, conversions and exports."""
+    count = most * GROUPS // SOME if operation in _RANKS else most
+    outcomes = outcomes_of(tmp_path, operation, case, str(count))
+    check(outcomes, {before, "new"})
+
+
+@_CASES
+def test_a_killed_process_of_a_training_commits_nothing(tmp_path: Path, most: int, case: str, before: str) -> None:
+    """After a kill of the process that saves for a training, which lives, what was there before is there."""
+    check(outcomes_of(tmp_path, "process", case, str(most)), {before})
+
+
+@backends.both
+@pytest.mark.long
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("operation", [*_RANKS, "rank 0 of 4", "rank 3 of 4"])
+def test_a_killed_rank_leaves_old_or_new(tmp_path: Path, operation: str) -> None:
+    """The same holds for more calls of each rank of 2, and of 4."""
+    check(outcomes_of(tmp_path, operation, "existing", str(MANY)), {"old", "new"})
+
+
+@backends.both
+@pytest.mark.slow
+@pytest.mark.parametrize("most", [SOME, pytest.param(MANY, marks=pytest.mark.long)])
+@pytest.mark.parametrize("operation", ["remove", "prune", "migrate"])
+def test_a_killed_change_of_a_checkpoint_leaves_old_or_new(
+    tmp_path: Path, operation: str, most: int, backend: backends.Backend
+) -> None:
+    """The same holds for a removal of keys, a prune, which never touches the checkpoint, and a migration in place."""
+    if operation == "migrate" and backend.name != "torch_dist":
+        pytest.skip("the migration has a format of its own")
+    check(outcomes_of(tmp_path, operation, "existing", str(most)), {"old", "new"})
+
+
+@pytest.mark.slow
+def test_the_oracle_finds_what_other_savers_lose(tmp_path: Path) -> None:
+    """By the same kills and oracle, plain DCP and torch.save over one path lose both: the oracle bites."""
+    for saver in ("dcp", "torch.save"):
+        (tmp_path / saver).mkdir()
+        outcomes = outcomes_of(tmp_path / saver, saver, "kills", "existing", str(MANY), program="stock_savers")
+        assert any(found["state"].startswith("refused: ") for found in outcomes)

@@ -1,0 +1,284 @@
+"""Retention under drawn histories of saves, pins, leases, verdicts and crashes: only what nothing keeps goes."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
+
+from shardckpt.commit import Owner, find_leftovers, temporary_name
+from shardckpt.errors import CheckpointingException
+from shardckpt.manager import KeepEvery, KeepLatest, lease_step, pin_step, unpin_step
+from shardckpt.manager.garbage_collection import collect_garbage
+from shardckpt.manager.marks import identify_save, mark_checkpoint
+from tests.manager import folders
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from shardckpt.manager import Lease
+
+LATEST, EVERY = 1, 4
+POLICIES = [KeepLatest(LATEST), KeepEvery(EVERY)]
+_FOR_WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT
+#: What changes a folder; a process that has crashed does none of these any more.
+CHANGES = ("rename", "replace", "unlink", "remove", "rmdir", "mkdir", "open", "fsync")
+STEPS = st.integers(0, 100)
+#: Which of the complete steps, by age; the newest one more often, for most rules are about it.
+CHOICES = st.sampled_from([-1, -1, -1, 0, 1, 2, 3])
+BEGUN = (1, 2, 3, 5)
+
+
+class Crash(BaseException):
+    """Ends a call as a kill would: no handler of errors sees it, and nothing that cleans up works."""
+
+
+@contextlib.contextmanager
+def crash_at(number: int) -> Iterator[None]:
+    """Crash at the change of that number, and at every later one."""
+    changes = 0
+    opened = os.open
+
+    def crashing(function: Callable[..., Any]) -> Callable[..., Any]:
+        def change(*arguments: Any, **options: Any) -> Any:
+            nonlocal changes
+            if function is not opened or arguments[1] & _FOR_WRITING:
+                changes += 1
+                if changes >= number:
+                    raise Crash
+            return function(*arguments, **options)
+
+        return change
+
+    with contextlib.ExitStack() as stack:
+        for name in CHANGES:
+            stack.enter_context(mock.patch.object(os, name, crashing(getattr(os, name))))
+        yield
+
+
+class Retention(RuleBasedStateMachine):
+    """A folder of steps, and what must be in it."""
+
+    dead: str  # the text of a process that has ended
+    pristine: Path  # a folder of the steps that each history begins with
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.folder = Path(tempfile.mkdtemp(prefix="shardckpt-retention-"))
+        shutil.copytree(self.pristine, self.folder, dirs_exist_ok=True)
+        #: The complete steps, with their states; and those that are damaged.
+        self.states = dict.fromkeys(BEGUN, "candidate")
+        self.damaged: set[int] = set()
+        self.pins: set[int] = set()
+        self.leases: list[Lease] = []
+        #: Staging directories of a process that lives, and how many there were.
+        self.written: list[Path] = []
+        self.begun = 0
+
+    def teardown(self) -> None:
+        """Every step loads, bit for bit."""
+        for lease in self.leases:
+            lease.close()
+        broken = [step for step in self.states if not folders.is_intact(self.folder / f"step-{step}", step)]
+        shutil.rmtree(self.folder)
+        assert not broken
+
+    @rule(gap=st.integers(1, 3))
+    def save(self, gap: int) -> None:
+        """Save a later step."""
+        self._save(max([*self.states, *self.damaged], default=0) + gap)
+
+    @precondition(lambda self: self.states)
+    @rule(choice=CHOICES)
+    def save_again(self, choice: int) -> None:
+        """Replace a step; the verdict was about the old save."""
+        self._save(self._choose(choice))
+
+    @rule(gap=st.integers(0, 2), number=st.integers(1, 40))
+    def crash_in_a_save(self, gap: int, number: int) -> None:
+        """Die in a save of the newest step, or of a later one: it is the old, the new, or absent."""
+        step = max([*self.states, *self.damaged], default=1) + gap
+        was_damaged = step in self.damaged
+        with contextlib.suppress(Crash, CheckpointingException), crash_at(number):
+            self._save(step)
+        self._die()
+        found = folders.steps_of(self.folder).inspect_step(step) if (self.folder / f"step-{step}").exists() else None
+        if found is not None and found.is_loadable:
+            self.damaged.discard(step)
+            self.states[step] = "candidate" if found.mark is None else found.mark.verdict
+        else:
+            assert step not in self.states
+            assert found is None or was_damaged
+
+    @rule(step=STEPS)
+    def begin_a_save(self, step: int) -> None:
+        """A process that lives writes a step."""
+        self.begun += 1
+        path = self.folder / temporary_name(f"step-{step}", "staging", f"{self.begun:032x}", self._living())
+        path.mkdir()
+        (path / "data").write_bytes(b"so far")
+        self.written.append(path)
+
+    @precondition(lambda self: self.written)
+    @rule()
+    def kill_a_save(self) -> None:
+        """The process of a save dies."""
+        path = self.written.pop()
+        path.rename(path.with_name(path.name.replace(self._living().text, self.dead)))
+
+    @precondition(lambda self: self.states)
+    @rule(choice=CHOICES)
+    def pin(self, choice: int) -> None:
+        """Pin a step."""
+        self.pins.add(step := self._choose(choice))
+        pin_step(self.folder, step, "kept")
+
+    @precondition(lambda self: self.pins)
+    @rule()
+    def unpin(self) -> None:
+        """Take the oldest pin away."""
+        step = min(self.pins)
+        self.pins.discard(step)
+        unpin_step(self.folder, step, "kept")
+
+    @precondition(lambda self: self.states)
+    @rule(choice=CHOICES, pruned=st.booleans())
+    def lease(self, choice: int, *, pruned: bool) -> None:
+        """Lease a step."""
+        self.leases.append(lease_step(self.folder, self._choose(choice)))
+        if pruned:
+            self.prune()
+
+    @precondition(lambda self: self.leases)
+    @rule(killed=st.booleans(), pruned=st.booleans())
+    def end_lease(self, *, killed: bool, pruned: bool) -> None:
+        """A reader ends, or dies with its lease, perhaps long after its step was the newest."""
+        lease = self.leases.pop()
+        if killed:
+            lease._closed.set()
+            lease._thread.join()
+            lease._holds.put(lease._name, lease._hold.model_copy(update={"owner": self.dead}))
+        else:
+            lease.close()
+        if pruned:
+            self.save(2)
+            self.prune()
+
+    @precondition(lambda self: self.states)
+    @rule(choice=CHOICES, verdict=st.sampled_from(["verified", "failed"]), pruned=st.booleans())
+    def mark(self, choice: int, verdict: Any, *, pruned: bool) -> None:
+        """Keep the verdict of a verification."""
+        path = self.folder / f"step-{(step := self._choose(choice))}"
+        mark_checkpoint(path, identify_save(path), verdict, checked="digests", files=4)
+        self.states[step] = verdict
+        if pruned:
+            self.prune()
+
+    @precondition(lambda self: self.states)
+    @rule(choice=CHOICES)
+    def damage(self, choice: int) -> None:
+        """Lose a byte of a step: nothing may remove it, and it is no longer the newest valid one."""
+        step = self._choose(choice)
+        folders.damage(self.folder / f"step-{step}")
+        del self.states[step]
+        self.damaged.add(step)
+
+    @rule()
+    def prune(self) -> None:
+        """Retention leaves exactly what is kept, and of dead processes nothing."""
+        kept = self._kept()
+        collect_garbage(folders.steps_of(self.folder), POLICIES)
+        assert set(folders.steps_of(self.folder).steps()) == kept | self.damaged
+        self.states = {step: state for step, state in self.states.items() if step in kept}
+        assert [leftover.path for leftover in find_leftovers(self.folder, lambda _: True)] == sorted(self.written)
+
+    @rule(number=st.integers(1, 25))
+    def crash_in_a_prune(self, number: int) -> None:
+        """Die in a removal of older steps: each that may go is there whole, or not at all."""
+        self.save(2)
+        self.save(2)
+        kept = self._kept()
+        with contextlib.suppress(Crash, CheckpointingException), crash_at(number):
+            collect_garbage(folders.steps_of(self.folder), POLICIES)
+        self._die()
+        left = set(folders.steps_of(self.folder).steps())
+        assert kept <= left
+        self.states = {step: state for step, state in self.states.items() if step in left}
+
+    @invariant()
+    def every_step_is_whole(self) -> None:
+        """The complete steps are there, with the states that they were given; the damaged ones, and saves under way."""
+        folder = folders.steps_of(self.folder)
+        found = {step: folder.inspect_step(step) for step in folder.steps()}
+        assert found.keys() == self.states.keys() | self.damaged
+        assert {step for step, each in found.items() if each.is_loadable} == self.states.keys()
+        assert {step: each.metrics.state for step, each in found.items() if each.is_loadable} == self.states
+        assert all((path / "data").read_bytes() == b"so far" for path in self.written)
+
+    def _save(self, step: int) -> None:
+        folders.save(self.folder, step, overwrite=True)
+        self.damaged.discard(step)
+        self.states[step] = "candidate"
+
+    def _choose(self, choice: int) -> int:
+        return sorted(self.states)[choice % len(self.states)]
+
+    def _kept(self) -> set[int]:
+        """What no collection may remove, said without the code that decides it."""
+        steps = sorted(self.states)
+        needed = {*steps[-LATEST:], *(step for step in steps if step % EVERY == 0)}
+        needed |= {*[step for step in steps if self.states[step] != "failed"][-1:]}
+        needed |= {*[step for step in steps if self.states[step] == "verified"][-1:]}
+        return needed | (self.states.keys() & (self.pins | {lease.step for lease in self.leases}))
+
+    def _die(self) -> None:
+        """Let what this process has left be that of a dead one, but for the leases and saves of living ones."""
+        living = {lease._name for lease in self.leases}
+        for hold in (self.folder / folders.HOLDS).glob("*.removal.*"):
+            if hold.name not in living:
+                hold.write_text(hold.read_text().replace(Owner.current().text, self.dead))
+        for path in list(self.folder.iterdir()):
+            if Owner.current().text in path.name:
+                path.rename(path.with_name(path.name.replace(Owner.current().text, self.dead)))
+
+    @staticmethod
+    def _living() -> Owner:
+        """The process that started this one: it lives as long."""
+        parent = os.getppid()
+        start = int(Path(f"/proc/{parent}/stat").read_bytes().rpartition(b")")[2].split()[19])
+        return Owner.current()._replace(pid=parent, start=start)
+
+
+@pytest.mark.parametrize(
+    ("examples", "steps"),
+    [(6, 15), pytest.param(8, 25, marks=pytest.mark.slow), pytest.param(60, 30, marks=pytest.mark.long)],
+    ids=["few", "many", "most"],
+)
+def test_retention_removes_what_it_may_and_nothing_else(tmp_path: Path, examples: int, steps: int) -> None:
+    """No leased, pinned, newest valid or being-written step goes, whatever crashes; what nothing keeps does."""
+    with subprocess.Popen([sys.executable, "-c", ""]) as process:
+        process.wait(60)
+    folders.save_all(tmp_path, *BEGUN)
+    Retention.pristine = tmp_path
+    Retention.dead = Owner.current()._replace(pid=process.pid).text
+    run_state_machine_as_test(  # type: ignore[no-untyped-call]
+        Retention,
+        settings=settings(
+            max_examples=examples,
+            stateful_step_count=steps,
+            deadline=None,
+            suppress_health_check=[HealthCheck.too_slow],
+            database=None,
+        ),
+    )
