@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from benchmarks.adapters import ADAPTERS
 from benchmarks.group import LeftOutError, RankFailedError, RankGroup, Spawner
-from benchmarks.megatron_site import NoMegatronError, python_path
+from benchmarks.megatron_site import python_path
 from benchmarks.messages import Layout
 from benchmarks.results import Results, Row
+from tests.sites import SiteError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -147,7 +148,7 @@ class Bench:
         if _MEGATRON in self.options.adapters:
             try:
                 environments[_MEGATRON] = {"PYTHONPATH": python_path(self.options.megatron)}
-            except (NoMegatronError, OSError) as exc:
+            except (SiteError, OSError) as exc:
                 self.note(f"megatron is left out: {exc}")
         for kind, environment in environments.items():
             names = [name for name in self.options.adapters if _environment(name) == kind and name in ADAPTERS]

@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 import signal
-import tempfile
-from multiprocessing.util import Finalize
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests import backends, workers
+from tests import backends, folders, workers
 from tests.ranks import RankPool
+from tests.sites import VARIABLE
+from tests.sites import find as find_site
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
     from tests.backends import Backend
+    from tests.sites import Sites
 
 
 # a test must not fail because the machine has other work
@@ -36,11 +35,7 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 def pytest_configure() -> None:
     """Take Ctrl-C as usual even where pytest was started in the background, which ignores it: some tests send it."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    if "PYTEST_XDIST_WORKER" in os.environ:  # tests look at what is left there: what others leave is theirs
-        os.environ["TMPDIR"] = tempfile.tempdir = tempfile.mkdtemp(prefix="shardckpt-tests-")
-        Path(tempfile.tempdir).chmod(0o755)  # for programs that go on as another user
-        # after multiprocessing has removed what it has there, at its priority of -100
-        Finalize(None, shutil.rmtree, (tempfile.tempdir, True), exitpriority=-200)
+    folders.choose()
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -54,6 +49,13 @@ def backend(request: pytest.FixtureRequest) -> Iterator[Backend]:
 def forked_workers() -> Iterator[None]:
     """Processes of background saves are forks; a test of how they start has its own fixture of this name."""
     yield from workers.forked_here()
+
+
+@pytest.fixture
+def disk() -> Iterator[Path]:
+    """An empty folder on a disk, where ``tmp_path`` may be in memory."""
+    with folders.on_disk() as folder:
+        yield folder
 
 
 @pytest.fixture(scope="session")
@@ -71,10 +73,16 @@ def ranks(rank_pool: RankPool) -> RankPool:
 
 
 @pytest.fixture(scope="session")
-def releases_folder(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where releases of other libraries are installed: the pytest cache, or without it a folder of this session."""
-    cache = getattr(pytestconfig, "cache", None)  # there is none with -p no:cacheprovider
-    return tmp_path_factory.mktemp("releases") if cache is None else cache.mkdir("shardckpt-megatron")
+def sites() -> Sites:
+    """Where a release of another library lies, by its name in ``.ci/sites.txt``; without it the test is skipped."""
+
+    def find(name: str) -> Path:
+        site = find_site(name)
+        if site is None:
+            pytest.skip(f"no site: python -m tests.sites FOLDER, and {VARIABLE}=FOLDER for the tests")
+        return site
+
+    return find
 
 
 @pytest.fixture(scope="session")

@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests import programs
-from tests.interop.runner import installed
 
 if TYPE_CHECKING:
     from pathlib import Path
     from types import ModuleType
+
+    from tests.sites import Sites
 
 PACKAGE = "shardckpt.compat.megatron.dist_checkpointing"
 
@@ -197,9 +198,9 @@ def test_modules_are_attributes() -> None:
 
 
 @pytest.mark.parametrize("release", RELEASES)
-def test_every_public_name_of_a_release_is_known(releases_folder: Path, release: str) -> None:
+def test_every_public_name_of_a_release_is_known(sites: Sites, release: str) -> None:
     """Each public top-level name in the release's own source resolves here, or is refused with what to use instead."""
-    site = installed(f"megatron-core-{release}", [f"megatron-core=={release}"], releases_folder)
+    site = sites(f"megatron-core-{release}")
     source = site / "megatron" / "core" / "dist_checkpointing"
     unknown = []
     for file in sorted(source.rglob("*.py")):
@@ -243,12 +244,9 @@ def _private_and_imported(file: Path, package: Path) -> set[str]:
     return {name.removeprefix("_ ") for name in names if name.startswith("_")}
 
 
-def test_private_and_imported_names_resolve_or_say_why_not(releases_folder: Path) -> None:
+def test_private_and_imported_names_resolve_or_say_why_not(sites: Sites) -> None:
     """Megatron's trainer and tests import such names, too, from any module that has them: no bare AttributeError."""
-    source = (
-        installed("megatron-core-0.16.1", ["megatron-core==0.16.1"], releases_folder)
-        / "megatron/core/dist_checkpointing"
-    )
+    source = sites("megatron-core-0.16.1") / "megatron/core/dist_checkpointing"
     unknown, found = [], 0
     for file in sorted(source.rglob("*.py")):
         path = ".".join(file.relative_to(source).with_suffix("").parts).removesuffix("__init__").rstrip(".")
@@ -270,9 +268,9 @@ def _is_internal(value: Any) -> bool:
     return name in ("getLogger", "TypeVar")
 
 
-def test_the_source_is_read(releases_folder: Path) -> None:
+def test_the_source_is_read(sites: Sites) -> None:
     """The reading of a release's source finds what is known to be there, and nothing internal."""
-    site = installed("megatron-core-0.16.1", ["megatron-core==0.16.1"], releases_folder)
+    site = sites("megatron-core-0.16.1")
     found = _public(site / "megatron" / "core" / "dist_checkpointing" / "optimizer.py")
     assert found == set(NAMES["optimizer"].split())
 

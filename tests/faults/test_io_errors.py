@@ -65,9 +65,9 @@ def bad(endings: list[dict[str, Any]], before: str) -> list[dict[str, Any]]:
 
 
 @backends.both_slowly
-def test_a_call_that_fails_leaves_old_or_new(tmp_path: Path) -> None:
+def test_a_call_that_fails_leaves_old_or_new(disk: Path) -> None:
     """After an error or a lie of one of some calls of an overwrite, old or new is there, or its damage is found."""
-    endings = endings_of(tmp_path, "existing", FEW)
+    endings = endings_of(disk, "existing", FEW)
     assert bad(endings, "old") == []
     assert any(ending["ended"] != "saved" for ending in endings)
 
@@ -76,9 +76,9 @@ def test_a_call_that_fails_leaves_old_or_new(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.parametrize(("case", "before"), [("fresh", "absent"), ("existing", "old")])
-def test_every_call_fails_once(tmp_path: Path, case: str, before: str) -> None:
+def test_every_call_fails_once(disk: Path, case: str, before: str) -> None:
     """The same holds for every call of a first save and an overwrite, with five errors each, writes with three lies."""
-    endings = endings_of(tmp_path, case, ALL)
+    endings = endings_of(disk, case, ALL)
     assert bad(endings, before) == []
     assert {"new", before} <= {ending["state"] for ending in endings}
 
@@ -93,16 +93,16 @@ def test_every_call_fails_once(tmp_path: Path, case: str, before: str) -> None:
     scope="module",
 )
 @pytest.mark.slow
-def test_calls_that_change_the_disk_fail_once(tmp_path: Path, case: str, before: str) -> None:
+def test_calls_that_change_the_disk_fail_once(disk: Path, case: str, before: str) -> None:
     """The same holds for a sample of faults, with each call that changes the disk among them."""
-    assert bad(endings_of(tmp_path, case, SOME), before) == []
+    assert bad(endings_of(disk, case, SOME), before) == []
 
 
 @backends.both_at_length
 @pytest.mark.slow
 @pytest.mark.parametrize("way", [pytest.param("request", marks=pytest.mark.long), "thread", "process"])
-def test_calls_of_a_background_save_fail_once(tmp_path: Path, way: str) -> None:
+def test_calls_of_a_background_save_fail_once(disk: Path, way: str) -> None:
     """An error of a call of a background save is raised where it is finalized, and leaves the old."""
-    endings = endings_of(tmp_path, "existing", SOME, way)
+    endings = endings_of(disk, "existing", SOME, way)
     assert bad(endings, "old") == []
     assert any(ending["ended"] != "saved" for ending in endings)

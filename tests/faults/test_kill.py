@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from shardckpt.storage.direct import bypasses_cache
-from tests import backends
+from tests import backends, folders
 from tests.faults.programs import run_program
 from tests.names import MARKERS
 
@@ -57,9 +57,9 @@ def leaves(outcomes: list[dict[str, Any]]) -> int:
 
 @backends.both_slowly
 @pytest.mark.slow
-def test_killed_save_to_a_fresh_path_leaves_nothing_or_the_whole(tmp_path: Path) -> None:
+def test_killed_save_to_a_fresh_path_leaves_nothing_or_the_whole(disk: Path) -> None:
     """After a kill at any of 25 calls of a first save, the path is absent or whole, and the next save clears up."""
-    outcomes = report_of(tmp_path, "fresh", FEW)["outcomes"]
+    outcomes = report_of(disk, "fresh", FEW)["outcomes"]
     assert len(outcomes) >= FEW
     assert bad(outcomes, {"absent", "new"}) == []
     assert {outcome["state"] for outcome in outcomes} == {"absent", "new"}
@@ -67,9 +67,9 @@ def test_killed_save_to_a_fresh_path_leaves_nothing_or_the_whole(tmp_path: Path)
 
 
 @backends.both_slowly
-def test_killed_overwrite_leaves_old_or_new(tmp_path: Path) -> None:
+def test_killed_overwrite_leaves_old_or_new(disk: Path) -> None:
     """After a kill at any of 25 calls of an overwrite, old or new is there bit for bit, other people's files too."""
-    outcomes = report_of(tmp_path, "existing", FEW)["outcomes"]
+    outcomes = report_of(disk, "existing", FEW)["outcomes"]
     assert len(outcomes) >= FEW
     assert bad(outcomes, {"old", "new"}) == []
     assert {outcome["state"] for outcome in outcomes} == {"old", "new"}
@@ -78,9 +78,9 @@ def test_killed_overwrite_leaves_old_or_new(tmp_path: Path) -> None:
 
 @backends.both
 @pytest.mark.slow
-def test_killed_background_overwrite_leaves_old_or_new(tmp_path: Path) -> None:
+def test_killed_background_overwrite_leaves_old_or_new(disk: Path) -> None:
     """The same holds for a save that is planned, staged, written and finalized one after the other."""
-    outcomes = report_of(tmp_path, "existing", FEW, "async_killer")["outcomes"]
+    outcomes = report_of(disk, "existing", FEW, "async_killer")["outcomes"]
     assert len(outcomes) >= FEW
     assert bad(outcomes, {"old", "new"}) == []
     assert {outcome["state"] for outcome in outcomes} == {"old", "new"}
@@ -95,9 +95,9 @@ def test_killed_background_overwrite_leaves_old_or_new(tmp_path: Path) -> None:
         *(pytest.param(*each, 120, marks=pytest.mark.long) for each in CASES),
     ],
 )
-def test_killed_save_of_a_tree_leaves_old_or_new(tmp_path: Path, case: str, allowed: set[str], count: int) -> None:
+def test_killed_save_of_a_tree_leaves_old_or_new(disk: Path, case: str, allowed: set[str], count: int) -> None:
     """The same holds where the files are in folders, some of which have other people's files, too."""
-    report = report_of(tmp_path, case, count, "tree_killer")
+    report = report_of(disk, case, count, "tree_killer")
     assert len(report["outcomes"]) == min(count, len(report["points"])) >= 20
     assert bad(report["outcomes"], allowed) == []
     assert {outcome["state"] for outcome in report["outcomes"]} == allowed
@@ -108,9 +108,9 @@ def test_killed_save_of_a_tree_leaves_old_or_new(tmp_path: Path, case: str, allo
 @pytest.mark.slow
 @pytest.mark.parametrize(("case", "allowed"), CASES)
 @pytest.mark.long
-def test_killed_save_with_table_files_leaves_old_or_new(tmp_path: Path, case: str, allowed: set[str]) -> None:
+def test_killed_save_with_table_files_leaves_old_or_new(disk: Path, case: str, allowed: set[str]) -> None:
     """The same holds where each file's table of digests is in a file of its own, which is durable before its name."""
-    report = report_of(tmp_path, case, 60, "table_killer")
+    report = report_of(disk, case, 60, "table_killer")
     assert bad(report["outcomes"], allowed) == []
     assert {outcome["state"] for outcome in report["outcomes"]} == allowed
     assert any("fsync" in point["line"] and ".digests>" in point["line"] for point in report["points"])
@@ -120,9 +120,9 @@ def test_killed_save_with_table_files_leaves_old_or_new(tmp_path: Path, case: st
 @pytest.mark.parametrize(
     ("case", "allowed"), [*(pytest.param(*case, marks=pytest.mark.long) for case in CASES[:2]), CASES[2]]
 )
-def test_killed_at_every_change(tmp_path: Path, case: str, allowed: set[str]) -> None:
+def test_killed_at_every_change(disk: Path, case: str, allowed: set[str]) -> None:
     """The same holds at every call that changes the disk; a kill at another leaves what one at the next does."""
-    report = report_of(tmp_path, case, "changes")
+    report = report_of(disk, case, "changes")
     assert len(report["outcomes"]) >= LEAST_CHANGES
     assert bad(report["outcomes"], allowed) == []
     assert {outcome["state"] for outcome in report["outcomes"]} == allowed
@@ -131,18 +131,19 @@ def test_killed_at_every_change(tmp_path: Path, case: str, allowed: set[str]) ->
 @backends.both
 @pytest.mark.long
 @pytest.mark.parametrize(("case", "allowed"), CASES)
-def test_killed_at_every_call(tmp_path: Path, case: str, allowed: set[str]) -> None:
+def test_killed_at_every_call(disk: Path, case: str, allowed: set[str]) -> None:
     """The same holds at every single call; without RENAME_EXCHANGE the one window is named, and renaming ends it."""
-    report = report_of(tmp_path, case, ALL)
+    report = report_of(disk, case, ALL)
     assert len(report["outcomes"]) == len(report["points"]) >= SAMPLED
     assert bad(report["outcomes"], allowed) == []
     assert {outcome["state"] for outcome in report["outcomes"]} == allowed
 
 
 @pytest.fixture(scope="module")
-def trace(tmp_path_factory: pytest.TempPathFactory, backend: Backend) -> list[str]:
+def trace(backend: Backend) -> list[str]:
     """The calls of an undisturbed first save by a format, in order."""
-    points = report_of(tmp_path_factory.mktemp("trace"), "fresh", 0)["points"]
+    with folders.on_disk() as folder:
+        points = report_of(folder, "fresh", 0)["points"]
     return [point["line"].replace("RUN/jobs/.ckpt.shardckpt-staging-*-*", "STAGING") for point in points]
 
 
@@ -181,9 +182,9 @@ def test_files_are_written_before_their_fsync(trace: list[str], backend: Backend
 
 
 @backends.both
-def test_large_tensors_are_written_directly(trace: list[str], tmp_path: Path, backend: Backend) -> None:
+def test_large_tensors_are_written_directly(trace: list[str], disk: Path, backend: Backend) -> None:
     """Among the calls that are killed are those that allocate a file ahead and write past the page cache."""
-    if not bypasses_cache(tmp_path):
+    if not bypasses_cache(disk):
         pytest.skip("the file system of the tests has no direct writes")
     data = [line for line in trace if backend.data_file(0) in line]
     (opened,) = (line for line in data if "O_DIRECT" in line)

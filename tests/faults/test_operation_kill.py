@@ -55,9 +55,9 @@ def check(outcomes: list[dict[str, Any]], allowed: set[str]) -> None:
 
 
 @backends.both_slowly
-def test_a_killed_export_leaves_old_or_new(tmp_path: Path) -> None:
+def test_a_killed_export_leaves_old_or_new(disk: Path) -> None:
     """After a kill at any of 8 calls of an export over another, one of them is there bit for bit, and other files."""
-    check(outcomes_of(tmp_path, "export", "existing", str(FEW)), {"old", "new"})
+    check(outcomes_of(disk, "export", "existing", str(FEW)), {"old", "new"})
 
 
 @pytest.mark.parametrize(
@@ -72,28 +72,26 @@ def test_a_killed_export_leaves_old_or_new(tmp_path: Path) -> None:
     indirect=["backend"],
     scope="module",
 )
-def test_a_killed_operation_leaves_old_or_new(
-    tmp_path: Path, operation: str, most: int, case: str, before: str
-) -> None:
+def test_a_killed_operation_leaves_old_or_new(disk: Path, operation: str, most: int, case: str, before: str) -> None:
     """The same holds for saves by a thread, a training whose process saves, ranks, conversions and exports."""
     count = most * GROUPS // SOME if operation in _RANKS else most
-    outcomes = outcomes_of(tmp_path, operation, case, str(count))
+    outcomes = outcomes_of(disk, operation, case, str(count))
     check(outcomes, {before, "new"})
 
 
 @_CASES
-def test_a_killed_process_of_a_training_commits_nothing(tmp_path: Path, most: int, case: str, before: str) -> None:
+def test_a_killed_process_of_a_training_commits_nothing(disk: Path, most: int, case: str, before: str) -> None:
     """After a kill of the process that saves for a training, which lives, what was there before is there."""
-    check(outcomes_of(tmp_path, "process", case, str(most)), {before})
+    check(outcomes_of(disk, "process", case, str(most)), {before})
 
 
 @backends.both
 @pytest.mark.long
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("operation", [*_RANKS, "rank 0 of 4", "rank 3 of 4"])
-def test_a_killed_rank_leaves_old_or_new(tmp_path: Path, operation: str) -> None:
+def test_a_killed_rank_leaves_old_or_new(disk: Path, operation: str) -> None:
     """The same holds for more calls of each rank of 2, and of 4."""
-    check(outcomes_of(tmp_path, operation, "existing", str(MANY)), {"old", "new"})
+    check(outcomes_of(disk, operation, "existing", str(MANY)), {"old", "new"})
 
 
 @backends.both
@@ -101,18 +99,18 @@ def test_a_killed_rank_leaves_old_or_new(tmp_path: Path, operation: str) -> None
 @pytest.mark.parametrize("most", [SOME, pytest.param(MANY, marks=pytest.mark.long)])
 @pytest.mark.parametrize("operation", ["remove", "prune", "migrate"])
 def test_a_killed_change_of_a_checkpoint_leaves_old_or_new(
-    tmp_path: Path, operation: str, most: int, backend: backends.Backend
+    disk: Path, operation: str, most: int, backend: backends.Backend
 ) -> None:
     """The same holds for a removal of keys, a prune, which never touches the checkpoint, and a migration in place."""
     if operation == "migrate" and backend.name != "torch_dist":
         pytest.skip("the migration has a format of its own")
-    check(outcomes_of(tmp_path, operation, "existing", str(most)), {"old", "new"})
+    check(outcomes_of(disk, operation, "existing", str(most)), {"old", "new"})
 
 
 @pytest.mark.slow
-def test_the_oracle_finds_what_other_savers_lose(tmp_path: Path) -> None:
+def test_the_oracle_finds_what_other_savers_lose(disk: Path) -> None:
     """By the same kills and oracle, plain DCP and torch.save over one path lose both: the oracle bites."""
     for saver in ("dcp", "torch.save"):
-        (tmp_path / saver).mkdir()
-        outcomes = outcomes_of(tmp_path / saver, saver, "kills", "existing", str(MANY), program="stock_savers")
+        (disk / saver).mkdir()
+        outcomes = outcomes_of(disk / saver, saver, "kills", "existing", str(MANY), program="stock_savers")
         assert any(found["state"].startswith("refused: ") for found in outcomes)

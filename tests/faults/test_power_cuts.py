@@ -41,9 +41,9 @@ def bad(states: list[dict[str, Any]], allowed: set[str]) -> list[dict[str, Any]]
 
 @needs_strace
 @backends.both_slowly
-def test_a_power_cut_leaves_old_or_new(tmp_path: Path) -> None:
+def test_a_power_cut_leaves_old_or_new(disk: Path) -> None:
     """In 40 states of the disk after a power cut in an overwrite, old or new is there bit for bit."""
-    states = states_of(tmp_path, "existing", FEW, seeds=2)
+    states = states_of(disk, "existing", FEW, seeds=2)
     assert bad(states, {"old", "new"}) == []
     assert {state["state"] for state in states} == {"old", "new"}
 
@@ -64,25 +64,23 @@ def test_a_power_cut_leaves_old_or_new(tmp_path: Path) -> None:
     ],
     ids=["fresh", "existing", "in a thread", "by a process", "no exchange"],
 )
-def test_power_cuts_at_every_call(
-    tmp_path: Path, case: str, allowed: set[str], way: str, count: int, seeds: int
-) -> None:
+def test_power_cuts_at_every_call(disk: Path, case: str, allowed: set[str], way: str, count: int, seeds: int) -> None:
     """The same holds in many states, after every call of a save; for a first save, nothing or the new is there."""
-    states = states_of(tmp_path, case, count, way, seeds)
+    states = states_of(disk, case, count, way, seeds)
     assert bad(states, allowed) == []
     assert {state["state"] for state in states} >= {"new", *(allowed & {"old", "absent"})}
 
 
 @needs_strace
 @pytest.mark.slow
-def test_a_save_without_fsync_is_found_out(tmp_path: Path) -> None:
+def test_a_save_without_fsync_is_found_out(disk: Path) -> None:
     """The same states show that a save whose fsyncs do nothing is neither whole nor durable: the model bites."""
-    states = states_of(tmp_path, "fresh", 40, "no fsync")
+    states = states_of(disk, "fresh", 40, "no fsync")
     assert bad(states, {"absent", "new"})
     assert [state for state in states if state["is_last"] == "True" and state["state"] == "absent"]
 
 
-def test_the_model_of_a_disk(tmp_path: Path) -> None:
+def test_the_model_of_a_disk(disk: Path) -> None:
     """Of a model disk that was cut, synced bytes and names are there, others as the policy says, renames whole."""
     disk, (nothing, everything) = Disk(), (lambda _: False, lambda _: True)
     disk.create("a", Directory())
@@ -91,15 +89,15 @@ def test_the_model_of_a_disk(tmp_path: Path) -> None:
     file.pending.append((0, b"x" * PAGE * 2))
     disk.sync("a/one")
     file.pending.append((PAGE, b"y" * PAGE))
-    disk.materialize(tmp_path / "1", nothing, nothing)
-    assert not list((tmp_path / "1").iterdir())
+    disk.materialize(disk / "1", nothing, nothing)
+    assert not list((disk / "1").iterdir())
     disk.sync("")
     disk.sync("a")
     disk.rename("a/one", "a/two")
-    disk.materialize(tmp_path / "2", nothing, nothing)
-    assert (tmp_path / "2/a/one").read_bytes() == b"x" * PAGE * 2
-    disk.materialize(tmp_path / "3", everything, everything)
-    assert (tmp_path / "3/a/two").read_bytes() == b"x" * PAGE + b"y" * PAGE
+    disk.materialize(disk / "2", nothing, nothing)
+    assert (disk / "2/a/one").read_bytes() == b"x" * PAGE * 2
+    disk.materialize(disk / "3", everything, everything)
+    assert (disk / "3/a/two").read_bytes() == b"x" * PAGE + b"y" * PAGE
     for number, (names, data) in enumerate(policies(9, random.Random(1)).values()):
-        disk.materialize(tmp_path / f"r{number}", names, data)
-        assert len(list((tmp_path / f"r{number}/a").iterdir())) == 1
+        disk.materialize(disk / f"r{number}", names, data)
+        assert len(list((disk / f"r{number}/a").iterdir())) == 1

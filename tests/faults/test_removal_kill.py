@@ -92,9 +92,9 @@ def _check(report: dict[str, Any], allowed: set[str]) -> None:
 
 @pytest.mark.slow
 @CASES
-def test_killed_removal_leaves_old_or_new(ranks: RankPool, tmp_path: Path, case: str) -> None:
+def test_killed_removal_leaves_old_or_new(ranks: RankPool, disk: Path, case: str) -> None:
     """After a kill at any of the calls that change the disk, all keys or all but the removed are there, digests too."""
-    report = _report(ranks, tmp_path, case, SAMPLED)
+    report = _report(ranks, disk, case, SAMPLED)
     assert len(report["outcomes"]) >= SAMPLED
     _check(report, {"old", "new"})
     links = [point["line"] for point in report["points"] if point["call"].startswith("link")]
@@ -105,9 +105,9 @@ def test_killed_removal_leaves_old_or_new(ranks: RankPool, tmp_path: Path, case:
 
 
 @pytest.mark.slow
-def test_killed_removal_where_names_cannot_be_exchanged(ranks: RankPool, tmp_path: Path) -> None:
+def test_killed_removal_where_names_cannot_be_exchanged(ranks: RankPool, disk: Path) -> None:
     """Without RENAME_EXCHANGE a kill at any of the same calls may leave one state more, which is named: set aside."""
-    report = _report(ranks, tmp_path, "ours", SAMPLED, "existing, no exchange")
+    report = _report(ranks, disk, "ours", SAMPLED, "existing, no exchange")
     assert len(report["outcomes"]) >= SAMPLED
     _check(report, {"old", "new", "set aside"})
 
@@ -115,8 +115,8 @@ def test_killed_removal_where_names_cannot_be_exchanged(ranks: RankPool, tmp_pat
 @pytest.mark.long
 @CASES
 @pytest.mark.parametrize("exchange", [True, False])
-def test_killed_at_every_call(ranks: RankPool, tmp_path: Path, case: str, exchange: bool) -> None:
+def test_killed_at_every_call(ranks: RankPool, disk: Path, case: str, exchange: bool) -> None:
     """The same at every single call; without RENAME_EXCHANGE the one window is named, and renaming ends it."""
-    report = _report(ranks, tmp_path, case, ALL, "existing" if exchange else "existing, no exchange")
+    report = _report(ranks, disk, case, ALL, "existing" if exchange else "existing, no exchange")
     assert len(report["outcomes"]) == len(report["points"])
     _check(report, {"old", "new"} if exchange else {"old", "new", "set aside"})

@@ -11,22 +11,22 @@ from tests.interop.runner import Megatron
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from pathlib import Path
 
     from tests.ranks import RankPool
+    from tests.sites import Sites
 
     Releases = Callable[[str], Megatron]
 
 
 @pytest.fixture(scope="session")
-def megatron(releases_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Releases]:
+def megatron(sites: Sites, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Releases]:
     """A release of megatron-core by its version, started once: ``megatron("0.16.1").run(4, "save", path)``."""
     running: dict[str, Megatron] = {}
 
     def start(release: str) -> Megatron:
         if release not in running:
             log = tmp_path_factory.mktemp("megatron") / f"{release}.log"
-            running[release] = Megatron(release, releases_folder, log)
+            running[release] = Megatron(release, [sites(f"megatron-core-{release}"), sites("megatron-needs")], log)
         return running[release]
 
     yield start

@@ -11,12 +11,12 @@ import torch.distributed as dist
 from shardckpt.compat.megatron.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
 from shardckpt.compat.megatron.dist_checkpointing.tensor_aware_state_dict import MCoreTensorAwareStateDict
 from shardckpt.mapping import ShardedTensor
-from tests.interop.runner import installed
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from tests.ranks import RankPool
+    from tests.sites import Sites
 
 #: The oldest release that needs nothing but torch for its local checkpoints.
 RELEASE = "0.4.1"
@@ -59,9 +59,9 @@ def _save_and_find(site: str, folder: str) -> None:
         sys.path.remove(site)
 
 
-def test_local_checkpoints_are_saved_behind_training(ranks: RankPool, releases_folder: Path, tmp_path: Path) -> None:
+def test_local_checkpoints_are_saved_behind_training(ranks: RankPool, sites: Sites, tmp_path: Path) -> None:
     """The package's requests go through our queue, and its files hold state dicts that load."""
-    site = installed(f"nvrx-{RELEASE}", [f"nvidia-resiliency-ext=={RELEASE}"], releases_folder)
+    site = sites(f"nvidia-resiliency-ext-{RELEASE}")
     ranks.run(2, _save_and_find, str(site), str(tmp_path))
     assert sorted(path.name for path in tmp_path.rglob("iter_0000002*")) == [
         "iter_0000002_0_local.pt",

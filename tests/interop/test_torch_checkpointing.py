@@ -7,21 +7,24 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
 
 from shardckpt import dist_checkpointing
-from tests.interop.runner import installed
 from tests.torch_checkpointing.golden import GOLDEN
+
+if TYPE_CHECKING:
+    from tests.sites import Sites
 
 SCRIPT = Path(__file__).with_name("torch_checkpointing_script.py")
 
 
 @pytest.mark.long  # the golden checkpoints that it makes again load in the default run
-def test_what_the_release_writes_is_what_the_golden_checkpoints_have(tmp_path: Path, releases_folder: Path) -> None:
+def test_what_the_release_writes_is_what_the_golden_checkpoints_have(tmp_path: Path, sites: Sites) -> None:
     """Every tensor and the common state of each directory are equal, bit for bit."""
-    package = installed("torch_checkpointing-0.1.1", ["torch_checkpointing==0.1.1"], releases_folder)
+    package = sites("torch_checkpointing-0.1.1")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])

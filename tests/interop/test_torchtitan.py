@@ -11,14 +11,12 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.interop.runner import installed
-
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from tests.sites import Sites
+
 ROOT = Path(__file__).parents[2]
-#: What importing its manager, optimizers, schedulers and loader takes; torch is the tests' own.
-NEEDS = ("torchtitan==0.3.0", "spmd_types==0.2.3", "torchdata==0.11.0", "tyro==1.0.17", "docstring_parser==0.18.0")
 
 pytestmark = [
     pytest.mark.slow,
@@ -27,9 +25,9 @@ pytestmark = [
 
 
 @pytest.fixture(scope="session")
-def site(releases_folder: Path) -> Path:
-    """The folder that has torchtitan, from PyPI unless it was installed before."""
-    return installed("torchtitan-0.3.0", NEEDS, releases_folder)
+def site(sites: Sites) -> Path:
+    """The folder that has torchtitan, and what importing its manager, optimizers, schedulers and loader takes."""
+    return sites("torchtitan-0.3.0")
 
 
 def run(site: Path, *arguments: str) -> None:

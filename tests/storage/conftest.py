@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 
 
 @pytest.fixture
-def direct_directory(tmp_path: Path) -> Path:
+def direct_directory(disk: Path) -> Path:
     """A directory on a file system with direct writes."""
-    if not bypasses_cache(tmp_path):
-        pytest.skip(f"the file system of {tmp_path} has no direct writes")
-    return tmp_path
+    if not bypasses_cache(disk):
+        pytest.skip(f"the file system of {disk} has no direct writes")
+    return disk

@@ -35,13 +35,13 @@ Records = list[list[memoryview]]
 
 
 @pytest.fixture(params=["direct", "switched off", "tmpfs"])
-def directory(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def directory(request: pytest.FixtureRequest, disk: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Directories of every kind."""
     if request.param == "tmpfs":
         return request.getfixturevalue("tmpfs")
     if request.param == "switched off":
         monkeypatch.setenv("SHARDCKPT_DIRECT_IO", "0")
-    return tmp_path
+    return disk
 
 
 @pytest.fixture
