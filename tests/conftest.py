@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from typing import TYPE_CHECKING
 
@@ -36,6 +37,7 @@ def pytest_configure() -> None:
     """Take Ctrl-C as usual even where pytest was started in the background, which ignores it: some tests send it."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     folders.choose()
+    os.environ.pop("PYTEST_ADDOPTS", None)  # options of this run, not of those that tests start
 
 
 @pytest.fixture(scope="module", autouse=True)

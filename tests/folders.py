@@ -29,7 +29,7 @@ def choose() -> None:
     if _has_room():
         os.environ.setdefault(ROOT, str(_MEMORY))
     if "PYTEST_XDIST_WORKER" in os.environ:  # tests look at what is left there: what others leave is theirs
-        folder = tempfile.mkdtemp(prefix="shardckpt-tests-", dir=os.environ.get(ROOT))
+        folder = tempfile.mkdtemp(prefix=_prefix(), dir=os.environ.get(ROOT))
         os.environ["TMPDIR"] = tempfile.tempdir = folder
         Path(folder).chmod(0o755)  # for programs that go on as another user
         # after multiprocessing has removed what it has there, at its priority of -100
@@ -39,8 +39,13 @@ def choose() -> None:
 @contextmanager
 def on_disk() -> Iterator[Path]:
     """Lend an empty folder on a disk, for what a file system in memory does not have: direct and lost writes."""
-    with tempfile.TemporaryDirectory(prefix="shardckpt-tests-", dir=os.environ[DISK]) as folder:
+    with tempfile.TemporaryDirectory(prefix=_prefix(), dir=os.environ[DISK]) as folder:
         yield Path(folder)
+
+
+def _prefix() -> str:
+    """Return how names of folders begin: with the process's number, by which .ci/run finds those of killed runs."""
+    return f"shardckpt-tests-{os.getpid()}-"
 
 
 def _has_room() -> bool:

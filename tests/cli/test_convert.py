@@ -166,9 +166,10 @@ def test_kills_at_random_moments(tmp_path: Path, to: str, kills: int) -> None:
     seconds = time.monotonic() - began
     (tmp_path / "new").rename(tmp_path / "probe")
     remove(tmp_path / "probe")
+    draw = random.Random(to)
     for _ in range(kills):
         process = start(tmp_path, to)
-        time.sleep(random.uniform(0, 1) * seconds)
+        time.sleep(draw.uniform(0, 1) * seconds)
         os.kill(process.pid, signal.SIGKILL)  # nobody has asked for its end: the number is its own
         process.communicate(timeout=120)
         if (tmp_path / "new").exists():  # it was done before the kill

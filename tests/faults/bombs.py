@@ -11,7 +11,6 @@ import pickle
 import resource
 import signal
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -237,14 +236,13 @@ VIEWS: dict[str, bytes] = {
 
 
 def _report(directory: Path, pipe: int) -> None:
-    """Load one, and write what it came to: the error, CPU seconds, and by how many MiB the peak of memory grew."""
+    """Load one, and write what it came to: the error, and by how many MiB the peak of memory grew."""
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") >> 10
     limit = pages * os.sysconf("SC_PAGE_SIZE") + _HEADROOM
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_CPU, (_SECONDS, _SECONDS))
-    start = time.process_time()
     kind, message = "", ""
     try:
         loaded = samples.load(directory)
@@ -252,9 +250,8 @@ def _report(directory: Path, pipe: int) -> None:
     except Exception as exc:  # noqa: BLE001 - it is reported
         kind = type(exc).__name__ if isinstance(exc, CheckpointingException) else f"{type(exc).__name__}, of no family"
         message = str(exc)
-    seconds = time.process_time() - start
     grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - resident) >> 10
-    os.write(pipe, json.dumps({"kind": kind, "message": message[:2000], "seconds": seconds, "grown": grown}).encode())
+    os.write(pipe, json.dumps({"kind": kind, "message": message[:2000], "grown": grown}).encode())
 
 
 def _loaded(directory: Path) -> dict[str, Any]:
@@ -270,18 +267,12 @@ def _loaded(directory: Path) -> dict[str, Any]:
     return json.loads(text) if text else {"kind": f"status {status}"}  # type: ignore[no-any-return]
 
 
-def _loaded_quickly(directory: Path) -> dict[str, Any]:
-    """The same, once more if it took long: on a busy machine the same work takes more CPU time."""
-    report = _loaded(directory)
-    return _loaded(directory) if report.get("seconds", 0) > 1 else report
-
-
 def main() -> None:
     """Print a report for every directory."""
     torch.set_num_threads(1)
     directories = json.load(sys.stdin)
     samples.load(Path(directories[0]))
-    json.dump({directory: _loaded_quickly(Path(directory)) for directory in directories}, sys.stdout)
+    json.dump({directory: _loaded(Path(directory)) for directory in directories}, sys.stdout)
 
 
 if __name__ == "__main__":

@@ -53,6 +53,7 @@ from tests.faults.replacing import (
     save_both,
     version_of,
 )
+from tests.resources import list_open
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -246,17 +247,9 @@ def test_no_descriptor_is_left(scene: Scene, backend: Backend) -> None:
     try:
         for name in READERS.keys() - foreign:
             READERS[name](scene.target)
-            left = [link for link in map(_link, Path("/proc/self/fd").iterdir()) if str(scene.place) in link]
-            assert left == [], name
+            assert list_open(scene.place) == [], name
     finally:
         gc.enable()
-
-
-def _link(path: Path) -> str:
-    try:
-        return str(path.readlink())
-    except OSError:  # the one that listed them
-        return ""
 
 
 def test_between_two_renames(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:

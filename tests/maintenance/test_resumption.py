@@ -32,6 +32,7 @@ from shardckpt.maintenance import convert_checkpoint, merge_checkpoints
 
 torch.set_num_threads(1)  # threads do not outlive a fork
 old, new, to = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
+random.seed(to)
 if to.startswith("merge "):
     def convert_checkpoint(old, new, to, memory_budget):
         return merge_checkpoints([old, old.with_name("other")], new, to.split()[1], slerp=0.25).conversion

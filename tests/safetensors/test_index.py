@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import time
 import tracemalloc
 from typing import TYPE_CHECKING, Any
 
@@ -184,14 +183,11 @@ def test_a_million_boxes_open_at_once() -> None:
     assert len(data) < 32 << 20
     sizes = dict.fromkeys(plan.files, 1 << 40)
     tracemalloc.start()
-    begin = time.perf_counter()
     index = StoredIndex(Columns(data, "here"), "here", sizes)
     number = index.numbers["layers.3.p7.weight"]
     chunks, _ = index.take_chunks(torch.tensor([number]))
-    seconds = time.perf_counter() - begin
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert seconds < 0.5
     assert peak < 32 << 20
     assert torch.equal(chunks.box.offset, offset[:ranks])
     assert chunks.length.unique().tolist() == [128 * 4096 * 2]

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from shardckpt.errors import CorruptCheckpointError, StorageError
 from shardckpt.storage import filesystem
+from tests.resources import list_open
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -196,14 +197,13 @@ def test_descriptors_are_closed(tmp_path: Path) -> None:
     """Refused files leave no descriptor open."""
     path = tmp_path / "file"
     path.write_bytes(bytes(100))
-    count = len(list(Path("/proc/self/fd").iterdir()))
     for _ in range(20):
         with pytest.raises(CorruptCheckpointError):
             filesystem.open_existing(tmp_path)
         with pytest.raises(CorruptCheckpointError, match=f"{path} has 100 bytes, more than the 99"):
             filesystem.read_file(path, 99)
         assert filesystem.read_file(path, 100) == bytes(100)
-    assert len(list(Path("/proc/self/fd").iterdir())) == count
+    assert list_open(tmp_path) == []
 
 
 @given(st.text(max_size=300))
@@ -278,11 +278,10 @@ def test_a_tree_is_synced_from_its_innermost_folders(tmp_path: Path, monkeypatch
 
 def test_sync_directory(tmp_path: Path) -> None:
     """Syncing a directory that is none is an error that names it; descriptors are closed."""
-    count = len(list(Path("/proc/self/fd").iterdir()))
     filesystem.sync_directory(tmp_path)
     with pytest.raises(StorageError, match=rf"cannot sync the directory {tmp_path / 'gone'}: .* \(ENOENT\)"):
         filesystem.sync_directory(tmp_path / "gone")
-    assert len(list(Path("/proc/self/fd").iterdir())) == count
+    assert list_open(tmp_path) == []
 
 
 def test_reads_of_many_threads(tmp_path: Path) -> None:

@@ -9,7 +9,6 @@ import threading
 import time
 import tracemalloc
 from itertools import pairwise
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -27,9 +26,12 @@ from shardckpt.storage.memory_budget import REQUEST_BYTES
 from shardckpt.storage.open_files import OPEN_FILES
 from shardckpt.storage.reader import CheckpointReader
 from shardckpt.storage.spans import Elements
+from tests.resources import list_open
 from tests.storage.files import manifest, write
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from shardckpt.manifest import FileRecord
 
 FOREIGN = Manifest(backend="b", version=1)
@@ -323,13 +325,12 @@ def test_unknown_algorithm(tmp_path: Path, file: FileRecord) -> None:
 
 def test_damaged_table(tmp_path: Path, file: FileRecord) -> None:
     """A damaged table of digests is an error that names its file, and leaves no descriptor open."""
-    count = len(list(Path("/proc/self/fd").iterdir()))
     damaged = file.model_copy(update={"digest": "0" * 64})
     with CheckpointReader(tmp_path, manifest(damaged)) as reader:
         for _ in range(5):
             with pytest.raises(CorruptCheckpointError, match=f"{tmp_path / 'data'}: the table of digests is damaged"):
                 reader.read("data")
-    assert len(list(Path("/proc/self/fd").iterdir())) == count
+    assert list_open(tmp_path) == []
 
 
 @pytest.mark.parametrize("threads", ["1", "4"])
@@ -381,7 +382,6 @@ def test_map_stops_at_a_failure(
 def test_more_files_than_may_be_open(tmp_path: Path, threads: int) -> None:
     """A checkpoint of thousands of ranks is read with few descriptors, by several threads, in any order."""
     records = [write(tmp_path, f"f{n}", [[bytes([n % 256]) * 10]]) for n in range(3 * OPEN_FILES)]
-    before = _descriptors()
     with CheckpointReader(tmp_path, manifest(*records)) as reader:
         wrong: list[int] = []
 
@@ -395,27 +395,22 @@ def test_more_files_than_may_be_open(tmp_path: Path, threads: int) -> None:
         for worker in workers:
             worker.join()
         assert not wrong
-        assert _descriptors() - before <= OPEN_FILES + threads
-    assert _descriptors() == before
+        assert len(list_open(tmp_path)) <= OPEN_FILES + threads
+    assert list_open(tmp_path) == []
 
 
 def test_the_directory_is_closed_with_the_reader(tmp_path: Path) -> None:
     """A directory that is held open is closed when nobody reads in it any more, also where Python collects nothing."""
     record = write(tmp_path, "f", [[b"content"]])
-    before = _descriptors()
     gc.disable()
     try:
         with CheckpointReader(open_directory(tmp_path), manifest(record)) as reader:
             assert reader.read("f") == b"content"
-            assert _descriptors() > before
+            assert list_open(tmp_path) != []
         del reader
-        assert _descriptors() == before
+        assert list_open(tmp_path) == []
     finally:
         gc.enable()
-
-
-def _descriptors() -> int:
-    return len(list(Path("/proc/self/fd").iterdir()))
 
 
 def test_map_stops_at_an_interrupt(tmp_path: Path, file: FileRecord, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -501,30 +496,29 @@ def test_a_file_that_was_replaced_meanwhile(tmp_path: Path) -> None:
     with CheckpointReader(tmp_path, manifest(*records), verify=False) as reader:
         for n in range(len(records)):
             reader.read(f"f{n}")
-        before = _descriptors()
+        before = len(list_open(tmp_path))
         (tmp_path / "other").write_bytes(b"x" * 10)
         os.utime(tmp_path / "other", (5, 5))
         (tmp_path / "other").rename(tmp_path / "f0")
         for _ in range(3):
             with pytest.raises(StorageError, match=f"{tmp_path / 'f0'}: .*something has replaced the checkpoint"):
                 reader.read("f0")
-        assert _descriptors() == before
+        assert len(list_open(tmp_path)) == before
         assert reader.read("f1") == bytes([1]) * 10  # closed too, and opened again
 
 
 def test_close_while_a_file_is_read(tmp_path: Path, file: FileRecord) -> None:
     """A reader that is closed while a thread reads keeps that thread's file open until it has read it."""
-    before = _descriptors()
     reader = CheckpointReader(tmp_path, manifest(file))
     opened = reader._files.acquire("data")
     reader.close()
     assert os.pread(opened.fd, 5, 0) == b"first"
     reader._files.release(opened)
-    assert _descriptors() == before
+    assert list_open(tmp_path) == []
     assert not opened.is_open
     assert reader.read("data") == b"firstsecond"
     reader.close()
-    assert _descriptors() == before
+    assert list_open(tmp_path) == []
 
 
 def test_what_is_read_is_not_copied(tmp_path: Path) -> None:

@@ -10,7 +10,6 @@ import random
 import signal
 import threading
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
@@ -22,10 +21,12 @@ from shardckpt.storage.new_file import NewFile
 from shardckpt.storage.writer import CheckpointWriter
 from shardckpt.tensors.memory import PAGE
 from tests.faults.disks import small_disk
+from tests.resources import list_open
 from tests.storage.files import memory
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
     from shardckpt.manifest import FileRecord
 
@@ -353,14 +354,13 @@ def test_memory_is_used_again(direct_directory: Path, threads: str, monkeypatch:
 
 def test_abandoned_files(direct_directory: Path) -> None:
     """Files that are given up in the middle leave neither descriptors nor blocks in use."""
-    descriptors = len(list(Path("/proc/self/fd").iterdir()))
     for number in range(5):
         with CheckpointWriter(direct_directory, 0) as writer:
             file = writer.create(f"data{number}")
             file.append_small([b"x" * 100])
             big = memory(10 * MIB, number)
             file.append(big.nbytes, lambda big=big: [big])
-    assert len(list(Path("/proc/self/fd").iterdir())) == descriptors
+    assert list_open(direct_directory) == []
 
 
 @pytest.mark.parametrize("extra", [0, 8 * MIB])

@@ -1,0 +1,159 @@
+"""The phases of .ci/run after the installation, and its last lines: times, skips, what was flaky and what failed."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import time
+import xml.etree.ElementTree as ET
+from collections import Counter
+from pathlib import Path
+from typing import NamedTuple
+
+FOLDER = Path(os.environ["TMPDIR"])
+#: If no more tests than that fail, they run once more, alone.
+RETRIED = 5
+#: A run ends after so many failures.
+MOST_FAILURES = 20
+
+
+class Result(NamedTuple):
+    """What came of a test: ``passed``, ``skipped``, ``failed``, or ``flaky`` if it has passed the second time."""
+
+    outcome: str
+    seconds: float
+    reason: str = ""
+
+
+class Check:
+    """The phases of a check, and what came of them.
+
+    Args:
+        began: When the check began, in seconds since the epoch: the first phase is the installation.
+    """
+
+    def __init__(self, began: float) -> None:
+        self._seconds: dict[str, float] = {"install": time.time() - began}
+        self._results: dict[str, Result] = {}
+        self._failed: list[str] = []
+
+    def run(self, phase: str, *commands: str) -> None:
+        """Run commands; the first that fails ends the phase."""
+        self._begin(phase)
+        for command in commands:
+            if self._call(command):
+                self._failed.append(f"{phase}: {command}")
+                break
+        self._end(phase)
+
+    def run_tests(self, phase: str, command: str) -> None:
+        """Run a command that ends with ``pytest``; where a few tests fail, these once more, alone."""
+        self._begin(phase)
+        cache = f"-o cache_dir={FOLDER / phase}"
+        status = self._call(command, f"--maxfail={MOST_FAILURES} --junitxml={FOLDER / phase}.xml {cache}")
+        results = _read_results(FOLDER / f"{phase}.xml")
+        failed = [name for name, result in results.items() if result.outcome == "failed"]
+        if status == 1 and 1 <= len(failed) <= RETRIED:
+            print(f"\nonce more, alone: {', '.join(failed)}", flush=True)
+            again = f"{re.sub('.*&& ', '', command, flags=re.DOTALL)} -n 0 --last-failed --last-failed-no-failures none"
+            status = self._call(again, f"--junitxml={FOLDER / phase}.again.xml {cache}")
+            second = _read_results(FOLDER / f"{phase}.again.xml")
+            for name in failed:
+                if second.get(name, results[name]).outcome == "passed":
+                    results[name] = results[name]._replace(outcome="flaky")
+        if status:
+            self._failed.append(f"{phase}: {command}")
+        self._results |= results
+        self._end(phase)
+
+    @property
+    def is_red(self) -> bool:
+        """Whether a phase has failed."""
+        return bool(self._failed)
+
+    def print_summary(self) -> None:
+        """Print the last lines."""
+        print("\nslowest")
+        for name, result in sorted(self._results.items(), key=lambda item: -item[1].seconds)[:20]:
+            print(f"{result.seconds:7.1f} s  {name}")
+        print("\nskipped")
+        skipped = Counter(result.reason for result in self._results.values() if result.outcome == "skipped")
+        for reason, count in skipped.most_common():
+            print(f"{count:7d}  {reason}")
+        print("\nseconds by phase")
+        print(*(f"{phase} {seconds:.0f}," for phase, seconds in self._seconds.items()), end=" ")
+        print(f"in all {sum(self._seconds.values()):.0f}\n")
+        for outcome in ("flaky", "failed"):
+            for name, result in self._results.items():
+                if result.outcome == outcome:
+                    print(f"{outcome.upper()}: {name} - {result.reason[:300]}")
+        for phase in self._failed:
+            print(f"RED: {phase}")
+        counts = Counter(result.outcome for result in self._results.values())
+        passed = counts["passed"] + counts["flaky"]
+        print(f"{passed} passed, {counts['failed']} failed, {counts['skipped']} skipped", flush=True)
+
+    def _begin(self, phase: str) -> None:
+        print(f"\n== {phase}", flush=True)
+        self._seconds[phase] = -time.time()
+
+    def _end(self, phase: str) -> None:
+        self._seconds[phase] += time.time()
+
+    def _call(self, command: str, pytest_options: str = "") -> int:
+        print(f"$ {command}", flush=True)
+        environment = {**os.environ, "PYTEST_ADDOPTS": pytest_options}
+        bash = ["bash", "-euo", "pipefail", "-c", command]
+        return subprocess.run(bash, env=environment, stdin=subprocess.DEVNULL, check=False).returncode
+
+
+def _read_results(path: Path) -> dict[str, Result]:
+    """Read the tests' results by their names from a file that pytest has written, if it has."""
+    results = {}
+    for case in ET.parse(path).iter("testcase") if path.exists() else ():
+        outcome, reason = "passed", ""
+        for child in case:
+            if child.tag in ("error", "failure", "skipped"):
+                outcome = "skipped" if child.tag == "skipped" else "failed"
+                reason = (child.get("message", "").strip().splitlines() or [""])[0]
+        name = "::".join((*_find_file(case.get("classname", "")), case.get("name", "")))
+        results[name] = Result(outcome, float(case.get("time", 0)), reason)
+    return results
+
+
+def _find_file(module: str) -> list[str]:
+    """Split what pytest calls the class of a test, with its module, into the file and the class."""
+    parts = module.split(".")
+    for end in range(len(parts), 0, -1):
+        file = Path(*parts[:end]).with_suffix(".py")
+        if file.exists():
+            return [str(file), *parts[end:]]
+    return [module]
+
+
+def _readme_command(name: str) -> str:
+    """Return the command that stands in README.md below the comment ``<!-- command: NAME -->``."""
+    found = re.search(
+        rf"^<!-- command: {name} -->\n```bash\n(.*?)\n```$", Path("README.md").read_text(), re.MULTILINE | re.DOTALL
+    )
+    if found is None:
+        raise SystemExit(f"README.md has no command {name!r}")
+    return found[1]
+
+
+def main() -> int:
+    """Run all phases, stop after lint if it is red, and return the exit status."""
+    check = Check(float(sys.argv[1]))
+    check.run("lint", "ruff check .", "ruff format --check .", "mypy", "pytest -q tests/test_architecture.py")
+    if not check.is_red:
+        check.run("demo", _readme_command("demo"))
+        check.run_tests("default", _readme_command("test"))
+        check.run_tests("ci", "pytest -m ci")
+    check.print_summary()
+    return int(check.is_red)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
