@@ -108,17 +108,17 @@ _stack = [_ALL["torch_dist"]]
 
 #: Run a test, or all of a module, over each format.
 both = pytest.mark.parametrize("backend", list(_ALL), indirect=True, scope="module")
-#: The same, where the default run has no time for all formats: the others are slow tests.
-both_slowly = pytest.mark.parametrize(
+#: The same, where the default run has no time for all formats: the others are in CI.
+both_in_ci = pytest.mark.parametrize(
     "backend",
-    ["torch_dist", *(pytest.param(name, marks=pytest.mark.slow) for name in _ALL if name != "torch_dist")],
+    ["torch_dist", *(pytest.param(name, marks=pytest.mark.ci) for name in _ALL if name != "torch_dist")],
     indirect=True,
     scope="module",
 )
-#: The same, where not even .ci/run has the time: the others are long tests.
-both_at_length = pytest.mark.parametrize(
+#: The same, where CI has no time for them either: the others are proof.
+both_in_proof = pytest.mark.parametrize(
     "backend",
-    ["torch_dist", *(pytest.param(name, marks=pytest.mark.long) for name in _ALL if name != "torch_dist")],
+    ["torch_dist", *(pytest.param(name, marks=pytest.mark.proof) for name in _ALL if name != "torch_dist")],
     indirect=True,
     scope="module",
 )
@@ -175,8 +175,8 @@ __all__ = [
     "Backend",
     "become_default",
     "both",
-    "both_at_length",
-    "both_slowly",
+    "both_in_ci",
+    "both_in_proof",
     "current",
     "data_file",
     "run_with",

@@ -27,12 +27,6 @@ settings.register_profile("any machine", deadline=None, suppress_health_check=[H
 settings.load_profile("any machine")
 
 
-def pytest_itemcollected(item: pytest.Item) -> None:
-    """Let a long test be a slow one, or the default run would have it."""
-    if item.get_closest_marker("long") is not None:
-        item.add_marker("slow")
-
-
 def pytest_configure() -> None:
     """Take Ctrl-C as usual even where pytest was started in the background, which ignores it: some tests send it."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -89,7 +83,7 @@ def sites() -> Sites:
 
 @pytest.fixture(scope="session")
 def many_ranks() -> Iterator[RankPool]:
-    """Groups of up to 8 ranks, for slow tests."""
+    """Groups of up to 8 ranks, for tests of CI."""
     pool = RankPool(8)
     yield pool
     pool.close()

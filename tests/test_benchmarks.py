@@ -13,7 +13,7 @@ import pytest
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-pytestmark = pytest.mark.slow  # what users import is tested by default; the benchmarks run as a whole
+pytestmark = pytest.mark.ci  # what users import is tested by default; the benchmarks run as a whole
 
 ROOT = Path(__file__).parents[1]
 TINY = ("--scale", "0.0001", "--rounds", "1")
@@ -59,7 +59,7 @@ def folders(tmp_path: Path) -> Iterator[Folders]:
         yield Folders(disk, Path(temporary))
 
 
-@pytest.mark.long
+@pytest.mark.proof
 def test_every_adapter_round_trips_and_stands_in_the_table(folders: Folders, tmp_path: Path) -> None:
     """Each library saves, loads, slices and saves behind the training, bit for bit, with one rank and with two."""
     results = tmp_path / "results.md"

@@ -33,7 +33,7 @@ class _Parts(InParts):
     page_rows = 128
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_no_rank_receives_what_all_send() -> None:
     """Of 256 ranks with 64 shards each, none sends more than 32 KiB; what one receives are mostly the files' names."""
     found = count_planning(RANKS, SHARDS, _Parts())
@@ -43,7 +43,7 @@ def test_no_rank_receives_what_all_send() -> None:
     assert make_plan(0, RANKS, SHARDS).nbytes * RANKS > max(found.received)
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_the_count_is_that_of_a_save() -> None:
     """The counted bytes are, rank by rank, those that the strategy's own planning moves; plans are moved as made."""
     found, replay = count_planning(72, 4, _Few()), replay_planning(72, 4, _Few())
@@ -52,7 +52,7 @@ def test_the_count_is_that_of_a_save() -> None:
     assert move_plan(make_plan(0, 72, 4), 5) == make_plan(5, 72, 4)
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_opening_for_one_rank_reads_few_pages(tmp_path: Path) -> None:
     """Of an index of 16,384 boxes, a rank reads the heads, and of each of its tensors one or two pages."""
     found = count_planning(RANKS, SHARDS, _Parts())

@@ -25,7 +25,7 @@ def _code(name: str) -> str:
     return (f"from {_module(before.name)} import *\n" if before else "") + block.code
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_examples_pass_mypy(tmp_path: Path, pytestconfig: pytest.Config) -> None:
     """What a README shows is typed as the API is: a user's mypy has no complaint of it."""
     names = [name for name, block in EXAMPLES.items() if block.language == "python"]

@@ -10,7 +10,7 @@ KIB, MIB = 1 << 10, 1 << 20
 RANKS = 1 << 14
 
 
-@pytest.mark.parametrize(("ranks", "limit"), [(512, 6 * MIB), pytest.param(RANKS, 8 * MIB, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("ranks", "limit"), [(512, 6 * MIB), pytest.param(RANKS, 8 * MIB, marks=pytest.mark.ci)])
 def test_file_records_stay_small_however_many_ranks_save(ranks: int, limit: int) -> None:
     """With 1,000 segments a rank the main rank receives at most 8 MiB; the tables alone would be 168 MiB."""
     found = count_record_traffic(ranks, 1000)
@@ -26,7 +26,7 @@ def test_what_ranks_with_the_same_keys_move_does_not_grow_with_their_shards() ->
         assert many[phase].received <= 256 * 16
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_ranks_with_different_replicas_ask_owners() -> None:
     """Where sets of replicated shards differ, no rank receives the ids of all, of which there would be 600 KiB."""
     found = count_traffic(96, 400, 4, replicated=400)["replicas"]
@@ -35,7 +35,7 @@ def test_ranks_with_different_replicas_ask_owners() -> None:
     assert found.received <= 200 * KIB
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_ranks_with_different_keys_send_them_to_owners() -> None:
     """No rank receives the tensors of all: what one receives depends little on how many sets of keys there are."""
     few, many = (count_traffic(96, 100, key_sets)["validation"] for key_sets in (4, 96))

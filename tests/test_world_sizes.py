@@ -254,7 +254,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory, backend: Backend) -> Iterato
     return _merged([program(str(tmp_path_factory.mktemp("alone")))])
 
 
-@backends.both_slowly
+@backends.both_in_ci
 def test_alone(alone: Any) -> None:
     """Without a process group every value is right, and exactly what should be refused is."""
     outcomes, rows = alone
@@ -272,7 +272,7 @@ def test_alone(alone: Any) -> None:
     assert outcomes["listing"][1] == ["ckpt"]
 
 
-@backends.both_slowly
+@backends.both_in_ci
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_world_size(ranks: RankPool, tmp_path: Path, alone: Any, world: int) -> None:
     """1, 2 and 4 ranks get what one process gets: values, sets of keys, kinds of errors, messages and warnings."""
@@ -280,7 +280,7 @@ def test_world_size(ranks: RankPool, tmp_path: Path, alone: Any, world: int) -> 
 
 
 @backends.both
-@pytest.mark.slow
+@pytest.mark.ci
 def test_eight_ranks(many_ranks: RankPool, tmp_path: Path, alone: Any) -> None:
     """So do 8 ranks."""
     _compare(many_ranks.run(8, program, str(tmp_path)), alone)

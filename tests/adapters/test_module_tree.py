@@ -144,7 +144,7 @@ def test_lists_what_torch_lists(kind: str) -> None:
     _check(module, is_usual=kind in USUAL)
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_lists_a_compiled_module() -> None:
     """The names that torch.compile adds are left out, around the model and inside it."""

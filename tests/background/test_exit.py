@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from tests.backends import Backend
 
 PERSISTENT = pytest.mark.parametrize(
-    "persistent", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["thread", "process"]
+    "persistent", [False, pytest.param(True, marks=pytest.mark.ci)], ids=["thread", "process"]
 )
 
 ALONE = """
@@ -62,7 +62,7 @@ def _start(program: str, folder: Path, *arguments: str) -> programs.Program:
     return programs.start("", *arguments, file=script, warnings_are_errors=True, one_output=True)
 
 
-@backends.both_at_length
+@backends.both_in_proof
 @PERSISTENT
 def test_a_save_in_flight_at_the_end_of_one_process_is_finished(
     tmp_path: Path, backend: Backend, persistent: bool
@@ -79,9 +79,9 @@ def test_a_save_in_flight_at_the_end_of_one_process_is_finished(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["c", "train.py"]
 
 
-@backends.both_at_length
-@pytest.mark.parametrize("persistent", [False, pytest.param(True, marks=pytest.mark.long)], ids=["thread", "process"])
-@pytest.mark.slow
+@backends.both_in_proof
+@pytest.mark.parametrize("persistent", [False, pytest.param(True, marks=pytest.mark.proof)], ids=["thread", "process"])
+@pytest.mark.ci
 def test_a_large_save_in_flight_at_the_end_of_one_process_is_finished(
     tmp_path: Path, backend: Backend, persistent: bool
 ) -> None:
@@ -107,7 +107,7 @@ def test_a_large_save_in_flight_at_the_end_of_one_process_is_finished(
     assert len(dc.load_plain_tensors(tmp_path / "c")) == 4000
 
 
-@backends.both_at_length
+@backends.both_in_proof
 def test_a_save_that_fails_at_the_end_is_told(tmp_path: Path) -> None:
     """A failure in one queue at the end of the program is in its output, and the other queue's save is finished."""
     program = """
@@ -128,9 +128,9 @@ def test_a_save_that_fails_at_the_end_is_told(tmp_path: Path) -> None:
     assert dc.load_plain_tensors(tmp_path / "c")["w"].eq(1).all()
 
 
-@backends.both_at_length
+@backends.both_in_proof
 @PERSISTENT
-@pytest.mark.slow
+@pytest.mark.ci
 def test_a_save_in_flight_at_the_end_of_a_job_is_finished(tmp_path: Path, persistent: bool) -> None:
     """Ranks that end together without finalizing, however they end, leave a whole checkpoint and say nothing."""
     codes, outputs = _end_together(tmp_path, persistent=persistent, end="time.sleep(rank); sys.exit(3 * rank)")
@@ -140,7 +140,7 @@ def test_a_save_in_flight_at_the_end_of_a_job_is_finished(tmp_path: Path, persis
     assert not list(tmp_path.glob(".*"))
 
 
-@backends.both_at_length
+@backends.both_in_proof
 @PERSISTENT
 def test_a_save_in_flight_when_the_group_is_destroyed_is_absent(tmp_path: Path, persistent: bool) -> None:
     """Ranks that cannot finalize any more say what is lost and what to do, and leave nothing of it."""
@@ -155,12 +155,12 @@ def test_a_save_in_flight_when_the_group_is_destroyed_is_absent(tmp_path: Path, 
     assert not list(tmp_path.glob(".*"))
 
 
-@backends.both_at_length
+@backends.both_in_proof
 @pytest.mark.parametrize(
     "end",
     [
         "rank and os._exit(3)",  # it never comes to its end
-        pytest.param("rank and time.sleep(6)", marks=pytest.mark.long),  # later than any rank waits
+        pytest.param("rank and time.sleep(6)", marks=pytest.mark.proof),  # later than any rank waits
     ],
 )
 def test_ranks_that_end_apart_lose_the_save_and_say_so(tmp_path: Path, end: str) -> None:
@@ -182,7 +182,7 @@ def _end_together(tmp_path: Path, *, persistent: bool, end: str) -> tuple[list[i
     return [process.returncode for process in processes], outputs
 
 
-@backends.both_at_length
+@backends.both_in_proof
 def test_a_synchronous_save_starts_no_process(tmp_path: Path) -> None:
     """A plain save needs no __main__ guard, no manager process, no psutil and no multiprocessing child."""
     program = """
@@ -200,7 +200,7 @@ def test_a_synchronous_save_starts_no_process(tmp_path: Path) -> None:
     assert process.returncode == 0, output
 
 
-@backends.both_at_length
+@backends.both_in_proof
 def test_a_killed_training_leaves_no_worker_and_no_checkpoint(tmp_path: Path) -> None:
     """When the training process is killed, its worker ends by itself, and what was in flight is absent."""
     program = """

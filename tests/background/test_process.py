@@ -75,7 +75,7 @@ def test_a_result_that_cannot_be_unpickled_ends_the_wait(worker: WorkerProcess) 
     assert worker.submit(AsyncRequest(calls.wait, (0, 5), [])).result(30) == 5
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_functions_of_the_program_itself_are_explained(worker: WorkerProcess) -> None:
     """What stands in __main__ is not there in the process: the error says where it must stand, and the other way."""
     program = """
@@ -128,7 +128,7 @@ def test_signals_to_the_whole_job_do_not_end_a_save(worker: WorkerProcess, numbe
     assert future.result(30) == 7
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_queues_have_processes_of_their_own() -> None:
     """Closing one queue does not disturb what another has in flight."""
     with AsyncCallsQueue(persistent=True) as one, AsyncCallsQueue(persistent=True) as other:
@@ -138,7 +138,7 @@ def test_queues_have_processes_of_their_own() -> None:
         assert one.maybe_finalize_async_calls(blocking=True) == [1]
 
 
-@pytest.mark.slow  # starts interpreters
+@pytest.mark.ci  # starts interpreters
 def test_the_directory_of_the_job_hides_no_module(tmp_path: Path) -> None:
     """A file in the working directory that is named like a module of the library is not imported in its place."""
     (tmp_path / "socket.py").write_text("raise SystemExit('the wrong socket')")
@@ -157,7 +157,7 @@ def test_the_directory_of_the_job_hides_no_module(tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_a_fork_has_a_process_of_its_own() -> None:
     """A child of the trainer that goes on with its queue does not talk into its parent's process."""
     program = """
@@ -185,7 +185,7 @@ def test_a_fork_has_a_process_of_its_own() -> None:
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_a_process_ends_with_its_parent_although_a_fork_lives() -> None:
     """The process of a killed trainer ends, although a forked data loader holds its pipe open."""
     program = """

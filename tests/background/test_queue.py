@@ -63,7 +63,7 @@ def test_what_cannot_go_to_a_process_is_said_to() -> None:
         queue.close()
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_a_request_counts_as_written_when_its_callback_has_run() -> None:
     """Finalize functions find what written_fn has noted, however slow that is."""
     seen: list[str] = []

@@ -94,7 +94,7 @@ def test_staging_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("persistent", [False, True], ids=["thread", "process"])
-@pytest.mark.slow
+@pytest.mark.ci
 def test_staging_without_files_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, persistent: bool) -> None:
     """A Python without memfd_create stages in files that have no name: nothing is left of them."""
     folder = tmp_path / "temporary"

@@ -104,9 +104,7 @@ def assert_resumed(folder: Path, expected: list[dict[str, Any]], report: dict[st
 @pytest.mark.parametrize(
     ("to", "moments"),
     [
-        pytest.param(
-            to, ["write", "proof"], marks=pytest.mark.slow if to in ("safetensors", "hf") else pytest.mark.long
-        )
+        pytest.param(to, ["write", "proof"], marks=pytest.mark.ci if to in ("safetensors", "hf") else pytest.mark.proof)
         for to in ("safetensors", "torch_dist", "ep", "hf", "torch")
     ],
 )
@@ -129,7 +127,7 @@ _COMMITS = {("safetensors", "rename"), ("safetensors", "renamed"), ("hf", "prove
 @pytest.mark.parametrize(
     ("to", "moment"),
     [  # each target, a directory or a file, and each moment; all of the product is long
-        pytest.param(to, moment, marks=pytest.mark.slow if (to, moment) in _COMMITS else pytest.mark.long)
+        pytest.param(to, moment, marks=pytest.mark.ci if (to, moment) in _COMMITS else pytest.mark.proof)
         for to in ("safetensors", "hf", "torch")
         for moment in ("proven", "rename", "renamed")
     ],
@@ -154,8 +152,8 @@ def test_a_kill_at_the_commit(tmp_path: Path, to: str, moment: str) -> None:
 @pytest.mark.parametrize(
     ("to", "kills"),
     [
-        pytest.param("safetensors", 1, marks=pytest.mark.slow),
-        *(pytest.param(to, 10, marks=pytest.mark.long) for to in ("safetensors", "hf", "torch")),
+        pytest.param("safetensors", 1, marks=pytest.mark.ci),
+        *(pytest.param(to, 10, marks=pytest.mark.proof) for to in ("safetensors", "hf", "torch")),
     ],
 )
 def test_kills_at_random_moments(tmp_path: Path, to: str, kills: int) -> None:

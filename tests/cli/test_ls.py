@@ -201,7 +201,7 @@ def test_ls_of_a_file_is_its_row(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert shown.err == ""
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_ls_of_a_folder_without_a_manifest_does_not_import_dtensor(tmp_path: Path) -> None:
     """To ask every installed reader whether it recognises a directory imports no DTensor, which takes half a second."""
     (tmp_path / "logs").mkdir()

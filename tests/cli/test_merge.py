@@ -82,7 +82,7 @@ main(["merge", *sys.argv[1:]])
 
 
 @pytest.mark.parametrize(
-    "to", [pytest.param("safetensors", marks=pytest.mark.slow), pytest.param("hf", marks=pytest.mark.long)]
+    "to", [pytest.param("safetensors", marks=pytest.mark.ci), pytest.param("hf", marks=pytest.mark.proof)]
 )
 def test_a_killed_merge_leaves_nothing(tmp_path: Path, to: str) -> None:
     """Killed before its commit, a merge leaves nothing at DST; run again, it succeeds, and nothing else is left."""

@@ -131,7 +131,7 @@ def _generations(place: _Place) -> set[str]:
 @pytest.mark.parametrize(
     ("place", "is_answer_lost", "saves"),
     [  # each kind of store with other values of both; the rest of the product is long
-        pytest.param(*each, marks=pytest.mark.slow if each in _PAIRS else pytest.mark.long)
+        pytest.param(*each, marks=pytest.mark.ci if each in _PAIRS else pytest.mark.proof)
         for each in itertools.product(("obstore", "fsspec"), (False, True), (1, 2))
     ],
     indirect=["place"],

@@ -130,8 +130,8 @@ MEMBERS = {
 
 RELEASES = [
     "0.16.1",
-    pytest.param("0.9.0", marks=pytest.mark.slow),
-    *(pytest.param(release, marks=pytest.mark.long) for release in ("0.12.3", "0.13.1", "0.15.3")),
+    pytest.param("0.9.0", marks=pytest.mark.ci),
+    *(pytest.param(release, marks=pytest.mark.proof) for release in ("0.12.3", "0.13.1", "0.15.3")),
 ]
 #: Modules that later releases of Megatron dropped or renamed, and that are refused by name as a whole.
 DROPPED = {

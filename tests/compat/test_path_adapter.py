@@ -405,7 +405,7 @@ def _behind(path: str, persistent: bool) -> None:
     assert [value.tolist() for value in loaded.values()] == [[4.0] * 4] * 2
 
 
-@pytest.mark.parametrize("persistent", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("persistent", [False, pytest.param(True, marks=pytest.mark.ci)])
 def test_it_saves_behind_the_training(ranks: RankPool, tmp_path: Path, persistent: bool) -> None:
     """By a thread or the worker process, what is saved is the state of the plan; the same strategy saves in front."""
     ranks.run(2, _behind, str(tmp_path / "c"), persistent)

@@ -132,7 +132,7 @@ def _is_equal(one: list[Any], other: list[Any]) -> bool:
     return small.is_equal(one[0], other[0]) and one[1:] == other[1:]
 
 
-@pytest.mark.parametrize("mode", ["DISABLED", "async", pytest.param("Async_With_Pinned_Mem", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("mode", ["DISABLED", "async", pytest.param("Async_With_Pinned_Mem", marks=pytest.mark.ci)])
 def test_the_documents_calls_run_as_they_stand(tmp_path: Path, mode: str) -> None:
     """Constructor, ``save(curr_step=)``, ``load(step=-1)``: step 1 is saved, too, and parts resume with schedulers."""
     whole = Job(tmp_path / "whole", async_mode=mode)
@@ -252,7 +252,7 @@ gc.collect()
 """
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_a_dropped_manager_has_saved(tmp_path: Path) -> None:
     """Without ``close``, the save in the background is committed when the program ends, as the original's was."""
     done = programs.run(_DROPPED, str(tmp_path), cwd=programs.ROOT, timeout=100)

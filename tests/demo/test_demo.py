@@ -21,7 +21,7 @@ TIME_LIMIT = 240.0
 
 linux_only = pytest.mark.skipif(sys.platform != "linux", reason="finds the ranks in /proc")
 #: Of a whole demo, eleven starts of a process: .ci/run runs it first, by the README's command, which fails if it does.
-report = pytest.mark.long
+report = pytest.mark.proof
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ def test_the_kept_checkpoint_verifies(demo: Demo, place: Path, capsys: pytest.Ca
     assert "__3_0.distcp" in capsys.readouterr().out
 
 
-@pytest.mark.long  # another eleven starts of a process: tests/demo/test_train.py trains experts on the ranks of a pool
+@pytest.mark.proof  # another eleven starts of a process: tests/demo/test_train.py trains experts on the ranks of a pool
 def test_experts_go_on_with_another_parallelism() -> None:
     """Saved at ep 2 x efsdp 2; at ep 4, at ep 1 x efsdp 2 and in one process the same state goes on with one curve."""
     experts = _demo("--moe")
@@ -165,7 +165,7 @@ def test_a_directory_that_cannot_be_made_is_a_reason(tmp_path: Path) -> None:
     assert demo.err == f"shardckpt demo: cannot create the directory {tmp_path}/file/below: Not a directory (ENOTDIR)\n"
 
 
-@pytest.mark.long  # starts five interpreters, as the test of a rank that dies does
+@pytest.mark.proof  # starts five interpreters, as the test of a rank that dies does
 def test_a_failure_on_the_ranks_ends_the_demo_with_their_reason() -> None:
     """Without the default strategy's plugin the save fails on every rank, and the demo says so and exits 2."""
     demo = _demo("--steps", "1", SHARDCKPT_DISABLED_PLUGINS="torch_dist")
@@ -224,9 +224,9 @@ def test_a_rank_that_dies_ends_the_demo_and_all_ranks(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "number",
     [
-        pytest.param(signal.SIGINT, marks=pytest.mark.slow),
-        pytest.param(signal.SIGTERM, marks=pytest.mark.long),
-        pytest.param(signal.SIGKILL, marks=pytest.mark.slow),
+        pytest.param(signal.SIGINT, marks=pytest.mark.ci),
+        pytest.param(signal.SIGTERM, marks=pytest.mark.proof),
+        pytest.param(signal.SIGKILL, marks=pytest.mark.ci),
     ],
 )
 def test_the_end_of_the_demo_is_the_end_of_its_ranks(tmp_path: Path, number: signal.Signals) -> None:

@@ -39,8 +39,8 @@ def _losses(reports: Sequence[dict[str, Any]]) -> dict[int, float]:
     return {fields["step"]: fields["loss"] for fields in reports if "loss" in fields}
 
 
-@pytest.mark.parametrize("options", [(), pytest.param(("--ep", "2"), marks=pytest.mark.long)])
-@pytest.mark.slow
+@pytest.mark.parametrize("options", [(), pytest.param(("--ep", "2"), marks=pytest.mark.proof)])
+@pytest.mark.ci
 def test_the_same_ranks_go_on_bit_for_bit(ranks: RankPool, tmp_path: Path, options: tuple[str, ...]) -> None:
     """Two steps, a checkpoint and two more in a new model with other parameters are four steps in one go."""
     once = ranks.run(4, _reports, tmp_path / "once", "--steps=4", "--interval=9", *options)[0]
@@ -52,7 +52,7 @@ def test_the_same_ranks_go_on_bit_for_bit(ranks: RankPool, tmp_path: Path, optio
     assert all(reports == resumed[0] for reports in resumed)
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_experts_are_trained_alike_however_they_are_split(ranks: RankPool, tmp_path: Path) -> None:
     """From the same parameters, ep 2 x efsdp 2, ep 4 and one process without a group make the same steps."""
     alone = _losses(_reports(tmp_path / "1", "--steps=3", "--ep=1"))
@@ -108,7 +108,7 @@ def _bytes_of_a_load(folder: Path) -> tuple[int, int]:
 
 
 @linux_only
-@pytest.mark.slow
+@pytest.mark.ci
 def test_ranks_read_little_more_than_they_need(ranks: RankPool, tmp_path: Path) -> None:
     """What each of 2 ranks reads is a little more than its own shards: they do not read the checkpoint twice."""
     ranks.run(4, _reports, tmp_path, "--steps=2")
@@ -118,7 +118,7 @@ def test_ranks_read_little_more_than_they_need(ranks: RankPool, tmp_path: Path) 
     assert sum(read for _, read in sizes) < 1.5 * 3 * sum(own for own, _ in sizes)
 
 
-@pytest.mark.long  # starts four interpreters: `shardckpt demo` runs the same script, without torchrun
+@pytest.mark.proof  # starts four interpreters: `shardckpt demo` runs the same script, without torchrun
 def test_the_command_lines_of_its_docstring_run(tmp_path: Path) -> None:
     """Torchrun trains with 2 ranks, and one process goes on from its checkpoint."""
     script = ["-m", "shardckpt.demo.train", "--dir", str(tmp_path), "--interval", "2", "--steps"]

@@ -44,7 +44,7 @@ def _texts(found: _Outcomes) -> set[str]:
     return {text for text, _, _ in found.values()}
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_a_busy_rank_is_not_taken_for_dead(outcomes: dict[str, _Outcomes]) -> None:
     """Who waits hears of a death at once, who comes later hears the same, and no one but the dead rank is named."""
     found = outcomes["busy"]

@@ -80,7 +80,7 @@ _FAST = [(1, "process", "url"), (1, "", "path"), (2, "", "url"), (2, "thread", "
 
 @pytest.mark.parametrize(
     ("world", "how", "where"),
-    [pytest.param(*case, marks=() if case in _FAST else pytest.mark.slow) for case in _CASES],
+    [pytest.param(*case, marks=() if case in _FAST else pytest.mark.ci) for case in _CASES],
 )
 def test_a_tree_is_saved_and_loaded(ranks: RankPool, tmp_path: Path, world: int, how: str, where: str) -> None:
     """What 1 or 2 ranks save, in front of the training or behind it, 1 and 2 ranks load, from a path and a URL."""

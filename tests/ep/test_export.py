@@ -109,7 +109,7 @@ def test_the_export_has_a_matrix_for_every_expert(exported: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "ep", [pytest.param(2, marks=pytest.mark.slow), *(pytest.param(ep, marks=pytest.mark.long) for ep in (1, 4))]
+    "ep", [pytest.param(2, marks=pytest.mark.ci), *(pytest.param(ep, marks=pytest.mark.proof) for ep in (1, 4))]
 )
 def test_every_layout_exports_the_same_bytes(ranks: RankPool, tmp_path: Path, exported: Path, ep: int) -> None:
     """At every ep x efsdp of four ranks, however experts are held, the folder is one process's, byte for byte."""

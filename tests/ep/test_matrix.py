@@ -35,13 +35,13 @@ def _cycle(folder: Path, step: int) -> int:
     return count
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_any_layout_loads_as_another(ranks: RankPool, tmp_path: Path) -> None:
     """A third of all layouts are saved, hold all experts in true order, and are loaded in place as another."""
     assert ranks.run(4, _cycle, tmp_path, 3) == [40] * 4
 
 
-@pytest.mark.long
+@pytest.mark.proof
 def test_every_layout_holds_all_experts_in_true_order(ranks: RankPool, tmp_path: Path) -> None:
     """The same of all layouts."""
     assert ranks.run(4, _cycle, tmp_path, 1, timeout=250) == [120] * 4
@@ -58,7 +58,7 @@ def _pairs(folder: Path, experts: int) -> int:
     return count
 
 
-@pytest.mark.long
+@pytest.mark.proof
 @pytest.mark.parametrize(("experts", "pairs"), [(8, 15 * 15), (5, 30 * 30)])
 def test_every_layout_loads_as_every_other(ranks: RankPool, tmp_path: Path, experts: int, pairs: int) -> None:
     """All pairs of layouts of as many experts, cut by FSDP within the ranks of a mesh in either order."""
@@ -84,7 +84,7 @@ def _with_planners(folder: Path, step: int) -> int:
 
 
 @pytest.mark.parametrize(
-    ("step", "count"), [pytest.param(3, 40, marks=pytest.mark.slow), pytest.param(1, 120, marks=pytest.mark.long)]
+    ("step", "count"), [pytest.param(3, 40, marks=pytest.mark.ci), pytest.param(1, 120, marks=pytest.mark.proof)]
 )
 def test_planners_take_any_layout_through_plain_dcp(ranks: RankPool, tmp_path: Path, step: int, count: int) -> None:
     """dcp.save and dcp.load with our planners: all experts in true order, and any layout loaded in place."""

@@ -60,7 +60,7 @@ def _load_all(folder: Path) -> int:
     return count
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_tensors_stored_in_any_chunks_load_right(ranks: RankPool, tmp_path: Path) -> None:
     """One, two, three and seven stored chunks along either axis fill every layout, by the planner and the strategy."""
     for dim in (0, 1):

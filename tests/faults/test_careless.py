@@ -65,10 +65,10 @@ def _all_in_the_foreground(folder: str) -> dict[str, tuple[str, str]]:
     ("backend", "world"),
     [
         ("torch_dist", 1),
-        pytest.param("torch_dist", 3, marks=pytest.mark.slow),
-        pytest.param("safetensors", 2, marks=pytest.mark.slow),
-        *(pytest.param(*each, marks=pytest.mark.long) for each in (("torch_dist", 2), ("safetensors", 1))),
-        pytest.param("safetensors", 3, marks=pytest.mark.long),
+        pytest.param("torch_dist", 3, marks=pytest.mark.ci),
+        pytest.param("safetensors", 2, marks=pytest.mark.ci),
+        *(pytest.param(*each, marks=pytest.mark.proof) for each in (("torch_dist", 2), ("safetensors", 1))),
+        pytest.param("safetensors", 3, marks=pytest.mark.proof),
     ],
     indirect=["backend"],
     scope="module",
@@ -88,17 +88,17 @@ def test_a_shard_that_is_not_stored_is_named(ranks: RankPool, tmp_path: Path, wo
 _LOST = (("object", DropsWork), ("whole", DropsWork), ("split", Drops), ("split", DropsWork))
 
 
-@backends.both_slowly
+@backends.both_in_ci
 @pytest.mark.parametrize(
     ("way", "cases"),
     [
         ("thread", _LOST),
         ("process", _LOST[:1]),  # a process takes seconds to start
-        pytest.param("process", _LOST[1:], marks=pytest.mark.slow),
+        pytest.param("process", _LOST[1:], marks=pytest.mark.ci),
     ],
     ids=["thread", "process", "process, more"],
 )
-@pytest.mark.slow
+@pytest.mark.ci
 def test_a_shard_that_is_not_stored_behind_the_training_is_named(
     ranks: RankPool, tmp_path: Path, way: str, cases: tuple[tuple[str, Any], ...]
 ) -> None:
@@ -114,7 +114,7 @@ def _new(folder: Path, number: int) -> str:
     return str(folder / str(number))
 
 
-@backends.both_slowly
+@backends.both_in_ci
 @pytest.mark.parametrize("way", ["foreground", "thread"])
 def test_a_plan_that_is_used_again_is_compared_again(ranks: RankPool, tmp_path: Path, way: str) -> None:
     """A save of the same shards that is neither validated nor planned again still misses what it did not write."""
@@ -182,7 +182,7 @@ def test_how_shards_are_cut_is_the_strategys_business(ranks: RankPool, tmp_path:
     assert (tmp_path / "c" / "metadata.json").is_file()
 
 
-@backends.both_slowly
+@backends.both_in_ci
 def test_parts_are_missed_without_validation_too(tmp_path: Path) -> None:
     """With validate_access_integrity=False the shards are compared all the same."""
     with pytest.raises((PluginError, ShardingError), match="'whole'"):
@@ -204,9 +204,9 @@ def _misdeeds(folder: str, way: str) -> dict[str, tuple[str, str]]:
     ("way", "world"),
     [
         ("foreground", 1),
-        pytest.param("foreground", 3, marks=pytest.mark.slow),
-        pytest.param("thread", 2, marks=pytest.mark.slow),
-        pytest.param("process", 2, marks=pytest.mark.slow),
+        pytest.param("foreground", 3, marks=pytest.mark.ci),
+        pytest.param("thread", 2, marks=pytest.mark.ci),
+        pytest.param("process", 2, marks=pytest.mark.ci),
     ],
 )
 def test_files_without_digests_fail_the_save(ranks: RankPool, tmp_path: Path, way: str, world: int) -> None:

@@ -23,12 +23,12 @@ pytest.importorskip("tests.faults.chaos.matrix")
 @pytest.mark.parametrize(
     ("program", "ranks"),
     [
-        pytest.param("shardckpt manager", 1, marks=pytest.mark.slow),
-        pytest.param("shardckpt manager", 2, marks=pytest.mark.long),
-        pytest.param("shardckpt callback, Hugging Face Trainer", 1, marks=pytest.mark.long),
-        pytest.param("shardckpt callback, Hugging Face Trainer", 2, marks=pytest.mark.long),
-        pytest.param("shardckpt plugin, Lightning", 1, marks=pytest.mark.long),
-        pytest.param("shardckpt plugin, Lightning", 2, marks=pytest.mark.long),
+        pytest.param("shardckpt manager", 1, marks=pytest.mark.ci),
+        pytest.param("shardckpt manager", 2, marks=pytest.mark.proof),
+        pytest.param("shardckpt callback, Hugging Face Trainer", 1, marks=pytest.mark.proof),
+        pytest.param("shardckpt callback, Hugging Face Trainer", 2, marks=pytest.mark.proof),
+        pytest.param("shardckpt plugin, Lightning", 1, marks=pytest.mark.proof),
+        pytest.param("shardckpt plugin, Lightning", 2, marks=pytest.mark.proof),
     ],
 )
 def test_every_point_passes(tmp_path: Path, program: str, ranks: int) -> None:

@@ -34,8 +34,8 @@ def _outcomes(found: list[dict[str, Any]], case: str) -> list[str]:
     return [outcome_of_full_disk(each, case) for each in found]
 
 
-@backends.both_at_length
-@pytest.mark.slow
+@backends.both_in_proof
+@pytest.mark.ci
 @pytest.mark.parametrize("case", ["fresh", "existing"])
 @pytest.mark.parametrize("what", ["pages", "inodes"])
 def test_a_full_disk_leaves_old_or_new(tmp_path: Path, what: str, case: str) -> None:
@@ -44,8 +44,8 @@ def test_a_full_disk_leaves_old_or_new(tmp_path: Path, what: str, case: str) -> 
     assert {*_outcomes(found, case)} == {"old", "new"}, found
 
 
-@backends.both_at_length
-@pytest.mark.slow
+@backends.both_in_proof
+@pytest.mark.ci
 @pytest.mark.parametrize("way", ["thread", "process"])
 def test_a_full_disk_of_a_save_behind_the_training(tmp_path: Path, way: str) -> None:
     """The same holds where a thread or a process writes: the training gets the error when it finalizes the save."""
@@ -53,7 +53,7 @@ def test_a_full_disk_of_a_save_behind_the_training(tmp_path: Path, way: str) -> 
     assert {*_outcomes(found, "existing")} == {"old", "new"}, found
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_what_other_savers_lose_on_a_full_disk(tmp_path: Path) -> None:
     """By the same disks and oracle, torch.save leaves a file that does not load: the oracle bites."""
     found = _run("disk_filler", str(tmp_path), "pages", "fresh", str(SOME), "torch.save")
@@ -61,7 +61,7 @@ def test_what_other_savers_lose_on_a_full_disk(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(shutil.which("strace") is None, reason="strace is not installed: it holds system calls")
-@pytest.mark.slow
+@pytest.mark.ci
 def test_a_disk_that_answers_late(tmp_path: Path) -> None:
     """A call that takes longer than the group's timeout: all others name its rank in time; a shorter fails none."""
     for seconds, outcome in ((2 * GROUP_TIMEOUT, "named"), (GROUP_TIMEOUT / 3, "saved")):

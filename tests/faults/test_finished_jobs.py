@@ -34,15 +34,15 @@ def _threads_left(rooms: list[str]) -> dict[str, int]:
     return json.loads(done.stdout)
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_a_destroyed_group_leaves_no_threads() -> None:
     """Whatever of ours is imported when there is a group, destroy_process_group ends the threads of gloo."""
     assert _threads_left(list(ROOMS)) == dict.fromkeys(ROOMS, 0)
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.timeout(1800)
-@pytest.mark.long
+@pytest.mark.proof
 def test_no_module_keeps_a_group() -> None:
     """The same for every single module that imports torch.distributed.checkpoint or FSDP, and for every package."""
     rooms = _rooms()
@@ -51,7 +51,7 @@ def test_no_module_keeps_a_group() -> None:
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("jobs", [pytest.param(2, marks=pytest.mark.slow), pytest.param(5, marks=pytest.mark.long)])
+@pytest.mark.parametrize("jobs", [pytest.param(2, marks=pytest.mark.ci), pytest.param(5, marks=pytest.mark.proof)])
 def test_jobs_end_well(tmp_path: Path, jobs: int) -> None:
     """Jobs of three ranks that save, load and end exit with 0, however late the threads of gloo come to run."""
     done = run_in_new_interpreter("finished_jobs", "exits", str(tmp_path), str(jobs), "3", timeout=500)

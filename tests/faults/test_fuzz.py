@@ -22,9 +22,9 @@ def verdicts_of(folder: Path, count: int) -> list[str]:
     return found
 
 
-@backends.both_slowly
+@backends.both_in_ci
 @pytest.mark.parametrize(
-    "count", [12, pytest.param(40, marks=pytest.mark.slow), pytest.param(300, marks=pytest.mark.long)]
+    "count", [12, pytest.param(40, marks=pytest.mark.ci), pytest.param(300, marks=pytest.mark.proof)]
 )
 def test_mutants_of_every_file(tmp_path: Path, count: int) -> None:
     """Mutants of each file, with and without digests, are errors of the family, or load: no crash, time or memory."""

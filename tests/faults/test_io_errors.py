@@ -64,7 +64,7 @@ def bad(endings: list[dict[str, Any]], before: str) -> list[dict[str, Any]]:
     return [e for e in endings if not e["injected"] or not is_kept(e, before) or e["later"] or e["beside"]]
 
 
-@backends.both_slowly
+@backends.both_in_ci
 def test_a_call_that_fails_leaves_old_or_new(disk: Path) -> None:
     """After an error or a lie of one of some calls of an overwrite, old or new is there, or its damage is found."""
     endings = endings_of(disk, "existing", FEW)
@@ -73,8 +73,8 @@ def test_a_call_that_fails_leaves_old_or_new(disk: Path) -> None:
 
 
 @backends.both
-@pytest.mark.slow
-@pytest.mark.long
+@pytest.mark.ci
+@pytest.mark.proof
 @pytest.mark.parametrize(("case", "before"), [("fresh", "absent"), ("existing", "old")])
 def test_every_call_fails_once(disk: Path, case: str, before: str) -> None:
     """The same holds for every call of a first save and an overwrite, with five errors each, writes with three lies."""
@@ -92,15 +92,15 @@ def test_every_call_fails_once(disk: Path, case: str, before: str) -> None:
     indirect=["backend"],
     scope="module",
 )
-@pytest.mark.slow
+@pytest.mark.ci
 def test_calls_that_change_the_disk_fail_once(disk: Path, case: str, before: str) -> None:
     """The same holds for a sample of faults, with each call that changes the disk among them."""
     assert bad(endings_of(disk, case, SOME), before) == []
 
 
-@backends.both_at_length
-@pytest.mark.slow
-@pytest.mark.parametrize("way", [pytest.param("request", marks=pytest.mark.long), "thread", "process"])
+@backends.both_in_proof
+@pytest.mark.ci
+@pytest.mark.parametrize("way", [pytest.param("request", marks=pytest.mark.proof), "thread", "process"])
 def test_calls_of_a_background_save_fail_once(disk: Path, way: str) -> None:
     """An error of a call of a background save is raised where it is finalized, and leaves the old."""
     endings = endings_of(disk, "existing", SOME, way)

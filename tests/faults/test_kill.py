@@ -55,8 +55,8 @@ def leaves(outcomes: list[dict[str, Any]]) -> int:
     return sum(bool(o["left"]) for o in outcomes)
 
 
-@backends.both_slowly
-@pytest.mark.slow
+@backends.both_in_ci
+@pytest.mark.ci
 def test_killed_save_to_a_fresh_path_leaves_nothing_or_the_whole(disk: Path) -> None:
     """After a kill at any of 25 calls of a first save, the path is absent or whole, and the next save clears up."""
     outcomes = report_of(disk, "fresh", FEW)["outcomes"]
@@ -66,7 +66,7 @@ def test_killed_save_to_a_fresh_path_leaves_nothing_or_the_whole(disk: Path) -> 
     assert leaves(outcomes) > FEW // 4
 
 
-@backends.both_slowly
+@backends.both_in_ci
 def test_killed_overwrite_leaves_old_or_new(disk: Path) -> None:
     """After a kill at any of 25 calls of an overwrite, old or new is there bit for bit, other people's files too."""
     outcomes = report_of(disk, "existing", FEW)["outcomes"]
@@ -77,7 +77,7 @@ def test_killed_overwrite_leaves_old_or_new(disk: Path) -> None:
 
 
 @backends.both
-@pytest.mark.slow
+@pytest.mark.ci
 def test_killed_background_overwrite_leaves_old_or_new(disk: Path) -> None:
     """The same holds for a save that is planned, staged, written and finalized one after the other."""
     outcomes = report_of(disk, "existing", FEW, "async_killer")["outcomes"]
@@ -87,12 +87,12 @@ def test_killed_background_overwrite_leaves_old_or_new(disk: Path) -> None:
     assert leaves(outcomes) > FEW // 4
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("case", "allowed", "count"),
     [
         ("existing", {"old", "new"}, 20),
-        *(pytest.param(*each, 120, marks=pytest.mark.long) for each in CASES),
+        *(pytest.param(*each, 120, marks=pytest.mark.proof) for each in CASES),
     ],
 )
 def test_killed_save_of_a_tree_leaves_old_or_new(disk: Path, case: str, allowed: set[str], count: int) -> None:
@@ -105,9 +105,9 @@ def test_killed_save_of_a_tree_leaves_old_or_new(disk: Path, case: str, allowed:
 
 
 @backends.both
-@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.parametrize(("case", "allowed"), CASES)
-@pytest.mark.long
+@pytest.mark.proof
 def test_killed_save_with_table_files_leaves_old_or_new(disk: Path, case: str, allowed: set[str]) -> None:
     """The same holds where each file's table of digests is in a file of its own, which is durable before its name."""
     report = report_of(disk, case, 60, "table_killer")
@@ -116,9 +116,9 @@ def test_killed_save_with_table_files_leaves_old_or_new(disk: Path, case: str, a
     assert any("fsync" in point["line"] and ".digests>" in point["line"] for point in report["points"])
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.parametrize(
-    ("case", "allowed"), [*(pytest.param(*case, marks=pytest.mark.long) for case in CASES[:2]), CASES[2]]
+    ("case", "allowed"), [*(pytest.param(*case, marks=pytest.mark.proof) for case in CASES[:2]), CASES[2]]
 )
 def test_killed_at_every_change(disk: Path, case: str, allowed: set[str]) -> None:
     """The same holds at every call that changes the disk; a kill at another leaves what one at the next does."""
@@ -129,7 +129,7 @@ def test_killed_at_every_change(disk: Path, case: str, allowed: set[str]) -> Non
 
 
 @backends.both
-@pytest.mark.long
+@pytest.mark.proof
 @pytest.mark.parametrize(("case", "allowed"), CASES)
 def test_killed_at_every_call(disk: Path, case: str, allowed: set[str]) -> None:
     """The same holds at every single call; without RENAME_EXCHANGE the one window is named, and renaming ends it."""

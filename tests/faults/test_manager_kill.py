@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from tests.ranks import RankPool
 
-_LONG = pytest.mark.long
+_LONG = pytest.mark.proof
 
 
 @pytest.mark.timeout(900)
@@ -30,7 +30,7 @@ _LONG = pytest.mark.long
     indirect=["backend"],
     scope="module",
 )
-@pytest.mark.slow
+@pytest.mark.ci
 def test_a_killed_run_goes_on_from_the_newest_committed_step(
     ranks: RankPool, tmp_path: Path, mode: str, kills: int
 ) -> None:
@@ -51,7 +51,7 @@ def test_a_killed_run_goes_on_from_the_newest_committed_step(
     indirect=["backend"],
     scope="module",
 )
-@pytest.mark.slow
+@pytest.mark.ci
 def test_a_killed_run_on_a_store_goes_on_from_the_newest_committed_step(
     ranks: RankPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str, kills: int
 ) -> None:

@@ -40,7 +40,7 @@ def without(steps: tuple[str, ...], *left_out: str) -> tuple[str, ...]:
     [
         (directory.Rules(), 20_000),
         (directory.Rules(overwrite=False), 5_000),
-        pytest.param(directory.Rules(can_exchange=False), 50_000, marks=pytest.mark.slow),
+        pytest.param(directory.Rules(can_exchange=False), 50_000, marks=pytest.mark.ci),
     ],
 )
 def test_directories_are_whole_after_anything(rules: directory.Rules, states: int) -> None:
@@ -168,9 +168,9 @@ def test_a_wrong_overwrite_on_a_store_is_found(rules: overwrite.Rules, broken: s
 @pytest.mark.parametrize(
     ("case", "rules"),
     [
-        pytest.param("fresh", directory.Rules(overwrite=False), marks=pytest.mark.slow),
+        pytest.param("fresh", directory.Rules(overwrite=False), marks=pytest.mark.ci),
         ("existing", directory.Rules()),
-        pytest.param("existing, no exchange", directory.Rules(can_exchange=False), marks=pytest.mark.slow),
+        pytest.param("existing, no exchange", directory.Rules(can_exchange=False), marks=pytest.mark.ci),
     ],
 )
 def test_a_real_save_to_a_directory_is_a_path_of_the_model(tmp_path: Path, case: str, rules: directory.Rules) -> None:

@@ -29,7 +29,7 @@ def test_each_mutation_changes_what_is_there(tmp_path: Path) -> None:
     assert len({each.what for each in MUTATIONS}) == len(MUTATIONS)
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_a_mutation_is_caught_and_a_harmless_change_is_not(tmp_path: Path) -> None:
     """A wrong line is found out by the test that is named; a comment that is added is not."""
     chosen = next(each for each in MUTATIONS if each.file == "shardckpt/storage/digest.py")  # its test is short
@@ -37,7 +37,7 @@ def test_a_mutation_is_caught_and_a_harmless_change_is_not(tmp_path: Path) -> No
     assert try_mutation(chosen._replace(new=f"# a comment\n{chosen.old}"), tmp_path) == "survived"
 
 
-@pytest.mark.long
+@pytest.mark.proof
 @pytest.mark.timeout(3600)
 def test_every_mutation_is_caught(tmp_path: Path) -> None:
     """Whatever of the mutations is made, the test that it names fails."""

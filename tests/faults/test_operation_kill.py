@@ -26,8 +26,8 @@ _ALL = (*_SOME, ("torch_dist", "fresh", "absent"), ("safetensors", "existing", "
 _CASES = pytest.mark.parametrize(
     ("backend", "case", "before", "most"),
     [
-        *(pytest.param(*each, SOME, marks=pytest.mark.slow) for each in _SOME),
-        *(pytest.param(*each, MANY, marks=pytest.mark.long) for each in _ALL),
+        *(pytest.param(*each, SOME, marks=pytest.mark.ci) for each in _SOME),
+        *(pytest.param(*each, MANY, marks=pytest.mark.proof) for each in _ALL),
     ],
     indirect=["backend"],
     scope="module",
@@ -54,7 +54,7 @@ def check(outcomes: list[dict[str, Any]], allowed: set[str]) -> None:
     assert [o for o in outcomes if not o["killed"] or o["state"] not in allowed or o["later"] or o["beside"]] == []
 
 
-@backends.both_slowly
+@backends.both_in_ci
 def test_a_killed_export_leaves_old_or_new(disk: Path) -> None:
     """After a kill at any of 8 calls of an export over another, one of them is there bit for bit, and other files."""
     check(outcomes_of(disk, "export", "existing", str(FEW)), {"old", "new"})
@@ -64,10 +64,10 @@ def test_a_killed_export_leaves_old_or_new(disk: Path) -> None:
     ("operation", "backend", "case", "before", "most"),
     [
         *(
-            pytest.param(operation, *_SOME[number % 2], SOME, marks=pytest.mark.slow)
+            pytest.param(operation, *_SOME[number % 2], SOME, marks=pytest.mark.ci)
             for number, operation in enumerate(_OPERATIONS)
         ),
-        *(pytest.param(operation, *each, MANY, marks=pytest.mark.long) for operation in _OPERATIONS for each in _ALL),
+        *(pytest.param(operation, *each, MANY, marks=pytest.mark.proof) for operation in _OPERATIONS for each in _ALL),
     ],
     indirect=["backend"],
     scope="module",
@@ -86,7 +86,7 @@ def test_a_killed_process_of_a_training_commits_nothing(disk: Path, most: int, c
 
 
 @backends.both
-@pytest.mark.long
+@pytest.mark.proof
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("operation", [*_RANKS, "rank 0 of 4", "rank 3 of 4"])
 def test_a_killed_rank_leaves_old_or_new(disk: Path, operation: str) -> None:
@@ -95,8 +95,8 @@ def test_a_killed_rank_leaves_old_or_new(disk: Path, operation: str) -> None:
 
 
 @backends.both
-@pytest.mark.slow
-@pytest.mark.parametrize("most", [SOME, pytest.param(MANY, marks=pytest.mark.long)])
+@pytest.mark.ci
+@pytest.mark.parametrize("most", [SOME, pytest.param(MANY, marks=pytest.mark.proof)])
 @pytest.mark.parametrize("operation", ["remove", "prune", "migrate"])
 def test_a_killed_change_of_a_checkpoint_leaves_old_or_new(
     disk: Path, operation: str, most: int, backend: backends.Backend
@@ -107,7 +107,7 @@ def test_a_killed_change_of_a_checkpoint_leaves_old_or_new(
     check(outcomes_of(disk, operation, "existing", str(most)), {"old", "new"})
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_the_oracle_finds_what_other_savers_lose(disk: Path) -> None:
     """By the same kills and oracle, plain DCP and torch.save over one path lose both: the oracle bites."""
     for saver in ("dcp", "torch.save"):

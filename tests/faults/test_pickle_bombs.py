@@ -58,7 +58,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Any
     return {case: reports[str(directory)] for case, directory in directories.items()}
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.parametrize("case", CASES, ids=": ".join)
 def test_refused_at_once(found: dict[tuple[str, str], Any], case: tuple[str, str]) -> None:
     """The load is refused by an error that names the file, within 64 MiB and the 20 s of CPU that the process has."""
@@ -68,7 +68,7 @@ def test_refused_at_once(found: dict[tuple[str, str], Any], case: tuple[str, str
     assert report["grown"] < 64
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.parametrize("name", VIEWS)
 def test_views_are_small(found: dict[tuple[str, str], Any], name: str) -> None:
     """A negated view of a few bytes takes a few bytes, whatever its shape."""

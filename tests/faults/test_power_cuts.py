@@ -40,7 +40,7 @@ def bad(states: list[dict[str, Any]], allowed: set[str]) -> list[dict[str, Any]]
 
 
 @needs_strace
-@backends.both_slowly
+@backends.both_in_ci
 def test_a_power_cut_leaves_old_or_new(disk: Path) -> None:
     """In 40 states of the disk after a power cut in an overwrite, old or new is there bit for bit."""
     states = states_of(disk, "existing", FEW, seeds=2)
@@ -49,16 +49,16 @@ def test_a_power_cut_leaves_old_or_new(disk: Path) -> None:
 
 
 @needs_strace
-@backends.both_at_length
-@pytest.mark.slow
+@backends.both_in_proof
+@pytest.mark.ci
 @pytest.mark.timeout(450)
-@pytest.mark.parametrize(("count", "seeds"), [(SOME, 4), pytest.param(MANY, SEEDS, marks=pytest.mark.long)])
+@pytest.mark.parametrize(("count", "seeds"), [(SOME, 4), pytest.param(MANY, SEEDS, marks=pytest.mark.proof)])
 @pytest.mark.parametrize(
     ("case", "allowed", "way"),
     [
         ("fresh", {"absent", "new"}, "foreground"),
         ("existing", {"old", "new"}, "foreground"),
-        pytest.param("existing", {"old", "new"}, "thread", marks=pytest.mark.long),
+        pytest.param("existing", {"old", "new"}, "thread", marks=pytest.mark.proof),
         ("existing", {"old", "new"}, "process"),
         ("existing, no exchange", {"old", "new", "set aside"}, "foreground"),
     ],
@@ -72,7 +72,7 @@ def test_power_cuts_at_every_call(disk: Path, case: str, allowed: set[str], way:
 
 
 @needs_strace
-@pytest.mark.slow
+@pytest.mark.ci
 def test_a_save_without_fsync_is_found_out(disk: Path) -> None:
     """The same states show that a save whose fsyncs do nothing is neither whole nor durable: the model bites."""
     states = states_of(disk, "fresh", 40, "no fsync")

@@ -94,14 +94,14 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return reports_of(SCENARIOS, tmp_path_factory.mktemp("deaths"))
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.parametrize("number", range(len(SCENARIOS)), ids=[name_of(what) for what in SCENARIOS])
 def test_lost_rank(reports: list[dict[str, Any]], number: int) -> None:
     """Every other rank ends with the same CommunicationError, which names the rank that died or stopped first."""
     check_survivors(SCENARIOS[number], reports[number])
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.parametrize("number", range(len(SCENARIOS)), ids=[name_of(what) for what in SCENARIOS])
 def test_checkpoint_after_a_lost_rank(reports: list[dict[str, Any]], number: int) -> None:
     """The checkpoint is the old or the new one, a living main rank leaves nothing else, and the next save works."""
@@ -116,7 +116,7 @@ def check_checkpoint(what: Scenario, report: dict[str, Any]) -> None:
         assert report["left"] == ["ckpt"]
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.parametrize("backend", ["safetensors"], indirect=True, scope="module")
 def test_lost_ranks_of_another_format(tmp_path: Path) -> None:
     """The same holds for (safetensors, 1), in some of the scenarios: what differs is what lies on disk."""
@@ -126,7 +126,7 @@ def test_lost_ranks_of_another_format(tmp_path: Path) -> None:
         check_checkpoint(what, report)
 
 
-@pytest.mark.long
+@pytest.mark.proof
 @pytest.mark.timeout(1200)
 def test_every_step(tmp_path: Path) -> None:
     """In whatever step of a save or load a rank is lost: all others name it, and the checkpoint is the old or new."""
@@ -135,8 +135,8 @@ def test_every_step(tmp_path: Path) -> None:
         check_checkpoint(what, report)
 
 
-@pytest.mark.slow
-@pytest.mark.long
+@pytest.mark.ci
+@pytest.mark.proof
 @pytest.mark.timeout(3600)
 def test_every_lost_rank(tmp_path: Path) -> None:
     """Whichever rank dies or stops, in groups of 2 to 4 ranks, however they have met: all others name it."""

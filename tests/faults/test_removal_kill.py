@@ -90,7 +90,7 @@ def _check(report: dict[str, Any], allowed: set[str]) -> None:
     assert {found["state"] for found in report["outcomes"]} == allowed
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 @CASES
 def test_killed_removal_leaves_old_or_new(ranks: RankPool, disk: Path, case: str) -> None:
     """After a kill at any of the calls that change the disk, all keys or all but the removed are there, digests too."""
@@ -104,7 +104,7 @@ def test_killed_removal_leaves_old_or_new(ranks: RankPool, disk: Path, case: str
     assert not linked & {backends.data_file(0), backends.data_file(1)}
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_killed_removal_where_names_cannot_be_exchanged(ranks: RankPool, disk: Path) -> None:
     """Without RENAME_EXCHANGE a kill at any of the same calls may leave one state more, which is named: set aside."""
     report = _report(ranks, disk, "ours", SAMPLED, "existing, no exchange")
@@ -112,7 +112,7 @@ def test_killed_removal_where_names_cannot_be_exchanged(ranks: RankPool, disk: P
     _check(report, {"old", "new", "set aside"})
 
 
-@pytest.mark.long
+@pytest.mark.proof
 @CASES
 @pytest.mark.parametrize("exchange", [True, False])
 def test_killed_at_every_call(ranks: RankPool, disk: Path, case: str, exchange: bool) -> None:

@@ -33,15 +33,15 @@ def check_kills(report: dict[str, Any], least: int) -> None:
     assert report["reads"]["whole"] >= least
 
 
-@backends.both_at_length
-@pytest.mark.slow
+@backends.both_in_proof
+@pytest.mark.ci
 def test_kills_and_readers(tmp_path: Path) -> None:
     """Jobs that are killed for 15 s lose no save that had returned; readers see no mixture, no step back."""
     check_kills(report_of(tmp_path, 0.25, 0), 5)
 
 
-@backends.both_at_length
-@pytest.mark.slow
+@backends.both_in_proof
+@pytest.mark.ci
 def test_nothing_grows(tmp_path: Path) -> None:
     """200 saves hold no more descriptors, threads and shared memory than 60, and at most 32 MiB more memory."""
     report = report_of(tmp_path, 0, 200)
@@ -60,8 +60,8 @@ def test_growth_is_found() -> None:
     }
 
 
-@pytest.mark.slow
-@pytest.mark.long
+@pytest.mark.ci
+@pytest.mark.proof
 @pytest.mark.timeout(3 * 3600)
 def test_soak(tmp_path: Path) -> None:
     """The same for 30 minutes (SOAK_MINUTES: other ones), and 1,000 saves."""

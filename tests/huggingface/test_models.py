@@ -177,7 +177,7 @@ def _install(site: Path) -> None:
     (info / "entry_points.txt").write_text("[shardckpt]\ntoy = shardckpt_toy\n")
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_an_installed_plugin_maps_its_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A distribution's shardckpt_key_mapping serves the command; without it the model is unknown."""
     whole = torch.arange(12.0).reshape(3, 2, 2)

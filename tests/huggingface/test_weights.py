@@ -142,7 +142,7 @@ def test_errors_of_weights(tmp_path: Path) -> None:
             next(weights)
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.parametrize("kind", ["Llama", "Qwen3Moe"])
 def test_transformers_computes_the_same_logits(tmp_path: Path, kind: str) -> None:
     """A model of transformers that is filled by load_state_dict, from 8 ranks' files, has the logits of the trained."""

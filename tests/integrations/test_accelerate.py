@@ -91,7 +91,7 @@ def _loaded(folder: str, sharded: bool, more: int = 0) -> dict[str, torch.Tensor
 @pytest.mark.parametrize(
     ("saving", "loading"), [((2, True), (3, True)), ((3, False), (2, True)), ((2, True), (1, False))]
 )
-@pytest.mark.slow
+@pytest.mark.ci
 def test_any_ranks_load_what_others_saved(
     saving: tuple[int, bool], loading: tuple[int, bool], ranks: RankPool, tmp_path: Path
 ) -> None:

@@ -201,7 +201,7 @@ def _fit_ddp(folder: str, steps: int, ckpt_path: str | None) -> Any:
     return fit("lightning.pytorch", folder, steps, ckpt_path, **options)
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_under_ddp_rank_0_saves_and_all_resume(ranks: RankPool, tmp_path: Path) -> None:
     """Two ranks train on, from what rank 0 alone saved, to the weights of the uninterrupted training."""
     whole = ranks.run(2, _fit_ddp, str(tmp_path / "whole"), 3 * 2, None)

@@ -38,7 +38,7 @@ def train(folder: str, steps: int, **options: Any) -> tuple[dict[str, torch.Tens
 FULL = {"last_save_model_only": False}
 
 
-@pytest.mark.parametrize("mode", ["disabled", "async", pytest.param("async_with_pinned_mem", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("mode", ["disabled", "async", pytest.param("async_with_pinned_mem", marks=pytest.mark.ci)])
 def test_a_resumed_training_is_the_uninterrupted_one(mode: str, tmp_path: Path) -> None:
     """Stopped and started again with a longer plan, torchtitan's loop ends with the same weights and data."""
     whole = train(str(tmp_path / "whole"), 7, async_mode=mode)

@@ -107,8 +107,8 @@ def resume(trainer: Trainer, step: int = -1) -> dict[str, torch.Tensor]:
     [
         (13, {}),  # after an epoch's last step was saved
         (4, {"gradient_accumulation_steps": 2}),
-        pytest.param(10, {}, marks=pytest.mark.slow),  # in an epoch
-        pytest.param(10, {"lr_scheduler_type": "cosine", "warmup_steps": 4}, marks=pytest.mark.slow),
+        pytest.param(10, {}, marks=pytest.mark.ci),  # in an epoch
+        pytest.param(10, {"lr_scheduler_type": "cosine", "warmup_steps": 4}, marks=pytest.mark.ci),
     ],
 )
 def test_a_resumed_training_is_the_uninterrupted_one(crashed: int, options: dict[str, Any], tmp_path: Path) -> None:
@@ -256,7 +256,7 @@ def _train(folder: str, crashed: int | None) -> dict[str, torch.Tensor]:
             return {}
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_under_ddp_all_ranks_resume(ranks: RankPool, tmp_path: Path) -> None:
     """Two ranks resume to the weights of two that were not interrupted."""
     whole = ranks.run(2, _train, str(tmp_path / "whole"), None)

@@ -48,7 +48,7 @@ def _writers(*, own_classes: bool | None = None) -> list[object]:
 
 def _mark(release: str) -> pytest.MarkDecorator:
     """Slow for the oldest release and the newest, long for those between: their goldens load in the default run."""
-    return pytest.mark.slow if release in (OLDEST, NEWEST) else pytest.mark.long
+    return pytest.mark.ci if release in (OLDEST, NEWEST) else pytest.mark.proof
 
 
 @pytest.mark.parametrize("writer", _writers())
@@ -59,7 +59,7 @@ def test_shardckpt_loads(ranks: RankPool, saved: Saved, writer: str) -> None:
     here.check_queries(saved(writer), writer)
 
 
-@pytest.mark.slow  # megatron-core is imported by eight processes
+@pytest.mark.ci  # megatron-core is imported by eight processes
 @pytest.mark.parametrize("writer", _writers())
 def test_megatron_loads(megatron: Releases, saved: Saved, writer: str) -> None:
     """What anyone saved is loaded by the newest Megatron on PyPI that runs here."""
@@ -153,7 +153,7 @@ def test_older_megatron_loads_what_is_left_of_ours(megatron: Releases, left_of_o
     megatron(release).run(4, "load", left_of_ours, "shardckpt")
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_what_is_left_of_megatrons(ranks: RankPool, megatron: Releases, saved: Saved, tmp_path: Path) -> None:
     """Megatron finds all tensors and common values in its own checkpoint without the objects that were removed."""
     path = shutil.copytree(saved(NEWEST), tmp_path / "theirs")
@@ -183,14 +183,16 @@ def test_what_is_left_of_older_megatrons(
 # Code that was ported from Megatron, and Megatron.
 
 
-@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.long), 2, pytest.param(4, marks=pytest.mark.long)])
-@pytest.mark.slow
+@pytest.mark.parametrize(
+    "world", [pytest.param(1, marks=pytest.mark.proof), 2, pytest.param(4, marks=pytest.mark.proof)]
+)
+@pytest.mark.ci
 def test_the_ported_script_is_code_for_megatron(megatron: Releases, tmp_path: Path, world: int) -> None:
     """The script that tests/compat ports runs as it is under Megatron, at every number of ranks."""
     megatron(NEWEST).run(world, "call", str(SCRIPT), "train", str(tmp_path))
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_one_job_goes_on_in_both(ranks: RankPool, megatron: Releases, tmp_path: Path) -> None:
     """What the job saved here, Megatron resumes; what it saved there, the ported job resumes; the format is one."""
     ranks.run(2, run, "train", str(tmp_path / "here"))

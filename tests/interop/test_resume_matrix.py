@@ -165,7 +165,7 @@ def _parameters() -> list[object]:
         turn = WORLDS[(WRITERS.index(writer) + LOADERS.index(loader)) % len(WORLDS)]
         for world in WORLDS:
             key = (writer, loader, world)
-            mark = [] if key in DEFAULT else [pytest.mark.slow if world == turn else pytest.mark.long]
+            mark = [] if key in DEFAULT else [pytest.mark.ci if world == turn else pytest.mark.proof]
             found.append(pytest.param(*key, marks=mark))
     return found
 

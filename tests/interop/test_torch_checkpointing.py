@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 SCRIPT = Path(__file__).with_name("torch_checkpointing_script.py")
 
 
-@pytest.mark.long  # the golden checkpoints that it makes again load in the default run
+@pytest.mark.proof  # the golden checkpoints that it makes again load in the default run
 def test_what_the_release_writes_is_what_the_golden_checkpoints_have(tmp_path: Path, sites: Sites) -> None:
     """Every tensor and the common state of each directory are equal, bit for bit."""
     package = sites("torch_checkpointing-0.1.1")

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).parents[2]
 
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.ci,
     pytest.mark.skipif(sys.version_info < (3, 11), reason="torchtitan 0.3.0 needs Python 3.11"),
 ]
 
@@ -70,7 +70,7 @@ def written(site: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[s
     [
         ("disabled", 2),  # the loader, too
         *(
-            pytest.param(*each, marks=pytest.mark.long)
+            pytest.param(*each, marks=pytest.mark.proof)
             for each in (("disabled", 1), ("disabled", 4), ("async", 1), ("async", 2), ("async", 4))
         ),
     ],
@@ -82,7 +82,9 @@ def test_what_torchtitans_manager_saved_resumes_here(
     script(site, world, "resume", str(written(mode)))
 
 
-@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.long), 2, pytest.param(4, marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "world", [pytest.param(1, marks=pytest.mark.proof), 2, pytest.param(4, marks=pytest.mark.proof)]
+)
 def test_our_manager_takes_over_a_job_of_torchtitan(
     site: Path, written: Callable[[str], Path], tmp_path: Path, world: int
 ) -> None:

@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 @pytest.mark.parametrize(
     ("backend", "step"),
     [  # the slow run kills at every third change of the disk
-        pytest.param("torch_dist", 3, marks=pytest.mark.slow),
-        pytest.param("torch_dist", 1, marks=pytest.mark.long),
-        pytest.param("safetensors", 1, marks=pytest.mark.long),
+        pytest.param("torch_dist", 3, marks=pytest.mark.ci),
+        pytest.param("torch_dist", 1, marks=pytest.mark.proof),
+        pytest.param("safetensors", 1, marks=pytest.mark.proof),
     ],
     indirect=["backend"],
     scope="module",

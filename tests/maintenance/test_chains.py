@@ -76,7 +76,7 @@ def make_source(folder: Path, name: str, ranks: RankPool) -> tuple[Path, dict[st
         return GOLDEN / name, shardckpt.fingerprint({key: stored[key].read() for key in stored})
 
 
-@pytest.mark.parametrize("name", ["hf", *(pytest.param(name, marks=pytest.mark.slow) for name in [*FOREIGN, *PLAIN])])
+@pytest.mark.parametrize("name", ["hf", *(pytest.param(name, marks=pytest.mark.ci) for name in [*FOREIGN, *PLAIN])])
 def test_every_origin_goes_through_the_chain_and_back(tmp_path: Path, name: str, ranks: RankPool) -> None:
     """What any library wrote goes to safetensors, torch_dist, a folder and back; all fingerprints stay the same."""
     source, expected = make_source(tmp_path, name, ranks)

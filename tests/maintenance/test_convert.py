@@ -346,7 +346,7 @@ class Dies(EPSaveStrategy):
         os._exit(9)
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_a_kill_leaves_nothing(tmp_path: Path) -> None:
     """A conversion that is killed before its commit leaves no checkpoint at NEW; run again, it succeeds."""
     old, new = tmp_path / "old", tmp_path / "new"
@@ -381,9 +381,9 @@ print(peak() - before)
 """
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the peak of a process's memory is Linux's")
-@pytest.mark.parametrize("to", [pytest.param("ep", marks=pytest.mark.long), "safetensors"])
+@pytest.mark.parametrize("to", [pytest.param("ep", marks=pytest.mark.proof), "safetensors"])
 def test_memory_is_bounded(tmp_path: Path, to: str) -> None:
     """200 MiB in tensors of all sizes, and in column shards, are converted within 64 MiB, buffers included."""
     dc.save({"w": whole("w", torch.ones(3))}, tmp_path / "small")

@@ -76,9 +76,9 @@ def test_formats_mix_and_the_sum_is_rounded_once(tmp_path: Path) -> None:
     [
         (torch.float32, "fp32"),
         (torch.bfloat16, "fp32"),
-        pytest.param(torch.float64, "fp32", marks=pytest.mark.slow),
-        pytest.param(torch.float32, "fp64", marks=pytest.mark.slow),
-        pytest.param(torch.complex64, "fp64", marks=pytest.mark.slow),
+        pytest.param(torch.float64, "fp32", marks=pytest.mark.ci),
+        pytest.param(torch.float32, "fp64", marks=pytest.mark.ci),
+        pytest.param(torch.complex64, "fp64", marks=pytest.mark.ci),
     ],
 )
 def test_bits_do_not_depend_on_order_or_memory(tmp_path: Path, dtype: torch.dtype, accumulate: str) -> None:
@@ -322,8 +322,8 @@ print(peak() - before, count() - read)
 @pytest.mark.parametrize(
     ("count", "size", "most"),
     [
-        pytest.param(3, 96 * MIB, 96 * MIB, marks=pytest.mark.slow),
-        pytest.param(10, 1 << 30, 128 * MIB, marks=[pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(2400)]),
+        pytest.param(3, 96 * MIB, 96 * MIB, marks=pytest.mark.ci),
+        pytest.param(10, 1 << 30, 128 * MIB, marks=[pytest.mark.ci, pytest.mark.proof, pytest.mark.timeout(2400)]),
     ],
     ids=["3x96MiB", "10x1GiB"],
 )

@@ -66,7 +66,7 @@ def run_chain(folder: Path, tensors: dict[str, torch.Tensor], memory: int) -> No
     assert shardckpt.fingerprint(found) == expected
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_a_chain_of_formats_keeps_all_fingerprints(tmp_path: Path) -> None:
     """A folder goes through safetensors, torch_dist, torch.save, DCP and ep back to a folder; fingerprints stay."""
     tensors = {
@@ -81,8 +81,8 @@ def test_a_chain_of_formats_keeps_all_fingerprints(tmp_path: Path) -> None:
     run_chain(tmp_path, tensors, 32 * MIB)
 
 
-@pytest.mark.slow
-@pytest.mark.long
+@pytest.mark.ci
+@pytest.mark.proof
 def test_the_chain_of_a_gigabyte(tmp_path: Path) -> None:
     """The same with 1 GiB in large, middle and small tensors, and a budget of 64 MiB."""
     tensors = {"large": torch.randn(160 * MIB), "odd": torch.randn(4099, 4001)}
@@ -270,15 +270,15 @@ print(peak() - before)
 """
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the peak of a process's memory is Linux's")
 @pytest.mark.parametrize(
     ("source", "to", "elements"),
     [
-        pytest.param("hf", "safetensors", 460, marks=pytest.mark.long),
+        pytest.param("hf", "safetensors", 460, marks=pytest.mark.proof),
         ("hf", "torch", 170),
-        pytest.param("torch", "dcp", 170, marks=pytest.mark.long),
-        pytest.param("torch", "hf", 170, marks=pytest.mark.long),
+        pytest.param("torch", "dcp", 170, marks=pytest.mark.proof),
+        pytest.param("torch", "hf", 170, marks=pytest.mark.proof),
     ],
 )
 def test_gibibytes_take_256_mebibytes(tmp_path: Path, source: str, to: str, elements: int) -> None:
@@ -350,9 +350,9 @@ print(cut)
 """
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.parametrize("to", ["safetensors", "torch", "hf"])
-@pytest.mark.long
+@pytest.mark.proof
 def test_a_kill_at_any_moment_leaves_nothing_wrong(tmp_path: Path, to: str) -> None:
     """Killed at random moments, 10 for each kind of target, DST is absent or whole, and the next run succeeds."""
     (tmp_path / "old").mkdir()

@@ -132,9 +132,9 @@ def assert_same_files(whole: Path, resumed: Path) -> None:
     "to",
     [
         "safetensors",
-        pytest.param("hf", marks=pytest.mark.slow),
-        pytest.param("torch", marks=pytest.mark.slow),
-        *(pytest.param(to, marks=pytest.mark.long) for to in TARGETS if to not in ("safetensors", "hf", "torch")),
+        pytest.param("hf", marks=pytest.mark.ci),
+        pytest.param("torch", marks=pytest.mark.ci),
+        *(pytest.param(to, marks=pytest.mark.proof) for to in TARGETS if to not in ("safetensors", "hf", "torch")),
     ],
 )
 def test_three_kills_change_nothing(tmp_path: Path, to: str) -> None:
@@ -151,7 +151,7 @@ def test_three_kills_change_nothing(tmp_path: Path, to: str) -> None:
             assert checkpoint.fingerprints == checkpoint.compute_fingerprints()
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.parametrize("to", ["safetensors", "hf"])
 def test_a_killed_merge_goes_on(tmp_path: Path, caplog: pytest.LogCaptureFixture, to: str) -> None:
     """Killed three times, a merge has the bytes of one that was not; with a source that was replaced it starts anew."""
@@ -178,7 +178,7 @@ def stage(folder: Path, to: str) -> None:
     assert any(path.name.startswith(".new.") for path in folder.iterdir())
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_another_source_or_option_starts_anew(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """What a killed run has left of another source, or with another option, is not gone on with; a warning says so."""
     stage(tmp_path, "torch")
@@ -195,7 +195,7 @@ def test_another_source_or_option_starts_anew(tmp_path: Path, caplog: pytest.Log
     assert sorted(path.name for path in tmp_path.iterdir()) == ["new", "old"]
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.parametrize("damage", ["cut", "gone", "bit"])
 def test_what_was_left_is_checked(tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: str) -> None:
     """If what a killed run has left is damaged, the conversion starts anew, with a warning."""
@@ -217,7 +217,7 @@ def test_what_was_left_is_checked(tmp_path: Path, caplog: pytest.LogCaptureFixtu
     assert "starts anew" in caplog.text
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_a_strategy_that_writes_something_else_starts_anew(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """If the records to come are not those that a killed run has written, all is written anew."""
     stage(tmp_path, "safetensors")
@@ -231,8 +231,8 @@ def test_a_strategy_that_writes_something_else_starts_anew(tmp_path: Path, caplo
     assert sorted(path.name for path in tmp_path.iterdir()) == ["new", "old"]
 
 
-@pytest.mark.slow
-@pytest.mark.long
+@pytest.mark.ci
+@pytest.mark.proof
 @pytest.mark.parametrize("to", TARGETS)
 def test_five_kills_at_random_moments(tmp_path: Path, to: str) -> None:
     """Killed at 5 random moments (30 for all targets), a conversion goes on each time; nothing differs at its end."""

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 MODES = pytest.mark.parametrize(
-    "mode", ["disabled", "async", pytest.param("async_with_pinned_mem", marks=pytest.mark.long)]
+    "mode", ["disabled", "async", pytest.param("async_with_pinned_mem", marks=pytest.mark.proof)]
 )
 
 _PROGRAM = """
@@ -43,13 +43,13 @@ def _ended(folder: Path, mode: str, end: str) -> tuple[int, str]:
     [
         ("async", "return", 0),
         ("async", "error", 1),
-        pytest.param("async_with_pinned_mem", "exit", 3, marks=pytest.mark.slow),
-        pytest.param("async_with_pinned_mem", "with", 1, marks=pytest.mark.long),
-        pytest.param("disabled", "return", 0, marks=pytest.mark.slow),
-        pytest.param("async", "exit", 3, marks=pytest.mark.slow),
-        pytest.param("async", "with", 1, marks=pytest.mark.slow),
-        pytest.param("async_with_pinned_mem", "return", 0, marks=pytest.mark.long),
-        pytest.param("async_with_pinned_mem", "error", 1, marks=pytest.mark.long),
+        pytest.param("async_with_pinned_mem", "exit", 3, marks=pytest.mark.ci),
+        pytest.param("async_with_pinned_mem", "with", 1, marks=pytest.mark.proof),
+        pytest.param("disabled", "return", 0, marks=pytest.mark.ci),
+        pytest.param("async", "exit", 3, marks=pytest.mark.ci),
+        pytest.param("async", "with", 1, marks=pytest.mark.ci),
+        pytest.param("async_with_pinned_mem", "return", 0, marks=pytest.mark.proof),
+        pytest.param("async_with_pinned_mem", "error", 1, marks=pytest.mark.proof),
     ],
 )
 def test_a_program_that_ends_has_saved(tmp_path: Path, mode: str, end: str, code: int) -> None:
@@ -88,7 +88,7 @@ def _ended_together(folder: Path, mode: str, end: str) -> list[tuple[int, str]]:
 
 @pytest.mark.parametrize(
     "mode",
-    [pytest.param("async", marks=pytest.mark.slow), pytest.param("async_with_pinned_mem", marks=pytest.mark.long)],
+    [pytest.param("async", marks=pytest.mark.ci), pytest.param("async_with_pinned_mem", marks=pytest.mark.proof)],
 )
 def test_a_dropped_manager_of_several_ranks_has_saved(tmp_path: Path, mode: str) -> None:
     """Without close(), ranks that end together commit the last save in the background, and say nothing."""
@@ -108,7 +108,7 @@ def test_what_a_dropped_manager_loses_is_on_stderr(tmp_path: Path) -> None:
 
 
 @MODES
-@pytest.mark.slow
+@pytest.mark.ci
 def test_a_program_ended_by_a_signal_leaves_what_is_whole(tmp_path: Path, mode: str) -> None:
     """SIGTERM without save_on_sigterm: each step is whole or absent, and the next run clears away what is neither."""
     code, errors = _ended(tmp_path, mode, "signal")

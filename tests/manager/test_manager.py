@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 MODES = pytest.mark.parametrize("mode", ["disabled", "async", "async_with_pinned_mem"])
 BACKGROUND = pytest.mark.parametrize("mode", ["async", "async_with_pinned_mem"])
 #: For what is done after the writing: the process, which takes seconds to start, in slow tests.
-THREAD_FIRST = pytest.mark.parametrize("mode", ["async", pytest.param("async_with_pinned_mem", marks=pytest.mark.slow)])
+THREAD_FIRST = pytest.mark.parametrize("mode", ["async", pytest.param("async_with_pinned_mem", marks=pytest.mark.ci)])
 
 
 @pytest.mark.parametrize(
@@ -38,12 +38,12 @@ THREAD_FIRST = pytest.mark.parametrize("mode", ["async", pytest.param("async_wit
         ("disabled", 1),
         ("disabled", 4),
         ("async", 2),
-        pytest.param("async_with_pinned_mem", 2, marks=pytest.mark.slow),
-        pytest.param("disabled", 2, marks=pytest.mark.slow),
-        pytest.param("async", 1, marks=pytest.mark.slow),
-        pytest.param("async", 4, marks=pytest.mark.slow),
-        pytest.param("async_with_pinned_mem", 1, marks=pytest.mark.long),
-        pytest.param("async_with_pinned_mem", 4, marks=pytest.mark.long),
+        pytest.param("async_with_pinned_mem", 2, marks=pytest.mark.ci),
+        pytest.param("disabled", 2, marks=pytest.mark.ci),
+        pytest.param("async", 1, marks=pytest.mark.ci),
+        pytest.param("async", 4, marks=pytest.mark.ci),
+        pytest.param("async_with_pinned_mem", 1, marks=pytest.mark.proof),
+        pytest.param("async_with_pinned_mem", 4, marks=pytest.mark.proof),
     ],
 )
 def test_a_resumed_run_is_the_run_without_an_interruption(
@@ -92,7 +92,7 @@ def test_staging_memory_is_not_overwritten(tmp_path: Path, mode: str) -> None:
     jobs.overwritten_staging(str(tmp_path), mode)
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_a_dead_writer_is_known_at_once(ranks: RankPool, tmp_path: Path) -> None:
     """The call after the writer's death raises on all ranks, and the step can be saved again."""
     results = ranks.run(2, jobs.dead_worker, str(tmp_path))
@@ -161,7 +161,7 @@ def test_one_rank_looks_for_all(ranks: RankPool, tmp_path: Path) -> None:
     assert ranks.run(2, jobs.one_rank_sees_nothing, str(tmp_path)) == [4, 4]
 
 
-@backends.both_slowly
+@backends.both_in_ci
 @pytest.mark.parametrize("damage", ["bytes", "missing", "marker"])
 def test_the_newest_damaged_one_is_skipped(ranks: RankPool, tmp_path: Path, damage: str) -> None:
     """A warning names it and all ranks load the one before, also where the damage is found only by reading."""
@@ -181,7 +181,7 @@ def test_the_newest_damaged_one_is_skipped(ranks: RankPool, tmp_path: Path, dama
     assert any("step 6" in warning for warning in outcomes[0][1])
 
 
-@backends.both_slowly
+@backends.both_in_ci
 def test_damage_everywhere_is_an_error(ranks: RankPool, tmp_path: Path) -> None:
     """Where every checkpoint is damaged, training does not begin anew by itself."""
     ranks.run(2, jobs.trained, str(tmp_path), 4, {})
@@ -191,7 +191,7 @@ def test_damage_everywhere_is_an_error(ranks: RankPool, tmp_path: Path) -> None:
     assert message.startswith("CorruptCheckpointError")
 
 
-@backends.both_slowly
+@backends.both_in_ci
 def test_foreign_names_are_left_alone(tmp_path: Path) -> None:
     """What only looks like a step's directory is neither loaded nor removed, and an incomplete one does not count."""
     for name in ("backup-step-100.old", "step-9x", "ft-replicat-3", "step-07"):

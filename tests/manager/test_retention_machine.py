@@ -262,7 +262,7 @@ class Retention(RuleBasedStateMachine):
 
 @pytest.mark.parametrize(
     ("examples", "steps"),
-    [(6, 15), pytest.param(8, 25, marks=pytest.mark.slow), pytest.param(60, 30, marks=pytest.mark.long)],
+    [(6, 15), pytest.param(8, 25, marks=pytest.mark.ci), pytest.param(60, 30, marks=pytest.mark.proof)],
     ids=["few", "many", "most"],
 )
 def test_retention_removes_what_it_may_and_nothing_else(tmp_path: Path, examples: int, steps: int) -> None:

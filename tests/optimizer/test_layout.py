@@ -85,7 +85,7 @@ def _named() -> dict[str, tuple[int, ...]]:
     return {f"layer.{number}.weight": shape for number, shape in enumerate([*SHAPES, EXPERTS])}
 
 
-@pytest.mark.parametrize("count", [1, 3, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [1, 3, pytest.param(4, marks=pytest.mark.ci)])
 def test_state_has_the_layout_of_its_parameter(ranks: RankPool, tmp_path: Path, count: int) -> None:
     """A DTensor's state is a DTensor of its mesh and placements, strided, uneven and hybrid ones too, and is right."""
     _save(tmp_path / "ckpt", _named())

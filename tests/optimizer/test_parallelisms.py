@@ -61,7 +61,7 @@ def _resume(folder: Path) -> dict[str, list[float]]:
     return losses
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_one_parallelism_goes_on_as_another(ranks: RankPool, tmp_path: Path) -> None:
     """FSDP1, FSDP2 over tensor parallelism, hybrid sharding and DDP, each with what another saved, by 4 ranks or 2."""
     expected = ranks.run(4, _save_and_go_on, tmp_path)[0]

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from tests.ranks import RankPool
 
-pytestmark = pytest.mark.slow  # 18 s of trainings; the default run has AdamW's in tests/adapters/test_modules.py
+pytestmark = pytest.mark.ci  # 18 s of trainings; the default run has AdamW's in tests/adapters/test_modules.py
 
 BEFORE, AFTER = 3, 3
 

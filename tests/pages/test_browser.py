@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(BROWSER is None, reason="no Chromium is installed")]
+pytestmark = [pytest.mark.ci, pytest.mark.skipif(BROWSER is None, reason="no Chromium is installed")]
 
 
 def _open(page: Path, tmp_path: Path, width: int = 1440) -> str:

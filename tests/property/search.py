@@ -30,7 +30,7 @@ def drawn(count: int, most: int | None = None) -> Any:
     """Parametrizes a test by its number of examples: some by default, more and most in the long tests."""
     more = (count * MORE, most or count * MOST)
     return pytest.mark.parametrize(
-        "count", [count * FACTOR, *(pytest.param(each * FACTOR, marks=pytest.mark.long) for each in more)]
+        "count", [count * FACTOR, *(pytest.param(each * FACTOR, marks=pytest.mark.proof) for each in more)]
     )
 
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.ci,
     pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the peak of a process's memory is Linux's"),
 ]
 
@@ -201,7 +201,7 @@ def test_an_export_to_a_directory(tmp_path: Path, what: str) -> None:
     _check_folder(f"{tmp_path}/step-large-hf")
 
 
-@pytest.mark.parametrize("client", ["obstore", pytest.param("s3fs", marks=pytest.mark.long)])
+@pytest.mark.parametrize("client", ["obstore", pytest.param("s3fs", marks=pytest.mark.proof)])
 def test_an_export_to_s3(server: dict[str, str], client: str) -> None:
     """128 MiB are exported from S3 to S3 within 64 MiB: streamed by obstore, and spooled for s3fs."""
     environment = {**server, **({settings.DISABLED_PLUGINS: "obstore"} if client == "s3fs" else {})}
@@ -212,7 +212,7 @@ def test_an_export_to_s3(server: dict[str, str], client: str) -> None:
     _run_program(program, f"{url}-large-hf", environment)
 
 
-@pytest.mark.parametrize("client", ["obstore", pytest.param("s3fs", marks=pytest.mark.long)])
+@pytest.mark.parametrize("client", ["obstore", pytest.param("s3fs", marks=pytest.mark.proof)])
 def test_saves_to_s3_and_loads_from_it(server: dict[str, str], client: str) -> None:
     """A save of 64 MiB to S3, and a load of them, keep to 32 MiB: streamed by obstore, and spooled for s3fs."""
     environment = {**server, **({settings.DISABLED_PLUGINS: "obstore"} if client == "s3fs" else {})}

@@ -118,7 +118,7 @@ def test_ranks_stream_to_s3(ranks: RankPool, url: str, endpoint: str, backend: b
     jobs.check(url, 2.0)
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 @backends.both
 @pytest.mark.parametrize("persistent", [False, True])
 def test_a_background_save_streams(ranks: RankPool, url: str, endpoint: str, persistent: bool) -> None:
@@ -453,7 +453,7 @@ for kind in (TorchDistSaveShardedStrategy, SafetensorsSaveShardedStrategy, EPSav
 """
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.skipif(shutil.which("strace") is None, reason="strace is not installed: it counts the writes to files")
 def test_a_save_to_s3_writes_no_byte_to_local_disk(url: str, tmp_path: Path) -> None:
     """Saves of each built-in strategy to S3 write to sockets and pipes, and create no file."""
@@ -489,7 +489,7 @@ def test_a_save_to_s3_writes_no_byte_to_local_disk(url: str, tmp_path: Path) -> 
     assert len(created) <= 1  # tempfile's
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_a_save_to_s3_takes_bounded_memory(url: str) -> None:
     """A save of 256 MiB takes no more memory than the parts on their way, whatever the strategy."""
     environment = {**os.environ, settings.REMOTE_PART_MIB: "5", settings.REMOTE_PARTS: "2"}

@@ -41,8 +41,8 @@ def _run(folder: Path, fault: str, case: str = "new", step: int = 1) -> list[dic
     return reports
 
 
-@pytest.mark.slow
-@pytest.mark.long
+@pytest.mark.ci
+@pytest.mark.proof
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_save_with_a_fault_at_any_request_is_whole(tmp_path: Path, fault: str) -> None:
@@ -75,10 +75,10 @@ def test_a_save_with_a_fault_at_any_request_is_whole(tmp_path: Path, fault: str)
         assert report["uploads"] <= len(begins), report
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
-    ("fault", "step"), [("kill-after", 6), *(pytest.param(fault, 1, marks=pytest.mark.long) for fault in KILLS)]
+    ("fault", "step"), [("kill-after", 6), *(pytest.param(fault, 1, marks=pytest.mark.proof) for fault in KILLS)]
 )
 def test_a_save_killed_at_any_request_is_whole_or_absent(tmp_path: Path, fault: str, step: int) -> None:
     """After a kill of both ranks a load gives all or nothing; overwrite=True saves there again; a prune clears it."""
@@ -118,8 +118,8 @@ def _check_overwrite(report: dict[str, Any]) -> None:
     assert len({name.partition("/")[0] for name in after["rest"]}) == 2, report
 
 
-@pytest.mark.slow
-@pytest.mark.long  # 40 requests, each with a save of its own: tests/commit/test_replacement.py does it in memory
+@pytest.mark.ci
+@pytest.mark.proof  # 40 requests, each with a save of its own: tests/commit/test_replacement.py does it in memory
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("fault", KILLS)
 @pytest.mark.parametrize("case", ["overwrite-first", "overwrite"])
@@ -130,8 +130,8 @@ def test_an_overwrite_killed_at_any_request_is_old_or_new(tmp_path: Path, fault:
         _check_overwrite(report)
 
 
-@pytest.mark.slow
-@pytest.mark.long
+@pytest.mark.ci
+@pytest.mark.proof
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_an_overwrite_with_a_fault_at_any_request_is_old_or_new(tmp_path: Path, fault: str) -> None:

@@ -214,7 +214,7 @@ def _save_fsdp(path: str) -> list[float]:
     return full.flatten().tolist()  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("world", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("world", [1, 2, pytest.param(4, marks=pytest.mark.ci)])
 def test_a_tied_model_of_fsdp(ranks: RankPool, tmp_path: Path, world: int) -> None:
     """FSDP2's tied parameters are one DTensor: stored once, loaded into both names."""
     ranks.run(world, _save_fsdp, str(tmp_path / "c"))

@@ -42,7 +42,7 @@ def test_the_oldest_torch_and_newer_ones_are_not(version: str) -> None:
     check_torch(version)
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_the_refusal_is_at_import() -> None:
     """Nothing that saves or loads is imported under an older torch: the error says so before anything else fails."""
     names = [

@@ -1,4 +1,4 @@
-"""Which runs of the contract are slow or long: all but a part of one strategy's."""
+"""The tiers of the contract's runs: quick parts of one strategy by default, all of it over both formats in CI."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import pytest
 
 #: Parts of the contract that start ranks or other processes, or draw many examples.
 SLOW_PARTS = ("background", "kills", "resharding", "stores")
-#: Classes that are long tests: the right strategy of test_mutations.py, and another writer of (safetensors, 1).
-LONG_CLASSES = ("TestBlocks", "TestSafetensorsInParts")
+#: The strategies of the default run and of the CI tier; the runs over all others are proof.
+DEFAULT, IN_CI = "TestNpy", ("TestNpy", "TestTorchDist", "TestSafetensors")
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -17,8 +17,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         owner = getattr(item, "cls", None)
         module = getattr(getattr(item, "function", None), "__module__", "")
         if owner is not None and module.startswith("shardckpt.testing.contract."):
-            slow = module.rpartition(".")[2] in SLOW_PARTS or item.name == "test_drawn_layouts"
-            if slow or owner.__name__ != "TestNpy":
-                item.add_marker(pytest.mark.slow)
-            if owner.__name__ in LONG_CLASSES:
-                item.add_marker(pytest.mark.long)
+            is_slow = module.rpartition(".")[2] in SLOW_PARTS or item.name == "test_drawn_layouts"
+            if owner.__name__ not in IN_CI:
+                item.add_marker(pytest.mark.proof)
+            elif is_slow or owner.__name__ != DEFAULT:
+                item.add_marker(pytest.mark.ci)

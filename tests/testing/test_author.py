@@ -41,11 +41,11 @@ def _install(source: Path, folder: Path, installed: Path) -> None:
     _run(folder, installed, "pip", "install", *options, str(wheel))
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("module", "contract"),
     [
-        pytest.param(STRATEGY, "json-contract", marks=pytest.mark.long),
+        pytest.param(STRATEGY, "json-contract", marks=pytest.mark.proof),
         (STRATEGY + VERSION_2, "json-contract-2"),  # has the first, too
     ],
 )

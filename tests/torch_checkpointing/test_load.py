@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from tests.ranks import RankPool
 
 EACH_TRAINING = pytest.mark.parametrize("name", TRAININGS)
-EACH_WORLD = pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.slow), 4])
+EACH_WORLD = pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.ci), 4])
 
 
 def resume_a_loader(folder: Path, state: Any) -> None:

@@ -252,7 +252,7 @@ def test_parts_are_cut_alike_whatever_the_memory() -> None:
     assert b"".join(parts) == bytes(tensor_bytes(tensor.reshape(-1)))
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_a_rank_that_cannot_read_its_copy_leaves_no_other_waiting(ranks: RankPool) -> None:
     """A tensor without memory fails the comparison on all ranks with the same error."""
     meta = ShardedTensor.from_rank_offsets("a", torch.empty(3, device="meta"), replicated=True)

@@ -417,7 +417,7 @@ def test_it_is_only_read(tmp_path: Path) -> None:
         dc.save({}, tmp_path / "c", ("zarr", 1))
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_nothing_foreign_is_imported() -> None:
     """A load needs and imports neither zarr nor numcodecs nor Megatron."""
     code = (

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from tests.ranks import RankPool
     from tests.remote.store import Store
 
-_SLOW, _LONG = pytest.mark.slow, pytest.mark.long
+_SLOW, _LONG = pytest.mark.ci, pytest.mark.proof
 ASYNC = pytest.mark.parametrize(
     "mode", ["async", pytest.param("disabled", marks=_LONG), pytest.param("async_with_pinned_mem", marks=_SLOW)]
 )
@@ -85,7 +85,7 @@ def test_one_replica_is_lost_and_joins_again(ranks: RankPool, tmp_path: Path, mo
         assert taker["layout"] == giver["layout"] == ([4, 8], [4, 7, 8], [4, 6, 8])
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_an_older_torchft(ranks: RankPool, tmp_path: Path) -> None:
     """Functions are registered in the way that torchft had before 0.2, too."""
     results = ranks.run(4, replicas.rejoined, str(tmp_path), "disabled", OldManager)
@@ -119,13 +119,13 @@ def test_what_of_its_own_may_go(tmp_path: Path) -> None:
     assert find_abandoned_steps(own, steps, 7) == [7, 9, 10, 11, 12, 13, 14, 15, 17, 18]
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_a_run_that_was_given_up_leaves_nothing_newer(ranks: RankPool, tmp_path: Path) -> None:
     """Going on from step 4 removes a replica's own of the steps 5 to 7 that were made before: none is taken later."""
     assert ranks.run(4, replicas.abandoned, str(tmp_path)) == [[4, 5]] * 4
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_a_dataloader_that_is_not_to_be_loaded(ranks: RankPool, tmp_path: Path) -> None:
     """exclude_from_loading may name it: it stays as it is, without a warning or an error."""
     ranks.run(4, replicas.unbroken, str(tmp_path), 4, {})
@@ -135,7 +135,7 @@ def test_a_dataloader_that_is_not_to_be_loaded(ranks: RankPool, tmp_path: Path) 
     assert ranks.run(4, replicas.loaded, str(tmp_path), config) == [(4, 0, None, [])] * 4
 
 
-@backends.both_slowly
+@backends.both_in_ci
 @pytest.mark.parametrize("damage", ["none left", "one gone", "bytes"])
 def test_its_own_is_missing(ranks: RankPool, tmp_path: Path, damage: str) -> None:
     """A warning names the folder: the step before is taken, or everything stays; the other replica has its own."""

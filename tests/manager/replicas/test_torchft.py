@@ -21,7 +21,7 @@ def test_its_manager_is_what_is_asked_for() -> None:
     assert hasattr(torchft.Manager, "register_state_dict_fn") or hasattr(torchft.Manager, "set_state_dict_fns")
 
 
-@pytest.mark.parametrize("mode", [pytest.param("disabled", marks=pytest.mark.slow), "async"])
+@pytest.mark.parametrize("mode", [pytest.param("disabled", marks=pytest.mark.ci), "async"])
 def test_a_replica_heals_from_another(ranks: RankPool, tmp_path: Path, mode: str) -> None:
     """Under torchft's quorums a lost replica loads, takes over the other's states, and reads on in its own data."""
     first, second = ranks.run(2, torchft_jobs.lost_and_healed, str(tmp_path), mode)

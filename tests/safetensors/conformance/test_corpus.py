@@ -124,7 +124,7 @@ def test_our_reader_is_right(case: Case, folder: Path) -> None:
 @needs_node
 @pytest.mark.parametrize(
     "environment",
-    [pytest.param({}, id="zlib"), pytest.param({"SLOW_CRC32": "1"}, id="table", marks=pytest.mark.slow)],
+    [pytest.param({}, id="zlib"), pytest.param({"SLOW_CRC32": "1"}, id="table", marks=pytest.mark.ci)],
 )
 def test_the_node_reader_is_right(environment: dict[str, str], folder: Path) -> None:
     """The reader in JavaScript gives all verdicts, with the crc32 of node's zlib and with its own."""
@@ -181,7 +181,7 @@ def _measure_ours(directories: list[Path]) -> list[dict[str, Any]]:
     return [json.loads(line) for line in ended.stdout.splitlines()]
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_our_reader_answers_in_time_and_memory(folder: Path, tmp_path: Path) -> None:
     """Each entry, and headers of 100 MB, cost us less than 1 s of CPU and 200 MB; every verdict is right."""
     write_hostile(tmp_path, 5, {name for name, _ in draw_hostile(5)})
@@ -197,12 +197,12 @@ def test_our_reader_answers_in_time_and_memory(folder: Path, tmp_path: Path) -> 
     assert [line for line in lines if line["peak"] > MEMORY_LIMIT] == []
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.parametrize("reader", [PYTHON_READER, pytest.param(NODE_READER, marks=needs_node)], ids=["python", "node"])
 @pytest.mark.parametrize(
     "kind",
     [  # one process for each of 102 small directories, whose verdicts the default run asks of one process: long
-        pytest.param([], marks=pytest.mark.long, id="corpus"),
+        pytest.param([], marks=pytest.mark.proof, id="corpus"),
         pytest.param(["--hostile"], id="hostile"),
     ],
 )

@@ -10,7 +10,7 @@ import torch
 from shardckpt_safetensors import SafetensorsSaveShardedStrategy
 from tests.testing import test_safetensors_contract as contracts  # the module: its tests would run here, too
 
-pytestmark = pytest.mark.slow  # a minute: the default run has the contract with boxes
+pytestmark = pytest.mark.proof  # CI has the contract with boxes
 
 
 class SaveWhole(SafetensorsSaveShardedStrategy):

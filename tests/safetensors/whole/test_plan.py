@@ -92,7 +92,7 @@ def test_a_later_save_has_the_later_values(ranks: RankPool, tmp_path: Path) -> N
             check_same(dc.load_plain_tensors(tmp_path / str(number))[key], tensor, key)
 
 
-@pytest.mark.parametrize("persistent", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["thread", "process"])
+@pytest.mark.parametrize("persistent", [False, pytest.param(True, marks=pytest.mark.ci)], ids=["thread", "process"])
 def test_background_saves(ranks: RankPool, tmp_path: Path, persistent: bool) -> None:
     """A thread or a process of each rank writes the same files as a save in the foreground."""
     jobs.save(str(tmp_path / "0"))

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from shardckpt.testing.ranks import RankPool
 
-pytestmark = pytest.mark.slow  # imports transformers on every rank
+pytestmark = pytest.mark.ci  # imports transformers on every rank
 _SECONDS = 300.0
 
 

@@ -313,7 +313,7 @@ def _overwrite(path: str) -> None:
     _save(path, NEW, overwrite=True)
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.parametrize(("case", "allowed"), [("fresh", {"absent", "new"}), ("existing", {"old", "new"})])
 def test_a_killed_save_leaves_the_old_or_the_new(tmp_path: Path, case: str, allowed: set[str]) -> None:
     """After a kill at any of 50 calls of a dcp.save, the path holds the old or the new, bit for bit, or nothing."""
@@ -469,7 +469,7 @@ def test_async_save_on_the_group_of_the_training_is_refused(ranks: RankPool, tmp
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("count", [pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.long)])
+@pytest.mark.parametrize("count", [pytest.param(1, marks=pytest.mark.ci), pytest.param(2, marks=pytest.mark.proof)])
 def test_async_save_in_a_process(tmp_path: Path, count: int) -> None:
     """AsyncCheckpointerType.PROCESS: the writer travels to DCP's processes, which commit; an error comes back."""
     program, root = "tests.torch_dist.process_save", programs.ROOT
