@@ -150,7 +150,8 @@ def main() -> int:
     if not check.is_red:
         check.run("demo", _readme_command("demo"))
         check.run_tests("default", _readme_command("test"))
-        check.run_tests("ci", "pytest -m 'ci and not proof'")
+        # three at a time on two cores: many of these tests wait, for a timeout, a disk or a store
+        check.run_tests("ci", "pytest -m 'ci and not proof' -n 3")
     check.print_summary()
     return int(check.is_red)
 

@@ -108,14 +108,7 @@ _stack = [_ALL["torch_dist"]]
 
 #: Run a test, or all of a module, over each format.
 both = pytest.mark.parametrize("backend", list(_ALL), indirect=True, scope="module")
-#: The same, where the default run has no time for all formats: the others are in CI.
-both_in_ci = pytest.mark.parametrize(
-    "backend",
-    ["torch_dist", *(pytest.param(name, marks=pytest.mark.ci) for name in _ALL if name != "torch_dist")],
-    indirect=True,
-    scope="module",
-)
-#: The same, where CI has no time for them either: the others are proof.
+#: The same, where one format shows it in the default run or CI: the others are proof.
 both_in_proof = pytest.mark.parametrize(
     "backend",
     ["torch_dist", *(pytest.param(name, marks=pytest.mark.proof) for name in _ALL if name != "torch_dist")],
@@ -175,7 +168,6 @@ __all__ = [
     "Backend",
     "become_default",
     "both",
-    "both_in_ci",
     "both_in_proof",
     "current",
     "data_file",

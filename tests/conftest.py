@@ -22,13 +22,16 @@ if TYPE_CHECKING:
     from tests.sites import Sites
 
 
-# a test must not fail because the machine has other work
-settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("any machine")
+# a test must not fail because the machine has other work, nor once and not again
+settings.register_profile(
+    "the same each time", deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True
+)
+settings.register_profile("proof", settings.get_profile("the same each time"), derandomize=False, print_blob=True)
 
 
-def pytest_configure() -> None:
-    """Take Ctrl-C as usual even where pytest was started in the background, which ignores it: some tests send it."""
+def pytest_configure(config: pytest.Config) -> None:
+    """Draw examples anew in the proof tier alone; choose folders; take Ctrl-C as usual even where pytest was started in the background, which ignores it: some tests send it."""
+    settings.load_profile("proof" if config.option.markexpr == "proof" else "the same each time")
     signal.signal(signal.SIGINT, signal.default_int_handler)
     folders.choose()
     os.environ.pop("PYTEST_ADDOPTS", None)  # options of this run, not of those that tests start

@@ -80,6 +80,7 @@ def test_every_adapter_round_trips_and_stands_in_the_table(folders: Folders, tmp
     assert all(title in done.stdout for _, title in table)
 
 
+@pytest.mark.proof
 def test_resharding_memory_and_simulated_ranks_stand_in_the_table(folders: Folders, tmp_path: Path) -> None:
     """Resharding, peak memory and the simulation come out for whoever can, with bytes read counted."""
     results = tmp_path / "results.md"
@@ -109,6 +110,7 @@ def test_one_lost_bit_is_a_failure(folders: Folders, tmp_path: Path) -> None:
     assert "1 tensors are not as they were saved: optimizer.exp_avg_sq." in done.stderr
 
 
+@pytest.mark.proof
 def test_a_library_that_cannot_be_had_is_left_out(folders: Folders, tmp_path: Path) -> None:
     """Without Megatron, and without a way to install it, the rest is measured and a note says why."""
     options = ("--workloads", "tiny", "--ranks", "1", "--operations", "save,load", "--adapters", "reference,megatron")
@@ -194,6 +196,7 @@ def _is(name: str, first: str, last: str) -> bool:
     return name.startswith(first) and (not last or name.endswith(f", {last}"))
 
 
+@pytest.mark.proof
 def test_stores_are_measured() -> None:
     """Each column saves and loads what it saved, and its requests are counted."""
     command = [sys.executable, "-m", "benchmarks.stores", "--mib", "8", "--rounds", "1"]

@@ -151,7 +151,7 @@ def test_any_layout_loads_as_any_other(ranks: RankPool, tmp_path: Path, layout: 
     ranks.run(4, _load, path, layout, 4)
 
 
-@backends.both_in_ci
+@backends.both_in_proof
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_any_number_of_ranks_saves(ranks: RankPool, tmp_path: Path, world: int) -> None:
     """1 to 3 ranks save, more and fewer load."""
@@ -173,7 +173,7 @@ def test_eight_ranks(many_ranks: RankPool, tmp_path: Path, layout: str) -> None:
     many_ranks.run(8, _load, path + "3", "columns", 3)
 
 
-@backends.both_in_ci
+@backends.both_in_proof
 def test_one_process_without_a_group(tmp_path: Path) -> None:
     """No process group is needed; every layout round-trips."""
     assert not dist.is_initialized()
@@ -204,7 +204,7 @@ def test_the_callers_objects_stay_the_callers(tmp_path: Path) -> None:
     assert common == {"deep": [1, 2]}
 
 
-@backends.both_in_ci
+@backends.both_in_proof
 def test_queries(tmp_path: Path) -> None:
     """Every query says what was stored, without tensors being asked for."""
     obj = ShardedObject("o", {"a": 1}, (1,), (0,))
@@ -227,7 +227,7 @@ def test_queries(tmp_path: Path) -> None:
         dc.load_content_metadata()
 
 
-@backends.both_in_ci
+@backends.both_in_proof
 def test_metadata_of_a_checkpoint_is_a_state_dict_to_load(tmp_path: Path) -> None:
     """What load_sharded_metadata gives can be loaded as it is: everything, whole."""
     dc.save({"w": _tensor(), "o": ShardedObject("o", [1], (1,), (0,))}, tmp_path / "c")
@@ -236,7 +236,7 @@ def test_metadata_of_a_checkpoint_is_a_state_dict_to_load(tmp_path: Path) -> Non
     assert loaded["o/shard_0_1"] == [1]
 
 
-@backends.both_in_ci
+@backends.both_in_proof
 def test_dtypes_are_cast_on_load(tmp_path: Path) -> None:
     """A destination of another dtype gets the values, as DCP and Megatron do."""
     dc.save({"w": _tensor(value=1.5)}, tmp_path / "c")
@@ -257,7 +257,7 @@ def _load_cast(directory: str, **options: Any) -> tuple[str, str, float]:
     return "", "", float(fine.sum() + bad.sum())
 
 
-@backends.both_in_ci
+@backends.both_in_proof
 def test_casts_that_cut_values_are_refused_on_every_rank(ranks: RankPool, tmp_path: Path) -> None:
     """Floats wanted as integers on one rank: the same error on all, with key and dtypes, before anything is filled."""
     dc.save({"a": _tensor("a", 1.5), "b": _tensor("b", 2.7)}, tmp_path / "c")
@@ -275,7 +275,7 @@ def _load_cast_with_leave(ranks: RankPool, directory: Path) -> list[Any]:
     return ranks.run(2, functools.partial(_load_cast, allow_dtype_cast=True), str(directory))
 
 
-@backends.both_in_ci
+@backends.both_in_proof
 @pytest.mark.parametrize(
     ("stored", "wanted", "expected"),
     [
@@ -313,7 +313,7 @@ def test_a_cast_keeps_what_values_mean(
         assert into.dtype == wanted
 
 
-@backends.both_in_ci
+@backends.both_in_proof
 def test_casts_are_logged_once_a_load(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """However many tensors are cast: one line, a warning where digits are lost, and none where nothing is cast."""
     dc.save({str(n): _tensor(str(n), 1.5) for n in range(9)}, tmp_path / "c")
@@ -327,7 +327,7 @@ def test_casts_are_logged_once_a_load(tmp_path: Path, caplog: pytest.LogCaptureF
         assert all(f"torch.float32 to {dtype} (9: '0', ...)" in record.getMessage() for record in lines)
 
 
-@backends.both_in_ci
+@backends.both_in_proof
 def test_shape_mismatches_are_all_named(tmp_path: Path) -> None:
     """Other global shapes are one error with every key and both shapes, and nothing is filled."""
     dc.save({"a": _tensor("a"), "b": _tensor("b"), "c": _tensor("c")}, tmp_path / "c")
@@ -339,7 +339,7 @@ def test_shape_mismatches_are_all_named(tmp_path: Path) -> None:
     assert not fine.any()
 
 
-@backends.both_in_ci
+@backends.both_in_proof
 @pytest.mark.parametrize("rows", [2, 5])
 def test_allow_shape_mismatch_loads_what_is_common(tmp_path: Path, rows: int) -> None:
     """Padded or cut vocabularies: the common rows are loaded, the rest is zero."""
@@ -350,7 +350,7 @@ def test_allow_shape_mismatch_loads_what_is_common(tmp_path: Path, rows: int) ->
     assert got[3:].eq(0).all()
 
 
-@backends.both_in_ci
+@backends.both_in_proof
 def test_strict_modes_at_the_front_door(tmp_path: Path) -> None:
     """Keys that do not match are dropped and returned, or raised, as the mode says."""
     dc.save({"have": _tensor("have"), "both": _tensor("both")}, tmp_path / "c")
@@ -364,7 +364,7 @@ def test_strict_modes_at_the_front_door(tmp_path: Path) -> None:
         dc.load({"both": _tensor("both")}, tmp_path / "c", strict=True)
 
 
-@backends.both_in_ci
+@backends.both_in_proof
 def test_a_part_of_a_tensor_needs_leave(tmp_path: Path) -> None:
     """Loading one shard alone is refused as a hole, and allowed with validate_access_integrity=False."""
     dc.save({"w": ShardedTensor.from_rank_offsets("w", torch.arange(6.0))}, tmp_path / "c")
@@ -405,7 +405,7 @@ def _save_in_subgroup(path: str) -> bool:
     return True
 
 
-@backends.both_in_ci
+@backends.both_in_proof
 def test_a_subgroup_saves_and_loads(ranks: RankPool, tmp_path: Path) -> None:
     """process_group= takes any ranks; the others go on undisturbed."""
     assert all(ranks.run(4, _save_in_subgroup, str(tmp_path / "c")))
@@ -432,7 +432,7 @@ def test_megatrons_keywords_are_taken(tmp_path: Path) -> None:
     dc.save({"a": 1}, tmp_path / "d", async_sharded_save=False, preprocess_common_before_consistancy_check=dict)
 
 
-@backends.both_in_ci
+@backends.both_in_proof
 def test_meta_destinations_are_refused(tmp_path: Path) -> None:
     """A tensor on the meta device cannot be filled: the error says what to do, instead of loading nothing."""
     dc.save({"w": ShardedTensor.from_rank_offsets("w", torch.ones(3))}, tmp_path / "c")
@@ -440,7 +440,7 @@ def test_meta_destinations_are_refused(tmp_path: Path) -> None:
         dc.load({"w": ShardedTensor.from_rank_offsets("w", torch.zeros(3, device="meta"))}, tmp_path / "c")
 
 
-@backends.both_in_ci
+@backends.both_in_proof
 @pytest.mark.parametrize(
     ("destination", "why"),
     [
@@ -463,7 +463,7 @@ def test_destinations_that_cannot_be_filled_are_refused_before_any_is(
     assert not first.any()
 
 
-@backends.both_in_ci
+@backends.both_in_proof
 def test_sparse_tensors_are_refused_by_key(tmp_path: Path) -> None:
     """A save of a sparse tensor names it and says what to store in its place; nothing is there."""
     with pytest.raises(ShardingError, match=r"'w': its data is sparse \(torch.sparse_coo\).*to_dense"):
@@ -471,7 +471,7 @@ def test_sparse_tensors_are_refused_by_key(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-@backends.both_in_ci
+@backends.both_in_proof
 @pytest.mark.parametrize("in_background", [False, True])
 def test_a_large_transposed_tensor_of_a_packed_dtype_is_saved(tmp_path: Path, in_background: bool) -> None:
     """Torch can copy a transposed float4 of few elements only; one of many is saved and loaded bit for bit, too."""
@@ -490,7 +490,7 @@ def _save_elsewhere(path: str) -> None:
     dc.save({"a": 1}, f"{path}-{dist.get_rank()}")
 
 
-@backends.both_in_ci
+@backends.both_in_proof
 def test_ranks_save_to_one_place(ranks: RankPool, tmp_path: Path) -> None:
     """Ranks that name different directories are told so, and nothing is written."""
     outcomes = ranks.outcomes(2, _save_elsewhere, str(tmp_path / "c"))

@@ -126,7 +126,7 @@ def test_an_installed_plugin_is_listed(environment: Environment) -> None:
     assert "not working" not in done.stdout
 
 
-@pytest.mark.ci
+@pytest.mark.proof
 def test_a_checkpoint_of_2_ranks_loads_at_3(old: Path) -> None:
     """Saved by 2 ranks and loaded by 3 under other layouts; every data file is one that numpy opens by itself."""
     marker = json.loads((old / "metadata.json").read_text())
@@ -140,7 +140,7 @@ def test_a_checkpoint_of_2_ranks_loads_at_3(old: Path) -> None:
     assert np.array_equal(arrays[entry["file"]], expected)
 
 
-@pytest.mark.ci
+@pytest.mark.proof
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="zarr 3 needs Python 3.11")
 def test_a_zarr_checkpoint_is_what_zarr_opens(environment: Environment, tmp_path: Path) -> None:
     """What an installed strategy of another distribution saved is a group that zarr alone opens, bit for bit."""
@@ -164,7 +164,7 @@ def test_a_zarr_checkpoint_is_what_zarr_opens(environment: Environment, tmp_path
     assert writers["float32.2/c/0/0"] == 0  # slices that end inside of rows: no chunk shape fits, one rank wrote all
 
 
-@pytest.mark.ci
+@pytest.mark.proof
 def test_version_1_says_which_dtypes_it_cannot_store(environment: Environment, tmp_path: Path) -> None:
     """A format's own limit is an error of the family that names the dtype, and leaves nothing behind."""
     environment.install("npy_v1")
@@ -203,7 +203,7 @@ def test_migrate_rewrites_the_checkpoint(environment: Environment, old: Path, mi
     assert [code for code, _ in environment.session("commands", *lines)] == [0, 2]
 
 
-@pytest.mark.ci
+@pytest.mark.proof
 def test_version_2_stores_what_numpy_has_no_dtype_for(new: Path) -> None:
     """The new version is new for a reason: bfloat16 and float8 are integers on disk, and themselves when loaded."""
     index = json.loads((new / "index.json").read_text())
@@ -225,7 +225,7 @@ def test_a_downgrade_refuses_the_new_version_and_names_its_reader(
             assert text in refusal["message"]
 
 
-@pytest.mark.ci
+@pytest.mark.proof
 def test_a_plugin_can_be_switched_off(environment: Environment, old: Path) -> None:
     """SHARDCKPT_DISABLED_PLUGINS leaves a plugin out, and errors say that it is why."""
     environment.install("npy_v1")
@@ -254,7 +254,7 @@ def test_a_broken_release_is_named_and_breaks_nothing_else(environment: Environm
     assert "torch_dist" in listing
 
 
-@pytest.mark.ci
+@pytest.mark.proof
 def test_after_uninstalling_the_error_says_what_to_install(environment: Environment, old: Path) -> None:
     """Without the plugin its checkpoints are refused: which backend, what is installed, what to install."""
     if not environment.package.exists():

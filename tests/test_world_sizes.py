@@ -254,7 +254,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory, backend: Backend) -> Iterato
     return _merged([program(str(tmp_path_factory.mktemp("alone")))])
 
 
-@backends.both_in_ci
+@backends.both_in_proof
 def test_alone(alone: Any) -> None:
     """Without a process group every value is right, and exactly what should be refused is."""
     outcomes, rows = alone
@@ -272,7 +272,7 @@ def test_alone(alone: Any) -> None:
     assert outcomes["listing"][1] == ["ckpt"]
 
 
-@backends.both_in_ci
+@backends.both_in_proof
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_world_size(ranks: RankPool, tmp_path: Path, alone: Any, world: int) -> None:
     """1, 2 and 4 ranks get what one process gets: values, sets of keys, kinds of errors, messages and warnings."""

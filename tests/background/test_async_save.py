@@ -20,7 +20,7 @@ THREAD_FIRST = pytest.mark.parametrize(
 )
 
 
-@backends.both_in_ci
+@backends.both_in_proof
 @pytest.mark.parametrize(
     ("world_size", "persistent"),
     [
@@ -44,7 +44,7 @@ def test_the_state_at_the_moment_of_scheduling_is_saved(
     assert not [result for result in verify_checkpoint(path) if result.fault or result.foreign]
 
 
-@backends.both_in_ci
+@backends.both_in_proof
 @THREAD_FIRST
 def test_saves_in_flight_do_not_mix(ranks: RankPool, tmp_path: Path, persistent: bool) -> None:
     """Five saves scheduled at once, two of them staged at a time, end in order, each with its own content."""
@@ -52,14 +52,14 @@ def test_saves_in_flight_do_not_mix(ranks: RankPool, tmp_path: Path, persistent:
     assert len(list(tmp_path.iterdir())) == 5
 
 
-@backends.both_in_ci
+@backends.both_in_proof
 def test_polling_finalizes_on_all_ranks_at_the_same_time(ranks: RankPool, tmp_path: Path) -> None:
     """A training loop that polls without blocking finds the save written at the same poll on all ranks."""
     counts = ranks.run(4, jobs.polled_save, str(tmp_path / "c"), False)
     assert len(set(counts)) == 1
 
 
-@backends.both_in_ci
+@backends.both_in_proof
 @pytest.mark.parametrize("victim", [1, pytest.param(0, marks=pytest.mark.ci)])
 @pytest.mark.ci
 def test_a_dead_worker_is_everyones_error(ranks: RankPool, tmp_path: Path, victim: int) -> None:
@@ -70,7 +70,7 @@ def test_a_dead_worker_is_everyones_error(ranks: RankPool, tmp_path: Path, victi
     assert "signal 9" in messages[0]
 
 
-@backends.both_in_ci
+@backends.both_in_proof
 @PERSISTENT
 def test_an_error_in_the_background_names_rank_and_file(ranks: RankPool, tmp_path: Path, persistent: bool) -> None:
     """A file that one rank cannot write is the same error on all, with the rank and the file; nothing is left."""
@@ -81,7 +81,7 @@ def test_an_error_in_the_background_names_rank_and_file(ranks: RankPool, tmp_pat
     assert not list(tmp_path.iterdir())
 
 
-@backends.both_in_ci
+@backends.both_in_proof
 def test_ranks_that_are_out_of_step_are_told(ranks: RankPool, tmp_path: Path) -> None:
     """Ranks that finalize different requests all get an error that names the two."""
     messages = ranks.run(3, jobs.out_of_step, str(tmp_path / "c"))
@@ -90,7 +90,7 @@ def test_ranks_that_are_out_of_step_are_told(ranks: RankPool, tmp_path: Path) ->
     assert not list(tmp_path.iterdir())
 
 
-@backends.both_in_ci
+@backends.both_in_proof
 def test_ranks_that_are_out_of_step_can_close(ranks: RankPool) -> None:
     """close() of queues that can never be finalized gives up, with the same error on all ranks."""
     messages = ranks.run(2, jobs.closed_out_of_step)
@@ -98,14 +98,14 @@ def test_ranks_that_are_out_of_step_can_close(ranks: RankPool) -> None:
     assert "number 1 and number 2" in messages[0]
 
 
-@backends.both_in_ci
+@backends.both_in_proof
 def test_ranks_may_add_different_finalize_functions(ranks: RankPool, tmp_path: Path) -> None:
     """Megatron's first and last rank add functions that the others do not have: all run, and no rank waits."""
     ran = ranks.run(3, jobs.finalized_as_megatron_does, str(tmp_path / "c"))
     assert ran == [["tracker"], [], ["one logger", "other logger"]]
 
 
-@backends.both_in_ci
+@backends.both_in_proof
 def test_ranks_wait_together_and_at_most_as_long_as_told(ranks: RankPool) -> None:
     """Polling and a bounded wait leave a request scheduled on all ranks as long as one rank writes."""
     ranks.run(3, jobs.waits_at_most)
@@ -118,7 +118,7 @@ def test_a_writer_may_take_longer_than_the_process_groups_timeout(ranks: RankPoo
     assert ranks.run(2, jobs.slower_than_the_group, True) == [[1], [1]]
 
 
-@backends.both_in_ci
+@backends.both_in_proof
 def test_one_ranks_error_does_not_wait_for_another_ranks_writing(ranks: RankPool) -> None:
     """An error is everyone's while another rank still writes: it would be in vain."""
     (first, _), (second, had_written) = ranks.run(2, jobs.one_rank_fails_while_another_writes)
@@ -127,7 +127,7 @@ def test_one_ranks_error_does_not_wait_for_another_ranks_writing(ranks: RankPool
     assert not had_written
 
 
-@backends.both_in_ci
+@backends.both_in_proof
 def test_requests_in_another_order_are_refused(ranks: RankPool, tmp_path: Path) -> None:
     """Saves that ranks have scheduled in different orders are the same error on all, and never mixed."""
     messages = ranks.run(2, jobs.in_another_order, str(tmp_path))
@@ -136,7 +136,7 @@ def test_requests_in_another_order_are_refused(ranks: RankPool, tmp_path: Path) 
     assert not list(tmp_path.iterdir())
 
 
-@backends.both_in_ci
+@backends.both_in_proof
 def test_a_queue_left_by_an_error_on_one_of_several_ranks(ranks: RankPool, tmp_path: Path) -> None:
     """Where one of several ranks fails, its scheduled saves are given up; the others are told within the timeout."""
     ranks.run(2, jobs.left_by_an_error, str(tmp_path / "c"))

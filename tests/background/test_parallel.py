@@ -42,7 +42,7 @@ def _saves(folder: str) -> None:
             queue.schedule_async_request(request)
 
 
-@backends.both_in_ci
+@backends.both_in_proof
 def test_fully_parallel_saves_go_on_behind_the_training(ranks: RankPool, tmp_path: Path) -> None:
     """Background saves through the wrapper are dealt out: each rank writes, and each save has its own content."""
     ranks.run(4, _saves, str(tmp_path))
@@ -51,7 +51,7 @@ def test_fully_parallel_saves_go_on_behind_the_training(ranks: RankPool, tmp_pat
         assert all(tensor.eq(step).all() for tensor in dc.load_plain_tensors(tmp_path / str(step)).values())
 
 
-@backends.both_in_ci
+@backends.both_in_proof
 def test_a_wrapped_strategy_that_cannot_is_named(tmp_path: Path) -> None:
     """The wrapper around a strategy that saves in the foreground only says so, and leaves nothing."""
     with pytest.raises(CheckpointingException, match="_Foreground saves in the foreground only"):

@@ -20,7 +20,7 @@ from shardckpt.dist_checkpointing import StrategyAction
 from shardckpt.mapping import ShardedObject, ShardedTensor
 from shardckpt.plugins import get_plugin_manager
 from tests import names as names_
-from tests.backends import Backend, both, both_in_ci
+from tests.backends import Backend, both, both_in_proof
 from tests.cli.checkpoints import copy_golden, damage, save_plain_dcp
 
 if TYPE_CHECKING:
@@ -329,7 +329,7 @@ def test_own_outlines_are_those_that_plugins_register() -> None:
     assert own == inspect_.OUTLINES
 
 
-@both_in_ci
+@both_in_proof
 def test_inspect_does_not_wait_for_dtensor(backend: Backend, tmp_path: Path) -> None:
     """Where ``inspect`` needs torch, a new interpreter imports neither DTensor nor DCP, which take a second."""
     dc.save({"w": ShardedTensor.from_rank_offsets("w", torch.ones(2))}, tmp_path / "c")

@@ -136,6 +136,7 @@ def _generations(place: _Place) -> set[str]:
     ],
     indirect=["place"],
 )
+@pytest.mark.proof
 def test_an_overwrite_that_is_killed_anywhere_is_old_or_new(place: _Place, saves: int, is_answer_lost: bool) -> None:
     """At each request: a load gives one whole save, a prune removes all else, and so does the next overwrite."""
     found, number, ended = [], 0, False

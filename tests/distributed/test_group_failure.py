@@ -55,6 +55,7 @@ def test_a_busy_rank_is_not_taken_for_dead(outcomes: dict[str, _Outcomes]) -> No
     assert max(seconds for _, _, seconds in found.values()) < GROUP_TIMEOUT
 
 
+@pytest.mark.ci
 def test_a_rank_that_came_late_and_waits_is_not_taken_for_stopped(outcomes: dict[str, _Outcomes]) -> None:
     """The timeout of the rank that came first ends the wait of all, and only the one that never came is named."""
     found = outcomes["early"]
@@ -64,6 +65,7 @@ def test_a_rank_that_came_late_and_waits_is_not_taken_for_stopped(outcomes: dict
     assert all(missing == [2] for _, missing, _ in found.values())
 
 
+@pytest.mark.ci
 def test_in_smaller_groups_ranks_have_the_numbers_of_the_job(outcomes: dict[str, _Outcomes]) -> None:
     """A rank is named by its number in the whole job, with the ranks of its group."""
     ((text, missing, _),) = outcomes["pair"].values()
@@ -73,6 +75,7 @@ def test_in_smaller_groups_ranks_have_the_numbers_of_the_job(outcomes: dict[str,
     assert missing == [3]
 
 
+@pytest.mark.ci
 def test_no_rank_is_blamed_where_all_are_there(outcomes: dict[str, _Outcomes]) -> None:
     """Where a call fails on one rank, all end at once with its reason, and none is said to be missing."""
     found = outcomes["none"]

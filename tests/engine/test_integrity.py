@@ -233,7 +233,7 @@ def test_the_manifest_of_an_existing_checkpoint(ours: Path, golden: Path) -> Non
         assert {file.name for file in path.iterdir()} == before | {"integrity.json"}
 
 
-@backends.both_in_ci
+@backends.both_in_proof
 def test_no_manifest_over_damage(ours: Path) -> None:
     """What our own digests know to be damaged gets no SHA-256 that says otherwise."""
     flip(ours / backends.data_file(0))
@@ -287,7 +287,7 @@ def _load(path: str, size: int = 1200) -> tuple[str, list[float]]:
     return "", wanted["w"].data.tolist()
 
 
-@backends.both_in_ci
+@backends.both_in_proof
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_saved_while_written(ranks: RankPool, tmp_path: Path, world: int) -> None:
     """save(verify_integrity=True) leaves what hashlib finds in the files, of every rank, and all ranks verify it."""
@@ -302,7 +302,7 @@ def test_saved_while_written(ranks: RankPool, tmp_path: Path, world: int) -> Non
         assert [value for _, part in values for value in part] == list(range(1200))
 
 
-@backends.both_in_ci
+@backends.both_in_proof
 def test_saved_without_a_process_group(tmp_path: Path) -> None:
     """One process alone, with files larger than a block: hashed while written, verified block by block."""
     path = tmp_path / "ckpt"
@@ -316,7 +316,7 @@ def test_saved_without_a_process_group(tmp_path: Path) -> None:
         verify_integrity_manifest(path)
 
 
-@backends.both_in_ci
+@backends.both_in_proof
 def test_a_save_without_it_leaves_no_stale_one(ours: Path) -> None:
     """An overwrite takes the old save's ``integrity.json`` away, or renews it; the default is not to write one."""
     assert not (ours / "integrity.json").exists()
@@ -327,7 +327,7 @@ def test_a_save_without_it_leaves_no_stale_one(ours: Path) -> None:
         assert main(["verify", str(ours)]) == 0
 
 
-@backends.both_in_ci
+@backends.both_in_proof
 def test_errors_are_the_same_on_all_ranks(ranks: RankPool, tmp_path: Path) -> None:
     """Whichever rank reads the bad files, all raise one error that names all of them, before memory is touched."""
     path = tmp_path / "ckpt"

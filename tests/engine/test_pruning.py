@@ -210,7 +210,7 @@ def test_a_save_that_may_not_overwrite_restores_nothing(tmp_path: Path) -> None:
     assert _names(tmp_path) == ["ckpt"]
 
 
-@backends.both_in_ci
+@backends.both_in_proof
 @pytest.mark.parametrize("how", ["cut", "missing", "not ours"])
 def test_beside_a_damaged_checkpoint_the_older_one_stays(tmp_path: Path, how: str) -> None:
     """What was moved aside is kept as long as the one at the target is not whole, or cannot be judged."""
@@ -240,7 +240,7 @@ def _error_of_part(directory: str) -> tuple[str, str]:
     return "", ""
 
 
-@backends.both_in_ci
+@backends.both_in_proof
 def test_several_ranks_save_beside_what_is_left(ranks: RankPool, tmp_path: Path) -> None:
     """The main rank clears up for all, and every rank writes into the one directory that bears its process."""
     for _ in range(2):

@@ -74,7 +74,7 @@ def test_what_does_not_fit_is_refused_before_a_file_is_written(
         assert (found.kind, found.left, found.wrong) == ("NotEnoughSpaceError", [], [])
 
 
-@backends.both_in_ci
+@backends.both_in_proof
 @pytest.mark.parametrize("background", [False, True])
 def test_an_overwrite_that_does_not_fit_leaves_the_old_checkpoint(
     ranks: RankPool, tmp_path: Path, background: bool
@@ -87,7 +87,7 @@ def test_an_overwrite_that_does_not_fit_leaves_the_old_checkpoint(
         assert "so that both need room" in found.message
 
 
-@backends.both_in_ci
+@backends.both_in_proof
 def test_what_just_fits_is_saved(tmp_path: Path) -> None:
     """A save that leaves next to nothing free is not refused; one that is a page larger than all that is free is."""
     with small_disk(tmp_path / "disk", "4m") as disk:
@@ -104,7 +104,7 @@ def _save_copies(directory: str) -> None:
     dist_checkpointing.save(state, Path(directory) / "ckpt")
 
 
-@backends.both_in_ci
+@backends.both_in_proof
 def test_replicas_count_once(ranks: RankPool, tmp_path: Path) -> None:
     """Two ranks with copies of a tensor that fits once save it."""
     with small_disk(tmp_path / "disk", "2m") as disk:

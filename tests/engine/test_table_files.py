@@ -68,7 +68,7 @@ def saved(ranks: RankPool, tmp_path: Path) -> Path:
     return tmp_path / "c"
 
 
-@backends.both_in_ci
+@backends.both_in_proof
 @pytest.mark.parametrize("world", [2, 4])
 def test_a_save_with_table_files_is_loaded_by_any_number_of_ranks(ranks: RankPool, tmp_path: Path, world: int) -> None:
     """Every file has its table beside it, the record only says how long it is, and 1, 2 and 4 ranks read the values."""
@@ -85,7 +85,7 @@ def test_a_save_with_table_files_is_loaded_by_any_number_of_ranks(ranks: RankPoo
     assert get_exit_code(verify_checkpoint(path)) == INTACT
 
 
-@backends.both_in_ci
+@backends.both_in_proof
 @pytest.mark.parametrize("how", ["", "thread", pytest.param("process", marks=pytest.mark.ci)])
 def test_tables_go_to_a_store_with_their_files(ranks: RankPool, tmp_path: Path, how: str) -> None:
     """A save to a URL uploads the tables, in the foreground and behind the training; a load reads them from there."""
@@ -96,7 +96,7 @@ def test_tables_go_to_a_store_with_their_files(ranks: RankPool, tmp_path: Path, 
     ranks.run(2, jobs.check, url, 1.0)
 
 
-@backends.both_in_ci
+@backends.both_in_proof
 def test_small_saves_have_their_tables_in_the_record(ranks: RankPool, tmp_path: Path) -> None:
     """Below the limit nothing changes: format 1, tables as text, and no file beside."""
     ranks.run(2, jobs.save, str(tmp_path / "c"), 1.0)
@@ -105,7 +105,7 @@ def test_small_saves_have_their_tables_in_the_record(ranks: RankPool, tmp_path: 
     assert all(isinstance(file.segments, str) for file in _record(tmp_path / "c").files)
 
 
-@backends.both_in_ci
+@backends.both_in_proof
 def test_one_process_keeps_its_tables(tmp_path: Path) -> None:
     """With one rank no tables come together, and local checkpoints, which send theirs, have them in the record."""
     _save(str(tmp_path / "c"))
@@ -144,7 +144,7 @@ def _verdict(path: str) -> tuple[str, str]:
     return jobs.error_of(jobs.check, path, 1.0)
 
 
-@backends.both_in_ci
+@backends.both_in_proof
 @pytest.mark.parametrize("damage", _DAMAGES)
 def test_a_damaged_table_fails_a_load_and_is_found(ranks: RankPool, saved: Path, damage: str) -> None:
     """A table that is not as written is the same error on all ranks, and verify names the table and the file."""
@@ -159,7 +159,7 @@ def test_a_damaged_table_fails_a_load_and_is_found(ranks: RankPool, saved: Path,
     assert get_exit_code(results) == DAMAGED
 
 
-@backends.both_in_ci
+@backends.both_in_proof
 def test_damaged_data_has_one_verdict_in_both_forms(ranks: RankPool, tmp_path: Path) -> None:
     """The same damage to the same bytes is the same error, wherever the table is, and verify finds the one file."""
     verdicts = []
@@ -174,7 +174,7 @@ def test_damaged_data_has_one_verdict_in_both_forms(ranks: RankPool, tmp_path: P
     assert verdicts[0][2] == [backends.data_file(1)]
 
 
-@backends.both_in_ci
+@backends.both_in_proof
 def test_a_load_without_checks_needs_no_table(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """SHARDCKPT_VERIFY_READS=0 reads what is there, as it does with tables inside."""
     for name in _tables(saved):
@@ -187,7 +187,7 @@ def _with_files(path: Path, *files: FileRecord) -> None:
     (path / RECORD_NAME).write_bytes(_record(path).model_copy(update={"files": files}).dump())
 
 
-@backends.both_in_ci
+@backends.both_in_proof
 def test_hostile_sizes_are_refused_before_memory_is_taken(saved: Path) -> None:
     """A table that is longer than any of its file can be is refused, though the record and the disk agree on it."""
     files = _record(saved).files
@@ -239,7 +239,7 @@ def test_two_files_with_one_name_are_refused() -> None:
         check_records([one, other])
 
 
-@backends.both_in_ci
+@backends.both_in_proof
 def test_integrity_json_has_the_tables(ranks: RankPool, tmp_path: Path) -> None:
     """It lists the table files, written with the save or after it, and a damaged one is found by it."""
     ranks.run(2, partial(_save, verify_integrity=True), str(tmp_path / "with"))
@@ -256,7 +256,7 @@ def test_integrity_json_has_the_tables(ranks: RankPool, tmp_path: Path) -> None:
             verify_integrity_manifest(path)
 
 
-@backends.both_in_ci
+@backends.both_in_proof
 @pytest.mark.parametrize("before", [True, False])
 def test_an_overwrite_leaves_no_table_of_the_old_checkpoint(ranks: RankPool, tmp_path: Path, before: bool) -> None:
     """Tables belong to the checkpoint: they go with it, and other files stay."""
@@ -280,7 +280,7 @@ def _save_two(path: str, **options: Any) -> None:
         dc.save(state, path, **options)
 
 
-@backends.both_in_ci
+@backends.both_in_proof
 @pytest.mark.parametrize("sha256", [False, True])
 def test_removing_keys_rewrites_tables(ranks: RankPool, tmp_path: Path, sha256: bool) -> None:
     """Rewritten files have new tables beside them, the old ones are gone, and what is left is as it was."""

@@ -62,7 +62,6 @@ def _load_all(folder: Path, meshes: Meshes | None = None) -> int:
     return len(_eight())
 
 
-@pytest.mark.ci
 @pytest.mark.proof
 def test_experts_of_eight_ranks_load_at_eight_four_and_one(many_ranks: RankPool, tmp_path: Path) -> None:
     """Every mesh of eight ranks, either order and axis, even and uneven: everywhere the single process's tensor."""

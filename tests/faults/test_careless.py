@@ -88,7 +88,7 @@ def test_a_shard_that_is_not_stored_is_named(ranks: RankPool, tmp_path: Path, wo
 _LOST = (("object", DropsWork), ("whole", DropsWork), ("split", Drops), ("split", DropsWork))
 
 
-@backends.both_in_ci
+@backends.both_in_proof
 @pytest.mark.parametrize(
     ("way", "cases"),
     [
@@ -114,7 +114,7 @@ def _new(folder: Path, number: int) -> str:
     return str(folder / str(number))
 
 
-@backends.both_in_ci
+@backends.both_in_proof
 @pytest.mark.parametrize("way", ["foreground", "thread"])
 def test_a_plan_that_is_used_again_is_compared_again(ranks: RankPool, tmp_path: Path, way: str) -> None:
     """A save of the same shards that is neither validated nor planned again still misses what it did not write."""
@@ -182,7 +182,7 @@ def test_how_shards_are_cut_is_the_strategys_business(ranks: RankPool, tmp_path:
     assert (tmp_path / "c" / "metadata.json").is_file()
 
 
-@backends.both_in_ci
+@backends.both_in_proof
 def test_parts_are_missed_without_validation_too(tmp_path: Path) -> None:
     """With validate_access_integrity=False the shards are compared all the same."""
     with pytest.raises((PluginError, ShardingError), match="'whole'"):

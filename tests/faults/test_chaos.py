@@ -23,14 +23,15 @@ pytest.importorskip("tests.faults.chaos.matrix")
 @pytest.mark.parametrize(
     ("program", "ranks"),
     [
-        pytest.param("shardckpt manager", 1, marks=pytest.mark.ci),
-        pytest.param("shardckpt manager", 2, marks=pytest.mark.proof),
-        pytest.param("shardckpt callback, Hugging Face Trainer", 1, marks=pytest.mark.proof),
-        pytest.param("shardckpt callback, Hugging Face Trainer", 2, marks=pytest.mark.proof),
-        pytest.param("shardckpt plugin, Lightning", 1, marks=pytest.mark.proof),
-        pytest.param("shardckpt plugin, Lightning", 2, marks=pytest.mark.proof),
+        ("shardckpt manager", 1),
+        ("shardckpt manager", 2),
+        ("shardckpt callback, Hugging Face Trainer", 1),
+        ("shardckpt callback, Hugging Face Trainer", 2),
+        ("shardckpt plugin, Lightning", 1),
+        ("shardckpt plugin, Lightning", 2),
     ],
 )
+@pytest.mark.proof
 def test_every_point_passes(tmp_path: Path, program: str, ranks: int) -> None:
     """After a kill at any event, on any rank, the training resumes at the newest whole step, to the same weights."""
     done = run_in_new_interpreter("chaos", program, "--ranks", str(ranks), "-o", str(tmp_path / "scores"))

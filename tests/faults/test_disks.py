@@ -45,7 +45,7 @@ def test_a_full_disk_leaves_old_or_new(tmp_path: Path, what: str, case: str) -> 
 
 
 @backends.both_in_proof
-@pytest.mark.ci
+@pytest.mark.proof
 @pytest.mark.parametrize("way", ["thread", "process"])
 def test_a_full_disk_of_a_save_behind_the_training(tmp_path: Path, way: str) -> None:
     """The same holds where a thread or a process writes: the training gets the error when it finalizes the save."""
@@ -61,7 +61,7 @@ def test_what_other_savers_lose_on_a_full_disk(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(shutil.which("strace") is None, reason="strace is not installed: it holds system calls")
-@pytest.mark.ci
+@pytest.mark.proof
 def test_a_disk_that_answers_late(tmp_path: Path) -> None:
     """A call that takes longer than the group's timeout: all others name its rank in time; a shorter fails none."""
     for seconds, outcome in ((2 * GROUP_TIMEOUT, "named"), (GROUP_TIMEOUT / 3, "saved")):

@@ -44,7 +44,7 @@ def _save_with_a_hole(directory: str) -> tuple[str, bool]:
     return "", bool(written)
 
 
-@backends.both_in_ci
+@backends.both_in_proof
 def test_a_bad_plan_is_told_before_anything_is_written(ranks: RankPool, tmp_path: Path) -> None:
     """What the main rank finds in the plan of all ranks ends the save before a rank begins to write its tensors."""
     (message, wrote), *others = ranks.run(2, _save_with_a_hole, str(tmp_path))
@@ -66,7 +66,7 @@ def _save_in_pairs(directory: str) -> Attempt:
     return attempt(directory, action)
 
 
-@backends.both_in_ci
+@backends.both_in_proof
 def test_all_ranks_are_there_when_smaller_groups_meet(ranks: RankPool, tmp_path: Path) -> None:
     """A rank that cannot begin to write leaves no partner waiting in the group that deals the shards out."""
     assert "SHARDCKPT_IO_THREADS='many'" in one_error(ranks.run(4, _save_in_pairs, str(tmp_path))).message

@@ -52,6 +52,7 @@ def test_no_module_keeps_a_group() -> None:
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("jobs", [pytest.param(2, marks=pytest.mark.ci), pytest.param(5, marks=pytest.mark.proof)])
+@pytest.mark.proof
 def test_jobs_end_well(tmp_path: Path, jobs: int) -> None:
     """Jobs of three ranks that save, load and end exit with 0, however late the threads of gloo come to run."""
     done = run_in_new_interpreter("finished_jobs", "exits", str(tmp_path), str(jobs), "3", timeout=500)

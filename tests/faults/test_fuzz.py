@@ -22,7 +22,7 @@ def verdicts_of(folder: Path, count: int) -> list[str]:
     return found
 
 
-@backends.both_in_ci
+@backends.both_in_proof
 @pytest.mark.parametrize(
     "count", [12, pytest.param(40, marks=pytest.mark.ci), pytest.param(300, marks=pytest.mark.proof)]
 )

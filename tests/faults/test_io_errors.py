@@ -64,7 +64,7 @@ def bad(endings: list[dict[str, Any]], before: str) -> list[dict[str, Any]]:
     return [e for e in endings if not e["injected"] or not is_kept(e, before) or e["later"] or e["beside"]]
 
 
-@backends.both_in_ci
+@backends.both_in_proof
 def test_a_call_that_fails_leaves_old_or_new(disk: Path) -> None:
     """After an error or a lie of one of some calls of an overwrite, old or new is there, or its damage is found."""
     endings = endings_of(disk, "existing", FEW)
@@ -73,7 +73,6 @@ def test_a_call_that_fails_leaves_old_or_new(disk: Path) -> None:
 
 
 @backends.both
-@pytest.mark.ci
 @pytest.mark.proof
 @pytest.mark.parametrize(("case", "before"), [("fresh", "absent"), ("existing", "old")])
 def test_every_call_fails_once(disk: Path, case: str, before: str) -> None:
@@ -85,9 +84,9 @@ def test_every_call_fails_once(disk: Path, case: str, before: str) -> None:
 
 @pytest.mark.parametrize(
     ("backend", "case", "before"),
-    [  # the other pairs are among those of every call, which are long
+    [  # the other pairs are among those of every call
         ("torch_dist", "existing", "old"),
-        ("safetensors", "fresh", "absent"),
+        pytest.param("safetensors", "fresh", "absent", marks=pytest.mark.proof),
     ],
     indirect=["backend"],
     scope="module",
@@ -100,7 +99,10 @@ def test_calls_that_change_the_disk_fail_once(disk: Path, case: str, before: str
 
 @backends.both_in_proof
 @pytest.mark.ci
-@pytest.mark.parametrize("way", [pytest.param("request", marks=pytest.mark.proof), "thread", "process"])
+@pytest.mark.parametrize(
+    "way",
+    [pytest.param("request", marks=pytest.mark.proof), "thread", pytest.param("process", marks=pytest.mark.proof)],
+)
 def test_calls_of_a_background_save_fail_once(disk: Path, way: str) -> None:
     """An error of a call of a background save is raised where it is finalized, and leaves the old."""
     endings = endings_of(disk, "existing", SOME, way)

@@ -55,7 +55,7 @@ def leaves(outcomes: list[dict[str, Any]]) -> int:
     return sum(bool(o["left"]) for o in outcomes)
 
 
-@backends.both_in_ci
+@backends.both_in_proof
 @pytest.mark.ci
 def test_killed_save_to_a_fresh_path_leaves_nothing_or_the_whole(disk: Path) -> None:
     """After a kill at any of 25 calls of a first save, the path is absent or whole, and the next save clears up."""
@@ -66,7 +66,7 @@ def test_killed_save_to_a_fresh_path_leaves_nothing_or_the_whole(disk: Path) -> 
     assert leaves(outcomes) > FEW // 4
 
 
-@backends.both_in_ci
+@backends.both_in_proof
 def test_killed_overwrite_leaves_old_or_new(disk: Path) -> None:
     """After a kill at any of 25 calls of an overwrite, old or new is there bit for bit, other people's files too."""
     outcomes = report_of(disk, "existing", FEW)["outcomes"]
@@ -116,7 +116,7 @@ def test_killed_save_with_table_files_leaves_old_or_new(disk: Path, case: str, a
     assert any("fsync" in point["line"] and ".digests>" in point["line"] for point in report["points"])
 
 
-@pytest.mark.ci
+@pytest.mark.proof
 @pytest.mark.parametrize(
     ("case", "allowed"), [*(pytest.param(*case, marks=pytest.mark.proof) for case in CASES[:2]), CASES[2]]
 )

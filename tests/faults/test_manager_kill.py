@@ -51,7 +51,7 @@ def test_a_killed_run_goes_on_from_the_newest_committed_step(
     indirect=["backend"],
     scope="module",
 )
-@pytest.mark.ci
+@pytest.mark.proof
 def test_a_killed_run_on_a_store_goes_on_from_the_newest_committed_step(
     ranks: RankPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str, kills: int
 ) -> None:

@@ -29,7 +29,7 @@ def test_each_mutation_changes_what_is_there(tmp_path: Path) -> None:
     assert len({each.what for each in MUTATIONS}) == len(MUTATIONS)
 
 
-@pytest.mark.ci
+@pytest.mark.proof
 def test_a_mutation_is_caught_and_a_harmless_change_is_not(tmp_path: Path) -> None:
     """A wrong line is found out by the test that is named; a comment that is added is not."""
     chosen = next(each for each in MUTATIONS if each.file == "shardckpt/storage/digest.py")  # its test is short

@@ -54,7 +54,7 @@ def check(outcomes: list[dict[str, Any]], allowed: set[str]) -> None:
     assert [o for o in outcomes if not o["killed"] or o["state"] not in allowed or o["later"] or o["beside"]] == []
 
 
-@backends.both_in_ci
+@backends.both_in_proof
 def test_a_killed_export_leaves_old_or_new(disk: Path) -> None:
     """After a kill at any of 8 calls of an export over another, one of them is there bit for bit, and other files."""
     check(outcomes_of(disk, "export", "existing", str(FEW)), {"old", "new"})
@@ -107,7 +107,7 @@ def test_a_killed_change_of_a_checkpoint_leaves_old_or_new(
     check(outcomes_of(disk, operation, "existing", str(most)), {"old", "new"})
 
 
-@pytest.mark.ci
+@pytest.mark.proof
 def test_the_oracle_finds_what_other_savers_lose(disk: Path) -> None:
     """By the same kills and oracle, plain DCP and torch.save over one path lose both: the oracle bites."""
     for saver in ("dcp", "torch.save"):

@@ -74,7 +74,7 @@ def overwrite(target: Path) -> None:
     dist_checkpointing.save(samples.state_dict(NEW), target, overwrite=True)
 
 
-@backends.both_in_ci
+@backends.both_in_proof
 @pytest.mark.parametrize("what", ["a checkpoint", "other files", "one empty directory"])
 def test_refused_without_overwrite(tmp_path: Path, what: str) -> None:
     """A target that is not empty is refused with the way out, and stays as it is."""
@@ -102,7 +102,7 @@ def test_a_file_at_the_target(tmp_path: Path) -> None:
     assert target.read_bytes() == b"precious"
 
 
-@backends.both_in_ci
+@backends.both_in_proof
 def test_an_empty_directory_is_free(tmp_path: Path) -> None:
     """An empty directory at the target is taken without asking."""
     (tmp_path / "ckpt").mkdir()
@@ -120,7 +120,7 @@ def test_over_an_own_checkpoint(tmp_path: Path) -> None:
     assert_replaced(target, foreign)
 
 
-@backends.both_in_ci
+@backends.both_in_proof
 def test_twice_over_foreign_files(tmp_path: Path) -> None:
     """Files that are not the checkpoint's outlive any number of overwrites."""
     target = tmp_path / "ckpt"
@@ -131,7 +131,7 @@ def test_twice_over_foreign_files(tmp_path: Path) -> None:
     assert_replaced(target, foreign)
 
 
-@backends.both_in_ci
+@backends.both_in_proof
 @pytest.mark.parametrize("name", sorted(path.name for path in GOLDEN.glob("mcore-*")))
 def test_over_a_megatron_checkpoint(tmp_path: Path, name: str) -> None:
     """Every dialect of Megatron is recognised: its files go, whatever the number of ranks was, the others stay."""
@@ -144,7 +144,7 @@ def test_over_a_megatron_checkpoint(tmp_path: Path, name: str) -> None:
     assert_replaced(target, foreign)
 
 
-@backends.both_in_ci
+@backends.both_in_proof
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
 def test_over_a_plain_dcp_checkpoint(tmp_path: Path) -> None:
     """A directory that torch.distributed.checkpoint wrote is recognised too."""
@@ -155,7 +155,7 @@ def test_over_a_plain_dcp_checkpoint(tmp_path: Path) -> None:
     assert_replaced(target, foreign)
 
 
-@backends.both_in_ci
+@backends.both_in_proof
 def test_over_files_that_are_no_checkpoint(tmp_path: Path) -> None:
     """A directory of other files gets a checkpoint; none of them is lost."""
     target = tmp_path / "ckpt"
@@ -184,7 +184,7 @@ def save_part(directory: str, version: int, allowed: bool) -> None:
     dist_checkpointing.save(state, directory, overwrite=allowed)
 
 
-@backends.both_in_ci
+@backends.both_in_proof
 @pytest.mark.parametrize(("before", "after"), [(4, 1), (1, 4), (3, 2)])
 def test_other_number_of_ranks(ranks: RankPool, tmp_path: Path, before: int, after: int) -> None:
     """No file of more ranks is left from the old checkpoint, and its values are not."""
@@ -217,7 +217,7 @@ def test_parent_on_a_read_only_file_system(tmp_path: Path) -> None:
         refuse_parent(disk, "EROFS")
 
 
-@backends.both_in_ci
+@backends.both_in_proof
 def test_parents_are_made(tmp_path: Path) -> None:
     """Directories above the target are made as needed."""
     target = tmp_path / "runs" / "a" / "ckpt"
@@ -241,7 +241,7 @@ def test_without_exchange(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert_replaced(target, foreign)
 
 
-@backends.both_in_ci
+@backends.both_in_proof
 def test_second_rename_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without exchange, a failure between the two renames puts the old checkpoint back."""
     monkeypatch.setattr("shardckpt.commit.commit.exchange", no_exchange)
@@ -261,7 +261,7 @@ def test_second_rename_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert [path.name for path in tmp_path.iterdir()] == ["ckpt"]
 
 
-@backends.both_in_ci
+@backends.both_in_proof
 def test_crash_between_the_renames(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without exchange, a process that dies between the two renames leaves what every query names, with the way out."""
     monkeypatch.setattr("shardckpt.commit.commit.exchange", no_exchange)
@@ -341,7 +341,7 @@ class Interruption:
             yield
 
 
-@backends.both_in_ci
+@backends.both_in_proof
 @pytest.mark.parametrize("exchanges", [True, False])
 @pytest.mark.parametrize("error", [KeyboardInterrupt, StorageError])
 @pytest.mark.parametrize("after", [False, True])
@@ -378,7 +378,7 @@ def test_an_overwrite_that_ends_at_any_call(
     assert ends > len(["sync", "rename", "exchange", "sync parent"])
 
 
-@backends.both_in_ci
+@backends.both_in_proof
 def test_staging_is_no_checkpoint(tmp_path: Path) -> None:
     """A staging directory, even a complete one, is not loaded as a checkpoint."""
     dist_checkpointing.save(samples.state_dict(OLD), tmp_path / "ckpt")
@@ -392,7 +392,7 @@ def test_staging_is_no_checkpoint(tmp_path: Path) -> None:
         dist_checkpointing.load_common_state_dict(staging)
 
 
-@backends.both_in_ci
+@backends.both_in_proof
 def test_target_behind_a_link(tmp_path: Path) -> None:
     """A target that is a symbolic link is followed: the directory behind it is replaced, the link stays."""
     target = tmp_path / "real" / "ckpt"

@@ -40,7 +40,7 @@ def bad(states: list[dict[str, Any]], allowed: set[str]) -> list[dict[str, Any]]
 
 
 @needs_strace
-@backends.both_in_ci
+@backends.both_in_proof
 def test_a_power_cut_leaves_old_or_new(disk: Path) -> None:
     """In 40 states of the disk after a power cut in an overwrite, old or new is there bit for bit."""
     states = states_of(disk, "existing", FEW, seeds=2)
@@ -50,7 +50,7 @@ def test_a_power_cut_leaves_old_or_new(disk: Path) -> None:
 
 @needs_strace
 @backends.both_in_proof
-@pytest.mark.ci
+@pytest.mark.proof
 @pytest.mark.timeout(450)
 @pytest.mark.parametrize(("count", "seeds"), [(SOME, 4), pytest.param(MANY, SEEDS, marks=pytest.mark.proof)])
 @pytest.mark.parametrize(

@@ -116,7 +116,7 @@ def check_checkpoint(what: Scenario, report: dict[str, Any]) -> None:
         assert report["left"] == ["ckpt"]
 
 
-@pytest.mark.ci
+@pytest.mark.proof
 @pytest.mark.parametrize("backend", ["safetensors"], indirect=True, scope="module")
 def test_lost_ranks_of_another_format(tmp_path: Path) -> None:
     """The same holds for (safetensors, 1), in some of the scenarios: what differs is what lies on disk."""
@@ -135,7 +135,6 @@ def test_every_step(tmp_path: Path) -> None:
         check_checkpoint(what, report)
 
 
-@pytest.mark.ci
 @pytest.mark.proof
 @pytest.mark.timeout(3600)
 def test_every_lost_rank(tmp_path: Path) -> None:

@@ -104,7 +104,7 @@ def _function_as_common(state: dict[str, Any], rank: int, world: int) -> None:
     state["callback"] = lambda: 0
 
 
-@backends.both_in_ci
+@backends.both_in_proof
 @pytest.mark.parametrize("world", SIZES)
 @pytest.mark.parametrize(
     ("spoil", "kind", "texts"),
@@ -171,7 +171,7 @@ def _save_over_quota(directory: str) -> tuple[Attempt, bool]:
     return attempt(directory, action), caught
 
 
-@backends.both_in_ci
+@backends.both_in_proof
 @pytest.mark.parametrize("world", SIZES)
 def test_a_plugins_own_exception(ranks: RankPool, tmp_path: Path, world: int) -> None:
     """A strategy's exception of a class of its own is caught as itself and as one of the family on every rank."""
@@ -184,7 +184,7 @@ def test_a_plugins_own_exception(ranks: RankPool, tmp_path: Path, world: int) ->
     assert text == "the quota is used up"
 
 
-@backends.both_in_ci
+@backends.both_in_proof
 def test_bad_shape_without_validation(ranks: RankPool, tmp_path: Path) -> None:
     """With validate_access_integrity=False a shape that is wrong on one rank is still one error on all."""
     found = one_error(ranks.run(3, _save_unvalidated, str(tmp_path)))
@@ -236,7 +236,7 @@ def _save_without_forecast(directory: str) -> Attempt:
         return save_with(directory, _fill)
 
 
-@backends.both_in_ci
+@backends.both_in_proof
 @pytest.mark.parametrize("world", SIZES)
 def test_full_disk(ranks: RankPool, tmp_path: Path, backend: Backend, world: int) -> None:
     """A disk that fills up in a save is one error on all ranks; its space is free again, and a smaller save fits."""
@@ -266,7 +266,7 @@ def _overwrite_on_full_disk(directory: str) -> tuple[Attempt, list[str]]:
         return attempt(directory, action), wrong
 
 
-@backends.both_in_ci
+@backends.both_in_proof
 def test_full_disk_leaves_the_previous_checkpoint(ranks: RankPool, tmp_path: Path) -> None:
     """An overwrite that fails for space leaves the old checkpoint whole, and nothing else."""
     with small_disk(tmp_path / "disk", "2m") as disk:
@@ -295,7 +295,7 @@ def _save_with_broken_listener(directory: str) -> tuple[Attempt, int]:
     return found, len(found.left)
 
 
-@backends.both_in_ci
+@backends.both_in_proof
 def test_broken_listener_on_one_rank(ranks: RankPool, tmp_path: Path) -> None:
     """An event hook that raises on one rank neither fails a save nor leaves the other ranks waiting."""
     for found, left in ranks.run(3, _save_with_broken_listener, str(tmp_path)):
@@ -324,7 +324,7 @@ def _save_with_bad_setting(directory: str) -> Attempt:
     return attempt(directory, action)
 
 
-@backends.both_in_ci
+@backends.both_in_proof
 def test_bad_setting_on_one_rank(ranks: RankPool, tmp_path: Path) -> None:
     """An environment variable that is wrong on one rank is one error on all, naming the variable."""
     found = one_error(ranks.run(2, _save_with_bad_setting, str(tmp_path)))

@@ -28,7 +28,11 @@ ALL = 10_000
 #: Whose checkpoint, and its format.
 CASES = pytest.mark.parametrize(
     ("case", "backend"),
-    [("ours", "torch_dist"), ("foreign", "torch_dist"), ("ours", "safetensors")],
+    [
+        ("ours", "torch_dist"),
+        pytest.param("foreign", "torch_dist", marks=pytest.mark.proof),
+        pytest.param("ours", "safetensors", marks=pytest.mark.proof),
+    ],
     indirect=["backend"],
     scope="module",
 )
@@ -104,7 +108,7 @@ def test_killed_removal_leaves_old_or_new(ranks: RankPool, disk: Path, case: str
     assert not linked & {backends.data_file(0), backends.data_file(1)}
 
 
-@pytest.mark.ci
+@pytest.mark.proof
 def test_killed_removal_where_names_cannot_be_exchanged(ranks: RankPool, disk: Path) -> None:
     """Without RENAME_EXCHANGE a kill at any of the same calls may leave one state more, which is named: set aside."""
     report = _report(ranks, disk, "ours", SAMPLED, "existing, no exchange")

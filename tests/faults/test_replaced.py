@@ -166,7 +166,7 @@ def test_replaced_at_every_moment(scene: Scene, verify: str, name: str) -> None:
     assert set(found) <= {OLD, NEW}, verify
 
 
-@backends.both_in_ci
+@backends.both_in_proof
 @pytest.mark.parametrize(
     "parallel", [False, pytest.param(True, marks=pytest.mark.ci)], ids=["each reads", "fully parallel"]
 )
@@ -179,7 +179,7 @@ def test_replaced_at_every_moment_of_each_rank(ranks: RankPool, tmp_path: Path, 
     assert all(version in (OLD, NEW) for _, _, version in one), one
 
 
-@backends.both_in_ci
+@backends.both_in_proof
 def test_replaced_again_and_again(ranks: RankPool, tmp_path: Path) -> None:
     """If every attempt meets another save, all ranks say that the checkpoint is being overwritten, not damaged."""
     ranks.run(2, save_both, str(tmp_path))
@@ -238,7 +238,7 @@ def test_an_open_checkpoint_keeps_its_save(scene: Scene) -> None:
         assert checkpoint["big"][0] == 1000 * NEW
 
 
-@backends.both_in_ci
+@backends.both_in_proof
 def test_no_descriptor_is_left(scene: Scene, backend: Backend) -> None:
     """What a load has opened, the directory, too, is closed when it ends, before Python's collector comes."""
     scene.reset()
@@ -391,7 +391,7 @@ def test_ranks_find_out_that_a_folder_was_exported_anew(folders: Scene) -> None:
         check_same_folder(open_directory(folders.target), found)
 
 
-@backends.both_in_ci
+@backends.both_in_proof
 def test_the_source_of_an_export_is_replaced_at_every_moment(folders: Scene, tmp_path: Path) -> None:
     """An export of a checkpoint that is overwritten meanwhile is of one save, and its folder is whole."""
     source = Scene(tmp_path / "checkpoints")
@@ -404,7 +404,7 @@ def test_the_source_of_an_export_is_replaced_at_every_moment(folders: Scene, tmp
     assert not list(tmp_path.glob(".*"))
 
 
-@backends.both_in_ci
+@backends.both_in_proof
 def test_integrity_is_of_one_save(scene: Scene) -> None:
     """A check by integrity.json of a checkpoint that is overwritten meanwhile finds no fault in either save."""
     for name, version in (("old", OLD), ("new", NEW)):
@@ -413,7 +413,7 @@ def test_integrity_is_of_one_save(scene: Scene) -> None:
     assert set(at_every_open(scene, verify_integrity_manifest)) == {None}
 
 
-@backends.both_in_ci
+@backends.both_in_proof
 def test_a_removal_spares_a_save_that_came_while_it_wrote(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     """Keys are taken out of the save that is there at the end; none is lost to one that was there before."""
     scene.reset()
@@ -456,7 +456,7 @@ def test_an_export_of_two_saves_is_not_committed(tmp_path: Path, monkeypatch: py
     assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]
 
 
-@backends.both_in_ci
+@backends.both_in_proof
 def test_a_step_removed_while_it_is_looked_at_is_no_refusal(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     """A step that another process removes is not there: a restart takes the one before it."""
     scene.reset()

@@ -34,14 +34,14 @@ def check_kills(report: dict[str, Any], least: int) -> None:
 
 
 @backends.both_in_proof
-@pytest.mark.ci
+@pytest.mark.proof
 def test_kills_and_readers(tmp_path: Path) -> None:
     """Jobs that are killed for 15 s lose no save that had returned; readers see no mixture, no step back."""
     check_kills(report_of(tmp_path, 0.25, 0), 5)
 
 
 @backends.both_in_proof
-@pytest.mark.ci
+@pytest.mark.proof
 def test_nothing_grows(tmp_path: Path) -> None:
     """200 saves hold no more descriptors, threads and shared memory than 60, and at most 32 MiB more memory."""
     report = report_of(tmp_path, 0, 200)
@@ -60,7 +60,6 @@ def test_growth_is_found() -> None:
     }
 
 
-@pytest.mark.ci
 @pytest.mark.proof
 @pytest.mark.timeout(3 * 3600)
 def test_soak(tmp_path: Path) -> None:

@@ -74,11 +74,12 @@ def checkpoint(saved: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(saved, tmp_path / "ckpt"))
 
 
-@backends.both_in_ci
+@backends.both_in_proof
 @pytest.mark.parametrize(
     ("verb", "have"),
     [("save", (1, 0)), ("save", (0, 1)), pytest.param("save in the background", (1, 0), marks=pytest.mark.ci)],
 )
+@pytest.mark.proof
 def test_a_save_by_ranks_of_which_one_lacks_it(tmp_path: Path, verb: str, have: tuple[int, int]) -> None:
     """Where any rank has none, all use CRC-32, and everyone loads and verifies what they save."""
     found = outcomes(f"{verb},load", tmp_path / "ckpt", *have)
@@ -89,7 +90,7 @@ def test_a_save_by_ranks_of_which_one_lacks_it(tmp_path: Path, verb: str, have: 
     assert not [result for result in verify_checkpoint(tmp_path / "ckpt") if result.fault]
 
 
-@backends.both_in_ci
+@backends.both_in_proof
 def test_a_process_without_it(tmp_path: Path) -> None:
     """One process that has none saves with CRC-32, loads, verifies and removes keys."""
     (outcome,) = outcomes("save,load,verify,remove,verify", tmp_path / "ckpt", 0)
@@ -97,7 +98,7 @@ def test_a_process_without_it(tmp_path: Path) -> None:
     assert algorithm(tmp_path / "ckpt") == CRC32
 
 
-@backends.both_in_ci
+@backends.both_in_proof
 @pytest.mark.parametrize("have", [pytest.param((0,), marks=pytest.mark.ci), (1, 0)])
 def test_a_load_without_it(saved: Path, monkeypatch: pytest.MonkeyPatch, have: tuple[int, ...]) -> None:
     """A load by ranks of which any lacks it is one error with the way out; without checks the values are right."""
@@ -109,7 +110,7 @@ def test_a_load_without_it(saved: Path, monkeypatch: pytest.MonkeyPatch, have: t
     assert errors("load", saved, *have) == {""}
 
 
-@backends.both_in_ci
+@backends.both_in_proof
 @pytest.mark.parametrize("verb", ["verify", "remove"])
 def test_what_cannot_be_checked_is_not_called_sound(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch, verb: str

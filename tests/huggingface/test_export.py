@@ -415,7 +415,7 @@ print(resident("VmHWM") - before)
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the peak of memory is read from /proc")
 @pytest.mark.parametrize("mib", [512, pytest.param(2048, marks=pytest.mark.proof)])
-@pytest.mark.ci
+@pytest.mark.proof
 def test_an_export_takes_little_memory(tmp_path: Path, mib: int) -> None:
     """In one file, and cast in several of 100 MB: at most 64 MiB of memory beyond what the process has before."""
     rows = torch.ones(1, 1 << 13).expand(1 << 11, -1)

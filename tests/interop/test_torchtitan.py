@@ -93,6 +93,7 @@ def test_our_manager_takes_over_a_job_of_torchtitan(
     script(site, world, "take_over", str(tmp_path / "job"))
 
 
+@pytest.mark.proof
 def test_our_manager_works_on_the_real_base_class(site: Path) -> None:
     """The tests of TitanCheckpointManager that run on a stand-in pass with torchtitan's package in its place."""
     run(

@@ -35,7 +35,7 @@ def _load_locally(root: str, algo: str) -> None:
     check_state(part.to_state_dict(make_state(rank, world, filled=False), algo=algo), rank, world)
 
 
-@backends.both_in_ci
+@backends.both_in_proof
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("algo", MODES)
 def test_local_checkpoints_come_back(ranks: RankPool, tmp_path: Path, world: int, algo: str) -> None:
@@ -51,7 +51,7 @@ def _saved(path: Path) -> TensorAwareStateDict:
     return part
 
 
-@backends.both_in_ci
+@backends.both_in_proof
 def test_a_damaged_local_checkpoint_is_refused(tmp_path: Path) -> None:
     """Any byte of its tensors or its common state that has changed is noticed."""
     _saved(tmp_path / "0")

@@ -109,7 +109,7 @@ def _load_uneven(base: str, cliques: tuple[int, int], nbytes: int) -> None:
         assert torch.equal(got, expected)
 
 
-@backends.both_in_ci
+@backends.both_in_proof
 @pytest.mark.parametrize(("world", "cliques", "lost"), [(2, (1, 2), [1]), (4, (2, 2), [0, 1]), (4, (1, 4), [0, 1, 3])])
 def test_lost_nodes_get_their_parts_back(
     ranks: RankPool, tmp_path: Path, world: int, cliques: tuple[int, int], lost: list[int]
@@ -171,7 +171,7 @@ def test_parts_of_different_saves_do_not_mix(ranks: RankPool, tmp_path: Path) ->
     assert [latest for latest, _ in ranks.run(2, _latest, str(tmp_path))] == [None, None]
 
 
-@backends.both_in_ci
+@backends.both_in_proof
 @pytest.mark.parametrize("damage", ["bit", "cut", "missing", "record"])
 def test_a_damaged_part_is_replaced_by_a_copy(ranks: RankPool, tmp_path: Path, damage: str) -> None:
     """A part that is damaged is named in a warning, loaded from another rank's disk, and whole afterwards."""
@@ -203,7 +203,7 @@ def test_a_damaged_file_does_not_count(ranks: RankPool, tmp_path: Path) -> None:
     ranks.run(2, load_step, str(tmp_path), None, 1)
 
 
-@backends.both_in_ci
+@backends.both_in_proof
 def test_where_all_copies_are_damaged_the_step_before_is_taken(ranks: RankPool, tmp_path: Path) -> None:
     """The newest step that no copy makes whole is skipped with a warning; to ask for it is an error on all ranks."""
     ranks.run(2, save_steps, str(tmp_path), (1, 2), [1, 2], 2)

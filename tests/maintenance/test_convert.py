@@ -381,7 +381,7 @@ print(peak() - before)
 """
 
 
-@pytest.mark.ci
+@pytest.mark.proof
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the peak of a process's memory is Linux's")
 @pytest.mark.parametrize("to", [pytest.param("ep", marks=pytest.mark.proof), "safetensors"])
 def test_memory_is_bounded(tmp_path: Path, to: str) -> None:

@@ -264,7 +264,6 @@ def test_names_that_lack_a_prefix_are_advised(tmp_path: Path, capsys: pytest.Cap
     assert "without --prefix model., 2 tensors" in capsys.readouterr().out
 
 
-@pytest.mark.ci
 @pytest.mark.proof
 def test_it_finds_one_bit_in_2_gib(tmp_path: Path) -> None:
     """One bit of 2 GiB is found in bounded memory: the process grows by less than 256 MiB."""

@@ -327,6 +327,7 @@ print(peak() - before, count() - read)
     ],
     ids=["3x96MiB", "10x1GiB"],
 )
+@pytest.mark.proof
 def test_memory_is_bounded(tmp_path: Path, count: int, size: int, most: int) -> None:
     """Checkpoints far larger than the memory are merged within it, read once, and equal numpy in fp64, rounded once."""
     dc.save({"w": whole("w", torch.ones(3))}, tmp_path / "small")

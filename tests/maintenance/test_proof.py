@@ -81,7 +81,6 @@ def test_a_chain_of_formats_keeps_all_fingerprints(tmp_path: Path) -> None:
     run_chain(tmp_path, tensors, 32 * MIB)
 
 
-@pytest.mark.ci
 @pytest.mark.proof
 def test_the_chain_of_a_gigabyte(tmp_path: Path) -> None:
     """The same with 1 GiB in large, middle and small tensors, and a budget of 64 MiB."""
@@ -270,7 +269,7 @@ print(peak() - before)
 """
 
 
-@pytest.mark.ci
+@pytest.mark.proof
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the peak of a process's memory is Linux's")
 @pytest.mark.parametrize(
     ("source", "to", "elements"),

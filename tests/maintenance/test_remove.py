@@ -203,7 +203,7 @@ def _remove(path: str) -> dict[str, Any]:
     return {**loaded, "w": loaded["w"].tolist()}
 
 
-@backends.both_in_ci
+@backends.both_in_proof
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_our_own_at_any_world_size(ranks: RankPool, tmp_path: Path, world: int) -> None:
     """All ranks call; every digest in the renewed record holds, and nothing is missing or unexpected in a load."""
@@ -219,7 +219,7 @@ def test_our_own_at_any_world_size(ranks: RankPool, tmp_path: Path, world: int) 
     load_by_others(tmp_path / "c", {"model.w": rows})
 
 
-@backends.both_in_ci
+@backends.both_in_proof
 def test_without_a_process_group(tmp_path: Path) -> None:
     """One process alone removes too, again and again; the record keeps who saved it, who wrote what and when."""
     save(str(tmp_path / "c"))
@@ -269,7 +269,7 @@ def test_plain_dcp_directory(tmp_path: Path) -> None:
     assert not (path / "metadata.json").exists()
 
 
-@backends.both_in_ci
+@backends.both_in_proof
 @pytest.mark.parametrize("prefix", ["nothing", "common_state", "iteration", "ptim"])
 def test_no_match_changes_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture, prefix: str) -> None:
     """A prefix of no key, or of common state, is a warning that names it; not even a file is linked."""
@@ -300,7 +300,7 @@ def _error_of_removal(path: str, *prefixes: str) -> tuple[str, str]:
     return "", ""
 
 
-@backends.both_in_ci
+@backends.both_in_proof
 def test_errors_are_the_same_on_all_ranks(ranks: RankPool, tmp_path: Path) -> None:
     """No checkpoint there, or prefixes that differ: every rank raises the same, and no rank is left behind."""
     path = golden("0.16.1", tmp_path)
@@ -350,7 +350,7 @@ def _add_integrity(path: Path) -> None:
     (path / "integrity.json").write_text(json.dumps({"algorithm": "sha256", "files": hashes}))
 
 
-@backends.both_in_ci
+@backends.both_in_proof
 @pytest.mark.parametrize("ours", [False, True])
 def test_integrity_json_is_renewed(tmp_path: Path, backend: Backend, ours: bool) -> None:
     """It has the hashes of what is there now, and no entry of a file that was dropped."""
@@ -371,7 +371,7 @@ def test_integrity_json_is_renewed(tmp_path: Path, backend: Backend, ours: bool)
     assert {name for name in after["files"] if after["files"][name] != before[name]} == renewed | set(report.rewritten)
 
 
-@backends.both_in_ci
+@backends.both_in_proof
 def test_damage_is_not_given_a_sound_digest(tmp_path: Path) -> None:
     """Where a digest of the index is known and is not its own, nothing is made from it."""
     foreign = golden("0.12.3", tmp_path)
@@ -388,7 +388,7 @@ def test_damage_is_not_given_a_sound_digest(tmp_path: Path) -> None:
     assert names(tmp_path) == {"ckpt", "ours"}
 
 
-@backends.both_in_ci
+@backends.both_in_proof
 @pytest.mark.parametrize("call", ["fsync", "rename", "pwritev"])
 def test_a_failing_disk_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
     """An error of the system names what failed, the checkpoint is as it was, and nothing lies beside it."""
@@ -406,7 +406,7 @@ def test_a_failing_disk_changes_nothing(tmp_path: Path, monkeypatch: pytest.Monk
     assert names(tmp_path) == {"ckpt"}
 
 
-@backends.both_in_ci
+@backends.both_in_proof
 def test_a_file_system_without_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Files are copied where they cannot be linked."""
     path = golden("0.12.3", tmp_path)
@@ -448,7 +448,7 @@ def _save_large(path: Path, **options: Any) -> dict[str, torch.Tensor]:
     return {key: tensor for key, tensor in tensors.items() if key.startswith("model")}
 
 
-@backends.both_in_ci
+@backends.both_in_proof
 @pytest.mark.parametrize("hashed", [False, True])
 def test_bytes_on_disk_are_freed(tmp_path: Path, hashed: bool) -> None:
     """Of 20 MiB in one file 16 are removed: the directory takes 4, says so, and is whole for us and for others."""
@@ -470,7 +470,7 @@ def test_bytes_on_disk_are_freed(tmp_path: Path, hashed: bool) -> None:
         assert same(checkpoint["model.2"][1000:70_000], kept["model.2"][1000:70_000])
 
 
-@backends.both_in_ci
+@backends.both_in_proof
 def test_small_items_keep_digests_of_their_own(tmp_path: Path) -> None:
     """A tensor in a file that was written anew is checked by itself: damage beside it does not touch it."""
     path = tmp_path / "c"
@@ -503,7 +503,7 @@ def test_objects_for_other_libraries_are_counted_apart(tmp_path: Path, capsys: p
         assert capsys.readouterr().out.splitlines()[0].endswith(f"{said}optim.w")
 
 
-@backends.both_in_ci
+@backends.both_in_proof
 def test_a_dry_run_changes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """It says what would go, and be free to some blocks; not a file or time of the directory changes."""
     path = tmp_path / "c"

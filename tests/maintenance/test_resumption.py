@@ -231,7 +231,6 @@ def test_a_strategy_that_writes_something_else_starts_anew(tmp_path: Path, caplo
     assert sorted(path.name for path in tmp_path.iterdir()) == ["new", "old"]
 
 
-@pytest.mark.ci
 @pytest.mark.proof
 @pytest.mark.parametrize("to", TARGETS)
 def test_five_kills_at_random_moments(tmp_path: Path, to: str) -> None:

@@ -79,7 +79,7 @@ def test_foreign_names_are_never_touched(tmp_path: Path) -> None:
     assert folders.names_in(tmp_path) == before - {"step-1", "step-2"}
 
 
-@backends.both_in_ci
+@backends.both_in_proof
 def test_what_does_not_count_is_not_removed(tmp_path: Path) -> None:
     """Damaged and unfinished steps, and those that need another plugin, displace no whole one, and stay."""
     folders.save_all(tmp_path, 1, 2, 3, 4, 5, 6)
@@ -92,7 +92,7 @@ def test_what_does_not_count_is_not_removed(tmp_path: Path) -> None:
     assert folders.names_in(tmp_path) == before
 
 
-@backends.both_in_ci
+@backends.both_in_proof
 def test_the_last_whole_checkpoint_stays(tmp_path: Path) -> None:
     """With one to keep, and three newer that are broken, the one that can be loaded is never removed."""
     folders.save_all(tmp_path, 1, 2, 3, 4, 5)
@@ -189,7 +189,7 @@ def test_leavings_of_killed_saves_are_removed(tmp_path: Path, monkeypatch: pytes
     assert folders.names_in(tmp_path) == left - {alive.name}
 
 
-@backends.both_in_ci
+@backends.both_in_proof
 def test_a_checkpoint_set_aside_beside_a_whole_one_goes(tmp_path: Path) -> None:
     """Where the step is there, and whole, what an interrupted overwrite has moved aside has no use."""
     folders.save(tmp_path, 1)
@@ -403,7 +403,7 @@ def test_no_empty_folder_is_left(tmp_path: Path) -> None:
     assert _collect(url, [KeepLatest(1)]) == []
 
 
-@backends.both_in_ci
+@backends.both_in_proof
 def test_a_removal_from_a_store_that_fails_is_tried_again(
     tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

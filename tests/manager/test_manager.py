@@ -161,7 +161,7 @@ def test_one_rank_looks_for_all(ranks: RankPool, tmp_path: Path) -> None:
     assert ranks.run(2, jobs.one_rank_sees_nothing, str(tmp_path)) == [4, 4]
 
 
-@backends.both_in_ci
+@backends.both_in_proof
 @pytest.mark.parametrize("damage", ["bytes", "missing", "marker"])
 def test_the_newest_damaged_one_is_skipped(ranks: RankPool, tmp_path: Path, damage: str) -> None:
     """A warning names it and all ranks load the one before, also where the damage is found only by reading."""
@@ -181,7 +181,7 @@ def test_the_newest_damaged_one_is_skipped(ranks: RankPool, tmp_path: Path, dama
     assert any("step 6" in warning for warning in outcomes[0][1])
 
 
-@backends.both_in_ci
+@backends.both_in_proof
 def test_damage_everywhere_is_an_error(ranks: RankPool, tmp_path: Path) -> None:
     """Where every checkpoint is damaged, training does not begin anew by itself."""
     ranks.run(2, jobs.trained, str(tmp_path), 4, {})
@@ -191,7 +191,7 @@ def test_damage_everywhere_is_an_error(ranks: RankPool, tmp_path: Path) -> None:
     assert message.startswith("CorruptCheckpointError")
 
 
-@backends.both_in_ci
+@backends.both_in_proof
 def test_foreign_names_are_left_alone(tmp_path: Path) -> None:
     """What only looks like a step's directory is neither loaded nor removed, and an incomplete one does not count."""
     for name in ("backup-step-100.old", "step-9x", "ft-replicat-3", "step-07"):

@@ -42,7 +42,7 @@ def _with_own_view(folder: str) -> int | None:
     return _agree(folder if folders.rank() == 0 else f"{folder}/none")
 
 
-@backends.both_in_ci
+@backends.both_in_proof
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_all_ranks_get_the_newest_step(ranks: RankPool, tmp_path: Path, world_size: int) -> None:
     """By number, and none where there is none; what is no checkpoint is passed over."""
@@ -54,14 +54,14 @@ def test_all_ranks_get_the_newest_step(ranks: RankPool, tmp_path: Path, world_si
     assert ranks.run(world_size, _agree, str(tmp_path), 2) == [2] * world_size
 
 
-@backends.both_in_ci
+@backends.both_in_proof
 def test_one_rank_looks_and_the_others_hear(ranks: RankPool, tmp_path: Path) -> None:
     """Ranks that see another listing than the main rank, as on slow file systems, get the same answer."""
     folders.save(tmp_path, 4)
     assert ranks.run(3, _with_own_view, str(tmp_path)) == [4, 4, 4]
 
 
-@backends.both_in_ci
+@backends.both_in_proof
 def test_a_damaged_newest_is_skipped_and_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The next one is taken, and the log says what is wrong with the newer ones."""
     folders.save_all(tmp_path, 1, 2, 3)
@@ -75,7 +75,7 @@ def test_a_damaged_newest_is_skipped_and_named(tmp_path: Path, caplog: pytest.Lo
     assert f"step 2 in {tmp_path} is skipped, not a complete checkpoint: " in unfinished
 
 
-@backends.both_in_ci
+@backends.both_in_proof
 def test_what_was_found_damaged_is_not_given_again(tmp_path: Path) -> None:
     """A load that has met damage asks again, and is given the next step; when none is left it is told so."""
     folders.save_all(tmp_path, 1, 2)
@@ -84,7 +84,7 @@ def test_what_was_found_damaged_is_not_given_again(tmp_path: Path) -> None:
         _agree(str(tmp_path), without=[2, 1])
 
 
-@backends.both_in_ci
+@backends.both_in_proof
 def test_damage_does_not_begin_the_training_anew(tmp_path: Path) -> None:
     """Where all there is is damaged, that is an error; where all there is never was a checkpoint, it is not."""
     folders.save_all(tmp_path, 1, 2)
@@ -96,7 +96,7 @@ def test_damage_does_not_begin_the_training_anew(tmp_path: Path) -> None:
     assert _agree(str(tmp_path)) is None
 
 
-@backends.both_in_ci
+@backends.both_in_proof
 def test_what_nothing_reads_is_not_passed_over(ranks: RankPool, tmp_path: Path) -> None:
     """A newest checkpoint that needs another plugin is an error on all ranks: an older one would lose steps."""
     folders.save_all(tmp_path, 1, 2)
@@ -109,7 +109,7 @@ def test_what_nothing_reads_is_not_passed_over(ranks: RankPool, tmp_path: Path) 
     assert _agree(str(tmp_path), 1) == 1
 
 
-@backends.both_in_ci
+@backends.both_in_proof
 def test_a_certain_step_that_is_missing_is_an_error(ranks: RankPool, tmp_path: Path) -> None:
     """All ranks raise it, and it lists the steps that there are."""
     folders.save_all(tmp_path, 1, 20)
@@ -123,7 +123,7 @@ def test_a_certain_step_that_is_missing_is_an_error(ranks: RankPool, tmp_path: P
         _agree(str(tmp_path / "new"), 7)
 
 
-@backends.both_in_ci
+@backends.both_in_proof
 def test_a_certain_step_that_is_not_whole_is_an_error(tmp_path: Path) -> None:
     """No other step is taken for it: the error says whether it is damaged, or was never committed."""
     folders.save_all(tmp_path, 1, 2, 3)
@@ -143,7 +143,7 @@ class DriverError(CannotLoadError):
         self.driver = driver
 
 
-@backends.both_in_ci
+@backends.both_in_proof
 @pytest.mark.parametrize(("step", "text"), [(-1, "the driver x"), (1, "step 1 cannot be loaded: the driver x")])
 def test_a_plugins_refusal_keeps_its_class(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int, text: str
@@ -160,7 +160,7 @@ def test_a_plugins_refusal_keeps_its_class(
     assert caught.value.driver == "x"
 
 
-@backends.both_in_ci
+@backends.both_in_proof
 def test_an_interrupted_overwrite_is_explained(tmp_path: Path) -> None:
     """A step that an overwrite had moved aside is named, with the way back."""
     folders.save(tmp_path, 3)
@@ -169,7 +169,7 @@ def test_an_interrupted_overwrite_is_explained(tmp_path: Path) -> None:
         _agree(str(tmp_path), 3)
 
 
-@backends.both_in_ci
+@backends.both_in_proof
 def test_ranks_that_ask_for_different_steps_are_told(ranks: RankPool, tmp_path: Path) -> None:
     """All raise the same error, which names the ranks."""
     folders.save_all(tmp_path, 0, 1)

@@ -87,7 +87,7 @@ def test_what_was_saved_with_it_is_known(tmp_path: Path) -> None:
     assert (plain.content, plain.metrics) == ({}, {})
 
 
-@backends.both_in_ci
+@backends.both_in_proof
 def test_incomplete_and_damaged_steps_do_not_count(tmp_path: Path) -> None:
     """An unfinished save, a cut or missing file and damaged JSON each have a fault that says so."""
     folders.save_all(tmp_path, 1, 2, 3, 4, 5, 6)
@@ -116,7 +116,7 @@ def test_incomplete_and_damaged_steps_do_not_count(tmp_path: Path) -> None:
         assert found.is_damaged == (step in (3, 4, 5, 6))
 
 
-@backends.both_in_ci
+@backends.both_in_proof
 def test_files_of_a_record_that_is_not_ours_are_looked_for(tmp_path: Path) -> None:
     """A checkpoint with Megatron's integrity.json alone is damaged where it names a file that is gone."""
     folders.save(tmp_path, 1)
@@ -129,7 +129,7 @@ def test_files_of_a_record_that_is_not_ours_are_looked_for(tmp_path: Path) -> No
     assert f"{common} is missing" in str(folders.steps_of(tmp_path).inspect_step(1).error)
 
 
-@backends.both_in_ci
+@backends.both_in_proof
 def test_what_nothing_installed_reads_is_no_damage(tmp_path: Path) -> None:
     """A checkpoint of an unknown backend, or of a newer version, is refused, and has no fault."""
     folders.save_all(tmp_path, 1, 2, 3)
@@ -161,7 +161,7 @@ def test_a_file_url_is_a_directory(tmp_path: Path) -> None:
     assert folder.location(1) == os.path.realpath(tmp_path / "step-1")
 
 
-@backends.both_in_ci
+@backends.both_in_proof
 def test_a_url_in_memory(memory: str) -> None:
     """On a store the same steps are found, counted and located, damaged ones and objects of other names left out."""
     folder = folders.steps_of(f"{memory}/")
@@ -190,7 +190,7 @@ def test_stores_of_several_kinds_list_their_steps(tmp_path: Path, protocol: str)
     assert [found.step for found in folder.committed()] == [2, 11]
 
 
-@backends.both_in_ci
+@backends.both_in_proof
 def test_an_upload_under_way_does_not_count(tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """A save to a store whose marker is not there yet is no checkpoint, and no damaged one."""
     url = f"faulty://{tmp_path}/store"

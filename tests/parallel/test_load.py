@@ -200,7 +200,7 @@ def _wanted_bytes(tps: int) -> tuple[int, int]:
     return split // tps + whole, split + whole
 
 
-@backends.both_in_ci
+@backends.both_in_proof
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize(("world", "tps"), [(2, 1), (3, 1), (4, 2), (4, 1)])
 def test_each_shard_is_read_once(ranks: RankPool, checkpoint: str, world: int, tps: int, algorithm: str) -> None:
@@ -224,7 +224,7 @@ def test_each_shard_is_read_once(ranks: RankPool, checkpoint: str, world: int, t
         assert [report["read"] + report["received"] for report in reports] == [each] * world
 
 
-@backends.both_in_ci
+@backends.both_in_proof
 def test_groups_share_among_themselves(ranks: RankPool, checkpoint: str) -> None:
     """With a data parallel group a shard is read once in each group that wants it."""
     reports = ranks.run(4, _load, checkpoint, 2, {}, True)
@@ -245,7 +245,7 @@ def test_eight_ranks(many_ranks: RankPool, checkpoint: str) -> None:
         assert sum(report["read"] for report in reports) == total
 
 
-@backends.both_in_ci
+@backends.both_in_proof
 def test_one_process_loads_too(tmp_path: Path) -> None:
     """Without a process group the wrapper is the strategy."""
     data = torch.arange(6.0)
@@ -285,7 +285,7 @@ def _uneven(path: str) -> dict[str, Any]:
     return loaded
 
 
-@backends.both_in_ci
+@backends.both_in_proof
 def test_ranks_may_want_different_things(ranks: RankPool, checkpoint: str) -> None:
     """Shards are shared where they are the same, dtype included; other parts, dtypes and tensor classes are read apart.
 
@@ -315,7 +315,7 @@ def _resized(path: str) -> torch.Tensor:
     return dc.load({"w": padded}, path, strategy, validate_access_integrity=False)["w"]
 
 
-@backends.both_in_ci
+@backends.both_in_proof
 def test_padding_is_zero_everywhere(ranks: RankPool, checkpoint: str) -> None:
     """A shard that may differ in shape is the same on the ranks that received it: common region loaded, rest zero."""
     for loaded in ranks.run(2, _resized, checkpoint):
@@ -327,7 +327,7 @@ def _damaged(path: str, grouped: bool) -> None:
     _load(path, 2, {}, grouped)
 
 
-@backends.both_in_ci
+@backends.both_in_proof
 @pytest.mark.parametrize("grouped", [False, True])
 def test_one_ranks_reading_error_is_everyones(ranks: RankPool, tmp_path: Path, grouped: bool) -> None:
     """Where one rank reads damaged bytes, all ranks raise its error, also those of other groups."""
@@ -362,7 +362,7 @@ def _careless(path: str, wrong: Any) -> None:
     dc.load(_state(2, filled=False), path, FullyParallelLoadStrategyWrapper(careless))
 
 
-@backends.both_in_ci
+@backends.both_in_proof
 @pytest.mark.parametrize("wrong", [torch.zeros(1, 7), None], ids=["shape", "none"])
 def test_what_does_not_fit_is_not_sent(ranks: RankPool, checkpoint: str, wrong: Any) -> None:
     """A strategy that gives the source a tensor of another shape, or nothing, is an error on all ranks."""
@@ -383,7 +383,7 @@ def _own_value(path: str) -> list[str]:
     return _differences(dc.load(_state(2, filled=False), path, strategy), 2)
 
 
-@backends.both_in_ci
+@backends.both_in_proof
 def test_strategies_may_give_tensors_of_their_own(ranks: RankPool, checkpoint: str) -> None:
     """A strategy that does not fill destinations, nor keeps to the dtype, serves all ranks alike."""
     assert ranks.run(4, _own_value, checkpoint) == [[]] * 4
@@ -393,7 +393,7 @@ def _disagree(path: str) -> None:
     _load(path, 2, {"exchange_algo": "direct" if dist.get_rank() == 3 else "broadcast"})
 
 
-@backends.both_in_ci
+@backends.both_in_proof
 def test_ranks_agree_on_the_algorithm(ranks: RankPool, checkpoint: str) -> None:
     """Ranks that would wait for what others do not send raise before that."""
     outcomes = ranks.outcomes(4, _disagree, checkpoint)
@@ -407,7 +407,7 @@ def _not_a_member(path: str) -> None:
     dc.load(_state(1, filled=False), path, strategy)
 
 
-@backends.both_in_ci
+@backends.both_in_proof
 def test_every_rank_needs_a_group_of_its_own(ranks: RankPool, checkpoint: str) -> None:
     """A group that a rank does not belong to is an error on all ranks."""
     outcomes = ranks.outcomes(3, _not_a_member, checkpoint)
@@ -415,7 +415,7 @@ def test_every_rank_needs_a_group_of_its_own(ranks: RankPool, checkpoint: str) -
     assert "does not belong to the process group" in outcomes[0].message
 
 
-@backends.both_in_ci
+@backends.both_in_proof
 def test_arguments_are_checked(checkpoint: str) -> None:
     """An unknown algorithm is refused with the names of the known ones."""
     with pytest.raises(CheckpointingException, match="no exchange_algo 'ring': it is one of broadcast"):
@@ -454,7 +454,7 @@ def _again_and_again(path: str, cached: bool) -> tuple[list[int], list[list[str]
     return gathers, wrong, read
 
 
-@backends.both_in_ci
+@backends.both_in_proof
 def test_an_assignment_is_kept_while_nothing_changes(ranks: RankPool, checkpoint: str) -> None:
     """The same wants send no gather; as soon as one rank wants anything else all assign anew."""
     plain = ranks.run(4, _again_and_again, checkpoint, False)

@@ -58,7 +58,7 @@ def _bytes_by_rank(path: Path) -> dict[int, int]:
     return {file.rank: file.size for file in record.files if fnmatch(file.name, backends.current().data_files)}
 
 
-@backends.both_in_ci
+@backends.both_in_proof
 def test_copies_share_the_writing(ranks: RankPool, tmp_path: Path) -> None:
     """With the wrapper all four ranks write about the same, without it two; the content and the caller's ids stay."""
     for grouped in (False, True):
@@ -78,7 +78,7 @@ def _disagree(path: str) -> None:
     dc.save(state, path, strategy)
 
 
-@backends.both_in_ci
+@backends.both_in_proof
 def test_errors_are_everyones_here_too(ranks: RankPool, tmp_path: Path) -> None:
     """A rank whose shard does not fit is the same error on all, before anything is written."""
     outcomes = ranks.outcomes(4, _disagree, str(tmp_path / "c"))
@@ -92,7 +92,7 @@ def _objects() -> int:
     return sum(is_main_replica(shard.replica_id) for shard in assign_main_replicas(shards, Comm()))
 
 
-@backends.both_in_ci
+@backends.both_in_proof
 def test_objects_are_assigned_too(ranks: RankPool) -> None:
     """Objects of which all ranks have copies are not left to the main rank."""
     assert ranks.run(4, _objects) == [2, 2, 2, 2]
@@ -115,7 +115,7 @@ def _save_again_and_again(path: str) -> None:
         dc.save(_with_extra(number), f"{path}/{number}", strategy)
 
 
-@backends.both_in_ci
+@backends.both_in_proof
 def test_a_changed_structure_is_saved_in_full(ranks: RankPool, tmp_path: Path) -> None:
     """With a kept assignment, what one rank has anew is in the checkpoint, and what all have is still there once."""
     ranks.run(4, _save_again_and_again, str(tmp_path))
@@ -146,13 +146,13 @@ def _gathers() -> list[int]:
     return counts
 
 
-@backends.both_in_ci
+@backends.both_in_proof
 def test_an_unchanged_structure_is_not_gathered(ranks: RankPool) -> None:
     """Saves of the same structure send no gather; any rank's change makes all assign anew."""
     assert ranks.run(4, _gathers) == [[1, 1, 2, 3, 3]] * 4
 
 
-@backends.both_in_ci
+@backends.both_in_proof
 def test_megatrons_arguments_are_checked() -> None:
     """Backend and version may be repeated, not changed; an assignment from a file that nothing checks is not taken."""
     strategy = dc.get_default_save_sharded_strategy()

@@ -43,7 +43,7 @@ class Flip:
 FLIPS = st.builds(Flip, st.integers(0, 11), st.integers(-2000, 1 << 24), st.integers(0, 7))
 
 
-@backends.both_in_ci
+@backends.both_in_proof
 @drawn(4, 80)
 def test_a_flipped_bit_anywhere(count: int) -> None:
     """With any bit of any file flipped, what is loaded is right or the error names it; verify finds it."""

@@ -69,7 +69,7 @@ def _sliced(draw: st.DrawFn) -> tuple[SaveLoadCase, list[list[tuple[Ints, Ints]]
     return batch, [draw(st.lists(boxes_in(case.spec.shape), max_size=3)) for case in batch.cases]
 
 
-@backends.both_in_ci
+@backends.both_in_proof
 @drawn(6)
 def test_any_slice_of_an_open_checkpoint(folder: Path, count: int) -> None:
     """open_checkpoint()[key][region] is the global tensor's region, whatever the layout that was saved."""
@@ -141,7 +141,7 @@ def test_the_planners_serve_dcp(folder: Path, count: int) -> None:
     for_all(save_load_cases(1, 1), count, check)
 
 
-@backends.both_in_ci
+@backends.both_in_proof
 @drawn(5)
 @pytest.mark.parametrize(
     "persistent", [pytest.param(False, id="thread"), pytest.param(True, id="process", marks=pytest.mark.ci)]
@@ -170,7 +170,7 @@ def _spoil(state: dict[str, Any]) -> None:
         shard.data.clear()
 
 
-@backends.both_in_ci
+@backends.both_in_proof
 @drawn(6)
 def test_removal_leaves_the_rest_as_it_was(folder: Path, count: int) -> None:
     """After the keys of one prefix are removed, all others load under any layout, and those are gone."""
@@ -186,7 +186,7 @@ def test_removal_leaves_the_rest_as_it_was(folder: Path, count: int) -> None:
     for_all(save_load_cases(1, 1, prefixes=("model", "optimizer")), count, check)
 
 
-@backends.both_in_ci
+@backends.both_in_proof
 @drawn(6)
 def test_tensors_in_objects_and_common_state(folder: Path, count: int) -> None:
     """Tensors of any dtype and in any memory come back bit for bit from objects and from the common state too."""

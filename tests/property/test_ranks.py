@@ -71,7 +71,7 @@ def _load(path: str, batch: SaveLoadCase, route: Route) -> None:
     wanted.check(dc.load(wanted.state(), path, reader, validate_access_integrity=batch.validate))
 
 
-@backends.both_in_ci
+@backends.both_in_proof
 @drawn(3)
 @WORLDS
 def test_any_layout_loads_as_any_other(ranks: RankPool, count: int, save_world: int, load_world: int) -> None:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 PERSISTENT = pytest.mark.parametrize("persistent", [False, True], ids=["thread", "process"])
 
 
-@backends.both_in_ci
+@backends.both_in_proof
 @PERSISTENT
 @pytest.mark.parametrize("world_size", [pytest.param(0, marks=pytest.mark.ci), 2])
 def test_a_background_save_uploads_behind_the_training(
@@ -38,7 +38,7 @@ def test_a_background_save_uploads_behind_the_training(
     assert not [result for result in verify_checkpoint(url) if result.fault or result.foreign]
 
 
-@backends.both_in_ci
+@backends.both_in_proof
 def test_data_is_uploaded_before_the_training_is_asked_to_finalize(store: Store, backend: Backend) -> None:
     """The background part uploads the data files and the index; metadata.json follows when it is finalized."""
     request = dc.save(jobs.state(1.0), store.url, async_sharded_save=True)
@@ -50,7 +50,7 @@ def test_data_is_uploaded_before_the_training_is_asked_to_finalize(store: Store,
     assert not store.names()
 
 
-@backends.both_in_ci
+@backends.both_in_proof
 def test_an_upload_that_fails_in_the_background_is_everyones_error(ranks: RankPool, store: Store) -> None:
     """An upload that fails for good names rank, object and URL on all ranks; nothing is left at the URL."""
     store.fails("put", 2)
@@ -65,7 +65,7 @@ def test_an_upload_that_fails_in_the_background_is_everyones_error(ranks: RankPo
     jobs.check(store.url, 2.0)
 
 
-@backends.both_in_ci
+@backends.both_in_proof
 @pytest.mark.ci
 def test_a_process_without_the_protocol_is_an_error(ranks: RankPool, store: Store) -> None:
     """A worker process that has no plugin for the URL says so on all ranks, and nothing is left."""
@@ -75,7 +75,7 @@ def test_a_process_without_the_protocol_is_an_error(ranks: RankPool, store: Stor
     assert not store.names()
 
 
-@backends.both_in_ci
+@backends.both_in_proof
 @PERSISTENT
 @pytest.mark.ci
 def test_a_save_in_flight_at_the_end_of_one_process_is_finished(tmp_path: Path, persistent: bool) -> None:

@@ -32,7 +32,7 @@ def count_uploads() -> int:
     return 3 + len(backends.current().shared)
 
 
-@backends.both_in_ci
+@backends.both_in_proof
 @pytest.mark.parametrize("how", ["before", "after"])
 def test_a_save_whose_kth_upload_fails_is_absent(ranks: RankPool, store: Store, how: str) -> None:
     """Whichever upload fails for good, all ranks say which rank and object, and no object of the save remains."""
@@ -55,7 +55,7 @@ def test_a_save_whose_kth_upload_fails_is_absent(ranks: RankPool, store: Store, 
     jobs.check(store.url, 1.0)
 
 
-@backends.both_in_ci
+@backends.both_in_proof
 def test_faults_that_pass_are_tried_again(ranks: RankPool, store: Store) -> None:
     """One failure each of an upload, a listing, a read and a deletion does not end a save or a load."""
     for kind in ("put", "list", "delete"):
@@ -70,7 +70,7 @@ def test_faults_that_pass_are_tried_again(ranks: RankPool, store: Store) -> None
     ranks.run(2, jobs.check, store.url, 1.0)
 
 
-@backends.both_in_ci
+@backends.both_in_proof
 def test_what_stays_down_is_an_error_after_bounded_attempts(
     store: Store, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -88,7 +88,7 @@ def test_what_stays_down_is_an_error_after_bounded_attempts(
         dc.check_is_distributed_checkpoint(store.url)
 
 
-@backends.both_in_ci
+@backends.both_in_proof
 def test_a_listing_that_lacks_an_object_ends_the_save(ranks: RankPool, store: Store) -> None:
     """A save is not committed unless the store lists every object; the error names object, rank and URL."""
     store.hides(backends.data_file(1))
@@ -100,7 +100,7 @@ def test_a_listing_that_lacks_an_object_ends_the_save(ranks: RankPool, store: St
     assert store.names() <= {backends.data_file(1)}
 
 
-@backends.both_in_ci
+@backends.both_in_proof
 def test_a_save_that_cannot_clean_up_is_still_absent(store: Store, caplog: pytest.LogCaptureFixture) -> None:
     """Where deletions fail too, what is left says that it is no checkpoint; overwrite=True deletes it later."""
     store.fails("put", 5)
@@ -122,7 +122,7 @@ def test_a_save_that_cannot_clean_up_is_still_absent(store: Store, caplog: pytes
     assert not [result for result in verify_checkpoint(store.url) if result.foreign]
 
 
-@backends.both_in_ci
+@backends.both_in_proof
 def test_an_object_that_cannot_be_deleted_after_the_commit_is_no_failure(store: Store) -> None:
     """The save is whole when metadata.json is; what only said that it was under way is listed as foreign."""
     store.fails("delete", 1)
@@ -136,7 +136,7 @@ def test_an_object_that_cannot_be_deleted_after_the_commit_is_no_failure(store: 
     assert [result.foreign for result in verify_checkpoint(store.url)].count(True) == 1
 
 
-@backends.both_in_ci
+@backends.both_in_proof
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
 def test_two_saves_to_one_url_do_not_mix(store: Store, order: tuple[int, int]) -> None:
     """A save finds out that another has begun at its URL: only the later is committed, and stays whole."""
@@ -169,7 +169,7 @@ def uploads(store: Store) -> Iterator[tuple[Upload, Upload, FileRecord]]:
     second.close()
 
 
-@backends.both_in_ci
+@backends.both_in_proof
 def test_a_part_that_is_handed_over_is_not_deleted_by_its_rank(
     store: Store, uploads: tuple[Upload, Upload, FileRecord]
 ) -> None:
@@ -182,7 +182,7 @@ def test_a_part_that_is_handed_over_is_not_deleted_by_its_rank(
     assert store.names() == {"data", "metadata.json"}
 
 
-@backends.both_in_ci
+@backends.both_in_proof
 def test_a_save_whose_url_was_taken_at_the_last_moment_is_not_committed(
     store: Store, uploads: tuple[Upload, Upload, FileRecord]
 ) -> None:
@@ -203,7 +203,7 @@ def test_a_save_whose_url_was_taken_at_the_last_moment_is_not_committed(
     assert store.names() == {"data", "metadata.json"}
 
 
-@backends.both_in_ci
+@backends.both_in_proof
 @pytest.mark.parametrize("marker", ["metadata.json", ".shardckpt-uploading-x"])
 def test_other_saves_in_folders_below_are_nobodys_to_delete(store: Store, marker: str) -> None:
     """A save that fails leaves alone what other saves have in folders of its URL; overwrite=True is refused there."""
@@ -225,7 +225,7 @@ def test_other_saves_in_folders_below_are_nobodys_to_delete(store: Store, marker
     assert left - {"mine/0"} == {f"inner/deep/{marker}", "inner/deep/data/0"}
 
 
-@backends.both_in_ci
+@backends.both_in_proof
 def test_a_tree_whose_upload_fails_is_absent(store: Store) -> None:
     """An upload into a folder that fails for good leaves no object, at any depth, and the next save succeeds."""
     tree = {"sharded_strategy": SaveTree()}
@@ -241,7 +241,7 @@ def test_a_tree_whose_upload_fails_is_absent(store: Store) -> None:
     jobs.check(store.url, 2.0, sharded_strategy=LoadTree())
 
 
-@backends.both_in_ci
+@backends.both_in_proof
 @pytest.mark.parametrize("record", ["as it was", "damaged"])
 def test_a_removal_of_a_tree_that_failed_goes_on(
     store: Store, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, record: str
@@ -276,7 +276,7 @@ def test_a_removal_of_a_tree_that_failed_goes_on(
     assert failed > 1
 
 
-@backends.both_in_ci
+@backends.both_in_proof
 def test_ranks_that_name_different_urls_are_told(ranks: RankPool, store: Store) -> None:
     """All ranks must save to the same URL."""
     errors = ranks.run(2, jobs.error_of, jobs.save_to_own_url, store.url)
@@ -285,7 +285,7 @@ def test_ranks_that_name_different_urls_are_told(ranks: RankPool, store: Store) 
     assert not store.names()
 
 
-@backends.both_in_ci
+@backends.both_in_proof
 def test_a_spool_directory_that_is_not_there_is_named(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """SHARDCKPT_SPOOL_DIR says where files wait for their upload; an error names it, and nothing is left."""
     monkeypatch.setenv(settings.SPOOL_DIR, "/no/such/place")

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
 pytestmark = [
-    pytest.mark.ci,
+    pytest.mark.proof,
     pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the peak of a process's memory is Linux's"),
 ]
 

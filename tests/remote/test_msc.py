@@ -53,7 +53,7 @@ def configured(config: str, action: Any, *arguments: Any, **options: Any) -> Any
         del os.environ["MSC_CONFIG"]
 
 
-@backends.both_in_ci
+@backends.both_in_proof
 def test_two_ranks_save_and_three_load(ranks: RankPool, tmp_path: Path, profile: Profile) -> None:
     """``msc://profile/path`` is saved to by 2 ranks, loaded by 3 and by this process, verified and queried."""
     ranks.run(2, configured, profile.config, jobs.save, profile.url, 4.0)
@@ -68,7 +68,7 @@ def test_two_ranks_save_and_three_load(ranks: RankPool, tmp_path: Path, profile:
     jobs.check(profile.url, 5.0)
 
 
-@backends.both_in_ci
+@backends.both_in_proof
 def test_ranges_are_read_through_msc(tmp_path: Path, profile: Profile, monkeypatch: pytest.MonkeyPatch) -> None:
     """A load of an eighth of a tensor asks MSC for ranges, about an eighth of the bytes together."""
     from multistorageclient.contrib.async_fs import MultiStorageAsyncFileSystem as FileSystem
@@ -92,7 +92,7 @@ def test_ranges_are_read_through_msc(tmp_path: Path, profile: Profile, monkeypat
     assert eighth <= sum(counts) < eighth + eighth // 2
 
 
-@backends.both_in_ci
+@backends.both_in_proof
 @pytest.mark.ci
 def test_background_saves_go_through_msc(ranks: RankPool, profile: Profile) -> None:
     """A worker process opens ``msc://`` by itself, with the configuration of its environment."""
@@ -100,7 +100,7 @@ def test_background_saves_go_through_msc(ranks: RankPool, profile: Profile) -> N
     jobs.check(profile.url, 4.0)
 
 
-@backends.both_in_ci
+@backends.both_in_proof
 def test_damage_and_wrong_profiles_are_named(tmp_path: Path, profile: Profile) -> None:
     """A damaged object is named by its URL; a profile that is not configured is an error that says so."""
     jobs.save(profile.url, 4.0)

@@ -489,7 +489,7 @@ def test_a_save_to_s3_writes_no_byte_to_local_disk(url: str, tmp_path: Path) -> 
     assert len(created) <= 1  # tempfile's
 
 
-@pytest.mark.ci
+@pytest.mark.proof
 def test_a_save_to_s3_takes_bounded_memory(url: str) -> None:
     """A save of 256 MiB takes no more memory than the parts on their way, whatever the strategy."""
     environment = {**os.environ, settings.REMOTE_PART_MIB: "5", settings.REMOTE_PARTS: "2"}

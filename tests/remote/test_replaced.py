@@ -34,7 +34,7 @@ def _convert(url: str, folder: Path) -> Any:
     return dist_checkpointing.load(samples.template(), folder / "converted")
 
 
-@backends.both_in_ci
+@backends.both_in_proof
 @pytest.mark.parametrize(
     ("take", "verify"), [(_load, "1"), (_load, "0"), (_convert, "1")], ids=["verified", "unverified", "converted"]
 )

@@ -41,7 +41,6 @@ def _run(folder: Path, fault: str, case: str = "new", step: int = 1) -> list[dic
     return reports
 
 
-@pytest.mark.ci
 @pytest.mark.proof
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("fault", FAULTS)
@@ -75,7 +74,7 @@ def test_a_save_with_a_fault_at_any_request_is_whole(tmp_path: Path, fault: str)
         assert report["uploads"] <= len(begins), report
 
 
-@pytest.mark.ci
+@pytest.mark.proof
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     ("fault", "step"), [("kill-after", 6), *(pytest.param(fault, 1, marks=pytest.mark.proof) for fault in KILLS)]
@@ -118,7 +117,6 @@ def _check_overwrite(report: dict[str, Any]) -> None:
     assert len({name.partition("/")[0] for name in after["rest"]}) == 2, report
 
 
-@pytest.mark.ci
 @pytest.mark.proof  # 40 requests, each with a save of its own: tests/commit/test_replacement.py does it in memory
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("fault", KILLS)
@@ -130,7 +128,6 @@ def test_an_overwrite_killed_at_any_request_is_old_or_new(tmp_path: Path, fault:
         _check_overwrite(report)
 
 
-@pytest.mark.ci
 @pytest.mark.proof
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("fault", FAULTS)

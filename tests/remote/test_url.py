@@ -65,7 +65,7 @@ def test_a_save_to_a_url_loads_with_any_number_of_ranks(
     assert not dc.check_is_distributed_checkpoint(f"{store.url}/d")
 
 
-@backends.both_in_ci
+@backends.both_in_proof
 def test_a_process_without_a_group_saves_to_memory(memory: str, backend: Backend) -> None:
     """``memory://`` works as any other protocol; a slash at the end changes nothing."""
     jobs.save(f"{memory}/", 5.0)
@@ -74,7 +74,7 @@ def test_a_process_without_a_group_saves_to_memory(memory: str, backend: Backend
     assert {name.rpartition("/")[2] for name in names} == backend.shared | {backend.data_file(0)}
 
 
-@backends.both_in_ci
+@backends.both_in_proof
 def test_an_asynchronous_filesystem_is_used_like_any_other(tmp_path: Path, backend: Backend) -> None:
     """Fsspec's asynchronous filesystems, which have an event loop in a thread of theirs, serve too."""
     jobs.save(f"looped://{tmp_path}/c", 5.0)
@@ -101,7 +101,7 @@ def test_a_slice_is_read_by_ranges(store: Store) -> None:
     assert len(store.requests("list")) == 1
 
 
-@backends.both_in_ci
+@backends.both_in_proof
 def test_requests_are_few(store: Store) -> None:
     """Small tensors that lie side by side are one request, a large one a request for every 16 MiB."""
 
@@ -117,7 +117,7 @@ def test_requests_are_few(store: Store) -> None:
     assert sum(_is_data(request.name) for request in store.requests("read")) <= 5
 
 
-@backends.both_in_ci
+@backends.both_in_proof
 def test_shards_are_read_at_the_same_time(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """Reads from several files go on in as many threads as SHARDCKPT_REMOTE_THREADS says, small ones too."""
     keys = "abcd"
@@ -154,7 +154,7 @@ def test_plain_dcp_is_recognised_at_a_url(store: Store) -> None:
     assert not dc.check_is_distributed_checkpoint(store.url)
 
 
-@backends.both_in_ci
+@backends.both_in_proof
 def test_verify_reads_a_url(store: Store, capsys: pytest.CaptureFixture[str]) -> None:
     """``shardckpt verify URL`` says as written, or names the object that is damaged, cut or missing."""
     jobs.save(store.url, 2.0, verify_integrity=True)
@@ -172,7 +172,7 @@ def test_verify_reads_a_url(store: Store, capsys: pytest.CaptureFixture[str]) ->
         assert faults == {backends.data_file(0)}
 
 
-@backends.both_in_ci
+@backends.both_in_proof
 def test_a_load_with_verify_integrity_checks_a_url(ranks: RankPool, store: Store, backend: Backend) -> None:
     """``load(..., verify_integrity=True)`` reads and checks every object, and raises the same on all ranks."""
     jobs.save(store.url, 2.0, verify_integrity=True)
@@ -216,7 +216,7 @@ def test_damage_at_a_url_is_found_by_every_load(store: Store) -> None:
         jobs.check(store.url, 2.0)
 
 
-@backends.both_in_ci
+@backends.both_in_proof
 def test_an_object_that_ends_early_is_a_short_read(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where there are no digests to tell, an object that is shorter than its listing says is an error."""
     jobs.save(store.url, 2.0)
@@ -231,7 +231,7 @@ def test_an_object_that_ends_early_is_a_short_read(store: Store, monkeypatch: py
         jobs.check(store.url, 2.0)
 
 
-@backends.both_in_ci
+@backends.both_in_proof
 @pytest.mark.parametrize("overwrite", [False, True])
 def test_a_url_that_has_objects_is_refused(ranks: RankPool, store: Store, overwrite: bool) -> None:
     """A checkpoint is replaced with overwrite=True alone, and objects that are no checkpoint never."""
@@ -256,7 +256,7 @@ def _save_over(url: str, overwrite: bool) -> None:
     jobs.save(url, 2.0, overwrite=overwrite)
 
 
-@backends.both_in_ci
+@backends.both_in_proof
 def test_what_a_store_cannot_do_is_refused(store: Store) -> None:
     """Removing keys at a URL, and local checkpoints there, are refused with the reason; nothing changes."""
     jobs.save(store.url, 1.0)
@@ -315,7 +315,7 @@ except dc.CheckpointingException as exc:
         assert text in done.stdout
 
 
-@backends.both_in_ci
+@backends.both_in_proof
 def test_a_file_url_is_a_path(tmp_path: Path) -> None:
     """``file://`` URLs name local directories, escapes included, with all that those can do."""
     path = tmp_path / "with space"
@@ -376,7 +376,7 @@ class _Plugin:
         return _Dictionary(url, self.objects) if url.startswith(("dict://", "memory://")) else None
 
 
-@backends.both_in_ci
+@backends.both_in_proof
 def test_another_plugin_serves_urls_by_the_same_door(backend: Backend) -> None:
     """A plugin with four methods serves a scheme, also one that the built-in plugin serves too."""
     plugin = _Plugin()

@@ -41,7 +41,7 @@ def _install(source: Path, folder: Path, installed: Path) -> None:
     _run(folder, installed, "pip", "install", *options, str(wheel))
 
 
-@pytest.mark.ci
+@pytest.mark.proof
 @pytest.mark.parametrize(
     ("module", "contract"),
     [

@@ -26,7 +26,7 @@ def test_the_table_of_the_readme() -> None:
     assert len(rows) >= 20
 
 
-@pytest.mark.ci
+@pytest.mark.proof
 def test_each_wrong_strategy_is_caught(tmp_path: Path) -> None:
     """Every wrong strategy fails the test that the table names, and the right one passes all of these."""
     tests = {f"{FILE}::Test{part.__name__}::{test}" for part, test in WRONG.values()}

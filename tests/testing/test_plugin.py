@@ -68,7 +68,7 @@ def run_pytest(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str
     return subprocess.run(command, cwd=folder, env=variables, capture_output=True, text=True, timeout=240, check=False)
 
 
-@pytest.mark.ci
+@pytest.mark.proof
 def test_a_project_has_ranks_and_stores(tmp_path: Path) -> None:
     """In a project without our tests folder the fixtures run ranks, faults and delays, found by the entry point."""
     (tmp_path / "saving.py").write_text(SAVING)

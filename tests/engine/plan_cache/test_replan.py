@@ -126,7 +126,7 @@ def test_a_plan_serves_saves_here_and_behind(ranks: RankPool, tmp_path: Path, wa
     assert ranks.run(2, in_mode, mode, _saved_in_turn, str(tmp_path), way) == [1] * 2
 
 
-@backends.both_in_ci
+@backends.both_in_proof
 @pytest.mark.ci
 def test_another_process_writes_what_is_saved_again(ranks: RankPool, tmp_path: Path) -> None:
     """A plan that is used again serves the process that writes behind the training, too."""
@@ -161,7 +161,7 @@ def test_an_optimizer_is_planned_once(ranks: RankPool, tmp_path: Path, world: in
     assert ranks.run(world, in_mode, "foreground", _saved_optimizer, str(tmp_path)) == [1] * world
 
 
-@backends.both_in_ci
+@backends.both_in_proof
 def test_two_states_may_be_saved_in_turn(tmp_path: Path) -> None:
     """A job that saves a model and an optimizer by turns plans each of them once."""
     with Plans() as plans:
@@ -172,7 +172,7 @@ def test_two_states_may_be_saved_in_turn(tmp_path: Path) -> None:
     assert plans.count == 2
 
 
-@backends.both_in_ci
+@backends.both_in_proof
 def test_another_form_after_the_request_is_never_written(tmp_path: Path) -> None:
     """Parameters that get other memory between the request and its schedule are saved as the request has them."""
     for size in (16, 400_000):
@@ -188,7 +188,7 @@ def test_another_form_after_the_request_is_never_written(tmp_path: Path) -> None
             check(tmp_path / f"{size}-{step}", {"w": torch.ones(size)})
 
 
-@backends.both_in_ci
+@backends.both_in_proof
 @pytest.mark.usefixtures("mode")
 @pytest.mark.parametrize("within", [torch.inference_mode, torch.no_grad, lambda: torch.device("meta")])
 @pytest.mark.parametrize("size", [100, 400_000])
@@ -202,7 +202,7 @@ def test_saves_in_any_mode(tmp_path: Path, within: Callable[[], Any], size: int)
         check(tmp_path / str(step), {f"w{n}": value + step for n, value in enumerate(values)})
 
 
-@backends.both_in_ci
+@backends.both_in_proof
 @pytest.mark.usefixtures("mode")
 def test_release_memory_forgets(tmp_path: Path) -> None:
     """After release_memory the next save is a first one, and nothing of the last one's shards is held."""

@@ -135,7 +135,7 @@ def test_a_dataloader_that_is_not_to_be_loaded(ranks: RankPool, tmp_path: Path) 
     assert ranks.run(4, replicas.loaded, str(tmp_path), config) == [(4, 0, None, [])] * 4
 
 
-@backends.both_in_ci
+@backends.both_in_proof
 @pytest.mark.parametrize("damage", ["none left", "one gone", "bytes"])
 def test_its_own_is_missing(ranks: RankPool, tmp_path: Path, damage: str) -> None:
     """A warning names the folder: the step before is taken, or everything stays; the other replica has its own."""

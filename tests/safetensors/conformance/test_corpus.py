@@ -181,7 +181,7 @@ def _measure_ours(directories: list[Path]) -> list[dict[str, Any]]:
     return [json.loads(line) for line in ended.stdout.splitlines()]
 
 
-@pytest.mark.ci
+@pytest.mark.proof
 def test_our_reader_answers_in_time_and_memory(folder: Path, tmp_path: Path) -> None:
     """Each entry, and headers of 100 MB, cost us less than 1 s of CPU and 200 MB; every verdict is right."""
     write_hostile(tmp_path, 5, {name for name, _ in draw_hostile(5)})
@@ -197,7 +197,7 @@ def test_our_reader_answers_in_time_and_memory(folder: Path, tmp_path: Path) -> 
     assert [line for line in lines if line["peak"] > MEMORY_LIMIT] == []
 
 
-@pytest.mark.ci
+@pytest.mark.proof
 @pytest.mark.parametrize("reader", [PYTHON_READER, pytest.param(NODE_READER, marks=needs_node)], ids=["python", "node"])
 @pytest.mark.parametrize(
     "kind",

@@ -314,7 +314,10 @@ def _overwrite(path: str) -> None:
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize(("case", "allowed"), [("fresh", {"absent", "new"}), ("existing", {"old", "new"})])
+@pytest.mark.parametrize(
+    ("case", "allowed"),
+    [pytest.param("fresh", {"absent", "new"}, marks=pytest.mark.proof), ("existing", {"old", "new"})],
+)
 def test_a_killed_save_leaves_the_old_or_the_new(tmp_path: Path, case: str, allowed: set[str]) -> None:
     """After a kill at any of 50 calls of a dcp.save, the path holds the old or the new, bit for bit, or nothing."""
     outcomes = report_of(tmp_path, case, SAMPLED, "dcp_killer")["outcomes"]

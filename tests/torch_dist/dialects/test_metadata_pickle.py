@@ -107,7 +107,7 @@ def test_an_empty_checkpoint() -> None:
     check_equal(pickle.loads(encode_metadata(index, "id")), stock(index, "id"))
 
 
-@pytest.mark.ci
+@pytest.mark.proof
 def test_many_axes_and_many_chunks() -> None:
     """A tensor of 60 axes, one of more chunks than are made at a time, and more names than a byte counts are right."""
     deep = Chunk(Box((0,) * 60, (1,) * 60), Item(FILE, 0, 700), 0, 1)
