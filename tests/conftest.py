@@ -30,9 +30,9 @@ settings.register_profile("proof", settings.get_profile("the same each time"), d
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Draw examples anew in the proof tier alone; choose folders; take Ctrl-C as usual even where pytest was started in the background, which ignores it: some tests send it."""
+    """Set up what all tests of this process share."""
     settings.load_profile("proof" if config.option.markexpr == "proof" else "the same each time")
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # in the background it is ignored; some tests send it
     folders.choose()
     os.environ.pop("PYTEST_ADDOPTS", None)  # options of this run, not of those that tests start
 

@@ -143,7 +143,7 @@ class Killer:
         if shown is None:
             same = False
         elif point.in_main_thread:
-            same = self._anonymous(shown.string).split(" = ")[0].startswith(_head(point.line))
+            same = _head(self._anonymous(shown.string)) == _head(point.line)
         else:  # each thread has a call of that number, for a file of its own: either comes first
             same = shown["call"] == point.call
         killed = status is not None and "+++ killed by SIGKILL +++" in self._trace.read_text() and same
@@ -287,8 +287,8 @@ def _large(version: int) -> torch.Tensor:
 
 
 def _head(line: str) -> str:
-    """The call and its first argument."""
-    return line.partition(" = ")[0].partition(",")[0].rstrip(")")
+    """The call and its first argument, without the descriptor's number: other threads open files meanwhile."""
+    return re.sub(r"\(\d+<", "(<", line.partition(" = ")[0].partition(",")[0].rstrip(")"))
 
 
 def sample(points: Sequence[Point], count: int) -> list[Point]:

@@ -45,9 +45,13 @@ def report_of(folder: Path, case: str, count: int | str, program: str = "killer"
     return json.loads(done.stdout)
 
 
-def bad(outcomes: list[dict[str, Any]], allowed: set[str]) -> list[dict[str, Any]]:
+def bad(outcomes: list[dict[str, Any]], allowed: set[str]) -> list[str]:
     """Points whose save was not killed there, left something else, was in the way of the next save, or outlived it."""
-    return [o for o in outcomes if not o["killed"] or o["state"] not in allowed or o["later"] or o["beside"]]
+    return [
+        f"{o['line']}: killed={o['killed']} state={o['state']} later={o['later']} beside={o['beside']}"
+        for o in outcomes
+        if not o["killed"] or o["state"] not in allowed or o["later"] or o["beside"]
+    ]
 
 
 def leaves(outcomes: list[dict[str, Any]]) -> int:

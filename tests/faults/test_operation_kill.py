@@ -10,6 +10,7 @@ import pytest
 
 from tests import backends
 from tests.faults.programs import run_program
+from tests.faults.test_kill import bad
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -51,7 +52,7 @@ def outcomes_of(folder: Path, *arguments: str, program: str = "operation_killer"
 def check(outcomes: list[dict[str, Any]], allowed: set[str]) -> None:
     """Each was killed in its place, left an allowed state, and nothing in the way of the next; then nothing is left."""
     assert outcomes
-    assert [o for o in outcomes if not o["killed"] or o["state"] not in allowed or o["later"] or o["beside"]] == []
+    assert bad(outcomes, allowed) == []
 
 
 @backends.both_in_proof
