@@ -157,7 +157,7 @@ def test_a_kill_at_the_commit(tmp_path: Path, to: str, moment: str) -> None:
     ],
 )
 def test_kills_at_random_moments(tmp_path: Path, to: str, kills: int) -> None:
-    """Killed at random moments (30 in the long tests), a fresh process goes on with what there is, to the same."""
+    """Killed at random moments (30 in the proof tier), a fresh process goes on with what there is, to the same."""
     expected = prepare(tmp_path, to)
     began = time.monotonic()
     finish(start(tmp_path, to))

@@ -15,7 +15,7 @@ from tests.faults.programs import run_program
 if TYPE_CHECKING:
     from pathlib import Path
 
-FEW, SOME = 6, 24  # in the default run, and in the slow one
+FEW, SOME = 6, 24  # in the default run, and in CI
 ALL = 100_000
 #: The training's own part of a save by a process is smaller: that process writes.
 LEAST_FAULTS = {"process": 100, "foreground": 300, "thread": 300, "request": 300}

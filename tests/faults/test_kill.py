@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from tests.backends import Backend
 
 SAMPLED = 50
-FEW = 25  # in the default run and the slow one; long tests kill the same cases at every call
+FEW = 25  # in the default run and CI; proof kills the same cases at every call
 ALL = 10_000
 #: Fewer calls that change the disk would mean that the save is not what it was.
 LEAST_CHANGES = 25

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from tests.ranks import RankPool
 
-_LONG = pytest.mark.proof
+_PROOF = pytest.mark.proof
 
 
 @pytest.mark.timeout(900)
@@ -22,10 +22,10 @@ _LONG = pytest.mark.proof
     ("mode", "kills", "backend"),
     [
         ("async", 3, "torch_dist"),
-        pytest.param("disabled", 20, "torch_dist", marks=_LONG),
-        pytest.param("async", 20, "torch_dist", marks=_LONG),
-        pytest.param("async_with_pinned_mem", 20, "torch_dist", marks=_LONG),
-        pytest.param("async", 3, "safetensors", marks=_LONG),
+        pytest.param("disabled", 20, "torch_dist", marks=_PROOF),
+        pytest.param("async", 20, "torch_dist", marks=_PROOF),
+        pytest.param("async_with_pinned_mem", 20, "torch_dist", marks=_PROOF),
+        pytest.param("async", 3, "safetensors", marks=_PROOF),
     ],
     indirect=["backend"],
     scope="module",
@@ -45,8 +45,8 @@ def test_a_killed_run_goes_on_from_the_newest_committed_step(
     ("mode", "kills", "backend"),
     [
         ("async", 3, "torch_dist"),
-        pytest.param("disabled", 20, "torch_dist", marks=_LONG),
-        pytest.param("async", 20, "safetensors", marks=_LONG),
+        pytest.param("disabled", 20, "torch_dist", marks=_PROOF),
+        pytest.param("async", 20, "safetensors", marks=_PROOF),
     ],
     indirect=["backend"],
     scope="module",

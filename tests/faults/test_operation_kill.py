@@ -16,11 +16,11 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 FEW, SOME, MANY = 8, 10, 40
-#: Kills of a rank in the slow run: each needs a group of its own.
+#: Kills of a rank in CI: each needs a group of its own.
 GROUPS = 5
 _RANKS = ("rank 0 of 2", "rank 1 of 2")
 _OPERATIONS = ("thread", "training", *_RANKS, "convert", "export")
-#: The slow run kills every operation over one place by one format, in turn; all of them, at more calls, are long tests,
+#: CI kills every operation over one place by one format, in turn; all of them, at more calls, are proof,
 #: and in the report.
 _SOME = (("torch_dist", "existing", "old"), ("safetensors", "fresh", "absent"))
 _ALL = (*_SOME, ("torch_dist", "fresh", "absent"), ("safetensors", "existing", "old"))

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @pytest.mark.parametrize(
     ("backend", "step"),
-    [  # the slow run kills at every third change of the disk
+    [  # CI kills at every third change of the disk
         pytest.param("torch_dist", 3, marks=pytest.mark.ci),
         pytest.param("torch_dist", 1, marks=pytest.mark.proof),
         pytest.param("safetensors", 1, marks=pytest.mark.proof),

@@ -22,12 +22,12 @@ FACTOR = int(os.environ.get("SHARDCKPT_PROPERTY_EXAMPLES", "1"))
 SEED = os.environ.get("SHARDCKPT_PROPERTY_SEED", "0")
 #: 1 looks for the smallest example that fails, for minutes.
 PHASES = (Phase.generate, Phase.shrink) if os.environ.get("SHARDCKPT_PROPERTY_SHRINK") == "1" else (Phase.generate,)
-#: How many more examples the long tests draw, in two steps.
+#: How many more examples proof draws, in two steps.
 MORE, MOST = 3, 8
 
 
 def drawn(count: int, most: int | None = None) -> Any:
-    """Parametrizes a test by its number of examples: some by default, more and most in the long tests."""
+    """Parametrizes a test by its number of examples: some by default, more and most in proof."""
     more = (count * MORE, most or count * MOST)
     return pytest.mark.parametrize(
         "count", [count * FACTOR, *(pytest.param(each * FACTOR, marks=pytest.mark.proof) for each in more)]

@@ -23,22 +23,22 @@ if TYPE_CHECKING:
     from tests.ranks import RankPool
     from tests.remote.store import Store
 
-_SLOW, _LONG = pytest.mark.ci, pytest.mark.proof
+_CI, _PROOF = pytest.mark.ci, pytest.mark.proof
 ASYNC = pytest.mark.parametrize(
-    "mode", ["async", pytest.param("disabled", marks=_LONG), pytest.param("async_with_pinned_mem", marks=_SLOW)]
+    "mode", ["async", pytest.param("disabled", marks=_PROOF), pytest.param("async_with_pinned_mem", marks=_CI)]
 )
-#: A slow test: in one mode, in the others it is long.
-SLOWLY = pytest.mark.parametrize(
+#: In CI: in one mode, in the others it is proof.
+IN_CI = pytest.mark.parametrize(
     "mode",
     [
-        pytest.param("async", marks=_SLOW),
-        pytest.param("disabled", marks=_LONG),
-        pytest.param("async_with_pinned_mem", marks=_LONG),
+        pytest.param("async", marks=_CI),
+        pytest.param("disabled", marks=_PROOF),
+        pytest.param("async_with_pinned_mem", marks=_PROOF),
     ],
 )
 
 
-@SLOWLY
+@IN_CI
 def test_the_first_replica_saves_for_all(ranks: RankPool, tmp_path: Path, mode: str) -> None:
     """Who is first at a step saves it, whole and once; each saves its own, unless it takes no part; nothing hangs."""
     results = ranks.run(4, replicas.changing_quorum, str(tmp_path), mode)
@@ -60,7 +60,7 @@ def test_what_is_disabled_waits_for_its_own(ranks: RankPool, tmp_path: Path) -> 
         assert found == [[1], [2], [3], [4], [5]]
 
 
-@SLOWLY
+@IN_CI
 def test_all_begin_again(ranks: RankPool, tmp_path: Path, mode: str) -> None:
     """After a restart of all, each has its own of the step that is loaded: the losses are those of an unbroken run."""
     config = {"async_mode": mode}
@@ -92,7 +92,7 @@ def test_an_older_torchft(ranks: RankPool, tmp_path: Path) -> None:
     assert results[2]["weights"] == results[0]["weights"]
 
 
-@SLOWLY
+@IN_CI
 def test_garbage_of_both_folders_is_collected(ranks: RankPool, tmp_path: Path, mode: str) -> None:
     """The newest stay, and of every step that stays for all, the loaders' places at that step; nothing foreign goes."""
     for name in ("ft-replicat-0", "ft-replicat-1"):

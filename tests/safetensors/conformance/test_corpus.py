@@ -46,7 +46,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-#: Hostile headers, but for the largest, which the slow test has.
+#: Hostile headers, but for the largest, which a test of CI has.
 _HOSTILE = [name for name, _ in draw_hostile(5) if "100_mb" not in name]
 
 
@@ -146,7 +146,7 @@ def test_a_wrong_answer_is_found() -> None:
 
 
 def test_the_readers_refuse_hostile_headers(hostile: Path) -> None:
-    """Headers of less than 1 MB are refused by both readers; the slow test has the others."""
+    """Headers of less than 1 MB are refused by both readers; a test of CI has the others."""
     directories = [path for path in sorted(hostile.iterdir()) if (path / INDEX).stat().st_size < 1_000_000]
     lines = [describe(read_checkpoint, str(path)) for path in directories]
     lines += _ask_node(directories) if NODE else []
