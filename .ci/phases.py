@@ -12,7 +12,6 @@ from collections import Counter
 from pathlib import Path
 from typing import NamedTuple
 
-FOLDER = Path(os.environ["TMPDIR"])
 #: If no more tests than that fail, they run once more, alone.
 RETRIED = 5
 #: A run ends after so many failures.
@@ -31,12 +30,14 @@ class Check:
     """The phases of a check, and what came of them.
 
     Args:
+        folder: Where the tests' results go.
         began: When the check began, in seconds since the epoch: the first phase is the installation.
     """
 
-    def __init__(self, began: float) -> None:
+    def __init__(self, folder: Path, began: float) -> None:
+        self._folder = folder
         self._seconds: dict[str, float] = {"install": time.time() - began}
-        self._results: dict[str, Result] = {}
+        self.results: dict[str, Result] = {}
         self._failed: list[str] = []
 
     def run(self, phase: str, *commands: str) -> None:
@@ -51,21 +52,21 @@ class Check:
     def run_tests(self, phase: str, command: str) -> None:
         """Run a command that ends with ``pytest``; where a few tests fail, these once more, alone."""
         self._begin(phase)
-        cache = f"-o cache_dir={FOLDER / phase}"
-        status = self._call(command, f"--maxfail={MOST_FAILURES} --junitxml={FOLDER / phase}.xml {cache}")
-        results = _read_results(FOLDER / f"{phase}.xml")
+        cache = f"-o cache_dir={self._folder / phase}"
+        status = self._call(command, f"--maxfail={MOST_FAILURES} --junitxml={self._folder / phase}.xml {cache}")
+        results = _read_results(self._folder / f"{phase}.xml")
         failed = [name for name, result in results.items() if result.outcome == "failed"]
         if status == 1 and 1 <= len(failed) <= RETRIED:
             print(f"\nonce more, alone: {', '.join(failed)}", flush=True)
             again = f"{re.sub('.*&& ', '', command, flags=re.DOTALL)} -n 0 --last-failed --last-failed-no-failures none"
-            status = self._call(again, f"--junitxml={FOLDER / phase}.again.xml {cache}")
-            second = _read_results(FOLDER / f"{phase}.again.xml")
+            status = self._call(again, f"--junitxml={self._folder / phase}.again.xml {cache}")
+            second = _read_results(self._folder / f"{phase}.again.xml")
             for name in failed:
                 if second.get(name, results[name]).outcome == "passed":
                     results[name] = results[name]._replace(outcome="flaky")
         if status:
             self._failed.append(f"{phase}: {command}")
-        self._results |= results
+        self.results |= results
         self._end(phase)
 
     @property
@@ -76,22 +77,22 @@ class Check:
     def print_summary(self) -> None:
         """Print the last lines."""
         print("\nslowest")
-        for name, result in sorted(self._results.items(), key=lambda item: -item[1].seconds)[:20]:
+        for name, result in sorted(self.results.items(), key=lambda item: -item[1].seconds)[:20]:
             print(f"{result.seconds:7.1f} s  {name}")
         print("\nskipped")
-        skipped = Counter(result.reason for result in self._results.values() if result.outcome == "skipped")
+        skipped = Counter(result.reason for result in self.results.values() if result.outcome == "skipped")
         for reason, count in skipped.most_common():
             print(f"{count:7d}  {reason}")
         print("\nseconds by phase")
         print(*(f"{phase} {seconds:.0f}," for phase, seconds in self._seconds.items()), end=" ")
         print(f"in all {sum(self._seconds.values()):.0f}\n")
         for outcome in ("flaky", "failed"):
-            for name, result in self._results.items():
+            for name, result in self.results.items():
                 if result.outcome == outcome:
                     print(f"{outcome.upper()}: {name} - {result.reason[:300]}")
         for phase in self._failed:
             print(f"RED: {phase}")
-        counts = Counter(result.outcome for result in self._results.values())
+        counts = Counter(result.outcome for result in self.results.values())
         passed = counts["passed"] + counts["flaky"]
         print(f"{passed} passed, {counts['failed']} failed, {counts['skipped']} skipped", flush=True)
 
@@ -133,23 +134,22 @@ def _find_file(module: str) -> list[str]:
     return [module]
 
 
-def _readme_command(name: str) -> str:
-    """Return the command that stands in README.md below the comment ``<!-- command: NAME -->``."""
-    found = re.search(
-        rf"^<!-- command: {name} -->\n```bash\n(.*?)\n```$", Path("README.md").read_text(), re.MULTILINE | re.DOTALL
-    )
+def read_command(readme: Path, name: str) -> str:
+    """Return the command that stands in a README below the comment ``<!-- command: NAME -->``."""
+    found = re.search(rf"^<!-- command: {name} -->\n```bash\n(.*?)\n```$", readme.read_text(), re.MULTILINE | re.DOTALL)
     if found is None:
-        raise SystemExit(f"README.md has no command {name!r}")
+        raise SystemExit(f"{readme} has no command {name!r}")
     return found[1]
 
 
 def main() -> int:
     """Run all phases, stop after lint if it is red, and return the exit status."""
-    check = Check(float(sys.argv[1]))
+    check = Check(Path(os.environ["TMPDIR"]), float(sys.argv[1]))
+    readme = Path("README.md")
     check.run("lint", "ruff check .", "ruff format --check .", "mypy", "pytest -q tests/test_architecture.py")
     if not check.is_red:
-        check.run("demo", _readme_command("demo"))
-        check.run_tests("default", _readme_command("test"))
+        check.run("demo", read_command(readme, "demo"))
+        check.run_tests("default", read_command(readme, "test"))
         # three at a time on two cores: many of these tests wait, for a timeout, a disk or a store
         check.run_tests("ci", "pytest -m 'ci and not proof' -n 3")
     check.print_summary()

@@ -80,7 +80,7 @@ def test_a_save_without_fsync_is_found_out(disk: Path) -> None:
     assert [state for state in states if state["is_last"] == "True" and state["state"] == "absent"]
 
 
-def test_the_model_of_a_disk(disk: Path) -> None:
+def test_the_model_of_a_disk(tmp_path: Path) -> None:
     """Of a model disk that was cut, synced bytes and names are there, others as the policy says, renames whole."""
     disk, (nothing, everything) = Disk(), (lambda _: False, lambda _: True)
     disk.create("a", Directory())
@@ -89,15 +89,15 @@ def test_the_model_of_a_disk(disk: Path) -> None:
     file.pending.append((0, b"x" * PAGE * 2))
     disk.sync("a/one")
     file.pending.append((PAGE, b"y" * PAGE))
-    disk.materialize(disk / "1", nothing, nothing)
-    assert not list((disk / "1").iterdir())
+    disk.materialize(tmp_path / "1", nothing, nothing)
+    assert not list((tmp_path / "1").iterdir())
     disk.sync("")
     disk.sync("a")
     disk.rename("a/one", "a/two")
-    disk.materialize(disk / "2", nothing, nothing)
-    assert (disk / "2/a/one").read_bytes() == b"x" * PAGE * 2
-    disk.materialize(disk / "3", everything, everything)
-    assert (disk / "3/a/two").read_bytes() == b"x" * PAGE + b"y" * PAGE
+    disk.materialize(tmp_path / "2", nothing, nothing)
+    assert (tmp_path / "2/a/one").read_bytes() == b"x" * PAGE * 2
+    disk.materialize(tmp_path / "3", everything, everything)
+    assert (tmp_path / "3/a/two").read_bytes() == b"x" * PAGE + b"y" * PAGE
     for number, (names, data) in enumerate(policies(9, random.Random(1)).values()):
-        disk.materialize(disk / f"r{number}", names, data)
-        assert len(list((disk / f"r{number}/a").iterdir())) == 1
+        disk.materialize(tmp_path / f"r{number}", names, data)
+        assert len(list((tmp_path / f"r{number}/a").iterdir())) == 1
