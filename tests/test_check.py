@@ -37,7 +37,7 @@ def test_fails(number): assert False, "always"
 def test_what_fails_once_is_flaky_and_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], failing: int, again: str
 ) -> None:
-    """Up to 5 tests that fail run once more, alone; what passes then is named as flaky, all else makes the check red."""
+    """Up to 5 tests that fail run once more, alone; what passes then is called flaky, all else makes the check red."""
     (tmp_path / "test_suite.py").write_text(SUITE.format(failing=failing))
     (tmp_path / "pytest.ini").write_text("[pytest]\n")
     monkeypatch.chdir(tmp_path)
