@@ -246,3 +246,18 @@ def test_private_torch_names_stand_in_one_file() -> None:
     for path in [*CORE.rglob("*.py"), *STRATEGIES.rglob("*.py")]:
         private = {n for n in _imports(path) if n.startswith("torch.") and any(p.startswith("_") for p in n.split("."))}
         assert not private or path.name == "torch_private.py", f"{path}: {private}"
+
+
+def test_patterns_of_fields_match_whole_texts() -> None:
+    """Every ``pattern=`` of a model is anchored: pydantic searches, and a name with anything around it would pass."""
+    found = 0
+    for name, path in FILES.items():
+        for node in ast.walk(_parse(path)):
+            if isinstance(node, ast.keyword) and node.arg == "pattern":
+                value = node.value
+                names = vars(importlib.import_module(name))
+                pattern = ast.literal_eval(value) if isinstance(value, ast.Constant) else names[ast.unparse(value)]
+                # `$` is the end of the text to pydantic's engine, and not also the place before a last newline
+                assert re.fullmatch(r"\^(?:\(\?:.*\)\??|[^|]*)\$", pattern), f"{path}: {pattern}"
+                found += 1
+    assert found

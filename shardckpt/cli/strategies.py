@@ -1,6 +1,7 @@
 """List the installed strategies and migrations, and the distribution that each is from.
 
-A strategy saves or loads a format (backend) in a version. Plugins that do not work come last, with the reason.
+A strategy saves or loads a format (backend) in a version. Plugins that do not work, or of which another has claimed a
+part before, come last, with the reason.
 """
 
 from __future__ import annotations
@@ -33,4 +34,7 @@ def run(_: Any) -> int:
     print(table(("backend", "version", "does", "what", "distribution", "class"), rows))
     for plugin in get_plugin_manager().broken():
         print(f"\nnot working: {plugin.name} ({plugin.module}) of {plugin.distribution}: {plugin.fault}")
+    for plugin in get_plugin_manager().plugins():
+        for text in plugin.conflicts:
+            print(f"\npartly working: {plugin.name} ({plugin.module}) of {plugin.distribution}: {text}")
     return 0

@@ -153,12 +153,16 @@ def describe_introduction(text: bytes) -> str:
 def parse_introduction(text: bytes) -> tuple[Owner, float] | None:
     """Return the process of a save, and when it began in seconds since 1970, as its in-progress object or claim says.
 
-    None for another text, such as that of a removal.
+    None for another text, such as that of a removal, or of a time that no calendar has.
     """
     found = _INTRODUCTION.search(text)
     if found is None:
         return None
-    return Owner.from_text(found[2].decode()), float(calendar.timegm(time.strptime(found[1].decode(), _TIME)))
+    try:
+        begun = time.strptime(found[1].decode(), _TIME)
+    except ValueError:
+        return None
+    return Owner.from_text(found[2].decode()), float(calendar.timegm(begun))
 
 
 def without_others(found: Collection[str], marker: str) -> set[str]:

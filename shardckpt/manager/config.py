@@ -133,7 +133,7 @@ class CheckpointConfig(BaseModel):
     best_mode: Literal["min", "max"] = "min"
     # Any: a type checker takes the items of a list of policies and functions for objects. `parse_policy` checks them.
     retention: Annotated[Sequence[Any], WithJsonSchema({"type": "array", "items": {}})] = ()
-    latest_pointer: Annotated[str, Field(pattern=r"[A-Za-z0-9][A-Za-z0-9._-]{0,100}")] | None = None
+    latest_pointer: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,100}$")] | None = None
     # The texts, too: tyro, with which torchtitan reads command lines, knows an enum by the names of its members only.
     async_mode: Literal["disabled", "async", "async_with_pinned_mem"] | AsyncMode = AsyncMode.DISABLED
     on_busy: Literal["wait", "skip"] = "wait"

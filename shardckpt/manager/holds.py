@@ -22,15 +22,15 @@ import time
 import uuid
 from typing import TYPE_CHECKING, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field
 
 from shardckpt.commit import Owner
-from shardckpt.errors import CheckpointingException, StorageError
-from shardckpt.manager.small_files import put_small_file, remove_temporaries
+from shardckpt.errors import CheckpointingException, CorruptCheckpointError
+from shardckpt.manager.small_files import SmallFile, Time, put_small_file, remove_temporaries
 from shardckpt.manager.step_resolution import check_step, find_newest
 from shardckpt.manager.steps import StepFolder
 from shardckpt.plugins import get_plugin_manager
-from shardckpt.storage import attempt, on_store, read_file, wrap_os_errors
+from shardckpt.storage import attempt, on_store, wrap_os_errors
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -43,19 +43,19 @@ logger = logging.getLogger(__name__)
 
 _DIRECTORY = ".shardckpt-holds"
 _NAME = re.compile(r"(?P<directory>.+)\.(?P<kind>lease|pin|removal)\.[0-9a-f]{32}\.json")
-_LARGEST = 64 << 10  # bytes of a file; ours have some 200
 #: Seconds after which the mark of a removal counts for nothing: its process was stopped, or is on a host that is gone.
 _REMOVAL_SECONDS = 600.0
 #: Seconds that a lease waits for a removal under way, which takes one rename or the deletion of one object.
 _PATIENCE = 10.0
 _SHORTEST_LEASE = 3.0
+_LONGEST_LEASE = 10 * 366 * 86400.0
 
 
 #: What a file of the directory is about; the name of the file says it, too.
 Kind = Literal["lease", "pin", "removal"]
 
 
-class Hold(BaseModel):
+class Hold(SmallFile):
     """What a file of the directory says.
 
     Attributes:
@@ -66,13 +66,11 @@ class Hold(BaseModel):
         owner: The process that made it, as :attr:`shardckpt.commit.Owner.text` has it; ``""`` for a pin.
     """
 
-    model_config = ConfigDict(extra="ignore", frozen=True)
-
     directory: str
     kind: Kind
     holder: str
-    until: float | None = None
-    owner: str = Field(default="", pattern=r"([0-9a-f]{32})?")
+    until: Time | None = None
+    owner: str = Field(default="", pattern=r"^(?:[0-9a-f]{32})?$")
 
     def __str__(self) -> str:
         if self.kind == "pin":
@@ -179,15 +177,8 @@ class Holds:
 
     def _read(self, path: Path, match: re.Match[str]) -> Hold | None:
         try:
-            return Hold.model_validate_json(read_file(path, _LARGEST))
-        except FileNotFoundError:
-            return None  # it ended meanwhile
-        except StorageError as exc:
-            # a store that does not answer must not pass for one without a lease
-            if isinstance(exc.__cause__, FileNotFoundError):
-                return None
-            raise
-        except (ValidationError, CheckpointingException):
+            return Hold.read(path)  # None: it ended meanwhile
+        except CorruptCheckpointError:
             # It says that something held the step, and not until when: a step that is kept too long is no loss.
             holder = f"an unreadable file, {path}: remove it if nothing holds the step"
             return Hold(directory=match["directory"], kind="lease", holder=holder)
@@ -283,9 +274,10 @@ def lease_step(folder: str | os.PathLike[str], step: int = -1, *, holder: str = 
         CannotLoadError: there is no such step, or it cannot be loaded.
         StorageError: the folder cannot be written to: a lease is a file in it.
     """
-    if seconds < _SHORTEST_LEASE:
+    if not _SHORTEST_LEASE <= seconds <= _LONGEST_LEASE:  # NaN, too
         raise CheckpointingException(
-            f"seconds={seconds}: a lease that ends so soon may not be renewed in time; give {_SHORTEST_LEASE} or more"
+            f"seconds={seconds}: give {_SHORTEST_LEASE} or more, so that a lease is renewed in time, and at most "
+            f"{_LONGEST_LEASE:.0f}, ten years; what stays for longer has a pin (pin_step)"
         )
     steps = StepFolder(folder, get_plugin_manager())
     if step < 0:

@@ -12,15 +12,15 @@ import logging
 import os
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import Field
 
 from shardckpt.engine import locate
-from shardckpt.errors import CheckpointingException, StorageError
-from shardckpt.manager.small_files import put_small_file, remove_temporaries
+from shardckpt.errors import CheckpointingException, CorruptCheckpointError
+from shardckpt.manager.small_files import SmallFile, Time, put_small_file, remove_temporaries
 from shardckpt.plugins import get_plugin_manager, hold_checkpoint
-from shardckpt.storage import attempt, on_store, read_file, retry_if_replaced, wrap_os_errors
+from shardckpt.storage import attempt, on_store, retry_if_replaced, wrap_os_errors
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -32,7 +32,6 @@ logger = logging.getLogger(__name__)
 #: The directory of the marks, beside the checkpoints.
 MARKS_NAME = ".shardckpt-marks"
 _SUFFIX = ".json"
-_LARGEST = 64 << 10  # bytes of a file; ours have some 300
 _LISTED = 5  # faults that a mark names
 
 #: What a verification found.
@@ -41,7 +40,7 @@ Verdict = Literal["verified", "failed"]
 StepState = Literal["candidate", "verified", "failed"]
 
 
-class Mark(BaseModel):
+class Mark(SmallFile):
     """The verdict about one save of a checkpoint.
 
     Attributes:
@@ -55,15 +54,13 @@ class Mark(BaseModel):
         writer: The release that checked, such as ``shardckpt 0.1.0``.
     """
 
-    model_config = ConfigDict(extra="ignore", frozen=True)
-
     verdict: Verdict
     save_id: str
     root: str
     checked: Literal["digests", "structure"]
-    files: int
-    faults: tuple[str, ...] = ()
-    time: float
+    files: Annotated[int, Field(ge=0, lt=1 << 53)]
+    faults: Annotated[tuple[str, ...], Field(strict=False)] = ()  # JSON has lists
+    time: Time
     writer: str
 
     def __str__(self) -> str:
@@ -91,14 +88,8 @@ def find_mark(place: Path, name: str, manifest: Manifest) -> Mark | None:
         return None
     path = place / f"{name}{_SUFFIX}"
     try:
-        mark = Mark.model_validate_json(read_file(path, _LARGEST))
-    except FileNotFoundError:
-        return None
-    except StorageError as exc:
-        if isinstance(exc.__cause__, FileNotFoundError):
-            return None
-        raise
-    except (ValidationError, CheckpointingException) as exc:
+        mark = Mark.read(path)
+    except CorruptCheckpointError as exc:
         logger.warning(
             "%s is no mark, and counts for nothing: verify %s with --mark again: %s",
             path,
@@ -106,7 +97,7 @@ def find_mark(place: Path, name: str, manifest: Manifest) -> Mark | None:
             str(exc).splitlines()[0],
         )
         return None
-    return mark if mark.is_about(manifest) else None
+    return mark if mark is not None and mark.is_about(manifest) else None
 
 
 def find_mark_of(checkpoint: Path, manifest: Manifest) -> Mark | None:
@@ -197,7 +188,7 @@ def drop_marks(place: Path, existing: Collection[str]) -> None:
         if not place.is_dir():
             return
         for path in place.glob(f"*{_SUFFIX}"):
-            if path.name.removesuffix(_SUFFIX) not in existing:
+            if path.name.removesuffix(_SUFFIX) not in existing and not path.is_dir():  # no mark is a directory
                 path.unlink(missing_ok=True)
         remove_temporaries(place)
 

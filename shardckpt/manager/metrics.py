@@ -9,6 +9,20 @@ from typing import Any
 from shardckpt.errors import CheckpointingException
 
 
+def read_metric(value: Any) -> float | None:
+    """Return a number of a file as a float; None for anything else, and for what no finite float is.
+
+    Another program may have written it: an error here would stop the retention of all steps.
+    """
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return None
+    try:
+        number = float(value)
+    except OverflowError:
+        return None
+    return number if math.isfinite(number) else None
+
+
 def parse_metrics(metrics: Any) -> dict[str, float | None]:
     """Convert the metrics of a step for JSON.
 
@@ -29,5 +43,5 @@ def parse_metrics(metrics: Any) -> dict[str, float | None]:
             number = float(value)
         except (TypeError, ValueError, OverflowError) as exc:
             raise CheckpointingException(f"the metric {str(name)!r} is {value!r:.100}: give one number") from exc
-        numbers[str(name)] = number if math.isfinite(number) else None
+        numbers[str(name)] = read_metric(number)
     return numbers

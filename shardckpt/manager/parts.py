@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardckpt.distributed import Comm
 from shardckpt.engine import format_bytes, measure, show_progress
-from shardckpt.errors import StorageError
+from shardckpt.errors import CheckpointingException
 from shardckpt.huggingface import export_to_huggingface
 from shardckpt.manager.garbage_collection import GarbageCollector
 from shardckpt.manager.holds import Holds
@@ -167,7 +167,7 @@ class LatestPointer(ManagerPart):
         data = f"{self._folder.names.name(step)}\n".encode()
         try:
             put_file(self._folder.find(self._name), data, f".{self._name}.shardckpt-tmp")
-        except (StorageError, OSError):
+        except (CheckpointingException, OSError):
             logger.warning("cannot name step %d in %s/%s", step, self._folder, self._name, exc_info=True)
 
     def after_discard(self, newest: int) -> None:

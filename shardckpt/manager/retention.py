@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from numbers import Integral
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeGuard
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, GetPydanticSchema
 from pydantic.dataclasses import dataclass
 
 from shardckpt.errors import CheckpointingException
+from shardckpt.manager.metrics import read_metric
 
 if TYPE_CHECKING:
     from shardckpt.manager.marks import StepState
@@ -119,7 +119,7 @@ class KeepRecent:
 class KeepBest:
     """Keeps the steps with the best values of a metric; of equal values, the newer step.
 
-    A step without the metric, or whose metric is not a number, is never one of the best.
+    A step without the metric, or whose metric is not a finite number, is never one of the best.
 
     Attributes:
         metric: A name among the ``metrics`` that ``CheckpointManager.save`` is given.
@@ -134,8 +134,8 @@ class KeepBest:
     def __call__(self, steps: StepMetrics) -> list[int]:
         """Return the steps with the best values, the best first."""
         sign = -1 if self.mode == "min" else 1
-        values = [(step, metrics.get(self.metric)) for step, metrics in steps.items()]
-        ranked = sorted(((sign * value, step) for step, value in values if _is_number(value)), reverse=True)
+        values = [(step, read_metric(metrics.get(self.metric))) for step, metrics in steps.items()]
+        ranked = sorted(((sign * value, step) for step, value in values if value is not None), reverse=True)
         return [step for _, step in ranked[: self.count]]
 
 
@@ -261,7 +261,3 @@ def _kept_by(policy: RetentionPolicy, steps: StepMetrics) -> set[int]:
             "list of whole numbers; until it does, no checkpoint is removed"
         )
     return set(kept)
-
-
-def _is_number(value: Any) -> TypeGuard[float]:
-    return isinstance(value, int | float) and not isinstance(value, bool) and not math.isnan(value)

@@ -1,21 +1,59 @@
-"""Small files in a hidden directory beside the steps, each of which is written in one step."""
+"""Small JSON files in a hidden directory beside the steps, each of which is written in one step.
+
+Anyone may write one by hand: what does not say exactly what such a file says is refused as a whole.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import re
 import uuid
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
+
+from pydantic import BaseModel, ConfigDict, Field
 
 from shardckpt.commit import Owner
-from shardckpt.errors import StorageError
-from shardckpt.storage import on_store, put_file, wrap_os_errors
+from shardckpt.errors import CorruptCheckpointError, StorageError
+from shardckpt.storage import has_local_files, on_store, parse_json, put_file, read_file, wrap_os_errors
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from typing_extensions import Self
+
+_LARGEST = 64 << 10  # bytes of a file; ours have some 300
+#: A time in seconds since 1970, up to the year 9999: beyond it there is no date to show.
+Time = Annotated[float, Field(ge=0, le=253_402_300_799)]
+
 _ATTEMPTS = 100
 _TEMPORARY = re.compile(r"(?P<owner>[0-9a-f]{32})\.[0-9a-f]{32}\.tmp")
+
+
+class SmallFile(BaseModel):
+    """What a small file says. Fields that are not known are ignored."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True, strict=True, allow_inf_nan=False)
+
+    @classmethod
+    def read(cls, path: Path) -> Self | None:
+        """Return what a file says; None if there is none.
+
+        Raises:
+            CorruptCheckpointError: it is not such a file, or this machine cannot read it.
+            StorageError: the store does not answer, which must not pass for no file.
+        """
+        try:
+            return cls.model_validate(parse_json(read_file(path, _LARGEST)))
+        except FileNotFoundError:
+            return None
+        except StorageError as exc:
+            if isinstance(exc.__cause__, FileNotFoundError):
+                return None
+            if not has_local_files(path):
+                raise
+            raise CorruptCheckpointError(f"{path} cannot be read: {exc}") from exc
+        except ValueError as exc:  # pydantic's ValidationError, too
+            raise CorruptCheckpointError(f"{path}: {'; '.join(str(exc).splitlines()[:3]):.300}") from exc
 
 
 def put_small_file(place: Path, name: str, data: bytes) -> None:

@@ -16,6 +16,7 @@ from shardckpt.errors import (
     listed,
 )
 from shardckpt.manager.marks import MARKS_NAME, find_mark
+from shardckpt.manager.metrics import read_metric
 from shardckpt.manager.retention import Metrics
 from shardckpt.plugins import choose_reader, hold_checkpoint
 from shardckpt.storage import (
@@ -133,10 +134,10 @@ class StepCheckpoint:
         # Another program may have written anything there: no error may come from it.
         managed = self.content.get(CONTENT_KEY)
         stored = managed if isinstance(managed, dict) else {}
-        metrics, saved_at = stored.get("metrics"), stored.get("saved_at", self.changed_at)
+        metrics, saved_at = stored.get("metrics"), read_metric(stored.get("saved_at"))
         return Metrics(
-            metrics if isinstance(metrics, dict) else {},
-            float(saved_at) if isinstance(saved_at, int | float) else None,
+            {name: read_metric(value) for name, value in metrics.items()} if isinstance(metrics, dict) else {},
+            self.changed_at if saved_at is None else saved_at,
             "candidate" if self.mark is None else self.mark.verdict,
         )
 

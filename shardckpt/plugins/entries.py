@@ -98,6 +98,29 @@ class MigrationEntry:
         return _create(kind, self.distribution)  # type: ignore[no-any-return]
 
 
+def check_key(backend: Any, *versions: Any) -> None:
+    """Check what a strategy or migration is registered under.
+
+    Raises:
+        PluginError: the backend is no text, or a version no integer.
+    """
+    if not isinstance(backend, str) or not backend or any(type(version) is not int for version in versions):
+        given = ", ".join(map(repr, (backend, *versions)))
+        raise PluginError(f"cannot register {given:.200}: give the backend as str and its version as int: ('npy', 1)")
+
+
+def check_targets(**targets: Any) -> None:
+    """Check the texts by which classes and functions are registered; ``""`` is none.
+
+    Raises:
+        PluginError: one is not ``"module:Class"``.
+    """
+    for option, target in targets.items():
+        parts = target.split(":") if isinstance(target, str) else ()
+        if target != "" and not (len(parts) == 2 and all(parts)):  # noqa: PLR2004 - module and class
+            raise PluginError(f"cannot register {option}={target!r:.200}: give a str, 'module:Class'")
+
+
 def get_strategy_key(strategy: Any) -> tuple[str, int]:
     """Return the backend and version that a strategy, a class or an instance, names.
 
@@ -106,7 +129,7 @@ def get_strategy_key(strategy: Any) -> tuple[str, int]:
     """
     kind = strategy if isinstance(strategy, type) else type(strategy)
     backend, version = getattr(strategy, "backend", None), getattr(strategy, "version", None)
-    if not isinstance(backend, str) or not isinstance(version, int):
+    if not isinstance(backend, str) or type(version) is not int:
         raise PluginError(f"{kind.__qualname__} must name its backend (str) and version (int) as class attributes")
     for name in ("reader", "reads", "writes"):
         text = getattr(strategy, name, "")
@@ -133,7 +156,7 @@ def _import_class(target: type[Any] | str, base: type[Any], distribution: str) -
     module, _, name = target.partition(":")
     try:
         kind = getattr(sys.modules.get(module) or importlib.import_module(module), name)
-    except Exception as exc:
+    except (Exception, SystemExit) as exc:  # a module may call sys.exit
         raise PluginError(f"{target} of {distribution} cannot be imported: {type(exc).__name__}: {exc}") from exc
     if not (isinstance(kind, type) and issubclass(kind, base)):
         raise PluginError(f"{target} of {distribution} is not a {base.__name__}")

@@ -9,6 +9,7 @@ import threading
 import traceback
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
+from typing import Any
 
 import pluggy
 
@@ -19,6 +20,9 @@ from shardckpt.plugins.entries import USER
 from shardckpt.plugins.registry import StrategyRegistry
 
 logger = logging.getLogger(__name__)
+
+#: The distribution of the built-in plugins.
+_OWN = "shardckpt"
 
 
 @dataclass(frozen=True)
@@ -31,7 +35,9 @@ class Plugin:
     #: Why it does not work: that it is disabled, or the last line of the traceback; ``""`` if it works.
     fault: str = ""
     #: What its import has raised, if that is why; the cause of errors about it.
-    error: Exception | None = field(default=None, repr=False, compare=False)
+    error: Exception | SystemExit | None = field(default=None, repr=False, compare=False)
+    #: What of it is switched off, since another plugin has claimed it before: a text for each pair.
+    conflicts: tuple[str, ...] = ()
 
 
 class PluginManager:
@@ -41,8 +47,9 @@ class PluginManager:
         self._manager = pluggy.PluginManager(hookspecs.GROUP)
         self._manager.add_hookspecs(hookspecs)
         self._registry = StrategyRegistry()
-        self._plugins: list[Plugin] | None = None
+        self._plugins: list[Plugin] = []
         self._lock = threading.RLock()
+        self._is_importing = False
         #: Whether all plugins have been imported: hooks are then called without a lock, at each phase of a load.
         self._is_complete = False
 
@@ -60,14 +67,12 @@ class PluginManager:
     def plugins(self) -> list[Plugin]:
         """Return every installed plugin; the first call imports them."""
         with self._lock:
-            if self._plugins is None:
-                self._plugins = []  # before the first import: a plugin may use this manager while it is imported
-                self._plugins.extend(map(self._load, list_entry_points()))
-                self._is_complete = True
+            if not self._is_complete and not self._is_importing:  # a plugin may use this manager while it is imported
+                self._import_all()
             return list(self._plugins)
 
     def broken(self) -> list[Plugin]:
-        """Return the plugins that do not work."""
+        """Return the plugins that do not work; of those with :attr:`Plugin.conflicts` only a part does not."""
         return [plugin for plugin in self.plugins() if plugin.fault]
 
     def find_plugins(self, module: str) -> list[Plugin]:
@@ -83,8 +88,10 @@ class PluginManager:
         return [plugin for plugin in plugins if nearest and count_shared(plugin) == nearest]
 
     def faults_text(self) -> str:
-        """Return a line for each plugin that does not work, to append to an error."""
-        return "".join(f"\nbroken plugin: {p.name} of {p.distribution}: {p.fault}" for p in self.broken())
+        """Return a line for each plugin that does not work, or of which a part does not, to append to an error."""
+        texts = [f"\nbroken plugin: {p.name} of {p.distribution}: {p.fault}" for p in self.broken()]
+        partly = [f"\nplugin {p.name} of {p.distribution}: {text}" for p in self.plugins() for text in p.conflicts]
+        return "".join(texts + partly)
 
     @property
     def hook(self) -> pluggy.HookRelay:
@@ -124,20 +131,40 @@ class PluginManager:
         """Stop calling a plugin's hooks; the strategies that it registered stay."""
         self._manager.unregister(plugin)
 
+    def _import_all(self) -> None:
+        """Import all plugins. After Ctrl-C in the middle nothing of them stays, and the next call begins anew."""
+        before, known = self._registry.content, self._manager.get_plugins()
+        self._is_importing = True
+        try:
+            for entry_point in list_entry_points():
+                self._plugins.append(self._load(entry_point))
+            self._is_complete = True
+        finally:
+            self._is_importing = False
+            if not self._is_complete:
+                for plugin in self._manager.get_plugins() - known:
+                    self._manager.unregister(plugin)
+                self._plugins, self._registry.content = [], before
+
     def _load(self, entry_point: importlib.metadata.EntryPoint) -> Plugin:
         source = entry_point.dist
         distribution = f"{source.name} {source.version}" if source else "unknown"
         plugin = Plugin(entry_point.name, entry_point.value, distribution)
         if entry_point.name in settings.disabled_plugins():
             return replace(plugin, fault=f"disabled by {settings.DISABLED_PLUGINS}")
+        conflicts: dict[Any, str] = {}
         try:
-            with self._registry.attribute_to(distribution):
+            with self._registry.attribute_to(distribution, conflicts):
                 self._register(entry_point.load(), f"{entry_point.name} = {entry_point.value}")
-        except Exception as exc:  # noqa: BLE001 - a plugin may fail in any way and must not break another
+        # A plugin may fail in any way and must not break another. One that calls sys.exit has failed; Ctrl-C is the
+        # user's, and ends the call.
+        except (Exception, SystemExit) as exc:  # noqa: BLE001
             fault = traceback.format_exception_only(exc)[-1].strip()
             logger.warning("plugin %s of %s does not work: %s", plugin.name, plugin.distribution, fault)
             return replace(plugin, fault=fault, error=exc)
-        return plugin
+        for text in conflicts.values():
+            logger.warning("plugin %s of %s: %s", plugin.name, plugin.distribution, text)
+        return replace(plugin, conflicts=tuple(conflicts.values()))
 
     def _register(self, plugin: object, name: str) -> None:
         """Register a plugin's hooks and call its ``shardckpt_register``; if that fails, unregister it."""
@@ -158,8 +185,16 @@ class PluginManager:
 
 
 def list_entry_points() -> list[importlib.metadata.EntryPoint]:
-    """Return the entry points of all installed plugins, sorted by name; nothing is imported."""
-    return sorted(importlib.metadata.entry_points(group=hookspecs.GROUP), key=lambda ep: (ep.name, ep.value))
+    """Return the entry points of all installed plugins, those of this distribution first; nothing is imported.
+
+    Of two plugins that claim the same, the first gets it: no installed package can take away what is built in.
+    """
+
+    def order(entry_point: importlib.metadata.EntryPoint) -> tuple[bool, str, str]:
+        source = entry_point.dist
+        return source is None or source.name != _OWN, entry_point.name, entry_point.value
+
+    return sorted(importlib.metadata.entry_points(group=hookspecs.GROUP), key=order)
 
 
 @functools.cache

@@ -6,7 +6,16 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardckpt.errors import CheckpointingException, DuplicateStrategyError, PluginError
-from shardckpt.plugins.entries import BASES, USER, Entry, MigrationEntry, StrategyAction, get_strategy_key
+from shardckpt.plugins.entries import (
+    BASES,
+    USER,
+    Entry,
+    MigrationEntry,
+    StrategyAction,
+    check_key,
+    check_targets,
+    get_strategy_key,
+)
 from shardckpt.strategy import Migration
 
 if TYPE_CHECKING:
@@ -27,9 +36,10 @@ class _Default(NamedTuple):
 class StrategyRegistry:
     """The installed strategies and migrations.
 
-    Two entries for one key are an error, with two exceptions: an entry with ``override=True`` replaces one without, and
-    one that the user registers with ``override=True``, in this process, replaces any, and stays whatever plugins
-    register later.
+    Two entries for one key are a conflict, with two exceptions: an entry with ``override=True`` replaces one without,
+    and one that the user registers with ``override=True``, in this process, replaces any, and stays whatever plugins
+    register later. A conflict is an error of who registers; of an installed plugin it switches off that backend and
+    version alone (:meth:`attribute_to`).
     """
 
     def __init__(self) -> None:
@@ -37,6 +47,9 @@ class StrategyRegistry:
         self._migrations: dict[tuple[str, int, int], MigrationEntry] = {}
         self._default: _Default | None = None
         self._distribution = USER
+        #: The conflicts of the plugin that registers now, by what is claimed; None where they are errors.
+        self._conflicts: dict[Any, str] | None = None
+        self._entries_before: dict[tuple[StrategyAction, str, int], Entry] = {}
 
     def add(self, strategy: type[Any] | SaveStrategy | LoadStrategy, *, override: bool = False) -> None:
         """Register a strategy class, of which each operation gets a new instance, or an instance that all share.
@@ -103,13 +116,17 @@ class StrategyRegistry:
 
         Raises:
             DuplicateStrategyError: another strategy has that backend and version, or is the default.
+            PluginError: the backend is no text, the version no integer, or a class is not named so.
         """
-        pairs = ((StrategyAction.SAVE_SHARDED, save, writes), (StrategyAction.LOAD_SHARDED, load, reads))
-        for action, target, summary in pairs:
-            if target:
-                lists = outline if action is StrategyAction.LOAD_SHARDED else ""
-                self._put(Entry(action, backend, version, target, self._distribution, summary, override, lists))
-        if default:
+        check_key(backend, version)
+        check_targets(save=save, load=load, outline=outline)
+        pairs = ((StrategyAction.SAVE_SHARDED, save, writes, ""), (StrategyAction.LOAD_SHARDED, load, reads, outline))
+        entries = [
+            Entry(action, backend, version, target, self._distribution, summary, override, lists)
+            for action, target, summary, lists in pairs
+            if target
+        ]
+        if self._put(*entries) and default:
             self._claim_default(_Default(backend, version, self._distribution, override))
 
     def add_migration(self, migration: type[Migration]) -> None:
@@ -141,7 +158,9 @@ class StrategyRegistry:
 
         Raises:
             DuplicateStrategyError: another migration has the same backend and versions.
+            PluginError: the backend is no text, a version no integer, or the class is not named so.
         """
+        check_targets(migration=migration or None)
         self._put_migration(backend, from_version, to_version, migration)
 
     def put(self, action: StrategyAction, backend: str, version: int, strategy: Any) -> None:
@@ -211,30 +230,67 @@ class StrategyRegistry:
     @contextmanager
     def preserved(self) -> Iterator[None]:
         """Undo at the end of the block what was registered in it: tests register strategies for a while."""
-        before = (dict(self._entries), dict(self._migrations), self._default)
+        before = self.content
         try:
             yield
         finally:
-            self._entries, self._migrations, self._default = before
+            self.content = before
+
+    @property
+    def content(self) -> tuple[Any, ...]:
+        """All that is registered, as it is now; to set it is to go back to that."""
+        return dict(self._entries), dict(self._migrations), self._default
+
+    @content.setter
+    def content(self, content: tuple[Any, ...]) -> None:
+        self._entries, self._migrations, self._default = content
 
     @contextmanager
-    def attribute_to(self, distribution: str) -> Iterator[None]:
+    def attribute_to(self, distribution: str, conflicts: dict[Any, str] | None = None) -> Iterator[None]:
         """Attribute what the block registers to a distribution; undo all of it if the block fails.
 
         Args:
             distribution: Its name and version.
+            conflicts: If given, what others have registered before is no error of the block: it is switched off, alone,
+                and a text is put here. A strategy that saves goes with the one that loads the same backend and version.
         """
-        before = (dict(self._entries), dict(self._migrations), self._default)
-        self._distribution = distribution
+        before = self.content
+        self._distribution, self._conflicts, self._entries_before = distribution, conflicts, dict(self._entries)
         try:
             yield
         except BaseException:
-            self._entries, self._migrations, self._default = before
+            self.content = before
             raise
         finally:
-            self._distribution = USER
+            self._distribution, self._conflicts, self._entries_before = USER, None, {}
 
-    def _put(self, entry: Entry) -> None:
+    def _put(self, *entries: Entry) -> bool:
+        """Register entries of one backend and version, all or none; return whether they are registered."""
+        keys = {(entry.backend, entry.version) for entry in entries}
+        if self._conflicts is not None and keys & self._conflicts.keys():
+            return False  # the plugin's claim of this pair is off
+        before = dict(self._entries)
+        try:
+            for entry in entries:
+                self._put_one(entry)
+        except DuplicateStrategyError as exc:
+            self._entries = before
+            for backend, version in keys:
+                self._note_conflict((backend, version), exc, f"({backend!r}, {version})")
+                for key in [(action, backend, version) for action in StrategyAction]:  # the one that came before, too
+                    self._entries.pop(key, None)
+                    if key in self._entries_before:
+                        self._entries[key] = self._entries_before[key]
+            return False
+        return True
+
+    def _note_conflict(self, key: Any, error: DuplicateStrategyError, what: str) -> None:
+        """Raise the error of who registers; of an installed plugin note it, and go on."""
+        if self._conflicts is None:
+            raise error
+        self._conflicts[key] = f"{error}. {what} of {self._distribution} is switched off; the rest of it works"
+
+    def _put_one(self, entry: Entry) -> None:
         key = (entry.action, entry.backend, entry.version)
         present = self._entries.get(key)
         user = entry.distribution == USER
@@ -251,25 +307,29 @@ class StrategyRegistry:
             )
 
     def _put_migration(self, backend: str, from_version: int, to_version: int, target: type[Migration] | str) -> None:
+        check_key(backend, from_version, to_version)
         entry = MigrationEntry(backend, from_version, to_version, target, self._distribution)
-        present = self._migrations.setdefault((backend, from_version, to_version), entry)
+        key = (backend, from_version, to_version)
+        present = self._migrations.setdefault(key, entry)
         if present is not entry:
-            raise DuplicateStrategyError(
+            error = DuplicateStrategyError(
                 f"two migrations of {backend!r} from version {from_version} to {to_version}: {present.name} of "
                 f"{present.distribution} and {entry.name} of {entry.distribution}; uninstall one, or switch it off "
                 "with SHARDCKPT_DISABLED_PLUGINS"
             )
+            self._note_conflict(key, error, f"the migration {key}")
 
     def _claim_default(self, claim: _Default) -> None:
         present = self._default
         if present is None or (claim.override and not present.override):
             self._default = claim
         elif claim.override == present.override and claim[:2] != present[:2]:
-            raise DuplicateStrategyError(
+            error = DuplicateStrategyError(
                 f"two strategies claim to be the default: ({present.backend!r}, {present.version}) of "
                 f"{present.distribution} and ({claim.backend!r}, {claim.version}) of {claim.distribution}; uninstall "
                 "one, or switch it off with SHARDCKPT_DISABLED_PLUGINS"
             )
+            self._note_conflict("default", error, "the claim")
 
 
 def parse_key(value: Any) -> tuple[str, int | None]:
@@ -286,6 +346,6 @@ def parse_key(value: Any) -> tuple[str, int | None]:
     """
     if isinstance(value, str):
         return value, None
-    if isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], str) and isinstance(value[1], int):  # noqa: PLR2004
+    if isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], str) and type(value[1]) is int:  # noqa: PLR2004
         return value
     raise CheckpointingException(f"a strategy is named as 'backend' or ('backend', version), not {value!r}")

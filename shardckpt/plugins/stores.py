@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from shardckpt.errors import CheckpointingException, StorageError
+from shardckpt.errors import CheckpointingException, PluginError, StorageError
 from shardckpt.storage import mask_password
 
 if TYPE_CHECKING:
     from shardckpt.plugins.manager import PluginManager
     from shardckpt.storage import RemoteFolder
+
+
+#: What every RemoteFolder has, beside its ``url``.
+_METHODS = ("files", "read", "upload", "delete")
 
 
 def open_folder(url: str, plugins: PluginManager) -> RemoteFolder:
@@ -24,6 +28,7 @@ def open_folder(url: str, plugins: PluginManager) -> RemoteFolder:
 
     Raises:
         StorageError: no plugin serves the URL, or the one that does has failed.
+        PluginError: what the plugin returned is no store.
     """
     hook = plugins.hook.shardckpt_filesystem
     try:
@@ -32,12 +37,19 @@ def open_folder(url: str, plugins: PluginManager) -> RemoteFolder:
         raise
     except Exception as exc:  # a plugin may fail in any way
         raise StorageError(f"cannot open {mask_password(url)}: {type(exc).__name__}: {exc}") from exc
+    names = ", ".join(sorted(impl.plugin_name for impl in hook.get_hookimpls())) or "none"
     if folder is None:
-        names = ", ".join(sorted(impl.plugin_name for impl in hook.get_hookimpls())) or "none"
         raise StorageError(
             f"cannot open {mask_password(url)}: no installed plugin serves {url.partition('://')[0]}:// (plugins that "
             f"serve URLs: {names}). pip install 'shardckpt[obstore]' for s3://, gs:// and az://, or "
             "pip install 'shardckpt[fsspec]' and what fsspec needs for the protocol (gcsfs for gs://), or pip install "
             f"'shardckpt[msc]' for msc://{plugins.faults_text()}"
+        )
+    lacks = [name for name in _METHODS if not callable(getattr(folder, name, None))]
+    if lacks or not isinstance(getattr(folder, "url", None), str):
+        raise PluginError(
+            f"cannot open {mask_password(url)}: the hook shardckpt_filesystem of a plugin returned {folder!r:.100}, "
+            f"which is no shardckpt.storage.RemoteFolder: it lacks {', '.join(lacks) or 'url'}. Let it return such an "
+            f"object, or None for a URL that it does not serve (plugins that serve URLs: {names})"
         )
     return folder

@@ -181,6 +181,9 @@ def test_what_cannot_be_held_is_an_error(tmp_path: Path) -> None:
         pin_step(tmp_path, 1, " ")
     with pytest.raises(CheckpointingException, match=r"give 3\.0 or more"):
         lease_step(tmp_path, 1, seconds=1)
+    for seconds in (float("nan"), float("inf"), 1e300):
+        with pytest.raises(CheckpointingException, match="at most"):
+            lease_step(tmp_path, 1, seconds=seconds)
     with pytest.raises(CheckpointingException, match="no checkpoint to lease"):
         lease_step(tmp_path / "empty")
     assert folders.names_in(tmp_path) == {"step-1"}
@@ -196,6 +199,55 @@ def test_a_hold_that_cannot_be_read_keeps_its_step(tmp_path: Path) -> None:
     (place / "step-1.other.json").write_text("{}")  # no name of ours
     assert str(file) in prune_steps(tmp_path, NEWEST)[0].kept
     assert _collect(tmp_path) == []
+
+
+#: What a person, a later release or a broken disk may have left in a hold's file, but for the field that is odd.
+ODD_HOLDS = {
+    "an owner that is none": '"until": 99999999999, "owner": "zz"',
+    "a longer owner": f'"until": 99999999999, "owner": "{ELSEWHERE}0"',
+    "an owner of two lines": f'"until": 99999999999, "owner": "{ELSEWHERE}\\n"',
+    "a time that no calendar has": '"until": 1e300',
+    "a time before 1970": '"until": -1',
+    "NaN": '"until": NaN',
+    "a float that is infinite": '"until": 1e999',
+    "an integer that no float is": f'"until": {10**400}',
+    "a text for a number": '"until": "0"',
+    "a truth for a number": '"until": true',
+    "two times": '"until": 0, "until": 99999999999',
+    "deep lists": f'"until": {"[" * 20_000}',
+}
+
+
+def test_an_odd_hold_stops_no_other_removal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A hold that is none keeps its own step and is named; `ls`, `pin`, `prune` and retention go on without it."""
+    folders.save_all(tmp_path / "saved", 1, 2, 3)
+    for number, (what, odd) in enumerate(ODD_HOLDS.items()):
+        folder = tmp_path / str(number)
+        shutil.copytree(tmp_path / "saved", folder)
+        (folder / folders.HOLDS).mkdir()
+        file = folder / folders.HOLDS / f"step-1.lease.{'0' * 32}.json"
+        file.write_text(f'{{"directory": "step-1", "kind": "lease", "holder": "x", {odd}}}')
+        for verb in (["ls", str(folder)], ["pin", str(folder)], ["prune", str(folder), "--keep-latest", "2"]):
+            assert main(verb) == 0, (what, verb)
+            assert f"unreadable file, {file}" in capsys.readouterr().out, (what, verb)
+        assert _collect(folder) == [2], what
+        assert folders.is_intact(folder / "step-1", 1), what
+
+
+def test_a_hold_that_this_machine_cannot_read_keeps_its_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file that the system refuses to read, or a directory of such a name, holds its step and stops nothing else."""
+    folders.save_all(tmp_path, 1, 2, 3, 4)
+    pin_step(tmp_path, 1, "paper")
+    (tmp_path / folders.HOLDS / f"step-2.pin.{'0' * 32}.json").mkdir()
+    real = os.open
+
+    def refuse(path: Any, *args: Any, **options: Any) -> int:
+        if "step-1.pin" in os.fspath(path):
+            raise PermissionError(13, "Permission denied", path)
+        return real(path, *args, **options)
+
+    monkeypatch.setattr(os, "open", refuse)
+    assert _collect(tmp_path) == [3]
 
 
 def test_a_store_that_does_not_answer_is_not_one_without_leases(

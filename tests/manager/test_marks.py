@@ -165,13 +165,26 @@ def test_what_a_killed_mark_leaves_is_removed(tmp_path: Path) -> None:
 
 
 def test_a_mark_that_is_none_counts_for_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Bytes that are no mark are named in a warning; the step is a candidate, and can be loaded."""
-    folders.save(tmp_path, 1)
-    (tmp_path / MARKS_NAME).mkdir()
-    (tmp_path / MARKS_NAME / "step-1.json").write_text("{")
-    with caplog.at_level(logging.WARNING):
-        assert find_newest(folders.steps_of(tmp_path)) == 1
-    assert "is no mark" in caplog.text
+    """What is no mark is named in a warning; the step is a candidate, is loaded, listed and removed like any other."""
+    folders.save_all(tmp_path, 1, 2)
+    assert main(["verify", str(tmp_path / "step-1"), "--mark"]) == 0
+    mark = tmp_path / MARKS_NAME / "step-1.json"
+    text = mark.read_text()
+    at = f'"time":{json.loads(text)["time"]}'
+    assert at in text
+    odd = [f'"time":{value}' for value in ("NaN", "1e300", "1e999", 10**400, -1, '"0"', "true", f'0,"files":1,{at}')]
+    for broken in ["{", "[]", *(text.replace(at, each) for each in odd)]:
+        mark.write_text(broken)
+        caplog.clear()
+        with caplog.at_level(logging.WARNING):
+            assert main(["ls", str(tmp_path)]) == 0, broken
+            assert find_newest(folders.steps_of(tmp_path)) == 2
+        assert "is no mark" in caplog.text
+        assert _state(tmp_path, 1) == "candidate", broken
+    mark.unlink()
+    mark.mkdir()
+    assert _state(tmp_path, 1) == "candidate"
+    assert collect_garbage(folders.steps_of(tmp_path), [KeepLatest(1)]) == [1]
 
 
 STATES = st.dictionaries(st.integers(0, 50), st.sampled_from(["candidate", "verified", "failed"]), max_size=12)

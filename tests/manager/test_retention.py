@@ -47,7 +47,7 @@ def test_the_best_are_the_first_in_order(checkpoints: dict[int, dict[str, Any]],
     kept = policy(checkpoints)
     values = {step: metrics.get("loss") for step, metrics in checkpoints.items()}
     numbers = {step: value for step, value in values.items() if isinstance(value, int | float)}
-    numbers = {step: value for step, value in numbers.items() if not math.isnan(value)}
+    numbers = {step: value for step, value in numbers.items() if math.isfinite(value)}
     sign = 1 if policy.mode == "max" else -1
     ranked = sorted(numbers, key=lambda step: (sign * numbers[step], step), reverse=True)
     assert kept == ranked[: policy.count]

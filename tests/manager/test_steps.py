@@ -11,11 +11,15 @@ import torch.distributed.checkpoint as dcp
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shardckpt import dist_checkpointing as dc
 from shardckpt import settings
 from shardckpt.commit.commit import create_staging
 from shardckpt.commit.staging_names import new_save_id
 from shardckpt.errors import CheckpointingException, StorageError, UnknownBackendError, VersionTooNewError
-from shardckpt.manager.steps import STEPS, StepNames
+from shardckpt.manager import KeepBest, KeepRecent
+from shardckpt.manager.garbage_collection import collect_garbage
+from shardckpt.manager.steps import CONTENT_KEY, STEPS, StepNames
+from shardckpt.mapping import ShardedTensor
 from shardckpt.plugins.hookspecs import hookimpl
 from shardckpt.plugins.manager import get_plugin_manager
 from tests import backends
@@ -24,6 +28,7 @@ from tests.manager import folders
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from shardckpt.manager.retention import RetentionPolicy
     from tests.remote.store import Store
 
 
@@ -85,6 +90,24 @@ def test_what_was_saved_with_it_is_known(tmp_path: Path) -> None:
     assert ours.is_loadable
     assert plain.is_loadable
     assert (plain.content, plain.metrics) == ({}, {})
+
+
+@backends.both_in_proof
+def test_numbers_of_another_program_raise_nothing(tmp_path: Path) -> None:
+    """Metrics and times that no finite float is count as unknown: the step is kept or ranked without them."""
+    huge = 10**400
+    for step, saved_at in enumerate((huge, -huge, True, "1", None), 1):
+        managed = {"metrics": {"loss": [huge, 0.5, True, "low", {}][step - 1]}, "saved_at": saved_at}
+        state = {"w": ShardedTensor.from_rank_offsets("w", torch.ones(1))}
+        dc.save(state, f"{tmp_path}/step-{step}", content_metadata={CONTENT_KEY: managed})
+    folder = folders.steps_of(tmp_path)
+    found = {each.step: each for each in folder.committed()}
+    assert [each.metrics["loss"] for each in found.values()] == [None, 0.5, None, None, None]
+    assert all(each.metrics.saved_at == each.changed_at for each in found.values())
+    policies: list[RetentionPolicy] = [KeepBest("loss"), KeepRecent(hours=1)]
+    assert policies[0]({step: each.metrics for step, each in found.items()}) == [2]
+    assert policies[0]({1: {"loss": huge}, 2: {"loss": 0.5}}) == [2]
+    assert collect_garbage(folder, policies) == []
 
 
 @backends.both_in_proof

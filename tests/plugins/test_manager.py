@@ -12,7 +12,9 @@ import torch.distributed as dist
 from shardckpt import dist_checkpointing as dc
 from shardckpt.cli import main
 from shardckpt.errors import CheckpointingException, PluginError, ShardingError
+from shardckpt.huggingface import TorchFileLoadStrategy
 from shardckpt.mapping import ShardedTensor
+from shardckpt.plugins.entries import USER, StrategyAction
 from shardckpt.plugins.hookspecs import Event, hookimpl
 from shardckpt.plugins.manager import Plugin, PluginManager, get_plugin_manager, list_entry_points
 
@@ -102,13 +104,126 @@ def test_a_plugin_that_fails_while_it_registers_leaves_nothing(site: Site) -> No
 
 
 def test_two_plugins_with_one_key_are_told_apart(site: Site) -> None:
-    """The second plugin to claim a (backend, version) is refused with both names; the first one works."""
+    """Of two plugins that claim a (backend, version) the first has it; the second's is off, and both are named."""
     site.install("first-toys", "one", REGISTERS.format(backend="toy"))
     site.install("second-toys", "two", REGISTERS.format(backend="toy"))
     plugins = PluginManager()
-    assert _plugin(plugins, "one").fault == ""
-    assert "nowhere.Save of first-toys 1.5 and by nowhere.Save of second-toys 1.5" in _plugin(plugins, "two").fault
+    assert _plugin(plugins, "one").conflicts == ()
+    (said,) = _plugin(plugins, "two").conflicts
+    assert "nowhere.Save of first-toys 1.5 and by nowhere.Save of second-toys 1.5" in said
     assert {e.distribution for e in plugins.registry.entries(backend="toy")} == {"first-toys 1.5"}
+
+
+CLAIMS = """
+from shardckpt import hookimpl, LoadStrategy, SaveStrategy
+
+class Save(SaveStrategy):
+    backend, version = "torch_checkpointing", 1
+    def save(self, *args): ...
+
+class Load(LoadStrategy):
+    backend, version = "torch_checkpointing", 1
+    load = load_common = load_index = None
+
+@hookimpl
+def shardckpt_register(registry):
+    registry.add_lazy("torch_dist", 1, save="x:Save", load="x:Load", default=True{override})
+    registry.add(Save)  # built in there is a reader alone
+    registry.add(Load)
+    registry.add_lazy("mine", 1, save="x:Save", load="x:Load", default=True)
+    registry.add_lazy("safetensors", 1, load="x:Load")
+    registry.add_lazy_migration("mine", 1, 2, "x:Migrate")
+
+@hookimpl
+def shardckpt_key_mapping(model_type):
+    return "a mapping" if model_type == "mine" else None
+"""
+
+
+@pytest.mark.parametrize("name", ["aaa", "zzz"])
+def test_a_claim_of_what_is_built_in_is_switched_off_alone(
+    site: Site, name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The built-in pairs and the default stay, whatever a plugin is called; the rest of it works, as a list says."""
+    site.install("greedy", name, CLAIMS.format(override=""))
+    plugins = PluginManager()
+    found = {(e.backend, e.version, e.action.verb): e.distribution for e in plugins.registry.entries()}
+    assert {key for key, distribution in found.items() if distribution == "greedy 1.5"} == {
+        ("mine", 1, "load"),
+        ("mine", 1, "save"),
+    }
+    assert plugins.registry.default == ("torch_dist", 1)
+    assert plugins.broken() == []
+    assert len(plugins.registry.migrations("mine")) == 1
+    assert plugins.hook.shardckpt_key_mapping(model_type="mine") == "a mapping"
+    said = _plugin(plugins, name).conflicts
+    whats = ["('torch_dist', 1)", "('torch_checkpointing', 1)", "two strategies claim", "('safetensors', 1)"]
+    assert [[what for what in whats if text.startswith(what)] for text in said] == [[what] for what in whats]
+    monkeypatch.setattr("shardckpt.plugins.get_plugin_manager", lambda: plugins)
+    assert main(["strategies"]) == 0
+    out = capsys.readouterr().out
+    assert all(f"partly working: {name} (" in out and text in out for text in said)
+    assert all(text in plugins.faults_text() for text in said)
+
+
+def test_an_override_takes_what_is_built_in(site: Site) -> None:
+    """override=True replaces a built-in pair and the default; the user's override is not undone."""
+    site.install("greedy", "aaa", CLAIMS.format(override=", override=True"))
+    plugins = PluginManager()
+    assert {e.distribution for e in plugins.registry.entries(backend="torch_dist")} == {"greedy 1.5"}
+    own = PluginManager()
+    own.registry_before_plugins.put(StrategyAction.LOAD_SHARDED, "torch_dist", 1, TorchFileLoadStrategy)
+    assert [e.distribution for e in own.registry.entries(StrategyAction.LOAD_SHARDED, "torch_dist")] == [USER]
+
+
+INTERRUPTED = """
+import sys
+from shardckpt import hookimpl
+sys.attempts_of_a_test.append(1)
+if {interrupts} and len(sys.attempts_of_a_test) == 1:
+    raise KeyboardInterrupt
+
+@hookimpl
+def shardckpt_register(registry):
+    registry.add_lazy("mine", 1, save="x:Save")
+    if len(sys.attempts_of_a_test) == 1:
+        raise {error}
+"""
+
+
+@pytest.mark.parametrize("name", ["mmm", "zzz"])
+@pytest.mark.parametrize("interrupts", [True, False])
+def test_ctrl_c_while_plugins_are_imported_loses_none(
+    site: Site, name: str, interrupts: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is half done after it: the next call imports all plugins, and each is registered once."""
+    monkeypatch.setattr(sys, "attempts_of_a_test", [], raising=False)
+    site.install("interrupted", name, INTERRUPTED.format(interrupts=interrupts, error="KeyboardInterrupt"))
+    site.install("nnn", "nnn", REGISTERS.format(backend="nnn"))
+    plugins = PluginManager()
+    with pytest.raises(KeyboardInterrupt):
+        plugins.plugins()
+    assert plugins.registry_before_plugins.entries() == []
+    if not interrupts:
+        sys.attempts_of_a_test.append(1)  # type: ignore[attr-defined]
+    assert plugins.broken() == []
+    assert {"mine", "nnn", "torch_dist", "safetensors"} <= _backends(plugins)
+    assert plugins.registry.default == ("torch_dist", 1)
+    assert not any(plugin.conflicts for plugin in plugins.plugins())
+
+
+def test_a_plugin_that_calls_exit_is_broken_alone(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    """sys.exit in a plugin, at its import or when it registers, ends no program: its text is the plugin's fault."""
+    monkeypatch.setattr(sys, "attempts_of_a_test", [], raising=False)
+    site.install("aaa", "aaa", "import sys\nsys.exit('this plugin needs another platform')")
+    site.install("bbb", "bbb", INTERRUPTED.format(interrupts=False, error="SystemExit(3)"))
+    plugins = PluginManager()
+    assert {plugin.name: plugin.fault for plugin in plugins.broken()} == {
+        "aaa": "SystemExit: this plugin needs another platform",
+        "bbb": "SystemExit: 3",
+    }
+    assert "torch_dist" in _backends(plugins)
+    assert "mine" not in _backends(plugins)
 
 
 def test_disabled_plugins_are_not_imported(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:

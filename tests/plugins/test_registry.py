@@ -211,6 +211,23 @@ def test_what_is_no_strategy_is_refused(wrong: Any, message: str) -> None:
     assert registry.entries() == []
 
 
+def test_a_name_that_is_none_is_refused() -> None:
+    """What a lazy registration names is checked when it is registered, and the error says what to give."""
+    registry: Any = StrategyRegistry()
+    for wrong in ((b"x", 1), ("x", "1"), ("x", True), ("x", 1.0), ("", 1), (None, 1)):
+        with pytest.raises(PluginError, match=r"backend as str and its version as int"):
+            registry.add_lazy(*wrong, save="m:C")
+        with pytest.raises(PluginError, match=r"backend as str and its version as int"):
+            registry.add_lazy_migration(*wrong, 2, "m:C")
+    for target in ("m.C", b"m:C", 7, ":C", "m:", "m:C:D"):
+        for option in ("save", "load", "outline"):
+            with pytest.raises(PluginError, match=rf"{option}=.*'module:Class'"):
+                registry.add_lazy("x", 1, **{option: target})
+        with pytest.raises(PluginError, match=r"migration=.*'module:Class'"):
+            registry.add_lazy_migration("x", 1, 2, target)
+    assert registry.entries() == registry.migrations() == []
+
+
 def test_a_class_that_cannot_be_created_is_a_plugin_error() -> None:
     """A strategy that lacks methods is named when it is needed, with Python's reason."""
     registry = StrategyRegistry()

@@ -1,0 +1,42 @@
+"""The folder of a URL, as a plugin makes it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from shardckpt import dist_checkpointing as dc
+from shardckpt.errors import PluginError
+from shardckpt.plugins import get_plugin_manager, open_folder
+from shardckpt.plugins.hookspecs import hookimpl
+
+
+class _HalfAStore:
+    url = "wrong://half"
+
+    def files(self) -> dict[str, int]:
+        return {}
+
+
+class _Wrong:
+    """Serves URLs with what is no store."""
+
+    @hookimpl
+    def shardckpt_filesystem(self, url: str) -> Any:
+        return {"wrong://number": 42, "wrong://half": _HalfAStore()}.get(url)
+
+
+def test_what_is_no_store_is_named() -> None:
+    """A hook that returns something else than a store is a plugin error that says what it lacks and what to return."""
+    plugin = _Wrong()
+    get_plugin_manager().register(plugin, "wrong")
+    try:
+        with pytest.raises(PluginError, match=r"returned 42, .* lacks files, read, upload, delete.*or None.*wrong"):
+            open_folder("wrong://number", get_plugin_manager())
+        with pytest.raises(PluginError, match="lacks read, upload, delete"):
+            open_folder("wrong://half", get_plugin_manager())
+        with pytest.raises(PluginError, match="returned 42"):
+            dc.load({}, "wrong://number")
+    finally:
+        get_plugin_manager().unregister(plugin)
