@@ -413,7 +413,7 @@ def test_a_url_that_is_the_source_or_a_part_of_it_is_refused() -> None:
 @backends.both
 @pytest.mark.parametrize("to", ["torch", "hf", "other"])
 def test_a_source_that_changes_is_found_before_the_commit(tmp_path: Path, backend: Backend, to: str) -> None:
-    """Where the source is written to while it is read, the old target stays; a change after all was read is no error."""
+    """If the source is written to while it is read, the old target stays; a change after all was read is no error."""
     to = to if to != "other" else "ep" if backend.name == "torch_dist" else "torch_dist"
     dc.save({"w": whole("w", torch.zeros(5)), "step": 1}, tmp_path / "c")
     convert_checkpoint(tmp_path / "c", tmp_path / "new", to)
