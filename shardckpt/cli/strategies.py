@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from shardckpt.cli.output import say
+
 
 def add(verbs: Any) -> None:
     """Add the verb."""
@@ -30,7 +32,7 @@ def run(_: Any) -> int:
         (entry.backend, entry.from_version, "migrate", f"to version {entry.to_version}", entry.distribution, entry.name)
         for entry in registry.migrations()
     ]
-    print(table(("backend", "version", "does", "what", "distribution", "class"), rows))
+    say(table(("backend", "version", "does", "what", "distribution", "class"), rows))
     for plugin in get_plugin_manager().broken():
-        print(f"\nnot working: {plugin.name} ({plugin.module}) of {plugin.distribution}: {plugin.fault}")
+        say(f"\nnot working: {plugin.name} ({plugin.module}) of {plugin.distribution}: {plugin.fault}")
     return 0

@@ -10,7 +10,7 @@ import re
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
-from shardckpt.errors import StorageError
+from shardckpt.errors import StorageError, escape_text
 from shardckpt.storage import wrap_os_errors
 
 if TYPE_CHECKING:
@@ -27,8 +27,8 @@ _SCRIPT = re.compile(r"<script>(.*?)</script>", re.DOTALL)
 def render_page(title: str, data: Mapping[str, Any]) -> str:
     """Return a page that shows the data.
 
-    Names and values may be anything: they are escaped, the script sets them as text, and the page's policy lets no
-    other script run, and nothing be loaded.
+    Names and values may be anything: they are escaped, the script sets them as text without control characters, and
+    the page's policy lets no other script run, and nothing be loaded.
 
     Args:
         title: The title.
@@ -38,7 +38,7 @@ def render_page(title: str, data: Mapping[str, Any]) -> str:
     script = _SCRIPT.search(template)
     digest = hashlib.sha256(script.group(1).encode() if script else b"").digest()
     filled = {
-        "TITLE": html.escape(title),
+        "TITLE": html.escape(escape_text(title)),
         "SCRIPT_HASH": f"sha256-{base64.b64encode(digest).decode()}",
         "DATA": json.dumps(data, separators=(",", ":"), allow_nan=False).translate(_ESCAPES),
     }
