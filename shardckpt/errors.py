@@ -19,6 +19,10 @@ class CheckpointingException(Exception):
     #: Number of the Comm whose ranks are all known to raise this same error, if any.
     shared_by: int | None = None
 
+    def __init__(self, *args: object) -> None:
+        # keys and names that come from files are in the text, and logs and terminals show it
+        super().__init__(*(escape_text(each, "\n\t") if isinstance(each, str) else each for each in args))
+
 
 class ShardingError(CheckpointingException):
     """Shards that contradict themselves or each other: shapes, offsets, overlaps, holes."""
@@ -117,9 +121,29 @@ class StrategyMismatchError(CannotLoadError):
     """The strategy that the caller named is not the one that the checkpoint needs."""
 
 
+def escape_text(text: str, keep: str = "") -> str:
+    """Return a text that may come from a file as terminals and logs may show it.
+
+    Control characters, line ends, marks that turn the direction of text, spaces of other widths, and bytes that are no
+    text are escaped, as in ``repr``.
+
+    Args:
+        text: The text.
+        keep: Characters that stay: line ends, in what is several lines already.
+    """
+    rest = text
+    for char in keep:
+        rest = rest.replace(char, "")
+    if rest.isprintable():  # of megabytes, in one step
+        return text
+    return "".join(
+        char if char.isprintable() or char in keep else char.encode("unicode_escape").decode() for char in text
+    )
+
+
 def listed(texts: Collection[str], between: str = ", ", limit: int = 20) -> str:
-    """Return the texts in one, as errors show them: the first ``limit``, and how many more there are."""
-    shown = list(texts)[:limit]
+    """Return the texts in one, as errors show them: the first ``limit``, escaped, and how many more there are."""
+    shown = [*map(escape_text, list(texts)[:limit])]
     if len(texts) > limit:
         shown.append(f"... and {len(texts) - limit} more")
     return between.join(shown)
@@ -149,5 +173,6 @@ __all__ = [
     "UnsafePickleError",
     "VersionTooNewError",
     "VersionTooOldError",
+    "escape_text",
     "listed",
 ]

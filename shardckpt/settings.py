@@ -36,6 +36,9 @@ STAGED_SAVES = "SHARDCKPT_STAGED_SAVES"
 #: 1 checks the digests of what is read (the default), 0 does not.
 VERIFY_READS = "SHARDCKPT_VERIFY_READS"
 
+#: Of any number: what threads, seconds and hours never need, and what clients cannot count.
+_MOST_DIGITS = 9
+
 
 def direct_io() -> bool:
     """Return whether large writes use O_DIRECT where they can."""
@@ -111,9 +114,12 @@ def _integer(name: str, *, default: int, least: int) -> int:
     text = os.environ.get(name)
     if text is None:
         return default
-    if not text.isdecimal() or int(text) < least:
-        raise CheckpointingException(f"{name}={text!r}: expected a whole number of at least {least}")
-    return int(text)
+    digits = text.lstrip("0") or "0"
+    if not (text.isascii() and text.isdecimal()) or len(digits) > _MOST_DIGITS or int(digits) < least:
+        raise CheckpointingException(
+            f"{name}={text!r:.100}: expected a whole number of at least {least}, of {_MOST_DIGITS} digits at most"
+        )
+    return int(digits)
 
 
 __all__ = [

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from shardckpt import __version__
 from shardckpt.cli.exit_codes import FAILED, FINE, MEANINGS
 from shardckpt.cli.failure import name_plugin, print_error
+from shardckpt.cli.output import escaped_logs, open_closed_streams, say_error
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -39,7 +40,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         One of :mod:`shardckpt.cli.exit_codes`; 141 if the reader of standard output has closed it. An error is printed
         to standard error, with its traceback if ``--traceback`` is given. A wrong command line raises SystemExit.
     """
-    given = sys.argv[1:] if arguments is None else arguments
+    open_closed_streams()
+    with escaped_logs():
+        return _run(sys.argv[1:] if arguments is None else arguments)
+
+
+def _run(given: Sequence[str]) -> int:
     # options before the verb take no values: for a verb of ours neither the others nor the plugins are imported
     verb = next((word for word in given if not word.startswith("-")), "")
     options = _make_parser(verb if verb in _VERBS and verb not in _NEED_ALL else "").parse_args(given)
@@ -74,10 +80,7 @@ def _make_parser(only: str) -> argparse.ArgumentParser:
     try:
         get_plugin_manager().hook.shardckpt_commands(subparsers=verbs)
     except Exception as exc:  # noqa: BLE001 - a broken plugin must not disable the other verbs
-        print(
-            f"shardckpt: a plugin's shardckpt_commands failed: {type(exc).__name__}: {exc}{name_plugin(exc)}",
-            file=sys.stderr,
-        )
+        say_error(f"shardckpt: a plugin's shardckpt_commands failed: {type(exc).__name__}: {exc}{name_plugin(exc)}")
     return parser
 
 

@@ -14,6 +14,7 @@ import shlex
 from typing import Any
 
 from shardckpt.cli.exit_codes import FINE
+from shardckpt.cli.output import say
 
 _PROGRAM = "shardckpt"
 #: Where it offers no words, the shell completes paths.
@@ -58,7 +59,7 @@ def run(options: Any, verbs: Any) -> int:
         options: Name the shell.
         verbs: argparse's subparsers, when the verbs of plugins are among them.
     """
-    print(_write_fish(verbs) if options.shell == "fish" else _write_bash(verbs, zsh=options.shell == "zsh"), end="")
+    say(_write_fish(verbs) if options.shell == "fish" else _write_bash(verbs, zsh=options.shell == "zsh"), end="")
     return FINE
 
 

@@ -23,6 +23,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from shardckpt.cli.output import say
+
 if TYPE_CHECKING:
     from shardckpt.maintenance import ConversionReport
 
@@ -88,7 +90,7 @@ def run(options: Any) -> int:
 
     with show_progress("convert"):
         report = convert_checkpoint(options.source, options.target, **read_target_options(options))
-    print(_encode(report) if options.json else _describe(report, options.target))
+    say(_encode(report) if options.json else _describe(report, options.target))
     return 0
 
 

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shardckpt.cli.output import say
 from shardckpt.cli.table import table
 
 if TYPE_CHECKING:
@@ -38,14 +39,14 @@ def run(options: Any) -> int:
 
     start = time.monotonic()
     layouts = demo.EXPERTS if options.moe else demo.DENSE
-    runs = demo.run_demo(options.dir, options.steps, layouts, functools.partial(print, flush=True))
-    print(f"\n{_report(runs, options.steps)}\n")
+    runs = demo.run_demo(options.dir, options.steps, layouts, functools.partial(say, flush=True))
+    say(f"\n{_report(runs, options.steps)}\n")
     demo.check(runs)
-    print(f"All agree, after {time.monotonic() - start:.0f} s.")
-    print(f"The code that ran, to copy from: {Path(demo.__file__).with_name('train.py')}")
+    say(f"All agree, after {time.monotonic() - start:.0f} s.")
+    say(f"The code that ran, to copy from: {Path(demo.__file__).with_name('train.py')}")
     if options.dir is not None:
         checkpoint = Path(options.dir).absolute() / "checkpoints" / f"step-{options.steps}"
-        print(f"The checkpoint stays; check its bytes with: shardckpt verify {checkpoint}")
+        say(f"The checkpoint stays; check its bytes with: shardckpt verify {checkpoint}")
     return 0
 
 

@@ -11,6 +11,8 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from shardckpt.cli.exit_codes import FINE, FOUND
+from shardckpt.cli.output import say
+from shardckpt.errors import escape_text
 
 if TYPE_CHECKING:
     from shardckpt.maintenance import DiffReport, TensorDifference
@@ -59,8 +61,8 @@ def run(options: Any) -> int:
     if options.html:
         from shardckpt.cli.html import write_difference_page
 
-        print(write_difference_page(report, options))
-    print(_as_json(report) if options.json else _as_text(report, options))
+        say(write_difference_page(report, options))
+    say(_as_json(report) if options.json else _as_text(report, options))
     return FINE if report.are_same else FOUND
 
 
@@ -103,7 +105,7 @@ def _advise_names(report: DiffReport, options: Any) -> str:
         if prefix:
             return (
                 f"no name is in both, but those of {other} are in {one} behind {prefix!r}: "
-                f"shardckpt diff {one} {other} --prefix {prefix}"
+                f"shardckpt diff {one} {other} --prefix {escape_text(prefix)}"
             )
     return "no name is in both: see --mapping and --prefix"
 

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from shardckpt.cli.output import say
+
 
 def add(verbs: Any) -> None:
     """Add the verb."""
@@ -70,6 +72,6 @@ def run(options: Any) -> int:
             overwrite=options.overwrite,
             memory_budget=options.memory,
         )
-    print(table(("file", "tensors", "bytes"), [(name, count, f"{size:,}") for name, count, size in exported.files]))
-    print(f"{options.target}: {exported.total_size:,} bytes of tensors")
+    say(table(("file", "tensors", "bytes"), [(name, count, f"{size:,}") for name, count, size in exported.files]))
+    say(f"{options.target}: {exported.total_size:,} bytes of tensors")
     return 0

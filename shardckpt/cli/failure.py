@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 from typing import TYPE_CHECKING
 
+from shardckpt.cli.output import say_error
 from shardckpt.errors import CheckpointingException
 
 if TYPE_CHECKING:
@@ -16,8 +16,14 @@ def print_error(error: Exception, options: argparse.Namespace) -> None:
     if options.traceback:
         import traceback  # slow to import
 
-        traceback.print_exception(error)
-    print(f"shardckpt {options.verb}: {_describe_error(error)}", file=sys.stderr)
+        for entry in traceback.format_exception(error):
+            say_error(_indent(entry.rstrip("\n")))
+    say_error(_indent(f"shardckpt {options.verb}: {_describe_error(error)}"))
+
+
+def _indent(text: str) -> str:
+    """Indent all lines but the first: a name in an error may have line ends, and begins no line of the command's."""
+    return text.replace("\n", "\n  ")
 
 
 def _describe_error(error: Exception) -> str:

@@ -22,6 +22,7 @@ from shardckpt.errors import (
     CheckpointReplacedError,
     CorruptCheckpointError,
     KeyMismatchError,
+    escape_text,
     listed,
 )
 
@@ -288,7 +289,8 @@ def _describe(found: _Found, options: Any) -> list[str]:
     faults = [f"the common state cannot be read: {found.fault}"] if found.fault else []
     shown = {*tensors.keys, *found.objects, *found.common}
     faults += [f"incomplete: {file.name} {file.fault}{_affected(file, shown)}" for file in found.incomplete]
-    return [title, _describe_writer(header), listing, *found.scaled, summary, *faults]
+    first = map(escape_text, (title, _describe_writer(header)))
+    return [*first, listing, *map(escape_text, found.scaled), summary, *map(escape_text, faults)]
 
 
 def _describe_writer(header: dict[str, Any]) -> str:

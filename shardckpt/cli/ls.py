@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardckpt.cli.exit_codes import FINE, FOUND
+from shardckpt.cli.output import say
 from shardckpt.cli.table import table
 
 if TYPE_CHECKING:
@@ -46,17 +47,17 @@ def run(options: Any) -> int:
 
     found = list_checkpoints(options.folder)
     if options.json:
-        print(json.dumps([dataclasses.asdict(each) for each in found], indent=1))
+        say(json.dumps([dataclasses.asdict(each) for each in found], indent=1))
     else:
         if found:
-            print(
+            say(
                 table(
                     ("checkpoint", "step", "age", "size", "strategy", "written by", "fingerprint", "state"),
                     [_row(each) for each in found],
                 )
             )
         for line in _summarize(options.folder, found):
-            print(line)
+            say(line)
     fine = all(each.state in ("whole", "other") and not each.has_failed for each in found)
     return FINE if fine else FOUND
 

@@ -26,6 +26,7 @@ import argparse
 from typing import TYPE_CHECKING, Any
 
 from shardckpt.cli.convert import add_target_options, describe_left_out, read_target_options
+from shardckpt.cli.output import say
 
 if TYPE_CHECKING:
     from shardckpt.maintenance import MergeReport
@@ -91,7 +92,7 @@ def run(options: Any) -> int:
             base=-1 if options.base is None else options.base - 1,
             **target,
         )
-    print(_encode(report) if options.json else _describe(report, options.target))
+    say(_encode(report) if options.json else _describe(report, options.target))
     return 0
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from shardckpt.cli.convert import parse_target
+from shardckpt.cli.output import say
 
 
 def add(verbs: Any) -> None:
@@ -50,20 +51,20 @@ def run(options: Any) -> int:
     if options.to is None or isinstance(options.to, int):
         with show_progress("migrate"):
             backend, old, new = migrate_checkpoint(options.old, options.new, options.to, overwrite=options.overwrite)
-        print(f"{options.new}: {backend} version {new}, rewritten from version {old}")
+        say(f"{options.new}: {backend} version {new}, rewritten from version {old}")
         return 0
     budget = parse_size(options.memory, "--memory")
     with show_progress("convert"):
         report = convert_checkpoint(
             options.old, options.new, options.to, memory_budget=budget, overwrite=options.overwrite
         )
-    print(
+    say(
         f"{options.new}: {' version '.join(map(str, report.new))}, rewritten from "
         f"{' version '.join(map(str, report.old))}: {report.tensors:,} tensors of {report.nbytes:,} bytes, "
         f"{report.objects:,} objects"
     )
     if report.left_out:
-        print(f"not written: {len(report.left_out):,} objects for other libraries alone: {listed(report.left_out)}")
+        say(f"not written: {len(report.left_out):,} objects for other libraries alone: {listed(report.left_out)}")
     return 0
 
 

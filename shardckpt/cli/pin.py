@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from shardckpt.cli.exit_codes import FINE
+from shardckpt.cli.output import say
 
 
 def add(verbs: Any) -> None:
@@ -30,7 +31,7 @@ def run(options: Any) -> int:
             options.parser.error("--label and --remove need a STEP")
         held = find_holds(options.folder)
         rows = [(directory, str(hold)) for directory, holds in sorted(held.items()) for hold in holds]
-        print(table(("step", "held"), rows) if rows else f"nothing is held in {options.folder}")
+        say(table(("step", "held"), rows) if rows else f"nothing is held in {options.folder}")
         return FINE
     if not options.label:
         options.parser.error("a pin needs a --label")

@@ -19,6 +19,7 @@ import argparse
 from typing import TYPE_CHECKING, Any
 
 from shardckpt.cli.exit_codes import FAILED, FINE
+from shardckpt.cli.output import say
 from shardckpt.cli.table import table
 
 if TYPE_CHECKING:
@@ -95,7 +96,7 @@ def run(options: Any) -> int:
         steps = prune_steps(options.path, policies, options.keep_step, dry_run=options.dry_run)
         _print_rows("checkpoint", steps, options)
         if not steps:
-            print(f"{options.path} has no directory of a step")
+            say(f"{options.path} has no directory of a step")
     results: list[PruneResult] = []
     if options.path is not None:
         results += prune_leftovers(options.path, options.older_than, dry_run=options.dry_run)
@@ -104,9 +105,9 @@ def run(options: Any) -> int:
     _print_rows("leftover", results, options)
     everything: list[PruneResult | StepResult] = [*steps, *results]
     if options.path is not None and (unseen := explain_unseen_uploads(options.path)):
-        print(unseen)
+        say(unseen)
     freed = sum(result.nbytes for result in everything if not result.kept and not result.error)
-    print(f"{freed:,} bytes {'would be ' * options.dry_run}freed")
+    say(f"{freed:,} bytes {'would be ' * options.dry_run}freed")
     return FAILED if any(result.error for result in everything) else FINE
 
 
@@ -158,13 +159,13 @@ def _verify_newest(options: Any) -> None:
                 if answer.exit_code == FINE:
                     break
     if rows:
-        print(table(("checkpoint", "verification"), rows))
+        say(table(("checkpoint", "verification"), rows))
 
 
 def _print_rows(what: str, results: Sequence[PruneResult | StepResult], options: Any) -> None:
     if results:
         rows = [(r.path, r.nbytes, _describe(r.kept, r.error, options)) for r in results]
-        print(table((what, "bytes", "result"), rows))
+        say(table((what, "bytes", "result"), rows))
 
 
 def _make_policies(options: Any) -> list[Any]:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from shardckpt.cli.output import say
+
 
 def add(verbs: Any) -> None:
     """Add the verb."""
@@ -40,10 +42,10 @@ def run(options: Any) -> int:
     keys = [key for key in report.keys if key in before]
     others = len(report.keys) - len(keys)
     also = f", and {others} objects for readers of other libraries alone" if others else ""
-    print(f"{options.directory}: {len(keys)} of {len(before)} keys {verb}{also}: {listed(keys or report.keys)}")
+    say(f"{options.directory}: {len(keys)} of {len(before)} keys {verb}{also}: {listed(keys or report.keys)}")
     for what, files in (("deleted files", report.dropped), ("rewritten files", report.rewritten)):
         if files:
-            print(f"{what}: {listed(files)}")
+            say(f"{what}: {listed(files)}")
     sizes = f"{report.bytes_before:,} bytes on disk before, {'about ' * options.dry_run}{report.bytes_after:,} after"
-    print(f"{sizes}: {report.bytes_before - report.bytes_after:,} {freed}")
+    say(f"{sizes}: {report.bytes_before - report.bytes_after:,} {freed}")
     return 0

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from shardckpt.cli.output import say
+
 
 def add(verbs: Any) -> None:
     """Add the verb."""
@@ -31,10 +33,10 @@ def run(_: Any) -> int:
         (entry.backend, entry.from_version, "migrate", f"to version {entry.to_version}", entry.distribution, entry.name)
         for entry in registry.migrations()
     ]
-    print(table(("backend", "version", "does", "what", "distribution", "class"), rows))
+    say(table(("backend", "version", "does", "what", "distribution", "class"), rows))
     for plugin in get_plugin_manager().broken():
-        print(f"\nnot working: {plugin.name} ({plugin.module}) of {plugin.distribution}: {plugin.fault}")
+        say(f"\nnot working: {plugin.name} ({plugin.module}) of {plugin.distribution}: {plugin.fault}")
     for plugin in get_plugin_manager().plugins():
         for text in plugin.conflicts:
-            print(f"\npartly working: {plugin.name} ({plugin.module}) of {plugin.distribution}: {text}")
+            say(f"\npartly working: {plugin.name} ({plugin.module}) of {plugin.distribution}: {text}")
     return 0

@@ -6,6 +6,8 @@ from itertools import repeat
 from operator import add
 from typing import TYPE_CHECKING, Any
 
+from shardckpt.errors import escape_text
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -33,7 +35,8 @@ def columns_table(header: Sequence[str], *columns: Sequence[str]) -> str:
         columns: The texts of each column, as many in each.
     """
     full = []
-    for number, (name, column) in enumerate(zip(header, columns, strict=True), 1):
+    for number, (name, given) in enumerate(zip(header, columns, strict=True), 1):
+        column = _escape_cells(given)
         different = {name, *column}
         width = max(map(len, different))
         # nothing is right of the last column, whose texts may be reasons of several lines of a terminal
@@ -57,6 +60,7 @@ def grouped_table(
         groups: The number of the row that has its other cells.
         rows: The other cells, of rows that are all in ``groups``.
     """
+    firsts = _escape_cells(firsts)
     width = max(map(len, (header[0], *firsts)))
     if not rows:
         return table(header, [])
@@ -64,3 +68,8 @@ def grouped_table(
     heads = [f"{cell.ljust(width)}  {line}" for cell, line in zip((header[0], "-" * width), lines[:2], strict=True)]
     ends = [f"  {line}" for line in lines[2:]]
     return "\n".join([*heads, *map(add, map(str.ljust, firsts, repeat(width)), map(ends.__getitem__, groups))])
+
+
+def _escape_cells(cells: Sequence[str]) -> Sequence[str]:
+    """Return cells that are one line each, of printable characters: texts from files draw no rows of their own."""
+    return cells if all(map(str.isprintable, cells)) else [*map(escape_text, cells)]

@@ -6,7 +6,7 @@ import json
 import re
 from typing import TYPE_CHECKING, Any
 
-from shardckpt.errors import CheckpointingException, KeyMismatchError, listed
+from shardckpt.errors import CheckpointingException, KeyMismatchError, escape_text, listed
 
 if TYPE_CHECKING:
     from shardckpt.engine import StoredCheckpoint
@@ -52,9 +52,8 @@ def describe_values(checkpoint: StoredCheckpoint, key: str, index: tuple[Any, ..
         shown = {"first": not is_all, "values": values.tolist() if is_json else str(values)}
         return [json.dumps({**said, **dataclasses.asdict(statistics), **shown})]
     shape = "x".join(map(str, stored.shape))
-    what = (
-        f"{key}: {str(stored.dtype).removeprefix('torch.')}, shape {shape or '()'}, {statistics.count:,} elements read"
-    )
+    dtype = str(stored.dtype).removeprefix("torch.")
+    what = f"{escape_text(key)}: {dtype}, shape {shape or '()'}, {statistics.count:,} elements read"
     numbers = ", ".join(
         f"{name} {'-' if value is None else format(value, '.9g')}"
         for name, value in (

@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardckpt.cli.exit_codes import FAILED
 from shardckpt.cli.failure import print_error
+from shardckpt.cli.output import say
 from shardckpt.cli.table import table
 from shardckpt.errors import CheckpointingException
 
@@ -98,7 +99,7 @@ def run(options: Any) -> int:
         if answer.error is not None:
             print_error(answer.error, options)
     if options.json:
-        print(json.dumps([_as_json(answer) for answer in answers], indent=1))
+        say(json.dumps([_as_json(answer) for answer in answers], indent=1))
     else:
         _print_answers(answers)
     return max(answer.exit_code for answer in answers)
@@ -145,9 +146,9 @@ def _print_answers(answers: Sequence[Answer]) -> None:
     for answer in answers:
         shown = [file for file in answer.files if file.fault or not several]
         if shown:
-            print(table(("file", "bytes", "result"), [(r.name, r.nbytes, _said(r, answer.path)) for r in shown]))
+            say(table(("file", "bytes", "result"), [(r.name, r.nbytes, _said(r, answer.path)) for r in shown]))
         if answer.error is None and (shown or not several):
-            print(f"{answer.path}: {_summary(answer.files)}")
+            say(f"{answer.path}: {_summary(answer.files)}")
     if several:
         from shardckpt.cli.amounts import format_bytes
 
@@ -156,10 +157,10 @@ def _print_answers(answers: Sequence[Answer]) -> None:
             own = [file for file in answer.files if not file.foreign]
             size = format_bytes(sum(file.nbytes for file in own)) if own else "-"
             rows.append((answer.path, len(own) or "-", size, _name_verdict(answer)))
-        print(table(("checkpoint", "files", "size", "result"), rows))
+        say(table(("checkpoint", "files", "size", "result"), rows))
         counts = Counter(map(_name_verdict, answers))
         said = ", ".join(f"{count} {verdict}" for verdict, count in counts.items())
-        print(f"{len(answers)} checkpoints: {said}")
+        say(f"{len(answers)} checkpoints: {said}")
 
 
 def _name_verdict(answer: Answer) -> str:

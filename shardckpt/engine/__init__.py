@@ -49,6 +49,7 @@ if TYPE_CHECKING:
         locate_local,
         measure,
         name_library,
+        refuse_overlap,
     )
     from shardckpt.engine.operation import Operation
     from shardckpt.engine.plan_cache import CachedPlan, PlanCache, saved_plans
@@ -140,6 +141,7 @@ __getattr__ = lazy_getattr(
             "measure",
             "name_library",
             "open_folder",
+            "refuse_overlap",
         ),
         "operation": ("Operation",),
         "plan_cache": (
@@ -253,6 +255,7 @@ __all__ = [
     "read_boxes",
     "read_checkpoint",
     "read_integrity",
+    "refuse_overlap",
     "report_read",
     "save_checkpoint",
     "save_integrity_manifest",

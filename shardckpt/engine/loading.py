@@ -180,7 +180,7 @@ class OpenCheckpoint:
 
 @contextmanager
 def open_checkpoint(
-    directory: Path, comm: Comm, plugins: PluginManager, options: LoadOptions
+    directory: Path, comm: Comm, plugins: PluginManager, options: LoadOptions, *, check: bool = True
 ) -> Iterator[OpenCheckpoint]:
     """Collective: read the manifest, choose the strategy and open the files; all that ranks read is of one save.
 
@@ -189,6 +189,8 @@ def open_checkpoint(
         comm: The ranks that read.
         plugins: The plugin manager.
         options: How it is opened.
+        check: Whether the end of the block raises an error if what was read may be of two saves. A caller that commits
+            in the block what it has read asks the reader before it does: then False, since after that nothing is lost.
 
     Yields:
         The open checkpoint; it is closed at the end of the block.
@@ -222,7 +224,8 @@ def open_checkpoint(
                 with operation.local_phase("opening the files"):
                     reader.open_files([] if manifest.record is None else [f.name for f in manifest.record.files])
             yield OpenCheckpoint(strategy, LoadContext(reader, comm, options.allow_globals), operation)
-            reader.check_unchanged()
+            if check:
+                reader.check_unchanged()
 
 
 def read_checkpoint(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import re
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
 from urllib.parse import unquote, urlsplit
 
@@ -13,9 +13,11 @@ from shardckpt.commit import NAME_MAX, freed_bytes
 from shardckpt.errors import CheckpointingException, StorageError
 from shardckpt.manifest import MARKER_NAME
 from shardckpt.plugins import open_folder
-from shardckpt.storage import RemotePath, is_there, list_objects, mask_password, on_store
+from shardckpt.storage import RemotePath, is_there, list_objects, mask_password, on_store, wrap_os_errors
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from shardckpt.plugins import PluginManager
 
 #: The index of a checkpoint of DCP, which plain DCP has and Megatron's, with ``metadata.json``, too.
@@ -23,6 +25,8 @@ _DCP_INDEX = ".metadata"
 #: The libraries whose layouts have no index or marker that says so, by the backends that read them.
 _LIBRARIES = {"deepspeed": "DeepSpeed", "huggingface": "Hugging Face", "torch_save": "torch.save"}
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.:_-]*://")
+#: Schemes that name the objects of another one.
+_SAME_STORES = {"s3a": "s3", "gcs": "gs", "azure": "az"}
 _CUT_URL = re.compile(r"([A-Za-z][A-Za-z0-9+._-]+:)/[^/]")
 
 
@@ -65,6 +69,75 @@ def locate_local(path: str | os.PathLike[str], action: str) -> Path:
             "change several objects in one step; give a path, or load what is to be kept and save it to another URL"
         )
     return local
+
+
+def refuse_overlap(sources: Iterable[Path], target: Path, *, in_place: bool = False) -> None:
+    """Raise an error if what is to be written would replace what is read, or would be a part of it.
+
+    Call it before anything is written. Paths are compared as files are: by links, too.
+
+    Args:
+        sources: What is read: directories, files or store folders, as :func:`locate` returned them.
+        target: What is written, as :func:`locate` returned it; it need not exist.
+        in_place: Whether the target may be a source as a whole, which it replaces in one step when it is complete.
+
+    Raises:
+        CheckpointingException: it names both.
+    """
+    for source in sources:
+        found = _find_overlap(source, target)
+        if found == _SAME and in_place:
+            continue
+        if found:
+            raise CheckpointingException(
+                f"{target} {found.format(source=source)}: it would replace what it is made of. Nothing was written; "
+                "give another place for what is written"
+            )
+
+
+#: How a target may overlap a source.
+_SAME = "is the source"
+_INSIDE = "is in the source, {source}"
+_AROUND = "has the source, {source}, in it"
+_MEMBER = "is a file of the source, {source}"
+
+
+def _find_overlap(source: Path, target: Path) -> str:
+    """Return how a target overlaps a source, or ``""``."""
+    remotes = on_store(source), on_store(target)
+    one, other = (
+        PurePosixPath(os.path.realpath(path) if remote is None else _name_objects(remote))
+        for path, remote in zip((source, target), remotes, strict=True)
+    )
+    if one == other:
+        return _SAME
+    if one in other.parents:
+        return _INSIDE
+    if other in one.parents:
+        return _AROUND
+    return "" if any(remotes) else _find_shared_file(source, target)
+
+
+def _find_shared_file(source: Path, target: Path) -> str:
+    """Return how two local paths overlap by hard links, or by links in the source's directory."""
+    with wrap_os_errors("look at", target):
+        if not target.exists():
+            return ""
+        if target.is_file():
+            known = target.stat()
+            for path in [source] if source.is_file() else source.rglob("*"):
+                if path.is_file() and os.path.samestat(path.stat(), known):
+                    return _SAME if path == source else _MEMBER
+            return ""
+        real = Path(os.path.realpath(target))
+        links = (path for path in source.rglob("*") if path.is_symlink()) if source.is_dir() else ()
+        return next((_AROUND for path in links if real in Path(os.path.realpath(path)).parents), "")
+
+
+def _name_objects(folder: RemotePath) -> str:
+    """Return a URL's path with one name for all schemes of a store."""
+    scheme, _, rest = folder.url.rpartition("::")[2].partition("://")
+    return f"{_SAME_STORES.get(scheme, scheme)}:/{rest}"
 
 
 def find_save_time(directory: Path) -> float | None:

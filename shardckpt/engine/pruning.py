@@ -36,7 +36,16 @@ from shardckpt.engine.locations import locate, locate_local
 from shardckpt.errors import CheckpointingException, StorageError
 from shardckpt.manifest import GENERATION, INTEGRITY_NAME, MARKER_NAME, RECORD_NAME, find_generation
 from shardckpt.plugins import choose_reader, get_plugin_manager, read_manifest
-from shardckpt.storage import AbortsUploads, ListsFolders, attempt, file_size, on_store, sync_directory, wrap_os_errors
+from shardckpt.storage import (
+    AbortsUploads,
+    ListsFolders,
+    attempt,
+    file_size,
+    list_folders,
+    on_store,
+    sync_directory,
+    wrap_os_errors,
+)
 from shardckpt.strategy import OwnsFiles
 
 if TYPE_CHECKING:
@@ -376,7 +385,7 @@ def _prune_store(
     place: RemotePath, plugins: PluginManager, older_than: float | None, *, dry_run: bool
 ) -> list[PruneResult]:
     folder = place.folder
-    names = attempt("list the folders of", place, folder.folders) if isinstance(folder, ListsFolders) else []
+    names = list_folders(place) if isinstance(folder, ListsFolders) else []
     names = [name for name in names if not re.fullmatch(GENERATION, name)]  # the checkpoint's own
     if not names and not attempt("list", place, folder.files):
         raise StorageError(f"{place} has no objects: give the URL of a checkpoint, or of a folder of checkpoints")

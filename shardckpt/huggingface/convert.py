@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from shardckpt.adapters import to_sharded_state_dict
 from shardckpt.distributed import Comm
-from shardckpt.engine import LoadOptions, SaveOptions, locate, open_checkpoint, save_checkpoint
+from shardckpt.engine import LoadOptions, SaveOptions, locate, open_checkpoint, refuse_overlap, save_checkpoint
 from shardckpt.errors import KeyMismatchError
 from shardckpt.huggingface.small_file import replace_file, write_pickled
 from shardckpt.huggingface.structure import make_state_dict, make_structure, plain_name
@@ -73,6 +73,8 @@ def dcp_to_torch_save(checkpoint_dir: PathLike, file: PathLike, *, prefix: str =
     Raises:
         CheckpointingException: as :func:`dcp_to_torch_state_dict`; or the file cannot be written.
     """
+    plugins = get_plugin_manager()
+    refuse_overlap([locate(checkpoint_dir, plugins)], locate(file, plugins))
     state_dict = dcp_to_torch_state_dict(checkpoint_dir, prefix=prefix)
     with replace_file(Path(file)) as staged:
         write_pickled(staged, state_dict)
@@ -103,5 +105,6 @@ def torch_save_to_dcp(
         described = to_sharded_state_dict(state_dict, check_replicas=False)
         plugins = get_plugin_manager()
         target = locate(checkpoint_dir, plugins)
+        refuse_overlap([locate(file, plugins)], target)
         options = SaveOptions(content_metadata=make_structure(state_dict), overwrite=overwrite)
     save_checkpoint(described, target, sharded_strategy, comm, plugins, options)

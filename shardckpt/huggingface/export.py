@@ -6,7 +6,7 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, NamedTuple
 
 from shardckpt.distributed import Comm
-from shardckpt.engine import LoadOptions, Operation, locate, open_checkpoint
+from shardckpt.engine import LoadOptions, Operation, locate, open_checkpoint, refuse_overlap
 from shardckpt.huggingface.assets import list_assets
 from shardckpt.huggingface.dtypes import parse_dtype
 from shardckpt.huggingface.export_budget import split_export_budget
@@ -112,6 +112,7 @@ def export_to_huggingface(
     comm = Comm(process_group)
     with comm.local_phase("reading the arguments"):
         source, folder = (locate(path, get_plugin_manager()) for path in (checkpoint_dir, target))
+        refuse_overlap([source], folder)
         options = ExportOptions(
             prefix,
             find_mapping(mapping),
@@ -130,9 +131,14 @@ def export_to_huggingface(
         with operation.collective_span(), ExitStack() as stack:
             with operation.local_phase("opening the checkpoint"):
                 checkpoint = stack.enter_context(
-                    # alone: ranks read different tensors, and only the plan is common
+                    # alone: ranks read different tensors, and only the plan is common. Before its commit the export
+                    # checks that the checkpoint has not changed: after it, it may
                     open_checkpoint(
-                        source, Comm(alone=True), get_plugin_manager(), LoadOptions(memory_budget=budget.reading)
+                        source,
+                        Comm(alone=True),
+                        get_plugin_manager(),
+                        LoadOptions(memory_budget=budget.reading),
+                        check=False,
                     )
                 )
                 record = checkpoint.context.reader.manifest.record

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from shardckpt.storage import CheckpointWriter
 
     #: Opens what is at a location: :func:`shardckpt.maintenance.sources.open_source`, or the merge of several, with its
-    #: arguments ``location``, ``plugins``, ``allow_globals`` and ``memory_budget``.
+    #: arguments ``location``, ``plugins``, ``allow_globals``, ``memory_budget`` and ``check``.
     SourceOpener = Callable[..., AbstractContextManager[OpenCheckpoint]]
 
 logger = logging.getLogger(__name__)
@@ -144,7 +144,10 @@ class Conversion:
         operation = Operation("convert", self.target, Comm(alone=True), self.plugins)
         with operation.collective_span():
             before = TensorSums(is_logged=self.is_resumable)
-            with self.opener(self.source, self.plugins, self.allow_globals, memory_budget=self.buffers[0]) as opened:
+            # the proof checks that the source has not changed: after the commit it may
+            with self.opener(
+                self.source, self.plugins, self.allow_globals, memory_budget=self.buffers[0], check=False
+            ) as opened:
                 self._check(opened)
                 if self.saver is not None:
                     operation.set_strategy(self.saver)
@@ -188,8 +191,9 @@ class Conversion:
         return self.journals[-1]
 
     def _prove(self, proof: StagedProof, tensors: Sequence[HubTensor], staging: Path, files: Path) -> None:
-        """Prove what is staged, before it is committed."""
+        """Prove what is staged, before it is committed: it is of one save of each source, with the values of these."""
         self._restore_sums(proof.stored.sums)
+        proof.stored.context.reader.check_unchanged()
         try:
             proof.make(tensors, staging, files)
         except CorruptCheckpointError:
@@ -211,11 +215,9 @@ class Conversion:
         return bool(prefix or dtype or leave_out) or not isinstance(mapping, Identity)
 
     def _check(self, opened: OpenCheckpoint) -> None:
-        """Refuse a target that is the source, or that would be a copy of it."""
+        """Refuse a target that would be a copy of the source."""
         reader = opened.context.reader
         if self.saver is None:
-            if self.target == reader.directory:
-                raise CheckpointingException(f"{self.target} is the source: give another place for what is written")
             return
         # another library's checkpoint of the same name may be of another dialect, and gets digests
         own = self.saver.backend, self.saver.version
@@ -321,7 +323,6 @@ class Conversion:
             # all values were read, here or before a kill: the fingerprints cost nothing more
             self._restore_sums(stored.sums)
             writer.known_fingerprints.update(list_fingerprints(tensors, stored.sums))
-            reader.check_unchanged()  # else the new checkpoint might be made of two saves, with correct digests
 
         header = CheckpointHeader(saver.backend, saver.version, saver.reader, lineage)
         journal = self._make_journal(stored, tensors)

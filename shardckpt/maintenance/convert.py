@@ -8,6 +8,7 @@ from shardckpt.engine import (
     find_saver,
     locate,
     locate_local,
+    refuse_overlap,
 )
 from shardckpt.errors import CheckpointingException, UnknownBackendError
 from shardckpt.huggingface import (
@@ -185,8 +186,10 @@ def run_conversion(
         target = locate(new, plugins) if saver else locate_local(new, "convert to a folder or file at")
         kind = to if isinstance(to, str) else ""
         named = not isinstance(to, SaveStrategy)  # the options of an instance are not known
+        source = locate(old, plugins)
+        refuse_overlap([source], target, in_place=saver is not None)
         return Conversion(
-            locate(old, plugins),
+            source,
             target,
             kind,
             saver,

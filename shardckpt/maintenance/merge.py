@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 
-from shardckpt.engine import locate
+from shardckpt.engine import locate, refuse_overlap
 from shardckpt.errors import CheckpointingException
 from shardckpt.huggingface import parse_leave_out
 from shardckpt.maintenance.convert import ConversionReport, run_conversion
@@ -164,15 +164,22 @@ def merge_checkpoints(
 
     @contextmanager
     def open_merge(
-        _: Path, plugins: PluginManager, allowed: tuple[Any, ...], *, memory_budget: int | None = None
+        _: Path,
+        plugins: PluginManager,
+        allowed: tuple[Any, ...],
+        *,
+        memory_budget: int | None = None,
+        check: bool = True,
     ) -> Iterator[OpenCheckpoint]:
         found = [locate(place, plugins) for place in sources]
-        if to in ("hf", "torch") and locate(target, plugins) in found:
-            raise CheckpointingException(f"{target} is a source: give another place for what is written")
+        # unlike a conversion, it is no other form of one source
+        refuse_overlap(found, locate(target, plugins))
         with ExitStack() as stack:
             opened = [
                 stack.enter_context(
-                    open_source(place, plugins, allowed, kept_bytes=kept_bytes, memory_budget=memory_budget)
+                    open_source(
+                        place, plugins, allowed, kept_bytes=kept_bytes, memory_budget=memory_budget, check=check
+                    )
                 )
                 for place in found
             ]

@@ -74,9 +74,16 @@ def check_weights(weights: Sequence[float], count: int) -> None:
     """Raise CheckpointingException unless the weights are of ``count`` checkpoints, and have a sum to divide by."""
     if len(weights) != count:
         raise CheckpointingException(f"weights={list(weights)}: there are {count} checkpoints, and each needs a weight")
-    largest = max(map(abs, weights), default=0)
-    if not math.isfinite(largest * len(weights)) or not all(map(math.isfinite, weights)):
-        raise CheckpointingException(f"weights={list(weights)}: weights are finite numbers, and so is their sum")
+    try:
+        largest = max((abs(float(weight)) for weight in weights), default=0.0)
+        is_finite = math.isfinite(largest * len(weights)) and all(map(math.isfinite, weights))
+    except (TypeError, ValueError, OverflowError):  # no numbers, or integers that no float holds
+        is_finite = False
+    if not is_finite or not all(isinstance(weight, (int, float)) for weight in weights):
+        raise CheckpointingException(
+            f"weights={list(weights)!r:.300}: weights are finite numbers whose sum a float holds. Only their ratios "
+            "count: divide all by the largest"
+        )
     if abs(math.fsum(weights)) < 1e-6 * largest:
         raise CheckpointingException(f"weights={list(weights)}: weights are divided by their sum, which must not be 0")
     if not any(weights):

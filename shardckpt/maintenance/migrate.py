@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from shardckpt.distributed import Comm
-from shardckpt.engine import CheckpointHeader, Operation, commit_files, locate
+from shardckpt.engine import CheckpointHeader, Operation, commit_files, locate, refuse_overlap
 from shardckpt.errors import CannotLoadError, VersionTooOldError
 from shardckpt.plugins import StrategyAction, choose_reader, get_plugin_manager, hold_checkpoint
 from shardckpt.storage import CheckpointReader, read_fingerprints, retry_if_replaced
@@ -72,6 +72,7 @@ def _migrate(
 ) -> tuple[str, int, int]:
     operation = Operation("migrate", target, Comm(alone=True), plugins)
     with operation.collective_span():
+        refuse_overlap([source], target, in_place=True)
         place, manifest = hold_checkpoint(source, plugins)
         choices = plugins.registry.migrations(manifest.backend, manifest.version)
         chosen = next((m for m in choices if to in (None, m.to_version)), None)

@@ -49,6 +49,7 @@ def open_source(
     kept_bytes: int = 0,
     unmarked: bool = False,
     memory_budget: int | None = None,
+    check: bool = True,
 ) -> Iterator[OpenCheckpoint]:
     """Open a checkpoint, a folder or file of another library that is read here. Not collective.
 
@@ -59,6 +60,7 @@ def open_source(
         kept_bytes: As for :class:`~shardckpt.storage.CheckpointReader`.
         unmarked: As for :func:`~shardckpt.plugins.hold_checkpoint`.
         memory_budget: Bytes that reading may hold beside the tensors; None: as many as are fast.
+        check: As for :func:`shardckpt.engine.open_checkpoint`.
 
     Yields:
         What is opened, all of it of one save; it is closed at the end of the block.
@@ -74,6 +76,7 @@ def open_source(
         allow_globals,
         kept_bytes=kept_bytes,
         memory_budget=memory_budget,
+        check=check,
     ) as opened:
         yield opened
 
@@ -120,6 +123,7 @@ def _open(
     *,
     kept_bytes: int = 0,
     memory_budget: int | None = None,
+    check: bool = True,
 ) -> Iterator[OpenCheckpoint]:
     comm = Comm(alone=True)
     operation = Operation("load", location, comm, plugins)
@@ -128,7 +132,8 @@ def _open(
         if is_read_again() and manifest.record is not None:  # as when a checkpoint is opened for a load
             reader.open_files([file.name for file in manifest.record.files])
         yield OpenCheckpoint(strategy, LoadContext(reader, comm, allow_globals), operation)
-        reader.check_unchanged()
+        if check:
+            reader.check_unchanged()
 
 
 @contextmanager

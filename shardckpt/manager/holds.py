@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Literal
 from pydantic import Field
 
 from shardckpt.commit import Owner
-from shardckpt.errors import CheckpointingException, CorruptCheckpointError
+from shardckpt.errors import CheckpointingException, CorruptCheckpointError, escape_text
 from shardckpt.manager.small_files import SmallFile, Time, put_small_file, remove_temporaries
 from shardckpt.manager.step_resolution import check_step, find_newest
 from shardckpt.manager.steps import StepFolder
@@ -76,9 +76,9 @@ class Hold(SmallFile):
         if self.kind == "pin":
             return f"pinned as {self.holder!r}"
         if self.until is None:
-            return f"held by {self.holder}"
+            return f"held by {escape_text(self.holder)}"
         ends = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(self.until))
-        return f"leased by {self.holder} until {ends}"
+        return f"leased by {escape_text(self.holder)} until {ends}"
 
     @property
     def is_current(self) -> bool:

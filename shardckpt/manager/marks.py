@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from pydantic import Field
 
 from shardckpt.engine import locate
-from shardckpt.errors import CheckpointingException, CorruptCheckpointError
+from shardckpt.errors import CheckpointingException, CorruptCheckpointError, listed
 from shardckpt.manager.small_files import SmallFile, Time, put_small_file, remove_temporaries
 from shardckpt.plugins import get_plugin_manager, hold_checkpoint
 from shardckpt.storage import attempt, on_store, retry_if_replaced, wrap_os_errors
@@ -65,7 +65,7 @@ class Mark(SmallFile):
 
     def __str__(self) -> str:
         day = time.strftime("%Y-%m-%d", time.gmtime(self.time))
-        why = f": {'; '.join(self.faults)}" if self.faults else ""
+        why = f": {listed(self.faults, '; ')}" if self.faults else ""
         return f"marked {self.verdict} on {day} by {self.checked}{why}"
 
     def is_about(self, manifest: Manifest) -> bool:

@@ -20,12 +20,10 @@ from shardckpt.manager.metrics import read_metric
 from shardckpt.manager.retention import Metrics
 from shardckpt.plugins import choose_reader, hold_checkpoint
 from shardckpt.storage import (
-    ListsFolders,
-    RemotePath,
-    attempt,
     detect_replacement,
     file_size,
     has_local_files,
+    list_folders,
     on_store,
     retry_if_replaced,
     wrap_os_errors,
@@ -180,7 +178,7 @@ class StepFolder:
     def directories(self) -> list[str]:
         """Return the names of all directories in the folder, of steps or not; none if the folder does not exist."""
         if (remote := on_store(self.place)) is not None:
-            return _list_folders(remote)
+            return list_folders(remote)
         with wrap_os_errors("list", self.place):
             try:
                 with os.scandir(self.place) as entries:
@@ -235,17 +233,6 @@ class StepFolder:
 
     def __str__(self) -> str:
         return str(self.place)
-
-
-def _list_folders(place: RemotePath) -> list[str]:
-    folder = place.folder
-    if not isinstance(folder, ListsFolders):
-        raise StorageError(
-            f"cannot find checkpoints in {place}: the plugin that serves it cannot list folders "
-            f"({type(folder).__name__} lacks methods of shardckpt.storage.ListsFolders); give a directory, or a URL "
-            "that fsspec serves"
-        )
-    return attempt("list the folders of", place, folder.folders)
 
 
 def _check_files(directory: Path, manifest: Manifest) -> None:

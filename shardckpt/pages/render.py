@@ -10,6 +10,7 @@ import re
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
+from shardckpt.errors import StorageError, escape_text
 from shardckpt.storage import wrap_os_errors
 
 if TYPE_CHECKING:
@@ -18,14 +19,16 @@ if TYPE_CHECKING:
 
 #: In JSON these stand in texts only, where an escape says the same: what is left cannot end the element.
 _ESCAPES = {ord(char): f"\\u{ord(char):04x}" for char in "<>&\u2028\u2029"}
+#: What a page begins with.
+_HEAD = b"<!DOCTYPE html>"
 _SCRIPT = re.compile(r"<script>(.*?)</script>", re.DOTALL)
 
 
 def render_page(title: str, data: Mapping[str, Any]) -> str:
     """Return a page that shows the data.
 
-    Names and values may be anything: they are escaped, the script sets them as text, and the page's policy lets no
-    other script run, and nothing be loaded.
+    Names and values may be anything: they are escaped, the script sets them as text without control characters, and
+    the page's policy lets no other script run, and nothing be loaded.
 
     Args:
         title: The title.
@@ -35,7 +38,7 @@ def render_page(title: str, data: Mapping[str, Any]) -> str:
     script = _SCRIPT.search(template)
     digest = hashlib.sha256(script.group(1).encode() if script else b"").digest()
     filled = {
-        "TITLE": html.escape(title),
+        "TITLE": html.escape(escape_text(title)),
         "SCRIPT_HASH": f"sha256-{base64.b64encode(digest).decode()}",
         "DATA": json.dumps(data, separators=(",", ":"), allow_nan=False).translate(_ESCAPES),
     }
@@ -47,15 +50,22 @@ def write_page(path: Path, title: str, data: Mapping[str, Any]) -> int:
     """Write a page, and return its size in bytes.
 
     Args:
-        path: The file; if there is one, it is replaced.
+        path: The file; if there is one, it is replaced, if it is a page.
         title: As for :func:`render_page`.
         data: As for :func:`render_page`.
 
     Raises:
-        StorageError: The file cannot be written.
+        StorageError: The file is no page, such as one of the checkpoint, or cannot be written.
     """
     # a path may have bytes that are no text, which Python keeps as what UTF-8 cannot hold
     content = render_page(title, data).encode(errors="replace")
     with wrap_os_errors("write", path):
+        if path.is_file() and path.stat().st_size and not _is_page(path):
+            raise StorageError(f"{path} exists and is no page: it was not replaced; give another place for the page")
         path.write_bytes(content)
     return len(content)
+
+
+def _is_page(path: Path) -> bool:
+    with path.open("rb") as file:
+        return file.read(len(_HEAD)).upper() == _HEAD.upper()

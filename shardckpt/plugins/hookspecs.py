@@ -130,7 +130,7 @@ def shardckpt_filesystem(url: str) -> RemoteFolder | None:
                 return MyFolder(url) if url.startswith("mystore://") else None
 
     Args:
-        url: The URL of a checkpoint, or of the folder that has it, without a slash at its end.
+        url: The URL of a checkpoint, or of the folder that has it, its scheme in lower case, no slash at its end.
 
     Returns:
         A :class:`shardckpt.storage.RemoteFolder`: the objects directly below the URL; it need not exist yet. None if

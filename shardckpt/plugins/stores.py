@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING
 
 from shardckpt.errors import CheckpointingException, PluginError, StorageError
@@ -10,6 +11,9 @@ from shardckpt.storage import mask_password
 if TYPE_CHECKING:
     from shardckpt.plugins.manager import PluginManager
     from shardckpt.storage import RemoteFolder
+
+#: A scheme at the start of a URL, or of a part of one that chains several.
+_SCHEME = re.compile(r"(?:^|(?<=::))[A-Za-z][A-Za-z0-9+.-]*(?=::|://)")
 
 
 #: What every RemoteFolder has, beside its ``url``.
@@ -20,7 +24,7 @@ def open_folder(url: str, plugins: PluginManager) -> RemoteFolder:
     """Return the store folder that the first plugin that serves a URL makes for it.
 
     Args:
-        url: The URL.
+        url: The URL; plugins get its scheme in lower case.
         plugins: The plugin manager.
 
     Returns:
@@ -30,6 +34,7 @@ def open_folder(url: str, plugins: PluginManager) -> RemoteFolder:
         StorageError: no plugin serves the URL, or the one that does has failed.
         PluginError: what the plugin returned is no store.
     """
+    url = _SCHEME.sub(lambda scheme: scheme[0].lower(), url)  # schemes are equal in any case, and plugins compare them
     hook = plugins.hook.shardckpt_filesystem
     try:
         folder: RemoteFolder | None = hook(url=url)

@@ -79,6 +79,7 @@ if TYPE_CHECKING:
         RemoteFolder,
         RemotePath,
         attempt,
+        list_folders,
         list_objects,
     )
     from shardckpt.storage.resumable import ResumableWriter
@@ -219,6 +220,7 @@ __getattr__ = lazy_getattr(
             "RemoteFolder",
             "RemotePath",
             "attempt",
+            "list_folders",
             "list_objects",
         ),
         "resumable": ("ResumableWriter",),
@@ -375,6 +377,7 @@ __all__ = [
     "is_read_again",
     "is_there",
     "limit_uploads",
+    "list_folders",
     "list_objects",
     "make_folders",
     "mask_password",

@@ -18,6 +18,8 @@ from shardckpt.storage.store_abilities import LimitsUploads
 _MIB = 1 << 20
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
+#: Bytes from which on a number is no size: torch and the system count in 64 bits.
+_LIMIT = 1 << 63
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
 
 #: The least budget of a load, in bytes, and of a save to a directory.
@@ -82,16 +84,17 @@ def parse_size(size: int | str, argument: str = "max_shard_size") -> int:
         The size in bytes.
 
     Raises:
-        CheckpointingException: it is not a size, or not above 0.
+        CheckpointingException: it is not a size, not above 0, or 2^63 or more.
     """
     found = _SIZE.fullmatch(str(size))
     factor = _UNITS.get(found[2].upper()) if found else None
-    nbytes = int(float(found[1]) * factor) if found and factor else 0
-    if nbytes < 1:
+    nbytes = float(found[1]) * factor if found and factor else 0.0  # inf for hundreds of digits
+    if not 1 <= nbytes < _LIMIT:
         raise CheckpointingException(
-            f"{argument}={size!r}: expected a number of bytes above 0, or text such as '5GB', '500MB' or '2GiB'"
+            f"{argument}={size!r:.100}: expected a number of bytes above 0 and below 2^63, or text "
+            "such as '5GB', '500MB' or '2GiB'"
         )
-    return nbytes
+    return int(nbytes)
 
 
 def parse_memory_budget(budget: int | str | None) -> int | None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Protocol, TypeVar, runtime_checkable
 
 from shardckpt import settings
 from shardckpt.distributed import PicklingError, pickle_value
-from shardckpt.errors import CheckpointingException, StorageError
+from shardckpt.errors import CheckpointingException, StorageError, listed
 from shardckpt.storage.memory_budget import plan_upload
 from shardckpt.storage.store_abilities import (
     CopiesObjects,
@@ -49,6 +49,8 @@ _PERMANENT = (
 )
 _FIRST_DELAY = 0.25  # seconds; each further one is twice as long
 _LONGEST_DELAY = 8.0
+#: The URLs of which this process has said that listings leave objects out.
+_reported: set[str] = set()
 _LEAST_PART = 5 << 20  # bytes; S3 takes no smaller parts
 
 
@@ -129,7 +131,7 @@ class RemotePath(_Base):
         self.folder = folder
         self._name = ""
         #: Returns the size in bytes of each object by name: one request to the store, for all paths made from this one.
-        self._sizes = functools.cache(lambda: attempt("list", RemotePath(folder), folder.files))
+        self._sizes = functools.cache(lambda: _list(folder, folder.files))
         #: The same with the objects in folders, which takes more requests: asked for where a name has a folder.
         self._tree = functools.cache(lambda: list_objects(folder))
 
@@ -371,7 +373,47 @@ def list_objects(folder: RemoteFolder) -> dict[str, int]:
     Returns:
         Sizes by name; of a store that :class:`HasFolders` also those in folders, by path.
     """
-    return attempt("list", RemotePath(folder), folder.tree if isinstance(folder, HasFolders) else folder.files)
+    return _list(folder, folder.tree if isinstance(folder, HasFolders) else folder.files)
+
+
+def list_folders(place: RemotePath) -> list[str]:
+    """Return the names of the folders directly in a folder, from the store, not a cache.
+
+    Raises:
+        StorageError: the plugin cannot list folders, or the store fails.
+    """
+    folder = place.folder
+    if not isinstance(folder, ListsFolders):
+        raise StorageError(
+            f"cannot find checkpoints in {place}: the plugin that serves it cannot list folders "
+            f"({type(folder).__name__} lacks methods of shardckpt.storage.ListsFolders); give a directory, or a URL "
+            "that fsspec serves"
+        )
+    return _skip_impossible(place.url, attempt("list the folders of", place, folder.folders))
+
+
+def _list(folder: RemoteFolder, call: Callable[[], dict[str, int]]) -> dict[str, int]:
+    found = attempt("list", RemotePath(folder), call)
+    return {name: found[name] for name in _skip_impossible(folder.url, found)}
+
+
+def _skip_impossible(url: str, names: Iterable[str]) -> list[str]:
+    """Return the names that a file of a checkpoint, of any library, can have; log the others."""
+    possible, others = [], []
+    for name in names:
+        is_possible = "\0" not in name and {"", ".", ".."}.isdisjoint(name.split("/"))
+        (possible if is_possible else others).append(name)
+    others = sorted(filter(None, others))  # the folder's own object, which consoles of clouds make, has no name
+    if others and url not in _reported:
+        _reported.add(url)
+        logger.warning(
+            "%s: %d objects or folders have names that no file of a checkpoint can have: %s. They are left out of "
+            "listings, and neither read nor removed: remove them by the store's own tools",
+            mask_password(url),
+            len(others),
+            listed([*map(repr, others)], limit=3),
+        )
+    return possible
 
 
 def _write_parts(writer: ObjectWriter, parts: Iterable[bytes]) -> None:

@@ -131,3 +131,16 @@ def test_a_damaged_file_is_named(tmp_path: Path, data: bytes, kind: type[Checkpo
     torch.save([1], tmp_path / "a.pt")
     with pytest.raises(CheckpointingException, match="holds a list, not a state dict"):
         torch_save_to_dcp(tmp_path / "a.pt", tmp_path / "c")
+
+
+def test_neither_way_replaces_what_it_reads(tmp_path: Path) -> None:
+    """A file of the checkpoint that is read is no target, nor is the folder of the file that is read."""
+    torch.save({"w": torch.ones(3)}, tmp_path / "a.pt")
+    torch_save_to_dcp(tmp_path / "a.pt", tmp_path / "c")
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    member = next(path for path in (tmp_path / "c").iterdir() if path.is_file())
+    with pytest.raises(CheckpointingException, match="in the source"):
+        dcp_to_torch_save(tmp_path / "c", member)
+    with pytest.raises(CheckpointingException, match="has the source"):
+        torch_save_to_dcp(tmp_path / "a.pt", tmp_path, overwrite=True)
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -22,13 +23,16 @@ from shardckpt.errors import (
     UnknownBackendError,
     UnsafePickleError,
 )
-from shardckpt.maintenance import convert_checkpoint
+from shardckpt.huggingface import export_to_huggingface
+from shardckpt.maintenance import convert_checkpoint, open_any
+from shardckpt.maintenance.proof import StagedProof, SummedCheckpoint
 from shardckpt.mapping import PlainObject, ShardedObject, ShardedTensor
 from shardckpt.plugins import get_plugin_manager
 from shardckpt.state_dict import diff
 from shardckpt.tensors import tensor_bytes
 from shardckpt.testing.tensors import DTYPES
 from shardckpt_ep import EPSaveStrategy
+from tests import backends
 from tests.test_golden import GOLDEN, VERSIONS, global_tensors
 from tests.testing.blocks import LoadBlocks, SaveBlocks
 
@@ -36,6 +40,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from shardckpt import SaveContext
+    from shardckpt.mapping import ShardedBase
+    from tests.backends import Backend
 
 ROOT = Path(__file__).parents[2]
 MIB = 1 << 20
@@ -337,6 +343,112 @@ def test_overwrite_replaces_in_one_step(tmp_path: Path, name: str) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["copy", "new", "old"]
 
 
+def list_contents(folder: Path) -> dict[str, bytes]:
+    """All files below a folder."""
+    return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@backends.both
+def test_a_target_that_is_the_source_or_a_part_of_it_is_refused(
+    tmp_path: Path, backend: Backend, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By real path, with and without --overwrite: the command says what would be lost, writes nothing, and exits 2."""
+    dc.save({"w": whole("w", torch.full((4,), 1 + 2**-20)), "step": 1}, tmp_path / "run" / "c")
+    torch.save({"w": torch.ones(4)}, tmp_path / "x.pt")
+    (tmp_path / "link").symlink_to("run/c")
+    (tmp_path / "link.pt").symlink_to("x.pt")
+    (tmp_path / "hard.pt").hardlink_to(tmp_path / "x.pt")
+    (tmp_path / "view").mkdir()
+    for path in (tmp_path / "run" / "c").iterdir():
+        (tmp_path / "view" / path.name).symlink_to(path)
+    member = f"run/c/{backend.index}"
+    other = "ep" if backend.name == "torch_dist" else "torch_dist"
+    before = list_contents(tmp_path)
+    for verb, source, target, *to in (
+        ("convert", "x.pt", "x.pt", "torch"),
+        ("convert", "x.pt", "link.pt", "torch"),
+        ("convert", "x.pt", "hard.pt", "torch"),
+        ("convert", "link", member, "torch"),
+        ("convert", "run/c", member, "torch"),
+        ("convert", "view", member, "torch"),
+        ("convert", "run/c", "run/c/new.pt", "torch"),
+        ("convert", "run/c", "link", "hf"),
+        ("convert", "run/c", "run", "hf"),
+        ("convert", "run/c", "run", other),
+        ("convert", "view", "run/c", other),
+        ("convert", "run/c", "run/c/other", other),
+        ("convert", member, "run/c", other),
+        ("merge", "run/c", "run/c", other),
+        ("merge", "x.pt", "hard.pt", "torch"),
+        ("migrate", "run/c", "run", other),
+        ("migrate", "run/c", "run"),
+        ("export", "run/c", "link"),
+        ("export", "run/c", "run"),
+    ):
+        sources = [source, "x.pt"] if verb == "merge" else [source]
+        command = [verb, *(str(tmp_path / name) for name in (*sources, target)), *(f"--to={name}" for name in to)]
+        for more in ([], ["--overwrite"]):
+            assert main([*command, *more]) == 2, command
+            said = capsys.readouterr().err
+            assert re.search(r"the source.*Nothing was written; give another place", said), (command, said)
+            assert list_contents(tmp_path) == before, command
+
+
+def test_a_url_that_is_the_source_or_a_part_of_it_is_refused() -> None:
+    """URLs of the source, of a folder in it and of one around it are refused, in other letters too."""
+    url = "memory://overlap/run/c"
+    dc.save({"w": whole("w", torch.ones(4))}, url)
+    store = fsspec.filesystem("memory")
+    before = store.find("/overlap")
+    for target in (f"{url}/in", "memory://overlap/run", "memory://overlap", "Memory://overlap/run/"):
+        for to in ("ep", "safetensors"):
+            with pytest.raises(CheckpointingException, match=r"the source.*give another place"):
+                convert_checkpoint(url, target, to, overwrite=True)
+    for target in (f"{url}/", "MEMORY://overlap/run/c"):
+        with pytest.raises(CheckpointingException, match=r"is the source.*give another place"):
+            export_to_huggingface(url, target, overwrite=True)
+    assert store.find("/overlap") == before
+
+
+@backends.both
+@pytest.mark.parametrize("to", ["torch", "hf", "other"])
+def test_a_source_that_changes_is_found_before_the_commit(tmp_path: Path, backend: Backend, to: str) -> None:
+    """If the source is written to while it is read, the old target stays; a change after all was read is no error."""
+    to = to if to != "other" else "ep" if backend.name == "torch_dist" else "torch_dist"
+    dc.save({"w": whole("w", torch.zeros(5)), "step": 1}, tmp_path / "c")
+    convert_checkpoint(tmp_path / "c", tmp_path / "new", to)
+    before = list_contents(tmp_path / "new") or (tmp_path / "new").read_bytes()
+    make = StagedProof.make
+    torch.save({"w": torch.ones(5)}, tmp_path / "x.pt")
+
+    def write_source() -> None:
+        torch.save({"w": torch.full((9,), 2.0)}, tmp_path / "x.pt")
+
+    def write_and_prove(proof: StagedProof, *arguments: Any) -> None:
+        write_source()
+        make(proof, *arguments)
+
+    read = SummedCheckpoint.values
+
+    def read_and_write(checkpoint: SummedCheckpoint, wanted: list[ShardedBase]) -> list[Any]:
+        found = read(checkpoint, wanted)
+        if wanted:
+            write_source()
+        return found
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SummedCheckpoint, "values", read_and_write)
+        with pytest.raises(CheckpointingException, match=r"x\.pt was written to, or removed, while"):
+            convert_checkpoint(tmp_path / "x.pt", tmp_path / "new", to, overwrite=True)
+    assert (list_contents(tmp_path / "new") or (tmp_path / "new").read_bytes()) == before
+    torch.save({"w": torch.ones(5)}, tmp_path / "x.pt")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(StagedProof, "make", write_and_prove)  # all was read, and checked, before the proof
+        convert_checkpoint(tmp_path / "x.pt", tmp_path / "new", to, overwrite=True)
+    with open_any(tmp_path / "new") as found:
+        assert found["w"].read().equal(torch.ones(5))
+
+
 class Dies(EPSaveStrategy):
     """Ends the process when all is written, and nothing committed."""
 
@@ -366,7 +478,9 @@ def test_a_kill_leaves_nothing(tmp_path: Path) -> None:
 MEASURE = """
 import sys
 from pathlib import Path
-from shardckpt.maintenance import convert_checkpoint
+from shardckpt.huggingface import export_to_huggingface
+from shardckpt.maintenance import convert_checkpoint, open_any
+from shardckpt.maintenance.proof import StagedProof, SummedCheckpoint
 
 def peak():
     text = Path("/proc/self/status").read_text()

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from shardckpt.errors import CheckpointingException
-from shardckpt.maintenance import compute_ema_weights, compute_wsm_weights
+from shardckpt.maintenance import compute_ema_weights, compute_wsm_weights, merge_checkpoints
 
 
 def test_ema_weights_are_those_of_the_recurrence() -> None:
@@ -45,3 +45,10 @@ def test_wsm_refuses_steps_that_do_not_ascend() -> None:
             compute_wsm_weights(steps)
     with pytest.raises(CheckpointingException, match="there are linear, cosine, 1-sqrt"):
         compute_wsm_weights([1, 2], "square")
+
+
+def test_weights_without_a_sum_are_refused() -> None:
+    """Numbers whose sum no float holds, integers that no float holds, texts and None: the error says what to do."""
+    for weights in ([1e308, 1e308], [10**400, 1], [float("nan"), 1.0], ["1", "2"], [None, 1.0]):
+        with pytest.raises(CheckpointingException, match="Only their ratios count: divide all by the largest"):
+            merge_checkpoints(["a", "b"], "c", weights=weights)  # type: ignore[arg-type]

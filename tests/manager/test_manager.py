@@ -572,3 +572,16 @@ def test_a_folder_can_be_moved(tmp_path: Path) -> None:
     with fresh.manager as manager:
         assert manager.load()
     assert fresh.progress.step == 2
+
+
+def test_only_a_step_is_discarded_after(tmp_path: Path) -> None:
+    """A text, a bool or None is no step: the error says what to give, and nothing is removed."""
+    training = Training(tmp_path)
+    with training.manager as manager:
+        training.run(2)
+        manager.wait()
+        before = manager.steps()
+        for wrong in ("1", True, None, 1.5):
+            with pytest.raises(CheckpointingException, match=r"discard_after\(.*\): give the last step that stays"):
+                manager.discard_after(wrong)  # type: ignore[arg-type]
+        assert manager.steps() == before

@@ -66,6 +66,20 @@ def test_a_page_that_cannot_be_written_is_an_error_with_its_path(tmp_path: Path)
 
 
 def test_a_path_that_is_no_text_is_shown_as_far_as_it_is(tmp_path: Path) -> None:
-    """A title with a byte that no text has, as a path may, is written with a mark in its place."""
+    """A title with a byte that no text has, as a path may, or with control characters, is written with escapes."""
     write_page(tmp_path / "page.html", os.fsdecode(b"caf\xe9"), {})
-    assert "<title>caf?" in (tmp_path / "page.html").read_text(encoding="utf-8")
+    assert r"<title>caf\udce9" in (tmp_path / "page.html").read_text(encoding="utf-8")
+    assert r"<title>\x1b[2K\u202e&lt;" in render_page("\x1b[2K\u202e<", {})
+
+
+def test_a_page_replaces_nothing_but_a_page(tmp_path: Path) -> None:
+    """A file of a checkpoint that is named as the page stays, by a link too, and the error names it."""
+    (tmp_path / "x.pt").write_bytes(b"PK values")
+    (tmp_path / "link.html").symlink_to("x.pt")
+    for name in ("x.pt", "link.html"):
+        with pytest.raises(StorageError, match=rf"{name} exists and is no page.* give another place"):
+            write_page(tmp_path / name, "c", {})
+    assert (tmp_path / "x.pt").read_bytes() == b"PK values"
+    for title in ("one", "two"):
+        write_page(tmp_path / "page.html", title, {})
+        assert f"<title>{title}" in (tmp_path / "page.html").read_text(encoding="utf-8")

@@ -13,16 +13,19 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from obstore.exceptions import InvalidPathError
 from obstore.store import LocalStore, MemoryStore
 
 from shardckpt import dist_checkpointing as dc
 from shardckpt import settings
+from shardckpt.cli import main
 from shardckpt.commit import Upload, open_stream
 from shardckpt.engine import open_folder
 from shardckpt.errors import StorageError
 from shardckpt.integrations.fsspec.folder import FsspecFolder
 from shardckpt.integrations.obstore.folder import ObstoreFolder
 from shardckpt.integrations.obstore.folder import open_folder as open_url
+from shardckpt.manager import CheckpointConfig, CheckpointManager
 from shardckpt.manifest import MARKER_NAME
 from shardckpt.mapping import ShardedTensor
 from shardckpt.plugins import get_plugin_manager, hookimpl
@@ -499,3 +502,43 @@ def test_a_save_to_s3_takes_bounded_memory(url: str) -> None:
     grown = [int(line.split()[1]) for line in done.stdout.splitlines() if line.startswith("grown")]
     assert len(grown) == 3
     assert max(grown) < 96, grown
+
+
+@pytest.mark.ci
+def test_objects_that_no_checkpoint_has_stop_nothing(
+    url: str, endpoint: str, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An object with an empty part or dots in its key, beside steps or in one, stops no save, load, prune or list."""
+    folder = url.rpartition("/")[0]
+
+    def train(step: int) -> tuple[bool, list[int]]:
+        config = CheckpointConfig(folder=folder, interval=1)
+        with CheckpointManager(config, {"model": torch.nn.Linear(2, 2)}) as manager:
+            loaded = manager.load()
+            manager.save(step)
+            return loaded, manager.steps()
+
+    assert train(1) == (False, [1])
+    for key in ("/notes.txt", "/", "step-1//b", "step-1/../c", ".shardckpt-marks//d"):
+        request(endpoint, "PUT", f"{folder.removeprefix('s3://')}/{key}")
+    caplog.clear()
+    assert train(2) == (True, [1, 2])
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == len(set(said))  # once for each folder
+    assert any(folder in text and "remove the object" in text for text in said)
+    assert dc.load_plain_tensors(f"{folder}/step-1").keys() == {"model.weight", "model.bias"}
+    assert main(["ls", folder]) == 0
+    assert "2 checkpoints, 2 whole" in capsys.readouterr().out
+    assert main(["prune", folder]) == 0
+    assert train(3) == (True, [1, 2, 3])
+
+
+def test_without_another_client_the_object_is_named(folder: ObstoreFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where fsspec has no package for the protocol, the error has the key, and says to remove it or what to install."""
+
+    def refuse(*_: object) -> None:
+        raise InvalidPathError('Path "run//notes.txt" contained empty path segment')
+
+    monkeypatch.setattr("obstore.list_with_delimiter", refuse)
+    with pytest.raises(StorageError, match=r"run//notes\.txt.*remove the object, or install.*s3fs"):
+        folder.folders()

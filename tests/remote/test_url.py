@@ -1,9 +1,10 @@
 from __future__ import annotations
 
 import threading
+from contextlib import suppress
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import fsspec
 import pytest
@@ -16,9 +17,11 @@ from shardckpt.async_save import AsyncCallsQueue
 from shardckpt.cli import main
 from shardckpt.errors import CheckpointingException, CorruptCheckpointError, NotACheckpointError, StorageError
 from shardckpt.maintenance.verify import verify_checkpoint
+from shardckpt.manager import list_checkpoints
 from shardckpt.mapping import ShardedTensor
 from shardckpt.plugins.hookspecs import hookimpl
 from shardckpt.plugins.manager import get_plugin_manager
+from shardckpt.plugins.stores import open_folder
 from tests import backends, programs
 from tests.remote import jobs
 from tests.trees import SaveTree
@@ -414,3 +417,40 @@ def test_a_plugin_that_knows_no_folders_refuses_a_tree(save: Any) -> None:
     assert "dict://c cannot have 'arrays/bias/c/0/0'" in text
     assert "_Dictionary lacks the method of shardckpt.storage.HasFolders" in text
     assert plugin.objects == {}
+
+
+def test_schemes_are_equal_in_any_case(memory: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """``MEMORY://`` is ``memory://``, and ``File://`` a path: for saves, loads, the manager and the command."""
+    upper = memory.replace("memory", "MEMORY")
+    jobs.save(upper, 5.0)
+    jobs.check(memory, 5.0)
+    jobs.check(upper.replace("MEMORY", "Memory"), 5.0)
+    folder = upper.rpartition("/")[0]
+    assert main(["ls", folder]) == 0
+    assert "1 checkpoint, 1 whole" in capsys.readouterr().out
+    assert [each.path for each in list_checkpoints(folder)] == [memory]
+    assert main(["verify", upper]) == 0
+    jobs.save(f"FILE://{tmp_path}/c", 5.0)
+    jobs.check(str(tmp_path / "c"), 5.0)
+
+
+def test_a_plugin_gets_the_scheme_in_lower_case() -> None:
+    """Of each part of a URL that chains two, and of nothing else in it."""
+
+    class Plugin:
+        asked: ClassVar[list[str]] = []
+
+        @hookimpl(tryfirst=True)
+        def shardckpt_filesystem(self, url: str) -> None:
+            self.asked.append(url)
+
+    manager = get_plugin_manager()
+    plugin = Plugin()
+    manager.register(plugin)
+    try:
+        for url in ("S3A://Bucket/Path://C", "SimpleCache::MEMORY://A::B", "zip://In/Side::Memory://A"):
+            with suppress(CheckpointingException):
+                open_folder(url, manager)
+    finally:
+        manager.unregister(plugin)
+    assert plugin.asked == ["s3a://Bucket/Path://C", "simplecache::memory://A::B", "zip://In/Side::memory://A"]

@@ -19,7 +19,7 @@ from shardckpt.integrations.obstore.folder import ObstoreFolder
 from shardckpt.manager import CheckpointConfig
 from shardckpt.mapping import ShardedTensor
 from shardckpt.storage import CheckpointWriter, find_least_upload, fit_parts, plan_upload
-from shardckpt.storage.memory_budget import REQUEST_BYTES, plan_reading, plan_write_threads
+from shardckpt.storage.memory_budget import REQUEST_BYTES, parse_size, plan_reading, plan_write_threads
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -126,3 +126,11 @@ def test_a_second_large_object_at_a_time_is_refused(tmp_path: Path) -> None:
         third = writer.create("c", data.nbytes)
         third.append(data.nbytes, lambda: [data])
         writer.finish(third)
+
+
+def test_sizes_that_no_machine_has_are_refused() -> None:
+    """2^63 bytes and more, in digits or by a unit, are an error that names the argument."""
+    for size in (2**63, 2**70, "2" + "0" * 400, "9" * 400 + "TiB", "8388608TiB"):
+        with pytest.raises(CheckpointingException, match=r"budget=.* above 0 and below 2\^63"):
+            parse_size(size, "budget")
+    assert parse_size("4096 TiB") == 4096 << 40

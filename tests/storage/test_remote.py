@@ -3,14 +3,14 @@ from __future__ import annotations
 import copy
 import pickle
 import threading
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import fsspec
 import pytest
 
 from shardckpt.engine import locate
 from shardckpt.plugins import get_plugin_manager
-from shardckpt.storage import RemotePath
+from shardckpt.storage import RemotePath, list_folders, list_objects
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -53,3 +53,35 @@ def test_a_folder_that_cannot_be_pickled_is_named() -> None:
     """The error names the URL without its password, the plugin's class, and what to send instead."""
     with pytest.raises(pickle.PicklingError, match=r"vault://user:\*\*\*@host/run/a cannot .* _Locked .*send the URL"):
         pickle.dumps(RemotePath(_Locked()) / "a")  # type: ignore[arg-type]
+
+
+class _OddNames:
+    """A plugin's folder with objects and folders whose names no file of a checkpoint can have."""
+
+    url = "vault://user:secret@host/odd"
+    found: ClassVar[dict[str, int]] = {"": 0, "a": 1, ".": 2, "..": 3, "b\0": 4}
+
+    def files(self) -> dict[str, int]:
+        return dict(self.found)
+
+    def tree(self) -> dict[str, int]:
+        return {**self.found, "c/d": 5, "c//e": 6, "/f": 7, "c/../g": 8}
+
+    def folders(self) -> list[str]:
+        return ["c", "", "..", "."]
+
+    def remove_folder(self, name: str) -> None:
+        """Do nothing."""
+
+
+def test_names_that_no_checkpoint_has_are_left_out_of_listings(caplog: pytest.LogCaptureFixture) -> None:
+    """Empty parts, dots and null characters: their objects are skipped, counted and named once; the rest is listed."""
+    for _ in range(2):
+        place = RemotePath(_OddNames())  # type: ignore[arg-type]
+        assert [path.name for path in place.iterdir()] == ["a"]
+        assert list_objects(place.folder) == place.list_tree() == {"a": 1, "c/d": 5}
+        assert list_folders(place) == ["c"]
+    (said,) = {record.getMessage() for record in caplog.records}
+    assert len(caplog.records) == 1
+    assert "vault://user:***@host/odd" in said
+    assert "3 objects or folders" in said

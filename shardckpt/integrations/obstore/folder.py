@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import os
 import time
 from contextlib import contextmanager, suppress
@@ -16,6 +17,7 @@ from obstore.store import from_url
 from shardckpt import settings
 from shardckpt.errors import StorageError
 from shardckpt.integrations import multipart
+from shardckpt.integrations.fsspec import shardckpt_filesystem as open_by_fsspec
 from shardckpt.integrations.obstore.streamed_object import StreamedObject
 from shardckpt.storage import find_problem, fit_parts, mask_secrets, plan_upload
 
@@ -26,6 +28,8 @@ if TYPE_CHECKING:
     from obstore.store import ObjectStore
 
     from shardckpt.storage import PendingUpload
+
+logger = logging.getLogger(__name__)
 
 #: Variables with an endpoint; a server on loopback or in a cluster may have an http:// one.
 _ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT", "AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT")
@@ -39,6 +43,8 @@ _PIECE_BYTES = 1 << 20
 #: Bytes of the largest object that S3 copies by one request.
 _MOST_COPIED = 5 << 30
 _REFUSED = (obstore.exceptions.PermissionDeniedError, obstore.exceptions.UnauthenticatedError)
+#: The URLs of which this process has said that fsspec lists them.
+_reported: set[str] = set()
 #: What obstore adds to the text of its errors, for its authors.
 _DEBUG = "\n\nDebug source:"
 
@@ -71,27 +77,19 @@ class ObstoreFolder:
 
     def files(self) -> dict[str, int]:
         """Return the size in bytes of each object directly below, by name."""
-        with self._calling():
-            found = obstore.list_with_delimiter(self._store, self._prefix or None)
-        return {self._relative(item["path"]): item["size"] for item in found["objects"]}
+        return self._list_level("files", lambda found: {self._relative(o["path"]): o["size"] for o in found["objects"]})
 
     def tree(self) -> dict[str, int]:
         """Return the size in bytes of each object below the URL at any depth, by path: one request for 1,000."""
-        with self._calling():
-            found = obstore.list(self._store, self._prefix or None).collect()
-        return {self._relative(item["path"]): item["size"] for item in found}
+        return self._list_all("tree", lambda item: item["size"])
 
     def times(self) -> dict[str, float]:
         """Return when each object below the URL was written, by path, in seconds since 1970."""
-        with self._calling():
-            found = obstore.list(self._store, self._prefix or None).collect()
-        return {self._relative(item["path"]): item["last_modified"].timestamp() for item in found}
+        return self._list_all("times", lambda item: item["last_modified"].timestamp())
 
     def folders(self) -> list[str]:
         """Return the names of the folders directly below."""
-        with self._calling():
-            found = obstore.list_with_delimiter(self._store, self._prefix or None)
-        return [self._relative(path) for path in found["common_prefixes"]]
+        return self._list_level("folders", lambda found: [*map(self._relative, found["common_prefixes"])])
 
     def remove_folder(self, name: str) -> None:
         """Do nothing: these stores have no folders without objects."""
@@ -187,6 +185,46 @@ class ObstoreFolder:
     def abort_upload(self, upload: PendingUpload) -> None:
         """Abort one of these."""
         multipart.abort_upload(self.url, upload)
+
+    def _list_level(self, method: str, convert: Callable[[Any], Any]) -> Any:
+        try:
+            with self._calling():
+                return convert(obstore.list_with_delimiter(self._store, self._prefix or None))
+        except obstore.exceptions.InvalidPathError as exc:
+            return self._list_otherwise(method, exc)
+
+    def _list_all(self, method: str, convert: Callable[[Any], Any]) -> Any:
+        try:
+            with self._calling():
+                found = obstore.list(self._store, self._prefix or None).collect()
+        except obstore.exceptions.InvalidPathError as exc:
+            return self._list_otherwise(method, exc)
+        return {self._relative(item["path"]): convert(item) for item in found}
+
+    def _list_otherwise(self, method: str, error: Exception) -> Any:
+        """List by fsspec: obstore gives no listing with an object that it cannot name (``run//notes.txt``) in it.
+
+        Raises:
+            StorageError: fsspec, or its package for the protocol, is not installed.
+        """
+        try:
+            folder = open_by_fsspec(self.url)
+        except StorageError:  # it has no package for the protocol
+            folder = None
+        if folder is None:
+            raise StorageError(
+                f"cannot list {self.url}: {error}. No file of a checkpoint is named so: remove the object, or install "
+                "what lists it, too (s3fs for s3://, gcsfs for gs://, adlfs for az://)"
+            ) from error
+        if self.url not in _reported:
+            _reported.add(self.url)
+            logger.warning(
+                "%s: %s. No file of a checkpoint is named so, and fsspec lists in the place of obstore, by more "
+                "requests: remove the object",
+                self.url,
+                error,
+            )
+        return getattr(folder, method)()
 
     def _get(self, name: str, offset: int, nbytes: int) -> memoryview:
         found = memoryview(b"")
