@@ -196,8 +196,8 @@ def _parse_lineage(parent: str | None, step: int | None) -> Lineage:
         raise CheckpointingException(
             f"parent={parent!r}: expected the id of a checkpoint, 32 hex digits: open_checkpoint(path).save_id"
         )
-    if step is not None and (type(step) is not int or step < 0):
-        raise CheckpointingException(f"step={step!r}: expected an integer that is not negative")
+    if step is not None and (type(step) is not int or not 0 <= step < 1 << 53):
+        raise CheckpointingException(f"step={step!r}: expected an integer from 0 to 2^53 - 1")
     return Lineage(parent, step)
 
 
@@ -432,7 +432,7 @@ def check_is_distributed_checkpoint(checkpoint_dir: PathLike) -> bool:
     if not is_there(marker):
         return False
     try:
-        Marker.model_validate_json(read_file(marker, MARKER_LIMIT))
+        Marker.parse(read_file(marker, MARKER_LIMIT))
     except (CheckpointingException, ValueError):
         return False
     return True

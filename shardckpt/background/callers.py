@@ -8,6 +8,7 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from shardckpt.background.process import WorkerProcess
+from shardckpt.background.staging_buffer import check_mappable
 
 if TYPE_CHECKING:
     from shardckpt.background.request import AsyncRequest
@@ -55,11 +56,15 @@ class PersistentAsyncCaller(AsyncCaller):
 
     The process starts with the first request, or before by :meth:`warmup`. It does not import the program's main
     module: no ``__main__`` guard is needed. Requests must be picklable; staged tensors are mapped, not copied.
+
+    Raises:
+        CheckpointingException: staged tensors cannot be mapped on this machine: there is no ``/proc``.
     """
 
     _warm: ClassVar[WorkerProcess | None] = None
 
     def __init__(self) -> None:
+        check_mappable()
         self._worker: WorkerProcess | None = None
 
     def schedule_async_call(self, request: AsyncRequest) -> Future[Any]:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shardckpt import settings
+from shardckpt.errors import CheckpointingException
 from shardckpt.storage import wrap_os_errors
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ logger = logging.getLogger(__name__)
 _ROUND = 2 << 20
 #: Seconds after which a save that waits for a buffer logs a warning.
 _PATIENCE = 30.0
+_PROC = Path("/proc")
 
 
 class StagingBuffer:
@@ -160,6 +162,28 @@ def round_up(nbytes: int) -> int:
     return max(_ROUND, -(-nbytes // _ROUND) * _ROUND)
 
 
+def check_mappable() -> None:
+    """Check that another process can map what this one stages.
+
+    Raises:
+        CheckpointingException: it cannot: ``/proc`` is not there, or is that of other processes.
+    """
+    fd, path = _memory_file()
+    try:
+        is_same = os.path.samestat(os.stat(path), os.fstat(fd))  # noqa: PTH116 - follows the link to what has no name
+        why = "it is another file"
+    except OSError as exc:
+        is_same, why = False, f"{type(exc).__name__}: {exc}"
+    finally:
+        os.close(fd)
+    if not is_same:
+        raise CheckpointingException(
+            f"no other process can write background saves here: it would map the staged tensors by {path}, and {why}. "
+            "Mount /proc in this container, or let a thread write: CheckpointConfig(async_mode='async'), "
+            "AsyncCallsQueue(persistent=False)"
+        )
+
+
 def _memory_file() -> tuple[int, str]:
     """Create a file without a name, in memory where possible; return its descriptor, and a path to open it."""
     if hasattr(os, "memfd_create"):
@@ -167,7 +191,7 @@ def _memory_file() -> tuple[int, str]:
     else:
         fd, name = tempfile.mkstemp(prefix="shardckpt-staging-")
         Path(name).unlink()
-    return fd, f"/proc/{os.getpid()}/fd/{fd}"
+    return fd, f"{_PROC}/{os.getpid()}/fd/{fd}"
 
 
 def _map(fd: int, nbytes: int) -> torch.Tensor:

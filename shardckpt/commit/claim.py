@@ -180,7 +180,7 @@ def without_others(found: Collection[str], marker: str) -> set[str]:
 def read_save_id(folder: RemoteFolder, marker: str) -> str:
     """Return the id of the save that is at a URL."""
     target = RemotePath(folder)
-    generation = Marker.model_validate_json(read_file(target / marker, MARKER_LIMIT)).shardckpt_generation
+    generation = Marker.parse(read_file(target / marker, MARKER_LIMIT)).shardckpt_generation
     if generation:
         return generation.rpartition("-")[2]
     return Record.parse(read_file(target / RECORD_NAME, RECORD_LIMIT)).save_id

@@ -187,6 +187,6 @@ class Replacement:
 
     def _parse_marker(self, data: bytes) -> Marker:
         try:
-            return Marker.model_validate_json(data)
+            return Marker.parse(data)
         except ValueError as exc:
             raise CorruptCheckpointError(f"{self._marker} is damaged, so that nothing is overwritten: {exc}") from exc

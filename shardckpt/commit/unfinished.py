@@ -93,7 +93,7 @@ def find_unfinished(path: RemotePath) -> Unfinished | None:
 def _find_generation(path: RemotePath) -> str | None:
     """Return the generation that is the checkpoint; ``""`` if the URL itself has it, None if nobody can say."""
     try:
-        return Marker.model_validate_json((path / MARKER_NAME).read_tagged()[0]).shardckpt_generation or ""
+        return Marker.parse((path / MARKER_NAME).read_tagged()[0]).shardckpt_generation or ""
     except (ValueError, CorruptCheckpointError):
         return None
 

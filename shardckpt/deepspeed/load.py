@@ -87,7 +87,7 @@ class DeepSpeedLoadStrategy(LoadStrategy):
             CheckpointingException: A file is damaged, missing, or of a kind that is not read here.
         """
         step = self._index(context).common.get("global_steps")
-        return step if type(step) is int else None
+        return step if type(step) is int and 0 <= step < 1 << 53 else None  # a pickle may have any number
 
     def load_index(self, context: LoadContext) -> list[ShardedBase]:
         """Return the tensors without data, and the options of the optimizer for each parameter."""

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from pydantic import TypeAdapter
 
 from shardckpt.commit import (
     Owner,
@@ -42,6 +43,7 @@ from shardckpt.manifest import (
     Record,
     find_folders,
     list_files,
+    parse_json,
 )
 from shardckpt.planning import assign_holders
 from shardckpt.plugins import open_folder
@@ -71,6 +73,8 @@ if TYPE_CHECKING:
     from shardckpt.storage import FilePart, Journal
 
 logger = logging.getLogger(__name__)
+
+_ANY = TypeAdapter[Any](Any)
 
 #: A save's name and owner, 128 bits each, travel as four numbers of 64 bits: what ranks add up are int64.
 _NAME = struct.Struct("<4q")
@@ -516,7 +520,10 @@ def as_json(content: Any) -> Any:
     """Return the value as JSON would read it back, if that equals it; else None."""
     # None: the record must not say something else than the caller, a tuple as a list for example
     try:
-        copy = json.loads(json.dumps(content))
+        stored = {"content_metadata": content}
+        _ANY.dump_json(stored)  # as the record is dumped, whose writer takes some 250 levels
+        # as a reader of the record does, which refuses NaN and infinity
+        copy = parse_json(json.dumps(stored).encode())["content_metadata"]
     except (TypeError, ValueError, RecursionError):
         return None
     return copy if copy == content else None

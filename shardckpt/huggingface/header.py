@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardckpt.errors import CheckpointingException, CorruptCheckpointError, listed
 from shardckpt.huggingface.dtypes import from_safetensors, safetensors_name, torch_shape, written_shape
-from shardckpt.storage import HEADER_LIMIT, LENGTH_BYTES, HeaderEntry, encode_header
+from shardckpt.storage import HEADER_LIMIT, LENGTH_BYTES, HeaderEntry, encode_header, parse_json
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -141,7 +140,7 @@ def parse_header(text: bytes, size: int, source: str) -> dict[str, FileTensor]:
     """
     first = LENGTH_BYTES + len(text)
     try:
-        entries = json.loads(text)
+        entries = parse_json(text)
         metadata = entries.pop(_METADATA, None) or {}
         found = {name: _entry(entry, first, size) for name, entry in entries.items()}
         # of tied tensors, a file has one, and its metadata maps the other names to it

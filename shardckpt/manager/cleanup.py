@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 _FOLDER_ARGUMENTS: dict[str, tuple[str, ...]] = {"output_dir": ("checkpoints",), "save": ()}
 #: Megatron's file with the number of the step that it loads.
 _TRACKER = "latest_checkpointed_iteration.txt"
+_MOST_DIGITS = 20
 _LOCAL_RANK = "LOCAL_RANK"
 #: The warnings that this process has logged: a trainer calls after every save, and each is logged once.
 _warned: set[tuple[str, str]] = set()
@@ -153,4 +154,5 @@ def _read_tracker(place: Path) -> set[int]:
         return set()
     with wrap_os_errors("read", tracker):
         text = tracker.read_text(errors="replace").strip()
-    return {int(text)} if text.isascii() and text.isdecimal() else set()
+    # Python converts no texts of thousands of digits; no step has so many
+    return {int(text)} if text.isascii() and text.isdecimal() and len(text) <= _MOST_DIGITS else set()

@@ -117,8 +117,10 @@ class CheckpointConfig(BaseModel):
             :func:`shardckpt.dist_checkpointing.save` and ``load``.
         show_progress: Whether the main rank shows on standard error how far each of its saves is: a bar on a terminal,
             with the extra ``cli``, else a line every ten seconds.
-        save_on_sigterm: Whether a SIGTERM makes the next call of ``save`` save its step. Costs one message between
-            ranks a step. See ``CheckpointManager.preempted``.
+        save_on_sigterm: Whether a SIGTERM makes the next call of ``save`` save its step. A further SIGTERM, as torchrun
+            sends one, does nothing until that step is committed, the manager is closed, or 30 s have passed since the
+            first; then it ends the process as ever. Costs one message between ranks a step. See
+            ``CheckpointManager.preempted``.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")

@@ -3,6 +3,8 @@
 ``metadata.json`` has Megatron's four fields and says which strategy reads the rest. ``shardckpt.json`` is ours: which
 release saved, which files belong to the checkpoint, and their digests. Both are written last, before the commit.
 ``integrity.json`` is Megatron's, since 0.18, and optional: the SHA-256 of every other file.
+
+Each is parsed strictly: two readers must not see two checkpoints in the same bytes.
 """
 
 from __future__ import annotations
@@ -42,6 +44,7 @@ if TYPE_CHECKING:
         list_parents,
     )
     from shardckpt.manifest.plain import PlainFile, PlainRecord, parse_plain
+    from shardckpt.manifest.strict_json import MOST_LEVELS, parse_json
 
 # lazy: to import pydantic takes longer than to list a checkpoint
 __getattr__ = lazy_getattr(
@@ -70,6 +73,7 @@ __getattr__ = lazy_getattr(
             "list_parents",
         ),
         "plain": ("PlainFile", "PlainRecord", "parse_plain"),
+        "strict_json": ("MOST_LEVELS", "parse_json"),
     },
 )
 
@@ -81,6 +85,7 @@ __all__ = [
     "INTEGRITY_NAME",
     "MARKER_LIMIT",
     "MARKER_NAME",
+    "MOST_LEVELS",
     "NAME_RULE",
     "RECORD_LIMIT",
     "RECORD_NAME",
@@ -101,5 +106,6 @@ __all__ = [
     "is_file_name",
     "list_files",
     "list_parents",
+    "parse_json",
     "parse_plain",
 ]

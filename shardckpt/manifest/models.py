@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-import json
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from shardckpt.errors import VersionTooNewError
 from shardckpt.manifest.names import (
@@ -23,6 +22,7 @@ from shardckpt.manifest.names import (
     is_file_name,
     list_files,
 )
+from shardckpt.manifest.strict_json import parse_json
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -35,7 +35,13 @@ def _check_name(name: str) -> str:
 
 
 _Name = Annotated[str, AfterValidator(_check_name)]
-_Count = Annotated[int, Field(ge=0)]
+#: JSON's numbers are exact in every reader below this.
+_Count = Annotated[int, Field(ge=0, lt=1 << 53)]
+#: JSON has lists, and a model that does not change has tuples.
+_FROM_LIST = Field(strict=False)
+_T = TypeVar("_T")
+_Column = Annotated[tuple[_T, ...], _FROM_LIST]
+_STRICT = ConfigDict(frozen=True, extra="ignore", strict=True, allow_inf_nan=False)
 
 
 class Marker(BaseModel):
@@ -43,19 +49,31 @@ class Marker(BaseModel):
 
     After an overwrite at a URL, that of the URL has ``shardckpt_generation``, too: the folder beside it with all files
     of the newest save, its own ``metadata.json`` among them.
+
+    Megatron reads a version that is not there as 1, and so does this. It always writes one, and so do we: a checkpoint
+    with a record is refused without.
     """
 
-    model_config = ConfigDict(frozen=True, extra="ignore")
+    model_config = _STRICT
 
     sharded_backend: str
-    sharded_backend_version: int = 1
+    sharded_backend_version: _Count = 1
     common_backend: str = "torch"
-    common_backend_version: int = 1
+    common_backend_version: _Count = 1
     shardckpt_generation: Annotated[str | None, Field(pattern=GENERATION)] = None
 
     def dump(self) -> bytes:
         """Return the bytes of the file: no field that is not set, since Megatron takes no other than its own."""
         return self.model_dump_json(exclude_none=True).encode()
+
+    @classmethod
+    def parse(cls, data: bytes) -> Marker:
+        """Return the marker in the bytes of ``metadata.json``.
+
+        Raises:
+            ValueError: they are not such a file.
+        """
+        return cls.model_validate(parse_json(data))
 
     @classmethod
     def check_written(cls, data: bytes, record: Record) -> None:
@@ -68,7 +86,7 @@ class Marker(BaseModel):
         Raises:
             ValueError: a field differs, or is not there.
         """
-        found = json.loads(data)
+        found = parse_json(data)
         written = cls(sharded_backend=record.backend, sharded_backend_version=record.version)
         expected = written.model_dump(exclude_none=True)
         needed = {"sharded_backend", "sharded_backend_version"}
@@ -78,7 +96,7 @@ class Marker(BaseModel):
                 continue
             if name not in found:
                 raise ValueError(f"it has no {name!r}, and was written with {value!r}")
-            if found[name] != value:
+            if found[name] != value or type(found[name]) is not type(value):  # JSON's true equals 1
                 raise ValueError(f"{name!r} is {found[name]!r}, and was written as {value!r}")
 
 
@@ -90,14 +108,14 @@ class FileRecord(BaseModel):
     ``digest`` is the SHA-256 of the table, and so that of the table file.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     name: _Name
     size: _Count
     rank: _Count
     keys: _Count
     digest: str
-    segments: str | Annotated[int, Field(gt=0, strict=True)]
+    segments: str | Annotated[int, Field(gt=0, lt=1 << 53)]
 
     @property
     def table_name(self) -> str:
@@ -110,9 +128,11 @@ class FileRecord(BaseModel):
 
 
 class _Format(BaseModel):
-    """What a later release's ``shardckpt.json`` has in any case."""
+    """What ``shardckpt.json`` of any release has."""
 
-    format: int = 0
+    model_config = _STRICT
+
+    format: Annotated[int, Field(ge=1)]
     writer: dict[str, str] = {}
 
 
@@ -125,20 +145,20 @@ class SaveTimings(BaseModel):
     are aligned at the message in which they agree on the save's id.
     """
 
-    model_config = ConfigDict(frozen=True, extra="ignore")
+    model_config = _STRICT
 
     #: Whether the save ran behind the training.
     background: bool = False
     #: The ranks of the columns: all; of many, the main rank and those whose writing ended last.
-    ranks: tuple[_Count, ...]
+    ranks: _Column[_Count]
     #: Bytes that each of them wrote.
-    nbytes: tuple[_Count, ...]
+    nbytes: _Column[_Count]
     #: By phase, when it began; None where a rank did not have the phase.
-    start: dict[str, tuple[float | None, ...]]
+    start: dict[str, _Column[float | None]]
     #: By phase, how long it lasted.
-    seconds: dict[str, tuple[float | None, ...]]
+    seconds: dict[str, _Column[float | None]]
     #: By phase, the least, the median and the largest duration of all ranks.
-    spread: dict[str, tuple[float, float, float]]
+    spread: dict[str, Annotated[tuple[float, float, float], _FROM_LIST]]
 
     @model_validator(mode="after")
     def _check_lengths(self) -> Self:
@@ -155,18 +175,18 @@ class Record(BaseModel):
     format 1, which is all that the first releases read: they refuse the formats that they do not know.
     """
 
-    model_config = ConfigDict(frozen=True, extra="ignore")
+    model_config = _STRICT
 
-    format: Literal[1, 2, 3] = 1
-    save_id: str
+    format: Annotated[int, Field(ge=1, le=NEWEST_FORMAT)] = 1
+    save_id: Annotated[str, Field(pattern=SAVE_ID)]
     backend: str
-    version: int
+    version: _Count
     #: Oldest shardckpt (or plugin distribution) whose reader understands this version, for the gate's error.
     reader: str
     writer: dict[str, str]
-    world_size: Annotated[int, Field(ge=1)]
+    world_size: Annotated[int, Field(ge=1, lt=1 << 53)]
     digest_algorithm: str
-    files: tuple[FileRecord, ...]
+    files: Annotated[tuple[FileRecord, ...], _FROM_LIST]
     #: The save id of the checkpoint that the job was resumed from, and the step of the training, if they were given.
     parent: Annotated[str, Field(pattern=SAVE_ID)] | None = None
     step: _Count | None = None
@@ -213,16 +233,14 @@ class Record(BaseModel):
             ValueError: they are not the bytes that were written.
             VersionTooNewError: a later release wrote them, in a format that this one does not know.
         """
-        try:
-            record = cls.model_validate_json(data)
-        except ValidationError as exc:
-            found = _Format.model_validate_json(data)
-            if found.format <= NEWEST_FORMAT:
-                raise
+        found = parse_json(data)
+        known = _Format.model_validate(found)
+        if known.format > NEWEST_FORMAT:
             raise VersionTooNewError(
-                f"{RECORD_NAME} has format {found.format}, and this release reads those up to {NEWEST_FORMAT}: "
-                f"upgrade shardckpt to {found.writer.get('shardckpt', 'the release that saved it')} or newer"
-            ) from exc
+                f"{RECORD_NAME} has format {known.format}, and this release reads those up to {NEWEST_FORMAT}: "
+                f"upgrade shardckpt to {known.writer.get('shardckpt', 'the release that saved it')} or newer"
+            )
+        record = cls.model_validate(found)
         head, _, tail = data.rpartition(record.self_digest.encode())
         if hashlib.sha256(head + NO_DIGEST.encode() + tail).hexdigest() != record.self_digest:
             raise ValueError("its bytes are not those that were written (digest differs)")
@@ -232,7 +250,7 @@ class Record(BaseModel):
 class Integrity(BaseModel):
     """``integrity.json``: digests, in hex, by file name."""
 
-    model_config = ConfigDict(frozen=True, extra="ignore")
+    model_config = _STRICT
 
     algorithm: str = INTEGRITY_ALGORITHM
     files: Annotated[dict[_Name, str], Field(min_length=1)]
@@ -248,7 +266,7 @@ class Integrity(BaseModel):
         Raises:
             ValueError: they are not such a file.
         """
-        return cls.model_validate_json(data)
+        return cls.model_validate(parse_json(data))
 
 
 class Manifest(BaseModel):

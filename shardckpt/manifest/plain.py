@@ -6,10 +6,19 @@ Only what this library wrote, as it wrote it, is read so; all else is left to th
 from __future__ import annotations
 
 import hashlib
-import json
+import re
 from typing import Any, NamedTuple
 
-from shardckpt.manifest.names import NEWEST_FORMAT, NO_DIGEST, TABLE_SUFFIX, Lineage, is_file_name, list_files
+from shardckpt.manifest.names import (
+    NEWEST_FORMAT,
+    NO_DIGEST,
+    SAVE_ID,
+    TABLE_SUFFIX,
+    Lineage,
+    is_file_name,
+    list_files,
+)
+from shardckpt.manifest.strict_json import parse_json
 
 
 class PlainFile(NamedTuple):
@@ -60,14 +69,14 @@ def parse_plain(marker: bytes, record: bytes) -> PlainRecord | None:
         None if they are not as this library writes them, or of several saves.
     """
     try:
-        found: Any = json.loads(record)
-        said: Any = json.loads(marker)
+        found: Any = parse_json(record)
+        said: Any = parse_json(marker)
         digest = found["self_digest"]
         head, _, tail = record.rpartition(digest.encode())
         # its own digest says that the rest is as it was written, and so was checked then
         if hashlib.sha256(head + NO_DIGEST.encode() + tail).hexdigest() != digest or len(digest) != len(NO_DIGEST):
             return None
-        if found.get("format", 1) not in range(1, NEWEST_FORMAT + 1):
+        if type(found["format"]) is not int or found["format"] not in range(1, NEWEST_FORMAT + 1):
             return None
         plain = PlainRecord(
             found["save_id"],
@@ -81,6 +90,22 @@ def parse_plain(marker: bytes, record: bytes) -> PlainRecord | None:
         )
         key = {"sharded_backend": plain.backend, "sharded_backend_version": plain.version}
         is_marked = said in (key, {**key, "common_backend": "torch", "common_backend_version": 1})
-        return plain if is_marked and all(map(is_file_name, plain.list_files())) else None
+        is_marked = is_marked and all(type(value) in (str, int) for value in said.values())  # JSON's true equals 1
+        return plain if is_marked and _has_types(plain) and all(map(is_file_name, plain.list_files())) else None
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
         return None
+
+
+def _has_types(plain: PlainRecord) -> bool:
+    """Return whether what is read has the types of the model: ids, texts, and integers that are exact in JSON."""
+    ids = [plain.save_id] if plain.lineage.parent is None else [plain.save_id, plain.lineage.parent]
+    texts = [plain.backend, plain.digest_algorithm, *plain.writer.values()]
+    numbers = [plain.version, plain.world_size]
+    numbers += [] if plain.lineage.step is None else [plain.lineage.step]
+    for file in plain.files:
+        texts.append(file.digest)
+        numbers += [file.size, file.rank, file.keys]
+        if not isinstance(file.segments, str):
+            numbers.append(file.segments)
+    is_text = all(isinstance(text, str) for text in texts) and all(re.fullmatch(SAVE_ID, each) for each in ids)
+    return is_text and all(type(number) is int and 0 <= number < 1 << 53 for number in numbers)

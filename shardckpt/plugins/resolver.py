@@ -214,6 +214,9 @@ def _read_manifest(directory: Path, plugins: PluginManager, *, moved: bool, unma
                 f"{directory}: {MARKER_NAME} says {marker.sharded_backend!r} version {marker.sharded_backend_version}, "
                 f"{RECORD_NAME} says {record.backend!r} version {record.version}: another save wrote into it"
             )
+    is_ours = record is not None or marker.shardckpt_generation is not None
+    if is_ours and "sharded_backend_version" not in marker.model_fields_set:
+        raise CorruptCheckpointError(f"{marker_file} is damaged: it has no 'sharded_backend_version'")
     return Manifest(
         backend=marker.sharded_backend,
         version=marker.sharded_backend_version,
@@ -231,7 +234,7 @@ def _parse_record(data: bytes) -> Record:
 
 
 def _parse_marker(directory: Path) -> Marker:
-    return parse_file(Marker.model_validate_json, directory / MARKER_NAME, MARKER_LIMIT)
+    return parse_file(Marker.parse, directory / MARKER_NAME, MARKER_LIMIT)
 
 
 def choose_reader(

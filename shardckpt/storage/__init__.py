@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from shardckpt import lazy_getattr
+from shardckpt.manifest import MOST_LEVELS, parse_json  # the records' room needs it, too
 
 if TYPE_CHECKING:
     from shardckpt.storage.abilities import can_rename, has_local_files, on_store
@@ -111,7 +112,6 @@ if TYPE_CHECKING:
     )
     from shardckpt.storage.store_errors import find_problem, mask_password, mask_secrets
     from shardckpt.storage.stream import FileStream, WriterPool
-    from shardckpt.storage.strict_json import MOST_LEVELS, parse_json
     from shardckpt.storage.sums import (
         add_sums,
         combine_fingerprints,
@@ -269,10 +269,6 @@ __getattr__ = lazy_getattr(
         "stream": (
             "FileStream",
             "WriterPool",
-        ),
-        "strict_json": (
-            "MOST_LEVELS",
-            "parse_json",
         ),
         "sums": (
             "add_sums",

@@ -27,7 +27,7 @@ class IndexHeader(BaseModel):
     optional_features: list[str]
     id: Annotated[str, Field(pattern=SAVE_ID)]
     parent: Annotated[str, Field(pattern=SAVE_ID)] | None = None
-    step: Annotated[int, Field(ge=0)] | None = None
+    step: Annotated[int, Field(ge=0, lt=1 << 53)] | None = None
     created_by: str = ""
     dtypes: list[str]
     codecs: list[str]

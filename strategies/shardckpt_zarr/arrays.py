@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from shardckpt.errors import CheckpointingException, CheckpointReplacedError, CorruptCheckpointError
+from shardckpt.manifest import parse_json
 from shardckpt.planning import Box, Ints
 from shardckpt_zarr.compressed import check_compressor
 
@@ -40,11 +41,14 @@ _DTYPES = {
     "<c16": torch.complex128,
 }
 
-_Shape = Annotated[tuple[Annotated[int, Field(ge=0, lt=1 << 62)], ...], Field(max_length=_MOST_AXES)]
+#: JSON has lists.
+_Shape = Annotated[tuple[Annotated[int, Field(ge=0, lt=1 << 62)], ...], Field(max_length=_MOST_AXES, strict=False)]
 
 
 class _ArrayFile(BaseModel):
     """``.zarray`` of zarr's format 2; other fields are ignored."""
+
+    model_config = ConfigDict(strict=True)
 
     zarr_format: int
     shape: _Shape
@@ -132,11 +136,11 @@ def read_array(key: str, reader: CheckpointReader) -> ChunkedArray:
     if nbytes > _ARRAY_LIMIT:
         raise CorruptCheckpointError(f"tensor {key!r}: {path} has {nbytes:,} bytes, more than {_ARRAY_LIMIT:,}")
     try:
-        found = _ArrayFile.model_validate_json(reader.read(name))
-    except ValidationError as exc:
-        fault = exc.errors()[0]
-        place = ".".join(map(str, fault["loc"]))
-        raise CorruptCheckpointError(f"tensor {key!r}: {path} is damaged: {place} {fault['msg']}") from exc
+        found = _ArrayFile.model_validate(parse_json(reader.read(name)))
+    except ValueError as exc:
+        fault = exc.errors()[0] if isinstance(exc, ValidationError) else None
+        text = f"{exc}" if fault is None else f"{'.'.join(map(str, fault['loc']))} {fault['msg']}"
+        raise CorruptCheckpointError(f"tensor {key!r}: {path} is damaged: {text:.500}") from exc
     if len(found.shape) != len(found.chunks) or any(
         size and not chunk for size, chunk in zip(found.shape, found.chunks, strict=True)
     ):

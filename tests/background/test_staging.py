@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from shardckpt.background import staging_buffer
+from shardckpt.background import AsyncCallsQueue, staging_buffer
 from shardckpt.background.staging import release_memory, stage
 from shardckpt.background.staging_buffer import StagingBufferPool
-from shardckpt.errors import ShardingError
+from shardckpt.errors import CheckpointingException, ShardingError
+from shardckpt.manager import AsyncMode, CheckpointConfig, CheckpointManager
 from tests import programs
 from tests.background import jobs
+from tests.manager.training import Progress
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -132,3 +134,26 @@ def test_staged_memory_is_not_shared_with_forks() -> None:
     """
     done = programs.run(textwrap.dedent(program))
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("has", ["nothing", "another's files"])
+def test_without_proc_a_process_is_refused(tmp_path: Path, has: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where no other process can map staged tensors, the error is that of the constructor, and a thread works."""
+    if has != "nothing":
+        (tmp_path / "proc" / str(os.getpid()) / "fd").mkdir(parents=True)
+        for number in range(200):
+            (tmp_path / "proc" / str(os.getpid()) / "fd" / str(number)).touch()
+    monkeypatch.setattr(staging_buffer, "_PROC", tmp_path / "proc")
+    for make in (
+        lambda: AsyncCallsQueue(persistent=True),
+        lambda: CheckpointManager(
+            CheckpointConfig(folder=tmp_path / "a", async_mode=AsyncMode.ASYNC_WITH_PINNED_MEM), {"p": Progress()}
+        ),
+    ):
+        with pytest.raises(CheckpointingException, match=r"(?s)proc.*Mount /proc.*async_mode='async'"):
+            make()
+    config = CheckpointConfig(folder=tmp_path / "b", interval=1, async_mode=AsyncMode.ASYNC)
+    with CheckpointManager(config, {"p": Progress()}) as manager:
+        manager.save(1)
+        manager.wait()
+        assert manager.steps() == [1]

@@ -108,6 +108,18 @@ def test_what_it_wrote_is_recorded(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "c" / "metadata.json").read_text())["sharded_backend"] == "files"
 
 
+@pytest.mark.parametrize(
+    "odd", ['{"tensors": {}, "tensors": {}}', '{"tensors": {"w": {"shape": ["2"], "dtype": "x"}}}']
+)
+def test_an_index_is_parsed_strictly(tmp_path: Path, odd: str) -> None:
+    """What says a key twice, or a text for a size, is damage, also where no digest says so."""
+    dc.save({"w": _tensor(), "step": 3}, tmp_path / "c", _Save())
+    (tmp_path / "c" / "shardckpt.json").unlink()
+    (tmp_path / "c" / "shardckpt_index.json").write_text(odd)
+    with pytest.raises(CorruptCheckpointError, match=r"shardckpt_index\.json is damaged"):
+        serialization.load_sharded_metadata(tmp_path / "c", _Load())
+
+
 def test_what_it_wrote_into_folders_is_recorded(tmp_path: Path) -> None:
     """Files in folders are digested, checked at the load, and replaced by the next save, as those beside them."""
 

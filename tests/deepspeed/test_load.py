@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import shutil
 from collections import OrderedDict
 from pathlib import Path
@@ -216,3 +217,11 @@ def test_a_damaged_file_is_an_error(name: str, tmp_path: Path) -> None:
                 convert_checkpoint(tmp_path / "zero", tmp_path / "new", "safetensors")
         assert main(["verify", str(tmp_path / "zero")]) == 1
         file.write_bytes(whole)
+
+
+def test_a_number_of_steps_that_is_none_is_not_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A pickle may have any number: `ls` lists the checkpoint without a step, whatever stands there."""
+    for number, steps in enumerate((10**5000, 1 << 53, -1, True, 2.0)):
+        _change_model_states(tmp_path / f"zero{number}", global_steps=steps)
+    assert main(["ls", str(tmp_path), "--json"]) == 0
+    assert [each["step"] for each in json.loads(capsys.readouterr().out)] == [None] * 5

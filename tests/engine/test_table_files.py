@@ -213,7 +213,7 @@ def test_hostile_sizes_are_refused_before_memory_is_taken(saved: Path) -> None:
 def test_hostile_records_are_refused(change: dict[str, Any], text: str) -> None:
     """A table file has a name that no other file has, and bytes."""
     first = {"name": "a", "size": 1, "rank": 0, "keys": 1, "digest": "0" * 64, "segments": 16}
-    fields = {"save_id": "", "backend": "", "version": 1, "reader": "", "writer": {}, "world_size": 1}
+    fields = {"save_id": "ab" * 16, "backend": "", "version": 1, "reader": "", "writer": {}, "world_size": 1}
     record = {**fields, "format": 3, "digest_algorithm": "crc32", "files": [first, {**first, "segments": "", **change}]}
     with pytest.raises(ValueError, match=text):
         Record.parse(json.dumps(record).encode())

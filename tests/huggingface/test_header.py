@@ -56,7 +56,14 @@ def test_a_header_that_contradicts_itself_is_refused(tmp_path: Path, entry: Any)
         huggingface_index(_write(tmp_path, {"w": entry}))
 
 
-@pytest.mark.parametrize("header", [b"", b"[]", b"{", b"\xff", b"[" * 100000, b"7"])
+_ENTRY = json.dumps(GOOD).encode()
+
+
+@pytest.mark.parametrize(
+    "header",
+    [b"", b"[]", b"{", b"\xff", b"[" * 100000, b"7", b'{"w": %b, "w": %b}' % (_ENTRY, _ENTRY)],
+    ids=["none", "list", "cut", "no text", "deep", "number", "a name twice"],
+)
 def test_a_header_that_is_none_is_refused(tmp_path: Path, header: bytes) -> None:
     """Bytes that are no JSON object are damage, whatever they are."""
     with pytest.raises(CorruptCheckpointError, match="is damaged"):

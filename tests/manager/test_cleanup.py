@@ -152,9 +152,11 @@ def test_the_step_that_megatron_would_load_stays(tmp_path: Path) -> None:
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("20\n")
     _clean(str(tmp_path), 1)
     assert folders.names_in(tmp_path) == {"iter_0000020", "iter_0000030", "latest_checkpointed_iteration.txt"}
-    (tmp_path / "latest_checkpointed_iteration.txt").write_text("release")
-    _clean(str(tmp_path), 1)
-    assert folders.names_in(tmp_path) == {"iter_0000030", "latest_checkpointed_iteration.txt"}
+    for other in ("release", "9" * 5000):
+        folders.save(tmp_path, 20, "iter_00000{}", overwrite=True)
+        (tmp_path / "latest_checkpointed_iteration.txt").write_text(other)
+        _clean(str(tmp_path), 1)
+        assert folders.names_in(tmp_path) == {"iter_0000030", "latest_checkpointed_iteration.txt"}
 
 
 def test_the_last_whole_one_is_never_removed(tmp_path: Path) -> None:

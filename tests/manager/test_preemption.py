@@ -1,14 +1,21 @@
 from __future__ import annotations
 
+import os
 import signal
+import subprocess
+import sys
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from shardckpt.manager.preemption import Preemption
+from shardckpt.manager import AsyncMode, CheckpointConfig, CheckpointManager
+from shardckpt.manager.preemption import GRACE_SECONDS, Preemption
+from tests.manager.training import Progress
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
 
 @pytest.fixture
@@ -24,13 +31,63 @@ def heard() -> Iterator[list[int]]:
     signal.signal(signal.SIGTERM, before)
 
 
-def test_the_first_is_a_wish(heard: list[int]) -> None:
-    """The first SIGTERM is taken, the second does what it did before."""
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """The clock that the handler reads."""
+    clock = SimpleNamespace(now=1000.0)
+    monkeypatch.setattr("shardckpt.manager.preemption.time", SimpleNamespace(monotonic=lambda: clock.now))
+    return clock
+
+
+def _signal_twice() -> None:
+    """As torchrun does, whose ranks a scheduler has signalled already."""
+    for _ in range(2):
+        signal.raise_signal(signal.SIGTERM)
+
+
+@pytest.mark.parametrize("mode", ["disabled", "async"])
+def test_signals_count_again_once_the_step_is_committed(heard: list[int], tmp_path: Path, mode: str) -> None:
+    """However many come before, the step is saved; after its commit a SIGTERM does what it did before."""
+    config = CheckpointConfig(folder=tmp_path, interval=100, async_mode=AsyncMode(mode), save_on_sigterm=True)
+    with CheckpointManager(config, {"progress": Progress()}) as manager:
+        assert not manager.save(1)
+        _signal_twice()
+        assert manager.save(2)
+        assert manager.preempted
+        manager.wait()
+        assert heard == []
+        signal.raise_signal(signal.SIGTERM)
+        assert heard == [signal.SIGTERM]
+        assert manager.steps() == [2]
+
+
+def test_the_commit_of_an_earlier_step_is_not_the_one(heard: list[int]) -> None:
+    """What was being written when the signal came is not what the signal asks for: the handler stays."""
     preemption = Preemption()
+    preemption.before_save(1, {})
+    _signal_twice()
+    preemption.after_commit(1)
     signal.raise_signal(signal.SIGTERM)
-    assert (preemption.received, heard) == (True, [])
+    assert preemption.is_preempted()
+    preemption.before_save(2, {})
+    signal.raise_signal(signal.SIGTERM)
+    assert heard == []
+    preemption.after_commit(2)
     signal.raise_signal(signal.SIGTERM)
     assert heard == [signal.SIGTERM]
+
+
+def test_after_its_time_a_further_one_counts(heard: list[int], clock: SimpleNamespace) -> None:
+    """Who signals a process that has not saved for 30 s wants it to end; the time begins with the first signal."""
+    preemption = Preemption()
+    _signal_twice()
+    clock.now += GRACE_SECONDS - 0.1
+    signal.raise_signal(signal.SIGTERM)
+    assert (preemption.received, heard) == (True, [])
+    clock.now += 0.2
+    signal.raise_signal(signal.SIGTERM)
+    assert heard == [signal.SIGTERM]
+    preemption.close()
 
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
@@ -44,12 +101,18 @@ def test_several_that_are_closed_swallow_nothing(heard: list[int], order: tuple[
     assert not any(each.received for each in both)
 
 
-def test_several_all_take_the_first(heard: list[int]) -> None:
-    """Two managers of a process both save after a SIGTERM; the second one does what it did before them."""
+@pytest.mark.parametrize("first", [0, 1])
+def test_several_all_take_the_first(heard: list[int], first: int) -> None:
+    """Two managers of a process both save after a SIGTERM; a further one waits for the commits of both."""
     both = [Preemption(), Preemption()]
-    signal.raise_signal(signal.SIGTERM)
+    _signal_twice()
     assert [each.received for each in both] == [True, True]
-    assert heard == []
+    for each in (both[first], both[1 - first]):
+        assert each.is_preempted()
+        each.before_save(1, {})
+        signal.raise_signal(signal.SIGTERM)
+        assert heard == []
+        each.after_commit(1)
     signal.raise_signal(signal.SIGTERM)
     assert heard == [signal.SIGTERM]
 
@@ -71,3 +134,50 @@ def test_the_default_is_given_back() -> None:
         assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+RANK = """
+import os, signal, sys
+import torch, torch.distributed as dist
+from shardckpt.manager import CheckpointConfig, CheckpointManager
+
+heard, wake = os.pipe()
+os.set_blocking(wake, False)
+signal.set_wakeup_fd(wake)  # a byte for each signal
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+config = CheckpointConfig(folder=sys.argv[1], interval=1000, save_on_sigterm=True)
+with CheckpointManager(config, {"model": torch.nn.Linear(2, 2)}) as manager:
+    manager.save(1)
+    for said in (f"ready {os.getpid()}", "signalled", "signalled again"):
+        os.write(1, f"{said}\\n".encode())
+        if said != "signalled again":
+            os.read(heard, 1)
+    manager.save(2)
+    assert manager.preempted
+"""
+
+
+@pytest.mark.ci  # starts torchrun
+def test_a_step_is_saved_under_torchrun(tmp_path: Path) -> None:
+    """Every process of the job is signalled, and torchrun signals its ranks once more: the step is saved whole."""
+    (tmp_path / "rank.py").write_text(RANK)
+    steps = tmp_path / "steps"
+    command = [*("-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1", "--nproc-per-node=2")]
+    command = [sys.executable, *command, str(tmp_path / "rank.py"), str(steps)]
+    with (
+        (tmp_path / "errors").open("w") as errors,
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True) as job,
+    ):
+        assert job.stdout is not None
+        try:
+            pids = [int(job.stdout.readline().split()[1]) for _ in range(2)]
+            for pid in pids:
+                os.kill(pid, signal.SIGTERM)
+            assert [job.stdout.readline() for _ in range(2)] == ["signalled\n"] * 2
+            job.terminate()
+            said = job.stdout.read()
+        finally:
+            job.kill()
+    assert said == "signalled again\n" * 2, (tmp_path / "errors").read_text()
+    assert sorted(path.name for path in steps.glob("step-*")) == ["step-2"]

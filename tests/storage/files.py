@@ -29,7 +29,7 @@ def write(directory: Path, name: str, records: Sequence[Sequence[bytes]]) -> Fil
 def manifest(*files: FileRecord, algorithm: str | None = None) -> Manifest:
     """A manifest that names the files."""
     record = Record(
-        save_id="0",
+        save_id="ab" * 16,
         backend="b",
         version=1,
         reader="",

@@ -11,10 +11,10 @@ from __future__ import annotations
 import copy
 import stat
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import torch
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
 from shardckpt import settings
 from shardckpt.archive import decode_object, encode_object
@@ -22,7 +22,7 @@ from shardckpt.commit import find_foreign, is_temporary
 from shardckpt.compat.megatron.base_classes import AsyncSaveShardedStrategy, LoadShardedStrategy, SaveShardedStrategy
 from shardckpt.engine import verify_integrity
 from shardckpt.errors import CorruptCheckpointError, PluginError, StorageError, listed
-from shardckpt.manifest import NAME_RULE, is_file_name
+from shardckpt.manifest import NAME_RULE, is_file_name, parse_json
 from shardckpt.mapping import ShardedObject, ShardedTensor, is_main_replica
 from shardckpt.planning import assign_holders
 from shardckpt.state_dict import build_copy
@@ -48,7 +48,9 @@ _INDEX = "shardckpt_index.json"
 class _StoredTensor(BaseModel):
     """A stored tensor: its global shape, and its dtype without ``torch.``."""
 
-    shape: tuple[int, ...]
+    model_config = ConfigDict(strict=True)
+
+    shape: Annotated[tuple[Annotated[int, Field(ge=0, lt=1 << 53)], ...], Field(strict=False)]  # JSON has lists
     dtype: str
 
 
@@ -59,6 +61,8 @@ class _Index(BaseModel):
         tensors: By key.
         objects: By unique key: the file that has the object, ``""`` if the strategy stores it.
     """
+
+    model_config = ConfigDict(strict=True)
 
     tensors: dict[str, _StoredTensor] = {}
     objects: dict[str, str] = {}
@@ -381,8 +385,8 @@ def _read_index(reader: CheckpointReader) -> _Index | None:
     if not reader.has(_INDEX):
         return None
     try:
-        return _Index.model_validate_json(reader.read(_INDEX))
-    except ValidationError as exc:
+        return _Index.model_validate(parse_json(reader.read(_INDEX)))
+    except ValueError as exc:  # pydantic's ValidationError, too
         raise CorruptCheckpointError(f"{reader.directory / _INDEX} is damaged: {exc}") from exc
 
 

@@ -46,7 +46,7 @@ def reseal(path: Path) -> None:
 
 def rewrite_format(path: Path, backend: str, version: int) -> None:
     """Let a checkpoint say that it has another backend or version."""
-    marker = Marker.model_validate_json((path / MARKER_NAME).read_bytes())
+    marker = Marker.parse((path / MARKER_NAME).read_bytes())
     changed = marker.model_copy(update={"sharded_backend": backend, "sharded_backend_version": version})
     (path / MARKER_NAME).write_text(changed.model_dump_json())
     record = read_record(path).model_copy(update={"backend": backend, "version": version})

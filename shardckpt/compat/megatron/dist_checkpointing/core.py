@@ -31,7 +31,7 @@ def maybe_load_config(checkpoint_dir: str | os.PathLike[str]) -> CheckpointingCo
     path = locate(checkpoint_dir, get_plugin_manager()) / CONFIG_FNAME
     if not path.exists():
         return None
-    found = parse_file(Marker.model_validate_json, path, MARKER_LIMIT)
+    found = parse_file(Marker.parse, path, MARKER_LIMIT)
     return CheckpointingConfig(**found.model_dump(include={field.name for field in fields(CheckpointingConfig)}))
 
 

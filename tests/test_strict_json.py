@@ -5,7 +5,7 @@ import tracemalloc
 
 import pytest
 
-from shardckpt.storage import MOST_LEVELS, parse_json
+from shardckpt.manifest import MOST_LEVELS, parse_json
 
 _BLOCK = 1 << 20
 
