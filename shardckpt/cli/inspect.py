@@ -289,8 +289,8 @@ def _describe(found: _Found, options: Any) -> list[str]:
     faults = [f"the common state cannot be read: {found.fault}"] if found.fault else []
     shown = {*tensors.keys, *found.objects, *found.common}
     faults += [f"incomplete: {file.name} {file.fault}{_affected(file, shown)}" for file in found.incomplete]
-    first = map(escape_text, (title, _describe_writer(header)))
-    return [*first, listing, *map(escape_text, found.scaled), summary, *map(escape_text, faults)]
+    head = map(escape_text, (title, _describe_writer(header)))
+    return [*head, listing, *map(escape_text, found.scaled), summary, *map(escape_text, faults)]
 
 
 def _describe_writer(header: dict[str, Any]) -> str:

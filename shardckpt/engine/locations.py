@@ -174,7 +174,9 @@ def name_library(place: Path, backend: str) -> str:
 def measure(directory: Path) -> int:
     """Return the bytes on disk that a checkpoint's directory or URL takes, other files in it included."""
     remote = on_store(directory)
-    return freed_bytes(directory) if remote is None else sum(list_objects(remote.folder).values())
+    if remote is None:
+        return freed_bytes(directory)
+    return sum((list_objects(remote.folder) if remote.listing is None else remote.listing).values())
 
 
 def check_names(path: Path) -> Path:

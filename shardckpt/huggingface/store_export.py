@@ -92,7 +92,7 @@ class StoreExport(FolderExport):
             source, copy = on_store(path), self._store / path.name
             if source is None:
                 copy.upload(path.resolve())  # those of the Hub's cache are links
-            else:
+            elif source != copy:  # stores refuse to copy an object onto itself
                 copy.copy_from(source)
 
     def _write_file(self, name: str, tensors: Sequence[HubTensor]) -> None:

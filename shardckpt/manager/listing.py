@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
+from shardckpt import settings
 from shardckpt.commit import is_under_way
 from shardckpt.deepspeed import DeepSpeedLoadStrategy, find_files
 from shardckpt.distributed import Comm
@@ -20,14 +22,16 @@ from shardckpt.errors import (
 )
 from shardckpt.huggingface import TorchFileLoadStrategy, huggingface_index, is_torch_file, read_all_of_folder
 from shardckpt.manager.holds import Holds
-from shardckpt.manager.marks import find_mark_of
+from shardckpt.manager.marks import MARKS_NAME, find_mark, find_mark_of
 from shardckpt.manager.steps import StepFolder, parse_step
 from shardckpt.manifest import FINGERPRINTS_NAME, MARKER_NAME, RECORD_NAME, Manifest
 from shardckpt.plugins import choose_reader, get_plugin_manager, hold_checkpoint
 from shardckpt.storage import (
     CheckpointReader,
+    HasFolders,
     combine_fingerprints,
     is_there,
+    list_objects,
     on_store,
     open_directory,
     parse_fingerprints,
@@ -38,6 +42,7 @@ from shardckpt.strategy import LoadContext
 
 if TYPE_CHECKING:
     import os
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
     from shardckpt.plugins import PluginManager
@@ -119,11 +124,14 @@ def list_checkpoints(folder: str | os.PathLike[str]) -> list[CheckpointSummary]:
         return [_summarize_file(place)]
     if on_store(place) is None and not place.is_dir():
         raise StorageError(f"{place} is no directory: give a folder of checkpoints, or a checkpoint")
-    own = _summarize(place, plugins)
+    # of a store, one listing for all: 1,000 folders would take thousands of requests
+    listings = _list_below(place)
+    own = _summarize(_attach_listing(place, listings), plugins)
     if own.state not in ("other", "incomplete"):
         return [own]
     inside = StepFolder(folder, plugins)
-    found = [_summarize(inside.find(name), plugins) for name in inside.directories() if not name.startswith(".")]
+    names = [name for name in inside.directories() if not name.startswith(".")]
+    found = _summarize_all(inside, names, listings, plugins)
     found += [_summarize_file(path) for path in _list_checkpoint_files(place)]
     if own.is_checkpoint and not any(each.is_checkpoint for each in found):
         return [own]
@@ -153,11 +161,56 @@ def find_checkpoints(path: str) -> list[str]:
     return [f"{path.rstrip('/')}/{each.name}" for each in found]
 
 
-def _summarize(directory: Path, plugins: PluginManager) -> CheckpointSummary:
+def _list_below(place: Path) -> dict[str, dict[str, int]] | None:
+    """Return the sizes of objects by path, of each folder directly below a URL, and, as ``""``, of the URL itself.
+
+    None for a local directory, and where a plugin cannot list a tree.
+    """
+    remote = on_store(place)
+    if remote is None or not isinstance(remote.folder, HasFolders):
+        return None
+    found = {"": list_objects(remote.folder)}
+    for path, size in found[""].items():
+        name, separator, inner = path.partition("/")
+        if separator:
+            found.setdefault(name, {})[inner] = size
+    return found
+
+
+def _attach_listing(place: Path, listings: Mapping[str, dict[str, int]] | None, name: str = "") -> Path:
+    """Return a folder of a store with its listing, so that looking at it takes no request for one."""
+    remote = on_store(place)
+    if remote is None or listings is None:
+        return place
+    path = remote.use_listing(listings.get(name, {}))
+    path.listing = listings.get(name, {})
+    return path
+
+
+def _summarize_all(
+    inside: StepFolder, names: Sequence[str], listings: Mapping[str, dict[str, int]] | None, plugins: PluginManager
+) -> list[CheckpointSummary]:
+    """Return the summaries of the directories in a folder; on a store, several are looked at at a time."""
+    if on_store(inside.place) is None:
+        return [_summarize(inside.find(name), plugins) for name in names]
+    marks = _attach_listing(inside.find(MARKS_NAME), listings, MARKS_NAME)
+
+    def summarize(name: str) -> CheckpointSummary:
+        found = _summarize(_attach_listing(inside.find(name), listings, name), plugins, marks)
+        # it may have been replaced or removed since the listing: then what was listed is not what was read
+        is_sure = listings is None or found.state not in ("damaged", "unreadable")
+        return found if is_sure else _summarize(inside.find(name), plugins, marks)
+
+    with ThreadPoolExecutor(settings.remote_threads(), "shardckpt-ls") as threads:
+        return list(threads.map(summarize, names))
+
+
+def _summarize(directory: Path, plugins: PluginManager, marks: Path | None = None) -> CheckpointSummary:
+    """Return the summary of a directory; ``marks`` is the directory of its mark, if that is known."""
     summary = CheckpointSummary(str(directory), directory.name, "other", step=parse_step(directory.name))
     try:
         summary = replace(summary, nbytes=measure(directory), saved_at=find_save_time(directory))
-        return retry_if_replaced(lambda: _inspect(directory, summary, plugins), directory)
+        return retry_if_replaced(lambda: _inspect(directory, summary, plugins, marks), directory)
     except (NotACheckpointError, IncompleteCheckpointError) as exc:
         return _describe_unmarked(directory, summary, exc)
     except CannotLoadError as exc:
@@ -206,11 +259,14 @@ def _summarize_file(path: Path) -> CheckpointSummary:
     return replace(summary, state=state, reason=_shorten(error, real))
 
 
-def _inspect(directory: Path, summary: CheckpointSummary, plugins: PluginManager) -> CheckpointSummary:
+def _inspect(
+    directory: Path, summary: CheckpointSummary, plugins: PluginManager, marks: Path | None
+) -> CheckpointSummary:
     """Return the summary of a checkpoint, as its manifest, and of another library's its index, describe it."""
     place, manifest = hold_checkpoint(directory, plugins)
     step = summary.step if manifest.lineage.step is None else manifest.lineage.step
-    if (mark := find_mark_of(directory, manifest)) is not None:
+    mark = find_mark_of(directory, manifest) if marks is None else find_mark(marks, directory.name, manifest)
+    if mark is not None:
         summary = replace(summary, mark=str(mark), has_failed=mark.verdict == "failed")
     summary = replace(
         summary,

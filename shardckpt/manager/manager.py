@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import time
 from contextlib import ExitStack
-from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
 from shardckpt.distributed import Comm
@@ -221,7 +220,7 @@ class CheckpointManager:
         self._check_open("discard_after")
         self.wait()
         Comm(self._group).agree(step=step)
-        if not isinstance(step, Integral) or isinstance(step, bool):
+        if isinstance(step, bool) or not hasattr(step, "__index__"):  # numpy's integers are steps, too
             raise CheckpointingException(f"discard_after({step!r}): give the last step that stays, a whole number")
         removed = Comm(self._group).main_runs(
             f"discarding the steps after {step}", lambda: discard_steps_after(self._folder, step)

@@ -155,7 +155,11 @@ def _import_class(target: type[Any] | str, base: type[Any], distribution: str) -
         return target
     module, _, name = target.partition(":")
     try:
-        kind = getattr(sys.modules.get(module) or importlib.import_module(module), name)
+        found = sys.modules.get(module)
+        # another thread may be importing it: import_module waits for that
+        if found is None or getattr(getattr(found, "__spec__", None), "_initializing", False):
+            found = importlib.import_module(module)
+        kind = getattr(found, name)
     except (Exception, SystemExit) as exc:  # a module may call sys.exit
         raise PluginError(f"{target} of {distribution} cannot be imported: {type(exc).__name__}: {exc}") from exc
     if not (isinstance(kind, type) and issubclass(kind, base)):

@@ -168,10 +168,13 @@ def open_directory(path: Path) -> Path:
         path: A checkpoint: a directory, or a folder on a store.
 
     Returns:
-        A :class:`RelativePath` of a local directory; a folder on a store with a fresh listing; any other path
-        unchanged, because the code that reads it reports what is wrong with it.
+        A :class:`RelativePath` of a local directory; a folder on a store with a fresh listing, which in a first attempt
+        is the one that came with the path; any other path unchanged, because the code that reads it reports what is
+        wrong with it.
     """
     if (remote := on_store(path)) is not None:
+        if remote.listing is not None and not is_read_again():
+            return remote.use_listing(remote.listing)
         return refresh_listing(remote)
     if isinstance(path, RelativePath):
         return path

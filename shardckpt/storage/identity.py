@@ -45,6 +45,8 @@ def has_changed(place: Path) -> bool:
     remote = on_store(place)
     if remote is None:
         return was_replaced(place)
+    if remote.is_listed_before:
+        return False
     before, after = ({path.name: path.size for path in at.iterdir()} for at in (remote, refresh_listing(remote)))
     return not before.items() <= after.items()
 

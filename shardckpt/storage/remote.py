@@ -126,6 +126,11 @@ class RemotePath(_Base):
     #: Read by :mod:`shardckpt.storage.abilities`.
     can_rename = False
     has_local_files = False
+    #: The size in bytes of each object below, by path, where the folder has just been listed, with others: as for
+    #: :meth:`use_listing`. What opens the folder for the first time asks for no listing of its own.
+    listing: Mapping[str, int] | None = None
+    #: Whether its own listing is one of before it was opened. Who gave that looks again at what seems wrong.
+    is_listed_before = False
 
     def __init__(self, folder: RemoteFolder) -> None:
         self.folder = folder
@@ -134,6 +139,19 @@ class RemotePath(_Base):
         self._sizes = functools.cache(lambda: _list(folder, folder.files))
         #: The same with the objects in folders, which takes more requests: asked for where a name has a folder.
         self._tree = functools.cache(lambda: list_objects(folder))
+
+    def use_listing(self, listing: Mapping[str, int]) -> RemotePath:
+        """Return the folder with a listing that was requested before.
+
+        Args:
+            listing: The size in bytes of each object below, at any depth, by path.
+        """
+        path = RemotePath(self.folder)
+        sizes = {name: size for name, size in listing.items() if "/" not in name}
+        path._sizes = functools.cache(lambda: sizes)
+        path._tree = functools.cache(lambda: {**listing})
+        path.is_listed_before = True
+        return path
 
     @property
     def url(self) -> str:
@@ -399,7 +417,8 @@ def _list(folder: RemoteFolder, call: Callable[[], dict[str, int]]) -> dict[str,
 
 def _skip_impossible(url: str, names: Iterable[str]) -> list[str]:
     """Return the names that a file of a checkpoint, of any library, can have; log the others."""
-    possible, others = [], []
+    possible: list[str] = []
+    others: list[str] = []
     for name in names:
         is_possible = "\0" not in name and {"", ".", ".."}.isdisjoint(name.split("/"))
         (possible if is_possible else others).append(name)

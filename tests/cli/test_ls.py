@@ -7,25 +7,30 @@ import os
 import shutil
 import subprocess
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
+import fsspec
 import pytest
 import torch
 from safetensors.torch import save_file
 
 from shardckpt import dist_checkpointing as dc
 from shardckpt.cli import main
+from shardckpt.integrations.fsspec.folder import FsspecFolder
+from shardckpt.manager import list_checkpoints, listing
 from shardckpt.mapping import ShardedTensor
+from shardckpt.plugins import get_plugin_manager, hookimpl
 from tests.backends import Backend, both
 from tests.cli.checkpoints import GOLDEN, copy_golden, save_plain_dcp
 from tests.commit import owners
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
 
-def _save(path: Path, step: int | None = None) -> None:
-    dc.save({"w": ShardedTensor.from_rank_offsets("w", torch.ones(1000))}, path, step=step)
+def _save(path: Path | str, step: int | None = None, overwrite: bool = False) -> None:
+    dc.save({"w": ShardedTensor.from_rank_offsets("w", torch.ones(1000))}, path, step=step, overwrite=overwrite)
 
 
 def _list(folder: Path, capsys: pytest.CaptureFixture[str]) -> tuple[int, dict[str, dict[str, Any]]]:
@@ -284,3 +289,87 @@ def test_ls_shows_a_fingerprint_and_what_is_on_disk(tmp_path: Path, capsys: pyte
     assert shown.count(prints["a"][:12]) == 2
     assert shown.splitlines()[-1].startswith("on disk: ")
     assert shown.splitlines()[-1].endswith("no checkpoint 500 B")
+
+
+class _Counted(FsspecFolder):
+    """A folder in this process's memory that lists a tree by one request, as object stores do; counts requests."""
+
+    requests: ClassVar[list[str]] = []
+
+    def files(self) -> dict[str, int]:
+        self.requests.append(f"files {self.url}")
+        return super().files()
+
+    def folders(self) -> list[str]:
+        self.requests.append(f"folders {self.url}")
+        return super().folders()
+
+    def tree(self) -> dict[str, int]:
+        self.requests.append(f"tree {self.url}")
+        found = self._filesystem.find(self._root, detail=True)
+        return {name.removeprefix(f"{self._root}/"): entry["size"] for name, entry in found.items()}
+
+    def read(self, name: str, offset: int, nbytes: int) -> bytes:
+        self.requests.append(f"read {self.url}/{name}")
+        return super().read(name, offset, nbytes)
+
+
+@pytest.fixture
+def counted(tmp_path: Path) -> Iterator[str]:
+    """A URL of such folders."""
+
+    class Plugin:
+        @hookimpl(tryfirst=True)
+        def shardckpt_filesystem(self, url: str) -> _Counted | None:
+            if not url.startswith("counted://"):
+                return None
+            return _Counted(url, *fsspec.core.url_to_fs(url.replace("counted://", "memory://")))
+
+    plugin = Plugin()
+    get_plugin_manager().register(plugin)
+    yield f"counted://{tmp_path.name}/run"
+    get_plugin_manager().unregister(plugin)
+    fsspec.filesystem("memory").store.clear()
+
+
+def _find(url: str) -> str:
+    """The path of a URL in the memory."""
+    return f"/{url.partition('://')[2]}"
+
+
+@both
+def test_ls_of_a_url_takes_few_requests(backend: Backend, counted: str) -> None:
+    """One listing serves all folders: of those that are no checkpoint none is asked for, of others their JSON files."""
+    for step in range(3):
+        _save(f"{counted}/step-{step}")
+    _save(f"{counted}/step-2", overwrite=True)
+    for number in range(100):
+        fsspec.filesystem("memory").pipe(f"{_find(counted)}/other-{number}/in/notes.txt", b"x")
+    fsspec.filesystem("memory").pipe(f"{_find(counted)}/step-9/{backend.data_file(0)}", b"x")
+    _Counted.requests.clear()
+    found = {each.name: each for each in list_checkpoints(counted)}
+    lists = [request for request in _Counted.requests if not request.startswith("read")]
+    reads = [request for request in _Counted.requests if request.startswith("read")]
+    assert len(lists) <= 6, lists
+    assert len(reads) <= 3 * 3, reads
+    assert [found[f"step-{step}"].state for step in range(3)] == ["whole"] * 3
+    assert found["step-0"].nbytes > found["other-7"].nbytes == 1
+    assert {each.state for each in found.values() if each.name.startswith("other")} == {"other"}
+
+
+@both
+def test_ls_of_a_url_looks_again_at_what_has_changed(
+    backend: Backend, counted: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A checkpoint that another save replaces after the listing is not taken for a damaged one."""
+    _save(f"{counted}/step-1")
+    list_below = listing._list_below
+    monkeypatch.setattr(listing, "_list_below", lambda place: _replace_after(list_below(place), counted))
+    (found,) = list_checkpoints(counted)
+    assert (found.name, found.state) == ("step-1", "whole")
+
+
+def _replace_after(found: Any, url: str) -> Any:
+    fsspec.filesystem("memory").rm(f"{_find(url)}/step-1", recursive=True)
+    dc.save({"w": ShardedTensor.from_rank_offsets("w", torch.ones(9)), "more": 1}, f"{url}/step-1")
+    return found

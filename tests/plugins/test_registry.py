@@ -1,13 +1,15 @@
 from __future__ import annotations
 
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from shardckpt import dist_checkpointing as dc
 from shardckpt.errors import CheckpointingException, DuplicateStrategyError, PluginError
-from shardckpt.plugins.entries import StrategyAction
+from shardckpt.plugins.entries import StrategyAction, _import_class
 from shardckpt.plugins.manager import PluginManager
 from shardckpt.plugins.registry import StrategyRegistry, parse_key
 from shardckpt.strategy import LoadStrategy, Migration, SaveStrategy
@@ -423,3 +425,35 @@ def test_a_strategy_is_named_by_text_or_pair(wrong: Any) -> None:
     assert parse_key(("npy", 2)) == ("npy", 2)
     with pytest.raises(CheckpointingException, match=r"'backend' or \('backend', version\), not"):
         parse_key(wrong)
+
+
+#: What a module of a test waits for while it is imported: that it has begun, and that it may go on.
+BEGUN, GO_ON = threading.Event(), threading.Event()
+
+
+def test_a_strategy_that_another_thread_imports_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A module that is half imported is not taken for one without the class."""
+    (tmp_path / "slow_toy.py").write_text(
+        "from tests.plugins import test_registry\n"
+        "test_registry.BEGUN.set()\n"
+        "test_registry.GO_ON.wait(60)\n"
+        "class Saver(test_registry._SaveToy):\n"
+        "    pass\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    BEGUN.clear()
+    GO_ON.clear()
+    with ThreadPoolExecutor(2) as threads:
+        first = threads.submit(_import_class, "slow_toy:Saver", _SaveToy, "toys 1.0")
+        assert BEGUN.wait(60)
+        asked = threading.Event()
+
+        def import_again() -> type[Any]:
+            asked.set()
+            return _import_class("slow_toy:Saver", _SaveToy, "toys 1.0")
+
+        second = threads.submit(import_again)
+        assert asked.wait(60)
+        GO_ON.set()
+        assert first.result() is second.result()
+    del sys.modules["slow_toy"]

@@ -77,19 +77,25 @@ class ObstoreFolder:
 
     def files(self) -> dict[str, int]:
         """Return the size in bytes of each object directly below, by name."""
-        return self._list_level("files", lambda found: {self._relative(o["path"]): o["size"] for o in found["objects"]})
+        found: dict[str, int] = self._list_level(
+            "files", lambda found: {self._relative(item["path"]): item["size"] for item in found["objects"]}
+        )
+        return found
 
     def tree(self) -> dict[str, int]:
         """Return the size in bytes of each object below the URL at any depth, by path: one request for 1,000."""
-        return self._list_all("tree", lambda item: item["size"])
+        found: dict[str, int] = self._list_all("tree", lambda item: item["size"])
+        return found
 
     def times(self) -> dict[str, float]:
         """Return when each object below the URL was written, by path, in seconds since 1970."""
-        return self._list_all("times", lambda item: item["last_modified"].timestamp())
+        found: dict[str, float] = self._list_all("times", lambda item: item["last_modified"].timestamp())
+        return found
 
     def folders(self) -> list[str]:
         """Return the names of the folders directly below."""
-        return self._list_level("folders", lambda found: [*map(self._relative, found["common_prefixes"])])
+        found: list[str] = self._list_level("folders", lambda found: [*map(self._relative, found["common_prefixes"])])
+        return found
 
     def remove_folder(self, name: str) -> None:
         """Do nothing: these stores have no folders without objects."""
