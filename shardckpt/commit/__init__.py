@@ -32,7 +32,7 @@ if TYPE_CHECKING:
         spool_folder,
         why_kept,
     )
-    from shardckpt.commit.owner import Owner, claim_name, release_name
+    from shardckpt.commit.owner import Owner, claim_name, is_claimed, release_name
     from shardckpt.commit.removal import clear_tombstones, delete_checkpoint, is_half_deleted, make_tombstone
     from shardckpt.commit.resume import adopt_staging
     from shardckpt.commit.staging_names import (
@@ -80,6 +80,7 @@ __getattr__ = lazy_getattr(
         "owner": (
             "Owner",
             "claim_name",
+            "is_claimed",
             "release_name",
         ),
         "removal": (
@@ -140,6 +141,7 @@ __all__ = [
     "find_unfinished",
     "freed_bytes",
     "get_save_id",
+    "is_claimed",
     "is_free",
     "is_half_deleted",
     "is_temporary",

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from shardckpt.commit import Owner
+from shardckpt.commit import Owner, claim_name, is_claimed, release_name
 from shardckpt.errors import CheckpointingException, StorageError
 from shardckpt.manager.small_files import put_small_file, remove_temporaries
 from shardckpt.manager.step_resolution import check_step, find_newest
@@ -33,7 +33,7 @@ from shardckpt.plugins import get_plugin_manager
 from shardckpt.storage import attempt, on_store, read_file, wrap_os_errors
 
 if TYPE_CHECKING:
-    from collections.abc import Generator
+    from collections.abc import Collection, Generator
     from pathlib import Path
     from types import TracebackType
 
@@ -77,6 +77,8 @@ class Hold(BaseModel):
     def __str__(self) -> str:
         if self.kind == "pin":
             return f"pinned as {self.holder!r}"
+        if self.kind == "removal":
+            return f"being removed by {self.holder}"
         if self.until is None:
             return f"held by {self.holder}"
         ends = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(self.until))
@@ -112,23 +114,43 @@ class Holds:
                 found.setdefault(hold.directory, []).append(hold)
         return found
 
+    def find_removals(self) -> set[str]:
+        """Return the names of the steps' directories that are being removed."""
+        return {hold.directory for name, hold in self._read_all().items() if _is_under_way(name, hold)}
+
     def is_being_removed(self, directory: str) -> bool:
         """Return whether a removal of the step's directory is under way."""
-        return any(hold.kind == "removal" and hold.is_current for hold in self._read_all(directory).values())
+        return any(_is_under_way(name, hold) for name, hold in self._read_all([directory]).items())
 
     @contextlib.contextmanager
-    def removing(self, directory: str) -> Generator[list[Hold], None, None]:
-        """Mark a removal, which begins in the block, and yield the holds against it: with any it must not begin.
+    def removing(self, directory: str, needed: Collection[str] = ()) -> Generator[list[Hold], None, None]:
+        """Mark a removal, which begins in the block, and yield what stands against it: with any it must not begin.
+
+        Args:
+            directory: The name of the step's directory.
+            needed: The directories for whose sake it can go.
+
+        Returns:
+            A context manager that gives the leases and pins of the directory, and the marks that other removals have
+            written of it, or of the needed ones.
 
         Raises:
             StorageError: the mark cannot be written, or holds cannot be read.
         """
         name, mark = _make(directory, "removal", _describe_process(), _REMOVAL_SECONDS)
-        self.put(name, mark)
+        claim_name(name)
         try:
-            found = self._read_all(directory).values()
-            yield [hold for hold in found if hold.kind != "removal" and hold.is_current]
+            self.put(name, mark)
+            found = self._read_all([directory, *needed])
+            found.pop(name, None)
+            yield [
+                hold
+                for other, hold in found.items()
+                if _is_under_way(other, hold)
+                or (hold.kind != "removal" and hold.directory == directory and hold.is_current)
+            ]
         finally:
+            release_name(name)
             self.drop(name)
 
     def put(self, name: str, hold: Hold) -> None:
@@ -153,15 +175,19 @@ class Holds:
     def drop_ended(self) -> None:
         """Remove the files of leases and removals that have ended, and what is left of writes that were killed."""
         for name, hold in self._read_all().items():
-            if not hold.is_current:
+            if _is_under_way(name, hold) or (hold.kind != "removal" and hold.is_current):
+                continue
+            try:
                 self.drop(name)
+            except StorageError as exc:  # it counts for nothing, and the next call drops it
+                logger.warning("%s", exc)
         place = self._folder.find(_DIRECTORY)
         if on_store(place) is None and place.is_dir():
             with wrap_os_errors("clean", place):
                 remove_temporaries(place)
 
-    def _read_all(self, directory: str | None = None) -> dict[str, Hold]:
-        """Return what each file says, by name; of one step's directory, if given."""
+    def _read_all(self, directories: Collection[str] | None = None) -> dict[str, Hold]:
+        """Return what each file says, by name; of some directories of steps, if given."""
         place = self._folder.find(_DIRECTORY)
         with wrap_os_errors("list the holds in", place):
             if (remote := on_store(place)) is not None:
@@ -171,7 +197,7 @@ class Holds:
         found = {}
         for name in names:
             match = _NAME.fullmatch(name)
-            if match is None or (directory or match["directory"]) != match["directory"]:
+            if match is None or (directories is not None and match["directory"] not in directories):
                 continue
             if (hold := self._read(place / name, match)) is not None:
                 found[name] = hold
@@ -357,6 +383,13 @@ def _make(
         )
     hold = Hold(directory=directory, kind=kind, holder=holder, until=time.time() + seconds, owner=Owner.current().text)
     return f"{directory}.{kind}.{uuid.uuid4().hex}.json", hold
+
+
+def _is_under_way(name: str, hold: Hold) -> bool:
+    """Return whether a file is the mark of a removal that has not ended."""
+    # one of this process that it does not claim is of a removal whose mark could not be deleted
+    is_left = hold.owner == Owner.current().text and not is_claimed(name)
+    return hold.kind == "removal" and hold.is_current and not is_left
 
 
 def _describe_process() -> str:

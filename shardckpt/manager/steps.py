@@ -120,6 +120,11 @@ class StepCheckpoint:
         """Whether it was a complete checkpoint once; False also for a save that was never committed."""
         return self.error is not None and not isinstance(self.error, CannotLoadError)
 
+    def is_same_save(self, earlier: StepCheckpoint) -> bool:
+        """Return whether this is the save that was found in the directory earlier, unchanged, and complete."""
+        # Of another library's checkpoint, which has no record of its save, the time tells.
+        return self.is_loadable and (self.manifest, self.changed_at) == (earlier.manifest, earlier.changed_at)
+
     @property
     def content(self) -> dict[str, Any]:
         """The ``content_metadata`` that it was saved with, or an empty dict."""

@@ -42,14 +42,13 @@ if TYPE_CHECKING:
 NEWEST = [KeepLatest(1)]
 #: A process of another host: nobody here knows whether it is alive.
 ELSEWHERE = Owner(host=1, pid=1, start=1).text
-PLACES = pytest.mark.parametrize("place", ["{}", "local://{}"], ids=["directory", "store"])
 
 
 def _collect(folder: str | Path) -> list[int]:
     return collect_garbage(folders.steps_of(folder), NEWEST)
 
 
-@PLACES
+@folders.PLACES
 def test_a_leased_step_stays_until_the_lease_ends(tmp_path: Path, place: str) -> None:
     """Retention removes what it may beside the leased step, and that step as soon as the lease is closed."""
     folder = place.format(tmp_path / "run")
@@ -153,7 +152,7 @@ def test_a_removal_under_way_is_waited_for(tmp_path: Path) -> None:
     assert _collect(tmp_path) == [1]
 
 
-@PLACES
+@folders.PLACES
 def test_a_pinned_step_stays_until_it_is_unpinned(tmp_path: Path, place: str) -> None:
     """Every pin must be taken away; one label is one pin; prune says by which label a step is kept."""
     folder = place.format(tmp_path / "run")
