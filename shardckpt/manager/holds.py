@@ -204,8 +204,13 @@ class Holds:
         return found
 
     def _read(self, path: Path, match: re.Match[str]) -> Hold | None:
+        fault = "an unreadable file"
         try:
-            return Hold.model_validate_json(read_file(path, _LARGEST))
+            hold = Hold.model_validate_json(read_file(path, _LARGEST))
+            # Removals look for the files of a step by their names: what counts there must count everywhere.
+            if (hold.directory, hold.kind) == (match["directory"], match["kind"]):
+                return hold
+            fault = f"a file that says {hold.kind} of {hold.directory!r}, unlike its name"
         except FileNotFoundError:
             return None  # it ended meanwhile
         except StorageError as exc:
@@ -214,9 +219,10 @@ class Holds:
                 return None
             raise
         except (ValidationError, CheckpointingException):
-            # It says that something held the step, and not until when: a step that is kept too long is no loss.
-            holder = f"an unreadable file, {path}: remove it if nothing holds the step"
-            return Hold(directory=match["directory"], kind="lease", holder=holder)
+            pass
+        # It says that something held the step, and not until when: a step that is kept too long is no loss.
+        holder = f"{fault}, {path}: remove it if nothing holds the step"
+        return Hold(directory=match["directory"], kind="lease", holder=holder)
 
 
 class Lease:

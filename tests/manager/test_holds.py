@@ -22,6 +22,7 @@ from shardckpt.manager import (
     KeepNear,
     KeepRecent,
     Metrics,
+    find_holds,
     lease_step,
     pin_step,
     prune_steps,
@@ -195,6 +196,21 @@ def test_a_hold_that_cannot_be_read_keeps_its_step(tmp_path: Path) -> None:
     (place / "step-1.other.json").write_text("{}")  # no name of ours
     assert str(file) in prune_steps(tmp_path, NEWEST)[0].kept
     assert _collect(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    "hold", [Hold(directory="step-2", kind="lease", holder="x"), Hold(directory="step-1", kind="removal", holder="x")]
+)
+def test_a_hold_that_says_something_else_than_its_name_keeps_the_step_of_its_name(tmp_path: Path, hold: Hold) -> None:
+    """Of a file that was renamed or edited by hand, its name counts everywhere, and prune names the file."""
+    folders.save_all(tmp_path, 1, 2, 3)
+    name = f"step-1.lease.{'0' * 32}.json"
+    Holds(folders.steps_of(tmp_path)).put(name, hold)
+    assert list(find_holds(tmp_path)) == ["step-1"]
+    results = prune_steps(tmp_path, NEWEST)
+    assert name in results[0].kept
+    assert (results[1].kept, results[1].error) == ("", "")
+    assert folders.steps_of(tmp_path).steps() == [1, 3]
 
 
 def test_a_store_that_does_not_answer_is_not_one_without_leases(
