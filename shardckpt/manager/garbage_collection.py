@@ -23,7 +23,6 @@ from shardckpt.commit import (
 )
 from shardckpt.engine import clear_unfinished, clear_uploads, explain_kept_leftover, make_superseded_check
 from shardckpt.errors import CheckpointingException, CheckpointReplacedError, StorageError, listed
-from shardckpt.manager.holds import Holds
 from shardckpt.manager.marks import MARKS_NAME, drop_marks
 from shardckpt.manager.retention import find_needed_steps, steps_to_remove
 from shardckpt.storage import ListsFolders, on_store
@@ -32,10 +31,14 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable
     from pathlib import Path
 
+    from shardckpt.manager.marks import StepState
     from shardckpt.manager.retention import RetentionPolicy, StepMetrics
     from shardckpt.manager.steps import StepCheckpoint, StepFolder
 
 logger = logging.getLogger(__name__)
+
+#: What is known of a step's bytes, the worst first.
+_RANKS: tuple[StepState, ...] = ("failed", "candidate", "verified")
 
 #: Seconds after which :meth:`GarbageCollector.wait` says in a warning what it waits for, and that
 #: :func:`discard_steps_after` waits for the removals of another process.
@@ -105,7 +108,7 @@ def remove_steps(folder: StepFolder, choose: Callable[[StepMetrics], Collection[
     chosen = [step for step in choose(removable) if step in removable]
     # A load takes one of these once the chosen ones are gone.
     needed = find_needed_steps({step: metrics for step, metrics in removable.items() if step not in chosen})
-    holds = Holds(folder)
+    holds = folder.holds
     held = holds.find() if chosen else {}
     removed, kept = [], {}
     for step in chosen:
@@ -150,7 +153,7 @@ def discard_steps_after(folder: StepFolder, step: int) -> list[int]:
             f"{folder}: no step up to {step} can be loaded and has not failed a verification, so that none would be "
             f"left without the later ones: {listed([*map(str, later)])}"
         )
-    holds = Holds(folder).find()
+    holds = folder.holds.find()
     held = {each: holds[name] for each in later if (name := folder.names.name(each)) in holds}
     if held:
         said = [f"step {each} is {hold}" for each, found in held.items() for hold in found]
@@ -166,7 +169,7 @@ def discard_steps_after(folder: StepFolder, step: int) -> list[int]:
         removed.update(done)
         left = [each for each in later if each not in removed and folder.inspect_step(each).is_loadable]
         # A collection of another process, before which this one gave way: it takes a rename for each step.
-        if not left or not Holds(folder).find_removals() or time.monotonic() > deadline:
+        if not left or not folder.holds.find_removals() or time.monotonic() > deadline:
             break
         time.sleep(0.02)
     if left:
@@ -304,7 +307,7 @@ def _try_to_remove(folder: StepFolder, chosen: StepCheckpoint, needed: Collectio
     """
     name = folder.names.name(chosen.step)
     try:
-        with Holds(folder).removing(name, [folder.names.name(each.step) for each in needed]) as against:
+        with folder.holds.removing(name, [folder.names.name(each.step) for each in needed]) as against:
             # The marks were read before the checkpoints are looked at: a removal that ends in between is then seen.
             if against:
                 what = [f"{'it' if each.directory == name else each.directory} is {each}" for each in against]
@@ -330,14 +333,22 @@ def _find_change(folder: StepFolder, chosen: StepCheckpoint, needed: Collection[
     now = folder.inspect_step(chosen.step)
     if not now.is_same_save(chosen):
         return "since it was chosen it was saved anew" if now.is_loadable else "since it was chosen it was removed"
+    if now.mark != chosen.mark:  # by it policies choose
+        return f"since it was chosen it was {now.mark or 'marked anew'}"
     if (remote := on_store(path)) is not None:
         # The objects of a save that replaces it are below its URL.
         begun = find_unfinished(remote)
         if begun is not None and begun.owners and (reason := why_unfinished_kept(begun)):
             return f"it is being saved anew: {reason}"
+    return _find_loss(folder, needed)
+
+
+def _find_loss(folder: StepFolder, needed: Collection[StepCheckpoint]) -> str:
+    """Return what has happened since to a step that was to stay; ``""`` if nothing has."""
     for each in needed:
         now = folder.inspect_step(each.step)
-        if not now.is_loadable or now.has_failed > each.has_failed:
-            what = "failed a verification" if now.is_loadable else "was removed or damaged"
-            return f"since it was chosen, step {each.step}, which was to stay, {what}"
+        if not now.is_loadable:
+            return f"since it was chosen, step {each.step}, which was to stay, was removed or damaged"
+        if _RANKS.index(now.metrics.state) < _RANKS.index(each.metrics.state):
+            return f"since it was chosen, step {each.step}, which was to stay, became {now.metrics.state}"
     return ""

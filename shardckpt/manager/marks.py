@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from shardckpt.commit import put_small_file, remove_temporaries
 from shardckpt.engine import locate
 from shardckpt.errors import CheckpointingException, StorageError
-from shardckpt.manager.small_files import put_small_file, remove_temporaries
 from shardckpt.plugins import get_plugin_manager, hold_checkpoint
 from shardckpt.storage import attempt, on_store, read_file, retry_if_replaced, wrap_os_errors
 

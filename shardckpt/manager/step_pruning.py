@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 from shardckpt.engine import measure
 from shardckpt.manager.garbage_collection import remove_steps
-from shardckpt.manager.holds import Holds
 from shardckpt.manager.retention import describe_policy, find_needed_steps, steps_to_remove
 from shardckpt.manager.steps import NAMINGS, StepFolder
 from shardckpt.plugins import get_plugin_manager
@@ -88,7 +87,7 @@ def _prune(
     if dry_run:
         links = {step for step in found if (folder.place / folder.names.name(step)).is_symlink()}
         wanted = set(choose({s: each.metrics for s, each in found.items() if each.is_loadable and s not in links}))
-        held = Holds(folder).find()
+        held = folder.holds.find()
         kept = {step: ", ".join(map(str, held[name])) for step in wanted if (name := folder.names.name(step)) in held}
         removed = wanted - kept.keys()
     else:

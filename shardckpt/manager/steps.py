@@ -6,6 +6,7 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from shardckpt.commit import HOLDS_NAME, Holds
 from shardckpt.engine import find_save_time, list_recorded_files, locate
 from shardckpt.errors import (
     CannotLoadError,
@@ -166,6 +167,11 @@ class StepFolder:
         self.names = names
         #: The plugin manager.
         self.plugins = plugins
+
+    @property
+    def holds(self) -> Holds:
+        """The leases and pins of the steps."""
+        return Holds(self.find(HOLDS_NAME))
 
     def location(self, step: int) -> str:
         """Return a step's directory or URL for ``save`` and ``load``; a URL contains its password."""

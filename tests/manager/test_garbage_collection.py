@@ -21,7 +21,6 @@ from shardckpt.commit.staging_names import REPLACED, new_save_id, temporary_name
 from shardckpt.errors import CheckpointingException, IncompleteCheckpointError, StorageError
 from shardckpt.manager import garbage_collection, prune_steps
 from shardckpt.manager.garbage_collection import GarbageCollector, collect_garbage, discard_steps_after
-from shardckpt.manager.holds import Holds
 from shardckpt.manager.marks import identify_save, mark_checkpoint
 from shardckpt.manager.retention import KeepBest, KeepEvery, KeepLatest
 from shardckpt.manifest import MARKER_NAME
@@ -512,7 +511,7 @@ def test_a_removal_gives_way_to_that_of_a_step_that_is_to_stay(tmp_path: Path, m
     """While another process removes what a removal counts on, nothing goes, and a discard says so."""
     monkeypatch.setattr(garbage_collection, "_PATIENCE", 0.0)
     folders.save_all(tmp_path, 1, 2, 3)
-    holds = Holds(folders.steps_of(tmp_path))
+    holds = folders.steps_of(tmp_path).holds
     with holds.removing("step-3"):
         assert _collect(tmp_path, [KeepLatest(1)]) == []
     with holds.removing("step-1"), pytest.raises(StorageError, match=r"step 3 \(step-1 is being removed by process"):
@@ -539,7 +538,7 @@ def test_a_step_stays_if_the_newer_one_fails_a_verification_meanwhile(tmp_path: 
     newest = tmp_path / "step-2"
     save = identify_save(newest)
     results = _prune_while(str(tmp_path), lambda: mark_checkpoint(newest, save, "failed", checked="digests", files=1))
-    assert results[1].kept == "since it was chosen, step 2, which was to stay, failed a verification"
+    assert results[1].kept == "since it was chosen, step 2, which was to stay, became failed"
     assert folders.steps_of(tmp_path).steps() == [1, 2]
 
 

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardckpt.cli import main
-from shardckpt.commit import Owner
+from shardckpt.commit import Hold, Owner
 from shardckpt.errors import CannotLoadError, CheckpointingException, StorageError
 from shardckpt.manager import (
     CheckpointConfig,
@@ -29,7 +29,7 @@ from shardckpt.manager import (
     unpin_step,
 )
 from shardckpt.manager.garbage_collection import collect_garbage
-from shardckpt.manager.holds import Hold, Holds, Lease
+from shardckpt.manager.holds import Lease
 from tests import programs
 from tests.manager import folders
 from tests.manager.training import Progress
@@ -94,7 +94,7 @@ def test_the_lease_of_another_host_lasts_until_its_time(tmp_path: Path, left: fl
     """Where nobody can see whether the holder is alive, the time that it wrote decides."""
     folders.save_all(tmp_path, 1, 2, 3)
     hold = Hold(directory="step-1", kind="lease", holder="far", until=time.time() + left, owner=ELSEWHERE)
-    Holds(folders.steps_of(tmp_path)).put(f"step-1.lease.{'0' * 32}.json", hold)
+    folders.steps_of(tmp_path).holds.put(f"step-1.lease.{'0' * 32}.json", hold)
     assert _collect(tmp_path) == removed
 
 
@@ -141,7 +141,7 @@ def test_of_a_lease_and_a_removal_one_gives_way(tmp_path: Path) -> None:
 def test_a_removal_under_way_is_waited_for(tmp_path: Path) -> None:
     """A lease that finds the mark of a removal waits; when the removal gave way, it has the step."""
     folders.save_all(tmp_path, 1, 2)
-    holds = Holds(folders.steps_of(tmp_path))
+    holds = folders.steps_of(tmp_path).holds
     with holds.removing("step-1") as held:
         assert held == []
         thread = threading.Thread(target=lambda: lease_step(tmp_path, 1).close())
@@ -205,7 +205,7 @@ def test_a_hold_that_says_something_else_than_its_name_keeps_the_step_of_its_nam
     """Of a file that was renamed or edited by hand, its name counts everywhere, and prune names the file."""
     folders.save_all(tmp_path, 1, 2, 3)
     name = f"step-1.lease.{'0' * 32}.json"
-    Holds(folders.steps_of(tmp_path)).put(name, hold)
+    folders.steps_of(tmp_path).holds.put(name, hold)
     assert list(find_holds(tmp_path)) == ["step-1"]
     results = prune_steps(tmp_path, NEWEST)
     assert name in results[0].kept

@@ -7,7 +7,7 @@ import re
 import uuid
 from typing import TYPE_CHECKING
 
-from shardckpt.commit import Owner
+from shardckpt.commit.owner import Owner
 from shardckpt.errors import StorageError
 from shardckpt.storage import on_store, put_file, wrap_os_errors
 
