@@ -84,9 +84,7 @@ class StoreExport(FolderExport):
         config = self._encode_config()
         # the index first: without it the other files are no folder
         weights = sorted(filter(is_weights, found), key=lambda name: not name.endswith(".json"))
-        with (
-            hold_place(self._store, partial(open_folder, plugins=self.operation.plugins)) if weights else nullcontext()
-        ):
+        with hold_place(self._store, partial(open_folder, plugins=self.operation.plugins)) if found else nullcontext():
             for name in weights:
                 (self._store / name).delete()
         if config is not None:

@@ -70,6 +70,17 @@ def test_no_verb_takes_the_place_of_a_held_step(tmp_path: Path, capsys: pytest.C
     assert folders.names_in(folder) == {"step-1", "step-2", "step-3", folders.HOLDS}
 
 
+def test_an_export_to_a_url_leaves_a_held_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It deletes and writes nothing there."""
+    folder = f"local://{tmp_path}/run"
+    folders.save_all(folder, 1, 2)
+    pin_step(folder, 1, "paper")
+    before = folders.names_in(tmp_path / "run" / "step-1")
+    assert main(["export", f"{folder}/step-2", f"{folder}/step-1", "--overwrite"]) != 0
+    assert "step-1 is pinned as 'paper'" in capsys.readouterr().err
+    assert folders.names_in(tmp_path / "run" / "step-1") == before
+
+
 @folders.PLACES
 def test_a_removal_gives_way_to_the_save_that_takes_the_place(tmp_path: Path, place: str) -> None:
     """Else the removal, which has looked at the old save, would remove the new one."""

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 LATEST, EVERY = 1, 4
 POLICIES = [KeepLatest(LATEST), KeepEvery(EVERY)]
 #: Those of another manager of the folder, or of a prune.
-OTHERS = [KeepLatest(2)]
+OTHERS = [KeepLatest(1)]
 _FOR_WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT
 #: What changes a folder; a process that has crashed does none of these any more.
 CHANGES = ("rename", "replace", "unlink", "remove", "rmdir", "mkdir", "open", "fsync")
@@ -47,7 +47,9 @@ BEGUN = (1, 2, 3, 5)
 
 
 #: What another process may do in the middle of a removal.
-ACTS = ("save", "save_again", "pin", "lease", "verified", "failed", "damage", "prune", "discard")
+ACTS = st.sampled_from(
+    ["save", "save_again", "pin", "lease", "verified", "failed", "damage", *["prune"] * 3, *["discard"] * 3]
+)
 
 
 class Crash(BaseException):
@@ -241,11 +243,20 @@ class Retention(RuleBasedStateMachine):
         self.states = {each: state for each, state in self.states.items() if each not in later}
 
     @precondition(lambda self: self.states)
-    @rule(choice=CHOICES, act=st.sampled_from(ACTS), other=CHOICES, is_discard=st.booleans())
-    def act_in_a_removal(self, choice: int, act: str, other: int, *, is_discard: bool) -> None:
-        """Another process acts between a removal's look and its first step: what counts is what is there then."""
-        rewind = self._choose(choice)
-        later = {each for each in self.states if each > rewind}
+    @rule(act=ACTS, other=CHOICES)
+    def act_in_a_prune(self, act: str, other: int) -> None:
+        """Another process acts between a prune's look and its first step: what counts is what is there then."""
+        self._remove(act, other, None)
+
+    @precondition(lambda self: self.states)
+    @rule(choice=st.sampled_from([0, 1]), act=ACTS, other=CHOICES)
+    def act_in_a_discard(self, choice: int, act: str, other: int) -> None:
+        """So it is where a training goes back."""
+        self._remove(act, other, self._choose(choice))
+
+    def _remove(self, act: str, other: int, rewind: int | None) -> None:
+        """Prune, or discard all steps after one, while another process acts."""
+        later = {each for each in self.states if rewind is not None and each > rewind}
         before: dict[int, tuple[str, str]] = {}
 
         def look(found: StepMetrics) -> dict[int, str]:
@@ -255,16 +266,14 @@ class Retention(RuleBasedStateMachine):
             return find_needed_steps(found)
 
         with mock.patch.object(garbage_collection, "find_needed_steps", look):
-            if is_discard:
+            if rewind is not None:
                 with contextlib.suppress(CheckpointingException):
                     discard_steps_after(self._steps(), rewind)
             else:
                 collect_garbage(self._steps(), OTHERS)
         left = set(self._steps().steps())
         new = {step for step in self.states if before.get(step) != self.saves[step]}
-        stay = {
-            step: state for step, state in self.states.items() if not is_discard or step not in later or step in new
-        }
+        stay = {step: state for step, state in self.states.items() if step not in later - new}
         must = self._needed(stay if any(state != "failed" for state in stay.values()) else self.states)
         must |= self.states.keys() & (self._held() | new)
         assert must <= left
