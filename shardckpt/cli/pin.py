@@ -1,6 +1,6 @@
 """Keep a step under a label, whatever a retention policy says, or list what holds the steps of a folder.
 
-A pinned step is removed neither by a CheckpointManager nor by prune, until the pin is taken away with --remove.
+No CheckpointManager and no verb removes or replaces a pinned step, until the pin is taken away with --remove.
 """
 
 from __future__ import annotations

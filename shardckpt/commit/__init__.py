@@ -22,6 +22,16 @@ if TYPE_CHECKING:
         staging_path,
     )
     from shardckpt.commit.deletion import delete_objects
+    from shardckpt.commit.holds import (
+        HOLDS_NAME,
+        MARK_SECONDS,
+        Hold,
+        Holds,
+        describe_process,
+        find_holds_beside,
+        hold_place,
+        make_hold,
+    )
     from shardckpt.commit.leftovers import (
         create_spool,
         find_leftovers,
@@ -35,6 +45,7 @@ if TYPE_CHECKING:
     from shardckpt.commit.owner import Owner, claim_name, release_name
     from shardckpt.commit.removal import clear_tombstones, delete_checkpoint, is_half_deleted, make_tombstone
     from shardckpt.commit.resume import adopt_staging
+    from shardckpt.commit.small_files import SmallFile, Time, put_small_file, remove_temporaries
     from shardckpt.commit.staging_names import (
         NAME_MAX,
         STAGING,
@@ -67,6 +78,16 @@ __getattr__ = lazy_getattr(
             "staging_path",
         ),
         "deletion": ("delete_objects",),
+        "holds": (
+            "HOLDS_NAME",
+            "MARK_SECONDS",
+            "Hold",
+            "Holds",
+            "describe_process",
+            "find_holds_beside",
+            "hold_place",
+            "make_hold",
+        ),
         "leftovers": (
             "create_spool",
             "find_leftovers",
@@ -89,6 +110,7 @@ __getattr__ = lazy_getattr(
             "make_tombstone",
         ),
         "resume": ("adopt_staging",),
+        "small_files": ("SmallFile", "Time", "put_small_file", "remove_temporaries"),
         "staging_names": (
             "NAME_MAX",
             "STAGING",
@@ -117,10 +139,16 @@ __getattr__ = lazy_getattr(
 )
 
 __all__ = [
+    "HOLDS_NAME",
+    "MARK_SECONDS",
     "NAME_MAX",
     "STAGING",
+    "Hold",
+    "Holds",
     "Leftover",
     "Owner",
+    "SmallFile",
+    "Time",
     "Unfinished",
     "Upload",
     "adopt_staging",
@@ -133,27 +161,33 @@ __all__ = [
     "delete_checkpoint",
     "delete_if_failed",
     "delete_objects",
+    "describe_process",
     "discard_staging",
     "find_foreign",
+    "find_holds_beside",
     "find_leftovers",
     "find_spools",
     "find_unfinished",
     "freed_bytes",
     "get_save_id",
+    "hold_place",
     "is_free",
     "is_half_deleted",
     "is_temporary",
     "is_under_way",
     "list_replaced_checkpoints",
     "list_staging_directories",
+    "make_hold",
     "make_tombstone",
     "new_save_id",
     "open_stream",
     "parse_temporary",
     "publish_staging",
+    "put_small_file",
     "release_name",
     "remove_free",
     "remove_leftover",
+    "remove_temporaries",
     "remove_unfinished",
     "replace_target",
     "spool_folder",

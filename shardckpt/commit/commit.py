@@ -24,6 +24,7 @@ import sys
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from shardckpt.commit.holds import find_holds_beside, hold_place
 from shardckpt.commit.leftovers import remove_tree
 from shardckpt.commit.owner import claim_name, release_name
 from shardckpt.commit.staging_names import (
@@ -141,11 +142,16 @@ def is_free(target: Path) -> bool:
 
 
 def check_target(target: Path, *, overwrite: bool) -> None:
-    """Raise an error if the target is not free and must not be overwritten.
+    """Raise an error if the target is not free and must not be overwritten, or is held.
 
     Raises:
+        CheckpointingException: a lease or a pin holds the checkpoint there.
         StorageError: it names the target and what to do.
     """
+    with wrap_os_errors("look at", target):
+        is_there = target.exists()
+    if overwrite and is_there and (holds := find_holds_beside(target)) is not None:
+        holds.refuse(target.name)
     if not overwrite and not is_free(target):
         raise StorageError(
             f"{target} is not empty: give another directory, or pass overwrite=True (the command: --overwrite) to "
@@ -204,32 +210,42 @@ def replace_target(staging: Path, target: Path, owned: Collection[str], old: os.
 
     Raises:
         CheckpointReplacedError: another save has replaced ``old``; nothing has changed.
+        CheckpointingException: a lease or a pin holds the target; nothing has changed.
         StorageError: a step fails; the text says which directory holds which checkpoint.
     """
     # before the exchange, and durably: no crash loses a file that is not the checkpoint's
     with wrap_os_errors("keep the other files of", target):
         _keep_foreign(target, staging, owned)
     sync_tree(staging)
-    if old is not None and not _is_directory(target, old):
-        raise replaced_error(target, "what would take its place was made from another save than what is there")
     aside = target.with_name(temporary_name(target.name, REPLACED, new_save_id()))
     with wrap_os_errors("look at", staging):
         new = staging.stat()  # after an error the inode at the target tells how far the swap came
     claim_name(aside.name)
     try:
-        with wrap_os_errors("replace", target):
-            _swap(staging, target, aside)
+        with hold_place(target):
+            if old is not None and not _is_directory(target, old):
+                raise replaced_error(target, "what would take its place was made from another save than what is there")
+            with wrap_os_errors("replace", target):
+                was_there = target.exists()  # else a removal that was under way has ended meanwhile
+                if was_there:
+                    _swap(staging, target, aside)
+                else:
+                    os.rename(staging, target)
         sync_directory(target.parent)
     except BaseException as exc:  # an interrupt, too: it may come between the two renames of the swap
         if not _is_directory(target, new):
             _undo_swap(staging, target, aside)
             raise
-        state = f"{target} is the new checkpoint, perhaps not yet durable, and {aside} the complete old one"
+        state = f"{target} is the new checkpoint, perhaps not yet durable"
+        state += f", and {aside} the complete old one" if aside.exists() else ""
         if isinstance(exc, StorageError):
             raise StorageError(f"{exc}; {state}") from exc
         logger.warning("interrupted: %s", state)
         raise
     else:
+        if not was_there:
+            release_name(staging.name)
+            return
         try:
             os.rename(aside, staging)  # to the name of a staging directory: a crash may leave half of it
         except OSError as exc:

@@ -148,11 +148,11 @@ def remove_unfinished(unfinished: Unfinished) -> None:
         StorageError: the store failed; what is left is found again.
     """
     folder = unfinished.path.folder
-    if unfinished.is_removal:
-        delete_checkpoint(folder)
-        return
     now = find_unfinished(unfinished.path)
     if now is None or now.marks != unfinished.marks:
+        return
+    if unfinished.is_removal and now.is_removal:
+        delete_checkpoint(folder)
         return
     # those that were judged: what has come since is of a save that lives
     names = now.objects.keys() & unfinished.objects.keys() - now.marks

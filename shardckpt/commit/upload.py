@@ -33,6 +33,7 @@ from shardckpt.commit.claim import (
     without_others,
 )
 from shardckpt.commit.deletion import delete_objects
+from shardckpt.commit.holds import hold_place
 from shardckpt.commit.leftovers import create_spool
 from shardckpt.commit.owned_stream import OwnedStream
 from shardckpt.commit.replacement import Replacement
@@ -51,6 +52,7 @@ from shardckpt.storage import (
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator
+    from contextlib import AbstractContextManager
     from pathlib import Path
 
     from shardckpt.manifest import FileRecord
@@ -72,6 +74,8 @@ class Upload:
         self, folder: RemoteFolder, marker: str, open_folder: Callable[[str], RemoteFolder] | None = None
     ) -> None:
         self._folder = folder
+        #: The URL that is saved to, also if the files go to a generation.
+        self._checkpoint = RemotePath(folder)
         self._marker = marker
         self._open_folder = open_folder
         #: The overwrite of what is at the URL, on the main rank.
@@ -96,16 +100,22 @@ class Upload:
             overwrite: Whether the objects of a save that never ended may be deleted.
 
         Raises:
+            CheckpointingException: a lease or a pin holds the checkpoint there.
             StorageError: the folder has objects that may not be deleted.
         """
         found = set(list_objects(self._folder))
         if overwrite and self._marker in found and self._open_folder is not None:
-            self._replacement = Replacement(self._folder, save_id)
-            self._replacement.begin(found)
-            self.join(save_id, is_replacing=True)
-            # no claim: nobody else has a folder with the save's id in its name
-            self._claim.announce()
-            return
+            # removals look for the in-progress object under a mark of theirs, which this one sees
+            with self._hold_place() as waited:
+                if waited:
+                    found = set(list_objects(self._folder))
+                if self._marker in found:
+                    self._replacement = Replacement(self._folder, save_id)
+                    self._replacement.begin(found)
+                    self.join(save_id, is_replacing=True)
+                    # no claim: nobody else has a folder with the save's id in its name
+                    self._claim.announce()
+                    return
         left = set(filter(is_mark, found))
         if overwrite and found and not left:
             raise StorageError(
@@ -185,6 +195,7 @@ class Upload:
             marker: The marker's bytes; None if it is in the spool directory.
 
         Raises:
+            CheckpointingException: a lease or a pin holds the checkpoint that this one would replace.
             StorageError: a file is missing or has another size, or another save has taken the folder.
         """
         found = list_objects(self._folder)
@@ -199,7 +210,9 @@ class Upload:
         content = (self.spool / self._marker).read_bytes() if marker is None else marker
         self._put_marker(content)
         if self._replacement is not None:
-            self._replacement.switch(content, {name: size for _, name, size in uploaded} | {self._marker: len(content)})
+            with self._hold_place():  # a lease or a pin may have come since
+                sizes = {name: size for _, name, size in uploaded} | {self._marker: len(content)}
+                self._replacement.switch(content, sizes)
         self._committed = True
         try:
             if self._replacement is not None:
@@ -260,6 +273,9 @@ class Upload:
     def _is_anothers(self, found: Collection[str]) -> bool:
         """Whether another save has taken the folder, judged by a listing; any object there may then be its own."""
         return self._marker in found or self._claim.is_anothers(found)
+
+    def _hold_place(self) -> AbstractContextManager[bool]:
+        return hold_place(self._checkpoint, self._open_folder)
 
     def _delete(self, names: Collection[str]) -> None:
         delete_objects(self._folder, names)

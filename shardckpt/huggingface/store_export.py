@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import logging
 import shutil
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING
 
-from shardckpt.commit import create_spool, delete_objects
+from shardckpt.commit import create_spool, delete_objects, hold_place
 from shardckpt.errors import CheckpointingException, StorageError
 from shardckpt.huggingface.block_writer import BLOCK_BYTES, BlockWriter, fill_block
 from shardckpt.huggingface.folder import CONFIG
 from shardckpt.huggingface.folder_export import FolderExport
 from shardckpt.huggingface.header import lay_out
 from shardckpt.huggingface.names import SAFETENSORS, is_weights
+from shardckpt.plugins import open_folder
 from shardckpt.storage import (
     Buffer,
     ObjectStream,
@@ -82,8 +84,9 @@ class StoreExport(FolderExport):
         config = self._encode_config()
         # the index first: without it the other files are no folder
         weights = sorted(filter(is_weights, found), key=lambda name: not name.endswith(".json"))
-        for name in weights:
-            (self._store / name).delete()
+        with hold_place(self._store, partial(open_folder, plugins=self.operation.plugins)) if found else nullcontext():
+            for name in weights:
+                (self._store / name).delete()
         if config is not None:
             (self._store / CONFIG).write(config)
         for path in self.assets:

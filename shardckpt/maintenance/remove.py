@@ -7,7 +7,7 @@ import os
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from shardckpt.commit import replace_target, staging_directory
+from shardckpt.commit import check_target, replace_target, staging_directory
 from shardckpt.engine import (
     ExpectedFile,
     Operation,
@@ -92,6 +92,7 @@ def _remove(directory: Path, prefix: str, operation: Operation, *, dry_run: bool
     if not prefix:
         raise CheckpointingException(f"the prefix is {prefix!r}: give the text that the keys to be removed begin with")
     if not dry_run:
+        check_target(directory, overwrite=True)
         clear_leftovers(directory, make_superseded_check(operation.plugins), restore=True)
     place, manifest = hold_checkpoint(directory, operation.plugins)
     if manifest.folder:

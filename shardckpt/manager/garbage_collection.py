@@ -9,26 +9,39 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-from typing import TYPE_CHECKING
+import time
+from typing import TYPE_CHECKING, NamedTuple
 
-from shardckpt.commit import delete_checkpoint, find_leftovers, is_half_deleted, make_tombstone, remove_free
+from shardckpt.commit import (
+    delete_checkpoint,
+    find_leftovers,
+    find_unfinished,
+    is_half_deleted,
+    make_tombstone,
+    remove_free,
+    why_unfinished_kept,
+)
 from shardckpt.engine import clear_unfinished, clear_uploads, explain_kept_leftover, make_superseded_check
-from shardckpt.errors import CheckpointingException, StorageError, listed
-from shardckpt.manager.holds import Holds
+from shardckpt.errors import CheckpointingException, CheckpointReplacedError, StorageError, listed
 from shardckpt.manager.marks import MARKS_NAME, drop_marks
-from shardckpt.manager.retention import steps_to_remove
+from shardckpt.manager.retention import find_needed_steps, steps_to_remove
 from shardckpt.storage import ListsFolders, on_store
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable
     from pathlib import Path
 
+    from shardckpt.manager.marks import StepState
     from shardckpt.manager.retention import RetentionPolicy, StepMetrics
-    from shardckpt.manager.steps import StepFolder
+    from shardckpt.manager.steps import StepCheckpoint, StepFolder
 
 logger = logging.getLogger(__name__)
 
-#: Seconds after which :meth:`GarbageCollector.wait` says in a warning what it waits for.
+#: What is known of a step's bytes, the worst first.
+_RANKS: tuple[StepState, ...] = ("failed", "candidate", "verified")
+
+#: Seconds after which :meth:`GarbageCollector.wait` says in a warning what it waits for, and that
+#: :func:`discard_steps_after` waits for the removals of another process.
 _PATIENCE = 5.0
 
 
@@ -52,43 +65,69 @@ def collect_garbage(
     if not policies:  # without a policy no checkpoint need be inspected, and there may be many
         _remove_leftovers(folder)
         return []
-    return remove_steps(folder, lambda checkpoints: steps_to_remove(policies, checkpoints, protected))
+    return remove_steps(folder, lambda checkpoints: steps_to_remove(policies, checkpoints, protected)).removed
 
 
-def remove_steps(folder: StepFolder, choose: Callable[[StepMetrics], Collection[int]]) -> list[int]:
+class Removals(NamedTuple):
+    """What became of the steps that were chosen to be removed.
+
+    Attributes:
+        removed: Those that were removed, in the order of the choice.
+        kept: Why others stay, by step. One that is in neither could not be removed: a warning has said why.
+    """
+
+    removed: list[int]
+    kept: dict[int, str]
+
+
+def remove_steps(folder: StepFolder, choose: Callable[[StepMetrics], Collection[int]]) -> Removals:
     """Remove the checkpoints that a function chooses, and the remains of killed saves and removals.
 
     The function is given only complete checkpoints that can be loaded here, and only those are removed: no damaged one,
     no save under way, no symbolic link, none that a lease or a pin holds. The remains of a save are left while its
     process lives. A warning names what cannot be removed; the next call tries it once more.
 
+    Other processes may save and remove meanwhile. So each step is looked at again under the mark of its removal: it
+    stays if it is another save by then, or if a checkpoint for whose sake it could go is gone, or going.
+
     Args:
         folder: The folder of the steps.
         choose: Takes the metrics of each checkpoint by step, and returns the steps to remove.
 
     Returns:
-        The steps that were removed.
+        The steps that were removed, and why others stay.
 
     Raises:
         StorageError: the folder cannot be listed.
     """
-    found = [folder.inspect_step(step) for step in folder.steps()]
+    found = {step: folder.inspect_step(step) for step in folder.steps()}
     # No link: the rename would make a tombstone of the link, and leave the files where they are.
     removable = {
-        each.step: each.metrics for each in found if each.is_loadable and not _place(folder, each.step).is_symlink()
+        step: each.metrics for step, each in found.items() if each.is_loadable and not _place(folder, step).is_symlink()
     }
-    chosen = choose(removable)
-    holds = Holds(folder)
+    chosen = [step for step in choose(removable) if step in removable]
+    # A load takes one of these once the chosen ones are gone.
+    needed = find_needed_steps({step: metrics for step, metrics in removable.items() if step not in chosen})
+    holds = folder.holds
     held = holds.find() if chosen else {}
-    removed = [step for step in chosen if folder.names.name(step) not in held and _try_to_remove(folder, step)]
-    for each in found:
+    removed, kept = [], {}
+    for step in chosen:
+        if against := held.get(folder.names.name(step)):  # no mark need be written for it
+            reason: str | None = ", ".join(map(str, against))
+        else:
+            reason = _try_to_remove(folder, found[step], [found[each] for each in needed])
+        if reason:
+            kept[step] = reason
+        elif reason is not None:
+            removed.append(step)
+    for each in found.values():
         # A removal that was killed on a store without rename leaves a checkpoint without some of its objects.
         if each.error is not None and is_half_deleted(folder.path(each.step)):
-            _try_to_remove(folder, each.step)
+            _try_to_remove(folder, each, [])
     holds.drop_ended()
     drop_marks(folder.find(MARKS_NAME), folder.directories())
     _remove_leftovers(folder)
-    return removed
+    return Removals(removed, kept)
 
 
 def discard_steps_after(folder: StepFolder, step: int) -> list[int]:
@@ -114,7 +153,7 @@ def discard_steps_after(folder: StepFolder, step: int) -> list[int]:
             f"{folder}: no step up to {step} can be loaded and has not failed a verification, so that none would be "
             f"left without the later ones: {listed([*map(str, later)])}"
         )
-    holds = Holds(folder).find()
+    holds = folder.holds.find()
     held = {each: holds[name] for each in later if (name := folder.names.name(each)) in holds}
     if held:
         said = [f"step {each} is {hold}" for each, found in held.items() for hold in found]
@@ -123,12 +162,21 @@ def discard_steps_after(folder: StepFolder, step: int) -> list[int]:
             "first"
         )
     # the newest first: after a kill a restart does not find what was left longest ago
-    removed = remove_steps(folder, lambda found: sorted((each for each in found if each > step), reverse=True))
-    left = [each for each in later if each not in removed and folder.inspect_step(each).is_loadable]
+    deadline = time.monotonic() + _PATIENCE
+    removed: set[int] = set()
+    while True:
+        done, kept = remove_steps(folder, lambda found: sorted((s for s in found if s in later), reverse=True))
+        removed.update(done)
+        left = [each for each in later if each not in removed and folder.inspect_step(each).is_loadable]
+        # A collection of another process, before which this one gave way: it takes a rename for each step.
+        if not left or not folder.holds.find_removals() or time.monotonic() > deadline:
+            break
+        time.sleep(0.02)
     if left:
+        said = [f"step {each} ({kept.get(each, 'see the log')})" for each in left]
         raise StorageError(
-            f"{folder}: of the steps after {step}, {listed([*map(str, left)])} could not be removed (see the log); a "
-            "load would take the newest of them: remove them"
+            f"{folder}: of the steps after {step}, these could not be removed: {listed(said, '; ')}; a load would take "
+            "the newest of them: remove them, or call again"
         )
     return sorted(removed)
 
@@ -246,16 +294,61 @@ def _remove(folder: StepFolder, step: int) -> None:
         parent.folder.remove_folder(folder.names.name(step))
 
 
-def _try_to_remove(folder: StepFolder, step: int) -> bool:
-    """Remove a checkpoint, unless something holds it; False, after a warning, if that fails."""
+def _try_to_remove(folder: StepFolder, chosen: StepCheckpoint, needed: Collection[StepCheckpoint]) -> str | None:
+    """Remove a checkpoint, unless it must stay by now.
+
+    Args:
+        folder: The folder of the steps.
+        chosen: The checkpoint, as it was when it was chosen.
+        needed: Those for whose sake it can go, as they were then.
+
+    Returns:
+        Why it stays; ``""`` if it was removed, and None, after a warning, if that failed.
+    """
+    name = folder.names.name(chosen.step)
     try:
-        with Holds(folder).removing(folder.names.name(step)) as held:
-            if held:
-                logger.info("step %d in %s stays for now: it is %s", step, folder, held[0])
-                return False
-            _remove(folder, step)
-    except StorageError as exc:
-        logger.warning("step %d in %s is to be removed, and stays for now: %s", step, folder, exc)
-        return False
-    logger.info("removed step %d from %s", step, folder)
-    return True
+        with folder.holds.removing(name, [folder.names.name(each.step) for each in needed]) as against:
+            # The marks were read before the checkpoints are looked at: a removal that ends in between is then seen.
+            if against:
+                what = [f"{'it' if each.directory == name else each.directory} is {each}" for each in against]
+                reason, level = ", ".join(what), logging.INFO
+            else:
+                reason, level = _find_change(folder, chosen, needed), logging.WARNING
+            if reason:
+                logger.log(level, "step %d in %s stays for now: %s", chosen.step, folder, reason)
+                return reason
+            _remove(folder, chosen.step)
+    except (StorageError, CheckpointReplacedError) as exc:
+        logger.warning("step %d in %s is to be removed, and stays for now: %s", chosen.step, folder, exc)
+        return None
+    logger.info("removed step %d from %s", chosen.step, folder)
+    return ""
+
+
+def _find_change(folder: StepFolder, chosen: StepCheckpoint, needed: Collection[StepCheckpoint]) -> str:
+    """Return what has happened since a step was chosen that forbids its removal; ``""`` if nothing has."""
+    path = folder.path(chosen.step)
+    if chosen.error is not None:
+        return "" if is_half_deleted(path) else "another process has removed it, or saves it anew"
+    now = folder.inspect_step(chosen.step)
+    if not now.is_same_save(chosen):
+        return "since it was chosen it was saved anew" if now.is_loadable else "since it was chosen it was removed"
+    if now.mark != chosen.mark:  # by it policies choose
+        return f"since it was chosen it was {now.mark or 'marked anew'}"
+    if (remote := on_store(path)) is not None:
+        # The objects of a save that replaces it are below its URL.
+        begun = find_unfinished(remote)
+        if begun is not None and begun.owners and (reason := why_unfinished_kept(begun)):
+            return f"it is being saved anew: {reason}"
+    return _find_loss(folder, needed)
+
+
+def _find_loss(folder: StepFolder, needed: Collection[StepCheckpoint]) -> str:
+    """Return what has happened since to a step that was to stay; ``""`` if nothing has."""
+    for each in needed:
+        now = folder.inspect_step(each.step)
+        if not now.is_loadable:
+            return f"since it was chosen, step {each.step}, which was to stay, was removed or damaged"
+        if _RANKS.index(now.metrics.state) < _RANKS.index(each.metrics.state):
+            return f"since it was chosen, step {each.step}, which was to stay, became {now.metrics.state}"
+    return ""

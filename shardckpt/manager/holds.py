@@ -1,187 +1,33 @@
-"""Holds: what keeps a step from being removed by a retention policy, whichever process has one.
+"""Leases and pins of steps: they keep a step from being removed or replaced, by whichever process.
 
-A lease is a reader's, and ends with it. A pin has a label, and lasts until it is taken away. Each is a small JSON file
-in the hidden directory ``.shardckpt-holds`` beside the steps, on a store an object there: a checkpoint itself is never
-written into. A removal, too, writes a mark there before it looks for holds, as a reader writes its lease before it
-looks for such marks. So of a lease and a removal at the same time at least one sees the other, and the removal gives
-way.
-
-Leases end at a time of day: the clocks of hosts that share a folder must agree to about a minute.
+How they are kept, and what a removal or a save does about them, is in :mod:`shardckpt.commit.holds`.
 """
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
 import logging
-import os
-import re
-import socket
 import threading
 import time
-import uuid
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
-from pydantic import Field
-
-from shardckpt.commit import Owner
-from shardckpt.errors import CheckpointingException, CorruptCheckpointError, escape_text
-from shardckpt.manager.small_files import SmallFile, Time, put_small_file, remove_temporaries
+from shardckpt.commit import MARK_SECONDS, Hold, describe_process, make_hold
+from shardckpt.errors import CheckpointingException
 from shardckpt.manager.step_resolution import check_step, find_newest
 from shardckpt.manager.steps import StepFolder
 from shardckpt.plugins import get_plugin_manager
-from shardckpt.storage import attempt, on_store, wrap_os_errors
 
 if TYPE_CHECKING:
-    from collections.abc import Generator
-    from pathlib import Path
+    import os
     from types import TracebackType
 
     from typing_extensions import Self
 
 logger = logging.getLogger(__name__)
 
-_DIRECTORY = ".shardckpt-holds"
-_NAME = re.compile(r"(?P<directory>.+)\.(?P<kind>lease|pin|removal)\.[0-9a-f]{32}\.json")
-#: Seconds after which the mark of a removal counts for nothing: its process was stopped, or is on a host that is gone.
-_REMOVAL_SECONDS = 600.0
-#: Seconds that a lease waits for a removal under way, which takes one rename or the deletion of one object.
+#: Seconds that a lease waits for a removal or a save under way, which takes one rename or one object.
 _PATIENCE = 10.0
 _SHORTEST_LEASE = 3.0
 _LONGEST_LEASE = 10 * 366 * 86400.0
-
-
-#: What a file of the directory is about; the name of the file says it, too.
-Kind = Literal["lease", "pin", "removal"]
-
-
-class Hold(SmallFile):
-    """What a file of the directory says.
-
-    Attributes:
-        directory: The name of the step's directory.
-        kind: ``lease``, ``pin``, or ``removal``, which is no hold but the mark of a removal.
-        holder: Who holds it, for people: a label, or a host and a process id.
-        until: When it ends, in seconds since 1970; None for a pin.
-        owner: The process that made it, as :attr:`shardckpt.commit.Owner.text` has it; ``""`` for a pin.
-    """
-
-    directory: str
-    kind: Kind
-    holder: str
-    until: Time | None = None
-    owner: str = Field(default="", pattern=r"^(?:[0-9a-f]{32})?$")
-
-    def __str__(self) -> str:
-        if self.kind == "pin":
-            return f"pinned as {self.holder!r}"
-        if self.until is None:
-            return f"held by {escape_text(self.holder)}"
-        ends = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(self.until))
-        return f"leased by {escape_text(self.holder)} until {ends}"
-
-    @property
-    def is_current(self) -> bool:
-        """Whether it counts: it has not ended, and its process is not known to be dead."""
-        if self.until is not None and self.until < time.time():
-            return False
-        return not self.owner or Owner.from_text(self.owner).is_alive() is not False
-
-
-class Holds:
-    """The holds of a folder's steps. No method is collective.
-
-    Args:
-        folder: The folder of the steps.
-    """
-
-    def __init__(self, folder: StepFolder) -> None:
-        self._folder = folder
-
-    def find(self) -> dict[str, list[Hold]]:
-        """Return the leases and pins that count, by the name of the step's directory.
-
-        Raises:
-            StorageError: the directory of the holds cannot be read.
-        """
-        found: dict[str, list[Hold]] = {}
-        for hold in self._read_all().values():
-            if hold.kind != "removal" and hold.is_current:
-                found.setdefault(hold.directory, []).append(hold)
-        return found
-
-    def is_being_removed(self, directory: str) -> bool:
-        """Return whether a removal of the step's directory is under way."""
-        return any(hold.kind == "removal" and hold.is_current for hold in self._read_all(directory).values())
-
-    @contextlib.contextmanager
-    def removing(self, directory: str) -> Generator[list[Hold], None, None]:
-        """Mark a removal, which begins in the block, and yield the holds against it: with any it must not begin.
-
-        Raises:
-            StorageError: the mark cannot be written, or holds cannot be read.
-        """
-        name, mark = _make(directory, "removal", _describe_process(), _REMOVAL_SECONDS)
-        self.put(name, mark)
-        try:
-            found = self._read_all(directory).values()
-            yield [hold for hold in found if hold.kind != "removal" and hold.is_current]
-        finally:
-            self.drop(name)
-
-    def put(self, name: str, hold: Hold) -> None:
-        """Write a file of the directory, in one step; replace that of the same name.
-
-        Raises:
-            StorageError: it cannot be written.
-        """
-        put_small_file(self._folder.find(_DIRECTORY), name, hold.model_dump_json().encode())
-
-    def drop(self, name: str) -> None:
-        """Remove a file of the directory, and the directory once it is empty; no error if that is done already."""
-        place = self._folder.find(_DIRECTORY)
-        if (remote := on_store(place / name)) is not None:
-            remote.delete()
-            return
-        with wrap_os_errors("end a hold in", place):
-            (place / name).unlink(missing_ok=True)
-            with contextlib.suppress(OSError):  # it is not empty, or gone
-                place.rmdir()
-
-    def drop_ended(self) -> None:
-        """Remove the files of leases and removals that have ended, and what is left of writes that were killed."""
-        for name, hold in self._read_all().items():
-            if not hold.is_current:
-                self.drop(name)
-        place = self._folder.find(_DIRECTORY)
-        if on_store(place) is None and place.is_dir():
-            with wrap_os_errors("clean", place):
-                remove_temporaries(place)
-
-    def _read_all(self, directory: str | None = None) -> dict[str, Hold]:
-        """Return what each file says, by name; of one step's directory, if given."""
-        place = self._folder.find(_DIRECTORY)
-        with wrap_os_errors("list the holds in", place):
-            if (remote := on_store(place)) is not None:
-                names = [*attempt("list", remote, remote.folder.files)]
-            else:
-                names = [path.name for path in place.iterdir()] if place.is_dir() else []
-        found = {}
-        for name in names:
-            match = _NAME.fullmatch(name)
-            if match is None or (directory or match["directory"]) != match["directory"]:
-                continue
-            if (hold := self._read(place / name, match)) is not None:
-                found[name] = hold
-        return found
-
-    def _read(self, path: Path, match: re.Match[str]) -> Hold | None:
-        try:
-            return Hold.read(path)  # None: it ended meanwhile
-        except CorruptCheckpointError:
-            # It says that something held the step, and not until when: a step that is kept too long is no loss.
-            holder = f"an unreadable file, {path}: remove it if nothing holds the step"
-            return Hold(directory=match["directory"], kind="lease", holder=holder)
 
 
 class Lease:
@@ -197,8 +43,8 @@ class Lease:
     def __init__(self, folder: StepFolder, step: int, holder: str, seconds: float) -> None:
         self.step = step
         self.path = folder.location(step)
-        self._folder, self._holds, self._seconds = folder, Holds(folder), seconds
-        self._name, self._hold = _make(folder.names.name(step), "lease", holder, seconds)
+        self._folder, self._holds, self._seconds = folder, folder.holds, seconds
+        self._name, self._hold = make_hold(folder.names.name(step), "lease", holder, seconds)
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._renew, name="shardckpt-lease", daemon=True)
         self._holds.put(self._name, self._hold)
@@ -230,13 +76,12 @@ class Lease:
         self.close()
 
     def _check_kept(self) -> None:
-        """Wait for a removal that began before the lease was written, and raise if the step is gone after it."""
+        """Wait for a change that began before the lease was written, and raise if the step is gone after it."""
         deadline = time.monotonic() + _PATIENCE
-        while self._holds.is_being_removed(self._hold.directory):
+        while (change := self._holds.find_change(self._hold.directory)) is not None:
             if time.monotonic() > deadline:
                 raise CheckpointingException(
-                    f"{self._folder}: step {self.step} is being removed by another process: lease another step, or try "
-                    "again"
+                    f"{self._folder}: step {self.step} is {change}: lease another step, or try again"
                 )
             time.sleep(0.02)
         check_step(self._folder, self.step)
@@ -285,7 +130,7 @@ def lease_step(folder: str | os.PathLike[str], step: int = -1, *, holder: str = 
         if newest is None:
             raise CheckpointingException(f"{steps} has no checkpoint to lease")
         step = newest
-    return Lease(steps, step, holder or _describe_process(), seconds)
+    return Lease(steps, step, holder or describe_process(), seconds)
 
 
 def find_holds(folder: str | os.PathLike[str]) -> dict[str, list[Hold]]:
@@ -300,7 +145,7 @@ def find_holds(folder: str | os.PathLike[str]) -> dict[str, list[Hold]]:
     Raises:
         StorageError: the folder cannot be read.
     """
-    return Holds(StepFolder(folder, get_plugin_manager())).find()
+    return StepFolder(folder, get_plugin_manager()).holds.find()
 
 
 def pin_step(folder: str | os.PathLike[str], step: int, label: str) -> None:
@@ -320,8 +165,8 @@ def pin_step(folder: str | os.PathLike[str], step: int, label: str) -> None:
         raise CheckpointingException(f"step {step}: a pin needs a label that says why the step is kept")
     steps = StepFolder(folder, get_plugin_manager())
     # a lease first: it looks for a removal under way, and waits for it
-    with Lease(steps, step, f"the pin {label!r}", _REMOVAL_SECONDS):
-        Holds(steps).put(*_make(steps.names.name(step), "pin", label, None))
+    with Lease(steps, step, f"the pin {label!r}", MARK_SECONDS):
+        steps.holds.put(*make_hold(steps.names.name(step), "pin", label, None))
 
 
 def unpin_step(folder: str | os.PathLike[str], step: int, label: str) -> None:
@@ -336,23 +181,7 @@ def unpin_step(folder: str | os.PathLike[str], step: int, label: str) -> None:
         StorageError: the folder cannot be written to.
     """
     steps = StepFolder(folder, get_plugin_manager())
-    Holds(steps).drop(_make(steps.names.name(step), "pin", label, None)[0])
+    steps.holds.drop(make_hold(steps.names.name(step), "pin", label, None)[0])
 
 
-def _make(
-    directory: str, kind: Literal["lease", "pin", "removal"], holder: str, seconds: float | None
-) -> tuple[str, Hold]:
-    """Return a file's name and what it says."""
-    if seconds is None:  # a pin: the same label is the same file
-        return f"{directory}.{kind}.{hashlib.sha256(holder.encode()).hexdigest()[:32]}.json", Hold(
-            directory=directory, kind=kind, holder=holder
-        )
-    hold = Hold(directory=directory, kind=kind, holder=holder, until=time.time() + seconds, owner=Owner.current().text)
-    return f"{directory}.{kind}.{uuid.uuid4().hex}.json", hold
-
-
-def _describe_process() -> str:
-    return f"process {os.getpid()} on {socket.gethostname()}"
-
-
-__all__ = ["Hold", "Holds", "Lease", "find_holds", "lease_step", "pin_step", "unpin_step"]
+__all__ = ["Hold", "Lease", "find_holds", "lease_step", "pin_step", "unpin_step"]

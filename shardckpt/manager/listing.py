@@ -21,7 +21,6 @@ from shardckpt.errors import (
     listed,
 )
 from shardckpt.huggingface import TorchFileLoadStrategy, huggingface_index, is_torch_file, read_all_of_folder
-from shardckpt.manager.holds import Holds
 from shardckpt.manager.marks import MARKS_NAME, find_mark, find_mark_of
 from shardckpt.manager.steps import StepFolder, parse_step
 from shardckpt.manifest import FINGERPRINTS_NAME, MARKER_NAME, RECORD_NAME, Manifest
@@ -135,7 +134,7 @@ def list_checkpoints(folder: str | os.PathLike[str]) -> list[CheckpointSummary]:
     found += [_summarize_file(path) for path in _list_checkpoint_files(place)]
     if own.is_checkpoint and not any(each.is_checkpoint for each in found):
         return [own]
-    holds = Holds(inside).find()
+    holds = inside.holds.find()
     found = [replace(each, held=tuple(map(str, holds.get(each.name, ())))) for each in found]
     return sorted(found, key=lambda each: (each.step is None, each.step, each.name))
 

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
+from shardckpt.commit import SmallFile, Time, put_small_file, remove_temporaries
 from shardckpt.engine import locate
 from shardckpt.errors import CheckpointingException, CorruptCheckpointError, listed
-from shardckpt.manager.small_files import SmallFile, Time, put_small_file, remove_temporaries
 from shardckpt.plugins import get_plugin_manager, hold_checkpoint
 from shardckpt.storage import attempt, on_store, retry_if_replaced, wrap_os_errors
 

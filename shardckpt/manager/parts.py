@@ -11,7 +11,6 @@ from shardckpt.engine import format_bytes, measure, show_progress
 from shardckpt.errors import CheckpointingException
 from shardckpt.huggingface import export_to_huggingface
 from shardckpt.manager.garbage_collection import GarbageCollector
-from shardckpt.manager.holds import Holds
 from shardckpt.manager.part import ManagerPart
 from shardckpt.manager.preemption import Preemption
 from shardckpt.manager.replicas import Replica
@@ -113,7 +112,7 @@ class Retention(ManagerPart):
             found = [each for each in map(self._folder.inspect_step, self._folder.steps()) if each.is_loadable]
             metrics = {each.step: each.metrics for each in found} | {step: Metrics({})}
             chosen = steps_to_remove(self._policies, metrics, self._protect(step))
-            held = Holds(self._folder).find()
+            held = self._folder.holds.find()
         except Exception:  # a user's policy may raise anything, and this is only advice
             logger.warning("cannot choose the steps of %s that could go", self._folder, exc_info=True)
             return []

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 from shardckpt.engine import measure
 from shardckpt.manager.garbage_collection import remove_steps
-from shardckpt.manager.holds import Holds
 from shardckpt.manager.retention import describe_policy, find_needed_steps, steps_to_remove
 from shardckpt.manager.steps import NAMINGS, StepFolder
 from shardckpt.plugins import get_plugin_manager
@@ -84,13 +83,16 @@ def _prune(
 
     found = {step: folder.inspect_step(step) for step in folder.steps()}
     sizes = {step: measure(folder.path(step)) for step in found}
-    holds = Holds(folder).find()
+    kept: dict[int, str] = {}
     if dry_run:
         links = {step for step in found if (folder.place / folder.names.name(step)).is_symlink()}
         wanted = set(choose({s: each.metrics for s, each in found.items() if each.is_loadable and s not in links}))
-        removed = wanted
+        held = folder.holds.find()
+        kept = {step: ", ".join(map(str, held[name])) for step in wanted if (name := folder.names.name(step)) in held}
+        removed = wanted - kept.keys()
     else:
-        removed = set(remove_steps(folder, choose))
+        done, kept = remove_steps(folder, choose)
+        removed = set(done)
         wanted = set(steps_to_remove(policies, counted, protected))
     results = []
     for step, each in found.items():
@@ -100,8 +102,8 @@ def _prune(
             result = replace(result, kept=str(fault).splitlines()[0] if fault else "it is a link")
         elif step not in wanted:
             result = replace(result, kept=_explain_kept(step, policies, counted, protected))
-        elif held := holds.get(folder.names.name(step)):
-            result = replace(result, kept=", ".join(map(str, held)))
+        elif step in kept:
+            result = replace(result, kept=kept[step])
         elif step not in removed:
             result = replace(result, error="it could not be removed: the log says why; the next prune tries again")
         results.append(result)

@@ -6,6 +6,7 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from shardckpt.commit import HOLDS_NAME, Holds
 from shardckpt.engine import find_save_time, list_recorded_files, locate
 from shardckpt.errors import (
     CannotLoadError,
@@ -119,6 +120,11 @@ class StepCheckpoint:
         """Whether it was a complete checkpoint once; False also for a save that was never committed."""
         return self.error is not None and not isinstance(self.error, CannotLoadError)
 
+    def is_same_save(self, earlier: StepCheckpoint) -> bool:
+        """Return whether this is the save that was found in the directory earlier, unchanged, and complete."""
+        # Of another library's checkpoint, which has no record of its save, the time tells.
+        return self.is_loadable and (self.manifest, self.changed_at) == (earlier.manifest, earlier.changed_at)
+
     @property
     def content(self) -> dict[str, Any]:
         """The ``content_metadata`` that it was saved with, or an empty dict."""
@@ -160,6 +166,11 @@ class StepFolder:
         self.names = names
         #: The plugin manager.
         self.plugins = plugins
+
+    @property
+    def holds(self) -> Holds:
+        """The leases and pins of the steps."""
+        return Holds(self.find(HOLDS_NAME))
 
     def location(self, step: int) -> str:
         """Return a step's directory or URL for ``save`` and ``load``; a URL contains its password."""

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import functools
 import logging
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardckpt import dist_checkpointing
 from shardckpt.async_save import AsyncCallsQueue
-from shardckpt.commit import delete_checkpoint
+from shardckpt.commit import check_target, delete_checkpoint, hold_place
 from shardckpt.distributed import Comm
 from shardckpt.engine import locate
 from shardckpt.errors import CheckpointingException, CheckpointReplacedError, StorageError
 from shardckpt.manager.config import AsyncMode
 from shardckpt.manager.part import ManagerPart
 from shardckpt.manifest import MARKER_NAME
-from shardckpt.plugins import get_plugin_manager, read_manifest
+from shardckpt.plugins import get_plugin_manager, open_folder, read_manifest
 from shardckpt.storage import RemotePath, on_store
 
 if TYPE_CHECKING:
@@ -87,11 +88,15 @@ class StepWriter(ManagerPart):
             background: Whether to return as soon as the tensors are copied.
 
         Raises:
-            CheckpointingException: the same on every rank. A directory at ``target`` is unchanged.
+            CheckpointingException: the same on every rank; also if a lease or a pin holds the step. A directory at
+                ``target`` is unchanged.
         """
         comm = Comm(self._group)
         with comm.local_phase("finding the target"):
             path = locate(target, get_plugin_manager())
+            # A step may be a link to elsewhere: what holds it is beside the link.
+            if comm.is_main and on_store(path) is None:
+                check_target(Path(target), overwrite=True)
         if (remote := on_store(path)) is not None:
             comm.main_runs("looking for another library's checkpoint", functools.partial(_delete_foreign, remote))
         queue = self._queue if background else None
@@ -151,5 +156,6 @@ def _delete_foreign(path: RemotePath) -> None:
         raise
     except CheckpointingException as exc:
         logger.warning("%s cannot be read: %s", path, exc)
-    logger.warning("%s is saved a second time: the checkpoint without a record there is deleted first", path)
-    delete_checkpoint(path.folder)
+    with hold_place(path, functools.partial(open_folder, plugins=get_plugin_manager())):
+        logger.warning("%s is saved a second time: the checkpoint without a record there is deleted first", path)
+        delete_checkpoint(path.folder)

@@ -6,6 +6,7 @@ import json
 import os
 from typing import TYPE_CHECKING, Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -36,6 +37,8 @@ FOREIGN = (
     "notes",
 )
 NUMBERS = 1000
+#: Where a folder of steps is, for ``format``.
+PLACES = pytest.mark.parametrize("place", ["{}", "local://{}"], ids=["directory", "store"])
 #: On a store that has folders it stays, empty: to remove it could remove a lease that was just written.
 HOLDS = ".shardckpt-holds"
 

@@ -15,23 +15,28 @@ import fsspec
 import pytest
 
 from shardckpt import settings
+from shardckpt.commit.claim import Claim
 from shardckpt.commit.commit import create_staging
 from shardckpt.commit.staging_names import REPLACED, new_save_id, temporary_name
-from shardckpt.errors import CheckpointingException, IncompleteCheckpointError
-from shardckpt.manager import garbage_collection
-from shardckpt.manager.garbage_collection import GarbageCollector, collect_garbage
+from shardckpt.errors import CheckpointingException, IncompleteCheckpointError, StorageError
+from shardckpt.manager import garbage_collection, prune_steps
+from shardckpt.manager.garbage_collection import GarbageCollector, collect_garbage, discard_steps_after
+from shardckpt.manager.marks import identify_save, mark_checkpoint
 from shardckpt.manager.retention import KeepBest, KeepEvery, KeepLatest
+from shardckpt.manifest import MARKER_NAME
 from shardckpt.plugins.manager import get_plugin_manager
 from shardckpt.plugins.resolver import read_manifest
+from shardckpt.storage import on_store
 from tests import backends, programs
 from tests.commit import owners
 from tests.faults.disks import make_read_only, small_disk
 from tests.manager import folders
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Callable, Collection
 
-    from shardckpt.manager.retention import RetentionPolicy
+    from shardckpt.manager.retention import RetentionPolicy, StepMetrics
+    from shardckpt.manager.step_pruning import StepResult
     from tests.backends import Backend
     from tests.remote.store import Store
 
@@ -476,6 +481,79 @@ def test_the_next_collection_ends_what_a_killed_one_began(reports: list[dict[str
 def test_a_killed_collection_was_caught_in_the_middle(reports: list[dict[str, Any]]) -> None:
     """Some kills came before any checkpoint was gone, some between, some after all were."""
     assert {tuple(report["counts"]) for report in reports} == {(1, 2, 3, 4), (2, 3, 4), (3, 4)}
+
+
+def _prune_while(folder: str, act: Callable[[], object]) -> dict[int, StepResult]:
+    """What a prune that keeps the newest step says of each, if something happens between its look and its removals."""
+
+    def keep_newest(steps: StepMetrics) -> list[int]:
+        if not acted:
+            acted.append(act())
+        return [max(steps)]
+
+    acted: list[object] = []
+    return {result.step: result for result in prune_steps(folder, [keep_newest])}
+
+
+@folders.PLACES
+def test_of_two_removals_one_leaves_what_the_other_has_removed_for(tmp_path: Path, place: str) -> None:
+    """A prune that keeps the newest, and a discard that keeps the oldest, do not remove each the other's."""
+    folder = place.format(tmp_path / "run")
+    folders.save_all(folder, 1, 2, 3)
+    results = _prune_while(folder, lambda: discard_steps_after(folders.steps_of(folder), 1))
+    assert results[1].kept == "since it was chosen, step 3, which was to stay, was removed or damaged"
+    assert results[2].kept == "since it was chosen it was removed"
+    assert folders.steps_of(folder).steps() == [1]
+    assert folders.is_intact(f"{folder}/step-1", 1)
+
+
+def test_a_removal_gives_way_to_that_of_a_step_that_is_to_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While another process removes what a removal counts on, nothing goes, and a discard says so."""
+    monkeypatch.setattr(garbage_collection, "_PATIENCE", 0.0)
+    folders.save_all(tmp_path, 1, 2, 3)
+    holds = folders.steps_of(tmp_path).holds
+    with holds.removing("step-3"):
+        assert _collect(tmp_path, [KeepLatest(1)]) == []
+    with holds.removing("step-1"), pytest.raises(StorageError, match=r"step 3 \(step-1 is being removed by process"):
+        discard_steps_after(folders.steps_of(tmp_path), 1)
+    assert folders.steps_of(tmp_path).steps() == [1, 2, 3]
+    assert discard_steps_after(folders.steps_of(tmp_path), 1) == [2, 3]
+
+
+@folders.PLACES
+@backends.both_in_proof
+def test_a_step_that_is_saved_anew_after_it_was_chosen_stays(tmp_path: Path, place: str) -> None:
+    """A prune removes the save that it has looked at, by no means another of the same number, and says so."""
+    folder = place.format(tmp_path / "run")
+    folders.save_all(folder, 1, 2, 3)
+    results = _prune_while(folder, lambda: folders.save(folder, 2, overwrite=True))
+    assert results[2].kept == "since it was chosen it was saved anew"
+    assert folders.steps_of(folder).steps() == [2, 3]
+    assert folders.is_intact(f"{folder}/step-2", 2)
+
+
+def test_a_step_stays_if_the_newer_one_fails_a_verification_meanwhile(tmp_path: Path) -> None:
+    """The newest step that has not failed is the one of the moment of the removal."""
+    folders.save_all(tmp_path, 1, 2)
+    newest = tmp_path / "step-2"
+    save = identify_save(newest)
+    results = _prune_while(str(tmp_path), lambda: mark_checkpoint(newest, save, "failed", checked="digests", files=1))
+    assert results[1].kept == "since it was chosen, step 2, which was to stay, became failed"
+    assert folders.steps_of(tmp_path).steps() == [1, 2]
+
+
+def test_a_step_that_is_being_saved_anew_on_a_store_stays(tmp_path: Path) -> None:
+    """The objects of the save are below the old one's URL: a removal would take them."""
+    folder = f"local://{tmp_path}/run"
+    folders.save_all(folder, 1, 2)
+    remote = on_store(folders.steps_of(folder).path(1))
+    assert remote is not None
+    claim = Claim(remote.folder, MARKER_NAME, "0" * 32)
+    claim.announce()
+    assert _collect(folder, [KeepLatest(1)]) == []
+    assert folders.is_intact(f"{folder}/step-1", 1)
+    (remote / claim.in_progress).delete()
+    assert _collect(folder, [KeepLatest(1)]) == [1]
 
 
 def test_removals_are_logged_by_name(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardckpt.cli import main
-from shardckpt.commit import Owner
+from shardckpt.commit import Hold, Owner
 from shardckpt.errors import CannotLoadError, CheckpointingException, StorageError
 from shardckpt.manager import (
     CheckpointConfig,
@@ -22,13 +22,14 @@ from shardckpt.manager import (
     KeepNear,
     KeepRecent,
     Metrics,
+    find_holds,
     lease_step,
     pin_step,
     prune_steps,
     unpin_step,
 )
 from shardckpt.manager.garbage_collection import collect_garbage
-from shardckpt.manager.holds import Hold, Holds, Lease
+from shardckpt.manager.holds import Lease
 from tests import programs
 from tests.manager import folders
 from tests.manager.training import Progress
@@ -42,14 +43,13 @@ if TYPE_CHECKING:
 NEWEST = [KeepLatest(1)]
 #: A process of another host: nobody here knows whether it is alive.
 ELSEWHERE = Owner(host=1, pid=1, start=1).text
-PLACES = pytest.mark.parametrize("place", ["{}", "local://{}"], ids=["directory", "store"])
 
 
 def _collect(folder: str | Path) -> list[int]:
     return collect_garbage(folders.steps_of(folder), NEWEST)
 
 
-@PLACES
+@folders.PLACES
 def test_a_leased_step_stays_until_the_lease_ends(tmp_path: Path, place: str) -> None:
     """Retention removes what it may beside the leased step, and that step as soon as the lease is closed."""
     folder = place.format(tmp_path / "run")
@@ -94,7 +94,7 @@ def test_the_lease_of_another_host_lasts_until_its_time(tmp_path: Path, left: fl
     """Where nobody can see whether the holder is alive, the time that it wrote decides."""
     folders.save_all(tmp_path, 1, 2, 3)
     hold = Hold(directory="step-1", kind="lease", holder="far", until=time.time() + left, owner=ELSEWHERE)
-    Holds(folders.steps_of(tmp_path)).put(f"step-1.lease.{'0' * 32}.json", hold)
+    folders.steps_of(tmp_path).holds.put(f"step-1.lease.{'0' * 32}.json", hold)
     assert _collect(tmp_path) == removed
 
 
@@ -141,7 +141,7 @@ def test_of_a_lease_and_a_removal_one_gives_way(tmp_path: Path) -> None:
 def test_a_removal_under_way_is_waited_for(tmp_path: Path) -> None:
     """A lease that finds the mark of a removal waits; when the removal gave way, it has the step."""
     folders.save_all(tmp_path, 1, 2)
-    holds = Holds(folders.steps_of(tmp_path))
+    holds = folders.steps_of(tmp_path).holds
     with holds.removing("step-1") as held:
         assert held == []
         thread = threading.Thread(target=lambda: lease_step(tmp_path, 1).close())
@@ -153,7 +153,7 @@ def test_a_removal_under_way_is_waited_for(tmp_path: Path) -> None:
     assert _collect(tmp_path) == [1]
 
 
-@PLACES
+@folders.PLACES
 def test_a_pinned_step_stays_until_it_is_unpinned(tmp_path: Path, place: str) -> None:
     """Every pin must be taken away; one label is one pin; prune says by which label a step is kept."""
     folder = place.format(tmp_path / "run")
@@ -248,6 +248,21 @@ def test_a_hold_that_this_machine_cannot_read_keeps_its_step(tmp_path: Path, mon
 
     monkeypatch.setattr(os, "open", refuse)
     assert _collect(tmp_path) == [3]
+
+
+@pytest.mark.parametrize(
+    "hold", [Hold(directory="step-2", kind="lease", holder="x"), Hold(directory="step-1", kind="removal", holder="x")]
+)
+def test_a_hold_that_says_something_else_than_its_name_keeps_the_step_of_its_name(tmp_path: Path, hold: Hold) -> None:
+    """Of a file that was renamed or edited by hand, its name counts everywhere, and prune names the file."""
+    folders.save_all(tmp_path, 1, 2, 3)
+    name = f"step-1.lease.{'0' * 32}.json"
+    folders.steps_of(tmp_path).holds.put(name, hold)
+    assert list(find_holds(tmp_path)) == ["step-1"]
+    results = prune_steps(tmp_path, NEWEST)
+    assert name in results[0].kept
+    assert (results[1].kept, results[1].error) == ("", "")
+    assert folders.steps_of(tmp_path).steps() == [1, 3]
 
 
 def test_a_store_that_does_not_answer_is_not_one_without_leases(

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from shardckpt.commit.small_files import put_small_file, remove_temporaries
 from shardckpt.errors import StorageError
-from shardckpt.manager.small_files import put_small_file, remove_temporaries
 
 if TYPE_CHECKING:
     from pathlib import Path

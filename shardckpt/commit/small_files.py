@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from shardckpt.commit import Owner
+from shardckpt.commit.owner import Owner
 from shardckpt.errors import CorruptCheckpointError, StorageError
 from shardckpt.storage import has_local_files, on_store, parse_json, put_file, read_file, wrap_os_errors
 
