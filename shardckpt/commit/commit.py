@@ -287,9 +287,11 @@ def exchange(a: Path, b: Path) -> bool:
 def _undo_swap(staging: Path, target: Path, aside: Path) -> None:
     """After an unfinished swap: move the old directory back to ``target``, the new one back to ``staging``."""
     with wrap_os_errors(f"rename {aside} back, while replacing", target):
+        if not aside.exists():  # nothing was moved
+            return
         if not target.exists():
             os.rename(aside, target)
-        elif aside.exists():  # the target was not moved yet: `aside` is the new directory
+        else:  # the target was not moved yet: `aside` is the new directory
             os.rename(aside, staging)
 
 

@@ -110,6 +110,9 @@ def remove_steps(folder: StepFolder, choose: Callable[[StepMetrics], Collection[
     needed = find_needed_steps({step: metrics for step, metrics in removable.items() if step not in chosen})
     holds = folder.holds
     held = holds.find() if chosen else {}
+    if chosen and on_store(folder.place) is None:
+        # What a killed overwrite has moved aside is known to be old while the step is there, and else kept for ever.
+        _remove_leftovers(folder)
     removed, kept = [], {}
     for step in chosen:
         if against := held.get(folder.names.name(step)):  # no mark need be written for it

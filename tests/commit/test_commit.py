@@ -14,7 +14,7 @@ import pytest
 from shardckpt.commit import commit
 from shardckpt.commit.owner import Owner
 from shardckpt.commit.staging_names import discarded_name, is_temporary
-from shardckpt.errors import StorageError
+from shardckpt.errors import CheckpointReplacedError, StorageError
 
 
 def staged(target: Path, save_id: str = "1", content: bytes = b"new") -> Path:
@@ -98,6 +98,18 @@ def test_replace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exchanges: boo
     assert (target / "kept").stat().st_ino == inode
     assert (target / "dangling").readlink() == Path("nowhere")
     assert [path.name for path in tmp_path.iterdir()] == ["ckpt"]
+
+
+def test_what_goes_before_it_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the checkpoint to replace is gone by the exchange, the error says so, and the new one stays staged."""
+    target = tmp_path / "ckpt"
+    target.mkdir()
+    old, staging = target.stat(), staged(target)
+    monkeypatch.setattr(commit, "sync_tree", lambda _: target.rmdir())  # another process removes it
+    with pytest.raises(CheckpointReplacedError, match="made from another save than what is there"):
+        commit.replace_target(staging, target, set(), old)
+    assert [path.name for path in tmp_path.iterdir()] == [staging.name]
+    assert (staging / "data").read_bytes() == b"new"
 
 
 def test_replace_a_tree(tmp_path: Path) -> None:

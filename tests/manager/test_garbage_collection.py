@@ -209,6 +209,25 @@ def test_a_checkpoint_set_aside_beside_a_whole_one_goes(tmp_path: Path) -> None:
     assert folders.names_in(tmp_path) == {"step-1", "damaged"}
 
 
+def test_a_copy_set_aside_goes_before_its_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A collection that is killed as it removes a step leaves no older copy of it that the next one has to keep."""
+    folders.save_all(tmp_path, 1, 2, 3)
+    aside = tmp_path / temporary_name("step-1", REPLACED, new_save_id(), owners.dead())
+    shutil.copytree(tmp_path / "step-1", aside)
+    make = garbage_collection.make_tombstone
+
+    def be_killed(path: Path) -> None:
+        make(path)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(garbage_collection, "make_tombstone", be_killed)
+    with pytest.raises(KeyboardInterrupt):
+        _collect(tmp_path)
+    monkeypatch.undo()
+    _collect(tmp_path)
+    assert folders.names_in(tmp_path) == {"step-2", "step-3"}
+
+
 def test_a_checkpoint_set_aside_by_an_overwrite_stays(tmp_path: Path) -> None:
     """What an interrupted overwrite has moved aside may be the only copy: no collection removes it."""
     folders.save_all(tmp_path, 1, 2)
