@@ -123,6 +123,7 @@ def test_a_library_that_cannot_be_had_is_left_out(folders: Folders, tmp_path: Pa
     assert "save (s)" in done.stdout
 
 
+@pytest.mark.proof
 def test_a_run_that_is_ended_leaves_nothing(folders: Folders) -> None:
     """SIGTERM in the middle of a measurement leaves no file and no process."""
     options = ("--workloads", "tiny", "--ranks", "2", "--operations", "save", "--adapters", "reference-buffered")

@@ -176,7 +176,7 @@ def test_version_1_says_which_dtypes_it_cannot_store(environment: Environment, t
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.ci
+@pytest.mark.proof
 def test_an_upgrade_refuses_the_old_version_and_names_the_migration(environment: Environment, old: Path) -> None:
     """Release 2.0 does not read version 1: the error says so, and names the command that rewrites it."""
     environment.install("npy_v2")

@@ -35,7 +35,7 @@ def _cycle(folder: Path, step: int) -> int:
     return count
 
 
-@pytest.mark.ci
+@pytest.mark.proof
 def test_any_layout_loads_as_another(ranks: RankPool, tmp_path: Path) -> None:
     """A third of all layouts are saved, hold all experts in true order, and are loaded in place as another."""
     assert ranks.run(4, _cycle, tmp_path, 3) == [40] * 4

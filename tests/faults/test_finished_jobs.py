@@ -34,7 +34,7 @@ def _threads_left(rooms: list[str]) -> dict[str, int]:
     return json.loads(done.stdout)
 
 
-@pytest.mark.ci
+@pytest.mark.proof
 def test_a_destroyed_group_leaves_no_threads() -> None:
     """Whatever of ours is imported when there is a group, destroy_process_group ends the threads of gloo."""
     assert _threads_left(list(ROOMS)) == dict.fromkeys(ROOMS, 0)

@@ -80,7 +80,7 @@ def test_killed_overwrite_leaves_old_or_new(disk: Path) -> None:
     assert leaves(outcomes) > FEW // 4
 
 
-@backends.both
+@backends.both_in_proof
 @pytest.mark.ci
 def test_killed_background_overwrite_leaves_old_or_new(disk: Path) -> None:
     """The same holds for a save that is planned, staged, written and finalized one after the other."""

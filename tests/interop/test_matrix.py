@@ -187,7 +187,7 @@ def test_what_is_left_of_older_megatrons(
 @pytest.mark.parametrize(
     "world", [pytest.param(1, marks=pytest.mark.proof), 2, pytest.param(4, marks=pytest.mark.proof)]
 )
-@pytest.mark.ci
+@pytest.mark.proof
 def test_the_ported_script_is_code_for_megatron(megatron: Releases, tmp_path: Path, world: int) -> None:
     """The script that tests/compat ports runs as it is under Megatron, at every number of ranks."""
     megatron(NEWEST).run(world, "call", str(SCRIPT), "train", str(tmp_path))

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     indirect=["backend"],
     scope="module",
 )
+@pytest.mark.proof
 def test_a_killed_rank_leaves_a_whole_step(tmp_path: Path, step: int) -> None:
     """Wherever in a save a rank is killed, all find the same step, old or new, load its values, and save the next."""
     done = programs.run(

@@ -474,7 +474,7 @@ SCENARIOS = [
 
 
 @backends.both_in_proof
-@pytest.mark.ci
+@pytest.mark.proof
 def test_a_rank_lost_in_the_exchange(tmp_path: Path) -> None:
     """Where a rank dies or stops between two rounds, all others name it within one timeout, in all groups."""
     done = run_program("exchange_deaths", str(tmp_path), text=json.dumps(SCENARIOS))

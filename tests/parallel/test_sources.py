@@ -162,7 +162,7 @@ def traced(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     return folder, (folder / "trace").read_text()
 
 
-@pytest.mark.ci
+@pytest.mark.proof
 @pytest.mark.parametrize("sharding", MESHES)
 @pytest.mark.parametrize("source", SOURCES)
 def test_ranks_together_read_a_source_once(source: str, sharding: str, traced: tuple[Path, str]) -> None:
