@@ -211,7 +211,7 @@ def test_version_2_stores_what_numpy_has_no_dtype_for(new: Path) -> None:
     assert on_disk == {"float32": "float32", "bfloat16": "uint16", "float8_e4m3fn": "uint8"}
 
 
-@pytest.mark.ci
+@pytest.mark.proof
 def test_a_downgrade_refuses_the_new_version_and_names_its_reader(
     environment: Environment, migrated: tuple[Path, str], new: Path
 ) -> None:

@@ -138,7 +138,7 @@ def test_queues_have_processes_of_their_own() -> None:
         assert one.maybe_finalize_async_calls(blocking=True) == [1]
 
 
-@pytest.mark.ci  # starts interpreters
+@pytest.mark.proof  # starts interpreters
 def test_the_directory_of_the_job_hides_no_module(tmp_path: Path) -> None:
     """A file in the working directory that is named like a module of the library is not imported in its place."""
     (tmp_path / "socket.py").write_text("raise SystemExit('the wrong socket')")

@@ -52,7 +52,7 @@ def test_the_same_ranks_go_on_bit_for_bit(ranks: RankPool, tmp_path: Path, optio
     assert all(reports == resumed[0] for reports in resumed)
 
 
-@pytest.mark.ci
+@pytest.mark.proof
 def test_experts_are_trained_alike_however_they_are_split(ranks: RankPool, tmp_path: Path) -> None:
     """From the same parameters, ep 2 x efsdp 2, ep 4 and one process without a group make the same steps."""
     alone = _losses(_reports(tmp_path / "1", "--steps=3", "--ep=1"))

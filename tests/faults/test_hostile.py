@@ -622,7 +622,7 @@ def _case_of(item: pytest.Function) -> Case | None:
 
 @pytest.mark.parametrize(
     "case",
-    [pytest.param(c, id=c.name, marks=() if c.name in _QUICK else pytest.mark.ci) for c in CASES],
+    [pytest.param(c, id=c.name, marks=() if c.name in _QUICK else pytest.mark.proof) for c in CASES],
 )
 def test_refused(found: dict[str, Any], case: Case) -> None:
     """The load is refused by an error of the family that names the culprit; nothing ran and nothing was changed."""

@@ -193,7 +193,7 @@ def test_the_ported_script_is_code_for_megatron(megatron: Releases, tmp_path: Pa
     megatron(NEWEST).run(world, "call", str(SCRIPT), "train", str(tmp_path))
 
 
-@pytest.mark.ci
+@pytest.mark.proof
 def test_one_job_goes_on_in_both(ranks: RankPool, megatron: Releases, tmp_path: Path) -> None:
     """What the job saved here, Megatron resumes; what it saved there, the ported job resumes; the format is one."""
     ranks.run(2, run, "train", str(tmp_path / "here"))

@@ -85,6 +85,7 @@ def test_what_torchtitans_manager_saved_resumes_here(
 @pytest.mark.parametrize(
     "world", [pytest.param(1, marks=pytest.mark.proof), 2, pytest.param(4, marks=pytest.mark.proof)]
 )
+@pytest.mark.proof
 def test_our_manager_takes_over_a_job_of_torchtitan(
     site: Path, written: Callable[[str], Path], tmp_path: Path, world: int
 ) -> None:
