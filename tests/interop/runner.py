@@ -66,13 +66,11 @@ class Megatron:
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe is not None:
                 pipe.close()
-        try:
-            failed = self._process.wait(END_TIMEOUT) != 0
-        except subprocess.TimeoutExpired:
-            failed = True
-        if failed:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)  # it leads a session of its own
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(END_TIMEOUT)
+        # it leads a session of its own; a rank that died has left the processes that Megatron's save had started
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
 
 
