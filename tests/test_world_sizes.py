@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -166,6 +167,8 @@ def _strict(path: str, mode: str | bool) -> Any:
     records: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
+    this_rank = threading.get_ident()
+    handler.addFilter(lambda record: record.thread == this_rank)
     logger = logging.getLogger("shardckpt.validation.keys")
     logger.addHandler(handler)
     try:

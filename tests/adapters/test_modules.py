@@ -158,6 +158,7 @@ def _wrapped() -> list[set[str]]:
     return [set(to_sharded_state_dict(model)) for model in (compiled, DistributedDataParallel(compiled))]
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # of torch.compile
 def test_wrappers_leave_no_trace_in_names(ranks: RankPool) -> None:
     """Checkpoint wrappers, torch.compile and DDP do not show in keys: they are those of the bare model."""
     plain = set(made_model(1).state_dict())

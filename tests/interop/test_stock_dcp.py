@@ -160,6 +160,7 @@ def write_milestones(folder: Path) -> None:
     """Save a schedule whose state has a Counter of integers."""
     training = Training(0)
     schedule = torch.optim.lr_scheduler.MultiStepLR(training.optimizer, [1, 3], gamma=0.5)
+    training.optimizer.step()
     schedule.step()
     dcp.save({"lr_scheduler": schedule}, checkpoint_id=folder / f"step-{STEP}")
 
