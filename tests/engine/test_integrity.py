@@ -19,8 +19,10 @@ from shardckpt.errors import CheckpointingException, CorruptCheckpointError, Sto
 from shardckpt.maintenance.verify import verify_checkpoint
 from shardckpt.manifest import INTEGRITY_LIMIT
 from shardckpt.storage.memory_budget import REQUEST_BYTES
+from shardckpt.storage.open_files import OpenFile, OpenFiles
 from tests import backends
 from tests.names import MARKERS
+from tests.resources import list_open
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -369,17 +371,20 @@ def test_megatrons_positions(golden: Path) -> None:
         dc.load({}, golden, None, True, "assume_ok_unexpected", True, None)
 
 
-def test_more_files_than_descriptors(tmp_path: Path) -> None:
+def test_more_files_than_descriptors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Files are open only while they are read: a checkpoint of many ranks is verified by one process."""
-    resource = pytest.importorskip("resource")
     dcp.save({"w": torch.ones(3)}, checkpoint_id=tmp_path / "ckpt", no_dist=True)
     for number in range(150):
         (tmp_path / "ckpt" / f"__{number}_1.distcp").write_bytes(bytes(number))
     save_integrity_manifest(tmp_path / "ckpt")
-    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    used = len(list(Path("/proc/self/fd").iterdir()))
-    resource.setrlimit(resource.RLIMIT_NOFILE, (used + 50, limits[1]))
-    try:
-        verify_integrity_manifest(tmp_path / "ckpt")
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    open_file, counts = OpenFiles.open_unshared, []
+
+    def counting(self: OpenFiles, name: str) -> OpenFile:
+        file = open_file(self, name)
+        counts.append(len(list_open(tmp_path)))
+        return file
+
+    monkeypatch.setattr(OpenFiles, "open_unshared", counting)
+    verify_integrity_manifest(tmp_path / "ckpt")
+    assert len(counts) > 150
+    assert max(counts) < 50

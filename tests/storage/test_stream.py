@@ -9,7 +9,6 @@ import os
 import random
 import signal
 import threading
-import time
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
@@ -21,7 +20,7 @@ from shardckpt.storage.new_file import NewFile
 from shardckpt.storage.writer import CheckpointWriter
 from shardckpt.tensors.memory import PAGE
 from tests.faults.disks import small_disk
-from tests.resources import list_open
+from tests.resources import list_open, list_threads
 from tests.storage.files import memory
 
 if TYPE_CHECKING:
@@ -461,7 +460,6 @@ def test_an_interrupt_leaves_no_threads() -> None:
             close()
     finally:
         signal.signal(signal.SIGINT, before)
-    deadline = time.monotonic() + 10
-    while any(thread.name.startswith("shardckpt-write") for thread in threading.enumerate()):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    for thread in list_threads("shardckpt-write"):
+        thread.join(60)
+    assert list_threads("shardckpt-write") == set()

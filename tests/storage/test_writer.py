@@ -18,7 +18,7 @@ from shardckpt.storage.digest import Segments, digest_function, preferred
 from shardckpt.storage.new_file import NewFile
 from shardckpt.storage.writer import CheckpointWriter
 from shardckpt.tensors import LARGE
-from tests.resources import list_open
+from tests.resources import list_open, list_threads
 from tests.storage.files import write
 
 if TYPE_CHECKING:
@@ -171,13 +171,13 @@ def test_every_file_is_fsynced_once_after_its_bytes(tmp_path: Path, monkeypatch:
 
 def test_descriptors_and_threads_end(tmp_path: Path) -> None:
     """Neither finished nor abandoned files leave descriptors or threads."""
-    before = threading.enumerate()
+    before = list_threads()
     for number in range(10):
         with CheckpointWriter(tmp_path, 0) as writer:
             writer.write(f"whole{number}", b"x")
             writer.create(f"open{number}").append(LARGE, lambda: [memoryview(bytes(LARGE))])
     assert list_open(tmp_path) == []
-    assert [thread for thread in threading.enumerate() if thread not in before] == []
+    assert list_threads() <= before
 
 
 def test_names_and_twice(tmp_path: Path) -> None:
@@ -341,7 +341,7 @@ def test_the_algorithm_that_is_asked_for(tmp_path: Path, algorithm: str) -> None
 @pytest.mark.parametrize("nbytes", [10, LARGE])
 def test_no_sha256_of_a_file_that_failed(tmp_path: Path, nbytes: int) -> None:
     """A record that fails fails the file as without hashes, and its threads end."""
-    before = threading.enumerate()
+    before = list_threads()
 
     def fail() -> list[memoryview]:
         raise RuntimeError("the device is lost")
@@ -354,7 +354,7 @@ def test_no_sha256_of_a_file_that_failed(tmp_path: Path, nbytes: int) -> None:
             writer.finish(file)
         writer.create("left").append(LARGE, lambda: [memoryview(bytes(LARGE))])
         assert writer.sha256 == {}
-    assert [thread for thread in threading.enumerate() if thread not in before] == []
+    assert list_threads() <= before
 
 
 def test_no_sha256_unless_asked(tmp_path: Path) -> None:
