@@ -6,7 +6,7 @@ import importlib
 import re
 from pathlib import Path
 
-import pytest
+from tests.tables import table
 
 ROOT = Path(__file__).parents[1]
 CORE = ROOT / "shardckpt"
@@ -107,7 +107,7 @@ def _circle(graph: dict[str, set[str]]) -> set[str]:
     return set(graph)
 
 
-@pytest.mark.parametrize("name", FILES)
+@table("name", FILES)
 def test_rooms_are_entered_by_their_doors(name: str) -> None:
     """A file takes of another folder what its __init__ offers, never one of its insides."""
     own = _folders(name)

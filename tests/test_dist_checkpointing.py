@@ -23,6 +23,7 @@ from shardckpt.errors import (
 from shardckpt.mapping import LocalNonpersistentObject, ShardedObject, ShardedTensor, ShardedTensorFactory
 from shardckpt.strategy import LoadStrategy, SaveStrategy
 from tests import backends
+from tests.tables import table
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -276,7 +277,7 @@ def _load_cast_with_leave(ranks: RankPool, directory: Path) -> list[Any]:
 
 
 @backends.both_in_proof
-@pytest.mark.parametrize(
+@table(
     ("stored", "wanted", "expected"),
     [
         (torch.tensor([0.7, float("nan")]), torch.int64, None),
@@ -340,7 +341,7 @@ def test_shape_mismatches_are_all_named(tmp_path: Path) -> None:
 
 
 @backends.both_in_proof
-@pytest.mark.parametrize("rows", [2, 5])
+@table("rows", [2, 5])
 def test_allow_shape_mismatch_loads_what_is_common(tmp_path: Path, rows: int) -> None:
     """Padded or cut vocabularies: the common rows are loaded, the rest is zero."""
     dc.save({"w": _tensor()}, tmp_path / "c")
@@ -441,7 +442,7 @@ def test_meta_destinations_are_refused(tmp_path: Path) -> None:
 
 
 @backends.both_in_proof
-@pytest.mark.parametrize(
+@table(
     ("destination", "why"),
     [
         pytest.param(lambda: torch.zeros(1).expand(3), "'w': its data is expanded.*clone", id="expanded"),
@@ -472,7 +473,7 @@ def test_sparse_tensors_are_refused_by_key(tmp_path: Path) -> None:
 
 
 @backends.both_in_proof
-@pytest.mark.parametrize("in_background", [False, True])
+@table("in_background", [False, True])
 def test_a_large_transposed_tensor_of_a_packed_dtype_is_saved(tmp_path: Path, in_background: bool) -> None:
     """Torch can copy a transposed float4 of few elements only; one of many is saved and loaded bit for bit, too."""
     numbers = torch.arange(300 * 300).to(torch.uint8).view(300, 300)

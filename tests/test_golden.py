@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from shardckpt import dist_checkpointing as dc
 from shardckpt.mapping import LocalNonpersistentObject, ShardedObject, ShardedTensor, ShardedTensorFactory
+from tests.tables import table
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -246,7 +247,7 @@ def test_a_golden_checkpoint_loads_at_any_world_size(ranks: RankPool, version: s
     assert ranks.run(world, _load_golden, version) == [True] * world
 
 
-@pytest.mark.parametrize("version", VERSIONS)
+@table("version", VERSIONS)
 def test_the_queries_describe_a_golden_checkpoint(version: str) -> None:
     """What is stored, at its true shape, common state and content metadata: without a process group."""
     path = GOLDEN / f"mcore-{version}"

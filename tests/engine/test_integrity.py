@@ -21,6 +21,7 @@ from shardckpt.manifest import INTEGRITY_LIMIT
 from shardckpt.storage.memory_budget import REQUEST_BYTES
 from tests import backends
 from tests.names import MARKERS
+from tests.tables import table
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -73,7 +74,7 @@ def load(path: Path, key: str = KEY, size: int = 5) -> torch.Tensor:
     return dc.load(wanted, path, verify_integrity=True)["t"]  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("version", VERSIONS)
+@table("version", VERSIONS)
 def test_an_integrity_json_of_megatron(tmp_path: Path, version: str) -> None:
     """One in Megatron's form, beside any dialect, is verified by a load, by its own function and by the command."""
     path = megatrons(Path(shutil.copytree(GOLDEN / f"mcore-{version}", tmp_path / "ckpt")))

@@ -25,6 +25,7 @@ from shardckpt.storage import Segments, writer
 from tests import backends
 from tests.remote import jobs
 from tests.remote.store import Store
+from tests.tables import table
 from tests.trees import SaveTree
 
 if TYPE_CHECKING:
@@ -198,7 +199,7 @@ def test_hostile_sizes_are_refused_before_memory_is_taken(saved: Path) -> None:
         jobs.check(str(saved), 1.0)
 
 
-@pytest.mark.parametrize(
+@table(
     ("change", "text"),
     [
         ({"name": "a" + TABLE_SUFFIX}, "is the name of a table of digests, and of another file"),

@@ -17,6 +17,7 @@ from shardckpt.manager import steps
 from shardckpt.manager.step_resolution import resolve_step
 from tests import backends
 from tests.manager import folders
+from tests.tables import table
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -144,7 +145,7 @@ class DriverError(CannotLoadError):
 
 
 @backends.both_in_proof
-@pytest.mark.parametrize(("step", "text"), [(-1, "the driver x"), (1, "step 1 cannot be loaded: the driver x")])
+@table(("step", "text"), [(-1, "the driver x"), (1, "step 1 cannot be loaded: the driver x")])
 def test_a_plugins_refusal_keeps_its_class(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int, text: str
 ) -> None:

@@ -25,6 +25,7 @@ from tests.engine.plan_cache.saves import save as save_in_turn
 from tests.ranks import Failure
 from tests.safetensors.conformance.independent_reader import read_checkpoint
 from tests.safetensors.parts import VALUES, InParts, make_state
+from tests.tables import table
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -185,7 +186,7 @@ def _tile(shape: tuple[int, ...], rng: random.Random) -> list[tuple[tuple[int, .
     return boxes
 
 
-@pytest.mark.parametrize("most_pairs", [1 << 22, 0], ids=["pages", "all rows"])
+@table("most_pairs", [1 << 22, 0], ids=["pages", "all rows"])
 def test_the_pages_of_a_region_have_all_of_its_boxes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most_pairs: int
 ) -> None:

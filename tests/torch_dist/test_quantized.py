@@ -20,6 +20,7 @@ from shardckpt.errors import CorruptCheckpointError, ShardingError
 from shardckpt.mapping import ShardedTensor
 from shardckpt_torch_dist.plan.load_planner import ShardedLoadPlanner
 from tests.names import data_file
+from tests.tables import table
 from tests.torch_dist.te_stand_in import (
     ClosedStandIn,
     FirstFloat8StandIn,
@@ -96,7 +97,7 @@ def test_saved_wrappers(ranks: RankPool, tmp_path: Path, size: int) -> None:
     assert stored.dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@table("kind", KINDS)
 def test_prepended_axes_and_flattened_ranges(tmp_path: Path, kind: Any) -> None:
     """Wrappers that have no views are experts of a larger tensor, and slices of a flattened one, all the same."""
     experts = [kind.quantized(FULL), kind.quantized(-FULL)]
@@ -151,7 +152,7 @@ def test_wrappers_without_elements(tmp_path: Path) -> None:
     assert empty.times == 0
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@table("kind", KINDS)
 def test_parameters(tmp_path: Path, kind: Any) -> None:
     """A quantized parameter that needs gradients is filled, and stays a leaf."""
     dc.save({"w": ShardedTensor.from_rank_offsets("w", FULL)}, tmp_path / "c")

@@ -14,6 +14,7 @@ from shardckpt.errors import ShapeMismatchError, ShardingError
 from shardckpt.mapping import ShardedTensor
 from shardckpt.quantized import native_factory
 from shardckpt_torch_dist.plan.load_planner import ShardedLoadPlanner
+from tests.tables import table
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -100,7 +101,7 @@ def test_resharded_into_torchao_tensors(ranks: RankPool, tmp_path: Path, size: i
     assert ranks.run(size, _load_rows, str(tmp_path / "c")) == [[]] * size
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@table("kind", KINDS)
 def test_saved_as_values(tmp_path: Path, kind: str) -> None:
     """A torchao tensor in a ShardedTensor is stored as its dequantized values, and plain DCP fills another from it."""
     wrapper, other = _quantized(kind, FULL), _other(kind, FULL)
@@ -141,7 +142,7 @@ def test_what_torchao_cannot_rebuild(tmp_path: Path) -> None:
     assert _bits(wrapper) == before
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@table("kind", KINDS)
 def test_native_round_trip(tmp_path: Path, kind: str) -> None:
     """Stored natively, a torchao tensor comes back with every bit of data and scales."""
     wrapper, other = _quantized(kind, FULL), _other(kind, FULL)

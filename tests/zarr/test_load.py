@@ -28,6 +28,7 @@ from shardckpt.integrations.fsspec.folder import FsspecFolder
 from shardckpt.mapping import ShardedObject, ShardedTensor
 from shardckpt.plugins import get_plugin_manager, hookimpl
 from tests.golden.write_zarr import COMMON, TENSORS, global_tensor
+from tests.tables import table
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -109,7 +110,7 @@ def test_a_golden_checkpoint_loads_at_any_world_size(ranks: RankPool, name: str,
     ranks.run(world, load, str(GOLDEN / name), WRITERS[name])
 
 
-@pytest.mark.parametrize("name", WRITERS)
+@table("name", WRITERS)
 def test_the_queries_describe_a_golden_checkpoint(name: str) -> None:
     """What is stored, its common state and its values, without a description of it and without other ranks."""
     path, writers = GOLDEN / name, WRITERS[name]

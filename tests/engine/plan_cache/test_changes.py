@@ -14,6 +14,7 @@ from shardckpt.engine.plan_cache import saved_plans
 from shardckpt.errors import CheckpointingException, ShardingError
 from shardckpt.mapping import ShardedObject, ShardedTensor
 from tests.engine.plan_cache.saves import Plans, check, first, in_mode, save, tensor
+from tests.tables import table
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -51,7 +52,7 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("change", CHANGES)
+@table("change", CHANGES)
 def test_whatever_changes_is_saved(tmp_path: Path, change: str) -> None:
     """Whatever changes between two saves, the second one has what a first save of it has."""
     before = first()
@@ -63,7 +64,7 @@ def test_whatever_changes_is_saved(tmp_path: Path, change: str) -> None:
     check(tmp_path / "b", dc.load_plain_tensors(tmp_path / "c"))
 
 
-@pytest.mark.parametrize("values", [("short", "short"), ("short", "a" * 1000), (1, None)])
+@table("values", [("short", "short"), ("short", "a" * 1000), (1, None)])
 def test_objects_are_taken_anew(tmp_path: Path, values: tuple[Any, Any]) -> None:
     """Objects may become longer or shorter between saves of one plan, and so may the common state."""
     for step, value in enumerate((*values, values[0])):

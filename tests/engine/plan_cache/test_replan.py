@@ -19,6 +19,7 @@ from shardckpt.parallel import FullyParallelSaveStrategyWrapper
 from shardckpt_torch_dist.save import TorchDistSaveShardedStrategy
 from tests import backends
 from tests.engine.plan_cache.saves import Plans, check, first, in_mode, save, tensor
+from tests.tables import table
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -190,8 +191,8 @@ def test_another_form_after_the_request_is_never_written(tmp_path: Path) -> None
 
 @backends.both_in_proof
 @pytest.mark.usefixtures("mode")
-@pytest.mark.parametrize("within", [torch.inference_mode, torch.no_grad, lambda: torch.device("meta")])
-@pytest.mark.parametrize("size", [100, 400_000])
+@table("within", [torch.inference_mode, torch.no_grad, lambda: torch.device("meta")])
+@table("size", [100, 400_000])
 def test_saves_in_any_mode(tmp_path: Path, within: Callable[[], Any], size: int) -> None:
     """A save in a mode of torch's leaves nothing that stops the next one, outside of it, or threads."""
     values = [torch.full((size,), float(n)) for n in range(3)]

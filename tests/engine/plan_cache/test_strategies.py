@@ -18,6 +18,7 @@ from shardckpt.strategy import AsyncSaveStrategy, PreparedSave, SaveStrategy
 from shardckpt_ep import EPSaveStrategy, ExpertLayout
 from shardckpt_torch_dist.save import TorchDistSaveShardedStrategy
 from tests.engine.plan_cache.saves import MODES, check, first, in_mode, save, tensor
+from tests.tables import table
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -67,7 +68,7 @@ DOUBLING: list[Callable[[], Any]] = [
 ]
 
 
-@pytest.mark.parametrize("make", DOUBLING)
+@table("make", DOUBLING)
 def test_a_prepare_that_was_overridden_is_called_every_time(tmp_path: Path, make: Callable[[], Any]) -> None:
     """A strategy with a ``prepare`` of its own is asked for every save, and the caller's shards stay as they are."""
     strategy = make()
@@ -163,9 +164,7 @@ def _saving_itself() -> TorchDistSaveShardedStrategy:
     return strategy
 
 
-@pytest.mark.parametrize(
-    "make", [_SavingItself, _saving_itself, lambda: FullyParallelSaveStrategyWrapper(_SavingItself())]
-)
+@table("make", [_SavingItself, _saving_itself, lambda: FullyParallelSaveStrategyWrapper(_SavingItself())])
 def test_a_save_that_was_overridden_is_called_every_time(tmp_path: Path, make: Callable[[], Any]) -> None:
     """A strategy with a ``save`` of its own does every save in the foreground, also after others in the background."""
     for step in range(4):
