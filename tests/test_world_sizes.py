@@ -273,7 +273,7 @@ def test_alone(alone: Any) -> None:
 
 
 @backends.both_in_proof
-@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("world", [1, 2, pytest.param(4, marks=pytest.mark.ci)])
 def test_world_size(ranks: RankPool, tmp_path: Path, alone: Any, world: int) -> None:
     """1, 2 and 4 ranks get what one process gets: values, sets of keys, kinds of errors, messages and warnings."""
     _compare(ranks.run(world, program, str(tmp_path)), alone)

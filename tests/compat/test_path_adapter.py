@@ -27,7 +27,7 @@ from shardckpt.errors import (
 )
 from shardckpt.plugins.manager import get_plugin_manager
 from tests.compat.rewritten import STRATEGIES, run_script
-from tests.tables import table
+from tests.tables import in_proof, table
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -86,7 +86,7 @@ def _register(load: Any = None, save: Any = None) -> None:
     base.register_default_strategy(base.StrategyAction.LOAD_SHARDED, "files", 1, load or _Load())
 
 
-@pytest.mark.parametrize(("writers", "readers"), [(1, 2), (2, 1), (2, 2)])
+@pytest.mark.parametrize(("writers", "readers"), [(1, 2), (2, 1), *in_proof((2, 2))])
 @pytest.mark.parametrize("function", ["save", "save_in_background"])
 def test_strategies_written_for_megatron_run(
     ranks: RankPool, tmp_path: Path, function: str, writers: int, readers: int

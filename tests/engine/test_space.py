@@ -58,7 +58,7 @@ def _save_too_much(directory: str, background: bool, overwrite: bool) -> tuple[A
     return attempt(directory, action), wrong
 
 
-@backends.both
+@backends.both_in_proof
 @pytest.mark.parametrize(
     ("world", "background"), [(1, False), (2, True), *(pytest.param(*each, marks=pytest.mark.ci) for each in _MORE)]
 )

@@ -25,7 +25,7 @@ from shardckpt.storage import Segments, writer
 from tests import backends
 from tests.remote import jobs
 from tests.remote.store import Store
-from tests.tables import table
+from tests.tables import in_proof, table
 from tests.trees import SaveTree
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ def saved(ranks: RankPool, tmp_path: Path) -> Path:
 
 
 @backends.both_in_proof
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, *in_proof(4)])
 def test_a_save_with_table_files_is_loaded_by_any_number_of_ranks(ranks: RankPool, tmp_path: Path, world: int) -> None:
     """Every file has its table beside it, the record only says how long it is, and 1, 2 and 4 ranks read the values."""
     path = tmp_path / "c"

@@ -20,7 +20,7 @@ from shardckpt.mapping import ShardedTensor
 from shardckpt.tensors import LARGE
 from shardckpt_torch_dist import TorchDistSaveShardedStrategy
 from tests.faults import samples
-from tests.tables import table
+from tests.tables import in_proof, table
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -136,7 +136,7 @@ def _main_rank_finds(directory: str) -> list[tuple[str, str]]:
     return found
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, *in_proof(4)])
 def test_what_the_main_rank_finds_all_ranks_raise(ranks: RankPool, tmp_path: Path, world: int) -> None:
     """A directory that is missing, is no checkpoint or is not empty is the same error on every rank; they go on."""
     results = ranks.run(world, _main_rank_finds, str(tmp_path))
@@ -202,7 +202,7 @@ def _load_layers(path: str) -> bool:
     return all(torch.equal(part, shard.data) for part, shard in zip(loaded, _layers(_whole()), strict=True))
 
 
-@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("world", [3, *in_proof(2, 4)])
 def test_uneven_shards_below_a_prepended_axis(ranks: RankPool, tmp_path: Path, world: int) -> None:
     """Their chunks have every axis in offsets and sizes, fill the tensor, and load at any size and by plain DCP."""
     path = str(tmp_path / "ckpt")

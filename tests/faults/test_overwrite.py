@@ -22,7 +22,7 @@ from tests import backends
 from tests.faults import samples
 from tests.faults.disks import make_read_only, small_disk
 from tests.names import MARKERS
-from tests.tables import table
+from tests.tables import in_proof, table
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -186,7 +186,7 @@ def save_part(directory: str, version: int, allowed: bool) -> None:
 
 
 @backends.both_in_proof
-@pytest.mark.parametrize(("before", "after"), [(4, 1), (1, 4), (3, 2)])
+@pytest.mark.parametrize(("before", "after"), [(4, 1), (1, 4), *in_proof((3, 2))])
 def test_other_number_of_ranks(ranks: RankPool, tmp_path: Path, before: int, after: int) -> None:
     """No file of more ranks is left from the old checkpoint, and its values are not."""
     target = tmp_path / "ckpt"

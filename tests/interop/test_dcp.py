@@ -16,6 +16,7 @@ from shardckpt.errors import UnsafePickleError
 from shardckpt.mapping import ShardedObject, ShardedTensor
 from shardckpt_torch_dist import ShardedLoadPlanner, ShardedSavePlanner
 from tests.interop import sample
+from tests.tables import in_proof
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -203,7 +204,7 @@ def _load_planned(path: str) -> None:
     assert loaded["optimizer"] == {"lr": 0.1, "steps": [1, 2], "name": "a"}
 
 
-@pytest.mark.parametrize("writers", [0, 1, 4])
+@pytest.mark.parametrize("writers", [0, 4, *in_proof(1)])
 def test_planners_serve_plain_dcp(ranks: RankPool, tmp_path: Path, writers: int) -> None:
     """dcp.save and dcp.load with our planners take shards among plain values, and our load reads what they wrote."""
     path = str(tmp_path / "planned")

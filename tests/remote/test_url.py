@@ -24,7 +24,7 @@ from shardckpt.plugins.manager import get_plugin_manager
 from shardckpt.plugins.stores import open_folder
 from tests import backends, programs
 from tests.remote import jobs
-from tests.tables import table
+from tests.tables import in_proof, table
 from tests.trees import SaveTree
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ def memory() -> Iterator[str]:
 
 
 @backends.both
-@pytest.mark.parametrize("world_size", [0, 2, 4])
+@pytest.mark.parametrize("world_size", [0, 2, *in_proof(4)])
 def test_a_save_to_a_url_loads_with_any_number_of_ranks(
     ranks: RankPool, store: Store, backend: Backend, world_size: int
 ) -> None:

@@ -14,7 +14,7 @@ from shardckpt.errors import ShapeMismatchError, ShardingError
 from shardckpt.mapping import ShardedTensor
 from shardckpt.quantized import native_factory
 from shardckpt_torch_dist.plan.load_planner import ShardedLoadPlanner
-from tests.tables import table
+from tests.tables import in_proof, table
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -94,7 +94,7 @@ def _load_rows(path: str) -> list[str]:
     return faults
 
 
-@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("size", [2, *in_proof(1, 4)])
 def test_resharded_into_torchao_tensors(ranks: RankPool, tmp_path: Path, size: int) -> None:
     """High precision of 4 ranks loads into every kind of torchao tensor as torchao itself quantizes it, in place."""
     ranks.run(4, _save_rows, str(tmp_path / "c"))

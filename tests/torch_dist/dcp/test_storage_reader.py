@@ -30,7 +30,7 @@ from shardckpt.mapping import ShardedObject, ShardedTensor
 from shardckpt_torch_dist import CheckpointStorageReader, CheckpointStorageWriter, ShardedLoadPlanner
 from tests.interop.sample import check_equal
 from tests.names import METADATA, data_file
-from tests.tables import table
+from tests.tables import in_proof, table
 from tests.test_golden import GOLDEN, VERSIONS
 from tests.torch_dist import plain_states
 
@@ -77,7 +77,7 @@ def _stock_save(path: str, options: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"thread_count": 2}, {"single_file_per_rank": False}], ids=str)
-@pytest.mark.parametrize("writers", [0, 2, 4])
+@pytest.mark.parametrize("writers", [0, 2, *in_proof(4)])
 def test_it_reads_what_stock_dcp_wrote(ranks: RankPool, tmp_path: Path, writers: int, options: dict[str, Any]) -> None:
     """Directories of FileSystemWriter, of 1 to 4 ranks and several files a rank, load at 1, 2 and 4 ranks."""
     path = str(tmp_path / "c")
