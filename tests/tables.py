@@ -24,7 +24,7 @@ def table(
 ) -> Any:
     """Run a test for each row, as ``pytest.mark.parametrize`` does, but as one test.
 
-    Each row has a ``tmp_path`` and a ``monkeypatch`` of its own; what other fixtures give is the same for all rows.
+    Each row has a ``tmp_path``, ``monkeypatch`` and ``capsys`` of its own; other fixtures are the same for all rows.
     """
     arguments = [name.strip() for name in names.split(",")] if isinstance(names, str) else [*names]
     several = len(arguments) > 1 or not isinstance(names, str)
@@ -67,6 +67,8 @@ def _of_one_row(fixtures: dict[str, Any], number: int, stack: ExitStack) -> dict
         own["tmp_path"].mkdir()
     if "monkeypatch" in own:
         own["monkeypatch"] = stack.enter_context(own["monkeypatch"].context())
+    if "capsys" in own:
+        own["capsys"].readouterr()  # what the row before has printed is not this one's
     return own
 
 
