@@ -44,7 +44,7 @@ def table(
                 try:
                     with ExitStack() as stack:
                         test(*args, **_of_one_row(fixtures, number, stack), **given)
-                except (Exception, pytest.fail.Exception) as error:  # noqa: BLE001 every row is tried
+                except (Exception, pytest.fail.Exception, pytest.skip.Exception) as error:  # noqa: BLE001 each row is tried
                     name = label or ", ".join(f"{key}={reprlib.repr(value)}" for key, value in given.items())
                     failures.append((f"row {number} ({name}): {type(error).__name__}: {error}", error))
             if failures:
