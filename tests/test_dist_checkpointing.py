@@ -23,6 +23,7 @@ from shardckpt.errors import (
 from shardckpt.mapping import LocalNonpersistentObject, ShardedObject, ShardedTensor, ShardedTensorFactory
 from shardckpt.strategy import LoadStrategy, SaveStrategy
 from tests import backends
+from tests.states import rank_and_size
 from tests.tables import in_proof, table
 
 if TYPE_CHECKING:
@@ -40,12 +41,8 @@ def _value(dtype: torch.dtype) -> torch.Tensor:
     return (numbers % 2 == 0) if dtype == torch.bool else (numbers % 17 if dtype.itemsize == 1 else numbers).to(dtype)
 
 
-def _whereabouts() -> tuple[int, int]:
-    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-
-
 def _rows(key: str, full: torch.Tensor) -> list[ShardedTensor]:
-    rank, world = _whereabouts()
+    rank, world = rank_and_size()
     if ROWS % world:
         return _uneven(key, full)
     return [ShardedTensor.from_rank_offsets(key, full.chunk(world)[rank].clone(), (0, rank, world))]
@@ -53,7 +50,7 @@ def _rows(key: str, full: torch.Tensor) -> list[ShardedTensor]:
 
 def _columns(key: str, full: torch.Tensor) -> list[ShardedTensor]:
     """Strided views of unequal width: an irregular grid along the second axis."""
-    rank, world = _whereabouts()
+    rank, world = rank_and_size()
     edges = [COLUMNS * i // world for i in range(world + 1)]
     low, high = edges[rank], edges[rank + 1]
     data = full.clone()[:, low:high]
@@ -62,7 +59,7 @@ def _columns(key: str, full: torch.Tensor) -> list[ShardedTensor]:
 
 def _uneven(key: str, full: torch.Tensor) -> list[ShardedTensor]:
     """The first rank has one row, the last all that remain, one in between nothing."""
-    rank, world = _whereabouts()
+    rank, world = rank_and_size()
     edges = [0] + [min(1 + i * (i + 1) // 2, ROWS) for i in range(world - 1)] + [ROWS]
     low, high = edges[rank], edges[rank + 1]
     data = full[low:high].clone()
@@ -70,12 +67,12 @@ def _uneven(key: str, full: torch.Tensor) -> list[ShardedTensor]:
 
 
 def _replicated(key: str, full: torch.Tensor) -> list[ShardedTensor]:
-    return [ShardedTensor.from_rank_offsets(key, full.clone(), replica_id=_whereabouts()[0])]
+    return [ShardedTensor.from_rank_offsets(key, full.clone(), replica_id=rank_and_size()[0])]
 
 
 def _flattened(key: str, full: torch.Tensor) -> list[ShardedTensor]:
     """Megatron's legacy form: the whole tensor flattened, cut at odd places."""
-    rank, world = _whereabouts()
+    rank, world = rank_and_size()
     edges = [full.numel() * i // world for i in range(world + 1)]
     part = slice(edges[rank], edges[rank + 1])
     data = full.reshape(-1)[part].clone()
@@ -84,7 +81,7 @@ def _flattened(key: str, full: torch.Tensor) -> list[ShardedTensor]:
 
 def _layered(key: str, full: torch.Tensor) -> list[ShardedTensor]:
     """Rows as layers of a prepended axis, dealt round to the ranks: several shards of one key a rank."""
-    rank, world = _whereabouts()
+    rank, world = rank_and_size()
     return [
         ShardedTensor.from_rank_offsets(key, full[row].clone(), (0, row, ROWS), prepend_axis_num=1)
         for row in range(rank, ROWS, world)
@@ -96,7 +93,7 @@ LAYOUTS = {f.__name__.strip("_"): f for f in (_rows, _columns, _uneven, _replica
 
 def _state(layout: str, *, filled: bool) -> dict[str, Any]:
     """Every dtype under one layout, with objects, common state and a local object around."""
-    rank, world = _whereabouts()
+    rank, world = rank_and_size()
     make = LAYOUTS[layout]
     tensors = {}
     for dtype in DTYPES:
@@ -119,7 +116,7 @@ def _save(path: str, layout: str) -> None:
 
 def _load(path: str, layout: str, saved_by: int) -> None:
     """Load under another layout and compare with what the whole tensors say."""
-    rank, world = _whereabouts()
+    rank, world = rank_and_size()
     wanted = _state(layout, filled=False)
     if world != saved_by:
         del wanted["objects"]

@@ -25,6 +25,7 @@ from shardckpt.storage import Segments, writer
 from tests import backends
 from tests.remote import jobs
 from tests.remote.store import Store
+from tests.states import rank_and_size
 from tests.tables import in_proof, table
 from tests.trees import SaveTree
 
@@ -274,7 +275,7 @@ def test_an_overwrite_leaves_no_table_of_the_old_checkpoint(ranks: RankPool, tmp
 
 
 def _save_two(path: str, **options: Any) -> None:
-    rank, world = jobs.whereabouts()
+    rank, world = rank_and_size()
     rows = [torch.full((64, 64), float(number)) for number in range(2)]
     state = {f"w{n}": ShardedTensor.from_rank_offsets(f"w{n}", rows[n], (0, rank, world)) for n in range(2)}
     with moved():

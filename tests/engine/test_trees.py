@@ -25,6 +25,7 @@ from shardckpt.plugins.manager import get_plugin_manager
 from tests import trees
 from tests.remote import jobs
 from tests.remote.store import Store
+from tests.states import rank_and_size
 from tests.tables import table
 from tests.trees import LoadTree, LoadTree2, SaveTree
 
@@ -273,7 +274,7 @@ def test_files_that_are_folders_of_others_are_not_committed() -> None:
 
 
 def _clash(path: str) -> None:
-    rank, _ = jobs.whereabouts()
+    rank, _ = rank_and_size()
     dc.save({f"w{rank}": ShardedTensor.from_rank_offsets(f"w{rank}", torch.ones(2))}, path, _Clashing())
 
 

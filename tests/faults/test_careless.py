@@ -19,6 +19,7 @@ from tests import backends
 from tests.faults import careless
 from tests.faults.careless import MISDEEDS, Careless, Delegates, Drops, DropsAgain, DropsWork, Plain, Silent
 from tests.remote.store import Store
+from tests.states import rank_and_size
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -153,7 +154,7 @@ def test_what_was_not_given_is_refused(tmp_path: Path) -> None:
 
 
 def _cut_otherwise(folder: str) -> None:
-    rank, world = careless.where()
+    rank, world = rank_and_size()
     part = ShardedTensor.from_rank_offsets("w", torch.ones(6, 4), (0, rank, world))
     whole = torch.ones(6 * world, 4)
     if rank == 0:  # one rank stores all, by columns, and the first of them twice and in another dtype
@@ -265,7 +266,7 @@ class _Library(SaveStrategy):
 
 
 def _by_a_library(folder: str) -> None:
-    rank, world = careless.where()
+    rank, world = rank_and_size()
     shard = ShardedTensor.from_rank_offsets("w", torch.rand(300_000), (0, rank, world))
     dc.save({"w": shard}, f"{folder}/c", _Library(), verify_integrity=True)
 

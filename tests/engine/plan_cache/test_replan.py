@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from shardckpt import dist_checkpointing as dc
@@ -19,6 +18,7 @@ from shardckpt.parallel import FullyParallelSaveStrategyWrapper
 from shardckpt_torch_dist.save import TorchDistSaveShardedStrategy
 from tests import backends
 from tests.engine.plan_cache.saves import Plans, check, first, in_mode, save, tensor
+from tests.states import rank_and_size
 from tests.tables import in_proof, table
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def _saved_each_way(folder: str, way: str, persistent: bool) -> int:
     """Four saves in flight; how many of them were planned in the long way."""
     with Plans() as plans, AsyncCallsQueue(persistent=persistent) as queue:
         for step in range(4):
-            request = dc.save(_state(*_place(), step), f"{folder}/{step}", WAYS[way](), async_sharded_save=True)
+            request = dc.save(_state(*rank_and_size(), step), f"{folder}/{step}", WAYS[way](), async_sharded_save=True)
             queue.schedule_async_request(request)  # type: ignore[arg-type]
     for step in range(4):
         _check_state(f"{folder}/{step}", step)
@@ -66,17 +66,13 @@ def _saved_in_turn(folder: str, way: str) -> int:
     """Four saves, one after the other; how many of them were planned in the long way."""
     with Plans() as plans:
         for step in range(4):
-            save(_state(*_place(), step), f"{folder}/{step}", WAYS[way]())
+            save(_state(*rank_and_size(), step), f"{folder}/{step}", WAYS[way]())
             _check_state(f"{folder}/{step}", step)
     return plans.count
 
 
-def _place() -> tuple[int, int]:
-    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-
-
 def _check_state(path: str, step: int) -> None:
-    wanted, expected = (_state(*_place(), values) for values in (-1, step))
+    wanted, expected = (_state(*rank_and_size(), values) for values in (-1, step))
     loaded = dc.load(wanted, path)
     assert loaded["step"] == step
     assert loaded["rng"] == expected["rng"].data
