@@ -138,7 +138,7 @@ def _load(path: str, layout: str, saved_by: int) -> None:
         assert loaded["objects"] == [{"rank": rank}]
 
 
-@backends.both
+@backends.both_in_proof
 @pytest.mark.parametrize("layout", sorted(LAYOUTS))
 def test_any_layout_loads_as_any_other(ranks: RankPool, tmp_path: Path, layout: str) -> None:
     """What 4 ranks saved under one layout, 1 to 4 ranks load under every other, bit for bit, in place."""
@@ -185,7 +185,7 @@ def _tensor(key: str = "w", value: float = 1.0) -> ShardedTensor:
     return ShardedTensor.from_rank_offsets(key, torch.full((3, 2), value))
 
 
-@backends.both
+@backends.both_in_proof
 def test_the_callers_objects_stay_the_callers(tmp_path: Path) -> None:
     """save() changes neither the dict, nor the descriptions, nor the tensors; load() hands back filled tensors."""
     factory = ShardedTensorFactory(

@@ -125,7 +125,7 @@ def test_a_plan_that_is_used_again_is_compared_again(ranks: RankPool, tmp_path: 
         assert (kind, f"{key!r}" in message) == ("PluginError", True), message
 
 
-@backends.both
+@backends.both_in_proof
 def test_the_region_and_the_rank_are_named(ranks: RankPool, tmp_path: Path) -> None:
     """Of a tensor that is stored in part the error says which box is missing, and who had it."""
     _, message = _one(ranks.run(3, careless.refusal, "foreground", str(tmp_path), DropsWork, "split"))

@@ -111,7 +111,7 @@ def test_an_empty_directory_is_free(tmp_path: Path) -> None:
     assert_replaced(tmp_path / "ckpt", {})
 
 
-@backends.both
+@backends.both_in_proof
 def test_over_an_own_checkpoint(tmp_path: Path) -> None:
     """An overwrite replaces our own checkpoint and keeps every other file and directory as it is."""
     target = tmp_path / "ckpt"
@@ -231,7 +231,7 @@ def no_exchange(*_: Any) -> bool:
     return False
 
 
-@backends.both
+@backends.both_in_proof
 def test_without_exchange(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where directories cannot be exchanged in one step, an overwrite comes to the same."""
     monkeypatch.setattr("shardckpt.commit.commit.exchange", no_exchange)

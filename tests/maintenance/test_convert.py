@@ -349,7 +349,7 @@ def list_contents(folder: Path) -> dict[str, bytes]:
     return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-@backends.both
+@backends.both_in_proof
 def test_a_target_that_is_the_source_or_a_part_of_it_is_refused(
     tmp_path: Path, backend: Backend, capsys: pytest.CaptureFixture[str]
 ) -> None:
