@@ -191,6 +191,7 @@ def test_another_form_after_the_request_is_never_written(tmp_path: Path) -> None
 @table("size", [100, 400_000])
 def test_saves_in_any_mode(tmp_path: Path, within: Callable[[], Any], size: int) -> None:
     """A save in a mode of torch's leaves nothing that stops the next one, outside of it, or threads."""
+    release_memory()
     values = [torch.full((size,), float(n)) for n in range(3)]
     for step, inside in enumerate((True, False, True, False)):
         state = {f"w{n}": tensor(f"w{n}", value + step) for n, value in enumerate(values)}

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from shardckpt import dist_checkpointing as dc
+from shardckpt.async_save import release_memory
 from shardckpt.engine.plan_cache import saved_plans
 from shardckpt.errors import CheckpointingException
 from shardckpt.parallel import FullyParallelSaveStrategyWrapper
@@ -71,6 +72,7 @@ DOUBLING: list[Callable[[], Any]] = [
 @table("make", DOUBLING)
 def test_a_prepare_that_was_overridden_is_called_every_time(tmp_path: Path, make: Callable[[], Any]) -> None:
     """A strategy with a ``prepare`` of its own is asked for every save, and the caller's shards stay as they are."""
+    release_memory()
     strategy = make()
     for step in range(3):
         shard = tensor("w", torch.full((3,), float(step)))
@@ -167,6 +169,7 @@ def _saving_itself() -> TorchDistSaveShardedStrategy:
 @table("make", [_SavingItself, _saving_itself, lambda: FullyParallelSaveStrategyWrapper(_SavingItself())])
 def test_a_save_that_was_overridden_is_called_every_time(tmp_path: Path, make: Callable[[], Any]) -> None:
     """A strategy with a ``save`` of its own does every save in the foreground, also after others in the background."""
+    release_memory()
     for step in range(4):
         in_background = step % 2 == 0
         request = dc.save({"w": first()}, tmp_path / str(step), make(), async_sharded_save=in_background)
