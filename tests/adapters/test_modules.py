@@ -27,6 +27,7 @@ from shardckpt.errors import CheckpointingException, KeyMismatchError, ShardingE
 from shardckpt.mapping import ShardedTensor
 from shardckpt.state_dict import nested_values, split_for_save
 from tests.adapters.models import Layer, made_model, sharded, train, wholes
+from tests.tables import table
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -242,8 +243,8 @@ def test_an_optimizer_has_the_parameters_of_one_part() -> None:
         to_sharded_state_dict(parts, *(torch.optim.SGD(parts[0].parameters()) for _ in range(2)))
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("with_gradients", [False, True])
+@table("optimizer", OPTIMIZERS)
+@table("with_gradients", [False, True])
 def test_describing_changes_nothing(optimizer: str, with_gradients: bool) -> None:
     """An optimizer that has made no step has none afterwards, and its gradients, options and parameters stay."""
     model = made_model(1)

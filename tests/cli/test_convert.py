@@ -20,6 +20,7 @@ from shardckpt.maintenance import convert_checkpoint
 from shardckpt.mapping import PlainObject, ShardedTensor
 from tests import programs
 from tests.maintenance.test_resumption import MIB, assert_same_files, make_source
+from tests.tables import table
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -204,7 +205,7 @@ def test_convert_prints_the_proof(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert tensor["before"] == tensor["after"] == shardckpt.fingerprint({"w": values["w"].bfloat16()})["w"]  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("verb", ["convert", "merge"])
+@table("verb", ["convert", "merge"])
 def test_what_only_other_libraries_look_for_does_not_read_as_lost(
     tmp_path: Path, verb: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

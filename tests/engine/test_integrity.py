@@ -23,6 +23,7 @@ from shardckpt.storage.open_files import OpenFile, OpenFiles
 from tests import backends
 from tests.names import MARKERS
 from tests.resources import list_open
+from tests.tables import in_proof, table
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -75,7 +76,7 @@ def load(path: Path, key: str = KEY, size: int = 5) -> torch.Tensor:
     return dc.load(wanted, path, verify_integrity=True)["t"]  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("version", VERSIONS)
+@table("version", VERSIONS)
 def test_an_integrity_json_of_megatron(tmp_path: Path, version: str) -> None:
     """One in Megatron's form, beside any dialect, is verified by a load, by its own function and by the command."""
     path = megatrons(Path(shutil.copytree(GOLDEN / f"mcore-{version}", tmp_path / "ckpt")))
@@ -290,7 +291,7 @@ def _load(path: str, size: int = 1200) -> tuple[str, list[float]]:
 
 
 @backends.both_in_proof
-@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("world", [2, *in_proof(1, 4)])
 def test_saved_while_written(ranks: RankPool, tmp_path: Path, world: int) -> None:
     """save(verify_integrity=True) leaves what hashlib finds in the files, of every rank, and all ranks verify it."""
     path = tmp_path / "ckpt"
