@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests import backends, folders, workers
+from tests import backends, folders, guard, workers
 from tests.ranks import RankPool
 from tests.sites import VARIABLE
 from tests.sites import find as find_site
@@ -34,6 +34,7 @@ def pytest_configure(config: pytest.Config) -> None:
     settings.load_profile("proof" if config.option.markexpr == "proof" else "the same each time")
     signal.signal(signal.SIGINT, signal.default_int_handler)  # in the background it is ignored; some tests send it
     folders.choose()
+    config.pluginmanager.register(guard)
     os.environ.pop("PYTEST_ADDOPTS", None)  # options of this run, not of those that tests start
 
 
