@@ -69,6 +69,7 @@ def test_the_next_save_leaves_nothing_but_the_checkpoint(tmp_path: Path, before:
     assert samples.differences(samples.load(target), NEW) == []
 
 
+@pytest.mark.ci
 def test_what_others_have_stays_and_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A stopped process, another host and an older release keep what they have; the log says what and why."""
     target = tmp_path / "ckpt"

@@ -110,6 +110,7 @@ def _uploads(endpoint: str) -> int:
 
 
 @backends.both
+@pytest.mark.ci
 def test_ranks_stream_to_s3(ranks: RankPool, url: str, endpoint: str, backend: backends.Backend) -> None:
     """What 2 ranks save to S3, 3 ranks and this process load, bit for bit; the marker makes it a checkpoint."""
     ranks.run(2, _on_server, endpoint, jobs.save, url, 2.0)
@@ -130,6 +131,7 @@ def test_a_background_save_streams(ranks: RankPool, url: str, endpoint: str, per
     jobs.check(url, 2.0)
 
 
+@pytest.mark.ci
 def test_large_objects_are_sent_in_parts(url: str, endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """An object of more than one part is a multipart upload of parts as large as SHARDCKPT_REMOTE_PART_MIB says."""
     monkeypatch.setenv(settings.REMOTE_PART_MIB, "5")
@@ -142,6 +144,7 @@ def test_large_objects_are_sent_in_parts(url: str, endpoint: str, monkeypatch: p
     assert _uploads(endpoint) == 0
 
 
+@pytest.mark.ci
 def test_a_failed_save_leaves_no_object_and_no_parts(
     url: str, endpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -398,6 +401,7 @@ def test_a_client_is_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
     assert open_url("s3://b/c")._store is not first
 
 
+@pytest.mark.ci
 def test_the_pickle_of_a_folder_has_no_secret(url: str) -> None:
     """A pickled folder is its URL: credentials come from the environment of the process that opens it."""
     found = _find(url)
@@ -406,6 +410,7 @@ def test_the_pickle_of_a_folder_has_no_secret(url: str) -> None:
     assert pickle.loads(pickle.dumps(found)).files() == {}
 
 
+@pytest.mark.ci
 def test_a_fork_is_refused() -> None:
     """A child that was forked after obstore was used gets an error that says what to do, instead of hanging."""
     done = programs.run(
@@ -428,6 +433,7 @@ os.waitpid(pid, 0)
     assert "spawn or forkserver" in done.stdout
 
 
+@pytest.mark.ci
 def test_which_client_serves_a_url(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Obstore serves s3, gs and az where it is installed; fsspec all else, and those where obstore is switched off."""
     assert isinstance(_find(url), ObstoreFolder)
