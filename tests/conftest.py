@@ -52,6 +52,15 @@ def forked_workers() -> Iterator[None]:
 
 
 @pytest.fixture
+def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What waits for a store, a disk or another process tries again at once, and as often as it would."""
+    monkeypatch.setattr("shardckpt.storage.remote._FIRST_DELAY", 0.0)
+    monkeypatch.setattr("shardckpt.storage.filesystem._PAUSES", (0.0,) * 4)
+    monkeypatch.setattr("shardckpt.storage.directory._PAUSES", (0.0,) * 23)
+    monkeypatch.setattr("shardckpt.plugins.resolver._RENAME_PAUSES", (0.0,) * 5)
+
+
+@pytest.fixture
 def disk() -> Iterator[Path]:
     """An empty folder on a disk, where ``tmp_path`` may be in memory."""
     with folders.on_disk() as folder:

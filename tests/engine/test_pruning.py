@@ -166,6 +166,7 @@ def _dying_overwrite(target: Path) -> Path:
     return aside
 
 
+@pytest.mark.usefixtures("no_pauses")
 def test_the_only_copy_is_never_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A process dies between the renames of an overwrite: prune keeps the old checkpoint, the next one restores it."""
     target = tmp_path / "ckpt"
@@ -193,6 +194,7 @@ def test_the_only_copy_is_never_removed(tmp_path: Path, monkeypatch: pytest.Monk
     assert {name: samples.listing(target)[name] for name in foreign} == foreign
 
 
+@pytest.mark.usefixtures("no_pauses")
 def test_a_save_that_may_not_overwrite_restores_nothing(tmp_path: Path) -> None:
     """It goes to the free path, as before; what lies aside goes when it has no file that the new checkpoint lacks."""
     target = tmp_path / "ckpt"

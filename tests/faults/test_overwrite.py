@@ -262,6 +262,7 @@ def test_second_rename_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @backends.both_in_proof
+@pytest.mark.usefixtures("no_pauses")
 def test_crash_between_the_renames(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without exchange, a process that dies between the two renames leaves what every query names, with the way out."""
     monkeypatch.setattr("shardckpt.commit.commit.exchange", no_exchange)

@@ -226,6 +226,7 @@ def test_a_copy_set_aside_goes_before_its_step(tmp_path: Path, monkeypatch: pyte
     assert folders.names_in(tmp_path) == {"step-2", "step-3"}
 
 
+@pytest.mark.usefixtures("no_pauses")
 def test_a_checkpoint_set_aside_by_an_overwrite_stays(tmp_path: Path) -> None:
     """What an interrupted overwrite has moved aside may be the only copy: no collection removes it."""
     folders.save_all(tmp_path, 1, 2)
