@@ -81,6 +81,7 @@ def test_a_close_that_fails(direct_directory: Path, monkeypatch: pytest.MonkeyPa
     assert len(closed) == len(set(closed)) == 2
 
 
+@pytest.mark.ci
 def test_a_child_of_a_busy_process_writes(tmp_path: Path) -> None:
     """A child that was forked while threads of its parent were writing has turns of its own."""
     turns = new_file._cached_writes.turns
