@@ -32,6 +32,7 @@ PROGRAM = """
 """
 
 
+@pytest.mark.ci
 def test_nothing_is_patched_and_nothing_foreign_is_imported(tmp_path: object) -> None:
     """A save and a load change no function of torch, register no safe globals, and import no optional package."""
     command = [sys.executable, "-c", textwrap.dedent(PROGRAM), f"{tmp_path}/c"]

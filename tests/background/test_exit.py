@@ -166,7 +166,7 @@ def test_a_save_in_flight_when_the_group_is_destroyed_is_absent(tmp_path: Path, 
         pytest.param("rank and time.sleep(6)", marks=pytest.mark.proof),  # later than any rank waits
     ],
 )
-@pytest.mark.ci
+@pytest.mark.proof
 def test_ranks_that_end_apart_lose_the_save_and_say_so(tmp_path: Path, end: str) -> None:
     """A rank waits for the others' ends for a bounded time, whatever has become of them, and says what is lost."""
     end = f"from shardckpt.background import ending; ending.END_TIMEOUT = 2.0; {end}"

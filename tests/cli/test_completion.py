@@ -92,6 +92,7 @@ def test_zsh_completes_verbs_options_and_choices(tmp_path: Path, capsys: pytest.
 
 
 @pytest.mark.parametrize("shell", ["zsh", "fish"])
+@pytest.mark.ci
 def test_other_shells_accept_the_script(shell: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """It names every verb and the choices of options; where the shell is installed, it reads the script."""
     script = _print_script(shell, capsys)

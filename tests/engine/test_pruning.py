@@ -104,6 +104,7 @@ def test_another_hosts_goes_when_it_is_old(tmp_path: Path, monkeypatch: pytest.M
     assert _names(tmp_path) == ["ckpt"]
 
 
+@pytest.mark.ci
 def test_a_background_save_keeps_its_directory(tmp_path: Path) -> None:
     """A save that waits to be written outlives another save to the place, and every prune, and then commits."""
     target = tmp_path / "ckpt"

@@ -210,6 +210,7 @@ def test_parent_without_permission(tmp_path: Path) -> None:
     refuse_parent(parent, "EACCES")
 
 
+@pytest.mark.ci
 def test_parent_on_a_read_only_file_system(tmp_path: Path) -> None:
     """A parent on a read-only file system is an error that names path and reason."""
     with small_disk(tmp_path / "disk", "1m") as disk:

@@ -278,6 +278,7 @@ def test_what_cannot_be_deleted_is_no_checkpoint(tmp_path: Path, caplog: pytest.
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become someone who may not rename")
+@pytest.mark.ci
 def test_who_may_not_remove_is_warned() -> None:
     """In a folder of someone else's with the sticky bit, where rename is EPERM, it warns and changes nothing."""
     program = (

@@ -128,6 +128,7 @@ def _save(folder: Path) -> Path:
     return folder / "checkpoint"
 
 
+@pytest.mark.ci
 def test_the_walk_finds_what_a_load_imports(tmp_path: Path) -> None:
     """A load in a new interpreter, with everything that unpickles replaced by errors, reads all; the walk was right."""
     path = _save(tmp_path)

@@ -349,6 +349,7 @@ def test_decoding_runs_nothing() -> None:
                 assert ast.unparse(node) == "importlib.import_module('numpy')"
 
 
+@pytest.mark.ci
 def test_numpy_is_imported_only_for_its_values() -> None:
     """A reader without numpy loads what has no values of numpy: nothing imports it."""
     payload = base64.b64encode(encode_object({"a": torch.ones(2), "b": b"x" * 5000}, WHAT)[1]).decode()
