@@ -96,11 +96,7 @@ def _hear(event: str, args: tuple[Any, ...]) -> None:
     elif event in _CONNECTIONS:
         if args[0].family != getattr(socket, "AF_UNIX", None):
             _refuse(f"{event} {args[1]}")
-    elif (
-        event == "time.sleep"
-        and args[0] > LONGEST_SLEEP
-        and sys._getframe(1).f_code.co_filename.startswith(_TESTS)
-    ):
+    elif event == "time.sleep" and args[0] > LONGEST_SLEEP and sys._getframe(1).f_code.co_filename.startswith(_TESTS):
         _refuse(f"time.sleep({args[0]:g})")
 
 

@@ -4,6 +4,8 @@ import ast
 import re
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[1]
 FILES = [*sorted((ROOT / "shardckpt").rglob("*.py")), *sorted((ROOT / "strategies").rglob("*.py"))]
 #: Arguments of others' functions that texts advise to use: torch's, and a transformers Trainer's.
@@ -34,6 +36,7 @@ def _names(tree: ast.AST) -> set[str]:
     return found | {field.id for field in fields if isinstance(field, ast.Name)}
 
 
+@pytest.mark.ci
 def test_errors_name_arguments_that_exist() -> None:
     """Whatever an error tells the user to pass (``name=...``) is an argument of ours, torch's or transformers'."""
     trees = {path: ast.parse(path.read_text()) for path in FILES}

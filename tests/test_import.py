@@ -4,6 +4,8 @@ import subprocess
 import sys
 import textwrap
 
+import pytest
+
 PROGRAM = """
     import sys, torch
     import torch.distributed.checkpoint as dcp, torch.distributed.tensor  # registers its own

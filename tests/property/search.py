@@ -27,10 +27,10 @@ MORE, MOST = 3, 8
 
 
 def drawn(count: int, most: int | None = None) -> Any:
-    """Parametrizes a test by its number of examples: some by default, more and most in proof."""
-    more = (count * MORE, most or count * MOST)
+    """Parametrizes a test by its number of examples: a third by default, all and more in proof."""
+    more = (count, count * MORE, most or count * MOST)
     return pytest.mark.parametrize(
-        "count", [count * FACTOR, *(pytest.param(each * FACTOR, marks=pytest.mark.proof) for each in more)]
+        "count", [max(2, count // 3) * FACTOR, *(pytest.param(each * FACTOR, marks=pytest.mark.proof) for each in more)]
     )
 
 

@@ -107,6 +107,7 @@ def _reached() -> dict[str, str]:
     return found
 
 
+@pytest.mark.ci
 def test_nothing_that_a_load_imports_reads_pickles() -> None:
     """No module of ours that a load can reach imports pickle, the archives or another format, or calls torch.load."""
     reached = _reached()
