@@ -37,8 +37,10 @@ _guarded: list[str] = []  # the test that runs now, if it is a default one
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_setup(item: pytest.Item) -> Generator[None]:
-    """Guard the fixtures of a test."""
+    """Guard the fixtures of a test, which has no folder but ``tmp_path``."""
     with _guard(item):
+        if _guarded and "disk" in item.fixturenames:  # type: ignore[attr-defined]
+            _refuse("a folder on a disk")
         return (yield)
 
 

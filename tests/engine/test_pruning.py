@@ -153,16 +153,24 @@ def test_the_save_after_one_that_failed_in_this_process(
 
 def _dying_overwrite(target: Path) -> Path:
     """Let a process die between the two renames of an overwrite, where there is no exchange; what it moved aside."""
-    program = (
-        "import os, sys\nfrom pathlib import Path\n"
-        "from shardckpt.commit import commit\nfrom tests.engine import test_pruning\n"
-        "target = Path(sys.argv[1])\nrename = os.rename\n"
-        "def die(source, destination):\n    os._exit(9) if destination == target else rename(source, destination)\n"
-        "commit.exchange, os.rename = lambda *_: False, die\n"
-        "test_pruning._save(target)\n"
-    )
-    done = programs.run(program, str(target), cwd=programs.ROOT, environment={settings.IO_THREADS: "1"})
-    assert done.returncode == 9, done.stderr
+    rename = os.rename
+
+    class Died(BaseException):
+        """The process is no more."""
+
+    def die(source: Path, destination: Path) -> None:
+        if destination == target:
+            raise Died
+        rename(source, destination)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("shardckpt.commit.commit.exchange", lambda *_: False)
+        patched.setattr("shardckpt.commit.commit.discard_staging", lambda _: None)
+        patched.setattr("os.rename", die)
+        with pytest.raises(Died):
+            _save(target)
+    for path in target.parent.iterdir():  # the owner's name is that of this process, which lives
+        path.rename(path.with_name(path.name.replace(Owner.current().text, owners.dead().text)))
     (aside,) = target.parent.glob("*shardckpt-replaced*")
     return aside
 

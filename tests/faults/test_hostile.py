@@ -664,6 +664,7 @@ class Evil:
 
 
 @pytest.mark.parametrize("place", ["common", "object"])
+@pytest.mark.ci
 def test_hostile_object_with_right_digests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str) -> None:
     """What was saved so, with digests that are right, is refused as well, by the name of the global."""
     monkeypatch.chdir(tmp_path)
