@@ -37,8 +37,10 @@ _guarded: list[str] = []  # the test that runs now, if it is a default one
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_setup(item: pytest.Item) -> Generator[None]:
-    """Guard the fixtures of a test, which has no folder but ``tmp_path``."""
+    """Guard the fixtures of a test, which has the same random numbers each time, and no folder but ``tmp_path``."""
     with _guard(item):
+        if "torch" in sys.modules:
+            sys.modules["torch"].manual_seed(0)
         if _guarded and "disk" in item.fixturenames:  # type: ignore[attr-defined]
             _refuse("a folder on a disk")
         return (yield)

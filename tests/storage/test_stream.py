@@ -422,7 +422,7 @@ def test_files_in_the_page_cache_have_a_thread_each(
         write(self, *args)
 
     monkeypatch.setattr(NewFile, "write", watched)
-    data = memoryview(bytearray(os.urandom(9 * MIB)))
+    data = memoryview(bytearray(random.Random(0).randbytes(9 * MIB)))
     with CheckpointWriter(tmp_path, 0) as writer:
         files = [writer.create(f"f{n}", data.nbytes) for n in range(3)]
         for _ in range(2):
@@ -446,7 +446,7 @@ def test_a_file_alone_has_all_threads(tmp_path: Path, monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(NewFile, "write", meeting)
     monkeypatch.setattr(stream, "PIECE_BYTES", MIB)
-    data = memoryview(bytearray(os.urandom(4 * MIB)))
+    data = memoryview(bytearray(random.Random(0).randbytes(4 * MIB)))
     with CheckpointWriter(tmp_path, 0) as writer:
         for name in "abc":
             writer.write(name, data)
