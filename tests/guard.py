@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import socket
 import sys
+import time
 from contextlib import contextmanager
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -100,17 +101,22 @@ def _hear(event: str, args: tuple[Any, ...]) -> None:
     elif event in _CONNECTIONS:
         if args[0].family != getattr(socket, "AF_UNIX", None):
             _refuse(f"{event} {args[1]}")
-    elif event == "time.sleep" and args[0] > LONGEST_SLEEP and sys._getframe(1).f_code.co_filename.startswith(_TESTS):
-        _refuse(f"time.sleep({args[0]:g})")
 
 
 def _start(process: BaseProcess) -> None:
-    """Start a process of multiprocessing, which tells no hook of it."""
+    """Start a process of multiprocessing, which announces nothing."""
     if _guarded:
         _refuse(f"multiprocessing {process.name}")
     _start_anyway(process)
 
 
-_start_anyway = BaseProcess.start
-BaseProcess.start = _start  # type: ignore[method-assign]
+def _sleep(seconds: float) -> None:
+    """Sleep, which Python announces since 3.13 only; the product may, for as long as it likes."""
+    if _guarded and seconds > LONGEST_SLEEP and sys._getframe(1).f_code.co_filename.startswith(_TESTS):
+        _refuse(f"time.sleep({seconds:g})")
+    _sleep_anyway(seconds)
+
+
+_start_anyway, _sleep_anyway = BaseProcess.start, time.sleep
+BaseProcess.start, time.sleep = _start, _sleep  # type: ignore[method-assign]
 sys.addaudithook(_hear)
