@@ -98,9 +98,8 @@ def _hear(event: str, args: tuple[Any, ...]) -> None:
         return
     if event in _STARTS:
         _refuse(f"{event} {args[:2]}")
-    elif event in _CONNECTIONS:
-        if args[0].family != getattr(socket, "AF_UNIX", None):
-            _refuse(f"{event} {args[1]}")
+    elif event in _CONNECTIONS and args[0].family != getattr(socket, "AF_UNIX", None):
+        _refuse(f"{event} {args[1]}")
 
 
 def _start(process: BaseProcess) -> None:
