@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 from typing import TYPE_CHECKING
@@ -10,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from shardckpt.testing import RankThreads
-from tests import backends, folders, workers
+from tests import backends, folders, guard, workers
 from tests.ranks import RankPool
 from tests.sites import VARIABLE
 from tests.sites import find as find_site
@@ -35,6 +36,12 @@ def pytest_configure(config: pytest.Config) -> None:
     settings.load_profile("proof" if config.option.markexpr == "proof" else "the same each time")
     signal.signal(signal.SIGINT, signal.default_int_handler)  # in the background it is ignored; some tests send it
     folders.choose()
+    config.pluginmanager.register(guard)
+
+
+def pytest_collection_finish() -> None:
+    """What is imported stays: no collection of garbage looks through it again."""
+    gc.freeze()
     os.environ.pop("PYTEST_ADDOPTS", None)  # options of this run, not of those that tests start
 
 
@@ -49,6 +56,15 @@ def backend(request: pytest.FixtureRequest) -> Iterator[Backend]:
 def forked_workers() -> Iterator[None]:
     """Processes of background saves are forks; a test of how they start has its own fixture of this name."""
     yield from workers.forked_here()
+
+
+@pytest.fixture
+def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What waits for a store, a disk or another process tries again at once, and as often as it would."""
+    monkeypatch.setattr("shardckpt.storage.remote._FIRST_DELAY", 0.0)
+    monkeypatch.setattr("shardckpt.storage.filesystem._PAUSES", (0.0,) * 4)
+    monkeypatch.setattr("shardckpt.storage.directory._PAUSES", (0.0,) * 23)
+    monkeypatch.setattr("shardckpt.plugins.resolver._RENAME_PAUSES", (0.0,) * 5)
 
 
 @pytest.fixture

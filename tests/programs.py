@@ -149,6 +149,7 @@ def run(code: str = "", *arguments: str, timeout: float = 60, **options: Any) ->
 
 def fork(server: Connection[Any, Any], request: Request, descriptors: Sequence[int]) -> int:
     """Have a program forked, with three standard descriptors, or the pipe of a worker as a fourth; return its pid."""
+    sys.audit("os.fork")  # for tests.guard: it is another process that forks
     server.send((request, len(descriptors)))
     for descriptor in descriptors:
         send_handle(server, descriptor, None)

@@ -4,6 +4,8 @@ import subprocess
 import sys
 import textwrap
 
+import pytest
+
 PROGRAM = """
     import sys, torch
     import torch.distributed.checkpoint as dcp, torch.distributed.tensor  # registers its own
@@ -32,6 +34,7 @@ PROGRAM = """
 """
 
 
+@pytest.mark.ci
 def test_nothing_is_patched_and_nothing_foreign_is_imported(tmp_path: object) -> None:
     """A save and a load change no function of torch, register no safe globals, and import no optional package."""
     command = [sys.executable, "-c", textwrap.dedent(PROGRAM), f"{tmp_path}/c"]

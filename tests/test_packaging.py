@@ -20,6 +20,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
     return zipfile.ZipFile(next(out.glob("*.whl")))
 
 
+@pytest.mark.ci
 def test_the_wheel_holds_the_packages_and_nothing_else(wheel: zipfile.ZipFile) -> None:
     """Top-level names are the import packages: no stray strategies, tests or benchmarks in site-packages."""
     tops = {name.split("/")[0] for name in wheel.namelist()}
@@ -27,6 +28,7 @@ def test_the_wheel_holds_the_packages_and_nothing_else(wheel: zipfile.ZipFile) -
     assert packages == {"shardckpt", *(path.name for path in (ROOT / "strategies").iterdir() if path.is_dir())}
 
 
+@pytest.mark.ci
 def test_the_wheel_is_typed_licensed_and_registers_its_strategies(wheel: zipfile.ZipFile) -> None:
     """py.typed in every package, the licence, the command and the entry points are in the wheel."""
     names = wheel.namelist()
@@ -38,6 +40,7 @@ def test_the_wheel_is_typed_licensed_and_registers_its_strategies(wheel: zipfile
     assert "shardckpt = shardckpt.cli:main" in text
 
 
+@pytest.mark.ci
 def test_core_dependencies_are_four(wheel: zipfile.ZipFile) -> None:
     """The core depends on exactly torch, safetensors, pluggy and pydantic."""
     metadata = wheel.read(next(name for name in wheel.namelist() if name.endswith("METADATA"))).decode()
@@ -47,6 +50,7 @@ def test_core_dependencies_are_four(wheel: zipfile.ZipFile) -> None:
     assert {name.split(">")[0] for name in required} == {"torch", "safetensors", "pluggy", "pydantic"}
 
 
+@pytest.mark.ci
 def test_the_top_level_is_the_house() -> None:
     """Nothing else stands at the top of the repository, besides .ci and dotfiles."""
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]

@@ -154,6 +154,7 @@ def test_the_example_plugins_enter_by_doors() -> None:
 
 
 @pytest.mark.parametrize("module", LIGHT)
+@pytest.mark.ci
 def test_listing_needs_no_torch(module: str) -> None:
     """What is imported to list plugins and verbs imports no torch."""
     code = f"import sys, {module}; assert 'torch' not in sys.modules"

@@ -45,6 +45,7 @@ def _run(name: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", [name for name, block in EXAMPLES.items() if block.language != "toml"])
+@pytest.mark.ci
 def test_an_example_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every example of every README works as it stands, without a warning."""
     monkeypatch.chdir(tmp_path)
@@ -53,6 +54,7 @@ def test_an_example_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     _run(name)
 
 
+@pytest.mark.ci
 def test_the_quickstart_runs_in_a_new_interpreter(tmp_path: Path) -> None:
     """What a newcomer pastes first needs nothing that other examples have imported."""
     command = [sys.executable, "-c", EXAMPLES["quickstart"].code]
@@ -94,6 +96,7 @@ def _plugin_python(folder: Path, modules: dict[str, str], code: str) -> str:
     return done.stdout
 
 
+@pytest.mark.ci
 def test_the_example_plugins_are_plugins(tmp_path: Path) -> None:
     """The example strategy, store and verb, with the entry point that is shown, are found, work, and are listed."""
     modules = {
@@ -131,6 +134,7 @@ assert main(["strategies"]) == 0
     assert steps - {".shardckpt-holds"} == {"step-2", "step-3"}
 
 
+@pytest.mark.ci
 def test_the_example_of_a_second_version_is_one(tmp_path: Path) -> None:
     """It is read beside the first, which names the release to upgrade to where it is alone; so does torch_dist's."""
     both = EXAMPLES["json-strategy"].code + EXAMPLES["json-version-2"].code

@@ -113,6 +113,7 @@ def _rows(listing: str) -> list[list[str]]:
     return [line.split() for line in listing.splitlines() if line.startswith("npy ")]
 
 
+@pytest.mark.ci
 def test_an_installed_plugin_is_listed(environment: Environment) -> None:
     """`shardckpt strategies` shows what pip installed: backend, version, both directions, distribution and class."""
     environment.install("npy_v1")

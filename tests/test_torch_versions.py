@@ -68,6 +68,7 @@ def test_results_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         count_tests(tmp_path / "none.xml")
 
 
+@pytest.mark.proof
 def test_a_command_that_hangs_is_ended_with_what_it_has_started(tmp_path: Path) -> None:
     """No process of an environment that is about to be removed goes on."""
     os.mkfifo(tmp_path / "fifo")

@@ -93,6 +93,7 @@ def test_neighbours_are_copied_bit_for_bit(monkeypatch: pytest.MonkeyPatch, gap:
     monkeypatch.setattr(copying, "_RUN", run)
     monkeypatch.setattr(copying, "_PIECE", 1000)
     memory = torch.randint(256, (200_000,), dtype=torch.uint8)
+    stranger = memory.repeat(6)[: 1 << 20]
     tensors: list[torch.Tensor] = []
     place = 0
     for number in range(100):
@@ -100,7 +101,7 @@ def test_neighbours_are_copied_bit_for_bit(monkeypatch: pytest.MonkeyPatch, gap:
         tensors.append(memory[place : place + 4 * count].view(torch.int32))
         place += -(-4 * count // 64) * 64 + gap // 4 * 4 * (number % 7 == 0)
         if number % 20 == 5:
-            tensors += [torch.ones(3), torch.zeros(2, 0), torch.randint(256, (1 << 20,), dtype=torch.uint8)]
+            tensors += [torch.ones(3), torch.zeros(2, 0), stranger.clone()]
     tensors += [tensors[4], tensors[3]]
     turned = [tensor.view(2, -1).t() if number == 4 else tensor for number, tensor in enumerate(tensors)]
     for some in (tensors, turned, [*tensors, torch.ones(3, 4).t()]):

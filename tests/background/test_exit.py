@@ -64,6 +64,7 @@ def _start(program: str, folder: Path, *arguments: str) -> programs.Program:
 
 @backends.both_in_proof
 @PERSISTENT
+@pytest.mark.ci
 def test_a_save_in_flight_at_the_end_of_one_process_is_finished(
     tmp_path: Path, backend: Backend, persistent: bool
 ) -> None:
@@ -108,6 +109,7 @@ def test_a_large_save_in_flight_at_the_end_of_one_process_is_finished(
 
 
 @backends.both_in_proof
+@pytest.mark.ci
 def test_a_save_that_fails_at_the_end_is_told(tmp_path: Path) -> None:
     """A failure in one queue at the end of the program is in its output, and the other queue's save is finished."""
     program = """
@@ -142,6 +144,7 @@ def test_a_save_in_flight_at_the_end_of_a_job_is_finished(tmp_path: Path, persis
 
 @backends.both_in_proof
 @PERSISTENT
+@pytest.mark.ci
 def test_a_save_in_flight_when_the_group_is_destroyed_is_absent(tmp_path: Path, persistent: bool) -> None:
     """Ranks that cannot finalize any more say what is lost and what to do, and leave nothing of it."""
     codes, outputs = _end_together(tmp_path, persistent=persistent, end="dist.destroy_process_group()")
@@ -163,6 +166,7 @@ def test_a_save_in_flight_when_the_group_is_destroyed_is_absent(tmp_path: Path, 
         pytest.param("rank and time.sleep(6)", marks=pytest.mark.proof),  # later than any rank waits
     ],
 )
+@pytest.mark.proof
 def test_ranks_that_end_apart_lose_the_save_and_say_so(tmp_path: Path, end: str) -> None:
     """A rank waits for the others' ends for a bounded time, whatever has become of them, and says what is lost."""
     end = f"from shardckpt.background import ending; ending.END_TIMEOUT = 2.0; {end}"
@@ -183,6 +187,7 @@ def _end_together(tmp_path: Path, *, persistent: bool, end: str) -> tuple[list[i
 
 
 @backends.both_in_proof
+@pytest.mark.ci
 def test_a_synchronous_save_starts_no_process(tmp_path: Path) -> None:
     """A plain save needs no __main__ guard, no manager process, no psutil and no multiprocessing child."""
     program = """
@@ -201,6 +206,7 @@ def test_a_synchronous_save_starts_no_process(tmp_path: Path) -> None:
 
 
 @backends.both_in_proof
+@pytest.mark.ci
 def test_a_killed_training_leaves_no_worker_and_no_checkpoint(tmp_path: Path) -> None:
     """When the training process is killed, its worker ends by itself, and what was in flight is absent."""
     program = """

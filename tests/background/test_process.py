@@ -39,11 +39,13 @@ def _outcome(worker: WorkerProcess, function: Any, *args: Any) -> BaseException 
     return worker.submit(AsyncRequest(function, args, [])).exception(30)
 
 
+@pytest.mark.ci
 def test_an_error_without_a_text_is_an_error(worker: WorkerProcess) -> None:
     """A call that raises an exception with an empty message has not succeeded."""
     assert isinstance(_outcome(worker, calls.fail_without_a_word), CheckpointingException)
 
 
+@pytest.mark.ci
 def test_an_error_keeps_its_class_and_its_causes(worker: WorkerProcess) -> None:
     """The trainer gets the error's class and text, and the process's traceback with all causes behind it."""
     error = _outcome(worker, calls.fail_with_a_cause)
@@ -53,6 +55,7 @@ def test_an_error_keeps_its_class_and_its_causes(worker: WorkerProcess) -> None:
     assert "OSError: disk on fire" in str(error.__cause__)
 
 
+@pytest.mark.ci
 def test_an_error_of_a_plugin_keeps_its_class(worker: WorkerProcess) -> None:
     """A plugin's exception class arrives in the trainer as itself; one that only the process has is named."""
     error = _outcome(worker, calls.fail_like_a_plugin)
@@ -67,6 +70,7 @@ def test_an_error_of_a_plugin_keeps_its_class(worker: WorkerProcess) -> None:
     assert str(error) == f"in process {worker.pid}: LocalError: odd"
 
 
+@pytest.mark.ci
 def test_a_result_that_cannot_be_unpickled_ends_the_wait(worker: WorkerProcess) -> None:
     """A result that breaks in the trainer is that call's error; the next call works."""
     error = _outcome(worker, calls.give_what_nobody_can_take)
@@ -94,6 +98,7 @@ def test_functions_of_the_program_itself_are_explained(worker: WorkerProcess) ->
     assert "persistent=False" in done.stdout
 
 
+@pytest.mark.ci
 def test_scheduling_does_not_wait_for_a_busy_process(worker: WorkerProcess, tmp_path: Path) -> None:
     """Calls larger than any pipe are taken at once, while the process works on another; all end in order."""
     busy = worker.submit(AsyncRequest(calls.wait_for, (str(tmp_path / "go on"),), []))
@@ -104,6 +109,7 @@ def test_scheduling_does_not_wait_for_a_busy_process(worker: WorkerProcess, tmp_
     assert busy.done()
 
 
+@pytest.mark.ci
 def test_threads_may_share_a_process(worker: WorkerProcess) -> None:
     """Calls from several threads at once do not mix."""
     results: dict[int, int] = {}
@@ -121,6 +127,7 @@ def test_threads_may_share_a_process(worker: WorkerProcess) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2])
+@pytest.mark.ci
 def test_signals_to_the_whole_job_do_not_end_a_save(worker: WorkerProcess, number: signal.Signals) -> None:
     """Ctrl-C, a scheduler's warning and its end of a job are for the training process, which may finish its saves."""
     future = worker.submit(AsyncRequest(calls.wait, (0.3, 7), []))

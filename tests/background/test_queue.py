@@ -15,16 +15,16 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-def test_closing_with_abort_leaves_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize("persistent", [False, pytest.param(True, marks=pytest.mark.ci)])
+def test_closing_with_abort_leaves_nothing(tmp_path: Path, persistent: bool) -> None:
     """Requests that are given up are absent, and so are their staging directories."""
-    for persistent in (False, True):
-        queue = AsyncCallsQueue(persistent)
-        request = dc.save(jobs.state(1.0), tmp_path / "c", async_sharded_save=True)
-        assert request is not None
-        queue.schedule_async_request(request)
-        queue.close(abort=True)
-        assert queue.get_num_unfinalized_calls() == 0
-        assert not list(tmp_path.iterdir())
+    queue = AsyncCallsQueue(persistent)
+    request = dc.save(jobs.state(1.0), tmp_path / "c", async_sharded_save=True)
+    assert request is not None
+    queue.schedule_async_request(request)
+    queue.close(abort=True)
+    assert queue.get_num_unfinalized_calls() == 0
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_queue_left_by_an_error_keeps_what_one_process_has_staged(tmp_path: Path) -> None:
@@ -55,6 +55,7 @@ def _broken(*_: Any) -> None:
     raise OSError("the disk is on fire")
 
 
+@pytest.mark.ci
 def test_what_cannot_go_to_a_process_is_said_to() -> None:
     """A request with a local function says that a process cannot take it, and what can."""
     queue = AsyncCallsQueue(persistent=True)

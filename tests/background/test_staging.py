@@ -110,6 +110,7 @@ def test_staging_without_files_in_memory(tmp_path: Path, monkeypatch: pytest.Mon
     release_memory()
 
 
+@pytest.mark.ci
 def test_staged_memory_is_not_shared_with_forks() -> None:
     """A fork of a process that has staged before gets memory of its own: neither sees what the other stages."""
     program = """

@@ -26,6 +26,7 @@ def _print_script(shell: str, capsys: pytest.CaptureFixture[str]) -> str:
     return capsys.readouterr().out
 
 
+@pytest.mark.ci
 def test_bash_completes_verbs_options_and_choices(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """In a real bash: verbs, options of the verb, choices of an option; where a path stands, what bash completes."""
     bash = shutil.which("bash")
@@ -91,6 +92,7 @@ def test_zsh_completes_verbs_options_and_choices(tmp_path: Path, capsys: pytest.
 
 
 @pytest.mark.parametrize("shell", ["zsh", "fish"])
+@pytest.mark.ci
 def test_other_shells_accept_the_script(shell: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """It names every verb and the choices of options; where the shell is installed, it reads the script."""
     script = _print_script(shell, capsys)

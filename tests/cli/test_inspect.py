@@ -303,6 +303,7 @@ SLOW_IMPORTS = {"torch", "pydantic", "pluggy", "importlib.metadata", "dataclasse
 
 @pytest.mark.parametrize("how", [[], ["--tree"], ["--sort", "size"], ["--json"], ["--files"]])
 @both
+@pytest.mark.ci
 def test_inspect_imports_little(backend: Backend, how: list[str], tmp_path: Path) -> None:
     """To list what a checkpoint of ours stores nobody waits for torch, pydantic, plugins or other verbs."""
     _make_varied(tmp_path / "c", backend.name)
@@ -331,6 +332,7 @@ def test_own_outlines_are_those_that_plugins_register() -> None:
 
 
 @both_in_proof
+@pytest.mark.ci
 def test_inspect_does_not_wait_for_dtensor(backend: Backend, tmp_path: Path) -> None:
     """Where ``inspect`` needs torch, a new interpreter imports neither DTensor nor DCP, which take a second."""
     dc.save({"w": ShardedTensor.from_rank_offsets("w", torch.ones(2))}, tmp_path / "c")

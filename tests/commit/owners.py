@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
+from unittest.mock import patch
 
 from shardckpt.commit.owner import Owner, _status
 from shardckpt.commit.staging_names import STAGING, new_save_id, temporary_name
@@ -27,17 +29,22 @@ sys.stdin.read()
 
 
 def dead() -> Owner:
-    """A process of this host that has ended."""
-    with subprocess.Popen([sys.executable, "-c", ""]) as process:
-        process.wait(60)
-    return Owner.current()._replace(pid=process.pid)
+    """A process of this host that has ended: none has this id, which is above Linux's most, 2 ** 22."""
+    return Owner.current()._replace(pid=1 << 30)
+
+
+def living() -> Owner:
+    """Another living process of this host: that which started the tests."""
+    parent = os.getppid()
+    return Owner.current()._replace(pid=parent, start=_status(str(parent))[1])
 
 
 @contextmanager
 def alive() -> Iterator[Owner]:
-    """A process of this host that lives as long as the block."""
-    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
-        yield Owner.current()._replace(pid=process.pid, start=_status(str(process.pid))[1])
+    """An owner that this process takes for a living process of this host until the block ends, and then for dead."""
+    owner, look = dead()._replace(pid=(1 << 30) + 1), Owner.is_alive
+    with patch.object(Owner, "is_alive", lambda asked: asked == owner or look(asked)):
+        yield owner
 
 
 def elsewhere() -> Owner:

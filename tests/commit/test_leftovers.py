@@ -68,14 +68,12 @@ def test_only_names_that_are_exactly_ours_are_found(tmp_path: Path) -> None:
 
 
 def test_what_a_living_process_has_stays(tmp_path: Path) -> None:
-    """A process in the midst of a save, stopped or not, keeps its directory until it is dead."""
-    process, staging = owners.saver(tmp_path / "ckpt")
-    try:
+    """A process in the midst of a save keeps its directory until it is dead."""
+    with owners.alive() as owner:
+        staging = owners.leave(tmp_path / "ckpt", owner)
         (leftover,) = _all(tmp_path)
         assert leftover.path == staging
-        assert why_kept(leftover, hours=0) == f"process {process.pid} of this host is alive"
-    finally:
-        owners.end(process)
+        assert why_kept(leftover, hours=0) == f"process {owner.pid} of this host is alive"
     assert why_kept(leftover) == ""
     remove_leftover(leftover)
     assert list(tmp_path.iterdir()) == []

@@ -32,6 +32,7 @@ def test_names_say_the_whole_owner() -> None:
         assert Owner.from_text(owner.text) == owner
 
 
+@pytest.mark.ci
 def test_a_process_lives_until_it_is_dead() -> None:
     """Running and stopped ones live; a killed one does not, neither before nor after its parent has looked."""
     process = subprocess.Popen(["sleep", "60"])
@@ -64,6 +65,7 @@ def test_of_other_hosts_nothing_is_known() -> None:
     assert owners.elsewhere().is_alive() is None
 
 
+@pytest.mark.ci
 def test_another_container_is_another_host() -> None:
     """A process in a namespace of its own, with this host's name, judges none of this one's, nor the other way."""
     said, own = _in_a_namespace("--mount-proc", sys.executable, "-c", _INSIDE, Owner.current().text).split()
@@ -88,6 +90,7 @@ print(Owner.from_text(sys.argv[1]).is_alive(), Owner.current().text)
 """
 
 
+@pytest.mark.ci
 def test_a_foreign_proc_proves_nothing() -> None:
     """Where /proc shows the ids of another namespace, who has an id may be alive, and is not judged by its start."""
     program = "import os, sys\nfrom shardckpt.commit.owner import Owner\nown = Owner.current()\n"

@@ -289,6 +289,7 @@ def test_a_generation_that_is_lost_is_damage(place: _Place) -> None:
     assert jobs.error_of(jobs.save, place.url, NEW)[0] == StorageError.__name__
 
 
+@pytest.mark.usefixtures("no_pauses")
 def test_a_refused_overwrite_leaves_nothing_whatever_answer_was_lost(
     place: _Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:

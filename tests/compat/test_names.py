@@ -188,6 +188,7 @@ def test_the_refusal_is_shown_by_an_import() -> None:
         from shardckpt.compat.megatron.dist_checkpointing.strategies.torch import MCoreSavePlanner  # noqa: F401
 
 
+@pytest.mark.ci
 def test_modules_are_attributes() -> None:
     """As in Megatron, modules are reached as attributes of the package after one import."""
     code = (

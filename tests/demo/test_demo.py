@@ -147,23 +147,22 @@ def test_experts_go_on_with_another_parallelism() -> None:
     assert loaded == ["the same"] * 3
 
 
-def test_a_directory_that_is_not_empty_is_refused(tmp_path: Path) -> None:
+def test_a_directory_that_is_not_empty_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The demo never writes among other files: it exits 2 and says why, before anything starts."""
     (tmp_path / "mine").write_text("kept")
-    demo = _demo("--dir", str(tmp_path))
-
-    assert (demo.code, demo.out) == (2, "")
-    assert f"shardckpt demo: {tmp_path} is not empty: give --dir a directory that is new or empty" in demo.err
+    assert main(["demo", "--dir", str(tmp_path)]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert f"shardckpt demo: {tmp_path} is not empty: give --dir a directory that is new or empty" in err
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]
 
 
-def test_a_directory_that_cannot_be_made_is_a_reason(tmp_path: Path) -> None:
+def test_a_directory_that_cannot_be_made_is_a_reason(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A path below a file is a failure with the operating system's reason, not a traceback."""
     (tmp_path / "file").write_text("")
-    demo = _demo("--dir", str(tmp_path / "file" / "below"))
-
-    assert (demo.code, demo.out) == (2, "")
-    assert demo.err == f"shardckpt demo: cannot create the directory {tmp_path}/file/below: Not a directory (ENOTDIR)\n"
+    assert main(["demo", "--dir", str(tmp_path / "file" / "below")]) == 2
+    reason = f"cannot create the directory {tmp_path}/file/below: Not a directory (ENOTDIR)"
+    assert capsys.readouterr() == ("", f"shardckpt demo: {reason}\n")
 
 
 @pytest.mark.proof  # starts five interpreters, as the test of a rank that dies does
@@ -209,6 +208,7 @@ def _all_end(pids: list[int]) -> bool:
 
 
 @linux_only
+@pytest.mark.ci
 def test_a_rank_that_dies_ends_the_demo_and_all_ranks(tmp_path: Path) -> None:
     """The demo names the rank that was killed, exits 2, and leaves no process behind."""
     demo, pids = _started(tmp_path)

@@ -86,7 +86,7 @@ def test_nobody_pays_who_does_not_ask(tmp_path: Path) -> None:
     assert not listener.seen
 
 
-@pytest.mark.parametrize("mode", ["disabled", "async", "async_with_pinned_mem"])
+@pytest.mark.parametrize("mode", ["disabled", "async", pytest.param("async_with_pinned_mem", marks=pytest.mark.ci)])
 def test_the_manager_shows_its_saves_if_it_is_told_to(
     mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

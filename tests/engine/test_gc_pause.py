@@ -33,6 +33,7 @@ def test_nested_holds() -> None:
 
 
 @table("ran", [True, False])
+@pytest.mark.ci
 def test_forked_meanwhile(ran: bool) -> None:
     """A child that is forked while another thread pauses the collector has it as it was before, and can pause it."""
     held, end = threading.Event(), threading.Event()
@@ -62,6 +63,7 @@ def test_forked_meanwhile(ran: bool) -> None:
         gc.enable()
 
 
+@pytest.mark.ci
 def test_forked_in_the_middle() -> None:
     """A child that is forked in a pause, and leaves it as its parent does, can pause the collector again."""
     with pause_gc():

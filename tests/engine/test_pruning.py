@@ -70,6 +70,7 @@ def test_the_next_save_leaves_nothing_but_the_checkpoint(tmp_path: Path, before:
     assert samples.differences(samples.load(target), NEW) == []
 
 
+@pytest.mark.ci
 def test_what_others_have_stays_and_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A stopped process, another host and an older release keep what they have; the log says what and why."""
     target = tmp_path / "ckpt"
@@ -104,6 +105,7 @@ def test_another_hosts_goes_when_it_is_old(tmp_path: Path, monkeypatch: pytest.M
     assert _names(tmp_path) == ["ckpt"]
 
 
+@pytest.mark.ci
 def test_a_background_save_keeps_its_directory(tmp_path: Path) -> None:
     """A save that waits to be written outlives another save to the place, and every prune, and then commits."""
     target = tmp_path / "ckpt"
@@ -152,20 +154,29 @@ def test_the_save_after_one_that_failed_in_this_process(
 
 def _dying_overwrite(target: Path) -> Path:
     """Let a process die between the two renames of an overwrite, where there is no exchange; what it moved aside."""
-    program = (
-        "import os, sys\nfrom pathlib import Path\n"
-        "from shardckpt.commit import commit\nfrom tests.engine import test_pruning\n"
-        "target = Path(sys.argv[1])\nrename = os.rename\n"
-        "def die(source, destination):\n    os._exit(9) if destination == target else rename(source, destination)\n"
-        "commit.exchange, os.rename = lambda *_: False, die\n"
-        "test_pruning._save(target)\n"
-    )
-    done = programs.run(program, str(target), cwd=programs.ROOT, environment={settings.IO_THREADS: "1"})
-    assert done.returncode == 9, done.stderr
+    rename = os.rename
+
+    class Died(BaseException):
+        """The process is no more."""
+
+    def die(source: Path, destination: Path) -> None:
+        if destination == target:
+            raise Died
+        rename(source, destination)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("shardckpt.commit.commit.exchange", lambda *_: False)
+        patched.setattr("shardckpt.commit.commit.discard_staging", lambda _: None)
+        patched.setattr("os.rename", die)
+        with pytest.raises(Died):
+            _save(target)
+    for path in target.parent.iterdir():  # the owner's name is that of this process, which lives
+        path.rename(path.with_name(path.name.replace(Owner.current().text, owners.dead().text)))
     (aside,) = target.parent.glob("*shardckpt-replaced*")
     return aside
 
 
+@pytest.mark.usefixtures("no_pauses")
 def test_the_only_copy_is_never_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A process dies between the renames of an overwrite: prune keeps the old checkpoint, the next one restores it."""
     target = tmp_path / "ckpt"
@@ -193,6 +204,7 @@ def test_the_only_copy_is_never_removed(tmp_path: Path, monkeypatch: pytest.Monk
     assert {name: samples.listing(target)[name] for name in foreign} == foreign
 
 
+@pytest.mark.usefixtures("no_pauses")
 def test_a_save_that_may_not_overwrite_restores_nothing(tmp_path: Path) -> None:
     """It goes to the free path, as before; what lies aside goes when it has no file that the new checkpoint lacks."""
     target = tmp_path / "ckpt"

@@ -341,6 +341,7 @@ def test_a_wanted_expert_tensor_that_is_not_stored_is_named(ranks: RankPool, tmp
         assert f"model.{FQN}" in outcome.message
 
 
+@pytest.mark.ci
 def test_torch_dist_reads_what_ep_wrote_without_ep(ranks: RankPool, tmp_path: Path) -> None:
     """Where the plugin of ep is off or broken, an instance of torch_dist's reader knows the files by themselves."""
     ranks.run(2, _saved, tmp_path / "ckpt", HALVES)

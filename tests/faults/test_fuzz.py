@@ -23,9 +23,8 @@ def verdicts_of(folder: Path, count: int) -> list[str]:
 
 
 @backends.both_in_proof
-@pytest.mark.parametrize(
-    "count", [12, pytest.param(40, marks=pytest.mark.ci), pytest.param(300, marks=pytest.mark.proof)]
-)
+@pytest.mark.ci
+@pytest.mark.parametrize("count", [40, pytest.param(300, marks=pytest.mark.proof)])
 def test_mutants_of_every_file(tmp_path: Path, count: int) -> None:
     """Mutants of each file, with and without digests, are errors of the family, or load: no crash, time or memory."""
     found = verdicts_of(tmp_path, count)

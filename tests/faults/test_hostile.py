@@ -625,6 +625,7 @@ def _case_of(item: pytest.Function) -> Case | None:
     "case",
     [pytest.param(c, id=c.name, marks=() if c.name in _QUICK else pytest.mark.proof) for c in CASES],
 )
+@pytest.mark.ci
 def test_refused(found: dict[str, Any], case: Case) -> None:
     """The load is refused by an error of the family that names the culprit; nothing ran and nothing was changed."""
     report = found[case.name]
@@ -637,17 +638,20 @@ def test_refused(found: dict[str, Any], case: Case) -> None:
 
 
 @table("name", BOMBS)
+@pytest.mark.ci
 def test_claimed_sizes(found: dict[str, Any], name: str) -> None:
     """A size that only the metadata has is refused where nothing but the checkpoint says what to allocate."""
     assert found[f"metadata: {name}"]["plain"].startswith("CorruptCheckpointError: ")
     assert "split" in found[f"metadata: {name}"]["plain"]
 
 
+@pytest.mark.ci
 def test_nothing_was_made(found: dict[str, Any]) -> None:
     """No hostile pickle has made the file that every one of them tries to make."""
     assert found["made"] == []
 
 
+@pytest.mark.ci
 def test_memory_stays(found: dict[str, Any]) -> None:
     """No claimed size is taken from memory before it is checked: all cases together grow by little."""
     assert found["grown"] < 300
@@ -661,6 +665,7 @@ class Evil:
 
 
 @table("place", ["common", "object"])
+@pytest.mark.ci
 def test_hostile_object_with_right_digests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str) -> None:
     """What was saved so, with digests that are right, is refused as well, by the name of the global."""
     monkeypatch.chdir(tmp_path)

@@ -71,6 +71,7 @@ def test_killed_save_to_a_fresh_path_leaves_nothing_or_the_whole(disk: Path) -> 
 
 
 @backends.both_in_proof
+@pytest.mark.ci
 def test_killed_overwrite_leaves_old_or_new(disk: Path) -> None:
     """After a kill at any of 25 calls of an overwrite, old or new is there bit for bit, other people's files too."""
     outcomes = report_of(disk, "existing", FEW)["outcomes"]
@@ -152,6 +153,7 @@ def trace(backend: Backend) -> list[str]:
 
 
 @backends.both
+@pytest.mark.ci
 def test_order_of_calls(trace: list[str], backend: Backend) -> None:
     """Data is durable before what names it, that before the directory, that before the rename; the parent last."""
     synced = {number: found[1] for number, line in enumerate(trace) if (found := re.match(r"fsync\(\d+<(.*)>\)", line))}
@@ -169,6 +171,7 @@ def test_order_of_calls(trace: list[str], backend: Backend) -> None:
 
 
 @backends.both
+@pytest.mark.ci
 def test_files_are_written_before_their_fsync(trace: list[str], backend: Backend) -> None:
     """No byte of a file is written, and no size set, after its one fsync; every file that is created is fsynced."""
     written, synced, created = {}, {}, set()
@@ -186,6 +189,7 @@ def test_files_are_written_before_their_fsync(trace: list[str], backend: Backend
 
 
 @backends.both
+@pytest.mark.ci
 def test_large_tensors_are_written_directly(trace: list[str], disk: Path, backend: Backend) -> None:
     """Among the calls that are killed are those that allocate a file ahead and write past the page cache."""
     if not bypasses_cache(disk):

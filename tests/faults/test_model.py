@@ -174,6 +174,7 @@ def test_a_wrong_overwrite_on_a_store_is_found(rules: overwrite.Rules, broken: s
         pytest.param("existing, no exchange", directory.Rules(can_exchange=False), marks=pytest.mark.ci),
     ],
 )
+@pytest.mark.ci
 def test_a_real_save_to_a_directory_is_a_path_of_the_model(tmp_path: Path, case: str, rules: directory.Rules) -> None:
     """The system calls of a real save are the model's steps in the model's order; exchanged, they are not."""
     lines = [point["line"] for point in report_of(tmp_path, case, 0)["points"]]

@@ -211,6 +211,7 @@ def test_parent_without_permission(tmp_path: Path) -> None:
     refuse_parent(parent, "EACCES")
 
 
+@pytest.mark.ci
 def test_parent_on_a_read_only_file_system(tmp_path: Path) -> None:
     """A parent on a read-only file system is an error that names path and reason."""
     with small_disk(tmp_path / "disk", "1m") as disk:
@@ -263,6 +264,7 @@ def test_second_rename_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @backends.both_in_proof
+@pytest.mark.usefixtures("no_pauses")
 def test_crash_between_the_renames(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without exchange, a process that dies between the two renames leaves what every query names, with the way out."""
     monkeypatch.setattr("shardckpt.commit.commit.exchange", no_exchange)

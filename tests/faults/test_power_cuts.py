@@ -41,6 +41,7 @@ def bad(states: list[dict[str, Any]], allowed: set[str]) -> list[dict[str, Any]]
 
 @needs_strace
 @backends.both_in_proof
+@pytest.mark.ci
 def test_a_power_cut_leaves_old_or_new(disk: Path) -> None:
     """In 40 states of the disk after a power cut in an overwrite, old or new is there bit for bit."""
     states = states_of(disk, "existing", FEW, seeds=2)

@@ -239,6 +239,7 @@ def _save_without_forecast(directory: str) -> Attempt:
 
 @backends.both_in_proof
 @pytest.mark.parametrize("world", SIZES)
+@pytest.mark.ci
 def test_full_disk(ranks: RankPool, tmp_path: Path, backend: Backend, world: int) -> None:
     """A disk that fills up in a save is one error on all ranks; its space is free again, and a smaller save fits."""
     with small_disk(tmp_path / "disk", "2m") as disk:
@@ -268,6 +269,7 @@ def _overwrite_on_full_disk(directory: str) -> tuple[Attempt, list[str]]:
 
 
 @backends.both_in_proof
+@pytest.mark.ci
 def test_full_disk_leaves_the_previous_checkpoint(ranks: RankPool, tmp_path: Path) -> None:
     """An overwrite that fails for space leaves the old checkpoint whole, and nothing else."""
     with small_disk(tmp_path / "disk", "2m") as disk:

@@ -181,6 +181,7 @@ def test_replaced_at_every_moment_of_each_rank(ranks: RankPool, tmp_path: Path, 
 
 
 @backends.both_in_proof
+@pytest.mark.usefixtures("no_pauses")
 def test_replaced_again_and_again(ranks: RankPool, tmp_path: Path) -> None:
     """If every attempt meets another save, all ranks say that the checkpoint is being overwritten, not damaged."""
     ranks.run(2, save_both, str(tmp_path))
@@ -274,6 +275,7 @@ def test_between_two_renames(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> N
     assert found == [NEW]
 
 
+@pytest.mark.usefixtures("no_pauses")
 def test_an_interrupted_overwrite_is_still_said(scene: Scene) -> None:
     """What was interrupted between its two renames is not waited for without end: it is the error that it was."""
     scene.reset()

@@ -91,6 +91,7 @@ def test_a_save_by_ranks_of_which_one_lacks_it(tmp_path: Path, verb: str, have: 
 
 
 @backends.both_in_proof
+@pytest.mark.ci
 def test_a_process_without_it(tmp_path: Path) -> None:
     """One process that has none saves with CRC-32, loads, verifies and removes keys."""
     (outcome,) = outcomes("save,load,verify,remove,verify", tmp_path / "ckpt", 0)
@@ -100,6 +101,7 @@ def test_a_process_without_it(tmp_path: Path) -> None:
 
 @backends.both_in_proof
 @pytest.mark.parametrize("have", [pytest.param((0,), marks=pytest.mark.ci), (1, 0)])
+@pytest.mark.ci
 def test_a_load_without_it(saved: Path, monkeypatch: pytest.MonkeyPatch, have: tuple[int, ...]) -> None:
     """A load by ranks of which any lacks it is one error with the way out; without checks the values are right."""
     (error,) = errors("load", saved, *have)
@@ -112,6 +114,7 @@ def test_a_load_without_it(saved: Path, monkeypatch: pytest.MonkeyPatch, have: t
 
 @backends.both_in_proof
 @pytest.mark.parametrize("verb", ["verify", "remove"])
+@pytest.mark.ci
 def test_what_cannot_be_checked_is_not_called_sound(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch, verb: str
 ) -> None:

@@ -221,6 +221,7 @@ def _kill(checkpoint: Path, target: Path, phase: str) -> None:
     assert programs.run(KILLED, str(checkpoint), str(target), phase).returncode == -9
 
 
+@pytest.mark.ci
 def test_a_kill_leaves_nothing(checkpoint: Path, tmp_path: Path) -> None:
     """SIGKILL while files are written: there is no target; the next export clears it away, and succeeds."""
     _kill(checkpoint, tmp_path / "hf", "writing")
@@ -231,6 +232,7 @@ def test_a_kill_leaves_nothing(checkpoint: Path, tmp_path: Path) -> None:
     assert read(tmp_path / "hf").keys() == global_tensors().keys() - {"packed"}
 
 
+@pytest.mark.ci
 def test_a_kill_leaves_the_old(checkpoint: Path, tmp_path: Path) -> None:
     """SIGKILL before the commit: the folder that was to be replaced is as it was."""
     save_state_dict({"old": torch.ones(3)}, _made(tmp_path / "hf") / "model.safetensors")

@@ -68,6 +68,7 @@ def _logits(model: Any) -> torch.Tensor:
         return model.eval()(torch.arange(12).reshape(1, 12)).logits  # type: ignore[no-any-return]
 
 
+@pytest.mark.ci
 def test_transformers_loads_a_cast_export_in_its_dtype(tmp_path: Path) -> None:
     """from_pretrained of an export in bfloat16 gives a bfloat16 model, though the assets are of a float32 one."""
     model = _model("Llama")
@@ -80,6 +81,7 @@ def test_transformers_loads_a_cast_export_in_its_dtype(tmp_path: Path) -> None:
 
 
 @table("name", MODELS)
+@pytest.mark.ci
 def test_transformers_loads_an_export_and_we_load_what_it_saves(name: str, tmp_path: Path) -> None:
     """from_pretrained of the export misses nothing and gives equal logits; the files are those of save_pretrained.
 
@@ -110,6 +112,7 @@ def test_transformers_loads_an_export_and_we_load_what_it_saves(name: str, tmp_p
     assert torch.equal(_logits(fresh), _logits(model))
 
 
+@pytest.mark.ci
 def test_a_training_checkpoint_becomes_a_model_in_half_precision(tmp_path: Path) -> None:
     """Of a model saved with its optimizer the model is exported, cast, as transformers casts it."""
     model = _model("Llama")
@@ -122,6 +125,7 @@ def test_a_training_checkpoint_becomes_a_model_in_half_precision(tmp_path: Path)
     assert torch.equal(_logits(loaded), _logits(expected))
 
 
+@pytest.mark.ci
 def test_a_bin_export_loads_too(tmp_path: Path) -> None:
     """pytorch_model.bin, in several files with their index, is read by transformers."""
     model = _model("Llama")
@@ -134,6 +138,7 @@ def test_a_bin_export_loads_too(tmp_path: Path) -> None:
     assert torch.equal(_logits(loaded), _logits(model))
 
 
+@pytest.mark.ci
 def test_scaled_weights_are_those_that_transformers_makes(tmp_path: Path) -> None:
     """A folder of fp8 weights with block scales: our values are those of transformers' own dequantization."""
     model = _model("Llama")

@@ -230,6 +230,7 @@ def test_a_folder_written_by_the_callers_loop_loads(tmp_path: Path) -> None:
 
 
 @table("safe_serialization", [True, False])
+@pytest.mark.ci
 def test_a_full_disk_is_said_so(tmp_path: Path, safe_serialization: bool) -> None:
     """On a full disk, files of both kinds are an error that says so, with the file; the one that was there stays."""
     with small_disk(tmp_path / "disk", "1m") as disk:

@@ -15,6 +15,7 @@ from shardckpt.storage import RemotePath, list_objects
 from tests.remote import jobs
 
 
+@pytest.mark.usefixtures("no_pauses")
 def test_a_folder_that_changes_while_it_is_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a filesystem meets an entry that has gone, the folder is listed again: it is not taken for empty."""
     (tmp_path / "object").write_bytes(b"12345")

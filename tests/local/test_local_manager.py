@@ -303,13 +303,11 @@ def test_what_a_save_left_that_did_not_end_is_cleared(ranks: RankPool, tmp_path:
     shutil.copytree(left, stray.with_name(f".{stray.name}.shardckpt-removed-{'0' * 32}"))
     for owner in (owners.dead(), owners.elsewhere()):  # the folder is this job's alone: nobody else has anything in it
         owners.leave(stray, owner)
-    process, alive = owners.saver(stray)
+    alive = owners.leave(stray, owners.living())
     assert [latest for latest, _ in ranks.run(2, _latest, str(tmp_path))] == [1, 1]
-    try:
-        ranks.run(2, _save_beside, str(tmp_path), 2)
-        assert [path.name for path in (tmp_path / "node1").iterdir() if path.name.startswith(".")] == [alive.name]
-    finally:
-        owners.end(process)
+    ranks.run(2, _save_beside, str(tmp_path), 2)
+    assert [path.name for path in (tmp_path / "node1").iterdir() if path.name.startswith(".")] == [alive.name]
+    alive.rename(alive.with_name(alive.name.replace(owners.living().text, owners.dead().text)))
     assert ranks.run(2, save_steps, str(tmp_path), None, [3], 2) == [[(2, r), (3, r)] for r in (0, 1)]
 
 

@@ -149,6 +149,7 @@ def test_a_failure_leaves_what_was_there(old: Path, name: str, monkeypatch: pyte
     assert sorted(path.name for path in old.parent.iterdir()) == sorted({"old", name})
 
 
+@pytest.mark.ci
 def test_a_kill_leaves_what_was_there(old: Path) -> None:
     """A migration of a checkpoint in place that dies half-way leaves the old one; run again, it succeeds."""
     before = content(old)

@@ -137,6 +137,7 @@ def assert_same_files(whole: Path, resumed: Path) -> None:
         *(pytest.param(to, marks=pytest.mark.proof) for to in TARGETS if to not in ("safetensors", "hf", "torch")),
     ],
 )
+@pytest.mark.ci
 def test_three_kills_change_nothing(tmp_path: Path, to: str) -> None:
     """Killed three times, a conversion goes on each time; its files are those of one that was not interrupted."""
     make_source(tmp_path / "old", is_checkpoint=to not in ("torch_dist", "dcp"))

@@ -52,6 +52,7 @@ def _ended(folder: Path, mode: str, end: str) -> tuple[int, str]:
         pytest.param("async_with_pinned_mem", "error", 1, marks=pytest.mark.proof),
     ],
 )
+@pytest.mark.ci
 def test_a_program_that_ends_has_saved(tmp_path: Path, mode: str, end: str, code: int) -> None:
     """Whether it closes its manager or not, returns, exits or fails: what a process saved alone is whole at its end."""
     found, errors = _ended(tmp_path, mode, end)
@@ -98,6 +99,7 @@ def test_a_dropped_manager_of_several_ranks_has_saved(tmp_path: Path, mode: str)
     assert {step.step for step in steps_of(tmp_path / "run").committed()} == {1, 2, 3}
 
 
+@pytest.mark.ci
 def test_what_a_dropped_manager_loses_is_on_stderr(tmp_path: Path) -> None:
     """Where the process group was destroyed before, the step's path and what to do are said at the end."""
     for code, errors in _ended_together(tmp_path, "async", "destroy"):

@@ -171,8 +171,8 @@ def test_leavings_of_killed_saves_are_removed(tmp_path: Path, monkeypatch: pytes
     dead = owners.leave(tmp_path / "step-2", owners.dead())
     owners.leave(tmp_path / "step-3", None, discarded=True)
     (tmp_path / f".{dead.name}.shardckpt-removed-{'0' * 32}").mkdir()  # as older releases removed them
-    process, alive = owners.saver(tmp_path / "step-4")
-    try:
+    with owners.alive() as owner:
+        alive = owners.leave(tmp_path / "step-4", owner)
         own = create_staging(tmp_path / "step-5", new_save_id())
         far, older = owners.leave(tmp_path / "step-6", owners.elsewhere()), owners.leave(tmp_path / "step-6", None)
         others = owners.leave(tmp_path / "other", owners.dead())
@@ -188,8 +188,6 @@ def test_leavings_of_killed_saves_are_removed(tmp_path: Path, monkeypatch: pytes
         collector.submit()
         collector.close()
         assert folders.names_in(tmp_path) == left
-    finally:
-        owners.end(process)
     assert _collect(tmp_path, KEEP_ALL) == []
     assert folders.names_in(tmp_path) == left - {alive.name}
 
@@ -228,6 +226,7 @@ def test_a_copy_set_aside_goes_before_its_step(tmp_path: Path, monkeypatch: pyte
     assert folders.names_in(tmp_path) == {"step-2", "step-3"}
 
 
+@pytest.mark.usefixtures("no_pauses")
 def test_a_checkpoint_set_aside_by_an_overwrite_stays(tmp_path: Path) -> None:
     """What an interrupted overwrite has moved aside may be the only copy: no collection removes it."""
     folders.save_all(tmp_path, 1, 2)
@@ -240,6 +239,7 @@ def test_a_checkpoint_set_aside_by_an_overwrite_stays(tmp_path: Path) -> None:
     assert (aside / "metadata.json").exists()
 
 
+@pytest.mark.ci
 def test_what_cannot_be_renamed_stays_whole(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Where the system refuses, the checkpoint is as it was, a warning says so, and the next collection tries again."""
     with small_disk(tmp_path / "disk", "8m") as disk:
@@ -256,6 +256,7 @@ def test_what_cannot_be_renamed_stays_whole(tmp_path: Path, caplog: pytest.LogCa
         assert folders.names_in(disk) == {"step-2", "step-3"}
 
 
+@pytest.mark.ci
 def test_what_cannot_be_deleted_is_no_checkpoint(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A busy file keeps a tombstone there, and nothing else; when it is free the next collection ends the removal."""
     run = tmp_path / "run"
@@ -277,6 +278,7 @@ def test_what_cannot_be_deleted_is_no_checkpoint(tmp_path: Path, caplog: pytest.
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become someone who may not rename")
+@pytest.mark.ci
 def test_who_may_not_remove_is_warned() -> None:
     """In a folder of someone else's with the sticky bit, where rename is EPERM, it warns and changes nothing."""
     program = (

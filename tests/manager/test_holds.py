@@ -73,6 +73,7 @@ def test_the_newest_is_leased_by_default(tmp_path: Path) -> None:
     assert folders.names_in(tmp_path) == {"step-1", "step-2", "step-3"}
 
 
+@pytest.mark.ci
 def test_the_lease_of_a_dead_process_ends(tmp_path: Path) -> None:
     """A process that dies with a lease keeps the step no longer, and leaves nothing behind."""
     folders.save_all(tmp_path, 1, 2)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,6 +22,7 @@ from shardckpt.manager.garbage_collection import collect_garbage, discard_steps_
 from shardckpt.manager.marks import identify_save, mark_checkpoint
 from shardckpt.manager.retention import find_needed_steps
 from tests import backends
+from tests.commit import owners
 from tests.manager import folders
 
 if TYPE_CHECKING:
@@ -144,7 +143,7 @@ class Retention(RuleBasedStateMachine):
     def begin_a_save(self, step: int) -> None:
         """A process that lives writes a step."""
         self.begun += 1
-        path = self.folder / temporary_name(f"step-{step}", "staging", f"{self.begun:032x}", self._living())
+        path = self.folder / temporary_name(f"step-{step}", "staging", f"{self.begun:032x}", owners.living())
         path.mkdir()
         (path / "data").write_bytes(b"so far")
         self.written.append(path)
@@ -154,7 +153,7 @@ class Retention(RuleBasedStateMachine):
     def kill_a_save(self) -> None:
         """The process of a save dies."""
         path = self.written.pop()
-        path.rename(path.with_name(path.name.replace(self._living().text, self.dead)))
+        path.rename(path.with_name(path.name.replace(owners.living().text, self.dead)))
 
     @precondition(lambda self: self.states)
     @rule(choice=CHOICES)
@@ -363,13 +362,6 @@ class Retention(RuleBasedStateMachine):
             if Owner.current().text in path.name:
                 path.rename(path.with_name(path.name.replace(Owner.current().text, self.dead)))
 
-    @staticmethod
-    def _living() -> Owner:
-        """The process that started this one: it lives as long."""
-        parent = os.getppid()
-        start = int(Path(f"/proc/{parent}/stat").read_bytes().rpartition(b")")[2].split()[19])
-        return Owner.current()._replace(pid=parent, start=start)
-
 
 class RetentionOnStore(Retention):
     """The same on a store, where a save that replaces another has a folder of its own; without crashes."""
@@ -387,11 +379,9 @@ def test_retention_removes_what_it_may_and_nothing_else(
     tmp_path: Path, examples: int, steps: int, machine: type[Retention]
 ) -> None:
     """No leased, pinned, newest valid, being-written or new step goes or is replaced; what nothing keeps does."""
-    with subprocess.Popen([sys.executable, "-c", ""]) as process:
-        process.wait(60)
     folders.save_all(tmp_path, *BEGUN)
     machine.pristine = tmp_path
-    machine.dead = Owner.current()._replace(pid=process.pid).text
+    machine.dead = owners.dead().text
     run_state_machine_as_test(  # type: ignore[no-untyped-call]
         machine,
         settings=settings(

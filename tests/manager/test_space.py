@@ -31,6 +31,7 @@ def _make_manager(folder: Path | str, **options: Any) -> CheckpointManager:
 @pytest.mark.parametrize(
     ("mode", "kept", "size"), [("disabled", 1, "2500k"), pytest.param("async", 2, "3500k", marks=pytest.mark.ci)]
 )
+@pytest.mark.ci
 def test_a_save_waits_for_removals_that_make_room(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str, kept: int, size: str
 ) -> None:
@@ -91,6 +92,7 @@ def _fill_the_disk(directory: str, options: dict[str, Any], pinned: bool) -> str
         pytest.param({"retention": [_broken_policy]}, False, "reports too little.", marks=pytest.mark.ci),
     ],
 )
+@pytest.mark.ci
 def test_the_error_names_the_steps_that_retention_would_free(
     ranks: RankPool, tmp_path: Path, options: dict[str, Any], pinned: bool, text: str
 ) -> None:

@@ -162,6 +162,7 @@ def test_a_plugins_refusal_keeps_its_class(
 
 
 @backends.both_in_proof
+@pytest.mark.usefixtures("no_pauses")
 def test_an_interrupted_overwrite_is_explained(tmp_path: Path) -> None:
     """A step that an overwrite had moved aside is named, with the way back."""
     folders.save(tmp_path, 3)

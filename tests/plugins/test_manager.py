@@ -480,6 +480,7 @@ for arguments in (["--help"], ["--version"], ["strategies"], ["strategies", "--h
 """
 
 
+@pytest.mark.ci
 def test_help_and_listing_do_not_import_torch() -> None:
     """`import shardckpt`, the help and the listing of strategies stay light: no torch, no numpy."""
     done = subprocess.run([sys.executable, "-c", LIGHT], capture_output=True, text=True, timeout=60, check=False)

@@ -229,6 +229,7 @@ for arguments in (["inspect", "1"], ["verify", "1"], ["bend"], ["--traceback", "
 """
 
 
+@pytest.mark.ci
 def test_api_and_command_name_the_plugin(site: Path, tmp_path: Path) -> None:
     """Errors of an installed plugin name entry point and distribution, in the API and the command line."""
     path = f"import sys; sys.path.insert(0, {str(site)!r})\n"

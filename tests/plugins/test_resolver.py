@@ -220,6 +220,7 @@ def test_a_save_that_did_not_end_is_told_from_one_that_never_was(tmp_path: Path)
     assert "save again" in text
 
 
+@pytest.mark.usefixtures("no_pauses")
 def test_an_interrupted_overwrite_says_where_the_checkpoint_is(tmp_path: Path) -> None:
     """After a crash between two renames the previous checkpoint is named, and doing as told brings it back."""
     path = _saved(tmp_path / "checkpoint")

@@ -29,8 +29,8 @@ MOST = 8
 
 
 def drawn(count: int, most: int | None = None) -> Any:
-    """Parametrizes a test by its number of examples: some by default, most in proof."""
-    return pytest.mark.parametrize("count", [count * FACTOR, *in_proof((most or count * MOST) * FACTOR)])
+    """Parametrizes a test by its number of examples: a third by default, most in proof."""
+    return pytest.mark.parametrize("count", [max(2, count // 3) * FACTOR, *in_proof((most or count * MOST) * FACTOR)])
 
 
 def for_all(cases: SearchStrategy[T], count: int, check: Callable[[T], Any]) -> None:

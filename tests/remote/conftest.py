@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Store:
-    """An empty store."""
+def store(tmp_path: Path, no_pauses: None) -> Store:
+    """An empty store, which nobody waits for."""
     return Store(tmp_path / "store")
 
 

@@ -18,7 +18,9 @@ if TYPE_CHECKING:
     from tests.ranks import RankPool
     from tests.remote.store import Store
 
-PERSISTENT = pytest.mark.parametrize("persistent", [False, True], ids=["thread", "process"])
+PERSISTENT = pytest.mark.parametrize(
+    "persistent", [False, pytest.param(True, marks=pytest.mark.ci)], ids=["thread", "process"]
+)
 
 
 @backends.both_in_proof

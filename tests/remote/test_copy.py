@@ -48,6 +48,7 @@ def _refuse(*_: Any) -> Any:
 
 
 @pytest.mark.parametrize("size", [0, 11, 6 * _MIB + 5])
+@pytest.mark.ci
 def test_a_store_copies_within_itself(
     open_url: Callable[[str], RemotePath], monkeypatch: pytest.MonkeyPatch, size: int
 ) -> None:
@@ -69,6 +70,7 @@ def test_a_store_copies_within_itself(
     assert copied.read_range(0, size) == data
 
 
+@pytest.mark.ci
 def test_a_copy_from_another_store(
     open_url: Callable[[str], RemotePath], tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -82,6 +84,7 @@ def test_a_copy_from_another_store(
     assert (open_url(where) / "b").read_range(0, len(data)) == data
 
 
+@pytest.mark.ci
 def test_a_copy_from_another_bucket(open_url: Callable[[str], RemotePath]) -> None:
     """An object of another bucket is copied, too, whether or not the client asks the store to."""
     name = f"copies-{next(_numbers)}"
@@ -90,6 +93,7 @@ def test_a_copy_from_another_bucket(open_url: Callable[[str], RemotePath]) -> No
     assert (open_url(f"s3://{BUCKET}/{name}") / "a").read_range(0, 100) == b"in the other bucket"
 
 
+@pytest.mark.ci
 def test_an_object_that_is_not_there(open_url: Callable[[str], RemotePath]) -> None:
     """A copy of nothing is an error, and no object appears."""
     where = f"s3://{BUCKET}/copies-{next(_numbers)}"

@@ -34,7 +34,7 @@ def endpoint() -> Iterator[str]:
         yield found
 
 
-@pytest.fixture(params=["memory", "s3"])
+@pytest.fixture(params=["memory", pytest.param("s3", marks=pytest.mark.ci)])
 def url(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """A URL without objects: of fsspec, where files are spooled, and of obstore, where they are streamed."""
     if request.param == "s3":

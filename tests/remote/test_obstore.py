@@ -3,6 +3,7 @@ from __future__ import annotations
 import logging
 import os
 import pickle
+import random
 import shutil
 import sys
 import threading
@@ -111,6 +112,7 @@ def _uploads(endpoint: str) -> int:
 
 
 @backends.both
+@pytest.mark.ci
 def test_ranks_stream_to_s3(ranks: RankPool, url: str, endpoint: str, backend: backends.Backend) -> None:
     """What 2 ranks save to S3, 3 ranks and this process load, bit for bit; the marker makes it a checkpoint."""
     ranks.run(2, _on_server, endpoint, jobs.save, url, 2.0)
@@ -131,6 +133,7 @@ def test_a_background_save_streams(ranks: RankPool, url: str, endpoint: str, per
     jobs.check(url, 2.0)
 
 
+@pytest.mark.ci
 def test_large_objects_are_sent_in_parts(url: str, endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """An object of more than one part is a multipart upload of parts as large as SHARDCKPT_REMOTE_PART_MIB says."""
     monkeypatch.setenv(settings.REMOTE_PART_MIB, "5")
@@ -143,6 +146,7 @@ def test_large_objects_are_sent_in_parts(url: str, endpoint: str, monkeypatch: p
     assert _uploads(endpoint) == 0
 
 
+@pytest.mark.ci
 def test_a_failed_save_leaves_no_object_and_no_parts(
     url: str, endpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -212,7 +216,7 @@ def test_a_long_range_arrives_in_pieces(
     """A range of several pieces fills the buffer to its end or the object's, and is never asked for as a whole."""
     if kind != "s3":
         folder = ObstoreFolder("objects://b/c", MemoryStore() if kind == "memory" else LocalStore(tmp_path), "c")
-    data = os.urandom(3 * _MIB + 12_345)
+    data = random.Random(0).randbytes(3 * _MIB + 12_345)
     folder.create("a", data)
     monkeypatch.setattr("obstore.get_range", lambda *_, **__: pytest.fail("the client would hold the whole range"))
     buffer = bytearray(2 * _MIB + 7)
@@ -399,6 +403,7 @@ def test_a_client_is_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
     assert open_url("s3://b/c")._store is not first
 
 
+@pytest.mark.ci
 def test_the_pickle_of_a_folder_has_no_secret(url: str) -> None:
     """A pickled folder is its URL: credentials come from the environment of the process that opens it."""
     found = _find(url)
@@ -407,6 +412,7 @@ def test_the_pickle_of_a_folder_has_no_secret(url: str) -> None:
     assert pickle.loads(pickle.dumps(found)).files() == {}
 
 
+@pytest.mark.ci
 def test_a_fork_is_refused() -> None:
     """A child that was forked after obstore was used gets an error that says what to do, instead of hanging."""
     done = programs.run(
@@ -429,6 +435,7 @@ os.waitpid(pid, 0)
     assert "spawn or forkserver" in done.stdout
 
 
+@pytest.mark.ci
 def test_which_client_serves_a_url(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Obstore serves s3, gs and az where it is installed; fsspec all else, and those where obstore is switched off."""
     assert isinstance(_find(url), ObstoreFolder)

@@ -59,6 +59,7 @@ def _list(url: str) -> dict[str, int]:
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("by", ["prune", "manager"])
+@pytest.mark.ci
 def test_only_what_a_killed_save_left_is_removed(
     endpoint: str,
     tmp_path: Path,
@@ -103,6 +104,7 @@ def _count_uploads(endpoint: str) -> int:
     return request(endpoint, "GET", f"{BUCKET}?uploads").count("<UploadId>")
 
 
+@pytest.mark.ci
 def test_an_upload_of_nobody_goes_by_its_age(
     endpoint: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -144,6 +146,7 @@ def _clear(root: str, by: str, step: int) -> None:
         manager.wait()
 
 
+@pytest.mark.ci
 def test_who_may_not_list_uploads_still_prunes(
     endpoint: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -101,6 +101,7 @@ def _error(folder: Any, action: str, tmp_path: Path) -> str:
         (404, "NoSuchBucket", "the bucket does not exist at this endpoint"),
     ],
 )
+@pytest.mark.ci
 def test_what_stays_wrong_is_said_at_once(
     proxy: FaultProxy,
     tmp_path: Path,
@@ -118,6 +119,7 @@ def test_what_stays_wrong_is_said_at_once(
     assert "attempts: " not in message
 
 
+@pytest.mark.ci
 def test_throttling_is_tried_again_and_then_said(
     proxy: FaultProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, client: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -136,6 +138,7 @@ def test_throttling_is_tried_again_and_then_said(
 
 
 @pytest.mark.parametrize("endpoint", ["http://127.0.0.1:9", "http://no-such-host.invalid"])
+@pytest.mark.ci
 def test_nobody_at_the_endpoint_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, client: str, endpoint: str
 ) -> None:
@@ -148,6 +151,7 @@ def test_nobody_at_the_endpoint_is_said(
 
 
 @pytest.mark.parametrize("action", ["list", "read", "upload"])
+@pytest.mark.ci
 def test_a_missing_bucket_of_a_real_server_is_said(
     rclone: str, proxy: FaultProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, client: str, action: str
 ) -> None:
@@ -159,6 +163,7 @@ def test_a_missing_bucket_of_a_real_server_is_said(
         assert "the bucket does not exist" in message
 
 
+@pytest.mark.ci
 def test_a_wrong_key_of_a_real_server_is_said(
     rclone: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, client: str
 ) -> None:
@@ -168,6 +173,7 @@ def test_a_wrong_key_of_a_real_server_is_said(
     assert "AWS_SECRET_ACCESS_KEY" in _error(folder, "upload", tmp_path)
 
 
+@pytest.mark.ci
 def test_ranges_of_an_odd_server_are_never_mixed_in(rclone: str, monkeypatch: pytest.MonkeyPatch, client: str) -> None:
     """Of a server that answers ranges with 200 and the whole's checksum, a load is refused with the way out."""
     monkeypatch.setenv(settings.REMOTE_ATTEMPTS, "1")
@@ -178,6 +184,7 @@ def test_ranges_of_an_odd_server_are_never_mixed_in(rclone: str, monkeypatch: py
 
 
 @pytest.mark.parametrize("client", ["s3fs"], indirect=True)
+@pytest.mark.ci
 def test_the_odd_server_is_used_by_s3fs_as_the_error_says(
     rclone: str, monkeypatch: pytest.MonkeyPatch, client: str
 ) -> None:

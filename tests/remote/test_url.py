@@ -296,6 +296,7 @@ def test_an_unknown_scheme_names_what_to_install(tmp_path: Path) -> None:
         ("sys.modules['fsspec'] = None", "", ("pip install 'shardckpt[fsspec]'",)),
     ],
 )
+@pytest.mark.ci
 def test_without_fsspec_local_directories_work(
     tmp_path: Path, prelude: str, disabled: str, texts: tuple[str, ...]
 ) -> None:

@@ -107,6 +107,7 @@ def _reached() -> dict[str, str]:
     return found
 
 
+@pytest.mark.ci
 def test_nothing_that_a_load_imports_reads_pickles() -> None:
     """No module of ours that a load can reach imports pickle, the archives or another format, or calls torch.load."""
     reached = _reached()
@@ -128,6 +129,7 @@ def _save(folder: Path) -> Path:
     return folder / "checkpoint"
 
 
+@pytest.mark.ci
 def test_the_walk_finds_what_a_load_imports(tmp_path: Path) -> None:
     """A load in a new interpreter, with everything that unpickles replaced by errors, reads all; the walk was right."""
     path = _save(tmp_path)

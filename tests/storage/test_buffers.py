@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 
+import pytest
+
 from shardckpt.storage import buffers
 
 
+@pytest.mark.ci
 def test_a_forked_child_has_blocks_of_its_own() -> None:
     """What a child of fork() writes into a block does not reach the parent's."""
     block = buffers.block_pool.acquire()

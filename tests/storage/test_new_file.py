@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 MIB = 1 << 20
 
 
+@pytest.mark.ci
 def test_whole_pages_only(direct_directory: Path) -> None:
     """NewFile writes pages to pages from any memory, and the rest of a page, at either end, through the cache."""
     path = direct_directory / "pages"
@@ -35,6 +36,7 @@ def test_whole_pages_only(direct_directory: Path) -> None:
 
 
 @pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.ci
 def test_little_space_is_set_aside_ahead(direct_directory: Path, monkeypatch: pytest.MonkeyPatch, fails: bool) -> None:
     """An unfinished file has an eighth more space than its bytes at most, and no more than them after a failure."""
     call = new_file.allocate
@@ -60,6 +62,7 @@ def test_bytes_that_are_gone(tmp_path: Path) -> None:
     file.close()
 
 
+@pytest.mark.ci
 def test_a_close_that_fails(direct_directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A failing close names the file, all descriptors are closed, and none a second time: it may be another file's."""
     path, closed, close = direct_directory / "data", list[int](), os.close
@@ -81,6 +84,7 @@ def test_a_close_that_fails(direct_directory: Path, monkeypatch: pytest.MonkeyPa
     assert len(closed) == len(set(closed)) == 2
 
 
+@pytest.mark.ci
 def test_a_child_of_a_busy_process_writes(tmp_path: Path) -> None:
     """A child that was forked while threads of its parent were writing has turns of its own."""
     turns = new_file._cached_writes.turns

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import pytest
+
 from tests import programs
 
 if TYPE_CHECKING:
@@ -30,6 +32,7 @@ begun.wait()
 """
 
 
+@pytest.mark.ci
 def test_a_program_may_end_while_a_thread_opens_directories(tmp_path: Path) -> None:
     """The thread of a manager that removes old checkpoints does not disturb the end of the program."""
     done = programs.run(_PROGRAM, str(tmp_path))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import random
 import signal
 import threading
 import time
@@ -63,7 +64,7 @@ def test_ends_that_are_kept_are_what_the_file_has(
 ) -> None:
     """With ``kept_bytes``, ranges in any order, in pieces too, are those of the file; the memory is bounded."""
     directory = tmp_path_factory.mktemp("ends")
-    content = os.urandom(2 * SEGMENT_BYTES + 5000)
+    content = random.Random(0).randbytes(2 * SEGMENT_BYTES + 5000)
     found = write(directory, "data", [[content], [b"small"], [content[:70_000]]])
     whole = content + b"small" + content[:70_000]
     cuts = data.draw(st.lists(st.integers(0, len(whole)), max_size=6).map(lambda some: sorted({0, *some, len(whole)})))
@@ -88,7 +89,7 @@ def test_ends_that_are_kept_are_what_the_file_has(
 
 def test_an_end_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranges that follow each other read each segment once, and a damaged one is an error that keeps nothing."""
-    content = os.urandom(3 * SEGMENT_BYTES)
+    content = random.Random(0).randbytes(3 * SEGMENT_BYTES)
     found = write(tmp_path, "data", [[content]])
     read: list[int] = []
     monkeypatch.setattr(
@@ -113,7 +114,7 @@ def test_an_end_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 @table("place", [0, 3000, SEGMENT_BYTES - 1, SEGMENT_BYTES + 4000])
 def test_a_part_of_a_segment_is_checked_with_the_rest_of_it(tmp_path: Path, place: int) -> None:
     """Any part of a large segment is read in place, and damage outside of it, in the same segment, is found."""
-    content = os.urandom(SEGMENT_BYTES + 5000)
+    content = random.Random(0).randbytes(SEGMENT_BYTES + 5000)
     found = write(tmp_path, "data", [[content]])
     damaged = bytearray(content)
     damaged[place] ^= 1

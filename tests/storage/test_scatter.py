@@ -192,27 +192,27 @@ def test_buffers_are_small_and_used_again(tmp_path: Path, monkeypatch: pytest.Mo
 def test_damage_is_found_and_named_on_every_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, threads: str) -> None:
     """A flipped bit stops a whole read, a strided one and a casting one, and is named; a part without it is read."""
     monkeypatch.setenv("SHARDCKPT_IO_THREADS", threads)
-    whole = _random(torch.float32, (4096, 3000))
+    whole = _random(torch.float32, (1024, 1500))
     found = _store(tmp_path, whole, [len(HEAD)])
-    place = len(HEAD) + 4 * (2000 * 3000 + 2999)
+    place = len(HEAD) + 4 * (500 * 1500 + 1499)
     raw = bytearray((tmp_path / "data").read_bytes())
     raw[place] ^= 4
     (tmp_path / "data").write_bytes(raw)
-    stored = StoredArray("data", len(HEAD), torch.float32, (4096, 3000))
+    stored = StoredArray("data", len(HEAD), torch.float32, (1024, 1500))
     text = rf"layer\.weight: bytes \d+ to \d+ of {tmp_path / 'data'} are not those that were written"
     with CheckpointReader(tmp_path, found, verify=True) as reader:
         for start, target in (
-            ((0, 0), torch.zeros(4096, 3000)),
-            ((0, 0), torch.zeros(3000, 4096).t()),
-            ((0, 0), torch.zeros(4096, 3000, dtype=torch.float64)),
-            ((0, 1500), torch.zeros(4096, 1500)),
-            ((2000, 2990), torch.zeros(1, 10)),
+            ((0, 0), torch.zeros(1024, 1500)),
+            ((0, 0), torch.zeros(1500, 1024).t()),
+            ((0, 0), torch.zeros(1024, 1500, dtype=torch.float64)),
+            ((0, 750), torch.zeros(1024, 750)),
+            ((500, 1490), torch.zeros(1, 10)),
         ):
             with pytest.raises(CorruptCheckpointError, match=text):
                 read_box(reader, stored, start, target, "layer.weight")
-        target = torch.zeros(1000, 1500)
-        read_box(reader, stored, (0, 1500), target, "layer.weight")
-        assert torch.equal(target, whole[:1000, 1500:])
+        target = torch.zeros(250, 750)
+        read_box(reader, stored, (0, 750), target, "layer.weight")
+        assert torch.equal(target, whole[:250, 750:])
 
 
 def test_short_reads_are_gone_on_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import random
 import zlib
 from typing import TYPE_CHECKING
 
@@ -14,7 +15,7 @@ from tests.tables import table
 if TYPE_CHECKING:
     from pathlib import Path
 
-DATA = os.urandom((3 << 20) + 4096 + 17)
+DATA = random.Random(0).randbytes((3 << 20) + 4096 + 17)
 CUTS = (0, 4096, (2 << 20) + 4096, (2 << 20) + 8192, len(DATA))
 
 

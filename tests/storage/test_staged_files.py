@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import random
 from typing import TYPE_CHECKING
 
 import pytest
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 @table("algorithm", ["crc32", None])
 def test_an_adopted_file_is_checked_like_any_other(tmp_path: Path, size: int, algorithm: str | None) -> None:
     """Digests of an adopted file are those of its bytes, whatever its size, and a flipped bit is found by them."""
-    content = os.urandom(size)
+    content = random.Random(0).randbytes(size)
     (tmp_path / "data").write_bytes(content)
     with CheckpointWriter(tmp_path, 2, sha256=True, algorithm=algorithm) as writer:
         record = writer.adopt("data", keys=7)

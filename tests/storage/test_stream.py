@@ -35,14 +35,15 @@ MIB = 1 << 20
 Records = list[list[memoryview]]
 
 
-@pytest.fixture(params=["direct", "switched off", "tmpfs"])
-def directory(request: pytest.FixtureRequest, disk: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Directories of every kind."""
-    if request.param == "tmpfs":
-        return request.getfixturevalue("tmpfs")
+@pytest.fixture(
+    params=[pytest.param("disk", marks=pytest.mark.ci), "switched off", pytest.param("tmpfs", marks=pytest.mark.ci)]
+)
+def directory(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Directories of every kind: on a disk that takes direct writes, on any without them, in memory."""
     if request.param == "switched off":
         monkeypatch.setenv("SHARDCKPT_DIRECT_IO", "0")
-    return disk
+        return tmp_path
+    return request.getfixturevalue(request.param)
 
 
 @pytest.fixture
@@ -167,6 +168,7 @@ def test_large_parts(directory: Path, remainder: int) -> None:
     check(directory / "data", records, found)
 
 
+@pytest.mark.ci
 def test_both_ways_give_the_same(direct_directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Past the cache and through it: the same file with the same digests."""
     records = [[memory(100, 0), memory(5 * MIB, 64), memory(77, 0)], [memory(200_000, 0)], [memory(2 * MIB, 9)]]
@@ -182,6 +184,7 @@ def test_both_ways_give_the_same(direct_directory: Path, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("remainder", [0, 64])
+@pytest.mark.ci
 def test_no_copy_where_memory_lies_as_the_file_does(
     direct_directory: Path, monkeypatch: pytest.MonkeyPatch, remainder: int
 ) -> None:
@@ -197,6 +200,7 @@ def test_no_copy_where_memory_lies_as_the_file_does(
 
 
 @pytest.mark.parametrize("kind", ["misaligned", "read-only"])
+@pytest.mark.ci
 def test_copies_where_it_does_not(direct_directory: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     """A large part that lies otherwise, or whose address is not to be had, goes past the cache through blocks."""
     big = memory(8 * MIB, 64) if kind == "misaligned" else memory(8 * MIB, 0).toreadonly()
@@ -208,6 +212,7 @@ def test_copies_where_it_does_not(direct_directory: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("remainder", [0, 64])
+@pytest.mark.ci
 def test_a_refusal_in_the_middle(direct_directory: Path, monkeypatch: pytest.MonkeyPatch, remainder: int) -> None:
     """Where a direct write does some pages and the next is refused, what it left goes through the cache."""
     records = [[memory(6 * MIB, remainder)]]
@@ -223,6 +228,7 @@ def test_a_refusal_in_the_middle(direct_directory: Path, monkeypatch: pytest.Mon
     assert begun[0] >= 2
 
 
+@pytest.mark.ci
 def test_small_records_go_in_blocks(direct_directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """10,000 small records are written by a few large writes past the cache; a small file by one through it."""
     done = watch(monkeypatch)
@@ -240,6 +246,7 @@ def test_small_records_go_in_blocks(direct_directory: Path, monkeypatch: pytest.
 
 @pytest.mark.parametrize("code", [errno.EINVAL, errno.EOPNOTSUPP])
 @pytest.mark.parametrize("when", [0, 3])
+@pytest.mark.ci
 def test_direct_writes_that_are_refused(
     direct_directory: Path, monkeypatch: pytest.MonkeyPatch, code: int, when: int
 ) -> None:
@@ -253,6 +260,7 @@ def test_direct_writes_that_are_refused(
     assert any(write.direct for write in refused)
 
 
+@pytest.mark.ci
 def test_direct_descriptors_that_are_refused(direct_directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a file cannot be opened for direct writes, it is written through the cache."""
     call = os.open
@@ -293,6 +301,7 @@ def test_errors(directory: Path, monkeypatch: pytest.MonkeyPatch, code: int) -> 
     assert sum(write.offset <= 6 * MIB < write.offset + write.nbytes for write in done) == 1
 
 
+@pytest.mark.ci
 def test_a_full_disk(tmp_path: Path) -> None:
     """A disk that is full in the middle of a file is an error that says so, and nothing is reported as written."""
     with small_disk(tmp_path / "small", "8m") as directory, CheckpointWriter(directory, 0) as writer:
@@ -325,6 +334,7 @@ def test_trouble_that_passes(directory: Path, monkeypatch: pytest.MonkeyPatch, c
 
 
 @pytest.mark.parametrize("allocates", [True, False])
+@pytest.mark.ci
 def test_no_more_space_than_bytes(direct_directory: Path, monkeypatch: pytest.MonkeyPatch, allocates: bool) -> None:
     """Space that was set aside ahead is given back; where none can be set aside, files are as long all the same."""
     if not allocates:
@@ -335,6 +345,7 @@ def test_no_more_space_than_bytes(direct_directory: Path, monkeypatch: pytest.Mo
     assert (direct_directory / "data").stat().st_blocks * 512 <= found.size + 64 * PAGE
 
 
+@pytest.mark.ci
 def test_memory_is_used_again(direct_directory: Path, threads: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """However much is copied on its way to the disk, few blocks of memory are taken for it, and all are given back."""
     made = []
@@ -352,6 +363,7 @@ def test_memory_is_used_again(direct_directory: Path, threads: str, monkeypatch:
     assert len(buffers.block_pool._free[False]) == len(made)
 
 
+@pytest.mark.ci
 def test_abandoned_files(direct_directory: Path) -> None:
     """Files that are given up in the middle leave neither descriptors nor blocks in use."""
     for number in range(5):
@@ -364,6 +376,7 @@ def test_abandoned_files(direct_directory: Path) -> None:
 
 
 @pytest.mark.parametrize("extra", [0, 8 * MIB])
+@pytest.mark.ci
 def test_space_that_is_kept_after_a_failure(
     direct_directory: Path, monkeypatch: pytest.MonkeyPatch, extra: int
 ) -> None:
@@ -409,7 +422,7 @@ def test_files_in_the_page_cache_have_a_thread_each(
         write(self, *args)
 
     monkeypatch.setattr(NewFile, "write", watched)
-    data = memoryview(bytearray(os.urandom(9 * MIB)))
+    data = memoryview(bytearray(random.Random(0).randbytes(9 * MIB)))
     with CheckpointWriter(tmp_path, 0) as writer:
         files = [writer.create(f"f{n}", data.nbytes) for n in range(3)]
         for _ in range(2):
@@ -433,7 +446,7 @@ def test_a_file_alone_has_all_threads(tmp_path: Path, monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(NewFile, "write", meeting)
     monkeypatch.setattr(stream, "PIECE_BYTES", MIB)
-    data = memoryview(bytearray(os.urandom(4 * MIB)))
+    data = memoryview(bytearray(random.Random(0).randbytes(4 * MIB)))
     with CheckpointWriter(tmp_path, 0) as writer:
         for name in "abc":
             writer.write(name, data)

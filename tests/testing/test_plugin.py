@@ -77,6 +77,7 @@ def test_a_project_has_ranks_and_stores(tmp_path: Path) -> None:
     assert "4 passed" in done.stdout, done.stdout + done.stderr
 
 
+@pytest.mark.ci
 def test_the_plugin_imports_no_torch() -> None:
     """The plugin, which pytest imports in every project that has shardckpt installed, imports no torch."""
     code = "import sys, shardckpt.testing.plugin; assert not {'torch', 'hypothesis', 'fsspec'} & sys.modules.keys()"

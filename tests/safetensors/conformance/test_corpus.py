@@ -98,6 +98,7 @@ def test_the_readers_are_short() -> None:
         assert max(map(len, lines)) <= 120
 
 
+@pytest.mark.ci
 def test_the_independent_reader_needs_numpy_and_json_alone() -> None:
     """Neither it nor what it imports uses shardckpt, torch or safetensors."""
     code = "import sys, tests.safetensors.conformance.independent_reader; print(*sys.modules)"
@@ -127,6 +128,7 @@ def test_our_reader_is_right(case: Case, folder: Path) -> None:
     "environment",
     [pytest.param({}, id="zlib"), pytest.param({"SLOW_CRC32": "1"}, id="table", marks=pytest.mark.ci)],
 )
+@pytest.mark.ci
 def test_the_node_reader_is_right(environment: dict[str, str], folder: Path) -> None:
     """The reader in JavaScript gives all verdicts, with the crc32 of node's zlib and with its own."""
     lines = _ask_node([folder / case.name for case in CASES], **environment)
@@ -146,6 +148,7 @@ def test_a_wrong_answer_is_found() -> None:
     assert find_fault(next(case for case in CASES if case.verdict == "invalid"), right).startswith("says valid")
 
 
+@pytest.mark.ci
 def test_the_readers_refuse_hostile_headers(hostile: Path) -> None:
     """Headers of less than 1 MB are refused by both readers; a test of CI has the others."""
     directories = [path for path in sorted(hostile.iterdir()) if (path / INDEX).stat().st_size < 1_000_000]
@@ -214,6 +217,7 @@ def test_readers_answer_in_time_and_memory(kind: list[str], reader: list[str]) -
     assert re.fullmatch(rf"{count} of {count} right; .*", rows[-1])
 
 
+@pytest.mark.ci
 def test_the_runner_says_which_verdicts_are_wrong(tmp_path: Path) -> None:
     """A command that calls everything valid is right of no invalid entry, and ends with status 1."""
     script = tmp_path / "reader.py"
