@@ -263,6 +263,10 @@ class _Group(torch_threads.ProcessLocalGroup):  # type: ignore[misc]
         super().__init__(rank, size)
         self._collectives = 0
 
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device("cpu")]
+
     def count_collective(self) -> int:
         """Return the number of this rank's next collective."""
         self._collectives += 1

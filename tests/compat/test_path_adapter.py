@@ -86,16 +86,17 @@ def _register(load: Any = None, save: Any = None) -> None:
     base.register_default_strategy(base.StrategyAction.LOAD_SHARDED, "files", 1, load or _Load())
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(("writers", "readers"), [(1, 2), (2, 1), *in_proof((2, 2))])
 @pytest.mark.parametrize("function", ["save", "save_in_background"])
 def test_strategies_written_for_megatron_run(
-    ranks: RankPool, tmp_path: Path, function: str, writers: int, readers: int
+    gloo_ranks: RankPool, tmp_path: Path, function: str, writers: int, readers: int
 ) -> None:
     """Ported by the import rule, a strategy of Megatron's saves, overwrites and loads, by name and itself."""
-    ranks.run(writers, run_script, STRATEGIES, function, str(tmp_path / "c"), "3")
-    ranks.run(readers, run_script, STRATEGIES, "load", str(tmp_path / "c"), "3")
-    ranks.run(writers, run_script, STRATEGIES, function, str(tmp_path / "c"), "5")
-    ranks.run(readers, run_script, STRATEGIES, "load", str(tmp_path / "c"), "5")
+    gloo_ranks.run(writers, run_script, STRATEGIES, function, str(tmp_path / "c"), "3")
+    gloo_ranks.run(readers, run_script, STRATEGIES, "load", str(tmp_path / "c"), "3")
+    gloo_ranks.run(writers, run_script, STRATEGIES, function, str(tmp_path / "c"), "5")
+    gloo_ranks.run(readers, run_script, STRATEGIES, "load", str(tmp_path / "c"), "5")
     assert [path.name for path in tmp_path.iterdir()] == ["c"]
 
 

@@ -147,9 +147,10 @@ def _through_a_gloo_group() -> list[int]:
     return first.all_gather(first.rank) + second.all_gather(second.rank)
 
 
-def test_a_group_for_accelerators_gets_a_gloo_group_for_the_cpu(ranks: RankPool) -> None:
+@pytest.mark.ci
+def test_a_group_for_accelerators_gets_a_gloo_group_for_the_cpu(gloo_ranks: RankPool) -> None:
     """Where the caller's group moves no CPU tensors (NCCL), a gloo group of the same ranks carries the messages."""
-    assert ranks.run(2, _through_a_gloo_group) == [[0, 1, 0, 1]] * 2
+    assert gloo_ranks.run(2, _through_a_gloo_group) == [[0, 1, 0, 1]] * 2
 
 
 def _hands_out_what_cannot_be_pickled(how: str) -> None:
@@ -352,9 +353,10 @@ def _messages(folder: str) -> list[int]:
     return found
 
 
-def test_messages_do_not_grow_with_the_state(ranks: RankPool, tmp_path: Path) -> None:
+@pytest.mark.ci
+def test_messages_do_not_grow_with_the_state(gloo_ranks: RankPool, tmp_path: Path) -> None:
     """A save of one tensor and one of 41 take the same 24 collectives, another of the same 19, a load 15."""
-    assert ranks.run(2, _messages, str(tmp_path)) == [[24, 19, 15, 24, 19, 15]] * 2
+    assert gloo_ranks.run(2, _messages, str(tmp_path)) == [[24, 19, 15, 24, 19, 15]] * 2
 
 
 def _disagrees() -> None:
@@ -452,10 +454,11 @@ def _waits_and_is_interrupted(who: int) -> list[Any]:
     return heard + Comm().all_gather(rank)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("who", [0, 1])
-def test_an_interrupt_waits_for_what_the_others_are_in(ranks: RankPool, who: int) -> None:
+def test_an_interrupt_waits_for_what_the_others_are_in(gloo_ranks: RankPool, who: int) -> None:
     """Ctrl-C on a rank that waits for a slower one is an error on all ranks, which are in step after it."""
-    found = ranks.run(3, _waits_and_is_interrupted, who)
+    found = gloo_ranks.run(3, _waits_and_is_interrupted, who)
     assert found == [["KeyboardInterrupt" if rank == who else "RankFailedError", 0, 1, 2] for rank in range(3)]
 
 

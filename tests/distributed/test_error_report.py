@@ -282,9 +282,10 @@ def _raises_of_its_own_module() -> tuple[str, str]:
     return "", ""
 
 
-def test_a_class_that_one_rank_has_is_named_on_all(ranks: RankPool) -> None:
+@pytest.mark.ci
+def test_a_class_that_one_rank_has_is_named_on_all(gloo_ranks: RankPool) -> None:
     """A class that some rank cannot import is a RankFailedError on every rank, and the group can be used after it."""
-    assert ranks.run(2, _raises_of_its_own_module) == [("RankFailedError", "rank 1, in 'step': OddError: odd")] * 2
+    assert gloo_ranks.run(2, _raises_of_its_own_module) == [("RankFailedError", "rank 1, in 'step': OddError: odd")] * 2
 
 
 def _both_fail() -> None:

@@ -64,11 +64,11 @@ def _save_too_much(directory: str, background: bool, overwrite: bool) -> tuple[A
 )
 @pytest.mark.ci
 def test_what_does_not_fit_is_refused_before_a_file_is_written(
-    ranks: RankPool, tmp_path: Path, world: int, background: bool
+    gloo_ranks: RankPool, tmp_path: Path, world: int, background: bool
 ) -> None:
     """Ranks whose tensors fit only one by one get one error; nothing is left, and a smaller save then succeeds."""
     with small_disk(tmp_path / "disk", "2m") as disk:
-        results = ranks.run(world, _save_too_much, str(disk), background, False)
+        results = gloo_ranks.run(world, _save_too_much, str(disk), background, False)
     (message,) = {found.message for found, _ in results}
     for text in (f"cannot save to {disk}/ckpt: the tensors take 3.1 MB", "2.1 MB free", "No file was written"):
         assert text in message

@@ -98,10 +98,11 @@ def test_tables_go_to_a_store_with_their_files(ranks: RankPool, tmp_path: Path, 
     ranks.run(2, jobs.check, url, 1.0)
 
 
+@pytest.mark.ci
 @backends.both_in_proof
-def test_small_saves_have_their_tables_in_the_record(ranks: RankPool, tmp_path: Path) -> None:
+def test_small_saves_have_their_tables_in_the_record(gloo_ranks: RankPool, tmp_path: Path) -> None:
     """Below the limit nothing changes: format 1, tables as text, and no file beside."""
-    ranks.run(2, jobs.save, str(tmp_path / "c"), 1.0)
+    gloo_ranks.run(2, jobs.save, str(tmp_path / "c"), 1.0)
     assert _tables(tmp_path / "c") == set()
     assert _record(tmp_path / "c").format == 1
     assert all(isinstance(file.segments, str) for file in _record(tmp_path / "c").files)
@@ -258,16 +259,17 @@ def test_integrity_json_has_the_tables(ranks: RankPool, tmp_path: Path) -> None:
             verify_integrity_manifest(path)
 
 
+@pytest.mark.ci
 @backends.both_in_proof
 @pytest.mark.parametrize("before", [True, False])
-def test_an_overwrite_leaves_no_table_of_the_old_checkpoint(ranks: RankPool, tmp_path: Path, before: bool) -> None:
+def test_an_overwrite_leaves_no_table_of_the_old_checkpoint(gloo_ranks: RankPool, tmp_path: Path, before: bool) -> None:
     """Tables belong to the checkpoint: they go with it, and other files stay."""
     path = tmp_path / "c"
     first, second = (_save, jobs.save) if before else (jobs.save, _save)
-    ranks.run(4, first, str(path), 1.0)
+    gloo_ranks.run(4, first, str(path), 1.0)
     (path / "notes.digests").write_bytes(b"not the checkpoint's")
-    ranks.run(2, partial(second, overwrite=True), str(path), 2.0)
-    ranks.run(2, jobs.check, str(path), 2.0)
+    gloo_ranks.run(2, partial(second, overwrite=True), str(path), 2.0)
+    gloo_ranks.run(2, jobs.check, str(path), 2.0)
     own = {name for name in _record(path).list_files() if name.endswith(TABLE_SUFFIX)}
     assert _tables(path) == own | {"notes.digests"}
     assert bool(own) is not before

@@ -234,7 +234,6 @@ def _fill_meta_tensors(path: str) -> None:
     sample.check_equal(_bare(state), {"model": {"plain": _numbers(3, first=6)}, "tensors": tensors}, "state")
 
 
-@pytest.mark.filterwarnings("ignore:`_get_pg_default_device`:UserWarning")
 def test_the_load_planner_fills_meta_tensors(ranks: RankPool, tmp_path: Path) -> None:
     """dcp.load with our planner puts memory in the place of meta tensors, as DCP's own does."""
     ranks.run(1, _fill_meta_tensors, str(tmp_path))

@@ -110,21 +110,22 @@ def _load_uneven(base: str, cliques: tuple[int, int], nbytes: int) -> None:
         assert torch.equal(got, expected)
 
 
+@pytest.mark.ci
 @backends.both_in_proof
 @pytest.mark.parametrize(("world", "cliques", "lost"), [(2, (1, 2), [1]), (4, (2, 2), [0, 1]), (4, (1, 4), [0, 1, 3])])
 def test_lost_nodes_get_their_parts_back(
-    ranks: RankPool, tmp_path: Path, world: int, cliques: tuple[int, int], lost: list[int]
+    gloo_ranks: RankPool, tmp_path: Path, world: int, cliques: tuple[int, int], lost: list[int]
 ) -> None:
     """With empty disks in the place of lost ones all ranks load, and those disks have their parts again."""
-    ranks.run(world, save_steps, str(tmp_path), cliques, [1, 2])
+    gloo_ranks.run(world, save_steps, str(tmp_path), cliques, [1, 2])
     before = {rank: read_contents(find_directory(tmp_path / f"node{rank}", 2, rank)) for rank in lost}
     for rank in lost:
         shutil.rmtree(tmp_path / f"node{rank}")
-    logged = ranks.run(world, load_step, str(tmp_path), cliques, 2)
+    logged = gloo_ranks.run(world, load_step, str(tmp_path), cliques, 2)
     for rank in range(world):
         assert (len(logged[rank]) == 1 and "has its part from rank" in logged[rank][0]) is (rank in lost)
     assert {rank: read_contents(find_directory(tmp_path / f"node{rank}", 2, rank)) for rank in lost} == before
-    assert ranks.run(world, load_step, str(tmp_path), cliques, 2) == [[]] * world
+    assert gloo_ranks.run(world, load_step, str(tmp_path), cliques, 2) == [[]] * world
 
 
 def _latest(base: str, cliques: tuple[int, int] | None = None) -> tuple[int | None, list[str]]:
@@ -133,32 +134,34 @@ def _latest(base: str, cliques: tuple[int, int] | None = None) -> tuple[int | No
         return manager.find_latest(), logged
 
 
-def test_a_lost_clique_is_named(ranks: RankPool, tmp_path: Path) -> None:
+@pytest.mark.ci
+def test_a_lost_clique_is_named(gloo_ranks: RankPool, tmp_path: Path) -> None:
     """Where a part is on no disk any more its step is not found, and to load it is an error that names the ranks."""
-    ranks.run(4, save_steps, str(tmp_path), (2, 2), [5])
+    gloo_ranks.run(4, save_steps, str(tmp_path), (2, 2), [5])
     for rank in (0, 2):
         shutil.rmtree(tmp_path / f"node{rank}")
-    (latest, logged), *others = ranks.run(4, _latest, str(tmp_path), (2, 2))
+    (latest, logged), *others = gloo_ranks.run(4, _latest, str(tmp_path), (2, 2))
     assert latest is None
     assert logged == [
         "local checkpoints: step 5 is incomplete: no disk has an undamaged part of ranks 0, 2; it is ignored"
     ]
     assert others == [(None, [])] * 3
     for step in (None, 5):
-        for outcome in ranks.outcomes(4, load_step, str(tmp_path), (2, 2), 5, step):
+        for outcome in gloo_ranks.outcomes(4, load_step, str(tmp_path), (2, 2), 5, step):
             assert outcome.kind == "IncompleteCheckpointError"
             assert "ranks 0, 2" in outcome.message
             assert "dist_checkpointing.load()" in outcome.message
 
 
-def test_ranks_agree_on_the_newest_step(ranks: RankPool, tmp_path: Path) -> None:
+@pytest.mark.ci
+def test_ranks_agree_on_the_newest_step(gloo_ranks: RankPool, tmp_path: Path) -> None:
     """Where disks have different steps, all ranks take the newest that all parts are there of."""
-    ranks.run(2, save_steps, str(tmp_path), None, [1, 2, 3], 3)
+    gloo_ranks.run(2, save_steps, str(tmp_path), None, [1, 2, 3], 3)
     shutil.rmtree(find_directory(tmp_path / "node1", 3, 1))
-    assert [latest for latest, _ in ranks.run(2, _latest, str(tmp_path))] == [2, 2]
-    assert ["step 3" in str(logged) for logged in ranks.run(2, load_step, str(tmp_path), None, 2)] == [True, False]
+    assert [latest for latest, _ in gloo_ranks.run(2, _latest, str(tmp_path))] == [2, 2]
+    assert ["step 3" in str(logged) for logged in gloo_ranks.run(2, load_step, str(tmp_path), None, 2)] == [True, False]
     shutil.rmtree(find_directory(tmp_path / "node0", 2, 0))
-    assert [latest for latest, _ in ranks.run(2, _latest, str(tmp_path))] == [1, 1]
+    assert [latest for latest, _ in gloo_ranks.run(2, _latest, str(tmp_path))] == [1, 1]
 
 
 def test_parts_of_different_saves_do_not_mix(ranks: RankPool, tmp_path: Path) -> None:
@@ -238,12 +241,13 @@ def _limited_save(base: str, cliques: tuple[int, int]) -> tuple[str, int | None,
     return str(caught.value), *found
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(("world", "cliques"), [(2, (1, 2)), *in_proof((4, (1, 2)))])
 def test_a_copy_that_cannot_be_written_fails_the_save(
-    ranks: RankPool, tmp_path: Path, world: int, cliques: tuple[int, int]
+    gloo_ranks: RankPool, tmp_path: Path, world: int, cliques: tuple[int, int]
 ) -> None:
     """A full disk on one rank: the same error on all, nothing of the step stays, the one before it loads."""
-    outcomes = ranks.run(world, _limited_save, str(tmp_path), cliques)
+    outcomes = gloo_ranks.run(world, _limited_save, str(tmp_path), cliques)
     assert len({message for message, _, _ in outcomes}) == 1
     assert "rank 1: cannot write" in outcomes[0][0]
     assert [latest for _, latest, _ in outcomes] == [1] * world

@@ -186,11 +186,12 @@ def test_the_main_rank_removes_for_all(ranks: RankPool, tmp_path: Path, world_si
     assert folders.names_in(tmp_path) == {"step-3", "step-4"}
 
 
-def test_each_nodes_first_rank_removes_there(ranks: RankPool, tmp_path: Path) -> None:
+@pytest.mark.ci
+def test_each_nodes_first_rank_removes_there(gloo_ranks: RankPool, tmp_path: Path) -> None:
     """On disks of the nodes' own, the rank with LOCAL_RANK 0 removes, and no other."""
     for name in ("node0", "node1", "others"):
         folders.save_all(tmp_path / name, 1, 2)
-    ranks.run(4, _clean_nodes, str(tmp_path), 2)
+    gloo_ranks.run(4, _clean_nodes, str(tmp_path), 2)
     assert folders.names_in(tmp_path / "node0") == folders.names_in(tmp_path / "node1") == {"step-2"}
     assert folders.names_in(tmp_path / "others") == {"step-1", "step-2"}
 

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 THREAD_FIRST = pytest.mark.parametrize("mode", ["async", pytest.param("async_with_pinned_mem", marks=pytest.mark.ci)])
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("mode", "world_size"),
     [
@@ -46,13 +47,13 @@ THREAD_FIRST = pytest.mark.parametrize("mode", ["async", pytest.param("async_wit
     ],
 )
 def test_a_resumed_run_is_the_run_without_an_interruption(
-    ranks: RankPool, tmp_path: Path, mode: str, world_size: int
+    gloo_ranks: RankPool, tmp_path: Path, mode: str, world_size: int
 ) -> None:
     """Model, optimizer, schedule, loaders, counters and dropout go on from the newest step: the losses are equal."""
     config = {"async_mode": mode}
-    expected = ranks.run(world_size, jobs.unbroken, str(tmp_path / "a"), 9, {"enable_checkpoint": False})
-    ranks.run(world_size, jobs.unbroken, str(tmp_path / "b"), 5, config)
-    results = ranks.run(world_size, jobs.resumed, str(tmp_path / "b"), 9, config)
+    expected = gloo_ranks.run(world_size, jobs.unbroken, str(tmp_path / "a"), 9, {"enable_checkpoint": False})
+    gloo_ranks.run(world_size, jobs.unbroken, str(tmp_path / "b"), 5, config)
+    results = gloo_ranks.run(world_size, jobs.resumed, str(tmp_path / "b"), 9, config)
     assert results == [(4, losses[4:]) for losses in expected]
 
 
@@ -508,10 +509,11 @@ def test_hugging_face_at_the_end_and_at_the_beginning(ranks: RankPool, tmp_path:
     assert all(map(torch.equal, one, two))
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("mode", ["disabled", "async"])
-def test_sigterm_saves_at_the_next_step(ranks: RankPool, tmp_path: Path, mode: str) -> None:
+def test_sigterm_saves_at_the_next_step(gloo_ranks: RankPool, tmp_path: Path, mode: str) -> None:
     """One rank's signal is everyone's: all save the same step, and the loop can see that it should end."""
-    assert ranks.run(2, jobs.preempted, str(tmp_path), mode) == [(True, 4)] * 2
+    assert gloo_ranks.run(2, jobs.preempted, str(tmp_path), mode) == [(True, 4)] * 2
 
 
 @table("mode", ["disabled", "async"])

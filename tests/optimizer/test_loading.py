@@ -240,9 +240,10 @@ def _stages(directory: Path) -> tuple[dict[str, Any], list[str]]:
     return {name: (lrs[name], step) for name, step in steps.items()}, heard.messages
 
 
-def test_pipeline_stages_load_what_is_theirs(ranks: RankPool, tmp_path: Path) -> None:
+@pytest.mark.ci
+def test_pipeline_stages_load_what_is_theirs(gloo_ranks: RankPool, tmp_path: Path) -> None:
     """Each rank gets the state of its layers, wherever they were; of what no rank has, one rank warns by name."""
-    (first, warned), (second, silent) = ranks.run(2, _stages, tmp_path / "ckpt")
+    (first, warned), (second, silent) = gloo_ranks.run(2, _stages, tmp_path / "ckpt")
 
     names = ("up.weight", "up.bias", "down.weight", "down.bias")
     assert first == {f"0.{name}": (0.1, 1.0) for name in names}
@@ -359,6 +360,7 @@ def _run_the_example_of_torchs_docstring(folder: Path) -> None:
         _assert_same(found[number], state)
 
 
-def test_the_example_of_torchs_docstring_runs(ranks: RankPool, tmp_path: Path) -> None:
+@pytest.mark.ci
+def test_the_example_of_torchs_docstring_runs(gloo_ranks: RankPool, tmp_path: Path) -> None:
     """``optimizer_key=`` and ``storage_reader=`` are taken by torch's names, and FSDP1 takes the result."""
-    ranks.run(2, _run_the_example_of_torchs_docstring, tmp_path)
+    gloo_ranks.run(2, _run_the_example_of_torchs_docstring, tmp_path)

@@ -201,16 +201,17 @@ def _wanted_bytes(tps: int) -> tuple[int, int]:
     return split // tps + whole, split + whole
 
 
+@pytest.mark.ci
 @backends.both_in_proof
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize(("world", "tps"), [(3, 1), (4, 2), *in_proof((2, 1), (4, 1))])
-def test_each_shard_is_read_once(ranks: RankPool, checkpoint: str, world: int, tps: int, algorithm: str) -> None:
+def test_each_shard_is_read_once(gloo_ranks: RankPool, checkpoint: str, world: int, tps: int, algorithm: str) -> None:
     """All algorithms give what a plain load gives, in the caller's memory; a shard is read once and goes where wanted.
 
     With "direct" every rank reads all that it wants.
     """
     options = {"exchange_algo": algorithm, "round_bytes": 1000}
-    reports = ranks.run(world, _load, checkpoint, tps, options)
+    reports = gloo_ranks.run(world, _load, checkpoint, tps, options)
     each, unique = _wanted_bytes(tps)
     assert [report["wrong"] for report in reports] == [[]] * world
     assert [report["objects"] for report in reports] == [1] * world
@@ -225,10 +226,11 @@ def test_each_shard_is_read_once(ranks: RankPool, checkpoint: str, world: int, t
         assert [report["read"] + report["received"] for report in reports] == [each] * world
 
 
+@pytest.mark.ci
 @backends.both_in_proof
-def test_groups_share_among_themselves(ranks: RankPool, checkpoint: str) -> None:
+def test_groups_share_among_themselves(gloo_ranks: RankPool, checkpoint: str) -> None:
     """With a data parallel group a shard is read once in each group that wants it."""
-    reports = ranks.run(4, _load, checkpoint, 2, {}, True)
+    reports = gloo_ranks.run(4, _load, checkpoint, 2, {}, True)
     each, _ = _wanted_bytes(2)
     assert [report["wrong"] for report in reports] == [[]] * 4
     for group in (reports[::2], reports[1::2]):
@@ -286,13 +288,14 @@ def _uneven(path: str) -> dict[str, Any]:
     return loaded
 
 
+@pytest.mark.ci
 @backends.both_in_proof
-def test_ranks_may_want_different_things(ranks: RankPool, checkpoint: str) -> None:
+def test_ranks_may_want_different_things(gloo_ranks: RankPool, checkpoint: str) -> None:
     """Shards are shared where they are the same, dtype included; other parts, dtypes and tensor classes are read apart.
 
     A rank that wants nothing takes part, and what a rank wants twice is read once.
     """
-    loaded = ranks.run(4, _uneven, checkpoint)
+    loaded = gloo_ranks.run(4, _uneven, checkpoint)
     whole = torch.arange(24 * 32.0).view(24, 32)
     half = 12 * 32 * 4
     assert torch.equal(loaded[0]["top"], whole[:12])
@@ -455,11 +458,12 @@ def _again_and_again(path: str, cached: bool) -> tuple[list[int], list[list[str]
     return gathers, wrong, read
 
 
+@pytest.mark.ci
 @backends.both_in_proof
-def test_an_assignment_is_kept_while_nothing_changes(ranks: RankPool, checkpoint: str) -> None:
+def test_an_assignment_is_kept_while_nothing_changes(gloo_ranks: RankPool, checkpoint: str) -> None:
     """The same wants send no gather; as soon as one rank wants anything else all assign anew."""
-    plain = ranks.run(4, _again_and_again, checkpoint, False)
-    cached = ranks.run(4, _again_and_again, checkpoint, True)
+    plain = gloo_ranks.run(4, _again_and_again, checkpoint, False)
+    cached = gloo_ranks.run(4, _again_and_again, checkpoint, True)
     assert all(wrong == [[]] * 4 for _, wrong, _ in cached)
     for (before, _, read), (after, _, read_too) in zip(plain, cached, strict=True):
         assert after == [before[0], before[1] - 2, before[2], before[3]]

@@ -391,9 +391,10 @@ def _seen_on_a_rank(directory: str) -> list[tuple[int, str, bool]]:
     return [(e.rank, e.phase, "'w'" in e.error) for e in recorder.events if e.state == "failure"]
 
 
-def test_every_rank_reports_its_own_events(ranks: RankPool, tmp_path: Path) -> None:
+@pytest.mark.ci
+def test_every_rank_reports_its_own_events(gloo_ranks: RankPool, tmp_path: Path) -> None:
     """A rank's plugin sees its own rank's events, and the failure that all ranks agreed on."""
-    seen = ranks.run(2, _seen_on_a_rank, str(tmp_path / "checkpoint"))
+    seen = gloo_ranks.run(2, _seen_on_a_rank, str(tmp_path / "checkpoint"))
     for rank, failures in enumerate(seen):
         assert {failure[0] for failure in failures} == {rank}
         assert failures[-1][1:] == ("", True)

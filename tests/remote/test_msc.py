@@ -47,10 +47,7 @@ def profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Profile:
 def configured(config: str, action: Any, *arguments: Any, **options: Any) -> Any:
     """Do it in a rank with MSC's configuration in its environment."""
     os.environ["MSC_CONFIG"] = config
-    try:
-        return action(*arguments, **options)
-    finally:
-        del os.environ["MSC_CONFIG"]
+    return action(*arguments, **options)
 
 
 @backends.both_in_proof

@@ -126,10 +126,11 @@ def _save_in_mode(path: str, mode: str) -> list[int]:
     return in_mode(mode, run)  # type: ignore[no-any-return]
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("mode", MODES)
-def test_later_saves_write_the_same_parts(ranks: RankPool, tmp_path: Path, mode: str) -> None:
+def test_later_saves_write_the_same_parts(gloo_ranks: RankPool, tmp_path: Path, mode: str) -> None:
     """A cached plan keeps the merged parts: in the foreground and behind it, the third save plans nothing."""
-    counts = ranks.run(2, _save_in_mode, str(tmp_path / "c"), mode)
+    counts = gloo_ranks.run(2, _save_in_mode, str(tmp_path / "c"), mode)
     assert [count[2] for count in counts] == [0, 0]
     _check_content(tmp_path / "c2")
     for name in _parts(tmp_path / "c0"):

@@ -157,9 +157,10 @@ def _grown_on_one(folder: str) -> list[int]:
     return counts
 
 
-def test_a_change_on_one_rank_is_a_change_for_all(ranks: RankPool, tmp_path: Path, mode: str) -> None:
+@pytest.mark.ci
+def test_a_change_on_one_rank_is_a_change_for_all(gloo_ranks: RankPool, tmp_path: Path, mode: str) -> None:
     """A key that one rank alone adds, or leaves out, makes all ranks plan anew."""
-    assert ranks.run(2, in_mode, mode, _grown_on_one, str(tmp_path)) == [[1, 1, 2, 2, 3, 4]] * 2
+    assert gloo_ranks.run(2, in_mode, mode, _grown_on_one, str(tmp_path)) == [[1, 1, 2, 2, 3, 4]] * 2
 
 
 def _different_copies(folder: str) -> str:
@@ -193,9 +194,10 @@ def _common_differs(folder: str) -> bool:
     return any("common state differs" in text for text in heard)
 
 
-def test_common_state_is_compared_every_time(ranks: RankPool, tmp_path: Path, mode: str) -> None:
+@pytest.mark.ci
+def test_common_state_is_compared_every_time(gloo_ranks: RankPool, tmp_path: Path, mode: str) -> None:
     """A common state that has begun to differ is warned of, though the shards are those of the last save."""
-    assert ranks.run(2, in_mode, mode, _common_differs, str(tmp_path)) == [False, True]
+    assert gloo_ranks.run(2, in_mode, mode, _common_differs, str(tmp_path)) == [False, True]
 
 
 def test_what_was_not_validated_is_validated_when_asked(tmp_path: Path) -> None:

@@ -109,18 +109,20 @@ EACH_WAY = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.ci
 @EACH_WAY
 @pytest.mark.parametrize("world", [2, *in_proof(1)])
-def test_what_is_saved_again_is_planned_once(ranks: RankPool, tmp_path: Path, way: str, world: int) -> None:
+def test_what_is_saved_again_is_planned_once(gloo_ranks: RankPool, tmp_path: Path, way: str, world: int) -> None:
     """Saves of the same shards with other values, by strategies made anew each time: one plan, four right contents."""
-    assert ranks.run(world, in_mode, "background", _saved_each_way, str(tmp_path), way, False) == [1] * world
+    assert gloo_ranks.run(world, in_mode, "background", _saved_each_way, str(tmp_path), way, False) == [1] * world
 
 
+@pytest.mark.ci
 @EACH_WAY
 @pytest.mark.parametrize("mode", ["in turn", *in_proof("foreground")])
-def test_a_plan_serves_saves_here_and_behind(ranks: RankPool, tmp_path: Path, way: str, mode: str) -> None:
+def test_a_plan_serves_saves_here_and_behind(gloo_ranks: RankPool, tmp_path: Path, way: str, mode: str) -> None:
     """Saves in the foreground, and in the background before them, share a plan."""
-    assert ranks.run(2, in_mode, mode, _saved_in_turn, str(tmp_path), way) == [1] * 2
+    assert gloo_ranks.run(2, in_mode, mode, _saved_in_turn, str(tmp_path), way) == [1] * 2
 
 
 @backends.both_in_proof
@@ -151,11 +153,12 @@ def _saved_optimizer(folder: str) -> int:
     return plans.count
 
 
+@pytest.mark.ci
 @backends.both_in_proof
 @pytest.mark.parametrize("world", [2, *in_proof(1)])
-def test_an_optimizer_is_planned_once(ranks: RankPool, tmp_path: Path, world: int) -> None:
+def test_an_optimizer_is_planned_once(gloo_ranks: RankPool, tmp_path: Path, world: int) -> None:
     """A model with its optimizer, as training loops save it, is planned once, and each save has its own rates."""
-    assert ranks.run(world, in_mode, "foreground", _saved_optimizer, str(tmp_path)) == [1] * world
+    assert gloo_ranks.run(world, in_mode, "foreground", _saved_optimizer, str(tmp_path)) == [1] * world
 
 
 @backends.both_in_proof

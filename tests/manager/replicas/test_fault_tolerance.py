@@ -71,10 +71,11 @@ def test_all_begin_again(ranks: RankPool, tmp_path: Path, mode: str) -> None:
     assert expected[0] != expected[2]
 
 
+@pytest.mark.ci
 @ASYNC
-def test_one_replica_is_lost_and_joins_again(ranks: RankPool, tmp_path: Path, mode: str) -> None:
+def test_one_replica_is_lost_and_joins_again(gloo_ranks: RankPool, tmp_path: Path, mode: str) -> None:
     """It takes over what replicas have alike, and reads on where it was when it was lost: nothing twice or never."""
-    results = ranks.run(4, replicas.rejoined, str(tmp_path), mode)
+    results = gloo_ranks.run(4, replicas.rejoined, str(tmp_path), mode)
     for giver, taker in ((results[0], results[2]), (results[1], results[3])):
         assert giver["joined"] == (7, 7, [])
         assert taker["loaded"] == (4, 4)
@@ -135,11 +136,12 @@ def test_a_dataloader_that_is_not_to_be_loaded(ranks: RankPool, tmp_path: Path) 
     assert ranks.run(4, replicas.loaded, str(tmp_path), config) == [(4, 0, None, [])] * 4
 
 
+@pytest.mark.ci
 @backends.both_in_proof
 @pytest.mark.parametrize("damage", ["none left", "one gone", "bytes"])
-def test_its_own_is_missing(ranks: RankPool, tmp_path: Path, damage: str) -> None:
+def test_its_own_is_missing(gloo_ranks: RankPool, tmp_path: Path, damage: str) -> None:
     """A warning names the folder: the step before is taken, or everything stays; the other replica has its own."""
-    ranks.run(4, replicas.unbroken, str(tmp_path), 4, {})
+    gloo_ranks.run(4, replicas.unbroken, str(tmp_path), 4, {})
     own = tmp_path / "ft-replicat-1"
     if damage == "none left":
         shutil.rmtree(own)
@@ -150,7 +152,7 @@ def test_its_own_is_missing(ranks: RankPool, tmp_path: Path, damage: str) -> Non
             content = bytearray(path.read_bytes())
             content[len(content) // 2] ^= 255
             path.write_bytes(content)
-    results = ranks.run(4, replicas.loaded, str(tmp_path), {})
+    results = gloo_ranks.run(4, replicas.loaded, str(tmp_path), {})
     assert results[:2] == [(4, 4, 0, []), (4, 4, 1, [])]
     expected = [(4, 0, None)] * 2 if damage == "none left" else [(4, 3, 2), (4, 3, 3)]
     assert [result[:3] for result in results[2:]] == expected

@@ -128,9 +128,10 @@ def test_stores(ranks: RankPool, tmp_path: Path) -> None:
         _check(tmp_path / str(world))
 
 
-def test_sha256_of_files_that_several_ranks_write(ranks: RankPool, tmp_path: Path) -> None:
+@pytest.mark.ci
+def test_sha256_of_files_that_several_ranks_write(gloo_ranks: RankPool, tmp_path: Path) -> None:
     """integrity.json has them, too, and no rank reads all of them."""
-    hashed = ranks.run(3, _save_with_sha256, str(tmp_path / "c"))
+    hashed = gloo_ranks.run(3, _save_with_sha256, str(tmp_path / "c"))
     weights = sorted(name for name in jobs.digest_weights(tmp_path / "c") if name.endswith(".safetensors"))
     assert sorted(name for names in hashed for name in names) == weights
     assert all(hashed)
