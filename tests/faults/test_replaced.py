@@ -167,29 +167,32 @@ def test_replaced_at_every_moment(scene: Scene, verify: str, name: str) -> None:
     assert set(found) <= {OLD, NEW}, verify
 
 
+@pytest.mark.ci
 @backends.both_in_proof
 @pytest.mark.parametrize(
     "parallel", [False, pytest.param(True, marks=pytest.mark.ci)], ids=["each reads", "fully parallel"]
 )
-def test_replaced_at_every_moment_of_each_rank(ranks: RankPool, tmp_path: Path, verify: str, parallel: bool) -> None:
+def test_replaced_at_every_moment_of_each_rank(gloo_ranks: RankPool, tmp_path: Path, verify: str, parallel: bool) -> None:
     """Two ranks load one save, the same, whenever on either of them the checkpoint is replaced."""
-    ranks.run(2, save_both, str(tmp_path))
-    one, other = ranks.run(2, replaced_on_each_rank, str(tmp_path), verify, parallel)
+    gloo_ranks.run(2, save_both, str(tmp_path))
+    one, other = gloo_ranks.run(2, replaced_on_each_rank, str(tmp_path), verify, parallel)
     assert one == other
     assert {who for who, _, _ in one} == {0, 1}
     assert all(version in (OLD, NEW) for _, _, version in one), one
 
 
+@pytest.mark.ci
 @backends.both_in_proof
 @pytest.mark.usefixtures("no_pauses")
-def test_replaced_again_and_again(ranks: RankPool, tmp_path: Path) -> None:
+def test_replaced_again_and_again(gloo_ranks: RankPool, tmp_path: Path) -> None:
     """If every attempt meets another save, all ranks say that the checkpoint is being overwritten, not damaged."""
-    ranks.run(2, save_both, str(tmp_path))
-    one, other = ranks.run(2, always_replaced, str(tmp_path))
+    gloo_ranks.run(2, save_both, str(tmp_path))
+    one, other = gloo_ranks.run(2, always_replaced, str(tmp_path))
     assert one == other
     assert one.startswith(f"CheckpointReplacedError: {tmp_path / 'target'} is being overwritten: in each of ")
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("backend", "readers", "overwrites"),
     [
@@ -206,10 +209,10 @@ def test_replaced_again_and_again(ranks: RankPool, tmp_path: Path) -> None:
     scope="module",
 )
 def test_readers_while_a_job_overwrites(
-    ranks: RankPool, tmp_path: Path, verify: str, readers: int, overwrites: int
+    gloo_ranks: RankPool, tmp_path: Path, verify: str, readers: int, overwrites: int
 ) -> None:
     """While a job saves to the same place again and again, every load of 1 and of 2 ranks is whole and none refused."""
-    *found, _ = ranks.run(
+    *found, _ = gloo_ranks.run(
         readers + 1,
         read_while_overwritten,
         str(tmp_path),
@@ -335,9 +338,10 @@ def test_a_foreign_checkpoint_that_is_written_in_place(foreign: Scene) -> None:
     assert all("was written to, or removed, while the checkpoint was read" in text for text in said)
 
 
-def test_ranks_load_one_foreign_checkpoint(ranks: RankPool, foreign: Scene) -> None:
+@pytest.mark.ci
+def test_ranks_load_one_foreign_checkpoint(gloo_ranks: RankPool, foreign: Scene) -> None:
     """Ranks that open another library's checkpoint before and after it is replaced find out, and load the same one."""
-    one, other = ranks.run(2, load_foreign_between, str(foreign.place))
+    one, other = gloo_ranks.run(2, load_foreign_between, str(foreign.place))
     assert one == other
     assert one in (OLD, NEW)
 

@@ -168,9 +168,10 @@ def _cached_saves(folder: str) -> list[int]:
     return counts
 
 
-def test_a_changed_structure_is_never_saved_with_an_old_plan(ranks: RankPool, tmp_path: Path) -> None:
+@pytest.mark.ci
+def test_a_changed_structure_is_never_saved_with_an_old_plan(gloo_ranks: RankPool, tmp_path: Path) -> None:
     """A key added on one rank alone makes all ranks plan anew (Megatron #4378 loses it); unchanged ones do not."""
-    counts = ranks.run(3, _cached_saves, str(tmp_path))
+    counts = gloo_ranks.run(3, _cached_saves, str(tmp_path))
     assert counts == [[1, 0, 1, 0, 1]] * 3
 
 
@@ -218,9 +219,10 @@ def _cached_in_the_background(folder: str) -> int:
     return plans.count
 
 
-def test_a_cached_plan_serves_background_saves(ranks: RankPool, tmp_path: Path) -> None:
+@pytest.mark.ci
+def test_a_cached_plan_serves_background_saves(gloo_ranks: RankPool, tmp_path: Path) -> None:
     """Background saves in flight share one plan, and each has its own content."""
-    assert ranks.run(2, _cached_in_the_background, str(tmp_path)) == [1] * 2
+    assert gloo_ranks.run(2, _cached_in_the_background, str(tmp_path)) == [1] * 2
 
 
 def _cached_in_groups(folder: str) -> None:

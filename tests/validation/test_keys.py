@@ -199,9 +199,10 @@ def _compares_common() -> list[str]:
     return records
 
 
-def test_common_state_that_differs_is_warned_of(ranks: RankPool) -> None:
+@pytest.mark.ci
+def test_common_state_that_differs_is_warned_of(gloo_ranks: RankPool) -> None:
     """The rank whose common state is not the one stored says where; what the caller takes out does not count."""
-    first, second = ranks.run(2, _compares_common)
+    first, second = gloo_ranks.run(2, _compares_common)
     assert first == []
     (warning,) = second
     assert "rank 1: common state differs" in warning

@@ -93,9 +93,10 @@ def _save_alone(path: str) -> None:
     check_equal(found, state, "alone")
 
 
-def test_it_reads_what_ranks_saved_for_themselves(ranks: RankPool, tmp_path: Path) -> None:
+@pytest.mark.ci
+def test_it_reads_what_ranks_saved_for_themselves(gloo_ranks: RankPool, tmp_path: Path) -> None:
     """Stock saves without collectives leave a ``.metadata`` of every rank, which that rank reads."""
-    ranks.run(2, _save_alone, str(tmp_path / "c"))
+    gloo_ranks.run(2, _save_alone, str(tmp_path / "c"))
 
 
 def _own_state(rank: int, world: int, *, filled: bool) -> dict[str, Any]:

@@ -406,12 +406,13 @@ def _save_cached(path: str) -> None:
     _forget_plans()
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("world", [0, 2])
-def test_cached_plans_go_to_their_own_saves(ranks: RankPool, tmp_path: Path, world: int) -> None:
+def test_cached_plans_go_to_their_own_saves(gloo_ranks: RankPool, tmp_path: Path, world: int) -> None:
     """With plan caching every save has its own directory and values, after saves by DCP's own writer, too."""
-    (ranks.run if world else _in_one_process)(world, _save_cached, str(tmp_path / "c"))
+    (gloo_ranks.run if world else _in_one_process)(world, _save_cached, str(tmp_path / "c"))
     for version in range(1, 4):
-        ranks.run(1, plain_states.load, str(tmp_path / f"c{version}"), version, CheckpointStorageReader)
+        gloo_ranks.run(1, plain_states.load, str(tmp_path / f"c{version}"), version, CheckpointStorageReader)
 
 
 @pytest.mark.usefixtures("_no_cached_plans")
@@ -449,10 +450,11 @@ def _train_until_done(future: Future[Any]) -> None:
         dist.all_reduce(is_done, op=dist.ReduceOp.MIN)
 
 
-def test_async_save_in_a_thread(ranks: RankPool, tmp_path: Path) -> None:
+@pytest.mark.ci
+def test_async_save_in_a_thread(gloo_ranks: RankPool, tmp_path: Path) -> None:
     """dcp.async_save with a thread commits as dcp.save does."""
-    ranks.run(2, _save_async, str(tmp_path / "c"))
-    ranks.run(1, _load_by_all, str(tmp_path / "c"))
+    gloo_ranks.run(2, _save_async, str(tmp_path / "c"))
+    gloo_ranks.run(1, _load_by_all, str(tmp_path / "c"))
 
 
 def _save_async_on_the_group_of_the_training(path: str) -> str:
@@ -465,9 +467,10 @@ def _save_async_on_the_group_of_the_training(path: str) -> str:
     return str(caught.value)
 
 
-def test_async_save_on_the_group_of_the_training_is_refused(ranks: RankPool, tmp_path: Path) -> None:
+@pytest.mark.ci
+def test_async_save_on_the_group_of_the_training_is_refused(gloo_ranks: RankPool, tmp_path: Path) -> None:
     """Else gloo mixes the messages of DCP's thread with those of the training: an error says which group to pass."""
-    for text in ranks.run(2, _save_async_on_the_group_of_the_training, str(tmp_path / "c")):
+    for text in gloo_ranks.run(2, _save_async_on_the_group_of_the_training, str(tmp_path / "c")):
         assert text.startswith(f"{tmp_path}/c: dcp.async_save")
         assert "process_group=dist.new_group(backend='gloo')" in text
     assert list(tmp_path.iterdir()) == []
