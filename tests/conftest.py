@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 from hypothesis import HealthCheck, settings
 
+from shardckpt.testing import RankThreads
 from tests import backends, folders, guard, workers
 from tests.ranks import RankPool
 from tests.sites import VARIABLE
@@ -74,17 +75,23 @@ def disk() -> Iterator[Path]:
 
 
 @pytest.fixture(scope="session")
-def rank_pool() -> Iterator[RankPool]:
-    """The pool of all tests, those of the contract, too, which know it by this name."""
-    pool = RankPool(4)
-    yield pool
-    pool.close()
+def ranks() -> RankThreads:
+    """Groups of any number of ranks, which are threads: ``ranks.run(3, function, *args)``."""
+    return RankThreads()
 
 
 @pytest.fixture(scope="session")
-def ranks(rank_pool: RankPool) -> RankPool:
-    """Groups of 1 to 4 gloo ranks: ``ranks.run(3, function, *args)``."""
-    return rank_pool
+def rank_pool(ranks: RankThreads) -> RankThreads:
+    """The same, by the name that the contract knows."""
+    return ranks
+
+
+@pytest.fixture(scope="session")
+def gloo_ranks() -> Iterator[RankPool]:
+    """Groups of 1 to 4 gloo ranks, which are processes: for CI and proof."""
+    pool = RankPool(4)
+    yield pool
+    pool.close()
 
 
 @pytest.fixture(scope="session")
@@ -102,7 +109,7 @@ def sites() -> Sites:
 
 @pytest.fixture(scope="session")
 def many_ranks() -> Iterator[RankPool]:
-    """Groups of up to 8 ranks, for tests of CI."""
+    """Groups of up to 8 gloo ranks, which are processes: for CI and proof."""
     pool = RankPool(8)
     yield pool
     pool.close()

@@ -1,8 +1,9 @@
-"""What this process has open in one folder: all that it has open changes with the threads and caches of other tests."""
+"""What this process has open in one folder, and our threads: all else changes with the threads and caches of others."""
 
 from __future__ import annotations
 
 import contextlib
+import threading
 from pathlib import Path
 
 
@@ -17,4 +18,9 @@ def list_open(folder: Path) -> list[str]:
     return found
 
 
-__all__ = ["list_open"]
+def list_threads(prefix: str = "shardckpt") -> set[threading.Thread]:
+    """Return the running threads of shardckpt: their names begin with its own."""
+    return {thread for thread in threading.enumerate() if thread.name.startswith(prefix)}
+
+
+__all__ = ["list_open", "list_threads"]

@@ -6,7 +6,7 @@ import importlib
 import re
 from pathlib import Path
 
-import pytest
+from tests.tables import table
 
 ROOT = Path(__file__).parents[1]
 CORE = ROOT / "shardckpt"
@@ -46,10 +46,16 @@ def _parse(path: Path) -> ast.Module:
 
 
 @functools.cache
+def _nodes(path: Path) -> list[ast.AST]:
+    """All nodes of a file."""
+    return [*ast.walk(_parse(path))]
+
+
+@functools.cache
 def _imports(path: Path) -> set[str]:
     """Every module that a file imports, anywhere in it, for types or for real."""
     found: set[str] = set()
-    for node in ast.walk(_parse(path)):
+    for node in _nodes(path):
         if isinstance(node, ast.Import):
             found.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -74,10 +80,11 @@ def _folders(name: str) -> list[str]:
     return [folder for end in range(1, len(parts) + 1) if (folder := ".".join(parts[:end])) in FOLDERS]
 
 
+@functools.cache
 def _imported(path: Path) -> list[tuple[str, str]]:
     """Ours of a file's imports, as (module, name); the name is empty where the module itself is imported."""
     found = []
-    for node in ast.walk(_parse(path)):
+    for node in _nodes(path):
         if isinstance(node, ast.Import):
             found += [(alias.name, "") for alias in node.names if alias.name in FILES]
         elif isinstance(node, ast.ImportFrom) and node.module in FILES:
@@ -107,7 +114,7 @@ def _circle(graph: dict[str, set[str]]) -> set[str]:
     return set(graph)
 
 
-@pytest.mark.parametrize("name", FILES)
+@table("name", FILES)
 def test_rooms_are_entered_by_their_doors(name: str) -> None:
     """A file takes of another folder what its __init__ offers, never one of its insides."""
     own = _folders(name)
@@ -206,7 +213,7 @@ def test_a_base_does_not_know_what_is_derived_from_it() -> None:
 def test_only_comm_calls_collectives() -> None:
     """torch.distributed's collectives are called in comm.py alone; the demo and authors' tests have their own."""
     for path in [*CORE.rglob("*.py"), *STRATEGIES.rglob("*.py")]:
-        calls = {node.attr for node in ast.walk(_parse(path)) if isinstance(node, ast.Attribute)}
+        calls = {node.attr for node in _nodes(path) if isinstance(node, ast.Attribute)}
         used = calls & {"all_reduce", "all_gather_object", "broadcast_object_list", "gather_object", "barrier"}
         own = path.parent == CORE / "demo" or CORE / "testing" in path.parents
         assert not used or path == CORE / "distributed" / "comm.py" or own, f"{path}: {used}"
@@ -220,8 +227,7 @@ def test_pickles_are_read_in_one_guarded_place() -> None:
     by torch's own allow-list, ``weights_only=True``.
     """
     for path in [*CORE.rglob("*.py"), *STRATEGIES.rglob("*.py")]:
-        tree = _parse(path)
-        for node in ast.walk(tree):
+        for node in _nodes(path):
             if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
                 name = f"{node.value.id}.{node.attr}"
                 sent = name == "pickle.loads" and path == CORE / "distributed" / "pickling.py"
@@ -238,21 +244,21 @@ def test_pickles_are_read_in_one_guarded_place() -> None:
 def test_no_assert_statements() -> None:
     """Users' mistakes are errors of the family: no assert, which vanishes under -O."""
     for path in [*CORE.rglob("*.py"), *STRATEGIES.rglob("*.py")]:
-        assert not [node for node in ast.walk(_parse(path)) if isinstance(node, ast.Assert)], path
+        assert not [node for node in _nodes(path) if isinstance(node, ast.Assert)], path
 
 
 def test_private_torch_names_stand_in_one_file() -> None:
-    """Private names of torch are imported in torch_private.py alone."""
+    """Private names of torch are imported in torch_private.py alone, and its threaded process group for tests."""
     for path in [*CORE.rglob("*.py"), *STRATEGIES.rglob("*.py")]:
         private = {n for n in _imports(path) if n.startswith("torch.") and any(p.startswith("_") for p in n.split("."))}
-        assert not private or path.name == "torch_private.py", f"{path}: {private}"
+        assert not private or path.name in ("torch_private.py", "rank_threads.py"), f"{path}: {private}"
 
 
 def test_patterns_of_fields_match_whole_texts() -> None:
     """Every ``pattern=`` of a model is anchored: pydantic searches, and a name with anything around it would pass."""
     found = 0
     for name, path in FILES.items():
-        for node in ast.walk(_parse(path)):
+        for node in _nodes(path):
             if isinstance(node, ast.keyword) and node.arg == "pattern":
                 value = node.value
                 names = vars(importlib.import_module(name))
@@ -261,3 +267,34 @@ def test_patterns_of_fields_match_whole_texts() -> None:
                 assert re.fullmatch(r"\^(?:\(\?:.*\)\??|[^|]*)\$", pattern), f"{path}: {pattern}"
                 found += 1
     assert found
+
+
+def _said(path: Path) -> list[str]:
+    """The literal texts of everything that is raised or logged in a file."""
+    said = [
+        node
+        for node in _nodes(path)
+        if isinstance(node, ast.Raise)
+        or (
+            isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Attribute)
+            and ast.unparse(node.func.value) == "logger"
+        )
+    ]
+    parts = [part for node in said for part in ast.walk(node) if isinstance(part, ast.Constant)]
+    return [part.value for part in parts if isinstance(part.value, str)]
+
+
+def test_errors_name_arguments_that_exist() -> None:
+    """Whatever an error tells the user to pass (``name=...``) is an argument of ours, torch's or transformers'."""
+    known = {"stride", "group_dst", "enable_plan_caching", "use_collectives", "resume_from_checkpoint"}  # of others
+    for path in FILES.values():
+        known |= {node.arg for node in _nodes(path) if isinstance(node, ast.arg)}
+        fields = (node.target for node in _nodes(path) if isinstance(node, ast.AnnAssign))
+        known |= {field.id for field in fields if isinstance(field, ast.Name)}
+    advice = r"(?<![\w.])([a-z_][a-z0-9_]*)="
+    named = [
+        (name, found) for name, path in FILES.items() for text in _said(path) for found in re.findall(advice, text)
+    ]
+    assert not [(name, found) for name, found in named if found not in known]
+    assert len(named) > 10  # the search finds what it looks for

@@ -23,6 +23,8 @@ from shardckpt.errors import (
 from shardckpt.mapping import LocalNonpersistentObject, ShardedObject, ShardedTensor, ShardedTensorFactory
 from shardckpt.strategy import LoadStrategy, SaveStrategy
 from tests import backends
+from tests.states import rank_and_size
+from tests.tables import in_proof, table
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -39,12 +41,8 @@ def _value(dtype: torch.dtype) -> torch.Tensor:
     return (numbers % 2 == 0) if dtype == torch.bool else (numbers % 17 if dtype.itemsize == 1 else numbers).to(dtype)
 
 
-def _whereabouts() -> tuple[int, int]:
-    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-
-
 def _rows(key: str, full: torch.Tensor) -> list[ShardedTensor]:
-    rank, world = _whereabouts()
+    rank, world = rank_and_size()
     if ROWS % world:
         return _uneven(key, full)
     return [ShardedTensor.from_rank_offsets(key, full.chunk(world)[rank].clone(), (0, rank, world))]
@@ -52,7 +50,7 @@ def _rows(key: str, full: torch.Tensor) -> list[ShardedTensor]:
 
 def _columns(key: str, full: torch.Tensor) -> list[ShardedTensor]:
     """Strided views of unequal width: an irregular grid along the second axis."""
-    rank, world = _whereabouts()
+    rank, world = rank_and_size()
     edges = [COLUMNS * i // world for i in range(world + 1)]
     low, high = edges[rank], edges[rank + 1]
     data = full.clone()[:, low:high]
@@ -61,7 +59,7 @@ def _columns(key: str, full: torch.Tensor) -> list[ShardedTensor]:
 
 def _uneven(key: str, full: torch.Tensor) -> list[ShardedTensor]:
     """The first rank has one row, the last all that remain, one in between nothing."""
-    rank, world = _whereabouts()
+    rank, world = rank_and_size()
     edges = [0] + [min(1 + i * (i + 1) // 2, ROWS) for i in range(world - 1)] + [ROWS]
     low, high = edges[rank], edges[rank + 1]
     data = full[low:high].clone()
@@ -69,12 +67,12 @@ def _uneven(key: str, full: torch.Tensor) -> list[ShardedTensor]:
 
 
 def _replicated(key: str, full: torch.Tensor) -> list[ShardedTensor]:
-    return [ShardedTensor.from_rank_offsets(key, full.clone(), replica_id=_whereabouts()[0])]
+    return [ShardedTensor.from_rank_offsets(key, full.clone(), replica_id=rank_and_size()[0])]
 
 
 def _flattened(key: str, full: torch.Tensor) -> list[ShardedTensor]:
     """Megatron's legacy form: the whole tensor flattened, cut at odd places."""
-    rank, world = _whereabouts()
+    rank, world = rank_and_size()
     edges = [full.numel() * i // world for i in range(world + 1)]
     part = slice(edges[rank], edges[rank + 1])
     data = full.reshape(-1)[part].clone()
@@ -83,7 +81,7 @@ def _flattened(key: str, full: torch.Tensor) -> list[ShardedTensor]:
 
 def _layered(key: str, full: torch.Tensor) -> list[ShardedTensor]:
     """Rows as layers of a prepended axis, dealt round to the ranks: several shards of one key a rank."""
-    rank, world = _whereabouts()
+    rank, world = rank_and_size()
     return [
         ShardedTensor.from_rank_offsets(key, full[row].clone(), (0, row, ROWS), prepend_axis_num=1)
         for row in range(rank, ROWS, world)
@@ -95,7 +93,7 @@ LAYOUTS = {f.__name__.strip("_"): f for f in (_rows, _columns, _uneven, _replica
 
 def _state(layout: str, *, filled: bool) -> dict[str, Any]:
     """Every dtype under one layout, with objects, common state and a local object around."""
-    rank, world = _whereabouts()
+    rank, world = rank_and_size()
     make = LAYOUTS[layout]
     tensors = {}
     for dtype in DTYPES:
@@ -118,7 +116,7 @@ def _save(path: str, layout: str) -> None:
 
 def _load(path: str, layout: str, saved_by: int) -> None:
     """Load under another layout and compare with what the whole tensors say."""
-    rank, world = _whereabouts()
+    rank, world = rank_and_size()
     wanted = _state(layout, filled=False)
     if world != saved_by:
         del wanted["objects"]
@@ -140,7 +138,7 @@ def _load(path: str, layout: str, saved_by: int) -> None:
         assert loaded["objects"] == [{"rank": rank}]
 
 
-@backends.both
+@backends.both_in_proof
 @pytest.mark.parametrize("layout", sorted(LAYOUTS))
 def test_any_layout_loads_as_any_other(ranks: RankPool, tmp_path: Path, layout: str) -> None:
     """What 4 ranks saved under one layout, 1 to 4 ranks load under every other, bit for bit, in place."""
@@ -152,7 +150,7 @@ def test_any_layout_loads_as_any_other(ranks: RankPool, tmp_path: Path, layout: 
 
 
 @backends.both_in_proof
-@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("world", [3, *in_proof(1, 2)])
 def test_any_number_of_ranks_saves(ranks: RankPool, tmp_path: Path, world: int) -> None:
     """1 to 3 ranks save, more and fewer load."""
     path = str(tmp_path / "ckpt")
@@ -187,7 +185,7 @@ def _tensor(key: str = "w", value: float = 1.0) -> ShardedTensor:
     return ShardedTensor.from_rank_offsets(key, torch.full((3, 2), value))
 
 
-@backends.both
+@backends.both_in_proof
 def test_the_callers_objects_stay_the_callers(tmp_path: Path) -> None:
     """save() changes neither the dict, nor the descriptions, nor the tensors; load() hands back filled tensors."""
     factory = ShardedTensorFactory(
@@ -276,7 +274,7 @@ def _load_cast_with_leave(ranks: RankPool, directory: Path) -> list[Any]:
 
 
 @backends.both_in_proof
-@pytest.mark.parametrize(
+@table(
     ("stored", "wanted", "expected"),
     [
         (torch.tensor([0.7, float("nan")]), torch.int64, None),
@@ -340,7 +338,7 @@ def test_shape_mismatches_are_all_named(tmp_path: Path) -> None:
 
 
 @backends.both_in_proof
-@pytest.mark.parametrize("rows", [2, 5])
+@table("rows", [2, 5])
 def test_allow_shape_mismatch_loads_what_is_common(tmp_path: Path, rows: int) -> None:
     """Padded or cut vocabularies: the common rows are loaded, the rest is zero."""
     dc.save({"w": _tensor()}, tmp_path / "c")
@@ -441,7 +439,7 @@ def test_meta_destinations_are_refused(tmp_path: Path) -> None:
 
 
 @backends.both_in_proof
-@pytest.mark.parametrize(
+@table(
     ("destination", "why"),
     [
         pytest.param(lambda: torch.zeros(1).expand(3), "'w': its data is expanded.*clone", id="expanded"),
@@ -472,7 +470,7 @@ def test_sparse_tensors_are_refused_by_key(tmp_path: Path) -> None:
 
 
 @backends.both_in_proof
-@pytest.mark.parametrize("in_background", [False, True])
+@table("in_background", [False, True])
 def test_a_large_transposed_tensor_of_a_packed_dtype_is_saved(tmp_path: Path, in_background: bool) -> None:
     """Torch can copy a transposed float4 of few elements only; one of many is saved and loaded bit for bit, too."""
     numbers = torch.arange(300 * 300).to(torch.uint8).view(300, 300)

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from shardckpt import dist_checkpointing as dc
 from shardckpt.mapping import LocalNonpersistentObject, ShardedObject, ShardedTensor, ShardedTensorFactory
+from tests.tables import table
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -239,14 +240,14 @@ def _load_golden(version: str) -> bool:
     return importlib.util.find_spec("megatron") is None
 
 
-@pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.ci), 3, pytest.param(4, marks=pytest.mark.ci)])
+@pytest.mark.parametrize("world", [3, *(pytest.param(world, marks=pytest.mark.ci) for world in (1, 2, 4))])
 @pytest.mark.parametrize("version", VERSIONS)
 def test_a_golden_checkpoint_loads_at_any_world_size(ranks: RankPool, version: str, world: int) -> None:
     """Every tensor, object and common value of every Megatron release loads under every layout, without Megatron."""
     assert ranks.run(world, _load_golden, version) == [True] * world
 
 
-@pytest.mark.parametrize("version", VERSIONS)
+@table("version", VERSIONS)
 def test_the_queries_describe_a_golden_checkpoint(version: str) -> None:
     """What is stored, at its true shape, common state and content metadata: without a process group."""
     path = GOLDEN / f"mcore-{version}"

@@ -15,6 +15,7 @@ from shardckpt.manifest import FileRecord, Integrity, Marker, Record, parse_plai
 from shardckpt.manifest.names import NO_DIGEST
 from shardckpt.mapping import ShardedTensor
 from tests import backends
+from tests.tables import table
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -46,7 +47,7 @@ def _named(*names: str, **fields: Any) -> bytes:
     return text.replace(b"0" * 64, hashlib.sha256(text).hexdigest().encode())
 
 
-@pytest.mark.parametrize(
+@table(
     "names",
     [
         ["../x"],
@@ -220,7 +221,7 @@ def test_integrity_json_is_parsed_strictly() -> None:
             Integrity.parse(wrong)
 
 
-@pytest.mark.parametrize("mask", [1, 16, 32])
+@table("mask", [1, 16, 32])
 def test_any_changed_byte_is_noticed(mask: int) -> None:
     """The file carries its own digest: no byte of it can change unseen, white space included."""
     data = RECORD.dump()
@@ -231,7 +232,7 @@ def test_any_changed_byte_is_noticed(mask: int) -> None:
             Record.parse(bytes(changed))
 
 
-@pytest.mark.parametrize(
+@table(
     "content",
     [{"kind": "reshardable", "versions": [1, 2.5, None, True]}, ["plain"], "0" * 64, {"self_digest": "0" * 64}],
     ids=str,
@@ -244,9 +245,7 @@ def test_content_metadata_is_read_without_unpickling(tmp_path: Path, content: An
     assert dc.load_content_metadata(tmp_path / "c") == content
 
 
-@pytest.mark.parametrize(
-    "content", [{"sizes": (1, 2)}, {3: "three"}, {"nan": float("nan")}, {"inf": float("inf")}], ids=str
-)
+@table("content", [{"sizes": (1, 2)}, {3: "three"}, {"nan": float("nan")}, {"inf": float("inf")}], ids=str)
 def test_content_metadata_that_json_would_change_is_pickled(tmp_path: Path, content: Any) -> None:
     """A tuple comes back as a tuple, an integer key as an integer: such values are read from the common state."""
     dc.save({"a": 1}, tmp_path / "c", content_metadata=content)

@@ -15,6 +15,7 @@ from shardckpt.mapping import (
     ShardedTensorFactory,
     is_main_replica,
 )
+from tests.tables import table
 
 
 def test_from_rank_offsets_places_a_cell_of_a_regular_grid() -> None:
@@ -27,7 +28,7 @@ def test_from_rank_offsets_places_a_cell_of_a_regular_grid() -> None:
     assert shard.local_chunk_offset_in_global() == (1, 0, 1)
 
 
-@pytest.mark.parametrize(
+@table(
     ("fields", "fault"),
     [
         ({"dtype": torch.int8}, "dtype"),
@@ -57,7 +58,7 @@ def test_a_description_that_contradicts_itself_is_refused(fields: dict[str, obje
         ShardedTensor(**{**good, **fields})  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("offsets", [((0, 2, 2),), ((0, 0, 1), (0, 0, 1)), ((1, 0, 2),)])
+@table("offsets", [((0, 2, 2),), ((0, 0, 1), (0, 0, 1)), ((1, 0, 2),)])
 def test_rank_offsets_outside_the_grid_are_refused(offsets: tuple[tuple[int, int, int], ...]) -> None:
     """A piece that does not exist, an axis named twice and an axis out of range are errors."""
     with pytest.raises(ShardingError, match="axis"):
@@ -120,8 +121,8 @@ def test_flattened_shards_are_slices_of_a_cell() -> None:
         ShardedTensor.from_rank_offsets("w", torch.zeros(5), flattened_range=slice(0, 5))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("key", ["a", "a/b/shard_0_1", "layers.0._extra_state", "shard_1_2", "x/", "", "a_b/c_d"])
-@pytest.mark.parametrize(("shape", "offset"), [((1,), (0,)), ((2, 3), (1, 2)), ((), ())])
+@table("key", ["a", "a/b/shard_0_1", "layers.0._extra_state", "shard_1_2", "x/", "", "a_b/c_d"])
+@table(("shape", "offset"), [((1,), (0,)), ((2, 3), (1, 2)), ((), ())])
 def test_unique_keys_decode_to_what_they_encode(key: str, shape: tuple[int, ...], offset: tuple[int, ...]) -> None:
     """Any key, with slashes and with parts that look like the suffix, survives the unique key."""
     made = ShardedObject(key, None, shape, offset)
@@ -134,7 +135,7 @@ def test_unique_keys_of_old_releases_lack_the_last_extent() -> None:
     assert (found.global_shape, found.global_offset) == ((1, 2), (0, 1))
 
 
-@pytest.mark.parametrize("text", ["", "plain", "a/shard_", "a/shard_x_y", "a/shard_0"])
+@table("text", ["", "plain", "a/shard_", "a/shard_x_y", "a/shard_0"])
 def test_other_names_are_not_unique_keys(text: str) -> None:
     """A name that is not of the form is an error of the family."""
     with pytest.raises(CheckpointingException, match="shard"):

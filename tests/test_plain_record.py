@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 
-import pytest
-
 from shardckpt.manifest import FileRecord, Lineage, Marker, Record, parse_plain
+from tests.tables import table
 
 RECORD = Record(
     save_id="ab" * 16,
@@ -39,7 +38,7 @@ def test_it_says_what_the_model_says() -> None:
     assert [file.table_name for file in found.files] == [file.table_name for file in RECORD.files]
 
 
-@pytest.mark.parametrize(
+@table(
     ("marker", "record"),
     [
         (b"", RECORD.dump()),

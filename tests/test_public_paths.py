@@ -11,6 +11,7 @@ import sys
 import pytest
 
 from tests.readmes import BLOCKS, READMES, ROOT
+from tests.tables import table
 
 #: Modules, and the names in them, that a README has shown.
 PUBLIC = {
@@ -102,14 +103,14 @@ LIGHT = (
 )
 
 
-@pytest.mark.parametrize("module", PUBLIC)
+@table("module", PUBLIC)
 def test_a_shown_path_has_its_names(module: str) -> None:
     """A module that a README has shown has the names that it had."""
     found = importlib.import_module(module)
     assert [name for name in PUBLIC[module].split() if not hasattr(found, name)] == []
 
 
-@pytest.mark.parametrize("module", INTEGRATIONS)
+@table("module", INTEGRATIONS)
 def test_an_integration_has_its_name(module: str) -> None:
     """A trainer's integration is where it was; of a trainer that is not installed, the file says so."""
     path = ROOT / f"{module.replace('.', '/')}.py"

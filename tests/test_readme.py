@@ -17,6 +17,7 @@ from shardckpt.cli import main
 from shardckpt.compat import mindspeed
 from tests import programs
 from tests.readmes import BLOCKS, EXAMPLES, READMES, ROOT
+from tests.tables import table
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -213,7 +214,7 @@ def test_every_environment_variable_is_explained() -> None:
         assert rows[getattr(settings, name)] == str(default)
 
 
-@pytest.mark.parametrize("file", READMES)
+@table("file", READMES)
 def test_what_a_readme_points_to_is_there(file: str) -> None:
     """Every file, test and link that a README names exists."""
     text = READMES[file]

@@ -15,6 +15,7 @@ from shardckpt.compat.megatron.dist_checkpointing.utils import (
 )
 from shardckpt.errors import ShardingError
 from shardckpt.mapping import LocalNonpersistentObject, ShardedObject, ShardedTensor, ShardedTensorFactory
+from tests.tables import table
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -69,7 +70,7 @@ def test_merge_puts_nests_together() -> None:
     assert sd.merge([{"a": 1}], {0: {"b": 2}, 1: 5}) == [{"a": 1, "b": 2}, 5]
 
 
-@pytest.mark.parametrize(("x1", "x2"), [({"a": 1}, {"a": 2}), ([1], [1, 2]), ([1], {3: 1})])
+@table(("x1", "x2"), [({"a": 1}, {"a": 2}), ([1], [1, 2]), ([1], {3: 1})])
 def test_merge_refuses_two_values_at_one_place(x1: object, x2: object) -> None:
     """A duplicate leaf and lists that do not fit are ValueErrors that name the place."""
     with pytest.raises(ValueError, match="merge"):
@@ -143,7 +144,7 @@ def test_split_for_save_leaves_the_caller_alone() -> None:
     assert nest["c"] == {"d": 1}
 
 
-@pytest.mark.parametrize("wrap", [tuple, lambda values: ({"x": 1}, tuple(values))])
+@table("wrap", [tuple, lambda values: ({"x": 1}, tuple(values))])
 def test_shards_in_tuples_are_refused(wrap: Callable[[list[object]], object]) -> None:
     """Tuples are leaves: a shard in one would be pickled as common state of one rank, so it is an error at the save."""
     with pytest.raises(ShardingError, match=r"\['deep'\]\[0\] is a tuple with a ShardedTensor in it.*use a list"):

@@ -6,11 +6,12 @@ import tracemalloc
 import pytest
 
 from shardckpt.manifest import MOST_LEVELS, parse_json
+from tests.tables import table
 
 _BLOCK = 1 << 20
 
 
-@pytest.mark.parametrize("shift", range(4))
+@table("shift", range(4))
 def test_brackets_in_strings_do_not_count(shift: int) -> None:
     """Strings with brackets, quotes and backslashes are read as json reads them, wherever a block ends in them."""
     value = ["x" * (_BLOCK - 8 + shift), '\\"[[{\\\\"' * 200_000, {"a": [[1, 2.5, None]]}]
@@ -29,14 +30,14 @@ def test_the_deepest() -> None:
                     parse_json(text)
 
 
-@pytest.mark.parametrize("text", ['{"a": 1, "\\u0061": 2}', "[NaN]", "[-Infinity]", "\ufeff[]", '["', "]", "[" * 499])
+@table("text", ['{"a": 1, "\\u0061": 2}', "[NaN]", "[-Infinity]", "\ufeff[]", '["', "]", "[" * 499])
 def test_what_is_no_json(text: str) -> None:
     """A key twice, constants that JSON does not have, a byte order mark, and cut text are refused."""
     with pytest.raises(ValueError, match=r"."):
         parse_json(text.encode())
 
 
-@pytest.mark.parametrize("piece", [b"[", b'{"a":', b"[],", b'"a",'])
+@table("piece", [b"[", b'{"a":', b"[],", b'"a",'])
 def test_hostile_text_takes_no_memory(piece: bytes) -> None:
     """16 MB of levels or parts are refused before they become objects, in little memory."""
     text = b"[" + piece * ((16 << 20) // len(piece))

@@ -25,7 +25,7 @@ README = ROOT / "tests" / "README.md"
 SELECTION = (
     "tests/test_dist_checkpointing.py",
     "tests/adapters",
-    "tests/distributed/test_group_failure.py",
+    "tests/distributed",
     "tests/interop/test_stock_dcp.py",
     "tests/optimizer/test_resume.py",
     "tests/planning/test_placements.py",

@@ -30,6 +30,7 @@ from shardckpt.distributed.group_failure import (
     POLL_INTERVAL,
     Diagnosis,
     GroupFailure,
+    GroupView,
     moves_by_gloo,
     record_first_use,
     wait_for,
@@ -129,6 +130,9 @@ class Comm:
         rank: This process's number in the group, from 0; in a subgroup, too.
         world_size: The number of ranks in the group.
     """
+
+    #: Seconds since some moment; tests have simulated ones.
+    _clock = staticmethod(time.monotonic)
 
     def __init__(self, process_group: dist.ProcessGroup | None = None, *, alone: bool = False) -> None:
         active = not alone and dist.is_available() and dist.is_initialized()
@@ -592,7 +596,7 @@ class Comm:
         The wait is said to be long once it is. A collective that ends before the first poll pays for neither.
         """
         _last_works.append(work)
-        started = time.monotonic()
+        started = self._clock()
         failure = waiting = None
         while True:
             try:
@@ -601,21 +605,26 @@ class Comm:
                     return
                 if wait_for(work, POLL_INTERVAL):
                     return
-                failure = failure or GroupFailure(self._group)
+                failure = failure or self._make_failure()
                 if failure.is_announced():
                     raise RuntimeError("it failed on another rank")
-                waiting = waiting or LongWait(started, self.members, "" if self._phase == _NO_PHASE else self._phase)
+                if waiting is None:
+                    members, phase = self.members, "" if self._phase == _NO_PHASE else self._phase
+                    waiting = LongWait(started, members[self.rank], members, phase)
                 with suppress(Exception):  # of a logging handler: it must not fail a collective, least of all one rank
-                    waiting.report_once(time.monotonic())
+                    waiting.report_once(self._clock())
             except BaseException as exc:  # noqa: PERF203 - an interrupt may come anywhere in the loop
                 if isinstance(exc, Exception) or not self._depth:
                     raise
                 self._interrupt = exc  # keep waiting: the other ranks take part in this message
 
+    def _make_failure(self) -> GroupFailure:
+        return GroupFailure(GroupView(self._group))
+
     def _diagnose(self, error: Exception) -> Diagnosis:
         """Return which ranks are missing, as all survivors report it."""
         try:
-            return GroupFailure(self._group).diagnose(error, self._phase)
+            return self._make_failure().diagnose(error, self._phase)
         except Exception:  # noqa: BLE001 - the group is destroyed, or of another kind: no error may hide the first
             return Diagnosis(
                 f"a collective of {self.world_size} ranks failed in {self._phase!r}: another rank died or did not "
@@ -627,7 +636,7 @@ class Comm:
         found = Diagnosis(str(error), error.missing_ranks)
         if self.world_size > 1:
             with suppress(Exception):  # the group is destroyed, or of another kind: no error may hide the first
-                return GroupFailure(self._group).abandon(found)
+                return self._make_failure().abandon(found)
         return found
 
     def _make_lost_error(self, found: Diagnosis) -> CommunicationError:

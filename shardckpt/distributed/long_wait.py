@@ -10,8 +10,6 @@ import logging
 import sys
 from typing import TYPE_CHECKING
 
-import torch.distributed as dist
-
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from types import CodeType, FrameType
@@ -33,13 +31,15 @@ class LongWait:
     """A wait of this rank in a collective, from its start.
 
     Args:
-        started: When it began, by ``time.monotonic()``.
+        started: When it began, in seconds of the clock by which it is reported.
+        rank: This rank, by its number in the whole job.
         members: The ranks of the group, by their numbers in the whole job.
         phase: What this rank is doing, as errors name it; "" if no phase has begun.
     """
 
-    def __init__(self, started: float, members: Sequence[int], phase: str) -> None:
+    def __init__(self, started: float, rank: int, members: Sequence[int], phase: str) -> None:
         self._started = started
+        self._rank = rank
         self._members = members
         self._phase = phase
         self._said = False
@@ -58,8 +58,7 @@ class LongWait:
             return
         self._said = True
         _next_notice[call] = 2 * after
-        rank = dist.get_rank()
-        others = [str(other) for other in self._members if other != rank]
+        others = [str(other) for other in self._members if other != self._rank]
         if len(others) == 1:
             missing = f"rank {others[0]}, which has not called it, or is still busy in it"
         else:
@@ -68,7 +67,7 @@ class LongWait:
         logger.warning(
             "shardckpt: rank %d has waited for %.0f s in %s, called at %s%s, for %s. It is collective: every rank "
             "must call it. py-spy dump shows what a rank is doing",
-            rank,
+            self._rank,
             waited,
             call,
             caller,

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from shardckpt.testing.checks import check, check_same
     from shardckpt.testing.contract import StrategyContract, reseal
     from shardckpt.testing.faulty_store import FaultyFileSystem, FaultyStore
+    from shardckpt.testing.rank_threads import RankThreads
     from shardckpt.testing.ranks import RankError, RankFailure, RankPool
     from shardckpt.testing.shard_specs import ShardSpec, layouts
     from shardckpt.testing.states import Destinations, make_state_dict
@@ -29,6 +30,7 @@ __getattr__ = lazy_getattr(
         "contract": ("StrategyContract", "reseal"),
         "faulty_store": ("FaultyFileSystem", "FaultyStore"),
         "shard_specs": ("ShardSpec", "layouts"),
+        "rank_threads": ("RankThreads",),
         "ranks": ("RankError", "RankFailure", "RankPool"),
         "states": ("Destinations", "make_state_dict"),
         "tensors": ("TensorSpec", "tensor_specs"),
@@ -42,6 +44,7 @@ __all__ = [
     "RankError",
     "RankFailure",
     "RankPool",
+    "RankThreads",
     "SaveLoadCase",
     "ShardSpec",
     "StrategyContract",

@@ -12,6 +12,7 @@ import os
 import sys
 import tempfile
 import traceback
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -43,11 +44,40 @@ class RankError(Exception):
     """A rank raised, died or did not end, and the test did not expect it."""
 
 
-class RankPool:
+class Ranks(ABC):
+    """What runs a function on every rank of a group: threads of this process, or a pool of processes."""
+
+    def run(self, world_size: int, function: Any, *args: Any, timeout: float = RUN_TIMEOUT) -> list[Any]:
+        """Run a function on every rank of a new group.
+
+        Args:
+            world_size: Number of ranks.
+            function: Called as ``function(*args)`` on every rank.
+            args: The same on every rank.
+            timeout: Seconds after which the run has failed.
+
+        Returns:
+            What it returned, in rank order.
+
+        Raises:
+            RankError: a rank raised, with the tracebacks of all that did; or died, or did not end in time.
+        """
+        outcomes = self.outcomes(world_size, function, *args, timeout=timeout)
+        failures = [(r, o) for r, o in enumerate(outcomes) if isinstance(o, RankFailure)]
+        if failures:
+            raise RankError("\n".join(f"rank {rank}: {failure.trace}" for rank, failure in failures))
+        return outcomes
+
+    @abstractmethod
+    def outcomes(self, world_size: int, function: Any, *args: Any, timeout: float = RUN_TIMEOUT) -> list[Any]:
+        """Run a function as :meth:`run` does; what a rank raised is in the result, as a :class:`RankFailure`."""
+
+
+class RankPool(Ranks):
     """Worker processes that are ranks of gloo groups: started at the first use, ended by :meth:`close`.
 
     A function that ranks run stands at the top level of a module that a new process can import, and what it is given
-    and returns can be pickled. The pytest plugin of this package has a pool as the fixture ``rank_pool``.
+    and returns can be pickled. After the timeout of a run the processes are killed. The pytest plugin of this package has a pool as the fixture ``rank_pool``.
 
     Args:
         size: Number of processes: the most ranks of a group.
@@ -81,27 +111,6 @@ class RankPool:
         self._pipes: list[Any] = []
         self._ready = 0
         self._stores: tempfile.TemporaryDirectory[str] | None = None
-
-    def run(self, world_size: int, function: Any, *args: Any, timeout: float = RUN_TIMEOUT) -> list[Any]:
-        """Run a function on every rank of a new group.
-
-        Args:
-            world_size: Number of ranks, at most the pool's size.
-            function: Called as ``function(*args)`` on every rank, in a group of gloo.
-            args: The same on every rank.
-            timeout: Seconds after which the workers are killed.
-
-        Returns:
-            What it returned, in rank order.
-
-        Raises:
-            RankError: a rank raised, with the tracebacks of all that did; or died, or did not end in time.
-        """
-        outcomes = self.outcomes(world_size, function, *args, timeout=timeout)
-        failures = [(r, o) for r, o in enumerate(outcomes) if isinstance(o, RankFailure)]
-        if failures:
-            raise RankError("\n".join(f"rank {rank}: {failure.trace}" for rank, failure in failures))
-        return outcomes
 
     def outcomes(self, world_size: int, function: Any, *args: Any, timeout: float = RUN_TIMEOUT) -> list[Any]:
         """Run a function as :meth:`run` does; what a rank raised is in the result, as a :class:`RankFailure`."""
@@ -204,4 +213,4 @@ def _outcome(rank: int, world_size: int, store: str, function: Any, args: tuple[
         dist.destroy_process_group()
 
 
-__all__ = ["RankError", "RankFailure", "RankPool"]
+__all__ = ["RankError", "RankFailure", "RankPool", "Ranks"]

@@ -22,6 +22,7 @@ from shardckpt.errors import KeyMismatchError, ShardingError
 from shardckpt.local import TensorAwareStateDict
 from shardckpt.manager import CheckpointConfig, CheckpointManager
 from shardckpt.mapping import OptionalEntries, ShardedObject, ShardedTensor
+from tests.tables import table
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -260,7 +261,7 @@ def test_an_entry_is_found_by_the_whole_of_its_name(tmp_path: Path) -> None:
     assert loaded["state"].keys() == {"layer.10"}
 
 
-@pytest.mark.parametrize("initial", [False, True])
+@table("initial", [False, True])
 def test_the_manager_loads_what_it_saved(tmp_path: Path, initial: bool) -> None:
     """A CheckpointManager resumes, and begins with another's checkpoint, whichever experts had been reached."""
     saved = Training.made("adamw")
@@ -393,7 +394,7 @@ def _step_lbfgs() -> tuple[nn.Module, torch.optim.LBFGS]:
     return model, optimizer
 
 
-@pytest.mark.parametrize("backend", ["torch_dist", "safetensors"])
+@table("backend", ["torch_dist", "safetensors"])
 def test_an_lbfgs_is_loaded_as_an_object(backend: str, tmp_path: Path) -> None:
     """A load into a new LBFGS is an error that says how its state is saved, and what it says works."""
     model, optimizer = _step_lbfgs()

@@ -19,6 +19,7 @@ from shardckpt.adapters import SavedModules, get_model_tensors, to_sharded_state
 from shardckpt.adapters.module_tree import list_state_tensors, name_parameters
 from shardckpt.adapters.modules import get_optimizer_state
 from tests.adapters.models import Layer, made_model
+from tests.tables import table
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -135,7 +136,7 @@ def _check(module: nn.Module, *, is_usual: bool = True) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
-@pytest.mark.parametrize("kind", [*USUAL, *UNUSUAL])
+@table("kind", [*USUAL, *UNUSUAL])
 def test_lists_what_torch_lists(kind: str) -> None:
     """Any module's tensors are those of get_model_state_dict; the walk lists those of usual modules, and no others."""
     module = (USUAL | UNUSUAL)[kind]()
@@ -213,7 +214,7 @@ def test_changes_between_saves(tmp_path: Path, kept: bool) -> None:
                 assert checkpoint[f"optimizer.state.{key}.exp_avg"][...].equal(state["exp_avg"]), (name, key)
 
 
-@pytest.mark.parametrize("kind", ["adamw", "momentum", "sgd", "fresh", "tensor lr"])
+@table("kind", ["adamw", "momentum", "sgd", "fresh", "tensor lr"])
 def test_optimizer_state_is_torchs(kind: str) -> None:
     """Optimizer state has the names, values and groups that get_optimizer_state_dict gives, and makes none."""
     model = made_model(1)

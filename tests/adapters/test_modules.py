@@ -27,6 +27,7 @@ from shardckpt.errors import CheckpointingException, KeyMismatchError, ShardingE
 from shardckpt.mapping import ShardedTensor
 from shardckpt.state_dict import nested_values, split_for_save
 from tests.adapters.models import Layer, made_model, sharded, train, wholes
+from tests.tables import table
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -158,6 +159,7 @@ def _wrapped() -> list[set[str]]:
     return [set(to_sharded_state_dict(model)) for model in (compiled, DistributedDataParallel(compiled))]
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # of torch.compile
 def test_wrappers_leave_no_trace_in_names(ranks: RankPool) -> None:
     """Checkpoint wrappers, torch.compile and DDP do not show in keys: they are those of the bare model."""
     plain = set(made_model(1).state_dict())
@@ -241,8 +243,8 @@ def test_an_optimizer_has_the_parameters_of_one_part() -> None:
         to_sharded_state_dict(parts, *(torch.optim.SGD(parts[0].parameters()) for _ in range(2)))
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("with_gradients", [False, True])
+@table("optimizer", OPTIMIZERS)
+@table("with_gradients", [False, True])
 def test_describing_changes_nothing(optimizer: str, with_gradients: bool) -> None:
     """An optimizer that has made no step has none afterwards, and its gradients, options and parameters stay."""
     model = made_model(1)

@@ -17,6 +17,7 @@ from shardckpt.errors import ShardingError
 from shardckpt.mapping import PlainObject, ShardedObject, ShardedTensor
 from tests import backends
 from tests.adapters.layouts import S0, values
+from tests.tables import table
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -66,7 +67,7 @@ def test_shards_that_are_described_already_stay() -> None:
     assert to_sharded_state_dict({"a": own})["a"] is own
 
 
-@pytest.mark.parametrize(
+@table(
     ("arguments", "reason"),
     [
         (({}, "model."), "expected an optimizer, got a str: .*prefix= as a keyword"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor, init_from_local_shards
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     from tests.ranks import RankPool
 
 SHAPE = (8, 6)
+
+pytestmark = pytest.mark.filterwarnings("ignore:Please use DTensor instead:FutureWarning")
 
 
 def _made(boxes: list[tuple[int, int, int, int]], whole: torch.Tensor, group: Any = None) -> Any:

@@ -11,6 +11,7 @@ from shardckpt import dist_checkpointing as dc
 from shardckpt.archive import decode_object, encode_object
 from shardckpt.errors import CorruptCheckpointError, ShardingError, UnsafePickleError
 from shardckpt.mapping import ShardedObject
+from tests.tables import table
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -64,8 +65,8 @@ def test_damage_is_an_error_of_the_family() -> None:
         decode_object(b"PK", "object 'rng'", ())
 
 
-@pytest.mark.parametrize("strategy", ["torch_dist", "ep"])
-@pytest.mark.parametrize("state", [{"args": {"plan": Schedule()}}, {"o": ShardedObject("o", Schedule(), (1,), (0,))}])
+@table("strategy", ["torch_dist", "ep"])
+@table("state", [{"args": {"plan": Schedule()}}, {"o": ShardedObject("o", Schedule(), (1,), (0,))}])
 def test_a_save_refuses_an_unknown_class(strategy: str, state: dict[str, Any], tmp_path: Path) -> None:
     """A save with an object that its load would refuse fails, says how to allow the class, and leaves nothing."""
     with pytest.raises(UnsafePickleError, match=r"(\['plan'\]|'o\S*'\S*): the pickle asks for .*allow_globals=\[Sched"):

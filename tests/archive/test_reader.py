@@ -12,6 +12,7 @@ from shardckpt.archive.reader import Archive, load_bytes
 from shardckpt.archive.writer import make_frame, make_frame_of_length
 from shardckpt.errors import CorruptCheckpointError
 from shardckpt.tensors.memory import tensor_bytes
+from tests.tables import table
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -34,7 +35,7 @@ def _sample(dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
     return raw.view(dtype).reshape(shape) if count else torch.empty(shape, dtype=dtype)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@table("dtype", DTYPES, ids=str)
 def test_what_we_write_torch_reads(dtype: torch.dtype) -> None:
     """Our archive around a tensor's memory is one that torch.load(weights_only=True) and our reader understand."""
     for shape in SHAPES:
@@ -54,7 +55,7 @@ def test_what_we_write_torch_reads(dtype: torch.dtype) -> None:
             assert make_frame_of_length(dtype, shape, len(data)) == (head, tail)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@table("dtype", DTYPES, ids=str)
 def test_what_torch_writes_we_read(dtype: torch.dtype) -> None:
     """Archives of torch.save, strided and offset views and shared storages included, give the same tensors."""
     base = _sample(dtype, (6, 4))
@@ -87,7 +88,7 @@ def test_parameters_and_subclasses_come_as_tensors() -> None:
     assert grad.requires_grad
 
 
-@pytest.mark.parametrize("cut", [0, 1, 40, -1])
+@table("cut", [0, 1, 40, -1])
 def test_a_cut_archive_is_an_error(cut: int) -> None:
     """An archive that ends early is named as damaged, whatever is missing."""
     file = io.BytesIO()

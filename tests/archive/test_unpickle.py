@@ -23,6 +23,7 @@ from shardckpt.archive.reader import load_bytes
 from shardckpt.errors import UnsafePickleError
 from shardckpt.mapping import ShardedObject
 from tests.faults.hostile import MARK, archive, build_on, call, named
+from tests.tables import table
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -92,7 +93,7 @@ def _stored(value: Any, path: Path, **options: Any) -> Any:
     return loaded["o"], loaded["common"]
 
 
-@pytest.mark.parametrize("name", sorted(PLAIN))
+@table("name", sorted(PLAIN))
 def test_plain_values_come_back_equal(tmp_path: Path, name: str) -> None:
     """What training states are made of needs no leave: as object and as common state it comes back as it was."""
     for got in _stored(PLAIN[name], tmp_path / "c"):
@@ -127,7 +128,7 @@ def test_paths_come_as_pure_paths(tmp_path: Path) -> None:
     assert got == pathlib.PurePosixPath("/a/b")
 
 
-@pytest.mark.parametrize("value", [Mine(3), Colour.RED], ids=["dataclass", "enum"])
+@table("value", [Mine(3), Colour.RED], ids=["dataclass", "enum"])
 def test_other_classes_need_leave(tmp_path: Path, value: Any) -> None:
     """Save and load refuse with the global's name and both forms of leave, and allow_globals= lets it through."""
     kind = type(value)
@@ -163,8 +164,8 @@ def test_what_torch_registers_itself_is_not_allowed() -> None:
             load_bytes(archive(b"\x80\x02" + named(entry.__module__, entry.__qualname__) + b"."), "it")
 
 
-@pytest.mark.parametrize("protocol", range(6))
-@pytest.mark.parametrize("name", sorted(ARRAYS))
+@table("protocol", range(6))
+@table("name", sorted(ARRAYS))
 def test_arrays_of_every_kind(name: str, protocol: int) -> None:
     """Arrays and scalars of every dtype and order come back as they were, from every protocol, shared ones shared."""
     value = ARRAYS[name]
@@ -256,7 +257,7 @@ def test_a_changed_default_device_does_not_matter(tmp_path: Path) -> None:
     assert got["empty"].device.type == "cpu"
 
 
-@pytest.mark.parametrize("slots", [False, True])
+@table("slots", [False, True])
 def test_an_allowed_class_cannot_be_changed(slots: bool) -> None:
     """Leave to make objects of a class is no leave to change the class itself."""
     with pytest.raises(UnsafePickleError, match="change"):

@@ -5,13 +5,13 @@ import struct
 import zipfile
 from typing import TYPE_CHECKING
 
-import pytest
 import torch
 from hypothesis import strategies as st
 
 from shardckpt.archive.reader import load_bytes
 from shardckpt.archive.zip_directory import Member, read_members
 from tests.property.search import drawn, for_all
+from tests.tables import table
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -48,7 +48,7 @@ def zipped(comment: bytes = b"") -> bytes:
     return file.getvalue()
 
 
-@pytest.mark.parametrize("data", [saved(), zipped(), zipped(b"a comment"), zipped(b"c" * 60_000)])
+@table("data", [saved(), zipped(), zipped(b"a comment"), zipped(b"c" * 60_000)])
 def test_members_are_those_that_zipfile_finds(data: bytes) -> None:
     """Names and bytes are those that the standard library reads, in archives of torch's and of others."""
     with zipfile.ZipFile(io.BytesIO(data)) as archive:

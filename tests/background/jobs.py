@@ -19,18 +19,14 @@ from shardckpt import dist_checkpointing as dc
 from shardckpt.async_save import AsyncCallsQueue, AsyncRequest
 from shardckpt.mapping import ShardedObject, ShardedTensor
 from tests import backends
+from tests.states import rank_and_size
 
 ROWS = 8
 
 
-def whereabouts() -> tuple[int, int]:
-    """(rank, world size), without a process group too."""
-    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-
-
 def state(value: float) -> dict[str, Any]:
     """Tensors of several kinds, an object and common state, all of which say ``value``."""
-    rank, world = whereabouts()
+    rank, world = rank_and_size()
     rows = torch.full((ROWS // world, 700), value)
     return {
         "weight": ShardedTensor.from_rank_offsets("weight", rows, (0, rank, world)),
@@ -116,7 +112,7 @@ def polled_save(path: str, persistent: bool) -> int:
 
 def worker_dies(path: str, victim: int) -> str:
     """The process of one rank is killed while it should write; the error of all, and the next save works."""
-    rank, _ = whereabouts()
+    rank, _ = rank_and_size()
     queue = AsyncCallsQueue(persistent=True)
     queue.warmup_persistent_caller(rank)
     request = dc.save(state(1.0), path, async_sharded_save=True)
@@ -146,7 +142,7 @@ def die(*_: Any) -> None:
 
 def fails_on_one_rank(path: str, persistent: bool, victim: int) -> str:
     """One rank cannot write; the error of all."""
-    rank, _ = whereabouts()
+    rank, _ = rank_and_size()
     with AsyncCallsQueue(persistent) as queue:
         request = dc.save(state(1.0), path, async_sharded_save=True)
         assert request is not None
@@ -164,7 +160,7 @@ def fails_on_one_rank(path: str, persistent: bool, victim: int) -> str:
 
 def out_of_step(path: str) -> str:
     """One rank has scheduled a request that the others have not."""
-    rank, _ = whereabouts()
+    rank, _ = rank_and_size()
     queue = AsyncCallsQueue()
     if rank == 1:
         queue.schedule_async_request(AsyncRequest(None, (), []))
@@ -190,7 +186,7 @@ def sleeping(seconds: float, _: Any = None) -> float:
 
 def waits_at_most() -> None:
     """A slow rank: others wait with it, and no longer than they are told to."""
-    rank, _ = whereabouts()
+    rank, _ = rank_and_size()
     done: list[int] = []
     written = threading.Event()
     queue = AsyncCallsQueue()
@@ -207,7 +203,7 @@ def waits_at_most() -> None:
 
 def slower_than_the_group(persistent: bool) -> list[int]:
     """A writer that takes longer than the process group's timeout."""
-    rank, _ = whereabouts()
+    rank, _ = rank_and_size()
     _set_pg_timeout(dt.timedelta(seconds=4), dist.group.WORLD)  # less to wait for than the pool's groups have
     with AsyncCallsQueue(persistent) as queue:
         queue.schedule_async_request(AsyncRequest(sleeping, (6.0 if rank else 0.0, None), []))
@@ -216,7 +212,7 @@ def slower_than_the_group(persistent: bool) -> list[int]:
 
 def finalized_as_megatron_does(path: str) -> list[str]:
     """Rank 0 adds a function that tells of the checkpoint, the last rank two that log it; which ones have run."""
-    rank, world = whereabouts()
+    rank, world = rank_and_size()
     ran: list[str] = []
     request = dc.save(state(1.0), path, async_sharded_save=True)
     assert request is not None
@@ -233,7 +229,7 @@ def finalized_as_megatron_does(path: str) -> list[str]:
 
 def closed_out_of_step() -> str:
     """Ranks that are at different requests close their queues."""
-    rank, _ = whereabouts()
+    rank, _ = rank_and_size()
     queue = AsyncCallsQueue()
     if rank == 1:
         queue.schedule_async_request(AsyncRequest(None, (), []))
@@ -251,7 +247,7 @@ def closed_out_of_step() -> str:
 
 def left_by_an_error(path: str) -> None:
     """The training fails on one rank, which leaves its queue; the others learn of it when they finalize."""
-    rank, _ = whereabouts()
+    rank, _ = rank_and_size()
     group = dist.new_group(timeout=dt.timedelta(seconds=3))  # less to wait for than the pool's groups have
     try:
         with AsyncCallsQueue(process_group=group) as queue:
@@ -268,7 +264,7 @@ def left_by_an_error(path: str) -> None:
 
 def in_another_order(folder: str) -> str:
     """One rank schedules two saves in the other order; the error of all, and no checkpoint."""
-    rank, _ = whereabouts()
+    rank, _ = rank_and_size()
     requests = [dc.save(state(value), f"{folder}/{value}", async_sharded_save=True) for value in (1.0, 2.0)]
     queue = AsyncCallsQueue()
     for request in requests if rank == 0 else reversed(requests):
@@ -283,7 +279,7 @@ def in_another_order(folder: str) -> str:
 
 def one_rank_fails_while_another_writes() -> tuple[str, bool]:
     """A rank's request fails at once, another's writes until it hears: the error, and whether it had written."""
-    rank, _ = whereabouts()
+    rank, _ = rank_and_size()
     heard = threading.Event()
     action = failing if rank == 0 else lambda *_: heard.wait(30)
     queue = AsyncCallsQueue()

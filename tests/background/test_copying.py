@@ -11,6 +11,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 from shardckpt.background import copying
 from shardckpt.background.copying import Copies
 from shardckpt.errors import ShardingError
+from tests.tables import table
 
 
 def _copied(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -21,8 +22,8 @@ def _copied(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     return views
 
 
-@pytest.mark.parametrize("threads", ["1", "2", "4"])
-@pytest.mark.parametrize("large", [1 << 20, 1])
+@table("threads", ["1", "2", "4"])
+@table("large", [1 << 20, 1])
 def test_any_tensor_is_copied_as_it_shows(monkeypatch: pytest.MonkeyPatch, threads: str, large: int) -> None:
     """Views, strides, conj and neg bits, parameters, 0-D and empty ones: the copies are equal and their own."""
     monkeypatch.setenv("SHARDCKPT_IO_THREADS", threads)
@@ -61,7 +62,7 @@ def _large_at(place: int) -> torch.Tensor:
     return memory[start : start + (1 << 20)]
 
 
-@pytest.mark.parametrize(("place", "first"), [(0, 4096), (64, 64), (4032, 4032), (1, 4096), (8, 4096), (100, 4096)])
+@table(("place", "first"), [(0, 4096), (64, 64), (4032, 4032), (1, 4096), (8, 4096), (100, 4096)])
 def test_large_ones_keep_their_place_in_the_page(place: int, first: int) -> None:
     """Large copies are where their tensors are in a page, for writes past the page cache; all are at 64s."""
     tensors = [torch.ones(5), _large_at(place), torch.ones(3, dtype=torch.complex128)]
@@ -148,7 +149,7 @@ def test_wrappers_are_refused_with_their_key() -> None:
 DTYPES = sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str)
 
 
-@pytest.mark.parametrize("count", [1, 40, 33_000])
+@table("count", [1, 40, 33_000])
 def test_every_dtype_is_copied_bit_for_bit(count: int) -> None:
     """All dtypes that torch has names for, few elements or many, bools of odd bytes too: the same bytes."""
     memory = torch.randint(256, (16 * count,), dtype=torch.uint8)
@@ -158,7 +159,7 @@ def test_every_dtype_is_copied_bit_for_bit(count: int) -> None:
         assert torch.equal(copy.view(torch.uint8), tensor.view(torch.uint8)), tensor.dtype
 
 
-@pytest.mark.parametrize("size", [5, 300_000])
+@table("size", [5, 300_000])
 def test_a_layout_is_for_tensors_of_its_form(size: int) -> None:
     """Tensors of another size or dtype than a layout was made for are refused by key, and not copied past their end."""
     layout = Copies(["a", "b"], [torch.ones(3), torch.ones(size)]).layout

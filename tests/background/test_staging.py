@@ -17,6 +17,7 @@ from shardckpt.manager import AsyncMode, CheckpointConfig, CheckpointManager
 from tests import programs
 from tests.background import jobs
 from tests.manager.training import Progress
+from tests.tables import table
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -137,7 +138,7 @@ def test_staged_memory_is_not_shared_with_forks() -> None:
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("has", ["nothing", "another's files"])
+@table("has", ["nothing", "another's files"])
 def test_without_proc_a_process_is_refused(tmp_path: Path, has: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where no other process can map staged tensors, the error is that of the constructor, and a thread works."""
     if has != "nothing":

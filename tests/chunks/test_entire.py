@@ -10,6 +10,7 @@ from shardckpt import dist_checkpointing as dc
 from shardckpt.chunks import entire
 from shardckpt.errors import CorruptCheckpointError
 from shardckpt.mapping import ShardedTensor
+from tests.tables import table
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -30,8 +31,8 @@ def _describe(tensors: dict[str, Any]) -> dict[str, Any]:
     return {key: ShardedTensor.from_rank_offsets(key, tensor) for key, tensor in tensors.items()}
 
 
-@pytest.mark.parametrize("gap", [0, 16])
-@pytest.mark.parametrize("seed", range(3))
+@table("gap", [0, 16])
+@table("seed", range(3))
 def test_tensors_in_any_order_of_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int, gap: int) -> None:
     """Tensors of any size have their values, wherever they lie in memory, and nothing between them is touched."""
     rng = random.Random(seed)
@@ -64,7 +65,7 @@ def test_destinations_of_other_kinds(tmp_path: Path) -> None:
     assert all(torch.equal(loaded[key].float(), tensor) for key, tensor in saved.items())
 
 
-@pytest.mark.parametrize("gap", [0, 16])
+@table("gap", [0, 16])
 def test_the_damaged_tensor_is_named(tmp_path: Path, gap: int) -> None:
     """Of many tensors that are read at once, the error names the one whose bytes are not those that were written."""
     sizes = [1 << 16] * 40

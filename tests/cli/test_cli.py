@@ -8,13 +8,14 @@ import pytest
 
 from shardckpt import __version__
 from shardckpt.cli import demo, export, inspect, ls, main, merge, migrate, prune, remove, strategies, verify
+from tests.tables import table
 
 if TYPE_CHECKING:
     from pathlib import Path
     from types import ModuleType
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["strategies", "--help"]])
+@table("arguments", [["--help"], ["--version"], ["strategies", "--help"]])
 def test_help_and_version(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     """Help names every verb, the version is the package's."""
     with pytest.raises(SystemExit, match="0"):
@@ -27,7 +28,7 @@ def test_help_and_version(arguments: list[str], capsys: pytest.CaptureFixture[st
     assert all(text in out for text in expected.get(arguments[0], ("usage",)))
 
 
-@pytest.mark.parametrize("verb", [demo, strategies, ls, inspect, verify, merge, migrate, remove, prune, export])
+@table("verb", [demo, strategies, ls, inspect, verify, merge, migrate, remove, prune, export])
 def test_the_help_of_a_verb_explains_it(
     verb: ModuleType, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -20,6 +20,7 @@ from shardckpt.maintenance import convert_checkpoint
 from shardckpt.mapping import PlainObject, ShardedTensor
 from tests import programs
 from tests.maintenance.test_resumption import MIB, assert_same_files, make_source
+from tests.tables import table
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -149,15 +150,10 @@ def test_a_kill_at_the_commit(tmp_path: Path, to: str, moment: str) -> None:
         assert_resumed(tmp_path, expected, finish(start(tmp_path, to)))
 
 
-@pytest.mark.parametrize(
-    ("to", "kills"),
-    [
-        pytest.param("safetensors", 1, marks=pytest.mark.ci),
-        *(pytest.param(to, 10, marks=pytest.mark.proof) for to in ("safetensors", "hf", "torch")),
-    ],
-)
-def test_kills_at_random_moments(tmp_path: Path, to: str, kills: int) -> None:
-    """Killed at random moments (30 in the proof tier), a fresh process goes on with what there is, to the same."""
+@pytest.mark.proof
+@pytest.mark.parametrize("to", ["safetensors", "hf", "torch"])
+def test_kills_at_random_moments(tmp_path: Path, to: str) -> None:
+    """Killed at 10 random moments, a fresh process goes on with what there is, to the same."""
     expected = prepare(tmp_path, to)
     began = time.monotonic()
     finish(start(tmp_path, to))
@@ -165,7 +161,7 @@ def test_kills_at_random_moments(tmp_path: Path, to: str, kills: int) -> None:
     (tmp_path / "new").rename(tmp_path / "probe")
     remove(tmp_path / "probe")
     draw = random.Random(to)
-    for _ in range(kills):
+    for _ in range(10):
         process = start(tmp_path, to)
         time.sleep(draw.uniform(0, 1) * seconds)
         os.kill(process.pid, signal.SIGKILL)  # nobody has asked for its end: the number is its own
@@ -209,7 +205,7 @@ def test_convert_prints_the_proof(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert tensor["before"] == tensor["after"] == shardckpt.fingerprint({"w": values["w"].bfloat16()})["w"]  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("verb", ["convert", "merge"])
+@table("verb", ["convert", "merge"])
 def test_what_only_other_libraries_look_for_does_not_read_as_lost(
     tmp_path: Path, verb: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

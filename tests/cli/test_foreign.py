@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from shardckpt.cli import main
+from tests.tables import table
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -61,7 +62,7 @@ def test_verify_names_the_bad_file_of_a_folder(folder: Path, how: str, capsys: p
     assert len(found["files"]) == 3
 
 
-@pytest.mark.parametrize("legacy", [False, True])
+@table("legacy", [False, True])
 def test_a_file_of_torch_save_is_inspected_and_verified(
     tmp_path: Path, legacy: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -22,6 +22,7 @@ from shardckpt.plugins import get_plugin_manager
 from tests import names as names_
 from tests.backends import Backend, both, both_in_proof
 from tests.cli.checkpoints import copy_golden, damage, save_plain_dcp
+from tests.tables import table
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -253,8 +254,8 @@ def _make_varied(folder: Path, backend: str = "safetensors") -> None:
     dc.save(state, folder, (backend, 1), step=4)
 
 
-@pytest.mark.parametrize("how", [[], ["--json"], ["--files"], ["--tree"], ["--sort", "size"], ["m."], ["rng"], ["x"]])
-@pytest.mark.parametrize("name", ["torch_dist", "safetensors"])
+@table("how", [[], ["--json"], ["--files"], ["--tree"], ["--sort", "size"], ["m."], ["rng"], ["x"]])
+@table("name", ["torch_dist", "safetensors"])
 def test_the_outline_is_what_the_strategy_lists(
     name: str, how: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -272,7 +273,7 @@ def test_the_outline_is_what_the_strategy_lists(
     assert found[0] == found[1]
 
 
-@pytest.mark.parametrize(
+@table(
     ("name", "file"),
     [
         *(("safetensors", file) for file in ("index.safetensors", "common.safetensors", "rank_0_0.safetensors")),
@@ -280,7 +281,7 @@ def test_the_outline_is_what_the_strategy_lists(
         ("safetensors", "shardckpt.json"),
     ],
 )
-@pytest.mark.parametrize("fault", ["flipped", "cut", "missing"])
+@table("fault", ["flipped", "cut", "missing"])
 def test_a_damaged_checkpoint_has_no_outline(tmp_path: Path, name: str, file: str, fault: str) -> None:
     """A file that is damaged is left to the strategy, which says what is wrong; values of tensors are not looked at."""
     _make_varied(tmp_path / "c", name)

@@ -20,7 +20,7 @@ from shardckpt.integrations.fsspec.folder import FsspecFolder
 from shardckpt.manager import list_checkpoints, listing
 from shardckpt.mapping import ShardedTensor
 from shardckpt.plugins import get_plugin_manager, hookimpl
-from tests.backends import Backend, both
+from tests.backends import Backend, both, both_in_proof
 from tests.cli.checkpoints import GOLDEN, copy_golden, save_plain_dcp
 from tests.commit import owners
 
@@ -337,7 +337,7 @@ def _find(url: str) -> str:
     return f"/{url.partition('://')[2]}"
 
 
-@both
+@both_in_proof
 def test_ls_of_a_url_takes_few_requests(backend: Backend, counted: str) -> None:
     """One listing serves all folders: of those that are no checkpoint none is asked for, of others their JSON files."""
     for step in range(3):
@@ -357,7 +357,7 @@ def test_ls_of_a_url_takes_few_requests(backend: Backend, counted: str) -> None:
     assert {each.state for each in found.values() if each.name.startswith("other")} == {"other"}
 
 
-@both
+@both_in_proof
 def test_ls_of_a_url_looks_again_at_what_has_changed(
     backend: Backend, counted: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

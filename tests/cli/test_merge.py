@@ -13,12 +13,13 @@ import torch
 from shardckpt.cli import main
 from shardckpt.engine import display
 from shardckpt.maintenance.sources import open_any
+from tests.tables import table
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 
-@pytest.mark.parametrize(
+@table(
     ("options", "value"),
     [
         ([], 3.0),

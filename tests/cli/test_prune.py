@@ -11,7 +11,7 @@ from shardckpt import dist_checkpointing as dc
 from shardckpt.cli import main
 from shardckpt.manager import CONTENT_KEY
 from shardckpt.mapping import ShardedTensor
-from tests.backends import Backend, both
+from tests.backends import Backend, both_in_proof
 from tests.cli.checkpoints import damage
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ def _steps(folder: Path) -> list[int]:
     return sorted(int(path.name.removeprefix("step-")) for path in folder.glob("step-*"))
 
 
-@both
+@both_in_proof
 def test_prune_keeps_what_a_policy_keeps(backend: Backend, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A dry run names the same steps and reasons, and removes nothing; the second time nothing is left to do."""
     arguments = ["prune", str(folder), "--keep-latest", "1", "--keep-best", "loss", "--keep-step", "1"]
@@ -110,7 +110,7 @@ def test_prune_refuses_wrong_policies(
     assert _steps(folder) == [1, 2, 3, 4, 5]
 
 
-@both
+@both_in_proof
 def test_prune_leaves_an_intact_step_if_it_may_read_them(
     backend: Backend, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

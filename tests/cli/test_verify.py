@@ -16,6 +16,7 @@ from shardckpt.cli import main
 from shardckpt.engine.integrity import save_integrity_manifest
 from shardckpt.plugins import Event, get_plugin_manager
 from tests.cli.checkpoints import DAMAGES, copy_golden, damage, save_plain_dcp
+from tests.tables import table
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -55,7 +56,7 @@ def test_verify_lets_other_files_be(checkpoint: Path, capsys: pytest.CaptureFixt
     assert "common.pt" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("version", ["0.9.0", "0.12.3", "0.13.1", "0.16.1", "0.17.0rc0", "0.20.0", "dcp"])
+@table("version", ["0.9.0", "0.12.3", "0.13.1", "0.16.1", "0.17.0rc0", "0.20.0", "dcp"])
 def test_verify_judges_what_has_no_digests(tmp_path: Path, capsys: pytest.CaptureFixture[str], version: str) -> None:
     """0 for a foreign checkpoint whose files are as its index says, with what was checked and what was not."""
     path = save_plain_dcp(tmp_path) if version == "dcp" else copy_golden(version, tmp_path)
@@ -74,8 +75,8 @@ def test_verify_judges_what_has_no_digests(tmp_path: Path, capsys: pytest.Captur
     assert "Not checked: their values" in last
 
 
-@pytest.mark.parametrize("how", DAMAGES)
-@pytest.mark.parametrize("version", ["0.9.0", "0.16.1", "0.20.0", "dcp"])
+@table("how", DAMAGES)
+@table("version", ["0.9.0", "0.16.1", "0.20.0", "dcp"])
 def test_verify_finds_damage_without_digests(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], version: str, how: str
 ) -> None:
@@ -128,7 +129,7 @@ def test_verify_lets_items_be_that_were_removed(tmp_path: Path) -> None:
     assert main(["verify", str(path)]) == 0
 
 
-@pytest.mark.parametrize("kind", ["absent", "empty", "other files", "a file", "unknown backend"])
+@table("kind", ["absent", "empty", "other files", "a file", "unknown backend"])
 def test_verify_has_no_answer_for_what_is_no_checkpoint(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str
 ) -> None:

@@ -15,6 +15,7 @@ from shardckpt.commit import commit
 from shardckpt.commit.owner import Owner
 from shardckpt.commit.staging_names import discarded_name, is_temporary
 from shardckpt.errors import CheckpointReplacedError, StorageError
+from tests.tables import table
 
 
 def staged(target: Path, save_id: str = "1", content: bytes = b"new") -> Path:
@@ -78,7 +79,7 @@ def test_two_saves_to_one_path(tmp_path: Path) -> None:
     assert (target / "data").read_bytes() == b"first"
 
 
-@pytest.mark.parametrize("exchanges", [True, False])
+@table("exchanges", [True, False])
 def test_replace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exchanges: bool) -> None:
     """The old checkpoint's files go; all else is kept, as the same files where the file system has hard links."""
     if not exchanges:
@@ -203,7 +204,7 @@ def test_without_hard_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert synced == [b"kept"]
 
 
-@pytest.mark.parametrize("fails", [False, True])
+@table("fails", [False, True])
 def test_a_staging_directory_is_committed_or_removed(tmp_path: Path, fails: bool) -> None:
     """What the block commits is the target; of what it does not commit, raise or return, nothing remains."""
     target = tmp_path / "ckpt"

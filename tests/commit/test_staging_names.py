@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-import pytest
-
 from shardckpt.commit.owner import Owner
 from shardckpt.commit.staging_names import (
     NAME_MAX,
@@ -20,12 +18,13 @@ from shardckpt.commit.staging_names import (
     stem,
     temporary_name,
 )
+from tests.tables import table
 
 #: Names of 1 to 255 bytes, the last ones of characters with several bytes and of bytes that are no text.
 NAMES = ("c", "a.b", "x" * 159, "x" * 160, "x" * 201, "x" * 255, "é" * 127, "字" * 85, os.fsdecode(b"\xff" * 255))
 
 
-@pytest.mark.parametrize("name", NAMES, ids=[f"{len(os.fsencode(name))} {name[:1]!a}" for name in NAMES])
+@table("name", NAMES, ids=[f"{len(os.fsencode(name))} {name[:1]!a}" for name in NAMES])
 def test_every_temporary_name_fits(name: str) -> None:
     """Of names of up to 255 bytes all temporary ones can be made, and say what they are of."""
     for kind in (STAGING, REPLACED, REMOVED):

@@ -50,6 +50,7 @@ from tests.ep.live import (
     state,
     whole,
 )
+from tests.tables import table
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -308,7 +309,7 @@ def test_an_item_moves_to_its_ranks_experts() -> None:
     assert (half.storage_index.offset, half.storage_offsets) == ((4, 0), (3, 0))
 
 
-@pytest.mark.parametrize("rank", [1, 3])
+@table("rank", [1, 3])
 def test_an_item_that_leaves_its_chunk_is_refused(rank: int) -> None:
     """Experts in two stored chunks, or none, are an error: the seed read past the chunk."""
     stored = _stored((8, 6), [((0, 0), (4, 6)), ((4, 0), (4, 6))])
@@ -375,9 +376,7 @@ def test_the_planner_has_the_originals_defaults(tmp_path: Path) -> None:
         EPLoadPlanner(1)
 
 
-@pytest.mark.parametrize(
-    "arguments", [{}, {"ep_rank": 0, "ep_size": 2, "check_moe_fn": bool}, {"layouts": {}, "ep_rank": 0}]
-)
+@table("arguments", [{}, {"ep_rank": 0, "ep_size": 2, "check_moe_fn": bool}, {"layouts": {}, "ep_rank": 0}])
 def test_the_planner_of_the_same_name_points_to_it(arguments: dict[str, Any]) -> None:
     """Who calls shardckpt_ep.EPLoadPlanner with the original's arguments is told where it is; so says its docstring."""
     with pytest.raises(ShardingError, match=r"import it from shardckpt\.compat\.mindspeed"):
@@ -476,7 +475,7 @@ class _Layers(torch.nn.Module):
         self.layers = torch.nn.ModuleList(layers)
 
 
-@pytest.mark.parametrize(
+@table(
     ("pattern", "numbers"),
     [
         ("layers.{*}.experts", range(12)),
@@ -498,7 +497,7 @@ def test_braces_hold_the_numbers_of_layers(pattern: str, numbers: Sequence[int])
     assert [n for n in range(12) if check_moe(f"layers.{n}.experts.weight")] == list(numbers)
 
 
-@pytest.mark.parametrize("braces", ["{a}", "{}", "{1-}", "{*-3}", "{1;2}"])
+@table("braces", ["{a}", "{}", "{1-}", "{*-3}", "{1;2}"])
 def test_braces_that_hold_something_else_are_named(braces: str) -> None:
     """What no layer can match is an error by itself, even beside a pattern that matches."""
     with pytest.raises(ShardingError, match=re.escape(f"{braces} is neither {{*}} nor numbers")):

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from tests.readmes import READMES
+from tests.tables import table
 
 TABLE = READMES["shardckpt/compat/README.md"].partition("## Names and signatures")[2]
 _ROW = re.compile(r"^\| ([^|`]+) \| `([^`]+)` \| `([^`]+)` \|", re.MULTILINE)
@@ -81,7 +82,7 @@ def _check(row: Row) -> None:
     assert not arguments.kwarg or inspect.Parameter.VAR_KEYWORD in kinds, row
 
 
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.origin}: {row.signature.partition('(')[0]}")
+@table("row", ROWS, ids=lambda row: f"{row.origin}: {row.signature.partition('(')[0]}")
 def test_every_name_is_imported_and_every_argument_bound(row: Row) -> None:
     """A call of the original, by place or by keyword, with or without its optional arguments, is a call here."""
     _check(row)
@@ -95,7 +96,7 @@ def test_every_row_is_read() -> None:
     assert {"MindSpeed-LLM", "EPLoadPlanner", "Megatron-Core"} <= {row.origin for row in ROWS}
 
 
-@pytest.mark.parametrize(
+@table(
     ("signature", "path"),
     [
         ("save(state_dict)", "shardckpt.huggingface.no_such_name"),

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests import programs
+from tests.tables import table
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -153,7 +154,7 @@ def _refused(module: ModuleType) -> dict[str, str]:
     return getattr(module, "REFUSED", {})
 
 
-@pytest.mark.parametrize(("path", "name"), [(path, name) for path, names in NAMES.items() for name in names.split()])
+@table(("path", "name"), [(path, name) for path, names in NAMES.items() for name in names.split()])
 def test_every_name_is_there_or_says_what_is(path: str, name: str) -> None:
     """Each name resolves, or is refused with what to use instead."""
     module = _module(path)
@@ -164,7 +165,7 @@ def test_every_name_is_there_or_says_what_is(path: str, name: str) -> None:
         assert getattr(module, name) is not None
 
 
-@pytest.mark.parametrize("path", NAMES)
+@table("path", NAMES)
 def test_a_module_gives_what_it_names(path: str) -> None:
     """What a module lists, it has; what it refuses, it does not have; other names are AttributeErrors as usual."""
     module = _module(path)
@@ -174,7 +175,7 @@ def test_a_module_gives_what_it_names(path: str) -> None:
     assert not hasattr(module, "anything_else")
 
 
-@pytest.mark.parametrize(("owner", "members"), MEMBERS.items())
+@table(("owner", "members"), MEMBERS.items())
 def test_what_is_imported_has_its_methods(owner: str, members: str) -> None:
     """Classes have the methods and members that Megatron's users call."""
     path, _, name = owner.rpartition(".")
@@ -276,7 +277,7 @@ def test_the_source_is_read(sites: Sites) -> None:
     assert found == set(NAMES["optimizer"].split())
 
 
-@pytest.mark.parametrize("path", sorted(DROPPED))
+@table("path", sorted(DROPPED))
 def test_modules_that_megatron_removed_say_so(path: str) -> None:
     """An import of a module that older releases had is an ImportError with the way out, not a missing module."""
     parent, _, name = path.rpartition(".")

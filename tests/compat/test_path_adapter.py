@@ -27,6 +27,7 @@ from shardckpt.errors import (
 )
 from shardckpt.plugins.manager import get_plugin_manager
 from tests.compat.rewritten import STRATEGIES, run_script
+from tests.tables import in_proof, table
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -85,7 +86,7 @@ def _register(load: Any = None, save: Any = None) -> None:
     base.register_default_strategy(base.StrategyAction.LOAD_SHARDED, "files", 1, load or _Load())
 
 
-@pytest.mark.parametrize(("writers", "readers"), [(1, 2), (2, 1), (2, 2)])
+@pytest.mark.parametrize(("writers", "readers"), [(1, 2), (2, 1), *in_proof((2, 2))])
 @pytest.mark.parametrize("function", ["save", "save_in_background"])
 def test_strategies_written_for_megatron_run(
     ranks: RankPool, tmp_path: Path, function: str, writers: int, readers: int
@@ -108,9 +109,7 @@ def test_what_it_wrote_is_recorded(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "c" / "metadata.json").read_text())["sharded_backend"] == "files"
 
 
-@pytest.mark.parametrize(
-    "odd", ['{"tensors": {}, "tensors": {}}', '{"tensors": {"w": {"shape": ["2"], "dtype": "x"}}}']
-)
+@table("odd", ['{"tensors": {}, "tensors": {}}', '{"tensors": {"w": {"shape": ["2"], "dtype": "x"}}}'])
 def test_an_index_is_parsed_strictly(tmp_path: Path, odd: str) -> None:
     """What says a key twice, or a text for a size, is damage, also where no digest says so."""
     dc.save({"w": _tensor(), "step": 3}, tmp_path / "c", _Save())
@@ -284,7 +283,7 @@ def test_a_load_during_an_overwrite_starts_over(tmp_path: Path) -> None:
     assert (loaded["w"].tolist(), loaded["step"], len(calls)) == ([2.0] * 4, 2, 2)
 
 
-@pytest.mark.parametrize("what", ["folder", "link", "linked folder", "name", "name in a folder"])
+@table("what", ["folder", "link", "linked folder", "name", "name in a folder"])
 def test_what_a_checkpoint_cannot_have_is_named(tmp_path: Path, what: str) -> None:
     """Empty folders, links and file names with other characters fail the save by name and class; nothing is left."""
 
@@ -313,7 +312,7 @@ def test_urls_are_refused() -> None:
         dc.save({"w": _tensor()}, "memory://bucket/c", _Save())
 
 
-@pytest.mark.parametrize(("returned", "error"), [(None, "a dict"), ({}, "'w'"), ({"w": torch.ones(3)}, "shape")])
+@table(("returned", "error"), [(None, "a dict"), ({}, "'w'"), ({"w": torch.ones(3)}, "shape")])
 def test_a_wrong_result_is_a_plugin_error(tmp_path: Path, returned: Any, error: str) -> None:
     """A load that does not return what was asked for, or tensors of other shapes, is an error that names it."""
 
@@ -457,7 +456,7 @@ def test_classes_and_nameless_strategies_are_refused(tmp_path: Path) -> None:
         dc.save({"w": _tensor()}, tmp_path / "c", Nameless())
 
 
-@pytest.mark.parametrize("register", [base.register_default_strategy, ours.register_default_strategy])
+@table("register", [base.register_default_strategy, ours.register_default_strategy])
 def test_an_action_by_its_text_is_refused(register: Any) -> None:
     """An action that is a string says which members of the enumeration there are."""
     with pytest.raises(CheckpointingException, match="'save_sharded': pass LOAD_SHARDED or SAVE_SHARDED of"):

@@ -18,6 +18,7 @@ from shardckpt.adapters import load_into, to_sharded_state_dict
 from shardckpt.cli import main
 from shardckpt.errors import CannotLoadError, CheckpointingException, CorruptCheckpointError
 from shardckpt.maintenance import convert_checkpoint, diff_checkpoints, open_any
+from tests.tables import table
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "deepspeed"
 NAMES = ("zero1", "bf16", "zero2", "zero3", "universal-zero1", "universal-zero3")
@@ -47,7 +48,7 @@ def _expect(name: str) -> dict[str, torch.Tensor]:
     return keys
 
 
-@pytest.mark.parametrize("name", NAMES)
+@table("name", NAMES)
 def test_weights_and_moments_are_what_deepspeed_had(name: str) -> None:
     """Each fp32 weight, moment, frozen parameter, buffer and tied weight has the bits that DeepSpeed had in memory."""
     expected = _expect(name)
@@ -60,7 +61,7 @@ def test_weights_and_moments_are_what_deepspeed_had(name: str) -> None:
         assert tensors[key].equal(tensor), key
 
 
-@pytest.mark.parametrize("name", NAMES)
+@table("name", NAMES)
 def test_it_converts_to_a_model_folder(name: str, tmp_path: Path) -> None:
     """`shardckpt convert` makes a Hugging Face folder of it, with the model's names and no optimizer state."""
     assert main(["convert", str(GOLDEN / name), str(tmp_path / "hf"), "--to", "hf"]) == 0
@@ -70,7 +71,7 @@ def test_it_converts_to_a_model_folder(name: str, tmp_path: Path) -> None:
     assert all(found[key].equal(tensor) for key, tensor in expected.items())
 
 
-@pytest.mark.parametrize("name", NAMES)
+@table("name", NAMES)
 def test_training_goes_on_from_it(name: str, tmp_path: Path) -> None:
     """What is converted loads into a module and its optimizer: weights, moments, step counts and options."""
     convert_checkpoint(GOLDEN / name, tmp_path / "new", "safetensors")
@@ -138,7 +139,7 @@ def test_a_modules_extra_state_loads_into_it(tmp_path: Path) -> None:
     assert net.hidden.extra == 7
 
 
-@pytest.mark.parametrize(
+@table(
     ("entry", "value"),
     [
         ("module", [1]),
@@ -177,7 +178,7 @@ def test_verbs_read_it() -> None:
     assert not report.differences
 
 
-@pytest.mark.parametrize("name", ["zero1", "zero3"])
+@table("name", ["zero1", "zero3"])
 def test_a_missing_rank_is_an_error(name: str, tmp_path: Path) -> None:
     """A folder without the partition of a rank, first or last, is damaged, and the error names what is missing."""
     for number, lost in enumerate(sorted(path.name for path in (GOLDEN / name).glob("*_optim_states.pt"))):
@@ -188,7 +189,7 @@ def test_a_missing_rank_is_an_error(name: str, tmp_path: Path) -> None:
         assert not (tmp_path / "new").exists()
 
 
-@pytest.mark.parametrize(
+@table(
     ("name", "what"),
     [
         ("zero_pp_rank_0_mp_rank_01_optim_states.pt", "tensor parallelism.*ds_to_universal"),
@@ -204,7 +205,7 @@ def test_what_is_not_read_is_refused_by_name(name: str, what: str, tmp_path: Pat
         convert_checkpoint(tmp_path / "zero", tmp_path / "new", "safetensors")
 
 
-@pytest.mark.parametrize("name", ["zero1", "zero3", "universal-zero1"])
+@table("name", ["zero1", "zero3", "universal-zero1"])
 def test_a_damaged_file_is_an_error(name: str, tmp_path: Path) -> None:
     """A file that is cut, or has other values than DeepSpeed writes, is an error that names it; verify finds it."""
     shutil.copytree(GOLDEN / name, tmp_path / "zero")

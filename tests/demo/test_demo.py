@@ -16,6 +16,7 @@ import pytest
 from shardckpt.cli import main
 from shardckpt.demo import TOLERANCE, Layout, Run, check
 from shardckpt.errors import CheckpointingException
+from tests.tables import table
 
 TIME_LIMIT = 240.0
 
@@ -257,7 +258,7 @@ def _with_loss(layout: Layout, loss: float) -> list[Run]:
     return [first, replace(second, losses={2: 2.0, 3: loss})]
 
 
-@pytest.mark.parametrize(
+@table(
     ("runs", "reason"),
     [
         (_with_loss(Layout(1), 1.5 * (1 + TOLERANCE * 2)), "losses of 1 rank differ by 2.0e-05, more than the toler"),

@@ -1,10 +1,13 @@
 from __future__ import annotations
 
 import io
+import logging
 import re
 import time
-from contextlib import contextmanager, redirect_stderr
+from contextlib import redirect_stderr
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,102 +15,136 @@ import torch.distributed as dist
 
 from shardckpt import dist_checkpointing as dc
 from shardckpt.distributed import Comm, long_wait
+from shardckpt.distributed.group_failure import GroupFailure
+from shardckpt.distributed.long_wait import LongWait
+from shardckpt.errors import CommunicationError
 from shardckpt.manager import CheckpointConfig, CheckpointManager
 from shardckpt.mapping import ShardedTensor
+from tests.distributed.simulated import Job, View
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
     from tests.ranks import RankPool
 
-#: What stands for 10 s, and how much longer a rank comes late that another is to wait for.
-_SHORT, _LATE = 0.2, 1.3
+
+@pytest.fixture(autouse=True)
+def _nothing_said_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forget what has been said, before and after each test."""
+    monkeypatch.setattr(long_wait, "_next_notice", {})
 
 
-@contextmanager
-def _short_patience() -> Iterator[None]:
-    """Let ranks say that they wait after a moment, and forget what they have said."""
-    before = long_wait.NOTICE_AFTER
-    long_wait.NOTICE_AFTER = _SHORT
-    try:
-        yield
-    finally:
-        long_wait.NOTICE_AFTER = before
-        long_wait._next_notice.clear()
+class Work:
+    """A collective that ends after some seconds of the simulation."""
+
+    def __init__(self, job: Job, seconds: float) -> None:
+        self._job, self._ends = job, job.clock.now + seconds
+
+    def wait(self, timeout: Any) -> None:
+        """Wait as torch's work handles do."""
+        self._job.clock.sleep(timeout.total_seconds())
+        if not self.is_completed():
+            raise RuntimeError("Timed out waiting for recv operation to complete")
+
+    def is_completed(self) -> bool:
+        """Whether it has ended."""
+        return self._job.clock.now >= self._ends
 
 
-def _stores_keys() -> int:
-    """Number of keys that all ranks have written to the job's store."""
-    store: Any = dist.distributed_c10d._get_default_store()
-    return int(store.num_keys())
+class WaitingComm(Comm):
+    """Rank 0 of a simulated job."""
+
+    def __init__(self, job: Job) -> None:
+        super().__init__()
+        self._job, self._by_gloo, self._clock = job, True, lambda: job.clock.now
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """The ranks of the simulated job."""
+        return tuple(self._job.ranks)
+
+    def _make_failure(self) -> GroupFailure:
+        return GroupFailure(View(self._job, 0))  # type: ignore[arg-type]
+
+    def wait_for_others(self, seconds: float) -> None:
+        """Wait in a collective of that length."""
+        self._job.run_each({0: lambda _: self._call(lambda: Work(self._job, seconds))})
 
 
-def _calls_late(late: int, call: str, folder: str) -> tuple[str, int, Any]:
-    """Call a function, on one rank late; what this rank said on stderr, keys added to the store, the result."""
-    torch.manual_seed(0)  # the same on all ranks
-    with CheckpointManager(CheckpointConfig(folder=folder), {"model": torch.nn.Linear(2, 2)}) as manager:
-        manager.save(3, force=True)
-        shard = ShardedTensor.from_rank_offsets("a", torch.ones(2), replica_id=dist.get_rank())
-        functions = {"steps": manager.steps, "save": lambda: dc.save({"a": shard}, f"{folder}/dc")}
-        dist.barrier()
-        before = _stores_keys()
-        with _short_patience(), redirect_stderr(io.StringIO()) as said:
-            if dist.get_rank() == late:
-                time.sleep(_LATE)
-            result = functions[call]()
-        return said.getvalue(), _stores_keys() - before, result
+def test_a_wait_is_reported_once_after_ten_seconds(caplog: pytest.LogCaptureFixture) -> None:
+    """A collective that takes longer says so once; the wait itself goes on, and writes nothing to the group's store."""
+    job = Job()
+    comm = WaitingComm(job)
+    comm.wait_for_others(9.9)
+    assert not caplog.records
+    with comm.local_phase("planning"):
+        comm.wait_for_others(60.0)
+    (record,) = caplog.records
+    assert "rank 0 has waited for 10 s in" in record.getMessage()
+    assert "(planning), for one or more of ranks 1, 2: they have not called it" in record.getMessage()
+    assert (job.store.values, job.alive.values) == ({}, {})
 
 
-def test_a_rank_that_waits_names_itself_the_call_and_who_is_missing(ranks: RankPool, tmp_path: Path) -> None:
-    """`steps()` on one rank says which rank waits for which, in which call of which line, and goes on."""
-    (said, _, found), (_, _, also) = ranks.run(2, _calls_late, 1, "steps", str(tmp_path / "run"))
-    assert re.match(
-        r"shardckpt: rank 0 has waited for \d+ s in CheckpointManager\.steps\(\), called at .*test_long_wait\.py:\d+, "
-        r"for rank 1, which has not called it, or is still busy in it\. It is collective",
-        said,
-    ), said
-    assert found == also == [3]
+def test_a_rank_that_waits_hears_of_a_failure() -> None:
+    """It ends its wait with the others' error as soon as one of them has announced it."""
+    job = Job()
+    job.run_each({1: lambda rank: GroupFailure(View(job, rank))._announce()})  # type: ignore[arg-type]
+    with pytest.raises(CommunicationError, match="rank 2 did not answer"):
+        WaitingComm(job).wait_for_others(60.0)
+    assert job.clock.now < 60.0
 
 
-def test_every_rank_that_waits_says_so_and_writes_nothing_to_the_store(ranks: RankPool, tmp_path: Path) -> None:
-    """Of three ranks two wait and say so; the store of the group has no key more than before."""
-    results = ranks.run(3, _calls_late, 2, "save", str(tmp_path / "run"))
-    assert [added for _, added, _ in results] == [0, 0, 0]
-    for rank, others in ((0, "1, 2"), (1, "0, 2")):
-        first = results[rank][0].partition("\n")[0]
-        assert f"rank {rank} has waited" in first
-        assert " in save(), called at " in first
-        assert f"one or more of ranks {others}: they have not called it" in first
+def test_a_broken_stderr_does_not_fail_the_collective() -> None:
+    """A rank that cannot say that it waits goes on nevertheless."""
 
-
-def _breaks_logging() -> list[int]:
     class Broken(io.StringIO):
         def write(self, _: str) -> int:
             raise ValueError("I/O operation on closed file")
 
-    with _short_patience(), redirect_stderr(Broken()):
-        if dist.get_rank() == 1:
-            time.sleep(_LATE)
-        return Comm().all_gather(dist.get_rank())
+    job, handler = Job(), logging.StreamHandler(Broken())
+    long_wait.logger.addHandler(handler)
+    try:
+        with redirect_stderr(Broken()):  # there logging tells of a handler's errors
+            WaitingComm(job).wait_for_others(60.0)
+    finally:
+        long_wait.logger.removeHandler(handler)
+    assert job.clock.now == pytest.approx(60.0)
 
 
-def test_a_broken_stderr_does_not_fail_the_collective(ranks: RankPool) -> None:
-    """A rank that cannot say that it waits goes on nevertheless."""
-    assert ranks.run(2, _breaks_logging) == [[0, 1], [0, 1]]
+@pytest.fixture
+def waiting_at_every_sync(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let every sync of this process be one in which rank 0 of two has waited for 10 s."""
+    sync = Comm._sync
+
+    def waiting(*args: Any, **kwargs: Any) -> Any:
+        LongWait(0.0, 0, range(2), "").report_once(10.0)
+        return sync(*args, **kwargs)
+
+    monkeypatch.setattr(Comm, "_sync", waiting)
+
+
+def test_a_rank_that_waits_names_itself_the_call_and_who_is_missing(
+    waiting_at_every_sync: None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It says which rank waits for which, in which public call of which line of the program, whatever lies between."""
+    with CheckpointManager(CheckpointConfig(folder=str(tmp_path / "run")), {"w": torch.nn.Linear(2, 2)}) as manager:
+        caplog.clear()
+        manager.steps()
+    dc.save({"a": ShardedTensor.from_rank_offsets("a", torch.ones(2))}, tmp_path / "dc")
+    said = [record.getMessage() for record in caplog.records]
+    for call in ("CheckpointManager.steps()", "save()"):
+        pattern = (
+            rf"shardckpt: rank 0 has waited for 10 s in {re.escape(call)}, called at .*test_long_wait\.py:\d+, "
+            r"for rank 1, which has not called it, or is still busy in it\. It is collective"
+        )
+        assert [text for text in said if re.match(pattern, text)], said
 
 
 @pytest.mark.parametrize(
     ("count", "expected"),
     [(2, "rank 1, which"), (4, "one or more of ranks 1, 2, 3: "), (1000, "one or more of the other 999 ranks: ")],
 )
-def test_many_ranks_are_counted(
-    count: int, expected: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_many_ranks_are_counted(count: int, expected: str, caplog: pytest.LogCaptureFixture) -> None:
     """A few ranks are named, more are counted, and the wait is reported after 10 s, not before, and once."""
-    monkeypatch.setattr(dist, "get_rank", lambda: 0)
-    monkeypatch.setattr(long_wait, "_next_notice", {})
-    waiting = long_wait.LongWait(100.0, range(count), "planning")
+    waiting = LongWait(100.0, 0, range(count), "planning")
     waiting.report_once(109.9)
     assert not caplog.records
     waiting.report_once(110.0)
@@ -118,15 +155,42 @@ def test_many_ranks_are_counted(
     assert "(planning), for" in record.getMessage()
 
 
-def test_a_call_that_always_waits_is_not_said_each_time(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_call_that_always_waits_is_not_said_each_time(caplog: pytest.LogCaptureFixture) -> None:
     """The next notice about a call comes after twice as long: only what is unusual is news."""
-    monkeypatch.setattr(dist, "get_rank", lambda: 0)
-    monkeypatch.setattr(long_wait, "_next_notice", {})
     for number, waited in enumerate((15, 15, 15, 25, 25, 45)):
         begun = 1000.0 * number
-        waiting = long_wait.LongWait(begun, range(2), "")
+        waiting = LongWait(begun, 0, range(2), "")
         for second in range(waited):
             waiting.report_once(begun + second)
     assert [record.args[1] for record in caplog.records if isinstance(record.args, tuple)] == [10.0, 20.0, 40.0]
+
+
+def _save_late(late: int, folder: str) -> tuple[str, int]:
+    """Save, one rank when all others have said that they wait; what this rank said, and the keys new in the store."""
+    shard = ShardedTensor.from_rank_offsets("a", torch.ones(2), replica_id=dist.get_rank())
+    store: Any = dist.distributed_c10d._get_default_store()
+
+    class Told(io.StringIO):
+        def write(self, text: str) -> int:
+            (Path(folder) / f"told{dist.get_rank()}").touch()
+            return super().write(text)
+
+    dist.barrier()
+    before = store.num_keys()
+    with mock.patch.object(long_wait, "NOTICE_AFTER", 0.0), redirect_stderr(Told()) as said:
+        while dist.get_rank() == late and len(list(Path(folder).glob("told*"))) < dist.get_world_size() - 1:
+            time.sleep(0.01)
+        dc.save({"a": shard}, f"{folder}/dc")
+    return said.getvalue(), store.num_keys() - before
+
+
+@pytest.mark.ci
+def test_every_rank_that_waits_says_so_and_writes_nothing_to_the_store(ranks: RankPool, tmp_path: Path) -> None:
+    """Of three gloo ranks two wait and say so; the store of the group has no key more than before."""
+    results = ranks.run(3, _save_late, 2, str(tmp_path))
+    assert [added for _, added in results] == [0, 0, 0]
+    for rank, others in ((0, "1, 2"), (1, "0, 2")):
+        first = results[rank][0].partition("\n")[0]
+        assert f"rank {rank} has waited" in first
+        assert " in save(), called at " in first
+        assert f"one or more of ranks {others}: they have not called it" in first

@@ -14,7 +14,7 @@ from shardckpt.engine import show_progress
 from shardckpt.manager import CheckpointConfig, CheckpointManager
 from shardckpt.mapping import ShardedTensor
 from shardckpt.plugins import get_plugin_manager, hookimpl
-from tests.backends import Backend, both
+from tests.backends import Backend, both_in_proof
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -54,7 +54,7 @@ def _save(path: Path) -> None:
     dc.save({"w": ShardedTensor.from_rank_offsets("w", torch.ones(_COUNT))}, path)
 
 
-@both
+@both_in_proof
 def test_long_operations_report_their_bytes(backend: Backend, tmp_path: Path, watcher: _Watcher) -> None:
     """A save, a conversion and an export report bytes that ascend to their total, which is that of their tensors."""
     _save(tmp_path / "c")

@@ -7,9 +7,8 @@ import os
 import threading
 from typing import TYPE_CHECKING
 
-import pytest
-
 from shardckpt.engine.gc_pause import pause_gc
+from tests.tables import table
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -33,7 +32,7 @@ def test_nested_holds() -> None:
     assert gc.isenabled()
 
 
-@pytest.mark.parametrize("ran", [True, False])
+@table("ran", [True, False])
 @pytest.mark.ci
 def test_forked_meanwhile(ran: bool) -> None:
     """A child that is forked while another thread pauses the collector has it as it was before, and can pause it."""

@@ -11,6 +11,7 @@ from shardckpt.errors import CheckpointingException
 from shardckpt.mapping import ShardedObject, ShardedTensor
 from shardckpt.storage.reader import CheckpointReader
 from tests import backends
+from tests.tables import table
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -69,7 +70,7 @@ INDICES: list[Any] = [
 
 
 @backends.both
-@pytest.mark.parametrize("index", INDICES, ids=str)
+@table("index", INDICES, ids=str)
 def test_slices_are_those_of_the_whole_tensor(checkpoint: Path, index: Any) -> None:
     """Any basic index gives what it gives on the whole tensor, across the pieces that are stored."""
     with dc.open_checkpoint(checkpoint) as stored:
@@ -79,7 +80,7 @@ def test_slices_are_those_of_the_whole_tensor(checkpoint: Path, index: Any) -> N
 
 
 @backends.both
-@pytest.mark.parametrize("index", [slice(0, 4, 2), "x", 4, (0, 0, 0, 0), [0, 1]], ids=str)
+@table("index", [slice(0, 4, 2), "x", 4, (0, 0, 0, 0), [0, 1]], ids=str)
 def test_what_cannot_be_read_is_refused(checkpoint: Path, index: Any) -> None:
     """Steps, lists, indices outside and too many axes are errors that name the key."""
     with dc.open_checkpoint(checkpoint) as stored, pytest.raises(CheckpointingException, match="'w'"):

@@ -16,6 +16,7 @@ from shardckpt.maintenance import convert_checkpoint
 from shardckpt.manager import CheckpointConfig, CheckpointManager
 from shardckpt.manifest import Lineage
 from shardckpt.mapping import ShardedTensor
+from tests.tables import table
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -63,7 +64,7 @@ def test_a_checkpoint_says_where_it_comes_from(
     assert lineage_of(tmp_path / "d") == Lineage(PARENT, 7)
 
 
-@pytest.mark.parametrize("wrong", [{"parent": "step-6"}, {"parent": PARENT.upper()}, {"step": -1}, {"step": True}])
+@table("wrong", [{"parent": "step-6"}, {"parent": PARENT.upper()}, {"step": -1}, {"step": True}])
 def test_what_is_no_lineage_is_refused(tmp_path: Path, wrong: dict[str, Any]) -> None:
     """A path in the place of an id, or a step that is none, is an error that says what is expected."""
     with pytest.raises(CheckpointingException, match=rf"{next(iter(wrong))}=.*: expected "):

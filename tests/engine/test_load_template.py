@@ -11,6 +11,7 @@ from shardckpt.engine.load_template import MISSING, LoadTemplate
 from shardckpt.errors import CheckpointingException
 from shardckpt.mapping import LocalNonpersistentObject, ShardedObject, ShardedTensor, ShardedTensorFactory
 from shardckpt.state_dict import split_for_save
+from tests.tables import table
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -57,7 +58,7 @@ def test_common_values_are_the_checkpoints() -> None:
     assert template.fill([], {"x": 2, "l": [1, 2, 3], "more": {"y": 3}}) == {"x": 2, "l": [1, 2, 3], "more": {"y": 3}}
 
 
-@pytest.mark.parametrize(
+@table(
     ("wanted", "common", "expected"),
     [
         ([_object("a"), 5], [{"x": 1}, 7], ["a", 7]),
@@ -80,7 +81,7 @@ def test_values_beside_what_is_built_stay(wanted: list[Any], common: list[Any], 
     assert filled == {"l": expected, "d": {"a": "d", "b": 3}}
 
 
-@pytest.mark.parametrize(
+@table(
     ("wanted", "common", "reason"),
     [
         ([_object("a"), 5, 6], ["old", 7], r"has a list of 2 values at \['l'\]"),
@@ -130,7 +131,7 @@ def test_a_missing_value_leaves_its_place_out() -> None:
     assert template.fill([MISSING, MISSING, "c", MISSING], {}) == {"l": ["c"]}
 
 
-@pytest.mark.parametrize(
+@table(
     ("wanted", "common"),
     [
         ({"a": _tensor("a")}, {"a": 1}),

@@ -27,6 +27,7 @@ from tests import backends, programs
 from tests.commit import owners
 from tests.faults import samples
 from tests.faults.test_overwrite import Interruption, add_foreign
+from tests.tables import table
 
 if TYPE_CHECKING:
     from tests.ranks import RankPool
@@ -52,7 +53,7 @@ def _set_aside(target: Path, owner: Owner) -> Path:
     return aside
 
 
-@pytest.mark.parametrize("before", [False, True])
+@table("before", [False, True])
 def test_the_next_save_leaves_nothing_but_the_checkpoint(tmp_path: Path, before: bool) -> None:
     """What dead processes of this host have left of the target goes; with the parent, nothing else is touched."""
     target, dead = tmp_path / "ckpt", owners.dead()
@@ -126,9 +127,9 @@ def test_a_background_save_keeps_its_directory(tmp_path: Path) -> None:
     assert samples.differences(samples.load(target), NEW) == []
 
 
-@pytest.mark.parametrize("exchanges", [True, False])
-@pytest.mark.parametrize("error", [KeyboardInterrupt, StorageError])
-@pytest.mark.parametrize("after", [False, True])
+@table("exchanges", [True, False])
+@table("error", [KeyboardInterrupt, StorageError])
+@table("after", [False, True])
 def test_the_save_after_one_that_failed_in_this_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exchanges: bool, error: type[BaseException], after: bool
 ) -> None:
@@ -223,7 +224,7 @@ def test_a_save_that_may_not_overwrite_restores_nothing(tmp_path: Path) -> None:
 
 
 @backends.both_in_proof
-@pytest.mark.parametrize("how", ["cut", "missing", "not ours"])
+@table("how", ["cut", "missing", "not ours"])
 def test_beside_a_damaged_checkpoint_the_older_one_stays(tmp_path: Path, how: str) -> None:
     """What was moved aside is kept as long as the one at the target is not whole, or cannot be judged."""
     target = tmp_path / "ckpt"
@@ -335,7 +336,7 @@ def test_names_of_up_to_255_bytes_work(ranks: RankPool, tmp_path: Path, name: st
     assert _names(tmp_path) == [name]
 
 
-@pytest.mark.parametrize("name", LONG, ids=_IDS)
+@table("name", LONG, ids=_IDS)
 def test_exports_to_names_of_up_to_255_bytes(tmp_path: Path, name: str) -> None:
     """A folder for Hugging Face and a file of torch.save: each replaces what was there, and what was killed there."""
     dc.save({"w": dc.ShardedTensor.from_rank_offsets("w", torch.ones(9))}, tmp_path / "ckpt")

@@ -20,6 +20,7 @@ from tests.commit import owners
 from tests.faults import samples
 from tests.faults.attempts import Attempt, attempt
 from tests.faults.disks import small_disk
+from tests.tables import table
 
 if TYPE_CHECKING:
     from tests.backends import Backend
@@ -57,7 +58,7 @@ def _save_too_much(directory: str, background: bool, overwrite: bool) -> tuple[A
     return attempt(directory, action), wrong
 
 
-@backends.both
+@backends.both_in_proof
 @pytest.mark.parametrize(
     ("world", "background"), [(1, False), (2, True), *(pytest.param(*each, marks=pytest.mark.ci) for each in _MORE)]
 )
@@ -182,7 +183,7 @@ def test_own_leftovers_go_before_the_forecast(tmp_path: Path) -> None:
         dist_checkpointing.save(_large(2 * MIB), disk / "ckpt")
 
 
-@pytest.mark.parametrize("reason", ["the setting", "the strategy"])
+@table("reason", ["the setting", "the strategy"])
 @pytest.mark.ci
 def test_who_switches_it_off_gets_the_system_s_error(tmp_path: Path, backend: Backend, reason: str) -> None:
     """With the setting 0, or a strategy that may write less than the tensors have, the save is tried."""

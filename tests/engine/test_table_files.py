@@ -25,6 +25,8 @@ from shardckpt.storage import Segments, writer
 from tests import backends
 from tests.remote import jobs
 from tests.remote.store import Store
+from tests.states import rank_and_size
+from tests.tables import in_proof, table
 from tests.trees import SaveTree
 
 if TYPE_CHECKING:
@@ -69,7 +71,7 @@ def saved(ranks: RankPool, tmp_path: Path) -> Path:
 
 
 @backends.both_in_proof
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, *in_proof(4)])
 def test_a_save_with_table_files_is_loaded_by_any_number_of_ranks(ranks: RankPool, tmp_path: Path, world: int) -> None:
     """Every file has its table beside it, the record only says how long it is, and 1, 2 and 4 ranks read the values."""
     path = tmp_path / "c"
@@ -198,7 +200,7 @@ def test_hostile_sizes_are_refused_before_memory_is_taken(saved: Path) -> None:
         jobs.check(str(saved), 1.0)
 
 
-@pytest.mark.parametrize(
+@table(
     ("change", "text"),
     [
         ({"name": "a" + TABLE_SUFFIX}, "is the name of a table of digests, and of another file"),
@@ -273,7 +275,7 @@ def test_an_overwrite_leaves_no_table_of_the_old_checkpoint(ranks: RankPool, tmp
 
 
 def _save_two(path: str, **options: Any) -> None:
-    rank, world = jobs.whereabouts()
+    rank, world = rank_and_size()
     rows = [torch.full((64, 64), float(number)) for number in range(2)]
     state = {f"w{n}": ShardedTensor.from_rank_offsets(f"w{n}", rows[n], (0, rank, world)) for n in range(2)}
     with moved():

@@ -14,7 +14,7 @@ from shardckpt.async_save import AsyncCallsQueue
 from shardckpt.engine.timeline import MOST_RANKS, _Times, make_timings
 from shardckpt.manifest import SaveTimings
 from shardckpt.mapping import ShardedTensor
-from tests.backends import Backend, both
+from tests.backends import Backend, both_in_proof
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -34,7 +34,7 @@ def _state() -> dict[str, ShardedTensor]:
     return {"w": ShardedTensor.from_rank_offsets("w", torch.ones(1000))}
 
 
-@both
+@both_in_proof
 def test_a_save_keeps_when_it_did_what(backend: Backend, tmp_path: Path) -> None:
     """A foreground save has the phases in their order, from time 0 on, with the bytes of the rank's files."""
     dc.save(_state(), tmp_path / "c")
@@ -47,7 +47,7 @@ def test_a_save_keeps_when_it_did_what(backend: Backend, tmp_path: Path) -> None
     assert found.seconds.keys() == {"plan", "write", "sync", "commit"}
 
 
-@both
+@both_in_proof
 def test_a_background_save_keeps_when_it_did_what(backend: Backend, tmp_path: Path) -> None:
     """A background save has the copy of its tensors, too, and the times of the thread or process that wrote."""
     queue = AsyncCallsQueue()

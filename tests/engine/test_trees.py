@@ -25,6 +25,8 @@ from shardckpt.plugins.manager import get_plugin_manager
 from tests import trees
 from tests.remote import jobs
 from tests.remote.store import Store
+from tests.states import rank_and_size
+from tests.tables import table
 from tests.trees import LoadTree, LoadTree2, SaveTree
 
 if TYPE_CHECKING:
@@ -122,9 +124,7 @@ def test_a_tree_is_replaced_and_other_files_in_its_folders_are_kept(tmp_path: Pa
     assert [path.name for path in tmp_path.iterdir()] == ["c"]
 
 
-@pytest.mark.parametrize(
-    "damage", ["flip", "cut", "gone", "folder gone", "file for folder", "linked folder", "linked file"]
-)
+@table("damage", ["flip", "cut", "gone", "folder gone", "file for folder", "linked folder", "linked file"])
 def test_damage_in_a_folder_is_found(tmp_path: Path, damage: str) -> None:
     """What is changed, missing or a link, at any level, fails load and verification by its path."""
     target = tmp_path / "c"
@@ -169,7 +169,7 @@ def test_keys_are_removed_from_a_tree(tmp_path: Path) -> None:
     assert dc.load({"bias": jobs.state(-1.0)["bias"]}, str(target))["bias"].tolist() == [2.0] * 7
 
 
-@pytest.mark.parametrize("where", ["path", "url"])
+@table("where", ["path", "url"])
 def test_a_tree_is_migrated(tmp_path: Path, where: str, capsys: pytest.CaptureFixture[str]) -> None:
     """The command rewrites a tree as another one, from a path to a path and from a URL to a URL, and inspects it."""
     old, new = (str(tmp_path / name) for name in ("old", "new"))
@@ -203,7 +203,7 @@ def test_integrity_is_written_for_a_tree(tmp_path: Path) -> None:
     jobs.check(str(tmp_path / "c"), 2.0, verify_integrity=True)
 
 
-@pytest.mark.parametrize("where", ["path", "url"])
+@table("where", ["path", "url"])
 def test_a_manager_keeps_and_removes_trees(tmp_path: Path, where: str) -> None:
     """Steps that are trees are found, loaded and removed with all their folders."""
     store = Store(tmp_path / "store")
@@ -274,7 +274,7 @@ def test_files_that_are_folders_of_others_are_not_committed() -> None:
 
 
 def _clash(path: str) -> None:
-    rank, _ = jobs.whereabouts()
+    rank, _ = rank_and_size()
     dc.save({f"w{rank}": ShardedTensor.from_rank_offsets(f"w{rank}", torch.ones(2))}, path, _Clashing())
 
 

@@ -9,13 +9,14 @@ import pytest
 from shardckpt.errors import ShardingError
 from shardckpt.planning.boxes import Box
 from shardckpt_ep.coverage import Claim, check_claims
+from tests.tables import table
 
 
 def _claim(first: int, count: int, *, rows: int = 4, start: int = 0, main: bool = True) -> Claim:
     return Claim("w1", (9, 4), "torch.float32", 0, main, Box((first, start), (count, rows)))
 
 
-@pytest.mark.parametrize(
+@table(
     ("claims", "reason"),
     [
         ([[_claim(0, 3)], [_claim(4, 3), _claim(8, 1)]], r"experts 3, 7 of 'w1' are described by no rank"),

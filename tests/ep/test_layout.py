@@ -17,6 +17,7 @@ from shardckpt.planning.boxes import Box
 from shardckpt.planning.placements import HeldBox, Split
 from shardckpt_ep import ExpertLayout, gather_experts_per_rank
 from tests.ep.live import from_local, mesh_of
+from tests.tables import table
 
 if TYPE_CHECKING:
     from tests.ranks import RankPool
@@ -183,7 +184,7 @@ def test_state_reduced_along_an_axis_that_nobody_cuts_has_a_layout() -> None:
     assert rows.pieces() == [HeldBox(Box((2, 3, 0), (2, 3, 1)), (0, 0, 0))]
 
 
-@pytest.mark.parametrize("shape", [(2, 1, 4), (1, 3, 4), (), (1,), (2, 3), (2, 3, 5)])
+@table("shape", [(2, 1, 4), (1, 3, 4), (), (1,), (2, 3), (2, 3, 5)])
 def test_state_that_ranks_cannot_share_has_none(shape: tuple[int, ...]) -> None:
     """Reduced along a cut axis, or over experts, or of other axes: no box of a whole tensor."""
     assert ROWS.get_state_layout(shape) is None

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import pytest
-
 from shardckpt_ep.names import ExpertName, ExpertNames, clean
+from tests.tables import table
 
 NAMES = ExpertNames(
     ["layers.0.experts.gate_up", "layers.0.experts.gate_up.scale", "model.layers.1._orig_mod.experts.w1"]
 )
 
 
-@pytest.mark.parametrize(
+@table(
     ("key", "fqn", "slot"),
     [
         ("layers.0.experts.gate_up", "layers.0.experts.gate_up", ""),
@@ -30,7 +29,7 @@ def test_a_parameter_and_its_state_are_found_by_the_longest_name(key: str, fqn: 
     assert NAMES.find(key) == ExpertName(fqn, slot)
 
 
-@pytest.mark.parametrize(
+@table(
     "key",
     [
         "0.experts.gate_up",

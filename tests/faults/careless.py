@@ -25,6 +25,7 @@ from shardckpt_torch_dist.plan.write_plan import WritePlan
 from shardckpt_torch_dist.save import TorchDistSaveShardedStrategy
 from tests import backends
 from tests.remote import store  # noqa: F401 - it registers faulty://, in the ranks too
+from tests.states import rank_and_size
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -34,14 +35,9 @@ WAYS = ("foreground", "thread", "process")
 OWN = ("split", "flat", "object")
 
 
-def where() -> tuple[int, int]:
-    """(rank, world size), without a process group too."""
-    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-
-
 def state() -> dict[str, Any]:
     """Shards of each kind: split, flattened, replicated, empty, quantized, objects."""
-    rank, world = where()
+    rank, world = rank_and_size()
     flat = torch.arange(7 * world, dtype=torch.float32)[7 * rank : 7 * rank + 7]
     float8 = torch.arange(8.0).to(torch.float8_e4m3fn)
     return {
@@ -60,7 +56,7 @@ def state() -> dict[str, Any]:
 
 def is_lost(shard: Any, key: str) -> bool:
     """Whether a strategy that loses the key loses this rank's shard."""
-    rank, world = where()
+    rank, world = rank_and_size()
     return bool(shard.key == key) and (key not in OWN or rank == world - 1)
 
 
@@ -113,7 +109,7 @@ class Delegates(SaveStrategy):
 
 def _without(prepared: PreparedSave, key: str) -> PreparedSave:
     work: Any = prepared.work
-    rank, world = where()
+    rank, world = rank_and_size()
     if key in OWN and rank != world - 1:
         return prepared
     files = [_lose(file, work, key) for file in work.files]
@@ -272,7 +268,7 @@ def _undigested(writer: Any) -> None:
 
 
 def _marker(writer: Any) -> None:
-    if writer._rank == where()[1] - 1:
+    if writer._rank == rank_and_size()[1] - 1:
         writer.write("metadata.json", b"{}")
 
 
@@ -317,7 +313,7 @@ class Careless(TorchDistSaveShardedStrategy):
     def prepare(self, shards: Any, common: Any, context: Any) -> PreparedSave:
         """Plan."""
         prepared = super().prepare(shards, common, context)
-        rank, world = where()
+        rank, world = rank_and_size()
         if rank < world - 1:
             return replace(prepared, plan=None)
         return PreparedSave(CarelessWork(**vars(prepared.work), misdeed=self._misdeed))

@@ -292,8 +292,8 @@ MUTATIONS = (
     Mutation(
         "a rank that stopped is named by its last answer, however old",
         "shardckpt/distributed/group_failure.py",
-        "            return not self._alive.check([key]) or float(self._alive.get(key)) < since\n",
-        "            return not self._alive.check([key])\n",
+        "            return not alive.check([key]) or float(alive.get(key)) < since\n",
+        "            return not alive.check([key])\n",
         "distributed/test_group_failure.py::test_an_answer_to_an_earlier_failure_is_none",
     ),
     Mutation(

@@ -19,6 +19,7 @@ from tests import backends
 from tests.faults import careless
 from tests.faults.careless import MISDEEDS, Careless, Delegates, Drops, DropsAgain, DropsWork, Plain, Silent
 from tests.remote.store import Store
+from tests.states import rank_and_size
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -124,7 +125,7 @@ def test_a_plan_that_is_used_again_is_compared_again(ranks: RankPool, tmp_path: 
         assert (kind, f"{key!r}" in message) == ("PluginError", True), message
 
 
-@backends.both
+@backends.both_in_proof
 def test_the_region_and_the_rank_are_named(ranks: RankPool, tmp_path: Path) -> None:
     """Of a tensor that is stored in part the error says which box is missing, and who had it."""
     _, message = _one(ranks.run(3, careless.refusal, "foreground", str(tmp_path), DropsWork, "split"))
@@ -153,7 +154,7 @@ def test_what_was_not_given_is_refused(tmp_path: Path) -> None:
 
 
 def _cut_otherwise(folder: str) -> None:
-    rank, world = careless.where()
+    rank, world = rank_and_size()
     part = ShardedTensor.from_rank_offsets("w", torch.ones(6, 4), (0, rank, world))
     whole = torch.ones(6 * world, 4)
     if rank == 0:  # one rank stores all, by columns, and the first of them twice and in another dtype
@@ -265,7 +266,7 @@ class _Library(SaveStrategy):
 
 
 def _by_a_library(folder: str) -> None:
-    rank, world = careless.where()
+    rank, world = rank_and_size()
     shard = ShardedTensor.from_rank_offsets("w", torch.rand(300_000), (0, rank, world))
     dc.save({"w": shard}, f"{folder}/c", _Library(), verify_integrity=True)
 

@@ -23,6 +23,7 @@ from shardckpt.errors import UnsafePickleError
 from tests.faults import samples
 from tests.faults.hostile import DATA_FILE, MARK, OBJECT_KEY, Foreign, archive, build_on, call, named
 from tests.faults.programs import run_in_new_interpreter
+from tests.tables import table
 
 UNSAFE, CORRUPT, STORAGE = "UnsafePickleError", "CorruptCheckpointError", "StorageError"
 COMMAND = f"touch {MARK}"
@@ -636,7 +637,7 @@ def test_refused(found: dict[str, Any], case: Case) -> None:
     assert report["polluted"] == []
 
 
-@pytest.mark.parametrize("name", BOMBS)
+@table("name", BOMBS)
 @pytest.mark.ci
 def test_claimed_sizes(found: dict[str, Any], name: str) -> None:
     """A size that only the metadata has is refused where nothing but the checkpoint says what to allocate."""
@@ -663,7 +664,7 @@ class Evil:
         return os.system, (COMMAND,)
 
 
-@pytest.mark.parametrize("place", ["common", "object"])
+@table("place", ["common", "object"])
 @pytest.mark.ci
 def test_hostile_object_with_right_digests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str) -> None:
     """What was saved so, with digests that are right, is refused as well, by the name of the global."""

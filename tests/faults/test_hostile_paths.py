@@ -13,6 +13,7 @@ from shardckpt import dist_checkpointing as dc
 from shardckpt.errors import CorruptCheckpointError
 from shardckpt.manager import CheckpointConfig, CheckpointManager
 from shardckpt.mapping import ShardedObject
+from tests.tables import table
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -71,8 +72,8 @@ _LOADS: dict[str, Callable[[Path], Any]] = {
 }
 
 
-@pytest.mark.parametrize("how", _LOADS)
-@pytest.mark.parametrize(
+@table("how", _LOADS)
+@table(
     ("paths", "said"),
     [
         ({"sched.a": ("sched", "b")}, "'sched.b'"),
@@ -93,7 +94,7 @@ def test_paths_that_contradict_each_other_are_damage(tmp_path: Path, paths: Path
     assert said in str(caught.value)
 
 
-@pytest.mark.parametrize("path", [("sched", "a"), ("sched", "b", 0), ("q",), ("sched", "b", 1 << 40)])
+@table("path", [("sched", "a"), ("sched", "b", 0), ("q",), ("sched", "b", 1 << 40)])
 def test_a_tensor_is_at_its_key(tmp_path: Path, path: tuple[Any, ...]) -> None:
     """A tensor whose path is another one's, or is not its key, takes no other value's place."""
     _save(tmp_path / "step-1", {"sched.t": path})
@@ -102,7 +103,7 @@ def test_a_tensor_is_at_its_key(tmp_path: Path, path: tuple[Any, ...]) -> None:
     assert found == {"a": 1, "b": [2, 3]}
 
 
-@pytest.mark.parametrize("empty", [{}, []])
+@table("empty", [{}, []])
 def test_what_is_empty_on_one_rank_is_no_contradiction(tmp_path: Path, empty: Any) -> None:
     """Where a rank saved an empty dict or list and another one saved values below it, the values are there."""
     state = {"sched": empty, "sched.a": 1, "sched.t": torch.ones(2), "n": 5}

@@ -17,6 +17,7 @@ from tests.faults.model.traces import find_departure, name_calls, name_overwrite
 from tests.faults.test_kill import report_of
 from tests.remote import jobs
 from tests.remote.test_obstore import _serving
+from tests.tables import table
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -73,7 +74,7 @@ def test_a_reader_holds_the_directory_or_compares() -> None:
     assert explore_directory(directory.Rules(holds=False, digests=False)).broken == "a mixture was loaded"
 
 
-@pytest.mark.parametrize("is_conditional", [True, False])
+@table("is_conditional", [True, False])
 def test_stores_are_whole_after_anything(is_conditional: bool) -> None:
     """No interleaving of requests, nor a kill, shows a mixture, two winners, or leftovers that block the next save."""
     found = explore_store(store.Rules(is_conditional=is_conditional))
@@ -81,7 +82,7 @@ def test_stores_are_whole_after_anything(is_conditional: bool) -> None:
     assert found.states > 500
 
 
-@pytest.mark.parametrize(
+@table(
     ("rules", "broken"),
     [
         (store.Rules(without(store.STEPS, "look again")), "a marker without its data"),
@@ -128,7 +129,7 @@ def test_overwrites_on_stores_are_whole_after_anything(rules: overwrite.Rules) -
     assert found.states > 10_000
 
 
-@pytest.mark.parametrize(
+@table(
     ("rules", "broken"),
     [
         (

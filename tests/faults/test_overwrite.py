@@ -22,6 +22,7 @@ from tests import backends
 from tests.faults import samples
 from tests.faults.disks import make_read_only, small_disk
 from tests.names import MARKERS
+from tests.tables import in_proof, table
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -75,7 +76,7 @@ def overwrite(target: Path) -> None:
 
 
 @backends.both_in_proof
-@pytest.mark.parametrize("what", ["a checkpoint", "other files", "one empty directory"])
+@table("what", ["a checkpoint", "other files", "one empty directory"])
 def test_refused_without_overwrite(tmp_path: Path, what: str) -> None:
     """A target that is not empty is refused with the way out, and stays as it is."""
     target = tmp_path / "ckpt"
@@ -110,7 +111,7 @@ def test_an_empty_directory_is_free(tmp_path: Path) -> None:
     assert_replaced(tmp_path / "ckpt", {})
 
 
-@backends.both
+@backends.both_in_proof
 def test_over_an_own_checkpoint(tmp_path: Path) -> None:
     """An overwrite replaces our own checkpoint and keeps every other file and directory as it is."""
     target = tmp_path / "ckpt"
@@ -132,7 +133,7 @@ def test_twice_over_foreign_files(tmp_path: Path) -> None:
 
 
 @backends.both_in_proof
-@pytest.mark.parametrize("name", sorted(path.name for path in GOLDEN.glob("mcore-*")))
+@table("name", sorted(path.name for path in GOLDEN.glob("mcore-*")))
 def test_over_a_megatron_checkpoint(tmp_path: Path, name: str) -> None:
     """Every dialect of Megatron is recognised: its files go, whatever the number of ranks was, the others stay."""
     target = tmp_path / "ckpt"
@@ -166,8 +167,8 @@ def test_over_files_that_are_no_checkpoint(tmp_path: Path) -> None:
 
 
 @backends.both
-@pytest.mark.parametrize("name", ["index", "common", *sorted(MARKERS)])
-@pytest.mark.parametrize("content", [b"", b"{}", b"\xff\x00"])
+@table("name", ["index", "common", *sorted(MARKERS)])
+@table("content", [b"", b"{}", b"\xff\x00"])
 def test_over_a_damaged_checkpoint(tmp_path: Path, backend: Backend, name: str, content: bytes) -> None:
     """A checkpoint that cannot be read any more can be overwritten all the same."""
     target = tmp_path / "ckpt"
@@ -185,7 +186,7 @@ def save_part(directory: str, version: int, allowed: bool) -> None:
 
 
 @backends.both_in_proof
-@pytest.mark.parametrize(("before", "after"), [(4, 1), (1, 4), (3, 2)])
+@pytest.mark.parametrize(("before", "after"), [(4, 1), (1, 4), *in_proof((3, 2))])
 def test_other_number_of_ranks(ranks: RankPool, tmp_path: Path, before: int, after: int) -> None:
     """No file of more ranks is left from the old checkpoint, and its values are not."""
     target = tmp_path / "ckpt"
@@ -231,7 +232,7 @@ def no_exchange(*_: Any) -> bool:
     return False
 
 
-@backends.both
+@backends.both_in_proof
 def test_without_exchange(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where directories cannot be exchanged in one step, an overwrite comes to the same."""
     monkeypatch.setattr("shardckpt.commit.commit.exchange", no_exchange)
@@ -344,9 +345,9 @@ class Interruption:
 
 
 @backends.both_in_proof
-@pytest.mark.parametrize("exchanges", [True, False])
-@pytest.mark.parametrize("error", [KeyboardInterrupt, StorageError])
-@pytest.mark.parametrize("after", [False, True])
+@table("exchanges", [True, False])
+@table("error", [KeyboardInterrupt, StorageError])
+@table("after", [False, True])
 def test_an_overwrite_that_ends_at_any_call(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exchanges: bool, error: type[BaseException], after: bool
 ) -> None:

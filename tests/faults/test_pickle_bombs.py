@@ -21,6 +21,7 @@ from tests.faults import samples
 from tests.faults.bombs import ANYWHERE, METADATA, OBJECTS, VIEWS
 from tests.faults.hostile import OBJECT_KEY, Foreign, archive
 from tests.faults.programs import run_in_new_interpreter
+from tests.tables import table
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -98,7 +99,7 @@ def _many_axes(metadata: Any) -> None:
     metadata.state_dict_metadata["split"].chunks[0].sizes = torch.Size((1,) * 10_000)
 
 
-@pytest.mark.parametrize(
+@table(
     ("change", "text"),
     [(_deep_path, "cannot be at a tuple"), (_shared_chunks, "shares its list of chunks"), (_many_axes, "10000 axes")],
 )
@@ -111,8 +112,8 @@ def test_metadata_that_multiplies(tmp_path: Path, change: Any, text: str) -> Non
         samples.load(foreign.directory)
 
 
-@pytest.mark.parametrize("old", [False, True])
-@pytest.mark.parametrize("name", ["nested tuples as a key", "tuples that hold one twice, as a key", "colliding keys"])
+@table("old", [False, True])
+@table("name", ["nested tuples as a key", "tuples that hold one twice, as a key", "colliding keys"])
 def test_torch_files(tmp_path: Path, name: str, old: bool) -> None:
     """Files of torch.save are looked at alike before torch's own reader gets them, in its old format, too."""
     if old:
@@ -152,7 +153,7 @@ def test_honest_pickles(protocol: int) -> None:
     assert check_pickle(data + b"more", "it") == len(data)
 
 
-@pytest.mark.parametrize("chunks", [1, 4000])
+@table("chunks", [1, 4000])
 def test_honest_metadata(tmp_path: Path, chunks: int) -> None:
     """The records of a long .metadata, which are looked at as a whole, are let through and loaded as short ones are."""
     dist_checkpointing.save(samples.state_dict(1), tmp_path / "base")
@@ -178,9 +179,9 @@ def _get(place: int) -> bytes:
     return b"j" + place.to_bytes(4, "little")
 
 
-@pytest.mark.parametrize("plain", [0, 1, 8, 9, 16, 20, 24])
-@pytest.mark.parametrize("text", [False, True])
-@pytest.mark.parametrize("sizes", [0, 1, 2])
+@table("plain", [0, 1, 8, 9, 16, 20, 24])
+@table("text", [False, True])
+@table("sizes", [0, 1, 2])
 def test_records_fill_the_memo_as_they_do(plain: int, text: bool, sizes: int) -> None:
     """However many attributes of which kind a record has: the values that follow it are taken for what they are."""
     attributes = (_get(1) + b"K\x01") * plain

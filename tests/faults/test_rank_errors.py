@@ -22,6 +22,7 @@ from tests import backends
 from tests.faults import samples
 from tests.faults.attempts import BAD, Attempt, attempt, save_with
 from tests.faults.disks import small_disk
+from tests.tables import in_proof
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from tests.backends import Backend
     from tests.ranks import RankPool
 
-SIZES = (2, 3, 4)
+SIZES = (3, *in_proof(2, 4))
 
 
 def one_error(attempts: list[Attempt]) -> Attempt:

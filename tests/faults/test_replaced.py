@@ -54,6 +54,7 @@ from tests.faults.replacing import (
     version_of,
 )
 from tests.resources import list_open
+from tests.tables import table
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -474,7 +475,7 @@ def test_a_step_removed_while_it_is_looked_at_is_no_refusal(scene: Scene, monkey
     assert (found.refusal, type(found.error)) == (None, NotACheckpointError)
 
 
-@pytest.mark.parametrize("read", [read_manifest, lambda path, _: verify_checkpoint(path)], ids=["gate", "verify"])
+@table("read", [read_manifest, lambda path, _: verify_checkpoint(path)], ids=["gate", "verify"])
 def test_links_that_lead_nowhere_are_no_checkpoint(tmp_path: Path, read: Callable[..., Any]) -> None:
     """A marker that is a link to itself is an error of the family, as one that is not there."""
     (tmp_path / "metadata.json").symlink_to("metadata.json")

@@ -23,6 +23,7 @@ from tests.faults.report_sets import (
     outcome_of_slow_disk,
     outcome_of_upload,
 )
+from tests.tables import table
 
 HERE = Path(__file__).parent
 #: The least points of a set, as the promises have it.
@@ -63,7 +64,7 @@ def _kill(state: str, *, killed: bool = True, later: str = "") -> dict[str, Any]
     return {"state": state, "killed": killed, "later": later}
 
 
-@pytest.mark.parametrize(
+@table(
     ("found", "case", "outcome"),
     [
         (_kill("absent"), "fresh", "old"),
@@ -82,7 +83,7 @@ def test_outcomes_of_kills(found: dict[str, Any], case: str, outcome: str) -> No
     assert outcome_of_kill(found, case) == outcome
 
 
-@pytest.mark.parametrize(
+@table(
     ("call", "fault", "ended", "state", "outcome"),
     [
         ("write", "EIO", "saved", "old", "silent"),
@@ -107,7 +108,7 @@ def test_outcomes_of_power_cuts() -> None:
     assert outcome_of_cut({"state": "old", "is_last": "True"}, "existing") == "silent"
 
 
-@pytest.mark.parametrize(
+@table(
     ("load", "is_named", "verify", "outcome"),
     [
         ("WRONG: w", True, {"f": "x"}, "silent"),
@@ -152,7 +153,7 @@ def test_outcomes_of_requests() -> None:
 _FULL = "refused: StorageError: cannot write x: No space left on device (ENOSPC)"
 
 
-@pytest.mark.parametrize(
+@table(
     ("ended", "state", "later", "outcome"),
     [
         (_FULL, "old", "", "old"),

@@ -18,6 +18,7 @@ from shardckpt.errors import (
 from shardckpt.huggingface import dcp_to_torch_save, dcp_to_torch_state_dict, torch_save_to_dcp
 from shardckpt.mapping import ShardedObject, ShardedTensor
 from tests.huggingface.samples import global_tensors, same, save
+from tests.tables import table
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -46,7 +47,7 @@ def _equal(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-@pytest.mark.parametrize("is_zip", [True, False])
+@table("is_zip", [True, False])
 def test_there_and_back_again(tmp_path: Path, is_zip: bool) -> None:
     """A file of torch.save, of today's or the old format, becomes a checkpoint, and the same state dict again."""
     torch.save(_nested_state(), tmp_path / "a.pt", _use_new_zipfile_serialization=is_zip)
@@ -117,7 +118,7 @@ def test_a_hostile_file_runs_nothing(tmp_path: Path) -> None:
     assert not (tmp_path / "c").exists()
 
 
-@pytest.mark.parametrize(
+@table(
     ("data", "kind"),
     [(b"", CorruptCheckpointError), (b"{}", CorruptCheckpointError), (b"PK\x03\x04x", CorruptCheckpointError)],
 )

@@ -8,6 +8,7 @@ import torch
 
 from shardckpt.errors import CorruptCheckpointError, NotACheckpointError
 from shardckpt.huggingface import huggingface_index, save_state_dict
+from tests.tables import table
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -32,7 +33,7 @@ def test_the_index_is_what_the_headers_say(tmp_path: Path) -> None:
 GOOD = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
 
 
-@pytest.mark.parametrize(
+@table(
     "entry",
     [
         {**GOOD, "shape": [3]},
@@ -59,7 +60,7 @@ def test_a_header_that_contradicts_itself_is_refused(tmp_path: Path, entry: Any)
 _ENTRY = json.dumps(GOOD).encode()
 
 
-@pytest.mark.parametrize(
+@table(
     "header",
     [b"", b"[]", b"{", b"\xff", b"[" * 100000, b"7", b'{"w": %b, "w": %b}' % (_ENTRY, _ENTRY)],
     ids=["none", "list", "cut", "no text", "deep", "number", "a name twice"],
@@ -70,7 +71,7 @@ def test_a_header_that_is_none_is_refused(tmp_path: Path, header: bytes) -> None
         huggingface_index(_write(tmp_path, header))
 
 
-@pytest.mark.parametrize("length", [1 << 40, (1 << 64) - 1, 200])
+@table("length", [1 << 40, (1 << 64) - 1, 200])
 def test_a_length_beyond_the_file_is_refused(tmp_path: Path, length: int) -> None:
     """No memory is taken for a header that cannot be there."""
     with pytest.raises(CorruptCheckpointError, match="not a safetensors file, or is cut short"):

@@ -32,6 +32,7 @@ from shardckpt.huggingface import (
 from shardckpt.mapping import ShardedObject, ShardedTensor
 from shardckpt.storage.reader import CheckpointReader
 from tests.huggingface.samples import global_tensors, local_shards, read, same, save, sharded_state
+from tests.tables import table
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -330,7 +331,7 @@ def test_tied_weights_are_filled_through_each_other(tmp_path: Path) -> None:
         assert torch.equal(shared, torch.arange(6.0).reshape(3, 2))  # of two that differ, the first that is wanted
 
 
-@pytest.mark.parametrize("rows", [3, 7])
+@table("rows", [3, 7])
 def test_padded_vocabularies(tmp_path: Path, rows: int) -> None:
     """With allow_shape_mismatch the common rows are loaded, and further ones are zero."""
     stored = torch.arange(10.0).reshape(5, 2) + 1

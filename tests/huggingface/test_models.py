@@ -25,6 +25,7 @@ from shardckpt.huggingface.models import find_mapping
 from shardckpt.plugins.hookspecs import hookimpl
 from shardckpt.plugins.manager import get_plugin_manager
 from tests.huggingface.samples import read, same, save
+from tests.tables import table
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -79,7 +80,7 @@ def test_transformers_loads_a_cast_export_in_its_dtype(tmp_path: Path) -> None:
     assert all(torch.equal(a, b.bfloat16()) for a, b in zip(loaded.parameters(), model.parameters(), strict=True))
 
 
-@pytest.mark.parametrize("name", MODELS)
+@table("name", MODELS)
 @pytest.mark.ci
 def test_transformers_loads_an_export_and_we_load_what_it_saves(name: str, tmp_path: Path) -> None:
     """from_pretrained of the export misses nothing and gives equal logits; the files are those of save_pretrained.

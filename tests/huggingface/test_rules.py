@@ -13,6 +13,7 @@ from shardckpt.huggingface.models import find_mapping
 from shardckpt.planning.boxes import Box, intersect
 from shardckpt.planning.coverage import find_hole, find_overlap
 from shardckpt.plugins.key_mapping import Identity, KeyMapEntry, get_key_map_entries
+from tests.tables import table
 
 
 def _cut(mapping: RuleMapping, key: str, whole: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -37,9 +38,7 @@ def test_experts_and_halves_are_cut_as_transformers_does() -> None:
     assert find_mapping("mixtral").links("lm_head.weight", (4, 3)) == Identity().links("lm_head.weight", (4, 3))
 
 
-@pytest.mark.parametrize(
-    "name", ["layers.3.moe.experts.w2", "layers.3.moe.routed_experts.inner_experts.w2_EDF"], ids=str
-)
+@table("name", ["layers.3.moe.experts.w2", "layers.3.moe.routed_experts.inner_experts.w2_EDF"], ids=str)
 def test_torchtitans_experts_have_the_same_names_on_the_hub(name: str) -> None:
     """Torchtitan holds w1, w2 and w3 apart, under other names in its releases."""
     whole = torch.arange(2 * 4 * 3.0).reshape(2, 4, 3)
@@ -65,7 +64,7 @@ def test_experts_that_are_stored_one_by_one_keep_their_numbers() -> None:
     assert rule.links("e.3.w1", (4, 2)) == [*Identity().links("m.experts.3.w1.weight", (4, 2))]
 
 
-@pytest.mark.parametrize(
+@table(
     ("stored", "hub", "text"),
     [
         ("a.{x}", ("b.{y}",), "'b.{y}' has the field 'y', which the stored name lacks"),
@@ -123,7 +122,7 @@ class _Wrong:
         return [self.link]
 
 
-@pytest.mark.parametrize(
+@table(
     "link",
     [
         KeyMapEntry("x", (2, 3), (0, 0), Box((0, 0), (3, 3))),

@@ -23,6 +23,7 @@ from shardckpt.maintenance import convert_checkpoint, merge_checkpoints
 from shardckpt.storage import parse_size
 from tests.faults.disks import small_disk
 from tests.huggingface.samples import same
+from tests.tables import table
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from tests.ranks import RankPool
 
 
-@pytest.mark.parametrize(
+@table(
     ("dtype", "nbytes"),
     [
         (torch.float64, 8),
@@ -50,9 +51,7 @@ def test_every_dtype_has_a_size(dtype: torch.dtype, nbytes: int) -> None:
     assert torch.zeros(6, dtype=torch.uint8).view(torch.float4_e2m1fn_x2).nbytes == 6
 
 
-@pytest.mark.parametrize(
-    ("size", "nbytes"), [(7, 7), ("5GB", 5 * 10**9), ("2GiB", 2 << 30), ("500mb", 5 * 10**8), ("1.5 KB", 1500)]
-)
+@table(("size", "nbytes"), [(7, 7), ("5GB", 5 * 10**9), ("2GiB", 2 << 30), ("500mb", 5 * 10**8), ("1.5 KB", 1500)])
 def test_sizes_are_numbers_or_text(size: int | str, nbytes: int) -> None:
     """GB is 10^9 as on the hub, GiB is 2^30."""
     assert parse_size(size) == nbytes
@@ -72,7 +71,7 @@ def _state() -> dict[str, torch.Tensor]:
     }
 
 
-@pytest.mark.parametrize("limit", [1, 100, 200, 4000, 100000])
+@table("limit", [1, 100, 200, 4000, 100000])
 def test_files_are_those_of_the_hub(limit: int) -> None:
     """The same files and the same total as huggingface_hub's own split; every name has a file, tied ones too."""
     state = _state()
@@ -112,7 +111,7 @@ def test_a_cast_counts_for_floats_only() -> None:
     assert weight_map["again"] == weight_map["base"] == "pytorch_model-00001-of-00002.bin"
 
 
-@pytest.mark.parametrize(
+@table(
     ("arguments", "text"),
     [
         ({"save_dtype": "bf17"}, "save_dtype='bf17'"),
@@ -176,7 +175,7 @@ def test_a_bin_file_keeps_ties_and_no_more_than_it_shows(tmp_path: Path) -> None
     assert (tmp_path / "view.bin").stat().st_size < 4096
 
 
-@pytest.mark.parametrize("safe", [True, False])
+@table("safe", [True, False])
 def test_a_file_is_replaced_whole_or_stays(tmp_path: Path, safe: bool) -> None:
     """An error leaves the file that was there, and nothing beside it."""
     save_state_dict({"a": torch.ones(2)}, tmp_path / "f", safe)
@@ -230,7 +229,7 @@ def test_a_folder_written_by_the_callers_loop_loads(tmp_path: Path) -> None:
     assert all(torch.equal(found[name], state[name]) for name in state)
 
 
-@pytest.mark.parametrize("safe_serialization", [True, False])
+@table("safe_serialization", [True, False])
 @pytest.mark.ci
 def test_a_full_disk_is_said_so(tmp_path: Path, safe_serialization: bool) -> None:
     """On a full disk, files of both kinds are an error that says so, with the file; the one that was there stays."""
@@ -259,7 +258,7 @@ def test_a_dtensor_counts_whole_and_is_not_gathered(ranks: RankPool, tmp_path: P
         assert "full_tensor()" in text
 
 
-@pytest.mark.parametrize("name", [1, None, "\ud800"])
+@table("name", [1, None, "\ud800"])
 def test_a_name_that_is_no_text_is_refused(name: Any, tmp_path: Path) -> None:
     """A safetensors file has names in UTF-8: any other is an error, and no file that no reader opens; .bin takes it."""
     with pytest.raises(CheckpointingException, match="names are text"):

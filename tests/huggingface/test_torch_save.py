@@ -20,6 +20,7 @@ from shardckpt.maintenance import convert_checkpoint, open_any, verify_checkpoin
 from shardckpt.mapping import ShardedObject, ShardedTensor
 from shardckpt.tensors import tensor_bytes
 from shardckpt.testing.tensors import DTYPES
+from tests.tables import table
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -62,7 +63,7 @@ def assert_equal(one: Any, other: Any) -> None:
         assert one == other
 
 
-@pytest.mark.parametrize("legacy", [False, True], ids=["zip", "legacy"])
+@table("legacy", [False, True], ids=["zip", "legacy"])
 def test_a_file_goes_to_a_checkpoint_and_back(tmp_path: Path, legacy: bool) -> None:
     """The state dict of a file, whatever its strides and containers, comes back from a checkpoint as it was."""
     state = make_state_dict()

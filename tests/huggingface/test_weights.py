@@ -18,6 +18,7 @@ from shardckpt import dist_checkpointing as dc
 from shardckpt.adapters import to_sharded_state_dict
 from shardckpt.errors import CheckpointingException, CorruptCheckpointError, KeyMismatchError
 from shardckpt.mapping import ShardedTensor
+from tests.tables import table
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -88,7 +89,7 @@ def test_the_files_of_256_ranks_are_read_once(tmp_path: Path) -> None:
     assert count_read_bytes() - before <= 1.1 * 32 * MIB
 
 
-@pytest.mark.parametrize("strategy", ["torch_dist", "safetensors", "ep"])
+@table("strategy", ["torch_dist", "safetensors", "ep"])
 def test_weights_of_a_training_checkpoint(tmp_path: Path, strategy: str) -> None:
     """Of a model saved with its optimizer come the weights alone, whole, under their own names, cast if asked."""
     model = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.BatchNorm1d(7))

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 pytest.importorskip("lightning")
 
 from shardckpt.integrations.lightning import ShardedCheckpointIO
+from tests.tables import table
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*LeafSpec.*is deprecated:FutureWarning",  # Lightning, of torch's
@@ -93,7 +94,7 @@ def module_of(package: str) -> Any:
     return Module()
 
 
-@pytest.mark.parametrize("package", ["lightning.pytorch", "pytorch_lightning"])
+@table("package", ["lightning.pytorch", "pytorch_lightning"])
 def test_a_resumed_training_is_the_uninterrupted_one(package: str, tmp_path: Path) -> None:
     """Stopped in an epoch and resumed by ckpt_path, a Trainer of either package ends with the same weights."""
     whole = fit(package, tmp_path / "whole", 9)

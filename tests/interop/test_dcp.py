@@ -16,6 +16,8 @@ from shardckpt.errors import UnsafePickleError
 from shardckpt.mapping import ShardedObject, ShardedTensor
 from shardckpt_torch_dist import ShardedLoadPlanner, ShardedSavePlanner
 from tests.interop import sample
+from tests.states import rank_and_size
+from tests.tables import in_proof
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -33,10 +35,6 @@ class Recipe:
 
 def _numbers(*shape: int, first: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return (torch.arange(torch.Size(shape).numel()) + first).reshape(shape).to(dtype)
-
-
-def _whereabouts() -> tuple[int, int]:
-    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
 def _in_one_process(_: int, function: Callable[..., Any], *args: Any) -> None:
@@ -129,7 +127,7 @@ def test_a_plain_dcp_directory_loads_here(ranks: RankPool, tmp_path: Path, write
 
 def _mixed_state(*, filled: bool) -> dict[str, Any]:
     """Shards, objects, DTensors, tensors and numbers, in dicts and in lists."""
-    rank, world = _whereabouts()
+    rank, world = rank_and_size()
 
     def numbers(*shape: int, first: int) -> torch.Tensor:
         return _numbers(*shape, first=first) if filled else torch.full(shape, -1.0)
@@ -167,7 +165,7 @@ def _planner_load(path: str, saved_by: int) -> None:
     """``dcp.load`` with our planner fills shards, objects, DTensors, tensors and numbers in the caller's dict."""
     state, expected = _mixed_state(filled=False), _mixed_state(filled=True)
     for nest in (state, expected):
-        if (_whereabouts()[1] > 1) != (saved_by > 1):
+        if (rank_and_size()[1] > 1) != (saved_by > 1):
             del nest["mine"]
     dcp.load(state, checkpoint_id=path, planner=ShardedLoadPlanner())
     sample.check_equal(_bare(state), _bare(expected), "state")
@@ -186,7 +184,7 @@ def _bare(value: Any) -> Any:
 
 def _load_planned(path: str) -> None:
     """Our load reads what dcp.save wrote with our planner, shards of it described in another way."""
-    rank = _whereabouts()[0]
+    rank = rank_and_size()[0]
     whole = {
         "rows": _numbers(7, 3, first=1),
         "listed": _numbers(4, 2, first=8),
@@ -203,7 +201,7 @@ def _load_planned(path: str) -> None:
     assert loaded["optimizer"] == {"lr": 0.1, "steps": [1, 2], "name": "a"}
 
 
-@pytest.mark.parametrize("writers", [0, 1, 4])
+@pytest.mark.parametrize("writers", [0, 4, *in_proof(1)])
 def test_planners_serve_plain_dcp(ranks: RankPool, tmp_path: Path, writers: int) -> None:
     """dcp.save and dcp.load with our planners take shards among plain values, and our load reads what they wrote."""
     path = str(tmp_path / "planned")
@@ -236,6 +234,7 @@ def _fill_meta_tensors(path: str) -> None:
     sample.check_equal(_bare(state), {"model": {"plain": _numbers(3, first=6)}, "tensors": tensors}, "state")
 
 
+@pytest.mark.filterwarnings("ignore:`_get_pg_default_device`:UserWarning")
 def test_the_load_planner_fills_meta_tensors(ranks: RankPool, tmp_path: Path) -> None:
     """dcp.load with our planner puts memory in the place of meta tensors, as DCP's own does."""
     ranks.run(1, _fill_meta_tensors, str(tmp_path))

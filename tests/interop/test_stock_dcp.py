@@ -26,13 +26,14 @@ from shardckpt_torch_dist import (
 )
 from tests.interop.stock import STEP, Training, TrainState, resume_by_stock_load, write_stock
 from tests.ranks import RankError
+from tests.tables import in_proof
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from tests.ranks import RankPool
 
-EACH_WORLD = pytest.mark.parametrize("world", [1, 2, 4])
+EACH_WORLD = pytest.mark.parametrize("world", [2, *in_proof(1, 4)])
 
 
 def save_by_manager(folder: Path) -> None:
@@ -160,6 +161,7 @@ def write_milestones(folder: Path) -> None:
     """Save a schedule whose state has a Counter of integers."""
     training = Training(0)
     schedule = torch.optim.lr_scheduler.MultiStepLR(training.optimizer, [1, 3], gamma=0.5)
+    training.optimizer.step()
     schedule.step()
     dcp.save({"lr_scheduler": schedule}, checkpoint_id=folder / f"step-{STEP}")
 

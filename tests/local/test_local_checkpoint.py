@@ -14,6 +14,7 @@ from shardckpt.mapping import ShardedObject, ShardedTensor
 from tests import backends
 from tests.local.shards import MODES, check_state, make_part, make_state, make_tensor
 from tests.names import METADATA
+from tests.tables import in_proof
 
 if TYPE_CHECKING:
     from tests.ranks import RankPool
@@ -36,7 +37,7 @@ def _load_locally(root: str, algo: str) -> None:
 
 
 @backends.both_in_proof
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, *in_proof(4)])
 @pytest.mark.parametrize("algo", MODES)
 def test_local_checkpoints_come_back(ranks: RankPool, tmp_path: Path, world: int, algo: str) -> None:
     """Each rank saves into its own folder and loads from it, and all together have the whole state again."""

@@ -31,6 +31,7 @@ from tests.local.disks import (
     read_contents,
     save_steps,
 )
+from tests.tables import in_proof
 
 if TYPE_CHECKING:
     from tests.ranks import Failure, RankPool
@@ -75,7 +76,7 @@ def _in_small_chunks(function: Any, *args: Any) -> Any:
         return function(*args)
 
 
-@pytest.mark.parametrize("cliques", [(1, 2), (1, 4)])
+@pytest.mark.parametrize("cliques", [(1, 2), pytest.param((1, 4), marks=pytest.mark.proof)])
 def test_large_parts_travel_in_chunks(ranks: RankPool, tmp_path: Path, cliques: tuple[int, int]) -> None:
     """Parts of many chunks, of another number on each rank, arrive as they were, at first and after a loss."""
     sizes = 5 * MIB + 4 * 1001
@@ -237,7 +238,7 @@ def _limited_save(base: str, cliques: tuple[int, int]) -> tuple[str, int | None,
     return str(caught.value), *found
 
 
-@pytest.mark.parametrize(("world", "cliques"), [(2, (1, 2)), (4, (1, 2))])
+@pytest.mark.parametrize(("world", "cliques"), [(2, (1, 2)), *in_proof((4, (1, 2)))])
 def test_a_copy_that_cannot_be_written_fails_the_save(
     ranks: RankPool, tmp_path: Path, world: int, cliques: tuple[int, int]
 ) -> None:

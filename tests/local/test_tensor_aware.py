@@ -17,6 +17,7 @@ from shardckpt.local.local_checkpoint import load_local, save_local
 from shardckpt.local.tensor_aware import TensorAwareStateDict
 from shardckpt.mapping import ShardedObject, ShardedTensor
 from tests.local.shards import MODES, check_state, make_part, make_state, make_tensor
+from tests.tables import in_proof
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -36,7 +37,7 @@ def _round_trip(algo: str, data: bool, exchange_algo: str) -> list[int]:
     return [sum(tensor.nbytes for tensor in part.tensors), len(list(part.tensors))]
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, *in_proof(4)])
 @pytest.mark.parametrize("algo", MODES)
 def test_a_state_dict_comes_back_as_it_was(ranks: RankPool, world: int, algo: str) -> None:
     """Every leaf comes back on every rank, into the caller's tensors or into new ones; shares are about equal."""

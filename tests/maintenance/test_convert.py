@@ -33,6 +33,7 @@ from shardckpt.tensors import tensor_bytes
 from shardckpt.testing.tensors import DTYPES
 from shardckpt_ep import EPSaveStrategy
 from tests import backends
+from tests.tables import table
 from tests.test_golden import GOLDEN, VERSIONS, global_tensors
 from tests.testing.blocks import LoadBlocks, SaveBlocks
 
@@ -158,8 +159,8 @@ def test_large_tensors_are_stored_in_parts(tmp_path: Path) -> None:
     assert max(map(max, sizes.values())) <= LEAST // 4
 
 
-@pytest.mark.parametrize("version", VERSIONS)
-@pytest.mark.parametrize("to", ["torch_dist", "ep", "safetensors", "blocks"])
+@table("version", VERSIONS)
+@table("to", ["torch_dist", "ep", "safetensors", "blocks"])
 def test_megatrons_checkpoints_are_converted(tmp_path: Path, version: str, to: str) -> None:
     """Every dialect of Megatron's, flattened shards among them, is rewritten with its true shapes and values."""
     old = GOLDEN / f"mcore-{version}"
@@ -170,7 +171,7 @@ def test_megatrons_checkpoints_are_converted(tmp_path: Path, version: str, to: s
             assert torch.equal(stored[key].read(), values)
 
 
-@pytest.mark.parametrize(
+@table(
     "name",
     [
         "zarr-mcore-0.7.0",
@@ -178,7 +179,7 @@ def test_megatrons_checkpoints_are_converted(tmp_path: Path, version: str, to: s
         *(f"torch-checkpointing-0.1.1/{name}" for name in ("torch-2", "mesh-4", "stages-4")),
     ],
 )
-@pytest.mark.parametrize("to", ["torch_dist", "safetensors"])
+@table("to", ["torch_dist", "safetensors"])
 def test_formats_that_are_only_read_are_converted(tmp_path: Path, name: str, to: str) -> None:
     """What Megatron's zarr backend and torch_checkpointing have written becomes a checkpoint of ours."""
     convert_checkpoint(GOLDEN / name, tmp_path / "new", to)
@@ -230,7 +231,7 @@ def test_plain_dcp_is_converted_and_stays_readable(tmp_path: Path) -> None:
     assert (wanted["optim"], wanted["step"]) == (state["optim"], 3)
 
 
-@pytest.mark.parametrize("to", ["nothing", "zarr", ("ep", 9)])
+@table("to", ["nothing", "zarr", ("ep", 9)])
 def test_what_cannot_be_written_is_refused(tmp_path: Path, to: Any) -> None:
     """An unknown backend or version, or one that is only read, is an error that lists those that are written."""
     dc.save({"w": whole("w", torch.ones(3))}, tmp_path / "old")
@@ -291,7 +292,7 @@ def test_objects_of_other_classes_need_leave(tmp_path: Path) -> None:
     assert not (tmp_path / "other").exists()
 
 
-@pytest.mark.parametrize("to", ["ep", "safetensors", "blocks", "npy"])
+@table("to", ["ep", "safetensors", "blocks", "npy"])
 def test_damage_is_not_copied(tmp_path: Path, to: str) -> None:
     """A flipped bit in the old checkpoint is an error of its class that names the key; nothing is at NEW."""
     dc.save({"w": whole("w", torch.ones(3)), "v": whole("v", torch.full((MIB // 2,), 7.0))}, tmp_path / "old")
@@ -326,7 +327,7 @@ def test_a_conversion_is_of_one_save(tmp_path: Path) -> None:
         assert bool((stored["w"].read() == (2 - stored.common["step"])).all())
 
 
-@pytest.mark.parametrize("name", ["old", "new"])
+@table("name", ["old", "new"])
 def test_overwrite_replaces_in_one_step(tmp_path: Path, name: str) -> None:
     """With `overwrite` NEW is replaced, also where it is OLD; without it, and after an error, it stays."""
     dc.save({"w": whole("w", torch.arange(5.0)), "step": 1}, tmp_path / "old")
@@ -348,7 +349,7 @@ def list_contents(folder: Path) -> dict[str, bytes]:
     return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-@backends.both
+@backends.both_in_proof
 def test_a_target_that_is_the_source_or_a_part_of_it_is_refused(
     tmp_path: Path, backend: Backend, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -411,7 +412,7 @@ def test_a_url_that_is_the_source_or_a_part_of_it_is_refused() -> None:
 
 
 @backends.both
-@pytest.mark.parametrize("to", ["torch", "hf", "other"])
+@table("to", ["torch", "hf", "other"])
 def test_a_source_that_changes_is_found_before_the_commit(tmp_path: Path, backend: Backend, to: str) -> None:
     """If the source is written to while it is read, the old target stays; a change after all was read is no error."""
     to = to if to != "other" else "ep" if backend.name == "torch_dist" else "torch_dist"

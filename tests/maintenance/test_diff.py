@@ -19,6 +19,7 @@ from shardckpt.huggingface import export_to_huggingface, find_mapping
 from shardckpt.maintenance import diff_checkpoints
 from shardckpt.mapping import ShardedObject, ShardedTensor
 from shardckpt.planning import Box
+from tests.tables import table
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -39,7 +40,7 @@ def _save(path: Path, values: dict[str, torch.Tensor], backend: str = "safetenso
     dist_checkpointing.save(state, path, backend, **options)
 
 
-@pytest.mark.parametrize("fingerprints", [True, False])
+@table("fingerprints", [True, False])
 def test_equal_values_are_equal_in_any_formats(tmp_path: Path, fingerprints: bool) -> None:
     """The same values, NaN and empty tensors among them, have no difference: by fingerprints, and read."""
     _save(tmp_path / "one", _values(), "torch_dist", fingerprints=fingerprints)
@@ -49,8 +50,8 @@ def test_equal_values_are_equal_in_any_formats(tmp_path: Path, fingerprints: boo
     assert diff_checkpoints(tmp_path / "one", tmp_path / "two", read_values=True).by_fingerprint == 0
 
 
-@pytest.mark.parametrize("fingerprints", [True, False])
-@pytest.mark.parametrize("memory", [256, 1 << 20])
+@table("fingerprints", [True, False])
+@table("memory", [256, 1 << 20])
 def test_it_finds_one_flipped_bit(tmp_path: Path, memory: int, fingerprints: bool) -> None:
     """One bit of one element: its tensor, its index and the size of the difference, also read in small pieces."""
     values = _values()

@@ -20,6 +20,7 @@ from shardckpt.errors import CheckpointingException, KeyMismatchError, ShapeMism
 from shardckpt.maintenance import merge_checkpoints
 from shardckpt.maintenance.combine import list_comparisons
 from shardckpt.mapping import ShardedObject, ShardedTensor
+from tests.tables import table
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -101,7 +102,7 @@ def test_bits_do_not_depend_on_order_or_memory(tmp_path: Path, dtype: torch.dtyp
     assert one.conversion.proof == other.conversion.proof
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@table("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_the_average_of_the_largest_numbers_is_not_infinite(tmp_path: Path, dtype: torch.dtype) -> None:
     """An attention mask of the dtype's lowest number is the same in the average, by any weights; an infinity stays."""
     lowest = torch.finfo(dtype).min
@@ -113,7 +114,7 @@ def test_the_average_of_the_largest_numbers_is_not_infinite(tmp_path: Path, dtyp
         assert read(tmp_path / f"{number}")["mask"].equal(mask)
 
 
-@pytest.mark.parametrize("count", range(1, 13))
+@table("count", range(1, 13))
 def test_the_comparisons_sort(count: int) -> None:
     """Whatever is added up is sorted first: all sequences of zeros and ones are, and so any sequence is."""
     found = [(torch.arange(1 << count) >> place & 1).float() for place in range(count)]
@@ -168,7 +169,7 @@ def save_trained(path: Path, number: int, **more: Any) -> Path:
     return path
 
 
-@pytest.mark.parametrize(("optimizer", "moment"), [("average", 15.0), ("base", 10.0), ("drop", None)])
+@table(("optimizer", "moment"), [("average", 15.0), ("base", 10.0), ("drop", None)])
 def test_optimizer_and_common_state(tmp_path: Path, optimizer: Any, moment: float | None) -> None:
     """Optimizer state is averaged, that of the base, or gone; objects and common state are the base's."""
     sources = [save_trained(tmp_path / f"{n}", n) for n in (1, 2)]

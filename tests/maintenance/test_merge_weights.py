@@ -6,6 +6,7 @@ import pytest
 
 from shardckpt.errors import CheckpointingException
 from shardckpt.maintenance import compute_ema_weights, compute_wsm_weights, merge_checkpoints
+from tests.tables import table
 
 
 def test_ema_weights_are_those_of_the_recurrence() -> None:
@@ -21,7 +22,7 @@ def test_ema_weights_are_those_of_the_recurrence() -> None:
         compute_ema_weights(3, 1.0)
 
 
-@pytest.mark.parametrize("decay", ["linear", "cosine", "1-sqrt"])
+@table("decay", ["linear", "cosine", "1-sqrt"])
 def test_wsm_weights_stand_for_a_decay(decay: str) -> None:
     """The merge adds each update times the learning rate that the decay has there (arXiv:2507.17634, theorem 1)."""
     weights = compute_wsm_weights(range(5), decay)

@@ -21,6 +21,7 @@ from shardckpt.maintenance.proof import StagedProof
 from shardckpt.maintenance.sources import open_any
 from shardckpt.mapping import ShardedObject, ShardedTensor
 from shardckpt.plugins import get_plugin_manager
+from tests.tables import table
 from tests.test_golden import GOLDEN
 from tests.testing.blocks import LoadBlocks, SaveBlocks
 
@@ -90,10 +91,8 @@ def test_the_chain_of_a_gigabyte(tmp_path: Path) -> None:
     run_chain(tmp_path, tensors, 64 * MIB)
 
 
-@pytest.mark.parametrize(
-    "source", ["mcore-0.9.0", "mcore-0.20.0", "zarr-mcore-0.7.0", "torch-checkpointing-0.1.1/mesh-4"]
-)
-@pytest.mark.parametrize("to", ["torch", "dcp", "hf"])
+@table("source", ["mcore-0.9.0", "mcore-0.20.0", "zarr-mcore-0.7.0", "torch-checkpointing-0.1.1/mesh-4"])
+@table("to", ["torch", "dcp", "hf"])
 def test_checkpoints_of_other_libraries_are_proven(tmp_path: Path, source: str, to: str) -> None:
     """What Megatron and torch_checkpointing wrote has the same fingerprints as a file, for DCP and as a folder."""
     with dc.open_checkpoint(GOLDEN / source) as stored:
@@ -110,7 +109,7 @@ def test_checkpoints_of_other_libraries_are_proven(tmp_path: Path, source: str, 
         assert shardckpt.fingerprint(wanted) == expected
 
 
-@pytest.mark.parametrize("flat", [False, True], ids=["nested", "flattened"])
+@table("flat", [False, True], ids=["nested", "flattened"])
 def test_plain_dcp_becomes_a_file_and_a_checkpoint_for_dcp_again(tmp_path: Path, flat: bool) -> None:
     """What plain torch wrote, nested or flattened, keeps fingerprints and values, and stock `dcp.load` reads it."""
     state: dict[str, Any] = {"model": {"w": torch.randn(6, 5)}, "optim": {"m": torch.randn(6, 5), "lr": 0.5}, "step": 3}
@@ -195,7 +194,7 @@ class Forgets(SaveBlocks):
         super().save(shards, common, context)
 
 
-@pytest.mark.parametrize(("saver", "text"), [(Flips, "has other values than were read: 'w'"), (Forgets, "'other' of ")])
+@table(("saver", "text"), [(Flips, "has other values than were read: 'w'"), (Forgets, "'other' of ")])
 def test_a_writer_at_fault_is_found(tmp_path: Path, saver: type[SaveBlocks], text: str) -> None:
     """A strategy that writes other values or names than it was given does not pass the proof, and leaves nothing."""
     registry = get_plugin_manager().registry
@@ -211,8 +210,8 @@ def test_a_writer_at_fault_is_found(tmp_path: Path, saver: type[SaveBlocks], tex
     assert not any("at-fault" in name for name in fsspec.filesystem("memory").store)
 
 
-@pytest.mark.parametrize("to", ["safetensors", "hf", "torch"])
-@pytest.mark.parametrize("overwrite", [False, True], ids=["absent", "replaced"])
+@table("to", ["safetensors", "hf", "torch"])
+@table("overwrite", [False, True], ids=["absent", "replaced"])
 def test_a_wrong_bit_on_the_disk_never_gets_the_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, to: str, overwrite: bool
 ) -> None:

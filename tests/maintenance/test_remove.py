@@ -28,6 +28,7 @@ from shardckpt.strategy import LoadContext, LoadStrategy, RemovesKeys
 from shardckpt_torch_dist import TorchDistLoadShardedStrategy, TorchDistSaveShardedStrategy
 from tests import backends
 from tests.names import INDEX, METADATA
+from tests.tables import in_proof, table
 
 if TYPE_CHECKING:
     from shardckpt.maintenance.remove import RemovalReport
@@ -137,8 +138,8 @@ def load_by_others(directory: Path, expected: dict[str, torch.Tensor]) -> None:
     assert all(same(wanted[key], tensor) for key, tensor in expected.items())
 
 
-@pytest.mark.parametrize("prefix", PREFIXES)
-@pytest.mark.parametrize("version", VERSIONS)
+@table("prefix", PREFIXES)
+@table("version", VERSIONS)
 def test_every_dialect(tmp_path: Path, version: str, prefix: str) -> None:
     """What begins with the prefix is gone, all else is as it was, for us and for plain DCP; no removed byte is left."""
     path = golden(version, tmp_path)
@@ -168,7 +169,7 @@ def test_every_dialect(tmp_path: Path, version: str, prefix: str) -> None:
     assert names(tmp_path) == {"ckpt"}
 
 
-@pytest.mark.parametrize("version", VERSIONS)
+@table("version", VERSIONS)
 def test_removing_everything_leaves_the_common_state(tmp_path: Path, version: str) -> None:
     """The common state stays, also where it is stored as an object among the tensors; so does the file that has it."""
     path = golden(version, tmp_path)
@@ -203,7 +204,7 @@ def _remove(path: str) -> dict[str, Any]:
 
 
 @backends.both_in_proof
-@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("world", [2, *in_proof(1, 4)])
 def test_our_own_at_any_world_size(ranks: RankPool, tmp_path: Path, world: int) -> None:
     """All ranks call; every digest in the renewed record holds, and nothing is missing or unexpected in a load."""
     ranks.run(world, save, str(tmp_path / "c"))
@@ -350,7 +351,7 @@ def _add_integrity(path: Path) -> None:
 
 
 @backends.both_in_proof
-@pytest.mark.parametrize("ours", [False, True])
+@table("ours", [False, True])
 def test_integrity_json_is_renewed(tmp_path: Path, backend: Backend, ours: bool) -> None:
     """It has the hashes of what is there now, and no entry of a file that was dropped."""
     path = tmp_path / "ckpt"
@@ -388,7 +389,7 @@ def test_damage_is_not_given_a_sound_digest(tmp_path: Path) -> None:
 
 
 @backends.both_in_proof
-@pytest.mark.parametrize("call", ["fsync", "rename", "pwritev"])
+@table("call", ["fsync", "rename", "pwritev"])
 def test_a_failing_disk_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
     """An error of the system names what failed, the checkpoint is as it was, and nothing lies beside it."""
     path = golden("0.12.3", tmp_path)
@@ -447,7 +448,7 @@ def _save_large(path: Path, **options: Any) -> dict[str, torch.Tensor]:
 
 
 @backends.both_in_proof
-@pytest.mark.parametrize("hashed", [False, True])
+@table("hashed", [False, True])
 def test_bytes_on_disk_are_freed(tmp_path: Path, hashed: bool) -> None:
     """Of 20 MiB in one file 16 are removed: the directory takes 4, says so, and is whole for us and for others."""
     path = tmp_path / "c"
@@ -536,7 +537,7 @@ def test_all_ranks_get_the_report(ranks: RankPool, tmp_path: Path) -> None:
 
 
 @backends.both
-@pytest.mark.parametrize("key", ["model.1", "model.small9", "optim.3", "optim.small3"])
+@table("key", ["model.1", "model.small9", "optim.3", "optim.small3"])
 def test_damage_in_a_file_that_is_written_anew(tmp_path: Path, key: str) -> None:
     """What is removed may be damaged; what is kept may not: the error names its key, and nothing has changed."""
     path = tmp_path / "c"

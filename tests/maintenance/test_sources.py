@@ -11,6 +11,7 @@ import torch
 from shardckpt.cli import main
 from shardckpt.errors import CannotLoadError, CorruptCheckpointError, NotACheckpointError
 from shardckpt.maintenance import convert_checkpoint
+from tests.tables import table
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -61,7 +62,7 @@ def make_legacy_megatron(path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
-@pytest.mark.parametrize(
+@table(
     ("make", "text"),
     [
         (make_deepspeed_folder, 'a folder of checkpoints: give one, such as the latest, "global_step5"'),
@@ -91,7 +92,7 @@ def test_what_is_not_read_is_named(tmp_path: Path, make: Callable[[Path], object
     assert not (tmp_path / "new").exists()
 
 
-@pytest.mark.parametrize("save", [torch.save, safetensors.torch.save_file])
+@table("save", [torch.save, safetensors.torch.save_file])
 def test_a_cut_file_is_damaged(tmp_path: Path, save: Callable[[Any, Path], None]) -> None:
     """A file of torch.save or safetensors that is cut behind its first bytes is damaged, not of no format."""
     path = tmp_path / "a"

@@ -10,6 +10,7 @@ import torch
 from shardckpt import dist_checkpointing as dc
 from shardckpt.maintenance import compute_statistics, statistics
 from shardckpt.mapping import ShardedTensor
+from tests.tables import table
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -27,7 +28,7 @@ TENSORS = {
 }
 
 
-@pytest.mark.parametrize("limit", [8, 64, 1 << 20])
+@table("limit", [8, 64, 1 << 20])
 def test_statistics_do_not_depend_on_the_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
     """They are those of torch in float64 whatever the size of a block, for every dtype."""
     monkeypatch.setattr(statistics, "_BLOCK_BYTES", limit)

@@ -19,6 +19,7 @@ from shardckpt.manager import CheckpointConfig, CheckpointManager
 from shardckpt.manifest import FINGERPRINTS_NAME
 from shardckpt.mapping import ShardedTensor
 from shardckpt_safetensors import SafetensorsSaveShardedStrategy
+from tests.tables import table
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -36,7 +37,7 @@ def _state() -> dict[str, ShardedTensor]:
     return {key: ShardedTensor.from_rank_offsets(key, value) for key, value in values.items()}
 
 
-@pytest.mark.parametrize("backend", ["torch_dist", "ep", "safetensors"])
+@table("backend", ["torch_dist", "ep", "safetensors"])
 def test_it_has_the_fingerprints_of_the_values(tmp_path: Path, backend: str) -> None:
     """A checkpoint of each backend has the fingerprints of the state that was saved, also read in little memory."""
     dist_checkpointing.save(_state(), tmp_path / "step", backend)
@@ -122,7 +123,7 @@ def test_removed_keys_lose_their_fingerprints(tmp_path: Path) -> None:
     assert get_exit_code(verify_checkpoint(tmp_path / "step")) == INTACT
 
 
-@pytest.mark.parametrize("mode", ["disabled", "async"])
+@table("mode", ["disabled", "async"])
 def test_a_manager_stores_them_if_it_is_asked(tmp_path: Path, mode: str) -> None:
     """With the option, the steps of a manager have fingerprints, written in the foreground or behind the training."""
     config = CheckpointConfig(folder=str(tmp_path), interval=1, fingerprints=True, async_mode=mode)
@@ -145,7 +146,7 @@ def test_a_strategy_that_computes_none_is_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "step").exists()
 
 
-@pytest.mark.parametrize("to", ["torch_dist", "ep"])
+@table("to", ["torch_dist", "ep"])
 def test_a_conversion_stores_those_of_its_proof(tmp_path: Path, to: str) -> None:
     """What was converted is compared without reading it: also with a cast, of whose values the fingerprints are."""
     dist_checkpointing.save(_state(), tmp_path / "step", "safetensors")

@@ -17,6 +17,7 @@ from shardckpt.errors import CheckpointingException
 from shardckpt.huggingface import save_state_dict
 from shardckpt.manager import CheckpointConfig, CheckpointManager, PerRank
 from shardckpt.mapping import ShardedTensor
+from tests.tables import table
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -196,7 +197,7 @@ def _no_such_step(folder: Path) -> None:
     _load(folder, {"model": torch.nn.Linear(2, 2)}, load_step=1)
 
 
-@pytest.mark.parametrize(
+@table(
     ("wrong", "advised"),
     [
         (_other_dtype, "Give these tensors the stored dtype"),

@@ -7,12 +7,13 @@ import pytest
 from shardckpt.errors import CheckpointingException
 from shardckpt.manager import AsyncMode, CheckpointConfig, CheckpointManager
 from tests.manager.training import Progress
+from tests.tables import table
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 
-@pytest.mark.parametrize("mode", list(AsyncMode))
+@table("mode", list(AsyncMode))
 def test_a_mode_may_be_a_text(mode: AsyncMode) -> None:
     """As on torchtitan's command line; in Python it is always an AsyncMode, and a checkpoint stores the text."""
     config = CheckpointConfig(async_mode=mode.value)
@@ -20,14 +21,14 @@ def test_a_mode_may_be_a_text(mode: AsyncMode) -> None:
     assert config.describe()["async_mode"] == mode.value
 
 
-@pytest.mark.parametrize("mode", list(AsyncMode))
+@table("mode", list(AsyncMode))
 def test_a_mode_may_be_in_any_case(mode: AsyncMode) -> None:
     """Torchtitan lower-cases what it is given."""
     given: Any = mode.value.upper()
     assert CheckpointConfig(async_mode=given).async_mode is AsyncMode(given) is mode
 
 
-@pytest.mark.parametrize(
+@table(
     ("given", "message"),
     [
         ({"keep_latest_k": 1, "async_mode": "async"}, "keep 2 or more"),
@@ -71,7 +72,7 @@ def test_no_password_is_stored() -> None:
     assert config.describe()["initial_load_path"] == "/data/first"
 
 
-@pytest.mark.parametrize(("wrong", "message"), [({"strategy": "zarrr"}, "zarrr"), ({"hf_mapping": "llamaa"}, "llamaa")])
+@table(("wrong", "message"), [({"strategy": "zarrr"}, "zarrr"), ({"hf_mapping": "llamaa"}, "llamaa")])
 def test_wrong_names_are_refused_before_the_training(tmp_path: Path, wrong: dict[str, Any], message: str) -> None:
     """A strategy or mapping that does not exist is an error when the manager is made, not at the end."""
     with pytest.raises(CheckpointingException, match=message):

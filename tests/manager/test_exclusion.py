@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import pytest
 import torch
 
 from shardckpt.manager import CheckpointConfig, CheckpointManager
 from shardckpt.manager.exclusion import leave_out
 from shardckpt.mapping import ShardedTensor
+from tests.tables import table
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -48,7 +48,7 @@ def _last_save_and_start(folder: Path, in_hf: bool) -> None:
     assert model.layer.freqs_cis.eq(1.0).all()
 
 
-@pytest.mark.parametrize("in_hf", [False, True], ids=["DCP", "Hugging Face"])
+@table("in_hf", [False, True], ids=["DCP", "Hugging Face"])
 def test_the_last_save_lacks_what_is_excluded(tmp_path: Path, in_hf: bool) -> None:
     """The last save and its export lack these tensors, and a training that starts from either keeps its own."""
     _last_save_and_start(tmp_path, in_hf)

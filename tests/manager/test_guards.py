@@ -13,6 +13,7 @@ from shardckpt.errors import CheckpointingException, KeyMismatchError, NotACheck
 from shardckpt.manager import CheckpointConfig, CheckpointManager, garbage_collection
 from shardckpt.manager.reader import StepReader
 from tests.manager.training import Progress
+from tests.tables import table
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -224,7 +225,7 @@ class MountError(NotACheckpointError):
         super().__init__(f"{host} has no disk")
 
 
-@pytest.mark.parametrize(
+@table(
     ("method", "error", "text"),
     [
         ("fetch", TiedKeysError("a", "b"), "does not fit the states: a and b are one\n"),

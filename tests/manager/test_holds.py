@@ -35,6 +35,7 @@ from tests import programs
 from tests.manager import folders
 from tests.manager.training import Progress
 from tests.remote.store import FaultyFileSystem
+from tests.tables import table
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -91,7 +92,7 @@ def test_the_lease_of_a_dead_process_ends(tmp_path: Path) -> None:
     assert folders.names_in(tmp_path) == {"step-2"}
 
 
-@pytest.mark.parametrize(("left", "removed"), [(60.0, [2]), (-1.0, [1, 2])])
+@table(("left", "removed"), [(60.0, [2]), (-1.0, [1, 2])])
 def test_the_lease_of_another_host_lasts_until_its_time(tmp_path: Path, left: float, removed: list[int]) -> None:
     """Where nobody can see whether the holder is alive, the time that it wrote decides."""
     folders.save_all(tmp_path, 1, 2, 3)
@@ -274,7 +275,7 @@ def test_a_hold_that_this_machine_cannot_read_keeps_its_step(tmp_path: Path, mon
     assert _collect(tmp_path) == [3]
 
 
-@pytest.mark.parametrize(
+@table(
     "hold", [Hold(directory="step-2", kind="lease", holder="x"), Hold(directory="step-1", kind="removal", holder="x")]
 )
 def test_a_hold_that_says_something_else_than_its_name_keeps_the_step_of_its_name(tmp_path: Path, hold: Hold) -> None:

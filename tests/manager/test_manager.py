@@ -19,6 +19,7 @@ from tests import backends
 from tests.manager import jobs
 from tests.manager.folders import names_in, steps_of
 from tests.manager.training import Progress, Training
+from tests.tables import table
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -513,7 +514,7 @@ def test_sigterm_saves_at_the_next_step(ranks: RankPool, tmp_path: Path, mode: s
     assert ranks.run(2, jobs.preempted, str(tmp_path), mode) == [(True, 4)] * 2
 
 
-@pytest.mark.parametrize("mode", ["disabled", "async"])
+@table("mode", ["disabled", "async"])
 def test_a_store_in_the_place_of_a_folder(tmp_path: Path, mode: str) -> None:
     """Saving, finding, loading and removing work on a URL."""
     url = f"memory://managed-{mode}/run"

@@ -41,7 +41,7 @@ def _state(folder: str | Path, step: int) -> str:
     return folders.steps_of(folder).inspect_step(step).metrics.state
 
 
-@backends.both
+@backends.both_in_proof
 @PLACES
 def test_a_failed_step_is_not_loaded(
     backend: backends.Backend, tmp_path: Path, place: str, caplog: pytest.LogCaptureFixture

@@ -11,6 +11,7 @@ from shardckpt.errors import CheckpointingException
 from shardckpt.manager import CheckpointConfig, CheckpointManager
 from tests.manager.folders import steps_of
 from tests.manager.training import Progress
+from tests.tables import table
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -39,7 +40,7 @@ def test_each_rank_may_have_its_own_metrics(ranks: RankPool, tmp_path: Path) -> 
     assert steps_of(tmp_path).inspect_step(1).metrics == {"loss": 0.5}
 
 
-@pytest.mark.parametrize("value", [None, "low", [1.0], torch.ones(2)], ids=["None", "text", "a list", "two"])
+@table("value", [None, "low", [1.0], torch.ones(2)], ids=["None", "text", "a list", "two"])
 def test_a_metric_that_is_no_number(tmp_path: Path, value: Any) -> None:
     """Is named in an error of the family, and nothing is saved."""
     with CheckpointManager(CheckpointConfig(folder=tmp_path), {"train_state": Progress()}) as manager:

@@ -2,10 +2,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import pytest
 import torch
 
 from shardckpt.manager import CheckpointConfig, CheckpointManager
+from tests.tables import table
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -34,8 +34,8 @@ def _loaded(folder: Path, saved: dict[str, Any], live: dict[str, Any]) -> None:
         assert manager.load()
 
 
-@pytest.mark.parametrize("size", [4, 2], ids=["the same tensor", "a view"])
-@pytest.mark.parametrize("apart", [False, True], ids=["one state", "two states"])
+@table("size", [4, 2], ids=["the same tensor", "a view"])
+@table("apart", [False, True], ids=["one state", "two states"])
 def test_tensors_that_share_memory_now_and_did_not_when_saved(tmp_path: Path, size: int, apart: bool) -> None:
     """A fresh state whose best and last weights are still one tensor gets both values back, not one of them twice."""
     best, last = torch.arange(4.0), torch.full((size,), 9.0)
@@ -75,7 +75,7 @@ def test_what_fits_is_loaded_where_it_is(tmp_path: Path) -> None:
     assert live.state["x"].data_ptr() == here.data_ptr()
 
 
-@pytest.mark.parametrize(
+@table(
     "states",
     [
         {"step": 5},

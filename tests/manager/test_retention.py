@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from shardckpt.errors import CheckpointingException
 from shardckpt.manager import CheckpointConfig
 from shardckpt.manager.retention import KeepBest, KeepEvery, KeepLatest, KeepPinned, describe_policy, steps_to_remove
+from tests.tables import table
 
 if TYPE_CHECKING:
     from shardckpt.manager.retention import RetentionPolicy, StepMetrics
@@ -76,7 +77,7 @@ def test_without_a_policy_all_are_kept() -> None:
     assert config.retention_policies == ()
 
 
-@pytest.mark.parametrize(("mode", "kept"), [("min", {4, 9}), ("max", {5, 9})])
+@table(("mode", "kept"), [("min", {4, 9}), ("max", {5, 9})])
 def test_of_equals_the_newer_is_the_best(mode: Any, kept: set[int]) -> None:
     """Ties go to the newer; who has no number, or NaN, is never the best."""
     losses: dict[int, Any] = {1: 0.5, 2: math.nan, 3: None, 4: 0.5, 5: 0.9, 6: "0.1", 7: True, 9: 0.7}
@@ -94,7 +95,7 @@ def test_the_options_are_policies() -> None:
     assert config.retention_policies == (KeepLatest(2), KeepEvery(100), KeepBest("loss", 3, "max"))
 
 
-@pytest.mark.parametrize(
+@table(
     ("make", "message"),
     [
         (lambda: KeepLatest(0), "KeepLatest(.|\n)*greater than or equal to 1"),
@@ -110,7 +111,7 @@ def test_a_policy_that_cannot_be_kept_is_an_error(make: Any, message: str) -> No
         make()
 
 
-@pytest.mark.parametrize(
+@table(
     ("options", "message"),
     [
         ({"retention": 3}, "3 is not a retention policy: give KeepLatest"),
@@ -164,7 +165,7 @@ def test_any_callable_is_a_policy() -> None:
     assert describe_policy(_Odd()) == "tests.manager.test_retention._Odd"
 
 
-@pytest.mark.parametrize("returned", [None, 3.0, "12", [True, False], [1.5], [[1]]])
+@table("returned", [None, 3.0, "12", [True, False], [1.5], [[1]]])
 def test_what_is_no_list_of_steps_is_an_error(returned: Any) -> None:
     """A policy that returns something else is named, with what it returned and what to return: nothing is removed."""
 

@@ -17,6 +17,7 @@ from shardckpt.manager import steps
 from shardckpt.manager.step_resolution import resolve_step
 from tests import backends
 from tests.manager import folders
+from tests.tables import in_proof, table
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -43,7 +44,7 @@ def _with_own_view(folder: str) -> int | None:
 
 
 @backends.both_in_proof
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("world_size", [2, *in_proof(1, 4)])
 def test_all_ranks_get_the_newest_step(ranks: RankPool, tmp_path: Path, world_size: int) -> None:
     """By number, and none where there is none; what is no checkpoint is passed over."""
     assert ranks.run(world_size, _agree, str(tmp_path / "new")) == [None] * world_size
@@ -144,7 +145,7 @@ class DriverError(CannotLoadError):
 
 
 @backends.both_in_proof
-@pytest.mark.parametrize(("step", "text"), [(-1, "the driver x"), (1, "step 1 cannot be loaded: the driver x")])
+@table(("step", "text"), [(-1, "the driver x"), (1, "step 1 cannot be loaded: the driver x")])
 def test_a_plugins_refusal_keeps_its_class(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int, text: str
 ) -> None:

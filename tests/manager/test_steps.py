@@ -24,6 +24,7 @@ from shardckpt.plugins.hookspecs import hookimpl
 from shardckpt.plugins.manager import get_plugin_manager
 from tests import backends
 from tests.manager import folders
+from tests.tables import table
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     from tests.remote.store import Store
 
 
-@pytest.mark.parametrize("name", [*folders.FOREIGN, "step-7\n", " step-7", ".step-7.shardckpt-staging-0", "step-7/x"])
+@table("name", [*folders.FOREIGN, "step-7\n", " step-7", ".step-7.shardckpt-staging-0", "step-7/x"])
 def test_names_are_matched_whole(name: str) -> None:
     """Nothing but ``step-<n>`` is a step: no backup, no copy, no sign, no leading zero, nothing of other libraries."""
     assert STEPS.parse(name) is None
@@ -201,7 +202,7 @@ def test_a_url_in_memory(memory: str) -> None:
     assert folders.is_intact(folder.location(3), 3)
 
 
-@pytest.mark.parametrize("protocol", ["local", "looped", "faulty"])
+@table("protocol", ["local", "looped", "faulty"])
 def test_stores_of_several_kinds_list_their_steps(tmp_path: Path, protocol: str) -> None:
     """Stores with real folders, with an event loop and listings that are kept, and of another make, all work."""
     url = f"{protocol}://{tmp_path}/run"

@@ -24,6 +24,7 @@ from shardckpt.adapters import to_sharded_state_dict
 from shardckpt.errors import CheckpointingException, KeyMismatchError, ShardingError
 from shardckpt.optimizer_state import load_sharded_optimizer_state_dict
 from tests.adapters.models import Layer, made_model
+from tests.tables import table
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -125,7 +126,7 @@ def test_plain_layouts_have_the_values_that_torchs_function_gives(ranks: RankPoo
     ranks.run(3, _against_torch, tmp_path)
 
 
-@pytest.mark.parametrize("name", ["nested", "flat", "dict", "modules"])
+@table("name", ["nested", "flat", "dict", "modules"])
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_every_way_of_saving_gives_one_form(tmp_path: Path, name: str) -> None:
     """Saved by torch or by us, nested, flattened or as modules: state by parameter, which torch hands to an optimizer.

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import pytest
-
 from shardckpt.optimizer.names import StateName, parse_name
+from tests.tables import table
 
 PARAMS = {"0.weight", "layers.1.w", "layers.1.w.a", "layers.10.w", "3"}
 
 
-@pytest.mark.parametrize(
+@table(
     ("name", "place"),
     [
         ("state.0.weight.exp_avg", StateName("state", "0.weight", ("exp_avg",))),

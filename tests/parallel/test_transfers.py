@@ -11,6 +11,7 @@ from shardckpt.distributed.comm import Comm
 from shardckpt.errors import CheckpointingException
 from shardckpt.mapping import ShardedTensor
 from shardckpt.parallel.transfers import Transfer, check_algorithm, exchange, exchange_shards
+from tests.tables import in_proof
 
 if TYPE_CHECKING:
     from tests.ranks import RankPool
@@ -100,7 +101,7 @@ def _moves(algorithm: str, round_bytes: int) -> tuple[list[str], list[list[int]]
     return wrong, [comm.sent, comm.received, comm.broadcasts]
 
 
-@pytest.mark.parametrize("round_bytes", [32, 100, 2**26])
+@pytest.mark.parametrize("round_bytes", [32, *in_proof(100, 2**26)])
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_all_kinds_of_tensors_arrive(ranks: RankPool, algorithm: str, round_bytes: int) -> None:
     """Every dtype, shape and layout arrives bit for bit, whole or in pieces, and no round is larger than allowed."""

@@ -3,7 +3,6 @@ from __future__ import annotations
 import random
 from typing import TYPE_CHECKING
 
-import pytest
 import torch
 
 from shardckpt.planning import box_overlaps, boxes
@@ -11,8 +10,11 @@ from shardckpt.planning.box_overlaps import find_overlaps, list_rows
 from shardckpt.planning.boxes import Box
 from shardckpt.planning.table import Boxes, make_column
 from tests.planning.cuts import random_cut
+from tests.tables import table
 
 if TYPE_CHECKING:
+    import pytest
+
     from tests.planning.cuts import Cut
 
 
@@ -38,8 +40,8 @@ def _boxes(pieces: list[tuple[int, Box]]) -> Boxes:
     return collected
 
 
-@pytest.mark.parametrize(("few", "pairs"), [(-1, 1 << 20), (-1, 7), (1 << 20, 7)], ids=["at once", "blocks", "lists"])
-@pytest.mark.parametrize("seed", range(25))
+@table(("few", "pairs"), [(-1, 1 << 20), (-1, 7), (1 << 20, 7)], ids=["at once", "blocks", "lists"])
+@table("seed", range(25))
 def test_overlaps_are_those_of_every_pair(seed: int, few: int, pairs: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Boxes of two random cuts of the same tensors share what comparing each pair says, by columns and by lists."""
     monkeypatch.setattr(box_overlaps, "_PAIRS", pairs)
@@ -63,7 +65,7 @@ def test_overlaps_are_those_of_every_pair(seed: int, few: int, pairs: int, monke
     assert len(got) == len(set(got))
 
 
-@pytest.mark.parametrize("few", [-1, 64], ids=["columns", "lists"])
+@table("few", [-1, 64], ids=["columns", "lists"])
 def test_rows_of_wholes_follow_each_other(few: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Wholes without rows have none, and the others theirs in order."""
     monkeypatch.setattr(box_overlaps, "FEW", few)

@@ -6,6 +6,7 @@ import torch
 from shardckpt.errors import DtypeMismatchError
 from shardckpt.mapping import ShardedTensor
 from shardckpt.planning.dtypes import check_dtypes, describe_casts, is_exact, keeps_meaning
+from tests.tables import table
 
 FLOATS = (torch.float8_e4m3fn, torch.float16, torch.bfloat16, torch.float32, torch.float64)
 COMPLEX = (torch.complex64, torch.complex128)
@@ -16,8 +17,8 @@ def _wanted(key: str, dtype: torch.dtype) -> ShardedTensor:
     return ShardedTensor.from_global_shape(key, dtype, (3,))
 
 
-@pytest.mark.parametrize("stored", [torch.bool, *INTEGERS, *FLOATS, *COMPLEX])
-@pytest.mark.parametrize("wanted", [torch.bool, *INTEGERS, *FLOATS, *COMPLEX])
+@table("stored", [torch.bool, *INTEGERS, *FLOATS, *COMPLEX])
+@table("wanted", [torch.bool, *INTEGERS, *FLOATS, *COMPLEX])
 def test_what_is_kept_comes_back(stored: torch.dtype, wanted: torch.dtype) -> None:
     """A cast keeps the meaning exactly where torch itself casts between the kinds, and integers in their range."""
     if stored in INTEGERS and wanted in INTEGERS:
@@ -28,8 +29,8 @@ def test_what_is_kept_comes_back(stored: torch.dtype, wanted: torch.dtype) -> No
     assert keeps_meaning(stored, wanted) == keeps
 
 
-@pytest.mark.parametrize("stored", [torch.bool, *INTEGERS, *FLOATS[1:], *COMPLEX])
-@pytest.mark.parametrize("wanted", [*INTEGERS, *FLOATS[1:], *COMPLEX])
+@table("stored", [torch.bool, *INTEGERS, *FLOATS[1:], *COMPLEX])
+@table("wanted", [*INTEGERS, *FLOATS[1:], *COMPLEX])
 def test_an_exact_cast_keeps_every_value(stored: torch.dtype, wanted: torch.dtype) -> None:
     """What is said to be exact brings the outermost values and the smallest steps there and back."""
     if not keeps_meaning(stored, wanted) or not is_exact(stored, wanted):

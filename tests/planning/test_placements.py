@@ -11,6 +11,7 @@ from torch.distributed.tensor.placement_types import Shard, _StridedShard
 
 from shardckpt.errors import ShardingError
 from shardckpt.planning.placements import Split, compute_local_shape, find_held_runs, list_held_boxes, make_empty_box
+from tests.tables import table
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -44,8 +45,8 @@ def _assembled(whole: torch.Tensor, splits: list[Split]) -> torch.Tensor:
     return local
 
 
-@pytest.mark.parametrize("dims", [(0,), (0, 0), (1, 0), (0, 1)])
-@pytest.mark.parametrize("size", SIZES)
+@table("dims", [(0,), (0, 0), (1, 0), (0, 1)])
+@table("size", SIZES)
 def test_the_pieces_are_what_torch_cuts(size: int, dims: tuple[int, ...]) -> None:
     """Any chain of plain and strided splits leaves, element by element, the local tensor that torch's would."""
     whole = torch.arange(size * 3).view(size, 3)
@@ -84,7 +85,7 @@ def test_a_scalar_is_one_piece_and_an_empty_tensor_none() -> None:
     assert make_empty_box((5, 0), [Split(0, 2, 1)]) == ((3, 0), (2, 0))
 
 
-@pytest.mark.parametrize("split", [Split(1, 2, 0), Split(-1, 2, 0), Split(0, 2, 2), Split(0, 2, -1), Split(0, 2, 0, 0)])
+@table("split", [Split(1, 2, 0), Split(-1, 2, 0), Split(0, 2, 2), Split(0, 2, -1), Split(0, 2, 0, 0)])
 def test_a_step_that_does_not_exist_is_refused(split: Split) -> None:
     """An axis that the tensor lacks, a shard behind the last, or no block at all is an error that says which."""
     with pytest.raises(ShardingError, match=rf"Split\(dim={split.dim}"):

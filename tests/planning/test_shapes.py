@@ -6,13 +6,14 @@ import torch
 from shardckpt.errors import ShapeMismatchError
 from shardckpt.mapping import ShardedTensor
 from shardckpt.planning.shapes import check_shapes
+from tests.tables import table
 
 
 def _wanted(shape: tuple[int, ...], **fields: bool) -> ShardedTensor:
     return ShardedTensor("w", None, torch.float32, shape, shape, (0,) * len(shape), None, **fields)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
+@table(
     ("stored", "wanted", "hint"),
     [
         ((2, 3), (3, 2), "transposed"),

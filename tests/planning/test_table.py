@@ -1,8 +1,8 @@
 from __future__ import annotations
 
 import random
+from typing import TYPE_CHECKING
 
-import pytest
 import torch
 
 from shardckpt.planning import table as columns
@@ -24,6 +24,10 @@ from shardckpt.planning.table import (
     sort_unique,
 )
 from tests.planning.cuts import Cut, random_cut
+from tests.tables import table
+
+if TYPE_CHECKING:
+    import pytest
 
 
 def _table(cuts: list[Cut]) -> Table:
@@ -38,7 +42,7 @@ def _specs(cuts: list[Cut]) -> list[TensorSpec]:
     return [TensorSpec("tensor", f"k{number}", "float32", cut.shape) for number, cut in enumerate(cuts)]
 
 
-@pytest.mark.parametrize("seed", range(30))
+@table("seed", range(30))
 def test_boxes_that_fill_their_wholes_have_the_expected_sums(seed: int) -> None:
     """However tensors of 0 to 4 axes are cut, and the boxes spread over ranks, the ranks' sums add up to those."""
     rng = random.Random(seed)
@@ -54,7 +58,7 @@ def test_boxes_that_fill_their_wholes_have_the_expected_sums(seed: int) -> None:
     assert find_untiled(table, [cut.shape for cut in cuts]) == []
 
 
-@pytest.mark.parametrize("seed", range(60))
+@table("seed", range(60))
 def test_a_wrong_box_changes_the_sums_and_is_found_by_its_whole(seed: int) -> None:
     """A box that is missing, there twice, moved or resized is noticed, and only its own tensor is named."""
     rng = random.Random(seed)
@@ -109,7 +113,7 @@ def test_tables_of_different_axes_are_joined() -> None:
     assert table.volume().tolist() == [2, 120]
 
 
-@pytest.mark.parametrize("seed", range(20))
+@table("seed", range(20))
 def test_few_values_by_lists_as_many_by_columns(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """What Python computes of a few values is what torch computes of many, dtype and shape included."""
     rng = random.Random(seed)

@@ -5,15 +5,16 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING
 
-import pytest
-
 from shardckpt.plugins.installed import has_foreign_plugins
+from tests.tables import table
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+    import pytest
 
-@pytest.mark.parametrize(
+
+@table(
     ("file", "text", "found"),
     [
         ("other-1.0.dist-info/entry_points.txt", "[console_scripts]\na = b\n\n[shardckpt]\nnpy = other.plugin\n", True),

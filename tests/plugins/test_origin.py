@@ -16,6 +16,7 @@ from shardckpt.mapping import ShardedTensor
 from shardckpt.parallel import FullyParallelSaveStrategyWrapper
 from shardckpt_torch_dist import TorchDistLoadShardedStrategy, TorchDistSaveShardedStrategy
 from tests import programs
+from tests.tables import table
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -74,7 +75,7 @@ def text_of(kind: type[Any]) -> str:
     return rf"in {__name__}\.{kind.__name__} of this process, {HERE}:\d+: "
 
 
-@pytest.mark.parametrize("phase", [False, True])
+@table("phase", [False, True])
 def test_an_error_names_class_and_line(tmp_path: Path, phase: bool) -> None:
     """A crash in a strategy names its class, file and line, also from inside a phase of its own; it is chained."""
     first = KeyError("x")
@@ -83,7 +84,7 @@ def test_an_error_names_class_and_line(tmp_path: Path, phase: bool) -> None:
     assert caught.value.__cause__ is first
 
 
-@pytest.mark.parametrize("error", [CrookedError("bent"), CheckpointingException("bent")])
+@table("error", [CrookedError("bent"), CheckpointingException("bent")])
 def test_the_class_of_an_error_stays(tmp_path: Path, error: Exception) -> None:
     """An error of a plugin's own class, and one of the family, is caught as that, with the origin in its text."""
     with pytest.raises(type(error), match=text_of(Fails) + "bent") as caught:

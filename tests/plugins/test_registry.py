@@ -13,6 +13,7 @@ from shardckpt.plugins.entries import StrategyAction, _import_class
 from shardckpt.plugins.manager import PluginManager
 from shardckpt.plugins.registry import StrategyRegistry, parse_key
 from shardckpt.strategy import LoadStrategy, Migration, SaveStrategy
+from tests.tables import table
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -141,7 +142,7 @@ def test_the_user_is_told_of_a_duplicate_too() -> None:
         registry.add(_OtherSaveToy)
 
 
-@pytest.mark.parametrize("override_first", [True, False])
+@table("override_first", [True, False])
 def test_an_override_wins_in_either_order(override_first: bool) -> None:
     """override=True replaces a plain registration, whether it comes before or after."""
     registry = StrategyRegistry()
@@ -159,7 +160,7 @@ def test_two_plugins_cannot_both_override() -> None:
         _add(registry, "games 2.3", _OtherSaveToy, override=True)
 
 
-@pytest.mark.parametrize("override", [True, False])
+@table("override", [True, False])
 def test_a_users_override_is_never_undone(override: bool) -> None:
     """What the user put in place stays, and plugins that come later for the same key are not broken by it."""
     registry = StrategyRegistry()
@@ -196,7 +197,7 @@ def test_register_default_strategy_serves_the_front_door() -> None:
         dc.register_default_strategy(LOAD, "toy-of-test-registry", 1, _SaveToy)
 
 
-@pytest.mark.parametrize(
+@table(
     ("wrong", "message"),
     [
         (int, "int is neither a SaveStrategy nor a LoadStrategy, nor a Migration"),
@@ -392,7 +393,7 @@ def test_two_defaults_are_refused_by_name() -> None:
     assert registry.default == ("toy", 1)
 
 
-@pytest.mark.parametrize("override_first", [True, False])
+@table("override_first", [True, False])
 def test_an_override_of_the_default_wins_in_either_order(override_first: bool) -> None:
     """Plugins load by name: an override of the default holds whether it comes before or after."""
     registry = StrategyRegistry()
@@ -418,7 +419,7 @@ def test_an_empty_registry_says_how_it_is_filled() -> None:
         _ = StrategyRegistry().default
 
 
-@pytest.mark.parametrize("wrong", [3, ("npy",), ("npy", "1"), (1, "npy"), ["npy", 1], None, ("npy", 1, 2)])
+@table("wrong", [3, ("npy",), ("npy", "1"), (1, "npy"), ["npy", 1], None, ("npy", 1, 2)])
 def test_a_strategy_is_named_by_text_or_pair(wrong: Any) -> None:
     """What is neither 'backend' nor ('backend', version) is refused with the form that is expected."""
     assert parse_key("npy") == ("npy", None)

@@ -32,6 +32,7 @@ from shardckpt.plugins.hookspecs import hookimpl
 from shardckpt.plugins.manager import PluginManager
 from shardckpt.plugins.resolver import choose_reader, read_manifest
 from shardckpt.strategy import LoadStrategy, Migration, SaveStrategy
+from tests.tables import table
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -238,7 +239,7 @@ def test_an_interrupted_overwrite_says_where_the_checkpoint_is(tmp_path: Path) -
 # Damaged JSON
 
 
-@pytest.mark.parametrize(
+@table(
     "content",
     [
         b"",
@@ -281,7 +282,7 @@ def _file_changed(**values: Any) -> Callable[[dict[str, Any]], Any]:
     return lambda record: {**record, "files": [{**record["files"][0], **values}]}
 
 
-@pytest.mark.parametrize(
+@table(
     "change",
     [
         lambda _: [],
@@ -439,13 +440,13 @@ def test_a_strategy_recognises_what_has_no_marker(tmp_path: Path) -> None:
 # What the caller says
 
 
-@pytest.mark.parametrize("accept", [["toy"], [("toy", 1)], ("torch_dist", "toy"), {("toy", 2), ("toy", 1)}, None])
+@table("accept", [["toy"], [("toy", 1)], ("torch_dist", "toy"), {("toy", 2), ("toy", 1)}, None])
 def test_a_policy_lets_through_what_it_names(tmp_path: Path, accept: Any) -> None:
     """accept= takes backends and (backend, version) pairs."""
     assert _opened(_saved(tmp_path / "checkpoint"), _host(_Load), None, accept)[1] == {"step": 3}
 
 
-@pytest.mark.parametrize(
+@table(
     ("accept", "allowed"),
     [([], "allows nothing"), (["torch_dist"], "allows 'torch_dist'"), ([("toy", 2)], "allows ('toy', 2)")],
 )
@@ -466,7 +467,7 @@ def test_a_policy_reaches_the_front_door(tmp_path: Path) -> None:
     assert dc.load({}, path, accept=["torch_dist"]) == {}
 
 
-@pytest.mark.parametrize("strategy", ["toy", ("toy", 1), _Load()])
+@table("strategy", ["toy", ("toy", 1), _Load()])
 def test_a_strategy_that_fits_is_used(tmp_path: Path, strategy: Any) -> None:
     """sharded_strategy by name, by pair, or an instance, which serves the load itself."""
     used, common = _opened(_saved(tmp_path / "checkpoint"), _host(_Load), strategy)
@@ -475,7 +476,7 @@ def test_a_strategy_that_fits_is_used(tmp_path: Path, strategy: Any) -> None:
     assert common == {"step": 3}
 
 
-@pytest.mark.parametrize(
+@table(
     ("strategy", "reason"),
     [
         ("torch_dist", "not 'torch_dist' as sharded_strategy asks"),
@@ -496,7 +497,7 @@ def test_an_instance_needs_no_plugin(tmp_path: Path) -> None:
     assert _opened(_saved(tmp_path / "checkpoint"), PluginManager(), _Load())[1] == {"step": 3}
 
 
-@pytest.mark.parametrize("strategy", [3, ("toy",), ("toy", "1"), _Save()])
+@table("strategy", [3, ("toy",), ("toy", "1"), _Save()])
 def test_a_strategy_of_a_wrong_kind_is_refused(tmp_path: Path, strategy: Any) -> None:
     """What names no strategy is told what does."""
     path = _saved(tmp_path / "checkpoint")

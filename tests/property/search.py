@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import pytest
 from hypothesis import HealthCheck, Phase, given, seed, settings
 
+from tests.tables import in_proof
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -22,16 +24,13 @@ FACTOR = int(os.environ.get("SHARDCKPT_PROPERTY_EXAMPLES", "1"))
 SEED = os.environ.get("SHARDCKPT_PROPERTY_SEED", "0")
 #: 1 looks for the smallest example that fails, for minutes.
 PHASES = (Phase.generate, Phase.shrink) if os.environ.get("SHARDCKPT_PROPERTY_SHRINK") == "1" else (Phase.generate,)
-#: How many more examples proof draws, in two steps.
-MORE, MOST = 3, 8
+#: How many times as many examples proof draws.
+MOST = 8
 
 
 def drawn(count: int, most: int | None = None) -> Any:
-    """Parametrizes a test by its number of examples: a third by default, all and more in proof."""
-    more = (count, count * MORE, most or count * MOST)
-    return pytest.mark.parametrize(
-        "count", [max(2, count // 3) * FACTOR, *(pytest.param(each * FACTOR, marks=pytest.mark.proof) for each in more)]
-    )
+    """Parametrizes a test by its number of examples: a third by default, most in proof."""
+    return pytest.mark.parametrize("count", [max(2, count // 3) * FACTOR, *in_proof((most or count * MOST) * FACTOR)])
 
 
 def for_all(cases: SearchStrategy[T], count: int, check: Callable[[T], Any]) -> None:

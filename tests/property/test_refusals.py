@@ -14,6 +14,7 @@ from shardckpt.testing.states import rank_and_size
 from tests.property.breakage import KINDS, Claims, claims
 from tests.property.search import drawn, for_all
 from tests.ranks import Failure
+from tests.tables import in_proof
 
 if TYPE_CHECKING:
     from tests.ranks import RankPool
@@ -75,7 +76,7 @@ def _save(path: str, state: list[Claims]) -> None:
 
 
 @drawn(6)
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, *in_proof(4)])
 def test_a_save_by_ranks_is_refused_on_all_of_them(ranks: RankPool, count: int, world: int) -> None:
     """Whichever ranks say what does not fit, every rank gets the same error with the key, and nothing is left."""
 

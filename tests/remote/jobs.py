@@ -6,20 +6,15 @@ import os
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from shardckpt import dist_checkpointing as dc
 from shardckpt import settings
 from shardckpt.async_save import AsyncCallsQueue
 from shardckpt.mapping import ShardedObject, ShardedTensor
 from tests.remote import store  # noqa: F401 - it registers faulty://, in the ranks too
+from tests.states import rank_and_size
 
 ROWS, COLUMNS = 24, 1000
-
-
-def whereabouts() -> tuple[int, int]:
-    """(rank, world size), without a process group too."""
-    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
 def whole(value: float) -> torch.Tensor:
@@ -29,7 +24,7 @@ def whole(value: float) -> torch.Tensor:
 
 def state(value: float) -> dict[str, Any]:
     """Rows of a tensor, a replica, an object and common state, all of which say ``value``."""
-    rank, world = whereabouts()
+    rank, world = rank_and_size()
     return {
         "weight": ShardedTensor.from_rank_offsets("weight", whole(value).chunk(world)[rank].clone(), (0, rank, world)),
         "bias": ShardedTensor.from_rank_offsets("bias", torch.full((7,), value, dtype=torch.bfloat16), replica_id=rank),
@@ -64,7 +59,7 @@ def save_in_background(url: str, value: float, persistent: bool) -> None:
 
 def save_to_own_url(url: str) -> None:
     """Save to a URL of this rank's own."""
-    save(f"{url}-{whereabouts()[0]}", 1.0)
+    save(f"{url}-{rank_and_size()[0]}", 1.0)
 
 
 def error_of(action: Any, *arguments: Any, **options: Any) -> tuple[str, str]:

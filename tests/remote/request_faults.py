@@ -28,6 +28,7 @@ from tests.faults.forks import fork, wait
 from tests.remote import jobs
 from tests.remote.fault_proxy import FaultProxy
 from tests.remote.servers import BUCKET, request
+from tests.states import rank_and_size
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -143,7 +144,7 @@ def _save_as_rank(place: Path, url: str, rank: int, *, overwrite: bool) -> None:
 
 
 def _state(value: float) -> dict[str, Any]:
-    rank, world = jobs.whereabouts()
+    rank, world = rank_and_size()
     shard = torch.full((WORLD * _ELEMENTS // world,), value)
     return {
         "weight": ShardedTensor.from_rank_offsets("weight", shard, (0, rank, world)),

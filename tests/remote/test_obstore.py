@@ -34,6 +34,7 @@ from shardckpt.storage import CheckpointWriter
 from tests import backends, programs
 from tests.remote import jobs
 from tests.remote.servers import BUCKET, moto_server, request
+from tests.tables import table
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -183,7 +184,7 @@ def test_the_record_of_a_streamed_file_is_that_of_a_local_one(folder: ObstoreFol
     assert folder.read("data.bin", 0, len(local) + 1) == local
 
 
-@pytest.mark.parametrize("kind", ["memory", "local"])
+@table("kind", ["memory", "local"])
 def test_the_abilities_of_a_folder(kind: str, tmp_path: Path) -> None:
     """Objects are created once, read by ranges into memory, listed at any depth, and deleted together."""
     found = ObstoreFolder("objects://b/c", MemoryStore() if kind == "memory" else LocalStore(tmp_path), "c")

@@ -19,6 +19,7 @@ from shardckpt.plugins import get_plugin_manager, hookimpl
 from shardckpt.storage import RemotePath, find_problem, list_objects, mask_secrets
 from tests.remote import jobs
 from tests.remote.servers import BUCKET, SECRET, fault_proxy, moto_server, rclone_server, variables
+from tests.tables import table
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -211,7 +212,7 @@ def test_more_bytes_than_asked_for_are_refused() -> None:
         path.read_into(memoryview(bytearray(4)), 2)
 
 
-@pytest.mark.parametrize(
+@table(
     ("text", "shown"),
     [
         (

@@ -24,6 +24,7 @@ from shardckpt.plugins.manager import get_plugin_manager
 from shardckpt.plugins.stores import open_folder
 from tests import backends, programs
 from tests.remote import jobs
+from tests.tables import in_proof, table
 from tests.trees import SaveTree
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ def memory() -> Iterator[str]:
 
 
 @backends.both
-@pytest.mark.parametrize("world_size", [0, 2, 4])
+@pytest.mark.parametrize("world_size", [0, 2, *in_proof(4)])
 def test_a_save_to_a_url_loads_with_any_number_of_ranks(
     ranks: RankPool, store: Store, backend: Backend, world_size: int
 ) -> None:
@@ -140,7 +141,7 @@ def test_shards_are_read_at_the_same_time(store: Store, monkeypatch: pytest.Monk
     assert all(torch.equal(loaded[key], torch.ones(9)) for key in keys)
 
 
-@pytest.mark.parametrize("version", ["0.9.0", "0.20.0"])
+@table("version", ["0.9.0", "0.20.0"])
 def test_foreign_checkpoints_load_from_a_url(version: str) -> None:
     """What Megatron saved, in any dialect, loads from a URL as it does from a directory."""
     directory = Path(__file__).parents[1] / "golden" / f"mcore-{version}"
@@ -405,7 +406,7 @@ def _save_tree_in_background(url: str, value: float) -> None:
         queue.schedule_async_request(dc.save(jobs.state(value), url, SaveTree(), async_sharded_save=True))
 
 
-@pytest.mark.parametrize("save", [_save_tree, _save_tree_in_background])
+@table("save", [_save_tree, _save_tree_in_background])
 def test_a_plugin_that_knows_no_folders_refuses_a_tree(save: Any) -> None:
     """A store whose plugin lists no objects in folders is not given any: the error says so, and nothing is left."""
     plugin = _Plugin()

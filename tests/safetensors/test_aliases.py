@@ -19,6 +19,7 @@ from shardckpt.mapping import ShardedObject, ShardedTensor
 from shardckpt_safetensors import SafetensorsSaveShardedStrategy
 from shardckpt_safetensors.index import read_index
 from tests.safetensors.conformance.independent_reader import read_checkpoint
+from tests.tables import table
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -71,7 +72,7 @@ def test_tied_tensors_are_stored_once(tmp_path: Path, capsys: pytest.CaptureFixt
     read_checkpoint(tmp_path / "c")
 
 
-@pytest.mark.parametrize(("gone", "stays"), [(HEAD, EMBEDDING), (EMBEDDING, HEAD)])
+@table(("gone", "stays"), [(HEAD, EMBEDDING), (EMBEDDING, HEAD)])
 def test_one_of_two_names_is_removed(tmp_path: Path, gone: str, stays: str) -> None:
     """The other name keeps the values, whichever of the two was stored."""
     weight = save_tied(tmp_path / "c")
@@ -123,7 +124,7 @@ def test_aliases_can_be_left(tmp_path: Path) -> None:
         assert {"a", "b"} <= set(file.keys())
 
 
-@pytest.mark.parametrize("background", [False, True])
+@table("background", [False, True])
 def test_a_plan_that_is_used_again_looks_at_the_memory(tmp_path: Path, background: bool) -> None:
     """The same descriptions, tied, then not, then tied: each save stores what its tensors have."""
 

@@ -14,6 +14,7 @@ from shardckpt.errors import CorruptCheckpointError, ShardingError
 from shardckpt.mapping import BlockScales, ShardedTensor
 from tests.safetensors.checkpoints import change_index
 from tests.safetensors.conformance.independent_reader import read_checkpoint
+from tests.tables import table
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -71,7 +72,7 @@ def test_blocks_of_packed_codes_count_elements(tmp_path: Path) -> None:
     assert scales_of(tmp_path / "c")["w.codes"] == BlockScales("w.scales", (1, 16))
 
 
-@pytest.mark.parametrize(
+@table(
     ("state", "text"),
     [
         (
@@ -89,7 +90,7 @@ def test_scales_that_do_not_fit_are_refused(tmp_path: Path, state: Any, text: st
         dc.save(state(), tmp_path / "c", "safetensors")
 
 
-@pytest.mark.parametrize(("prefix", "left"), [("bias", True), ("w.codes", False), ("w.scales", False)])
+@table(("prefix", "left"), [("bias", True), ("w.codes", False), ("w.scales", False)])
 def test_a_removal_keeps_the_relation_of_what_stays(tmp_path: Path, prefix: str, left: bool) -> None:
     """Other tensors keep their scales, by their new numbers; a relation to what is gone goes."""
     dc.save(make_state(), tmp_path / "c", "safetensors")

@@ -15,6 +15,7 @@ from shardckpt.mapping import ShardedObject, ShardedTensor
 from shardckpt.testing import check_same
 from shardckpt_safetensors import SafetensorsSaveShardedStrategy
 from tests.safetensors.checkpoints import BIAS, ROWS, save
+from tests.tables import table
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -78,7 +79,7 @@ def test_ranks_write_files_of_their_own(ranks: RankPool, tmp_path: Path) -> None
     assert dc.load({"o": objects}, tmp_path / "c", validate_access_integrity=False)["o"] == [0, 1, 2]
 
 
-@pytest.mark.parametrize("key", ["", "a\0b", "x" * 4097, "\ud800"])
+@table("key", ["", "a\0b", "x" * 4097, "\ud800"])
 def test_keys_that_the_format_cannot_hold_are_refused(tmp_path: Path, key: str) -> None:
     """A key that is empty, has NUL, is too long or is not UTF-8 fails the save, and nothing is there."""
     with pytest.raises(ShardingError, match="cannot be stored"):
@@ -118,7 +119,7 @@ def test_an_object_of_another_size_is_planned_anew(tmp_path: Path) -> None:
         assert loaded["w"].tolist() == [float(n)] * 3
 
 
-@pytest.mark.parametrize("thread_count", [1, 3])
+@table("thread_count", [1, 3])
 def test_many_small_tensors_among_large_ones(tmp_path: Path, thread_count: int) -> None:
     """Small tensors, which are written by runs, have their values, in one file or in several, by a cached plan, too."""
     sizes = [*(n % 50 for n in range(400)), 40_000, 3, 300_000, *[7] * 300]

@@ -8,6 +8,7 @@ import torch
 
 from shardckpt.errors import CorruptCheckpointError
 from shardckpt.storage.columns import Columns, PackedColumns, pack_columns
+from tests.tables import table
 
 
 def test_columns_come_back_as_they_were() -> None:
@@ -30,7 +31,7 @@ def test_columns_come_back_as_they_were() -> None:
     }
 
 
-@pytest.mark.parametrize("cut", [0, 4, 9, 40, -1])
+@table("cut", [0, 4, 9, 40, -1])
 def test_a_cut_table_is_refused(cut: int) -> None:
     """Bytes that are no table are an error that names their source, not a crash."""
     data = pack_columns({"a": torch.arange(20), "b": ["x"]})

@@ -34,6 +34,7 @@ from shardckpt.storage.digest import (
     negotiate_digest,
     preferred,
 )
+from tests.tables import table
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -98,7 +99,7 @@ def packed(raw: bytes) -> tuple[str, str]:
     return base64.b64encode(zlib.compress(raw)).decode(), hashlib.sha256(raw).hexdigest()
 
 
-@pytest.mark.parametrize(
+@table(
     ("raw", "size"),
     [
         (b"\1\0\0\0" * 2, 2),  # one segment of 1 byte for a file of 2
@@ -148,7 +149,7 @@ def test_known_values() -> None:
     assert digest_function(XXH3)(memoryview(data)) == xxhash.xxh3_64(data.tobytes()).intdigest()
 
 
-@pytest.mark.parametrize("name", [*ALGORITHMS])
+@table("name", [*ALGORITHMS])
 def test_pieces_have_the_digest_of_their_bytes(name: str) -> None:
     """A digest of several pieces of memory is that of the bytes, whether an algorithm takes pieces or one memory."""
     digest_one, digest_joined = digest_functions(name)

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from shardckpt.errors import CorruptCheckpointError, StorageError
 from shardckpt.storage import filesystem
 from tests.resources import list_open
+from tests.tables import table
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -168,7 +169,7 @@ def test_new_files_are_new(tmp_path: Path) -> None:
     assert not (tmp_path / "elsewhere").exists()
 
 
-@pytest.mark.parametrize("kind", ["link", "pipe", "directory", "device"])
+@table("kind", ["link", "pipe", "directory", "device"])
 def test_only_regular_files_are_read(tmp_path: Path, kind: str) -> None:
     """Links, pipes, directories and devices are refused by name, at once."""
     path = tmp_path / "file"
@@ -223,7 +224,7 @@ _PATHS = ["a/", "/", "a//b", "./a", "a/.", "a/..", "../a", "a/../b", "a/..\n", "
 _LONG = [f"a/{'x' * 256}/b", "/".join("a" * 33), "/".join(["x" * 255] * 4 + ["y"])]
 
 
-@pytest.mark.parametrize("name", [*_REFUSED, *_PATHS, *_LONG])
+@table("name", [*_REFUSED, *_PATHS, *_LONG])
 def test_names_that_are_refused(name: str) -> None:
     """Paths that lead elsewhere, control signs, blanks, foreign letters, and names too long or deep are refused."""
     with pytest.raises(CorruptCheckpointError, match="is not allowed in a checkpoint"):
@@ -233,7 +234,7 @@ def test_names_that_are_refused(name: str) -> None:
 _TREES = ["c/0/0", "layers.0.weight/zarr.json", "d/...", "/".join("a" * 32), "/".join(["x" * 255] * 4)]
 
 
-@pytest.mark.parametrize("name", [".metadata", "__0_0.distcp", "common.pt", "x" * 255, "...", "-", *_TREES])
+@table("name", [".metadata", "__0_0.distcp", "common.pt", "x" * 255, "...", "-", *_TREES])
 def test_names_that_are_allowed(name: str) -> None:
     """Every name that a known format uses is allowed."""
     assert filesystem.check_file_name(name) == name

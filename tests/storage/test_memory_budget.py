@@ -20,6 +20,7 @@ from shardckpt.manager import CheckpointConfig
 from shardckpt.mapping import ShardedTensor
 from shardckpt.storage import CheckpointWriter, find_least_upload, fit_parts, plan_upload
 from shardckpt.storage.memory_budget import REQUEST_BYTES, parse_size, plan_reading, plan_write_threads
+from tests.tables import table
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 _MIB = 1 << 20
 
 
-@pytest.mark.parametrize("budget", [8, 9, 16, 33, 64, 200, 1000, 10_000])
+@table("budget", [8, 9, 16, 33, 64, 200, 1000, 10_000])
 def test_what_reads_and_sends_fits(budget: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """All threads together, and all parts together, have no more than the budget; a large one has the usual speed."""
     monkeypatch.setenv(settings.IO_THREADS, "4")

@@ -19,6 +19,7 @@ from shardckpt.storage import RangeRead, RemotePath
 from shardckpt.storage.digest import SEGMENT_BYTES, Segments
 from shardckpt.storage.range_reads import batch_ranges
 from shardckpt.storage.reader import CheckpointReader
+from tests.resources import list_threads
 from tests.storage.files import manifest, write
 
 if TYPE_CHECKING:
@@ -203,13 +204,13 @@ def test_meanwhile(tmp_path: Path, files: list[FileRecord], count: int) -> None:
     def fail() -> None:
         raise CorruptCheckpointError("meanwhile")
 
-    before = threading.enumerate()
+    before = list_threads()
     with CheckpointReader(tmp_path, manifest(*files)) as reader:
         reader.read_ranges(ranges, lambda: threads.append(threading.get_ident()))
         assert threads == [threading.get_ident()]
         with pytest.raises(CorruptCheckpointError, match="meanwhile"):
             reader.read_ranges(ranges, fail)
-    assert [thread for thread in threading.enumerate() if thread not in before] == []
+    assert list_threads() <= before
 
 
 class _Store:

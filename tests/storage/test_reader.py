@@ -29,6 +29,7 @@ from shardckpt.storage.reader import CheckpointReader
 from shardckpt.storage.spans import Elements
 from tests.resources import list_open
 from tests.storage.files import manifest, write
+from tests.tables import table
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -110,7 +111,7 @@ def test_an_end_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
                 reader.read_range("data", low, 10, "key")
 
 
-@pytest.mark.parametrize("place", [0, 3000, SEGMENT_BYTES - 1, SEGMENT_BYTES + 4000])
+@table("place", [0, 3000, SEGMENT_BYTES - 1, SEGMENT_BYTES + 4000])
 def test_a_part_of_a_segment_is_checked_with_the_rest_of_it(tmp_path: Path, place: int) -> None:
     """Any part of a large segment is read in place, and damage outside of it, in the same segment, is found."""
     content = random.Random(0).randbytes(SEGMENT_BYTES + 5000)
@@ -252,7 +253,7 @@ def test_files_outside_the_checkpoint(tmp_path: Path, file: FileRecord) -> None:
                 reader.has(name)
 
 
-@pytest.mark.parametrize("held", [False, True])
+@table("held", [False, True])
 def test_files_in_folders(tmp_path: Path, held: bool) -> None:
     """A file in a folder is read by its path, where no folder on the way is a link; a folder is no file."""
     found = write(tmp_path, "a/b/data", [[b"first"], [b"second"]])
@@ -379,7 +380,7 @@ def test_map_stops_at_a_failure(
     assert len(begun) < 20
 
 
-@pytest.mark.parametrize("threads", [1, 4])
+@table("threads", [1, 4])
 def test_more_files_than_may_be_open(tmp_path: Path, threads: int) -> None:
     """A checkpoint of thousands of ranks is read with few descriptors, by several threads, in any order."""
     records = [write(tmp_path, f"f{n}", [[bytes([n % 256]) * 10]]) for n in range(3 * OPEN_FILES)]

@@ -11,6 +11,7 @@ from safetensors.torch import save
 
 from shardckpt.errors import CorruptCheckpointError
 from shardckpt.storage import LENGTH_BYTES, HeaderEntry, encode_header, header_length, parse_head
+from tests.tables import table
 
 U8 = {"dtype": "U8", "shape": [4], "data_offsets": [0, 4]}
 
@@ -33,7 +34,7 @@ def test_what_stock_safetensors_wrote() -> None:
     assert data[found["a"].start : found["a"].stop] == bytes(torch.arange(4).view(torch.uint8).tolist())
 
 
-@pytest.mark.parametrize(("align", "rest"), [(8, 0), (64, 0), (4096, 128), (4096, 4032)])
+@table(("align", "rest"), [(8, 0), (64, 0), (4096, 128), (4096, 4032)])
 def test_payloads_begin_where_they_are_to(align: int, rest: int) -> None:
     """A head is padded with spaces to leave the remainder, and stock safetensors reads the file."""
     head = encode_header([HeaderEntry("a", "U8", (3,), 3)], align=align, rest=rest)
@@ -41,7 +42,7 @@ def test_payloads_begin_where_they_are_to(align: int, rest: int) -> None:
     assert safetensors.deserialize(head + b"abc")[0][1]["data"] == b"abc"
 
 
-@pytest.mark.parametrize(
+@table(
     ("header", "payload"),
     [
         ([], 0),

@@ -22,6 +22,7 @@ from shardckpt.storage.scatter import StoredArray, read_box
 from shardckpt.storage.spans import Elements
 from shardckpt.tensors.memory import tensor_bytes
 from tests.storage.files import manifest, write
+from tests.tables import table
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -225,7 +226,7 @@ def test_short_reads_are_gone_on_with(tmp_path: Path, monkeypatch: pytest.Monkey
             assert torch.equal(target, whole)
 
 
-@pytest.mark.parametrize(("number", "fails"), [(errno.EAGAIN, False), (errno.EINTR, False), (errno.EIO, True)])
+@table(("number", "fails"), [(errno.EAGAIN, False), (errno.EINTR, False), (errno.EIO, True)])
 def test_transient_errors_are_tried_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, fails: bool
 ) -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from shardckpt.errors import StorageError
 from shardckpt.storage import CheckpointWriter, Segments, cut_segments
+from tests.tables import table
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -54,7 +55,7 @@ def test_a_writer_with_all_ranges_has_a_file(tmp_path: Path) -> None:
         assert not writer.parts
 
 
-@pytest.mark.parametrize("numbers", [[0, 1, 3], [0, 1, 2], [0, 1, 2, 3, 2]], ids=["hole", "end", "overlap"])
+@table("numbers", [[0, 1, 3], [0, 1, 2], [0, 1, 2, 3, 2]], ids=["hole", "end", "overlap"])
 def test_parts_that_do_not_fill_the_file(tmp_path: Path, numbers: list[int]) -> None:
     """A hole, a missing end and an overlap fail, with the file and the place."""
     with CheckpointWriter(tmp_path, 0) as writer, CheckpointWriter(tmp_path, 1) as other:

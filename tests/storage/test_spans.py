@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import pytest
-
 from shardckpt.storage.digest import MAX_SEGMENT, Segments
 from shardckpt.storage.spans import Elements, cut_spans
+from tests.tables import table
 
 
-@pytest.mark.parametrize("unit", [4, 8, 16])
+@table("unit", [4, 8, 16])
 def test_segments_that_never_end_with_an_element(unit: int) -> None:
     """Where elements lie across the ends of all segments spans stay small, and every element is whole in one."""
     count, size = 100, 1 << 20

@@ -15,13 +15,14 @@ from shardckpt.storage.reader import CheckpointReader
 from shardckpt.storage.staged_files import refuse_unrecorded
 from shardckpt.storage.writer import CheckpointWriter
 from tests.storage.files import manifest
+from tests.tables import table
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 
-@pytest.mark.parametrize("size", [0, 1, SEGMENT_BYTES, 2 * SEGMENT_BYTES + 5])
-@pytest.mark.parametrize("algorithm", ["crc32", None])
+@table("size", [0, 1, SEGMENT_BYTES, 2 * SEGMENT_BYTES + 5])
+@table("algorithm", ["crc32", None])
 def test_an_adopted_file_is_checked_like_any_other(tmp_path: Path, size: int, algorithm: str | None) -> None:
     """Digests of an adopted file are those of its bytes, whatever its size, and a flipped bit is found by them."""
     content = random.Random(0).randbytes(size)
@@ -40,7 +41,7 @@ def test_an_adopted_file_is_checked_like_any_other(tmp_path: Path, size: int, al
             reader.read("data")
 
 
-@pytest.mark.parametrize("name", ["absent", "folder", "link", "pipe", "../outside", "up/outside", "folder/absent"])
+@table("name", ["absent", "folder", "link", "pipe", "../outside", "up/outside", "folder/absent"])
 def test_only_regular_files_of_the_directory_are_adopted(tmp_path: Path, name: str) -> None:
     """What is no file below the directory is refused by name; a pipe without a writer does not hold it up."""
     inside = tmp_path / "staging"

@@ -10,6 +10,7 @@ import pytest
 
 from shardckpt.errors import CheckpointingException
 from shardckpt.storage.workers import Workers
+from tests.tables import table
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -76,7 +77,7 @@ def test_pieces_of_many_items_at_once() -> None:
     assert workers.each(whole, enumerate(range(40))) == {n: n * 1225 for n in range(40)}
 
 
-@pytest.mark.parametrize("threads", [1, 3])
+@table("threads", [1, 3])
 def test_the_lowest_error_is_raised_and_nothing_begun_after_it(threads: int) -> None:
     """An error in a piece is its item's; of several errors that with the lowest number is raised, at the end."""
     workers = Workers(threads, "w")
@@ -149,8 +150,8 @@ def test_two_callers_at_once() -> None:
     assert all(result == {n: n * result[1] for n in range(300)} for result in found)
 
 
-@pytest.mark.parametrize("threads", [1, 4])
-@pytest.mark.parametrize("kind", [MemoryError, KeyboardInterrupt])
+@table("threads", [1, 4])
+@table("kind", [MemoryError, KeyboardInterrupt])
 def test_an_error_in_making_the_items(threads: int, kind: type[BaseException]) -> None:
     """What the items' generator raises in any thread is raised by the call: no work is left undone in silence."""
     helping = threading.Event()

@@ -18,8 +18,9 @@ from shardckpt.storage.digest import Segments, digest_function, preferred
 from shardckpt.storage.new_file import NewFile
 from shardckpt.storage.writer import CheckpointWriter
 from shardckpt.tensors import LARGE
-from tests.resources import list_open
+from tests.resources import list_open, list_threads
 from tests.storage.files import write
+from tests.tables import table
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -85,7 +86,7 @@ def test_digest_is_of_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert segments_of(found.segments, found.digest, found.size) == [(5, DIGEST(b"truth"))]
 
 
-@pytest.mark.parametrize("nbytes", [10, LARGE])
+@table("nbytes", [10, LARGE])
 def test_error_in_a_producer(tmp_path: Path, nbytes: int) -> None:
     """What a producer raises is raised by append and by finish; the file is none of the checkpoint's."""
 
@@ -101,7 +102,7 @@ def test_error_in_a_producer(tmp_path: Path, nbytes: int) -> None:
         assert writer.files == []
 
 
-@pytest.mark.parametrize("nbytes", [10, LARGE])
+@table("nbytes", [10, LARGE])
 def test_nothing_is_written_after_a_failure(tmp_path: Path, nbytes: int) -> None:
     """Once a record has failed, the next one is refused with its error, and never asked for its bytes."""
     asked: list[int] = []
@@ -124,7 +125,7 @@ def test_nothing_is_written_after_a_failure(tmp_path: Path, nbytes: int) -> None
     assert asked == []
 
 
-@pytest.mark.parametrize("nbytes", [10, LARGE])
+@table("nbytes", [10, LARGE])
 def test_record_of_another_size(tmp_path: Path, nbytes: int) -> None:
     """A producer that gives more or fewer bytes than announced is an error with file, offset and both numbers."""
     for given_bytes in (nbytes - 1, nbytes + 1):
@@ -138,7 +139,7 @@ def test_record_of_another_size(tmp_path: Path, nbytes: int) -> None:
                 writer.finish(file)
 
 
-@pytest.mark.parametrize("call", ["pwritev", "fsync"])
+@table("call", ["pwritev", "fsync"])
 def test_error_of_the_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
     """A failing write or fsync is an error that names the file, and no record of a complete file."""
 
@@ -171,13 +172,13 @@ def test_every_file_is_fsynced_once_after_its_bytes(tmp_path: Path, monkeypatch:
 
 def test_descriptors_and_threads_end(tmp_path: Path) -> None:
     """Neither finished nor abandoned files leave descriptors or threads."""
-    before = threading.enumerate()
+    before = list_threads()
     for number in range(10):
         with CheckpointWriter(tmp_path, 0) as writer:
             writer.write(f"whole{number}", b"x")
             writer.create(f"open{number}").append(LARGE, lambda: [memoryview(bytes(LARGE))])
     assert list_open(tmp_path) == []
-    assert [thread for thread in threading.enumerate() if thread not in before] == []
+    assert list_threads() <= before
 
 
 def test_names_and_twice(tmp_path: Path) -> None:
@@ -194,8 +195,8 @@ def test_names_and_twice(tmp_path: Path) -> None:
     assert (tmp_path / "data").read_bytes() == b"first"
 
 
-@pytest.mark.parametrize("call", ["create", "adopt", "write"])
-@pytest.mark.parametrize("name", ["", "a//b", "../b", "/tmp/b", "a\\b", "a\0b", "C:/b", "a/" + "x" * 256])
+@table("call", ["create", "adopt", "write"])
+@table("name", ["", "a//b", "../b", "/tmp/b", "a\\b", "a\0b", "C:/b", "a/" + "x" * 256])
 def test_a_bad_name_is_the_strategys_fault(tmp_path: Path, call: str, name: str) -> None:
     """The error names the strategy and the name, and says the rule; nothing is created, and it is no damage."""
     with CheckpointWriter(tmp_path / "staging", 0, author="('tree', 1) tests.Save") as writer:
@@ -307,8 +308,8 @@ def test_ready_parts(tmp_path: Path) -> None:
             position += length
 
 
-@pytest.mark.parametrize("sha256", [False, True])
-@pytest.mark.parametrize("sizes", [(3, 0, 5000, 64 << 10, 1), (3, 70_000, 1), (1000,) * 3000, ()])
+@table("sha256", [False, True])
+@table("sizes", [(3, 0, 5000, 64 << 10, 1), (3, 70_000, 1), (1000,) * 3000, ()])
 def test_records_by_one_call(tmp_path: Path, *, sha256: bool, sizes: tuple[int, ...]) -> None:
     """append_each writes what append_small writes for each record, with the same digests: one of each small record."""
     records = [bytes([n % 251]) * size for n, size in enumerate(sizes)]
@@ -338,10 +339,10 @@ def test_the_algorithm_that_is_asked_for(tmp_path: Path, algorithm: str) -> None
     assert list(table.digests) == [digest_function(algorithm)(b"abc")]
 
 
-@pytest.mark.parametrize("nbytes", [10, LARGE])
+@table("nbytes", [10, LARGE])
 def test_no_sha256_of_a_file_that_failed(tmp_path: Path, nbytes: int) -> None:
     """A record that fails fails the file as without hashes, and its threads end."""
-    before = threading.enumerate()
+    before = list_threads()
 
     def fail() -> list[memoryview]:
         raise RuntimeError("the device is lost")
@@ -354,7 +355,7 @@ def test_no_sha256_of_a_file_that_failed(tmp_path: Path, nbytes: int) -> None:
             writer.finish(file)
         writer.create("left").append(LARGE, lambda: [memoryview(bytes(LARGE))])
         assert writer.sha256 == {}
-    assert [thread for thread in threading.enumerate() if thread not in before] == []
+    assert list_threads() <= before
 
 
 def test_no_sha256_unless_asked(tmp_path: Path) -> None:
@@ -389,8 +390,8 @@ def _within(seconds: float, function: Callable[[], None]) -> None:
         raise raised[0]
 
 
-@pytest.mark.parametrize("sha256", [False, True])
-@pytest.mark.parametrize("where", ["write", "reserve"])
+@table("sha256", [False, True])
+@table("where", ["write", "reserve"])
 def test_no_thread_waits_for_ever_after_errors(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str, sha256: bool
 ) -> None:
@@ -417,8 +418,8 @@ def test_no_thread_waits_for_ever_after_errors(
     _within(20, save)
 
 
-@pytest.mark.parametrize("sha256", [False, True])
-@pytest.mark.parametrize("left", [0, 1])
+@table("sha256", [False, True])
+@table("left", [0, 1])
 def test_where_no_more_threads_may_be_had(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, left: int, sha256: bool
 ) -> None:

@@ -5,6 +5,7 @@ import torch
 
 from shardckpt.tensors.copier import Copier
 from shardckpt.tensors.memory import LARGE, tensor_bytes
+from tests.tables import table
 
 
 def _bytes(tensor: torch.Tensor, most: int) -> bytes:
@@ -16,8 +17,8 @@ def _bytes(tensor: torch.Tensor, most: int) -> bytes:
     return b"".join(found)
 
 
-@pytest.mark.parametrize("most", [8, 24, 100, LARGE - 1])
-@pytest.mark.parametrize(
+@table("most", [8, 24, 100, LARGE - 1])
+@table(
     "tensor",
     [
         torch.arange(60.0).view(3, 4, 5).permute(2, 0, 1),

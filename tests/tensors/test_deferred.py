@@ -9,6 +9,7 @@ import torch
 from shardckpt.errors import CorruptCheckpointError
 from shardckpt.tensors import DeferredTensor, is_ordinary, is_plain, plain_cpu, tensor_bytes
 from shardckpt.testing.tensors import DTYPES
+from tests.tables import table
 
 
 class Reads:
@@ -35,8 +36,8 @@ def reads() -> Reads:
 
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("count", [0, 3])
+@table("dtype", DTYPES)
+@table("count", [0, 3])
 def test_values_are_read_when_bytes_are_needed(dtype: torch.dtype, count: int) -> None:
     """Shape, dtype and size are known without a read; `plain_cpu` reads, once, without a copy."""
     values = torch.ones(count * dtype.itemsize, dtype=torch.uint8).view(dtype)

@@ -11,6 +11,7 @@ import torch
 
 from shardckpt.tensors import fingerprint, finish_fingerprint, sum_boxes
 from shardckpt.testing.tensors import DTYPES
+from tests.tables import table
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -109,7 +110,7 @@ def _sum_slowly(rows: list[bytes]) -> tuple[int, ...]:
     return tuple(total & word for total in totals)
 
 
-@pytest.mark.parametrize(
+@table(
     ("shape", "width"),
     [((1,), 4), ((3, 5), 60), ((4, 256), 1024), ((2, 3, 270), 1080), ((700,), 2800), ((3, 9, 40), 1440)],
 )
@@ -148,8 +149,8 @@ def test_places_count() -> None:
     assert len(set(sum_boxes(boxes))) == len(boxes)
 
 
-@pytest.mark.parametrize("side", [3, 40, 300])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.uint8], ids=str)
+@table("side", [3, 40, 300])
+@table("dtype", [torch.bfloat16, torch.float32, torch.uint8], ids=str)
 def test_a_transposed_tensor_has_other_sums(dtype: torch.dtype, side: int) -> None:
     """A square weight that a loader has transposed by mistake shows, also where rows are shorter than a block."""
     tensor = _bits((side, side), dtype)
@@ -159,7 +160,7 @@ def test_a_transposed_tensor_has_other_sums(dtype: torch.dtype, side: int) -> No
         assert len(set(sum_boxes([(each, (0, 0), values.shape) for each in (values, values.T)]))) == 2
 
 
-@pytest.mark.parametrize("shape", [(40, 3, 5), (6, 700)])
+@table("shape", [(40, 3, 5), (6, 700)])
 def test_two_swapped_elements_show(shape: tuple[int, ...]) -> None:
     """Any two elements of other values that change places change the sums: 500 pairs, of one block and of several."""
     rng = random.Random(0)

@@ -18,6 +18,7 @@ from shardckpt.tensors.memory import (
     tensor_bytes_of_each,
     unfilled_bytes,
 )
+from tests.tables import table
 
 VALUES = torch.arange(6.0)
 
@@ -69,7 +70,7 @@ def test_bytes_of_each_are_those_of_one_by_one() -> None:
         assert tensor_bytes_of_each(few) == [memoryview(b"")] * len(few)
 
 
-@pytest.mark.parametrize("is_on_host", [True, False])
+@table("is_on_host", [True, False])
 def test_one_that_is_not_its_memory_is_noticed_among_others(*, is_on_host: bool) -> None:
     """A tensor whose bytes are not its values, anywhere among others, has to be asked for alone."""
     freed = torch.ones(100)
@@ -96,9 +97,7 @@ def test_one_that_is_not_its_memory_is_noticed_among_others(*, is_on_host: bool)
             assert (find_host_addresses(tensors) is not None) == is_on_host
 
 
-@pytest.mark.parametrize(
-    "view", [torch.ones(4, dtype=torch.cfloat).conj(), torch._neg_view(torch.ones(4)), torch.ones(4, 2)[:, 0]]
-)
+@table("view", [torch.ones(4, dtype=torch.cfloat).conj(), torch._neg_view(torch.ones(4)), torch.ones(4, 2)[:, 0]])
 def test_views_are_not_their_memory(view: torch.Tensor) -> None:
     """A conj or neg view, or one with gaps, is refused as bytes, and made plain with its values."""
     with pytest.raises(ValueError, match="needs a contiguous CPU tensor without conj or neg bit"):
@@ -115,7 +114,7 @@ def test_plain_tensors_are_not_copied() -> None:
         assert plain_cpu(tensor).data_ptr() == VALUES.data_ptr()
 
 
-@pytest.mark.parametrize("restored", [torch.bfloat16, torch.float32])
+@table("restored", [torch.bfloat16, torch.float32])
 def test_quantized_wrappers_give_their_values(restored: torch.dtype) -> None:
     """A wrapper that dequantizes is stored as its values, in its outward dtype."""
     wrapper = Quantized(VALUES.to(torch.float8_e4m3fn), torch.bfloat16, restored)
@@ -133,7 +132,7 @@ def test_quantized_wrappers_that_would_lose_values() -> None:
         plain_cpu(wrapper)
 
 
-@pytest.mark.parametrize(
+@table(
     ("tensor", "said"),
     [
         (TwoTensor(VALUES, VALUES + 10), r"two_tensor\.TwoTensor"),

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from shardckpt.tensors.torch_private import OLDEST_TORCH, check_torch, one_thread
+from tests.tables import table
 
 PYPROJECT = (Path(__file__).parents[2] / "pyproject.toml").read_text()
 OLDEST = ".".join(map(str, OLDEST_TORCH))
@@ -25,7 +26,7 @@ for name in sys.argv[1:]:
 """
 
 
-@pytest.mark.parametrize("version", ["2.9.1+cu128", "2.9.0a0+145a3a7bda.nv25.10", "1.13.1", "0.4"])
+@table("version", ["2.9.1+cu128", "2.9.0a0+145a3a7bda.nv25.10", "1.13.1", "0.4"])
 def test_an_older_torch_is_refused(version: str) -> None:
     """The error names the release that was found, where, the oldest that works, and the command that installs it."""
     with pytest.raises(ImportError, match=re.escape(version)) as caught:
@@ -36,7 +37,7 @@ def test_an_older_torch_is_refused(version: str) -> None:
     assert torch.__path__[0] in str(caught.value)
 
 
-@pytest.mark.parametrize("version", ["2.10.0", "2.10.0a0+git0.nv25.12", "2.13.0", "2.15.0+cpu", "3.0.0rc1", "10.1"])
+@table("version", ["2.10.0", "2.10.0a0+git0.nv25.12", "2.13.0", "2.15.0+cpu", "3.0.0rc1", "10.1"])
 def test_the_oldest_torch_and_newer_ones_are_not(version: str) -> None:
     """Numbers are compared as numbers, and a vendor's early build counts as its release."""
     check_torch(version)

@@ -18,6 +18,7 @@ from shardckpt.cli import main
 from shardckpt.errors import CheckpointingException, CorruptCheckpointError, UnsafePickleError, VersionTooNewError
 from shardckpt.mapping import ShardedObject, ShardedTensor
 from tests.ranks import RankError
+from tests.tables import table
 from tests.torch_checkpointing.golden import GOLDEN, SHAPES, Training, copy_golden, values
 
 if TYPE_CHECKING:
@@ -148,7 +149,7 @@ def layout(name: str, form: str = "TorchSerialization") -> dict[str, Any]:
     return {"file_path": name, "serialization_format": {"type": form}}
 
 
-@pytest.mark.parametrize("name", DAMAGES)
+@table("name", DAMAGES)
 def test_damage_is_an_error_that_names_it(tmp_path: Path, name: str) -> None:
     """A cut, missing or contradicting file is an error with its name, never a wrong value."""
     damage, text = DAMAGES[name]
@@ -297,7 +298,7 @@ def test_views_and_small_expanded_tensors_load(tmp_path: Path) -> None:
     assert torch.equal(loaded["integers"][7], base[2])
 
 
-@pytest.mark.parametrize("name", ["torch-1", "torch-2", "safetensors-2", "unlisted-2", "mesh-4", "stages-4", "boxes-2"])
+@table("name", ["torch-1", "torch-2", "safetensors-2", "unlisted-2", "mesh-4", "stages-4", "boxes-2"])
 def test_verify_finds_no_fault_in_what_was_written(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     """``shardckpt verify`` reports intact without digests, and ``inspect`` lists the tensors."""
     assert main(["verify", str(GOLDEN / name)]) == 0
@@ -307,7 +308,7 @@ def test_verify_finds_no_fault_in_what_was_written(name: str, capsys: pytest.Cap
     assert all(key in text for key in expected)
 
 
-@pytest.mark.parametrize("file", ["model_1.pt", "optimizer_0.pt", "train_state_1.pt"])
+@table("file", ["model_1.pt", "optimizer_0.pt", "train_state_1.pt"])
 def test_verify_finds_a_changed_byte(tmp_path: Path, file: str, capsys: pytest.CaptureFixture[str]) -> None:
     """The archives have a CRC-32 of each tensor: verify compares it, and names the file."""
     folder = copy_golden("mesh-4", tmp_path / "step")

@@ -13,6 +13,7 @@ from shardckpt import dist_checkpointing as dc
 from shardckpt.errors import ShardingError
 from shardckpt.mapping import ShardedTensor
 from shardckpt.storage import reader
+from tests.tables import in_proof, table
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -58,7 +59,7 @@ def _load_columns(path: str) -> bool:
     return True
 
 
-@pytest.mark.parametrize("saved_by", [1, 2, 4])
+@pytest.mark.parametrize("saved_by", [2, *in_proof(1, 4)])
 def test_resharded_bit_for_bit(ranks: RankPool, tmp_path: Path, saved_by: int) -> None:
     """Rows saved by any number of ranks load as columns on any number, NaN payloads too, strided or not."""
     ranks.run(saved_by, _save_rows, str(tmp_path / "c"))
@@ -66,7 +67,7 @@ def test_resharded_bit_for_bit(ranks: RankPool, tmp_path: Path, saved_by: int) -
         assert ranks.run(size, _load_columns, str(tmp_path / "c")) == [True] * size
 
 
-@pytest.mark.parametrize("name", NAMES)
+@table("name", NAMES)
 def test_slices_of_large_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """A box of a tensor that is read in many small pieces has the stored bits."""
     monkeypatch.setattr(reader, "_READ_BYTES", 4 << 10)
@@ -82,8 +83,8 @@ def test_slices_of_large_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         assert torch.equal(_bits(wanted), box)
 
 
-@pytest.mark.parametrize("name", FLOATS)
-@pytest.mark.parametrize("rows", [16, 400])
+@table("name", FLOATS)
+@table("rows", [16, 400])
 def test_casting_loads(tmp_path: Path, name: str, rows: int) -> None:
     """Stored float8 fills bfloat16, and stored bfloat16 fills float8, as torch casts; small tensors and large."""
     dtype = getattr(torch, name)
@@ -97,7 +98,7 @@ def test_casting_loads(tmp_path: Path, name: str, rows: int) -> None:
     assert torch.equal(_bits(wanted["high"]), _bits(high.to(dtype)))
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name not in FLOATS])
+@table("name", [name for name in NAMES if name not in FLOATS])
 def test_packed_dtypes_are_not_cast(tmp_path: Path, name: str) -> None:
     """Two values a byte, or what torch knows nothing of, cannot be cast: the load says so before it fills anything."""
     packed = BITS.view(getattr(torch, name))

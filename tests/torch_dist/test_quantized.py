@@ -20,6 +20,7 @@ from shardckpt.errors import CorruptCheckpointError, ShardingError
 from shardckpt.mapping import ShardedTensor
 from shardckpt_torch_dist.plan.load_planner import ShardedLoadPlanner
 from tests.names import data_file
+from tests.tables import in_proof, table
 from tests.torch_dist.te_stand_in import (
     ClosedStandIn,
     FirstFloat8StandIn,
@@ -66,7 +67,7 @@ def _load_into(path: str, axis: int) -> list[str]:
     return faults
 
 
-@pytest.mark.parametrize("saved_by", [1, 2, 4])
+@pytest.mark.parametrize("saved_by", [2, *in_proof(1, 4)])
 def test_resharded_into_wrappers(ranks: RankPool, tmp_path: Path, saved_by: int) -> None:
     """High precision loads into quantized wrappers of any sharding: once, in place, as if quantized there."""
     ranks.run(saved_by, _save_rows, str(tmp_path / "c"))
@@ -88,7 +89,7 @@ def _save_and_load_wrappers(path: str) -> list[str]:
     return faults
 
 
-@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("size", [2, *in_proof(1, 4)])
 def test_saved_wrappers(ranks: RankPool, tmp_path: Path, size: int) -> None:
     """A wrapper is stored as its values; the save leaves it alone; a load into another gives the same values."""
     assert ranks.run(size, _save_and_load_wrappers, str(tmp_path / "c")) == [[]] * size
@@ -96,7 +97,7 @@ def test_saved_wrappers(ranks: RankPool, tmp_path: Path, size: int) -> None:
     assert stored.dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@table("kind", KINDS)
 def test_prepended_axes_and_flattened_ranges(tmp_path: Path, kind: Any) -> None:
     """Wrappers that have no views are experts of a larger tensor, and slices of a flattened one, all the same."""
     experts = [kind.quantized(FULL), kind.quantized(-FULL)]
@@ -151,7 +152,7 @@ def test_wrappers_without_elements(tmp_path: Path) -> None:
     assert empty.times == 0
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@table("kind", KINDS)
 def test_parameters(tmp_path: Path, kind: Any) -> None:
     """A quantized parameter that needs gradients is filled, and stays a leaf."""
     dc.save({"w": ShardedTensor.from_rank_offsets("w", FULL)}, tmp_path / "c")

@@ -17,6 +17,7 @@ from shardckpt.storage.direct import bypasses_cache
 from shardckpt.storage.new_file import NewFile
 from shardckpt_torch_dist import TorchDistSaveShardedStrategy
 from tests.engine.plan_cache.saves import Plans
+from tests.tables import table
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -58,7 +59,7 @@ def test_thread_count_is_the_number_of_files_and_they_are_even(tmp_path: Path) -
     _check(tmp_path / "c", _state())
 
 
-@pytest.mark.parametrize("direct", ["0", "1"])
+@table("direct", ["0", "1"])
 def test_by_default_a_rank_has_the_files_that_are_written_fastest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, direct: str
 ) -> None:
@@ -188,7 +189,7 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize("change", CHANGES)
+@table("change", CHANGES)
 def test_whatever_changes_is_seen(tmp_path: Path, change: str) -> None:
     """Another dtype, shape, key, offset or main replica between two saves with a cached plan is in the second one."""
     strategy = TorchDistSaveShardedStrategy(cached_metadata=True)

@@ -14,6 +14,7 @@ from shardckpt.errors import ShapeMismatchError, ShardingError
 from shardckpt.mapping import ShardedTensor
 from shardckpt.quantized import native_factory
 from shardckpt_torch_dist.plan.load_planner import ShardedLoadPlanner
+from tests.tables import in_proof, table
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -93,14 +94,14 @@ def _load_rows(path: str) -> list[str]:
     return faults
 
 
-@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("size", [2, *in_proof(1, 4)])
 def test_resharded_into_torchao_tensors(ranks: RankPool, tmp_path: Path, size: int) -> None:
     """High precision of 4 ranks loads into every kind of torchao tensor as torchao itself quantizes it, in place."""
     ranks.run(4, _save_rows, str(tmp_path / "c"))
     assert ranks.run(size, _load_rows, str(tmp_path / "c")) == [[]] * size
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@table("kind", KINDS)
 def test_saved_as_values(tmp_path: Path, kind: str) -> None:
     """A torchao tensor in a ShardedTensor is stored as its dequantized values, and plain DCP fills another from it."""
     wrapper, other = _quantized(kind, FULL), _other(kind, FULL)
@@ -141,7 +142,7 @@ def test_what_torchao_cannot_rebuild(tmp_path: Path) -> None:
     assert _bits(wrapper) == before
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@table("kind", KINDS)
 def test_native_round_trip(tmp_path: Path, kind: str) -> None:
     """Stored natively, a torchao tensor comes back with every bit of data and scales."""
     wrapper, other = _quantized(kind, FULL), _other(kind, FULL)

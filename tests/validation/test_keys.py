@@ -19,6 +19,7 @@ from shardckpt.validation.keys import (
     use_bare_keys,
 )
 from shardckpt.validation.sharding import validate_shards
+from tests.tables import table
 
 if TYPE_CHECKING:
     from tests.ranks import RankPool
@@ -54,7 +55,7 @@ def test_sound_shards_pass() -> None:
     )
 
 
-@pytest.mark.parametrize(
+@table(
     ("shards", "fault"),
     [
         ([_cell(0, 2)], r"no shard describes \[2:4, 0:3\]"),
@@ -162,7 +163,7 @@ def test_a_key_that_is_stored_without_its_first_part_is_said() -> None:
         compare_keys(wanted, stored, StrictHandling.RAISE_UNEXPECTED, Comm(alone=True))
 
 
-@pytest.mark.parametrize(
+@table(
     ("stored", "expected"),
     [
         ({"w", "optimizer.w"}, ["w", "none", "optimizer.w"]),

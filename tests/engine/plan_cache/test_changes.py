@@ -10,10 +10,12 @@ import torch
 import torch.distributed as dist
 
 from shardckpt import dist_checkpointing as dc
+from shardckpt.async_save import release_memory
 from shardckpt.engine.plan_cache import saved_plans
 from shardckpt.errors import CheckpointingException, ShardingError
 from shardckpt.mapping import ShardedObject, ShardedTensor
 from tests.engine.plan_cache.saves import Plans, check, first, in_mode, save, tensor
+from tests.tables import table
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -51,9 +53,10 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("change", CHANGES)
+@table("change", CHANGES)
 def test_whatever_changes_is_saved(tmp_path: Path, change: str) -> None:
     """Whatever changes between two saves, the second one has what a first save of it has."""
+    release_memory()
     before = first()
     save({"w": before}, tmp_path / "a")
     second = {"w": CHANGES[change](before)}
@@ -63,9 +66,10 @@ def test_whatever_changes_is_saved(tmp_path: Path, change: str) -> None:
     check(tmp_path / "b", dc.load_plain_tensors(tmp_path / "c"))
 
 
-@pytest.mark.parametrize("values", [("short", "short"), ("short", "a" * 1000), (1, None)])
+@table("values", [("short", "short"), ("short", "a" * 1000), (1, None)])
 def test_objects_are_taken_anew(tmp_path: Path, values: tuple[Any, Any]) -> None:
     """Objects may become longer or shorter between saves of one plan, and so may the common state."""
+    release_memory()
     for step, value in enumerate((*values, values[0])):
         state = {"w": first(), "o": ShardedObject("o", [value, step], (1,), (0,)), "common": [value] * (step + 1)}
         save(state, tmp_path / str(step))

@@ -6,11 +6,11 @@ import copy
 from dataclasses import fields
 from typing import Any
 
-import pytest
 import torch
 
 from shardckpt.engine.plan_cache import describe
 from shardckpt.mapping import BlockScales, PlainObject, ShardedObject, ShardedTensor
+from tests.tables import table
 
 SHARDS = {
     ShardedTensor: ShardedTensor(
@@ -32,7 +32,7 @@ OTHERS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize(
+@table(
     ("kind", "field"),
     [
         (kind, field.name)

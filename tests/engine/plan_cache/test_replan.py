@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from shardckpt import dist_checkpointing as dc
@@ -19,6 +18,8 @@ from shardckpt.parallel import FullyParallelSaveStrategyWrapper
 from shardckpt_torch_dist.save import TorchDistSaveShardedStrategy
 from tests import backends
 from tests.engine.plan_cache.saves import Plans, check, first, in_mode, save, tensor
+from tests.states import rank_and_size
+from tests.tables import in_proof, table
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -54,7 +55,7 @@ def _saved_each_way(folder: str, way: str, persistent: bool) -> int:
     """Four saves in flight; how many of them were planned in the long way."""
     with Plans() as plans, AsyncCallsQueue(persistent=persistent) as queue:
         for step in range(4):
-            request = dc.save(_state(*_place(), step), f"{folder}/{step}", WAYS[way](), async_sharded_save=True)
+            request = dc.save(_state(*rank_and_size(), step), f"{folder}/{step}", WAYS[way](), async_sharded_save=True)
             queue.schedule_async_request(request)  # type: ignore[arg-type]
     for step in range(4):
         _check_state(f"{folder}/{step}", step)
@@ -65,17 +66,13 @@ def _saved_in_turn(folder: str, way: str) -> int:
     """Four saves, one after the other; how many of them were planned in the long way."""
     with Plans() as plans:
         for step in range(4):
-            save(_state(*_place(), step), f"{folder}/{step}", WAYS[way]())
+            save(_state(*rank_and_size(), step), f"{folder}/{step}", WAYS[way]())
             _check_state(f"{folder}/{step}", step)
     return plans.count
 
 
-def _place() -> tuple[int, int]:
-    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-
-
 def _check_state(path: str, step: int) -> None:
-    wanted, expected = (_state(*_place(), values) for values in (-1, step))
+    wanted, expected = (_state(*rank_and_size(), values) for values in (-1, step))
     loaded = dc.load(wanted, path)
     assert loaded["step"] == step
     assert loaded["rng"] == expected["rng"].data
@@ -113,14 +110,14 @@ EACH_WAY = pytest.mark.parametrize(
 
 
 @EACH_WAY
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [2, *in_proof(1)])
 def test_what_is_saved_again_is_planned_once(ranks: RankPool, tmp_path: Path, way: str, world: int) -> None:
     """Saves of the same shards with other values, by strategies made anew each time: one plan, four right contents."""
     assert ranks.run(world, in_mode, "background", _saved_each_way, str(tmp_path), way, False) == [1] * world
 
 
 @EACH_WAY
-@pytest.mark.parametrize("mode", ["foreground", "in turn"])
+@pytest.mark.parametrize("mode", ["in turn", *in_proof("foreground")])
 def test_a_plan_serves_saves_here_and_behind(ranks: RankPool, tmp_path: Path, way: str, mode: str) -> None:
     """Saves in the foreground, and in the background before them, share a plan."""
     assert ranks.run(2, in_mode, mode, _saved_in_turn, str(tmp_path), way) == [1] * 2
@@ -154,8 +151,8 @@ def _saved_optimizer(folder: str) -> int:
     return plans.count
 
 
-@backends.both
-@pytest.mark.parametrize("world", [1, 2])
+@backends.both_in_proof
+@pytest.mark.parametrize("world", [2, *in_proof(1)])
 def test_an_optimizer_is_planned_once(ranks: RankPool, tmp_path: Path, world: int) -> None:
     """A model with its optimizer, as training loops save it, is planned once, and each save has its own rates."""
     assert ranks.run(world, in_mode, "foreground", _saved_optimizer, str(tmp_path)) == [1] * world
@@ -190,10 +187,11 @@ def test_another_form_after_the_request_is_never_written(tmp_path: Path) -> None
 
 @backends.both_in_proof
 @pytest.mark.usefixtures("mode")
-@pytest.mark.parametrize("within", [torch.inference_mode, torch.no_grad, lambda: torch.device("meta")])
-@pytest.mark.parametrize("size", [100, 400_000])
+@table("within", [torch.inference_mode, torch.no_grad, lambda: torch.device("meta")])
+@table("size", [100, 400_000])
 def test_saves_in_any_mode(tmp_path: Path, within: Callable[[], Any], size: int) -> None:
     """A save in a mode of torch's leaves nothing that stops the next one, outside of it, or threads."""
+    release_memory()
     values = [torch.full((size,), float(n)) for n in range(3)]
     for step, inside in enumerate((True, False, True, False)):
         state = {f"w{n}": tensor(f"w{n}", value + step) for n, value in enumerate(values)}

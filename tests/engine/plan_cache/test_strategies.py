@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from shardckpt import dist_checkpointing as dc
+from shardckpt.async_save import release_memory
 from shardckpt.engine.plan_cache import saved_plans
 from shardckpt.errors import CheckpointingException
 from shardckpt.parallel import FullyParallelSaveStrategyWrapper
@@ -18,6 +19,7 @@ from shardckpt.strategy import AsyncSaveStrategy, PreparedSave, SaveStrategy
 from shardckpt_ep import EPSaveStrategy, ExpertLayout
 from shardckpt_torch_dist.save import TorchDistSaveShardedStrategy
 from tests.engine.plan_cache.saves import MODES, check, first, in_mode, save, tensor
+from tests.tables import table
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -67,9 +69,10 @@ DOUBLING: list[Callable[[], Any]] = [
 ]
 
 
-@pytest.mark.parametrize("make", DOUBLING)
+@table("make", DOUBLING)
 def test_a_prepare_that_was_overridden_is_called_every_time(tmp_path: Path, make: Callable[[], Any]) -> None:
     """A strategy with a ``prepare`` of its own is asked for every save, and the caller's shards stay as they are."""
+    release_memory()
     strategy = make()
     for step in range(3):
         shard = tensor("w", torch.full((3,), float(step)))
@@ -163,11 +166,10 @@ def _saving_itself() -> TorchDistSaveShardedStrategy:
     return strategy
 
 
-@pytest.mark.parametrize(
-    "make", [_SavingItself, _saving_itself, lambda: FullyParallelSaveStrategyWrapper(_SavingItself())]
-)
+@table("make", [_SavingItself, _saving_itself, lambda: FullyParallelSaveStrategyWrapper(_SavingItself())])
 def test_a_save_that_was_overridden_is_called_every_time(tmp_path: Path, make: Callable[[], Any]) -> None:
     """A strategy with a ``save`` of its own does every save in the foreground, also after others in the background."""
+    release_memory()
     for step in range(4):
         in_background = step % 2 == 0
         request = dc.save({"w": first()}, tmp_path / str(step), make(), async_sharded_save=in_background)

@@ -25,6 +25,7 @@ from tests.safetensors.conformance.make_schemas import FOLDER as SCHEMAS
 from tests.safetensors.conformance.make_schemas import make_schemas
 from tests.safetensors.conformance.protocol import describe
 from tests.safetensors.conformance.runner import CPU_LIMIT, MEMORY_LIMIT
+from tests.tables import table
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -109,14 +110,14 @@ def test_the_independent_reader_needs_numpy_and_json_alone() -> None:
     assert not packages & {"shardckpt", "torch", "safetensors", "pydantic", "shardckpt_safetensors"}
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@table("case", CASES, ids=lambda case: case.name)
 def test_the_independent_reader_is_right(case: Case, folder: Path) -> None:
     """The reader in Python gives the verdict of each entry, and finds the tensors and objects of the valid ones."""
     assert find_fault(case, describe(read_checkpoint, str(folder / case.name))) == ""
 
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning")
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@table("case", CASES, ids=lambda case: case.name)
 def test_our_reader_is_right(case: Case, folder: Path) -> None:
     """Our own reader, by verify and open_checkpoint, gives the verdict of each entry, and finds the same tensors."""
     assert find_fault(case, describe(ours.read_checkpoint, str(folder / case.name), CheckpointingException)) == ""
@@ -157,7 +158,7 @@ def test_the_readers_refuse_hostile_headers(hostile: Path) -> None:
     assert {line["verdict"] for line in lines} == {"invalid"}
 
 
-@pytest.mark.parametrize("name", _HOSTILE)
+@table("name", _HOSTILE)
 def test_our_reader_refuses_hostile_headers(name: str, hostile: Path) -> None:
     """Our own reader refuses each hostile header, by one of its own errors."""
     assert describe(ours.read_checkpoint, str(hostile / name), CheckpointingException)["verdict"] == "invalid"

@@ -18,6 +18,7 @@ from shardckpt.errors import CorruptCheckpointError, PluginError
 from shardckpt.maintenance import convert_checkpoint
 from shardckpt.stubs import Stub, make_stub_class
 from shardckpt_safetensors.objects import codecs, decode_object, encode_object, register_codec
+from tests.tables import table
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -176,7 +177,7 @@ def test_stubs_keep_what_a_pickle_gave_them() -> None:
     assert decode_object(*encode_object(named, WHAT), WHAT).name == "A"
 
 
-@pytest.mark.parametrize(
+@table(
     ("codec", "value"),
     [
         ("enum", 1),

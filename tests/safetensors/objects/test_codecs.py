@@ -9,6 +9,7 @@ import torch
 import shardckpt_safetensors
 from shardckpt.errors import CheckpointingException, CorruptCheckpointError, PluginError, ShardingError
 from shardckpt_safetensors.objects import codecs, decode_object, encode_object, register_codec
+from tests.tables import table
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -71,7 +72,7 @@ def test_two_codecs_do_not_meet() -> None:
         decode_object("json", b'{"$":"acme.Phase","v":"WARM"}', WHAT)
 
 
-@pytest.mark.parametrize("name", ["Phase", "", ".a", "a.", "a..b", "a b.c", "$a.b", "é.b", "a." + "b" * 255, "a.b\n"])
+@table("name", ["Phase", "", ".a", "a.", "a..b", "a b.c", "$a.b", "é.b", "a." + "b" * 255, "a.b\n"])
 def test_malformed_names_are_refused(name: str) -> None:
     """A codec's name has a dot and plain characters, so that it is never one of the format's."""
     with pytest.raises(PluginError, match=r"such as 'acme.Schedule'"):

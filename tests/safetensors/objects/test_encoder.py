@@ -18,6 +18,7 @@ from shardckpt_safetensors.objects import encode_object
 from shardckpt_safetensors.objects import encoder as encoder_module
 from shardckpt_safetensors.objects.codecs import FORMAT_CLASSES
 from shardckpt_safetensors.objects.plain import LEAVES
+from tests.tables import table
 
 
 def _make_phase() -> type[enum.IntEnum]:
@@ -92,7 +93,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@table("name", REFUSED)
 def test_what_cannot_be_represented_is_refused_by_its_place(name: str) -> None:
     """Nothing becomes another class silently: the error names the object, the place, the class, and the way out."""
     value, text = REFUSED[name]

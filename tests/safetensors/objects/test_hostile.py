@@ -18,6 +18,7 @@ import shardckpt_safetensors.objects
 from shardckpt.errors import CheckpointingException, CorruptCheckpointError
 from shardckpt_safetensors.objects import decode_object, decode_tree_file, encode_object
 from tests.safetensors.objects.test_payload import STATES
+from tests.tables import table
 
 WHAT = "object 'rng'"
 
@@ -121,7 +122,7 @@ VALUES: dict[str, list[Any]] = {
 }
 
 
-@pytest.mark.parametrize("text", TREES, ids=range(len(TREES)))
+@table("text", TREES, ids=range(len(TREES)))
 def test_malformed_trees_are_damage(text: str) -> None:
     """A text that is not exactly a tree is damage that names the object, by both codecs that hold trees."""
     with pytest.raises(CorruptCheckpointError, match=f"^{WHAT} is damaged: "):
@@ -130,7 +131,7 @@ def test_malformed_trees_are_damage(text: str) -> None:
         decode_tree_file(make_file(text, {}), WHAT)
 
 
-@pytest.mark.parametrize("kind", VALUES)
+@table("kind", VALUES)
 def test_wrong_values_are_damage(kind: str) -> None:
     """What `$` names is checked by type, length and range before anything is made of it."""
     for value in VALUES[kind]:
@@ -213,7 +214,7 @@ FILES: dict[str, bytes] = {
 }
 
 
-@pytest.mark.parametrize("name", FILES)
+@table("name", FILES)
 def test_malformed_files_are_damage(name: str) -> None:
     """A file that contradicts itself, or a reference that does not fit its tensor, is damage that names the object."""
     with pytest.raises(CorruptCheckpointError, match=f"^{WHAT} "):

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from shardckpt.errors import CheckpointingException, CorruptCheckpointError, ShardingError
 from shardckpt_safetensors.objects import decode_object, decode_tree_file, encode_object, encode_tree_file
 from tests.safetensors.objects.equal import show_bits
+from tests.tables import table
 
 WHAT = "object 'rng'"
 QUANTIZED = ("qint32", "qint8", "quint2x4", "quint4x2", "quint8")
@@ -104,13 +105,13 @@ STATES: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("name", STATES)
+@table("name", STATES)
 def test_states_of_trainers_come_back(name: str) -> None:
     """The common state and objects of Megatron, torchtitan, Lightning and transformers come back bit for bit."""
     round_trip(STATES[name])
 
 
-@pytest.mark.parametrize("beside", [None, torch.ones(2)], ids=["json", "safetensors"])
+@table("beside", [None, torch.ones(2)], ids=["json", "safetensors"])
 def test_the_size_does_not_depend_on_numbers(beside: Any) -> None:
     """Payloads of one structure have one size, whatever their numbers: later saves can use the plan of an earlier."""
     values = [(0, 0.5), (1 << 63, -2.2250738585072014e-308), (-(1 << 63), 1e22), (7, 3.141592653589793e-05)]
@@ -159,7 +160,7 @@ def test_values_that_json_lacks_come_back() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf support")
-@pytest.mark.parametrize("name", [name for name in DTYPES if name.removeprefix("torch.") not in QUANTIZED])
+@table("name", [name for name in DTYPES if name.removeprefix("torch.") not in QUANTIZED])
 def test_tensors_of_every_dtype_come_back(name: str) -> None:
     """Each dtype that torch has is stored bit for bit, 0-d, empty and larger, with memory of its own."""
     dtype = getattr(torch, name.removeprefix("torch."))
@@ -235,9 +236,7 @@ def test_any_value_comes_back(value: Any) -> None:
     round_trip(value)
 
 
-@pytest.mark.parametrize(
-    "wrap", [lambda v: [v], lambda v: (v,), lambda v: {"a": v}, lambda v: {1: v}, lambda v: argparse.Namespace(a=v)]
-)
+@table("wrap", [lambda v: [v], lambda v: (v,), lambda v: {"a": v}, lambda v: {1: v}, lambda v: argparse.Namespace(a=v)])
 def test_the_save_refuses_the_depth_that_the_load_would(wrap: Any) -> None:
     """However a value nests, what is encoded is decoded, and what is too deep is refused when it is encoded."""
     back = payload = None

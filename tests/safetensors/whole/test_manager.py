@@ -11,12 +11,13 @@ import torch
 from shardckpt.errors import CheckpointingException
 from shardckpt.manager import CheckpointConfig, CheckpointManager
 from tests.safetensors.whole import jobs
+from tests.tables import table
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 
-@pytest.mark.parametrize("mode", ["disabled", "async"])
+@table("mode", ["disabled", "async"])
 def test_every_step_is_a_folder_of_the_hub(tmp_path: Path, mode: str) -> None:
     """Steps have the model's names and assets, and load; the last step is not exported to another folder."""
     assets = tmp_path / "assets"

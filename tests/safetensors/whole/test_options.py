@@ -12,6 +12,7 @@ from shardckpt.huggingface import Rule, RuleMapping
 from shardckpt.mapping import ShardedTensor
 from shardckpt_safetensors import SafetensorsSaveShardedStrategy
 from tests.safetensors.whole import jobs
+from tests.tables import table
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -28,7 +29,7 @@ def _save(tensors: dict[str, torch.Tensor], path: Path, **options: Any) -> dict[
 TRAINING = {"model.a.w": torch.ones(4, 4), "model.b.w": torch.ones(3), "optimizer.a.w": torch.ones(4, 4)}
 
 
-@pytest.mark.parametrize(
+@table(
     ("options", "names"),
     [
         ({"layout": "whole"}, ["a.w", "b.w"]),
@@ -63,7 +64,7 @@ _TRANSPOSED = RuleMapping([Rule("w", ("w",), transposed=True)])
 _JOINED = RuleMapping([Rule("v", ("w",))])
 
 
-@pytest.mark.parametrize(
+@table(
     ("mapping", "tensors", "message"),
     [
         (_TRANSPOSED, {"w": torch.ones(2, 3)}, "'w' cannot be stored whole: it is transposed"),
@@ -83,7 +84,7 @@ def test_what_cannot_be_whole(tmp_path: Path, mapping: Any, tensors: dict[str, t
         assert torch.equal(dc.load_plain_tensors(tmp_path / "c")["w"], tensors["w"])
 
 
-@pytest.mark.parametrize(
+@table(
     ("options", "message"),
     [
         ({"layout": "hole"}, "it is one of 'boxes', 'whole', 'auto'"),

@@ -13,6 +13,7 @@ from shardckpt.mapping import ShardedTensor
 from shardckpt_safetensors import SafetensorsSaveShardedStrategy
 from tests.safetensors.conformance.independent_reader import read_checkpoint
 from tests.safetensors.whole import jobs
+from tests.tables import table
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -72,7 +73,7 @@ def test_a_tied_output_layer_is_stored_as_the_embedding(ranks: RankPool, tmp_pat
     assert index["metadata"]["total_size"] == 6 * 4 * 4 + 2 * 3 * 4
 
 
-@pytest.mark.parametrize(("gone", "stays"), [(HEAD, EMBEDDING), (EMBEDDING, HEAD)])
+@table(("gone", "stays"), [(HEAD, EMBEDDING), (EMBEDDING, HEAD)])
 def test_one_of_both_names_is_removed(tmp_path: Path, gone: str, stays: str) -> None:
     """The other key keeps the values, in a folder that others still open, whichever of the two was stored."""
     _save(str(tmp_path / "c"), _write_config(tmp_path / "assets", TIED))
@@ -84,7 +85,7 @@ def test_one_of_both_names_is_removed(tmp_path: Path, gone: str, stays: str) -> 
     read_checkpoint(tmp_path / "c")
 
 
-@pytest.mark.parametrize("config", [None, "{}", '{"tie_word_embeddings": false}'])
+@table("config", [None, "{}", '{"tie_word_embeddings": false}'])
 def test_nothing_is_left_out_that_no_config_explains(tmp_path: Path, config: str | None) -> None:
     """Without a config that says so, a tool would not know that the output layer is tied: both names are stored."""
     _save(str(tmp_path / "c"), None if config is None else _write_config(tmp_path / "assets", config))

@@ -30,6 +30,7 @@ from tests import programs
 from tests.faults.test_kill import SAMPLED, bad, report_of
 from tests.interop.sample import check_equal
 from tests.names import MARKER, METADATA, RECORD, data_file
+from tests.tables import in_proof
 from tests.torch_dist import plain_states
 
 if TYPE_CHECKING:
@@ -133,7 +134,7 @@ def _load_by_all(path: str) -> None:
     plain_states.check(loaded, NEW)
 
 
-@pytest.mark.parametrize("writers", [0, 1, 2, 4])
+@pytest.mark.parametrize("writers", [0, 2, *in_proof(1, 4)])
 def test_every_reader_reads_it(ranks: RankPool, tmp_path: Path, writers: int) -> None:
     """What any number of ranks wrote, stock dcp.load, our reader and dist_checkpointing.load read at 1 and 3 ranks."""
     path = tmp_path / "c"

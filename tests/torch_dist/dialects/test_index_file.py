@@ -14,6 +14,7 @@ from shardckpt.storage.columns import pack_columns
 from shardckpt_torch_dist.dialects import index_file
 from shardckpt_torch_dist.dialects.index_file import encode_index, parse_index
 from tests.property.search import drawn, for_all
+from tests.tables import table
 from tests.torch_dist.indexes import FILES, INDEXES, content, index_of
 
 if TYPE_CHECKING:
@@ -105,7 +106,7 @@ def test_any_safetensors_reader_opens_it() -> None:
     assert safetensors.torch.load(encode_index(sample()))["bounds"].tolist() == [0, 2, 3, 4]
 
 
-@pytest.mark.parametrize(
+@table(
     ("changes", "fault"),
     [
         ({"keys": None}, "no column 'keys'"),

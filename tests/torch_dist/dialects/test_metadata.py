@@ -19,6 +19,7 @@ from shardckpt.dist_checkpointing import ShardedTensor
 from shardckpt.errors import CheckpointingException, CorruptCheckpointError
 from shardckpt_torch_dist import CheckpointStorageWriter
 from tests.names import COMMON, INDEX, MARKER, RECORD
+from tests.tables import table
 
 if TYPE_CHECKING:
     from tests.ranks import RankPool
@@ -75,7 +76,7 @@ def test_all_ranks_hear_of_a_lost_common_file(ranks: RankPool, lost: Path) -> No
     assert f"{lost / COMMON} is missing" in first[1]
 
 
-@pytest.mark.parametrize("version", WITH_COMMON_FILE)
+@table("version", WITH_COMMON_FILE)
 def test_the_marker_may_be_lost_with_it(tmp_path: Path, version: str) -> None:
     """Without ``metadata.json`` as well, what Megatron alone stores tells that it is no plain DCP directory."""
     path = shutil.copytree(
@@ -90,8 +91,8 @@ def test_common_state_among_the_tensors_needs_no_file() -> None:
     assert dc.load(wanted(), GOLDEN / "mcore-0.20.0")["iteration"] == 17
 
 
-@pytest.mark.parametrize("flatten", [True, False])
-@pytest.mark.parametrize("ours", [True, False])
+@table("flatten", [True, False])
+@table("ours", [True, False])
 def test_plain_dcp_has_no_such_file(tmp_path: Path, ours: bool, flatten: bool) -> None:
     """Neither by DCP's own writer nor by ours, with our record or without, whatever the planner says of paths."""
     path = tmp_path / "ckpt"

@@ -18,6 +18,7 @@ from shardckpt import dist_checkpointing
 from shardckpt.adapters import load_into, to_sharded_state_dict
 from shardckpt.errors import CorruptCheckpointError, KeyMismatchError, UnsafePickleError
 from shardckpt.mapping import ShardedObject
+from tests.tables import table
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -85,8 +86,8 @@ class Numbered(nn.Module):
         return sum((part.sum() for part in self.parts), torch.zeros(()))
 
 
-@pytest.mark.parametrize("flatten", [False, True], ids=["nested", "flattened"])
-@pytest.mark.parametrize("make", [lambda: Numbered().parts, Numbered], ids=["named 0", "named parts.0"])
+@table("flatten", [False, True], ids=["nested", "flattened"])
+@table("make", [lambda: Numbered().parts, Numbered], ids=["named 0", "named parts.0"])
 def test_options_are_those_of_the_parameters_group(tmp_path: Path, make: Any, *, flatten: bool) -> None:
     """A parameter that is named like a group does not get that group's options, nor lose its own."""
     module = make()

@@ -16,6 +16,7 @@ from shardckpt.mapping import ShardedTensor
 from shardckpt.storage import reader as reader_module
 from shardckpt.tensors import tensor_bytes
 from shardckpt_torch_dist.plan import reads, regions
+from tests.tables import table
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -75,8 +76,8 @@ def test_a_slice_reads_a_slice(stored: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert sum(read) < 2 * 30 * 20 * 8 + 16384  # the rows and the archive's directory
 
 
-@pytest.mark.parametrize("rows", [40, 13])
-@pytest.mark.parametrize("kind", ["conj", "neg"])
+@table("rows", [40, 13])
+@table("kind", ["conj", "neg"])
 def test_conj_and_neg_destinations(tmp_path: Path, kind: str, rows: int) -> None:
     """A destination that shows its memory conjugated or negated has the stored values, whole or in part."""
     values = torch.complex(FULL.float(), -FULL.float() - 1) if kind == "conj" else FULL.float()
@@ -136,7 +137,7 @@ def test_a_lost_chunk_is_an_error_that_names_the_hole(tmp_path: Path) -> None:
     assert dc.load({"ok": ok}, tmp_path / "c")["ok"].eq(1).all()
 
 
-@pytest.mark.parametrize("rows", [slice(0, 100), slice(17, 60)])
+@table("rows", [slice(0, 100), slice(17, 60)])
 def test_large_archives_of_others_among_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows: slice) -> None:
     """Large tensors come back right where their archives are not as we write them; the others are read as they are."""
     monkeypatch.setattr(regions, "_HEADS", 2)

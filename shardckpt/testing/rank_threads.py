@@ -1,0 +1,367 @@
+"""Ranks as threads of this process: groups that are formed in a millisecond, for tests of what ranks agree on.
+
+torch's threaded process group moves the data of collectives. What it lacks is here: sends and receives, and an end to
+the wait for a rank that never comes. All private names of torch that this needs are in this file.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+import threading
+import traceback
+from collections import defaultdict, deque
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed import multi_threaded_pg as torch_threads
+
+from shardckpt.testing.ranks import RUN_TIMEOUT, RankError, RankFailure, Ranks
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+_BACKEND = "shardckpt_threads"
+#: torch keeps the state of process groups in one variable, so runs take turns.
+_turn = threading.Lock()
+
+
+class RankThreads(Ranks):
+    """Ranks that are threads of this process: groups of any size, without a start; nothing is left to close.
+
+    Ranks take turns: one runs until it waits for others, so a test is the same each time. Threads that ranks start run
+    beside them. A rank that ends while others wait for it is named at once; so is a job all of whose ranks wait.
+    Arguments are copied for each rank. They and the results need not be pickled, and the function may be a closure.
+
+    Ranks share the process: its environment, current directory, patches and caches. Tests of those, of deaths, signals
+    and deadlines, need processes: :class:`shardckpt.testing.RankPool`.
+
+    Example:
+        ::
+
+            def test_gather():
+                assert RankThreads().run(3, lambda: Comm().all_gather(dist.get_rank())) == [[0, 1, 2]] * 3
+    """
+
+    def outcomes(self, world_size: int, function: Any, *args: Any, timeout: float = RUN_TIMEOUT) -> list[Any]:
+        """Run a function as :meth:`run` does; what a rank raised is in the result, as a :class:`RankFailure`."""
+        with _turn, _groups_by_thread():
+            job = _Job(world_size)
+            ranks = [_Rank(job, number, function, copy.deepcopy(args)) for number in range(world_size)]
+            for rank in ranks:
+                rank.start()
+            for rank in ranks:
+                rank.join(timeout)
+                if rank.is_alive():
+                    job.stop(f"rank {rank.number} of {world_size} did not end within {timeout} s")
+                    raise RankError(job.reason)
+        return [rank.outcome for rank in ranks]
+
+
+class _Rank(threading.Thread):
+    """A rank: its function, its process groups, and what came of it."""
+
+    def __init__(self, job: _Job, number: int, function: Any, args: Any) -> None:
+        super().__init__(name=f"rank {number}", daemon=True)
+        self.job = job
+        self.number = number
+        self.outcome: Any = None
+        self.groups: Any = None
+        self._call = lambda: function(*args)
+
+    def run(self) -> None:
+        """Call the function in a group of all ranks."""
+        self.job.begin(self)
+        self.groups = torch_threads.ThreadLocalWorld()._get_world()  # new: this thread has none yet
+        try:
+            dist.init_process_group(_BACKEND, store=self.job.store, rank=self.number, world_size=self.job.size)
+            try:
+                self.outcome = self._call()
+            finally:
+                dist.destroy_process_group()
+        except BaseException as exc:  # noqa: BLE001 - the test decides
+            self.outcome = RankFailure(type(exc).__name__, str(exc), traceback.format_exc())
+        finally:
+            self.job.leave(self)
+
+
+class _Wait(NamedTuple):
+    """What a thread waits for."""
+
+    rank: _Rank
+    where: str
+    is_over: Callable[[], bool]
+    #: Returns the ranks without which it is not over.
+    awaited: Callable[[], list[int]]
+
+
+class _Job:
+    """The ranks of a run: where they meet for collectives, and the messages that they have sent.
+
+    Args:
+        size: Number of ranks.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.store = dist.HashStore()
+        #: Why no thread waits any longer.
+        self.reason = ""
+        self._changed = threading.Condition()
+        self._meetings: dict[tuple[str, int], _Meeting] = {}
+        self._messages: defaultdict[tuple[str, int, int, int], deque[torch.Tensor]] = defaultdict(deque)
+        #: The rank that runs: no other goes on until it waits.
+        self._turn: int | None = 0
+        #: Ranks that wait for their turn, or will: they have not begun.
+        self._ready = set(range(size))
+        self._left: set[int] = set()
+        self._waits: dict[threading.Thread, _Wait] = {}
+
+    def meet(self, group: Any, number: int, collective: Any, data: Any) -> None:
+        """Collective: wait for all ranks of a group at its collective of a number; the last one moves the data."""
+        name = type(collective).__name__
+        members = dist.get_process_group_ranks(group)
+        with self._changed:
+            meeting = self._meetings.setdefault((group.pg_name, number), _Meeting(collective))
+            if type(meeting.collective) is not type(collective):
+                self.stop(f"rank {_rank().number} calls {name}, another {type(meeting.collective).__name__}")
+                raise RuntimeError(self.reason)
+            meeting.data[group.rank()] = data
+            if len(meeting.data) == len(members):
+                del self._meetings[group.pg_name, number]
+                meeting.move_data()
+                self._changed.notify_all()
+            self._wait(
+                f"in {name}",
+                lambda: meeting.is_over,
+                lambda: [rank for place, rank in enumerate(members) if place not in meeting.data],
+            )
+        if meeting.error is not None:
+            raise RuntimeError(f"{name} failed: {meeting.error}") from meeting.error
+
+    def send(self, key: tuple[str, int, int, int], tensor: torch.Tensor) -> None:
+        """Leave a copy of a tensor for another rank."""
+        with self._changed:
+            self._messages[key].append(tensor.detach().clone())
+            self._changed.notify_all()
+
+    def receive(self, key: tuple[str, int, int, int], sender: int, tensor: torch.Tensor) -> None:
+        """Wait for a message of another rank, and copy it."""
+        with self._changed:
+            self._wait(f"for a message of rank {sender}", lambda: bool(self._messages[key]), lambda: [sender])
+            tensor.detach().copy_(self._messages[key].popleft())
+
+    def begin(self, rank: _Rank) -> None:
+        """Wait for the first turn of a rank."""
+        with self._changed:
+            self._take_turn(rank)
+
+    def leave(self, rank: _Rank) -> None:
+        """Say that a rank has ended, and comes to no collective any more."""
+        with self._changed:
+            self._left.add(rank.number)
+            self._pass_turn(rank)
+            self._changed.notify_all()
+
+    def stop(self, reason: str) -> None:
+        """End all waits."""
+        with self._changed:
+            self.reason = self.reason or reason
+            self._changed.notify_all()
+
+    def _wait(self, where: str, is_over: Callable[[], bool], awaited: Callable[[], list[int]]) -> None:
+        """Wait; raise as soon as it cannot come any more."""
+        thread, rank = threading.current_thread(), _rank()
+        self._waits[thread] = _Wait(rank, where, is_over, awaited)
+        try:
+            while not is_over():
+                gone = self._left.intersection(awaited())
+                if not self.reason and self._is_stuck():
+                    waits = sorted(f"rank {wait.rank.number} {wait.where}" for wait in self._waits.values())
+                    self.stop(f"every rank waits: {', '.join(waits)}")
+                if self.reason or gone:
+                    ended = gone and f"rank {min(gone)} has ended, and rank {rank.number} waits {where}"
+                    raise RuntimeError(self.reason or ended)
+                self._pass_turn(rank)
+                self._changed.wait()
+            if thread is rank:
+                self._take_turn(rank)
+        finally:
+            del self._waits[thread]
+
+    def _take_turn(self, rank: _Rank) -> None:
+        """Wait until no other rank runs."""
+        self._ready.add(rank.number)
+        while self._turn not in (None, rank.number):
+            self._changed.wait()
+        self._turn = rank.number
+        self._ready.remove(rank.number)
+
+    def _pass_turn(self, rank: _Rank) -> None:
+        """Let the next rank run that can, if it is this one's turn: it waits, or a thread of it, for which it may wait."""
+        if self._turn == rank.number:
+            over = {wait.rank.number for thread, wait in self._waits.items() if thread is wait.rank and wait.is_over()}
+            following = sorted(self._ready | over, key=lambda other: (other - rank.number - 1) % self.size)
+            self._turn = following[0] if following else None
+            self._changed.notify_all()
+
+    def _is_stuck(self) -> bool:
+        """Return whether each thread of each rank waits here, so that nobody can bring what they wait for."""
+        if any(wait.is_over() or self._left.intersection(wait.awaited()) for wait in self._waits.values()):
+            return False  # one that has not yet woken up
+        ranks = {thread: _find_rank(thread) for thread in threading.enumerate()}
+        threads = {thread: rank.number for thread, rank in ranks.items() if rank is not None and rank.job is self}
+        return len(self._left.union(threads.values())) == self.size and threads.keys() <= self._waits.keys()
+
+
+class _Meeting:
+    """One collective: what ranks have brought, by their place in the group.
+
+    Args:
+        collective: torch's object that moves the data.
+    """
+
+    def __init__(self, collective: Any) -> None:
+        self.collective = collective
+        self.data: dict[int, Any] = {}
+        self.is_over = False
+        self.error: Exception | None = None
+
+    def move_data(self) -> None:
+        """Give each rank what it gets; an error is everyone's."""
+        try:
+            self.collective.work([self.data[place] for place in range(len(self.data))])
+        except Exception as exc:  # noqa: BLE001 - as of tensors that do not fit
+            self.error = exc
+        self.is_over = True
+
+
+class _Collective:
+    """What torch's process group joins for each collective.
+
+    Args:
+        collective: torch's object that moves the data.
+        group: The group of this rank.
+    """
+
+    def __init__(self, collective: Any, group: _Group) -> None:
+        self._collective = collective
+        self._group = group
+
+    def join(self, _rank_in_group: int, data: Any) -> Any:
+        """Collective: wait for the others, and return a work handle that is done."""
+        _rank().job.meet(self._group, self._group.count_collective(), self._collective, data)
+        return torch_threads.ret_work(data)
+
+
+class _Group(torch_threads.ProcessLocalGroup):  # type: ignore[misc]
+    """torch's group of threads, whose ranks meet in a job, and send and receive."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        super().__init__(rank, size)
+        self._collectives = 0
+
+    def count_collective(self) -> int:
+        """Return the number of this rank's next collective."""
+        self._collectives += 1
+        return self._collectives
+
+    def send(self, tensors: list[torch.Tensor], receiver: int, tag: int = 0) -> Any:
+        """Send to one rank, which need not have come."""
+        _rank().job.send((self.pg_name, self.rank(), receiver, tag), tensors[0])
+        return torch_threads.ret_work(tensors)
+
+    def recv(self, tensors: list[torch.Tensor], sender: int, tag: int = 0) -> Any:
+        """Return a handle; the wait for it receives."""
+        return _Receive(self, sender, tag, tensors[0])
+
+
+class _Receive:
+    """A receive that has begun.
+
+    Args:
+        group: The group.
+        sender: The sender's place in it.
+        tag: The sender's.
+        tensor: What it fills.
+    """
+
+    def __init__(self, group: _Group, sender: int, tag: int, tensor: torch.Tensor) -> None:
+        self._key = (group.pg_name, sender, group.rank(), tag)
+        self._sender = dist.get_global_rank(group, sender)
+        self._tensor = tensor
+        self._done = False
+
+    def wait(self, timeout: Any = None) -> bool:
+        """Wait for the message, whatever the timeout: a rank that has not ended may send it."""
+        if not self._done:
+            _rank().job.receive(self._key, self._sender, self._tensor)
+            self._done = True
+        return True
+
+    def is_completed(self) -> bool:
+        """Return whether the message was received."""
+        return self._done
+
+
+class _Groups(torch_threads.ThreadLocalWorld):
+    """torch's state of process groups: a rank's own on its threads, and the process's on all others.
+
+    Args:
+        others: The process's.
+    """
+
+    def __init__(self, others: Any) -> None:
+        self._others = others
+
+    def _get_world(self) -> Any:
+        rank = _find_rank(threading.current_thread())
+        return self._others if rank is None else rank.groups
+
+
+def _find_rank(thread: Any) -> _Rank | None:
+    """Return the rank that a thread belongs to, because it is one, or because one has started it."""
+    return thread if isinstance(thread, _Rank) else getattr(thread, "shardckpt_rank", None)
+
+
+def _rank() -> Any:
+    return _find_rank(threading.current_thread())
+
+
+def _make_group(_store: Any, rank: int, size: int, _timeout: Any) -> _Group:
+    return _Group(rank, size)
+
+
+@contextmanager
+def _groups_by_thread() -> Iterator[None]:
+    """Give each rank process groups of its own until the block ends."""
+    c10d: Any = dist.distributed_c10d
+    c_c10d: Any = torch._C._distributed_c10d  # noqa: SLF001 - see the module
+    torch_group: Any = torch_threads.ProcessLocalGroup
+    start, groups, excepthook = threading.Thread.start, c10d._world, sys.excepthook
+    collectives = {name: vars(torch_group)[name] for name in ("_start_coll", "_end_coll")}
+
+    def start_with_rank(thread: threading.Thread) -> None:
+        thread.shardckpt_rank = _rank()  # type: ignore[attr-defined]
+        start(thread)
+
+    threading.Thread.start = start_with_rank  # type: ignore[method-assign]
+    c10d._world = _Groups(groups)
+    torch_group._start_coll = staticmethod(_Collective)
+    torch_group._end_coll = staticmethod(lambda _collective, _group: None)
+    c_c10d._set_thread_isolation_mode(True)  # the groups that DTensor's collectives find by their names
+    try:
+        yield
+    finally:
+        c_c10d._set_thread_isolation_mode(False)
+        for name, method in collectives.items():
+            setattr(torch_group, name, method)
+        c10d._world, sys.excepthook = groups, excepthook  # torch wraps the hook at each init_process_group
+        threading.Thread.start = start  # type: ignore[method-assign]
+
+
+dist.Backend.register_backend(_BACKEND, _make_group, devices=["cpu", "cuda"])
+
+__all__ = ["RankThreads"]
