@@ -37,12 +37,12 @@ def pytest_configure(config: pytest.Config) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)  # in the background it is ignored; some tests send it
     folders.choose()
     config.pluginmanager.register(guard)
+    os.environ.pop("PYTEST_ADDOPTS", None)  # options of this run, not of those that tests start
 
 
 def pytest_collection_finish() -> None:
     """What is imported stays: no collection of garbage looks through it again."""
     gc.freeze()
-    os.environ.pop("PYTEST_ADDOPTS", None)  # options of this run, not of those that tests start
 
 
 @pytest.fixture(scope="module", autouse=True)
