@@ -7,6 +7,8 @@ import os
 import threading
 from typing import TYPE_CHECKING
 
+import pytest
+
 from shardckpt.engine.gc_pause import pause_gc
 from tests.tables import table
 

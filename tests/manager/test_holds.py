@@ -6,6 +6,7 @@ import os
 import shutil
 import threading
 import time
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -100,16 +101,30 @@ def test_the_lease_of_another_host_lasts_until_its_time(tmp_path: Path, left: fl
     assert _collect(tmp_path) == removed
 
 
-def test_a_living_process_renews_its_lease(tmp_path: Path) -> None:
+def test_a_living_process_renews_its_lease(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A lease outlives the time that it was made for while its process lives."""
     folders.save_all(tmp_path, 1, 2)
-    with Lease(folders.steps_of(tmp_path), 1, "reader", seconds=0.6) as lease:
-        first = lease._hold.until
-        deadline = time.monotonic() + 30
-        while lease._hold.until == first and time.monotonic() < deadline:
-            time.sleep(0.05)
-        assert (lease._hold.until or 0) > (first or 0)
+    folder, renewed = folders.steps_of(tmp_path), threading.Event()
+    waits: list[tuple[float | None, float | None]] = []
+
+    class Clock(threading.Event):
+        """Lets the first wait of a lease end at once, by its time; notes how long each lease is by then."""
+
+        def wait(self, timeout: float | None = None) -> bool:
+            ((hold,),) = folder.holds.find().values()
+            waits.append((timeout, hold.until))
+            if len(waits) == 1:
+                return False
+            renewed.set()
+            return super().wait()
+
+    monkeypatch.setattr("shardckpt.manager.holds.threading", SimpleNamespace(Event=Clock, Thread=threading.Thread))
+    with Lease(folder, 1, "reader", seconds=3600) as lease:
+        assert renewed.wait(60)
         assert lease.is_held
+    (first, before), (second, after) = waits
+    assert first == second == 1200
+    assert before < after
 
 
 def test_of_a_lease_and_a_removal_one_gives_way(tmp_path: Path) -> None:
@@ -140,15 +155,23 @@ def test_of_a_lease_and_a_removal_one_gives_way(tmp_path: Path) -> None:
     assert outcomes <= {"leased", "gone"}
 
 
-def test_a_removal_under_way_is_waited_for(tmp_path: Path) -> None:
+def test_a_removal_under_way_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A lease that finds the mark of a removal waits; when the removal gave way, it has the step."""
     folders.save_all(tmp_path, 1, 2)
+    waits = threading.Event()
+
+    def sleep(seconds: float) -> None:
+        waits.set()
+        time.sleep(seconds)
+
+    clock = SimpleNamespace(time=time.time, monotonic=time.monotonic, sleep=sleep)
+    monkeypatch.setattr("shardckpt.manager.holds.time", clock)
     holds = folders.steps_of(tmp_path).holds
     with holds.removing("step-1") as held:
         assert held == []
         thread = threading.Thread(target=lambda: lease_step(tmp_path, 1).close())
         thread.start()
-        thread.join(0.2)
+        assert waits.wait(60)
         assert thread.is_alive()
     thread.join(30)
     assert not thread.is_alive()
