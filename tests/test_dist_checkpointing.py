@@ -23,7 +23,7 @@ from shardckpt.errors import (
 from shardckpt.mapping import LocalNonpersistentObject, ShardedObject, ShardedTensor, ShardedTensorFactory
 from shardckpt.strategy import LoadStrategy, SaveStrategy
 from tests import backends
-from tests.states import rank_and_size
+from tests.states import columns, flattened, layers, rank_and_size, replicated, rows, uneven
 from tests.tables import in_proof, table
 
 if TYPE_CHECKING:
@@ -41,54 +41,7 @@ def _value(dtype: torch.dtype) -> torch.Tensor:
     return (numbers % 2 == 0) if dtype == torch.bool else (numbers % 17 if dtype.itemsize == 1 else numbers).to(dtype)
 
 
-def _rows(key: str, full: torch.Tensor) -> list[ShardedTensor]:
-    rank, world = rank_and_size()
-    if ROWS % world:
-        return _uneven(key, full)
-    return [ShardedTensor.from_rank_offsets(key, full.chunk(world)[rank].clone(), (0, rank, world))]
-
-
-def _columns(key: str, full: torch.Tensor) -> list[ShardedTensor]:
-    """Strided views of unequal width: an irregular grid along the second axis."""
-    rank, world = rank_and_size()
-    edges = [COLUMNS * i // world for i in range(world + 1)]
-    low, high = edges[rank], edges[rank + 1]
-    data = full.clone()[:, low:high]
-    return [ShardedTensor(key, data, data.dtype, tuple(data.shape), tuple(full.shape), (0, low), None)]
-
-
-def _uneven(key: str, full: torch.Tensor) -> list[ShardedTensor]:
-    """The first rank has one row, the last all that remain, one in between nothing."""
-    rank, world = rank_and_size()
-    edges = [0] + [min(1 + i * (i + 1) // 2, ROWS) for i in range(world - 1)] + [ROWS]
-    low, high = edges[rank], edges[rank + 1]
-    data = full[low:high].clone()
-    return [ShardedTensor(key, data, data.dtype, tuple(data.shape), tuple(full.shape), (low, 0), None)]
-
-
-def _replicated(key: str, full: torch.Tensor) -> list[ShardedTensor]:
-    return [ShardedTensor.from_rank_offsets(key, full.clone(), replica_id=rank_and_size()[0])]
-
-
-def _flattened(key: str, full: torch.Tensor) -> list[ShardedTensor]:
-    """Megatron's legacy form: the whole tensor flattened, cut at odd places."""
-    rank, world = rank_and_size()
-    edges = [full.numel() * i // world for i in range(world + 1)]
-    part = slice(edges[rank], edges[rank + 1])
-    data = full.reshape(-1)[part].clone()
-    return [ShardedTensor.from_rank_offsets_flat(key, data, tuple(full.shape), flattened_range=part)]
-
-
-def _layered(key: str, full: torch.Tensor) -> list[ShardedTensor]:
-    """Rows as layers of a prepended axis, dealt round to the ranks: several shards of one key a rank."""
-    rank, world = rank_and_size()
-    return [
-        ShardedTensor.from_rank_offsets(key, full[row].clone(), (0, row, ROWS), prepend_axis_num=1)
-        for row in range(rank, ROWS, world)
-    ]
-
-
-LAYOUTS = {f.__name__.strip("_"): f for f in (_rows, _columns, _uneven, _replicated, _flattened, _layered)}
+LAYOUTS = {f.__name__: f for f in (columns, flattened, layers, replicated, rows, uneven)}
 
 
 def _state(layout: str, *, filled: bool) -> dict[str, Any]:

@@ -86,8 +86,8 @@ def test_a_layout_serves_tensors_of_any_kind() -> None:
             Copies(["a", "b", "c"], [plain[0], wrong, plain[2]], layout).run(copies)
 
 
-@pytest.mark.parametrize("gap", [0, 1, 15, 16, 500])
-@pytest.mark.parametrize("run", [64, 4096, 1 << 20])
+@table("gap", [0, 15, 16, 500])
+@table("run", [64, 4096, 1 << 20])
 def test_neighbours_are_copied_bit_for_bit(monkeypatch: pytest.MonkeyPatch, gap: int, run: int) -> None:
     """Small tensors side by side in one memory, with gaps, strangers and others between: the same bytes, no more."""
     monkeypatch.setattr(copying, "_RUN", run)

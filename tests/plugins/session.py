@@ -24,6 +24,7 @@ from shardckpt.cli import main
 from shardckpt.errors import CannotLoadError
 from shardckpt.mapping import ShardedObject, ShardedTensor
 from tests.faults.forks import fork, wait
+from tests.states import columns, flattened, layers, rows
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -40,47 +41,15 @@ def whole(dtype: torch.dtype) -> torch.Tensor:
     return (numbers % 3 == 0) if dtype == torch.bool else (numbers % 16).to(dtype)
 
 
-def _rows(key: str, full: torch.Tensor, rank: int, world: int) -> list[ShardedTensor]:
-    return [ShardedTensor.from_rank_offsets(key, full.chunk(world)[rank].clone(), (0, rank, world))]
-
-
-def _columns(key: str, full: torch.Tensor, rank: int, world: int) -> list[ShardedTensor]:
-    """Strided pieces of unequal width."""
-    edges = [*range(world), COLUMNS]
-    data = full.clone()[:, edges[rank] : edges[rank + 1]]
-    return [ShardedTensor(key, data, data.dtype, tuple(data.shape), tuple(full.shape), (0, edges[rank]), None)]
-
-
-def _flattened(key: str, full: torch.Tensor, rank: int, world: int) -> list[ShardedTensor]:
-    """Pieces of the flattened tensor, cut inside rows."""
-    edges = [full.numel() * i // world + i % world for i in range(world + 1)]
-    part = slice(edges[rank], edges[rank + 1])
-    data = full.reshape(-1)[part].clone()
-    return [ShardedTensor.from_rank_offsets_flat(key, data, tuple(full.shape), flattened_range=part)]
-
-
-def _layers(key: str, full: torch.Tensor, rank: int, world: int) -> list[ShardedTensor]:
-    """Rows along a prepended axis, dealt round."""
-    return [
-        ShardedTensor.from_rank_offsets(key, full[row].clone(), (0, row, ROWS), prepend_axis_num=1)
-        for row in range(rank, ROWS, world)
-    ]
-
-
-_LAYOUTS: tuple[Callable[[str, torch.Tensor, int, int], list[ShardedTensor]], ...] = (
-    _rows,
-    _columns,
-    _flattened,
-    _layers,
-)
+_LAYOUTS = (rows, columns, flattened, layers)
 
 
 def _state(dtypes: Sequence[str], *, shift: int) -> dict[str, Any]:
     """Every dtype under every layout, a scalar and an object that all ranks have, and common state."""
-    rank, world = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
     tensors = {
         f"{dtype}.{number}": _LAYOUTS[(number + shift) % len(_LAYOUTS)](
-            f"{dtype}.{number}", whole(getattr(torch, dtype)), rank, world
+            f"{dtype}.{number}", whole(getattr(torch, dtype))
         )
         for dtype in dtypes
         for number in range(len(_LAYOUTS))

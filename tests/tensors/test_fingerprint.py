@@ -75,14 +75,14 @@ def _sum_of_boxes(tensor: torch.Tensor, boxes: list[tuple[tuple[int, ...], tuple
 
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@table("dtype", DTYPES, ids=str)
 def test_sums_do_not_depend_on_the_cut(dtype: torch.dtype) -> None:
     """Boxes of any form, cut along any axes, add up to the sums of the tensor: of all dtypes, also without elements."""
     rng = random.Random(str(dtype))
     for shape in SHAPES:
         tensor = _bits(shape, dtype)
         whole = _sum_box(tensor, (0,) * len(shape), shape)
-        for depth in (1, 4, 15):
+        for depth in (1, 8):
             assert _sum_of_boxes(tensor, _cut(shape, rng, depth)) == [*whole], (shape, depth)
 
 
