@@ -255,10 +255,7 @@ class GroupFailure:
             died = [rank for rank in silent if rank in closed]
             # A death explains the failure: other silent ranks may be busy and not have entered the collective yet.
             explained = died and not timed_out
-            if explained:
-                limit = limits.closed
-            else:  # a rank that timed out knows best, so it is the first to publish
-                limit = limits.survivors if timed_out else limits.survivors + 2 * limits.closing
+            limit = limits.closed if explained else limits.survivors
             if not silent or self._view.monotonic() > begun + limit:
                 stopped = [] if explained else [rank for rank in silent if rank not in closed]
                 found = self._publish(self._describe(died, stopped, error, phase))

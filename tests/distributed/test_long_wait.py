@@ -54,7 +54,8 @@ class WaitingComm(Comm):
 
     def __init__(self, job: Job) -> None:
         super().__init__()
-        self._job, self._by_gloo, self._clock = job, True, lambda: job.clock.now
+        self._by_gloo, self._clock = True, lambda: job.clock.now
+        self._job, self._view = job, View(job, 0)
 
     @property
     def members(self) -> tuple[int, ...]:
@@ -62,7 +63,7 @@ class WaitingComm(Comm):
         return tuple(self._job.ranks)
 
     def _make_failure(self) -> GroupFailure:
-        return GroupFailure(View(self._job, 0))  # type: ignore[arg-type]
+        return GroupFailure(self._view)  # type: ignore[arg-type]
 
     def wait_for_others(self, seconds: float) -> None:
         """Wait in a collective of that length."""
@@ -86,9 +87,10 @@ def test_a_wait_is_reported_once_after_ten_seconds(caplog: pytest.LogCaptureFixt
 def test_a_rank_that_waits_hears_of_a_failure() -> None:
     """It ends its wait with the others' error as soon as one of them has announced it."""
     job = Job()
+    comm = WaitingComm(job)
     job.run_each({1: lambda rank: GroupFailure(View(job, rank))._announce()})  # type: ignore[arg-type]
     with pytest.raises(CommunicationError, match="rank 2 did not answer"):
-        WaitingComm(job).wait_for_others(60.0)
+        comm.wait_for_others(60.0)
     assert job.clock.now < 60.0
 
 
@@ -110,19 +112,22 @@ def test_a_broken_stderr_does_not_fail_the_collective() -> None:
 
 
 @pytest.fixture
-def waiting_at_every_sync(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let every sync of this process be one in which rank 0 of two has waited for 10 s."""
-    sync = Comm._sync
+def waiting_for_rank_1(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let every collective of this process be one in which rank 0 of two has waited for 10 s."""
 
-    def waiting(*args: Any, **kwargs: Any) -> Any:
-        LongWait(0.0, 0, range(2), "").report_once(10.0)
-        return sync(*args, **kwargs)
+    def wait_in(collective: Any) -> Any:
+        def waiting(*args: Any, **kwargs: Any) -> Any:
+            LongWait(0.0, 0, range(2), "").report_once(10.0)
+            return collective(*args, **kwargs)
 
-    monkeypatch.setattr(Comm, "_sync", waiting)
+        return waiting
+
+    for name in ("_sync", "broadcast"):
+        monkeypatch.setattr(Comm, name, wait_in(getattr(Comm, name)))
 
 
 def test_a_rank_that_waits_names_itself_the_call_and_who_is_missing(
-    waiting_at_every_sync: None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    waiting_for_rank_1: None, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It says which rank waits for which, in which public call of which line of the program, whatever lies between."""
     with CheckpointManager(CheckpointConfig(folder=str(tmp_path / "run")), {"w": torch.nn.Linear(2, 2)}) as manager:
