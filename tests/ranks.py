@@ -7,7 +7,7 @@ from typing import Any
 from shardckpt import testing
 from shardckpt.testing import RankError
 from shardckpt.testing import RankFailure as Failure
-from shardckpt.testing.ranks import RUN_TIMEOUT
+from shardckpt.testing.ranks import RUN_TIMEOUT, Ranks
 from tests import backends, programs, workers
 
 
@@ -24,4 +24,4 @@ class RankPool(testing.RankPool):
         )
 
 
-__all__ = ["Failure", "RankError", "RankPool"]
+__all__ = ["Failure", "RankError", "RankPool", "Ranks"]

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from tests.ranks import RankPool
+    from tests.ranks import RankPool, Ranks
 
 ROWS, COLUMNS = 12, 10
 DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.float8_e4m3fn, torch.complex64)
@@ -93,7 +93,7 @@ def _load(path: str, layout: str, saved_by: int) -> None:
 
 @backends.both_in_proof
 @pytest.mark.parametrize("layout", sorted(LAYOUTS))
-def test_any_layout_loads_as_any_other(ranks: RankPool, tmp_path: Path, layout: str) -> None:
+def test_any_layout_loads_as_any_other(ranks: Ranks, tmp_path: Path, layout: str) -> None:
     """What 4 ranks saved under one layout, 1 to 4 ranks load under every other, bit for bit, in place."""
     path = str(tmp_path / "ckpt")
     ranks.run(4, _save, path, layout)
@@ -104,7 +104,7 @@ def test_any_layout_loads_as_any_other(ranks: RankPool, tmp_path: Path, layout: 
 
 @backends.both_in_proof
 @pytest.mark.parametrize("world", [3, *in_proof(1, 2)])
-def test_any_number_of_ranks_saves(ranks: RankPool, tmp_path: Path, world: int) -> None:
+def test_any_number_of_ranks_saves(ranks: Ranks, tmp_path: Path, world: int) -> None:
     """1 to 3 ranks save, more and fewer load."""
     path = str(tmp_path / "ckpt")
     ranks.run(world, _save, path, "uneven")
@@ -209,7 +209,7 @@ def _load_cast(directory: str, **options: Any) -> tuple[str, str, float]:
 
 
 @backends.both_in_proof
-def test_casts_that_cut_values_are_refused_on_every_rank(ranks: RankPool, tmp_path: Path) -> None:
+def test_casts_that_cut_values_are_refused_on_every_rank(ranks: Ranks, tmp_path: Path) -> None:
     """Floats wanted as integers on one rank: the same error on all, with key and dtypes, before anything is filled."""
     dc.save({"a": _tensor("a", 1.5), "b": _tensor("b", 2.7)}, tmp_path / "c")
     refused = ranks.run(2, _load_cast, str(tmp_path / "c"))
@@ -222,7 +222,7 @@ def test_casts_that_cut_values_are_refused_on_every_rank(ranks: RankPool, tmp_pa
     assert cast == [("", "", pytest.approx(6 * (1.5 + 2.7), rel=1e-3)), ("", "", 6 * (1.5 + 2))]
 
 
-def _load_cast_with_leave(ranks: RankPool, directory: Path) -> list[Any]:
+def _load_cast_with_leave(ranks: Ranks, directory: Path) -> list[Any]:
     return ranks.run(2, functools.partial(_load_cast, allow_dtype_cast=True), str(directory))
 
 
@@ -357,7 +357,7 @@ def _save_in_subgroup(path: str) -> bool:
 
 
 @backends.both_in_proof
-def test_a_subgroup_saves_and_loads(ranks: RankPool, tmp_path: Path) -> None:
+def test_a_subgroup_saves_and_loads(ranks: Ranks, tmp_path: Path) -> None:
     """process_group= takes any ranks; the others go on undisturbed."""
     assert all(ranks.run(4, _save_in_subgroup, str(tmp_path / "c")))
 
@@ -442,7 +442,7 @@ def _save_elsewhere(path: str) -> None:
 
 
 @backends.both_in_proof
-def test_ranks_save_to_one_place(ranks: RankPool, tmp_path: Path) -> None:
+def test_ranks_save_to_one_place(ranks: Ranks, tmp_path: Path) -> None:
     """Ranks that name different directories are told so, and nothing is written."""
     outcomes = ranks.outcomes(2, _save_elsewhere, str(tmp_path / "c"))
     assert len({outcome.message for outcome in outcomes}) == 1

@@ -16,7 +16,7 @@ from tests.tables import table
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from tests.ranks import RankPool
+    from tests.ranks import Ranks
 
     Layout = Callable[[str, torch.Tensor], list[ShardedTensor]]
 
@@ -242,7 +242,7 @@ def _load_golden(version: str) -> bool:
 
 @pytest.mark.parametrize("world", [3, *(pytest.param(world, marks=pytest.mark.ci) for world in (1, 2, 4))])
 @pytest.mark.parametrize("version", VERSIONS)
-def test_a_golden_checkpoint_loads_at_any_world_size(ranks: RankPool, version: str, world: int) -> None:
+def test_a_golden_checkpoint_loads_at_any_world_size(ranks: Ranks, version: str, world: int) -> None:
     """Every tensor, object and common value of every Megatron release loads under every layout, without Megatron."""
     assert ranks.run(world, _load_golden, version) == [True] * world
 

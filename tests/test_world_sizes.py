@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-import threading
 import re
+import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from tests.backends import Backend
-    from tests.ranks import RankPool
+    from tests.ranks import RankPool, Ranks
 
 ROWS, COLUMNS, OBJECTS = 16, 3, 8
 CONTENT = {"kind": "worlds"}
@@ -274,7 +274,7 @@ def test_alone(alone: Any) -> None:
 
 @backends.both_in_proof
 @pytest.mark.parametrize("world", [1, 2, pytest.param(4, marks=pytest.mark.ci)])
-def test_world_size(ranks: RankPool, tmp_path: Path, alone: Any, world: int) -> None:
+def test_world_size(ranks: Ranks, tmp_path: Path, alone: Any, world: int) -> None:
     """1, 2 and 4 ranks get what one process gets: values, sets of keys, kinds of errors, messages and warnings."""
     _compare(ranks.run(world, program, str(tmp_path)), alone)
 

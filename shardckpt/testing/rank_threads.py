@@ -4,6 +4,8 @@ torch's threaded process group moves the data of collectives. What it lacks is h
 the wait for a rank that never comes. All private names of torch that this needs are in this file.
 """
 
+# ruff: noqa: SLF001 - torch has no public names for this
+
 from __future__ import annotations
 
 import copy
@@ -16,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.testing._internal.distributed import multi_threaded_pg as torch_threads
+from torch.testing._internal.distributed import multi_threaded_pg
 
 from shardckpt.testing.ranks import RUN_TIMEOUT, RankError, RankFailure, Ranks
 
@@ -24,6 +26,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 _BACKEND = "shardckpt_threads"
+#: torch's module, which is not typed.
+_torch: Any = multi_threaded_pg
 #: torch keeps the state of process groups in one variable, so runs take turns.
 _turn = threading.Lock()
 
@@ -74,13 +78,14 @@ class _Rank(threading.Thread):
     def run(self) -> None:
         """Call the function in a group of all ranks."""
         self.job.begin(self)
-        self.groups = torch_threads.ThreadLocalWorld()._get_world()  # new: this thread has none yet
+        make_groups: Any = _torch.ThreadLocalWorld()._get_world
+        self.groups = make_groups()  # new: this thread has none yet
         try:
             dist.init_process_group(_BACKEND, store=self.job.store, rank=self.number, world_size=self.job.size)
             try:
                 self.outcome = self._call()
             finally:
-                dist.destroy_process_group()
+                dist.destroy_process_group()  # type: ignore[no-untyped-call]
         except BaseException as exc:  # noqa: BLE001 - the test decides
             self.outcome = RankFailure(type(exc).__name__, str(exc), traceback.format_exc())
         finally:
@@ -106,7 +111,7 @@ class _Job:
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self.store = dist.HashStore()
+        self.store = dist.HashStore()  # type: ignore[attr-defined]
         #: Why no thread waits any longer.
         self.reason = ""
         self._changed = threading.Condition()
@@ -186,9 +191,9 @@ class _Job:
                     raise RuntimeError(self.reason or ended)
                 self._pass_turn(rank)
                 self._changed.wait()
-            if thread is rank:
-                self._take_turn(rank)
         finally:
+            if isinstance(thread, _Rank):
+                self._take_turn(thread)
             del self._waits[thread]
 
     def _take_turn(self, rank: _Rank) -> None:
@@ -200,7 +205,7 @@ class _Job:
         self._ready.remove(rank.number)
 
     def _pass_turn(self, rank: _Rank) -> None:
-        """Let the next rank run that can, if it is this one's turn: it waits, or a thread of it, for which it may wait."""
+        """Let the next rank run that can: this one waits, or a thread of it, for whose end it may wait."""
         if self._turn == rank.number:
             over = {wait.rank.number for thread, wait in self._waits.items() if thread is wait.rank and wait.is_over()}
             following = sorted(self._ready | over, key=lambda other: (other - rank.number - 1) % self.size)
@@ -253,10 +258,10 @@ class _Collective:
     def join(self, _rank_in_group: int, data: Any) -> Any:
         """Collective: wait for the others, and return a work handle that is done."""
         _rank().job.meet(self._group, self._group.count_collective(), self._collective, data)
-        return torch_threads.ret_work(data)
+        return _torch.ret_work(data)
 
 
-class _Group(torch_threads.ProcessLocalGroup):  # type: ignore[misc]
+class _Group(_torch.ProcessLocalGroup):  # type: ignore[misc]
     """torch's group of threads, whose ranks meet in a job, and send and receive."""
 
     def __init__(self, rank: int, size: int) -> None:
@@ -265,6 +270,7 @@ class _Group(torch_threads.ProcessLocalGroup):  # type: ignore[misc]
 
     @property
     def _device_types(self) -> list[torch.device]:
+        """The devices of torch's backends: a group in Python has none."""
         return [torch.device("cpu")]
 
     def count_collective(self) -> int:
@@ -275,7 +281,7 @@ class _Group(torch_threads.ProcessLocalGroup):  # type: ignore[misc]
     def send(self, tensors: list[torch.Tensor], receiver: int, tag: int = 0) -> Any:
         """Send to one rank, which need not have come."""
         _rank().job.send((self.pg_name, self.rank(), receiver, tag), tensors[0])
-        return torch_threads.ret_work(tensors)
+        return _torch.ret_work(tensors)
 
     def recv(self, tensors: list[torch.Tensor], sender: int, tag: int = 0) -> Any:
         """Return a handle; the wait for it receives."""
@@ -298,7 +304,7 @@ class _Receive:
         self._tensor = tensor
         self._done = False
 
-    def wait(self, timeout: Any = None) -> bool:
+    def wait(self, timeout: Any = None) -> bool:  # noqa: ARG002 - as torch calls it
         """Wait for the message, whatever the timeout: a rank that has not ended may send it."""
         if not self._done:
             _rank().job.receive(self._key, self._sender, self._tensor)
@@ -310,7 +316,7 @@ class _Receive:
         return self._done
 
 
-class _Groups(torch_threads.ThreadLocalWorld):
+class _Groups(_torch.ThreadLocalWorld):  # type: ignore[misc]
     """torch's state of process groups: a rank's own on its threads, and the process's on all others.
 
     Args:
@@ -342,8 +348,8 @@ def _make_group(_store: Any, rank: int, size: int, _timeout: Any) -> _Group:
 def _groups_by_thread() -> Iterator[None]:
     """Give each rank process groups of its own until the block ends."""
     c10d: Any = dist.distributed_c10d
-    c_c10d: Any = torch._C._distributed_c10d  # noqa: SLF001 - see the module
-    torch_group: Any = torch_threads.ProcessLocalGroup
+    c_c10d: Any = torch._C._distributed_c10d
+    torch_group: Any = _torch.ProcessLocalGroup
     start, groups, excepthook = threading.Thread.start, c10d._world, sys.excepthook
     collectives = {name: vars(torch_group)[name] for name in ("_start_coll", "_end_coll")}
 
@@ -351,7 +357,7 @@ def _groups_by_thread() -> Iterator[None]:
         thread.shardckpt_rank = _rank()  # type: ignore[attr-defined]
         start(thread)
 
-    threading.Thread.start = start_with_rank  # type: ignore[method-assign]
+    threading.Thread.start = start_with_rank  # type: ignore[assignment, method-assign]
     c10d._world = _Groups(groups)
     torch_group._start_coll = staticmethod(_Collective)
     torch_group._end_coll = staticmethod(lambda _collective, _group: None)

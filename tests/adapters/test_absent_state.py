@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from tests.ranks import RankPool
+    from tests.ranks import Ranks
 
 WIDTH = 4
 
@@ -371,7 +371,7 @@ def _resume_sharded(path: Path, optimizer: str) -> tuple[list[float], set[str]]:
 @pytest.mark.parametrize("world_size", [1, *(pytest.param(count, marks=pytest.mark.ci) for count in (2, 4))])
 @pytest.mark.ci
 def test_fsdp2_with_an_expert_that_one_rank_reaches(
-    ranks: RankPool, tmp_path: Path, optimizer: str, world_size: int
+    ranks: Ranks, tmp_path: Path, optimizer: str, world_size: int
 ) -> None:
     """Sharded parameters of an expert reached by one rank's tokens only, and of one that no rank has reached yet."""
     saved = ranks.run(world_size, _save_sharded, tmp_path / "c", optimizer)

@@ -22,7 +22,7 @@ from tests.adapters.layouts import S0, S1, SHAPES, SS0, Layout, Meshes, R, layou
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from tests.ranks import RankPool
+    from tests.ranks import Ranks
 
 WORLDS = (1, 2, 3, 4)
 
@@ -53,7 +53,7 @@ def _load_all(checkpoints: list[tuple[Path, int]]) -> None:
 
 
 @pytest.fixture(scope="module")
-def checkpoints(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Path, int]]:
+def checkpoints(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Path, int]]:
     """Checkpoints of 1 to 4 ranks."""
     folder = tmp_path_factory.mktemp("layouts")
     for count in WORLDS:
@@ -74,7 +74,7 @@ def test_what_is_stored_are_the_global_tensors(checkpoints: list[tuple[Path, int
 
 @pytest.mark.parametrize("count", [2, 4, *(pytest.param(count, marks=pytest.mark.proof) for count in (1, 3))])
 @pytest.mark.ci
-def test_any_layout_loads_as_any_other(ranks: RankPool, checkpoints: list[tuple[Path, int]], count: int) -> None:
+def test_any_layout_loads_as_any_other(ranks: Ranks, checkpoints: list[tuple[Path, int]], count: int) -> None:
     """What 1 to 4 ranks saved in any layout fills the caller's DTensors of any other, and load returns these."""
     ranks.run(count, _load_all, checkpoints)
 
@@ -84,7 +84,7 @@ def _describe(shape: tuple[int, ...], mesh_shape: tuple[int, ...], placements: l
     return sharded_tensor_from_dtensor("weight", dtensor).without_data()
 
 
-def test_replicas_are_named_by_the_coordinates_on_replicating_mesh_dimensions(ranks: RankPool) -> None:
+def test_replicas_are_named_by_the_coordinates_on_replicating_mesh_dimensions(ranks: Ranks) -> None:
     """Of an HSDP tensor one replica of each shard is the main one, and the others say which they are."""
     shards = ranks.run(4, _describe, (8, 4), (2, 2), [R, S0])
 
@@ -93,7 +93,7 @@ def test_replicas_are_named_by_the_coordinates_on_replicating_mesh_dimensions(ra
     assert [shard.global_offset for shard in shards] == [(0, 0), (4, 0), (0, 0), (4, 0)]
 
 
-def test_even_shards_form_a_regular_grid_and_uneven_ones_do_not(ranks: RankPool) -> None:
+def test_even_shards_form_a_regular_grid_and_uneven_ones_do_not(ranks: Ranks) -> None:
     """``axis_fragmentations`` counts the pieces where all are equal, and is None where they are not."""
     assert ranks.run(4, _describe, (8, 4), (2, 2), [S0, S1])[3].axis_fragmentations == (2, 2)
     assert ranks.run(4, _describe, (8, 4), (2, 2), [S0, S0])[3].axis_fragmentations == (4, 1)
@@ -102,7 +102,7 @@ def test_even_shards_form_a_regular_grid_and_uneven_ones_do_not(ranks: RankPool)
     assert [shard.local_shape for shard in uneven] == [(2, 4), (2, 4), (2, 4), (1, 4)]
 
 
-def test_empty_shards_lie_at_the_end_of_the_global_tensor(ranks: RankPool) -> None:
+def test_empty_shards_lie_at_the_end_of_the_global_tensor(ranks: Ranks) -> None:
     """A rank that gets nothing of a short axis describes an empty shard inside the global shape."""
     shards = ranks.run(4, _describe, (2, 3), (4,), [S0])
 
@@ -110,7 +110,7 @@ def test_empty_shards_lie_at_the_end_of_the_global_tensor(ranks: RankPool) -> No
     assert [shard.global_offset for shard in shards] == [(0, 0), (1, 0), (2, 0), (2, 0)]
 
 
-def test_fsdp2_over_tensor_parallelism_is_one_shard_a_rank(ranks: RankPool) -> None:
+def test_fsdp2_over_tensor_parallelism_is_one_shard_a_rank(ranks: Ranks) -> None:
     """A strided placement with the plain one that follows it cuts one block for each rank."""
     shards = ranks.run(4, _describe, (8, 4), (2, 2), [SS0, S0])  # ranks (0, 0), (0, 1), (1, 0) and (1, 1) of the mesh
 
@@ -124,7 +124,7 @@ def _strided() -> Any:
     return [(s.key, s.global_offset, s.local_shape, s.data.flatten().tolist()) for s in shards]  # type: ignore[attr-defined]
 
 
-def test_a_strided_tensor_is_several_shards_of_one_key(ranks: RankPool) -> None:
+def test_a_strided_tensor_is_several_shards_of_one_key(ranks: Ranks) -> None:
     """A rank's rows that are not one block are described as boxes, each a view of its part of the local tensor."""
     first, second = ranks.run(2, _strided)
 
@@ -140,7 +140,7 @@ def _aliases() -> tuple[bool, bool]:
     return piece.data.data_ptr() == parameter.to_local().data_ptr(), piece.data.requires_grad
 
 
-def test_the_data_is_the_local_tensor_itself(ranks: RankPool) -> None:
+def test_the_data_is_the_local_tensor_itself(ranks: Ranks) -> None:
     """A described parameter shares its local tensor's memory, outside autograd, so that a load fills it."""
     assert ranks.run(2, _aliases) == [(True, False)] * 2
 
@@ -160,7 +160,7 @@ def _optimizer_state() -> Any:
     return sorted(offsets), merged
 
 
-def test_an_optimizers_state_lies_where_its_parameter_lies(ranks: RankPool) -> None:
+def test_an_optimizers_state_lies_where_its_parameter_lies(ranks: Ranks) -> None:
     """Moments of a strided parameter, DTensors or local tensors, get its boxes, and a load gives themselves back."""
     for rank, (offsets, merged) in enumerate(ranks.run(2, _optimizer_state)):
         boxes = [(2 * rank, 0), (2 * rank + 4, 0)]
@@ -185,7 +185,7 @@ def _some_ranks(directory: Path) -> Any:
     return same, torch.equal(state["both"].full_tensor(), values((4, 2)))
 
 
-def test_a_mesh_may_have_some_of_the_ranks(ranks: RankPool, tmp_path: Path) -> None:
+def test_a_mesh_may_have_some_of_the_ranks(ranks: Ranks, tmp_path: Path) -> None:
     """Ranks outside a mesh get their value back as it is; of copies on several meshes one is written, all are read."""
     for same, filled in ranks.run(4, _some_ranks, tmp_path / "ckpt"):
         assert same == [True, True]
@@ -202,7 +202,7 @@ def _other_experts(directory: Path, check_replicas: bool) -> None:
     dist_checkpointing.save(to_sharded_state_dict({"experts": experts}, check_replicas=check_replicas), directory)
 
 
-def test_different_tensors_under_one_key_on_several_meshes_are_refused(ranks: RankPool, tmp_path: Path) -> None:
+def test_different_tensors_under_one_key_on_several_meshes_are_refused(ranks: Ranks, tmp_path: Path) -> None:
     """Expert-parallel ranks that each have other experts under one key lose none in silence: the save fails on all."""
     for check_replicas in (True, False):
         outcomes = ranks.outcomes(4, _other_experts, tmp_path / "ckpt", check_replicas)
@@ -236,7 +236,7 @@ def _refused(kind: str, directory: Path) -> None:
         ("wrong shape", r"'layer.weight': the local tensor has shape .*pass shape= and stride="),
     ],
 )
-def test_what_cannot_be_described_is_refused_by_name(ranks: RankPool, tmp_path: Path, kind: str, reason: str) -> None:
+def test_what_cannot_be_described_is_refused_by_name(ranks: Ranks, tmp_path: Path, kind: str, reason: str) -> None:
     """A save names the tensor and says what to do, on all ranks, though one alone may have the fault."""
     outcomes = ranks.outcomes(2, _refused, kind, tmp_path / "ckpt")
 
@@ -250,7 +250,7 @@ def _outside() -> None:
     sharded_tensor_from_dtensor("layer.weight", dtensor)
 
 
-def test_a_rank_outside_the_mesh_has_no_shard(ranks: RankPool) -> None:
+def test_a_rank_outside_the_mesh_has_no_shard(ranks: Ranks) -> None:
     """Asked for the one shard of a rank outside the mesh, the description is refused with the way out."""
     outside = ranks.outcomes(2, _outside)[1]
 
@@ -264,7 +264,7 @@ def _layout_of(shape: tuple[int, ...], layout: Layout) -> Any:
     return [(s.global_offset, s.local_shape) for s in _shards(state) if is_main_replica(s.replica_id)]  # type: ignore[attr-defined]
 
 
-def test_columns_and_rows_are_cut_left_to_right(ranks: RankPool) -> None:
+def test_columns_and_rows_are_cut_left_to_right(ranks: Ranks) -> None:
     """[Shard(1), Shard(0)] and [Shard(0), Shard(0)] lie as torch cuts them: the first mesh dimension first."""
     crossed = ranks.run(4, _layout_of, (4, 6), Layout((2, 2), (S1, S0)))
     assert crossed == [[((0, 0), (2, 3))], [((2, 0), (2, 3))], [((0, 3), (2, 3))], [((2, 3), (2, 3))]]

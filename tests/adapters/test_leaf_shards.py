@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from tests.ranks import RankPool
+    from tests.ranks import Ranks
 
 
 def _list_shards(described: Any) -> list[Any]:
@@ -122,7 +122,7 @@ def _change_sharded() -> None:
         _check(saved, model, is_like=True, name=f"after {name}")
 
 
-def test_any_change_of_sharded_parameters_is_seen(ranks: RankPool) -> None:
+def test_any_change_of_sharded_parameters_is_seen(ranks: Ranks) -> None:
     """The same under FSDP2: gathered parameters, other memory, other placements, plain tensors among DTensors."""
     ranks.run(2, _change_sharded)
 
@@ -150,7 +150,7 @@ def _describe_boxes() -> tuple[int, int]:
     return len(found), len(model)
 
 
-def test_several_boxes_are_described_in_each_save(ranks: RankPool) -> None:
+def test_several_boxes_are_described_in_each_save(ranks: Ranks) -> None:
     """A local tensor of several boxes, as of FSDP2 over tensor parallelism, is described right each time."""
     assert {dist_found[1] for dist_found in ranks.run(4, _describe_boxes)} == {2}
 
@@ -172,7 +172,7 @@ def test_what_is_kept_holds_no_tensors() -> None:
     assert all(storage() is None for storage in freed)
 
 
-def test_a_broken_dtensor_is_refused_each_time(ranks: RankPool, tmp_path: Path) -> None:
+def test_a_broken_dtensor_is_refused_each_time(ranks: Ranks, tmp_path: Path) -> None:
     """A DTensor whose local tensor is no longer what it says is refused by each save, on all ranks."""
     ranks.run(2, _refuse, tmp_path)
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from tests.ranks import RankPool
+    from tests.ranks import Ranks
 
 
 class _Extra(nn.Linear):
@@ -254,7 +254,7 @@ def _reshard() -> None:
     _check(model)
 
 
-def test_fsdp2_parameters_are_resharded(ranks: RankPool) -> None:
+def test_fsdp2_parameters_are_resharded(ranks: Ranks) -> None:
     """What FSDP2 has gathered for a forward pass is saved sharded, as by torch's own function."""
     ranks.run(2, _reshard)
 
@@ -269,7 +269,7 @@ def _load_both(directory: Path) -> None:
     assert all(kept[name] is parameter for name, parameter in given.items())
 
 
-def test_loaded_parameters_are_detached(ranks: RankPool, tmp_path: Path) -> None:
+def test_loaded_parameters_are_detached(ranks: Ranks, tmp_path: Path) -> None:
     """A load returns a module's DTensors detached, as in torch's state dicts, and the caller's own as they are."""
     ranks.run(2, _load_both, tmp_path / "ckpt")
 
@@ -283,6 +283,6 @@ def _wrapped_by_ddp() -> None:
     assert {shard.replica_id for shard in shards.values()} == {dist.get_rank()}
 
 
-def test_lists_ddp(ranks: RankPool) -> None:
+def test_lists_ddp(ranks: Ranks) -> None:
     """The name that DDP adds is left out."""
     ranks.run(2, _wrapped_by_ddp)

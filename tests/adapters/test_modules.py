@@ -32,7 +32,7 @@ from tests.tables import table
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from tests.ranks import RankPool
+    from tests.ranks import Ranks
 
 BEFORE, AFTER = 3, 3
 
@@ -108,7 +108,7 @@ def _assert_close(found: list[list[float]], expected: list[float]) -> None:
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_fsdp2_goes_on_at_any_number_of_ranks(ranks: RankPool, tmp_path: Path, optimizer: str) -> None:
+def test_fsdp2_goes_on_at_any_number_of_ranks(ranks: Ranks, tmp_path: Path, optimizer: str) -> None:
     """Saved by 4 ranks, training goes on at 4, 2 and 1 with the losses of the run that was never stopped."""
     going_on = ranks.run(4, _save, tmp_path / "ckpt", "fsdp2", optimizer)
     _assert_close(going_on, _alone(optimizer))
@@ -118,7 +118,7 @@ def test_fsdp2_goes_on_at_any_number_of_ranks(ranks: RankPool, tmp_path: Path, o
 
 
 @pytest.mark.ci
-def test_one_parallelism_goes_on_as_another(ranks: RankPool, tmp_path: Path) -> None:
+def test_one_parallelism_goes_on_as_another(ranks: Ranks, tmp_path: Path) -> None:
     """Tensor parallelism under FSDP2, hybrid sharding, DDP, FSDP1 and FSDP2 load what each of the others saved."""
     kinds = ("tp", "hsdp", "ddp", "fsdp1", "fsdp2")
     expected = _alone("adamw")
@@ -140,7 +140,7 @@ def _plain_names(directory: Path) -> set[str]:
     return set(dcp.FileSystemReader(directory / "dcp").read_metadata().state_dict_metadata)
 
 
-def test_tensors_have_the_names_that_dcp_gives_them(ranks: RankPool, tmp_path: Path) -> None:
+def test_tensors_have_the_names_that_dcp_gives_them(ranks: Ranks, tmp_path: Path) -> None:
     """Keys are those of dcp.save of the flattened state dicts; a group's options are one object a parameter."""
     names = ranks.run(2, _plain_names, tmp_path)[0]
 
@@ -160,7 +160,7 @@ def _wrapped() -> list[set[str]]:
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # of torch.compile
-def test_wrappers_leave_no_trace_in_names(ranks: RankPool) -> None:
+def test_wrappers_leave_no_trace_in_names(ranks: Ranks) -> None:
     """Checkpoint wrappers, torch.compile and DDP do not show in keys: they are those of the bare model."""
     plain = set(made_model(1).state_dict())
     assert ranks.run(1, _wrapped) == [[plain, plain]]
@@ -209,7 +209,7 @@ def _load_stages(directory: Path) -> dict[str, Any]:
     return state
 
 
-def test_pipeline_stages_have_their_own_keys(ranks: RankPool, tmp_path: Path) -> None:
+def test_pipeline_stages_have_their_own_keys(ranks: Ranks, tmp_path: Path) -> None:
     """Stages, several a rank, each with its optimizer, load at another number: tensors, steps and options."""
     ranks.run(2, _save_stages, tmp_path / "ckpt")
     whole = ranks.run(1, _load_stages, tmp_path / "ckpt")[0]
@@ -347,7 +347,7 @@ def _extra_state(directory: Path) -> list[str]:
     return [module.note for part in empty for module in part.values()]  # type: ignore[misc]
 
 
-def test_extra_state_is_each_modules_own(ranks: RankPool, tmp_path: Path) -> None:
+def test_extra_state_is_each_modules_own(ranks: Ranks, tmp_path: Path) -> None:
     """What a module keeps that is no tensor is stored under its name, on whatever stage it is."""
     assert ranks.run(2, _extra_state, tmp_path / "ckpt") == [["of a", "of c"], ["of b", "of c"]]
 
@@ -365,7 +365,7 @@ def _replicas_of_a_mesh(directory: Path) -> bool:
     return all(torch.equal(a, b) for a, b in pairs)
 
 
-def test_replicas_of_a_tensor_parallel_model_are_written_once(ranks: RankPool, tmp_path: Path) -> None:
+def test_replicas_of_a_tensor_parallel_model_are_written_once(ranks: Ranks, tmp_path: Path) -> None:
     """A mesh that every data-parallel rank has anew needs no replica ids from the caller."""
     assert ranks.run(4, _replicas_of_a_mesh, tmp_path / "ckpt") == [True] * 4
     plain = made_model(1).state_dict()

@@ -22,7 +22,7 @@ from tests.tables import table
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from tests.ranks import RankPool
+    from tests.ranks import Ranks
 
 
 def _nest() -> Any:
@@ -40,7 +40,7 @@ def _nest() -> Any:
     )
 
 
-def test_a_nest_keeps_its_form_and_names_tensors_by_their_path(ranks: RankPool) -> None:
+def test_a_nest_keeps_its_form_and_names_tensors_by_their_path(ranks: Ranks) -> None:
     """Keys are the prefix and the dotted path; plain tensors are replicated; other leaves are common state."""
     for average, step, replicated, groups, untouched in ranks.run(2, _nest):
         assert average == "optimizer.state.0.exp_avg"
@@ -109,7 +109,7 @@ def _stage(directory: Path) -> list[float]:
     return [tensor[0].item() for tensor in state.values()]
 
 
-def test_a_plain_tensor_may_be_on_some_ranks(ranks: RankPool, tmp_path: Path) -> None:
+def test_a_plain_tensor_may_be_on_some_ranks(ranks: Ranks, tmp_path: Path) -> None:
     """Of pipeline stages each stores its own tensors, and the lowest rank that has a shared one stores that."""
     assert ranks.run(3, _stage, tmp_path / "ckpt") == [[0.0], [1.0, 5.0], [2.0, 5.0]]
     assert sorted(dist_checkpointing.load_tensors_metadata(tmp_path / "ckpt")) == [
@@ -125,7 +125,7 @@ def _rank_dependent(directory: Path, check_replicas: bool) -> None:
     dist_checkpointing.save(to_sharded_state_dict(state, check_replicas=check_replicas), directory)
 
 
-def test_plain_tensors_that_differ_are_an_error_on_all_ranks(ranks: RankPool, tmp_path: Path) -> None:
+def test_plain_tensors_that_differ_are_an_error_on_all_ranks(ranks: Ranks, tmp_path: Path) -> None:
     """A plain tensor with other values on other ranks is not stored by one of them: the error names it and them."""
     outcomes = ranks.outcomes(3, _rank_dependent, tmp_path / "ckpt", True)
 
@@ -161,7 +161,7 @@ def _save_experts(directory: Path, local: bool, with_optimizer: bool) -> None:
 
 
 @pytest.mark.parametrize("with_optimizer", [False, True])
-def test_local_experts_are_not_lost_on_request(ranks: RankPool, tmp_path: Path, with_optimizer: bool) -> None:
+def test_local_experts_are_not_lost_on_request(ranks: Ranks, tmp_path: Path, with_optimizer: bool) -> None:
     """``check_replicas=False`` takes any rank's buffers and vectors, and refuses weights that are each rank's own."""
     ranks.run(2, _save_experts, tmp_path / "ckpt", False, with_optimizer)
     prefix = "model." if with_optimizer else ""
@@ -175,7 +175,7 @@ def test_local_experts_are_not_lost_on_request(ranks: RankPool, tmp_path: Path, 
     assert not (tmp_path / "experts").exists()
 
 
-def test_the_lowest_ranks_copy_is_stored_on_request(ranks: RankPool, tmp_path: Path) -> None:
+def test_the_lowest_ranks_copy_is_stored_on_request(ranks: Ranks, tmp_path: Path) -> None:
     """``check_replicas=False`` takes the lowest rank's values."""
     ranks.run(3, _rank_dependent, tmp_path / "ckpt", False)
     assert dist_checkpointing.load_plain_tensors(tmp_path / "ckpt")["mean"].tolist() == [0.0, 0.0]

@@ -15,7 +15,7 @@ from tests.adapters.layouts import values
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from tests.ranks import RankPool
+    from tests.ranks import RankPool, Ranks
 
 SHAPE = (8, 6)
 
@@ -88,17 +88,17 @@ def _check(pool: RankPool, world: int, kind: str, directory: Path) -> None:
     assert torch.equal(dist_checkpointing.load_plain_tensors(directory)["w"], values(SHAPE))
 
 
-def test_a_rank_may_have_several_shards_or_none(ranks: RankPool, tmp_path: Path) -> None:
+def test_a_rank_may_have_several_shards_or_none(ranks: Ranks, tmp_path: Path) -> None:
     """Every local shard is a piece of the global tensor; a rank without any gets its ShardedTensor back as it is."""
     for world in (1, 3):
         _check(ranks, world, "rows", tmp_path / str(world))
 
 
-def test_shards_inside_shards_lie_at_the_sum_of_their_offsets(ranks: RankPool, tmp_path: Path) -> None:
+def test_shards_inside_shards_lie_at_the_sum_of_their_offsets(ranks: Ranks, tmp_path: Path) -> None:
     """FSDP1 over tensor parallelism is stored as the global tensor, and filled again in place."""
     _check(ranks, 4, "nested", tmp_path / "nested")
 
 
-def test_copies_in_other_groups_are_written_once(ranks: RankPool, tmp_path: Path) -> None:
+def test_copies_in_other_groups_are_written_once(ranks: Ranks, tmp_path: Path) -> None:
     """Hybrid sharding has the tensor in several groups: the lowest rank writes each shard, all are filled."""
     _check(ranks, 4, "hybrid", tmp_path / "hybrid")

@@ -17,7 +17,7 @@ from tests import backends
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from tests.ranks import RankPool
+    from tests.ranks import Ranks
 
 
 class _Foreground(SaveStrategy):
@@ -43,7 +43,7 @@ def _saves(folder: str) -> None:
 
 
 @backends.both_in_proof
-def test_fully_parallel_saves_go_on_behind_the_training(ranks: RankPool, tmp_path: Path) -> None:
+def test_fully_parallel_saves_go_on_behind_the_training(ranks: Ranks, tmp_path: Path) -> None:
     """Background saves through the wrapper are dealt out: each rank writes, and each save has its own content."""
     ranks.run(4, _saves, str(tmp_path))
     for step in range(3):

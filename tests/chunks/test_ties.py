@@ -10,7 +10,7 @@ from shardckpt.distributed import Comm
 from shardckpt.mapping import ShardedTensor
 
 if TYPE_CHECKING:
-    from tests.ranks import RankPool
+    from tests.ranks import Ranks
 
 #: By rank, which keys are the same memory there.
 CHAIN = ("ab", "bc", "a")
@@ -27,7 +27,7 @@ def _agree(by_rank: tuple[str, ...]) -> dict[str, str]:
     return agree_on_aliases(find_ties(shards), shards, comm)
 
 
-def test_no_rank_may_tell_them_apart(ranks: RankPool) -> None:
+def test_no_rank_may_tell_them_apart(ranks: Ranks) -> None:
     """A rank that has one key without the other unties them; one that has neither does not, and all agree."""
     assert ranks.run(3, _agree, CHAIN) == [{}] * 3
     assert ranks.run(3, _agree, STAGES) == [{"b": "a"}] * 3

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from tests.ranks import RankPool
+    from tests.ranks import Ranks
 
 
 def _state(value: float, **common: Any) -> dict[str, Any]:
@@ -118,7 +118,7 @@ def _with_group(path: str) -> None:
     assert dc.load_content_metadata(path) == {"a": 1}
 
 
-def test_a_process_group_in_the_content_metadata_is_left_out(ranks: RankPool, tmp_path: Path) -> None:
+def test_a_process_group_in_the_content_metadata_is_left_out(ranks: Ranks, tmp_path: Path) -> None:
     """Megatron carries a process group in its content metadata, which nothing can store."""
     ranks.run(2, _with_group, str(tmp_path / "c"))
 
@@ -157,7 +157,7 @@ def _by_path(path: str) -> None:
         loader.check_version_compatibility(1)
 
 
-def test_strategies_are_called_with_a_path(ranks: RankPool, tmp_path: Path) -> None:
+def test_strategies_are_called_with_a_path(ranks: Ranks, tmp_path: Path) -> None:
     """Megatron's callers save and load with strategies themselves, in the foreground and behind the training."""
     ranks.run(2, _by_path, str(tmp_path / "c"))
 
@@ -303,7 +303,7 @@ def _validate() -> list[str]:
     return []
 
 
-def test_shards_of_all_ranks_are_checked(ranks: RankPool) -> None:
+def test_shards_of_all_ranks_are_checked(ranks: Ranks) -> None:
     """Megatron's validation functions check the shards of all ranks, and raise the same error on every one."""
     first, second = ranks.run(2, _validate)
     assert (first[0], second[0]) == ("new", "new")
@@ -403,7 +403,7 @@ def _exchange() -> None:
     assert exchange_utils.exchange_loaded_objects_gather_object({rank: str(rank)}) == {n: str(n) for n in range(world)}
 
 
-def test_shards_are_assigned_and_exchanged(ranks: RankPool) -> None:
+def test_shards_are_assigned_and_exchanged(ranks: Ranks) -> None:
     """The exchange by hand, by Megatron's names: each rank ends with all shards, whichever way they travel."""
     ranks.run(2, _exchange)
 

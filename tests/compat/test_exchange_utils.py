@@ -22,7 +22,7 @@ from shardckpt.errors import CheckpointingException
 from shardckpt.mapping import ShardedTensor, is_main_replica
 
 if TYPE_CHECKING:
-    from tests.ranks import RankPool
+    from tests.ranks import Ranks
 
 
 def _state() -> dict[str, Any]:
@@ -47,7 +47,7 @@ def _distributed(grouped: bool, ignore_groups: bool) -> tuple[ShardDistribution,
     return distribution, [before, [is_main_replica(shard.replica_id) for shard in state["list"]]]
 
 
-def test_main_replicas_are_distributed_evenly(ranks: RankPool) -> None:
+def test_main_replicas_are_distributed_evenly(ranks: Ranks) -> None:
     """All ranks find the same distribution, each shard has one main rank, and bytes are even."""
     results = ranks.run(4, _distributed, False, False)
     first = results[0][0]
@@ -60,7 +60,7 @@ def test_main_replicas_are_distributed_evenly(ranks: RankPool) -> None:
     assert [sum(ids[1]) for _, ids in results] == [3] * 4
 
 
-def test_a_group_distributes_what_is_its_own(ranks: RankPool) -> None:
+def test_a_group_distributes_what_is_its_own(ranks: Ranks) -> None:
     """A group without main replicas has nothing to save, and all to load."""
     results = ranks.run(4, _distributed, True, False)
     assert [len(distribution.shards_in_this_group) for distribution, _ in results] == [12, 12, 0, 0]
@@ -86,7 +86,7 @@ def _exchanged(algorithm: str, spoil: str = "") -> tuple[list[str], bool]:
 
 
 @pytest.mark.parametrize("algorithm", ["broadcast", "gather_rounds", "gather_object"])
-def test_shards_are_exchanged(ranks: RankPool, algorithm: str) -> None:
+def test_shards_are_exchanged(ranks: Ranks, algorithm: str) -> None:
     """Every rank ends with its own shards, whoever has loaded them, and with no others."""
     results = ranks.run(4, _exchanged, algorithm)
     assert [same for _, same in results] == [True] * 4
@@ -94,7 +94,7 @@ def test_shards_are_exchanged(ranks: RankPool, algorithm: str) -> None:
 
 
 @pytest.mark.parametrize("spoil", ["loaded", "unloaded"])
-def test_what_a_rank_forgets_is_everyones_error(ranks: RankPool, spoil: str) -> None:
+def test_what_a_rank_forgets_is_everyones_error(ranks: Ranks, spoil: str) -> None:
     """A rank that lacks what the distribution expects of it keeps no other waiting."""
     outcomes = ranks.outcomes(4, _exchanged, "broadcast", spoil)
     assert {outcome.kind for outcome in outcomes} == {"CheckpointingException"}

@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from tests.ranks import RankPool
+    from tests.ranks import Ranks
 
 
 def _there_and_back() -> int:
@@ -85,7 +85,7 @@ def _there_and_back() -> int:
     return count
 
 
-def test_restore_gives_all_experts_in_true_order_and_drop_undoes_it(ranks: RankPool) -> None:
+def test_restore_gives_all_experts_in_true_order_and_drop_undoes_it(ranks: Ranks) -> None:
     """For both orders, both axes, even and uneven: torch cuts the whole tensor likewise, and the way back is exact."""
     assert ranks.run(4, _there_and_back) == [144] * 4
 
@@ -112,7 +112,7 @@ def _refused(how: str) -> None:
         ("drop", r"the tensor is on the mesh \('efsdp', 'ep'\) of ranks .*, not on \('ep', 'efsdp'\)"),
     ],
 )
-def test_what_no_dtensor_describes_is_refused(ranks: RankPool, how: str, reason: str) -> None:
+def test_what_no_dtensor_describes_is_refused(ranks: Ranks, how: str, reason: str) -> None:
     """Counts other than torch.chunk's, other lengths and other meshes are errors, never a permutation."""
     outcomes = ranks.outcomes(4, _refused, how)
     for outcome in outcomes[1:] if how == "outside" else outcomes:
@@ -141,7 +141,7 @@ def _places() -> list[str]:
     return found
 
 
-def test_places_of_experts_are_found_or_named(ranks: RankPool) -> None:
+def test_places_of_experts_are_found_or_named(ranks: Ranks) -> None:
     """A place may be given alone; one where there are no experts is an error, not a model without experts."""
     both = "experts.w1 experts.w1_bias"
     assert ranks.run(2, _places) == [[both, both, ""]] * 2
@@ -171,7 +171,7 @@ def _keys(check: Any) -> list[bool]:
     return [check(key) for key in keys]
 
 
-def test_specs_and_checks_go_by_exact_names_at_any_module_path(ranks: RankPool) -> None:
+def test_specs_and_checks_go_by_exact_names_at_any_module_path(ranks: Ranks) -> None:
     """Wrappers do not count, endings are not enough, optimizer keys are known, and no process group is made."""
     for spec, groups, layouts, checks in ranks.run(4, _described):
         assert spec == {
@@ -253,7 +253,7 @@ def _load_five(folder: Path) -> int:
 
 
 @pytest.mark.ci
-def test_the_seeds_planner_loads_any_chunks_by_rank(ranks: RankPool, tmp_path: Path) -> None:
+def test_the_seeds_planner_loads_any_chunks_by_rank(ranks: Ranks, tmp_path: Path) -> None:
     """By ep_rank and ep_size alone: several stored chunks, FSDP along the experts, uneven counts, optimizer state."""
     for dim in (0, 1):
         for pieces in (1, 3, 7):
@@ -442,7 +442,7 @@ def _specs_by_objects() -> Any:
     return all(each == infos for each in found), same_names, [_refusal(model, *each) for each in refused]
 
 
-def test_a_trainers_objects_are_understood(ranks: RankPool) -> None:
+def test_a_trainers_objects_are_understood(ranks: Ranks) -> None:
     """The parallel state is searched for its mesh, the plan for its patterns; what has none, or no match, is named."""
     reasons = [
         r"no parameter of the model is in a module at 'model.layers.\{\*\}.mlp.experts'; its modules are trunk.0",
@@ -524,7 +524,7 @@ def _dropped_by_the_whole_mesh() -> Any:
     return None
 
 
-def test_a_tensor_on_a_part_of_the_mesh_is_dropped(ranks: RankPool) -> None:
+def test_a_tensor_on_a_part_of_the_mesh_is_dropped(ranks: Ranks) -> None:
     """A tensor on mesh["ep"] is dropped with the whole mesh, as MindSpeed calls it; with another mesh it is refused."""
     for plain, equal, shape, message in ranks.run(4, _dropped_by_the_whole_mesh):
         assert (plain, equal, shape) == (True, True, (4, 3))
@@ -547,6 +547,6 @@ def _identities() -> Any:
     )
 
 
-def test_what_needs_no_change_comes_back_as_it_is(ranks: RankPool) -> None:
+def test_what_needs_no_change_comes_back_as_it_is(ranks: Ranks) -> None:
     """Plain tensors and FSDP's DTensors have nothing to drop; a DTensor of all experts has nothing to restore."""
     assert ranks.run(4, _identities) == [(True,) * 6] * 4

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from tests.ranks import RankPool
+    from tests.ranks import RankPool, Ranks
 
 
 class _Save(base.SaveShardedStrategy):
@@ -245,7 +245,7 @@ def _fail(path: str) -> str:
     return str(caught.value)
 
 
-def test_a_failed_save_leaves_nothing(ranks: RankPool, tmp_path: Path) -> None:
+def test_a_failed_save_leaves_nothing(ranks: Ranks, tmp_path: Path) -> None:
     """A strategy that raises on one rank fails the save on all, with the same text, and no file stays."""
     first, second = ranks.run(2, _fail, str(tmp_path / "c"))
     assert first == second
@@ -366,7 +366,7 @@ def _in_parallel(path: str) -> tuple[list[str], list[str]]:
     return calls
 
 
-def test_it_is_wrapped_for_parallel_saves_and_loads(ranks: RankPool, tmp_path: Path) -> None:
+def test_it_is_wrapped_for_parallel_saves_and_loads(ranks: Ranks, tmp_path: Path) -> None:
     """Below the fully parallel wrappers each rank writes and reads its part of what all ranks have."""
     results = ranks.run(2, _in_parallel, str(tmp_path / "c"))
     for part in zip(*results, strict=True):
@@ -418,7 +418,7 @@ def _behind(path: str, persistent: bool) -> None:
 
 
 @pytest.mark.parametrize("persistent", [False, pytest.param(True, marks=pytest.mark.ci)])
-def test_it_saves_behind_the_training(ranks: RankPool, tmp_path: Path, persistent: bool) -> None:
+def test_it_saves_behind_the_training(ranks: Ranks, tmp_path: Path, persistent: bool) -> None:
     """By a thread or the worker process, what is saved is the state of the plan; the same strategy saves in front."""
     ranks.run(2, _behind, str(tmp_path / "c"), persistent)
     assert (tmp_path / "c" / "finalized").read_text() == "a"
@@ -435,7 +435,7 @@ def _fail_behind(path: str) -> str:
     return str(caught.value)
 
 
-def test_a_failed_background_save_leaves_nothing(ranks: RankPool, tmp_path: Path) -> None:
+def test_a_failed_background_save_leaves_nothing(ranks: Ranks, tmp_path: Path) -> None:
     """What one rank's async_fn raises, all ranks raise, and no file stays."""
     first, second = ranks.run(2, _fail_behind, str(tmp_path / "c"))
     assert first == second

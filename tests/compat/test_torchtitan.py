@@ -31,7 +31,7 @@ from tests.integrations import small, titan
 from tests.manager.folders import steps_of
 
 if TYPE_CHECKING:
-    from tests.ranks import RankPool
+    from tests.ranks import Ranks
 
 ROOT = Path(__file__).parents[2]
 
@@ -160,7 +160,7 @@ def _train(folder: Path, until: int) -> int:
     return found
 
 
-def test_the_documents_manager_works_on_ranks(ranks: RankPool, tmp_path: Path) -> None:
+def test_the_documents_manager_works_on_ranks(ranks: Ranks, tmp_path: Path) -> None:
     """Two ranks save and resume, each with its own loader."""
     assert ranks.run(2, _train, tmp_path, 4) == [0, 0]
     assert ranks.run(2, _train, tmp_path, 6) == [4, 4]

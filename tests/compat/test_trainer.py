@@ -40,7 +40,7 @@ from shardckpt.errors import CheckpointingException
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from tests.ranks import RankPool
+    from tests.ranks import Ranks
 
 
 def _state(value: float) -> StateDict:
@@ -83,7 +83,7 @@ def _saves_and_loads(path: str, library: str) -> None:
 
 
 @pytest.mark.parametrize("library", ["mcore", "nvrx"])
-def test_the_trainers_calls_save_and_load(ranks: RankPool, tmp_path: Path, library: str) -> None:
+def test_the_trainers_calls_save_and_load(ranks: Ranks, tmp_path: Path, library: str) -> None:
     """Whichever library the trainer asks for, its calls save in the background and load on all ranks."""
     ranks.run(2, _saves_and_loads, str(tmp_path / "c"), library)
 
@@ -106,7 +106,7 @@ def _distributes() -> list[Any]:
     return [state["w"].replica_id]
 
 
-def test_a_distribution_is_given_by_keyword(ranks: RankPool) -> None:
+def test_a_distribution_is_given_by_keyword(ranks: Ranks) -> None:
     """One rank is the main one afterwards; a group of one rank needs no distribution."""
     assert sorted(ranks.run(2, _distributes)) == [[0], [1]]
 
@@ -139,7 +139,7 @@ def _finalizes(path: str, broken: int) -> None:
     assert [tensor.tolist() for tensor in loaded.values()] == [[1.0 + n] * 2 for n in range(len(plans))]
 
 
-def test_another_librarys_writer_is_finalized(ranks: RankPool, tmp_path: Path) -> None:
+def test_another_librarys_writer_is_finalized(ranks: Ranks, tmp_path: Path) -> None:
     """What it has written becomes a checkpoint that DCP loads; a rank that failed is the same error on all."""
     ranks.run(2, _finalizes, str(tmp_path / "c"), -1)
     outcomes = ranks.outcomes(2, _finalizes, str(tmp_path / "d"), 1)

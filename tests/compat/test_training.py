@@ -9,11 +9,11 @@ from tests.compat.rewritten import run
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from tests.ranks import RankPool
+    from tests.ranks import Ranks
 
 
 @pytest.mark.parametrize("world", [2, *(pytest.param(world, marks=pytest.mark.ci) for world in (1, 4))])
-def test_a_job_for_megatron_runs_here(ranks: RankPool, tmp_path: Path, world: int) -> None:
+def test_a_job_for_megatron_runs_here(ranks: Ranks, tmp_path: Path, world: int) -> None:
     """Ported by the one import rule, a training script saves, overwrites, saves in the background, and resumes."""
     ranks.run(world, run, "train", str(tmp_path))
     for other in {1, 2, 4} - {world}:

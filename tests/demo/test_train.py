@@ -23,7 +23,7 @@ from shardckpt.state_dict import build_copy, dict_list_map_outplace, nested_valu
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from tests.ranks import RankPool
+    from tests.ranks import Ranks
 
 linux_only = pytest.mark.skipif(sys.platform != "linux", reason="counts the bytes read in /proc")
 
@@ -41,7 +41,7 @@ def _losses(reports: Sequence[dict[str, Any]]) -> dict[int, float]:
 
 @pytest.mark.parametrize("options", [(), pytest.param(("--ep", "2"), marks=pytest.mark.proof)])
 @pytest.mark.ci
-def test_the_same_ranks_go_on_bit_for_bit(ranks: RankPool, tmp_path: Path, options: tuple[str, ...]) -> None:
+def test_the_same_ranks_go_on_bit_for_bit(ranks: Ranks, tmp_path: Path, options: tuple[str, ...]) -> None:
     """Two steps, a checkpoint and two more in a new model with other parameters are four steps in one go."""
     once = ranks.run(4, _reports, tmp_path / "once", "--steps=4", "--interval=9", *options)[0]
     ranks.run(4, _reports, tmp_path / "twice", "--steps=2", *options)
@@ -53,7 +53,7 @@ def test_the_same_ranks_go_on_bit_for_bit(ranks: RankPool, tmp_path: Path, optio
 
 
 @pytest.mark.proof
-def test_experts_are_trained_alike_however_they_are_split(ranks: RankPool, tmp_path: Path) -> None:
+def test_experts_are_trained_alike_however_they_are_split(ranks: Ranks, tmp_path: Path) -> None:
     """From the same parameters, ep 2 x efsdp 2, ep 4 and one process without a group make the same steps."""
     alone = _losses(_reports(tmp_path / "1", "--steps=3", "--ep=1"))
     for ep in ("2", "4"):
@@ -82,7 +82,7 @@ def _shards(ep: int, key: str) -> tuple[tuple[int, ...], list[int]]:
         (4, "blocks.0.network.experts.up", (7, 250, 100), [[0, 2], [2, 4], [4, 6], [6, 7]]),
     ],
 )
-def test_shards_are_uneven(ranks: RankPool, ep: int, key: str, shape: tuple[int, ...], rows: list[list[int]]) -> None:
+def test_shards_are_uneven(ranks: Ranks, ep: int, key: str, shape: tuple[int, ...], rows: list[list[int]]) -> None:
     """The demo shows tensors that 4 ranks do not divide, and experts split over ep first, by FSDP2 inside."""
     assert ranks.run(4, _shards, ep, key) == [(shape, part) for part in rows]
 
@@ -109,7 +109,7 @@ def _bytes_of_a_load(folder: Path) -> tuple[int, int]:
 
 @linux_only
 @pytest.mark.ci
-def test_ranks_read_little_more_than_they_need(ranks: RankPool, tmp_path: Path) -> None:
+def test_ranks_read_little_more_than_they_need(ranks: Ranks, tmp_path: Path) -> None:
     """What each of 2 ranks reads is a little more than its own shards: they do not read the checkpoint twice."""
     ranks.run(4, _reports, tmp_path, "--steps=2")
     ranks.run(2, _bytes_of_a_load, tmp_path)  # imports

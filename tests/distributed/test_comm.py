@@ -24,7 +24,7 @@ from shardckpt.mapping import ShardedTensor
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from tests.ranks import RankPool
+    from tests.ranks import RankPool, Ranks
 
 
 def _moves() -> tuple[list[int], list[int], int, str]:
@@ -33,7 +33,7 @@ def _moves() -> tuple[list[int], list[int], int, str]:
     return comm.all_gather(rank), comm.gather(rank * 10), comm.broadcast(rank + 7), comm.main_runs("x", lambda: "main")
 
 
-def test_values_move_between_ranks(ranks: RankPool) -> None:
+def test_values_move_between_ranks(ranks: Ranks) -> None:
     """Gathers and broadcasts give every rank what they promise."""
     results = ranks.run(3, _moves)
     assert results[0] == ([0, 1, 2], [0, 10, 20], 7, "main")
@@ -49,7 +49,7 @@ def _gathers(unit: int) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("unit", [1, 4 << 20])
-def test_values_of_any_size_are_gathered(ranks: RankPool, unit: int) -> None:
+def test_values_of_any_size_are_gathered(ranks: Ranks, unit: int) -> None:
     """The main rank gets the values of those that give one, small ones at once and large ones each by itself."""
     results = ranks.run(3, _gathers, unit)
     assert results == [[[0, unit, 2 * unit], [unit], []], [[], [], []], [[], [], []]]
@@ -61,7 +61,7 @@ def _gathers_up_to() -> list[Any]:
     return [comm.gather_up_to(limit, value) for limit in (0, 300, 1 << 20)]
 
 
-def test_a_gather_has_a_limit(ranks: RankPool) -> None:
+def test_a_gather_has_a_limit(ranks: Ranks) -> None:
     """What the longest value times the ranks exceeds is gathered by none; one rank has its own in any case."""
     assert ranks.run(1, _gathers_up_to) == [[[b""]] * 3]
     assert ranks.run(3, _gathers_up_to) == [
@@ -94,7 +94,7 @@ def _fails(where: str) -> None:
         ("between", ShardingError, ["rank 2, in 'outer': outside of any inner phase"]),
     ],
 )
-def test_one_ranks_error_is_everyones(ranks: RankPool, where: str, kind: type, texts: list[str]) -> None:
+def test_one_ranks_error_is_everyones(ranks: Ranks, where: str, kind: type, texts: list[str]) -> None:
     """Whoever fails, inside a phase or between two, all ranks raise the same error with rank and phase."""
     outcomes = ranks.outcomes(3, _fails, where)
     assert {outcome.kind for outcome in outcomes} == {kind.__name__}
@@ -112,7 +112,7 @@ def _after_a_failure() -> list[int]:
     return []
 
 
-def test_a_group_is_usable_after_an_error(ranks: RankPool) -> None:
+def test_a_group_is_usable_after_an_error(ranks: Ranks) -> None:
     """No rank is left in a collective: the next one works."""
     assert ranks.run(3, _after_a_failure) == [[0, 1, 2]] * 3
 
@@ -125,7 +125,7 @@ def _in_subgroup() -> list[int]:
     return [comm.rank, comm.world_size, comm.broadcast(dist.get_rank())]
 
 
-def test_a_subgroup_has_its_own_main_rank(ranks: RankPool) -> None:
+def test_a_subgroup_has_its_own_main_rank(ranks: Ranks) -> None:
     """With process_group= the first rank of the group speaks for it."""
     assert ranks.run(3, _in_subgroup) == [[], [0, 2, 1], [1, 2, 1]]
 
@@ -160,7 +160,7 @@ def _hands_out_what_cannot_be_pickled(how: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["gather", "all_gather", "broadcast"])
-def test_a_value_that_cannot_travel_is_everyones_error(ranks: RankPool, how: str) -> None:
+def test_a_value_that_cannot_travel_is_everyones_error(ranks: Ranks, how: str) -> None:
     """A value that pickle refuses on one rank is the same error on all, and no rank waits for it."""
     outcomes = ranks.outcomes(3, _hands_out_what_cannot_be_pickled, how)
     assert len({outcome.message for outcome in outcomes}) == 1
@@ -179,7 +179,7 @@ def _fails_in_a_smaller_group(how: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["alone", "half"])
-def test_an_error_of_a_smaller_group_is_shared_in_the_larger(ranks: RankPool, how: str) -> None:
+def test_an_error_of_a_smaller_group_is_shared_in_the_larger(ranks: Ranks, how: str) -> None:
     """An error that some ranks share is not yet that of all: the others hear of it at once, and raise the same."""
     outcomes = ranks.outcomes(4, _fails_in_a_smaller_group, how)
     assert {outcome.kind for outcome in outcomes} == {"ShardingError"}
@@ -198,7 +198,7 @@ def _is_interrupted() -> list[int]:
     return []
 
 
-def test_an_interrupt_on_one_rank_is_heard_by_all(ranks: RankPool) -> None:
+def test_an_interrupt_on_one_rank_is_heard_by_all(ranks: Ranks) -> None:
     """Ctrl-C ends the rank that got it, the others raise, and no collective is left half entered."""
     assert ranks.run(3, _is_interrupted) == [[0, False, 0, 1, 2], [1, True, 0, 1, 2], [2, False, 0, 1, 2]]
 
@@ -214,7 +214,7 @@ def _is_interrupted_deep_inside() -> list[int]:
     return []
 
 
-def test_an_interrupt_is_told_once(ranks: RankPool) -> None:
+def test_an_interrupt_is_told_once(ranks: Ranks) -> None:
     """However deep in phases a rank is, the others hear of its end once, and wait for it no second time."""
     assert ranks.run(3, _is_interrupted_deep_inside) == [[False, 0, 1, 2], [True, 0, 1, 2], [False, 0, 1, 2]]
 
@@ -249,7 +249,7 @@ def _error_of(operation: Callable[[], None]) -> str:
 
 
 @pytest.mark.parametrize("who", [0, 1])
-def test_what_fails_after_a_shared_error_is_not_reported(ranks: RankPool, who: int) -> None:
+def test_what_fails_after_a_shared_error_is_not_reported(ranks: Ranks, who: int) -> None:
     """An error while a failed operation is cleaned up does not become the others' in what they do next."""
     shared, another = "rank 1, in 'step': bad shard", f"rank {who}, in 'next': ValueError: another"
     assert ranks.run(2, _fails_on_the_way_out, who) == [[shared, [0, 1], another]] * 2
@@ -269,7 +269,7 @@ def _fails_after_an_interrupt() -> str:
     return _error_of(second)
 
 
-def test_after_an_interrupt_errors_are_told_again(ranks: RankPool) -> None:
+def test_after_an_interrupt_errors_are_told_again(ranks: Ranks) -> None:
     """A rank that was interrupted and goes on tells the others what fails then."""
     assert ranks.run(2, _fails_after_an_interrupt) == ["rank 1, in 'second': ValueError: odd value"] * 2
 
@@ -324,7 +324,7 @@ def _phase(comm: Comm) -> None:
         "sync_errors",
     ],
 )
-def test_an_error_in_a_local_phase_is_everyones_in_what_follows(ranks: RankPool, then: str) -> None:
+def test_an_error_in_a_local_phase_is_everyones_in_what_follows(ranks: Ranks, then: str) -> None:
     """Whatever the ranks do together next, they do not do it, and raise the error of the one that has failed."""
     outcomes = ranks.outcomes(3, _fails_in_a_local_phase, then)
     assert [outcome.kind for outcome in outcomes] == ["ShardingError"] * 3
@@ -364,7 +364,7 @@ def _disagrees() -> None:
     comm.agree(strict="log_all" if comm.rank == 2 else "raise_all", validate=True)
 
 
-def test_arguments_are_the_same_on_all_ranks(ranks: RankPool) -> None:
+def test_arguments_are_the_same_on_all_ranks(ranks: Ranks) -> None:
     """Where an argument decides which collectives follow, ranks that differ raise before any of them."""
     outcomes = ranks.outcomes(3, _disagrees)
     assert len({outcome.message for outcome in outcomes}) == 1
@@ -378,7 +378,7 @@ def _under_another_default_device() -> list[int]:
         return Comm().all_gather(dist.get_rank())
 
 
-def test_a_default_device_does_not_matter(ranks: RankPool) -> None:
+def test_a_default_device_does_not_matter(ranks: Ranks) -> None:
     """The control plane is on the CPU whatever torch.set_default_device says."""
     assert ranks.run(2, _under_another_default_device) == [[0, 1]] * 2
 
@@ -406,7 +406,7 @@ def _save_of_what_does_not_fit(path: str) -> None:
     dc.save({"w": ShardedTensor.from_rank_offsets("w", torch.ones(2), replica_id=1)}, path)
 
 
-def test_errors_do_not_keep_a_process_group_alive(ranks: RankPool, tmp_path: Path) -> None:
+def test_errors_do_not_keep_a_process_group_alive(ranks: Ranks, tmp_path: Path) -> None:
     """A job that catches an error and destroys its group really ends it: else its threads abort the exit."""
     assert ranks.run(2, _groups_left_after_errors, str(tmp_path / "c")) == [[], []]
 
@@ -423,7 +423,7 @@ def _after_the_end(path: str) -> str:
     return ""
 
 
-def test_a_destroyed_group_is_said_to_be(ranks: RankPool, tmp_path: Path) -> None:
+def test_a_destroyed_group_is_said_to_be(ranks: Ranks, tmp_path: Path) -> None:
     """What comes after the group's end says that it was destroyed, not that a rank died."""
     said = "the process group was destroyed: save, load and finalize before that"
     assert ranks.run(2, _after_the_end, str(tmp_path)) == [said, said]
@@ -474,7 +474,7 @@ def _combines(limit: int, count: int) -> list[Any]:
 
 
 @pytest.mark.parametrize("count", [0, 1, 6, 7, 50])
-def test_numbers_are_combined_by_the_main_rank_or_round_a_ring(ranks: RankPool, count: int) -> None:
+def test_numbers_are_combined_by_the_main_rank_or_round_a_ring(ranks: Ranks, count: int) -> None:
     """Largest, sums and gathered values are the same whichever way they go."""
     rows = [[(rank + 1) * (n - 3) << 40 for n in range(count)] for rank in range(3)]
     columns = list(zip(*rows, strict=True))
@@ -523,7 +523,7 @@ def _sends_in_every_way(folder: str) -> list[int]:
     return [len(noted), sum(not tensor.untyped_storage().resizable() for tensor in noted)]
 
 
-def test_messages_are_in_memory_of_torch(ranks: RankPool, tmp_path: Path) -> None:
+def test_messages_are_in_memory_of_torch(ranks: Ranks, tmp_path: Path) -> None:
     """No collective takes a tensor over Python's memory: gloo may let go of it when there is no Python any more."""
     for count, foreign in ranks.run(2, _sends_in_every_way, str(tmp_path)):
         assert count > 40

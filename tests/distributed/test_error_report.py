@@ -14,7 +14,7 @@ from shardckpt.distributed import Comm, ErrorReport
 from shardckpt.errors import CheckpointingException, RankFailedError, ShardingError, StorageError
 
 if TYPE_CHECKING:
-    from tests.ranks import RankPool
+    from tests.ranks import RankPool, Ranks
 
 
 class PluginError(ShardingError):
@@ -172,7 +172,7 @@ def _shown(error: BaseException) -> str:
         ("of Python", "shardckpt.errors.RankFailedError", "KeyError: 'odd'"),
     ],
 )
-def test_a_class_does_not_depend_on_the_number_of_ranks(ranks: RankPool, case: str, kind: str, text: str) -> None:
+def test_a_class_does_not_depend_on_the_number_of_ranks(ranks: Ranks, case: str, kind: str, text: str) -> None:
     """An error has the same class on one rank and on every one of two, which also say which rank failed and where."""
     alone = ranks.run(1, _class_and_texts, case)
     both = ranks.run(2, _class_and_texts, case)
@@ -193,7 +193,7 @@ def _attributes() -> tuple[Any, Any]:
     return None, None
 
 
-def test_attributes_arrive_where_they_can(ranks: RankPool) -> None:
+def test_attributes_arrive_where_they_can(ranks: Ranks) -> None:
     """What an error carries is the same on every rank; what cannot be pickled is on none."""
     assert ranks.run(2, _attributes) == [(7, None), (7, None)]
 
@@ -217,7 +217,7 @@ def _caught_as_itself(rank: int) -> tuple[Any, ...]:
     return ()
 
 
-def test_a_plugins_class_joins_the_family(ranks: RankPool) -> None:
+def test_a_plugins_class_joins_the_family(ranks: Ranks) -> None:
     """A class from outside the family is caught as itself and as one of the family, and the error is picklable."""
     assert ranks.run(1, _caught_as_itself, 0) == [(2, "f", ForeignFileError, True, True)]
     assert ranks.run(2, _caught_as_itself, 1) == [
@@ -236,7 +236,7 @@ def _passes_two_groups() -> list[str]:
     return []
 
 
-def test_a_plugins_class_passes_two_groups(ranks: RankPool) -> None:
+def test_a_plugins_class_passes_two_groups(ranks: Ranks) -> None:
     """An error that has joined the family passes the ranks of an outer operation as any other does."""
     text = "rank 0, in 'outer': rank 1, in 'step': f: code 7"
     assert ranks.run(2, _passes_two_groups) == [["ForeignError", text, "7"]] * 2
@@ -260,7 +260,7 @@ def _raise_on_rank_1(comm: Comm) -> None:
             raise CodeError(7, path="f")
 
 
-def test_what_fails_later_does_not_change_the_class(ranks: RankPool) -> None:
+def test_what_fails_later_does_not_change_the_class(ranks: Ranks) -> None:
     """An error of any class stays the error of all ranks when cleaning up fails after it."""
     assert ranks.run(2, _fails_again_on_the_way_out) == [["CodeError", "rank 1, in 'step': f: code 7"]] * 2
 
@@ -294,7 +294,7 @@ def _both_fail() -> None:
         raise (PluginError, ShardingError)[comm.rank]("odd")
 
 
-def test_all_that_failed_are_told(ranks: RankPool) -> None:
+def test_all_that_failed_are_told(ranks: Ranks) -> None:
     """An error of another class with the same text is another error: the text of all has both ranks."""
     outcomes = ranks.outcomes(2, _both_fail)
     assert {outcome.message for outcome in outcomes} == {"rank 0, in 'step': odd\nrank 1, in 'step': odd"}

@@ -23,7 +23,7 @@ from shardckpt.mapping import ShardedTensor
 from tests.distributed.simulated import Job, View
 
 if TYPE_CHECKING:
-    from tests.ranks import RankPool
+    from tests.ranks import Ranks
 
 
 @pytest.fixture(autouse=True)
@@ -190,7 +190,7 @@ def _save_late(late: int, folder: str) -> tuple[str, int]:
 
 
 @pytest.mark.ci
-def test_every_rank_that_waits_says_so_and_writes_nothing_to_the_store(ranks: RankPool, tmp_path: Path) -> None:
+def test_every_rank_that_waits_says_so_and_writes_nothing_to_the_store(ranks: Ranks, tmp_path: Path) -> None:
     """Of three gloo ranks two wait and say so; the store of the group has no key more than before."""
     results = ranks.run(3, _save_late, 2, str(tmp_path))
     assert [added for _, added in results] == [0, 0, 0]

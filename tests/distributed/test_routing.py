@@ -11,7 +11,7 @@ from shardckpt.distributed.routing import Grid, join_parts, split_parts
 from shardckpt.errors import CheckpointingException
 
 if TYPE_CHECKING:
-    from tests.ranks import RankPool
+    from tests.ranks import Ranks
 
 
 @pytest.mark.parametrize("world", [*range(1, 41), 127, 128, 130, 1000])
@@ -70,7 +70,7 @@ def _sends(direct: int) -> dict[int, tuple[bytes, int]]:
 
 
 @pytest.mark.parametrize(("world", "direct"), [(1, 64), (2, 64), (4, 64), (3, 1), (4, 1)])
-def test_bytes_reach_their_ranks(ranks: RankPool, world: int, direct: int) -> None:
+def test_bytes_reach_their_ranks(ranks: Ranks, world: int, direct: int) -> None:
     """Every rank has what was sent to it, directly and over a third rank, empty messages included."""
     for rank, found in enumerate(ranks.run(world, _sends, direct)):
         sizes = {sender: _SIZES[(sender + rank) % 4] for sender in range(world)}
@@ -88,7 +88,7 @@ def _sends_to_nobody() -> str:
     return ""
 
 
-def test_a_rank_that_does_not_exist_is_an_error_on_all(ranks: RankPool) -> None:
+def test_a_rank_that_does_not_exist_is_an_error_on_all(ranks: Ranks) -> None:
     """A message to nobody fails on every rank, with the same words."""
     one, other = ranks.run(2, _sends_to_nobody)
     assert "a message goes to rank 7, and the group has ranks 0 to 1" in one

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from tests.backends import Backend
-    from tests.ranks import RankPool
+    from tests.ranks import Ranks
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 VERSIONS = ("0.9.0", "0.12.3", "0.13.1", "0.16.1", "0.17.0rc0", "0.20.0")
@@ -292,7 +292,7 @@ def _load(path: str, size: int = 1200) -> tuple[str, list[float]]:
 
 @backends.both_in_proof
 @pytest.mark.parametrize("world", [2, *in_proof(1, 4)])
-def test_saved_while_written(ranks: RankPool, tmp_path: Path, world: int) -> None:
+def test_saved_while_written(ranks: Ranks, tmp_path: Path, world: int) -> None:
     """save(verify_integrity=True) leaves what hashlib finds in the files, of every rank, and all ranks verify it."""
     path = tmp_path / "ckpt"
     ranks.run(world, _save, str(path))
@@ -331,7 +331,7 @@ def test_a_save_without_it_leaves_no_stale_one(ours: Path) -> None:
 
 
 @backends.both_in_proof
-def test_errors_are_the_same_on_all_ranks(ranks: RankPool, tmp_path: Path) -> None:
+def test_errors_are_the_same_on_all_ranks(ranks: Ranks, tmp_path: Path) -> None:
     """Whichever rank reads the bad files, all raise one error that names all of them, before memory is touched."""
     path = tmp_path / "ckpt"
     ranks.run(4, _save, str(path))
@@ -358,7 +358,7 @@ def _disagree(path: str) -> str:
     return ""
 
 
-def test_ranks_that_disagree(ranks: RankPool, ours: Path) -> None:
+def test_ranks_that_disagree(ranks: Ranks, ours: Path) -> None:
     """A flag that is not the same on every rank is an error, not a hang."""
     first, second = ranks.run(2, _disagree, str(ours))
     assert first == second

@@ -21,7 +21,7 @@ from tests.tables import table
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from tests.ranks import RankPool
+    from tests.ranks import Ranks
 
 PARENT = "0123456789abcdef" * 2
 BACKENDS = pytest.mark.parametrize("backend", ["torch_dist", "safetensors"])
@@ -80,7 +80,7 @@ def _save_with_own_step(path: str) -> str:
     return ""
 
 
-def test_ranks_that_disagree_are_told(ranks: RankPool, tmp_path: Path) -> None:
+def test_ranks_that_disagree_are_told(ranks: Ranks, tmp_path: Path) -> None:
     """All ranks pass the same step: else nothing is saved, and the error names the argument."""
     errors = ranks.run(2, _save_with_own_step, str(tmp_path / "a"))
     assert len(set(errors)) == 1

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from tests.ranks import RankPool
+    from tests.ranks import Ranks
 
 WHO = rf"{__name__}\.Returns \('torch_dist', 1\) of this process, {__file__}: "
 
@@ -154,7 +154,7 @@ def _refuse_on_a_rank(directory: str, wrap: bool) -> str:
 
 
 @pytest.mark.parametrize("wrap", [False, True])
-def test_every_rank_raises_the_same(ranks: RankPool, saved: str, wrap: bool) -> None:
+def test_every_rank_raises_the_same(ranks: Ranks, saved: str, wrap: bool) -> None:
     """A wrong result on one rank is the same error on all, of the strategy inside a wrapper, too."""
     [text] = set(ranks.run(2, _refuse_on_a_rank, saved, wrap))
     assert text.startswith("rank 1, in ")

@@ -30,7 +30,7 @@ from tests.faults.test_overwrite import Interruption, add_foreign
 from tests.tables import table
 
 if TYPE_CHECKING:
-    from tests.ranks import RankPool
+    from tests.ranks import Ranks
 
 OLD, NEW = 1, 2
 #: Names of 201 and 255 bytes, of characters with one byte and with several.
@@ -254,7 +254,7 @@ def _error_of_part(directory: str) -> tuple[str, str]:
 
 
 @backends.both_in_proof
-def test_several_ranks_save_beside_what_is_left(ranks: RankPool, tmp_path: Path) -> None:
+def test_several_ranks_save_beside_what_is_left(ranks: Ranks, tmp_path: Path) -> None:
     """The main rank clears up for all, and every rank writes into the one directory that bears its process."""
     for _ in range(2):
         owners.leave(tmp_path / "ckpt", owners.dead())
@@ -315,7 +315,7 @@ def test_a_save_lists_its_parent_once(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("name", LONG, ids=_IDS)
-def test_names_of_up_to_255_bytes_work(ranks: RankPool, tmp_path: Path, name: str) -> None:
+def test_names_of_up_to_255_bytes_work(ranks: Ranks, tmp_path: Path, name: str) -> None:
     """Save, overwrite, remove keys, migrate's and exports' targets: nothing is left, and kills are cleared up after."""
     target = tmp_path / name
     _save(target, OLD)
@@ -371,7 +371,7 @@ def test_what_an_export_moved_aside(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["x" * 256, "é" * 128, "x" * 256 + "/ckpt"])
-def test_longer_names_are_refused_before_anything_is_written(ranks: RankPool, tmp_path: Path, name: str) -> None:
+def test_longer_names_are_refused_before_anything_is_written(ranks: Ranks, tmp_path: Path, name: str) -> None:
     """The same error on every rank says which name is too long; not even a directory is made."""
     ((kind, text), *others) = ranks.run(2, _error_of_part, str(tmp_path / "new" / name))
     assert others == [(kind, text)]

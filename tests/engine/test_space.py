@@ -24,7 +24,7 @@ from tests.tables import table
 
 if TYPE_CHECKING:
     from tests.backends import Backend
-    from tests.ranks import RankPool
+    from tests.ranks import RankPool, Ranks
 
 MIB = 1 << 20
 #: What a checkpoint of one or two large tensors takes beside them, on a file system with pages of 4 KiB.
@@ -80,7 +80,7 @@ def test_what_does_not_fit_is_refused_before_a_file_is_written(
 @pytest.mark.parametrize("background", [False, True])
 @pytest.mark.ci
 def test_an_overwrite_that_does_not_fit_leaves_the_old_checkpoint(
-    ranks: RankPool, tmp_path: Path, background: bool
+    ranks: Ranks, tmp_path: Path, background: bool
 ) -> None:
     """The old checkpoint loads bit for bit, and the error says that both need room."""
     with small_disk(tmp_path / "disk", "2m") as disk:
@@ -110,7 +110,7 @@ def _save_copies(directory: str) -> None:
 
 @backends.both_in_proof
 @pytest.mark.ci
-def test_replicas_count_once(ranks: RankPool, tmp_path: Path) -> None:
+def test_replicas_count_once(ranks: Ranks, tmp_path: Path) -> None:
     """Two ranks with copies of a tensor that fits once save it."""
     with small_disk(tmp_path / "disk", "2m") as disk:
         ranks.run(2, _save_copies, str(disk))

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    from tests.ranks import RankPool
+    from tests.ranks import RankPool, Ranks
 
 
 @contextmanager
@@ -64,7 +64,7 @@ def _tables(path: Path) -> set[str]:
 
 
 @pytest.fixture
-def saved(ranks: RankPool, tmp_path: Path) -> Path:
+def saved(ranks: Ranks, tmp_path: Path) -> Path:
     """A checkpoint of two ranks with table files."""
     ranks.run(2, _save, str(tmp_path / "c"))
     return tmp_path / "c"
@@ -72,7 +72,7 @@ def saved(ranks: RankPool, tmp_path: Path) -> Path:
 
 @backends.both_in_proof
 @pytest.mark.parametrize("world", [2, *in_proof(4)])
-def test_a_save_with_table_files_is_loaded_by_any_number_of_ranks(ranks: RankPool, tmp_path: Path, world: int) -> None:
+def test_a_save_with_table_files_is_loaded_by_any_number_of_ranks(ranks: Ranks, tmp_path: Path, world: int) -> None:
     """Every file has its table beside it, the record only says how long it is, and 1, 2 and 4 ranks read the values."""
     path = tmp_path / "c"
     ranks.run(world, _save, str(path))
@@ -89,7 +89,7 @@ def test_a_save_with_table_files_is_loaded_by_any_number_of_ranks(ranks: RankPoo
 
 @backends.both_in_proof
 @pytest.mark.parametrize("how", ["", "thread", pytest.param("process", marks=pytest.mark.ci)])
-def test_tables_go_to_a_store_with_their_files(ranks: RankPool, tmp_path: Path, how: str) -> None:
+def test_tables_go_to_a_store_with_their_files(ranks: Ranks, tmp_path: Path, how: str) -> None:
     """A save to a URL uploads the tables, in the foreground and behind the training; a load reads them from there."""
     store = Store(tmp_path / "store")
     url = f"local://{store.objects}" if how == "process" else store.url
@@ -149,7 +149,7 @@ def _verdict(path: str) -> tuple[str, str]:
 
 @backends.both_in_proof
 @pytest.mark.parametrize("damage", _DAMAGES)
-def test_a_damaged_table_fails_a_load_and_is_found(ranks: RankPool, saved: Path, damage: str) -> None:
+def test_a_damaged_table_fails_a_load_and_is_found(ranks: Ranks, saved: Path, damage: str) -> None:
     """A table that is not as written is the same error on all ranks, and verify names the table and the file."""
     _DAMAGES[damage](saved)
     verdicts = ranks.run(2, _verdict, str(saved))
@@ -163,7 +163,7 @@ def test_a_damaged_table_fails_a_load_and_is_found(ranks: RankPool, saved: Path,
 
 
 @backends.both_in_proof
-def test_damaged_data_has_one_verdict_in_both_forms(ranks: RankPool, tmp_path: Path) -> None:
+def test_damaged_data_has_one_verdict_in_both_forms(ranks: Ranks, tmp_path: Path) -> None:
     """The same damage to the same bytes is the same error, wherever the table is, and verify finds the one file."""
     verdicts = []
     for name, save in (("inside", jobs.save), ("beside", _save)):
@@ -243,7 +243,7 @@ def test_two_files_with_one_name_are_refused() -> None:
 
 
 @backends.both_in_proof
-def test_integrity_json_has_the_tables(ranks: RankPool, tmp_path: Path) -> None:
+def test_integrity_json_has_the_tables(ranks: Ranks, tmp_path: Path) -> None:
     """It lists the table files, written with the save or after it, and a damaged one is found by it."""
     ranks.run(2, partial(_save, verify_integrity=True), str(tmp_path / "with"))
     ranks.run(2, _save, str(tmp_path / "after"))
@@ -286,7 +286,7 @@ def _save_two(path: str, **options: Any) -> None:
 
 @backends.both_in_proof
 @pytest.mark.parametrize("sha256", [False, True])
-def test_removing_keys_rewrites_tables(ranks: RankPool, tmp_path: Path, sha256: bool) -> None:
+def test_removing_keys_rewrites_tables(ranks: Ranks, tmp_path: Path, sha256: bool) -> None:
     """Rewritten files have new tables beside them, the old ones are gone, and what is left is as it was."""
     path = tmp_path / "c"
     ranks.run(2, partial(_save_two, verify_integrity=sha256), str(path))
@@ -304,7 +304,7 @@ def test_removing_keys_rewrites_tables(ranks: RankPool, tmp_path: Path, sha256: 
     assert bool((loaded["w1"] == 1).all())
 
 
-def test_a_checkpoint_is_removed_from_a_store_with_its_tables(ranks: RankPool, tmp_path: Path) -> None:
+def test_a_checkpoint_is_removed_from_a_store_with_its_tables(ranks: Ranks, tmp_path: Path) -> None:
     """Tables in folders go with the checkpoint, although other objects there stay."""
     store = Store(tmp_path / "store")
     ranks.run(2, partial(_save, sharded_strategy=SaveTree()), store.url)

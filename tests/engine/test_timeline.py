@@ -19,7 +19,7 @@ from tests.backends import Backend, both_in_proof
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from tests.ranks import RankPool
+    from tests.ranks import Ranks
 
 
 def _read_timings(path: Path) -> SaveTimings:
@@ -64,7 +64,7 @@ def _save_on_rank(path: Path) -> None:
     dc.save({"w": ShardedTensor.from_rank_offsets("w", torch.ones(4), (0, dist.get_rank(), 2))}, path)
 
 
-def test_every_rank_has_a_row(ranks: RankPool, tmp_path: Path) -> None:
+def test_every_rank_has_a_row(ranks: Ranks, tmp_path: Path) -> None:
     """The times of all ranks travel with the records of their files."""
     ranks.run(2, _save_on_rank, tmp_path / "c")
     found = _read_timings(tmp_path / "c")

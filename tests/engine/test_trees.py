@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from tests.ranks import RankPool
+    from tests.ranks import Ranks
 
 COMMITTED = {"metadata.json", "shardckpt.json", "integrity.json"}
 
@@ -84,7 +84,7 @@ _FAST = [(1, "", "path"), (2, "", "url"), (2, "thread", "path"), (2, "thread", "
     ("world", "how", "where"),
     [pytest.param(*case, marks=() if case in _FAST else pytest.mark.ci) for case in _CASES],
 )
-def test_a_tree_is_saved_and_loaded(ranks: RankPool, tmp_path: Path, world: int, how: str, where: str) -> None:
+def test_a_tree_is_saved_and_loaded(ranks: Ranks, tmp_path: Path, world: int, how: str, where: str) -> None:
     """What 1 or 2 ranks save, in front of the training or behind it, 1 and 2 ranks load, from a path and a URL."""
     store = Store(tmp_path / "store")
     # the worker process has not imported what serves faulty://
@@ -229,7 +229,7 @@ def test_a_manager_keeps_and_removes_trees(tmp_path: Path, where: str) -> None:
     assert any(name.startswith("arrays/") for name in _found(place / "step-3"))
 
 
-def test_a_bad_name_of_a_strategy_is_named(ranks: RankPool, tmp_path: Path) -> None:
+def test_a_bad_name_of_a_strategy_is_named(ranks: Ranks, tmp_path: Path) -> None:
     """The error names the strategy's class, the file and the rule, in front of the training and behind it."""
     for number, how in enumerate(("", "thread")):
         first, second = ranks.run(2, jobs.error_of, _save_badly, str(tmp_path / str(number)), how)
@@ -249,7 +249,7 @@ def _save_badly(path: str, how: str) -> None:
         queue.schedule_async_request(dc.save(jobs.state(1.0), path, saver, async_sharded_save=True))
 
 
-def test_a_file_and_a_folder_of_one_name_are_refused(ranks: RankPool, tmp_path: Path) -> None:
+def test_a_file_and_a_folder_of_one_name_are_refused(ranks: Ranks, tmp_path: Path) -> None:
     """Two ranks that write ``x`` and ``x/0`` get an error that names the place, and nothing is left."""
     store = Store(tmp_path / "store")
     for target, action in ((str(tmp_path / "c"), "create"), (store.url, "upload")):

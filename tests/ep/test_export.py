@@ -17,7 +17,7 @@ from tests.huggingface.samples import read
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from tests.ranks import RankPool
+    from tests.ranks import Ranks
 
 HUB_NAMES = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 KINDS: tuple[Kind, ...] = ("two meshes", "efsdp", "local")
@@ -111,7 +111,7 @@ def test_the_export_has_a_matrix_for_every_expert(exported: Path) -> None:
 @pytest.mark.parametrize(
     "ep", [pytest.param(2, marks=pytest.mark.ci), *(pytest.param(ep, marks=pytest.mark.proof) for ep in (1, 4))]
 )
-def test_every_layout_exports_the_same_bytes(ranks: RankPool, tmp_path: Path, exported: Path, ep: int) -> None:
+def test_every_layout_exports_the_same_bytes(ranks: Ranks, tmp_path: Path, exported: Path, ep: int) -> None:
     """At every ep x efsdp of four ranks, however experts are held, the folder is one process's, byte for byte."""
     ranks.run(4, _save_and_export, tmp_path, ep, timeout=120)
 

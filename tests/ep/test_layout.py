@@ -20,7 +20,7 @@ from tests.ep.live import from_local, mesh_of
 from tests.tables import table
 
 if TYPE_CHECKING:
-    from tests.ranks import RankPool
+    from tests.ranks import Ranks
 
 
 def _boxes_of_two_axes(names: tuple[str, str]) -> Any:
@@ -31,7 +31,7 @@ def _boxes_of_two_axes(names: tuple[str, str]) -> Any:
 
 
 @pytest.mark.parametrize("names", [("efsdp", "ep"), ("ep", "ep_fsdp")])
-def test_the_mesh_is_read_by_names_in_either_order(ranks: RankPool, names: tuple[str, str]) -> None:
+def test_the_mesh_is_read_by_names_in_either_order(ranks: Ranks, names: tuple[str, str]) -> None:
     """Which experts a rank has depends on its coordinate under the name, not on the order of the dimensions."""
     found = ranks.run(4, _boxes_of_two_axes, names)
 
@@ -46,7 +46,7 @@ def _both_on_one_axis() -> Any:
     return ExpertLayout.from_local(torch.zeros(2, 3), mesh, fsdp_dim=0, name="w1").pieces()[0].box.offset[0]
 
 
-def test_experts_are_cut_first_and_fsdp_inside(ranks: RankPool) -> None:
+def test_experts_are_cut_first_and_fsdp_inside(ranks: Ranks) -> None:
     """Where both cut the same axis, a rank of the inner mesh dimension has neighbours of its own experts."""
     assert ranks.run(4, _both_on_one_axis) == [0, 4, 2, 6]
 
@@ -59,7 +59,7 @@ def _gathered() -> Any:
     return counts, found.global_shape, found.pieces()[0].box, found.replica
 
 
-def test_uneven_counts_are_gathered_along_the_expert_dimension(ranks: RankPool) -> None:
+def test_uneven_counts_are_gathered_along_the_expert_dimension(ranks: Ranks) -> None:
     """Ranks tell each other how many experts they have, and replicas are named by the other dimensions."""
     few, many = Box((0, 0), (1, 2)), Box((1, 0), (4, 2))
 
@@ -89,7 +89,7 @@ def _wrong_mesh(how: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["efsdp", "restore", "restore, shape given", "alone"])
-def test_a_mesh_of_other_ranks_is_an_error_on_every_rank(ranks: RankPool, how: str) -> None:
+def test_a_mesh_of_other_ranks_is_an_error_on_every_rank(ranks: Ranks, how: str) -> None:
     """The mesh that a DTensor lies on contradicts one made anew from sizes: refused, never a permutation."""
     for outcome in ranks.outcomes(4, _wrong_mesh, how):
         assert outcome.kind == ShardingError.__name__
@@ -98,7 +98,7 @@ def test_a_mesh_of_other_ranks_is_an_error_on_every_rank(ranks: RankPool, how: s
         )
 
 
-def test_a_plain_tensor_of_another_length_than_its_place_is_refused(ranks: RankPool) -> None:
+def test_a_plain_tensor_of_another_length_than_its_place_is_refused(ranks: Ranks) -> None:
     """Ranks 1 and 2 change places in a wrong mesh; where their experts are not as many, each says so."""
     outcomes = ranks.outcomes(4, _wrong_mesh, "plain")
 
@@ -137,7 +137,7 @@ def _refused(kind: str) -> None:
         ("partial", r"'w1' has the placement Partial.*still to be reduced"),
     ],
 )
-def test_arguments_that_do_not_fit_are_refused_by_name(ranks: RankPool, kind: str, reason: str) -> None:
+def test_arguments_that_do_not_fit_are_refused_by_name(ranks: Ranks, kind: str, reason: str) -> None:
     """A layout that cannot be made is a ShardingError that says what does not fit."""
     for outcome in ranks.outcomes(2, _refused, kind):
         assert outcome.kind == ShardingError.__name__
@@ -156,7 +156,7 @@ def _outside() -> Any:
     return dist.get_rank(), plain.inside, len(plain.pieces()), efsdp is not None
 
 
-def test_ranks_outside_the_mesh_hold_nothing(ranks: RankPool) -> None:
+def test_ranks_outside_the_mesh_hold_nothing(ranks: Ranks) -> None:
     """A rank that the mesh does not have gets a layout without boxes."""
     assert ranks.run(4, _outside) == [
         (0, False, 0, False),

@@ -14,7 +14,7 @@ from tests.ep.live import Case, Meshes, all_cases, check, state
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from tests.ranks import RankPool
+    from tests.ranks import Ranks
 
 
 def _cases(experts: int) -> list[Case]:
@@ -36,13 +36,13 @@ def _cycle(folder: Path, step: int) -> int:
 
 
 @pytest.mark.proof
-def test_any_layout_loads_as_another(ranks: RankPool, tmp_path: Path) -> None:
+def test_any_layout_loads_as_another(ranks: Ranks, tmp_path: Path) -> None:
     """A third of all layouts are saved, hold all experts in true order, and are loaded in place as another."""
     assert ranks.run(4, _cycle, tmp_path, 3) == [40] * 4
 
 
 @pytest.mark.proof
-def test_every_layout_holds_all_experts_in_true_order(ranks: RankPool, tmp_path: Path) -> None:
+def test_every_layout_holds_all_experts_in_true_order(ranks: Ranks, tmp_path: Path) -> None:
     """The same of all layouts."""
     assert ranks.run(4, _cycle, tmp_path, 1, timeout=250) == [120] * 4
 
@@ -60,7 +60,7 @@ def _pairs(folder: Path, experts: int) -> int:
 
 @pytest.mark.proof
 @pytest.mark.parametrize(("experts", "pairs"), [(8, 15 * 15), (5, 30 * 30)])
-def test_every_layout_loads_as_every_other(ranks: RankPool, tmp_path: Path, experts: int, pairs: int) -> None:
+def test_every_layout_loads_as_every_other(ranks: Ranks, tmp_path: Path, experts: int, pairs: int) -> None:
     """All pairs of layouts of as many experts, cut by FSDP within the ranks of a mesh in either order."""
     assert ranks.run(4, _pairs, tmp_path, experts, timeout=280) == [pairs] * 4
 
@@ -86,6 +86,6 @@ def _with_planners(folder: Path, step: int) -> int:
 @pytest.mark.parametrize(
     ("step", "count"), [pytest.param(3, 40, marks=pytest.mark.ci), pytest.param(1, 120, marks=pytest.mark.proof)]
 )
-def test_planners_take_any_layout_through_plain_dcp(ranks: RankPool, tmp_path: Path, step: int, count: int) -> None:
+def test_planners_take_any_layout_through_plain_dcp(ranks: Ranks, tmp_path: Path, step: int, count: int) -> None:
     """dcp.save and dcp.load with our planners: all experts in true order, and any layout loaded in place."""
     assert ranks.run(4, _with_planners, tmp_path, step) == [count] * 4

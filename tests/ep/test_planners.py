@@ -28,7 +28,7 @@ from tests.ep.live import FQN, Case, Meshes, check, expected, get_local_tensor, 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from tests.ranks import RankPool
+    from tests.ranks import Ranks
 
 EP_FSDP = [
     Case(order(("efsdp", 2), ("ep", 2)), fsdp_dim=1),
@@ -61,7 +61,7 @@ def _load_all(folder: Path) -> int:
 
 
 @pytest.mark.ci
-def test_tensors_stored_in_any_chunks_load_right(ranks: RankPool, tmp_path: Path) -> None:
+def test_tensors_stored_in_any_chunks_load_right(ranks: Ranks, tmp_path: Path) -> None:
     """One, two, three and seven stored chunks along either axis fill every layout, by the planner and the strategy."""
     for dim in (0, 1):
         for pieces in (1, 2, 3, 7):
@@ -92,7 +92,7 @@ def _strided_there_and_back(stored: Path, path: Path) -> float:
     return max(float(_strided(place, is_save=False).abs().max()) for place in (stored, path))
 
 
-def test_a_tensor_of_several_boxes_is_cut_and_put_together(ranks: RankPool, tmp_path: Path) -> None:
+def test_a_tensor_of_several_boxes_is_cut_and_put_together(ranks: Ranks, tmp_path: Path) -> None:
     """Every box of a rank is written to its own place, and read into its own place of the rank's tensor."""
     store(tmp_path / "stored", {FQN: whole(8)}, 3, 0)
 
@@ -139,7 +139,7 @@ def _changed(path: Path) -> list[str]:
     return [*ours, *(name for name, value in before.items() if after.get(name) is not value)]
 
 
-def test_dcp_is_untouched(ranks: RankPool, tmp_path: Path) -> None:
+def test_dcp_is_untouched(ranks: Ranks, tmp_path: Path) -> None:
     """After saves and loads of every kind all names in DCP's modules and classes are bound as before, none to ours."""
     assert ranks.run(4, _changed, tmp_path / "ckpt") == [[]] * 4
 
@@ -153,7 +153,7 @@ def _outside(path: Path) -> Any:
     return dist.get_rank(), len(reading.create_local_plan().items), float(get_local_tensor(held[FQN]).min())
 
 
-def test_ranks_outside_the_mesh_read_nothing(ranks: RankPool, tmp_path: Path) -> None:
+def test_ranks_outside_the_mesh_read_nothing(ranks: Ranks, tmp_path: Path) -> None:
     """No item is planned outside the mesh, and what these ranks have stays as it is."""
     store(tmp_path / "ckpt", {FQN: whole(8)}, 1, 0)
 
@@ -191,7 +191,7 @@ def _refused(path: Path, how: str) -> None:
         ("twice", r"experts 0-3 of 'model.layers.0.moe.experts.w1' are described by several ranks \(rank 0 and rank 1"),
     ],
 )
-def test_what_does_not_fit_is_refused_on_every_rank(ranks: RankPool, tmp_path: Path, how: str, reason: str) -> None:
+def test_what_does_not_fit_is_refused_on_every_rank(ranks: Ranks, tmp_path: Path, how: str, reason: str) -> None:
     """Other sizes, forgotten layouts, absent keys and lost experts are errors that name key and experts."""
     if how in ("more experts", "absent"):
         store(tmp_path / "ckpt", expected(5), 1, 0)
@@ -208,7 +208,7 @@ def _partial(path: Path) -> float:
     return float(held[FQN].max() + held["there"].sum())
 
 
-def test_a_partial_load_leaves_absent_experts_as_they_are(ranks: RankPool, tmp_path: Path) -> None:
+def test_a_partial_load_leaves_absent_experts_as_they_are(ranks: Ranks, tmp_path: Path) -> None:
     """With allow_partial_load what is not stored stays, and the rest is loaded."""
     store(tmp_path / "ckpt", {"there": torch.ones(2)}, 1, 0)
 

@@ -35,7 +35,7 @@ from tests.ep.live import FQN, Case, Meshes, check, expected, layout, mesh_of, o
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from tests.ranks import RankPool
+    from tests.ranks import Ranks
 
 HALVES = Case(order(("ep", 2)), kind="local")
 
@@ -60,7 +60,7 @@ def _loaded(path: Path, case: Case, **options: Any) -> None:
     [{}, {"sharded_strategy": "ep"}, {"accept": ["ep"]}, {"sharded_strategy": TorchDistLoadShardedStrategy()}],
     ids=["by the marker", "by name", "by policy", "by torch_dist's own reader"],
 )
-def test_what_ep_wrote_is_read(ranks: RankPool, tmp_path: Path, options: dict[str, Any]) -> None:
+def test_what_ep_wrote_is_read(ranks: Ranks, tmp_path: Path, options: dict[str, Any]) -> None:
     """The gate finds ep's reader for ep's checkpoints; torch_dist's reads them, too, where it is the one given."""
     ranks.run(2, _saved, tmp_path / "ckpt", HALVES)
 
@@ -81,14 +81,14 @@ def _read_as_others_do(path: Path) -> None:
     assert torch.equal(found[f"model.{FQN}"], whole(8))
 
 
-def test_readers_that_know_no_experts_read_what_ep_wrote(ranks: RankPool, tmp_path: Path) -> None:
+def test_readers_that_know_no_experts_read_what_ep_wrote(ranks: Ranks, tmp_path: Path) -> None:
     """torch_dist cuts the tensor of all experts as it likes, and plain dcp.load has it whole, without our planner."""
     ranks.run(2, _saved, tmp_path / "ckpt", HALVES)
 
     ranks.run(2, _read_as_others_do, tmp_path / "ckpt")
 
 
-def test_what_torch_dist_wrote_is_read_by_ep(ranks: RankPool, tmp_path: Path) -> None:
+def test_what_torch_dist_wrote_is_read_by_ep(ranks: Ranks, tmp_path: Path) -> None:
     """An instance of ep's reader reads (torch_dist, 1), whose files are the same, into any layout."""
     store(tmp_path / "ckpt", expected(8), 3, 0)
 
@@ -96,7 +96,7 @@ def test_what_torch_dist_wrote_is_read_by_ep(ranks: RankPool, tmp_path: Path) ->
     ranks.run(2, _loaded_with, tmp_path / "ckpt", HALVES, {})
 
 
-def test_the_gate_keeps_the_two_names_apart(ranks: RankPool, tmp_path: Path) -> None:
+def test_the_gate_keeps_the_two_names_apart(ranks: Ranks, tmp_path: Path) -> None:
     """A policy or a name that means the other backend is refused with what the checkpoint is."""
     ranks.run(2, _saved, tmp_path / "ckpt", HALVES)
     wanted = {"w": ShardedTensor.from_rank_offsets(f"model.{FQN}", torch.zeros(8, 6, 3))}
@@ -127,7 +127,7 @@ def _with_rank_0_outside(path: Path) -> Any:
     return found[FQN] is value, float(value.flatten()[0])
 
 
-def test_ranks_outside_the_mesh_store_and_read_nothing(ranks: RankPool, tmp_path: Path) -> None:
+def test_ranks_outside_the_mesh_store_and_read_nothing(ranks: Ranks, tmp_path: Path) -> None:
     """Also where the main rank is outside: its value comes back as it is, and the others' experts are all there."""
     assert ranks.run(4, _with_rank_0_outside, tmp_path / "ckpt") == [
         (True, -1.0),
@@ -153,7 +153,7 @@ def _through_wrappers(path: Path) -> None:
     check(case, meshes.of(case), held)
 
 
-def test_copies_share_the_work_behind_the_training(ranks: RankPool, tmp_path: Path) -> None:
+def test_copies_share_the_work_behind_the_training(ranks: Ranks, tmp_path: Path) -> None:
     """The parallel wrappers and asynchronous saves take ep's strategies as they take torch_dist's."""
     ranks.run(4, _through_wrappers, tmp_path / "ckpt")
 
@@ -208,7 +208,7 @@ def _misdescribed(how: str) -> None:
         ("shape", r"'layers.0.moe.experts.w1': this rank's has shape \(4, 6, 2\), its layout says \(4, 6, 3\)"),
     ],
 )
-def test_what_would_lose_experts_is_refused_on_every_rank(ranks: RankPool, how: str, reason: str) -> None:
+def test_what_would_lose_experts_is_refused_on_every_rank(ranks: Ranks, how: str, reason: str) -> None:
     """Lost, doubled and forgotten experts are one ShardingError on all ranks, which names key and experts."""
     for outcome in ranks.outcomes(4, _misdescribed, how):
         assert outcome.kind == ShardingError.__name__
@@ -232,7 +232,7 @@ def _loaded_otherwise(path: Path) -> None:
     _described_otherwise(path, is_save=False)
 
 
-def test_a_strategy_with_layouts_refuses_shards_that_are_described_otherwise(ranks: RankPool, tmp_path: Path) -> None:
+def test_a_strategy_with_layouts_refuses_shards_that_are_described_otherwise(ranks: Ranks, tmp_path: Path) -> None:
     """Half of the experts given as the whole tensor is an error of the save, and of the load."""
     reason = r"is described as \(4, 6, 3\) at \(0, 0, 0\) of \(4, 6, 3\); its layout has \[Box"
     for outcome in ranks.outcomes(4, _saved_otherwise, tmp_path / "ckpt"):
@@ -253,7 +253,7 @@ def _compared(different: bool) -> Any:
     return [shard.replica_id for shard in choose_main_replicas(shards, Comm(), compare=True)]
 
 
-def test_copies_of_experts_are_compared_where_asked_for(ranks: RankPool) -> None:
+def test_copies_of_experts_are_compared_where_asked_for(ranks: Ranks) -> None:
     """With check_replicas, ranks that have the same experts must have the same values; the lowest writes them."""
     assert ranks.run(4, _compared, False) == [[0], [0], [1], [1]]
     for outcome in ranks.outcomes(4, _compared, True):
@@ -270,7 +270,7 @@ def _saved_on_a_wrong_mesh(path: Path) -> None:
     dist_checkpointing.save(described, path, EPSaveStrategy(given))
 
 
-def test_a_wrong_mesh_of_plain_tensors_shows_in_its_copies(ranks: RankPool, tmp_path: Path) -> None:
+def test_a_wrong_mesh_of_plain_tensors_shows_in_its_copies(ranks: Ranks, tmp_path: Path) -> None:
     """Plain tensors do not say where they lie; where a wrong mesh calls other experts copies, a save refuses them."""
     for outcome in ranks.outcomes(4, _saved_on_a_wrong_mesh, tmp_path / "ckpt"):
         assert outcome.kind == ShardingError.__name__
@@ -287,7 +287,7 @@ def _objects(path: Path, experts: list[list[int]], *, is_save: bool) -> Any:
     return dist_checkpointing.load(described, path)
 
 
-def test_objects_go_with_their_experts(ranks: RankPool, tmp_path: Path) -> None:
+def test_objects_go_with_their_experts(ranks: Ranks, tmp_path: Path) -> None:
     """Objects of single experts are loaded by whichever ranks have the experts then."""
     ranks.run(2, _objects_saved, tmp_path / "ckpt", [[0, 1, 2], [3, 4]])
 
@@ -295,7 +295,7 @@ def test_objects_go_with_their_experts(ranks: RankPool, tmp_path: Path) -> None:
     assert found == [{"4": {"hits": 4}}, {"0": {"hits": 0}, "3": {"hits": 3}}, {"1": {"hits": 1}, "2": {"hits": 2}}]
 
 
-def test_missing_objects_are_named_by_expert(ranks: RankPool, tmp_path: Path) -> None:
+def test_missing_objects_are_named_by_expert(ranks: Ranks, tmp_path: Path) -> None:
     """An object that no rank has is an error that says whose it is."""
     for outcome in ranks.outcomes(2, _objects_saved, tmp_path / "ckpt", [[0, 2], [3]]):
         assert outcome.kind == ShardingError.__name__
@@ -321,7 +321,7 @@ def _factored(path: Path) -> Any:
     dist_checkpointing.save(expert_sharded_state_dict(held, given), path, EPSaveStrategy(given))
 
 
-def test_factored_state_is_stored_for_all_experts(ranks: RankPool, tmp_path: Path) -> None:
+def test_factored_state_is_stored_for_all_experts(ranks: Ranks, tmp_path: Path) -> None:
     """Adafactor's rows and columns of every rank's experts make up those of all experts; the step is stored once."""
     ranks.run(2, _factored, tmp_path / "ckpt")
 
@@ -332,7 +332,7 @@ def test_factored_state_is_stored_for_all_experts(ranks: RankPool, tmp_path: Pat
     assert found[prefix + "step"].item() == 3.0
 
 
-def test_a_wanted_expert_tensor_that_is_not_stored_is_named(ranks: RankPool, tmp_path: Path) -> None:
+def test_a_wanted_expert_tensor_that_is_not_stored_is_named(ranks: Ranks, tmp_path: Path) -> None:
     """Keys of experts go through the same strictness as all others."""
     store(tmp_path / "ckpt", {"other": torch.ones(2)}, 1, 0)
 
@@ -342,7 +342,7 @@ def test_a_wanted_expert_tensor_that_is_not_stored_is_named(ranks: RankPool, tmp
 
 
 @pytest.mark.ci
-def test_torch_dist_reads_what_ep_wrote_without_ep(ranks: RankPool, tmp_path: Path) -> None:
+def test_torch_dist_reads_what_ep_wrote_without_ep(ranks: Ranks, tmp_path: Path) -> None:
     """Where the plugin of ep is off or broken, an instance of torch_dist's reader knows the files by themselves."""
     ranks.run(2, _saved, tmp_path / "ckpt", HALVES)
     code = (

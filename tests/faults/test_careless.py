@@ -24,7 +24,7 @@ from tests.states import rank_and_size
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from tests.ranks import RankPool
+    from tests.ranks import Ranks
 
 
 @pytest.fixture
@@ -74,7 +74,7 @@ def _all_in_the_foreground(folder: str) -> dict[str, tuple[str, str]]:
     indirect=["backend"],
     scope="module",
 )
-def test_a_shard_that_is_not_stored_is_named(ranks: RankPool, tmp_path: Path, world: int) -> None:
+def test_a_shard_that_is_not_stored_is_named(ranks: Ranks, tmp_path: Path, world: int) -> None:
     """A strategy that loses a shard on one rank, of any kind and in any way, fails the save, and leaves nothing."""
     outcomes = ranks.run(world, _all_in_the_foreground, str(tmp_path))
     for case in outcomes[0]:
@@ -101,7 +101,7 @@ _LOST = (("object", DropsWork), ("whole", DropsWork), ("split", Drops), ("split"
 )
 @pytest.mark.ci
 def test_a_shard_that_is_not_stored_behind_the_training_is_named(
-    ranks: RankPool, tmp_path: Path, way: str, cases: tuple[tuple[str, Any], ...]
+    ranks: Ranks, tmp_path: Path, way: str, cases: tuple[tuple[str, Any], ...]
 ) -> None:
     """In the background, too, what another thread or process did not write is an error on all ranks."""
     for number, (key, make) in enumerate(cases):
@@ -117,7 +117,7 @@ def _new(folder: Path, number: int) -> str:
 
 @backends.both_in_proof
 @pytest.mark.parametrize("way", ["foreground", "thread"])
-def test_a_plan_that_is_used_again_is_compared_again(ranks: RankPool, tmp_path: Path, way: str) -> None:
+def test_a_plan_that_is_used_again_is_compared_again(ranks: Ranks, tmp_path: Path, way: str) -> None:
     """A save of the same shards that is neither validated nor planned again still misses what it did not write."""
     for number, key in enumerate(("whole", "object", "split")):
         folder = _new(tmp_path, number)
@@ -126,14 +126,14 @@ def test_a_plan_that_is_used_again_is_compared_again(ranks: RankPool, tmp_path: 
 
 
 @backends.both_in_proof
-def test_the_region_and_the_rank_are_named(ranks: RankPool, tmp_path: Path) -> None:
+def test_the_region_and_the_rank_are_named(ranks: Ranks, tmp_path: Path) -> None:
     """Of a tensor that is stored in part the error says which box is missing, and who had it."""
     _, message = _one(ranks.run(3, careless.refusal, "foreground", str(tmp_path), DropsWork, "split"))
     assert "tensor 'split': rank 2 was given [4:6, 0:3], which no rank has stored" in message
     assert "careless.DropsWork has not stored what it was given" in message
 
 
-def test_a_strategy_that_says_nothing_is_told_how(ranks: RankPool, tmp_path: Path) -> None:
+def test_a_strategy_that_says_nothing_is_told_how(ranks: Ranks, tmp_path: Path) -> None:
     """A strategy without a word on what it stored does not commit: the error has the call that it lacks."""
     kind, message = _one(ranks.run(2, careless.refusal, "foreground", str(tmp_path), Silent, ""))
     assert kind == "PluginError"
@@ -177,7 +177,7 @@ class _Regrouping(Plain):
         context.writer.record_shards(self._stored)
 
 
-def test_how_shards_are_cut_is_the_strategys_business(ranks: RankPool, tmp_path: Path) -> None:
+def test_how_shards_are_cut_is_the_strategys_business(ranks: Ranks, tmp_path: Path) -> None:
     """Another rank may store a shard, cut in another way, in another dtype, or twice: nothing is missing."""
     ranks.run(2, _cut_otherwise, str(tmp_path))
     assert (tmp_path / "c" / "metadata.json").is_file()
@@ -210,7 +210,7 @@ def _misdeeds(folder: str, way: str) -> dict[str, tuple[str, str]]:
         pytest.param("process", 2, marks=pytest.mark.ci),
     ],
 )
-def test_files_without_digests_fail_the_save(ranks: RankPool, tmp_path: Path, way: str, world: int) -> None:
+def test_files_without_digests_fail_the_save(ranks: Ranks, tmp_path: Path, way: str, world: int) -> None:
     """Unfinished files, and whatever else lies there without digests, are an error on all ranks that names them."""
     outcomes = ranks.run(world, _misdeeds, str(tmp_path), way)
     for misdeed in outcomes[0]:
@@ -218,7 +218,7 @@ def test_files_without_digests_fail_the_save(ranks: RankPool, tmp_path: Path, wa
         assert MISDEEDS[misdeed.removeprefix("wrapped ")][1].format(rank=world - 1) in message, misdeed
 
 
-def test_files_that_name_the_rest_are_looked_at_too(ranks: RankPool, tmp_path: Path) -> None:
+def test_files_that_name_the_rest_are_looked_at_too(ranks: Ranks, tmp_path: Path) -> None:
     """A file that ``finish`` of a prepared save began and did not finish fails the save, too."""
     for number, way in enumerate(("foreground", "thread")):
         folder = _new(tmp_path, number)
@@ -226,7 +226,7 @@ def test_files_that_name_the_rest_are_looked_at_too(ranks: RankPool, tmp_path: P
         assert (kind, "begun and not finished: 'names'" in message) == ("StorageError", True)
 
 
-def test_files_without_digests_are_not_uploaded(ranks: RankPool, store: Store) -> None:
+def test_files_without_digests_are_not_uploaded(ranks: Ranks, store: Store) -> None:
     """A save to a URL is refused as one to a directory is, and leaves no object."""
     for misdeed, (_, text) in MISDEEDS.items():
         (message,) = set(ranks.run(2, careless.url_refusal, store.url, misdeed))
@@ -246,7 +246,7 @@ def _write_twice(url: str) -> str:
     return str(raised.value)
 
 
-def test_objects_of_two_ranks_with_one_name_are_refused(ranks: RankPool, store: Store) -> None:
+def test_objects_of_two_ranks_with_one_name_are_refused(ranks: Ranks, store: Store) -> None:
     """On a store, where the second would silently replace the first, files of one name are an error of all ranks."""
     (message,) = set(ranks.run(2, _write_twice, store.url))
     assert "recorded twice: 'same' by rank 0, 'same' by rank 1" in message
@@ -271,7 +271,7 @@ def _by_a_library(folder: str) -> None:
     dc.save({"w": shard}, f"{folder}/c", _Library(), verify_integrity=True)
 
 
-def test_files_of_a_library_are_adopted(ranks: RankPool, tmp_path: Path) -> None:
+def test_files_of_a_library_are_adopted(ranks: Ranks, tmp_path: Path) -> None:
     """A file that something else has written is in the checkpoint when it is adopted, with digests that are checked."""
     ranks.run(2, _by_a_library, str(tmp_path))
     directory = tmp_path / "c"

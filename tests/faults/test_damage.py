@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from tests.backends import Backend
-    from tests.ranks import RankPool
+    from tests.ranks import Ranks
 
 #: What a load reads, beside the JSON files.
 DATA = ("data of rank 0", "data of rank 1", "index", "common state")
@@ -52,7 +52,7 @@ def read_names() -> set[str]:
 
 
 @pytest.fixture(scope="module")
-def saved(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory, backend: Backend) -> Path:
+def saved(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory, backend: Backend) -> Path:
     """Checkpoints 1 and 2 of two ranks: two data files each; and the first again, with all in other places."""
     root = tmp_path_factory.mktemp("saved")
     for name, version in (("1", 1), ("2", 2), ("turned", 1)):

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     import pytest
 
-    from tests.ranks import RankPool
+    from tests.ranks import Ranks
 
 
 def _save_with_a_hole(directory: str) -> tuple[str, bool]:
@@ -45,7 +45,7 @@ def _save_with_a_hole(directory: str) -> tuple[str, bool]:
 
 
 @backends.both_in_proof
-def test_a_bad_plan_is_told_before_anything_is_written(ranks: RankPool, tmp_path: Path) -> None:
+def test_a_bad_plan_is_told_before_anything_is_written(ranks: Ranks, tmp_path: Path) -> None:
     """What the main rank finds in the plan of all ranks ends the save before a rank begins to write its tensors."""
     (message, wrote), *others = ranks.run(2, _save_with_a_hole, str(tmp_path))
     assert "do not fill 1 tensors exactly: 'w'" in message
@@ -67,7 +67,7 @@ def _save_in_pairs(directory: str) -> Attempt:
 
 
 @backends.both_in_proof
-def test_all_ranks_are_there_when_smaller_groups_meet(ranks: RankPool, tmp_path: Path) -> None:
+def test_all_ranks_are_there_when_smaller_groups_meet(ranks: Ranks, tmp_path: Path) -> None:
     """A rank that cannot begin to write leaves no partner waiting in the group that deals the shards out."""
     assert "SHARDCKPT_IO_THREADS='many'" in one_error(ranks.run(4, _save_in_pairs, str(tmp_path))).message
 

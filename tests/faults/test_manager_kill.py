@@ -12,7 +12,7 @@ from tests.remote.servers import BUCKET, moto_server, variables
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from tests.ranks import RankPool
+    from tests.ranks import Ranks
 
 _PROOF = pytest.mark.proof
 
@@ -32,7 +32,7 @@ _PROOF = pytest.mark.proof
 )
 @pytest.mark.ci
 def test_a_killed_run_goes_on_from_the_newest_committed_step(
-    ranks: RankPool, tmp_path: Path, mode: str, kills: int
+    ranks: Ranks, tmp_path: Path, mode: str, kills: int
 ) -> None:
     """SIGKILL at random moments: the newest committed step is resumed each time, and losses are the unkilled run's."""
     left = _kill_and_resume(ranks, tmp_path, str(tmp_path / "run"), mode, kills)
@@ -53,7 +53,7 @@ def test_a_killed_run_goes_on_from_the_newest_committed_step(
 )
 @pytest.mark.proof
 def test_a_killed_run_on_a_store_goes_on_from_the_newest_committed_step(
-    ranks: RankPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str, kills: int
+    ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str, kills: int
 ) -> None:
     """The same where the steps are on S3; what the killed saves have left there is gone with the later commits."""
     with moto_server() as endpoint:
@@ -64,7 +64,7 @@ def test_a_killed_run_on_a_store_goes_on_from_the_newest_committed_step(
     assert len(left) == 3
 
 
-def _kill_and_resume(ranks: RankPool, tmp_path: Path, folder: str, mode: str, kills: int) -> list[str]:
+def _kill_and_resume(ranks: Ranks, tmp_path: Path, folder: str, mode: str, kills: int) -> list[str]:
     """Run the killed training, compare it with one that is not, and return the names that it has left."""
     arguments = (folder, str(tmp_path / "log"), mode, str(kills), "11")
     done = programs.run("", *arguments, module="tests.faults.manager_killer", timeout=800)

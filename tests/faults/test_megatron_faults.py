@@ -25,7 +25,7 @@ from tests.tables import in_proof, table
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from tests.ranks import RankPool
+    from tests.ranks import Ranks
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 OLD, NEW = 5, 9
@@ -92,7 +92,7 @@ def _overwrite_unfinished(target: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("world", [1, 3])
-def test_an_overwrite_that_is_not_finished_changes_nothing(ranks: RankPool, tmp_path: Path, world: int) -> None:
+def test_an_overwrite_that_is_not_finished_changes_nothing(ranks: Ranks, tmp_path: Path, world: int) -> None:
     """Until the commit, a load gives the old checkpoint whole, even when all files of the new one are written."""
     for before, between, after in ranks.run(world, _overwrite_unfinished, str(tmp_path / "ckpt")):
         assert before["common"]["iteration"] == OLD
@@ -137,7 +137,7 @@ def _main_rank_finds(directory: str) -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize("world", [2, *in_proof(4)])
-def test_what_the_main_rank_finds_all_ranks_raise(ranks: RankPool, tmp_path: Path, world: int) -> None:
+def test_what_the_main_rank_finds_all_ranks_raise(ranks: Ranks, tmp_path: Path, world: int) -> None:
     """A directory that is missing, is no checkpoint or is not empty is the same error on every rank; they go on."""
     results = ranks.run(world, _main_rank_finds, str(tmp_path))
     assert results == [results[0]] * world
@@ -203,7 +203,7 @@ def _load_layers(path: str) -> bool:
 
 
 @pytest.mark.parametrize("world", [3, *in_proof(2, 4)])
-def test_uneven_shards_below_a_prepended_axis(ranks: RankPool, tmp_path: Path, world: int) -> None:
+def test_uneven_shards_below_a_prepended_axis(ranks: Ranks, tmp_path: Path, world: int) -> None:
     """Their chunks have every axis in offsets and sizes, fill the tensor, and load at any size and by plain DCP."""
     path = str(tmp_path / "ckpt")
     ranks.run(world, _save_layers, path)

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from tests.backends import Backend
-    from tests.ranks import RankPool
+    from tests.ranks import Ranks
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 OLD, NEW = 1, 2
@@ -187,7 +187,7 @@ def save_part(directory: str, version: int, allowed: bool) -> None:
 
 @backends.both_in_proof
 @pytest.mark.parametrize(("before", "after"), [(4, 1), (1, 4), *in_proof((3, 2))])
-def test_other_number_of_ranks(ranks: RankPool, tmp_path: Path, before: int, after: int) -> None:
+def test_other_number_of_ranks(ranks: Ranks, tmp_path: Path, before: int, after: int) -> None:
     """No file of more ranks is left from the old checkpoint, and its values are not."""
     target = tmp_path / "ckpt"
     ranks.run(before, save_part, str(target), OLD, False)

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from tests.backends import Backend
-    from tests.ranks import RankPool
+    from tests.ranks import Ranks
 
 SIZES = (3, *in_proof(2, 4))
 
@@ -133,7 +133,7 @@ def _function_as_common(state: dict[str, Any], rank: int, world: int) -> None:
     ],
 )
 def test_bad_state_on_one_rank(
-    ranks: RankPool, tmp_path: Path, backend: Backend, world: int, spoil: Any, kind: str, texts: list[str]
+    ranks: Ranks, tmp_path: Path, backend: Backend, world: int, spoil: Any, kind: str, texts: list[str]
 ) -> None:
     """A state dict that is wrong on one rank is refused on all, with rank, phase and key, before a file is left."""
     found = one_error(ranks.run(world, save_with, str(tmp_path), spoil))
@@ -174,7 +174,7 @@ def _save_over_quota(directory: str) -> tuple[Attempt, bool]:
 
 @backends.both_in_proof
 @pytest.mark.parametrize("world", SIZES)
-def test_a_plugins_own_exception(ranks: RankPool, tmp_path: Path, world: int) -> None:
+def test_a_plugins_own_exception(ranks: Ranks, tmp_path: Path, world: int) -> None:
     """A strategy's exception of a class of its own is caught as itself and as one of the family on every rank."""
     results = ranks.run(world, _save_over_quota, str(tmp_path))
     found = one_error([found for found, _ in results])
@@ -186,7 +186,7 @@ def test_a_plugins_own_exception(ranks: RankPool, tmp_path: Path, world: int) ->
 
 
 @backends.both_in_proof
-def test_bad_shape_without_validation(ranks: RankPool, tmp_path: Path) -> None:
+def test_bad_shape_without_validation(ranks: Ranks, tmp_path: Path) -> None:
     """With validate_access_integrity=False a shape that is wrong on one rank is still one error on all."""
     found = one_error(ranks.run(3, _save_unvalidated, str(tmp_path)))
     assert "rank 1, in " in found.message
@@ -219,7 +219,7 @@ def _save_with_limited_files(directory: str, victim: int) -> Attempt:
 
 @backends.both
 @pytest.mark.parametrize("world", SIZES)
-def test_file_too_large_on_one_rank(ranks: RankPool, tmp_path: Path, backend: Backend, world: int) -> None:
+def test_file_too_large_on_one_rank(ranks: Ranks, tmp_path: Path, backend: Backend, world: int) -> None:
     """A write that the system cuts short on one rank ends the save on all, naming file, offset and reason."""
     victim = world - 1
     found = one_error(ranks.run(world, _save_with_limited_files, str(tmp_path), victim))
@@ -240,7 +240,7 @@ def _save_without_forecast(directory: str) -> Attempt:
 @backends.both_in_proof
 @pytest.mark.parametrize("world", SIZES)
 @pytest.mark.ci
-def test_full_disk(ranks: RankPool, tmp_path: Path, backend: Backend, world: int) -> None:
+def test_full_disk(ranks: Ranks, tmp_path: Path, backend: Backend, world: int) -> None:
     """A disk that fills up in a save is one error on all ranks; its space is free again, and a smaller save fits."""
     with small_disk(tmp_path / "disk", "2m") as disk:
         found = one_error(ranks.run(world, _save_without_forecast, str(disk)))
@@ -270,7 +270,7 @@ def _overwrite_on_full_disk(directory: str) -> tuple[Attempt, list[str]]:
 
 @backends.both_in_proof
 @pytest.mark.ci
-def test_full_disk_leaves_the_previous_checkpoint(ranks: RankPool, tmp_path: Path) -> None:
+def test_full_disk_leaves_the_previous_checkpoint(ranks: Ranks, tmp_path: Path) -> None:
     """An overwrite that fails for space leaves the old checkpoint whole, and nothing else."""
     with small_disk(tmp_path / "disk", "2m") as disk:
         results = ranks.run(2, _overwrite_on_full_disk, str(disk))
@@ -299,7 +299,7 @@ def _save_with_broken_listener(directory: str) -> tuple[Attempt, int]:
 
 
 @backends.both_in_proof
-def test_broken_listener_on_one_rank(ranks: RankPool, tmp_path: Path) -> None:
+def test_broken_listener_on_one_rank(ranks: Ranks, tmp_path: Path) -> None:
     """An event hook that raises on one rank neither fails a save nor leaves the other ranks waiting."""
     for found, left in ranks.run(3, _save_with_broken_listener, str(tmp_path)):
         assert (found.kind, found.message, found.wrong, left) == ("", "", [], 1)
@@ -328,7 +328,7 @@ def _save_with_bad_setting(directory: str) -> Attempt:
 
 
 @backends.both_in_proof
-def test_bad_setting_on_one_rank(ranks: RankPool, tmp_path: Path) -> None:
+def test_bad_setting_on_one_rank(ranks: Ranks, tmp_path: Path) -> None:
     """An environment variable that is wrong on one rank is one error on all, naming the variable."""
     found = one_error(ranks.run(2, _save_with_bad_setting, str(tmp_path)))
     assert "SHARDCKPT_IO_THREADS='many'" in found.message
@@ -405,7 +405,7 @@ def _want_an_unknown_key(target: Path, wanted: dict[str, Any], rank: int, world:
     ],
 )
 def test_bad_load_on_one_rank(
-    ranks: RankPool, tmp_path: Path, backend: Backend, world: int, damage: Any, kind: str, texts: list[str]
+    ranks: Ranks, tmp_path: Path, backend: Backend, world: int, damage: Any, kind: str, texts: list[str]
 ) -> None:
     """What one rank cannot load is the same error on all, with rank, phase, key and file; the next load is good."""
     results = ranks.run(world, _load_after, str(tmp_path), damage)

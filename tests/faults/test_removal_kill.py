@@ -21,7 +21,7 @@ from tests.faults.test_kill import bad
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from tests.ranks import RankPool
+    from tests.ranks import Ranks
 
 SAMPLED = 40
 ALL = 10_000
@@ -68,7 +68,7 @@ def _save_foreign(path: str) -> None:
     dcp.save(state, checkpoint_id=path)
 
 
-def _report(ranks: RankPool, folder: Path, case: str, count: int, *options: str) -> dict[str, Any]:
+def _report(ranks: Ranks, folder: Path, case: str, count: int, *options: str) -> dict[str, Any]:
     """What the killer program found."""
     path = folder / "pristine" / "ckpt"
     path.parent.mkdir()
@@ -96,7 +96,7 @@ def _check(report: dict[str, Any], allowed: set[str]) -> None:
 
 @pytest.mark.ci
 @CASES
-def test_killed_removal_leaves_old_or_new(ranks: RankPool, disk: Path, case: str) -> None:
+def test_killed_removal_leaves_old_or_new(ranks: Ranks, disk: Path, case: str) -> None:
     """After a kill at any of the calls that change the disk, all keys or all but the removed are there, digests too."""
     report = _report(ranks, disk, case, SAMPLED)
     assert len(report["outcomes"]) >= SAMPLED
@@ -109,7 +109,7 @@ def test_killed_removal_leaves_old_or_new(ranks: RankPool, disk: Path, case: str
 
 
 @pytest.mark.proof
-def test_killed_removal_where_names_cannot_be_exchanged(ranks: RankPool, disk: Path) -> None:
+def test_killed_removal_where_names_cannot_be_exchanged(ranks: Ranks, disk: Path) -> None:
     """Without RENAME_EXCHANGE a kill at any of the same calls may leave one state more, which is named: set aside."""
     report = _report(ranks, disk, "ours", SAMPLED, "existing, no exchange")
     assert len(report["outcomes"]) >= SAMPLED
@@ -119,7 +119,7 @@ def test_killed_removal_where_names_cannot_be_exchanged(ranks: RankPool, disk: P
 @pytest.mark.proof
 @CASES
 @pytest.mark.parametrize("exchange", [True, False])
-def test_killed_at_every_call(ranks: RankPool, disk: Path, case: str, exchange: bool) -> None:
+def test_killed_at_every_call(ranks: Ranks, disk: Path, case: str, exchange: bool) -> None:
     """The same at every single call; without RENAME_EXCHANGE the one window is named, and renaming ends it."""
     report = _report(ranks, disk, case, ALL, "existing" if exchange else "existing, no exchange")
     assert len(report["outcomes"]) == len(report["points"])

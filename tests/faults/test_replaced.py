@@ -172,7 +172,9 @@ def test_replaced_at_every_moment(scene: Scene, verify: str, name: str) -> None:
 @pytest.mark.parametrize(
     "parallel", [False, pytest.param(True, marks=pytest.mark.ci)], ids=["each reads", "fully parallel"]
 )
-def test_replaced_at_every_moment_of_each_rank(gloo_ranks: RankPool, tmp_path: Path, verify: str, parallel: bool) -> None:
+def test_replaced_at_every_moment_of_each_rank(
+    gloo_ranks: RankPool, tmp_path: Path, verify: str, parallel: bool
+) -> None:
     """Two ranks load one save, the same, whenever on either of them the checkpoint is replaced."""
     gloo_ranks.run(2, save_both, str(tmp_path))
     one, other = gloo_ranks.run(2, replaced_on_each_rank, str(tmp_path), verify, parallel)

@@ -21,7 +21,7 @@ from tests.names import RECORD
 
 if TYPE_CHECKING:
     from tests.backends import Backend
-    from tests.ranks import RankPool
+    from tests.ranks import Ranks
 
 MODULE = "tests.faults.without_xxhash"
 HINT = "pip install 'shardckpt[xxhash]'"
@@ -60,7 +60,7 @@ def _save(target: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def saved(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory, backend: Backend) -> Path:
+def saved(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory, backend: Backend) -> Path:
     """A checkpoint with digests by xxhash."""
     target = tmp_path_factory.mktemp("saved") / "ckpt"
     ranks.run(2, _save, str(target))

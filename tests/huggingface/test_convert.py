@@ -23,7 +23,7 @@ from tests.tables import table
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from tests.ranks import RankPool
+    from tests.ranks import Ranks
 
 
 def _nested_state() -> dict[str, Any]:
@@ -93,7 +93,7 @@ def _convert(source: Path, target: Path) -> None:
     torch_save_to_dcp(source, target)
 
 
-def test_ranks_save_together_what_one_file_holds(ranks: RankPool, tmp_path: Path) -> None:
+def test_ranks_save_together_what_one_file_holds(ranks: Ranks, tmp_path: Path) -> None:
     """All ranks call it, one checkpoint is there; and what ranks have saved in shards is one tensor in one process."""
     torch.save(_nested_state(), tmp_path / "a.pt")
     ranks.run(2, _convert, tmp_path / "a.pt", tmp_path / "c")

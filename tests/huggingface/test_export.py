@@ -38,7 +38,7 @@ from tests.huggingface.samples import global_tensors, read, same, save, sharded_
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from tests.ranks import RankPool
+    from tests.ranks import Ranks
 
 SMALL = 150  # bytes of a file, of which the sample has several then
 
@@ -146,7 +146,7 @@ def _save_and_export(path: Path) -> tuple[Any, int]:
     return exported, (dist.get_rank() if dist.is_initialized() else 0)
 
 
-def test_the_bytes_do_not_depend_on_the_ranks(ranks: RankPool, tmp_path: Path) -> None:
+def test_the_bytes_do_not_depend_on_the_ranks(ranks: Ranks, tmp_path: Path) -> None:
     """1, 2, 3 and 4 ranks, each with its own cuts, and one process without a group, write the same files.
 
     Experts are cut by rows, by columns and among the ranks.
@@ -171,7 +171,7 @@ def _export_some(path: Path) -> str:
     return ""
 
 
-def test_a_failure_on_one_rank_is_everyones_and_leaves_nothing(ranks: RankPool, tmp_path: Path) -> None:
+def test_a_failure_on_one_rank_is_everyones_and_leaves_nothing(ranks: Ranks, tmp_path: Path) -> None:
     """Damaged bytes that one rank reads are the same error on all; neither folder nor staging is left."""
     save(tmp_path / "c", {f"w{n}": torch.full((5000,), float(n)) for n in range(6)})
     data = bytearray((tmp_path / "c" / "__0_0.distcp").read_bytes())
@@ -192,7 +192,7 @@ def _export_elsewhere(path: Path) -> str:
     return ""
 
 
-def test_ranks_must_mean_the_same_target(ranks: RankPool, tmp_path: Path) -> None:
+def test_ranks_must_mean_the_same_target(ranks: Ranks, tmp_path: Path) -> None:
     """Different targets are an error that names both, not a folder at one of them."""
     save(tmp_path / "c")
     for text in ranks.run(2, _export_elsewhere, tmp_path):

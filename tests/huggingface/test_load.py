@@ -37,7 +37,7 @@ from tests.tables import table
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from tests.ranks import RankPool
+    from tests.ranks import Ranks
 
 
 def write(folder: Path, state: dict[str, torch.Tensor], limit: int = 1 << 30, config: Any = None) -> Path:
@@ -73,7 +73,7 @@ def _load_shards(folder: Path) -> list[str]:
     ]
 
 
-def test_any_sharding_is_filled_from_any_folder(ranks: RankPool, tmp_path: Path) -> None:
+def test_any_sharding_is_filled_from_any_folder(ranks: Ranks, tmp_path: Path) -> None:
     """One file and several, loaded by a process alone and by 1 to 4 ranks in rows and columns, bit for bit."""
     save(tmp_path / "c")
     export_to_huggingface(tmp_path / "c", tmp_path / "one")
@@ -138,7 +138,7 @@ def _load_experts(folder: Path, mapping: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize("transposed", [False, True])
-def test_experts_are_put_together_on_the_rank_that_has_them(ranks: RankPool, tmp_path: Path, transposed: bool) -> None:
+def test_experts_are_put_together_on_the_rank_that_has_them(ranks: Ranks, tmp_path: Path, transposed: bool) -> None:
     """Matrices an expert, halves and transposed ones, become grouped experts, those of a rank on that rank."""
     whole = torch.arange(5 * 8 * 6.0).reshape(5, 8, 6)
     mapping = RuleMapping([Rule("e.w", ("{expert}.gate", "{expert}.up"), transposed=transposed)])
@@ -163,7 +163,7 @@ def _load_fsdp(folder: Path) -> list[bool]:
     return [torch.equal(found[name].full_tensor(), tensor) for name, tensor in read(folder).items()]
 
 
-def test_an_fsdp_model_is_filled_in_place(ranks: RankPool, tmp_path: Path) -> None:
+def test_an_fsdp_model_is_filled_in_place(ranks: Ranks, tmp_path: Path) -> None:
     """The DTensors of a model under FSDP2, unevenly cut, have the folder's values afterwards."""
     plain = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Linear(7, 3)).state_dict()
     write(tmp_path / "hf", plain, 100)
@@ -374,7 +374,7 @@ def _differently(folder: Path) -> str:
     return ""
 
 
-def test_an_error_on_one_rank_is_everyones(ranks: RankPool, tmp_path: Path) -> None:
+def test_an_error_on_one_rank_is_everyones(ranks: Ranks, tmp_path: Path) -> None:
     """A tensor that only one rank wants and nobody has is the same error on all; so is a folder that is none."""
     write(tmp_path / "hf", {"w": torch.ones(3)})
     texts = ranks.run(2, _differently, tmp_path / "hf")

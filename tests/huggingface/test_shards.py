@@ -28,7 +28,7 @@ from tests.tables import table
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from tests.ranks import RankPool
+    from tests.ranks import Ranks
 
 
 @table(
@@ -250,7 +250,7 @@ def _dtensor(path: Path) -> tuple[int, str]:
     return 0, ""
 
 
-def test_a_dtensor_counts_whole_and_is_not_gathered(ranks: RankPool, tmp_path: Path) -> None:
+def test_a_dtensor_counts_whole_and_is_not_gathered(ranks: Ranks, tmp_path: Path) -> None:
     """Its size is the global one; to write it would take a collective behind the caller's back: refused by name."""
     for total, text in ranks.run(2, _dtensor, tmp_path / "f"):
         assert total == 64

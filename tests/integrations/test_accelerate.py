@@ -15,13 +15,11 @@ from shardckpt.errors import CheckpointingException
 from shardckpt.integrations.accelerate import FOLDER, register_sharded_state
 from tests.integrations import small
 from tests.integrations.accelerated import accelerated
-from tests.ranks import Failure
+from tests.ranks import Failure, Ranks
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
-
-    from tests.ranks import RankPool
 
 
 class Job:
@@ -93,7 +91,7 @@ def _loaded(folder: str, sharded: bool, more: int = 0) -> dict[str, torch.Tensor
 )
 @pytest.mark.ci
 def test_any_ranks_load_what_others_saved(
-    saving: tuple[int, bool], loading: tuple[int, bool], ranks: RankPool, tmp_path: Path
+    saving: tuple[int, bool], loading: tuple[int, bool], ranks: Ranks, tmp_path: Path
 ) -> None:
     """Models and optimizers, under FSDP2 and DDP, come back bit for bit on another number of ranks."""
     state = ranks.run(saving[0], _saved, str(tmp_path), saving[1])[0]
@@ -102,7 +100,7 @@ def test_any_ranks_load_what_others_saved(
 
 
 @pytest.mark.parametrize("sharded", [True, False])
-def test_training_goes_on_as_without_the_interruption(sharded: bool, ranks: RankPool, tmp_path: Path) -> None:
+def test_training_goes_on_as_without_the_interruption(sharded: bool, ranks: Ranks, tmp_path: Path) -> None:
     """Steps after a load are those that followed the save, schedule and moments among them."""
     whole = ranks.run(2, _saved, str(tmp_path), sharded, 3)
     resumed = ranks.run(2, _loaded, str(tmp_path), sharded, 3)
@@ -200,7 +198,7 @@ def _with_a_stranger(folder: str, load: bool) -> None:
 
 
 @pytest.mark.parametrize("load", [False, True])
-def test_a_failure_on_one_rank_is_the_same_error_on_all(load: bool, ranks: RankPool, tmp_path: Path) -> None:
+def test_a_failure_on_one_rank_is_the_same_error_on_all(load: bool, ranks: Ranks, tmp_path: Path) -> None:
     """Where one rank has an optimizer of no model, no rank is left waiting, and what was saved is there still."""
     state = ranks.run(2, _saved, str(tmp_path), False)[0]
     outcomes = ranks.outcomes(2, _with_a_stranger, str(tmp_path), load)

@@ -18,7 +18,7 @@ from tests.integrations import small
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from tests.ranks import RankPool
+    from tests.ranks import Ranks
 
 pytest.importorskip("lightning")
 
@@ -203,7 +203,7 @@ def _fit_ddp(folder: str, steps: int, ckpt_path: str | None) -> Any:
 
 
 @pytest.mark.ci
-def test_under_ddp_rank_0_saves_and_all_resume(ranks: RankPool, tmp_path: Path) -> None:
+def test_under_ddp_rank_0_saves_and_all_resume(ranks: Ranks, tmp_path: Path) -> None:
     """Two ranks train on, from what rank 0 alone saved, to the weights of the uninterrupted training."""
     whole = ranks.run(2, _fit_ddp, str(tmp_path / "whole"), 3 * 2, None)
     ranks.run(2, _fit_ddp, str(tmp_path / "parts"), 3, None)

@@ -16,7 +16,7 @@ from shardckpt.integrations.torchtitan import TitanCheckpointManager, checkpoint
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from tests.ranks import RankPool
+    from tests.ranks import Ranks
 
 
 def config_of(**options: Any) -> Any:
@@ -53,7 +53,7 @@ def _train(folder: str, steps: int, options: dict[str, Any]) -> Any:
     return train(folder, steps, **options)
 
 
-def test_ranks_resume_each_with_its_own_data(ranks: RankPool, tmp_path: Path) -> None:
+def test_ranks_resume_each_with_its_own_data(ranks: Ranks, tmp_path: Path) -> None:
     """Under FSDP2 with stages, two ranks go on as they would have; three take the states but the data."""
     whole = ranks.run(2, _train, str(tmp_path / "whole"), 6, FULL)
     ranks.run(2, _train, str(tmp_path / "parts"), 4, FULL)

@@ -20,7 +20,7 @@ from tests.integrations.accelerated import accelerated
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from tests.ranks import RankPool
+    from tests.ranks import Ranks
 
 STEPS_AN_EPOCH = 6
 
@@ -257,7 +257,7 @@ def _train(folder: str, crashed: int | None) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.ci
-def test_under_ddp_all_ranks_resume(ranks: RankPool, tmp_path: Path) -> None:
+def test_under_ddp_all_ranks_resume(ranks: Ranks, tmp_path: Path) -> None:
     """Two ranks resume to the weights of two that were not interrupted."""
     whole = ranks.run(2, _train, str(tmp_path / "whole"), None)
     ranks.run(2, _train, str(tmp_path / "parts"), 10)

@@ -12,7 +12,7 @@ from tests.interop.runner import Megatron
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from tests.ranks import RankPool
+    from tests.ranks import Ranks
     from tests.sites import Sites
 
     Releases = Callable[[str], Megatron]
@@ -35,7 +35,7 @@ def megatron(sites: Sites, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 
 
 @pytest.fixture(scope="session")
-def saved(ranks: RankPool, megatron: Releases, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
+def saved(ranks: Ranks, megatron: Releases, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
     """Where the sample lies as 4 ranks of a writer saved it, once: ``saved("0.12.3")``, ``saved("shardckpt")``."""
     paths: dict[str, str] = {}
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from tests.ranks import RankPool
+    from tests.ranks import Ranks
 
 
 class Recipe:
@@ -107,7 +107,7 @@ def _load_plain_state(path: str) -> None:
 
 
 @pytest.mark.parametrize("writers", [0, 2])
-def test_a_plain_dcp_directory_loads_here(ranks: RankPool, tmp_path: Path, writers: int) -> None:
+def test_a_plain_dcp_directory_loads_here(ranks: Ranks, tmp_path: Path, writers: int) -> None:
     """What dcp.save wrote, alone or at 2 ranks, loads at 1 and 3 ranks: DTensors, tensors, numbers and lists."""
     path = str(tmp_path / "plain")
     (ranks.run if writers else _in_one_process)(writers, _dcp_save, path)
@@ -202,7 +202,7 @@ def _load_planned(path: str) -> None:
 
 
 @pytest.mark.parametrize("writers", [0, 4, *in_proof(1)])
-def test_planners_serve_plain_dcp(ranks: RankPool, tmp_path: Path, writers: int) -> None:
+def test_planners_serve_plain_dcp(ranks: Ranks, tmp_path: Path, writers: int) -> None:
     """dcp.save and dcp.load with our planners take shards among plain values, and our load reads what they wrote."""
     path = str(tmp_path / "planned")
     (ranks.run if writers else _in_one_process)(writers, _planner_save, path)
@@ -234,7 +234,7 @@ def _fill_meta_tensors(path: str) -> None:
     sample.check_equal(_bare(state), {"model": {"plain": _numbers(3, first=6)}, "tensors": tensors}, "state")
 
 
-def test_the_load_planner_fills_meta_tensors(ranks: RankPool, tmp_path: Path) -> None:
+def test_the_load_planner_fills_meta_tensors(ranks: Ranks, tmp_path: Path) -> None:
     """dcp.load with our planner puts memory in the place of meta tensors, as DCP's own does."""
     ranks.run(1, _fill_meta_tensors, str(tmp_path))
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from tests.interop.runner import Megatron
-    from tests.ranks import RankPool
+    from tests.ranks import Ranks
 
     Releases = Callable[[str], Megatron]
     Saved = Callable[[str], str]
@@ -52,7 +52,7 @@ def _mark(release: str) -> pytest.MarkDecorator:
 
 
 @pytest.mark.parametrize("writer", _writers())
-def test_shardckpt_loads(ranks: RankPool, saved: Saved, writer: str) -> None:
+def test_shardckpt_loads(ranks: Ranks, saved: Saved, writer: str) -> None:
     """What anyone saved loads here, where Megatron is not importable, and every query describes it."""
     for world in (*WORLDS, 3):
         assert ranks.run(world, here.load, saved(writer)) == [True] * world
@@ -77,7 +77,7 @@ def test_older_megatron_loads_what_is_saved_here(megatron: Releases, saved: Save
 
 
 @pytest.mark.parametrize("writer", _writers(own_classes=False))
-def test_plain_dcp_loads(ranks: RankPool, saved: Saved, writer: str) -> None:
+def test_plain_dcp_loads(ranks: Ranks, saved: Saved, writer: str) -> None:
     """What anyone saved without classes of its own is loaded by plain dcp.load: tensors, DTensors and objects."""
     plain_dcp.load(saved(writer))  # without a process group
     for world in WORLDS:
@@ -86,7 +86,7 @@ def test_plain_dcp_loads(ranks: RankPool, saved: Saved, writer: str) -> None:
 
 @pytest.mark.parametrize("writer", _writers(own_classes=True))
 def test_plain_dcp_needs_megatron_for_its_classes(
-    ranks: RankPool, megatron: Releases, saved: Saved, tmp_path: Path, writer: str
+    ranks: Ranks, megatron: Releases, saved: Saved, tmp_path: Path, writer: str
 ) -> None:
     """The pickled plans of 0.11 to 0.15 stop plain DCP where there is no Megatron; rewritten here it loads them."""
     for world in WORLDS:
@@ -127,7 +127,7 @@ def _remove(path: str, prefix: str) -> None:
 
 
 @pytest.fixture
-def left_of_ours(ranks: RankPool, tmp_path: Path) -> str:
+def left_of_ours(ranks: Ranks, tmp_path: Path) -> str:
     """The sample as it is left when more was saved with it here and removed."""
     path = str(tmp_path / "ours")
     ranks.run(4, _save_with_more, path)
@@ -136,7 +136,7 @@ def left_of_ours(ranks: RankPool, tmp_path: Path) -> str:
 
 
 @pytest.mark.ci
-def test_what_is_left_of_ours(ranks: RankPool, megatron: Releases, left_of_ours: str) -> None:
+def test_what_is_left_of_ours(ranks: Ranks, megatron: Releases, left_of_ours: str) -> None:
     """It is the sample and nothing more, for us, for plain DCP and for Megatron, and every digest holds."""
     verify_integrity_manifest(left_of_ours)
     here.check_queries(left_of_ours, "shardckpt")
@@ -155,7 +155,7 @@ def test_older_megatron_loads_what_is_left_of_ours(megatron: Releases, left_of_o
 
 
 @pytest.mark.ci
-def test_what_is_left_of_megatrons(ranks: RankPool, megatron: Releases, saved: Saved, tmp_path: Path) -> None:
+def test_what_is_left_of_megatrons(ranks: Ranks, megatron: Releases, saved: Saved, tmp_path: Path) -> None:
     """Megatron finds all tensors and common values in its own checkpoint without the objects that were removed."""
     path = shutil.copytree(saved(NEWEST), tmp_path / "theirs")
     ranks.run(2, _remove, str(path), "rng")
@@ -169,7 +169,7 @@ def test_what_is_left_of_megatrons(ranks: RankPool, megatron: Releases, saved: S
     "release", [pytest.param(name, marks=_mark(name)) for name, writer in WRITERS.items() if writer.flattened]
 )
 def test_what_is_left_of_older_megatrons(
-    ranks: RankPool, megatron: Releases, saved: Saved, tmp_path: Path, release: str
+    ranks: Ranks, megatron: Releases, saved: Saved, tmp_path: Path, release: str
 ) -> None:
     """A dialect without its flattened shards is the sample for the newest Megatron and, now, for plain DCP as well."""
     path = str(shutil.copytree(saved(release), tmp_path / "theirs"))
@@ -194,7 +194,7 @@ def test_the_ported_script_is_code_for_megatron(megatron: Releases, tmp_path: Pa
 
 
 @pytest.mark.proof
-def test_one_job_goes_on_in_both(ranks: RankPool, megatron: Releases, tmp_path: Path) -> None:
+def test_one_job_goes_on_in_both(ranks: Ranks, megatron: Releases, tmp_path: Path) -> None:
     """What the job saved here, Megatron resumes; what it saved there, the ported job resumes; the format is one."""
     ranks.run(2, run, "train", str(tmp_path / "here"))
     megatron(NEWEST).run(2, "call", str(SCRIPT), "train", str(tmp_path / "there"))
@@ -205,7 +205,7 @@ def test_one_job_goes_on_in_both(ranks: RankPool, megatron: Releases, tmp_path: 
 
 
 @pytest.mark.ci
-def test_a_strategy_of_megatrons_kind_runs_in_both(ranks: RankPool, megatron: Releases, tmp_path: Path) -> None:
+def test_a_strategy_of_megatrons_kind_runs_in_both(ranks: Ranks, megatron: Releases, tmp_path: Path) -> None:
     """One strategy, unchanged but for the import rule, reads here what it wrote under Megatron, and the other way."""
     there, here = str(tmp_path / "there"), str(tmp_path / "here")
     megatron(NEWEST).run(2, "call", str(STRATEGIES), "save", there, "3")

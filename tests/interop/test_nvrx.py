@@ -15,7 +15,7 @@ from shardckpt.mapping import ShardedTensor
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from tests.ranks import RankPool
+    from tests.ranks import Ranks
     from tests.sites import Sites
 
 #: The oldest release that needs nothing but torch for its local checkpoints.
@@ -59,7 +59,7 @@ def _save_and_find(site: str, folder: str) -> None:
         sys.path.remove(site)
 
 
-def test_local_checkpoints_are_saved_behind_training(ranks: RankPool, sites: Sites, tmp_path: Path) -> None:
+def test_local_checkpoints_are_saved_behind_training(ranks: Ranks, sites: Sites, tmp_path: Path) -> None:
     """The package's requests go through our queue, and its files hold state dicts that load."""
     site = sites(f"nvidia-resiliency-ext-{RELEASE}")
     ranks.run(2, _save_and_find, str(site), str(tmp_path))

@@ -22,7 +22,7 @@ from tests.zarr import test_load as zarr
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from tests.ranks import RankPool
+    from tests.ranks import Ranks
 
     Written = Callable[[str], "Checkpoint"]
 
@@ -136,7 +136,7 @@ DEFAULT = {
 
 
 @pytest.fixture(scope="module")
-def written(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Written:
+def written(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Written:
     """A writer's checkpoint, made or copied once: ``written("plain DCP, nested")``."""
     found: dict[str, Checkpoint] = {}
 
@@ -170,7 +170,7 @@ def _parameters() -> list[object]:
 
 @pytest.mark.parametrize(("writer", "loader", "world"), _parameters())
 def test_what_anyone_wrote_loads_by_every_way(
-    ranks: RankPool, written: Written, writer: str, loader: str, world: int
+    ranks: Ranks, written: Written, writer: str, loader: str, world: int
 ) -> None:
     """Everything that was written comes back with any number of ranks, but for what the table says."""
     checkpoint = written(writer)

@@ -25,13 +25,12 @@ from shardckpt_torch_dist import (
     ShardedSavePlanner,
 )
 from tests.interop.stock import STEP, Training, TrainState, resume_by_stock_load, write_stock
-from tests.ranks import RankError
+from tests.ranks import RankError, Ranks
 from tests.tables import in_proof
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from tests.ranks import RankPool
 
 EACH_WORLD = pytest.mark.parametrize("world", [2, *in_proof(1, 4)])
 
@@ -64,7 +63,7 @@ def load_stages_strictly(checkpoint: Path) -> None:
 
 
 @pytest.mark.parametrize("form", ["nested", "flattened"])
-def test_ranks_may_ask_for_different_objects(ranks: RankPool, tmp_path: Path, form: str) -> None:
+def test_ranks_may_ask_for_different_objects(ranks: Ranks, tmp_path: Path, form: str) -> None:
     """Pipeline stages get the options of their own parameters, and mismatched keys are found on all ranks together."""
     ranks.run(2, write_stock, form, tmp_path)
     ranks.run(2, load_stages_strictly, tmp_path / f"step-{STEP}")
@@ -74,7 +73,7 @@ def test_ranks_may_ask_for_different_objects(ranks: RankPool, tmp_path: Path, fo
 @pytest.mark.parametrize("our_reader", [False, True], ids=["stock reader", "our reader"])
 @pytest.mark.parametrize("written_by", ["manager", "adapters"])
 def test_stock_dcp_resumes_what_was_saved_here(
-    ranks: RankPool, tmp_path: Path, world: int, written_by: str, our_reader: bool
+    ranks: Ranks, tmp_path: Path, world: int, written_by: str, our_reader: bool
 ) -> None:
     """``dcp.load`` fills torch's state dicts in both forms from our checkpoints, and a manager's other states."""
     checkpoint = tmp_path / f"step-{STEP}"
@@ -134,7 +133,7 @@ def load_stages_flattened(checkpoint: Path, numbers: tuple[tuple[int, ...], ...]
         assert steps == [2 if number == 2 else 3] * 2
 
 
-def test_stock_dcp_finds_the_options_of_all_stages(ranks: RankPool, tmp_path: Path) -> None:
+def test_stock_dcp_finds_the_options_of_all_stages(ranks: Ranks, tmp_path: Path) -> None:
     """Flattened options and numbers of stages that share some parameters are found by each parameter's own name."""
     ranks.run(2, save_stages, tmp_path / "step")
     ranks.run(2, load_stages_flattened, tmp_path / "step", ((0, 2), (1,)))
@@ -179,7 +178,7 @@ def resume_milestones(folder: Path) -> list[float]:
     return rates
 
 
-def test_keys_that_are_no_text_come_back_as_they_were(ranks: RankPool, tmp_path: Path) -> None:
+def test_keys_that_are_no_text_come_back_as_they_were(ranks: Ranks, tmp_path: Path) -> None:
     """DCP makes the keys of a dict text: the milestones of a schedule are integers again, so that it goes on."""
     ranks.run(1, write_milestones, tmp_path)
     (rates,) = ranks.run(1, resume_milestones, tmp_path)
@@ -194,7 +193,7 @@ def resume_with_another_state(folder: Path) -> None:
         manager.load()
 
 
-def test_a_state_that_stock_dcp_did_not_save_is_named(ranks: RankPool, tmp_path: Path) -> None:
+def test_a_state_that_stock_dcp_did_not_save_is_named(ranks: Ranks, tmp_path: Path) -> None:
     """The error names the state as the user gave it, and what the checkpoint has."""
     ranks.run(1, write_stock, "nested", tmp_path)
     expected = r"has no state 'ema'; its names begin with dataloader, lr_scheduler, model, optimizer, train_state"

@@ -9,7 +9,7 @@ from shardckpt.errors import CheckpointingException
 from shardckpt.local import CliqueReplication
 
 if TYPE_CHECKING:
-    from tests.ranks import RankPool
+    from tests.ranks import Ranks
 
 
 def _cliques(jump: int, factor: int) -> list[tuple[int, ...]]:
@@ -17,7 +17,7 @@ def _cliques(jump: int, factor: int) -> list[tuple[int, ...]]:
     return [replication.clique_of(rank) for rank in range(dist.get_world_size())]
 
 
-def test_cliques_are_a_jump_apart(ranks: RankPool) -> None:
+def test_cliques_are_a_jump_apart(ranks: Ranks) -> None:
     """Ranks r, r + jump, ... form a clique of factor ranks, and each rank is in one."""
     assert ranks.run(4, _cliques, 1, 2) == [[(0, 1), (0, 1), (2, 3), (2, 3)]] * 4
     assert ranks.run(4, _cliques, 2, 2) == [[(0, 2), (1, 3), (0, 2), (1, 3)]] * 4
@@ -36,7 +36,7 @@ def test_cliques_are_a_jump_apart(ranks: RankPool) -> None:
         (1, 2.0, "an integer"),
     ],
 )
-def test_other_cliques_are_refused(ranks: RankPool, jump: int, factor: Any, expected: str) -> None:
+def test_other_cliques_are_refused(ranks: Ranks, jump: int, factor: Any, expected: str) -> None:
     """What does not divide the ranks is an error on all of them that says what would."""
     for outcome in ranks.outcomes(4, _cliques, jump, factor):
         assert outcome.kind == "CheckpointingException"
@@ -47,7 +47,7 @@ def _disagreeing() -> None:
     CliqueReplication(1 + dist.get_rank(), 2)
 
 
-def test_ranks_agree_on_their_cliques(ranks: RankPool) -> None:
+def test_ranks_agree_on_their_cliques(ranks: Ranks) -> None:
     """Different cliques on different ranks are an error on all."""
     for outcome in ranks.outcomes(2, _disagreeing):
         assert "ranks disagree on jump: 1 on rank 0, 2 on rank 1" in outcome.message

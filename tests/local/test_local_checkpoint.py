@@ -17,7 +17,7 @@ from tests.names import METADATA
 from tests.tables import in_proof
 
 if TYPE_CHECKING:
-    from tests.ranks import RankPool
+    from tests.ranks import Ranks
 
 
 def _save_locally(root: str, algo: str) -> None:
@@ -39,7 +39,7 @@ def _load_locally(root: str, algo: str) -> None:
 @backends.both_in_proof
 @pytest.mark.parametrize("world", [2, *in_proof(4)])
 @pytest.mark.parametrize("algo", MODES)
-def test_local_checkpoints_come_back(ranks: RankPool, tmp_path: Path, world: int, algo: str) -> None:
+def test_local_checkpoints_come_back(ranks: Ranks, tmp_path: Path, world: int, algo: str) -> None:
     """Each rank saves into its own folder and loads from it, and all together have the whole state again."""
     ranks.run(world, _save_locally, str(tmp_path), algo)
     ranks.run(world, _load_locally, str(tmp_path), algo)

@@ -34,14 +34,14 @@ from tests.local.disks import (
 from tests.tables import in_proof
 
 if TYPE_CHECKING:
-    from tests.ranks import Failure, RankPool
+    from tests.ranks import Failure, RankPool, Ranks
 
 MIB = 1 << 20
 
 
 @pytest.mark.parametrize(("world", "cliques"), [(1, None), (2, None), (2, (1, 2)), (4, (2, 2)), (4, (1, 4))])
 def test_parts_and_copies_are_where_they_belong(
-    ranks: RankPool, tmp_path: Path, world: int, cliques: tuple[int, int] | None
+    ranks: Ranks, tmp_path: Path, world: int, cliques: tuple[int, int] | None
 ) -> None:
     """Each rank's disk has its part and those of its clique, copies bit for bit, and all load what was saved."""
     found = ranks.run(world, save_steps, str(tmp_path), cliques, [3])
@@ -77,7 +77,7 @@ def _in_small_chunks(function: Any, *args: Any) -> Any:
 
 
 @pytest.mark.parametrize("cliques", [(1, 2), pytest.param((1, 4), marks=pytest.mark.proof)])
-def test_large_parts_travel_in_chunks(ranks: RankPool, tmp_path: Path, cliques: tuple[int, int]) -> None:
+def test_large_parts_travel_in_chunks(ranks: Ranks, tmp_path: Path, cliques: tuple[int, int]) -> None:
     """Parts of many chunks, of another number on each rank, arrive as they were, at first and after a loss."""
     sizes = 5 * MIB + 4 * 1001
     ranks.run(4, _in_small_chunks, _save_uneven, str(tmp_path), cliques, sizes)
@@ -164,7 +164,7 @@ def test_ranks_agree_on_the_newest_step(gloo_ranks: RankPool, tmp_path: Path) ->
     assert [latest for latest, _ in gloo_ranks.run(2, _latest, str(tmp_path))] == [1, 1]
 
 
-def test_parts_of_different_saves_do_not_mix(ranks: RankPool, tmp_path: Path) -> None:
+def test_parts_of_different_saves_do_not_mix(ranks: Ranks, tmp_path: Path) -> None:
     """A disk that comes back with another save of the same step does not count as a part of this one."""
     ranks.run(2, save_steps, str(tmp_path), None, [7])
     shutil.move(tmp_path / "node1", tmp_path / "aside")
@@ -177,7 +177,7 @@ def test_parts_of_different_saves_do_not_mix(ranks: RankPool, tmp_path: Path) ->
 
 @backends.both_in_proof
 @pytest.mark.parametrize("damage", ["bit", "cut", "missing", "record"])
-def test_a_damaged_part_is_replaced_by_a_copy(ranks: RankPool, tmp_path: Path, damage: str) -> None:
+def test_a_damaged_part_is_replaced_by_a_copy(ranks: Ranks, tmp_path: Path, damage: str) -> None:
     """A part that is damaged is named in a warning, loaded from another rank's disk, and whole afterwards."""
     ranks.run(2, save_steps, str(tmp_path), (1, 2), [1])
     mine = find_directory(tmp_path / "node1", 1, 1)
@@ -196,7 +196,7 @@ def test_a_damaged_part_is_replaced_by_a_copy(ranks: RankPool, tmp_path: Path, d
     assert ranks.run(2, load_step, str(tmp_path), (1, 2), 1) == [[]] * 2
 
 
-def test_a_damaged_file_does_not_count(ranks: RankPool, tmp_path: Path) -> None:
+def test_a_damaged_file_does_not_count(ranks: Ranks, tmp_path: Path) -> None:
     """Without copies a step with a file that is cut is passed over, with a warning that names the file."""
     ranks.run(2, save_steps, str(tmp_path), None, [1, 2], 2)
     file = find_directory(tmp_path / "node1", 2, 1) / data_file(0)
@@ -208,7 +208,7 @@ def test_a_damaged_file_does_not_count(ranks: RankPool, tmp_path: Path) -> None:
 
 
 @backends.both_in_proof
-def test_where_all_copies_are_damaged_the_step_before_is_taken(ranks: RankPool, tmp_path: Path) -> None:
+def test_where_all_copies_are_damaged_the_step_before_is_taken(ranks: Ranks, tmp_path: Path) -> None:
     """The newest step that no copy makes whole is skipped with a warning; to ask for it is an error on all ranks."""
     ranks.run(2, save_steps, str(tmp_path), (1, 2), [1, 2], 2)
     for node in ("node0", "node1"):
@@ -255,7 +255,7 @@ def test_a_copy_that_cannot_be_written_fails_the_save(
 
 
 @pytest.mark.parametrize("keep", [1, 2])
-def test_older_steps_go_and_foreign_names_stay(ranks: RankPool, tmp_path: Path, keep: int) -> None:
+def test_older_steps_go_and_foreign_names_stay(ranks: Ranks, tmp_path: Path, keep: int) -> None:
     """After a save so many steps stay as are to be kept, on every disk; what others have put there is not touched."""
     foreign = ["step-1", "step-1.old", "backup-step-1-0000000000000000-rank-0-of-2", ".step-1.shardckpt-staging-x"]
     for node in ("node0", "node1"):
@@ -282,7 +282,7 @@ def _saved_among_others(base: str, keep: int) -> None:
     assert manager.find_latest() == 3
 
 
-def test_a_step_saved_again_takes_the_place_of_the_first(ranks: RankPool, tmp_path: Path) -> None:
+def test_a_step_saved_again_takes_the_place_of_the_first(ranks: Ranks, tmp_path: Path) -> None:
     """After going back to an earlier step its next save replaces it, and later steps are left alone."""
     ranks.run(2, save_steps, str(tmp_path), (1, 2), [1, 2, 3], 3)
     names = ranks.run(2, _saved_again, str(tmp_path))
@@ -298,7 +298,7 @@ def _saved_again(base: str) -> Any:
     return list_names(base)
 
 
-def test_what_a_save_left_that_did_not_end_is_cleared(ranks: RankPool, tmp_path: Path) -> None:
+def test_what_a_save_left_that_did_not_end_is_cleared(ranks: Ranks, tmp_path: Path) -> None:
     """Incomplete newer steps, and what dead saves and removals left, go with the next save if a complete step stays."""
     ranks.run(2, save_steps, str(tmp_path), None, [1, 9], 2)
     stray = find_directory(tmp_path / "node1", 9, 1)
@@ -319,7 +319,7 @@ def _save_beside(base: str, step: int) -> None:
     make_manager(base, None, 2).save(make_part(step), step)
 
 
-def test_parts_without_a_complete_step_stay(ranks: RankPool, tmp_path: Path) -> None:
+def test_parts_without_a_complete_step_stay(ranks: Ranks, tmp_path: Path) -> None:
     """While a disk is missing, the later steps of the others stay: it may be found again."""
     ranks.run(2, save_steps, str(tmp_path), None, [9])
     shutil.move(tmp_path / "node1", tmp_path / "aside")
@@ -335,7 +335,7 @@ def _saved_over(base: str) -> Any:
     return list_names(base)
 
 
-def test_another_number_of_ranks_is_refused(ranks: RankPool, tmp_path: Path) -> None:
+def test_another_number_of_ranks_is_refused(ranks: Ranks, tmp_path: Path) -> None:
     """Fewer or more ranks find nothing, are warned, and are told on loading where to go instead."""
     ranks.run(4, save_steps, str(tmp_path), None, [6])
     (latest, logged), _ = ranks.run(2, _latest, str(tmp_path))
@@ -357,7 +357,7 @@ def _one_disk(base: str) -> None:
         assert not list(Path(base).iterdir())
 
 
-def test_a_clique_on_one_disk_is_refused(ranks: RankPool, tmp_path: Path) -> None:
+def test_a_clique_on_one_disk_is_refused(ranks: Ranks, tmp_path: Path) -> None:
     """Copies on the disk of the original are no copies: the error says what to give, and nothing stays."""
     for outcome in ranks.outcomes(2, _one_disk, str(tmp_path)):
         assert outcome.kind == "CheckpointingException"
@@ -377,7 +377,7 @@ def _two_ranks_a_node(base: str) -> list[tuple[int, int]]:
     return sorted((part.save.step, part.rank) for part in found if part is not None)
 
 
-def test_ranks_of_a_node_share_its_disk(ranks: RankPool, tmp_path: Path) -> None:
+def test_ranks_of_a_node_share_its_disk(ranks: Ranks, tmp_path: Path) -> None:
     """Two ranks a node with one directory: each node has all parts, and gets those of its ranks back."""
     found = ranks.run(4, _two_ranks_a_node, str(tmp_path))
     assert found == [[(2, 0), (2, 1)]] * 2 + [[(2, r) for r in range(4)]] * 2
@@ -416,7 +416,7 @@ def _alone() -> Any:
         ("hollow", "the tensors are out"),
     ],
 )
-def test_arguments_are_checked(ranks: RankPool, tmp_path: Path, case: str, expected: str) -> None:
+def test_arguments_are_checked(ranks: Ranks, tmp_path: Path, case: str, expected: str) -> None:
     """What cannot be is an error on all ranks that says why, though only one has given it."""
     outcomes: list[Failure] = ranks.outcomes(2, _wrong, str(tmp_path), case)
     assert [expected in outcome.message for outcome in outcomes] == [True, True]

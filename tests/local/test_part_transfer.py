@@ -11,7 +11,7 @@ from tests.local.disks import find_directory, flip_bit, get_root, list_names, sa
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from tests.ranks import RankPool
+    from tests.ranks import Ranks
 
 
 def _carried(base: str) -> tuple[dict[Route, str], list[tuple[int, int]]]:
@@ -25,7 +25,7 @@ def _carried(base: str) -> tuple[dict[Route, str], list[tuple[int, int]]]:
     return faults, list_names(base)
 
 
-def test_one_copy_that_fails_leaves_the_others_alone(ranks: RankPool, tmp_path: Path) -> None:
+def test_one_copy_that_fails_leaves_the_others_alone(ranks: Ranks, tmp_path: Path) -> None:
     """Of three copies the one from a damaged file and that of nothing fail, for the same reasons on all ranks."""
     ranks.run(2, save_steps, str(tmp_path), None, [1])
     flip_bit(find_directory(tmp_path / "node0", 1, 0) / data_file(0))

@@ -16,7 +16,7 @@ from tests.tables import table
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from tests.ranks import RankPool
+    from tests.ranks import Ranks
 
 _saves = st.builds(SaveId, st.integers(0, 10**18 - 1), st.integers(0, 2**64 - 1), st.integers(1, 10**6))
 _parts = st.builds(PartId, _saves, st.integers(0, 10**6))
@@ -44,7 +44,7 @@ def test_foreign_names_are_no_parts(name: str) -> None:
 
 @pytest.mark.parametrize("what", ["the part", "its marker"])
 def test_what_vanishes_while_it_is_listed_is_not_there(
-    ranks: RankPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
+    ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
     """A part that another rank of the node removes at that moment is left out; one that loses a file is damaged."""
     ranks.run(1, save_steps, str(tmp_path), None, [1])

@@ -22,7 +22,7 @@ from tests.tables import in_proof
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from tests.ranks import Failure, RankPool
+    from tests.ranks import Failure, Ranks
 
 
 def _round_trip(algo: str, data: bool, exchange_algo: str) -> list[int]:
@@ -39,7 +39,7 @@ def _round_trip(algo: str, data: bool, exchange_algo: str) -> list[int]:
 
 @pytest.mark.parametrize("world", [2, *in_proof(4)])
 @pytest.mark.parametrize("algo", MODES)
-def test_a_state_dict_comes_back_as_it_was(ranks: RankPool, world: int, algo: str) -> None:
+def test_a_state_dict_comes_back_as_it_was(ranks: Ranks, world: int, algo: str) -> None:
     """Every leaf comes back on every rank, into the caller's tensors or into new ones; shares are about equal."""
     kept = ranks.run(world, _round_trip, algo, True, "broadcast")
     assert ranks.run(world, _round_trip, algo, False, "gather_rounds") == kept
@@ -76,7 +76,7 @@ def _cached() -> list[bool]:
     return [second is first, third is first]
 
 
-def test_an_assignment_is_kept_while_no_rank_has_other_shards(ranks: RankPool) -> None:
+def test_an_assignment_is_kept_while_no_rank_has_other_shards(ranks: Ranks) -> None:
     """What is passed back as cached_metadata is used again, and made anew on all ranks as soon as one differs."""
     assert ranks.run(4, _cached) == [[True, False]] * 4
 
@@ -89,7 +89,7 @@ def _with_an_empty_shard() -> None:
     assert loaded["w"].tolist() == [[7.0] * 3] * rows
 
 
-def test_an_empty_shard_keeps_none_of_another(ranks: RankPool) -> None:
+def test_an_empty_shard_keeps_none_of_another(ranks: Ranks) -> None:
     """A rank without rows, whose shard has another one's offset, is not taken for a holder of that one's rows."""
     ranks.run(2, _with_an_empty_shard)
 
@@ -128,7 +128,7 @@ def _hollow() -> None:
         check_state(whole.to_state_dict(make_state(rank, world, filled=False)), rank, world)
 
 
-def test_tensors_can_be_taken_out_and_put_back(ranks: RankPool) -> None:
+def test_tensors_can_be_taken_out_and_put_back(ranks: Ranks) -> None:
     """A hollow state dict is small and travels as a pickle; with its tensors, or copies of them, it is whole again."""
     ranks.run(2, _hollow)
 
@@ -163,7 +163,7 @@ def _wrong_algo() -> None:
     part.to_state_dict(make_state(dist.get_rank(), dist.get_world_size(), filled=False), algo="atomic")
 
 
-def test_a_share_alone_is_not_a_whole(ranks: RankPool) -> None:
+def test_a_share_alone_is_not_a_whole(ranks: Ranks) -> None:
     """Shares of a group that are asked for without the group: the same error on all ranks says what to pass."""
     outcomes: list[Failure] = ranks.outcomes(2, _wrong_algo)
     assert {outcome.kind for outcome in outcomes} == {"KeyMismatchError"}
@@ -182,7 +182,7 @@ def _asked(strict: str) -> Any:
     return "new" in loaded, sorted(missing), sorted(unexpected)
 
 
-def test_strictness_is_that_of_a_load(ranks: RankPool) -> None:
+def test_strictness_is_that_of_a_load(ranks: Ranks) -> None:
     """Keys that are not there, and keys that nobody asks for, are returned, or raised on all ranks."""
     assert ranks.run(2, _asked, "return_all") == [(False, ["w4"], ["new"])] * 2
     for outcome in ranks.outcomes(2, _asked, "raise_all"):
@@ -209,7 +209,7 @@ def _recut() -> None:
     part.to_state_dict({"pairs": shape}, algo="fully_parallel")
 
 
-def test_shards_that_are_cut_otherwise_are_refused(ranks: RankPool) -> None:
+def test_shards_that_are_cut_otherwise_are_refused(ranks: Ranks) -> None:
     """Nothing is resharded: another cut is an error on all ranks that names the shard."""
     for outcome in ranks.outcomes(2, _recut):
         assert outcome.kind == "KeyMismatchError"
@@ -237,7 +237,7 @@ def _plain_tensors(algo: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("algo", MODES)
-def test_plain_tensors_need_no_replica_ids(ranks: RankPool, algo: str) -> None:
+def test_plain_tensors_need_no_replica_ids(ranks: Ranks, algo: str) -> None:
     """Tensors that the adapters describe are kept and given back, on however many ranks they are."""
     first, second = ranks.run(2, _plain_tensors, algo)
     assert first["one"].equal(make_tensor(2))
@@ -256,7 +256,7 @@ def _lacks(strict: str) -> Any:
     return part.to_state_dict(wanted, validate_access_integrity=False, strict=strict, return_mismatch_keys=True)[1:]
 
 
-def test_strict_modes_know_what_all_ranks_keep(ranks: RankPool) -> None:
+def test_strict_modes_know_what_all_ranks_keep(ranks: Ranks) -> None:
     """Ranks keep different shards: a shard of an object that its rank does not ask for is missing on every rank."""
     assert ranks.run(2, _lacks, "return_all") == [({"o"}, set())] * 2
     outcomes = ranks.outcomes(2, _lacks, "raise_all")

@@ -15,7 +15,7 @@ from tests.test_golden import GOLDEN, VERSIONS
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from tests.ranks import RankPool
+    from tests.ranks import Ranks
 
 #: What plain torch writes: how its ranks are arranged, and along which axes of the mesh each tensor is cut.
 MESHES: dict[str, tuple[tuple[int, ...], tuple[Any, ...]]] = {
@@ -57,7 +57,7 @@ def save_on_a_mesh(folder: str, name: str) -> None:
     dcp.save(state, checkpoint_id=folder)
 
 
-def make_source(folder: Path, name: str, ranks: RankPool) -> tuple[Path, dict[str, str]]:
+def make_source(folder: Path, name: str, ranks: Ranks) -> tuple[Path, dict[str, str]]:
     """Return a checkpoint and the fingerprints of its tensors, read by other means where there are any."""
     if name in MESHES:
         ranks.run(4, save_on_a_mesh, str(folder / "old"), name)
@@ -77,7 +77,7 @@ def make_source(folder: Path, name: str, ranks: RankPool) -> tuple[Path, dict[st
 
 
 @pytest.mark.parametrize("name", ["hf", *(pytest.param(name, marks=pytest.mark.ci) for name in [*FOREIGN, *PLAIN])])
-def test_every_origin_goes_through_the_chain_and_back(tmp_path: Path, name: str, ranks: RankPool) -> None:
+def test_every_origin_goes_through_the_chain_and_back(tmp_path: Path, name: str, ranks: Ranks) -> None:
     """What any library wrote goes to safetensors, torch_dist, a folder and back; all fingerprints stay the same."""
     source, expected = make_source(tmp_path, name, ranks)
     for number, to in enumerate(("safetensors", "torch_dist", "hf", "torch_dist", "safetensors")):

@@ -33,7 +33,7 @@ from tests.tables import in_proof, table
 if TYPE_CHECKING:
     from shardckpt.maintenance.remove import RemovalReport
     from tests.backends import Backend
-    from tests.ranks import RankPool
+    from tests.ranks import Ranks
 
 #: What names the keys of a checkpoint of ours.
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -205,7 +205,7 @@ def _remove(path: str) -> dict[str, Any]:
 
 @backends.both_in_proof
 @pytest.mark.parametrize("world", [2, *in_proof(1, 4)])
-def test_our_own_at_any_world_size(ranks: RankPool, tmp_path: Path, world: int) -> None:
+def test_our_own_at_any_world_size(ranks: Ranks, tmp_path: Path, world: int) -> None:
     """All ranks call; every digest in the renewed record holds, and nothing is missing or unexpected in a load."""
     ranks.run(world, save, str(tmp_path / "c"))
     rows = torch.arange(24.0).view(8, 3)
@@ -233,7 +233,7 @@ def test_without_a_process_group(tmp_path: Path) -> None:
     assert {file.name: file.keys for file in after.files}[backends.data_file(0)] == 2  # model.w and rng
 
 
-def test_hinted_files_go_as_a_whole(ranks: RankPool, tmp_path: Path) -> None:
+def test_hinted_files_go_as_a_whole(ranks: Ranks, tmp_path: Path) -> None:
     """What was saved with a separation hint frees its bytes: the files of its own are gone, record and all."""
     path = tmp_path / "c"
     ranks.run(2, save_hinted, str(path))
@@ -301,7 +301,7 @@ def _error_of_removal(path: str, *prefixes: str) -> tuple[str, str]:
 
 
 @backends.both_in_proof
-def test_errors_are_the_same_on_all_ranks(ranks: RankPool, tmp_path: Path) -> None:
+def test_errors_are_the_same_on_all_ranks(ranks: Ranks, tmp_path: Path) -> None:
     """No checkpoint there, or prefixes that differ: every rank raises the same, and no rank is left behind."""
     path = golden("0.16.1", tmp_path)
     before = files_of(path)
@@ -528,7 +528,7 @@ def _reported(path: str, prefix: str) -> RemovalReport:
     return dc.remove_sharded_tensors(path, prefix, dry_run=True)
 
 
-def test_all_ranks_get_the_report(ranks: RankPool, tmp_path: Path) -> None:
+def test_all_ranks_get_the_report(ranks: Ranks, tmp_path: Path) -> None:
     """The main rank works, and every rank returns what it found."""
     path = golden("0.16.1", tmp_path)
     first, second = ranks.run(2, _reported, str(path), "grid")

@@ -16,7 +16,7 @@ from shardckpt.mapping import ShardedObject, ShardedTensor
 from tests.tables import in_proof
 
 if TYPE_CHECKING:
-    from tests.ranks import RankPool
+    from tests.ranks import Ranks
 
 
 def _values() -> dict[str, torch.Tensor]:
@@ -44,7 +44,7 @@ def _fingerprint_sharded(axis: int) -> dict[str, str]:
 
 @pytest.mark.parametrize("world", [2, *in_proof(1, 4)])
 @pytest.mark.parametrize("axis", [0, 1])
-def test_it_does_not_depend_on_ranks_or_sharding(ranks: RankPool, world: int, axis: int) -> None:
+def test_it_does_not_depend_on_ranks_or_sharding(ranks: Ranks, world: int, axis: int) -> None:
     """Rows or columns of 1, 2 and 4 ranks have the fingerprints of the plain tensors of one process, on every rank."""
     expected = shardckpt.fingerprint(_values())
     assert list(expected) == sorted(_values())

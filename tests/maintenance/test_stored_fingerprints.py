@@ -24,7 +24,7 @@ from tests.tables import table
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from tests.ranks import RankPool
+    from tests.ranks import Ranks
 
 
 def _state() -> dict[str, ShardedTensor]:
@@ -91,7 +91,7 @@ def _save_all(folder: str) -> None:
 
 
 @pytest.mark.parametrize("world", [2])
-def test_all_saves_of_several_ranks_store_the_same(ranks: RankPool, world: int, tmp_path: Path) -> None:
+def test_all_saves_of_several_ranks_store_the_same(ranks: Ranks, world: int, tmp_path: Path) -> None:
     """All backends and layouts, rows or columns, foreground or background: the fingerprints of the whole tensors."""
     ranks.run(world, _save_all, str(tmp_path))
     values = {"w": torch.arange(70.0 * 300).view(70, 300).sin(), "small": torch.tensor(3), "tied": torch.ones(8)}

@@ -16,7 +16,7 @@ from tests.tables import in_proof, table
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from tests.ranks import RankPool
+    from tests.ranks import RankPool, Ranks
 
 
 def _clean(folder: str, limit: Any, shared: bool = True) -> None:
@@ -179,7 +179,7 @@ def test_a_url_is_cleaned(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("world_size", [2, *in_proof(1, 4)])
-def test_the_main_rank_removes_for_all(ranks: RankPool, tmp_path: Path, world_size: int) -> None:
+def test_the_main_rank_removes_for_all(ranks: Ranks, tmp_path: Path, world_size: int) -> None:
     """On a file system that all ranks share, each checkpoint is removed once, and all ranks go on together."""
     folders.save_all(tmp_path, 1, 2, 3, 4)
     ranks.run(world_size, _clean, str(tmp_path), 2)
@@ -196,7 +196,7 @@ def test_each_nodes_first_rank_removes_there(gloo_ranks: RankPool, tmp_path: Pat
     assert folders.names_in(tmp_path / "others") == {"step-1", "step-2"}
 
 
-def test_ranks_that_do_not_know_their_place_are_told(ranks: RankPool, tmp_path: Path) -> None:
+def test_ranks_that_do_not_know_their_place_are_told(ranks: Ranks, tmp_path: Path) -> None:
     """Without LOCAL_RANK no one can say who removes: an error, on all ranks, that says what sets it."""
     for kind, message in ranks.run(2, _clean_without_local_rank, str(tmp_path)):
         assert kind == "CheckpointingException"
@@ -204,7 +204,7 @@ def test_ranks_that_do_not_know_their_place_are_told(ranks: RankPool, tmp_path: 
         assert "torchrun sets it" in message
 
 
-def test_an_error_on_the_main_rank_is_everyones(ranks: RankPool, tmp_path: Path) -> None:
+def test_an_error_on_the_main_rank_is_everyones(ranks: Ranks, tmp_path: Path) -> None:
     """Where the folder cannot be listed no rank waits for another: all raise the same."""
     (tmp_path / "file").touch()
     errors = ranks.run(4, _error, str(tmp_path / "file"), 1)
@@ -213,7 +213,7 @@ def test_an_error_on_the_main_rank_is_everyones(ranks: RankPool, tmp_path: Path)
     assert "rank 0, in 'removing old checkpoints': cannot list" in errors[0][1]
 
 
-def test_ranks_with_different_limits_are_told(ranks: RankPool, tmp_path: Path) -> None:
+def test_ranks_with_different_limits_are_told(ranks: Ranks, tmp_path: Path) -> None:
     """A limit that is not the same on all ranks is an error on all, and nothing is removed."""
     folders.save_all(tmp_path, 1, 2)
     for kind, message in ranks.run(2, _clean_with_limits, str(tmp_path)):

@@ -14,7 +14,7 @@ from tests.tables import table
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from tests.ranks import RankPool
+    from tests.ranks import Ranks
 
 
 class Model(torch.nn.Module):
@@ -54,7 +54,7 @@ def test_the_last_save_lacks_what_is_excluded(tmp_path: Path, in_hf: bool) -> No
     _last_save_and_start(tmp_path, in_hf)
 
 
-def test_ranks_leave_out_the_same(ranks: RankPool, tmp_path: Path) -> None:
+def test_ranks_leave_out_the_same(ranks: Ranks, tmp_path: Path) -> None:
     """On two ranks, too."""
     ranks.run(2, _seeded, tmp_path)
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from tests.ranks import RankPool
+    from tests.ranks import Ranks
 
 
 def _progress(step: int = 0) -> Progress:
@@ -143,13 +143,13 @@ def _unlike(folder: str, what: str) -> str:
 
 
 @pytest.mark.parametrize("what", ["interval", "load_only", "save_on_sigterm", "states", "wrong"])
-def test_ranks_must_be_told_the_same(ranks: RankPool, tmp_path: Path, what: str) -> None:
+def test_ranks_must_be_told_the_same(ranks: Ranks, tmp_path: Path, what: str) -> None:
     """Ranks with other configurations or states are told when the manager is made: later they would not meet."""
     (message,) = set(ranks.run(2, _unlike, str(tmp_path), what))
     assert ("is of type object" if what == "wrong" else f"disagree on {what}") in message
 
 
-def test_a_manager_is_made_by_all_ranks(ranks: RankPool, tmp_path: Path) -> None:
+def test_a_manager_is_made_by_all_ranks(ranks: Ranks, tmp_path: Path) -> None:
     """One that was made before the process group is told so, instead of every rank taking itself for the only one."""
     (message,) = set(ranks.run(2, _made_too_early, str(tmp_path)))
     assert "after torch.distributed.init_process_group" in message

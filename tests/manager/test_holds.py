@@ -40,7 +40,7 @@ from tests.tables import table
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from tests.ranks import RankPool
+    from tests.ranks import Ranks
 
 NEWEST = [KeepLatest(1)]
 #: A process of another host: nobody here knows whether it is alive.
@@ -339,7 +339,7 @@ def _discard(folder: str, step: int) -> tuple[Any, list[int]]:
         return said, manager.steps()
 
 
-def test_what_came_after_a_rewind_is_discarded(ranks: RankPool, tmp_path: Path) -> None:
+def test_what_came_after_a_rewind_is_discarded(ranks: Ranks, tmp_path: Path) -> None:
     """All ranks learn which steps are gone; the pointer names the newest that is left; a restart loads that one."""
     folders.save_all(tmp_path, 10, 20, 30, 40)
     assert ranks.run(2, _discard, str(tmp_path), 20) == [([30, 40], [10, 20])] * 2
@@ -347,7 +347,7 @@ def test_what_came_after_a_rewind_is_discarded(ranks: RankPool, tmp_path: Path) 
     assert ranks.run(2, _discard, str(tmp_path), 20) == [([], [10, 20])] * 2
 
 
-def test_a_discard_that_would_lose_something_removes_nothing(ranks: RankPool, tmp_path: Path) -> None:
+def test_a_discard_that_would_lose_something_removes_nothing(ranks: Ranks, tmp_path: Path) -> None:
     """Held later steps, and a rewind to before the first checkpoint, are the same error on all ranks."""
     folders.save_all(tmp_path, 10, 20, 30)
     pin_step(tmp_path, 20, "paper")

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-    from tests.ranks import RankPool
+    from tests.ranks import RankPool, Ranks
 
 #: For what is done after the writing: the process, which takes seconds to start, in CI.
 THREAD_FIRST = pytest.mark.parametrize("mode", ["async", pytest.param("async_with_pinned_mem", marks=pytest.mark.ci)])
@@ -60,7 +60,7 @@ def test_a_resumed_run_is_the_run_without_an_interruption(
 @pytest.mark.parametrize(
     ("saved", "loaded", "strategy"), [(4, 2, ("torch_dist", 1)), (2, 4, "torch_dist"), (2, 1, ("ep", 1)), (1, 2, None)]
 )
-def test_another_number_of_ranks_loads(ranks: RankPool, tmp_path: Path, saved: int, loaded: int, strategy: Any) -> None:
+def test_another_number_of_ranks_loads(ranks: Ranks, tmp_path: Path, saved: int, loaded: int, strategy: Any) -> None:
     """Weights, moments and counters are the same at any world size; loaders go by their reshard function."""
     config = {"strategy": strategy}
     (expected, *_) = ranks.run(saved, jobs.trained, str(tmp_path), 4, config)
@@ -68,7 +68,7 @@ def test_another_number_of_ranks_loads(ranks: RankPool, tmp_path: Path, saved: i
         assert all(map(torch.equal, found, expected))
 
 
-def test_what_is_each_ranks_own_is_not_loaded_by_other_ranks(ranks: RankPool, tmp_path: Path) -> None:
+def test_what_is_each_ranks_own_is_not_loaded_by_other_ranks(ranks: Ranks, tmp_path: Path) -> None:
     """A loader without a reshard function is an error at another world size that says what to do."""
     ranks.run(4, jobs.trained, str(tmp_path), 2, {})
     messages = set(ranks.run(2, jobs.load_error, str(tmp_path), {}))
@@ -79,7 +79,7 @@ def test_what_is_each_ranks_own_is_not_loaded_by_other_ranks(ranks: RankPool, tm
     assert ranks.run(2, jobs.load_outcome, str(tmp_path), excluding) == [(2, [])] * 2
 
 
-def test_what_is_each_ranks_own_is_not_saved_as_if_all_had_it(ranks: RankPool, tmp_path: Path) -> None:
+def test_what_is_each_ranks_own_is_not_saved_as_if_all_had_it(ranks: Ranks, tmp_path: Path) -> None:
     """A state that differs between ranks, not wrapped in PerRank, is an error: one rank's would be kept silently."""
     (message,) = set(ranks.run(2, jobs.own_state_without_wrapper, str(tmp_path)))
     assert "dataloader" in message
@@ -93,7 +93,7 @@ def test_staging_memory_is_not_overwritten(tmp_path: Path, mode: str) -> None:
 
 
 @pytest.mark.ci
-def test_a_dead_writer_is_known_at_once(ranks: RankPool, tmp_path: Path) -> None:
+def test_a_dead_writer_is_known_at_once(ranks: Ranks, tmp_path: Path) -> None:
     """The call after the writer's death raises on all ranks, and the step can be saved again."""
     results = ranks.run(2, jobs.dead_worker, str(tmp_path))
     assert results[0] == results[1]
@@ -103,7 +103,7 @@ def test_a_dead_writer_is_known_at_once(ranks: RankPool, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("at_close", [False, True], ids=["next call", "close"])
-def test_an_error_in_the_background_is_raised(ranks: RankPool, tmp_path: Path, at_close: bool) -> None:
+def test_an_error_in_the_background_is_raised(ranks: Ranks, tmp_path: Path, at_close: bool) -> None:
     """What goes wrong behind the training is raised on all ranks by the next call, or by close; nothing is left."""
     (message, left), (other, _) = ranks.run(2, jobs.failing_save, str(tmp_path), at_close)
     assert message == other
@@ -113,13 +113,13 @@ def test_an_error_in_the_background_is_raised(ranks: RankPool, tmp_path: Path, a
 
 
 @THREAD_FIRST
-def test_close_waits(ranks: RankPool, tmp_path: Path, mode: str) -> None:
+def test_close_waits(ranks: Ranks, tmp_path: Path, mode: str) -> None:
     """When close has returned, what was saved is whole in its place, whatever the mode; nothing is saved after it."""
     assert ranks.run(2, jobs.closed_without_wait, str(tmp_path), mode) == [{"step-1"}] * 2
 
 
 @THREAD_FIRST
-def test_the_last_save_has_no_side_effects(ranks: RankPool, tmp_path: Path, mode: str) -> None:
+def test_the_last_save_has_no_side_effects(ranks: Ranks, tmp_path: Path, mode: str) -> None:
     """The model alone, cast, with integers as they are; the training's own states stay, and full saves go on."""
     config = {"async_mode": mode, "export_dtype": "bfloat16"}
     for dtypes, steps, sizes in ranks.run(2, jobs.after_the_last_step, str(tmp_path), config):
@@ -139,7 +139,7 @@ def test_integers_and_buffers_are_not_cast(tmp_path: Path) -> None:
     assert {tensor.dtype for tensor in stored.values()} == {torch.bfloat16}
 
 
-def test_an_explicit_step_that_is_missing_is_an_error(ranks: RankPool, tmp_path: Path) -> None:
+def test_an_explicit_step_that_is_missing_is_an_error(ranks: Ranks, tmp_path: Path) -> None:
     """It names the step and those that are there; training does not begin from scratch by itself."""
     ranks.run(2, jobs.trained, str(tmp_path), 4, {})
     for config, step in (({"load_step": 3}, -1), ({}, 3)):
@@ -148,14 +148,14 @@ def test_an_explicit_step_that_is_missing_is_an_error(ranks: RankPool, tmp_path:
         assert "2, 4" in message
 
 
-def test_ranks_that_want_different_steps_are_told(ranks: RankPool, tmp_path: Path) -> None:
+def test_ranks_that_want_different_steps_are_told(ranks: Ranks, tmp_path: Path) -> None:
     """The same error on all ranks names both."""
     ranks.run(2, jobs.trained, str(tmp_path), 4, {})
     (message,) = set(ranks.run(2, jobs.disagreeing, str(tmp_path)))
     assert "ranks disagree on step" in message
 
 
-def test_one_rank_looks_for_all(ranks: RankPool, tmp_path: Path) -> None:
+def test_one_rank_looks_for_all(ranks: Ranks, tmp_path: Path) -> None:
     """What the main rank finds is what all load, whatever a slow file system shows the others."""
     ranks.run(2, jobs.trained, str(tmp_path), 4, {})
     assert ranks.run(2, jobs.one_rank_sees_nothing, str(tmp_path)) == [4, 4]
@@ -163,7 +163,7 @@ def test_one_rank_looks_for_all(ranks: RankPool, tmp_path: Path) -> None:
 
 @backends.both_in_proof
 @pytest.mark.parametrize("damage", ["bytes", "missing", "marker"])
-def test_the_newest_damaged_one_is_skipped(ranks: RankPool, tmp_path: Path, damage: str) -> None:
+def test_the_newest_damaged_one_is_skipped(ranks: Ranks, tmp_path: Path, damage: str) -> None:
     """A warning names it and all ranks load the one before, also where the damage is found only by reading."""
     ranks.run(2, jobs.trained, str(tmp_path), 6, {})
     newest = tmp_path / "step-6"
@@ -182,7 +182,7 @@ def test_the_newest_damaged_one_is_skipped(ranks: RankPool, tmp_path: Path, dama
 
 
 @backends.both_in_proof
-def test_damage_everywhere_is_an_error(ranks: RankPool, tmp_path: Path) -> None:
+def test_damage_everywhere_is_an_error(ranks: Ranks, tmp_path: Path) -> None:
     """Where every checkpoint is damaged, training does not begin anew by itself."""
     ranks.run(2, jobs.trained, str(tmp_path), 4, {})
     for path in tmp_path.glob(f"step-*/{backends.current().data_files}"):
@@ -219,7 +219,7 @@ def test_foreign_names_are_left_alone(tmp_path: Path) -> None:
 
 
 @THREAD_FIRST
-def test_retention(ranks: RankPool, tmp_path: Path, mode: str) -> None:
+def test_retention(ranks: Ranks, tmp_path: Path, mode: str) -> None:
     """The newest k stay, every n-th, and the best; what a rank lists is what is whole."""
     config = {"async_mode": mode, "interval": 1, "keep_latest_k": 2, "keep_every_n_steps": 4}
     ranks.run(2, jobs.unbroken, str(tmp_path), 10, config)
@@ -271,7 +271,7 @@ def _retained(folder: str, steps: list[int]) -> list[int]:
     return manager.steps()
 
 
-def test_policies_keep_over_restarts(ranks: RankPool, tmp_path: Path) -> None:
+def test_policies_keep_over_restarts(ranks: Ranks, tmp_path: Path) -> None:
     """Pinned, best and chosen steps outlive the runs that saved them: the main rank's metrics come from the disk."""
     assert ranks.run(2, _retained, str(tmp_path), list(range(1, 9))) == [[2, 3, 4, 6, 8]] * 2
 
@@ -410,7 +410,7 @@ def test_more_modules_beside_the_model(tmp_path: Path) -> None:
     assert torch.equal(fresh.weight, saved.weight)
 
 
-def test_the_seed_checkpoint(ranks: RankPool, tmp_path: Path) -> None:
+def test_the_seed_checkpoint(ranks: Ranks, tmp_path: Path) -> None:
     """Step 0 has the model alone, saved by one process; a run of any size begins with it, and all else afresh."""
     training = Training(tmp_path, create_seed_checkpoint=True)
     with training.manager as manager:
@@ -495,7 +495,7 @@ def test_a_checkpoint_of_the_model_alone_is_not_taken_for_all(tmp_path: Path) ->
     assert all(map(torch.equal, jobs.weights(model)[:4], jobs.weights(training)[:4]))
 
 
-def test_hugging_face_at_the_end_and_at_the_beginning(ranks: RankPool, tmp_path: Path) -> None:
+def test_hugging_face_at_the_end_and_at_the_beginning(ranks: Ranks, tmp_path: Path) -> None:
     """The last step is exported beside its checkpoint; a new run begins with that folder."""
     config = {"last_save_in_hf": True, "export_dtype": "bfloat16"}
     ranks.run(2, jobs.after_the_last_step, str(tmp_path / "a"), config)

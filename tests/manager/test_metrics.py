@@ -16,7 +16,7 @@ from tests.tables import table
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from tests.ranks import RankPool
+    from tests.ranks import Ranks
 
 
 def _saved(folder: str) -> list[str]:
@@ -34,7 +34,7 @@ def _saved(folder: str) -> list[str]:
     return said
 
 
-def test_each_rank_may_have_its_own_metrics(ranks: RankPool, tmp_path: Path) -> None:
+def test_each_rank_may_have_its_own_metrics(ranks: Ranks, tmp_path: Path) -> None:
     """The main rank's are stored, and no rank warns of it: a loss is different on every rank."""
     assert ranks.run(2, _saved, str(tmp_path)) == [[], []]
     assert steps_of(tmp_path).inspect_step(1).metrics == {"loss": 0.5}
@@ -59,7 +59,7 @@ def _with_a_wrong_metric(folder: str) -> tuple[str, list[int]]:
     raise AssertionError("saved")
 
 
-def test_a_wrong_metric_on_one_rank(ranks: RankPool, tmp_path: Path) -> None:
+def test_a_wrong_metric_on_one_rank(ranks: Ranks, tmp_path: Path) -> None:
     """Is the same error on all ranks, and the next save works."""
     first, second = ranks.run(2, _with_a_wrong_metric, str(tmp_path))
     assert first == second

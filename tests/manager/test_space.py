@@ -17,7 +17,7 @@ from shardckpt.manager.garbage_collection import GarbageCollector
 from tests.faults.disks import small_disk
 
 if TYPE_CHECKING:
-    from tests.ranks import RankPool
+    from tests.ranks import Ranks
 
 
 def _make_manager(folder: Path | str, **options: Any) -> CheckpointManager:
@@ -94,7 +94,7 @@ def _fill_the_disk(directory: str, options: dict[str, Any], pinned: bool) -> str
 )
 @pytest.mark.ci
 def test_the_error_names_the_steps_that_retention_would_free(
-    ranks: RankPool, tmp_path: Path, options: dict[str, Any], pinned: bool, text: str
+    ranks: Ranks, tmp_path: Path, options: dict[str, Any], pinned: bool, text: str
 ) -> None:
     """Every rank gets the same error, with the steps that the new one would replace; the training can go on."""
     with small_disk(tmp_path / "disk", "1500k") as disk:

@@ -22,7 +22,7 @@ from tests.tables import in_proof, table
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from tests.ranks import RankPool
+    from tests.ranks import Ranks
 
 
 def _agree(folder: str, step: int = -1, **options: Any) -> int | None:
@@ -45,7 +45,7 @@ def _with_own_view(folder: str) -> int | None:
 
 @backends.both_in_proof
 @pytest.mark.parametrize("world_size", [2, *in_proof(1, 4)])
-def test_all_ranks_get_the_newest_step(ranks: RankPool, tmp_path: Path, world_size: int) -> None:
+def test_all_ranks_get_the_newest_step(ranks: Ranks, tmp_path: Path, world_size: int) -> None:
     """By number, and none where there is none; what is no checkpoint is passed over."""
     assert ranks.run(world_size, _agree, str(tmp_path / "new")) == [None] * world_size
     folders.save_all(tmp_path, 9, 10, 2)
@@ -56,7 +56,7 @@ def test_all_ranks_get_the_newest_step(ranks: RankPool, tmp_path: Path, world_si
 
 
 @backends.both_in_proof
-def test_one_rank_looks_and_the_others_hear(ranks: RankPool, tmp_path: Path) -> None:
+def test_one_rank_looks_and_the_others_hear(ranks: Ranks, tmp_path: Path) -> None:
     """Ranks that see another listing than the main rank, as on slow file systems, get the same answer."""
     folders.save(tmp_path, 4)
     assert ranks.run(3, _with_own_view, str(tmp_path)) == [4, 4, 4]
@@ -98,7 +98,7 @@ def test_damage_does_not_begin_the_training_anew(tmp_path: Path) -> None:
 
 
 @backends.both_in_proof
-def test_what_nothing_reads_is_not_passed_over(ranks: RankPool, tmp_path: Path) -> None:
+def test_what_nothing_reads_is_not_passed_over(ranks: Ranks, tmp_path: Path) -> None:
     """A newest checkpoint that needs another plugin is an error on all ranks: an older one would lose steps."""
     folders.save_all(tmp_path, 1, 2)
     folders.say_backend(tmp_path / "step-2", "nobodys", 1)
@@ -111,7 +111,7 @@ def test_what_nothing_reads_is_not_passed_over(ranks: RankPool, tmp_path: Path) 
 
 
 @backends.both_in_proof
-def test_a_certain_step_that_is_missing_is_an_error(ranks: RankPool, tmp_path: Path) -> None:
+def test_a_certain_step_that_is_missing_is_an_error(ranks: Ranks, tmp_path: Path) -> None:
     """All ranks raise it, and it lists the steps that there are."""
     folders.save_all(tmp_path, 1, 20)
     errors = ranks.run(2, _error, str(tmp_path), 7)
@@ -172,7 +172,7 @@ def test_an_interrupted_overwrite_is_explained(tmp_path: Path) -> None:
 
 
 @backends.both_in_proof
-def test_ranks_that_ask_for_different_steps_are_told(ranks: RankPool, tmp_path: Path) -> None:
+def test_ranks_that_ask_for_different_steps_are_told(ranks: Ranks, tmp_path: Path) -> None:
     """All raise the same error, which names the ranks."""
     folders.save_all(tmp_path, 0, 1)
     for kind, message in ranks.run(2, _disagree, str(tmp_path)):

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from tests.ranks import RankPool
+    from tests.ranks import Ranks
 
 STEPS = (1, 2, 3)
 
@@ -86,7 +86,7 @@ def _save_first(folder: str) -> None:
 
 @folders.PLACES
 @pytest.mark.parametrize("mode", ["disabled", pytest.param("async", marks=pytest.mark.ci)])
-def test_all_ranks_learn_what_holds_a_step(ranks: RankPool, tmp_path: Path, place: str, mode: str) -> None:
+def test_all_ranks_learn_what_holds_a_step(ranks: Ranks, tmp_path: Path, place: str, mode: str) -> None:
     """The error is the same on every rank, before anything is written, also of a save in the background."""
     folder = place.format(tmp_path / "run")
     ranks.run(2, _save_first, folder)

@@ -20,7 +20,7 @@ from shardckpt.optimizer.layout import match_axes
 from shardckpt.optimizer_state import load_sharded_optimizer_state_dict
 from tests.adapters.layouts import S0, S1, SHAPES, SS0, Meshes, R, layouts, values, world
 from tests.adapters.test_torch_sharded import MAKERS, SHAPE, _local
-from tests.ranks import RankError
+from tests.ranks import RankError, Ranks
 
 if TYPE_CHECKING:
     from tests.ranks import RankPool
@@ -86,7 +86,7 @@ def _named() -> dict[str, tuple[int, ...]]:
 
 
 @pytest.mark.parametrize("count", [1, 3, pytest.param(4, marks=pytest.mark.ci)])
-def test_state_has_the_layout_of_its_parameter(ranks: RankPool, tmp_path: Path, count: int) -> None:
+def test_state_has_the_layout_of_its_parameter(ranks: Ranks, tmp_path: Path, count: int) -> None:
     """A DTensor's state is a DTensor of its mesh and placements, strided, uneven and hybrid ones too, and is right."""
     _save(tmp_path / "ckpt", _named())
 
@@ -115,7 +115,7 @@ def _factored(directory: Path) -> dict[str, Any]:
     return {f"{n}.{s}": value.placements for n, slots in found.items() for s, value in slots.items() if s != "step"}
 
 
-def test_factored_state_keeps_the_axes_that_it_has_left(ranks: RankPool, tmp_path: Path) -> None:
+def test_factored_state_keeps_the_axes_that_it_has_left(ranks: Ranks, tmp_path: Path) -> None:
     """With ``shard_factored``, rows follow the sharded rows, columns the columns; what is ambiguous is replicated."""
     found = ranks.run(4, _factored, tmp_path / "ckpt")[0]
 
@@ -159,7 +159,7 @@ def _some_ranks(directory: Path) -> list[float]:
     return slots["exp_avg"].to_local()[:, 0].tolist()  # type: ignore[no-any-return]
 
 
-def test_ranks_outside_a_mesh_hold_nothing(ranks: RankPool, tmp_path: Path) -> None:
+def test_ranks_outside_a_mesh_hold_nothing(ranks: Ranks, tmp_path: Path) -> None:
     """Where a mesh has some of the ranks, these get their parts, others an empty one; a subgroup can load alone."""
     _save(tmp_path / "ckpt", {"w": (8, 4)})
 
@@ -181,7 +181,7 @@ def _torch_sharded(kind: str, directory: Path) -> None:
 
 
 @pytest.mark.parametrize(("kind", "count"), [("rows", 3), ("nested", 4), ("hybrid", 4)])
-def test_state_of_torchs_sharded_tensors(ranks: RankPool, tmp_path: Path, kind: str, count: int) -> None:
+def test_state_of_torchs_sharded_tensors(ranks: Ranks, tmp_path: Path, kind: str, count: int) -> None:
     """Several local shards or none, one inside another, a group of some ranks: state has the parameter's shards."""
     _save(tmp_path / "ckpt", {"w": SHAPE})
     ranks.run(count, _torch_sharded, kind, tmp_path / "ckpt")
@@ -197,7 +197,7 @@ def _refused(directory: Path) -> None:
     _load(directory, {"w": param})
 
 
-def test_a_partial_parameter_is_refused_on_all_ranks(ranks: RankPool, tmp_path: Path) -> None:
+def test_a_partial_parameter_is_refused_on_all_ranks(ranks: Ranks, tmp_path: Path) -> None:
     """A placement of which nothing can be stored, on one rank, is the same error on every rank."""
     _save(tmp_path / "ckpt", {"w": (8, 4)})
     outcomes = ranks.outcomes(2, _refused, tmp_path / "ckpt")
@@ -258,7 +258,7 @@ def test_state_of_plain_parameters_is_plain(tmp_path: Path) -> None:
             assert torch.equal(found[name][slot], expected)
 
 
-def test_many_pieces_of_a_tensor_are_put_together(ranks: RankPool, tmp_path: Path) -> None:
+def test_many_pieces_of_a_tensor_are_put_together(ranks: Ranks, tmp_path: Path) -> None:
     """What other ranks stored as columns is read as rows: each of them reads from every piece."""
     shards = [
         OurShardedTensor.from_rank_offsets("optimizer.state.w.exp_avg", values((8, 6))[:, 2 * n : 2 * n + 2], (1, n, 3))
@@ -278,7 +278,7 @@ def _rows_of(directory: Path) -> torch.Tensor:
 @pytest.mark.parametrize("has_model", [True, False])
 @pytest.mark.parametrize("sharded", [True, False], ids=["DTensor", "plain"])
 def test_state_of_another_shape_than_its_parameter_is_refused(
-    ranks: RankPool, tmp_path: Path, has_model: bool, sharded: bool
+    ranks: Ranks, tmp_path: Path, has_model: bool, sharded: bool
 ) -> None:
     """A moment that was saved for a parameter of another shape is an error at load, not at the first step."""
     saved: dict[str, Any] = {"optimizer": {"state": {"weight": {"exp_avg": torch.zeros(10, 6)}}}}

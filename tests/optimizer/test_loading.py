@@ -29,7 +29,7 @@ from tests.tables import table
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from tests.ranks import RankPool
+    from tests.ranks import RankPool, Ranks
 
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
@@ -121,7 +121,7 @@ def _narrowed(whole: torch.Tensor, offset: Any, shape: Any) -> torch.Tensor:
     return whole[tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))]
 
 
-def test_plain_layouts_have_the_values_that_torchs_function_gives(ranks: RankPool, tmp_path: Path) -> None:
+def test_plain_layouts_have_the_values_that_torchs_function_gives(ranks: Ranks, tmp_path: Path) -> None:
     """On 3 ranks, nested and flattened: every row that torch gives a rank is in our plain tensors, and options too."""
     ranks.run(3, _against_torch, tmp_path)
 
@@ -260,7 +260,7 @@ def _named_key(directory: Path) -> None:
     load_sharded_optimizer_state_dict(get_model_state_dict(model), f"optim{dist.get_rank()}", directory)
 
 
-def test_ranks_must_mean_the_same_optimizer(ranks: RankPool, tmp_path: Path) -> None:
+def test_ranks_must_mean_the_same_optimizer(ranks: Ranks, tmp_path: Path) -> None:
     """Another key on another rank is the same error on all of them."""
     model, optimizer = _job()
     dist_checkpointing.save(to_sharded_state_dict(model, optimizer), tmp_path / "ckpt")

@@ -20,7 +20,7 @@ from tests.adapters.test_modules import _parallel
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from tests.ranks import RankPool
+    from tests.ranks import Ranks
 
 BEFORE, AFTER = 2, 2
 #: What state of a weight is, by the way in which the model is spread.
@@ -62,7 +62,7 @@ def _resume(folder: Path) -> dict[str, list[float]]:
 
 
 @pytest.mark.ci
-def test_one_parallelism_goes_on_as_another(ranks: RankPool, tmp_path: Path) -> None:
+def test_one_parallelism_goes_on_as_another(ranks: Ranks, tmp_path: Path) -> None:
     """FSDP1, FSDP2 over tensor parallelism, hybrid sharding and DDP, each with what another saved, by 4 ranks or 2."""
     expected = ranks.run(4, _save_and_go_on, tmp_path)[0]
 

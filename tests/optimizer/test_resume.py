@@ -22,7 +22,7 @@ from tests.optimizer.models import OPTIMIZERS, made_model, parameters, started, 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from tests.ranks import RankPool
+    from tests.ranks import Ranks
 
 pytestmark = pytest.mark.ci  # 18 s of trainings; the default run has AdamW's in tests/adapters/test_modules.py
 
@@ -98,7 +98,7 @@ def _assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tens
 
 
 @pytest.fixture(scope="module")
-def runs(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Run]]:
+def runs(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Run]]:
     """The job of 4 ranks; resumed by 1 and by 2; and what the 2 saved resumed by 4."""
     folder = tmp_path_factory.mktemp("jobs")
     first, second = folder / "first", folder / "second"

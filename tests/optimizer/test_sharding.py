@@ -21,7 +21,7 @@ from shardckpt.optimizer import (
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from tests.ranks import RankPool
+    from tests.ranks import Ranks
 
 WHOLE = {"columns": (8, 6), "rows": (6, 8), "glu": (16, 4), "bias": (6,)}
 AXES = {"columns": 0, "rows": 1}
@@ -98,7 +98,7 @@ def _load(path: str) -> None:
             assert torch.equal(state[part], value), (name, part)
 
 
-def test_adam_saved_at_2_ranks_goes_on_at_1_2_and_4(ranks: RankPool, tmp_path: Path) -> None:
+def test_adam_saved_at_2_ranks_goes_on_at_1_2_and_4(ranks: Ranks, tmp_path: Path) -> None:
     """Tensor-parallel Adam state, a gated layer by a factory too, is resharded with every value and step right."""
     path = str(tmp_path / "adam")
     ranks.run(2, _save, path)
@@ -138,7 +138,7 @@ def _load_stage(path: str) -> None:
     assert loaded["param_groups"] == [{"lr": 1.0, "params": list(range(len(layers)))}]
 
 
-def test_scalars_and_plain_values_are_kept_for_every_layer(ranks: RankPool, tmp_path: Path) -> None:
+def test_scalars_and_plain_values_are_kept_for_every_layer(ranks: Ranks, tmp_path: Path) -> None:
     """Step counts and state that is no tensor are each layer's own, though other ranks have them under one number."""
     path = str(tmp_path / "stages")
     ranks.run(2, _save_stage, path)
@@ -234,6 +234,6 @@ def _dtensors() -> list[str]:
     return [type(moment.data).__name__, str(tuple(moment.data.shape)), str(moment.global_offset)]
 
 
-def test_dtensors_are_described_by_their_local_parts(ranks: RankPool) -> None:
+def test_dtensors_are_described_by_their_local_parts(ranks: Ranks) -> None:
     """FSDP2's parameters and moments, DTensors, are matched and described by the tensors that each rank holds."""
     assert ranks.run(2, _dtensors) == [["Tensor", "(3,)", "(0,)"], ["Tensor", "(3,)", "(3,)"]]

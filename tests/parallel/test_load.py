@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from shardckpt.mapping import ShardedBase
     from shardckpt.strategy import LoadContext
     from tests.backends import Backend
-    from tests.ranks import RankPool
+    from tests.ranks import RankPool, Ranks
 
 ALGORITHMS = ("broadcast", "gather_rounds", "gather_object", "direct")
 WHOLE = {
@@ -187,7 +187,7 @@ def _load(path: str, tps: int, options: dict[str, Any], grouped: bool = False) -
 
 
 @pytest.fixture(scope="module")
-def checkpoint(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory, backend: Backend) -> str:
+def checkpoint(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory, backend: Backend) -> str:
     """A checkpoint that four ranks have saved."""
     path = str(tmp_path_factory.mktemp("parallel") / "ckpt")
     ranks.run(4, _save, path)
@@ -320,7 +320,7 @@ def _resized(path: str) -> torch.Tensor:
 
 
 @backends.both_in_proof
-def test_padding_is_zero_everywhere(ranks: RankPool, checkpoint: str) -> None:
+def test_padding_is_zero_everywhere(ranks: Ranks, checkpoint: str) -> None:
     """A shard that may differ in shape is the same on the ranks that received it: common region loaded, rest zero."""
     for loaded in ranks.run(2, _resized, checkpoint):
         assert torch.equal(loaded[:24], torch.arange(24 * 32.0).view(24, 32))
@@ -333,7 +333,7 @@ def _damaged(path: str, grouped: bool) -> None:
 
 @backends.both_in_proof
 @pytest.mark.parametrize("grouped", [False, True])
-def test_one_ranks_reading_error_is_everyones(ranks: RankPool, tmp_path: Path, grouped: bool) -> None:
+def test_one_ranks_reading_error_is_everyones(ranks: Ranks, tmp_path: Path, grouped: bool) -> None:
     """Where one rank reads damaged bytes, all ranks raise its error, also those of other groups."""
     path = tmp_path / "c"
     ranks.run(4, _save, str(path))
@@ -368,7 +368,7 @@ def _careless(path: str, wrong: Any) -> None:
 
 @backends.both_in_proof
 @pytest.mark.parametrize("wrong", [torch.zeros(1, 7), None], ids=["shape", "none"])
-def test_what_does_not_fit_is_not_sent(ranks: RankPool, checkpoint: str, wrong: Any) -> None:
+def test_what_does_not_fit_is_not_sent(ranks: Ranks, checkpoint: str, wrong: Any) -> None:
     """A strategy that gives the source a tensor of another shape, or nothing, is an error on all ranks."""
     outcomes = ranks.outcomes(4, _careless, checkpoint, wrong)
     assert {outcome.kind for outcome in outcomes} == {"PluginError"}
@@ -388,7 +388,7 @@ def _own_value(path: str) -> list[str]:
 
 
 @backends.both_in_proof
-def test_strategies_may_give_tensors_of_their_own(ranks: RankPool, checkpoint: str) -> None:
+def test_strategies_may_give_tensors_of_their_own(ranks: Ranks, checkpoint: str) -> None:
     """A strategy that does not fill destinations, nor keeps to the dtype, serves all ranks alike."""
     assert ranks.run(4, _own_value, checkpoint) == [[]] * 4
 
@@ -398,7 +398,7 @@ def _disagree(path: str) -> None:
 
 
 @backends.both_in_proof
-def test_ranks_agree_on_the_algorithm(ranks: RankPool, checkpoint: str) -> None:
+def test_ranks_agree_on_the_algorithm(ranks: Ranks, checkpoint: str) -> None:
     """Ranks that would wait for what others do not send raise before that."""
     outcomes = ranks.outcomes(4, _disagree, checkpoint)
     assert len({outcome.message for outcome in outcomes}) == 1
@@ -412,7 +412,7 @@ def _not_a_member(path: str) -> None:
 
 
 @backends.both_in_proof
-def test_every_rank_needs_a_group_of_its_own(ranks: RankPool, checkpoint: str) -> None:
+def test_every_rank_needs_a_group_of_its_own(ranks: Ranks, checkpoint: str) -> None:
     """A group that a rank does not belong to is an error on all ranks."""
     outcomes = ranks.outcomes(3, _not_a_member, checkpoint)
     assert len({outcome.message for outcome in outcomes}) == 1

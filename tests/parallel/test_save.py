@@ -19,7 +19,7 @@ from tests import backends
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from tests.ranks import RankPool
+    from tests.ranks import Ranks
 
 
 def _state(*, filled: bool = True) -> dict[str, Any]:
@@ -59,7 +59,7 @@ def _bytes_by_rank(path: Path) -> dict[int, int]:
 
 
 @backends.both_in_proof
-def test_copies_share_the_writing(ranks: RankPool, tmp_path: Path) -> None:
+def test_copies_share_the_writing(ranks: Ranks, tmp_path: Path) -> None:
     """With the wrapper all four ranks write about the same, without it two; the content and the caller's ids stay."""
     for grouped in (False, True):
         path = tmp_path / f"parallel-{grouped}"
@@ -79,7 +79,7 @@ def _disagree(path: str) -> None:
 
 
 @backends.both_in_proof
-def test_errors_are_everyones_here_too(ranks: RankPool, tmp_path: Path) -> None:
+def test_errors_are_everyones_here_too(ranks: Ranks, tmp_path: Path) -> None:
     """A rank whose shard does not fit is the same error on all, before anything is written."""
     outcomes = ranks.outcomes(4, _disagree, str(tmp_path / "c"))
     assert len({outcome.message for outcome in outcomes}) == 1
@@ -93,7 +93,7 @@ def _objects() -> int:
 
 
 @backends.both_in_proof
-def test_objects_are_assigned_too(ranks: RankPool) -> None:
+def test_objects_are_assigned_too(ranks: Ranks) -> None:
     """Objects of which all ranks have copies are not left to the main rank."""
     assert ranks.run(4, _objects) == [2, 2, 2, 2]
 
@@ -116,7 +116,7 @@ def _save_again_and_again(path: str) -> None:
 
 
 @backends.both_in_proof
-def test_a_changed_structure_is_saved_in_full(ranks: RankPool, tmp_path: Path) -> None:
+def test_a_changed_structure_is_saved_in_full(ranks: Ranks, tmp_path: Path) -> None:
     """With a kept assignment, what one rank has anew is in the checkpoint, and what all have is still there once."""
     ranks.run(4, _save_again_and_again, str(tmp_path))
     for number in range(5):
@@ -147,7 +147,7 @@ def _gathers() -> list[int]:
 
 
 @backends.both_in_proof
-def test_an_unchanged_structure_is_not_gathered(ranks: RankPool) -> None:
+def test_an_unchanged_structure_is_not_gathered(ranks: Ranks) -> None:
     """Saves of the same structure send no gather; any rank's change makes all assign anew."""
     assert ranks.run(4, _gathers) == [[1, 1, 2, 3, 3]] * 4
 

@@ -29,7 +29,7 @@ from shardckpt.mapping import ShardedObject, ShardedTensor
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from tests.ranks import RankPool
+    from tests.ranks import Ranks
 
 RANKS = 4
 SOURCES = ("huggingface", "manager", "dcp", "torch_dist", "store")
@@ -184,7 +184,7 @@ def _load_tied(folder: str) -> tuple[float, float]:
     return loaded["head"].sum().item(), loaded["norm"].sum().item()
 
 
-def test_tied_tensors_are_read_by_one_rank(ranks: RankPool, tmp_path: Path) -> None:
+def test_tied_tensors_are_read_by_one_rank(ranks: Ranks, tmp_path: Path) -> None:
     """A head that the folder has only as the embedding keeps the embedding's values when one rank reads for all."""
     tmp_path.joinpath("hf").mkdir()
     save_state_dict({"embed": torch.ones(64, 64), "norm": torch.ones(8)}, tmp_path / "hf" / "model.safetensors")
@@ -213,7 +213,7 @@ def _load_differently(folder: str) -> str:
     return ""
 
 
-def test_ranks_that_disagree_are_told(ranks: RankPool, tmp_path: Path) -> None:
+def test_ranks_that_disagree_are_told(ranks: Ranks, tmp_path: Path) -> None:
     """A fully_parallel that differs between ranks is the same error on all, which names it, and not a wait."""
     dc.save({"w": ShardedTensor.from_rank_offsets("w", torch.ones(4))}, tmp_path / "c")
     first, second = ranks.run(2, _load_differently, str(tmp_path / "c"))

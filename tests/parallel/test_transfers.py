@@ -14,7 +14,7 @@ from shardckpt.parallel.transfers import Transfer, check_algorithm, exchange, ex
 from tests.tables import in_proof
 
 if TYPE_CHECKING:
-    from tests.ranks import RankPool
+    from tests.ranks import RankPool, Ranks
 
 DTYPES = (
     torch.float32,
@@ -103,7 +103,7 @@ def _moves(algorithm: str, round_bytes: int) -> tuple[list[str], list[list[int]]
 
 @pytest.mark.parametrize("round_bytes", [32, *in_proof(100, 2**26)])
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_all_kinds_of_tensors_arrive(ranks: RankPool, algorithm: str, round_bytes: int) -> None:
+def test_all_kinds_of_tensors_arrive(ranks: Ranks, algorithm: str, round_bytes: int) -> None:
     """Every dtype, shape and layout arrives bit for bit, whole or in pieces, and no round is larger than allowed."""
     for wrong, rounds in ranks.run(3, _moves, algorithm, round_bytes):
         assert wrong == []
@@ -128,7 +128,7 @@ def _receives(algorithm: str) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize(("algorithm", "everyones"), [("gather_rounds", 0), ("broadcast", 100)])
-def test_shards_go_to_those_who_want_them(ranks: RankPool, algorithm: str, everyones: int) -> None:
+def test_shards_go_to_those_who_want_them(ranks: Ranks, algorithm: str, everyones: int) -> None:
     """A rank receives what it wants and nothing else; what the whole group wants is broadcast if so asked."""
     wanted = [0, 100, 1110, 110]
     received = ranks.run(4, _receives, algorithm)
@@ -144,7 +144,7 @@ def _in_a_subgroup() -> list[float]:
     return tensor.tolist()
 
 
-def test_ranks_are_those_of_the_group(ranks: RankPool) -> None:
+def test_ranks_are_those_of_the_group(ranks: Ranks) -> None:
     """In a sub-group its own numbers count, whatever the ranks are called in the whole job."""
     assert [values[0] for values in ranks.run(4, _in_a_subgroup)] == [2.0, 3.0, 2.0, 3.0]
 
@@ -154,7 +154,7 @@ def _with_one_tensor_too_few() -> None:
     exchange([Transfer((2,), torch.float32, 0, (1,))], [torch.zeros(2)] if comm.rank == 0 else [], comm, "broadcast")
 
 
-def test_an_error_before_the_exchange_is_everyones(ranks: RankPool) -> None:
+def test_an_error_before_the_exchange_is_everyones(ranks: Ranks) -> None:
     """A rank that cannot take part keeps the others out of the exchange: all raise its error."""
     outcomes = ranks.outcomes(2, _with_one_tensor_too_few)
     assert len({outcome.message for outcome in outcomes}) == 1
@@ -190,7 +190,7 @@ def test_plain_destinations_are_filled_in_place(gloo_ranks: RankPool) -> None:
 
 
 @pytest.mark.parametrize("wrong", [((3, 2), torch.float32), ((2, 3), torch.float64)], ids=["shape", "dtype"])
-def test_what_was_not_agreed_on_is_not_sent(ranks: RankPool, wrong: tuple[Any, ...]) -> None:
+def test_what_was_not_agreed_on_is_not_sent(ranks: Ranks, wrong: tuple[Any, ...]) -> None:
     """A source whose tensor has another shape or dtype than the transfer is the same error on all ranks."""
     outcomes = ranks.outcomes(2, _received, *wrong)
     assert len({outcome.message for outcome in outcomes}) == 1

@@ -21,7 +21,7 @@ from tests.tables import table
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from tests.ranks import RankPool
+    from tests.ranks import Ranks
 
 HERE = re.escape(__file__)
 
@@ -120,7 +120,7 @@ def _fail_on_a_rank(directory: str, phase: bool) -> str:
 
 
 @pytest.mark.parametrize("phase", [False, True])
-def test_every_rank_names_the_same(ranks: RankPool, tmp_path: Path, phase: bool) -> None:
+def test_every_rank_names_the_same(ranks: Ranks, tmp_path: Path, phase: bool) -> None:
     """The rank that failed says whose code it was, and all ranks raise that, through a wrapper, too."""
     [text] = set(ranks.run(2, _fail_on_a_rank, str(tmp_path / "c"), phase))
     assert re.match(rf"rank 1, in '\w+', {text_of(Fails)}KeyError", text), text

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from tests.ranks import RankPool
+    from tests.ranks import Ranks
 
 DATA = "state.json"
 
@@ -515,7 +515,7 @@ def _refused_on_a_rank(path: str) -> tuple[str, str]:
     return type(caught.value).__name__, str(caught.value)
 
 
-def test_every_rank_gets_the_same_refusal(ranks: RankPool, tmp_path: Path) -> None:
+def test_every_rank_gets_the_same_refusal(ranks: Ranks, tmp_path: Path) -> None:
     """The gate's verdict is one for all ranks, whether the main rank finds it or every rank does."""
     (tmp_path / "unknown").mkdir()
     (tmp_path / "unknown" / "metadata.json").write_text('{"sharded_backend": "tensorstore"}')

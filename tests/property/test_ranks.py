@@ -22,7 +22,7 @@ from tests.property.search import drawn, for_all
 from tests.tables import in_proof
 
 if TYPE_CHECKING:
-    from tests.ranks import RankPool
+    from tests.ranks import Ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 
@@ -75,7 +75,7 @@ def _load(path: str, batch: SaveLoadCase, route: Route) -> None:
 @backends.both_in_proof
 @drawn(3)
 @WORLDS
-def test_any_layout_loads_as_any_other(ranks: RankPool, count: int, save_world: int, load_world: int) -> None:
+def test_any_layout_loads_as_any_other(ranks: Ranks, count: int, save_world: int, load_world: int) -> None:
     """Saved by n ranks and loaded by m, each in its own layouts, every element is the global tensor's."""
 
     def check(example: tuple[SaveLoadCase, Route]) -> None:
@@ -110,7 +110,7 @@ def _stock_load(path: str, batch: SaveLoadCase) -> None:
 
 @drawn(2)
 @WORLDS
-def test_the_planners_serve_dcp(ranks: RankPool, count: int, save_world: int, load_world: int) -> None:
+def test_the_planners_serve_dcp(ranks: Ranks, count: int, save_world: int, load_world: int) -> None:
     """dcp.save by n ranks and dcp.load by m take any layouts with our planners; stock planners read the same."""
 
     def check(batch: SaveLoadCase) -> None:

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import strategies as st
@@ -13,11 +12,8 @@ from shardckpt.errors import ShardingError
 from shardckpt.testing.states import rank_and_size
 from tests.property.breakage import KINDS, Claims, claims
 from tests.property.search import drawn, for_all
-from tests.ranks import Failure
+from tests.ranks import Failure, Ranks
 from tests.tables import in_proof
-
-if TYPE_CHECKING:
-    from tests.ranks import RankPool
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 
@@ -77,7 +73,7 @@ def _save(path: str, state: list[Claims]) -> None:
 
 @drawn(6)
 @pytest.mark.parametrize("world", [2, *in_proof(4)])
-def test_a_save_by_ranks_is_refused_on_all_of_them(ranks: RankPool, count: int, world: int) -> None:
+def test_a_save_by_ranks_is_refused_on_all_of_them(ranks: Ranks, count: int, world: int) -> None:
     """Whichever ranks say what does not fit, every rank gets the same error with the key, and nothing is left."""
 
     def check(state: list[Claims]) -> None:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from tests.backends import Backend
-    from tests.ranks import RankPool
+    from tests.ranks import Ranks
     from tests.remote.store import Store
 
 PERSISTENT = pytest.mark.parametrize(
@@ -27,7 +27,7 @@ PERSISTENT = pytest.mark.parametrize(
 @PERSISTENT
 @pytest.mark.parametrize("world_size", [pytest.param(0, marks=pytest.mark.ci), 2])
 def test_a_background_save_uploads_behind_the_training(
-    ranks: RankPool, tmp_path: Path, world_size: int, persistent: bool
+    ranks: Ranks, tmp_path: Path, world_size: int, persistent: bool
 ) -> None:
     """A thread, or a process that opens the URL itself, uploads; the checkpoint is whole when it is finalized."""
     url = f"local://{tmp_path}/c"
@@ -53,7 +53,7 @@ def test_data_is_uploaded_before_the_training_is_asked_to_finalize(store: Store,
 
 
 @backends.both_in_proof
-def test_an_upload_that_fails_in_the_background_is_everyones_error(ranks: RankPool, store: Store) -> None:
+def test_an_upload_that_fails_in_the_background_is_everyones_error(ranks: Ranks, store: Store) -> None:
     """An upload that fails for good names rank, object and URL on all ranks; nothing is left at the URL."""
     store.fails("put", 2)
     errors = ranks.run(2, jobs.error_of, jobs.save_in_background, store.url, 1.0, False)
@@ -69,7 +69,7 @@ def test_an_upload_that_fails_in_the_background_is_everyones_error(ranks: RankPo
 
 @backends.both_in_proof
 @pytest.mark.ci
-def test_a_process_without_the_protocol_is_an_error(ranks: RankPool, store: Store) -> None:
+def test_a_process_without_the_protocol_is_an_error(ranks: Ranks, store: Store) -> None:
     """A worker process that has no plugin for the URL says so on all ranks, and nothing is left."""
     errors = ranks.run(2, jobs.error_of, jobs.save_in_background, store.url, 1.0, True)
     assert len(set(errors)) == 1

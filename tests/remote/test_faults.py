@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from tests.backends import Backend
-    from tests.ranks import RankPool
+    from tests.ranks import Ranks
     from tests.remote.store import Store
 
 
@@ -34,7 +34,7 @@ def count_uploads() -> int:
 
 @backends.both_in_proof
 @pytest.mark.parametrize("how", ["before", "after"])
-def test_a_save_whose_kth_upload_fails_is_absent(ranks: RankPool, store: Store, how: str) -> None:
+def test_a_save_whose_kth_upload_fails_is_absent(ranks: Ranks, store: Store, how: str) -> None:
     """Whichever upload fails for good, all ranks say which rank and object, and no object of the save remains."""
     for number in range(1, count_uploads() + 1):
         store.fails("put", number, how=how)
@@ -56,7 +56,7 @@ def test_a_save_whose_kth_upload_fails_is_absent(ranks: RankPool, store: Store, 
 
 
 @backends.both_in_proof
-def test_faults_that_pass_are_tried_again(ranks: RankPool, store: Store) -> None:
+def test_faults_that_pass_are_tried_again(ranks: Ranks, store: Store) -> None:
     """One failure each of an upload, a listing, a read and a deletion does not end a save or a load."""
     for kind in ("put", "list", "delete"):
         store.fails(kind, 1, 1, "after")
@@ -89,7 +89,7 @@ def test_what_stays_down_is_an_error_after_bounded_attempts(
 
 
 @backends.both_in_proof
-def test_a_listing_that_lacks_an_object_ends_the_save(ranks: RankPool, store: Store) -> None:
+def test_a_listing_that_lacks_an_object_ends_the_save(ranks: Ranks, store: Store) -> None:
     """A save is not committed unless the store lists every object; the error names object, rank and URL."""
     store.hides(backends.data_file(1))
     errors = ranks.run(2, jobs.error_of, jobs.save, store.url, 1.0)
@@ -277,7 +277,7 @@ def test_a_removal_of_a_tree_that_failed_goes_on(
 
 
 @backends.both_in_proof
-def test_ranks_that_name_different_urls_are_told(ranks: RankPool, store: Store) -> None:
+def test_ranks_that_name_different_urls_are_told(ranks: Ranks, store: Store) -> None:
     """All ranks must save to the same URL."""
     errors = ranks.run(2, jobs.error_of, jobs.save_to_own_url, store.url)
     assert len(set(errors)) == 1

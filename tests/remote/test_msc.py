@@ -20,7 +20,7 @@ from tests.remote import jobs
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from tests.ranks import RankPool
+    from tests.ranks import Ranks
 
 pytest.importorskip("multistorageclient")
 
@@ -51,7 +51,7 @@ def configured(config: str, action: Any, *arguments: Any, **options: Any) -> Any
 
 
 @backends.both_in_proof
-def test_two_ranks_save_and_three_load(ranks: RankPool, tmp_path: Path, profile: Profile) -> None:
+def test_two_ranks_save_and_three_load(ranks: Ranks, tmp_path: Path, profile: Profile) -> None:
     """``msc://profile/path`` is saved to by 2 ranks, loaded by 3 and by this process, verified and queried."""
     ranks.run(2, configured, profile.config, jobs.save, profile.url, 4.0)
     ranks.run(3, configured, profile.config, jobs.check, profile.url, 4.0)
@@ -91,7 +91,7 @@ def test_ranges_are_read_through_msc(tmp_path: Path, profile: Profile, monkeypat
 
 @backends.both_in_proof
 @pytest.mark.ci
-def test_background_saves_go_through_msc(ranks: RankPool, profile: Profile) -> None:
+def test_background_saves_go_through_msc(ranks: Ranks, profile: Profile) -> None:
     """A worker process opens ``msc://`` by itself, with the configuration of its environment."""
     ranks.run(2, configured, profile.config, jobs.save_in_background, profile.url, 4.0, True)
     jobs.check(profile.url, 4.0)

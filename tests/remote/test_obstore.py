@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    from tests.ranks import RankPool
+    from tests.ranks import Ranks
 
 _MIB = 1 << 20
 _numbers = count()
@@ -113,7 +113,7 @@ def _uploads(endpoint: str) -> int:
 
 @backends.both
 @pytest.mark.ci
-def test_ranks_stream_to_s3(ranks: RankPool, url: str, endpoint: str, backend: backends.Backend) -> None:
+def test_ranks_stream_to_s3(ranks: Ranks, url: str, endpoint: str, backend: backends.Backend) -> None:
     """What 2 ranks save to S3, 3 ranks and this process load, bit for bit; the marker makes it a checkpoint."""
     ranks.run(2, _on_server, endpoint, jobs.save, url, 2.0)
     assert set(_find(url).tree()) == backend.shared | {backend.data_file(rank) for rank in range(2)}
@@ -127,7 +127,7 @@ def test_ranks_stream_to_s3(ranks: RankPool, url: str, endpoint: str, backend: b
 @pytest.mark.ci
 @backends.both
 @pytest.mark.parametrize("persistent", [False, True])
-def test_a_background_save_streams(ranks: RankPool, url: str, endpoint: str, persistent: bool) -> None:
+def test_a_background_save_streams(ranks: Ranks, url: str, endpoint: str, persistent: bool) -> None:
     """A save behind the training, in a thread or a process of its own, streams as one in the foreground does."""
     ranks.run(2, _on_server, endpoint, jobs.save_in_background, url, 2.0, persistent)
     jobs.check(url, 2.0)

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from tests.backends import Backend
-    from tests.ranks import RankPool
+    from tests.ranks import Ranks
     from tests.remote.store import Store
 
 
@@ -50,7 +50,7 @@ def memory() -> Iterator[str]:
 @backends.both
 @pytest.mark.parametrize("world_size", [0, 2, *in_proof(4)])
 def test_a_save_to_a_url_loads_with_any_number_of_ranks(
-    ranks: RankPool, store: Store, backend: Backend, world_size: int
+    ranks: Ranks, store: Store, backend: Backend, world_size: int
 ) -> None:
     """What 0, 2 or 4 ranks save to a URL, 3 ranks and this process alone load, bit for bit, queries included."""
     if world_size:
@@ -177,7 +177,7 @@ def test_verify_reads_a_url(store: Store, capsys: pytest.CaptureFixture[str]) ->
 
 
 @backends.both_in_proof
-def test_a_load_with_verify_integrity_checks_a_url(ranks: RankPool, store: Store, backend: Backend) -> None:
+def test_a_load_with_verify_integrity_checks_a_url(ranks: Ranks, store: Store, backend: Backend) -> None:
     """``load(..., verify_integrity=True)`` reads and checks every object, and raises the same on all ranks."""
     jobs.save(store.url, 2.0, verify_integrity=True)
     ranks.run(2, _check_verified, store.url)
@@ -237,7 +237,7 @@ def test_an_object_that_ends_early_is_a_short_read(store: Store, monkeypatch: py
 
 @backends.both_in_proof
 @pytest.mark.parametrize("overwrite", [False, True])
-def test_a_url_that_has_objects_is_refused(ranks: RankPool, store: Store, overwrite: bool) -> None:
+def test_a_url_that_has_objects_is_refused(ranks: Ranks, store: Store, overwrite: bool) -> None:
     """A checkpoint is replaced with overwrite=True alone, and objects that are no checkpoint never."""
     jobs.save(store.url, 1.0)
     if overwrite:  # of another library: nothing says which objects are its own

@@ -24,7 +24,7 @@ from tests.tables import table
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from tests.ranks import RankPool
+    from tests.ranks import Ranks
 
 HEAD, EMBEDDING = "head.weight", "embedding.weight"
 
@@ -182,7 +182,7 @@ def _save_by_ranks(path: str, form: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("form", ["tied", "untied on rank 1", "untied everywhere"])
-def test_all_ranks_must_have_them_tied(ranks: RankPool, tmp_path: Path, form: str) -> None:
+def test_all_ranks_must_have_them_tied(ranks: Ranks, tmp_path: Path, form: str) -> None:
     """One rank where the memory differs, or that has one of the keys alone: each key is stored."""
     ranks.run(2, _save_by_ranks, str(tmp_path / "c"), form)
     assert aliases_of(tmp_path / "c") == {"y": "x"} | ({"b": "a"} if form == "tied" else {})
@@ -216,7 +216,7 @@ def _save_fsdp(path: str) -> list[float]:
 
 
 @pytest.mark.parametrize("world", [1, 2, pytest.param(4, marks=pytest.mark.ci)])
-def test_a_tied_model_of_fsdp(ranks: RankPool, tmp_path: Path, world: int) -> None:
+def test_a_tied_model_of_fsdp(ranks: Ranks, tmp_path: Path, world: int) -> None:
     """FSDP2's tied parameters are one DTensor: stored once, loaded into both names."""
     ranks.run(world, _save_fsdp, str(tmp_path / "c"))
     with dc.open_checkpoint(tmp_path / "c") as stored:

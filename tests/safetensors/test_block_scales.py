@@ -19,7 +19,7 @@ from tests.tables import table
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from tests.ranks import RankPool
+    from tests.ranks import Ranks
 
 CODES = torch.arange(128, dtype=torch.uint8).view(4, 32)
 SCALES = torch.full((4, 2), 0.5).to(torch.float8_e4m3fn)
@@ -121,7 +121,7 @@ def _save_rows(path: str) -> None:
         dc.save(state, f"{path}-other", "safetensors")
 
 
-def test_ranks_say_the_same(ranks: RankPool, tmp_path: Path) -> None:
+def test_ranks_say_the_same(ranks: Ranks, tmp_path: Path) -> None:
     """Shards of several ranks have one relation; another one on a rank is an error on all."""
     ranks.run(2, _save_rows, str(tmp_path / "c"))
     found = scales_of(tmp_path / "c")

@@ -22,7 +22,7 @@ from shardckpt_safetensors.index import read_index
 from shardckpt_safetensors.index_names import FEATURE
 from tests.engine.plan_cache.saves import MODES, Plans, in_mode
 from tests.engine.plan_cache.saves import save as save_in_turn
-from tests.ranks import Failure
+from tests.ranks import Failure, Ranks
 from tests.safetensors.conformance.independent_reader import read_checkpoint
 from tests.safetensors.parts import VALUES, InParts, make_state
 from tests.tables import in_proof, table
@@ -78,7 +78,7 @@ def _parts(path: Path) -> list[str]:
 
 
 @pytest.mark.parametrize(("writers", "readers"), [(2, 4), *in_proof((1, 2), (4, 1))])
-def test_ranks_make_the_index_in_parts(ranks: RankPool, tmp_path: Path, writers: int, readers: int) -> None:
+def test_ranks_make_the_index_in_parts(ranks: Ranks, tmp_path: Path, writers: int, readers: int) -> None:
     """Saved by 1, 2 and 4 ranks, a checkpoint with an index in parts is loaded by others, and the page's reader."""
     ranks.run(writers, _save, str(tmp_path / "c"))
     assert len(_parts(tmp_path / "c0")) > 2
@@ -157,7 +157,7 @@ def _save_wrong(path: str, fault: str, strategy: type[SafetensorsSaveShardedStra
     ("fault", "message"),
     [("disagree", "ranks disagree on it"), ("hole", "do not fill 1 tensors exactly"), ("same key", "rename one")],
 )
-def test_owners_refuse_what_the_main_rank_refuses(ranks: RankPool, tmp_path: Path, fault: str, message: str) -> None:
+def test_owners_refuse_what_the_main_rank_refuses(ranks: Ranks, tmp_path: Path, fault: str, message: str) -> None:
     """A hole, a shape that ranks disagree on, a key that is there twice: the same error on all ranks, either way."""
     texts = []
     for strategy in (InParts, SafetensorsSaveShardedStrategy):

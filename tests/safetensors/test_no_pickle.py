@@ -17,7 +17,7 @@ from tests.safetensors import unpickling
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from tests.ranks import RankPool
+    from tests.ranks import Ranks
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = "shardckpt_safetensors"
@@ -148,7 +148,7 @@ def test_the_walk_finds_what_a_load_imports(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_ranks_unpickle_only_their_messages(ranks: RankPool, tmp_path: Path, world: int) -> None:
+def test_ranks_unpickle_only_their_messages(ranks: Ranks, tmp_path: Path, world: int) -> None:
     """In a load on ranks whatever is unpickled is what a rank has pickled in this load: no byte of a file."""
     path = _save(tmp_path)
     results = ranks.run(world, unpickling.load_on_rank, str(path))

@@ -20,7 +20,7 @@ from tests.tables import table
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from shardckpt.testing.ranks import RankPool
+    from shardckpt.testing.ranks import Ranks
 
 
 def _save_rows(path: str) -> None:
@@ -69,7 +69,7 @@ def test_several_files(tmp_path: Path) -> None:
         SafetensorsSaveShardedStrategy(thread_count=0)
 
 
-def test_ranks_write_files_of_their_own(ranks: RankPool, tmp_path: Path) -> None:
+def test_ranks_write_files_of_their_own(ranks: Ranks, tmp_path: Path) -> None:
     """Three ranks write a file each, and the main rank the index of all."""
     ranks.run(3, _save_rows, str(tmp_path / "c"))
     names = {path.name for path in (tmp_path / "c").iterdir()}

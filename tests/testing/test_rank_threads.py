@@ -115,15 +115,13 @@ def test_ranks_that_wait_for_each_other_are_named_at_once(ranks: RankThreads) ->
         dist.barrier() if dist.get_rank() else dist.broadcast(torch.zeros(1), 0)
 
     stuck, other = ranks.outcomes(2, cross), ranks.outcomes(2, differ)
-    assert {one.message for one in stuck} == {
-        "every rank waits: rank 0 for a message of rank 1, rank 1 in AllReduce"
-    }
+    assert {one.message for one in stuck} == {"every rank waits: rank 0 for a message of rank 1, rank 1 in AllReduce"}
     assert all("calls" in one.message and "Broadcast" in one.message for one in other)
 
 
 def test_the_process_has_its_own_groups_again(ranks: RankThreads) -> None:
     """After a run, and after one that failed, this process has no group, as before."""
-    with pytest.raises(RankError, match="rank 0: (.|\n)*ZeroDivisionError"):
+    with pytest.raises(RankError, match=r"rank 0: (.|\n)*ZeroDivisionError"):
         ranks.run(1, lambda: 1 // 0)
     assert not dist.is_initialized()
     assert threading.Thread.start.__qualname__ == "Thread.start"

@@ -17,15 +17,13 @@ from shardckpt.adapters import to_sharded_state_dict
 from shardckpt.cli import main
 from shardckpt.errors import CheckpointingException, CorruptCheckpointError, UnsafePickleError, VersionTooNewError
 from shardckpt.mapping import ShardedObject, ShardedTensor
-from tests.ranks import RankError
+from tests.ranks import RankError, Ranks
 from tests.tables import table
 from tests.torch_checkpointing.golden import GOLDEN, SHAPES, Training, copy_golden, values
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
-
-    from tests.ranks import RankPool
 
 
 class Touch:
@@ -177,7 +175,7 @@ def resume(folder: Path) -> None:
     dist_checkpointing.load(to_sharded_state_dict(training.model, training.optimizer), folder)
 
 
-def test_damage_is_the_same_error_on_all_ranks(ranks: RankPool, tmp_path: Path) -> None:
+def test_damage_is_the_same_error_on_all_ranks(ranks: Ranks, tmp_path: Path) -> None:
     """A cut file of one rank ends the load of all, in whatever order they read."""
     folder = copy_golden("mesh-4", tmp_path / "step-7")
     cut_file(folder, "optimizer_3.pt")

@@ -15,7 +15,7 @@ from shardckpt.errors import IncompleteCheckpointError, KeyMismatchError, Shardi
 from shardckpt.huggingface import export_to_huggingface
 from shardckpt.manager import PerRank
 from shardckpt.mapping import ShardedObject, ShardedTensor
-from tests.ranks import RankError
+from tests.ranks import RankError, Ranks
 from tests.torch_checkpointing.golden import (
     GOLDEN,
     SHAPES,
@@ -32,7 +32,6 @@ from tests.torch_checkpointing.golden import (
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from tests.ranks import RankPool
 
 EACH_TRAINING = pytest.mark.parametrize("name", TRAININGS)
 EACH_WORLD = pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.ci), 4])
@@ -47,7 +46,7 @@ def resume_a_loader(folder: Path, state: Any) -> None:
 
 @EACH_TRAINING
 @EACH_WORLD
-def test_a_manager_resumes_all_states(ranks: RankPool, tmp_path: Path, name: str, world: int) -> None:
+def test_a_manager_resumes_all_states(ranks: Ranks, tmp_path: Path, name: str, world: int) -> None:
     """Model, optimizer, schedule, progress and loaders come back, whatever the layout and the form of the optimizer."""
     copy_golden(name, tmp_path / f"step-{STEP}")
     ranks.run(world, resume_by_manager, tmp_path, TRAININGS[name])
@@ -55,7 +54,7 @@ def test_a_manager_resumes_all_states(ranks: RankPool, tmp_path: Path, name: str
 
 @EACH_TRAINING
 @EACH_WORLD
-def test_the_readmes_recipe_resumes(ranks: RankPool, name: str, world: int) -> None:
+def test_the_readmes_recipe_resumes(ranks: Ranks, name: str, world: int) -> None:
     """``load`` and ``load_into`` restore parameters, moments, learning rates and the schedule."""
     ranks.run(world, resume_by_adapters, GOLDEN / name)
 
@@ -115,7 +114,7 @@ def test_plain_tensors_that_differ_between_ranks_are_refused_by_name() -> None:
     assert wanted["w"].data.tolist() == [0, 0]
 
 
-def test_states_of_other_numbers_of_ranks_are_refused_by_name(ranks: RankPool, tmp_path: Path) -> None:
+def test_states_of_other_numbers_of_ranks_are_refused_by_name(ranks: Ranks, tmp_path: Path) -> None:
     """A state that differs between ranks is not given to other ranks, nor one rank's to all."""
     copy_golden("torch-2", tmp_path / f"step-{STEP}")
     with pytest.raises(RankError, match=r"'loader' has an object for each of 2 ranks, and one of a grid of \(4,\)"):

@@ -18,7 +18,7 @@ from tests.tables import in_proof, table
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from tests.ranks import RankPool
+    from tests.ranks import Ranks
 
 _NAMES = ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu", "float4_e2m1fn_x2")
 #: Which torch itself can neither copy nor fill.
@@ -60,7 +60,7 @@ def _load_columns(path: str) -> bool:
 
 
 @pytest.mark.parametrize("saved_by", [2, *in_proof(1, 4)])
-def test_resharded_bit_for_bit(ranks: RankPool, tmp_path: Path, saved_by: int) -> None:
+def test_resharded_bit_for_bit(ranks: Ranks, tmp_path: Path, saved_by: int) -> None:
     """Rows saved by any number of ranks load as columns on any number, NaN payloads too, strided or not."""
     ranks.run(saved_by, _save_rows, str(tmp_path / "c"))
     for size in (1, 2, 4):

@@ -25,7 +25,7 @@ from tests.names import COMMON, INDEX, METADATA, RECORD, data_file
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from tests.ranks import RankPool
+    from tests.ranks import Ranks
 
 #: Rows of 1 KiB: a rank of two has 6 MiB of them, more than a segment of old.
 ROWS = 12 << 10
@@ -58,7 +58,7 @@ def _check(path: str) -> None:
     assert samples.differences(loaded, 1, rank, world) == []
 
 
-def _check_in_every_way(ranks: RankPool, path: Path) -> None:
+def _check_in_every_way(ranks: Ranks, path: Path) -> None:
     """By this process and by three ranks, entire, in slices, and by what the queries say."""
     _check(str(path))
     ranks.run(3, _check, str(path))
@@ -70,7 +70,7 @@ def _check_in_every_way(ranks: RankPool, path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def saved(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def saved(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint of two ranks, as it is written today."""
     path = tmp_path_factory.mktemp("saved") / "ckpt"
     ranks.run(2, _save, str(path))
@@ -83,7 +83,7 @@ def _described(path: Path) -> dict[str, tuple[Any, ...]]:
     return {key: (type(shard), getattr(shard, "dtype", None), shard.global_shape) for key, shard in found.items()}
 
 
-def test_standard_files_alone(ranks: RankPool, saved: Path, tmp_path: Path) -> None:
+def test_standard_files_alone(ranks: Ranks, saved: Path, tmp_path: Path) -> None:
     """A copy without our index and shardckpt.json, as other tools make it, loads through .metadata, and is the same."""
     path = tmp_path / "copy"
     shutil.copytree(saved, path, ignore=shutil.ignore_patterns(INDEX, RECORD))
@@ -122,7 +122,7 @@ def old(saved: Path, tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("threads", ["1", "4"])
-def test_older_checkpoints_load(ranks: RankPool, old: Path, monkeypatch: pytest.MonkeyPatch, threads: str) -> None:
+def test_older_checkpoints_load(ranks: Ranks, old: Path, monkeypatch: pytest.MonkeyPatch, threads: str) -> None:
     """A checkpoint of an older release loads entire and in slices, and verify finds it as it was written."""
     monkeypatch.setenv("SHARDCKPT_IO_THREADS", threads)
     _check_in_every_way(ranks, old)

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from shardckpt.planning import FlatPart
-    from tests.ranks import RankPool
+    from tests.ranks import Ranks
 
 KINDS = [Float8StandIn, MXFP8StandIn, FirstFloat8StandIn]
 #: Exact in every process, whatever its threads and libraries are.
@@ -68,7 +68,7 @@ def _load_into(path: str, axis: int) -> list[str]:
 
 
 @pytest.mark.parametrize("saved_by", [2, *in_proof(1, 4)])
-def test_resharded_into_wrappers(ranks: RankPool, tmp_path: Path, saved_by: int) -> None:
+def test_resharded_into_wrappers(ranks: Ranks, tmp_path: Path, saved_by: int) -> None:
     """High precision loads into quantized wrappers of any sharding: once, in place, as if quantized there."""
     ranks.run(saved_by, _save_rows, str(tmp_path / "c"))
     for size in (1, 2, 4):
@@ -90,7 +90,7 @@ def _save_and_load_wrappers(path: str) -> list[str]:
 
 
 @pytest.mark.parametrize("size", [2, *in_proof(1, 4)])
-def test_saved_wrappers(ranks: RankPool, tmp_path: Path, size: int) -> None:
+def test_saved_wrappers(ranks: Ranks, tmp_path: Path, size: int) -> None:
     """A wrapper is stored as its values; the save leaves it alone; a load into another gives the same values."""
     assert ranks.run(size, _save_and_load_wrappers, str(tmp_path / "c")) == [[]] * size
     stored = dc.load_plain_tensors(tmp_path / "c-MXFP8StandIn")["w"]
@@ -173,7 +173,7 @@ def test_through_dcp(tmp_path: Path) -> None:
     assert plain.tolist() == [1, 1, 1]
 
 
-def test_items_in_any_order_and_thread(ranks: RankPool, tmp_path: Path) -> None:
+def test_items_in_any_order_and_thread(ranks: Ranks, tmp_path: Path) -> None:
     """Items resolved, filled and committed in parallel and in a mixed order quantize each destination once."""
     ranks.run(4, _save_rows, str(tmp_path / "c"))
     wrappers = [_empty(kind, FULL.shape) for kind in KINDS for _ in range(8)]
@@ -211,7 +211,7 @@ def _save_many(path: str, rows: int) -> None:
 
 @pytest.mark.parametrize("threads", [1, 3])
 def test_few_plain_tensors_live_at_a_time(
-    ranks: RankPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, threads: int
+    ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, threads: int
 ) -> None:
     """While 40 wrappers load from two files, a thread has one plain tensor at a time: no second copy of a model."""
     monkeypatch.setenv("SHARDCKPT_IO_THREADS", str(threads))
@@ -236,7 +236,7 @@ def test_few_plain_tensors_live_at_a_time(
     assert [data.dequantize().float().mean().round().item() for data in wrappers] == list(range(40))
 
 
-def test_a_failed_read_changes_no_wrapper_halfway(ranks: RankPool, tmp_path: Path) -> None:
+def test_a_failed_read_changes_no_wrapper_halfway(ranks: Ranks, tmp_path: Path) -> None:
     """Where one of the files of a wrapper's values is damaged, the wrapper has every bit that it had."""
     ranks.run(2, _save_rows, str(tmp_path / "c"))
     assert torch.equal(dc.load_plain_tensors(tmp_path / "c")["w"], FULL)
@@ -315,6 +315,6 @@ def _through_dtensors(path: str) -> list[bool]:
     return results
 
 
-def test_wrappers_inside_dtensors(ranks: RankPool, tmp_path: Path) -> None:
+def test_wrappers_inside_dtensors(ranks: Ranks, tmp_path: Path) -> None:
     """A DTensor whose local tensor is quantized is saved as values and loaded in place."""
     assert ranks.run(2, _through_dtensors, str(tmp_path / "c")) == [[True, True]] * 2

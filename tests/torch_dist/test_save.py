@@ -22,7 +22,7 @@ from tests.tables import table
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from tests.ranks import RankPool
+    from tests.ranks import RankPool, Ranks
 
 
 def _files(path: Path) -> dict[str, int]:
@@ -142,7 +142,7 @@ def _save_copies(path: str, main_only: bool) -> None:
     _check(path, copies)
 
 
-def test_any_replica_may_be_written(ranks: RankPool, tmp_path: Path) -> None:
+def test_any_replica_may_be_written(ranks: Ranks, tmp_path: Path) -> None:
     """keep_only_main_replica=False lets all holders of copies share the writing; by default one writes all."""
     for main_only, writers in ((True, 1), (False, 4)):
         path = tmp_path / str(main_only)
@@ -237,7 +237,7 @@ def _cached_in_groups(folder: str) -> None:
         dist.barrier()
 
 
-def test_a_cached_plan_is_that_of_its_process_group(ranks: RankPool, tmp_path: Path) -> None:
+def test_a_cached_plan_is_that_of_its_process_group(ranks: Ranks, tmp_path: Path) -> None:
     """One strategy that serves several groups in turn never saves one group's shards with another's plan."""
     ranks.run(3, _cached_in_groups, str(tmp_path))
     for step in range(3):
@@ -257,7 +257,7 @@ def _save_on_one_rank(path: str) -> None:
     dc.save(mine, path)
 
 
-def test_a_rank_without_shards_writes_nothing(ranks: RankPool, tmp_path: Path) -> None:
+def test_a_rank_without_shards_writes_nothing(ranks: Ranks, tmp_path: Path) -> None:
     """Only ranks that hold main replicas have a data file, and only real keys are in the metadata."""
     ranks.run(3, _save_on_one_rank, str(tmp_path / "c"))
     assert [path.name for path in (tmp_path / "c").glob("*.distcp")] == ["__1_0.distcp"]

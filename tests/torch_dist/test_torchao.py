@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from tests.ranks import RankPool
+    from tests.ranks import Ranks
 
 #: Exact in every process, whatever its threads and libraries are.
 FULL = ((torch.arange(64 * 128) * 37 % 1001 - 500) / 128).reshape(64, 128).bfloat16() + 0.25
@@ -95,7 +95,7 @@ def _load_rows(path: str) -> list[str]:
 
 
 @pytest.mark.parametrize("size", [2, *in_proof(1, 4)])
-def test_resharded_into_torchao_tensors(ranks: RankPool, tmp_path: Path, size: int) -> None:
+def test_resharded_into_torchao_tensors(ranks: Ranks, tmp_path: Path, size: int) -> None:
     """High precision of 4 ranks loads into every kind of torchao tensor as torchao itself quantizes it, in place."""
     ranks.run(4, _save_rows, str(tmp_path / "c"))
     assert ranks.run(size, _load_rows, str(tmp_path / "c")) == [[]] * size
@@ -165,7 +165,7 @@ def _native_rows(path: str, kind: str, *, save: bool) -> bool:
 
 
 @pytest.mark.parametrize("kind", ["float8 rows", "float8 blocks", "mxfp8"])
-def test_native_resharding(ranks: RankPool, tmp_path: Path, kind: str) -> None:
+def test_native_resharding(ranks: Ranks, tmp_path: Path, kind: str) -> None:
     """Scales that belong to rows are split with the rows, and reshard with them."""
     ranks.run(4, _save_native, str(tmp_path / "c"), kind)
     for size in (1, 2, 4):
@@ -180,7 +180,7 @@ def _load_native(path: str, kind: str) -> bool:
     return _native_rows(path, kind, save=False)
 
 
-def test_native_scales_of_a_whole_shard(ranks: RankPool, tmp_path: Path) -> None:
+def test_native_scales_of_a_whole_shard(ranks: Ranks, tmp_path: Path) -> None:
     """A scale for all of a rank's rows loads at the same number of ranks, and is refused at another before any read."""
     ranks.run(4, _save_native, str(tmp_path / "c"), "float8 tensor")
     assert ranks.run(4, _load_native, str(tmp_path / "c"), "float8 tensor") == [True] * 4

@@ -18,7 +18,7 @@ from tests.tables import in_proof
 
 if TYPE_CHECKING:
     from shardckpt.mapping import Replicated, ShardedBase
-    from tests.ranks import RankPool
+    from tests.ranks import RankPool, Ranks
 
 
 def _tensor(key: str, value: float, *, replicated: Replicated = True, count: int = 3) -> ShardedTensor:
@@ -38,13 +38,13 @@ def _outcome(pool: RankPool, shards: list[list[ShardedBase]], *, compare: bool =
     return pool.outcomes(len(shards), _settle, shards, compare)
 
 
-def test_of_the_same_everywhere_rank_0_has_the_main_replica(ranks: RankPool) -> None:
+def test_of_the_same_everywhere_rank_0_has_the_main_replica(ranks: Ranks) -> None:
     """Where all ranks have the same replicated tensors and objects, in any order, rank 0's are the main ones."""
     first = [_tensor("a", 1.0), _object("o", {"lr": 0.1})]
     assert _outcome(ranks, [first, first[::-1], first]) == [[0, 0], [1, 1], [1, 1]]
 
 
-def test_of_some_ranks_the_lowest_has_the_main_replica(ranks: RankPool) -> None:
+def test_of_some_ranks_the_lowest_has_the_main_replica(ranks: Ranks) -> None:
     """A shard that rank 0 lacks has its main replica on the lowest rank that has it, once."""
     shards = [
         [_tensor("a", 1.0)],
@@ -56,7 +56,7 @@ def test_of_some_ranks_the_lowest_has_the_main_replica(ranks: RankPool) -> None:
         assert _outcome(ranks, shards, compare=compare) == [[0], [0, 0], [], [1, 1, 1, 0]]
 
 
-def test_other_shards_keep_their_replica_ids(ranks: RankPool) -> None:
+def test_other_shards_keep_their_replica_ids(ranks: Ranks) -> None:
     """What is not replicated is left to its own replica id, and is the very object; nothing of the caller's changes."""
     mine: list[ShardedBase] = [
         ShardedTensor.from_rank_offsets("s", torch.ones(1), (0, 0, 2), replica_id=(3, 0)),
@@ -69,7 +69,7 @@ def test_other_shards_keep_their_replica_ids(ranks: RankPool) -> None:
     assert _outcome(ranks, [[mine[0]], []]) == [[(3, 0)], []]
 
 
-def test_places_of_one_key_are_settled_each(ranks: RankPool) -> None:
+def test_places_of_one_key_are_settled_each(ranks: Ranks) -> None:
     """Copies are of the same box of a tensor; another box of the same key has a main replica of its own."""
     halves = [ShardedTensor.from_rank_offsets("w", torch.ones(2), (0, n, 2), replicated=True) for n in (0, 1)]
     assert _outcome(ranks, [[halves[0]], [halves[1]], [halves[0]], [halves[1]]]) == [[0], [0], [1], [1]]
@@ -82,7 +82,7 @@ def _refused(pool: RankPool, shards: list[list[ShardedBase]]) -> str:
     return outcomes[0].message
 
 
-def test_different_values_are_named_with_their_ranks(ranks: RankPool) -> None:
+def test_different_values_are_named_with_their_ranks(ranks: Ranks) -> None:
     """All ranks raise one error with every tensor and object whose copies differ, and who has which."""
     shards: list[list[ShardedBase]] = [
         [_tensor("a", float(rank == 2)), _tensor("b", 1.0), _object("o", {"lr": rank}), _tensor("nan", float("nan"))]
@@ -96,13 +96,13 @@ def test_different_values_are_named_with_their_ranks(ranks: RankPool) -> None:
     assert _outcome(ranks, shards, compare=False) == [[0] * 4, [1] * 4, [1] * 4]
 
 
-def test_differences_are_found_where_rank_0_has_no_copy(ranks: RankPool) -> None:
+def test_differences_are_found_where_rank_0_has_no_copy(ranks: Ranks) -> None:
     """Copies on some of the ranks are compared among these; the others raise the same error."""
     shards: list[list[ShardedBase]] = [[], [_tensor("a", 1.0)], [_tensor("c", 0.0)], [_tensor("a", 2.0)]]
     assert "'a': one value on rank 1 / one value on rank 3" in _refused(ranks, shards)
 
 
-def test_one_bit_of_a_large_tensor_is_a_difference(ranks: RankPool) -> None:
+def test_one_bit_of_a_large_tensor_is_a_difference(ranks: Ranks) -> None:
     """Tensors are compared by every byte, in whatever parts: the sign of a zero is told from none."""
     assert _outcome(ranks, [[_tensor("a", 0.0, count=5_000_001)]] * 2) == [[0], [1]]
     other = _tensor("a", 0.0, count=5_000_001)
@@ -111,7 +111,7 @@ def test_one_bit_of_a_large_tensor_is_a_difference(ranks: RankPool) -> None:
     assert "'a'" in _refused(ranks, [[_tensor("a", 0.0, count=5_000_001)], [other]])
 
 
-def test_unchecked_copies_are_not_compared(ranks: RankPool) -> None:
+def test_unchecked_copies_are_not_compared(ranks: Ranks) -> None:
     """``"unchecked"`` has its main replica on the lowest rank, whatever the others have."""
     shards: list[list[ShardedBase]] = [[], *([_tensor("a", float(n), replicated="unchecked")] for n in (1, 2))]
     assert _outcome(ranks, shards) == [[], [0], [1]]
@@ -146,7 +146,7 @@ def _settle_weight(differing: int, shape: tuple[int, ...], form: str) -> tuple[s
 @pytest.mark.parametrize("form", ["plain", "transposed", "elsewhere", "half", "double", "complex"])
 @pytest.mark.parametrize(("shape", "share"), [((300, 70), 21000), *in_proof(((8, 16), 128), ((2, 3), 6))])
 def test_what_differs_on_most_of_a_weight_is_no_copy(
-    ranks: RankPool, shape: tuple[int, ...], share: int, form: str
+    ranks: Ranks, shape: tuple[int, ...], share: int, form: str
 ) -> None:
     """A sampled weight that differs on most elements is refused on all ranks; one that differs on a third is not."""
     assert set(ranks.run(3, _settle_weight, share // 3, shape, form)) == {("", "")}
@@ -171,7 +171,7 @@ def _refusal(shards: list[list[ShardedBase]]) -> str:
     ("key", "is_suggested"),
     [("norm.mean", True), ("layers.0.mlp.experts.bias", False), ("local_experts.1.scale", False)],
 )
-def test_to_lose_experts_is_not_suggested(ranks: RankPool, key: str, is_suggested: bool) -> None:
+def test_to_lose_experts_is_not_suggested(ranks: Ranks, key: str, is_suggested: bool) -> None:
     """Any rank's statistics may do, so the error says how; it does not for local experts' vectors and objects."""
     for make in (_tensor, _object):
         for message in ranks.run(2, _refusal, [[make(key, 1.0)], [make(key, 2.0)]]):
@@ -180,7 +180,7 @@ def test_to_lose_experts_is_not_suggested(ranks: RankPool, key: str, is_suggeste
             assert "shardckpt_ep.expert_layouts" in message
 
 
-def test_any_ranks_vector_will_do(ranks: RankPool) -> None:
+def test_any_ranks_vector_will_do(ranks: Ranks) -> None:
     """Sampled vectors, scalars and objects are not compared: statistics differ on all elements."""
     shards: list[list[ShardedBase]] = [
         [_tensor("a", float(n), replicated="sampled"), _object("o", n, replicated="sampled")] for n in (1, 2)
@@ -188,7 +188,7 @@ def test_any_ranks_vector_will_do(ranks: RankPool) -> None:
     assert _outcome(ranks, shards) == [[0, 0], [1, 1]]
 
 
-def test_many_samples_travel_in_parts(ranks: RankPool) -> None:
+def test_many_samples_travel_in_parts(ranks: Ranks) -> None:
     """Of more weights than go into one message each is judged by its own sample."""
     assert ranks.run(2, _settle_many, 7) == [["w1", "w4"]] * 2
 
@@ -216,7 +216,7 @@ def _differently_pickled() -> list[Any]:
     return _settle([[_object("o", {"names": [word, again], "t": torch.ones(2)})]] * 2, compare=True)
 
 
-def test_equal_objects_may_be_pickled_in_two_ways(ranks: RankPool) -> None:
+def test_equal_objects_may_be_pickled_in_two_ways(ranks: Ranks) -> None:
     """Objects whose pickles differ, by what they share inside, are compared as values."""
     assert ranks.run(2, _differently_pickled) == [[0], [1]]
 
@@ -232,7 +232,7 @@ def _forms() -> list[Any]:
     return [shard.replica_id for shard in choose_main_replicas([shard], Comm(), compare=True)]
 
 
-def test_how_a_tensor_lies_in_memory_does_not_matter(ranks: RankPool) -> None:
+def test_how_a_tensor_lies_in_memory_does_not_matter(ranks: Ranks) -> None:
     """Values are compared in the order of elements, whatever the strides."""
     assert ranks.run(3, _forms) == [[0], [1], [1]]
 
@@ -254,7 +254,7 @@ def test_parts_are_cut_alike_whatever_the_memory() -> None:
 
 
 @pytest.mark.ci
-def test_a_rank_that_cannot_read_its_copy_leaves_no_other_waiting(ranks: RankPool) -> None:
+def test_a_rank_that_cannot_read_its_copy_leaves_no_other_waiting(ranks: Ranks) -> None:
     """A tensor without memory fails the comparison on all ranks with the same error."""
     meta = ShardedTensor.from_rank_offsets("a", torch.empty(3, device="meta"), replicated=True)
     assert "has no memory of its own" in _refused(ranks, [[_tensor("a", 1.0)], [meta]])

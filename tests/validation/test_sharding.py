@@ -15,7 +15,7 @@ from shardckpt.validation.sharding import validate_shards
 from tests.tables import in_proof
 
 if TYPE_CHECKING:
-    from tests.ranks import RankPool
+    from tests.ranks import Ranks
 
 
 class _Counting(Comm):
@@ -46,7 +46,7 @@ def _told(rows: int) -> int:
     return comm.told
 
 
-def test_what_ranks_tell_does_not_grow_with_their_shards(ranks: RankPool) -> None:
+def test_what_ranks_tell_does_not_grow_with_their_shards(ranks: Ranks) -> None:
     """For the same keys a rank tells the same number of bytes, be they in 10 pieces or in 1,000."""
     few, many = ranks.run(2, _told, 10), ranks.run(2, _told, 1_000)
     assert [abs(one - other) < 10 for one, other in zip(few, many, strict=True)] == [True, True]
@@ -74,7 +74,7 @@ def _broken(seed: int) -> tuple[str, str]:
 
 
 @pytest.mark.parametrize("seed", [0, *in_proof(1, 2, 3)])
-def test_one_wrong_row_is_named_with_its_key_on_every_rank(ranks: RankPool, seed: int) -> None:
+def test_one_wrong_row_is_named_with_its_key_on_every_rank(ranks: Ranks, seed: int) -> None:
     """However rows are dealt out, the one that is missing or there twice is named, and no sound tensor is."""
     for text, wanted in ranks.run(4, _broken, seed):
         assert f"tensor 'broken': {wanted}" in text
@@ -94,7 +94,7 @@ def _disagreeing(what: str) -> str:
 
 
 @pytest.mark.parametrize("what", ["dtype", "global_shape"])
-def test_copies_must_agree_too(ranks: RankPool, what: str) -> None:
+def test_copies_must_agree_too(ranks: Ranks, what: str) -> None:
     """A copy that is not stored and says something else of the whole is an error that names both ranks."""
     for text in ranks.run(2, _disagreeing, what):
         assert f"ranks disagree on its {what}" in text
@@ -108,7 +108,7 @@ def _only_copies() -> str:
     return str(caught.value)
 
 
-def test_copies_without_a_main_replica_are_refused(ranks: RankPool) -> None:
+def test_copies_without_a_main_replica_are_refused(ranks: Ranks) -> None:
     """A tensor of which nobody has the main replica would not be stored: it is named."""
     for text in ranks.run(2, _only_copies):
         assert "no rank holds a main replica" in text

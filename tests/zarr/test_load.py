@@ -33,7 +33,7 @@ from tests.tables import in_proof, table
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from tests.ranks import RankPool
+    from tests.ranks import Ranks
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 #: Golden checkpoints, and the number of ranks that wrote them.
@@ -105,7 +105,7 @@ def load(path: str, writers: int) -> None:
 
 @pytest.mark.parametrize("world", [2, *in_proof(1, 4)])
 @pytest.mark.parametrize("name", WRITERS)
-def test_a_golden_checkpoint_loads_at_any_world_size(ranks: RankPool, name: str, world: int) -> None:
+def test_a_golden_checkpoint_loads_at_any_world_size(ranks: Ranks, name: str, world: int) -> None:
     """Every tensor, object and common value that old Megatrons wrote loads at 1, 2 and 4 ranks, bit for bit."""
     ranks.run(world, load, str(GOLDEN / name), WRITERS[name])
 
@@ -264,7 +264,7 @@ def _load_one(path: str, key: str) -> None:
     dc.load({"w": ShardedTensor.from_rank_offsets(key, torch.ones(4, 6), (0, dist.get_rank(), 2))}, path)
 
 
-def test_damage_is_the_same_error_on_every_rank(ranks: RankPool, checkpoint: Path) -> None:
+def test_damage_is_the_same_error_on_every_rank(ranks: Ranks, checkpoint: Path) -> None:
     """A chunk that only one rank needs fails the load of all."""
     (checkpoint / FC1 / "1.0").write_bytes(b"")
     failures = ranks.outcomes(2, _load_one, str(checkpoint), FC1)
@@ -339,7 +339,7 @@ def _load_from_store(name: str, writers: int) -> None:
 
 
 @pytest.mark.parametrize("name", ["zarr-mcore-0.7.0", "zarr-mcore-0.15.3"])
-def test_a_checkpoint_on_a_store_loads(ranks: RankPool, name: str) -> None:
+def test_a_checkpoint_on_a_store_loads(ranks: Ranks, name: str) -> None:
     """Everything loads from a URL as from a directory, bit for bit, with locks and keys of any characters there."""
     ranks.run(2, _load_from_store, name, WRITERS[name])
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     import pytest
 
-    from shardckpt.testing.ranks import RankPool
+    from shardckpt.testing.ranks import Ranks
 
 
 class BackgroundTests(Claims):
@@ -34,21 +34,21 @@ class BackgroundTests(Claims):
             self.require("supports_async_process")
 
     @each(("way", "ranks", "saves"), [("thread", 1, 1), ("thread", 2, 1), ("process", 2, 2)])
-    def test_background_save(self, rank_pool: RankPool, path: Path, way: str, ranks: int, saves: int) -> None:
+    def test_background_save(self, rank_pool: Ranks, path: Path, way: str, ranks: int, saves: int) -> None:
         """What is saved in the background is the state of the moment when it was scheduled, however it changes then."""
         self._require(way)
         paths = [str(path.with_name(f"step-{n}")) for n in range(saves)]
         with_objects = self.get_claim("supports_objects")
         rank_pool.run(ranks, jobs.save_in_background, self.subject, paths, way == "process", with_objects)
 
-    def test_saves_in_flight(self, rank_pool: RankPool, path: Path) -> None:
+    def test_saves_in_flight(self, rank_pool: Ranks, path: Path) -> None:
         """Several saves that are scheduled before the first is written each keep their own state."""
         self._require("thread")
         paths = [str(path.with_name(f"step-{n}")) for n in range(3)]
         with_objects = self.get_claim("supports_objects")
         rank_pool.run(2, jobs.save_in_background, self.subject, paths, False, with_objects, False)
 
-    def test_plans_are_used_again(self, rank_pool: RankPool, path: Path) -> None:
+    def test_plans_are_used_again(self, rank_pool: Ranks, path: Path) -> None:
         """Background saves by one strategy, one after the other, each store the values of their own moment."""
         self._require("thread")
         paths = [str(path.with_name(f"step-{n}")) for n in range(4)]

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import pytest
 
     from shardckpt.testing.faulty_store import FaultyStore
-    from shardckpt.testing.ranks import RankPool
+    from shardckpt.testing.ranks import Ranks
 
 MIB = 1 << 20
 
@@ -24,14 +24,14 @@ MIB = 1 << 20
 class StoreTests(Claims):
     """Checkpoints at URLs."""
 
-    def test_url(self, rank_pool: RankPool, faulty_store: FaultyStore) -> None:
+    def test_url(self, rank_pool: Ranks, faulty_store: FaultyStore) -> None:
         """Two ranks save to a store, two load from it, and nothing but the checkpoint's objects is there."""
         self.require("supports_urls")
         with_objects = self.get_claim("supports_objects")
         rank_pool.run(2, store_jobs.save_version, self.subject, faulty_store.url, 1, with_objects)
         rank_pool.run(2, store_jobs.load_and_check, self.subject, faulty_store.url, 1, with_objects)
 
-    def test_a_store_that_fails(self, rank_pool: RankPool, faulty_store: FaultyStore) -> None:
+    def test_a_store_that_fails(self, rank_pool: Ranks, faulty_store: FaultyStore) -> None:
         """If an upload fails, all ranks raise the same error and nothing loads; the next save clears up."""
         self.require("supports_urls")
         with_objects, url = self.get_claim("supports_objects"), faulty_store.url

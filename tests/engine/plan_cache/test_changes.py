@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from tests.ranks import RankPool
+    from tests.ranks import RankPool, Ranks
 
 pytestmark = pytest.mark.usefixtures("mode")
 
@@ -133,7 +133,7 @@ def _swapped_halves(folder: str) -> list[str]:
     return errors
 
 
-def test_plans_of_different_saves_are_not_mixed(ranks: RankPool, tmp_path: Path, mode: str) -> None:
+def test_plans_of_different_saves_are_not_mixed(ranks: Ranks, tmp_path: Path, mode: str) -> None:
     """What each rank has saved before, but never all in the same save, is checked across ranks like anything new."""
     found = ranks.run(2, in_mode, mode, _swapped_halves, str(tmp_path))
     assert found[0] == found[1]
@@ -174,7 +174,7 @@ def _different_copies(folder: str) -> str:
     return str(raised.value)
 
 
-def test_copies_are_compared_every_time(ranks: RankPool, tmp_path: Path, mode: str) -> None:
+def test_copies_are_compared_every_time(ranks: Ranks, tmp_path: Path, mode: str) -> None:
     """Replicas that have begun to differ are found, though their descriptions are those of the last save."""
     for found in ranks.run(2, in_mode, mode, _different_copies, str(tmp_path)):
         assert "replicated values differ between ranks" in found

@@ -11,7 +11,7 @@ from shardckpt.engine.plan_cache import PlanCache
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from tests.ranks import RankPool
+    from tests.ranks import Ranks
 
 
 class _Deals:
@@ -39,7 +39,7 @@ def _deal(shares: list[list[Any]], enabled: bool) -> tuple[list[Any], list[int]]
     return got, counts
 
 
-def test_a_change_on_one_rank_is_a_new_deal_on_all(ranks: RankPool) -> None:
+def test_a_change_on_one_rank_is_a_new_deal_on_all(ranks: Ranks) -> None:
     """The last deal is used if every rank's share is what it was for that deal, and never else."""
     shares = [[1, 2], [1, 2], [1, 3], [1, 3], [1, 2], [2, 1], [2, 1]]
     for enabled, expected in ((True, [1, 1, 2, 2, 3, 4, 4]), (False, [1, 2, 3, 4, 5, 6, 7])):
@@ -65,7 +65,7 @@ def _deal_that_fails_once() -> list[Any]:
     return cache.find_or_plan(share, comm, _Deals(comm).of(share))
 
 
-def test_a_deal_that_fails_is_forgotten_everywhere(ranks: RankPool) -> None:
+def test_a_deal_that_fails_is_forgotten_everywhere(ranks: Ranks) -> None:
     """After an error on one rank no two ranks go on with different deals."""
     assert ranks.run(2, _deal_that_fails_once) == [["old", "new 1"]] * 2
 
@@ -80,7 +80,7 @@ def _deal_in_other_groups() -> list[list[int]]:
     return found
 
 
-def test_another_group_is_another_deal(ranks: RankPool) -> None:
+def test_another_group_is_another_deal(ranks: Ranks) -> None:
     """A deal holds for the ranks that made it, also where another group has as many, with the same shares."""
     second = {0: [0, 3], 1: [1, 2], 2: [1, 2], 3: [0, 3]}
     assert [deals[1] for deals in ranks.run(4, _deal_in_other_groups)] == [second[rank] for rank in range(4)]

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from tests.ranks import RankPool
+    from tests.ranks import RankPool, Ranks
 
 
 def _state(rank: int, world: int, step: int) -> dict[str, Any]:
@@ -127,7 +127,7 @@ def test_a_plan_serves_saves_here_and_behind(gloo_ranks: RankPool, tmp_path: Pat
 
 @backends.both_in_proof
 @pytest.mark.ci
-def test_another_process_writes_what_is_saved_again(ranks: RankPool, tmp_path: Path) -> None:
+def test_another_process_writes_what_is_saved_again(ranks: Ranks, tmp_path: Path) -> None:
     """A plan that is used again serves the process that writes behind the training, too."""
     assert ranks.run(2, in_mode, "background", _saved_each_way, str(tmp_path), "default", True) == [1] * 2
 

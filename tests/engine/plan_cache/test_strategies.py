@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from tests.ranks import RankPool
+    from tests.ranks import Ranks
 
 pytestmark = pytest.mark.usefixtures("mode")
 
@@ -215,7 +215,7 @@ def _one_saves_in_another_way(folder: str) -> str:
     return str(raised.value)
 
 
-def test_ranks_with_different_classes_keep_in_step(ranks: RankPool, tmp_path: Path) -> None:
+def test_ranks_with_different_classes_keep_in_step(ranks: Ranks, tmp_path: Path) -> None:
     """Strategies of different classes are refused on all ranks: what one sends is not what another waits for."""
     for mode in MODES:
         one, other = ranks.run(2, in_mode, mode, _one_saves_in_another_way, str(tmp_path / "c"))

@@ -20,7 +20,7 @@ from tests.manager.training import Loader
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from tests.ranks import RankPool
+    from tests.ranks import RankPool, Ranks
     from tests.remote.store import Store
 
 _CI, _PROOF = pytest.mark.ci, pytest.mark.proof
@@ -39,7 +39,7 @@ IN_CI = pytest.mark.parametrize(
 
 
 @IN_CI
-def test_the_first_replica_saves_for_all(ranks: RankPool, tmp_path: Path, mode: str) -> None:
+def test_the_first_replica_saves_for_all(ranks: Ranks, tmp_path: Path, mode: str) -> None:
     """Who is first at a step saves it, whole and once; each saves its own, unless it takes no part; nothing hangs."""
     results = ranks.run(4, replicas.changing_quorum, str(tmp_path), mode)
     saved, seen, asked, (steps, first, second) = results[0]
@@ -54,14 +54,14 @@ def test_the_first_replica_saves_for_all(ranks: RankPool, tmp_path: Path, mode: 
     assert second == list(range(1, 10))
 
 
-def test_what_is_disabled_waits_for_its_own(ranks: RankPool, tmp_path: Path) -> None:
+def test_what_is_disabled_waits_for_its_own(ranks: Ranks, tmp_path: Path) -> None:
     """Where nothing is to happen in the background, a replica's own is there when save returns."""
     for found in ranks.run(4, replicas.durable_at_once, str(tmp_path)):
         assert found == [[1], [2], [3], [4], [5]]
 
 
 @IN_CI
-def test_all_begin_again(ranks: RankPool, tmp_path: Path, mode: str) -> None:
+def test_all_begin_again(ranks: Ranks, tmp_path: Path, mode: str) -> None:
     """After a restart of all, each has its own of the step that is loaded: the losses are those of an unbroken run."""
     config = {"async_mode": mode}
     expected = ranks.run(4, replicas.unbroken, str(tmp_path / "a"), 9, config)
@@ -87,14 +87,14 @@ def test_one_replica_is_lost_and_joins_again(gloo_ranks: RankPool, tmp_path: Pat
 
 
 @pytest.mark.ci
-def test_an_older_torchft(ranks: RankPool, tmp_path: Path) -> None:
+def test_an_older_torchft(ranks: Ranks, tmp_path: Path) -> None:
     """Functions are registered in the way that torchft had before 0.2, too."""
     results = ranks.run(4, replicas.rejoined, str(tmp_path), "disabled", OldManager)
     assert results[2]["weights"] == results[0]["weights"]
 
 
 @IN_CI
-def test_garbage_of_both_folders_is_collected(ranks: RankPool, tmp_path: Path, mode: str) -> None:
+def test_garbage_of_both_folders_is_collected(ranks: Ranks, tmp_path: Path, mode: str) -> None:
     """The newest stay, and of every step that stays for all, the loaders' places at that step; nothing foreign goes."""
     for name in ("ft-replicat-0", "ft-replicat-1"):
         (tmp_path / name / "notes").mkdir(parents=True)
@@ -121,13 +121,13 @@ def test_what_of_its_own_may_go(tmp_path: Path) -> None:
 
 
 @pytest.mark.ci
-def test_a_run_that_was_given_up_leaves_nothing_newer(ranks: RankPool, tmp_path: Path) -> None:
+def test_a_run_that_was_given_up_leaves_nothing_newer(ranks: Ranks, tmp_path: Path) -> None:
     """Going on from step 4 removes a replica's own of the steps 5 to 7 that were made before: none is taken later."""
     assert ranks.run(4, replicas.abandoned, str(tmp_path)) == [[4, 5]] * 4
 
 
 @pytest.mark.ci
-def test_a_dataloader_that_is_not_to_be_loaded(ranks: RankPool, tmp_path: Path) -> None:
+def test_a_dataloader_that_is_not_to_be_loaded(ranks: Ranks, tmp_path: Path) -> None:
     """exclude_from_loading may name it: it stays as it is, without a warning or an error."""
     ranks.run(4, replicas.unbroken, str(tmp_path), 4, {})
     config = {"exclude_from_loading": ("dataloader",)}
@@ -160,7 +160,7 @@ def test_its_own_is_missing(gloo_ranks: RankPool, tmp_path: Path, damage: str) -
     assert "dataloader, rng" in results[2][3][-1]
 
 
-def test_one_place_in_the_data_for_all(ranks: RankPool, tmp_path: Path) -> None:
+def test_one_place_in_the_data_for_all(ranks: Ranks, tmp_path: Path) -> None:
     """Without enable_ft_dataloader_checkpoints it is in the steps' checkpoints: the first replica's is everyone's."""
     config = {"enable_ft_dataloader_checkpoints": False}
     ranks.run(4, replicas.unbroken, str(tmp_path), 4, config)
@@ -171,7 +171,7 @@ def test_one_place_in_the_data_for_all(ranks: RankPool, tmp_path: Path) -> None:
     ] * 2
 
 
-def test_an_error_of_the_replica_manager(ranks: RankPool, tmp_path: Path) -> None:
+def test_an_error_of_the_replica_manager(ranks: Ranks, tmp_path: Path) -> None:
     """A quorum that one rank does not reach is the same error on all ranks of its replica, and none of the other's."""
     results = ranks.run(4, replicas.failing_quorum, str(tmp_path))
     assert results[:2] == ["", ""]
@@ -180,12 +180,12 @@ def test_an_error_of_the_replica_manager(ranks: RankPool, tmp_path: Path) -> Non
     assert replicas.layout(str(tmp_path)) == ([1], [1], [])
 
 
-def test_a_replica_gives_while_its_model_computes(ranks: RankPool) -> None:
+def test_a_replica_gives_while_its_model_computes(ranks: Ranks) -> None:
     """What is given in a forward pass, where FSDP has gathered parameters, is the same as between steps."""
     assert ranks.run(4, replicas.given_in_a_forward_pass) == [True] * 4
 
 
-def test_replicas_must_be_alike(ranks: RankPool) -> None:
+def test_replicas_must_be_alike(ranks: Ranks) -> None:
     """States that lie otherwise on the ranks of the replica that takes them are an error that says how."""
     for message in ranks.run(4, replicas.given_to_another_layout):
         assert "Shard(dim=0)" in message

@@ -10,7 +10,7 @@ from tests.manager.replicas import torchft_jobs
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from tests.ranks import RankPool
+    from tests.ranks import Ranks
 
 torchft = pytest.importorskip("torchft", reason="torchft is not installed here (it has wheels for Linux)")
 
@@ -23,7 +23,7 @@ def test_its_manager_is_what_is_asked_for() -> None:
 
 @pytest.mark.parametrize("mode", [pytest.param("disabled", marks=pytest.mark.ci), "async"])
 @pytest.mark.ci
-def test_a_replica_heals_from_another(ranks: RankPool, tmp_path: Path, mode: str) -> None:
+def test_a_replica_heals_from_another(ranks: Ranks, tmp_path: Path, mode: str) -> None:
     """Under torchft's quorums a lost replica loads, takes over the other's states, and reads on in its own data."""
     first, second = ranks.run(2, torchft_jobs.lost_and_healed, str(tmp_path), mode)
     assert first["alone"] == 1

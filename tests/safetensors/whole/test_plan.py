@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
     from pathlib import Path
 
-    from shardckpt.testing.ranks import RankPool
+    from shardckpt.testing.ranks import RankPool, Ranks
 
 
 def _check(folder: Path) -> None:
@@ -33,7 +33,7 @@ def _check(folder: Path) -> None:
     assert not [result for result in verify_checkpoint(folder) if result.fault or result.foreign]
 
 
-def test_the_bytes_do_not_depend_on_the_ranks(ranks: RankPool, tmp_path: Path) -> None:
+def test_the_bytes_do_not_depend_on_the_ranks(ranks: Ranks, tmp_path: Path) -> None:
     """1 to 4 ranks, which cut rows or columns, evenly or not, write the same files, and the right values."""
     jobs.save(str(tmp_path / "0"))
     expected = jobs.digest_weights(tmp_path / "0")
@@ -59,7 +59,7 @@ def test_inference_tools_find_nothing_strange(tmp_path: Path) -> None:
     assert json.loads(index["__metadata__"]["shardckpt"])["required_features"] == ["unaligned"]
 
 
-def test_ranks_write_their_own_rows(ranks: RankPool, tmp_path: Path) -> None:
+def test_ranks_write_their_own_rows(ranks: Ranks, tmp_path: Path) -> None:
     """Of a tensor of full pages, each of 4 ranks writes its rows itself: the table of digests has four ranges of it."""
     ranks.run(4, jobs.save, str(tmp_path / "c"))
     record = Record.parse((tmp_path / "c" / "shardckpt.json").read_bytes())
@@ -70,7 +70,7 @@ def test_ranks_write_their_own_rows(ranks: RankPool, tmp_path: Path) -> None:
     assert list(table.lengths).count(128 << 10) == 4
 
 
-def test_auto_takes_what_costs_nothing(ranks: RankPool, tmp_path: Path) -> None:
+def test_auto_takes_what_costs_nothing(ranks: Ranks, tmp_path: Path) -> None:
     """Rows, and what one rank has, are stored whole; columns stay boxes, under no name of the folder."""
     for world, whole in (
         (4, jobs.make_tensors().keys()),
@@ -84,7 +84,7 @@ def test_auto_takes_what_costs_nothing(ranks: RankPool, tmp_path: Path) -> None:
             check_same(ours[key], tensor, key)
 
 
-def test_a_later_save_has_the_later_values(ranks: RankPool, tmp_path: Path) -> None:
+def test_a_later_save_has_the_later_values(ranks: Ranks, tmp_path: Path) -> None:
     """A save by the cached plan exchanges and stores what the tensors have then."""
     ranks.run(3, jobs.save_twice, str(tmp_path))
     for number in (1, 2):
@@ -93,7 +93,7 @@ def test_a_later_save_has_the_later_values(ranks: RankPool, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("persistent", [False, pytest.param(True, marks=pytest.mark.ci)], ids=["thread", "process"])
-def test_background_saves(ranks: RankPool, tmp_path: Path, persistent: bool) -> None:
+def test_background_saves(ranks: Ranks, tmp_path: Path, persistent: bool) -> None:
     """A thread or a process of each rank writes the same files as a save in the foreground."""
     jobs.save(str(tmp_path / "0"))
     ranks.run(3, jobs.save_behind, str(tmp_path / "c"), persistent)
@@ -101,7 +101,7 @@ def test_background_saves(ranks: RankPool, tmp_path: Path, persistent: bool) -> 
     _check(tmp_path / "c")
 
 
-def test_any_replica_may_be_written(ranks: RankPool, tmp_path: Path) -> None:
+def test_any_replica_may_be_written(ranks: Ranks, tmp_path: Path) -> None:
     """With keep_only_main_replica=False the files are the same, of a first save, and of one by the cached plan."""
     ranks.run(3, jobs.save_any_replica, str(tmp_path / "c"))
     for number in (0, 1):
@@ -112,14 +112,14 @@ def test_any_replica_may_be_written(ranks: RankPool, tmp_path: Path) -> None:
             check_same(found[key], tensor, key)
 
 
-def test_fully_parallel_saves(ranks: RankPool, tmp_path: Path) -> None:
+def test_fully_parallel_saves(ranks: Ranks, tmp_path: Path) -> None:
     """Whoever is chosen to write a replica, the files are the same."""
     jobs.save(str(tmp_path / "0"))
     ranks.run(2, jobs.save_fully_parallel, str(tmp_path / "c"))
     assert jobs.digest_weights(tmp_path / "c") == jobs.digest_weights(tmp_path / "0")
 
 
-def test_stores(ranks: RankPool, tmp_path: Path) -> None:
+def test_stores(ranks: Ranks, tmp_path: Path) -> None:
     """At a URL each file is written by one rank, after an exchange, and has the same bytes."""
     jobs.save(str(tmp_path / "0"))
     for world in (1, 3):
@@ -155,7 +155,7 @@ def _save_with_sha256(path: str) -> list[str]:
     return found
 
 
-def test_missing_elements_fail_the_save_on_all_ranks(ranks: RankPool, tmp_path: Path) -> None:
+def test_missing_elements_fail_the_save_on_all_ranks(ranks: Ranks, tmp_path: Path) -> None:
     """A row that no rank has is an error, though nobody has validated the shards; nothing is there."""
     errors = ranks.run(4, jobs.error_of, jobs.save_partly, str(tmp_path / "c"))
     assert len(set(errors)) == 1

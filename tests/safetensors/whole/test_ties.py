@@ -18,7 +18,7 @@ from tests.tables import table
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from shardckpt.testing.ranks import RankPool
+    from shardckpt.testing.ranks import Ranks
 
 EMBEDDING, HEAD, OTHER = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
 
@@ -61,7 +61,7 @@ def _write_config(folder: Path, text: str) -> str:
 TIED = '{"tie_word_embeddings": true}'
 
 
-def test_a_tied_output_layer_is_stored_as_the_embedding(ranks: RankPool, tmp_path: Path) -> None:
+def test_a_tied_output_layer_is_stored_as_the_embedding(ranks: Ranks, tmp_path: Path) -> None:
     """Its name is not in the folder, as save_pretrained has it, the key loads; the bytes are those of any ranks."""
     assets = _write_config(tmp_path / "assets", TIED)
     _save(str(tmp_path / "0"), assets)

@@ -14,14 +14,14 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from shardckpt.testing.ranks import RankPool
+    from shardckpt.testing.ranks import Ranks
 
 pytestmark = pytest.mark.ci  # imports transformers on every rank
 _SECONDS = 300.0
 
 
 @pytest.fixture(autouse=True)
-def _imported(ranks: RankPool) -> None:
+def _imported(ranks: Ranks) -> None:
     ranks.run(4, trainings.import_all, timeout=_SECONDS)
 
 
@@ -52,7 +52,7 @@ def _check(folder: Path, parameters: dict[str, torch.Tensor], logits: torch.Tens
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-def test_transformers_loads_the_steps_of_fsdp(ranks: RankPool, tmp_path: Path, tied: bool) -> None:
+def test_transformers_loads_the_steps_of_fsdp(ranks: Ranks, tmp_path: Path, tied: bool) -> None:
     """from_pretrained loads steps of 1, 2 and 4 ranks; the files are the same, up to what the ranks have computed."""
     config = {"tie_word_embeddings": tied}
     trainings.make_model("Llama", **config).config.save_pretrained(tmp_path / "assets")
@@ -67,7 +67,7 @@ def test_transformers_loads_the_steps_of_fsdp(ranks: RankPool, tmp_path: Path, t
         assert all(torch.equal(found[name], tensor) for name, tensor in names.items())
 
 
-def test_transformers_loads_steps_with_expert_parallelism(ranks: RankPool, tmp_path: Path) -> None:
+def test_transformers_loads_steps_with_expert_parallelism(ranks: Ranks, tmp_path: Path) -> None:
     """Experts that are spread over 1, 2 and 4 ranks are a tensor each under their Hub names; the files are the same."""
     model = trainings.make_model("Qwen3Moe", **trainings.MOE)
     model.config.save_pretrained(tmp_path / "assets")

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from tests.ranks import RankPool
+    from tests.ranks import RankPool, Ranks
 
 SAVED = 2
 #: Set by a pickle that is run.
@@ -78,7 +78,7 @@ def _stock_save(path: str, options: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("options", [{}, {"thread_count": 2}, {"single_file_per_rank": False}], ids=str)
 @pytest.mark.parametrize("writers", [0, 2, *in_proof(4)])
-def test_it_reads_what_stock_dcp_wrote(ranks: RankPool, tmp_path: Path, writers: int, options: dict[str, Any]) -> None:
+def test_it_reads_what_stock_dcp_wrote(ranks: Ranks, tmp_path: Path, writers: int, options: dict[str, Any]) -> None:
     """Directories of FileSystemWriter, of 1 to 4 ranks and several files a rank, load at 1, 2 and 4 ranks."""
     path = str(tmp_path / "c")
     (ranks.run if writers else _in_one_process)(writers, _stock_save, path, options)
@@ -113,7 +113,7 @@ def _own_save(path: str) -> None:
     dc.save(_own_state(dist.get_rank(), dist.get_world_size(), filled=True), path)
 
 
-def test_it_reads_our_own_checkpoints(ranks: RankPool, tmp_path: Path) -> None:
+def test_it_reads_our_own_checkpoints(ranks: Ranks, tmp_path: Path) -> None:
     """What dist_checkpointing.save wrote loads by dcp.load with our reader: tensors, and objects by their keys."""
     path = str(tmp_path / "c")
     ranks.run(4, _own_save, path)
@@ -177,7 +177,7 @@ def _load_by_slot(path: str) -> None:
     plain_states.load(path, SAVED, CheckpointStorageReader, _OneSlot())
 
 
-def test_a_planner_with_scratch_is_asked_for_one_tensor_at_a_time(ranks: RankPool, tmp_path: Path) -> None:
+def test_a_planner_with_scratch_is_asked_for_one_tensor_at_a_time(ranks: Ranks, tmp_path: Path) -> None:
     """A planner that fills its destinations on commit gets items one after the other, whatever their sizes."""
     dcp.save(plain_states.state(SAVED), storage_writer=CheckpointStorageWriter(tmp_path / "c"))
     ranks.run(2, _load_by_slot, str(tmp_path / "c"))

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from concurrent.futures import Future
 
-    from tests.ranks import RankPool
+    from tests.ranks import RankPool, Ranks
 
 OLD, NEW = 1, 2
 
@@ -110,7 +110,7 @@ def _save_carelessly(path: str) -> dict[str, str]:
     return found
 
 
-def test_what_is_lost_or_written_past_the_writer_is_named(ranks: RankPool, tmp_path: Path) -> None:
+def test_what_is_lost_or_written_past_the_writer_is_named(ranks: Ranks, tmp_path: Path) -> None:
     """A value that no rank has written, and a file without digests, fail the save on all ranks; the old one stays."""
     path = tmp_path / "c"
     ranks.run(2, _save, str(path), OLD)
@@ -135,7 +135,7 @@ def _load_by_all(path: str) -> None:
 
 
 @pytest.mark.parametrize("writers", [0, 2, *in_proof(1, 4)])
-def test_every_reader_reads_it(ranks: RankPool, tmp_path: Path, writers: int) -> None:
+def test_every_reader_reads_it(ranks: Ranks, tmp_path: Path, writers: int) -> None:
     """What any number of ranks wrote, stock dcp.load, our reader and dist_checkpointing.load read at 1 and 3 ranks."""
     path = tmp_path / "c"
     (ranks.run if writers else _in_one_process)(writers, _save, str(path))
@@ -163,7 +163,7 @@ def test_the_commands_take_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     check_equal(left["flags"], plain_states.tensors(NEW)["flags"], "flags")
 
 
-def test_the_record_names_who_wrote_what(ranks: RankPool, tmp_path: Path) -> None:
+def test_the_record_names_who_wrote_what(ranks: Ranks, tmp_path: Path) -> None:
     """shardckpt.json has the number of ranks and every file with its rank; a rank without items has no file."""
     path = tmp_path / "c"
     ranks.run(4, _save, str(path))
@@ -221,7 +221,7 @@ def _save_and_load_shards(path: str) -> None:
     check_equal(found["plain"], expected["plain"], "plain")
 
 
-def test_our_planners_work_with_our_storage(ranks: RankPool, tmp_path: Path) -> None:
+def test_our_planners_work_with_our_storage(ranks: Ranks, tmp_path: Path) -> None:
     """ShardedTensors and ShardedObjects go through both of our planners and both of our storage classes."""
     ranks.run(2, _save_and_load_shards, str(tmp_path / "c"))
 
@@ -248,7 +248,7 @@ def _fail(path: str, *, overwrite: bool) -> None:
 
 
 @pytest.mark.parametrize("exists", [False, True])
-def test_a_failed_rank_leaves_what_was_there(ranks: RankPool, tmp_path: Path, exists: bool) -> None:
+def test_a_failed_rank_leaves_what_was_there(ranks: Ranks, tmp_path: Path, exists: bool) -> None:
     """An error on one rank is DCP's on all; the target is as before, and nothing stays beside it."""
     path = tmp_path / "c"
     if exists:
@@ -275,7 +275,7 @@ def _fail_and_keep(path: str) -> None:
     plain_states.load(path, NEW)
 
 
-def test_a_writer_saves_again_after_a_failure(ranks: RankPool, tmp_path: Path) -> None:
+def test_a_writer_saves_again_after_a_failure(ranks: Ranks, tmp_path: Path) -> None:
     """What a failed save left is removed by the next save with the same writer, which succeeds."""
     ranks.run(2, _fail_and_keep, str(tmp_path / "c"))
     assert _left_beside(tmp_path / "c") == []
@@ -288,7 +288,7 @@ def _refused(path: str) -> None:
     assert "overwrite=True" in str(failures[0])
 
 
-def test_what_stands_there_is_not_overwritten_unasked(ranks: RankPool, tmp_path: Path) -> None:
+def test_what_stands_there_is_not_overwritten_unasked(ranks: Ranks, tmp_path: Path) -> None:
     """Without overwrite=True a save to a directory with content is refused on all ranks, and changes nothing."""
     path = tmp_path / "c"
     path.mkdir()
@@ -298,7 +298,7 @@ def test_what_stands_there_is_not_overwritten_unasked(ranks: RankPool, tmp_path:
     assert _left_beside(path) == []
 
 
-def test_overwriting_replaces_a_checkpoint_and_keeps_other_files(ranks: RankPool, tmp_path: Path) -> None:
+def test_overwriting_replaces_a_checkpoint_and_keeps_other_files(ranks: Ranks, tmp_path: Path) -> None:
     """overwrite=True takes the place of our checkpoint, or of stock DCP's, and lets files of others be."""
     for old in (CheckpointStorageWriter, dcp.FileSystemWriter):
         path = tmp_path / old.__name__

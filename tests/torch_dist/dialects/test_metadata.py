@@ -22,7 +22,7 @@ from tests.names import COMMON, INDEX, MARKER, RECORD
 from tests.tables import table
 
 if TYPE_CHECKING:
-    from tests.ranks import RankPool
+    from tests.ranks import Ranks
 
 GOLDEN = Path(__file__).parents[2] / "golden"
 WITH_COMMON_FILE = ("0.9.0", "0.12.3", "0.13.1", "0.16.1", "0.17.0rc0")
@@ -68,7 +68,7 @@ def _error(path: str) -> tuple[str, str]:
     return "", ""
 
 
-def test_all_ranks_hear_of_a_lost_common_file(ranks: RankPool, lost: Path) -> None:
+def test_all_ranks_hear_of_a_lost_common_file(ranks: Ranks, lost: Path) -> None:
     """The same error on every rank."""
     first, second = ranks.run(2, _error, str(lost))
     assert first == second
