@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, settings
 
 from shardckpt.testing import RankThreads
 from tests import backends, folders, guard, workers
-from tests.ranks import RankPool
+from tests.ranks import RankPool, Ranks
 from tests.sites import VARIABLE
 from tests.sites import find as find_site
 
@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from tests.backends import Backend
     from tests.sites import Sites
 
+
+#: Whether all ranks are processes, which default tests start otherwise never.
+ON_GLOO = os.environ.get("TESTS_RANKS") == "gloo"
 
 # a test must not fail because the machine has other work, nor once and not again
 settings.register_profile(
@@ -36,7 +39,8 @@ def pytest_configure(config: pytest.Config) -> None:
     settings.load_profile("proof" if config.option.markexpr == "proof" else "the same each time")
     signal.signal(signal.SIGINT, signal.default_int_handler)  # in the background it is ignored; some tests send it
     folders.choose()
-    config.pluginmanager.register(guard)
+    if not ON_GLOO:
+        config.pluginmanager.register(guard)
     os.environ.pop("PYTEST_ADDOPTS", None)  # options of this run, not of those that tests start
 
 
@@ -75,13 +79,14 @@ def disk() -> Iterator[Path]:
 
 
 @pytest.fixture(scope="session")
-def ranks() -> RankThreads:
-    """Groups of any number of ranks, which are threads: ``ranks.run(3, function, *args)``."""
-    return RankThreads()
+def ranks(request: pytest.FixtureRequest) -> Ranks:
+    """Groups of ranks, which are threads: ``ranks.run(3, function, *args)``; processes with ``TESTS_RANKS=gloo``."""
+    found: Ranks = request.getfixturevalue("gloo_ranks") if ON_GLOO else RankThreads()
+    return found
 
 
 @pytest.fixture(scope="session")
-def rank_pool(ranks: RankThreads) -> RankThreads:
+def rank_pool(ranks: Ranks) -> Ranks:
     """The same, by the name that the contract knows."""
     return ranks
 

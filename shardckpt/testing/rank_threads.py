@@ -73,7 +73,7 @@ class _Rank(threading.Thread):
         self.number = number
         self.outcome: Any = None
         self.groups: Any = None
-        self._call = lambda: function(*args)
+        self._call: Callable[[], Any] = lambda: function(*args)
 
     def run(self) -> None:
         """Call the function in a group of all ranks."""
@@ -85,7 +85,7 @@ class _Rank(threading.Thread):
             try:
                 self.outcome = self._call()
             finally:
-                dist.destroy_process_group()  # type: ignore[no-untyped-call]
+                dist.destroy_process_group()
         except BaseException as exc:  # noqa: BLE001 - the test decides
             self.outcome = RankFailure(type(exc).__name__, str(exc), traceback.format_exc())
         finally:
