@@ -5,27 +5,24 @@ from __future__ import annotations
 import gc
 import os
 import signal
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import HealthCheck, settings
 
 from shardckpt.testing import RankThreads
 from tests import backends, folders, guard, workers
-from tests.ranks import RankPool, Ranks
+from tests.ranks import RUN_TIMEOUT, RankPool, Ranks
 from tests.sites import VARIABLE
 from tests.sites import find as find_site
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
     from tests.backends import Backend
     from tests.sites import Sites
 
-
-#: Whether all ranks are processes, which default tests start otherwise never.
-ON_GLOO = os.environ.get("TESTS_RANKS") == "gloo"
 
 # a test must not fail because the machine has other work, nor once and not again
 settings.register_profile(
@@ -39,7 +36,7 @@ def pytest_configure(config: pytest.Config) -> None:
     settings.load_profile("proof" if config.option.markexpr == "proof" else "the same each time")
     signal.signal(signal.SIGINT, signal.default_int_handler)  # in the background it is ignored; some tests send it
     folders.choose()
-    if not ON_GLOO:
+    if os.environ.get("TESTS_RANKS") != "gloo":
         config.pluginmanager.register(guard)
     os.environ.pop("PYTEST_ADDOPTS", None)  # options of this run, not of those that tests start
 
@@ -78,11 +75,27 @@ def disk() -> Iterator[Path]:
         yield folder
 
 
+class _Ranks(Ranks):
+    """Ranks that are threads in default tests, and gloo's processes in CI and proof.
+
+    Args:
+        find_processes: Returns the pool of processes.
+    """
+
+    def __init__(self, find_processes: Callable[[], RankPool]) -> None:
+        self._threads = RankThreads()
+        self._find_processes = find_processes
+
+    def outcomes(self, world_size: int, function: Any, *args: Any, timeout: float = RUN_TIMEOUT) -> list[Any]:
+        """Run a function on every rank."""
+        chosen = self._threads if guard.is_on() else self._find_processes()
+        return chosen.outcomes(world_size, function, *args, timeout=timeout)
+
+
 @pytest.fixture(scope="session")
 def ranks(request: pytest.FixtureRequest) -> Ranks:
-    """Groups of ranks, which are threads: ``ranks.run(3, function, *args)``; processes with ``TESTS_RANKS=gloo``."""
-    found: Ranks = request.getfixturevalue("gloo_ranks") if ON_GLOO else RankThreads()
-    return found
+    """Groups of 1 to 4 ranks: ``ranks.run(3, function, *args)``; threads in default tests, else processes."""
+    return _Ranks(lambda: request.getfixturevalue("gloo_ranks"))
 
 
 @pytest.fixture(scope="session")

@@ -75,6 +75,11 @@ def _guard(item: pytest.Item) -> Iterator[None]:
             raise _refused[0]
 
 
+def is_on() -> bool:
+    """Return whether a default test runs."""
+    return bool(_guarded)
+
+
 def _refuse(what: str) -> None:
     error = CITierError(f"{what}: this belongs in the CI tier: mark the test `ci`")
     _refused.append(error)

@@ -24,4 +24,4 @@ class RankPool(testing.RankPool):
         )
 
 
-__all__ = ["Failure", "RankError", "RankPool", "Ranks"]
+__all__ = ["RUN_TIMEOUT", "Failure", "RankError", "RankPool", "Ranks"]

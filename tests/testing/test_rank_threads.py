@@ -15,6 +15,12 @@ from shardckpt.distributed import Comm
 from shardckpt.testing import RankError, RankThreads
 
 
+@pytest.fixture
+def ranks() -> RankThreads:
+    """What these tests are about."""
+    return RankThreads()
+
+
 def test_each_rank_gets_what_all_have_brought(ranks: RankThreads) -> None:
     """The function runs on every rank of a group; results are in rank order."""
 
