@@ -10,15 +10,15 @@ import pytest
 from shardckpt import dist_checkpointing as dc
 from tests import backends, programs
 from tests.background import jobs
+from tests.tables import in_proof
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from tests.backends import Backend
 
-PERSISTENT = pytest.mark.parametrize(
-    "persistent", [False, pytest.param(True, marks=pytest.mark.ci)], ids=["thread", "process"]
-)
+PERSISTENT = pytest.mark.parametrize("persistent", [False, True], ids=["thread", "process"])
+THREAD_FIRST = pytest.mark.parametrize("persistent", [False, *in_proof(True)], ids=["thread", "process"])
 
 ALONE = """
     import sys, torch
@@ -63,7 +63,7 @@ def _start(program: str, folder: Path, *arguments: str) -> programs.Program:
 
 
 @backends.both_in_proof
-@PERSISTENT
+@THREAD_FIRST
 @pytest.mark.ci
 def test_a_save_in_flight_at_the_end_of_one_process_is_finished(
     tmp_path: Path, backend: Backend, persistent: bool
@@ -143,7 +143,7 @@ def test_a_save_in_flight_at_the_end_of_a_job_is_finished(tmp_path: Path, persis
 
 
 @backends.both_in_proof
-@PERSISTENT
+@THREAD_FIRST
 @pytest.mark.ci
 def test_a_save_in_flight_when_the_group_is_destroyed_is_absent(tmp_path: Path, persistent: bool) -> None:
     """Ranks that cannot finalize any more say what is lost and what to do, and leave nothing of it."""

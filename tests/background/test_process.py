@@ -17,6 +17,7 @@ from shardckpt.background.process import WorkerProcess, WorkerTraceback
 from shardckpt.errors import CheckpointingException, RankFailedError, StorageError
 from tests import programs
 from tests.background import calls
+from tests.tables import in_proof
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -126,7 +127,9 @@ def test_threads_may_share_a_process(worker: WorkerProcess) -> None:
     assert all(size == result for size, result in results.items())
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2])
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, signal.SIGTERM, *in_proof(signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)]
+)
 @pytest.mark.ci
 def test_signals_to_the_whole_job_do_not_end_a_save(worker: WorkerProcess, number: signal.Signals) -> None:
     """Ctrl-C, a scheduler's warning and its end of a job are for the training process, which may finish its saves."""

@@ -332,7 +332,7 @@ def test_own_outlines_are_those_that_plugins_register() -> None:
 
 
 @both_in_proof
-@pytest.mark.ci
+@pytest.mark.proof
 def test_inspect_does_not_wait_for_dtensor(backend: Backend, tmp_path: Path) -> None:
     """Where ``inspect`` needs torch, a new interpreter imports neither DTensor nor DCP, which take a second."""
     dc.save({"w": ShardedTensor.from_rank_offsets("w", torch.ones(2))}, tmp_path / "c")

@@ -208,7 +208,7 @@ def _all_end(pids: list[int]) -> bool:
 
 
 @linux_only
-@pytest.mark.ci
+@pytest.mark.proof
 def test_a_rank_that_dies_ends_the_demo_and_all_ranks(tmp_path: Path) -> None:
     """The demo names the rank that was killed, exits 2, and leaves no process behind."""
     demo, pids = _started(tmp_path)

@@ -65,7 +65,7 @@ def bad(endings: list[dict[str, Any]], before: str) -> list[dict[str, Any]]:
 
 
 @backends.both_in_proof
-@pytest.mark.ci
+@pytest.mark.proof
 def test_a_call_that_fails_leaves_old_or_new(disk: Path) -> None:
     """After an error or a lie of one of some calls of an overwrite, old or new is there, or its damage is found."""
     endings = endings_of(disk, "existing", FEW)

@@ -56,7 +56,7 @@ def check(outcomes: list[dict[str, Any]], allowed: set[str]) -> None:
 
 
 @backends.both_in_proof
-@pytest.mark.ci
+@pytest.mark.proof
 def test_a_killed_export_leaves_old_or_new(disk: Path) -> None:
     """After a kill at any of 8 calls of an export over another, one of them is there bit for bit, and other files."""
     check(outcomes_of(disk, "export", "existing", str(FEW)), {"old", "new"})

@@ -100,8 +100,8 @@ def test_a_process_without_it(tmp_path: Path) -> None:
 
 
 @backends.both_in_proof
-@pytest.mark.parametrize("have", [pytest.param((0,), marks=pytest.mark.ci), (1, 0)])
 @pytest.mark.ci
+@pytest.mark.parametrize("have", [(0,), pytest.param((1, 0), marks=pytest.mark.proof)])
 def test_a_load_without_it(saved: Path, monkeypatch: pytest.MonkeyPatch, have: tuple[int, ...]) -> None:
     """A load by ranks of which any lacks it is one error with the way out; without checks the values are right."""
     (error,) = errors("load", saved, *have)

@@ -69,7 +69,7 @@ def count_read_bytes() -> int:
 
 
 @pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="Linux counts the bytes that a process reads")
-@pytest.mark.ci
+@pytest.mark.proof
 def test_the_files_of_256_ranks_are_read_once(tmp_path: Path) -> None:
     """Weights from 256 ranks' files cost at most 1.1 times their bytes, index included; the optimizer's none."""
     torch.manual_seed(0)

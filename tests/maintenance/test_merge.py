@@ -281,7 +281,7 @@ def assert_merged(folder: Path, names: Sequence[str], merged: str) -> None:
             assert np.array_equal(new["w"][row : row + 256].numpy(), average(parts, [1.0] * len(names)))
 
 
-@pytest.mark.ci
+@pytest.mark.proof
 def test_each_byte_is_read_once(tmp_path: Path) -> None:
     """In the least memory, sources in whatever shards are read 1.1 times at most, and what was written once more."""
     if not Path("/proc/self/io").exists():

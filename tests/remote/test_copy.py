@@ -12,6 +12,7 @@ from shardckpt.integrations.fsspec import folder as fsspec_folder
 from shardckpt.integrations.obstore import folder as obstore_folder
 from shardckpt.storage import CopiesObjects, RemotePath
 from tests.remote.servers import BUCKET, moto_server, request, variables
+from tests.tables import in_proof
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -47,7 +48,7 @@ def _refuse(*_: Any) -> Any:
     raise AssertionError("the bytes of the object came here")
 
 
-@pytest.mark.parametrize("size", [0, 11, 6 * _MIB + 5])
+@pytest.mark.parametrize("size", [11, 6 * _MIB + 5, *in_proof(0)])
 @pytest.mark.ci
 def test_a_store_copies_within_itself(
     open_url: Callable[[str], RemotePath], monkeypatch: pytest.MonkeyPatch, size: int

@@ -21,6 +21,7 @@ from tests import programs
 from tests.commit import owners
 from tests.remote import jobs
 from tests.remote.servers import BUCKET, moto_server, request, variables
+from tests.tables import in_proof
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -58,7 +59,7 @@ def _list(url: str) -> dict[str, int]:
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("by", ["prune", "manager"])
+@pytest.mark.parametrize("by", ["prune", *in_proof("manager")])
 @pytest.mark.ci
 def test_only_what_a_killed_save_left_is_removed(
     endpoint: str,

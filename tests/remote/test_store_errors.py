@@ -19,7 +19,7 @@ from shardckpt.plugins import get_plugin_manager, hookimpl
 from shardckpt.storage import RemotePath, find_problem, list_objects, mask_secrets
 from tests.remote import jobs
 from tests.remote.servers import BUCKET, SECRET, fault_proxy, moto_server, rclone_server, variables
-from tests.tables import table
+from tests.tables import in_proof, table
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -89,7 +89,7 @@ def _error(folder: Any, action: str, tmp_path: Path) -> str:
     return str(raised.value)
 
 
-@pytest.mark.parametrize("action", ["list", "upload"])
+@pytest.mark.parametrize("action", ["list", *in_proof("upload")])
 @pytest.mark.parametrize(
     ("status", "code", "advice"),
     [
@@ -150,7 +150,7 @@ def test_nobody_at_the_endpoint_is_said(
     assert "AWS_ENDPOINT_URL" in message
 
 
-@pytest.mark.parametrize("action", ["list", "read", "upload"])
+@pytest.mark.parametrize("action", ["list", *in_proof("read", "upload")])
 @pytest.mark.ci
 def test_a_missing_bucket_of_a_real_server_is_said(
     rclone: str, proxy: FaultProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, client: str, action: str

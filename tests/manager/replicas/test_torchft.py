@@ -6,6 +6,7 @@ import pytest
 
 from shardckpt.manager import ReplicaManager
 from tests.manager.replicas import torchft_jobs
+from tests.tables import in_proof
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -21,7 +22,7 @@ def test_its_manager_is_what_is_asked_for() -> None:
     assert hasattr(torchft.Manager, "register_state_dict_fn") or hasattr(torchft.Manager, "set_state_dict_fns")
 
 
-@pytest.mark.parametrize("mode", [pytest.param("disabled", marks=pytest.mark.ci), "async"])
+@pytest.mark.parametrize("mode", ["async", *in_proof("disabled")])
 @pytest.mark.ci
 def test_a_replica_heals_from_another(ranks: Ranks, tmp_path: Path, mode: str) -> None:
     """Under torchft's quorums a lost replica loads, takes over the other's states, and reads on in its own data."""
