@@ -372,6 +372,7 @@ def _groups_by_thread() -> Iterator[None]:
         threading.Thread.start = start  # type: ignore[method-assign]
 
 
-dist.Backend.register_backend(_BACKEND, _make_group, devices=["cpu", "cuda"])
+_devices = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+dist.Backend.register_backend(_BACKEND, _make_group, devices=_devices)
 
 __all__ = ["RankThreads"]

@@ -25,6 +25,7 @@ from shardckpt.storage import Segments, writer
 from tests import backends
 from tests.remote import jobs
 from tests.remote.store import Store
+from tests.shared import shared_by_ranks
 from tests.states import rank_and_size
 from tests.tables import in_proof, table
 from tests.trees import SaveTree
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from tests.ranks import RankPool, Ranks
 
 
+@shared_by_ranks
 @contextmanager
 def moved() -> Iterator[None]:
     """Every table is more than the record may have."""

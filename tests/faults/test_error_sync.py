@@ -6,6 +6,7 @@ import threading
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -22,9 +23,7 @@ from tests.faults.test_rank_errors import one_error, set_on_rank
 if TYPE_CHECKING:
     from pathlib import Path
 
-    import pytest
-
-    from tests.ranks import Ranks
+    from tests.ranks import RankPool, Ranks
 
 
 def _save_with_a_hole(directory: str) -> tuple[str, bool]:
@@ -44,10 +43,11 @@ def _save_with_a_hole(directory: str) -> tuple[str, bool]:
     return "", bool(written)
 
 
+@pytest.mark.ci
 @backends.both_in_proof
-def test_a_bad_plan_is_told_before_anything_is_written(ranks: Ranks, tmp_path: Path) -> None:
+def test_a_bad_plan_is_told_before_anything_is_written(gloo_ranks: RankPool, tmp_path: Path) -> None:
     """What the main rank finds in the plan of all ranks ends the save before a rank begins to write its tensors."""
-    (message, wrote), *others = ranks.run(2, _save_with_a_hole, str(tmp_path))
+    (message, wrote), *others = gloo_ranks.run(2, _save_with_a_hole, str(tmp_path))
     assert "do not fill 1 tensors exactly: 'w'" in message
     assert not wrote
     assert others == [(message, False)]

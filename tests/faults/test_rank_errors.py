@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from tests.backends import Backend
-    from tests.ranks import Ranks
+    from tests.ranks import RankPool, Ranks
 
 SIZES = (3, *in_proof(2, 4))
 
@@ -217,12 +217,13 @@ def _save_with_limited_files(directory: str, victim: int) -> Attempt:
     return attempt(directory, action)
 
 
+@pytest.mark.ci
 @backends.both
 @pytest.mark.parametrize("world", SIZES)
-def test_file_too_large_on_one_rank(ranks: Ranks, tmp_path: Path, backend: Backend, world: int) -> None:
+def test_file_too_large_on_one_rank(gloo_ranks: RankPool, tmp_path: Path, backend: Backend, world: int) -> None:
     """A write that the system cuts short on one rank ends the save on all, naming file, offset and reason."""
     victim = world - 1
-    found = one_error(ranks.run(world, _save_with_limited_files, str(tmp_path), victim))
+    found = one_error(gloo_ranks.run(world, _save_with_limited_files, str(tmp_path), victim))
     assert found.kind == "StorageError"
     for text in (f"rank {victim}, in 'writing shards'", backend.data_file(victim), "at offset 10000", "EFBIG"):
         assert text in found.message
@@ -298,10 +299,11 @@ def _save_with_broken_listener(directory: str) -> tuple[Attempt, int]:
     return found, len(found.left)
 
 
+@pytest.mark.ci
 @backends.both_in_proof
-def test_broken_listener_on_one_rank(ranks: Ranks, tmp_path: Path) -> None:
+def test_broken_listener_on_one_rank(gloo_ranks: RankPool, tmp_path: Path) -> None:
     """An event hook that raises on one rank neither fails a save nor leaves the other ranks waiting."""
-    for found, left in ranks.run(3, _save_with_broken_listener, str(tmp_path)):
+    for found, left in gloo_ranks.run(3, _save_with_broken_listener, str(tmp_path)):
         assert (found.kind, found.message, found.wrong, left) == ("", "", [], 1)
 
 

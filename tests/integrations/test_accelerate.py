@@ -15,7 +15,7 @@ from shardckpt.errors import CheckpointingException
 from shardckpt.integrations.accelerate import FOLDER, register_sharded_state
 from tests.integrations import small
 from tests.integrations.accelerated import accelerated
-from tests.ranks import Failure, Ranks
+from tests.ranks import Failure, RankPool, Ranks
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -99,13 +99,14 @@ def test_any_ranks_load_what_others_saved(
         assert small.is_equal(loaded, state)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("sharded", [True, False])
-def test_training_goes_on_as_without_the_interruption(sharded: bool, ranks: Ranks, tmp_path: Path) -> None:
+def test_training_goes_on_as_without_the_interruption(sharded: bool, gloo_ranks: RankPool, tmp_path: Path) -> None:
     """Steps after a load are those that followed the save, schedule and moments among them."""
-    whole = ranks.run(2, _saved, str(tmp_path), sharded, 3)
-    resumed = ranks.run(2, _loaded, str(tmp_path), sharded, 3)
+    whole = gloo_ranks.run(2, _saved, str(tmp_path), sharded, 3)
+    resumed = gloo_ranks.run(2, _loaded, str(tmp_path), sharded, 3)
     assert all(small.is_equal(one, other) for one, other in zip(resumed, whole, strict=True))
-    assert not small.is_equal(resumed[0], ranks.run(2, _loaded, str(tmp_path), sharded)[0])
+    assert not small.is_equal(resumed[0], gloo_ranks.run(2, _loaded, str(tmp_path), sharded)[0])
 
 
 def test_accelerate_writes_no_weights_and_no_moments(alone: None, tmp_path: Path) -> None:

@@ -76,12 +76,13 @@ def test_older_megatron_loads_what_is_saved_here(megatron: Releases, saved: Save
         megatron(release).run(world, "load", saved("shardckpt"), "shardckpt")
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("writer", _writers(own_classes=False))
-def test_plain_dcp_loads(ranks: Ranks, saved: Saved, writer: str) -> None:
+def test_plain_dcp_loads(gloo_ranks: RankPool, saved: Saved, writer: str) -> None:
     """What anyone saved without classes of its own is loaded by plain dcp.load: tensors, DTensors and objects."""
     plain_dcp.load(saved(writer))  # without a process group
     for world in WORLDS:
-        ranks.run(world, plain_dcp.load, saved(writer))
+        gloo_ranks.run(world, plain_dcp.load, saved(writer))
 
 
 @pytest.mark.parametrize("writer", _writers(own_classes=True))

@@ -2,8 +2,10 @@ from __future__ import annotations
 
 import resource
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import pytest
 import torch
@@ -31,6 +33,7 @@ from tests.local.disks import (
     read_contents,
     save_steps,
 )
+from tests.shared import shared_by_ranks
 from tests.tables import in_proof
 
 if TYPE_CHECKING:
@@ -70,9 +73,11 @@ def test_it_works_without_a_process_group(tmp_path: Path) -> None:
         manager.load(1)
 
 
+_SMALL_CHUNKS = shared_by_ranks(partial(mock.patch.object, chunks, "CHUNK_BYTES", MIB + 12345))
+
+
 def _in_small_chunks(function: Any, *args: Any) -> Any:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(chunks, "CHUNK_BYTES", MIB + 12345)
+    with _SMALL_CHUNKS():
         return function(*args)
 
 

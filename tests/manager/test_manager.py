@@ -102,10 +102,11 @@ def test_a_dead_writer_is_known_at_once(ranks: Ranks, tmp_path: Path) -> None:
     assert names_in(tmp_path) == {"step-1", "step-2"}
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("at_close", [False, True], ids=["next call", "close"])
-def test_an_error_in_the_background_is_raised(ranks: Ranks, tmp_path: Path, at_close: bool) -> None:
+def test_an_error_in_the_background_is_raised(gloo_ranks: RankPool, tmp_path: Path, at_close: bool) -> None:
     """What goes wrong behind the training is raised on all ranks by the next call, or by close; nothing is left."""
-    (message, left), (other, _) = ranks.run(2, jobs.failing_save, str(tmp_path), at_close)
+    (message, left), (other, _) = gloo_ranks.run(2, jobs.failing_save, str(tmp_path), at_close)
     assert message == other
     assert "EFBIG" in message
     assert "step-2" in message

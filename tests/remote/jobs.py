@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -12,9 +14,11 @@ from shardckpt import settings
 from shardckpt.async_save import AsyncCallsQueue
 from shardckpt.mapping import ShardedObject, ShardedTensor
 from tests.remote import store  # noqa: F401 - it registers faulty://, in the ranks too
+from tests.shared import shared_by_ranks
 from tests.states import rank_and_size
 
 ROWS, COLUMNS = 24, 1000
+_TWO_ATTEMPTS = shared_by_ranks(partial(mock.patch.dict, os.environ, {settings.REMOTE_ATTEMPTS: "2"}))
 
 
 def whole(value: float) -> torch.Tensor:
@@ -64,11 +68,9 @@ def save_to_own_url(url: str) -> None:
 
 def error_of(action: Any, *arguments: Any, **options: Any) -> tuple[str, str]:
     """Class and text of what the action raises, with two attempts at each request; nothing for no error."""
-    os.environ[settings.REMOTE_ATTEMPTS] = "2"
     try:
-        action(*arguments, **options)
+        with _TWO_ATTEMPTS():
+            action(*arguments, **options)
     except Exception as exc:  # noqa: BLE001 - the test decides
         return type(exc).__name__, str(exc)
-    finally:
-        os.environ.pop(settings.REMOTE_ATTEMPTS, None)  # ranks are threads: another may have been here
     return "", ""
