@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from tests.ranks import RankPool
 
 MODES = pytest.mark.parametrize("mode", ["disabled", "async", "async_with_pinned_mem"])
-BACKGROUND = pytest.mark.parametrize("mode", ["async", "async_with_pinned_mem"])
 #: For what is done after the writing: the process, which takes seconds to start, in CI.
 THREAD_FIRST = pytest.mark.parametrize("mode", ["async", pytest.param("async_with_pinned_mem", marks=pytest.mark.ci)])
 
