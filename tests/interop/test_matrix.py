@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from tests.interop.runner import Megatron
-    from tests.ranks import Ranks
+    from tests.ranks import RankPool, Ranks
 
     Releases = Callable[[str], Megatron]
     Saved = Callable[[str], str]
