@@ -62,6 +62,7 @@ def _cut_rows(key: str, value: torch.Tensor, axis: int, world: int, rank: int) -
         return ShardedTensor.from_rank_offsets(key, value, replica_id=rank)
     return ShardedTensor.from_rank_offsets(key, value.chunk(world, axis)[rank], (axis, rank, world))
 
+
 #: The sums of all ranks are too many for one rank.
 _MANY_SUMS = shared_by_ranks(partial(mock.patch.object, transaction, "INLINE_TABLES", 1))
 
