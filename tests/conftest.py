@@ -115,15 +115,15 @@ class _Ranks(Ranks):
 
 
 @pytest.fixture(scope="session")
-def ranks(request: pytest.FixtureRequest) -> Ranks:
-    """Groups of 1 to 4 ranks: ``ranks.run(3, function, *args)``; threads in default tests, else processes."""
+def rank_pool(request: pytest.FixtureRequest) -> Ranks:
+    """Groups of 1 to 4 ranks by the name that the contract knows: threads in default tests, else processes."""
     return _Ranks(lambda: request.getfixturevalue("gloo_ranks"))
 
 
 @pytest.fixture(scope="session")
-def rank_pool(ranks: Ranks) -> Ranks:
-    """The same, by the name that the contract knows."""
-    return ranks
+def ranks(rank_pool: Ranks) -> Ranks:
+    """The same: ``ranks.run(3, function, *args)``."""
+    return rank_pool
 
 
 @pytest.fixture(scope="session")
