@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -42,8 +43,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What is imported stays: no collection of garbage looks through it again."""
+    """What is imported stays, and no collection of garbage looks through it; workers share the cores, as ranks do."""
     gc.freeze()
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(1)
 
 
 @pytest.fixture(scope="module", autouse=True)
