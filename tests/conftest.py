@@ -6,6 +6,7 @@ import gc
 import os
 import signal
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -19,11 +20,25 @@ from tests.sites import find as find_site
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from pathlib import Path
 
     from tests.backends import Backend
     from tests.sites import Sites
 
+
+_TESTS = Path(__file__).parent
+#: What ``pytest -m smoke`` runs in a few seconds: saves, loads, crashes, versions and ranks.
+SMOKE = (
+    "commit/test_commit.py",
+    "distributed/test_comm.py",
+    "engine/test_integrity.py",
+    "manager/test_step_resolution.py",
+    "plugins/test_registry.py",
+    "plugins/test_resolver.py",
+    "safetensors/test_load.py",
+    "test_dist_checkpointing.py",
+    "torch_dist/test_save.py",
+    "validation/test_sharding.py",
+)
 
 # a test must not fail because the machine has other work, nor once and not again
 settings.register_profile(
@@ -40,6 +55,13 @@ def pytest_configure(config: pytest.Config) -> None:
     if os.environ.get("TESTS_RANKS") != "gloo":
         config.pluginmanager.register(guard)
     os.environ.pop("PYTEST_ADDOPTS", None)  # options of this run, not of those that tests start
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the default tests of the files that matter most."""
+    for item in items:
+        if item.path.relative_to(_TESTS).as_posix() in SMOKE and not guard.is_slow(item):
+            item.add_marker(pytest.mark.smoke)
 
 
 def pytest_collection_finish() -> None:

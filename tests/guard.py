@@ -62,7 +62,7 @@ def pytest_runtest_teardown(item: pytest.Item) -> Generator[None]:
 @contextmanager
 def _guard(item: pytest.Item) -> Iterator[None]:
     """Refuse while a phase of a default test runs, and raise at its end what was refused."""
-    if item.get_closest_marker("ci") or item.get_closest_marker("proof"):
+    if is_slow(item):
         yield
         return
     _refused.clear()
@@ -73,6 +73,11 @@ def _guard(item: pytest.Item) -> Iterator[None]:
         _guarded.clear()
         if _refused:
             raise _refused[0]
+
+
+def is_slow(item: pytest.Item) -> bool:
+    """Return whether a test is one of CI or proof."""
+    return any(item.get_closest_marker(tier) for tier in ("ci", "proof"))
 
 
 def is_on() -> bool:

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
 from shardckpt.mapping import ShardedTensor
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import torch
 
 
 def rank_and_size() -> tuple[int, int]:
     """Return this rank and the world size, without a process group too."""
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
+def run_here(_: int, function: Callable[..., Any], *args: Any) -> None:
+    """Stand for ``ranks.run`` where there is no process group at all."""
+    function(*args)
 
 
 def rows(key: str, full: torch.Tensor) -> list[ShardedTensor]:

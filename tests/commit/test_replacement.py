@@ -62,6 +62,10 @@ class _Stopping:
         return found
 
 
+#: fsspec's store in memory is one for the process: each place has a folder of its own in it.
+_numbers = itertools.count()
+
+
 class _Place:
     """Serves objects://, of which each call may be the last.
 
@@ -74,7 +78,7 @@ class _Place:
         self.kind, self.url = kind, "objects://bucket/step-1"
         self.stopping = _Stopping()
         self._memory = MemoryStore()
-        self._number = id(self)
+        self._number = next(_numbers)
 
     @hookimpl(tryfirst=True)
     def shardckpt_filesystem(self, url: str) -> Any:

@@ -198,12 +198,13 @@ def _with_a_stranger(folder: str, load: bool) -> None:
         (job.accelerator.load_state if load else job.accelerator.save_state)(folder)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("load", [False, True])
-def test_a_failure_on_one_rank_is_the_same_error_on_all(load: bool, ranks: Ranks, tmp_path: Path) -> None:
+def test_a_failure_on_one_rank_is_the_same_error_on_all(load: bool, gloo_ranks: RankPool, tmp_path: Path) -> None:
     """Where one rank has an optimizer of no model, no rank is left waiting, and what was saved is there still."""
-    state = ranks.run(2, _saved, str(tmp_path), False)[0]
-    outcomes = ranks.outcomes(2, _with_a_stranger, str(tmp_path), load)
+    state = gloo_ranks.run(2, _saved, str(tmp_path), False)[0]
+    outcomes = gloo_ranks.outcomes(2, _with_a_stranger, str(tmp_path), load)
     assert all(isinstance(outcome, Failure) for outcome in outcomes)
     assert "rank 1" in outcomes[0].message
     assert {outcome.message for outcome in outcomes} == {outcomes[0].message}
-    assert small.is_equal(ranks.run(1, _loaded, str(tmp_path), False)[0], state)
+    assert small.is_equal(gloo_ranks.run(1, _loaded, str(tmp_path), False)[0], state)

@@ -16,11 +16,10 @@ from shardckpt.errors import UnsafePickleError
 from shardckpt.mapping import ShardedObject, ShardedTensor
 from shardckpt_torch_dist import ShardedLoadPlanner, ShardedSavePlanner
 from tests.interop import sample
-from tests.states import rank_and_size
+from tests.states import rank_and_size, run_here
 from tests.tables import in_proof
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from pathlib import Path
 
     from tests.ranks import Ranks
@@ -35,11 +34,6 @@ class Recipe:
 
 def _numbers(*shape: int, first: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return (torch.arange(torch.Size(shape).numel()) + first).reshape(shape).to(dtype)
-
-
-def _in_one_process(_: int, function: Callable[..., Any], *args: Any) -> None:
-    """Stands for ``ranks.run`` where there is no process group at all."""
-    function(*args)
 
 
 # What plain DCP saved, read here.
@@ -110,7 +104,7 @@ def _load_plain_state(path: str) -> None:
 def test_a_plain_dcp_directory_loads_here(ranks: Ranks, tmp_path: Path, writers: int) -> None:
     """What dcp.save wrote, alone or at 2 ranks, loads at 1 and 3 ranks: DTensors, tensors, numbers and lists."""
     path = str(tmp_path / "plain")
-    (ranks.run if writers else _in_one_process)(writers, _dcp_save, path)
+    (ranks.run if writers else run_here)(writers, _dcp_save, path)
     assert not dc.check_is_distributed_checkpoint(path)
     for world in (1, 3):
         ranks.run(world, _load_plain_state, path)
@@ -205,7 +199,7 @@ def _load_planned(path: str) -> None:
 def test_planners_serve_plain_dcp(ranks: Ranks, tmp_path: Path, writers: int) -> None:
     """dcp.save and dcp.load with our planners take shards among plain values, and our load reads what they wrote."""
     path = str(tmp_path / "planned")
-    (ranks.run if writers else _in_one_process)(writers, _planner_save, path)
+    (ranks.run if writers else run_here)(writers, _planner_save, path)
     _planner_load(path, writers)
     for readers in (1, 4):
         ranks.run(readers, _planner_load, path, writers)

@@ -71,9 +71,7 @@ def random_tensor(dtype: torch.dtype, *shape: int) -> torch.Tensor:
     return torch.randint(0, 256, (count * dtype.itemsize,), dtype=torch.uint8).view(dtype).view(shape)
 
 
-def whole(key: str, values: torch.Tensor) -> ShardedTensor:
-    """A tensor in one shard."""
-    return ShardedTensor.from_rank_offsets(key, values)
+whole = ShardedTensor.from_rank_offsets  # a tensor in one shard
 
 
 def make_state(dtypes: tuple[torch.dtype, ...]) -> dict[str, Any]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
+from unittest import mock
 
 import pytest
 import torch
@@ -19,6 +21,7 @@ from shardckpt.manager import CheckpointConfig, CheckpointManager
 from shardckpt.manifest import FINGERPRINTS_NAME
 from shardckpt.mapping import ShardedTensor
 from shardckpt_safetensors import SafetensorsSaveShardedStrategy
+from tests.shared import shared_by_ranks
 from tests.tables import table
 
 if TYPE_CHECKING:
@@ -60,6 +63,10 @@ def _cut_rows(key: str, value: torch.Tensor, axis: int, world: int, rank: int) -
     return ShardedTensor.from_rank_offsets(key, value.chunk(world, axis)[rank], (axis, rank, world))
 
 
+#: The sums of all ranks are too many for one rank.
+_MANY_SUMS = shared_by_ranks(partial(mock.patch.object, transaction, "INLINE_TABLES", 1))
+
+
 def _save_all(folder: str) -> None:
     """Save with every backend and layout, in the foreground and behind the training, cut along either axis."""
     world, rank = dist.get_world_size(), dist.get_rank()
@@ -83,11 +90,8 @@ def _save_all(folder: str) -> None:
     )
     queue.maybe_finalize_async_calls(blocking=True)
     queue.close()
-    before, transaction.INLINE_TABLES = transaction.INLINE_TABLES, 1
-    try:  # as where the sums of all ranks are too many for one rank
+    with _MANY_SUMS():
         dist_checkpointing.save(state, f"{folder}/owners", fingerprints=True)
-    finally:
-        transaction.INLINE_TABLES = before
 
 
 @pytest.mark.parametrize("world", [2])

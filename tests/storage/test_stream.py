@@ -9,6 +9,7 @@ import os
 import random
 import signal
 import threading
+import time
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
@@ -453,6 +454,7 @@ def test_a_file_alone_has_all_threads(tmp_path: Path, monkeypatch: pytest.Monkey
     assert all((tmp_path / name).read_bytes() == data for name in "abc")
 
 
+@pytest.mark.ci
 def test_an_interrupt_leaves_no_threads() -> None:
     """Ctrl-C while the threads are waited for ends them all the same."""
     pool = stream.WriterPool(2)
@@ -474,6 +476,5 @@ def test_an_interrupt_leaves_no_threads() -> None:
             close()
     finally:
         signal.signal(signal.SIGINT, before)
-    for thread in list_threads("shardckpt-write"):
-        thread.join(60)
-    assert list_threads("shardckpt-write") == set()
+    while list_threads("shardckpt-write"):  # the limit of the test ends it; Python calls an interrupted join done
+        time.sleep(0.01)

@@ -30,6 +30,7 @@ from shardckpt.mapping import ShardedObject, ShardedTensor
 from shardckpt_torch_dist import CheckpointStorageReader, CheckpointStorageWriter, ShardedLoadPlanner
 from tests.interop.sample import check_equal
 from tests.names import METADATA, data_file
+from tests.states import run_here
 from tests.tables import in_proof, table
 from tests.test_golden import GOLDEN, VERSIONS
 from tests.torch_dist import plain_states
@@ -50,11 +51,6 @@ class Trap:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return ran.append, ("unpickled",)
-
-
-def _in_one_process(_: int, function: Callable[..., Any], *args: Any) -> None:
-    """Stands for ``ranks.run`` where there is no process group at all."""
-    function(*args)
 
 
 def _failure(function: Callable[[], Any]) -> BaseException:
@@ -81,7 +77,7 @@ def _stock_save(path: str, options: dict[str, Any]) -> None:
 def test_it_reads_what_stock_dcp_wrote(ranks: Ranks, tmp_path: Path, writers: int, options: dict[str, Any]) -> None:
     """Directories of FileSystemWriter, of 1 to 4 ranks and several files a rank, load at 1, 2 and 4 ranks."""
     path = str(tmp_path / "c")
-    (ranks.run if writers else _in_one_process)(writers, _stock_save, path, options)
+    (ranks.run if writers else run_here)(writers, _stock_save, path, options)
     for world in (1, 2, 4):
         ranks.run(world, plain_states.load, path, SAVED, CheckpointStorageReader)
 

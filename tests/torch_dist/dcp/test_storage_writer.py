@@ -30,6 +30,7 @@ from tests import programs
 from tests.faults.test_kill import SAMPLED, bad, report_of
 from tests.interop.sample import check_equal
 from tests.names import MARKER, METADATA, RECORD, data_file
+from tests.states import run_here
 from tests.tables import in_proof
 from tests.torch_dist import plain_states
 
@@ -51,11 +52,6 @@ class Recipe:
 
 def _whereabouts() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
-
-
-def _in_one_process(_: int, function: Callable[..., Any], *args: Any) -> None:
-    """Stands for ``ranks.run`` where there is no process group at all."""
-    function(*args)
 
 
 def _save(path: str, version: int = NEW, *, overwrite: bool = False, planner: Any = None) -> None:
@@ -138,7 +134,7 @@ def _load_by_all(path: str) -> None:
 def test_every_reader_reads_it(ranks: Ranks, tmp_path: Path, writers: int) -> None:
     """What any number of ranks wrote, stock dcp.load, our reader and dist_checkpointing.load read at 1 and 3 ranks."""
     path = tmp_path / "c"
-    (ranks.run if writers else _in_one_process)(writers, _save, str(path))
+    (ranks.run if writers else run_here)(writers, _save, str(path))
     for world in (1, 3):
         ranks.run(world, _load_by_all, str(path))
     tensors = dc.load_plain_tensors(path)
@@ -410,7 +406,7 @@ def _save_cached(path: str) -> None:
 @pytest.mark.parametrize("world", [0, 2])
 def test_cached_plans_go_to_their_own_saves(gloo_ranks: RankPool, tmp_path: Path, world: int) -> None:
     """With plan caching every save has its own directory and values, after saves by DCP's own writer, too."""
-    (gloo_ranks.run if world else _in_one_process)(world, _save_cached, str(tmp_path / "c"))
+    (gloo_ranks.run if world else run_here)(world, _save_cached, str(tmp_path / "c"))
     for version in range(1, 4):
         gloo_ranks.run(1, plain_states.load, str(tmp_path / f"c{version}"), version, CheckpointStorageReader)
 
