@@ -112,7 +112,7 @@ def test_any_number_of_ranks_saves(ranks: Ranks, tmp_path: Path, world: int) -> 
         ranks.run(other, _load, path, "columns", world)
 
 
-@pytest.mark.ci
+@pytest.mark.proof
 @pytest.mark.parametrize("layout", sorted(LAYOUTS))
 def test_eight_ranks(many_ranks: RankPool, tmp_path: Path, layout: str) -> None:
     """8 ranks save and load, and resharding from and to 8 works."""

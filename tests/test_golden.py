@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from shardckpt import dist_checkpointing as dc
 from shardckpt.mapping import LocalNonpersistentObject, ShardedObject, ShardedTensor, ShardedTensorFactory
-from tests.tables import table
+from tests.tables import in_proof, table
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -240,7 +240,7 @@ def _load_golden(version: str) -> bool:
     return importlib.util.find_spec("megatron") is None
 
 
-@pytest.mark.parametrize("world", [3, *(pytest.param(world, marks=pytest.mark.ci) for world in (1, 2, 4))])
+@pytest.mark.parametrize("world", [3, *in_proof(1, 2, 4)])
 @pytest.mark.parametrize("version", VERSIONS)
 def test_a_golden_checkpoint_loads_at_any_world_size(ranks: Ranks, version: str, world: int) -> None:
     """Every tensor, object and common value of every Megatron release loads under every layout, without Megatron."""

@@ -368,7 +368,7 @@ def _resume_sharded(path: Path, optimizer: str) -> tuple[list[float], set[str]]:
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "momentum"])
-@pytest.mark.parametrize("world_size", [1, *(pytest.param(count, marks=pytest.mark.ci) for count in (2, 4))])
+@pytest.mark.parametrize("world_size", [1, *(pytest.param(count, marks=pytest.mark.proof) for count in (2, 4))])
 @pytest.mark.ci
 def test_fsdp2_with_an_expert_that_one_rank_reaches(
     ranks: Ranks, tmp_path: Path, optimizer: str, world_size: int

@@ -117,7 +117,7 @@ def test_fsdp2_goes_on_at_any_number_of_ranks(ranks: Ranks, tmp_path: Path, opti
         _assert_close(ranks.run(world, _resume, tmp_path / "ckpt", "fsdp2", optimizer), going_on[0])
 
 
-@pytest.mark.ci
+@pytest.mark.proof
 def test_one_parallelism_goes_on_as_another(ranks: Ranks, tmp_path: Path) -> None:
     """Tensor parallelism under FSDP2, hybrid sharding, DDP, FSDP1 and FSDP2 load what each of the others saved."""
     kinds = ("tp", "hsdp", "ddp", "fsdp1", "fsdp2")

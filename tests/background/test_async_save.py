@@ -59,7 +59,7 @@ def test_polling_finalizes_on_all_ranks_at_the_same_time(ranks: Ranks, tmp_path:
 
 
 @backends.both_in_proof
-@pytest.mark.parametrize("victim", [1, pytest.param(0, marks=pytest.mark.ci)])
+@pytest.mark.parametrize("victim", [1, pytest.param(0, marks=pytest.mark.proof)])
 @pytest.mark.ci
 def test_a_dead_worker_is_everyones_error(ranks: Ranks, tmp_path: Path, victim: int) -> None:
     """A killed worker is an error that names its rank on all ranks; nothing is left, and the next save works."""
@@ -111,7 +111,7 @@ def test_ranks_wait_together_and_at_most_as_long_as_told(ranks: Ranks) -> None:
 
 
 @backends.both_in_proof
-@pytest.mark.ci
+@pytest.mark.proof
 def test_a_writer_may_take_longer_than_the_process_groups_timeout(ranks: Ranks) -> None:
     """Waiting for a slow writer is no collective that lasts: the group's timeout, 4 s here, does not end it."""
     assert ranks.run(2, jobs.slower_than_the_group, True) == [[1], [1]]

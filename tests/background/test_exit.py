@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
     from tests.backends import Backend
 
-PERSISTENT = pytest.mark.parametrize("persistent", [False, True], ids=["thread", "process"])
 THREAD_FIRST = pytest.mark.parametrize("persistent", [False, *in_proof(True)], ids=["thread", "process"])
 
 ALONE = """
@@ -131,7 +130,7 @@ def test_a_save_that_fails_at_the_end_is_told(tmp_path: Path) -> None:
 
 
 @backends.both_in_proof
-@PERSISTENT
+@THREAD_FIRST
 @pytest.mark.ci
 def test_a_save_in_flight_at_the_end_of_a_job_is_finished(tmp_path: Path, persistent: bool) -> None:
     """Ranks that end together without finalizing, however they end, leave a whole checkpoint and say nothing."""

@@ -195,7 +195,7 @@ def test_a_fork_has_a_process_of_its_own() -> None:
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.ci
+@pytest.mark.proof
 def test_a_process_ends_with_its_parent_although_a_fork_lives() -> None:
     """The process of a killed trainer ends, although a forked data loader holds its pipe open."""
     program = """

@@ -252,7 +252,7 @@ def _load_five(folder: Path) -> int:
     return _load_by_rank(folder, experts=5)
 
 
-@pytest.mark.ci
+@pytest.mark.proof
 def test_the_seeds_planner_loads_any_chunks_by_rank(ranks: Ranks, tmp_path: Path) -> None:
     """By ep_rank and ep_size alone: several stored chunks, FSDP along the experts, uneven counts, optimizer state."""
     for dim in (0, 1):

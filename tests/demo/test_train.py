@@ -40,7 +40,7 @@ def _losses(reports: Sequence[dict[str, Any]]) -> dict[int, float]:
 
 
 @pytest.mark.parametrize("options", [(), pytest.param(("--ep", "2"), marks=pytest.mark.proof)])
-@pytest.mark.ci
+@pytest.mark.proof
 def test_the_same_ranks_go_on_bit_for_bit(ranks: Ranks, tmp_path: Path, options: tuple[str, ...]) -> None:
     """Two steps, a checkpoint and two more in a new model with other parameters are four steps in one go."""
     once = ranks.run(4, _reports, tmp_path / "once", "--steps=4", "--interval=9", *options)[0]

@@ -60,7 +60,7 @@ def _save_too_much(directory: str, background: bool, overwrite: bool) -> tuple[A
 
 @backends.both_in_proof
 @pytest.mark.parametrize(
-    ("world", "background"), [(1, False), (2, True), *(pytest.param(*each, marks=pytest.mark.ci) for each in _MORE)]
+    ("world", "background"), [(1, False), (2, True), *(pytest.param(*each, marks=pytest.mark.proof) for each in _MORE)]
 )
 @pytest.mark.ci
 def test_what_does_not_fit_is_refused_before_a_file_is_written(

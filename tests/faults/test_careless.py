@@ -95,7 +95,7 @@ _LOST = (("object", DropsWork), ("whole", DropsWork), ("split", Drops), ("split"
     [
         ("thread", _LOST),
         ("process", _LOST[:1]),  # a process takes seconds to start
-        pytest.param("process", _LOST[1:], marks=pytest.mark.ci),
+        pytest.param("process", _LOST[1:], marks=pytest.mark.proof),
     ],
     ids=["thread", "process", "process, more"],
 )

@@ -20,6 +20,7 @@ from tests import backends
 from tests.faults import samples
 from tests.faults.damager import RIGHT, flipped, load_fault, verify_faults
 from tests.names import MARKER, METADATA, RECORD
+from tests.tables import in_proof
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -76,9 +77,8 @@ def some_bits(path: Path, count: int) -> list[int]:
     ("step", "backend"),
     [
         (8, "torch_dist"),
-        pytest.param(1, "torch_dist", marks=pytest.mark.ci),
         pytest.param(8, "safetensors", marks=pytest.mark.ci),
-        pytest.param(1, "safetensors", marks=pytest.mark.proof),
+        *in_proof((1, "torch_dist"), (1, "safetensors")),
     ],
     indirect=["backend"],
     scope="module",
@@ -102,8 +102,7 @@ def test_bit_flip_in_bytes_of_json(checkpoint: Path, name: str, step: int) -> No
     ("flips", "backend"),
     [
         (FLIPS, "torch_dist"),
-        pytest.param(4 * FLIPS, "torch_dist", marks=pytest.mark.ci),
-        pytest.param(20 * FLIPS, "torch_dist", marks=pytest.mark.proof),
+        *in_proof((4 * FLIPS, "torch_dist"), (20 * FLIPS, "torch_dist")),
         pytest.param(4 * FLIPS, "safetensors", marks=pytest.mark.ci),
     ],
     indirect=["backend"],

@@ -12,6 +12,7 @@ from tests import backends
 from tests.faults.deaths import GROUP_TIMEOUT
 from tests.faults.programs import run_program
 from tests.faults.report_sets import outcome_of_full_disk, outcome_of_slow_disk
+from tests.tables import in_proof
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -36,7 +37,7 @@ def _outcomes(found: list[dict[str, Any]], case: str) -> list[str]:
 
 @backends.both_in_proof
 @pytest.mark.ci
-@pytest.mark.parametrize("case", ["fresh", "existing"])
+@pytest.mark.parametrize("case", ["existing", *in_proof("fresh")])
 @pytest.mark.parametrize("what", ["pages", "inodes"])
 def test_a_full_disk_leaves_old_or_new(tmp_path: Path, what: str, case: str) -> None:
     """Wherever in a save the last page or inode is taken: an error with the system's reason and old, or new."""

@@ -99,7 +99,7 @@ def test_calls_that_change_the_disk_fail_once(disk: Path, case: str, before: str
 
 
 @backends.both_in_proof
-@pytest.mark.ci
+@pytest.mark.proof
 @pytest.mark.parametrize(
     "way",
     [pytest.param("request", marks=pytest.mark.proof), "thread", pytest.param("process", marks=pytest.mark.proof)],

@@ -169,9 +169,9 @@ def test_a_wrong_overwrite_on_a_store_is_found(rules: overwrite.Rules, broken: s
 @pytest.mark.parametrize(
     ("case", "rules"),
     [
-        pytest.param("fresh", directory.Rules(overwrite=False), marks=pytest.mark.ci),
+        pytest.param("fresh", directory.Rules(overwrite=False), marks=pytest.mark.proof),
         ("existing", directory.Rules()),
-        pytest.param("existing, no exchange", directory.Rules(can_exchange=False), marks=pytest.mark.ci),
+        pytest.param("existing, no exchange", directory.Rules(can_exchange=False), marks=pytest.mark.proof),
     ],
 )
 @pytest.mark.ci

@@ -67,7 +67,7 @@ def test_a_killed_export_leaves_old_or_new(disk: Path) -> None:
     [
         *(
             pytest.param(operation, *_SOME[number % 2], SOME, marks=pytest.mark.ci)
-            for number, operation in enumerate(_OPERATIONS)
+            for number, operation in enumerate(("thread", "training", "convert", "export"))
         ),
         *(pytest.param(operation, *each, MANY, marks=pytest.mark.proof) for operation in _OPERATIONS for each in _ALL),
     ],
@@ -96,7 +96,7 @@ def test_a_killed_rank_leaves_old_or_new(disk: Path, operation: str) -> None:
     check(outcomes_of(disk, operation, "existing", str(MANY)), {"old", "new"})
 
 
-@backends.both
+@backends.both_in_proof
 @pytest.mark.ci
 @pytest.mark.parametrize("most", [SOME, pytest.param(MANY, marks=pytest.mark.proof)])
 @pytest.mark.parametrize("operation", ["remove", "prune", "migrate"])

@@ -170,7 +170,7 @@ def test_replaced_at_every_moment(scene: Scene, verify: str, name: str) -> None:
 @pytest.mark.ci
 @backends.both_in_proof
 @pytest.mark.parametrize(
-    "parallel", [False, pytest.param(True, marks=pytest.mark.ci)], ids=["each reads", "fully parallel"]
+    "parallel", [False, pytest.param(True, marks=pytest.mark.proof)], ids=["each reads", "fully parallel"]
 )
 def test_replaced_at_every_moment_of_each_rank(
     gloo_ranks: RankPool, tmp_path: Path, verify: str, parallel: bool
@@ -200,9 +200,9 @@ def test_replaced_again_and_again(gloo_ranks: RankPool, tmp_path: Path) -> None:
     [
         ("torch_dist", 1, 15),
         ("torch_dist", 2, 15),
-        pytest.param("safetensors", 1, 15, marks=pytest.mark.ci),
-        pytest.param("safetensors", 2, 15, marks=pytest.mark.ci),
-        pytest.param("torch_dist", 2, 200, marks=[pytest.mark.ci, pytest.mark.timeout(1800)]),
+        pytest.param("safetensors", 1, 15, marks=pytest.mark.proof),
+        pytest.param("safetensors", 2, 15, marks=pytest.mark.proof),
+        pytest.param("torch_dist", 2, 200, marks=[pytest.mark.proof, pytest.mark.timeout(1800)]),
         pytest.param("torch_dist", 1, 200, marks=[pytest.mark.proof, pytest.mark.timeout(1800)]),
         pytest.param("safetensors", 1, 200, marks=[pytest.mark.proof, pytest.mark.timeout(1800)]),
         pytest.param("safetensors", 2, 200, marks=[pytest.mark.proof, pytest.mark.timeout(1800)]),

@@ -136,7 +136,7 @@ def left_of_ours(ranks: Ranks, tmp_path: Path) -> str:
     return path
 
 
-@pytest.mark.ci
+@pytest.mark.proof
 def test_what_is_left_of_ours(ranks: Ranks, megatron: Releases, left_of_ours: str) -> None:
     """It is the sample and nothing more, for us, for plain DCP and for Megatron, and every digest holds."""
     verify_integrity_manifest(left_of_ours)
@@ -155,7 +155,7 @@ def test_older_megatron_loads_what_is_left_of_ours(megatron: Releases, left_of_o
     megatron(release).run(4, "load", left_of_ours, "shardckpt")
 
 
-@pytest.mark.ci
+@pytest.mark.proof
 def test_what_is_left_of_megatrons(ranks: Ranks, megatron: Releases, saved: Saved, tmp_path: Path) -> None:
     """Megatron finds all tensors and common values in its own checkpoint without the objects that were removed."""
     path = shutil.copytree(saved(NEWEST), tmp_path / "theirs")

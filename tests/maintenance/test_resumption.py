@@ -15,6 +15,7 @@ from shardckpt import dist_checkpointing as dc
 from shardckpt.maintenance import convert_checkpoint, merge_checkpoints
 from shardckpt.mapping import ShardedObject, ShardedTensor
 from tests import programs
+from tests.tables import in_proof
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -132,8 +133,8 @@ def assert_same_files(whole: Path, resumed: Path) -> None:
     "to",
     [
         "safetensors",
-        pytest.param("hf", marks=pytest.mark.ci),
-        pytest.param("torch", marks=pytest.mark.ci),
+        pytest.param("hf", marks=pytest.mark.proof),
+        pytest.param("torch", marks=pytest.mark.proof),
         *(pytest.param(to, marks=pytest.mark.proof) for to in TARGETS if to not in ("safetensors", "hf", "torch")),
     ],
 )
@@ -153,7 +154,7 @@ def test_three_kills_change_nothing(tmp_path: Path, to: str) -> None:
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("to", ["safetensors", "hf"])
+@pytest.mark.parametrize("to", ["safetensors", *in_proof("hf")])
 def test_a_killed_merge_goes_on(tmp_path: Path, caplog: pytest.LogCaptureFixture, to: str) -> None:
     """Killed three times, a merge has the bytes of one that was not; with a source that was replaced it starts anew."""
     for name in ("old", "other"):

@@ -457,7 +457,7 @@ _COLLECTIONS = pytest.mark.parametrize(
     ("backend", "reports"),
     [
         pytest.param("torch_dist", "store", marks=pytest.mark.ci),
-        pytest.param("safetensors", "local", marks=pytest.mark.ci),
+        pytest.param("safetensors", "local", marks=pytest.mark.proof),
         pytest.param("torch_dist", "local", marks=pytest.mark.proof),
         pytest.param("safetensors", "store", marks=pytest.mark.proof),
     ],

@@ -216,7 +216,7 @@ class Retention(RuleBasedStateMachine):
 
     @rule()
     def prune(self) -> None:
-        """Retention leaves exactly what is kept; of dead processes nothing, but the last whole copy of a damaged step."""
+        """Retention leaves what is kept; of dead processes nothing but the last whole copy of a damaged step."""
         kept = self._kept()
         collect_garbage(self._steps(), POLICIES)
         assert set(self._steps().steps()) == kept | self.damaged

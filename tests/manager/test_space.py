@@ -29,7 +29,7 @@ def _make_manager(folder: Path | str, **options: Any) -> CheckpointManager:
 
 
 @pytest.mark.parametrize(
-    ("mode", "kept", "size"), [("disabled", 1, "2500k"), pytest.param("async", 2, "3500k", marks=pytest.mark.ci)]
+    ("mode", "kept", "size"), [("disabled", 1, "2500k"), pytest.param("async", 2, "3500k", marks=pytest.mark.proof)]
 )
 @pytest.mark.ci
 def test_a_save_waits_for_removals_that_make_room(
@@ -87,9 +87,11 @@ def _fill_the_disk(directory: str, options: dict[str, Any], pinned: bool) -> str
     ("options", "pinned", "text"),
     [
         ({"keep_latest_k": 1}, True, " MB, pinned as 'best' now): remove these yourself"),
-        pytest.param({"keep_latest_k": 1}, False, "no longer keep step 1 (1.1 MB): remove", marks=pytest.mark.ci),
-        pytest.param({"keep_latest_k": 2}, False, "for a file system that reports too little.", marks=pytest.mark.ci),
-        pytest.param({"retention": [_broken_policy]}, False, "reports too little.", marks=pytest.mark.ci),
+        pytest.param({"keep_latest_k": 1}, False, "no longer keep step 1 (1.1 MB): remove", marks=pytest.mark.proof),
+        pytest.param(
+            {"keep_latest_k": 2}, False, "for a file system that reports too little.", marks=pytest.mark.proof
+        ),
+        pytest.param({"retention": [_broken_policy]}, False, "reports too little.", marks=pytest.mark.proof),
     ],
 )
 @pytest.mark.ci

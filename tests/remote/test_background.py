@@ -79,7 +79,7 @@ def test_a_process_without_the_protocol_is_an_error(ranks: Ranks, store: Store) 
 
 @backends.both_in_proof
 @PERSISTENT
-@pytest.mark.ci
+@pytest.mark.proof
 def test_a_save_in_flight_at_the_end_of_one_process_is_finished(tmp_path: Path, persistent: bool) -> None:
     """A program that ends right after scheduling leaves a whole checkpoint at the URL, event loops and all."""
     script = tmp_path / "train.py"

@@ -299,7 +299,7 @@ _KILLS = pytest.mark.parametrize(
     ("backend", "kills"),
     [
         pytest.param("torch_dist", (2, "flat"), marks=pytest.mark.proof),
-        pytest.param("torch_dist", (1, "tree"), marks=pytest.mark.ci),
+        pytest.param("torch_dist", (1, "tree"), marks=pytest.mark.proof),
         pytest.param("safetensors", (1, "flat"), marks=pytest.mark.proof),
         pytest.param("torch_dist", (1, "flat"), marks=pytest.mark.ci),
         pytest.param("torch_dist", (2, "tree"), marks=pytest.mark.proof),

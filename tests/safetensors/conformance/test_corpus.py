@@ -126,7 +126,7 @@ def test_our_reader_is_right(case: Case, folder: Path) -> None:
 @needs_node
 @pytest.mark.parametrize(
     "environment",
-    [pytest.param({}, id="zlib"), pytest.param({"SLOW_CRC32": "1"}, id="table", marks=pytest.mark.ci)],
+    [pytest.param({}, id="zlib"), pytest.param({"SLOW_CRC32": "1"}, id="table", marks=pytest.mark.proof)],
 )
 @pytest.mark.ci
 def test_the_node_reader_is_right(environment: dict[str, str], folder: Path) -> None:
