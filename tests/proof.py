@@ -44,28 +44,31 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--report", type=Path, required=True, help="the file of the report, in Markdown")
     parser.add_argument("--only", default="", metavar="WORD", help="run only files whose names contain it")
     parser.add_argument("--again", action="store_true", help="run files with failed tests again")
-    parser.add_argument("--results", type=Path, metavar="FOLDER", help="where results are kept; default: .proof")
-    parser.add_argument("--root", type=Path, default=ROOT, metavar="FOLDER", help="the tree that is tested")
+    parser.add_argument(
+        "--root", type=Path, default=ROOT, metavar="FOLDER", help="the tree; results go to .proof in it"
+    )
     options = parser.parse_args(arguments)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.default_int_handler)
     root = options.root.absolute()
     commit = _name_commit(root, options.report.absolute())
-    folder = (options.results or root / ".proof").absolute() / commit
+    folder = root / ".proof" / commit
     folder.mkdir(parents=True, exist_ok=True)
     kept: dict[str, Path] = {}
     status = 0
     try:
         kept = {file: _name_result(folder, file, tests) for file, tests in collect(root).items()}
         for number, (file, path) in enumerate(kept.items(), 1):
-            is_due = not path.exists() or (options.again and _has_failed(path, root))
-            if options.only in file and is_due:
+            counts = _count_outcomes(read_results(path, root))
+            if options.only in file and (not counts or (options.again and counts["failed"])):
                 run(file, path, root)
-                counts = Counter(result.outcome for result in read_results(path, root).values())
+                counts = _count_outcomes(read_results(path, root))
                 print(f"[{number}/{len(kept)}] {file}: {', '.join(f'{n} {o}' for o, n in counts.items())}", flush=True)
     except KeyboardInterrupt:
         print("stopped; the same command goes on", flush=True)
         status = 128 + signal.SIGINT
+        if not kept:
+            return status
     results = read_all(kept, root)
     heading = f"{dt.datetime.now(dt.timezone.utc).date()}, commit {commit}, {describe_machine()}"
     options.report.write_text(write_report(heading, results, (root / "tests" / "README.md").read_text()))
@@ -175,6 +178,10 @@ def describe_machine() -> str:
     return f"{len(os.sched_getaffinity(0))} processors, {memory:.0f} GiB of memory, {versions}, {user}"
 
 
+def _count_outcomes(results: dict[str, Result]) -> Counter[str]:
+    return Counter(result.outcome for result in results.values())
+
+
 def _count(results: Iterable[Result]) -> list[str]:
     """Count results by outcome, and their seconds, as the cells of a row."""
     found = [*results]
@@ -196,11 +203,6 @@ def _name_result(folder: Path, file: str, tests: list[str]) -> Path:
     """Return where the results of a file with these tests are kept."""
     digest = hashlib.sha256("\n".join(tests).encode()).hexdigest()[:8]
     return folder / f"{file.removesuffix('.py').replace('/', '.')}.{digest}.xml"
-
-
-def _has_failed(path: Path, root: Path) -> bool:
-    """Return whether a test of a file has failed."""
-    return any(result.outcome == "failed" for result in read_results(path, root).values())
 
 
 if __name__ == "__main__":

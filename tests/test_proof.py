@@ -79,12 +79,13 @@ def test_every_row_of_the_promises_is_in_the_report() -> None:
     rows = read_promises(READMES["tests/README.md"])
     assert len(rows) == READMES["tests/README.md"].partition("## What is promised\n")[2].count("\n| ") - 1
     assert [name for _, names in rows for name in names if not (ROOT / name).exists()] == []
-    assert sum(not names for _, names in rows) < 15  # headings
+    (other,) = (row for row, names in rows if not names and not row.startswith("**"))
+    assert other.startswith("what follows on crashes")  # it is about the rows below it
 
 
 @pytest.mark.ci
 def test_a_run_that_was_stopped_goes_on(tmp_path: Path) -> None:
-    """After Ctrl-C in the second file the first is run again with --again only; a file whose process dies has failed."""
+    """After Ctrl-C in the second file the first is run again with --again only; a file whose process dies failed."""
     (tmp_path / "tests").mkdir()
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = proof\naddopts = -p no:shardckpt\n")
     (tmp_path / "tests" / "README.md").write_text(README)
