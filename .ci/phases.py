@@ -7,23 +7,19 @@ import re
 import subprocess
 import sys
 import time
-import xml.etree.ElementTree as ET
 from collections import Counter
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING
+
+from tests.junit import read_results
+
+if TYPE_CHECKING:
+    from tests.junit import Result
 
 #: If no more tests than that fail, they run once more, alone.
 RETRIED = 5
 #: A run ends after so many failures.
 MOST_FAILURES = 20
-
-
-class Result(NamedTuple):
-    """What came of a test: ``passed``, ``skipped``, ``failed``, or ``flaky`` if it has passed the second time."""
-
-    outcome: str
-    seconds: float
-    reason: str = ""
 
 
 class Check:
@@ -54,13 +50,13 @@ class Check:
         self._begin(phase)
         cache = f"-o cache_dir={self._folder / phase}"
         status = self._call(command, f"--maxfail={MOST_FAILURES} --junitxml={self._folder / phase}.xml {cache}")
-        results = _read_results(self._folder / f"{phase}.xml")
+        results = read_results(self._folder / f"{phase}.xml")
         failed = [name for name, result in results.items() if result.outcome == "failed"]
         if status == 1 and 1 <= len(failed) <= RETRIED:
             print(f"\nonce more, alone: {', '.join(failed)}", flush=True)
             again = f"{re.sub('.*&& ', '', command, flags=re.DOTALL)} -n 0 --last-failed --last-failed-no-failures none"
             status = self._call(again, f"--junitxml={self._folder / phase}.again.xml {cache}")
-            second = _read_results(self._folder / f"{phase}.again.xml")
+            second = read_results(self._folder / f"{phase}.again.xml")
             for name in failed:
                 if second.get(name, results[name]).outcome == "passed":
                     results[name] = results[name]._replace(outcome="flaky")
@@ -108,30 +104,6 @@ class Check:
         environment = {**os.environ, "PYTEST_ADDOPTS": pytest_options}
         bash = ["bash", "-euo", "pipefail", "-c", command]
         return subprocess.run(bash, env=environment, stdin=subprocess.DEVNULL, check=False).returncode
-
-
-def _read_results(path: Path) -> dict[str, Result]:
-    """Read the tests' results by their names from a file that pytest has written, if it has."""
-    results = {}
-    for case in ET.parse(path).iter("testcase") if path.exists() else ():
-        outcome, reason = "passed", ""
-        for child in case:
-            if child.tag in ("error", "failure", "skipped"):
-                outcome = "skipped" if child.tag == "skipped" else "failed"
-                reason = (child.get("message", "").strip().splitlines() or [""])[0]
-        name = "::".join((*_find_file(case.get("classname", "")), case.get("name", "")))
-        results[name] = Result(outcome, float(case.get("time", 0)), reason)
-    return results
-
-
-def _find_file(module: str) -> list[str]:
-    """Split what pytest calls the class of a test, with its module, into the file and the class."""
-    parts = module.split(".")
-    for end in range(len(parts), 0, -1):
-        file = Path(*parts[:end]).with_suffix(".py")
-        if file.exists():
-            return [str(file), *parts[end:]]
-    return [module]
 
 
 def read_command(readme: Path, name: str) -> str:
