@@ -52,6 +52,8 @@ def pytest_configure(config: pytest.Config) -> None:
     settings.load_profile("proof" if config.option.markexpr == "proof" else "the same each time")
     signal.signal(signal.SIGINT, signal.default_int_handler)  # in the background it is ignored; some tests send it
     folders.choose()
+    if missing := [name for name in SMOKE if not (_TESTS / name).exists()]:
+        raise pytest.UsageError(f"tests/conftest.py: SMOKE names files that are not there: {missing}")
     if os.environ.get("TESTS_RANKS") != "gloo":
         config.pluginmanager.register(guard)
     os.environ.pop("PYTEST_ADDOPTS", None)  # options of this run, not of those that tests start
