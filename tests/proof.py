@@ -54,22 +54,26 @@ def main(arguments: list[str] | None = None) -> int:
     commit = _name_commit(root, options.report.absolute())
     folder = root / ".proof" / commit
     folder.mkdir(parents=True, exist_ok=True)
-    kept: dict[str, Path] = {}
+    collected: dict[str, list[str]] = {}
     status = 0
     try:
-        kept = {file: _name_result(folder, file, tests) for file, tests in collect(root).items()}
-        for number, (file, path) in enumerate(kept.items(), 1):
+        collected = collect(root)
+        for number, (file, tests) in enumerate(collected.items(), 1):
+            path = name_result(folder, file, tests)
             counts = _count_outcomes(read_results(path, root))
             if options.only in file and (not counts or (options.again and counts["failed"])):
                 run(file, path, root)
                 counts = _count_outcomes(read_results(path, root))
-                print(f"[{number}/{len(kept)}] {file}: {', '.join(f'{n} {o}' for o, n in counts.items())}", flush=True)
+                print(
+                    f"[{number}/{len(collected)}] {file}: {', '.join(f'{n} {o}' for o, n in counts.items())}",
+                    flush=True,
+                )
     except KeyboardInterrupt:
         print("stopped; the same command goes on", flush=True)
         status = 128 + signal.SIGINT
-        if not kept:
+        if not collected:
             return status
-    results = read_all(kept, root)
+    results = read_all(collected, folder, root)
     heading = f"{dt.datetime.now(dt.timezone.utc).date()}, commit {commit}, {describe_machine()}"
     options.report.write_text(write_report(heading, results, (root / "tests" / "README.md").read_text()))
     return status or int(any(result.outcome in ("failed", "not run") for result in results.values()))
@@ -128,11 +132,18 @@ def run(file: str, path: Path, root: Path) -> None:
     part.rename(path)
 
 
-def read_all(kept: dict[str, Path], root: Path) -> dict[str, Result]:
-    """Return the results of all files by the tests' names; a file without any is ``not run``."""
+def name_result(folder: Path, file: str, tests: list[str]) -> Path:
+    """Return where the results of a file with these tests are kept."""
+    digest = hashlib.sha256("\n".join(tests).encode()).hexdigest()[:8]
+    return folder / f"{file.removesuffix('.py').replace('/', '.')}.{digest}.xml"
+
+
+def read_all(collected: dict[str, list[str]], folder: Path, root: Path) -> dict[str, Result]:
+    """Return the results of all tests by their names; those of a file without results are ``not run``."""
     results: dict[str, Result] = {}
-    for file, path in kept.items():
-        results |= read_results(path, root) or {f"{file}::(the file)": Result("not run", 0.0)}
+    for file, tests in collected.items():
+        found = read_results(name_result(folder, file, tests), root)
+        results |= found or dict.fromkeys(tests, Result("not run", 0.0))
     return results
 
 
@@ -153,13 +164,12 @@ def write_report(heading: str, results: dict[str, Result], readme: str) -> str:
         lines.append(f"| {promise} | {' | '.join(cells)} |")
     lines.append(f"\n## No row names them\n\n| file | {titles}")
     lines += [f"| `{file}` | {' | '.join(_count(files[file]))} |" for file in files if file not in named]
-    lines.append("\n## Failed\n")
-    lines += [f"- `{name}`: {found.reason}" for name, found in results.items() if found.outcome == "failed"]
-    lines.append("\n## Skipped\n")
+    failed = [f"- `{name}`: {result.reason}" for name, result in results.items() if result.outcome == "failed"]
     reasons = Counter(result.reason for result in results.values() if result.outcome == "skipped")
-    lines += [f"- {count}: {reason}" for reason, count in reasons.most_common()]
-    lines.append("\n## Not run\n")
-    lines += [f"- `{name.partition('::')[0]}`" for name, found in results.items() if found.outcome == "not run"]
+    skipped = [f"- {count}: {reason}" for reason, count in reasons.most_common()]
+    left = [f"- `{file}`" for file in files if any(result.outcome == "not run" for result in files[file])]
+    for title, section in (("Failed", failed), ("Skipped", skipped), ("Not run", left)):
+        lines += [f"\n## {title}\n", *(section or ["none"])]
     return "\n".join(lines) + "\n"
 
 
@@ -197,12 +207,6 @@ def _name_commit(root: Path, report: Path) -> str:
     head, *changes = (subprocess.run([*git, *c], capture_output=True, text=True, check=False).stdout for c in commands)
     digest = hashlib.sha256("".join(changes).encode()).hexdigest()[:8]
     return (head[:12] or "none") + (f"-changed-{digest}" if any(changes) else "")
-
-
-def _name_result(folder: Path, file: str, tests: list[str]) -> Path:
-    """Return where the results of a file with these tests are kept."""
-    digest = hashlib.sha256("\n".join(tests).encode()).hexdigest()[:8]
-    return folder / f"{file.removesuffix('.py').replace('/', '.')}.{digest}.xml"
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.junit import Result
-from tests.proof import read_all, read_promises, write_report
+from tests.proof import name_result, read_all, read_promises, write_report
 from tests.readmes import READMES, ROOT
 
 if TYPE_CHECKING:
@@ -55,9 +55,9 @@ def test_the_report_has_the_results_by_promise(tmp_path: Path) -> None:
     for name in ("a/test_kill.py", "test_other.py"):
         (tmp_path / "tests" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "tests" / name).touch()
-    (tmp_path / "kill.xml").write_text(JUNIT)
-    kept = {"tests/a/test_kill.py": tmp_path / "kill.xml", "tests/test_other.py": tmp_path / "none.xml"}
-    results = read_all(kept, tmp_path)
+    collected = {"tests/a/test_kill.py": ["3 tests"], "tests/test_other.py": ["tests/test_other.py::test_it"]}
+    name_result(tmp_path, *next(iter(collected.items()))).write_text(JUNIT)
+    results = read_all(collected, tmp_path, tmp_path)
     assert results["tests/a/test_kill.py::TestAll::test_kill"] == Result("failed", 2.0, "lost")
     report = write_report("today", results, README).splitlines()
     assert "today, 4 s of tests." in report
