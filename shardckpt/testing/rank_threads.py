@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import sys
 import threading
+import time
 import traceback
 from collections import defaultdict, deque
 from contextlib import contextmanager
@@ -36,11 +37,13 @@ class RankThreads(Ranks):
     """Ranks that are threads of this process: groups of any size, without a start; nothing is left to close.
 
     Ranks take turns: one runs until it waits for others, so a test is the same each time. Threads that ranks start run
-    beside them. A rank that ends while others wait for it is named at once; so is a job all of whose ranks wait.
-    Arguments are copied for each rank. They and the results need not be pickled, and the function may be a closure.
+    beside them. A rank that ends while others wait for it is named at once; so are collectives that do not match, and a
+    job all of whose ranks wait. A rank that waits for another in any other way, for an event or a file, never gets it.
+    Arguments are copied for each rank (``copy.deepcopy``); results are not, and the function may be a closure.
 
-    Ranks share the process: its environment, current directory, patches and caches. Tests of those, of deaths, signals
-    and deadlines, need processes: :class:`shardckpt.testing.RankPool`.
+    Ranks share the process: its environment, current directory, random generators, patches, caches and budgets. Tests
+    of those, of deaths, signals and deadlines, need processes: :class:`shardckpt.testing.RankPool`. Not there are
+    ``dist.reduce``, ``dist.monitored_barrier`` and receives from any rank.
 
     Example:
         ::
@@ -50,17 +53,27 @@ class RankThreads(Ranks):
     """
 
     def outcomes(self, world_size: int, function: Any, *args: Any, timeout: float = RUN_TIMEOUT) -> list[Any]:
-        """Run a function as :meth:`run` does; what a rank raised is in the result, as a :class:`RankFailure`."""
+        """Run a function as :meth:`run` does; what a rank raised is in the result, as a :class:`RankFailure`.
+
+        Raises:
+            ValueError: there are less than one rank.
+            RankError: a rank did not end in time, or is to run ranks of its own.
+        """
+        if world_size < 1:
+            raise ValueError(f"a group has at least one rank, not {world_size}")
+        if _rank() is not None:
+            raise RankError("a rank that is a thread cannot run ranks of its own")
         with _turn, _groups_by_thread():
             job = _Job(world_size)
             ranks = [_Rank(job, number, function, copy.deepcopy(args)) for number in range(world_size)]
+            ends = time.monotonic() + timeout
             for rank in ranks:
                 rank.start()
             for rank in ranks:
-                rank.join(timeout)
-                if rank.is_alive():
-                    job.stop(f"rank {rank.number} of {world_size} did not end within {timeout} s")
-                    raise RankError(job.reason)
+                rank.join(max(0.0, ends - time.monotonic()))
+            if left := [rank.number for rank in ranks if rank.is_alive()]:
+                job.stop(f"ranks {left} of {world_size} did not end within {timeout} s: {job.describe_turn()}")
+                raise RankError(job.reason)
         return [rank.outcome for rank in ranks]
 
 
@@ -85,7 +98,8 @@ class _Rank(threading.Thread):
             try:
                 self.outcome = self._call()
             finally:
-                dist.destroy_process_group()
+                if dist.is_initialized():
+                    dist.destroy_process_group()
         except BaseException as exc:  # noqa: BLE001 - the test decides
             self.outcome = RankFailure(type(exc).__name__, str(exc), traceback.format_exc())
         finally:
@@ -121,17 +135,21 @@ class _Job:
         self._turn: int | None = 0
         #: Ranks that wait for their turn, or will: they have not begun.
         self._ready = set(range(size))
-        self._left: set[int] = set()
+        #: What became of ranks that have ended.
+        self._left: dict[int, str] = {}
         self._waits: dict[threading.Thread, _Wait] = {}
 
     def meet(self, group: Any, number: int, collective: Any, data: Any) -> None:
         """Collective: wait for all ranks of a group at its collective of a number; the last one moves the data."""
-        name = type(collective).__name__
+        name = _describe(collective)
         members = dist.get_process_group_ranks(group)
         with self._changed:
+            if self.reason:
+                raise RuntimeError(self.reason)
             meeting = self._meetings.setdefault((group.pg_name, number), _Meeting(collective))
-            if type(meeting.collective) is not type(collective):
-                self.stop(f"rank {_rank().number} calls {name}, another {type(meeting.collective).__name__}")
+            if _describe(meeting.collective) != name:
+                others = ", ".join(str(members[place]) for place in sorted(meeting.data))
+                self.stop(f"rank {_rank().number} calls {name}, rank {others} {_describe(meeting.collective)}")
                 raise RuntimeError(self.reason)
             meeting.data[group.rank()] = data
             if len(meeting.data) == len(members):
@@ -166,7 +184,8 @@ class _Job:
     def leave(self, rank: _Rank) -> None:
         """Say that a rank has ended, and comes to no collective any more."""
         with self._changed:
-            self._left.add(rank.number)
+            failed = isinstance(rank.outcome, RankFailure)
+            self._left[rank.number] = f"has raised {rank.outcome.kind}" if failed else "has ended"
             self._pass_turn(rank)
             self._changed.notify_all()
 
@@ -176,18 +195,25 @@ class _Job:
             self.reason = self.reason or reason
             self._changed.notify_all()
 
+    def describe_turn(self) -> str:
+        """Return what each rank does."""
+        with self._changed:
+            return "; ".join([f"rank {self._turn} runs", *self._describe_waits()])
+
+    def _describe_waits(self) -> list[str]:
+        return sorted(f"rank {wait.rank.number} waits {wait.where}" for wait in self._waits.values())
+
     def _wait(self, where: str, is_over: Callable[[], bool], awaited: Callable[[], list[int]]) -> None:
         """Wait; raise as soon as it cannot come any more."""
         thread, rank = threading.current_thread(), _rank()
         self._waits[thread] = _Wait(rank, where, is_over, awaited)
         try:
             while not is_over():
-                gone = self._left.intersection(awaited())
+                gone = self._left.keys() & awaited()
                 if not self.reason and self._is_stuck():
-                    waits = sorted(f"rank {wait.rank.number} {wait.where}" for wait in self._waits.values())
-                    self.stop(f"every rank waits: {', '.join(waits)}")
+                    self.stop("; ".join(["nobody can go on", *self._describe_waits()]))
                 if self.reason or gone:
-                    ended = gone and f"rank {min(gone)} has ended, and rank {rank.number} waits {where}"
+                    ended = gone and f"rank {min(gone)} {self._left[min(gone)]}, and rank {rank.number} waits {where}"
                     raise RuntimeError(self.reason or ended)
                 self._pass_turn(rank)
                 self._changed.wait()
@@ -214,11 +240,11 @@ class _Job:
 
     def _is_stuck(self) -> bool:
         """Return whether each thread of each rank waits here, so that nobody can bring what they wait for."""
-        if any(wait.is_over() or self._left.intersection(wait.awaited()) for wait in self._waits.values()):
+        if any(wait.is_over() or self._left.keys() & wait.awaited() for wait in self._waits.values()):
             return False  # one that has not yet woken up
         ranks = {thread: _find_rank(thread) for thread in threading.enumerate()}
         threads = {thread: rank.number for thread, rank in ranks.items() if rank is not None and rank.job is self}
-        return len(self._left.union(threads.values())) == self.size and threads.keys() <= self._waits.keys()
+        return len(self._left.keys() | set(threads.values())) == self.size and threads.keys() <= self._waits.keys()
 
 
 class _Meeting:
@@ -241,6 +267,13 @@ class _Meeting:
         except Exception as exc:  # noqa: BLE001 - as of tensors that do not fit
             self.error = exc
         self.is_over = True
+
+
+class _Barrier:
+    """The data of a barrier: none. torch's is an all-reduce, which would meet those of others."""
+
+    def work(self, data: list[Any]) -> None:
+        """Move nothing."""
 
 
 class _Collective:
@@ -277,6 +310,10 @@ class _Group(_torch.ProcessLocalGroup):  # type: ignore[misc]
         """Return the number of this rank's next collective."""
         self._collectives += 1
         return self._collectives
+
+    def barrier(self, opts: Any = None) -> Any:  # noqa: ARG002 - as torch calls it
+        """Collective: wait for all."""
+        return _Collective(_Barrier(), self).join(self.rank(), None)
 
     def send(self, tensors: list[torch.Tensor], receiver: int, tag: int = 0) -> Any:
         """Send to one rank, which need not have come."""
@@ -334,6 +371,12 @@ class _Groups(_torch.ThreadLocalWorld):  # type: ignore[misc]
 def _find_rank(thread: Any) -> _Rank | None:
     """Return the rank that a thread belongs to, because it is one, or because one has started it."""
     return thread if isinstance(thread, _Rank) else getattr(thread, "shardckpt_rank", None)
+
+
+def _describe(collective: Any) -> str:
+    """Return the name of a collective with what all ranks must give alike: a root, an operation."""
+    values = ", ".join(f"{name}={value}" for name, value in vars(collective).items())
+    return type(collective).__name__.lstrip("_") + (f"({values})" if values else "")
 
 
 def _rank() -> Any:

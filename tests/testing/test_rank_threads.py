@@ -107,22 +107,64 @@ def test_a_rank_that_never_comes_is_named_at_once(ranks: RankThreads) -> None:
 
     (waited, left), (received, _) = ranks.outcomes(2, leave, "barrier"), ranks.outcomes(2, leave, "message")
     assert (left.kind, left.message) == ("ValueError", "of rank 1")
-    assert "rank 1 has ended, and rank 0 waits in AllReduce" in waited.message
+    assert "rank 1 has raised ValueError, and rank 0 waits in Barrier" in waited.message
     assert "rank 1 has ended, and rank 0 waits for a message of rank 1" in received.message
 
 
 def test_ranks_that_wait_for_each_other_are_named_at_once(ranks: RankThreads) -> None:
-    """A job whose ranks all wait, or call different collectives, fails; no deadline passes."""
+    """A job whose ranks all wait fails; no deadline passes."""
 
     def cross() -> None:
         dist.barrier() if dist.get_rank() else dist.recv(torch.zeros(1), 1)
 
-    def differ() -> None:
-        dist.barrier() if dist.get_rank() else dist.broadcast(torch.zeros(1), 0)
+    stuck = ranks.outcomes(2, cross)
+    text = "nobody can go on; rank 0 waits for a message of rank 1; rank 1 waits in Barrier"
+    assert {one.message for one in stuck} == {text}
 
-    stuck, other = ranks.outcomes(2, cross), ranks.outcomes(2, differ)
-    assert {one.message for one in stuck} == {"every rank waits: rank 0 for a message of rank 1, rank 1 in AllReduce"}
-    assert all("calls" in one.message and "Broadcast" in one.message for one in other)
+
+def test_collectives_that_do_not_match_fail_on_all_ranks(ranks: RankThreads) -> None:
+    """Other collectives, roots and operations are named; what comes after them fails, too, on every rank."""
+    one = torch.ones(1)
+    pairs = {
+        "rank 1 calls Barrier, rank 0 Broadcast(src=0)": (lambda: dist.broadcast(one, 0), dist.barrier),
+        "rank 1 calls Broadcast(src=1), rank 0 Broadcast(src=0)": (
+            lambda: dist.broadcast(one, 0),
+            lambda: dist.broadcast(one, 1),
+        ),
+        "rank 1 calls AllReduce(op=RedOpType.MAX), rank 0 AllReduce(op=RedOpType.SUM)": (
+            lambda: dist.all_reduce(one),
+            lambda: dist.all_reduce(one, dist.ReduceOp.MAX),
+        ),
+    }
+
+    def differ(calls: Any) -> list[str]:
+        said = []
+        for call in (calls[dist.get_rank()], dist.barrier):
+            with pytest.raises(RuntimeError) as raised:
+                call()
+            said.append(str(raised.value))
+        return said
+
+    for text, calls in pairs.items():
+        assert ranks.run(2, differ, calls) == [[text] * 2] * 2
+
+
+def test_a_run_that_cannot_end_says_what_ranks_do(ranks: RankThreads) -> None:
+    """A rank that waits for another by itself keeps the turn; ranks in ranks and groups of none are refused."""
+    came = threading.Event()
+
+    def wait() -> None:
+        came.wait() if dist.get_rank() else dist.barrier()
+
+    with pytest.raises(
+        RankError, match=r"ranks \[0, 1\] of 2 did not end within 0.2 s: rank 1 runs; rank 0 waits in Barrier"
+    ):
+        ranks.outcomes(2, lambda: wait(), timeout=0.2)
+    came.set()
+    (nested,) = ranks.outcomes(1, lambda: ranks.run(1, int))
+    assert "cannot run ranks of its own" in nested.message
+    with pytest.raises(ValueError, match="at least one rank"):
+        ranks.run(0, int)
 
 
 def test_the_process_has_its_own_groups_again(ranks: RankThreads) -> None:
