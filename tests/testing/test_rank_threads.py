@@ -161,7 +161,7 @@ def test_a_run_that_cannot_end_says_what_ranks_do(ranks: RankThreads) -> None:
     ):
         ranks.outcomes(2, lambda: wait(), timeout=0.2)
     came.set()
-    (nested,) = ranks.outcomes(1, lambda: ranks.run(1, int))
+    (nested,) = ranks.outcomes(1, RankThreads().run, 1, int)
     assert "cannot run ranks of its own" in nested.message
     with pytest.raises(ValueError, match="at least one rank"):
         ranks.run(0, int)
