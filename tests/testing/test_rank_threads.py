@@ -159,7 +159,7 @@ def test_a_run_that_cannot_end_says_what_ranks_do(ranks: RankThreads) -> None:
     with pytest.raises(
         RankError, match=r"ranks \[0, 1\] of 2 did not end within 0.2 s: rank 1 runs; rank 0 waits in Barrier"
     ):
-        ranks.outcomes(2, lambda: wait(), timeout=0.2)
+        ranks.outcomes(2, wait, timeout=0.2)
     came.set()
     (nested,) = ranks.outcomes(1, RankThreads().run, 1, int)
     assert "cannot run ranks of its own" in nested.message
