@@ -375,7 +375,8 @@ def _find_rank(thread: Any) -> _Rank | None:
 
 def _describe(collective: Any) -> str:
     """Return the name of a collective with what all ranks must give alike: a root, an operation."""
-    values = ", ".join(f"{name}={value}" for name, value in vars(collective).items())
+    # a ReduceOp has no text of its own, but its kind has
+    values = ", ".join(f"{name}={getattr(value, 'op', value)}" for name, value in vars(collective).items())
     return type(collective).__name__.lstrip("_") + (f"({values})" if values else "")
 
 
