@@ -15,9 +15,11 @@ import signal
 import subprocess
 import sys
 import tempfile
-import xml.etree.ElementTree as ET
+from collections import Counter
 from pathlib import Path
 from typing import NamedTuple
+
+from tests.junit import read_results
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "tests" / "README.md"
@@ -108,16 +110,12 @@ def count_tests(results: Path) -> tuple[int, int, int]:
     """Return the numbers of tests that passed, failed and were skipped; the failed ones are named on stderr."""
     if not results.exists():
         raise SystemExit("pytest has written no results: it was ended by force, or broke")
-    passed = failed = skipped = 0
-    for case in ET.parse(results).iter("testcase"):
-        if case.find("failure") is not None or case.find("error") is not None:
-            failed += 1
-            print(f"failed: {case.get('classname')}::{case.get('name')}", file=sys.stderr)
-        elif case.find("skipped") is not None:
-            skipped += 1
-        else:
-            passed += 1
-    return passed, failed, skipped
+    found = read_results(results)
+    for name, result in found.items():
+        if result.outcome == "failed":
+            print(f"failed: {name}", file=sys.stderr)
+    counts = Counter(result.outcome for result in found.values())
+    return counts["passed"], counts["failed"], counts["skipped"]
 
 
 def call(command: list[str], limit: float, *, check: bool = False) -> int:

@@ -42,8 +42,8 @@ class RankThreads(Ranks):
     Arguments are copied for each rank (``copy.deepcopy``); results are not, and the function may be a closure.
 
     Ranks share the process: its environment, current directory, random generators, patches, caches and budgets. Tests
-    of those, of deaths, signals and deadlines, need processes: :class:`shardckpt.testing.RankPool`. Not there are
-    ``dist.reduce``, ``dist.monitored_barrier`` and receives from any rank.
+    of those, of deaths, signals and deadlines, need processes: :class:`shardckpt.testing.RankPool`. Not supported:
+    ``dist.reduce``, ``dist.monitored_barrier``, receives from any rank.
 
     Example:
         ::
@@ -53,11 +53,11 @@ class RankThreads(Ranks):
     """
 
     def outcomes(self, world_size: int, function: Any, *args: Any, timeout: float = RUN_TIMEOUT) -> list[Any]:
-        """Run a function as :meth:`run` does; what a rank raised is in the result, as a :class:`RankFailure`.
+        """Run a function as :meth:`run` does; return the exception of a rank as a :class:`RankFailure`.
 
         Raises:
-            ValueError: there are less than one rank.
-            RankError: a rank did not end in time, or is to run ranks of its own.
+            ValueError: ``world_size`` is less than 1.
+            RankError: a rank did not end in time, or called this method itself.
         """
         if world_size < 1:
             raise ValueError(f"a group has at least one rank, not {world_size}")
@@ -239,7 +239,7 @@ class _Job:
             self._changed.notify_all()
 
     def _is_stuck(self) -> bool:
-        """Return whether each thread of each rank waits here, so that nobody can bring what they wait for."""
+        """Return whether there is a deadlock: each thread of each rank waits for another of them."""
         if any(wait.is_over() or self._left.keys() & wait.awaited() for wait in self._waits.values()):
             return False  # one that has not yet woken up
         ranks = {thread: _find_rank(thread) for thread in threading.enumerate()}

@@ -70,7 +70,7 @@ class Ranks(ABC):
 
     @abstractmethod
     def outcomes(self, world_size: int, function: Any, *args: Any, timeout: float = RUN_TIMEOUT) -> list[Any]:
-        """Run a function as :meth:`run` does; what a rank raised is in the result, as a :class:`RankFailure`."""
+        """Run a function as :meth:`run` does; return the exception of a rank as a :class:`RankFailure`."""
 
 
 class RankPool(Ranks):
@@ -114,7 +114,7 @@ class RankPool(Ranks):
         self._stores: tempfile.TemporaryDirectory[str] | None = None
 
     def outcomes(self, world_size: int, function: Any, *args: Any, timeout: float = RUN_TIMEOUT) -> list[Any]:
-        """Run a function as :meth:`run` does; what a rank raised is in the result, as a :class:`RankFailure`."""
+        """Run a function as :meth:`run` does; return the exception of a rank as a :class:`RankFailure`."""
         store = self._start(world_size, timeout) / os.urandom(8).hex()
         for rank in range(world_size):
             self._pipes[rank].send((rank, world_size, str(store), function, args))

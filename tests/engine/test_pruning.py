@@ -26,7 +26,7 @@ from shardckpt.maintenance.migrate import migrate_checkpoint
 from tests import backends, programs
 from tests.commit import owners
 from tests.faults import samples
-from tests.faults.test_overwrite import Interruption, add_foreign
+from tests.faults.test_overwrite import Interruption, add_foreign, die_between_renames
 from tests.tables import table
 
 if TYPE_CHECKING:
@@ -154,22 +154,7 @@ def test_the_save_after_one_that_failed_in_this_process(
 
 def _dying_overwrite(target: Path) -> Path:
     """Let a process die between the two renames of an overwrite, where there is no exchange; what it moved aside."""
-    rename = os.rename
-
-    class Died(BaseException):
-        """The process is no more."""
-
-    def die(source: Path, destination: Path) -> None:
-        if destination == target:
-            raise Died
-        rename(source, destination)
-
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("shardckpt.commit.commit.exchange", lambda *_: False)
-        patched.setattr("shardckpt.commit.commit.discard_staging", lambda _: None)
-        patched.setattr("os.rename", die)
-        with pytest.raises(Died):
-            _save(target)
+    die_between_renames(target, _save)
     for path in target.parent.iterdir():  # the owner's name is that of this process, which lives
         path.rename(path.with_name(path.name.replace(Owner.current().text, owners.dead().text)))
     (aside,) = target.parent.glob("*shardckpt-replaced*")

@@ -232,6 +232,26 @@ def no_exchange(*_: Any) -> bool:
     return False
 
 
+def die_between_renames(target: Path, save: Callable[[Path], object]) -> None:
+    """Let a process die between the two renames of a save that replaces a checkpoint, where there is no exchange."""
+    rename = os.rename
+
+    class Died(BaseException):
+        """The process is no more."""
+
+    def die(source: Path, destination: Path) -> None:
+        if destination == target:
+            raise Died
+        rename(source, destination)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("shardckpt.commit.commit.exchange", no_exchange)
+        patched.setattr("shardckpt.commit.commit.discard_staging", lambda _: None)
+        patched.setattr("os.rename", die)
+        with pytest.raises(Died):
+            save(target)
+
+
 @backends.both_in_proof
 def test_without_exchange(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where directories cannot be exchanged in one step, an overwrite comes to the same."""
@@ -270,21 +290,7 @@ def test_crash_between_the_renames(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("shardckpt.commit.commit.exchange", no_exchange)
     target = tmp_path / "ckpt"
     dist_checkpointing.save(samples.state_dict(OLD), target)
-    rename = os.rename
-
-    class Died(BaseException):
-        """The process is no more."""
-
-    def dying(source: Path, destination: Path) -> None:
-        if destination == target:
-            raise Died
-        rename(source, destination)
-
-    with monkeypatch.context() as patched:
-        patched.setattr("os.rename", dying)
-        patched.setattr("shardckpt.commit.commit.discard_staging", lambda _: None)
-        with pytest.raises(Died):
-            overwrite(target)
+    die_between_renames(target, overwrite)
     (aside,) = tmp_path.glob(".ckpt.shardckpt-replaced-*")
     for query in (samples.load, verify_checkpoint, dist_checkpointing.load_plain_tensors):
         with pytest.raises(
