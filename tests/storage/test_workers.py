@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import signal
 import threading
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from shardckpt.errors import CheckpointingException
-from shardckpt.storage.workers import Workers
+from shardckpt.storage.workers import Workers, _Job
 from tests.tables import table
 
 if TYPE_CHECKING:
@@ -78,26 +78,32 @@ def test_pieces_of_many_items_at_once() -> None:
 
 
 @table("threads", [1, 3])
-def test_the_lowest_error_is_raised_and_nothing_begun_after_it(threads: int) -> None:
-    """An error in a piece is its item's; of several errors that with the lowest number is raised, at the end."""
+def test_an_error_is_its_items_and_nothing_is_begun_after_it(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error in a piece is its item's, and no thread begins a piece or an item once it is recorded."""
     workers = Workers(threads, "w")
     begun: list[int] = []
-    failed = threading.Event()
+    recorded = threading.Event()
+    do_anyway = _Job.do
+
+    def do(job: _Job[Any, Any], *args: Any) -> None:
+        do_anyway(job, *args)
+        if job.function is item and job.errors:
+            recorded.set()
 
     def fail(number: int) -> None:
         begun.append(number)
-        failed.set()
         raise CheckpointingException(f"piece {number}")
 
     def item(number: int) -> None:
         if number == 0:
-            workers.each(fail, enumerate([5, 6]))
+            workers.each(fail, enumerate([1000, 1001]))
         begun.append(number)
-        assert failed.wait(60)
+        assert recorded.wait(60)
 
-    with pytest.raises(CheckpointingException, match="piece"):
-        workers.each(item, enumerate(range(1000)))
-    assert len(begun) < 500  # the first thread may be slow to say that it has failed
+    monkeypatch.setattr(_Job, "do", do)
+    with pytest.raises(CheckpointingException, match="piece 1000"):
+        workers.each(item, enumerate(range(100)))
+    assert {1000} <= {*begun} <= {1000, *range(1, threads)}  # each other thread had one item by then
     assert not [thread for thread in threading.enumerate() if thread.name == "w"]
 
 
