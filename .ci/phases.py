@@ -123,7 +123,7 @@ def main() -> int:
         check.run("demo", read_command(readme, "demo"))
         check.run_tests("default", read_command(readme, "test"))
         # three at a time on two cores: many of these tests wait, for a timeout, a disk or a store
-        check.run_tests("ci", "pytest -m 'ci and not proof' -n 3")
+        check.run_tests("ci", "pytest --tier ci -n 3")
     check.print_summary()
     return int(check.is_red)
 

@@ -17,6 +17,7 @@ from tests import backends, folders, guard, workers
 from tests.ranks import RUN_TIMEOUT, RankPool, Ranks
 from tests.sites import VARIABLE
 from tests.sites import find as find_site
+from tests.tiers import choose_tiers, get_tier, pytest_addoption, pytest_ignore_collect, select_tiers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from tests.backends import Backend
     from tests.sites import Sites
 
+
+__all__ = ["pytest_addoption", "pytest_ignore_collect"]  # pytest calls them
 
 _TESTS = Path(__file__).parent
 #: What ``pytest -m smoke`` runs in a few seconds: saves, loads, crashes, versions and ranks.
@@ -49,7 +52,8 @@ settings.register_profile("proof", settings.get_profile("the same each time"), d
 
 def pytest_configure(config: pytest.Config) -> None:
     """Set up what all tests of this process share."""
-    settings.load_profile("proof" if config.option.markexpr == "proof" else "the same each time")
+    choose_tiers(config)
+    settings.load_profile("proof" if config.option.tiers == ["proof"] else "the same each time")
     signal.signal(signal.SIGINT, signal.default_int_handler)  # in the background it is ignored; some tests send it
     folders.choose()
     if missing := [name for name in SMOKE if not (_TESTS / name).exists()]:
@@ -59,11 +63,12 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.pop("PYTEST_ADDOPTS", None)  # options of this run, not of those that tests start
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the default tests of the files that matter most."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Select the tests of the tiers that run, and mark the default ones of the files that matter most."""
+    select_tiers(config, items)
     smoke = {_TESTS / name for name in SMOKE}
     for item in items:
-        if item.path in smoke and not guard.is_slow(item):
+        if item.path in smoke and get_tier(item) == "default":
             item.add_marker(pytest.mark.smoke)
 
 

@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tests.tiers import get_tier
+
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterator
 
@@ -62,7 +64,7 @@ def pytest_runtest_teardown(item: pytest.Item) -> Generator[None]:
 @contextmanager
 def _guard(item: pytest.Item) -> Iterator[None]:
     """Refuse while a phase of a default test runs, and raise at its end what was refused."""
-    if is_slow(item):
+    if get_tier(item) != "default":
         yield
         return
     _refused.clear()
@@ -75,18 +77,13 @@ def _guard(item: pytest.Item) -> Iterator[None]:
             raise _refused[0]
 
 
-def is_slow(item: pytest.Item) -> bool:
-    """Return whether a test is one of CI or proof."""
-    return any(item.get_closest_marker(tier) for tier in ("ci", "proof"))
-
-
 def is_on() -> bool:
     """Return whether a default test runs."""
     return bool(_guarded)
 
 
 def _refuse(what: str) -> None:
-    error = CITierError(f"{what}: this belongs in the CI tier: mark the test `ci`")
+    error = CITierError(f"{what}: this belongs in tests/ci")
     _refused.append(error)
     raise error
 

@@ -39,7 +39,7 @@ REFUSED: dict[str, Callable[[], object]] = {
 def test_what_belongs_in_the_ci_tier_is_refused() -> None:
     """A process, a connection and a long sleep are errors that name the call and the mark."""
     for name, act in REFUSED.items():
-        with pytest.raises(CITierError, match=rf"^{name}.*: this belongs in the CI tier: mark the test `ci`$"):
+        with pytest.raises(CITierError, match=rf"^{name}.*: this belongs in tests/ci$"):
             act()
         assert len(guard._refused) == 1
         guard._refused.clear()

@@ -368,7 +368,7 @@ def run_tests(copy: Path, *tests: str) -> subprocess.CompletedProcess[str]:
     environment["PYTHONPATH"] = os.pathsep.join([str(copy), str(copy / "strategies")])
     environment["TMPDIR"] = str(copy.parent)  # tests look at what is left there: what others leave is theirs
     environment["PYTHONDONTWRITEBYTECODE"] = "1"  # a change within one second would not be noticed
-    options = ["-n", "0", "-x", "-q", "-m", "not proof", "-p", "no:cacheprovider", "--no-header", "-rfE"]
+    options = ["-n", "0", "-x", "-q", "--tier", "default,ci", "-p", "no:cacheprovider", "--no-header", "-rfE"]
     try:
         return subprocess.run(
             [sys.executable, "-m", "pytest", *options, *(f"tests/{test}" for test in tests)],

@@ -1,0 +1,72 @@
+"""Which tests a run of pytest takes: tests/tiers.py."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.readmes import ROOT
+from tests.tables import table
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+FILES = {
+    "pytest.ini": "[pytest]\ntestpaths = tests\nmarkers =\n  ci\n  proof\naddopts = --import-mode=importlib\n",
+    "tests/tiers.py": (ROOT / "tests" / "tiers.py").read_text(),
+    "tests/conftest.py": """
+from tests.tiers import choose_tiers, pytest_addoption, pytest_ignore_collect, select_tiers as pytest_collection_modifyitems
+def pytest_configure(config): choose_tiers(config)
+""",
+    "tests/test_a.py": """
+import pytest
+@pytest.mark.parametrize("row", ["now", pytest.param("ci", marks=pytest.mark.ci), pytest.param("proof", marks=pytest.mark.proof)])
+def test_rows(row): pass
+""",
+    "tests/ci/test_a.py": "def test_ci(): pass\n",
+    "tests/proof/test_a.py": "def test_proof(): pass\n",
+}
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    """A project with a test in each tier, and one with a row in each."""
+    for name, text in FILES.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    return tmp_path
+
+
+def _run(project: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments]
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST_")}
+    environment["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # they import torch
+    return subprocess.run(command, cwd=project, env=environment, capture_output=True, text=True, check=False)
+
+
+@table(
+    ("arguments", "expected"),
+    [
+        ((), {"rows[now]"}),
+        (("tests/test_a.py",), {"rows[now]"}),
+        (("tests/ci",), {"ci"}),
+        (("tests/test_a.py", "tests/ci/test_a.py::test_ci"), {"rows[now]", "rows[ci]", "ci"}),
+        (("--tier", "ci"), {"rows[ci]", "ci"}),
+        (("--tier", "proof"), {"rows[proof]", "proof"}),
+        (("--tier", "default,ci"), {"rows[now]", "rows[ci]", "ci"}),
+        (("--tier", "all", "tests/test_a.py"), {"rows[now]", "rows[ci]", "rows[proof]"}),
+    ],
+)
+def test_a_run_takes_the_tests_of_its_tiers(project: Path, arguments: tuple[str, ...], expected: set[str]) -> None:
+    """The default tier runs unless --tier, or the folders that are named, say otherwise; rows have tiers, too."""
+    printed = _run(project, "--collect-only", *arguments).stdout
+    assert {line.rpartition("::test_")[2] for line in printed.splitlines() if "::" in line} == expected
+
+
+def test_an_unknown_tier_is_an_error(project: Path) -> None:
+    """A tier that does not exist is refused with those that do."""
+    assert "ERROR: --tier: slow: there are default, ci, proof, and all" in _run(project, "--tier", "slow").stderr

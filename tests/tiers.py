@@ -1,0 +1,55 @@
+"""The three tiers of tests: each test is of its folder's, and a row of its parameters may name a slower one.
+
+``pytest`` runs the default tier; ``pytest --tier ci`` runs the CI tier, with the rows that tests of the default tier have
+there. Files and folders that are named run the tests of their own tier: ``pytest tests/ci/commit``.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+#: From the fastest to the slowest.
+TIERS = ("default", "ci", "proof")
+
+
+def get_tier(item: pytest.Item) -> str:
+    """Return the tier of a test: the slowest that its folder and its row of parameters name."""
+    marked = (tier for tier in TIERS[1:] if item.get_closest_marker(tier))
+    return max([_get_folder_tier(item.path, item.config), *marked], key=TIERS.index)
+
+
+def _get_folder_tier(path: Path, config: pytest.Config) -> str:
+    parts = path.relative_to(config.rootpath).parts if path.is_relative_to(config.rootpath) else ()
+    return next((tier for tier in TIERS[1:] if parts[:2] == ("tests", tier)), "default")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Let a run choose tiers."""
+    parser.addoption("--tier", metavar="TIERS", help=f"run tests of these tiers: {', '.join(TIERS)}; or all")
+
+
+def choose_tiers(config: pytest.Config) -> None:
+    """Choose the tiers of ``--tier``, else of the files and folders that are named, else the default one."""
+    option = config.option
+    if option.tier is None:
+        named = (Path(config.invocation_params.dir, argument.partition("::")[0]) for argument in config.args)
+        option.tier = ",".join(dict.fromkeys(_get_folder_tier(path, config) for path in named))
+    chosen = TIERS if option.tier == "all" else option.tier.split(",")
+    if unknown := set(chosen).difference(TIERS):
+        raise pytest.UsageError(f"--tier: {', '.join(sorted(unknown))}: there are {', '.join(TIERS)}, and all")
+    option.tiers = [tier for tier in TIERS if tier in chosen]
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Import no file of a tier that is slower than all that run."""
+    tier = _get_folder_tier(collection_path, config)
+    return True if TIERS.index(tier) > TIERS.index(config.option.tiers[-1]) else None
+
+
+def select_tiers(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave the tests of the tiers that run."""
+    left = [item for item in items if get_tier(item) not in config.option.tiers]
+    items[:] = [item for item in items if get_tier(item) in config.option.tiers]
+    config.hook.pytest_deselected(items=left)
