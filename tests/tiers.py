@@ -1,6 +1,6 @@
 """The three tiers of tests: each test is of its folder's, and a row of its parameters may name a slower one.
 
-``pytest`` runs the default tier; ``pytest --tier ci`` runs the CI tier, with the rows that tests of the default tier have
+``pytest`` runs the default tier; ``pytest --tier ci`` the CI tier, with the rows that tests of the default tier have
 there. Files and folders that are named run the tests of their own tier: ``pytest tests/ci/commit``.
 """
 
