@@ -19,12 +19,14 @@ FILES = {
     "pytest.ini": "[pytest]\ntestpaths = tests\nmarkers =\n  ci\n  proof\naddopts = --import-mode=importlib\n",
     "tests/tiers.py": (ROOT / "tests" / "tiers.py").read_text(),
     "tests/conftest.py": """
-from tests.tiers import choose_tiers, pytest_addoption, pytest_ignore_collect, select_tiers as pytest_collection_modifyitems
+from tests.tiers import choose_tiers, pytest_addoption, pytest_ignore_collect, select_tiers
 def pytest_configure(config): choose_tiers(config)
+def pytest_collection_modifyitems(config, items): select_tiers(config, items)
 """,
     "tests/test_a.py": """
 import pytest
-@pytest.mark.parametrize("row", ["now", pytest.param("ci", marks=pytest.mark.ci), pytest.param("proof", marks=pytest.mark.proof)])
+CI, PROOF = pytest.mark.ci, pytest.mark.proof
+@pytest.mark.parametrize("row", ["now", pytest.param("ci", marks=CI), pytest.param("proof", marks=PROOF)])
 def test_rows(row): pass
 """,
     "tests/ci/test_a.py": "def test_ci(): pass\n",
