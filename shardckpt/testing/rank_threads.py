@@ -367,6 +367,11 @@ class _Groups(_torch.ThreadLocalWorld):  # type: ignore[misc]
         rank = _find_rank(threading.current_thread())
         return self._others if rank is None else rank.groups
 
+    @property
+    def comms(self) -> list[Any]:
+        """Communicators beside the groups, of which torch 2.11 asks and its threads say nothing."""
+        return getattr(self._get_world(), "comms", [])
+
 
 def _find_rank(thread: Any) -> _Rank | None:
     """Return the rank that a thread belongs to, because it is one, or because one has started it."""
