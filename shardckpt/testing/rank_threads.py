@@ -421,6 +421,9 @@ def _groups_by_thread() -> Iterator[None]:
         threading.Thread.start = start  # type: ignore[method-assign]
 
 
+# CUDA builds without a GPU: DTensor sets a guard there that is gone with the thread that was first to set it, and
+# torch 2.11 crashes in the next one. This thread outlives the ranks.
+torch._C._ensureCUDADeviceGuardSet()
 _devices = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
 dist.Backend.register_backend(_BACKEND, _make_group, devices=_devices)
 
