@@ -6,6 +6,7 @@ import gc
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -99,6 +100,14 @@ def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shardckpt.storage.filesystem._PAUSES", (0.0,) * 4)
     monkeypatch.setattr("shardckpt.storage.directory._PAUSES", (0.0,) * 23)
     monkeypatch.setattr("shardckpt.plugins.resolver._RENAME_PAUSES", (0.0,) * 5)
+
+
+@pytest.fixture
+def now(monkeypatch: pytest.MonkeyPatch) -> float:
+    """A clock that stands still: the seconds since the epoch that everything in this process sees."""
+    seconds = time.time()
+    monkeypatch.setattr("time.time", lambda: seconds)
+    return seconds
 
 
 @pytest.fixture
