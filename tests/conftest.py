@@ -6,7 +6,6 @@ import gc
 import os
 import signal
 import sys
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +14,7 @@ from hypothesis import HealthCheck, settings
 
 from shardckpt.testing import RankThreads
 from tests import backends, folders, guard, workers
+from tests.clock import Clock
 from tests.ranks import RUN_TIMEOUT, RankPool, Ranks
 from tests.sites import VARIABLE
 from tests.sites import find as find_site
@@ -103,11 +103,11 @@ def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def now(monkeypatch: pytest.MonkeyPatch) -> float:
-    """A clock that stands still: the seconds since the epoch that everything in this process sees."""
-    seconds = time.time()
-    monkeypatch.setattr("time.time", lambda: seconds)
-    return seconds
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """The clock of this process, which stands still until the test moves it."""
+    found = Clock()
+    monkeypatch.setattr("time.time", lambda: found.now)
+    return found
 
 
 @pytest.fixture
