@@ -186,15 +186,6 @@ def test_a_tree_is_migrated(tmp_path: Path, where: str, capsys: pytest.CaptureFi
     assert "weight" in out
 
 
-def test_a_copy_of_a_tree_is_a_checkpoint(tmp_path: Path) -> None:
-    """A directory that any tool has copied, links aside, loads and is intact."""
-    _save(str(tmp_path / "c"), 2.0)
-    shutil.copytree(tmp_path / "c", tmp_path / "copy")
-    shutil.rmtree(tmp_path / "c")
-    _load(str(tmp_path / "copy"), 2.0)
-    assert main(["verify", str(tmp_path / "copy")]) == 0
-
-
 def test_integrity_is_written_for_a_tree(tmp_path: Path) -> None:
     """Megatron's integrity.json, written later, has the files in folders by their paths."""
     _save(str(tmp_path / "c"), 2.0)

@@ -175,56 +175,6 @@ def test_a_changed_structure_is_never_saved_with_an_old_plan(gloo_ranks: RankPoo
     assert counts == [[1, 0, 1, 0, 1]] * 3
 
 
-CHANGES = {
-    "dtype": lambda shard: ShardedTensor.from_rank_offsets("w", shard.data.to(torch.bfloat16)),
-    "shape": lambda shard: ShardedTensor.from_rank_offsets("w", torch.ones(5, 4)),
-    "key": lambda shard: ShardedTensor.from_rank_offsets("v", shard.data),
-    "offsets": lambda shard: [
-        ShardedTensor.from_rank_offsets("w", shard.data[:2], (0, 0, 2)),
-        ShardedTensor.from_rank_offsets("w", shard.data[2:], (0, 1, 2)),
-    ],
-    "replicas": lambda shard: [
-        ShardedTensor.from_rank_offsets("w", shard.data, replica_id=1),
-        ShardedTensor.from_rank_offsets("w", shard.data + 1),
-    ],
-}
-
-
-@table("change", CHANGES)
-def test_whatever_changes_is_seen(tmp_path: Path, change: str) -> None:
-    """Another dtype, shape, key, offset or main replica between two saves with a cached plan is in the second one."""
-    strategy = TorchDistSaveShardedStrategy(cached_metadata=True)
-    first = ShardedTensor.from_rank_offsets("w", torch.arange(16.0).reshape(4, 4))
-    dc.save({"w": first}, tmp_path / "a", strategy)
-    second = CHANGES[change](first)
-    dc.save({"w": second}, tmp_path / "b", strategy)
-    saved_plans.clear()
-    dc.save({"w": second}, tmp_path / "c")
-    cached, plain = dc.load_plain_tensors(tmp_path / "b"), dc.load_plain_tensors(tmp_path / "c")
-    assert cached.keys() == plain.keys()
-    assert all(torch.equal(cached[key], plain[key]) and cached[key].dtype == plain[key].dtype for key in plain)
-
-
-def _cached_in_the_background(folder: str) -> int:
-    from shardckpt.async_save import AsyncCallsQueue
-
-    strategy = TorchDistSaveShardedStrategy(cached_metadata=True)
-    saved_plans.clear()
-    with Plans() as plans, AsyncCallsQueue() as queue:
-        for step in range(4):
-            request = dc.save(_state(first=10.0 * step), f"{folder}/{step}", strategy, async_sharded_save=True)
-            queue.schedule_async_request(request)  # type: ignore[arg-type]
-    for step in range(4):
-        _check(f"{folder}/{step}", _state(first=10.0 * step))
-    return plans.count
-
-
-@pytest.mark.ci
-def test_a_cached_plan_serves_background_saves(gloo_ranks: RankPool, tmp_path: Path) -> None:
-    """Background saves in flight share one plan, and each has its own content."""
-    assert gloo_ranks.run(2, _cached_in_the_background, str(tmp_path)) == [1] * 2
-
-
 def _cached_in_groups(folder: str) -> None:
     groups = {other: dist.new_group([0, other]) for other in (1, 2)}
     strategy = TorchDistSaveShardedStrategy(cached_metadata=True)

@@ -60,22 +60,6 @@ def test_any_box_in_small_pieces(stored: Path, monkeypatch: pytest.MonkeyPatch, 
     assert torch.equal(loaded["w"], _expected(start, shape).to(dtype))
 
 
-def test_a_slice_reads_a_slice(stored: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Loading two rows reads about two rows of the data file, not the chunks that hold them."""
-    monkeypatch.setenv("SHARDCKPT_VERIFY_READS", "0")
-    read: list[int] = []
-    original = reader_module.read_into
-
-    def counting(fd: int, path: Any, buffer: memoryview, offset: int) -> None:
-        if path.name.endswith(".distcp"):
-            read.append(buffer.nbytes)
-        original(fd, path, buffer, offset)
-
-    monkeypatch.setattr(reader_module, "read_into", counting)
-    dc.load({"w": _wanted((10, 0, 0), (2, 30, 20))}, stored, validate_access_integrity=False)
-    assert sum(read) < 2 * 30 * 20 * 8 + 16384  # the rows and the archive's directory
-
-
 @table("rows", [40, 13])
 @table("kind", ["conj", "neg"])
 def test_conj_and_neg_destinations(tmp_path: Path, kind: str, rows: int) -> None:
