@@ -10,6 +10,7 @@ from shardckpt import dist_checkpointing as dc
 from shardckpt.chunks import entire
 from shardckpt.errors import CorruptCheckpointError
 from shardckpt.mapping import ShardedTensor
+from tests.damage import flip
 from tests.tables import table
 
 if TYPE_CHECKING:
@@ -72,9 +73,6 @@ def test_the_damaged_tensor_is_named(tmp_path: Path, gap: int) -> None:
     saved = {f"t{number}": torch.rand(size) for number, size in enumerate(sizes)}
     dc.save(_describe(saved), tmp_path / "c", "safetensors")
     (data,) = (path for path in (tmp_path / "c").glob("*.safetensors") if path.stat().st_size > sum(sizes))
-    content = bytearray(data.read_bytes())
-    place = content.find(saved["t33"].numpy().tobytes())
-    content[place + 100_000] ^= 1
-    data.write_bytes(content)
+    flip(data, saved["t33"].numpy().tobytes())
     with pytest.raises(CorruptCheckpointError, match=r"t3[0-9]\b.*digest differs"):
         dc.load(_describe(_fresh(sizes, list(range(40)), gap)), tmp_path / "c")

@@ -204,6 +204,7 @@ def test_every_public_name_of_a_release_is_known(sites: Sites, release: str) -> 
     """Each public top-level name in the release's own source resolves here, or is refused with what to use instead."""
     site = sites(f"megatron-core-{release}")
     source = site / "megatron" / "core" / "dist_checkpointing"
+    assert release != "0.16.1" or _public(source / "optimizer.py") == set(NAMES["optimizer"].split())
     unknown = []
     for file in sorted(source.rglob("*.py")):
         path = ".".join(file.relative_to(source).with_suffix("").parts).removesuffix("__init__").rstrip(".")
@@ -268,13 +269,6 @@ def _is_internal(value: Any) -> bool:
     made_by = value.func if isinstance(value, ast.Call) else None
     name = made_by.attr if isinstance(made_by, ast.Attribute) else getattr(made_by, "id", "")
     return name in ("getLogger", "TypeVar")
-
-
-def test_the_source_is_read(sites: Sites) -> None:
-    """The reading of a release's source finds what is known to be there, and nothing internal."""
-    site = sites("megatron-core-0.16.1")
-    found = _public(site / "megatron" / "core" / "dist_checkpointing" / "optimizer.py")
-    assert found == set(NAMES["optimizer"].split())
 
 
 @table("path", sorted(DROPPED))

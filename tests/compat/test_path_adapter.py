@@ -27,6 +27,7 @@ from shardckpt.errors import (
 )
 from shardckpt.plugins.manager import get_plugin_manager
 from tests.compat.rewritten import STRATEGIES, run_script
+from tests.damage import flip
 from tests.tables import in_proof, table
 
 if TYPE_CHECKING:
@@ -100,16 +101,6 @@ def test_strategies_written_for_megatron_run(
     assert [path.name for path in tmp_path.iterdir()] == ["c"]
 
 
-def test_what_it_wrote_is_recorded(tmp_path: Path) -> None:
-    """Every file of the strategy has a size and digests in shardckpt.json; the marker names its format, not ours."""
-    dc.save({"w": _tensor(), "step": 3}, tmp_path / "c", _Save())
-    record = json.loads((tmp_path / "c" / "shardckpt.json").read_text())
-    files = {file["name"]: file["size"] for file in record["files"]}
-    assert files["w.pt"] == (tmp_path / "c" / "w.pt").stat().st_size
-    assert set(files) == {"w.pt", "common.pt", "shardckpt_index.json"}
-    assert json.loads((tmp_path / "c" / "metadata.json").read_text())["sharded_backend"] == "files"
-
-
 @table("odd", ['{"tensors": {}, "tensors": {}}', '{"tensors": {"w": {"shape": ["2"], "dtype": "x"}}}'])
 def test_an_index_is_parsed_strictly(tmp_path: Path, odd: str) -> None:
     """What says a key twice, or a text for a size, is damage, also where no digest says so."""
@@ -120,8 +111,12 @@ def test_an_index_is_parsed_strictly(tmp_path: Path, odd: str) -> None:
         serialization.load_sharded_metadata(tmp_path / "c", _Load())
 
 
-def test_what_it_wrote_into_folders_is_recorded(tmp_path: Path) -> None:
-    """Files in folders are digested, checked at the load, and replaced by the next save, as those beside them."""
+def test_what_it_wrote_is_recorded_and_checked(tmp_path: Path) -> None:
+    """Every file, in folders too, is recorded, replaced by the next save, and compared before the strategy reads it."""
+
+    class Unused(_Load):
+        def load(self, sharded_state_dict: Any, checkpoint_dir: Any) -> Any:
+            raise AssertionError("it was called")
 
     class Deep(_Save):
         def save(self, sharded_state_dict: Any, checkpoint_dir: Any) -> None:
@@ -135,12 +130,15 @@ def test_what_it_wrote_into_folders_is_recorded(tmp_path: Path) -> None:
         dc.save({"w": _tensor(value)}, tmp_path / "c", Deep())
     record = json.loads((tmp_path / "c" / "shardckpt.json").read_text())
     sizes = {file["name"]: file["size"] for file in record["files"]}
-    assert (sizes["zarr/w/0/chunk"], sizes["zarr/w/1/chunk"]) == (0, 1)
+    assert set(sizes) == {"w.pt", "common.pt", "shardckpt_index.json", "zarr/w/0/chunk", "zarr/w/1/chunk"}
+    assert sizes == {name: (tmp_path / "c" / name).stat().st_size for name in sizes}
+    assert json.loads((tmp_path / "c" / "metadata.json").read_text())["sharded_backend"] == "files"
     assert not (tmp_path / "c" / "zarr" / "w" / "2").exists()
     assert dc.load(_wanted(), tmp_path / "c", _Load())["w"].tolist() == [2.0] * 4
-    (tmp_path / "c" / "zarr" / "w" / "1" / "chunk").write_bytes(b"y")
-    with pytest.raises(CorruptCheckpointError, match="zarr/w/1/chunk"):
-        dc.load(_wanted(), tmp_path / "c", _Load())
+    for name in ("zarr/w/1/chunk", "w.pt"):
+        flip(tmp_path / "c" / name)
+        with pytest.raises(CorruptCheckpointError, match=name):
+            dc.load(_wanted(), tmp_path / "c", Unused())
 
 
 def test_the_gate_finds_it_by_metadata_json(tmp_path: Path) -> None:
@@ -250,22 +248,6 @@ def test_a_failed_save_leaves_nothing(ranks: Ranks, tmp_path: Path) -> None:
     first, second = ranks.run(2, _fail, str(tmp_path / "c"))
     assert first == second
     assert not list(tmp_path.iterdir())
-
-
-def test_damage_is_found_before_it_reads(tmp_path: Path) -> None:
-    """Every file is compared with its digests before the strategy reads it: a changed byte is an error by name."""
-
-    class Unused(_Load):
-        def load(self, sharded_state_dict: Any, checkpoint_dir: Any) -> Any:
-            raise AssertionError("it was called")
-
-    dc.save({"w": _tensor()}, tmp_path / "c", _Save())
-    file = tmp_path / "c" / "w.pt"
-    data = bytearray(file.read_bytes())
-    data[len(data) // 2] ^= 1
-    file.write_bytes(data)
-    with pytest.raises(CorruptCheckpointError, match=r"w\.pt"):
-        dc.load(_wanted(), tmp_path / "c", Unused())
 
 
 def test_a_load_during_an_overwrite_starts_over(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from shardckpt.manager import CheckpointConfig, CheckpointManager, KeepLatest
 from shardckpt.manifest import FileRecord
 from shardckpt.plugins.manager import get_plugin_manager
 from tests import trees
+from tests.damage import flip
 from tests.remote import jobs
 from tests.remote.store import Store
 from tests.states import rank_and_size
@@ -131,12 +132,10 @@ def test_damage_in_a_folder_is_found(tmp_path: Path, damage: str) -> None:
     _save(str(target), 2.0)
     name = "arrays/weight/c/0/0/0"
     file = target / name
-    data = bytearray(file.read_bytes())
     if damage == "flip":
-        data[77] ^= 1
-        file.write_bytes(data)
+        flip(file, 77)
     elif damage == "cut":
-        file.write_bytes(data[:-1])
+        file.write_bytes(file.read_bytes()[:-1])
     elif damage == "gone":
         file.unlink()
     elif damage in ("folder gone", "file for folder"):

@@ -18,6 +18,7 @@ from shardckpt import dist_checkpointing as dc
 from shardckpt.adapters import to_sharded_state_dict
 from shardckpt.errors import CheckpointingException, CorruptCheckpointError, KeyMismatchError
 from shardckpt.mapping import ShardedTensor
+from tests.damage import flip
 from tests.tables import table
 
 if TYPE_CHECKING:
@@ -133,10 +134,7 @@ def test_errors_of_weights(tmp_path: Path) -> None:
             checkpoint.weights(prefix="model.")
         with pytest.raises(CheckpointingException, match="dtype='int8'"):
             checkpoint.weights(dtype="int8")
-    file = next((tmp_path / "c").glob("*.distcp"))
-    content = bytearray(file.read_bytes())
-    content[content.rfind((values + 1)[-4:].numpy().tobytes())] ^= 1
-    file.write_bytes(content)
+    flip(next((tmp_path / "c").glob("*.distcp")), (values + 1)[-4:].numpy().tobytes())
     with dc.open_checkpoint(tmp_path / "c") as checkpoint:
         weights: Iterator[tuple[str, torch.Tensor]] = checkpoint.weights(memory=4 * MIB)
         assert next(weights)[0] == "a"

@@ -33,7 +33,8 @@ from shardckpt.plugins import get_plugin_manager, hookimpl
 from shardckpt.storage import CheckpointWriter
 from tests import backends, programs
 from tests.remote import jobs
-from tests.remote.servers import BUCKET, moto_server, request
+from tests.remote.servers import BUCKET, request, variables
+from tests.states import entire
 from tests.tables import table
 
 if TYPE_CHECKING:
@@ -46,28 +47,10 @@ _MIB = 1 << 20
 _numbers = count()
 
 
-@pytest.fixture(scope="module")
-def endpoint() -> Iterator[str]:
-    """A real S3 server."""
-    with moto_server() as found:
-        yield found
-
-
 @pytest.fixture
-def url(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A URL without objects on the server, of which this process knows."""
-    for name, value in _variables(endpoint).items():
-        monkeypatch.setenv(name, value)
+def url(s3: str) -> str:
+    """A URL without objects on the server."""
     return f"s3://{BUCKET}/run-{next(_numbers)}/step-1"
-
-
-def _variables(endpoint: str) -> dict[str, str]:
-    return {
-        "AWS_ENDPOINT_URL": endpoint,
-        "AWS_ACCESS_KEY_ID": "someone",
-        "AWS_SECRET_ACCESS_KEY": "a-secret",
-        "AWS_REGION": "us-east-1",
-    }
 
 
 @pytest.fixture
@@ -98,7 +81,7 @@ class _serving:  # noqa: N801 - a context manager
 
 def _on_server(endpoint: str, function: Callable[..., Any], *args: Any) -> Any:
     """Call a function in a rank that knows of the server."""
-    os.environ.update(_variables(endpoint))
+    os.environ.update(variables(endpoint))
     return function(*args)
 
 
@@ -351,7 +334,7 @@ def test_a_store_that_ignores_conditions_is_recognised(folder: ObstoreFolder, ca
 def test_a_load_asks_for_no_head_of_an_archive(folder: ObstoreFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     """Digests say that archives of large tensors begin as we write them: a load reads each by one request."""
     tensors = {f"w{n}": torch.full((1 << 19,), float(n)) for n in range(4)}
-    state = {key: ShardedTensor.from_rank_offsets(key, tensor) for key, tensor in tensors.items()}
+    state = entire(tensors)
     dc.save(state, "objects://bucket", "torch_dist")
     requests: list[tuple[str, int]] = []
     read_into = ObstoreFolder.read_into

@@ -3,6 +3,7 @@ from __future__ import annotations
 import threading
 from contextlib import suppress
 from fnmatch import fnmatch
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -23,7 +24,9 @@ from shardckpt.plugins.hookspecs import hookimpl
 from shardckpt.plugins.manager import get_plugin_manager
 from shardckpt.plugins.stores import open_folder
 from tests import backends, programs
+from tests.damage import flip
 from tests.remote import jobs
+from tests.states import entire
 from tests.tables import in_proof, table
 from tests.trees import SaveTree
 
@@ -112,7 +115,7 @@ def test_requests_are_few(store: Store) -> None:
     def state(fill: float) -> dict[str, ShardedTensor]:
         tensors = {f"small{number}": torch.full((100,), fill) for number in range(200)}
         tensors["large"] = torch.full((8 << 20,), fill)
-        return {key: ShardedTensor.from_rank_offsets(key, tensor) for key, tensor in tensors.items()}
+        return entire(tensors)
 
     dc.save(state(3.0), store.url)
     store.forget()
@@ -180,24 +183,13 @@ def test_verify_reads_a_url(store: Store, capsys: pytest.CaptureFixture[str]) ->
 def test_a_load_with_verify_integrity_checks_a_url(ranks: Ranks, store: Store, backend: Backend) -> None:
     """``load(..., verify_integrity=True)`` reads and checks every object, and raises the same on all ranks."""
     jobs.save(store.url, 2.0, verify_integrity=True)
-    ranks.run(2, _check_verified, store.url)
+    ranks.run(2, partial(jobs.check, verify_integrity=True), store.url, 2.0)
     name = min(backend.for_others, default=backend.index)  # also what a load does not read
-    spoil(store, name)
-    errors = ranks.run(2, jobs.error_of, _check_verified, store.url)
+    flip(store.objects / name)
+    errors = ranks.run(2, partial(jobs.error_of, verify_integrity=True), jobs.check, store.url, 2.0)
     assert len(set(errors)) == 1
     assert errors[0][0] == "CorruptCheckpointError"
     assert f"{store.url}/{name}" in errors[0][1]
-
-
-def _check_verified(url: str) -> None:
-    jobs.check(url, 2.0, verify_integrity=True)
-
-
-def spoil(store: Store, name: str) -> None:
-    """Change one bit in the middle of an object."""
-    content = bytearray((store.objects / name).read_bytes())
-    content[len(content) // 2] ^= 1
-    (store.objects / name).write_bytes(content)
 
 
 @backends.both
@@ -206,7 +198,7 @@ def test_damage_at_a_url_is_found_by_every_load(store: Store) -> None:
     jobs.save(store.url, 2.0)
     name = backends.data_file(0)
     original = (store.objects / name).read_bytes()
-    spoil(store, name)
+    flip(store.objects / name)
     with pytest.raises(CorruptCheckpointError, match=rf"{name} are not those that were written"):
         jobs.check(store.url, 2.0)
     (store.objects / name).write_bytes(original[:-9])
@@ -243,21 +235,18 @@ def test_a_url_that_has_objects_is_refused(ranks: Ranks, store: Store, overwrite
     if overwrite:  # of another library: nothing says which objects are its own
         (store.objects / "shardckpt.json").unlink()
     before = {path.name: path.read_bytes() for path in store.objects.iterdir()}
-    errors = ranks.run(2, jobs.error_of, _save_over, store.url, overwrite)
+    error_of = partial(jobs.error_of, overwrite=overwrite)
+    errors = ranks.run(2, error_of, jobs.save, store.url, 2.0)
     assert len(set(errors)) == 1
     assert errors[0][0] == "StorageError"
     assert f"{store.url} {'has a checkpoint of another' if overwrite else 'is not empty'}" in errors[0][1]
     assert "give another URL" in errors[0][1]
     assert {path.name: path.read_bytes() for path in store.objects.iterdir()} == before
     (store.objects / "metadata.json").unlink()
-    errors = ranks.run(2, jobs.error_of, _save_over, store.url, overwrite)
+    errors = ranks.run(2, error_of, jobs.save, store.url, 2.0)
     assert len(set(errors)) == 1
     assert f"{store.url} is not empty" in errors[0][1]
     assert store.names() == set(before) - {"metadata.json"}
-
-
-def _save_over(url: str, overwrite: bool) -> None:
-    jobs.save(url, 2.0, overwrite=overwrite)
 
 
 @backends.both_in_proof

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import threading
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -57,24 +56,6 @@ def test_short_writes_are_gone_on_with(
         filesystem.write_all(fd, path, memoryview(content), offset)
         os.close(fd)
     assert path.read_bytes() == (bytes(offset) + content if content else b"")
-
-
-@given(content=st.binary(min_size=1, max_size=60), limit=st.integers(1, 20), data=st.data())
-def test_short_reads_are_gone_on_with(
-    tmp_path_factory: pytest.TempPathFactory, content: bytes, limit: int, data: st.DataObject
-) -> None:
-    """Whatever number of bytes a call reads, the buffer holds the file's bytes from the offset on."""
-    start = data.draw(st.integers(0, len(content)))
-    stop = data.draw(st.integers(start, len(content)))
-    path = tmp_path_factory.mktemp("short") / "file"
-    path.write_bytes(content)
-    buffer = bytearray(stop - start)
-    with pytest.MonkeyPatch.context() as patch:
-        limit_bytes(patch, "preadv", limit)
-        fd, size = filesystem.open_existing(path)
-        filesystem.read_into(fd, path, memoryview(buffer), start)
-        os.close(fd)
-    assert (size, bytes(buffer)) == (len(content), content[start:stop])
 
 
 @given(content=st.binary(min_size=1, max_size=60), limit=st.integers(1, 20), data=st.data())
@@ -283,29 +264,6 @@ def test_sync_directory(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match=rf"cannot sync the directory {tmp_path / 'gone'}: .* \(ENOENT\)"):
         filesystem.sync_directory(tmp_path / "gone")
     assert list_open(tmp_path) == []
-
-
-def test_reads_of_many_threads(tmp_path: Path) -> None:
-    """One descriptor serves many threads: every read has its own place."""
-    path = tmp_path / "file"
-    path.write_bytes(bytes(range(256)) * 16)
-    fd, _ = filesystem.open_existing(path)
-    wrong: list[int] = []
-
-    def read(number: int) -> None:
-        for _ in range(50):
-            buffer = bytearray(16)
-            filesystem.read_into(fd, path, memoryview(buffer), 16 * number)
-            if bytes(buffer) != bytes(range(16 * number, 16 * number + 16)):
-                wrong.append(number)
-
-    threads = [threading.Thread(target=read, args=(number,)) for number in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    os.close(fd)
-    assert wrong == []
 
 
 def test_names_that_cannot_be_are_not_there(tmp_path: Path) -> None:

@@ -185,15 +185,6 @@ def test_only_touched_segments_matter(
             low = high
 
 
-def test_a_range_across_large_segments(tmp_path: Path) -> None:
-    """A range that begins and ends inside segments of 4 MiB is put together right."""
-    content = bytes(range(251)) * (2 * SEGMENT_BYTES // 251 + 99)
-    found = write(tmp_path, "data", [[content]])
-    with CheckpointReader(tmp_path, manifest(found)) as reader:
-        start, nbytes = SEGMENT_BYTES - 5, SEGMENT_BYTES + 10
-        assert reader.read_range("data", start, nbytes, "key") == content[start : start + nbytes]
-
-
 @pytest.fixture
 def file(tmp_path: Path) -> FileRecord:
     """A file of two records."""

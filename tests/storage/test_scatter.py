@@ -21,6 +21,7 @@ from shardckpt.storage.reader import CheckpointReader
 from shardckpt.storage.scatter import StoredArray, read_box
 from shardckpt.storage.spans import Elements
 from shardckpt.tensors.memory import tensor_bytes
+from tests.damage import flip
 from tests.storage.files import manifest, write
 from tests.tables import table
 
@@ -195,9 +196,7 @@ def test_damage_is_found_and_named_on_every_path(tmp_path: Path, monkeypatch: py
     whole = _random(torch.float32, (1024, 1500))
     found = _store(tmp_path, whole, [len(HEAD)])
     place = len(HEAD) + 4 * (500 * 1500 + 1499)
-    raw = bytearray((tmp_path / "data").read_bytes())
-    raw[place] ^= 4
-    (tmp_path / "data").write_bytes(raw)
+    flip(tmp_path / "data", place)
     stored = StoredArray("data", len(HEAD), torch.float32, (1024, 1500))
     text = rf"layer\.weight: bytes \d+ to \d+ of {tmp_path / 'data'} are not those that were written"
     with CheckpointReader(tmp_path, found, verify=True) as reader:
@@ -213,17 +212,6 @@ def test_damage_is_found_and_named_on_every_path(tmp_path: Path, monkeypatch: py
         target = torch.zeros(250, 750)
         read_box(reader, stored, (0, 750), target, "layer.weight")
         assert torch.equal(target, whole[:250, 750:])
-
-
-def test_short_reads_are_gone_on_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A system that gives at most 1000 bytes a call is asked again until all are there."""
-    whole = _random(torch.float32, (300, 100))
-    found = _store(tmp_path, whole, [len(HEAD)])
-    Reads(monkeypatch, most=1000)
-    with CheckpointReader(tmp_path, found, verify=True) as reader:
-        for target in (torch.zeros(300, 100), torch.zeros(100, 300).t()):
-            read_box(reader, StoredArray("data", len(HEAD), torch.float32, (300, 100)), (0, 0), target, "key")
-            assert torch.equal(target, whole)
 
 
 @table(("number", "fails"), [(errno.EAGAIN, False), (errno.EINTR, False), (errno.EIO, True)])

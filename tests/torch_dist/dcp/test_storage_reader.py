@@ -28,6 +28,7 @@ from shardckpt.errors import (
 )
 from shardckpt.mapping import ShardedObject, ShardedTensor
 from shardckpt_torch_dist import CheckpointStorageReader, CheckpointStorageWriter, ShardedLoadPlanner
+from tests.damage import flip
 from tests.interop.sample import check_equal
 from tests.names import METADATA, data_file
 from tests.states import run_here
@@ -225,18 +226,12 @@ def test_a_planner_refuses_or_allows_casts_of_shards(tmp_path: Path) -> None:
 # What is damaged.
 
 
-def _flip(file: Path, position: int) -> None:
-    data = bytearray(file.read_bytes())
-    data[position] ^= 1
-    file.write_bytes(data)
-
-
 def test_damaged_bytes_are_an_error_where_they_are_read(tmp_path: Path) -> None:
     """One flipped bit is an error that names the tensor and the file; tensors elsewhere in the file load."""
     saved = {"first": plain_states.numbers(3 << 18), "last": plain_states.numbers(3 << 18, first=5)}
     dcp.save(saved, storage_writer=CheckpointStorageWriter(tmp_path / "c"))
     file = tmp_path / "c" / data_file(0)
-    _flip(file, file.stat().st_size - 100_000)
+    flip(file, file.stat().st_size - 100_000)
     failure = _failure(lambda: _load({"last": torch.zeros(3 << 18)}, tmp_path / "c"))
     assert isinstance(failure, CorruptCheckpointError)
     assert "last" in str(failure)
@@ -247,7 +242,7 @@ def test_damaged_bytes_are_an_error_where_they_are_read(tmp_path: Path) -> None:
 def test_damaged_metadata_is_an_error(tmp_path: Path) -> None:
     """A flipped bit in ``.metadata`` is never read as another state."""
     dcp.save({"w": torch.ones(3)}, storage_writer=CheckpointStorageWriter(tmp_path / "c"))
-    _flip(tmp_path / "c" / METADATA, 200)
+    flip(tmp_path / "c" / METADATA, 200)
     with pytest.raises(CorruptCheckpointError, match="digest differs"):
         CheckpointStorageReader(tmp_path / "c").read_metadata()
 

@@ -16,6 +16,7 @@ from shardckpt.mapping import ShardedTensor
 from shardckpt.storage import reader as reader_module
 from shardckpt.tensors import tensor_bytes
 from shardckpt_torch_dist.plan import reads, regions
+from tests.states import entire
 from tests.tables import table
 
 if TYPE_CHECKING:
@@ -134,7 +135,7 @@ def test_large_archives_of_others_among_ours(tmp_path: Path, monkeypatch: pytest
 
     monkeypatch.setattr(reads, "read_chunk", note)
     large = {f"w{n}": torch.arange(100_000, dtype=torch.float32).view(100, 1000) + n for n in range(5)}
-    dc.save({key: ShardedTensor.from_rank_offsets(key, value) for key, value in large.items()}, tmp_path / "c")
+    dc.save(entire(large), tmp_path / "c")
     (data,) = (tmp_path / "c").glob("*.distcp")
     content = bytearray(data.read_bytes())
     for key in ("w1", "w4"):
