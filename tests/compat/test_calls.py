@@ -32,10 +32,8 @@ from shardckpt.errors import (
     StrategyMismatchError,
     UnknownBackendError,
 )
-from shardckpt.plugins.manager import get_plugin_manager
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
 
     from tests.ranks import Ranks
@@ -51,15 +49,6 @@ def _state(value: float, **common: Any) -> dict[str, Any]:
 
 def _wanted() -> dict[str, Any]:
     return {key: leaf.without_data() for key, leaf in _state(0.0).items()}
-
-
-@pytest.fixture
-def registry() -> Iterator[Any]:
-    """The registry, as it was again after the test."""
-    found = get_plugin_manager().registry
-    before = dict(found._entries)
-    yield found
-    found._entries = before
 
 
 def test_a_save_over_a_checkpoint_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 import weakref
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -156,10 +157,8 @@ def _model_on_meshes() -> Any:
     before = len(dist.distributed_c10d._world.pg_map)
     spec = build_ep_fqn2spec_info(model, mesh, ["trunk.*.experts"])
     groups = len(dist.distributed_c10d._world.pg_map) - before
-    return spec, groups, expert_layouts(model, mesh, ["experts"]), _keys(get_check_moe_func(model))
-
-
-def _keys(check: Any) -> list[bool]:
+    texts = {name: f"({', '.join(map(str, info.placement))})" for name, info in spec.items()}
+    layouts = {name: layout.global_shape for name, layout in expert_layouts(model, mesh, ["experts"]).items()}
     keys = (
         "trunk.0.experts.w1",
         "optimizer.state.trunk.1.experts.w1.exp_avg",
@@ -168,12 +167,12 @@ def _keys(check: Any) -> list[bool]:
         "mytrunk.0.experts.w1",
         "trunk.0.gate.weight",
     )
-    return [check(key) for key in keys]
+    return texts, groups, layouts, list(map(get_check_moe_func(model), keys))
 
 
 def test_specs_and_checks_go_by_exact_names_at_any_module_path(ranks: Ranks) -> None:
     """Wrappers do not count, endings are not enough, optimizer keys are known, and no process group is made."""
-    for spec, groups, layouts, checks in ranks.run(4, _described):
+    for spec, groups, layouts, checks in ranks.run(4, _model_on_meshes):
         assert spec == {
             "trunk.0.experts.w1": "(_S(0, 2), S(0))",
             "trunk.0.experts.w1_bias": "(R, S(0))",
@@ -183,12 +182,6 @@ def test_specs_and_checks_go_by_exact_names_at_any_module_path(ranks: Ranks) -> 
         assert groups == 0
         assert layouts == {name: (16, 6) if name.endswith("w1") else (8, 2) for name in spec}
         assert checks == [True, True, True, False, False, False]
-
-
-def _described() -> Any:
-    spec, groups, layouts, checks = _model_on_meshes()
-    texts = {name: f"({', '.join(map(str, info.placement))})" for name, info in spec.items()}
-    return texts, groups, {name: layout.global_shape for name, layout in layouts.items()}, checks
 
 
 def test_plain_experts_are_found_by_their_modules() -> None:
@@ -247,14 +240,6 @@ class _Option(DefaultLoadPlanner):
         )
 
 
-def _load_eight(folder: Path) -> int:
-    return _load_by_rank(folder, experts=8)
-
-
-def _load_five(folder: Path) -> int:
-    return _load_by_rank(folder, experts=5)
-
-
 @pytest.mark.proof
 def test_the_seeds_planner_loads_any_chunks_by_rank(ranks: Ranks, tmp_path: Path) -> None:
     """By ep_rank and ep_size alone: several stored chunks, FSDP along the experts, uneven counts, optimizer state."""
@@ -263,8 +248,8 @@ def test_the_seeds_planner_loads_any_chunks_by_rank(ranks: Ranks, tmp_path: Path
             store(tmp_path / "even" / f"{dim}-{pieces}", expected(8), pieces, dim)
             store(tmp_path / "uneven" / f"{dim}-{pieces}", expected(5), pieces, dim)
 
-    assert ranks.run(4, _load_eight, tmp_path / "even") == [24] * 4
-    assert ranks.run(4, _load_five, tmp_path / "uneven") == [24] * 4
+    assert ranks.run(4, partial(_load_by_rank, experts=8), tmp_path / "even") == [24] * 4
+    assert ranks.run(4, partial(_load_by_rank, experts=5), tmp_path / "uneven") == [24] * 4
 
 
 def test_a_tensor_of_neither_length_is_refused() -> None:

@@ -25,13 +25,11 @@ from shardckpt.errors import (
     UnsafePickleError,
     VersionTooNewError,
 )
-from shardckpt.plugins.manager import get_plugin_manager
 from tests.compat.rewritten import STRATEGIES, run_script
 from tests.damage import flip
 from tests.tables import in_proof, table
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
 
     from tests.ranks import RankPool, Ranks
@@ -71,15 +69,6 @@ def _tensor(value: float = 1.0) -> ShardedTensor:
 
 def _wanted() -> dict[str, Any]:
     return {"w": _tensor().without_data()}
-
-
-@pytest.fixture(autouse=True)
-def _registry() -> Iterator[None]:
-    """The registry is as it was again after each test."""
-    found = get_plugin_manager().registry
-    before = dict(found._entries)
-    yield
-    found._entries = before
 
 
 def _register(load: Any = None, save: Any = None) -> None:

@@ -94,18 +94,6 @@ def test_what_others_have_stays_and_is_named(tmp_path: Path, caplog: pytest.LogC
     assert far.exists()
 
 
-def test_another_hosts_goes_when_it_is_old(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After SHARDCKPT_LEFTOVER_HOURS without a write nobody is waited for."""
-    far = owners.leave(tmp_path / "ckpt", owners.elsewhere())
-    for path in (far / "data", far):
-        os.utime(path, (path.stat().st_mtime - 3 * 3600,) * 2)
-    _save(tmp_path / "ckpt")
-    assert far.exists()
-    monkeypatch.setenv(settings.LEFTOVER_HOURS, "2")
-    _save(tmp_path / "ckpt")
-    assert _names(tmp_path) == ["ckpt"]
-
-
 @pytest.mark.ci
 def test_a_background_save_keeps_its_directory(tmp_path: Path) -> None:
     """A save that waits to be written outlives another save to the place, and every prune, and then commits."""

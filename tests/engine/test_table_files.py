@@ -140,16 +140,12 @@ _DAMAGES: dict[str, Callable[[Path], object]] = {
 }
 
 
-def _verdict(path: str) -> tuple[str, str]:
-    return jobs.error_of(jobs.check, path, 1.0)
-
-
 @backends.both_in_proof
 @pytest.mark.parametrize("damage", _DAMAGES)
 def test_a_damaged_table_fails_a_load_and_is_found(ranks: Ranks, saved: Path, damage: str) -> None:
     """A table that is not as written is the same error on all ranks, and verify names the table and the file."""
     _DAMAGES[damage](saved)
-    verdicts = ranks.run(2, _verdict, str(saved))
+    verdicts = ranks.run(2, jobs.error_of, jobs.check, str(saved), 1.0)
     assert verdicts[0] == verdicts[1]
     kind, text = verdicts[0]
     assert kind in ("CorruptCheckpointError", "StorageError")
@@ -166,7 +162,7 @@ def test_damaged_data_has_one_verdict_in_both_forms(ranks: Ranks, tmp_path: Path
     for name, save in (("inside", jobs.save), ("beside", _save)):
         ranks.run(2, save, str(tmp_path / name), 1.0)
         flip(tmp_path / name / backends.data_file(1))
-        kind, text = ranks.run(2, _verdict, str(tmp_path / name))[0]
+        kind, text = ranks.run(2, jobs.error_of, jobs.check, str(tmp_path / name), 1.0)[0]
         faults = [result.name for result in verify_checkpoint(tmp_path / name) if result.fault]
         verdicts.append((kind, text.replace(f"/{name}/", "/"), faults))
     assert verdicts[0] == verdicts[1]

@@ -29,12 +29,10 @@ from shardckpt.huggingface import (
     export_to_huggingface,
     huggingface_index,
     natural_order,
-    save_state_dict,
 )
 from shardckpt.huggingface.block_writer import BLOCK_BYTES
 from shardckpt.maintenance import convert_checkpoint
 from shardckpt.mapping import ShardedObject, ShardedTensor
-from tests import programs
 from tests.damage import flip
 from tests.huggingface.samples import global_tensors, read, same, save, sharded_state
 from tests.states import error_of
@@ -189,47 +187,6 @@ def test_ranks_must_mean_the_same_target(ranks: Ranks, tmp_path: Path) -> None:
     for _, text in ranks.run(2, partial(error_of, same_target=False), _export, tmp_path):
         assert "ranks disagree on target" in text
     assert [entry.name for entry in tmp_path.iterdir()] == ["c"]
-
-
-KILLED = """
-import os, signal, sys
-from shardckpt import hookimpl
-from shardckpt.plugins.manager import get_plugin_manager
-from shardckpt.huggingface import export_to_huggingface
-
-class Kills:
-    @hookimpl
-    def shardckpt_event(self, event):
-        if (event.operation, event.phase, event.state) == ("export", sys.argv[3], "start"):
-            os.kill(os.getpid(), signal.SIGKILL)
-
-get_plugin_manager().register(Kills())
-export_to_huggingface(sys.argv[1], sys.argv[2], max_shard_size=150, overwrite=True)
-"""
-
-
-def _kill(checkpoint: Path, target: Path, phase: str) -> None:
-    assert programs.run(KILLED, str(checkpoint), str(target), phase).returncode == -9
-
-
-@pytest.mark.ci
-def test_a_kill_leaves_nothing(checkpoint: Path, tmp_path: Path) -> None:
-    """SIGKILL while files are written: there is no target; the next export clears it away, and succeeds."""
-    _kill(checkpoint, tmp_path / "hf", "writing")
-    assert not (tmp_path / "hf").exists()
-    assert len(list(tmp_path.iterdir())) == 1
-    export_to_huggingface(checkpoint, tmp_path / "hf")
-    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
-    assert read(tmp_path / "hf").keys() == global_tensors().keys() - {"packed"}
-
-
-@pytest.mark.ci
-def test_a_kill_leaves_the_old(checkpoint: Path, tmp_path: Path) -> None:
-    """SIGKILL before the commit: the folder that was to be replaced is as it was."""
-    save_state_dict({"old": torch.ones(3)}, _made(tmp_path / "hf") / "model.safetensors")
-    before = _digests(tmp_path / "hf")
-    _kill(checkpoint, tmp_path / "hf", "committing")
-    assert _digests(tmp_path / "hf") == before
 
 
 def _made(path: Path) -> Path:

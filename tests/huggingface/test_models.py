@@ -23,8 +23,8 @@ from shardckpt.huggingface import (
 )
 from shardckpt.huggingface.models import find_mapping
 from shardckpt.plugins.hookspecs import hookimpl
-from shardckpt.plugins.manager import get_plugin_manager
 from tests.huggingface.samples import read, same, save
+from tests.plugged import registered
 from tests.tables import table
 
 if TYPE_CHECKING:
@@ -204,10 +204,8 @@ class _Plugin:
 @pytest.fixture
 def plugin() -> Iterator[_Plugin]:
     """A plugin of this process."""
-    made = _Plugin(None)
-    get_plugin_manager().register(made)
-    yield made
-    get_plugin_manager().unregister(made)
+    with registered(_Plugin(None)) as made:
+        yield made
 
 
 def test_a_plugin_comes_before_the_built_in(plugin: _Plugin, tmp_path: Path) -> None:

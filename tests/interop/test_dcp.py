@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -14,7 +15,12 @@ from shardckpt import mapping
 from shardckpt.adapters import to_sharded_state_dict
 from shardckpt.errors import UnsafePickleError
 from shardckpt.mapping import ShardedObject, ShardedTensor
-from shardckpt_torch_dist import ShardedLoadPlanner, ShardedSavePlanner
+from shardckpt_torch_dist import (
+    CheckpointStorageReader,
+    CheckpointStorageWriter,
+    ShardedLoadPlanner,
+    ShardedSavePlanner,
+)
 from tests.interop import sample
 from tests.states import rank_and_size, run_here
 from tests.tables import in_proof
@@ -102,17 +108,19 @@ def _mixed_state(*, filled: bool) -> dict[str, Any]:
     }
 
 
-def _planner_save(path: str) -> None:
-    dcp.save(_mixed_state(filled=True), checkpoint_id=path, planner=ShardedSavePlanner())
+def _planner_save(path: str, *, ours: bool = False) -> None:
+    writer = CheckpointStorageWriter(path) if ours else dcp.FileSystemWriter(path)
+    dcp.save(_mixed_state(filled=True), storage_writer=writer, planner=ShardedSavePlanner())
 
 
-def _planner_load(path: str, saved_by: int) -> None:
+def _planner_load(path: str, saved_by: int, *, ours: bool = False) -> None:
     """``dcp.load`` with our planner fills shards, objects, DTensors, tensors and numbers in the caller's dict."""
     state, expected = _mixed_state(filled=False), _mixed_state(filled=True)
     for nest in (state, expected):
         if (rank_and_size()[1] > 1) != (saved_by > 1):
             del nest["mine"]
-    dcp.load(state, checkpoint_id=path, planner=ShardedLoadPlanner())
+    reader = CheckpointStorageReader(path) if ours else dcp.FileSystemReader(path)
+    dcp.load(state, storage_reader=reader, planner=ShardedLoadPlanner())
     sample.check_equal(_bare(state), _bare(expected), "state")
 
 
@@ -146,14 +154,15 @@ def _load_planned(path: str) -> None:
     assert loaded["optimizer"] == {"lr": 0.1, "steps": [1, 2], "name": "a"}
 
 
-@pytest.mark.parametrize("writers", [0, 4, *in_proof(1)])
-def test_planners_serve_plain_dcp(ranks: Ranks, tmp_path: Path, writers: int) -> None:
-    """dcp.save and dcp.load with our planners take shards among plain values, and our load reads what they wrote."""
+@pytest.mark.parametrize(("writers", "ours"), [(0, False), (4, False), (2, True), *in_proof((1, False))])
+def test_planners_serve_plain_dcp(ranks: Ranks, tmp_path: Path, writers: int, ours: bool) -> None:
+    """dcp.save and dcp.load with our planners, by DCP's storage and ours, take shards among plain values; so do we."""
     path = str(tmp_path / "planned")
-    (ranks.run if writers else run_here)(writers, _planner_save, path)
-    _planner_load(path, writers)
+    (ranks.run if writers else run_here)(writers, partial(_planner_save, ours=ours), path)
+    load = partial(_planner_load, ours=ours)
+    load(path, writers)
     for readers in (1, 4):
-        ranks.run(readers, _planner_load, path, writers)
+        ranks.run(readers, load, path, writers)
     ranks.run(3, _load_planned, path)
 
 

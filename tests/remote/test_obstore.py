@@ -8,6 +8,7 @@ import shutil
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from itertools import count
 from subprocess import run
 from typing import TYPE_CHECKING, Any
@@ -32,6 +33,7 @@ from shardckpt.mapping import ShardedTensor
 from shardckpt.plugins import get_plugin_manager, hookimpl
 from shardckpt.storage import CheckpointWriter
 from tests import backends, programs
+from tests.plugged import registered
 from tests.remote import jobs
 from tests.remote.servers import BUCKET, request, variables
 from tests.states import entire
@@ -61,22 +63,17 @@ def folder() -> Iterator[ObstoreFolder]:
         yield open_folder(url, get_plugin_manager())  # type: ignore[misc]
 
 
-class _serving:  # noqa: N801 - a context manager
-    """Serves objects:// by a function of the URL."""
+@contextmanager
+def _serving(make: Callable[[str], ObstoreFolder]) -> Iterator[str]:
+    """Serve objects:// by a function of the URL."""
 
-    def __init__(self, make: Callable[[str], ObstoreFolder]) -> None:
-        self._make = make
+    class Server:
+        @hookimpl(tryfirst=True)
+        def shardckpt_filesystem(self, url: str) -> ObstoreFolder | None:
+            return make(url) if url.startswith("objects://") else None
 
-    @hookimpl(tryfirst=True)
-    def shardckpt_filesystem(self, url: str) -> ObstoreFolder | None:
-        return self._make(url) if url.startswith("objects://") else None
-
-    def __enter__(self) -> str:
-        get_plugin_manager().register(self)
-        return "objects://bucket"
-
-    def __exit__(self, *_: object) -> None:
-        get_plugin_manager().unregister(self)
+    with registered(Server()):
+        yield "objects://bucket"
 
 
 def _on_server(endpoint: str, function: Callable[..., Any], *args: Any) -> Any:

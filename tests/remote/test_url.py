@@ -25,6 +25,7 @@ from shardckpt.plugins.manager import get_plugin_manager
 from shardckpt.plugins.stores import open_folder
 from tests import backends, programs
 from tests.damage import flip
+from tests.plugged import registered
 from tests.remote import jobs
 from tests.states import entire
 from tests.tables import in_proof, table
@@ -373,21 +374,13 @@ class _Plugin:
 @backends.both_in_proof
 def test_another_plugin_serves_urls_by_the_same_door(backend: Backend) -> None:
     """A plugin with four methods serves a scheme, also one that the built-in plugin serves too."""
-    plugin = _Plugin()
-    get_plugin_manager().register(plugin)
-    try:
+    with registered(_Plugin()) as plugin:
         jobs.save("dict://user:secret@here/c", 3.0)
         jobs.check("memory://bucket/elsewhere", 3.0)
         del plugin.objects[backend.common]
         with pytest.raises(CheckpointingException, match=rf"dict://user:\*\*\*@here/c/{backend.common}"):
             jobs.check("dict://user:secret@here/c", 3.0)
-    finally:
-        get_plugin_manager().unregister(plugin)
     assert set(plugin.objects) == (backend.shared | {backend.data_file(0)}) - {backend.common}
-
-
-def _save_tree(url: str, value: float) -> None:
-    jobs.save(url, value, sharded_strategy=SaveTree())
 
 
 def _save_tree_in_background(url: str, value: float) -> None:
@@ -395,15 +388,11 @@ def _save_tree_in_background(url: str, value: float) -> None:
         queue.schedule_async_request(dc.save(jobs.state(value), url, SaveTree(), async_sharded_save=True))
 
 
-@table("save", [_save_tree, _save_tree_in_background])
+@table("save", [partial(jobs.save, sharded_strategy=SaveTree()), _save_tree_in_background])
 def test_a_plugin_that_knows_no_folders_refuses_a_tree(save: Any) -> None:
     """A store whose plugin lists no objects in folders is not given any: the error says so, and nothing is left."""
-    plugin = _Plugin()
-    get_plugin_manager().register(plugin)
-    try:
+    with registered(_Plugin()) as plugin:
         kind, text = jobs.error_of(save, "dict://c", 1.0)
-    finally:
-        get_plugin_manager().unregister(plugin)
     assert kind == "StorageError"
     assert "dict://c cannot have 'arrays/bias/c/0/0'" in text
     assert "_Dictionary lacks the method of shardckpt.storage.HasFolders" in text
@@ -435,13 +424,8 @@ def test_a_plugin_gets_the_scheme_in_lower_case() -> None:
         def shardckpt_filesystem(self, url: str) -> None:
             self.asked.append(url)
 
-    manager = get_plugin_manager()
-    plugin = Plugin()
-    manager.register(plugin)
-    try:
+    with registered(Plugin()) as plugin:
         for url in ("S3A://Bucket/Path://C", "SimpleCache::MEMORY://A::B", "zip://In/Side::Memory://A"):
             with suppress(CheckpointingException):
-                open_folder(url, manager)
-    finally:
-        manager.unregister(plugin)
+                open_folder(url, get_plugin_manager())
     assert plugin.asked == ["s3a://Bucket/Path://C", "simplecache::memory://A::B", "zip://In/Side::memory://A"]

@@ -7,7 +7,6 @@ import os
 import random
 import signal
 import threading
-import time
 import tracemalloc
 from itertools import pairwise
 from typing import TYPE_CHECKING
@@ -430,18 +429,20 @@ def test_many_threads_share_a_reader(tmp_path: Path, monkeypatch: pytest.MonkeyP
     small = write(tmp_path, "small", [[b"small"]])
     large = write(tmp_path, "large", [[whole[n : n + SEGMENT_BYTES]] for n in range(0, len(whole), SEGMENT_BYTES)])
     calls: list[str] = []
-    start = threading.Barrier(4)
+    start, asking = threading.Barrier(4), threading.Semaphore(0)
     found: list[bool] = []
     with CheckpointReader(tmp_path, manifest(large, small)) as reader:
 
         def parse() -> bytes:
             calls.append("large")
-            time.sleep(0.05)  # the others ask meanwhile
+            for _ in range(4):
+                asking.acquire()  # all are about to ask
             parts = reader.map(lambda n: reader.read_range("large", n, 9, "part"), range(64), lambda _: 1 << 20)
             return reader.parsed("inner", lambda: reader.read("small")) + b"".join(parts)
 
         def work(number: int) -> None:
             start.wait()
+            asking.release()
             value = reader.parsed("large", parse)
             buffer = bytearray(len(whole) - number)
             reader.read_into("large", number, memoryview(buffer), "range")

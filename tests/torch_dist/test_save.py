@@ -9,20 +9,18 @@ import torch
 import torch.distributed as dist
 
 from shardckpt import dist_checkpointing as dc
-from shardckpt.engine.plan_cache import saved_plans
 from shardckpt.errors import CheckpointingException
 from shardckpt.manifest import Record
 from shardckpt.mapping import ShardedObject, ShardedTensor
 from shardckpt.storage.direct import bypasses_cache
 from shardckpt.storage.new_file import NewFile
 from shardckpt_torch_dist import TorchDistSaveShardedStrategy
-from tests.engine.plan_cache.saves import Plans
 from tests.tables import table
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from tests.ranks import RankPool, Ranks
+    from tests.ranks import Ranks
 
 
 def _files(path: Path) -> dict[str, int]:
@@ -148,31 +146,6 @@ def test_any_replica_may_be_written(ranks: Ranks, tmp_path: Path) -> None:
         path = tmp_path / str(main_only)
         ranks.run(4, _save_copies, str(path), main_only)
         assert len(_files(path)) == writers
-
-
-def _cached_saves(folder: str) -> list[int]:
-    """Saves with one strategy: the same structure twice, then one that differs on one rank, then that again."""
-    strategy = TorchDistSaveShardedStrategy(cached_metadata=True)
-    saved_plans.clear()
-    counts = []
-    for step, grown in enumerate((False, False, True, True, False)):
-        state = _state(first=10.0 * step)
-        if grown and dist.get_rank() == 1:
-            state["more"] = ShardedTensor.from_rank_offsets("more", torch.full((3,), float(step)))
-        with Plans() as plans:
-            dc.save(state, f"{folder}/{step}", strategy)
-        counts.append(plans.count)
-        keys = set(dc.load_sharded_metadata(f"{folder}/{step}"))
-        assert ("more" in keys) == grown
-        _check(f"{folder}/{step}", state)
-    return counts
-
-
-@pytest.mark.ci
-def test_a_changed_structure_is_never_saved_with_an_old_plan(gloo_ranks: RankPool, tmp_path: Path) -> None:
-    """A key added on one rank alone makes all ranks plan anew (Megatron #4378 loses it); unchanged ones do not."""
-    counts = gloo_ranks.run(3, _cached_saves, str(tmp_path))
-    assert counts == [[1, 0, 1, 0, 1]] * 3
 
 
 def _cached_in_groups(folder: str) -> None:

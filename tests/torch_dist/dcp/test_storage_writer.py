@@ -20,17 +20,16 @@ from shardckpt.adapters import to_sharded_state_dict
 from shardckpt.cli import main
 from shardckpt.errors import CheckpointingException, ShardingError, StorageError, UnsafePickleError
 from shardckpt.plugins.hookspecs import Event, hookimpl
-from shardckpt.plugins.manager import get_plugin_manager
 from shardckpt_torch_dist import (
     CheckpointStorageReader,
     CheckpointStorageWriter,
     ShardedLoadPlanner,
-    ShardedSavePlanner,
 )
 from tests import programs
 from tests.faults.test_kill import SAMPLED, bad, report_of
 from tests.interop.sample import check_equal
 from tests.names import MARKER, METADATA, RECORD, data_file
+from tests.plugged import registered
 from tests.states import rank_and_size, run_here
 from tests.tables import in_proof
 from tests.torch_dist import plain_states
@@ -192,30 +191,6 @@ def test_every_dtype_and_memory_comes_back(tmp_path: Path) -> None:
         found = {key: torch.empty(tensor.shape, dtype=tensor.dtype) for key, tensor in state.items()}
         dcp.load(found, storage_reader=reader(tmp_path / "c"))
         check_equal(found, state, reader.__name__)
-
-
-def _mixed(filled: bool) -> dict[str, Any]:
-    rank, world = dist.get_rank(), dist.get_world_size()
-    rows = plain_states.numbers(2 * world, 3).chunk(world)[rank].clone() if filled else torch.zeros(2, 3)
-    return {
-        "shard": dc.ShardedTensor.from_rank_offsets("shard", rows, (0, rank, world)),
-        "object": dc.ShardedObject("rng", {"rank": rank} if filled else None, (world,), (rank,)),
-        "plain": torch.ones(2) if filled else torch.zeros(2),
-    }
-
-
-def _save_and_load_shards(path: str) -> None:
-    dcp.save(_mixed(filled=True), storage_writer=CheckpointStorageWriter(path), planner=ShardedSavePlanner())
-    found, expected = _mixed(filled=False), _mixed(filled=True)
-    dcp.load(found, storage_reader=CheckpointStorageReader(path), planner=ShardedLoadPlanner())
-    check_equal(found["shard"].data, expected["shard"].data, "shard")
-    assert found["object"].data == expected["object"].data
-    check_equal(found["plain"], expected["plain"], "plain")
-
-
-def test_our_planners_work_with_our_storage(ranks: Ranks, tmp_path: Path) -> None:
-    """ShardedTensors and ShardedObjects go through both of our planners and both of our storage classes."""
-    ranks.run(2, _save_and_load_shards, str(tmp_path / "c"))
 
 
 # Whole or absent.
@@ -508,13 +483,9 @@ class _Watcher:
 
 def test_plugins_see_the_steps(tmp_path: Path) -> None:
     """shardckpt_event hears of every step of a dcp.save and dcp.load, with the bytes that were written."""
-    watcher = _Watcher()
-    get_plugin_manager().register(watcher)
-    try:
+    with registered(_Watcher()) as watcher:
         _save(str(tmp_path / "c"))
         plain_states.load(str(tmp_path / "c"), NEW, CheckpointStorageReader)
-    finally:
-        get_plugin_manager().unregister(watcher)
     ends = [(event.operation, event.phase) for event in watcher.seen if event.state == "end"]
     assert ends == [
         ("save", "staging"),
