@@ -278,12 +278,6 @@ def test_what_a_checkpoint_cannot_have_is_named(tmp_path: Path, what: str) -> No
     assert not list(tmp_path.iterdir())
 
 
-def test_urls_are_refused() -> None:
-    """A strategy that writes to a path is not given a URL's spool: the save says what to do."""
-    with pytest.raises(StorageError, match="save to a directory, not to a URL"):
-        dc.save({"w": _tensor()}, "memory://bucket/c", _Save())
-
-
 @table(("returned", "error"), [(None, "a dict"), ({}, "'w'"), ({"w": torch.ones(3)}, "shape")])
 def test_a_wrong_result_is_a_plugin_error(tmp_path: Path, returned: Any, error: str) -> None:
     """A load that does not return what was asked for, or tensors of other shapes, is an error that names it."""
@@ -305,12 +299,6 @@ def test_keys_are_compared_without_the_strategys_help(tmp_path: Path) -> None:
         dc.load(other, tmp_path / "c", _Load())
     _, missing, unexpected = dc.load(other, tmp_path / "c", _Load(), strict="return_all")
     assert (missing, unexpected) == ({"w"}, {"v"})
-
-
-def test_a_foreground_strategy_says_so(tmp_path: Path) -> None:
-    """A background save by a strategy without async_save is refused."""
-    with pytest.raises(CheckpointingException, match="in the foreground only"):
-        dc.save({"w": _tensor()}, tmp_path / "c", _Save(), async_sharded_save=True)
 
 
 def _in_parallel(path: str) -> tuple[list[str], list[str]]:
@@ -413,8 +401,8 @@ def test_a_failed_background_save_leaves_nothing(ranks: Ranks, tmp_path: Path) -
     assert not list(tmp_path.iterdir())
 
 
-def test_classes_and_nameless_strategies_are_refused(tmp_path: Path) -> None:
-    """A class in the place of an instance, and a strategy without a backend, are errors that say what to do."""
+def test_what_a_strategy_cannot_be_or_do_is_refused(tmp_path: Path) -> None:
+    """A class, one without a backend, a URL, a background save without async_save: errors that say what to do."""
 
     class Nameless(_Save):
         def __init__(self) -> None:
@@ -426,6 +414,10 @@ def test_classes_and_nameless_strategies_are_refused(tmp_path: Path) -> None:
         dc.load(_wanted(), tmp_path, _Load)
     with pytest.raises(PluginError, match=r"super\(\).__init__\(backend, version\)"):
         dc.save({"w": _tensor()}, tmp_path / "c", Nameless())
+    with pytest.raises(StorageError, match="save to a directory, not to a URL"):
+        dc.save({"w": _tensor()}, "memory://bucket/c", _Save())
+    with pytest.raises(CheckpointingException, match="in the foreground only"):
+        dc.save({"w": _tensor()}, tmp_path / "c", _Save(), async_sharded_save=True)
 
 
 @table("register", [base.register_default_strategy, ours.register_default_strategy])

@@ -4,8 +4,6 @@ import hashlib
 import json
 import logging
 import re
-import subprocess
-import sys
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -320,38 +318,6 @@ def test_wrong_arguments_are_named(checkpoint: Path, tmp_path: Path) -> None:
     with pytest.raises(NotACheckpointError):
         export_to_huggingface(tmp_path / "nowhere", tmp_path / "hf")
     assert not list(tmp_path.iterdir())
-
-
-MEASURED = """
-import re, sys
-from pathlib import Path
-import shardckpt_torch_dist.load, torch.distributed.tensor  # modules are not what is measured
-from shardckpt.huggingface import dcp_to_torch_save, export_to_huggingface
-
-def resident(name):
-    return int(re.search(rf"{name}:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]) << 10
-
-Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
-before = resident("VmRSS")
-export_to_huggingface(sys.argv[1], sys.argv[2])
-export_to_huggingface(sys.argv[1], sys.argv[3], dtype="bfloat16", max_shard_size="100MB")
-print(resident("VmHWM") - before)
-"""
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="the peak of memory is read from /proc")
-@pytest.mark.parametrize("mib", [512, pytest.param(2048, marks=pytest.mark.proof)])
-@pytest.mark.proof
-def test_an_export_takes_little_memory(tmp_path: Path, mib: int) -> None:
-    """In one file, and cast in several of 100 MB: at most 64 MiB of memory beyond what the process has before."""
-    rows = torch.ones(1, 1 << 13).expand(1 << 11, -1)
-    dc.save(sharded_state({f"w{n}": rows for n in range(mib // 64)}), tmp_path / "c")
-    command = [sys.executable, "-c", MEASURED, str(tmp_path / "c"), str(tmp_path / "hf"), str(tmp_path / "half")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
-    assert (tmp_path / "hf" / "model.safetensors").stat().st_size > mib << 20
-    assert len(list((tmp_path / "half").iterdir())) == 1 + -(-mib // 2 // 64)
-    assert int(done.stdout) < 64 << 20
 
 
 def test_a_number_of_thousands_of_digits_is_a_name_like_any_other(tmp_path: Path) -> None:

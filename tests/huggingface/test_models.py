@@ -1,9 +1,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -11,7 +8,6 @@ import torch
 
 from shardckpt import dist_checkpointing as dc
 from shardckpt.adapters import to_sharded_state_dict
-from shardckpt.cli import main
 from shardckpt.errors import PluginError
 from shardckpt.huggingface import (
     Rule,
@@ -150,44 +146,6 @@ def test_scaled_weights_are_those_that_transformers_makes(tmp_path: Path) -> Non
     load_from_huggingface(to_sharded_state_dict(mine), tmp_path)
     assert not torch.equal(_logits(mine), _logits(model))
     assert all(torch.equal(t, mine.state_dict()[name]) for name, t in theirs.state_dict().items())
-
-
-PLUGIN = """
-from shardckpt import hookimpl
-from shardckpt.huggingface import Rule, RuleMapping
-
-@hookimpl
-def shardckpt_key_mapping(model_type):
-    if model_type == "toy":
-        return RuleMapping([Rule("blocks.{layer}.experts", ("h.{layer}.{expert}.weight",))])
-"""
-
-
-def _install(site: Path) -> None:
-    """A distribution with an entry point, as pip leaves it."""
-    info = site / "shardckpt_toy-1.0.dist-info"
-    info.mkdir(parents=True)
-    (site / "shardckpt_toy.py").write_text(PLUGIN)
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: shardckpt-toy\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[shardckpt]\ntoy = shardckpt_toy\n")
-
-
-@pytest.mark.ci
-def test_an_installed_plugin_maps_its_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A distribution's shardckpt_key_mapping serves the command; without it the model is unknown."""
-    whole = torch.arange(12.0).reshape(3, 2, 2)
-    save(tmp_path / "c", {"blocks.4.experts": whole})
-    _install(tmp_path / "site")
-    arguments = ["export", str(tmp_path / "c"), str(tmp_path / "hf"), "--mapping", "toy"]
-    assert main(arguments) == 2  # this process does not see it
-    assert "no mapping for models of type 'toy'" in capsys.readouterr().err
-    command = [sys.executable, "-m", "shardckpt", *arguments]
-    found = {**os.environ, "PYTHONPATH": str(tmp_path / "site")}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=found)
-    assert done.returncode == 0, done.stderr
-    assert {name: t.tolist() for name, t in read(tmp_path / "hf").items()} == {
-        f"h.4.{expert}.weight": whole[expert].tolist() for expert in range(3)
-    }
 
 
 class _Plugin:

@@ -42,7 +42,7 @@ import torch.distributed as dist
 from shardckpt import ShardedTensor, dist_checkpointing as dc
 from shardckpt.huggingface import export_to_huggingface, load_from_huggingface
 
-what, place, budget, mib = sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4])
+what, place, budget, mib = sys.argv[1], sys.argv[2], sys.argv[3] or None, int(sys.argv[4])
 rank, is_parallel = int(os.environ.get("RANK", 0)), "RANK" in os.environ
 if is_parallel:  # all ranks want all: one reads, and the others receive
     dist.init_process_group("gloo", init_method=f"file://{place}-group", rank=rank, world_size=2)
@@ -104,13 +104,13 @@ def _make(mib: int) -> dict[str, torch.Tensor]:
 def _measure(
     what: str,
     place: str,
-    budget: int,
+    budget: int | None,
     environment: dict[str, str] | None = None,
     *,
     ranks: Sequence[int | None] = (None,),
 ) -> int:
     """Return by how many bytes the memory of a process grows; of several ranks, that of the one with the most."""
-    command = [sys.executable, "-c", _MEASURE, what, place, f"{budget}MiB", str(_STATE)]
+    command = [sys.executable, "-c", _MEASURE, what, place, f"{budget}MiB" if budget else "", str(_STATE)]
     given = {**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})}
 
     def run(rank: int | None) -> int:
@@ -199,6 +199,14 @@ def test_an_export_to_a_directory(tmp_path: Path, what: str) -> None:
         dc.save(_describe(_make(mib)), f"{tmp_path}/step-{name}")
     assert _measure(what, f"{tmp_path}/step", 32) < 32 * _MIB
     _check_folder(f"{tmp_path}/step-large-hf")
+
+
+@pytest.mark.parametrize("what", ["export", "export-bfloat16"])
+def test_an_export_without_a_budget(tmp_path: Path, what: str) -> None:
+    """What is exported without a memory budget, 512 MiB, takes less than 64 MiB."""
+    for name, mib in (("small", 1), ("large", 512)):
+        dc.save(_describe(_make(mib)), f"{tmp_path}/step-{name}")
+    assert _measure(what, f"{tmp_path}/step", None) < 64 * _MIB
 
 
 @pytest.mark.parametrize("client", ["obstore", pytest.param("s3fs", marks=pytest.mark.proof)])

@@ -426,7 +426,7 @@ def test_which_client_serves_a_url(url: str, monkeypatch: pytest.MonkeyPatch) ->
 
 
 _SAVE = """
-import resource, sys
+import sys
 import torch
 from shardckpt import dist_checkpointing as dc
 from shardckpt.mapping import ShardedTensor
@@ -437,10 +437,7 @@ url, mib = sys.argv[1], int(sys.argv[2])
 def state():
     return {"w": ShardedTensor.from_rank_offsets("w", torch.ones(mib << 18)), "iteration": 7}
 for kind in (TorchDistSaveShardedStrategy, SafetensorsSaveShardedStrategy, EPSaveStrategy):
-    given = state()
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    dc.save(given, f"{url}-{kind.__name__}", kind())
-    print("grown", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before >> 10, flush=True)
+    dc.save(state(), f"{url}-{kind.__name__}", kind())
 """
 
 
@@ -478,18 +475,6 @@ def test_a_save_to_s3_writes_no_byte_to_local_disk(url: str, tmp_path: Path) -> 
     assert not [line for line in writes if not any(kind in line for kind in logs)]
     created = [line for line in lines if "O_CREAT" in line and "= -1" not in line and '"/dev/' not in line]
     assert len(created) <= 1  # tempfile's
-
-
-@pytest.mark.proof
-def test_a_save_to_s3_takes_bounded_memory(url: str) -> None:
-    """A save of 256 MiB takes no more memory than the parts on their way, whatever the strategy."""
-    environment = {**os.environ, settings.REMOTE_PART_MIB: "5", settings.REMOTE_PARTS: "2"}
-    command = [sys.executable, "-c", _SAVE, url, "256"]
-    done = run(command, env=environment, capture_output=True, text=True, timeout=280, check=False)
-    assert done.returncode == 0, done.stderr
-    grown = [int(line.split()[1]) for line in done.stdout.splitlines() if line.startswith("grown")]
-    assert len(grown) == 3
-    assert max(grown) < 96, grown
 
 
 @pytest.mark.ci

@@ -252,17 +252,12 @@ def test_a_url_that_has_objects_is_refused(ranks: Ranks, store: Store, overwrite
 
 @backends.both_in_proof
 def test_what_a_store_cannot_do_is_refused(store: Store) -> None:
-    """Removing keys at a URL, and local checkpoints there, are refused with the reason; nothing changes."""
+    """Removing keys at a URL is refused with the reason, and a migration of what is the newest; nothing changes."""
     jobs.save(store.url, 1.0)
     with pytest.raises(CheckpointingException, match=r"cannot take keys out of faulty:.*several objects in one step"):
         dc.remove_sharded_tensors(store.url, "weight")
-    jobs.check(store.url, 1.0)
-
-
-def test_migrate_goes_from_url_to_url_or_says_why_not(store: Store) -> None:
-    """``shardckpt migrate`` looks at the checkpoint at a URL: there is no migration of what is the newest."""
-    jobs.save(store.url, 1.0)
     assert main(["migrate", store.url, f"{store.url}-new"]) == 2
+    jobs.check(store.url, 1.0)
 
 
 def test_an_unknown_scheme_names_what_to_install(tmp_path: Path) -> None:

@@ -106,45 +106,24 @@ def test_any_ranges(
         assert memory == WHOLE[offset : offset + memory.nbytes]
 
 
-def test_aligned_ranges_are_read_once_into_their_memory(
-    tmp_path: Path, files: list[FileRecord], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A range that ends where segments end is read in no more bytes than it has, however it is shared."""
-    read: list[int] = []
+def test_a_segment_is_one_system_call(tmp_path: Path, files: list[FileRecord], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranges of whole segments are read by a call for each, into their memory, and by none besides."""
+    calls: list[tuple[int, int]] = []
     call = os.preadv
 
     def counting(fd: int, buffers: list[memoryview], offset: int) -> int:
         done = call(fd, buffers, offset)
-        read.append(done)
+        calls.append((offset, done))
         return done
 
-    start = sum(SIZES[:4])
-    with CheckpointReader(tmp_path, manifest(*files)) as reader:
-        assert reader.size("one") == reader.size("two") == len(WHOLE)
-        monkeypatch.setattr(os, "preadv", counting)
-        memories = [memoryview(bytearray(12 * SEGMENT_BYTES)) for _ in range(2)]
-        reader.read_ranges(
-            [RangeRead(name, start, memory, name) for name, memory in zip(("one", "two"), memories, strict=True)]
-        )
-    assert sum(read) == 24 * SEGMENT_BYTES
-    assert all(memory == WHOLE[start : start + 12 * SEGMENT_BYTES] for memory in memories)
-
-
-def test_a_segment_is_one_system_call(tmp_path: Path, files: list[FileRecord], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A range of whole segments is read by a call for each, and none besides."""
-    calls: list[int] = []
-    call = os.preadv
-
-    def counting(fd: int, buffers: list[memoryview], offset: int) -> int:
-        calls.append(offset)
-        return call(fd, buffers, offset)
-
-    start = sum(SIZES[:4])
-    memory = memoryview(bytearray(12 * SEGMENT_BYTES))
+    start, size = sum(SIZES[:4]), 12 * SEGMENT_BYTES
+    ranges = [RangeRead(name, start, memoryview(bytearray(size)), name) for name in ("one", "two")]
     with CheckpointReader(tmp_path, manifest(*files)) as reader:
         monkeypatch.setattr(os, "preadv", counting)
-        reader.read_ranges([RangeRead("one", start, memory, "key")])
-    assert sorted(calls) == [start + number * SEGMENT_BYTES for number in range(12)]
+        reader.read_ranges(ranges)
+    expected = [(start + number * SEGMENT_BYTES, SEGMENT_BYTES) for number in range(12)]
+    assert sorted(calls) == sorted(expected * 2)
+    assert all(found.memory == WHOLE[start : start + size] for found in ranges)
 
 
 def test_a_read_that_stops_early_goes_on(
