@@ -81,10 +81,6 @@ def test_an_integrity_json_of_megatron(tmp_path: Path, version: str) -> None:
     assert main(["verify", str(path)]) == 0
 
 
-def _grow(path: Path) -> None:
-    (path / "metadata.json").write_text((path / "metadata.json").read_text() + "\n")
-
-
 def _link(path: Path) -> None:
     (path / "__1_0.distcp").rename(path.parent / "elsewhere")
     (path / "__1_0.distcp").symlink_to(path.parent / "elsewhere")

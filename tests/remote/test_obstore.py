@@ -331,8 +331,7 @@ def test_a_store_that_ignores_conditions_is_recognised(folder: ObstoreFolder, ca
 def test_a_load_asks_for_no_head_of_an_archive(folder: ObstoreFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     """Digests say that archives of large tensors begin as we write them: a load reads each by one request."""
     tensors = {f"w{n}": torch.full((1 << 19,), float(n)) for n in range(4)}
-    state = entire(tensors)
-    dc.save(state, "objects://bucket", "torch_dist")
+    dc.save(entire(tensors), "objects://bucket", "torch_dist")
     requests: list[tuple[str, int]] = []
     read_into = ObstoreFolder.read_into
 
@@ -341,7 +340,7 @@ def test_a_load_asks_for_no_head_of_an_archive(folder: ObstoreFolder, monkeypatc
         return read_into(self, name, offset, buffer)
 
     monkeypatch.setattr(ObstoreFolder, "read_into", note)
-    loaded = {key: ShardedTensor.from_rank_offsets(key, torch.zeros(1 << 19)) for key in tensors}
+    loaded = entire({key: torch.zeros(1 << 19) for key in tensors})
     dc.load(loaded, "objects://bucket")
     assert all(torch.equal(loaded[key].data, tensor) for key, tensor in tensors.items())
     assert [nbytes for name, nbytes in requests if name.endswith(".distcp")] == [2 * _MIB] * 4
@@ -447,23 +446,8 @@ def test_a_save_to_s3_writes_no_byte_to_local_disk(url: str, tmp_path: Path) -> 
     """Saves of each built-in strategy to S3 write to sockets and pipes, and create no file."""
     trace = tmp_path / "trace"
     calls = "trace=write,pwrite64,writev,pwritev,pwritev2,sendfile,copy_file_range,openat,open,creat"
-    command = [
-        "strace",
-        "-f",
-        "--seccomp-bpf",
-        "-y",
-        "-s",
-        "8",
-        "-o",
-        str(trace),
-        "-e",
-        calls,
-        sys.executable,
-        "-c",
-        _SAVE,
-        url,
-        "20",
-    ]
+    tracing = f"strace -f --seccomp-bpf -y -s 8 -o {trace} -e {calls}".split()
+    command = [*tracing, sys.executable, "-c", _SAVE, url, "20"]
     environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1", settings.REMOTE_PART_MIB: "5"}
     done = run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr

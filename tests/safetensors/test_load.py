@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ import torch.distributed.checkpoint as dcp
 from shardckpt import dist_checkpointing as dc
 from shardckpt.maintenance import convert_checkpoint
 from shardckpt.mapping import ShardedTensor
-from shardckpt.storage import reader as reader_module
+from tests.resources import watch_reads
 from tests.safetensors.checkpoints import ROWS, save
 from tests.safetensors.conformance.draft import Saved, Tensor, make
 
@@ -39,15 +39,8 @@ def test_objects_of_other_writers_are_kept(tmp_path: Path) -> None:
 def test_small_neighbours_are_one_read(path: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
     """Pieces that follow each other in a file are read by one call, with a cast, too."""
     monkeypatch.setenv("SHARDCKPT_VERIFY_READS", "0")
-    names: list[str] = []
-    original = reader_module.read_into
-
-    def counting(fd: int, path: Any, buffer: memoryview, offset: int) -> None:
-        names.append(path.name)
-        original(fd, path, buffer, offset)
-
-    monkeypatch.setattr(reader_module, "read_into", counting)
+    reads = watch_reads(monkeypatch)
     wanted = ShardedTensor("layers.0.weight", None, dtype, (10, 2), (12, 4), (1, 1), None)
     loaded = dc.load({"w": wanted}, path, validate_access_integrity=False)["w"]
     assert torch.equal(loaded, ROWS[1:11, 1:3].to(dtype))
-    assert names.count("rank_0_0.safetensors") == 1
+    assert [read.name for read in reads].count("rank_0_0.safetensors") == 1

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import os
 import random
-import signal
 import threading
 import tracemalloc
 from itertools import pairwise
@@ -17,16 +16,14 @@ from hypothesis import strategies as st
 
 from shardckpt.errors import CheckpointingException, CorruptCheckpointError, StorageError
 from shardckpt.manifest import Manifest
-from shardckpt.storage import reader as reader_
 from shardckpt.storage.buffers import BLOCK_BYTES
 from shardckpt.storage.digest import SEGMENT_BYTES
 from shardckpt.storage.directory import open_directory
-from shardckpt.storage.filesystem import read_into
 from shardckpt.storage.memory_budget import REQUEST_BYTES
 from shardckpt.storage.open_files import OPEN_FILES
 from shardckpt.storage.reader import CheckpointReader
 from shardckpt.storage.spans import Elements
-from tests.resources import list_open
+from tests.resources import list_open, watch_reads
 from tests.storage.files import manifest, write
 from tests.tables import table
 
@@ -90,17 +87,14 @@ def test_an_end_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     """Ranges that follow each other read each segment once, and a damaged one is an error that keeps nothing."""
     content = random.Random(0).randbytes(3 * SEGMENT_BYTES)
     found = write(tmp_path, "data", [[content]])
-    read: list[int] = []
-    monkeypatch.setattr(
-        reader_, "read_into", lambda fd, path, memory, at: (read.append(memory.nbytes), read_into(fd, path, memory, at))
-    )
+    reads = watch_reads(monkeypatch)
     step = SEGMENT_BYTES // 3 * 2
     with CheckpointReader(tmp_path, manifest(found), kept_bytes=1) as reader:
         parts = [
             reader.read_range("data", low, min(step, len(content) - low), "key") for low in range(0, len(content), step)
         ]
     assert b"".join(parts) == content
-    assert sum(read) == len(content)
+    assert sum(read.nbytes for read in reads) == len(content)
     damaged = bytearray(content)
     damaged[SEGMENT_BYTES - 1] ^= 1
     (tmp_path / "data").write_bytes(damaged)
@@ -136,20 +130,13 @@ def test_blocks_are_the_whole_file_read_once(tmp_path: Path, monkeypatch: pytest
     whole = [bytes([n]) * size for n, size in enumerate((100, 3 * SEGMENT_BYTES + 5, REQUEST_BYTES + 77, 9))]
     found = write(tmp_path, "data", [[part] for part in whole])
     content = b"".join(whole)
-    read, call = [0], os.preadv
-
-    def counting(fd: int, buffers: list[memoryview], offset: int) -> int:
-        done = call(fd, buffers, offset)
-        read[0] += done
-        return done
-
-    monkeypatch.setattr(os, "preadv", counting)
+    reads = watch_reads(monkeypatch)
     for kind in (FOREIGN, manifest(found)):
-        read[0] = 0
+        reads.clear()
         pieces = [bytes(block) for block in CheckpointReader(tmp_path, kind, verify=True).blocks("data")]
         assert b"".join(pieces) == content
         assert max(map(len, pieces)) <= REQUEST_BYTES
-        assert read[0] == len(content)
+        assert sum(read.nbytes for read in reads) == len(content)
     (tmp_path / "data").write_bytes(content[:-1] + b"!")
     blocks = CheckpointReader(tmp_path, manifest(found), verify=True).blocks("data")
     sound = [len(next(blocks)) for _ in pieces[:-1]]
@@ -348,28 +335,6 @@ def test_map(tmp_path: Path, file: FileRecord, monkeypatch: pytest.MonkeyPatch, 
     assert len(done) == ended
 
 
-@pytest.mark.parametrize("failing", [0, 1])
-def test_map_stops_at_a_failure(
-    tmp_path: Path, file: FileRecord, monkeypatch: pytest.MonkeyPatch, failing: int
-) -> None:
-    """After a failure, in a thread or in the caller's, what has not begun is left alone: 2 items of 100 at most."""
-    monkeypatch.setenv("SHARDCKPT_IO_THREADS", "2")
-    begun: list[int] = []
-    failed = threading.Event()
-
-    def read(number: int) -> None:
-        begun.append(number)
-        if number == failing:
-            failed.set()
-            raise CheckpointingException(f"item {number}")
-        assert failed.wait(5)
-        threading.Event().wait(0.1)  # the time that a read takes
-
-    with CheckpointReader(tmp_path, manifest(file)) as reader, pytest.raises(CheckpointingException, match="item"):
-        reader.map(read, range(100), size=lambda number: 1 if number == 1 else 1 << 20)
-    assert len(begun) < 20
-
-
 @table("threads", [1, 4])
 def test_more_files_than_may_be_open(tmp_path: Path, threads: int) -> None:
     """A checkpoint of thousands of ranks is read with few descriptors, by several threads, in any order."""
@@ -403,23 +368,6 @@ def test_the_directory_is_closed_with_the_reader(tmp_path: Path) -> None:
         assert list_open(tmp_path) == []
     finally:
         gc.enable()
-
-
-def test_map_stops_at_an_interrupt(tmp_path: Path, file: FileRecord, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An interrupt while threads read ends the call once they have done what they began."""
-    monkeypatch.setenv("SHARDCKPT_IO_THREADS", "2")
-    begun: list[int] = []
-    main = threading.get_ident()
-
-    def read(number: int) -> None:
-        begun.append(number)
-        if number == 4:  # all are handed over by then, and the caller waits
-            signal.pthread_kill(main, signal.SIGINT)
-        threading.Event().wait(0.1)
-
-    with CheckpointReader(tmp_path, manifest(file)) as reader, pytest.raises(KeyboardInterrupt):
-        reader.map(read, range(100), size=lambda _: 1 << 20)
-    assert len(begun) < 20
 
 
 def test_many_threads_share_a_reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

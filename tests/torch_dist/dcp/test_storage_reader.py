@@ -26,7 +26,7 @@ from shardckpt.errors import (
     StrategyMismatchError,
     UnsafePickleError,
 )
-from shardckpt.mapping import ShardedObject, ShardedTensor
+from shardckpt.mapping import ShardedTensor
 from shardckpt_torch_dist import CheckpointStorageReader, CheckpointStorageWriter, ShardedLoadPlanner
 from tests.damage import flip
 from tests.interop.sample import check_equal
@@ -94,28 +94,6 @@ def _save_alone(path: str) -> None:
 def test_it_reads_what_ranks_saved_for_themselves(gloo_ranks: RankPool, tmp_path: Path) -> None:
     """Stock saves without collectives leave a ``.metadata`` of every rank, which that rank reads."""
     gloo_ranks.run(2, _save_alone, str(tmp_path / "c"))
-
-
-def _own_state(rank: int, world: int, *, filled: bool) -> dict[str, Any]:
-    rows = plain_states.numbers(4 * world, 3)
-    mine = rows.chunk(world)[rank].clone()
-    return {
-        "rows": ShardedTensor.from_rank_offsets("rows", mine if filled else torch.zeros_like(mine), (0, rank, world)),
-        "object": ShardedObject("rng", {"rank": rank}, (world,), (rank,)),
-        "iteration": 3,
-    }
-
-
-def _own_save(path: str) -> None:
-    dc.save(_own_state(dist.get_rank(), dist.get_world_size(), filled=True), path)
-
-
-def test_it_reads_our_own_checkpoints(ranks: Ranks, tmp_path: Path) -> None:
-    """What dist_checkpointing.save wrote loads by dcp.load with our reader: tensors, and objects by their keys."""
-    path = str(tmp_path / "c")
-    ranks.run(4, _own_save, path)
-    found = _load({"rows": torch.zeros(16, 3), "rng/shard_2_4": None}, path)
-    check_equal(found, {"rows": plain_states.numbers(16, 3), "rng/shard_2_4": [{"rank": 2}]}, "found")
 
 
 @table("version", VERSIONS)
