@@ -1,10 +1,36 @@
-"""What this process has open in one folder, and our threads: all else changes with the threads and caches of others."""
+"""What this process has open in one folder, our threads, and our reads: all else changes with what others do."""
 
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    import pytest
+
+
+class Read(NamedTuple):
+    """A call that has read a part of a file."""
+
+    name: str
+    offset: int
+    nbytes: int
+
+
+def watch_reads(monkeypatch: pytest.MonkeyPatch) -> list[Read]:
+    """Return a list that gets every read of a file from now on."""
+    reads, call = list[Read](), os.preadv
+
+    def watched(fd: int, buffers: list[memoryview], offset: int) -> int:
+        done = call(fd, buffers, offset)
+        reads.append(Read(Path(f"/proc/self/fd/{fd}").readlink().name, offset, done))
+        return done
+
+    monkeypatch.setattr(os, "preadv", watched)
+    return reads
 
 
 def list_open(folder: Path) -> list[str]:
@@ -23,4 +49,4 @@ def list_threads(prefix: str = "shardckpt") -> set[threading.Thread]:
     return {thread for thread in threading.enumerate() if thread.name.startswith(prefix)}
 
 
-__all__ = ["list_open", "list_threads"]
+__all__ = ["Read", "list_open", "list_threads", "watch_reads"]

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
+from shardckpt.errors import CheckpointingException
 from shardckpt.mapping import ShardedTensor
 
 if TYPE_CHECKING:
@@ -22,6 +23,20 @@ def rank_and_size() -> tuple[int, int]:
 def run_here(_: int, function: Callable[..., Any], *args: Any) -> None:
     """Stand for ``ranks.run`` where there is no process group at all."""
     function(*args)
+
+
+def error_of(action: Callable[..., Any], *args: Any, **options: Any) -> tuple[str, str]:
+    """Return class and text of the error of ours that an action raises; two empty texts for none."""
+    try:
+        action(*args, **options)
+    except CheckpointingException as error:
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+def entire(tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """Describe tensors that this process has alone, each under its key."""
+    return {key: ShardedTensor.from_rank_offsets(key, tensor) for key, tensor in tensors.items()}
 
 
 def rows(key: str, full: torch.Tensor) -> list[ShardedTensor]:

@@ -2,19 +2,12 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
-from shardckpt import dist_checkpointing as dc
 from shardckpt.archive import decode_object, encode_object
 from shardckpt.errors import CorruptCheckpointError, ShardingError, UnsafePickleError
-from shardckpt.mapping import ShardedObject
-from tests.tables import table
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 @dataclass
@@ -63,14 +56,3 @@ def test_damage_is_an_error_of_the_family() -> None:
     """Bytes that are no archive are damage, by name."""
     with pytest.raises(CorruptCheckpointError, match=r"object 'rng' is not a torch\.save archive"):
         decode_object(b"PK", "object 'rng'", ())
-
-
-@table("strategy", ["torch_dist", "ep"])
-@table("state", [{"args": {"plan": Schedule()}}, {"o": ShardedObject("o", Schedule(), (1,), (0,))}])
-def test_a_save_refuses_an_unknown_class(strategy: str, state: dict[str, Any], tmp_path: Path) -> None:
-    """A save with an object that its load would refuse fails, says how to allow the class, and leaves nothing."""
-    with pytest.raises(UnsafePickleError, match=r"(\['plan'\]|'o\S*'\S*): the pickle asks for .*allow_globals=\[Sched"):
-        dc.save(state, tmp_path / "c", strategy)
-    assert not list(tmp_path.iterdir())
-    dc.save(state, tmp_path / "c", strategy, allow_globals=[Schedule])
-    assert dc.load(dict(state), tmp_path / "c", allow_globals=[Schedule]).keys() == state.keys()

@@ -101,24 +101,12 @@ def test_plain_values_come_back_equal(tmp_path: Path, name: str) -> None:
         assert isinstance(got, type(PLAIN[name]))
 
 
-def test_arrays_and_tensors_come_back_equal(tmp_path: Path) -> None:
-    """Numpy arrays of all kinds, numpy's random state, tensors and streams are plain too."""
-    value = {
-        "array": np.arange(6).reshape(2, 3),
-        "strings": np.array(["a", "bc"]),
-        "objects": np.array([{"x": 1}, None], dtype=object),
-        "scalar": np.float32(2.5),
-        "random": np.random.RandomState(1).get_state(),
-        "tensor": torch.arange(5, dtype=torch.bfloat16),
-        "stream": io.BytesIO(b"data"),
-    }
-    got, _ = _stored(value, tmp_path / "c")
-    assert np.array_equal(got["array"], value["array"])
-    assert np.array_equal(got["strings"], value["strings"])
-    assert got["objects"].tolist() == [{"x": 1}, None]
-    assert got["scalar"] == value["scalar"]
-    assert all(np.array_equal(a, b) for a, b in zip(got["random"], value["random"], strict=True))
-    assert torch.equal(got["tensor"], value["tensor"])
+def test_random_states_tensors_and_streams_come_back_equal(tmp_path: Path) -> None:
+    """Numpy's random state, tensors and streams are plain too."""
+    state, tensor = np.random.RandomState(1).get_state(), torch.arange(5, dtype=torch.bfloat16)
+    got, _ = _stored({"random": state, "tensor": tensor, "stream": io.BytesIO(b"data")}, tmp_path / "c")
+    assert all(np.array_equal(a, b) for a, b in zip(got["random"], state, strict=True))
+    assert torch.equal(got["tensor"], tensor)
     assert got["stream"].read() == b"data"
 
 

@@ -10,6 +10,8 @@ from shardckpt import dist_checkpointing as dc
 from shardckpt.chunks import entire
 from shardckpt.errors import CorruptCheckpointError
 from shardckpt.mapping import ShardedTensor
+from tests import states
+from tests.damage import flip
 from tests.tables import table
 
 if TYPE_CHECKING:
@@ -27,10 +29,6 @@ def _fresh(sizes: list[int], order: list[int], gap: int) -> dict[str, Any]:
     return found
 
 
-def _describe(tensors: dict[str, Any]) -> dict[str, Any]:
-    return {key: ShardedTensor.from_rank_offsets(key, tensor) for key, tensor in tensors.items()}
-
-
 @table("gap", [0, 16])
 @table("seed", range(3))
 def test_tensors_in_any_order_of_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int, gap: int) -> None:
@@ -38,14 +36,14 @@ def test_tensors_in_any_order_of_memory(tmp_path: Path, monkeypatch: pytest.Monk
     rng = random.Random(seed)
     sizes = [rng.choice([0, 1, 16, 32, 1 << 10, 1 << 15]) for _ in range(120)]
     saved = {f"t{number}": torch.rand(size) for number, size in enumerate(sizes)}
-    dc.save(_describe(saved), tmp_path / "c", "safetensors")
+    dc.save(states.entire(saved), tmp_path / "c", "safetensors")
     monkeypatch.setattr(entire, "BLOCK_BYTES", 1 << 16)
     order = list(range(len(sizes)))
     if seed:
         rng.shuffle(order)
     tensors = _fresh(sizes, order, gap)
     wanted = {key: tensors[key] for key in saved if seed < 2 or rng.random() < 0.7}
-    dc.load(_describe(wanted), tmp_path / "c")
+    dc.load(states.entire(wanted), tmp_path / "c")
     assert all(torch.equal(tensor, saved[key]) for key, tensor in wanted.items())
     memory = next(iter(tensors.values()))._base
     assert memory is not None
@@ -55,8 +53,8 @@ def test_tensors_in_any_order_of_memory(tmp_path: Path, monkeypatch: pytest.Monk
 def test_destinations_of_other_kinds(tmp_path: Path) -> None:
     """Beside tensors that take bytes as they are, those with strides, another dtype or no memory have the values."""
     saved = {f"t{number}": torch.rand(8, 4) for number in range(6)}
-    dc.save(_describe(saved), tmp_path / "c", "safetensors")
-    wanted = _describe({key: torch.zeros(8, 4) for key in saved})
+    dc.save(states.entire(saved), tmp_path / "c", "safetensors")
+    wanted = states.entire({key: torch.zeros(8, 4) for key in saved})
     wanted["t1"].data = torch.zeros(4, 8).T
     wanted["t2"] = ShardedTensor.from_rank_offsets("t2", torch.zeros(8, 4, dtype=torch.float64))
     wanted["t3"].data = None
@@ -70,11 +68,8 @@ def test_the_damaged_tensor_is_named(tmp_path: Path, gap: int) -> None:
     """Of many tensors that are read at once, the error names the one whose bytes are not those that were written."""
     sizes = [1 << 16] * 40
     saved = {f"t{number}": torch.rand(size) for number, size in enumerate(sizes)}
-    dc.save(_describe(saved), tmp_path / "c", "safetensors")
+    dc.save(states.entire(saved), tmp_path / "c", "safetensors")
     (data,) = (path for path in (tmp_path / "c").glob("*.safetensors") if path.stat().st_size > sum(sizes))
-    content = bytearray(data.read_bytes())
-    place = content.find(saved["t33"].numpy().tobytes())
-    content[place + 100_000] ^= 1
-    data.write_bytes(content)
+    flip(data, saved["t33"].numpy().tobytes())
     with pytest.raises(CorruptCheckpointError, match=r"t3[0-9]\b.*digest differs"):
-        dc.load(_describe(_fresh(sizes, list(range(40)), gap)), tmp_path / "c")
+        dc.load(states.entire(_fresh(sizes, list(range(40)), gap)), tmp_path / "c")

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from shardckpt import dist_checkpointing as dc
-from shardckpt.errors import CheckpointingException, CorruptCheckpointError, ShapeMismatchError
+from shardckpt.errors import CheckpointingException, CorruptCheckpointError
 from shardckpt.mapping import ShardedTensor
 from shardckpt_safetensors import SafetensorsSaveShardedStrategy
 from shardckpt_torch_dist import TorchDistSaveShardedStrategy
@@ -79,24 +79,6 @@ def test_parts_of_pieces(
     assert first is data
     assert torch.equal(data, FULL[low : low + rows, left : left + columns])
     assert torch.equal(second, FULL[low, left : left + columns])
-
-
-def test_another_global_shape(path: Path) -> None:
-    """With allow_shape_mismatch the common rows are loaded, and the others are zero; without, it is an error."""
-    wide = ShardedTensor("w", torch.ones(30, 64, dtype=FULL.dtype), FULL.dtype, (30, 64), (30, 64), (0, 0), None)
-    with pytest.raises(ShapeMismatchError, match="'w'"):
-        _load(path, wide)
-    wide.allow_shape_mismatch = True
-    loaded = _load(path, wide)
-    assert torch.equal(loaded[:24], FULL)
-    assert not loaded[24:].any()
-
-
-def test_flattened_ranges(path: Path) -> None:
-    """A part of a flattened block has its elements, over the pieces that are stored."""
-    flat = torch.zeros(1000, dtype=FULL.dtype)
-    wanted = ShardedTensor("w", flat, FULL.dtype, (24, 64), (24, 64), (0, 0), None, flattened_range=slice(37, 1037))
-    assert torch.equal(_load(path, wanted), FULL.reshape(-1)[37:1037])
 
 
 def test_files_are_as_large_as_the_index_says_before_memory_is_taken(path: Path) -> None:

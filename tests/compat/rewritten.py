@@ -22,14 +22,10 @@ def ported(text: str) -> str:
 
 def run_script(path: Path, function: str, *args: Any) -> Any:
     """Call a function of a ported script. The registry is as it was again afterwards: other tests use the process."""
-    registry = get_plugin_manager().registry
-    before = dict(registry._entries)
     module = types.ModuleType(f"ported_{path.stem}")
-    try:
+    with get_plugin_manager().registry.preserved():
         exec(compile(ported(path.read_text()), str(path), "exec"), vars(module))
         return getattr(module, function)(*args)
-    finally:
-        registry._entries = before
 
 
 def run(function: str, *args: Any) -> Any:

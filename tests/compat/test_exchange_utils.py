@@ -8,6 +8,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shardckpt.compat.megatron.dist_checkpointing import exchange_utils
 from shardckpt.compat.megatron.dist_checkpointing.exchange_utils import (
     ShardDistribution,
     determine_main_replica_uniform_distribution,
@@ -81,16 +82,23 @@ def _exchanged(algorithm: str, spoil: str = "") -> tuple[list[str], bool]:
     if spoil and rank == 2:
         (loaded if spoil == "loaded" else unloaded).popitem()
     found = exchange_by_distribution(loaded, unloaded, distribution, None, algorithm)
-    same = found.keys() == expected.keys() and all(torch.equal(found[n], expected[n]) for n in expected)
+    by_name = getattr(exchange_utils, f"exchange_loaded_tensors_{algorithm}")(loaded, unloaded, distribution, None)
+    same = found.keys() == by_name.keys() == expected.keys()
+    same = same and all(torch.equal(found[n], expected[n]) and torch.equal(by_name[n], expected[n]) for n in expected)
     return sorted(map(str, found)), same
 
 
 @pytest.mark.parametrize("algorithm", ["broadcast", "gather_rounds", "gather_object"])
 def test_shards_are_exchanged(ranks: Ranks, algorithm: str) -> None:
-    """Every rank ends with its own shards, whoever has loaded them, and with no others."""
+    """Every rank ends with its own shards, whoever has loaded them, and with no others; by Megatron's names, too."""
     results = ranks.run(4, _exchanged, algorithm)
     assert [same for _, same in results] == [True] * 4
     assert len(results[0][0]) == 6
+    assert ranks.run(2, _exchange_objects) == [{0: "0", 1: "1"}] * 2
+
+
+def _exchange_objects() -> dict[int, str]:
+    return exchange_utils.exchange_loaded_objects_gather_object({dist.get_rank(): str(dist.get_rank())})
 
 
 @pytest.mark.parametrize("spoil", ["loaded", "unloaded"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 import weakref
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -156,10 +157,8 @@ def _model_on_meshes() -> Any:
     before = len(dist.distributed_c10d._world.pg_map)
     spec = build_ep_fqn2spec_info(model, mesh, ["trunk.*.experts"])
     groups = len(dist.distributed_c10d._world.pg_map) - before
-    return spec, groups, expert_layouts(model, mesh, ["experts"]), _keys(get_check_moe_func(model))
-
-
-def _keys(check: Any) -> list[bool]:
+    texts = {name: f"({', '.join(map(str, info.placement))})" for name, info in spec.items()}
+    layouts = {name: layout.global_shape for name, layout in expert_layouts(model, mesh, ["experts"]).items()}
     keys = (
         "trunk.0.experts.w1",
         "optimizer.state.trunk.1.experts.w1.exp_avg",
@@ -168,12 +167,12 @@ def _keys(check: Any) -> list[bool]:
         "mytrunk.0.experts.w1",
         "trunk.0.gate.weight",
     )
-    return [check(key) for key in keys]
+    return texts, groups, layouts, list(map(get_check_moe_func(model), keys))
 
 
 def test_specs_and_checks_go_by_exact_names_at_any_module_path(ranks: Ranks) -> None:
     """Wrappers do not count, endings are not enough, optimizer keys are known, and no process group is made."""
-    for spec, groups, layouts, checks in ranks.run(4, _described):
+    for spec, groups, layouts, checks in ranks.run(4, _model_on_meshes):
         assert spec == {
             "trunk.0.experts.w1": "(_S(0, 2), S(0))",
             "trunk.0.experts.w1_bias": "(R, S(0))",
@@ -185,19 +184,16 @@ def test_specs_and_checks_go_by_exact_names_at_any_module_path(ranks: Ranks) -> 
         assert checks == [True, True, True, False, False, False]
 
 
-def _described() -> Any:
-    spec, groups, layouts, checks = _model_on_meshes()
-    texts = {name: f"({', '.join(map(str, info.placement))})" for name, info in spec.items()}
-    return texts, groups, {name: layout.global_shape for name, layout in layouts.items()}, checks
-
-
 def test_plain_experts_are_found_by_their_modules() -> None:
-    """Without FSDP the parameters are plain tensors; the plan of modules names them."""
+    """Without FSDP the parameters are plain tensors; the plan of modules names them, and a typo in it is refused."""
     check_ = get_check_moe_func(_Model(), ["trunk.*.experts"])
 
     assert check_("trunk.1.experts.w1_bias")
     assert not check_("trunk.1.gate.weight")
     assert not get_check_moe_func(_Model())("trunk.1.experts.w1")
+    assert get_check_moe_func(_Model(), _Plan("trunk.{*}.experts"))("trunk.1.experts.w1")
+    with pytest.raises(ShardingError, match="in a module at 'exprets'"):
+        get_check_moe_func(_Model(), ["exprets"])
 
 
 EFSDP = [
@@ -244,14 +240,6 @@ class _Option(DefaultLoadPlanner):
         )
 
 
-def _load_eight(folder: Path) -> int:
-    return _load_by_rank(folder, experts=8)
-
-
-def _load_five(folder: Path) -> int:
-    return _load_by_rank(folder, experts=5)
-
-
 @pytest.mark.proof
 def test_the_seeds_planner_loads_any_chunks_by_rank(ranks: Ranks, tmp_path: Path) -> None:
     """By ep_rank and ep_size alone: several stored chunks, FSDP along the experts, uneven counts, optimizer state."""
@@ -260,8 +248,8 @@ def test_the_seeds_planner_loads_any_chunks_by_rank(ranks: Ranks, tmp_path: Path
             store(tmp_path / "even" / f"{dim}-{pieces}", expected(8), pieces, dim)
             store(tmp_path / "uneven" / f"{dim}-{pieces}", expected(5), pieces, dim)
 
-    assert ranks.run(4, _load_eight, tmp_path / "even") == [24] * 4
-    assert ranks.run(4, _load_five, tmp_path / "uneven") == [24] * 4
+    assert ranks.run(4, partial(_load_by_rank, experts=8), tmp_path / "even") == [24] * 4
+    assert ranks.run(4, partial(_load_by_rank, experts=5), tmp_path / "uneven") == [24] * 4
 
 
 def test_a_tensor_of_neither_length_is_refused() -> None:
@@ -298,7 +286,7 @@ def _item(chunk: tuple[int, ...], offset: tuple[int, ...], lengths: tuple[int, .
 
 
 def test_an_item_moves_to_its_ranks_experts() -> None:
-    """Of one stored chunk the offset moves; of several, the chunk that has the experts is read."""
+    """Of one stored chunk the offset moves; of several, the chunk that has the experts is read; bytes have none."""
     one = get_chunk_readitem(_item((0, 0), (0, 2), (2, 3)), 3, stored=_stored((8, 6), [((0, 0), (8, 6))]))
     two = _stored((8, 6), [((0, 0), (4, 6)), ((4, 0), (4, 6))])
     other = get_chunk_readitem(_item((0, 0), (0, 2), (2, 3)), 3, stored=two)
@@ -307,6 +295,9 @@ def test_an_item_moves_to_its_ranks_experts() -> None:
     assert one.storage_offsets == (6, 2)
     assert (other.storage_index.offset, other.storage_index.index, other.storage_offsets) == ((4, 0), 1, (2, 2))
     assert (half.storage_index.offset, half.storage_offsets) == ((4, 0), (3, 0))
+    index, zero = metadata.MetadataIndex("lr"), torch.Size((0,))
+    bytes_ = ReadItem(LoadItemType.BYTE_IO, index, zero, index, zero, zero)
+    assert get_chunk_readitem(bytes_, 3, stored=_stored((8,), [])) is bytes_
 
 
 @table("rank", [1, 3])
@@ -316,14 +307,6 @@ def test_an_item_that_leaves_its_chunk_is_refused(rank: int) -> None:
 
     with pytest.raises(ShardingError, match="lies in several stored chunks, or outside the stored tensor"):
         get_chunk_readitem(_item((0, 0), (0, 0), (3, 6)), rank, stored=stored)
-
-
-def test_items_of_objects_are_not_moved() -> None:
-    """Bytes have no experts."""
-    index, zero = metadata.MetadataIndex("lr"), torch.Size((0,))
-    item = ReadItem(LoadItemType.BYTE_IO, index, zero, index, zero, zero)
-
-    assert get_chunk_readitem(item, 3, stored=_stored((8,), [])) is item
 
 
 class _AsItWas(DefaultLoadPlanner):
@@ -459,13 +442,6 @@ def test_a_trainers_objects_are_understood(ranks: Ranks) -> None:
             assert re.search(reason, message), message
 
 
-def test_a_plan_that_matches_nothing_is_no_model_without_experts() -> None:
-    """get_check_moe_func refuses a typo, where every expert would be taken for an ordinary tensor."""
-    with pytest.raises(ShardingError, match="in a module at 'exprets'"):
-        get_check_moe_func(_Model(), ["exprets"])
-    assert get_check_moe_func(_Model(), _Plan("trunk.{*}.experts"))("trunk.1.experts.w1")
-
-
 class _Layers(torch.nn.Module):
     """Twelve layers with one expert module each."""
 
@@ -511,33 +487,18 @@ def test_what_is_no_tensor_is_not_restored() -> None:
     assert drop_ep_dim(3) == 3  # type: ignore[arg-type,comparison-overlap]
 
 
-def _dropped_by_the_whole_mesh() -> Any:
-    mesh, other = mesh_of(("ep", 2), ("ep_fsdp", 2)), mesh_of(("ep_fsdp", 2), ("ep", 2))
-    local = torch.full((2, 3), float(dist.get_rank()))
-    on_ep = DTensor.from_local(local, mesh["ep"], [Shard(0)], run_check=False)
-    dropped = drop_ep_dim(loaded_tensor=on_ep, device_mesh=mesh)
-    restored = restore_ep_dim(origin_tensor=local, device_mesh=mesh)
-    try:
-        drop_ep_dim(on_ep, other)
-    except ShardingError as exc:
-        return type(dropped) is torch.Tensor, torch.equal(dropped, local), tuple(restored.shape), str(exc)
-    return None
-
-
-def test_a_tensor_on_a_part_of_the_mesh_is_dropped(ranks: Ranks) -> None:
-    """A tensor on mesh["ep"] is dropped with the whole mesh, as MindSpeed calls it; with another mesh it is refused."""
-    for plain, equal, shape, message in ranks.run(4, _dropped_by_the_whole_mesh):
-        assert (plain, equal, shape) == (True, True, (4, 3))
-        assert "the tensor is on the mesh ('ep',)" in message
-
-
 def _identities() -> Any:
     mesh = mesh_of(("efsdp", 2), ("ep", 2))
     plain = torch.zeros(2)
     efsdp = from_local(torch.zeros(2, 3), mesh["efsdp"], [Shard(1)], (2, 6))
     on_ep = DTensor.from_local(torch.zeros(2, 3), mesh["ep"], [Shard(0)], run_check=False)
-    whole_ = restore_ep_dim(torch.zeros(2, 3), mesh)
+    whole_ = restore_ep_dim(origin_tensor=torch.zeros(2, 3), device_mesh=mesh)
+    dropped = drop_ep_dim(loaded_tensor=on_ep, device_mesh=mesh)
+    with pytest.raises(ShardingError, match=r"the tensor is on the mesh \('ep',\)"):
+        drop_ep_dim(on_ep, mesh_of(("ep", 2), ("efsdp", 2)))
     return (
+        type(dropped) is torch.Tensor and torch.equal(dropped, on_ep.to_local()),
+        tuple(whole_.shape) == (4, 3),
         drop_ep_dim(plain) is plain,
         drop_ep_dim(efsdp, mesh) is efsdp,
         type(drop_ep_dim(on_ep)) is torch.Tensor,
@@ -548,5 +509,5 @@ def _identities() -> Any:
 
 
 def test_what_needs_no_change_comes_back_as_it_is(ranks: Ranks) -> None:
-    """Plain tensors and FSDP's DTensors have nothing to drop; a DTensor of all experts has nothing to restore."""
-    assert ranks.run(4, _identities) == [(True,) * 6] * 4
+    """What has nothing to drop or restore is itself; a tensor on a part of the mesh is dropped by the whole mesh."""
+    assert ranks.run(4, _identities) == [(True,) * 8] * 4

@@ -25,12 +25,11 @@ from shardckpt.errors import (
     UnsafePickleError,
     VersionTooNewError,
 )
-from shardckpt.plugins.manager import get_plugin_manager
 from tests.compat.rewritten import STRATEGIES, run_script
+from tests.damage import flip
 from tests.tables import in_proof, table
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
 
     from tests.ranks import RankPool, Ranks
@@ -72,15 +71,6 @@ def _wanted() -> dict[str, Any]:
     return {"w": _tensor().without_data()}
 
 
-@pytest.fixture(autouse=True)
-def _registry() -> Iterator[None]:
-    """The registry is as it was again after each test."""
-    found = get_plugin_manager().registry
-    before = dict(found._entries)
-    yield
-    found._entries = before
-
-
 def _register(load: Any = None, save: Any = None) -> None:
     base.register_default_strategy(base.StrategyAction.SAVE_SHARDED, "files", 1, save or _Save())
     base.register_default_strategy(base.StrategyAction.LOAD_SHARDED, "files", 1, load or _Load())
@@ -100,16 +90,6 @@ def test_strategies_written_for_megatron_run(
     assert [path.name for path in tmp_path.iterdir()] == ["c"]
 
 
-def test_what_it_wrote_is_recorded(tmp_path: Path) -> None:
-    """Every file of the strategy has a size and digests in shardckpt.json; the marker names its format, not ours."""
-    dc.save({"w": _tensor(), "step": 3}, tmp_path / "c", _Save())
-    record = json.loads((tmp_path / "c" / "shardckpt.json").read_text())
-    files = {file["name"]: file["size"] for file in record["files"]}
-    assert files["w.pt"] == (tmp_path / "c" / "w.pt").stat().st_size
-    assert set(files) == {"w.pt", "common.pt", "shardckpt_index.json"}
-    assert json.loads((tmp_path / "c" / "metadata.json").read_text())["sharded_backend"] == "files"
-
-
 @table("odd", ['{"tensors": {}, "tensors": {}}', '{"tensors": {"w": {"shape": ["2"], "dtype": "x"}}}'])
 def test_an_index_is_parsed_strictly(tmp_path: Path, odd: str) -> None:
     """What says a key twice, or a text for a size, is damage, also where no digest says so."""
@@ -120,8 +100,12 @@ def test_an_index_is_parsed_strictly(tmp_path: Path, odd: str) -> None:
         serialization.load_sharded_metadata(tmp_path / "c", _Load())
 
 
-def test_what_it_wrote_into_folders_is_recorded(tmp_path: Path) -> None:
-    """Files in folders are digested, checked at the load, and replaced by the next save, as those beside them."""
+def test_what_it_wrote_is_recorded_and_checked(tmp_path: Path) -> None:
+    """Every file, in folders too, is recorded, replaced by the next save, and compared before the strategy reads it."""
+
+    class Unused(_Load):
+        def load(self, sharded_state_dict: Any, checkpoint_dir: Any) -> Any:
+            raise AssertionError("it was called")
 
     class Deep(_Save):
         def save(self, sharded_state_dict: Any, checkpoint_dir: Any) -> None:
@@ -135,12 +119,15 @@ def test_what_it_wrote_into_folders_is_recorded(tmp_path: Path) -> None:
         dc.save({"w": _tensor(value)}, tmp_path / "c", Deep())
     record = json.loads((tmp_path / "c" / "shardckpt.json").read_text())
     sizes = {file["name"]: file["size"] for file in record["files"]}
-    assert (sizes["zarr/w/0/chunk"], sizes["zarr/w/1/chunk"]) == (0, 1)
+    assert set(sizes) == {"w.pt", "common.pt", "shardckpt_index.json", "zarr/w/0/chunk", "zarr/w/1/chunk"}
+    assert sizes == {name: (tmp_path / "c" / name).stat().st_size for name in sizes}
+    assert json.loads((tmp_path / "c" / "metadata.json").read_text())["sharded_backend"] == "files"
     assert not (tmp_path / "c" / "zarr" / "w" / "2").exists()
     assert dc.load(_wanted(), tmp_path / "c", _Load())["w"].tolist() == [2.0] * 4
-    (tmp_path / "c" / "zarr" / "w" / "1" / "chunk").write_bytes(b"y")
-    with pytest.raises(CorruptCheckpointError, match="zarr/w/1/chunk"):
-        dc.load(_wanted(), tmp_path / "c", _Load())
+    for name in ("zarr/w/1/chunk", "w.pt"):
+        flip(tmp_path / "c" / name)
+        with pytest.raises(CorruptCheckpointError, match=name):
+            dc.load(_wanted(), tmp_path / "c", Unused())
 
 
 def test_the_gate_finds_it_by_metadata_json(tmp_path: Path) -> None:
@@ -252,22 +239,6 @@ def test_a_failed_save_leaves_nothing(ranks: Ranks, tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_damage_is_found_before_it_reads(tmp_path: Path) -> None:
-    """Every file is compared with its digests before the strategy reads it: a changed byte is an error by name."""
-
-    class Unused(_Load):
-        def load(self, sharded_state_dict: Any, checkpoint_dir: Any) -> Any:
-            raise AssertionError("it was called")
-
-    dc.save({"w": _tensor()}, tmp_path / "c", _Save())
-    file = tmp_path / "c" / "w.pt"
-    data = bytearray(file.read_bytes())
-    data[len(data) // 2] ^= 1
-    file.write_bytes(data)
-    with pytest.raises(CorruptCheckpointError, match=r"w\.pt"):
-        dc.load(_wanted(), tmp_path / "c", Unused())
-
-
 def test_a_load_during_an_overwrite_starts_over(tmp_path: Path) -> None:
     """If another save replaces the checkpoint while the strategy reads, it reads again: all is of one save."""
     calls = []
@@ -307,12 +278,6 @@ def test_what_a_checkpoint_cannot_have_is_named(tmp_path: Path, what: str) -> No
     assert not list(tmp_path.iterdir())
 
 
-def test_urls_are_refused() -> None:
-    """A strategy that writes to a path is not given a URL's spool: the save says what to do."""
-    with pytest.raises(StorageError, match="save to a directory, not to a URL"):
-        dc.save({"w": _tensor()}, "memory://bucket/c", _Save())
-
-
 @table(("returned", "error"), [(None, "a dict"), ({}, "'w'"), ({"w": torch.ones(3)}, "shape")])
 def test_a_wrong_result_is_a_plugin_error(tmp_path: Path, returned: Any, error: str) -> None:
     """A load that does not return what was asked for, or tensors of other shapes, is an error that names it."""
@@ -334,12 +299,6 @@ def test_keys_are_compared_without_the_strategys_help(tmp_path: Path) -> None:
         dc.load(other, tmp_path / "c", _Load())
     _, missing, unexpected = dc.load(other, tmp_path / "c", _Load(), strict="return_all")
     assert (missing, unexpected) == ({"w"}, {"v"})
-
-
-def test_a_foreground_strategy_says_so(tmp_path: Path) -> None:
-    """A background save by a strategy without async_save is refused."""
-    with pytest.raises(CheckpointingException, match="in the foreground only"):
-        dc.save({"w": _tensor()}, tmp_path / "c", _Save(), async_sharded_save=True)
 
 
 def _in_parallel(path: str) -> tuple[list[str], list[str]]:
@@ -442,8 +401,8 @@ def test_a_failed_background_save_leaves_nothing(ranks: Ranks, tmp_path: Path) -
     assert not list(tmp_path.iterdir())
 
 
-def test_classes_and_nameless_strategies_are_refused(tmp_path: Path) -> None:
-    """A class in the place of an instance, and a strategy without a backend, are errors that say what to do."""
+def test_what_a_strategy_cannot_be_or_do_is_refused(tmp_path: Path) -> None:
+    """A class, one without a backend, a URL, a background save without async_save: errors that say what to do."""
 
     class Nameless(_Save):
         def __init__(self) -> None:
@@ -455,6 +414,10 @@ def test_classes_and_nameless_strategies_are_refused(tmp_path: Path) -> None:
         dc.load(_wanted(), tmp_path, _Load)
     with pytest.raises(PluginError, match=r"super\(\).__init__\(backend, version\)"):
         dc.save({"w": _tensor()}, tmp_path / "c", Nameless())
+    with pytest.raises(StorageError, match="save to a directory, not to a URL"):
+        dc.save({"w": _tensor()}, "memory://bucket/c", _Save())
+    with pytest.raises(CheckpointingException, match="in the foreground only"):
+        dc.save({"w": _tensor()}, tmp_path / "c", _Save(), async_sharded_save=True)
 
 
 @table("register", [base.register_default_strategy, ours.register_default_strategy])

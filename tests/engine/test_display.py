@@ -13,8 +13,9 @@ from shardckpt.cli import main
 from shardckpt.engine import show_progress
 from shardckpt.manager import CheckpointConfig, CheckpointManager
 from shardckpt.mapping import ShardedTensor
-from shardckpt.plugins import get_plugin_manager, hookimpl
+from shardckpt.plugins import hookimpl
 from tests.backends import Backend, both_in_proof
+from tests.plugged import registered
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -44,10 +45,8 @@ class _Watcher:
 @pytest.fixture
 def watcher() -> Iterator[_Watcher]:
     """A plugin that asks for progress, as long as a test runs."""
-    watcher = _Watcher()
-    get_plugin_manager().register(watcher)
-    yield watcher
-    get_plugin_manager().unregister(watcher)
+    with registered(_Watcher()) as watcher:
+        yield watcher
 
 
 def _save(path: Path) -> None:
@@ -79,10 +78,8 @@ def test_nobody_pays_who_does_not_ask(tmp_path: Path) -> None:
     class Listener(_Watcher):
         wants_progress = False
 
-    listener = Listener()
-    get_plugin_manager().register(listener)
-    _save(tmp_path / "c")
-    get_plugin_manager().unregister(listener)
+    with registered(Listener()) as listener:
+        _save(tmp_path / "c")
     assert not listener.seen
 
 

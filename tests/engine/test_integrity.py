@@ -21,8 +21,10 @@ from shardckpt.manifest import INTEGRITY_LIMIT
 from shardckpt.storage.memory_budget import REQUEST_BYTES
 from shardckpt.storage.open_files import OpenFile, OpenFiles
 from tests import backends
+from tests.damage import flip
 from tests.names import MARKERS
 from tests.resources import list_open
+from tests.states import error_of
 from tests.tables import in_proof, table
 
 if TYPE_CHECKING:
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
 GOLDEN = Path(__file__).parents[1] / "golden"
 VERSIONS = ("0.9.0", "0.12.3", "0.13.1", "0.16.1", "0.17.0rc0", "0.20.0")
 KEY = "decoder.final_layernorm.weight"
+FILE = "__3_0.distcp"
 #: Elements of a tensor that takes more than two blocks of a whole read.
 LARGE = REQUEST_BYTES // 2 + 12345
 
@@ -63,13 +66,6 @@ def ours(tmp_path: Path) -> Path:
     return tmp_path / "ours"
 
 
-def flip(path: Path, place: int = -1) -> None:
-    """Change one bit."""
-    content = bytearray(path.read_bytes())
-    content[place] ^= 1
-    path.write_bytes(content)
-
-
 def load(path: Path, key: str = KEY, size: int = 5) -> torch.Tensor:
     """A tensor, after the whole checkpoint has been verified."""
     wanted = {"t": ShardedTensor.from_rank_offsets(key, torch.full((size,), -1.0))}
@@ -85,40 +81,33 @@ def test_an_integrity_json_of_megatron(tmp_path: Path, version: str) -> None:
     assert main(["verify", str(path)]) == 0
 
 
-def _alter(path: Path) -> str:
-    flip(path / "__3_0.distcp")
-    found, expected = hashes(path)["__3_0.distcp"], json.loads((path / "integrity.json").read_text())["files"]
-    file = path / "__3_0.distcp"
-    return rf"__3_0.distcp: the SHA-256 of {file} is {found}, integrity.json has {expected['__3_0.distcp']}"
-
-
-def _cut(path: Path) -> str:
-    content = (path / "__3_0.distcp").read_bytes()
-    (path / "__3_0.distcp").write_bytes(content[:-1])
-    return r"__3_0.distcp: the SHA-256 of "
-
-
-def _grow(path: Path) -> str:
-    with (path / "metadata.json").open("a") as file:
-        file.write("\n")
-    return r"metadata.json: the SHA-256 of "
-
-
-def _lose(path: Path) -> str:
-    (path / "__1_0.distcp").unlink()
-    return r"__1_0.distcp: cannot open .*__1_0.distcp: No such file"
-
-
-def _link(path: Path) -> str:
+def _link(path: Path) -> None:
     (path / "__1_0.distcp").rename(path.parent / "elsewhere")
     (path / "__1_0.distcp").symlink_to(path.parent / "elsewhere")
-    return r"__1_0.distcp: cannot open .*: it is a symbolic link"
 
 
-@pytest.mark.parametrize("damage", [_alter, _cut, _grow, _lose, _link])
-def test_damage_of_a_foreign_checkpoint(golden: Path, damage: Callable[[Path], str]) -> None:
+@pytest.mark.parametrize(
+    ("damage", "text"),
+    [
+        (
+            lambda path: flip(path / FILE),
+            "the SHA-256 of {path}/__3_0.distcp is {found}, integrity.json has {expected}",
+        ),
+        (lambda path: (path / FILE).write_bytes((path / FILE).read_bytes()[:-1]), "__3_0.distcp: the SHA-256 of "),
+        (
+            lambda path: (path / "metadata.json").write_text((path / "metadata.json").read_text() + "\n"),
+            "metadata.json: the SHA-256 of ",
+        ),
+        (lambda path: (path / "__1_0.distcp").unlink(), "__1_0.distcp: cannot open .*__1_0.distcp: No such file"),
+        (_link, "__1_0.distcp: cannot open .*: it is a symbolic link"),
+    ],
+    ids=["altered", "cut", "grown", "lost", "link"],
+)
+def test_damage_of_a_foreign_checkpoint(golden: Path, damage: Callable[[Path], object], text: str) -> None:
     """An altered, cut, grown or missing file is named, with what was found and expected, though nobody loads it."""
-    text = damage(golden)
+    damage(golden)
+    expected = json.loads((golden / "integrity.json").read_text())["files"][FILE]
+    text = text.format(path=golden, found=hashes(golden).get(FILE), expected=expected)
     destination = torch.full((5,), -1.0)
     wanted = {"t": ShardedTensor.from_rank_offsets(KEY, destination)}
     with pytest.raises(CorruptCheckpointError, match=text):
@@ -350,19 +339,14 @@ def test_errors_are_the_same_on_all_ranks(ranks: Ranks, tmp_path: Path) -> None:
     assert "integrity.json is damaged" in outcomes[0][0]
 
 
-def _disagree(path: str) -> str:
-    try:
-        dc.load({}, path, verify_integrity=dist.get_rank() == 0)
-    except CheckpointingException as exc:
-        return str(exc)
-    return ""
+def _disagree(path: str) -> None:
+    dc.load({}, path, verify_integrity=dist.get_rank() == 0)
 
 
 def test_ranks_that_disagree(ranks: Ranks, ours: Path) -> None:
     """A flag that is not the same on every rank is an error, not a hang."""
-    first, second = ranks.run(2, _disagree, str(ours))
-    assert first == second
-    assert "ranks disagree on verify_integrity: True on rank 0, False on rank 1" in first
+    ((_, text),) = {*ranks.run(2, error_of, _disagree, str(ours))}
+    assert "ranks disagree on verify_integrity: True on rank 0, False on rank 1" in text
 
 
 def test_megatrons_positions(golden: Path) -> None:

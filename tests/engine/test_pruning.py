@@ -27,6 +27,7 @@ from tests import backends, programs
 from tests.commit import owners
 from tests.faults import samples
 from tests.faults.test_overwrite import Interruption, add_foreign, die_between_renames
+from tests.states import error_of
 from tests.tables import table
 
 if TYPE_CHECKING:
@@ -91,18 +92,6 @@ def test_what_others_have_stays_and_is_named(tmp_path: Path, caplog: pytest.LogC
     _save(target)
     assert not staging.exists()
     assert far.exists()
-
-
-def test_another_hosts_goes_when_it_is_old(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After SHARDCKPT_LEFTOVER_HOURS without a write nobody is waited for."""
-    far = owners.leave(tmp_path / "ckpt", owners.elsewhere())
-    for path in (far / "data", far):
-        os.utime(path, (path.stat().st_mtime - 3 * 3600,) * 2)
-    _save(tmp_path / "ckpt")
-    assert far.exists()
-    monkeypatch.setenv(settings.LEFTOVER_HOURS, "2")
-    _save(tmp_path / "ckpt")
-    assert _names(tmp_path) == ["ckpt"]
 
 
 @pytest.mark.ci
@@ -230,14 +219,6 @@ def _save_part(directory: str, version: int) -> None:
     dc.save(samples.state_dict(version, dist.get_rank(), dist.get_world_size()), directory, overwrite=True)
 
 
-def _error_of_part(directory: str) -> tuple[str, str]:
-    try:
-        _save_part(directory, NEW)
-    except CheckpointingException as exc:
-        return type(exc).__name__, str(exc)
-    return "", ""
-
-
 @backends.both_in_proof
 def test_several_ranks_save_beside_what_is_left(ranks: Ranks, tmp_path: Path) -> None:
     """The main rank clears up for all, and every rank writes into the one directory that bears its process."""
@@ -358,7 +339,7 @@ def test_what_an_export_moved_aside(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["x" * 256, "é" * 128, "x" * 256 + "/ckpt"])
 def test_longer_names_are_refused_before_anything_is_written(ranks: Ranks, tmp_path: Path, name: str) -> None:
     """The same error on every rank says which name is too long; not even a directory is made."""
-    ((kind, text), *others) = ranks.run(2, _error_of_part, str(tmp_path / "new" / name))
+    ((kind, text), *others) = ranks.run(2, error_of, _save_part, str(tmp_path / "new" / name), NEW)
     assert others == [(kind, text)]
     assert kind == "StorageError"
     assert "has 256 bytes, and file systems allow 255" in text

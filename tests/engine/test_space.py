@@ -20,6 +20,7 @@ from tests.commit import owners
 from tests.faults import samples
 from tests.faults.attempts import Attempt, attempt
 from tests.faults.disks import small_disk
+from tests.states import entire
 from tests.tables import table
 
 if TYPE_CHECKING:
@@ -146,7 +147,7 @@ def test_other_views_of_the_same_memory_count(tmp_path: Path) -> None:
     """Tensors that begin at the same place and have other sizes are stored each, and count each."""
     values = torch.ones(3 * MIB // 2, dtype=torch.uint8)
     views = {"a": values, "b": values[:-1]}
-    state = {key: ShardedTensor.from_rank_offsets(key, view) for key, view in views.items()}
+    state = entire(views)
     with small_disk(tmp_path / "disk", "2m") as disk, pytest.raises(NotEnoughSpaceError):
         dist_checkpointing.save(state, disk / "ckpt")
 

@@ -23,6 +23,7 @@ from shardckpt.mapping import ShardedTensor
 from shardckpt.plugins import get_plugin_manager
 from shardckpt.storage import Segments, writer
 from tests import backends
+from tests.damage import flip
 from tests.remote import jobs
 from tests.remote.store import Store
 from tests.shared import shared_by_ranks
@@ -123,18 +124,12 @@ def _other_table(path: Path) -> None:
     one.write_bytes(other.read_bytes())
 
 
-def _flip(path: Path, name: str) -> None:
-    data = bytearray((path / name).read_bytes())
-    data[len(data) // 2] ^= 8
-    (path / name).write_bytes(data)
-
-
 def _table(rank: int = 0) -> str:
     return backends.data_file(rank) + TABLE_SUFFIX
 
 
 _DAMAGES: dict[str, Callable[[Path], object]] = {
-    "flipped": lambda path: _flip(path, _table()),
+    "flipped": lambda path: flip(path / _table()),
     "missing": lambda path: (path / _table()).unlink(),
     "cut": lambda path: os.truncate(path / _table(), 12),
     "empty": lambda path: os.truncate(path / _table(), 0),
@@ -145,16 +140,12 @@ _DAMAGES: dict[str, Callable[[Path], object]] = {
 }
 
 
-def _verdict(path: str) -> tuple[str, str]:
-    return jobs.error_of(jobs.check, path, 1.0)
-
-
 @backends.both_in_proof
 @pytest.mark.parametrize("damage", _DAMAGES)
 def test_a_damaged_table_fails_a_load_and_is_found(ranks: Ranks, saved: Path, damage: str) -> None:
     """A table that is not as written is the same error on all ranks, and verify names the table and the file."""
     _DAMAGES[damage](saved)
-    verdicts = ranks.run(2, _verdict, str(saved))
+    verdicts = ranks.run(2, jobs.error_of, jobs.check, str(saved), 1.0)
     assert verdicts[0] == verdicts[1]
     kind, text = verdicts[0]
     assert kind in ("CorruptCheckpointError", "StorageError")
@@ -170,8 +161,8 @@ def test_damaged_data_has_one_verdict_in_both_forms(ranks: Ranks, tmp_path: Path
     verdicts = []
     for name, save in (("inside", jobs.save), ("beside", _save)):
         ranks.run(2, save, str(tmp_path / name), 1.0)
-        _flip(tmp_path / name, backends.data_file(1))
-        kind, text = ranks.run(2, _verdict, str(tmp_path / name))[0]
+        flip(tmp_path / name / backends.data_file(1))
+        kind, text = ranks.run(2, jobs.error_of, jobs.check, str(tmp_path / name), 1.0)[0]
         faults = [result.name for result in verify_checkpoint(tmp_path / name) if result.fault]
         verdicts.append((kind, text.replace(f"/{name}/", "/"), faults))
     assert verdicts[0] == verdicts[1]
@@ -256,7 +247,7 @@ def test_integrity_json_has_the_tables(ranks: Ranks, tmp_path: Path) -> None:
         assert _tables(path) <= set(listed)
         assert all(listed[file.table_name] == file.digest for file in _record(path).files)
         verify_integrity_manifest(path)
-        _flip(path, _table())
+        flip(path / _table())
         with pytest.raises(CorruptCheckpointError, match=f"{_table()}: the SHA-256 of"):
             verify_integrity_manifest(path)
 

@@ -18,6 +18,7 @@ from shardckpt.errors import (
 from shardckpt.huggingface import dcp_to_torch_save, dcp_to_torch_state_dict, torch_save_to_dcp
 from shardckpt.mapping import ShardedObject, ShardedTensor
 from tests.huggingface.samples import global_tensors, same, save
+from tests.interop.sample import check_equal
 from tests.tables import table
 
 if TYPE_CHECKING:
@@ -37,16 +38,6 @@ def _nested_state() -> dict[str, Any]:
     }
 
 
-def _equal(one: Any, other: Any) -> bool:
-    if isinstance(one, torch.Tensor):
-        return same(one, other)
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(_equal(one[key], other[key]) for key in one)
-    if isinstance(one, list):
-        return len(one) == len(other) and all(map(_equal, one, other))
-    return bool(one == other)
-
-
 @table("is_zip", [True, False])
 def test_there_and_back_again(tmp_path: Path, is_zip: bool) -> None:
     """A file of torch.save, of today's or the old format, becomes a checkpoint, and the same state dict again."""
@@ -54,9 +45,9 @@ def test_there_and_back_again(tmp_path: Path, is_zip: bool) -> None:
     torch_save_to_dcp(tmp_path / "a.pt", tmp_path / "c")
     stored = dc.load_tensors_metadata(tmp_path / "c")
     assert stored.keys() == {"model.w", "model.h.0", "optimizer.state.0.step", "optimizer.state.0.exp_avg"}
-    assert _equal(dcp_to_torch_state_dict(tmp_path / "c"), _nested_state())
+    check_equal(dcp_to_torch_state_dict(tmp_path / "c"), _nested_state(), "state")
     dcp_to_torch_save(tmp_path / "c", tmp_path / "b.pt")
-    assert _equal(torch.load(tmp_path / "b.pt", weights_only=True), _nested_state())
+    check_equal(torch.load(tmp_path / "b.pt", weights_only=True), _nested_state(), "state")
     dcp_to_torch_save(tmp_path / "c", tmp_path / "b.pt", prefix="model.")
     assert torch.load(tmp_path / "b.pt", weights_only=True).keys() == {"w", "h.0"}
     with pytest.raises(StorageError, match="is not empty"):
@@ -85,20 +76,12 @@ def test_any_checkpoint_is_a_plain_state_dict(tmp_path: Path) -> None:
     assert plain["n"] == 4
 
 
-def _save_sample(path: Path) -> None:
-    save(path)
-
-
-def _convert(source: Path, target: Path) -> None:
-    torch_save_to_dcp(source, target)
-
-
 def test_ranks_save_together_what_one_file_holds(ranks: Ranks, tmp_path: Path) -> None:
     """All ranks call it, one checkpoint is there; and what ranks have saved in shards is one tensor in one process."""
     torch.save(_nested_state(), tmp_path / "a.pt")
-    ranks.run(2, _convert, tmp_path / "a.pt", tmp_path / "c")
-    assert _equal(dcp_to_torch_state_dict(tmp_path / "c"), _nested_state())
-    ranks.run(3, _save_sample, tmp_path / "s")
+    ranks.run(2, torch_save_to_dcp, tmp_path / "a.pt", tmp_path / "c")
+    check_equal(dcp_to_torch_state_dict(tmp_path / "c"), _nested_state(), "state")
+    ranks.run(3, save, tmp_path / "s")
     found = dcp_to_torch_state_dict(tmp_path / "s")
     assert all(same(found[name], tensor) for name, tensor in global_tensors().items())
 

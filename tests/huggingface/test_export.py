@@ -3,8 +3,8 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import subprocess
-import sys
+import re
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -27,13 +27,13 @@ from shardckpt.huggingface import (
     export_to_huggingface,
     huggingface_index,
     natural_order,
-    save_state_dict,
 )
 from shardckpt.huggingface.block_writer import BLOCK_BYTES
 from shardckpt.maintenance import convert_checkpoint
 from shardckpt.mapping import ShardedObject, ShardedTensor
-from tests import programs
+from tests.damage import flip
 from tests.huggingface.samples import global_tensors, read, same, save, sharded_state
+from tests.states import error_of
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -163,82 +163,28 @@ def test_the_bytes_do_not_depend_on_the_ranks(ranks: Ranks, tmp_path: Path) -> N
         assert sorted(entry.name for entry in path.iterdir()) == ["c", "hf"]
 
 
-def _export_some(path: Path) -> str:
-    try:
-        export_to_huggingface(path / "c", path / "hf", max_shard_size=1)
-    except CheckpointingException as exc:
-        return f"{type(exc).__name__}: {exc}"
-    return ""
+def _export(path: Path, *, same_target: bool = True) -> None:
+    export_to_huggingface(path / "c", path / f"hf{0 if same_target else dist.get_rank()}", max_shard_size=1)
 
 
 def test_a_failure_on_one_rank_is_everyones_and_leaves_nothing(ranks: Ranks, tmp_path: Path) -> None:
     """Damaged bytes that one rank reads are the same error on all; neither folder nor staging is left."""
     save(tmp_path / "c", {f"w{n}": torch.full((5000,), float(n)) for n in range(6)})
-    data = bytearray((tmp_path / "c" / "__0_0.distcp").read_bytes())
-    data[len(data) // 2] ^= 1
-    (tmp_path / "c" / "__0_0.distcp").write_bytes(data)
-    texts = ranks.run(3, _export_some, tmp_path)
-    assert len(set(texts)) == 1
-    assert "CorruptCheckpointError: rank " in texts[0]
-    assert "digest differs" in texts[0]
+    flip(tmp_path / "c" / "__0_0.distcp")
+    errors = ranks.run(3, error_of, _export, tmp_path)
+    assert len(set(errors)) == 1
+    kind, text = errors[0]
+    assert kind == "CorruptCheckpointError"
+    assert re.search(r"^rank \d.*\bw\d: .*digest differs", text)
     assert [entry.name for entry in tmp_path.iterdir()] == ["c"]
-
-
-def _export_elsewhere(path: Path) -> str:
-    try:
-        export_to_huggingface(path / "c", path / f"hf{dist.get_rank()}")
-    except CheckpointingException as exc:
-        return str(exc)
-    return ""
 
 
 def test_ranks_must_mean_the_same_target(ranks: Ranks, tmp_path: Path) -> None:
     """Different targets are an error that names both, not a folder at one of them."""
     save(tmp_path / "c")
-    for text in ranks.run(2, _export_elsewhere, tmp_path):
+    for _, text in ranks.run(2, partial(error_of, same_target=False), _export, tmp_path):
         assert "ranks disagree on target" in text
     assert [entry.name for entry in tmp_path.iterdir()] == ["c"]
-
-
-KILLED = """
-import os, signal, sys
-from shardckpt import hookimpl
-from shardckpt.plugins.manager import get_plugin_manager
-from shardckpt.huggingface import export_to_huggingface
-
-class Kills:
-    @hookimpl
-    def shardckpt_event(self, event):
-        if (event.operation, event.phase, event.state) == ("export", sys.argv[3], "start"):
-            os.kill(os.getpid(), signal.SIGKILL)
-
-get_plugin_manager().register(Kills())
-export_to_huggingface(sys.argv[1], sys.argv[2], max_shard_size=150, overwrite=True)
-"""
-
-
-def _kill(checkpoint: Path, target: Path, phase: str) -> None:
-    assert programs.run(KILLED, str(checkpoint), str(target), phase).returncode == -9
-
-
-@pytest.mark.ci
-def test_a_kill_leaves_nothing(checkpoint: Path, tmp_path: Path) -> None:
-    """SIGKILL while files are written: there is no target; the next export clears it away, and succeeds."""
-    _kill(checkpoint, tmp_path / "hf", "writing")
-    assert not (tmp_path / "hf").exists()
-    assert len(list(tmp_path.iterdir())) == 1
-    export_to_huggingface(checkpoint, tmp_path / "hf")
-    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
-    assert read(tmp_path / "hf").keys() == global_tensors().keys() - {"packed"}
-
-
-@pytest.mark.ci
-def test_a_kill_leaves_the_old(checkpoint: Path, tmp_path: Path) -> None:
-    """SIGKILL before the commit: the folder that was to be replaced is as it was."""
-    save_state_dict({"old": torch.ones(3)}, _made(tmp_path / "hf") / "model.safetensors")
-    before = _digests(tmp_path / "hf")
-    _kill(checkpoint, tmp_path / "hf", "committing")
-    assert _digests(tmp_path / "hf") == before
 
 
 def _made(path: Path) -> Path:
@@ -358,18 +304,6 @@ def test_a_mapping_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "hf").exists()
 
 
-def test_other_strategies_checkpoints_are_exported_too(tmp_path: Path, checkpoint: Path) -> None:
-    """The ep strategy's, and a plain DCP directory: the strategy interface is all that an export needs."""
-    save(tmp_path / "ep", strategy="ep")
-    state = {name: tensor for name, tensor in global_tensors().items() if name != "packed"}
-    torch.distributed.checkpoint.save(state, checkpoint_id=tmp_path / "dcp")
-    export_to_huggingface(checkpoint, tmp_path / "one")
-    export_to_huggingface(tmp_path / "ep", tmp_path / "two")
-    assert _digests(tmp_path / "one") == _digests(tmp_path / "two")
-    export_to_huggingface(tmp_path / "dcp", tmp_path / "three")
-    assert all(same(tensor, state[name]) for name, tensor in read(tmp_path / "three").items())
-
-
 def test_wrong_arguments_are_named(checkpoint: Path, tmp_path: Path) -> None:
     """What cannot be done is said before anything is written."""
     wrong: list[tuple[dict[str, Any], type[Exception], str]] = [
@@ -384,50 +318,6 @@ def test_wrong_arguments_are_named(checkpoint: Path, tmp_path: Path) -> None:
     with pytest.raises(NotACheckpointError):
         export_to_huggingface(tmp_path / "nowhere", tmp_path / "hf")
     assert not list(tmp_path.iterdir())
-
-
-def test_damaged_bytes_are_never_exported(tmp_path: Path) -> None:
-    """A flipped bit in the checkpoint is an error that names the key, and no folder."""
-    save(tmp_path / "c", {"w": torch.arange(50000.0)})
-    path = tmp_path / "c" / "__0_0.distcp"
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 4
-    path.write_bytes(data)
-    with pytest.raises(CorruptCheckpointError, match=r"^w: "):
-        export_to_huggingface(tmp_path / "c", tmp_path / "hf")
-    assert [entry.name for entry in tmp_path.iterdir()] == ["c"]
-
-
-MEASURED = """
-import re, sys
-from pathlib import Path
-import shardckpt_torch_dist.load, torch.distributed.tensor  # modules are not what is measured
-from shardckpt.huggingface import dcp_to_torch_save, export_to_huggingface
-
-def resident(name):
-    return int(re.search(rf"{name}:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]) << 10
-
-Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
-before = resident("VmRSS")
-export_to_huggingface(sys.argv[1], sys.argv[2])
-export_to_huggingface(sys.argv[1], sys.argv[3], dtype="bfloat16", max_shard_size="100MB")
-print(resident("VmHWM") - before)
-"""
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="the peak of memory is read from /proc")
-@pytest.mark.parametrize("mib", [512, pytest.param(2048, marks=pytest.mark.proof)])
-@pytest.mark.proof
-def test_an_export_takes_little_memory(tmp_path: Path, mib: int) -> None:
-    """In one file, and cast in several of 100 MB: at most 64 MiB of memory beyond what the process has before."""
-    rows = torch.ones(1, 1 << 13).expand(1 << 11, -1)
-    dc.save(sharded_state({f"w{n}": rows for n in range(mib // 64)}), tmp_path / "c")
-    command = [sys.executable, "-c", MEASURED, str(tmp_path / "c"), str(tmp_path / "hf"), str(tmp_path / "half")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
-    assert (tmp_path / "hf" / "model.safetensors").stat().st_size > mib << 20
-    assert len(list((tmp_path / "half").iterdir())) == 1 + -(-mib // 2 // 64)
-    assert int(done.stdout) < 64 << 20
 
 
 def test_a_number_of_thousands_of_digits_is_a_name_like_any_other(tmp_path: Path) -> None:

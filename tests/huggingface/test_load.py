@@ -11,10 +11,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from shardckpt import dist_checkpointing as dc
 from shardckpt.adapters import to_sharded_state_dict
 from shardckpt.errors import (
-    CheckpointingException,
     CorruptCheckpointError,
     KeyMismatchError,
     ShapeMismatchError,
@@ -32,6 +30,7 @@ from shardckpt.huggingface import (
 from shardckpt.mapping import ShardedObject, ShardedTensor
 from shardckpt.storage.reader import CheckpointReader
 from tests.huggingface.samples import global_tensors, local_shards, read, same, save, sharded_state
+from tests.states import entire, error_of
 from tests.tables import table
 
 if TYPE_CHECKING:
@@ -305,7 +304,7 @@ def test_what_a_folder_lacks_can_stay(tmp_path: Path, caplog: pytest.LogCaptureF
     """Without strict the rest is loaded, the log names what is not, and the caller's tensor stays as it is."""
     write(tmp_path / "hf", {"w": torch.ones(3)})
     mine = {"w": torch.zeros(3), "head": torch.full((2,), 7.0)}
-    wanted = {key: ShardedTensor.from_rank_offsets(key, tensor) for key, tensor in mine.items()}
+    wanted = entire(mine)
     with caplog.at_level(0, "shardckpt"):
         loaded = load_from_huggingface(wanted, tmp_path / "hf", strict=False)
     assert loaded.keys() == {"w"}
@@ -364,47 +363,15 @@ def test_the_hubs_cache_is_a_folder(tmp_path: Path) -> None:
         load_from_huggingface(wanted, snapshot)
 
 
-def _differently(folder: Path) -> str:
-    shape = (3,) if dist.get_rank() == 0 else (4,)
-    name = "w" if dist.get_rank() == 0 else "x"
-    try:
-        load_from_huggingface({"w": ShardedTensor.from_global_shape(name, torch.float32, shape)}, folder)
-    except CheckpointingException as exc:
-        return f"{type(exc).__name__} {exc}"
-    return ""
+def _load_differently(folder: Path) -> None:
+    name, shape = ("w", (3,)) if dist.get_rank() == 0 else ("x", (4,))
+    load_from_huggingface({"w": ShardedTensor.from_global_shape(name, torch.float32, shape)}, folder)
 
 
 def test_an_error_on_one_rank_is_everyones(ranks: Ranks, tmp_path: Path) -> None:
     """A tensor that only one rank wants and nobody has is the same error on all; so is a folder that is none."""
     write(tmp_path / "hf", {"w": torch.ones(3)})
-    texts = ranks.run(2, _differently, tmp_path / "hf")
-    assert len(set(texts)) == 1
-    assert "KeyMismatchError rank 1" in texts[0]
-    texts = ranks.run(2, _differently, tmp_path)
-    assert len(set(texts)) == 1
-    assert "NotACheckpointError rank 0" in texts[0]
-
-
-def test_a_store_is_a_folder_too(tmp_path: Path) -> None:
-    """A URL that a plugin serves is read by ranges, like a checkpoint's."""
-    fsspec = pytest.importorskip("fsspec")
-    write(tmp_path / "hf", {"w": torch.arange(5.0)}, 10)
-    store = fsspec.filesystem("memory")
-    store.put(str(tmp_path / "hf") + "/", "/hub/model/", recursive=True)
-    try:
-        loaded = load_from_huggingface(
-            {"w": ShardedTensor.from_global_shape("w", torch.float32, (5,))}, "memory://hub/model"
-        )
-    finally:
-        store.rm("/hub", recursive=True)
-    assert loaded["w"].tolist() == [0, 1, 2, 3, 4]
-
-
-def test_what_is_loaded_can_be_saved(tmp_path: Path) -> None:
-    """From the hub to a checkpoint and back to the hub: the same tensors."""
-    state = {name: tensor for name, tensor in global_tensors().items() if name != "packed"}
-    write(tmp_path / "hf", state)
-    wanted = {name: ShardedTensor.from_global_shape(name, t.dtype, tuple(t.shape)) for name, t in state.items()}
-    loaded = load_from_huggingface(wanted, tmp_path / "hf")
-    dc.save(sharded_state(loaded), tmp_path / "c")
-    assert all(same(tensor, state[name]) for name, tensor in dc.load_plain_tensors(tmp_path / "c").items())
+    for folder, kind, rank in ((tmp_path / "hf", "KeyMismatchError", 1), (tmp_path, "NotACheckpointError", 0)):
+        ((found, text),) = {*ranks.run(2, error_of, _load_differently, folder)}
+        assert found == kind
+        assert text.startswith(f"rank {rank}")

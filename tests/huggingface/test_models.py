@@ -1,9 +1,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -11,7 +8,6 @@ import torch
 
 from shardckpt import dist_checkpointing as dc
 from shardckpt.adapters import to_sharded_state_dict
-from shardckpt.cli import main
 from shardckpt.errors import PluginError
 from shardckpt.huggingface import (
     Rule,
@@ -23,8 +19,8 @@ from shardckpt.huggingface import (
 )
 from shardckpt.huggingface.models import find_mapping
 from shardckpt.plugins.hookspecs import hookimpl
-from shardckpt.plugins.manager import get_plugin_manager
 from tests.huggingface.samples import read, same, save
+from tests.plugged import registered
 from tests.tables import table
 
 if TYPE_CHECKING:
@@ -68,18 +64,6 @@ def _logits(model: Any) -> torch.Tensor:
         return model.eval()(torch.arange(12).reshape(1, 12)).logits  # type: ignore[no-any-return]
 
 
-@pytest.mark.ci
-def test_transformers_loads_a_cast_export_in_its_dtype(tmp_path: Path) -> None:
-    """from_pretrained of an export in bfloat16 gives a bfloat16 model, though the assets are of a float32 one."""
-    model = _model("Llama")
-    model.save_pretrained(tmp_path / "assets")
-    dc.save(to_sharded_state_dict(model), tmp_path / "c")
-    export_to_huggingface(tmp_path / "c", tmp_path / "hf", dtype="bfloat16", assets=tmp_path / "assets")
-    loaded = type(model).from_pretrained(tmp_path / "hf")
-    assert {param.dtype for param in loaded.parameters()} == {torch.bfloat16}
-    assert all(torch.equal(a, b.bfloat16()) for a, b in zip(loaded.parameters(), model.parameters(), strict=True))
-
-
 @table("name", MODELS)
 @pytest.mark.ci
 def test_transformers_loads_an_export_and_we_load_what_it_saves(name: str, tmp_path: Path) -> None:
@@ -120,7 +104,8 @@ def test_a_training_checkpoint_becomes_a_model_in_half_precision(tmp_path: Path)
     dc.save(to_sharded_state_dict(model, optimizer), tmp_path / "c")
     model.save_pretrained(tmp_path / "theirs")
     export_to_huggingface(tmp_path / "c", tmp_path / "ours", dtype="bfloat16", assets=tmp_path / "theirs")
-    loaded = type(model).from_pretrained(tmp_path / "ours", dtype=torch.bfloat16)
+    loaded = type(model).from_pretrained(tmp_path / "ours")  # its config says the dtype, that of the assets another
+    assert {param.dtype for param in loaded.parameters()} == {torch.bfloat16}
     expected = type(model).from_pretrained(tmp_path / "theirs", dtype=torch.bfloat16)
     assert torch.equal(_logits(loaded), _logits(expected))
 
@@ -163,44 +148,6 @@ def test_scaled_weights_are_those_that_transformers_makes(tmp_path: Path) -> Non
     assert all(torch.equal(t, mine.state_dict()[name]) for name, t in theirs.state_dict().items())
 
 
-PLUGIN = """
-from shardckpt import hookimpl
-from shardckpt.huggingface import Rule, RuleMapping
-
-@hookimpl
-def shardckpt_key_mapping(model_type):
-    if model_type == "toy":
-        return RuleMapping([Rule("blocks.{layer}.experts", ("h.{layer}.{expert}.weight",))])
-"""
-
-
-def _install(site: Path) -> None:
-    """A distribution with an entry point, as pip leaves it."""
-    info = site / "shardckpt_toy-1.0.dist-info"
-    info.mkdir(parents=True)
-    (site / "shardckpt_toy.py").write_text(PLUGIN)
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: shardckpt-toy\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[shardckpt]\ntoy = shardckpt_toy\n")
-
-
-@pytest.mark.ci
-def test_an_installed_plugin_maps_its_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A distribution's shardckpt_key_mapping serves the command; without it the model is unknown."""
-    whole = torch.arange(12.0).reshape(3, 2, 2)
-    save(tmp_path / "c", {"blocks.4.experts": whole})
-    _install(tmp_path / "site")
-    arguments = ["export", str(tmp_path / "c"), str(tmp_path / "hf"), "--mapping", "toy"]
-    assert main(arguments) == 2  # this process does not see it
-    assert "no mapping for models of type 'toy'" in capsys.readouterr().err
-    command = [sys.executable, "-m", "shardckpt", *arguments]
-    found = {**os.environ, "PYTHONPATH": str(tmp_path / "site")}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=found)
-    assert done.returncode == 0, done.stderr
-    assert {name: t.tolist() for name, t in read(tmp_path / "hf").items()} == {
-        f"h.4.{expert}.weight": whole[expert].tolist() for expert in range(3)
-    }
-
-
 class _Plugin:
     def __init__(self, answer: Any) -> None:
         self.answer = answer
@@ -215,10 +162,8 @@ class _Plugin:
 @pytest.fixture
 def plugin() -> Iterator[_Plugin]:
     """A plugin of this process."""
-    made = _Plugin(None)
-    get_plugin_manager().register(made)
-    yield made
-    get_plugin_manager().unregister(made)
+    with registered(_Plugin(None)) as made:
+        yield made
 
 
 def test_a_plugin_comes_before_the_built_in(plugin: _Plugin, tmp_path: Path) -> None:

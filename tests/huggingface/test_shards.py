@@ -23,6 +23,7 @@ from shardckpt.maintenance import convert_checkpoint, merge_checkpoints
 from shardckpt.storage import parse_size
 from tests.faults.disks import small_disk
 from tests.huggingface.samples import same
+from tests.states import entire
 from tests.tables import table
 
 if TYPE_CHECKING:
@@ -204,7 +205,7 @@ def test_no_tensor_is_named_like_the_header_s_metadata(tmp_path: Path) -> None:
     state = {"a": torch.ones(2), "__metadata__": torch.ones(2)}
     with pytest.raises(CheckpointingException, match="'__metadata__' cannot be a tensor's name"):
         save_state_dict(state, tmp_path / "f")
-    dist_checkpointing.save({n: ShardedTensor.from_rank_offsets(n, t) for n, t in state.items()}, tmp_path / "step-1")
+    dist_checkpointing.save(entire(state), tmp_path / "step-1")
     with pytest.raises(CheckpointingException, match="'__metadata__' cannot be a tensor's name"):
         export_to_huggingface(tmp_path / "step-1", tmp_path / "hf")
     save_state_dict(state, tmp_path / "f", safe_serialization=False)

@@ -20,6 +20,8 @@ from shardckpt.maintenance import convert_checkpoint, open_any, verify_checkpoin
 from shardckpt.mapping import ShardedObject, ShardedTensor
 from shardckpt.tensors import tensor_bytes
 from shardckpt.testing.tensors import DTYPES
+from tests.interop.sample import check_equal
+from tests.states import entire
 from tests.tables import table
 
 if TYPE_CHECKING:
@@ -45,24 +47,6 @@ def make_state_dict() -> dict[str, Any]:
     }
 
 
-def assert_equal(one: Any, other: Any) -> None:
-    """Compare nested values; a tensor by dtype, shape and values, a dict whatever its class."""
-    if isinstance(one, torch.Tensor):
-        assert one.dtype == other.dtype
-        assert torch.equal(one, other)
-    elif isinstance(one, dict):
-        assert one.keys() == other.keys()
-        for key in one:
-            assert_equal(one[key], other[key])
-    elif isinstance(one, (list, tuple)):
-        assert type(one) is type(other)
-        assert len(one) == len(other)
-        for inner, its in zip(one, other, strict=True):
-            assert_equal(inner, its)
-    else:
-        assert one == other
-
-
 @table("legacy", [False, True], ids=["zip", "legacy"])
 def test_a_file_goes_to_a_checkpoint_and_back(tmp_path: Path, legacy: bool) -> None:
     """The state dict of a file, whatever its strides and containers, comes back from a checkpoint as it was."""
@@ -74,8 +58,8 @@ def test_a_file_goes_to_a_checkpoint_and_back(tmp_path: Path, legacy: bool) -> N
         assert torch.equal(stored["model.t"][2:4].contiguous(), state["model"]["t"][2:4])
         assert stored.common["step"] == 7
     back = convert_checkpoint(tmp_path / "there", tmp_path / "b.pt", "torch")
-    assert_equal(state, torch.load(tmp_path / "b.pt", weights_only=True))
-    assert_equal(state, torch.load(tmp_path / "b.pt", weights_only=True, mmap=True))
+    for mmap in (False, True):
+        check_equal(torch.load(tmp_path / "b.pt", weights_only=True, mmap=mmap), state, "state")
     again = convert_checkpoint(tmp_path / "b.pt", tmp_path / "c.pt", "torch")
     prints = [[(t.key, t.before, t.after) for t in report.proof] for report in (there, back, again)]
     assert sorted(prints[0]) == sorted(prints[1]) == sorted(prints[2])
@@ -131,7 +115,7 @@ def test_tuples_that_hold_one_twice_are_visited_once(tmp_path: Path) -> None:
 def test_every_dtype_is_written_as_torch_reads_it(tmp_path: Path) -> None:
     """torch.load, with memory-mapping too, reads tensors of all dtypes bit for bit; their bytes are aligned."""
     values = {f"{dtype}": torch.randint(0, 2, (3, 16), dtype=torch.uint8).view(dtype) for dtype in DTYPES}
-    dc.save({key: ShardedTensor.from_rank_offsets(key, value) for key, value in values.items()}, tmp_path / "old")
+    dc.save(entire(values), tmp_path / "old")
     convert_checkpoint(tmp_path / "old", tmp_path / "a.pt", "torch")
     for mmap in (False, True):
         found = torch.load(tmp_path / "a.pt", weights_only=True, mmap=mmap)

@@ -19,6 +19,7 @@ from shardckpt.errors import KeyMismatchError
 from shardckpt.manager import CheckpointConfig, CheckpointManager
 from shardckpt_torch_dist import CheckpointStorageReader
 from tests.golden.write_zarr import COMMON, TENSORS, global_tensor
+from tests.interop.stock import Kept
 from tests.test_golden import GOLDEN, global_tensors
 
 if TYPE_CHECKING:
@@ -40,21 +41,6 @@ class Megatron:
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Keep what is given."""
-        self.loaded = state_dict
-
-
-class Plain:
-    """A state that keeps what it is given."""
-
-    def __init__(self) -> None:
-        self.loaded: Any = None
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return a state of another kind."""
-        return {}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Keep it."""
         self.loaded = state_dict
 
 
@@ -89,7 +75,7 @@ def copy_as_step(checkpoint: Path, folder: Path) -> None:
 def load_by_manager(folder: Path, checkpoint: Path) -> None:
     """Load model and optimizer, and a dict of the common state, by a manager; the step is the folder's name."""
     expected = find_tensors(checkpoint)
-    megatron, args = Megatron(expected), Plain()
+    megatron, args = Megatron(expected), Kept()
     states = {"megatron": megatron, "args": args}
     with CheckpointManager(CheckpointConfig(folder=str(folder)), states) as manager:
         assert manager.load()

@@ -164,7 +164,7 @@ def check_equal(loaded: Any, expected: Any, place: str) -> None:
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
     """What torch.equal compares where tensors of float8 cannot be compared, nor values that are not numbers."""
-    return tensor.contiguous().reshape(-1).view(torch.uint8)
+    return tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
 
 
 def _compare(vocabulary: Any, loaded: Any, expected: Any, place: str) -> None:

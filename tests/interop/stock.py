@@ -31,6 +31,22 @@ if TYPE_CHECKING:
 STEP = 7
 
 
+class Kept:
+    """A state that gives another one than it is given, which it keeps."""
+
+    def __init__(self, **state: Any) -> None:
+        self._state = state
+        self.loaded: Any = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state before."""
+        return self._state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Keep what is given."""
+        self.loaded = state_dict
+
+
 class Loader:
     """A data loader whose state has the positions of all ranks, as torchtitan's has."""
 

@@ -123,16 +123,12 @@ def _save_with_more(path: str) -> None:
     dc.save({**state, "more": more}, path, content_metadata=sample.CONTENT_METADATA, verify_integrity=True)
 
 
-def _remove(path: str, prefix: str) -> None:
-    dc.remove_sharded_tensors(path, prefix)
-
-
 @pytest.fixture
 def left_of_ours(ranks: Ranks, tmp_path: Path) -> str:
     """The sample as it is left when more was saved with it here and removed."""
     path = str(tmp_path / "ours")
     ranks.run(4, _save_with_more, path)
-    ranks.run(4, _remove, path, "gone.")
+    ranks.run(4, dc.remove_sharded_tensors, path, "gone.")
     return path
 
 
@@ -159,7 +155,7 @@ def test_older_megatron_loads_what_is_left_of_ours(megatron: Releases, left_of_o
 def test_what_is_left_of_megatrons(ranks: Ranks, megatron: Releases, saved: Saved, tmp_path: Path) -> None:
     """Megatron finds all tensors and common values in its own checkpoint without the objects that were removed."""
     path = shutil.copytree(saved(NEWEST), tmp_path / "theirs")
-    ranks.run(2, _remove, str(path), "rng")
+    ranks.run(2, dc.remove_sharded_tensors, str(path), "rng")
     stored = dc.load_sharded_metadata(path)
     assert {key for key in stored if key.startswith("rng")} == set()
     assert len(stored) == len(dc.load_sharded_metadata(saved(NEWEST))) - 4
@@ -174,7 +170,7 @@ def test_what_is_left_of_older_megatrons(
 ) -> None:
     """A dialect without its flattened shards is the sample for the newest Megatron and, now, for plain DCP as well."""
     path = str(shutil.copytree(saved(release), tmp_path / "theirs"))
-    ranks.run(2, _remove, path, "flattened")
+    ranks.run(2, dc.remove_sharded_tensors, path, "flattened")
     assert "flattened" not in dc.load_sharded_metadata(path)
     plain_dcp.load(path)
     megatron(NEWEST).run(4, "load", path, release)

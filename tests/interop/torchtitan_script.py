@@ -24,6 +24,7 @@ from torchtitan.components.optimizer import (  # type: ignore[import-not-found]
 
 from shardckpt.integrations.torchtitan import TitanCheckpointManager
 from shardckpt.manager import CheckpointConfig, CheckpointManager, PerRank
+from tests.interop.stock import assert_equal
 
 STEPS = 3
 
@@ -141,10 +142,7 @@ def check(job: Job, resumed_loader: bool) -> None:
     for until in (STEPS, STEPS + 1):
         job.train(until)
         whole.train(until)
-        found, expected = job.content(), whole.content()
-        assert len(found) == len(expected)
-        for one, other in zip(found, expected, strict=True):
-            assert torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other, (one, other)
+        assert_equal(job.content(), whole.content())
     if resumed_loader:
         assert next(iter(job.loader)) == next(iter(whole.loader))
 
@@ -184,13 +182,7 @@ def take_over(folder: str) -> None:
     assert manager.load(step=-1)
     manager.close()
     assert other.step == STEPS + 1
-    check_same(job, other)
-
-
-def check_same(job: Job, other: Job) -> None:
-    """Compare two jobs."""
-    for one, two in zip(job.content(), other.content(), strict=True):
-        assert torch.equal(one, two) if isinstance(one, torch.Tensor) else one == two, (one, two)
+    assert_equal(job.content(), other.content())
 
 
 ACTIONS = {"write": write, "resume": resume, "take_over": take_over}

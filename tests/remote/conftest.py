@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.remote.servers import moto_server, variables
 from tests.remote.store import Store
 
 if TYPE_CHECKING:
@@ -30,3 +31,18 @@ def no_spool_is_left() -> Iterator[None]:
 
 def _spools() -> set[Path]:
     return set(Path(tempfile.gettempdir()).glob("shardckpt-spool-*"))
+
+
+@pytest.fixture(scope="module")
+def endpoint() -> Iterator[str]:
+    """A real S3 server."""
+    with moto_server() as found:
+        yield found
+
+
+@pytest.fixture
+def s3(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The server, of which this process knows."""
+    for name, value in variables(endpoint).items():
+        monkeypatch.setenv(name, value)
+    return endpoint

@@ -61,11 +61,6 @@ def save_in_background(url: str, value: float, persistent: bool) -> None:
         queue.schedule_async_request(request)
 
 
-def save_to_own_url(url: str) -> None:
-    """Save to a URL of this rank's own."""
-    save(f"{url}-{rank_and_size()[0]}", 1.0)
-
-
 def error_of(action: Any, *arguments: Any, **options: Any) -> tuple[str, str]:
     """Class and text of what the action raises, with two attempts at each request; nothing for no error."""
     try:

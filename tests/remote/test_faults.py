@@ -277,15 +277,6 @@ def test_a_removal_of_a_tree_that_failed_goes_on(
 
 
 @backends.both_in_proof
-def test_ranks_that_name_different_urls_are_told(ranks: Ranks, store: Store) -> None:
-    """All ranks must save to the same URL."""
-    errors = ranks.run(2, jobs.error_of, jobs.save_to_own_url, store.url)
-    assert len(set(errors)) == 1
-    assert "ranks disagree on checkpoint_dir" in errors[0][1]
-    assert not store.names()
-
-
-@backends.both_in_proof
 def test_a_spool_directory_that_is_not_there_is_named(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """SHARDCKPT_SPOOL_DIR says where files wait for their upload; an error names it, and nothing is left."""
     monkeypatch.setenv(settings.SPOOL_DIR, "/no/such/place")

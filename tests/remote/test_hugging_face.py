@@ -18,28 +18,20 @@ from shardckpt.mapping import ShardedTensor
 from shardckpt.plugins import get_plugin_manager, open_folder
 from shardckpt.storage import RemotePath
 from tests.manager.jobs import Training, weights
-from tests.remote.servers import BUCKET, moto_server, variables
+from tests.remote.servers import BUCKET
+from tests.states import entire
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
 
 _numbers = count()
 
 
-@pytest.fixture(scope="module")
-def endpoint() -> Iterator[str]:
-    """A real S3 server."""
-    with moto_server() as found:
-        yield found
-
-
 @pytest.fixture(params=["memory", pytest.param("s3", marks=pytest.mark.ci)])
-def url(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+def url(request: pytest.FixtureRequest) -> str:
     """A URL without objects: of fsspec, where files are spooled, and of obstore, where they are streamed."""
     if request.param == "s3":
-        for name, value in variables(request.getfixturevalue("endpoint")).items():
-            monkeypatch.setenv(name, value)
+        request.getfixturevalue("s3")
     return f"{request.param}://{BUCKET}/hub-{next(_numbers)}"
 
 
@@ -49,7 +41,7 @@ def _open(url: str) -> Any:
 
 def _save(path: Path, fill: float = 1.0) -> dict[str, torch.Tensor]:
     tensors = {f"layer.{n}.weight": torch.full((64, 128), fill + n) for n in range(4)}
-    state = {key: ShardedTensor.from_rank_offsets(key, tensor) for key, tensor in tensors.items()}
+    state = entire(tensors)
     dist_checkpointing.save(state, path)
     return tensors
 

@@ -17,8 +17,8 @@ import torch.distributed.checkpoint as dcp
 from shardckpt import dist_checkpointing as dc
 from shardckpt import settings
 from shardckpt.huggingface import load_from_huggingface
-from shardckpt.mapping import ShardedTensor
 from tests.remote.servers import BUCKET, moto_server, variables
+from tests.states import entire
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -42,7 +42,7 @@ import torch.distributed as dist
 from shardckpt import ShardedTensor, dist_checkpointing as dc
 from shardckpt.huggingface import export_to_huggingface, load_from_huggingface
 
-what, place, budget, mib = sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4])
+what, place, budget, mib = sys.argv[1], sys.argv[2], sys.argv[3] or None, int(sys.argv[4])
 rank, is_parallel = int(os.environ.get("RANK", 0)), "RANK" in os.environ
 if is_parallel:  # all ranks want all: one reads, and the others receive
     dist.init_process_group("gloo", init_method=f"file://{place}-group", rank=rank, world_size=2)
@@ -104,13 +104,13 @@ def _make(mib: int) -> dict[str, torch.Tensor]:
 def _measure(
     what: str,
     place: str,
-    budget: int,
+    budget: int | None,
     environment: dict[str, str] | None = None,
     *,
     ranks: Sequence[int | None] = (None,),
 ) -> int:
     """Return by how many bytes the memory of a process grows; of several ranks, that of the one with the most."""
-    command = [sys.executable, "-c", _MEASURE, what, place, f"{budget}MiB", str(_STATE)]
+    command = [sys.executable, "-c", _MEASURE, what, place, f"{budget}MiB" if budget else "", str(_STATE)]
     given = {**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})}
 
     def run(rank: int | None) -> int:
@@ -123,16 +123,12 @@ def _measure(
         return max(threads.map(run, ranks))
 
 
-def _describe(tensors: dict[str, torch.Tensor]) -> dict[str, ShardedTensor]:
-    return {key: ShardedTensor.from_rank_offsets(key, tensor) for key, tensor in tensors.items()}
-
-
 def _save_in_process(url: str, environment: dict[str, str]) -> None:
     """Save what is loaded or exported; no client is used in this process."""
-    program = "import sys\nfrom tests.remote.test_memory_budget import _describe, _make\n"
+    program = "import sys\nfrom tests.remote.test_memory_budget import _make\nfrom tests.states import entire\n"
     program += "from shardckpt import dist_checkpointing as dc\n"
     program += f"for name, mib in (('small', 1), ('large', {_STATE})):\n"
-    program += "    dc.save(_describe(_make(mib)), f'{sys.argv[1]}-{name}')\n"
+    program += "    dc.save(entire(_make(mib)), f'{sys.argv[1]}-{name}')\n"
     _run_program(program, url, environment)
 
 
@@ -143,7 +139,7 @@ def _run_program(program: str, argument: str, environment: dict[str, str]) -> No
 
 def _check_folder(folder: str) -> None:
     """The folder has the values of :func:`_make`."""
-    state = {key: ShardedTensor.from_rank_offsets(key, torch.zeros_like(value)) for key, value in _make(_STATE).items()}
+    state = entire({key: torch.zeros_like(value) for key, value in _make(_STATE).items()})
     loaded = load_from_huggingface(state, folder)
     for key, expected in _make(_STATE).items():
         assert torch.equal(loaded[key], expected), key
@@ -161,7 +157,7 @@ def server() -> Iterator[dict[str, str]]:
 def test_a_load_from_a_directory(tmp_path: Path, backend: str) -> None:
     """64 MiB are loaded from a directory within 8 MiB: in place, by columns, and with a cast."""
     for name, mib in (("small", 1), ("large", _STATE)):
-        dc.save(_describe(_make(mib)), f"{tmp_path}/step-{name}", backend)
+        dc.save(entire(_make(mib)), f"{tmp_path}/step-{name}", backend)
     assert _measure("load", f"{tmp_path}/step", 8) < 8 * _MIB
 
 
@@ -185,7 +181,7 @@ def test_a_fully_parallel_load(tmp_path: Path, what: str) -> None:
     """Two ranks that both want 128 MiB, of which each reads a half and receives the other, keep to 16 MiB each."""
     for name, mib in (("small", 1), ("large", _STATE)):
         if what == "load":
-            dc.save(_describe(_make(mib)), f"{tmp_path}/step-{name}")
+            dc.save(entire(_make(mib)), f"{tmp_path}/step-{name}")
         else:
             (tmp_path / f"step-{name}").mkdir()
             safetensors.torch.save_file(_make(mib), tmp_path / f"step-{name}" / "model.safetensors")
@@ -196,9 +192,17 @@ def test_a_fully_parallel_load(tmp_path: Path, what: str) -> None:
 def test_an_export_to_a_directory(tmp_path: Path, what: str) -> None:
     """128 MiB are exported to a Hugging Face folder within 32 MiB, with a cast, too, and the folder has the values."""
     for name, mib in (("small", 1), ("large", _STATE)):
-        dc.save(_describe(_make(mib)), f"{tmp_path}/step-{name}")
+        dc.save(entire(_make(mib)), f"{tmp_path}/step-{name}")
     assert _measure(what, f"{tmp_path}/step", 32) < 32 * _MIB
     _check_folder(f"{tmp_path}/step-large-hf")
+
+
+@pytest.mark.parametrize("what", ["export", "export-bfloat16"])
+def test_an_export_without_a_budget(tmp_path: Path, what: str) -> None:
+    """What is exported without a memory budget, 512 MiB, takes less than 64 MiB."""
+    for name, mib in (("small", 1), ("large", 512)):
+        dc.save(entire(_make(mib)), f"{tmp_path}/step-{name}")
+    assert _measure(what, f"{tmp_path}/step", None) < 64 * _MIB
 
 
 @pytest.mark.parametrize("client", ["obstore", pytest.param("s3fs", marks=pytest.mark.proof)])

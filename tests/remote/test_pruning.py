@@ -20,11 +20,10 @@ from shardckpt.storage import RemotePath, list_objects
 from tests import programs
 from tests.commit import owners
 from tests.remote import jobs
-from tests.remote.servers import BUCKET, moto_server, request, variables
+from tests.remote.servers import BUCKET, request
 from tests.tables import in_proof
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
 
 #: A save that stops when all its files are there, and the marker is to be written.
@@ -47,13 +46,6 @@ jobs.save(sys.argv[1], 2.0)
 """
 
 
-@pytest.fixture(scope="module")
-def endpoint() -> Iterator[str]:
-    """A real S3 server."""
-    with moto_server() as found:
-        yield found
-
-
 def _list(url: str) -> dict[str, int]:
     return list_objects(open_folder(url, get_plugin_manager()))  # type: ignore[arg-type]
 
@@ -62,15 +54,13 @@ def _list(url: str) -> dict[str, int]:
 @pytest.mark.parametrize("by", ["prune", *in_proof("manager")])
 @pytest.mark.ci
 def test_only_what_a_killed_save_left_is_removed(
-    endpoint: str,
+    s3: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     by: str,
 ) -> None:
     """A save that stands keeps its objects while its process lives; once it is killed all of them go, nothing else."""
-    for name, value in variables(endpoint).items():
-        monkeypatch.setenv(name, value)
     root = f"s3://{BUCKET}/{by}"
     jobs.save(f"{root}/step-1", 1.0)
     whole = _list(root)
@@ -82,7 +72,7 @@ def test_only_what_a_killed_save_left_is_removed(
         _clear(root, by, 3)
         standing = {name: size for name, size in _list(root).items() if name.startswith("step-2/")}
         assert len(standing) > 3
-        assert _count_uploads(endpoint) == 1
+        assert _count_uploads(s3) == 1
         if by == "prune":
             assert f"kept: process {save.pid} of this host is alive" in capsys.readouterr().out
     finally:
@@ -97,7 +87,7 @@ def test_only_what_a_killed_save_left_is_removed(
     left = _list(root)
     assert not [name for name in left if name.startswith("step-2/")]
     assert whole.items() <= left.items()
-    assert _count_uploads(endpoint) == 0
+    assert _count_uploads(s3) == 0
     jobs.check(f"{root}/step-1", 1.0)
 
 
@@ -107,11 +97,9 @@ def _count_uploads(endpoint: str) -> int:
 
 @pytest.mark.ci
 def test_an_upload_of_nobody_goes_by_its_age(
-    endpoint: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    s3: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Parts whose save has left nothing else stay for SHARDCKPT_LEFTOVER_HOURS; without s3fs prune says what to do."""
-    for name, value in variables(endpoint).items():
-        monkeypatch.setenv(name, value)
     root = f"s3://{BUCKET}/nobody"
     jobs.save(f"{root}/step-1", 1.0)
     begun = S3FileSystem(skip_instance_cache=True)
@@ -127,9 +115,9 @@ def test_an_upload_of_nobody_goes_by_its_age(
     assert f"{root}/step-1/generation-x/data" in said
     assert "kept: an upload that began 0.0 hours ago: it goes after 24" in said
     assert main(["prune", root, "--older-than", "0", "--dry-run"]) == 0
-    assert _count_uploads(endpoint) == 2
+    assert _count_uploads(s3) == 2
     assert main(["prune", root, "--older-than", "0"]) == 0
-    assert _count_uploads(endpoint) == 1  # below another URL
+    assert _count_uploads(s3) == 1  # below another URL
     monkeypatch.setattr(multipart, "list_uploads", found)
     monkeypatch.setattr(multipart, "_make_client", lambda: None)
     capsys.readouterr()
@@ -149,11 +137,9 @@ def _clear(root: str, by: str, step: int) -> None:
 
 @pytest.mark.ci
 def test_who_may_not_list_uploads_still_prunes(
-    endpoint: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+    s3: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     """Listing uploads is a permission of its own: without it, of which one warning says, objects of dead saves go."""
-    for name, value in variables(endpoint).items():
-        monkeypatch.setenv(name, value)
 
     def refuse(_url: str) -> None:
         raise PermissionError("Access Denied")

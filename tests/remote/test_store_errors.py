@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import traceback
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import fsspec
@@ -17,6 +18,7 @@ from shardckpt.errors import StorageError
 from shardckpt.integrations.fsspec import folder as fsspec_folder
 from shardckpt.plugins import get_plugin_manager, hookimpl
 from shardckpt.storage import RemotePath, find_problem, list_objects, mask_secrets
+from tests.plugged import registered
 from tests.remote import jobs
 from tests.remote.servers import BUCKET, SECRET, fault_proxy, moto_server, rclone_server, variables
 from tests.tables import in_proof, table
@@ -55,12 +57,8 @@ def client(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
     fsspec.get_filesystem_class("s3").clear_instance_cache()  # fsspec keeps a client for the endpoint it was made with
     monkeypatch.setattr(fsspec.get_filesystem_class("s3"), "retries", 1)
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
-    manager, plugin = get_plugin_manager(), _PrefersFsspec()
-    if request.param == "s3fs":
-        manager.register(plugin)
-    yield request.param
-    if request.param == "s3fs":
-        manager.unregister(plugin)
+    with registered(_PrefersFsspec()) if request.param == "s3fs" else nullcontext():
+        yield request.param
 
 
 def _open(client: str, endpoint: str, url: str, monkeypatch: pytest.MonkeyPatch, **others: str) -> Any:

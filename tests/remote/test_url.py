@@ -3,6 +3,7 @@ from __future__ import annotations
 import threading
 from contextlib import suppress
 from fnmatch import fnmatch
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -23,7 +24,10 @@ from shardckpt.plugins.hookspecs import hookimpl
 from shardckpt.plugins.manager import get_plugin_manager
 from shardckpt.plugins.stores import open_folder
 from tests import backends, programs
+from tests.damage import flip
+from tests.plugged import registered
 from tests.remote import jobs
+from tests.states import entire
 from tests.tables import in_proof, table
 from tests.trees import SaveTree
 
@@ -112,7 +116,7 @@ def test_requests_are_few(store: Store) -> None:
     def state(fill: float) -> dict[str, ShardedTensor]:
         tensors = {f"small{number}": torch.full((100,), fill) for number in range(200)}
         tensors["large"] = torch.full((8 << 20,), fill)
-        return {key: ShardedTensor.from_rank_offsets(key, tensor) for key, tensor in tensors.items()}
+        return entire(tensors)
 
     dc.save(state(3.0), store.url)
     store.forget()
@@ -180,24 +184,13 @@ def test_verify_reads_a_url(store: Store, capsys: pytest.CaptureFixture[str]) ->
 def test_a_load_with_verify_integrity_checks_a_url(ranks: Ranks, store: Store, backend: Backend) -> None:
     """``load(..., verify_integrity=True)`` reads and checks every object, and raises the same on all ranks."""
     jobs.save(store.url, 2.0, verify_integrity=True)
-    ranks.run(2, _check_verified, store.url)
+    ranks.run(2, partial(jobs.check, verify_integrity=True), store.url, 2.0)
     name = min(backend.for_others, default=backend.index)  # also what a load does not read
-    spoil(store, name)
-    errors = ranks.run(2, jobs.error_of, _check_verified, store.url)
+    flip(store.objects / name)
+    errors = ranks.run(2, partial(jobs.error_of, verify_integrity=True), jobs.check, store.url, 2.0)
     assert len(set(errors)) == 1
     assert errors[0][0] == "CorruptCheckpointError"
     assert f"{store.url}/{name}" in errors[0][1]
-
-
-def _check_verified(url: str) -> None:
-    jobs.check(url, 2.0, verify_integrity=True)
-
-
-def spoil(store: Store, name: str) -> None:
-    """Change one bit in the middle of an object."""
-    content = bytearray((store.objects / name).read_bytes())
-    content[len(content) // 2] ^= 1
-    (store.objects / name).write_bytes(content)
 
 
 @backends.both
@@ -206,7 +199,7 @@ def test_damage_at_a_url_is_found_by_every_load(store: Store) -> None:
     jobs.save(store.url, 2.0)
     name = backends.data_file(0)
     original = (store.objects / name).read_bytes()
-    spoil(store, name)
+    flip(store.objects / name)
     with pytest.raises(CorruptCheckpointError, match=rf"{name} are not those that were written"):
         jobs.check(store.url, 2.0)
     (store.objects / name).write_bytes(original[:-9])
@@ -243,36 +236,28 @@ def test_a_url_that_has_objects_is_refused(ranks: Ranks, store: Store, overwrite
     if overwrite:  # of another library: nothing says which objects are its own
         (store.objects / "shardckpt.json").unlink()
     before = {path.name: path.read_bytes() for path in store.objects.iterdir()}
-    errors = ranks.run(2, jobs.error_of, _save_over, store.url, overwrite)
+    error_of = partial(jobs.error_of, overwrite=overwrite)
+    errors = ranks.run(2, error_of, jobs.save, store.url, 2.0)
     assert len(set(errors)) == 1
     assert errors[0][0] == "StorageError"
     assert f"{store.url} {'has a checkpoint of another' if overwrite else 'is not empty'}" in errors[0][1]
     assert "give another URL" in errors[0][1]
     assert {path.name: path.read_bytes() for path in store.objects.iterdir()} == before
     (store.objects / "metadata.json").unlink()
-    errors = ranks.run(2, jobs.error_of, _save_over, store.url, overwrite)
+    errors = ranks.run(2, error_of, jobs.save, store.url, 2.0)
     assert len(set(errors)) == 1
     assert f"{store.url} is not empty" in errors[0][1]
     assert store.names() == set(before) - {"metadata.json"}
 
 
-def _save_over(url: str, overwrite: bool) -> None:
-    jobs.save(url, 2.0, overwrite=overwrite)
-
-
 @backends.both_in_proof
 def test_what_a_store_cannot_do_is_refused(store: Store) -> None:
-    """Removing keys at a URL, and local checkpoints there, are refused with the reason; nothing changes."""
+    """Removing keys at a URL is refused with the reason, and a migration of what is the newest; nothing changes."""
     jobs.save(store.url, 1.0)
     with pytest.raises(CheckpointingException, match=r"cannot take keys out of faulty:.*several objects in one step"):
         dc.remove_sharded_tensors(store.url, "weight")
-    jobs.check(store.url, 1.0)
-
-
-def test_migrate_goes_from_url_to_url_or_says_why_not(store: Store) -> None:
-    """``shardckpt migrate`` looks at the checkpoint at a URL: there is no migration of what is the newest."""
-    jobs.save(store.url, 1.0)
     assert main(["migrate", store.url, f"{store.url}-new"]) == 2
+    jobs.check(store.url, 1.0)
 
 
 def test_an_unknown_scheme_names_what_to_install(tmp_path: Path) -> None:
@@ -384,21 +369,13 @@ class _Plugin:
 @backends.both_in_proof
 def test_another_plugin_serves_urls_by_the_same_door(backend: Backend) -> None:
     """A plugin with four methods serves a scheme, also one that the built-in plugin serves too."""
-    plugin = _Plugin()
-    get_plugin_manager().register(plugin)
-    try:
+    with registered(_Plugin()) as plugin:
         jobs.save("dict://user:secret@here/c", 3.0)
         jobs.check("memory://bucket/elsewhere", 3.0)
         del plugin.objects[backend.common]
         with pytest.raises(CheckpointingException, match=rf"dict://user:\*\*\*@here/c/{backend.common}"):
             jobs.check("dict://user:secret@here/c", 3.0)
-    finally:
-        get_plugin_manager().unregister(plugin)
     assert set(plugin.objects) == (backend.shared | {backend.data_file(0)}) - {backend.common}
-
-
-def _save_tree(url: str, value: float) -> None:
-    jobs.save(url, value, sharded_strategy=SaveTree())
 
 
 def _save_tree_in_background(url: str, value: float) -> None:
@@ -406,15 +383,11 @@ def _save_tree_in_background(url: str, value: float) -> None:
         queue.schedule_async_request(dc.save(jobs.state(value), url, SaveTree(), async_sharded_save=True))
 
 
-@table("save", [_save_tree, _save_tree_in_background])
+@table("save", [partial(jobs.save, sharded_strategy=SaveTree()), _save_tree_in_background])
 def test_a_plugin_that_knows_no_folders_refuses_a_tree(save: Any) -> None:
     """A store whose plugin lists no objects in folders is not given any: the error says so, and nothing is left."""
-    plugin = _Plugin()
-    get_plugin_manager().register(plugin)
-    try:
+    with registered(_Plugin()) as plugin:
         kind, text = jobs.error_of(save, "dict://c", 1.0)
-    finally:
-        get_plugin_manager().unregister(plugin)
     assert kind == "StorageError"
     assert "dict://c cannot have 'arrays/bias/c/0/0'" in text
     assert "_Dictionary lacks the method of shardckpt.storage.HasFolders" in text
@@ -446,13 +419,8 @@ def test_a_plugin_gets_the_scheme_in_lower_case() -> None:
         def shardckpt_filesystem(self, url: str) -> None:
             self.asked.append(url)
 
-    manager = get_plugin_manager()
-    plugin = Plugin()
-    manager.register(plugin)
-    try:
+    with registered(Plugin()) as plugin:
         for url in ("S3A://Bucket/Path://C", "SimpleCache::MEMORY://A::B", "zip://In/Side::Memory://A"):
             with suppress(CheckpointingException):
-                open_folder(url, manager)
-    finally:
-        manager.unregister(plugin)
+                open_folder(url, get_plugin_manager())
     assert plugin.asked == ["s3a://Bucket/Path://C", "simplecache::memory://A::B", "zip://In/Side::memory://A"]

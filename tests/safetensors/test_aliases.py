@@ -19,6 +19,7 @@ from shardckpt.mapping import ShardedObject, ShardedTensor
 from shardckpt_safetensors import SafetensorsSaveShardedStrategy
 from shardckpt_safetensors.index import read_index
 from tests.safetensors.conformance.independent_reader import read_checkpoint
+from tests.states import entire
 from tests.tables import table
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ HEAD, EMBEDDING = "head.weight", "embedding.weight"
 
 def described(**tensors: torch.Tensor) -> dict[str, Any]:
     """Entire tensors of this process."""
-    return {name: ShardedTensor.from_rank_offsets(name, tensor) for name, tensor in tensors.items()}
+    return entire(tensors)
 
 
 def aliases_of(path: Path) -> dict[str, str]:

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 import pytest
 
 from shardckpt import dist_checkpointing as dc
-from shardckpt.maintenance import verify_checkpoint
 from shardckpt.testing.contract.rewriting import open_reader
 from shardckpt_safetensors import SafetensorsLoadShardedStrategy
 from tests.safetensors.checkpoints import save
@@ -57,10 +56,3 @@ def test_payloads_lie_behind_the_header(path: Path) -> None:
     file.write_bytes(len(header).to_bytes(8, "little") + header + bytes(64))
     assert "behind the header" in _faults(path)["rank_0_0.safetensors"]
     assert dc.load_tensors_metadata(path)  # the index is fine
-
-
-def test_a_record_that_is_gone_is_named(path: Path) -> None:
-    """Every save writes shardckpt.json: without it a load goes on, unchecked, and verify says what is missing."""
-    (path / "shardckpt.json").unlink()
-    assert dc.load_common_state_dict(path)["step"] == 5
-    assert {result.name for result in verify_checkpoint(path) if result.fault} == {"shardckpt.json"}

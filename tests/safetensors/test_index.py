@@ -10,14 +10,13 @@ from shardckpt import dist_checkpointing as dc
 from shardckpt.chunks import MergedPlan
 from shardckpt.errors import CheckpointingException, CorruptCheckpointError, VersionTooNewError
 from shardckpt.manifest import Lineage
-from shardckpt.mapping import ShardedTensor
 from shardckpt.planning import Table
 from shardckpt.storage import Columns
 from shardckpt.testing.contract.rewriting import open_reader
 from shardckpt_safetensors.encoded_index import encode_index
 from shardckpt_safetensors.index import StoredIndex, read_index
 from shardckpt_safetensors.index_header import make_header
-from tests.safetensors.checkpoints import BIAS, ROWS, change_index, save, wanted_state
+from tests.safetensors.checkpoints import change_index, save, wanted_state
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -46,6 +45,10 @@ def _swap_rows(columns: dict[str, torch.Tensor]) -> None:
 def _load_all(path: Path) -> None:
     dc.load_plain_tensors(path)
     dc.load(wanted_state(), path)
+
+
+def _share(columns: dict[str, torch.Tensor]) -> None:
+    columns["box_start"][1] = columns["box_start"][0]
 
 
 def _name_twice(columns: dict[str, torch.Tensor]) -> None:
@@ -82,6 +85,7 @@ def _drop_box(columns: dict[str, torch.Tensor]) -> None:
         (_name_twice, "more than once"),
         (_swap_rows, "sorted"),
         (_drop_box, "once"),
+        (_share, "shares bytes"),
     ],
 )
 def test_an_index_that_contradicts_itself_is_refused(
@@ -92,17 +96,6 @@ def test_an_index_that_contradicts_itself_is_refused(
     with pytest.raises(CorruptCheckpointError, match=fault) as error:
         _load_all(path)
     assert "index.safetensors" in str(error.value)
-
-
-def test_two_boxes_that_share_bytes_are_refused(path: Path) -> None:
-    """A payload that two boxes have is refused."""
-
-    def share(columns: dict[str, torch.Tensor]) -> None:
-        columns["box_start"][1] = columns["box_start"][0]
-
-    change_index(path, share)
-    with pytest.raises(CorruptCheckpointError, match="shares bytes"):
-        dc.load(wanted_state(), path)
 
 
 def test_features(path: Path) -> None:
@@ -137,28 +130,6 @@ def test_the_header_says_where_it_comes_from(path: Path) -> None:
     change_index(path, header=lambda header: header.update(id="0" * 32))
     with pytest.raises(CorruptCheckpointError, match="is of save 0000"):
         dc.load(wanted_state(), path)
-
-
-def test_an_alias_loads_its_tensor(path: Path) -> None:
-    """A further name of a tensor is listed and loaded; a removal of one name leaves the tensor under the other."""
-
-    def add(columns: dict[str, torch.Tensor]) -> None:
-        text = bytes(columns["text"].tolist()) + b"tied"
-        columns["text"] = torch.tensor(list(text))
-        ends = columns["text_end"]
-        columns["text_end"] = torch.cat([ends, ends[-1:], ends[-1:] + 4])  # "" and "tied"
-        columns["alias"] = torch.tensor([[len(ends), len(ends) + 1]])
-        columns["alias_tensor"] = torch.tensor([0])
-
-    change_index(path, add)
-    assert set(dc.load_tensors_metadata(path)) == {"layers.0.weight", "layers.0.bias", "tied"}
-    rows = ShardedTensor("tied", torch.zeros(3, 4), ROWS.dtype, (3, 4), (12, 4), (2, 0), None)
-    assert torch.equal(dc.load({"w": rows}, path, validate_access_integrity=False)["w"], ROWS[2:5])
-    dc.remove_sharded_tensors(path, "layers.0.weight")
-    assert set(dc.load_tensors_metadata(path)) == {"tied", "layers.0.bias"}
-    loaded = dc.load_plain_tensors(path)
-    assert torch.equal(loaded["tied"], ROWS)
-    assert torch.equal(loaded["layers.0.bias"], BIAS)
 
 
 def test_a_million_boxes_open_at_once() -> None:

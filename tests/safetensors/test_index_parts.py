@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import shardckpt.storage.reader as reader_module
 from shardckpt import dist_checkpointing as dc
 from shardckpt.cli import main
 from shardckpt.errors import CheckpointingException, CorruptCheckpointError
@@ -23,6 +22,7 @@ from shardckpt_safetensors.index_names import FEATURE
 from tests.engine.plan_cache.saves import MODES, Plans, in_mode
 from tests.engine.plan_cache.saves import save as save_in_turn
 from tests.ranks import Failure, Ranks
+from tests.resources import watch_reads
 from tests.safetensors.conformance.independent_reader import read_checkpoint
 from tests.safetensors.parts import VALUES, InParts, make_state
 from tests.tables import in_proof, table
@@ -241,21 +241,14 @@ def test_a_slice_reads_few_pages(path: Path, monkeypatch: pytest.MonkeyPatch) ->
     """For one row of 60, the reader takes one page of its tensor's rows, and none of another tensor's."""
     with open_reader(path) as reader:
         read_index(reader)
-        ranges: list[tuple[str, int, int]] = []
-        original = reader_module.read_into
-
-        def counted(fd: int, file: Any, buffer: memoryview, offset: int) -> None:
-            ranges.append((file.name, offset, buffer.nbytes))
-            original(fd, file, buffer, offset)
-
-        monkeypatch.setattr(reader_module, "read_into", counted)
+        reads = watch_reads(monkeypatch)
         boxes = Boxes()
         boxes.add(0, (31, 0), (1, 4))
         index = read_index(reader)
         chunks, _ = index.take_chunks(torch.tensor([index.numbers["m.rows"]]), boxes.table)
     assert [31, 0] in chunks.box.offset[:, :2].tolist()
     assert len(chunks.box.spec) <= 6
-    assert sum(nbytes for _, _, nbytes in ranges) <= 6 * 16
+    assert sum(read.nbytes for read in reads) <= 6 * 16
 
 
 def _change_part(path: Path, change: Callable[[dict[str, Any], dict[str, Any]], None]) -> None:
@@ -274,39 +267,20 @@ def _change_part(path: Path, change: Callable[[dict[str, Any], dict[str, Any]], 
     reseal(path)
 
 
-def _shift(columns: dict[str, Any], _: dict[str, Any]) -> None:
-    columns["page_offset"][1, 0] += 1
-
-
-def _reach(columns: dict[str, Any], _: dict[str, Any]) -> None:
-    columns["tensor_reach"][0, 0] += 1
-
-
-def _cut(columns: dict[str, Any], _: dict[str, Any]) -> None:
-    columns["box"] = columns["box"][:-1]
-
-
-def _end(columns: dict[str, Any], _: dict[str, Any]) -> None:
-    columns["tensor_end"][-1] += 1
-
-
-def _kind(_: dict[str, Any], header: dict[str, Any]) -> None:
-    header["row"][0] = "F32"
-
-
-def _page(_: dict[str, Any], header: dict[str, Any]) -> None:
-    header["page"] = 0
-
-
-def _swap(columns: dict[str, Any], _: dict[str, Any]) -> None:
-    columns["box"][[0, 1]] = columns["box"][[1, 0]]
-
-
-def _file(columns: dict[str, Any], _: dict[str, Any]) -> None:
-    columns["box"][0, -2] = 99  # of row 0 the file; its start is one byte behind it
-
-
-@pytest.mark.parametrize("change", [_shift, _reach, _cut, _end, _kind, _page, _swap, _file])
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda columns, _: columns["page_offset"][1, 0].add_(1),
+        lambda columns, _: columns["tensor_reach"][0, 0].add_(1),
+        lambda columns, _: columns.update(box=columns["box"][:-1]),
+        lambda columns, _: columns["tensor_end"][-1].add_(1),
+        lambda _, header: header["row"].__setitem__(0, "F32"),
+        lambda _, header: header.update(page=0),
+        lambda columns, _: columns.update(box=columns["box"][[1, 0, *range(2, len(columns["box"]))]]),
+        lambda columns, _: columns["box"][0, -2].fill_(99),  # of row 0 the file; its start is one byte behind it
+    ],
+    ids=["page", "reach", "row missing", "end", "dtype", "page of no rows", "order", "file"],
+)
 def test_a_part_that_contradicts_itself_is_refused(path: Path, change: Callable[..., None]) -> None:
     """What the head of a part says of its rows is checked with everything else; an error names the index."""
     _change_part(path, change)

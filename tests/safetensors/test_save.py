@@ -14,7 +14,9 @@ from shardckpt.maintenance import verify_checkpoint
 from shardckpt.mapping import ShardedObject, ShardedTensor
 from shardckpt.testing import check_same
 from shardckpt_safetensors import SafetensorsSaveShardedStrategy
+from tests.damage import flip
 from tests.safetensors.checkpoints import BIAS, ROWS, save
+from tests.states import entire
 from tests.tables import table
 
 if TYPE_CHECKING:
@@ -45,7 +47,7 @@ def test_payloads_are_aligned_and_large_ones_lie_as_in_memory(tmp_path: Path) ->
     """Payloads begin at multiples of 64; one of 1 MiB and more is congruent to its address modulo 4096."""
     tensors = {f"t{n}": torch.full((n,), float(n)) for n in (1, 33, 1 << 18, 5, (1 << 18) + 1)}
     dc.save(
-        {name: ShardedTensor.from_rank_offsets(name, tensor) for name, tensor in tensors.items()},
+        entire(tensors),
         tmp_path / "c",
         SafetensorsSaveShardedStrategy(),
     )
@@ -94,7 +96,7 @@ def test_names_that_headers_need_for_themselves(tmp_path: Path) -> None:
     tensors = {
         key: torch.full((2,), float(n)) for n, key in enumerate(("__metadata__", "__padding__0", "w[0:2]", "w[2:4]"))
     }
-    state = {key: ShardedTensor.from_rank_offsets(key, tensor) for key, tensor in tensors.items()}
+    state = entire(tensors)
     pieces = [ShardedTensor.from_rank_offsets("w", torch.full((2,), 9.0 + n), (0, n, 2)) for n in range(2)]
     dc.save({**state, "pieces": pieces}, tmp_path / "c", SafetensorsSaveShardedStrategy())
     loaded = dc.load_plain_tensors(tmp_path / "c")
@@ -127,7 +129,7 @@ def test_many_small_tensors_among_large_ones(tmp_path: Path, thread_count: int) 
     for step in range(2):
         tensors = {f"t{n}": torch.full((size,), float(n + step)) for n, size in enumerate(sizes)}
         tensors["t5"] = torch.randn(5, 2)[:, 0]
-        state = {key: ShardedTensor.from_rank_offsets(key, tensor) for key, tensor in tensors.items()}
+        state = entire(tensors)
         dc.save(state, tmp_path / f"c{step}", strategy)
         found = dc.load_plain_tensors(tmp_path / f"c{step}")
         assert found.keys() == tensors.keys()
@@ -139,15 +141,11 @@ def test_a_damaged_small_tensor_leaves_its_neighbours(tmp_path: Path) -> None:
     """Small tensors that are written by one call have a digest each: damage is named by key and file, others load."""
     tensors = {f"t{n}": torch.full((20,), float(n)) for n in range(100)}
     dc.save(
-        {key: ShardedTensor.from_rank_offsets(key, tensor) for key, tensor in tensors.items()},
+        entire(tensors),
         tmp_path / "c",
         SafetensorsSaveShardedStrategy(),
     )
-    path = tmp_path / "c" / "rank_0_0.safetensors"
-    data = bytearray(path.read_bytes())
-    length = int.from_bytes(data[:8], "little")
-    data[8 + length + json.loads(data[8 : 8 + length])["t50"]["data_offsets"][0] + 17] ^= 1
-    path.write_bytes(data)
+    flip(tmp_path / "c" / "rank_0_0.safetensors", tensors["t50"].numpy().tobytes())
     for key in ("t49", "t51"):
         assert torch.equal(
             dc.load({key: ShardedTensor.from_rank_offsets(key, torch.zeros(20))}, tmp_path / "c")[key], tensors[key]

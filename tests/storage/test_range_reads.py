@@ -13,13 +13,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardckpt.errors import CorruptCheckpointError
+from shardckpt.errors import CorruptCheckpointError, StorageError
 from shardckpt.manifest import Manifest
 from shardckpt.storage import RangeRead, RemotePath
 from shardckpt.storage.digest import SEGMENT_BYTES, Segments
 from shardckpt.storage.range_reads import batch_ranges
 from shardckpt.storage.reader import CheckpointReader
-from tests.resources import list_threads
+from tests.resources import list_threads, watch_reads
 from tests.storage.files import manifest, write
 
 if TYPE_CHECKING:
@@ -106,58 +106,29 @@ def test_any_ranges(
         assert memory == WHOLE[offset : offset + memory.nbytes]
 
 
-def test_aligned_ranges_are_read_once_into_their_memory(
-    tmp_path: Path, files: list[FileRecord], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A range that ends where segments end is read in no more bytes than it has, however it is shared."""
-    read: list[int] = []
-    call = os.preadv
-
-    def counting(fd: int, buffers: list[memoryview], offset: int) -> int:
-        done = call(fd, buffers, offset)
-        read.append(done)
-        return done
-
-    start = sum(SIZES[:4])
-    with CheckpointReader(tmp_path, manifest(*files)) as reader:
-        assert reader.size("one") == reader.size("two") == len(WHOLE)
-        monkeypatch.setattr(os, "preadv", counting)
-        memories = [memoryview(bytearray(12 * SEGMENT_BYTES)) for _ in range(2)]
-        reader.read_ranges(
-            [RangeRead(name, start, memory, name) for name, memory in zip(("one", "two"), memories, strict=True)]
-        )
-    assert sum(read) == 24 * SEGMENT_BYTES
-    assert all(memory == WHOLE[start : start + 12 * SEGMENT_BYTES] for memory in memories)
-
-
 def test_a_segment_is_one_system_call(tmp_path: Path, files: list[FileRecord], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A range of whole segments is read by a call for each, and none besides."""
-    calls: list[int] = []
-    call = os.preadv
-
-    def counting(fd: int, buffers: list[memoryview], offset: int) -> int:
-        calls.append(offset)
-        return call(fd, buffers, offset)
-
-    start = sum(SIZES[:4])
-    memory = memoryview(bytearray(12 * SEGMENT_BYTES))
+    """Ranges of whole segments are read by a call for each, into their memory, and by none besides."""
+    start, size = sum(SIZES[:4]), 12 * SEGMENT_BYTES
+    ranges = [RangeRead(name, start, memoryview(bytearray(size)), name) for name in ("one", "two")]
     with CheckpointReader(tmp_path, manifest(*files)) as reader:
-        monkeypatch.setattr(os, "preadv", counting)
-        reader.read_ranges([RangeRead("one", start, memory, "key")])
-    assert sorted(calls) == [start + number * SEGMENT_BYTES for number in range(12)]
+        reads = watch_reads(monkeypatch)
+        reader.read_ranges(ranges)
+    places = [start + number * SEGMENT_BYTES for number in range(12)]
+    assert sorted(reads) == [(name, place, SEGMENT_BYTES) for name in ("one", "two") for place in places]
+    assert all(found.memory == WHOLE[start : start + size] for found in ranges)
 
 
 def test_a_read_that_stops_early_goes_on(
     tmp_path: Path, files: list[FileRecord], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Segments of which the system reads a part, or none because of a signal, are read completely and checked."""
+    """Segments that the system reads in part, or not at once, are read completely; another error has key and place."""
     turns = itertools.count()
     call = os.preadv
 
     def stopping(fd: int, buffers: list[memoryview], offset: int) -> int:
         turn = next(turns)
         if turn % 3 == 1:
-            raise InterruptedError(errno.EINTR, "a signal")
+            raise OSError(errno.EINTR if turn % 2 else errno.EAGAIN, "a signal, or nothing yet")
         return call(fd, [buffers[0][:1000]] if turn % 3 else buffers, offset)
 
     memory = memoryview(bytearray(len(WHOLE)))
@@ -165,6 +136,14 @@ def test_a_read_that_stops_early_goes_on(
         monkeypatch.setattr(os, "preadv", stopping)
         reader.read_ranges([RangeRead("one", 0, memory, "key")])
     assert memory == WHOLE
+
+    def failing(*_: object) -> int:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with CheckpointReader(tmp_path, manifest(*files)) as reader:
+        monkeypatch.setattr(os, "preadv", failing)
+        with pytest.raises(StorageError, match=rf"^key: cannot read at offset 100 of {tmp_path}/one: .*\(EIO\)"):
+            reader.read_range("one", SIZES[0] + 5, 100, "key")
 
 
 @pytest.mark.parametrize("place", [50, 3 * SEGMENT_BYTES, len(WHOLE) - 1])

@@ -5,9 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import random
-import signal
 import threading
-import time
 import tracemalloc
 from itertools import pairwise
 from typing import TYPE_CHECKING
@@ -18,16 +16,14 @@ from hypothesis import strategies as st
 
 from shardckpt.errors import CheckpointingException, CorruptCheckpointError, StorageError
 from shardckpt.manifest import Manifest
-from shardckpt.storage import reader as reader_
 from shardckpt.storage.buffers import BLOCK_BYTES
 from shardckpt.storage.digest import SEGMENT_BYTES
 from shardckpt.storage.directory import open_directory
-from shardckpt.storage.filesystem import read_into
 from shardckpt.storage.memory_budget import REQUEST_BYTES
 from shardckpt.storage.open_files import OPEN_FILES
 from shardckpt.storage.reader import CheckpointReader
 from shardckpt.storage.spans import Elements
-from tests.resources import list_open
+from tests.resources import list_open, watch_reads
 from tests.storage.files import manifest, write
 from tests.tables import table
 
@@ -91,17 +87,14 @@ def test_an_end_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     """Ranges that follow each other read each segment once, and a damaged one is an error that keeps nothing."""
     content = random.Random(0).randbytes(3 * SEGMENT_BYTES)
     found = write(tmp_path, "data", [[content]])
-    read: list[int] = []
-    monkeypatch.setattr(
-        reader_, "read_into", lambda fd, path, memory, at: (read.append(memory.nbytes), read_into(fd, path, memory, at))
-    )
+    reads = watch_reads(monkeypatch)
     step = SEGMENT_BYTES // 3 * 2
     with CheckpointReader(tmp_path, manifest(found), kept_bytes=1) as reader:
         parts = [
             reader.read_range("data", low, min(step, len(content) - low), "key") for low in range(0, len(content), step)
         ]
     assert b"".join(parts) == content
-    assert sum(read) == len(content)
+    assert sum(read.nbytes for read in reads) == len(content)
     damaged = bytearray(content)
     damaged[SEGMENT_BYTES - 1] ^= 1
     (tmp_path / "data").write_bytes(damaged)
@@ -137,20 +130,13 @@ def test_blocks_are_the_whole_file_read_once(tmp_path: Path, monkeypatch: pytest
     whole = [bytes([n]) * size for n, size in enumerate((100, 3 * SEGMENT_BYTES + 5, REQUEST_BYTES + 77, 9))]
     found = write(tmp_path, "data", [[part] for part in whole])
     content = b"".join(whole)
-    read, call = [0], os.preadv
-
-    def counting(fd: int, buffers: list[memoryview], offset: int) -> int:
-        done = call(fd, buffers, offset)
-        read[0] += done
-        return done
-
-    monkeypatch.setattr(os, "preadv", counting)
+    reads = watch_reads(monkeypatch)
     for kind in (FOREIGN, manifest(found)):
-        read[0] = 0
+        reads.clear()
         pieces = [bytes(block) for block in CheckpointReader(tmp_path, kind, verify=True).blocks("data")]
         assert b"".join(pieces) == content
         assert max(map(len, pieces)) <= REQUEST_BYTES
-        assert read[0] == len(content)
+        assert sum(read.nbytes for read in reads) == len(content)
     (tmp_path / "data").write_bytes(content[:-1] + b"!")
     blocks = CheckpointReader(tmp_path, manifest(found), verify=True).blocks("data")
     sound = [len(next(blocks)) for _ in pieces[:-1]]
@@ -183,15 +169,6 @@ def test_only_touched_segments_matter(
                 else:
                     assert reader.read_range("data", start, nbytes, "key") == content[start : start + nbytes]
             low = high
-
-
-def test_a_range_across_large_segments(tmp_path: Path) -> None:
-    """A range that begins and ends inside segments of 4 MiB is put together right."""
-    content = bytes(range(251)) * (2 * SEGMENT_BYTES // 251 + 99)
-    found = write(tmp_path, "data", [[content]])
-    with CheckpointReader(tmp_path, manifest(found)) as reader:
-        start, nbytes = SEGMENT_BYTES - 5, SEGMENT_BYTES + 10
-        assert reader.read_range("data", start, nbytes, "key") == content[start : start + nbytes]
 
 
 @pytest.fixture
@@ -358,28 +335,6 @@ def test_map(tmp_path: Path, file: FileRecord, monkeypatch: pytest.MonkeyPatch, 
     assert len(done) == ended
 
 
-@pytest.mark.parametrize("failing", [0, 1])
-def test_map_stops_at_a_failure(
-    tmp_path: Path, file: FileRecord, monkeypatch: pytest.MonkeyPatch, failing: int
-) -> None:
-    """After a failure, in a thread or in the caller's, what has not begun is left alone: 2 items of 100 at most."""
-    monkeypatch.setenv("SHARDCKPT_IO_THREADS", "2")
-    begun: list[int] = []
-    failed = threading.Event()
-
-    def read(number: int) -> None:
-        begun.append(number)
-        if number == failing:
-            failed.set()
-            raise CheckpointingException(f"item {number}")
-        assert failed.wait(5)
-        threading.Event().wait(0.1)  # the time that a read takes
-
-    with CheckpointReader(tmp_path, manifest(file)) as reader, pytest.raises(CheckpointingException, match="item"):
-        reader.map(read, range(100), size=lambda number: 1 if number == 1 else 1 << 20)
-    assert len(begun) < 20
-
-
 @table("threads", [1, 4])
 def test_more_files_than_may_be_open(tmp_path: Path, threads: int) -> None:
     """A checkpoint of thousands of ranks is read with few descriptors, by several threads, in any order."""
@@ -415,23 +370,6 @@ def test_the_directory_is_closed_with_the_reader(tmp_path: Path) -> None:
         gc.enable()
 
 
-def test_map_stops_at_an_interrupt(tmp_path: Path, file: FileRecord, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An interrupt while threads read ends the call once they have done what they began."""
-    monkeypatch.setenv("SHARDCKPT_IO_THREADS", "2")
-    begun: list[int] = []
-    main = threading.get_ident()
-
-    def read(number: int) -> None:
-        begun.append(number)
-        if number == 4:  # all are handed over by then, and the caller waits
-            signal.pthread_kill(main, signal.SIGINT)
-        threading.Event().wait(0.1)
-
-    with CheckpointReader(tmp_path, manifest(file)) as reader, pytest.raises(KeyboardInterrupt):
-        reader.map(read, range(100), size=lambda _: 1 << 20)
-    assert len(begun) < 20
-
-
 def test_many_threads_share_a_reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Threads that read, map and parse with one reader at a time get right bytes; what is parsed is parsed once."""
     monkeypatch.setenv("SHARDCKPT_IO_THREADS", "3")
@@ -439,18 +377,20 @@ def test_many_threads_share_a_reader(tmp_path: Path, monkeypatch: pytest.MonkeyP
     small = write(tmp_path, "small", [[b"small"]])
     large = write(tmp_path, "large", [[whole[n : n + SEGMENT_BYTES]] for n in range(0, len(whole), SEGMENT_BYTES)])
     calls: list[str] = []
-    start = threading.Barrier(4)
+    start, asking = threading.Barrier(4), threading.Semaphore(0)
     found: list[bool] = []
     with CheckpointReader(tmp_path, manifest(large, small)) as reader:
 
         def parse() -> bytes:
             calls.append("large")
-            time.sleep(0.05)  # the others ask meanwhile
+            for _ in range(4):
+                asking.acquire()  # all are about to ask
             parts = reader.map(lambda n: reader.read_range("large", n, 9, "part"), range(64), lambda _: 1 << 20)
             return reader.parsed("inner", lambda: reader.read("small")) + b"".join(parts)
 
         def work(number: int) -> None:
             start.wait()
+            asking.release()
             value = reader.parsed("large", parse)
             buffer = bytearray(len(whole) - number)
             reader.read_into("large", number, memoryview(buffer), "range")

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import errno
 import math
-import os
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardckpt.errors import CorruptCheckpointError, StorageError
+from shardckpt.errors import CorruptCheckpointError
 from shardckpt.manifest import Manifest
 from shardckpt.storage import buffers, scatter
 from shardckpt.storage import reader as reader_module
@@ -21,8 +19,9 @@ from shardckpt.storage.reader import CheckpointReader
 from shardckpt.storage.scatter import StoredArray, read_box
 from shardckpt.storage.spans import Elements
 from shardckpt.tensors.memory import tensor_bytes
+from tests.damage import flip
+from tests.resources import watch_reads
 from tests.storage.files import manifest, write
-from tests.tables import table
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -42,25 +41,6 @@ DTYPES = [
     torch.float8_e5m2,
 ]
 HEAD = b"head!"
-
-
-class Reads:
-    """What is read from files: (offset, bytes) of each call."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, most: int = 1 << 62) -> None:
-        self.calls: list[tuple[int, int]] = []
-        call = os.preadv
-
-        def counting(fd: int, buffers: list[memoryview], offset: int) -> int:
-            done = call(fd, [buffers[0][:most]], offset)
-            self.calls.append((offset, done))
-            return done
-
-        monkeypatch.setattr(os, "preadv", counting)
-
-    def total(self) -> int:
-        """Bytes of all calls."""
-        return sum(nbytes for _, nbytes in self.calls)
 
 
 def _random(dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
@@ -139,12 +119,11 @@ def test_no_byte_is_read_twice(tmp_path_factory: pytest.TempPathFactory, data: s
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(reader_module, "_READ_BYTES", 256)
             patch.setattr(scatter, "_GAP", 1)
-            reads = Reads(patch)
+            reads = watch_reads(patch)
             with CheckpointReader(directory, kind, verify=True) as reader:
                 read_box(reader, StoredArray("data", len(HEAD), torch.float32, shape), start, target, "key")
-        assert reads.total() <= most
-        spans = sorted(reads.calls)
-        assert all(a + n <= b for (a, n), (b, _) in pairwise(spans))
+        assert sum(read.nbytes for read in reads) <= most
+        assert all(a + n <= b for (_, a, n), (_, b, _) in pairwise(sorted(reads)))
         assert torch.equal(target[0, 0, 0], whole[start].double())
 
 
@@ -154,18 +133,18 @@ def test_columns_are_one_pass_over_the_rows(tmp_path: Path, monkeypatch: pytest.
     found = _store(tmp_path, whole, [len(HEAD)])
     for kind in (found, FOREIGN):
         with pytest.MonkeyPatch.context() as patch, CheckpointReader(tmp_path, kind, verify=True) as reader:
-            reads = Reads(patch)
+            reads = watch_reads(patch)
             target = torch.zeros(1024, 512)
             read_box(reader, StoredArray("data", len(HEAD), torch.float32, (1024, 1024)), (0, 512), target, "key")
             assert torch.equal(target, whole[:, 512:])
-            assert reads.total() <= whole.nbytes
-            assert len(reads.calls) <= 5
+            assert sum(read.nbytes for read in reads) <= whole.nbytes
+            assert len(reads) <= 5
     with CheckpointReader(tmp_path, FOREIGN) as reader:
-        reads = Reads(monkeypatch)
+        reads = watch_reads(monkeypatch)
         target = torch.zeros(8, 100)
         read_box(reader, StoredArray("data", len(HEAD), torch.float32, (8, 128 << 10)), (0, 7), target, "key")
         assert torch.equal(target, whole.view(8, -1)[:, 7:107])
-        assert [nbytes for _, nbytes in reads.calls] == [400] * 8
+        assert [read.nbytes for read in reads] == [400] * 8
 
 
 def test_buffers_are_small_and_used_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -195,9 +174,7 @@ def test_damage_is_found_and_named_on_every_path(tmp_path: Path, monkeypatch: py
     whole = _random(torch.float32, (1024, 1500))
     found = _store(tmp_path, whole, [len(HEAD)])
     place = len(HEAD) + 4 * (500 * 1500 + 1499)
-    raw = bytearray((tmp_path / "data").read_bytes())
-    raw[place] ^= 4
-    (tmp_path / "data").write_bytes(raw)
+    flip(tmp_path / "data", place)
     stored = StoredArray("data", len(HEAD), torch.float32, (1024, 1500))
     text = rf"layer\.weight: bytes \d+ to \d+ of {tmp_path / 'data'} are not those that were written"
     with CheckpointReader(tmp_path, found, verify=True) as reader:
@@ -213,45 +190,6 @@ def test_damage_is_found_and_named_on_every_path(tmp_path: Path, monkeypatch: py
         target = torch.zeros(250, 750)
         read_box(reader, stored, (0, 750), target, "layer.weight")
         assert torch.equal(target, whole[:250, 750:])
-
-
-def test_short_reads_are_gone_on_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A system that gives at most 1000 bytes a call is asked again until all are there."""
-    whole = _random(torch.float32, (300, 100))
-    found = _store(tmp_path, whole, [len(HEAD)])
-    Reads(monkeypatch, most=1000)
-    with CheckpointReader(tmp_path, found, verify=True) as reader:
-        for target in (torch.zeros(300, 100), torch.zeros(100, 300).t()):
-            read_box(reader, StoredArray("data", len(HEAD), torch.float32, (300, 100)), (0, 0), target, "key")
-            assert torch.equal(target, whole)
-
-
-@table(("number", "fails"), [(errno.EAGAIN, False), (errno.EINTR, False), (errno.EIO, True)])
-def test_transient_errors_are_tried_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, fails: bool
-) -> None:
-    """EAGAIN and EINTR pass; EIO is raised at once, with key, file, offset and its name."""
-    whole = _random(torch.float32, (30, 10))
-    found = _store(tmp_path, whole, [len(HEAD)])
-    call, calls = os.preadv, [0]
-
-    def failing(fd: int, buffers: list[memoryview], offset: int) -> int:
-        calls[0] += 1
-        if calls[0] <= 2:
-            raise OSError(number, os.strerror(number))
-        return call(fd, buffers, offset)
-
-    monkeypatch.setattr(os, "preadv", failing)
-    target = torch.zeros(30, 10)
-    stored = StoredArray("data", len(HEAD), torch.float32, (30, 10))
-    with CheckpointReader(tmp_path, found, verify=True) as reader:
-        if fails:
-            with pytest.raises(StorageError, match=rf"key: cannot read at offset 5 of {tmp_path / 'data'}: .*\(EIO\)"):
-                read_box(reader, stored, (0, 0), target, "key")
-            assert calls[0] == 1
-        else:
-            read_box(reader, stored, (0, 0), target, "key")
-            assert torch.equal(target, whole)
 
 
 def test_what_takes_pieces_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

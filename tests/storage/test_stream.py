@@ -302,18 +302,6 @@ def test_errors(directory: Path, monkeypatch: pytest.MonkeyPatch, code: int) -> 
     assert sum(write.offset <= 6 * MIB < write.offset + write.nbytes for write in done) == 1
 
 
-@pytest.mark.ci
-def test_a_full_disk(tmp_path: Path) -> None:
-    """A disk that is full in the middle of a file is an error that says so, and nothing is reported as written."""
-    with small_disk(tmp_path / "small", "8m") as directory, CheckpointWriter(directory, 0) as writer:
-        file = writer.create("data")
-        big = memory(20 * MIB, 64)
-        file.append(big.nbytes, lambda: [big])
-        with pytest.raises(StorageError, match=rf"cannot write at offset \d+ of {directory / 'data'}: .*\(ENOSPC\)"):
-            writer.finish(file)
-        assert writer.files == []
-
-
 @pytest.mark.parametrize("code", sorted(filesystem.TRANSIENT))
 def test_trouble_that_passes(directory: Path, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
     """Writes that fail for a moment are tried again, a few times; trouble that stays is an error."""

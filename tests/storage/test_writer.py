@@ -23,7 +23,6 @@ from tests.storage.files import write
 from tests.tables import table
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from pathlib import Path
 
     from shardckpt.storage import FileWriter
@@ -58,19 +57,6 @@ def test_records_in_order(tmp_path_factory: pytest.TempPathFactory, records: lis
     assert segments_of(found.segments, found.digest, found.size) == expected
 
 
-def test_large_and_small_records(tmp_path: Path) -> None:
-    """Records that threads write and records that the caller writes all come to their places."""
-    records = [[bytes([n]) * (LARGE + 7 * n if n % 2 else 100 + n)] for n in range(20)]
-    found = write(tmp_path, "data", records)
-    content = b"".join(part for parts in records for part in parts)
-    assert (tmp_path / "data").read_bytes() == content
-    position = 0
-    for length, digest in segments_of(found.segments, found.digest, found.size):
-        assert digest == DIGEST(content[position : position + length])
-        position += length
-    assert position == len(content)
-
-
 def test_digest_is_of_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A write that lies about what it wrote does not change the digest: it is of the memory, not of the file."""
     call = os.pwritev
@@ -87,24 +73,8 @@ def test_digest_is_of_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @table("nbytes", [10, LARGE])
-def test_error_in_a_producer(tmp_path: Path, nbytes: int) -> None:
-    """What a producer raises is raised by append and by finish; the file is none of the checkpoint's."""
-
-    def produce() -> list[memoryview]:
-        raise RuntimeError("the device is lost")
-
-    with CheckpointWriter(tmp_path, 0) as writer:
-        file = writer.create("data")
-        file.append(10, lambda: [memoryview(bytes(10))])
-        for call in (lambda: file.append(nbytes, produce), lambda: writer.finish(file)):
-            with pytest.raises(RuntimeError, match="the device is lost"):
-                call()
-        assert writer.files == []
-
-
-@table("nbytes", [10, LARGE])
 def test_nothing_is_written_after_a_failure(tmp_path: Path, nbytes: int) -> None:
-    """Once a record has failed, the next one is refused with its error, and never asked for its bytes."""
+    """Once a record has failed, append and finish raise its error, none is asked for its bytes, no file is there."""
     asked: list[int] = []
 
     def fail() -> list[memoryview]:
@@ -122,6 +92,10 @@ def test_nothing_is_written_after_a_failure(tmp_path: Path, nbytes: int) -> None
             file.append(10, give)
         with pytest.raises(RuntimeError, match="the device is lost"):
             file.append_small([b"x"])
+        with pytest.raises(RuntimeError, match="the device is lost"):
+            writer.finish(file)
+        assert writer.files == []
+        assert writer.sha256 == {}
     assert asked == []
 
 
@@ -358,36 +332,11 @@ def test_no_sha256_of_a_file_that_failed(tmp_path: Path, nbytes: int) -> None:
     assert list_threads() <= before
 
 
-def test_no_sha256_unless_asked(tmp_path: Path) -> None:
-    """Hashing costs what it costs only those who ask for it."""
-    with CheckpointWriter(tmp_path, 0) as writer:
-        writer.write("data", b"x")
-        assert writer.sha256 == {}
-
-
 def test_bad_setting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A number of threads that is none is an error that names the variable."""
     monkeypatch.setenv("SHARDCKPT_IO_THREADS", "0")
     with pytest.raises(CheckpointingException, match="SHARDCKPT_IO_THREADS='0': expected a whole number of at least 1"):
         CheckpointWriter(tmp_path, 0)
-
-
-def _within(seconds: float, function: Callable[[], None]) -> None:
-    """Run a function in a thread that may be left behind; fail if it does not end."""
-    raised: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            function()
-        except BaseException as exc:  # noqa: BLE001 - raised below
-            raised.append(exc)
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    thread.join(seconds)
-    assert not thread.is_alive(), "it hangs"
-    if raised:
-        raise raised[0]
 
 
 @table("sha256", [False, True])
@@ -408,14 +357,11 @@ def test_no_thread_waits_for_ever_after_errors(
         file.append(first + LARGE, lambda: [memoryview(bytearray(first)), memoryview(bytearray(LARGE))])
         writer.finish(file)
 
-    def save() -> None:
-        with CheckpointWriter(tmp_path, 0, sha256=sha256) as writer:
-            files = [writer.create(f"f{n}") for n in range(20)]
-            for file in files:
-                with pytest.raises(StorageError, match="the disk is gone"):
-                    complete(writer, file)
-
-    _within(20, save)
+    with CheckpointWriter(tmp_path, 0, sha256=sha256) as writer:
+        files = [writer.create(f"f{n}") for n in range(20)]
+        for file in files:
+            with pytest.raises(StorageError, match="the disk is gone"):
+                complete(writer, file)
 
 
 @table("sha256", [False, True])
@@ -434,23 +380,15 @@ def test_where_no_more_threads_may_be_had(
                 raise RuntimeError("can't start new thread")
         call(thread)
 
-    def save() -> None:
-        monkeypatch.setattr(threading.Thread, "start", start)
-        try:
-            with CheckpointWriter(tmp_path, 0, sha256=sha256) as writer:
-                file = writer.create("data")
-                for parts in records:
-                    file.append(len(parts[0]), lambda parts=parts: [memoryview(parts[0])])
-                writer.finish(file)
-                assert not sha256 or writer.sha256["data"] == hashlib.sha256(content).hexdigest()
-        finally:
-            monkeypatch.undo()
-
     content = b"".join(part for parts in records for part in parts)
     monkeypatch.setenv("SHARDCKPT_IO_THREADS", "4")
-    runner = threading.Thread(target=lambda: _within(20, save))
-    runner.start()
-    runner.join(30)
+    with monkeypatch.context() as patch, CheckpointWriter(tmp_path, 0, sha256=sha256) as writer:
+        patch.setattr(threading.Thread, "start", start)
+        file = writer.create("data")
+        for parts in records:
+            file.append(len(parts[0]), lambda parts=parts: [memoryview(parts[0])])
+        writer.finish(file)
+        assert not sha256 or writer.sha256["data"] == hashlib.sha256(content).hexdigest()
     assert (tmp_path / "data").read_bytes() == content
     assert started[0] > left
 

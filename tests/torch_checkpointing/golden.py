@@ -17,7 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from shardckpt import dist_checkpointing
 from shardckpt.adapters import load_into, to_sharded_state_dict
 from shardckpt.manager import CheckpointConfig, CheckpointManager, PerRank
-from tests.interop.stock import load_rows
+from tests.interop.stock import Kept, load_rows
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "torch-checkpointing-0.1.1"
 #: The trainings, each with the number of its ranks.
@@ -38,36 +38,6 @@ def copy_golden(name: str, target: Path) -> Path:
     return target
 
 
-class Loader:
-    """A data loader, whose state differs between ranks."""
-
-    def __init__(self) -> None:
-        self.state: Any = None
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return a state of another kind."""
-        return {}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Keep what is given."""
-        self.state = state_dict
-
-
-class TrainState:
-    """Progress as tensors, one of them in a list."""
-
-    def __init__(self) -> None:
-        self.state: Any = None
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state before training."""
-        return {"step": torch.tensor(0), "log": [torch.tensor(0), torch.tensor(0)], "name": ""}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Keep what is given."""
-        self.state = state_dict
-
-
 class Training:
     """A sharded model with two parameter groups, its optimizer and schedule, as they are before the training."""
 
@@ -78,8 +48,8 @@ class Training:
         others = [param for param in self.model.parameters() if param.ndim == 1]
         self.optimizer = torch.optim.AdamW([{"params": decayed}, {"params": others}], lr=1.0)
         self.schedule = torch.optim.lr_scheduler.MultiStepLR(self.optimizer, [1])
-        self.state = TrainState()
-        self.loader = Loader()
+        self.state = Kept(step=torch.tensor(0), log=[torch.tensor(0), torch.tensor(0)], name="")
+        self.loader = Kept()
 
     def manager(self, folder: Path, **more: Any) -> CheckpointManager:
         """Return a manager of all of it, and of ``more``."""
@@ -109,7 +79,7 @@ class Training:
 
     def check_progress(self) -> None:
         """Check the training's progress."""
-        assert self.state.state == {"step": 7, "log": [3, 4], "name": "run"}
+        assert self.state.loaded == {"step": 7, "log": [3, 4], "name": "run"}
 
 
 def resume_by_manager(folder: Path, written_by: int) -> None:
@@ -123,8 +93,8 @@ def resume_by_manager(folder: Path, written_by: int) -> None:
     training.check_progress()
     if more:
         rank = dist.get_rank()
-        assert training.loader.state["position"] == 10 + rank
-        assert training.loader.state["rng"].tolist() == [rank, rank]
+        assert training.loader.loaded["position"] == 10 + rank
+        assert training.loader.loaded["rng"].tolist() == [rank, rank]
 
 
 def resume_by_adapters(checkpoint: Path) -> None:

@@ -17,6 +17,7 @@ from shardckpt.adapters import to_sharded_state_dict
 from shardckpt.cli import main
 from shardckpt.errors import CheckpointingException, CorruptCheckpointError, UnsafePickleError, VersionTooNewError
 from shardckpt.mapping import ShardedObject, ShardedTensor
+from tests.damage import flip
 from tests.ranks import RankError, Ranks
 from tests.tables import table
 from tests.torch_checkpointing.golden import GOLDEN, SHAPES, Training, copy_golden, values
@@ -74,12 +75,10 @@ def flip_byte(folder: Path, name: str) -> None:
     with zipfile.ZipFile(folder / name) as archive:
         member = archive.getinfo(next(info for info in archive.namelist() if info.endswith("data/0")))
         start = (folder / name).read_bytes().index(archive.read(member), member.header_offset)
-    data = bytearray((folder / name).read_bytes())
-    data[start] ^= 1
-    (folder / name).write_bytes(data)
+    flip(folder / name, start)
 
 
-DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
+FILES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "cut model": (lambda folder: cut_file(folder, "model_1.pt"), r"model_1\.pt"),
     "cut optimizer": (lambda folder: cut_file(folder, "optimizer_0.pt"), r"optimizer_0\.pt"),
     "cut metadata": (lambda folder: cut_file(folder, "metadata.pkl"), r"metadata\.pkl"),
@@ -90,69 +89,52 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
         "has no",
     ),
     "a list as metadata": (lambda folder: (folder / "metadata.pkl").write_bytes(pickle.dumps([1])), r"metadata\.pkl"),
-    "no world size": (lambda folder: edit_metadata(folder, lambda m: m.pop("world_size")), "world_size"),
-    "no ranks": (lambda folder: edit_metadata(folder, lambda m: m.update(world_size=0)), "0 ranks does not exist"),
-    "other ranks": (lambda folder: edit_metadata(folder, lambda m: m.update(world_size=3)), "files of 2 ranks"),
-    "other shape": (
-        lambda folder: edit_metadata(folder, lambda m: declared(m).update(global_shape=[80, 6])),
-        r"model\.0\.weight': stored \(80, 6\)",
-    ),
+}
+METADATA: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
+    "no world size": (lambda m: m.pop("world_size"), "world_size"),
+    "no ranks": (lambda m: m.update(world_size=0), "0 ranks does not exist"),
+    "other ranks": (lambda m: m.update(world_size=3), "files of 2 ranks"),
+    "other shape": (lambda m: declared(m).update(global_shape=[80, 6]), r"model\.0\.weight': stored \(80, 6\)"),
     "another cut": (
-        lambda folder: edit_metadata(folder, lambda m: declared(m).update(placements=[{"type": "Shard", "dim": 1}])),
+        lambda m: declared(m).update(placements=[{"type": "Shard", "dim": 1}]),
         r"model_0\.pt: 'model\.0\.weight' is of torch\.float32 and shape \(4, 6\), and .* says .* \(8, 3\)",
     ),
     "copies": (
-        lambda folder: edit_metadata(folder, lambda m: declared(m).update(placements=[{"type": "Replicate"}])),
+        lambda m: declared(m).update(placements=[{"type": "Replicate"}]),
         r"model_0\.pt: 'model\.0\.weight' is of torch\.float32 and shape \(4, 6\)",
     ),
     "other dtype": (
-        lambda folder: edit_metadata(folder, lambda m: declared(m).update(dtype="torch.float64")),
+        lambda m: declared(m).update(dtype="torch.float64"),
         r"model_0\.pt: 'model\.0\.weight' is of torch\.float32",
     ),
-    "unknown dtype": (lambda folder: edit_metadata(folder, lambda m: declared(m).update(dtype="os")), "no dtype 'os'"),
-    "an axis too many": (
-        lambda folder: edit_metadata(folder, lambda m: declared(m).update(placements=[{"type": "Shard", "dim": 2}])),
-        "splits axis 2",
-    ),
+    "unknown dtype": (lambda m: declared(m).update(dtype="os"), "no dtype 'os'"),
+    "an axis too many": (lambda m: declared(m).update(placements=[{"type": "Shard", "dim": 2}]), "splits axis 2"),
     "a bomb of blocks": (
-        lambda folder: edit_metadata(
-            folder,
-            lambda m: declared(m).update(placements=[{"type": "StridedShard", "dim": 0, "split_factor": 1 << 60}]),
-        ),
+        lambda m: declared(m).update(placements=[{"type": "StridedShard", "dim": 0, "split_factor": 1 << 60}]),
         "more than 4,194,304 boxes",
     ),
-    "a file elsewhere": (
-        lambda folder: edit_metadata(
-            folder, lambda m: m["metadata"]["model"]["rank_to_layout_info"].update({0: layout("../model_0.pt")})
-        ),
-        r"file name '\.\./model_0\.pt' is not allowed",
-    ),
-    "a folder": (
-        lambda folder: edit_metadata(
-            folder, lambda m: m["metadata"]["model"]["rank_to_layout_info"].update({0: layout("a/model_0.pt")})
-        ),
-        r"cannot open .*a/model_0\.pt",
-    ),
-    "an unknown format": (
-        lambda folder: edit_metadata(
-            folder, lambda m: m["metadata"]["model"]["rank_to_layout_info"].update({0: layout("model_0.pt", "Zip")})
-        ),
-        "unknown serialization format 'zip'",
-    ),
+    "a file elsewhere": (lambda m: place(m, "../model_0.pt"), r"file name '\.\./model_0\.pt' is not allowed"),
+    "a folder": (lambda m: place(m, "a/model_0.pt"), r"cannot open .*a/model_0\.pt"),
+    "an unknown format": (lambda m: place(m, "model_0.pt", "Zip"), "unknown serialization format 'zip'"),
 }
 
 
-def layout(name: str, form: str = "TorchSerialization") -> dict[str, Any]:
-    """Return a layout as the metadata has it."""
-    return {"file_path": name, "serialization_format": {"type": form}}
+def place(metadata: dict[str, Any], name: str, form: str = "TorchSerialization") -> None:
+    """Let the metadata say that the first rank's model is in a file of a form."""
+    entry = {"file_path": name, "serialization_format": {"type": form}}
+    metadata["metadata"]["model"]["rank_to_layout_info"].update({0: entry})
 
 
-@table("name", DAMAGES)
+@table("name", [*FILES, *METADATA])
 def test_damage_is_an_error_that_names_it(tmp_path: Path, name: str) -> None:
     """A cut, missing or contradicting file is an error with its name, never a wrong value."""
-    damage, text = DAMAGES[name]
     folder = copy_golden("torch-2", tmp_path / "step")
-    damage(folder)
+    if name in FILES:
+        damage, text = FILES[name]
+        damage(folder)
+    else:
+        change, text = METADATA[name]
+        edit_metadata(folder, change)
     with pytest.raises(CheckpointingException, match=text):
         load_weight(folder)
 

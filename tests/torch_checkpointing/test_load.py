@@ -15,13 +15,13 @@ from shardckpt.errors import IncompleteCheckpointError, KeyMismatchError, Shardi
 from shardckpt.huggingface import export_to_huggingface
 from shardckpt.manager import PerRank
 from shardckpt.mapping import ShardedObject, ShardedTensor
+from tests.interop.stock import Kept
 from tests.ranks import RankError, Ranks
 from tests.torch_checkpointing.golden import (
     GOLDEN,
     SHAPES,
     STEP,
     TRAININGS,
-    Loader,
     Training,
     copy_golden,
     resume_by_adapters,
@@ -118,9 +118,9 @@ def test_states_of_other_numbers_of_ranks_are_refused_by_name(ranks: Ranks, tmp_
     """A state that differs between ranks is not given to other ranks, nor one rank's to all."""
     copy_golden("torch-2", tmp_path / f"step-{STEP}")
     with pytest.raises(RankError, match=r"'loader' has an object for each of 2 ranks, and one of a grid of \(4,\)"):
-        ranks.run(4, resume_a_loader, tmp_path, PerRank(Loader()))
+        ranks.run(4, resume_a_loader, tmp_path, PerRank(Kept()))
     with pytest.raises(RankError, match=r"'loader' has an object for each of 2 ranks, and one of a grid of \(1,\)"):
-        ranks.run(2, resume_a_loader, tmp_path, Loader())
+        ranks.run(2, resume_a_loader, tmp_path, Kept())
 
 
 def test_objects_are_found_by_key_at_any_depth() -> None:

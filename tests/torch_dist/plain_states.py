@@ -33,6 +33,7 @@ def tensors(version: int) -> dict[str, torch.Tensor]:
         "optimizer.moments.0": numbers(2, 2, first=1 + version),
         "optimizer.moments.1": numbers(3, first=2 + version, dtype=torch.int64),
         "flags": numbers(4, first=version).remainder(2).to(torch.bool),
+        "mixed.1": numbers(2, first=4 + version),
     }
 
 
@@ -57,6 +58,8 @@ def state(version: int) -> dict[str, Any]:
             "groups": [{"decay": 0.5 * version}, {"names": ["a"] * version}],
         },
         "flags": full["flags"],
+        "mixed": [0.25 * version, full["mixed.1"], "end" * version],
+        "nothing": None,
         "epoch": version,
         "name": "run" * version,
     }
@@ -66,6 +69,8 @@ def values(version: int) -> dict[str, Any]:
     """What is no tensor in a state."""
     return {
         "optimizer": {key: value for key, value in state(version)["optimizer"].items() if key != "moments"},
+        "mixed": [0.25 * version, "end" * version],
+        "nothing": None,
         "epoch": version,
         "name": "run" * version,
     }

@@ -6,19 +6,18 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from shardckpt import dist_checkpointing as dc
 from shardckpt.errors import ShardingError
 from shardckpt.mapping import ShardedTensor
 from shardckpt.storage import reader
-from tests.tables import in_proof, table
+from tests.states import entire
+from tests.tables import table
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from tests.ranks import Ranks
 
 _NAMES = ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu", "float4_e2m1fn_x2")
 #: Which torch itself can neither copy nor fill.
@@ -35,36 +34,6 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 
 def _all_dtypes(bits: torch.Tensor) -> dict[str, torch.Tensor]:
     return {name: bits.clone().view(getattr(torch, name)) for name in NAMES}
-
-
-def _save_rows(path: str) -> None:
-    rank, size = dist.get_rank(), dist.get_world_size()
-    mine = _all_dtypes(BITS.chunk(size)[rank])
-    dc.save({name: ShardedTensor.from_rank_offsets(name, data, (0, rank, size)) for name, data in mine.items()}, path)
-
-
-def _load_columns(path: str) -> bool:
-    """Whether columns arrive bit for bit, in rows of memory and in every other column of a larger tensor."""
-    rank, size = dist.get_rank(), dist.get_world_size()
-    expected = BITS.chunk(size, dim=1)[rank]
-    plain = _all_dtypes(torch.zeros_like(expected).contiguous())
-    strided = {name: data[:, ::2] for name, data in _all_dtypes(torch.zeros(16, 2 * expected.shape[1]).byte()).items()}
-    for wanted in (plain, strided):
-        shards = {name: ShardedTensor.from_rank_offsets(name, data, (1, rank, size)) for name, data in wanted.items()}
-        loaded = dc.load(shards, path)
-        if any(loaded[name] is not wanted[name] for name in NAMES):
-            return False
-        if not all(torch.equal(_bits(data), expected) for data in wanted.values()):
-            return False
-    return True
-
-
-@pytest.mark.parametrize("saved_by", [2, *in_proof(1, 4)])
-def test_resharded_bit_for_bit(ranks: Ranks, tmp_path: Path, saved_by: int) -> None:
-    """Rows saved by any number of ranks load as columns on any number, NaN payloads too, strided or not."""
-    ranks.run(saved_by, _save_rows, str(tmp_path / "c"))
-    for size in (1, 2, 4):
-        assert ranks.run(size, _load_columns, str(tmp_path / "c")) == [True] * size
 
 
 @table("name", NAMES)
@@ -93,7 +62,7 @@ def test_casting_loads(tmp_path: Path, name: str, rows: int) -> None:
     shards = {"low": ShardedTensor.from_rank_offsets("low", low), "high": ShardedTensor.from_rank_offsets("high", high)}
     dc.save(shards, tmp_path / "c")
     wanted = {"low": torch.zeros_like(high), "high": torch.zeros_like(low)}
-    dc.load({key: ShardedTensor.from_rank_offsets(key, data) for key, data in wanted.items()}, tmp_path / "c")
+    dc.load(entire(wanted), tmp_path / "c")
     assert torch.equal(wanted["low"], low.bfloat16())
     assert torch.equal(_bits(wanted["high"]), _bits(high.to(dtype)))
 
@@ -118,7 +87,7 @@ def test_exchanged_with_dcp(tmp_path: Path) -> None:
     """What plain DCP saves loads here, and what is saved here loads in plain DCP, with every bit."""
     stored = {name: data for name, data in _all_dtypes(BITS).items() if name not in _BARE}
     dcp.save(dict(stored), checkpoint_id=tmp_path / "dcp")
-    dc.save({key: ShardedTensor.from_rank_offsets(key, data) for key, data in stored.items()}, tmp_path / "ours")
+    dc.save(entire(stored), tmp_path / "ours")
     here = dc.load_plain_tensors(tmp_path / "dcp")
     there = {name: data for name, data in _all_dtypes(torch.zeros_like(BITS)).items() if name not in _BARE}
     dcp.load(there, checkpoint_id=tmp_path / "ours")

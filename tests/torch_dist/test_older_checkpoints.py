@@ -19,6 +19,7 @@ from shardckpt.dist_checkpointing import ShardedTensor
 from shardckpt.errors import CheckpointingException, CorruptCheckpointError
 from shardckpt.maintenance.verify import verify_checkpoint
 from shardckpt.manifest import FileRecord, Record
+from tests.damage import flip
 from tests.faults import samples
 from tests.names import COMMON, INDEX, METADATA, RECORD, data_file
 
@@ -134,9 +135,7 @@ def test_older_checkpoints_load(ranks: Ranks, old: Path, monkeypatch: pytest.Mon
 @pytest.mark.parametrize("name", [METADATA, data_file(1)])
 def test_damage_of_older_checkpoints_is_found(old: Path, name: str, place: float) -> None:
     """A bit that is flipped in an older checkpoint is found by verify and by the load that reads it."""
-    content = bytearray((old / name).read_bytes())
-    content[int(place * len(content))] ^= 4
-    (old / name).write_bytes(content)
+    flip(old / name, int(place * (old / name).stat().st_size))
     with pytest.raises(CorruptCheckpointError, match=re.escape(str(old / name))):
         _check(str(old))
     assert [result.name for result in verify_checkpoint(old) if result.fault] == [name]

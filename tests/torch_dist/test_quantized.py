@@ -19,6 +19,7 @@ from shardckpt.chunks import StagedDestination
 from shardckpt.errors import CorruptCheckpointError, ShardingError
 from shardckpt.mapping import ShardedTensor
 from shardckpt_torch_dist.plan.load_planner import ShardedLoadPlanner
+from tests.damage import flip
 from tests.names import data_file
 from tests.tables import in_proof, table
 from tests.torch_dist.te_stand_in import (
@@ -240,11 +241,7 @@ def test_a_failed_read_changes_no_wrapper_halfway(ranks: Ranks, tmp_path: Path) 
     """Where one of the files of a wrapper's values is damaged, the wrapper has every bit that it had."""
     ranks.run(2, _save_rows, str(tmp_path / "c"))
     assert torch.equal(dc.load_plain_tensors(tmp_path / "c")["w"], FULL)
-    file = tmp_path / "c" / data_file(1)
-    damaged = bytearray(file.read_bytes())
-    position = damaged.index(FULL[32:].view(torch.uint8).numpy().tobytes())
-    damaged[position + 5] ^= 1
-    file.write_bytes(damaged)
+    flip(tmp_path / "c" / data_file(1), FULL[32:].view(torch.uint8).numpy().tobytes())
     wrapper = _empty(Float8StandIn, FULL.shape)
     before = wrapper.bits()
     with pytest.raises(CorruptCheckpointError, match="w: bytes"):

@@ -9,20 +9,18 @@ import torch
 import torch.distributed as dist
 
 from shardckpt import dist_checkpointing as dc
-from shardckpt.engine.plan_cache import saved_plans
 from shardckpt.errors import CheckpointingException
 from shardckpt.manifest import Record
 from shardckpt.mapping import ShardedObject, ShardedTensor
 from shardckpt.storage.direct import bypasses_cache
 from shardckpt.storage.new_file import NewFile
 from shardckpt_torch_dist import TorchDistSaveShardedStrategy
-from tests.engine.plan_cache.saves import Plans
 from tests.tables import table
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from tests.ranks import RankPool, Ranks
+    from tests.ranks import Ranks
 
 
 def _files(path: Path) -> dict[str, int]:
@@ -148,81 +146,6 @@ def test_any_replica_may_be_written(ranks: Ranks, tmp_path: Path) -> None:
         path = tmp_path / str(main_only)
         ranks.run(4, _save_copies, str(path), main_only)
         assert len(_files(path)) == writers
-
-
-def _cached_saves(folder: str) -> list[int]:
-    """Saves with one strategy: the same structure twice, then one that differs on one rank, then that again."""
-    strategy = TorchDistSaveShardedStrategy(cached_metadata=True)
-    saved_plans.clear()
-    counts = []
-    for step, grown in enumerate((False, False, True, True, False)):
-        state = _state(first=10.0 * step)
-        if grown and dist.get_rank() == 1:
-            state["more"] = ShardedTensor.from_rank_offsets("more", torch.full((3,), float(step)))
-        with Plans() as plans:
-            dc.save(state, f"{folder}/{step}", strategy)
-        counts.append(plans.count)
-        keys = set(dc.load_sharded_metadata(f"{folder}/{step}"))
-        assert ("more" in keys) == grown
-        _check(f"{folder}/{step}", state)
-    return counts
-
-
-@pytest.mark.ci
-def test_a_changed_structure_is_never_saved_with_an_old_plan(gloo_ranks: RankPool, tmp_path: Path) -> None:
-    """A key added on one rank alone makes all ranks plan anew (Megatron #4378 loses it); unchanged ones do not."""
-    counts = gloo_ranks.run(3, _cached_saves, str(tmp_path))
-    assert counts == [[1, 0, 1, 0, 1]] * 3
-
-
-CHANGES = {
-    "dtype": lambda shard: ShardedTensor.from_rank_offsets("w", shard.data.to(torch.bfloat16)),
-    "shape": lambda shard: ShardedTensor.from_rank_offsets("w", torch.ones(5, 4)),
-    "key": lambda shard: ShardedTensor.from_rank_offsets("v", shard.data),
-    "offsets": lambda shard: [
-        ShardedTensor.from_rank_offsets("w", shard.data[:2], (0, 0, 2)),
-        ShardedTensor.from_rank_offsets("w", shard.data[2:], (0, 1, 2)),
-    ],
-    "replicas": lambda shard: [
-        ShardedTensor.from_rank_offsets("w", shard.data, replica_id=1),
-        ShardedTensor.from_rank_offsets("w", shard.data + 1),
-    ],
-}
-
-
-@table("change", CHANGES)
-def test_whatever_changes_is_seen(tmp_path: Path, change: str) -> None:
-    """Another dtype, shape, key, offset or main replica between two saves with a cached plan is in the second one."""
-    strategy = TorchDistSaveShardedStrategy(cached_metadata=True)
-    first = ShardedTensor.from_rank_offsets("w", torch.arange(16.0).reshape(4, 4))
-    dc.save({"w": first}, tmp_path / "a", strategy)
-    second = CHANGES[change](first)
-    dc.save({"w": second}, tmp_path / "b", strategy)
-    saved_plans.clear()
-    dc.save({"w": second}, tmp_path / "c")
-    cached, plain = dc.load_plain_tensors(tmp_path / "b"), dc.load_plain_tensors(tmp_path / "c")
-    assert cached.keys() == plain.keys()
-    assert all(torch.equal(cached[key], plain[key]) and cached[key].dtype == plain[key].dtype for key in plain)
-
-
-def _cached_in_the_background(folder: str) -> int:
-    from shardckpt.async_save import AsyncCallsQueue
-
-    strategy = TorchDistSaveShardedStrategy(cached_metadata=True)
-    saved_plans.clear()
-    with Plans() as plans, AsyncCallsQueue() as queue:
-        for step in range(4):
-            request = dc.save(_state(first=10.0 * step), f"{folder}/{step}", strategy, async_sharded_save=True)
-            queue.schedule_async_request(request)  # type: ignore[arg-type]
-    for step in range(4):
-        _check(f"{folder}/{step}", _state(first=10.0 * step))
-    return plans.count
-
-
-@pytest.mark.ci
-def test_a_cached_plan_serves_background_saves(gloo_ranks: RankPool, tmp_path: Path) -> None:
-    """Background saves in flight share one plan, and each has its own content."""
-    assert gloo_ranks.run(2, _cached_in_the_background, str(tmp_path)) == [1] * 2
 
 
 def _cached_in_groups(folder: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -167,23 +168,15 @@ def _native_rows(path: str, kind: str, *, save: bool) -> bool:
 @pytest.mark.parametrize("kind", ["float8 rows", "float8 blocks", "mxfp8"])
 def test_native_resharding(ranks: Ranks, tmp_path: Path, kind: str) -> None:
     """Scales that belong to rows are split with the rows, and reshard with them."""
-    ranks.run(4, _save_native, str(tmp_path / "c"), kind)
+    ranks.run(4, partial(_native_rows, save=True), str(tmp_path / "c"), kind)
     for size in (1, 2, 4):
-        assert ranks.run(size, _load_native, str(tmp_path / "c"), kind) == [True] * size
-
-
-def _save_native(path: str, kind: str) -> bool:
-    return _native_rows(path, kind, save=True)
-
-
-def _load_native(path: str, kind: str) -> bool:
-    return _native_rows(path, kind, save=False)
+        assert ranks.run(size, partial(_native_rows, save=False), str(tmp_path / "c"), kind) == [True] * size
 
 
 def test_native_scales_of_a_whole_shard(ranks: Ranks, tmp_path: Path) -> None:
     """A scale for all of a rank's rows loads at the same number of ranks, and is refused at another before any read."""
-    ranks.run(4, _save_native, str(tmp_path / "c"), "float8 tensor")
-    assert ranks.run(4, _load_native, str(tmp_path / "c"), "float8 tensor") == [True] * 4
+    ranks.run(4, partial(_native_rows, save=True), str(tmp_path / "c"), "float8 tensor")
+    assert ranks.run(4, partial(_native_rows, save=False), str(tmp_path / "c"), "float8 tensor") == [True] * 4
     other = _other("float8 tensor", FULL)
     before = _bits(other)
     with pytest.raises(ShapeMismatchError, match=r"w\.scale"):

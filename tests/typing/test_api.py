@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from shardckpt.plugins import get_plugin_manager
+from tests.plugged import registered
 from tests.typing import api
 
 if TYPE_CHECKING:
@@ -22,12 +23,8 @@ def test_what_a_typed_user_writes_runs(tmp_path: Path) -> None:
 
 def test_a_typed_plugin_registers() -> None:
     """A plugin written against the typed hooks brings its strategies."""
-    plugin = api.Plugin()
-    get_plugin_manager().register(plugin)
-    try:
+    with registered(api.Plugin()):
         assert {entry.name for entry in get_plugin_manager().registry.entries(backend="typed")} == {
             "tests.typing.api.MemoryLoad",
             "tests.typing.api.MemorySave",
         }
-    finally:
-        get_plugin_manager().unregister(plugin)

@@ -3,8 +3,6 @@ from __future__ import annotations
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-import torch.distributed as dist
-
 from shardckpt.distributed.comm import Comm
 from shardckpt.engine.plan_cache import PlanCache
 
@@ -68,19 +66,3 @@ def _deal_that_fails_once() -> list[Any]:
 def test_a_deal_that_fails_is_forgotten_everywhere(ranks: Ranks) -> None:
     """After an error on one rank no two ranks go on with different deals."""
     assert ranks.run(2, _deal_that_fails_once) == [["old", "new 1"]] * 2
-
-
-def _deal_in_other_groups() -> list[list[int]]:
-    cache: PlanCache[list[int]] = PlanCache(1)
-    rank, found = dist.get_rank(), []
-    for pairs in ([[0, 1], [2, 3]], [[0, 3], [1, 2]]):
-        groups = [dist.new_group(pair) for pair in pairs]
-        comm = Comm(groups[0] if rank in pairs[0] else groups[1])
-        found.append(cache.find_or_plan("same", comm, lambda comm=comm: comm.all_gather(rank)))
-    return found
-
-
-def test_another_group_is_another_deal(ranks: Ranks) -> None:
-    """A deal holds for the ranks that made it, also where another group has as many, with the same shares."""
-    second = {0: [0, 3], 1: [1, 2], 2: [1, 2], 3: [0, 3]}
-    assert [deals[1] for deals in ranks.run(4, _deal_in_other_groups)] == [second[rank] for rank in range(4)]

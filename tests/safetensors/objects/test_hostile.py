@@ -35,6 +35,16 @@ def entry(shape: list[Any], end: int, kind: str = "U8", start: int = 0) -> dict[
     return {"dtype": kind, "shape": shape, "data_offsets": [start, end]}
 
 
+def refer(kind: str, **fields: Any) -> dict[str, Any]:
+    """A reference to the first tensor of a file, with fields."""
+    return {"$": kind, "v": {"name": "0", **fields}}
+
+
+def refer_to(tensor: dict[str, Any], data: bytes, kind: str, **fields: Any) -> bytes:
+    """A file with one tensor and a reference to it."""
+    return make_file(refer(kind, **fields), {"0": tensor}, data)
+
+
 #: Texts that are no tree.
 TREES = [
     "",
@@ -168,49 +178,23 @@ FILES: dict[str, bytes] = {
     "huge and empty": make_file(TENSOR, {"0": entry([0, 1 << 62, 1 << 62], 0)}),
     "more fields": make_file(TENSOR, {"0": {**entry([1], 1), "x": 1}}, b"a"),
     "two ways": make_file([TENSOR, {"$": "array", "v": "0"}], {"0": entry([1], 1)}, b"a"),
-    "two dtypes": make_file(
-        [TENSOR, {"$": "tensor", "v": {"name": "0", "dtype": "int8", "shape": [1]}}], {"0": entry([1], 1)}, b"a"
-    ),
-    "dtype of another size": make_file(
-        {"$": "tensor", "v": {"name": "0", "dtype": "complex64", "shape": [1]}}, {"0": entry([4], 4)}, b"abcd"
-    ),
-    "dtype of what has one": make_file(
-        {"$": "tensor", "v": {"name": "0", "dtype": "int32", "shape": [1]}}, {"0": entry([1], 4, "F32")}, b"abcd"
-    ),
-    "dtype that files have": make_file(
-        {"$": "tensor", "v": {"name": "0", "dtype": "float32", "shape": [1]}}, {"0": entry([4], 4)}, b"abcd"
-    ),
-    "dtype of numpy that files have": make_file(
-        {"$": "array", "v": {"name": "0", "dtype": "<f4", "shape": [1]}}, {"0": entry([4], 4)}, b"abcd"
-    ),
-    "dtype without shape": make_file({"$": "tensor", "v": {"name": "0", "dtype": "int8"}}, {"0": entry([1], 1)}, b"a"),
-    "quantized": make_file(
-        {"$": "tensor", "v": {"name": "0", "dtype": "qint8", "shape": [1]}}, {"0": entry([1], 1)}, b"a"
-    ),
-    "gradients of integers": make_file(
-        {"$": "parameter", "v": {"name": "0", "requires_grad": True}}, {"0": entry([1], 1)}, b"a"
-    ),
-    "gradients by number": make_file(
-        {"$": "tensor", "v": {"name": "0", "requires_grad": 1}}, {"0": entry([1], 1)}, b"a"
-    ),
-    "other field": make_file({"$": "tensor", "v": {"name": "0", "device": "cuda"}}, {"0": entry([1], 1)}, b"a"),
+    "two dtypes": make_file([TENSOR, refer("tensor", dtype="int8", shape=[1])], {"0": entry([1], 1)}, b"a"),
+    "dtype of another size": refer_to(entry([4], 4), b"abcd", "tensor", dtype="complex64", shape=[1]),
+    "dtype of what has one": refer_to(entry([1], 4, "F32"), b"abcd", "tensor", dtype="int32", shape=[1]),
+    "dtype that files have": refer_to(entry([4], 4), b"abcd", "tensor", dtype="float32", shape=[1]),
+    "dtype of numpy that files have": refer_to(entry([4], 4), b"abcd", "array", dtype="<f4", shape=[1]),
+    "dtype without shape": refer_to(entry([1], 1), b"a", "tensor", dtype="int8"),
+    "quantized": refer_to(entry([1], 1), b"a", "tensor", dtype="qint8", shape=[1]),
+    "gradients of integers": refer_to(entry([1], 1), b"a", "parameter", requires_grad=True),
+    "gradients by number": refer_to(entry([1], 1), b"a", "tensor", requires_grad=1),
+    "other field": refer_to(entry([1], 1), b"a", "tensor", device="cuda"),
     "bytes of floats": make_file({"$": "bytes", "v": TENSOR}, {"0": entry([1], 4, "F32")}, b"abcd"),
-    "array of objects": make_file(
-        {"$": "array", "v": {"name": "0", "dtype": "|O", "shape": [1]}}, {"0": entry([8], 8)}, b"abcdefgh"
-    ),
-    "array of structures": make_file(
-        {"$": "array", "v": {"name": "0", "dtype": "i4,O", "shape": [1]}}, {"0": entry([8], 8)}, b"abcdefgh"
-    ),
+    "array of objects": refer_to(entry([8], 8), b"abcdefgh", "array", dtype="|O", shape=[1]),
+    "array of structures": refer_to(entry([8], 8), b"abcdefgh", "array", dtype="i4,O", shape=[1]),
     "array of bfloat16": make_file({"$": "array", "v": "0"}, {"0": entry([1], 2, "BF16")}, b"ab"),
-    "array of no characters": make_file(
-        {"$": "array", "v": {"name": "0", "dtype": "<U1", "shape": [1]}}, {"0": entry([4], 4)}, b"\xff" * 4
-    ),
-    "array of wide texts": make_file(
-        {"$": "array", "v": {"name": "0", "dtype": "|S999999999", "shape": [0]}}, {"0": entry([1], 1)}, b"a"
-    ),
-    "array, huge and empty": make_file(
-        {"$": "array", "v": {"name": "0", "dtype": ">f8", "shape": [0, 1 << 62, 1 << 62]}}, {"0": entry([0], 0)}
-    ),
+    "array of no characters": refer_to(entry([4], 4), b"\xff" * 4, "array", dtype="<U1", shape=[1]),
+    "array of wide texts": refer_to(entry([1], 1), b"a", "array", dtype="|S999999999", shape=[0]),
+    "array, huge and empty": refer_to(entry([0], 0), b"", "array", dtype=">f8", shape=[0, 1 << 62, 1 << 62]),
 }
 
 

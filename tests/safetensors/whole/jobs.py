@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,6 +19,7 @@ from tests.huggingface.samples import sharded_state
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+    from pathlib import Path
 
 INDEX = "model.safetensors.index.json"
 
@@ -56,38 +56,22 @@ def _state(change: float) -> dict[str, Any]:
     return {**sharded_state(make_tensors(change)), **shared}
 
 
-def save_twice(path: str) -> None:
-    """Save by one strategy, the second time by the cached plan."""
-    strategy = SafetensorsSaveShardedStrategy(layout="whole")
-    for number in (1, 2):
-        dc.save(_state(number), f"{path}/{number}", strategy)
-
-
-def save_any_replica(path: str) -> None:
-    """Save replicas on every rank, of which the strategy chooses who writes each; then once more by the cached plan."""
-    options = {"layout": "whole", "max_shard_size": "700KB", "keep_only_main_replica": False}
+def save_in_a_way(path: str, way: str) -> None:
+    """Save twice, the second time other values by the cached plan; behind the training they change at once."""
+    options = {"layout": "whole", "max_shard_size": "700KB", "keep_only_main_replica": way != "any replica"}
     for number in (0, 1):
-        dc.save(_state(number), f"{path}/{number}", SafetensorsSaveShardedStrategy(**options))
-
-
-def save_fully_parallel(path: str) -> None:
-    """Save replicas on every rank, of which the wrapper chooses who writes each."""
-    strategy = SafetensorsSaveShardedStrategy(layout="whole", max_shard_size="700KB")
-    dc.save(_state(0.0), path, FullyParallelSaveStrategyWrapper(strategy))
-
-
-def save_behind(path: str, persistent: bool) -> None:
-    """Save in the background; the tensors change once the request is scheduled."""
-    state = _state(0.0)
-    with AsyncCallsQueue(persistent) as queue:
-        strategy = SafetensorsSaveShardedStrategy(layout="whole", max_shard_size="700KB")
-        request = dc.save(state, path, strategy, async_sharded_save=True)
-        assert request is not None
-        queue.schedule_async_request(request)
-        for shards in state.values():
-            for shard in shards if isinstance(shards, list) else []:
-                shard.data.zero_()
-        queue.maybe_finalize_async_calls(blocking=True)
+        state, strategy = _state(number), SafetensorsSaveShardedStrategy(**options)
+        place = f"{'local://' if way == 'store' else ''}{path}/{number}"
+        if way not in ("thread", "process"):
+            dc.save(state, place, FullyParallelSaveStrategyWrapper(strategy) if way == "fully parallel" else strategy)
+            continue
+        with AsyncCallsQueue(way == "process") as queue:
+            request = dc.save(state, place, strategy, async_sharded_save=True)
+            assert request is not None
+            queue.schedule_async_request(request)
+            for shards in state.values():
+                for shard in shards if isinstance(shards, list) else []:
+                    shard.data.zero_()
 
 
 def load(path: str) -> list[str]:
@@ -127,34 +111,9 @@ def read_like_vllm(folder: Path) -> dict[str, torch.Tensor]:
     return found
 
 
-def save_to_each(paths: list[str], layouts: list[Any]) -> None:
-    """Save the same state by several layouts."""
-    for path, layout in zip(paths, layouts, strict=True):
-        save(path, layout=layout)
-
-
-def save_url(folder: str) -> None:
-    """Save to a store: a directory that ranks see as one."""
-    save(f"local://{folder}")
-
-
 def save_partly(path: str) -> None:
     """Save without a row of a tensor, unchecked."""
     state = _state(0.0)
     for shard in state["layers.0.up"]:
         shard.global_shape = (513, 256)
     dc.save(state, path, SafetensorsSaveShardedStrategy(layout="whole"), validate_access_integrity=False)
-
-
-def error_of(job: Any, *args: Any) -> tuple[str, str]:
-    """Return class and text of the error that a job raises."""
-    try:
-        job(*args)
-    except Exception as exc:  # noqa: BLE001 - the test compares it
-        return type(exc).__name__, str(exc)
-    return "", ""
-
-
-def exists(path: str) -> bool:
-    """Return whether anything is at a path."""
-    return Path(path).exists()

@@ -9,9 +9,9 @@ import torch
 from shardckpt import dist_checkpointing as dc
 from shardckpt.errors import CheckpointingException, ShardingError
 from shardckpt.huggingface import Rule, RuleMapping
-from shardckpt.mapping import ShardedTensor
 from shardckpt_safetensors import SafetensorsSaveShardedStrategy
 from tests.safetensors.whole import jobs
+from tests.states import entire
 from tests.tables import table
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 def _save(tensors: dict[str, torch.Tensor], path: Path, **options: Any) -> dict[str, str]:
     """Save tensors, and return the folder's weight map."""
-    state = {key: ShardedTensor.from_rank_offsets(key, tensor) for key, tensor in tensors.items()}
+    state = entire(tensors)
     dc.save(state, path, SafetensorsSaveShardedStrategy(**options))
     index = path / jobs.INDEX
     return json.loads(index.read_text())["weight_map"] if index.exists() else {}

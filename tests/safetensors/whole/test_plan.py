@@ -1,10 +1,10 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from typing import TYPE_CHECKING
 
 import pytest
-import torch
 from safetensors import safe_open
 
 from shardckpt import dist_checkpointing as dc
@@ -14,6 +14,7 @@ from shardckpt.storage import CheckpointWriter, Segments
 from shardckpt.testing import check_same
 from shardckpt_safetensors import SafetensorsSaveShardedStrategy
 from tests.safetensors.whole import jobs
+from tests.states import error_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -22,9 +23,9 @@ if TYPE_CHECKING:
     from shardckpt.testing.ranks import RankPool, Ranks
 
 
-def _check(folder: Path) -> None:
+def _check(folder: Path, change: float = 0.0) -> None:
     """Check that a folder has all tensors, for us and for others, and that it is sound."""
-    expected = jobs.make_tensors()
+    expected = jobs.make_tensors(change)
     found, ours = jobs.read_like_vllm(folder), dc.load_plain_tensors(folder)
     assert found.keys() == ours.keys() == expected.keys()
     for key, tensor in expected.items():
@@ -77,55 +78,23 @@ def test_auto_takes_what_costs_nothing(ranks: Ranks, tmp_path: Path) -> None:
         (2, {"count", "empty", "mask", "layers.2.norm", "layers.2.bias"}),
     ):
         path = tmp_path / str(world)
-        ranks.run(world, jobs.save_to_each, [str(path)], ["auto"])
+        ranks.run(world, partial(jobs.save, layout="auto"), str(path))
         assert json.loads((path / jobs.INDEX).read_text())["weight_map"].keys() == whole
         ours = dc.load_plain_tensors(path)
         for key, tensor in jobs.make_tensors().items():
             check_same(ours[key], tensor, key)
 
 
-def test_a_later_save_has_the_later_values(ranks: Ranks, tmp_path: Path) -> None:
-    """A save by the cached plan exchanges and stores what the tensors have then."""
-    ranks.run(3, jobs.save_twice, str(tmp_path))
-    for number in (1, 2):
-        for key, tensor in jobs.make_tensors(number).items():
-            check_same(dc.load_plain_tensors(tmp_path / str(number))[key], tensor, key)
-
-
-@pytest.mark.parametrize("persistent", [False, pytest.param(True, marks=pytest.mark.ci)], ids=["thread", "process"])
-def test_background_saves(ranks: Ranks, tmp_path: Path, persistent: bool) -> None:
-    """A thread or a process of each rank writes the same files as a save in the foreground."""
-    jobs.save(str(tmp_path / "0"))
-    ranks.run(3, jobs.save_behind, str(tmp_path / "c"), persistent)
-    assert jobs.digest_weights(tmp_path / "c") == jobs.digest_weights(tmp_path / "0")
-    _check(tmp_path / "c")
-
-
-def test_any_replica_may_be_written(ranks: Ranks, tmp_path: Path) -> None:
-    """With keep_only_main_replica=False the files are the same, of a first save, and of one by the cached plan."""
-    ranks.run(3, jobs.save_any_replica, str(tmp_path / "c"))
+@pytest.mark.parametrize(
+    "way", ["any replica", "fully parallel", "store", "thread", pytest.param("process", marks=pytest.mark.ci)]
+)
+def test_every_way_of_saving_writes_the_same_files(ranks: Ranks, tmp_path: Path, way: str) -> None:
+    """Whoever writes a replica, in front of the training or behind it, at first and by the cached plan, on a store."""
+    ranks.run(3, jobs.save_in_a_way, str(tmp_path / "c"), way)
     for number in (0, 1):
         jobs.save(str(tmp_path / str(number)), number)
         assert jobs.digest_weights(tmp_path / "c" / str(number)) == jobs.digest_weights(tmp_path / str(number))
-        found = dc.load_plain_tensors(tmp_path / "c" / str(number))
-        for key, tensor in jobs.make_tensors(number).items():
-            check_same(found[key], tensor, key)
-
-
-def test_fully_parallel_saves(ranks: Ranks, tmp_path: Path) -> None:
-    """Whoever is chosen to write a replica, the files are the same."""
-    jobs.save(str(tmp_path / "0"))
-    ranks.run(2, jobs.save_fully_parallel, str(tmp_path / "c"))
-    assert jobs.digest_weights(tmp_path / "c") == jobs.digest_weights(tmp_path / "0")
-
-
-def test_stores(ranks: Ranks, tmp_path: Path) -> None:
-    """At a URL each file is written by one rank, after an exchange, and has the same bytes."""
-    jobs.save(str(tmp_path / "0"))
-    for world in (1, 3):
-        ranks.run(world, jobs.save_url, str(tmp_path / str(world)))
-        assert jobs.digest_weights(tmp_path / str(world)) == jobs.digest_weights(tmp_path / "0")
-        _check(tmp_path / str(world))
+        _check(tmp_path / "c" / str(number), number)
 
 
 @pytest.mark.ci
@@ -157,15 +126,8 @@ def _save_with_sha256(path: str) -> list[str]:
 
 def test_missing_elements_fail_the_save_on_all_ranks(ranks: Ranks, tmp_path: Path) -> None:
     """A row that no rank has is an error, though nobody has validated the shards; nothing is there."""
-    errors = ranks.run(4, jobs.error_of, jobs.save_partly, str(tmp_path / "c"))
+    errors = ranks.run(4, error_of, jobs.save_partly, str(tmp_path / "c"))
     assert len(set(errors)) == 1
     assert errors[0][0] in ("StorageError", "ShardingError")
     assert "validate_access_integrity=True" in errors[0][1]
     assert not (tmp_path / "c").exists()
-
-
-def test_a_slice_is_read_lazily(tmp_path: Path) -> None:
-    """A part of a whole tensor is read by itself."""
-    jobs.save(str(tmp_path / "c"))
-    with dc.open_checkpoint(tmp_path / "c") as checkpoint:
-        assert torch.equal(checkpoint["layers.10.odd"][7:9, 3], jobs.make_tensors()["layers.10.odd"][7:9, 3])

@@ -85,16 +85,15 @@ def test_one_of_both_names_is_removed(tmp_path: Path, gone: str, stays: str) -> 
     read_checkpoint(tmp_path / "c")
 
 
-@table("config", [None, "{}", '{"tie_word_embeddings": false}'])
-def test_nothing_is_left_out_that_no_config_explains(tmp_path: Path, config: str | None) -> None:
-    """Without a config that says so, a tool would not know that the output layer is tied: both names are stored."""
-    _save(str(tmp_path / "c"), None if config is None else _write_config(tmp_path / "assets", config))
-    _check(tmp_path / "c", names={HEAD})
-
-
-def test_each_name_is_stored_where_the_caller_says_so(tmp_path: Path) -> None:
-    """store_aliases=False stores the output layer, too, for tools that want each name."""
-    _save(str(tmp_path / "c"), _write_config(tmp_path / "assets", TIED), store_aliases=False)
+@table(
+    ("config", "options"),
+    [(None, {}), ("{}", {}), ('{"tie_word_embeddings": false}', {}), (TIED, {"store_aliases": False})],
+)
+def test_nothing_is_left_out_that_no_config_explains(
+    tmp_path: Path, config: str | None, options: dict[str, Any]
+) -> None:
+    """Without a config that says that the output layer is tied, or if the caller wants it, both names are stored."""
+    _save(str(tmp_path / "c"), None if config is None else _write_config(tmp_path / "assets", config), **options)
     _check(tmp_path / "c", names={HEAD})
 
 

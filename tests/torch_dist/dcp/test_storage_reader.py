@@ -26,8 +26,9 @@ from shardckpt.errors import (
     StrategyMismatchError,
     UnsafePickleError,
 )
-from shardckpt.mapping import ShardedObject, ShardedTensor
+from shardckpt.mapping import ShardedTensor
 from shardckpt_torch_dist import CheckpointStorageReader, CheckpointStorageWriter, ShardedLoadPlanner
+from tests.damage import flip
 from tests.interop.sample import check_equal
 from tests.names import METADATA, data_file
 from tests.states import run_here
@@ -93,28 +94,6 @@ def _save_alone(path: str) -> None:
 def test_it_reads_what_ranks_saved_for_themselves(gloo_ranks: RankPool, tmp_path: Path) -> None:
     """Stock saves without collectives leave a ``.metadata`` of every rank, which that rank reads."""
     gloo_ranks.run(2, _save_alone, str(tmp_path / "c"))
-
-
-def _own_state(rank: int, world: int, *, filled: bool) -> dict[str, Any]:
-    rows = plain_states.numbers(4 * world, 3)
-    mine = rows.chunk(world)[rank].clone()
-    return {
-        "rows": ShardedTensor.from_rank_offsets("rows", mine if filled else torch.zeros_like(mine), (0, rank, world)),
-        "object": ShardedObject("rng", {"rank": rank}, (world,), (rank,)),
-        "iteration": 3,
-    }
-
-
-def _own_save(path: str) -> None:
-    dc.save(_own_state(dist.get_rank(), dist.get_world_size(), filled=True), path)
-
-
-def test_it_reads_our_own_checkpoints(ranks: Ranks, tmp_path: Path) -> None:
-    """What dist_checkpointing.save wrote loads by dcp.load with our reader: tensors, and objects by their keys."""
-    path = str(tmp_path / "c")
-    ranks.run(4, _own_save, path)
-    found = _load({"rows": torch.zeros(16, 3), "rng/shard_2_4": None}, path)
-    check_equal(found, {"rows": plain_states.numbers(16, 3), "rng/shard_2_4": [{"rank": 2}]}, "found")
 
 
 @table("version", VERSIONS)
@@ -225,18 +204,12 @@ def test_a_planner_refuses_or_allows_casts_of_shards(tmp_path: Path) -> None:
 # What is damaged.
 
 
-def _flip(file: Path, position: int) -> None:
-    data = bytearray(file.read_bytes())
-    data[position] ^= 1
-    file.write_bytes(data)
-
-
 def test_damaged_bytes_are_an_error_where_they_are_read(tmp_path: Path) -> None:
     """One flipped bit is an error that names the tensor and the file; tensors elsewhere in the file load."""
     saved = {"first": plain_states.numbers(3 << 18), "last": plain_states.numbers(3 << 18, first=5)}
     dcp.save(saved, storage_writer=CheckpointStorageWriter(tmp_path / "c"))
     file = tmp_path / "c" / data_file(0)
-    _flip(file, file.stat().st_size - 100_000)
+    flip(file, file.stat().st_size - 100_000)
     failure = _failure(lambda: _load({"last": torch.zeros(3 << 18)}, tmp_path / "c"))
     assert isinstance(failure, CorruptCheckpointError)
     assert "last" in str(failure)
@@ -247,7 +220,7 @@ def test_damaged_bytes_are_an_error_where_they_are_read(tmp_path: Path) -> None:
 def test_damaged_metadata_is_an_error(tmp_path: Path) -> None:
     """A flipped bit in ``.metadata`` is never read as another state."""
     dcp.save({"w": torch.ones(3)}, storage_writer=CheckpointStorageWriter(tmp_path / "c"))
-    _flip(tmp_path / "c" / METADATA, 200)
+    flip(tmp_path / "c" / METADATA, 200)
     with pytest.raises(CorruptCheckpointError, match="digest differs"):
         CheckpointStorageReader(tmp_path / "c").read_metadata()
 

@@ -16,9 +16,10 @@ import torch.distributed.checkpoint as dcp
 
 from shardckpt import dist_checkpointing as dc
 from shardckpt.dist_checkpointing import ShardedTensor
-from shardckpt.errors import CheckpointingException, CorruptCheckpointError
+from shardckpt.errors import CorruptCheckpointError
 from shardckpt_torch_dist import CheckpointStorageWriter
 from tests.names import COMMON, INDEX, MARKER, RECORD
+from tests.states import error_of
 from tests.tables import table
 
 if TYPE_CHECKING:
@@ -60,17 +61,13 @@ def test_tensors_beside_a_lost_common_file_can_be_read(lost: Path) -> None:
     assert dc.load(wanted(), lost)["t"].tolist() == [0, 1, 2, 3, 4]
 
 
-def _error(path: str) -> tuple[str, str]:
-    try:
-        dc.load(wanted(dist.get_rank()), path)
-    except CheckpointingException as exc:
-        return type(exc).__name__, str(exc)
-    return "", ""
+def _load(path: str) -> None:
+    dc.load(wanted(dist.get_rank()), path)
 
 
 def test_all_ranks_hear_of_a_lost_common_file(ranks: Ranks, lost: Path) -> None:
     """The same error on every rank."""
-    first, second = ranks.run(2, _error, str(lost))
+    first, second = ranks.run(2, error_of, _load, str(lost))
     assert first == second
     assert first[0] == CorruptCheckpointError.__name__
     assert f"{lost / COMMON} is missing" in first[1]

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from hypothesis import strategies as st
-from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -27,8 +26,6 @@ from tests.property.search import drawn, for_all
 from tests.torch_dist.indexes import INDEXES, index_of, tensors_of
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from shardckpt_torch_dist.dialects.stored import StoredIndex
 
 FILE = "__0_0.distcp"
@@ -84,19 +81,6 @@ def test_the_guarded_reader_reads_the_same(count: int) -> None:
     def check(index: StoredIndex) -> None:
         wanted = load_metadata(pickle.dumps(stock(index, "id"), protocol=4), "stock")
         assert plain(load_metadata(encode_metadata(index, "id"), "ours")) == plain(wanted)
-
-    for_all(INDEXES, count, check)
-
-
-@drawn(10)
-def test_dcp_reads_it(count: int, tmp_path: Path) -> None:
-    """DCP's own reader of directories reads it."""
-
-    def check(index: StoredIndex) -> None:
-        (tmp_path / ".metadata").write_bytes(encode_metadata(index, "id"))
-        found, wanted = FileSystemReader(tmp_path).read_metadata(), stock(index, "id")
-        assert found.state_dict_metadata == wanted.state_dict_metadata
-        assert found.storage_data == wanted.storage_data
 
     for_all(INDEXES, count, check)
 
