@@ -161,12 +161,14 @@ class EPSpecInfo:
     """The sharding of an expert parameter.
 
     Attributes:
-        placement: Placements of the DTensor of all experts, one for each dimension of the mesh.
-        ep_fsdp_mesh: The mesh.
+        placement: The placement on the expert-parallel dimension, as in VeOmni: ``Shard(0)``.
+        ep_fsdp_mesh: The mesh with that dimension, and FSDP's.
+        placements: Placements of the DTensor of all experts, one for each dimension of the mesh; None if not known.
     """
 
-    placement: tuple[Placement, ...]
+    placement: Placement
     ep_fsdp_mesh: DeviceMesh
+    placements: tuple[Placement, ...] | None = None
 
 
 def build_ep_fqn2spec_info(
@@ -191,7 +193,7 @@ def build_ep_fqn2spec_info(
     """
     mesh = _find_mesh(parallel_state, ep)
     return {
-        name: EPSpecInfo(_placements(param, mesh, ep, expert_dim), mesh)
+        name: EPSpecInfo(Shard(expert_dim), mesh, _placements(param, mesh, ep, expert_dim))
         for name, param in expert_parameters(model, _get_patterns(ep_plan))
     }
 

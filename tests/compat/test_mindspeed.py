@@ -187,7 +187,8 @@ def test_specs_and_checks_go_by_exact_names_at_any_module_path(ranks: Ranks) -> 
 
 def _described() -> Any:
     spec, groups, layouts, checks = _model_on_meshes()
-    texts = {name: f"({', '.join(map(str, info.placement))})" for name, info in spec.items()}
+    assert {info.placement for info in spec.values()} == {Shard(0)}
+    texts = {name: f"({', '.join(map(str, info.placements or ()))})" for name, info in spec.items()}
     return texts, groups, {name: layout.global_shape for name, layout in layouts.items()}, checks
 
 
