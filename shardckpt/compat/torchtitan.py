@@ -63,7 +63,7 @@ class CheckpointManager:
     """torchtitan's manager: the steps are in ``<job.dump_folder>/<checkpoint.folder>/step-<n>``.
 
     Every rank makes one and calls each of its methods with the same arguments: all of them are collective. It has the
-    original's defaults: step 1 is saved, and the last save has everything unless ``model_weights_only``; then
+    original's defaults: step 1 is saved, of step 0 the model alone is loaded, and the last save has everything unless ``model_weights_only``; then
     ``freqs_cis`` is left out of it, unless ``checkpoint.exclude_from_last_save`` names something else.
 
     Args:
@@ -153,7 +153,7 @@ class CheckpointManager:
 def _make_config(job_config: Any) -> CheckpointConfig:
     given = job_config.checkpoint
     names = [field.name for field in fields(given)] if is_dataclass(given) else list(vars(given))
-    options = {"enable_first_step_checkpoint": True, **{name: getattr(given, name) for name in names}}
+    options = {"enable_first_step_checkpoint": True, "step_0_model_only": True, **{name: getattr(given, name) for name in names}}
     if "last_save_model_only" not in options:
         options.setdefault("model_weights_only", False)
     if options.get("last_save_model_only", options.get("model_weights_only")):

@@ -192,7 +192,8 @@ class CheckpointManager:
             raise CheckpointingException(f"load: there is no step {step}; -1 is the newest")
         self.wait()  # for removals, too: a step that is being removed must not be chosen
         step = step if step >= 0 else self.config.load_step
-        found = read_step(self._folder, self._reader, Comm(self._group), step)
+        comm, is_seed = Comm(self._group), self.config.step_0_model_only
+        found = read_step(self._folder, self._reader, comm, step, step_0_model_only=is_seed)
         if found is not None:
             self._last, self._loaded = None, found  # a step that was saved before the load may be saved a second time
         is_loaded = found is not None or load_initial(self.config, self._states, self._reader, self._group)

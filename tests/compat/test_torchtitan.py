@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -149,6 +150,26 @@ def test_the_documents_calls_run_as_they_stand(tmp_path: Path, mode: str) -> Non
     resumed.train(7)
     resumed.manager.close()
     assert _is_equal(resumed.content(), whole.content())
+
+
+def test_of_step_0_the_model_alone_is_loaded(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A step 0 with all states is a seed checkpoint: the schedule, the loader and the train state stay as they are."""
+    job = Job(tmp_path)
+    job.train(1)
+    weights, *trained = job.content()
+    job.manager.manager.save(0, force=True)
+    job.manager.close()
+    shutil.rmtree(tmp_path / "checkpoint" / "step-1")
+    other = Job(tmp_path)
+    with torch.no_grad():
+        other.parts[0].get_parameter("0.weight").zero_()
+    _, *untrained = other.content()
+    assert trained != untrained
+    with caplog.at_level("INFO"):
+        assert other.manager.load()
+    other.manager.close()
+    assert _is_equal(other.content(), [weights, *untrained])
+    assert f"loaded the model of step 0, as of a seed checkpoint, of {tmp_path}/checkpoint" in caplog.text
 
 
 def _train(folder: Path, until: int) -> int:
