@@ -119,6 +119,10 @@ class CheckpointManager:
             memory_budget=config.memory_budget,
         )
 
+    def is_due(self, step: int) -> bool:
+        """Return whether ``save(step)`` saves without ``force``; a subclass may decide, alike on all ranks."""
+        return self.config.is_due(step)
+
     def save(
         self,
         step: int,
@@ -153,7 +157,7 @@ class CheckpointManager:
         self._check_open("save")
         self._advance(self._writer)
         forced = self._is_preempted() or force or last_step
-        due = forced or self.config.is_due(step)
+        due = forced or self.is_due(step)
         # Lists, here and in `_is_preempted`, not `all(... for ...)`, which stops at the first False: the hooks are
         # collective, and a rank that skips one hangs the others.
         joined = [part.joins_step(step, due=due) for part in self._parts]

@@ -47,8 +47,8 @@ def read_step(
                 logger.warning("step %d in %s is skipped, damaged: %s", found, folder, exc)
             damaged.append(found)
         else:
-            what = "the model of step 0, as of a seed checkpoint," if step_0_model_only and found == 0 else f"step {found}"
-            logger.info("loaded %s of %s", what, folder)
+            is_seed = step_0_model_only and found == 0
+            logger.info("loaded %s of %s", "the model alone of step 0" if is_seed else f"step {found}", folder)
             return found
     return None
 

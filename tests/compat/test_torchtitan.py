@@ -30,6 +30,7 @@ from shardckpt.errors import CheckpointingException
 from tests import programs
 from tests.integrations import small, titan
 from tests.manager.folders import steps_of
+from tests.tables import table
 
 if TYPE_CHECKING:
     from tests.ranks import Ranks
@@ -169,7 +170,30 @@ def test_of_step_0_the_model_alone_is_loaded(tmp_path: Path, caplog: pytest.LogC
         assert other.manager.load()
     other.manager.close()
     assert _is_equal(other.content(), [weights, *untrained])
-    assert f"loaded the model of step 0, as of a seed checkpoint, of {tmp_path}/checkpoint" in caplog.text
+    assert f"loaded the model alone of step 0 of {tmp_path}/checkpoint" in caplog.text
+
+
+class _Odd(CheckpointManager):
+    """Saves the odd steps."""
+
+    def _should_save(self, curr_step: int, force: bool = False) -> bool:
+        return force or curr_step % 2 == 1
+
+
+def test_a_subclass_decides_which_steps_are_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchtitan's _should_save is called: it may add steps to those of the interval, and take some away."""
+    monkeypatch.setitem(globals(), "CheckpointManager", _Odd)
+    job = Job(tmp_path)
+    job.train(5)
+    job.manager.close()
+    assert [step.step for step in steps_of(tmp_path / "checkpoint").committed()] == [1, 3, 5]
+
+
+@table("hook", ["_states_to_load", "_purge_stale_checkpoints", "dcp_save", "_ft_save"])
+def test_a_hook_that_would_never_be_called_is_refused(hook: str) -> None:
+    """A subclass with another of torchtitan's methods is an error at the class, with what to use."""
+    with pytest.raises(CheckpointingException, match=rf"^Mine\.{hook} would never be called: .* Instead use .*opt|ft_"):
+        type("Mine", (CheckpointManager,), {hook: lambda self: None})
 
 
 def _train(folder: Path, until: int) -> int:

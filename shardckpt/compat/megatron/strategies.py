@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 def _refuse_path_method(cls: type[Any], method: str, ours: str, base: str) -> None:
     """Raise if a subclass of a strategy of ours has a method of Megatron's kind, which the engine could not call."""
     written = vars(cls).get(method)
-    if inspect.isfunction(written) and list(inspect.signature(written).parameters)[2:] == ["checkpoint_dir"]:
+    if inspect.isfunction(written) and list(inspect.signature(written).parameters)[2:3] == ["checkpoint_dir"]:
         raise PluginError(
             f"{cls.__qualname__}.{method} takes a checkpoint_dir, and its base is a strategy of shardckpt: implement "
             f"{ours}, or derive the class from Megatron's {base} alone"
@@ -45,9 +45,9 @@ class SavesByPath:
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        _refuse_path_method(
-            cls, "save", "save(shards, common, context) of shardckpt.SaveStrategy", "SaveShardedStrategy"
-        )
+        ours = "save(shards, common, context) of shardckpt.SaveStrategy"
+        _refuse_path_method(cls, "save", ours, "SaveShardedStrategy")
+        _refuse_path_method(cls, "async_save", ours, "AsyncSaveShardedStrategy")
 
     # the core calls the method of the same name, so the arguments decide which of the two calls it is
     def save(self, sharded_state_dict: Any, checkpoint_dir: Any, context: Any = None) -> None:
