@@ -102,7 +102,7 @@ class CheckpointConfig(BaseModel):
         step_0_model_only: Whether the model alone is loaded from step 0, whatever else that has, as torchtitan's
             manager does. A seed checkpoint has no more.
         enable_first_step_checkpoint: Whether step 1 is saved, to see early that saving works.
-        strategy: A registered backend, or (backend, version); None for the default.
+        strategy: A registered backend, ``"backend@version"`` or (backend, version); None for the default.
         fingerprints: Whether each step stores the fingerprints of its tensors; see
             :func:`shardckpt.dist_checkpointing.save`. The strategy must compute them, as those of shardckpt do.
         enable_ft_dataloader_checkpoints: With fault tolerance, whether each replica saves its own :class:`PerRank`
