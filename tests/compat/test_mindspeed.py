@@ -164,6 +164,7 @@ def _keys(check: Any) -> list[bool]:
         "trunk.0.experts.w1",
         "optimizer.state.trunk.1.experts.w1.exp_avg",
         "model.trunk.0._orig_mod.experts.w1",
+        "app.model.trunk.0.experts.w1",
         "experts.w1",
         "mytrunk.0.experts.w1",
         "trunk.0.gate.weight",
@@ -172,7 +173,7 @@ def _keys(check: Any) -> list[bool]:
 
 
 def test_specs_and_checks_go_by_exact_names_at_any_module_path(ranks: Ranks) -> None:
-    """Wrappers do not count, endings are not enough, optimizer keys are known, and no process group is made."""
+    """Wrappers do not count, modules before the name neither, optimizer keys are known, no process group is made."""
     for spec, groups, layouts, checks in ranks.run(4, _described):
         assert spec == {
             "trunk.0.experts.w1": "(_S(0, 2), S(0))",
@@ -182,7 +183,7 @@ def test_specs_and_checks_go_by_exact_names_at_any_module_path(ranks: Ranks) -> 
         }
         assert groups == 0
         assert layouts == {name: (16, 6) if name.endswith("w1") else (8, 2) for name in spec}
-        assert checks == [True, True, True, False, False, False]
+        assert checks == [True, True, True, True, False, False, False]
 
 
 def _described() -> Any:
