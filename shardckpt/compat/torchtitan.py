@@ -68,6 +68,11 @@ class ModelWrapper:
     def __init__(self, model: Module | Sequence[Module]) -> None:
         self.model: list[Module] = list(model) if isinstance(model, (list, tuple)) else [model]  # type: ignore[list-item]
 
+    @property
+    def cache_state_dict(self) -> dict[str, Any]:
+        """The tensors of all parts by full name, as they are now."""
+        return self.state_dict()
+
     def state_dict(self) -> dict[str, Any]:
         """Return the tensors of all parts by full name; they share the modules' memory."""
         return {name: value for part in self.model for name, value in get_model_state_dict(part).items()}
@@ -110,6 +115,9 @@ class CheckpointManager:
 
     Attributes:
         states: All states by name, as the original has them.
+        ft_manager: As given.
+        folder, interval, async_mode, keep_latest_k, export_dtype, exclude_from_loading, model_weights_only, ...: The
+            options, as :class:`shardckpt.manager.CheckpointConfig` has them.
         manager: The :class:`shardckpt.manager.CheckpointManager` that does it.
 
     Raises:
@@ -135,6 +143,7 @@ class CheckpointManager:
         if dataloader is not None:
             self.states[DATALOADER] = dataloader
             named[DATALOADER] = PerRank(dataloader, _merge_states)
+        self.ft_manager = ft_manager
         config = _make_config(job_config)
         #: The manager that saves and loads.
         self.manager = _Manager(config, named, fault_tolerance=_make_fault_tolerance(ft_manager, job_config))
@@ -147,6 +156,13 @@ class CheckpointManager:
                 f"{cls.__qualname__}.{name} would never be called: shardckpt has no such method. Instead use "
                 f"{_HOOKS[name]}"
             )
+
+    def __getattr__(self, name: str) -> Any:
+        config = vars(self)["manager"].config if "manager" in vars(self) else None
+        option = "last_save_model_only" if name == "model_weights_only" else name
+        if option not in CheckpointConfig.model_fields or config is None:
+            raise AttributeError(f"{type(self).__qualname__!r} object has no attribute {name!r}")
+        return getattr(config, option)
 
     def _should_save(self, curr_step: int, force: bool = False) -> bool:
         """Return whether a step is due, the same on every rank; a subclass may decide otherwise."""
@@ -196,6 +212,8 @@ def _make_config(job_config: Any) -> CheckpointConfig:
     names = [field.name for field in fields(given)] if is_dataclass(given) else list(vars(given))
     defaults = {"enable_first_step_checkpoint": True, "step_0_model_only": True}
     options = {**defaults, **{name: getattr(given, name) for name in names}}
+    if options.get("export_dtype") == "float32":
+        options["export_dtype"] = None  # the default there, which casts nothing
     if "last_save_model_only" not in options:
         options.setdefault("model_weights_only", False)
     if options.get("last_save_model_only", options.get("model_weights_only")):

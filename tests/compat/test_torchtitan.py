@@ -173,6 +173,28 @@ def test_of_step_0_the_model_alone_is_loaded(tmp_path: Path, caplog: pytest.LogC
     assert f"loaded the model alone of step 0 of {tmp_path}/checkpoint" in caplog.text
 
 
+def test_the_options_are_attributes(tmp_path: Path) -> None:
+    """What a trainer reads of torchtitan's manager is there: the folder joined, the options, the states."""
+    manager = Job(tmp_path, async_mode="async", keep_latest_k=3, interval=7).manager
+    found = [manager.folder, manager.interval, manager.async_mode, manager.keep_latest_k, manager.enable_checkpoint]
+    assert found == [str(tmp_path / "checkpoint"), 7, AsyncMode.ASYNC, 3, True]
+    assert (manager.model_weights_only, manager.exclude_from_loading, manager.ft_manager.enabled) == (False, (), False)
+    assert manager.states[MODEL].cache_state_dict.keys() == manager.states[MODEL].state_dict().keys()
+    manager.close()
+    with pytest.raises(AttributeError, match="no attribute 'staging_id'"):
+        _ = manager.staging_id
+
+
+def test_the_default_export_dtype_casts_nothing_up(tmp_path: Path) -> None:
+    """export_dtype="float32", the default there, leaves bfloat16 weights as they are."""
+    job = Job(tmp_path, model_weights_only=True, export_dtype="float32")
+    job.parts[0].bfloat16()
+    job.manager.save(1, force=True)
+    job.manager.close()
+    stored = {entry.key: entry.dtype for entry in _list(tmp_path / "checkpoint" / "step-1")}
+    assert stored["model.0.weight"] == torch.bfloat16
+
+
 class _Odd(CheckpointManager):
     """Saves the odd steps."""
 
