@@ -142,9 +142,13 @@ class LoadsByPath:
         """Collective: see :func:`shardckpt.dist_checkpointing.remove_sharded_tensors`."""
         dist_checkpointing.remove_sharded_tensors(checkpoint_dir, key_prefix)
 
-    def check_backend_compatibility(self: Any, loaded_backend: str) -> None:
-        """Raise :class:`StrategyMismatchError` if this strategy does not read that backend."""
-        self._check(Manifest(backend=loaded_backend, version=self.version))
+    def check_backend_compatibility(self: Any, loaded_version: str) -> None:
+        """Raise :class:`StrategyMismatchError` if this strategy does not read that backend.
+
+        Args:
+            loaded_version: The backend; the argument has Megatron's name.
+        """
+        self._check(Manifest(backend=loaded_version, version=self.version))
 
     def check_version_compatibility(self: Any, loaded_version: int) -> None:
         """Raise :class:`StrategyMismatchError` if this strategy does not read that version of its backend."""
