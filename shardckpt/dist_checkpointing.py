@@ -132,8 +132,8 @@ def save(
             LocalNonpersistentObjects (left out) and common values (the main rank's are stored).
         checkpoint_dir: The checkpoint's directory, absent or empty unless ``overwrite``; or a URL that a plugin
             serves (``s3://bucket/step-1000``), under which there is nothing unless ``overwrite``.
-        sharded_strategy: A backend (its newest version), (backend, version) or a SaveStrategy; by default the
-            registry's default.
+        sharded_strategy: A backend (its newest version), ``"backend@version"``, (backend, version) or a SaveStrategy;
+            by default the registry's default.
         validate_access_integrity: Check that the shards of all ranks cover every tensor exactly once.
         async_sharded_save: Only plan, and return a request that an AsyncCallsQueue writes in the background.
         preprocess_common_before_consistancy_check: ``preprocess_common_before_consistency_check``, misspelt as by
@@ -242,15 +242,16 @@ def load(
     Args:
         sharded_state_dict: As for :func:`save`; a ShardedTensor's ``data`` is filled in place where there is one.
         checkpoint_dir: The checkpoint: a directory, or a URL, of which only the ranges that are needed are read.
-        sharded_strategy: A backend, (backend, version) or a LoadStrategy that must read the checkpoint; by default
-            the one that the checkpoint names.
+        sharded_strategy: A backend, ``"backend@version"``, (backend, version) or a LoadStrategy that must read the
+            checkpoint; by default the one that the checkpoint names.
         validate_access_integrity: Check that the shards of all ranks cover every tensor exactly once.
         strict: What to do about keys that do not match: a :class:`StrictHandling`, its value, True (raise) or
             False (log).
         verify_integrity: Before anything is loaded, read every file of the checkpoint and check it against
             ``integrity.json`` and the digests of ``shardckpt.json``; without it only what is loaded is checked.
         process_group: The ranks that load; by default all, or this process alone without torch.distributed.
-        accept: Backends or (backend, version) pairs that the caller is willing to load; by default any.
+        accept: The strategies whose checkpoints the caller is willing to load: a backend, ``"backend@version"``, a
+            (backend, version) pair, or a list of these; by default any.
         allow_globals: Classes and functions that legacy pickles in the checkpoint may name besides the plain ones.
         allow_dtype_cast: Cast as torch's ``Tensor.to`` does, whatever is lost, where the table says that the load
             refuses (packed dtypes excepted, which torch does not cast).

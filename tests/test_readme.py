@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 PROMISES = READMES["tests/README.md"]
 #: What examples need on the module path: packages that a test machine does not have, and what the reader wrote.
 STAND_INS = {
-    "port-torchtitan": ROOT / "tests" / "integrations" / "titan_stand_in",
     **dict.fromkeys(("json-contract", "json-contract-2"), ROOT / "tests" / "testing" / "readme_plugin"),
 }
 
@@ -239,7 +238,7 @@ def test_every_promise_names_what_shows_it() -> None:
 def test_the_readme_is_short_and_its_figures_are_measured() -> None:
     """An engineer reads it to the end; its table of speed is a part of that beside the results."""
     text = READMES["README.md"]
-    assert len(text.splitlines()) <= 120
+    assert len(text.splitlines()) <= 140
     rows = re.findall(r"^\|.*\d.*\|$", text.partition("## Speed\n")[2], re.MULTILINE)
     assert len(rows) == 7
     assert [row for row in rows if row not in READMES["benchmarks/README.md"]] == []

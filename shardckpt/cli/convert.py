@@ -96,10 +96,14 @@ def run(options: Any) -> int:
 
 def parse_target(text: str) -> str | tuple[str, int]:
     """Parse ``backend`` or ``backend@version``; raise ValueError for anything else."""
-    backend, separator, version = text.partition("@")
-    if not backend:
-        raise ValueError
-    return (backend, int(version)) if separator else backend
+    from shardckpt.errors import CheckpointingException
+    from shardckpt.plugins import parse_key
+
+    try:
+        backend, version = parse_key(text)
+    except CheckpointingException as exc:
+        raise ValueError from exc
+    return backend if version is None else (backend, version)
 
 
 #: What argparse calls it in its error.

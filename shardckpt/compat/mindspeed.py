@@ -161,12 +161,14 @@ class EPSpecInfo:
     """The sharding of an expert parameter.
 
     Attributes:
-        placement: Placements of the DTensor of all experts, one for each dimension of the mesh.
-        ep_fsdp_mesh: The mesh.
+        placement: The placement on the expert-parallel dimension, as in VeOmni: ``Shard(0)``.
+        ep_fsdp_mesh: The mesh with that dimension, and FSDP's.
+        placements: Placements of the DTensor of all experts, one for each dimension of the mesh; None if not known.
     """
 
-    placement: tuple[Placement, ...]
+    placement: Placement
     ep_fsdp_mesh: DeviceMesh
+    placements: tuple[Placement, ...] | None = None
 
 
 def build_ep_fqn2spec_info(
@@ -191,7 +193,7 @@ def build_ep_fqn2spec_info(
     """
     mesh = _find_mesh(parallel_state, ep)
     return {
-        name: EPSpecInfo(_placements(param, mesh, ep, expert_dim), mesh)
+        name: EPSpecInfo(Shard(expert_dim), mesh, _placements(param, mesh, ep, expert_dim))
         for name, param in expert_parameters(model, _get_patterns(ep_plan))
     }
 
@@ -209,7 +211,8 @@ def get_check_moe_func(
         fsdp: Names of FSDP's dimension over experts.
 
     Returns:
-        ``check(key)``, which returns whether a key is that of an expert parameter, or of its optimizer state.
+        ``check(key)``, which returns whether a key is that of an expert parameter, or of its optimizer state. Any
+        modules may stand before the parameter's name: ``app.model.layers.0.experts.w1``.
 
     Raises:
         ShardingError: the plan has no patterns, or none that matches.
@@ -218,7 +221,12 @@ def get_check_moe_func(
     sharded = ((name, param.device_mesh) for name, param in model.named_parameters() if isinstance(param, DTensor))
     found += [name for name, mesh in sharded if has_mesh_dim(mesh, ep) or has_mesh_dim(mesh, fsdp)]
     names = ExpertNames(found)
-    return lambda key: names.find(key) is not None
+
+    def check(key: str) -> bool:
+        parts = key.split(".")
+        return any(names.find(".".join(parts[first:])) is not None for first in range(len(parts)))
+
+    return check
 
 
 def get_chunk_readitem(
@@ -331,6 +339,9 @@ class EPLoadPlanner(LocalExpertsLoadPlanner):
         check_moe_fn: Returns whether a key is an expert's, see :func:`get_check_moe_func`; None if none is.
         **kwargs: Arguments of DCP's DefaultLoadPlanner, and ``allow_globals`` and ``allow_dtype_cast``.
 
+    Attributes:
+        ep_rank, ep_size, check_moe_fn: As given. A subclass may change them until the plan is made.
+
     Raises:
         ShardingError: there is no such rank.
     """
@@ -341,14 +352,13 @@ class EPLoadPlanner(LocalExpertsLoadPlanner):
         super().__init__(**kwargs)
         if not 0 <= ep_rank < ep_size:
             raise ShardingError(f"there is no ep_rank {ep_rank} of {ep_size}")
-        self._split = Split(0, ep_size, ep_rank)
-        self._check = check_moe_fn
+        self.ep_rank, self.ep_size, self.check_moe_fn = ep_rank, ep_size, check_moe_fn
 
     def layout_of(self, key: str, value: Any, metadata: Metadata) -> ExpertLayout | None:
         """Return the layout of this rank's part of a stored tensor; None for a key that is not an expert's."""
-        if self._check is None or not self._check(key):
+        if self.check_moe_fn is None or not self.check_moe_fn(key):
             return None
-        return _layout_by_rank(key, value, metadata, self._split)
+        return _layout_by_rank(key, value, metadata, Split(0, self.ep_size, self.ep_rank))
 
 
 def _infer_ep_size(key: str, value: Any, metadata: Metadata, ep_rank: int) -> int:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 
 from shardckpt import manager
+from shardckpt.errors import CheckpointingException
 from shardckpt.manager import (
     DATALOADER,
     LR_SCHEDULER,
@@ -25,7 +26,7 @@ from shardckpt.manager import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from torch.nn import Module
 
@@ -36,6 +37,24 @@ REFUSED = {
     "checkpoint_mp": "async_mode='async_with_pinned_mem' starts the process that writes",
     "save_with_gc": "CheckpointManager.save(); no garbage collection is needed after it",
     "purge_thread": "shardckpt.manager.CheckpointConfig(keep_latest_k=..., retention=[...])",
+}
+
+#: torchtitan's methods that this manager does not have, and would not call in a subclass; what to use instead.
+_HOOKS = {
+    "_create_checkpoint_id": "the option folder; steps are step-<n>",
+    "_find_load_step": "load(step), or the option load_step",
+    "_states_to_load": "the options exclude_from_loading and initial_load_model_only",
+    "_flattened_model_states_sd": "states: an entry with state_dict() and load_state_dict()",
+    "_save_last_step": "the options last_save_model_only, export_dtype and exclude_from_last_save",
+    "_purge_stale_checkpoints": "the option retention: shardckpt.manager's policies, or a function of yours",
+    "_async_wait": "maybe_wait_for_staging(), and close()",
+    "_async_with_pinned_memory": "the option async_mode",
+    "_ft_save": "ft_manager, and the option enable_ft_dataloader_checkpoints",
+    "_ft_load": "ft_manager, and the option enable_ft_dataloader_checkpoints",
+    "_ft_folder": "ft_manager, and the option enable_ft_dataloader_checkpoints",
+    "_ft_states_to_load": "ft_manager, and the option enable_ft_dataloader_checkpoints",
+    "dcp_save": "the option strategy: a registered save strategy",
+    "dcp_load": "the option strategy: a registered load strategy",
 }
 
 
@@ -49,6 +68,11 @@ class ModelWrapper:
     def __init__(self, model: Module | Sequence[Module]) -> None:
         self.model: list[Module] = list(model) if isinstance(model, (list, tuple)) else [model]  # type: ignore[list-item]
 
+    @property
+    def cache_state_dict(self) -> dict[str, Any]:
+        """The tensors of all parts by full name, as they are now."""
+        return self.state_dict()
+
     def state_dict(self) -> dict[str, Any]:
         """Return the tensors of all parts by full name; they share the modules' memory."""
         return {name: value for part in self.model for name, value in get_model_state_dict(part).items()}
@@ -59,12 +83,23 @@ class ModelWrapper:
             set_model_state_dict(part, state_dict, options=StateDictOptions(strict=False))
 
 
+class _Manager(manager.CheckpointManager):
+    """A manager whose steps are due as torchtitan's method says."""
+
+    should_save: Callable[[int], bool]
+
+    def is_due(self, step: int) -> bool:
+        """Return whether a step is due."""
+        return self.should_save(step)
+
+
 class CheckpointManager:
     """torchtitan's manager: the steps are in ``<job.dump_folder>/<checkpoint.folder>/step-<n>``.
 
     Every rank makes one and calls each of its methods with the same arguments: all of them are collective. It has the
-    original's defaults: step 1 is saved, and the last save has everything unless ``model_weights_only``; then
-    ``freqs_cis`` is left out of it, unless ``checkpoint.exclude_from_last_save`` names something else.
+    original's defaults: step 1 is saved, of step 0 the model alone is loaded, and the last save has everything unless
+    ``model_weights_only``; then ``freqs_cis`` is left out of it, unless ``checkpoint.exclude_from_last_save`` names
+    something else.
 
     Args:
         dataloader: This rank's loader, or None; the state of each is saved. After a change of the number of ranks every
@@ -80,6 +115,9 @@ class CheckpointManager:
 
     Attributes:
         states: All states by name, as the original has them.
+        ft_manager: As given.
+        folder, interval, async_mode, keep_latest_k, export_dtype, exclude_from_loading, model_weights_only, ...: The
+            options, as :class:`shardckpt.manager.CheckpointConfig` has them.
         manager: The :class:`shardckpt.manager.CheckpointManager` that does it.
 
     Raises:
@@ -105,11 +143,30 @@ class CheckpointManager:
         if dataloader is not None:
             self.states[DATALOADER] = dataloader
             named[DATALOADER] = PerRank(dataloader, _merge_states)
+        self.ft_manager = ft_manager
         config = _make_config(job_config)
         #: The manager that saves and loads.
-        self.manager = manager.CheckpointManager(
-            config, named, fault_tolerance=_make_fault_tolerance(ft_manager, job_config)
-        )
+        self.manager = _Manager(config, named, fault_tolerance=_make_fault_tolerance(ft_manager, job_config))
+        self.manager.should_save = self._should_save
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        for name in _HOOKS.keys() & vars(cls).keys():
+            raise CheckpointingException(
+                f"{cls.__qualname__}.{name} would never be called: shardckpt has no such method. Instead use "
+                f"{_HOOKS[name]}"
+            )
+
+    def __getattr__(self, name: str) -> Any:
+        config = vars(self)["manager"].config if "manager" in vars(self) else None
+        option = "last_save_model_only" if name == "model_weights_only" else name
+        if option not in CheckpointConfig.model_fields or config is None:
+            raise AttributeError(f"{type(self).__qualname__!r} object has no attribute {name!r}")
+        return getattr(config, option)
+
+    def _should_save(self, curr_step: int, force: bool = False) -> bool:
+        """Return whether a step is due, the same on every rank; a subclass may decide otherwise."""
+        return force or self.manager.config.is_due(curr_step)
 
     def save(self, curr_step: int, force: bool = False) -> bool:
         """Collective: save if this step is due.
@@ -153,7 +210,10 @@ class CheckpointManager:
 def _make_config(job_config: Any) -> CheckpointConfig:
     given = job_config.checkpoint
     names = [field.name for field in fields(given)] if is_dataclass(given) else list(vars(given))
-    options = {"enable_first_step_checkpoint": True, **{name: getattr(given, name) for name in names}}
+    defaults = {"enable_first_step_checkpoint": True, "step_0_model_only": True}
+    options = {**defaults, **{name: getattr(given, name) for name in names}}
+    if options.get("export_dtype") == "float32":
+        options["export_dtype"] = None  # the default there, which casts nothing
     if "last_save_model_only" not in options:
         options.setdefault("model_weights_only", False)
     if options.get("last_save_model_only", options.get("model_weights_only")):

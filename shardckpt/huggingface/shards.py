@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Hashable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,14 +13,14 @@ from shardckpt.errors import CheckpointingException, ShardingError
 from shardckpt.huggingface.dtypes import cast_to, parse_dtype
 from shardckpt.huggingface.header import lay_out, refuse_unknown
 from shardckpt.huggingface.hub_tensor import HubTensor
-from shardckpt.huggingface.names import BIN, SAFETENSORS, assign_files
+from shardckpt.huggingface.names import BIN, SAFETENSORS, file_names
 from shardckpt.huggingface.small_file import replace_file, write_pickled
 from shardckpt.storage import NewFile, parse_size
 from shardckpt.tensors import plain_cpu, tensor_bytes
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Hashable, Mapping
+    from collections.abc import Mapping
 
 
 def get_shard_info(
@@ -30,7 +31,9 @@ def get_shard_info(
 ) -> tuple[bool, int, dict[str, str]]:
     """Assign the tensors of a state dict to files of limited size, in their order.
 
-    A tensor above the limit gets its own file. Tied tensors count once, and are in one file.
+    Names of one file follow each other in the state dict: a loop may write a file whenever the next name has another.
+    A tensor above the limit gets its own file. Of tied tensors in one file one is stored; those of other files have a
+    copy there.
 
     Args:
         state_dict: Tensors by name. A DTensor counts with its global size. No values are read.
@@ -40,23 +43,30 @@ def get_shard_info(
         safe_serialization: Whether files are safetensors, else ``.bin``.
 
     Returns:
-        Whether there are several files, the bytes of all tensors (the index's ``metadata.total_size``), and the file
-        of every tensor, as ``huggingface_hub`` assigns them.
+        Whether there are several files, the bytes of all files' tensors (the index's ``metadata.total_size``), and the
+        file of every tensor.
 
     Raises:
         CheckpointingException: ``save_dtype`` or ``shard_size`` is invalid, or a value is not a tensor.
     """
     dtype, limit = parse_dtype(save_dtype, "save_dtype", bits=8), parse_size(shard_size, "shard_size")
     _check_tensors(state_dict)
-    ties = _find_ties(state_dict)
-    sizes = {
-        name: math.prod(tensor.shape) * cast_to(tensor.dtype, dtype).itemsize
-        for name, tensor in state_dict.items()
-        if name not in ties
-    }
-    files = assign_files(sizes, limit, SAFETENSORS if safe_serialization else BIN)
-    file_of = {name: file for file, members in files.items() for name in members}
-    return len(files) > 1, sum(sizes.values()), {name: file_of[ties.get(name, name)] for name in state_dict}
+    files: list[list[str]] = []
+    total, filled, stored = 0, 0, set[Hashable]()
+    for name, tensor in state_dict.items():
+        nbytes = math.prod(tensor.shape) * cast_to(tensor.dtype, dtype).itemsize
+        memory = _memory_key(tensor)
+        added = 0 if memory in stored else nbytes
+        # not as huggingface_hub does, whose file goes on behind a large tensor: MindSpeed's loop would write it twice
+        if not files or filled + added > limit:
+            files.append([])
+            filled, stored, added = 0, set(), nbytes
+        files[-1].append(name)
+        stored.add(memory)
+        filled += added
+        total += added
+    names = file_names(len(files), SAFETENSORS if safe_serialization else BIN)
+    return len(files) > 1, total, {name: file for file, members in zip(names, files, strict=True) for name in members}
 
 
 def save_state_dict(

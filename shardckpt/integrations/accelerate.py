@@ -44,7 +44,7 @@ def register_sharded_state(
 
     Args:
         accelerator: The accelerator, before or after ``prepare``.
-        strategy: Backend or (backend, version); by default the registry's default.
+        strategy: Backend, ``"backend@version"`` or (backend, version); by default the registry's default.
         check_replicas: As for :func:`shardckpt.adapters.to_sharded_state_dict`.
 
     Returns:

@@ -46,7 +46,7 @@ class ShardedCheckpointIO(CheckpointIO):
     either: pass ``module.load_state_dict`` the ``state_dict`` of what :meth:`load_checkpoint` returns.
 
     Args:
-        strategy: Backend or (backend, version); by default the registry's default.
+        strategy: Backend, ``"backend@version"`` or (backend, version); by default the registry's default.
         allow_globals: Classes in hyperparameters and callbacks' states that may be loaded, in addition to the plain
             ones; as for :func:`shardckpt.dist_checkpointing.save` and ``load``.
     """

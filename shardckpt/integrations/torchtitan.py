@@ -128,10 +128,12 @@ def checkpoint_config(config: TitanCheckpointManager.Config, base_folder: str = 
         The same options for a CheckpointManager.
     """
     options = {each.name: getattr(config, each.name) for each in fields(config) if each.name not in _NOT_PASSED}
+    if options.get("export_dtype") == "float32":
+        options["export_dtype"] = None  # the default there, which casts nothing
     folder = config.folder
     if base_folder and "://" not in folder:
         folder = f"{base_folder}/{folder}" if "://" in base_folder else str(Path(base_folder, folder))
-    return CheckpointConfig(enable_checkpoint=config.enable, folder=folder, **options)
+    return CheckpointConfig(enable_checkpoint=config.enable, folder=folder, step_0_model_only=True, **options)
 
 
 def _merge_states(states: list[dict[str, Any]], _rank: int, _world_size: int) -> dict[str, Any]:

@@ -99,8 +99,10 @@ class CheckpointConfig(BaseModel):
             loads the newest of them, unless they are moved away.
         load_only: If True, ``save`` does nothing.
         create_seed_checkpoint: Whether ``save(0)`` saves the model alone, as a start for other runs.
+        step_0_model_only: Whether the model alone is loaded from step 0, whatever else that has, as torchtitan's
+            manager does. A seed checkpoint has no more.
         enable_first_step_checkpoint: Whether step 1 is saved, to see early that saving works.
-        strategy: A registered backend, or (backend, version); None for the default.
+        strategy: A registered backend, ``"backend@version"`` or (backend, version); None for the default.
         fingerprints: Whether each step stores the fingerprints of its tensors; see
             :func:`shardckpt.dist_checkpointing.save`. The strategy must compute them, as those of shardckpt do.
         enable_ft_dataloader_checkpoints: With fault tolerance, whether each replica saves its own :class:`PerRank`
@@ -153,6 +155,7 @@ class CheckpointConfig(BaseModel):
     load_step: Annotated[int, Field(ge=-1)] = -1
     load_only: bool = False
     create_seed_checkpoint: bool = False
+    step_0_model_only: bool = False
     enable_first_step_checkpoint: bool = False
     strategy: str | tuple[str, int] | None = None
     fingerprints: bool = False

@@ -119,6 +119,10 @@ class CheckpointManager:
             memory_budget=config.memory_budget,
         )
 
+    def is_due(self, step: int) -> bool:
+        """Return whether ``save(step)`` saves without ``force``; a subclass may decide, alike on all ranks."""
+        return self.config.is_due(step)
+
     def save(
         self,
         step: int,
@@ -153,7 +157,7 @@ class CheckpointManager:
         self._check_open("save")
         self._advance(self._writer)
         forced = self._is_preempted() or force or last_step
-        due = forced or self.config.is_due(step)
+        due = forced or self.is_due(step)
         # Lists, here and in `_is_preempted`, not `all(... for ...)`, which stops at the first False: the hooks are
         # collective, and a rank that skips one hangs the others.
         joined = [part.joins_step(step, due=due) for part in self._parts]
@@ -192,7 +196,8 @@ class CheckpointManager:
             raise CheckpointingException(f"load: there is no step {step}; -1 is the newest")
         self.wait()  # for removals, too: a step that is being removed must not be chosen
         step = step if step >= 0 else self.config.load_step
-        found = read_step(self._folder, self._reader, Comm(self._group), step)
+        comm, is_seed = Comm(self._group), self.config.step_0_model_only
+        found = read_step(self._folder, self._reader, comm, step, step_0_model_only=is_seed)
         if found is not None:
             self._last, self._loaded = None, found  # a step that was saved before the load may be saved a second time
         is_loaded = found is not None or load_initial(self.config, self._states, self._reader, self._group)

@@ -21,8 +21,17 @@ NEWEST = -1
 _LISTED = 20  # steps that an error names, the newest
 
 
-def read_step(folder: StepFolder, reader: StepReader, comm: Comm, step: int = NEWEST) -> int | None:
+def read_step(
+    folder: StepFolder, reader: StepReader, comm: Comm, step: int = NEWEST, *, step_0_model_only: bool = False
+) -> int | None:
     """Collective: load the step that :func:`resolve_step` chooses; if the newest proves damaged, the one before it.
+
+    Args:
+        folder: The folder of the steps, the same on all ranks.
+        reader: Reads a step into the states.
+        comm: The ranks.
+        step: The step to load; -1 for the newest.
+        step_0_model_only: As in :class:`CheckpointConfig`.
 
     Returns:
         The step that was loaded; None if there is no checkpoint.
@@ -30,7 +39,7 @@ def read_step(folder: StepFolder, reader: StepReader, comm: Comm, step: int = NE
     damaged: list[int] = []
     while (found := resolve_step(folder, comm, step, damaged)) is not None:
         try:
-            reader.read(folder.path(found))
+            reader.read(folder.path(found), model_only=step_0_model_only and found == 0)
         except CorruptCheckpointError as exc:  # noqa: PERF203 - a load takes longer; every rank gets the same error
             if step != NEWEST:
                 raise
@@ -38,7 +47,8 @@ def read_step(folder: StepFolder, reader: StepReader, comm: Comm, step: int = NE
                 logger.warning("step %d in %s is skipped, damaged: %s", found, folder, exc)
             damaged.append(found)
         else:
-            logger.info("loaded step %d of %s", found, folder)
+            is_seed = step_0_model_only and found == 0
+            logger.info("loaded %s of %s", "the model alone of step 0" if is_seed else f"step {found}", folder)
             return found
     return None
 

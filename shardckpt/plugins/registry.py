@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -336,16 +337,36 @@ def parse_key(value: Any) -> tuple[str, int | None]:
     """Return the backend and version that a caller names; the version is None if the caller leaves it open.
 
     Args:
-        value: ``"npy"`` or ``("npy", 1)``.
+        value: ``"npy"``, ``"npy@1"`` or ``("npy", 1)``.
 
     Returns:
         The backend, and the version or None.
 
     Raises:
-        CheckpointingException: it is neither.
+        CheckpointingException: it is none of these.
     """
     if isinstance(value, str):
-        return value, None
-    if isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], str) and type(value[1]) is int:  # noqa: PLR2004
+        backend, separator, version = value.partition("@")
+        if not separator and backend:
+            return backend, None
+        if backend and version.isascii() and version.isdecimal():
+            return backend, int(version)
+    elif isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], str) and type(value[1]) is int:  # noqa: PLR2004
         return value
-    raise CheckpointingException(f"a strategy is named as 'backend' or ('backend', version), not {value!r}")
+    raise CheckpointingException(
+        f"a strategy is named as 'backend', 'backend@version' or ('backend', version), not {value!r}"
+    )
+
+
+def parse_keys(value: Any) -> list[tuple[str, int | None]]:
+    """Return the backends and versions that a caller names: one in a form of :func:`parse_key`, or several in a list.
+
+    Raises:
+        CheckpointingException: one is in no such form.
+    """
+    # ("npy", 1) is one key, as everywhere; ("npy", "ep") are two
+    if isinstance(value, str) or (isinstance(value, tuple) and any(isinstance(each, int) for each in value)):
+        return [parse_key(value)]
+    if not isinstance(value, Collection):
+        parse_key(value)  # raises
+    return [parse_key(each) for each in value]

@@ -27,7 +27,7 @@ from shardckpt.errors import (
 from shardckpt.manifest import MARKER_LIMIT, MARKER_NAME, RECORD_LIMIT, RECORD_NAME, Manifest, Marker, Record
 from shardckpt.plugins.entries import StrategyAction
 from shardckpt.plugins.origin import describe_origin, name_origin
-from shardckpt.plugins.registry import parse_key
+from shardckpt.plugins.registry import parse_key, parse_keys
 from shardckpt.plugins.stores import open_folder
 from shardckpt.storage import (
     ParseCache,
@@ -63,8 +63,8 @@ _RENAME_PAUSES = (0.001, 0.01, 0.05, 0.2, 0.4)
 
 _records = ParseCache[Record]()
 
-#: The backends, or (backend, version) pairs, that a caller accepts.
-Accept = Collection[str | tuple[str, int]]
+#: What a caller accepts: a backend, "backend@version" or (backend, version), or several of these.
+Accept = str | tuple[str, int] | Collection[str | tuple[str, int]]
 
 
 def read_manifest(directory: Path, plugins: PluginManager, *, moved: bool = False) -> Manifest:
@@ -387,12 +387,11 @@ def _absent_error(directory: Path) -> CannotLoadError:
 def _check_policy(directory: Path, manifest: Manifest, accept: Accept | None) -> None:
     if accept is None:
         return
-    for choice in accept:
-        backend, version = parse_key(choice)
-        if backend == manifest.backend and version in (None, manifest.version):
-            return
-    allowed = ", ".join(repr(choice) for choice in accept) or "nothing"
-    raise RefusedByPolicyError(f"{_describe(directory, manifest)}; the caller's accept= allows {allowed}")
+    accepted = parse_keys(accept)
+    if any(backend == manifest.backend and version in (None, manifest.version) for backend, version in accepted):
+        return
+    allowed = ", ".join(repr(backend if version is None else f"{backend}@{version}") for backend, version in accepted)
+    raise RefusedByPolicyError(f"{_describe(directory, manifest)}; the caller's accept= allows {allowed or 'nothing'}")
 
 
 def _refusal_error(

@@ -202,6 +202,14 @@ def test_methods_of_megatrons_kind_below_ours_are_refused() -> None:
             def save(self, sharded_state_dict: Any, checkpoint_dir: Any) -> None:
                 """Write to a path."""
 
+    with pytest.raises(
+        PluginError, match=r"AsyncSaver.async_save takes a checkpoint_dir.*AsyncSaveShardedStrategy alone"
+    ):
+
+        class AsyncSaver(TorchDistSaveShardedStrategy):
+            def async_save(self, sharded_state_dict: Any, checkpoint_dir: Any, async_strategy: str = "mcore") -> Any:
+                """Return a request."""
+
     with pytest.raises(PluginError, match=r"load\(wanted, context\)"):
 
         class Loader(TorchDistLoadShardedStrategy):

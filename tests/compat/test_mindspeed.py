@@ -157,12 +157,14 @@ def _model_on_meshes() -> Any:
     before = len(dist.distributed_c10d._world.pg_map)
     spec = build_ep_fqn2spec_info(model, mesh, ["trunk.*.experts"])
     groups = len(dist.distributed_c10d._world.pg_map) - before
-    texts = {name: f"({', '.join(map(str, info.placement))})" for name, info in spec.items()}
+    assert {info.placement for info in spec.values()} == {Shard(0)}
+    texts = {name: f"({', '.join(map(str, info.placements or ()))})" for name, info in spec.items()}
     layouts = {name: layout.global_shape for name, layout in expert_layouts(model, mesh, ["experts"]).items()}
     keys = (
         "trunk.0.experts.w1",
         "optimizer.state.trunk.1.experts.w1.exp_avg",
         "model.trunk.0._orig_mod.experts.w1",
+        "app.model.trunk.0.experts.w1",
         "experts.w1",
         "mytrunk.0.experts.w1",
         "trunk.0.gate.weight",
@@ -171,7 +173,7 @@ def _model_on_meshes() -> Any:
 
 
 def test_specs_and_checks_go_by_exact_names_at_any_module_path(ranks: Ranks) -> None:
-    """Wrappers do not count, endings are not enough, optimizer keys are known, and no process group is made."""
+    """Wrappers do not count, modules before the name neither, optimizer keys are known, no process group is made."""
     for spec, groups, layouts, checks in ranks.run(4, _model_on_meshes):
         assert spec == {
             "trunk.0.experts.w1": "(_S(0, 2), S(0))",
@@ -181,7 +183,7 @@ def test_specs_and_checks_go_by_exact_names_at_any_module_path(ranks: Ranks) -> 
         }
         assert groups == 0
         assert layouts == {name: (16, 6) if name.endswith("w1") else (8, 2) for name in spec}
-        assert checks == [True, True, True, False, False, False]
+        assert checks == [True, True, True, True, False, False, False]
 
 
 def test_plain_experts_are_found_by_their_modules() -> None:

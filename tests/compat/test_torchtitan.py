@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,6 +30,7 @@ from shardckpt.errors import CheckpointingException
 from tests import programs
 from tests.integrations import small, titan
 from tests.manager.folders import steps_of
+from tests.tables import table
 
 if TYPE_CHECKING:
     from tests.ranks import Ranks
@@ -149,6 +151,71 @@ def test_the_documents_calls_run_as_they_stand(tmp_path: Path, mode: str) -> Non
     resumed.train(7)
     resumed.manager.close()
     assert _is_equal(resumed.content(), whole.content())
+
+
+def test_of_step_0_the_model_alone_is_loaded(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A step 0 with all states is a seed checkpoint: the schedule, the loader and the train state stay as they are."""
+    job = Job(tmp_path)
+    job.train(1)
+    weights, *trained = job.content()
+    job.manager.manager.save(0, force=True)
+    job.manager.close()
+    shutil.rmtree(tmp_path / "checkpoint" / "step-1")
+    other = Job(tmp_path)
+    with torch.no_grad():
+        other.parts[0].get_parameter("0.weight").zero_()
+    _, *untrained = other.content()
+    assert trained != untrained
+    with caplog.at_level("INFO"):
+        assert other.manager.load()
+    other.manager.close()
+    assert _is_equal(other.content(), [weights, *untrained])
+    assert f"loaded the model alone of step 0 of {tmp_path}/checkpoint" in caplog.text
+
+
+def test_the_options_are_attributes(tmp_path: Path) -> None:
+    """What a trainer reads of torchtitan's manager is there: the folder joined, the options, the states."""
+    manager = Job(tmp_path, async_mode="async", keep_latest_k=3, interval=7).manager
+    found = [manager.folder, manager.interval, manager.async_mode, manager.keep_latest_k, manager.enable_checkpoint]
+    assert found == [str(tmp_path / "checkpoint"), 7, AsyncMode.ASYNC, 3, True]
+    assert (manager.model_weights_only, manager.exclude_from_loading, manager.ft_manager.enabled) == (False, (), False)
+    assert manager.states[MODEL].cache_state_dict.keys() == manager.states[MODEL].state_dict().keys()
+    manager.close()
+    with pytest.raises(AttributeError, match="no attribute 'staging_id'"):
+        _ = manager.staging_id
+
+
+def test_the_default_export_dtype_casts_nothing_up(tmp_path: Path) -> None:
+    """export_dtype="float32", the default there, leaves bfloat16 weights as they are."""
+    job = Job(tmp_path, model_weights_only=True, export_dtype="float32")
+    job.parts[0].bfloat16()
+    job.manager.save(1, force=True)
+    job.manager.close()
+    stored = {entry.key: entry.dtype for entry in _list(tmp_path / "checkpoint" / "step-1")}
+    assert stored["model.0.weight"] == torch.bfloat16
+
+
+class _Odd(CheckpointManager):
+    """Saves the odd steps."""
+
+    def _should_save(self, curr_step: int, force: bool = False) -> bool:
+        return force or curr_step % 2 == 1
+
+
+def test_a_subclass_decides_which_steps_are_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchtitan's _should_save is called: it may add steps to those of the interval, and take some away."""
+    monkeypatch.setitem(globals(), "CheckpointManager", _Odd)
+    job = Job(tmp_path)
+    job.train(5)
+    job.manager.close()
+    assert [step.step for step in steps_of(tmp_path / "checkpoint").committed()] == [1, 3, 5]
+
+
+@table("hook", ["_states_to_load", "_purge_stale_checkpoints", "dcp_save", "_ft_save"])
+def test_a_hook_that_would_never_be_called_is_refused(hook: str) -> None:
+    """A subclass with another of torchtitan's methods is an error at the class, with what to use."""
+    with pytest.raises(CheckpointingException, match=rf"^Mine\.{hook} would never be called: .* Instead use .*opt|ft_"):
+        type("Mine", (CheckpointManager,), {hook: lambda self: None})
 
 
 def _train(folder: Path, until: int) -> int:

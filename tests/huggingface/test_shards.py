@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import json
 from typing import TYPE_CHECKING, Any
 
@@ -7,7 +8,6 @@ import pytest
 import safetensors.torch
 import torch
 import torch.distributed as dist
-from huggingface_hub import split_torch_state_dict_into_shards
 from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
 from shardckpt import ShardedTensor, dist_checkpointing
@@ -19,6 +19,7 @@ from shardckpt.huggingface import (
     load_from_huggingface,
     save_state_dict,
 )
+from shardckpt.huggingface.names import file_names
 from shardckpt.maintenance import convert_checkpoint, merge_checkpoints
 from shardckpt.storage import parse_size
 from tests.faults.disks import small_disk
@@ -72,16 +73,24 @@ def _state() -> dict[str, torch.Tensor]:
     }
 
 
-@table("limit", [1, 100, 200, 4000, 100000])
-def test_files_are_those_of_the_hub(limit: int) -> None:
-    """The same files and the same total as huggingface_hub's own split; every name has a file, tied ones too."""
+@table(
+    ("limit", "files"),
+    [
+        (1, ["a", "large", "b", "tied", "c", "d", "none"]),
+        (200, ["a", "large", "b", "tied", "c d none"]),
+        (4080, ["a large", "b tied", "c d none"]),
+        (4320, ["a large b tied c d none"]),
+    ],
+)
+def test_names_of_one_file_follow_each_other(limit: int, files: list[str]) -> None:
+    """Large and tied tensors keep their places; of tied ones in one file one counts, in two both."""
     state = _state()
-    theirs = split_torch_state_dict_into_shards(state, max_shard_size=limit)
     is_sharded, total, weight_map = get_shard_info(state, None, limit)
-    assert total == theirs.metadata["total_size"] == sum(t.nbytes for n, t in state.items() if n != "tied")
-    if limit >= 100:  # theirs begins with an empty file where all are larger
-        assert is_sharded == theirs.is_sharded
-        assert weight_map == theirs.tensor_to_filename
+    assert is_sharded == (len(files) > 1)
+    assert [*weight_map] == [*state]
+    assert [" ".join(names) for _, names in itertools.groupby(weight_map, weight_map.__getitem__)] == files
+    assert list(dict.fromkeys(weight_map.values())) == file_names(len(files), "safetensors")
+    assert total == sum(t.nbytes for t in state.values()) - (4000 if len(files) == 1 else 0)
 
 
 def test_nothing_is_one_file_of_nothing() -> None:
@@ -94,7 +103,7 @@ def test_nothing_is_one_file_of_nothing() -> None:
 
 
 def test_a_cast_counts_for_floats_only() -> None:
-    """Ints, bools and 8-bit floats keep their bytes; a view counts what it shows; tied names share a file."""
+    """Ints, bools and 8-bit floats keep their bytes; a view counts what it shows, a copy in another file too."""
     base = torch.zeros(100)
     state = {
         "f": torch.zeros(4, dtype=torch.float64),
@@ -108,8 +117,8 @@ def test_a_cast_counts_for_floats_only() -> None:
     assert get_shard_info(state, "bfloat16")[1] == 8 + 24 + 2 + 5 + 4 + 200
     assert get_shard_info(state, "float8_e4m3fn")[1] == 4 + 24 + 2 + 5 + 2 + 100
     _, total, weight_map = get_shard_info(state, torch.float16, 100, safe_serialization=False)
-    assert total == 243
-    assert weight_map["again"] == weight_map["base"] == "pytorch_model-00001-of-00002.bin"
+    assert total == 443
+    assert weight_map["again"] == "pytorch_model-00003-of-00003.bin"  # a copy: the file of base is full
 
 
 @table(
@@ -213,15 +222,17 @@ def test_no_tensor_is_named_like_the_header_s_metadata(tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} == {"f", "step-1"}
 
 
-def test_a_folder_written_by_the_callers_loop_loads(tmp_path: Path) -> None:
-    """A loop over all names writes each to its file, with an index of all; tied names load, by the headers."""
-    state, size = _state(), 100
+@table("size", [1, 100, 200, 4080, 100_000])
+def test_a_folder_written_by_the_callers_loop_loads(tmp_path: Path, size: int) -> None:
+    """MindSpeed's loop, which writes a file when the next name has another one, loses no tensor."""
+    state = _state()
     _, total, weight_map = get_shard_info(state, None, size, True)
-    files: dict[str, dict[str, torch.Tensor]] = {}
-    for name in state:
-        files.setdefault(weight_map[name], {})[name] = state[name]
-    for file, tensors in files.items():
-        save_state_dict(tensors, path_to_save=tmp_path / file, safe_serialization=True)
+    names, file = list(state), {}
+    for name, following in zip(names, [*names[1:], None], strict=True):
+        file[name] = state[name]
+        if following is None or weight_map[following] != weight_map[name]:
+            save_state_dict(file, path_to_save=tmp_path / weight_map[name], safe_serialization=True)
+            file = {}
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     found = load_from_huggingface(

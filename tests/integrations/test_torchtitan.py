@@ -106,7 +106,9 @@ def test_every_option_has_its_meaning(tmp_path: Path) -> None:
     config = config_of(retention=policies, exclude_from_loading=["dataloader"], strategy="torch_dist")
     ours = checkpoint_config(config, str(tmp_path))
     assert ours.folder == str(tmp_path / "checkpoint")
-    for name in {each.name for each in fields(config)} - {"enable", "folder", "initial_load_in_hf_quantized"}:
+    assert (config.export_dtype, ours.export_dtype) == ("float32", None)  # it casts nothing up
+    others = {"enable", "folder", "initial_load_in_hf_quantized", "export_dtype"}
+    for name in {each.name for each in fields(config)} - others:
         given, taken = getattr(config, name), getattr(ours, name)
         assert (
             taken.value if name == "async_mode" else list(taken) if name == "exclude_from_loading" else taken

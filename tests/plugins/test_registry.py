@@ -11,7 +11,7 @@ from shardckpt import dist_checkpointing as dc
 from shardckpt.errors import CheckpointingException, DuplicateStrategyError, PluginError
 from shardckpt.plugins.entries import StrategyAction, _import_class
 from shardckpt.plugins.manager import PluginManager
-from shardckpt.plugins.registry import StrategyRegistry, parse_key
+from shardckpt.plugins.registry import StrategyRegistry, parse_key, parse_keys
 from shardckpt.strategy import LoadStrategy, Migration, SaveStrategy
 from tests.tables import table
 
@@ -419,13 +419,39 @@ def test_an_empty_registry_says_how_it_is_filled() -> None:
         _ = StrategyRegistry().default
 
 
-@table("wrong", [3, ("npy",), ("npy", "1"), (1, "npy"), ["npy", 1], None, ("npy", 1, 2)])
+@table(
+    "wrong",
+    [3, ("npy",), ("npy", "1"), (1, "npy"), ["npy", 1], None, ("npy", 1, 2), "npy@", "@1", "npy@x", "npy@-1", ""],
+)
 def test_a_strategy_is_named_by_text_or_pair(wrong: Any) -> None:
-    """What is neither 'backend' nor ('backend', version) is refused with the form that is expected."""
-    assert parse_key("npy") == ("npy", None)
-    assert parse_key(("npy", 2)) == ("npy", 2)
-    with pytest.raises(CheckpointingException, match=r"'backend' or \('backend', version\), not"):
+    """What is neither 'backend', 'backend@version' nor ('backend', version) is refused with the expected forms."""
+    with pytest.raises(CheckpointingException, match=r"'backend', 'backend@version' or \('backend', version\), not"):
         parse_key(wrong)
+
+
+@table(
+    ("named", "keys"),
+    [
+        ("npy", [("npy", None)]),
+        ("npy@2", [("npy", 2)]),
+        (("npy", 2), [("npy", 2)]),
+        (["npy", ("ep", 1), "txt@3"], [("npy", None), ("ep", 1), ("txt", 3)]),
+        (("npy", "ep"), [("npy", None), ("ep", None)]),
+        ([], []),
+    ],
+)
+def test_one_strategy_or_several_are_named(named: Any, keys: list[tuple[str, int | None]]) -> None:
+    """Each form has one meaning: a pair with a number is one strategy, never a backend beside a number."""
+    assert parse_keys(named) == keys
+    if len(keys) == 1:
+        assert parse_key(named) == keys[0]
+
+
+@table("wrong", [3, ("npy", True), [3], ["npy", 1], ("npy", 1, 2)])
+def test_what_names_no_strategies_is_refused(wrong: Any) -> None:
+    """A number, or a list with one, is an error, and not a list of strategies of which one is left out."""
+    with pytest.raises(CheckpointingException, match="a strategy is named as"):
+        parse_keys(wrong)
 
 
 #: What a module of a test waits for while it is imported: that it has begun, and that it may go on.

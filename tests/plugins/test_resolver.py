@@ -440,15 +440,34 @@ def test_a_strategy_recognises_what_has_no_marker(tmp_path: Path) -> None:
 # What the caller says
 
 
-@table("accept", [["toy"], [("toy", 1)], ("torch_dist", "toy"), {("toy", 2), ("toy", 1)}, None])
+@table(
+    "accept",
+    [
+        "toy",
+        "toy@1",
+        ("toy", 1),
+        ["toy"],
+        [("toy", 1)],
+        ["toy@1"],
+        ("torch_dist", "toy"),
+        {("toy", 2), ("toy", 1)},
+        None,
+    ],
+)
 def test_a_policy_lets_through_what_it_names(tmp_path: Path, accept: Any) -> None:
-    """accept= takes backends and (backend, version) pairs."""
+    """accept= takes a backend, 'backend@version' or a (backend, version) pair, or several."""
     assert _opened(_saved(tmp_path / "checkpoint"), _host(_Load), None, accept)[1] == {"step": 3}
 
 
 @table(
     ("accept", "allowed"),
-    [([], "allows nothing"), (["torch_dist"], "allows 'torch_dist'"), ([("toy", 2)], "allows ('toy', 2)")],
+    [
+        ([], "allows nothing"),
+        (["torch_dist"], "allows 'torch_dist'"),
+        ([("toy", 2)], "allows 'toy@2'"),
+        (("toy", 2), "allows 'toy@2'"),
+        ("toy@2", "allows 'toy@2'"),
+    ],
 )
 def test_a_policy_refuses_everything_else(tmp_path: Path, accept: Any, allowed: str) -> None:
     """What accept= leaves out is refused with what it is and what is allowed, installed or not."""
@@ -502,7 +521,9 @@ def test_a_strategy_of_a_wrong_kind_is_refused(tmp_path: Path, strategy: Any) ->
     """What names no strategy is told what does."""
     path = _saved(tmp_path / "checkpoint")
     manifest = read_manifest(path, PluginManager())
-    with pytest.raises(CheckpointingException, match=r"named as 'backend' or \('backend', version\)"):
+    with pytest.raises(
+        CheckpointingException, match=r"named as 'backend', 'backend@version' or \('backend', version\)"
+    ):
         choose_reader(path, manifest, _host(_Load), strategy)
 
 

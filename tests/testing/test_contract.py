@@ -10,8 +10,6 @@ from shardckpt_npy.load import NpyLoadStrategy
 from shardckpt_npy.save import NpySaveStrategy
 
 from shardckpt.testing import StrategyContract
-from shardckpt_ep import EPLoadStrategy, EPSaveStrategy
-from shardckpt_torch_dist import TorchDistLoadShardedStrategy, TorchDistSaveShardedStrategy
 from tests.testing import path_strategies, zarr_strategies
 from tests.testing.wrong_strategies import Contract
 
@@ -19,8 +17,7 @@ from tests.testing.wrong_strategies import Contract
 class TestTorchDist(StrategyContract):
     """(torch_dist, 1) makes every claim but a migration: there is no older version."""
 
-    save_strategy = TorchDistSaveShardedStrategy
-    load_strategy = TorchDistLoadShardedStrategy
+    strategy = ("torch_dist", 1)
     supports_async = True
     supports_async_process = True
     supports_urls = True
@@ -32,8 +29,7 @@ class TestTorchDist(StrategyContract):
 class TestEP(TestTorchDist):
     """(ep, 1) makes the same claims."""
 
-    save_strategy = EPSaveStrategy
-    load_strategy = EPLoadStrategy
+    strategy = "ep"
 
 
 class TestNpy(StrategyContract):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 
 from shardckpt.testing import StrategyContract
-from shardckpt_safetensors import SafetensorsLoadShardedStrategy, SafetensorsSaveShardedStrategy
 from tests.safetensors.parts import InParts
 
 DTYPES_OF_SAFETENSORS = tuple(
@@ -22,8 +21,7 @@ DTYPES_OF_SAFETENSORS = tuple(
 class TestSafetensors(StrategyContract):
     """(safetensors, 1) makes every claim but two: it has no older version, and no class is stored without a codec."""
 
-    save_strategy = SafetensorsSaveShardedStrategy
-    load_strategy = SafetensorsLoadShardedStrategy
+    strategy = "safetensors@1"
     dtypes = DTYPES_OF_SAFETENSORS
     supports_allowed_classes = False
     supports_async = True

@@ -76,7 +76,7 @@ class AsyncSaveShardedStrategy(SaveShardedStrategy):
 class LoadStrategyBase(_Handles):
     """A strategy that loads."""
 
-    def check_backend_compatibility(self, loaded_backend: str) -> None:
+    def check_backend_compatibility(self, loaded_version: str) -> None:
         """Raise an error if the strategy does not read that backend; by default it reads every one that it is given."""
 
     def check_version_compatibility(self, loaded_version: int) -> None:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 def _refuse_path_method(cls: type[Any], method: str, ours: str, base: str) -> None:
     """Raise if a subclass of a strategy of ours has a method of Megatron's kind, which the engine could not call."""
     written = vars(cls).get(method)
-    if inspect.isfunction(written) and list(inspect.signature(written).parameters)[2:] == ["checkpoint_dir"]:
+    if inspect.isfunction(written) and list(inspect.signature(written).parameters)[2:3] == ["checkpoint_dir"]:
         raise PluginError(
             f"{cls.__qualname__}.{method} takes a checkpoint_dir, and its base is a strategy of shardckpt: implement "
             f"{ours}, or derive the class from Megatron's {base} alone"
@@ -45,9 +45,9 @@ class SavesByPath:
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        _refuse_path_method(
-            cls, "save", "save(shards, common, context) of shardckpt.SaveStrategy", "SaveShardedStrategy"
-        )
+        ours = "save(shards, common, context) of shardckpt.SaveStrategy"
+        _refuse_path_method(cls, "save", ours, "SaveShardedStrategy")
+        _refuse_path_method(cls, "async_save", ours, "AsyncSaveShardedStrategy")
 
     # the core calls the method of the same name, so the arguments decide which of the two calls it is
     def save(self, sharded_state_dict: Any, checkpoint_dir: Any, context: Any = None) -> None:
@@ -142,9 +142,13 @@ class LoadsByPath:
         """Collective: see :func:`shardckpt.dist_checkpointing.remove_sharded_tensors`."""
         dist_checkpointing.remove_sharded_tensors(checkpoint_dir, key_prefix)
 
-    def check_backend_compatibility(self: Any, loaded_backend: str) -> None:
-        """Raise :class:`StrategyMismatchError` if this strategy does not read that backend."""
-        self._check(Manifest(backend=loaded_backend, version=self.version))
+    def check_backend_compatibility(self: Any, loaded_version: str) -> None:
+        """Raise :class:`StrategyMismatchError` if this strategy does not read that backend.
+
+        Args:
+            loaded_version: The backend; the argument has Megatron's name.
+        """
+        self._check(Manifest(backend=loaded_version, version=self.version))
 
     def check_version_compatibility(self: Any, loaded_version: int) -> None:
         """Raise :class:`StrategyMismatchError` if this strategy does not read that version of its backend."""

@@ -38,6 +38,7 @@ class Claims:
     """The strategies under test, and what is claimed of them: class attributes that an author sets.
 
     Attributes:
+        strategy: A registered strategy: a backend, ``"backend@version"`` or (backend, version). Or, in its place:
         save_strategy: The SaveStrategy: a class, an instance that can be pickled, or a function that returns one.
         load_strategy: The LoadStrategy, likewise.
         dtypes: The dtypes that it stores. A save of any other is refused, or right.
@@ -61,6 +62,7 @@ class Claims:
         migration: The Migration from that version to this one.
     """
 
+    strategy: ClassVar[str | tuple[str, int] | None] = None
     save_strategy: ClassVar[Any] = None
     load_strategy: ClassVar[Any] = None
     dtypes: ClassVar[tuple[torch.dtype, ...]] = COMMON_DTYPES
@@ -84,7 +86,8 @@ class Claims:
     @property
     def subject(self) -> Subject:
         """The strategies, as they are sent to ranks."""
-        return Subject(self.get_claim("save_strategy"), self.get_claim("load_strategy"))
+        named = self.get_claim("strategy")
+        return Subject(self.get_claim("save_strategy") or named, self.get_claim("load_strategy") or named)
 
     def get_claim(self, name: str) -> Any:
         """Return a class attribute; a function is not bound to the test."""
@@ -110,8 +113,8 @@ class Claims:
 
     @pytest.fixture(autouse=True)
     def _registered(self) -> Iterator[None]:
-        if self.get_claim("save_strategy") is None or self.get_claim("load_strategy") is None:
-            pytest.fail(f"{type(self).__name__} sets no save_strategy and load_strategy", pytrace=False)
+        if self.subject.save_strategy is None or self.subject.load_strategy is None:
+            pytest.fail(f"{type(self).__name__} sets no strategy, or save_strategy and load_strategy", pytrace=False)
         self.subject.check_can_be_sent()
         with self.subject.registered():
             yield

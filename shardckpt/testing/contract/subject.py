@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from shardckpt import dist_checkpointing
-from shardckpt.plugins import StrategyAction, get_plugin_manager
+from shardckpt.plugins import StrategyAction, get_plugin_manager, parse_key
 
 if TYPE_CHECKING:
     import os
@@ -21,18 +21,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Subject:
-    """A save strategy and its load strategy: each a class, an instance, or a function that returns one."""
+    """A save strategy and its load strategy: each a name, a class, an instance, or a function that returns one."""
 
     save_strategy: Any
     load_strategy: Any
 
     def make_saver(self) -> SaveStrategy:
         """Return a save strategy."""
-        return _make(self.save_strategy)  # type: ignore[no-any-return]
+        return _make(self.save_strategy, StrategyAction.SAVE_SHARDED)  # type: ignore[no-any-return]
 
     def make_loader(self) -> LoadStrategy:
         """Return a load strategy."""
-        return _make(self.load_strategy)  # type: ignore[no-any-return]
+        return _make(self.load_strategy, StrategyAction.LOAD_SHARDED)  # type: ignore[no-any-return]
 
     @property
     def key(self) -> tuple[str, int]:
@@ -76,7 +76,14 @@ class Subject:
             ) from exc
 
 
-def _make(given: Any) -> Any:
+def _make(given: Any, action: StrategyAction) -> Any:
+    """Return a strategy; of one that is named without a version the newest."""
+    if isinstance(given, str | tuple):
+        backend, version = parse_key(given)
+        for entry in get_plugin_manager().registry.entries(action, backend):
+            if version in (None, entry.version):
+                return entry.create()
+        raise TypeError(f"strategy = {given!r}: no installed strategy is registered for {action.value} under this name")
     return given() if callable(given) else given
 
 
