@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any
 from shardckpt import dist_checkpointing
 from shardckpt.async_save import AsyncCallsQueue
 from shardckpt.background import process, worker
-from tests.faults.forks import fork
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -151,24 +150,3 @@ def fork_workers(told: Path | None = None) -> None:
     process.subprocess = SimpleNamespace(  # type: ignore[assignment]
         Popen=partial(ForkedWorker, told), DEVNULL=subprocess.DEVNULL, TimeoutExpired=subprocess.TimeoutExpired
     )
-
-
-class TracesWorker:
-    """A mixin of killers: what is traced is the queue's process of the training that ``_change`` is, not that."""
-
-    _folder: Path
-
-    def _start(self) -> tuple[int, list[int]]:
-        told = self._folder / "worker"
-        told.unlink(missing_ok=True)
-        training = fork(partial(self._train, told))
-        begin = time.monotonic()
-        while not told.exists():
-            if time.monotonic() > begin + START_TIMEOUT:
-                raise SystemExit("the training has not started its process")
-            time.sleep(0.002)
-        return int(told.read_text()), [training]
-
-    def _train(self, told: Path) -> None:
-        fork_workers(told)
-        self._change()  # type: ignore[attr-defined]

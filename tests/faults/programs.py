@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import subprocess
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import pytest
 
 from tests import programs
 from tests.programs import ROOT
@@ -13,6 +17,9 @@ from tests.programs import ROOT
 if TYPE_CHECKING:
     from pathlib import Path
 
+needs_strace = pytest.mark.skipif(
+    shutil.which("strace") is None, reason="strace is not installed: faults of chosen system calls need it"
+)
 ONE_THREAD = {"SHARDCKPT_IO_THREADS": "1", "OMP_NUM_THREADS": "1"}
 
 
@@ -27,6 +34,15 @@ def run_program(name: str, *arguments: str, text: str = "", timeout: float = 240
     """
     module = f"tests.faults.{name}"
     return programs.run("", *arguments, module=module, text=text, cwd=ROOT, environment=ONE_THREAD, timeout=timeout)
+
+
+def run_traced(program: str, scenario: str, folder: Path, case: str, *counts: int | str, timeout: float = 240) -> Any:
+    """What a program that attaches strace to a scenario has found (see ``scenarios``)."""
+    done = run_program(program, scenario, str(folder), case, *map(str, counts), timeout=timeout)
+    if done.returncode and "strace did not attach" in done.stderr:
+        pytest.skip(f"strace may not attach to a process here: {done.stderr.strip().splitlines()[-1]}")
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout)
 
 
 def run_in_new_interpreter(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests import backends
-from tests.faults.deaths import GROUP_TIMEOUT
+from tests.faults.deaths import StepJob
 from tests.faults.programs import run_program
 from tests.faults.report_sets import outcome_of_full_disk, outcome_of_slow_disk
 from tests.tables import in_proof
@@ -65,7 +65,7 @@ def test_what_other_savers_lose_on_a_full_disk(tmp_path: Path) -> None:
 @pytest.mark.proof
 def test_a_disk_that_answers_late(tmp_path: Path) -> None:
     """A call that takes longer than the group's timeout: all others name its rank in time; a shorter fails none."""
-    for seconds, outcome in ((2 * GROUP_TIMEOUT, "named"), (GROUP_TIMEOUT / 3, "saved")):
+    for seconds, outcome in ((2 * StepJob.timeout, "named"), (StepJob.timeout / 3, "saved")):
         folder = tmp_path / outcome
         folder.mkdir()
         found = _run("slow_disk", "1", "2", str(seconds), str(folder), "existing", "2")

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from tests import backends
 from tests.faults.injector import LIES
-from tests.faults.programs import run_program
+from tests.faults.programs import needs_strace, run_traced
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -22,21 +20,12 @@ LEAST_FAULTS = {"process": 100, "foreground": 300, "thread": 300, "request": 300
 #: Calls that change nothing.
 _QUESTIONS = ("newfstatat", "fstat", "statx", "stat", "lstat", "readlink", "access", "faccessat2", "lseek", "ioctl")
 
-pytestmark = [
-    pytest.mark.skipif(
-        shutil.which("strace") is None, reason="strace is not installed: errors of chosen system calls need it"
-    ),
-    pytest.mark.timeout(1500),
-]
+pytestmark = [needs_strace, pytest.mark.timeout(1500)]
 
 
 def endings_of(folder: Path, case: str, count: int, way: str = "foreground") -> list[dict[str, Any]]:
     """What the injector program found."""
-    done = run_program("injector", str(folder), case, str(count), way, timeout=1400)
-    if done.returncode and "strace did not attach" in done.stderr:
-        pytest.skip(f"strace may not attach to a process here: {done.stderr.strip().splitlines()[-1]}")
-    assert done.returncode == 0, done.stderr[-4000:]
-    report = json.loads(done.stdout)
+    report = run_traced("injector", way, folder, case, count, timeout=1400)
     assert len(report["endings"]) == min(count, report["faults"])
     assert report["faults"] >= LEAST_FAULTS[way]
     return report["endings"]

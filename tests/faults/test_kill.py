@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import re
-import shutil
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from shardckpt.storage.direct import bypasses_cache
 from tests import backends, folders
-from tests.faults.programs import run_program
+from tests.faults.programs import needs_strace, run_traced
 from tests.names import MARKERS
 
 if TYPE_CHECKING:
@@ -31,18 +29,7 @@ CASES: list[tuple[str, set[str]]] = [
     ("existing, no exchange", {"old", "new", "set aside"}),
 ]
 
-pytestmark = pytest.mark.skipif(
-    shutil.which("strace") is None, reason="strace is not installed: kills at chosen system calls need it"
-)
-
-
-def report_of(folder: Path, case: str, count: int | str, program: str = "killer") -> dict[str, Any]:
-    """What the killer program found."""
-    done = run_program(program, str(folder), case, str(count))
-    if done.returncode and "strace did not attach" in done.stderr:
-        pytest.skip(f"strace may not attach to a process here: {done.stderr.strip().splitlines()[-1]}")
-    assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(done.stdout)
+pytestmark = needs_strace
 
 
 def bad(outcomes: list[dict[str, Any]], allowed: set[str]) -> list[str]:
@@ -63,7 +50,7 @@ def leaves(outcomes: list[dict[str, Any]]) -> int:
 @pytest.mark.ci
 def test_killed_save_to_a_fresh_path_leaves_nothing_or_the_whole(disk: Path) -> None:
     """After a kill at any of 25 calls of a first save, the path is absent or whole, and the next save clears up."""
-    outcomes = report_of(disk, "fresh", FEW)["outcomes"]
+    outcomes = run_traced("killer", "foreground", disk, "fresh", FEW)["outcomes"]
     assert len(outcomes) >= FEW
     assert bad(outcomes, {"absent", "new"}) == []
     assert {outcome["state"] for outcome in outcomes} == {"absent", "new"}
@@ -74,7 +61,7 @@ def test_killed_save_to_a_fresh_path_leaves_nothing_or_the_whole(disk: Path) -> 
 @pytest.mark.ci
 def test_killed_overwrite_leaves_old_or_new(disk: Path) -> None:
     """After a kill at any of 25 calls of an overwrite, old or new is there bit for bit, other people's files too."""
-    outcomes = report_of(disk, "existing", FEW)["outcomes"]
+    outcomes = run_traced("killer", "foreground", disk, "existing", FEW)["outcomes"]
     assert len(outcomes) >= FEW
     assert bad(outcomes, {"old", "new"}) == []
     assert {outcome["state"] for outcome in outcomes} == {"old", "new"}
@@ -85,7 +72,7 @@ def test_killed_overwrite_leaves_old_or_new(disk: Path) -> None:
 @pytest.mark.ci
 def test_killed_background_overwrite_leaves_old_or_new(disk: Path) -> None:
     """The same holds for a save that is planned, staged, written and finalized one after the other."""
-    outcomes = report_of(disk, "existing", FEW, "async_killer")["outcomes"]
+    outcomes = run_traced("killer", "request", disk, "existing", FEW)["outcomes"]
     assert len(outcomes) >= FEW
     assert bad(outcomes, {"old", "new"}) == []
     assert {outcome["state"] for outcome in outcomes} == {"old", "new"}
@@ -102,7 +89,7 @@ def test_killed_background_overwrite_leaves_old_or_new(disk: Path) -> None:
 )
 def test_killed_save_of_a_tree_leaves_old_or_new(disk: Path, case: str, allowed: set[str], count: int) -> None:
     """The same holds where the files are in folders, some of which have other people's files, too."""
-    report = report_of(disk, case, count, "tree_killer")
+    report = run_traced("killer", "tree", disk, case, count)
     assert len(report["outcomes"]) == min(count, len(report["points"])) >= 20
     assert bad(report["outcomes"], allowed) == []
     assert {outcome["state"] for outcome in report["outcomes"]} == allowed
@@ -115,7 +102,7 @@ def test_killed_save_of_a_tree_leaves_old_or_new(disk: Path, case: str, allowed:
 @pytest.mark.proof
 def test_killed_save_with_table_files_leaves_old_or_new(disk: Path, case: str, allowed: set[str]) -> None:
     """The same holds where each file's table of digests is in a file of its own, which is durable before its name."""
-    report = report_of(disk, case, 60, "table_killer")
+    report = run_traced("killer", "tables", disk, case, 60)
     assert bad(report["outcomes"], allowed) == []
     assert {outcome["state"] for outcome in report["outcomes"]} == allowed
     assert any("fsync" in point["line"] and ".digests>" in point["line"] for point in report["points"])
@@ -127,7 +114,7 @@ def test_killed_save_with_table_files_leaves_old_or_new(disk: Path, case: str, a
 )
 def test_killed_at_every_change(disk: Path, case: str, allowed: set[str]) -> None:
     """The same holds at every call that changes the disk; a kill at another leaves what one at the next does."""
-    report = report_of(disk, case, "changes")
+    report = run_traced("killer", "foreground", disk, case, "changes")
     assert len(report["outcomes"]) >= LEAST_CHANGES
     assert bad(report["outcomes"], allowed) == []
     assert {outcome["state"] for outcome in report["outcomes"]} == allowed
@@ -138,7 +125,7 @@ def test_killed_at_every_change(disk: Path, case: str, allowed: set[str]) -> Non
 @pytest.mark.parametrize(("case", "allowed"), CASES)
 def test_killed_at_every_call(disk: Path, case: str, allowed: set[str]) -> None:
     """The same holds at every single call; without RENAME_EXCHANGE the one window is named, and renaming ends it."""
-    report = report_of(disk, case, ALL)
+    report = run_traced("killer", "foreground", disk, case, ALL)
     assert len(report["outcomes"]) == len(report["points"]) >= SAMPLED
     assert bad(report["outcomes"], allowed) == []
     assert {outcome["state"] for outcome in report["outcomes"]} == allowed
@@ -148,7 +135,7 @@ def test_killed_at_every_call(disk: Path, case: str, allowed: set[str]) -> None:
 def trace(backend: Backend) -> list[str]:
     """The calls of an undisturbed first save by a format, in order."""
     with folders.on_disk() as folder:
-        points = report_of(folder, "fresh", 0)["points"]
+        points = run_traced("killer", "foreground", folder, "fresh", 0)["points"]
     return [point["line"].replace("RUN/jobs/.ckpt.shardckpt-staging-*-*", "STAGING") for point in points]
 
 

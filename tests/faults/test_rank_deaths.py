@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.faults.deaths import GROUP_TIMEOUT, NEW, OLD, Scenario
+from tests.faults.deaths import NEW, OLD, Scenario, StepJob
 from tests.faults.programs import run_program
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ def name_of(what: Scenario) -> str:
 
 def reports_of(scenarios: list[Scenario], folder: Path) -> list[dict[str, Any]]:
     """What came of every scenario, all run by one program."""
-    done = run_program("deaths", str(folder), text=json.dumps(scenarios), timeout=max(240, 20 * len(scenarios)))
+    done = run_program("deaths", "step", str(folder), text=json.dumps(scenarios), timeout=max(240, 20 * len(scenarios)))
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads(done.stdout)
 
@@ -78,7 +78,9 @@ def check_survivors(what: Scenario, report: dict[str, Any]) -> None:
     assert survivors == set(report["outcomes"])
     assert len(set(map(tuple, report["outcomes"].values()))) == 1, report
     kind, message = report["outcomes"][survivors.pop()]
-    ended = f"did not answer within {GROUP_TIMEOUT:g} s" if what["how"] == "stop" else "died or left the process group"
+    ended = (
+        f"did not answer within {StepJob.timeout:g} s" if what["how"] == "stop" else "died or left the process group"
+    )
     assert kind == "CommunicationError", message
     assert message.startswith(f"rank {what['victim']} {ended}: a collective of {what['world']} ranks failed in '")
 
