@@ -104,64 +104,53 @@ def test_a_file_at_the_target(tmp_path: Path) -> None:
 
 
 @backends.both_in_proof
-def test_an_empty_directory_is_free(tmp_path: Path) -> None:
-    """An empty directory at the target is taken without asking."""
-    (tmp_path / "ckpt").mkdir()
-    dist_checkpointing.save(samples.state_dict(NEW), tmp_path / "ckpt")
-    assert_replaced(tmp_path / "ckpt", {})
+@table("where", ["below nothing", "an empty directory", "behind a link"])
+def test_where_a_target_may_be(tmp_path: Path, where: str) -> None:
+    """Parents are made, an empty directory is taken without asking, and a link is followed and stays."""
+    target = tmp_path / "runs" / "a" / "ckpt"
+    if where == "an empty directory":
+        target.mkdir(parents=True)
+    if where == "behind a link":
+        dist_checkpointing.save(samples.state_dict(OLD), target)
+        (tmp_path / "link").symlink_to(target)
+        overwrite(tmp_path / "link")
+        assert (tmp_path / "link").is_symlink()
+    else:
+        dist_checkpointing.save(samples.state_dict(NEW), target)
+    assert_replaced(target, {})
 
 
-@backends.both_in_proof
-def test_over_an_own_checkpoint(tmp_path: Path) -> None:
-    """An overwrite replaces our own checkpoint and keeps every other file and directory as it is."""
-    target = tmp_path / "ckpt"
-    dist_checkpointing.save(samples.state_dict(OLD), target)
-    foreign = add_foreign(target)
-    overwrite(target)
-    assert_replaced(target, foreign)
+def make_plain_dcp(target: Path) -> None:
+    """Let torch.distributed.checkpoint write there."""
+    dcp.save({"a": torch.ones(3), "b": 5}, checkpoint_id=target, no_dist=True)
 
 
-@backends.both_in_proof
-def test_twice_over_foreign_files(tmp_path: Path) -> None:
-    """Files that are not the checkpoint's outlive any number of overwrites."""
-    target = tmp_path / "ckpt"
-    dist_checkpointing.save(samples.state_dict(OLD), target)
-    foreign = add_foreign(target)
-    for _ in range(3):
-        overwrite(target)
-    assert_replaced(target, foreign)
+def copy_golden(name: str) -> Callable[[Path], object]:
+    """What makes a golden checkpoint a target."""
+    return lambda target: shutil.copytree(GOLDEN / name, target, copy_function=shutil.copyfile)
 
 
-@backends.both_in_proof
-@table("name", sorted(path.name for path in GOLDEN.glob("mcore-*")))
-def test_over_a_megatron_checkpoint(tmp_path: Path, name: str) -> None:
-    """Every dialect of Megatron is recognised: its files go, whatever the number of ranks was, the others stay."""
-    target = tmp_path / "ckpt"
-    target.mkdir()
-    for path in (GOLDEN / name).iterdir():
-        shutil.copyfile(path, target / path.name)
-    foreign = add_foreign(target)
-    overwrite(target)
-    assert_replaced(target, foreign)
+#: What stands at a target.
+STANDING: dict[str, Callable[[Path], object]] = {
+    "ours": lambda target: dist_checkpointing.save(samples.state_dict(OLD), target),
+    "plain DCP": make_plain_dcp,
+    "nothing of a checkpoint": Path.mkdir,
+    **{path.name: copy_golden(path.name) for path in sorted(GOLDEN.glob("mcore-*"))},
+}
 
 
 @backends.both_in_proof
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
-def test_over_a_plain_dcp_checkpoint(tmp_path: Path) -> None:
-    """A directory that torch.distributed.checkpoint wrote is recognised too."""
+@table("what", STANDING)
+def test_over_what_stands_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+    """Our checkpoints, plain DCP's and every Megatron's go, with or without exchange; other files outlive them all."""
     target = tmp_path / "ckpt"
-    dcp.save({"a": torch.ones(3), "b": 5}, checkpoint_id=target, no_dist=True)
+    STANDING[what](target)
+    target.chmod(0o755)
     foreign = add_foreign(target)
     overwrite(target)
     assert_replaced(target, foreign)
-
-
-@backends.both_in_proof
-def test_over_files_that_are_no_checkpoint(tmp_path: Path) -> None:
-    """A directory of other files gets a checkpoint; none of them is lost."""
-    target = tmp_path / "ckpt"
-    target.mkdir()
-    foreign = add_foreign(target)
+    monkeypatch.setattr("shardckpt.commit.commit.exchange", no_exchange)
     overwrite(target)
     assert_replaced(target, foreign)
 
@@ -219,14 +208,6 @@ def test_parent_on_a_read_only_file_system(tmp_path: Path) -> None:
         refuse_parent(disk, "EROFS")
 
 
-@backends.both_in_proof
-def test_parents_are_made(tmp_path: Path) -> None:
-    """Directories above the target are made as needed."""
-    target = tmp_path / "runs" / "a" / "ckpt"
-    dist_checkpointing.save(samples.state_dict(NEW), target)
-    assert_replaced(target, {})
-
-
 def no_exchange(*_: Any) -> bool:
     """A system without RENAME_EXCHANGE."""
     return False
@@ -250,17 +231,6 @@ def die_between_renames(target: Path, save: Callable[[Path], object]) -> None:
         patched.setattr("os.rename", die)
         with pytest.raises(Died):
             save(target)
-
-
-@backends.both_in_proof
-def test_without_exchange(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where directories cannot be exchanged in one step, an overwrite comes to the same."""
-    monkeypatch.setattr("shardckpt.commit.commit.exchange", no_exchange)
-    target = tmp_path / "ckpt"
-    dist_checkpointing.save(samples.state_dict(OLD), target)
-    foreign = add_foreign(target)
-    overwrite(target)
-    assert_replaced(target, foreign)
 
 
 @backends.both_in_proof
@@ -399,15 +369,3 @@ def test_staging_is_no_checkpoint(tmp_path: Path) -> None:
         samples.load(tmp_path / "ckpt")
     with pytest.raises(CheckpointingException):
         dist_checkpointing.load_common_state_dict(staging)
-
-
-@backends.both_in_proof
-def test_target_behind_a_link(tmp_path: Path) -> None:
-    """A target that is a symbolic link is followed: the directory behind it is replaced, the link stays."""
-    target = tmp_path / "real" / "ckpt"
-    dist_checkpointing.save(samples.state_dict(OLD), target)
-    link = tmp_path / "link"
-    link.symlink_to(target)
-    overwrite(link)
-    assert link.is_symlink()
-    assert_replaced(target, {})
