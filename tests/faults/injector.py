@@ -119,18 +119,7 @@ class Injector(Killer):
         )
 
     def _change(self) -> None:
-        try:
-            super()._change()
-        except self._scenario.errors as exc:
-            ended = f"refused: {type(exc).__name__}: {exc}"
-        except BaseException as exc:  # noqa: BLE001 - it is in the report
-            ended = f"{type(exc).__name__}: {exc}"
-        else:
-            ended = "saved"
-        try:
-            self._ended.write_text(ended)
-        except OSError:  # strace counts the calls of each thread: the fault may have waited for this one
-            self._ended.write_text(ended)
+        self._scenario.change_and_tell(self._target(), self._ended, overwrite=not self._is_fresh)
 
 
 def choose(faults: list[Fault], count: int) -> list[Fault]:

@@ -286,7 +286,7 @@ def _crash_set(threat: str, subject: str, case: str, scenario: str = "foreground
 def _fill_disk(subject: str, what: str, case: str, way: str, points: int) -> tuple[Counter[str], str]:
     with tempfile.TemporaryDirectory(prefix="faults-") as folder:
         most = str(points if points > 1 else 2)
-        found = _run("disk_filler", _find_format(subject), folder, what, case, most, way)
+        found = _run("disk_filler", _find_format(subject), way, folder, what, case, most)
     must_say_so = subject not in _SAVERS
     return Counter(outcome_of_full_disk(each, case, must_say_so=must_say_so) for each in found), ""
 

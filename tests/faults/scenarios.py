@@ -72,9 +72,16 @@ class Scenario:
         self._folder = folder
         self._way = way
 
+    def state(self, version: int) -> dict[str, Any]:
+        """This rank's part of the samples of a version, and of a large tensor."""
+        rank, world = rank_and_size()
+        part = _large(version).chunk(world)[rank].clone()
+        large = ShardedTensor.from_rank_offsets("large", part, (0, rank, world))
+        return {**samples.state_dict(version, rank, world), "large": large}
+
     def write(self, target: Path, version: int, *, overwrite: bool) -> None:
         """Save a version, which nothing interrupts."""
-        dist_checkpointing.save(state_dict(version), target, overwrite=overwrite)
+        dist_checkpointing.save(self.state(version), target, overwrite=overwrite)
 
     def load(self, directory: Path) -> dict[str, Any]:
         """Load what is compared."""
@@ -93,7 +100,22 @@ class Scenario:
 
     def change(self, target: Path, *, overwrite: bool) -> None:
         """Do what is killed."""
-        save_in(self._way, target, state_dict(NEW, *rank_and_size()), overwrite=overwrite)
+        save_in(self._way, target, self.state(NEW), overwrite=overwrite)
+
+    def change_and_tell(self, target: Path, told: Path, *, overwrite: bool) -> None:
+        """Do it, and write how it ended: ``saved``, an error that it may raise as ``refused: ...``, or what else."""
+        try:
+            self.change(target, overwrite=overwrite)
+        except self.errors as exc:
+            ended = f"refused: {type(exc).__name__}: {exc}"
+        except BaseException as exc:  # noqa: BLE001 - it is in the report
+            ended = f"{type(exc).__name__}: {exc}"
+        else:
+            ended = "saved"
+        try:
+            told.write_text(ended)
+        except OSError:  # strace counts the calls of each thread: a fault may have waited for this one
+            told.write_text(ended)
 
     def start(self, change: Callable[[], None]) -> tuple[int, list[int]]:
         """Fork what changes: see :meth:`tests.faults.killer.Killer._start`."""
@@ -118,14 +140,8 @@ class Scenario:
         for overwrite in (False, True):
             self.write(scratch, OLD, overwrite=overwrite)
         if self._way != "foreground":  # processes are forked later
-            save_in("thread" if self._way == "thread" else "request", scratch, state_dict(OLD), overwrite=True)
+            save_in("thread" if self._way == "thread" else "request", scratch, self.state(OLD), overwrite=True)
         self.load(scratch)
-
-
-def state_dict(version: int, rank: int = 0, world: int = 1) -> dict[str, Any]:
-    """A rank's part of the samples of save number ``version``, and of a large tensor."""
-    large = ShardedTensor.from_rank_offsets("large", _large(version).chunk(world)[rank].clone(), (0, rank, world))
-    return {**samples.state_dict(version, rank, world), "large": large}
 
 
 def _large(version: int) -> torch.Tensor:
@@ -211,6 +227,22 @@ class Ranks(Scenario):
 # ---- saves of other files
 
 
+class Small(Scenario):
+    """Saves the samples alone: their files are of few pages."""
+
+    def state(self, version: int) -> dict[str, Any]:
+        """The samples of a version."""
+        return samples.state_dict(version)
+
+    def load(self, directory: Path) -> dict[str, Any]:
+        """Load the samples."""
+        return samples.load(directory)
+
+    def differences(self, loaded: dict[str, Any], version: int) -> list[str]:
+        """Compare the samples."""
+        return samples.differences(loaded, version)
+
+
 class Tables(Scenario):
     """Saves with the tables of digests in files of their own, as many ranks do."""
 
@@ -241,11 +273,11 @@ class Tree(Scenario):
 
     def write(self, target: Path, version: int, *, overwrite: bool) -> None:
         """Save by the tree strategy."""
-        dist_checkpointing.save(self._state(version), target, SaveTree(), overwrite=overwrite)
+        dist_checkpointing.save(self.state(version), target, SaveTree(), overwrite=overwrite)
 
     def load(self, directory: Path) -> dict[str, Any]:
         """Load by the tree strategy."""
-        return dist_checkpointing.load(self._state(-1), directory, LoadTree())
+        return dist_checkpointing.load(self.state(-1), directory, LoadTree())
 
     def differences(self, loaded: dict[str, Any], version: int) -> list[str]:
         """Compare the values."""
@@ -256,7 +288,8 @@ class Tree(Scenario):
         """Save by the tree strategy."""
         self.write(target, NEW, overwrite=overwrite)
 
-    def _state(self, version: int) -> dict[str, Any]:
+    def state(self, version: int) -> dict[str, Any]:
+        """Tensors of one value, and a step."""
         tensors = {f"w{n}": _tensor(f"w{n}", torch.full((5,), float(version))) for n in range(3)}
         return {**tensors, "step": version}
 
@@ -328,7 +361,7 @@ class Conversion(Scenario):
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
         other = "safetensors" if backends.current().name == "torch_dist" else "torch_dist"
-        dist_checkpointing.save(state_dict(NEW), folder / "source", (other, 1))
+        dist_checkpointing.save(self.state(NEW), folder / "source", (other, 1))
 
     def change(self, target: Path, *, overwrite: bool) -> None:
         """Convert."""
@@ -428,9 +461,13 @@ class Prune(Scenario):
     def prepare(self, target: Path) -> None:
         """Kill a save before its commit."""
         super().prepare(target)
-        wait([fork(partial(_die_committing, target))], START_TIMEOUT)
+        wait([fork(partial(self._die_committing, target))], START_TIMEOUT)
         if not _beside(target):
             raise SystemExit("a killed save has left nothing to prune")
+
+    def _die_committing(self, target: Path) -> None:
+        get_plugin_manager().register(_Dies())
+        self.write(target, NEW, overwrite=True)
 
     def change(self, target: Path, *, overwrite: bool) -> None:
         """Prune."""
@@ -506,11 +543,6 @@ class _Dies:
         """Die."""
         if (event.phase, event.state) == ("committing", "start"):
             os.kill(os.getpid(), signal.SIGKILL)
-
-
-def _die_committing(target: Path) -> None:
-    get_plugin_manager().register(_Dies())
-    dist_checkpointing.save(state_dict(NEW), target, overwrite=True)
 
 
 def _beside(target: Path) -> list[Path]:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import shutil
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from tests import backends
 from tests.faults.deaths import StepJob
-from tests.faults.programs import run_program
+from tests.faults.programs import needs_strace, run_program
 from tests.faults.report_sets import outcome_of_full_disk, outcome_of_slow_disk
 from tests.tables import in_proof
 
@@ -41,7 +40,7 @@ def _outcomes(found: list[dict[str, Any]], case: str) -> list[str]:
 @pytest.mark.parametrize("what", ["pages", "inodes"])
 def test_a_full_disk_leaves_old_or_new(tmp_path: Path, what: str, case: str) -> None:
     """Wherever in a save the last page or inode is taken: an error with the system's reason and old, or new."""
-    found = _run("disk_filler", str(tmp_path), what, case, str(SOME), "foreground")
+    found = _run("disk_filler", "foreground", str(tmp_path), what, case, str(SOME))
     assert {*_outcomes(found, case)} == {"old", "new"}, found
 
 
@@ -50,18 +49,18 @@ def test_a_full_disk_leaves_old_or_new(tmp_path: Path, what: str, case: str) -> 
 @pytest.mark.parametrize("way", ["thread", "process"])
 def test_a_full_disk_of_a_save_behind_the_training(tmp_path: Path, way: str) -> None:
     """The same holds where a thread or a process writes: the training gets the error when it finalizes the save."""
-    found = _run("disk_filler", str(tmp_path), "pages", "existing", str(SOME), way)
+    found = _run("disk_filler", way, str(tmp_path), "pages", "existing", str(SOME))
     assert {*_outcomes(found, "existing")} == {"old", "new"}, found
 
 
 @pytest.mark.ci
 def test_what_other_savers_lose_on_a_full_disk(tmp_path: Path) -> None:
     """By the same disks and oracle, torch.save leaves a file that does not load: the oracle bites."""
-    found = _run("disk_filler", str(tmp_path), "pages", "fresh", str(SOME), "torch.save")
+    found = _run("disk_filler", "torch.save", str(tmp_path), "pages", "fresh", str(SOME))
     assert "lost" in [outcome_of_full_disk(each, "fresh", must_say_so=False) for each in found], found
 
 
-@pytest.mark.skipif(shutil.which("strace") is None, reason="strace is not installed: it holds system calls")
+@needs_strace
 @pytest.mark.proof
 def test_a_disk_that_answers_late(tmp_path: Path) -> None:
     """A call that takes longer than the group's timeout: all others name its rank in time; a shorter fails none."""

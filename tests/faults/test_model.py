@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -14,7 +13,7 @@ from tests.faults.model.directory import explore_directory
 from tests.faults.model.overwrite import explore_overwrites
 from tests.faults.model.store import explore_store
 from tests.faults.model.traces import find_departure, name_calls, name_overwrite, name_requests
-from tests.faults.programs import run_traced
+from tests.faults.programs import needs_strace, run_traced
 from tests.remote import jobs
 from tests.remote.test_obstore import _serving
 from tests.tables import table
@@ -24,10 +23,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from shardckpt.storage import StreamedObject
-
-_traced = pytest.mark.skipif(
-    shutil.which("strace") is None, reason="strace is not installed: it shows what a save does"
-)
 
 
 def without(steps: tuple[str, ...], *left_out: str) -> tuple[str, ...]:
@@ -165,7 +160,7 @@ def test_a_wrong_overwrite_on_a_store_is_found(rules: overwrite.Rules, broken: s
     assert found.path
 
 
-@_traced
+@needs_strace
 @pytest.mark.parametrize(
     ("case", "rules"),
     [
