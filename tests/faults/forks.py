@@ -14,6 +14,7 @@ import traceback
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    import random
     from collections.abc import Callable, Iterable, Sequence
     from pathlib import Path
 
@@ -45,6 +46,19 @@ def wait(pids: Iterable[int], seconds: float) -> dict[int, int | None]:
         os.waitpid(pid, 0)
         found[pid] = None
     return found
+
+
+def kill_at_random(pids: Sequence[int], chance: random.Random) -> None:
+    """Kill all of these children at once, or one of them a moment before the others, and wait for their ends."""
+    first = chance.choice([*pids, None])
+    if first is not None:
+        os.kill(first, signal.SIGKILL)
+        time.sleep(chance.uniform(0, 0.1))
+    for pid in pids:
+        if pid != first:
+            os.kill(pid, signal.SIGKILL)
+    for pid in pids:
+        os.waitpid(pid, 0)
 
 
 def report_all(functions: Sequence[Callable[[], Any]], folder: Path, at_a_time: int) -> list[Any]:
