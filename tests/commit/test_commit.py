@@ -216,18 +216,6 @@ def test_a_commit_replaces_only_what_it_may(tmp_path: Path) -> None:
     assert {path.name: path.read_bytes() for path in target.iterdir()} == {"data": b"new", "other": b"old"}
 
 
-def test_is_free(tmp_path: Path) -> None:
-    """Nothing and an empty directory are free, a directory with anything in it is not, a file is an error."""
-    target = tmp_path / "ckpt"
-    assert commit.is_free(target)
-    target.mkdir()
-    assert commit.is_free(target)
-    (target / ".hidden").touch()
-    assert not commit.is_free(target)
-    with pytest.raises(StorageError, match="is not a directory: give another path"):
-        commit.is_free(target / ".hidden")
-
-
 def test_discard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """Discarding removes a staging directory; what cannot be removed is reported, not raised."""
 

@@ -6,12 +6,12 @@ import os
 import shutil
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed import checkpoint as dcp
 
 from shardckpt import dist_checkpointing
@@ -72,7 +72,7 @@ def assert_replaced(target: Path, foreign: dict[str, bytes]) -> None:
 
 def overwrite(target: Path) -> None:
     """Save the new version in the place of whatever is there."""
-    dist_checkpointing.save(samples.state_dict(NEW), target, overwrite=True)
+    samples.save(target, NEW, overwrite=True)
 
 
 @backends.both_in_proof
@@ -81,14 +81,14 @@ def test_refused_without_overwrite(tmp_path: Path, what: str) -> None:
     """A target that is not empty is refused with the way out, and stays as it is."""
     target = tmp_path / "ckpt"
     if what == "a checkpoint":
-        dist_checkpointing.save(samples.state_dict(OLD), target)
+        samples.save(target, OLD)
     else:
         (target / "inner").mkdir(parents=True)
     if what == "other files":
         (target / "file").write_bytes(b"x")
     before = samples.listing(tmp_path)
     with pytest.raises(StorageError, match=f"{target} is not empty: .* overwrite=True"):
-        dist_checkpointing.save(samples.state_dict(NEW), target)
+        samples.save(target, NEW)
     assert samples.listing(tmp_path) == before
     assert [path.name for path in tmp_path.iterdir()] == ["ckpt"]
 
@@ -111,12 +111,12 @@ def test_where_a_target_may_be(tmp_path: Path, where: str) -> None:
     if where == "an empty directory":
         target.mkdir(parents=True)
     if where == "behind a link":
-        dist_checkpointing.save(samples.state_dict(OLD), target)
+        samples.save(target, OLD)
         (tmp_path / "link").symlink_to(target)
         overwrite(tmp_path / "link")
         assert (tmp_path / "link").is_symlink()
     else:
-        dist_checkpointing.save(samples.state_dict(NEW), target)
+        samples.save(target, NEW)
     assert_replaced(target, {})
 
 
@@ -132,7 +132,7 @@ def copy_golden(name: str) -> Callable[[Path], object]:
 
 #: What stands at a target.
 STANDING: dict[str, Callable[[Path], object]] = {
-    "ours": lambda target: dist_checkpointing.save(samples.state_dict(OLD), target),
+    "ours": lambda target: samples.save(target, OLD),
     "plain DCP": make_plain_dcp,
     "nothing of a checkpoint": Path.mkdir,
     **{path.name: copy_golden(path.name) for path in sorted(GOLDEN.glob("mcore-*"))},
@@ -151,6 +151,7 @@ def test_over_what_stands_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     overwrite(target)
     assert_replaced(target, foreign)
     monkeypatch.setattr("shardckpt.commit.commit.exchange", no_exchange)
+    samples.save(target, OLD, overwrite=True)
     overwrite(target)
     assert_replaced(target, foreign)
 
@@ -161,17 +162,11 @@ def test_over_what_stands_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
 def test_over_a_damaged_checkpoint(tmp_path: Path, backend: Backend, name: str, content: bytes) -> None:
     """A checkpoint that cannot be read any more can be overwritten all the same."""
     target = tmp_path / "ckpt"
-    dist_checkpointing.save(samples.state_dict(OLD), target)
+    samples.save(target, OLD)
     name = {"index": backend.index, "common": backend.common}.get(name, name)
     (target / name).write_bytes(content)
     overwrite(target)
     assert_replaced(target, {})
-
-
-def save_part(directory: str, version: int, allowed: bool) -> None:
-    """This rank's part of a save."""
-    state = samples.state_dict(version, dist.get_rank(), dist.get_world_size())
-    dist_checkpointing.save(state, directory, overwrite=allowed)
 
 
 @backends.both_in_proof
@@ -179,8 +174,8 @@ def save_part(directory: str, version: int, allowed: bool) -> None:
 def test_other_number_of_ranks(ranks: Ranks, tmp_path: Path, before: int, after: int) -> None:
     """No file of more ranks is left from the old checkpoint, and its values are not."""
     target = tmp_path / "ckpt"
-    ranks.run(before, save_part, str(target), OLD, False)
-    ranks.run(after, save_part, str(target), NEW, True)
+    ranks.run(before, samples.save, str(target), OLD)
+    ranks.run(after, partial(samples.save, overwrite=True), str(target), NEW)
     assert samples.listing(target).keys() == ours(after)
     assert samples.differences(samples.load(target), NEW) == []
 
@@ -238,7 +233,7 @@ def test_second_rename_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     """Without exchange, a failure between the two renames puts the old checkpoint back."""
     monkeypatch.setattr("shardckpt.commit.commit.exchange", no_exchange)
     target = tmp_path / "ckpt"
-    dist_checkpointing.save(samples.state_dict(OLD), target)
+    samples.save(target, OLD)
     rename = os.rename
 
     def failing(source: Path, destination: Path) -> None:
@@ -259,7 +254,7 @@ def test_crash_between_the_renames(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     """Without exchange, a process that dies between the two renames leaves what every query names, with the way out."""
     monkeypatch.setattr("shardckpt.commit.commit.exchange", no_exchange)
     target = tmp_path / "ckpt"
-    dist_checkpointing.save(samples.state_dict(OLD), target)
+    samples.save(target, OLD)
     die_between_renames(target, overwrite)
     (aside,) = tmp_path.glob(".ckpt.shardckpt-replaced-*")
     for query in (samples.load, verify_checkpoint, dist_checkpointing.load_plain_tensors):
@@ -331,7 +326,7 @@ def test_an_overwrite_that_ends_at_any_call(
     ends = 0
     for number in range(1, 20):
         target = tmp_path / str(number) / "ckpt"
-        dist_checkpointing.save(samples.state_dict(OLD), target)
+        samples.save(target, OLD)
         stop = Interruption(error("stop"), number, after)
         with stop.in_overwrites(monkeypatch, target, exchanges=exchanges):
             try:

@@ -61,6 +61,3 @@ def load(batch: SaveLoadCase, path: Path) -> None:
     """Load what a case wants, and compare it."""
     wanted = Destinations(batch)
     wanted.check(dc.load(wanted.state(), path, validate_access_integrity=batch.validate))
-
-
-__all__ = ["drawn", "for_all", "load"]
