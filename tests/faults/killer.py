@@ -1,11 +1,10 @@
 """The driver of kills: end a change of a checkpoint at every file system call on its paths; say what a load then finds.
 
-``python -m tests.faults.killer SCENARIO FOLDER CASE COUNT`` prints a report as JSON; ``changes`` for a count: at each
-call that changes what is on disk, since a kill at another one leaves what a kill at the next of these does. What is
-changed, and how, is a scenario's (see ``scenarios``). torch is imported once; each point is a forked child that stops
-itself, gets strace attached, goes on, and dies at the n-th call of a kind. Calls are counted per kind and thread, as
-strace does, so everything lazy is done before. For a call of the main thread strace follows no other; those of a thread
-that saves have numbers of their own (see ``behind``).
+``python -m tests.faults.killer SCENARIO FOLDER CASE COUNT`` prints a report as JSON. What is changed, and how, is a
+scenario's (see ``scenarios``). torch is imported once; each point is a forked child that stops itself, gets strace
+attached, goes on, and dies at the n-th call of a kind. Calls are counted per kind and thread, as strace does, so
+everything lazy is done before. For a call of the main thread strace follows no other; those of a thread that saves have
+numbers of their own (see ``behind``).
 """
 
 from __future__ import annotations
@@ -263,12 +262,11 @@ def _spread(points: list[Point], count: int) -> list[Point]:
 
 def main() -> None:
     """Print the report."""
-    scenario, folder, case, count = sys.argv[1], Path(sys.argv[2]), sys.argv[3], sys.argv[4]
+    scenario, folder, case, count = sys.argv[1], Path(sys.argv[2]), sys.argv[3], int(sys.argv[4])
     torch.set_num_threads(1)
     killer = Killer(make_scenario(scenario, folder), folder, case)
     points = killer.points()
-    changes = [point for point in points if point.changes]
-    outcomes = [killer.try_point(point) for point in (changes if count == "changes" else sample(points, int(count)))]
+    outcomes = [killer.try_point(point) for point in sample(points, count)]
     report = {"points": [point._asdict() for point in points], "outcomes": [asdict(outcome) for outcome in outcomes]}
     json.dump(report, sys.stdout)
 

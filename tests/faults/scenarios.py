@@ -3,6 +3,7 @@
 The base is a save in the foreground; other scenarios say what differs. ``make_scenario(name, folder)`` knows them all.
 """
 
+# ruff: noqa: D102 - Scenario says what its methods do
 from __future__ import annotations
 
 import datetime as dt
@@ -100,7 +101,10 @@ class Scenario:
 
     def change(self, target: Path, *, overwrite: bool) -> None:
         """Do what is killed."""
-        save_in(self._way, target, self.state(NEW), overwrite=overwrite)
+        if self._way == "foreground":
+            self.write(target, NEW, overwrite=overwrite)
+        else:
+            save_in(self._way, target, self.state(NEW), overwrite=overwrite)
 
     def change_and_tell(self, target: Path, told: Path, *, overwrite: bool) -> None:
         """Do it, and write how it ended: ``saved``, an error that it may raise as ``refused: ...``, or what else."""
@@ -231,15 +235,12 @@ class Small(Scenario):
     """Saves the samples alone: their files are of few pages."""
 
     def state(self, version: int) -> dict[str, Any]:
-        """The samples of a version."""
         return samples.state_dict(version)
 
     def load(self, directory: Path) -> dict[str, Any]:
-        """Load the samples."""
         return samples.load(directory)
 
     def differences(self, loaded: dict[str, Any], version: int) -> list[str]:
-        """Compare the samples."""
         return samples.differences(loaded, version)
 
 
@@ -261,7 +262,6 @@ class NoFsync(Scenario):
     """Saves without fsync: what power cuts must find out."""
 
     def change(self, target: Path, *, overwrite: bool) -> None:
-        """Save, in a fork whose fsyncs do nothing."""
         os.fsync = lambda _: None
         super().change(target, overwrite=overwrite)
 
@@ -272,24 +272,16 @@ class Tree(Scenario):
     foreign: ClassVar = {**Scenario.foreign, "arrays/w0/notes": b"kept"}
 
     def write(self, target: Path, version: int, *, overwrite: bool) -> None:
-        """Save by the tree strategy."""
         dist_checkpointing.save(self.state(version), target, SaveTree(), overwrite=overwrite)
 
     def load(self, directory: Path) -> dict[str, Any]:
-        """Load by the tree strategy."""
         return dist_checkpointing.load(self.state(-1), directory, LoadTree())
 
     def differences(self, loaded: dict[str, Any], version: int) -> list[str]:
-        """Compare the values."""
         wrong = [key for key, tensor in loaded.items() if key != "step" and tensor.tolist() != [float(version)] * 5]
         return [*wrong, *([] if loaded["step"] == version and len(loaded) == 4 else ["step"])]
 
-    def change(self, target: Path, *, overwrite: bool) -> None:
-        """Save by the tree strategy."""
-        self.write(target, NEW, overwrite=overwrite)
-
     def state(self, version: int) -> dict[str, Any]:
-        """Tensors of one value, and a step."""
         tensors = {f"w{n}": _tensor(f"w{n}", torch.full((5,), float(version))) for n in range(3)}
         return {**tensors, "step": version}
 
@@ -305,20 +297,13 @@ class Stock(Scenario):
         self._save, self._load, self._marker = stock_savers.SAVERS[saver]
 
     def write(self, target: Path, version: int, *, overwrite: bool) -> None:
-        """Save by that saver."""
         self._save(target, version)
 
     def load(self, directory: Path) -> dict[str, Any]:
-        """Load by it."""
         return self._load(directory)
 
     def differences(self, loaded: dict[str, Any], version: int) -> list[str]:
-        """Compare its state dict."""
         return stock_savers.differences(loaded, version)
-
-    def change(self, target: Path, *, overwrite: bool) -> None:
-        """Save by that saver."""
-        self.write(target, NEW, overwrite=overwrite)
 
     def find(self, directory: Path) -> str:
         """Which version a load gives; without the marker nothing was saved."""
@@ -337,11 +322,9 @@ class StorageWriter(Stock):
         super().__init__(folder, "dcp")
 
     def write(self, target: Path, version: int, *, overwrite: bool) -> None:
-        """Save by our writer."""
         dcp.save(stock_savers.state(version), storage_writer=CheckpointStorageWriter(target, overwrite=overwrite))
 
     def load(self, directory: Path) -> dict[str, Any]:
-        """Load by our reader."""
         CheckpointStorageReader(directory).read_metadata()  # dcp.load makes one error of all that it may raise
         wanted = stock_savers.state(0)
         dcp.load(wanted, storage_reader=CheckpointStorageReader(directory))
@@ -364,7 +347,6 @@ class Conversion(Scenario):
         dist_checkpointing.save(self.state(NEW), folder / "source", (other, 1))
 
     def change(self, target: Path, *, overwrite: bool) -> None:
-        """Convert."""
         target.parent.mkdir(exist_ok=True)
         convert_checkpoint(self._folder / "source", target, backends.current().name, overwrite=overwrite)
 
@@ -374,7 +356,6 @@ class Conversion(Scenario):
         return "new"
 
     def warm_up(self, scratch: Path) -> None:
-        """Convert once, too."""
         super().warm_up(scratch)
         self.change(scratch, overwrite=True)
 
@@ -389,22 +370,15 @@ class Export(Scenario):
             dist_checkpointing.save(sharded, self._source(version))
 
     def write(self, target: Path, version: int, *, overwrite: bool) -> None:
-        """Export a version."""
         export_to_huggingface(self._source(version), target, max_shard_size=2 << 20, overwrite=overwrite)
 
     def load(self, directory: Path) -> dict[str, Any]:
-        """Read every file of the folder."""
         if not directory.exists():
             raise NotACheckpointError(str(directory))
         return {key: value for path in directory.glob("*.safetensors") for key, value in load_file(path).items()}
 
     def differences(self, loaded: dict[str, Any], version: int) -> list[str]:
-        """Compare names and values."""
         return _differences(loaded, self._tensors(version))
-
-    def change(self, target: Path, *, overwrite: bool) -> None:
-        """Export."""
-        self.write(target, NEW, overwrite=overwrite)
 
     def _source(self, version: int) -> Path:
         return self._folder / "sources" / str(version)
@@ -427,7 +401,6 @@ class Migration(Scenario):
         dist_checkpointing.save(migration.state(1.0), target, (migration.SaveText.backend, 1))
 
     def change(self, target: Path, *, overwrite: bool) -> None:
-        """Migrate."""
         migrate_checkpoint(target, target, overwrite=overwrite)
 
     def find(self, directory: Path) -> str:
@@ -449,7 +422,6 @@ class Migration(Scenario):
         return "new"
 
     def warm_up(self, scratch: Path) -> None:
-        """Migrate once."""
         self.prepare(scratch)
         self.change(scratch, overwrite=True)
         self.find(scratch)
@@ -470,7 +442,6 @@ class Prune(Scenario):
         self.write(target, NEW, overwrite=True)
 
     def change(self, target: Path, *, overwrite: bool) -> None:
-        """Prune."""
         prune_leftovers(target)
 
     def find(self, directory: Path) -> str:
@@ -484,7 +455,6 @@ class Prune(Scenario):
         return "new"
 
     def warm_up(self, scratch: Path) -> None:
-        """Prune once."""
         alone = scratch.with_name("warmth") / "ckpt"
         self.prepare(alone)
         prune_leftovers(alone)
@@ -504,18 +474,15 @@ class Removal(Scenario):
         self._expected = {OLD: old, NEW: {key: value for key, value in old.items() if not key.startswith(GONE)}}
 
     def load(self, directory: Path) -> dict[str, Any]:
-        """Every tensor, the names of the objects and the common state."""
         stored = dist_checkpointing.load_sharded_metadata(directory)
         tensors = dist_checkpointing.load_plain_tensors(directory)
         common = dist_checkpointing.load_common_state_dict(directory)
         return {**dict.fromkeys(stored), **tensors, "common state": common}
 
     def differences(self, loaded: dict[str, Any], version: int) -> list[str]:
-        """Compare with all, or with what is kept."""
         return _differences(loaded, self._expected.get(version, {}))
 
     def change(self, target: Path, *, overwrite: bool) -> None:
-        """Remove the keys."""
         dist_checkpointing.remove_sharded_tensors(target, GONE)
 
     def find(self, directory: Path) -> str:
@@ -529,7 +496,6 @@ class Removal(Scenario):
         return "new"
 
     def warm_up(self, scratch: Path) -> None:
-        """Remove once."""
         shutil.copytree(self._pristine, scratch)
         self.change(scratch, overwrite=True)
         self.load(scratch)
