@@ -4,6 +4,7 @@
 A job is one of ``JOBS``. torch is imported once; the ranks of every scenario are forked.
 """
 
+# ruff: noqa: D102 - Job says what its methods do
 from __future__ import annotations
 
 import datetime as dt
@@ -100,12 +101,10 @@ class StepJob(Job):
         samples.load(folder / "warm")
 
     def prepare(self, folder: Path) -> None:
-        """Save the old one."""
         (folder / "root").mkdir()
         dist_checkpointing.save(samples.state_dict(OLD), folder / "root" / "ckpt")
 
     def act(self, folder: Path, scenario: Scenario, rank: int, group: Any) -> None:
-        """Save or load."""
         get_plugin_manager().register(Reaper(scenario, folder))
         target, world = folder / "root" / "ckpt", scenario["world"]
         if scenario["operation"] == "save":
@@ -114,7 +113,6 @@ class StepJob(Job):
             samples.load(target, rank, world)
 
     def look(self, folder: Path) -> dict[str, Any]:
-        """What is on disk, and what the next save leaves."""
         target = folder / "root" / "ckpt"
         left = sorted(path.name for path in target.parent.iterdir())
         loaded = samples.load(target)
@@ -148,7 +146,6 @@ class CollectiveJob(Job):
         return dist.new_group(scenario["members"], timeout)
 
     def act(self, folder: Path, scenario: Scenario, rank: int, group: Any) -> None:
-        """Enter the collective, or do not."""
         comm = Comm(group)
         comm.sync_errors()
         time.sleep(scenario["delays"][rank])
@@ -177,7 +174,6 @@ class ExchangeJob(Job):
         return [dist.new_group([*range(start, start + size)], timeout) for start in starts][rank // size]
 
     def act(self, folder: Path, scenario: Scenario, rank: int, group: Any) -> None:
-        """Load in rounds."""
         strategy = FullyParallelLoadStrategyWrapper(
             dist_checkpointing.get_default_load_sharded_strategy(self.folder / "ckpt"),
             group,

@@ -85,20 +85,6 @@ def check_survivors(what: Scenario, report: dict[str, Any]) -> None:
     assert message.startswith(f"rank {what['victim']} {ended}: a collective of {what['world']} ranks failed in '")
 
 
-@pytest.fixture(scope="module")
-def reports(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What came of the scenarios of CI."""
-    return reports_of(SCENARIOS, tmp_path_factory.mktemp("deaths"))
-
-
-@pytest.mark.ci
-@pytest.mark.parametrize("number", range(len(SCENARIOS)), ids=[name_of(what) for what in SCENARIOS])
-def test_lost_rank(reports: list[dict[str, Any]], number: int) -> None:
-    """All others raise the same error, which names the lost rank; a save is whole or absent, and the next one works."""
-    check_survivors(SCENARIOS[number], reports[number])
-    check_checkpoint(SCENARIOS[number], reports[number])
-
-
 def check_checkpoint(what: Scenario, report: dict[str, Any]) -> None:
     """The checkpoint is the old or the new one, a living main rank leaves nothing else, and the next save works."""
     assert report["state"] in (OLD, NEW)
@@ -107,28 +93,33 @@ def check_checkpoint(what: Scenario, report: dict[str, Any]) -> None:
         assert report["left"] == ["ckpt"]
 
 
-@pytest.mark.proof
-@pytest.mark.parametrize("backend", ["safetensors"], indirect=True, scope="module")
-def test_lost_ranks_of_another_format(tmp_path: Path) -> None:
-    """The same holds for (safetensors, 1), in some of the scenarios: what differs is what lies on disk."""
-    some = EVERY_STEP[::4]
-    for what, report in zip(some, reports_of(some, tmp_path), strict=True):
+def find_fault(what: Scenario, report: dict[str, Any]) -> str:
+    """What does not hold of a scenario; ``""`` for nothing."""
+    try:
         check_survivors(what, report)
         check_checkpoint(what, report)
+    except AssertionError as exc:
+        return f"{exc}: {report}"
+    return ""
 
 
-@pytest.mark.proof
-@pytest.mark.timeout(1200)
-def test_every_step(tmp_path: Path) -> None:
-    """In whatever step of a save or load a rank is lost: all others name it, and the checkpoint is the old or new."""
-    for what, report in zip(EVERY_STEP, reports_of(EVERY_STEP, tmp_path), strict=True):
-        check_survivors(what, report)
-        check_checkpoint(what, report)
+_PROOF = [pytest.mark.proof, pytest.mark.timeout(3600)]
 
 
-@pytest.mark.proof
-@pytest.mark.timeout(3600)
-def test_every_lost_rank(tmp_path: Path) -> None:
-    """Whichever rank dies or stops, in groups of 2 to 4 ranks, however they have met: all others name it."""
-    for what, report in zip(EVERY_RANK, reports_of(EVERY_RANK, tmp_path), strict=True):
-        check_survivors(what, report)
+@pytest.mark.ci
+@pytest.mark.parametrize(
+    ("scenarios", "backend"),
+    [
+        (SCENARIOS, "torch_dist"),
+        pytest.param(EVERY_STEP, "torch_dist", marks=_PROOF),
+        pytest.param(EVERY_RANK, "torch_dist", marks=_PROOF),
+        pytest.param(EVERY_STEP[::4], "safetensors", marks=_PROOF),
+    ],
+    ids=["three ranks", "every step", "every rank, in every store", "some steps"],
+    indirect=["backend"],
+    scope="module",
+)
+def test_lost_rank(tmp_path: Path, scenarios: list[Scenario]) -> None:
+    """All others raise the same error, which names the lost rank; a save is whole or absent, and the next one works."""
+    reports = zip(scenarios, reports_of(scenarios, tmp_path), strict=True)
+    assert {name_of(what): fault for what, report in reports if (fault := find_fault(what, report))} == {}
