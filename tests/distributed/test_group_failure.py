@@ -11,7 +11,7 @@ import pytest
 from shardckpt.distributed.group_failure import POLL_INTERVAL, Deadlines, Diagnosis, GroupFailure
 from tests.distributed.simulated import BEGIN, Job, Outcome, View
 from tests.faults.deaths import CollectiveJob, Scenario
-from tests.faults.programs import run_program
+from tests.faults.programs import ask
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -273,10 +273,8 @@ SCENARIOS = {
 @pytest.mark.proof
 def test_processes_find_out_what_simulated_ranks_do(tmp_path: Path) -> None:
     """Real ranks that die, stop, come late, or whose call fails, over gloo: all others say the same, who is missing."""
-    done = run_program("deaths", "collective", str(tmp_path), text=json.dumps(list(SCENARIOS.values())))
-    assert done.returncode == 0, done.stderr[-4000:]
-    report = done.stdout.splitlines()[-1]  # after what gloo itself prints in some builds of torch
-    found: dict[str, dict[str, Any]] = dict(zip(SCENARIOS, json.loads(report), strict=True))
+    reports = ask("deaths", "collective", tmp_path, text=json.dumps(list(SCENARIOS.values())))
+    found: dict[str, dict[str, Any]] = dict(zip(SCENARIOS, reports, strict=True))
     expected: dict[str, tuple[set[str], str, list[int]]] = {
         "busy": ({"0", "1", "3"}, "rank 2" + DIED.format(4), [2]),
         "early": ({"0", "1"}, "rank 2" + STOPPED.format(CollectiveJob.timeout, 3), [2]),

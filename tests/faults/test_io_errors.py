@@ -8,7 +8,7 @@ import pytest
 
 from tests import backends
 from tests.faults.injector import LIES
-from tests.faults.programs import needs_strace, run_traced
+from tests.faults.programs import ask, needs_strace
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -25,7 +25,7 @@ pytestmark = [needs_strace, pytest.mark.timeout(1500)]
 
 def endings_of(folder: Path, case: str, count: int, way: str = "foreground") -> list[dict[str, Any]]:
     """What the injector program found."""
-    report = run_traced("injector", way, folder, case, count, timeout=1400)
+    report = ask("injector", way, folder, case, count, timeout=1400)
     assert len(report["endings"]) == min(count, report["faults"])
     assert report["faults"] >= LEAST_FAULTS[way]
     return report["endings"]

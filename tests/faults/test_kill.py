@@ -9,7 +9,7 @@ import pytest
 
 from shardckpt.storage.direct import bypasses_cache
 from tests import backends, folders
-from tests.faults.programs import needs_strace, run_traced
+from tests.faults.programs import ask, needs_strace
 from tests.names import MARKERS
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ def bad(outcomes: list[dict[str, Any]], allowed: set[str]) -> list[str]:
 
 def kill(scenario: str, folder: Path, case: str, count: int, allowed: set[str]) -> dict[str, Any]:
     """Kill at so many calls; every state that is allowed comes, and no other. What the driver found."""
-    report: dict[str, Any] = run_traced("killer", scenario, folder, case, count)
+    report: dict[str, Any] = ask("killer", scenario, folder, case, count)
     assert len(report["outcomes"]) == min(count, len(report["points"]))
     assert bad(report["outcomes"], allowed) == []
     assert {outcome["state"] for outcome in report["outcomes"]} == allowed
@@ -98,7 +98,7 @@ def test_killed_at_every_call(disk: Path, case: str, allowed: set[str]) -> None:
 def trace(backend: Backend) -> list[str]:
     """The calls of an undisturbed first save by a format, in order."""
     with folders.on_disk() as folder:
-        points = run_traced("killer", "foreground", folder, "fresh", 0)["points"]
+        points = ask("killer", "foreground", folder, "fresh", 0)["points"]
     return [point["line"].replace("RUN/jobs/.ckpt.shardckpt-staging-*-*", "STAGING") for point in points]
 
 

@@ -143,11 +143,12 @@ def test_what_the_main_rank_finds_all_ranks_raise(ranks: Ranks, tmp_path: Path, 
 def test_two_threads_write_at_the_same_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: int) -> None:
     """With two file threads, two tensors are being written at one time, to one file as to two."""
     monkeypatch.setenv("SHARDCKPT_IO_THREADS", "2")
-    together, pwritev = threading.Barrier(2), os.pwritev
+    together, have_met, pwritev = threading.Barrier(2), threading.Event(), os.pwritev
 
     def meeting(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-        if sum(buffer.nbytes for buffer in buffers) >= LARGE:
-            together.wait(60)  # for the other tensor's write
+        if sum(buffer.nbytes for buffer in buffers) >= LARGE and not have_met.is_set():
+            together.wait(60)  # for the other tensor's write; one that is cut short is gone on with
+            have_met.set()
         return pwritev(fd, buffers, offset)
 
     monkeypatch.setattr(os, "pwritev", meeting)

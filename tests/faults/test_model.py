@@ -13,7 +13,7 @@ from tests.faults.model.directory import explore_directory
 from tests.faults.model.overwrite import explore_overwrites
 from tests.faults.model.store import explore_store
 from tests.faults.model.traces import find_departure, name_calls, name_overwrite, name_requests
-from tests.faults.programs import needs_strace, run_traced
+from tests.faults.programs import ask, needs_strace
 from tests.remote import jobs
 from tests.remote.test_obstore import _serving
 from tests.tables import table
@@ -170,7 +170,7 @@ def test_a_wrong_overwrite_on_a_store_is_found(rules: overwrite.Rules, broken: s
 @pytest.mark.ci
 def test_a_real_save_to_a_directory_is_a_path_of_the_model(tmp_path: Path, case: str, rules: directory.Rules) -> None:
     """The system calls of a real save are the model's steps in the model's order; exchanged, they are not."""
-    lines = [point["line"] for point in run_traced("killer", "foreground", tmp_path, case, 0)["points"]]
+    lines = [point["line"] for point in ask("killer", "foreground", tmp_path, case, 0)["points"]]
     steps = name_calls(lines)
     assert find_departure(steps, rules) == ""
     for first, second in [("sync staging", "publish"), ("sync staging", "aside"), ("sync data", "write data")]:

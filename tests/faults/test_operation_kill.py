@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests import backends
-from tests.faults.programs import needs_strace, run_traced
+from tests.faults.programs import ask, needs_strace
 from tests.faults.test_kill import bad
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ pytestmark = needs_strace
 
 def outcomes_of(scenario: str, folder: Path, case: str, count: int) -> list[dict[str, Any]]:
     """What the driver of kills found."""
-    found: list[dict[str, Any]] = run_traced("killer", scenario, folder, case, count, timeout=800)["outcomes"]
+    found: list[dict[str, Any]] = ask("killer", scenario, folder, case, count, timeout=800)["outcomes"]
     assert found
     return found
 

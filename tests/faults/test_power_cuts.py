@@ -9,7 +9,7 @@ import pytest
 
 from tests import backends
 from tests.faults.disk_model import PAGE, Directory, Disk, File, policies
-from tests.faults.programs import needs_strace, run_traced
+from tests.faults.programs import ask, needs_strace
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -21,7 +21,7 @@ SEEDS = 24  # random choices at each moment
 
 def states_of(folder: Path, case: str, count: int, way: str = "foreground", seeds: int = SEEDS) -> list[dict[str, str]]:
     """What was found after so many cuts."""
-    found: list[dict[str, str]] = run_traced("power_cutter", way, folder, case, count, seeds, timeout=400)
+    found: list[dict[str, str]] = ask("power_cutter", way, folder, case, count, seeds, timeout=400)
     assert len(found) >= count
     return found
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.faults.deaths import NEW, OLD, Scenario, StepJob
-from tests.faults.programs import run_program
+from tests.faults.programs import ask
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -64,13 +64,6 @@ def name_of(what: Scenario) -> str:
     return "rank {victim} of {world}: {how} in {operation}, {step}, {store}".format(**what)
 
 
-def reports_of(scenarios: list[Scenario], folder: Path) -> list[dict[str, Any]]:
-    """What came of every scenario, all run by one program."""
-    done = run_program("deaths", "step", str(folder), text=json.dumps(scenarios), timeout=max(240, 20 * len(scenarios)))
-    assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(done.stdout)
-
-
 def check_survivors(what: Scenario, report: dict[str, Any]) -> None:
     """Every other rank ended with the same CommunicationError, which names the lost rank first."""
     survivors = {str(rank) for rank in range(what["world"])} - {str(what["victim"])}
@@ -121,5 +114,6 @@ _PROOF = [pytest.mark.proof, pytest.mark.timeout(3600)]
 )
 def test_lost_rank(tmp_path: Path, scenarios: list[Scenario]) -> None:
     """All others raise the same error, which names the lost rank; a save is whole or absent, and the next one works."""
-    reports = zip(scenarios, reports_of(scenarios, tmp_path), strict=True)
-    assert {name_of(what): fault for what, report in reports if (fault := find_fault(what, report))} == {}
+    reports = ask("deaths", "step", tmp_path, text=json.dumps(scenarios), timeout=max(240, 20 * len(scenarios)))
+    found = {name_of(what): find_fault(what, report) for what, report in zip(scenarios, reports, strict=True)}
+    assert {name: fault for name, fault in found.items() if fault} == {}

@@ -13,7 +13,7 @@ from shardckpt import dist_checkpointing
 from shardckpt.dist_checkpointing import ShardedObject, ShardedTensor
 from shardckpt.engine.integrity import save_integrity_manifest
 from tests import backends
-from tests.faults.programs import needs_strace, run_traced
+from tests.faults.programs import ask, needs_strace
 from tests.faults.test_kill import bad
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ def _report(ranks: Ranks, folder: Path, case: str, count: int, stands: str = "ex
     ranks.run(3, _save_ours if case == "ours" else _save_foreign, str(path))
     save_integrity_manifest(path)
     assert (path / backends.data_file(1)).exists()
-    return run_traced("killer", "remove", folder, stands, count)  # type: ignore[no-any-return]
+    return ask("killer", "remove", folder, stands, count)  # type: ignore[no-any-return]
 
 
 def _check(report: dict[str, Any], allowed: set[str]) -> None:

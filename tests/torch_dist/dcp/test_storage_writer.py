@@ -27,7 +27,7 @@ from shardckpt_torch_dist import (
     ShardedSavePlanner,
 )
 from tests import programs
-from tests.faults.programs import run_traced
+from tests.faults.programs import ask
 from tests.faults.test_kill import SAMPLED, bad
 from tests.interop.sample import check_equal
 from tests.names import MARKER, METADATA, RECORD, data_file
@@ -318,7 +318,7 @@ def _overwrite(path: str) -> None:
 )
 def test_a_killed_save_leaves_the_old_or_the_new(tmp_path: Path, case: str, allowed: set[str]) -> None:
     """After a kill at any of 50 calls of a dcp.save, the path holds the old or the new, bit for bit, or nothing."""
-    outcomes = run_traced("killer", "storage writer", tmp_path, case, SAMPLED)["outcomes"]
+    outcomes = ask("killer", "storage writer", tmp_path, case, SAMPLED)["outcomes"]
     # a file is cut to its length where DCP's copies lie in their pages so that it was made too long: not in every run
     killed = [outcome for outcome in outcomes if outcome["killed"] or outcome["call"] != "ftruncate"]
     assert len(killed) >= SAMPLED - 2
