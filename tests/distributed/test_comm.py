@@ -20,6 +20,7 @@ from shardckpt.distributed.comm import Comm
 from shardckpt.errors import CheckpointingException, CommunicationError, RankFailedError, ShardingError
 from shardckpt.local import CliqueReplication, LocalCheckpointManager, TensorAwareStateDict
 from shardckpt.mapping import ShardedTensor
+from tests.tables import table
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -95,26 +96,20 @@ def _fails(where: str) -> None:
     ],
 )
 def test_one_ranks_error_is_everyones(ranks: Ranks, where: str, kind: type, texts: list[str]) -> None:
-    """Whoever fails, inside a phase or between two, all ranks raise the same error with rank and phase."""
-    outcomes = ranks.outcomes(3, _fails, where)
-    assert {outcome.kind for outcome in outcomes} == {kind.__name__}
-    assert len({outcome.message for outcome in outcomes}) == 1
+    """Whoever fails, inside a phase or between two, all ranks raise the same error, and no rank is left behind."""
+    (outcome,) = set(ranks.run(3, _error_and_gather, where))
+    assert outcome[0] == kind.__name__
     for text in texts:
-        assert text in outcomes[0].message
+        assert text in outcome[1]
+    assert outcome[2:] == (0, 1, 2)
 
 
-def _after_a_failure() -> list[int]:
-    comm = Comm()
+def _error_and_gather(where: str) -> tuple[Any, ...]:
     try:
-        _fails("own")
-    except CheckpointingException:
-        return comm.all_gather(comm.rank)
-    return []
-
-
-def test_a_group_is_usable_after_an_error(ranks: Ranks) -> None:
-    """No rank is left in a collective: the next one works."""
-    assert ranks.run(3, _after_a_failure) == [[0, 1, 2]] * 3
+        _fails(where)
+    except CheckpointingException as exc:
+        return (type(exc).__name__, str(exc), *Comm().all_gather(dist.get_rank()))
+    return ()
 
 
 def _in_subgroup() -> list[int]:
@@ -187,36 +182,28 @@ def test_an_error_of_a_smaller_group_is_shared_in_the_larger(ranks: Ranks, how: 
     assert "bad shard" in outcomes[0].message
 
 
-def _is_interrupted() -> list[int]:
-    comm = Comm()
-    try:
-        with comm.collective_phase("step"):
-            if comm.rank == 1:
-                raise KeyboardInterrupt
-    except (KeyboardInterrupt, RankFailedError) as exc:
-        return [comm.rank, isinstance(exc, KeyboardInterrupt), *comm.all_gather(comm.rank)]
-    return []
-
-
-def test_an_interrupt_on_one_rank_is_heard_by_all(ranks: Ranks) -> None:
-    """Ctrl-C ends the rank that got it, the others raise, and no collective is left half entered."""
-    assert ranks.run(3, _is_interrupted) == [[0, False, 0, 1, 2], [1, True, 0, 1, 2], [2, False, 0, 1, 2]]
-
-
-def _is_interrupted_deep_inside() -> list[int]:
-    comm = Comm()
+def _is_interrupted_deep_inside() -> list[Any]:
+    comm, heard = Comm(), "nothing"
     try:
         with comm.local_phase("operation"), comm.collective_phase("step"), comm.local_phase("part"):
             if comm.rank == 1:
                 raise KeyboardInterrupt
     except (KeyboardInterrupt, RankFailedError) as exc:
-        return [isinstance(exc, KeyboardInterrupt), *Comm().all_gather(comm.rank)]
-    return []
+        heard = type(exc).__name__
+
+    def next_operation() -> None:
+        with comm.collective_phase("next"):
+            if comm.rank == 1:
+                raise ValueError("odd value")
+
+    return [heard, Comm().all_gather(comm.rank), _error_of(next_operation)]
 
 
-def test_an_interrupt_is_told_once(ranks: Ranks) -> None:
-    """However deep in phases a rank is, the others hear of its end once, and wait for it no second time."""
-    assert ranks.run(3, _is_interrupted_deep_inside) == [[False, 0, 1, 2], [True, 0, 1, 2], [False, 0, 1, 2]]
+def test_an_interrupt_on_one_rank_is_heard_by_all_once(ranks: Ranks) -> None:
+    """Ctrl-C ends the rank that got it, however deep in phases; the others hear of it once, and of what fails then."""
+    after = [[0, 1, 2], "rank 1, in 'next': ValueError: odd value"]
+    heard = ("RankFailedError", "KeyboardInterrupt", "RankFailedError")
+    assert ranks.run(3, _is_interrupted_deep_inside) == [[each, *after] for each in heard]
 
 
 def _fails_on_the_way_out(who: int) -> list[Any]:
@@ -255,75 +242,38 @@ def test_what_fails_after_a_shared_error_is_not_reported(ranks: Ranks, who: int)
     assert ranks.run(2, _fails_on_the_way_out, who) == [[shared, [0, 1], another]] * 2
 
 
-def _fails_after_an_interrupt() -> str:
-    comm = Comm()
-    with suppress(KeyboardInterrupt, RankFailedError), comm.collective_phase("first"):
-        if comm.rank == 1:
-            raise KeyboardInterrupt
-
-    def second() -> None:
-        with comm.collective_phase("second"):
-            if comm.rank == 1:
-                raise ValueError("odd value")
-
-    return _error_of(second)
-
-
-def test_after_an_interrupt_errors_are_told_again(ranks: Ranks) -> None:
-    """A rank that was interrupted and goes on tells the others what fails then."""
-    assert ranks.run(2, _fails_after_an_interrupt) == ["rank 1, in 'second': ValueError: odd value"] * 2
-
-
-def _fails_in_a_local_phase(then: str) -> int:
-    comm = Comm()
-    with comm.local_phase("alone"):
-        if comm.rank == 1:
-            raise ShardingError("bad shard")
-    done = 1  # the others go on, until they sync errors
-    calls = {
-        "collective_phase": lambda: _phase(comm),
-        "agree": lambda: comm.agree(value=1),
-        "largest": lambda: comm.largest(1),
-        "many": lambda: comm.largest(1, 2, 3),
-        "total": lambda: comm.total(1),
-        "gather": lambda: comm.gather(1),
-        "all_gather": lambda: comm.all_gather(1),
-        "all_to_all": lambda: comm.all_to_all({0: b"x"}),
-        "gather_up_to": lambda: comm.gather_up_to(0, 1),
-        "broadcast": lambda: comm.broadcast(1),
-        "main_runs": lambda: comm.main_runs("x", lambda: 1),
-        "exchange": lambda: comm.exchange([], []),
-        "broadcast_tensors": lambda: comm.broadcast_tensors([]),
-        "sync_errors": comm.sync_errors,
-    }
-    calls[then]()
-    return done
-
-
 def _phase(comm: Comm) -> None:
     with comm.collective_phase("together"):
         pass
 
 
-@pytest.mark.parametrize(
-    "then",
-    [
-        "collective_phase",
-        "agree",
-        "largest",
-        "many",
-        "total",
-        "gather",
-        "all_gather",
-        "all_to_all",
-        "gather_up_to",
-        "broadcast",
-        "main_runs",
-        "exchange",
-        "broadcast_tensors",
-        "sync_errors",
-    ],
-)
+COLLECTIVES: dict[str, Callable[[Comm], Any]] = {
+    "collective_phase": _phase,
+    "agree": lambda comm: comm.agree(value=1),
+    "largest": lambda comm: comm.largest(1),
+    "many": lambda comm: comm.largest(1, 2, 3),
+    "total": lambda comm: comm.total(1),
+    "gather": lambda comm: comm.gather(1),
+    "all_gather": lambda comm: comm.all_gather(1),
+    "all_to_all": lambda comm: comm.all_to_all({0: b"x"}),
+    "gather_up_to": lambda comm: comm.gather_up_to(0, 1),
+    "broadcast": lambda comm: comm.broadcast(1),
+    "main_runs": lambda comm: comm.main_runs("x", lambda: 1),
+    "exchange": lambda comm: comm.exchange([], []),
+    "broadcast_tensors": lambda comm: comm.broadcast_tensors([]),
+    "sync_errors": Comm.sync_errors,
+}
+
+
+def _fails_in_a_local_phase(then: str) -> None:
+    comm = Comm()
+    with comm.local_phase("alone"):
+        if comm.rank == 1:
+            raise ShardingError("bad shard")
+    COLLECTIVES[then](comm)  # the others go on, until they sync errors
+
+
+@table("then", COLLECTIVES)
 def test_an_error_in_a_local_phase_is_everyones_in_what_follows(ranks: Ranks, then: str) -> None:
     """Whatever the ranks do together next, they do not do it, and raise the error of the one that has failed."""
     outcomes = ranks.outcomes(3, _fails_in_a_local_phase, then)
@@ -372,8 +322,6 @@ def test_arguments_are_the_same_on_all_ranks(ranks: Ranks) -> None:
 
 
 def _under_another_default_device() -> list[int]:
-    import torch
-
     with torch.device("meta"):
         return Comm().all_gather(dist.get_rank())
 

@@ -12,8 +12,11 @@ import pytest
 
 from shardckpt.distributed import Comm, ErrorReport
 from shardckpt.errors import CheckpointingException, RankFailedError, ShardingError, StorageError
+from tests.tables import table
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from tests.ranks import RankPool, Ranks
 
 
@@ -117,28 +120,38 @@ def _replaced_error() -> CheckpointingException:
     return type("PluginError", (CheckpointingException,), {"__module__": __name__})("odd")
 
 
-ERRORS = {
-    "plugin": lambda: PluginError("odd"),
-    "unlucky name": lambda: listed("odd"),
-    "other arguments": lambda: CodeError(7, path="f"),
-    "own text": lambda: OwnTextError(7),
-    "of the system": lambda: DiskError(28, "full"),
-    "local": _local_error,
-    "replaced": _replaced_error,
-    "text of a lock": LockTextError,
-    "no text": BrokenTextError,
-    "of two bases": lambda: MissingFileError(2, "no such file", "f"),
-    "foreign": lambda: ForeignError(7, path="f"),
-    "foreign, of the system": lambda: ForeignFileError(2, "no such file", "f"),
-    "foreign, sealed": lambda: SealedError("odd"),
-    "foreign, of a generator": lambda: EndError("odd"),
-    "of Python": lambda: KeyError("odd"),
+FAILED = "shardckpt.errors.RankFailedError"
+#: What makes an error; its class on every rank, and the end of its text.
+ERRORS: dict[str, tuple[Callable[[], Exception], str, str]] = {
+    "plugin": (lambda: PluginError("odd"), f"{__name__}.PluginError", "odd"),
+    "unlucky name": (lambda: listed("odd"), f"{__name__}.listed", "odd"),
+    "other arguments": (lambda: CodeError(7, path="f"), f"{__name__}.CodeError", "f: code 7"),
+    "own text": (lambda: OwnTextError(7), f"{__name__}.OwnTextError", "code 7"),
+    "of the system": (lambda: DiskError(28, "full"), f"{__name__}.DiskError", "[Errno 28] full"),
+    "local": (_local_error, FAILED, "LocalError: odd"),
+    "replaced": (_replaced_error, FAILED, "PluginError: odd"),
+    "text of a lock": (LockTextError, FAILED, "LockTextError: locked: False"),
+    "no text": (BrokenTextError, FAILED, "BrokenTextError: (the error has no text: its __str__ failed)"),
+    "of two bases": (
+        lambda: MissingFileError(2, "no such file", "f"),
+        f"{__name__}.MissingFileError",
+        "[Errno 2] no such file: 'f'",
+    ),
+    "foreign": (lambda: ForeignError(7, path="f"), f"{__name__}.ForeignError", "f: code 7"),
+    "foreign, of the system": (
+        lambda: ForeignFileError(2, "no such file", "f"),
+        f"{__name__}.ForeignFileError",
+        "[Errno 2] no such file: 'f'",
+    ),
+    "foreign, sealed": (lambda: SealedError("odd"), FAILED, "SealedError: odd"),
+    "foreign, of a generator": (lambda: EndError("odd"), FAILED, "EndError: odd"),
+    "of Python": (lambda: KeyError("odd"), FAILED, "KeyError: 'odd'"),
 }
 
 
 def _class_and_texts(case: str) -> tuple[str, str, bool]:
     """The class of the error that the last rank raises, as every rank raises it, and its texts."""
-    comm, error = Comm(), ERRORS[case]()
+    comm, error = Comm(), ERRORS[case][0]()
     try:
         with comm.collective_phase("step"):
             if comm.rank == comm.world_size - 1:
@@ -152,28 +165,10 @@ def _shown(error: BaseException) -> str:
     return "\n".join([str(error), *getattr(error, "__notes__", ())])
 
 
-@pytest.mark.parametrize(
-    ("case", "kind", "text"),
-    [
-        ("plugin", f"{__name__}.PluginError", "odd"),
-        ("unlucky name", f"{__name__}.listed", "odd"),
-        ("other arguments", f"{__name__}.CodeError", "f: code 7"),
-        ("own text", f"{__name__}.OwnTextError", "code 7"),
-        ("of the system", f"{__name__}.DiskError", "[Errno 28] full"),
-        ("local", "shardckpt.errors.RankFailedError", "LocalError: odd"),
-        ("replaced", "shardckpt.errors.RankFailedError", "PluginError: odd"),
-        ("text of a lock", "shardckpt.errors.RankFailedError", "LockTextError: locked: False"),
-        ("no text", "shardckpt.errors.RankFailedError", "BrokenTextError: (the error has no text: its __str__ failed)"),
-        ("of two bases", f"{__name__}.MissingFileError", "[Errno 2] no such file: 'f'"),
-        ("foreign", f"{__name__}.ForeignError", "f: code 7"),
-        ("foreign, of the system", f"{__name__}.ForeignFileError", "[Errno 2] no such file: 'f'"),
-        ("foreign, sealed", "shardckpt.errors.RankFailedError", "SealedError: odd"),
-        ("foreign, of a generator", "shardckpt.errors.RankFailedError", "EndError: odd"),
-        ("of Python", "shardckpt.errors.RankFailedError", "KeyError: 'odd'"),
-    ],
-)
-def test_a_class_does_not_depend_on_the_number_of_ranks(ranks: Ranks, case: str, kind: str, text: str) -> None:
+@table("case", ERRORS)
+def test_a_class_does_not_depend_on_the_number_of_ranks(ranks: Ranks, case: str) -> None:
     """An error has the same class on one rank and on every one of two, which also say which rank failed and where."""
+    _, kind, text = ERRORS[case]
     alone = ranks.run(1, _class_and_texts, case)
     both = ranks.run(2, _class_and_texts, case)
     assert [found for found, *_ in alone + both] == [kind] * 3
@@ -202,7 +197,7 @@ def _raises(case: str, rank: int) -> None:
     comm = Comm()
     with comm.collective_phase("step"):
         if comm.rank == rank:
-            error = ERRORS[case]()
+            error = ERRORS[case][0]()
             raise error
 
 

@@ -10,14 +10,12 @@ import pytest
 
 from shardckpt.distributed.group_failure import POLL_INTERVAL, Deadlines, Diagnosis, GroupFailure
 from tests.distributed.simulated import BEGIN, Job, Outcome, View
-from tests.faults.collective_deaths import GROUP_TIMEOUT, Scenario
-from tests.faults.programs import run_program
+from tests.faults.deaths import CollectiveJob, Scenario
+from tests.faults.programs import ask
 
 if TYPE_CHECKING:
     from collections.abc import Collection
     from pathlib import Path
-
-_Outcomes = dict[str, tuple[str, list[int]]]
 
 DIED = (
     " died or left the process group: a collective of {} ranks failed in 'meeting', and connections were closed. Look "
@@ -265,27 +263,26 @@ def test_deadlines_follow_from_the_timeout(timeout: float, expected: Deadlines) 
 
 
 SCENARIOS = {
-    "busy": Scenario(members=[0, 1, 2, 3], delays=[0, 0, 0, 3], victim=2, how="kill"),
-    "early": Scenario(members=[0, 1, 2], delays=[3, 0, 0], victim=2, how="stop"),
-    "pair": Scenario(members=[1, 3], delays=[0, 0, 0, 0], victim=3, how="kill"),
-    "none": Scenario(members=[0, 1, 2], delays=[0, 0, 0], victim=1, how="none"),
+    "busy": Scenario(world=4, members=[0, 1, 2, 3], delays=[0, 0, 0, 3], victim=2, how="kill"),
+    "early": Scenario(world=3, members=[0, 1, 2], delays=[3, 0, 0], victim=2, how="stop"),
+    "pair": Scenario(world=4, members=[1, 3], delays=[0, 0, 0, 0], victim=3, how="kill"),
+    "none": Scenario(world=3, members=[0, 1, 2], delays=[0, 0, 0], victim=1, how="none"),
 }
 
 
 @pytest.mark.proof
 def test_processes_find_out_what_simulated_ranks_do(tmp_path: Path) -> None:
     """Real ranks that die, stop, come late, or whose call fails, over gloo: all others say the same, who is missing."""
-    done = run_program("collective_deaths", str(tmp_path), text=json.dumps(list(SCENARIOS.values())))
-    assert done.returncode == 0, done.stderr[-4000:]
-    report = done.stdout.splitlines()[-1]  # after what gloo itself prints in some builds of torch
-    found: dict[str, _Outcomes] = dict(zip(SCENARIOS, json.loads(report), strict=True))
+    reports = ask("deaths", "collective", tmp_path, text=json.dumps(list(SCENARIOS.values())))
+    found: dict[str, dict[str, Any]] = dict(zip(SCENARIOS, reports, strict=True))
     expected: dict[str, tuple[set[str], str, list[int]]] = {
         "busy": ({"0", "1", "3"}, "rank 2" + DIED.format(4), [2]),
-        "early": ({"0", "1"}, "rank 2" + STOPPED.format(GROUP_TIMEOUT, 3), [2]),
+        "early": ({"0", "1"}, "rank 2" + STOPPED.format(CollectiveJob.timeout, 3), [2]),
         "pair": ({"1"}, "rank 3 (of the group of ranks 1, 3)" + DIED.format(2), [3]),
         "none": ({"0", "1", "2"}, "a collective of 3 ranks failed in 'meeting', and none of them is missing", []),
     }
     for name, (ranks, text, missing) in expected.items():
-        assert set(found[name]) == ranks, name
-        assert all(said.startswith(text) for said, _ in found[name].values()), found[name]
-        assert all(ranks == missing for _, ranks in found[name].values()), found[name]
+        outcomes = found[name]["outcomes"]
+        assert set(outcomes) == ranks, name
+        assert all(kind == "CommunicationError" and said.startswith(text) for kind, said in outcomes.values()), outcomes
+        assert all(ranks == missing for ranks in found[name]["missing"].values()), found[name]

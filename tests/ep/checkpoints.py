@@ -28,6 +28,3 @@ def store(path: Path, tensors: dict[str, torch.Tensor], pieces: int, dim: int, *
 
 def _shard(key: str, part: torch.Tensor, whole: torch.Tensor, offset: tuple[int, ...]) -> ShardedTensor:
     return ShardedTensor(key, part, part.dtype, tuple(part.shape), tuple(whole.shape), offset, None)
-
-
-__all__ = ["store"]

@@ -50,6 +50,3 @@ def check_whole(experts: int, path: Path) -> None:
         dcp.load(found, checkpoint_id=path, no_dist=True)
         for key, value in wanted.items():
             assert torch.equal(found[key], value), key
-
-
-__all__ = ["check_whole", "layouts", "load", "save"]

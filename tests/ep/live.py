@@ -215,24 +215,3 @@ def _placement(case: Case, name: str) -> Any:
     if case.fsdp_dim == 0 and outer and case.size("ep") > 1:
         return _StridedShard(0, split_factor=case.size("ep"))
     return Shard(case.fsdp_dim)
-
-
-__all__ = [
-    "FQN",
-    "INNER",
-    "Case",
-    "Meshes",
-    "all_cases",
-    "check",
-    "expected",
-    "from_local",
-    "get_local_tensor",
-    "kinds_of",
-    "layout",
-    "live",
-    "mesh_of",
-    "mine",
-    "order",
-    "state",
-    "whole",
-]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Shard
 
 from shardckpt.compat.mindspeed import restore_ep_dim
@@ -142,28 +142,6 @@ def test_arguments_that_do_not_fit_are_refused_by_name(ranks: Ranks, kind: str, 
     for outcome in ranks.outcomes(2, _refused, kind):
         assert outcome.kind == ShardingError.__name__
         assert re.search(reason, outcome.message)
-
-
-def _outside() -> Any:
-    mesh = DeviceMesh("cpu", [[2, 3]], mesh_dim_names=("efsdp", "ep"))
-    dist.barrier()
-    plain = ExpertLayout.from_local(torch.zeros(2, 3), mesh, fsdp_dim=1)
-    efsdp = (
-        DTensor.from_local(torch.zeros(2, 3), mesh["efsdp"], [Shard(1)], run_check=False)
-        if mesh.get_coordinate()
-        else None
-    )
-    return dist.get_rank(), plain.inside, len(plain.pieces()), efsdp is not None
-
-
-def test_ranks_outside_the_mesh_hold_nothing(ranks: Ranks) -> None:
-    """A rank that the mesh does not have gets a layout without boxes."""
-    assert ranks.run(4, _outside) == [
-        (0, False, 0, False),
-        (1, False, 0, False),
-        (2, True, 1, True),
-        (3, True, 1, True),
-    ]
 
 
 ROWS = ExpertLayout((8, 6, 4), Box((2, 0, 0), (2, 6, 4)), (Split(1, 2, 1),))

@@ -16,13 +16,13 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardckpt.compat import mindspeed as compat
-from shardckpt.errors import CheckpointingException, CorruptCheckpointError, ShardingError, UnsafePickleError
+from shardckpt.errors import CheckpointingException, CorruptCheckpointError, UnsafePickleError
 from shardckpt.planning.boxes import Box
 from shardckpt.planning.placements import Split
 from shardckpt_ep import EPLoadPlanner, EPSavePlanner, ExpertLayout
 from shardckpt_ep.read_items import expert_read_items
 from tests.ep.checkpoints import store
-from tests.ep.cycles import load
+from tests.ep.cycles import layouts, load
 from tests.ep.live import FQN, Case, Meshes, check, expected, get_local_tensor, layout, order, state, whole
 
 if TYPE_CHECKING:
@@ -44,16 +44,12 @@ ROWS = (10, 3)
 SECOND_HALF = ExpertLayout((4, 4), Box((2, 0), (2, 4)))
 
 
-def _layouts(case: Case, meshes: Meshes, held: dict[str, Any]) -> dict[str, ExpertLayout]:
-    return {FQN: layout(case, meshes.of(case), held["model"][FQN])}
-
-
 def _load_all(folder: Path) -> int:
     meshes, count = Meshes(), 0
     for path in sorted(folder.iterdir()):
         for case in (replace(case, inner=ROWS) for case in EP_FSDP):
             held = state(case, meshes.of(case), empty=True)
-            dcp.load(held, checkpoint_id=path, planner=EPLoadPlanner(_layouts(case, meshes, held)))
+            dcp.load(held, checkpoint_id=path, planner=EPLoadPlanner(layouts(case, meshes.of(case), held)))
             check(case, meshes.of(case), held)
             load(case, meshes, path)
             count += 1
@@ -129,8 +125,8 @@ def _changed(path: Path) -> list[str]:
     before = _dcp_globals()
     case, meshes = EP_FSDP[0], Meshes()
     held = state(case, meshes.of(case))
-    dcp.save(held, checkpoint_id=path, planner=EPSavePlanner(_layouts(case, meshes, held)))
-    dcp.load(held, checkpoint_id=path, planner=EPLoadPlanner(_layouts(case, meshes, held)))
+    dcp.save(held, checkpoint_id=path, planner=EPSavePlanner(layouts(case, meshes.of(case), held)))
+    dcp.load(held, checkpoint_id=path, planner=EPLoadPlanner(layouts(case, meshes.of(case), held)))
     ep_rank = meshes.of(case).get_local_rank("ep")
     dcp.load(held, checkpoint_id=path, planner=compat.EPLoadPlanner(ep_rank, 2, lambda key: FQN in key))
     load(case, meshes, path)
@@ -163,22 +159,22 @@ def test_ranks_outside_the_mesh_read_nothing(ranks: Ranks, tmp_path: Path) -> No
 def _refused(path: Path, how: str) -> None:
     case, meshes = Case(order(("ep", 2)), kind="local"), Meshes()
     held = state(case, meshes.of(case))
-    layouts = _layouts(case, meshes, held)
+    given = layouts(case, meshes.of(case), held)
     if how == "more experts":
-        dcp.load(held, checkpoint_id=path, planner=EPLoadPlanner(layouts))
+        dcp.load(held, checkpoint_id=path, planner=EPLoadPlanner(given))
     elif how == "forgotten":
         held["model"]["layers.1.moe.experts.w1"] = torch.zeros(4, 6, 3)
-        dcp.save(held, checkpoint_id=path, planner=EPSavePlanner(layouts))
+        dcp.save(held, checkpoint_id=path, planner=EPSavePlanner(given))
     elif how == "absent":
-        layouts = {**layouts, "other.w1": layouts[FQN]}
-        dcp.load({"other.w1": held["model"][FQN]}, checkpoint_id=path, planner=EPLoadPlanner(layouts))
+        given = {**given, "other.w1": given[FQN]}
+        dcp.load({"other.w1": held["model"][FQN]}, checkpoint_id=path, planner=EPLoadPlanner(given))
     elif how == "lost" and dist.get_rank() == 1:
         dcp.save({"step": torch.zeros(())}, checkpoint_id=path, planner=EPSavePlanner({}))
     elif how == "lost":
-        dcp.save(held, checkpoint_id=path, planner=EPSavePlanner(layouts))
+        dcp.save(held, checkpoint_id=path, planner=EPSavePlanner(given))
     else:
-        both_first = ExpertLayout((8, 6, 3), Box((0, 0, 0), (4, 6, 3)))
-        dcp.save(held, checkpoint_id=path, planner=EPSavePlanner({FQN: both_first}))
+        held["model"][FQN] = torch.ones(4, 6, 2)
+        dcp.save(held, checkpoint_id=path, planner=EPSavePlanner(given))
 
 
 @pytest.mark.parametrize(
@@ -188,7 +184,7 @@ def _refused(path: Path, how: str) -> None:
         ("forgotten", r"'model.layers.1.moe.experts.w1' is an expert's and has no layout: a plain tensor of shape"),
         ("absent", r"not in the checkpoint: other.w1"),
         ("lost", r"experts 4-7 of 'model.layers.0.moe.experts.w1' are described by no rank"),
-        ("twice", r"experts 0-3 of 'model.layers.0.moe.experts.w1' are described by several ranks \(rank 0 and rank 1"),
+        ("shape", r"'model.layers.0.moe.experts.w1': this rank's has shape \(4, 6, 2\), its layout says \(4, 6, 3\)"),
     ],
 )
 def test_what_does_not_fit_is_refused_on_every_rank(ranks: Ranks, tmp_path: Path, how: str, reason: str) -> None:
@@ -256,17 +252,3 @@ def test_dcps_plan_cache_is_refused() -> None:
     """One cache for all planners of a name cannot tell layouts apart."""
     with pytest.raises(CheckpointingException, match="does not take enable_plan_caching"):
         EPSavePlanner({}, enable_plan_caching=True)
-
-
-def test_a_layout_of_another_tensor_is_refused(tmp_path: Path) -> None:
-    """A tensor that is not as long as its layout says is an error that names both."""
-    with pytest.raises(
-        BaseException, match=r"'w1': this rank's has shape \(3, 4\), its layout says \(2, 4\)"
-    ) as caught:
-        dcp.save(
-            {"w1": torch.zeros(3, 4)},
-            checkpoint_id=tmp_path / "ckpt",
-            planner=EPSavePlanner({"w1": SECOND_HALF}),
-            no_dist=True,
-        )
-    assert isinstance(caught.value, ShardingError) or ShardingError.__name__ in repr(caught.value)

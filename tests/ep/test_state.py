@@ -30,7 +30,8 @@ from shardckpt_ep import (
 from shardckpt_torch_dist import TorchDistLoadShardedStrategy
 from tests import programs
 from tests.ep.checkpoints import store
-from tests.ep.live import FQN, Case, Meshes, check, expected, layout, mesh_of, order, state, whole
+from tests.ep.cycles import layouts, save
+from tests.ep.live import FQN, Case, Meshes, check, expected, mesh_of, order, state, whole
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -40,17 +41,14 @@ if TYPE_CHECKING:
 HALVES = Case(order(("ep", 2)), kind="local")
 
 
-def _saved(path: Path, case: Case, strategy: Any = None) -> None:
-    meshes = Meshes()
-    held = state(case, meshes.of(case))
-    given = {FQN: layout(case, meshes.of(case), held["model"][FQN])}
-    dist_checkpointing.save(expert_sharded_state_dict(held, given), path, strategy or EPSaveStrategy(given))
+def _saved(path: Path, case: Case) -> None:
+    save(case, Meshes(), path)
 
 
-def _loaded(path: Path, case: Case, **options: Any) -> None:
+def _loaded(path: Path, case: Case, options: dict[str, Any]) -> None:
     meshes = Meshes()
     held = state(case, meshes.of(case), empty=True)
-    given = {FQN: layout(case, meshes.of(case), held["model"][FQN])}
+    given = layouts(case, meshes.of(case), held)
     dist_checkpointing.load(expert_sharded_state_dict(held, given), path, **options)
     check(case, meshes.of(case), held)
 
@@ -63,12 +61,7 @@ def _loaded(path: Path, case: Case, **options: Any) -> None:
 def test_what_ep_wrote_is_read(ranks: Ranks, tmp_path: Path, options: dict[str, Any]) -> None:
     """The gate finds ep's reader for ep's checkpoints; torch_dist's reads them, too, where it is the one given."""
     ranks.run(2, _saved, tmp_path / "ckpt", HALVES)
-
-    ranks.run(2, _loaded_with, tmp_path / "ckpt", HALVES, options)
-
-
-def _loaded_with(path: Path, case: Case, options: dict[str, Any]) -> None:
-    _loaded(path, case, **options)
+    ranks.run(2, _loaded, tmp_path / "ckpt", HALVES, options)
 
 
 def _read_as_others_do(path: Path) -> None:
@@ -84,7 +77,6 @@ def _read_as_others_do(path: Path) -> None:
 def test_readers_that_know_no_experts_read_what_ep_wrote(ranks: Ranks, tmp_path: Path) -> None:
     """torch_dist cuts the tensor of all experts as it likes, and plain dcp.load has it whole, without our planner."""
     ranks.run(2, _saved, tmp_path / "ckpt", HALVES)
-
     ranks.run(2, _read_as_others_do, tmp_path / "ckpt")
 
 
@@ -92,8 +84,8 @@ def test_what_torch_dist_wrote_is_read_by_ep(ranks: Ranks, tmp_path: Path) -> No
     """An instance of ep's reader reads (torch_dist, 1), whose files are the same, into any layout."""
     store(tmp_path / "ckpt", expected(8), 3, 0)
 
-    ranks.run(2, _loaded_with, tmp_path / "ckpt", HALVES, {"sharded_strategy": EPLoadStrategy()})
-    ranks.run(2, _loaded_with, tmp_path / "ckpt", HALVES, {})
+    ranks.run(2, _loaded, tmp_path / "ckpt", HALVES, {"sharded_strategy": EPLoadStrategy()})
+    ranks.run(2, _loaded, tmp_path / "ckpt", HALVES, {})
 
 
 def test_the_gate_keeps_the_two_names_apart(ranks: Ranks, tmp_path: Path) -> None:
@@ -141,7 +133,7 @@ def test_ranks_outside_the_mesh_store_and_read_nothing(ranks: Ranks, tmp_path: P
 def _through_wrappers(path: Path) -> None:
     case, meshes = Case(order(("replicate", 2), ("ep", 2)), experts=5, kind="local"), Meshes()
     held = state(case, meshes.of(case))
-    given = {FQN: layout(case, meshes.of(case), held["model"][FQN])}
+    given = layouts(case, meshes.of(case), held)
     saver = FullyParallelSaveStrategyWrapper(EPSaveStrategy(given))
     with AsyncCallsQueue() as queue:
         described = expert_sharded_state_dict(held, given)
@@ -215,7 +207,7 @@ def test_what_would_lose_experts_is_refused_on_every_rank(ranks: Ranks, how: str
         assert re.search(reason, outcome.message)
 
 
-def _described_otherwise(path: Path, *, is_save: bool) -> None:
+def _described_otherwise(path: Path, is_save: bool) -> None:
     _, held, given = _halves()
     as_whole = {FQN: ShardedTensor.from_rank_offsets(FQN, held[FQN], replica_id=dist.get_rank())}
     if is_save:
@@ -224,23 +216,15 @@ def _described_otherwise(path: Path, *, is_save: bool) -> None:
         dist_checkpointing.load(as_whole, path, EPLoadStrategy(given))
 
 
-def _saved_otherwise(path: Path) -> None:
-    _described_otherwise(path, is_save=True)
-
-
-def _loaded_otherwise(path: Path) -> None:
-    _described_otherwise(path, is_save=False)
-
-
 def test_a_strategy_with_layouts_refuses_shards_that_are_described_otherwise(ranks: Ranks, tmp_path: Path) -> None:
     """Half of the experts given as the whole tensor is an error of the save, and of the load."""
     reason = r"is described as \(4, 6, 3\) at \(0, 0, 0\) of \(4, 6, 3\); its layout has \[Box"
-    for outcome in ranks.outcomes(4, _saved_otherwise, tmp_path / "ckpt"):
+    for outcome in ranks.outcomes(4, _described_otherwise, tmp_path / "ckpt", True):
         assert outcome.kind == ShardingError.__name__
         assert re.search(reason, outcome.message)
     assert not (tmp_path / "ckpt").exists()
     store(tmp_path / "half", {FQN: torch.ones(4, 6, 3)}, 1, 0)
-    for outcome in ranks.outcomes(4, _loaded_otherwise, tmp_path / "half"):
+    for outcome in ranks.outcomes(4, _described_otherwise, tmp_path / "half", False):
         assert re.search(reason, outcome.message)
 
 
@@ -336,7 +320,7 @@ def test_a_wanted_expert_tensor_that_is_not_stored_is_named(ranks: Ranks, tmp_pa
     """Keys of experts go through the same strictness as all others."""
     store(tmp_path / "ckpt", {"other": torch.ones(2)}, 1, 0)
 
-    for outcome in ranks.outcomes(2, _loaded_with, tmp_path / "ckpt", HALVES, {}):
+    for outcome in ranks.outcomes(2, _loaded, tmp_path / "ckpt", HALVES, {}):
         assert outcome.kind == KeyMismatchError.__name__
         assert f"model.{FQN}" in outcome.message
 

@@ -10,8 +10,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import threading
-import time
 from contextlib import suppress
 from functools import partial
 from types import SimpleNamespace
@@ -20,24 +18,19 @@ from typing import TYPE_CHECKING, Any
 from shardckpt import dist_checkpointing
 from shardckpt.async_save import AsyncCallsQueue
 from shardckpt.background import process, worker
-from tests.faults.forks import fork
+from tests.faults.forks import Child
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
     from pathlib import Path
 
-#: Ways of a save: in the foreground, by a request that is executed there, by a queue's thread or process.
-WAYS = ("foreground", "request", "thread", "process")
 START_TIMEOUT = 60.0
 #: More than the main thread makes of any kind.
 _ADVANCE = 200
 
 
 def save_in(way: str, target: Path, state: dict[str, Any], *, overwrite: bool) -> None:
-    """Save in one of the ways."""
-    if way not in WAYS[1:]:
-        dist_checkpointing.save(state, target, overwrite=overwrite)
-        return
+    """Save by a ``request`` that is executed here, or by a queue's ``thread`` or ``process``."""
     request = dist_checkpointing.save(state, target, async_sharded_save=True, overwrite=overwrite)
     if request is None or request.async_fn is None:
         raise SystemExit("no request")
@@ -95,80 +88,34 @@ def _make_calls() -> None:
     os.close(descriptor)
 
 
-class ForkedWorker:
-    """A queue's process that is forked, not started anew: what it does is the same, and importing torch takes seconds.
+def _fork_worker(told: Path | None, command: list[str], **options: Any) -> Child:
+    """Fork a queue's process, not start it anew: what it does is the same, and importing torch takes seconds.
 
     Args:
         told: Takes its process id, once it has stopped itself for strace; None: it does not stop.
         command: The new interpreter's; unused.
         options: ``pass_fds``, as ``Popen`` takes it.
     """
-
-    def __init__(self, told: Path | None, command: list[str], **options: Any) -> None:
-        parent, (pipe,) = os.getpid(), options["pass_fds"]
-        self.returncode: int | None = None
-        self._lock = threading.Lock()
-        self.pid = os.fork()
-        if not self.pid:
-            os.closerange(3, pipe)  # the training's end of the pipe, too
-            os.closerange(pipe + 1, 1024)
-            if told is not None:
-                os.kill(os.getpid(), signal.SIGSTOP)
-            try:
-                worker.main(pipe, parent)
-            finally:
-                os._exit(0)
+    parent, (pipe,) = os.getpid(), options["pass_fds"]
+    pid = os.fork()
+    if not pid:
+        os.closerange(3, pipe)  # the training's end of the pipe, too
+        os.closerange(pipe + 1, 1024)
         if told is not None:
-            os.waitpid(self.pid, os.WUNTRACED)
-            told.with_suffix(".new").write_text(str(self.pid))
-            told.with_suffix(".new").rename(told)
-
-    def kill(self) -> None:
-        """Kill it, if it lives."""
-        if self.returncode is None:
-            os.kill(self.pid, signal.SIGKILL)
-
-    def wait(self, timeout: float | None = None) -> int:
-        """Wait for its end."""
-        limit = time.monotonic() + (timeout or START_TIMEOUT)
-        while (code := self.poll()) is None:
-            if time.monotonic() > limit:
-                raise subprocess.TimeoutExpired("worker", timeout or START_TIMEOUT)
-            time.sleep(0.002)
-        return code
-
-    def poll(self) -> int | None:
-        """Look whether it has ended."""
-        with self._lock:  # the thread that listens asks, too
-            if self.returncode is None:
-                ended, status = os.waitpid(self.pid, os.WNOHANG)
-                self.returncode = os.waitstatus_to_exitcode(status) if ended else None
-            return self.returncode
+            os.kill(os.getpid(), signal.SIGSTOP)
+        try:
+            worker.main(pipe, parent)
+        finally:
+            os._exit(0)
+    if told is not None:
+        os.waitpid(pid, os.WUNTRACED)
+        told.with_suffix(".new").write_text(str(pid))
+        told.with_suffix(".new").rename(told)
+    return Child(pid)
 
 
 def fork_workers(told: Path | None = None) -> None:
     """Let the queues of this process, a fork, fork their processes."""
     process.subprocess = SimpleNamespace(  # type: ignore[assignment]
-        Popen=partial(ForkedWorker, told), DEVNULL=subprocess.DEVNULL, TimeoutExpired=subprocess.TimeoutExpired
+        Popen=partial(_fork_worker, told), DEVNULL=subprocess.DEVNULL, TimeoutExpired=subprocess.TimeoutExpired
     )
-
-
-class TracesWorker:
-    """A mixin of killers: what is traced is the queue's process of the training that ``_change`` is, not that."""
-
-    _folder: Path
-
-    def _start(self) -> tuple[int, list[int]]:
-        told = self._folder / "worker"
-        told.unlink(missing_ok=True)
-        training = fork(partial(self._train, told))
-        begin = time.monotonic()
-        while not told.exists():
-            if time.monotonic() > begin + START_TIMEOUT:
-                raise SystemExit("the training has not started its process")
-            time.sleep(0.002)
-        return int(told.read_text()), [training]
-
-    def _train(self, told: Path) -> None:
-        fork_workers(told)
-        self._change()  # type: ignore[attr-defined]

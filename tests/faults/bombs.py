@@ -67,6 +67,11 @@ def filled(start: bytes, repeated: bytes, end: bytes = b"e") -> bytes:
     return opcodes(start, b"](", repeated * (100_000 // len(repeated)), end)
 
 
+def copies(value: Any, made: tuple[str, str], repeated: bytes) -> bytes:
+    """The same again and again, with a plain value at place 1 of the memo and a global at place 2."""
+    return filled(memoized(value, 1) + named(*made) + b"q\x020", repeated)
+
+
 NESTED = b"K\x01" + b"\x85" * SIZE
 SHARED = b"K\x01" + b"2\x86" * 60
 COLLIDING = [number * _MODULUS for number in range(1, 30_001)]
@@ -99,15 +104,10 @@ ANYWHERE: dict[str, bytes] = {
         )
     },
     "a number of many digits": b"\x80\x02L" + b"7" * SIZE + b"L\n.",
-    "copies of a torch.Size": filled(
-        memoized(tuple(range(10_000)), 1) + named("torch", "Size") + b"q\x020", b"h\x02h\x01\x85R"
-    ),
-    "copies of a torch.Size, as arguments": filled(
-        memoized(tuple(range(10_000)), 1) + named("torch", "Size") + b"q\x020", b"h\x02h\x01\x81"
-    ),
-    "copies of an OrderedDict": filled(
-        memoized([(number, number) for number in range(5_000)], 1) + named("collections", "OrderedDict") + b"q\x020",
-        b"h\x02h\x01\x85R",
+    "copies of a torch.Size": copies(tuple(range(10_000)), ("torch", "Size"), b"h\x02h\x01\x85R"),
+    "copies of a torch.Size, as arguments": copies(tuple(range(10_000)), ("torch", "Size"), b"h\x02h\x01\x81"),
+    "copies of an OrderedDict": copies(
+        [(number, number) for number in range(5_000)], ("collections", "OrderedDict"), b"h\x02h\x01\x85R"
     ),
     "a name that is a nest without end": opcodes(SHARED, b"Q"),
     "colliding keys": opcodes(b"}(", *(_bare(key) + b"N" for key in COLLIDING), b"u"),
@@ -120,12 +120,9 @@ ANYWHERE: dict[str, bytes] = {
 _METADATA = ("torch.distributed.checkpoint.metadata", "Metadata")
 #: As ``.metadata``.
 METADATA: dict[str, bytes] = {
-    "copies of a state": filled(memoized(NAMES, 1) + named(*_METADATA) + b"q\x020", b"h\x02)\x81h\x01b"),
-    "copies of arguments": filled(memoized(tuple(range(10_000)), 1) + named(*_METADATA) + b"q\x020", b"h\x02h\x01R"),
-    "parts of a path": filled(
-        memoized(tuple("a" * 10 for _ in range(10_000)), 1) + named("pathlib", "PurePosixPath") + b"q\x020",
-        b"h\x02h\x01R",
-    ),
+    "copies of a state": copies(NAMES, _METADATA, b"h\x02)\x81h\x01b"),
+    "copies of arguments": copies(tuple(range(10_000)), _METADATA, b"h\x02h\x01R"),
+    "parts of a path": copies(tuple("a" * 10 for _ in range(10_000)), ("pathlib", "PurePosixPath"), b"h\x02h\x01R"),
 }
 
 
@@ -198,19 +195,11 @@ OBJECTS: dict[str, bytes] = {
     "colliding keys in a dict that is called for": opcodes(
         called("builtins", "dict", b"](" + b"".join(_bare((key, 0)) for key in COLLIDING) + b"e\x85")
     ),
-    "arguments that stand-ins keep": filled(
-        memoized(tuple(range(10_000)), 1) + named("megatron.core", "A") + b"q\x020", b"h\x02h\x01R"
-    ),
-    "arguments by name that stand-ins keep": filled(
-        memoized(NAMES, 1) + named("megatron.core", "A") + b"q\x020", b"h\x02)h\x01\x92"
-    ),
-    "states of namespaces": filled(
-        memoized(NAMES, 1) + named("argparse", "Namespace") + b"q\x020", b"h\x02)\x81h\x01b"
-    ),
-    "dicts of a dict": filled(memoized(NAMES, 1) + named("builtins", "dict") + b"q\x020", b"h\x02h\x01\x85R"),
-    "dicts of a small dict": filled(
-        memoized(dict.fromkeys(range(60)), 1) + named("builtins", "dict") + b"q\x020", b"h\x02h\x01\x85R"
-    ),
+    "arguments that stand-ins keep": copies(tuple(range(10_000)), ("megatron.core", "A"), b"h\x02h\x01R"),
+    "arguments by name that stand-ins keep": copies(NAMES, ("megatron.core", "A"), b"h\x02)h\x01\x92"),
+    "states of namespaces": copies(NAMES, ("argparse", "Namespace"), b"h\x02)\x81h\x01b"),
+    "dicts of a dict": copies(NAMES, ("builtins", "dict"), b"h\x02h\x01\x85R"),
+    "dicts of a small dict": copies(dict.fromkeys(range(60)), ("builtins", "dict"), b"h\x02h\x01\x85R"),
     "structured dtypes": filled(_STRUCTURE, b"h\x03h\x04Rh\x02b"),
     "an archive in an archive, again and again": filled(
         memoized(archive(b"\x80\x02](" + b"N" * 20_000 + b"e."), 1)

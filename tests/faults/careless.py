@@ -30,7 +30,6 @@ from tests.states import rank_and_size
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-WAYS = ("foreground", "thread", "process")
 #: Keys of which the highest rank has a shard of its own; all ranks have the other ones.
 OWN = ("split", "flat", "object")
 
@@ -201,70 +200,54 @@ class Silent(Plain):
         context.writer.write(f"{context.comm.rank}", b"values")
 
 
-def _own_name(writer: Any, what: str) -> str:
-    return f"{what}-{writer._rank}"
-
-
-def _unfinished(writer: Any) -> None:
-    writer.create(_own_name(writer, "unfinished")).append(3, lambda: [memoryview(b"abc")])
-
-
-def _past_the_writer(writer: Any) -> None:
-    (writer.directory / _own_name(writer, "past")).write_bytes(b"past")
-
-
-def _torch_save(writer: Any) -> None:
-    torch.save({"a": 1}, writer.directory / _own_name(writer, "past"))
+def _own(writer: Any, what: str) -> Path:
+    """A file that no other rank has."""
+    return Path(writer.directory) / f"{what}-{writer._rank}"
 
 
 def _by_a_process(writer: Any) -> None:
-    path = str(writer.directory / _own_name(writer, "past"))
+    path = str(_own(writer, "past"))
     subprocess.run([sys.executable, "-S", "-c", f"open({path!r}, 'w').write('x')"], check=True)
 
 
 def _folder(writer: Any) -> None:
-    (writer.directory / _own_name(writer, "past")).mkdir()
-    (writer.directory / _own_name(writer, "past") / "inner").write_bytes(b"past")
+    _own(writer, "past").mkdir()
+    (_own(writer, "past") / "inner").write_bytes(b"past")
 
 
-def _link(writer: Any) -> None:
-    (writer.directory / _own_name(writer, "past")).symlink_to(sys.executable)
+def _link(writer: Any, what: str = "past") -> None:
+    _own(writer, what).symlink_to(sys.executable)
 
 
-def _pipe(writer: Any) -> None:
-    os.mkfifo(writer.directory / _own_name(writer, "past"))
-
-
-def _adopts_a_link(writer: Any) -> None:
-    _link(writer)
-    writer.adopt(_own_name(writer, "past"))
-
-
-def _adopts_a_folder(writer: Any) -> None:
-    _folder(writer)
-    writer.adopt(_own_name(writer, "past"))
+def _adopts(writer: Any, make: Callable[[Any], None]) -> None:
+    make(writer)
+    writer.adopt(_own(writer, "past").name)
 
 
 def _appends(writer: Any) -> None:
-    writer.write(_own_name(writer, "changed"), b"abc")
-    with (writer.directory / _own_name(writer, "changed")).open("ab") as file:
+    writer.write(_own(writer, "changed").name, b"abc")
+    with _own(writer, "changed").open("ab") as file:
         file.write(b"more")
 
 
 def _removes(writer: Any) -> None:
-    writer.write(_own_name(writer, "changed"), b"abc")
-    (writer.directory / _own_name(writer, "changed")).unlink()
+    writer.write(_own(writer, "changed").name, b"abc")
+    _own(writer, "changed").unlink()
 
 
 def _replaces(writer: Any) -> None:
     _removes(writer)
-    (writer.directory / _own_name(writer, "changed")).symlink_to(sys.executable)
+    _link(writer, "changed")
 
 
 def _undigested(writer: Any) -> None:
-    name = _own_name(writer, "bare")
-    (writer.directory / name).write_bytes(b"abc")
+    _own(writer, "bare").write_bytes(b"abc")
+    name = _own(writer, "bare").name
     writer.files.append(FileRecord(name=name, size=3, rank=0, keys=1, digest="", segments=""))
+
+
+def _unfinished(writer: Any) -> None:
+    writer.create(_own(writer, "unfinished").name).append(3, lambda: [memoryview(b"abc")])
 
 
 def _marker(writer: Any) -> None:
@@ -273,16 +256,16 @@ def _marker(writer: Any) -> None:
 
 
 #: What a strategy may do to its files on every rank, and what of it the error names.
-MISDEEDS: dict[str, tuple[Callable[[Any], None], str]] = {
+MISDEEDS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "unfinished": (_unfinished, "begun and not finished: 'unfinished-{rank}'"),
-    "open": (_past_the_writer, "'past-{rank}'"),
-    "torch.save": (_torch_save, "'past-{rank}'"),
+    "open": (lambda writer: _own(writer, "past").write_bytes(b"past"), "'past-{rank}'"),
+    "torch.save": (lambda writer: torch.save({"a": 1}, _own(writer, "past")), "'past-{rank}'"),
     "process": (_by_a_process, "'past-{rank}'"),
     "folder": (_folder, "'past-{rank}' (a directory)"),
     "link": (_link, "'past-{rank}' (a symbolic link)"),
-    "pipe": (_pipe, "'past-{rank}' (a FIFO)"),
-    "adopted link": (_adopts_a_link, "past-{rank}"),
-    "adopted folder": (_adopts_a_folder, "past-{rank}"),
+    "pipe": (lambda writer: os.mkfifo(_own(writer, "past")), "'past-{rank}' (a FIFO)"),
+    "adopted link": (lambda writer: _adopts(writer, _link), "past-{rank}"),
+    "adopted folder": (lambda writer: _adopts(writer, _folder), "past-{rank}"),
     "appended": (_appends, "'changed-{rank}' had 3 bytes, and has 7"),
     "removed": (_removes, "'changed-{rank}' is gone"),
     "replaced": (_replaces, "'changed-{rank}' is now a symbolic link"),

@@ -161,12 +161,7 @@ class Damager:
 
     def files(self, count: int) -> Iterator[Finding]:
         """Cut, lengthen, lose, swap and replace whole files, and edit the manifests."""
-        for name in self._files:
-            for damage, change in CHANGES.items():
-                yield from self._change(damage, name, change)
-            content = (self._other / name).read_bytes()
-            if content != (self._path / name).read_bytes():
-                yield from self._change("of another step", name, lambda _, content=content: content)  # type: ignore[misc]
+        yield from self._change_files()
         for number, name in enumerate(self._files):
             for other in self._files[number + 1 :]:
                 yield self._swapped(name, other)
@@ -174,6 +169,13 @@ class Damager:
             for place, edited in _edits(json.loads((self._path / name).read_bytes())):
                 content = json.dumps(edited, indent=1 if name == RECORD else None).encode()
                 yield from self._change(f"edited: {place}", name, lambda _, content=content: content)  # type: ignore[misc]
+
+    def _change_files(self) -> Iterator[Finding]:
+        for name in self._files:
+            content = (self._other / name).read_bytes()
+            changes = {**CHANGES, "of another step": lambda _, content=content: content}  # type: ignore[misc]
+            for damage, change in changes.items():
+                yield from self._change(damage, name, change)
 
     def _data_files(self) -> list[str]:
         return [name for rank in range(WORLD) if (name := self._format.data_file(rank)) in self._files]

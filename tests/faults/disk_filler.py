@@ -1,9 +1,9 @@
 """Program: save to a disk that is as large as a save needs, or some pages or inodes smaller, and say what came of it.
 
-``python -m tests.faults.disk_filler FOLDER WHAT CASE COUNT WAY`` prints a report as JSON. ``WHAT`` runs out: ``pages``
-or ``inodes`` of a tmpfs that is mounted below the folder, which needs the right to mount. Its size is swept one by one
-from that of what is there to that of a whole save, or in ``COUNT`` steps. The forecast of space is off: here the system
-itself says that the disk is full, wherever in the save that is.
+``python -m tests.faults.disk_filler SCENARIO FOLDER WHAT CASE COUNT`` prints a report as JSON. ``WHAT`` runs out:
+``pages`` or ``inodes`` of a tmpfs that is mounted below the folder, which needs the right to mount. Its size is swept
+one by one from that of what is there to that of a whole save, or in ``COUNT`` steps. The forecast of space is off: here
+the system itself says that the disk is full, wherever in the save that is.
 """
 
 from __future__ import annotations
@@ -13,23 +13,17 @@ import os
 import subprocess
 import sys
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import torch
 
-from shardckpt import dist_checkpointing, settings
-from shardckpt.errors import CheckpointingException, NotACheckpointError
-from tests.faults import samples
-from tests.faults.behind import fork_workers, save_in
+from shardckpt import settings
+from shardckpt.errors import NotACheckpointError
+from tests.faults.behind import fork_workers
 from tests.faults.forks import fork, wait
-from tests.faults.stock_savers import SAVERS, differences
+from tests.faults.scenarios import NEW, Scenario, Small, Stock
+from tests.faults.stock_savers import SAVERS
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-OLD, NEW, LATER = 1, 2, 3
 PAGE = 4096
 #: Pages and inodes that are more than enough.
 ENOUGH = {"pages": 8192, "inodes": 4096}
@@ -57,25 +51,16 @@ class Full:
     beside: list[str]
 
 
-@dataclass(frozen=True)
-class Saver:
-    """How something saves, and what a load finds: a version, or None where nothing was saved."""
-
-    save: Callable[[Path, int, bool], None]
-    load: Callable[[Path], int | None]
-    refusals: tuple[type[BaseException], ...]
-
-
 class Filler:
     """Saves to one disk, again and again, each time of another size."""
 
-    def __init__(self, folder: Path, what: str, case: str, saver: Saver) -> None:
-        self._folder = folder
+    def __init__(self, scenario: Scenario, folder: Path, what: str, case: str) -> None:
+        self._scenario = scenario
+        self._told = folder / "ended"
         self._disk = folder / "disk"
         self._target = self._disk / "jobs" / "ckpt"
         self._what = what
-        self._case = case
-        self._saver = saver
+        self._is_fresh = case == "fresh"
         self._disk.mkdir()
 
     def sweep(self, count: int) -> list[Full]:
@@ -83,9 +68,9 @@ class Filler:
         with _mounted(self._disk):
             self._prepare()
             before = self._used()
-            self._saver.save(self._target, NEW, self._case != "fresh")
+            self._scenario.write(self._target, NEW, overwrite=not self._is_fresh)
             # an overwrite needs both until it has removed the old one, and a little for names
-            needed = self._used() + (before if self._case != "fresh" else 0) + 8
+            needed = self._used() + (0 if self._is_fresh else before) + 8
         sizes = list(range(max(before, 1), needed + 1))  # 0 is no limit
         if len(sizes) > count:
             sizes = sorted({sizes[n * (len(sizes) - 1) // (count - 1)] for n in range(count)})
@@ -104,42 +89,36 @@ class Filler:
 
     def _save(self) -> str:
         """How a save in a fork ends."""
-        told = self._folder / "ended"
-        told.unlink(missing_ok=True)
-        (status,) = wait([fork(partial(self._save_and_tell, told))], _TIMEOUT).values()
+        self._told.unlink(missing_ok=True)
+        (status,) = wait([fork(self._change)], _TIMEOUT).values()
         if status is None:
             return "hangs"
-        return told.read_text() if told.exists() else f"status {status}"
+        return self._told.read_text() if self._told.exists() else f"status {status}"
 
-    def _save_and_tell(self, told: Path) -> None:
-        try:
-            self._saver.save(self._target, NEW, self._case != "fresh")
-        except self._saver.refusals as exc:
-            told.write_text(f"refused: {type(exc).__name__}: {exc}")
-        except BaseException as exc:  # noqa: BLE001 - it is in the report
-            told.write_text(f"{type(exc).__name__}: {exc}")
-        else:
-            told.write_text("saved")
+    def _change(self) -> None:
+        fork_workers()
+        self._scenario.change_and_tell(self._target, self._told, overwrite=not self._is_fresh)
 
     def _state(self) -> str:
         try:
-            version = self._saver.load(self._target)
+            return self._scenario.find(self._target)
+        except NotACheckpointError:
+            return "absent"
         except BaseException as exc:  # noqa: BLE001 - it is in the report
             return f"refused: {type(exc).__name__}: {exc}"
-        return {OLD: "old", NEW: "new", None: "absent", 0: "mixed"}.get(version, f"save {version}")
 
     def _later(self) -> str:
         try:
-            self._saver.save(self._target, LATER, True)
-            found = self._saver.load(self._target)
+            expected = self._scenario.go_on(self._target)
         except BaseException as exc:  # noqa: BLE001 - it is in the report
             return f"{type(exc).__name__}: {exc}"
-        return "" if found == LATER else f"save {found}"
+        found = self._state()
+        return "" if found == expected else found
 
     def _prepare(self) -> None:
         self._target.parent.mkdir()
-        if self._case != "fresh":
-            self._saver.save(self._target, OLD, False)
+        if not self._is_fresh:
+            self._scenario.prepare(self._target)
 
     def _used(self) -> int:
         found = os.statvfs(self._disk)
@@ -176,51 +155,14 @@ def _run(*command: str) -> None:
         raise SystemExit(f"mounting is not permitted: {done.stderr.strip()}")
 
 
-def _save_ours(way: str, target: Path, version: int, overwrite: bool) -> None:
-    if version != NEW:
-        way = "foreground"
-    elif way == "process":
-        fork_workers()
-    save_in(way, target, samples.state_dict(version), overwrite=overwrite)
-
-
-def _load_ours(target: Path) -> int | None:
-    try:
-        found = samples.load(target)
-    except NotACheckpointError:
-        return None
-    return _version(found, samples.differences, found["iteration"])
-
-
-def _version(found: dict[str, Any], compare: Callable[[dict[str, Any], int], list[str]], version: Any) -> int:
-    return int(version) if not compare(found, int(version)) else 0
-
-
-def _make_saver(name: str) -> Saver:
-    if name not in SAVERS:
-        dist_checkpointing.load  # noqa: B018 - imported before forks
-        return Saver(partial(_save_ours, name), _load_ours, (CheckpointingException,))
-    save, load, marker = SAVERS[name]
-
-    def load_stock(target: Path) -> int | None:
-        if not (target / marker).exists():
-            return None
-        found = load(target)
-        return _version(found, differences, found["step"])
-
-    return Saver(lambda target, version, _: save(target, version), load_stock, (BaseException,))
-
-
 def main() -> None:
     """Print the report."""
     torch.set_num_threads(1)
-    folder, what, case, count, way = Path(sys.argv[1]), sys.argv[2], sys.argv[3], int(sys.argv[4]), sys.argv[5]
+    name, folder, what, case, count = sys.argv[1], Path(sys.argv[2]), sys.argv[3], sys.argv[4], int(sys.argv[5])
     os.environ[settings.SPACE_CHECK] = "0"
-    saver = _make_saver(way)
-    for overwrite in (False, True):  # what a first save and load import, the forks have
-        saver.save(folder / "warm", OLD, overwrite)
-    saver.load(folder / "warm")
-    found = Filler(folder, what, case, saver).sweep(count)
+    scenario = Stock(folder, name) if name in SAVERS else Small(folder, name)
+    scenario.warm_up(folder / "warm")
+    found = Filler(scenario, folder, what, case).sweep(count)
     json.dump([asdict(each) for each in found], sys.stdout)
 
 

@@ -13,11 +13,15 @@ import importlib
 import json
 import os
 import sys
+import tempfile
 import time
+from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+
+from tests.faults.forks import report_all
 
 TIMEOUT = dt.timedelta(seconds=60)
 _GLOO_THREAD = "pt_gloo_runloop"
@@ -51,17 +55,9 @@ def _import_room(room: str) -> int:
 
 
 def _threads(rooms: list[str]) -> None:
-    found: dict[str, int] = {}
-    for room in rooms:
-        read, write = os.pipe()
-        if os.fork() == 0:
-            os.write(write, str(_import_room(room)).encode())
-            os._exit(0)
-        os.close(write)
-        found[room] = int(os.read(read, 100) or b"-1")
-        os.close(read)
-        os.wait()
-    json.dump(found, sys.stdout)
+    with tempfile.TemporaryDirectory() as folder:
+        found = report_all([partial(_import_room, room) for room in rooms], Path(folder), 1)
+    json.dump(dict(zip(rooms, found, strict=True)), sys.stdout)
 
 
 def _job(folder: Path, rank: int, world: int) -> None:

@@ -8,12 +8,15 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import sys
+import threading
 import time
 import traceback
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    import random
     from collections.abc import Callable, Iterable, Sequence
     from pathlib import Path
 
@@ -45,6 +48,50 @@ def wait(pids: Iterable[int], seconds: float) -> dict[int, int | None]:
         os.waitpid(pid, 0)
         found[pid] = None
     return found
+
+
+class Child:
+    """A child of this process, with the methods of ``subprocess.Popen``."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+        self._lock = threading.Lock()
+
+    def poll(self) -> int | None:
+        """Its exit code; None while it runs."""
+        with self._lock:  # the thread that listens to a queue's process asks, too
+            if self.returncode is None:
+                ended, status = os.waitpid(self.pid, os.WNOHANG)
+                self.returncode = os.waitstatus_to_exitcode(status) if ended else None
+            return self.returncode
+
+    def wait(self, timeout: float = float("inf")) -> int:
+        """Its exit code, once it has ended."""
+        limit = time.monotonic() + timeout
+        while (code := self.poll()) is None:
+            if time.monotonic() > limit:
+                raise subprocess.TimeoutExpired("a fork", timeout)
+            time.sleep(0.002)
+        return code
+
+    def kill(self) -> None:
+        """End it, if it lives."""
+        if self.poll() is None:
+            os.kill(self.pid, signal.SIGKILL)
+
+
+def kill_at_random(pids: Sequence[int], chance: random.Random) -> None:
+    """Kill all of these children at once, or one of them a moment before the others, and wait for their ends."""
+    first = chance.choice([*pids, None])
+    if first is not None:
+        os.kill(first, signal.SIGKILL)
+        time.sleep(chance.uniform(0, 0.1))
+    for pid in pids:
+        if pid != first:
+            os.kill(pid, signal.SIGKILL)
+    for pid in pids:
+        os.waitpid(pid, 0)
 
 
 def report_all(functions: Sequence[Callable[[], Any]], folder: Path, at_a_time: int) -> list[Any]:

@@ -1,8 +1,8 @@
 """Program: fail each file system call of a save once, and say how the save ended and what a load then finds.
 
-``python -m tests.faults.injector FOLDER CASE COUNT WAY`` prints a report as JSON, for ``COUNT`` pairs of a call and a
-fault, spread evenly. The calls are found, and children attached to, as ``killer`` does; strace answers the n-th call of
-a kind by an error, or by a count of bytes of which none was written (a lie that only digests can find).
+``python -m tests.faults.injector SCENARIO FOLDER CASE COUNT`` prints a report as JSON, for ``COUNT`` pairs of a call
+and a fault, spread evenly. The calls are found, and children attached to, as ``killer`` does; strace answers the n-th
+call of a kind by an error, or by a count of bytes of which none was written (a lie that only digests can find).
 """
 
 from __future__ import annotations
@@ -17,9 +17,8 @@ from typing import NamedTuple
 
 import torch
 
-from shardckpt.errors import CheckpointingException
-from tests.faults.behind import TracesWorker, save_in
-from tests.faults.killer import HARMLESS, NEW, OLD, TRIES, Killer, Point, sample, state_dict
+from tests.faults.killer import HARMLESS, TRIES, Killer, Point, sample
+from tests.faults.scenarios import Scenario, make_scenario
 
 ERRORS = ("EIO", "ENOSPC", "EDQUOT", "EROFS", "EINTR")
 #: What a write says that wrote nothing: all bytes, half of them, none.
@@ -77,13 +76,9 @@ class Ending:
 class Injector(Killer):
     """Saves over one case's directory, again and again, each time with another fault."""
 
-    #: What a saver may raise; anything else is reported by its class.
-    refusals: tuple[type[BaseException], ...] = (CheckpointingException,)
-
-    def __init__(self, folder: Path, case: str, way: str) -> None:
-        self._way = way
+    def __init__(self, scenario: Scenario, folder: Path, case: str) -> None:
         self._ended = folder / "ended"
-        super().__init__(folder, case)
+        super().__init__(scenario, folder, case)
 
     def faults(self) -> list[Fault]:
         """Every fault of every call that the main thread, or the thread that saves, makes on the directory."""
@@ -124,30 +119,7 @@ class Injector(Killer):
         )
 
     def _change(self) -> None:
-        try:
-            self._save_once()
-        except self.refusals as exc:
-            ended = f"refused: {type(exc).__name__}: {exc}"
-        except BaseException as exc:  # noqa: BLE001 - it is in the report
-            ended = f"{type(exc).__name__}: {exc}"
-        else:
-            ended = "saved"
-        try:
-            self._ended.write_text(ended)
-        except OSError:  # strace counts the calls of each thread: the fault may have waited for this one
-            self._ended.write_text(ended)
-
-    def _save_once(self) -> None:
-        save_in(self._way, self._target(), state_dict(NEW), overwrite=self._case != "fresh")
-
-    def _warm_up(self) -> None:
-        super()._warm_up()
-        way = "request" if self._way == "process" else self._way
-        save_in(way, self._folder / "warm", state_dict(OLD), overwrite=True)
-
-
-class WorkerInjector(TracesWorker, Injector):
-    """Fails calls of a queue's process."""
+        self._scenario.change_and_tell(self._target(), self._ended, overwrite=not self._is_fresh)
 
 
 def choose(faults: list[Fault], count: int) -> list[Fault]:
@@ -176,18 +148,14 @@ def try_fault(injector: Injector, fault: Fault) -> Ending:
     return ending
 
 
-def report(injector: Injector, count: int) -> None:
+def main() -> None:
     """Print what the faults led to."""
+    torch.set_num_threads(1)
+    name, folder, case, count = sys.argv[1], Path(sys.argv[2]), sys.argv[3], int(sys.argv[4])
+    injector = Injector(make_scenario(name, folder), folder, case)
     faults = injector.faults()
     endings = [try_fault(injector, fault) for fault in choose(faults, count)]
     json.dump({"faults": len(faults), "endings": [asdict(ending) for ending in endings]}, sys.stdout)
-
-
-def main() -> None:
-    """Print the report."""
-    torch.set_num_threads(1)
-    folder, case, count, way = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), sys.argv[4]
-    report((WorkerInjector if way == "process" else Injector)(folder, case, way), count)
 
 
 if __name__ == "__main__":

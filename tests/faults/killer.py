@@ -1,10 +1,10 @@
-"""Program: kill a save at every file system call that touches its directory, and say what a load then finds.
+"""The driver of kills: end a change of a checkpoint at every file system call on its paths; say what a load then finds.
 
-``python -m tests.faults.killer FOLDER CASE COUNT`` prints a report as JSON; ``changes`` for a count: at each call that
-changes what is on disk, since a kill at another one leaves what a kill at the next of these does. torch is imported
-once; each point is a forked child that stops itself, gets strace attached, goes on, and dies at the n-th call of a
-kind. Calls are counted per kind and thread, as strace does, so everything lazy is done before. For a call of the main
-thread strace follows no other; those of a thread that saves have numbers of their own (see ``behind``).
+``python -m tests.faults.killer SCENARIO FOLDER CASE COUNT`` prints a report as JSON. What is changed, and how, is a
+scenario's (see ``scenarios``). torch is imported once; each point is a forked child that stops itself, gets strace
+attached, goes on, and dies at the n-th call of a kind. Calls are counted per kind and thread, as strace does, so
+everything lazy is done before. For a call of the main thread strace follows no other; those of a thread that saves have
+numbers of their own (see ``behind``).
 """
 
 from __future__ import annotations
@@ -18,22 +18,20 @@ import subprocess
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from shardckpt import dist_checkpointing
 from shardckpt.commit.commit import list_replaced_checkpoints
-from shardckpt.dist_checkpointing import ShardedTensor
 from shardckpt.errors import CheckpointingException, IncompleteCheckpointError, NotACheckpointError
-from tests.faults import samples
-from tests.faults.forks import fork, wait
+from tests.faults.forks import wait
+from tests.faults.scenarios import VERSIONS, make_scenario
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-OLD, NEW, LATER = 1, 2, 3
-FOREIGN = {"notes.txt": b"not the checkpoint's", "logs/run.log": b"kept too"}
+    from tests.faults.scenarios import Scenario
+
 #: Case → options that strace gets besides the kill.
 CASES: dict[str, tuple[str, ...]] = {
     "fresh": (),
@@ -49,8 +47,6 @@ _CALL = re.compile(r"^(?:(?P<thread>\d+) +)?(?P<call>\w+)\(")
 _CHANGES = re.compile(
     r"^(mkdir|write|pwrite|fallocate|fsync|fdatasync|rename|link|unlink|rmdir|symlink|truncate|ftruncate)"
 )
-#: Elements of a tensor of 3 MiB: what holds it is allocated ahead, written past the page cache, and cut in the end.
-_LARGE = 3 << 18
 
 
 class Point(NamedTuple):
@@ -90,21 +86,24 @@ class Outcome:
 
 
 class Killer:
-    """Saves over one case's directory, again and again, each to another end."""
+    """Runs a scenario over one case's directory, again and again, each time to another end."""
 
-    def __init__(self, folder: Path, case: str) -> None:
+    def __init__(self, scenario: Scenario, folder: Path, case: str) -> None:
+        self._scenario = scenario
         self._folder = folder
         self._case = case
+        self._is_fresh = case == "fresh"
         self._pristine = folder / "pristine"
         self._run = folder / "run"
         self._trace = folder / "trace"
         self._traced = 0
         self._pristine.mkdir(exist_ok=True)
-        self._prepare()
-        for name, content in FOREIGN.items() if case != "fresh" else ():
-            (self._pristine / "ckpt" / name).parent.mkdir(exist_ok=True)
-            (self._pristine / "ckpt" / name).write_bytes(content)
-        self._warm_up()
+        if not self._is_fresh:
+            scenario.prepare(self._pristine / "ckpt")
+            for name, content in scenario.foreign.items():
+                (self._pristine / "ckpt" / name).parent.mkdir(exist_ok=True)
+                (self._pristine / "ckpt" / name).write_bytes(content)
+        scenario.warm_up(folder / "warm")
 
     def points(self) -> list[Point]:
         """Every call of an undisturbed save that touches the directory."""
@@ -153,7 +152,7 @@ class Killer:
 
     def _target(self) -> Path:
         """A fresh save makes the directory above its target too."""
-        return self._run / "jobs" / "ckpt" if self._case == "fresh" else self._run / "ckpt"
+        return self._run / "jobs" / "ckpt" if self._is_fresh else self._run / "ckpt"
 
     def _beside(self) -> list[str]:
         """Names beside the target."""
@@ -186,39 +185,23 @@ class Killer:
 
     def _start(self) -> tuple[int, list[int]]:
         """Fork what is killed; the stopped process that strace is attached to, and the children that are waited for."""
-        pid = fork(self._change, stopped=True)
-        return pid, [pid]
-
-    def _prepare(self) -> None:
-        """Make what stands at the target before."""
-        if self._case != "fresh":
-            dist_checkpointing.save(state_dict(OLD), self._pristine / "ckpt")
+        return self._scenario.start(self._change)
 
     def _change(self) -> None:
         """What is killed."""
-        dist_checkpointing.save(state_dict(NEW), self._target(), overwrite=self._case != "fresh")
+        self._scenario.change(self._target(), overwrite=not self._is_fresh)
 
     def _state(self) -> str:
         """What the target holds, as a load sees it."""
         try:
-            found = self._found(self._target())
+            found = self._scenario.find(self._target())
         except NotACheckpointError:
             return "absent"
         except IncompleteCheckpointError as exc:
             return self._incomplete(str(exc))
         except CheckpointingException as exc:
             return f"{type(exc).__name__}: {exc}"
-        if found not in ("old", "new"):
-            return found
-        return found if self._foreign_kept() else f"{found}, but other files are lost"
-
-    def _found(self, directory: Path) -> str:
-        """What a load gives: old, new, or how it is neither."""
-        loaded = load(directory)
-        for name, version in (("old", OLD), ("new", NEW)):
-            if not differences(loaded, version):
-                return name
-        return f"mixed: not new in {differences(loaded, NEW)}"
+        return found if found not in VERSIONS or self._foreign_kept() else f"{found}, but other files are lost"
 
     def _incomplete(self, message: str) -> str:
         """After a save that was not published: nothing stands at the target, and the message says what to do."""
@@ -232,58 +215,28 @@ class Killer:
         copy = self._folder / "copy"
         shutil.rmtree(copy, ignore_errors=True)
         shutil.copytree(aside[-1], copy)
-        found = self._found(copy)
+        found = self._scenario.find(copy)
         return "set aside" if found == "old" else f"set aside, and {found}"
 
     def _foreign_kept(self) -> bool:
-        if self._case == "fresh":
+        if self._is_fresh:
             return True
-        return all((self._target() / name).read_bytes() == content for name, content in FOREIGN.items())
+        files = {self._target() / name: content for name, content in self._scenario.foreign.items()}
+        return all(path.exists() and path.read_bytes() == content for path, content in files.items())
 
     def _later(self) -> str:
-        """Nothing if the next save to the path succeeds and loads, else what is wrong."""
+        """Nothing if the next change of the path succeeds, and leaves what it must, else what is wrong."""
         try:
-            dist_checkpointing.save(state_dict(LATER), self._target(), overwrite=True)
-            wrong = differences(load(self._target()), LATER)
-        except CheckpointingException as exc:
+            expected = self._scenario.go_on(self._target())
+        except self._scenario.errors as exc:
             return f"{type(exc).__name__}: {exc}"
-        lost = "" if self._foreign_kept() else "other files are lost"
-        return f"wrong values in {wrong}" if wrong else lost
+        found = self._state()
+        return "" if found == expected else found
 
     def _anonymous(self, line: str) -> str:
         """A traced call without what differs from run to run: process id, save ids, addresses, other threads' calls."""
         line = re.sub(r"^\d+ +", "", line).replace(str(self._run), "RUN").removesuffix(" <unfinished ...>")
         return re.sub(r"[0-9a-f]{32}|0x[0-9a-f]+", "*", line)
-
-    def _warm_up(self) -> None:
-        """Do everything once that a first save or load does lazily, in this process."""
-        scratch = self._folder / "warm"
-        for overwrite in (False, True):
-            dist_checkpointing.save(state_dict(OLD), scratch, overwrite=overwrite)
-        load(scratch)
-
-
-def state_dict(version: int, rank: int = 0, world: int = 1) -> dict[str, Any]:
-    """A rank's part of the samples of save number ``version``, and of a large tensor."""
-    large = ShardedTensor.from_rank_offsets("large", _large(version).chunk(world)[rank].clone(), (0, rank, world))
-    return {**samples.state_dict(version, rank, world), "large": large}
-
-
-def load(directory: Path) -> dict[str, Any]:
-    """What the checkpoint stores of them."""
-    wanted = {**samples.template(), "large": ShardedTensor.from_rank_offsets("large", torch.full((_LARGE,), -7.0))}
-    return dist_checkpointing.load(wanted, directory)
-
-
-def differences(loaded: dict[str, Any], version: int) -> list[str]:
-    """Where they are not, bit for bit, what save number ``version`` had."""
-    small = {key: value for key, value in loaded.items() if key != "large"}
-    same = torch.equal(loaded["large"], _large(version))
-    return [*samples.differences(small, version), *([] if same else ["large"])]
-
-
-def _large(version: int) -> torch.Tensor:
-    return torch.arange(_LARGE, dtype=torch.float32) + version
 
 
 def _head(line: str) -> str:
@@ -307,14 +260,13 @@ def _spread(points: list[Point], count: int) -> list[Point]:
     return [points[index * (len(points) - 1) // max(1, count - 1)] for index in range(count)]
 
 
-def main(kind: type[Killer] = Killer) -> None:
+def main() -> None:
     """Print the report."""
-    folder, case, count = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
+    scenario, folder, case, count = sys.argv[1], Path(sys.argv[2]), sys.argv[3], int(sys.argv[4])
     torch.set_num_threads(1)
-    killer = kind(folder, case)
+    killer = Killer(make_scenario(scenario, folder), folder, case)
     points = killer.points()
-    changes = [point for point in points if point.changes]
-    outcomes = [killer.try_point(point) for point in (changes if count == "changes" else sample(points, int(count)))]
+    outcomes = [killer.try_point(point) for point in sample(points, count)]
     report = {"points": [point._asdict() for point in points], "outcomes": [asdict(outcome) for outcome in outcomes]}
     json.dump(report, sys.stdout)
 

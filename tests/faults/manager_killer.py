@@ -10,17 +10,17 @@ import json
 import os
 import random
 import re
-import signal
 import sys
 import tempfile
 import time
-import traceback
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from tests.faults.forks import fork, kill_at_random
 from tests.manager.training import Training
 from tests.remote.servers import request
 
@@ -44,27 +44,12 @@ class Victim:
     def start(self, until: int) -> list[int]:
         """Fork the ranks; their process ids."""
         store = tempfile.mktemp(prefix="store-", dir=self._log.parent)
-        pids = []
-        for rank in range(RANKS):
-            pid = os.fork()
-            if not pid:
-                self._be(rank, store, until)
-            pids.append(pid)
-        return pids
+        return [fork(partial(self._be_rank, rank, store, until)) for rank in range(RANKS)]
 
-    def _be(self, rank: int, store: str, until: int) -> None:
-        code = 1
-        try:
-            dist.init_process_group(
-                "gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS, timeout=_TIMEOUT
-            )
-            self._train(until)
-            dist.destroy_process_group()
-            code = 0
-        except BaseException:  # noqa: BLE001 - whatever it is, the fork must not go on as its parent
-            traceback.print_exc()
-        finally:
-            os._exit(code)
+    def _be_rank(self, rank: int, store: str, until: int) -> None:
+        dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS, timeout=_TIMEOUT)
+        self._train(until)
+        dist.destroy_process_group()
 
     def _train(self, until: int) -> None:
         training = Training(self._folder, async_mode=self._mode, keep_latest_k=3)
@@ -96,19 +81,6 @@ def list_files(folder: str) -> list[str]:
     return re.findall(f"<Key>{prefix}/([^<]*)</Key>", answer)
 
 
-def kill(pids: list[int], chance: random.Random) -> None:
-    """Kill all ranks at once, or one of them first."""
-    first = chance.choice([*pids, None])
-    if first is not None:
-        os.kill(first, signal.SIGKILL)
-        time.sleep(chance.uniform(0, 0.1))
-    for pid in pids:
-        if pid != first:
-            os.kill(pid, signal.SIGKILL)
-    for pid in pids:
-        os.waitpid(pid, 0)
-
-
 def lines(log: Path) -> list[dict[str, Any]]:
     """What rank 0 has told; of a line that it was killed in the middle of, nothing."""
     return [json.loads(line) for line in log.read_text().splitlines() if line.endswith("}")]
@@ -128,7 +100,7 @@ def main() -> None:
         while len(lines(log)) == told:  # until it has resumed: before that there is nothing to interrupt
             time.sleep(0.005)
         time.sleep(chance.uniform(0, 0.8))
-        kill(pids, chance)
+        kill_at_random(pids, chance)
         if folder.startswith("s3://"):
             time.sleep(0.3)  # a server goes on with the request that it has when its client is killed
         newest.append(committed(folder))

@@ -1,13 +1,12 @@
 """Program: record a save by strace, cut the power after each of its calls, and say what a load then finds.
 
-``python -m tests.faults.power_cutter FOLDER CASE COUNT SEEDS WAY`` prints a report as JSON: ``COUNT`` states of the
-disk, spread evenly over all calls and over what may be left of what was not fsynced (see ``disk_model``).
+``python -m tests.faults.power_cutter SCENARIO FOLDER CASE COUNT SEEDS`` prints a report as JSON: ``COUNT`` states of
+the disk, spread evenly over all calls and over what may be left of what was not fsynced (see ``disk_model``).
 """
 
 from __future__ import annotations
 
 import json
-import os
 import random
 import re
 import shutil
@@ -17,9 +16,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from tests.faults.behind import fork_workers, save_in
+from tests.faults.behind import fork_workers
 from tests.faults.disk_model import Directory, Disk, File, policies
-from tests.faults.killer import NEW, OLD, Killer, state_dict
+from tests.faults.killer import Killer
+from tests.faults.scenarios import Scenario, make_scenario
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -50,10 +50,6 @@ class Call(NamedTuple):
 
 class PowerCutter(Killer):
     """Records one save of a case, and loads what power cuts leave."""
-
-    def __init__(self, folder: Path, case: str, way: str) -> None:
-        self._way = way
-        super().__init__(folder, case)
 
     def states(self, count: int, seeds: int) -> list[dict[str, str]]:
         """What was found after ``count`` cuts."""
@@ -95,17 +91,13 @@ class PowerCutter(Killer):
         replayed = {re.sub(r"[0-9a-f]{32}-[0-9a-f]+", "*", str(p.relative_to(self._run))) for p in self._run.rglob("*")}
         return ", ".join(sorted(real ^ replayed))
 
-    def _change(self) -> None:
-        if self._way == "no fsync":  # of this child: a save that the cuts must find out
-            os.fsync = lambda _: None
-        if self._way == "process":
-            fork_workers()
-        save_in(self._way, self._target(), state_dict(NEW), overwrite=self._case != "fresh")
+    def _start(self) -> tuple[int, list[int]]:
+        """Trace all processes of the job: it forks those of queues."""
+        return Scenario.start(self._scenario, self._record)
 
-    def _warm_up(self) -> None:
-        super()._warm_up()
-        way = "request" if self._way == "process" else self._way
-        save_in(way, self._folder / "warm", state_dict(OLD), overwrite=True)
+    def _record(self) -> None:
+        fork_workers()
+        self._change()
 
 
 class Replay:
@@ -228,8 +220,8 @@ def _decode(text: str) -> str:
 def main() -> None:
     """Print the report."""
     torch.set_num_threads(1)
-    folder, case, count, seeds, way = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4]), sys.argv[5]
-    json.dump(PowerCutter(folder, case, way).states(count, seeds), sys.stdout)
+    name, folder, case, count, seeds = sys.argv[1], Path(sys.argv[2]), sys.argv[3], int(sys.argv[4]), int(sys.argv[5])
+    json.dump(PowerCutter(make_scenario(name, folder), folder, case).states(count, seeds), sys.stdout)
 
 
 if __name__ == "__main__":

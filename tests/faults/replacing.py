@@ -216,20 +216,3 @@ def load_foreign_between(place: str) -> int | list[str]:
     dist.barrier()
     with At(scene, rank):
         return load_plain_dcp(scene.target)
-
-
-__all__ = [
-    "NEW",
-    "OLD",
-    "At",
-    "Scene",
-    "always_replaced",
-    "load_by_ranks",
-    "load_foreign_between",
-    "load_plain_dcp",
-    "plain_dcp",
-    "read_while_overwritten",
-    "replaced_on_each_rank",
-    "save_both",
-    "version_of",
-]

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from shardckpt import settings
 from tests import programs
 from tests.faults.chaos.names import OURS, THEIRS, merge_scores
-from tests.faults.deaths import GROUP_TIMEOUT
+from tests.faults.deaths import StepJob
 from tests.faults.injector import LIES
 from tests.faults.mutations import MUTATIONS as _MUTATIONS
 from tests.faults.mutations import check_baseline, try_mutation
@@ -145,7 +145,7 @@ def outcome_of_lost_rank(what: Scenario, report: dict[str, Any]) -> str:
         check_checkpoint(what, report)
     except AssertionError:
         return "wrong checkpoint"
-    return "named" if report["seconds"] <= GROUP_TIMEOUT + _GRACE else "late"
+    return "named" if report["seconds"] <= StepJob.timeout + _GRACE else "late"
 
 
 def outcome_of_request(report: dict[str, Any]) -> str:
@@ -188,13 +188,13 @@ def outcome_of_slow_disk(found: dict[str, Any], victim: int, world: int, seconds
         return "hang"
     if found["state"] not in ("old", "new") or found["later"] or found["beside"]:
         return "wrong checkpoint"
-    if seconds < GROUP_TIMEOUT:
+    if seconds < StepJob.timeout:
         return "saved" if found["state"] == "new" and not any(kind for kind, _, _ in told.values()) else "not named"
     others = [told[rank] for rank in told if int(rank) != victim]
-    expected = f"rank {victim} did not answer within {GROUP_TIMEOUT:g} s"
+    expected = f"rank {victim} did not answer within {StepJob.timeout:g} s"
     if not all(kind == "CommunicationError" and text.startswith(expected) for kind, text, _ in others):
         return "not named"
-    return "late" if max(after for _, _, after in others) > GROUP_TIMEOUT + _GRACE else "named"
+    return "late" if max(after for _, _, after in others) > StepJob.timeout + _GRACE else "named"
 
 
 def outcome_of_local(report: dict[str, Any]) -> str:
@@ -255,19 +255,16 @@ def _run(
     return json.loads(done.stdout)
 
 
-def _crash(
-    threat: str, subject: str, case: str, way: str, program: tuple[str, ...], points: int
-) -> tuple[Counter[str], str]:
+#: The program of each set of crashes, and what it is told besides the count of points.
+_PROGRAMS = {"kills": ("killer", ()), "io": ("injector", ()), "power": ("power_cutter", (str(_SEEDS),))}
+
+
+def _crash(threat: str, subject: str, scenario: str, case: str, points: int) -> tuple[Counter[str], str]:
     """Run the program of kills, errors or power cuts."""
-    module, *before = program
-    stands = case.removeprefix(f"{before[0] if module == 'operation_killer' else way}, ")
-    more = {"kills": (), "io": (way,), "power": (str(_SEEDS), way)}[threat]
-    more = more[:1] if module == "stock_savers" else more
-    if threat == "power":
-        points = min(points, _MOST_CUTS)
+    program, more = _PROGRAMS[threat]
+    count = min(points, _MOST_CUTS) if threat == "power" else points
     with tempfile.TemporaryDirectory(prefix="faults-") as folder:
-        own = _find_format(subject)
-        report = _run(module, own, *before, folder, stands, str(points), *more)
+        report = _run(program, _find_format(subject), scenario, folder, case, str(count), *more)
     if threat == "kills":
         return Counter(outcome_of_kill(found, case) for found in report["outcomes"]), ""
     if threat == "io":
@@ -280,15 +277,16 @@ def _find_format(subject: str) -> str:
     return subject if subject in (*_OURS, *_LIKE_OURS) else "torch_dist"
 
 
-def _crash_set(threat: str, subject: str, case: str, *program: str, way: str = "foreground") -> FaultSet:
-    name = case if way == "foreground" else f"{way}, {case}"
-    return FaultSet(threat, subject, name, CRASHES, partial(_crash, threat, subject, name, way, program))
+def _crash_set(threat: str, subject: str, case: str, scenario: str = "foreground") -> FaultSet:
+    """A row of a scenario, which is named where the subject does not name it."""
+    name = case if scenario in ("foreground", "tree", "storage writer", *_SAVERS) else f"{scenario}, {case}"
+    return FaultSet(threat, subject, name, CRASHES, partial(_crash, threat, subject, scenario, case))
 
 
 def _fill_disk(subject: str, what: str, case: str, way: str, points: int) -> tuple[Counter[str], str]:
     with tempfile.TemporaryDirectory(prefix="faults-") as folder:
         most = str(points if points > 1 else 2)
-        found = _run("disk_filler", _find_format(subject), folder, what, case, most, way)
+        found = _run("disk_filler", _find_format(subject), way, folder, what, case, most)
     must_say_so = subject not in _SAVERS
     return Counter(outcome_of_full_disk(each, case, must_say_so=must_say_so) for each in found), ""
 
@@ -351,7 +349,7 @@ def _lose_ranks(subject: str, scenarios: list[Scenario], points: int) -> tuple[C
     if len(scenarios) > points:
         scenarios = scenarios[:: -(-len(scenarios) // points)]
     with tempfile.TemporaryDirectory(prefix="faults-") as folder:
-        found = _run("deaths", subject, folder, text=json.dumps(scenarios))
+        found = _run("deaths", subject, "step", folder, text=json.dumps(scenarios))
     outcomes = Counter(outcome_of_lost_rank(*each) for each in zip(scenarios, found, strict=True))
     slowest = max(report["seconds"] for report in found)
     return outcomes, f"the slowest error came {slowest:.1f} s after the rank was lost"
@@ -407,7 +405,7 @@ _MUTANTS = 500
 #: Seconds beyond the group's timeout in which all must have raised.
 _GRACE = 2.0
 
-#: Operations of ``operation_killer``, and what stands before.
+#: Scenarios that are no save in the foreground, and what stands before.
 _OPERATIONS = {
     "thread": _CASES,
     "process": _CASES,
@@ -427,9 +425,9 @@ _OPERATIONS = {
 def _kills() -> list[FaultSet]:
     found = []
     for subject in _OURS:
-        found += [_crash_set("kills", subject, case, "killer") for case in (*_CASES, "existing, no exchange")]
+        found += [_crash_set("kills", subject, case) for case in (*_CASES, "existing, no exchange")]
         found += [
-            _crash_set("kills", subject, f"{operation}, {case}", "operation_killer", operation)
+            _crash_set("kills", subject, case, operation)
             for operation, cases in _OPERATIONS.items()
             if operation != "migrate" or subject == "torch_dist"
             for case in cases
@@ -437,18 +435,18 @@ def _kills() -> list[FaultSet]:
         found.append(FaultSet("kills", subject, "local checkpoints", CRASHES, partial(_crash_local, subject)))
         found.append(FaultSet("kills", subject, "URL, fresh", CRASHES, partial(_crash_upload, subject, 2, "flat")))
     for subject in _LIKE_OURS:
-        found += [_crash_set("kills", subject, case, "killer") for case in _CASES]
+        found += [_crash_set("kills", subject, case) for case in _CASES]
         found += [
-            _crash_set("kills", subject, f"{operation}, existing", "operation_killer", operation)
+            _crash_set("kills", subject, "existing", operation)
             for operation in ("thread", "process", "training", "rank 1 of 2")
         ]
-    found += [_crash_set("kills", "a tree of files", case, "tree_killer") for case in _CASES]
-    found += [_crash_set("kills", "dcp.save by our writer", case, "dcp_killer") for case in _CASES]
+    found += [_crash_set("kills", "a tree of files", case, "tree") for case in _CASES]
+    found += [_crash_set("kills", "dcp.save by our writer", case, "storage writer") for case in _CASES]
     return found
 
 
 def _stock(threat: str) -> list[FaultSet]:
-    return [_crash_set(threat, saver, case, "stock_savers", saver, threat) for saver in _SAVERS for case in _CASES]
+    return [_crash_set(threat, saver, case, saver) for saver in _SAVERS for case in _CASES]
 
 
 def _full_disks() -> list[FaultSet]:
@@ -489,21 +487,21 @@ def list_sets() -> list[FaultSet]:
         *_kills(),
         *_stock("kills"),
         *(
-            _crash_set("io", subject, case, "injector", way=way)
+            _crash_set("io", subject, case, way)
             for subject in _OURS
             for way in ("foreground", "thread", "process")
             for case in _CASES
         ),
-        *(_crash_set("io", subject, case, "injector") for subject in _LIKE_OURS for case in _CASES),
+        *(_crash_set("io", subject, case) for subject in _LIKE_OURS for case in _CASES),
         *_stock("io"),
         *_full_disks(),
         *(
-            _crash_set("power", subject, case, "power_cutter", way=way)
+            _crash_set("power", subject, case, way)
             for subject in _OURS
             for way in ("foreground", "thread", "process")
             for case in _CASES
         ),
-        *(_crash_set("power", subject, case, "power_cutter") for subject in _LIKE_OURS for case in _CASES),
+        *(_crash_set("power", subject, case) for subject in _LIKE_OURS for case in _CASES),
         *_stock("power"),
         *(
             FaultSet("damage", subject, case, DAMAGE, partial(_damage, subject, case))

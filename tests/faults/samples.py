@@ -8,6 +8,7 @@ import torch
 
 from shardckpt import dist_checkpointing
 from shardckpt.dist_checkpointing import ShardedObject, ShardedTensor
+from tests.states import rank_and_size
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -71,6 +72,17 @@ def differences(loaded: dict[str, Any], version: int, rank: int = 0, world: int 
 def load(directory: Path, rank: int = 0, world: int = 1, **options: Any) -> dict[str, Any]:
     """This rank's part of what the checkpoint stores."""
     return dist_checkpointing.load(template(rank, world), directory, **options)
+
+
+def save(directory: Path | str, version: int, **options: Any) -> None:
+    """Collective: save this rank's part."""
+    dist_checkpointing.save(state_dict(version, *rank_and_size()), directory, **options)
+
+
+def find_wrong(directory: Path, version: int) -> list[str]:
+    """Collective: where a load gives this rank something else than save number ``version`` had."""
+    rank, world = rank_and_size()
+    return differences(load(directory, rank, world), version, rank, world)
 
 
 def listing(directory: Path) -> dict[str, bytes]:

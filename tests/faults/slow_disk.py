@@ -15,17 +15,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from shardckpt.errors import CheckpointingException
-from tests.faults.deaths import GROUP_TIMEOUT
-from tests.faults.killer import Point, sample
-from tests.faults.operation_killer import RankKiller
+from tests.faults.deaths import StepJob
+from tests.faults.killer import Killer, Point, sample
+from tests.faults.scenarios import Ranks
 
 _HELD = re.compile(r"^(\d+\.\d+) .*\(DELAYED\)", re.MULTILINE)
 _SLOW = ("fsync", "rename", "pwritev2", "pwrite64", "renameat2", "mkdir")
 
 
-class SlowDisk(RankKiller):
+class SlowDisk(Killer):
     """Saves by some ranks, of which one has a disk that answers late, once."""
 
     def outcomes(self, count: int, seconds: float) -> list[dict[str, Any]]:
@@ -54,12 +55,13 @@ class SlowDisk(RankKiller):
             "beside": self._beside(),
         }
 
-    def _save_as_rank(self, rank: int) -> None:
+    def _change(self) -> None:
         kind, message = "", ""
         try:
-            super()._save_as_rank(rank)
+            super()._change()
         except CheckpointingException as exc:
             kind, message = type(exc).__name__, str(exc)
+        rank = dist.get_rank()
         told = self._folder / f"new{rank}"
         told.write_text(json.dumps([kind, message, time.time()]))
         told.rename(self._folder / f"told{rank}")
@@ -70,7 +72,7 @@ def main() -> None:
     torch.set_num_threads(1)
     rank, world, seconds = int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
     folder, case, count = Path(sys.argv[4]), sys.argv[5], int(sys.argv[6])
-    slow = SlowDisk(folder, case, rank, world, GROUP_TIMEOUT)
+    slow = SlowDisk(Ranks(folder, rank, world, StepJob.timeout), folder, case)
     json.dump(slow.outcomes(count, seconds), sys.stdout)
 
 

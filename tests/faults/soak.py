@@ -31,7 +31,7 @@ from shardckpt.async_save import AsyncCallsQueue
 from shardckpt.errors import CheckpointingException
 from tests import backends
 from tests.faults import samples
-from tests.faults.forks import fork, wait
+from tests.faults.forks import fork, kill_at_random, wait
 
 WORLD = 2
 _TIMEOUT = 60.0
@@ -139,15 +139,7 @@ class Soak:
         while self._returned()[0] == begin[0] and time.monotonic() < started + _TIMEOUT:
             time.sleep(0.01)  # before the first save has returned, most of the time is that of the group's start
         time.sleep(self._chance.uniform(0, 0.6))
-        first = self._chance.choice([*pids, None])
-        if first is not None:
-            os.kill(first, signal.SIGKILL)
-            time.sleep(self._chance.uniform(0, 0.1))
-        for pid in pids:
-            if pid != first:
-                os.kill(pid, signal.SIGKILL)
-        for pid in pids:
-            os.waitpid(pid, 0)
+        kill_at_random(pids, self._chance)
         count, last = self._returned()
         if count == begin[0]:
             return "hang", last

@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from tests.faults.damager import CHANGES, Finding, flipped
+from tests.faults.damager import Damager, Finding
 from tests.faults.stock_savers import SAVERS, differences, state
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 
-class StockDamager:
+class StockDamager(Damager):
     """Damages a save of version 1, again and again."""
 
     def __init__(self, saver: str, folder: Path) -> None:
@@ -31,6 +31,7 @@ class StockDamager:
         self._path, self._other = folder / "1", folder / "2"
         save(self._path, 1)
         save(self._other, 2)
+        self._files = sorted(path.name for path in self._path.iterdir())
 
     def payload(self, count: int) -> Iterator[Finding]:
         """Flip bits of the largest tensor."""
@@ -39,24 +40,14 @@ class StockDamager:
         begin = path.read_bytes().index(bits)
         generator = random.Random(path.name)
         drawn = [generator.randrange(8 * begin, 8 * (begin + len(bits))) for _ in range(count)]
-        for bit in flipped(path, drawn):
-            yield self._find(f"bit {bit}", path.name, "large")
+        return self._flips(path.name, drawn, "large")
 
     def files(self, count: int) -> Iterator[Finding]:
         """Cut, lengthen, lose and replace whole files."""
-        for path in sorted(self._path.iterdir()):
-            whole = path.read_bytes()
-            another = (self._other / path.name).read_bytes()
-            changes = {**CHANGES, "of another step": lambda _, another=another: another}  # type: ignore[misc]
-            for damage, change in changes.items():
-                content = change(whole)
-                if content == whole:
-                    continue
-                path.unlink() if content is None else path.write_bytes(content)
-                yield self._find(damage, path.name)
-                path.write_bytes(whole)
+        return self._change_files()
 
-    def _find(self, damage: str, file: str, key: str = "") -> Finding:
+    def _find(self, damage: str, files: list[str], key: str = "") -> Finding:
+        (file,) = files
         try:
             wrong = differences(self._load(self._path), 1)
             load = f"WRONG: {wrong}" if wrong else ""

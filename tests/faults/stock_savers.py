@@ -1,29 +1,18 @@
-"""Program: the fault sets over savers that are not ours, for comparison: plain DCP, and ``torch.save`` to one file.
+"""Savers that are not ours, for comparison: plain DCP, and ``torch.save`` to one file.
 
-``python -m tests.faults.stock_savers SAVER SET FOLDER CASE COUNT [SEEDS]`` prints the report of the set's program:
-``kills``, ``io`` or ``power``. A save is one call, as their documents show it; values, calls and verdicts are those of
-``killer``: old, new, a mixture, or a load that is refused.
+A save is one call, as their documents show it.
 """
 
 from __future__ import annotations
 
-import json
-import sys
-import warnings
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed.checkpoint as dcp
 
-from tests.faults import killer
-from tests.faults.injector import Injector
-from tests.faults.injector import report as report_endings
-from tests.faults.killer import LATER, NEW, OLD, Killer
-from tests.faults.power_cutter import PowerCutter
-
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
 _FILE = "state.pt"
 
@@ -75,75 +64,3 @@ def differences(loaded: dict[str, Any], version: int) -> list[str]:
     tensors = [key for key, value in expected.items() if isinstance(value, torch.Tensor)]
     wrong = [key for key in tensors if key not in loaded or not torch.equal(loaded[key], expected[key])]
     return [*wrong, *([] if loaded.get("step") == version else ["step"])]
-
-
-class Stock(Killer):
-    """Saves and loads by another saver; a mixin of the classes that kill, fail and cut."""
-
-    saver = ""
-
-    def _prepare(self) -> None:
-        if self._case != "fresh":
-            SAVERS[self.saver][0](self._pristine / "ckpt", OLD)
-
-    def _change(self) -> None:
-        self._save_once()
-
-    def _save_once(self) -> None:
-        SAVERS[self.saver][0](self._target(), NEW)
-
-    def _state(self) -> str:
-        if not (self._target() / SAVERS[self.saver][2]).exists():
-            return "absent"
-        try:
-            loaded = SAVERS[self.saver][1](self._target())
-        except BaseException as exc:  # noqa: BLE001 - DCP's CheckpointException is one; whatever it is, it is a refusal
-            return f"refused: {type(exc).__name__}: {exc}"
-        for name, version in (("old", OLD), ("new", NEW)):
-            if not differences(loaded, version):
-                return name if self._foreign_kept() else f"{name}, but other files are lost"
-        return f"mixed: not new in {differences(loaded, NEW)}"
-
-    def _later(self) -> str:
-        try:
-            SAVERS[self.saver][0](self._target(), LATER)
-            wrong = differences(SAVERS[self.saver][1](self._target()), LATER)
-        except BaseException as exc:  # noqa: BLE001 - the same
-            return f"{type(exc).__name__}: {exc}"
-        return f"wrong values in {wrong}" if wrong else ""
-
-    def _warm_up(self) -> None:
-        save, load, _ = SAVERS[self.saver]
-        for _ in range(2):
-            save(self._folder / "warm", OLD)
-        load(self._folder / "warm")
-
-
-class StockInjector(Stock, Injector):
-    """Fails calls."""
-
-    refusals = (BaseException,)
-    _change = Injector._change
-
-
-class StockCutter(Stock, PowerCutter):
-    """Cuts the power."""
-
-
-def main() -> None:
-    """Print the report."""
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    Stock.saver, threat = sys.argv[1], sys.argv[2]
-    folder, case, count = Path(sys.argv[3]), sys.argv[4], int(sys.argv[5])
-    if threat == "kills":
-        sys.argv[1:] = sys.argv[3:]
-        killer.main(Stock)
-    elif threat == "io":
-        report_endings(StockInjector(folder, case, "foreground"), count)
-    else:
-        json.dump(StockCutter(folder, case, "foreground").states(count, int(sys.argv[6])), sys.stdout)
-
-
-if __name__ == "__main__":
-    main()

@@ -20,17 +20,8 @@ pytest.importorskip("ckpt_chaos")
 pytest.importorskip("tests.faults.chaos.matrix")
 
 
-@pytest.mark.parametrize(
-    ("program", "ranks"),
-    [
-        ("shardckpt manager", 1),
-        ("shardckpt manager", 2),
-        ("shardckpt callback, Hugging Face Trainer", 1),
-        ("shardckpt callback, Hugging Face Trainer", 2),
-        ("shardckpt plugin, Lightning", 1),
-        ("shardckpt plugin, Lightning", 2),
-    ],
-)
+@pytest.mark.parametrize("program", OURS)
+@pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.proof
 def test_every_point_passes(tmp_path: Path, program: str, ranks: int) -> None:
     """After a kill at any event, on any rank, the training resumes at the newest whole step, to the same weights."""

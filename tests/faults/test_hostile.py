@@ -146,96 +146,77 @@ OBJECT_FIELD = dtype("V8", FIELD % OBJECTS)
 LONG_FIELD = dtype("V8", FIELD % dtype("S400", plain((3, "|", None, None, None, 400, 1, 0))))
 _F8 = dtype("f8", plain(PLAIN_STATE))
 
+#: A pickle, the errors that may refuse it, and what they must name.
+Hostile = tuple[bytes, tuple[str, ...], tuple[str, ...]]
+
+
+def unsafe(pickled: bytes, *texts: str) -> Hostile:
+    """A pickle that asks for what is not allowed."""
+    return pickled, (UNSAFE,), texts
+
+
+def corrupt(pickled: bytes, *texts: str) -> Hostile:
+    """A pickle that cannot be right."""
+    return pickled, (CORRUPT,), texts
+
+
+def opcodes(*parts: bytes) -> bytes:
+    """A pickle of parts."""
+    return b"\x80\x02" + b"".join(parts) + b"."
+
+
+RECONSTRUCT, NDARRAY = named("numpy.core.multiarray", "_reconstruct"), named("numpy", "ndarray")
 #: Arrays whose memory is not what they say.
-NUMPY_LIES: dict[str, tuple[bytes, tuple[str, ...], tuple[str, ...]]] = {
-    "an array over pointers": (
-        call("numpy", "ndarray", (1,), "O", POINTER),
-        ("UnsafePickleError",),
-        ("numpy.ndarray",),
+NUMPY_LIES: dict[str, Hostile] = {
+    "an array over pointers": unsafe(call("numpy", "ndarray", (1,), "O", POINTER), "numpy.ndarray"),
+    "objects that are bytes": corrupt(array(OBJECTS, POINTER), "numpy array"),
+    "a field of objects that are bytes": corrupt(array(OBJECT_FIELD, POINTER), "numpy array"),
+    "a field behind its record": corrupt(array(LONG_FIELD, bytes(8)), "numpy dtype"),
+    "more elements than bytes": corrupt(array(_F8, bytes(8), (1000,)), "numpy array"),
+    "a negative size": corrupt(array(_F8, bytes(8), (-1,)), "numpy array"),
+    "an array without state": corrupt(
+        opcodes(reduced(RECONSTRUCT, b"(" + NDARRAY + plain((10**11,)) + plain("b") + b"t")), "without its state"
     ),
-    "objects that are bytes": (array(OBJECTS, POINTER), ("CorruptCheckpointError",), ("numpy array",)),
-    "a field of objects that are bytes": (array(OBJECT_FIELD, POINTER), ("CorruptCheckpointError",), ("numpy array",)),
-    "a field behind its record": (array(LONG_FIELD, bytes(8)), ("CorruptCheckpointError",), ("numpy dtype",)),
-    "more elements than bytes": (array(_F8, bytes(8), (1000,)), ("CorruptCheckpointError",), ("numpy array",)),
-    "a negative size": (array(_F8, bytes(8), (-1,)), ("CorruptCheckpointError",), ("numpy array",)),
-    "an array without state": (
-        b"\x80\x02"
-        + reduced(
-            named("numpy.core.multiarray", "_reconstruct"),
-            b"(" + named("numpy", "ndarray") + plain((10**11,)) + plain("b") + b"t",
-        )
-        + b".",
-        ("CorruptCheckpointError",),
-        ("without its state",),
+    "a scalar of objects": corrupt(
+        opcodes(reduced(named("numpy.core.multiarray", "scalar"), OBJECTS + plain("x" * 8) + b"\x86")), "numpy scalar"
     ),
-    "a scalar of objects": (
-        b"\x80\x02" + reduced(named("numpy.core.multiarray", "scalar"), OBJECTS + plain("x" * 8) + b"\x86") + b".",
-        ("CorruptCheckpointError",),
-        ("numpy scalar",),
-    ),
-    "a state for a finished dtype": (
-        b"\x80\x02" + _F8 + plain(PLAIN_STATE) + b"b.",
-        ("UnsafePickleError",),
-        ("dtype",),
-    ),
+    "a state for a finished dtype": unsafe(opcodes(_F8, plain(PLAIN_STATE), b"b"), "dtype"),
 }
 
 RANGE = reduced(named("builtins", "range"), plain((30_000_000,)))
+COPIES = (named("builtins", "list") + b"h\x01\x85R") * 5_000
 #: Pickles of a few bytes, or that copy themselves, that would fill the memory.
-MEMORY: dict[str, tuple[bytes, tuple[str, ...], tuple[str, ...]]] = {
+MEMORY: dict[str, Hostile] = {
     **{
-        f"a {kind} of a range": (
-            b"\x80\x02" + named(*kind.rsplit(".", 1)) + RANGE + b"\x85R.",
-            ("CorruptCheckpointError",),
-            ("range",),
-        )
+        f"a {kind} of a range": corrupt(opcodes(named(*kind.rsplit(".", 1)), RANGE, b"\x85R"), "range")
         for kind in ("builtins.list", "builtins.tuple", "builtins.set", "builtins.frozenset", "collections.deque")
     },
-    "a list made of a range without a call": (
-        b"\x80\x02" + named("builtins", "tuple") + RANGE + b"\x85\x81.",
-        ("CorruptCheckpointError",),
-        ("range",),
-    ),
-    "arguments that are a range": (
-        b"\x80\x02" + named("builtins", "list") + RANGE + b"R.",
-        ("CorruptCheckpointError",),
-        ("range",),
-    ),
-    "a list copied again and again": (
-        b"\x80\x02" + plain([0] * 10_000) + b"q\x010](" + (named("builtins", "list") + b"h\x01\x85R") * 5_000 + b"e.",
-        ("CorruptCheckpointError",),
-        ("copies itself",),
-    ),
-    "the text of a nest": (
-        b"\x80\x02" + named("builtins", "str") + plain([1]) + b"\x85R.",
-        ("CorruptCheckpointError",),
-        ("str of a list",),
-    ),
-    "torch.Tensor(10**9)": (call("torch", "Tensor", 10**9), ("UnsafePickleError",), ("torch.Tensor",)),
-    "a bytearray that is not there": (
-        b"\x80\x05\x96" + (1 << 30).to_bytes(8, "little") + b"a.",
-        ("CorruptCheckpointError",),
-        (),
-    ),
+    "a list made of a range without a call": corrupt(opcodes(named("builtins", "tuple"), RANGE, b"\x85\x81"), "range"),
+    "arguments that are a range": corrupt(opcodes(named("builtins", "list"), RANGE, b"R"), "range"),
+    "a list copied again and again": corrupt(opcodes(plain([0] * 10_000), b"q\x010](", COPIES, b"e"), "copies itself"),
+    "the text of a nest": corrupt(opcodes(named("builtins", "str"), plain([1]), b"\x85R"), "str of a list"),
+    "torch.Tensor(10**9)": unsafe(call("torch", "Tensor", 10**9), "torch.Tensor"),
+    "a bytearray that is not there": corrupt(b"\x80\x05\x96" + (1 << 30).to_bytes(8, "little") + b"a."),
 }
 
-PICKLES: dict[str, tuple[bytes, tuple[str, ...], tuple[str, ...]]] = {
-    **{name: (call(*what), (UNSAFE,), (name,)) for name, what in CALLS.items()},
-    "a chain of getattr": (GETATTR_CHAIN, (UNSAFE,), ("attr",)),
-    "an extension code": (EXTENSION_CODE, (CORRUPT,), ("extension code",)),
-    "a name from the stack": (STACKED_NAME, (UNSAFE,), ("posix.system",)),
-    "an INST opcode": (OLD_INSTANCE, (UNSAFE,), ("posix.system",)),
-    "an OBJ opcode": (OLD_OBJECT, (UNSAFE,), ("posix.system",)),
-    "a NEWOBJ opcode": (NEW_OBJECT, (UNSAFE,), ("posix.system",)),
+HUGE = (1 << 60).to_bytes(8, "little")
+PICKLES: dict[str, Hostile] = {
+    **{name: unsafe(call(*what), name) for name, what in CALLS.items()},
+    "a chain of getattr": unsafe(GETATTR_CHAIN, "attr"),
+    "an extension code": corrupt(EXTENSION_CODE, "extension code"),
+    "a name from the stack": unsafe(STACKED_NAME, "posix.system"),
+    "an INST opcode": unsafe(OLD_INSTANCE, "posix.system"),
+    "an OBJ opcode": unsafe(OLD_OBJECT, "posix.system"),
+    "a NEWOBJ opcode": unsafe(NEW_OBJECT, "posix.system"),
     **NUMPY_LIES,
     **MEMORY,
-    "an empty file": (b"", (CORRUPT,), ()),
-    "no pickle": (b"\xff" * 100, (CORRUPT,), ()),
-    "a cut pickle": (pickle.dumps({"a": list(range(1000))})[:-7], (CORRUPT,), ()),
-    "an unknown protocol": (b"\x80\x63N.", (CORRUPT,), ()),
-    "a huge string": (b"\x80\x04\x8d" + (1 << 60).to_bytes(8, "little") + b"a.", (CORRUPT,), ()),
-    "huge bytes": (b"\x80\x04\x8e" + (1 << 60).to_bytes(8, "little") + b"a.", (CORRUPT,), ()),
-    "a huge bytearray": (b"\x80\x05\x96" + (1 << 60).to_bytes(8, "little") + b"a.", (CORRUPT,), ()),
+    "an empty file": corrupt(b""),
+    "no pickle": corrupt(b"\xff" * 100),
+    "a cut pickle": corrupt(pickle.dumps({"a": list(range(1000))})[:-7]),
+    "an unknown protocol": corrupt(b"\x80\x63N."),
+    "a huge string": corrupt(b"\x80\x04\x8d" + HUGE + b"a."),
+    "huge bytes": corrupt(b"\x80\x04\x8e" + HUGE + b"a."),
+    "a huge bytearray": corrupt(b"\x80\x05\x96" + HUGE + b"a."),
 }
 
 #: Globals that pickles may name, and that they try to change.
@@ -268,7 +249,7 @@ METADATA_BUILDS = {
 }
 
 
-def builds(table: dict[str, tuple[str, str]]) -> dict[str, tuple[bytes, tuple[str, ...], tuple[str, ...]]]:
+def builds(table: dict[str, tuple[str, str]]) -> dict[str, Hostile]:
     """The pickles that try to set an attribute on each, in both ways that there are."""
     return {
         f"an attribute on {name}{' by slots' if slots else ''}": (build_on(*what, slots=slots), (UNSAFE, CORRUPT), ())

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import re
-import shutil
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from shardckpt.storage.direct import bypasses_cache
 from tests import backends, folders
-from tests.faults.programs import run_program
+from tests.faults.programs import ask, needs_strace
 from tests.names import MARKERS
 
 if TYPE_CHECKING:
@@ -22,8 +20,6 @@ if TYPE_CHECKING:
 SAMPLED = 50
 FEW = 25  # in the default run and CI; proof kills the same cases at every call
 ALL = 10_000
-#: Fewer calls that change the disk would mean that the save is not what it was.
-LEAST_CHANGES = 25
 #: What is at the path before a save, and what a kill may leave there.
 CASES: list[tuple[str, set[str]]] = [
     ("fresh", {"absent", "new"}),
@@ -31,18 +27,7 @@ CASES: list[tuple[str, set[str]]] = [
     ("existing, no exchange", {"old", "new", "set aside"}),
 ]
 
-pytestmark = pytest.mark.skipif(
-    shutil.which("strace") is None, reason="strace is not installed: kills at chosen system calls need it"
-)
-
-
-def report_of(folder: Path, case: str, count: int | str, program: str = "killer") -> dict[str, Any]:
-    """What the killer program found."""
-    done = run_program(program, str(folder), case, str(count))
-    if done.returncode and "strace did not attach" in done.stderr:
-        pytest.skip(f"strace may not attach to a process here: {done.stderr.strip().splitlines()[-1]}")
-    assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(done.stdout)
+pytestmark = needs_strace
 
 
 def bad(outcomes: list[dict[str, Any]], allowed: set[str]) -> list[str]:
@@ -54,59 +39,41 @@ def bad(outcomes: list[dict[str, Any]], allowed: set[str]) -> list[str]:
     ]
 
 
-def leaves(outcomes: list[dict[str, Any]]) -> int:
-    """How many kills have left a directory beside the target."""
-    return sum(bool(o["left"]) for o in outcomes)
+def kill(scenario: str, folder: Path, case: str, count: int, allowed: set[str]) -> dict[str, Any]:
+    """Kill at so many calls; every state that is allowed comes, and no other. What the driver found."""
+    report: dict[str, Any] = ask("killer", scenario, folder, case, count)
+    assert len(report["outcomes"]) == min(count, len(report["points"]))
+    assert bad(report["outcomes"], allowed) == []
+    assert {outcome["state"] for outcome in report["outcomes"]} == allowed
+    return report
 
 
 @backends.both_in_proof
 @pytest.mark.ci
-def test_killed_save_to_a_fresh_path_leaves_nothing_or_the_whole(disk: Path) -> None:
-    """After a kill at any of 25 calls of a first save, the path is absent or whole, and the next save clears up."""
-    outcomes = report_of(disk, "fresh", FEW)["outcomes"]
-    assert len(outcomes) >= FEW
-    assert bad(outcomes, {"absent", "new"}) == []
-    assert {outcome["state"] for outcome in outcomes} == {"absent", "new"}
-    assert leaves(outcomes) > FEW // 4
+@pytest.mark.parametrize(("scenario", "case", "allowed"), [("foreground", *CASES[0]), ("request", *CASES[1])])
+def test_killed_save_leaves_nothing_or_the_whole(disk: Path, scenario: str, case: str, allowed: set[str]) -> None:
+    """After a kill at any of 25 calls of a first save, or of a request, old or new is there, and nothing in the way."""
+    report = kill(scenario, disk, case, FEW, allowed)
+    assert sum(bool(outcome["left"]) for outcome in report["outcomes"]) > FEW // 4
 
 
 @backends.both_in_proof
 @pytest.mark.ci
 def test_killed_overwrite_leaves_old_or_new(disk: Path) -> None:
     """After a kill at any of 25 calls of an overwrite, old or new is there bit for bit, other people's files too."""
-    outcomes = report_of(disk, "existing", FEW)["outcomes"]
-    assert len(outcomes) >= FEW
-    assert bad(outcomes, {"old", "new"}) == []
-    assert {outcome["state"] for outcome in outcomes} == {"old", "new"}
-    assert leaves(outcomes) > FEW // 4
-
-
-@backends.both_in_proof
-@pytest.mark.ci
-def test_killed_background_overwrite_leaves_old_or_new(disk: Path) -> None:
-    """The same holds for a save that is planned, staged, written and finalized one after the other."""
-    outcomes = report_of(disk, "existing", FEW, "async_killer")["outcomes"]
-    assert len(outcomes) >= FEW
-    assert bad(outcomes, {"old", "new"}) == []
-    assert {outcome["state"] for outcome in outcomes} == {"old", "new"}
-    assert leaves(outcomes) > FEW // 4
+    report = kill("foreground", disk, "existing", FEW, {"old", "new"})
+    assert sum(bool(outcome["left"]) for outcome in report["outcomes"]) > FEW // 4
 
 
 @pytest.mark.ci
 @pytest.mark.parametrize(
     ("case", "allowed", "count"),
-    [
-        ("existing", {"old", "new"}, 20),
-        *(pytest.param(*each, 120, marks=pytest.mark.proof) for each in CASES),
-    ],
+    [("existing", {"old", "new"}, 20), *(pytest.param(*each, 120, marks=pytest.mark.proof) for each in CASES)],
 )
 def test_killed_save_of_a_tree_leaves_old_or_new(disk: Path, case: str, allowed: set[str], count: int) -> None:
     """The same holds where the files are in folders, some of which have other people's files, too."""
-    report = report_of(disk, case, count, "tree_killer")
-    assert len(report["outcomes"]) == min(count, len(report["points"])) >= 20
-    assert bad(report["outcomes"], allowed) == []
-    assert {outcome["state"] for outcome in report["outcomes"]} == allowed
-    assert any("fsync" in point["line"] and "/arrays/w0/c>" in point["line"] for point in report["points"])
+    lines = [point["line"] for point in kill("tree", disk, case, count, allowed)["points"]]
+    assert any("fsync" in line and "/arrays/w0/c>" in line for line in lines)
 
 
 @backends.both
@@ -115,22 +82,8 @@ def test_killed_save_of_a_tree_leaves_old_or_new(disk: Path, case: str, allowed:
 @pytest.mark.proof
 def test_killed_save_with_table_files_leaves_old_or_new(disk: Path, case: str, allowed: set[str]) -> None:
     """The same holds where each file's table of digests is in a file of its own, which is durable before its name."""
-    report = report_of(disk, case, 60, "table_killer")
-    assert bad(report["outcomes"], allowed) == []
-    assert {outcome["state"] for outcome in report["outcomes"]} == allowed
-    assert any("fsync" in point["line"] and ".digests>" in point["line"] for point in report["points"])
-
-
-@pytest.mark.proof
-@pytest.mark.parametrize(
-    ("case", "allowed"), [*(pytest.param(*case, marks=pytest.mark.proof) for case in CASES[:2]), CASES[2]]
-)
-def test_killed_at_every_change(disk: Path, case: str, allowed: set[str]) -> None:
-    """The same holds at every call that changes the disk; a kill at another leaves what one at the next does."""
-    report = report_of(disk, case, "changes")
-    assert len(report["outcomes"]) >= LEAST_CHANGES
-    assert bad(report["outcomes"], allowed) == []
-    assert {outcome["state"] for outcome in report["outcomes"]} == allowed
+    lines = [point["line"] for point in kill("tables", disk, case, 60, allowed)["points"]]
+    assert any("fsync" in line and ".digests>" in line for line in lines)
 
 
 @backends.both
@@ -138,17 +91,14 @@ def test_killed_at_every_change(disk: Path, case: str, allowed: set[str]) -> Non
 @pytest.mark.parametrize(("case", "allowed"), CASES)
 def test_killed_at_every_call(disk: Path, case: str, allowed: set[str]) -> None:
     """The same holds at every single call; without RENAME_EXCHANGE the one window is named, and renaming ends it."""
-    report = report_of(disk, case, ALL)
-    assert len(report["outcomes"]) == len(report["points"]) >= SAMPLED
-    assert bad(report["outcomes"], allowed) == []
-    assert {outcome["state"] for outcome in report["outcomes"]} == allowed
+    assert len(kill("foreground", disk, case, ALL, allowed)["outcomes"]) >= SAMPLED
 
 
 @pytest.fixture(scope="module")
 def trace(backend: Backend) -> list[str]:
     """The calls of an undisturbed first save by a format, in order."""
     with folders.on_disk() as folder:
-        points = report_of(folder, "fresh", 0)["points"]
+        points = ask("killer", "foreground", folder, "fresh", 0)["points"]
     return [point["line"].replace("RUN/jobs/.ckpt.shardckpt-staging-*-*", "STAGING") for point in points]
 
 

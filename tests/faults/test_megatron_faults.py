@@ -46,17 +46,6 @@ def test_a_common_file_of_an_older_save_is_not_read(tmp_path: Path) -> None:
     assert dc.load_content_metadata(tmp_path / "ckpt") == expected["content_metadata"]
 
 
-@table("name", ["mcore-0.16.1", "mcore-0.20.0"])
-def test_no_common_state_is_left_of_a_megatron_checkpoint(tmp_path: Path, name: str) -> None:
-    """What is saved over a checkpoint of Megatron's has its own common state, wherever Megatron kept the old one."""
-    target = tmp_path / "ckpt"
-    shutil.copytree(GOLDEN / name, target, copy_function=shutil.copyfile)
-    target.chmod(0o755)
-    dc.save(samples.state_dict(NEW), target, overwrite=True)
-    assert dc.load_common_state_dict(target) == {"iteration": NEW, "args": samples.state_dict(NEW)["args"]}
-    assert samples.differences(samples.load(target), NEW) == []
-
-
 # Mixed content: an overwrite that did not end leaves new tensors under the old marker.
 
 
@@ -82,12 +71,11 @@ def _content(target: str) -> dict[str, Any]:
 
 def _overwrite_unfinished(target: str) -> list[dict[str, Any]]:
     """The content before an overwrite, between its last byte and its commit, and after it was interrupted."""
-    rank, world = dist.get_rank(), dist.get_world_size()
-    dc.save(samples.state_dict(OLD, rank, world), target)
+    samples.save(target, OLD)
     strategy, before = _Unfinished(lambda: _content(target)), _content(target)
     with pytest.raises(KeyboardInterrupt):
-        dc.save(samples.state_dict(NEW, rank, world), target, strategy, overwrite=True)
-    assert samples.differences(samples.load(Path(target), rank, world), OLD, rank, world) == []
+        samples.save(target, NEW, sharded_strategy=strategy, overwrite=True)
+    assert samples.find_wrong(Path(target), OLD) == []
     return [before, strategy.seen, _content(target)]
 
 
@@ -131,8 +119,8 @@ def _main_rank_finds(directory: str) -> list[tuple[str, str]]:
         with pytest.raises(CheckpointingException) as raised:
             attempt()
         found.append((type(raised.value).__name__, str(raised.value)))
-    dc.save(samples.state_dict(NEW, rank, world), target)  # to a directory that nobody has made
-    assert samples.differences(samples.load(target, rank, world), NEW, rank, world) == []
+    samples.save(target, NEW)  # to a directory that nobody has made
+    assert samples.find_wrong(target, NEW) == []
     return found
 
 
@@ -155,11 +143,12 @@ def test_what_the_main_rank_finds_all_ranks_raise(ranks: Ranks, tmp_path: Path, 
 def test_two_threads_write_at_the_same_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: int) -> None:
     """With two file threads, two tensors are being written at one time, to one file as to two."""
     monkeypatch.setenv("SHARDCKPT_IO_THREADS", "2")
-    together, pwritev = threading.Barrier(2), os.pwritev
+    together, have_met, pwritev = threading.Barrier(2), threading.Event(), os.pwritev
 
     def meeting(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-        if sum(buffer.nbytes for buffer in buffers) >= LARGE:
-            together.wait(60)  # for the other tensor's write
+        if sum(buffer.nbytes for buffer in buffers) >= LARGE and not have_met.is_set():
+            together.wait(60)  # for the other tensor's write; one that is cut short is gone on with
+            have_met.set()
         return pwritev(fd, buffers, offset)
 
     monkeypatch.setattr(os, "pwritev", meeting)

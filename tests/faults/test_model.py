@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -14,20 +13,14 @@ from tests.faults.model.directory import explore_directory
 from tests.faults.model.overwrite import explore_overwrites
 from tests.faults.model.store import explore_store
 from tests.faults.model.traces import find_departure, name_calls, name_overwrite, name_requests
-from tests.faults.test_kill import report_of
+from tests.faults.programs import ask, needs_strace
 from tests.remote import jobs
 from tests.remote.test_obstore import _serving
 from tests.tables import table
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Callable
     from pathlib import Path
-
-    from shardckpt.storage import StreamedObject
-
-_traced = pytest.mark.skipif(
-    shutil.which("strace") is None, reason="strace is not installed: it shows what a save does"
-)
 
 
 def without(steps: tuple[str, ...], *left_out: str) -> tuple[str, ...]:
@@ -165,7 +158,7 @@ def test_a_wrong_overwrite_on_a_store_is_found(rules: overwrite.Rules, broken: s
     assert found.path
 
 
-@_traced
+@needs_strace
 @pytest.mark.parametrize(
     ("case", "rules"),
     [
@@ -177,7 +170,7 @@ def test_a_wrong_overwrite_on_a_store_is_found(rules: overwrite.Rules, broken: s
 @pytest.mark.ci
 def test_a_real_save_to_a_directory_is_a_path_of_the_model(tmp_path: Path, case: str, rules: directory.Rules) -> None:
     """The system calls of a real save are the model's steps in the model's order; exchanged, they are not."""
-    lines = [point["line"] for point in report_of(tmp_path, case, 0)["points"]]
+    lines = [point["line"] for point in ask("killer", "foreground", tmp_path, case, 0)["points"]]
     steps = name_calls(lines)
     assert find_departure(steps, rules) == ""
     for first, second in [("sync staging", "publish"), ("sync staging", "aside"), ("sync data", "write data")]:
@@ -185,6 +178,19 @@ def test_a_real_save_to_a_directory_is_a_path_of_the_model(tmp_path: Path, case:
             swapped = [{first: second, second: first}.get(step, step) for step in steps]
             assert find_departure(swapped, rules) != ""
     assert find_departure([step for step in steps if step != "sync parent"], rules) != ""
+
+
+#: Calls of a store's folder, and what they ask of the store.
+REQUESTS = {
+    "replace": "replace",
+    "tree": "list",
+    "files": "list",
+    "create": "create",
+    "upload": "put",
+    "open_write": "put",
+    "delete": "delete",
+    "delete_many": "delete",
+}
 
 
 class Recorder(ObstoreFolder):
@@ -195,46 +201,17 @@ class Recorder(ObstoreFolder):
         super().__init__(url, memory, f"model{below}")
         self._below = f"{below[1:]}/" if below else ""
         self._requests = requests
+        for name, request in REQUESTS.items():
+            setattr(self, name, self._noting(request, getattr(self, name)))
 
-    def replace(self, name: str, data: bytes, tag: Any) -> None:
-        """Its conditional replacement."""
-        self._requests.append(("replace", name))
-        super().replace(name, data, tag)
+    def _noting(self, request: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def noted(*args: Any) -> Any:
+            names = args[0] if args else ""
+            for name in [names] if isinstance(names, str) else names:
+                self._requests.append((request, f"{self._below}{name}"))
+            return call(*args)
 
-    def tree(self) -> dict[str, int]:
-        """Its listing."""
-        self._requests.append(("list", self._below))
-        return super().tree()
-
-    def files(self) -> dict[str, int]:
-        """Its listing without folders."""
-        self._requests.append(("list", self._below))
-        return super().files()
-
-    def create(self, name: str, data: bytes) -> None:
-        """Its conditional write."""
-        self._requests.append(("create", self._below + name))
-        super().create(name, data)
-
-    def upload(self, name: str, path: Path) -> None:
-        """Its write of a file."""
-        self._requests.append(("put", self._below + name))
-        super().upload(name, path)
-
-    def open_write(self, name: str, part_bytes: int) -> StreamedObject:
-        """Its streamed write."""
-        self._requests.append(("put", self._below + name))
-        return super().open_write(name, part_bytes)
-
-    def delete(self, name: str) -> None:
-        """Its deletion."""
-        self._requests.append(("delete", self._below + name))
-        super().delete(name)
-
-    def delete_many(self, names: Collection[str]) -> None:
-        """Its deletions."""
-        self._requests.extend(("delete", self._below + name) for name in names)
-        super().delete_many(names)
+        return noted
 
 
 def test_a_real_save_to_a_store_is_a_path_of_the_model() -> None:

@@ -6,12 +6,12 @@ import os
 import shutil
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed import checkpoint as dcp
 
 from shardckpt import dist_checkpointing
@@ -72,7 +72,7 @@ def assert_replaced(target: Path, foreign: dict[str, bytes]) -> None:
 
 def overwrite(target: Path) -> None:
     """Save the new version in the place of whatever is there."""
-    dist_checkpointing.save(samples.state_dict(NEW), target, overwrite=True)
+    samples.save(target, NEW, overwrite=True)
 
 
 @backends.both_in_proof
@@ -81,14 +81,14 @@ def test_refused_without_overwrite(tmp_path: Path, what: str) -> None:
     """A target that is not empty is refused with the way out, and stays as it is."""
     target = tmp_path / "ckpt"
     if what == "a checkpoint":
-        dist_checkpointing.save(samples.state_dict(OLD), target)
+        samples.save(target, OLD)
     else:
         (target / "inner").mkdir(parents=True)
     if what == "other files":
         (target / "file").write_bytes(b"x")
     before = samples.listing(tmp_path)
     with pytest.raises(StorageError, match=f"{target} is not empty: .* overwrite=True"):
-        dist_checkpointing.save(samples.state_dict(NEW), target)
+        samples.save(target, NEW)
     assert samples.listing(tmp_path) == before
     assert [path.name for path in tmp_path.iterdir()] == ["ckpt"]
 
@@ -104,64 +104,54 @@ def test_a_file_at_the_target(tmp_path: Path) -> None:
 
 
 @backends.both_in_proof
-def test_an_empty_directory_is_free(tmp_path: Path) -> None:
-    """An empty directory at the target is taken without asking."""
-    (tmp_path / "ckpt").mkdir()
-    dist_checkpointing.save(samples.state_dict(NEW), tmp_path / "ckpt")
-    assert_replaced(tmp_path / "ckpt", {})
+@table("where", ["below nothing", "an empty directory", "behind a link"])
+def test_where_a_target_may_be(tmp_path: Path, where: str) -> None:
+    """Parents are made, an empty directory is taken without asking, and a link is followed and stays."""
+    target = tmp_path / "runs" / "a" / "ckpt"
+    if where == "an empty directory":
+        target.mkdir(parents=True)
+    if where == "behind a link":
+        samples.save(target, OLD)
+        (tmp_path / "link").symlink_to(target)
+        overwrite(tmp_path / "link")
+        assert (tmp_path / "link").is_symlink()
+    else:
+        samples.save(target, NEW)
+    assert_replaced(target, {})
 
 
-@backends.both_in_proof
-def test_over_an_own_checkpoint(tmp_path: Path) -> None:
-    """An overwrite replaces our own checkpoint and keeps every other file and directory as it is."""
-    target = tmp_path / "ckpt"
-    dist_checkpointing.save(samples.state_dict(OLD), target)
-    foreign = add_foreign(target)
-    overwrite(target)
-    assert_replaced(target, foreign)
+def make_plain_dcp(target: Path) -> None:
+    """Let torch.distributed.checkpoint write there."""
+    dcp.save({"a": torch.ones(3), "b": 5}, checkpoint_id=target, no_dist=True)
 
 
-@backends.both_in_proof
-def test_twice_over_foreign_files(tmp_path: Path) -> None:
-    """Files that are not the checkpoint's outlive any number of overwrites."""
-    target = tmp_path / "ckpt"
-    dist_checkpointing.save(samples.state_dict(OLD), target)
-    foreign = add_foreign(target)
-    for _ in range(3):
-        overwrite(target)
-    assert_replaced(target, foreign)
+def copy_golden(name: str) -> Callable[[Path], object]:
+    """What makes a golden checkpoint a target."""
+    return lambda target: shutil.copytree(GOLDEN / name, target, copy_function=shutil.copyfile)
 
 
-@backends.both_in_proof
-@table("name", sorted(path.name for path in GOLDEN.glob("mcore-*")))
-def test_over_a_megatron_checkpoint(tmp_path: Path, name: str) -> None:
-    """Every dialect of Megatron is recognised: its files go, whatever the number of ranks was, the others stay."""
-    target = tmp_path / "ckpt"
-    target.mkdir()
-    for path in (GOLDEN / name).iterdir():
-        shutil.copyfile(path, target / path.name)
-    foreign = add_foreign(target)
-    overwrite(target)
-    assert_replaced(target, foreign)
+#: What stands at a target.
+STANDING: dict[str, Callable[[Path], object]] = {
+    "ours": lambda target: samples.save(target, OLD),
+    "plain DCP": make_plain_dcp,
+    "nothing of a checkpoint": Path.mkdir,
+    **{path.name: copy_golden(path.name) for path in sorted(GOLDEN.glob("mcore-*"))},
+}
 
 
 @backends.both_in_proof
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
-def test_over_a_plain_dcp_checkpoint(tmp_path: Path) -> None:
-    """A directory that torch.distributed.checkpoint wrote is recognised too."""
+@table("what", STANDING)
+def test_over_what_stands_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+    """Our checkpoints, plain DCP's and every Megatron's go, with or without exchange; other files outlive them all."""
     target = tmp_path / "ckpt"
-    dcp.save({"a": torch.ones(3), "b": 5}, checkpoint_id=target, no_dist=True)
+    STANDING[what](target)
+    target.chmod(0o755)
     foreign = add_foreign(target)
     overwrite(target)
     assert_replaced(target, foreign)
-
-
-@backends.both_in_proof
-def test_over_files_that_are_no_checkpoint(tmp_path: Path) -> None:
-    """A directory of other files gets a checkpoint; none of them is lost."""
-    target = tmp_path / "ckpt"
-    target.mkdir()
-    foreign = add_foreign(target)
+    monkeypatch.setattr("shardckpt.commit.commit.exchange", no_exchange)
+    samples.save(target, OLD, overwrite=True)
     overwrite(target)
     assert_replaced(target, foreign)
 
@@ -172,17 +162,11 @@ def test_over_files_that_are_no_checkpoint(tmp_path: Path) -> None:
 def test_over_a_damaged_checkpoint(tmp_path: Path, backend: Backend, name: str, content: bytes) -> None:
     """A checkpoint that cannot be read any more can be overwritten all the same."""
     target = tmp_path / "ckpt"
-    dist_checkpointing.save(samples.state_dict(OLD), target)
+    samples.save(target, OLD)
     name = {"index": backend.index, "common": backend.common}.get(name, name)
     (target / name).write_bytes(content)
     overwrite(target)
     assert_replaced(target, {})
-
-
-def save_part(directory: str, version: int, allowed: bool) -> None:
-    """This rank's part of a save."""
-    state = samples.state_dict(version, dist.get_rank(), dist.get_world_size())
-    dist_checkpointing.save(state, directory, overwrite=allowed)
 
 
 @backends.both_in_proof
@@ -190,8 +174,8 @@ def save_part(directory: str, version: int, allowed: bool) -> None:
 def test_other_number_of_ranks(ranks: Ranks, tmp_path: Path, before: int, after: int) -> None:
     """No file of more ranks is left from the old checkpoint, and its values are not."""
     target = tmp_path / "ckpt"
-    ranks.run(before, save_part, str(target), OLD, False)
-    ranks.run(after, save_part, str(target), NEW, True)
+    ranks.run(before, samples.save, str(target), OLD)
+    ranks.run(after, partial(samples.save, overwrite=True), str(target), NEW)
     assert samples.listing(target).keys() == ours(after)
     assert samples.differences(samples.load(target), NEW) == []
 
@@ -217,14 +201,6 @@ def test_parent_on_a_read_only_file_system(tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk", "1m") as disk:
         make_read_only(disk)
         refuse_parent(disk, "EROFS")
-
-
-@backends.both_in_proof
-def test_parents_are_made(tmp_path: Path) -> None:
-    """Directories above the target are made as needed."""
-    target = tmp_path / "runs" / "a" / "ckpt"
-    dist_checkpointing.save(samples.state_dict(NEW), target)
-    assert_replaced(target, {})
 
 
 def no_exchange(*_: Any) -> bool:
@@ -253,22 +229,11 @@ def die_between_renames(target: Path, save: Callable[[Path], object]) -> None:
 
 
 @backends.both_in_proof
-def test_without_exchange(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where directories cannot be exchanged in one step, an overwrite comes to the same."""
-    monkeypatch.setattr("shardckpt.commit.commit.exchange", no_exchange)
-    target = tmp_path / "ckpt"
-    dist_checkpointing.save(samples.state_dict(OLD), target)
-    foreign = add_foreign(target)
-    overwrite(target)
-    assert_replaced(target, foreign)
-
-
-@backends.both_in_proof
 def test_second_rename_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without exchange, a failure between the two renames puts the old checkpoint back."""
     monkeypatch.setattr("shardckpt.commit.commit.exchange", no_exchange)
     target = tmp_path / "ckpt"
-    dist_checkpointing.save(samples.state_dict(OLD), target)
+    samples.save(target, OLD)
     rename = os.rename
 
     def failing(source: Path, destination: Path) -> None:
@@ -289,7 +254,7 @@ def test_crash_between_the_renames(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     """Without exchange, a process that dies between the two renames leaves what every query names, with the way out."""
     monkeypatch.setattr("shardckpt.commit.commit.exchange", no_exchange)
     target = tmp_path / "ckpt"
-    dist_checkpointing.save(samples.state_dict(OLD), target)
+    samples.save(target, OLD)
     die_between_renames(target, overwrite)
     (aside,) = tmp_path.glob(".ckpt.shardckpt-replaced-*")
     for query in (samples.load, verify_checkpoint, dist_checkpointing.load_plain_tensors):
@@ -361,7 +326,7 @@ def test_an_overwrite_that_ends_at_any_call(
     ends = 0
     for number in range(1, 20):
         target = tmp_path / str(number) / "ckpt"
-        dist_checkpointing.save(samples.state_dict(OLD), target)
+        samples.save(target, OLD)
         stop = Interruption(error("stop"), number, after)
         with stop.in_overwrites(monkeypatch, target, exchanges=exchanges):
             try:
@@ -399,15 +364,3 @@ def test_staging_is_no_checkpoint(tmp_path: Path) -> None:
         samples.load(tmp_path / "ckpt")
     with pytest.raises(CheckpointingException):
         dist_checkpointing.load_common_state_dict(staging)
-
-
-@backends.both_in_proof
-def test_target_behind_a_link(tmp_path: Path) -> None:
-    """A target that is a symbolic link is followed: the directory behind it is replaced, the link stays."""
-    target = tmp_path / "real" / "ckpt"
-    dist_checkpointing.save(samples.state_dict(OLD), target)
-    link = tmp_path / "link"
-    link.symlink_to(target)
-    overwrite(link)
-    assert link.is_symlink()
-    assert_replaced(target, {})

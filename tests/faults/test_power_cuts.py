@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import random
-import shutil
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from tests import backends
 from tests.faults.disk_model import PAGE, Directory, Disk, File, policies
-from tests.faults.programs import run_program
+from tests.faults.programs import ask, needs_strace
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -20,16 +18,10 @@ FEW = 40  # in the default run
 SOME, MANY = 100, 500
 SEEDS = 24  # random choices at each moment
 
-needs_strace = pytest.mark.skipif(shutil.which("strace") is None, reason="strace is not installed: it records the save")
-
 
 def states_of(folder: Path, case: str, count: int, way: str = "foreground", seeds: int = SEEDS) -> list[dict[str, str]]:
     """What was found after so many cuts."""
-    done = run_program("power_cutter", str(folder), case, str(count), str(seeds), way, timeout=400)
-    if done.returncode and "strace did not attach" in done.stderr:
-        pytest.skip(f"strace may not attach to a process here: {done.stderr.strip().splitlines()[-1]}")
-    assert done.returncode == 0, done.stderr[-4000:]
-    found: list[dict[str, str]] = json.loads(done.stdout)
+    found: list[dict[str, str]] = ask("power_cutter", way, folder, case, count, seeds, timeout=400)
     assert len(found) >= count
     return found
 

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.faults.deaths import GROUP_TIMEOUT, NEW, OLD, Scenario
-from tests.faults.programs import run_program
+from tests.faults.deaths import NEW, OLD, Scenario, StepJob
+from tests.faults.programs import ask
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -64,13 +64,6 @@ def name_of(what: Scenario) -> str:
     return "rank {victim} of {world}: {how} in {operation}, {step}, {store}".format(**what)
 
 
-def reports_of(scenarios: list[Scenario], folder: Path) -> list[dict[str, Any]]:
-    """What came of every scenario, all run by one program."""
-    done = run_program("deaths", str(folder), text=json.dumps(scenarios), timeout=max(240, 20 * len(scenarios)))
-    assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(done.stdout)
-
-
 def check_survivors(what: Scenario, report: dict[str, Any]) -> None:
     """Every other rank ended with the same CommunicationError, which names the lost rank first."""
     survivors = {str(rank) for rank in range(what["world"])} - {str(what["victim"])}
@@ -78,23 +71,11 @@ def check_survivors(what: Scenario, report: dict[str, Any]) -> None:
     assert survivors == set(report["outcomes"])
     assert len(set(map(tuple, report["outcomes"].values()))) == 1, report
     kind, message = report["outcomes"][survivors.pop()]
-    ended = f"did not answer within {GROUP_TIMEOUT:g} s" if what["how"] == "stop" else "died or left the process group"
+    ended = (
+        f"did not answer within {StepJob.timeout:g} s" if what["how"] == "stop" else "died or left the process group"
+    )
     assert kind == "CommunicationError", message
     assert message.startswith(f"rank {what['victim']} {ended}: a collective of {what['world']} ranks failed in '")
-
-
-@pytest.fixture(scope="module")
-def reports(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What came of the scenarios of CI."""
-    return reports_of(SCENARIOS, tmp_path_factory.mktemp("deaths"))
-
-
-@pytest.mark.ci
-@pytest.mark.parametrize("number", range(len(SCENARIOS)), ids=[name_of(what) for what in SCENARIOS])
-def test_lost_rank(reports: list[dict[str, Any]], number: int) -> None:
-    """All others raise the same error, which names the lost rank; a save is whole or absent, and the next one works."""
-    check_survivors(SCENARIOS[number], reports[number])
-    check_checkpoint(SCENARIOS[number], reports[number])
 
 
 def check_checkpoint(what: Scenario, report: dict[str, Any]) -> None:
@@ -105,28 +86,34 @@ def check_checkpoint(what: Scenario, report: dict[str, Any]) -> None:
         assert report["left"] == ["ckpt"]
 
 
-@pytest.mark.proof
-@pytest.mark.parametrize("backend", ["safetensors"], indirect=True, scope="module")
-def test_lost_ranks_of_another_format(tmp_path: Path) -> None:
-    """The same holds for (safetensors, 1), in some of the scenarios: what differs is what lies on disk."""
-    some = EVERY_STEP[::4]
-    for what, report in zip(some, reports_of(some, tmp_path), strict=True):
+def find_fault(what: Scenario, report: dict[str, Any]) -> str:
+    """What does not hold of a scenario; ``""`` for nothing."""
+    try:
         check_survivors(what, report)
         check_checkpoint(what, report)
+    except AssertionError as exc:
+        return f"{exc}: {report}"
+    return ""
 
 
-@pytest.mark.proof
-@pytest.mark.timeout(1200)
-def test_every_step(tmp_path: Path) -> None:
-    """In whatever step of a save or load a rank is lost: all others name it, and the checkpoint is the old or new."""
-    for what, report in zip(EVERY_STEP, reports_of(EVERY_STEP, tmp_path), strict=True):
-        check_survivors(what, report)
-        check_checkpoint(what, report)
+_PROOF = [pytest.mark.proof, pytest.mark.timeout(3600)]
 
 
-@pytest.mark.proof
-@pytest.mark.timeout(3600)
-def test_every_lost_rank(tmp_path: Path) -> None:
-    """Whichever rank dies or stops, in groups of 2 to 4 ranks, however they have met: all others name it."""
-    for what, report in zip(EVERY_RANK, reports_of(EVERY_RANK, tmp_path), strict=True):
-        check_survivors(what, report)
+@pytest.mark.ci
+@pytest.mark.parametrize(
+    ("scenarios", "backend"),
+    [
+        (SCENARIOS, "torch_dist"),
+        pytest.param(EVERY_STEP, "torch_dist", marks=_PROOF),
+        pytest.param(EVERY_RANK, "torch_dist", marks=_PROOF),
+        pytest.param(EVERY_STEP[::4], "safetensors", marks=_PROOF),
+    ],
+    ids=["three ranks", "every step", "every rank, in every store", "some steps"],
+    indirect=["backend"],
+    scope="module",
+)
+def test_lost_rank(tmp_path: Path, scenarios: list[Scenario]) -> None:
+    """All others raise the same error, which names the lost rank; a save is whole or absent, and the next one works."""
+    reports = ask("deaths", "step", tmp_path, text=json.dumps(scenarios), timeout=max(240, 20 * len(scenarios)))
+    found = {name_of(what): find_fault(what, report) for what, report in zip(scenarios, reports, strict=True)}
+    assert {name: fault for name, fault in found.items() if fault} == {}

@@ -163,8 +163,7 @@ def _save_over_quota(directory: str) -> tuple[Attempt, bool]:
     def action(target: Path) -> None:
         nonlocal caught
         try:
-            state = samples.state_dict(BAD, dist.get_rank(), dist.get_world_size())
-            dist_checkpointing.save(state, target, OverQuota())
+            samples.save(target, BAD, sharded_strategy=OverQuota())
         except QuotaError:
             caught = True
             raise
@@ -209,10 +208,8 @@ def file_size_limit(nbytes: int) -> Iterator[None]:
 
 def _save_with_limited_files(directory: str, victim: int) -> Attempt:
     def action(target: Path) -> None:
-        rank, world = dist.get_rank(), dist.get_world_size()
-        state = samples.state_dict(BAD, rank, world)
-        with file_size_limit(10_000 if rank == victim else 1 << 30):
-            dist_checkpointing.save(state, target)
+        with file_size_limit(10_000 if dist.get_rank() == victim else 1 << 30):
+            samples.save(target, BAD)
 
     return attempt(directory, action)
 
@@ -254,7 +251,7 @@ def test_full_disk(ranks: Ranks, tmp_path: Path, backend: Backend, world: int) -
 def _overwrite_on_full_disk(directory: str) -> tuple[Attempt, list[str]]:
     rank, world = dist.get_rank(), dist.get_world_size()
     target = Path(directory) / "ckpt"
-    dist_checkpointing.save(samples.state_dict(3, rank, world), target)
+    samples.save(target, 3)
     wrong: list[str] = []
 
     def action(target: Path) -> None:
@@ -263,7 +260,7 @@ def _overwrite_on_full_disk(directory: str) -> tuple[Attempt, list[str]]:
         try:
             dist_checkpointing.save(state, target, overwrite=True)
         finally:
-            wrong.extend(samples.differences(samples.load(target, rank, world), 3, rank, world))
+            wrong.extend(samples.find_wrong(target, 3))
 
     with patch.dict(os.environ, {settings.SPACE_CHECK: "0"}):
         return attempt(directory, action), wrong
@@ -324,7 +321,7 @@ def set_on_rank(rank: int, name: str, value: str) -> Iterator[None]:
 def _save_with_bad_setting(directory: str) -> Attempt:
     def action(target: Path) -> None:
         with set_on_rank(1, "SHARDCKPT_IO_THREADS", "many"):
-            dist_checkpointing.save(samples.state_dict(BAD, dist.get_rank(), dist.get_world_size()), target)
+            samples.save(target, BAD)
 
     return attempt(directory, action)
 
@@ -336,22 +333,14 @@ def test_bad_setting_on_one_rank(ranks: Ranks, tmp_path: Path) -> None:
     assert "SHARDCKPT_IO_THREADS='many'" in found.message
 
 
-def _load_after(directory: str, damage: Any) -> tuple[str, str, list[str]]:
+def _load_after(directory: str, damage: Any) -> Attempt:
     """Save, let the main rank damage it, load on all; then save and load well in the same processes."""
     rank, world = dist.get_rank(), dist.get_world_size()
-    target = Path(directory) / "ckpt"
-    dist_checkpointing.save(samples.state_dict(BAD, rank, world), target)
     wanted = samples.template(rank, world)
-    damage(target, wanted, rank, world)
+    samples.save(Path(directory) / "ckpt", BAD)
+    damage(Path(directory) / "ckpt", wanted, rank, world)
     dist.barrier()
-    kind, message = "", ""
-    try:
-        dist_checkpointing.load(wanted, target)
-    except Exception as exc:  # noqa: BLE001 - the test decides
-        kind, message = type(exc).__name__, str(exc)
-    dist.barrier()
-    dist_checkpointing.save(samples.state_dict(2, rank, world), target, overwrite=True)
-    return kind, message, samples.differences(samples.load(target, rank, world), 2, rank, world)
+    return attempt(directory, lambda target: dist_checkpointing.load(wanted, target))
 
 
 def _flip_in_last_ranks_file(target: Path, wanted: dict[str, Any], rank: int, world: int) -> None:
@@ -410,9 +399,8 @@ def test_bad_load_on_one_rank(
     ranks: Ranks, tmp_path: Path, backend: Backend, world: int, damage: Any, kind: str, texts: list[str]
 ) -> None:
     """What one rank cannot load is the same error on all, with rank, phase, key and file; the next load is good."""
-    results = ranks.run(world, _load_after, str(tmp_path), damage)
-    assert len(set(map(str, results))) == 1, results
-    found, message, wrong = results[0]
-    assert (found, wrong) == (kind, [])
+    found, *others = ranks.run(world, _load_after, str(tmp_path), damage)
+    assert others == [found] * (world - 1)
+    assert (found.kind, found.left, found.wrong) == (kind, ["ckpt"], [])
     for text in texts:
-        assert text.format(last=world - 1, file=backend.data_file(world - 1)) in message
+        assert text.format(last=world - 1, file=backend.data_file(world - 1)) in found.message

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -15,7 +13,7 @@ from shardckpt import dist_checkpointing
 from shardckpt.dist_checkpointing import ShardedObject, ShardedTensor
 from shardckpt.engine.integrity import save_integrity_manifest
 from tests import backends
-from tests.faults.programs import run_program
+from tests.faults.programs import ask, needs_strace
 from tests.faults.test_kill import bad
 
 if TYPE_CHECKING:
@@ -37,9 +35,7 @@ CASES = pytest.mark.parametrize(
     scope="module",
 )
 
-pytestmark = pytest.mark.skipif(
-    shutil.which("strace") is None, reason="strace is not installed: kills at chosen system calls need it"
-)
+pytestmark = needs_strace
 
 
 def _save_ours(path: str) -> None:
@@ -68,18 +64,14 @@ def _save_foreign(path: str) -> None:
     dcp.save(state, checkpoint_id=path)
 
 
-def _report(ranks: Ranks, folder: Path, case: str, count: int, *options: str) -> dict[str, Any]:
-    """What the killer program found."""
+def _report(ranks: Ranks, folder: Path, case: str, count: int, stands: str = "existing") -> dict[str, Any]:
+    """What the driver of kills found."""
     path = folder / "pristine" / "ckpt"
     path.parent.mkdir()
     ranks.run(3, _save_ours if case == "ours" else _save_foreign, str(path))
     save_integrity_manifest(path)
     assert (path / backends.data_file(1)).exists()
-    done = run_program("removal_killer", str(folder), *(options or ("existing",)), str(count))
-    if done.returncode and "strace did not attach" in done.stderr:
-        pytest.skip(f"strace may not attach to a process here: {done.stderr.strip().splitlines()[-1]}")
-    assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(done.stdout)  # type: ignore[no-any-return]
+    return ask("killer", "remove", folder, stands, count)  # type: ignore[no-any-return]
 
 
 def _check(report: dict[str, Any], allowed: set[str]) -> None:

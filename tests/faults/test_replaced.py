@@ -10,6 +10,7 @@ import re
 import shutil
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -262,6 +263,9 @@ def test_no_descriptor_is_left(scene: Scene, backend: Backend) -> None:
 def test_between_two_renames(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where an overwrite takes two renames, a load between them waits for the second."""
     monkeypatch.setattr("shardckpt.commit.commit.exchange", lambda *_: False)
+    waits, renamed = threading.Event(), threading.Event()
+    clock = SimpleNamespace(sleep=lambda _: waits.set() or renamed.wait(60))
+    monkeypatch.setattr("shardckpt.plugins.resolver.time", clock)
     scene.reset()
     found: list[Any] = []
     rename = os.rename
@@ -270,13 +274,13 @@ def test_between_two_renames(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> N
     def between(source: Any, target: Any) -> None:
         if Path(target) == scene.target:
             load.start()
-            load.join(0.03)
-            assert not found
+            assert waits.wait(60)
         rename(source, target)
 
     monkeypatch.setattr("shardckpt.commit.commit.os.rename", between)
     scene.replace()
-    load.join(20)
+    renamed.set()
+    load.join(60)
     assert found == [NEW]
 
 

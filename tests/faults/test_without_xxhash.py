@@ -9,9 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-import torch.distributed as dist
 
-from shardckpt import dist_checkpointing
 from shardckpt.maintenance.verify import verify_checkpoint
 from shardckpt.manifest import Record
 from shardckpt.storage.digest import CRC32, XXH3
@@ -55,15 +53,11 @@ def algorithm(target: Path) -> str:
     return Record.parse((target / RECORD).read_bytes()).digest_algorithm
 
 
-def _save(target: str) -> None:
-    dist_checkpointing.save(samples.state_dict(1, dist.get_rank(), dist.get_world_size()), target)
-
-
 @pytest.fixture(scope="module")
 def saved(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory, backend: Backend) -> Path:
     """A checkpoint with digests by xxhash."""
     target = tmp_path_factory.mktemp("saved") / "ckpt"
-    ranks.run(2, _save, str(target))
+    ranks.run(2, samples.save, str(target), 1)
     assert algorithm(target) == XXH3
     return target
 

@@ -17,8 +17,8 @@ from shardckpt.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
 from shardckpt.parallel.load import FullyParallelLoadStrategyWrapper
 from shardckpt.strategy import LoadStrategy, OwnsFiles, Recognises
 from tests import backends
-from tests.faults.exchange_deaths import Scenario
-from tests.faults.programs import run_program
+from tests.faults.deaths import Scenario
+from tests.faults.programs import ask
 from tests.tables import in_proof
 
 if TYPE_CHECKING:
@@ -482,9 +482,8 @@ SCENARIOS = [
 @pytest.mark.proof
 def test_a_rank_lost_in_the_exchange(tmp_path: Path) -> None:
     """Where a rank dies or stops between two rounds, all others name it within one timeout, in all groups."""
-    done = run_program("exchange_deaths", str(tmp_path), text=json.dumps(SCENARIOS))
-    assert done.returncode == 0, done.stderr[-4000:]
-    for scenario, report in zip(SCENARIOS, json.loads(done.stdout), strict=True):
+    reports = ask("deaths", "exchange", tmp_path, text=json.dumps(SCENARIOS))
+    for scenario, report in zip(SCENARIOS, reports, strict=True):
         assert not report["hung"], scenario
         survivors = {str(rank) for rank in range(scenario["world"])} - {str(scenario["victim"])}
         assert set(report["outcomes"]) == survivors, scenario

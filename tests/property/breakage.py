@@ -145,5 +145,3 @@ BREAKS: dict[str, Callable[..., st.SearchStrategy[Layout | None]]] = {
     "moved": _moved,
     "overlap": _overlap,
 }
-
-__all__ = ["KINDS", "Claims", "claims"]

@@ -9,12 +9,17 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import pytest
 from hypothesis import HealthCheck, Phase, given, seed, settings
 
+from shardckpt import dist_checkpointing as dc
+from shardckpt.testing.states import Destinations
 from tests.tables import in_proof
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
     from hypothesis.strategies import SearchStrategy
+
+    from shardckpt.testing.cases import SaveLoadCase
 
 T = TypeVar("T")
 
@@ -52,4 +57,7 @@ def for_all(cases: SearchStrategy[T], count: int, check: Callable[[T], Any]) -> 
     run()
 
 
-__all__ = ["drawn", "for_all"]
+def load(batch: SaveLoadCase, path: Path) -> None:
+    """Load what a case wants, and compare it."""
+    wanted = Destinations(batch)
+    wanted.check(dc.load(wanted.state(), path, validate_access_integrity=batch.validate))

@@ -12,9 +12,9 @@ from shardckpt import dist_checkpointing as dc
 from shardckpt.errors import CheckpointingException
 from shardckpt.maintenance.verify import verify_checkpoint
 from shardckpt.testing.cases import SaveLoadCase, save_load_cases
-from shardckpt.testing.states import Destinations, check_region, make_state_dict
+from shardckpt.testing.states import check_region, make_state_dict
 from tests import backends
-from tests.property.search import drawn, for_all
+from tests.property.search import drawn, for_all, load
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -67,7 +67,7 @@ def _check_flip(batch: SaveLoadCase, path: Path, flip: Flip) -> None:
     content[flip.byte % len(whole)] ^= 1 << flip.bit
     damaged.write_bytes(content)
     blamed = files if damaged.name in JSON else [damaged]
-    for read in (_load, _slices):
+    for read in (load, _slices):
         fault = _fault(lambda read=read: read(batch, path))  # type: ignore[misc]
         assert not fault or any(file.name in fault for file in blamed), (damaged.name, fault)
     verdict = _fault(lambda: _verify(path))
@@ -82,11 +82,6 @@ def _fault(read: Callable[[], None]) -> str:
     except CheckpointingException as exc:
         return str(exc)
     return ""
-
-
-def _load(batch: SaveLoadCase, path: Path) -> None:
-    wanted = Destinations(batch)
-    wanted.check(dc.load(wanted.state(), path, validate_access_integrity=batch.validate))
 
 
 def _slices(batch: SaveLoadCase, path: Path) -> None:

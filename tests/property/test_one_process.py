@@ -21,21 +21,12 @@ from shardckpt.testing.states import Destinations, check_region, make_state_dict
 from shardckpt.testing.tensors import TensorSpec, tensor_specs
 from shardckpt_torch_dist import ShardedLoadPlanner, ShardedSavePlanner
 from tests import backends
-from tests.property.search import drawn, for_all
+from tests.property.search import drawn, for_all, load
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from shardckpt.testing.shard_specs import Ints
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
-
-
-@pytest.fixture
-def folder() -> Iterator[Path]:
-    """A directory for all examples of a test."""
-    with tempfile.TemporaryDirectory(prefix="shardckpt-property-") as path:
-        yield Path(path)
 
 
 def _new(folder: Path) -> Path:
@@ -43,21 +34,16 @@ def _new(folder: Path) -> Path:
     return Path(tempfile.mkdtemp(dir=folder)) / "checkpoint"
 
 
-def _load(batch: SaveLoadCase, path: Path) -> None:
-    wanted = Destinations(batch)
-    wanted.check(dc.load(wanted.state(), path, validate_access_integrity=batch.validate))
-
-
 @backends.both
 @drawn(12)
-def test_any_layout_loads_as_any_other(folder: Path, count: int) -> None:
+def test_any_layout_loads_as_any_other(tmp_path: Path, count: int) -> None:
     """Saved under one layout and loaded under another, every element is the global tensor's, bit for bit."""
 
     def check(batch: SaveLoadCase) -> None:
-        path = _new(folder)
+        path = _new(tmp_path)
         state = make_state_dict(batch)
         dc.save(state, path)
-        _load(batch, path)
+        load(batch, path)
         assert not [result for result in verify_checkpoint(path) if result.fault or result.foreign]
 
     for_all(save_load_cases(1, 1), count, check)
@@ -71,12 +57,12 @@ def _sliced(draw: st.DrawFn) -> tuple[SaveLoadCase, list[list[tuple[Ints, Ints]]
 
 @backends.both_in_proof
 @drawn(6)
-def test_any_slice_of_an_open_checkpoint(folder: Path, count: int) -> None:
+def test_any_slice_of_an_open_checkpoint(tmp_path: Path, count: int) -> None:
     """open_checkpoint()[key][region] is the global tensor's region, whatever the layout that was saved."""
 
     def check(example: tuple[SaveLoadCase, list[list[tuple[Ints, Ints]]]]) -> None:
         batch, regions = example
-        path = _new(folder)
+        path = _new(tmp_path)
         dc.save(make_state_dict(batch), path)
         with dc.open_checkpoint(path) as checkpoint:
             assert set(checkpoint) == {case.key for case in batch.cases}
@@ -90,11 +76,11 @@ def test_any_slice_of_an_open_checkpoint(folder: Path, count: int) -> None:
 
 
 @drawn(6)
-def test_stock_dcp_reads_any_layout(folder: Path, count: int) -> None:
+def test_stock_dcp_reads_any_layout(tmp_path: Path, count: int) -> None:
     """Stock dcp.load fills whole tensors from what any layout saved."""
 
     def check(batch: SaveLoadCase) -> None:
-        path = _new(folder)
+        path = _new(tmp_path)
         dc.save(make_state_dict(batch), path)
         state = {case.key: torch.empty_like(case.spec.values()) for case in batch.cases}
         dcp.load(state, checkpoint_id=path)
@@ -105,11 +91,11 @@ def test_stock_dcp_reads_any_layout(folder: Path, count: int) -> None:
 
 
 @drawn(6)
-def test_every_item_is_a_torch_archive(folder: Path, count: int) -> None:
+def test_every_item_is_a_torch_archive(tmp_path: Path, count: int) -> None:
     """torch.load(weights_only=True) reads every stored chunk by itself, and the chunks are the whole tensor's parts."""
 
     def check(batch: SaveLoadCase) -> None:
-        path = _new(folder)
+        path = _new(tmp_path)
         dc.save(make_state_dict(batch), path)
         metadata = dcp.FileSystemReader(path).read_metadata()
         cases = {case.key: case for case in batch.cases}
@@ -127,11 +113,11 @@ def test_every_item_is_a_torch_archive(folder: Path, count: int) -> None:
 
 
 @drawn(6)
-def test_the_planners_serve_dcp(folder: Path, count: int) -> None:
+def test_the_planners_serve_dcp(tmp_path: Path, count: int) -> None:
     """dcp.save and dcp.load with our planners take any layout; dist_checkpointing.load reads the same directory."""
 
     def check(batch: SaveLoadCase) -> None:
-        path, wanted = _new(folder), Destinations(batch)
+        path, wanted = _new(tmp_path), Destinations(batch)
         dcp.save(make_state_dict(batch), checkpoint_id=path, planner=ShardedSavePlanner())
         dcp.load(wanted.state(), checkpoint_id=path, planner=ShardedLoadPlanner())
         wanted.check_memory()
@@ -146,16 +132,16 @@ def test_the_planners_serve_dcp(folder: Path, count: int) -> None:
 @pytest.mark.parametrize(
     "persistent", [pytest.param(False, id="thread"), pytest.param(True, id="process", marks=pytest.mark.ci)]
 )
-def test_background_saves_of_any_layout(folder: Path, count: int, persistent: bool) -> None:
+def test_background_saves_of_any_layout(tmp_path: Path, count: int, persistent: bool) -> None:
     """What is saved behind the training is what the tensors said when it was scheduled, under any layout."""
     with AsyncCallsQueue(persistent) as queue:
 
         def check(batch: SaveLoadCase) -> None:
-            path, state = _new(folder), make_state_dict(batch)
+            path, state = _new(tmp_path), make_state_dict(batch)
             queue.schedule_async_request(dc.save(state, path, async_sharded_save=True))
             _spoil(state)
             queue.maybe_finalize_async_calls(blocking=True)
-            _load(batch, path)
+            load(batch, path)
 
         for_all(save_load_cases(1, 1), count, check)
 
@@ -172,15 +158,15 @@ def _spoil(state: dict[str, Any]) -> None:
 
 @backends.both_in_proof
 @drawn(6)
-def test_removal_leaves_the_rest_as_it_was(folder: Path, count: int) -> None:
+def test_removal_leaves_the_rest_as_it_was(tmp_path: Path, count: int) -> None:
     """After the keys of one prefix are removed, all others load under any layout, and those are gone."""
 
     def check(batch: SaveLoadCase) -> None:
-        path = _new(folder)
+        path = _new(tmp_path)
         dc.save(make_state_dict(batch), path)
         dc.remove_sharded_tensors(path, "optimizer.")
         kept = tuple(case for case in batch.cases if case.key.startswith("model."))
-        _load(SaveLoadCase(kept, batch.objects, batch.grid, batch.validate), path)
+        load(SaveLoadCase(kept, batch.objects, batch.grid, batch.validate), path)
         assert set(dc.load_tensors_metadata(path)) == {case.key for case in kept}
 
     for_all(save_load_cases(1, 1, prefixes=("model", "optimizer")), count, check)
@@ -188,11 +174,11 @@ def test_removal_leaves_the_rest_as_it_was(folder: Path, count: int) -> None:
 
 @backends.both_in_proof
 @drawn(6)
-def test_tensors_in_objects_and_common_state(folder: Path, count: int) -> None:
+def test_tensors_in_objects_and_common_state(tmp_path: Path, count: int) -> None:
     """Tensors of any dtype and in any memory come back bit for bit from objects and from the common state too."""
 
     def check(wanted: list[TensorSpec]) -> None:
-        path = _new(folder)
+        path = _new(tmp_path)
         views = [[lay(whole.values(), way).view for way in MEMORY_LAYOUTS] for whole in wanted]
         dc.save({"common": views, "object": ShardedObject("object", views, (1,), (0,))}, path)
         loaded = dc.load({"object": ShardedObject("object", None, (1,), (0,))}, path)

@@ -100,15 +100,3 @@ def test_copies_must_agree_too(ranks: Ranks, what: str) -> None:
         assert f"ranks disagree on its {what}" in text
         assert "on rank 0" in text
         assert "on rank 1" in text
-
-
-def _only_copies() -> str:
-    with pytest.raises(ShardingError) as caught:
-        validate_shards(_rows("k", 1, [0], replica=1 + dist.get_rank()), Comm())
-    return str(caught.value)
-
-
-def test_copies_without_a_main_replica_are_refused(ranks: Ranks) -> None:
-    """A tensor of which nobody has the main replica would not be stored: it is named."""
-    for text in ranks.run(2, _only_copies):
-        assert "no rank holds a main replica" in text

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import os
 import runpy
-import signal
 import sys
 import traceback
 from typing import IO, Any
 
+from tests.faults.forks import Child
 
-class Fork:
-    """A process that runs a module, with the methods of ``subprocess.Popen`` that the referee uses.
+
+class Fork(Child):
+    """A process that runs a module, as the referee starts it by ``subprocess.Popen``.
 
     Args:
         command: ``[python, "-m", module, *arguments]``.
@@ -21,32 +22,9 @@ class Fork:
     """
 
     def __init__(self, command: list[str], *, env: dict[str, str], stdout: IO[str], **more: Any) -> None:
-        self._code: int | None = None
-        self._pid = os.fork()
-        if not self._pid:
+        super().__init__(os.fork())
+        if not self.pid:
             self._become(command[2], command[2:], env, stdout.fileno())
-
-    def poll(self) -> int | None:
-        """Its exit code; None while it runs."""
-        return self._wait(os.WNOHANG)
-
-    def wait(self) -> int:
-        """Its exit code, once it has ended."""
-        self._wait(0)
-        assert self._code is not None
-        return self._code
-
-    def kill(self) -> None:
-        """End it."""
-        if self.poll() is None:
-            os.kill(self._pid, signal.SIGKILL)
-
-    def _wait(self, options: int) -> int | None:
-        if self._code is None:
-            pid, status = os.waitpid(self._pid, options)
-            if pid:
-                self._code = os.waitstatus_to_exitcode(status)
-        return self._code
 
     @staticmethod
     def _become(module: str, argv: list[str], env: dict[str, str], output: int) -> None:

@@ -26,7 +26,8 @@ from shardckpt_torch_dist import (
     ShardedLoadPlanner,
 )
 from tests import programs
-from tests.faults.test_kill import SAMPLED, bad, report_of
+from tests.faults.programs import ask
+from tests.faults.test_kill import SAMPLED, bad
 from tests.interop.sample import check_equal
 from tests.names import MARKER, METADATA, RECORD, data_file
 from tests.plugged import registered
@@ -280,7 +281,7 @@ def test_overwriting_replaces_a_checkpoint_and_keeps_other_files(ranks: Ranks, t
 )
 def test_a_killed_save_leaves_the_old_or_the_new(tmp_path: Path, case: str, allowed: set[str]) -> None:
     """After a kill at any of 50 calls of a dcp.save, the path holds the old or the new, bit for bit, or nothing."""
-    outcomes = report_of(tmp_path, case, SAMPLED, "dcp_killer")["outcomes"]
+    outcomes = ask("killer", "storage writer", tmp_path, case, SAMPLED)["outcomes"]
     # a file is cut to its length where DCP's copies lie in their pages so that it was made too long: not in every run
     killed = [outcome for outcome in outcomes if outcome["killed"] or outcome["call"] != "ftruncate"]
     assert len(killed) >= SAMPLED - 2

@@ -1,0 +1,567 @@
+"""What the drivers of kills, errors and power cuts run: how a checkpoint is changed, and what is read then.
+
+The base is a save in the foreground; other scenarios say what differs. ``make_scenario(name, folder)`` knows them all.
+"""
+
+# ruff: noqa: D102 - Scenario says what its methods do
+from __future__ import annotations
+
+import datetime as dt
+import os
+import re
+import shutil
+import signal
+import time
+import warnings
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
+from torch.distributed.distributed_c10d import _set_pg_timeout
+
+from shardckpt import dist_checkpointing, hookimpl
+from shardckpt.async_save import AsyncCallsQueue
+from shardckpt.chunks import LocalPlan
+from shardckpt.dist_checkpointing import ShardedTensor
+from shardckpt.distributed import Comm
+from shardckpt.engine import prune_leftovers
+from shardckpt.engine.integrity import verify_integrity_manifest
+from shardckpt.errors import CheckpointingException, NotACheckpointError
+from shardckpt.huggingface import export_to_huggingface
+from shardckpt.maintenance import convert_checkpoint, migrate_checkpoint, verify_checkpoint
+from shardckpt.manifest import INTEGRITY_NAME, MARKER_NAME, RECORD_NAME, Marker
+from shardckpt.plugins import get_plugin_manager
+from shardckpt.storage import writer
+from shardckpt_torch_dist import CheckpointStorageReader, CheckpointStorageWriter
+from tests import backends
+from tests.faults import samples, stock_savers
+from tests.faults.behind import START_TIMEOUT, fork_workers, save_in
+from tests.faults.forks import fork, wait
+from tests.maintenance import test_migrate as migration
+from tests.states import rank_and_size
+from tests.trees import LoadTree, SaveTree
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+OLD, NEW, LATER = 1, 2, 3
+VERSIONS = {"old": OLD, "new": NEW, "later": LATER}
+#: Keys whose names begin so are removed.
+GONE = "gone"
+#: Elements of a tensor of 3 MiB: what holds it is allocated ahead, written past the page cache, and cut in the end.
+_LARGE = 3 << 18
+
+
+class Scenario:
+    """A save of version ``NEW`` over version ``OLD``, or to a fresh path.
+
+    Args:
+        folder: For files of its own.
+        way: Of the save: see :func:`tests.faults.behind.save_in`.
+    """
+
+    #: Other people's files in the checkpoint, which stay.
+    foreign: ClassVar = {"notes.txt": b"not the checkpoint's", "logs/run.log": b"kept too"}
+    #: What a change may raise; anything else is a fault.
+    errors: tuple[type[BaseException], ...] = (CheckpointingException,)
+
+    def __init__(self, folder: Path, way: str = "foreground") -> None:
+        self._folder = folder
+        self._way = way
+
+    def state(self, version: int) -> dict[str, Any]:
+        """This rank's part of the samples of a version, and of a large tensor."""
+        rank, world = rank_and_size()
+        part = _large(version).chunk(world)[rank].clone()
+        large = ShardedTensor.from_rank_offsets("large", part, (0, rank, world))
+        return {**samples.state_dict(version, rank, world), "large": large}
+
+    def write(self, target: Path, version: int, *, overwrite: bool) -> None:
+        """Save a version, which nothing interrupts."""
+        dist_checkpointing.save(self.state(version), target, overwrite=overwrite)
+
+    def load(self, directory: Path) -> dict[str, Any]:
+        """Load what is compared."""
+        wanted = {**samples.template(), "large": ShardedTensor.from_rank_offsets("large", torch.full((_LARGE,), -7.0))}
+        return dist_checkpointing.load(wanted, directory)
+
+    def differences(self, loaded: dict[str, Any], version: int) -> list[str]:
+        """Name what is not, bit for bit, what the version had."""
+        small = {key: value for key, value in loaded.items() if key != "large"}
+        same = torch.equal(loaded["large"], _large(version))
+        return [*samples.differences(small, version), *([] if same else ["large"])]
+
+    def prepare(self, target: Path) -> None:
+        """Make what stands at the target before."""
+        self.write(target, OLD, overwrite=False)
+
+    def change(self, target: Path, *, overwrite: bool) -> None:
+        """Do what is killed."""
+        if self._way == "foreground":
+            self.write(target, NEW, overwrite=overwrite)
+        else:
+            save_in(self._way, target, self.state(NEW), overwrite=overwrite)
+
+    def change_and_tell(self, target: Path, told: Path, *, overwrite: bool) -> None:
+        """Do it, and write how it ended: ``saved``, an error that it may raise as ``refused: ...``, or what else."""
+        try:
+            self.change(target, overwrite=overwrite)
+        except self.errors as exc:
+            ended = f"refused: {type(exc).__name__}: {exc}"
+        except BaseException as exc:  # noqa: BLE001 - it is in the report
+            ended = f"{type(exc).__name__}: {exc}"
+        else:
+            ended = "saved"
+        try:
+            told.write_text(ended)
+        except OSError:  # strace counts the calls of each thread: a fault may have waited for this one
+            told.write_text(ended)
+
+    def start(self, change: Callable[[], None]) -> tuple[int, list[int]]:
+        """Fork what changes: see :meth:`tests.faults.killer.Killer._start`."""
+        pid = fork(change, stopped=True)
+        return pid, [pid]
+
+    def find(self, directory: Path) -> str:
+        """Which version a load gives, or how it is none."""
+        loaded = self.load(directory)
+        for name, version in VERSIONS.items():
+            if not self.differences(loaded, version):
+                return name
+        return f"mixed: not new in {self.differences(loaded, NEW)}"
+
+    def go_on(self, target: Path) -> str:
+        """Make the next change after a kill; what must be found then."""
+        self.write(target, LATER, overwrite=True)
+        return "later"
+
+    def warm_up(self, scratch: Path) -> None:
+        """Do everything once that a first change or load does lazily, in this process."""
+        for overwrite in (False, True):
+            self.write(scratch, OLD, overwrite=overwrite)
+        if self._way != "foreground":  # processes are forked later
+            save_in("thread" if self._way == "thread" else "request", scratch, self.state(OLD), overwrite=True)
+        self.load(scratch)
+
+
+def _large(version: int) -> torch.Tensor:
+    return torch.arange(_LARGE, dtype=torch.float32) + version
+
+
+# ---- saves by other threads, processes and ranks
+
+
+class Worker(Scenario):
+    """Saves by a queue's process, which is killed; the training gets an error, and ends."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder, "process")
+
+    def start(self, change: Callable[[], None]) -> tuple[int, list[int]]:
+        """Let strace attach to the process of the training, not to that."""
+        told = self._folder / "worker"
+        told.unlink(missing_ok=True)
+
+        def train() -> None:
+            fork_workers(told)
+            change()
+
+        training = fork(train)
+        begin = time.monotonic()
+        while not told.exists():
+            if time.monotonic() > begin + START_TIMEOUT:
+                raise SystemExit("the training has not started its process")
+            time.sleep(0.002)
+        return int(told.read_text()), [training]
+
+
+class Training(Scenario):
+    """Saves by a queue's process, and the training is killed, which plans, stages and commits."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder, "process")
+
+    def start(self, change: Callable[[], None]) -> tuple[int, list[int]]:
+        """Fork the training's process before: strace does not follow it."""
+
+        def train() -> None:
+            fork_workers()
+            AsyncCallsQueue.warmup_persistent_caller()
+            os.kill(os.getpid(), signal.SIGSTOP)
+            change()
+
+        pid = fork(train)
+        os.waitpid(pid, os.WUNTRACED)
+        return pid, [pid]
+
+
+class Ranks(Scenario):
+    """Saves by some ranks, of which one is killed; the others get an error, and end."""
+
+    def __init__(self, folder: Path, victim: int, world: int, timeout: float = 8.0) -> None:
+        super().__init__(folder)
+        self._victim = victim
+        self._world = world
+        self._saves = 0
+        self._timeout = dt.timedelta(seconds=timeout)
+
+    def start(self, change: Callable[[], None]) -> tuple[int, list[int]]:
+        """Fork the ranks, which stop when they have met: how often they look for each other differs."""
+        self._saves += 1
+        pids = [fork(partial(self._be_rank, rank, change)) for rank in range(self._world)]
+        for pid in pids:
+            os.waitpid(pid, os.WUNTRACED)
+        return pids[self._victim], pids
+
+    def _be_rank(self, rank: int, change: Callable[[], None]) -> None:
+        store = dist.FileStore(str(self._folder / f"store{self._saves}"), self._world)
+        start = dt.timedelta(seconds=START_TIMEOUT)  # a loaded machine may take long to connect them
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=self._world, timeout=start)
+        dist.barrier()
+        _set_pg_timeout(self._timeout, dist.group.WORLD)
+        store.set_timeout(self._timeout)
+        os.kill(os.getpid(), signal.SIGSTOP)
+        change()
+
+
+# ---- saves of other files
+
+
+class Small(Scenario):
+    """Saves the samples alone: their files are of few pages."""
+
+    def state(self, version: int) -> dict[str, Any]:
+        return samples.state_dict(version)
+
+    def load(self, directory: Path) -> dict[str, Any]:
+        return samples.load(directory)
+
+    def differences(self, loaded: dict[str, Any], version: int) -> list[str]:
+        return samples.differences(loaded, version)
+
+
+class Tables(Scenario):
+    """Saves with the tables of digests in files of their own, as many ranks do."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        gather = Comm.gather_up_to
+
+        def gather_plans_alone(comm: Comm, limit: int, value: Any) -> list[Any] | None:
+            return gather(comm, limit, value) if isinstance(value, LocalPlan) else None
+
+        Comm.gather_up_to = gather_plans_alone  # type: ignore[method-assign]
+        writer._INLINE_TABLE = 0
+
+
+class NoFsync(Scenario):
+    """Saves without fsync: what power cuts must find out."""
+
+    def change(self, target: Path, *, overwrite: bool) -> None:
+        os.fsync = lambda _: None
+        super().change(target, overwrite=overwrite)
+
+
+class Tree(Scenario):
+    """Saves files in folders, of which one has other people's files, too."""
+
+    foreign: ClassVar = {**Scenario.foreign, "arrays/w0/notes": b"kept"}
+
+    def write(self, target: Path, version: int, *, overwrite: bool) -> None:
+        dist_checkpointing.save(self.state(version), target, SaveTree(), overwrite=overwrite)
+
+    def load(self, directory: Path) -> dict[str, Any]:
+        return dist_checkpointing.load(self.state(-1), directory, LoadTree())
+
+    def differences(self, loaded: dict[str, Any], version: int) -> list[str]:
+        wrong = [key for key, tensor in loaded.items() if key != "step" and tensor.tolist() != [float(version)] * 5]
+        return [*wrong, *([] if loaded["step"] == version and len(loaded) == 4 else ["step"])]
+
+    def state(self, version: int) -> dict[str, Any]:
+        tensors = {f"w{n}": _tensor(f"w{n}", torch.full((5,), float(version))) for n in range(3)}
+        return {**tensors, "step": version}
+
+
+class Stock(Scenario):
+    """Saves by another saver, for comparison."""
+
+    errors = (BaseException,)  # DCP's is one
+
+    def __init__(self, folder: Path, saver: str) -> None:
+        super().__init__(folder)
+        warnings.simplefilter("ignore")
+        self._save, self._load, self._marker = stock_savers.SAVERS[saver]
+
+    def write(self, target: Path, version: int, *, overwrite: bool) -> None:
+        self._save(target, version)
+
+    def load(self, directory: Path) -> dict[str, Any]:
+        return self._load(directory)
+
+    def differences(self, loaded: dict[str, Any], version: int) -> list[str]:
+        return stock_savers.differences(loaded, version)
+
+    def find(self, directory: Path) -> str:
+        """Which version a load gives; without the marker nothing was saved."""
+        if not (directory / self._marker).exists():
+            raise NotACheckpointError(str(directory))
+        try:
+            return super().find(directory)
+        except BaseException as exc:  # noqa: BLE001 - whatever it is, it is a refusal
+            return f"refused: {type(exc).__name__}: {exc}"
+
+
+class StorageWriter(Stock):
+    """Saves by a plain ``dcp.save`` through our storage writer."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder, "dcp")
+
+    def write(self, target: Path, version: int, *, overwrite: bool) -> None:
+        dcp.save(stock_savers.state(version), storage_writer=CheckpointStorageWriter(target, overwrite=overwrite))
+
+    def load(self, directory: Path) -> dict[str, Any]:
+        CheckpointStorageReader(directory).read_metadata()  # dcp.load makes one error of all that it may raise
+        wanted = stock_savers.state(0)
+        dcp.load(wanted, storage_reader=CheckpointStorageReader(directory))
+        return wanted
+
+    def find(self, directory: Path) -> str:
+        """Which version a load gives; its errors are the family's."""
+        return Scenario.find(self, directory)
+
+
+# ---- other changes of a checkpoint
+
+
+class Conversion(Scenario):
+    """Converts a checkpoint of another format; the same conversion is done after a kill."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        other = "safetensors" if backends.current().name == "torch_dist" else "torch_dist"
+        dist_checkpointing.save(self.state(NEW), folder / "source", (other, 1))
+
+    def change(self, target: Path, *, overwrite: bool) -> None:
+        target.parent.mkdir(exist_ok=True)
+        convert_checkpoint(self._folder / "source", target, backends.current().name, overwrite=overwrite)
+
+    def go_on(self, target: Path) -> str:
+        """Convert (again)."""
+        self.change(target, overwrite=True)
+        return "new"
+
+    def warm_up(self, scratch: Path) -> None:
+        super().warm_up(scratch)
+        self.change(scratch, overwrite=True)
+
+
+class Export(Scenario):
+    """Exports a checkpoint as a Hugging Face folder of several files, of tensors of three dtypes."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        for version in VERSIONS.values():
+            sharded = {key: _tensor(key, value) for key, value in self._tensors(version).items()}
+            dist_checkpointing.save(sharded, self._source(version))
+
+    def write(self, target: Path, version: int, *, overwrite: bool) -> None:
+        export_to_huggingface(self._source(version), target, max_shard_size=2 << 20, overwrite=overwrite)
+
+    def load(self, directory: Path) -> dict[str, Any]:
+        if not directory.exists():
+            raise NotACheckpointError(str(directory))
+        return {key: value for path in directory.glob("*.safetensors") for key, value in load_file(path).items()}
+
+    def differences(self, loaded: dict[str, Any], version: int) -> list[str]:
+        return _differences(loaded, self._tensors(version))
+
+    def _source(self, version: int) -> Path:
+        return self._folder / "sources" / str(version)
+
+    def _tensors(self, version: int) -> dict[str, torch.Tensor]:
+        return {
+            "large.weight": torch.arange(3 << 17, dtype=torch.float32) + version,
+            "other.weight": torch.arange(3 << 17, dtype=torch.float32) - version,
+            "small.bias": (torch.arange(40) + version).to(torch.bfloat16),
+            "steps": torch.tensor([version]),
+        }
+
+
+class Migration(Scenario):
+    """Migrates a checkpoint of version 1 in place."""
+
+    def prepare(self, target: Path) -> None:
+        """Save version 1."""
+        migration.register()
+        dist_checkpointing.save(migration.state(1.0), target, (migration.SaveText.backend, 1))
+
+    def change(self, target: Path, *, overwrite: bool) -> None:
+        migrate_checkpoint(target, target, overwrite=overwrite)
+
+    def find(self, directory: Path) -> str:
+        """Which version stands there, whole."""
+        faults = [result.fault for result in verify_checkpoint(directory) if result.fault]
+        version = Marker.model_validate_json((directory / MARKER_NAME).read_bytes()).sharded_backend_version
+        if faults:
+            return f"CorruptCheckpointError: {faults}"
+        if version == 1:
+            return "old"
+        return "new" if migration.loaded(directory) == (3.0, 1) else "mixed: other values"
+
+    def go_on(self, target: Path) -> str:
+        """Migrate, or remove what a migration that was done has left."""
+        if self.find(target) == "old":
+            self.change(target, overwrite=True)
+        elif _beside(target):
+            prune_leftovers(target)
+        return "new"
+
+    def warm_up(self, scratch: Path) -> None:
+        self.prepare(scratch)
+        self.change(scratch, overwrite=True)
+        self.find(scratch)
+
+
+class Prune(Scenario):
+    """Prunes what a killed save has left beside a checkpoint, which stays: ``new`` is without the leftover."""
+
+    def prepare(self, target: Path) -> None:
+        """Kill a save before its commit."""
+        super().prepare(target)
+        wait([fork(partial(self._die_committing, target))], START_TIMEOUT)
+        if not _beside(target):
+            raise SystemExit("a killed save has left nothing to prune")
+
+    def _die_committing(self, target: Path) -> None:
+        get_plugin_manager().register(_Dies())
+        self.write(target, NEW, overwrite=True)
+
+    def change(self, target: Path, *, overwrite: bool) -> None:
+        prune_leftovers(target)
+
+    def find(self, directory: Path) -> str:
+        """Whether the leftover is there."""
+        found = super().find(directory)
+        return found if found != "old" or _beside(directory) else "new"
+
+    def go_on(self, target: Path) -> str:
+        """Prune (again)."""
+        prune_leftovers(target)
+        return "new"
+
+    def warm_up(self, scratch: Path) -> None:
+        alone = scratch.with_name("warmth") / "ckpt"
+        self.prepare(alone)
+        prune_leftovers(alone)
+        self.load(alone)
+
+
+class Removal(Scenario):
+    """Removes keys of the checkpoint that stands at ``FOLDER/pristine/ckpt``, or of one that it saves there."""
+
+    def prepare(self, target: Path) -> None:
+        """Save, if there is nothing, and look what is kept."""
+        if not target.exists():
+            gone = {f"{GONE}.{n}": _tensor(f"{GONE}.{n}", torch.arange(9.0)) for n in range(3)}
+            dist_checkpointing.save({**samples.state_dict(OLD), **gone}, target)
+        self._pristine = target
+        old = self.load(target)
+        self._expected = {OLD: old, NEW: {key: value for key, value in old.items() if not key.startswith(GONE)}}
+
+    def load(self, directory: Path) -> dict[str, Any]:
+        stored = dist_checkpointing.load_sharded_metadata(directory)
+        tensors = dist_checkpointing.load_plain_tensors(directory)
+        common = dist_checkpointing.load_common_state_dict(directory)
+        return {**dict.fromkeys(stored), **tensors, "common state": common}
+
+    def differences(self, loaded: dict[str, Any], version: int) -> list[str]:
+        return _differences(loaded, self._expected.get(version, {}))
+
+    def change(self, target: Path, *, overwrite: bool) -> None:
+        dist_checkpointing.remove_sharded_tensors(target, GONE)
+
+    def find(self, directory: Path) -> str:
+        """Which keys are there, with digests that fit."""
+        found = super().find(directory)
+        return found if found not in VERSIONS else _faults(directory) or found
+
+    def go_on(self, target: Path) -> str:
+        """Remove the keys (again)."""
+        self.change(target, overwrite=True)
+        return "new"
+
+    def warm_up(self, scratch: Path) -> None:
+        shutil.copytree(self._pristine, scratch)
+        self.change(scratch, overwrite=True)
+        self.load(scratch)
+
+
+class _Dies:
+    """A plugin that kills this process where a save begins to commit."""
+
+    @hookimpl
+    def shardckpt_event(self, event: Any) -> None:
+        """Die."""
+        if (event.phase, event.state) == ("committing", "start"):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _beside(target: Path) -> list[Path]:
+    return [path for path in target.parent.iterdir() if path != target]
+
+
+def _tensor(key: str, value: torch.Tensor) -> ShardedTensor:
+    return ShardedTensor.from_rank_offsets(key, value)
+
+
+def _differences(found: dict[str, Any], expected: dict[str, Any]) -> list[str]:
+    """Names that only one of them has, or whose values differ."""
+    differ = {key for key in found.keys() & expected.keys() if not _same(found[key], expected[key])}
+    return sorted((found.keys() ^ expected.keys()) | differ)
+
+
+def _same(found: Any, expected: Any) -> bool:
+    return torch.equal(found, expected) if isinstance(expected, torch.Tensor) else bool(found == expected)
+
+
+def _faults(directory: Path) -> str:
+    """What does not fit the digests, where there are any."""
+    try:
+        if (directory / INTEGRITY_NAME).exists():
+            verify_integrity_manifest(directory)
+        if (directory / RECORD_NAME).exists():
+            return "; ".join(result.fault for result in verify_checkpoint(directory) if result.fault)
+    except CheckpointingException as exc:
+        return str(exc)
+    return ""
+
+
+SCENARIOS: dict[str, Callable[[Path], Scenario]] = {
+    "foreground": Scenario,
+    "request": partial(Scenario, way="request"),
+    "thread": partial(Scenario, way="thread"),
+    "process": Worker,
+    "training": Training,
+    "tables": Tables,
+    "no fsync": NoFsync,
+    "tree": Tree,
+    "dcp": partial(Stock, saver="dcp"),
+    "torch.save": partial(Stock, saver="torch.save"),
+    "storage writer": StorageWriter,
+    "convert": Conversion,
+    "export": Export,
+    "migrate": Migration,
+    "prune": Prune,
+    "remove": Removal,
+}
+
+
+def make_scenario(name: str, folder: Path) -> Scenario:
+    """Make the scenario of a name, or of one like ``rank 0 of 2``."""
+    ranks = re.fullmatch(r"rank (\d+) of (\d+)", name)
+    return Ranks(folder, int(ranks[1]), int(ranks[2])) if ranks else SCENARIOS[name](folder)
