@@ -202,27 +202,6 @@ def after_the_last_step(folder: str, config: dict[str, Any]) -> tuple[list[torch
     return dtypes, steps, sorted({tensor.dtype.itemsize for tensor in stored.values()})
 
 
-def disagreeing(folder: str) -> str:
-    """Ranks that want to load different steps."""
-    training = Training(folder)
-    try:
-        with training.manager:
-            training.manager.load(2 + 2 * dist.get_rank())
-    except CheckpointingException as exc:
-        return str(exc)
-    raise AssertionError("loaded")
-
-
-def one_rank_sees_nothing(folder: str) -> int:
-    """Only the main rank looks at the folder: what others would see in it does not matter."""
-    training = Training(folder)
-    if dist.get_rank():
-        training.manager._folder.steps = list  # type: ignore[method-assign]
-    with training.manager:
-        assert training.manager.load()
-    return training.progress.step
-
-
 def own_state_without_wrapper(folder: str) -> str:
     """A loader that every rank has its own of, given as if all had it alike."""
     training = Training(folder)
@@ -255,13 +234,11 @@ __all__ = [
     "begun_weights",
     "closed_without_wait",
     "dead_worker",
-    "disagreeing",
     "failing_save",
     "load_error",
     "load_outcome",
     "loaded",
     "manager_loads",
-    "one_rank_sees_nothing",
     "overwritten_staging",
     "own_state_without_wrapper",
     "preempted",
