@@ -31,7 +31,6 @@ from tests.names import INDEX, METADATA
 from tests.tables import in_proof, table
 
 if TYPE_CHECKING:
-    from shardckpt.maintenance.remove import RemovalReport
     from tests.backends import Backend
     from tests.ranks import Ranks
 
@@ -194,9 +193,10 @@ def test_flattened_shards_keep_their_true_shape(tmp_path: Path) -> None:
 
 
 def _remove(path: str) -> dict[str, Any]:
-    """Save, remove on all ranks, load what is left under this rank's sharding."""
+    """Remove on all ranks, load what is left under this rank's sharding."""
     rank, world = dist.get_rank(), dist.get_world_size()
-    dc.remove_sharded_tensors(path, "optim")
+    report = dc.remove_sharded_tensors(path, "optim")
+    assert {"optim.m", "optim.v"} < set(report.keys)  # on every rank, though the main one works
     wanted = {key: value for key, value in state(rank, world).items() if key in ("w", "rng")}
     wanted["w"].data.fill_(-1)
     loaded = dc.load({**wanted, "rng": wanted["rng"].without_data()}, path, strict="raise_all")
@@ -269,27 +269,19 @@ def test_plain_dcp_directory(tmp_path: Path) -> None:
     assert not (path / "metadata.json").exists()
 
 
-@backends.both_in_proof
-@pytest.mark.parametrize("prefix", ["nothing", "common_state", "iteration", "ptim"])
+@table("prefix", ["nothing", "common_state", "iteration", "ptim"])
 def test_no_match_changes_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture, prefix: str) -> None:
-    """A prefix of no key, or of common state, is a warning that names it; not even a file is linked."""
+    """A prefix of no key, or of common state, is a warning that names it, an empty one an error; no file is linked."""
     path = golden("0.20.0", tmp_path)
     before, listed = files_of(path), path.stat()
     with caplog.at_level(logging.WARNING):
         dc.remove_sharded_tensors(path, prefix)
     assert f"begins with {prefix!r}: nothing is removed" in caplog.text
-    assert files_of(path) == before
-    assert (path.stat().st_ino, path.stat().st_mtime_ns) == (listed.st_ino, listed.st_mtime_ns)
-    assert names(tmp_path) == {"ckpt"}
-
-
-def test_an_empty_prefix_is_refused(tmp_path: Path) -> None:
-    """The prefix of everything is a mistake, not a wish."""
-    path = golden("0.16.1", tmp_path)
-    before = files_of(path)
     with pytest.raises(CheckpointingException, match="the prefix is ''"):
         dc.remove_sharded_tensors(path, "")
     assert files_of(path) == before
+    assert (path.stat().st_ino, path.stat().st_mtime_ns) == (listed.st_ino, listed.st_mtime_ns)
+    assert names(tmp_path) == {"ckpt"}
 
 
 def _error_of_removal(path: str, *prefixes: str) -> tuple[str, str]:
@@ -522,18 +514,6 @@ def test_a_dry_run_changes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture
     assert (planned.keys, planned.dropped, planned.rewritten) == (done.keys, done.dropped, done.rewritten)
     assert planned.bytes_before == done.bytes_before
     assert abs(planned.bytes_after - done.bytes_after) < 64 << 10
-
-
-def _reported(path: str, prefix: str) -> RemovalReport:
-    return dc.remove_sharded_tensors(path, prefix, dry_run=True)
-
-
-def test_all_ranks_get_the_report(ranks: Ranks, tmp_path: Path) -> None:
-    """The main rank works, and every rank returns what it found."""
-    path = golden("0.16.1", tmp_path)
-    first, second = ranks.run(2, _reported, str(path), "grid")
-    assert first == second
-    assert first.keys == ("grid",)
 
 
 @backends.both
