@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import resource
 import signal
@@ -17,6 +16,7 @@ import torch.distributed as dist
 from shardckpt import dist_checkpointing
 from shardckpt.errors import CheckpointingException
 from shardckpt.manager import CheckpointConfig, CheckpointManager, PerRank
+from tests.logs import collect_warnings
 from tests.manager.folders import names_in
 from tests.manager.training import Loader, Training
 
@@ -74,28 +74,16 @@ def begun_weights(folder: str, config: dict[str, Any]) -> list[torch.Tensor]:
 
 def load_error(folder: str, config: dict[str, Any], step: int = -1) -> str:
     """The error of a load; every other rank has the same."""
-    training = Training(folder, **config)
-    try:
-        with training.manager:
-            training.manager.load(step)
-    except CheckpointingException as exc:
-        return f"{type(exc).__name__}: {exc}"
-    raise AssertionError("loaded")
+    with Training(folder, **config).manager as manager, pytest.raises(CheckpointingException) as caught:
+        manager.load(step)
+    return f"{caught.type.__name__}: {caught.value}"
 
 
 def load_outcome(folder: str, config: dict[str, Any]) -> tuple[int, list[str]]:
     """The step that is loaded, 0 for none, and the warnings about it."""
-    said: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("shardckpt.manager")
-    logger.addHandler(handler)
-    try:
-        training = Training(folder, **config)
-        with training.manager:
-            training.manager.load()
-    finally:
-        logger.removeHandler(handler)
+    training = Training(folder, **config)
+    with collect_warnings("shardckpt.manager") as said, training.manager:
+        training.manager.load()
     return training.progress.step, said
 
 
@@ -206,12 +194,12 @@ def own_state_without_wrapper(folder: str) -> str:
     """A loader that every rank has its own of, given as if all had it alike."""
     training = Training(folder)
     states = {**training.states, "dataloader": Loader(dist.get_rank())}
-    try:
-        with CheckpointManager(CheckpointConfig(folder=folder), states) as manager:
-            manager.save(1, force=True)
-    except CheckpointingException as exc:
-        return str(exc)
-    raise AssertionError("saved")
+    with (
+        CheckpointManager(CheckpointConfig(folder=folder), states) as manager,
+        pytest.raises(CheckpointingException) as caught,
+    ):
+        manager.save(1, force=True)
+    return str(caught.value)
 
 
 def preempted(folder: str, mode: str) -> tuple[bool, int]:

@@ -10,7 +10,6 @@ import pytest
 from shardckpt import dist_checkpointing as dc
 from shardckpt.errors import CheckpointingException, DuplicateStrategyError, PluginError
 from shardckpt.plugins.entries import StrategyAction, _import_class
-from shardckpt.plugins.manager import PluginManager
 from shardckpt.plugins.registry import StrategyRegistry, parse_key
 from shardckpt.strategy import LoadStrategy, Migration, SaveStrategy
 from tests.tables import table
@@ -170,18 +169,6 @@ def test_a_users_override_is_never_undone(override: bool) -> None:
     assert _target(registry, LOAD) is _LoadToy
     registry.put(SAVE, "toy", 1, _SaveToy)
     assert _target(registry) is _SaveToy
-
-
-def test_a_users_override_of_a_built_in_survives_plugin_loading() -> None:
-    """register_default_strategy works before any plugin is imported: the built-in that loads later leaves it."""
-    plugins = PluginManager()
-    name, version = PluginManager().registry.default
-    plugins.registry_before_plugins.put(SAVE, name, version, _OtherSaveToy)
-    entry = plugins.registry.find(SAVE, name, version)
-    assert entry is not None
-    assert entry.target is _OtherSaveToy
-    assert plugins.registry.find(LOAD, name, version) is not None
-    assert not plugins.broken()
 
 
 def test_register_default_strategy_serves_the_front_door() -> None:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import io
-import logging
 import threading
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,11 +15,12 @@ from torch.distributed.fsdp import fully_shard
 from shardckpt import dist_checkpointing
 from shardckpt.errors import CheckpointingException
 from shardckpt.manager import CheckpointConfig, CheckpointManager, FaultTolerance, PerRank
+from tests.logs import collect_warnings
 from tests.manager.jobs import weights
 from tests.manager.training import WIDTH, Loader, Progress
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     from torch.distributed.device_mesh import DeviceMesh
 
@@ -194,20 +193,6 @@ def handed_on(training: ReplicaTraining) -> bytes:
     return everyone[dist.get_rank() % 2]  # type: ignore[no-any-return]
 
 
-@contextmanager
-def warnings() -> Iterator[list[str]]:
-    """What the manager warns of."""
-    said: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("shardckpt.manager")
-    logger.addHandler(handler)
-    try:
-        yield said
-    finally:
-        logger.removeHandler(handler)
-
-
 def changing_quorum(folder: str, mode: str) -> tuple[list[list[int]], list[int], list[int], tuple[list[int], ...]]:
     """Three steps each: 0 first, 1 first, 0 not there; who saved what, who is in it, how often asked, what is there."""
     training = ReplicaTraining(folder, replicas(), async_mode=mode, interval=1)
@@ -262,7 +247,7 @@ def restarted(folder: str, until: int, config: dict[str, Any]) -> tuple[int, int
 
 def loaded(folder: str, config: dict[str, Any], step: int = -1) -> tuple[int, int, int | None, list[str]]:
     """The step that is loaded, the place in the data and whose that was, and the warnings."""
-    with warnings() as said:
+    with collect_warnings("shardckpt.manager") as said:
         training = ReplicaTraining(folder, replicas(), **config)
         with training.manager as manager:
             manager.load(step)
@@ -413,6 +398,5 @@ __all__ = [
     "retained",
     "steps_in",
     "unbroken",
-    "warnings",
     "weights_of",
 ]
