@@ -85,6 +85,3 @@ def train(
 def wholes(nest: Any) -> dict[str, torch.Tensor]:
     """The tensors of a state dict, gathered."""
     return {name: t.full_tensor() if hasattr(t, "full_tensor") else t.detach() for name, t in nest.items()}
-
-
-__all__ = ["Layer", "Stage", "made_model", "sharded", "train", "wholes"]

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 MIB = 1 << 20
-TARGETS = ("safetensors", "torch_dist", "dcp", "ep", "torch", "hf")
-
 #: Converts with a line in the journal for each 256 KiB, and is killed when it has written so many lines.
 RUN = """
 import os, shutil, signal, sys, torch
@@ -112,30 +110,6 @@ def assert_same_files(whole: Path, resumed: Path) -> None:
     same = replace_id(first, get_save_id(whole))
     assert sum(map(len, same.values())) > 8 * MIB
     assert same == replace_id(second, get_save_id(resumed))
-
-
-@pytest.mark.parametrize(
-    "to",
-    [
-        "safetensors",
-        pytest.param("hf", marks=pytest.mark.proof),
-        pytest.param("torch", marks=pytest.mark.proof),
-        *(pytest.param(to, marks=pytest.mark.proof) for to in TARGETS if to not in ("safetensors", "hf", "torch")),
-    ],
-)
-@pytest.mark.ci
-def test_three_kills_change_nothing(tmp_path: Path, to: str) -> None:
-    """Killed three times, a conversion goes on each time; its files are those of one that was not interrupted."""
-    make_source(tmp_path / "old", is_checkpoint=to not in ("torch_dist", "dcp"))
-    convert_checkpoint(tmp_path / "old", tmp_path / "whole", to, memory_budget=32 * MIB)
-    (resumed,) = start(tmp_path / "old", tmp_path / "new", to, [2, 2, 2, 0])
-    assert resumed >= 3 * MIB
-    assert_same_files(tmp_path / "whole", tmp_path / "new")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["new", "old", "whole"]
-    if to not in ("hf", "torch"):
-        with dc.open_checkpoint(tmp_path / "new") as checkpoint:
-            assert checkpoint.fingerprints  # of what the killed processes had read, too
-            assert checkpoint.fingerprints == checkpoint.compute_fingerprints()
 
 
 @pytest.mark.ci

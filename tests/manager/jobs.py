@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import resource
 import signal
-import time
 from pathlib import Path
 from typing import Any
 
@@ -87,55 +86,6 @@ def load_outcome(folder: str, config: dict[str, Any]) -> tuple[int, list[str]]:
     return training.progress.step, said
 
 
-def overwritten_staging(folder: str, mode: str) -> None:
-    """A state that changes as soon as save returns, while the one before is still being written."""
-    weight = torch.nn.Linear(512, 512, bias=False)
-    config = CheckpointConfig(folder=folder, interval=1, async_mode=mode, keep_latest_k=0)
-    with CheckpointManager(config, {"model": weight}) as manager:
-        for step in range(1, 7):
-            with torch.no_grad():
-                weight.weight.fill_(step)
-            assert manager.save(step)
-            with torch.no_grad():
-                weight.weight.fill_(-1)
-    for step in range(1, 7):
-        assert manager_loads(folder, step, weight)
-        assert torch.equal(weight.weight, torch.full((512, 512), float(step)))
-
-
-def manager_loads(folder: str, step: int, model: torch.nn.Module) -> bool:
-    """Load a step's model."""
-    with CheckpointManager(CheckpointConfig(folder=folder, load_only=True), {"model": model}) as manager:
-        return manager.load(step)
-
-
-def dead_worker(folder: str) -> list[str]:
-    """Kill rank 0's writing process in mid-save: the next call raises, the one after it saves."""
-    training = Training(folder, interval=1, async_mode="async_with_pinned_mem")
-    messages = []
-    with training.manager as manager:
-        training.step()
-        manager.save(1)
-        manager.wait()
-        if training.rank == 0:
-            worker = manager._writer._queue._caller._worker  # type: ignore[union-attr]
-            os.kill(worker.pid, signal.SIGSTOP)
-        assert manager.save(2)
-        if training.rank == 0:
-            os.kill(worker.pid, signal.SIGKILL)
-        try:
-            until = time.monotonic() + 30
-            while time.monotonic() < until:
-                manager.maybe_wait_for_staging()
-                time.sleep(0.01)
-        except CheckpointingException as exc:
-            messages.append(str(exc))
-        assert manager.save(2)
-        manager.wait()
-        messages.append(repr(manager.steps()))
-    return messages
-
-
 def failing_save(folder: str, at_close: bool) -> tuple[str, set[str]]:
     """Rank 0 can write no file: the error, which comes with the next call or with close, and what stands there."""
     large = torch.nn.Linear(1 << 10, 1 << 10, bias=False)
@@ -215,23 +165,3 @@ def preempted(folder: str, mode: str) -> tuple[bool, int]:
         steps = manager.steps()
     assert signal.getsignal(signal.SIGTERM) in (signal.SIG_DFL, before)
     return manager.preempted, steps[-1]
-
-
-__all__ = [
-    "after_the_last_step",
-    "begun_weights",
-    "closed_without_wait",
-    "dead_worker",
-    "failing_save",
-    "load_error",
-    "load_outcome",
-    "loaded",
-    "manager_loads",
-    "overwritten_staging",
-    "own_state_without_wrapper",
-    "preempted",
-    "resumed",
-    "trained",
-    "unbroken",
-    "weights",
-]

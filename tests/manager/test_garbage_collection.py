@@ -428,19 +428,6 @@ def test_a_removal_from_a_store_that_fails_is_tried_again(
         assert folders.steps_of(url).steps() == [2, 3]
 
 
-_COLLECTIONS = pytest.mark.parametrize(
-    ("backend", "reports"),
-    [
-        pytest.param("torch_dist", "store", marks=pytest.mark.ci),
-        pytest.param("safetensors", "local", marks=pytest.mark.proof),
-        pytest.param("torch_dist", "local", marks=pytest.mark.proof),
-        pytest.param("safetensors", "store", marks=pytest.mark.proof),
-    ],
-    indirect=True,
-    scope="module",
-)
-
-
 @pytest.fixture(scope="module")
 def reports(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, backend: Backend
@@ -454,28 +441,30 @@ def reports(
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
-@_COLLECTIONS
+@pytest.mark.parametrize(
+    ("backend", "reports"),
+    [
+        pytest.param("torch_dist", "store", marks=pytest.mark.ci),
+        pytest.param("safetensors", "local", marks=pytest.mark.proof),
+        pytest.param("torch_dist", "local", marks=pytest.mark.proof),
+        pytest.param("safetensors", "store", marks=pytest.mark.proof),
+    ],
+    indirect=True,
+    scope="module",
+)
 def test_a_killed_collection_leaves_nothing_that_looks_valid(reports: list[dict[str, Any]]) -> None:
-    """A process that dies at any of a collection's changes leaves whole checkpoints and what is none, never a part."""
+    """A process that dies at any of a collection's changes leaves no part of a checkpoint, and the next one ends it.
+
+    Some kills come before any checkpoint is gone, some between, some after all are.
+    """
     assert len([report for report in reports if report["killed"]]) >= 8
     assert not reports[-1]["killed"]
     for report in reports:
         assert report["damaged"] == [], report
         assert set(report["counts"]) <= set(report["intact"]), report
         assert {3, 4} <= set(report["counts"]), report
-
-
-@_COLLECTIONS
-def test_the_next_collection_ends_what_a_killed_one_began(reports: list[dict[str, Any]]) -> None:
-    """After it only the two that are kept are in the folder, and they load."""
-    for report in reports:
         assert report["after"] == ["step-3", "step-4"], report
         assert report["intact_after"] == [3, 4], report
-
-
-@_COLLECTIONS
-def test_a_killed_collection_was_caught_in_the_middle(reports: list[dict[str, Any]]) -> None:
-    """Some kills came before any checkpoint was gone, some between, some after all were."""
     assert {tuple(report["counts"]) for report in reports} == {(1, 2, 3, 4), (2, 3, 4), (3, 4)}
 
 

@@ -85,22 +85,6 @@ def test_what_is_each_ranks_own_is_not_saved_as_if_all_had_it(ranks: Ranks, tmp_
     assert "rank 1" in message
 
 
-@THREAD_FIRST
-def test_staging_memory_is_not_overwritten(tmp_path: Path, mode: str) -> None:
-    """Every step's checkpoint has the values of that step, though they change as soon as save returns."""
-    jobs.overwritten_staging(str(tmp_path), mode)
-
-
-@pytest.mark.ci
-def test_a_dead_writer_is_known_at_once(ranks: Ranks, tmp_path: Path) -> None:
-    """The call after the writer's death raises on all ranks, and the step can be saved again."""
-    results = ranks.run(2, jobs.dead_worker, str(tmp_path))
-    assert results[0] == results[1]
-    assert "signal 9" in results[0][0]
-    assert results[0][1] == "[1, 2]"
-    assert names_in(tmp_path) == {"step-1", "step-2"}
-
-
 @pytest.mark.ci
 @pytest.mark.parametrize("at_close", [False, True], ids=["next call", "close"])
 def test_an_error_in_the_background_is_raised(gloo_ranks: RankPool, tmp_path: Path, at_close: bool) -> None:

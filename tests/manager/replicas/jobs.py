@@ -311,21 +311,6 @@ def retained(folder: str, mode: str) -> tuple[list[int], list[int], list[int]]:
     return layout(folder)
 
 
-def abandoned(folder: str) -> list[int]:
-    """Replica 1's own, after all have gone back from step 7 to step 4 and made one step."""
-    mesh = replicas()
-    training = ReplicaTraining(folder, mesh, interval=4)
-    with training.manager:
-        training.run(7)
-    dist.barrier()
-    training = ReplicaTraining(folder, mesh, interval=4)
-    with training.manager as manager:
-        assert manager.load()
-        training.run(5)
-    dist.barrier()
-    return layout(folder)[2]
-
-
 def failing_quorum(folder: str) -> str:
     """Replica 1 is told of no quorum: the error, of which replica 0 sees nothing."""
     training = ReplicaTraining(folder, replicas(), interval=1)
@@ -377,26 +362,3 @@ def given_to_another_layout() -> str:
     except CheckpointingException as exc:
         return str(exc)
     raise AssertionError("taken")
-
-
-__all__ = [
-    "Manager",
-    "OldManager",
-    "ReplicaTraining",
-    "abandoned",
-    "changing_quorum",
-    "durable_at_once",
-    "failing_quorum",
-    "given_in_a_forward_pass",
-    "given_to_another_layout",
-    "handed_on",
-    "layout",
-    "loaded",
-    "rejoined",
-    "replicas",
-    "restarted",
-    "retained",
-    "steps_in",
-    "unbroken",
-    "weights_of",
-]
