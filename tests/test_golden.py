@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from shardckpt import dist_checkpointing as dc
 from shardckpt.mapping import LocalNonpersistentObject, ShardedObject, ShardedTensor, ShardedTensorFactory
+from tests.states import columns, layers, replicated, rows, uneven
 from tests.tables import in_proof, table
 
 if TYPE_CHECKING:
@@ -66,48 +67,7 @@ def _edges(size: int, count: int) -> list[tuple[int, int]]:
     return list(pairwise(size * index // count for index in range(count + 1)))
 
 
-def _box(key: str, full: torch.Tensor, axis: int, low: int, high: int) -> ShardedTensor:
-    data = full[(slice(None),) * axis + (slice(low, high),)]
-    offset = tuple(low if number == axis else 0 for number in range(full.dim()))
-    return ShardedTensor(key, data, data.dtype, tuple(data.shape), tuple(full.shape), offset, None)
-
-
-def _rows(key: str, full: torch.Tensor) -> list[ShardedTensor]:
-    """The first axis over the ranks: a regular grid where it divides, boxes where it does not."""
-    rank, world = dist.get_rank(), dist.get_world_size()
-    if full.shape[0] % world:
-        return [_box(key, full, 0, *_edges(full.shape[0], world)[rank])]
-    return [ShardedTensor.from_rank_offsets(key, full.chunk(world)[rank], (0, rank, world))]
-
-
-def _columns(key: str, full: torch.Tensor) -> list[ShardedTensor]:
-    """The last axis over the ranks, into strided destinations."""
-    rank, world = dist.get_rank(), dist.get_world_size()
-    axis = full.dim() - 1
-    return [_box(key, full, axis, *_edges(full.shape[axis], world)[rank])]
-
-
-def _lopsided(key: str, full: torch.Tensor) -> list[ShardedTensor]:
-    """One row for the first rank, the rest for the last, nothing for those between."""
-    rank, world = dist.get_rank(), dist.get_world_size()
-    edges = [0, *[1] * (world - 1), full.shape[0]]
-    return [_box(key, full, 0, edges[rank], edges[rank + 1])]
-
-
-def _replicated(key: str, full: torch.Tensor) -> list[ShardedTensor]:
-    return [ShardedTensor.from_rank_offsets(key, full, replica_id=dist.get_rank())]
-
-
-def _layered(key: str, full: torch.Tensor) -> list[ShardedTensor]:
-    """Every row a layer of a prepended axis, dealt round to the ranks: several shards of one key a rank."""
-    count = full.shape[0]
-    return [
-        ShardedTensor.from_rank_offsets(key, full[row], (0, row, count), prepend_axis_num=1)
-        for row in range(dist.get_rank(), count, dist.get_world_size())
-    ]
-
-
-LAYOUTS: tuple[Layout, ...] = (_rows, _columns, _lopsided, _replicated, _layered)
+LAYOUTS: tuple[Layout, ...] = (rows, columns, uneven, replicated, layers)
 
 
 def _layers(full: torch.Tensor) -> list[ShardedTensor]:
@@ -196,7 +156,7 @@ def check_model(path: str, version: str) -> None:
     plain = [key for key in full if key not in (QKV, SWIGLU, FLATTENED)]
 
     def describe(tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
-        sharded: dict[str, Any] = {key: _rows(key, tensors[key])[0] for key in plain}
+        sharded: dict[str, Any] = {key: rows(key, tensors[key])[0] for key in plain}
         sharded.update(layers=_layers(tensors[QKV]), glu=_swiglu(tensors[SWIGLU]))
         if FLATTENED in tensors:
             sharded["flat"] = _flattened(tensors[FLATTENED])
@@ -225,7 +185,7 @@ def _check_objects(loaded: dict[str, Any]) -> None:
 
 def _check_allocated(path: str, full: dict[str, torch.Tensor]) -> None:
     """Load whole tensors without memory given for them."""
-    wanted = {key: _replicated(key, tensor)[0].without_data() for key, tensor in full.items()}
+    wanted = {key: replicated(key, tensor)[0].without_data() for key, tensor in full.items()}
     loaded = dc.load(wanted, path)
     assert all(_same(loaded[key], tensor) for key, tensor in full.items())
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import re
-import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +15,7 @@ from shardckpt import dist_checkpointing as dc
 from shardckpt.errors import CheckpointingException
 from shardckpt.mapping import LocalNonpersistentObject, ShardedObject, ShardedTensor, ShardedTensorFactory
 from tests import backends
+from tests.logs import collect_warnings
 from tests.states import rank_and_size
 
 if TYPE_CHECKING:
@@ -161,17 +161,8 @@ def _strict(path: str, mode: str | bool) -> Any:
     """What comes of a key that is wanted and not stored and keys that are stored and not wanted, and what is logged."""
     low, high = _edges()
     wanted = {key: _box(key, torch.zeros(ROWS, COLUMNS), low, high) for key in ("even", "absent")}
-    records: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
-    this_rank = threading.get_ident()
-    handler.addFilter(lambda record: record.thread == this_rank)
-    logger = logging.getLogger("shardckpt.validation.keys")
-    logger.addHandler(handler)
-    try:
+    with collect_warnings("shardckpt.validation.keys", logging.NOTSET) as records:
         found = dc.load(wanted, path, strict=mode)
-    finally:
-        logger.removeHandler(handler)
     state, *keys = found if isinstance(found, tuple) else (found,)
     return sorted(state), keys, records
 

@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -26,8 +25,7 @@ from shardckpt.adapters import load_into, to_sharded_state_dict
 from shardckpt.errors import CheckpointingException, KeyMismatchError, ShardingError
 from shardckpt.mapping import ShardedTensor
 from shardckpt.state_dict import nested_values, split_for_save
-from tests.adapters.models import Layer, made_model, sharded, train, wholes
-from tests.tables import table
+from tests.adapters.models import Layer, Stage, made_model, sharded, train, wholes
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -151,42 +149,11 @@ def test_tensors_have_the_names_that_dcp_gives_them(ranks: Ranks, tmp_path: Path
     assert objects == {name.rpartition(".")[0] for name in names if ".param_groups." in name}
 
 
-def _wrapped() -> list[set[str]]:
-    inner = made_model(1)
-    for number, layer in enumerate(inner.children()):
-        inner[number] = checkpoint_wrapper(layer)
-    compiled = torch.compile(inner)
-    return [set(to_sharded_state_dict(model)) for model in (compiled, DistributedDataParallel(compiled))]
-
-
-@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # of torch.compile
-def test_wrappers_leave_no_trace_in_names(ranks: Ranks) -> None:
-    """Checkpoint wrappers, torch.compile and DDP do not show in keys: they are those of the bare model."""
-    plain = set(made_model(1).state_dict())
-    assert ranks.run(1, _wrapped) == [[plain, plain]]
-
-
-class _Stage(nn.Module):
-    """Some of the model's layers, under their numbers in the whole."""
-
-    def __init__(self, model: nn.Module, layers: list[int]) -> None:
-        super().__init__()
-        for number, layer in enumerate(model.children()):
-            if number in layers:
-                self.add_module(str(number), layer)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Apply the layers in order."""
-        for layer in self.children():
-            x = layer(x)
-        return x
-
-
 def _stages(seed: int, layers: int = 4) -> tuple[list[nn.Module], list[torch.optim.Optimizer]]:
     """Interleaved virtual stages: rank r of n has layers r, r + n, ..., each a part with an optimizer of its own."""
     model = made_model(seed, layers)
     mine = range(dist.get_rank(), layers, dist.get_world_size())
-    parts: list[nn.Module] = [_Stage(model, [number]) for number in mine]
+    parts: list[nn.Module] = [Stage(model, [number]) for number in mine]
     return parts, [_adamw(part, lr=0.01 * (number + 1)) for part, number in zip(parts, mine, strict=True)]
 
 
@@ -225,15 +192,15 @@ def test_pipeline_stages_have_their_own_keys(ranks: Ranks, tmp_path: Path) -> No
 def test_parts_that_claim_one_name_are_refused() -> None:
     """Two parts whose layers are numbered alike would overwrite each other: the error names both."""
     with pytest.raises(ShardingError, match=r"'0\.scale' is in model part 0 and in model part 1"):
-        to_sharded_state_dict([_Stage(made_model(1), [0]), _Stage(made_model(2), [0])])
+        to_sharded_state_dict([Stage(made_model(1), [0]), Stage(made_model(2), [0])])
     model = made_model(1)
-    shared = to_sharded_state_dict([_Stage(model, [0]), _Stage(model, [0, 1])])
+    shared = to_sharded_state_dict([Stage(model, [0]), Stage(model, [0, 1])])
     assert set(shared) == set(model.state_dict())
 
 
 def test_an_optimizer_has_the_parameters_of_one_part() -> None:
     """Parameters of two parts, of no part, or of two optimizers are refused with the way out."""
-    parts = [_Stage(made_model(1), [number]) for number in range(2)]
+    parts = [Stage(made_model(1), [number]) for number in range(2)]
     params = [param for part in parts for param in part.parameters()]
     with pytest.raises(ShardingError, match="optimizer 0 are spread over modules 0, 1"):
         to_sharded_state_dict(parts, torch.optim.SGD(params))
@@ -241,35 +208,6 @@ def test_an_optimizer_has_the_parameters_of_one_part() -> None:
         to_sharded_state_dict(parts, torch.optim.SGD(parts[0].parameters()), torch.optim.SGD(Layer().parameters()))
     with pytest.raises(ShardingError, match=r"is in optimizer 0 and in optimizer 1"):
         to_sharded_state_dict(parts, *(torch.optim.SGD(parts[0].parameters()) for _ in range(2)))
-
-
-@table("optimizer", OPTIMIZERS)
-@table("with_gradients", [False, True])
-def test_describing_changes_nothing(optimizer: str, with_gradients: bool) -> None:
-    """An optimizer that has made no step has none afterwards, and its gradients, options and parameters stay."""
-    model = made_model(1)
-    own = OPTIMIZERS[optimizer](model)
-    if with_gradients:
-        model(torch.ones(2, 6, dtype=torch.float64)).sum().backward()
-    before = copy.deepcopy((model.state_dict(), own.state_dict(), [param.grad for param in model.parameters()]))
-    to_sharded_state_dict(model, own)
-
-    after = model.state_dict(), own.state_dict(), [param.grad for param in model.parameters()]
-    assert not own.state
-    assert repr(after) == repr(before)
-
-
-def test_a_save_before_the_first_step_resumes_before_the_first_step(tmp_path: Path) -> None:
-    """An optimizer without a step has no state, saved and loaded: training goes on as if it had not been saved."""
-    model, other = made_model(1), made_model(2)
-    own, others = _adamw(model), _adamw(other)
-    model(torch.ones(2, 6, dtype=torch.float64)).sum().backward()  # gradients, as yet unused, change nothing
-    dist_checkpointing.save(to_sharded_state_dict(model, own), tmp_path / "ckpt")
-    load_into(dist_checkpointing.load(to_sharded_state_dict(other, others), tmp_path / "ckpt"), other, others)
-    own.zero_grad()
-
-    assert not others.state
-    assert train(other, others, 0, AFTER) == train(model, own, 0, AFTER)
 
 
 def test_groups_must_be_as_they_were(tmp_path: Path) -> None:

@@ -219,11 +219,3 @@ def test_what_only_other_libraries_look_for_does_not_read_as_lost(
     assert main([verb, *sources, str(tmp_path / "hf"), "--to", "hf"]) == 0
     said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("not written: ")]
     assert said == ["not written: step", "not written: 1 objects for readers of other libraries alone"]
-
-
-def test_convert_says_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """An error names what SRC is, and nothing is written."""
-    (tmp_path / "a.pt").write_bytes(b"GGUF" + bytes(60))
-    assert main(["convert", str(tmp_path / "a.pt"), str(tmp_path / "c")]) != 0
-    assert "a.pt is a GGUF file" in capsys.readouterr().err
-    assert not (tmp_path / "c").exists()

@@ -70,16 +70,8 @@ def demo(place: Path) -> Demo:
 
 
 @report
-def test_the_demo_succeeds_and_says_nothing_on_stderr(demo: Demo) -> None:
-    """A first-time user sees exit status 0, the closing line and no warning."""
-    assert demo.err == ""
-    assert demo.code == 0
-    assert "\nAll agree, after " in demo.out
-
-
-@report
-def test_the_demo_tells_its_progress(demo: Demo) -> None:
-    """Every group says when it starts, saves or loads, and is killed or ends, before the report."""
+def test_the_demo_tells_what_it_does_and_succeeds(demo: Demo) -> None:
+    """A first-time user sees each group start, save, load and end, no warning, that all agree, and what to copy."""
     progress, _, _ = demo.out.partition("Losses after the checkpoint")
     for said in (
         "4 ranks: starting (FSDP2, gloo)",
@@ -94,11 +86,19 @@ def test_the_demo_tells_its_progress(demo: Demo) -> None:
         "1 rank: saved step 24",
     ):
         assert said in progress
+    assert demo.err == ""
+    assert demo.code == 0
+    assert "\nAll agree, after " in demo.out
+    (path,) = re.findall(r"to copy from: (\S+)", demo.out)
+    assert "manager.save(" in Path(path).read_text()
 
 
 @report
 def test_losses_after_the_load_agree_side_by_side(demo: Demo) -> None:
-    """Eight steps of 4 ranks come again bit for bit with 4, and with 2 and 1 within the tolerance, no fresh model's."""
+    """The state loads bit for bit; eight steps of 4 ranks come again with 4, and with 2 and 1 within the tolerance."""
+    ((digest, *loaded),) = demo.rows("Model and optimizer at the checkpoint, bit for bit")
+    assert re.fullmatch(r"[0-9a-f]{16}", digest)
+    assert loaded == ["the same"] * 3
     rows = demo.rows("Losses after the checkpoint of 4 ranks at step 16")
     assert [row[0] for row in rows] == [str(step) for step in range(17, 25)]
     for _, *losses, difference in rows:
@@ -107,21 +107,6 @@ def test_losses_after_the_load_agree_side_by_side(demo: Demo) -> None:
         assert two == pytest.approx(four, rel=TOLERANCE)
         assert one == pytest.approx(four, rel=TOLERANCE)
         assert float(difference) <= TOLERANCE
-
-
-@report
-def test_the_loaded_state_is_bit_for_bit_what_was_saved(demo: Demo) -> None:
-    """Model and optimizer, gathered, have the digest that 4 ranks saved."""
-    ((digest, *loaded),) = demo.rows("Model and optimizer at the checkpoint, bit for bit")
-    assert re.fullmatch(r"[0-9a-f]{16}", digest)
-    assert loaded == ["the same"] * 3
-
-
-@report
-def test_the_demo_names_the_code_to_copy(demo: Demo) -> None:
-    """The report ends with the path of the training script that ran."""
-    (path,) = re.findall(r"to copy from: (\S+)", demo.out)
-    assert "manager.save(" in Path(path).read_text()
 
 
 @report

@@ -20,7 +20,6 @@ from tests.backends import data_file
 from tests.commit import owners
 from tests.local.disks import (
     check_part,
-    collect_warnings,
     find_directory,
     flip_bit,
     get_rank,
@@ -33,6 +32,7 @@ from tests.local.disks import (
     read_contents,
     save_steps,
 )
+from tests.logs import collect_warnings
 from tests.shared import shared_by_ranks
 from tests.tables import in_proof
 

@@ -160,24 +160,6 @@ def test_the_step_that_megatron_would_load_stays(tmp_path: Path) -> None:
         assert folders.names_in(tmp_path) == {"iter_0000030", "latest_checkpointed_iteration.txt"}
 
 
-def test_the_last_whole_one_is_never_removed(tmp_path: Path) -> None:
-    """Newer ones that are damaged, and a touch of an old one, change nothing in that."""
-    folders.save_all(tmp_path, 1, 2, 3)
-    folders.damage(tmp_path / "step-3")
-    os.utime(tmp_path / "step-1")
-    _clean(str(tmp_path), 1)
-    assert folders.names_in(tmp_path) == {"step-2", "step-3"}
-    assert folders.is_intact(tmp_path / "step-2", 2)
-
-
-def test_a_url_is_cleaned(tmp_path: Path) -> None:
-    """The output folder may be on a store."""
-    url = f"local://{tmp_path}/run"
-    folders.save_all(url, 1, 2, 3)
-    _clean(url, 1)
-    assert folders.steps_of(url).steps() == [3]
-
-
 @pytest.mark.parametrize("world_size", [2, *in_proof(1, 4)])
 def test_the_main_rank_removes_for_all(ranks: Ranks, tmp_path: Path, world_size: int) -> None:
     """On a file system that all ranks share, each checkpoint is removed once, and all ranks go on together."""

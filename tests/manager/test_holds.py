@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from shardckpt.cli import main
 from shardckpt.commit import Hold, Owner
+from shardckpt.commit.holds import Holds
 from shardckpt.errors import CannotLoadError, CheckpointingException, StorageError
 from shardckpt.manager import (
     CheckpointConfig,
@@ -127,32 +128,29 @@ def test_a_living_process_renews_its_lease(tmp_path: Path, monkeypatch: pytest.M
     assert before < after
 
 
-def test_of_a_lease_and_a_removal_one_gives_way(tmp_path: Path) -> None:
+def test_of_a_lease_and_a_removal_one_gives_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Begun at the same moment, either the reader has the whole step, or it is told that the step is gone."""
-    outcomes = set()
-    folders.save_all(tmp_path / "saved", 1, 2)
-    for number in range(20):
-        folder = tmp_path / str(number)
-        shutil.copytree(tmp_path / "saved", folder)
-        barrier = threading.Barrier(2)
+    folders.save_all(tmp_path, 1, 2, 3)
+    leases: list[Lease] = []
 
-        def collect(folder: Path = folder, barrier: threading.Barrier = barrier) -> None:
-            barrier.wait()
-            _collect(folder)
+    def lease_and_choose(steps: Any) -> list[int]:
+        leases.append(lease_step(tmp_path, 1))
+        return [max(steps)]
 
-        thread = threading.Thread(target=collect)
-        thread.start()
-        barrier.wait()
-        time.sleep(number * 2e-4)
-        try:
-            with lease_step(folder, 1) as lease:
-                thread.join()
-                assert folders.is_intact(lease.path, 1)
-                outcomes.add("leased")
-        except CannotLoadError:
-            outcomes.add("gone")
-        thread.join()
-    assert outcomes <= {"leased", "gone"}
+    assert collect_garbage(folders.steps_of(tmp_path), [lease_and_choose]) == [2]
+    assert folders.is_intact(leases[0].path, 1)
+    leases[0].close()
+    put = Holds.put
+
+    def put_late(holds: Holds, *arguments: Any) -> None:
+        monkeypatch.undo()
+        assert _collect(tmp_path) == [1]
+        put(holds, *arguments)
+
+    monkeypatch.setattr(Holds, "put", put_late)
+    with pytest.raises(CannotLoadError):
+        lease_step(tmp_path, 1)
+    assert folders.names_in(tmp_path) == {"step-3"}
 
 
 def test_a_removal_under_way_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -392,18 +390,3 @@ def test_steps_of_the_last_hours_are_kept(tmp_path: Path) -> None:
     for number in (1, 2):
         os.utime(tmp_path / f"step-{number}" / "metadata.json", (now - 9000, now - 9000 * (2 - number)))
     assert collect_garbage(folders.steps_of(tmp_path), [KeepRecent(hours=2)]) == [1]
-
-
-def test_continuous_checkpointing_skips_what_it_cannot_write(tmp_path: Path) -> None:
-    """With interval=1 and on_busy="skip" a step is saved whenever the writer is free, and none waits for it."""
-    config = CheckpointConfig(folder=tmp_path, interval=1, on_busy="skip", async_mode="async", keep_latest_k=0)
-    progress = Progress()
-    with CheckpointManager(config, {"progress": progress}) as manager:
-        saved = []
-        for step in range(1, 40):
-            progress.step = step
-            if manager.save(step):
-                saved.append(step)
-        manager.wait()
-        assert manager.steps() == saved
-        assert saved[0] == 1

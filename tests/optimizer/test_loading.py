@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import warnings
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +22,8 @@ from shardckpt import dist_checkpointing
 from shardckpt.adapters import to_sharded_state_dict
 from shardckpt.errors import CheckpointingException, KeyMismatchError, ShardingError
 from shardckpt.optimizer_state import load_sharded_optimizer_state_dict
-from tests.adapters.models import Layer, made_model
+from tests.adapters.models import Stage, made_model
+from tests.logs import collect_warnings
 from tests.tables import table
 
 if TYPE_CHECKING:
@@ -194,50 +194,21 @@ def test_state_that_is_no_tensor(tmp_path: Path) -> None:
         assert found["optimizer"]["state"]["0.up.weight"]["count"] == 3
 
 
-class _Stage(nn.Module):
-    """Some of the model's layers, under their numbers in the whole."""
-
-    def __init__(self, layers: list[int]) -> None:
-        super().__init__()
-        for number in layers:
-            torch.manual_seed(number)
-            self.add_module(str(number), Layer().double())
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Apply the layers in order."""
-        for layer in self.children():
-            x = layer(x)
-        return x
-
-
-class _Heard(logging.Handler):
-    """The messages of a logger."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.messages: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Note the message."""
-        self.messages.append(record.getMessage())
-
-
 def _stages(directory: Path) -> tuple[dict[str, Any], list[str]]:
     """Two stages are saved, each with an optimizer of its own; then loaded cut at another place, with one left out."""
     rank = dist.get_rank()
-    part = _Stage([rank * 2, rank * 2 + 1])
+    part = Stage(made_model(1, 4), [rank * 2, rank * 2 + 1])
     optimizer = torch.optim.Adam([p for p in part.parameters() if p.requires_grad], lr=0.1 * (rank + 1))
     _trained(part, optimizer, steps=rank + 1)
     dist_checkpointing.save(to_sharded_state_dict(part, optimizer), directory)
-    heard = _Heard()
-    logging.getLogger("shardckpt").addHandler(heard)
-    other = _Stage([0] if rank == 0 else [1, 2])
-    found = load_sharded_optimizer_state_dict(get_model_state_dict(other), "optimizer", directory)["optimizer"]
-    load_sharded_optimizer_state_dict(get_model_state_dict(_Stage([rank, rank + 2])), "optimizer", directory)
-    logging.getLogger("shardckpt").removeHandler(heard)
+    with collect_warnings() as heard:
+        other = get_model_state_dict(Stage(made_model(1, 4), [0] if rank == 0 else [1, 2]))
+        found = load_sharded_optimizer_state_dict(other, "optimizer", directory)["optimizer"]
+        several = get_model_state_dict(Stage(made_model(1, 4), [rank, rank + 2]))
+        load_sharded_optimizer_state_dict(several, "optimizer", directory)
     lrs = {param: group["lr"] for group in found["param_groups"] for param in group["params"]}
     steps = {name: slots["step"].item() for name, slots in found["state"].items()}
-    return {name: (lrs[name], step) for name, step in steps.items()}, heard.messages
+    return {name: (lrs[name], step) for name, step in steps.items()}, heard
 
 
 @pytest.mark.ci

@@ -238,16 +238,6 @@ def test_groups_share_among_themselves(gloo_ranks: RankPool, checkpoint: str) ->
         assert [report["read"] + report["received"] for report in group] == [each] * 2
 
 
-@backends.both
-@pytest.mark.ci
-def test_eight_ranks(many_ranks: RankPool, checkpoint: str) -> None:
-    """The same at eight ranks, in groups of four and all together."""
-    for grouped, total in ((True, 2 * _wanted_bytes(2)[0]), (False, _wanted_bytes(2)[1])):
-        reports = many_ranks.run(8, _load, checkpoint, 2, {}, grouped)
-        assert [report["wrong"] for report in reports] == [[]] * 8
-        assert sum(report["read"] for report in reports) == total
-
-
 @backends.both_in_proof
 def test_one_process_loads_too(tmp_path: Path) -> None:
     """Without a process group the wrapper is the strategy."""

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from shardckpt.distributed.comm import Comm
 from shardckpt.errors import CheckpointingException
 from shardckpt.mapping import ShardedTensor
-from shardckpt.parallel.transfers import Transfer, check_algorithm, exchange, exchange_shards
+from shardckpt.parallel.transfers import Transfer, exchange, exchange_shards
 from tests.tables import in_proof
 
 if TYPE_CHECKING:
@@ -206,9 +206,3 @@ def test_what_a_target_lacks_or_has_otherwise_is_named() -> None:
     wanted = ShardedTensor("w", None, torch.float32, (2,), (2,), (0,), None)
     with pytest.raises(CheckpointingException, match=r"shard w is \(2,\) torch.float32 on this rank"):
         exchange_shards(transfers, {}, {"w": wanted}, Comm(), "broadcast")
-
-
-def test_algorithms_have_names() -> None:
-    """An unknown algorithm is an error that names the known ones."""
-    with pytest.raises(CheckpointingException, match="'ring': it is one of broadcast, gather_rounds, gather_object"):
-        check_algorithm("ring")

@@ -121,12 +121,6 @@ def test_what_of_its_own_may_go(tmp_path: Path) -> None:
 
 
 @pytest.mark.ci
-def test_a_run_that_was_given_up_leaves_nothing_newer(ranks: Ranks, tmp_path: Path) -> None:
-    """Going on from step 4 removes a replica's own of the steps 5 to 7 that were made before: none is taken later."""
-    assert ranks.run(4, replicas.abandoned, str(tmp_path)) == [[4, 5]] * 4
-
-
-@pytest.mark.ci
 def test_a_dataloader_that_is_not_to_be_loaded(ranks: Ranks, tmp_path: Path) -> None:
     """exclude_from_loading may name it: it stays as it is, without a warning or an error."""
     ranks.run(4, replicas.unbroken, str(tmp_path), 4, {})
