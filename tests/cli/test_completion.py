@@ -70,6 +70,7 @@ ask "${@:2}"
 """
 
 
+@pytest.mark.ci
 def test_zsh_completes_verbs_options_and_choices(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """In a real zsh, whose options differ from bash's: verbs, options of the verb, and choices of an option."""
     zsh = shutil.which("zsh")

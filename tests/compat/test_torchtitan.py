@@ -203,7 +203,7 @@ class _Odd(CheckpointManager):
 
 
 def test_a_subclass_decides_which_steps_are_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """torchtitan's _should_save is called: it may add steps to those of the interval, and take some away."""
+    """The method _should_save is called, as by torchtitan: it may add steps to those of the interval, and take some away."""
     monkeypatch.setitem(globals(), "CheckpointManager", _Odd)
     job = Job(tmp_path)
     job.train(5)
