@@ -132,15 +132,18 @@ def test_of_a_lease_and_a_removal_one_gives_way(tmp_path: Path, monkeypatch: pyt
     """Begun at the same moment, either the reader has the whole step, or it is told that the step is gone."""
     folders.save_all(tmp_path, 1, 2, 3)
     leases: list[Lease] = []
+    removing, put = Holds.removing, Holds.put
 
-    def lease_and_choose(steps: Any) -> list[int]:
-        leases.append(lease_step(tmp_path, 1))
-        return [max(steps)]
+    def lease_and_remove(holds: Holds, name: str, *arguments: Any) -> Any:
+        if name == "step-1":  # which was chosen when nothing held it
+            leases.append(lease_step(tmp_path, 1))
+        return removing(holds, name, *arguments)
 
-    assert collect_garbage(folders.steps_of(tmp_path), [lease_and_choose]) == [2]
+    with monkeypatch.context() as patch:
+        patch.setattr(Holds, "removing", lease_and_remove)
+        assert _collect(tmp_path) == [2]
     assert folders.is_intact(leases[0].path, 1)
     leases[0].close()
-    put = Holds.put
 
     def put_late(holds: Holds, *arguments: Any) -> None:
         monkeypatch.undo()
