@@ -7,7 +7,6 @@ import shutil
 import subprocess
 import tempfile
 import threading
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +37,7 @@ if TYPE_CHECKING:
     from shardckpt.manager.retention import RetentionPolicy, StepMetrics
     from shardckpt.manager.step_pruning import StepResult
     from tests.backends import Backend
+    from tests.clock import Clock
     from tests.remote.store import Store
 
 ROOT = Path(__file__).parents[2]
@@ -141,7 +141,7 @@ def test_what_a_crash_left_is_removed_and_is_no_checkpoint(tmp_path: Path) -> No
     assert folders.names_in(tmp_path) == {"step-2"}
 
 
-def test_leavings_of_killed_saves_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_leavings_of_killed_saves_are_removed(tmp_path: Path, clock: Clock) -> None:
     """What dead processes have left of steps goes; a living one's stays, and other hosts' until it is old."""
     folders.save(tmp_path, 1)
     dead = owners.leave(tmp_path / "step-2", owners.dead())
@@ -159,8 +159,7 @@ def test_leavings_of_killed_saves_are_removed(tmp_path: Path, monkeypatch: pytes
         collector.wait()
         left = {"step-1", alive.name, own.name, others.name, strange.name}
         assert folders.names_in(tmp_path) == left | {far.name, older.name}
-        now = time.time()
-        monkeypatch.setattr(time, "time", lambda: now + 25 * 3600)
+        clock.advance(hours=25)
         collector.submit()
         collector.close()
         assert folders.names_in(tmp_path) == left

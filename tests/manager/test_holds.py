@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import threading
-import time
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -41,6 +40,7 @@ from tests.tables import table
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from tests.clock import Clock
     from tests.ranks import Ranks
 
 NEWEST = [KeepLatest(1)]
@@ -94,10 +94,12 @@ def test_the_lease_of_a_dead_process_ends(tmp_path: Path) -> None:
 
 
 @table(("left", "removed"), [(60.0, [2]), (-1.0, [1, 2])])
-def test_the_lease_of_another_host_lasts_until_its_time(tmp_path: Path, left: float, removed: list[int]) -> None:
+def test_the_lease_of_another_host_lasts_until_its_time(
+    tmp_path: Path, clock: Clock, left: float, removed: list[int]
+) -> None:
     """Where nobody can see whether the holder is alive, the time that it wrote decides."""
     folders.save_all(tmp_path, 1, 2, 3)
-    hold = Hold(directory="step-1", kind="lease", holder="far", until=time.time() + left, owner=ELSEWHERE)
+    hold = Hold(directory="step-1", kind="lease", holder="far", until=clock.now + left, owner=ELSEWHERE)
     folders.steps_of(tmp_path).holds.put(f"step-1.lease.{'0' * 32}.json", hold)
     assert _collect(tmp_path) == removed
 
@@ -159,14 +161,13 @@ def test_of_a_lease_and_a_removal_one_gives_way(tmp_path: Path, monkeypatch: pyt
 def test_a_removal_under_way_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A lease that finds the mark of a removal waits; when the removal gave way, it has the step."""
     folders.save_all(tmp_path, 1, 2)
-    waits = threading.Event()
+    waits, gave_way = threading.Event(), threading.Event()
 
-    def sleep(seconds: float) -> None:
+    def sleep(_: float) -> None:
         waits.set()
-        time.sleep(seconds)
+        assert gave_way.wait(60)
 
-    clock = SimpleNamespace(time=time.time, monotonic=time.monotonic, sleep=sleep)
-    monkeypatch.setattr("shardckpt.manager.holds.time", clock)
+    monkeypatch.setattr("time.sleep", sleep)
     holds = folders.steps_of(tmp_path).holds
     with holds.removing("step-1") as held:
         assert held == []
@@ -174,8 +175,8 @@ def test_a_removal_under_way_is_waited_for(tmp_path: Path, monkeypatch: pytest.M
         thread.start()
         assert waits.wait(60)
         assert thread.is_alive()
-    thread.join(30)
-    assert not thread.is_alive()
+    gave_way.set()
+    thread.join()
     assert _collect(tmp_path) == [1]
 
 
@@ -384,9 +385,9 @@ def test_the_closest_to_every_multiple_is_kept(steps: set[int], interval: int) -
     assert kept == sorted(min(group, key=lambda s: (abs(s - multiple), s)) for multiple, group in groups.items())
 
 
-def test_steps_of_the_last_hours_are_kept(tmp_path: Path) -> None:
+def test_steps_of_the_last_hours_are_kept(tmp_path: Path, clock: Clock) -> None:
     """By the time that the manager wrote, else by the file's; a step of an unknown time is kept."""
-    now = time.time()
+    now = clock.now
     steps = {1: Metrics({}, now - 7300), 2: Metrics({}, now - 7100), 3: Metrics({}), 4: {"loss": 1.0}}
     assert KeepRecent(hours=2)(steps) == [2, 3, 4]
     folders.save_all(tmp_path, 1, 2, 3)
