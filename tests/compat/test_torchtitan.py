@@ -69,10 +69,11 @@ class Job:
 
     Args:
         folder: Where the job dumps.
+        kind: The class of its manager.
         options: Of the checkpoints.
     """
 
-    def __init__(self, folder: Path | str, **options: Any) -> None:
+    def __init__(self, folder: Path | str, kind: Any = CheckpointManager, **options: Any) -> None:
         torch.manual_seed(0)
         whole = small.model()
         whole[2].p = 0.0
@@ -90,7 +91,7 @@ class Job:
             job=SimpleNamespace(dump_folder=str(folder)), checkpoint=Checkpoint(**options), fault_tolerance=None
         )
         ft_manager = SimpleNamespace(enabled=False)
-        self.manager = CheckpointManager(
+        self.manager = kind(
             dataloader=self.loader,
             model_parts=self.parts,
             optimizers=self.optimizers,
@@ -202,10 +203,9 @@ class _Odd(CheckpointManager):
         return force or curr_step % 2 == 1
 
 
-def test_a_subclass_decides_which_steps_are_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The method _should_save is called, as by torchtitan: it may add steps to those of the interval, and take some away."""
-    monkeypatch.setitem(globals(), "CheckpointManager", _Odd)
-    job = Job(tmp_path)
+def test_a_subclass_decides_which_steps_are_saved(tmp_path: Path) -> None:
+    """The method _should_save is called, as by torchtitan: it may add steps to the interval's, and take some away."""
+    job = Job(tmp_path, _Odd)
     job.train(5)
     job.manager.close()
     assert [step.step for step in steps_of(tmp_path / "checkpoint").committed()] == [1, 3, 5]
