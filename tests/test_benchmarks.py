@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import pytest
 
+from tests.tree import ROOT
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 pytestmark = pytest.mark.ci  # what users import is tested by default; the benchmarks run as a whole
 
-ROOT = Path(__file__).parents[1]
 TINY = ("--scale", "0.0001", "--rounds", "1")
 #: An adapter that loses one bit of what it loads.
 LOSSY = """

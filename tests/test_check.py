@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.readmes import ROOT
+from tests.tree import ROOT
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import importlib.util
 from itertools import pairwise
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -13,6 +12,7 @@ from shardckpt import dist_checkpointing as dc
 from shardckpt.mapping import LocalNonpersistentObject, ShardedObject, ShardedTensor, ShardedTensorFactory
 from tests.states import columns, layers, replicated, rows, uneven
 from tests.tables import in_proof, table
+from tests.tree import GOLDEN
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
     Layout = Callable[[str, torch.Tensor], list[ShardedTensor]]
 
-GOLDEN = Path(__file__).parent / "golden"
 VERSIONS = ("0.9.0", "0.12.3", "0.13.1", "0.16.1", "0.17.0rc0", "0.20.0")
 WITH_FLATTENED = ("0.9.0", "0.12.3", "0.13.1")
 WITHOUT_CONTENT_METADATA = ("0.9.0", "0.12.3")

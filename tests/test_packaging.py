@@ -3,11 +3,11 @@ from __future__ import annotations
 import subprocess
 import sys
 import zipfile
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+from tests.tree import ROOT
+
 HOUSE = {"pyproject.toml", "README.md", "LICENSE", "shardckpt", "strategies", "tests", "benchmarks"}
 
 

@@ -12,7 +12,8 @@ import pytest
 
 from tests.junit import Result
 from tests.proof.__main__ import name_result, read_all, read_promises, write_report
-from tests.readmes import READMES, ROOT
+from tests.readmes import READMES
+from tests.tree import ROOT
 
 if TYPE_CHECKING:
     from pathlib import Path

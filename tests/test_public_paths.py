@@ -6,8 +6,9 @@ import ast
 import importlib
 import re
 
-from tests.readmes import BLOCKS, READMES, ROOT
+from tests.readmes import BLOCKS, READMES
 from tests.tables import table
+from tests.tree import ROOT
 
 #: Modules, and the names in them, that a README has shown.
 PUBLIC = {

@@ -16,8 +16,9 @@ from shardckpt import errors, settings
 from shardckpt.cli import main
 from shardckpt.compat import mindspeed
 from tests import programs
-from tests.readmes import BLOCKS, EXAMPLES, READMES, ROOT
+from tests.readmes import BLOCKS, EXAMPLES, READMES
 from tests.tables import table
+from tests.tree import ROOT
 
 if TYPE_CHECKING:
     from pathlib import Path

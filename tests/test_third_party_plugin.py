@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from tests.plugins.session import whole
+from tests.tree import ROOT
 
-ROOT = Path(__file__).parents[1]
 PLUGINS = Path(__file__).parent / "plugins"
 OLD_DTYPES = ("float32", "int64", "bool")
 NEW_DTYPES = ("float32", "bfloat16", "float8_e4m3fn")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -33,9 +32,10 @@ from tests.manager.folders import steps_of
 from tests.tables import table
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from tests.ranks import Ranks
 
-ROOT = Path(__file__).parents[2]
 
 
 @dataclass

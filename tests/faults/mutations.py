@@ -18,7 +18,8 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-ROOT = Path(__file__).parents[2]
+from tests.tree import ROOT
+
 _COPIED = ("shardckpt", "strategies", "tests", "pyproject.toml", "README.md", "benchmarks")
 _TIMEOUT = 300.0
 

@@ -23,6 +23,7 @@ from tests.faults import samples
 from tests.faults.disks import make_read_only, small_disk
 from tests.names import MARKERS
 from tests.tables import in_proof, table
+from tests.tree import GOLDEN
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
     from tests.backends import Backend
     from tests.ranks import Ranks
 
-GOLDEN = Path(__file__).parents[1] / "golden"
 OLD, NEW = 1, 2
 
 

@@ -15,8 +15,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from shardckpt_torch_dist import CheckpointStorageReader
 from tests.interop import goldens, stock
-from tests.test_golden import GOLDEN, VERSIONS, check_model
+from tests.test_golden import VERSIONS, check_model
 from tests.torch_checkpointing import golden as torch_checkpointing
+from tests.tree import GOLDEN
 from tests.zarr import test_load as zarr
 
 if TYPE_CHECKING:

@@ -6,17 +6,18 @@ import os
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.tree import ROOT
+
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
     from tests.sites import Sites
 
-ROOT = Path(__file__).parents[2]
 
 pytestmark = [
     pytest.mark.ci,

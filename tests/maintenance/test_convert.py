@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import fsspec
@@ -31,17 +30,18 @@ from shardckpt.testing.tensors import DTYPES
 from shardckpt_ep import EPSaveStrategy
 from tests import backends
 from tests.tables import table
-from tests.test_golden import GOLDEN, VERSIONS, global_tensors
+from tests.test_golden import VERSIONS, global_tensors
 from tests.testing.blocks import LoadBlocks, SaveBlocks
+from tests.tree import GOLDEN
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
     from shardckpt import SaveContext
     from shardckpt.mapping import ShardedBase
     from tests.backends import Backend
 
-ROOT = Path(__file__).parents[2]
 MIB = 1 << 20
 LEAST = 32 * MIB
 #: Dtypes that numpy, or an unsigned integer of one or two bytes, stands in for.

@@ -22,8 +22,8 @@ from shardckpt.maintenance.sources import open_any
 from shardckpt.mapping import ShardedObject, ShardedTensor
 from shardckpt.plugins import get_plugin_manager
 from tests.tables import table
-from tests.test_golden import GOLDEN
 from tests.testing.blocks import LoadBlocks, SaveBlocks
+from tests.tree import GOLDEN
 
 if TYPE_CHECKING:
     from shardckpt import SaveContext

@@ -8,7 +8,6 @@ import os
 import re
 import shutil
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -29,13 +28,15 @@ from shardckpt_torch_dist import TorchDistLoadShardedStrategy, TorchDistSaveShar
 from tests import backends
 from tests.names import INDEX, METADATA
 from tests.tables import in_proof, table
+from tests.tree import GOLDEN
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from tests.backends import Backend
     from tests.ranks import Ranks
 
 #: What names the keys of a checkpoint of ours.
-GOLDEN = Path(__file__).parents[1] / "golden"
 VERSIONS = ("0.9.0", "0.12.3", "0.13.1", "0.16.1", "0.17.0rc0", "0.20.0")
 INDEXES = (METADATA, INDEX)
 PREFIXES = ("grid", "rng_state", "decoder.layers.0", "optimizer.state", "d")

@@ -40,7 +40,6 @@ if TYPE_CHECKING:
     from tests.clock import Clock
     from tests.remote.store import Store
 
-ROOT = Path(__file__).parents[2]
 LATEST = [KeepLatest(2)]
 KEEP_ALL: list[RetentionPolicy] = []
 

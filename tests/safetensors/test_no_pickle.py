@@ -6,20 +6,20 @@ import ast
 import functools
 import subprocess
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
 from shardckpt import dist_checkpointing
 from tests.safetensors import unpickling
+from tests.tree import ROOT
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
     from tests.ranks import Ranks
 
-ROOT = Path(__file__).parents[2]
 PACKAGE = "shardckpt_safetensors"
 
 #: Where a load begins: the call, the modules that entry points name, and all of the strategy's package.

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.readmes import EXAMPLES, ROOT
+from tests.readmes import EXAMPLES
+from tests.tree import ROOT
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -29,13 +29,13 @@ from shardckpt.mapping import ShardedObject, ShardedTensor
 from shardckpt.plugins import get_plugin_manager, hookimpl
 from tests.golden.write_zarr import COMMON, TENSORS, global_tensor
 from tests.tables import in_proof, table
+from tests.tree import GOLDEN
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from tests.ranks import Ranks
 
-GOLDEN = Path(__file__).parents[1] / "golden"
 #: Golden checkpoints, and the number of ranks that wrote them.
 WRITERS = {"zarr-mcore-0.7.0": 2, "zarr-mcore-0.7.0-one-rank": 1, "zarr-mcore-0.15.3": 2}
 FC1, FC2 = "decoder.layers.0.mlp.linear_fc1.weight", "decoder.layers.0.mlp.linear_fc2.weight"

@@ -33,8 +33,9 @@ from tests.interop.sample import check_equal
 from tests.names import METADATA, data_file
 from tests.states import run_here
 from tests.tables import in_proof, table
-from tests.test_golden import GOLDEN, VERSIONS
+from tests.test_golden import VERSIONS
 from tests.torch_dist import plain_states
+from tests.tree import GOLDEN
 
 if TYPE_CHECKING:
     from collections.abc import Callable
