@@ -19,75 +19,17 @@ from shardckpt.errors import (
     ShardingError,
     UnsafePickleError,
 )
-from shardckpt.mapping import LocalNonpersistentObject, ShardedObject, ShardedTensor, ShardedTensorFactory
+from shardckpt.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
 from shardckpt.strategy import LoadStrategy, SaveStrategy
 from tests import backends
-from tests.states import columns, flattened, layers, rank_and_size, replicated, rows, uneven
 from tests.tables import in_proof, table
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from tests.ranks import RankPool, Ranks
-
-ROWS, COLUMNS = 12, 10
-DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.float8_e4m3fn, torch.complex64)
-
-
-def _value(dtype: torch.dtype) -> torch.Tensor:
-    numbers = torch.arange(ROWS * COLUMNS).reshape(ROWS, COLUMNS)
-    return (numbers % 2 == 0) if dtype == torch.bool else (numbers % 17 if dtype.itemsize == 1 else numbers).to(dtype)
-
-
-LAYOUTS = {f.__name__: f for f in (columns, flattened, layers, replicated, rows, uneven)}
-
-
-def _state(layout: str, *, filled: bool) -> dict[str, Any]:
-    """Every dtype under one layout, with objects, common state and a local object around."""
-    rank, world = rank_and_size()
-    make = LAYOUTS[layout]
-    tensors = {}
-    for dtype in DTYPES:
-        shards = make(f"t.{dtype}", _value(dtype))
-        for shard in shards:
-            if shard.data is not None and not filled:
-                shard.data.zero_()
-        tensors[str(dtype)] = shards
-    return {
-        "tensors": tensors,
-        "objects": [ShardedObject("rng", {"rank": rank} if filled else None, (world,), (rank,))],
-        "step": 11 if filled else 0,
-        "mine": LocalNonpersistentObject(rank),
-    }
-
-
-def _save(path: str, layout: str) -> None:
-    dc.save(_state(layout, filled=True), path)
-
-
-def _load(path: str, layout: str, saved_by: int) -> None:
-    """Load under another layout and compare with what the whole tensors say."""
-    rank, world = rank_and_size()
-    wanted = _state(layout, filled=False)
-    if world != saved_by:
-        del wanted["objects"]
-    expected = _state(layout, filled=True)
-    loaded = dc.load(wanted, path)
-    for dtype in map(str, DTYPES):
-        for got, shard, asked in zip(
-            loaded["tensors"][dtype], expected["tensors"][dtype], wanted["tensors"][dtype], strict=True
-        ):
-            assert got.dtype == shard.data.dtype
-            assert got is asked.data
-            assert torch.equal(
-                got.reshape(-1).float() if got.is_floating_point() else got.reshape(-1),
-                shard.data.reshape(-1).float() if got.is_floating_point() else shard.data.reshape(-1),
-            )
-    assert loaded["step"] == 11
-    assert loaded["mine"] == rank
-    if world == saved_by:
-        assert loaded["objects"] == [{"rank": rank}]
+    from tests.ranks import Ranks
+from tests.dist_checkpointing import LAYOUTS, load_by, save_by
 
 
 @backends.both_in_proof
@@ -95,10 +37,10 @@ def _load(path: str, layout: str, saved_by: int) -> None:
 def test_any_layout_loads_as_any_other(ranks: Ranks, tmp_path: Path, layout: str) -> None:
     """What 4 ranks saved under one layout, 1 to 4 ranks load under every other, bit for bit, in place."""
     path = str(tmp_path / "ckpt")
-    ranks.run(4, _save, path, layout)
+    ranks.run(4, save_by, path, layout)
     for number, other in enumerate(sorted(LAYOUTS)):
-        ranks.run(1 + number % 4, _load, path, other, 4)
-    ranks.run(4, _load, path, layout, 4)
+        ranks.run(1 + number % 4, load_by, path, other, 4)
+    ranks.run(4, load_by, path, layout, 4)
 
 
 @backends.both_in_proof
@@ -106,21 +48,9 @@ def test_any_layout_loads_as_any_other(ranks: Ranks, tmp_path: Path, layout: str
 def test_any_number_of_ranks_saves(ranks: Ranks, tmp_path: Path, world: int) -> None:
     """1 to 3 ranks save, more and fewer load."""
     path = str(tmp_path / "ckpt")
-    ranks.run(world, _save, path, "uneven")
+    ranks.run(world, save_by, path, "uneven")
     for other in (1, 4):
-        ranks.run(other, _load, path, "columns", world)
-
-
-@pytest.mark.proof
-@pytest.mark.parametrize("layout", sorted(LAYOUTS))
-def test_eight_ranks(many_ranks: RankPool, tmp_path: Path, layout: str) -> None:
-    """8 ranks save and load, and resharding from and to 8 works."""
-    path = str(tmp_path / "ckpt")
-    many_ranks.run(8, _save, path, layout)
-    for world in (8, 5, 1):
-        many_ranks.run(world, _load, path, "uneven", 8)
-    many_ranks.run(3, _save, path + "3", layout)
-    many_ranks.run(8, _load, path + "3", "columns", 3)
+        ranks.run(other, load_by, path, "columns", world)
 
 
 @backends.both_in_proof
@@ -129,8 +59,8 @@ def test_one_process_without_a_group(tmp_path: Path) -> None:
     assert not dist.is_initialized()
     for layout in LAYOUTS:
         path = str(tmp_path / layout)
-        _save(path, layout)
-        _load(path, "columns", 1)
+        save_by(path, layout)
+        load_by(path, "columns", 1)
 
 
 def _tensor(key: str = "w", value: float = 1.0) -> ShardedTensor:

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
 
-
 class Engine(nn.Module):
     """A model as vLLM has them: it fuses weights as they come, and says which parameters it has filled."""
 

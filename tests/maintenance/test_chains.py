@@ -10,7 +10,7 @@ import torch.distributed.checkpoint as dcp
 import shardckpt
 from shardckpt import dist_checkpointing as dc
 from shardckpt.maintenance import convert_checkpoint
-from tests.test_golden import VERSIONS
+from tests.golden_checkpoints import VERSIONS
 from tests.tree import GOLDEN
 
 if TYPE_CHECKING:

@@ -29,8 +29,8 @@ from shardckpt.tensors import tensor_bytes
 from shardckpt.testing.tensors import DTYPES
 from shardckpt_ep import EPSaveStrategy
 from tests import backends
+from tests.golden_checkpoints import VERSIONS, global_tensors
 from tests.tables import table
-from tests.test_golden import VERSIONS, global_tensors
 from tests.testing.blocks import LoadBlocks, SaveBlocks
 from tests.tree import GOLDEN
 

@@ -19,7 +19,6 @@ from shardckpt.errors import CannotLoadError, CheckpointingException, StorageErr
 from shardckpt.manager import (
     CheckpointConfig,
     CheckpointManager,
-    KeepLatest,
     KeepNear,
     KeepRecent,
     Metrics,
@@ -31,7 +30,6 @@ from shardckpt.manager import (
 )
 from shardckpt.manager.garbage_collection import collect_garbage
 from shardckpt.manager.holds import Lease
-from tests import programs
 from tests.manager import folders
 from tests.manager.training import Progress
 from tests.remote.store import FaultyFileSystem
@@ -42,14 +40,10 @@ if TYPE_CHECKING:
 
     from tests.clock import Clock
     from tests.ranks import Ranks
+from tests.manager.holds import NEWEST, collect_newest
 
-NEWEST = [KeepLatest(1)]
 #: A process of another host: nobody here knows whether it is alive.
 ELSEWHERE = Owner(host=1, pid=1, start=1).text
-
-
-def _collect(folder: str | Path) -> list[int]:
-    return collect_garbage(folders.steps_of(folder), NEWEST)
 
 
 @folders.PLACES
@@ -58,11 +52,11 @@ def test_a_leased_step_stays_until_the_lease_ends(tmp_path: Path, place: str) ->
     folder = place.format(tmp_path / "run")
     folders.save_all(folder, 1, 2, 3)
     with lease_step(folder, 1, holder="evaluation") as lease:
-        assert _collect(folder) == [2]
+        assert collect_newest(folder) == [2]
         assert lease.is_held
         assert folders.is_intact(lease.path, 1)
     assert not lease.is_held
-    assert _collect(folder) == [1]
+    assert collect_newest(folder) == [1]
     assert folders.names_in(tmp_path / "run") - {folders.HOLDS if place != "{}" else ""} == {"step-3"}
 
 
@@ -75,24 +69,6 @@ def test_the_newest_is_leased_by_default(tmp_path: Path) -> None:
     assert folders.names_in(tmp_path) == {"step-1", "step-2", "step-3"}
 
 
-@pytest.mark.ci
-def test_the_lease_of_a_dead_process_ends(tmp_path: Path) -> None:
-    """A process that dies with a lease keeps the step no longer, and leaves nothing behind."""
-    folders.save_all(tmp_path, 1, 2)
-    done = programs.run(
-        "import os, sys\n"
-        "from shardckpt.manager import lease_step\n"
-        "lease = lease_step(sys.argv[1], 1, seconds=3600)\n"
-        "print(lease.is_held, flush=True)\n"
-        "os._exit(1)\n",
-        str(tmp_path),
-    )
-    assert done.stdout == "True\n", done.stderr
-    assert len(list((tmp_path / folders.HOLDS).iterdir())) == 1
-    assert _collect(tmp_path) == [1]
-    assert folders.names_in(tmp_path) == {"step-2"}
-
-
 @table(("left", "removed"), [(60.0, [2]), (-1.0, [1, 2])])
 def test_the_lease_of_another_host_lasts_until_its_time(
     tmp_path: Path, clock: Clock, left: float, removed: list[int]
@@ -101,7 +77,7 @@ def test_the_lease_of_another_host_lasts_until_its_time(
     folders.save_all(tmp_path, 1, 2, 3)
     hold = Hold(directory="step-1", kind="lease", holder="far", until=clock.now + left, owner=ELSEWHERE)
     folders.steps_of(tmp_path).holds.put(f"step-1.lease.{'0' * 32}.json", hold)
-    assert _collect(tmp_path) == removed
+    assert collect_newest(tmp_path) == removed
 
 
 def test_a_living_process_renews_its_lease(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,13 +119,13 @@ def test_of_a_lease_and_a_removal_one_gives_way(tmp_path: Path, monkeypatch: pyt
 
     with monkeypatch.context() as patch:
         patch.setattr(Holds, "removing", lease_and_remove)
-        assert _collect(tmp_path) == [2]
+        assert collect_newest(tmp_path) == [2]
     assert folders.is_intact(leases[0].path, 1)
     leases[0].close()
 
     def put_late(holds: Holds, *arguments: Any) -> None:
         monkeypatch.undo()
-        assert _collect(tmp_path) == [1]
+        assert collect_newest(tmp_path) == [1]
         put(holds, *arguments)
 
     monkeypatch.setattr(Holds, "put", put_late)
@@ -177,7 +153,7 @@ def test_a_removal_under_way_is_waited_for(tmp_path: Path, monkeypatch: pytest.M
         assert thread.is_alive()
     gave_way.set()
     thread.join()
-    assert _collect(tmp_path) == [1]
+    assert collect_newest(tmp_path) == [1]
 
 
 @folders.PLACES
@@ -191,10 +167,10 @@ def test_a_pinned_step_stays_until_it_is_unpinned(tmp_path: Path, place: str) ->
     assert sorted(results[1].kept.split(", ")) == ["pinned as 'paper'", "pinned as 'release 1.2'"]
     assert (results[2].kept, results[2].error, results[3].kept) == ("", "", "it is the newest, KeepLatest(count=1)")
     unpin_step(folder, 1, "paper")
-    assert _collect(folder) == []
+    assert collect_newest(folder) == []
     unpin_step(folder, 1, "release 1.2")
     unpin_step(folder, 1, "release 1.2")
-    assert _collect(folder) == [1]
+    assert collect_newest(folder) == [1]
 
 
 def test_what_cannot_be_held_is_an_error(tmp_path: Path) -> None:
@@ -225,7 +201,7 @@ def test_a_hold_that_cannot_be_read_keeps_its_step(tmp_path: Path) -> None:
     file.write_text('{"directory": "step-1", "kind"')
     (place / "step-1.other.json").write_text("{}")  # no name of ours
     assert str(file) in prune_steps(tmp_path, NEWEST)[0].kept
-    assert _collect(tmp_path) == []
+    assert collect_newest(tmp_path) == []
 
 
 #: What a person, a later release or a broken disk may have left in a hold's file, but for the field that is odd.
@@ -257,7 +233,7 @@ def test_an_odd_hold_stops_no_other_removal(tmp_path: Path, capsys: pytest.Captu
         for verb in (["ls", str(folder)], ["pin", str(folder)], ["prune", str(folder), "--keep-latest", "2"]):
             assert main(verb) == 0, (what, verb)
             assert f"unreadable file, {file}" in capsys.readouterr().out, (what, verb)
-        assert _collect(folder) == [2], what
+        assert collect_newest(folder) == [2], what
         assert folders.is_intact(folder / "step-1", 1), what
 
 
@@ -274,7 +250,7 @@ def test_a_hold_that_this_machine_cannot_read_keeps_its_step(tmp_path: Path, mon
         return real(path, *args, **options)
 
     monkeypatch.setattr(os, "open", refuse)
-    assert _collect(tmp_path) == [3]
+    assert collect_newest(tmp_path) == [3]
 
 
 @table(
@@ -310,9 +286,9 @@ def test_a_store_that_does_not_answer_is_not_one_without_leases(
     with lease_step(folder, 1):
         monkeypatch.setattr(FaultyFileSystem, "cat_file", fail)
         with pytest.raises(StorageError, match="no answer"):
-            _collect(folder)
+            collect_newest(folder)
         monkeypatch.setattr(FaultyFileSystem, "cat_file", read)
-        assert _collect(folder) == []
+        assert collect_newest(folder) == []
         assert folders.is_intact(f"{folder}/step-1", 1)
 
 
@@ -327,7 +303,7 @@ def test_pin_and_unpin_of_the_command_line(tmp_path: Path, capsys: pytest.Captur
     assert main(["prune", str(tmp_path), "--keep-latest", "1"]) == 0
     assert "kept: pinned as 'release'" in capsys.readouterr().out
     assert main(["pin", str(tmp_path), "1", "--label", "release", "--remove"]) == 0
-    assert _collect(tmp_path) == [1]
+    assert collect_newest(tmp_path) == [1]
 
 
 def _discard(folder: str, step: int) -> tuple[Any, list[int]]:

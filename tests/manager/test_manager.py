@@ -24,36 +24,11 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-    from tests.ranks import RankPool, Ranks
+    from tests.ranks import Ranks
+
 
 #: For what is done after the writing: the process, which takes seconds to start, in CI.
 THREAD_FIRST = pytest.mark.parametrize("mode", ["async", pytest.param("async_with_pinned_mem", marks=pytest.mark.ci)])
-
-
-@pytest.mark.ci
-@pytest.mark.parametrize(
-    ("mode", "world_size"),
-    [
-        ("disabled", 1),
-        ("disabled", 4),
-        ("async", 2),
-        pytest.param("async_with_pinned_mem", 2, marks=pytest.mark.proof),
-        pytest.param("disabled", 2, marks=pytest.mark.proof),
-        pytest.param("async", 1, marks=pytest.mark.proof),
-        pytest.param("async", 4, marks=pytest.mark.proof),
-        pytest.param("async_with_pinned_mem", 1, marks=pytest.mark.proof),
-        pytest.param("async_with_pinned_mem", 4, marks=pytest.mark.proof),
-    ],
-)
-def test_a_resumed_run_is_the_run_without_an_interruption(
-    gloo_ranks: RankPool, tmp_path: Path, mode: str, world_size: int
-) -> None:
-    """Model, optimizer, schedule, loaders, counters and dropout go on from the newest step: the losses are equal."""
-    config = {"async_mode": mode}
-    expected = gloo_ranks.run(world_size, jobs.unbroken, str(tmp_path / "a"), 9, {"enable_checkpoint": False})
-    gloo_ranks.run(world_size, jobs.unbroken, str(tmp_path / "b"), 5, config)
-    results = gloo_ranks.run(world_size, jobs.resumed, str(tmp_path / "b"), 9, config)
-    assert results == [(4, losses[4:]) for losses in expected]
 
 
 @pytest.mark.parametrize(
@@ -83,17 +58,6 @@ def test_what_is_each_ranks_own_is_not_saved_as_if_all_had_it(ranks: Ranks, tmp_
     (message,) = set(ranks.run(2, jobs.own_state_without_wrapper, str(tmp_path)))
     assert "dataloader" in message
     assert "rank 1" in message
-
-
-@pytest.mark.ci
-@pytest.mark.parametrize("at_close", [False, True], ids=["next call", "close"])
-def test_an_error_in_the_background_is_raised(gloo_ranks: RankPool, tmp_path: Path, at_close: bool) -> None:
-    """What goes wrong behind the training is raised on all ranks by the next call, or by close; nothing is left."""
-    (message, left), (other, _) = gloo_ranks.run(2, jobs.failing_save, str(tmp_path), at_close)
-    assert message == other
-    assert "EFBIG" in message
-    assert "step-2" in message
-    assert left == {"step-1"}
 
 
 @THREAD_FIRST
@@ -407,13 +371,6 @@ def test_hugging_face_at_the_end_and_at_the_beginning(ranks: Ranks, tmp_path: Pa
     for tensor, name in zip(one, ("0.weight", "0.bias", "3.weight", "3.bias"), strict=False):
         assert torch.equal(tensor, stored[f"model.{name}"].float())
     assert all(map(torch.equal, one, two))
-
-
-@pytest.mark.ci
-@pytest.mark.parametrize("mode", ["disabled", "async"])
-def test_sigterm_saves_at_the_next_step(gloo_ranks: RankPool, tmp_path: Path, mode: str) -> None:
-    """One rank's signal is everyone's: all save the same step, and the loop can see that it should end."""
-    assert gloo_ranks.run(2, jobs.preempted, str(tmp_path), mode) == [(True, 4)] * 2
 
 
 @table("mode", ["disabled", "async"])
