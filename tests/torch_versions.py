@@ -29,7 +29,7 @@ SELECTION = (
     "tests/adapters",
     "tests/distributed",
     "tests/interop/test_stock_dcp.py",
-    "tests/optimizer/test_resume.py",
+    "tests/ci/optimizer/test_resume.py",
     "tests/planning/test_placements.py",
     "tests/tensors",
     "tests/torch_dist/dcp",
