@@ -14,7 +14,7 @@ from shardckpt.manifest import MARKER_NAME, RECORD_NAME, Record
 if TYPE_CHECKING:
     from pathlib import Path
 
-from tests.maintenance.migrate import content, loaded, old, state
+from tests.maintenance.migrate import ToTwo, content, loaded, old, state
 
 __all__ = ["old"]  # fixtures
 
@@ -50,7 +50,7 @@ def test_a_failure_leaves_what_was_there(old: Path, name: str, monkeypatch: pyte
         dc.save(state(7.0), target)
     before = content(old), content(target)
     monkeypatch.setenv("MIGRATION", "fail")
-    with pytest.raises(Exception, match=rf"in {__name__}\.ToTwo of this process, .*: KeyError: 'half-way'"):
+    with pytest.raises(Exception, match=rf"in {ToTwo.__module__}\.ToTwo of this process, .*: KeyError: 'half-way'"):
         migrate_checkpoint(old, target, overwrite=True)
     assert (content(old), content(target)) == before
     assert sorted(path.name for path in old.parent.iterdir()) == sorted({"old", name})
