@@ -16,7 +16,6 @@ from tests.tree import ROOT
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-
 TINY = ("--scale", "0.0001", "--rounds", "1")
 
 

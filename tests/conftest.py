@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from tests.backends import Backend
     from tests.sites import Sites
 
-
 __all__ = ["pytest_addoption", "pytest_ignore_collect"]  # pytest calls them
 
 _TESTS = Path(__file__).parent

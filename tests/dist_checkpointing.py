@@ -11,8 +11,6 @@ from shardckpt.mapping import LocalNonpersistentObject, ShardedObject
 from tests.states import columns, flattened, layers, rank_and_size, replicated, rows, uneven
 
 ROWS, COLUMNS = 12, 10
-
-
 DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.float8_e4m3fn, torch.complex64)
 
 

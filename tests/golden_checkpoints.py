@@ -17,24 +17,12 @@ if TYPE_CHECKING:
 
     Layout = Callable[[str, torch.Tensor], list[ShardedTensor]]
 
-
 VERSIONS = ("0.9.0", "0.12.3", "0.13.1", "0.16.1", "0.17.0rc0", "0.20.0")
-
-
 WITH_FLATTENED = ("0.9.0", "0.12.3", "0.13.1")
-
-
 WITHOUT_CONTENT_METADATA = ("0.9.0", "0.12.3")
-
-
 QKV = "decoder.layers.self_attention.linear_qkv.weight"
-
-
 SWIGLU = "decoder.layers.1.mlp.linear_fc1.weight"
-
-
 FLATTENED = "optimizer.state.exp_avg.decoder.layers.0.mlp.linear_fc1.weight"
-
 
 TENSORS = {
     "decoder.layers.0.mlp.linear_fc1.weight": ((8, 6), torch.float32),
@@ -47,16 +35,13 @@ TENSORS = {
     FLATTENED: ((8, 6), torch.float32),
 }
 
-
 EXTRA = {(tp,): {"amax": [1.5 + tp, 2.0], "tp": tp} for tp in range(2)}
-
 
 RNG = {
     (dp, tp): {"dp": dp, "tp": tp, "state": [number + 10 * (2 * dp + tp) for number in range(4)]}
     for dp in range(2)
     for tp in range(2)
 }
-
 
 CONTENT = {"distrib_optim_sharding_type": "fully_sharded_model_space", "writer": "golden"}
 

@@ -11,7 +11,6 @@ from tests.torch_versions import README, ROOT, SELECTION, Row, count_tests, read
 if TYPE_CHECKING:
     from pathlib import Path
 
-
 REPORT = """<testsuites><testsuite>
 <testcase classname="a" name="good"/>
 <testcase classname="a" name="bad"><failure/></testcase>

@@ -16,8 +16,6 @@ import pytest
 from tests.tree import ROOT
 
 PLUGINS = Path(__file__).parent / "plugins"
-
-
 OLD_DTYPES = ("float32", "int64", "bool")
 
 

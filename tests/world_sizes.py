@@ -22,19 +22,10 @@ if TYPE_CHECKING:
 
     from tests.backends import Backend
 
-
 ROWS, COLUMNS, OBJECTS = 16, 3, 8
-
-
 CONTENT = {"kind": "worlds"}
-
-
 COMMON = {"iteration": 17, "args": {"lr": 0.1, "names": ["a", "b"]}}
-
-
 MODES = [True, False, *(mode.value for mode in dc.StrictHandling)]
-
-
 Outcome = tuple[str, Any]
 
 

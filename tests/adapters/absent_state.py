@@ -15,9 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-
 WIDTH = 4
-
 
 OPTIMIZERS: dict[str, Any] = {
     "adamw": lambda params: torch.optim.AdamW(params, lr=0.01),

@@ -15,7 +15,6 @@ if TYPE_CHECKING:
 
     from tests.ranks import Ranks
 
-
 WORLDS = (1, 2, 3, 4)
 
 

@@ -20,7 +20,6 @@ from tests.adapters.models import made_model, sharded, train
 if TYPE_CHECKING:
     from pathlib import Path
 
-
 BEFORE, AFTER = 3, 3
 
 

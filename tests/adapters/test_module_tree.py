@@ -109,9 +109,7 @@ USUAL: dict[str, Callable[[], nn.Module]] = {
     "checkpoint wrapper": lambda: nn.Sequential(checkpoint_wrapper(nn.Sequential(checkpoint_wrapper(Layer())))),
 }
 
-
 USUAL["nested"] = lambda: nn.Sequential(made_model(1), nn.ModuleDict({"head": made_model(2)}), None)  # type: ignore[arg-type]
-
 
 UNUSUAL: dict[str, Callable[[], nn.Module]] = {
     "extra state": lambda: nn.Sequential(_Extra(2, 2)),

@@ -63,7 +63,6 @@ PLAIN = {
     "range": range(3),
 }
 
-
 ARRAYS: dict[str, Any] = {
     **{
         kind: np.arange(6).astype(kind).reshape(2, 3)

@@ -10,7 +10,6 @@ from tests import programs
 if TYPE_CHECKING:
     from pathlib import Path
 
-
 TOGETHER = """
     import datetime, os, sys, time, torch, torch.distributed as dist
     from shardckpt import dist_checkpointing as dc

@@ -13,7 +13,6 @@ if TYPE_CHECKING:
 
     from tests.ranks import Ranks
 
-
 THREAD_FIRST = pytest.mark.parametrize(
     "persistent", [pytest.param(False, id="thread"), pytest.param(True, id="process", marks=pytest.mark.ci)]
 )

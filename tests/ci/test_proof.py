@@ -21,13 +21,11 @@ def pytest_configure(config): choose_tiers(config)
 def pytest_collection_modifyitems(config, items): select_tiers(config, items)
 """
 
-
 FIRST = """
 import os
 def test_runs_once(): os.mkdir("runs")
 def test_fails(): assert False, "always"
 """
-
 
 SECOND = """
 import os

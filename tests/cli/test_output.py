@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 
 #: Erases the line, goes up one, writes over it; a C1 control, a bell, an override of the direction, a row of its own.
 HOSTILE = "w\x1b[2K\x1b[1A\rall intact\x9b1A\x07\u202eerongi\u2066\nverify: intact"
-
-
 SHOWN = r"w\x1b[2K\x1b[1A\rall intact\x9b1A\x07\u202eerongi\u2066\nverify: intact"
 
 

@@ -22,10 +22,7 @@ from tests.remote import jobs
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-
 OLD, NEW, LATER = 1.0, 2.0, 3.0
-
-
 CALLS = ("files", "tree", "read", "read_into", "read_tagged", "upload", "open_write", "create", "replace", "delete")
 
 

@@ -14,7 +14,6 @@ if TYPE_CHECKING:
 
     from tests.sites import Sites
 
-
 PACKAGE = "shardckpt.compat.megatron.dist_checkpointing"
 
 
@@ -65,7 +64,6 @@ MEMBERS = {
         restore_tensor_device tensors to_state_dict
     """,
 }
-
 
 RELEASES = [
     "0.16.1",

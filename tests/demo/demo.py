@@ -13,8 +13,6 @@ from pathlib import Path
 import pytest
 
 TIME_LIMIT = 240.0
-
-
 linux_only = pytest.mark.skipif(sys.platform != "linux", reason="finds the ranks in /proc")
 
 

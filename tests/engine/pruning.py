@@ -10,7 +10,6 @@ from tests.faults import samples
 if TYPE_CHECKING:
     from pathlib import Path
 
-
 OLD, NEW = 1, 2
 
 

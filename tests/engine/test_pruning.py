@@ -34,8 +34,6 @@ from tests.engine.pruning import NEW, OLD, list_names, save_version
 
 #: Names of 201 and 255 bytes, of characters with one byte and with several.
 LONG = ("x" * 201, "x" * 255, "é" * 127, "字" * 85)
-
-
 _IDS = [f"{len(os.fsencode(name))} {name[0]!a}" for name in LONG]
 
 

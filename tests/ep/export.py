@@ -15,10 +15,7 @@ from tests.ep.live import whole
 if TYPE_CHECKING:
     from pathlib import Path
 
-
 HUB_NAMES = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
-
-
 FILE_BYTES = 600  # of which the folder has several then, written by several ranks
 
 

@@ -10,7 +10,6 @@ from tests.ep.live import Case, Meshes, order
 if TYPE_CHECKING:
     from pathlib import Path
 
-
 HALVES = Case(order(("ep", 2)), kind="local")
 
 

@@ -10,7 +10,6 @@ from tests.faults.programs import ask
 if TYPE_CHECKING:
     from pathlib import Path
 
-
 SOME = 24  # in CI
 
 

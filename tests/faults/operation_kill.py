@@ -9,10 +9,7 @@ from tests.faults.programs import ask
 if TYPE_CHECKING:
     from pathlib import Path
 
-
 SOME, MANY = 10, 40
-
-
 RANKS = ("rank 0 of 2", "rank 1 of 2")
 
 

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-
 OLD, NEW = 1, 2
 
 

@@ -9,7 +9,6 @@ from tests.faults.programs import ask
 if TYPE_CHECKING:
     from pathlib import Path
 
-
 SEEDS = 24  # random choices at each moment
 
 

@@ -7,8 +7,6 @@ from typing import Any
 from tests.faults.deaths import NEW, OLD, Scenario, StepJob
 
 SAVE_STEPS = ("preparing the state dict", "validating", "staging", "writing", "committing")
-
-
 LOAD_STEPS = ("reading the manifest", "choosing a strategy", "reading the index", "loading shards")
 
 

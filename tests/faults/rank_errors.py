@@ -15,7 +15,6 @@ if TYPE_CHECKING:
 
     from tests.faults.attempts import Attempt
 
-
 SIZES = (3, *in_proof(2, 4))
 
 

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
     from tests.ranks import Ranks
 
-
 SAMPLED = 40
 
 

@@ -118,11 +118,7 @@ def test_honest_metadata(tmp_path: Path, chunks: int) -> None:
 
 
 _RECORD = b"ctorch.distributed.checkpoint.metadata\nTensorStorageMetadata\n\x940"
-
-
 _NAMES = b"\x8c\x01a\x940" + b"ctorch\nSize\n\x940"
-
-
 _MORE = b"N0" * 40_000  # records are matched as a whole in large pickles alone
 
 

@@ -60,7 +60,6 @@ from tests.faults.replaced import foreign, plain, verified, verify
 
 __all__ = ["foreign", "verify"]  # fixtures
 
-
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.distributed is disabled:UserWarning")
 
 

@@ -16,7 +16,6 @@ from tests.integrations.transformers import At, Crash, callback_of, config_of, c
 
 __all__ = ["without_ranks"]  # fixtures
 
-
 STEPS_AN_EPOCH = 6
 
 

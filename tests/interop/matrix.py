@@ -16,10 +16,7 @@ if TYPE_CHECKING:
     Releases = Callable[[str], Megatron]
     Saved = Callable[[str], str]
 
-
 NEWEST = "0.16.1"
-
-
 WORLDS = (1, 2, 4)
 
 

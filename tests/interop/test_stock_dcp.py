@@ -31,7 +31,6 @@ from tests.tables import in_proof
 if TYPE_CHECKING:
     from pathlib import Path
 
-
 EACH_WORLD = pytest.mark.parametrize("world", [2, *in_proof(1, 4)])
 
 

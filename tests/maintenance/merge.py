@@ -16,13 +16,8 @@ if TYPE_CHECKING:
 
     import torch
 
-
 MIB = 1 << 20
-
-
 LEAST = 32 * MIB
-
-
 whole = ShardedTensor.from_rank_offsets  # a tensor in one shard
 
 

@@ -14,7 +14,6 @@ from shardckpt.mapping import ShardedObject, ShardedTensor
 if TYPE_CHECKING:
     from pathlib import Path
 
-
 MIB = 1 << 20
 
 

@@ -14,7 +14,6 @@ if TYPE_CHECKING:
 
     from shardckpt.manager.retention import RetentionPolicy
 
-
 LATEST = [KeepLatest(2)]
 
 

@@ -13,7 +13,6 @@ from tests.manager import folders
 if TYPE_CHECKING:
     from pathlib import Path
 
-
 NEWEST = [KeepLatest(1)]
 
 

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from tests.backends import Backend
     from tests.ranks import Ranks
 
-
 WHOLE = {
     "bfloat16": torch.arange(40).to(torch.bfloat16),
     "int64": torch.arange(40) * 2**40,

@@ -22,7 +22,6 @@ from shardckpt.manager import CheckpointConfig, CheckpointManager
 if TYPE_CHECKING:
     from pathlib import Path
 
-
 RANKS = 4
 SOURCES = ("huggingface", "manager", "dcp", "torch_dist", "store")
 #: A shard is as long as several segments of a file's digests: a rank reads each segment that it needs a part of.

@@ -16,7 +16,6 @@ from tests.tables import in_proof
 if TYPE_CHECKING:
     from tests.ranks import Ranks
 
-
 DTYPES = (
     torch.float32,
     torch.float64,
@@ -30,13 +29,8 @@ DTYPES = (
     torch.float8_e5m2,
 )
 
-
 SHAPES = ((), (1,), (7,), (0,), (3, 0, 2), (5, 6), (1, 40), (2, 3, 4), (1, 1, 33))
-
-
 ALGORITHMS = ("broadcast", "gather_rounds", "gather_object")
-
-
 LAYOUTS = ("contiguous", "transposed", "strided", "parameter", "conj")
 
 

@@ -24,7 +24,6 @@ from tests.plugins.manager import Recorder, recorder
 
 __all__ = ["recorder"]  # fixtures
 
-
 REGISTERS = """
 from shardckpt import hookimpl
 
@@ -257,7 +256,6 @@ from shardckpt import hookimpl
 def shardckpt_registers(registry):
     pass
 """
-
 
 WRONG_ARGUMENT = """
 from shardckpt import hookimpl

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 
 __all__ = ["environment", "migrated", "old"]  # fixtures
 
-
 NEW_DTYPES = ("float32", "bfloat16", "float8_e4m3fn")
 
 

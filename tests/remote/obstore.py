@@ -18,10 +18,7 @@ from tests.remote.servers import BUCKET
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-
 MIB = 1 << 20
-
-
 numbers = count()
 
 

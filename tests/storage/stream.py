@@ -21,13 +21,8 @@ if TYPE_CHECKING:
 
     from shardckpt.manifest import FileRecord
 
-
 DIGEST = digest_function(preferred())
-
-
 MIB = 1 << 20
-
-
 Records = list[list[memoryview]]
 
 

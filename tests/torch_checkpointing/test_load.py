@@ -32,7 +32,6 @@ from tests.torch_checkpointing.golden import (
 if TYPE_CHECKING:
     from pathlib import Path
 
-
 EACH_TRAINING = pytest.mark.parametrize("name", TRAININGS)
 EACH_WORLD = pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.ci), 4])
 

@@ -18,7 +18,6 @@ from tests.tables import table
 if TYPE_CHECKING:
     from pathlib import Path
 
-
 _NAMES = ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu", "float4_e2m1fn_x2")
 #: Which torch itself can neither copy nor fill.
 _BARE = ("int4", "uint1", "uint4", "uint7", "bits8")

@@ -14,8 +14,6 @@ from tests.golden.write_zarr import COMMON, TENSORS, global_tensor
 
 #: Golden checkpoints, and the number of ranks that wrote them.
 WRITERS = {"zarr-mcore-0.7.0": 2, "zarr-mcore-0.7.0-one-rank": 1, "zarr-mcore-0.15.3": 2}
-
-
 EXTRA, RNG = "decoder.layers.0._extra_state", "rng_state"
 
 

@@ -19,7 +19,6 @@ from tests.background.exit import end_together, start_script, write_script
 
 THREAD_FIRST = pytest.mark.parametrize("persistent", [False, *in_proof(True)], ids=["thread", "process"])
 
-
 ALONE = """
     import sys, torch
     from shardckpt import dist_checkpointing as dc

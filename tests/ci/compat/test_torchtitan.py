@@ -10,7 +10,6 @@ from tests.manager.folders import steps_of
 if TYPE_CHECKING:
     from pathlib import Path
 
-
 _DROPPED = """
 import gc, sys
 from tests.compat.test_torchtitan import Job

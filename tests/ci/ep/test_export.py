@@ -19,7 +19,6 @@ from tests.ep.export import export_files, exported, make_experts, state
 
 __all__ = ["exported"]  # fixtures
 
-
 KINDS: tuple[Kind, ...] = ("two meshes", "efsdp", "local")
 
 

@@ -25,11 +25,7 @@ from tests.faults.programs import run_in_new_interpreter
 from tests.tables import table
 
 UNSAFE, CORRUPT, STORAGE = "UnsafePickleError", "CorruptCheckpointError", "StorageError"
-
-
 COMMAND = f"touch {MARK}"
-
-
 Make = Callable[[Foreign], Any]
 
 
@@ -115,17 +111,9 @@ GETATTR_CHAIN = (
 
 #: An extension code, which copyreg would resolve, and a name that is computed on the stack.
 EXTENSION_CODE = b"\x80\x02\x82\x01)R."
-
-
 STACKED_NAME = b"\x80\x04\x8c\x05posix\x8c\x06system\x93\x8c" + bytes([len(COMMAND)]) + COMMAND.encode() + b"\x85R."
-
-
 OLD_INSTANCE = b"(S'" + COMMAND.encode() + b"'\niposix\nsystem\n."
-
-
 OLD_OBJECT = b"(cposix\nsystem\nS'" + COMMAND.encode() + b"'\no."
-
-
 NEW_OBJECT = b"\x80\x02cposix\nsystem\n(S'" + COMMAND.encode() + b"'\nt\x81."
 
 
@@ -152,23 +140,11 @@ def array(of: bytes, content: bytes, shape: tuple[int, ...] = (1,)) -> bytes:
 
 
 POINTER = (0x4141414141414140).to_bytes(8, "little")[:-1] + b"\0"  # Python 2's short strings are ASCII
-
-
 PLAIN_STATE = (3, "<", None, None, None, -1, -1, 0)
-
-
 OBJECTS = dtype("O8", plain((3, "|", None, None, None, -1, -1, 0)))
-
-
 FIELD = b"(K\x03" + plain("|") + b"N" + plain(("a",)) + b"}" + plain("a") + b"%s" + b"K\x00\x86sK\x08K\x01K\x00t"
-
-
 OBJECT_FIELD = dtype("V8", FIELD % OBJECTS)
-
-
 LONG_FIELD = dtype("V8", FIELD % dtype("S400", plain((3, "|", None, None, None, 400, 1, 0))))
-
-
 _F8 = dtype("f8", plain(PLAIN_STATE))
 
 
@@ -211,10 +187,7 @@ NUMPY_LIES: dict[str, Hostile] = {
     "a state for a finished dtype": unsafe(opcodes(_F8, plain(PLAIN_STATE), b"b"), "dtype"),
 }
 
-
 RANGE = reduced(named("builtins", "range"), plain((30_000_000,)))
-
-
 COPIES = (named("builtins", "list") + b"h\x01\x85R") * 5_000
 
 
@@ -232,9 +205,7 @@ MEMORY: dict[str, Hostile] = {
     "a bytearray that is not there": corrupt(b"\x80\x05\x96" + (1 << 30).to_bytes(8, "little") + b"a."),
 }
 
-
 HUGE = (1 << 60).to_bytes(8, "little")
-
 
 PICKLES: dict[str, Hostile] = {
     **{name: unsafe(call(*what), name) for name, what in CALLS.items()},
@@ -263,7 +234,6 @@ BUILDS = {
     "pathlib.PosixPath": ("pathlib", "PosixPath"),
 }
 
-
 OBJECT_BUILDS = {
     "torch.Tensor": ("torch", "Tensor"),
     "torch.nn.Parameter": ("torch.nn.parameter", "Parameter"),
@@ -281,7 +251,6 @@ OBJECT_BUILDS = {
     "numpy.ndarray": ("numpy", "ndarray"),
     "numpy.dtype": ("numpy", "dtype"),
 }
-
 
 METADATA_BUILDS = {
     "Metadata": ("torch.distributed.checkpoint.metadata", "Metadata"),
@@ -558,7 +527,6 @@ LIES: dict[str, tuple[Make, tuple[str, ...], tuple[str, ...]]] = {
     "another object": (lambda foreign: foreign.put(".metadata", pickle.dumps([1, 2])), (CORRUPT,), (".metadata",)),
 }
 
-
 METADATA_CASES = [Case(f"metadata: {name}", *lie) for name, lie in LIES.items()]
 
 
@@ -583,7 +551,6 @@ def as_link(path: Path) -> None:
 
 FILES = ("metadata.json", ".metadata", "common.pt", DATA_FILE)
 
-
 FILE_CASES = [
     Case(f"{name} as {what}", replaced(name, make), kinds, (name,))
     for name in FILES
@@ -594,7 +561,6 @@ FILE_CASES = [
         ("a device", lambda path: path.symlink_to("/dev/zero"), (STORAGE, CORRUPT)),
     )
 ]
-
 
 JSONS = {
     "deep": b"[" * 100_000,
@@ -607,16 +573,12 @@ JSONS = {
     "too large": b" " * ((1 << 20) + 1),
 }
 
-
 JSON_CASES = [
     Case(f"metadata.json: {name}", lambda f, c=content: f.put("metadata.json", c), (CORRUPT, "UnknownBackendError"))
     for name, content in JSONS.items()
 ]
 
-
 _PICKLED = pickled_cases()
-
-
 CASES = [*_PICKLED, *archive_cases(), *METADATA_CASES, *FILE_CASES, *JSON_CASES]
 
 

@@ -20,7 +20,6 @@ from tests.faults.kill import CASES, kill
 
 pytestmark = needs_strace
 
-
 FEW = 25  # in the default run and CI; proof kills the same cases at every call
 
 

@@ -19,18 +19,13 @@ pytestmark = needs_strace
 
 #: Kills of a rank in CI: each needs a group of its own.
 GROUPS = 5
-
-
 _OPERATIONS = ("thread", "training", *RANKS, "convert", "export")
 
 
 #: CI kills every operation over one place by one format, in turn; all of them, at more calls, are proof,
 #: and in the report.
 _SOME = (("torch_dist", "existing", "old"), ("safetensors", "fresh", "absent"))
-
-
 _ALL = (*_SOME, ("torch_dist", "fresh", "absent"), ("safetensors", "existing", "old"))
-
 
 _CASES = pytest.mark.parametrize(
     ("backend", "case", "before", "most"),

@@ -22,7 +22,6 @@ SCENARIOS = [
     scenario(3, 0, "save", "committing", "kill", "tcp"),
 ]
 
-
 EVERY_STEP = [
     *(scenario(3, 1, "save", step, "exit") for step in SAVE_STEPS),
     *(scenario(3, 0, "save", step, "kill") for step in SAVE_STEPS),

@@ -26,7 +26,6 @@ from tests.faults.replaced import foreign, verify
 
 __all__ = ["foreign", "verify"]  # fixtures
 
-
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.distributed is disabled:UserWarning")
 
 

@@ -19,7 +19,6 @@ pytest.importorskip("xxhash")
 
 __all__ = ["checkpoint", "saved"]  # fixtures
 
-
 HINT = "pip install 'shardckpt[xxhash]'"
 
 

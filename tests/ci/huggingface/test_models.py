@@ -19,7 +19,6 @@ from tests.tables import table
 if TYPE_CHECKING:
     from pathlib import Path
 
-
 SIZES = {
     "hidden_size": 32,
     "intermediate_size": 48,

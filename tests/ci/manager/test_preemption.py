@@ -12,7 +12,6 @@ from tests.manager.preemption import heard
 
 __all__ = ["heard"]  # fixtures
 
-
 RANK = """
 import os, signal, sys
 import torch, torch.distributed as dist

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 from tests.optimizer.layout import load
 
 MIB = 1 << 20
-
-
 ROWS = 16 * MIB // 256
 
 

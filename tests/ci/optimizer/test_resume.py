@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
     from tests.ranks import Ranks
 
-
 BEFORE, AFTER = 3, 3
 
 

@@ -17,7 +17,6 @@ from tests.parallel.load import WHOLE, arrivals, calls, checkpoint, differences,
 
 __all__ = ["checkpoint"]  # fixtures
 
-
 ALGORITHMS = ("broadcast", "gather_rounds", "gather_object", "direct")
 
 

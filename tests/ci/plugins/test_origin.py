@@ -12,7 +12,6 @@ from tests import programs
 if TYPE_CHECKING:
     from pathlib import Path
 
-
 PLUGIN = """
 from shardckpt import LoadStrategy, SaveStrategy, hookimpl
 

@@ -18,7 +18,6 @@ from tests.storage.files import memory
 if TYPE_CHECKING:
     from pathlib import Path
 
-
 MIB = 1 << 20
 
 

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
     from tests.ranks import Ranks
 
-
 pytestmark = pytest.mark.usefixtures("mode")
 
 

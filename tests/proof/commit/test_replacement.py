@@ -13,7 +13,6 @@ from tests.remote import jobs
 
 __all__ = ["place"]  # fixtures
 
-
 _PAIRS = {("obstore", True, 2), ("fsspec", False, 1)}
 
 

@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
     from tests.ranks import Ranks
 
-
 EFSDP = [
     Case(order(("efsdp", 2), ("ep", 2)), fsdp_dim=0),
     Case(order(("ep", 2), ("efsdp", 2)), fsdp_dim=1),

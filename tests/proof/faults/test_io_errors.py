@@ -15,7 +15,6 @@ from tests.faults.io_errors import SOME, bad, endings_of
 
 pytestmark = [needs_strace, pytest.mark.timeout(1500)]
 
-
 ALL = 100_000
 
 

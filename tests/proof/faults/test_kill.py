@@ -16,7 +16,6 @@ from tests.faults.kill import CASES, SAMPLED, kill
 
 pytestmark = needs_strace
 
-
 ALL = 10_000
 
 

@@ -16,7 +16,6 @@ from tests.faults.removal_kill import CASES, SAMPLED, check, report_kills
 
 pytestmark = needs_strace
 
-
 ALL = 10_000
 
 

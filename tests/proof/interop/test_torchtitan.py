@@ -16,7 +16,6 @@ from tests.interop.torchtitan import run, script, site, written
 
 __all__ = ["site", "written"]  # fixtures
 
-
 pytestmark = [
     pytest.mark.skipif(sys.version_info < (3, 11), reason="torchtitan 0.3.0 needs Python 3.11"),
 ]

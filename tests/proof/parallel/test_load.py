@@ -10,7 +10,6 @@ from tests.faults.programs import ask
 if TYPE_CHECKING:
     from pathlib import Path
 
-
 SCENARIOS = [
     Scenario(world=3, group=3, victim=1, algorithm="gather_rounds", how="kill"),
     Scenario(world=3, group=3, victim=0, algorithm="broadcast", how="kill"),

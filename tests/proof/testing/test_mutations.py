@@ -12,8 +12,6 @@ from tests.testing import wrong_strategies
 from tests.testing.wrong_strategies import WRONG
 
 FILE = Path(wrong_strategies.__file__)
-
-
 ROOT = FILE.parents[2]
 
 

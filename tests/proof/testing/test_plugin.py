@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from pathlib import Path
 
-
 SAVING = """
 import torch
 import torch.distributed as dist
@@ -24,7 +23,6 @@ def rows():
 def save(path):
     dist_checkpointing.save(rows(), path)
 """
-
 
 TESTS = """
 import pytest

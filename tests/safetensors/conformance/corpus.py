@@ -75,15 +75,11 @@ def find_fault(case: Case, line: dict[str, Any]) -> str:
 
 
 CASES = read_cases()
-
-
 NODE = shutil.which("node")
 
 
 #: Without threads beside the reader's, whose CPU time would count as its own.
 NODE_READER = [NODE or "node", "--single-threaded", str(HERE / "reader.mjs")]
-
-
 needs_node = pytest.mark.skipif(NODE is None, reason="the reader in JavaScript needs node, which is not installed")
 
 

@@ -158,7 +158,6 @@ def test_every_kind_has_hostile_values() -> None:
 
 TENSOR = {"$": "tensor", "v": "0"}
 
-
 FILES: dict[str, bytes] = {
     "empty": b"",
     "short": b"\x05\0\0\0\0\0\0\0[]",

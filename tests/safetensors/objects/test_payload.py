@@ -20,11 +20,7 @@ from tests.safetensors.objects.payload import STATES
 from tests.tables import table
 
 WHAT = "object 'rng'"
-
-
 QUANTIZED = ("qint32", "qint8", "quint2x4", "quint4x2", "quint8")
-
-
 DTYPES = sorted({str(d) for name in dir(torch) if isinstance(d := getattr(torch, name), torch.dtype)})
 
 

@@ -19,7 +19,6 @@ from tests.torch_dist import plain_states
 if TYPE_CHECKING:
     from pathlib import Path
 
-
 OLD, NEW = 1, 2
 
 

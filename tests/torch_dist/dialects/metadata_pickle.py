@@ -21,7 +21,6 @@ from tests.torch_dist.indexes import tensors_of
 if TYPE_CHECKING:
     from shardckpt_torch_dist.dialects.stored import StoredIndex
 
-
 FILE = "__0_0.distcp"
 
 

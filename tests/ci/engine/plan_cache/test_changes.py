@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 
     from tests.ranks import RankPool
 
-
 pytestmark = pytest.mark.usefixtures("mode")
 
 

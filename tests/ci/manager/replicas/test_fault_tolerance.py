@@ -14,9 +14,7 @@ if TYPE_CHECKING:
 
     from tests.ranks import RankPool, Ranks
 
-
 _CI, _PROOF = pytest.mark.ci, pytest.mark.proof
-
 
 ASYNC = pytest.mark.parametrize(
     "mode", ["async", pytest.param("disabled", marks=_PROOF), pytest.param("async_with_pinned_mem", marks=_CI)]

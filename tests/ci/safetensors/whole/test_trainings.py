@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 
     from shardckpt.testing.ranks import Ranks
 
-
 _SECONDS = 300.0
 
 

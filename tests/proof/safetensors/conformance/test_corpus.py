@@ -20,10 +20,7 @@ from tests.safetensors.conformance.corpus import CASES, NODE_READER, folder, hos
 
 __all__ = ["folder", "hostile"]  # fixtures
 
-
 PYTHON_READER = [sys.executable, "-m", "tests.safetensors.conformance.independent_reader"]
-
-
 OUR_READER = [sys.executable, "-W", "ignore", "-m", "tests.safetensors.conformance.ours"]
 
 
