@@ -173,7 +173,9 @@ class Watch:
     def __init__(self) -> None:
         self.on = False
         self.events: list[str] = []
-        codecs.lookup("cp437")  # zipfile asks for it at the first archive that it opens: an import that is no event
+        # at the first archive zipfile asks for one, an error with odd characters for the other: imports that are no events
+        for codec in ("cp437", "unicode_escape"):
+            codecs.lookup(codec)
         sys.addaudithook(self._hear)
 
     def _hear(self, event: str, args: tuple[Any, ...]) -> None:
