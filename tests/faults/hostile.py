@@ -173,7 +173,7 @@ class Watch:
     def __init__(self) -> None:
         self.on = False
         self.events: list[str] = []
-        # at the first archive zipfile asks for one, an error with odd characters for the other: imports that are no events
+        # zipfile asks for one at its first archive, an error with odd characters for the other: imports, and no events
         for codec in ("cp437", "unicode_escape"):
             codecs.lookup(codec)
         sys.addaudithook(self._hear)
