@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -29,7 +30,7 @@ from shardckpt_torch_dist.plan.split import set_rest_value, split_shards
 
 if TYPE_CHECKING:
     import io
-    from collections.abc import Collection, Iterable, Mapping
+    from collections.abc import Collection, Iterable, Iterator, Mapping
 
     from shardckpt.mapping import ShardedObject, ShardedTensor
     from shardckpt.planning import BoxFinder, FlatPart
@@ -80,6 +81,22 @@ class ShardedLoadPlanner(DefaultLoadPlanner):
         self._staged: list[StagedDestination] = []
         self._stored: dict[str, Any] = {}
         self._caller: dict[str, Any] = {}
+
+    @contextmanager
+    def allowing(self, allow_globals: Iterable[Any] = (), *, allow_dtype_cast: bool = False) -> Iterator[None]:
+        """Allow more than the planner was made with, for one load.
+
+        Args:
+            allow_globals: Further classes and functions that objects may name.
+            allow_dtype_cast: Whether to allow casts, in any case.
+        """
+        before = self._allow_globals, self.allow_dtype_cast
+        self._allow_globals = (*self._allow_globals, *allow_globals)
+        self.allow_dtype_cast = self.allow_dtype_cast or allow_dtype_cast
+        try:
+            yield
+        finally:
+            self._allow_globals, self.allow_dtype_cast = before
 
     def set_up_planner(
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False

@@ -60,8 +60,14 @@ class ShardedSavePlanner(DefaultSavePlanner):
         mine = collect_items(self._shards)
         check_keys(mine.objects, self._shards)
         other_keys = find_other_keys(mine.objects, self._shards)
-        items = [_tensor_item(mine, position) for position in range(len(mine.tensors))]
-        self._values = {item.index: tensor for item, tensor in zip(items, mine.tensors, strict=True)}
+        # boxes of an empty tensor may have one offset: the first stands for all, as in a merge of plans
+        found: dict[MetadataIndex, WriteItem] = {}
+        self._values = {}
+        for position, tensor in enumerate(mine.tensors):
+            item = _tensor_item(mine, position)
+            if found.setdefault(item.index, item) is item:
+                self._values[item.index] = tensor
+        items = [*found.values()]
         for key, position in mine.objects.items():
             # DCP plans an archive for each key: an object for other readers is stored under the first of its keys
             index = MetadataIndex(other_keys.get(key, (key,))[0])
