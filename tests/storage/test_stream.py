@@ -20,9 +20,9 @@ from tests.tables import in_proof
 if TYPE_CHECKING:
     from pathlib import Path
 
-from tests.storage.stream import MIB, Write, check, directory, save, threads, watch
+from tests.storage.stream import MIB, Write, check, directory, save, threads, tmpfs, watch
 
-__all__ = ["directory", "threads"]  # fixtures
+__all__ = ["directory", "threads", "tmpfs"]  # fixtures
 
 
 def shrink(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,13 +9,13 @@ import pytest
 from shardckpt.storage.digest import CRC32
 from tests import backends
 from tests.faults import samples
+from tests.faults.mixed_digests import algorithm, checkpoint, outcomes, saved
 from tests.names import RECORD
-
-pytest.importorskip("xxhash")
-from tests.faults.without_xxhash import algorithm, checkpoint, outcomes, saved
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+pytest.importorskip("xxhash")
 
 __all__ = ["checkpoint", "saved"]  # fixtures
 

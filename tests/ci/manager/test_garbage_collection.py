@@ -62,12 +62,12 @@ def test_who_may_not_remove_is_warned() -> None:
     program = (
         "import logging, os, sys\n"
         "from shardckpt.manager.garbage_collection import collect_garbage\n"
-        "from tests.manager import folders, test_garbage_collection\n"
+        "from tests.manager import folders, garbage_collection\n"
         "logging.basicConfig()\n"
         "folder = folders.steps_of(sys.argv[1])\n"
         "folder.committed()\n"  # imports what nobody may not read
         "os.seteuid(65534)\n"
-        "print(collect_garbage(folder, test_garbage_collection.LATEST))\n"
+        "print(collect_garbage(folder, garbage_collection.LATEST))\n"
     )
     with tempfile.TemporaryDirectory() as name:
         folders.save_all(name, 1, 2, 3)

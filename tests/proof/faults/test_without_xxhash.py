@@ -10,9 +10,9 @@ from shardckpt.maintenance.verify import verify_checkpoint
 from shardckpt.storage.digest import CRC32
 from tests import backends
 from tests.faults import samples
+from tests.faults.mixed_digests import algorithm, outcomes
 
 pytest.importorskip("xxhash")
-from tests.faults.without_xxhash import algorithm, outcomes
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -124,7 +124,7 @@ def _measure(
 
 def _save_in_process(url: str, environment: dict[str, str]) -> None:
     """Save what is loaded or exported; no client is used in this process."""
-    program = "import sys\nfrom tests.remote.test_memory_budget import _make\nfrom tests.states import entire\n"
+    program = "import sys\nfrom tests.proof.remote.test_memory_budget import _make\nfrom tests.states import entire\n"
     program += "from shardckpt import dist_checkpointing as dc\n"
     program += f"for name, mib in (('small', 1), ('large', {_STATE})):\n"
     program += "    dc.save(entire(_make(mib)), f'{sys.argv[1]}-{name}')\n"
@@ -211,7 +211,9 @@ def test_an_export_to_s3(server: dict[str, str], client: str) -> None:
     url = f"s3://{BUCKET}/export-{client}/step"
     _save_in_process(url, environment)
     assert _measure("export", url, 64, environment) < 64 * _MIB
-    program = "import sys\nfrom tests.remote.test_memory_budget import _check_folder\n_check_folder(sys.argv[1])\n"
+    program = (
+        "import sys\nfrom tests.proof.remote.test_memory_budget import _check_folder\n_check_folder(sys.argv[1])\n"
+    )
     _run_program(program, f"{url}-large-hf", environment)
 
 
