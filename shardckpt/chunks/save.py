@@ -274,6 +274,24 @@ class ChunkSaveStrategy(AsyncSaveStrategy, Generic[IndexT, ObjectT]):
             ShardingError: Ranks disagree on a tensor, its boxes do not fill it exactly, or an object has its key.
         """
 
+    def collect(
+        self, shards: Sequence[ShardedBase], aliases: Mapping[str, str], context: PlanContext
+    ) -> tuple[LocalItems, dict[str, ObjectT]]:
+        """Collective: return what this rank stores. By default its main replicas, which needs no other rank.
+
+        Args:
+            shards: This rank's shards.
+            aliases: Keys of tensors that are not stored.
+            context: The ranks that save together, and what the caller allows.
+
+        Returns:
+            The items, and the encoded objects by unique key.
+        """
+        with context.comm.local_phase("planning"):
+            items = collect_items(shards, aliases)
+        with context.comm.local_phase(f"{self.encoding} objects"):
+            return items, self.encode_objects(items.objects, shards, context)
+
     def merge(
         self, work: ChunkWork[IndexT, ObjectT], plan: LocalPlan, aliases: Mapping[str, str], comm: Comm
     ) -> tuple[ChunkWork[IndexT, ObjectT], IndexT | None]:
@@ -316,10 +334,7 @@ class ChunkSaveStrategy(AsyncSaveStrategy, Generic[IndexT, ObjectT]):
         with comm.local_phase("looking for tied tensors"):
             ties = self._find_ties(tie_finder, shards)
         aliases = agree_on_aliases(ties, shards, comm) if self.finds_aliases else {}
-        with comm.local_phase("planning"):
-            items = collect_items(shards, aliases)
-        with comm.local_phase(f"{self.encoding} objects"):
-            objects = self.encode_objects(items.objects, shards, context)
+        items, objects = self.collect(shards, aliases, context)
         with comm.local_phase("assigning items to files"):
             nbytes = _count_bytes(items, shards)
             files = self._count_files(nbytes, context)

@@ -33,13 +33,40 @@ if TYPE_CHECKING:
     from shardckpt.mapping import ShardedBase, StateDict
     from shardckpt.storage import CheckpointReader
     from shardckpt.strategy import LoadContext, Removal, StoredBox, StoredColumns, StoredFile
+    from shardckpt_torch_dist.plan import ShardedLoadPlanner
 
 
 class TorchDistLoadShardedStrategy(LoadStrategy):
-    """Reads the checkpoints of Megatron-Core 0.9 to 0.20, torch.distributed.checkpoint and shardckpt."""
+    """Reads the checkpoints of Megatron-Core 0.9 to 0.20, torch.distributed.checkpoint and shardckpt.
+
+    Args:
+        planner: A :class:`ShardedLoadPlanner`, or a subclass of it, that plans instead of the strategy. A class is made
+            for each load, with ``flatten_state_dict=False``; an instance serves one load after another. Every rank
+            passes one of the same class. Its methods are called as ``dcp.load`` calls them: ``set_up_planner`` with the
+            shards by their keys, ``create_local_plan``, ``create_global_plan`` on the main rank, ``finish_plan``; then
+            for each item ``load_bytes``, or ``resolve_tensor`` and ``commit_tensor``, by one thread.
+
+            A planner may choose the stored boxes that fill a shard, and change values when they are committed. It must
+            plan items for every shard. Keys, shapes and dtypes have been compared before it is asked, and
+            ``allow_globals`` and ``allow_dtype_cast`` of the load hold for it, too. Objects that plain DCP stored value
+            by value, and the common state, are not its own.
+
+    Example::
+
+        dist_checkpointing.load(state, path, TorchDistLoadShardedStrategy(planner=Planner))
+    """
 
     backend = "torch_dist"
     version = 1
+    #: Also of subclasses that do not call our __init__.
+    _planner: ShardedLoadPlanner | type[ShardedLoadPlanner] | None = None
+
+    def __init__(self, *, planner: ShardedLoadPlanner | type[ShardedLoadPlanner] | None = None) -> None:
+        if planner is not None:
+            from shardckpt_torch_dist.plan import ShardedLoadPlanner, check_planner
+
+            check_planner(planner, ShardedLoadPlanner)
+            self._planner = planner
 
     def load(self, wanted: Sequence[ShardedBase], context: LoadContext) -> list[Any]:
         """Collective: plan, and after all ranks have planned, read into the destinations.
@@ -55,7 +82,8 @@ class TorchDistLoadShardedStrategy(LoadStrategy):
             CheckpointReplacedError: The ranks have read different saves, because the checkpoint is being overwritten.
             CheckpointingException: A shard does not match what is stored, or the checkpoint is damaged.
         """
-        from shardckpt_torch_dist.plan import LoadPlan  # it imports torch's planners, which listings do without
+        # they import torch's planners, which listings do without
+        from shardckpt_torch_dist.plan import LoadPlan, PlannedLoad, make_planner, name_planner
 
         index = read_index(context.reader)
         with context.comm.local_phase("planning the load"):
@@ -64,9 +92,19 @@ class TorchDistLoadShardedStrategy(LoadStrategy):
             built = {n: shard for n, shard in absent.items() if nested.has(shard.key)}
             stored = [shard for n, shard in enumerate(wanted) if n not in built]
             parts = {key: index.tensor_of(key) for shard in built.values() for key in nested.tensors(shard.key)}
+            by_planner = None
+            if self._planner is not None:
+                by_planner = PlannedLoad(make_planner(self._planner), stored, index, context)
+                stored = []
             plan = LoadPlan([*stored, *parts.values()], index, context.reader, context.allow_globals)
-        context.require_same_save(index.save.encode(), "metadata")
+        # one message asks both: ranks with different planners would call different collectives
+        if not context.comm.agree(index.save.encode(), planner=name_planner(self._planner)):
+            context.require_same_save(index.save.encode(), "metadata")
+        if by_planner is not None:
+            by_planner.share()
         with context.comm.local_phase("reading shards"):
+            if by_planner is not None:
+                by_planner.read()
             plan.read()
             objects = {n: nested.build(shard.key, {k: t.data for k, t in parts.items()}) for n, shard in built.items()}
         return [objects[n] if n in built else shard.data for n, shard in enumerate(wanted)]

@@ -9,14 +9,23 @@ from shardckpt.chunks import ChunkSaveStrategy
 from shardckpt.errors import CheckpointingException
 from shardckpt.manifest import is_file_name
 from shardckpt_torch_dist.dialects import StoredIndex
-from shardckpt_torch_dist.plan import build_index, find_other_keys, lay_out, pickle_objects
+from shardckpt_torch_dist.plan import (
+    ShardedSavePlanner,
+    build_index,
+    check_planner,
+    find_other_keys,
+    lay_out,
+    make_planner,
+    pickle_objects,
+    plan_by,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Mapping, Sequence
 
-    from shardckpt.chunks import LocalItems, LocalPlan
+    from shardckpt.chunks import LocalItems, LocalPlan, SavePlan
     from shardckpt.mapping import CommonStateDict, ShardedBase
-    from shardckpt.strategy import PlanContext
+    from shardckpt.strategy import PlanContext, PreparedSave
     from shardckpt_torch_dist.plan import WritePlan
 
 
@@ -34,6 +43,17 @@ class TorchDistSaveShardedStrategy(ChunkSaveStrategy[StoredIndex, bytes]):
             plan (:mod:`shardckpt.engine.plan_cache`).
         separation_hint: Tensors and objects whose keys begin with it go to separate files,
             ``<hint>__<rank>_<n>.distcp``, which can be removed entirely.
+        planner: A :class:`ShardedSavePlanner`, or a subclass of it, that plans instead of the strategy. A class is made
+            for each save, with ``flatten_state_dict=False``; an instance serves one save after another. Every rank
+            passes one of the same class. Its methods are called as ``dcp.save`` calls them, all before anything is
+            written: ``set_up_planner`` with the shards by their keys, ``create_local_plan``, ``create_global_plan`` on
+            the main rank (``create_decentralized_global_plan`` on all, if all planners have a true
+            ``can_run_decentralized_global_plan``), ``finish_plan``, and ``resolve_data`` for each item.
+
+            A planner may change the values and the dtype of a tensor, cut its boxes into smaller ones, and choose their
+            order and, of copies, the rank that writes. What it plans must be what ``resolve_data`` gives. It must not
+            leave a shard out, nor add or rename one: the commit refuses that on all ranks. The names of files, the
+            common state, digests and the commit are not its own. Its plans are never reused: each save is planned anew.
 
     Example::
 
@@ -55,6 +75,8 @@ class TorchDistSaveShardedStrategy(ChunkSaveStrategy[StoredIndex, bytes]):
         thread_count: int | None = None,
         cached_metadata: bool = False,  # noqa: ARG002 - see the class
         separation_hint: str | None = None,
+        *,
+        planner: ShardedSavePlanner | type[ShardedSavePlanner] | None = None,
     ) -> None:
         own = self.backend, self.version
         asked = backend or self.backend, self.version if version is None else version
@@ -64,11 +86,36 @@ class TorchDistSaveShardedStrategy(ChunkSaveStrategy[StoredIndex, bytes]):
         if separation_hint is not None:
             _check_hint(separation_hint)
         self._hint = separation_hint
+        if planner is not None:
+            check_planner(planner, ShardedSavePlanner)
+            self.stores_all_bytes = False  # type: ignore[misc]  # it may cast them
+        self._planner = planner
 
     @property
-    def plan_cache_key(self) -> Hashable:
-        """What the plan depends on, in addition to the shards: the class and its options."""
-        return super().plan_cache_key, self._hint
+    def plan_cache_key(self) -> Hashable | None:
+        """What the plan depends on, in addition to the shards: the class and its options; None with a planner."""
+        return (super().plan_cache_key, self._hint) if self._planner is None else None
+
+    def replan(
+        self,
+        plan: SavePlan[StoredIndex, bytes],
+        shards: Sequence[ShardedBase],
+        common: CommonStateDict,
+        context: PlanContext,
+    ) -> PreparedSave | None:
+        """Collective: prepare a save by an earlier plan; arguments and result as of the base. None with a planner."""
+        return super().replan(plan, shards, common, context) if self._planner is None else None
+
+    def collect(
+        self, shards: Sequence[ShardedBase], aliases: Mapping[str, str], context: PlanContext
+    ) -> tuple[LocalItems, dict[str, bytes]]:
+        """Collective: return what this rank stores, by the planner if there is one; arguments as of the base."""
+        if self._planner is None:
+            return super().collect(shards, aliases, context)
+        with context.comm.local_phase("making the planner"):
+            planner = make_planner(self._planner)
+            check_planner(planner, ShardedSavePlanner)
+        return plan_by(planner, shards, context.comm, context.allow_globals)
 
     def encode_objects(
         self, objects: Mapping[str, int], shards: Sequence[ShardedBase], context: PlanContext

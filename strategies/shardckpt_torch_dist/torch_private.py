@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 # Every ``.metadata`` names this class by its path: readers need exactly this one.
 from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
 
 import shardckpt.distributed  # noqa: F401 - so that what DCP imports keeps no process group: see shardckpt.tensors.torch_private
 
-__all__ = ["StorageInfo"]
+
+def caches_plans(planner: Any) -> bool:
+    """Return whether a save planner was made with ``enable_plan_caching=True``, which DCP keeps under this name."""
+    return bool(getattr(planner, "_enable_plan_caching", False))
+
+
+__all__ = ["StorageInfo", "caches_plans"]

@@ -13,7 +13,6 @@ _ROOT = "shardckpt.compat.megatron.dist_checkpointing"
 
 #: Instead of Megatron's conversions of its shards to torch's.
 SAVE_PLANNER = "dcp.save(..., planner=shardckpt_torch_dist.ShardedSavePlanner()) takes ShardedTensors as they are"
-LOAD_PLANNER = "dcp.load(..., planner=shardckpt_torch_dist.ShardedLoadPlanner()) takes ShardedTensors as they are"
 #: Instead of Megatron's writers in the background.
 QUEUE = "dist_checkpointing.save(..., async_sharded_save=True) plans, and an AsyncCallsQueue writes and finalizes"
 

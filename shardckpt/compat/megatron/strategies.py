@@ -187,7 +187,7 @@ class TorchDistSaveShardedStrategy(
 
 
 class TorchDistLoadShardedStrategy(LoadsByPath, shardckpt_torch_dist.TorchDistLoadShardedStrategy, LoadShardedStrategy):
-    """Takes Megatron's arguments and ignores them.
+    """Takes Megatron's arguments and ignores them, and ``planner=`` of the class that it extends.
 
     Every load reads the metadata once, and never from a cache; quantized tensors are filled one by one, and no second
     copy of the model is made.
@@ -199,8 +199,9 @@ class TorchDistLoadShardedStrategy(LoadsByPath, shardckpt_torch_dist.TorchDistLo
         checkpoint_name: str | None = None,  # noqa: ARG002
         *,
         stream_ckpt_dequant: bool = False,  # noqa: ARG002
+        planner: Any = None,
     ) -> None:
-        super().__init__()
+        super().__init__(planner=planner)
 
 
 #: Megatron's classes, by the classes of ours that they extend.

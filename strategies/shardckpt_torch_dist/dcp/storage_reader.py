@@ -7,54 +7,37 @@ import os
 import weakref
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    Metadata,
-    StorageMeta,
-)
-from torch.distributed.checkpoint.planner import LoadItemType
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from shardckpt.archive import decode_object, describe
-from shardckpt.chunks import Region, check_cast
+from shardckpt.archive import describe
 from shardckpt.distributed import replace_text
 from shardckpt.engine import locate_checkpoint, open_reader, report_read
 from shardckpt.errors import (
     CheckpointingException,
     CheckpointReplacedError,
     CorruptCheckpointError,
-    ShardingError,
     StrategyMismatchError,
-    UnsafePickleError,
 )
 from shardckpt.manifest import Manifest
-from shardckpt.planning import refuse_cast
 from shardckpt.storage import CheckpointReader, open_directory, retry_if_replaced
-from shardckpt.tensors import synchronize_devices
 from shardckpt_torch_dist.dialects import (
     MAX_PATH_LENGTH,
     METADATA_FILE,
     has_own_index,
     read_index,
     read_metadata,
-    to_dcp_tensor,
 )
 from shardckpt_torch_dist.load import TorchDistLoadShardedStrategy
-from shardckpt_torch_dist.plan import ItemReader, ShardedLoadPlanner
+from shardckpt_torch_dist.plan import CheckedPlanner, make_dcp_metadata, read_items
 
 if TYPE_CHECKING:
-    import io
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Iterable
 
-    import torch
-    from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
+    from torch.distributed.checkpoint.metadata import Metadata
+    from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 
     from shardckpt_torch_dist.dialects import StoredIndex
-
-#: The first bytes of a torch.save archive; torch.load reads anything else as a plain pickle.
-_ARCHIVE_MAGIC = b"PK\x03\x04"
 
 
 class CheckpointStorageReader(StorageReader):
@@ -147,8 +130,8 @@ class CheckpointStorageReader(StorageReader):
         try:
             with report_read(opened.reader, self._rank, "reading"):
                 allow_cast = self._allow_cast or getattr(planner, "allow_dtype_cast", False)
-                destinations = _CheckedPlanner(planner, opened.stored, self._allow, allow_cast=allow_cast)
-                _read_items(plan.items, destinations, opened.reader, opened.stored)
+                destinations = CheckedPlanner(planner, opened.stored, self._allow, allow_cast=allow_cast)
+                read_items(plan.items, destinations, opened.reader, opened.stored)
                 opened.reader.check_unchanged()
         finally:
             self._opened = None
@@ -231,30 +214,13 @@ def _read_metadata(reader: CheckpointReader, name: str) -> tuple[StoredIndex, Me
     """Return the index of the checkpoint, and the same in DCP's classes."""
     if has_own_index(reader):
         index = read_index(reader)
-        return index, _build_metadata(index, {})
+        return index, make_dcp_metadata(index, {})
     raw, index = read_metadata(reader, name)
     reshaped = getattr(raw, "mcore_data", None) or {}  # Megatron's flattened shards: the index has their true shapes
     # The index lacks chunks that are listed but not stored. DCP gets them all: only reading such a chunk is an error.
     written = {key: entry for key, entry in raw.state_dict_metadata.items() if key not in reshaped}
     paths = _checked_paths(getattr(raw, "planner_data", None), f"{reader.directory}/{name}")
-    return index, _build_metadata(index, written, paths)
-
-
-def _build_metadata(index: StoredIndex, written: Mapping[str, Any], paths: Any = None) -> Metadata:
-    """Return an index in DCP's classes.
-
-    Args:
-        index: The index.
-        written: The entries of ``.metadata`` whose chunks count, instead of those of the index.
-        paths: The path of each key in the saved state dict, if they are known.
-    """
-    entries: dict[str, Any] = {}
-    for number, (key, dtype, shape) in enumerate(zip(index.keys, index.dtypes, index.shapes, strict=True)):
-        chunks = written[key].chunks if key in written else None
-        boxes = index.tensor(number).boxes() if chunks is None else ((each.offsets, each.sizes) for each in chunks)
-        entries[key] = to_dcp_tensor(dtype, shape, boxes)
-    entries |= {key: BytesStorageMetadata() for key in index.named}
-    return Metadata(state_dict_metadata=entries, planner_data=paths, storage_meta=StorageMeta())
+    return index, make_dcp_metadata(index, written, paths)
 
 
 def _checked_paths(paths: Any, source: str) -> dict[str, tuple[str | int, ...]] | None:
@@ -269,80 +235,3 @@ def _checked_paths(paths: Any, source: str) -> dict[str, tuple[str | int, ...]] 
         ):
             raise CorruptCheckpointError(f"{source}: {key!r} cannot be at {describe(path)} of a state dict")
     return paths
-
-
-def _read_items(
-    items: Iterable[ReadItem],
-    destinations: _CheckedPlanner,
-    reader: CheckpointReader,
-    index: StoredIndex,
-) -> None:
-    """Read items into the tensors that the planner gives for them.
-
-    If the planner does nothing on ``commit_tensor``, as DCP's own, its tensors are the destinations: several threads
-    fill them. Any other planner is asked for one tensor at a time, by this thread.
-    """
-    item_reader = ItemReader(reader, index, destinations)
-    ordered = sorted(items, key=item_reader.locate)  # before anything is read: a chunk that is not stored is an error
-    if getattr(destinations.planner.commit_tensor, "__func__", None) is not DefaultLoadPlanner.commit_tensor:
-        item_reader.read_in_order(ordered)
-        return
-    item_reader.read_in_order([item for item in ordered if item.type == LoadItemType.BYTE_IO])
-    regions = []
-    for item in ordered:
-        if item.type != LoadItemType.BYTE_IO:
-            chunk, number = item_reader.find_chunk(item), index.numbers[item.storage_index.fqn]
-            is_entire = tuple(item.lengths) == tuple(chunk.box.shape)
-            target = destinations.destination(item)
-            regions.append(Region(number, chunk, tuple(item.storage_offsets), target, is_entire))
-    synchronize_devices(region.target for region in regions)
-    item_reader.read([(region,) for region in regions])
-
-
-class _CheckedPlanner:
-    """A planner that gives the destinations; it gets no archive, and allows no cast, that our own reader refuses."""
-
-    def __init__(
-        self, planner: LoadPlanner, index: StoredIndex, allow_globals: tuple[Any, ...], *, allow_cast: bool
-    ) -> None:
-        self.planner = planner
-        self._index = index
-        self._allow = allow_globals
-        self._allow_cast = allow_cast
-
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Give an object's archive to the planner, if our reader accepts it."""
-        if not isinstance(self.planner, ShardedLoadPlanner):  # that one checks by its own allow-list
-            archive, what = value.getvalue(), f"object {read_item.storage_index.fqn!r}"
-            if not archive.startswith(_ARCHIVE_MAGIC):
-                raise UnsafePickleError(
-                    f"{what} is not a torch.save archive: the planner would load it as a plain pickle, and run what "
-                    "it names; nothing was run. Save it as a tensor or a plain value"
-                )
-            decode_object(archive, what, self._allow)
-        self.planner.load_bytes(read_item, value)
-
-    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
-        """Return the tensor to fill, ready for this thread."""
-        target = self.destination(read_item)
-        synchronize_devices([target])
-        return target
-
-    def destination(self, item: ReadItem) -> torch.Tensor:
-        """Return the tensor to fill, which its device may still be using."""
-        target = self.planner.resolve_tensor(item).detach()
-        if target.shape != item.lengths:
-            raise ShardingError(
-                f"tensor {item.dest_index.fqn!r}: the planner gave a destination of shape {tuple(target.shape)} for "
-                f"{tuple(item.lengths)} elements"
-            )
-        key = item.storage_index.fqn
-        stored = self._index.dtypes[self._index.numbers[key]]
-        if not self._allow_cast:
-            refuse_cast(key, stored, target.dtype)
-        check_cast(key, stored, target.dtype)
-        return target
-
-    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
-        """Tell the planner that the tensor is filled."""
-        self.planner.commit_tensor(read_item, tensor)

@@ -8,7 +8,6 @@ records of its files among its results. The coordinator commits in ``finish``, w
 from __future__ import annotations
 
 import dataclasses
-import io
 import math
 import os
 import pickle
@@ -18,20 +17,19 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import WriteItemType
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from shardckpt.archive import ARCHIVE_ALIGN, check_loadable, load_metadata, make_frame
+from shardckpt.archive import ARCHIVE_ALIGN, load_metadata, make_frame
 from shardckpt.engine import ExternalSave, ExternalSavePart, write_part
 from shardckpt.errors import CheckpointingException, ShardingError, listed
 from shardckpt.storage import digest_vote
 from shardckpt.tensors import page_offset, synchronize_devices
 from shardckpt_torch_dist.dialects import METADATA_FILE
-from shardckpt_torch_dist.plan import append_archive
+from shardckpt_torch_dist.plan import append_archive, check_archive, check_tensor
 from shardckpt_torch_dist.save import TorchDistSaveShardedStrategy
 from shardckpt_torch_dist.torch_private import StorageInfo
 
@@ -257,14 +255,11 @@ def _write_items(
     for item in items:
         key, start, value = item.index.fqn, file.position, planner.resolve_data(item)
         if item.type == WriteItemType.BYTE_IO:
-            if not isinstance(value, io.BytesIO):
-                raise ShardingError(f"object {key!r}: the planner gave a {type(value).__name__}, expected a BytesIO")
-            check_loadable(value, f"object {key!r}", allow_globals)
-            archive = value.getvalue()
+            archive = check_archive(value, item, allow_globals)
             length = len(archive)
             file.append_small((archive, bytes(-length % ARCHIVE_ALIGN)), what=key)
         else:
-            tensor = _checked_tensor(value, item).detach()
+            tensor = check_tensor(value, item).detach()
             synchronize_devices([tensor])
             head, tail = make_frame(tensor.dtype, tuple(tensor.shape), start, page_offset(tensor))
             length = len(head) + _nbytes(item) + len(tail)
@@ -276,21 +271,6 @@ def _write_items(
 def _nbytes(item: WriteItem) -> int:
     data = item.tensor_data
     return 0 if data is None else math.prod(data.chunk.sizes) * data.properties.dtype.itemsize
-
-
-def _checked_tensor(tensor: Any, item: WriteItem) -> torch.Tensor:
-    """Return the tensor, after a check that it is as planned: with plan caching, a planner misses a changed dtype."""
-    data = item.tensor_data
-    if data is None or not isinstance(tensor, torch.Tensor):
-        raise ShardingError(f"{item.index.fqn!r}: the planner gave a {type(tensor).__name__} for a tensor")
-    planned = data.properties.dtype, tuple(data.chunk.sizes)
-    if (tensor.dtype, tuple(tensor.shape)) != planned:
-        raise ShardingError(
-            f"tensor {item.index.fqn!r} was planned as {planned[0]} {planned[1]}, and is {tensor.dtype} "
-            f"{tuple(tensor.shape)}: a planner with enable_plan_caching=True does not see that dtypes have changed; "
-            "save with a new class of planner, or without caching"
-        )
-    return tensor
 
 
 def _write_metadata(

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 
 import shardckpt.distributed  # noqa: F401 - so that what DCP imports keeps no process group: see shardckpt.tensors.torch_private
@@ -29,9 +30,7 @@ from shardckpt_torch_dist.plan.split import set_rest_value, split_shards
 
 if TYPE_CHECKING:
     import io
-    from collections.abc import Iterable
-
-    from torch.distributed.checkpoint.metadata import Metadata
+    from collections.abc import Collection, Iterable, Iterator, Mapping
 
     from shardckpt.mapping import ShardedObject, ShardedTensor
     from shardckpt.planning import BoxFinder, FlatPart
@@ -51,6 +50,7 @@ class ShardedLoadPlanner(DefaultLoadPlanner):
         *args: As for DCP's DefaultLoadPlanner.
         allow_globals: Classes and functions that objects may name, in addition to the plain ones.
         allow_dtype_cast: For ShardedTensors, as for :func:`shardckpt.dist_checkpointing.load`.
+        allow_shape_mismatch: Keys of ShardedTensors that are loaded as with ``allow_shape_mismatch=True``.
         **kwargs: As for DCP's DefaultLoadPlanner.
 
     Example::
@@ -59,11 +59,19 @@ class ShardedLoadPlanner(DefaultLoadPlanner):
     """
 
     def __init__(
-        self, *args: Any, allow_globals: Iterable[Any] = (), allow_dtype_cast: bool = False, **kwargs: Any
+        self,
+        *args: Any,
+        allow_globals: Iterable[Any] = (),
+        allow_dtype_cast: bool = False,
+        allow_shape_mismatch: Iterable[str] = (),
+        **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
         self.allow_dtype_cast = allow_dtype_cast
+        self._may_differ = frozenset(allow_shape_mismatch)
         self._allow_globals = tuple(allow_globals)
+        #: The caller's, and the same as they are planned: those that may have another shape are copies.
+        self._given: list[ShardedTensor] = []
         self._tensors: list[ShardedTensor] = []
         #: ShardedObjects by unique key: several may request the same object.
         self._objects: dict[str, list[ShardedObject]] = {}
@@ -74,11 +82,31 @@ class ShardedLoadPlanner(DefaultLoadPlanner):
         self._stored: dict[str, Any] = {}
         self._caller: dict[str, Any] = {}
 
+    @contextmanager
+    def allowing(self, allow_globals: Iterable[Any] = (), *, allow_dtype_cast: bool = False) -> Iterator[None]:
+        """Allow more than the planner was made with, for one load.
+
+        Args:
+            allow_globals: Further classes and functions that objects may name.
+            allow_dtype_cast: Whether to allow casts, in any case.
+        """
+        before = self._allow_globals, self.allow_dtype_cast
+        self._allow_globals = (*self._allow_globals, *allow_globals)
+        self.allow_dtype_cast = self.allow_dtype_cast or allow_dtype_cast
+        try:
+            yield
+        finally:
+            self._allow_globals, self.allow_dtype_cast = before
+
     def set_up_planner(
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
     ) -> None:
         """Split the state dict; see :class:`torch.distributed.checkpoint.LoadPlanner`."""
-        self._tensors, objects, rest = split_shards(state_dict)
+        self._given, objects, rest = split_shards(state_dict)
+        self._tensors = [
+            dataclasses.replace(shard, allow_shape_mismatch=True) if shard.key in self._may_differ else shard
+            for shard in self._given
+        ]
         wanted = [shard for shard in objects if not isinstance(shard, PlainObject)]  # those are for other readers
         self._objects = map_reduce(wanted, lambda shard: shard.unique_key, lambda shard: shard, list)
         self._stored = metadata.state_dict_metadata if metadata is not None else {}
@@ -103,6 +131,8 @@ class ShardedLoadPlanner(DefaultLoadPlanner):
         plan = super().create_local_plan()
         finders: dict[str, BoxFinder] = {}
         items = [item for shard in self._tensors for item in self._tensor_items(shard, finders)]
+        for given, shard in zip(self._given, self._tensors, strict=True):
+            given.data = shard.data  # a shard without data has memory now
         zero = torch.Size((0,))
         objects = map(MetadataIndex, sorted(self._objects))
         items += [ReadItem(LoadItemType.BYTE_IO, index, zero, index, zero, zero) for index in objects]
@@ -159,16 +189,27 @@ class ShardedLoadPlanner(DefaultLoadPlanner):
         target = self._targets[item.dest_index.index or 0] if isinstance(item.dest_index, _Target) else None
         return target.staged if isinstance(target, _StagedPart) else None
 
+    def validate_global_shapes(self, metadata: Metadata, tensors: Iterable[ShardedTensor]) -> None:
+        """Check that tensors are stored, with the global shapes that are wanted; called before anything is planned.
+
+        Args:
+            metadata: What is stored.
+            tensors: The tensors; the shape of one with ``allow_shape_mismatch`` may differ.
+
+        Raises:
+            KeyMismatchError: It names all tensors that are not stored.
+            ShapeMismatchError: It names all tensors that are stored in another shape, with both shapes.
+        """
+        tensors = list(tensors)
+        stored: Mapping[str, Any] = metadata.state_dict_metadata
+        _require_all(_list_absent(tensors, stored))
+        check_shapes(tensors, {shard.key: tuple(stored[shard.key].size) for shard in tensors})
+
     def _check(self) -> None:
         """Raise one error with all keys that are missing, or whose global shape or dtype does not match."""
-        missing = [
-            shard.key for shard in self._tensors if not isinstance(self._stored.get(shard.key), TensorStorageMetadata)
-        ]
-        missing += [key for key in self._objects if key not in self._stored]
-        if missing:
-            raise KeyMismatchError(f"not in the checkpoint: {', '.join(sorted(set(missing)))}")
-        shapes = {shard.key: tuple(self._stored[shard.key].size) for shard in self._tensors}
-        check_shapes(self._tensors, shapes)
+        wanted = [*self._objects, *self._may_differ]
+        _require_all([*_list_absent(self._tensors, self._stored), *(key for key in wanted if key not in self._stored)])
+        self.validate_global_shapes(Metadata(state_dict_metadata=self._stored), self._tensors)
         dtypes = {shard.key: self._stored[shard.key].properties.dtype for shard in self._tensors}
         check_dtypes(self._tensors, dtypes, allow_cast=self.allow_dtype_cast)
         for shard in self._tensors:
@@ -200,6 +241,15 @@ class ShardedLoadPlanner(DefaultLoadPlanner):
                     storage_offsets=_relative(common, stored),
                     lengths=torch.Size(common.shape),
                 )
+
+
+def _list_absent(tensors: Iterable[ShardedTensor], stored: Mapping[str, Any]) -> list[str]:
+    return [shard.key for shard in tensors if not isinstance(stored.get(shard.key), TensorStorageMetadata)]
+
+
+def _require_all(absent: Collection[str]) -> None:
+    if absent:
+        raise KeyMismatchError(f"not in the checkpoint: {', '.join(sorted(set(absent)))}")
 
 
 class _StagedPart(NamedTuple):

@@ -16,8 +16,6 @@ from shardckpt_torch_dist.plan.objects import check_keys, find_other_keys, get_s
 from shardckpt_torch_dist.plan.split import split_shards
 
 if TYPE_CHECKING:
-    import io
-
     from torch.distributed.checkpoint.metadata import StorageMeta
 
     from shardckpt.chunks import LocalItems
@@ -62,8 +60,14 @@ class ShardedSavePlanner(DefaultSavePlanner):
         mine = collect_items(self._shards)
         check_keys(mine.objects, self._shards)
         other_keys = find_other_keys(mine.objects, self._shards)
-        items = [_tensor_item(mine, position) for position in range(len(mine.tensors))]
-        self._values = {item.index: tensor for item, tensor in zip(items, mine.tensors, strict=True)}
+        # boxes of an empty tensor may have one offset: the first stands for all, as in a merge of plans
+        found: dict[MetadataIndex, WriteItem] = {}
+        self._values = {}
+        for position, tensor in enumerate(mine.tensors):
+            item = _tensor_item(mine, position)
+            if found.setdefault(item.index, item) is item:
+                self._values[item.index] = tensor
+        items = [*found.values()]
         for key, position in mine.objects.items():
             # DCP plans an archive for each key: an object for other readers is stored under the first of its keys
             index = MetadataIndex(other_keys.get(key, (key,))[0])
@@ -72,14 +76,18 @@ class ShardedSavePlanner(DefaultSavePlanner):
         self.plan = dataclasses.replace(plan, items=[*items, *plan.items])
         return self.plan
 
-    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
-        """Return the values of an item: a view of the tensor, or an archive of the object."""
-        value = self._values.get(write_item.index)
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        """Return the values of one of our items: a view of the tensor, or an archive of the object; others as DCP."""
+        value = self._values.get(index)
         if value is None:
-            return super().resolve_data(write_item)
+            return super().lookup_object(index)
         if isinstance(value, torch.Tensor):
             return value
-        return make_archive(get_stored_value(value), f"object {write_item.index.fqn!r}")
+        return make_archive(get_stored_value(value), f"object {index.fqn!r}")
+
+    def transform_object(self, write_item: WriteItem, object: Any) -> Any:  # noqa: A002 - DCP's name
+        """Return our items as :meth:`lookup_object` found them, and pickle the objects of others."""
+        return object if write_item.index in self._values else super().transform_object(write_item, object)
 
 
 def _tensor_item(items: LocalItems, position: int) -> WriteItem:

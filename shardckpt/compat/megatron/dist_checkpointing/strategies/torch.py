@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from shardckpt.async_save import AsyncCallsQueue, AsyncRequest
 from shardckpt.compat.megatron.defaults import register_built_in_strategies as register_default_torch_strategies
-from shardckpt.compat.megatron.refusals import LOAD_PLANNER, QUEUE, SAVE_PLANNER, make_refusing_getattr
+from shardckpt.compat.megatron.planners import MCoreLoadPlanner, MCoreSavePlanner
+from shardckpt.compat.megatron.refusals import QUEUE, SAVE_PLANNER, make_refusing_getattr
 from shardckpt.compat.megatron.strategies import TorchDistLoadShardedStrategy, TorchDistSaveShardedStrategy
 from shardckpt.errors import CheckpointingException
 from shardckpt.state_dict import nested_items
@@ -65,10 +66,8 @@ REFUSED = {
     "_restore_dict_types": _NOT_CONVERTED,
     "_unwrap_pyt_sharded_tensor": _NOT_CONVERTED,
     "_get_filesystem_reader": "shardckpt_torch_dist.CheckpointStorageReader(checkpoint_dir) is a reader for dcp.load",
-    "MCoreLoadPlanner": LOAD_PLANNER,
     "MCoreMetadata": "it is there for old pickles, which are read here without it",
     "MCoreSavePlan": "it is there for old pickles, which are read here without it",
-    "MCoreSavePlanner": SAVE_PLANNER,
     "get_reformulation_metadata": "flattened shards are loaded at their true shapes by dist_checkpointing.load",
     "mcore_to_pyt_state_dict": SAVE_PLANNER,
     "sharded_tensor_to_torch_sharded_tensor": SAVE_PLANNER,
@@ -94,6 +93,8 @@ __getattr__ = make_refusing_getattr(__name__, REFUSED, IMPORTED)
 
 __all__ = [
     "MSC_PREFIX",
+    "MCoreLoadPlanner",
+    "MCoreSavePlanner",
     "TorchDistLoadShardedStrategy",
     "TorchDistSaveShardedStrategy",
     "_metadata_fn",

@@ -1,0 +1,224 @@
+"""Load by a planner: it plans the items, and gives the tensors that they are read into."""
+
+from __future__ import annotations
+
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import LoadItemType
+
+from shardckpt.archive import decode_object
+from shardckpt.chunks import Region, check_cast
+from shardckpt.errors import ShardingError, UnsafePickleError, listed
+from shardckpt.mapping import PlainObject, ShardedObject, ShardedTensor
+from shardckpt.planning import refuse_cast
+from shardckpt.tensors import synchronize_devices
+from shardckpt_torch_dist.dialects import to_dcp_tensor
+from shardckpt_torch_dist.plan.custom_planner import list_leaves, scatter_plans
+from shardckpt_torch_dist.plan.load_planner import ShardedLoadPlanner
+from shardckpt_torch_dist.plan.reads import ItemReader
+
+if TYPE_CHECKING:
+    import io
+    from collections.abc import Collection, Iterable, Mapping, Sequence
+
+    import torch
+    from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
+
+    from shardckpt.mapping import ShardedBase
+    from shardckpt.storage import CheckpointReader
+    from shardckpt.strategy import LoadContext
+    from shardckpt_torch_dist.dialects import StoredIndex
+
+#: The first bytes of a torch.save archive; torch.load reads anything else as a plain pickle.
+_ARCHIVE_MAGIC = b"PK\x03\x04"
+
+
+class PlannedLoad:
+    """What one rank reads by a planner, whose methods are called as ``dcp.load`` calls them.
+
+    To make one plans this rank's part; needs no other rank.
+
+    Args:
+        planner: The planner of this rank.
+        wanted: This rank's shards. The engine has compared their shapes and dtypes with what is stored.
+        index: What is stored.
+        context: The checkpoint's files, and the ranks that load together.
+    """
+
+    def __init__(
+        self, planner: ShardedLoadPlanner, wanted: Sequence[ShardedBase], index: StoredIndex, context: LoadContext
+    ) -> None:
+        self._planner = planner
+        self._wanted = [shard for shard in wanted if not isinstance(shard, PlainObject)]
+        self._index = index
+        self._context = context
+        metadata = make_dcp_metadata(index)
+        objects = {key: BytesStorageMetadata() for key in index.objects}  # in today's spelling, too
+        metadata.state_dict_metadata = {**objects, **metadata.state_dict_metadata}
+        with self._allowed():
+            planner.set_up_planner(
+                state_dict=list_leaves(wanted), metadata=metadata, is_coordinator=context.comm.is_main
+            )
+            self._plan = planner.create_local_plan()
+
+    def share(self) -> None:
+        """Collective: make the plan of all ranks; until it is made, no destination changes.
+
+        Raises:
+            ShardingError: The plan leaves out a shard.
+        """
+        comm = self._context.comm
+        plans = comm.gather(self._plan)
+        with comm.local_phase("planning for all ranks"):
+            plans = self._planner.create_global_plan(plans) if comm.is_main else []
+        plan = scatter_plans(plans, comm)
+        with comm.local_phase("finishing the plan"):
+            self._refuse_gaps(plan)
+            self._plan = self._planner.finish_plan(plan)
+            self._refuse_gaps(self._plan)
+        comm.sync_errors()
+
+    def read(self) -> None:
+        """Read everything into the destinations that the planner gives."""
+        agreed = {(shard.key, shard.dtype) for shard in self._wanted if isinstance(shard, ShardedTensor)}
+        destinations = CheckedPlanner(self._planner, self._index, self._context.allow_globals, agreed=agreed)
+        with self._allowed():
+            read_items(self._plan.items, destinations, self._context.reader, self._index)
+
+    def _allowed(self) -> Any:
+        # the engine has compared dtypes, and refused what the caller of the load does not allow
+        return self._planner.allowing(self._context.allow_globals, allow_dtype_cast=True)
+
+    def _refuse_gaps(self, plan: LoadPlan) -> None:
+        """Raise if a shard that has elements has no item: its destination would keep what it holds."""
+        planned = {item.dest_index.fqn for item in plan.items}
+        left_out = {
+            shard.unique_key if isinstance(shard, ShardedObject) else shard.key
+            for shard in self._wanted
+            if isinstance(shard, ShardedObject)
+            or (isinstance(shard, ShardedTensor) and not shard.allow_shape_mismatch and _has_elements(shard.data))
+        } - planned
+        if left_out:
+            raise ShardingError(
+                f"{type(self._planner).__qualname__} plans no item for {listed(sorted(map(repr, left_out)))}: they "
+                "would keep the values that they have; leave them out of the state dict instead"
+            )
+
+
+def _has_elements(destination: torch.Tensor | None) -> bool:
+    """Return whether there is something to fill; memory that the planner has not given yet is to be filled, too."""
+    return destination is None or destination.numel() > 0
+
+
+def make_dcp_metadata(
+    index: StoredIndex, written: Mapping[str, Any] = MappingProxyType({}), paths: Any = None
+) -> Metadata:
+    """Return an index in DCP's classes.
+
+    Args:
+        index: The index.
+        written: The entries of ``.metadata`` whose chunks count, instead of those of the index.
+        paths: The path of each key in the saved state dict, if they are known.
+    """
+    entries: dict[str, Any] = {}
+    for number, (key, dtype, shape) in enumerate(zip(index.keys, index.dtypes, index.shapes, strict=True)):
+        chunks = written[key].chunks if key in written else None
+        boxes = index.tensor(number).boxes() if chunks is None else ((each.offsets, each.sizes) for each in chunks)
+        entries[key] = to_dcp_tensor(dtype, shape, boxes)
+    entries |= {key: BytesStorageMetadata() for key in index.named}
+    return Metadata(state_dict_metadata=entries, planner_data=paths, storage_meta=StorageMeta())
+
+
+def read_items(
+    items: Iterable[ReadItem],
+    destinations: CheckedPlanner,
+    reader: CheckpointReader,
+    index: StoredIndex,
+) -> None:
+    """Read items into the tensors that the planner gives for them.
+
+    If the planner does nothing on ``commit_tensor``, as DCP's own, its tensors are the destinations: several threads
+    fill them. Any other planner is asked for one tensor at a time, by this thread.
+    """
+    item_reader = ItemReader(reader, index, destinations)
+    ordered = sorted(items, key=item_reader.locate)  # before anything is read: a chunk that is not stored is an error
+    if getattr(destinations.planner.commit_tensor, "__func__", None) is not DefaultLoadPlanner.commit_tensor:
+        item_reader.read_in_order(ordered)
+        return
+    item_reader.read_in_order([item for item in ordered if item.type == LoadItemType.BYTE_IO])
+    regions = []
+    for item in ordered:
+        if item.type != LoadItemType.BYTE_IO:
+            chunk, number = item_reader.find_chunk(item), index.numbers[item.storage_index.fqn]
+            is_entire = tuple(item.lengths) == tuple(chunk.box.shape)
+            target = destinations.destination(item)
+            regions.append(Region(number, chunk, tuple(item.storage_offsets), target, is_entire))
+    synchronize_devices(region.target for region in regions)
+    item_reader.read([(region,) for region in regions])
+
+
+class CheckedPlanner:
+    """A planner that gives the destinations; it gets no archive, and allows no cast, that our own reader refuses.
+
+    Args:
+        planner: The planner.
+        index: What is stored.
+        allow_globals: Classes and functions that objects may name, in addition to the plain ones.
+        allow_cast: Whether a cast may lose more than precision.
+        agreed: Tensors, by key, and dtypes that they may be cast to in any case.
+    """
+
+    def __init__(
+        self,
+        planner: LoadPlanner,
+        index: StoredIndex,
+        allow_globals: tuple[Any, ...],
+        *,
+        allow_cast: bool = False,
+        agreed: Collection[tuple[str, torch.dtype]] = (),
+    ) -> None:
+        self.planner = planner
+        self._index = index
+        self._allow = allow_globals
+        self._allow_cast = allow_cast
+        self._agreed = agreed
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """Give an object's archive to the planner, if our reader accepts it."""
+        if not isinstance(self.planner, ShardedLoadPlanner):  # that one checks by its own allow-list
+            archive, what = value.getvalue(), f"object {read_item.storage_index.fqn!r}"
+            if not archive.startswith(_ARCHIVE_MAGIC):
+                raise UnsafePickleError(
+                    f"{what} is not a torch.save archive: the planner would load it as a plain pickle, and run what "
+                    "it names; nothing was run. Save it as a tensor or a plain value"
+                )
+            decode_object(archive, what, self._allow)
+        self.planner.load_bytes(read_item, value)
+
+    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
+        """Return the tensor to fill, ready for this thread."""
+        target = self.destination(read_item)
+        synchronize_devices([target])
+        return target
+
+    def destination(self, item: ReadItem) -> torch.Tensor:
+        """Return the tensor to fill, which its device may still be using."""
+        target = self.planner.resolve_tensor(item).detach()
+        if target.shape != item.lengths:
+            raise ShardingError(
+                f"tensor {item.dest_index.fqn!r}: the planner gave a destination of shape {tuple(target.shape)} for "
+                f"{tuple(item.lengths)} elements"
+            )
+        key = item.storage_index.fqn
+        stored = self._index.dtypes[self._index.numbers[key]]
+        if not self._allow_cast and (key, target.dtype) not in self._agreed:
+            refuse_cast(key, stored, target.dtype)
+        check_cast(key, stored, target.dtype)
+        return target
+
+    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
+        """Tell the planner that the tensor is filled."""
+        self.planner.commit_tensor(read_item, tensor)
