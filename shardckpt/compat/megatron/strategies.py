@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import shardckpt_torch_dist
 from shardckpt import dist_checkpointing
 from shardckpt.compat.megatron.base_classes import AsyncSaveShardedStrategy, LoadShardedStrategy
+from shardckpt.compat.megatron.external_writers import make_request
 from shardckpt.compat.megatron.path_adapter import PathLoader, PathSaver
 from shardckpt.distributed import Comm
 from shardckpt.engine import LoadOptions, OpenCheckpoint, load_checkpoint, read_checkpoint
@@ -19,7 +20,7 @@ from shardckpt.validation import StrictHandling
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from shardckpt.background import AsyncRequest
     from shardckpt.mapping import ShardedBase, ShardedStateDict, ShardedTensor, StateDict
@@ -184,6 +185,18 @@ class TorchDistSaveShardedStrategy(
                 "cpu_shm_mode=True: leave it out; AsyncCallsQueue(persistent=True) stages in shared memory"
             )
         super().__init__(*args, **kwargs)
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "_get_save_and_finalize_callbacks" in vars(cls):
+            raise PluginError(
+                f"{cls.__qualname__}._get_save_and_finalize_callbacks would never be called by a save: add functions "
+                "to the request that dist_checkpointing.save(..., async_sharded_save=True) returns, by add_finalize_fn"
+            )
+
+    def _get_save_and_finalize_callbacks(self, writer: Any, save_state_dict_ret: Sequence[Any]) -> AsyncRequest:
+        """Return the request for what another library's writer has planned: :func:`make_request`."""
+        return make_request(writer, save_state_dict_ret)
 
 
 class TorchDistLoadShardedStrategy(LoadsByPath, shardckpt_torch_dist.TorchDistLoadShardedStrategy, LoadShardedStrategy):
