@@ -27,11 +27,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tests import backends
+from tests.tree import ROOT
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-ROOT = Path(__file__).parents[1]
 #: Whether sockets have names here that are no files.
 HAS_ADDRESSES = sys.platform == "linux"
 START_TIMEOUT = 120.0  # seconds

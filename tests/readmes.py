@@ -8,10 +8,10 @@ for a test: ``<!-- command: NAME -->``.
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from typing import NamedTuple
 
-ROOT = Path(__file__).parents[1]
+from tests.tree import ROOT
+
 _FOLDERS = ("shardckpt", "strategies", "tests", "benchmarks")
 _FENCE = re.compile(r"^(?P<above>[^\n]*)\n```(?P<language>\w+)\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
 _NAME = re.compile(r"<!-- (?P<kind>example|command): (?P<name>[\w-]+)(?:, after (?P<after>[\w-]+))? -->")

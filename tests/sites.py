@@ -13,7 +13,8 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
+from tests.tree import ROOT
+
 LIST = ROOT / ".ci" / "sites.txt"
 #: What the fixture ``sites`` is: a site's path by its name, or the test is skipped.
 Sites = Callable[[str], Path]

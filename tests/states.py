@@ -48,17 +48,18 @@ def rows(key: str, full: torch.Tensor) -> list[ShardedTensor]:
 
 
 def columns(key: str, full: torch.Tensor) -> list[ShardedTensor]:
-    """Describe strided views of unequal width: an irregular grid along the second axis."""
+    """Describe strided views of unequal width: an irregular grid along the last axis."""
     rank, world = rank_and_size()
-    edges = [*range(world), full.shape[1]]
-    return [_box(key, full.clone()[:, edges[rank] : edges[rank + 1]], full, (0, edges[rank]))]
+    axis = full.dim() - 1
+    edges = [*range(world), full.shape[axis]]
+    return [_box(key, full.clone()[..., edges[rank] : edges[rank + 1]], full, axis, edges[rank])]
 
 
 def uneven(key: str, full: torch.Tensor) -> list[ShardedTensor]:
     """Describe one row on the first rank, all that remain on the last, nothing on one in between."""
     rank, world = rank_and_size()
     edges = [0] + [min(1 + i * (i + 1) // 2, full.shape[0]) for i in range(world - 1)] + [full.shape[0]]
-    return [_box(key, full[edges[rank] : edges[rank + 1]].clone(), full, (edges[rank], 0))]
+    return [_box(key, full[edges[rank] : edges[rank + 1]].clone(), full, 0, edges[rank])]
 
 
 def replicated(key: str, full: torch.Tensor) -> list[ShardedTensor]:
@@ -85,5 +86,15 @@ def layers(key: str, full: torch.Tensor) -> list[ShardedTensor]:
     ]
 
 
-def _box(key: str, data: torch.Tensor, full: torch.Tensor, offset: tuple[int, int]) -> ShardedTensor:
+def gated_halves(rank: int, world: int, key: str, data: torch.Tensor, replica_id: Any, _: slice | None) -> list[Any]:
+    """Describe a rank's slices of both halves of a gated layer, which it has in one tensor: for a factory."""
+    cells = ((0, rank, 2 * world), (0, rank + world, 2 * world))
+    return [
+        ShardedTensor.from_rank_offsets(key, half, cell, replica_id=replica_id)
+        for half, cell in zip(data.chunk(2), cells, strict=True)
+    ]
+
+
+def _box(key: str, data: torch.Tensor, full: torch.Tensor, axis: int, low: int) -> ShardedTensor:
+    offset = tuple(low if number == axis else 0 for number in range(full.dim()))
     return ShardedTensor(key, data, data.dtype, tuple(data.shape), tuple(full.shape), offset, None)

@@ -4,11 +4,14 @@ import ast
 import functools
 import importlib
 import re
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tests.tables import table
+from tests.tree import ROOT
 
-ROOT = Path(__file__).parents[1]
+if TYPE_CHECKING:
+    from pathlib import Path
+
 CORE = ROOT / "shardckpt"
 STRATEGIES = ROOT / "strategies"
 

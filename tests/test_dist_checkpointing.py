@@ -17,78 +17,19 @@ from shardckpt.errors import (
     KeyMismatchError,
     ShapeMismatchError,
     ShardingError,
-    StorageError,
     UnsafePickleError,
 )
-from shardckpt.mapping import LocalNonpersistentObject, ShardedObject, ShardedTensor, ShardedTensorFactory
+from shardckpt.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
 from shardckpt.strategy import LoadStrategy, SaveStrategy
 from tests import backends
-from tests.states import columns, flattened, layers, rank_and_size, replicated, rows, uneven
 from tests.tables import in_proof, table
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from tests.ranks import RankPool, Ranks
-
-ROWS, COLUMNS = 12, 10
-DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.float8_e4m3fn, torch.complex64)
-
-
-def _value(dtype: torch.dtype) -> torch.Tensor:
-    numbers = torch.arange(ROWS * COLUMNS).reshape(ROWS, COLUMNS)
-    return (numbers % 2 == 0) if dtype == torch.bool else (numbers % 17 if dtype.itemsize == 1 else numbers).to(dtype)
-
-
-LAYOUTS = {f.__name__: f for f in (columns, flattened, layers, replicated, rows, uneven)}
-
-
-def _state(layout: str, *, filled: bool) -> dict[str, Any]:
-    """Every dtype under one layout, with objects, common state and a local object around."""
-    rank, world = rank_and_size()
-    make = LAYOUTS[layout]
-    tensors = {}
-    for dtype in DTYPES:
-        shards = make(f"t.{dtype}", _value(dtype))
-        for shard in shards:
-            if shard.data is not None and not filled:
-                shard.data.zero_()
-        tensors[str(dtype)] = shards
-    return {
-        "tensors": tensors,
-        "objects": [ShardedObject("rng", {"rank": rank} if filled else None, (world,), (rank,))],
-        "step": 11 if filled else 0,
-        "mine": LocalNonpersistentObject(rank),
-    }
-
-
-def _save(path: str, layout: str) -> None:
-    dc.save(_state(layout, filled=True), path)
-
-
-def _load(path: str, layout: str, saved_by: int) -> None:
-    """Load under another layout and compare with what the whole tensors say."""
-    rank, world = rank_and_size()
-    wanted = _state(layout, filled=False)
-    if world != saved_by:
-        del wanted["objects"]
-    expected = _state(layout, filled=True)
-    loaded = dc.load(wanted, path)
-    for dtype in map(str, DTYPES):
-        for got, shard, asked in zip(
-            loaded["tensors"][dtype], expected["tensors"][dtype], wanted["tensors"][dtype], strict=True
-        ):
-            assert got.dtype == shard.data.dtype
-            assert got is asked.data
-            assert torch.equal(
-                got.reshape(-1).float() if got.is_floating_point() else got.reshape(-1),
-                shard.data.reshape(-1).float() if got.is_floating_point() else shard.data.reshape(-1),
-            )
-    assert loaded["step"] == 11
-    assert loaded["mine"] == rank
-    if world == saved_by:
-        assert loaded["objects"] == [{"rank": rank}]
+    from tests.ranks import Ranks
+from tests.dist_checkpointing import LAYOUTS, load_by, save_by
 
 
 @backends.both_in_proof
@@ -96,10 +37,10 @@ def _load(path: str, layout: str, saved_by: int) -> None:
 def test_any_layout_loads_as_any_other(ranks: Ranks, tmp_path: Path, layout: str) -> None:
     """What 4 ranks saved under one layout, 1 to 4 ranks load under every other, bit for bit, in place."""
     path = str(tmp_path / "ckpt")
-    ranks.run(4, _save, path, layout)
+    ranks.run(4, save_by, path, layout)
     for number, other in enumerate(sorted(LAYOUTS)):
-        ranks.run(1 + number % 4, _load, path, other, 4)
-    ranks.run(4, _load, path, layout, 4)
+        ranks.run(1 + number % 4, load_by, path, other, 4)
+    ranks.run(4, load_by, path, layout, 4)
 
 
 @backends.both_in_proof
@@ -107,21 +48,9 @@ def test_any_layout_loads_as_any_other(ranks: Ranks, tmp_path: Path, layout: str
 def test_any_number_of_ranks_saves(ranks: Ranks, tmp_path: Path, world: int) -> None:
     """1 to 3 ranks save, more and fewer load."""
     path = str(tmp_path / "ckpt")
-    ranks.run(world, _save, path, "uneven")
+    ranks.run(world, save_by, path, "uneven")
     for other in (1, 4):
-        ranks.run(other, _load, path, "columns", world)
-
-
-@pytest.mark.proof
-@pytest.mark.parametrize("layout", sorted(LAYOUTS))
-def test_eight_ranks(many_ranks: RankPool, tmp_path: Path, layout: str) -> None:
-    """8 ranks save and load, and resharding from and to 8 works."""
-    path = str(tmp_path / "ckpt")
-    many_ranks.run(8, _save, path, layout)
-    for world in (8, 5, 1):
-        many_ranks.run(world, _load, path, "uneven", 8)
-    many_ranks.run(3, _save, path + "3", layout)
-    many_ranks.run(8, _load, path + "3", "columns", 3)
+        ranks.run(other, load_by, path, "columns", world)
 
 
 @backends.both_in_proof
@@ -130,8 +59,8 @@ def test_one_process_without_a_group(tmp_path: Path) -> None:
     assert not dist.is_initialized()
     for layout in LAYOUTS:
         path = str(tmp_path / layout)
-        _save(path, layout)
-        _load(path, "columns", 1)
+        save_by(path, layout)
+        load_by(path, "columns", 1)
 
 
 def _tensor(key: str = "w", value: float = 1.0) -> ShardedTensor:
@@ -187,14 +116,6 @@ def test_metadata_of_a_checkpoint_is_a_state_dict_to_load(tmp_path: Path) -> Non
     assert loaded["o/shard_0_1"] == [1]
 
 
-@backends.both_in_proof
-def test_dtypes_are_cast_on_load(tmp_path: Path) -> None:
-    """A destination of another dtype gets the values, as DCP and Megatron do."""
-    dc.save({"w": _tensor(value=1.5)}, tmp_path / "c")
-    wanted = ShardedTensor.from_rank_offsets("w", torch.zeros(3, 2, dtype=torch.bfloat16))
-    assert torch.equal(dc.load({"w": wanted}, tmp_path / "c")["w"], torch.full((3, 2), 1.5, dtype=torch.bfloat16))
-
-
 def _load_cast(directory: str, **options: Any) -> tuple[str, str, float]:
     """Rank 0 wants fitting dtypes, rank 1 one that does not fit; what is raised, and the sum of what was filled."""
     fine = torch.zeros(3, 2, dtype=torch.float64)
@@ -243,6 +164,7 @@ def _load_cast_with_leave(ranks: Ranks, directory: Path) -> list[Any]:
         (torch.tensor([0.5]), torch.complex64, [0.5 + 0j]),
         (torch.tensor([0.5]).to(torch.float8_e5m2), torch.float32, [0.5]),
         (torch.tensor([0.5]), torch.float8_e5m2, [0.5]),
+        (torch.tensor([1.5]), torch.bfloat16, [1.5]),
     ],
 )
 def test_a_cast_keeps_what_values_mean(
@@ -325,17 +247,6 @@ def test_a_part_of_a_tensor_needs_leave(tmp_path: Path) -> None:
     assert dc.load({"w": part}, tmp_path / "c", validate_access_integrity=False)["w"].tolist() == [2, 3]
 
 
-def test_a_non_empty_target_is_refused(tmp_path: Path) -> None:
-    """An existing checkpoint is not touched without overwrite=True, and replaced with it."""
-    dc.save({"w": _tensor(value=1)}, tmp_path / "c")
-    with pytest.raises(StorageError, match="overwrite=True"):
-        dc.save({"w": _tensor(value=2)}, tmp_path / "c")
-    assert dc.load_plain_tensors(tmp_path / "c")["w"][0, 0] == 1
-    dc.save({"w": _tensor(value=2)}, tmp_path / "c", overwrite=True)
-    assert dc.load_plain_tensors(tmp_path / "c")["w"][0, 0] == 2
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["c"]
-
-
 def test_remote_paths_are_refused_by_name(tmp_path: Path) -> None:
     """A URL is not silently taken for a local directory."""
     with pytest.raises(CheckpointingException, match="s3://bucket/x"):
@@ -384,25 +295,18 @@ def test_megatrons_keywords_are_taken(tmp_path: Path) -> None:
 
 
 @backends.both_in_proof
-def test_meta_destinations_are_refused(tmp_path: Path) -> None:
-    """A tensor on the meta device cannot be filled: the error says what to do, instead of loading nothing."""
-    dc.save({"w": ShardedTensor.from_rank_offsets("w", torch.ones(3))}, tmp_path / "c")
-    with pytest.raises(ShardingError, match="'w': its data is on the meta device"):
-        dc.load({"w": ShardedTensor.from_rank_offsets("w", torch.zeros(3, device="meta"))}, tmp_path / "c")
-
-
-@backends.both_in_proof
 @table(
     ("destination", "why"),
     [
         pytest.param(lambda: torch.zeros(1).expand(3), "'w': its data is expanded.*clone", id="expanded"),
         pytest.param(lambda: torch.zeros(3).to_sparse(), "'w': its data is sparse.*dense tensor", id="sparse"),
+        pytest.param(lambda: torch.zeros(3, device="meta"), "'w': its data is on the meta device", id="meta"),
     ],
 )
 def test_destinations_that_cannot_be_filled_are_refused_before_any_is(
     tmp_path: Path, destination: Callable[[], torch.Tensor], why: str
 ) -> None:
-    """A tensor whose elements share a place, or that is sparse, is refused by key before another one is filled."""
+    """A tensor whose elements share a place, or that is sparse or on meta, is refused before another is filled."""
     one = {key: ShardedTensor.from_rank_offsets(key, torch.ones(3)) for key in ("a", "w")}
     dc.save(one, tmp_path / "c")
     first = torch.zeros(3)

@@ -1,181 +1,26 @@
 from __future__ import annotations
 
 import importlib.util
-from itertools import pairwise
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from shardckpt import dist_checkpointing as dc
-from shardckpt.mapping import LocalNonpersistentObject, ShardedObject, ShardedTensor, ShardedTensorFactory
+from tests.states import columns, layers, replicated, rows, uneven
 from tests.tables import in_proof, table
+from tests.tree import GOLDEN
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from shardckpt.mapping import ShardedTensor
     from tests.ranks import Ranks
 
     Layout = Callable[[str, torch.Tensor], list[ShardedTensor]]
+from tests.golden_checkpoints import VERSIONS, check_model, common_of, global_tensors, same_tensor
 
-GOLDEN = Path(__file__).parent / "golden"
-VERSIONS = ("0.9.0", "0.12.3", "0.13.1", "0.16.1", "0.17.0rc0", "0.20.0")
-WITH_FLATTENED = ("0.9.0", "0.12.3", "0.13.1")
-WITHOUT_CONTENT_METADATA = ("0.9.0", "0.12.3")
-
-QKV = "decoder.layers.self_attention.linear_qkv.weight"
-SWIGLU = "decoder.layers.1.mlp.linear_fc1.weight"
-FLATTENED = "optimizer.state.exp_avg.decoder.layers.0.mlp.linear_fc1.weight"
-TENSORS = {
-    "decoder.layers.0.mlp.linear_fc1.weight": ((8, 6), torch.float32),
-    "decoder.layers.0.mlp.linear_fc2.weight": ((4, 8), torch.bfloat16),
-    "decoder.final_layernorm.weight": ((5,), torch.float32),
-    "optimizer.step": ((3,), torch.int64),
-    "grid": ((4, 6), torch.float32),
-    QKV: ((2, 4, 4), torch.float32),
-    SWIGLU: ((8, 3), torch.float32),
-    FLATTENED: ((8, 6), torch.float32),
-}
-EXTRA = {(tp,): {"amax": [1.5 + tp, 2.0], "tp": tp} for tp in range(2)}
-RNG = {
-    (dp, tp): {"dp": dp, "tp": tp, "state": [number + 10 * (2 * dp + tp) for number in range(4)]}
-    for dp in range(2)
-    for tp in range(2)
-}
-CONTENT = {"distrib_optim_sharding_type": "fully_sharded_model_space", "writer": "golden"}
-
-
-def global_tensors(version: str) -> dict[str, torch.Tensor]:
-    """The table of ``golden/README.md``: every global tensor, whole."""
-    return {
-        key: torch.arange(torch.Size(shape).numel()).reshape(shape).to(dtype)
-        for key, (shape, dtype) in TENSORS.items()
-        if key != FLATTENED or version in WITH_FLATTENED
-    }
-
-
-def _common(version: str) -> dict[str, Any]:
-    common: dict[str, Any] = {"iteration": 17, "args": {"hidden_size": 8, "lr": 0.1, "names": ["a", "b"]}}
-    return common if version in WITHOUT_CONTENT_METADATA else {**common, "content_metadata": CONTENT}
-
-
-def _edges(size: int, count: int) -> list[tuple[int, int]]:
-    """Where ``count`` pieces of an axis begin and end, as even as can be."""
-    return list(pairwise(size * index // count for index in range(count + 1)))
-
-
-def _box(key: str, full: torch.Tensor, axis: int, low: int, high: int) -> ShardedTensor:
-    data = full[(slice(None),) * axis + (slice(low, high),)]
-    offset = tuple(low if number == axis else 0 for number in range(full.dim()))
-    return ShardedTensor(key, data, data.dtype, tuple(data.shape), tuple(full.shape), offset, None)
-
-
-def _rows(key: str, full: torch.Tensor) -> list[ShardedTensor]:
-    """The first axis over the ranks: a regular grid where it divides, boxes where it does not."""
-    rank, world = dist.get_rank(), dist.get_world_size()
-    if full.shape[0] % world:
-        return [_box(key, full, 0, *_edges(full.shape[0], world)[rank])]
-    return [ShardedTensor.from_rank_offsets(key, full.chunk(world)[rank], (0, rank, world))]
-
-
-def _columns(key: str, full: torch.Tensor) -> list[ShardedTensor]:
-    """The last axis over the ranks, into strided destinations."""
-    rank, world = dist.get_rank(), dist.get_world_size()
-    axis = full.dim() - 1
-    return [_box(key, full, axis, *_edges(full.shape[axis], world)[rank])]
-
-
-def _lopsided(key: str, full: torch.Tensor) -> list[ShardedTensor]:
-    """One row for the first rank, the rest for the last, nothing for those between."""
-    rank, world = dist.get_rank(), dist.get_world_size()
-    edges = [0, *[1] * (world - 1), full.shape[0]]
-    return [_box(key, full, 0, edges[rank], edges[rank + 1])]
-
-
-def _replicated(key: str, full: torch.Tensor) -> list[ShardedTensor]:
-    return [ShardedTensor.from_rank_offsets(key, full, replica_id=dist.get_rank())]
-
-
-def _layered(key: str, full: torch.Tensor) -> list[ShardedTensor]:
-    """Every row a layer of a prepended axis, dealt round to the ranks: several shards of one key a rank."""
-    count = full.shape[0]
-    return [
-        ShardedTensor.from_rank_offsets(key, full[row], (0, row, count), prepend_axis_num=1)
-        for row in range(dist.get_rank(), count, dist.get_world_size())
-    ]
-
-
-LAYOUTS: tuple[Layout, ...] = (_rows, _columns, _lopsided, _replicated, _layered)
-
-
-def _layers(full: torch.Tensor) -> list[ShardedTensor]:
-    """As the model has them: two layers on every rank, by a prepended axis, each split over the ranks."""
-    rank, world = dist.get_rank(), dist.get_world_size()
-    low, high = _edges(full.shape[1], world)[rank]
-    grid = None if full.shape[1] % world else (2, world, 1)
-    return [
-        ShardedTensor(
-            QKV,
-            full[layer, low:high],
-            full.dtype,
-            (high - low, full.shape[2]),
-            tuple(full.shape),
-            (layer, low, 0),
-            grid,
-            prepend_axis_num=1,
-        )
-        for layer in range(2)
-    ]
-
-
-def _swiglu(full: torch.Tensor) -> ShardedTensorFactory:
-    """A rank's part of both halves of a tensor, in one local tensor."""
-    half = full.shape[0] // 2
-    low, high = _edges(half, dist.get_world_size())[dist.get_rank()]
-    parts = [(low, high), (half + low, half + high)]
-    shape = tuple(full.shape)
-
-    def build(key: str, data: torch.Tensor, replica_id: Any, _: slice | None) -> list[ShardedTensor]:
-        return [
-            ShardedTensor(key, part, part.dtype, tuple(part.shape), shape, (start, 0), None, replica_id)
-            for part, (start, _) in zip(data.chunk(2), parts, strict=True)
-        ]
-
-    return ShardedTensorFactory(SWIGLU, torch.cat([full[a:b] for a, b in parts]), build, torch.cat)
-
-
-def _flattened(full: torch.Tensor) -> ShardedTensor:
-    """As Megatron's distributed optimizer asked until 0.15; at 4 ranks exactly as it was saved."""
-    rank, world = dist.get_rank(), dist.get_world_size()
-    cells = 1 if world % 2 else 2
-    cell = full.chunk(cells)[rank % cells]
-    low, high = _edges(cell.numel(), world // cells)[rank // cells]
-    part = slice(low + (low > 0), high + (high < cell.numel()))
-    data = cell.reshape(-1)[part]
-    return ShardedTensor.from_rank_offsets_flat(
-        FLATTENED, data, tuple(cell.shape), (0, rank % cells, cells), flattened_range=part
-    )
-
-
-def _objects() -> dict[str, list[ShardedObject]]:
-    """Every object of both grids on every rank; the ranks take turns as main replicas."""
-    rank, world = dist.get_rank(), dist.get_world_size()
-    grids: tuple[tuple[str, Any, tuple[int, ...]], ...] = (
-        ("decoder.layers.0._extra_state", EXTRA, (2,)),
-        ("rng_state", RNG, (2, 2)),
-    )
-    return {
-        key: [
-            ShardedObject(key, None, shape, place, int(number % world != rank)) for number, place in enumerate(values)
-        ]
-        for key, values, shape in grids
-    }
-
-
-def _same(got: torch.Tensor, expected: torch.Tensor) -> bool:
-    return got.dtype == expected.dtype and torch.equal(got, expected)
+LAYOUTS: tuple[Layout, ...] = (rows, columns, uneven, replicated, layers)
 
 
 def _check_layout(path: str, full: dict[str, torch.Tensor], layout: Layout) -> None:
@@ -187,47 +32,14 @@ def _check_layout(path: str, full: dict[str, torch.Tensor], layout: Layout) -> N
         for got, asked, expected in zip(loaded[key], wanted[key], layout(key, tensor), strict=True):
             assert expected.data is not None
             assert got is asked.data, (layout.__name__, key)
-            assert _same(got, expected.data), (layout.__name__, key, got, expected.data)
-
-
-def check_model(path: str, version: str) -> None:
-    """Load everything that is stored, as a training job describes it, and compare it with the table."""
-    full = global_tensors(version)
-    plain = [key for key in full if key not in (QKV, SWIGLU, FLATTENED)]
-
-    def describe(tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
-        sharded: dict[str, Any] = {key: _rows(key, tensors[key])[0] for key in plain}
-        sharded.update(layers=_layers(tensors[QKV]), glu=_swiglu(tensors[SWIGLU]))
-        if FLATTENED in tensors:
-            sharded["flat"] = _flattened(tensors[FLATTENED])
-        return sharded
-
-    wanted = describe({key: torch.full_like(tensor, -1) for key, tensor in full.items()})
-    mine = LocalNonpersistentObject(f"of rank {dist.get_rank()}")
-    loaded = dc.load({**wanted, **_objects(), "iteration": 0, "mine": mine}, path, strict="raise_all")
-    for key, expected in describe(full).items():
-        shards = expected if isinstance(expected, list) else [expected]
-        got = loaded.pop(key)
-        for tensor, shard in zip(got if isinstance(got, list) else [got], shards, strict=True):
-            assert _same(tensor, shard.data), (key, tensor, shard.data)
-    _check_objects(loaded)
-    assert loaded.pop("mine") == mine.unwrap()
-    assert loaded == _common(version)
-
-
-def _check_objects(loaded: dict[str, Any]) -> None:
-    """Compare both grids of objects, and take them out."""
-    assert loaded.pop("decoder.layers.0._extra_state") == list(EXTRA.values())
-    states = loaded.pop("rng_state")
-    assert all(_same(state["state"], torch.tensor(state["state"].tolist())) for state in states)
-    assert [{**state, "state": state["state"].tolist()} for state in states] == list(RNG.values())
+            assert same_tensor(got, expected.data), (layout.__name__, key, got, expected.data)
 
 
 def _check_allocated(path: str, full: dict[str, torch.Tensor]) -> None:
     """Load whole tensors without memory given for them."""
-    wanted = {key: _replicated(key, tensor)[0].without_data() for key, tensor in full.items()}
+    wanted = {key: replicated(key, tensor)[0].without_data() for key, tensor in full.items()}
     loaded = dc.load(wanted, path)
-    assert all(_same(loaded[key], tensor) for key, tensor in full.items())
+    assert all(same_tensor(loaded[key], tensor) for key, tensor in full.items())
 
 
 def _load_golden(version: str) -> bool:
@@ -253,8 +65,8 @@ def test_the_queries_describe_a_golden_checkpoint(version: str) -> None:
     path = GOLDEN / f"mcore-{version}"
     full = global_tensors(version)
     assert dc.check_is_distributed_checkpoint(path)
-    assert dc.load_common_state_dict(path) == _common(version)
-    assert dc.load_content_metadata(path) == _common(version).get("content_metadata")
+    assert dc.load_common_state_dict(path) == common_of(version)
+    assert dc.load_content_metadata(path) == common_of(version).get("content_metadata")
     tensors = dc.load_tensors_metadata(path)
     described = {key: (shard.global_shape, shard.local_shape, shard.dtype) for key, shard in tensors.items()}
     assert described == {key: (tuple(t.shape), tuple(t.shape), t.dtype) for key, t in full.items()}
@@ -264,7 +76,7 @@ def test_the_queries_describe_a_golden_checkpoint(version: str) -> None:
     assert set(dc.load_sharded_metadata(path)) == set(full) | objects
     plain = dc.load_plain_tensors(path)
     assert set(plain) == set(full)
-    assert all(_same(plain[key], tensor) for key, tensor in full.items())
+    assert all(same_tensor(plain[key], tensor) for key, tensor in full.items())
 
 
 def test_every_golden_checkpoint_is_read() -> None:

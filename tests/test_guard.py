@@ -5,9 +5,9 @@ from __future__ import annotations
 import multiprocessing
 import os
 import socket
-import subprocess
+import subprocess  # noqa: TID251 - to be refused
 import sys
-import time
+import time  # noqa: TID251 - to be refused
 from contextlib import suppress
 from typing import TYPE_CHECKING
 

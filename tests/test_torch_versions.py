@@ -1,17 +1,16 @@
 from __future__ import annotations
 
-import os
 import re
-import signal
 from typing import TYPE_CHECKING
 
 import pytest
 
 from shardckpt.tensors.torch_private import OLDEST_TORCH
-from tests.torch_versions import README, ROOT, SELECTION, Row, call, count_tests, read_table, write_table
+from tests.torch_versions import README, ROOT, SELECTION, Row, count_tests, read_table, write_table
 
 if TYPE_CHECKING:
     from pathlib import Path
+
 
 REPORT = """<testsuites><testsuite>
 <testcase classname="a" name="good"/>
@@ -66,18 +65,6 @@ def test_results_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert capsys.readouterr().err == "failed: a::bad\nfailed: a::broken\n"
     with pytest.raises(SystemExit, match="no results"):
         count_tests(tmp_path / "none.xml")
-
-
-@pytest.mark.proof
-def test_a_command_that_hangs_is_ended_with_what_it_has_started(tmp_path: Path) -> None:
-    """No process of an environment that is about to be removed goes on."""
-    os.mkfifo(tmp_path / "fifo")
-    reader = os.open(tmp_path / "fifo", os.O_RDONLY | os.O_NONBLOCK)  # does not wait for a writer
-    os.set_blocking(reader, True)
-    program = f"(echo started; exec sleep 600) >{tmp_path}/fifo & wait"
-    assert call(["bash", "-c", program], 3) == -signal.SIGKILL
-    with os.fdopen(reader) as pipe:
-        assert pipe.read() == "started\n"  # up to the end: nobody has it open any more
 
 
 def _minor(release: str) -> tuple[int, ...]:

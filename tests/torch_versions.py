@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tests.junit import read_results
+from tests.tree import ROOT
 
-ROOT = Path(__file__).parents[1]
 README = ROOT / "tests" / "README.md"
 #: What depends most on torch: its private names, DTensor and FSDP, DCP's planners and state dicts, gloo.
 SELECTION = (
@@ -29,7 +29,7 @@ SELECTION = (
     "tests/adapters",
     "tests/distributed",
     "tests/interop/test_stock_dcp.py",
-    "tests/optimizer/test_resume.py",
+    "tests/ci/optimizer/test_resume.py",
     "tests/planning/test_placements.py",
     "tests/tensors",
     "tests/torch_dist/dcp",

@@ -29,6 +29,22 @@ class Layer(nn.Module):
         return x + self.scale * self.down(torch.tanh(self.up(x))) + self.mean
 
 
+class Stage(nn.Module):
+    """Some of a model's layers, under their numbers in the whole."""
+
+    def __init__(self, model: nn.Module, layers: list[int]) -> None:
+        super().__init__()
+        for number, layer in enumerate(model.children()):
+            if number in layers:
+                self.add_module(str(number), layer)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Apply the layers in order."""
+        for layer in self.children():
+            x = layer(x)
+        return x
+
+
 def made_model(seed: int, layers: int = 2) -> nn.Sequential:
     """Fresh layers."""
     torch.manual_seed(seed)
@@ -69,6 +85,3 @@ def train(
 def wholes(nest: Any) -> dict[str, torch.Tensor]:
     """The tensors of a state dict, gathered."""
     return {name: t.full_tensor() if hasattr(t, "full_tensor") else t.detach() for name, t in nest.items()}
-
-
-__all__ = ["Layer", "made_model", "sharded", "train", "wholes"]

@@ -5,15 +5,11 @@ from __future__ import annotations
 import copy
 import pickle
 import re
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 
 from shardckpt import dist_checkpointing
 from shardckpt.adapters import load_into, to_sharded_state_dict
@@ -25,85 +21,11 @@ from shardckpt.mapping import OptionalEntries, ShardedObject, ShardedTensor
 from tests.tables import table
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
     from pathlib import Path
 
-    from tests.ranks import Ranks
+from tests.adapters.absent_state import OPTIMIZERS, WIDTH, Experts, Training
 
-WIDTH = 4
-
-OPTIMIZERS: dict[str, Any] = {
-    "adamw": lambda params: torch.optim.AdamW(params, lr=0.01),
-    "amsgrad": lambda params: torch.optim.Adam(params, lr=torch.tensor(0.01), amsgrad=True),
-    "momentum": lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9, dampening=0.5),
-    "sgd": lambda params: torch.optim.SGD(params, lr=0.05),
-    "adafactor": lambda params: torch.optim.Adafactor(params, lr=0.01),
-    "nadam": lambda params: torch.optim.NAdam(params, lr=0.01),
-    "rprop": lambda params: torch.optim.Rprop(params, lr=0.01),
-}
 EACH_OPTIMIZER = pytest.mark.parametrize("optimizer", OPTIMIZERS)
-
-
-class Experts(nn.Module):
-    """A layer that all see, and two experts of which a batch may reach any."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.shared = nn.Linear(WIDTH, WIDTH)
-        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
-        self.frozen = nn.Parameter(torch.ones(WIDTH), requires_grad=False)
-
-    def forward(self, x: torch.Tensor, reached: Sequence[int], *, here: bool = True) -> torch.Tensor:
-        """Shape (batch, width) in and out; where it is not ``here``, an expert that is reached gets no token."""
-        y = torch.tanh(self.shared(x)) * self.frozen
-        for number in reached:
-            tokens = x if here else x[:0]
-            y = y + (self.experts[number](tokens) if here else self.experts[number](tokens).sum())
-        return y
-
-
-@dataclass
-class Training:
-    """A model with its optimizer, and the losses that it has had."""
-
-    model: nn.Module
-    optimizer: torch.optim.Optimizer
-
-    @classmethod
-    def made(cls, optimizer: str, seed: int = 1) -> Training:
-        """Fresh, of a seed."""
-        torch.manual_seed(seed)
-        model = Experts()
-        return cls(model, OPTIMIZERS[optimizer](model.parameters()))
-
-    def run(self, first: int, steps: int, *reached: int) -> list[float]:
-        """Train so many steps, in which these experts are reached."""
-        losses = []
-        for number in range(first, first + steps):
-            self.optimizer.zero_grad()
-            batch = torch.sin(torch.arange(3.0 * WIDTH) * (number + 1)).view(3, WIDTH)
-            loss = self.model(batch, reached).square().mean()
-            loss.backward()
-            self.optimizer.step()
-            losses.append(loss.item())
-        return losses
-
-    def described(self) -> dict[str, Any]:
-        """For a save or a load."""
-        return to_sharded_state_dict(self.model, self.optimizer)
-
-    def save(self, path: Path) -> None:
-        """Save model and optimizer."""
-        dist_checkpointing.save(self.described(), path)
-
-    def load(self, path: Path, **options: Any) -> None:
-        """Load them."""
-        load_into(dist_checkpointing.load(self.described(), path, **options), self.model, self.optimizer)
-
-    @property
-    def with_state(self) -> set[str]:
-        """The parameters that the optimizer has state of."""
-        return {name for name, param in self.model.named_parameters() if self.optimizer.state.get(param)}
 
 
 def _check_goes_on(loaded: Training, saved: Training) -> None:
@@ -115,50 +37,29 @@ def _check_goes_on(loaded: Training, saved: Training) -> None:
         assert torch.equal(loaded.model.get_parameter(name), param), name
 
 
-@EACH_OPTIMIZER
-def test_an_expert_that_no_token_reached(tmp_path: Path, optimizer: str) -> None:
-    """It has no state in the checkpoint; what is loaded into a new optimizer trains on as if it had not been saved."""
-    saved = Training.made(optimizer)
-    saved.run(0, 3, 0)
-    saved.save(tmp_path / "c")
-    assert not any(
-        "experts.1" in key for key in dist_checkpointing.load_tensors_metadata(tmp_path / "c") if "state" in key
-    )
-    loaded = Training.made(optimizer, seed=2)
-    loaded.load(tmp_path / "c", strict=True)
-    _check_goes_on(loaded, saved)
+#: Which experts were reached in three steps before the save, and then in some of the job that loads; None: no step.
+REACHED: dict[str, tuple[tuple[int, ...] | None, tuple[int, ...] | None]] = {
+    "an expert that no token reached": ((0,), None),
+    "a save before the first step": (None, None),
+    "state that the optimizer lacks": ((0, 1), (0,)),
+    "state that the checkpoint lacks": ((0,), (0, 1)),
+}
 
 
 @EACH_OPTIMIZER
-def test_a_save_before_the_first_step(tmp_path: Path, optimizer: str) -> None:
-    """No state is stored, none is loaded, and the first step is that of a new optimizer."""
-    saved = Training.made(optimizer)
+@table(("saved_by", "loaded_by"), REACHED.values(), ids=REACHED)
+def test_state_is_what_it_was_at_the_save(
+    tmp_path: Path, optimizer: str, saved_by: tuple[int, ...] | None, loaded_by: tuple[int, ...] | None
+) -> None:
+    """A parameter that had no state has none in the checkpoint nor after a load: training goes on as if never saved."""
+    saved, loaded = Training.made(optimizer), Training.made(optimizer, seed=2)
+    if saved_by is not None:
+        saved.run(0, 3, *saved_by)
     saved.save(tmp_path / "c")
-    loaded = Training.made(optimizer, seed=2)
-    loaded.load(tmp_path / "c", strict=True)
-    _check_goes_on(loaded, saved)
-
-
-@EACH_OPTIMIZER
-def test_state_that_the_optimizer_lacks_is_loaded(tmp_path: Path, optimizer: str) -> None:
-    """An optimizer that has made steps without the expert gets the expert's state from a checkpoint that has it."""
-    saved = Training.made(optimizer)
-    saved.run(0, 3, 0, 1)
-    saved.save(tmp_path / "c")
-    loaded = Training.made(optimizer, seed=2)
-    loaded.run(0, 2, 0)
-    loaded.load(tmp_path / "c", strict=True)
-    _check_goes_on(loaded, saved)
-
-
-@EACH_OPTIMIZER
-def test_state_that_the_checkpoint_lacks_is_begun_anew(tmp_path: Path, optimizer: str) -> None:
-    """Back to a step at which the expert had not been reached: its state is as it was then, none."""
-    saved = Training.made(optimizer)
-    saved.run(0, 3, 0)
-    saved.save(tmp_path / "c")
-    loaded = Training.made(optimizer, seed=2)
-    loaded.run(0, 4, 0, 1)
+    stored = {key for key in dist_checkpointing.load_tensors_metadata(tmp_path / "c") if "state" in key}
+    assert saved_by == (0, 1) or not any("experts.1" in key for key in stored)
+    if loaded_by is not None:
+        loaded.run(0, 2, *loaded_by)
     loaded.load(tmp_path / "c", strict=True)
     _check_goes_on(loaded, saved)
 
@@ -324,60 +225,6 @@ def test_stages_and_their_optimizers(tmp_path: Path) -> None:
     for stage, other in zip(stages, others, strict=True):
         for name, param in stage.named_parameters():
             assert torch.equal(other.get_parameter(name), param)
-
-
-def _sharded_training(optimizer: str, seed: int) -> Training:
-    torch.manual_seed(seed)
-    model = Experts()
-    model.frozen.requires_grad_(requires_grad=False)
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    for module in (model.shared, *model.experts):
-        fully_shard(module, mesh=mesh)
-    return Training(fully_shard(model, mesh=mesh), OPTIMIZERS[optimizer](model.parameters()))
-
-
-def _run_sharded(training: Training, first: int, steps: int, *reached: int) -> list[float]:
-    """Only the last rank has tokens for the experts, of the same batch everywhere."""
-    losses = []
-    here = dist.get_rank() == dist.get_world_size() - 1
-    for number in range(first, first + steps):
-        training.optimizer.zero_grad()
-        batch = torch.sin(torch.arange(3.0 * WIDTH) * (number + 1)).view(3, WIDTH)
-        loss = training.model(batch, reached, here=here).square().mean()
-        loss.backward()
-        training.optimizer.step()
-        losses.append(loss.item())
-    return losses
-
-
-def _save_sharded(path: Path, optimizer: str) -> tuple[list[float], set[str]]:
-    training = _sharded_training(optimizer, 1)
-    _run_sharded(training, 0, 2, 0)
-    training.save(path)
-    with_state = training.with_state
-    return [*_run_sharded(training, 2, 2, 0), *_run_sharded(training, 4, 2, 0, 1)], with_state
-
-
-def _resume_sharded(path: Path, optimizer: str) -> tuple[list[float], set[str]]:
-    training = _sharded_training(optimizer, 2)
-    if dist.get_world_size() % 2 == 0:
-        _run_sharded(training, 0, 1, 1)  # it has state of the expert of which the checkpoint has none
-    training.load(path, strict=True)
-    with_state = training.with_state
-    return [*_run_sharded(training, 2, 2, 0), *_run_sharded(training, 4, 2, 0, 1)], with_state
-
-
-@pytest.mark.parametrize("optimizer", ["adamw", "momentum"])
-@pytest.mark.parametrize("world_size", [1, *(pytest.param(count, marks=pytest.mark.proof) for count in (2, 4))])
-@pytest.mark.ci
-def test_fsdp2_with_an_expert_that_one_rank_reaches(
-    ranks: Ranks, tmp_path: Path, optimizer: str, world_size: int
-) -> None:
-    """Sharded parameters of an expert reached by one rank's tokens only, and of one that no rank has reached yet."""
-    saved = ranks.run(world_size, _save_sharded, tmp_path / "c", optimizer)
-    loaded = ranks.run(world_size, _resume_sharded, tmp_path / "c", optimizer)
-    assert loaded == saved
-    assert saved[0][1] == {f"{part}.{name}" for part in ("shared", "experts.0") for name in ("weight", "bias")}
 
 
 def _step_lbfgs() -> tuple[nn.Module, torch.optim.LBFGS]:

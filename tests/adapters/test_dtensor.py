@@ -17,66 +17,16 @@ from shardckpt.errors import ShardingError
 from shardckpt.mapping import ShardedTensor, is_main_replica
 from shardckpt.optimizer import get_param_id_to_sharded_param_map, optim_state_to_sharding_state
 from shardckpt.state_dict import nested_values, split_for_save
-from tests.adapters.layouts import S0, S1, SHAPES, SS0, Layout, Meshes, R, layouts, named, spread_all, values, world
+from tests.adapters.layouts import S0, S1, SS0, Layout, Meshes, R, values
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from tests.ranks import Ranks
 
-WORLDS = (1, 2, 3, 4)
-
 
 def _shards(state: Any) -> list[Any]:
     return list(nested_values(split_for_save(state)[0]))
-
-
-def _save_all(directory: Path) -> None:
-    """Save tensors in all layouts of this world, in one checkpoint."""
-    meshes = Meshes()
-    state = {layout.name: spread_all(meshes, layout) for layout in layouts(world())}
-    dist_checkpointing.save(to_sharded_state_dict(state), directory)
-
-
-def _load_all(checkpoints: list[tuple[Path, int]]) -> None:
-    """Load every tensor that any world has saved in any layout, in all layouts of this world."""
-    meshes = Meshes()
-    for layout in layouts(world()):
-        expected = spread_all(meshes, layout)
-        for directory, saved_by in checkpoints:
-            state = {saved.name: spread_all(meshes, layout, factor=0.0) for saved in layouts(saved_by)}
-            loaded = dist_checkpointing.load(to_sharded_state_dict(state), directory, strict=True)
-            for saved, tensors in state.items():
-                for name, tensor in tensors.items():
-                    assert loaded[saved][name] is tensor
-                    assert torch.equal(tensor.to_local(), expected[name].to_local()), (saved, layout.name, name)
-
-
-@pytest.fixture(scope="module")
-def checkpoints(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Path, int]]:
-    """Checkpoints of 1 to 4 ranks."""
-    folder = tmp_path_factory.mktemp("layouts")
-    for count in WORLDS:
-        ranks.run(count, _save_all, folder / str(count))
-    return [(folder / str(count), count) for count in WORLDS]
-
-
-@pytest.mark.proof
-def test_what_is_stored_are_the_global_tensors(checkpoints: list[tuple[Path, int]]) -> None:
-    """Whatever mesh and placements saved it, each tensor, read whole by one process, is the one that was laid out."""
-    for directory, count in checkpoints:
-        found = dist_checkpointing.load_plain_tensors(directory)
-        keys = {f"{layout.name}.{named(shape)}": shape for layout in layouts(count) for shape in [*SHAPES, ()]}
-        assert set(found) == set(keys)
-        for key, shape in keys.items():
-            assert torch.equal(found[key], values(shape)), key
-
-
-@pytest.mark.parametrize("count", [4, *(pytest.param(count, marks=pytest.mark.proof) for count in (1, 2, 3))])
-@pytest.mark.ci
-def test_any_layout_loads_as_any_other(ranks: Ranks, checkpoints: list[tuple[Path, int]], count: int) -> None:
-    """What 1 to 4 ranks saved in any layout fills the caller's DTensors of any other, and load returns these."""
-    ranks.run(count, _load_all, checkpoints)
 
 
 def _describe(shape: tuple[int, ...], mesh_shape: tuple[int, ...], placements: list[Any]) -> Any:

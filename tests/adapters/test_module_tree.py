@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from shardckpt import dist_checkpointing
-from shardckpt.adapters import SavedModules, get_model_tensors, to_sharded_state_dict
+from shardckpt.adapters import SavedModules, to_sharded_state_dict
 from shardckpt.adapters.module_tree import list_state_tensors, name_parameters
 from shardckpt.adapters.modules import get_optimizer_state
 from tests.adapters.models import Layer, made_model
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from tests.ranks import Ranks
+from tests.adapters.module_tree import check
 
 
 class _Extra(nn.Linear):
@@ -107,7 +108,11 @@ USUAL: dict[str, Callable[[], nn.Module]] = {
     "one level": lambda: nn.Linear(2, 2),
     "checkpoint wrapper": lambda: nn.Sequential(checkpoint_wrapper(nn.Sequential(checkpoint_wrapper(Layer())))),
 }
+
+
 USUAL["nested"] = lambda: nn.Sequential(made_model(1), nn.ModuleDict({"head": made_model(2)}), None)  # type: ignore[arg-type]
+
+
 UNUSUAL: dict[str, Callable[[], nn.Module]] = {
     "extra state": lambda: nn.Sequential(_Extra(2, 2)),
     "own state": lambda: nn.Sequential(_Saving(2, 2)),
@@ -119,22 +124,6 @@ UNUSUAL: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-def _check(module: nn.Module, *, is_usual: bool = True) -> None:
-    """Raise unless the tensors are torch's: equal names, values and memory, detached."""
-    found, expected = get_model_tensors([module]), get_model_state_dict(module)
-    assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        here: Any = found[name]
-        if not isinstance(value, torch.Tensor):
-            assert here == value
-            continue
-        assert type(here) is type(value)
-        assert not here.requires_grad
-        here, there = (each.to_local() if isinstance(each, DTensor) else each for each in (here, value))
-        assert here.equal(there)
-        assert here.data_ptr() == there.data_ptr() or not is_usual
-
-
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 @table("kind", [*USUAL, *UNUSUAL])
 def test_lists_what_torch_lists(kind: str) -> None:
@@ -142,19 +131,7 @@ def test_lists_what_torch_lists(kind: str) -> None:
     module = (USUAL | UNUSUAL)[kind]()
     assert (list_state_tensors(module) is None) == (kind in UNUSUAL)
     assert (name_parameters(module) is None) == (kind in UNUSUAL)
-    _check(module, is_usual=kind in USUAL)
-
-
-@pytest.mark.ci
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_lists_a_compiled_module() -> None:
-    """The names that torch.compile adds are left out, around the model and inside it."""
-    module = made_model(1)
-    module[0] = torch.compile(module[0])
-    compiled = torch.compile(module)
-    assert list_state_tensors(compiled) is not None  # type: ignore[arg-type]
-    _check(compiled)  # type: ignore[arg-type]
-    assert get_model_tensors([compiled]).keys() == get_model_tensors([made_model(1)]).keys()  # type: ignore[list-item]
+    check(module, is_usual=kind in USUAL)
 
 
 @pytest.mark.parametrize("kept", [False, True])
@@ -251,7 +228,7 @@ def _reshard() -> None:
     found = list_state_tensors(model)
     assert found is not None
     assert all(isinstance(value, DTensor) for name, value in found.items() if "mean" not in name)
-    _check(model)
+    check(model)
 
 
 def test_fsdp2_parameters_are_resharded(ranks: Ranks) -> None:
@@ -277,7 +254,7 @@ def test_loaded_parameters_are_detached(ranks: Ranks, tmp_path: Path) -> None:
 def _wrapped_by_ddp() -> None:
     model = DistributedDataParallel(made_model(1))
     assert list_state_tensors(model) is not None
-    _check(model)
+    check(model)
     shards = to_sharded_state_dict(model)
     assert shards.keys() == made_model(1).state_dict().keys()
     assert {shard.replica_id for shard in shards.values()} == {dist.get_rank()}

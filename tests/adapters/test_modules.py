@@ -10,128 +10,41 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
     get_optimizer_state_dict,
 )
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from torch.nn.parallel import DistributedDataParallel
 
 from shardckpt import dist_checkpointing
 from shardckpt.adapters import load_into, to_sharded_state_dict
 from shardckpt.errors import CheckpointingException, KeyMismatchError, ShardingError
 from shardckpt.mapping import ShardedTensor
 from shardckpt.state_dict import nested_values, split_for_save
-from tests.adapters.models import Layer, made_model, sharded, train, wholes
-from tests.tables import table
+from tests.adapters.models import Layer, Stage, made_model, sharded, train, wholes
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from tests.ranks import Ranks
-
-BEFORE, AFTER = 3, 3
-
-
-def _adamw(model: nn.Module, lr: float = 0.01) -> torch.optim.Optimizer:
-    """Weights decay, other parameters do not: two groups of other options."""
-    params = {name: param for name, param in model.named_parameters() if param.requires_grad}
-    weights = [param for name, param in params.items() if name.endswith("weight")]
-    others = [param for name, param in params.items() if not name.endswith("weight")]
-    groups = [{"params": weights, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0, "lr": lr / 2}]
-    return torch.optim.AdamW(groups, lr=lr, betas=(0.8, 0.9))
-
-
-OPTIMIZERS: dict[str, Any] = {
-    "adamw": _adamw,
-    "sgd": lambda model: torch.optim.SGD(model.parameters(), lr=0.05),
-    "momentum": lambda model: torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, nesterov=True),
-    "adam tensor lr": lambda model: torch.optim.Adam(model.parameters(), lr=torch.tensor(0.01), amsgrad=True),
-}
-
-
-def _parallel(model: nn.Module, kind: str) -> nn.Module:
-    """The model spread over the ranks in some way."""
-    world = dist.get_world_size()
-    if kind == "fsdp2":
-        return sharded(model)
-    if kind == "ddp":
-        return DistributedDataParallel(model)
-    if kind == "fsdp1":
-        return FullyShardedDataParallel(model, use_orig_params=True, device_id=torch.device("cpu"))
-    if kind == "hsdp":
-        mesh = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("replicate", "shard"))
-        return fully_shard(model, mesh=mesh)
-    mesh = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("dp", "tp"))
-    plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
-    for layer in model.children():
-        parallelize_module(layer, mesh["tp"], plan)
-        fully_shard(layer, mesh=mesh["dp"])
-    return fully_shard(model, mesh=mesh["dp"])
-
-
-def _save(directory: Path, kind: str, optimizer: str) -> list[float]:
-    model = _parallel(made_model(1), kind)
-    own = OPTIMIZERS[optimizer](model)
-    alike = 2 if kind == "tp" else 1
-    train(model, own, 0, BEFORE, alike=alike)
-    dist_checkpointing.save(to_sharded_state_dict(model, own), directory)
-    return train(model, own, BEFORE, AFTER, alike=alike)
-
-
-def _resume(directory: Path, kind: str, optimizer: str) -> list[float]:
-    """Other parameters and another learning rate, until it is loaded."""
-    model = _parallel(made_model(2), kind)
-    own = OPTIMIZERS[optimizer](model)
-    for group in own.param_groups:
-        group["lr"] = group["lr"] * 3
-    loaded = dist_checkpointing.load(to_sharded_state_dict(model, own), directory, strict=True)
-    load_into(loaded, model, own)
-    return train(model, own, BEFORE, AFTER, alike=2 if kind == "tp" else 1)
-
-
-def _alone(optimizer: str) -> list[float]:
-    """The losses of one process without any parallelism."""
-    model = made_model(1)
-    own = OPTIMIZERS[optimizer](model)
-    train(model, own, 0, BEFORE)
-    return train(model, own, BEFORE, AFTER)
-
-
-def _assert_close(found: list[list[float]], expected: list[float]) -> None:
-    for losses in found:
-        assert losses == pytest.approx(expected, rel=1e-12)
+from tests.adapters.modules import OPTIMIZERS, adamw, assert_close, resume, save_by, train_alone
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_fsdp2_goes_on_at_any_number_of_ranks(ranks: Ranks, tmp_path: Path, optimizer: str) -> None:
     """Saved by 4 ranks, training goes on at 4, 2 and 1 with the losses of the run that was never stopped."""
-    going_on = ranks.run(4, _save, tmp_path / "ckpt", "fsdp2", optimizer)
-    _assert_close(going_on, _alone(optimizer))
-    assert ranks.run(4, _resume, tmp_path / "ckpt", "fsdp2", optimizer) == going_on
+    going_on = ranks.run(4, save_by, tmp_path / "ckpt", "fsdp2", optimizer)
+    assert_close(going_on, train_alone(optimizer))
+    assert ranks.run(4, resume, tmp_path / "ckpt", "fsdp2", optimizer) == going_on
     for world in (2, 1):
-        _assert_close(ranks.run(world, _resume, tmp_path / "ckpt", "fsdp2", optimizer), going_on[0])
-
-
-@pytest.mark.proof
-def test_one_parallelism_goes_on_as_another(ranks: Ranks, tmp_path: Path) -> None:
-    """Tensor parallelism under FSDP2, hybrid sharding, DDP, FSDP1 and FSDP2 load what each of the others saved."""
-    kinds = ("tp", "hsdp", "ddp", "fsdp1", "fsdp2")
-    expected = _alone("adamw")
-    for kind in kinds:
-        _assert_close(ranks.run(4, _save, tmp_path / kind, kind, "adamw"), expected)
-    for number, kind in enumerate(kinds):
-        world = 2 if kind == "hsdp" else 4
-        _assert_close(ranks.run(world, _resume, tmp_path / kinds[number - 1], kind, "adamw"), expected)
+        assert_close(ranks.run(world, resume, tmp_path / "ckpt", "fsdp2", optimizer), going_on[0])
 
 
 def _plain_names(directory: Path) -> set[str]:
     model = sharded(made_model(1))
-    optimizer = _adamw(model)
+    optimizer = adamw(model)
     train(model, optimizer, 0, 1)
     options = StateDictOptions(flatten_optimizer_state_dict=True)
     flat = get_optimizer_state_dict(model, optimizer, options=options)
@@ -151,43 +64,12 @@ def test_tensors_have_the_names_that_dcp_gives_them(ranks: Ranks, tmp_path: Path
     assert objects == {name.rpartition(".")[0] for name in names if ".param_groups." in name}
 
 
-def _wrapped() -> list[set[str]]:
-    inner = made_model(1)
-    for number, layer in enumerate(inner.children()):
-        inner[number] = checkpoint_wrapper(layer)
-    compiled = torch.compile(inner)
-    return [set(to_sharded_state_dict(model)) for model in (compiled, DistributedDataParallel(compiled))]
-
-
-@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # of torch.compile
-def test_wrappers_leave_no_trace_in_names(ranks: Ranks) -> None:
-    """Checkpoint wrappers, torch.compile and DDP do not show in keys: they are those of the bare model."""
-    plain = set(made_model(1).state_dict())
-    assert ranks.run(1, _wrapped) == [[plain, plain]]
-
-
-class _Stage(nn.Module):
-    """Some of the model's layers, under their numbers in the whole."""
-
-    def __init__(self, model: nn.Module, layers: list[int]) -> None:
-        super().__init__()
-        for number, layer in enumerate(model.children()):
-            if number in layers:
-                self.add_module(str(number), layer)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Apply the layers in order."""
-        for layer in self.children():
-            x = layer(x)
-        return x
-
-
 def _stages(seed: int, layers: int = 4) -> tuple[list[nn.Module], list[torch.optim.Optimizer]]:
     """Interleaved virtual stages: rank r of n has layers r, r + n, ..., each a part with an optimizer of its own."""
     model = made_model(seed, layers)
     mine = range(dist.get_rank(), layers, dist.get_world_size())
-    parts: list[nn.Module] = [_Stage(model, [number]) for number in mine]
-    return parts, [_adamw(part, lr=0.01 * (number + 1)) for part, number in zip(parts, mine, strict=True)]
+    parts: list[nn.Module] = [Stage(model, [number]) for number in mine]
+    return parts, [adamw(part, lr=0.01 * (number + 1)) for part, number in zip(parts, mine, strict=True)]
 
 
 def _save_stages(directory: Path) -> None:
@@ -225,15 +107,15 @@ def test_pipeline_stages_have_their_own_keys(ranks: Ranks, tmp_path: Path) -> No
 def test_parts_that_claim_one_name_are_refused() -> None:
     """Two parts whose layers are numbered alike would overwrite each other: the error names both."""
     with pytest.raises(ShardingError, match=r"'0\.scale' is in model part 0 and in model part 1"):
-        to_sharded_state_dict([_Stage(made_model(1), [0]), _Stage(made_model(2), [0])])
+        to_sharded_state_dict([Stage(made_model(1), [0]), Stage(made_model(2), [0])])
     model = made_model(1)
-    shared = to_sharded_state_dict([_Stage(model, [0]), _Stage(model, [0, 1])])
+    shared = to_sharded_state_dict([Stage(model, [0]), Stage(model, [0, 1])])
     assert set(shared) == set(model.state_dict())
 
 
 def test_an_optimizer_has_the_parameters_of_one_part() -> None:
     """Parameters of two parts, of no part, or of two optimizers are refused with the way out."""
-    parts = [_Stage(made_model(1), [number]) for number in range(2)]
+    parts = [Stage(made_model(1), [number]) for number in range(2)]
     params = [param for part in parts for param in part.parameters()]
     with pytest.raises(ShardingError, match="optimizer 0 are spread over modules 0, 1"):
         to_sharded_state_dict(parts, torch.optim.SGD(params))
@@ -243,39 +125,10 @@ def test_an_optimizer_has_the_parameters_of_one_part() -> None:
         to_sharded_state_dict(parts, *(torch.optim.SGD(parts[0].parameters()) for _ in range(2)))
 
 
-@table("optimizer", OPTIMIZERS)
-@table("with_gradients", [False, True])
-def test_describing_changes_nothing(optimizer: str, with_gradients: bool) -> None:
-    """An optimizer that has made no step has none afterwards, and its gradients, options and parameters stay."""
-    model = made_model(1)
-    own = OPTIMIZERS[optimizer](model)
-    if with_gradients:
-        model(torch.ones(2, 6, dtype=torch.float64)).sum().backward()
-    before = copy.deepcopy((model.state_dict(), own.state_dict(), [param.grad for param in model.parameters()]))
-    to_sharded_state_dict(model, own)
-
-    after = model.state_dict(), own.state_dict(), [param.grad for param in model.parameters()]
-    assert not own.state
-    assert repr(after) == repr(before)
-
-
-def test_a_save_before_the_first_step_resumes_before_the_first_step(tmp_path: Path) -> None:
-    """An optimizer without a step has no state, saved and loaded: training goes on as if it had not been saved."""
-    model, other = made_model(1), made_model(2)
-    own, others = _adamw(model), _adamw(other)
-    model(torch.ones(2, 6, dtype=torch.float64)).sum().backward()  # gradients, as yet unused, change nothing
-    dist_checkpointing.save(to_sharded_state_dict(model, own), tmp_path / "ckpt")
-    load_into(dist_checkpointing.load(to_sharded_state_dict(other, others), tmp_path / "ckpt"), other, others)
-    own.zero_grad()
-
-    assert not others.state
-    assert train(other, others, 0, AFTER) == train(model, own, 0, AFTER)
-
-
 def test_groups_must_be_as_they_were(tmp_path: Path) -> None:
     """Parameters that were saved with different options cannot get them in one group: the error names two of them."""
     model = made_model(1)
-    dist_checkpointing.save(to_sharded_state_dict(model, _adamw(model)), tmp_path / "ckpt")
+    dist_checkpointing.save(to_sharded_state_dict(model, adamw(model)), tmp_path / "ckpt")
     one_group = torch.optim.AdamW([param for param in model.parameters() if param.requires_grad])
     loaded = dist_checkpointing.load(to_sharded_state_dict(model, one_group), tmp_path / "ckpt")
     with pytest.raises(CheckpointingException, match=r"'0\..*' and '0\..*' are in one group .* values of (lr|weight)"):
@@ -285,8 +138,8 @@ def test_groups_must_be_as_they_were(tmp_path: Path) -> None:
 def test_what_was_not_loaded_is_named_or_kept(tmp_path: Path) -> None:
     """A model with a layer more gets an error that names its parameters, and with strict=False keeps them."""
     small, large = made_model(1, layers=1), made_model(2, layers=2)
-    dist_checkpointing.save(to_sharded_state_dict(small, _adamw(small)), tmp_path / "ckpt")
-    before, optimizer = copy.deepcopy(large.state_dict()), _adamw(large)
+    dist_checkpointing.save(to_sharded_state_dict(small, adamw(small)), tmp_path / "ckpt")
+    before, optimizer = copy.deepcopy(large.state_dict()), adamw(large)
     wanted = to_sharded_state_dict(large, optimizer)
     loaded = dist_checkpointing.load(wanted, tmp_path / "ckpt", strict="log_unexpected")
     with pytest.raises(KeyMismatchError, match=r"the model has parameters .*: 1\.down\.bias, .*strict=False"):
@@ -300,7 +153,7 @@ def test_what_was_not_loaded_is_named_or_kept(tmp_path: Path) -> None:
 def test_what_is_handed_back_is_what_was_described(tmp_path: Path) -> None:
     """Optimizers that were loaded, or not, and a state dict of torch's own form are told apart."""
     model = made_model(1)
-    optimizer = _adamw(model)
+    optimizer = adamw(model)
     dist_checkpointing.save(to_sharded_state_dict(model, optimizer), tmp_path / "ckpt")
     loaded = dist_checkpointing.load(to_sharded_state_dict(model, optimizer), tmp_path / "ckpt")
     with pytest.raises(ShardingError, match="has an optimizer: pass"):
@@ -314,7 +167,7 @@ def test_what_is_handed_back_is_what_was_described(tmp_path: Path) -> None:
 def test_a_model_is_handed_back_without_optimizers(tmp_path: Path) -> None:
     """Parameters alone are loaded from a checkpoint with optimizer state, by the prefix that they have there."""
     model, other = made_model(1), made_model(2)
-    dist_checkpointing.save(to_sharded_state_dict(model, _adamw(model)), tmp_path / "ckpt")
+    dist_checkpointing.save(to_sharded_state_dict(model, adamw(model)), tmp_path / "ckpt")
     loaded = dist_checkpointing.load(to_sharded_state_dict(other, prefix="model."), tmp_path / "ckpt")
     load_into(loaded, other)
     assert all(torch.equal(value, other.state_dict()[name]) for name, value in model.state_dict().items())
@@ -376,7 +229,7 @@ def test_replicas_of_a_tensor_parallel_model_are_written_once(ranks: Ranks, tmp_
 def test_nothing_of_modules_is_common_state() -> None:
     """All that is described of a model and an optimizer is sharded or replicated: no rank's stands for the others'."""
     model = made_model(1)
-    sharded, common = split_for_save(to_sharded_state_dict(model, _adamw(model)))
+    sharded, common = split_for_save(to_sharded_state_dict(model, adamw(model)))
     shards = list(nested_values(sharded))
     assert not list(nested_values(common))
     assert len({shard.key for shard in shards}) == len(shards)

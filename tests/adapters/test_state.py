@@ -50,16 +50,6 @@ def test_a_nest_keeps_its_form_and_names_tensors_by_their_path(ranks: Ranks) -> 
         assert untouched
 
 
-def test_plain_tensors_are_whole_without_a_process_group(tmp_path: Path) -> None:
-    """One process and no process group: a plain model's state dict is saved and loaded in place."""
-    model, other = torch.nn.Linear(3, 2), torch.nn.Linear(3, 2)
-    dist_checkpointing.save(to_sharded_state_dict(model.state_dict(), prefix="model."), tmp_path / "ckpt")
-    dist_checkpointing.load(to_sharded_state_dict(other, prefix="model."), tmp_path / "ckpt")
-
-    assert torch.equal(model.weight, other.weight)
-    assert torch.equal(model.bias, other.bias)
-
-
 def test_shards_that_are_described_already_stay() -> None:
     """A state dict may mix DTensors with ShardedTensors of the caller's own."""
     own = ShardedTensor.from_rank_offsets("own", torch.zeros(2))
@@ -173,9 +163,3 @@ def test_local_experts_are_not_lost_on_request(ranks: Ranks, tmp_path: Path, wit
     for name in ("norm", "up", "codes", "experts.bias"):
         assert name not in outcomes[1].message
     assert not (tmp_path / "experts").exists()
-
-
-def test_the_lowest_ranks_copy_is_stored_on_request(ranks: Ranks, tmp_path: Path) -> None:
-    """``check_replicas=False`` takes the lowest rank's values."""
-    ranks.run(3, _rank_dependent, tmp_path / "ckpt", False)
-    assert dist_checkpointing.load_plain_tensors(tmp_path / "ckpt")["mean"].tolist() == [0.0, 0.0]

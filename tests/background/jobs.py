@@ -9,7 +9,7 @@ import threading
 import time
 from concurrent.futures import wait
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,9 @@ from shardckpt.async_save import AsyncCallsQueue, AsyncRequest
 from shardckpt.mapping import ShardedObject, ShardedTensor
 from tests import backends
 from tests.states import rank_and_size
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 ROWS = 8
 
@@ -110,6 +113,25 @@ def polled_save(path: str, persistent: bool) -> int:
     return polls
 
 
+def _error_of(action: Callable[..., Any], **options: Any) -> str:
+    """The text of an error of the family, or nothing."""
+    try:
+        action(**options)
+    except dc.CheckpointingException as exc:
+        return str(exc)
+    return ""
+
+
+def _get_out_of_step() -> AsyncCallsQueue:
+    """A queue that has had one request more on rank 1 than on the others."""
+    queue = AsyncCallsQueue()
+    if rank_and_size()[0] == 1:
+        queue.schedule_async_request(AsyncRequest(None, (), []))
+        wait([queue._calls[0].future])
+        queue._calls.clear()
+    return queue
+
+
 def worker_dies(path: str, victim: int) -> str:
     """The process of one rank is killed while it should write; the error of all, and the next save works."""
     rank, _ = rank_and_size()
@@ -120,11 +142,7 @@ def worker_dies(path: str, victim: int) -> str:
     if rank == victim:
         request = request._replace(async_fn=die, async_fn_args=("ignored", None))
     queue.schedule_async_request(request)
-    message = ""
-    try:
-        queue.maybe_finalize_async_calls(blocking=True)
-    except dc.CheckpointingException as exc:
-        message = str(exc)
+    message = _error_of(queue.maybe_finalize_async_calls, blocking=True)
     dist.barrier()
     assert not list(Path(path).parent.iterdir())
     request = dc.save(state(2.0), path, async_sharded_save=True)
@@ -151,29 +169,16 @@ def fails_on_one_rank(path: str, persistent: bool, victim: int) -> str:
             in_the_way = job.staging / backends.data_file(rank)
             in_the_way.write_bytes(b"in the way")
         queue.schedule_async_request(request)
-        try:
-            queue.maybe_finalize_async_calls(blocking=True)
-        except dc.CheckpointingException as exc:
-            return str(exc)
-    return ""
+        return _error_of(queue.maybe_finalize_async_calls, blocking=True)
 
 
 def out_of_step(path: str) -> str:
     """One rank has scheduled a request that the others have not."""
-    rank, _ = rank_and_size()
-    queue = AsyncCallsQueue()
-    if rank == 1:
-        queue.schedule_async_request(AsyncRequest(None, (), []))
-        wait([queue._calls[0].future])
-        queue._calls.clear()
+    queue = _get_out_of_step()
     request = dc.save(state(1.0), path, async_sharded_save=True)
     assert request is not None
     queue.schedule_async_request(request)
-    message = ""
-    try:
-        queue.maybe_finalize_async_calls(blocking=True)
-    except dc.CheckpointingException as exc:
-        message = str(exc)
+    message = _error_of(queue.maybe_finalize_async_calls, blocking=True)
     queue.close(abort=True)
     return message
 
@@ -229,20 +234,12 @@ def finalized_as_megatron_does(path: str) -> list[str]:
 
 def closed_out_of_step() -> str:
     """Ranks that are at different requests close their queues."""
-    rank, _ = rank_and_size()
-    queue = AsyncCallsQueue()
-    if rank == 1:
-        queue.schedule_async_request(AsyncRequest(None, (), []))
-        wait([queue._calls[0].future])
-        queue._calls.clear()
+    queue = _get_out_of_step()
     for _ in range(2):
         queue.schedule_async_request(AsyncRequest(None, (), []))
-    try:
-        queue.close()
-    except dc.CheckpointingException as exc:
-        assert queue.get_num_unfinalized_calls() == 0
-        return str(exc)
-    return ""
+    message = _error_of(queue.close)
+    assert queue.get_num_unfinalized_calls() == 0
+    return message
 
 
 def left_by_an_error(path: str) -> None:
@@ -270,11 +267,7 @@ def in_another_order(folder: str) -> str:
     for request in requests if rank == 0 else reversed(requests):
         assert request is not None
         queue.schedule_async_request(request)
-    try:
-        queue.close()
-    except dc.CheckpointingException as exc:
-        return str(exc)
-    return ""
+    return _error_of(queue.close)
 
 
 def one_rank_fails_while_another_writes() -> tuple[str, bool]:
@@ -285,11 +278,7 @@ def one_rank_fails_while_another_writes() -> tuple[str, bool]:
     queue = AsyncCallsQueue()
     written: list[Any] = []
     queue.schedule_async_request(AsyncRequest(action, (None, None), [], written_fn=written.append))
-    message = ""
-    try:
-        queue.maybe_finalize_async_calls(blocking=True)
-    except dc.CheckpointingException as exc:
-        message = str(exc)
+    message = _error_of(queue.maybe_finalize_async_calls, blocking=True)
     had_written = bool(written)
     heard.set()
     queue.close()

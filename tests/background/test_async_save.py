@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
     from tests.ranks import Ranks
 
+
 THREAD_FIRST = pytest.mark.parametrize(
     "persistent", [pytest.param(False, id="thread"), pytest.param(True, id="process", marks=pytest.mark.ci)]
 )
@@ -59,17 +60,6 @@ def test_polling_finalizes_on_all_ranks_at_the_same_time(ranks: Ranks, tmp_path:
 
 
 @backends.both_in_proof
-@pytest.mark.parametrize("victim", [1, pytest.param(0, marks=pytest.mark.proof)])
-@pytest.mark.ci
-def test_a_dead_worker_is_everyones_error(ranks: Ranks, tmp_path: Path, victim: int) -> None:
-    """A killed worker is an error that names its rank on all ranks; nothing is left, and the next save works."""
-    messages = ranks.run(2, jobs.worker_dies, str(tmp_path / "c"), victim)
-    assert len(set(messages)) == 1
-    assert f"rank {victim}" in messages[0]
-    assert "signal 9" in messages[0]
-
-
-@backends.both_in_proof
 @THREAD_FIRST
 def test_an_error_in_the_background_names_rank_and_file(ranks: Ranks, tmp_path: Path, persistent: bool) -> None:
     """A file that one rank cannot write is the same error on all, with the rank and the file; nothing is left."""
@@ -108,13 +98,6 @@ def test_ranks_may_add_different_finalize_functions(ranks: Ranks, tmp_path: Path
 def test_ranks_wait_together_and_at_most_as_long_as_told(ranks: Ranks) -> None:
     """Polling and a bounded wait leave a request scheduled on all ranks as long as one rank writes."""
     ranks.run(3, jobs.waits_at_most)
-
-
-@backends.both_in_proof
-@pytest.mark.proof
-def test_a_writer_may_take_longer_than_the_process_groups_timeout(ranks: Ranks) -> None:
-    """Waiting for a slow writer is no collective that lasts: the group's timeout, 4 s here, does not end it."""
-    assert ranks.run(2, jobs.slower_than_the_group, True) == [[1], [1]]
 
 
 @backends.both_in_proof

@@ -1,30 +1,20 @@
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import pytest
 import torch
 import torch.distributed as dist
 
 from shardckpt import dist_checkpointing as dc
 from shardckpt.async_save import AsyncCallsQueue
-from shardckpt.errors import CheckpointingException
 from shardckpt.mapping import ShardedTensor
 from shardckpt.parallel import FullyParallelSaveStrategyWrapper
-from shardckpt.strategy import SaveStrategy
 from tests import backends
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from tests.ranks import Ranks
-
-
-class _Foreground(SaveStrategy):
-    backend, version = "foreground", 1
-
-    def save(self, *_: Any) -> None:
-        raise AssertionError("never called")
 
 
 def _saves(folder: str) -> None:
@@ -49,11 +39,3 @@ def test_fully_parallel_saves_go_on_behind_the_training(ranks: Ranks, tmp_path: 
     for step in range(3):
         assert len(list((tmp_path / str(step)).glob(backends.current().data_files))) == 4
         assert all(tensor.eq(step).all() for tensor in dc.load_plain_tensors(tmp_path / str(step)).values())
-
-
-@backends.both_in_proof
-def test_a_wrapped_strategy_that_cannot_is_named(tmp_path: Path) -> None:
-    """The wrapper around a strategy that saves in the foreground only says so, and leaves nothing."""
-    with pytest.raises(CheckpointingException, match="_Foreground saves in the foreground only"):
-        dc.save({}, tmp_path / "c", FullyParallelSaveStrategyWrapper(_Foreground()), async_sharded_save=True)
-    assert not list(tmp_path.iterdir())

@@ -9,6 +9,7 @@ from shardckpt import dist_checkpointing as dc
 from shardckpt.async_save import AsyncCallsQueue
 from shardckpt.errors import CheckpointingException, ShardingError
 from shardckpt.mapping import ShardedTensor
+from shardckpt.parallel import FullyParallelSaveStrategyWrapper
 from shardckpt.strategy import SaveStrategy
 from tests.background import jobs
 
@@ -33,9 +34,10 @@ def test_a_request_that_is_never_scheduled_is_no_checkpoint(tmp_path: Path) -> N
 
 
 def test_a_strategy_that_cannot_save_behind_the_training_is_named(tmp_path: Path) -> None:
-    """async_sharded_save with a plain SaveStrategy is refused with its name, before anything is made."""
-    with pytest.raises(CheckpointingException, match="_Foreground saves in the foreground only"):
-        dc.save(jobs.state(1.0), tmp_path / "c", _Foreground(), async_sharded_save=True)
+    """async_sharded_save with a plain SaveStrategy, wrapped or not, is refused by its name; nothing is made."""
+    for strategy in (_Foreground(), FullyParallelSaveStrategyWrapper(_Foreground())):
+        with pytest.raises(CheckpointingException, match="_Foreground saves in the foreground only"):
+            dc.save(jobs.state(1.0), tmp_path / "c", strategy, async_sharded_save=True)
     assert not list(tmp_path.iterdir())
 
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.readmes import ROOT
 from tests.tables import table
+from tests.tree import ROOT
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -8,8 +8,7 @@ from pathlib import Path
 import torch
 import torch.distributed.checkpoint as dcp
 
-GOLDEN = Path(__file__).parents[1] / "golden"
-
+from tests.tree import GOLDEN
 
 DAMAGES = ("cut by a byte", "cut to a half", "cut to nothing", "missing", "extended", "zeros")
 

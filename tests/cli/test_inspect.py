@@ -5,9 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
-import subprocess
-import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -20,12 +18,13 @@ from shardckpt.dist_checkpointing import StrategyAction
 from shardckpt.mapping import ShardedObject, ShardedTensor
 from shardckpt.plugins import get_plugin_manager
 from tests import names as names_
-from tests.backends import Backend, both, both_in_proof
+from tests.backends import Backend, both
 from tests.cli.checkpoints import copy_golden, damage, save_plain_dcp
 from tests.tables import table
 
 if TYPE_CHECKING:
     from pathlib import Path
+from tests.cli.inspect import make_varied
 
 
 def test_inspect_lists_what_is_stored(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -223,44 +222,13 @@ def test_a_prefix_that_nothing_begins_with(checkpoint: Path, capsys: pytest.Capt
     assert not (checkpoint.parent / "hf").exists()
 
 
-@pytest.mark.ci
-def test_who_reads_a_listing_may_stop(tmp_path: Path) -> None:
-    """``shardckpt inspect PATH | head -1`` ends without a word about the pipe."""
-    dc.save({f"o{n}": ShardedObject(f"object.{n}", n, (1,), (0,)) for n in range(3000)}, tmp_path / "c")
-    command = [sys.executable, "-m", "shardckpt", "inspect", str(tmp_path / "c")]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline()
-        process.stdout.close()
-        assert process.wait(60) == 141
-        assert process.stderr is not None
-        assert process.stderr.read() == ""
-
-
-def _make_varied(folder: Path, backend: str = "safetensors") -> None:
-    """Save a checkpoint with tensors of several ranks of shape and dtypes, tied ones, objects and common state."""
-    tied = torch.ones(4, dtype=torch.bfloat16)
-    tensors = {
-        "m.a": torch.ones(2, 3),
-        "m.scalar": torch.tensor(1),
-        "m.empty": torch.ones(0, 5),
-        "m.bits": torch.ones(7, dtype=torch.bool),
-        "head": tied,
-        "embed": tied,
-        "ä.ö": torch.ones(1, dtype=torch.complex64),
-    }
-    state: dict[str, Any] = {key: ShardedTensor.from_rank_offsets(key, tensor) for key, tensor in tensors.items()}
-    state |= {"o": ShardedObject("rng/x", {"seed": 1}, (1,), (0,)), "iteration": 3, "args": {"lr": 1.0, "n": [1]}}
-    dc.save(state, folder, (backend, 1), step=4)
-
-
 @table("how", [[], ["--json"], ["--files"], ["--tree"], ["--sort", "size"], ["m."], ["rng"], ["x"]])
 @table("name", ["torch_dist", "safetensors"])
 def test_the_outline_is_what_the_strategy_lists(
     name: str, how: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What inspect says without torch is what it says with it, and so is the exit code."""
-    _make_varied(tmp_path / "c", name)
+    make_varied(tmp_path / "c", name)
     found = []
     for outline in (True, False):
         if not outline:
@@ -284,7 +252,7 @@ def test_the_outline_is_what_the_strategy_lists(
 @table("fault", ["flipped", "cut", "missing"])
 def test_a_damaged_checkpoint_has_no_outline(tmp_path: Path, name: str, file: str, fault: str) -> None:
     """A file that is damaged is left to the strategy, which says what is wrong; values of tensors are not looked at."""
-    _make_varied(tmp_path / "c", name)
+    make_varied(tmp_path / "c", name)
     path, options = tmp_path / "c" / file, argparse.Namespace(directory=str(tmp_path / "c"), prefix="", files=False)
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
@@ -297,54 +265,8 @@ def test_a_damaged_checkpoint_has_no_outline(tmp_path: Path, name: str, file: st
     assert (inspect_._read_outline(options) is None) == is_seen
 
 
-#: What takes longer to import than 100,000 tensors take to be listed.
-SLOW_IMPORTS = {"torch", "pydantic", "pluggy", "importlib.metadata", "dataclasses", "inspect", "shardckpt.strategy"}
-
-
-@pytest.mark.parametrize("how", [[], ["--tree"], ["--sort", "size"], ["--json"], ["--files"]])
-@both
-@pytest.mark.ci
-def test_inspect_imports_little(backend: Backend, how: list[str], tmp_path: Path) -> None:
-    """To list what a checkpoint of ours stores nobody waits for torch, pydantic, plugins or other verbs."""
-    _make_varied(tmp_path / "c", backend.name)
-    code = (
-        "import sys; before = {*sys.modules}; from shardckpt.cli import main; code = main(sys.argv[2:])\n"
-        "new = sys.modules.keys() - before\n"
-        "sys.exit(f'imported: {new & {*sys.argv[1].split()}}' if new & {*sys.argv[1].split()} else code)"
-    )
-    verbs = {f"shardckpt.cli.{name}" for name in ("diff", "convert", "ls", "verify", "html")}
-    done = subprocess.run(
-        [sys.executable, "-c", code, " ".join(SLOW_IMPORTS | verbs), "inspect", str(tmp_path / "c"), *how],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert (done.returncode, done.stderr) == (0, "")
-    assert "m" in done.stdout
-
-
 def test_own_outlines_are_those_that_plugins_register() -> None:
     """The table of functions that inspect asks without a look at plugins has what the plugins say."""
     entries = get_plugin_manager().registry.entries(StrategyAction.LOAD_SHARDED)
     own = {(entry.backend, entry.version): entry.outline for entry in entries if entry.outline.startswith("shardckpt")}
     assert own == inspect_.OUTLINES
-
-
-@both_in_proof
-@pytest.mark.proof
-def test_inspect_does_not_wait_for_dtensor(backend: Backend, tmp_path: Path) -> None:
-    """Where ``inspect`` needs torch, a new interpreter imports neither DTensor nor DCP, which take a second."""
-    dc.save({"w": ShardedTensor.from_rank_offsets("w", torch.ones(2))}, tmp_path / "c")
-    (tmp_path / "c" / "metadata.json").unlink()  # it has no outline then
-    program = (
-        "import sys; from shardckpt.cli import main; code = main(['inspect', sys.argv[1]])\n"
-        "print(*{'torch.distributed.tensor', 'torch.distributed.checkpoint', 'sympy'} & sys.modules.keys())\n"
-        "sys.exit(code)"
-    )
-    command = [sys.executable, "-c", program, str(tmp_path / "c")]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert ended.returncode == 1, ended.stderr
-    *_, summary, _, imported = ended.stdout.split("\n")[:-1]
-    assert summary == "1 tensors of 8 bytes, 0 objects"
-    assert imported == ""

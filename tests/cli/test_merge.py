@@ -1,10 +1,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
-import sys
 from typing import TYPE_CHECKING
 
 import pytest
@@ -12,7 +8,6 @@ import torch
 
 from shardckpt.cli import main
 from shardckpt.engine import display
-from shardckpt.maintenance.sources import open_any
 from tests.tables import table
 
 if TYPE_CHECKING:
@@ -69,35 +64,6 @@ def test_merge_shows_its_progress(
     assert all(line.startswith("merge: ") for line in lines)
     assert lines[0].startswith("merge: 0 B of 2.1 MB")
     assert lines[-1].startswith("merge: 2.1 MB of 2.1 MB")
-
-
-#: The command, which kills itself when it has written all, and is reading it again.
-KILLED = """
-import os, signal, sys
-from shardckpt.cli import main
-from shardckpt.maintenance import proof
-
-proof.sum_written = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
-main(["merge", *sys.argv[1:]])
-"""
-
-
-@pytest.mark.parametrize(
-    "to", [pytest.param("safetensors", marks=pytest.mark.ci), pytest.param("hf", marks=pytest.mark.proof)]
-)
-def test_a_killed_merge_leaves_nothing(tmp_path: Path, to: str) -> None:
-    """Killed before its commit, a merge leaves nothing at DST; run again, it succeeds, and nothing else is left."""
-    for number in (1.0, 2.0):
-        torch.save({"w": torch.full((8,), number)}, tmp_path / f"{number}.pt")
-    options = [str(tmp_path / "1.0.pt"), str(tmp_path / "2.0.pt"), str(tmp_path / "new"), "--to", to]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "-c", KILLED, *options], env=environment, timeout=120, check=False)
-    assert done.returncode == -signal.SIGKILL
-    assert not (tmp_path / "new").exists()
-    assert main(["merge", *options]) == 0
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["1.0.pt", "2.0.pt", "new"]
-    with open_any(tmp_path / "new") as merged:
-        assert merged["w"].read().tolist() == [1.5] * 8
 
 
 def test_merge_says_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

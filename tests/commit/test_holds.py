@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-import time
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -112,8 +110,7 @@ def test_a_save_waits_for_the_removal_of_what_it_replaces(
         removal.enter_context(steps.holds.removing("step-1"))
         write(self, *args)
 
-    clock = SimpleNamespace(time=time.time, monotonic=time.monotonic, sleep=wait)
-    monkeypatch.setattr(holds_module, "time", clock)
+    monkeypatch.setattr("time.sleep", wait)
     if place == "{}":  # of a directory the moment is the commit; of a store it is the beginning
         monkeypatch.setattr(Transaction, "_write_markers", write_late)
     else:

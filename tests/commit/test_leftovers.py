@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import pathlib
-import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -33,6 +32,8 @@ from tests.commit import owners
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from tests.clock import Clock
 
 
 def _all(folder: Path) -> Any:
@@ -79,7 +80,9 @@ def test_what_a_living_process_has_stays(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_another_host_has_stays_until_it_is_old(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_another_host_has_stays_until_it_is_old(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: Clock
+) -> None:
     """The last write decides, by SHARDCKPT_LEFTOVER_HOURS; so it does where an older release wrote no owner."""
     for owner, whose in ((owners.elsewhere(), "another host"), (None, "an older release")):
         path = owners.leave(tmp_path / "ckpt", owner)
@@ -89,12 +92,12 @@ def test_what_another_host_has_stays_until_it_is_old(tmp_path: Path, monkeypatch
         assert whose in kept
         assert "written to 0.0 hours ago: it goes after 24" in kept
         assert why_kept(leftover, hours=0) == ""
-        now = time.time()
+        clock.advance(hours=25)
+        assert why_kept(leftover) == ""
         with monkeypatch.context() as patched:
-            patched.setattr(time, "time", lambda now=now: now + 25 * 3600)
-            assert why_kept(leftover) == ""
             patched.setenv(settings.LEFTOVER_HOURS, "26")
             assert "it goes after 26" in why_kept(leftover)
+        clock.advance(hours=-25)
         remove_free([leftover])
         assert path.exists()
         remove_leftover(leftover)

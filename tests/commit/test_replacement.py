@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
-import threading
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from obstore.store import MemoryStore
 
 from shardckpt import dist_checkpointing as dc
 from shardckpt.commit import Owner, delete_checkpoint
@@ -16,163 +13,19 @@ from shardckpt.errors import CheckpointingException, CheckpointReplacedError, Co
 from shardckpt.integrations.fsspec.folder import open_folder as open_by_fsspec
 from shardckpt.integrations.obstore.folder import ObstoreFolder
 from shardckpt.maintenance import verify_checkpoint
-from shardckpt.manifest import find_generation
 from shardckpt.plugins import get_plugin_manager, hookimpl
 from shardckpt.storage import RemotePath
 from tests.commit import owners
 from tests.remote import jobs
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
     from pathlib import Path
+from tests.commit.replacement import LATER, NEW, OLD, Place, generations, place, versions
 
-OLD, NEW, LATER = 1.0, 2.0, 3.0
-_PAIRS = {("obstore", True, 2), ("fsspec", False, 1)}
-_CALLS = ("files", "tree", "read", "read_into", "read_tagged", "upload", "open_write", "create", "replace", "delete")
-
-
-class _Killed(ValueError):
-    """Ends a save, as a kill does: no request comes through any more. No kind of error that is tried again."""
+__all__ = ["place"]  # fixtures
 
 
-class _Stopping:
-    """Counts the requests of a store, and lets none through from the n-th on, or loses that one's answer, too."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        self.at = 0
-        self.is_answer_lost = False
-        self.lock = threading.Lock()
-
-    def stop(self, at: int, *, is_answer_lost: bool) -> None:
-        """Begin to count."""
-        self.count, self.at, self.is_answer_lost = 0, at, is_answer_lost
-
-    def request(self, call: Callable[..., Any], *args: Any) -> Any:
-        """Send a request, unless the save is dead."""
-        with self.lock:
-            self.count += 1
-            is_dead = bool(self.at) and self.count >= self.at + self.is_answer_lost
-            is_last = bool(self.at) and self.is_answer_lost and self.count == self.at
-        if is_dead:
-            raise _Killed("killed")
-        found = call(*args)
-        if is_last:
-            raise _Killed("killed")
-        return found
-
-
-#: fsspec's store in memory is one for the process: each place has a folder of its own in it.
-_numbers = itertools.count()
-
-
-class _Place:
-    """Serves objects://, of which each call may be the last.
-
-    Attributes:
-        url: A URL.
-        stopping: Stops its requests.
-    """
-
-    def __init__(self, kind: str) -> None:
-        self.kind, self.url = kind, "objects://bucket/step-1"
-        self.stopping = _Stopping()
-        self._memory = MemoryStore()
-        self._number = next(_numbers)
-
-    @hookimpl(tryfirst=True)
-    def shardckpt_filesystem(self, url: str) -> Any:
-        """Return the folder."""
-        if not url.startswith("objects://"):
-            return None
-        path = url.removeprefix("objects://")
-        if self.kind == "obstore":
-            found: Any = ObstoreFolder(url, self._memory, path)
-        else:
-            found = open_by_fsspec(f"memory://{self._number}/{path}")
-            found.url = url
-        for name in (*_CALLS, "delete_many", "folders"):
-            if (call := getattr(found, name, None)) is not None:
-                setattr(found, name, self._guard(call))
-        return found
-
-    def _guard(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda *args: self.stopping.request(call, *args)
-
-    @property
-    def folder(self) -> Any:
-        """The folder."""
-        return open_folder(self.url, get_plugin_manager())
-
-    def die(self) -> None:
-        """Let what a save of this process has left be that of a dead one."""
-        self.stopping.stop(0, is_answer_lost=False)
-        folder = self.folder
-        for name, size in folder.tree().items():
-            if ".shardckpt-uploading-" in name:
-                said = folder.read(name, 0, size).replace(Owner.current().text.encode(), owners.dead().text.encode())
-                (RemotePath(folder) / name).write(said)
-
-
-@pytest.fixture(params=["obstore", "fsspec"])
-def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[_Place]:
-    """A store with conditions, and one without."""
-    found = _Place(request.param)
-    get_plugin_manager().register(found)
-    yield found
-    get_plugin_manager().unregister(found)
-
-
-def _versions(url: str) -> list[float]:
-    """The saves of which a load of the URL may be."""
-    return [value for value in (OLD, NEW, LATER) if jobs.error_of(jobs.check, url, value) == ("", "")]
-
-
-def _generations(place: _Place) -> set[str]:
-    return {find_generation(name) for name in place.folder.tree()}
-
-
-@pytest.mark.parametrize(
-    ("place", "is_answer_lost", "saves"),
-    [  # each kind of store with other values of both; the rest of the product is long
-        pytest.param(*each, marks=pytest.mark.ci if each in _PAIRS else pytest.mark.proof)
-        for each in itertools.product(("obstore", "fsspec"), (False, True), (1, 2))
-    ],
-    indirect=["place"],
-)
-@pytest.mark.proof
-def test_an_overwrite_that_is_killed_anywhere_is_old_or_new(place: _Place, saves: int, is_answer_lost: bool) -> None:
-    """At each request: a load gives one whole save, a prune removes all else, and so does the next overwrite."""
-    found, number, ended = [], 0, False
-    while not ended:
-        number += 1
-        for _ in range(saves):
-            jobs.save(place.url, OLD, overwrite=True)
-        place.stopping.stop(number, is_answer_lost=is_answer_lost)
-        error = jobs.error_of(jobs.save, place.url, NEW, overwrite=True)
-        ended = place.stopping.count < number
-        place.die()
-        found.append(_versions(place.url))
-        assert found[-1] in ([OLD], [NEW])
-        assert error == ("", "") or "killed" in error[1]
-        if number % 2:
-            prune_leftovers(place.url)
-        else:
-            jobs.save(place.url, LATER, overwrite=True)
-        assert _versions(place.url) == (found[-1] if number % 2 else [LATER])
-        names = place.folder.tree()
-        assert not [name for name in names if ".shardckpt-uploading" in name]
-        assert len([name for name in names if name.endswith("shardckpt.json")]) == 1
-        assert len(_generations(place)) <= 2
-        delete_checkpoint(place.folder)
-        assert place.folder.tree() == {}
-    assert [OLD] in found
-    assert found[-1] == [NEW]
-    assert found[-2] == [NEW]
-    assert number > 25
-
-
-def test_of_two_overwrites_one_wins(place: _Place) -> None:
+def test_of_two_overwrites_one_wins(place: Place) -> None:
     """An overwrite that begins while another goes on wins; the first fails, names it, and takes nothing away."""
     jobs.save(place.url, OLD)
     first = dc.save(jobs.state(NEW), place.url, async_sharded_save=True, overwrite=True)
@@ -183,14 +36,14 @@ def test_of_two_overwrites_one_wins(place: _Place) -> None:
     assert kind == "StorageError"
     assert f"{place.url}: another save has begun there ('save " in text
     assert f"of process {Owner.current().pid} on " in text
-    assert _versions(place.url) == [OLD]
+    assert versions(place.url) == [OLD]
     assert jobs.error_of(second.execute_sync) == ("", "")
-    assert _versions(place.url) == [LATER]
+    assert versions(place.url) == [LATER]
     assert not [name for name in place.folder.tree() if ".shardckpt" in name]
-    assert len(_generations(place)) == 2
+    assert len(generations(place)) == 2
 
 
-def test_a_marker_that_was_switched_meanwhile_is_not_replaced(place: _Place, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_marker_that_was_switched_meanwhile_is_not_replaced(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a store has conditions, a save that is overruled after its last look still replaces nothing."""
     if place.kind != "obstore":
         pytest.skip("a store without conditions: there the claims decide")
@@ -207,11 +60,11 @@ def test_a_marker_that_was_switched_meanwhile_is_not_replaced(place: _Place, mon
     kind, text = jobs.error_of(jobs.save, place.url, NEW, overwrite=True)
     assert kind == "StorageError"
     assert "another save has begun there (save " in text
-    assert _versions(place.url) == [LATER]
-    assert len(_generations(place)) == 2
+    assert versions(place.url) == [LATER]
+    assert len(generations(place)) == 2
 
 
-def test_another_living_process_is_not_overruled(place: _Place) -> None:
+def test_another_living_process_is_not_overruled(place: Place) -> None:
     """While a process of this host overwrites, another's overwrite is refused, and the error says who goes on."""
     jobs.save(place.url, OLD)
     with owners.alive() as owner:
@@ -220,13 +73,13 @@ def test_another_living_process_is_not_overruled(place: _Place) -> None:
         kind, text = jobs.error_of(jobs.save, place.url, NEW, overwrite=True)
     assert kind == "StorageError"
     assert f"another save is under way there ('save {'5' * 32} of process {owner.pid} on host" in text
-    assert _versions(place.url) == [OLD]
+    assert versions(place.url) == [OLD]
     jobs.save(place.url, NEW, overwrite=True)  # it is dead
-    assert _versions(place.url) == [NEW]
+    assert versions(place.url) == [NEW]
     assert not [name for name in place.folder.tree() if ".shardckpt" in name]
 
 
-def test_what_may_live_elsewhere_is_overruled_and_left_to_a_prune(place: _Place) -> None:
+def test_what_may_live_elsewhere_is_overruled_and_left_to_a_prune(place: Place) -> None:
     """A save of another host does not block the next; its objects stay until they count as dead."""
     jobs.save(place.url, OLD)
     mark, other = f".shardckpt-uploading-{'5' * 32}", f"generation-{'5' * 32}/data"
@@ -238,10 +91,10 @@ def test_what_may_live_elsewhere_is_overruled_and_left_to_a_prune(place: _Place)
     assert prune_leftovers(place.url)[0].kept
     assert [result.is_removed for result in prune_leftovers(place.url, 0)] == [True]
     assert not {mark, other} & place.folder.tree().keys()
-    assert _versions(place.url) == [NEW]
+    assert versions(place.url) == [NEW]
 
 
-def test_a_reader_of_the_old_save_begins_again(place: _Place) -> None:
+def test_a_reader_of_the_old_save_begins_again(place: Place) -> None:
     """What was opened before an overwrite says that it was replaced; a load that is under way gets the new save."""
     for saves in (1, 2):
         for _ in range(saves):
@@ -250,10 +103,10 @@ def test_a_reader_of_the_old_save_begins_again(place: _Place) -> None:
             jobs.save(place.url, NEW, overwrite=True)
             with pytest.raises(CheckpointReplacedError):
                 _ = opened["weight"][:]
-        assert _versions(place.url) == [NEW]
+        assert versions(place.url) == [NEW]
 
 
-def test_a_copied_prefix_is_the_checkpoint(place: _Place, tmp_path: Path) -> None:
+def test_a_copied_prefix_is_the_checkpoint(place: Place, tmp_path: Path) -> None:
     """All objects, copied to a directory or another URL, load there, are verified, and may be overwritten again."""
     for value in (OLD, NEW):
         jobs.save(place.url, value, overwrite=True, verify_integrity=True)
@@ -276,7 +129,7 @@ def test_a_copied_prefix_is_the_checkpoint(place: _Place, tmp_path: Path) -> Non
     assert not [path for path in (tmp_path / "c").iterdir() if path.is_dir()]
 
 
-def test_a_generation_that_is_lost_is_damage(place: _Place) -> None:
+def test_a_generation_that_is_lost_is_damage(place: Place) -> None:
     """A marker that names what is not there, or no generation at all, is an error that says so, never another save."""
     for value in (OLD, NEW):
         jobs.save(place.url, value, overwrite=True)
@@ -285,7 +138,7 @@ def test_a_generation_that_is_lost_is_damage(place: _Place) -> None:
     marker.write(said.replace(b"generation-", b"../../etc-"))
     assert jobs.error_of(jobs.check, place.url, NEW)[0] == CorruptCheckpointError.__name__
     marker.write(said)
-    generation = max(_generations(place))
+    generation = max(generations(place))
     (RemotePath(place.folder) / f"{generation}/metadata.json").delete()
     kind, text = jobs.error_of(jobs.check, place.url, NEW)
     assert kind == CorruptCheckpointError.__name__
@@ -295,7 +148,7 @@ def test_a_generation_that_is_lost_is_damage(place: _Place) -> None:
 
 @pytest.mark.usefixtures("no_pauses")
 def test_a_refused_overwrite_leaves_nothing_whatever_answer_was_lost(
-    place: _Place, monkeypatch: pytest.MonkeyPatch
+    place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A save whose marker was created by a request without an answer, and which is then refused, takes all away."""
     if place.kind != "obstore":
@@ -319,8 +172,8 @@ def test_a_refused_overwrite_leaves_nothing_whatever_answer_was_lost(
     monkeypatch.setattr(ObstoreFolder, "replace", late)
     assert jobs.error_of(jobs.save, place.url, NEW, overwrite=True)[0] == StorageError.__name__
     assert len(lost) == 2
-    assert _versions(place.url) == [LATER]
-    assert len(_generations(place)) == 2
+    assert versions(place.url) == [LATER]
+    assert len(generations(place)) == 2
 
 
 def test_a_refused_overwrite_leaves_no_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -343,7 +196,7 @@ def test_a_refused_overwrite_leaves_no_empty_folder(tmp_path: Path, monkeypatch:
         with monkeypatch.context() as patch:
             patch.setattr("shardckpt.commit.replacement.Replacement.switch", lambda *_: 1 / 0)
             assert jobs.error_of(jobs.save, "folders://step-1", NEW, overwrite=True) != ("", "")
-        assert _versions("folders://step-1") == [OLD]
+        assert versions("folders://step-1") == [OLD]
     finally:
         get_plugin_manager().unregister(server)
     assert not [path for path in tmp_path.rglob("*") if path.is_dir() and path.name != "step-1"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +17,7 @@ from tests.commit import owners
 
 if TYPE_CHECKING:
     from shardckpt.commit import Unfinished
+    from tests.clock import Clock
 
 SAVE_ID = "7" * 32
 _numbers = count()
@@ -78,18 +78,15 @@ def test_what_a_dead_process_left_is_removed_whole(place: RemotePath) -> None:
     assert find_unfinished(RemotePath(place.folder)) is None
 
 
-def test_what_a_living_process_writes_stays_at_any_age(place: RemotePath, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_living_process_writes_stays_at_any_age(place: RemotePath, clock: Clock) -> None:
     """A process of this host that lives keeps its objects, however old they are."""
     _leave(place, Owner.current())
-    now = time.time()
-    monkeypatch.setattr(time, "time", lambda: now + 1e7)
+    clock.advance(hours=3000)
     assert why_unfinished_kept(_find(place), 0.0) == f"process {Owner.current().pid} of this host is alive"
 
 
 @pytest.mark.parametrize("tells_times", [True, False])
-def test_what_another_host_left_goes_by_its_age(
-    place: RemotePath, monkeypatch: pytest.MonkeyPatch, tells_times: bool
-) -> None:
+def test_what_another_host_left_goes_by_its_age(place: RemotePath, clock: Clock, tells_times: bool) -> None:
     """It stays until nothing was written for so long; where a store tells no times, since the save began."""
     _leave(place, owners.elsewhere())
     found = _find(place if tells_times else RemotePath(_Timeless(place.folder)))  # type: ignore[arg-type]
@@ -98,8 +95,7 @@ def test_what_another_host_left_goes_by_its_age(
     if tells_times:  # the last write counts, not the begin
         found = found._replace(begun=1.0)
         assert why_unfinished_kept(found)
-    now = time.time()
-    monkeypatch.setattr(time, "time", lambda: now + 25 * 3600)
+    clock.advance(hours=25)
     assert why_unfinished_kept(found) == ""
     assert why_unfinished_kept(found, 26.0)
 

@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import ast
 import re
-from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+from tests.tree import ROOT
+
 TABLE = ROOT / "shardckpt" / "compat" / "megatron" / "README.md"
 
 

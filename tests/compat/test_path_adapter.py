@@ -25,14 +25,13 @@ from shardckpt.errors import (
     UnsafePickleError,
     VersionTooNewError,
 )
-from tests.compat.rewritten import STRATEGIES, run_script
 from tests.damage import flip
-from tests.tables import in_proof, table
+from tests.tables import table
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from tests.ranks import RankPool, Ranks
+    from tests.ranks import Ranks
 
 
 class _Save(base.SaveShardedStrategy):
@@ -74,20 +73,6 @@ def _wanted() -> dict[str, Any]:
 def _register(load: Any = None, save: Any = None) -> None:
     base.register_default_strategy(base.StrategyAction.SAVE_SHARDED, "files", 1, save or _Save())
     base.register_default_strategy(base.StrategyAction.LOAD_SHARDED, "files", 1, load or _Load())
-
-
-@pytest.mark.ci
-@pytest.mark.parametrize(("writers", "readers"), [(1, 2), (2, 1), *in_proof((2, 2))])
-@pytest.mark.parametrize("function", ["save", "save_in_background"])
-def test_strategies_written_for_megatron_run(
-    gloo_ranks: RankPool, tmp_path: Path, function: str, writers: int, readers: int
-) -> None:
-    """Ported by the import rule, a strategy of Megatron's saves, overwrites and loads, by name and itself."""
-    gloo_ranks.run(writers, run_script, STRATEGIES, function, str(tmp_path / "c"), "3")
-    gloo_ranks.run(readers, run_script, STRATEGIES, "load", str(tmp_path / "c"), "3")
-    gloo_ranks.run(writers, run_script, STRATEGIES, function, str(tmp_path / "c"), "5")
-    gloo_ranks.run(readers, run_script, STRATEGIES, "load", str(tmp_path / "c"), "5")
-    assert [path.name for path in tmp_path.iterdir()] == ["c"]
 
 
 @table("odd", ['{"tensors": {}, "tensors": {}}', '{"tensors": {"w": {"shape": ["2"], "dtype": "x"}}}'])

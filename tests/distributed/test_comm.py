@@ -2,9 +2,6 @@ from __future__ import annotations
 
 import ast
 import gc
-import os
-import signal
-import threading
 import weakref
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -25,7 +22,7 @@ from tests.tables import table
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from tests.ranks import RankPool, Ranks
+    from tests.ranks import Ranks
 
 
 def _moves() -> tuple[list[int], list[int], int, str]:
@@ -134,18 +131,6 @@ def test_one_process_needs_no_group() -> None:
         raise KeyError("k")
     with pytest.raises(ShardingError, match=r"^plain$"), comm.collective_phase("step"):
         raise ShardingError("plain")
-
-
-def _through_a_gloo_group() -> list[int]:
-    accelerators_only = dist.new_group(backend="cuda:gloo")
-    first, second = Comm(accelerators_only), Comm(accelerators_only)
-    return first.all_gather(first.rank) + second.all_gather(second.rank)
-
-
-@pytest.mark.ci
-def test_a_group_for_accelerators_gets_a_gloo_group_for_the_cpu(gloo_ranks: RankPool) -> None:
-    """Where the caller's group moves no CPU tensors (NCCL), a gloo group of the same ranks carries the messages."""
-    assert gloo_ranks.run(2, _through_a_gloo_group) == [[0, 1, 0, 1]] * 2
 
 
 def _hands_out_what_cannot_be_pickled(how: str) -> None:
@@ -281,34 +266,6 @@ def test_an_error_in_a_local_phase_is_everyones_in_what_follows(ranks: Ranks, th
     assert {outcome.message for outcome in outcomes} == {"rank 1, in 'alone': bad shard"}
 
 
-def _messages(folder: str) -> list[int]:
-    comm_calls: list[int] = []
-    found: list[int] = []
-    call = Comm._call
-    Comm._call = lambda self, collective: (comm_calls.append(1), call(self, collective))[1]  # type: ignore[method-assign]
-    rank, world = dist.get_rank(), dist.get_world_size()
-    try:
-        for number in range(2):
-            tensors = [torch.full((2, 3), float(rank)) for _ in range(1 + 40 * number)]
-            shards = {
-                f"t{n}": ShardedTensor.from_rank_offsets(f"t{n}", tensor, (0, rank, world))
-                for n, tensor in enumerate(tensors)
-            }
-            for action, place in ((dc.save, "a"), (dc.save, "b"), (dc.load, "b")):
-                comm_calls.clear()
-                action(shards, f"{folder}/{number}{place}")
-                found.append(len(comm_calls))
-    finally:
-        Comm._call = call  # type: ignore[method-assign]
-    return found
-
-
-@pytest.mark.ci
-def test_messages_do_not_grow_with_the_state(gloo_ranks: RankPool, tmp_path: Path) -> None:
-    """A save of one tensor and one of 41 take the same 24 collectives, another of the same 19, a load 15."""
-    assert gloo_ranks.run(2, _messages, str(tmp_path)) == [[24, 19, 15, 24, 19, 15]] * 2
-
-
 def _disagrees() -> None:
     comm = Comm()
     comm.agree(strict="log_all" if comm.rank == 2 else "raise_all", validate=True)
@@ -375,39 +332,6 @@ def test_a_destroyed_group_is_said_to_be(ranks: Ranks, tmp_path: Path) -> None:
     """What comes after the group's end says that it was destroyed, not that a rank died."""
     said = "the process group was destroyed: save, load and finalize before that"
     assert ranks.run(2, _after_the_end, str(tmp_path)) == [said, said]
-
-
-def _waits_and_is_interrupted(who: int) -> list[Any]:
-    rank, slow = dist.get_rank(), dist.get_world_size() - 1
-    comm, before = Comm(), signal.signal(signal.SIGINT, signal.default_int_handler)
-    heard: list[Any] = []
-    store: Any = dist.distributed_c10d._get_default_store()
-
-    def interrupt() -> None:
-        os.kill(os.getpid(), signal.SIGINT)
-        store.set("interrupted", b"1")
-
-    try:
-        with comm.local_phase("waiting"):
-            if rank == who:
-                threading.Timer(0.2, interrupt).start()
-            if rank == slow:
-                store.wait(["interrupted"])
-            comm.sync_errors()
-        comm.sync_errors()
-    except (KeyboardInterrupt, RankFailedError) as exc:
-        heard.append(type(exc).__name__)
-    finally:
-        signal.signal(signal.SIGINT, before)
-    return heard + Comm().all_gather(rank)
-
-
-@pytest.mark.ci
-@pytest.mark.parametrize("who", [0, 1])
-def test_an_interrupt_waits_for_what_the_others_are_in(gloo_ranks: RankPool, who: int) -> None:
-    """Ctrl-C on a rank that waits for a slower one is an error on all ranks, which are in step after it."""
-    found = gloo_ranks.run(3, _waits_and_is_interrupted, who)
-    assert found == [["KeyboardInterrupt" if rank == who else "RankFailedError", 0, 1, 2] for rank in range(3)]
 
 
 def _combines(limit: int, count: int) -> list[Any]:

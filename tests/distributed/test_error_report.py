@@ -1,11 +1,8 @@
 from __future__ import annotations
 
 import copy
-import os
 import pickle
-import sys
 import threading
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -17,7 +14,7 @@ from tests.tables import table
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from tests.ranks import RankPool, Ranks
+    from tests.ranks import Ranks
 
 
 class PluginError(ShardingError):
@@ -121,6 +118,8 @@ def _replaced_error() -> CheckpointingException:
 
 
 FAILED = "shardckpt.errors.RankFailedError"
+
+
 #: What makes an error; its class on every rank, and the end of its text.
 ERRORS: dict[str, tuple[Callable[[], Exception], str, str]] = {
     "plugin": (lambda: PluginError("odd"), f"{__name__}.PluginError", "odd"),
@@ -258,29 +257,6 @@ def _raise_on_rank_1(comm: Comm) -> None:
 def test_what_fails_later_does_not_change_the_class(ranks: Ranks) -> None:
     """An error of any class stays the error of all ranks when cleaning up fails after it."""
     assert ranks.run(2, _fails_again_on_the_way_out) == [["CodeError", "rank 1, in 'step': f: code 7"]] * 2
-
-
-def _raises_of_its_own_module() -> tuple[str, str]:
-    comm = Comm()
-    name = f"only_rank_1_has_{os.getpid()}"
-    if comm.rank == 1:
-        sys.modules[name] = ModuleType(name)
-        sys.modules[name].OddError = type("OddError", (CheckpointingException,), {"__module__": name})  # type: ignore[attr-defined]
-    try:
-        with comm.collective_phase("step"):
-            if comm.rank == 1:
-                raise sys.modules[name].OddError("odd")
-    except CheckpointingException as exc:
-        return type(exc).__name__, str(exc)
-    finally:
-        sys.modules.pop(name, None)
-    return "", ""
-
-
-@pytest.mark.ci
-def test_a_class_that_one_rank_has_is_named_on_all(gloo_ranks: RankPool) -> None:
-    """A class that some rank cannot import is a RankFailedError on every rank, and the group can be used after it."""
-    assert gloo_ranks.run(2, _raises_of_its_own_module) == [("RankFailedError", "rank 1, in 'step': OddError: odd")] * 2
 
 
 def _both_fail() -> None:

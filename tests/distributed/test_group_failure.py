@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -10,24 +9,16 @@ import pytest
 
 from shardckpt.distributed.group_failure import POLL_INTERVAL, Deadlines, Diagnosis, GroupFailure
 from tests.distributed.simulated import BEGIN, Job, Outcome, View
-from tests.faults.deaths import CollectiveJob, Scenario
-from tests.faults.programs import ask
 
 if TYPE_CHECKING:
     from collections.abc import Collection
-    from pathlib import Path
+from tests.distributed.group_failure import DIED, STOPPED
 
-DIED = (
-    " died or left the process group: a collective of {} ranks failed in 'meeting', and connections were closed. Look "
-    "in the logs of the program and of the kernel (dmesg) for an exception, a signal, or too little memory"
-)
-STOPPED = (
-    " did not answer within {:g} s: a collective of {} ranks failed in 'meeting'. Check with py-spy whether the "
-    "process is stopped, hangs, or was busy for longer than the process group's timeout"
-)
 WITHOUT_STORE = (
     " (the process group's store, which rank 0 hosts, does not answer either: compare the errors of other ranks)"
 )
+
+
 #: Timeouts of groups: of tests, of NCCL and of gloo.
 TIMEOUTS = (3.0, 20.0, 600.0, 1800.0)
 
@@ -260,29 +251,3 @@ def test_a_store_that_fails_is_asked_no_more() -> None:
 def test_deadlines_follow_from_the_timeout(timeout: float, expected: Deadlines) -> None:
     """A group with a long timeout allows its ranks and its store more; all limits have a least and a largest value."""
     assert Deadlines.of(timeout) == pytest.approx(expected)
-
-
-SCENARIOS = {
-    "busy": Scenario(world=4, members=[0, 1, 2, 3], delays=[0, 0, 0, 3], victim=2, how="kill"),
-    "early": Scenario(world=3, members=[0, 1, 2], delays=[3, 0, 0], victim=2, how="stop"),
-    "pair": Scenario(world=4, members=[1, 3], delays=[0, 0, 0, 0], victim=3, how="kill"),
-    "none": Scenario(world=3, members=[0, 1, 2], delays=[0, 0, 0], victim=1, how="none"),
-}
-
-
-@pytest.mark.proof
-def test_processes_find_out_what_simulated_ranks_do(tmp_path: Path) -> None:
-    """Real ranks that die, stop, come late, or whose call fails, over gloo: all others say the same, who is missing."""
-    reports = ask("deaths", "collective", tmp_path, text=json.dumps(list(SCENARIOS.values())))
-    found: dict[str, dict[str, Any]] = dict(zip(SCENARIOS, reports, strict=True))
-    expected: dict[str, tuple[set[str], str, list[int]]] = {
-        "busy": ({"0", "1", "3"}, "rank 2" + DIED.format(4), [2]),
-        "early": ({"0", "1"}, "rank 2" + STOPPED.format(CollectiveJob.timeout, 3), [2]),
-        "pair": ({"1"}, "rank 3 (of the group of ranks 1, 3)" + DIED.format(2), [3]),
-        "none": ({"0", "1", "2"}, "a collective of 3 ranks failed in 'meeting', and none of them is missing", []),
-    }
-    for name, (ranks, text, missing) in expected.items():
-        outcomes = found[name]["outcomes"]
-        assert set(outcomes) == ranks, name
-        assert all(kind == "CommunicationError" and said.startswith(text) for kind, said in outcomes.values()), outcomes
-        assert all(ranks == missing for ranks in found[name]["missing"].values()), found[name]

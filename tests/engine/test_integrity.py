@@ -26,6 +26,7 @@ from tests.names import MARKERS
 from tests.resources import list_open
 from tests.states import error_of
 from tests.tables import in_proof, table
+from tests.tree import GOLDEN
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
     from tests.backends import Backend
     from tests.ranks import Ranks
 
-GOLDEN = Path(__file__).parents[1] / "golden"
 VERSIONS = ("0.9.0", "0.12.3", "0.13.1", "0.16.1", "0.17.0rc0", "0.20.0")
 KEY = "decoder.final_layernorm.weight"
 FILE = "__3_0.distcp"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import signal
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +14,6 @@ import torch.distributed as dist
 
 from shardckpt import dist_checkpointing as dc
 from shardckpt import settings
-from shardckpt.async_save import AsyncCallsQueue
 from shardckpt.cli import main
 from shardckpt.commit.owner import Owner
 from shardckpt.commit.staging_names import REMOVED, REPLACED, STAGING, new_save_id, stem, temporary_name
@@ -23,28 +21,22 @@ from shardckpt.engine.pruning import prune_leftovers, prune_spools
 from shardckpt.errors import CheckpointingException, IncompleteCheckpointError, StorageError
 from shardckpt.huggingface import dcp_to_torch_save, export_to_huggingface
 from shardckpt.maintenance.migrate import migrate_checkpoint
-from tests import backends, programs
+from tests import backends
 from tests.commit import owners
 from tests.faults import samples
-from tests.faults.test_overwrite import Interruption, add_foreign, die_between_renames
+from tests.faults.overwrite import Interruption, add_foreign, die_between_renames
 from tests.states import error_of
 from tests.tables import table
 
 if TYPE_CHECKING:
     from tests.ranks import Ranks
+from tests.engine.pruning import NEW, OLD, list_names, save_version
 
-OLD, NEW = 1, 2
 #: Names of 201 and 255 bytes, of characters with one byte and with several.
 LONG = ("x" * 201, "x" * 255, "é" * 127, "字" * 85)
+
+
 _IDS = [f"{len(os.fsencode(name))} {name[0]!a}" for name in LONG]
-
-
-def _save(target: Path, version: int = NEW, *, overwrite: bool = True) -> None:
-    dc.save(samples.state_dict(version), target, overwrite=overwrite)
-
-
-def _names(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir())
 
 
 def _set_aside(target: Path, owner: Owner) -> Path:
@@ -59,60 +51,15 @@ def test_the_next_save_leaves_nothing_but_the_checkpoint(tmp_path: Path, before:
     """What dead processes of this host have left of the target goes; with the parent, nothing else is touched."""
     target, dead = tmp_path / "ckpt", owners.dead()
     if before:
-        _save(target, OLD)
+        save_version(target, OLD)
         _set_aside(target, dead)
     owners.leave(target, dead)
     owners.leave(target, dead, REMOVED)
     owners.leave(target, dead, discarded=True)
     owners.leave(target, None, discarded=True)
     others = [owners.leave(tmp_path / "other", dead), owners.leave(tmp_path / "ckpt2", dead)]
-    _save(target)
-    assert _names(tmp_path) == sorted(["ckpt", *(path.name for path in others)])
-    assert samples.differences(samples.load(target), NEW) == []
-
-
-@pytest.mark.ci
-def test_what_others_have_stays_and_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A stopped process, another host and an older release keep what they have; the log says what and why."""
-    target = tmp_path / "ckpt"
-    process, staging = owners.saver(target)
-    try:
-        process.send_signal(signal.SIGSTOP)
-        far, older = owners.leave(target, owners.elsewhere()), owners.leave(target, None)
-        _save(target)
-        assert _names(tmp_path) == sorted(["ckpt", staging.name, far.name, older.name])
-        assert (staging / "data").read_bytes() == b"so far"
-        assert f"{staging} (process {process.pid} of this host is alive)" in caplog.text
-        assert f"{far} (of a process of another host" in caplog.text
-        assert f"{older} (of an older release" in caplog.text
-        assert "shardckpt prune" in caplog.text
-    finally:
-        owners.end(process)
-    caplog.clear()
-    _save(target)
-    assert not staging.exists()
-    assert far.exists()
-
-
-@pytest.mark.ci
-def test_a_background_save_keeps_its_directory(tmp_path: Path) -> None:
-    """A save that waits to be written outlives another save to the place, and every prune, and then commits."""
-    target = tmp_path / "ckpt"
-    with AsyncCallsQueue(persistent=False) as queue:
-        request = dc.save(samples.state_dict(NEW), target, async_sharded_save=True, overwrite=True)
-        assert request is not None
-        (staging,) = tmp_path.iterdir()
-        _save(target, OLD)
-        program = (
-            "import sys\nfrom shardckpt.cli import main\nsys.exit(main(['prune', sys.argv[1], '--older-than', '0']))"
-        )
-        done = programs.run(program, str(tmp_path))
-        assert done.returncode == 0, done.stderr
-        assert f"kept: process {os.getpid()} of this host is alive" in done.stdout
-        assert prune_leftovers(tmp_path)[0].kept
-        assert _names(tmp_path) == sorted(["ckpt", staging.name])
-        queue.schedule_async_request(request)
-    assert _names(tmp_path) == ["ckpt"]
+    save_version(target)
+    assert list_names(tmp_path) == sorted(["ckpt", *(path.name for path in others)])
     assert samples.differences(samples.load(target), NEW) == []
 
 
@@ -126,16 +73,16 @@ def test_the_save_after_one_that_failed_in_this_process(
     left = 0
     for number in range(1, 20):
         target = tmp_path / str(number) / "ckpt"
-        _save(target, OLD)
+        save_version(target, OLD)
         foreign = add_foreign(target)
         stop = Interruption(error("stop"), number, after)
         with stop.in_overwrites(monkeypatch, target, exchanges=exchanges), suppress(error, CheckpointingException):
-            _save(target)
+            save_version(target)
         if len(stop.calls) < number:
             break
-        left += len(_names(target.parent)) > 1
-        _save(target)
-        assert _names(target.parent) == ["ckpt"]
+        left += len(list_names(target.parent)) > 1
+        save_version(target)
+        assert list_names(target.parent) == ["ckpt"]
         assert samples.differences(samples.load(target), NEW) == []
         assert {name: samples.listing(target)[name] for name in foreign} == foreign
     assert left
@@ -143,7 +90,7 @@ def test_the_save_after_one_that_failed_in_this_process(
 
 def _dying_overwrite(target: Path) -> Path:
     """Let a process die between the two renames of an overwrite, where there is no exchange; what it moved aside."""
-    die_between_renames(target, _save)
+    die_between_renames(target, save_version)
     for path in target.parent.iterdir():  # the owner's name is that of this process, which lives
         path.rename(path.with_name(path.name.replace(Owner.current().text, owners.dead().text)))
     (aside,) = target.parent.glob("*shardckpt-replaced*")
@@ -154,13 +101,13 @@ def _dying_overwrite(target: Path) -> Path:
 def test_the_only_copy_is_never_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A process dies between the renames of an overwrite: prune keeps the old checkpoint, the next one restores it."""
     target = tmp_path / "ckpt"
-    _save(target, OLD)
+    save_version(target, OLD)
     foreign = add_foreign(target)
     aside = _dying_overwrite(target)
     assert not target.exists()
     results = {result.path: result for result in prune_leftovers(tmp_path, 0)}
     assert "rename it to ckpt" in results[aside].kept
-    assert _names(tmp_path) == [aside.name]  # the new one, which was not committed, is gone
+    assert list_names(tmp_path) == [aside.name]  # the new one, which was not committed, is gone
     with pytest.raises(IncompleteCheckpointError, match=f"a complete checkpoint is at {aside}"):
         samples.load(target)
 
@@ -170,10 +117,10 @@ def test_the_only_copy_is_never_removed(tmp_path: Path, monkeypatch: pytest.Monk
     with monkeypatch.context() as patched:
         patched.setattr("shardckpt.engine.pruning.create_staging", fail)
         with pytest.raises(StorageError, match="full"):
-            _save(target)
+            save_version(target)
     assert samples.differences(samples.load(target), OLD) == []
-    _save(target)
-    assert _names(tmp_path) == ["ckpt"]
+    save_version(target)
+    assert list_names(tmp_path) == ["ckpt"]
     assert samples.differences(samples.load(target), NEW) == []
     assert {name: samples.listing(target)[name] for name in foreign} == foreign
 
@@ -182,19 +129,19 @@ def test_the_only_copy_is_never_removed(tmp_path: Path, monkeypatch: pytest.Monk
 def test_a_save_that_may_not_overwrite_restores_nothing(tmp_path: Path) -> None:
     """It goes to the free path, as before; what lies aside goes when it has no file that the new checkpoint lacks."""
     target = tmp_path / "ckpt"
-    _save(target, OLD)
+    save_version(target, OLD)
     (target / "notes.txt").write_text("mine")
     aside = _dying_overwrite(target)
-    _save(target, overwrite=False)
+    save_version(target, overwrite=False)
     assert samples.differences(samples.load(target), NEW) == []
     for _ in range(2):
-        assert _names(tmp_path) == [aside.name, "ckpt"]
+        assert list_names(tmp_path) == [aside.name, "ckpt"]
         assert samples.differences(samples.load(aside.rename(tmp_path / "old")), OLD) == []
         (tmp_path / "old").rename(aside)
-        _save(target)
+        save_version(target)
     (target / "notes.txt").write_text("mine again")
-    _save(target)
-    assert _names(tmp_path) == ["ckpt"]
+    save_version(target)
+    assert list_names(tmp_path) == ["ckpt"]
 
 
 @backends.both_in_proof
@@ -202,7 +149,7 @@ def test_a_save_that_may_not_overwrite_restores_nothing(tmp_path: Path) -> None:
 def test_beside_a_damaged_checkpoint_the_older_one_stays(tmp_path: Path, how: str) -> None:
     """What was moved aside is kept as long as the one at the target is not whole, or cannot be judged."""
     target = tmp_path / "ckpt"
-    _save(target, OLD)
+    save_version(target, OLD)
     aside = _set_aside(target, owners.dead())
     data = target / backends.data_file(0)
     if how == "cut":
@@ -225,7 +172,7 @@ def test_several_ranks_save_beside_what_is_left(ranks: Ranks, tmp_path: Path) ->
     for _ in range(2):
         owners.leave(tmp_path / "ckpt", owners.dead())
     ranks.run(3, _save_part, str(tmp_path / "ckpt"), NEW)
-    assert _names(tmp_path) == ["ckpt"]
+    assert list_names(tmp_path) == ["ckpt"]
     assert samples.listing(tmp_path / "ckpt").keys() >= {backends.data_file(rank) for rank in range(3)}
 
 
@@ -244,7 +191,7 @@ def test_what_cannot_be_looked_at_or_removed_fails_no_save(
 
     with monkeypatch.context() as patched:
         patched.setattr(os, "rename", refuse)
-        _save(target, OLD)
+        save_version(target, OLD)
     assert f"cannot remove {left}: Input/output error (EIO)" in caplog.text
 
     def fail(*_: Any) -> None:
@@ -252,11 +199,11 @@ def test_what_cannot_be_looked_at_or_removed_fails_no_save(
 
     with monkeypatch.context() as patched:
         patched.setattr("shardckpt.engine.pruning.find_leftovers", fail)
-        _save(target)
+        save_version(target)
     assert "the server does not answer" in caplog.text
     owners.leave(target, owners.elsewhere())
     monkeypatch.setenv(settings.LEFTOVER_HOURS, "soon")
-    _save(target)
+    save_version(target)
     assert "SHARDCKPT_LEFTOVER_HOURS='soon': expected a whole number" in caplog.text
     assert samples.differences(samples.load(target), NEW) == []
 
@@ -276,7 +223,7 @@ def test_a_save_lists_its_parent_once(tmp_path: Path, monkeypatch: pytest.Monkey
         monkeypatch.setattr(os, name, counted(getattr(os, name)))
     for _ in range(2):
         listed.clear()
-        _save(tmp_path / "ckpt")
+        save_version(tmp_path / "ckpt")
         assert listed.count(tmp_path) == 1
 
 
@@ -284,22 +231,22 @@ def test_a_save_lists_its_parent_once(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_names_of_up_to_255_bytes_work(ranks: Ranks, tmp_path: Path, name: str) -> None:
     """Save, overwrite, remove keys, migrate's and exports' targets: nothing is left, and kills are cleared up after."""
     target = tmp_path / name
-    _save(target, OLD)
+    save_version(target, OLD)
     left = owners.leave(target, owners.dead())
     assert left.name.startswith(f".{name[:40]}")
-    _save(target)
+    save_version(target)
     assert samples.differences(samples.load(target), NEW) == []
     state = {"a.w": dc.ShardedTensor.from_rank_offsets("a.w", torch.ones(9)), **samples.state_dict(NEW)}
     dc.save(state, target, overwrite=True, verify_integrity=True)
     owners.leave(target, owners.dead())
     dc.remove_sharded_tensors(target, "a.")
-    assert _names(tmp_path) == [name]
+    assert list_names(tmp_path) == [name]
     ranks.run(2, _save_part, str(target), NEW)
-    assert _names(tmp_path) == [name]
+    assert list_names(tmp_path) == [name]
     request = dc.save(samples.state_dict(NEW), target, async_sharded_save=True, overwrite=True)
     assert request is not None
     request.execute_sync()
-    assert _names(tmp_path) == [name]
+    assert list_names(tmp_path) == [name]
 
 
 @table("name", LONG, ids=_IDS)
@@ -314,7 +261,7 @@ def test_exports_to_names_of_up_to_255_bytes(tmp_path: Path, name: str) -> None:
         left = tmp_path / "b" / temporary_name(name, STAGING, new_save_id(), owners.dead())
         left.write_bytes(b"so far")
         dcp_to_torch_save(tmp_path / "ckpt", tmp_path / "b" / name)
-    assert _names(tmp_path / "a") == _names(tmp_path / "b") == [name]
+    assert list_names(tmp_path / "a") == list_names(tmp_path / "b") == [name]
 
 
 def test_what_an_export_moved_aside(tmp_path: Path) -> None:
@@ -330,10 +277,10 @@ def test_what_an_export_moved_aside(tmp_path: Path) -> None:
     assert aside.exists()
     (aside / "notes").unlink()
     export_to_huggingface(tmp_path / "ckpt", folder, overwrite=True)
-    assert _names(tmp_path) == ["ckpt", "hf"]
+    assert list_names(tmp_path) == ["ckpt", "hf"]
     folder.rename(aside)
     export_to_huggingface(tmp_path / "ckpt", folder, overwrite=True)
-    assert _names(tmp_path) == ["ckpt", "hf"]
+    assert list_names(tmp_path) == ["ckpt", "hf"]
 
 
 @pytest.mark.parametrize("name", ["x" * 256, "é" * 128, "x" * 256 + "/ckpt"])
@@ -350,16 +297,16 @@ def test_longer_names_are_refused_before_anything_is_written(ranks: Ranks, tmp_p
         migrate_checkpoint(tmp_path / "ckpt", tmp_path / name)
     with pytest.raises(StorageError, match="has 256 bytes"):
         export_to_huggingface(tmp_path / "ckpt", tmp_path / name)
-    assert _names(tmp_path) == []
-    _save(tmp_path / "ckpt")
+    assert list_names(tmp_path) == []
+    save_version(tmp_path / "ckpt")
     with pytest.raises(StorageError, match="has 256 bytes"):
         dcp_to_torch_save(tmp_path / "ckpt", tmp_path / name)
-    assert _names(tmp_path) == ["ckpt"]
+    assert list_names(tmp_path) == ["ckpt"]
 
 
 def test_the_command_prunes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A row for each leftover: what it frees, and whether it went, or why not; --dry-run removes nothing."""
-    _save(tmp_path / "ckpt", OLD)
+    save_version(tmp_path / "ckpt", OLD)
     left, far = owners.leave(tmp_path / "ckpt", owners.dead()), owners.leave(tmp_path / "gone", owners.elsewhere())
     aside = _set_aside(tmp_path / "ckpt", owners.dead())
     before = samples.listing(tmp_path)
@@ -372,10 +319,10 @@ def test_the_command_prunes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert rows[str(left)] == ["6", "removed"]
     assert rows[str(aside)][1] == "removed"
     assert rows[str(far)][1].startswith("kept: of a process of another host")
-    assert _names(tmp_path) == sorted(["ckpt", far.name])
+    assert list_names(tmp_path) == sorted(["ckpt", far.name])
     assert main(["prune", str(tmp_path / "gone"), "--older-than", "0"]) == 0
     assert capsys.readouterr().out.endswith("6 bytes freed\n")
-    assert _names(tmp_path) == ["ckpt"]
+    assert list_names(tmp_path) == ["ckpt"]
 
 
 def test_the_command_fails_with_two(
@@ -408,18 +355,18 @@ def test_the_command_prunes_spool_directories(
     assert [bool(result.kept) for result in prune_spools(dry_run=True)].count(False) == 1
     assert main(["prune", "--spool"]) == 0
     assert f"kept: process {os.getpid()} of this host is alive" in capsys.readouterr().out
-    assert len(_names(tmp_path)) == 1
+    assert len(list_names(tmp_path)) == 1
     monkeypatch.delenv(settings.SPOOL_DIR)
     assert main(["prune", "--spool", str(tmp_path)]) == 0
-    assert len(_names(tmp_path)) == 1
+    assert len(list_names(tmp_path)) == 1
     assert main(["prune", "--spool", str(tmp_path / "nowhere")]) == 2
 
 
 def test_long_names_are_found_by_the_command(tmp_path: Path) -> None:
     """What an overwrite of a checkpoint with a long name has moved aside is judged by that checkpoint."""
     target = tmp_path / ("x" * 255)
-    _save(target, OLD)
+    save_version(target, OLD)
     aside = _set_aside(target, owners.dead())
     assert stem(target.name) in aside.name
     assert [result.kept for result in prune_leftovers(tmp_path)] == [""]
-    assert _names(tmp_path) == [target.name]
+    assert list_names(tmp_path) == [target.name]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +12,7 @@ import torch
 
 from shardckpt import dist_checkpointing as dc
 from shardckpt.commit import delete_checkpoint
-from shardckpt.engine import open_folder, prune_leftovers, transaction
+from shardckpt.engine import open_folder
 from shardckpt.engine.integrity import save_integrity_manifest, verify_integrity_manifest
 from shardckpt.engine.transaction import check_records
 from shardckpt.errors import CorruptCheckpointError, StorageError
@@ -21,55 +20,27 @@ from shardckpt.maintenance.verify import DAMAGED, INTACT, get_exit_code, verify_
 from shardckpt.manifest import RECORD_NAME, TABLE_SUFFIX, FileRecord, Record
 from shardckpt.mapping import ShardedTensor
 from shardckpt.plugins import get_plugin_manager
-from shardckpt.storage import Segments, writer
+from shardckpt.storage import Segments
 from tests import backends
 from tests.damage import flip
 from tests.remote import jobs
 from tests.remote.store import Store
-from tests.shared import shared_by_ranks
 from tests.states import rank_and_size
 from tests.tables import in_proof, table
 from tests.trees import SaveTree
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
     from pathlib import Path
 
-    from tests.ranks import RankPool, Ranks
-
-
-@shared_by_ranks
-@contextmanager
-def moved() -> Iterator[None]:
-    """Every table is more than the record may have."""
-    before = transaction.INLINE_TABLES, writer._INLINE_TABLE
-    transaction.INLINE_TABLES, writer._INLINE_TABLE = -1, 0
-    try:
-        yield
-    finally:
-        transaction.INLINE_TABLES, writer._INLINE_TABLE = before
-
-
-def _save(path: str, value: float = 1.0, how: str = "", **options: Any) -> None:
-    with moved():
-        if how:
-            jobs.save_in_background(path, value, how == "process")
-        else:
-            jobs.save(path, value, **options)
-
-
-def _record(path: Path) -> Record:
-    return Record.parse((path / RECORD_NAME).read_bytes())
-
-
-def _tables(path: Path) -> set[str]:
-    return {file.relative_to(path).as_posix() for file in path.rglob(f"*{TABLE_SUFFIX}")}
+    from tests.ranks import Ranks
+from tests.engine.table_files import list_tables, moved, read_record, save_value
 
 
 @pytest.fixture
 def saved(ranks: Ranks, tmp_path: Path) -> Path:
     """A checkpoint of two ranks with table files."""
-    ranks.run(2, _save, str(tmp_path / "c"))
+    ranks.run(2, save_value, str(tmp_path / "c"))
     return tmp_path / "c"
 
 
@@ -78,8 +49,8 @@ def saved(ranks: Ranks, tmp_path: Path) -> Path:
 def test_a_save_with_table_files_is_loaded_by_any_number_of_ranks(ranks: Ranks, tmp_path: Path, world: int) -> None:
     """Every file has its table beside it, the record only says how long it is, and 1, 2 and 4 ranks read the values."""
     path = tmp_path / "c"
-    ranks.run(world, _save, str(path))
-    record = _record(path)
+    ranks.run(world, save_value, str(path))
+    record = read_record(path)
     assert json.loads((path / RECORD_NAME).read_bytes())["format"] == 3
     assert all(isinstance(file.segments, int) for file in record.files)
     assert len({file.rank for file in record.files}) == world
@@ -96,26 +67,16 @@ def test_tables_go_to_a_store_with_their_files(ranks: Ranks, tmp_path: Path, how
     """A save to a URL uploads the tables, in the foreground and behind the training; a load reads them from there."""
     store = Store(tmp_path / "store")
     url = f"local://{store.objects}" if how == "process" else store.url
-    ranks.run(2, _save, url, 1.0, how)
-    assert _tables(store.objects) >= {_table(0), _table(1)}
+    ranks.run(2, save_value, url, 1.0, how)
+    assert list_tables(store.objects) >= {_table(0), _table(1)}
     ranks.run(2, jobs.check, url, 1.0)
-
-
-@pytest.mark.ci
-@backends.both_in_proof
-def test_small_saves_have_their_tables_in_the_record(gloo_ranks: RankPool, tmp_path: Path) -> None:
-    """Below the limit nothing changes: format 1, tables as text, and no file beside."""
-    gloo_ranks.run(2, jobs.save, str(tmp_path / "c"), 1.0)
-    assert _tables(tmp_path / "c") == set()
-    assert _record(tmp_path / "c").format == 1
-    assert all(isinstance(file.segments, str) for file in _record(tmp_path / "c").files)
 
 
 @backends.both_in_proof
 def test_one_process_keeps_its_tables(tmp_path: Path) -> None:
     """With one rank no tables come together, and local checkpoints, which send theirs, have them in the record."""
-    _save(str(tmp_path / "c"))
-    assert _tables(tmp_path / "c") == set()
+    save_value(str(tmp_path / "c"))
+    assert list_tables(tmp_path / "c") == set()
 
 
 def _other_table(path: Path) -> None:
@@ -159,7 +120,7 @@ def test_a_damaged_table_fails_a_load_and_is_found(ranks: Ranks, saved: Path, da
 def test_damaged_data_has_one_verdict_in_both_forms(ranks: Ranks, tmp_path: Path) -> None:
     """The same damage to the same bytes is the same error, wherever the table is, and verify finds the one file."""
     verdicts = []
-    for name, save in (("inside", jobs.save), ("beside", _save)):
+    for name, save in (("inside", jobs.save), ("beside", save_value)):
         ranks.run(2, save, str(tmp_path / name), 1.0)
         flip(tmp_path / name / backends.data_file(1))
         kind, text = ranks.run(2, jobs.error_of, jobs.check, str(tmp_path / name), 1.0)[0]
@@ -173,22 +134,22 @@ def test_damaged_data_has_one_verdict_in_both_forms(ranks: Ranks, tmp_path: Path
 @backends.both_in_proof
 def test_a_load_without_checks_needs_no_table(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """SHARDCKPT_VERIFY_READS=0 reads what is there, as it does with tables inside."""
-    for name in _tables(saved):
+    for name in list_tables(saved):
         (saved / name).unlink()
     monkeypatch.setenv("SHARDCKPT_VERIFY_READS", "0")
     jobs.check(str(saved), 1.0)
 
 
 def _with_files(path: Path, *files: FileRecord) -> None:
-    (path / RECORD_NAME).write_bytes(_record(path).model_copy(update={"files": files}).dump())
+    (path / RECORD_NAME).write_bytes(read_record(path).model_copy(update={"files": files}).dump())
 
 
 @backends.both_in_proof
 def test_hostile_sizes_are_refused_before_memory_is_taken(saved: Path) -> None:
     """A table that is longer than any of its file can be is refused, though the record and the disk agree on it."""
-    files = _record(saved).files
+    files = read_record(saved).files
     _with_files(saved, *(file.model_copy(update={"segments": 1 << 40}) for file in files))
-    for name in _tables(saved):
+    for name in list_tables(saved):
         os.truncate(saved / name, 1 << 40)
     with pytest.raises(CorruptCheckpointError, match="it has 1099511627776 bytes"):
         jobs.check(str(saved), 1.0)
@@ -238,35 +199,18 @@ def test_two_files_with_one_name_are_refused() -> None:
 @backends.both_in_proof
 def test_integrity_json_has_the_tables(ranks: Ranks, tmp_path: Path) -> None:
     """It lists the table files, written with the save or after it, and a damaged one is found by it."""
-    ranks.run(2, partial(_save, verify_integrity=True), str(tmp_path / "with"))
-    ranks.run(2, _save, str(tmp_path / "after"))
+    ranks.run(2, partial(save_value, verify_integrity=True), str(tmp_path / "with"))
+    ranks.run(2, save_value, str(tmp_path / "after"))
     save_integrity_manifest(tmp_path / "after")
     for name in ("with", "after"):
         path = tmp_path / name
         listed = json.loads((path / "integrity.json").read_bytes())["files"]
-        assert _tables(path) <= set(listed)
-        assert all(listed[file.table_name] == file.digest for file in _record(path).files)
+        assert list_tables(path) <= set(listed)
+        assert all(listed[file.table_name] == file.digest for file in read_record(path).files)
         verify_integrity_manifest(path)
         flip(path / _table())
         with pytest.raises(CorruptCheckpointError, match=f"{_table()}: the SHA-256 of"):
             verify_integrity_manifest(path)
-
-
-@pytest.mark.ci
-@backends.both_in_proof
-@pytest.mark.parametrize("before", [True, False])
-def test_an_overwrite_leaves_no_table_of_the_old_checkpoint(gloo_ranks: RankPool, tmp_path: Path, before: bool) -> None:
-    """Tables belong to the checkpoint: they go with it, and other files stay."""
-    path = tmp_path / "c"
-    first, second = (_save, jobs.save) if before else (jobs.save, _save)
-    gloo_ranks.run(4, first, str(path), 1.0)
-    (path / "notes.digests").write_bytes(b"not the checkpoint's")
-    gloo_ranks.run(2, partial(second, overwrite=True), str(path), 2.0)
-    gloo_ranks.run(2, jobs.check, str(path), 2.0)
-    own = {name for name in _record(path).list_files() if name.endswith(TABLE_SUFFIX)}
-    assert _tables(path) == own | {"notes.digests"}
-    assert bool(own) is not before
-    assert prune_leftovers(path) == []
 
 
 def _save_two(path: str, **options: Any) -> None:
@@ -283,10 +227,10 @@ def test_removing_keys_rewrites_tables(ranks: Ranks, tmp_path: Path, sha256: boo
     """Rewritten files have new tables beside them, the old ones are gone, and what is left is as it was."""
     path = tmp_path / "c"
     ranks.run(2, partial(_save_two, verify_integrity=sha256), str(path))
-    before = _record(path).list_files()
+    before = read_record(path).list_files()
     with moved():
         dc.remove_sharded_tensors(str(path), "w0")
-    record = _record(path)
+    record = read_record(path)
     assert record.format == 3
     assert {file.name for file in path.iterdir()} - {"metadata.json", RECORD_NAME, "integrity.json"} == set(
         record.list_files()
@@ -300,9 +244,9 @@ def test_removing_keys_rewrites_tables(ranks: Ranks, tmp_path: Path, sha256: boo
 def test_a_checkpoint_is_removed_from_a_store_with_its_tables(ranks: Ranks, tmp_path: Path) -> None:
     """Tables in folders go with the checkpoint, although other objects there stay."""
     store = Store(tmp_path / "store")
-    ranks.run(2, partial(_save, sharded_strategy=SaveTree()), store.url)
-    tables = _tables(store.objects)
+    ranks.run(2, partial(save_value, sharded_strategy=SaveTree()), store.url)
+    tables = list_tables(store.objects)
     (store.objects / "arrays" / "notes.digests").touch()
     delete_checkpoint(open_folder(store.url, get_plugin_manager()))
     assert len(tables) > 3
-    assert _tables(store.objects) == {"arrays/notes.digests"}
+    assert list_tables(store.objects) == {"arrays/notes.digests"}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import sys
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -23,50 +22,16 @@ from shardckpt_ep import EPLoadPlanner, EPSavePlanner, ExpertLayout
 from shardckpt_ep.read_items import expert_read_items
 from tests.ep.checkpoints import store
 from tests.ep.cycles import layouts, load
-from tests.ep.live import FQN, Case, Meshes, check, expected, get_local_tensor, layout, order, state, whole
+from tests.ep.live import FQN, Case, Meshes, expected, get_local_tensor, layout, order, state, whole
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from tests.ranks import Ranks
-
-EP_FSDP = [
-    Case(order(("efsdp", 2), ("ep", 2)), fsdp_dim=1),
-    Case(order(("ep", 2), ("efsdp", 2)), fsdp_dim=0),
-    Case(order(("ep", 4), ("efsdp", 1)), counts=(1, 4, 0, 3)),
-    Case(order(("replicate", 2), ("ep", 2)), kind="local"),
-]
-
-#: One expert that can be cut into seven pieces, none of them as long as a rank's part.
-ROWS = (10, 3)
+from tests.ep.planners import EP_FSDP
 
 #: Experts 2 and 3 of 4.
 SECOND_HALF = ExpertLayout((4, 4), Box((2, 0), (2, 4)))
-
-
-def _load_all(folder: Path) -> int:
-    meshes, count = Meshes(), 0
-    for path in sorted(folder.iterdir()):
-        for case in (replace(case, inner=ROWS) for case in EP_FSDP):
-            held = state(case, meshes.of(case), empty=True)
-            dcp.load(held, checkpoint_id=path, planner=EPLoadPlanner(layouts(case, meshes.of(case), held)))
-            check(case, meshes.of(case), held)
-            load(case, meshes, path)
-            count += 1
-    return count
-
-
-@pytest.mark.ci
-def test_tensors_stored_in_any_chunks_load_right(ranks: Ranks, tmp_path: Path) -> None:
-    """One, two, three and seven stored chunks along either axis fill every layout, by the planner and the strategy."""
-    for dim in (0, 1):
-        for pieces in (1, 2, 3, 7):
-            path = tmp_path / f"{dim}-{pieces}"
-            store(path, expected(8, ROWS), pieces, dim)
-            stored = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
-            assert len(stored[f"model.{FQN}"].chunks) == len(stored[f"optimizer.state.{FQN}.exp_avg"].chunks) == pieces
-
-    assert ranks.run(4, _load_all, tmp_path) == [32] * 4
 
 
 def _strided(path: Path, *, is_save: bool) -> torch.Tensor:

@@ -28,21 +28,15 @@ from shardckpt_ep import (
     expert_sharded_state_dict,
 )
 from shardckpt_torch_dist import TorchDistLoadShardedStrategy
-from tests import programs
 from tests.ep.checkpoints import store
-from tests.ep.cycles import layouts, save
+from tests.ep.cycles import layouts
 from tests.ep.live import FQN, Case, Meshes, check, expected, mesh_of, order, state, whole
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from tests.ranks import Ranks
-
-HALVES = Case(order(("ep", 2)), kind="local")
-
-
-def _saved(path: Path, case: Case) -> None:
-    save(case, Meshes(), path)
+from tests.ep.state import HALVES, save_case
 
 
 def _loaded(path: Path, case: Case, options: dict[str, Any]) -> None:
@@ -60,7 +54,7 @@ def _loaded(path: Path, case: Case, options: dict[str, Any]) -> None:
 )
 def test_what_ep_wrote_is_read(ranks: Ranks, tmp_path: Path, options: dict[str, Any]) -> None:
     """The gate finds ep's reader for ep's checkpoints; torch_dist's reads them, too, where it is the one given."""
-    ranks.run(2, _saved, tmp_path / "ckpt", HALVES)
+    ranks.run(2, save_case, tmp_path / "ckpt", HALVES)
     ranks.run(2, _loaded, tmp_path / "ckpt", HALVES, options)
 
 
@@ -76,7 +70,7 @@ def _read_as_others_do(path: Path) -> None:
 
 def test_readers_that_know_no_experts_read_what_ep_wrote(ranks: Ranks, tmp_path: Path) -> None:
     """torch_dist cuts the tensor of all experts as it likes, and plain dcp.load has it whole, without our planner."""
-    ranks.run(2, _saved, tmp_path / "ckpt", HALVES)
+    ranks.run(2, save_case, tmp_path / "ckpt", HALVES)
     ranks.run(2, _read_as_others_do, tmp_path / "ckpt")
 
 
@@ -90,7 +84,7 @@ def test_what_torch_dist_wrote_is_read_by_ep(ranks: Ranks, tmp_path: Path) -> No
 
 def test_the_gate_keeps_the_two_names_apart(ranks: Ranks, tmp_path: Path) -> None:
     """A policy or a name that means the other backend is refused with what the checkpoint is."""
-    ranks.run(2, _saved, tmp_path / "ckpt", HALVES)
+    ranks.run(2, save_case, tmp_path / "ckpt", HALVES)
     wanted = {"w": ShardedTensor.from_rank_offsets(f"model.{FQN}", torch.zeros(8, 6, 3))}
 
     with pytest.raises(RefusedByPolicyError, match=r"is a 'ep' checkpoint of version 1"):
@@ -323,19 +317,3 @@ def test_a_wanted_expert_tensor_that_is_not_stored_is_named(ranks: Ranks, tmp_pa
     for outcome in ranks.outcomes(2, _loaded, tmp_path / "ckpt", HALVES, {}):
         assert outcome.kind == KeyMismatchError.__name__
         assert f"model.{FQN}" in outcome.message
-
-
-@pytest.mark.ci
-def test_torch_dist_reads_what_ep_wrote_without_ep(ranks: Ranks, tmp_path: Path) -> None:
-    """Where the plugin of ep is off or broken, an instance of torch_dist's reader knows the files by themselves."""
-    ranks.run(2, _saved, tmp_path / "ckpt", HALVES)
-    code = (
-        "import sys, torch\n"
-        "from shardckpt import dist_checkpointing as dc\n"
-        "from shardckpt.mapping import ShardedTensor\n"
-        "from shardckpt_torch_dist import TorchDistLoadShardedStrategy\n"
-        f"wanted = {{'w': ShardedTensor.from_rank_offsets('model.{FQN}', torch.zeros(8, 6, 3))}}\n"
-        "assert dc.load(wanted, sys.argv[1], TorchDistLoadShardedStrategy())['w'].any()\n"
-    )
-    done = programs.run(code, str(tmp_path / "ckpt"), environment={"SHARDCKPT_DISABLED_PLUGINS": "ep"})
-    assert done.returncode == 0, done.stderr

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.faults.report_sets import outcome_of_full_disk
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
 import subprocess
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
-
-import pytest
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -36,3 +43,11 @@ def _mount(arguments: list[str]) -> None:
         pytest.skip("there is no mount command: this needs a file system of its own")
     if done.returncode:
         pytest.skip(f"mounting a file system is not permitted: {done.stderr.strip()}")
+
+
+SOME = 12  # sizes of the disk; the report has all
+
+
+def outcomes_of(found: list[dict[str, Any]], case: str) -> list[str]:
+    """What came of each save."""
+    return [outcome_of_full_disk(each, case) for each in found]

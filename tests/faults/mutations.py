@@ -18,7 +18,8 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-ROOT = Path(__file__).parents[2]
+from tests.tree import ROOT
+
 _COPIED = ("shardckpt", "strategies", "tests", "pyproject.toml", "README.md", "benchmarks")
 _TIMEOUT = 300.0
 
@@ -53,9 +54,9 @@ _RENAME = '    with wrap_os_errors(f"rename {staging} to", target):\n        os.
 _UNSAFE = (
     '        if found is None:\n            raise UnsafePickleError(\n                f"{self.source}: the pickle asks'
 )
-_ORDER = "faults/test_kill.py::test_order_of_calls[torch_dist]"
-_KILLS = "faults/test_kill.py::test_killed_overwrite_leaves_old_or_new[torch_dist]"
-_CUTS = "faults/test_power_cuts.py::test_a_power_cut_leaves_old_or_new[torch_dist]"
+_ORDER = "ci/faults/test_kill.py::test_order_of_calls[torch_dist]"
+_KILLS = "ci/faults/test_kill.py::test_killed_overwrite_leaves_old_or_new[torch_dist]"
+_CUTS = "ci/faults/test_power_cuts.py::test_a_power_cut_leaves_old_or_new[torch_dist]"
 
 MUTATIONS = (
     Mutation(
@@ -77,14 +78,14 @@ MUTATIONS = (
         _NEW_FILE,
         '        with wrap_os_errors("close", self.path):\n',
         '        with __import__("contextlib").suppress(OSError):\n',
-        "storage/test_new_file.py::test_a_close_that_fails",
+        "ci/storage/test_new_file.py::test_a_close_that_fails",
     ),
     Mutation(
         "a file keeps the space that was allocated ahead",
         _NEW_FILE,
         "                os.ftruncate(self._fd, size)\n        return found\n",
         "                pass\n        return found\n",
-        "storage/test_stream.py::test_no_more_space_than_bytes",
+        "ci/storage/test_stream.py::test_no_more_space_than_bytes",
     ),
     Mutation(
         "a file that is shorter than what was written to it is taken",
@@ -210,7 +211,7 @@ MUTATIONS = (
         _OWNER,
         '            return state not in "ZX" or',
         "            return True or",
-        "commit/test_owner.py::test_a_process_lives_until_it_is_dead",
+        "ci/commit/test_owner.py::test_a_process_lives_until_it_is_dead",
     ),
     Mutation(
         "what a load reads is not compared with its digest",

@@ -19,7 +19,7 @@ from tests.faults.injector import LIES
 from tests.faults.mutations import MUTATIONS as _MUTATIONS
 from tests.faults.mutations import check_baseline, try_mutation
 from tests.faults.programs import ONE_THREAD, run_in_new_interpreter
-from tests.faults.test_rank_deaths import EACH_STEP, EVERY_RANK, check_checkpoint, check_survivors
+from tests.faults.rank_deaths import EACH_STEP, EVERY_RANK, check_checkpoint, check_survivors
 from tests.remote.fault_proxy import FAULTS, KILLS
 from tests.remote.servers import fault_proxy, moto_server, variables
 

@@ -22,7 +22,7 @@ killed before each change of its node's disk. *URL*: both ranks are killed at ea
 [stores](#stores). An export, conversion, migration, prune or removal must be possible again afterwards, and a save
 must succeed, else the outcome is *other*. (ep, 1) writes the files of (torch_dist, 1), and has fewer rows; the zarr
 and torch_checkpointing formats are only read. Whole trainings that are killed: [use](#use), [chaos](#chaos),
-`tests/faults/test_manager_kill.py`.
+`tests/ci/faults/test_manager_kill.py`.
 
 - **old**: what was there before, bit for bit; after a first save, nothing. **new**: what was saved, bit for bit.
 - **lost**: neither is there, and a load says so. **silent**: the save succeeded, and what it saved is not there; or

@@ -40,7 +40,7 @@ from tests import backends
 from tests.faults import samples, stock_savers
 from tests.faults.behind import START_TIMEOUT, fork_workers, save_in
 from tests.faults.forks import fork, wait
-from tests.maintenance import test_migrate as migration
+from tests.maintenance import migrate as migration
 from tests.states import rank_and_size
 from tests.trees import LoadTree, SaveTree
 

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from tests.ranks import Ranks
+from tests.faults.careless import new_folder, one
 
 
 @pytest.fixture
@@ -34,12 +35,6 @@ def store(tmp_path: Path) -> Store:
 
 
 KEYS = ("split", "flat", "whole", "scalar", "empty", "float8", "object")
-
-
-def _one(outcomes: list[tuple[str, str]]) -> tuple[str, str]:
-    """What all ranks raised, which is the same."""
-    assert len(set(outcomes)) == 1, outcomes
-    return outcomes[0]
 
 
 def _refusals(folder: str, makes: dict[str, Any], keys: tuple[str, ...]) -> dict[str, tuple[str, str]]:
@@ -78,7 +73,7 @@ def test_a_shard_that_is_not_stored_is_named(ranks: Ranks, tmp_path: Path, world
     """A strategy that loses a shard on one rank, of any kind and in any way, fails the save, and leaves nothing."""
     outcomes = ranks.run(world, _all_in_the_foreground, str(tmp_path))
     for case in outcomes[0]:
-        kind, message = _one([outcome[case] for outcome in outcomes])
+        kind, message = one([outcome[case] for outcome in outcomes])
         _, key = case.rsplit(" ", 1)
         assert kind in ("PluginError", "ShardingError"), (case, message)  # the second where only part of it is there
         assert f"{key!r}" in message, (case, message)
@@ -86,56 +81,27 @@ def test_a_shard_that_is_not_stored_is_named(ranks: Ranks, tmp_path: Path, world
         assert not [other for other in others if f"{other!r}" in message], (case, message)
 
 
-_LOST = (("object", DropsWork), ("whole", DropsWork), ("split", Drops), ("split", DropsWork))
-
-
-@backends.both_in_proof
-@pytest.mark.parametrize(
-    ("way", "cases"),
-    [
-        ("thread", _LOST),
-        ("process", _LOST[:1]),  # a process takes seconds to start
-        pytest.param("process", _LOST[1:], marks=pytest.mark.proof),
-    ],
-    ids=["thread", "process", "process, more"],
-)
-@pytest.mark.ci
-def test_a_shard_that_is_not_stored_behind_the_training_is_named(
-    ranks: Ranks, tmp_path: Path, way: str, cases: tuple[tuple[str, Any], ...]
-) -> None:
-    """In the background, too, what another thread or process did not write is an error on all ranks."""
-    for number, (key, make) in enumerate(cases):
-        kind, message = _one(ranks.run(2, careless.refusal, way, _new(tmp_path, number), make, key))
-        assert kind in ("PluginError", "ShardingError")
-        assert f"{key!r}" in message
-
-
-def _new(folder: Path, number: int) -> str:
-    (folder / str(number)).mkdir()
-    return str(folder / str(number))
-
-
 @backends.both_in_proof
 @pytest.mark.parametrize("way", ["foreground", "thread"])
 def test_a_plan_that_is_used_again_is_compared_again(ranks: Ranks, tmp_path: Path, way: str) -> None:
     """A save of the same shards that is neither validated nor planned again still misses what it did not write."""
     for number, key in enumerate(("whole", "object", "split")):
-        folder = _new(tmp_path, number)
-        kind, message = _one(ranks.run(2, careless.refusal, way, folder, DropsAgain, key, 2))
+        folder = new_folder(tmp_path, number)
+        kind, message = one(ranks.run(2, careless.refusal, way, folder, DropsAgain, key, 2))
         assert (kind, f"{key!r}" in message) == ("PluginError", True), message
 
 
 @backends.both_in_proof
 def test_the_region_and_the_rank_are_named(ranks: Ranks, tmp_path: Path) -> None:
     """Of a tensor that is stored in part the error says which box is missing, and who had it."""
-    _, message = _one(ranks.run(3, careless.refusal, "foreground", str(tmp_path), DropsWork, "split"))
+    _, message = one(ranks.run(3, careless.refusal, "foreground", str(tmp_path), DropsWork, "split"))
     assert "tensor 'split': rank 2 was given [4:6, 0:3], which no rank has stored" in message
     assert "careless.DropsWork has not stored what it was given" in message
 
 
 def test_a_strategy_that_says_nothing_is_told_how(ranks: Ranks, tmp_path: Path) -> None:
     """A strategy without a word on what it stored does not commit: the error has the call that it lacks."""
-    kind, message = _one(ranks.run(2, careless.refusal, "foreground", str(tmp_path), Silent, ""))
+    kind, message = one(ranks.run(2, careless.refusal, "foreground", str(tmp_path), Silent, ""))
     assert kind == "PluginError"
     assert "careless.Silent has not said what it stored" in message
     assert "context.writer.record_shards(shards)" in message
@@ -221,15 +187,15 @@ def test_files_without_digests_fail_the_save(
     """Unfinished files, and whatever else lies there without digests, are an error on all ranks that names them."""
     outcomes = ranks.run(world, _misdeeds, str(tmp_path), way, misdeeds)
     for misdeed in outcomes[0]:
-        _, message = _one([outcome[misdeed] for outcome in outcomes])
+        _, message = one([outcome[misdeed] for outcome in outcomes])
         assert MISDEEDS[misdeed.removeprefix("wrapped ")][1].format(rank=world - 1) in message, misdeed
 
 
 def test_files_that_name_the_rest_are_looked_at_too(ranks: Ranks, tmp_path: Path) -> None:
     """A file that ``finish`` of a prepared save began and did not finish fails the save, too."""
     for number, way in enumerate(("foreground", "thread")):
-        folder = _new(tmp_path, number)
-        kind, message = _one(ranks.run(2, careless.refusal, way, folder, careless.finishing, ""))
+        folder = new_folder(tmp_path, number)
+        kind, message = one(ranks.run(2, careless.refusal, way, folder, careless.finishing, ""))
         assert (kind, "begun and not finished: 'names'" in message) == ("StorageError", True)
 
 

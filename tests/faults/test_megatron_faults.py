@@ -21,13 +21,13 @@ from shardckpt.tensors import LARGE
 from shardckpt_torch_dist import TorchDistSaveShardedStrategy
 from tests.faults import samples
 from tests.tables import in_proof, table
+from tests.tree import GOLDEN
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from tests.ranks import Ranks
 
-GOLDEN = Path(__file__).parents[1] / "golden"
 OLD, NEW = 5, 9
 
 # Stale common state: a common.pt of an older save wins over the common state that lies among the tensors.

@@ -12,15 +12,13 @@ from tests.faults.model import directory, overwrite, store
 from tests.faults.model.directory import explore_directory
 from tests.faults.model.overwrite import explore_overwrites
 from tests.faults.model.store import explore_store
-from tests.faults.model.traces import find_departure, name_calls, name_overwrite, name_requests
-from tests.faults.programs import ask, needs_strace
+from tests.faults.model.traces import name_overwrite, name_requests
 from tests.remote import jobs
-from tests.remote.test_obstore import _serving
+from tests.remote.obstore import serving
 from tests.tables import table
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
 
 def without(steps: tuple[str, ...], *left_out: str) -> tuple[str, ...]:
@@ -158,28 +156,6 @@ def test_a_wrong_overwrite_on_a_store_is_found(rules: overwrite.Rules, broken: s
     assert found.path
 
 
-@needs_strace
-@pytest.mark.parametrize(
-    ("case", "rules"),
-    [
-        pytest.param("fresh", directory.Rules(overwrite=False), marks=pytest.mark.proof),
-        ("existing", directory.Rules()),
-        pytest.param("existing, no exchange", directory.Rules(can_exchange=False), marks=pytest.mark.proof),
-    ],
-)
-@pytest.mark.ci
-def test_a_real_save_to_a_directory_is_a_path_of_the_model(tmp_path: Path, case: str, rules: directory.Rules) -> None:
-    """The system calls of a real save are the model's steps in the model's order; exchanged, they are not."""
-    lines = [point["line"] for point in ask("killer", "foreground", tmp_path, case, 0)["points"]]
-    steps = name_calls(lines)
-    assert find_departure(steps, rules) == ""
-    for first, second in [("sync staging", "publish"), ("sync staging", "aside"), ("sync data", "write data")]:
-        if first in steps and second in steps:
-            swapped = [{first: second, second: first}.get(step, step) for step in steps]
-            assert find_departure(swapped, rules) != ""
-    assert find_departure([step for step in steps if step != "sync parent"], rules) != ""
-
-
 #: Calls of a store's folder, and what they ask of the store.
 REQUESTS = {
     "replace": "replace",
@@ -218,7 +194,7 @@ def test_a_real_save_to_a_store_is_a_path_of_the_model() -> None:
     """The requests of a real save are the model's steps in the model's order."""
     requests: list[tuple[str, str]] = []
     memory = MemoryStore()
-    with _serving(lambda url: Recorder(url, requests, memory)) as url:
+    with serving(lambda url: Recorder(url, requests, memory)) as url:
         jobs.save(url, 1.0)
     assert tuple(name_requests(requests)) == store.STEPS
 
@@ -227,7 +203,7 @@ def test_a_real_overwrite_on_a_store_is_a_path_of_the_model() -> None:
     """The requests of a real overwrite are the model's steps in the model's order, of the first save and of another."""
     requests: list[tuple[str, str]] = []
     memory = MemoryStore()
-    with _serving(lambda url: Recorder(url, requests, memory)) as url:
+    with serving(lambda url: Recorder(url, requests, memory)) as url:
         jobs.save(url, 1.0)
         for value in (2.0, 3.0):
             requests.clear()

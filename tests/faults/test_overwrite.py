@@ -4,53 +4,44 @@ from __future__ import annotations
 
 import os
 import shutil
-from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
 from torch.distributed import checkpoint as dcp
 
 from shardckpt import dist_checkpointing
-from shardckpt.commit import commit
 from shardckpt.errors import CheckpointingException, IncompleteCheckpointError, StorageError
 from shardckpt.maintenance.verify import verify_checkpoint
 from tests import backends
 from tests.faults import samples
-from tests.faults.disks import make_read_only, small_disk
 from tests.names import MARKERS
 from tests.tables import in_proof, table
+from tests.tree import GOLDEN
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     from tests.backends import Backend
     from tests.ranks import Ranks
-
-GOLDEN = Path(__file__).parents[1] / "golden"
-OLD, NEW = 1, 2
+from tests.faults.overwrite import (
+    NEW,
+    OLD,
+    Interruption,
+    add_foreign,
+    die_between_renames,
+    no_exchange,
+    overwrite,
+    refuse_parent,
+)
 
 
 def ours(ranks: int = 1) -> set[str]:
     """The files of a checkpoint in the format of the test."""
     chosen = backends.current()
     return {*chosen.shared, *map(chosen.data_file, range(ranks))}
-
-
-def add_foreign(directory: Path) -> dict[str, bytes]:
-    """Put files of all sorts beside a checkpoint's, and say which."""
-    (directory / "logs" / "deep").mkdir(parents=True)
-    (directory / "empty").mkdir()
-    files = {"notes.txt": b"mine", "logs/a.log": b"", "logs/deep/b.log": b"deep", "model.safetensors": b"\0" * 9}
-    for name, content in files.items():
-        (directory / name).write_bytes(content)
-    (directory / "latest").symlink_to("notes.txt")
-    (directory / "run.sh").write_bytes(b"#!/bin/sh\n")
-    (directory / "run.sh").chmod(0o755)
-    return {**files, "run.sh": b"#!/bin/sh\n"}
 
 
 def assert_replaced(target: Path, foreign: dict[str, bytes]) -> None:
@@ -68,11 +59,6 @@ def assert_replaced(target: Path, foreign: dict[str, bytes]) -> None:
     assert [result for result in results if result.fault] == []
     others = {result.name for result in results if result.foreign}
     assert others == {name.split("/")[0] for name in foreign} | ({"empty", "latest"} if foreign else set())
-
-
-def overwrite(target: Path) -> None:
-    """Save the new version in the place of whatever is there."""
-    samples.save(target, NEW, overwrite=True)
 
 
 @backends.both_in_proof
@@ -180,52 +166,12 @@ def test_other_number_of_ranks(ranks: Ranks, tmp_path: Path, before: int, after:
     assert samples.differences(samples.load(target), NEW) == []
 
 
-def refuse_parent(parent: Path, reason: str) -> None:
-    """A save below a parent that nothing can be written to fails with its name and the reason."""
-    with pytest.raises(StorageError, match=rf"cannot create the staging directory {parent}.*{reason}"):
-        dist_checkpointing.save(samples.state_dict(NEW), parent / "ckpt")
-    assert list(parent.iterdir()) == []
-
-
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere: permissions do not stop it")
 def test_parent_without_permission(tmp_path: Path) -> None:
     """A parent that is not ours to write is an error that names path and reason."""
     parent = tmp_path / "parent"
     parent.mkdir(mode=0o555)
     refuse_parent(parent, "EACCES")
-
-
-@pytest.mark.ci
-def test_parent_on_a_read_only_file_system(tmp_path: Path) -> None:
-    """A parent on a read-only file system is an error that names path and reason."""
-    with small_disk(tmp_path / "disk", "1m") as disk:
-        make_read_only(disk)
-        refuse_parent(disk, "EROFS")
-
-
-def no_exchange(*_: Any) -> bool:
-    """A system without RENAME_EXCHANGE."""
-    return False
-
-
-def die_between_renames(target: Path, save: Callable[[Path], object]) -> None:
-    """Let a process die between the two renames of a save that replaces a checkpoint, where there is no exchange."""
-    rename = os.rename
-
-    class Died(BaseException):
-        """The process is no more."""
-
-    def die(source: Path, destination: Path) -> None:
-        if destination == target:
-            raise Died
-        rename(source, destination)
-
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("shardckpt.commit.commit.exchange", no_exchange)
-        patched.setattr("shardckpt.commit.commit.discard_staging", lambda _: None)
-        patched.setattr("os.rename", die)
-        with pytest.raises(Died):
-            save(target)
 
 
 @backends.both_in_proof
@@ -266,53 +212,6 @@ def test_crash_between_the_renames(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert samples.differences(samples.load(target), OLD) == []
     overwrite(target)
     assert samples.differences(samples.load(target), NEW) == []
-
-
-@dataclass
-class Interruption:
-    """Lets one of the calls that replace a directory fail, before or after it was done.
-
-    Attributes:
-        error: What to raise.
-        number: Which call.
-        after: Whether it was done.
-        calls: The calls so far, by name.
-    """
-
-    error: BaseException
-    number: int
-    after: bool
-    calls: list[str] = field(default_factory=list)
-
-    def around(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        """The call, counted, and failing if its turn has come."""
-
-        def counted(*arguments: Any) -> Any:
-            self.calls.append(name)
-            now = len(self.calls) == self.number
-            if now and not self.after:
-                raise self.error
-            result = call(*arguments)
-            if now:
-                raise self.error
-            return result
-
-        return counted
-
-    @contextmanager
-    def in_overwrites(self, monkeypatch: pytest.MonkeyPatch, target: Path, *, exchanges: bool) -> Iterator[None]:
-        """Count the calls by which an overwrite of ``target`` replaces it, with or without RENAME_EXCHANGE."""
-        sync = commit.sync_directory
-
-        def sync_named(path: Path) -> None:
-            self.around("sync parent" if path == target.parent else "sync", sync)(path)
-
-        swap = commit.exchange if exchanges else no_exchange
-        with monkeypatch.context() as patched:
-            patched.setattr("shardckpt.commit.commit.exchange", self.around("exchange", swap))
-            patched.setattr("shardckpt.commit.commit.sync_directory", sync_named)
-            patched.setattr("os.rename", self.around("rename", os.rename))
-            yield
 
 
 @backends.both_in_proof

@@ -28,7 +28,7 @@ from shardckpt.errors import (
     NotACheckpointError,
     StorageError,
 )
-from shardckpt.huggingface import dcp_to_torch_state_dict, export, export_to_huggingface, load_from_huggingface
+from shardckpt.huggingface import export, export_to_huggingface, load_from_huggingface
 from shardckpt.huggingface.folder import check_same_folder, read_folder
 from shardckpt.maintenance import remove as removing
 from shardckpt.maintenance.verify import verify_checkpoint
@@ -45,12 +45,7 @@ from tests.faults.replacing import (
     OLD,
     At,
     Scene,
-    always_replaced,
-    load_foreign_between,
     load_plain_dcp,
-    plain_dcp,
-    read_while_overwritten,
-    replaced_on_each_rank,
     save_both,
     version_of,
 )
@@ -61,16 +56,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from tests.backends import Backend
-    from tests.ranks import RankPool
+from tests.faults.replaced import foreign, plain, verified, verify
+
+__all__ = ["foreign", "verify"]  # fixtures
+
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.distributed is disabled:UserWarning")
-
-
-@pytest.fixture(params=["1", "0"], ids=["verified", "unverified"])
-def verify(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Both settings of SHARDCKPT_VERIFY_READS."""
-    monkeypatch.setenv("SHARDCKPT_VERIFY_READS", request.param)
-    return str(request.param)
 
 
 @pytest.fixture
@@ -90,23 +81,6 @@ def at_every_open(scene: Scene, read: Callable[[Path], Any]) -> list[Any]:
         if at.opened <= len(found):
             return found
         found.append(value)
-
-
-def plain(path: Path) -> int | list[str]:
-    """Which save all tensors and the common state of a checkpoint are of, read in one go."""
-    tensors = dcp_to_torch_state_dict(path)
-    values = {key: tensors.get(key) for key in ("split", "big", "uneven", "half", "iteration")}
-    for version in (OLD, NEW):
-        expected = samples.state_dict(version)
-        expected["split"] = expected["split"].data
-        if all(
-            torch.equal(value, getattr(expected[key], "data", expected[key]))
-            if isinstance(value, torch.Tensor)
-            else value == expected[key]
-            for key, value in values.items()
-        ):
-            return version
-    return sorted(values)
 
 
 def lazily(path: Path) -> int | list[str]:
@@ -129,11 +103,6 @@ def by_dcp(path: Path) -> int | list[str]:
     dcp.load(state, storage_reader=CheckpointStorageReader(path), no_dist=True)
     found = {int(tensor.view(-1)[0]) // 1000 for tensor in state.values()}
     return found.pop() if len(found) == 1 else sorted(map(str, found))
-
-
-def verified(path: Path) -> int | list[str]:
-    """Whether verify finds a fault."""
-    return NEW if all(not result.fault for result in verify_checkpoint(path)) else ["faults"]
 
 
 READERS = {
@@ -166,66 +135,6 @@ def test_replaced_at_every_moment(scene: Scene, verify: str, name: str) -> None:
     found = at_every_open(scene, READERS[name])
     assert len(found) >= len(("metadata.json", "shardckpt.json", "the directory"))
     assert set(found) <= {OLD, NEW}, verify
-
-
-@pytest.mark.ci
-@backends.both_in_proof
-@pytest.mark.parametrize(
-    "parallel", [False, pytest.param(True, marks=pytest.mark.proof)], ids=["each reads", "fully parallel"]
-)
-def test_replaced_at_every_moment_of_each_rank(
-    gloo_ranks: RankPool, tmp_path: Path, verify: str, parallel: bool
-) -> None:
-    """Two ranks load one save, the same, whenever on either of them the checkpoint is replaced."""
-    gloo_ranks.run(2, save_both, str(tmp_path))
-    one, other = gloo_ranks.run(2, replaced_on_each_rank, str(tmp_path), verify, parallel)
-    assert one == other
-    assert {who for who, _, _ in one} == {0, 1}
-    assert all(version in (OLD, NEW) for _, _, version in one), one
-
-
-@pytest.mark.ci
-@backends.both_in_proof
-@pytest.mark.usefixtures("no_pauses")
-def test_replaced_again_and_again(gloo_ranks: RankPool, tmp_path: Path) -> None:
-    """If every attempt meets another save, all ranks say that the checkpoint is being overwritten, not damaged."""
-    gloo_ranks.run(2, save_both, str(tmp_path))
-    one, other = gloo_ranks.run(2, always_replaced, str(tmp_path))
-    assert one == other
-    assert one.startswith(f"CheckpointReplacedError: {tmp_path / 'target'} is being overwritten: in each of ")
-
-
-@pytest.mark.ci
-@pytest.mark.parametrize(
-    ("backend", "readers", "overwrites"),
-    [
-        ("torch_dist", 1, 15),
-        ("torch_dist", 2, 15),
-        pytest.param("safetensors", 1, 15, marks=pytest.mark.proof),
-        pytest.param("safetensors", 2, 15, marks=pytest.mark.proof),
-        pytest.param("torch_dist", 2, 200, marks=[pytest.mark.proof, pytest.mark.timeout(1800)]),
-        pytest.param("torch_dist", 1, 200, marks=[pytest.mark.proof, pytest.mark.timeout(1800)]),
-        pytest.param("safetensors", 1, 200, marks=[pytest.mark.proof, pytest.mark.timeout(1800)]),
-        pytest.param("safetensors", 2, 200, marks=[pytest.mark.proof, pytest.mark.timeout(1800)]),
-    ],
-    indirect=["backend"],
-    scope="module",
-)
-def test_readers_while_a_job_overwrites(
-    gloo_ranks: RankPool, tmp_path: Path, verify: str, readers: int, overwrites: int
-) -> None:
-    """While a job saves to the same place again and again, every load of 1 and of 2 ranks is whole and none refused."""
-    *found, _ = gloo_ranks.run(
-        readers + 1,
-        read_while_overwritten,
-        str(tmp_path),
-        verify,
-        overwrites,
-        timeout=60.0 if overwrites < 100 else 1500.0,
-    )
-    assert all(loads.keys() <= {str(OLD), str(NEW)} for loads in found), found
-    assert sum(found[0].values()) > 1
-    assert all(loads == found[0] for loads in found)
 
 
 @backends.both
@@ -293,18 +202,6 @@ def test_an_interrupted_overwrite_is_still_said(scene: Scene) -> None:
         samples.load(scene.target)
 
 
-# Other libraries' checkpoints.
-
-
-@pytest.fixture
-def foreign(tmp_path: Path) -> Scene:
-    """Two saves of plain DCP, of two files each."""
-    for name, version in (("old", OLD), ("new", NEW)):
-        writer = dcp.FileSystemWriter(tmp_path / name, single_file_per_rank=False)
-        dcp.save(plain_dcp(version), storage_writer=writer, no_dist=True)
-    return Scene(tmp_path)
-
-
 def inspected(path: Path) -> int | list[str]:
     """Whether inspect finds that something is missing."""
     with contextlib.redirect_stdout(io.StringIO()) as out:
@@ -342,14 +239,6 @@ def test_a_foreign_checkpoint_that_is_written_in_place(foreign: Scene) -> None:
                 said.append(str(exc))
     assert said
     assert all("was written to, or removed, while the checkpoint was read" in text for text in said)
-
-
-@pytest.mark.ci
-def test_ranks_load_one_foreign_checkpoint(gloo_ranks: RankPool, foreign: Scene) -> None:
-    """Ranks that open another library's checkpoint before and after it is replaced find out, and load the same one."""
-    one, other = gloo_ranks.run(2, load_foreign_between, str(foreign.place))
-    assert one == other
-    assert one in (OLD, NEW)
 
 
 def test_dcp_plans_of_two_saves_are_refused(scene: Scene) -> None:

@@ -6,11 +6,29 @@ one after the other; a 1 or 0 for each rank says whether it has xxhash; one rank
 
 from __future__ import annotations
 
-import datetime as dt
 import json
-import sys
+import shutil
+import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from shardckpt.maintenance.verify import verify_checkpoint
+from shardckpt.manifest import Record
+from shardckpt.storage.digest import XXH3
+from tests import programs
+from tests.faults import samples
+from tests.names import RECORD
+
+if TYPE_CHECKING:
+    from tests.backends import Backend
+    from tests.ranks import Ranks
+pytest.importorskip("xxhash")
+
+import datetime as dt
+import sys
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -44,7 +62,6 @@ def _load(target: Path, _rank: int, _world: int) -> None:
 
 
 def _verify(target: Path, _rank: int, _world: int) -> None:
-    from shardckpt.maintenance.verify import verify_checkpoint
 
     faults = [result.fault for result in verify_checkpoint(target) if result.fault]
     if faults:
@@ -95,6 +112,45 @@ def main() -> None:
     if have[int(rank)] == "0":
         sys.modules["xxhash"] = None  # type: ignore[assignment] # as if it were not installed
     json.dump(_rank(verbs, Path(target), store, int(rank), len(have)), sys.stdout)
+
+
+MODULE = "tests.faults.without_xxhash"
+
+
+def outcomes(verb: str, target: Path, *have: int) -> list[dict[str, Any]]:
+    """What every rank reports; ``have`` says which of them have xxhash."""
+    with tempfile.TemporaryDirectory() as folder:
+        started = [
+            programs.start(
+                "", verb, str(target), f"{folder}/group", str(rank), *map(str, have), module=MODULE, cwd=programs.ROOT
+            )
+            for rank in range(len(have))
+        ]
+        ended = [program.communicate(60) for program in started]
+    assert [program.returncode for program in started] == [0] * len(have), ended
+    found: list[dict[str, Any]] = [json.loads(out) for out, _ in ended]
+    assert all(outcome["family"] for outcome in found), found
+    return found
+
+
+def algorithm(target: Path) -> str:
+    """Of a checkpoint's digests."""
+    return Record.parse((target / RECORD).read_bytes()).digest_algorithm
+
+
+@pytest.fixture(scope="module")
+def saved(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory, backend: Backend) -> Path:
+    """A checkpoint with digests by xxhash."""
+    target = tmp_path_factory.mktemp("saved") / "ckpt"
+    ranks.run(2, samples.save, str(target), 1)
+    assert algorithm(target) == XXH3
+    return target
+
+
+@pytest.fixture
+def checkpoint(saved: Path, tmp_path: Path) -> Path:
+    """A copy of it."""
+    return Path(shutil.copytree(saved, tmp_path / "ckpt"))
 
 
 if __name__ == "__main__":

@@ -22,7 +22,6 @@ from shardckpt.huggingface import (
 from shardckpt.huggingface.names import file_names
 from shardckpt.maintenance import convert_checkpoint, merge_checkpoints
 from shardckpt.storage import parse_size
-from tests.faults.disks import small_disk
 from tests.huggingface.samples import same
 from tests.states import entire
 from tests.tables import table
@@ -239,17 +238,6 @@ def test_a_folder_written_by_the_callers_loop_loads(tmp_path: Path, size: int) -
         {n: ShardedTensor.from_rank_offsets(n, torch.empty_like(t)) for n, t in state.items()}, tmp_path
     )
     assert all(torch.equal(found[name], state[name]) for name in state)
-
-
-@table("safe_serialization", [True, False])
-@pytest.mark.ci
-def test_a_full_disk_is_said_so(tmp_path: Path, safe_serialization: bool) -> None:
-    """On a full disk, files of both kinds are an error that says so, with the file; the one that was there stays."""
-    with small_disk(tmp_path / "disk", "1m") as disk:
-        save_state_dict({"a": torch.ones(2)}, disk / "f", safe_serialization)
-        with pytest.raises(StorageError, match=r"cannot write .*/disk/.*No space left on device \(ENOSPC\)"):
-            save_state_dict({"a": torch.zeros(1_000_000), "b": torch.zeros(9)}, disk / "f", safe_serialization)
-        assert [path.name for path in disk.iterdir()] == ["f"]
 
 
 def _dtensor(path: Path) -> tuple[int, str]:

@@ -1,13 +1,11 @@
 from __future__ import annotations
 
 import importlib
-import os
 from collections import OrderedDict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from shardckpt import dist_checkpointing
 from shardckpt.errors import CannotLoadError, CheckpointingException
@@ -18,11 +16,9 @@ from tests.integrations import small
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from tests.ranks import Ranks
-
 pytest.importorskip("lightning")
-
 from shardckpt.integrations.lightning import ShardedCheckpointIO
+from tests.integrations.lightning import fit
 from tests.tables import table
 
 pytestmark = pytest.mark.filterwarnings(
@@ -31,67 +27,6 @@ pytestmark = pytest.mark.filterwarnings(
     "ignore:.*is smaller than the logging interval",
     "ignore:.*exists and is not empty",
 )
-
-
-def trainer_of(package: str, folder: Path | str, steps: int, **options: Any) -> Any:
-    """A Trainer that saves every 3 steps to the folder."""
-    lightning = importlib.import_module(package)
-    saving = importlib.import_module(f"{package}.callbacks").ModelCheckpoint(
-        dirpath=folder, filename="{step}", every_n_train_steps=3, save_top_k=options.pop("keep", -1)
-    )
-    given = {"accelerator": "cpu", "devices": 1, "logger": False, "plugins": [ShardedCheckpointIO()], **options}
-    quiet = {"enable_progress_bar": False, "enable_model_summary": False}
-    return lightning.Trainer(max_steps=steps, callbacks=[saving], **quiet, **given)
-
-
-def fit(package: str, folder: Path | str, steps: int, ckpt_path: str | None = None, **options: Any) -> Any:
-    """Weights after so many steps of all."""
-    module = module_of(package)
-    trainer_of(package, folder, steps, **options).fit(module, Loader(small.data(), batch_size=4), ckpt_path=ckpt_path)
-    return small.weights(module.model)
-
-
-class Loader(torch.utils.data.DataLoader[Any]):
-    """It knows how many batches of the epoch it has given: Lightning stores that."""
-
-    _given = 0
-
-    def __iter__(self) -> Any:
-        """The batches that are left of the epoch."""
-        for batch in list(super().__iter__())[self._given :]:
-            self._given += 1
-            yield batch
-        self._given = 0
-
-    def state_dict(self) -> dict[str, int]:
-        """How many were given."""
-        return {"given": self._given}
-
-    def load_state_dict(self, state_dict: dict[str, int]) -> None:
-        """Go on from there."""
-        self._given = state_dict["given"]
-
-
-def module_of(package: str) -> Any:
-    """A module with momentum and a schedule, for the Trainer of a package."""
-    base = importlib.import_module(package).LightningModule
-
-    class Module(base):  # type: ignore[misc]
-        def __init__(self) -> None:
-            super().__init__()
-            self.model = small.model()
-            self.model[2].p = 0.0  # Lightning saves no random states
-            self.save_hyperparameters({"width": small.WIDTH})
-
-        def training_step(self, batch: Any, _: int) -> torch.Tensor:
-            return torch.nn.functional.mse_loss(self.model(batch[0]), batch[1])
-
-        def configure_optimizers(self) -> Any:
-            optimizer = torch.optim.AdamW(self.parameters(), lr=0.1)
-            schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2)
-            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
-
-    return Module()
 
 
 @table("package", ["lightning.pytorch", "pytorch_lightning"])
@@ -192,20 +127,3 @@ def test_lightnings_background_saves_wrap_it(tmp_path: Path) -> None:
     whole = fit("lightning.pytorch", tmp_path / "a", 6, plugins=[wrapper])
     loaded = ShardedCheckpointIO().load_checkpoint(tmp_path / "a" / "step=6.ckpt")
     assert small.is_equal({name.removeprefix("model."): w for name, w in loaded["state_dict"].items()}, whole)
-
-
-def _fit_ddp(folder: str, steps: int, ckpt_path: str | None) -> Any:
-    os.environ.update(small.torchrun())
-    from lightning.pytorch.strategies import DDPStrategy
-
-    options = {"devices": dist.get_world_size(), "strategy": DDPStrategy(process_group_backend="gloo")}
-    return fit("lightning.pytorch", folder, steps, ckpt_path, **options)
-
-
-@pytest.mark.ci
-def test_under_ddp_rank_0_saves_and_all_resume(ranks: Ranks, tmp_path: Path) -> None:
-    """Two ranks train on, from what rank 0 alone saved, to the weights of the uninterrupted training."""
-    whole = ranks.run(2, _fit_ddp, str(tmp_path / "whole"), 3 * 2, None)
-    ranks.run(2, _fit_ddp, str(tmp_path / "parts"), 3, None)
-    resumed = ranks.run(2, _fit_ddp, str(tmp_path / "parts"), 6, str(tmp_path / "parts" / "step=3.ckpt"))
-    assert all(small.is_equal(each, whole[0]) for each in resumed)

@@ -78,28 +78,6 @@ def test_a_finished_training_leaves_its_model(tmp_path: Path) -> None:
             assert torch.equal(value, weights[name].bfloat16().float())
 
 
-def test_a_seed_checkpoint_is_begun_with(tmp_path: Path) -> None:
-    """What torchtitan saves as step 0 gives every job the same first weights, and nothing else."""
-    trainer = titan.Trainer(config_of(create_seed_checkpoint=True), 0, str(tmp_path))
-    with torch.no_grad():
-        trainer.parts[0].get_parameter("0.weight").fill_(0.5)
-    trainer.checkpointer.save(curr_step=0, last_step=True)
-    trainer.close()
-    other = titan.Trainer(config_of(), 0, str(tmp_path))
-    other.train()
-    other.close()
-    assert other.parts[0].get_parameter("0.weight").eq(0.5).all()
-
-
-def test_disabled_is_disabled(tmp_path: Path) -> None:
-    """Without enable nothing is saved or loaded, and nothing fails."""
-    trainer = titan.Trainer(TitanCheckpointManager.Config(), 3, str(tmp_path / "off"))
-    trainer.train()
-    trainer.checkpointer.maybe_wait_for_saving()
-    trainer.close()
-    assert not (tmp_path / "off").exists()
-
-
 def test_every_option_has_its_meaning(tmp_path: Path) -> None:
     """Torchtitan's options arrive under our names; those that there are none for are known."""
     policies = (KeepLatest(3), KeepEvery(100))

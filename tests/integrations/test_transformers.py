@@ -4,102 +4,20 @@ import logging
 import os
 import signal
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
-import torch
-from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from shardckpt import dist_checkpointing
 from shardckpt.errors import CheckpointingException, CorruptCheckpointError
-from shardckpt.integrations.transformers import ShardedCheckpointCallback
-from shardckpt.manager import CheckpointConfig, CheckpointManager
+from shardckpt.manager import CheckpointManager
 from tests.integrations import small
-from tests.integrations.accelerated import accelerated
+from tests.integrations.transformers import At, Crash, callback_of, config_of, crash, resume, trainer_of, without_ranks
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+__all__ = ["without_ranks"]  # fixtures
 
-    from tests.ranks import Ranks
 
 STEPS_AN_EPOCH = 6
-
-
-@pytest.fixture(autouse=True)
-def _alone() -> Iterator[None]:
-    with accelerated():
-        yield
-
-
-class Model(torch.nn.Module):
-    """A model as the Trainer wants one; it drops out, so that random numbers matter."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.model = small.model()
-
-    def forward(self, inputs: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Its loss."""
-        found = self.model(inputs)
-        return {"loss": torch.nn.functional.mse_loss(found, labels), "logits": found}
-
-
-class At(TrainerCallback):
-    """Does something at the end of a step."""
-
-    def __init__(self, step: int, action: Callable[[], None]) -> None:
-        self._step = step
-        self._action = action
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Do it."""
-        if state.global_step == self._step:
-            self._action()
-
-
-class Crash(Exception):
-    """The training's."""
-
-
-def crash() -> None:
-    """End the training."""
-    raise Crash
-
-
-def config_of(folder: Path | str, **options: Any) -> CheckpointConfig:
-    """Every third step is saved."""
-    return CheckpointConfig(folder=f"{folder}/ours", interval=3, **options)
-
-
-def trainer_of(folder: Path | str, config: CheckpointConfig | None, *more: Any, **options: Any) -> Trainer:
-    """A Trainer of 3 epochs; its own checkpoints are off."""
-    given = {"save_strategy": "no", "num_train_epochs": 3, "learning_rate": 0.05, "logging_steps": 1, **options}
-    args = TrainingArguments(
-        output_dir=f"{folder}/trainer",
-        per_device_train_batch_size=4 // int(os.environ.get("WORLD_SIZE", "1")),
-        report_to=[],
-        use_cpu=True,
-        disable_tqdm=True,
-        dataloader_pin_memory=False,
-        ddp_find_unused_parameters=False,
-        **given,
-    )
-    data = [{"inputs": inputs, "labels": labels} for inputs, labels in small.data()]
-    callbacks = ([] if config is None else [ShardedCheckpointCallback(config)]) + list(more)
-    return Trainer(Model(), args, train_dataset=data, eval_dataset=data[:4], callbacks=callbacks)
-
-
-def callback_of(trainer: Trainer) -> ShardedCheckpointCallback:
-    """Ours."""
-    found = trainer.pop_callback(ShardedCheckpointCallback)
-    trainer.add_callback(found)
-    return found
-
-
-def resume(trainer: Trainer, step: int = -1) -> dict[str, torch.Tensor]:
-    """Weights at the end of a resumed training."""
-    trainer.train(resume_from_checkpoint=callback_of(trainer).resume_path(step))
-    return small.weights(trainer.model)
 
 
 @pytest.mark.parametrize(
@@ -244,23 +162,3 @@ def test_damage_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(CorruptCheckpointError):
         dist_checkpointing.load({}, tmp_path / "ours" / "step-3")
     assert callback_of(trainer_of(tmp_path, config_of(tmp_path))).resume_path() is None
-
-
-def _train(folder: str, crashed: int | None) -> dict[str, torch.Tensor]:
-    with accelerated():
-        more = [] if crashed is None else [At(crashed, crash)]
-        trainer = trainer_of(folder, config_of(folder), *more)
-        try:
-            return resume(trainer)
-        except Crash:
-            return {}
-
-
-@pytest.mark.ci
-def test_under_ddp_all_ranks_resume(ranks: Ranks, tmp_path: Path) -> None:
-    """Two ranks resume to the weights of two that were not interrupted."""
-    whole = ranks.run(2, _train, str(tmp_path / "whole"), None)
-    ranks.run(2, _train, str(tmp_path / "parts"), 10)
-    resumed = ranks.run(2, _train, str(tmp_path / "parts"), None)
-    assert small.is_equal(resumed[0], whole[0])
-    assert small.is_equal(resumed[1], whole[1])

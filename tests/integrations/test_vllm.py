@@ -15,11 +15,10 @@ from torch import nn
 from shardckpt import dist_checkpointing as dc
 from shardckpt.adapters import to_sharded_state_dict
 from shardckpt.errors import CannotLoadError, CheckpointingException, KeyMismatchError
+from tests.tree import ROOT
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
-
-ROOT = Path(__file__).parents[2]
 
 
 class Engine(nn.Module):

@@ -19,8 +19,9 @@ from shardckpt.errors import KeyMismatchError
 from shardckpt.manager import CheckpointConfig, CheckpointManager
 from shardckpt_torch_dist import CheckpointStorageReader
 from tests.golden.write_zarr import COMMON, TENSORS, global_tensor
+from tests.golden_checkpoints import global_tensors
 from tests.interop.stock import Kept
-from tests.test_golden import GOLDEN, global_tensors
+from tests.tree import GOLDEN
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -8,13 +8,14 @@ import os
 import signal
 import subprocess
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING
+
+from tests.tree import ROOT
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
 END_TIMEOUT = 30.0  # seconds
 
 

@@ -9,204 +9,26 @@ What releases cannot do is in ``writers.py``: shards of unequal size, which they
 
 from __future__ import annotations
 
-import shutil
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
-import torch
-import torch.distributed as dist
 
-from shardckpt import dist_checkpointing as dc
-from shardckpt import mapping
-from shardckpt.engine.integrity import verify_integrity_manifest
-from tests.compat.rewritten import SCRIPT, STRATEGIES, run, run_script
-from tests.interop import here, plain_dcp, sample
-from tests.interop.runner import MegatronError
-from tests.interop.writers import WRITERS
+from tests.interop import here
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
     from tests.interop.runner import Megatron
-    from tests.ranks import RankPool, Ranks
+    from tests.ranks import Ranks
 
     Releases = Callable[[str], Megatron]
     Saved = Callable[[str], str]
-
-NEWEST = "0.16.1"
-WORLDS = (1, 2, 4)
-#: Releases that today's torch does not let read their own ``common.pt`` if a class of Megatron's is in it.
-CANNOT_READ_ITSELF = ("0.9.0", "0.15.3")
+from tests.interop.matrix import WORLDS, each_writer
 
 
-def _writers(*, own_classes: bool | None = None) -> list[object]:
-    """Writers as parameters; releases of Megatron are slow: installing and running one takes as long as 200 tests."""
-    chosen = [name for name, writer in WRITERS.items() if own_classes in (None, writer.own_classes)]
-    return [n if n == "shardckpt" else pytest.param(n, marks=_mark(n)) for n in chosen]
-
-
-def _mark(release: str) -> pytest.MarkDecorator:
-    """The newest release in CI, the others in proof: their goldens load in the default run."""
-    return pytest.mark.ci if release == NEWEST else pytest.mark.proof
-
-
-@pytest.mark.parametrize("writer", _writers())
+@pytest.mark.parametrize("writer", each_writer())
 def test_shardckpt_loads(ranks: Ranks, saved: Saved, writer: str) -> None:
     """What anyone saved loads here, where Megatron is not importable, and every query describes it."""
     for world in (*WORLDS, 3):
         assert ranks.run(world, here.load, saved(writer)) == [True] * world
     here.check_queries(saved(writer), writer)
-
-
-@pytest.mark.ci  # megatron-core is imported by eight processes
-@pytest.mark.parametrize("writer", _writers())
-def test_megatron_loads(megatron: Releases, saved: Saved, writer: str) -> None:
-    """What anyone saved is loaded by the newest Megatron on PyPI that runs here."""
-    for world in WORLDS:
-        megatron(NEWEST).run(world, "load", saved(writer), writer)
-
-
-@pytest.mark.parametrize(
-    "release", [pytest.param(name, marks=_mark(name)) for name in WRITERS if name not in ("shardckpt", NEWEST)]
-)
-def test_older_megatron_loads_what_is_saved_here(megatron: Releases, saved: Saved, release: str) -> None:
-    """What is saved here is loaded by every older Megatron."""
-    for world in WORLDS:
-        megatron(release).run(world, "load", saved("shardckpt"), "shardckpt")
-
-
-@pytest.mark.ci
-@pytest.mark.parametrize("writer", _writers(own_classes=False))
-def test_plain_dcp_loads(gloo_ranks: RankPool, saved: Saved, writer: str) -> None:
-    """What anyone saved without classes of its own is loaded by plain dcp.load: tensors, DTensors and objects."""
-    plain_dcp.load(saved(writer))  # without a process group
-    for world in WORLDS:
-        gloo_ranks.run(world, plain_dcp.load, saved(writer))
-
-
-@pytest.mark.parametrize("writer", _writers(own_classes=True))
-def test_plain_dcp_needs_megatron_for_its_classes(
-    ranks: Ranks, megatron: Releases, saved: Saved, tmp_path: Path, writer: str
-) -> None:
-    """The pickled plans of 0.11 to 0.15 stop plain DCP where there is no Megatron; rewritten here it loads them."""
-    for world in WORLDS:
-        for refusal in ranks.run(world, plain_dcp.refusal, saved(writer)):
-            assert "No module named 'megatron'" in refusal
-        megatron(NEWEST).run(world, "plain_dcp_load", saved(writer))
-    here.rewrite(saved(writer), str(tmp_path / "rewritten"))
-    for world in WORLDS:
-        ranks.run(world, plain_dcp.load, str(tmp_path / "rewritten"))
-
-
-@pytest.mark.parametrize(
-    "release", [pytest.param(name, marks=_mark(name)) for name, writer in WRITERS.items() if writer.refuses]
-)
-def test_what_releases_refuse(megatron: Releases, tmp_path: Path, release: str) -> None:
-    """What the matrix leaves out for a release, that release does refuse, and for the reason that is given."""
-    for key, reason in WRITERS[release].refuses.items():
-        with pytest.raises(MegatronError, match=reason):
-            megatron(release).run(4, "save_uneven", str(tmp_path / key), key)
-
-
-# Checkpoints from which keys were removed here, read by Megatron and by plain DCP.
-
-
-def _save_with_more(path: str) -> None:
-    """The sample, and what is to be removed again."""
-    rank, world = dist.get_rank(), dist.get_world_size()
-    more: dict[str, Any] = {
-        "m": mapping.ShardedTensor.from_rank_offsets("gone.m", torch.arange(4.0), (0, rank, world)),
-        "state": mapping.ShardedObject("gone.state", [rank], (world,), (rank,)),
-    }
-    state = sample.state(mapping, rank, world, filled=True)
-    dc.save({**state, "more": more}, path, content_metadata=sample.CONTENT_METADATA, verify_integrity=True)
-
-
-@pytest.fixture
-def left_of_ours(ranks: Ranks, tmp_path: Path) -> str:
-    """The sample as it is left when more was saved with it here and removed."""
-    path = str(tmp_path / "ours")
-    ranks.run(4, _save_with_more, path)
-    ranks.run(4, dc.remove_sharded_tensors, path, "gone.")
-    return path
-
-
-@pytest.mark.proof
-def test_what_is_left_of_ours(ranks: Ranks, megatron: Releases, left_of_ours: str) -> None:
-    """It is the sample and nothing more, for us, for plain DCP and for Megatron, and every digest holds."""
-    verify_integrity_manifest(left_of_ours)
-    here.check_queries(left_of_ours, "shardckpt")
-    ranks.run(2, here.load, left_of_ours)
-    plain_dcp.load(left_of_ours)
-    for world in (4, 2):
-        megatron(NEWEST).run(world, "load", left_of_ours, "shardckpt")
-
-
-@pytest.mark.parametrize(
-    "release", [pytest.param(name, marks=_mark(name)) for name, writer in WRITERS.items() if writer.flattened]
-)
-def test_older_megatron_loads_what_is_left_of_ours(megatron: Releases, left_of_ours: str, release: str) -> None:
-    """The same for older releases."""
-    megatron(release).run(4, "load", left_of_ours, "shardckpt")
-
-
-@pytest.mark.proof
-def test_what_is_left_of_megatrons(ranks: Ranks, megatron: Releases, saved: Saved, tmp_path: Path) -> None:
-    """Megatron finds all tensors and common values in its own checkpoint without the objects that were removed."""
-    path = shutil.copytree(saved(NEWEST), tmp_path / "theirs")
-    ranks.run(2, dc.remove_sharded_tensors, str(path), "rng")
-    stored = dc.load_sharded_metadata(path)
-    assert {key for key in stored if key.startswith("rng")} == set()
-    assert len(stored) == len(dc.load_sharded_metadata(saved(NEWEST))) - 4
-    megatron(NEWEST).run(4, "query", str(path), NEWEST)
-
-
-@pytest.mark.parametrize(
-    "release", [pytest.param(name, marks=_mark(name)) for name, writer in WRITERS.items() if writer.flattened]
-)
-def test_what_is_left_of_older_megatrons(
-    ranks: Ranks, megatron: Releases, saved: Saved, tmp_path: Path, release: str
-) -> None:
-    """A dialect without its flattened shards is the sample for the newest Megatron and, now, for plain DCP as well."""
-    path = str(shutil.copytree(saved(release), tmp_path / "theirs"))
-    ranks.run(2, dc.remove_sharded_tensors, path, "flattened")
-    assert "flattened" not in dc.load_sharded_metadata(path)
-    plain_dcp.load(path)
-    megatron(NEWEST).run(4, "load", path, release)
-    if release not in CANNOT_READ_ITSELF:
-        megatron(release).run(4, "load", path, release)
-
-
-# Code that was ported from Megatron, and Megatron.
-
-
-@pytest.mark.parametrize(
-    "world", [pytest.param(1, marks=pytest.mark.proof), 2, pytest.param(4, marks=pytest.mark.proof)]
-)
-@pytest.mark.proof
-def test_the_ported_script_is_code_for_megatron(megatron: Releases, tmp_path: Path, world: int) -> None:
-    """The script that tests/compat ports runs as it is under Megatron, at every number of ranks."""
-    megatron(NEWEST).run(world, "call", str(SCRIPT), "train", str(tmp_path))
-
-
-@pytest.mark.proof
-def test_one_job_goes_on_in_both(ranks: Ranks, megatron: Releases, tmp_path: Path) -> None:
-    """What the job saved here, Megatron resumes; what it saved there, the ported job resumes; the format is one."""
-    ranks.run(2, run, "train", str(tmp_path / "here"))
-    megatron(NEWEST).run(2, "call", str(SCRIPT), "train", str(tmp_path / "there"))
-    for world in (1, 4):
-        for name, steps in (("first", "4"), ("second", "3")):
-            megatron(NEWEST).run(world, "call", str(SCRIPT), "resume", str(tmp_path / "here"), name, steps)
-            ranks.run(world, run, "resume", str(tmp_path / "there"), name, steps)
-
-
-@pytest.mark.ci
-def test_a_strategy_of_megatrons_kind_runs_in_both(ranks: Ranks, megatron: Releases, tmp_path: Path) -> None:
-    """One strategy, unchanged but for the import rule, reads here what it wrote under Megatron, and the other way."""
-    there, here = str(tmp_path / "there"), str(tmp_path / "here")
-    megatron(NEWEST).run(2, "call", str(STRATEGIES), "save", there, "3")
-    ranks.run(2, run_script, STRATEGIES, "save", here, "4")
-    for world in (1, 2):
-        ranks.run(world, run_script, STRATEGIES, "load", there, "3")
-        megatron(NEWEST).run(world, "call", str(STRATEGIES), "load", here, "4")

@@ -14,10 +14,11 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 from shardckpt_torch_dist import CheckpointStorageReader
+from tests.golden_checkpoints import VERSIONS, check_model
 from tests.interop import goldens, stock
-from tests.test_golden import GOLDEN, VERSIONS, check_model
 from tests.torch_checkpointing import golden as torch_checkpointing
-from tests.zarr import test_load as zarr
+from tests.tree import GOLDEN
+from tests.zarr import load as zarr
 
 if TYPE_CHECKING:
     from collections.abc import Callable

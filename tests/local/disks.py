@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import logging
-from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,9 +11,7 @@ import torch.distributed as dist
 from shardckpt.local import CliqueReplication, LocalCheckpointManager, TensorAwareStateDict
 from shardckpt.local.parts import PartId
 from shardckpt.mapping import ShardedObject, ShardedTensor
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
+from tests.logs import collect_warnings
 
 
 def get_rank() -> int:
@@ -73,23 +69,6 @@ def list_names(base: str) -> list[tuple[int, int]]:
     parts = [PartId.parse(path.name) for path in get_root(base).iterdir()]
     assert None not in parts
     return sorted((part.save.step, part.rank) for part in parts if part is not None)
-
-
-@contextmanager
-def collect_warnings() -> Iterator[list[str]]:
-    """Yield what the block logs, as warnings or worse."""
-    found: list[str] = []
-
-    class Handler(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            found.append(record.getMessage())
-
-    handler, logger = Handler(logging.WARNING), logging.getLogger("shardckpt")
-    logger.addHandler(handler)
-    try:
-        yield found
-    finally:
-        logger.removeHandler(handler)
 
 
 def find_directory(root: Path, step: int, rank: int) -> Path:

@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from shardckpt.local import TensorAwareStateDict
 from shardckpt.mapping import LocalNonpersistentObject, ShardedObject, ShardedTensor, ShardedTensorFactory
+from tests.states import gated_halves
 
 if TYPE_CHECKING:
     from shardckpt.local import KeptShards
@@ -19,14 +20,6 @@ MODES = ("atomic", "fully_parallel")
 def make_tensor(number: int, shape: tuple[int, ...] = (8, 3), dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """Return a tensor whose values say its number."""
     return (torch.arange(torch.Size(shape).numel()) + 100 * number).reshape(shape).to(dtype)
-
-
-def _halves(rank: int, world: int, key: str, data: torch.Tensor, replica_id: Any, _: slice | None) -> list[Any]:
-    cells = ((0, rank, 2 * world), (0, rank + world, 2 * world))
-    return [
-        ShardedTensor.from_rank_offsets(key, half, cell, replica_id=replica_id)
-        for half, cell in zip(data.chunk(2), cells, strict=True)
-    ]
 
 
 def make_state(rank: int, world: int, *, filled: bool = True, data: bool = True) -> dict[str, Any]:
@@ -42,7 +35,7 @@ def make_state(rank: int, world: int, *, filled: bool = True, data: bool = True)
     return {
         "everywhere": [shard(n, make_tensor(n), replica_id=rank) for n in range(4)],
         "pairs": shard(4, make_tensor(4, dtype=torch.bfloat16).chunk(2)[tp], (0, tp, 2), replica_id=dp),
-        "glu": ShardedTensorFactory("glu", half, lambda *args: _halves(tp, 2, *args), torch.cat, dp),
+        "glu": ShardedTensorFactory("glu", half, lambda *args: gated_halves(tp, 2, *args), torch.cat, dp),
         "mine": shard(6, make_tensor(6).chunk(world)[rank], (0, rank, world)),
         "flat": _flat(rank, world, filled=filled, data=data),
         "object": ShardedObject("o", {"rank": rank} if filled else None, (world,), (rank,)),

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import resource
 import shutil
 from functools import partial
 from pathlib import Path
@@ -20,7 +19,6 @@ from tests.backends import data_file
 from tests.commit import owners
 from tests.local.disks import (
     check_part,
-    collect_warnings,
     find_directory,
     flip_bit,
     get_rank,
@@ -34,12 +32,10 @@ from tests.local.disks import (
     save_steps,
 )
 from tests.shared import shared_by_ranks
-from tests.tables import in_proof
 
 if TYPE_CHECKING:
-    from tests.ranks import Failure, RankPool, Ranks
-
-MIB = 1 << 20
+    from tests.ranks import Failure, Ranks
+from tests.local.local_manager import MIB, latest_of
 
 
 @pytest.mark.parametrize(("world", "cliques"), [(1, None), (2, None), (2, (1, 2)), (4, (2, 2)), (4, (1, 4))])
@@ -115,60 +111,6 @@ def _load_uneven(base: str, cliques: tuple[int, int], nbytes: int) -> None:
         assert torch.equal(got, expected)
 
 
-@pytest.mark.ci
-@backends.both_in_proof
-@pytest.mark.parametrize(("world", "cliques", "lost"), [(2, (1, 2), [1]), (4, (2, 2), [0, 1]), (4, (1, 4), [0, 1, 3])])
-def test_lost_nodes_get_their_parts_back(
-    gloo_ranks: RankPool, tmp_path: Path, world: int, cliques: tuple[int, int], lost: list[int]
-) -> None:
-    """With empty disks in the place of lost ones all ranks load, and those disks have their parts again."""
-    gloo_ranks.run(world, save_steps, str(tmp_path), cliques, [1, 2])
-    before = {rank: read_contents(find_directory(tmp_path / f"node{rank}", 2, rank)) for rank in lost}
-    for rank in lost:
-        shutil.rmtree(tmp_path / f"node{rank}")
-    logged = gloo_ranks.run(world, load_step, str(tmp_path), cliques, 2)
-    for rank in range(world):
-        assert (len(logged[rank]) == 1 and "has its part from rank" in logged[rank][0]) is (rank in lost)
-    assert {rank: read_contents(find_directory(tmp_path / f"node{rank}", 2, rank)) for rank in lost} == before
-    assert gloo_ranks.run(world, load_step, str(tmp_path), cliques, 2) == [[]] * world
-
-
-def _latest(base: str, cliques: tuple[int, int] | None = None) -> tuple[int | None, list[str]]:
-    manager = make_manager(base, cliques)
-    with collect_warnings() as logged:
-        return manager.find_latest(), logged
-
-
-@pytest.mark.ci
-def test_a_lost_clique_is_named(gloo_ranks: RankPool, tmp_path: Path) -> None:
-    """Where a part is on no disk any more its step is not found, and to load it is an error that names the ranks."""
-    gloo_ranks.run(4, save_steps, str(tmp_path), (2, 2), [5])
-    for rank in (0, 2):
-        shutil.rmtree(tmp_path / f"node{rank}")
-    (latest, logged), *others = gloo_ranks.run(4, _latest, str(tmp_path), (2, 2))
-    assert latest is None
-    assert logged == [
-        "local checkpoints: step 5 is incomplete: no disk has an undamaged part of ranks 0, 2; it is ignored"
-    ]
-    assert others == [(None, [])] * 3
-    for step in (None, 5):
-        for outcome in gloo_ranks.outcomes(4, load_step, str(tmp_path), (2, 2), 5, step):
-            assert outcome.kind == "IncompleteCheckpointError"
-            assert "ranks 0, 2" in outcome.message
-            assert "dist_checkpointing.load()" in outcome.message
-
-
-@pytest.mark.ci
-def test_ranks_agree_on_the_newest_step(gloo_ranks: RankPool, tmp_path: Path) -> None:
-    """Where disks have different steps, all ranks take the newest that all parts are there of."""
-    gloo_ranks.run(2, save_steps, str(tmp_path), None, [1, 2, 3], 3)
-    shutil.rmtree(find_directory(tmp_path / "node1", 3, 1))
-    assert [latest for latest, _ in gloo_ranks.run(2, _latest, str(tmp_path))] == [2, 2]
-    assert ["step 3" in str(logged) for logged in gloo_ranks.run(2, load_step, str(tmp_path), None, 2)] == [True, False]
-    shutil.rmtree(find_directory(tmp_path / "node0", 2, 0))
-    assert [latest for latest, _ in gloo_ranks.run(2, _latest, str(tmp_path))] == [1, 1]
-
-
 def test_parts_of_different_saves_do_not_mix(ranks: Ranks, tmp_path: Path) -> None:
     """A disk that comes back with another save of the same step does not count as a part of this one."""
     ranks.run(2, save_steps, str(tmp_path), None, [7])
@@ -177,7 +119,7 @@ def test_parts_of_different_saves_do_not_mix(ranks: Ranks, tmp_path: Path) -> No
     ranks.run(2, save_steps, str(tmp_path), None, [7])
     shutil.rmtree(tmp_path / "node1")
     shutil.move(tmp_path / "aside", tmp_path / "node1")
-    assert [latest for latest, _ in ranks.run(2, _latest, str(tmp_path))] == [None, None]
+    assert [latest for latest, _ in ranks.run(2, latest_of, str(tmp_path))] == [None, None]
 
 
 @backends.both_in_proof
@@ -206,7 +148,7 @@ def test_a_damaged_file_does_not_count(ranks: Ranks, tmp_path: Path) -> None:
     ranks.run(2, save_steps, str(tmp_path), None, [1, 2], 2)
     file = find_directory(tmp_path / "node1", 2, 1) / data_file(0)
     file.write_bytes(file.read_bytes()[:-1])
-    (latest, logged), (other, _) = ranks.run(2, _latest, str(tmp_path))
+    (latest, logged), (other, _) = ranks.run(2, latest_of, str(tmp_path))
     assert (latest, other) == (1, 1)
     assert [text for text in logged if str(file) in text and "rank 1" in text]
     ranks.run(2, load_step, str(tmp_path), None, 1)
@@ -223,40 +165,6 @@ def test_where_all_copies_are_damaged_the_step_before_is_taken(ranks: Ranks, tmp
     for outcome in ranks.outcomes(2, load_step, str(tmp_path), (1, 2), 2, 2):
         assert outcome.kind == "CorruptCheckpointError"
         assert "digest differs" in outcome.message
-
-
-def _limited_save(base: str, cliques: tuple[int, int]) -> tuple[str, int | None, list[Any]]:
-    """Save a step where rank 1 can write its own part, and not the larger one of rank 0."""
-    manager = make_manager(base, cliques)
-    manager.save(make_part(1), 1)
-    shard = ShardedTensor.from_rank_offsets(f"w{get_rank()}", torch.ones(3 * MIB if get_rank() == 0 else 10))
-    part, _ = TensorAwareStateDict.from_state_dict({"w": shard}, "atomic")
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    if get_rank() == 1:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (MIB, limits[1]))
-    try:
-        with pytest.raises(CheckpointingException) as caught:
-            manager.save(part, 2)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    found = manager.find_latest(), list_names(base)
-    check_part(manager.load(), 1)
-    manager.save(part, 3)
-    assert manager.find_latest() == 3
-    return str(caught.value), *found
-
-
-@pytest.mark.ci
-@pytest.mark.parametrize(("world", "cliques"), [(2, (1, 2)), *in_proof((4, (1, 2)))])
-def test_a_copy_that_cannot_be_written_fails_the_save(
-    gloo_ranks: RankPool, tmp_path: Path, world: int, cliques: tuple[int, int]
-) -> None:
-    """A full disk on one rank: the same error on all, nothing of the step stays, the one before it loads."""
-    outcomes = gloo_ranks.run(world, _limited_save, str(tmp_path), cliques)
-    assert len({message for message, _, _ in outcomes}) == 1
-    assert "rank 1: cannot write" in outcomes[0][0]
-    assert [latest for _, latest, _ in outcomes] == [1] * world
-    assert [names for _, _, names in outcomes] == [[(1, r - r % 2), (1, r - r % 2 + 1)] for r in range(world)]
 
 
 @pytest.mark.parametrize("keep", [1, 2])
@@ -313,7 +221,7 @@ def test_what_a_save_left_that_did_not_end_is_cleared(ranks: Ranks, tmp_path: Pa
     for owner in (owners.dead(), owners.elsewhere()):  # the folder is this job's alone: nobody else has anything in it
         owners.leave(stray, owner)
     alive = owners.leave(stray, owners.living())
-    assert [latest for latest, _ in ranks.run(2, _latest, str(tmp_path))] == [1, 1]
+    assert [latest for latest, _ in ranks.run(2, latest_of, str(tmp_path))] == [1, 1]
     ranks.run(2, _save_beside, str(tmp_path), 2)
     assert [path.name for path in (tmp_path / "node1").iterdir() if path.name.startswith(".")] == [alive.name]
     alive.rename(alive.with_name(alive.name.replace(owners.living().text, owners.dead().text)))
@@ -332,7 +240,7 @@ def test_parts_without_a_complete_step_stay(ranks: Ranks, tmp_path: Path) -> Non
     assert names == [[(2, 0), (9, 0)], [(2, 1)]]
     shutil.rmtree(tmp_path / "node1")
     shutil.move(tmp_path / "aside", tmp_path / "node1")
-    assert [latest for latest, _ in ranks.run(2, _latest, str(tmp_path))] == [9, 9]
+    assert [latest for latest, _ in ranks.run(2, latest_of, str(tmp_path))] == [9, 9]
 
 
 def _saved_over(base: str) -> Any:
@@ -343,7 +251,7 @@ def _saved_over(base: str) -> Any:
 def test_another_number_of_ranks_is_refused(ranks: Ranks, tmp_path: Path) -> None:
     """Fewer or more ranks find nothing, are warned, and are told on loading where to go instead."""
     ranks.run(4, save_steps, str(tmp_path), None, [6])
-    (latest, logged), _ = ranks.run(2, _latest, str(tmp_path))
+    (latest, logged), _ = ranks.run(2, latest_of, str(tmp_path))
     assert latest is None
     assert logged == ["local checkpoints: step 6 was saved by 4 ranks, and there are 2: it is ignored"]
     for outcome in ranks.outcomes(2, load_step, str(tmp_path), None, 6):

@@ -1,14 +1,9 @@
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import fsspec
 import pytest
-import safetensors.torch
 import torch
 import torch.distributed.checkpoint as dcp
 
@@ -22,71 +17,20 @@ from shardckpt.maintenance.sources import open_any
 from shardckpt.mapping import ShardedObject, ShardedTensor
 from shardckpt.plugins import get_plugin_manager
 from tests.tables import table
-from tests.test_golden import GOLDEN
 from tests.testing.blocks import LoadBlocks, SaveBlocks
+from tests.tree import GOLDEN
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from shardckpt import SaveContext
-
-MIB = 1 << 20
-#: torch's threads wait for each other by spinning: where other processes have the cores, one is many times as fast.
-ONE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1"}
-
-
-whole = ShardedTensor.from_rank_offsets  # a tensor in one shard
+from tests.maintenance.proof import whole
 
 
 def prints(report: Any) -> dict[str, str]:
     """The fingerprints of a report by key, which are the same before and after."""
     assert all(tensor.before == tensor.after for tensor in report.proof)
     return {tensor.key: tensor.before for tensor in report.proof}
-
-
-def run_chain(folder: Path, tensors: dict[str, torch.Tensor], memory: int) -> None:
-    """Write tensors as a folder, take them through every format and back, and compare all fingerprints."""
-    (folder / "hf").mkdir()
-    safetensors.torch.save_file(tensors, folder / "hf" / "model.safetensors")
-    expected = shardckpt.fingerprint(tensors)
-    steps = [
-        ("st", "safetensors"),
-        ("td", "torch_dist"),
-        ("a.pt", "torch"),
-        ("dcp", "dcp"),
-        ("ep", "ep"),
-        ("back", "hf"),
-    ]
-    source = folder / "hf"
-    for name, to in steps:
-        report = convert_checkpoint(source, folder / name, to, memory_budget=memory)
-        assert prints(report) == expected, name
-        source = folder / name
-    found = safetensors.torch.load_file(folder / "back" / "model.safetensors")
-    assert found.keys() == tensors.keys()
-    assert shardckpt.fingerprint(found) == expected
-
-
-@pytest.mark.ci
-def test_a_chain_of_formats_keeps_all_fingerprints(tmp_path: Path) -> None:
-    """A folder goes through safetensors, torch_dist, torch.save, DCP and ep back to a folder; fingerprints stay."""
-    tensors = {
-        "rows": torch.randn(3, 300, 301),
-        "long": torch.randint(0, 255, (1, 5 * MIB), dtype=torch.uint8),
-        "half": torch.randn(7, 3).bfloat16(),
-        "eight": torch.randn(4, 4).to(torch.float8_e4m3fn),
-        "scalar": torch.tensor(2.5, dtype=torch.float64),
-        "empty": torch.zeros(0, 3),
-        "mask": torch.arange(9) % 2 == 0,
-    }
-    run_chain(tmp_path, tensors, 32 * MIB)
-
-
-@pytest.mark.proof
-def test_the_chain_of_a_gigabyte(tmp_path: Path) -> None:
-    """The same with 1 GiB in large, middle and small tensors, and a budget of 64 MiB."""
-    tensors = {"large": torch.randn(160 * MIB), "odd": torch.randn(4099, 4001)}
-    tensors |= {f"middle.{n}": torch.randn(1024, 1024) for n in range(64)}
-    tensors |= {f"small.{n}": torch.randn(33, 7) for n in range(2000)}
-    run_chain(tmp_path, tensors, 64 * MIB)
 
 
 @table("source", ["mcore-0.9.0", "mcore-0.20.0", "zarr-mcore-0.7.0", "torch-checkpointing-0.1.1/mesh-4"])
@@ -238,123 +182,8 @@ def test_a_wrong_bit_on_the_disk_never_gets_the_name(
             assert found["w"].read().equal(torch.full((1000,), 3.0, dtype=torch.float64))
 
 
-def test_a_target_must_not_be_the_source(tmp_path: Path) -> None:
-    """A folder is not written into the checkpoint that is read; assets belong to folders."""
+def test_assets_belong_to_folders(tmp_path: Path) -> None:
+    """Files to be copied beside the weights are refused for any target but a Hugging Face folder."""
     dc.save({"w": whole("w", torch.ones(3))}, tmp_path / "old")
-    with pytest.raises(CheckpointingException, match="old is the source"):
-        convert_checkpoint(tmp_path / "old", tmp_path / "old", "hf", overwrite=True)
     with pytest.raises(CheckpointingException, match="copied to Hugging Face folders alone"):
         convert_checkpoint(tmp_path / "old", tmp_path / "new", "ep", assets=tmp_path / "old")
-
-
-#: Converts a small checkpoint first, so that all imports are done; prints by how many bytes the memory then grows.
-MEASURE = """
-import sys
-from pathlib import Path
-from shardckpt.maintenance import convert_checkpoint
-
-def peak():
-    text = Path("/proc/self/status").read_text()
-    return int(next(line for line in text.splitlines() if line.startswith("VmHWM")).split()[1]) << 10
-
-small, large, to, memory = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3], int(sys.argv[4])
-convert_checkpoint(small, small.with_suffix(".new"), to, memory_budget=memory)
-Path("/proc/self/clear_refs").write_text("5")
-before = peak()
-convert_checkpoint(large, large.with_suffix(".new"), to, memory_budget=memory)
-print(peak() - before)
-"""
-
-
-@pytest.mark.proof
-@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the peak of a process's memory is Linux's")
-@pytest.mark.parametrize(
-    ("source", "to", "elements"),
-    [
-        pytest.param("hf", "safetensors", 460, marks=pytest.mark.proof),
-        ("hf", "torch", 170),
-        pytest.param("torch", "dcp", 170, marks=pytest.mark.proof),
-        pytest.param("torch", "hf", 170, marks=pytest.mark.proof),
-    ],
-)
-def test_gibibytes_take_256_mebibytes(tmp_path: Path, source: str, to: str, elements: int) -> None:
-    """2 GiB (or 0.75) in one large tensor, a strided one and small ones raise the peak by no more than the budget."""
-    for name, count in (("small", 1), ("large", elements * MIB)):
-        tensors = {"large": torch.rand(count), "middle": torch.rand(count // 10 + 1, 1)}
-        tensors |= {f"small.{n}": torch.rand(count // 50_000 + 1) for n in range(500)}
-        path = tmp_path / name
-        if source == "torch":
-            torch.save(tensors, path)
-        else:
-            path.mkdir()
-            safetensors.torch.save_file(tensors, path / "model.safetensors")
-    del tensors
-    command = [sys.executable, "-c", MEASURE, str(tmp_path / "small"), str(tmp_path / "large"), to, str(256 * MIB)]
-    done = subprocess.run(command, env=ONE_THREAD, capture_output=True, text=True, timeout=900, check=True)
-    assert int(done.stdout) < 256 * MIB
-
-
-#: Forks a conversion again and again, and kills it at a random moment; then it runs to its end. Nothing else is left.
-KILL = """
-import os, random, shutil, signal, sys, time, traceback
-from pathlib import Path
-from shardckpt.maintenance import convert_checkpoint
-
-old, new, to, count = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3], int(sys.argv[4])
-check = new.with_name("check")
-
-def fork(source, target, to):
-    if (pid := os.fork()) == 0:
-        try:
-            convert_checkpoint(source, target, to, memory_budget=32 << 20)
-        except BaseException:
-            traceback.print_exc()
-            os._exit(1)
-        os._exit(0)
-    return pid
-
-def remove(path):
-    shutil.rmtree(path) if path.is_dir() else path.unlink()
-
-def run(*arguments):
-    start = time.monotonic()
-    assert os.waitpid(fork(*arguments), 0)[1] == 0
-    return time.monotonic() - start
-
-run(old, new, to)
-remove(new)
-whole = run(old, new, to)
-remove(new)
-cut = 0
-random.seed(5)
-for number in range(count):
-    pid = fork(old, new, to)
-    time.sleep(random.uniform(0, whole))
-    os.kill(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
-    if new.exists():
-        run(new, check, "torch" if to != "torch" else "safetensors")  # whole: all of it is read, and checked
-        remove(check)
-        remove(new)
-    else:
-        cut += 1
-    run(old, new, to)
-    left = sorted(path.name for path in new.parent.iterdir())
-    assert left == ["new", "old"], left
-    remove(new)
-print(cut)
-"""
-
-
-@pytest.mark.ci
-@pytest.mark.parametrize("to", ["safetensors", "torch", "hf"])
-@pytest.mark.proof
-def test_a_kill_at_any_moment_leaves_nothing_wrong(tmp_path: Path, to: str) -> None:
-    """Killed at random moments, 10 for each kind of target, DST is absent or whole, and the next run succeeds."""
-    (tmp_path / "old").mkdir()
-    tensors = {f"w.{n}": torch.rand(MIB) for n in range(8)} | {f"v.{n}": torch.rand(100) for n in range(300)}
-    safetensors.torch.save_file(tensors, tmp_path / "old" / "model.safetensors")
-    command = [sys.executable, "-c", KILL, str(tmp_path / "old"), str(tmp_path / "new"), to, "10"]
-    done = subprocess.run(command, env=ONE_THREAD, capture_output=True, text=True, timeout=900, check=False)
-    assert done.returncode == 0, done.stderr
-    assert int(done.stdout) > 0

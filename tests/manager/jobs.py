@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import resource
 import signal
-import time
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +15,7 @@ import torch.distributed as dist
 from shardckpt import dist_checkpointing
 from shardckpt.errors import CheckpointingException
 from shardckpt.manager import CheckpointConfig, CheckpointManager, PerRank
+from tests.logs import collect_warnings
 from tests.manager.folders import names_in
 from tests.manager.training import Loader, Training
 
@@ -74,78 +73,17 @@ def begun_weights(folder: str, config: dict[str, Any]) -> list[torch.Tensor]:
 
 def load_error(folder: str, config: dict[str, Any], step: int = -1) -> str:
     """The error of a load; every other rank has the same."""
-    training = Training(folder, **config)
-    try:
-        with training.manager:
-            training.manager.load(step)
-    except CheckpointingException as exc:
-        return f"{type(exc).__name__}: {exc}"
-    raise AssertionError("loaded")
+    with Training(folder, **config).manager as manager, pytest.raises(CheckpointingException) as caught:
+        manager.load(step)
+    return f"{caught.type.__name__}: {caught.value}"
 
 
 def load_outcome(folder: str, config: dict[str, Any]) -> tuple[int, list[str]]:
     """The step that is loaded, 0 for none, and the warnings about it."""
-    said: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("shardckpt.manager")
-    logger.addHandler(handler)
-    try:
-        training = Training(folder, **config)
-        with training.manager:
-            training.manager.load()
-    finally:
-        logger.removeHandler(handler)
+    training = Training(folder, **config)
+    with collect_warnings("shardckpt.manager") as said, training.manager:
+        training.manager.load()
     return training.progress.step, said
-
-
-def overwritten_staging(folder: str, mode: str) -> None:
-    """A state that changes as soon as save returns, while the one before is still being written."""
-    weight = torch.nn.Linear(512, 512, bias=False)
-    config = CheckpointConfig(folder=folder, interval=1, async_mode=mode, keep_latest_k=0)
-    with CheckpointManager(config, {"model": weight}) as manager:
-        for step in range(1, 7):
-            with torch.no_grad():
-                weight.weight.fill_(step)
-            assert manager.save(step)
-            with torch.no_grad():
-                weight.weight.fill_(-1)
-    for step in range(1, 7):
-        assert manager_loads(folder, step, weight)
-        assert torch.equal(weight.weight, torch.full((512, 512), float(step)))
-
-
-def manager_loads(folder: str, step: int, model: torch.nn.Module) -> bool:
-    """Load a step's model."""
-    with CheckpointManager(CheckpointConfig(folder=folder, load_only=True), {"model": model}) as manager:
-        return manager.load(step)
-
-
-def dead_worker(folder: str) -> list[str]:
-    """Kill rank 0's writing process in mid-save: the next call raises, the one after it saves."""
-    training = Training(folder, interval=1, async_mode="async_with_pinned_mem")
-    messages = []
-    with training.manager as manager:
-        training.step()
-        manager.save(1)
-        manager.wait()
-        if training.rank == 0:
-            worker = manager._writer._queue._caller._worker  # type: ignore[union-attr]
-            os.kill(worker.pid, signal.SIGSTOP)
-        assert manager.save(2)
-        if training.rank == 0:
-            os.kill(worker.pid, signal.SIGKILL)
-        try:
-            until = time.monotonic() + 30
-            while time.monotonic() < until:
-                manager.maybe_wait_for_staging()
-                time.sleep(0.01)
-        except CheckpointingException as exc:
-            messages.append(str(exc))
-        assert manager.save(2)
-        manager.wait()
-        messages.append(repr(manager.steps()))
-    return messages
 
 
 def failing_save(folder: str, at_close: bool) -> tuple[str, set[str]]:
@@ -202,37 +140,16 @@ def after_the_last_step(folder: str, config: dict[str, Any]) -> tuple[list[torch
     return dtypes, steps, sorted({tensor.dtype.itemsize for tensor in stored.values()})
 
 
-def disagreeing(folder: str) -> str:
-    """Ranks that want to load different steps."""
-    training = Training(folder)
-    try:
-        with training.manager:
-            training.manager.load(2 + 2 * dist.get_rank())
-    except CheckpointingException as exc:
-        return str(exc)
-    raise AssertionError("loaded")
-
-
-def one_rank_sees_nothing(folder: str) -> int:
-    """Only the main rank looks at the folder: what others would see in it does not matter."""
-    training = Training(folder)
-    if dist.get_rank():
-        training.manager._folder.steps = list  # type: ignore[method-assign]
-    with training.manager:
-        assert training.manager.load()
-    return training.progress.step
-
-
 def own_state_without_wrapper(folder: str) -> str:
     """A loader that every rank has its own of, given as if all had it alike."""
     training = Training(folder)
     states = {**training.states, "dataloader": Loader(dist.get_rank())}
-    try:
-        with CheckpointManager(CheckpointConfig(folder=folder), states) as manager:
-            manager.save(1, force=True)
-    except CheckpointingException as exc:
-        return str(exc)
-    raise AssertionError("saved")
+    with (
+        CheckpointManager(CheckpointConfig(folder=folder), states) as manager,
+        pytest.raises(CheckpointingException) as caught,
+    ):
+        manager.save(1, force=True)
+    return str(caught.value)
 
 
 def preempted(folder: str, mode: str) -> tuple[bool, int]:
@@ -248,25 +165,3 @@ def preempted(folder: str, mode: str) -> tuple[bool, int]:
         steps = manager.steps()
     assert signal.getsignal(signal.SIGTERM) in (signal.SIG_DFL, before)
     return manager.preempted, steps[-1]
-
-
-__all__ = [
-    "after_the_last_step",
-    "begun_weights",
-    "closed_without_wait",
-    "dead_worker",
-    "disagreeing",
-    "failing_save",
-    "load_error",
-    "load_outcome",
-    "loaded",
-    "manager_loads",
-    "one_rank_sees_nothing",
-    "overwritten_staging",
-    "own_state_without_wrapper",
-    "preempted",
-    "resumed",
-    "trained",
-    "unbroken",
-    "weights",
-]

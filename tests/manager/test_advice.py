@@ -109,29 +109,25 @@ def _load(folder: Path | str, states: dict[str, Any], **options: Any) -> None:
         manager.load()
 
 
-def _other_dtype(folder: Path) -> None:
-    _save(folder, {"own": _Tensors(a=torch.ones(3))})
-    _load(folder, {"own": _Tensors(a=torch.ones(3, dtype=torch.int8))})
+def _misfit(saved: Any, loaded: Any) -> Callable[[Path], None]:
+    """Save one state, and load it into another."""
+
+    def save_and_load(folder: Path) -> None:
+        name = "model" if isinstance(saved, torch.nn.Module) else "own"
+        _save(folder, {name: saved})
+        _load(folder, {name: loaded})
+
+    return save_and_load
 
 
-def _other_padding(folder: Path) -> None:
-    _save(folder, {"own": _Tensors(a=torch.ones(8, 2))})
-    _load(folder, {"own": _Tensors(a=torch.ones(6, 2))})
+def _buffered(dtype: torch.dtype) -> torch.nn.Module:
+    model = torch.nn.Linear(2, 2)
+    model.register_buffer("counts", torch.ones(3, dtype=dtype))
+    return model
 
 
-def _other_padding_of_a_module(folder: Path) -> None:
-    _save(folder, {"model": torch.nn.Embedding(8, 2)})
-    _load(folder, {"model": torch.nn.Embedding(6, 2)})
-
-
-def _prepended_axis(folder: Path) -> None:
-    _save(folder, {"own": _Tensors(a=torch.ones(1, 4, 2))})
-    _load(folder, {"own": _Tensors(a=torch.ones(4, 2))})
-
-
-def _axis_not_prepended(folder: Path) -> None:
-    _save(folder, {"own": _Tensors(a=torch.ones(4, 2))})
-    _load(folder, {"own": _Tensors(a=torch.ones(1, 4, 2))})
+def _own(*shape: int, dtype: torch.dtype | None = None) -> _Tensors:
+    return _Tensors(a=torch.ones(shape, dtype=dtype))
 
 
 def _other_optimizer(folder: Path) -> None:
@@ -141,17 +137,6 @@ def _other_optimizer(folder: Path) -> None:
         model(torch.tensor([1])).sum().backward()
         optimizer.step()
         act(folder, {"model": model, "optimizer": optimizer})
-
-
-def _buffer(dtype: torch.dtype) -> torch.nn.Module:
-    model = torch.nn.Linear(2, 2)
-    model.register_buffer("counts", torch.ones(3, dtype=dtype))
-    return model
-
-
-def _other_dtype_of_a_module(folder: Path) -> None:
-    _save(folder, {"model": _buffer(torch.float32)})
-    _load(folder, {"model": _buffer(torch.int32)})
 
 
 def _unlisted_class(folder: Path) -> None:
@@ -176,11 +161,6 @@ def _unfinished_on_a_store(_: Path) -> None:
     _load("memory://unfinished", {"model": torch.nn.Linear(2, 2)}, load_step=1)
 
 
-def _other_keys(folder: Path) -> None:
-    _save(folder, {"model": torch.nn.Linear(2, 2, bias=False)})
-    _load(folder, {"model": torch.nn.Linear(2, 2)})
-
-
 def _other_names(folder: Path) -> None:
     (folder / "hf").mkdir(parents=True)
     save_state_dict({"decoder.weight": torch.ones(2, 2)}, folder / "hf" / "model.safetensors")
@@ -200,14 +180,14 @@ def _no_such_step(folder: Path) -> None:
 @table(
     ("wrong", "advised"),
     [
-        (_other_dtype, "Give these tensors the stored dtype"),
-        (_other_dtype_of_a_module, "Give these tensors the stored dtype"),
-        (_other_padding, "another padding of the vocabulary?)"),
-        (_other_padding_of_a_module, "another padding of the vocabulary?)"),
-        (_prepended_axis, "stored with 1 prepended axes)"),
-        (_axis_not_prepended, "stored without prepended axes)"),
+        (_misfit(_own(3), _own(3, dtype=torch.int8)), "Give these tensors the stored dtype"),
+        (_misfit(_buffered(torch.float32), _buffered(torch.int32)), "Give these tensors the stored dtype"),
+        (_misfit(_own(8, 2), _own(6, 2)), "another padding of the vocabulary?)"),
+        (_misfit(torch.nn.Embedding(8, 2), torch.nn.Embedding(6, 2)), "another padding of the vocabulary?)"),
+        (_misfit(_own(1, 4, 2), _own(4, 2)), "stored with 1 prepended axes)"),
+        (_misfit(_own(4, 2), _own(1, 4, 2)), "stored without prepended axes)"),
+        (_misfit(torch.nn.Linear(2, 2, bias=False), torch.nn.Linear(2, 2)), "exclude_from_loading"),
         (_other_optimizer, "exclude_from_loading"),
-        (_other_keys, "exclude_from_loading"),
         (_other_names, "CheckpointConfig(hf_mapping=...)"),
         (_no_mapping, "built in are"),
         (_unlisted_class, "allow_globals=[Fraction]"),

@@ -16,43 +16,28 @@ from tests.tables import in_proof, table
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from tests.ranks import RankPool, Ranks
-
-
-def _clean(folder: str, limit: Any, shared: bool = True) -> None:
-    """On every rank, for one folder."""
-    cleanup_old_checkpoints(Namespace(output_dir=folder, save_total_limit=limit), shared)
+    from tests.ranks import Ranks
+from tests.manager.cleanup import clean
 
 
 def _error(folder: str, limit: Any) -> tuple[str, str]:
-    return folders.error_of(_clean, folder, limit)
-
-
-def _clean_nodes(folder: str, ranks_a_node: int) -> None:
-    """On nodes of so many ranks each, whose disks are theirs."""
-    node, local_rank = divmod(folders.rank(), ranks_a_node)
-    os.environ["LOCAL_RANK"] = str(local_rank)
-    try:
-        # who is not to remove is given a folder that must stay as it is
-        _clean(f"{folder}/node{node}" if local_rank == 0 else f"{folder}/others", 1, shared=False)
-    finally:
-        del os.environ["LOCAL_RANK"]
+    return folders.error_of(clean, folder, limit)
 
 
 def _clean_without_local_rank(folder: str) -> tuple[str, str]:
     os.environ.pop("LOCAL_RANK", None)
-    return folders.error_of(_clean, folder, 1, shared=False)
+    return folders.error_of(clean, folder, 1, shared=False)
 
 
 def _clean_with_limits(folder: str) -> tuple[str, str]:
-    return folders.error_of(_clean, folder, folders.rank() or None)
+    return folders.error_of(clean, folder, folders.rank() or None)
 
 
 @table("limit", [None, 0, -1])
 def test_no_limit_keeps_all(tmp_path: Path, limit: int | None) -> None:
     """None, 0 and less keep all checkpoints, and so do arguments without a limit or a folder."""
     folders.save_all(tmp_path, 1, 2, 3)
-    _clean(str(tmp_path), limit)
+    clean(str(tmp_path), limit)
     cleanup_old_checkpoints(Namespace(output_dir=str(tmp_path)))
     cleanup_old_checkpoints(Namespace())
     assert folders.names_in(tmp_path) == {"step-1", "step-2", "step-3"}
@@ -71,7 +56,7 @@ def test_checkpoints_lie_in_a_folder_of_that_name(tmp_path: Path, caplog: pytest
     """MindSpeed's trainers save to output_dir/checkpoints: that is cleaned, output_dir not, and a warning says so."""
     folders.save_all(tmp_path / "checkpoints", 1, 2, 3, name="global_step_{}")
     folders.save_all(tmp_path, 1, 2, name="global_step_{}")
-    _clean(str(tmp_path), 2)
+    clean(str(tmp_path), 2)
     assert folders.names_in(tmp_path / "checkpoints") == {"global_step_2", "global_step_3"}
     assert folders.names_in(tmp_path) == {"checkpoints", "global_step_1", "global_step_2"}
     assert f"{tmp_path}: {tmp_path}/checkpoints is the one that is cleaned" in caplog.text
@@ -81,7 +66,7 @@ def test_a_folder_on_a_store_has_its_checkpoints_below(tmp_path: Path) -> None:
     """A URL as output_dir is looked into in the same way."""
     url = f"local://{tmp_path}/run"
     folders.save_all(f"{url}/checkpoints", 1, 2, 3)
-    _clean(url, 1)
+    clean(url, 1)
     assert folders.steps_of(f"{url}/checkpoints").steps() == [3]
 
 
@@ -94,7 +79,7 @@ def test_what_is_left_is_said_once_with_the_reason(tmp_path: Path, caplog: pytes
     (place / "checkpoint-5").mkdir()
     (place / "checkpoint-5" / "model.bin").touch()
     (place / "step-9").symlink_to(place / "step-3")
-    _clean(str(tmp_path), 1)
+    clean(str(tmp_path), 1)
     assert folders.names_in(place) == {"step-1", "step-3", "step-9", "best_7", "checkpoint-5"}
     said = {line.strip().partition(": ")[0]: line for line in caplog.text.splitlines()[1:]}
     assert said.keys() == {str(place / name) for name in ("step-1", "step-9", "best_7", "checkpoint-5")}
@@ -105,7 +90,7 @@ def test_what_is_left_is_said_once_with_the_reason(tmp_path: Path, caplog: pytes
     assert "bytes, " in said[str(place / "step-1")]
     caplog.clear()
     folders.save(place, 4)
-    _clean(str(tmp_path), 1)
+    clean(str(tmp_path), 1)
     assert not caplog.text
     assert folders.names_in(place) == {"step-1", "step-4", "step-9", "best_7", "checkpoint-5"}
 
@@ -115,7 +100,7 @@ def test_of_an_output_folder_only_checkpoints_are_said(tmp_path: Path, caplog: p
     folders.save_all(tmp_path, 1, 2)
     folders.save(tmp_path, 7, "best")
     (tmp_path / "runs").mkdir()
-    _clean(str(tmp_path), 1)
+    clean(str(tmp_path), 1)
     assert folders.names_in(tmp_path) == {"step-2", "best", "runs"}
     assert f"{tmp_path}/best: its name" in caplog.text
     assert "runs" not in caplog.text
@@ -124,7 +109,7 @@ def test_of_an_output_folder_only_checkpoints_are_said(tmp_path: Path, caplog: p
 def test_a_folder_without_checkpoints_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A limit that finds nothing to apply to does not let the disk fill in silence."""
     (tmp_path / "elsewhere").mkdir()
-    _clean(str(tmp_path), 1)
+    clean(str(tmp_path), 1)
     assert f"{tmp_path}/checkpoints and {tmp_path}: no checkpoint of a step is there" in caplog.text
 
 
@@ -134,7 +119,7 @@ def test_names_that_are_nearly_right_stay(tmp_path: Path) -> None:
     others = [*folders.FOREIGN, "iter_7", "iter_00000007", "checkpoint-007", "checkpoint-7-best", "my_global_step_7"]
     for name in others:
         folders.save(tmp_path, 7, name)
-    _clean(str(tmp_path), 1)
+    clean(str(tmp_path), 1)
     assert folders.names_in(tmp_path) == {"step-2", *others}
 
 
@@ -143,7 +128,7 @@ def test_plain_dcp_checkpoints_count(tmp_path: Path) -> None:
     for step in (1, 2, 3, 4):
         dcp.save({"w": torch.ones(3)}, checkpoint_id=tmp_path / f"checkpoint-{step}")
     (tmp_path / "checkpoint-4/.metadata").unlink()
-    _clean(str(tmp_path), 1)
+    clean(str(tmp_path), 1)
     assert folders.names_in(tmp_path) == {"checkpoint-3", "checkpoint-4"}
 
 
@@ -151,49 +136,21 @@ def test_the_step_that_megatron_would_load_stays(tmp_path: Path) -> None:
     """Megatron notes the newest step after it is saved: the noted one stays until then."""
     folders.save_all(tmp_path, 10, 20, 30, name="iter_{:07d}")
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("20\n")
-    _clean(str(tmp_path), 1)
+    clean(str(tmp_path), 1)
     assert folders.names_in(tmp_path) == {"iter_0000020", "iter_0000030", "latest_checkpointed_iteration.txt"}
     for other in ("release", "9" * 5000):
         folders.save(tmp_path, 20, "iter_00000{}", overwrite=True)
         (tmp_path / "latest_checkpointed_iteration.txt").write_text(other)
-        _clean(str(tmp_path), 1)
+        clean(str(tmp_path), 1)
         assert folders.names_in(tmp_path) == {"iter_0000030", "latest_checkpointed_iteration.txt"}
-
-
-def test_the_last_whole_one_is_never_removed(tmp_path: Path) -> None:
-    """Newer ones that are damaged, and a touch of an old one, change nothing in that."""
-    folders.save_all(tmp_path, 1, 2, 3)
-    folders.damage(tmp_path / "step-3")
-    os.utime(tmp_path / "step-1")
-    _clean(str(tmp_path), 1)
-    assert folders.names_in(tmp_path) == {"step-2", "step-3"}
-    assert folders.is_intact(tmp_path / "step-2", 2)
-
-
-def test_a_url_is_cleaned(tmp_path: Path) -> None:
-    """The output folder may be on a store."""
-    url = f"local://{tmp_path}/run"
-    folders.save_all(url, 1, 2, 3)
-    _clean(url, 1)
-    assert folders.steps_of(url).steps() == [3]
 
 
 @pytest.mark.parametrize("world_size", [2, *in_proof(1, 4)])
 def test_the_main_rank_removes_for_all(ranks: Ranks, tmp_path: Path, world_size: int) -> None:
     """On a file system that all ranks share, each checkpoint is removed once, and all ranks go on together."""
     folders.save_all(tmp_path, 1, 2, 3, 4)
-    ranks.run(world_size, _clean, str(tmp_path), 2)
+    ranks.run(world_size, clean, str(tmp_path), 2)
     assert folders.names_in(tmp_path) == {"step-3", "step-4"}
-
-
-@pytest.mark.ci
-def test_each_nodes_first_rank_removes_there(gloo_ranks: RankPool, tmp_path: Path) -> None:
-    """On disks of the nodes' own, the rank with LOCAL_RANK 0 removes, and no other."""
-    for name in ("node0", "node1", "others"):
-        folders.save_all(tmp_path / name, 1, 2)
-    gloo_ranks.run(4, _clean_nodes, str(tmp_path), 2)
-    assert folders.names_in(tmp_path / "node0") == folders.names_in(tmp_path / "node1") == {"step-2"}
-    assert folders.names_in(tmp_path / "others") == {"step-1", "step-2"}
 
 
 def test_ranks_that_do_not_know_their_place_are_told(ranks: Ranks, tmp_path: Path) -> None:
@@ -227,4 +184,4 @@ def test_arguments_that_say_too_little(tmp_path: Path) -> None:
     with pytest.raises(CheckpointingException, match="name no folder: give one as output_dir or save"):
         cleanup_old_checkpoints(Namespace(save_total_limit=2, output_dir=None))
     with pytest.raises(CheckpointingException, match="save_total_limit is 'two': expected a whole number"):
-        _clean(str(tmp_path), "two")
+        clean(str(tmp_path), "two")

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from shardckpt.errors import CheckpointingException, KeyMismatchError, NotACheckpointError
 from shardckpt.manager import CheckpointConfig, CheckpointManager, garbage_collection
+from shardckpt.manager.garbage_collection import GarbageCollector
 from shardckpt.manager.reader import StepReader
 from tests.manager.training import Progress
 from tests.tables import table
@@ -36,21 +37,26 @@ def _saved(manager: CheckpointManager, state: Progress, *steps: int) -> None:
 
 @pytest.fixture
 def wait_for_removal(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """A function that waits until a removal has begun, and lets it go on a moment later."""
+    """A function that waits until a removal has begun, which goes on when somebody waits for it."""
     begun, go_on = threading.Event(), threading.Event()
-    remove = garbage_collection._try_to_remove
+    remove, wait = garbage_collection._try_to_remove, GarbageCollector.wait
 
-    def remove_slowly(*arguments: Any) -> bool:
+    def remove_late(*arguments: Any) -> bool:
         begun.set()
-        go_on.wait(60)
+        assert go_on.wait(60)
         return remove(*arguments)
 
-    def wait() -> None:
-        assert begun.wait(60)
-        threading.Timer(0.1, go_on.set).start()
+    def wait_and_let_go_on(collector: GarbageCollector) -> None:
+        if begun.is_set():
+            go_on.set()
+        wait(collector)
 
-    monkeypatch.setattr(garbage_collection, "_try_to_remove", remove_slowly)
-    return wait
+    def wait_until_begun() -> None:
+        assert begun.wait(60)
+
+    monkeypatch.setattr(garbage_collection, "_try_to_remove", remove_late)
+    monkeypatch.setattr(GarbageCollector, "wait", wait_and_let_go_on)
+    return wait_until_begun
 
 
 def test_a_step_is_saved_anew_after_a_rewind(tmp_path: Path) -> None:
@@ -135,11 +141,9 @@ def _unlike(folder: str, what: str) -> str:
         states["more"] = _progress()
     if rank and what == "wrong":
         states["train_state"] = object()
-    try:
-        CheckpointManager(CheckpointConfig(folder=folder, **options), states).close()
-    except CheckpointingException as exc:
-        return str(exc)
-    raise AssertionError("made")
+    with pytest.raises(CheckpointingException) as caught:
+        CheckpointManager(CheckpointConfig(folder=folder, **options), states)
+    return str(caught.value)
 
 
 @pytest.mark.parametrize("what", ["interval", "load_only", "save_on_sigterm", "states", "wrong"])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import threading
-import time
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -15,11 +14,11 @@ from hypothesis import strategies as st
 
 from shardckpt.cli import main
 from shardckpt.commit import Hold, Owner
+from shardckpt.commit.holds import Holds
 from shardckpt.errors import CannotLoadError, CheckpointingException, StorageError
 from shardckpt.manager import (
     CheckpointConfig,
     CheckpointManager,
-    KeepLatest,
     KeepNear,
     KeepRecent,
     Metrics,
@@ -31,7 +30,6 @@ from shardckpt.manager import (
 )
 from shardckpt.manager.garbage_collection import collect_garbage
 from shardckpt.manager.holds import Lease
-from tests import programs
 from tests.manager import folders
 from tests.manager.training import Progress
 from tests.remote.store import FaultyFileSystem
@@ -40,15 +38,12 @@ from tests.tables import table
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from tests.clock import Clock
     from tests.ranks import Ranks
+from tests.manager.holds import NEWEST, collect_newest
 
-NEWEST = [KeepLatest(1)]
 #: A process of another host: nobody here knows whether it is alive.
 ELSEWHERE = Owner(host=1, pid=1, start=1).text
-
-
-def _collect(folder: str | Path) -> list[int]:
-    return collect_garbage(folders.steps_of(folder), NEWEST)
 
 
 @folders.PLACES
@@ -57,11 +52,11 @@ def test_a_leased_step_stays_until_the_lease_ends(tmp_path: Path, place: str) ->
     folder = place.format(tmp_path / "run")
     folders.save_all(folder, 1, 2, 3)
     with lease_step(folder, 1, holder="evaluation") as lease:
-        assert _collect(folder) == [2]
+        assert collect_newest(folder) == [2]
         assert lease.is_held
         assert folders.is_intact(lease.path, 1)
     assert not lease.is_held
-    assert _collect(folder) == [1]
+    assert collect_newest(folder) == [1]
     assert folders.names_in(tmp_path / "run") - {folders.HOLDS if place != "{}" else ""} == {"step-3"}
 
 
@@ -74,31 +69,15 @@ def test_the_newest_is_leased_by_default(tmp_path: Path) -> None:
     assert folders.names_in(tmp_path) == {"step-1", "step-2", "step-3"}
 
 
-@pytest.mark.ci
-def test_the_lease_of_a_dead_process_ends(tmp_path: Path) -> None:
-    """A process that dies with a lease keeps the step no longer, and leaves nothing behind."""
-    folders.save_all(tmp_path, 1, 2)
-    done = programs.run(
-        "import os, sys\n"
-        "from shardckpt.manager import lease_step\n"
-        "lease = lease_step(sys.argv[1], 1, seconds=3600)\n"
-        "print(lease.is_held, flush=True)\n"
-        "os._exit(1)\n",
-        str(tmp_path),
-    )
-    assert done.stdout == "True\n", done.stderr
-    assert len(list((tmp_path / folders.HOLDS).iterdir())) == 1
-    assert _collect(tmp_path) == [1]
-    assert folders.names_in(tmp_path) == {"step-2"}
-
-
 @table(("left", "removed"), [(60.0, [2]), (-1.0, [1, 2])])
-def test_the_lease_of_another_host_lasts_until_its_time(tmp_path: Path, left: float, removed: list[int]) -> None:
+def test_the_lease_of_another_host_lasts_until_its_time(
+    tmp_path: Path, clock: Clock, left: float, removed: list[int]
+) -> None:
     """Where nobody can see whether the holder is alive, the time that it wrote decides."""
     folders.save_all(tmp_path, 1, 2, 3)
-    hold = Hold(directory="step-1", kind="lease", holder="far", until=time.time() + left, owner=ELSEWHERE)
+    hold = Hold(directory="step-1", kind="lease", holder="far", until=clock.now + left, owner=ELSEWHERE)
     folders.steps_of(tmp_path).holds.put(f"step-1.lease.{'0' * 32}.json", hold)
-    assert _collect(tmp_path) == removed
+    assert collect_newest(tmp_path) == removed
 
 
 def test_a_living_process_renews_its_lease(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,45 +106,44 @@ def test_a_living_process_renews_its_lease(tmp_path: Path, monkeypatch: pytest.M
     assert before < after
 
 
-def test_of_a_lease_and_a_removal_one_gives_way(tmp_path: Path) -> None:
+def test_of_a_lease_and_a_removal_one_gives_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Begun at the same moment, either the reader has the whole step, or it is told that the step is gone."""
-    outcomes = set()
-    folders.save_all(tmp_path / "saved", 1, 2)
-    for number in range(20):
-        folder = tmp_path / str(number)
-        shutil.copytree(tmp_path / "saved", folder)
-        barrier = threading.Barrier(2)
+    folders.save_all(tmp_path, 1, 2, 3)
+    leases: list[Lease] = []
+    removing, put = Holds.removing, Holds.put
 
-        def collect(folder: Path = folder, barrier: threading.Barrier = barrier) -> None:
-            barrier.wait()
-            _collect(folder)
+    def lease_and_remove(holds: Holds, name: str, *arguments: Any) -> Any:
+        if name == "step-1":  # which was chosen when nothing held it
+            leases.append(lease_step(tmp_path, 1))
+        return removing(holds, name, *arguments)
 
-        thread = threading.Thread(target=collect)
-        thread.start()
-        barrier.wait()
-        time.sleep(number * 2e-4)
-        try:
-            with lease_step(folder, 1) as lease:
-                thread.join()
-                assert folders.is_intact(lease.path, 1)
-                outcomes.add("leased")
-        except CannotLoadError:
-            outcomes.add("gone")
-        thread.join()
-    assert outcomes <= {"leased", "gone"}
+    with monkeypatch.context() as patch:
+        patch.setattr(Holds, "removing", lease_and_remove)
+        assert collect_newest(tmp_path) == [2]
+    assert folders.is_intact(leases[0].path, 1)
+    leases[0].close()
+
+    def put_late(holds: Holds, *arguments: Any) -> None:
+        monkeypatch.undo()
+        assert collect_newest(tmp_path) == [1]
+        put(holds, *arguments)
+
+    monkeypatch.setattr(Holds, "put", put_late)
+    with pytest.raises(CannotLoadError):
+        lease_step(tmp_path, 1)
+    assert folders.names_in(tmp_path) == {"step-3"}
 
 
 def test_a_removal_under_way_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A lease that finds the mark of a removal waits; when the removal gave way, it has the step."""
     folders.save_all(tmp_path, 1, 2)
-    waits = threading.Event()
+    waits, gave_way = threading.Event(), threading.Event()
 
-    def sleep(seconds: float) -> None:
+    def sleep(_: float) -> None:
         waits.set()
-        time.sleep(seconds)
+        assert gave_way.wait(60)
 
-    clock = SimpleNamespace(time=time.time, monotonic=time.monotonic, sleep=sleep)
-    monkeypatch.setattr("shardckpt.manager.holds.time", clock)
+    monkeypatch.setattr("time.sleep", sleep)
     holds = folders.steps_of(tmp_path).holds
     with holds.removing("step-1") as held:
         assert held == []
@@ -173,9 +151,9 @@ def test_a_removal_under_way_is_waited_for(tmp_path: Path, monkeypatch: pytest.M
         thread.start()
         assert waits.wait(60)
         assert thread.is_alive()
-    thread.join(30)
-    assert not thread.is_alive()
-    assert _collect(tmp_path) == [1]
+    gave_way.set()
+    thread.join()
+    assert collect_newest(tmp_path) == [1]
 
 
 @folders.PLACES
@@ -189,10 +167,10 @@ def test_a_pinned_step_stays_until_it_is_unpinned(tmp_path: Path, place: str) ->
     assert sorted(results[1].kept.split(", ")) == ["pinned as 'paper'", "pinned as 'release 1.2'"]
     assert (results[2].kept, results[2].error, results[3].kept) == ("", "", "it is the newest, KeepLatest(count=1)")
     unpin_step(folder, 1, "paper")
-    assert _collect(folder) == []
+    assert collect_newest(folder) == []
     unpin_step(folder, 1, "release 1.2")
     unpin_step(folder, 1, "release 1.2")
-    assert _collect(folder) == [1]
+    assert collect_newest(folder) == [1]
 
 
 def test_what_cannot_be_held_is_an_error(tmp_path: Path) -> None:
@@ -223,7 +201,7 @@ def test_a_hold_that_cannot_be_read_keeps_its_step(tmp_path: Path) -> None:
     file.write_text('{"directory": "step-1", "kind"')
     (place / "step-1.other.json").write_text("{}")  # no name of ours
     assert str(file) in prune_steps(tmp_path, NEWEST)[0].kept
-    assert _collect(tmp_path) == []
+    assert collect_newest(tmp_path) == []
 
 
 #: What a person, a later release or a broken disk may have left in a hold's file, but for the field that is odd.
@@ -255,7 +233,7 @@ def test_an_odd_hold_stops_no_other_removal(tmp_path: Path, capsys: pytest.Captu
         for verb in (["ls", str(folder)], ["pin", str(folder)], ["prune", str(folder), "--keep-latest", "2"]):
             assert main(verb) == 0, (what, verb)
             assert f"unreadable file, {file}" in capsys.readouterr().out, (what, verb)
-        assert _collect(folder) == [2], what
+        assert collect_newest(folder) == [2], what
         assert folders.is_intact(folder / "step-1", 1), what
 
 
@@ -272,7 +250,7 @@ def test_a_hold_that_this_machine_cannot_read_keeps_its_step(tmp_path: Path, mon
         return real(path, *args, **options)
 
     monkeypatch.setattr(os, "open", refuse)
-    assert _collect(tmp_path) == [3]
+    assert collect_newest(tmp_path) == [3]
 
 
 @table(
@@ -308,9 +286,9 @@ def test_a_store_that_does_not_answer_is_not_one_without_leases(
     with lease_step(folder, 1):
         monkeypatch.setattr(FaultyFileSystem, "cat_file", fail)
         with pytest.raises(StorageError, match="no answer"):
-            _collect(folder)
+            collect_newest(folder)
         monkeypatch.setattr(FaultyFileSystem, "cat_file", read)
-        assert _collect(folder) == []
+        assert collect_newest(folder) == []
         assert folders.is_intact(f"{folder}/step-1", 1)
 
 
@@ -325,7 +303,7 @@ def test_pin_and_unpin_of_the_command_line(tmp_path: Path, capsys: pytest.Captur
     assert main(["prune", str(tmp_path), "--keep-latest", "1"]) == 0
     assert "kept: pinned as 'release'" in capsys.readouterr().out
     assert main(["pin", str(tmp_path), "1", "--label", "release", "--remove"]) == 0
-    assert _collect(tmp_path) == [1]
+    assert collect_newest(tmp_path) == [1]
 
 
 def _discard(folder: str, step: int) -> tuple[Any, list[int]]:
@@ -383,27 +361,12 @@ def test_the_closest_to_every_multiple_is_kept(steps: set[int], interval: int) -
     assert kept == sorted(min(group, key=lambda s: (abs(s - multiple), s)) for multiple, group in groups.items())
 
 
-def test_steps_of_the_last_hours_are_kept(tmp_path: Path) -> None:
+def test_steps_of_the_last_hours_are_kept(tmp_path: Path, clock: Clock) -> None:
     """By the time that the manager wrote, else by the file's; a step of an unknown time is kept."""
-    now = time.time()
+    now = clock.now
     steps = {1: Metrics({}, now - 7300), 2: Metrics({}, now - 7100), 3: Metrics({}), 4: {"loss": 1.0}}
     assert KeepRecent(hours=2)(steps) == [2, 3, 4]
     folders.save_all(tmp_path, 1, 2, 3)
     for number in (1, 2):
         os.utime(tmp_path / f"step-{number}" / "metadata.json", (now - 9000, now - 9000 * (2 - number)))
     assert collect_garbage(folders.steps_of(tmp_path), [KeepRecent(hours=2)]) == [1]
-
-
-def test_continuous_checkpointing_skips_what_it_cannot_write(tmp_path: Path) -> None:
-    """With interval=1 and on_busy="skip" a step is saved whenever the writer is free, and none waits for it."""
-    config = CheckpointConfig(folder=tmp_path, interval=1, on_busy="skip", async_mode="async", keep_latest_k=0)
-    progress = Progress()
-    with CheckpointManager(config, {"progress": progress}) as manager:
-        saved = []
-        for step in range(1, 40):
-            progress.step = step
-            if manager.save(step):
-                saved.append(step)
-        manager.wait()
-        assert manager.steps() == saved
-        assert saved[0] == 1

@@ -1,9 +1,7 @@
 from __future__ import annotations
 
 import os
-import shutil
 import threading
-import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -15,6 +13,7 @@ from shardckpt.adapters import to_sharded_state_dict
 from shardckpt.errors import CheckpointingException
 from shardckpt.manager import CheckpointConfig, CheckpointManager, KeepBest, KeepLatest, KeepPinned
 from shardckpt.manager.garbage_collection import collect_garbage
+from shardckpt.manager.writer import StepWriter
 from tests import backends
 from tests.manager import jobs
 from tests.manager.folders import names_in, steps_of
@@ -25,36 +24,11 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-    from tests.ranks import RankPool, Ranks
+    from tests.ranks import Ranks
+
 
 #: For what is done after the writing: the process, which takes seconds to start, in CI.
 THREAD_FIRST = pytest.mark.parametrize("mode", ["async", pytest.param("async_with_pinned_mem", marks=pytest.mark.ci)])
-
-
-@pytest.mark.ci
-@pytest.mark.parametrize(
-    ("mode", "world_size"),
-    [
-        ("disabled", 1),
-        ("disabled", 4),
-        ("async", 2),
-        pytest.param("async_with_pinned_mem", 2, marks=pytest.mark.proof),
-        pytest.param("disabled", 2, marks=pytest.mark.proof),
-        pytest.param("async", 1, marks=pytest.mark.proof),
-        pytest.param("async", 4, marks=pytest.mark.proof),
-        pytest.param("async_with_pinned_mem", 1, marks=pytest.mark.proof),
-        pytest.param("async_with_pinned_mem", 4, marks=pytest.mark.proof),
-    ],
-)
-def test_a_resumed_run_is_the_run_without_an_interruption(
-    gloo_ranks: RankPool, tmp_path: Path, mode: str, world_size: int
-) -> None:
-    """Model, optimizer, schedule, loaders, counters and dropout go on from the newest step: the losses are equal."""
-    config = {"async_mode": mode}
-    expected = gloo_ranks.run(world_size, jobs.unbroken, str(tmp_path / "a"), 9, {"enable_checkpoint": False})
-    gloo_ranks.run(world_size, jobs.unbroken, str(tmp_path / "b"), 5, config)
-    results = gloo_ranks.run(world_size, jobs.resumed, str(tmp_path / "b"), 9, config)
-    assert results == [(4, losses[4:]) for losses in expected]
 
 
 @pytest.mark.parametrize(
@@ -87,33 +61,6 @@ def test_what_is_each_ranks_own_is_not_saved_as_if_all_had_it(ranks: Ranks, tmp_
 
 
 @THREAD_FIRST
-def test_staging_memory_is_not_overwritten(tmp_path: Path, mode: str) -> None:
-    """Every step's checkpoint has the values of that step, though they change as soon as save returns."""
-    jobs.overwritten_staging(str(tmp_path), mode)
-
-
-@pytest.mark.ci
-def test_a_dead_writer_is_known_at_once(ranks: Ranks, tmp_path: Path) -> None:
-    """The call after the writer's death raises on all ranks, and the step can be saved again."""
-    results = ranks.run(2, jobs.dead_worker, str(tmp_path))
-    assert results[0] == results[1]
-    assert "signal 9" in results[0][0]
-    assert results[0][1] == "[1, 2]"
-    assert names_in(tmp_path) == {"step-1", "step-2"}
-
-
-@pytest.mark.ci
-@pytest.mark.parametrize("at_close", [False, True], ids=["next call", "close"])
-def test_an_error_in_the_background_is_raised(gloo_ranks: RankPool, tmp_path: Path, at_close: bool) -> None:
-    """What goes wrong behind the training is raised on all ranks by the next call, or by close; nothing is left."""
-    (message, left), (other, _) = gloo_ranks.run(2, jobs.failing_save, str(tmp_path), at_close)
-    assert message == other
-    assert "EFBIG" in message
-    assert "step-2" in message
-    assert left == {"step-1"}
-
-
-@THREAD_FIRST
 def test_close_waits(ranks: Ranks, tmp_path: Path, mode: str) -> None:
     """When close has returned, what was saved is whole in its place, whatever the mode; nothing is saved after it."""
     assert ranks.run(2, jobs.closed_without_wait, str(tmp_path), mode) == [{"step-1"}] * 2
@@ -140,28 +87,6 @@ def test_integers_and_buffers_are_not_cast(tmp_path: Path) -> None:
     assert {tensor.dtype for tensor in stored.values()} == {torch.bfloat16}
 
 
-def test_an_explicit_step_that_is_missing_is_an_error(ranks: Ranks, tmp_path: Path) -> None:
-    """It names the step and those that are there; training does not begin from scratch by itself."""
-    ranks.run(2, jobs.trained, str(tmp_path), 4, {})
-    for config, step in (({"load_step": 3}, -1), ({}, 3)):
-        (message,) = set(ranks.run(2, jobs.load_error, str(tmp_path), config, step))
-        assert "step 3 cannot be loaded" in message
-        assert "2, 4" in message
-
-
-def test_ranks_that_want_different_steps_are_told(ranks: Ranks, tmp_path: Path) -> None:
-    """The same error on all ranks names both."""
-    ranks.run(2, jobs.trained, str(tmp_path), 4, {})
-    (message,) = set(ranks.run(2, jobs.disagreeing, str(tmp_path)))
-    assert "ranks disagree on step" in message
-
-
-def test_one_rank_looks_for_all(ranks: Ranks, tmp_path: Path) -> None:
-    """What the main rank finds is what all load, whatever a slow file system shows the others."""
-    ranks.run(2, jobs.trained, str(tmp_path), 4, {})
-    assert ranks.run(2, jobs.one_rank_sees_nothing, str(tmp_path)) == [4, 4]
-
-
 @backends.both_in_proof
 @pytest.mark.parametrize("damage", ["bytes", "missing", "marker"])
 def test_the_newest_damaged_one_is_skipped(ranks: Ranks, tmp_path: Path, damage: str) -> None:
@@ -180,51 +105,6 @@ def test_the_newest_damaged_one_is_skipped(ranks: Ranks, tmp_path: Path, damage:
     outcomes = ranks.run(2, jobs.load_outcome, str(tmp_path), {})
     assert [step for step, _ in outcomes] == [4, 4]
     assert any("step 6" in warning for warning in outcomes[0][1])
-
-
-@backends.both_in_proof
-def test_damage_everywhere_is_an_error(ranks: Ranks, tmp_path: Path) -> None:
-    """Where every checkpoint is damaged, training does not begin anew by itself."""
-    ranks.run(2, jobs.trained, str(tmp_path), 4, {})
-    for path in tmp_path.glob(f"step-*/{backends.current().data_files}"):
-        path.unlink()
-    (message,) = set(ranks.run(2, jobs.load_error, str(tmp_path), {}))
-    assert message.startswith("CorruptCheckpointError")
-
-
-@backends.both_in_proof
-def test_foreign_names_are_left_alone(tmp_path: Path) -> None:
-    """What only looks like a step's directory is neither loaded nor removed, and an incomplete one does not count."""
-    for name in ("backup-step-100.old", "step-9x", "ft-replicat-3", "step-07"):
-        (tmp_path / name).mkdir()
-    training = Training(tmp_path, keep_latest_k=2)
-    (tmp_path / "step-99").mkdir()
-    (tmp_path / "step-99" / backends.data_file(0)).write_bytes(b"of a save that never ended")
-    with training.manager as manager:
-        training.run(8)
-        manager.wait()
-        assert manager.steps() == [6, 8]
-    assert names_in(tmp_path) == {
-        "backup-step-100.old",
-        "ft-replicat-3",
-        "step-07",
-        "step-6",
-        "step-8",
-        "step-99",
-        "step-9x",
-    }
-    fresh = Training(tmp_path)
-    with fresh.manager as manager:
-        assert manager.load()
-    assert fresh.progress.step == 8
-
-
-@THREAD_FIRST
-def test_retention(ranks: Ranks, tmp_path: Path, mode: str) -> None:
-    """The newest k stay, every n-th, and the best; what a rank lists is what is whole."""
-    config = {"async_mode": mode, "interval": 1, "keep_latest_k": 2, "keep_every_n_steps": 4}
-    ranks.run(2, jobs.unbroken, str(tmp_path), 10, config)
-    assert names_in(tmp_path) == {"step-10", "step-4", "step-8", "step-9"}
 
 
 def test_retention_leaves_one_while_the_next_is_written(tmp_path: Path) -> None:
@@ -288,50 +168,38 @@ def test_when_it_saves(tmp_path: Path) -> None:
         assert [step for step in range(5) if manager.save(step)] == [1, 3]
 
 
-def test_a_save_may_be_skipped_while_one_is_written(tmp_path: Path) -> None:
-    """With on_busy=skip a step does not wait for the writer; forced saves do."""
-    training = Training(tmp_path, interval=1, async_mode="async", on_busy="skip")
-    with training.manager as manager:
-        saved = [step for step in range(1, 40) if manager.save(step)]
-        assert manager.save(50, force=True)
-        manager.wait()
-        assert manager.steps() == [*saved, 50]
-    assert saved[0] == 1
-
-
 def test_continuous_checkpointing_never_waits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """While the disk hangs a step goes on: it returns False, and a warning names it; the last step is saved."""
+    """While the disk hangs a step goes on: it returns False, and a warning names it; only a forced save waits."""
     answers = threading.Event()
-    sync = os.fsync
+    sync, advance = os.fsync, StepWriter.advance
 
     def hang(descriptor: int) -> None:
         if threading.current_thread() is not threading.main_thread():
             assert answers.wait(60)
         sync(descriptor)
 
+    def advance_and_answer(writer: StepWriter, *, blocking: bool = False) -> None:
+        if blocking and writer.busy:
+            answers.set()
+        advance(writer, blocking=blocking)
+
     monkeypatch.setattr(os, "fsync", hang)
-    training = Training(tmp_path, interval=1, async_mode="async", on_busy="skip", last_save_model_only=False)
+    monkeypatch.setattr(StepWriter, "advance", advance_and_answer)
+    training = Training(tmp_path, interval=1, async_mode="async", on_busy="skip")
     with training.manager as manager:
         assert manager.save(1)
-        for step in (2, 3):  # a step that waited would wait for ever
+        for step in (2, 3):
             assert not manager.save(step)
             manager.maybe_wait_for_staging()
         assert manager.steps() == []
-        answers.set()
-        while not manager.save(4):  # as a loop goes on, until the save of step 1 is done
-            time.sleep(0.01)
-        answers.clear()
-        opens = threading.Timer(0.3, answers.set)
-        opens.start()
-        assert manager.save(5, last_step=True)
-        opens.join()
-    assert names_in(tmp_path) == {"step-1", "step-4", "step-5"}
-    skipped = [record.message for record in caplog.records if "is skipped" in record.message]
-    assert skipped[:2] == [
-        f"step {step} is skipped: the checkpoint of step 1 is still being written" for step in (2, 3)
-    ]
+        assert not answers.is_set()
+        assert manager.save(4, force=True)
+        assert answers.is_set()
+    assert names_in(tmp_path) == {"step-1", "step-4"}
+    for step in (2, 3):
+        assert f"step {step} is skipped: the checkpoint of step 1 is still being written" in caplog.text
 
 
 def test_a_rewound_run_keeps_what_it_saves(tmp_path: Path) -> None:
@@ -389,7 +257,7 @@ def test_states_that_are_excluded_or_new(tmp_path: Path) -> None:
     with fresh.manager as manager:
         assert manager.load()
     assert (fresh.progress.step, fresh.schedule.last_epoch, fresh.loader.position) == (4, 0, 0)
-    ema = torch.nn.Linear(2, 2)
+    ema, new = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
     with (
         Training(tmp_path, states={"ema": ema}).manager as manager,
         pytest.raises(CheckpointingException, match=r"no state 'ema'.*exclude_from_loading"),
@@ -397,18 +265,13 @@ def test_states_that_are_excluded_or_new(tmp_path: Path) -> None:
         manager.load()
     with Training(tmp_path, states={"ema": ema}, exclude_from_loading=("ema",)).manager as manager:
         assert manager.load()
+    with Training(tmp_path, states={"ema": ema}).manager as manager:
+        manager.save(6)
+    with Training(tmp_path, states={"ema": new}).manager as manager:
+        assert manager.load()
+    assert torch.equal(new.weight, ema.weight)
     with pytest.raises(CheckpointingException, match="'emma' is no state"):
         Training(tmp_path, exclude_from_loading=("emma",))
-
-
-def test_more_modules_beside_the_model(tmp_path: Path) -> None:
-    """Averaged weights or a second network are saved and loaded under their own name."""
-    saved, fresh = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
-    with Training(tmp_path, states={"ema": saved}).manager as manager:
-        manager.save(2)
-    with Training(tmp_path, states={"ema": fresh}).manager as manager:
-        assert manager.load()
-    assert torch.equal(fresh.weight, saved.weight)
 
 
 def test_the_seed_checkpoint(ranks: Ranks, tmp_path: Path) -> None:
@@ -510,13 +373,6 @@ def test_hugging_face_at_the_end_and_at_the_beginning(ranks: Ranks, tmp_path: Pa
     assert all(map(torch.equal, one, two))
 
 
-@pytest.mark.ci
-@pytest.mark.parametrize("mode", ["disabled", "async"])
-def test_sigterm_saves_at_the_next_step(gloo_ranks: RankPool, tmp_path: Path, mode: str) -> None:
-    """One rank's signal is everyone's: all save the same step, and the loop can see that it should end."""
-    assert gloo_ranks.run(2, jobs.preempted, str(tmp_path), mode) == [(True, 4)] * 2
-
-
 @table("mode", ["disabled", "async"])
 def test_a_store_in_the_place_of_a_folder(tmp_path: Path, mode: str) -> None:
     """Saving, finding, loading and removing work on a URL."""
@@ -563,18 +419,6 @@ def test_wrong_states_are_refused(tmp_path: Path) -> None:
     ):
         with pytest.raises(CheckpointingException, match=message):
             CheckpointManager(config, states)
-
-
-def test_a_folder_can_be_moved(tmp_path: Path) -> None:
-    """Nothing in a checkpoint depends on where it stands."""
-    training = Training(tmp_path / "a")
-    with training.manager:
-        training.run(2)
-    shutil.move(tmp_path / "a", tmp_path / "b")
-    fresh = Training(tmp_path / "b")
-    with fresh.manager as manager:
-        assert manager.load()
-    assert fresh.progress.step == 2
 
 
 def test_only_a_step_is_discarded_after(tmp_path: Path) -> None:

@@ -27,8 +27,6 @@ from tests.manager import folders
 if TYPE_CHECKING:
     from pathlib import Path
 
-PLACES = pytest.mark.parametrize("place", ["{}", "local://{}"], ids=["directory", "store"])
-
 
 def _flip(path: Path) -> None:
     """Change a byte of the data, which only its digest shows."""
@@ -42,7 +40,7 @@ def _state(folder: str | Path, step: int) -> str:
 
 
 @backends.both_in_proof
-@PLACES
+@folders.PLACES
 def test_a_failed_step_is_not_loaded(
     backend: backends.Backend, tmp_path: Path, place: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -74,7 +72,7 @@ def test_only_failed_steps_do_not_begin_the_training_anew(tmp_path: Path) -> Non
         discard_steps_after(folders.steps_of(tmp_path), 1)
 
 
-@PLACES
+@folders.PLACES
 def test_a_mark_is_about_one_save(tmp_path: Path, place: str) -> None:
     """Another save at the same path has no mark, and a repaired checkpoint is marked anew."""
     folder = place.format(tmp_path / "run")
@@ -135,7 +133,7 @@ def test_no_mark_without_a_record(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert not (path.parent / MARKS_NAME).exists()
 
 
-@PLACES
+@folders.PLACES
 def test_the_newest_verified_step_stays(tmp_path: Path, place: str) -> None:
     """No policy removes it, prune says why it is kept, and the marks of removed steps go with them."""
     folder = place.format(tmp_path / "run")

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import logging
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -9,6 +8,7 @@ import torch.distributed as dist
 
 from shardckpt.errors import CheckpointingException
 from shardckpt.manager import CheckpointConfig, CheckpointManager
+from tests.logs import collect_warnings
 from tests.manager.folders import steps_of
 from tests.manager.training import Progress
 from tests.tables import table
@@ -21,16 +21,9 @@ if TYPE_CHECKING:
 
 def _saved(folder: str) -> list[str]:
     """The warnings of a save to which each rank gives its own loss."""
-    said: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("shardckpt")
-    logger.addHandler(handler)
-    try:
-        with CheckpointManager(CheckpointConfig(folder=folder, interval=1), {"train_state": Progress()}) as manager:
-            manager.save(1, metrics={"loss": 0.5 + dist.get_rank()})
-    finally:
-        logger.removeHandler(handler)
+    config = CheckpointConfig(folder=folder, interval=1)
+    with collect_warnings() as said, CheckpointManager(config, {"train_state": Progress()}) as manager:
+        manager.save(1, metrics={"loss": 0.5 + dist.get_rank()})
     return said
 
 
@@ -51,12 +44,10 @@ def test_a_metric_that_is_no_number(tmp_path: Path, value: Any) -> None:
 
 def _with_a_wrong_metric(folder: str) -> tuple[str, list[int]]:
     with CheckpointManager(CheckpointConfig(folder=folder), {"train_state": Progress()}) as manager:
-        try:
+        with pytest.raises(CheckpointingException) as caught:
             manager.save(1, force=True, metrics={"loss": None if dist.get_rank() else 1.0})
-        except CheckpointingException as exc:
-            assert manager.save(2, force=True)
-            return str(exc), manager.steps()
-    raise AssertionError("saved")
+        assert manager.save(2, force=True)
+        return str(caught.value), manager.steps()
 
 
 def test_a_wrong_metric_on_one_rank(ranks: Ranks, tmp_path: Path) -> None:

@@ -96,22 +96,6 @@ def test_the_options_are_policies() -> None:
 
 
 @table(
-    ("make", "message"),
-    [
-        (lambda: KeepLatest(0), "KeepLatest(.|\n)*greater than or equal to 1"),
-        (lambda: KeepEvery(1.5), "KeepEvery(.|\n)*valid integer"),  # type: ignore[arg-type]
-        (lambda: KeepBest(""), "KeepBest(.|\n)*at least 1 character"),
-        (lambda: KeepBest("loss", mode="least"), "mode(.|\n)*'min' or 'max'"),  # type: ignore[arg-type]
-        (lambda: KeepPinned([-1]), "KeepPinned(.|\n)*greater than or equal to 0"),  # type: ignore[arg-type]
-    ],
-)
-def test_a_policy_that_cannot_be_kept_is_an_error(make: Any, message: str) -> None:
-    """Wrong numbers, an empty metric and an unknown mode are refused when the policy is made."""
-    with pytest.raises(ValueError, match=message):
-        make()
-
-
-@table(
     ("options", "message"),
     [
         ({"retention": 3}, "3 is not a retention policy: give KeepLatest"),

@@ -33,12 +33,6 @@ if TYPE_CHECKING:
     from tests.remote.store import Store
 
 
-@table("name", [*folders.FOREIGN, "step-7\n", " step-7", ".step-7.shardckpt-staging-0", "step-7/x"])
-def test_names_are_matched_whole(name: str) -> None:
-    """Nothing but ``step-<n>`` is a step: no backup, no copy, no sign, no leading zero, nothing of other libraries."""
-    assert STEPS.parse(name) is None
-
-
 @given(st.integers(min_value=0), st.sampled_from(["step-", "iter_", ""]), st.integers(min_value=1, max_value=9))
 def test_a_name_says_its_step(step: int, prefix: str, width: int) -> None:
     """Every step has one name, which says it, in every naming."""

@@ -116,6 +116,3 @@ class Training:
             losses.append(self.step())
             self.manager.save(self.progress.step)
         return losses
-
-
-__all__ = ["Loader", "Progress", "Training"]

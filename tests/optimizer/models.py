@@ -87,6 +87,3 @@ def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, to
     """The state of an optimizer, gathered, by ``<parameter>.<slot>``."""
     named = ((name, optimizer.state.get(param, {})) for name, param in model.named_parameters())
     return {f"{name}.{slot}": whole(value).clone() for name, slots in named for slot, value in slots.items()}
-
-
-__all__ = ["EXPERTS", "OPTIMIZERS", "Block", "made_model", "parameters", "started", "state_of", "train_alike", "whole"]

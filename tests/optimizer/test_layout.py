@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -19,11 +18,12 @@ from shardckpt.mapping import ShardedTensor as OurShardedTensor
 from shardckpt.optimizer.layout import match_axes
 from shardckpt.optimizer_state import load_sharded_optimizer_state_dict
 from tests.adapters.layouts import S0, S1, SHAPES, SS0, Meshes, R, layouts, values, world
-from tests.adapters.test_torch_sharded import MAKERS, SHAPE, _local
+from tests.adapters.torch_sharded import MAKERS, SHAPE, local_tensors
 from tests.ranks import RankError, Ranks
 
 if TYPE_CHECKING:
-    from tests.ranks import RankPool
+    from pathlib import Path
+from tests.optimizer.layout import load
 
 #: 3-D: experts. Rows and columns of each are state of their own.
 EXPERTS = (5, 4, 3)
@@ -42,12 +42,6 @@ def _save(directory: Path, shapes: dict[str, tuple[int, ...]]) -> None:
     """One process saves the state of parameters of these shapes."""
     state = {name: _state(shape) for name, shape in shapes.items()}
     dist_checkpointing.save(to_sharded_state_dict({"optimizer": {"state": state}}), directory)
-
-
-def _load(directory: Path, params: dict[str, Any], **options: Any) -> dict[str, dict[str, Any]]:
-    found = load_sharded_optimizer_state_dict(params, "optimizer", directory, **options)
-    assert found["optimizer"]["param_groups"] == []
-    return found["optimizer"]["state"]
 
 
 def _check(param: DTensor, slots: dict[str, Any], shape: tuple[int, ...]) -> None:
@@ -74,7 +68,7 @@ def _load_all(directory: Path) -> int:
     shapes = _named()
     for layout in layouts(world()):
         params = {name: meshes.spread(torch.zeros(shape), layout) for name, shape in shapes.items()}
-        found = _load(directory, params)
+        found = load(directory, params)
         for name, shape in shapes.items():
             _check(params[name], found[name], shape)
             count += 1
@@ -105,7 +99,7 @@ def _factored(directory: Path) -> dict[str, Any]:
         group = dist.new_group([0], use_local_synchronization=True)
         dist_checkpointing.save(to_sharded_state_dict(saved), directory, process_group=group)
     dist.barrier()
-    found = _load(directory, params, shard_factored=True)
+    found = load(directory, params, shard_factored=True)
     for name, slots in found.items():
         for slot, value in slots.items():
             if slot != "step":
@@ -144,9 +138,9 @@ def _some_ranks(directory: Path) -> list[float]:
     mesh = DeviceMesh("cpu", [1, 2])
     rank = dist.get_rank()
     param = DTensor.from_local(torch.zeros(4, 4) if rank else torch.zeros(0), mesh, [S0], run_check=False)
-    slots = _load(directory, {"w": param})["w"]
+    slots = load(directory, {"w": param})["w"]
     for options in ({}, {"shard_factored": True}):
-        slots = _load(directory, {"w": param}, **options)["w"]
+        slots = load(directory, {"w": param}, **options)["w"]
         for slot in ("exp_avg", "row", "column"):
             assert isinstance(slots[slot], DTensor)
             assert slots[slot].shape == _state((8, 4))[slot].shape
@@ -154,7 +148,7 @@ def _some_ranks(directory: Path) -> list[float]:
     if not rank:
         assert slots["exp_avg"].to_local().numel() == 0
         return []
-    again = _load(directory, {"w": param}, process_group=group)["w"]
+    again = load(directory, {"w": param}, process_group=group)["w"]
     assert torch.equal(again["exp_avg"].to_local(), slots["exp_avg"].to_local())
     return slots["exp_avg"].to_local()[:, 0].tolist()  # type: ignore[no-any-return]
 
@@ -169,12 +163,12 @@ def test_ranks_outside_a_mesh_hold_nothing(ranks: Ranks, tmp_path: Path) -> None
 
 def _torch_sharded(kind: str, directory: Path) -> None:
     param, expected = MAKERS[kind](torch.zeros(SHAPE)), MAKERS[kind](values(SHAPE))
-    slots = _load(directory, {"w": param})["w"]
+    slots = load(directory, {"w": param})["w"]
     moment = slots["exp_avg"]
     assert isinstance(moment, ShardedTensor)
     assert moment.dtype == torch.float64
     assert moment.metadata().shards_metadata == param.metadata().shards_metadata
-    pairs = list(zip(_local(moment), _local(expected), strict=True))
+    pairs = list(zip(local_tensors(moment), local_tensors(expected), strict=True))
     assert all(torch.equal(a, b) for a, b in pairs)
     assert torch.equal(slots["row"], _state(SHAPE)["row"])
     dist_checkpointing.save(to_sharded_state_dict({"again": moment}), directory.with_name("again"))
@@ -194,7 +188,7 @@ def _refused(directory: Path) -> None:
     placement = Partial() if dist.get_rank() else S0
     local = torch.zeros(8, 4) if dist.get_rank() else torch.zeros(4, 4)
     param = DTensor.from_local(local, mesh, [placement], run_check=False)
-    _load(directory, {"w": param})
+    load(directory, {"w": param})
 
 
 def test_a_partial_parameter_is_refused_on_all_ranks(ranks: Ranks, tmp_path: Path) -> None:
@@ -207,50 +201,17 @@ def test_a_partial_parameter_is_refused_on_all_ranks(ranks: Ranks, tmp_path: Pat
     assert "Partial" in outcomes[0].message
 
 
-MIB = 1 << 20
-ROWS = 16 * MIB // 256
-
-
-def _measured(directory: Path) -> tuple[int, int]:
-    """Peak of new memory, and bytes read, in bytes."""
-    mesh = init_device_mesh("cpu", (4,))
-    local = torch.zeros(ROWS // 4, 64)
-    params = {"w": DTensor.from_local(local, mesh, [S0], run_check=False)}
-    _load(directory, params)  # what is imported at first use
-    Path("/proc/self/clear_refs").write_text("5")  # the peak is that from now on
-    memory, read = _status("status", "VmHWM"), _status("io", "rchar")
-    slots = _load(directory, params)["w"]
-    assert len(slots) == 3
-    return (_status("status", "VmHWM") - memory) * 1024, _status("io", "rchar") - read
-
-
-def _status(name: str, field: str) -> int:
-    lines = Path(f"/proc/self/{name}").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith(field))
-
-
-@pytest.mark.ci
-def test_no_rank_holds_or_reads_more_than_its_part(gloo_ranks: RankPool, tmp_path: Path) -> None:
-    """Of 3 tensors of 16 MiB each of 4 ranks takes memory for 12 MiB in all, and reads hardly more than that."""
-    state = {slot: torch.full((ROWS, 64), 3.0) for slot in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")}
-    dist_checkpointing.save(to_sharded_state_dict({"optimizer": {"state": {"w": state}}}), tmp_path / "ckpt")
-
-    for memory, read in gloo_ranks.run(4, _measured, tmp_path / "ckpt"):
-        assert memory < 20 * MIB
-        assert 12 * MIB <= read < 18 * MIB
-
-
 def test_state_of_a_part_of_a_parameter_is_refused(tmp_path: Path) -> None:
     """A rank's own experts as a plain parameter do not get the state of all experts."""
     _save(tmp_path / "ckpt", {"w": (8, 4, 2)})
     with pytest.raises(ShardingError, match=r"has the shape \(8, 4, 2\), its parameter \(2, 4, 2\)"):
-        _load(tmp_path / "ckpt", {"w": torch.zeros(2, 4, 2)})
+        load(tmp_path / "ckpt", {"w": torch.zeros(2, 4, 2)})
 
 
 def test_state_of_plain_parameters_is_plain(tmp_path: Path) -> None:
     """Without torch.distributed state is whole, of whatever shape, and of its own dtype."""
     _save(tmp_path / "ckpt", {"w": (8, 4), "scalar": ()})
-    found = _load(tmp_path / "ckpt", {"w": torch.zeros(8, 4, dtype=torch.bfloat16), "scalar": torch.zeros(())})
+    found = load(tmp_path / "ckpt", {"w": torch.zeros(8, 4, dtype=torch.bfloat16), "scalar": torch.zeros(())})
 
     for name, shape in (("w", (8, 4)), ("scalar", ())):
         for slot, expected in _state(shape).items():
@@ -272,7 +233,7 @@ def test_many_pieces_of_a_tensor_are_put_together(ranks: Ranks, tmp_path: Path) 
 
 def _rows_of(directory: Path) -> torch.Tensor:
     param = distribute_tensor(torch.zeros(8, 6), init_device_mesh("cpu", (4,)), [S0])
-    return _load(directory, {"w": param})["w"]["exp_avg"].to_local()  # type: ignore[no-any-return]
+    return load(directory, {"w": param})["w"]["exp_avg"].to_local()  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize("has_model", [True, False])
@@ -307,5 +268,5 @@ def test_state_that_never_had_the_shape_of_its_parameter_loads(tmp_path: Path) -
     }
     saved = {"model": {"weight": torch.zeros(12, 6)}, "optimizer": {"state": {"weight": slots}}}
     dist_checkpointing.save(to_sharded_state_dict(saved), tmp_path)
-    found = _load(tmp_path, {"weight": torch.zeros(12, 6)})["weight"]
+    found = load(tmp_path, {"weight": torch.zeros(12, 6)})["weight"]
     assert {name: value.shape for name, value in found.items()} == {name: value.shape for name, value in slots.items()}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import warnings
 from typing import TYPE_CHECKING, Any
 
@@ -23,22 +22,16 @@ from shardckpt import dist_checkpointing
 from shardckpt.adapters import to_sharded_state_dict
 from shardckpt.errors import CheckpointingException, KeyMismatchError, ShardingError
 from shardckpt.optimizer_state import load_sharded_optimizer_state_dict
-from tests.adapters.models import Layer, made_model
+from tests.adapters.models import made_model
 from tests.tables import table
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from tests.ranks import RankPool, Ranks
+    from tests.ranks import Ranks
+from tests.optimizer.loading import assert_same, train_steps
 
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
-
-
-def _trained(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 2) -> None:
-    for number in range(steps):
-        model(torch.full((3, 6), 0.1 + number, dtype=torch.float64)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 def _adamw(model: nn.Module) -> torch.optim.Optimizer:
@@ -51,22 +44,8 @@ def _adamw(model: nn.Module) -> torch.optim.Optimizer:
 def _job(layers: int = 2) -> tuple[nn.Module, torch.optim.Optimizer]:
     model = made_model(1, layers)
     optimizer = _adamw(model)
-    _trained(model, optimizer)
+    train_steps(model, optimizer)
     return model, optimizer
-
-
-def _assert_same(found: Any, expected: Any) -> None:
-    """Nests with equal values."""
-    assert type(found) is type(expected)
-    if isinstance(expected, dict):
-        assert set(found) == set(expected)
-        for key, value in expected.items():
-            _assert_same(found[key], value)
-    elif isinstance(expected, list):
-        for one, other in zip(found, expected, strict=True):
-            _assert_same(one, other)
-    else:
-        assert torch.equal(found, expected) if isinstance(expected, torch.Tensor) else found == expected
 
 
 def _checkpoints(folder: Path) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -99,7 +78,7 @@ def _against_torch(folder: Path) -> None:
             for offset, part in _parts(value):
                 assert torch.equal(part, _narrowed(ours[key], offset, part.shape)), key
         if name == "nested":
-            _assert_same(found["param_groups"], expected["param_groups"])
+            assert_same(found["param_groups"], expected["param_groups"])
             continue
         for group in found["param_groups"]:
             (param,) = group["params"]
@@ -138,16 +117,16 @@ def test_every_way_of_saving_gives_one_form(tmp_path: Path, name: str) -> None:
     found = load_sharded_optimizer_state_dict(get_model_state_dict(model), "optimizer", tmp_path / name)
     assert set(found) == {"optimizer"}
     assert set(found["optimizer"]) == {"state", "param_groups"}
-    _assert_same(found["optimizer"]["state"], expected["state"])
+    assert_same(found["optimizer"]["state"], expected["state"])
     options = {param: {**g, "params": None} for g in found["optimizer"]["param_groups"] for param in g["params"]}
-    _assert_same(options, {param: {**g, "params": None} for g in expected["param_groups"] for param in g["params"]})
+    assert_same(options, {param: {**g, "params": None} for g in expected["param_groups"] for param in g["params"]})
 
     other = made_model(2)
     theirs, trained = _adamw(other), [param for param in other.parameters() if param.requires_grad]
     if name in ("flat", "modules"):
         theirs = torch.optim.AdamW([{"params": [param]} for param in trained], lr=3.0)
     set_optimizer_state_dict(other, theirs, found["optimizer"])
-    _assert_same(get_optimizer_state_dict(other, theirs)["state"], expected["state"])
+    assert_same(get_optimizer_state_dict(other, theirs)["state"], expected["state"])
     lrs = {param: float(group["lr"]) for group in theirs.param_groups for param in group["params"]}
     assert [lrs[param] for param in trained] == pytest.approx([0.01] * 2 + [0.003] * (len(trained) - 2))
 
@@ -184,75 +163,14 @@ def test_state_that_is_no_tensor(tmp_path: Path) -> None:
     """Numbers and nests in a parameter's state come back, from objects and from common state alike."""
     model = made_model(1, layers=1)
     optimizer = _Counting([p for p in model.parameters() if p.requires_grad], lr=0.01, momentum=0.9)
-    _trained(model, optimizer, steps=3)
+    train_steps(model, optimizer, steps=3)
     nested = get_optimizer_state_dict(model, optimizer)
     dist_checkpointing.save(to_sharded_state_dict(model, optimizer), tmp_path / "objects")
     dist_checkpointing.save(to_sharded_state_dict({"optimizer": nested}), tmp_path / "common")
     for name in ("objects", "common"):
         found = load_sharded_optimizer_state_dict(get_model_state_dict(model), "optimizer", tmp_path / name)
-        _assert_same(found["optimizer"]["state"], nested["state"])
+        assert_same(found["optimizer"]["state"], nested["state"])
         assert found["optimizer"]["state"]["0.up.weight"]["count"] == 3
-
-
-class _Stage(nn.Module):
-    """Some of the model's layers, under their numbers in the whole."""
-
-    def __init__(self, layers: list[int]) -> None:
-        super().__init__()
-        for number in layers:
-            torch.manual_seed(number)
-            self.add_module(str(number), Layer().double())
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Apply the layers in order."""
-        for layer in self.children():
-            x = layer(x)
-        return x
-
-
-class _Heard(logging.Handler):
-    """The messages of a logger."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.messages: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Note the message."""
-        self.messages.append(record.getMessage())
-
-
-def _stages(directory: Path) -> tuple[dict[str, Any], list[str]]:
-    """Two stages are saved, each with an optimizer of its own; then loaded cut at another place, with one left out."""
-    rank = dist.get_rank()
-    part = _Stage([rank * 2, rank * 2 + 1])
-    optimizer = torch.optim.Adam([p for p in part.parameters() if p.requires_grad], lr=0.1 * (rank + 1))
-    _trained(part, optimizer, steps=rank + 1)
-    dist_checkpointing.save(to_sharded_state_dict(part, optimizer), directory)
-    heard = _Heard()
-    logging.getLogger("shardckpt").addHandler(heard)
-    other = _Stage([0] if rank == 0 else [1, 2])
-    found = load_sharded_optimizer_state_dict(get_model_state_dict(other), "optimizer", directory)["optimizer"]
-    load_sharded_optimizer_state_dict(get_model_state_dict(_Stage([rank, rank + 2])), "optimizer", directory)
-    logging.getLogger("shardckpt").removeHandler(heard)
-    lrs = {param: group["lr"] for group in found["param_groups"] for param in group["params"]}
-    steps = {name: slots["step"].item() for name, slots in found["state"].items()}
-    return {name: (lrs[name], step) for name, step in steps.items()}, heard.messages
-
-
-@pytest.mark.ci
-def test_pipeline_stages_load_what_is_theirs(gloo_ranks: RankPool, tmp_path: Path) -> None:
-    """Each rank gets the state of its layers, wherever they were; of what no rank has, one rank warns by name."""
-    (first, warned), (second, silent) = gloo_ranks.run(2, _stages, tmp_path / "ckpt")
-
-    names = ("up.weight", "up.bias", "down.weight", "down.bias")
-    assert first == {f"0.{name}": (0.1, 1.0) for name in names}
-    early, late = {f"1.{name}": (0.1, 1.0) for name in names}, {f"2.{name}": (0.2, 2.0) for name in names}
-    assert second == early | late
-    assert len(warned) == 1
-    assert "state.3.up.weight.exp_avg" in warned[0]
-    assert "state.2." not in warned[0]
-    assert silent == []
 
 
 def _named_key(directory: Path) -> None:
@@ -317,7 +235,7 @@ def test_an_optimizer_may_lie_deeper_and_have_more(tmp_path: Path) -> None:
     more = {**nested, "scale": {"growth": torch.tensor([2.0, 3.0]), "every": 5}}
     dist_checkpointing.save(to_sharded_state_dict({"train": {"optimizer": more}}), tmp_path / "ckpt")
     found = load_sharded_optimizer_state_dict(get_model_state_dict(model), "train.optimizer", tmp_path / "ckpt")
-    _assert_same(found["train.optimizer"], more)
+    assert_same(found["train.optimizer"], more)
 
 
 def test_a_model_without_memory_is_refused(tmp_path: Path) -> None:
@@ -326,41 +244,3 @@ def test_a_model_without_memory_is_refused(tmp_path: Path) -> None:
     dist_checkpointing.save(to_sharded_state_dict(model, optimizer), tmp_path / "ckpt")
     with pytest.raises(ShardingError, match=r"exp_avg.*meta device.*to_empty"):
         load_sharded_optimizer_state_dict(model.to("meta").state_dict(), "optimizer", tmp_path / "ckpt")
-
-
-def _run_the_example_of_torchs_docstring(folder: Path) -> None:
-    """The calls of torch's docstring as they stand, for FSDP1's sharded state dicts."""
-    from torch.distributed.fsdp import FullyShardedDataParallel as FSDP  # noqa: N817
-    from torch.distributed.fsdp import StateDictType
-
-    warnings.simplefilter("ignore")  # torch's of its own deprecated calls
-
-    def job(seed: int) -> tuple[Any, Any]:
-        torch.manual_seed(seed)
-        model = FSDP(nn.Linear(6, 4), use_orig_params=True, device_id=torch.device("cpu"))
-        return model, torch.optim.Adam(model.parameters())
-
-    model, optim = job(0)
-    model(torch.ones(2, 6)).sum().backward()
-    optim.step()
-    with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
-        optimizer = FSDP.optim_state_dict(model, optim)
-        dcp.save({"model": model.state_dict(), "optimizer": optimizer}, checkpoint_id=folder)
-    model_tp, other = job(1)
-    with FSDP.state_dict_type(model_tp, StateDictType.SHARDED_STATE_DICT):
-        model_state_dict = model_tp.state_dict()
-        optim_state = load_sharded_optimizer_state_dict(
-            model_state_dict, optimizer_key="optimizer", storage_reader=dcp.FileSystemReader(folder)
-        )
-        flattened_osd = FSDP.optim_state_dict_to_load(model_tp, other, optim_state["optimizer"])
-        other.load_state_dict(flattened_osd)
-    found, expected = other.state_dict()["state"], optim.state_dict()["state"]
-    assert found.keys() == expected.keys()
-    for number, state in expected.items():
-        _assert_same(found[number], state)
-
-
-@pytest.mark.ci
-def test_the_example_of_torchs_docstring_runs(gloo_ranks: RankPool, tmp_path: Path) -> None:
-    """``optimizer_key=`` and ``storage_reader=`` are taken by torch's names, and FSDP1 takes the result."""
-    gloo_ranks.run(2, _run_the_example_of_torchs_docstring, tmp_path)

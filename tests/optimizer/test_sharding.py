@@ -17,6 +17,7 @@ from shardckpt.optimizer import (
     make_sharded_optimizer_tensor,
     optim_state_to_sharding_state,
 )
+from tests.states import gated_halves
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -56,18 +57,10 @@ def _trained(rank: int, world: int, steps: int, seed: int = 0) -> tuple[torch.nn
 
 def _describe(name: str, param: torch.Tensor, rank: int, world: int) -> Any:
     if name == "glu":
-        return ShardedTensorFactory(name, param, lambda *args: _gated(rank, world, *args), torch.cat)
+        return ShardedTensorFactory(name, param, lambda *args: gated_halves(rank, world, *args), torch.cat)
     if name in AXES:
         return ShardedTensor.from_rank_offsets(name, param, (AXES[name], rank, world))
     return ShardedTensor.from_rank_offsets(name, param, replica_id=rank)
-
-
-def _gated(rank: int, world: int, key: str, data: torch.Tensor, replica_id: Any, _: slice | None) -> list[Any]:
-    cells = ((0, rank, 2 * world), (0, rank + world, 2 * world))
-    return [
-        ShardedTensor.from_rank_offsets(key, half, cell, replica_id=replica_id)
-        for half, cell in zip(data.chunk(2), cells, strict=True)
-    ]
 
 
 def _state(model: torch.nn.ParameterDict, optimizer: torch.optim.Adam, rank: int, world: int) -> dict[str, Any]:

@@ -2,176 +2,22 @@
 
 from __future__ import annotations
 
-import datetime as dt
-import functools
-import os
-import re
-import shutil
-import subprocess
-import sys
 from typing import TYPE_CHECKING
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-import torch.multiprocessing as mp
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 
 from shardckpt import dist_checkpointing as dc
-from shardckpt.adapters import to_sharded_state_dict
 from shardckpt.errors import CheckpointingException
-from shardckpt.huggingface import export_to_huggingface, load_from_huggingface, save_state_dict
-from shardckpt.manager import CheckpointConfig, CheckpointManager
+from shardckpt.huggingface import load_from_huggingface, save_state_dict
 from shardckpt.mapping import ShardedObject, ShardedTensor
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from tests.ranks import Ranks
-
-RANKS = 4
-SOURCES = ("huggingface", "manager", "dcp", "torch_dist", "store")
-#: A shard is as long as several segments of a file's digests: a rank reads each segment that it needs a part of.
-WIDTH, LAYERS = 1024, 3
-MESHES = {"replicated": (), "sharded": (RANKS,), "hybrid": (2, 2)}
-_READS = ("read", "readv", "pread64", "preadv", "preadv2")
-
-
-def _make_model(sharding: str) -> torch.nn.Module:
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(*[torch.nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)])
-    if mesh := MESHES[sharding]:
-        fully_shard(model, mesh=init_device_mesh("cpu", mesh, mesh_dim_names=("replicate", "shard")[-len(mesh) :]))
-    return model
-
-
-@functools.cache
-def _make_expected() -> dict[str, torch.nn.Parameter]:
-    return dict(_make_model("replicated").named_parameters())
-
-
-def _find_differences(model: torch.nn.Module) -> list[str]:
-    expected = _make_expected()
-    found = {
-        name: parameter.full_tensor() if isinstance(parameter, torch.distributed.tensor.DTensor) else parameter
-        for name, parameter in model.named_parameters()
-    }
-    return [name for name, value in expected.items() if not torch.equal(found[name], value)]
-
-
-def _load(source: str, folder: str, sharding: str) -> None:
-    """Collective: load a model whose parameters are zero, with what several ranks want read once."""
-    model = _make_model(sharding)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.zero_()
-    if source == "manager":
-        config = CheckpointConfig(
-            folder=f"{folder}-steps",
-            initial_load_path=folder,
-            initial_load_in_hf=True,
-            fully_parallel_load=True,
-        )
-        with CheckpointManager(config, {"model": model}) as manager:
-            manager.load()
-    else:
-        state = to_sharded_state_dict(model)
-        if source == "huggingface":
-            load_from_huggingface(state, folder, fully_parallel=True)
-        else:
-            dc.load(state, f"file://{folder}" if source == "store" else folder, fully_parallel=True)
-    assert _find_differences(model) == []
-
-
-def _run_rank(rank: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    store = dist.FileStore(f"{folder}/group", RANKS)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS, timeout=dt.timedelta(seconds=120))
-    try:
-        for source in SOURCES:
-            for sharding in MESHES:
-                _load(source, f"{folder}/{source}-{sharding}", sharding)
-    finally:
-        dist.destroy_process_group()
-
-
-def _write(source: str, folder: Path) -> None:
-    model = _make_model("replicated")
-    if source == "dcp":
-        dcp.save(model.state_dict(), checkpoint_id=folder, no_dist=True)
-    elif source in ("huggingface", "manager"):
-        dc.save(to_sharded_state_dict(model), folder.with_name(f"{folder.name}-saved"))
-        export_to_huggingface(folder.with_name(f"{folder.name}-saved"), folder)
-    else:
-        dc.save(to_sharded_state_dict(model), folder)
-
-
-def count_bytes_read(trace: str, folder: Path) -> int:
-    """Return the bytes that the traced calls read or mapped of files in the folder."""
-    unfinished: dict[str, str] = {}
-    total = 0
-    for line in trace.splitlines():
-        pid, _, call = line.partition(" ")
-        if "<unfinished ...>" in call:
-            unfinished[pid] = call.partition("<unfinished ...>")[0]
-            continue
-        if resumed := re.search(r"<\.\.\. \w+ resumed>(.*)", call):
-            call = unfinished.pop(pid) + resumed[1]
-        found = re.search(r"(\w+)\((.*)\)\s+= (\w+)", call)
-        if found is None or f"<{folder}/" not in found[2]:
-            continue
-        if found[1] in _READS and found[3].isdecimal():
-            total += int(found[3])
-        elif found[1] == "mmap":
-            total += int(found[2].split(", ")[1])
-    return total
-
-
-@pytest.fixture(scope="module")
-def traced(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """The folder of all sources, and what strace wrote while four ranks loaded each."""
-    if shutil.which("strace") is None:
-        pytest.skip("strace is not installed: it counts what processes read")
-    folder = tmp_path_factory.mktemp("sources")
-    for source in SOURCES:
-        first, *others = (folder / f"{source}-{sharding}" for sharding in MESHES)
-        _write(source, first)
-        for other in others:  # the same files by names of their own, by which their reads are counted
-            shutil.copytree(first, other, copy_function=os.link)
-    calls = ",".join((*_READS, "mmap"))
-    program = [sys.executable, "-m", "tests.parallel.test_sources", str(folder)]
-    command = [
-        "strace",
-        "-f",
-        "--seccomp-bpf",
-        "-y",
-        "-s",
-        "0",
-        "-e",
-        f"trace={calls}",
-        "-o",
-        str(folder / "trace"),
-        *program,
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=400, check=False)
-    if "ptrace" in done.stderr and "not permitted" in done.stderr:
-        pytest.skip(f"strace may not trace a process here: {done.stderr.strip().splitlines()[-1]}")
-    assert done.returncode == 0, done.stderr[-4000:]
-    return folder, (folder / "trace").read_text()
-
-
-@pytest.mark.proof
-@pytest.mark.parametrize("sharding", MESHES)
-@pytest.mark.parametrize("source", SOURCES)
-def test_ranks_together_read_a_source_once(source: str, sharding: str, traced: tuple[Path, str]) -> None:
-    """With fully_parallel, four ranks together read at most 1.1 times the bytes of any source, and load its values."""
-    folder = traced[0] / f"{source}-{sharding}"
-    needed = LAYERS * (WIDTH * WIDTH + WIDTH) * 4
-    stored = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-    read = count_bytes_read(traced[1], folder)
-    assert needed <= read <= 1.1 * stored, f"{read} bytes of {stored}"
 
 
 def _load_tied(folder: str) -> tuple[float, float]:
@@ -219,7 +65,3 @@ def test_ranks_that_disagree_are_told(ranks: Ranks, tmp_path: Path) -> None:
     first, second = ranks.run(2, _load_differently, str(tmp_path / "c"))
     assert first == second
     assert "ranks disagree on fully_parallel: False on rank 0, True on rank 1" in first
-
-
-if __name__ == "__main__":
-    mp.start_processes(_run_rank, (sys.argv[1],), RANKS, start_method="fork")  # torch is imported once

@@ -10,11 +10,12 @@ import torch.distributed as dist
 from shardckpt.distributed.comm import Comm
 from shardckpt.errors import CheckpointingException
 from shardckpt.mapping import ShardedTensor
-from shardckpt.parallel.transfers import Transfer, check_algorithm, exchange, exchange_shards
+from shardckpt.parallel.transfers import Transfer, exchange, exchange_shards
 from tests.tables import in_proof
 
 if TYPE_CHECKING:
-    from tests.ranks import RankPool, Ranks
+    from tests.ranks import Ranks
+
 
 DTYPES = (
     torch.float32,
@@ -28,8 +29,14 @@ DTYPES = (
     torch.float8_e4m3fn,
     torch.float8_e5m2,
 )
+
+
 SHAPES = ((), (1,), (7,), (0,), (3, 0, 2), (5, 6), (1, 40), (2, 3, 4), (1, 1, 33))
+
+
 ALGORITHMS = ("broadcast", "gather_rounds", "gather_object")
+
+
 LAYOUTS = ("contiguous", "transposed", "strided", "parameter", "conj")
 
 
@@ -161,43 +168,6 @@ def test_an_error_before_the_exchange_is_everyones(ranks: Ranks) -> None:
     assert "rank 1, in 'exchanging shards'" in outcomes[0].message
 
 
-def _received(shape: tuple[int, ...] = (2, 3), source_dtype: torch.dtype = torch.float32) -> list[Any]:
-    """Whether what rank 1 receives is in the memory that was given: of the sent dtype, of another, none, quantized."""
-    comm = Comm()
-    data = {
-        "same": torch.nn.Parameter(torch.zeros(2, 3)),
-        "cast": torch.zeros(2, 3, dtype=torch.float64),
-        "none": None,
-        "quantized": torch.quantize_per_tensor(torch.zeros(2, 3), 1.0, 0, torch.qint8),
-    }
-    transfers = {name: Transfer((2, 3), torch.float32, 0, (1,)) for name in data}
-    loaded = {name: torch.full(shape, 3.0, dtype=source_dtype) for name in transfers} if comm.rank == 0 else {}
-    unloaded = {
-        name: ShardedTensor(
-            name, tensor, torch.float32 if tensor is None else tensor.dtype, (2, 3), (2, 3), (0, 0), None
-        )
-        for name, tensor in data.items()
-    }
-    received = exchange_shards(transfers, loaded, {} if comm.rank == 0 else unloaded, comm, "broadcast")
-    assert all(tensor.dtype == torch.float32 and bool((tensor == 3).all()) for tensor in received.values())
-    return [received[name] is data[name] for name in received]
-
-
-@pytest.mark.ci
-def test_plain_destinations_are_filled_in_place(gloo_ranks: RankPool) -> None:
-    """A shard arrives in its own memory where that is a plain tensor of the sent dtype, else in new memory."""
-    assert gloo_ranks.run(2, _received) == [[], [True, False, False, False]]
-
-
-@pytest.mark.ci
-@pytest.mark.parametrize("wrong", [((3, 2), torch.float32), ((2, 3), torch.float64)], ids=["shape", "dtype"])
-def test_what_was_not_agreed_on_is_not_sent(gloo_ranks: RankPool, wrong: tuple[Any, ...]) -> None:
-    """A source whose tensor has another shape or dtype than the transfer is the same error on all ranks."""
-    outcomes = gloo_ranks.outcomes(2, _received, *wrong)
-    assert len({outcome.message for outcome in outcomes}) == 1
-    assert "shard same is" in outcomes[0].message
-
-
 def test_what_a_target_lacks_or_has_otherwise_is_named() -> None:
     """A rank that is to receive a shard, and has not described it or has another shape of it, says which."""
     transfers = {"w": Transfer((3,), torch.float32, 1, (0,))}
@@ -206,9 +176,3 @@ def test_what_a_target_lacks_or_has_otherwise_is_named() -> None:
     wanted = ShardedTensor("w", None, torch.float32, (2,), (2,), (0,), None)
     with pytest.raises(CheckpointingException, match=r"shard w is \(2,\) torch.float32 on this rank"):
         exchange_shards(transfers, {}, {"w": wanted}, Comm(), "broadcast")
-
-
-def test_algorithms_have_names() -> None:
-    """An unknown algorithm is an error that names the known ones."""
-    with pytest.raises(CheckpointingException, match="'ring': it is one of broadcast, gather_rounds, gather_object"):
-        check_algorithm("ring")

@@ -1,13 +1,11 @@
 from __future__ import annotations
 
 import logging
-import subprocess
 import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from shardckpt import dist_checkpointing as dc
 from shardckpt.cli import main
@@ -22,7 +20,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from tests.ranks import RankPool
+from tests.plugins.manager import Recorder, recorder
+
+__all__ = ["recorder"]  # fixtures
+
 
 REGISTERS = """
 from shardckpt import hookimpl
@@ -256,6 +257,8 @@ from shardckpt import hookimpl
 def shardckpt_registers(registry):
     pass
 """
+
+
 WRONG_ARGUMENT = """
 from shardckpt import hookimpl
 
@@ -294,36 +297,13 @@ def test_a_hook_with_a_wrong_argument_is_refused_whole(site: Site) -> None:
     assert sys.modules[module].calls == []
 
 
-class _Recorder:
-    """Keeps the events that it sees."""
-
-    def __init__(self) -> None:
-        self.events: list[Event] = []
-
-    @hookimpl
-    def shardckpt_event(self, event: Event) -> None:
-        self.events.append(event)
-
-    def states(self, phase: str) -> list[str]:
-        return [event.state for event in self.events if event.phase == phase]
-
-
-@pytest.fixture
-def recorder() -> Iterator[_Recorder]:
-    """A plugin of this process that sees the events of a test."""
-    recorder = _Recorder()
-    get_plugin_manager().register(recorder)
-    yield recorder
-    get_plugin_manager().unregister(recorder)
-
-
 def _state(value: float = 1.0) -> dict[str, Any]:
     return {"w": ShardedTensor.from_rank_offsets("w", torch.full((4, 2), value)), "step": 3}
 
 
 def test_a_plugin_is_registered_once() -> None:
     """Registering an object again is an error, and it stays registered; after unregister it hears nothing."""
-    plugins, recorder = PluginManager(), _Recorder()
+    plugins, recorder = PluginManager(), Recorder()
     event = Event("save", "", "start", "", 0)
     plugins.register(recorder, "mine")
     with pytest.raises(PluginError, match="registered already, as mine"):
@@ -335,7 +315,7 @@ def test_a_plugin_is_registered_once() -> None:
     assert recorder.events == [event]
 
 
-def test_a_save_is_seen_from_start_to_end(recorder: _Recorder, tmp_path: Path) -> None:
+def test_a_save_is_seen_from_start_to_end(recorder: Recorder, tmp_path: Path) -> None:
     """Every phase of a save starts and ends once; its end says how many bytes were written and by which strategy."""
     dc.save(_state(), tmp_path / "checkpoint")
     events = recorder.events
@@ -351,7 +331,7 @@ def test_a_save_is_seen_from_start_to_end(recorder: _Recorder, tmp_path: Path) -
     assert events[-1].strategy.startswith("('torch_dist', 1) shardckpt_torch_dist.save.")
 
 
-def test_a_load_is_seen_from_start_to_end(recorder: _Recorder, tmp_path: Path) -> None:
+def test_a_load_is_seen_from_start_to_end(recorder: Recorder, tmp_path: Path) -> None:
     """Every phase of a load starts and ends once, too."""
     dc.save(_state(), tmp_path / "checkpoint")
     recorder.events.clear()
@@ -363,7 +343,7 @@ def test_a_load_is_seen_from_start_to_end(recorder: _Recorder, tmp_path: Path) -
     assert recorder.events[-1].strategy.startswith("('torch_dist', 1) shardckpt_torch_dist.load.")
 
 
-def test_a_failure_is_seen_with_its_text(recorder: _Recorder, tmp_path: Path) -> None:
+def test_a_failure_is_seen_with_its_text(recorder: Recorder, tmp_path: Path) -> None:
     """The phase that fails, and the operation as a whole, report the failure with its text."""
     dc.save(_state(), tmp_path / "checkpoint")
     recorder.events.clear()
@@ -375,29 +355,6 @@ def test_a_failure_is_seen_with_its_text(recorder: _Recorder, tmp_path: Path) ->
     assert phase.phase == "comparing shapes"
     assert phase.error == whole.error == str(caught.value)
     assert recorder.states(phase.phase) == ["start", "failure"]
-
-
-def _seen_on_a_rank(directory: str) -> list[tuple[int, str, bool]]:
-    """Save with one rank's shards wrong; what this rank's plugin sees fail."""
-    recorder = _Recorder()
-    get_plugin_manager().register(recorder)
-    rank, world = dist.get_rank(), dist.get_world_size()
-    shard = ShardedTensor.from_rank_offsets("w", torch.ones(2), (0, rank, world))
-    if rank == 1:
-        shard.global_offset = (0,)  # overlaps
-    with pytest.raises(CheckpointingException):
-        dc.save({"w": shard}, directory)
-    get_plugin_manager().unregister(recorder)
-    return [(e.rank, e.phase, "'w'" in e.error) for e in recorder.events if e.state == "failure"]
-
-
-@pytest.mark.ci
-def test_every_rank_reports_its_own_events(gloo_ranks: RankPool, tmp_path: Path) -> None:
-    """A rank's plugin sees its own rank's events, and the failure that all ranks agreed on."""
-    seen = gloo_ranks.run(2, _seen_on_a_rank, str(tmp_path / "checkpoint"))
-    for rank, failures in enumerate(seen):
-        assert {failure[0] for failure in failures} == {rank}
-        assert failures[-1][1:] == ("", True)
 
 
 class _Fails:
@@ -464,29 +421,6 @@ def test_a_plugin_adds_a_verb(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:
         main(["greet", "you"])
     assert stop.value.code == 2
-
-
-LIGHT = """
-import sys
-import shardckpt
-assert not {"torch", "numpy", "pydantic", "pluggy"} & set(sys.modules), "import shardckpt"
-shardckpt.hookimpl, shardckpt.CheckpointingException, dir(shardckpt)
-from shardckpt.cli import main
-for arguments in (["--help"], ["--version"], ["strategies"], ["strategies", "--help"]):
-    try:
-        main(arguments)
-    except SystemExit as stop:
-        assert not stop.code, arguments
-    assert not {"torch", "numpy"} & set(sys.modules), arguments
-"""
-
-
-@pytest.mark.ci
-def test_help_and_listing_do_not_import_torch() -> None:
-    """`import shardckpt`, the help and the listing of strategies stay light: no torch, no numpy."""
-    done = subprocess.run([sys.executable, "-c", LIGHT], capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "torch_dist" in done.stdout
 
 
 def test_an_observer_in_the_place_of_all_others(site: Site) -> None:

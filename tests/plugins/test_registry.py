@@ -10,7 +10,6 @@ import pytest
 from shardckpt import dist_checkpointing as dc
 from shardckpt.errors import CheckpointingException, DuplicateStrategyError, PluginError
 from shardckpt.plugins.entries import StrategyAction, _import_class
-from shardckpt.plugins.manager import PluginManager
 from shardckpt.plugins.registry import StrategyRegistry, parse_key, parse_keys
 from shardckpt.strategy import LoadStrategy, Migration, SaveStrategy
 from tests.tables import table
@@ -85,6 +84,11 @@ def _add(registry: StrategyRegistry, distribution: str, *strategies: Any, overri
             registry.add(strategy, override=override)
 
 
+def _claim(registry: StrategyRegistry, distribution: str, backend: str, *, override: bool = False) -> None:
+    with registry.attribute_to(distribution):
+        registry.add_lazy(backend, 1, save="m:C", default=True, override=override)
+
+
 def _target(registry: StrategyRegistry, action: StrategyAction = SAVE) -> Any:
     entry = registry.find(action, "toy", 1)
     assert entry is not None
@@ -144,20 +148,27 @@ def test_the_user_is_told_of_a_duplicate_too() -> None:
 
 @table("override_first", [True, False])
 def test_an_override_wins_in_either_order(override_first: bool) -> None:
-    """override=True replaces a plain registration, whether it comes before or after."""
+    """override=True replaces a plain registration, and a default, whether it comes before or after."""
     registry = StrategyRegistry()
-    plugins = [("toys 1.0", _SaveToy, False), ("games 2.3", _OtherSaveToy, True)]
-    for distribution, strategy, override in reversed(plugins) if override_first else plugins:
+    plugins = [("toys 1.0", _SaveToy, "toys", False), ("games 2.3", _OtherSaveToy, "games", True)]
+    for distribution, strategy, default, override in reversed(plugins) if override_first else plugins:
         _add(registry, distribution, strategy, override=override)
+        _claim(registry, distribution, default, override=override)
     assert _target(registry) is _OtherSaveToy
+    assert registry.default == ("games", 1)
+    assert {entry.backend for entry in registry.entries()} == {"toy", "toys", "games"}
 
 
 def test_two_plugins_cannot_both_override() -> None:
-    """Two overrides of one key contradict each other: refused, naming both."""
+    """Two overrides of one key, or of the default, contradict each other: refused, naming both; the first stays."""
     registry = StrategyRegistry()
     _add(registry, "toys 1.0", _SaveToy, override=True)
     with pytest.raises(DuplicateStrategyError, match=r"(?s)toys 1\.0.*games 2\.3"):
         _add(registry, "games 2.3", _OtherSaveToy, override=True)
+    _claim(registry, "toys 1.0", "toys", override=True)
+    with pytest.raises(DuplicateStrategyError, match="claim to be the default"):
+        _claim(registry, "games 2.3", "games", override=True)
+    assert registry.default == ("toys", 1)
 
 
 @table("override", [True, False])
@@ -170,18 +181,6 @@ def test_a_users_override_is_never_undone(override: bool) -> None:
     assert _target(registry, LOAD) is _LoadToy
     registry.put(SAVE, "toy", 1, _SaveToy)
     assert _target(registry) is _SaveToy
-
-
-def test_a_users_override_of_a_built_in_survives_plugin_loading() -> None:
-    """register_default_strategy works before any plugin is imported: the built-in that loads later leaves it."""
-    plugins = PluginManager()
-    name, version = PluginManager().registry.default
-    plugins.registry_before_plugins.put(SAVE, name, version, _OtherSaveToy)
-    entry = plugins.registry.find(SAVE, name, version)
-    assert entry is not None
-    assert entry.target is _OtherSaveToy
-    assert plugins.registry.find(LOAD, name, version) is not None
-    assert not plugins.broken()
 
 
 def test_register_default_strategy_serves_the_front_door() -> None:
@@ -379,37 +378,12 @@ def test_a_duplicate_migration_names_both_sides() -> None:
     assert [migration.target for migration in registry.migrations("toy", 1)] == [_OneToTwo]
 
 
-def _claim(registry: StrategyRegistry, distribution: str, backend: str, *, override: bool = False) -> None:
-    with registry.attribute_to(distribution):
-        registry.add_lazy(backend, 1, save="m:C", default=True, override=override)
-
-
 def test_two_defaults_are_refused_by_name() -> None:
     """Two plugins that both claim the default: an error with both, and the first stays."""
     registry = StrategyRegistry()
     _claim(registry, "toys 1.0", "toy")
     with pytest.raises(DuplicateStrategyError, match=r"\('toy', 1\) of toys 1\.0 and \('game', 1\) of games 2\.3"):
         _claim(registry, "games 2.3", "game")
-    assert registry.default == ("toy", 1)
-
-
-@table("override_first", [True, False])
-def test_an_override_of_the_default_wins_in_either_order(override_first: bool) -> None:
-    """Plugins load by name: an override of the default holds whether it comes before or after."""
-    registry = StrategyRegistry()
-    plugins = [("toys 1.0", "toy", False), ("games 2.3", "game", True)]
-    for distribution, backend, override in reversed(plugins) if override_first else plugins:
-        _claim(registry, distribution, backend, override=override)
-    assert registry.default == ("game", 1)
-    assert {entry.backend for entry in registry.entries()} == {"toy", "game"}
-
-
-def test_two_plugins_cannot_both_override_the_default() -> None:
-    """Two overrides of the default contradict each other: refused, and the first stays."""
-    registry = StrategyRegistry()
-    _claim(registry, "toys 1.0", "toy", override=True)
-    with pytest.raises(DuplicateStrategyError, match="claim to be the default"):
-        _claim(registry, "games 2.3", "game", override=True)
     assert registry.default == ("toy", 1)
 
 

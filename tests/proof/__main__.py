@@ -25,11 +25,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tests.junit import Result, read_results
+from tests.tree import ROOT
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-ROOT = Path(__file__).parents[2]
 #: Seconds of a file, however many tests it has; the longest timeout of one test is 3 hours.
 LIMIT = 4 * 3600.0
 #: Seconds that pytest has after Ctrl-C to remove its folders.

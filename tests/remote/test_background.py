@@ -1,13 +1,12 @@
 from __future__ import annotations
 
-import textwrap
 from typing import TYPE_CHECKING
 
 import pytest
 
 from shardckpt import dist_checkpointing as dc
 from shardckpt.maintenance.verify import verify_checkpoint
-from tests import backends, programs
+from tests import backends
 from tests.names import MARKERS
 from tests.remote import jobs
 
@@ -17,10 +16,7 @@ if TYPE_CHECKING:
     from tests.backends import Backend
     from tests.ranks import Ranks
     from tests.remote.store import Store
-
-PERSISTENT = pytest.mark.parametrize(
-    "persistent", [False, pytest.param(True, marks=pytest.mark.ci)], ids=["thread", "process"]
-)
+from tests.remote.background import PERSISTENT
 
 
 @backends.both_in_proof
@@ -65,37 +61,3 @@ def test_an_upload_that_fails_in_the_background_is_everyones_error(ranks: Ranks,
     assert not store.names()
     ranks.run(2, jobs.save_in_background, store.url, 2.0, False)
     jobs.check(store.url, 2.0)
-
-
-@backends.both_in_proof
-@pytest.mark.ci
-def test_a_process_without_the_protocol_is_an_error(ranks: Ranks, store: Store) -> None:
-    """A worker process that has no plugin for the URL says so on all ranks, and nothing is left."""
-    errors = ranks.run(2, jobs.error_of, jobs.save_in_background, store.url, 1.0, True)
-    assert len(set(errors)) == 1
-    assert "no installed plugin serves faulty://" in errors[0][1]
-    assert not store.names()
-
-
-@backends.both_in_proof
-@PERSISTENT
-@pytest.mark.proof
-def test_a_save_in_flight_at_the_end_of_one_process_is_finished(tmp_path: Path, persistent: bool) -> None:
-    """A program that ends right after scheduling leaves a whole checkpoint at the URL, event loops and all."""
-    script = tmp_path / "train.py"
-    program = f"""
-        import sys
-        sys.path.insert(0, {str(programs.ROOT)!r})
-        from shardckpt import dist_checkpointing as dc
-        from shardckpt.async_save import AsyncCallsQueue
-        from tests.remote import jobs
-
-        queue = AsyncCallsQueue(persistent={persistent})
-        queue.schedule_async_request(dc.save(jobs.state(3.0), sys.argv[1], async_sharded_save=True))
-    """
-    script.write_text(textwrap.dedent(program))
-    url = f"{'local' if persistent else 'looped'}://{tmp_path}/c"
-    done = programs.run("", url, file=str(script), warnings_are_errors=True)
-    assert done.returncode == 0, done.stderr
-    assert not done.stderr
-    jobs.check(url, 3.0)

@@ -1,8 +1,7 @@
 from __future__ import annotations
 
-import json
 import os
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -15,21 +14,16 @@ from shardckpt.errors import IncompleteCheckpointError, NotACheckpointError, Sto
 from shardckpt.maintenance.verify import verify_checkpoint
 from shardckpt.manifest import FileRecord
 from shardckpt.plugins.manager import get_plugin_manager
-from tests import backends, programs
+from tests import backends
 from tests.remote import jobs
 from tests.trees import LoadTree, SaveTree
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from tests.backends import Backend
     from tests.ranks import Ranks
     from tests.remote.store import Store
-
-
-def count_uploads() -> int:
-    """Uploads of a save of two ranks: what says that it is under way, two data files, and those that name them."""
-    return 3 + len(backends.current().shared)
+from tests.remote.faults import count_uploads
 
 
 @backends.both_in_proof
@@ -283,66 +277,3 @@ def test_a_spool_directory_that_is_not_there_is_named(store: Store, monkeypatch:
     with pytest.raises(StorageError, match=r"cannot make a spool directory in /no/such/place: .*\(ENOENT\)"):
         jobs.save(store.url, 1.0)
     assert not store.names()
-
-
-#: Ranks and files of the killed save; files in folders are of a strategy of the tests, whatever the format.
-_KILLS = pytest.mark.parametrize(
-    ("backend", "kills"),
-    [
-        pytest.param("torch_dist", (2, "flat"), marks=pytest.mark.proof),
-        pytest.param("torch_dist", (1, "tree"), marks=pytest.mark.proof),
-        pytest.param("safetensors", (1, "flat"), marks=pytest.mark.proof),
-        pytest.param("torch_dist", (1, "flat"), marks=pytest.mark.ci),
-        pytest.param("torch_dist", (2, "tree"), marks=pytest.mark.proof),
-        pytest.param("safetensors", (2, "flat"), marks=pytest.mark.proof),
-    ],
-    ids=lambda case: case if isinstance(case, str) else f"{case[0]}-{case[1]}",
-    indirect=True,
-    scope="module",
-)
-
-
-@pytest.fixture(scope="module")
-def kills(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, backend: Backend
-) -> list[dict[str, Any]]:
-    """What came of a save killed at every upload."""
-    place = tmp_path_factory.mktemp("kills")
-    spool = place / "spool"
-    spool.mkdir()
-    variables = {settings.SPOOL_DIR: str(spool), settings.IO_THREADS: "1", settings.REMOTE_THREADS: "1"}
-    arguments = (str(place), *map(str, request.param))
-    done = programs.run("", *arguments, module="tests.remote.killer", environment=variables, timeout=200)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return [json.loads(line) for line in done.stdout.splitlines()]
-
-
-@_KILLS
-def test_a_killed_save_is_whole_or_absent(kills: list[dict[str, Any]]) -> None:
-    """A save killed at any upload is whole if metadata.json was there, else never loads; overwrite=True saves again."""
-    assert {report["killed"] for report in kills} == {True, False}
-    for report in kills:
-        assert not report["hung"]
-        if "metadata.json" in report["left"]:
-            assert report["load"] == ["", ""], report
-            assert "is not empty" in report["refused"][1]
-            assert report["again"] == report["after"] == ["", ""], report
-            continue
-        assert report["killed"]
-        if report["left"]:
-            assert report["load"][0] == "IncompleteCheckpointError", report
-            assert "of a save that has not ended" in report["refused"][1]
-        else:
-            assert report["load"][0] == "NotACheckpointError", report
-        assert report["again"] == ["", ""], report
-        last = (report["how"], report["number"], report["files"]) == ("kill-before", count_uploads(), "flat")
-        if last:  # of two ranks: the main rank, committing
-            assert backends.data_file(1) in report["left"], "a rank deleted what might have been a checkpoint's"
-        assert report["after"] == ["", ""], report
-
-
-@_KILLS
-def test_the_spool_directory_of_a_killed_save_goes_with_the_next(kills: list[dict[str, Any]]) -> None:
-    """A kill leaves whole shards on the machine's disk; the next save to any URL from there removes them."""
-    assert all(len(report["spools"][0]) > 0 for report in kills if report["killed"])
-    assert [report["spools"][1] for report in kills] == [[]] * len(kills)

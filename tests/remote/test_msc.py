@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import os
-import uuid
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -21,33 +18,10 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from tests.ranks import Ranks
-
 pytest.importorskip("multistorageclient")
+from tests.remote.msc import Profile, configured, profile
 
-
-class Profile(NamedTuple):
-    """A profile of MSC's: its configuration file, and a URL of it."""
-
-    config: str
-    url: str
-
-
-@pytest.fixture
-def profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Profile:
-    """A profile whose objects are files of a directory; its name is new, because MSC keeps the clients it has made."""
-    (tmp_path / "objects").mkdir()
-    name = f"profile-{uuid.uuid4().hex}"
-    provider = {"type": "file", "options": {"base_path": str(tmp_path / "objects")}}
-    path = tmp_path / "msc.json"
-    path.write_text(json.dumps({"profiles": {name: {"storage_provider": provider}}}))
-    monkeypatch.setenv("MSC_CONFIG", str(path))
-    return Profile(str(path), f"msc://{name}/jobs/c")
-
-
-def configured(config: str, action: Any, *arguments: Any, **options: Any) -> Any:
-    """Do it in a rank with MSC's configuration in its environment."""
-    os.environ["MSC_CONFIG"] = config
-    return action(*arguments, **options)
+__all__ = ["profile"]  # fixtures
 
 
 @backends.both_in_proof
@@ -87,14 +61,6 @@ def test_ranges_are_read_through_msc(tmp_path: Path, profile: Profile, monkeypat
     assert torch.equal(loaded, values[16:24])
     eighth = values.numel() * values.itemsize // 8
     assert eighth <= sum(counts) < eighth + eighth // 2
-
-
-@backends.both_in_proof
-@pytest.mark.ci
-def test_background_saves_go_through_msc(ranks: Ranks, profile: Profile) -> None:
-    """A worker process opens ``msc://`` by itself, with the configuration of its environment."""
-    ranks.run(2, configured, profile.config, jobs.save_in_background, profile.url, 4.0, True)
-    jobs.check(profile.url, 4.0)
 
 
 @backends.both_in_proof

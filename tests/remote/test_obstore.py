@@ -2,15 +2,9 @@ from __future__ import annotations
 
 import logging
 import os
-import pickle
 import random
-import shutil
-import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from itertools import count
-from subprocess import run
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -19,138 +13,28 @@ from obstore.exceptions import InvalidPathError
 from obstore.store import LocalStore, MemoryStore
 
 from shardckpt import dist_checkpointing as dc
-from shardckpt import settings
-from shardckpt.cli import main
 from shardckpt.commit import Upload, open_stream
-from shardckpt.engine import open_folder
 from shardckpt.errors import StorageError
-from shardckpt.integrations.fsspec.folder import FsspecFolder
 from shardckpt.integrations.obstore.folder import ObstoreFolder
 from shardckpt.integrations.obstore.folder import open_folder as open_url
-from shardckpt.manager import CheckpointConfig, CheckpointManager
 from shardckpt.manifest import MARKER_NAME
-from shardckpt.mapping import ShardedTensor
-from shardckpt.plugins import get_plugin_manager, hookimpl
 from shardckpt.storage import CheckpointWriter
-from tests import backends, programs
-from tests.plugged import registered
+from tests import backends
 from tests.remote import jobs
-from tests.remote.servers import BUCKET, request, variables
 from tests.states import entire
 from tests.tables import table
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    from tests.ranks import Ranks
+from tests.remote.obstore import MIB, folder, serving, url
 
-_MIB = 1 << 20
-_numbers = count()
-
-
-@pytest.fixture
-def url(s3: str) -> str:
-    """A URL without objects on the server."""
-    return f"s3://{BUCKET}/run-{next(_numbers)}/step-1"
-
-
-@pytest.fixture
-def folder() -> Iterator[ObstoreFolder]:
-    """The folder that serves objects://bucket, in this process's memory."""
-    store = MemoryStore()
-    with _serving(lambda url: ObstoreFolder(url, store, "c")) as url:
-        yield open_folder(url, get_plugin_manager())  # type: ignore[misc]
-
-
-@contextmanager
-def _serving(make: Callable[[str], ObstoreFolder]) -> Iterator[str]:
-    """Serve objects:// by a function of the URL."""
-
-    class Server:
-        @hookimpl(tryfirst=True)
-        def shardckpt_filesystem(self, url: str) -> ObstoreFolder | None:
-            return make(url) if url.startswith("objects://") else None
-
-    with registered(Server()):
-        yield "objects://bucket"
-
-
-def _on_server(endpoint: str, function: Callable[..., Any], *args: Any) -> Any:
-    """Call a function in a rank that knows of the server."""
-    os.environ.update(variables(endpoint))
-    return function(*args)
-
-
-def _find(url: str) -> ObstoreFolder:
-    return open_folder(url, get_plugin_manager())  # type: ignore[return-value]
-
-
-def _uploads(endpoint: str) -> int:
-    """How many multipart uploads have begun, and are neither complete nor aborted."""
-    return request(endpoint, "GET", f"{BUCKET}?uploads").count("<Upload>")
-
-
-@backends.both
-@pytest.mark.ci
-def test_ranks_stream_to_s3(ranks: Ranks, url: str, endpoint: str, backend: backends.Backend) -> None:
-    """What 2 ranks save to S3, 3 ranks and this process load, bit for bit; the marker makes it a checkpoint."""
-    ranks.run(2, _on_server, endpoint, jobs.save, url, 2.0)
-    assert set(_find(url).tree()) == backend.shared | {backend.data_file(rank) for rank in range(2)}
-    ranks.run(3, _on_server, endpoint, jobs.check, url, 2.0)
-    jobs.check(url, 2.0, verify_integrity=False)
-    with pytest.raises(StorageError, match="is not empty"):
-        jobs.save(url, 3.0)
-    jobs.check(url, 2.0)
-
-
-@pytest.mark.ci
-@backends.both
-@pytest.mark.parametrize("persistent", [False, True])
-def test_a_background_save_streams(ranks: Ranks, url: str, endpoint: str, persistent: bool) -> None:
-    """A save behind the training, in a thread or a process of its own, streams as one in the foreground does."""
-    ranks.run(2, _on_server, endpoint, jobs.save_in_background, url, 2.0, persistent)
-    jobs.check(url, 2.0)
-
-
-@pytest.mark.ci
-def test_large_objects_are_sent_in_parts(url: str, endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An object of more than one part is a multipart upload of parts as large as SHARDCKPT_REMOTE_PART_MIB says."""
-    monkeypatch.setenv(settings.REMOTE_PART_MIB, "5")
-    values = torch.arange(3 * _MIB, dtype=torch.float32)
-    dc.save({"w": ShardedTensor.from_rank_offsets("w", values)}, url)
-    key = f"{url.removeprefix('s3://')}/{backends.data_file(0)}"
-    assert '-3"' in request(endpoint, "GET", f"{BUCKET}?prefix={key.partition('/')[2]}").replace("&quot;", '"')
-    loaded = dc.load({"w": ShardedTensor.from_rank_offsets("w", torch.zeros_like(values))}, url)
-    assert torch.equal(loaded["w"], values)
-    assert _uploads(endpoint) == 0
-
-
-@pytest.mark.ci
-def test_a_failed_save_leaves_no_object_and_no_parts(
-    url: str, endpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A file that fails after its first parts were sent appears nowhere, and its parts are deleted."""
-    monkeypatch.setenv(settings.REMOTE_PART_MIB, "5")
-
-    def fail() -> list[memoryview]:
-        raise ValueError("no more bytes")
-
-    found = _find(url)
-    with CheckpointWriter(tmp_path, 0, store=found) as writer:
-        file = writer.create("data.bin")
-        file.append(20 * _MIB, lambda: [memoryview(bytearray(20 * _MIB))], what="w")
-        assert _uploads(endpoint) == 1
-        with pytest.raises(ValueError, match="no more bytes"):
-            file.append(9, fail, what="x")
-    assert _uploads(endpoint) == 0
-    assert found.tree() == {}
-    assert not list(tmp_path.iterdir())
+__all__ = ["folder", "url"]  # fixtures
 
 
 def test_the_record_of_a_streamed_file_is_that_of_a_local_one(folder: ObstoreFolder, tmp_path: Path) -> None:
     """Bytes, digests and SHA-256 of a file do not depend on whether it is streamed."""
-    records, large = [], torch.arange(9 * _MIB, dtype=torch.uint8)
+    records, large = [], torch.arange(9 * MIB, dtype=torch.uint8)
     for store in (None, folder):
         with CheckpointWriter(tmp_path / str(len(records)), 0, sha256=True, store=store) as writer:
             writer.directory.mkdir()
@@ -172,7 +56,7 @@ def test_the_abilities_of_a_folder(kind: str, tmp_path: Path) -> None:
     found.create("a", b"first")
     with pytest.raises(FileExistsError):
         found.create("a", b"second")
-    stream = found.open_write("d/e", 5 * _MIB)
+    stream = found.open_write("d/e", 5 * MIB)
     stream.write(memoryview(b"12345"))
     assert "d/e" not in found.tree()
     stream.close()
@@ -196,14 +80,14 @@ def test_a_long_range_arrives_in_pieces(
     """A range of several pieces fills the buffer to its end or the object's, and is never asked for as a whole."""
     if kind != "s3":
         folder = ObstoreFolder("objects://b/c", MemoryStore() if kind == "memory" else LocalStore(tmp_path), "c")
-    data = random.Random(0).randbytes(3 * _MIB + 12_345)
+    data = random.Random(0).randbytes(3 * MIB + 12_345)
     folder.create("a", data)
     monkeypatch.setattr("obstore.get_range", lambda *_, **__: pytest.fail("the client would hold the whole range"))
-    buffer = bytearray(2 * _MIB + 7)
+    buffer = bytearray(2 * MIB + 7)
     assert folder.read_into("a", 5, memoryview(buffer)) == len(buffer)
     assert buffer == data[5 : 5 + len(buffer)]
-    assert folder.read_into("a", 2 * _MIB, memoryview(buffer)) == _MIB + 12_345
-    assert buffer[: _MIB + 12_345] == data[2 * _MIB :]
+    assert folder.read_into("a", 2 * MIB, memoryview(buffer)) == MIB + 12_345
+    assert buffer[: MIB + 12_345] == data[2 * MIB :]
     assert folder.read_into("a", len(data), memoryview(buffer)) == 0
     with pytest.raises(FileNotFoundError):
         folder.read_into("gone", 0, memoryview(buffer))
@@ -225,10 +109,10 @@ def test_of_two_saves_that_begin_at_once_one_wins(folder: ObstoreFolder) -> None
                 together.wait()
             return found
 
-    with _serving(lambda url: Meeting(url, folder._store, "race")) as url, ThreadPoolExecutor(2) as threads:
+    with serving(lambda url: Meeting(url, folder._store, "race")) as url, ThreadPoolExecutor(2) as threads:
         saves = [threads.submit(jobs.save, url, value) for value in (1.0, 2.0)]
         ended = [save.exception() for save in saves]
-    with _serving(lambda url: ObstoreFolder(url, folder._store, "race")) as url:
+    with serving(lambda url: ObstoreFolder(url, folder._store, "race")) as url:
         jobs.check(url, 1.0 if ended[0] is None else 2.0)
     assert ended.count(None) == 1
     error = next(error for error in ended if error is not None)
@@ -249,16 +133,16 @@ def test_a_save_that_has_seen_an_empty_url_does_not_write_over_one_that_has_ende
             found = super().tree()
             if not self.stalled:
                 self.stalled = True
-                with _serving(lambda url: ObstoreFolder(url, folder._store, "ended")) as other:
+                with serving(lambda url: ObstoreFolder(url, folder._store, "ended")) as other:
                     jobs.save(other, 1.0)
             return found
 
     with (
-        _serving(lambda url: Stalled(url, folder._store, "ended")) as url,
+        serving(lambda url: Stalled(url, folder._store, "ended")) as url,
         pytest.raises(StorageError, match=r"another save has begun there \(save [0-9a-f]{32}\)"),
     ):
         jobs.save(url, 2.0)
-    with _serving(lambda url: ObstoreFolder(url, folder._store, "ended")) as url:
+    with serving(lambda url: ObstoreFolder(url, folder._store, "ended")) as url:
         jobs.check(url, 1.0)
 
 
@@ -277,7 +161,7 @@ def test_a_marker_that_another_save_has_written_is_never_replaced(folder: Obstor
                     super().create(other, content)
             super().create(name, data)
 
-    with _serving(lambda url: Late(url, folder._store, "late")) as url:
+    with serving(lambda url: Late(url, folder._store, "late")) as url:
         with pytest.raises(StorageError, match=r"another save has begun there \(save [0-9a-f]{32}\)"):
             jobs.save(url, 2.0)
         jobs.check(url, 1.0)
@@ -322,7 +206,7 @@ def test_a_store_that_ignores_conditions_is_recognised(folder: ObstoreFolder, ca
             stream.write(memoryview(data))
             stream.close()
 
-    with _serving(lambda url: Careless(url, folder._store, "x")) as url, caplog.at_level(logging.WARNING):
+    with serving(lambda url: Careless(url, folder._store, "x")) as url, caplog.at_level(logging.WARNING):
         jobs.save(url, 1.0)
         jobs.check(url, 1.0)
     assert "ignores conditions of writes" in caplog.text
@@ -343,7 +227,7 @@ def test_a_load_asks_for_no_head_of_an_archive(folder: ObstoreFolder, monkeypatc
     loaded = entire({key: torch.zeros(1 << 19) for key in tensors})
     dc.load(loaded, "objects://bucket")
     assert all(torch.equal(loaded[key].data, tensor) for key, tensor in tensors.items())
-    assert [nbytes for name, nbytes in requests if name.endswith(".distcp")] == [2 * _MIB] * 4
+    assert [nbytes for name, nbytes in requests if name.endswith(".distcp")] == [2 * MIB] * 4
 
 
 def test_small_objects_are_sent_together(folder: ObstoreFolder, tmp_path: Path) -> None:
@@ -380,114 +264,6 @@ def test_a_client_is_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
     assert open_url("s3://other/c")._store is not first
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "two")
     assert open_url("s3://b/c")._store is not first
-
-
-@pytest.mark.ci
-def test_the_pickle_of_a_folder_has_no_secret(url: str) -> None:
-    """A pickled folder is its URL: credentials come from the environment of the process that opens it."""
-    found = _find(url)
-    assert b"a-secret" not in pickle.dumps(found)
-    assert "a-secret" not in repr(vars(found))
-    assert pickle.loads(pickle.dumps(found)).files() == {}
-
-
-@pytest.mark.ci
-def test_a_fork_is_refused() -> None:
-    """A child that was forked after obstore was used gets an error that says what to do, instead of hanging."""
-    done = programs.run(
-        """
-import os
-from obstore.store import MemoryStore
-from shardckpt.integrations.obstore.folder import ObstoreFolder
-folder = ObstoreFolder("objects://b", MemoryStore(), "")
-folder.files()
-if not (pid := os.fork()):
-    try:
-        folder.files()
-    except Exception as exc:
-        print(exc, flush=True)
-    os._exit(0)
-os.waitpid(pid, 0)
-"""
-    )
-    assert "in a fork of process" in done.stdout, done.stderr
-    assert "spawn or forkserver" in done.stdout
-
-
-@pytest.mark.ci
-def test_which_client_serves_a_url(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Obstore serves s3, gs and az where it is installed; fsspec all else, and those where obstore is switched off."""
-    assert isinstance(_find(url), ObstoreFolder)
-    assert isinstance(_find("memory://b/c"), FsspecFolder)
-    program = "import sys\nfrom shardckpt import dist_checkpointing as dc\ndc.load({}, 's3://b/c')"
-    done = programs.run(program, environment={settings.DISABLED_PLUGINS: "obstore"})
-    assert "fsspec has no package for s3://" in done.stderr or "s3fs" in done.stderr
-
-
-_SAVE = """
-import sys
-import torch
-from shardckpt import dist_checkpointing as dc
-from shardckpt.mapping import ShardedTensor
-from shardckpt_ep import EPSaveStrategy
-from shardckpt_safetensors import SafetensorsSaveShardedStrategy
-from shardckpt_torch_dist import TorchDistSaveShardedStrategy
-url, mib = sys.argv[1], int(sys.argv[2])
-def state():
-    return {"w": ShardedTensor.from_rank_offsets("w", torch.ones(mib << 18)), "iteration": 7}
-for kind in (TorchDistSaveShardedStrategy, SafetensorsSaveShardedStrategy, EPSaveStrategy):
-    dc.save(state(), f"{url}-{kind.__name__}", kind())
-"""
-
-
-@pytest.mark.ci
-@pytest.mark.skipif(shutil.which("strace") is None, reason="strace is not installed: it counts the writes to files")
-def test_a_save_to_s3_writes_no_byte_to_local_disk(url: str, tmp_path: Path) -> None:
-    """Saves of each built-in strategy to S3 write to sockets and pipes, and create no file."""
-    trace = tmp_path / "trace"
-    calls = "trace=write,pwrite64,writev,pwritev,pwritev2,sendfile,copy_file_range,openat,open,creat"
-    tracing = f"strace -f --seccomp-bpf -y -s 8 -o {trace} -e {calls}".split()
-    command = [*tracing, sys.executable, "-c", _SAVE, url, "20"]
-    environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1", settings.REMOTE_PART_MIB: "5"}
-    done = run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
-    assert done.returncode == 0, done.stderr
-    # tempfile tries a directory by these bytes, and removes them, before it names the directory of the process
-    lines = [line for line in trace.read_text().splitlines() if '"blat"' not in line and " resumed>" not in line]
-    writes = [line for line in lines if "write" in line.partition("(")[0]]
-    assert any("socket:" in line for line in writes)
-    logs = ("<pipe:", "<socket:", "<TCP", "<anon_inode:", "<UNIX", "</dev/")
-    assert not [line for line in writes if not any(kind in line for kind in logs)]
-    created = [line for line in lines if "O_CREAT" in line and "= -1" not in line and '"/dev/' not in line]
-    assert len(created) <= 1  # tempfile's
-
-
-@pytest.mark.ci
-def test_objects_that_no_checkpoint_has_stop_nothing(
-    url: str, endpoint: str, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """An object with an empty part or dots in its key, beside steps or in one, stops no save, load, prune or list."""
-    folder = url.rpartition("/")[0]
-
-    def train(step: int) -> tuple[bool, list[int]]:
-        config = CheckpointConfig(folder=folder, interval=1)
-        with CheckpointManager(config, {"model": torch.nn.Linear(2, 2)}) as manager:
-            loaded = manager.load()
-            manager.save(step)
-            return loaded, manager.steps()
-
-    assert train(1) == (False, [1])
-    for key in ("/notes.txt", "/", "step-1//b", "step-1/../c", ".shardckpt-marks//d"):
-        request(endpoint, "PUT", f"{folder.removeprefix('s3://')}/{key}")
-    caplog.clear()
-    assert train(2) == (True, [1, 2])
-    said = [record.getMessage() for record in caplog.records]
-    assert len(said) == len(set(said))  # once for each folder
-    assert any(folder in text and "remove the object" in text for text in said)
-    assert dc.load_plain_tensors(f"{folder}/step-1").keys() == {"model.weight", "model.bias"}
-    assert main(["ls", folder]) == 0
-    assert "2 checkpoints, 2 whole" in capsys.readouterr().out
-    assert main(["prune", folder]) == 0
-    assert train(3) == (True, [1, 2, 3])
 
 
 def test_without_another_client_the_object_is_named(folder: ObstoreFolder, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,7 @@ from shardckpt.mapping import ShardedTensor
 from shardckpt.plugins.hookspecs import hookimpl
 from shardckpt.plugins.manager import get_plugin_manager
 from shardckpt.plugins.stores import open_folder
-from tests import backends, programs
+from tests import backends
 from tests.damage import flip
 from tests.plugged import registered
 from tests.remote import jobs
@@ -32,23 +32,17 @@ from tests.tables import in_proof, table
 from tests.trees import SaveTree
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from tests.backends import Backend
     from tests.ranks import Ranks
     from tests.remote.store import Store
+from tests.remote.url import memory
+
+__all__ = ["memory"]  # fixtures
 
 
 def _is_data(name: str) -> bool:
     """Whether an object is a data file."""
     return fnmatch(name.rpartition("/")[2], backends.current().data_files)
-
-
-@pytest.fixture
-def memory() -> Iterator[str]:
-    """A URL in this process's memory."""
-    yield "memory://bucket/folder/c"
-    fsspec.filesystem("memory").store.clear()
 
 
 @backends.both
@@ -272,37 +266,6 @@ def test_an_unknown_scheme_names_what_to_install(tmp_path: Path) -> None:
         jobs.save("gdrive://bucket/c", 1.0)
     with pytest.raises(NotACheckpointError, match="memory://nobody/c does not exist"):
         dc.load({}, "memory://nobody/c")
-
-
-@pytest.mark.parametrize(
-    ("prelude", "disabled", "texts"),
-    [
-        ("", "fsspec,obstore", ("plugins that serve URLs: none", "disabled by SHARDCKPT_DISABLED_PLUGINS")),
-        ("sys.modules['fsspec'] = None", "", ("pip install 'shardckpt[fsspec]'",)),
-    ],
-)
-@pytest.mark.ci
-def test_without_fsspec_local_directories_work(
-    tmp_path: Path, prelude: str, disabled: str, texts: tuple[str, ...]
-) -> None:
-    """With the plugin switched off or fsspec missing, URLs are refused with the reason and nothing else changes."""
-    program = f"""
-import sys
-{prelude}
-import torch
-from shardckpt import dist_checkpointing as dc
-dc.save({{"iteration": 1}}, {str(tmp_path / "c")!r})
-assert dc.load({{}}, {(tmp_path / "c").as_uri()!r}) == {{"iteration": 1}}
-assert "fsspec" not in sys.modules or sys.modules["fsspec"] is None, "imported"
-try:
-    dc.save({{"iteration": 1}}, "memory://bucket/c")
-except dc.CheckpointingException as exc:
-    print(exc)
-"""
-    done = programs.run(program, environment={"SHARDCKPT_DISABLED_PLUGINS": disabled})
-    assert done.returncode == 0, done.stderr
-    for text in texts:
-        assert text in done.stdout
 
 
 @backends.both_in_proof

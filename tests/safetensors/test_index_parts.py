@@ -19,11 +19,8 @@ from shardckpt.testing.contract.rewriting import open_reader, reseal
 from shardckpt_safetensors import SafetensorsLoadShardedStrategy, SafetensorsSaveShardedStrategy, index_parts, remove
 from shardckpt_safetensors.index import read_index
 from shardckpt_safetensors.index_names import FEATURE
-from tests.engine.plan_cache.saves import MODES, Plans, in_mode
-from tests.engine.plan_cache.saves import save as save_in_turn
 from tests.ranks import Failure, Ranks
 from tests.resources import watch_reads
-from tests.safetensors.conformance.independent_reader import read_checkpoint
 from tests.safetensors.parts import VALUES, InParts, make_state
 from tests.tables import in_proof, table
 
@@ -31,14 +28,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from tests.ranks import RankPool
+from tests.safetensors.index_parts import check_content, list_parts, path
 
-
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    """A checkpoint with an index in parts."""
-    dc.save(make_state(rank=0, world=1), tmp_path / "c", InParts())
-    return tmp_path / "c"
+__all__ = ["path"]  # fixtures
 
 
 def _save(path: str, rounds: int = 1) -> None:
@@ -64,26 +56,13 @@ def _load(path: str) -> None:
         assert torch.equal(found, part)
 
 
-def _check_content(path: Path) -> None:
-    loaded = dc.load_plain_tensors(path)
-    assert loaded.keys() == {f"m.{key}" for key in VALUES}
-    assert all(torch.equal(loaded[f"m.{key}"], value) for key, value in VALUES.items())
-    assert not [result for result in verify_checkpoint(path) if result.fault]
-    found = read_checkpoint(str(path)).tensors
-    assert {key: shape for key, (_, shape, _) in found.items()} == {f"m.{k}": [*v.shape] for k, v in VALUES.items()}
-
-
-def _parts(path: Path) -> list[str]:
-    return sorted(file.name for file in path.glob("index_*.safetensors"))
-
-
 @pytest.mark.parametrize(("writers", "readers"), [(2, 4), *in_proof((1, 2), (4, 1))])
 def test_ranks_make_the_index_in_parts(ranks: Ranks, tmp_path: Path, writers: int, readers: int) -> None:
     """Saved by 1, 2 and 4 ranks, a checkpoint with an index in parts is loaded by others, and the page's reader."""
     ranks.run(writers, _save, str(tmp_path / "c"))
-    assert len(_parts(tmp_path / "c0")) > 2
+    assert len(list_parts(tmp_path / "c0")) > 2
     ranks.run(readers, _load, str(tmp_path / "c0"))
-    _check_content(tmp_path / "c0")
+    check_content(tmp_path / "c0")
     objects = [ShardedObject("object", None, (writers,), (rank,)) for rank in range(writers)]
     loaded = dc.load({"o": objects}, tmp_path / "c0", validate_access_integrity=False)["o"]
     assert loaded == [{"rank": rank} for rank in range(writers)]
@@ -95,8 +74,8 @@ def test_it_is_migrated_both_ways(tmp_path: Path, path: Path, monkeypatch: pytes
     monkeypatch.setattr(SafetensorsSaveShardedStrategy, "gathered_bytes", 0)
     monkeypatch.setattr(SafetensorsSaveShardedStrategy, "part_rows", 2)  # each of these tensors becomes one box
     assert main(["migrate", str(tmp_path / "old"), str(tmp_path / "new"), "--to", "safetensors"]) == 0
-    assert len(_parts(tmp_path / "new")) > 1
-    _check_content(tmp_path / "new")
+    assert len(list_parts(tmp_path / "new")) > 1
+    check_content(tmp_path / "new")
     assert main(["migrate", str(tmp_path / "new"), str(tmp_path / "again"), "--to", "torch_dist"]) == 0
     for name in ("old", "again"):
         loaded = dc.load_plain_tensors(tmp_path / name)
@@ -108,33 +87,10 @@ def test_it_is_migrated_both_ways(tmp_path: Path, path: Path, monkeypatch: pytes
 def test_a_small_index_is_one_file(tmp_path: Path) -> None:
     """A save of few boxes has one index, without required features, and is loaded as one in parts is."""
     dc.save(make_state(rank=0, world=1), tmp_path / "c", SafetensorsSaveShardedStrategy())
-    assert not _parts(tmp_path / "c")
+    assert not list_parts(tmp_path / "c")
     with open_reader(tmp_path / "c") as reader:
         assert read_index(reader).header.required_features == []
-    _check_content(tmp_path / "c")
-
-
-def _save_in_mode(path: str, mode: str) -> list[int]:
-    def run() -> list[int]:
-        counts = []
-        for number in range(3):
-            with Plans() as plans:
-                save_in_turn(make_state(), f"{path}{number}", InParts())
-            counts.append(plans.count)
-        return counts
-
-    return in_mode(mode, run)  # type: ignore[no-any-return]
-
-
-@pytest.mark.ci
-@pytest.mark.parametrize("mode", MODES)
-def test_later_saves_write_the_same_parts(gloo_ranks: RankPool, tmp_path: Path, mode: str) -> None:
-    """A cached plan keeps the merged parts: in the foreground and behind it, the third save plans nothing."""
-    counts = gloo_ranks.run(2, _save_in_mode, str(tmp_path / "c"), mode)
-    assert [count[2] for count in counts] == [0, 0]
-    _check_content(tmp_path / "c2")
-    for name in _parts(tmp_path / "c0"):
-        assert (tmp_path / "c0" / name).read_bytes() == (tmp_path / "c2" / name).read_bytes()
+    check_content(tmp_path / "c")
 
 
 def _save_wrong(path: str, fault: str, strategy: type[SafetensorsSaveShardedStrategy]) -> None:
@@ -253,7 +209,7 @@ def test_a_slice_reads_few_pages(path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 def _change_part(path: Path, change: Callable[[dict[str, Any], dict[str, Any]], None]) -> None:
     """Change the columns and the JSON of the part with ``m.rows``, and make right digests."""
-    for name in _parts(path):
+    for name in list_parts(path):
         found = Columns((path / name).read_bytes(), name)
         names = (
             *("text", "text_end", "tensor", "tensor_dtype", "tensor_axes", "tensor_shape", "tensor_end"),
@@ -291,7 +247,7 @@ def test_a_part_that_contradicts_itself_is_refused(path: Path, change: Callable[
 
 def test_a_part_that_is_not_what_was_written_is_named(path: Path) -> None:
     """A part that is gone or damaged is named, with and without digests; all others are fine."""
-    part = path / _parts(path)[0]
+    part = path / list_parts(path)[0]
     content = part.read_bytes()
     for changed in (content[:-1], content[:9] + b"[" + content[10:], None):
         part.unlink() if changed is None else part.write_bytes(changed)
@@ -306,16 +262,16 @@ def test_a_part_that_is_not_what_was_written_is_named(path: Path) -> None:
         found = SafetensorsLoadShardedStrategy().check_files(reader)
         listed = {file.name for file in SafetensorsLoadShardedStrategy().list_files(reader)}
     assert not any(found.values())
-    assert found.keys() == listed >= {*_parts(path)}
+    assert found.keys() == listed >= {*list_parts(path)}
 
 
 @pytest.mark.parametrize("most", [remove.MOST_ROWS, 0], ids=["into one", "in parts"])
 def test_keys_are_removed_from_an_index_in_parts(path: Path, monkeypatch: pytest.MonkeyPatch, most: int) -> None:
     """What stays is in one file if it is small, else in the same parts, of which those without tensors go."""
     monkeypatch.setattr(remove, "MOST_ROWS", most)
-    before = _parts(path)
+    before = list_parts(path)
     dc.remove_sharded_tensors(path, "m.r")
-    assert len(_parts(path)) == (0 if most else len(before) - 1)
+    assert len(list_parts(path)) == (0 if most else len(before) - 1)
     loaded = dc.load_plain_tensors(path)
     assert loaded.keys() == {f"m.{key}" for key in VALUES} - {"m.rows"}
     assert all(torch.equal(loaded[f"m.{key}"], value) for key, value in VALUES.items() if key != "rows")

@@ -18,7 +18,7 @@ from shardckpt_torch_dist.dialects.index_file import encode_index, parse_index
 from shardckpt_torch_dist.file_names import INDEX_FILE
 from shardckpt_torch_dist.remove import remove_keys
 from tests.property.search import drawn, for_all
-from tests.torch_dist.dialects.test_metadata_pickle import stock
+from tests.torch_dist.dialects.metadata_pickle import stock
 from tests.torch_dist.indexes import INDEXES, content
 
 if TYPE_CHECKING:

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +11,6 @@ from shardckpt.errors import CheckpointingException, KeyMismatchError, ShardingE
 from shardckpt.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
 from shardckpt.validation.keys import (
     StrictHandling,
-    compare_common,
     compare_keys,
     describe_mismatch,
     name_keys,
@@ -20,9 +19,6 @@ from shardckpt.validation.keys import (
 )
 from shardckpt.validation.sharding import validate_shards
 from tests.tables import table
-
-if TYPE_CHECKING:
-    from tests.ranks import RankPool
 
 
 def _cell(index: int, count: int, key: str = "w", **fields: Any) -> ShardedTensor:
@@ -184,28 +180,3 @@ def test_megatrons_terms_are_in_the_messages_of_their_kind_alone() -> None:
     assert "Unexpected keys" not in describe_mismatch({"w"}, ())
     assert "Unexpected keys" in describe_mismatch((), {"w"})
     assert "Missing keys" not in describe_mismatch((), {"w"})
-
-
-def _compares_common() -> list[str]:
-    records: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("shardckpt.validation.keys").addHandler(handler)
-    comm = Comm()
-    common = {"step": 3, "args": {"rank": comm.rank, "lr": 0.1}, "fn": None if comm.rank else {1}}
-    compare_common(common, None, comm)
-    compare_common(common, lambda c: {**c, "args": None, "fn": None}, comm)
-    compare_common({"f": lambda: 0}, None, comm)
-    return records
-
-
-@pytest.mark.ci
-def test_common_state_that_differs_is_warned_of(gloo_ranks: RankPool) -> None:
-    """The rank whose common state is not the one stored says where; what the caller takes out does not count."""
-    first, second = gloo_ranks.run(2, _compares_common)
-    assert first == []
-    (warning,) = second
-    assert "rank 1: common state differs" in warning
-    assert "('args', 'rank')" in warning
-    assert "('fn',)" in warning
-    assert "step" not in warning

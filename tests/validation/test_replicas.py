@@ -18,103 +18,89 @@ from tests.tables import in_proof
 
 if TYPE_CHECKING:
     from shardckpt.mapping import Replicated, ShardedBase
-    from tests.ranks import RankPool, Ranks
-
-
-def _tensor(key: str, value: float, *, replicated: Replicated = True, count: int = 3) -> ShardedTensor:
-    return ShardedTensor.from_rank_offsets(key, torch.full((count,), value), replicated=replicated)
+    from tests.ranks import Ranks
+from tests.validation.replicas import error_of, make_tensor, outcomes_of, settle
 
 
 def _object(key: str, value: Any, *, replicated: Replicated = True) -> ShardedObject:
     return ShardedObject(key, value, (1,), (0,), replicated=replicated)
 
 
-def _settle(shards: list[list[ShardedBase]], compare: bool) -> list[Any]:
-    """The replica ids that each rank's own shards get."""
-    return [shard.replica_id for shard in choose_main_replicas(shards[dist.get_rank()], Comm(), compare=compare)]
-
-
-def _outcome(pool: RankPool, shards: list[list[ShardedBase]], *, compare: bool = True) -> list[Any]:
-    return pool.outcomes(len(shards), _settle, shards, compare)
-
-
 def test_of_the_same_everywhere_rank_0_has_the_main_replica(ranks: Ranks) -> None:
     """Where all ranks have the same replicated tensors and objects, in any order, rank 0's are the main ones."""
-    first = [_tensor("a", 1.0), _object("o", {"lr": 0.1})]
-    assert _outcome(ranks, [first, first[::-1], first]) == [[0, 0], [1, 1], [1, 1]]
+    first = [make_tensor("a", 1.0), _object("o", {"lr": 0.1})]
+    assert outcomes_of(ranks, [first, first[::-1], first]) == [[0, 0], [1, 1], [1, 1]]
 
 
 def test_of_some_ranks_the_lowest_has_the_main_replica(ranks: Ranks) -> None:
     """A shard that rank 0 lacks has its main replica on the lowest rank that has it, once."""
     shards = [
-        [_tensor("a", 1.0)],
-        [_tensor("b", 2.0), _object("o", None)],
+        [make_tensor("a", 1.0)],
+        [make_tensor("b", 2.0), _object("o", None)],
         [],
-        [_tensor("b", 2.0), _tensor("a", 1.0), _object("o", None), _tensor("c", 0.0)],
+        [make_tensor("b", 2.0), make_tensor("a", 1.0), _object("o", None), make_tensor("c", 0.0)],
     ]
     for compare in (True, False):
-        assert _outcome(ranks, shards, compare=compare) == [[0], [0, 0], [], [1, 1, 1, 0]]
+        assert outcomes_of(ranks, shards, compare=compare) == [[0], [0, 0], [], [1, 1, 1, 0]]
 
 
 def test_other_shards_keep_their_replica_ids(ranks: Ranks) -> None:
     """What is not replicated is left to its own replica id, and is the very object; nothing of the caller's changes."""
     mine: list[ShardedBase] = [
         ShardedTensor.from_rank_offsets("s", torch.ones(1), (0, 0, 2), replica_id=(3, 0)),
-        _tensor("a", 1.0),
+        make_tensor("a", 1.0),
     ]
     mine[1].replica_id = 7
     found = choose_main_replicas(mine, Comm(), compare=True)
     assert found[0] is mine[0]
     assert (found[1].replica_id, mine[1].replica_id) == (0, 7)
-    assert _outcome(ranks, [[mine[0]], []]) == [[(3, 0)], []]
+    assert outcomes_of(ranks, [[mine[0]], []]) == [[(3, 0)], []]
 
 
 def test_places_of_one_key_are_settled_each(ranks: Ranks) -> None:
     """Copies are of the same box of a tensor; another box of the same key has a main replica of its own."""
     halves = [ShardedTensor.from_rank_offsets("w", torch.ones(2), (0, n, 2), replicated=True) for n in (0, 1)]
-    assert _outcome(ranks, [[halves[0]], [halves[1]], [halves[0]], [halves[1]]]) == [[0], [0], [1], [1]]
-
-
-def _refused(pool: RankPool, shards: list[list[ShardedBase]]) -> str:
-    outcomes = _outcome(pool, shards)
-    assert [outcome.kind for outcome in outcomes] == [ShardingError.__name__] * len(shards)
-    assert len({outcome.message for outcome in outcomes}) == 1
-    return outcomes[0].message
+    assert outcomes_of(ranks, [[halves[0]], [halves[1]], [halves[0]], [halves[1]]]) == [[0], [0], [1], [1]]
 
 
 def test_different_values_are_named_with_their_ranks(ranks: Ranks) -> None:
     """All ranks raise one error with every tensor and object whose copies differ, and who has which."""
     shards: list[list[ShardedBase]] = [
-        [_tensor("a", float(rank == 2)), _tensor("b", 1.0), _object("o", {"lr": rank}), _tensor("nan", float("nan"))]
+        [
+            make_tensor("a", float(rank == 2)),
+            make_tensor("b", 1.0),
+            _object("o", {"lr": rank}),
+            make_tensor("nan", float("nan")),
+        ]
         for rank in range(3)
     ]
-    message = _refused(ranks, shards)
+    message = error_of(ranks, shards)
     assert "'a': one value on rank 0, 1 / one value on rank 2" in message
     assert "'o': one value on rank 0 / one value on rank 1 / one value on rank 2" in message
     assert "'b'" not in message
     assert "'nan'" not in message
-    assert _outcome(ranks, shards, compare=False) == [[0] * 4, [1] * 4, [1] * 4]
+    assert outcomes_of(ranks, shards, compare=False) == [[0] * 4, [1] * 4, [1] * 4]
 
 
 def test_differences_are_found_where_rank_0_has_no_copy(ranks: Ranks) -> None:
     """Copies on some of the ranks are compared among these; the others raise the same error."""
-    shards: list[list[ShardedBase]] = [[], [_tensor("a", 1.0)], [_tensor("c", 0.0)], [_tensor("a", 2.0)]]
-    assert "'a': one value on rank 1 / one value on rank 3" in _refused(ranks, shards)
+    shards: list[list[ShardedBase]] = [[], [make_tensor("a", 1.0)], [make_tensor("c", 0.0)], [make_tensor("a", 2.0)]]
+    assert "'a': one value on rank 1 / one value on rank 3" in error_of(ranks, shards)
 
 
 def test_one_bit_of_a_large_tensor_is_a_difference(ranks: Ranks) -> None:
     """Tensors are compared by every byte, in whatever parts: the sign of a zero is told from none."""
-    assert _outcome(ranks, [[_tensor("a", 0.0, count=5_000_001)]] * 2) == [[0], [1]]
-    other = _tensor("a", 0.0, count=5_000_001)
+    assert outcomes_of(ranks, [[make_tensor("a", 0.0, count=5_000_001)]] * 2) == [[0], [1]]
+    other = make_tensor("a", 0.0, count=5_000_001)
     assert other.data is not None
     other.data[-1] = -0.0
-    assert "'a'" in _refused(ranks, [[_tensor("a", 0.0, count=5_000_001)], [other]])
+    assert "'a'" in error_of(ranks, [[make_tensor("a", 0.0, count=5_000_001)], [other]])
 
 
 def test_unchecked_copies_are_not_compared(ranks: Ranks) -> None:
     """``"unchecked"`` has its main replica on the lowest rank, whatever the others have."""
-    shards: list[list[ShardedBase]] = [[], *([_tensor("a", float(n), replicated="unchecked")] for n in (1, 2))]
-    assert _outcome(ranks, shards) == [[], [0], [1]]
+    shards: list[list[ShardedBase]] = [[], *([make_tensor("a", float(n), replicated="unchecked")] for n in (1, 2))]
+    assert outcomes_of(ranks, shards) == [[], [0], [1]]
 
 
 def _weight(differing: int, *, shape: tuple[int, ...] = (8, 16), replicated: Replicated = "sampled") -> Any:
@@ -161,7 +147,7 @@ def test_what_differs_on_most_of_a_weight_is_no_copy(
 
 def _refusal(shards: list[list[ShardedBase]]) -> str:
     try:
-        _settle(shards, compare=True)
+        settle(shards, compare=True)
     except ShardingError as exc:
         return str(exc)
     return ""
@@ -173,7 +159,7 @@ def _refusal(shards: list[list[ShardedBase]]) -> str:
 )
 def test_to_lose_experts_is_not_suggested(ranks: Ranks, key: str, is_suggested: bool) -> None:
     """Any rank's statistics may do, so the error says how; it does not for local experts' vectors and objects."""
-    for make in (_tensor, _object):
+    for make in (make_tensor, _object):
         for message in ranks.run(2, _refusal, [[make(key, 1.0)], [make(key, 2.0)]]):
             assert repr(key) in message
             assert ("check_replicas=False" in message) == is_suggested
@@ -183,9 +169,9 @@ def test_to_lose_experts_is_not_suggested(ranks: Ranks, key: str, is_suggested: 
 def test_any_ranks_vector_will_do(ranks: Ranks) -> None:
     """Sampled vectors, scalars and objects are not compared: statistics differ on all elements."""
     shards: list[list[ShardedBase]] = [
-        [_tensor("a", float(n), replicated="sampled"), _object("o", n, replicated="sampled")] for n in (1, 2)
+        [make_tensor("a", float(n), replicated="sampled"), _object("o", n, replicated="sampled")] for n in (1, 2)
     ]
-    assert _outcome(ranks, shards) == [[0, 0], [1, 1]]
+    assert outcomes_of(ranks, shards) == [[0, 0], [1, 1]]
 
 
 def test_many_samples_travel_in_parts(ranks: Ranks) -> None:
@@ -213,7 +199,7 @@ def _differently_pickled() -> list[Any]:
     """Equal values, in one of which a string stands twice, in the other two strings."""
     word = str(b"foreach", "ascii")
     again = word if dist.get_rank() else str(b"foreach", "ascii")
-    return _settle([[_object("o", {"names": [word, again], "t": torch.ones(2)})]] * 2, compare=True)
+    return settle([[_object("o", {"names": [word, again], "t": torch.ones(2)})]] * 2, compare=True)
 
 
 def test_equal_objects_may_be_pickled_in_two_ways(ranks: Ranks) -> None:
@@ -251,10 +237,3 @@ def test_parts_are_cut_alike_whatever_the_memory() -> None:
     assert len(digests) == 8 * len(parts)
     assert max(map(len, parts)) <= 16 << 20
     assert b"".join(parts) == bytes(tensor_bytes(tensor.reshape(-1)))
-
-
-@pytest.mark.ci
-def test_a_rank_that_cannot_read_its_copy_leaves_no_other_waiting(ranks: Ranks) -> None:
-    """A tensor without memory fails the comparison on all ranks with the same error."""
-    meta = ShardedTensor.from_rank_offsets("a", torch.empty(3, device="meta"), replicated=True)
-    assert "has no memory of its own" in _refused(ranks, [[_tensor("a", 1.0)], [meta]])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -14,14 +13,15 @@ from shardckpt.async_save import release_memory
 from shardckpt.engine.plan_cache import saved_plans
 from shardckpt.errors import CheckpointingException, ShardingError
 from shardckpt.mapping import ShardedObject, ShardedTensor
-from tests.engine.plan_cache.saves import Plans, check, first, in_mode, save, tensor
+from tests.engine.plan_cache.saves import check, first, in_mode, save, tensor
 from tests.tables import table
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from tests.ranks import RankPool, Ranks
+    from tests.ranks import Ranks
+
 
 pytestmark = pytest.mark.usefixtures("mode")
 
@@ -142,27 +142,6 @@ def test_plans_of_different_saves_are_not_mixed(ranks: Ranks, tmp_path: Path, mo
     assert found[0][0].startswith("2:")
 
 
-def _grown_on_one(folder: str) -> list[int]:
-    rank = dist.get_rank()
-    counts = []
-    with Plans() as plans:
-        for step, grown in enumerate((False, False, True, True, False, True)):
-            state = {"w": tensor("w", torch.full((2,), 10.0 * step + rank), (0, rank, 2))}
-            if grown and rank == 1:
-                state["more"] = tensor("more", torch.full((3,), float(step)))
-            save(state, f"{folder}/{step}")
-            counts.append(plans.count)
-            expected = {"w": torch.tensor([0.0, 0, 1, 1]) + 10 * step}
-            check(f"{folder}/{step}", expected | ({"more": torch.full((3,), float(step))} if grown else {}))
-    return counts
-
-
-@pytest.mark.ci
-def test_a_change_on_one_rank_is_a_change_for_all(gloo_ranks: RankPool, tmp_path: Path, mode: str) -> None:
-    """A key that one rank alone adds, or leaves out, makes all ranks plan anew."""
-    assert gloo_ranks.run(2, in_mode, mode, _grown_on_one, str(tmp_path)) == [[1, 1, 2, 2, 3, 4]] * 2
-
-
 def _different_copies(folder: str) -> str:
     for step, value in enumerate((1.0, 1.0, float(dist.get_rank()))):
         state = {"c": tensor("c", torch.full((3,), value), replicated=True)}
@@ -178,26 +157,6 @@ def test_copies_are_compared_every_time(ranks: Ranks, tmp_path: Path, mode: str)
     """Replicas that have begun to differ are found, though their descriptions are those of the last save."""
     for found in ranks.run(2, in_mode, mode, _different_copies, str(tmp_path)):
         assert "replicated values differ between ranks" in found
-
-
-def _common_differs(folder: str) -> bool:
-    heard: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: heard.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("shardckpt").addHandler(handler)
-    try:
-        for step in range(2):
-            rank = dist.get_rank()
-            save({"w": tensor("w", torch.ones(1), replica_id=rank), "lr": rank * step}, f"{folder}/{step}")
-    finally:
-        logging.getLogger("shardckpt").removeHandler(handler)
-    return any("common state differs" in text for text in heard)
-
-
-@pytest.mark.ci
-def test_common_state_is_compared_every_time(gloo_ranks: RankPool, tmp_path: Path, mode: str) -> None:
-    """A common state that has begun to differ is warned of, though the shards are those of the last save."""
-    assert gloo_ranks.run(2, in_mode, mode, _common_differs, str(tmp_path)) == [False, True]
 
 
 def test_what_was_not_validated_is_validated_when_asked(tmp_path: Path) -> None:

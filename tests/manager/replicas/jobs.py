@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import io
-import logging
 import threading
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,11 +15,12 @@ from torch.distributed.fsdp import fully_shard
 from shardckpt import dist_checkpointing
 from shardckpt.errors import CheckpointingException
 from shardckpt.manager import CheckpointConfig, CheckpointManager, FaultTolerance, PerRank
+from tests.logs import collect_warnings
 from tests.manager.jobs import weights
 from tests.manager.training import WIDTH, Loader, Progress
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     from torch.distributed.device_mesh import DeviceMesh
 
@@ -194,20 +193,6 @@ def handed_on(training: ReplicaTraining) -> bytes:
     return everyone[dist.get_rank() % 2]  # type: ignore[no-any-return]
 
 
-@contextmanager
-def warnings() -> Iterator[list[str]]:
-    """What the manager warns of."""
-    said: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("shardckpt.manager")
-    logger.addHandler(handler)
-    try:
-        yield said
-    finally:
-        logger.removeHandler(handler)
-
-
 def changing_quorum(folder: str, mode: str) -> tuple[list[list[int]], list[int], list[int], tuple[list[int], ...]]:
     """Three steps each: 0 first, 1 first, 0 not there; who saved what, who is in it, how often asked, what is there."""
     training = ReplicaTraining(folder, replicas(), async_mode=mode, interval=1)
@@ -262,7 +247,7 @@ def restarted(folder: str, until: int, config: dict[str, Any]) -> tuple[int, int
 
 def loaded(folder: str, config: dict[str, Any], step: int = -1) -> tuple[int, int, int | None, list[str]]:
     """The step that is loaded, the place in the data and whose that was, and the warnings."""
-    with warnings() as said:
+    with collect_warnings("shardckpt.manager") as said:
         training = ReplicaTraining(folder, replicas(), **config)
         with training.manager as manager:
             manager.load(step)
@@ -326,21 +311,6 @@ def retained(folder: str, mode: str) -> tuple[list[int], list[int], list[int]]:
     return layout(folder)
 
 
-def abandoned(folder: str) -> list[int]:
-    """Replica 1's own, after all have gone back from step 7 to step 4 and made one step."""
-    mesh = replicas()
-    training = ReplicaTraining(folder, mesh, interval=4)
-    with training.manager:
-        training.run(7)
-    dist.barrier()
-    training = ReplicaTraining(folder, mesh, interval=4)
-    with training.manager as manager:
-        assert manager.load()
-        training.run(5)
-    dist.barrier()
-    return layout(folder)[2]
-
-
 def failing_quorum(folder: str) -> str:
     """Replica 1 is told of no quorum: the error, of which replica 0 sees nothing."""
     training = ReplicaTraining(folder, replicas(), interval=1)
@@ -392,27 +362,3 @@ def given_to_another_layout() -> str:
     except CheckpointingException as exc:
         return str(exc)
     raise AssertionError("taken")
-
-
-__all__ = [
-    "Manager",
-    "OldManager",
-    "ReplicaTraining",
-    "abandoned",
-    "changing_quorum",
-    "durable_at_once",
-    "failing_quorum",
-    "given_in_a_forward_pass",
-    "given_to_another_layout",
-    "handed_on",
-    "layout",
-    "loaded",
-    "rejoined",
-    "replicas",
-    "restarted",
-    "retained",
-    "steps_in",
-    "unbroken",
-    "warnings",
-    "weights_of",
-]

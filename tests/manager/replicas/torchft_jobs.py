@@ -150,6 +150,3 @@ def _lighthouse(replica: int) -> tuple[Any, str]:
     everyone: list[Any] = [None, None]
     dist.all_gather_object(everyone, server.address() if server is not None else None)
     return server, everyone[0]
-
-
-__all__ = ["TorchftReplica", "lost_and_healed"]

@@ -3,10 +3,20 @@
 from __future__ import annotations
 
 import json
-import stat
+import shutil
 import zipfile
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.safetensors.conformance.fuzz import draw_hostile, write_hostile
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+import stat
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 HERE = Path(__file__).parent
 
@@ -62,3 +72,36 @@ def find_fault(case: Case, line: dict[str, Any]) -> str:
             names = sorted(set(expected) ^ set(found or {})) or [n for n in expected if expected[n] != found[n]]
             return f"other {kind}: {names}"
     return ""
+
+
+CASES = read_cases()
+
+
+NODE = shutil.which("node")
+
+
+#: Without threads beside the reader's, whose CPU time would count as its own.
+NODE_READER = [NODE or "node", "--single-threaded", str(HERE / "reader.mjs")]
+
+
+needs_node = pytest.mark.skipif(NODE is None, reason="the reader in JavaScript needs node, which is not installed")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The corpus as directories."""
+    path = tmp_path_factory.mktemp("corpus")
+    unpack_corpus(path)
+    return path
+
+
+#: Hostile headers, but for the largest, which a test of CI has.
+HOSTILE = [name for name, _ in draw_hostile(5) if "100_mb" not in name]
+
+
+@pytest.fixture(scope="module")
+def hostile(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Directories with hostile headers."""
+    path = tmp_path_factory.mktemp("hostile")
+    write_hostile(path, 5, {*HOSTILE})
+    return path

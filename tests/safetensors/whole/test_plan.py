@@ -10,17 +10,15 @@ from safetensors import safe_open
 from shardckpt import dist_checkpointing as dc
 from shardckpt.maintenance.verify import verify_checkpoint
 from shardckpt.manifest import Record
-from shardckpt.storage import CheckpointWriter, Segments
+from shardckpt.storage import Segments
 from shardckpt.testing import check_same
-from shardckpt_safetensors import SafetensorsSaveShardedStrategy
 from tests.safetensors.whole import jobs
 from tests.states import error_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
     from pathlib import Path
 
-    from shardckpt.testing.ranks import RankPool, Ranks
+    from shardckpt.testing.ranks import Ranks
 
 
 def _check(folder: Path, change: float = 0.0) -> None:
@@ -95,33 +93,6 @@ def test_every_way_of_saving_writes_the_same_files(ranks: Ranks, tmp_path: Path,
         jobs.save(str(tmp_path / str(number)), number)
         assert jobs.digest_weights(tmp_path / "c" / str(number)) == jobs.digest_weights(tmp_path / str(number))
         _check(tmp_path / "c" / str(number), number)
-
-
-@pytest.mark.ci
-def test_sha256_of_files_that_several_ranks_write(gloo_ranks: RankPool, tmp_path: Path) -> None:
-    """integrity.json has them, too, and no rank reads all of them."""
-    hashed = gloo_ranks.run(3, _save_with_sha256, str(tmp_path / "c"))
-    weights = sorted(name for name in jobs.digest_weights(tmp_path / "c") if name.endswith(".safetensors"))
-    assert sorted(name for names in hashed for name in names) == weights
-    assert all(hashed)
-    listed = json.loads((tmp_path / "c" / "integrity.json").read_text())["files"]
-    assert jobs.digest_weights(tmp_path / "c").items() <= listed.items()
-
-
-def _save_with_sha256(path: str) -> list[str]:
-    """Save, and return the files with tensors of all ranks that this rank has read for their SHA-256."""
-    found: list[str] = []
-    hash_files = CheckpointWriter.hash_files
-
-    def record(self: CheckpointWriter, names: Iterable[str]) -> None:
-        found.extend(names := [*names])
-        hash_files(self, names)
-
-    strategy = SafetensorsSaveShardedStrategy(layout="whole", max_shard_size="300KB")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(CheckpointWriter, "hash_files", record)
-        dc.save(jobs._state(0.0), path, strategy, verify_integrity=True)
-    return found
 
 
 def test_missing_elements_fail_the_save_on_all_ranks(ranks: Ranks, tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
@@ -29,20 +28,24 @@ from shardckpt.errors import (
 from shardckpt.mapping import ShardedTensor
 from shardckpt_torch_dist import CheckpointStorageReader, CheckpointStorageWriter, ShardedLoadPlanner
 from tests.damage import flip
+from tests.golden_checkpoints import VERSIONS
 from tests.interop.sample import check_equal
 from tests.names import METADATA, data_file
 from tests.states import run_here
 from tests.tables import in_proof, table
-from tests.test_golden import GOLDEN, VERSIONS
 from tests.torch_dist import plain_states
+from tests.tree import GOLDEN
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from tests.ranks import RankPool, Ranks
+    from tests.ranks import Ranks
+from tests.torch_dist.dcp.storage_reader import load_by_reader
 
 SAVED = 2
+
+
 #: Set by a pickle that is run.
 ran: list[str] = []
 
@@ -59,11 +62,6 @@ def _failure(function: Callable[[], Any]) -> BaseException:
     with pytest.raises(CheckpointException) as caught:
         function()
     return next(iter(caught.value.failures.values()))[0]
-
-
-def _load(state: dict[str, Any], path: Any, planner: Any = None, **options: Any) -> dict[str, Any]:
-    dcp.load(state, storage_reader=CheckpointStorageReader(path, **options), planner=planner)
-    return state
 
 
 # What others wrote.
@@ -83,25 +81,12 @@ def test_it_reads_what_stock_dcp_wrote(ranks: Ranks, tmp_path: Path, writers: in
         ranks.run(world, plain_states.load, path, SAVED, CheckpointStorageReader)
 
 
-def _save_alone(path: str) -> None:
-    state = {"w": torch.full((3,), float(dist.get_rank())), "rank": dist.get_rank()}
-    dcp.save(state, storage_writer=dcp.FileSystemWriter(path), use_collectives=False)
-    found = _load({"w": torch.zeros(3), "rank": -1}, path)
-    check_equal(found, state, "alone")
-
-
-@pytest.mark.ci
-def test_it_reads_what_ranks_saved_for_themselves(gloo_ranks: RankPool, tmp_path: Path) -> None:
-    """Stock saves without collectives leave a ``.metadata`` of every rank, which that rank reads."""
-    gloo_ranks.run(2, _save_alone, str(tmp_path / "c"))
-
-
 @table("version", VERSIONS)
 def test_it_reads_megatrons_checkpoints_at_their_true_shapes(version: str) -> None:
     """Every dialect of Megatron's, flattened optimizer shards among them, gives what our own load gives."""
     path = GOLDEN / f"mcore-{version}"
     expected = dc.load_plain_tensors(path)
-    found = _load({key: torch.zeros_like(tensor) for key, tensor in expected.items()}, path)
+    found = load_by_reader({key: torch.zeros_like(tensor) for key, tensor in expected.items()}, path)
     check_equal(found, expected, version)
 
 
@@ -124,8 +109,8 @@ def test_destinations_of_any_kind_are_filled(tmp_path: Path) -> None:
     dcp.save(saved, storage_writer=CheckpointStorageWriter(tmp_path / "c"))
     memory = torch.zeros(300, 1 << 10)
     parameter = torch.nn.Parameter(torch.zeros(3))
-    _load({"small": (small := torch.zeros(6, 4, dtype=torch.float64)), "view": memory.t()}, tmp_path / "c")
-    _load({"large": (large := torch.zeros(3 << 18)), "parameter": parameter}, tmp_path / "c")
+    load_by_reader({"small": (small := torch.zeros(6, 4, dtype=torch.float64)), "view": memory.t()}, tmp_path / "c")
+    load_by_reader({"large": (large := torch.zeros(3 << 18)), "parameter": parameter}, tmp_path / "c")
     check_equal(small, saved["small"].double(), "small")
     check_equal(memory.t().contiguous(), saved["view"], "view")
     check_equal(large, saved["large"], "large")
@@ -168,7 +153,7 @@ class _WrongShape(DefaultLoadPlanner):
 def test_a_destination_that_does_not_fit_is_an_error(tmp_path: Path) -> None:
     """A planner's tensor of another shape than its item is refused, by name."""
     dcp.save({"w": torch.ones(3)}, storage_writer=CheckpointStorageWriter(tmp_path / "c"))
-    failure = _failure(lambda: _load({"w": torch.zeros(3)}, tmp_path / "c", _WrongShape()))
+    failure = _failure(lambda: load_by_reader({"w": torch.zeros(3)}, tmp_path / "c", _WrongShape()))
     assert isinstance(failure, ShardingError)
     assert "'w'" in str(failure)
 
@@ -179,12 +164,12 @@ def test_floats_are_not_cut_to_integers(tmp_path: Path, planner: Any) -> None:
     dcp.save({"a": torch.ones(3), "w": torch.full((3,), 2.5)}, storage_writer=CheckpointStorageWriter(tmp_path / "c"))
     made = planner or (lambda: None)
     state = {"w": torch.zeros(3, dtype=torch.uint8)}
-    failure = _failure(lambda: _load(state, tmp_path / "c", made()))
+    failure = _failure(lambda: load_by_reader(state, tmp_path / "c", made()))
     assert isinstance(failure, DtypeMismatchError)
     assert "'w': stored torch.float32, wanted torch.uint8" in str(failure)
     assert not state["w"].any()
-    assert _load(state, tmp_path / "c", made(), allow_dtype_cast=True)["w"].eq(2).all()
-    assert _load({"w": torch.zeros(3, dtype=torch.bfloat16)}, tmp_path / "c", made())["w"].eq(2.5).all()
+    assert load_by_reader(state, tmp_path / "c", made(), allow_dtype_cast=True)["w"].eq(2).all()
+    assert load_by_reader({"w": torch.zeros(3, dtype=torch.bfloat16)}, tmp_path / "c", made())["w"].eq(2.5).all()
 
 
 def test_a_planner_refuses_or_allows_casts_of_shards(tmp_path: Path) -> None:
@@ -210,11 +195,11 @@ def test_damaged_bytes_are_an_error_where_they_are_read(tmp_path: Path) -> None:
     dcp.save(saved, storage_writer=CheckpointStorageWriter(tmp_path / "c"))
     file = tmp_path / "c" / data_file(0)
     flip(file, file.stat().st_size - 100_000)
-    failure = _failure(lambda: _load({"last": torch.zeros(3 << 18)}, tmp_path / "c"))
+    failure = _failure(lambda: load_by_reader({"last": torch.zeros(3 << 18)}, tmp_path / "c"))
     assert isinstance(failure, CorruptCheckpointError)
     assert "last" in str(failure)
     assert data_file(0) in str(failure)
-    check_equal(_load({"first": torch.zeros(3 << 18)}, tmp_path / "c")["first"], saved["first"], "first")
+    check_equal(load_by_reader({"first": torch.zeros(3 << 18)}, tmp_path / "c")["first"], saved["first"], "first")
 
 
 def test_damaged_metadata_is_an_error(tmp_path: Path) -> None:
@@ -235,10 +220,10 @@ def test_a_chunk_that_a_stock_save_lost_is_an_error(tmp_path: Path) -> None:
     """What DCP's worker threads lost is named when it is wanted, not left as it was; other tensors load."""
     dcp.save({"a": torch.ones(3), "b": torch.ones(4)}, storage_writer=dcp.FileSystemWriter(tmp_path / "c"))
     _edit(tmp_path / "c", lambda metadata: metadata.storage_data.pop(MetadataIndex("b", (0,))))
-    failure = _failure(lambda: _load({"b": torch.zeros(4)}, tmp_path / "c"))
+    failure = _failure(lambda: load_by_reader({"b": torch.zeros(4)}, tmp_path / "c"))
     assert isinstance(failure, CorruptCheckpointError)
     assert "the save lost it" in str(failure)
-    check_equal(_load({"a": torch.zeros(3)}, tmp_path / "c")["a"], torch.ones(3), "a")
+    check_equal(load_by_reader({"a": torch.zeros(3)}, tmp_path / "c")["a"], torch.ones(3), "a")
 
 
 def test_a_path_that_would_make_a_giant_list_is_refused(tmp_path: Path) -> None:
@@ -281,7 +266,7 @@ class _Raw(DefaultSavePlanner):
 def test_an_object_that_runs_code_is_refused(tmp_path: Path, planner: Any) -> None:
     """Stock dcp.load runs what a stored object says; with our reader the planner never gets such bytes."""
     dcp.save({"x": Trap()}, storage_writer=dcp.FileSystemWriter(tmp_path / "c"), planner=planner and planner())
-    failure = _failure(lambda: _load({"x": None}, tmp_path / "c"))
+    failure = _failure(lambda: load_by_reader({"x": None}, tmp_path / "c"))
     assert isinstance(failure, UnsafePickleError)
     assert "'x'" in str(failure)
     assert ran == []
@@ -299,6 +284,6 @@ def test_a_pickle_before_an_archive_is_refused(tmp_path: Path) -> None:
             metadata.storage_data[index] = dataclasses.replace(info, length=len(front) + len(archive))
 
     _edit(tmp_path / "c", longer)
-    failure = _failure(lambda: _load({"x": None}, tmp_path / "c"))
+    failure = _failure(lambda: load_by_reader({"x": None}, tmp_path / "c"))
     assert isinstance(failure, UnsafePickleError)
     assert ran == []

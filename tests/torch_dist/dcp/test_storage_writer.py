@@ -13,21 +13,16 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.planner import SavePlanner, WriteItemType
+from torch.distributed.checkpoint.planner import WriteItemType
 
 from shardckpt import dist_checkpointing as dc
-from shardckpt.adapters import to_sharded_state_dict
 from shardckpt.cli import main
 from shardckpt.errors import CheckpointingException, ShardingError, StorageError, UnsafePickleError
 from shardckpt.plugins.hookspecs import Event, hookimpl
 from shardckpt_torch_dist import (
     CheckpointStorageReader,
     CheckpointStorageWriter,
-    ShardedLoadPlanner,
 )
-from tests import programs
-from tests.faults.programs import ask
-from tests.faults.test_kill import SAMPLED, bad
 from tests.interop.sample import check_equal
 from tests.names import MARKER, METADATA, RECORD, data_file
 from tests.plugged import registered
@@ -37,11 +32,9 @@ from tests.torch_dist import plain_states
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from concurrent.futures import Future
 
-    from tests.ranks import RankPool, Ranks
-
-OLD, NEW = 1, 2
+    from tests.ranks import Ranks
+from tests.torch_dist.dcp.storage_writer import NEW, OLD, forget_plans, left_beside, load_by_all, save_by_writer
 
 
 class Recipe:
@@ -51,11 +44,6 @@ class Recipe:
         self.name = name
 
 
-def _save(path: str, version: int = NEW, *, overwrite: bool = False, planner: Any = None) -> None:
-    writer = CheckpointStorageWriter(path, overwrite=overwrite)
-    dcp.save(plain_states.state(version), storage_writer=writer, planner=planner)
-
-
 def _failures(function: Callable[[], Any]) -> dict[int, BaseException]:
     """What the ranks raise in DCP's one error, which every rank gets."""
     with pytest.raises(CheckpointException) as caught:
@@ -63,10 +51,6 @@ def _failures(function: Callable[[], Any]) -> dict[int, BaseException]:
     found = {rank: failure for rank, (failure, _) in caught.value.failures.items()}
     caught.value.with_traceback(None)
     return found
-
-
-def _left_beside(path: Path) -> list[str]:
-    return [entry.name for entry in path.parent.iterdir() if entry.name != path.name]
 
 
 # What it refuses.
@@ -106,46 +90,34 @@ def _save_carelessly(path: str) -> dict[str, str]:
 def test_what_is_lost_or_written_past_the_writer_is_named(ranks: Ranks, tmp_path: Path) -> None:
     """A value that no rank has written, and a file without digests, fail the save on all ranks; the old one stays."""
     path = tmp_path / "c"
-    ranks.run(2, _save, str(path), OLD)
+    ranks.run(2, save_by_writer, str(path), OLD)
     one, other = ranks.run(2, _save_carelessly, str(path))
     assert one == other
     assert "no rank has written what the planner's metadata lists: 'model.rows' at (" in one["_Losing"]
     assert "'litter'" in one["_Littering"]
     plain_states.load(str(path), OLD)
-    assert _left_beside(path) == []
-
-
-# Who reads it.
-
-
-def _load_by_all(path: str) -> None:
-    plain_states.load(path, NEW)
-    plain_states.load(path, NEW, CheckpointStorageReader)
-    plain_states.load(path, NEW, CheckpointStorageReader, ShardedLoadPlanner())
-    memory = plain_states.state(plain_states.BLANK)
-    loaded = dc.load(to_sharded_state_dict(memory), path, strict="raise_all")
-    plain_states.check(loaded, NEW)
+    assert left_beside(path) == []
 
 
 @pytest.mark.parametrize("writers", [0, 2, *in_proof(1, 4)])
 def test_every_reader_reads_it(ranks: Ranks, tmp_path: Path, writers: int) -> None:
     """What any number of ranks wrote, stock dcp.load, our reader and dist_checkpointing.load read at 1 and 3 ranks."""
     path = tmp_path / "c"
-    (ranks.run if writers else run_here)(writers, _save, str(path))
+    (ranks.run if writers else run_here)(writers, save_by_writer, str(path))
     for world in (1, 3):
-        ranks.run(world, _load_by_all, str(path))
+        ranks.run(world, load_by_all, str(path))
     tensors = dc.load_plain_tensors(path)
     check_equal(tensors, plain_states.tensors(NEW), "tensors")
     check_equal(dc.load_common_state_dict(path), plain_states.values(NEW), "common")
     with dc.open_checkpoint(path) as opened:
         check_equal(opened["model.rows"][2:5], plain_states.tensors(NEW)["model.rows"][2:5], "slice")
-    assert _left_beside(path) == []
+    assert left_beside(path) == []
 
 
 def test_the_commands_take_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """``shardckpt verify``, ``inspect`` and ``remove`` work on it; what remains after a removal loads by stock DCP."""
     path = tmp_path / "c"
-    _save(str(path))
+    save_by_writer(str(path))
     assert main(["verify", str(path)]) == 0
     assert main(["inspect", str(path)]) == 0
     assert "model.columns" in capsys.readouterr().out
@@ -159,7 +131,7 @@ def test_the_commands_take_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 def test_the_record_names_who_wrote_what(ranks: Ranks, tmp_path: Path) -> None:
     """shardckpt.json has the number of ranks and every file with its rank; a rank without items has no file."""
     path = tmp_path / "c"
-    ranks.run(4, _save, str(path))
+    ranks.run(4, save_by_writer, str(path))
     record = json.loads((path / RECORD).read_text())
     files = {file["name"]: file["rank"] for file in record["files"]}
     assert record["world_size"] == 4
@@ -207,7 +179,7 @@ class _FailingPlanner(DefaultSavePlanner):
 
 
 def _fail(path: str, *, overwrite: bool) -> None:
-    failures = _failures(lambda: _save(path, NEW, overwrite=overwrite, planner=_FailingPlanner()))
+    failures = _failures(lambda: save_by_writer(path, NEW, overwrite=overwrite, planner=_FailingPlanner()))
     assert set(failures) == {1}
     assert isinstance(failures[1], CheckpointingException)
     assert "the disk of rank 1 is gone" in str(failures[1])
@@ -220,9 +192,9 @@ def test_a_failed_rank_leaves_what_was_there(ranks: Ranks, tmp_path: Path, exist
     """An error on one rank is DCP's on all; the target is as before, and nothing stays beside it."""
     path = tmp_path / "c"
     if exists:
-        ranks.run(2, _save, str(path), OLD)
+        ranks.run(2, save_by_writer, str(path), OLD)
     ranks.run(2, partial(_fail, overwrite=exists), str(path))
-    assert _left_beside(path) == []
+    assert left_beside(path) == []
     if exists:
         ranks.run(2, plain_states.load, str(path), OLD, CheckpointStorageReader)
     else:
@@ -242,11 +214,11 @@ def _fail_and_keep(path: str) -> None:
 def test_a_writer_saves_again_after_a_failure(ranks: Ranks, tmp_path: Path) -> None:
     """What a failed save left is removed by the next save with the same writer, which succeeds."""
     ranks.run(2, _fail_and_keep, str(tmp_path / "c"))
-    assert _left_beside(tmp_path / "c") == []
+    assert left_beside(tmp_path / "c") == []
 
 
 def _refused(path: str) -> None:
-    failures = _failures(lambda: _save(path, NEW))
+    failures = _failures(lambda: save_by_writer(path, NEW))
     assert set(failures) == {0}
     assert isinstance(failures[0], StorageError)
     assert "overwrite=True" in str(failures[0])
@@ -259,7 +231,7 @@ def test_what_stands_there_is_not_overwritten_unasked(ranks: Ranks, tmp_path: Pa
     (path / "notes.txt").write_text("mine")
     ranks.run(2, _refused, str(path))
     assert [entry.name for entry in path.iterdir()] == ["notes.txt"]
-    assert _left_beside(path) == []
+    assert left_beside(path) == []
 
 
 def test_overwriting_replaces_a_checkpoint_and_keeps_other_files(ranks: Ranks, tmp_path: Path) -> None:
@@ -268,25 +240,10 @@ def test_overwriting_replaces_a_checkpoint_and_keeps_other_files(ranks: Ranks, t
         path = tmp_path / old.__name__
         dcp.save(plain_states.state(OLD), storage_writer=old(path))
         (path / "notes.txt").write_text("mine")
-        ranks.run(2, partial(_save, overwrite=True), str(path))
+        ranks.run(2, partial(save_by_writer, overwrite=True), str(path))
         ranks.run(1, plain_states.load, str(path), NEW, CheckpointStorageReader)
         assert (path / "notes.txt").read_text() == "mine"
     assert len(list(tmp_path.iterdir())) == 2
-
-
-@pytest.mark.ci
-@pytest.mark.parametrize(
-    ("case", "allowed"),
-    [pytest.param("fresh", {"absent", "new"}, marks=pytest.mark.proof), ("existing", {"old", "new"})],
-)
-def test_a_killed_save_leaves_the_old_or_the_new(tmp_path: Path, case: str, allowed: set[str]) -> None:
-    """After a kill at any of 50 calls of a dcp.save, the path holds the old or the new, bit for bit, or nothing."""
-    outcomes = ask("killer", "storage writer", tmp_path, case, SAMPLED)["outcomes"]
-    # a file is cut to its length where DCP's copies lie in their pages so that it was made too long: not in every run
-    killed = [outcome for outcome in outcomes if outcome["killed"] or outcome["call"] != "ftruncate"]
-    assert len(killed) >= SAMPLED - 2
-    assert bad(killed, allowed) == []
-    assert {outcome["state"] for outcome in killed} == allowed
 
 
 # What is refused.
@@ -331,7 +288,7 @@ def test_saves_without_collectives_are_refused(tmp_path: Path) -> None:
 
 def test_urls_are_refused(tmp_path: Path) -> None:
     """A store has no rename: an error names the URL; validate_checkpoint_id says so beforehand."""
-    (failure,) = _failures(lambda: _save("memory://bucket/c")).values()
+    (failure,) = _failures(lambda: save_by_writer("memory://bucket/c")).values()
     assert isinstance(failure, CheckpointingException)
     assert "memory://bucket/c" in str(failure)
     assert not CheckpointStorageWriter.validate_checkpoint_id("memory://bucket/c")
@@ -344,35 +301,9 @@ def test_urls_are_refused(tmp_path: Path) -> None:
 @pytest.fixture
 def _no_cached_plans() -> Iterator[None]:
     """DCP keeps plans in its class, by the planner's class: none from before, none for later tests."""
-    _forget_plans()
+    forget_plans()
     yield
-    _forget_plans()
-
-
-def _forget_plans() -> None:
-    for name in vars(SavePlanner):
-        if name.startswith("_cached_"):
-            getattr(SavePlanner, name).clear()
-
-
-def _save_cached(path: str) -> None:
-    _forget_plans()
-    for version in range(1, 4):
-        planner = DefaultSavePlanner(enable_plan_caching=True)
-        if version == 1:  # what DCP's own writer said of its files must not count later
-            dcp.save(plain_states.state(version), checkpoint_id=f"{path}{version}", planner=planner)
-        else:
-            _save(f"{path}{version}", version, planner=planner)
-    _forget_plans()
-
-
-@pytest.mark.ci
-@pytest.mark.parametrize("world", [0, 2])
-def test_cached_plans_go_to_their_own_saves(gloo_ranks: RankPool, tmp_path: Path, world: int) -> None:
-    """With plan caching every save has its own directory and values, after saves by DCP's own writer, too."""
-    (gloo_ranks.run if world else run_here)(world, _save_cached, str(tmp_path / "c"))
-    for version in range(1, 4):
-        gloo_ranks.run(1, plain_states.load, str(tmp_path / f"c{version}"), version, CheckpointStorageReader)
+    forget_plans()
 
 
 @pytest.mark.usefixtures("_no_cached_plans")
@@ -389,67 +320,6 @@ def test_a_dtype_that_a_cached_plan_does_not_know_is_an_error(tmp_path: Path) ->
         assert isinstance(failure, ShardingError)
         assert "'w'" in str(failure)
     assert not (tmp_path / "b").exists()
-
-
-# Saves in the background.
-
-
-def _save_async(path: str) -> None:
-    """Save behind collectives of the training, for as long as the save takes."""
-    group = dist.new_group(backend="gloo")
-    writer = CheckpointStorageWriter(path)
-    future = dcp.async_save(plain_states.state(NEW), storage_writer=writer, process_group=group)
-    _train_until_done(future)
-    future.result(timeout=30)
-
-
-def _train_until_done(future: Future[Any]) -> None:
-    is_done = torch.zeros(1)
-    while not is_done:
-        is_done.fill_(future.done())
-        dist.all_reduce(is_done, op=dist.ReduceOp.MIN)
-
-
-@pytest.mark.ci
-def test_async_save_in_a_thread(gloo_ranks: RankPool, tmp_path: Path) -> None:
-    """dcp.async_save with a thread commits as dcp.save does."""
-    gloo_ranks.run(2, _save_async, str(tmp_path / "c"))
-    gloo_ranks.run(1, _load_by_all, str(tmp_path / "c"))
-
-
-def _save_async_on_the_group_of_the_training(path: str) -> str:
-    for given in ({}, {"process_group": dist.group.WORLD}, {"checkpoint_id": path}):
-        writer = CheckpointStorageWriter(path)
-        future: Any = dcp.async_save(plain_states.state(NEW), storage_writer=writer, **given)
-        _train_until_done(future)
-        with pytest.raises(CheckpointingException) as caught:
-            future.result(timeout=30)
-    return str(caught.value)
-
-
-@pytest.mark.ci
-def test_async_save_on_the_group_of_the_training_is_refused(gloo_ranks: RankPool, tmp_path: Path) -> None:
-    """Else gloo mixes the messages of DCP's thread with those of the training: an error says which group to pass."""
-    for text in gloo_ranks.run(2, _save_async_on_the_group_of_the_training, str(tmp_path / "c")):
-        assert text.startswith(f"{tmp_path}/c: dcp.async_save")
-        assert "process_group=dist.new_group(backend='gloo')" in text
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize("count", [pytest.param(1, marks=pytest.mark.ci), pytest.param(2, marks=pytest.mark.proof)])
-def test_async_save_in_a_process(tmp_path: Path, count: int) -> None:
-    """AsyncCheckpointerType.PROCESS: the writer travels to DCP's processes, which commit; an error comes back."""
-    program, root = "tests.torch_dist.process_save", programs.ROOT
-    ranks = [
-        programs.start("", str(tmp_path), str(rank), str(count), module=program, cwd=root, one_output=True)
-        for rank in range(count)
-    ]
-    for rank in ranks:
-        said, _ = rank.communicate(timeout=200)
-        assert rank.returncode == 0, said[-4000:]
-    for name in ("c", "d"):
-        plain_states.load(str(tmp_path / name), NEW, CheckpointStorageReader)
-    assert [name for name in _left_beside(tmp_path / "c") if name not in ("d", "store")] == []
 
 
 def test_a_writer_is_pickled_without_its_save(tmp_path: Path) -> None:
@@ -485,7 +355,7 @@ class _Watcher:
 def test_plugins_see_the_steps(tmp_path: Path) -> None:
     """shardckpt_event hears of every step of a dcp.save and dcp.load, with the bytes that were written."""
     with registered(_Watcher()) as watcher:
-        _save(str(tmp_path / "c"))
+        save_by_writer(str(tmp_path / "c"))
         plain_states.load(str(tmp_path / "c"), NEW, CheckpointStorageReader)
     ends = [(event.operation, event.phase) for event in watcher.seen if event.state == "end"]
     assert ends == [

@@ -21,11 +21,11 @@ from shardckpt_torch_dist import CheckpointStorageWriter
 from tests.names import COMMON, INDEX, MARKER, RECORD
 from tests.states import error_of
 from tests.tables import table
+from tests.tree import GOLDEN
 
 if TYPE_CHECKING:
     from tests.ranks import Ranks
 
-GOLDEN = Path(__file__).parents[2] / "golden"
 WITH_COMMON_FILE = ("0.9.0", "0.12.3", "0.13.1", "0.16.1", "0.17.0rc0")
 NORM = "decoder.final_layernorm.weight"
 

@@ -6,16 +6,6 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from hypothesis import strategies as st
-from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorProperties,
-    TensorStorageMetadata,
-)
 
 from shardckpt.archive.unpickle import load_metadata
 from shardckpt.chunks import Chunk, Item, StoredTensor
@@ -23,25 +13,11 @@ from shardckpt.planning.boxes import Box
 from shardckpt_torch_dist.dialects import metadata_pickle
 from shardckpt_torch_dist.dialects.metadata_pickle import encode_metadata
 from tests.property.search import drawn, for_all
-from tests.torch_dist.indexes import INDEXES, index_of, tensors_of
+from tests.torch_dist.indexes import INDEXES, index_of
 
 if TYPE_CHECKING:
     from shardckpt_torch_dist.dialects.stored import StoredIndex
-
-FILE = "__0_0.distcp"
-
-
-def stock(index: StoredIndex, save_id: str) -> Metadata:
-    """The same in DCP's own objects."""
-    entries: dict[str, Any] = {}
-    places: dict[MetadataIndex, Any] = {}
-    for key, tensor in tensors_of(index).items():
-        boxes = [ChunkStorageMetadata(*map(torch.Size, chunk.box)) for chunk in tensor.chunks.values()]
-        entries[key] = TensorStorageMetadata(TensorProperties(tensor.dtype), torch.Size(tensor.shape), boxes)
-        places |= {MetadataIndex(key, offset): _StorageInfo(*chunk.item) for offset, chunk in tensor.chunks.items()}
-    entries |= {key: BytesStorageMetadata() for key in index.objects}
-    places |= {MetadataIndex(key): _StorageInfo(*item) for key, item in index.objects.items()}
-    return Metadata(entries, storage_data=places, storage_meta=StorageMeta(save_id=save_id))
+from tests.torch_dist.dialects.metadata_pickle import FILE, check_equal, stock
 
 
 def plain(record: Any) -> Any:
@@ -53,13 +29,6 @@ def plain(record: Any) -> Any:
     if type(record) in (str, int, type(None), torch.Size, torch.dtype):
         return record
     return {name: plain(value) for name, value in vars(record).items()}
-
-
-def check_equal(found: Metadata, wanted: Metadata) -> None:
-    """Equal, in the order of keys, and of the same types throughout."""
-    assert found == wanted
-    assert list(found.state_dict_metadata) == list(wanted.state_dict_metadata)
-    assert all(type(key.offset) in (torch.Size, type(None)) and key.index is None for key in found.storage_data)
 
 
 @drawn(30)
@@ -88,20 +57,6 @@ def test_the_guarded_reader_reads_the_same(count: int) -> None:
 def test_an_empty_checkpoint() -> None:
     """Of nothing there is metadata, too."""
     index = index_of({}, {})
-    check_equal(pickle.loads(encode_metadata(index, "id")), stock(index, "id"))
-
-
-@pytest.mark.proof
-def test_many_axes_and_many_chunks() -> None:
-    """A tensor of 60 axes, one of more chunks than are made at a time, and more names than a byte counts are right."""
-    deep = Chunk(Box((0,) * 60, (1,) * 60), Item(FILE, 0, 700), 0, 1)
-    rows = {(n,): Chunk(Box((n,), (1,)), Item(FILE, n * 600, 600 + n), 0, 1) for n in range(40_000)}
-    tensors = {
-        "deep": StoredTensor(torch.uint8, (1,) * 60, {deep.box.offset: deep}),
-        "long": StoredTensor(torch.int64, (40_000,), rows),
-        "none": StoredTensor(torch.int64, (3, 0), {}),
-    }
-    index = index_of({**tensors, **{f"k{n}": tensors["none"] for n in range(1000)}}, {})
     check_equal(pickle.loads(encode_metadata(index, "id")), stock(index, "id"))
 
 

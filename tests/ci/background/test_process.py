@@ -1,0 +1,155 @@
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from shardckpt.async_save import AsyncCallsQueue, AsyncRequest
+from shardckpt.background.process import WorkerProcess, WorkerTraceback
+from shardckpt.errors import CheckpointingException, RankFailedError, StorageError
+from tests.background import calls
+from tests.background.process import run_program, worker
+from tests.tables import in_proof
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+__all__ = ["worker"]  # fixtures
+
+
+@pytest.fixture(scope="module")
+def forked_workers() -> None:
+    """They are interpreters here, as trainers start them."""
+
+
+def _outcome(worker: WorkerProcess, function: Any, *args: Any) -> BaseException | None:
+    return worker.submit(AsyncRequest(function, args, [])).exception(30)
+
+
+def test_an_error_without_a_text_is_an_error(worker: WorkerProcess) -> None:
+    """A call that raises an exception with an empty message has not succeeded."""
+    assert isinstance(_outcome(worker, calls.fail_without_a_word), CheckpointingException)
+
+
+def test_an_error_keeps_its_class_and_its_causes(worker: WorkerProcess) -> None:
+    """The trainer gets the error's class and text, and the process's traceback with all causes behind it."""
+    error = _outcome(worker, calls.fail_with_a_cause)
+    assert isinstance(error, StorageError)
+    assert str(error) == f"in process {worker.pid}: __0_0.distcp cannot be written"
+    assert isinstance(error.__cause__, WorkerTraceback)
+    assert "OSError: disk on fire" in str(error.__cause__)
+
+
+def test_an_error_of_a_plugin_keeps_its_class(worker: WorkerProcess) -> None:
+    """A plugin's exception class arrives in the trainer as itself; one that only the process has is named."""
+    error = _outcome(worker, calls.fail_like_a_plugin)
+    assert isinstance(error, calls.BadCodeError)
+    assert (error.code, str(error)) == (7, f"in process {worker.pid}: f: code 7")
+    error = _outcome(worker, calls.fail_like_a_foreign_plugin)
+    assert isinstance(error, calls.ForeignError)
+    assert isinstance(error, CheckpointingException)
+    assert str(error) == f"in process {worker.pid}: odd"
+    error = _outcome(worker, calls.fail_like_nobody_else)
+    assert isinstance(error, RankFailedError)
+    assert str(error) == f"in process {worker.pid}: LocalError: odd"
+
+
+def test_a_result_that_cannot_be_unpickled_ends_the_wait(worker: WorkerProcess) -> None:
+    """A result that breaks in the trainer is that call's error; the next call works."""
+    error = _outcome(worker, calls.give_what_nobody_can_take)
+    assert isinstance(error, RankFailedError)
+    assert "cannot be unpickled in the training process: TypeError: not here" in str(error)
+    assert worker.submit(AsyncRequest(calls.wait, (0, 5), [])).result(30) == 5
+
+
+def test_functions_of_the_program_itself_are_explained(worker: WorkerProcess) -> None:
+    """What stands in __main__ is not there in the process: the error says where it must stand, and the other way."""
+    program = """
+        import sys
+        from shardckpt.async_save import AsyncCallsQueue, AsyncRequest
+        def write(*args): pass
+        with AsyncCallsQueue(persistent=True) as queue:
+            queue.schedule_async_request(AsyncRequest(write, (), []))
+            try:
+                queue.maybe_finalize_async_calls(blocking=True)
+            except Exception as exc:
+                print(exc)
+    """
+    done = run_program(program)
+    assert "not in __main__" in done.stdout
+    assert "persistent=False" in done.stdout
+
+
+def test_scheduling_does_not_wait_for_a_busy_process(worker: WorkerProcess, tmp_path: Path) -> None:
+    """Calls larger than any pipe are taken at once, while the process works on another; all end in order."""
+    busy = worker.submit(AsyncRequest(calls.wait_for, (str(tmp_path / "go on"),), []))
+    large = [worker.submit(AsyncRequest(calls.length, (bytes(n << 20),), [])) for n in (8, 4)]
+    assert not busy.done()
+    (tmp_path / "go on").touch()
+    assert [future.result(30) for future in large] == [8 << 20, 4 << 20]
+    assert busy.done()
+
+
+def test_threads_may_share_a_process(worker: WorkerProcess) -> None:
+    """Calls from several threads at once do not mix."""
+    results: dict[int, int] = {}
+
+    def call(size: int) -> None:
+        results[size] = worker.submit(AsyncRequest(calls.length, (bytes(size),), [])).result(30)
+
+    threads = [threading.Thread(target=call, args=(1 << 20 | number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert len(results) == 8
+    assert all(size == result for size, result in results.items())
+
+
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, signal.SIGTERM, *in_proof(signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)]
+)
+def test_signals_to_the_whole_job_do_not_end_a_save(worker: WorkerProcess, number: signal.Signals) -> None:
+    """Ctrl-C, a scheduler's warning and its end of a job are for the training process, which may finish its saves."""
+    future = worker.submit(AsyncRequest(calls.wait, (0.3, 7), []))
+    os.kill(worker.pid, number)
+    assert future.result(30) == 7
+
+
+def test_queues_have_processes_of_their_own() -> None:
+    """Closing one queue does not disturb what another has in flight."""
+    with AsyncCallsQueue(persistent=True) as one, AsyncCallsQueue(persistent=True) as other:
+        one.schedule_async_request(AsyncRequest(calls.wait, (0.5,), []))
+        other.schedule_async_request(AsyncRequest(calls.wait, (0.0,), []))
+        other.close(abort=True)
+        assert one.maybe_finalize_async_calls(blocking=True) == [1]
+
+
+def test_a_fork_has_a_process_of_its_own() -> None:
+    """A child of the trainer that goes on with its queue does not talk into its parent's process."""
+    program = """
+        import os, sys
+        from shardckpt.async_save import AsyncCallsQueue, AsyncRequest
+        from tests.background import calls
+        queue = AsyncCallsQueue(persistent=True)
+        def save():
+            queue.schedule_async_request(AsyncRequest(calls.wait, (0, None), []))
+            return queue.maybe_finalize_async_calls(blocking=True, timeout=20)
+        assert save() == [1]
+        pid = os.fork()
+        if pid == 0:
+            status = 1
+            try:
+                status = 0 if save() == [2] else 2
+                queue.close()
+            finally:
+                os._exit(status)
+        assert os.waitpid(pid, 0)[1] == 0
+        assert save() == [2]
+        queue.close()
+    """
+    done = run_program(program)
+    assert done.returncode == 0, done.stderr

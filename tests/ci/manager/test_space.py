@@ -1,0 +1,103 @@
+"""A CheckpointManager on a disk that is nearly full."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from shardckpt.errors import NotEnoughSpaceError
+from shardckpt.manager import CheckpointConfig, CheckpointManager, garbage_collection, pin_step
+from shardckpt.manager.garbage_collection import GarbageCollector
+from tests.faults.disks import small_disk
+
+if TYPE_CHECKING:
+    from tests.ranks import Ranks
+
+
+def _make_manager(folder: Path | str, **options: Any) -> CheckpointManager:
+    """A manager whose checkpoints have 1 MiB."""
+    config = CheckpointConfig(folder=str(folder), interval=1, **options)
+    model = torch.nn.Linear(512, 512, bias=False)
+    torch.nn.init.ones_(model.weight)  # the same on every rank
+    return CheckpointManager(config, {"model": model})
+
+
+@pytest.mark.parametrize(
+    ("mode", "kept", "size"), [("disabled", 1, "2500k"), pytest.param("async", 2, "3500k", marks=pytest.mark.proof)]
+)
+def test_a_save_waits_for_removals_that_make_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str, kept: int, size: str
+) -> None:
+    """Where old steps are still being removed, the next save waits for their space; it is not refused."""
+    collect, wait, is_waited_for = garbage_collection.collect_garbage, GarbageCollector.wait, threading.Event()
+
+    def collect_late(*arguments: Any) -> list[int]:
+        assert is_waited_for.wait(60)
+        return collect(*arguments)
+
+    def wait_and_say(collector: GarbageCollector) -> None:
+        is_waited_for.set()
+        wait(collector)
+
+    monkeypatch.setattr(garbage_collection, "collect_garbage", collect_late)
+    monkeypatch.setattr(GarbageCollector, "wait", wait_and_say)
+    with (
+        small_disk(tmp_path / "disk", size) as disk,
+        _make_manager(disk, keep_latest_k=kept, async_mode=mode) as manager,
+    ):
+        for step in range(1, kept + 2):
+            assert manager.save(step)
+            assert not is_waited_for.is_set()
+        assert manager.save(kept + 2)
+        assert is_waited_for.is_set()
+        manager.wait()
+        assert manager.steps() == list(range(3, kept + 3))
+
+
+def _broken_policy(steps: Any) -> list[int]:
+    if 2 in steps:
+        raise ValueError("no idea")
+    return list(steps)
+
+
+def _fill_the_disk(directory: str, options: dict[str, Any], pinned: bool) -> str:
+    with _make_manager(directory, **options) as manager:
+        assert manager.save(1)
+        if pinned and dist.get_rank() == 0:
+            pin_step(directory, 1, "best")
+        with pytest.raises(NotEnoughSpaceError) as caught:
+            manager.save(2)
+        assert manager.steps() == [1]
+        assert manager.load()
+        if dist.get_rank() == 0:
+            shutil.rmtree(Path(directory) / "step-1")
+        dist.barrier()
+        assert manager.save(2)  # what failed can be saved a second time
+        return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "pinned", "text"),
+    [
+        ({"keep_latest_k": 1}, True, " MB, pinned as 'best' now): remove these yourself"),
+        pytest.param({"keep_latest_k": 1}, False, "no longer keep step 1 (1.1 MB): remove", marks=pytest.mark.proof),
+        pytest.param(
+            {"keep_latest_k": 2}, False, "for a file system that reports too little.", marks=pytest.mark.proof
+        ),
+        pytest.param({"retention": [_broken_policy]}, False, "reports too little.", marks=pytest.mark.proof),
+    ],
+)
+def test_the_error_names_the_steps_that_retention_would_free(
+    ranks: Ranks, tmp_path: Path, options: dict[str, Any], pinned: bool, text: str
+) -> None:
+    """Every rank gets the same error, with the steps that the new one would replace; the training can go on."""
+    with small_disk(tmp_path / "disk", "1500k") as disk:
+        (message,) = set(ranks.run(2, _fill_the_disk, str(disk), options, pinned))
+    assert text in message
+    assert ("no longer keep" in message) == (options == {"keep_latest_k": 1})

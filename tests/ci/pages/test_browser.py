@@ -1,0 +1,149 @@
+"""Pages in a browser without a window. Skipped where no Chromium is installed."""
+
+from __future__ import annotations
+
+import html
+import re
+import shutil
+import subprocess
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from shardckpt import dist_checkpointing as dc
+from shardckpt.cli import main
+from shardckpt.mapping import ShardedTensor
+from shardckpt.pages import write_page
+from shardckpt.pages.checkpoint import describe_layouts, describe_tensors
+from shardckpt.strategy import StoredBox
+from tests.cli.checkpoints import copy_golden
+from tests.pages.render import HOSTILE
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+
+pytestmark = [pytest.mark.skipif(BROWSER is None, reason="no Chromium is installed")]
+
+
+def _open(page: Path, tmp_path: Path, width: int = 1440) -> str:
+    """The document after its script has run; fails if the script has raised, or the policy has stopped something."""
+    run = subprocess.run(
+        [
+            *(str(BROWSER), "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}"),
+            *("--enable-logging=stderr", "--virtual-time-budget=3000", f"--window-size={width},1000"),
+            *("--dump-dom", page.as_uri()),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    faults = [line for line in run.stderr.splitlines() if "CONSOLE" in line]
+    assert not faults
+    assert 'data-drawn="yes"' in run.stdout
+    return run.stdout
+
+
+def _save(path: Path, values: dict[str, torch.Tensor]) -> None:
+    """Each tensor in two boxes."""
+    state = {
+        key: [ShardedTensor.from_rank_offsets(key, half, (0, n, 2)) for n, half in enumerate(value.chunk(2))]
+        for key, value in values.items()
+    }
+    dc.save(state, path, step=5)
+
+
+def test_a_page_draws_boxes_modules_and_the_time_line(tmp_path: Path) -> None:
+    """The script raises nothing; the drawing has the boxes of a tensor, the modules, and each phase of the save."""
+    _save(tmp_path / "c", {"a.b.w": torch.ones(4, 4), "a.c.w": torch.ones(8, 2)})
+    assert main(["inspect", str(tmp_path / "c"), "--html", str(tmp_path / "page.html")]) == 0
+    found = _open(tmp_path / "page.html", tmp_path)
+    assert len(re.findall('<rect class="box', found)) == 2
+    assert {"b", "c"} <= set(re.findall(r'class="cell".*?<b>(.*?)</b>', found))
+    assert set(re.findall(r"<title>rank 0 · (\w+):", found)) == {"plan", "write", "sync", "commit"}
+
+
+def test_a_page_of_two_checkpoints_lists_what_differs(tmp_path: Path) -> None:
+    """The tensors that differ are there with their differences, and both maps of the worst."""
+    _save(tmp_path / "one", {"a.w": torch.ones(4, 4), "a.v": torch.ones(4)})
+    _save(tmp_path / "two", {"a.w": torch.ones(4, 4) * 1.5, "a.v": torch.ones(4)})
+    arguments = ["diff", str(tmp_path / "one"), str(tmp_path / "two"), "--html", str(tmp_path / "page.html")]
+    assert main(arguments) == 1
+    found = _open(tmp_path / "page.html", tmp_path)
+    assert "1 of 2 tensors differ" in found
+    assert "max rel 0.333" in found
+    assert len(re.findall('<svg[^>]*class="shards"', found)) == 2
+
+
+def test_names_that_are_too_long_keep_their_ends(tmp_path: Path) -> None:
+    """On a narrow screen the rows of two moments of one parameter differ: a name loses its beginning."""
+    module = f"optimizer.state.{'layers.0.' * 9}mlp.weight"
+    _save(tmp_path / "c", {f"{module}.{moment}": torch.ones(4) for moment in ("exp_avg", "exp_avg_sq")})
+    main(["inspect", str(tmp_path / "c"), "--html", str(tmp_path / "page.html")])
+    found = _open(tmp_path / "page.html", tmp_path, 500)
+    rows = re.findall(r'class="row".*?<span[^>]*>(.*?)</span>', found)
+    assert [row.rpartition(".")[2] for row in rows] == ["exp_avg", "exp_avg_sq"]
+    assert all("…" in row for row in rows)
+
+
+def test_the_whole_difference_is_above_the_maps(tmp_path: Path) -> None:
+    """A row of the list may be too narrow for where a tensor differs first; the text of the chosen one is not cut."""
+    _save(tmp_path / "one", {"a.w": torch.ones(4, 4), "a.v": torch.ones(4)})
+    _save(tmp_path / "two", {"a.w": torch.ones(4, 4).index_fill(0, torch.tensor(2), 2), "a.v": torch.ones(4)})
+    main(["diff", str(tmp_path / "one"), str(tmp_path / "two"), "--html", str(tmp_path / "page.html")])
+    found = _open(tmp_path / "page.html", tmp_path, 500)
+    (text,) = re.findall(r'<p class="any">(values · .*?)</p>', found)
+    assert "4 of 16 · first at [2, 0] · float32 [4, 4]" in text
+
+
+def test_boxes_without_ranks_have_the_numbers_of_their_files(tmp_path: Path) -> None:
+    """The numbers in the map of another library's checkpoint stand in its legend."""
+    place = copy_golden("0.12.3", tmp_path)
+    main(["inspect", str(place), "grid", "--html", str(tmp_path / "page.html")])
+    found = _open(tmp_path / "page.html", tmp_path)
+    drawn = set(re.findall(r'<text class="on"[^>]*>(\d+)</text>', found))
+    assert drawn
+    assert drawn <= set(re.findall(r"<span>(\d+) · __\d_\d\.distcp · ", found))
+
+
+def test_hostile_keys_do_not_run(tmp_path: Path) -> None:
+    """A key with an end of the script and a handler is shown as text: no element is made of it."""
+    key = HOSTILE.replace("\ud800", "").replace(".", "_")
+    _save(tmp_path / "c", {key: torch.ones(4), f"{key}.{key}": torch.ones(2)})
+    main(["inspect", str(tmp_path / "c"), "--html", str(tmp_path / "page.html")])
+    found = _open(tmp_path / "page.html", tmp_path)
+    assert "<img" not in found
+    assert html.escape(key.split("\u2028")[0], quote=False).split("&amp;amp;")[0] in found
+    assert "<title>run</title>" not in found
+
+
+def test_a_page_of_ten_thousand_tensors_has_few_elements(tmp_path: Path) -> None:
+    """Rows that are out of sight are not made, and the page is below 2 MB."""
+    keys = [f"layers.{n}.w" for n in range(10_000)]
+    boxes = [StoredBox(key, (row, 0), (1, 64), f"f{row}") for key in keys for row in range(8)]
+    files: dict[str, Any] = {"files": [f"f{row}" for row in range(8)], "fileBytes": [1] * 8, "fileRank": [*range(8)]}
+    head = {"backend": "b", "version": 1, "step": 1, "ranks": 8, "name": "c", "writer": {"shardckpt": "1"}}
+    data = {
+        **describe_tensors((key, "float32", (8, 64), 4) for key in keys),
+        **describe_layouts(boxes, keys, files["files"]),
+        **files,
+        "objects": [],
+        "objectCount": 0,
+        "common": [],
+        "commonCount": 0,
+        "commonFault": "",
+        "boxesFault": "",
+        "prefix": "",
+        "incomplete": [],
+        "timings": None,
+        "head": head | {"saved_at": None, "bytes_on_disk": None, "save_id": None, "parent": None},
+    }
+    assert write_page(tmp_path / "page.html", "c", data) < 2 << 20
+    found = _open(tmp_path / "page.html", tmp_path, 500)
+    assert "Search 10,000 tensors" in found
+    assert 5 < len(re.findall('class="row"', found)) < 50
+    assert len(re.findall('<rect class="box', found)) == 8
+    assert "no timings" in found

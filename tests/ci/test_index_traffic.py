@@ -1,0 +1,61 @@
+"""What the ranks of a large save move to make the index in parts: bytes are counted, and bounded for 16 M boxes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from benchmarks.simulation.index_parts import (
+    count_opening,
+    count_planning,
+    make_plan,
+    move_plan,
+    replay_planning,
+    write_index,
+)
+from shardckpt.mapping import ShardedTensor
+from tests.safetensors.parts import InParts
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+RANKS, SHARDS = 256, 64
+
+
+class _Few(InParts):
+    part_rows = 64
+
+
+class _Parts(InParts):
+    part_rows = 1 << 10
+    page_rows = 128
+
+
+def test_no_rank_receives_what_all_send() -> None:
+    """Of 256 ranks with 64 shards each, none sends more than 32 KiB; what one receives are mostly the files' names."""
+    found = count_planning(RANKS, SHARDS, _Parts())
+    assert len(found.parts) > 8
+    assert max(found.sent) <= 32 << 10
+    assert max(found.received) <= 1_200 << 10
+    assert make_plan(0, RANKS, SHARDS).nbytes * RANKS > max(found.received)
+
+
+def test_the_count_is_that_of_a_save() -> None:
+    """The counted bytes are, rank by rank, those that the strategy's own planning moves; plans are moved as made."""
+    found, replay = count_planning(72, 4, _Few()), replay_planning(72, 4, _Few())
+    assert found.sent == replay.sent
+    assert found.received == replay.received_by
+    assert move_plan(make_plan(0, 72, 4), 5) == make_plan(5, 72, 4)
+
+
+def test_opening_for_one_rank_reads_few_pages(tmp_path: Path) -> None:
+    """Of an index of 16,384 boxes, a rank reads the heads, and of each of its tensors one or two pages."""
+    found = count_planning(RANKS, SHARDS, _Parts())
+    nbytes = write_index(found, tmp_path / "c", RANKS, "crc32")
+    data = torch.empty(8, 64, dtype=torch.bfloat16, device="meta")
+    wanted = [ShardedTensor.from_rank_offsets(f"layers.{n}.weight", data, (0, 77, RANKS)) for n in (3, 33)]
+    record = (tmp_path / "c" / "shardckpt.json").stat().st_size
+    index = (tmp_path / "c" / "index.safetensors").stat().st_size
+    opened = count_opening(tmp_path / "c", wanted)
+    assert opened - record - index < 0.2 * nbytes

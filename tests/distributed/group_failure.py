@@ -1,0 +1,14 @@
+"""What the tests of group failure share."""
+
+from __future__ import annotations
+
+DIED = (
+    " died or left the process group: a collective of {} ranks failed in 'meeting', and connections were closed. Look "
+    "in the logs of the program and of the kernel (dmesg) for an exception, a signal, or too little memory"
+)
+
+
+STOPPED = (
+    " did not answer within {:g} s: a collective of {} ranks failed in 'meeting'. Check with py-spy whether the "
+    "process is stopped, hangs, or was busy for longer than the process group's timeout"
+)
