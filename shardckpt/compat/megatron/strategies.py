@@ -15,12 +15,15 @@ from shardckpt.engine import LoadOptions, OpenCheckpoint, load_checkpoint, read_
 from shardckpt.errors import CheckpointingException, PluginError, StrategyMismatchError
 from shardckpt.manifest import Manifest
 from shardckpt.plugins import get_plugin_manager
+from shardckpt.storage import on_store
 from shardckpt.strategy import LoadContext, LoadStrategy
 from shardckpt.validation import StrictHandling
 
 if TYPE_CHECKING:
     import os
     from collections.abc import Callable, Sequence
+
+    from torch.distributed.checkpoint.metadata import Metadata
 
     from shardckpt.background import AsyncRequest
     from shardckpt.mapping import ShardedBase, ShardedStateDict, ShardedTensor, StateDict
@@ -92,6 +95,8 @@ class LoadsByPath:
 
     #: Every strategy here handles objects too.
     can_handle_sharded_objects = True
+    #: What this instance has loaded last.
+    _loaded: str | None = None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -109,6 +114,8 @@ class LoadsByPath:
             The state dict with tensors and objects for shards; to the core, the values of the shards.
         """
         if isinstance(checkpoint_dir, LoadContext):
+            remote = on_store(checkpoint_dir.reader.directory)
+            self._loaded = str(checkpoint_dir.reader.directory) if remote is None else remote.url
             return super().load(sharded_state_dict, checkpoint_dir)  # type: ignore[misc]
 
         def read(checkpoint: OpenCheckpoint) -> Any:
@@ -177,7 +184,16 @@ class _WithoutCommon(OpenCheckpoint):
 class TorchDistSaveShardedStrategy(
     SavesByPath, shardckpt_torch_dist.TorchDistSaveShardedStrategy, AsyncSaveShardedStrategy
 ):
-    """Takes the arguments of :class:`shardckpt_torch_dist.TorchDistSaveShardedStrategy`, and ``cpu_shm_mode=False``."""
+    """Takes the arguments of :class:`shardckpt_torch_dist.TorchDistSaveShardedStrategy`, and ``cpu_shm_mode=False``.
+
+    Attributes:
+        cached_global_metadata: Megatron's trainer sets it to that of the load strategy. It changes nothing: every save
+            compares its plan with the last one.
+        use_cached_ckpt_structure: Megatron's trainer sets it. It changes nothing either.
+    """
+
+    cached_global_metadata: Metadata | None = None
+    use_cached_ckpt_structure = False
 
     def __init__(self, *args: Any, cpu_shm_mode: bool = False, **kwargs: Any) -> None:
         if cpu_shm_mode:
@@ -214,6 +230,16 @@ class TorchDistLoadShardedStrategy(LoadsByPath, shardckpt_torch_dist.TorchDistLo
         stream_ckpt_dequant: bool = False,  # noqa: ARG002
     ) -> None:
         super().__init__()
+
+    @property
+    def cached_global_metadata(self) -> Metadata | None:
+        """DCP's metadata of the checkpoint that this instance loaded last, read when it is asked for; None before."""
+        if self._loaded is None:
+            return None
+        reader = shardckpt_torch_dist.CheckpointStorageReader(self._loaded)
+        metadata = reader.read_metadata()
+        reader.reset()  # closes the files
+        return metadata
 
 
 #: Megatron's classes, by the classes of ours that they extend.
