@@ -5,13 +5,18 @@
 
 from __future__ import annotations
 
+import gc
+import logging
+import os
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 
-from shardckpt import manager
+from shardckpt import dist_checkpointing, manager
+from shardckpt.adapters import to_sharded_state_dict
 from shardckpt.errors import CheckpointingException
 from shardckpt.manager import (
     DATALOADER,
@@ -30,14 +35,7 @@ if TYPE_CHECKING:
 
     from torch.nn import Module
 
-#: What to use instead of torchtitan's names that are not here.
-REFUSED = {
-    "Terminate": "CheckpointManager.close() ends the process that writes",
-    "SaveDone": "CheckpointManager.save() and maybe_wait_for_staging() raise an error of the process that writes",
-    "checkpoint_mp": "async_mode='async_with_pinned_mem' starts the process that writes",
-    "save_with_gc": "CheckpointManager.save(); no garbage collection is needed after it",
-    "purge_thread": "shardckpt.manager.CheckpointConfig(keep_latest_k=..., retention=[...])",
-}
+logger = logging.getLogger(__name__)
 
 #: torchtitan's methods that this manager does not have, and would not call in a subclass; what to use instead.
 _HOOKS = {
@@ -237,11 +235,91 @@ def _merge_states(states: list[dict[str, Any]], _rank: int, _world_size: int) ->
     return {name: value for state in states for name, value in state.items()}
 
 
-def __getattr__(name: str) -> Any:
-    if name in REFUSED:
-        # `from module import name` shows the text of an ImportError, but not of an AttributeError
-        raise ImportError(f"{__name__}.{name} has no counterpart in shardckpt: {REFUSED[name]}", name=name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+class Terminate:
+    """The message that ends :func:`checkpoint_mp` and :func:`purge_thread`."""
+
+
+class SaveDone:
+    """The message of :func:`checkpoint_mp` that it is ready: once at the start, and after each save."""
+
+
+def save_with_gc(state: dict[str, Any], checkpoint_id: str | os.PathLike[str]) -> None:
+    """Collective: save a state dict, replacing an existing checkpoint, and collect garbage.
+
+    The manager needs no call of it, and no collection.
+
+    Args:
+        state: Nested dicts and lists with tensors, DTensors and plain values, or with objects that have
+            ``state_dict()``.
+        checkpoint_id: The directory or URL.
+
+    Raises:
+        CheckpointingException: the same on every rank.
+    """
+    states = {name: each.state_dict() if hasattr(each, "state_dict") else each for name, each in state.items()}
+    dist_checkpointing.save(to_sharded_state_dict(states), checkpoint_id, overwrite=True)
+    gc.collect(1)
+
+
+def checkpoint_mp(recv: Any, send: Any) -> None:
+    """Save what comes through a queue, until :class:`Terminate` does: the main function of a process for each rank.
+
+    The manager needs none: the option ``async_mode="async_with_pinned_mem"`` starts and watches one.
+
+    With ``MASTER_ADDR``, ``MASTER_PORT``, ``RANK`` and ``WORLD_SIZE`` in the environment, the processes make a gloo
+    group, through a store at the port plus 2, if there is none; without ``MASTER_PORT``, this process saves alone.
+
+    Args:
+        recv: A queue: ``(state, checkpoint_id)``, as for :func:`save_with_gc`, or a :class:`Terminate`.
+        send: A queue, which gets a :class:`SaveDone` at the start and after each save.
+
+    Raises:
+        CheckpointingException: a save failed; the process ends, as torchtitan's does.
+    """
+    made = _make_group()
+    try:
+        while True:
+            send.put(SaveDone())
+            message = recv.get()
+            if isinstance(message, Terminate):
+                return
+            state, checkpoint_id = message
+            save_with_gc(state, checkpoint_id)
+    finally:
+        if made:
+            dist.destroy_process_group()
+
+
+def purge_thread(purge_queue: Any) -> None:
+    """Remove the steps whose paths come through a queue, until :class:`Terminate` does: the function of a thread.
+
+    The manager needs none: see its options ``keep_latest_k`` and ``retention``. Unlike torchtitan's, this removes
+    nothing but steps, and none that a load would take next, or that is pinned or leased; a warning says why one stays.
+
+    Args:
+        purge_queue: A queue: ``<folder>/step-<n>``, or a :class:`Terminate`.
+    """
+    while not isinstance(path := purge_queue.get(), Terminate):
+        try:
+            result = manager.remove_step(path)
+        except CheckpointingException as exc:
+            logger.warning("%s", exc)
+            continue
+        if result.kept or result.error:
+            logger.warning("%s stays: %s", path, result.kept or result.error)
+
+
+def _make_group() -> bool:
+    """Make the default group of the processes beside the training; return False if there is one, or no other rank."""
+    if dist.is_initialized() or "MASTER_PORT" not in os.environ:
+        return False
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    # a store of its own: that of the training, or of torchrun, has the keys of other groups
+    port = int(os.environ["MASTER_PORT"]) + 2
+    host = os.environ.get("MASTER_ADDR", "localhost")
+    store = dist.TCPStore(host, port, world_size, is_master=rank == 0)  # type: ignore[attr-defined]
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+    return True
 
 
 __all__ = [
@@ -253,4 +331,9 @@ __all__ = [
     "AsyncMode",
     "CheckpointManager",
     "ModelWrapper",
+    "SaveDone",
+    "Terminate",
+    "checkpoint_mp",
+    "purge_thread",
+    "save_with_gc",
 ]

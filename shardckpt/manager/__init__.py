@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     )
     from shardckpt.manager.rng import RandomState
     from shardckpt.manager.states import DATALOADER, LR_SCHEDULER, MODEL, OPTIMIZER, TRAIN_STATE
-    from shardckpt.manager.step_pruning import StepResult, prune_steps
+    from shardckpt.manager.step_pruning import StepResult, prune_steps, remove_step
     from shardckpt.manager.steps import CONTENT_KEY, parse_step
 
 __getattr__ = lazy_getattr(
@@ -57,7 +57,7 @@ __getattr__ = lazy_getattr(
         ),
         "rng": ("RandomState",),
         "states": ("DATALOADER", "LR_SCHEDULER", "MODEL", "OPTIMIZER", "TRAIN_STATE"),
-        "step_pruning": ("StepResult", "prune_steps"),
+        "step_pruning": ("StepResult", "prune_steps", "remove_step"),
         "steps": ("CONTENT_KEY", "parse_step"),
     },
 )
@@ -105,6 +105,7 @@ __all__ = [
     "parse_step",
     "pin_step",
     "prune_steps",
+    "remove_step",
     "request_tensors",
     "unpin_step",
 ]

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from shardckpt.engine import measure
+from shardckpt.errors import CheckpointingException
 from shardckpt.manager.garbage_collection import remove_steps
 from shardckpt.manager.retention import describe_policy, find_needed_steps, steps_to_remove
-from shardckpt.manager.steps import NAMINGS, StepFolder
+from shardckpt.manager.steps import NAMINGS, StepFolder, parse_step
 from shardckpt.plugins import get_plugin_manager
 
 if TYPE_CHECKING:
-    import os
     from collections.abc import Collection
 
     from shardckpt.manager.retention import RetentionPolicy, StepMetrics
@@ -71,6 +72,37 @@ def prune_steps(
     return results
 
 
+def remove_step(path: str | os.PathLike[str]) -> StepResult:
+    """Remove the checkpoint of one step. Not collective: one process calls.
+
+    The rules are those of :func:`prune_steps`: a step that a load would take next, or that is held, stays.
+
+    Args:
+        path: The step's directory or URL, with any known name (``step-<n>``, ``iter_<n>``, ...).
+
+    Returns:
+        What became of it.
+
+    Raises:
+        CheckpointingException: the name is not a step's.
+        StorageError: the folder that has it cannot be listed.
+    """
+    folder, _, name = os.fspath(path).rstrip("/").rpartition("/")
+    step = parse_step(name)
+    if step is None:
+        known = ", ".join(f"{each.prefix}<n>" for each in NAMINGS)
+        raise CheckpointingException(f"{path}: its name is not a step's ({known}): nothing is removed")
+    names = next(each for each in NAMINGS if each.parse(name) is not None)
+    steps = StepFolder(folder or ("/" if os.fspath(path).startswith("/") else "."), get_plugin_manager(), names)
+    if step not in steps.steps():
+        return StepResult(str(path), step, kept="it does not exist")
+
+    def keep_others(checkpoints: StepMetrics) -> list[int]:
+        return [each for each in checkpoints if each != step]
+
+    return next(each for each in _prune(steps, [keep_others], (), dry_run=False) if each.step == step)
+
+
 def _prune(
     folder: StepFolder, policies: Collection[RetentionPolicy], protected: Collection[int], *, dry_run: bool
 ) -> list[StepResult]:
@@ -125,4 +157,4 @@ def _explain_kept(
     return ", ".join(reasons)
 
 
-__all__ = ["StepResult", "prune_steps"]
+__all__ = ["StepResult", "prune_steps", "remove_step"]

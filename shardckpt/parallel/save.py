@@ -15,11 +15,12 @@ from shardckpt.state_dict import build_copy
 from shardckpt.strategy import AsyncSaveStrategy, find_plan_cache_key
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Sequence
+    from collections.abc import Callable, Hashable, Mapping, Sequence
 
     from torch.distributed import ProcessGroup
 
     from shardckpt.mapping import CommonStateDict, ReplicaId, ShardedBase
+    from shardckpt.planning import Assignment
     from shardckpt.strategy import PlanContext, PreparedSave, SaveContext, SaveStrategy
 
 
@@ -79,6 +80,8 @@ class FullyParallelSaveStrategyWrapper(AsyncSaveStrategy):
             )
         self._strategy = strategy
         self._group = parallelization_group if group is None else group
+        #: Whether an assignment is kept for the next save.
+        self.keeps_distribution = do_cache_distribution
         #: For strategies whose plans the engine does not cache; see :class:`shardckpt.engine.PlanCache`.
         self._cache: PlanCache[set[Hashable]] = PlanCache(int(do_cache_distribution))
         self.backend = strategy.backend  # type: ignore[misc]
@@ -138,17 +141,30 @@ class FullyParallelSaveStrategyWrapper(AsyncSaveStrategy):
             return None
         return type(self), group, strategy_key
 
+    def note_assignment(self, assigned: Mapping[Any, Assignment], shards: Sequence[ShardedBase]) -> None:
+        """Do nothing; a subclass may keep what was assigned.
+
+        Args:
+            assigned: The assignment of the group's shards, by their ids; ranks are numbers in the group.
+            shards: This rank's.
+        """
+
     def _assign(self, shards: Sequence[ShardedBase], context: PlanContext) -> list[ShardedBase]:
         # two phases: the ranks of the group share an error first, then all ranks that save
         with context.comm.collective_phase("assigning shards"):
             group = context.comm if self._group is None else Comm(self._group)
             with group.collective_phase("assigning shards"):
-                assigned = assign_main_replicas(shards, group, self._cache)
+                assigned = assign_main_replicas(
+                    shards, group, self._cache, lambda assigned: self.note_assignment(assigned, shards)
+                )
         return assigned
 
 
 def assign_main_replicas(
-    shards: Sequence[ShardedBase], group: Comm, cache: PlanCache[set[Hashable]] | None = None
+    shards: Sequence[ShardedBase],
+    group: Comm,
+    cache: PlanCache[set[Hashable]] | None = None,
+    note: Callable[[Mapping[Any, Assignment]], None] | None = None,
 ) -> list[ShardedBase]:
     """Collective: make each shard of which the group has a main replica the main one on exactly one of its ranks.
 
@@ -156,6 +172,7 @@ def assign_main_replicas(
         shards: This rank's; they are not changed.
         group: The ranks that share the work.
         cache: Has earlier assignments, one of which is reused if all ranks have the same shards as then.
+        note: Called with each new assignment.
 
     Returns:
         Copies of the shards in the same order, with replica id 0 if this rank is to write the shard, else 1.
@@ -165,6 +182,8 @@ def assign_main_replicas(
 
     def assign() -> set[Hashable]:
         assigned = assign_shards(group.all_gather(copies), main_only=True)
+        if note is not None:
+            note(assigned)
         return {shard for shard, assignment in assigned.items() if assignment.rank == group.rank}
 
     cache = PlanCache(0) if cache is None else cache

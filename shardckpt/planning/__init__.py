@@ -19,6 +19,7 @@ from shardckpt.planning.lookup import BoxFinder
 from shardckpt.planning.placements import HeldBox, Split, compute_local_shape, list_held_boxes, make_empty_box
 from shardckpt.planning.shapes import check_shapes
 from shardckpt.planning.shard_copies import (
+    Assignment,
     ShardCopy,
     ShardId,
     assign_holders,
@@ -56,6 +57,7 @@ __all__ = [
     "FEW",
     "LANES",
     "PRIME",
+    "Assignment",
     "Box",
     "BoxFinder",
     "Boxes",

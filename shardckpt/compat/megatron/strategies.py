@@ -8,18 +8,22 @@ from typing import TYPE_CHECKING, Any
 import shardckpt_torch_dist
 from shardckpt import dist_checkpointing
 from shardckpt.compat.megatron.base_classes import AsyncSaveShardedStrategy, LoadShardedStrategy
+from shardckpt.compat.megatron.external_writers import make_request
 from shardckpt.compat.megatron.path_adapter import PathLoader, PathSaver
 from shardckpt.distributed import Comm
 from shardckpt.engine import LoadOptions, OpenCheckpoint, load_checkpoint, read_checkpoint
 from shardckpt.errors import CheckpointingException, PluginError, StrategyMismatchError
 from shardckpt.manifest import Manifest
 from shardckpt.plugins import get_plugin_manager
+from shardckpt.storage import on_store
 from shardckpt.strategy import LoadContext, LoadStrategy
 from shardckpt.validation import StrictHandling
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
+
+    from torch.distributed.checkpoint.metadata import Metadata
 
     from shardckpt.background import AsyncRequest
     from shardckpt.mapping import ShardedBase, ShardedStateDict, ShardedTensor, StateDict
@@ -91,6 +95,8 @@ class LoadsByPath:
 
     #: Every strategy here handles objects too.
     can_handle_sharded_objects = True
+    #: What this instance has loaded last.
+    _loaded: str | None = None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -108,6 +114,8 @@ class LoadsByPath:
             The state dict with tensors and objects for shards; to the core, the values of the shards.
         """
         if isinstance(checkpoint_dir, LoadContext):
+            remote = on_store(checkpoint_dir.reader.directory)
+            self._loaded = str(checkpoint_dir.reader.directory) if remote is None else remote.url
             return super().load(sharded_state_dict, checkpoint_dir)  # type: ignore[misc]
 
         def read(checkpoint: OpenCheckpoint) -> Any:
@@ -176,7 +184,16 @@ class _WithoutCommon(OpenCheckpoint):
 class TorchDistSaveShardedStrategy(
     SavesByPath, shardckpt_torch_dist.TorchDistSaveShardedStrategy, AsyncSaveShardedStrategy
 ):
-    """Takes the arguments of :class:`shardckpt_torch_dist.TorchDistSaveShardedStrategy`, and ``cpu_shm_mode=False``."""
+    """Takes the arguments of :class:`shardckpt_torch_dist.TorchDistSaveShardedStrategy`, and ``cpu_shm_mode=False``.
+
+    Attributes:
+        cached_global_metadata: Megatron's trainer sets it to that of the load strategy. It changes nothing: every save
+            compares its plan with the last one.
+        use_cached_ckpt_structure: Megatron's trainer sets it. It changes nothing either.
+    """
+
+    cached_global_metadata: Metadata | None = None
+    use_cached_ckpt_structure = False
 
     def __init__(self, *args: Any, cpu_shm_mode: bool = False, **kwargs: Any) -> None:
         if cpu_shm_mode:
@@ -184,6 +201,18 @@ class TorchDistSaveShardedStrategy(
                 "cpu_shm_mode=True: leave it out; AsyncCallsQueue(persistent=True) stages in shared memory"
             )
         super().__init__(*args, **kwargs)
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "_get_save_and_finalize_callbacks" in vars(cls):
+            raise PluginError(
+                f"{cls.__qualname__}._get_save_and_finalize_callbacks would never be called by a save: add functions "
+                "to the request that dist_checkpointing.save(..., async_sharded_save=True) returns, by add_finalize_fn"
+            )
+
+    def _get_save_and_finalize_callbacks(self, writer: Any, save_state_dict_ret: Sequence[Any]) -> AsyncRequest:
+        """Return the request for what another library's writer has planned: :func:`make_request`."""
+        return make_request(writer, save_state_dict_ret)
 
 
 class TorchDistLoadShardedStrategy(LoadsByPath, shardckpt_torch_dist.TorchDistLoadShardedStrategy, LoadShardedStrategy):
@@ -202,6 +231,16 @@ class TorchDistLoadShardedStrategy(LoadsByPath, shardckpt_torch_dist.TorchDistLo
         planner: Any = None,
     ) -> None:
         super().__init__(planner=planner)
+
+    @property
+    def cached_global_metadata(self) -> Metadata | None:
+        """DCP's metadata of the checkpoint that this instance loaded last, read when it is asked for; None before."""
+        if self._loaded is None:
+            return None
+        reader = shardckpt_torch_dist.CheckpointStorageReader(self._loaded)
+        metadata = reader.read_metadata()
+        reader.reset()  # closes the files
+        return metadata
 
 
 #: Megatron's classes, by the classes of ours that they extend.

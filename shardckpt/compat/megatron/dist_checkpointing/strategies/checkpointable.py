@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from shardckpt.compat.megatron.refusals import SAVE_PLANNER, make_refusing_getattr
-
-#: What to do instead of Megatron's names that are not here.
-REFUSED = dict.fromkeys(("CheckpointableShardedTensor", "LocalShardsContainer"), SAVE_PLANNER)
+from shardckpt.compat.megatron.refusals import make_refusing_getattr
+from shardckpt.compat.megatron.torch_shards import CheckpointableShardedTensor, LocalShardsContainer
 
 #: What Megatron's module imports from others.
 IMPORTED = {
     "mapping": ("ShardedTensor",),
 }
 
-__getattr__ = make_refusing_getattr(__name__, REFUSED, IMPORTED)
+__getattr__ = make_refusing_getattr(__name__, {}, IMPORTED)
 
-__all__ = []
+__all__ = ["CheckpointableShardedTensor", "LocalShardsContainer"]

@@ -14,34 +14,80 @@ from shardckpt.compat.megatron.strategies import LoadsByPath, SavesByPath
 from shardckpt.distributed import Comm
 from shardckpt.errors import CheckpointingException
 from shardckpt.mapping import ShardedTensor
+from shardckpt.planning import shard_id
 from shardckpt.state_dict import nested_values
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
     from torch.distributed import ProcessGroup
 
-    from shardckpt.mapping import ShardedStateDict
+    from shardckpt.mapping import ShardedBase, ShardedStateDict
+    from shardckpt.planning import Assignment
 
 
 class _TakesMegatrons:
-    """Takes strategies of Megatron's kind; refuses a cache on disk: nothing checks it."""
+    """Takes strategies of Megatron's kind; refuses a cache on disk: nothing checks it.
+
+    Attributes:
+        base_strategy: The wrapped strategy, as it was given.
+    """
 
     def __init__(
         self, strategy: Any, *args: Any, pg_cache_path: str | None = None, pg_cache_create: bool = False, **kwargs: Any
     ) -> None:
         refuse_group_cache(pg_cache_path, pg_cache_create)
         super().__init__(adapt_loader(adapt_saver(strategy)), *args, **kwargs)  # type: ignore[call-arg]
+        self.base_strategy = strategy
 
 
 class FullyParallelSaveStrategyWrapper(
     _TakesMegatrons, SavesByPath, parallel.FullyParallelSaveStrategyWrapper, AsyncSaveShardedStrategy
 ):
-    """:class:`shardckpt.parallel.FullyParallelSaveStrategyWrapper`, callable with a path."""
+    """:class:`shardckpt.parallel.FullyParallelSaveStrategyWrapper`, callable with a path.
+
+    Attributes:
+        base_strategy: The wrapped strategy, as it was given.
+        cached_distribution: The assignment of the group's tensors that the next save reuses, if all ranks have the same
+            shards then; None before the first save, and without ``do_cache_distribution``. ``shard_to_metadata`` has
+            this rank's shards alone.
+    """
+
+    cached_distribution: ShardDistribution | None = None
+
+    def note_assignment(self, assigned: Mapping[Any, Assignment], shards: Sequence[ShardedBase]) -> None:
+        """Keep the assignment, if it is reused."""
+        if not self.keeps_distribution:
+            return
+        own = {shard_id(shard): shard.without_data() for shard in shards if isinstance(shard, ShardedTensor)}
+        tensors = {_megatrons_id(number): number for number in assigned if number[0] == "tensor"}
+        self.cached_distribution = ShardDistribution(
+            {name: assigned[number].rank for name, number in tensors.items()},
+            set(tensors),
+            {name: own[number] for name, number in tensors.items() if number in own},
+            {name: list(assigned[number].holders) for name, number in tensors.items()},
+        )
 
 
 class FullyParallelLoadStrategyWrapper(
     _TakesMegatrons, LoadsByPath, parallel.FullyParallelLoadStrategyWrapper, LoadShardedStrategy
 ):
-    """:class:`shardckpt.parallel.FullyParallelLoadStrategyWrapper`, callable with a path."""
+    """:class:`shardckpt.parallel.FullyParallelLoadStrategyWrapper`, callable with a path.
+
+    Attributes:
+        base_strategy: The wrapped strategy, as it was given.
+    """
+
+    @property
+    def cached_global_metadata(self) -> Any:
+        """That of the wrapped strategy, or None if it has none."""
+        return getattr(self.base_strategy, "cached_global_metadata", None)
+
+
+def _megatrons_id(number: tuple[Any, ...]) -> Any:
+    """Return Megatron's id of a tensor's shard for ours."""
+    _, key, offset, _, flattened_range = number
+    return key, offset, flattened_range
 
 
 def distribute_main_replicas_with_precomputed_distribution(

@@ -2,38 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
+from shardckpt.compat.megatron.external_writers import save_state_dict_async_finalize
 from shardckpt.compat.megatron.refusals import QUEUE, make_refusing_getattr
-from shardckpt.distributed import Comm
-
-if TYPE_CHECKING:
-    from torch.distributed.checkpoint.metadata import Metadata
-
-
-def save_state_dict_async_finalize(storage_writer: Any, global_metadata: Metadata | None, dist_wrapper: Any) -> None:
-    """Collective: finish a save that another library's writer has written in the background.
-
-    Args:
-        storage_writer: A writer of Megatron's or nvidia-resiliency-ext's kind: ``retrieve_write_results`` returns what
-            this rank has written, or its error, and ``finish`` is DCP's.
-        global_metadata: What to store; needed on the main rank only.
-        dist_wrapper: DCP's wrapper of the ranks, with ``group``.
-
-    Raises:
-        CheckpointingException: the same on every rank: a rank has not written, or the main rank could not finish.
-    """
-    comm = Comm(dist_wrapper.group)
-    with comm.collective_phase("collecting what was written"):
-        results = storage_writer.retrieve_write_results()
-        # torch's form of an error: the exception and its stack
-        if isinstance(results, tuple) and results and isinstance(results[0], BaseException):
-            raise results[0]
-    everyone = comm.gather(results)
-    with comm.collective_phase("writing the metadata"):
-        if comm.is_main:
-            storage_writer.finish(global_metadata, everyone)
-
 
 #: What to do instead of Megatron's names that are not here.
 REFUSED = {

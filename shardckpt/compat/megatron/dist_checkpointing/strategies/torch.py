@@ -8,13 +8,24 @@ from typing import TYPE_CHECKING, Any
 from shardckpt.async_save import AsyncCallsQueue, AsyncRequest
 from shardckpt.compat.megatron.defaults import register_built_in_strategies as register_default_torch_strategies
 from shardckpt.compat.megatron.planners import MCoreLoadPlanner, MCoreSavePlanner
-from shardckpt.compat.megatron.refusals import QUEUE, SAVE_PLANNER, make_refusing_getattr
+from shardckpt.compat.megatron.refusals import QUEUE, make_refusing_getattr
 from shardckpt.compat.megatron.strategies import TorchDistLoadShardedStrategy, TorchDistSaveShardedStrategy
+from shardckpt.compat.megatron.torch_shards import (
+    MCoreMetadata,
+    MCoreSavePlan,
+    _replace_sharded_keys_with_state_dict_keys,
+    _replace_state_dict_keys_with_sharded_keys,
+    _restore_dict_types,
+    _unwrap_pyt_sharded_tensor,
+    flatten_state_dict,
+    mcore_to_pyt_state_dict,
+    sharded_tensor_to_torch_sharded_tensor,
+)
 from shardckpt.errors import CheckpointingException
-from shardckpt.state_dict import nested_items
+from shardckpt_torch_dist import CheckpointStorageReader
 
 if TYPE_CHECKING:
-    from shardckpt.mapping import ShardedStateDict
+    import os
 
 MSC_PREFIX = "msc://"
 _metadata_fn = ".metadata"
@@ -46,31 +57,17 @@ def get_async_strategy(async_strategy: str = "nvrx", module: str | None = None) 
     return "mcore", classes if module is None else {module: classes[module]}
 
 
-def flatten_state_dict(state_dict: ShardedStateDict) -> tuple[dict[str, Any], dict[str, tuple[Any, ...]]]:
-    """Flatten nested dicts and lists.
+def _get_filesystem_reader(
+    checkpoint_dir: str | os.PathLike[str],
+    cache_metadata: bool = False,  # noqa: ARG001 - a reader reads the metadata once, and never a stale one
+) -> CheckpointStorageReader:
+    """Return a reader for ``dcp.load``, which checks digests and runs no pickled code; of a directory or a URL."""
+    return CheckpointStorageReader(checkpoint_dir)
 
-    Returns:
-        The leaves by path, joined by dots; and the path of each as a tuple.
-    """
-    paths = {".".join(map(str, path)): path for path, _ in nested_items(state_dict)}
-    # strict: two paths that join to one key are an error
-    return dict(zip(paths, (leaf for _, leaf in nested_items(state_dict)), strict=True)), paths
-
-
-_NOT_CONVERTED = "dist_checkpointing.load returns the caller's structure; nothing is converted to torch's shards"
 
 #: What to do instead of Megatron's names that are not here.
 REFUSED = {
-    "_replace_sharded_keys_with_state_dict_keys": _NOT_CONVERTED,
-    "_replace_state_dict_keys_with_sharded_keys": _NOT_CONVERTED,
-    "_restore_dict_types": _NOT_CONVERTED,
-    "_unwrap_pyt_sharded_tensor": _NOT_CONVERTED,
-    "_get_filesystem_reader": "shardckpt_torch_dist.CheckpointStorageReader(checkpoint_dir) is a reader for dcp.load",
-    "MCoreMetadata": "it is there for old pickles, which are read here without it",
-    "MCoreSavePlan": "it is there for old pickles, which are read here without it",
     "get_reformulation_metadata": "flattened shards are loaded at their true shapes by dist_checkpointing.load",
-    "mcore_to_pyt_state_dict": SAVE_PLANNER,
-    "sharded_tensor_to_torch_sharded_tensor": SAVE_PLANNER,
 }
 
 #: What Megatron's module imports from others.
@@ -94,11 +91,20 @@ __getattr__ = make_refusing_getattr(__name__, REFUSED, IMPORTED)
 __all__ = [
     "MSC_PREFIX",
     "MCoreLoadPlanner",
+    "MCoreMetadata",
+    "MCoreSavePlan",
     "MCoreSavePlanner",
     "TorchDistLoadShardedStrategy",
     "TorchDistSaveShardedStrategy",
+    "_get_filesystem_reader",
     "_metadata_fn",
+    "_replace_sharded_keys_with_state_dict_keys",
+    "_replace_state_dict_keys_with_sharded_keys",
+    "_restore_dict_types",
+    "_unwrap_pyt_sharded_tensor",
     "flatten_state_dict",
     "get_async_strategy",
+    "mcore_to_pyt_state_dict",
     "register_default_torch_strategies",
+    "sharded_tensor_to_torch_sharded_tensor",
 ]
