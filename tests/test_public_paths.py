@@ -63,6 +63,7 @@ PUBLIC = {
         "create_default_local_load_plan_with_moe dcp_to_torch_state_dict drop_ep_dim empty_cache get_check_moe_func "
         "get_chunk_readitem get_dtype_size get_shard_info restore_ep_dim save_state_dict synchronize"
     ),
+    "shardckpt.compat.torch_optimizer": "load_sharded_optimizer_state_dict",
     "shardckpt.compat.torchtitan": (
         "AsyncMode CheckpointManager DATALOADER LR_SCHEDULER MODEL ModelWrapper OPTIMIZER TRAIN_STATE"
     ),

@@ -11,8 +11,6 @@ if TYPE_CHECKING:
 
 _ROOT = "shardckpt.compat.megatron.dist_checkpointing"
 
-#: Instead of Megatron's conversions of its shards to torch's.
-SAVE_PLANNER = "dcp.save(..., planner=shardckpt_torch_dist.ShardedSavePlanner()) takes ShardedTensors as they are"
 #: Instead of Megatron's writers in the background.
 QUEUE = "dist_checkpointing.save(..., async_sharded_save=True) plans, and an AsyncCallsQueue writes and finalizes"
 
