@@ -90,7 +90,7 @@ class LoadContext:
     comm: Comm
     allow_globals: tuple[Any, ...] = ()
 
-    def require_same_save(self, identity: bytes, what: str) -> None:
+    def require_same_save(self, identity: bytes, what: str, **alike: Any) -> None:
         """Collective: raise on all ranks if the ranks have read different saves.
 
         A strategy calls it after it has planned and before it reads into a destination. It also waits until every rank
@@ -99,13 +99,16 @@ class LoadContext:
         Args:
             identity: Bytes that are the same on every rank that has read the same save.
             what: What the ranks have read, for the error: ``"metadata"``.
+            **alike: Values that must be the same on every rank, by the names that the error gives them. They cost no
+                further message; either all ranks give some, or none.
 
         Raises:
             CheckpointReplacedError: They differ, because the checkpoint is being overwritten.
+            CheckpointingException: The ranks have different values.
         """
         from shardckpt.storage import replaced_error  # brings torch, which the command line's help does without
 
-        if not self.comm.all_alike(identity):
+        if not (self.comm.agree(identity, **alike) if alike else self.comm.all_alike(identity)):
             with self.comm.local_phase(f"comparing the {what} that the ranks have read"):
                 raise replaced_error(self.reader.directory, f"the ranks have read different {what}")
 

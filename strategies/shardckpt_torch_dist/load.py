@@ -97,9 +97,8 @@ class TorchDistLoadShardedStrategy(LoadStrategy):
                 by_planner = PlannedLoad(make_planner(self._planner), stored, index, context)
                 stored = []
             plan = LoadPlan([*stored, *parts.values()], index, context.reader, context.allow_globals)
-        # one message asks both: ranks with different planners would call different collectives
-        if not context.comm.agree(index.save.encode(), planner=name_planner(self._planner)):
-            context.require_same_save(index.save.encode(), "metadata")
+        # ranks with different planners would call different collectives
+        context.require_same_save(index.save.encode(), "metadata", planner=name_planner(self._planner))
         if by_planner is not None:
             by_planner.share()
         with context.comm.local_phase("reading shards"):

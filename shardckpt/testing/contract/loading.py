@@ -35,9 +35,9 @@ class LoadingTests(Claims):
         identities: list[bytes] = []
         compare = LoadContext.require_same_save
 
-        def record(context: LoadContext, identity: bytes, what: str) -> None:
+        def record(context: LoadContext, identity: bytes, what: str, **alike: Any) -> None:
             identities.append(identity)
-            compare(context, identity, what)
+            compare(context, identity, what, **alike)
 
         monkeypatch.setattr(LoadContext, "require_same_save", record)
         found = []
