@@ -22,6 +22,7 @@ from shardckpt.errors import (
 from shardckpt.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
 from shardckpt.strategy import LoadStrategy, SaveStrategy
 from tests import backends
+from tests.dist_checkpointing import LAYOUTS, load_by, save_by
 from tests.tables import in_proof, table
 
 if TYPE_CHECKING:
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from tests.ranks import Ranks
-from tests.dist_checkpointing import LAYOUTS, load_by, save_by
 
 
 @backends.both_in_proof

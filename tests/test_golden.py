@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from shardckpt import dist_checkpointing as dc
+from tests.golden_checkpoints import VERSIONS, check_model, common_of, global_tensors, same_tensor
 from tests.states import columns, layers, replicated, rows, uneven
 from tests.tables import in_proof, table
 from tests.tree import GOLDEN
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
     from tests.ranks import Ranks
 
     Layout = Callable[[str, torch.Tensor], list[ShardedTensor]]
-from tests.golden_checkpoints import VERSIONS, check_model, common_of, global_tensors, same_tensor
 
 LAYOUTS: tuple[Layout, ...] = (rows, columns, uneven, replicated, layers)
 

@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING
 
 from tests.junit import Result
 from tests.proof.__main__ import name_result, read_all, read_promises, write_report
+from tests.proof_samples import README
 from tests.readmes import READMES
 from tests.tree import ROOT
 
 if TYPE_CHECKING:
     from pathlib import Path
-from tests.proof_samples import README
 
 JUNIT = """<testsuites><testsuite>
 <testcase classname="tests.a.test_kill" name="test_kill[1]" time="1.5"/>

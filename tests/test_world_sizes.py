@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests import backends
+from tests.world_sizes import COMMON, CONTENT, OBJECTS, alone, compare, program, values
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from tests.ranks import Ranks
-from tests.world_sizes import COMMON, CONTENT, OBJECTS, alone, compare, program, values
 
 __all__ = ["alone"]  # fixtures
 

@@ -18,12 +18,11 @@ from shardckpt.errors import KeyMismatchError, ShardingError
 from shardckpt.local import TensorAwareStateDict
 from shardckpt.manager import CheckpointConfig, CheckpointManager
 from shardckpt.mapping import OptionalEntries, ShardedObject, ShardedTensor
+from tests.adapters.absent_state import OPTIMIZERS, WIDTH, Experts, Training
 from tests.tables import table
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-from tests.adapters.absent_state import OPTIMIZERS, WIDTH, Experts, Training
 
 EACH_OPTIMIZER = pytest.mark.parametrize("optimizer", OPTIMIZERS)
 

@@ -19,6 +19,7 @@ from shardckpt.adapters import SavedModules, to_sharded_state_dict
 from shardckpt.adapters.module_tree import list_state_tensors, name_parameters
 from shardckpt.adapters.modules import get_optimizer_state
 from tests.adapters.models import Layer, made_model
+from tests.adapters.module_tree import check
 from tests.tables import table
 
 if TYPE_CHECKING:
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from tests.ranks import Ranks
-from tests.adapters.module_tree import check
 
 
 class _Extra(nn.Linear):

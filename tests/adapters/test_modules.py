@@ -24,12 +24,12 @@ from shardckpt.errors import CheckpointingException, KeyMismatchError, ShardingE
 from shardckpt.mapping import ShardedTensor
 from shardckpt.state_dict import nested_values, split_for_save
 from tests.adapters.models import Layer, Stage, made_model, sharded, train, wholes
+from tests.adapters.modules import OPTIMIZERS, adamw, assert_close, resume, save_by, train_alone
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from tests.ranks import Ranks
-from tests.adapters.modules import OPTIMIZERS, adamw, assert_close, resume, save_by, train_alone
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)

@@ -10,12 +10,12 @@ import torch.distributed as dist
 from shardckpt import dist_checkpointing
 from shardckpt.adapters import to_sharded_state_dict
 from tests.adapters.layouts import values
+from tests.adapters.torch_sharded import MAKERS, SHAPE, local_tensors
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from tests.ranks import RankPool, Ranks
-from tests.adapters.torch_sharded import MAKERS, SHAPE, local_tensors
 
 
 def _save_and_load(kind: str, directory: Path) -> None:

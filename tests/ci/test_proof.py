@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.proof_samples import README
 from tests.tree import ROOT
 
 if TYPE_CHECKING:
     from pathlib import Path
-from tests.proof_samples import README
 
 CONFTEST = """
 def pytest_configure(config): choose_tiers(config)

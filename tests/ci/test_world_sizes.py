@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from tests import backends
+from tests.world_sizes import alone, compare, program
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from tests.ranks import RankPool
-from tests.world_sizes import alone, compare, program
 
 __all__ = ["alone"]  # fixtures
 

@@ -20,11 +20,11 @@ from shardckpt.plugins import get_plugin_manager
 from tests import names as names_
 from tests.backends import Backend, both
 from tests.cli.checkpoints import copy_golden, damage, save_plain_dcp
+from tests.cli.inspect import make_varied
 from tests.tables import table
 
 if TYPE_CHECKING:
     from pathlib import Path
-from tests.cli.inspect import make_varied
 
 
 def test_inspect_lists_what_is_stored(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

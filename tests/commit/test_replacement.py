@@ -16,11 +16,11 @@ from shardckpt.maintenance import verify_checkpoint
 from shardckpt.plugins import get_plugin_manager, hookimpl
 from shardckpt.storage import RemotePath
 from tests.commit import owners
+from tests.commit.replacement import LATER, NEW, OLD, Place, generations, place, versions
 from tests.remote import jobs
 
 if TYPE_CHECKING:
     from pathlib import Path
-from tests.commit.replacement import LATER, NEW, OLD, Place, generations, place, versions
 
 __all__ = ["place"]  # fixtures
 

@@ -21,6 +21,7 @@ from shardckpt.compat.torchtitan import (
     ModelWrapper,
 )
 from shardckpt.errors import CheckpointingException
+from tests.compat.torchtitan import Job
 from tests.integrations import small
 from tests.manager.folders import steps_of
 from tests.tables import table
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from tests.ranks import Ranks
-from tests.compat.torchtitan import Job
 
 
 def _is_equal(one: list[Any], other: list[Any]) -> bool:

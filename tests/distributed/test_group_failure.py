@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from shardckpt.distributed.group_failure import POLL_INTERVAL, Deadlines, Diagnosis, GroupFailure
+from tests.distributed.group_failure import DIED, STOPPED
 from tests.distributed.simulated import BEGIN, Job, Outcome, View
 
 if TYPE_CHECKING:
     from collections.abc import Collection
-from tests.distributed.group_failure import DIED, STOPPED
 
 WITHOUT_STORE = (
     " (the process group's store, which rank 0 hosts, does not answer either: compare the errors of other ranks)"

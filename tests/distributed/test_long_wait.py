@@ -16,11 +16,11 @@ from shardckpt.distributed.long_wait import LongWait
 from shardckpt.errors import CommunicationError
 from shardckpt.manager import CheckpointConfig, CheckpointManager
 from shardckpt.mapping import ShardedTensor
+from tests.distributed.long_wait import nothing_said_before
 from tests.distributed.simulated import Job, View
 
 if TYPE_CHECKING:
     from pathlib import Path
-from tests.distributed.long_wait import nothing_said_before
 
 __all__ = ["nothing_said_before"]  # fixtures
 

@@ -23,6 +23,7 @@ from shardckpt.huggingface import dcp_to_torch_save, export_to_huggingface
 from shardckpt.maintenance.migrate import migrate_checkpoint
 from tests import backends
 from tests.commit import owners
+from tests.engine.pruning import NEW, OLD, list_names, save_version
 from tests.faults import samples
 from tests.faults.overwrite import Interruption, add_foreign, die_between_renames
 from tests.states import error_of
@@ -30,7 +31,6 @@ from tests.tables import table
 
 if TYPE_CHECKING:
     from tests.ranks import Ranks
-from tests.engine.pruning import NEW, OLD, list_names, save_version
 
 #: Names of 201 and 255 bytes, of characters with one byte and with several.
 LONG = ("x" * 201, "x" * 255, "é" * 127, "字" * 85)

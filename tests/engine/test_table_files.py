@@ -23,6 +23,7 @@ from shardckpt.plugins import get_plugin_manager
 from shardckpt.storage import Segments
 from tests import backends
 from tests.damage import flip
+from tests.engine.table_files import list_tables, moved, read_record, save_value
 from tests.remote import jobs
 from tests.remote.store import Store
 from tests.states import rank_and_size
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from tests.ranks import Ranks
-from tests.engine.table_files import list_tables, moved, read_record, save_value
 
 
 @pytest.fixture

@@ -6,12 +6,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from tests.ep.export import HUB_NAMES, exported, make_experts
 from tests.huggingface.samples import read
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-from tests.ep.export import HUB_NAMES, exported, make_experts
 
 __all__ = ["exported"]  # fixtures
 

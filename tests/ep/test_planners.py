@@ -23,12 +23,12 @@ from shardckpt_ep.read_items import expert_read_items
 from tests.ep.checkpoints import store
 from tests.ep.cycles import layouts, load
 from tests.ep.live import FQN, Case, Meshes, expected, get_local_tensor, layout, order, state, whole
+from tests.ep.planners import EP_FSDP
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from tests.ranks import Ranks
-from tests.ep.planners import EP_FSDP
 
 #: Experts 2 and 3 of 4.
 SECOND_HALF = ExpertLayout((4, 4), Box((2, 0), (2, 4)))

@@ -31,12 +31,12 @@ from shardckpt_torch_dist import TorchDistLoadShardedStrategy
 from tests.ep.checkpoints import store
 from tests.ep.cycles import layouts
 from tests.ep.live import FQN, Case, Meshes, check, expected, mesh_of, order, state, whole
+from tests.ep.state import HALVES, save_case
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from tests.ranks import Ranks
-from tests.ep.state import HALVES, save_case
 
 
 def _loaded(path: Path, case: Case, options: dict[str, Any]) -> None:

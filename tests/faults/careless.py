@@ -2,40 +2,30 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
-import torch
-
-from shardckpt import dist_checkpointing as dc
-from shardckpt.errors import CheckpointingException
-from shardckpt.mapping import ShardedTensor
-from shardckpt.strategy import SaveStrategy
-from tests import backends
-from tests.states import rank_and_size
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-
 import functools
 import os
 import subprocess
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
 
+from shardckpt import dist_checkpointing as dc
 from shardckpt.async_save import AsyncCallsQueue, release_memory
+from shardckpt.errors import CheckpointingException
 from shardckpt.manifest import FileRecord
-from shardckpt.mapping import ShardedObject, is_main_replica
+from shardckpt.mapping import ShardedObject, ShardedTensor, is_main_replica
 from shardckpt.parallel import FullyParallelSaveStrategyWrapper
-from shardckpt.strategy import PreparedSave
+from shardckpt.strategy import PreparedSave, SaveStrategy
 from shardckpt_safetensors.write_plan import FilePlan as SafetensorsFilePlan
 from shardckpt_torch_dist.plan.write_plan import WritePlan
 from shardckpt_torch_dist.save import TorchDistSaveShardedStrategy
+from tests import backends
 from tests.remote import store  # noqa: F401 - it registers faulty://, in the ranks too
+from tests.states import rank_and_size
 
 if TYPE_CHECKING:
     from collections.abc import Callable

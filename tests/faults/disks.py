@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
+import subprocess
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from tests.faults.report_sets import outcome_of_full_disk
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-import subprocess
-from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

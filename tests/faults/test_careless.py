@@ -17,7 +17,18 @@ from shardckpt.storage.reader import CheckpointReader
 from shardckpt.strategy import SaveStrategy
 from tests import backends
 from tests.faults import careless
-from tests.faults.careless import MISDEEDS, Careless, Delegates, Drops, DropsAgain, DropsWork, Plain, Silent
+from tests.faults.careless import (
+    MISDEEDS,
+    Careless,
+    Delegates,
+    Drops,
+    DropsAgain,
+    DropsWork,
+    Plain,
+    Silent,
+    new_folder,
+    one,
+)
 from tests.remote.store import Store
 from tests.states import rank_and_size
 
@@ -25,7 +36,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from tests.ranks import Ranks
-from tests.faults.careless import new_folder, one
 
 
 @pytest.fixture

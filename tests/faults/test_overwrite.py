@@ -17,15 +17,6 @@ from shardckpt.errors import CheckpointingException, IncompleteCheckpointError, 
 from shardckpt.maintenance.verify import verify_checkpoint
 from tests import backends
 from tests.faults import samples
-from tests.names import MARKERS
-from tests.tables import in_proof, table
-from tests.tree import GOLDEN
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from tests.backends import Backend
-    from tests.ranks import Ranks
 from tests.faults.overwrite import (
     NEW,
     OLD,
@@ -36,6 +27,15 @@ from tests.faults.overwrite import (
     overwrite,
     refuse_parent,
 )
+from tests.names import MARKERS
+from tests.tables import in_proof, table
+from tests.tree import GOLDEN
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from tests.backends import Backend
+    from tests.ranks import Ranks
 
 
 def ours(ranks: int = 1) -> set[str]:

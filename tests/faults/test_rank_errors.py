@@ -17,11 +17,11 @@ from shardckpt.strategy import SaveContext, SaveStrategy
 from tests import backends
 from tests.faults import samples
 from tests.faults.attempts import BAD, Attempt, attempt, save_with
+from tests.faults.rank_errors import SIZES, one_error, set_on_rank
 
 if TYPE_CHECKING:
     from tests.backends import Backend
     from tests.ranks import Ranks
-from tests.faults.rank_errors import SIZES, one_error, set_on_rank
 
 
 def _bad_shape(state: dict[str, Any], rank: int, world: int) -> None:

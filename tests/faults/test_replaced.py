@@ -40,6 +40,7 @@ from shardckpt.storage.directory import open_directory
 from shardckpt_torch_dist import CheckpointStorageReader
 from tests import backends
 from tests.faults import samples
+from tests.faults.replaced import foreign, plain, verified, verify
 from tests.faults.replacing import (
     NEW,
     OLD,
@@ -56,7 +57,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from tests.backends import Backend
-from tests.faults.replaced import foreign, plain, verified, verify
 
 __all__ = ["foreign", "verify"]  # fixtures
 

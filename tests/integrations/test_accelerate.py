@@ -10,12 +10,12 @@ from shardckpt import dist_checkpointing
 from shardckpt.errors import CheckpointingException
 from shardckpt.integrations.accelerate import FOLDER, register_sharded_state
 from tests.integrations import small
+from tests.integrations.accelerate import Job
 from tests.integrations.accelerated import accelerated
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
-from tests.integrations.accelerate import Job
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.interop import here
+from tests.interop.matrix import WORLDS, each_writer
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
 
     Releases = Callable[[str], Megatron]
     Saved = Callable[[str], str]
-from tests.interop.matrix import WORLDS, each_writer
 
 
 @pytest.mark.parametrize("writer", each_writer())

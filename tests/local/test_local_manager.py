@@ -31,11 +31,11 @@ from tests.local.disks import (
     read_contents,
     save_steps,
 )
+from tests.local.local_manager import MIB, latest_of
 from tests.shared import shared_by_ranks
 
 if TYPE_CHECKING:
     from tests.ranks import Failure, Ranks
-from tests.local.local_manager import MIB, latest_of
 
 
 @pytest.mark.parametrize(("world", "cliques"), [(1, None), (2, None), (2, (1, 2)), (4, (2, 2)), (4, (1, 4))])

@@ -18,11 +18,11 @@ from shardckpt.huggingface import export_to_huggingface, find_mapping
 from shardckpt.maintenance import diff_checkpoints
 from shardckpt.mapping import ShardedObject, ShardedTensor
 from shardckpt.planning import Box
+from tests.maintenance.diff import save_values
 from tests.tables import table
 
 if TYPE_CHECKING:
     from pathlib import Path
-from tests.maintenance.diff import save_values
 
 
 def _values() -> dict[str, torch.Tensor]:

@@ -15,11 +15,11 @@ from shardckpt.errors import CheckpointingException, KeyMismatchError, ShapeMism
 from shardckpt.maintenance import merge_checkpoints
 from shardckpt.maintenance.combine import list_comparisons
 from shardckpt.mapping import ShardedObject, ShardedTensor
+from tests.maintenance.merge import LEAST, average, read, whole
 from tests.tables import table
 
 if TYPE_CHECKING:
     from pathlib import Path
-from tests.maintenance.merge import LEAST, average, read, whole
 
 
 def test_formats_mix_and_the_sum_is_rounded_once(tmp_path: Path) -> None:

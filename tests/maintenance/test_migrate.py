@@ -10,11 +10,10 @@ from shardckpt.cli import main
 from shardckpt.errors import UnknownBackendError, VersionTooOldError
 from shardckpt.maintenance import migrate_checkpoint
 from shardckpt.manifest import MARKER_NAME, RECORD_NAME, Record
+from tests.maintenance.migrate import ToTwo, content, loaded, old, state
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-from tests.maintenance.migrate import ToTwo, content, loaded, old, state
 
 __all__ = ["old"]  # fixtures
 

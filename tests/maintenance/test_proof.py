@@ -16,6 +16,7 @@ from shardckpt.maintenance.proof import StagedProof
 from shardckpt.maintenance.sources import open_any
 from shardckpt.mapping import ShardedObject, ShardedTensor
 from shardckpt.plugins import get_plugin_manager
+from tests.maintenance.proof import whole
 from tests.tables import table
 from tests.testing.blocks import LoadBlocks, SaveBlocks
 from tests.tree import GOLDEN
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from shardckpt import SaveContext
-from tests.maintenance.proof import whole
 
 
 def prints(report: Any) -> dict[str, str]:

@@ -11,13 +11,13 @@ import torch.distributed.checkpoint as dcp
 from shardckpt.errors import CheckpointingException
 from shardckpt.manager import cleanup_old_checkpoints
 from tests.manager import folders
+from tests.manager.cleanup import clean
 from tests.tables import in_proof, table
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from tests.ranks import Ranks
-from tests.manager.cleanup import clean
 
 
 def _error(folder: str, limit: Any) -> tuple[str, str]:

@@ -25,6 +25,7 @@ from shardckpt.storage import on_store
 from tests import backends
 from tests.commit import owners
 from tests.manager import folders
+from tests.manager.garbage_collection import LATEST, collect
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
     from shardckpt.manager.step_pruning import StepResult
     from tests.clock import Clock
     from tests.remote.store import Store
-from tests.manager.garbage_collection import LATEST, collect
 
 KEEP_ALL: list[RetentionPolicy] = []
 

@@ -31,6 +31,7 @@ from shardckpt.manager import (
 from shardckpt.manager.garbage_collection import collect_garbage
 from shardckpt.manager.holds import Lease
 from tests.manager import folders
+from tests.manager.holds import NEWEST, collect_newest
 from tests.manager.training import Progress
 from tests.remote.store import FaultyFileSystem
 from tests.tables import table
@@ -40,7 +41,6 @@ if TYPE_CHECKING:
 
     from tests.clock import Clock
     from tests.ranks import Ranks
-from tests.manager.holds import NEWEST, collect_newest
 
 #: A process of another host: nobody here knows whether it is alive.
 ELSEWHERE = Owner(host=1, pid=1, start=1).text

@@ -8,11 +8,11 @@ import pytest
 
 from shardckpt.manager import AsyncMode, CheckpointConfig, CheckpointManager
 from shardckpt.manager.preemption import GRACE_SECONDS, Preemption
+from tests.manager.preemption import heard
 from tests.manager.training import Progress
 
 if TYPE_CHECKING:
     from pathlib import Path
-from tests.manager.preemption import heard
 
 __all__ = ["heard"]  # fixtures
 

@@ -19,11 +19,11 @@ from shardckpt.optimizer.layout import match_axes
 from shardckpt.optimizer_state import load_sharded_optimizer_state_dict
 from tests.adapters.layouts import S0, S1, SHAPES, SS0, Meshes, R, layouts, values, world
 from tests.adapters.torch_sharded import MAKERS, SHAPE, local_tensors
+from tests.optimizer.layout import load
 from tests.ranks import RankError, Ranks
 
 if TYPE_CHECKING:
     from pathlib import Path
-from tests.optimizer.layout import load
 
 #: 3-D: experts. Rows and columns of each are state of their own.
 EXPERTS = (5, 4, 3)

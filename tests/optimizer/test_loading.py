@@ -23,13 +23,13 @@ from shardckpt.adapters import to_sharded_state_dict
 from shardckpt.errors import CheckpointingException, KeyMismatchError, ShardingError
 from shardckpt.optimizer_state import load_sharded_optimizer_state_dict
 from tests.adapters.models import made_model
+from tests.optimizer.loading import assert_same, train_steps
 from tests.tables import table
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from tests.ranks import Ranks
-from tests.optimizer.loading import assert_same, train_steps
 
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 

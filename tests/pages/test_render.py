@@ -14,10 +14,10 @@ import pytest
 
 from shardckpt.errors import StorageError
 from shardckpt.pages import render_page, write_page
+from tests.pages.render import HOSTILE
 
 if TYPE_CHECKING:
     from pathlib import Path
-from tests.pages.render import HOSTILE
 
 
 class _Elements(HTMLParser):

@@ -13,6 +13,7 @@ from shardckpt.mapping import ShardedTensor
 from shardckpt.parallel.load import FullyParallelLoadStrategyWrapper
 from shardckpt.strategy import OwnsFiles, Recognises
 from tests import backends
+from tests.parallel.load import WHOLE, Counting, checkpoint, differences, load_by, save_two_ways, state_of, wrapped
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
     from shardckpt.mapping import ShardedBase
     from shardckpt.strategy import LoadContext
     from tests.ranks import Ranks
-from tests.parallel.load import WHOLE, Counting, checkpoint, differences, load_by, save_two_ways, state_of, wrapped
 
 __all__ = ["checkpoint"]  # fixtures
 

@@ -15,12 +15,11 @@ from shardckpt.mapping import ShardedTensor
 from shardckpt.plugins.entries import USER, StrategyAction
 from shardckpt.plugins.hookspecs import Event, hookimpl
 from shardckpt.plugins.manager import Plugin, PluginManager, get_plugin_manager, list_entry_points
+from tests.plugins.manager import Recorder, recorder
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
-
-from tests.plugins.manager import Recorder, recorder
 
 __all__ = ["recorder"]  # fixtures
 

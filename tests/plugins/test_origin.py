@@ -12,13 +12,13 @@ from shardckpt.async_save import AsyncCallsQueue
 from shardckpt.errors import CheckpointingException, CorruptCheckpointError, RankFailedError
 from shardckpt.parallel import FullyParallelSaveStrategyWrapper
 from shardckpt_torch_dist import TorchDistLoadShardedStrategy, TorchDistSaveShardedStrategy
+from tests.plugins.origin import state
 from tests.tables import table
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from tests.ranks import Ranks
-from tests.plugins.origin import state
 
 HERE = re.escape(__file__)
 

@@ -4,11 +4,12 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.dist_checkpointing import LAYOUTS, load_by, save_by
+
 if TYPE_CHECKING:
     from pathlib import Path
 
     from tests.ranks import RankPool
-from tests.dist_checkpointing import LAYOUTS, load_by, save_by
 
 
 @pytest.mark.parametrize("layout", sorted(LAYOUTS))

@@ -9,6 +9,7 @@ from shardckpt.maintenance.verify import verify_checkpoint
 from tests import backends
 from tests.names import MARKERS
 from tests.remote import jobs
+from tests.remote.background import PERSISTENT
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -16,7 +17,6 @@ if TYPE_CHECKING:
     from tests.backends import Backend
     from tests.ranks import Ranks
     from tests.remote.store import Store
-from tests.remote.background import PERSISTENT
 
 
 @backends.both_in_proof

@@ -16,6 +16,7 @@ from shardckpt.manifest import FileRecord
 from shardckpt.plugins.manager import get_plugin_manager
 from tests import backends
 from tests.remote import jobs
+from tests.remote.faults import count_uploads
 from tests.trees import LoadTree, SaveTree
 
 if TYPE_CHECKING:
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
 
     from tests.ranks import Ranks
     from tests.remote.store import Store
-from tests.remote.faults import count_uploads
 
 
 @backends.both_in_proof

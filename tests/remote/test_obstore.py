@@ -21,13 +21,12 @@ from shardckpt.manifest import MARKER_NAME
 from shardckpt.storage import CheckpointWriter
 from tests import backends
 from tests.remote import jobs
+from tests.remote.obstore import MIB, folder, serving, url
 from tests.states import entire
 from tests.tables import table
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-from tests.remote.obstore import MIB, folder, serving, url
 
 __all__ = ["folder", "url"]  # fixtures
 

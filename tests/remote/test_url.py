@@ -27,6 +27,7 @@ from tests import backends
 from tests.damage import flip
 from tests.plugged import registered
 from tests.remote import jobs
+from tests.remote.url import memory
 from tests.states import entire
 from tests.tables import in_proof, table
 from tests.trees import SaveTree
@@ -35,7 +36,6 @@ if TYPE_CHECKING:
     from tests.backends import Backend
     from tests.ranks import Ranks
     from tests.remote.store import Store
-from tests.remote.url import memory
 
 __all__ = ["memory"]  # fixtures
 

@@ -21,14 +21,13 @@ from shardckpt_safetensors.index import read_index
 from shardckpt_safetensors.index_names import FEATURE
 from tests.ranks import Failure, Ranks
 from tests.resources import watch_reads
+from tests.safetensors.index_parts import check_content, list_parts, path
 from tests.safetensors.parts import VALUES, InParts, make_state
 from tests.tables import in_proof, table
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
-
-from tests.safetensors.index_parts import check_content, list_parts, path
 
 __all__ = ["path"]  # fixtures
 

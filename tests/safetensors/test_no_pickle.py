@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.safetensors import unpickling
+from tests.safetensors.no_pickle import save_by_name
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from tests.ranks import Ranks
-from tests.safetensors.no_pickle import save_by_name
 
 
 @pytest.mark.parametrize("world", [1, 2])

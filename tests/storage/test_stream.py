@@ -15,12 +15,11 @@ from shardckpt.storage.new_file import NewFile
 from shardckpt.storage.writer import CheckpointWriter
 from shardckpt.tensors.memory import PAGE
 from tests.storage.files import memory
+from tests.storage.stream import MIB, Write, check, directory, save, threads, tmpfs, watch
 from tests.tables import in_proof
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-from tests.storage.stream import MIB, Write, check, directory, save, threads, tmpfs, watch
 
 __all__ = ["directory", "threads", "tmpfs"]  # fixtures
 

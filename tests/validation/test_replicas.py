@@ -15,11 +15,11 @@ from shardckpt.tensors import tensor_bytes
 from shardckpt.validation import replicas
 from shardckpt.validation.replicas import choose_main_replicas
 from tests.tables import in_proof
+from tests.validation.replicas import error_of, make_tensor, outcomes_of, settle
 
 if TYPE_CHECKING:
     from shardckpt.mapping import Replicated, ShardedBase
     from tests.ranks import Ranks
-from tests.validation.replicas import error_of, make_tensor, outcomes_of, settle
 
 
 def _object(key: str, value: Any, *, replicated: Replicated = True) -> ShardedObject:

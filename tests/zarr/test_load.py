@@ -28,12 +28,12 @@ from shardckpt.plugins import get_plugin_manager, hookimpl
 from tests.golden.write_zarr import COMMON, TENSORS, global_tensor
 from tests.tables import in_proof, table
 from tests.tree import GOLDEN
+from tests.zarr.load import EXTRA, RNG, WRITERS, load
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from tests.ranks import Ranks
-from tests.zarr.load import EXTRA, RNG, WRITERS, load
 
 FC1, FC2 = "decoder.layers.0.mlp.linear_fc1.weight", "decoder.layers.0.mlp.linear_fc2.weight"
 

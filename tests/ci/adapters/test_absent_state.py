@@ -10,11 +10,12 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+from tests.adapters.absent_state import OPTIMIZERS, WIDTH, Experts, Training
+
 if TYPE_CHECKING:
     from pathlib import Path
 
     from tests.ranks import Ranks
-from tests.adapters.absent_state import OPTIMIZERS, WIDTH, Experts, Training
 
 
 def _sharded_training(optimizer: str, seed: int) -> Training:

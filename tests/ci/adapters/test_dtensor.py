@@ -9,13 +9,13 @@ import torch
 
 from shardckpt import dist_checkpointing
 from shardckpt.adapters import to_sharded_state_dict
+from tests.adapters.dtensor import checkpoints
 from tests.adapters.layouts import Meshes, layouts, spread_all, world
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from tests.ranks import Ranks
-from tests.adapters.dtensor import checkpoints
 
 __all__ = ["checkpoints"]  # fixtures
 

@@ -9,13 +9,13 @@ import pytest
 from shardckpt import dist_checkpointing as dc
 from tests import backends
 from tests.background import jobs
+from tests.background.exit import end_together, start_script, write_script
 from tests.tables import in_proof
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from tests.backends import Backend
-from tests.background.exit import end_together, start_script, write_script
 
 THREAD_FIRST = pytest.mark.parametrize("persistent", [False, *in_proof(True)], ids=["thread", "process"])
 

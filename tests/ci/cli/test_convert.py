@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 import pytest
 
 from shardckpt.cli import main
+from tests.cli.convert import COMMAND, assert_resumed, finish, prepare, start
 from tests.maintenance.resumption import MIB, assert_same_files
 
 if TYPE_CHECKING:
     from pathlib import Path
-from tests.cli.convert import COMMAND, assert_resumed, finish, prepare, start
 
 
 def start_interpreter(folder: Path, to: str, moment: str = "") -> subprocess.Popen[str]:

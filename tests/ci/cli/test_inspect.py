@@ -11,10 +11,10 @@ import pytest
 from shardckpt import dist_checkpointing as dc
 from shardckpt.mapping import ShardedObject
 from tests.backends import Backend, both
+from tests.cli.inspect import make_varied
 
 if TYPE_CHECKING:
     from pathlib import Path
-from tests.cli.inspect import make_varied
 
 
 def test_who_reads_a_listing_may_stop(tmp_path: Path) -> None:

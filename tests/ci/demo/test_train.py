@@ -14,10 +14,10 @@ from shardckpt import dist_checkpointing
 from shardckpt.demo import train
 from shardckpt.demo.model import ByteTransformer, feed_forward
 from shardckpt.manager import CheckpointConfig, CheckpointManager
+from tests.demo.train import read_reports
 
 if TYPE_CHECKING:
     from tests.ranks import Ranks
-from tests.demo.train import read_reports
 
 linux_only = pytest.mark.skipif(sys.platform != "linux", reason="counts the bytes read in /proc")
 

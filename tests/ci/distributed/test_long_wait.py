@@ -13,10 +13,10 @@ import torch.distributed as dist
 from shardckpt import dist_checkpointing as dc
 from shardckpt.distributed import long_wait
 from shardckpt.mapping import ShardedTensor
+from tests.distributed.long_wait import nothing_said_before
 
 if TYPE_CHECKING:
     from tests.ranks import Ranks
-from tests.distributed.long_wait import nothing_said_before
 
 __all__ = ["nothing_said_before"]  # fixtures
 

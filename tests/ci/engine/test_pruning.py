@@ -11,13 +11,13 @@ from shardckpt.async_save import AsyncCallsQueue
 from shardckpt.engine.pruning import prune_leftovers
 from tests import programs
 from tests.commit import owners
+from tests.engine.pruning import NEW, OLD, list_names, save_version
 from tests.faults import samples
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     import pytest
-from tests.engine.pruning import NEW, OLD, list_names, save_version
 
 
 def test_what_others_have_stays_and_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -10,13 +10,13 @@ import pytest
 from shardckpt.engine import prune_leftovers
 from shardckpt.manifest import TABLE_SUFFIX
 from tests import backends
+from tests.engine.table_files import list_tables, read_record, save_value
 from tests.remote import jobs
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from tests.ranks import RankPool
-from tests.engine.table_files import list_tables, read_record, save_value
 
 
 @backends.both_in_proof

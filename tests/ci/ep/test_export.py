@@ -9,13 +9,13 @@ import pytest
 from shardckpt import dist_checkpointing
 from shardckpt.adapters import to_sharded_state_dict
 from shardckpt_ep import EPSaveStrategy, expert_sharded_state_dict
+from tests.ep.export import export_files, exported, make_experts, state
 from tests.ep.live import Case, Kind, Meshes, layout, live, order
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from tests.ranks import Ranks
-from tests.ep.export import export_files, exported, make_experts, state
 
 __all__ = ["exported"]  # fixtures
 

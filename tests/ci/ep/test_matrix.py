@@ -10,12 +10,12 @@ import torch.distributed.checkpoint as dcp
 from shardckpt_ep import EPLoadPlanner, EPSavePlanner
 from tests.ep.cycles import check_whole, layouts
 from tests.ep.live import Meshes, check, state
+from tests.ep.matrix import cases_of
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from tests.ranks import Ranks
-from tests.ep.matrix import cases_of
 
 
 def _with_planners(folder: Path, step: int) -> int:

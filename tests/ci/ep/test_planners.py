@@ -11,12 +11,12 @@ from shardckpt_ep import EPLoadPlanner
 from tests.ep.checkpoints import store
 from tests.ep.cycles import layouts, load
 from tests.ep.live import FQN, Meshes, check, expected, state
+from tests.ep.planners import EP_FSDP
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from tests.ranks import Ranks
-from tests.ep.planners import EP_FSDP
 
 #: One expert that can be cut into seven pieces, none of them as long as a rank's part.
 ROWS = (10, 3)

@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING
 
 from tests import programs
 from tests.ep.live import FQN
+from tests.ep.state import HALVES, save_case
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from tests.ranks import Ranks
-from tests.ep.state import HALVES, save_case
 
 
 def test_torch_dist_reads_what_ep_wrote_without_ep(ranks: Ranks, tmp_path: Path) -> None:

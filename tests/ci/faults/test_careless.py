@@ -8,13 +8,12 @@ import pytest
 
 from tests import backends
 from tests.faults import careless
-from tests.faults.careless import Drops, DropsWork
+from tests.faults.careless import Drops, DropsWork, new_folder, one
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from tests.ranks import Ranks
-from tests.faults.careless import new_folder, one
 
 _LOST = (("object", DropsWork), ("whole", DropsWork), ("split", Drops), ("split", DropsWork))
 

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests import backends
+from tests.faults.disks import SOME, outcomes_of
 from tests.faults.programs import ask
 from tests.faults.report_sets import outcome_of_full_disk
 from tests.tables import in_proof
 
 if TYPE_CHECKING:
     from pathlib import Path
-from tests.faults.disks import SOME, outcomes_of
 
 
 @backends.both_in_proof

@@ -9,6 +9,7 @@ import pytest
 
 from shardckpt.storage.direct import bypasses_cache
 from tests import backends, folders
+from tests.faults.kill import CASES, kill
 from tests.faults.programs import ask, needs_strace
 from tests.names import MARKERS
 
@@ -16,7 +17,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from tests.backends import Backend
-from tests.faults.kill import CASES, kill
 
 pytestmark = needs_strace
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from tests.faults.disks import make_read_only, small_disk
+from tests.faults.overwrite import refuse_parent
 
 if TYPE_CHECKING:
     from pathlib import Path
-from tests.faults.overwrite import refuse_parent
 
 
 def test_parent_on_a_read_only_file_system(tmp_path: Path) -> None:

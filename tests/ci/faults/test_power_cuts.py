@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from tests import backends
+from tests.faults.power_cuts import bad, states_of
 from tests.faults.programs import needs_strace
 
 if TYPE_CHECKING:
     from pathlib import Path
-from tests.faults.power_cuts import bad, states_of
 
 FEW = 40  # in the default run
 

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.faults.programs import ask
+from tests.faults.rank_deaths import EVERY_RANK, LOAD_STEPS, SAVE_STEPS, check_checkpoint, check_survivors, scenario
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from tests.faults.deaths import Scenario
-from tests.faults.rank_deaths import EVERY_RANK, LOAD_STEPS, SAVE_STEPS, check_checkpoint, check_survivors, scenario
 
 #: A rank is killed, a rank stops, and the one is killed that hosts the store.
 SCENARIOS = [

@@ -20,13 +20,13 @@ from tests import backends
 from tests.faults import samples
 from tests.faults.attempts import BAD, Attempt, attempt, save_with
 from tests.faults.disks import small_disk
+from tests.faults.rank_errors import SIZES, one_error
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from tests.backends import Backend
     from tests.ranks import RankPool, Ranks
-from tests.faults.rank_errors import SIZES, one_error
 
 
 @contextmanager

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests import backends
+from tests.faults.replaced import foreign, verify
 from tests.faults.replacing import (
     NEW,
     OLD,
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from tests.ranks import RankPool
-from tests.faults.replaced import foreign, verify
 
 __all__ = ["foreign", "verify"]  # fixtures
 

@@ -8,12 +8,12 @@ import torch.distributed as dist
 
 from shardckpt.integrations.accelerate import register_sharded_state
 from tests.integrations import small
+from tests.integrations.accelerate import Job
 from tests.integrations.accelerated import accelerated
 from tests.ranks import Failure, RankPool, Ranks
 
 if TYPE_CHECKING:
     from pathlib import Path
-from tests.integrations.accelerate import Job
 
 
 def _saved(folder: str, sharded: bool, more: int = 0) -> dict[str, torch.Tensor]:

@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING
 
 from tests.integrations import small
 from tests.integrations.accelerated import accelerated
+from tests.integrations.transformers import At, Crash, config_of, crash, resume, trainer_of, without_ranks
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -11,7 +12,6 @@ if TYPE_CHECKING:
     import torch
 
     from tests.ranks import Ranks
-from tests.integrations.transformers import At, Crash, config_of, crash, resume, trainer_of, without_ranks
 
 __all__ = ["without_ranks"]  # fixtures
 

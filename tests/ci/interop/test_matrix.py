@@ -15,6 +15,7 @@ import pytest
 
 from tests.compat.rewritten import STRATEGIES, run_script
 from tests.interop import plain_dcp
+from tests.interop.matrix import NEWEST, WORLDS, each_writer, tier_of
 from tests.interop.runner import MegatronError
 from tests.interop.writers import WRITERS
 
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
 
     Releases = Callable[[str], Megatron]
     Saved = Callable[[str], str]
-from tests.interop.matrix import NEWEST, WORLDS, each_writer, tier_of
 
 
 @pytest.mark.parametrize("writer", each_writer())

@@ -22,13 +22,13 @@ from tests.local.disks import (
     read_contents,
     save_steps,
 )
+from tests.local.local_manager import MIB, latest_of
 from tests.tables import in_proof
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from tests.ranks import RankPool
-from tests.local.local_manager import MIB, latest_of
 
 
 @backends.both_in_proof

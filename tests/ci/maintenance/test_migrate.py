@@ -4,11 +4,10 @@ from typing import TYPE_CHECKING
 
 from shardckpt.cli import main
 from tests import programs
+from tests.maintenance.migrate import content, loaded, old
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-from tests.maintenance.migrate import content, loaded, old
 
 __all__ = ["old"]  # fixtures
 

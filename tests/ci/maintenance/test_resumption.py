@@ -13,11 +13,11 @@ from shardckpt import dist_checkpointing as dc
 from shardckpt.maintenance import convert_checkpoint, merge_checkpoints
 from shardckpt.mapping import ShardedTensor
 from tests import programs
+from tests.maintenance.resumption import MIB, assert_same_files, make_source
 from tests.tables import in_proof
 
 if TYPE_CHECKING:
     from pathlib import Path
-from tests.maintenance.resumption import MIB, assert_same_files, make_source
 
 #: Converts with a line in the journal for each 256 KiB, and is killed when it has written so many lines.
 RUN = """

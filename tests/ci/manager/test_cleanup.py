@@ -4,12 +4,12 @@ import os
 from typing import TYPE_CHECKING
 
 from tests.manager import folders
+from tests.manager.cleanup import clean
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from tests.ranks import RankPool
-from tests.manager.cleanup import clean
 
 
 def _clean_nodes(folder: str, ranks_a_node: int) -> None:

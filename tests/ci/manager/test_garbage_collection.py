@@ -14,10 +14,10 @@ from shardckpt.manager.garbage_collection import GarbageCollector
 from tests import programs
 from tests.faults.disks import make_read_only, small_disk
 from tests.manager import folders
+from tests.manager.garbage_collection import LATEST, collect
 
 if TYPE_CHECKING:
     from tests.backends import Backend
-from tests.manager.garbage_collection import LATEST, collect
 
 
 def test_what_cannot_be_renamed_stays_whole(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -6,11 +6,10 @@ from typing import TYPE_CHECKING
 
 from tests import programs
 from tests.manager import folders
+from tests.manager.holds import collect_newest
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-from tests.manager.holds import collect_newest
 
 
 def test_the_lease_of_a_dead_process_ends(tmp_path: Path) -> None:

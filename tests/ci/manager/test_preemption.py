@@ -6,9 +6,10 @@ import subprocess
 import sys
 from typing import TYPE_CHECKING
 
+from tests.manager.preemption import heard
+
 if TYPE_CHECKING:
     from pathlib import Path
-from tests.manager.preemption import heard
 
 __all__ = ["heard"]  # fixtures
 

@@ -12,10 +12,10 @@ from torch.distributed.tensor import DTensor
 from shardckpt import dist_checkpointing
 from shardckpt.adapters import to_sharded_state_dict
 from tests.adapters.layouts import S0
+from tests.optimizer.layout import load
 
 if TYPE_CHECKING:
     from tests.ranks import RankPool
-from tests.optimizer.layout import load
 
 MIB = 1 << 20
 ROWS = 16 * MIB // 256

@@ -18,12 +18,12 @@ from shardckpt.adapters import to_sharded_state_dict
 from shardckpt.optimizer_state import load_sharded_optimizer_state_dict
 from tests.adapters.models import Stage, made_model
 from tests.logs import collect_warnings
+from tests.optimizer.loading import assert_same, train_steps
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from tests.ranks import RankPool
-from tests.optimizer.loading import assert_same, train_steps
 
 
 def _stages(directory: Path) -> tuple[dict[str, Any], list[str]]:

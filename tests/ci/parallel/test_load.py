@@ -9,11 +9,11 @@ import torch.distributed as dist
 from shardckpt import dist_checkpointing as dc
 from shardckpt.mapping import ShardedTensor
 from tests import backends
+from tests.parallel.load import WHOLE, arrivals, calls, checkpoint, differences, load_by, state_of, wrapped
 from tests.tables import in_proof
 
 if TYPE_CHECKING:
     from tests.ranks import RankPool
-from tests.parallel.load import WHOLE, arrivals, calls, checkpoint, differences, load_by, state_of, wrapped
 
 __all__ = ["checkpoint"]  # fixtures
 

@@ -12,12 +12,12 @@ from shardckpt import dist_checkpointing as dc
 from shardckpt.errors import CheckpointingException
 from shardckpt.mapping import ShardedTensor
 from shardckpt.plugins.manager import get_plugin_manager
+from tests.plugins.manager import Recorder, recorder
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from tests.ranks import RankPool
-from tests.plugins.manager import Recorder, recorder
 
 __all__ = ["recorder"]  # fixtures
 

@@ -7,10 +7,10 @@ import pytest
 
 from shardckpt import settings
 from tests import backends, programs
+from tests.remote.faults import count_uploads
 
 if TYPE_CHECKING:
     from tests.backends import Backend
-from tests.remote.faults import count_uploads
 
 #: Ranks and files of the killed save; files in folders are of a strategy of the tests, whatever the format.
 _KILLS = pytest.mark.parametrize(

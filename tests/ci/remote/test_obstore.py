@@ -23,6 +23,7 @@ from shardckpt.plugins import get_plugin_manager
 from shardckpt.storage import CheckpointWriter
 from tests import backends, programs
 from tests.remote import jobs
+from tests.remote.obstore import MIB, folder, url
 from tests.remote.servers import BUCKET, request, variables
 
 if TYPE_CHECKING:
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from tests.ranks import Ranks
-from tests.remote.obstore import MIB, folder, url
 
 __all__ = ["folder", "url"]  # fixtures
 

@@ -5,11 +5,10 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests import programs
+from tests.remote.url import memory
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-from tests.remote.url import memory
 
 __all__ = ["memory"]  # fixtures
 

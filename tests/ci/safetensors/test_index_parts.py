@@ -6,13 +6,13 @@ import pytest
 
 from tests.engine.plan_cache.saves import MODES, Plans, in_mode
 from tests.engine.plan_cache.saves import save as save_in_turn
+from tests.safetensors.index_parts import check_content, list_parts, path
 from tests.safetensors.parts import InParts, make_state
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from tests.ranks import RankPool
-from tests.safetensors.index_parts import check_content, list_parts, path
 
 __all__ = ["path"]  # fixtures
 

@@ -8,13 +8,12 @@ import subprocess
 import sys
 from typing import TYPE_CHECKING
 
+from tests.safetensors.no_pickle import save_by_name
 from tests.tree import ROOT
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
-
-from tests.safetensors.no_pickle import save_by_name
 
 PACKAGE = "shardckpt_safetensors"
 

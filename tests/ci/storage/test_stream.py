@@ -17,11 +17,10 @@ from shardckpt.storage.writer import CheckpointWriter
 from shardckpt.tensors.memory import PAGE
 from tests.resources import list_open, list_threads
 from tests.storage.files import memory
+from tests.storage.stream import MIB, Write, check, save, threads, watch
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-from tests.storage.stream import MIB, Write, check, save, threads, watch
 
 __all__ = ["threads"]  # fixtures
 

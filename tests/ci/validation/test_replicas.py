@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from shardckpt.mapping import ShardedTensor
+from tests.validation.replicas import error_of, make_tensor
 
 if TYPE_CHECKING:
     from tests.ranks import Ranks
-from tests.validation.replicas import error_of, make_tensor
 
 
 def test_a_rank_that_cannot_read_its_copy_leaves_no_other_waiting(ranks: Ranks) -> None:

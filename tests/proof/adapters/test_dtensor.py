@@ -7,12 +7,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from shardckpt import dist_checkpointing
+from tests.adapters.dtensor import checkpoints
 from tests.adapters.layouts import SHAPES, layouts, named, values
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-from tests.adapters.dtensor import checkpoints
 
 __all__ = ["checkpoints"]  # fixtures
 

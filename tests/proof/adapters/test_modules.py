@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from tests.adapters.modules import assert_close, resume, save_by, train_alone
+
 if TYPE_CHECKING:
     from pathlib import Path
 
     from tests.ranks import Ranks
-from tests.adapters.modules import assert_close, resume, save_by, train_alone
 
 
 def test_one_parallelism_goes_on_as_another(ranks: Ranks, tmp_path: Path) -> None:

@@ -5,11 +5,10 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests import backends
+from tests.background.exit import end_together
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-from tests.background.exit import end_together
 
 
 @backends.both_in_proof

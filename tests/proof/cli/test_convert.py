@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.cli.convert import assert_resumed, finish, prepare, start
 from tests.maintenance.resumption import assert_same_files
 
 if TYPE_CHECKING:
     from pathlib import Path
-from tests.cli.convert import assert_resumed, finish, prepare, start
 
 
 @pytest.mark.parametrize("to", ["safetensors", "hf", "torch"])

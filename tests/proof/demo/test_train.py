@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tests.demo.train import read_reports
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
     from tests.ranks import Ranks
-from tests.demo.train import read_reports
 
 
 def _losses(reports: Sequence[dict[str, Any]]) -> dict[int, float]:

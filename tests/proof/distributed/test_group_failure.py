@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
+from tests.distributed.group_failure import DIED, STOPPED
 from tests.faults.deaths import CollectiveJob, Scenario
 from tests.faults.programs import ask
 
 if TYPE_CHECKING:
     from pathlib import Path
-from tests.distributed.group_failure import DIED, STOPPED
 
 SCENARIOS = {
     "busy": Scenario(world=4, members=[0, 1, 2, 3], delays=[0, 0, 0, 3], victim=2, how="kill"),

@@ -8,12 +8,12 @@ import pytest
 
 from tests.ep.cycles import check_whole, load, save
 from tests.ep.live import Meshes
+from tests.ep.matrix import cases_of
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from tests.ranks import Ranks
-from tests.ep.matrix import cases_of
 
 
 def _cycle(folder: Path) -> int:

@@ -8,12 +8,12 @@ import pytest
 
 from tests import backends
 from tests.faults.deaths import StepJob
+from tests.faults.disks import SOME, outcomes_of
 from tests.faults.programs import ask, needs_strace
 from tests.faults.report_sets import outcome_of_slow_disk
 
 if TYPE_CHECKING:
     from pathlib import Path
-from tests.faults.disks import SOME, outcomes_of
 
 
 @backends.both_in_proof

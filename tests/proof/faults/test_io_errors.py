@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests import backends
+from tests.faults.io_errors import SOME, bad, endings_of
 from tests.faults.programs import needs_strace
 
 if TYPE_CHECKING:
     from pathlib import Path
-from tests.faults.io_errors import SOME, bad, endings_of
 
 pytestmark = [needs_strace, pytest.mark.timeout(1500)]
 

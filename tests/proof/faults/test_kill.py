@@ -7,12 +7,11 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests import backends
+from tests.faults.kill import CASES, SAMPLED, kill
 from tests.faults.programs import needs_strace
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-from tests.faults.kill import CASES, SAMPLED, kill
 
 pytestmark = needs_strace
 

@@ -8,11 +8,11 @@ import pytest
 
 from tests import backends
 from tests.faults.kill import bad
+from tests.faults.operation_kill import MANY, RANKS, outcomes_of
 from tests.faults.programs import needs_strace
 
 if TYPE_CHECKING:
     from pathlib import Path
-from tests.faults.operation_kill import MANY, RANKS, outcomes_of
 
 pytestmark = needs_strace
 

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests import backends
+from tests.faults.power_cuts import SEEDS, bad, states_of
 from tests.faults.programs import needs_strace
 
 if TYPE_CHECKING:
     from pathlib import Path
-from tests.faults.power_cuts import SEEDS, bad, states_of
 
 SOME, MANY = 100, 500
 

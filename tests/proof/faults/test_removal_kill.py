@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.faults.programs import needs_strace
+from tests.faults.removal_kill import CASES, SAMPLED, check, report_kills
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from tests.ranks import Ranks
-from tests.faults.removal_kill import CASES, SAMPLED, check, report_kills
 
 pytestmark = needs_strace
 

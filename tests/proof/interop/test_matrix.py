@@ -21,6 +21,7 @@ from shardckpt import mapping
 from shardckpt.engine.integrity import verify_integrity_manifest
 from tests.compat.rewritten import SCRIPT, run
 from tests.interop import here, plain_dcp, sample
+from tests.interop.matrix import NEWEST, WORLDS, each_writer, tier_of
 from tests.interop.writers import WRITERS
 
 if TYPE_CHECKING:
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
 
     Releases = Callable[[str], Megatron]
     Saved = Callable[[str], str]
-from tests.interop.matrix import NEWEST, WORLDS, each_writer, tier_of
 
 #: Releases that today's torch does not let read their own ``common.pt`` if a class of Megatron's is in it.
 CANNOT_READ_ITSELF = ("0.9.0", "0.15.3")

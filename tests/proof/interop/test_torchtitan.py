@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.interop.torchtitan import run, script, site, written
+
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
-
-from tests.interop.torchtitan import run, script, site, written
 
 __all__ = ["site", "written"]  # fixtures
 

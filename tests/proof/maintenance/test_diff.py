@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from shardckpt.maintenance import diff_checkpoints
+from tests.maintenance.diff import save_values
 
 if TYPE_CHECKING:
     from pathlib import Path
-from tests.maintenance.diff import save_values
 
 
 def test_it_finds_one_bit_in_2_gib(tmp_path: Path) -> None:

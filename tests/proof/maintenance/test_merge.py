@@ -13,10 +13,10 @@ import torch
 
 from shardckpt import dist_checkpointing as dc
 from shardckpt.mapping import ShardedTensor
+from tests.maintenance.merge import LEAST, MIB, average, whole
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-from tests.maintenance.merge import LEAST, MIB, average, whole
 
 
 def save_sources(folder: Path, count: int, rows: int, columns: int) -> list[str]:

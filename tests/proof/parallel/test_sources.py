@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.parallel.sources import LAYERS, MESHES, READS, SOURCES, WIDTH, write_source
+
 if TYPE_CHECKING:
     from pathlib import Path
-
-from tests.parallel.sources import LAYERS, MESHES, READS, SOURCES, WIDTH, write_source
 
 
 def count_bytes_read(trace: str, folder: Path) -> int:

@@ -5,11 +5,10 @@ from typing import TYPE_CHECKING
 
 from tests import backends, programs
 from tests.remote import jobs
+from tests.remote.background import PERSISTENT
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-from tests.remote.background import PERSISTENT
 
 
 @backends.both_in_proof

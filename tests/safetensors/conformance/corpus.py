@@ -4,19 +4,14 @@ from __future__ import annotations
 
 import json
 import shutil
+import stat
 import zipfile
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 
 from tests.safetensors.conformance.fuzz import draw_hostile, write_hostile
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-import stat
-from pathlib import Path
-from typing import NamedTuple
 
 HERE = Path(__file__).parent
 

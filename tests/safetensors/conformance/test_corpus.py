@@ -11,7 +11,7 @@ import pytest
 
 from shardckpt.errors import CheckpointingException
 from tests.safetensors.conformance import ours
-from tests.safetensors.conformance.corpus import HERE, Case, find_fault
+from tests.safetensors.conformance.corpus import CASES, HERE, HOSTILE, Case, find_fault, folder, hostile
 from tests.safetensors.conformance.draft import INDEX, Link
 from tests.safetensors.conformance.fuzz import draw_hostile
 from tests.safetensors.conformance.independent_reader import read_checkpoint
@@ -23,7 +23,6 @@ from tests.tables import table
 
 if TYPE_CHECKING:
     from pathlib import Path
-from tests.safetensors.conformance.corpus import CASES, HOSTILE, folder, hostile
 
 __all__ = ["folder", "hostile"]  # fixtures
 

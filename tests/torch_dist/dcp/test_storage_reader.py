@@ -34,6 +34,7 @@ from tests.names import METADATA, data_file
 from tests.states import run_here
 from tests.tables import in_proof, table
 from tests.torch_dist import plain_states
+from tests.torch_dist.dcp.storage_reader import load_by_reader
 from tests.tree import GOLDEN
 
 if TYPE_CHECKING:
@@ -41,7 +42,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from tests.ranks import Ranks
-from tests.torch_dist.dcp.storage_reader import load_by_reader
 
 SAVED = 2
 

@@ -29,12 +29,12 @@ from tests.plugged import registered
 from tests.states import rank_and_size, run_here
 from tests.tables import in_proof
 from tests.torch_dist import plain_states
+from tests.torch_dist.dcp.storage_writer import NEW, OLD, forget_plans, left_beside, load_by_all, save_by_writer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from tests.ranks import Ranks
-from tests.torch_dist.dcp.storage_writer import NEW, OLD, forget_plans, left_beside, load_by_all, save_by_writer
 
 
 class Recipe:

@@ -13,11 +13,11 @@ from shardckpt.planning.boxes import Box
 from shardckpt_torch_dist.dialects import metadata_pickle
 from shardckpt_torch_dist.dialects.metadata_pickle import encode_metadata
 from tests.property.search import drawn, for_all
+from tests.torch_dist.dialects.metadata_pickle import FILE, check_equal, stock
 from tests.torch_dist.indexes import INDEXES, index_of
 
 if TYPE_CHECKING:
     from shardckpt_torch_dist.dialects.stored import StoredIndex
-from tests.torch_dist.dialects.metadata_pickle import FILE, check_equal, stock
 
 
 def plain(record: Any) -> Any:

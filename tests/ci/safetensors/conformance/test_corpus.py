@@ -10,14 +10,13 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.safetensors.conformance.corpus import HERE, find_fault
+from tests.safetensors.conformance.corpus import CASES, HERE, NODE, NODE_READER, find_fault, folder, hostile, needs_node
 from tests.safetensors.conformance.draft import INDEX
 from tests.safetensors.conformance.independent_reader import read_checkpoint
 from tests.safetensors.conformance.protocol import describe
 
 if TYPE_CHECKING:
     from pathlib import Path
-from tests.safetensors.conformance.corpus import CASES, NODE, NODE_READER, folder, hostile, needs_node
 
 __all__ = ["folder", "hostile"]  # fixtures
 

@@ -7,12 +7,12 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from tests.interop.sample import check_equal
+from tests.torch_dist.dcp.storage_reader import load_by_reader
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from tests.ranks import RankPool
-from tests.torch_dist.dcp.storage_reader import load_by_reader
 
 
 def _save_alone(path: str) -> None:

@@ -18,13 +18,13 @@ from tests.faults.kill import SAMPLED, bad
 from tests.faults.programs import ask
 from tests.states import run_here
 from tests.torch_dist import plain_states
+from tests.torch_dist.dcp.storage_writer import NEW, forget_plans, left_beside, load_by_all, save_by_writer
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
     from pathlib import Path
 
     from tests.ranks import RankPool
-from tests.torch_dist.dcp.storage_writer import NEW, forget_plans, left_beside, load_by_all, save_by_writer
 
 
 @pytest.mark.parametrize(

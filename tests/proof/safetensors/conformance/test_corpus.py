@@ -10,13 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.safetensors.conformance.corpus import HERE, Case, find_fault
+from tests.safetensors.conformance.corpus import CASES, HERE, NODE_READER, Case, find_fault, folder, hostile, needs_node
 from tests.safetensors.conformance.fuzz import draw_hostile, write_hostile
 from tests.safetensors.conformance.runner import CPU_LIMIT, MEMORY_LIMIT
 
 if TYPE_CHECKING:
     from pathlib import Path
-from tests.safetensors.conformance.corpus import CASES, NODE_READER, folder, hostile, needs_node
 
 __all__ = ["folder", "hostile"]  # fixtures
 
