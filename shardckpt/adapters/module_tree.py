@@ -10,6 +10,7 @@ from operator import getitem
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.distributed.fsdp import FullyShardedDataParallel
 
 from shardckpt.tensors import find_wrapped_child, reshards, shortens_names
 
@@ -34,7 +35,8 @@ class _Tree:
 
     Args:
         root: The module.
-        with_buffers: Whether to list the persistent buffers, too.
+        only_parameters: Whether to leave out the persistent buffers; what classes and hooks add to the state dict of a
+            module is no parameter, so only what renames parameters matters then.
 
     Attributes:
         names: Their full names.
@@ -46,14 +48,14 @@ class _Tree:
         _UnusualError: torch must be asked.
     """
 
-    def __init__(self, root: Module, *, with_buffers: bool) -> None:
+    def __init__(self, root: Module, *, only_parameters: bool) -> None:
         self.names: list[str] = []
         self.owners: list[dict[str, Any]] = []
         self.keys: list[str] = []
         self.hooks: set[Callable[..., Any]] = set()
-        self._with_buffers = with_buffers
+        self._only_parameters = only_parameters
         self._walk(root)
-        if not all(map(reshards, self.hooks)):
+        if not only_parameters and not all(map(reshards, self.hooks)):
             raise _UnusualError
 
     def read(self) -> list[Any]:
@@ -69,7 +71,7 @@ class _Tree:
             module, prefix = waiting.pop()
             values, kind = module.__dict__, type(module)
             if kind not in wrapped:
-                wrapped[kind] = _check_class(kind)
+                wrapped[kind] = _check_class(kind, only_parameters=self._only_parameters)
             # the names one by one: to look for the module's twenty in a set takes four times as long
             if values["_state_dict_hooks"] or (
                 "state_dict" in values
@@ -77,7 +79,7 @@ class _Tree:
                 or "get_extra_state" in values
                 or _MODIFIERS in values
             ):
-                _check_module(values)
+                _check_module(values, only_parameters=self._only_parameters)
             if values["_state_dict_pre_hooks"]:
                 self.hooks.update(values["_state_dict_pre_hooks"].values())
             owner = values["_parameters"]
@@ -86,7 +88,7 @@ class _Tree:
                     names.append(prefix + name)
                     owners.append(owner)
                     keys.append(name)
-            if values["_buffers"] and self._with_buffers:
+            if values["_buffers"] and not self._only_parameters:
                 self._add_buffers(prefix, values["_buffers"], values["_non_persistent_buffers_set"])
             children = values["_modules"]
             if children:
@@ -122,7 +124,7 @@ def list_state_columns(module: Module) -> tuple[list[str], list[torch.Tensor]] |
         that may do more than list them: a class or a hook changes the state dict, FSDP1, TorchScript.
     """
     try:
-        tree = _Tree(module, with_buffers=True)
+        tree = _Tree(module, only_parameters=False)
     except _UnusualError:
         return None
     with torch.no_grad():
@@ -134,7 +136,7 @@ def list_state_columns(module: Module) -> tuple[list[str], list[torch.Tensor]] |
 def name_parameters(module: Module) -> dict[int, str] | None:
     """Return the full name of each parameter by its id, the first of a tied one; None if torch must be asked."""
     try:
-        tree = _Tree(module, with_buffers=False)
+        tree = _Tree(module, only_parameters=True)
     except _UnusualError:
         return None
     names: dict[int, str] = {}
@@ -143,16 +145,21 @@ def name_parameters(module: Module) -> dict[int, str] | None:
     return names
 
 
-def _check_class(kind: type[Any]) -> str:
+def _check_class(kind: type[Any], *, only_parameters: bool) -> str:
     """Return the child whose name is left out, or ""; raise if modules of the class decide what their state is."""
-    is_usual = all(getattr(kind, name) is getattr(torch.nn.Module, name) for name in _METHODS)
-    # modules of TorchScript have their tensors elsewhere
-    if not is_usual or hasattr(kind, _MODIFIERS) or issubclass(kind, torch.jit.ScriptModule):
+    is_usual = only_parameters or all(getattr(kind, name) is getattr(torch.nn.Module, name) for name in _METHODS)
+    # modules of TorchScript have their tensors elsewhere, and FSDP1 has flat ones
+    others = (torch.jit.ScriptModule, FullyShardedDataParallel)
+    if not is_usual or hasattr(kind, _MODIFIERS) or issubclass(kind, others):
         raise _UnusualError
     return find_wrapped_child(kind)
 
 
-def _check_module(values: dict[str, Any]) -> None:
+def _check_module(values: dict[str, Any], *, only_parameters: bool) -> None:
     """Raise if the attributes or hooks of a module decide what its state is."""
-    if not _DECIDING.isdisjoint(values) or not all(map(shortens_names, values["_state_dict_hooks"].values())):
+    if only_parameters:
+        is_usual = _MODIFIERS not in values
+    else:
+        is_usual = _DECIDING.isdisjoint(values) and all(map(shortens_names, values["_state_dict_hooks"].values()))
+    if not is_usual:
         raise _UnusualError

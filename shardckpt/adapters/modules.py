@@ -11,7 +11,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from shardckpt.adapters.module_tree import list_state_tensors, name_parameters
-from shardckpt.errors import ShardingError
+from shardckpt.errors import ShardingError, listed
 from shardckpt.tensors import ORDINARY, step_without_hooks
 
 if TYPE_CHECKING:
@@ -113,6 +113,15 @@ def get_param_groups(parts: Sequence[Module], optimizer: Optimizer, number: int)
     return _read_optimizer(parts, optimizer, number)["param_groups"]  # type: ignore[no-any-return]
 
 
+def name_own_parameters(parts: Sequence[Module], optimizer: Optimizer, number: int) -> Mapping[int, str] | None:
+    """Return the full names of an optimizer's parameters by their ids; None if FSDP1 or a class renames them.
+
+    Raises:
+        ShardingError: no single module has all parameters of the optimizer.
+    """
+    return name_parameters(find_owner(parts, optimizer, number))
+
+
 def _read_optimizer(parts: Sequence[Module], optimizer: Optimizer, number: int) -> Any:
     owner = find_owner(parts, optimizer, number)
     names = name_parameters(owner)
@@ -128,6 +137,12 @@ def _name_state(optimizer: Optimizer, names: Mapping[int, str]) -> dict[str, Any
         found = optimizer.state_dict()
     params = [param for group in optimizer.param_groups for param in group["params"]]
     by_number = {number: names[id(param)] for number, param in enumerate(params)}
+    others = [repr(key) for key in found["state"] if key not in by_number]
+    if others:
+        raise ShardingError(
+            f"the optimizer has state under {listed(others)}, which is no parameter of it: only the state "
+            "of parameters is stored. Keep such values elsewhere, and save them as a state of their own"
+        )
     state = {by_number[number]: values for number, values in found["state"].items()}
     groups = [{**group, "params": [by_number[number] for number in group["params"]]} for group in found["param_groups"]]
     return {"state": state, "param_groups": groups}
@@ -157,14 +172,19 @@ def make_initial_state(parts: Sequence[Module], optimizers: Sequence[Optimizer])
                 "shardckpt.ShardedObject('lbfgs', optimizer.state_dict(), (1,), (0,)), and pass what a load of "
                 "that object returns to optimizer.load_state_dict"
             )
+        names = name_parameters(part)
         lacking = [
             param
             for group in optimizer.param_groups
             for param in group["params"]
-            if param.requires_grad and not optimizer.state.get(param)
+            if (names is not None or param.requires_grad) and not optimizer.state.get(param)
         ]
         with _temporary_state(optimizer, lacking) as has_state:
-            found: Any = get_optimizer_state_dict(part, optimizer)["state"] if has_state else {}
+            found: Any = {}
+            if has_state and names is None:
+                found = get_optimizer_state_dict(part, optimizer)["state"]
+            elif has_state and names is not None:
+                found = {names[id(param)]: optimizer.state[param] for param in lacking if param in optimizer.state}
         states[number] = _drop_empty(found)
     return _merge("optimizer", states)
 

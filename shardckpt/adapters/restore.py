@@ -1,4 +1,4 @@
-"""Restore loaded values into modules and optimizers, through torch's own state-dict API."""
+"""Restore loaded values into modules and optimizers: bits, dtype and type of each value as it was saved."""
 
 from __future__ import annotations
 
@@ -15,10 +15,12 @@ from shardckpt.adapters.modules import (
     as_parts,
     find_owner,
     get_param_groups,
+    name_own_parameters,
     read_model_tensors,
     suppress_initial_state,
 )
 from shardckpt.errors import CheckpointingException, KeyMismatchError, ShardingError, listed
+from shardckpt.state_dict import dict_list_map_outplace
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
@@ -66,14 +68,69 @@ def load_into(
         set_model_state_dict(part, dict(model), options=StateDictOptions(strict=False))
     states = optimizer_state.get("state", {})
     for number, (optimizer, own) in enumerate(zip(optimizers, filled, strict=True)):
-        mine = {name: dict(states[name]) for group in own for name in group["params"] if name in states}
+        # a parameter that was saved without state has none now; one that was not saved keeps its own (strict=False)
+        kept = {name for group in own for name in group["params"] if name not in options and name not in states}
+        _hand_over(parts, optimizer, number, own, states, kept)
+
+
+def _hand_over(
+    parts: Sequence[Module],
+    optimizer: Optimizer,
+    number: int,
+    groups: list[dict[str, Any]],
+    states: Mapping[str, Any],
+    kept: Collection[str],
+) -> None:
+    """Give an optimizer its state and the options of its groups.
+
+    Args:
+        parts: The modules of this rank.
+        optimizer: The optimizer.
+        number: Its position among the optimizers, for errors.
+        groups: Its groups, with the full names of the parameters under ``params``.
+        states: The loaded state of each parameter by its full name; one that is absent has none.
+        kept: The parameters that keep the state that they have.
+    """
+    names = name_own_parameters(parts, optimizer, number)
+    if names is None:  # flat parameters of FSDP1, whose state torch alone can lay out
+        mine = {name: dict(states[name]) for group in groups for name in group["params"] if name in states}
         with suppress_initial_state(optimizer):
             set_optimizer_state_dict(
                 find_owner(parts, optimizer, number),
                 optimizer,
-                {"state": mine, "param_groups": own},  # type: ignore[dict-item]
+                {"state": mine, "param_groups": groups},  # type: ignore[dict-item]
                 options=StateDictOptions(strict=False),
             )
+        return
+    # load_state_dict casts the state that stands under the number of a parameter to the parameter's dtype, and takes
+    # any other entry as it is: state that stands under the parameter itself keeps its bits. Hooks of the optimizer, and
+    # what its class does in load_state_dict and __setstate__, run as they do for torch.save's users.
+    exact: dict[Any, Any] = {}
+    numbered, count = [], 0
+    for group, live in zip(groups, optimizer.param_groups, strict=True):
+        for param in live["params"]:
+            name = names[id(param)]
+            if name in states:
+                exact[param] = _move(states[name], param, group)
+            elif name in kept and param in optimizer.state:
+                exact[param] = optimizer.state[param]
+        numbered.append({**group, "params": list(range(count, count + len(live["params"])))})
+        count += len(live["params"])
+    optimizer.load_state_dict({"state": exact, "param_groups": numbered})
+
+
+def _move(state: Mapping[str, Any], param: torch.Tensor, group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a parameter's state on the devices where load_state_dict puts it; nothing is cast."""
+    # the step stays where it is, but where the optimizer counts on the device
+    keeps_step = not (group.get("capturable") or group.get("fused"))
+
+    def move(value: Any) -> Any:
+        return value.to(param.device) if isinstance(value, torch.Tensor) and value.device != param.device else value
+
+    return {
+        key: value if key == "step" and keeps_step else dict_list_map_outplace(move, value)
+        for key, value in state.items()
+    }
 
 
 def _apply_options(group: dict[str, Any], options: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
