@@ -32,6 +32,9 @@ _SHARDED_BY_TORCH = ("torch.distributed.tensor", "torch.distributed._tensor", "t
 #: The leaves of a larger dict or list are yielded without a look at each, if all are leaves: there may be a million.
 _MANY = 16
 
+#: numpy's dtypes whose equal bytes are equal values: not objects, nor long doubles, which have bytes without a meaning.
+_BYTES_ARE_VALUES = frozenset("?bBhHiIlLqQefdFDSUmM")
+
 _K = TypeVar("_K")
 _V = TypeVar("_V")
 _R = TypeVar("_R")
@@ -116,6 +119,11 @@ def extract_matching_values(
     return match, of_type(x, rest)
 
 
+def are_equal(x1: Any, x2: Any) -> bool:
+    """Return whether two values are equal, leaf by leaf: NaN equals NaN, and what cannot be compared differs."""
+    return not any(diff(x1, x2))
+
+
 def diff(x1: Any, x2: Any, prefix: tuple[Any, ...] = ()) -> tuple[list[Any], list[Any], list[Any]]:
     """Compare two nested dicts or lists.
 
@@ -127,7 +135,7 @@ def diff(x1: Any, x2: Any, prefix: tuple[Any, ...] = ()) -> tuple[list[Any], lis
     mismatch: list[Any] = []
     left, right = _children(x1), _children(x2)
     if left is None or right is None or type(x1) is not type(x2):
-        if not _equal(x1, x2):
+        if not _equal_leaves(x1, x2):
             mismatch.append((prefix, type(x1), type(x2)))
         return only_left, only_right, mismatch
     only_left.extend((*prefix, key) for key in left if key not in right)
@@ -396,14 +404,31 @@ def _children(x: Any) -> dict[Any, Any] | None:
     return None
 
 
-def _equal(x1: Any, x2: Any) -> bool:
-    if isinstance(x1, torch.Tensor) or isinstance(x2, torch.Tensor):
-        return isinstance(x1, torch.Tensor) and isinstance(x2, torch.Tensor) and torch.equal(x1, x2)
+def _equal_leaves(x1: Any, x2: Any) -> bool:
     try:
-        result = x1 == x2
-        return result if isinstance(result, bool) else bool(getattr(result, "all", lambda: result)())
-    except Exception:  # noqa: BLE001 - values that cannot be compared are not equal
+        if isinstance(x1, torch.Tensor) or isinstance(x2, torch.Tensor):
+            both = isinstance(x1, torch.Tensor) and isinstance(x2, torch.Tensor)
+            alike = both and (x1.dtype, x1.shape) == (x2.dtype, x2.shape)
+            return alike and (torch.equal(x1, x2) or _equal_bits(x1, x2))
+        if isinstance(x1, tuple) and type(x1) is type(x2):
+            return len(x1) == len(x2) and all(map(are_equal, x1, x2))
+        same = x1 == x2
+        # arrays compare by their elements
+        return bool(same.all() if hasattr(same, "all") else same) or _is_same_nan(x1, x2)
+    except Exception:  # noqa: BLE001 - any class may raise anything
         return False
+
+
+def _is_same_nan(x1: Any, x2: Any) -> bool:
+    """Return whether two numbers or arrays that are not equal by ``==`` have equal bits."""
+    # by its name: numpy need not be installed
+    if type(x1).__module__ == type(x2).__module__ == "numpy" and x1.dtype.char in _BYTES_ARE_VALUES:
+        return bool((x1.dtype, x1.shape, x1.tobytes()) == (x2.dtype, x2.shape, x2.tobytes()))
+    return isinstance(x1, (float, complex)) and type(x1) is type(x2) and repr(x1) == repr(x2)
+
+
+def _equal_bits(x1: torch.Tensor, x2: torch.Tensor) -> bool:
+    return torch.equal(*(each.detach().contiguous().reshape(-1).view(torch.uint8) for each in (x1, x2)))
 
 
 def _merge_into_list(x1: list[Any], x2: dict[Any, Any], key: tuple[Any, ...]) -> list[Any]:
@@ -424,6 +449,7 @@ def _format_path(key: tuple[Any, ...]) -> str:
 __all__ = [
     "apply_factories",
     "apply_factory_merges",
+    "are_equal",
     "build_copy",
     "dict_list_map_inplace",
     "dict_list_map_outplace",

@@ -3,6 +3,7 @@ from __future__ import annotations
 import copy
 from typing import TYPE_CHECKING
 
+import numpy as np
 import pytest
 import torch
 
@@ -52,6 +53,33 @@ def test_diff_names_every_place() -> None:
     assert only_right == [("f",), ("e", 2)]
     assert mismatch == [(("b", "c"), torch.Tensor, torch.Tensor)]
     assert sd.diff(left, left) == ([], [], [])
+
+
+def test_values_are_compared_by_their_kind() -> None:
+    """NaN equals NaN; arrays and tensors compare by elements, dtypes and shapes; what cannot be compared differs."""
+    nan = float("nan")
+    equal = [
+        nan,
+        complex(nan, 1),
+        (1, nan),
+        [torch.tensor([nan])],
+        {"a": (np.array([1.0, nan]),)},
+        np.float32(nan),
+        {1},
+    ]
+    assert [sd.are_equal(value, copy.deepcopy(value)) for value in equal] == [True] * len(equal)
+    differ = [
+        (torch.ones(2), torch.ones(2, dtype=torch.float64)),
+        (torch.ones(2), torch.ones(1, 2)),
+        (np.arange(3), np.arange(4)),
+        (np.array([1.0, nan]), np.array([2.0, nan])),
+        ((1, torch.ones(1)), (1, torch.zeros(1))),
+        ((1, 2), (1, 2, 3)),
+        ({"a": 1}, [1]),
+        (torch.ones(1), 1),
+        (nan, 1.0),
+    ]
+    assert [sd.are_equal(*pair) for pair in differ] == [False] * len(differ)
 
 
 def test_maps_in_and_out_of_place() -> None:

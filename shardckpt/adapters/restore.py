@@ -20,7 +20,7 @@ from shardckpt.adapters.modules import (
     suppress_initial_state,
 )
 from shardckpt.errors import CheckpointingException, KeyMismatchError, ShardingError, listed
-from shardckpt.state_dict import dict_list_map_outplace
+from shardckpt.state_dict import are_equal, dict_list_map_outplace
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
@@ -138,7 +138,7 @@ def _apply_options(group: dict[str, Any], options: Mapping[str, dict[str, Any]])
     saved = [name for name in group["params"] if name in options]
     for name in saved:
         for option, value in options[saved[0]].items():
-            if option not in options[name] or not _is_equal(options[name][option], value):
+            if option not in options[name] or not are_equal(options[name][option], value):
                 raise CheckpointingException(
                     f"{saved[0]!r} and {name!r} are in one group of the optimizer, but were saved with different "
                     f"values of {option}: {value!r} and {options[name].get(option)!r}; group them as they were saved"
@@ -169,9 +169,3 @@ def _refuse(missing: Collection[str], what: str) -> None:
             "load with to_sharded_state_dict of the same modules and optimizers, or keep theirs: "
             "load_into(..., strict=False)"
         )
-
-
-def _is_equal(one: Any, other: Any) -> bool:
-    if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
-        return isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor) and torch.equal(one, other)
-    return bool(one == other)

@@ -11,6 +11,7 @@ import torch
 
 from shardckpt.huggingface import forget_structure
 from shardckpt.mapping import ShardedObject
+from shardckpt.state_dict import are_equal
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -20,8 +21,6 @@ if TYPE_CHECKING:
 #: Characters of a value that are shown.
 _SHOWN = 60
 _ABSENT = object()
-#: numpy's dtypes whose equal bytes are equal values: not objects, nor long doubles, which have bytes without a meaning.
-_BYTES_ARE_VALUES = frozenset("?bBhHiIlLqQefdFDSUmM")
 
 
 class ObjectDifference(NamedTuple):
@@ -117,20 +116,10 @@ def _pair_parts(one: Any, other: Any) -> Iterator[tuple[str, Any, Any]]:
 
 
 def _are_equal(one: Any, other: Any) -> bool:
-    """Return whether two leaves of one class are equal; as for tensors, NaN equals NaN."""
+    """Return whether two leaves of one class are equal; tensors are by their bits."""
     if isinstance(one, torch.Tensor):
         return one.dtype == other.dtype and one.shape == other.shape and _equal_bits(one, other)
-    try:
-        # by its name: numpy need not be installed
-        if type(one).__module__ == "numpy" and one.dtype.char in _BYTES_ARE_VALUES:
-            return bool((one.dtype, one.shape, one.tobytes()) == (other.dtype, other.shape, other.tobytes()))
-        if isinstance(one, (float, complex)):
-            return one == other or repr(one) == repr(other)
-        same = one == other
-        # arrays compare by their elements
-        return bool(same.all() if hasattr(same, "all") else same)
-    except Exception:  # noqa: BLE001 - any class may raise anything; what cannot be compared is not said to be equal
-        return False
+    return are_equal(one, other)
 
 
 def _equal_bits(one: torch.Tensor, other: torch.Tensor) -> bool:

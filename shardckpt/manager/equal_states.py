@@ -6,6 +6,7 @@ import copy
 from typing import TYPE_CHECKING, Any
 
 from shardckpt.errors import CheckpointingException
+from shardckpt.state_dict import are_equal
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -34,7 +35,7 @@ class EqualStates:
             CheckpointingException: the states are not equal.
         """
         first, *others = (state.state_dict() for state in self._states)
-        if any(other != first for other in others):
+        if not all(are_equal(first, other) for other in others):
             raise CheckpointingException(
                 f"the state {self._name!r} is a list of {len(self._states)} whose states are not equal, and one state "
                 "is stored for all of them: give each as a state of its own, under a name of its own"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
+from shardckpt.state_dict import are_equal
 
 
 def group_options(options: dict[str, dict[str, Any]], *, apart: bool) -> list[dict[str, Any]]:
@@ -30,11 +30,4 @@ def group_options(options: dict[str, dict[str, Any]], *, apart: bool) -> list[di
 
 def _has_options(group: dict[str, Any], options: dict[str, Any]) -> bool:
     """Return whether the options of a group are these."""
-    return group.keys() - {"params"} == options.keys() and all(_same(group[key], options[key]) for key in options)
-
-
-def _same(one: Any, other: Any) -> bool:
-    tensors = isinstance(one, torch.Tensor), isinstance(other, torch.Tensor)
-    if any(tensors):
-        return all(tensors) and torch.equal(one, other)  # == of tensors of several elements is no boolean
-    return bool(one == other)
+    return group.keys() - {"params"} == options.keys() and all(are_equal(group[key], options[key]) for key in options)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import copy
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 import torch
 
 from shardckpt.errors import CheckpointingException
 from shardckpt.manager import CheckpointConfig, CheckpointManager
+from tests.tables import table
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -33,6 +36,17 @@ def test_a_list_of_schedulers_is_saved_and_resumed(tmp_path: Path) -> None:
     with CheckpointManager(config, {"lr_scheduler": loaded}) as manager:
         assert manager.load()
     assert [each.state_dict() for each in loaded] == [saved[0].state_dict()] * 3
+
+
+@table("value", [float("nan"), np.arange(3.0), torch.tensor([1.0, float("nan")]), (np.arange(2), [float("nan")])])
+def test_states_are_compared_as_values(tmp_path: Path, value: Any) -> None:
+    """Schedulers that hold arrays, tensors or NaN are equal where their values are."""
+    schedulers = _schedulers(2)
+    for each in schedulers:
+        each.best = copy.deepcopy(value)  # type: ignore[attr-defined]
+    with CheckpointManager(CheckpointConfig(folder=str(tmp_path), interval=1), {"lr_scheduler": schedulers}) as manager:
+        assert manager.save(1)
+        assert manager.load()
 
 
 def test_states_that_differ_are_not_stored_as_one(tmp_path: Path) -> None:
