@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed.fsdp import FullyShardedDataParallel
 
+from shardckpt.errors import ShardingError
 from shardckpt.tensors import find_wrapped_child, reshards, shortens_names
 
 if TYPE_CHECKING:
@@ -107,10 +108,12 @@ class _Tree:
 
 
 def list_state_tensors(module: Module) -> dict[str, torch.Tensor] | None:
-    """Return what :func:`list_state_columns` returns by name; None if there are no tensors, or two have one name."""
+    """Return what :func:`list_state_columns` returns by name; None if two have one name."""
     columns = list_state_columns(module)
-    found = {} if columns is None else dict(zip(*columns, strict=True))
-    return found if columns is not None and found and len(found) == len(columns[0]) else None
+    if columns is None:
+        return None
+    found = dict(zip(*columns, strict=True))
+    return found if len(found) == len(columns[0]) else None
 
 
 def list_state_columns(module: Module) -> tuple[list[str], list[torch.Tensor]] | None:
@@ -143,6 +146,57 @@ def name_parameters(module: Module) -> dict[int, str] | None:
     for name, parameter in zip(tree.names, tree.read(), strict=True):
         names.setdefault(id(parameter), name)
     return names
+
+
+def read_state_dict(module: Module) -> tuple[dict[str, Any], dict[str, str]] | None:
+    """Return the state dict of a module with the names that :func:`list_state_columns` gives, and the keys of each.
+
+    Args:
+        module: Its classes and hooks decide what is there: extra state, more tensors or others than it has.
+
+    Returns:
+        The values by full name, and for each name the key that ``load_state_dict`` takes. None if torch must be asked:
+        FSDP1, TorchScript, and classes that rename.
+
+    Raises:
+        ShardingError: two values have one name.
+    """
+    try:
+        prefixes = _list_prefixes(module)
+    except _UnusualError:
+        return None
+    values: dict[str, Any] = {}
+    keys: dict[str, str] = {}
+    for key, value in module.state_dict().items():
+        # a hook may add any name below its module's
+        end = len(key)
+        while (end := key.rfind(".", 0, end) + 1) and key[:end] not in prefixes:
+            end -= 1
+        name = prefixes[key[:end]] + key[end:]
+        if name in values:
+            raise ShardingError(f"{keys[name]!r} and {key!r} of the state dict have the name {name!r} without wrappers")
+        values[name], keys[name] = value, key
+    return values, keys
+
+
+def _list_prefixes(root: Module) -> dict[str, str]:
+    """Return the prefix of each module's keys in a state dict, and the same without the names of wrappers."""
+    found: dict[str, str] = {}
+    waiting: list[tuple[Module, str, str]] = [(root, "", "")]
+    while waiting:
+        module, key, name = waiting.pop()
+        values = module.__dict__
+        unnamed = _check_class(type(module), only_parameters=True)
+        if _MODIFIERS in values:
+            raise _UnusualError
+        found[key] = name
+        # hooks of activation checkpoints leave out their own names
+        is_hidden = any(map(shortens_names, values["_state_dict_hooks"].values()))
+        for child, each in values["_modules"].items():
+            if each is not None:
+                own = "" if child == unnamed else f"{child}."
+                waiting.append((each, f"{key}{own if is_hidden else f'{child}.'}", f"{name}{own}"))
+    return found
 
 
 def _check_class(kind: type[Any], *, only_parameters: bool) -> str:

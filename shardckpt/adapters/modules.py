@@ -10,7 +10,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_op
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
-from shardckpt.adapters.module_tree import list_state_tensors, name_parameters
+from shardckpt.adapters.module_tree import list_state_tensors, name_parameters, read_state_dict
 from shardckpt.errors import ShardingError, listed
 from shardckpt.tensors import ORDINARY, step_without_hooks
 
@@ -55,7 +55,10 @@ def read_model_tensors(parts: Sequence[Module]) -> dict[str, Any]:
 
 def _read_tensors(part: Module) -> dict[str, Any]:
     found = list_state_tensors(part)
-    return get_model_state_dict(part) if found is None else found
+    if found is not None:
+        return found
+    read = read_state_dict(part)
+    return get_model_state_dict(part) if read is None else read[0]
 
 
 def find_buffers(values: Mapping[str, Any], parts: Sequence[Module]) -> frozenset[str]:

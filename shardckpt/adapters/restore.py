@@ -11,6 +11,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
+from shardckpt.adapters.module_tree import read_state_dict
 from shardckpt.adapters.modules import (
     as_parts,
     find_owner,
@@ -64,13 +65,23 @@ def load_into(
         _refuse(trained - options.keys(), "optimizer")
     filled = [[_apply_options(group, options) for group in each] for each in groups]
     # everything is checked above, before the first module changes
-    for part in parts:  # not strict: the values of other parts are skipped
-        set_model_state_dict(part, dict(model), options=StateDictOptions(strict=False))
+    for part in parts:
+        _hand_over_tensors(part, model)
     states = optimizer_state.get("state", {})
     for number, (optimizer, own) in enumerate(zip(optimizers, filled, strict=True)):
         # a parameter that was saved without state has none now; one that was not saved keeps its own (strict=False)
         kept = {name for group in own for name in group["params"] if name not in options and name not in states}
         _hand_over(parts, optimizer, number, own, states, kept)
+
+
+def _hand_over_tensors(part: Module, values: Mapping[str, Any]) -> None:
+    """Give a module those of the values that are its own, by its ``load_state_dict``."""
+    read = read_state_dict(part)
+    if read is None:
+        set_model_state_dict(part, dict(values), options=StateDictOptions(strict=False))
+        return
+    own = {key: values[name] for name, key in read[1].items() if name in values}
+    part.load_state_dict(own, strict=False)  # what was not loaded is kept: load_into(strict=False)
 
 
 def _hand_over(

@@ -1,0 +1,114 @@
+"""Modules that decide what their state dict has: keys of hooks, of ``_save_to_state_dict``, extra state, and none."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+from shardckpt import dist_checkpointing
+from shardckpt.adapters import load_into, to_sharded_state_dict
+from tests.tables import table
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+
+class Scaled(nn.Linear):
+    """Stores a tensor that is neither a parameter nor a buffer, below a parameter's name."""
+
+    def __init__(self, seed: float) -> None:
+        super().__init__(2, 3)
+        self.scale = torch.full((3,), seed)
+        nn.init.constant_(self.weight, seed)
+        nn.init.constant_(self.bias, seed)
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[f"{prefix}weight.absmax"] = self.scale
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
+        self.scale = state_dict.pop(f"{prefix}weight.absmax")
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+
+
+class Fused(nn.Module):
+    """Stores three tensors in the place of one, by hooks."""
+
+    def __init__(self, seed: float) -> None:
+        super().__init__()
+        self.qkv = nn.Parameter(torch.arange(12.0).view(6, 2) * seed)
+        self.register_state_dict_post_hook(self._split)
+        self.register_load_state_dict_pre_hook(self._join)
+
+    @staticmethod
+    def _split(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+        state.update(zip([f"{prefix}{n}" for n in "qkv"], state.pop(f"{prefix}qkv").clone().chunk(3), strict=True))
+
+    @staticmethod
+    def _join(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+        state[f"{prefix}qkv"] = torch.cat([state.pop(f"{prefix}{name}") for name in "qkv"])
+
+
+class Counting(nn.Linear):
+    """Has extra state: a number and a tensor."""
+
+    def __init__(self, seed: float) -> None:
+        super().__init__(1, 1)
+        self.calls = int(seed)
+        nn.init.constant_(self.weight, seed)
+        nn.init.constant_(self.bias, seed)
+
+    def get_extra_state(self) -> Any:
+        """Return the number, and a tensor of it."""
+        return {"calls": self.calls, "mean": torch.full((2,), float(self.calls))}
+
+    def set_extra_state(self, state: Any) -> None:
+        """Take the number."""
+        self.calls = state["calls"]
+
+
+MODELS: dict[str, tuple[Callable[[float], nn.Module], set[str]]] = {
+    "own key": (lambda seed: nn.Sequential(Scaled(seed)), {"0.weight", "0.bias", "0.weight.absmax"}),
+    "hooks": (lambda seed: nn.Sequential(Fused(seed), nn.Identity()), {"0.q", "0.k", "0.v"}),
+    "extra state": (lambda seed: nn.Sequential(Counting(seed)), {"0.weight", "0.bias"}),
+    "wrapped": (
+        lambda seed: checkpoint_wrapper(nn.Sequential(Scaled(seed), checkpoint_wrapper(Fused(seed)))),
+        {"0.weight", "0.bias", "0.weight.absmax", "1.q", "1.k", "1.v"},
+    ),
+    "nothing": (lambda seed: nn.Identity(), set()),
+}
+
+
+def _state(model: nn.Module) -> str:
+    return repr(model.state_dict())
+
+
+@table("kind", list(MODELS))
+def test_what_the_module_stores_is_what_it_gets(tmp_path: Path, kind: str) -> None:
+    """What hooks and classes put into a state dict is saved, by names without wrappers, and handed back to them."""
+    make, names = MODELS[kind]
+    model, resumed = make(3.0), make(5.0)
+    assert kind == "nothing" or _state(model) != _state(resumed)
+    dist_checkpointing.save(to_sharded_state_dict(model), tmp_path / "saved")
+    with dist_checkpointing.open_checkpoint(tmp_path / "saved") as checkpoint:
+        assert set(checkpoint) == names  # of tensors
+    load_into(dist_checkpointing.load(to_sharded_state_dict(resumed), tmp_path / "saved"), resumed)
+    assert _state(resumed) == _state(model)
+
+
+def test_a_stage_without_parameters_is_one(tmp_path: Path) -> None:
+    """A pipeline stage that has nothing to store is saved and loaded beside one that has."""
+    stages = [nn.ModuleDict({"first": nn.Linear(2, 2)}), nn.Identity()]
+    resumed = [nn.ModuleDict({"first": nn.Linear(2, 2)}), nn.Identity()]
+    optimizer, other = (torch.optim.AdamW(each[0].parameters()) for each in (stages, resumed))
+    stages[0]["first"](torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    dist_checkpointing.save(to_sharded_state_dict(stages, optimizer), tmp_path / "saved")
+    loaded = dist_checkpointing.load(to_sharded_state_dict(resumed, other), tmp_path / "saved")
+    load_into(loaded, resumed, other)
+    assert _state(resumed[0]) == _state(stages[0])
+    assert repr(other.state_dict()) == repr(optimizer.state_dict())
