@@ -13,7 +13,7 @@ import torch
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from shardckpt.errors import ShardingError
-from shardckpt.tensors import find_wrapped_child, reshards, shortens_names
+from shardckpt.tensors import find_wrapped_child, lengthens_names, reshards, shortens_names
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Container
@@ -25,6 +25,8 @@ _METHODS = ("state_dict", "_save_to_state_dict", "get_extra_state")
 #: torch's state-dict functions ask modules that have this for other names.
 _MODIFIERS = "_fqn_modifiers"
 _DECIDING = frozenset((*_METHODS, _MODIFIERS))
+#: By defining one of these, it decides what becomes of what it is given.
+_LOADING = frozenset(("load_state_dict", "_load_from_state_dict"))
 
 
 class _UnusualError(Exception):
@@ -177,6 +179,28 @@ def read_state_dict(module: Module) -> tuple[dict[str, Any], dict[str, str]] | N
             raise ShardingError(f"{keys[name]!r} and {key!r} of the state dict have the name {name!r} without wrappers")
         values[name], keys[name] = value, key
     return values, keys
+
+
+def only_copies(module: Module) -> bool:
+    """Return whether ``load_state_dict`` does no more than copy each value into the parameter or buffer of its name.
+
+    Args:
+        module: One of which :func:`list_state_tensors` lists all that is stored.
+    """
+    usual: dict[type[Any], bool] = {}
+    for each in module.modules():
+        values, kind = each.__dict__, type(each)
+        if kind not in usual:
+            usual[kind] = all(getattr(kind, name) is getattr(torch.nn.Module, name) for name in _LOADING)
+        hooks = [getattr(hook, "hook", hook) for hook in values["_load_state_dict_pre_hooks"].values()]
+        if (
+            not usual[kind]
+            or not _LOADING.isdisjoint(values)
+            or values["_load_state_dict_post_hooks"]
+            or not all(reshards(hook) or lengthens_names(hook) for hook in hooks)
+        ):
+            return False
+    return True
 
 
 def _list_prefixes(root: Module) -> dict[str, str]:

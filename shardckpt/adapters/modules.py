@@ -220,7 +220,7 @@ def _merge(kind: str, sources: Iterable[dict[str, Any]]) -> dict[str, Any]:
     for source, values in enumerate(found):
         for name, value in values.items():
             first, other = merged.setdefault(name, (source, value))
-            if value is not other and not _share_memory(other, value):  # parts may share a parameter: tied embeddings
+            if value is not other and not share_memory(other, value):  # parts may share a parameter: tied embeddings
                 raise ShardingError(
                     f"{name!r} is in {kind} {first} and in {kind} {source}, with different values: names must be "
                     "unique in the model (give each part its own prefix or layer numbers)"
@@ -228,7 +228,7 @@ def _merge(kind: str, sources: Iterable[dict[str, Any]]) -> dict[str, Any]:
     return {name: value for name, (_, value) in merged.items()}
 
 
-def _share_memory(one: Any, other: Any) -> bool:
+def share_memory(one: Any, other: Any) -> bool:
     """Return whether both are tensors of one class with the same memory, sizes and strides."""
     if not isinstance(one, torch.Tensor) or type(one) is not type(other):
         return False

@@ -11,13 +11,14 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from shardckpt.adapters.module_tree import read_state_dict
+from shardckpt.adapters.module_tree import list_state_tensors, only_copies, read_state_dict
 from shardckpt.adapters.modules import (
     as_parts,
     find_owner,
     get_param_groups,
     name_own_parameters,
     read_model_tensors,
+    share_memory,
     suppress_initial_state,
 )
 from shardckpt.errors import CheckpointingException, KeyMismatchError, ShardingError, listed
@@ -75,13 +76,31 @@ def load_into(
 
 
 def _hand_over_tensors(part: Module, values: Mapping[str, Any]) -> None:
-    """Give a module those of the values that are its own, by its ``load_state_dict``."""
+    """Give a module those of the values that are its own, as its ``load_state_dict`` does."""
+    live = list_state_tensors(part)
+    if live is not None and only_copies(part) and _can_be_copied(live, values):
+        # a load has filled nearly all of them in place; load_state_dict copies each onto itself, and looks at the
+        # names of all of a module's parameters for each of its children
+        with torch.no_grad():
+            for name, tensor in live.items():
+                if name in values and not share_memory(values[name], tensor.detach()):
+                    tensor.copy_(values[name])
+        return
     read = read_state_dict(part)
     if read is None:
         set_model_state_dict(part, dict(values), options=StateDictOptions(strict=False))
         return
     own = {key: values[name] for name, key in read[1].items() if name in values}
     part.load_state_dict(own, strict=False)  # what was not loaded is kept: load_into(strict=False)
+
+
+def _can_be_copied(live: Mapping[str, torch.Tensor], values: Mapping[str, Any]) -> bool:
+    """Return whether all values of a module's tensors have their shapes; else its ``load_state_dict`` says so."""
+    return all(
+        isinstance(values[name], torch.Tensor) and values[name].shape == tensor.shape
+        for name, tensor in live.items()
+        if name in values
+    )
 
 
 def _hand_over(

@@ -178,6 +178,13 @@ def shortens_names(hook: object) -> bool:
     return hook is ActivationWrapper._post_state_dict_hook  # noqa: SLF001
 
 
+def lengthens_names(hook: object) -> bool:
+    """Return whether a hook before a load is that of activation checkpoints, which puts their own names in."""
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper
+
+    return hook == ActivationWrapper._pre_load_state_dict_hook  # noqa: SLF001
+
+
 def reshards(hook: object) -> bool:
     """Return whether a hook before a state dict is FSDP2's, which puts the sharded parameters into the modules."""
     return getattr(hook, "__module__", "").startswith("torch.distributed.fsdp._fully_shard.")
@@ -236,6 +243,7 @@ __all__ = [
     "group_store",
     "group_timeout",
     "is_sharded_tensor",
+    "lengthens_names",
     "map_arguments",
     "move_placement",
     "new_wrapper",

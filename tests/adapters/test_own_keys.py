@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import pytest
 import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -112,3 +113,42 @@ def test_a_stage_without_parameters_is_one(tmp_path: Path) -> None:
     load_into(loaded, resumed, other)
     assert _state(resumed[0]) == _state(stages[0])
     assert repr(other.state_dict()) == repr(optimizer.state_dict())
+
+
+class Upgrading(nn.Linear):
+    """Looks at what it is given, and stores what any Linear does."""
+
+    seen: tuple[str, ...] = ()
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
+        self.seen = tuple(state_dict)
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+
+
+def test_whoever_looks_at_a_load_sees_it(tmp_path: Path) -> None:
+    """Classes and hooks that change nothing in a save are called in a load, as load_state_dict calls them."""
+    calls: list[str] = []
+
+    def make(*, observed: bool) -> nn.Module:
+        model = nn.Sequential(Upgrading(2, 2), nn.Linear(2, 2))
+        if observed:
+            model[1].register_load_state_dict_pre_hook(lambda *_: calls.append("before"))
+            model[1].register_load_state_dict_post_hook(lambda *_: calls.append("after"))
+        return model
+
+    model, resumed = make(observed=False), make(observed=True)
+    dist_checkpointing.save(to_sharded_state_dict(model), tmp_path / "saved")
+    load_into(dist_checkpointing.load(to_sharded_state_dict(resumed), tmp_path / "saved"), resumed)
+    assert resumed[0].seen == ("0.weight", "0.bias")  # type: ignore[union-attr,index]
+    assert calls == ["before", "after"]
+    assert _state(resumed) == _state(model)
+
+
+def test_values_that_are_not_in_place_are_copied() -> None:
+    """Values of other memory, dtype or a wrapped module are copied; another shape is load_state_dict's error."""
+    values = {"0.weight": torch.ones(2, 2, dtype=torch.float64), "0.bias": torch.ones(2), "1.weight": torch.ones(2, 2)}
+    model = nn.Sequential(nn.Linear(2, 2), checkpoint_wrapper(nn.Linear(2, 2, bias=False)))
+    load_into(values, model)
+    assert all(parameter.eq(1).all() and parameter.dtype == torch.float32 for parameter in model.parameters())
+    with pytest.raises(RuntimeError, match=r"size mismatch for 0\.bias"):
+        load_into({**values, "0.bias": torch.ones(1)}, model)
