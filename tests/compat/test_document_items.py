@@ -106,6 +106,26 @@ def test_a_bytes_object_comes_back_on_its_rank(ranks: Ranks, tmp_path: Path) -> 
     ranks.run(2, _bytes_objects, str(tmp_path / "c"))
 
 
+def test_flattened_shards_have_their_true_shape(tmp_path: Path) -> None:
+    """Parts of a flattened tensor are stored as parts of the tensor, and loaded as other parts of it."""
+    full = torch.arange(24.0)
+
+    def parts(*ends: int) -> dict[str, Any]:
+        pairs = zip((0, *ends), (*ends, 24), strict=True)
+        return {
+            f"{start}": ShardedTensor.from_rank_offsets_flat(
+                "w", full[start:end].clone(), (4, 6), flattened_range=slice(start, end)
+            )
+            for start, end in pairs
+        }
+
+    dc.save(parts(5, 13), tmp_path / "c")
+    assert torch.equal(dc.load_plain_tensors(tmp_path / "c")["w"], full.reshape(4, 6))
+    wanted = {name: shard.without_data() for name, shard in parts(8, 9).items()}
+    loaded = dc.load(wanted, tmp_path / "c")
+    assert torch.equal(torch.cat([*loaded.values()]), full)
+
+
 def _is_expert(key: str) -> bool:
     return key.startswith("experts")
 
