@@ -33,6 +33,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 EXPERTS, WIDTH, VOCABULARY = 4, 8, 16
+NUMBERS = torch.arange(EXPERTS * WIDTH * WIDTH, dtype=torch.float32).reshape(EXPERTS, WIDTH, WIDTH)
 
 
 class Experts(torch.nn.Module):
@@ -40,9 +41,8 @@ class Experts(torch.nn.Module):
 
     def __init__(self, first, count):
         super().__init__()
-        numbers = torch.arange(EXPERTS * WIDTH * WIDTH, dtype=torch.float32).reshape(EXPERTS, WIDTH, WIDTH)
-        self.gate_up_proj = torch.nn.Parameter(numbers[first : first + count].cos())
-        self.down_proj = torch.nn.Parameter(numbers[first : first + count].sin())
+        self.gate_up_proj = torch.nn.Parameter(NUMBERS[first : first + count].cos())
+        self.down_proj = torch.nn.Parameter(NUMBERS[first : first + count].sin())
 
     def forward(self, hidden):
         """Add what each of these experts makes of the tokens."""
@@ -87,7 +87,7 @@ class Trainer:
     def __init__(self, output_dir):
         self.args = SimpleNamespace(output_dir=output_dir, save_total_limit=2)
         ep_size = 2
-        mesh = init_device_mesh("cpu", (ep_size, dist.get_world_size() // ep_size), mesh_dim_names=("ep", "ep_fsdp"))
+        mesh = init_device_mesh("cpu", (dist.get_world_size() // ep_size, ep_size), mesh_dim_names=("ep_fsdp", "ep"))
         self.parallel_state = SimpleNamespace(ep_size=ep_size, ep_fsdp_device_mesh=mesh)
         self.ep_plan = SimpleNamespace(apply_modules=["model.layers.{*}.mlp.experts"])
         torch.manual_seed(0)
@@ -161,7 +161,7 @@ class Trainer:
         if dist.get_rank() == 0:
             os.makedirs(path)
             is_sharded, total_size, weight_map = get_shard_info(weights, "bfloat16", shard_size, safe_serialization)
-            names = list(weight_map)
+            names = list(weights)
             shard = {}
             for number, name in enumerate(names):
                 shard[name] = weights[name].to(torch.bfloat16)
@@ -179,6 +179,7 @@ class Trainer:
 def run(folder):
     """Train three steps, of which two checkpoints stay; export the weights in three sizes of files; resume."""
     trainer = Trainer(folder)
+    assert torch.equal(trainer.weights()["model.layers.1.mlp.experts.down_proj"], NUMBERS.sin())
     trainer.train(3)
     if dist.get_rank() == 0:
         assert sorted(os.listdir(os.path.join(folder, "checkpoints"))) == ["global_step_2", "global_step_3"]
