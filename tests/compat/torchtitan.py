@@ -54,10 +54,11 @@ class Job:
     Args:
         folder: Where the job dumps.
         kind: The class of its manager.
+        states: Beside the train state.
         options: Of the checkpoints.
     """
 
-    def __init__(self, folder: Path | str, kind: Any = CheckpointManager, **options: Any) -> None:
+    def __init__(self, folder: Path | str, kind: Any = CheckpointManager, states: Any = None, **options: Any) -> None:
         torch.manual_seed(0)
         whole = small.model()
         whole[2].p = 0.0
@@ -70,7 +71,7 @@ class Job:
         self.schedulers = [torch.optim.lr_scheduler.StepLR(each, 2) for each in self.optimizers.optimizers]
         self.loader = titan.Loader()
         self.step = 0
-        self.states: dict[str, Any] = {TRAIN_STATE: self}
+        self.states: dict[str, Any] = {TRAIN_STATE: self, **(states or {})}
         config = SimpleNamespace(
             job=SimpleNamespace(dump_folder=str(folder)), checkpoint=Checkpoint(**options), fault_tolerance=None
         )

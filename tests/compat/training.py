@@ -28,7 +28,10 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import (
     FullyParallelLoadStrategyWrapper,
     FullyParallelSaveStrategyWrapper,
 )
-from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+from megatron.core.dist_checkpointing.strategies.torch import (
+    TorchDistLoadShardedStrategy,
+    TorchDistSaveShardedStrategy,
+)
 from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 from megatron.core.dist_checkpointing.validation import StrictHandling
 
@@ -187,6 +190,24 @@ def resume(directory: str, name: str, taken: str) -> None:
     job.restore(dist_checkpointing.load(job.sharded_state_dict(), path, loader))
     job.check(steps)
     strictness(job, path)
+    dist.barrier()
+
+
+def prune(directory: str, name: str, taken: str) -> None:
+    """Remove the optimizer's tensors from a checkpoint; the model goes on from there."""
+    path = Path(directory, name)
+    strategy = TorchDistLoadShardedStrategy()
+    strategy.remove_sharded_tensors(str(path), key_prefix="optimizer.state.")
+    assert strategy.load_tensors_metadata(path).keys() == {f"model.{key}" for key in SHAPES}
+    assert {shard.key for shard in strategy.load_sharded_metadata(path).values()} == {
+        "rng",
+        *(f"model.{key}" for key in SHAPES),
+    }
+    trained, job = Job(), Job()
+    trained.train(int(taken))
+    model = dist_checkpointing.load({"model": job.sharded_state_dict()["model"]}, str(path), strategy)["model"]
+    for key, param in trained.model.items():
+        assert torch.equal(model[key], param), key
     dist.barrier()
 
 

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
 )
@@ -18,7 +15,7 @@ from shardckpt.adapters import to_sharded_state_dict
 from shardckpt.optimizer_state import load_sharded_optimizer_state_dict
 from tests.adapters.models import Stage, made_model
 from tests.logs import collect_warnings
-from tests.optimizer.loading import assert_same, train_steps
+from tests.optimizer.loading import train_steps
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -55,40 +52,3 @@ def test_pipeline_stages_load_what_is_theirs(gloo_ranks: RankPool, tmp_path: Pat
     assert "state.3.up.weight.exp_avg" in warned[0]
     assert "state.2." not in warned[0]
     assert silent == []
-
-
-def _run_the_example_of_torchs_docstring(folder: Path) -> None:
-    """The calls of torch's docstring as they stand, for FSDP1's sharded state dicts."""
-    from torch.distributed.fsdp import FullyShardedDataParallel as FSDP  # noqa: N817
-    from torch.distributed.fsdp import StateDictType
-
-    warnings.simplefilter("ignore")  # torch's of its own deprecated calls
-
-    def job(seed: int) -> tuple[Any, Any]:
-        torch.manual_seed(seed)
-        model = FSDP(nn.Linear(6, 4), use_orig_params=True, device_id=torch.device("cpu"))
-        return model, torch.optim.Adam(model.parameters())
-
-    model, optim = job(0)
-    model(torch.ones(2, 6)).sum().backward()
-    optim.step()
-    with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
-        optimizer = FSDP.optim_state_dict(model, optim)
-        dcp.save({"model": model.state_dict(), "optimizer": optimizer}, checkpoint_id=folder)
-    model_tp, other = job(1)
-    with FSDP.state_dict_type(model_tp, StateDictType.SHARDED_STATE_DICT):
-        model_state_dict = model_tp.state_dict()
-        optim_state = load_sharded_optimizer_state_dict(
-            model_state_dict, optimizer_key="optimizer", storage_reader=dcp.FileSystemReader(folder)
-        )
-        flattened_osd = FSDP.optim_state_dict_to_load(model_tp, other, optim_state["optimizer"])
-        other.load_state_dict(flattened_osd)
-    found, expected = other.state_dict()["state"], optim.state_dict()["state"]
-    assert found.keys() == expected.keys()
-    for number, state in expected.items():
-        assert_same(found[number], state)
-
-
-def test_the_example_of_torchs_docstring_runs(gloo_ranks: RankPool, tmp_path: Path) -> None:
-    """``optimizer_key=`` and ``storage_reader=`` are taken by torch's names, and FSDP1 takes the result."""
-    gloo_ranks.run(2, _run_the_example_of_torchs_docstring, tmp_path)
