@@ -124,6 +124,11 @@ def are_equal(x1: Any, x2: Any) -> bool:
     return not any(diff(x1, x2))
 
 
+def have_equal_bits(x1: torch.Tensor, x2: torch.Tensor) -> bool:
+    """Return whether two tensors of one dtype and shape have the same bits."""
+    return torch.equal(*(each.detach().contiguous().reshape(-1).view(torch.uint8) for each in (x1, x2)))
+
+
 def diff(x1: Any, x2: Any, prefix: tuple[Any, ...] = ()) -> tuple[list[Any], list[Any], list[Any]]:
     """Compare two nested dicts or lists.
 
@@ -409,7 +414,7 @@ def _equal_leaves(x1: Any, x2: Any) -> bool:
         if isinstance(x1, torch.Tensor) or isinstance(x2, torch.Tensor):
             both = isinstance(x1, torch.Tensor) and isinstance(x2, torch.Tensor)
             alike = both and (x1.dtype, x1.shape) == (x2.dtype, x2.shape)
-            return alike and (torch.equal(x1, x2) or _equal_bits(x1, x2))
+            return alike and (torch.equal(x1, x2) or have_equal_bits(x1, x2))
         if isinstance(x1, tuple) and type(x1) is type(x2):
             return len(x1) == len(x2) and all(map(are_equal, x1, x2))
         same = x1 == x2
@@ -425,10 +430,6 @@ def _is_same_nan(x1: Any, x2: Any) -> bool:
     if type(x1).__module__ == type(x2).__module__ == "numpy" and x1.dtype.char in _BYTES_ARE_VALUES:
         return bool((x1.dtype, x1.shape, x1.tobytes()) == (x2.dtype, x2.shape, x2.tobytes()))
     return isinstance(x1, (float, complex)) and type(x1) is type(x2) and repr(x1) == repr(x2)
-
-
-def _equal_bits(x1: torch.Tensor, x2: torch.Tensor) -> bool:
-    return torch.equal(*(each.detach().contiguous().reshape(-1).view(torch.uint8) for each in (x1, x2)))
 
 
 def _merge_into_list(x1: list[Any], x2: dict[Any, Any], key: tuple[Any, ...]) -> list[Any]:
@@ -457,6 +458,7 @@ __all__ = [
     "extract_matching_values",
     "extract_sharded_base",
     "extract_sharded_tensors_and_factories",
+    "have_equal_bits",
     "map_reduce",
     "merge",
     "nested_items",

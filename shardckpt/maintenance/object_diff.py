@@ -11,7 +11,7 @@ import torch
 
 from shardckpt.huggingface import forget_structure
 from shardckpt.mapping import ShardedObject
-from shardckpt.state_dict import are_equal
+from shardckpt.state_dict import are_equal, have_equal_bits
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -118,12 +118,8 @@ def _pair_parts(one: Any, other: Any) -> Iterator[tuple[str, Any, Any]]:
 def _are_equal(one: Any, other: Any) -> bool:
     """Return whether two leaves of one class are equal; tensors are by their bits."""
     if isinstance(one, torch.Tensor):
-        return one.dtype == other.dtype and one.shape == other.shape and _equal_bits(one, other)
+        return one.dtype == other.dtype and one.shape == other.shape and have_equal_bits(one, other)
     return are_equal(one, other)
-
-
-def _equal_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return torch.equal(*(each.detach().contiguous().reshape(-1).view(torch.uint8) for each in (one, other)))
 
 
 class _OuterRepr(Repr):
