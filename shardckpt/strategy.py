@@ -139,6 +139,14 @@ class SaveStrategy(ABC):
     computes_fingerprints: ClassVar[bool] = False
     stores_all_bytes: ClassVar[bool] = False
 
+    @property
+    def options_alike(self) -> Mapping[str, object]:
+        """Options that every rank must have alike, by the names that errors give them; by default none.
+
+        The engine compares them, by their ``repr``, before it calls the strategy: give the same names on every rank.
+        """
+        return {}
+
     @abstractmethod
     def save(self, shards: Sequence[ShardedBase], common: CommonStateDict, context: SaveContext) -> None:
         """Collective: write this rank's files; every rank of ``context.comm`` calls it with its own shards.

@@ -10,6 +10,7 @@ from shardckpt.errors import CheckpointingException, ShardingError
 from shardckpt.mapping import (
     LocalNonpersistentObject,
     LocalNonpersitentObject,
+    PlainObject,
     ShardedObject,
     ShardedTensor,
     ShardedTensorFactory,
@@ -140,6 +141,13 @@ def test_other_names_are_not_unique_keys(text: str) -> None:
     """A name that is not of the form is an error of the family."""
     with pytest.raises(CheckpointingException, match="shard"):
         ShardedObject.empty_from_unique_key(text)
+
+
+@table("text", ["a", "a/shard_0_2.amax", "a/shard_0_2.0", "a/shard_0_2.0.b", "a/shard_x"])
+def test_other_names_are_those_of_plain_objects(text: str) -> None:
+    """What is no place in a grid, as a value inside an object of one, is a plain object; a place stays one."""
+    assert PlainObject.empty_from_unique_key(text) == PlainObject(text, None)
+    assert PlainObject.empty_from_unique_key("a/shard_0_2") == ShardedObject("a", None, (2,), (0,))
 
 
 def test_objects_lie_in_their_grid() -> None:

@@ -10,7 +10,7 @@ import torch
 
 from shardckpt.errors import ShardingError
 from shardckpt.planning import part_view
-from shardckpt.tensors import check_outward_dtype, fill, inner_tensors, is_quantized, synchronize_devices
+from shardckpt.tensors import check_outward_dtype, dequantize, fill, inner_tensors, is_quantized, synchronize_devices
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -29,14 +29,16 @@ class StagedDestination:
         shard: The ShardedTensor.
         destination: Its ``data``.
         items: How many items it is read by.
+        keeps: Whether elements that no item has keep their values.
     """
 
-    def __init__(self, shard: ShardedTensor, destination: torch.Tensor, items: int) -> None:
+    def __init__(self, shard: ShardedTensor, destination: torch.Tensor, items: int, *, keeps: bool = False) -> None:
         if is_quantized(destination):
             check_outward_dtype(shard.key, destination)
         self._shard = shard
         self._destination = destination
         self._missing = items
+        self._keeps = keeps
         self._plain: torch.Tensor | None = None
         self._lock = threading.Lock()
 
@@ -62,6 +64,8 @@ class StagedDestination:
             self._fill(self._allocate())
 
     def _allocate(self) -> torch.Tensor:
+        if self._keeps:
+            return dequantize(self._destination).to("cpu").contiguous()
         make = torch.zeros if self._shard.allow_shape_mismatch else torch.empty
         return make(self._shard.data_shape, dtype=self._destination.dtype, device="cpu")
 

@@ -100,7 +100,8 @@ class ShardedCheckpointCallback(TrainerCallback):
             checkpoint when the training begins. None where there is no checkpoint: the training starts from step 0.
 
         Raises:
-            CheckpointingException: there is no checkpoint of that step, or the Trainer shards the model itself.
+            CheckpointingException: there is no checkpoint of that step, or the Trainer shards the model itself; or all
+                checkpoints are damaged, as from :meth:`shardckpt.manager.CheckpointManager.load`.
         """
         if self._args is not None and (self._args.fsdp or self._args.deepspeed):
             raise CheckpointingException(
@@ -109,9 +110,9 @@ class ShardedCheckpointCallback(TrainerCallback):
             )
         read_only = {"load_only": True, "save_rng": False, "exclude_from_loading": ()}
         with CheckpointManager(self._config.model_copy(update=read_only), {}) as manager:
+            step = step if step >= 0 else self._config.load_step
+            found = manager.find_newest() if step < 0 else step
             steps = manager.steps()
-        step = step if step >= 0 else self._config.load_step
-        found = max(steps, default=None) if step < 0 else step
         if found is None:
             return None
         if found not in steps:

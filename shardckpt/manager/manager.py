@@ -20,7 +20,7 @@ from shardckpt.manager.parts import make_parts
 from shardckpt.manager.reader import StepReader
 from shardckpt.manager.rng import add_random_state
 from shardckpt.manager.states import MODEL, TrainingStates
-from shardckpt.manager.step_resolution import read_step
+from shardckpt.manager.step_resolution import read_step, resolve_step
 from shardckpt.manager.steps import CONTENT_KEY, StepFolder
 from shardckpt.manifest import Lineage
 from shardckpt.plugins import get_plugin_manager
@@ -263,6 +263,20 @@ class CheckpointManager:
             return []
         find = self._folder.committed
         return Comm(self._group).main_runs("looking for checkpoints", lambda: [found.step for found in find()])
+
+    def find_newest(self) -> int | None:
+        """Collective: find the step that ``load(-1)`` begins with, whatever ``load_step`` says; nothing is loaded.
+
+        Returns:
+            Its number; None where there is no checkpoint.
+
+        Raises:
+            CheckpointingException: the same on every rank, as from :meth:`load`: all checkpoints are damaged, or no
+                installed strategy can read the newest.
+        """
+        if not self.config.enable_checkpoint:
+            return None
+        return resolve_step(self._folder, Comm(self._group))
 
     def maybe_wait_for_staging(self) -> None:
         """Collective: commit a background save that all ranks have written; do not wait for one that they have not.

@@ -103,10 +103,14 @@ class PlainObject(ShardedObject):
 
     @classmethod
     def empty_from_unique_key(cls, unique_key: str, replica_id: ReplicaId = 0) -> ShardedObject:
-        """Return the object, without data, that is stored under this name: a plain one, or one of a grid."""
-        if "/shard_" in unique_key:
+        """Return the object, without data, that is stored under this name: one of a grid, or else a plain one.
+
+        What ends in no place in a grid is plain: ``key/shard_0_2.amax`` is a value inside an object of a grid.
+        """
+        try:
             return ShardedObject.empty_from_unique_key(unique_key, replica_id)
-        return cls(unique_key, None, replica_id=replica_id)
+        except CheckpointingException:
+            return cls(unique_key, None, replica_id=replica_id)
 
 
 def _dotted_integers(text: str) -> tuple[int, ...]:

@@ -92,6 +92,11 @@ class FullyParallelSaveStrategyWrapper(AsyncSaveStrategy):
         self.computes_fingerprints = strategy.computes_fingerprints  # type: ignore[misc]
         self.stores_all_bytes = strategy.stores_all_bytes  # type: ignore[misc]
 
+    @property
+    def options_alike(self) -> Mapping[str, object]:
+        """Those of the wrapped strategy."""
+        return self._strategy.options_alike
+
     def save(self, shards: Sequence[ShardedBase], common: CommonStateDict, context: SaveContext) -> None:
         """Collective: assign the shards to ranks, and save through the wrapped strategy."""
         self._strategy.save(self._assign(shards, context), common, context)

@@ -16,6 +16,7 @@ from shardckpt_torch_dist.plan import (
     find_other_keys,
     lay_out,
     make_planner,
+    name_planner,
     pickle_objects,
     plan_by,
 )
@@ -90,6 +91,11 @@ class TorchDistSaveShardedStrategy(ChunkSaveStrategy[StoredIndex, bytes]):
             check_planner(planner, ShardedSavePlanner)
             self.stores_all_bytes = False  # type: ignore[misc]  # it may cast them
         self._planner = planner
+
+    @property
+    def options_alike(self) -> Mapping[str, object]:
+        """The planner's class: ranks with different planners would call different collectives."""
+        return {"planner": name_planner(self._planner)}
 
     @property
     def plan_cache_key(self) -> Hashable | None:

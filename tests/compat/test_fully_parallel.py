@@ -22,7 +22,7 @@ from shardckpt.compat.megatron.dist_checkpointing.strategies.torch import (
     TorchDistLoadShardedStrategy,
     TorchDistSaveShardedStrategy,
 )
-from shardckpt.errors import CheckpointingException
+from shardckpt.errors import CheckpointingException, RankFailedError
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -206,4 +206,26 @@ def _fails(path: str, error: type[Exception], wrapped: bool) -> Any:
 def test_an_error_of_a_finalize_function_keeps_its_class(ranks: Ranks, tmp_path: Path, wrapped: bool) -> None:
     """What it raises on one rank all ranks raise, by the user's class, and nothing of the save is left."""
     ranks.run(2, _fails, str(tmp_path / "c"), _Refused, wrapped)
+    assert not list(tmp_path.iterdir())
+
+
+def _fails_by_pythons_own(path: str) -> tuple[str, bool]:
+    base = _Save("files", 1)
+    base.error = OSError
+    queue = AsyncCallsQueue()
+    queue.schedule_async_request(dc.save(_state(), path, base, async_sharded_save=True))
+    with pytest.raises(RankFailedError, match=r"rank 1.*OSError: no quota left") as caught:
+        queue.maybe_finalize_async_calls(blocking=True)
+    queue.close()
+    error: BaseException | None = caught.value
+    while error is not None and not isinstance(error, OSError):
+        error = error.__cause__
+    return str(caught.value), error is not None
+
+
+def test_pythons_own_error_of_a_finalize_function_is_named_by_its_class(ranks: Ranks, tmp_path: Path) -> None:
+    """An OSError arrives as a RankFailedError with the same text on all ranks; where it was raised, it is a cause."""
+    first, second = ranks.run(2, _fails_by_pythons_own, str(tmp_path / "c"))
+    assert first[0] == second[0]
+    assert (first[1], second[1]) == (False, True)
     assert not list(tmp_path.iterdir())

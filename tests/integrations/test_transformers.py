@@ -10,7 +10,7 @@ import pytest
 
 from shardckpt import dist_checkpointing
 from shardckpt.errors import CheckpointingException, CorruptCheckpointError
-from shardckpt.manager import CheckpointManager
+from shardckpt.manager import CheckpointManager, identify_save, mark_checkpoint
 from tests.integrations import small
 from tests.integrations.transformers import At, Crash, callback_of, config_of, crash, resume, trainer_of, without_ranks
 
@@ -155,9 +155,28 @@ def test_a_preempted_training_stops_with_its_step_saved(tmp_path: Path) -> None:
 
 
 def test_damage_is_an_error(tmp_path: Path) -> None:
-    """A checkpoint that is not whole is not resumed from."""
+    """Where all checkpoints are damaged there is no path, nor a training from the beginning, but the error of load."""
     trainer_of(tmp_path, config_of(tmp_path), max_steps=3).train()
     (tmp_path / "ours" / "step-3" / "metadata.json").write_text("{")
     with pytest.raises(CorruptCheckpointError):
         dist_checkpointing.load({}, tmp_path / "ours" / "step-3")
-    assert callback_of(trainer_of(tmp_path, config_of(tmp_path))).resume_path() is None
+    with CheckpointManager(config_of(tmp_path), {}) as manager, pytest.raises(CorruptCheckpointError) as caught:
+        manager.load()
+    trainer = trainer_of(tmp_path, config_of(tmp_path))
+    text = "ours: no checkpoint there can be loaded, .* move them away"
+    with pytest.raises(CorruptCheckpointError, match=text) as error:
+        callback_of(trainer).resume_path()
+    assert str(error.value) == str(caught.value)
+
+
+def test_a_step_that_failed_its_verification_is_not_resumed_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two steps the newer one is marked: the path is that of the older, as load() would choose."""
+    trainer_of(tmp_path, config_of(tmp_path), max_steps=6).train()
+    newest = tmp_path / "ours" / "step-6"
+    mark_checkpoint(newest, identify_save(newest), "failed", checked="digests", files=1, faults=["a file"])
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    path = callback_of(trainer_of(tmp_path, config_of(tmp_path))).resume_path()
+    assert path is not None
+    assert '"global_step": 3' in (Path(path) / "trainer_state.json").read_text()

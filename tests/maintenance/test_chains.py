@@ -94,3 +94,19 @@ def test_every_origin_goes_through_the_chain_and_back(tmp_path: Path, name: str,
         source = tmp_path / f"{number}"
     with dc.open_checkpoint(source) as stored:
         assert shardckpt.fingerprint({key: stored[key].read() for key in stored}) == expected
+
+
+@pytest.mark.parametrize("name", [FOREIGN[0], *(pytest.param(name, marks=pytest.mark.ci) for name in FOREIGN[1:])])
+def test_what_a_torch_save_file_has_goes_on(tmp_path: Path, name: str) -> None:
+    """Of objects, a file of torch.save makes values under their places; they go to each format and back as they are."""
+    with dc.open_checkpoint(GOLDEN / name) as stored:
+        expected = shardckpt.fingerprint({key: stored[key].read() for key in stored})
+    convert_checkpoint(GOLDEN / name, tmp_path / "file", "torch")
+    source, found = tmp_path / "file", dict[str, str]()
+    for number, to in enumerate(("dcp", "ep", "torch_dist", "safetensors", "torch", "dcp")):
+        report = convert_checkpoint(source, tmp_path / f"{number}", to)
+        source = tmp_path / f"{number}"
+        after = {tensor.key: str(tensor.after) for tensor in report.proof}
+        assert after.items() >= expected.items()
+        assert after == (found or after)
+        found = after

@@ -4,11 +4,15 @@ Such a strategy writes plain files into the staging directory, in folders or not
 recorded, and committed with what Megatron's library would store: the common state, and the objects that the strategy
 does not take. A load checks every file of the checkpoint first: what the strategy reads by itself is not checked on the
 way.
+
+Of Megatron's kind are its base classes, and, since 0.19 has none, any object with ``save`` or ``async_save``, or with
+``load``, that takes a state dict and a directory.
 """
 
 from __future__ import annotations
 
 import copy
+import inspect
 import stat
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, cast
@@ -41,6 +45,10 @@ if TYPE_CHECKING:
 
 #: Megatron's name and format of the common state's file.
 _COMMON = "common.pt"
+#: The format of a save strategy that has no base class and does not say one, as of Megatron's class without a base.
+_DEFAULT_FORMAT = ("torch_dist", 1)
+#: Methods of a load strategy that list what is stored.
+_LISTINGS = ("load_sharded_metadata", "load_tensors_metadata")
 #: Describes all that is stored: a strategy of Megatron's kind need not be able to.
 _INDEX = "shardckpt_index.json"
 
@@ -74,18 +82,20 @@ class PathSaver(SaveStrategy):
     The engine cannot see what such a strategy stores: it is trusted to store all shards that it is given.
 
     Args:
-        strategy: Writes to a path.
+        strategy: Writes to a path. One without a base of Megatron's gets objects, too, unless its
+            ``can_handle_sharded_objects`` is false, and writes ("torch_dist", 1) unless it has ``backend`` and
+            ``version``.
     """
 
     writes = "what a strategy of Megatron's kind writes to a path"
 
-    def __init__(self, strategy: SaveShardedStrategy) -> None:
+    def __init__(self, strategy: Any) -> None:
         self.strategy = strategy
-        try:
-            self.backend = strategy.backend  # type: ignore[misc]
-            self.version = strategy.version  # type: ignore[misc]
-        except AttributeError as exc:
-            raise PluginError(f"{_name(strategy)} has no backend: call super().__init__(backend, version)") from exc
+        format_: Any = (None, None) if isinstance(strategy, SaveShardedStrategy) else _DEFAULT_FORMAT
+        found: list[Any] = [getattr(strategy, *each) for each in zip(("backend", "version"), format_, strict=True)]
+        if None in found:
+            raise PluginError(f"{_name(strategy)} has no backend: call super().__init__(backend, version)")
+        self.backend, self.version = found  # type: ignore[misc]
 
     def save(self, shards: Sequence[ShardedBase], common: CommonStateDict, context: SaveContext) -> None:
         """Collective: let the strategy write to the staging directory, and record what it wrote."""
@@ -95,9 +105,13 @@ class PathSaver(SaveStrategy):
             self.strategy.save(_name_shards(self._select(shards)), context.writer.directory)
         finish((), context)
 
+    @property
+    def _takes_objects(self) -> bool:
+        return bool(getattr(self.strategy, "can_handle_sharded_objects", True))
+
     def _select(self, shards: Sequence[ShardedBase]) -> list[ShardedBase]:
         """Return copies of the shards that the strategy stores."""
-        takes_objects = self.strategy.can_handle_sharded_objects
+        takes_objects = self._takes_objects
         return [build_copy(shard) for shard in shards if takes_objects or isinstance(shard, ShardedTensor)]
 
     def _plan_rest(
@@ -118,7 +132,7 @@ class PathSaver(SaveStrategy):
                 if isinstance(shard, ShardedTensor):
                     dtype = str(shard.dtype).removeprefix("torch.")
                     index.tensors[shard.key] = _StoredTensor(shape=shard.global_shape, dtype=dtype)
-                elif self.strategy.can_handle_sharded_objects:
+                elif self._takes_objects:
                     index.objects[stored_key(shard)] = ""
                 elif is_main_replica(shard.replica_id):
                     objects[stored_key(shard)] = cast("ShardedObject", shard).data
@@ -141,11 +155,9 @@ class AsyncPathSaver(PathSaver, AsyncSaveStrategy):
     The strategy gets copies of the tensors in CPU memory, made when the save is planned.
     """
 
-    strategy: AsyncSaveShardedStrategy
-
     def save(self, shards: Sequence[ShardedBase], common: CommonStateDict, context: SaveContext) -> None:
         """Collective: save in the foreground, among the ranks of the context alone."""
-        if type(self.strategy).save is AsyncSaveShardedStrategy.save:
+        if getattr(type(self.strategy), "save", None) in (None, AsyncSaveShardedStrategy.save):
             # the save that the strategy inherits would finalize with all ranks of the job
             AsyncSaveStrategy.save(self, shards, common, context)
         else:
@@ -196,7 +208,8 @@ class PathLoader(LoadStrategy):
 
     Args:
         strategy: Reads from a path.
-        backend: The backend that it is registered for; ``""``: it says itself what it reads.
+        backend: The backend that it is registered for; ``""``: it says itself what it reads, by its checks, or, without
+            a base of Megatron's, by its ``backend`` and ``version``; by default it reads what it is given.
         version: The version that it is registered for.
     """
 
@@ -204,8 +217,10 @@ class PathLoader(LoadStrategy):
     backend = ""
     version = 0
 
-    def __init__(self, strategy: LoadShardedStrategy, backend: str = "", version: int = 0) -> None:
+    def __init__(self, strategy: Any, backend: str = "", version: int = 0) -> None:
         self.strategy = strategy
+        if not backend and not isinstance(strategy, LoadShardedStrategy) and hasattr(strategy, "backend"):
+            backend, version = strategy.backend, getattr(strategy, "version", _DEFAULT_FORMAT[1])
         self.backend = backend  # type: ignore[misc]
         self.version = version  # type: ignore[misc]
 
@@ -214,9 +229,14 @@ class PathLoader(LoadStrategy):
         reason = super().cannot_load(manifest) if self.backend else None
         if reason is not None:
             return reason
+        checks: dict[str, Any] = {
+            "check_backend_compatibility": manifest.backend,
+            "check_version_compatibility": manifest.version,
+        }
         try:
-            self.strategy.check_backend_compatibility(manifest.backend)
-            self.strategy.check_version_compatibility(manifest.version)
+            for name, value in checks.items():
+                if hasattr(self.strategy, name):
+                    getattr(self.strategy, name)(value)
         except Exception as exc:  # noqa: BLE001 - whatever it raises is its reason
             return f"({_name(self.strategy)}) refuses it: {type(exc).__name__}: {exc}"
         return None
@@ -263,21 +283,27 @@ class PathLoader(LoadStrategy):
             ]
             return [*tensors, *map(ShardedObject.empty_from_unique_key, index.objects)]
         name = _name(self.strategy)
-        found = self.strategy.load_sharded_metadata(_local_directory(context.reader, name))
+        listing = next((each for each in _LISTINGS if hasattr(self.strategy, each)), None)
+        if listing is None:
+            raise PluginError(
+                f"{context.reader.directory} has no {_INDEX}, since shardckpt did not save it, and {name} has none of "
+                f"{', '.join(_LISTINGS)}: add one that returns the stored shards by key"
+            )
+        found = getattr(self.strategy, listing)(_local_directory(context.reader, name))
         if not isinstance(found, dict):
             raise PluginError(
                 f"{context.reader.directory} has no {_INDEX}, since shardckpt did not save it, and "
-                f"{name}.load_sharded_metadata returned {found!r}: return the stored shards by key"
+                f"{name}.{listing} returned {found!r}: return the stored shards by key"
             )
         return list(found.values())
 
 
 def adapt_saver(strategy: Any) -> Any:
     """Return an adapter for a save strategy of Megatron's kind; anything else unchanged."""
-    _refuse_class(strategy, SaveShardedStrategy, SaveStrategy)
-    if isinstance(strategy, SaveStrategy) or not isinstance(strategy, SaveShardedStrategy):
+    _refuse_class(strategy, SaveStrategy, ("save", "async_save"))
+    if isinstance(strategy, SaveStrategy) or not _takes_path(strategy, ("save", "async_save")):
         return strategy
-    return AsyncPathSaver(strategy) if isinstance(strategy, AsyncSaveShardedStrategy) else PathSaver(strategy)
+    return AsyncPathSaver(strategy) if _takes_path(strategy, ("async_save",)) else PathSaver(strategy)
 
 
 def adapt_loader(strategy: Any, backend: str = "", version: int = 0) -> Any:
@@ -288,8 +314,8 @@ def adapt_loader(strategy: Any, backend: str = "", version: int = 0) -> Any:
         backend: The backend that it is registered for; ``""``: it says itself what it reads.
         version: The version that it is registered for.
     """
-    _refuse_class(strategy, LoadShardedStrategy, LoadStrategy)
-    if isinstance(strategy, LoadStrategy) or not isinstance(strategy, LoadShardedStrategy):
+    _refuse_class(strategy, LoadStrategy, ("load",))
+    if isinstance(strategy, LoadStrategy) or not _takes_path(strategy, ("load",)):
         return strategy
     return PathLoader(strategy, backend, version)
 
@@ -397,9 +423,22 @@ def _parse_dtype(name: str) -> torch.dtype:
     return dtype
 
 
-def _refuse_class(strategy: Any, megatrons: type[Any], ours: type[Any]) -> None:
+def _takes_path(strategy: Any, methods: Sequence[str], given: int = 2) -> bool:
+    """Return whether an object has one of the methods, and that can be called with a state dict and a directory."""
+    for method in methods:
+        function = getattr(strategy, method, None)
+        if callable(function):
+            try:
+                inspect.signature(function).bind(*range(given))
+            except (TypeError, ValueError):
+                continue
+            return True
+    return False
+
+
+def _refuse_class(strategy: Any, ours: type[Any], methods: Sequence[str]) -> None:
     """Raise for a class in the place of an instance: what arguments it takes is not known here."""
-    if isinstance(strategy, type) and issubclass(strategy, megatrons) and not issubclass(strategy, ours):
+    if isinstance(strategy, type) and not issubclass(strategy, ours) and _takes_path(strategy, methods, 3):
         raise PluginError(f"{strategy.__qualname__} is a class: give an instance of it, as for Megatron")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -22,18 +23,18 @@ from shardckpt.chunks import (
     needs_staging,
 )
 from shardckpt.errors import KeyMismatchError
-from shardckpt.mapping import PlainObject
-from shardckpt.planning import Box, check_dtypes, check_shapes, part_view
+from shardckpt.mapping import PlainObject, ShardedTensor
+from shardckpt.planning import Box, FlatPart, check_dtypes, check_shapes, part_view
 from shardckpt.state_dict import map_reduce
 from shardckpt.tensors import is_quantized, movable
 from shardckpt_torch_dist.plan.split import set_rest_value, split_shards
 
 if TYPE_CHECKING:
     import io
-    from collections.abc import Collection, Iterable, Iterator, Mapping
+    from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
-    from shardckpt.mapping import ShardedObject, ShardedTensor
-    from shardckpt.planning import BoxFinder, FlatPart
+    from shardckpt.mapping import ShardedObject
+    from shardckpt.planning import BoxFinder
 
 
 class ShardedLoadPlanner(DefaultLoadPlanner):
@@ -42,9 +43,9 @@ class ShardedLoadPlanner(DefaultLoadPlanner):
     Global shapes are checked before anything is filled; one error lists all mismatches. A ShardedTensor without data
     gets CPU memory. Objects go through the allow-list, never through plain pickle.
 
-    A quantized destination (of a tensor class with its own ``dequantize``) is read into a plain CPU tensor, and
-    quantized when its last item is committed. ``dcp.load`` reads file by file: the plain tensor of a destination that
-    spans several files stays until the last of these is read.
+    A quantized destination (of a tensor class with its own ``dequantize``), in a ShardedTensor, a DTensor or by itself,
+    is read into a plain CPU tensor, and quantized when its last item is committed. ``dcp.load`` reads file by file: the
+    plain tensor of a destination that spans several files stays until the last of these is read.
 
     Args:
         *args: As for DCP's DefaultLoadPlanner.
@@ -136,8 +137,10 @@ class ShardedLoadPlanner(DefaultLoadPlanner):
         zero = torch.Size((0,))
         objects = map(MetadataIndex, sorted(self._objects))
         items += [ReadItem(LoadItemType.BYTE_IO, index, zero, index, zero, zero) for index in objects]
-        check_no_partial_overlap(shard for shard in self._tensors if is_quantized(shard.data))
-        return dataclasses.replace(plan, items=[*items, *plan.items])
+        quantized = [shard for shard in self._tensors if is_quantized(shard.data)]
+        rest = self._stage_leaves(plan.items, quantized)
+        check_no_partial_overlap(quantized)
+        return dataclasses.replace(plan, items=[*items, *rest])
 
     def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
         """Zero the destinations that the checkpoint may not cover.
@@ -184,6 +187,22 @@ class ShardedLoadPlanner(DefaultLoadPlanner):
             staged.commit()
         else:
             super().commit_tensor(read_item, tensor)
+
+    def _stage_leaves(self, items: Sequence[ReadItem], quantized: list[ShardedTensor]) -> list[ReadItem]:
+        """Return DCP's items, with those for quantized leaves as items for staged destinations, which it notes."""
+        # a part of such a leaf is a copy, or shares the scales of the other parts: DCP cannot fill it
+        counts = Counter(item.dest_index for item in items if item.type != LoadItemType.BYTE_IO)
+        targets: dict[MetadataIndex, _Target] = {}
+        for index, count in counts.items():
+            local = self.lookup_tensor(index)
+            if is_quantized(local):
+                shard = ShardedTensor.from_rank_offsets(index.fqn, local)
+                quantized.append(shard)
+                self._staged.append(StagedDestination(shard, local, count, keeps=True))
+                whole = Box((0,) * local.dim(), tuple(local.shape))
+                targets[index] = _Target(index.fqn, torch.Size(whole.offset), len(self._targets))
+                self._targets.append(_StagedPart(self._staged[-1], FlatPart(whole, 0)))
+        return [dataclasses.replace(item, dest_index=targets.get(item.dest_index, item.dest_index)) for item in items]
 
     def _staged_of(self, item: ReadItem) -> StagedDestination | None:
         target = self._targets[item.dest_index.index or 0] if isinstance(item.dest_index, _Target) else None

@@ -14,7 +14,7 @@ from shardckpt.chunks import Region, check_cast
 from shardckpt.errors import ShardingError, UnsafePickleError, listed
 from shardckpt.mapping import PlainObject, ShardedObject, ShardedTensor
 from shardckpt.planning import refuse_cast
-from shardckpt.tensors import synchronize_devices
+from shardckpt.tensors import is_quantized, kind, synchronize_devices
 from shardckpt_torch_dist.dialects import to_dcp_tensor
 from shardckpt_torch_dist.plan.custom_planner import list_leaves, scatter_plans
 from shardckpt_torch_dist.plan.load_planner import ShardedLoadPlanner
@@ -23,6 +23,7 @@ from shardckpt_torch_dist.plan.reads import ItemReader
 if TYPE_CHECKING:
     import io
     from collections.abc import Collection, Iterable, Mapping, Sequence
+    from typing import TypeGuard
 
     import torch
     from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
@@ -145,10 +146,9 @@ def read_items(
     """
     item_reader = ItemReader(reader, index, destinations)
     ordered = sorted(items, key=item_reader.locate)  # before anything is read: a chunk that is not stored is an error
-    if getattr(destinations.planner.commit_tensor, "__func__", None) is not DefaultLoadPlanner.commit_tensor:
+    if not _keeps_no_part(destinations.planner):
         item_reader.read_in_order(ordered)
         return
-    item_reader.read_in_order([item for item in ordered if item.type == LoadItemType.BYTE_IO])
     regions = []
     for item in ordered:
         if item.type != LoadItemType.BYTE_IO:
@@ -156,8 +156,14 @@ def read_items(
             is_entire = tuple(item.lengths) == tuple(chunk.box.shape)
             target = destinations.destination(item)
             regions.append(Region(number, chunk, tuple(item.storage_offsets), target, is_entire))
+    item_reader.read_in_order([item for item in ordered if item.type == LoadItemType.BYTE_IO])
     synchronize_devices(region.target for region in regions)
     item_reader.read([(region,) for region in regions])
+
+
+def _keeps_no_part(planner: LoadPlanner) -> TypeGuard[DefaultLoadPlanner]:
+    """Return whether the planner's ``commit_tensor`` is DCP's own, which does nothing."""
+    return getattr(planner.commit_tensor, "__func__", None) is DefaultLoadPlanner.commit_tensor
 
 
 class CheckedPlanner:
@@ -212,12 +218,25 @@ class CheckedPlanner:
                 f"tensor {item.dest_index.fqn!r}: the planner gave a destination of shape {tuple(target.shape)} for "
                 f"{tuple(item.lengths)} elements"
             )
+        self._refuse_part_of_quantized(item)
         key = item.storage_index.fqn
         stored = self._index.dtypes[self._index.numbers[key]]
         if not self._allow_cast and (key, target.dtype) not in self._agreed:
             refuse_cast(key, stored, target.dtype)
         check_cast(key, stored, target.dtype)
         return target
+
+    def _refuse_part_of_quantized(self, item: ReadItem) -> None:
+        """Raise if the planner narrows a quantized tensor, and does nothing with the part when it is filled."""
+        if _keeps_no_part(self.planner):
+            whole = self.planner.lookup_tensor(item.dest_index)
+            if is_quantized(whole) and tuple(whole.shape) != tuple(item.lengths):
+                raise ShardingError(
+                    f"tensor {item.dest_index.fqn!r}: {type(self.planner).__qualname__} fills {tuple(item.lengths)} of "
+                    f"the {tuple(whole.shape)} of a {kind(whole)}, and a part of it is a copy, or has the scales of "
+                    "all: pass planner=shardckpt_torch_dist.ShardedLoadPlanner() to dcp.load, which fills it whole, or "
+                    "load into a plain tensor, and quantize that"
+                )
 
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
         """Tell the planner that the tensor is filled."""

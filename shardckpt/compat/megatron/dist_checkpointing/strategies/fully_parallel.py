@@ -12,13 +12,14 @@ from shardckpt.compat.megatron.path_adapter import adapt_loader, adapt_saver
 from shardckpt.compat.megatron.refusals import make_refusing_getattr
 from shardckpt.compat.megatron.strategies import LoadsByPath, SavesByPath
 from shardckpt.distributed import Comm
-from shardckpt.errors import CheckpointingException
+from shardckpt.errors import CheckpointingException, PluginError
 from shardckpt.mapping import ShardedTensor
 from shardckpt.planning import shard_id
 from shardckpt.state_dict import nested_values
+from shardckpt.strategy import LoadStrategy, SaveStrategy
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from torch.distributed import ProcessGroup
 
@@ -33,11 +34,17 @@ class _TakesMegatrons:
         base_strategy: The wrapped strategy, as it was given.
     """
 
+    _adapt: Callable[[Any], Any]
+
     def __init__(
         self, strategy: Any, *args: Any, pg_cache_path: str | None = None, pg_cache_create: bool = False, **kwargs: Any
     ) -> None:
         refuse_group_cache(pg_cache_path, pg_cache_create)
-        super().__init__(adapt_loader(adapt_saver(strategy)), *args, **kwargs)  # type: ignore[call-arg]
+        adapted = self._adapt(strategy)
+        if not isinstance(adapted, SaveStrategy | LoadStrategy):
+            name = strategy.__qualname__ if isinstance(strategy, type) else type(strategy).__qualname__
+            raise PluginError(f"{name} is no strategy: wrap an instance of one of shardckpt's or of Megatron's kind")
+        super().__init__(adapted, *args, **kwargs)  # type: ignore[call-arg]
         self.base_strategy = strategy
 
 
@@ -54,6 +61,7 @@ class FullyParallelSaveStrategyWrapper(
     """
 
     cached_distribution: ShardDistribution | None = None
+    _adapt = staticmethod(adapt_saver)
 
     def note_assignment(self, assigned: Mapping[Any, Assignment], shards: Sequence[ShardedBase]) -> None:
         """Keep the assignment, if it is reused."""
@@ -77,6 +85,8 @@ class FullyParallelLoadStrategyWrapper(
     Attributes:
         base_strategy: The wrapped strategy, as it was given.
     """
+
+    _adapt = staticmethod(adapt_loader)
 
     @property
     def cached_global_metadata(self) -> Any:

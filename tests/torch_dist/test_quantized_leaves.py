@@ -1,0 +1,114 @@
+"""Quantized tensors as plain leaves of a state dict that dcp.load fills."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+from shardckpt import dist_checkpointing as dc
+from shardckpt.mapping import ShardedTensor
+from shardckpt_torch_dist import CheckpointStorageReader, ShardedLoadPlanner
+from tests.torch_dist.te_stand_in import FirstFloat8StandIn, Float8StandIn, MXFP8StandIn
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.ranks import Ranks
+
+KINDS = [Float8StandIn, MXFP8StandIn, FirstFloat8StandIn]
+FULL = ((torch.arange(64 * 128) * 37 % 1001 - 500) / 128).reshape(64, 128).bfloat16()
+
+
+def _empty(kind: Any, *shape: int) -> Any:
+    return kind.quantized(torch.ones(shape, dtype=FULL.dtype))
+
+
+def _save_in_chunks(path: Path) -> None:
+    """Save in four chunks; stock DCP reads them, too."""
+    parts = [part.contiguous() for part in FULL.chunk(4)]
+    shards = [ShardedTensor.from_rank_offsets("w", part, (0, number, 4)) for number, part in enumerate(parts)]
+    dc.save({"w": shards}, path)
+
+
+def test_a_leaf_is_filled_from_several_chunks(tmp_path: Path) -> None:
+    """Our planner quantizes a plain leaf of each class once, by our reader and by torch's."""
+    _save_in_chunks(tmp_path / "c")
+    for kind in KINDS:
+        for reader in (CheckpointStorageReader(tmp_path / "c"), dcp.FileSystemReader(tmp_path / "c")):
+            leaf = _empty(kind, 64, 128)
+            dcp.load({"w": leaf}, storage_reader=reader, planner=ShardedLoadPlanner(), no_dist=True)
+            assert (leaf.bits(), leaf.times) == (kind.quantized(FULL).bits(), 1)
+
+
+def _load_dtensor(path: str) -> bool:
+    local = _empty(Float8StandIn, 32, 128)
+    mesh = init_device_mesh("cpu", (2,))
+    leaf = DTensor.from_local(local, mesh, [Shard(0)], run_check=False)
+    dcp.load({"w": leaf}, storage_reader=CheckpointStorageReader(path), planner=ShardedLoadPlanner())
+    values = FULL.chunk(2)[dist.get_rank()].contiguous()
+    return bool(local.bits() == Float8StandIn.quantized(values).bits())
+
+
+def test_the_local_part_of_a_dtensor_is_filled(ranks: Ranks, tmp_path: Path) -> None:
+    """A DTensor whose local tensor is quantized and stored in two chunks is filled on each rank."""
+    _save_in_chunks(tmp_path / "c")
+    assert ranks.run(2, _load_dtensor, str(tmp_path / "c")) == [True, True]
+
+
+def test_views_of_one_leaf_are_refused(tmp_path: Path) -> None:
+    """Leaves that share scales are refused, as ShardedTensors are, before anything is filled."""
+    dcp.save({"a": FULL[:32].clone(), "b": FULL[32:].clone()}, checkpoint_id=tmp_path / "c", no_dist=True)
+    whole = _empty(Float8StandIn, 64, 128)
+    before = whole.bits()
+    halves = {
+        key: Float8StandIn(whole._data[rows], whole._scale_inv, whole.dtype)
+        for key, rows in (("a", slice(0, 32)), ("b", slice(32, 64)))
+    }
+    with pytest.raises(CheckpointException, match="'a' and 'b' would be loaded into views of one quantized tensor"):
+        dcp.load(halves, checkpoint_id=tmp_path / "c", planner=ShardedLoadPlanner(), no_dist=True)
+    assert whole.bits() == before
+
+
+def test_torchs_own_planner_is_refused_by_name(tmp_path: Path) -> None:
+    """What torch's planner cannot fill through our reader is an error that says what can; one chunk is filled."""
+    _save_in_chunks(tmp_path / "c")
+    leaf = _empty(Float8StandIn, 64, 128)
+    before = leaf.bits()
+    error = r"ShardingError: tensor 'w': DefaultLoadPlanner fills .*Float8StandIn.*ShardedLoadPlanner\(\)"
+    with pytest.raises(CheckpointException, match=error):
+        dcp.load({"w": leaf}, storage_reader=CheckpointStorageReader(tmp_path / "c"), no_dist=True)
+    assert leaf.bits() == before
+    dcp.save({"w": FULL}, checkpoint_id=tmp_path / "one", no_dist=True)
+    dcp.load({"w": leaf}, storage_reader=CheckpointStorageReader(tmp_path / "one"), no_dist=True)
+    assert leaf.bits() == Float8StandIn.quantized(FULL).bits()
+
+
+class _CopiesBack(DefaultLoadPlanner):
+    """Fills a quantized leaf by a plain copy, and commits it, as an author's planner may."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._plain = torch.empty_like(FULL)
+
+    def resolve_tensor(self, read_item: Any) -> torch.Tensor:
+        return self.transform_tensor(read_item, self._plain)  # type: ignore[no-any-return]
+
+    def commit_tensor(self, read_item: Any, tensor: torch.Tensor) -> None:
+        self.state_dict["w"].copy_(self._plain)
+
+
+def test_a_planner_that_commits_is_trusted(tmp_path: Path) -> None:
+    """A planner with its own commit_tensor puts parts back itself, and is not refused."""
+    _save_in_chunks(tmp_path / "c")
+    leaf = _empty(Float8StandIn, 64, 128)
+    reader = CheckpointStorageReader(tmp_path / "c")
+    dcp.load({"w": leaf}, storage_reader=reader, planner=_CopiesBack(), no_dist=True)
+    assert leaf.bits() == Float8StandIn.quantized(FULL).bits()
