@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import shardckpt.tensors  # noqa: F401 - first, so that what torch imports keeps no process group: see its torch_private
+
+# isort: split
 import torch
 from torch.distributed._shard.metadata import ShardMetadata
 

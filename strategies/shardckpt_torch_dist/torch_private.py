@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import shardckpt.planning  # noqa: F401 - first, so that what DCP imports keeps no process group: see shardckpt.tensors.torch_private
+
+# isort: split
 # Every ``.metadata`` names this class by its path: readers need exactly this one.
 from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
-
-import shardckpt.distributed  # noqa: F401 - so that what DCP imports keeps no process group: see shardckpt.tensors.torch_private
 
 
 def caches_plans(planner: Any) -> bool:
