@@ -112,3 +112,31 @@ def test_a_planner_that_commits_is_trusted(tmp_path: Path) -> None:
     reader = CheckpointStorageReader(tmp_path / "c")
     dcp.load({"w": leaf}, storage_reader=reader, planner=_CopiesBack(), no_dist=True)
     assert leaf.bits() == Float8StandIn.quantized(FULL).bits()
+
+
+class _KeepsABuffer(DefaultLoadPlanner):
+    """Reads into a plain tensor of its own, which the caller quantizes after the load."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.plain = torch.zeros_like(FULL)
+
+    def resolve_tensor(self, read_item: Any) -> torch.Tensor:
+        return self.transform_tensor(read_item, self.plain)  # type: ignore[no-any-return]
+
+
+class _Logs(DefaultLoadPlanner):
+    """Does as DCP's."""
+
+    def resolve_tensor(self, read_item: Any) -> torch.Tensor:
+        return super().resolve_tensor(read_item)  # type: ignore[no-any-return]
+
+
+def test_a_planner_with_a_buffer_is_trusted_and_a_subclass_is_not(tmp_path: Path) -> None:
+    """Parts of a buffer of the planner's own are filled; parts that are copies are refused, whoever resolves them."""
+    _save_in_chunks(tmp_path / "c")
+    planner, leaf = _KeepsABuffer(), _empty(Float8StandIn, 64, 128)
+    dcp.load({"w": leaf}, storage_reader=CheckpointStorageReader(tmp_path / "c"), planner=planner, no_dist=True)
+    assert torch.equal(planner.plain, FULL)
+    with pytest.raises(CheckpointException, match="'w': _Logs fills"):
+        dcp.load({"w": leaf}, storage_reader=CheckpointStorageReader(tmp_path / "c"), planner=_Logs(), no_dist=True)

@@ -218,7 +218,7 @@ class CheckedPlanner:
                 f"tensor {item.dest_index.fqn!r}: the planner gave a destination of shape {tuple(target.shape)} for "
                 f"{tuple(item.lengths)} elements"
             )
-        self._refuse_part_of_quantized(item)
+        self._refuse_part_of_quantized(item, target)
         key = item.storage_index.fqn
         stored = self._index.dtypes[self._index.numbers[key]]
         if not self._allow_cast and (key, target.dtype) not in self._agreed:
@@ -226,17 +226,24 @@ class CheckedPlanner:
         check_cast(key, stored, target.dtype)
         return target
 
-    def _refuse_part_of_quantized(self, item: ReadItem) -> None:
+    def _refuse_part_of_quantized(self, item: ReadItem, target: torch.Tensor) -> None:
         """Raise if the planner narrows a quantized tensor, and does nothing with the part when it is filled."""
-        if _keeps_no_part(self.planner):
+        if not _keeps_no_part(self.planner):
+            return
+        try:
             whole = self.planner.lookup_tensor(item.dest_index)
-            if is_quantized(whole) and tuple(whole.shape) != tuple(item.lengths):
-                raise ShardingError(
-                    f"tensor {item.dest_index.fqn!r}: {type(self.planner).__qualname__} fills {tuple(item.lengths)} of "
-                    f"the {tuple(whole.shape)} of a {kind(whole)}, and a part of it is a copy, or has the scales of "
-                    "all: pass planner=shardckpt_torch_dist.ShardedLoadPlanner() to dcp.load, which fills it whole, or "
-                    "load into a plain tensor, and quantize that"
-                )
+        except Exception:  # noqa: BLE001 - it resolves by names of its own
+            return
+        if not is_quantized(whole) or tuple(whole.shape) == tuple(item.lengths):
+            return
+        # a buffer of the planner's own is the same each time; a copy is not
+        if is_quantized(target) or self.planner.resolve_tensor(item).data_ptr() != target.data_ptr():
+            raise ShardingError(
+                f"tensor {item.dest_index.fqn!r}: {type(self.planner).__qualname__} fills {tuple(item.lengths)} of the "
+                f"{tuple(whole.shape)} of a {kind(whole)}, and a part of it is a copy, or has the scales of all: pass "
+                "planner=shardckpt_torch_dist.ShardedLoadPlanner() to dcp.load, which fills it whole, or load into a "
+                "plain tensor, and quantize that"
+            )
 
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
         """Tell the planner that the tensor is filled."""
