@@ -92,7 +92,8 @@ def get_optimizer_state(parts: Sequence[Module], optimizers: Sequence[Optimizer]
     options: list[dict[str, Any]] = [{} for _ in found]
     for own, each in zip(options, found, strict=True):
         for group in each["param_groups"]:
-            shared = {name: value for name, value in group.items() if name != "params"}
+            # the names of all of the group's parameters, where it was made of named_parameters(), are no option of each
+            shared = {name: value for name, value in group.items() if name not in ("params", "param_names")}
             own.update(dict.fromkeys(group["params"], shared))
     states = _merge("optimizer", (_drop_empty(each["state"]) for each in found))
     groups = [group for each in found for group in each["param_groups"]]

@@ -227,3 +227,22 @@ def test_modules_that_change_their_state_dict_keep_it_too(tmp_path: Path) -> Non
     resumed.model[2].requires_grad_(False)
     resumed.load(tmp_path / "saved")
     assert is_same(resumed.values(), job.values())
+
+
+def test_names_of_parameters_are_no_option_of_each(tmp_path: Path) -> None:
+    """Optimizers of named parameters: two stages load into one part, which keeps its own names, or has none."""
+    stages = [nn.ModuleDict({name: nn.Linear(2, 2)}) for name in ("first", "second")]
+    optimizers = [torch.optim.AdamW(each.named_parameters(), lr=0.3) for each in stages]
+    for stage, optimizer in zip(stages, optimizers, strict=True):
+        sum(parameter.sum() for parameter in stage.parameters()).backward()  # type: ignore[union-attr]
+        optimizer.step()
+    dist_checkpointing.save(to_sharded_state_dict(stages, *optimizers), tmp_path / "saved")
+    whole = nn.ModuleDict({name: nn.Linear(2, 2) for name in ("first", "second")})
+    for named in (True, False):
+        optimizer = torch.optim.AdamW(whole.named_parameters() if named else whole.parameters())
+        loaded = dist_checkpointing.load(to_sharded_state_dict(whole, optimizer), tmp_path / "saved")
+        load_into(loaded, whole, optimizer)
+        assert optimizer.param_groups[0]["lr"] == 0.3
+        names = optimizer.param_groups[0].get("param_names")
+        assert names == ([name for name, _ in whole.named_parameters()] if named else None)
+        assert is_same(optimizer.state[whole["second"].weight], optimizers[1].state[stages[1]["second"].weight])
