@@ -10,6 +10,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.tensor import DTensor
 
 from shardckpt.adapters.module_tree import list_state_tensors, only_copies, read_state_dict
 from shardckpt.adapters.modules import (
@@ -106,7 +107,7 @@ def _can_be_copied(live: Mapping[str, torch.Tensor], values: Mapping[str, Any]) 
 def _hand_over(
     parts: Sequence[Module],
     optimizer: Optimizer,
-    number: int,
+    position: int,
     groups: list[dict[str, Any]],
     states: Mapping[str, Any],
     kept: Collection[str],
@@ -116,37 +117,59 @@ def _hand_over(
     Args:
         parts: The modules of this rank.
         optimizer: The optimizer.
-        number: Its position among the optimizers, for errors.
+        position: Its position among the optimizers, for errors.
         groups: Its groups, with the full names of the parameters under ``params``.
         states: The loaded state of each parameter by its full name; one that is absent has none.
         kept: The parameters that keep the state that they have.
     """
-    names = name_own_parameters(parts, optimizer, number)
+    names = name_own_parameters(parts, optimizer, position)
     if names is None:  # flat parameters of FSDP1, whose state torch alone can lay out
         mine = {name: dict(states[name]) for group in groups for name in group["params"] if name in states}
         with suppress_initial_state(optimizer):
             set_optimizer_state_dict(
-                find_owner(parts, optimizer, number),
+                find_owner(parts, optimizer, position),
                 optimizer,
                 {"state": mine, "param_groups": groups},  # type: ignore[dict-item]
                 options=StateDictOptions(strict=False),
             )
         return
     # load_state_dict casts the state that stands under the number of a parameter to the parameter's dtype, and takes
-    # any other entry as it is: state that stands under the parameter itself keeps its bits. Hooks of the optimizer, and
-    # what its class does in load_state_dict and __setstate__, run as they do for torch.save's users.
+    # any other entry as it is: state that stands under the parameter itself keeps its bits. A class that overrides it
+    # may look at the numbers. Hooks, and what the class does in __setstate__, run as for torch.save's users.
+    overrides = (
+        type(optimizer).load_state_dict is not torch.optim.Optimizer.load_state_dict
+        or "load_state_dict" in optimizer.__dict__
+    )
     exact: dict[Any, Any] = {}
-    numbered, count = [], 0
+    numbered: list[dict[str, Any]] = []
+    params: list[torch.Tensor] = []
     for group, live in zip(groups, optimizer.param_groups, strict=True):
-        for param in live["params"]:
+        numbered.append({**group, "params": list(range(len(params), len(params) + len(live["params"])))})
+        for number, param in zip(numbered[-1]["params"], live["params"], strict=True):
             name = names[id(param)]
             if name in states:
-                exact[param] = _move(states[name], param, group)
+                exact[number if overrides else param] = _move(states[name], param, group)
             elif name in kept and param in optimizer.state:
-                exact[param] = optimizer.state[param]
-        numbered.append({**group, "params": list(range(count, count + len(live["params"])))})
-        count += len(live["params"])
+                exact[number if overrides else param] = optimizer.state[param]
+            params.append(param)
     optimizer.load_state_dict({"state": exact, "param_groups": numbered})
+    if overrides:
+        for number, values in exact.items():
+            _undo_casts(optimizer.state.get(params[number]), values)
+
+
+def _undo_casts(found: Any, saved: Mapping[str, Any]) -> None:
+    """Put saved values in the place of what ``load_state_dict`` has only cast; what a class made of them stays."""
+    for key in found.keys() & saved.keys() if isinstance(found, dict) else ():
+        value, own = saved[key], found[key]
+        if isinstance(value, torch.Tensor) and isinstance(own, torch.Tensor):
+            there, here = (each.to_local() if isinstance(each, DTensor) else each for each in (value, own))
+            if there.dtype != here.dtype and there.shape == here.shape and torch.equal(there.to(here.dtype), here):
+                found[key] = value
+        elif isinstance(value, dict):
+            _undo_casts(own, value)
+        elif isinstance(value, str) and isinstance(own, str) and own.startswith("<generator object"):
+            found[key] = value  # torch rebuilds anything that can be iterated from a generator
 
 
 def _move(state: Mapping[str, Any], param: torch.Tensor, group: Mapping[str, Any]) -> dict[str, Any]:

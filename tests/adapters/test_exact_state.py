@@ -181,6 +181,31 @@ def test_the_optimizers_own_load_runs(tmp_path: Path) -> None:
     assert seen == [("hook", 4, 0.1), ("class", 4, 0.1)]
 
 
+def test_a_class_that_counts_parameters_keeps_bits(tmp_path: Path) -> None:
+    """A load_state_dict that looks at the numbers of parameters gets them, and what torch casts below it is undone."""
+
+    class Counts(HighPrecision):
+        def load_state_dict(self, state_dict: Any) -> None:
+            assert [*state_dict["state"]] == [0, 1, 2, 3]
+            super().load_state_dict(state_dict)
+            for state in self.state.values():
+                state["count"] = state["count"] * 2
+
+    job, resumed = Job("AdamW", torch.bfloat16), Job("AdamW", torch.bfloat16)
+    job.optimizer, resumed.optimizer = (Counts(each.model.parameters()) for each in (job, resumed))
+    job.train(0, 1)
+    for state in job.optimizer.state.values():
+        state["nested"] = {"mode": "x", "mean": torch.tensor([1.2345678])}
+    job.save(tmp_path / "saved")
+    resumed.train(7)
+    for state in resumed.optimizer.state.values():
+        state["nested"] = {"mode": "", "mean": torch.zeros(1)}
+    resumed.load(tmp_path / "saved")
+    for state in job.optimizer.state.values():
+        state["count"] = (state["count"] * 2).to(torch.bfloat16)  # the class made another value of what it was given
+    assert is_same(resumed.values(), job.values())
+
+
 def test_state_of_no_parameter_is_refused(tmp_path: Path) -> None:
     """What an optimizer keeps below a key that is no parameter cannot be stored, and the error names it."""
     job = Job("AdamW")
