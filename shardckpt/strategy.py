@@ -140,8 +140,8 @@ class SaveStrategy(ABC):
     stores_all_bytes: ClassVar[bool] = False
 
     @property
-    def options_alike(self) -> Mapping[str, object]:
-        """Options that every rank must have alike, by the names that errors give them; by default none.
+    def agreed_options(self) -> Mapping[str, object]:
+        """The options that must be equal on all ranks, by the names that errors give them; by default none.
 
         The engine compares them, by their ``repr``, before it calls the strategy: give the same names on every rank.
         """

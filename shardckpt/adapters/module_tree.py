@@ -1,4 +1,4 @@
-"""List a module's tensors by full name in one walk, where torch's state-dict functions would do no more than that.
+"""List a module's tensors by full name in one walk, or read its state dict where classes or hooks decide what it has.
 
 ``get_model_state_dict`` finds each name by attributes, and detaches each tensor: 40 to 60 µs a tensor in every save.
 Nothing is remembered between two walks, so a module may be wrapped or changed in any way between them.
@@ -25,7 +25,7 @@ _METHODS = ("state_dict", "_save_to_state_dict", "get_extra_state")
 #: torch's state-dict functions ask modules that have this for other names.
 _MODIFIERS = "_fqn_modifiers"
 _DECIDING = frozenset((*_METHODS, _MODIFIERS))
-#: By defining one of these, it decides what becomes of what it is given.
+#: By defining one of these, a class or a module decides itself how it is loaded.
 _LOADING = frozenset(("load_state_dict", "_load_from_state_dict"))
 
 
@@ -151,7 +151,7 @@ def name_parameters(module: Module) -> dict[int, str] | None:
 
 
 def read_state_dict(module: Module) -> tuple[dict[str, Any], dict[str, str]] | None:
-    """Return the state dict of a module with the names that :func:`list_state_columns` gives, and the keys of each.
+    """Return a module's own state dict by names without those of wrappers, and the key of each name.
 
     Args:
         module: Its classes and hooks decide what is there: extra state, more tensors or others than it has.
@@ -206,19 +206,20 @@ def only_copies(module: Module) -> bool:
 def _list_prefixes(root: Module) -> dict[str, str]:
     """Return the prefix of each module's keys in a state dict, and the same without the names of wrappers."""
     found: dict[str, str] = {}
+    wrapped: dict[type[Any], str] = {}  # of each class: the child whose name is left out
     waiting: list[tuple[Module, str, str]] = [(root, "", "")]
     while waiting:
         module, key, name = waiting.pop()
-        values = module.__dict__
-        unnamed = _check_class(type(module), only_parameters=True)
-        if _MODIFIERS in values:
-            raise _UnusualError
+        values, kind = module.__dict__, type(module)
+        if kind not in wrapped:
+            wrapped[kind] = _check_class(kind, only_parameters=True)
+        _check_module(values, only_parameters=True)
         found[key] = name
         # hooks of activation checkpoints leave out their own names
         is_hidden = any(map(shortens_names, values["_state_dict_hooks"].values()))
         for child, each in values["_modules"].items():
             if each is not None:
-                own = "" if child == unnamed else f"{child}."
+                own = "" if child == wrapped[kind] else f"{child}."
                 waiting.append((each, f"{key}{own if is_hidden else f'{child}.'}", f"{name}{own}"))
     return found
 

@@ -1,4 +1,4 @@
-"""State dicts of modules and optimizers by full parameter names, through torch's own state-dict API."""
+"""State of modules and optimizers by full parameter names; torch's own API reads FSDP1 and classes that rename."""
 
 from __future__ import annotations
 
@@ -117,15 +117,6 @@ def get_param_groups(parts: Sequence[Module], optimizer: Optimizer, number: int)
     return _read_optimizer(parts, optimizer, number)["param_groups"]  # type: ignore[no-any-return]
 
 
-def name_own_parameters(parts: Sequence[Module], optimizer: Optimizer, number: int) -> Mapping[int, str] | None:
-    """Return the full names of an optimizer's parameters by their ids; None if FSDP1 or a class renames them.
-
-    Raises:
-        ShardingError: no single module has all parameters of the optimizer.
-    """
-    return name_parameters(find_owner(parts, optimizer, number))
-
-
 def _read_optimizer(parts: Sequence[Module], optimizer: Optimizer, number: int) -> Any:
     owner = find_owner(parts, optimizer, number)
     names = name_parameters(owner)
@@ -184,10 +175,12 @@ def make_initial_state(parts: Sequence[Module], optimizers: Sequence[Optimizer])
             if (names is not None or param.requires_grad) and not optimizer.state.get(param)
         ]
         with _temporary_state(optimizer, lacking) as has_state:
-            found: Any = {}
-            if has_state and names is None:
+            found: Any
+            if not has_state:
+                found = {}
+            elif names is None:
                 found = get_optimizer_state_dict(part, optimizer)["state"]
-            elif has_state and names is not None:
+            else:
                 found = {names[id(param)]: optimizer.state[param] for param in lacking if param in optimizer.state}
         states[number] = _drop_empty(found)
     return _merge("optimizer", states)

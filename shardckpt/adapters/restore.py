@@ -12,12 +12,11 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.tensor import DTensor
 
-from shardckpt.adapters.module_tree import list_state_tensors, only_copies, read_state_dict
+from shardckpt.adapters.module_tree import list_state_tensors, name_parameters, only_copies, read_state_dict
 from shardckpt.adapters.modules import (
     as_parts,
     find_owner,
     get_param_groups,
-    name_own_parameters,
     read_model_tensors,
     share_memory,
     suppress_initial_state,
@@ -122,12 +121,12 @@ def _hand_over(
         states: The loaded state of each parameter by its full name; one that is absent has none.
         kept: The parameters that keep the state that they have.
     """
-    names = name_own_parameters(parts, optimizer, position)
-    if names is None:  # flat parameters of FSDP1, whose state torch alone can lay out
+    owner = find_owner(parts, optimizer, position)
+    if name_parameters(owner) is None:  # flat parameters of FSDP1, whose state torch alone can lay out
         mine = {name: dict(states[name]) for group in groups for name in group["params"] if name in states}
         with suppress_initial_state(optimizer):
             set_optimizer_state_dict(
-                find_owner(parts, optimizer, position),
+                owner,
                 optimizer,
                 {"state": mine, "param_groups": groups},  # type: ignore[dict-item]
                 options=StateDictOptions(strict=False),
@@ -144,14 +143,15 @@ def _hand_over(
     numbered: list[dict[str, Any]] = []
     params: list[torch.Tensor] = []
     for group, live in zip(groups, optimizer.param_groups, strict=True):
-        numbered.append({**group, "params": list(range(len(params), len(params) + len(live["params"])))})
-        for number, param in zip(numbered[-1]["params"], live["params"], strict=True):
-            name = names[id(param)]
+        first = len(params)
+        for name, param in zip(group["params"], live["params"], strict=True):
+            key = len(params) if overrides else param
             if name in states:
-                exact[number if overrides else param] = _move(states[name], param, group)
+                exact[key] = _move(states[name], param, group)
             elif name in kept and param in optimizer.state:
-                exact[number if overrides else param] = optimizer.state[param]
+                exact[key] = optimizer.state[param]
             params.append(param)
+        numbered.append({**group, "params": list(range(first, len(params)))})
     optimizer.load_state_dict({"state": exact, "param_groups": numbered})
     if overrides:
         for number, values in exact.items():
@@ -164,7 +164,7 @@ def _undo_casts(found: Any, saved: Mapping[str, Any]) -> None:
         value, own = saved[key], found[key]
         if isinstance(value, torch.Tensor) and isinstance(own, torch.Tensor):
             there, here = (each.to_local() if isinstance(each, DTensor) else each for each in (value, own))
-            if there.dtype != here.dtype and there.shape == here.shape and torch.equal(there.to(here.dtype), here):
+            if there.dtype != here.dtype and are_equal(there.to(here.dtype), here):
                 found[key] = value
         elif isinstance(value, dict):
             _undo_casts(own, value)

@@ -187,7 +187,7 @@ def check_state(
             parent=options.lineage.parent,
             step=options.lineage.step,
             fingerprints=options.fingerprints,
-            **saver.options_alike,
+            **saver.agreed_options,
         )
         if not is_cached:  # some rank has no plan, or another one
             lookup.cached = None

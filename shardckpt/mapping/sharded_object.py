@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from shardckpt.errors import CheckpointingException, ShardingError
@@ -107,10 +108,10 @@ class PlainObject(ShardedObject):
 
         What ends in no place in a grid is plain: ``key/shard_0_2.amax`` is a value inside an object of a grid.
         """
-        try:
-            return ShardedObject.empty_from_unique_key(unique_key, replica_id)
-        except CheckpointingException:
-            return cls(unique_key, None, replica_id=replica_id)
+        if "/shard_" in unique_key:  # there may be a million plain ones: an exception for each takes its time
+            with suppress(CheckpointingException):
+                return ShardedObject.empty_from_unique_key(unique_key, replica_id)
+        return cls(unique_key, None, replica_id=replica_id)
 
 
 def _dotted_integers(text: str) -> tuple[int, ...]:

@@ -93,9 +93,9 @@ class FullyParallelSaveStrategyWrapper(AsyncSaveStrategy):
         self.stores_all_bytes = strategy.stores_all_bytes  # type: ignore[misc]
 
     @property
-    def options_alike(self) -> Mapping[str, object]:
+    def agreed_options(self) -> Mapping[str, object]:
         """Those of the wrapped strategy."""
-        return self._strategy.options_alike
+        return self._strategy.agreed_options
 
     def save(self, shards: Sequence[ShardedBase], common: CommonStateDict, context: SaveContext) -> None:
         """Collective: assign the shards to ranks, and save through the wrapped strategy."""

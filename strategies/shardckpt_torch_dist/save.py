@@ -93,7 +93,7 @@ class TorchDistSaveShardedStrategy(ChunkSaveStrategy[StoredIndex, bytes]):
         self._planner = planner
 
     @property
-    def options_alike(self) -> Mapping[str, object]:
+    def agreed_options(self) -> Mapping[str, object]:
         """The planner's class: ranks with different planners would call different collectives."""
         return {"planner": name_planner(self._planner)}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections import deque, namedtuple
 from typing import TYPE_CHECKING, Any
 
@@ -195,13 +196,19 @@ def test_a_class_that_counts_parameters_keeps_bits(tmp_path: Path) -> None:
     job.optimizer, resumed.optimizer = (Counts(each.model.parameters()) for each in (job, resumed))
     job.train(0, 1)
     for state in job.optimizer.state.values():
-        state["nested"] = {"mode": "x", "mean": torch.tensor([1.2345678])}
+        state["nested"] = {"mode": "x", "mean": torch.tensor([1.2345678]), "odd": torch.tensor([1.2345678, math.nan])}
     job.save(tmp_path / "saved")
     resumed.train(7)
     for state in resumed.optimizer.state.values():
-        state["nested"] = {"mode": "", "mean": torch.zeros(1)}
+        state["nested"] = {"mode": "", "mean": torch.zeros(1), "odd": torch.zeros(2)}
     resumed.load(tmp_path / "saved")
+    for state in resumed.optimizer.state.values():
+        odd = state["nested"].pop("odd")
+        assert odd.dtype == torch.float32
+        assert odd[0] == torch.tensor(1.2345678)
+        assert odd[1].isnan()
     for state in job.optimizer.state.values():
+        del state["nested"]["odd"]
         state["count"] = (state["count"] * 2).to(torch.bfloat16)  # the class made another value of what it was given
     assert is_same(resumed.values(), job.values())
 

@@ -38,6 +38,11 @@ def _save_in_chunks(path: Path) -> None:
     dc.save({"w": shards}, path)
 
 
+def _fill(leaf: Any, path: Path, planner: DefaultLoadPlanner | None = None) -> None:
+    """Fill a leaf through our reader, by a planner, or by torch's own."""
+    dcp.load({"w": leaf}, storage_reader=CheckpointStorageReader(path), planner=planner, no_dist=True)
+
+
 def test_a_leaf_is_filled_from_several_chunks(tmp_path: Path) -> None:
     """Our planner quantizes a plain leaf of each class once, by our reader and by torch's."""
     _save_in_chunks(tmp_path / "c")
@@ -84,10 +89,10 @@ def test_torchs_own_planner_is_refused_by_name(tmp_path: Path) -> None:
     before = leaf.bits()
     error = r"ShardingError: tensor 'w': DefaultLoadPlanner fills .*Float8StandIn.*ShardedLoadPlanner\(\)"
     with pytest.raises(CheckpointException, match=error):
-        dcp.load({"w": leaf}, storage_reader=CheckpointStorageReader(tmp_path / "c"), no_dist=True)
+        _fill(leaf, tmp_path / "c")
     assert leaf.bits() == before
     dcp.save({"w": FULL}, checkpoint_id=tmp_path / "one", no_dist=True)
-    dcp.load({"w": leaf}, storage_reader=CheckpointStorageReader(tmp_path / "one"), no_dist=True)
+    _fill(leaf, tmp_path / "one")
     assert leaf.bits() == Float8StandIn.quantized(FULL).bits()
 
 
@@ -109,8 +114,7 @@ def test_a_planner_that_commits_is_trusted(tmp_path: Path) -> None:
     """A planner with its own commit_tensor puts parts back itself, and is not refused."""
     _save_in_chunks(tmp_path / "c")
     leaf = _empty(Float8StandIn, 64, 128)
-    reader = CheckpointStorageReader(tmp_path / "c")
-    dcp.load({"w": leaf}, storage_reader=reader, planner=_CopiesBack(), no_dist=True)
+    _fill(leaf, tmp_path / "c", _CopiesBack())
     assert leaf.bits() == Float8StandIn.quantized(FULL).bits()
 
 
@@ -126,7 +130,7 @@ class _KeepsABuffer(DefaultLoadPlanner):
 
 
 class _Logs(DefaultLoadPlanner):
-    """Does as DCP's."""
+    """Overrides resolve_tensor, and adds nothing to DCP's."""
 
     def resolve_tensor(self, read_item: Any) -> torch.Tensor:
         return super().resolve_tensor(read_item)  # type: ignore[no-any-return]
@@ -136,7 +140,7 @@ def test_a_planner_with_a_buffer_is_trusted_and_a_subclass_is_not(tmp_path: Path
     """Parts of a buffer of the planner's own are filled; parts that are copies are refused, whoever resolves them."""
     _save_in_chunks(tmp_path / "c")
     planner, leaf = _KeepsABuffer(), _empty(Float8StandIn, 64, 128)
-    dcp.load({"w": leaf}, storage_reader=CheckpointStorageReader(tmp_path / "c"), planner=planner, no_dist=True)
+    _fill(leaf, tmp_path / "c", planner)
     assert torch.equal(planner.plain, FULL)
     with pytest.raises(CheckpointException, match="'w': _Logs fills"):
-        dcp.load({"w": leaf}, storage_reader=CheckpointStorageReader(tmp_path / "c"), planner=_Logs(), no_dist=True)
+        _fill(leaf, tmp_path / "c", _Logs())

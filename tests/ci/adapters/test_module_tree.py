@@ -13,7 +13,7 @@ from shardckpt.adapters.module_tree import list_state_tensors
 from shardckpt.errors import ShardingError
 from tests.adapters.models import made_model
 from tests.adapters.module_tree import check
-from tests.adapters.test_own_keys import Scaled
+from tests.adapters.own_keys import Scaled
 
 if TYPE_CHECKING:
     from pathlib import Path
