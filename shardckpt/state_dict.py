@@ -15,6 +15,7 @@ from shardckpt.errors import CheckpointingException, ShardingError
 from shardckpt.mapping import (
     CommonStateDict,
     LocalNonpersistentObject,
+    OptionalEntries,
     PlainObject,
     ShardedBase,
     ShardedStateDict,
@@ -318,7 +319,7 @@ def _split_mixed(x: Any, children: dict[Any, Any], path: tuple[Any, ...], *, pla
             inner, others = split_state_dict(value, (*path, key), plain_objects=plain_objects)
             if inner:
                 sharded[key] = inner
-            if others or not value:
+            if others or (not value and not isinstance(value, OptionalEntries)):
                 rest[key] = others
         else:
             _refuse_parts(value, (*path, key))

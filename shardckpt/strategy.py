@@ -602,6 +602,8 @@ class StoredColumns(NamedTuple):
         shapes: Their global shapes.
         objects: The unique keys of the ShardedObjects.
         scales: What scales the values of a tensor, by its key, where another tensor does.
+        values: The keys of values that are stored one by one, as plain DCP stores them: :class:`BuildsObjects` builds
+            objects from them.
     """
 
     keys: Sequence[str]
@@ -609,6 +611,7 @@ class StoredColumns(NamedTuple):
     shapes: Sequence[tuple[int, ...]]
     objects: Sequence[str]
     scales: Mapping[str, BlockScales]
+    values: Sequence[str] = ()
 
 
 @runtime_checkable

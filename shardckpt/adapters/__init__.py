@@ -10,9 +10,11 @@ from shardckpt.adapters.dtensor import (
 )
 from shardckpt.adapters.in_place import InPlaceFactory
 from shardckpt.adapters.leaves import describe_leaf, describe_object, describe_plain_object
-from shardckpt.adapters.modules import get_model_tensors, get_param_groups
+from shardckpt.adapters.modules import get_model_tensors
+from shardckpt.adapters.optimizers import find_name, get_param_groups
 from shardckpt.adapters.restore import load_into
 from shardckpt.adapters.state import SavedModules, to_sharded_state_dict
+from shardckpt.adapters.state_layout import empty_state_tensor
 from shardckpt.adapters.torch_sharded import describe_torch_sharded
 
 __all__ = [
@@ -23,6 +25,8 @@ __all__ = [
     "describe_object",
     "describe_plain_object",
     "describe_torch_sharded",
+    "empty_state_tensor",
+    "find_name",
     "get_dtensor_splits",
     "get_local_tensor",
     "get_model_tensors",

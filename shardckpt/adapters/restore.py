@@ -5,22 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.tensor import DTensor
 
-from shardckpt.adapters.module_tree import list_state_tensors, name_parameters, only_copies, read_state_dict
-from shardckpt.adapters.modules import (
-    as_parts,
-    find_owner,
-    get_param_groups,
-    read_model_tensors,
-    share_memory,
-    suppress_initial_state,
-)
+from shardckpt.adapters import fsdp1
+from shardckpt.adapters.forms import rebuild_state
+from shardckpt.adapters.module_tree import list_state_tensors, only_copies, read_state_dict
+from shardckpt.adapters.modules import as_parts, read_model_tensors, share_memory
+from shardckpt.adapters.optimizers import EMPTY, ENTRIES, GROUPS, PARAMS, STATE, find_owner, own_method, read_optimizer
 from shardckpt.errors import CheckpointingException, KeyMismatchError, ShardingError, listed
 from shardckpt.state_dict import are_equal, dict_list_map_outplace
 
@@ -30,6 +22,7 @@ if TYPE_CHECKING:
     from torch.nn import Module
     from torch.optim import Optimizer
 
+    from shardckpt.adapters.optimizers import NamedState
     from shardckpt.mapping import StateDict
 
 
@@ -59,20 +52,30 @@ def load_into(
         name: {**values.get("values", {}), **values.get("tensors", {})}  # undoes _describe_options
         for name, values in optimizer_state.get("param_groups", {}).items()
     }
-    groups = [get_param_groups(parts, optimizer, number) for number, optimizer in enumerate(optimizers)]
+    live = [read_optimizer(parts, optimizer, number) for number, optimizer in enumerate(optimizers)]
     if strict:
-        trained = {name for each in groups for group in each for name in group["params"]}
+        trained = {name for one in live for group in one.groups for name in group[PARAMS]}
         _refuse(read_model_tensors(parts).keys() - model.keys(), "model")
         _refuse(trained - options.keys(), "optimizer")
-    filled = [[_apply_options(group, options) for group in each] for each in groups]
+    others = {digest: rebuild_state(values) for digest, values in optimizer_state.get("others", {}).items()}
+    filled = [
+        [
+            _apply_options(group, options, others.get(one.digest, {}).get(EMPTY, {}).get(number))
+            for number, group in enumerate(one.groups)
+        ]
+        for one in live
+    ]
     # everything is checked above, before the first module changes
     for part in parts:
         _hand_over_tensors(part, model)
-    states = optimizer_state.get("state", {})
-    for number, (optimizer, own) in enumerate(zip(optimizers, filled, strict=True)):
+    states = optimizer_state.get(STATE, {})
+    for number, (optimizer, one, groups) in enumerate(zip(optimizers, live, filled, strict=True)):
+        if not one.params:
+            fsdp1.set_state(find_owner(parts, optimizer, number), optimizer, states, groups)
+            continue
         # a parameter that was saved without state has none now; one that was not saved keeps its own (strict=False)
-        kept = {name for group in own for name in group["params"] if name not in options and name not in states}
-        _hand_over(parts, optimizer, number, own, states, kept)
+        kept = {name for group in groups for name in group[PARAMS] if name not in options and name not in states}
+        _hand_over(optimizer, one, groups, states, others.get(one.digest, {}), kept)
 
 
 def _hand_over_tensors(part: Module, values: Mapping[str, Any]) -> None:
@@ -104,58 +107,46 @@ def _can_be_copied(live: Mapping[str, torch.Tensor], values: Mapping[str, Any]) 
 
 
 def _hand_over(
-    parts: Sequence[Module],
     optimizer: Optimizer,
-    position: int,
+    live: NamedState,
     groups: list[dict[str, Any]],
     states: Mapping[str, Any],
+    others: Mapping[str, Any],
     kept: Collection[str],
 ) -> None:
     """Give an optimizer its state and the options of its groups.
 
     Args:
-        parts: The modules of this rank.
         optimizer: The optimizer.
-        position: Its position among the optimizers, for errors.
+        live: Its state now.
         groups: Its groups, with the full names of the parameters under ``params``.
         states: The loaded state of each parameter by its full name; one that is absent has none.
+        others: What was loaded of what belongs to no parameter.
         kept: The parameters that keep the state that they have.
     """
-    owner = find_owner(parts, optimizer, position)
-    if name_parameters(owner) is None:  # flat parameters of FSDP1, whose state torch alone can lay out
-        mine = {name: dict(states[name]) for group in groups for name in group["params"] if name in states}
-        with suppress_initial_state(optimizer):
-            set_optimizer_state_dict(
-                owner,
-                optimizer,
-                {"state": mine, "param_groups": groups},  # type: ignore[dict-item]
-                options=StateDictOptions(strict=False),
-            )
-        return
     # load_state_dict casts the state that stands under the number of a parameter to the parameter's dtype, and takes
     # any other entry as it is: state that stands under the parameter itself keeps its bits. A class that overrides it
     # may look at the numbers. Hooks, and what the class does in __setstate__, run as for torch.save's users.
-    overrides = (
-        type(optimizer).load_state_dict is not torch.optim.Optimizer.load_state_dict
-        or "load_state_dict" in optimizer.__dict__
-    )
+    load = own_method(optimizer, "load_state_dict")
+    overrides = getattr(load, "__func__", None) is not torch.optim.Optimizer.load_state_dict
     exact: dict[Any, Any] = {}
     numbered: list[dict[str, Any]] = []
-    params: list[torch.Tensor] = []
-    for group, live in zip(groups, optimizer.param_groups, strict=True):
-        first = len(params)
-        for name, param in zip(group["params"], live["params"], strict=True):
-            key = len(params) if overrides else param
+    names = list(live.params)
+    for group in groups:
+        first = sum(len(each[PARAMS]) for each in numbered)
+        for number, name in enumerate(group[PARAMS], first):
+            param = live.params[name]
+            key = number if overrides else param
             if name in states:
-                exact[key] = _move(states[name], param, group)
+                exact[key] = _move(rebuild_state(states[name]), param, group)
             elif name in kept and param in optimizer.state:
                 exact[key] = optimizer.state[param]
-            params.append(param)
-        numbered.append({**group, "params": list(range(first, len(params)))})
-    optimizer.load_state_dict({"state": exact, "param_groups": numbered})
-    if overrides:
+        numbered.append({**group, PARAMS: list(range(first, first + len(group[PARAMS])))})
+    entries = others.get(ENTRIES, {})
+    load({STATE: {**exact, **others.get(STATE, {})}, GROUPS: numbered, **entries} if live.has_groups else entries)
+    if overrides and live.has_groups:
         for number, values in exact.items():
-            _undo_casts(optimizer.state.get(params[number]), values)
+            _undo_casts(optimizer.state.get(live.params[names[number]]), values)
 
 
 def _undo_casts(found: Any, saved: Mapping[str, Any]) -> None:
@@ -186,8 +177,18 @@ def _move(state: Mapping[str, Any], param: torch.Tensor, group: Mapping[str, Any
     }
 
 
-def _apply_options(group: dict[str, Any], options: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
-    """Return a group with the options that its parameters were saved with; its own if none of them was saved."""
+def _apply_options(
+    group: dict[str, Any], options: Mapping[str, dict[str, Any]], of_empty: Mapping[str, Any] | None
+) -> dict[str, Any]:
+    """Return a group with the options that its parameters were saved with; its own if none of them was saved.
+
+    Args:
+        group: The group, with names of parameters.
+        options: The saved options of each parameter.
+        of_empty: Those of the group of its number, if that had no parameters.
+    """
+    if not group[PARAMS]:
+        return {**group, **(of_empty or {})}
     saved = [name for name in group["params"] if name in options]
     for name in saved:
         for option, value in options[saved[0]].items():

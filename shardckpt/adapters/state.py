@@ -2,31 +2,39 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from shardckpt.adapters import modules
 from shardckpt.adapters.dtensor import AlikeTensors
 from shardckpt.adapters.leaf_shards import LeafShards
 from shardckpt.adapters.leaves import describe_leaf, describe_object, describe_plain_object, describe_tree
 from shardckpt.adapters.module_tree import list_state_columns
+from shardckpt.adapters.optimizers import (
+    PARAMS,
+    describe_state,
+    describe_with_form,
+    digest_names,
+    get_optimizer_state,
+    make_flat_state,
+    request_options,
+    request_others,
+    request_states,
+)
 from shardckpt.errors import ShardingError
 from shardckpt.mapping import OptionalEntries
 from shardckpt.state_dict import nested_items
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
 
     from torch.nn import Module
     from torch.optim import Optimizer
 
-    from shardckpt.mapping import PlainObject, Replicated, ShardedStateDict
-
-#: The entry of a parameter group that names its parameters.
-_NAMES = "params"
+    from shardckpt.mapping import PlainObject, Replicated, ShardedStateDict, StoredNames
 
 
 def to_sharded_state_dict(
@@ -50,8 +58,9 @@ def to_sharded_state_dict(
 
     A parameter may have no optimizer state yet: no step was made, or it never had a gradient (an unused branch, an
     expert that no token reached). Then a save stores none, and a load that finds none leaves it out; the optimizer
-    makes it at the parameter's next step. A load fills stored state whether or not the optimizer has state of the
-    parameter already. If only a part of a parameter's state is stored, the load fails.
+    makes it at the parameter's next step. A load takes the state that is stored, in its dtype, whether or not the
+    optimizer has state of the parameter already: no step is taken to find out. What an optimizer's ``state_dict()`` has
+    besides (``optimizer.others``) comes back into an optimizer of the same parameters.
 
     Example::
 
@@ -163,22 +172,38 @@ def _describe_modules(
 
     if not optimizers:
         return describe_model(prefix)
-    states, options, param_groups = modules.get_optimizer_state(parts, optimizers)
-    state, groups = f"{prefix}optimizer.state", f"{prefix}optimizer.param_groups"
+    live = get_optimizer_state(parts, optimizers)
+    state, groups, others = (f"{prefix}optimizer.{kind}" for kind in ("state", "param_groups", "others"))
 
-    def describe_state(values: dict[str, Any]) -> dict[str, Any]:
-        return describe_tree(values, state, replicated, objects=True, alike=alike)  # type: ignore[no-any-return]
+    def describe(values: Mapping[str, Any]) -> dict[str, Any]:
+        sharded = {name: isinstance(live.params.get(name), DTensor) for name in values}
+        return {
+            name: describe_state(each, f"{state}.{name}", replicated, alike, is_distributed=sharded[name])
+            for name, each in values.items()
+        }
 
-    def describe_lacking_state() -> dict[str, Any]:
-        made = modules.make_initial_state(parts, optimizers)
-        return describe_state({name: values for name, values in made.items() if name not in states})
+    states, options = describe(live.states), _describe_options(live.options, groups, replicated)
+    rest = {
+        digest: describe_with_form(each, f"{others}.{digest}", replicated, alike)
+        for digest, each in live.others.items()
+    }
+
+    def request_state(stored: StoredNames) -> dict[str, Any]:
+        made = describe(make_flat_state(parts, optimizers, live))
+        return made | request_states(live, states, stored, state, f"{prefix}model.")
 
     return {
         "model": describe_model(f"{prefix}model."),
         "optimizer": {
-            "state": OptionalEntries(describe_state(states), f"{state}.", describe_lacking_state),
-            "param_groups": _describe_options(options, groups, replicated),
-            "for_dcp": {**_describe_groups_for_dcp(param_groups, groups, options), **_describe_numbers(states, state)},
+            "state": OptionalEntries(states, f"{state}.", request_state),
+            "param_groups": OptionalEntries(
+                options, f"{groups}.", lambda stored: request_options(options, stored, groups)
+            ),
+            "others": OptionalEntries(rest, f"{others}.", lambda stored: request_others(live, rest, stored, others)),
+            "for_dcp": {
+                **_describe_groups_for_dcp(live.groups, groups, live.options),
+                **_describe_numbers(live.states, state),
+            },
         },
     }
 
@@ -218,15 +243,15 @@ def _describe_groups_for_dcp(
     """
     found = {}
     for number, group in enumerate(param_groups):
-        names = group[_NAMES]
+        names = group[PARAMS]
         # pipeline stages have a group 0 each, of other parameters: both are stored
-        digest = _digest_names(names)
+        digest = digest_names(names)
         for option, value in group.items():
             keys = [f"{number}.{option}"]
             # a parameter whose name is a number, or a number and the name of an option, has its options there
             if str(number) in options or keys[0] in options:
                 keys = []
-            if option != _NAMES and not isinstance(value, torch.Tensor):  # tensors are stored so already
+            if option != PARAMS and not isinstance(value, torch.Tensor):  # tensors are stored so already
                 keys += [f"{name}.{option}" for name in names]
             if keys:
                 own = f"{key}/{number}.{option}/{digest}"
@@ -252,10 +277,6 @@ def _describe_numbers(states: Mapping[str, Any], key: str) -> dict[str, PlainObj
                 names.setdefault((".".join(map(str, path)), type(value), value), []).append(name)
     found = {}
     for (option, _, value), having in names.items():
-        own = f"{key}/{option}/{_digest_names(having)}"
+        own = f"{key}/{option}/{digest_names(having)}"
         found[own] = describe_plain_object(value, own, tuple(f"{key}.{name}.{option}" for name in having))
     return found
-
-
-def _digest_names(names: Iterable[str]) -> str:
-    return hashlib.sha256("\n".join(names).encode()).hexdigest()[:16]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from bisect import bisect_left
 from functools import partial
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -19,6 +18,7 @@ from shardckpt.mapping import (
     ShardedTensor,
     ShardedTensorFactory,
     StateDict,
+    StoredNames,
 )
 from shardckpt.state_dict import build_copy, dict_list_map_outplace, nested_values, of_type
 
@@ -46,41 +46,21 @@ class LoadTemplate:
 
     Args:
         wanted: The caller's sharded state dict.
+        list_stored: Returns what the checkpoint stores, which decides what is wanted of optional entries; called if
+            there are any. By default it has nothing of them.
 
     Attributes:
         shards: Copies of the descriptions of all shards, factories' included, in the order of the leaves.
+        left_out: The names of optional entries of which nothing is stored.
     """
 
-    def __init__(self, wanted: ShardedStateDict) -> None:
+    def __init__(self, wanted: ShardedStateDict, list_stored: Callable[[], StoredNames] = StoredNames.nothing) -> None:
         self.shards: list[ShardedBase] = []
-        #: Entries that the checkpoint may lack: the prefix of their keys, and the numbers of their shards.
-        self._optional: list[tuple[str, range]] = []
+        self.left_out: list[str] = []
+        self._taken_count = 0
+        self._has_dropped = False
+        self._list_stored = list_stored
         self._tree = self._make_slots(wanted)
-
-    def find_absent(self, stored: Collection[str], key_of: Callable[[ShardedBase], str]) -> dict[int, str]:
-        """Return the shards of optional entries of which the checkpoint has nothing.
-
-        Args:
-            stored: The names of all that is stored.
-            key_of: Returns the name under which a shard is stored.
-
-        Returns:
-            The name of the entry, by the index of the shard in :attr:`shards`.
-        """
-        found: dict[int, str] = {}
-        if all(key_of(self.shards[number]) in stored for _, numbers in self._optional for number in numbers):
-            return found
-        ordered = sorted(stored)
-        for prefix, numbers in self._optional:
-            position = bisect_left(ordered, prefix)
-            if position == len(ordered) or not ordered[position].startswith(prefix):
-                found.update(dict.fromkeys(numbers, prefix.removesuffix(".")))
-        return found
-
-    @property
-    def optional_count(self) -> int:
-        """The number of shards of optional entries."""
-        return sum(len(numbers) for _, numbers in self._optional)
 
     def fill(self, values: list[Any], common: StateDict, *, built: Collection[int] = ()) -> StateDict:
         """Return the state dict, filled with loaded values and the common state.
@@ -101,9 +81,7 @@ class LoadTemplate:
     def _make_slots(self, wanted: Any) -> Any:
         """Return the structure with slots as leaves, and append the shards to the list."""
         if isinstance(wanted, OptionalEntries):
-            return {
-                name: self._make_entry(f"{wanted.prefix}{name}.", value) for name, value in wanted.complete().items()
-            }
+            return self._make_entries(wanted)
         if isinstance(wanted, dict):
             return of_type(
                 wanted,
@@ -117,13 +95,27 @@ class LoadTemplate:
             return of_type(wanted, [self._make_slots(value) for value in wanted])
         return self._make_slot(wanted)
 
-    def _make_entry(self, prefix: str, wanted: Any) -> Any:
-        first = len(self.shards)
-        slots = self._make_slots(wanted)
-        # keys that a prefix was added to afterwards do not show by name whether the checkpoint has the entry
-        if all(shard.key.startswith(prefix) for shard in self.shards[first:]):
-            self._optional.append((prefix, range(first, len(self.shards))))
-        return slots
+    def _make_entries(self, wanted: OptionalEntries) -> dict[str, Any]:
+        """Return the slots of the entries of which a part is stored, or whose keys were changed."""
+        found, stored = {}, self._list_stored()
+        for name, entry in wanted.request(stored).items():
+            first, prefix = len(self.shards), f"{wanted.prefix}{name}."
+            slots = self._make_slots(entry)
+            keys = [shard.key for shard in self.shards[first:]]
+            # keys that a prefix was added to afterwards do not show by name whether the checkpoint has the entry
+            if all(key.startswith(prefix) and not stored.has(key) for key in keys):
+                del self.shards[first:]
+                self.left_out.append(prefix.removesuffix("."))
+                self._has_dropped |= len(keys) > 0
+            else:
+                found[name] = slots
+                self._taken_count += keys[0].startswith(prefix)
+        return found
+
+    @property
+    def drops_all(self) -> bool:
+        """Whether the caller has optional entries, and nothing of any is stored."""
+        return self._has_dropped and not self._taken_count
 
     def _make_slot(self, leaf: Any) -> Any:
         if type(leaf) is ShardedTensor:  # most leaves are

@@ -16,7 +16,7 @@ from shardckpt.engine.load_template import MISSING, LoadTemplate
 from shardckpt.engine.locations import locate
 from shardckpt.engine.operation import Operation
 from shardckpt.errors import ShardingError, listed
-from shardckpt.mapping import ShardedObject, ShardedTensor
+from shardckpt.mapping import ShardedObject, ShardedTensor, StoredNames
 from shardckpt.planning import Casts, check_dtypes, check_shapes, describe_casts, is_exact
 from shardckpt.plugins import Accept, choose_reader, hold_checkpoint, hold_same
 from shardckpt.storage import CheckpointReader, is_read_again, retry_if_replaced
@@ -35,7 +35,7 @@ from shardckpt.validation import (
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Collection, Iterable, Iterator
     from pathlib import Path
 
     from shardckpt.distributed import Comm
@@ -289,19 +289,20 @@ def load_checkpoint(
         CheckpointingException: the same on every rank.
     """
     comm = checkpoint.context.comm
+    # these decide which collectives a rank calls: with different ones the ranks would wait for each other
+    comm.agree(
+        strict=strict.value,
+        validate_access_integrity=validate,
+        verify_integrity=verify,
+        allow_dtype_cast=allow_dtype_cast,
+        fully_parallel=checkpoint.fully_parallel,
+    )
+    stored = checkpoint.columns()  # no object for each tensor
     with checkpoint.operation.local_phase("preparing the state dict"):
-        template = LoadTemplate(sharded_state_dict)
+        template = LoadTemplate(sharded_state_dict, lambda: name_stored(stored))
         validate_descriptions(template.shards)
         for shard in template.shards:
             _refuse_unfillable(shard)
-        # these decide which collectives a rank calls: with different ones the ranks would wait for each other
-        comm.agree(
-            strict=strict.value,
-            validate_access_integrity=validate,
-            verify_integrity=verify,
-            allow_dtype_cast=allow_dtype_cast,
-            fully_parallel=checkpoint.fully_parallel,
-        )
         # copies are not compared: their values are about to be overwritten
         template.shards = choose_main_replicas(template.shards, comm, compare=False)
     if verify:
@@ -310,24 +311,20 @@ def load_checkpoint(
     if validate:
         with checkpoint.operation.local_phase("validating"):
             validate_shards(template.shards, comm)
-    stored = checkpoint.columns()  # no object for each tensor
     with checkpoint.operation.local_phase("comparing keys"):
         keys = {key: key for key in stored.keys}
         keys.update((name, ShardedObject.empty_from_unique_key(name).key) for name in stored.objects)
         if checkpoint.context.reader.manifest.recognised_as is not None:  # another library's: it may be torchtitan's
             use_bare_keys(template.shards, keys, _MODEL)
         built = checkpoint.find_buildable(template.shards, keys)
-        left_out = template.find_absent(keys.keys() | built, stored_key)
         # every rank must compare with the same keys, and what is built differs from rank to rank
-        wanted = template.shards
-        if left_out or built:
-            wanted = [shard for n, shard in enumerate(wanted) if n not in left_out and stored_key(shard) not in built]
+        wanted = [shard for shard in template.shards if stored_key(shard) not in built] if built else template.shards
         mismatch = compare_keys(wanted, keys, strict, comm)
-        if left_out and comm.is_main:
-            _log_left_out(left_out, template.optional_count)
+        if template.left_out and comm.is_main:
+            _log_left_out(template)
     is_absent = [False] * len(template.shards)
-    if left_out or mismatch.absent:
-        is_absent = [n in left_out or stored_key(shard) in mismatch.absent for n, shard in enumerate(template.shards)]
+    if mismatch.absent:
+        is_absent = [stored_key(shard) in mismatch.absent for shard in template.shards]
     available = [shard for shard, absent in zip(template.shards, is_absent, strict=True) if not absent]
     with checkpoint.operation.local_phase("comparing shapes"):
         check_shapes(available, dict(zip(stored.keys, stored.shapes, strict=True)), advise=advise)
@@ -346,10 +343,19 @@ def load_checkpoint(
     return state_dict, mismatch
 
 
-def _log_left_out(left_out: Mapping[int, str], optional: int) -> None:
-    """Log one line per load: a warning only if the checkpoint has no optional entry at all."""
-    level = logging.WARNING if len(left_out) == optional else logging.INFO
-    names = listed(sorted(set(left_out.values())))
+def name_stored(columns: StoredColumns) -> StoredNames:
+    """Return what is stored by key, but for the objects that are several parts."""
+    objects = [ShardedObject.empty_from_unique_key(name) for name in columns.objects]
+    return StoredNames(
+        dict(zip(columns.keys, zip(columns.dtypes, columns.shapes, strict=True), strict=True)),
+        frozenset(shard.key for shard in objects if set(shard.global_shape) <= {1}) | frozenset(columns.values),
+    )
+
+
+def _log_left_out(template: LoadTemplate) -> None:
+    """Log one line per load: a warning only if all optional entries that the caller has are dropped."""
+    level = logging.WARNING if template.drops_all else logging.INFO
+    names = listed(sorted(template.left_out))
     logger.log(level, "left out of the result, since it did not exist when the checkpoint was saved: %s", names)
 
 

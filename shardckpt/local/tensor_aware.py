@@ -8,7 +8,7 @@ from shardckpt.distributed import Comm
 from shardckpt.engine import MISSING, LoadTemplate
 from shardckpt.errors import CheckpointingException, KeyMismatchError
 from shardckpt.local.memory_shards import fetch_shards, keep_share
-from shardckpt.mapping import ShardedObject, ShardedTensor
+from shardckpt.mapping import ShardedObject, ShardedTensor, StoredNames
 from shardckpt.parallel import check_algorithm
 from shardckpt.planning import check_dtypes, check_shapes, shard_id
 from shardckpt.state_dict import dict_list_map_outplace, nested_values, split_for_save
@@ -158,20 +158,18 @@ class TensorAwareStateDict:
                 self._check_tensors("to_state_dict")
                 _check_algo(algo)
                 check_algorithm(exchange_algo)
-                template, mode = LoadTemplate(sharded_state_dict), parse_strict_flag(strict)
+                template, mode = LoadTemplate(sharded_state_dict, self._name_kept), parse_strict_flag(strict)
                 for shard in template.shards:
                     shard.validate_metadata_integrity()
             template.shards = choose_main_replicas(template.shards, comm, compare=False)
             if validate_access_integrity:
                 validate_shards(template.shards, comm)
             kept_keys = name_keys(nested_values(self.sharded_state_dict))
-            left_out = template.find_absent(kept_keys, stored_key)
             # ranks keep different shards: whether a shard is left over is asked of those of all ranks
             everyone = comm.all_gather(kept_keys) if mode.checks_all else []
             everywhere = {name: key for keys in everyone for name, key in keys.items()}
-            wanted = [shard for number, shard in enumerate(template.shards) if number not in left_out]
-            mismatch = compare_keys(wanted, kept_keys, mode, comm, everywhere)
-            available = [shard for shard in wanted if stored_key(shard) not in mismatch.absent]
+            mismatch = compare_keys(template.shards, kept_keys, mode, comm, everywhere)
+            available = [shard for shard in template.shards if stored_key(shard) not in mismatch.absent]
             with comm.collective_phase("comparing shapes"):
                 # of all this rank's shards: those whose tensors other ranks keep are still described here
                 described = list(self._described_tensors())
@@ -189,10 +187,7 @@ class TensorAwareStateDict:
                 collected: dict[Any, Any] = {**objects, **kept, **fetched}
             with comm.collective_phase("assembling the state dict"):
                 found = iter([_fill_destination(shard, collected) for shard in available])
-                values = [
-                    MISSING if number in left_out or stored_key(shard) in mismatch.absent else next(found)
-                    for number, shard in enumerate(template.shards)
-                ]
+                values = [MISSING if stored_key(shard) in mismatch.absent else next(found) for shard in template.shards]
                 state_dict = template.fill(values, self.common)
         return (state_dict, set(mismatch.missing), set(mismatch.unexpected)) if return_mismatch_keys else state_dict
 
@@ -279,6 +274,11 @@ class TensorAwareStateDict:
         for shard, home in zip(self._kept, self.homes, strict=True):
             if shard.data is not None and shard.data.device.type != home:
                 shard.data = shard.data.to(home, non_blocking=non_blocking)
+
+    def _name_kept(self) -> StoredNames:
+        shards = list(nested_values(self.sharded_state_dict))
+        tensors = {s.key: (s.dtype, tuple(s.global_shape)) for s in shards if isinstance(s, ShardedTensor)}
+        return StoredNames(tensors, frozenset(s.key for s in shards if isinstance(s, ShardedObject)))
 
     def _described_tensors(self) -> Iterator[ShardedTensor]:
         return _list_tensors(self.sharded_state_dict)

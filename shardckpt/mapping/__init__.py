@@ -14,7 +14,7 @@ from shardckpt.mapping.base import (
 from shardckpt.mapping.factory import ShardedTensorFactory
 from shardckpt.mapping.sharded_object import PlainObject, ShardedObject
 from shardckpt.mapping.sharded_tensor import BlockScales, ShardedTensor
-from shardckpt.mapping.unstored import LocalNonpersistentObject, LocalNonpersitentObject, OptionalEntries
+from shardckpt.mapping.unstored import LocalNonpersistentObject, LocalNonpersitentObject, OptionalEntries, StoredNames
 
 __all__ = [
     "BlockScales",
@@ -33,5 +33,6 @@ __all__ = [
     "ShardedTensor",
     "ShardedTensorFactory",
     "StateDict",
+    "StoredNames",
     "is_main_replica",
 ]

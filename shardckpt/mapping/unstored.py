@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Collection, Mapping
+
+    import torch
 
 
 class LocalNonpersistentObject:
@@ -19,27 +21,66 @@ class LocalNonpersistentObject:
         return self.obj
 
 
-class OptionalEntries(dict[str, Any]):
-    """Entries of a state dict that a checkpoint may lack: an optimizer's state, one entry per parameter.
+class StoredNames(NamedTuple):
+    """What a checkpoint stores, by key.
 
-    A save stores the entries that exist. A load asks for those of :meth:`complete`: it leaves out an entry of which
-    nothing is stored, whatever ``strict`` says, and treats an entry of which a part is stored as any other. Copies and
-    pickles are plain dicts.
+    Attributes:
+        tensors: The dtype and global shape of each tensor.
+        objects: The keys of the objects that are one part, stored as they are or value by value.
+    """
+
+    tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
+    objects: Collection[str]
+
+    @classmethod
+    def nothing(cls) -> StoredNames:
+        """Return what an empty checkpoint stores."""
+        return cls({}, ())
+
+    def has(self, key: str) -> bool:
+        """Return whether a tensor or an object is stored under a key."""
+        return key in self.tensors or key in self.objects
+
+
+class OptionalEntries(dict[str, Any]):
+    """Entries of a state dict of which a load takes what the checkpoint has: an optimizer's state, one a parameter.
+
+    A save stores the entries that exist. A load asks for those that ``request`` returns, or for the same, and leaves
+    out each of which nothing is stored, whatever ``strict`` says. Entries whose keys were changed afterwards are wanted
+    as any other. Copies and pickles are plain dicts.
 
     Args:
         entries: By name, a nested dict or list of shards.
         prefix: What the keys of all shards begin with; the entry's name and a dot follow.
-        make_others: Returns the entries, by name, that a load asks for in addition; called when a load begins.
+        request: Returns the entries, by name, that a load asks a checkpoint for, whether or not they exist here.
     """
 
-    def __init__(self, entries: dict[str, Any], prefix: str, make_others: Callable[[], dict[str, Any]] = dict) -> None:
+    def __init__(
+        self,
+        entries: dict[str, Any],
+        prefix: str,
+        request: Callable[[StoredNames], dict[str, Any]] | None = None,
+    ) -> None:
         super().__init__(entries)
         self.prefix = prefix
-        self._make_others = make_others
+        self._request = request
+        self._names = frozenset(entries)
 
-    def complete(self) -> dict[str, Any]:
-        """Return the entries that a load asks for: those that exist, and those that are made for it."""
-        return {**self._make_others(), **self}
+    def request(self, stored: StoredNames) -> dict[str, Any]:
+        """Return the entries to ask a checkpoint for, without those that the caller has removed or changed."""
+        if self._request is None:
+            return dict(self)
+        found = {
+            name: entry for name, entry in self._request(stored).items() if name in self or name not in self._names
+        }
+        return found | {name: entry for name, entry in self.items() if self._is_changed(name, entry)}
+
+    def _is_changed(self, name: str, entry: Any) -> bool:
+        """Return whether a key of an entry does not begin with its name: someone gave it another."""
+        if isinstance(entry, (dict, list)):
+            return any(self._is_changed(name, each) for each in (entry.values() if isinstance(entry, dict) else entry))
+        key = getattr(entry, "key", None)
+        return isinstance(key, str) and not f"{key}.".startswith(f"{self.prefix}{name}.")
 
     def __reduce__(self) -> tuple[Any, ...]:
         return dict, (dict(self),)

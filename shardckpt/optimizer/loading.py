@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from shardckpt.adapters import to_sharded_state_dict
+from shardckpt.adapters import empty_state_tensor, to_sharded_state_dict
 from shardckpt.distributed import Comm
 from shardckpt.engine import LoadOptions, LoadTemplate, locate, open_checkpoint
 from shardckpt.errors import CheckpointingException, CorruptCheckpointError, KeyMismatchError, listed
 from shardckpt.mapping import ShardedBase, ShardedTensor
 from shardckpt.optimizer.groups import group_options
-from shardckpt.optimizer.layout import empty_state_tensor
 from shardckpt.optimizer.names import GROUPS, STATE, StateName
 from shardckpt.optimizer.stored import find_stored_state
 from shardckpt.plugins import get_plugin_manager
@@ -175,7 +174,9 @@ def _load_template(
         if isinstance(entry, ShardedTensor) and parsed.kind == STATE:
             owner = str(parsed.owner)
             tensor = empty_state_tensor(
-                entry,
+                entry.key,
+                tuple(entry.global_shape),
+                entry.dtype,
                 parsed.slot,
                 params[owner],
                 shard_factored=shard_factored,

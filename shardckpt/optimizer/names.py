@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from shardckpt.adapters import find_name
+
 if TYPE_CHECKING:
     from collections.abc import Collection
 
@@ -49,11 +51,9 @@ def parse_name(name: str, params: Collection[str], groups: int | None) -> StateN
         number, _, option = rest.partition(".")
         is_option = number.isdecimal() and int(number) < groups and option
         return StateName(kind, int(number), (option,)) if is_option else None
-    owner = rest
-    while owner not in params:
-        owner, dot, _ = owner.rpartition(".")
-        if not dot:
-            return None
+    owner = find_name(rest, params)
+    if owner is None:
+        return None
     slot = rest[len(owner) + 1 :]
     if kind == GROUPS:
         return StateName(kind, owner, (slot,) if slot else ())

@@ -6,7 +6,7 @@ from copy import deepcopy
 from typing import TYPE_CHECKING, Any
 
 from shardckpt.mapping import ShardedObject, ShardedTensor
-from shardckpt.strategy import LoadStrategy, StoredBox
+from shardckpt.strategy import LoadStrategy, StoredBox, StoredColumns
 from shardckpt.tensors import synchronize_devices
 from shardckpt_torch_checkpointing.check import check_files, list_files
 from shardckpt_torch_checkpointing.index import Index
@@ -92,6 +92,19 @@ class TorchCheckpointingLoadStrategy(LoadStrategy):
         for item, contents in index.per_rank.items():
             found += [ShardedObject(item, None, (len(contents),), (rank,)) for rank in contents]
         return found
+
+    def list_columns(self, context: LoadContext) -> StoredColumns:
+        """Return the same in columns, and the keys of the values that are the same on all ranks."""
+        index, shards = _read_index(context.reader, context.allow_globals), self.load_index(context)
+        tensors = list(index.tensors.values())
+        return StoredColumns(
+            [tensor.key for tensor in tensors],
+            [tensor.dtype for tensor in tensors],
+            [tensor.shape for tensor in tensors],
+            [shard.unique_key for shard in shards if isinstance(shard, ShardedObject)],
+            {},
+            [".".join(map(str, path)) for path in index.values],
+        )
 
     def recognises(self, directory: Path) -> int | None:
         """Return 1 if the directory has ``metadata.pkl`` or ``<item>_0.pt``, and is not that of an unfinished save."""

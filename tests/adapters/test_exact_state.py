@@ -13,7 +13,7 @@ from torch import nn
 
 from shardckpt import dist_checkpointing
 from shardckpt.adapters import load_into, to_sharded_state_dict
-from shardckpt.errors import ShardingError
+from tests.adapters.same import is_same
 from tests.tables import table
 
 if TYPE_CHECKING:
@@ -100,19 +100,6 @@ class Job:
         params = list(self.model.parameters())
         groups = [{**group, "params": len(group["params"])} for group in self.optimizer.param_groups]
         return copy.deepcopy([*(param.detach() for param in params), *map(self.optimizer.state.get, params), groups])
-
-
-def is_same(one: Any, other: Any) -> bool:
-    """Whether two values have one type, and equal dtypes and bits in all of their parts."""
-    if type(one) is not type(other):
-        return False
-    if isinstance(one, torch.Tensor):
-        return one.dtype == other.dtype and one.device == other.device and torch.equal(one, other)
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(is_same(one[key], other[key]) for key in one)
-    if isinstance(one, (list, tuple)):
-        return len(one) == len(other) and all(map(is_same, one, other))
-    return repr(one) == repr(other)
 
 
 @pytest.mark.parametrize("stepped", [False, True])
@@ -211,15 +198,6 @@ def test_a_class_that_counts_parameters_keeps_bits(tmp_path: Path) -> None:
         del state["nested"]["odd"]
         state["count"] = (state["count"] * 2).to(torch.bfloat16)  # the class made another value of what it was given
     assert is_same(resumed.values(), job.values())
-
-
-def test_state_of_no_parameter_is_refused(tmp_path: Path) -> None:
-    """What an optimizer keeps below a key that is no parameter cannot be stored, and the error names it."""
-    job = Job("AdamW")
-    job.train(0)
-    job.optimizer.state["calls"] = 3  # type: ignore[index]
-    with pytest.raises(ShardingError, match="has state under 'calls', which is no parameter of it"):
-        job.save(tmp_path / "saved")
 
 
 def test_parameters_that_were_not_saved_keep_their_state(tmp_path: Path) -> None:

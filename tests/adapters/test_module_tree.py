@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from shardckpt import dist_checkpointing
 from shardckpt.adapters import SavedModules, to_sharded_state_dict
 from shardckpt.adapters.module_tree import list_state_tensors, name_parameters
-from shardckpt.adapters.modules import get_optimizer_state
+from shardckpt.adapters.optimizers import get_optimizer_state
 from tests.adapters.models import Layer, made_model
 from tests.adapters.module_tree import check
 from tests.tables import table

@@ -13,9 +13,9 @@ from torch.distributed.tensor import DTensor, Partial, distribute_tensor
 
 from shardckpt import dist_checkpointing
 from shardckpt.adapters import to_sharded_state_dict
+from shardckpt.adapters.state_layout import match_axes
 from shardckpt.errors import ShardingError
 from shardckpt.mapping import ShardedTensor as OurShardedTensor
-from shardckpt.optimizer.layout import match_axes
 from shardckpt.optimizer_state import load_sharded_optimizer_state_dict
 from tests.adapters.layouts import S0, S1, SHAPES, SS0, Meshes, R, layouts, values, world
 from tests.adapters.torch_sharded import MAKERS, SHAPE, local_tensors

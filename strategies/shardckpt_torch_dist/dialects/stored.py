@@ -106,7 +106,8 @@ class StoredIndex(ChunkIndex):
 
     def columns(self) -> StoredColumns:
         """Return the same in columns."""
-        return StoredColumns(self.keys, self.dtypes, self.shapes, self._list_grids(), {})
+        values = [".".join(map(str, path)) for path in self.loose]
+        return StoredColumns(self.keys, self.dtypes, self.shapes, self._list_grids(), {}, values)
 
     def _list_grids(self) -> list[str]:
         """Return the unique keys of Megatron's sharded objects."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 from torch.distributed.tensor import DTensor, Replicate
 
-from shardckpt.adapters import get_dtensor_splits
+from shardckpt.adapters.dtensor import get_dtensor_splits
 from shardckpt.errors import ShapeMismatchError, ShardingError
 from shardckpt.planning import compute_local_shape
 from shardckpt.tensors import empty_sharded_tensor_like, is_sharded_tensor, move_placement
@@ -18,7 +18,6 @@ from shardckpt.tensors import empty_sharded_tensor_like, is_sharded_tensor, move
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from shardckpt.mapping import ShardedTensor
     from shardckpt.planning import Ints
 
 #: The axis of the state for each axis of the parameter; axes that were dropped or reduced to 1 are absent.
@@ -26,7 +25,9 @@ _Axes: TypeAlias = dict[int, int]
 
 
 def empty_state_tensor(
-    stored: ShardedTensor,
+    key: str,
+    shape: Ints,
+    dtype: torch.dtype,
     slot: str,
     param: torch.Tensor,
     *,
@@ -44,30 +45,39 @@ def empty_state_tensor(
     dropped or reduced to 1, the axes that remain are sharded as the parameter's are; if the shape matches in two ways
     that differ in placements, it is replicated. Other state of other tensors is a plain tensor of the global shape.
 
-    ``slot`` is the name of the state, such as ``"exp_avg"``. The tensor has the stored dtype. ``param_shape`` is the
-    global shape of the parameter in the same checkpoint, if it is there.
+    Args:
+        key: The key of the stored state.
+        shape: Its global shape.
+        dtype: Its dtype, which the tensor has, too.
+        slot: Its name, such as ``"exp_avg"``.
+        param: The parameter.
+        shard_factored: See above.
+        param_shape: The global shape of the parameter in the same checkpoint, if it is there.
+
+    Returns:
+        The tensor.
 
     Raises:
         ShapeMismatchError: the state is that of a parameter of another shape.
         ShardingError: the parameter is on the meta device, or has placements that cannot be stored.
     """
-    shape, own = tuple(stored.global_shape), tuple(param.size())
+    own = tuple(param.size())
     if math.prod(shape) == 1 and (shape != own or slot == "step"):
-        return torch.empty(shape, dtype=stored.dtype, device="cpu")
+        return torch.empty(shape, dtype=dtype, device="cpu")
     if _device(param).type == "meta":
-        raise ShardingError(f"{stored.key!r}: its parameter is on the meta device: give it memory (to_empty) first")
+        raise ShardingError(f"{key!r}: its parameter is on the meta device: give it memory (to_empty) first")
     if shape != own and _has_param_shape(shape, own, param_shape):
         raise ShapeMismatchError(
-            f"{stored.key!r} has the shape {shape}, its parameter {own}: the optimizer would fail at its first step. "
+            f"{key!r} has the shape {shape}, its parameter {own}: the optimizer would fail at its first step. "
             "Build the model as it was when it was saved. If the parameter is this rank's part of a larger one "
             "(experts of expert parallelism), make it a DTensor of the global shape, or load it and its state by "
             "dist_checkpointing.load"
         )
     if isinstance(param, DTensor):
-        return _as_dtensor(stored, shape, param, shard_factored=shard_factored)
+        return _as_dtensor(key, shape, dtype, param, shard_factored=shard_factored)
     if is_sharded_tensor(param) and shape == own:
-        return empty_sharded_tensor_like(param, stored.dtype)  # type: ignore[no-any-return]
-    return torch.empty(shape, dtype=stored.dtype, device=_device(param))
+        return empty_sharded_tensor_like(param, dtype)  # type: ignore[no-any-return]
+    return torch.empty(shape, dtype=dtype, device=_device(param))
 
 
 def _has_param_shape(shape: Ints, own: Ints, param_shape: Ints | None) -> bool:
@@ -92,14 +102,14 @@ def match_axes(shape: Ints, own: Ints) -> list[_Axes]:
     return found
 
 
-def _as_dtensor(stored: ShardedTensor, shape: Ints, param: DTensor, *, shard_factored: bool) -> DTensor:
+def _as_dtensor(key: str, shape: Ints, dtype: torch.dtype, param: DTensor, *, shard_factored: bool) -> DTensor:
     """Allocate state of a DTensor; see :func:`empty_state_tensor`. A rank outside the mesh allocates nothing."""
     is_member = param.device_mesh.get_coordinate() is not None
     # before the shapes are compared: placements that cannot be stored raise for any state
-    splits = get_dtensor_splits(stored.key, param) if is_member else []
+    splits = get_dtensor_splits(key, param) if is_member else []
     if shape == tuple(param.shape):
         like = param.detach()
-        return torch.empty_like(like, dtype=stored.dtype, memory_format=torch.contiguous_format)  # type: ignore[return-value]
+        return torch.empty_like(like, dtype=dtype, memory_format=torch.contiguous_format)  # type: ignore[return-value]
     matches = match_axes(shape, tuple(param.shape)) if shard_factored else []
     # replicated if the matches differ in placements
     is_clear = len({_move_placements(param.placements, match) for match in matches}) == 1
@@ -107,7 +117,7 @@ def _as_dtensor(stored: ShardedTensor, shape: Ints, param: DTensor, *, shard_fac
     kept = [replace(split, dim=axes[split.dim]) for split in splits if split.dim in axes]
     local = compute_local_shape(shape, kept) if is_member else (0,)
     return DTensor.from_local(
-        torch.empty(local, dtype=stored.dtype, device=param.device),
+        torch.empty(local, dtype=dtype, device=param.device),
         param.device_mesh,
         _move_placements(param.placements, axes),
         run_check=False,

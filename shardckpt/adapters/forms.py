@@ -1,0 +1,178 @@
+"""Nested states as tensors and one object, the form, which has all else: containers, keys of any type, classes.
+
+Optimizers keep more than tensors by name: lists of them (LBFGS), integers as keys, quantized tensors. Keys of a
+checkpoint are dotted texts, which do not say what they were.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from shardckpt.errors import CheckpointingException, ShardingError
+from shardckpt.state_dict import dict_list_map_outplace, nested_items, of_type
+from shardckpt.tensors import ORDINARY, is_sharded_tensor
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+#: The key of a form, below that of its state: no name of a value has parentheses.
+FORM = "(form)"
+#: The first item of a placeholder, ``(this text, dtype name, shape)``, which replaces a tensor in a stored form. It is
+#: part of the checkpoint format, as the texts below are.
+_PLACEHOLDER = "shardckpt: a tensor"
+#: A fourth item of those of plain tensors where the others are DTensors.
+_WHOLE = "whole on each rank"
+#: The key that marks a dict in the place of a wrapper tensor: the name of its class.
+_CLASS = "shardckpt: a tensor of the class"
+
+
+def is_self_describing(state: Any, *, is_distributed: bool) -> bool:
+    """Return whether keys alone say what a state was: nested dicts with names as keys, and values that are no lists.
+
+    Args:
+        state: The state of a parameter.
+        is_distributed: Whether the parameter is a DTensor. Then state is one, too, but for single numbers.
+    """
+    if type(state) is not dict or not state:
+        return False
+    for name, value in state.items():
+        kind = type(value)
+        if type(name) is not str or not name or "." in name or name == FORM:
+            return False
+        if kind in ORDINARY:
+            if is_distributed and value.numel() > 1:
+                return False
+        elif kind is dict:
+            if not is_self_describing(value, is_distributed=is_distributed):
+                return False
+        elif isinstance(value, (dict, list)) or _is_wrapper(value):
+            return False
+    return True
+
+
+def make_form(state: Any, *, is_distributed: bool = False) -> Any:
+    """Return a state with a placeholder for each tensor.
+
+    Args:
+        state: Nested dicts and lists.
+        is_distributed: Whether plain tensors are told apart from DTensors.
+    """
+
+    def replace(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        mark = (_WHOLE,) if is_distributed and not isinstance(leaf, DTensor) else ()
+        return (_PLACEHOLDER, str(leaf.dtype).removeprefix("torch."), tuple(leaf.shape), *mark)
+
+    return dict_list_map_outplace(replace, state)
+
+
+def is_placeholder(leaf: Any) -> bool:
+    """Return whether a leaf of a form stands for a tensor."""
+    return isinstance(leaf, tuple) and len(leaf) in (3, 4) and leaf[0] == _PLACEHOLDER
+
+
+def list_tensors(state: Any) -> dict[str, torch.Tensor]:
+    """Return the tensors of a state by their dotted paths.
+
+    Raises:
+        ShardingError: two have the same path: the keys 1 and ``"1"`` of a dict.
+    """
+    found: dict[str, torch.Tensor] = {}
+    for path, leaf in nested_items(state):
+        if isinstance(leaf, torch.Tensor):
+            name = join_path(path)
+            if name in found:
+                raise ShardingError(f"two tensors of an optimizer's state have the path {name!r}: rename one of them")
+            found[name] = leaf
+    return found
+
+
+def fill_form(form: Any, find: Callable[[str], torch.Tensor | None]) -> Any:
+    """Return the state that was saved.
+
+    Args:
+        form: What :func:`make_form` returned.
+        find: Returns the tensor at a dotted path, or None if it was not loaded.
+
+    Raises:
+        CheckpointingException: a tensor is missing, or the class of a wrapper tensor is not imported.
+    """
+
+    def fill(value: Any, path: tuple[Any, ...]) -> Any:
+        if isinstance(value, dict):
+            filled: Any = of_type(value, {key: fill(each, (*path, key)) for key, each in value.items()})
+            return rebuild_wrapper(filled) if _CLASS in filled else filled
+        if isinstance(value, list):
+            return of_type(value, [fill(each, (*path, index)) for index, each in enumerate(value)])
+        if not is_placeholder(value):
+            return value
+        tensor = find(join_path(path))
+        if tensor is None:
+            raise CheckpointingException(f"a tensor of the state was not loaded: {join_path(path)!r}")
+        if _WHOLE in value and isinstance(tensor, DTensor):
+            return tensor.full_tensor()  # a state that was plain is so again
+        return tensor
+
+    return fill(form, ())
+
+
+def rebuild_state(values: Mapping[str, Any]) -> Any:
+    """Return a state from what was loaded for it: by its form, if it has one."""
+    if FORM not in values:
+        return dict(values)
+    return fill_form(values[FORM], values.get)
+
+
+def flatten_wrappers(state: Any) -> Any:
+    """Return a state with a dict for each wrapper tensor (quantized ones), which has the tensors inside."""
+    return dict_list_map_outplace(lambda leaf: _flatten(leaf) if _is_wrapper(leaf) else leaf, state)
+
+
+def rebuild_wrapper(parts: Mapping[str, Any]) -> Any:
+    """Return the wrapper tensor of a dict that :func:`flatten_wrappers` has made.
+
+    Raises:
+        CheckpointingException: its class is not imported: a checkpoint must not decide what is.
+    """
+    module, _, name = parts[_CLASS].rpartition(".")
+    kind = getattr(sys.modules.get(module), name, None)
+    if not (isinstance(kind, type) and issubclass(kind, torch.Tensor) and hasattr(kind, "__tensor_unflatten__")):
+        raise CheckpointingException(
+            f"the state has a tensor of the class {parts[_CLASS]}, which is not imported: import {module} before the "
+            "load (a checkpoint cannot have it imported)"
+        )
+    return kind.__tensor_unflatten__(parts["inner"], parts["context"], torch.Size(parts["shape"]), parts["stride"])
+
+
+def join_path(path: tuple[Any, ...]) -> str:
+    """Return a path as text: its parts, joined by dots."""
+    return ".".join(map(str, path))
+
+
+def _is_wrapper(value: Any) -> bool:
+    """Return whether a tensor has others inside, as torch's protocol for such classes says; DTensors are known."""
+    return (
+        isinstance(value, torch.Tensor)
+        and type(value) not in ORDINARY
+        and not isinstance(value, DTensor)
+        and not is_sharded_tensor(value)
+        and hasattr(value, "__tensor_flatten__")
+    )
+
+
+def _flatten(tensor: Any) -> dict[str, Any]:
+    names, context = tensor.__tensor_flatten__()
+    kind = type(tensor)
+    return {
+        _CLASS: f"{kind.__module__}.{kind.__qualname__}",
+        "context": context,
+        "shape": tuple(tensor.shape),
+        "stride": tuple(tensor.stride()),
+        # inside may be another
+        "inner": {name: flatten_wrappers(getattr(tensor, name)) for name in names},
+    }

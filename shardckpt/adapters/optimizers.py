@@ -1,0 +1,375 @@
+"""State of optimizers by full parameter names: what there is to save, and what a checkpoint has for a load to ask for.
+
+An optimizer's ``state_dict()`` has the state of each parameter, the options of each group, and whatever else the class
+keeps: entries of its own, state under keys that are no parameters. All of it is stored. A load asks for what is stored,
+whether or not the optimizer has it already; torch's ``get_optimizer_state_dict`` takes a step to find out.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+from shardckpt.adapters import fsdp1
+from shardckpt.adapters.forms import FORM, flatten_wrappers, is_self_describing, list_tensors, make_form
+from shardckpt.adapters.leaves import describe_leaf, describe_object, describe_tree
+from shardckpt.adapters.module_tree import name_parameters
+from shardckpt.adapters.modules import merge_sources
+from shardckpt.adapters.state_layout import empty_state_tensor
+from shardckpt.errors import ShardingError
+from shardckpt.state_dict import nested_items
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+
+    from torch.nn import Module
+    from torch.optim import Optimizer
+
+    from shardckpt.adapters.dtensor import AlikeTensors
+    from shardckpt.mapping import Replicated, StoredNames
+
+#: Entries of an optimizer's state dict.
+STATE, GROUPS, PARAMS, PARAM_NAMES = "state", "param_groups", "params", "param_names"
+#: What an optimizer has beside the state and options of parameters, see :attr:`NamedState.others`.
+ENTRIES, EMPTY = "entries", "empty groups"
+
+
+class NamedState(NamedTuple):
+    """The state of one optimizer by the full names of its parameters.
+
+    Attributes:
+        params: The parameters; empty if torch alone knows how names and tensors belong together (FSDP1).
+        state: The state of each parameter; one without state (no step was made, or it had no gradient) is not there.
+        groups: The groups, with names under ``params``.
+        others: What belongs to no parameter: under ``entries`` what the state dict has beside state and groups, under
+            ``state`` what has other keys than parameters, under ``empty groups`` their options by number. Without
+            those that are empty.
+        has_groups: Whether the optimizer's own state dict has state and groups; wrappers have their own structure.
+    """
+
+    params: dict[str, torch.Tensor]
+    state: dict[str, Any]
+    groups: list[dict[str, Any]]
+    others: dict[str, Any]
+    has_groups: bool = True
+
+    @property
+    def digest(self) -> str:
+        """A short text that optimizers of the same parameters, in their order, have in common."""
+        return digest_names(name for group in self.groups for name in group[PARAMS])
+
+
+class OptimizerState(NamedTuple):
+    """The state of all optimizers.
+
+    Attributes:
+        each: That of each optimizer.
+        params: The parameters of all by name, but for those of FSDP1.
+        states: The state of each parameter.
+        options: The options of each parameter's group.
+        others: What belongs to no parameter, by the digest of the optimizer's.
+    """
+
+    each: list[NamedState]
+    params: dict[str, torch.Tensor]
+    states: dict[str, Any]
+    options: dict[str, Any]
+    others: dict[str, Any]
+
+    @property
+    def groups(self) -> list[dict[str, Any]]:
+        """The groups of all optimizers."""
+        return [group for one in self.each for group in one.groups]
+
+
+def get_optimizer_state(parts: Sequence[Module], optimizers: Sequence[Optimizer]) -> OptimizerState:
+    """Return the state of all optimizers.
+
+    Raises:
+        ShardingError: two optimizers have the same parameter, or one has those of several parts.
+    """
+    each = [read_optimizer(parts, optimizer, number) for number, optimizer in enumerate(optimizers)]
+    options: list[dict[str, Any]] = [{} for _ in each]
+    for own, one in zip(options, each, strict=True):
+        for group in one.groups:
+            own.update(dict.fromkeys(group[PARAMS], _list_options(group)))
+    return OptimizerState(
+        each,
+        {name: param for one in each for name, param in one.params.items()},
+        merge_sources("optimizer", (one.state for one in each)),
+        merge_sources("optimizer", options),
+        {one.digest: one.others for one in each if one.others},
+    )
+
+
+def get_param_groups(parts: Sequence[Module], optimizer: Optimizer, number: int) -> list[dict[str, Any]]:
+    """Return the parameter groups of an optimizer, with the full names of the parameters under ``params``.
+
+    Args:
+        parts: The modules of this rank.
+        optimizer: The optimizer; it does not change.
+        number: Its position among the optimizers, for errors.
+
+    Returns:
+        Its groups, as torch's ``get_optimizer_state_dict`` gives them.
+
+    Raises:
+        ShardingError: no single module has all parameters of the optimizer.
+    """
+    return read_optimizer(parts, optimizer, number).groups
+
+
+def read_optimizer(parts: Sequence[Module], optimizer: Optimizer, number: int) -> NamedState:
+    """Return the state of one optimizer; arguments and errors are those of :func:`get_param_groups`."""
+    owner = find_owner(parts, optimizer, number)
+    names = name_parameters(owner)
+    if names is None:
+        found = fsdp1.get_state(owner, optimizer)
+        return NamedState({}, _drop_empty(found[STATE]), found[GROUPS], {})
+    return _name_state(optimizer, names)
+
+
+def _name_state(optimizer: Optimizer, names: Mapping[int, str]) -> NamedState:
+    """Return an optimizer's state dict with the names of parameters in place of their numbers."""
+    with torch.no_grad():
+        found = own_method(optimizer, "state_dict")()
+    params = [param for group in optimizer.param_groups for param in group[PARAMS]]
+    by_number = {number: names[id(param)] for number, param in enumerate(params)}
+    has_groups = isinstance(found.get(STATE), dict) and isinstance(found.get(GROUPS), list)
+    if has_groups:
+        state = {by_number[number]: values for number, values in found[STATE].items() if number in by_number}
+        groups = [{**group, PARAMS: [by_number[number] for number in group[PARAMS]]} for group in found[GROUPS]]
+        others = {
+            ENTRIES: {name: value for name, value in found.items() if name not in (STATE, GROUPS)},
+            STATE: {key: value for key, value in found[STATE].items() if key not in by_number},
+        }
+    else:  # a wrapper whose optimizer is inside
+        state, others = {}, {ENTRIES: dict(found)}
+        groups = [{**group, PARAMS: [names[id(param)] for param in group[PARAMS]]} for group in optimizer.param_groups]
+    others[EMPTY] = {number: _list_options(group) for number, group in enumerate(groups) if not group[PARAMS]}
+    named = dict(zip(by_number.values(), params, strict=True))
+    return NamedState(named, _drop_empty(state), groups, _drop_empty(others), has_groups)
+
+
+def own_method(optimizer: Optimizer, name: str) -> Callable[..., Any]:
+    """Return an optimizer's method, its class's where torch's state-dict functions have replaced it."""
+    method: Callable[..., Any] = getattr(optimizer, name)
+    is_replaced = name in vars(optimizer) and method.__module__ == get_optimizer_state_dict.__module__
+    return getattr(type(optimizer), name).__get__(optimizer) if is_replaced else method
+
+
+def _list_options(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of a group; the names of its parameters are no option of each."""
+    return {name: value for name, value in group.items() if name not in (PARAMS, PARAM_NAMES)}
+
+
+def _drop_empty(states: dict[str, Any]) -> dict[str, Any]:
+    return {name: state for name, state in states.items() if state}
+
+
+def digest_names(names: Iterable[str]) -> str:
+    """Return a short text that equal names in equal order have in common."""
+    return hashlib.sha256("\n".join(names).encode()).hexdigest()[:16]
+
+
+def describe_state(
+    values: Any, key: str, replicated: Replicated, alike: AlikeTensors, *, is_distributed: bool = False
+) -> dict[str, Any]:
+    """Describe the state of a parameter below a key: tensors and other values one by one, or with its form.
+
+    Args:
+        values: The state.
+        key: The key.
+        replicated: As for :func:`describe_leaf`.
+        alike: As there.
+        is_distributed: Whether the parameter is a DTensor.
+    """
+    if is_self_describing(values, is_distributed=is_distributed):
+        return describe_tree(values, key, replicated, objects=True, alike=alike)  # type: ignore[no-any-return]
+    return describe_with_form(values, key, replicated, alike, is_distributed=is_distributed)
+
+
+def describe_with_form(
+    values: Any, key: str, replicated: Replicated, alike: AlikeTensors, *, is_distributed: bool = False
+) -> dict[str, Any]:
+    """Describe the tensors of a state by their dotted paths, and its form; the arguments are the same."""
+    flat = flatten_wrappers(values)
+    form = make_form(flat, is_distributed=is_distributed)
+    tensors = list_tensors(flat).items()
+    return {
+        FORM: describe_object(form, f"{key}.{FORM}", replicated),
+        **{path: describe_leaf(tensor, f"{key}.{path}", replicated, alike=alike) for path, tensor in tensors},
+    }
+
+
+def request_states(
+    live: OptimizerState, described: Mapping[str, Any], stored: StoredNames, key: str, model: str
+) -> dict[str, Any]:
+    """Return what a load asks for: all that is stored of each parameter's state, in the live tensors where they fit.
+
+    Args:
+        live: The state of the optimizers now.
+        described: What describes it.
+        stored: What the checkpoint has.
+        key: What the keys of states begin with, without the last dot.
+        model: What the keys of the parameters begin with.
+
+    Returns:
+        The descriptions by parameter. One of which nothing is stored has its live ones, or none.
+    """
+    found: dict[str, Any] = {}
+    for name, slots in _find_slots(live.params, stored, key).items():
+        own, state = f"{key}.{name}", live.states.get(name, {})
+        if not slots:
+            found[name] = described.get(name, {})
+            continue
+        param_key = next((each for each in (f"{model}{name}", name) if each in stored.tensors), None)
+        param_shape = None if param_key is None else stored.tensors[param_key][1]
+        leaves = {} if FORM in slots else {".".join(map(str, path)): leaf for path, leaf in nested_items(state)}
+        requested = {
+            slot: _request_leaf(f"{own}.{slot}", slot, leaves.get(slot), live.params[name], stored, param_shape)
+            for slot in slots
+        }
+        found[name] = requested if FORM in slots else _restore_containers(_nest(requested), state)
+    # those whose parameters torch alone can name
+    return {**{name: entry for name, entry in described.items() if name not in live.params}, **found}
+
+
+def make_flat_state(parts: Sequence[Module], optimizers: Sequence[Optimizer], live: OptimizerState) -> dict[str, Any]:
+    """Return new state of the parameters of FSDP1 that have none, by name: memory for a load to fill."""
+    flat = [n for n, one in enumerate(live.each) if not one.params]
+    found = (fsdp1.make_state(find_owner(parts, optimizers[n], n), optimizers[n]) for n in flat)
+    made = merge_sources("optimizer", map(_drop_empty, found)) if flat else {}
+    return {name: state for name, state in made.items() if name not in live.states}
+
+
+def request_options(names: Iterable[str], stored: StoredNames, key: str) -> dict[str, Any]:
+    """Return what a load asks for of the options of each parameter: an object, and each tensor that is stored.
+
+    Args:
+        names: The parameters.
+        stored: What the checkpoint has.
+        key: What the keys of options begin with, without the last dot.
+    """
+    found: dict[str, Any] = {}
+    slots = _find_slots(dict.fromkeys(names), stored, key)
+    for name, options in slots.items():
+        found[name] = {"values": describe_object(None, f"{key}.{name}", "unchecked")}
+        tensors = {
+            option: describe_leaf(_empty(stored, f"{key}.{name}.{option}"), f"{key}.{name}.{option}", "unchecked")
+            for option in options
+            if f"{key}.{name}.{option}" in stored.tensors
+        }
+        if tensors:
+            found[name]["tensors"] = tensors
+    return found
+
+
+def request_others(live: OptimizerState, described: Mapping[str, Any], stored: StoredNames, key: str) -> dict[str, Any]:
+    """Return what a load asks for of what belongs to no parameter.
+
+    Args:
+        live: The state of the optimizers now.
+        described: What describes it.
+        stored: What the checkpoint has.
+        key: What the keys begin with, without the last dot.
+    """
+    found: dict[str, Any] = {}
+    for one in live.each:
+        digest = one.digest
+        slots = _find_slots({digest: None}, stored, key)[digest]
+        if not slots:
+            continue
+        tensors = list_tensors(flatten_wrappers(one.others))
+        keys = {slot: f"{key}.{digest}.{slot}" for slot in slots}
+        found[digest] = {
+            slot: describe_leaf(_empty(stored, own, tensors.get(slot)), own, "unchecked")
+            if own in stored.tensors
+            else describe_object(None, own, "unchecked")
+            for slot, own in keys.items()
+        }
+    return {**{name: entry for name, entry in described.items() if name not in found}, **found}
+
+
+def _find_slots(names: Mapping[str, Any], stored: StoredNames, key: str) -> dict[str, list[str]]:
+    """Return the rest of each stored key below the key of each name."""
+    found: dict[str, list[str]] = {name: [] for name in names}
+    prefix = f"{key}."
+    for each in (*stored.tensors, *sorted(stored.objects)):
+        if each.startswith(prefix):
+            rest = each[len(prefix) :]
+            name = find_name(rest, found)
+            if name is not None and len(name) < len(rest):
+                found[name].append(rest[len(name) + 1 :])
+    return found
+
+
+def find_name(key: str, names: Collection[str]) -> str | None:
+    """Return the longest of some names with which a dotted key begins; None if none does."""
+    while key not in names:
+        key, dot, _ = key.rpartition(".")
+        if not dot:
+            return None
+    return key
+
+
+def _request_leaf(
+    key: str, slot: str, live: Any, param: torch.Tensor, stored: StoredNames, param_shape: tuple[int, ...] | None
+) -> Any:
+    """Return the description of stored state: in a live tensor of its dtype and shape, else in a new one."""
+    if key not in stored.tensors:
+        return describe_object(None, key, "unchecked")
+    dtype, shape = stored.tensors[key]
+    if not (isinstance(live, torch.Tensor) and live.dtype == dtype and tuple(live.shape) == shape):
+        live = empty_state_tensor(key, shape, dtype, slot, param, param_shape=param_shape)
+    return describe_leaf(live, key, "unchecked")
+
+
+def _empty(stored: StoredNames, key: str, like: Any = None) -> torch.Tensor:
+    """Return memory for a stored tensor: laid out as another one of its shape, else whole on the CPU."""
+    dtype, shape = stored.tensors[key]
+    if isinstance(like, torch.Tensor) and tuple(like.shape) == shape:
+        return torch.empty_like(like.detach(), dtype=dtype, memory_format=torch.contiguous_format)
+    return torch.empty(shape, dtype=dtype, device="cpu")
+
+
+def _nest(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return nested dicts for dotted paths."""
+    found: dict[str, Any] = {}
+    for path, value in values.items():
+        node, (*parts, last) = found, path.split(".")
+        for part in parts:
+            node = node.setdefault(part, {})
+        node[last] = value
+    return found
+
+
+def _restore_containers(found: Any, live: Any) -> Any:
+    """Return nested dicts with the keys and lists that the live state has: state that is stored without a form."""
+    if not isinstance(found, dict) or not isinstance(live, (dict, list)):
+        return found
+    keys = {str(key): key for key in (live if isinstance(live, dict) else range(len(live)))}
+    restored = {
+        keys.get(key, key): _restore_containers(value, live[keys[key]] if key in keys else None)
+        for key, value in found.items()
+    }
+    is_list = isinstance(live, list) and restored.keys() == set(range(len(restored)))
+    return [restored[number] for number in range(len(restored))] if is_list else restored
+
+
+def find_owner(parts: Sequence[Module], optimizer: Optimizer, number: int) -> Module:
+    """Return the module that has all parameters of an optimizer; raise ShardingError if none has."""
+    params = {id(param) for group in optimizer.param_groups for param in group[PARAMS]}
+    owned = [params & {id(param) for param in part.parameters()} for part in parts]
+    for part, mine in zip(parts, owned, strict=True):
+        if mine == params:
+            return part
+    holders = [str(index) for index, mine in enumerate(owned) if mine]
+    where = f"spread over modules {', '.join(holders)}" if len(holders) > 1 else "not all in the model"
+    raise ShardingError(
+        f"the parameters of optimizer {number} are {where}: make one optimizer for each module, after the model was "
+        "wrapped, and pass all of them"
+    )

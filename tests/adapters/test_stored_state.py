@@ -1,0 +1,355 @@
+"""A load takes the optimizer state that the checkpoint has: no step is taken, and no live state decides what comes."""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
+
+from shardckpt import dist_checkpointing
+from shardckpt.adapters import load_into, to_sharded_state_dict
+from shardckpt.adapters.leaves import describe_tree
+from shardckpt.errors import CheckpointingException
+from tests.adapters.same import is_same
+from tests.tables import table
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+
+class Momentum(torch.optim.Optimizer):
+    """Momentum in float32, with a count that is a number; the classes below each cannot be stepped to see its state."""
+
+    def __init__(self, params: Any, **options: Any) -> None:
+        super().__init__(params, {"lr": 0.1, **options})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Add the gradients to the momentum."""
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    state = self.state[param]
+                    state["count"] = state.get("count", 0) + 1
+                    state.setdefault("momentum", torch.zeros_like(param, dtype=torch.float32)).add_(param.grad.float())
+                    param.sub_(state["momentum"], alpha=group["lr"])
+
+
+class Upcasts(Momentum):
+    """Takes gradients of bfloat16, which parameters must allow."""
+
+    def __init__(self, params: Any) -> None:
+        params = list(params)
+        for param in params:
+            param.grad_dtype = torch.bfloat16
+        super().__init__(params)
+
+
+class NoClosure(Momentum):
+    """Has a step without an argument."""
+
+    def step(self) -> None:  # type: ignore[override]
+        """Add the gradients."""
+        super().step()
+
+
+class TrainMode(Momentum):
+    """Must be told that it trains."""
+
+    is_training = False
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Add the gradients."""
+        assert self.is_training, "call optimizer.train() first"
+        super().step(closure)
+
+
+class Job:
+    """A model with its optimizer."""
+
+    def __init__(self, make: Callable[[Any], torch.optim.Optimizer]) -> None:
+        torch.manual_seed(1)
+        self.model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        self.optimizer = make(self.model.parameters())
+
+    def train(self, *batches: int) -> None:
+        """Take a step for each batch."""
+        for number in batches:
+            batch = torch.sin(torch.arange(8.0) * (number + 1)).view(2, 4)
+
+            def loss(batch: torch.Tensor = batch) -> torch.Tensor:
+                self.optimizer.zero_grad()
+                value: torch.Tensor = self.model(batch).square().sum()
+                value.backward()
+                return value
+
+            if isinstance(self.optimizer, torch.optim.LBFGS):
+                self.optimizer.step(loss)
+                continue
+            loss()
+            self.optimizer.is_training = True  # type: ignore[attr-defined]
+            self.optimizer.step()
+
+    def save(self, path: Path) -> None:
+        """Save both."""
+        dist_checkpointing.save(to_sharded_state_dict(self.model, self.optimizer), path)
+
+    def load(self, path: Path) -> None:
+        """Load both."""
+        loaded = dist_checkpointing.load(to_sharded_state_dict(self.model, self.optimizer), path)
+        load_into(loaded, self.model, self.optimizer)
+
+    def values(self) -> list[Any]:
+        """The weights, and what the optimizer's state dict has."""
+        return copy.deepcopy([*(param.detach() for param in self.model.parameters()), self.optimizer.state_dict()])
+
+
+STEPPED = {
+    "a dtype of gradients": Upcasts,
+    "no closure": NoClosure,
+    "a mode": TrainMode,
+    "LBFGS": lambda params: torch.optim.LBFGS(params, lr=0.1, max_iter=3, history_size=4),
+}
+
+
+@table("make, stepped", [(make, stepped) for make in STEPPED.values() for stepped in (False, True)])
+def test_no_step_is_needed(tmp_path: Path, make: Callable[[Any], torch.optim.Optimizer], stepped: bool) -> None:
+    """Optimizers that no step of ours could fill go on as if never stopped."""
+    job, resumed = Job(make), Job(make)
+    job.train(0, 1)
+    if stepped:
+        resumed.train(5)
+    job.save(tmp_path / "c")
+    resumed.load(tmp_path / "c")
+    assert is_same(resumed.values(), job.values())
+    for each in (job, resumed):
+        each.train(2, 3)
+    assert is_same(resumed.values(), job.values())
+
+
+AdamW, SGD = torch.optim.AdamW, torch.optim.SGD
+CHANGED: dict[str, tuple[Any, Any]] = {
+    "momentum, then none": (lambda p: SGD(p, momentum=0.9), SGD),
+    "no momentum, then some": (SGD, lambda p: SGD(p, momentum=0.9)),
+    "amsgrad, then not": (lambda p: AdamW(p, amsgrad=True), AdamW),
+    "amsgrad since": (AdamW, lambda p: AdamW(p, amsgrad=True)),
+    "lr a number since": (lambda p: AdamW(p, lr=torch.tensor(0.25)), lambda p: AdamW(p, lr=0.5)),
+    "lr a tensor since": (lambda p: AdamW(p, lr=0.25), lambda p: AdamW(p, lr=torch.tensor(0.5))),
+    "an option more": (lambda p: Momentum(p, d=torch.tensor(2.0), k=3), lambda p: Momentum(p, d=1.0, k=1)),
+}
+
+
+@table("saved, resumed, stepped", [(*pair, stepped) for pair in CHANGED.values() for stepped in (False, True)])
+def test_what_is_stored_wins(tmp_path: Path, saved: Any, resumed: Any, stepped: bool) -> None:
+    """State and options are those of the save, whatever type, dtype or number of them the optimizer has that loads."""
+    job, other = Job(saved), Job(resumed)
+    job.train(0, 1)
+    if stepped:
+        other.train(5)
+    job.save(tmp_path / "c")
+    other.load(tmp_path / "c")
+    assert is_same(other.values(), job.values())
+
+
+def test_another_class_gets_all(tmp_path: Path) -> None:
+    """The state that another class of optimizer saved is not dropped: it stands in the state, as torch has it."""
+    job, other = Job(AdamW), Job(SGD)
+    job.train(0, 1)
+    job.save(tmp_path / "c")
+    other.load(tmp_path / "c")
+    assert is_same(other.values()[-1]["state"], job.values()[-1]["state"])
+
+
+EMPTY = {"params": [], "lr": 7.0, "weight_decay": 0.03}
+
+
+@table("first, last", [(1, 0), (0, 1), (1, 1), (2, 0)])
+def test_groups_without_parameters_keep_their_options(tmp_path: Path, first: int, last: int) -> None:
+    """Those of each, by its number: a scheduler counts groups."""
+
+    def make(shift: float) -> Callable[[Any], torch.optim.Optimizer]:
+        empty = [{**EMPTY, "lr": EMPTY["lr"] + shift * number} for number in range(first + last)]
+        return lambda params: AdamW([*empty[:first], {"params": list(params)}, *empty[first:]], lr=shift)
+
+    job, resumed = Job(make(0.1)), Job(make(0.2))
+    job.train(0)
+    job.save(tmp_path / "c")
+    resumed.load(tmp_path / "c")
+    assert is_same(resumed.values(), job.values())
+
+
+class Masters(AdamW):
+    """Has entries of its own in its state dict."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.masters: dict[int, torch.Tensor] = {}
+        self.k = 0
+
+    def step(self, closure: Any = None) -> Any:
+        """Count, and keep copies."""
+        super().step(closure)
+        self.k += 1
+        self.masters = {n: p.detach().double() * self.k for n, p in enumerate(self.param_groups[0]["params"])}
+
+    def state_dict(self) -> Any:
+        """Both."""
+        return {**super().state_dict(), "masters": self.masters, "k": self.k}
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        """Both."""
+        self.masters, self.k = state_dict["masters"], state_dict["k"]
+        super().load_state_dict(state_dict)
+
+
+class Wrapper(torch.optim.Optimizer):
+    """Has its state in an optimizer inside, and a state dict of its own structure."""
+
+    def __init__(self, params: Any) -> None:
+        self.inside = AdamW(params)
+        super().__init__(self.inside.param_groups, {})
+        self.param_groups = self.inside.param_groups
+        self.slow: list[torch.Tensor] = []
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Step inside."""
+        self.inside.step()
+        self.slow = [param.detach() / 2 for param in self.param_groups[0]["params"]]
+
+    def state_dict(self) -> Any:
+        """Of the optimizer inside, and more."""
+        return {"base": self.inside.state_dict(), "slow": self.slow}
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        """Of both."""
+        self.inside.load_state_dict(state_dict["base"])
+        self.slow = state_dict["slow"]
+
+
+@pytest.mark.parametrize("make", [Masters, Wrapper])
+def test_entries_of_a_class_come_back(tmp_path: Path, make: Callable[[Any], torch.optim.Optimizer]) -> None:
+    """What a state dict has beside state and groups is stored too, with keys of any type."""
+    job, resumed = Job(make), Job(make)
+    job.train(0, 1)
+    job.save(tmp_path / "c")
+    resumed.load(tmp_path / "c")
+    assert is_same(resumed.values(), job.values())
+    for each in (job, resumed):
+        each.train(2)
+    assert is_same(resumed.values(), job.values())
+
+
+@table("value", [torch.tensor([3.0]), {"k": 5, "of": {1: torch.ones(2)}}, 7])
+def test_state_of_no_parameter_comes_back(tmp_path: Path, value: Any) -> None:
+    """Classes that count for all parameters at once do it under a key of their own."""
+    job, resumed = Job(AdamW), Job(AdamW)
+    job.train(0)
+    job.optimizer.state["all"] = value
+    job.save(tmp_path / "c")
+    resumed.load(tmp_path / "c")
+    assert is_same(resumed.optimizer.state["all"], value)  # type: ignore[index]
+    assert is_same(resumed.values(), job.values())
+
+
+CONTAINERS: dict[str, Any] = {
+    "a list of tensors": [torch.ones(2), torch.zeros(3, dtype=torch.float64)],
+    "an empty list": [],
+    "an empty dict": {},
+    "integers": {0: torch.ones(2), 1: {2: "x"}},
+    "dots": {"a.b": torch.ones(1), "a": {"c": 1}},
+    "lists of dicts": [{"m": torch.ones(4, 4)}, {"m": None}],
+    "an ordered dict": OrderedDict(b=torch.ones(1), a=2),
+    "names": {"left": {"q": torch.eye(4), "n": 3}},
+    "no tensors": [[1, 2], ["x"]],
+}
+
+
+@pytest.mark.parametrize("stepped", [False, True])
+@table("value", CONTAINERS.values(), ids=CONTAINERS)
+def test_containers_are_those_of_the_save(tmp_path: Path, value: Any, stepped: bool) -> None:
+    """Lists, keys that are no names, and nested state come back as they were, into fresh optimizers too."""
+    job, resumed = Job(Momentum), Job(Momentum)
+    job.train(0)
+    if stepped:
+        resumed.train(1)
+    job.optimizer.state[job.model[0].weight]["mine"] = value
+    job.save(tmp_path / "c")
+    resumed.load(tmp_path / "c")
+    assert is_same(resumed.values(), job.values())
+
+
+def test_checkpoints_without_forms_load_into_lists(tmp_path: Path) -> None:
+    """Until 27 November 2026 lists of state were stored by position alone: the live optimizer says that it is one."""
+    job, resumed = Job(STEPPED["LBFGS"]), Job(STEPPED["LBFGS"])
+    for each in (job, resumed):
+        each.train(0, 1)
+    described = to_sharded_state_dict(job.model, job.optimizer)
+    state = {"0.weight": job.optimizer.state[job.model[0].weight]}
+    described["optimizer"]["state"] = describe_tree(state, "optimizer.state", True, objects=True)
+    dist_checkpointing.save(described, tmp_path / "c")
+    resumed.train(2, 3)
+    resumed.load(tmp_path / "c")
+    assert is_same(resumed.values(), job.values())
+
+
+def test_stock_dcp_folders_fill_fresh_optimizers(tmp_path: Path) -> None:
+    """Numbers that DCP stores one by one are state like tensors."""
+    job, resumed = Job(Momentum), Job(Momentum)
+    job.train(0, 1)
+    state = {
+        "model": get_model_state_dict(job.model),
+        "optimizer": get_optimizer_state_dict(job.model, job.optimizer),
+    }
+    dcp.save(state, checkpoint_id=tmp_path / "c")
+    resumed.load(tmp_path / "c")
+    assert is_same(resumed.values(), job.values())
+
+
+@table("kind", ["AdamW8bit", "AdamW4bit", "AdamWFp8"])
+def test_quantized_state_keeps_its_bits(tmp_path: Path, kind: str) -> None:
+    """States of torchao are stored by the tensors inside: nothing is quantized anew at a resume."""
+    low_bit = pytest.importorskip("torchao.optim")
+
+    class Wide(Job):
+        def __init__(self, make: Callable[[Any], torch.optim.Optimizer]) -> None:
+            torch.manual_seed(1)
+            self.model = nn.Sequential(nn.Linear(4, 2048), nn.Linear(2048, 4))
+            self.optimizer = make(self.model.parameters())
+
+    job, resumed = (Wide(getattr(low_bit, kind)) for _ in range(2))
+    with torch.compiler.set_stance("force_eager"):  # a compiler is a process
+        job.train(0, 1)
+        before = job.optimizer.state_dict()["state"]
+        assert any(type(value) is not torch.Tensor for state in before.values() for value in state.values())
+        job.save(tmp_path / "c")
+        resumed.load(tmp_path / "c")
+        after = resumed.optimizer.state_dict()["state"]
+        for number, state in before.items():
+            for name, value in state.items():
+                other = after[number][name]
+                assert type(other) is type(value)
+                for inside in getattr(value, "tensor_attrs", ()):
+                    assert is_same(getattr(other, inside), getattr(value, inside))
+        for each in (job, resumed):
+            each.train(2)
+        assert is_same([*resumed.model.parameters()], [*job.model.parameters()])
+
+
+def test_a_class_that_is_not_imported_is_named(tmp_path: Path) -> None:
+    """A checkpoint does not decide what is imported: the error says which module has the class."""
+    from shardckpt.adapters import forms
+
+    job = Job(AdamW)
+    job.optimizer.state[job.model[0].weight]["x"] = [
+        {forms._CLASS: "nowhere.Packed", "inner": {}, "context": None, "shape": (1,), "stride": (1,)}
+    ]
+    job.save(tmp_path / "c")
+    with pytest.raises(CheckpointingException, match=r"nowhere\.Packed, which is not imported: import nowhere"):
+        job.load(tmp_path / "c")
