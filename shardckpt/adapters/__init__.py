@@ -8,16 +8,19 @@ from shardckpt.adapters.dtensor import (
     make_shards,
     sharded_tensor_from_dtensor,
 )
+from shardckpt.adapters.forms import FORM, rebuild_state
 from shardckpt.adapters.in_place import InPlaceFactory
 from shardckpt.adapters.leaves import describe_leaf, describe_object, describe_plain_object
 from shardckpt.adapters.modules import get_model_tensors
-from shardckpt.adapters.optimizers import find_name, get_param_groups
+from shardckpt.adapters.optimizers import GROUP_NAME, find_name, get_param_groups, spread_options
 from shardckpt.adapters.restore import load_into
 from shardckpt.adapters.state import SavedModules, to_sharded_state_dict
 from shardckpt.adapters.state_layout import empty_state_tensor
 from shardckpt.adapters.torch_sharded import describe_torch_sharded
 
 __all__ = [
+    "FORM",
+    "GROUP_NAME",
     "InPlaceFactory",
     "SavedModules",
     "describe_dtensor",
@@ -34,6 +37,8 @@ __all__ = [
     "get_replica_coordinates",
     "load_into",
     "make_shards",
+    "rebuild_state",
     "sharded_tensor_from_dtensor",
+    "spread_options",
     "to_sharded_state_dict",
 ]

@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 STATE, GROUPS, PARAMS, PARAM_NAMES = "state", "param_groups", "params", "param_names"
 #: What an optimizer has beside the state and options of parameters, see :attr:`NamedState.others`.
 ENTRIES, EMPTY = "entries", "empty groups"
+#: What the names of stored groups begin with, as the names of parameters do not.
+GROUP_NAME = "(group "
 
 
 class NamedState(NamedTuple):
@@ -59,7 +61,12 @@ class NamedState(NamedTuple):
     @property
     def digest(self) -> str:
         """A short text that optimizers of the same parameters, in their order, have in common."""
-        return digest_names(name for group in self.groups for name in group[PARAMS])
+        return digest_names(self.names)
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the parameters, by their numbers."""
+        return [name for group in self.groups for name in group[PARAMS]]
 
 
 class OptimizerState(NamedTuple):
@@ -67,16 +74,16 @@ class OptimizerState(NamedTuple):
 
     Attributes:
         each: That of each optimizer.
+        names: The names of all parameters.
         params: The parameters of all by name, but for those of FSDP1.
         states: The state of each parameter.
-        options: The options of each parameter's group.
         others: What belongs to no parameter, by the digest of the optimizer's.
     """
 
     each: list[NamedState]
+    names: list[str]
     params: dict[str, torch.Tensor]
     states: dict[str, Any]
-    options: dict[str, Any]
     others: dict[str, Any]
 
     @property
@@ -92,15 +99,13 @@ def get_optimizer_state(parts: Sequence[Module], optimizers: Sequence[Optimizer]
         ShardingError: two optimizers have the same parameter, or one has those of several parts.
     """
     each = [read_optimizer(parts, optimizer, number) for number, optimizer in enumerate(optimizers)]
-    options: list[dict[str, Any]] = [{} for _ in each]
-    for own, one in zip(options, each, strict=True):
-        for group in one.groups:
-            own.update(dict.fromkeys(group[PARAMS], _list_options(group)))
+    # by identity: a parameter of two optimizers is an error
+    owners = merge_sources("optimizer", (dict.fromkeys(one.names, one) for one in each))
     return OptimizerState(
         each,
+        list(owners),
         {name: param for one in each for name, param in one.params.items()},
-        merge_sources("optimizer", (one.state for one in each)),
-        merge_sources("optimizer", options),
+        {name: state for one in each for name, state in one.state.items()},
         {one.digest: one.others for one in each if one.others},
     )
 
@@ -149,7 +154,7 @@ def _name_state(optimizer: Optimizer, names: Mapping[int, str]) -> NamedState:
     else:  # a wrapper whose optimizer is inside
         state, others = {}, {ENTRIES: dict(found)}
         groups = [{**group, PARAMS: [names[id(param)] for param in group[PARAMS]]} for group in optimizer.param_groups]
-    others[EMPTY] = {number: _list_options(group) for number, group in enumerate(groups) if not group[PARAMS]}
+    others[EMPTY] = {number: list_options(group) for number, group in enumerate(groups) if not group[PARAMS]}
     named = dict(zip(by_number.values(), params, strict=True))
     return NamedState(named, _drop_empty(state), groups, _drop_empty(others), has_groups)
 
@@ -161,13 +166,18 @@ def own_method(optimizer: Optimizer, name: str) -> Callable[..., Any]:
     return getattr(type(optimizer), name).__get__(optimizer) if is_replaced else method
 
 
-def _list_options(group: Mapping[str, Any]) -> dict[str, Any]:
+def list_options(group: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options of a group; the names of its parameters are no option of each."""
     return {name: value for name, value in group.items() if name not in (PARAMS, PARAM_NAMES)}
 
 
 def _drop_empty(states: dict[str, Any]) -> dict[str, Any]:
     return {name: state for name, state in states.items() if state}
+
+
+def name_group(group: Mapping[str, Any]) -> str:
+    """Return the name under which the options of a group are stored: no parameter has such a one."""
+    return f"{GROUP_NAME}{digest_names(group[PARAMS])})"
 
 
 def digest_names(names: Iterable[str]) -> str:
@@ -247,24 +257,46 @@ def make_flat_state(parts: Sequence[Module], optimizers: Sequence[Optimizer], li
 
 
 def request_options(names: Iterable[str], stored: StoredNames, key: str) -> dict[str, Any]:
-    """Return what a load asks for of the options of each parameter: an object, and each tensor that is stored.
+    """Return what a load asks for of the options: all groups that are stored, whose parameters only their objects name.
+
+    Older checkpoints, and those of other libraries, have an object for each parameter.
 
     Args:
         names: The parameters.
         stored: What the checkpoint has.
         key: What the keys of options begin with, without the last dot.
     """
+    prefix = f"{key}.{GROUP_NAME}"
+    # of each group: its object, and each option that is a tensor
+    groups = sorted(each[len(key) + 1 :] for each in stored.objects if each.startswith(prefix))
     found: dict[str, Any] = {}
-    slots = _find_slots(dict.fromkeys(names), stored, key)
-    for name, options in slots.items():
+    for name, options in _find_slots(dict.fromkeys(groups or names), stored, key).items():
+        keys = {option: f"{key}.{name}.{option}" for option in options}
         found[name] = {"values": describe_object(None, f"{key}.{name}", "unchecked")}
         tensors = {
-            option: describe_leaf(_empty(stored, f"{key}.{name}.{option}"), f"{key}.{name}.{option}", "unchecked")
-            for option in options
-            if f"{key}.{name}.{option}" in stored.tensors
+            option: describe_leaf(_empty(stored, own), own, "unchecked")
+            for option, own in keys.items()
+            if own in stored.tensors
         }
         if tensors:
             found[name]["tensors"] = tensors
+    return found
+
+
+def spread_options(loaded: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return the options of each parameter; those of a group are one dict.
+
+    Args:
+        loaded: What was loaded for :func:`request_options`, or each parameter's options.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    for name, parts in loaded.items():
+        values, tensors = parts.get("values", {}), parts.get("tensors", {})
+        if name.startswith(GROUP_NAME):
+            shared = {**values["options"], **tensors}
+            found.update((each, shared) for each in values[PARAMS])
+        else:
+            found[name] = {**values, **tensors}
     return found
 
 

@@ -12,7 +12,17 @@ from shardckpt.adapters import fsdp1
 from shardckpt.adapters.forms import rebuild_state
 from shardckpt.adapters.module_tree import list_state_tensors, only_copies, read_state_dict
 from shardckpt.adapters.modules import as_parts, read_model_tensors, share_memory
-from shardckpt.adapters.optimizers import EMPTY, ENTRIES, GROUPS, PARAMS, STATE, find_owner, own_method, read_optimizer
+from shardckpt.adapters.optimizers import (
+    EMPTY,
+    ENTRIES,
+    GROUPS,
+    PARAMS,
+    STATE,
+    find_owner,
+    own_method,
+    read_optimizer,
+    spread_options,
+)
 from shardckpt.errors import CheckpointingException, KeyMismatchError, ShardingError, listed
 from shardckpt.state_dict import are_equal, dict_list_map_outplace
 
@@ -48,13 +58,10 @@ def load_into(
     parts = as_parts(model_or_parts)
     _check_structure(loaded, with_optimizers=bool(optimizers))
     model, optimizer_state = (loaded["model"], loaded["optimizer"]) if optimizers else (loaded, {})
-    options = {
-        name: {**values.get("values", {}), **values.get("tensors", {})}  # undoes _describe_options
-        for name, values in optimizer_state.get("param_groups", {}).items()
-    }
+    options = spread_options(optimizer_state.get(GROUPS, {}))
     live = [read_optimizer(parts, optimizer, number) for number, optimizer in enumerate(optimizers)]
     if strict:
-        trained = {name for one in live for group in one.groups for name in group[PARAMS]}
+        trained = {name for one in live for name in one.names}
         _refuse(read_model_tensors(parts).keys() - model.keys(), "model")
         _refuse(trained - options.keys(), "optimizer")
     others = {digest: rebuild_state(values) for digest, values in optimizer_state.get("others", {}).items()}
@@ -131,7 +138,7 @@ def _hand_over(
     overrides = getattr(load, "__func__", None) is not torch.optim.Optimizer.load_state_dict
     exact: dict[Any, Any] = {}
     numbered: list[dict[str, Any]] = []
-    names = list(live.params)
+    names = live.names
     for group in groups:
         first = sum(len(each[PARAMS]) for each in numbered)
         for number, name in enumerate(group[PARAMS], first):
@@ -190,14 +197,17 @@ def _apply_options(
     if not group[PARAMS]:
         return {**group, **(of_empty or {})}
     saved = [name for name in group["params"] if name in options]
+    first = options[saved[0]] if saved else {}
     for name in saved:
-        for option, value in options[saved[0]].items():
+        if options[name] is first:  # the parameters of a stored group share them
+            continue
+        for option, value in first.items():
             if option not in options[name] or not are_equal(options[name][option], value):
                 raise CheckpointingException(
                     f"{saved[0]!r} and {name!r} are in one group of the optimizer, but were saved with different "
                     f"values of {option}: {value!r} and {options[name].get(option)!r}; group them as they were saved"
                 )
-    return {**group, **options[saved[0]]} if saved else group
+    return {**group, **first}
 
 
 def _check_structure(loaded: StateDict, *, with_optimizers: bool) -> None:

@@ -19,7 +19,9 @@ from shardckpt.adapters.optimizers import (
     describe_with_form,
     digest_names,
     get_optimizer_state,
+    list_options,
     make_flat_state,
+    name_group,
     request_options,
     request_others,
     request_states,
@@ -29,7 +31,7 @@ from shardckpt.mapping import OptionalEntries
 from shardckpt.state_dict import nested_items
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
 
     from torch.nn import Module
     from torch.optim import Optimizer
@@ -53,8 +55,8 @@ def to_sharded_state_dict(
 
     For modules, keys are the full names of torch's state-dict API, without the prefixes of wrappers (checkpoint
     wrappers, torch.compile, FSDP, DDP). With optimizers, the result is ``{"model": ..., "optimizer": ...}``, and keys
-    are ``model.<name>``, ``optimizer.state.<name>.exp_avg`` and, for the options of the parameter's group,
-    ``optimizer.param_groups.<name>``. Values that are not tensors are stored as objects, one for each name.
+    are ``model.<name>``, ``optimizer.state.<name>.exp_avg`` and, for the options of a group, ``optimizer.param_groups``
+    with a digest of its parameters' names. Values that are not tensors are stored as objects.
 
     A parameter may have no optimizer state yet: no step was made, or it never had a gradient (an unused branch, an
     expert that no token reached). Then a save stores none, and a load that finds none leaves it out; the optimizer
@@ -182,7 +184,7 @@ def _describe_modules(
             for name, each in values.items()
         }
 
-    states, options = describe(live.states), _describe_options(live.options, groups, replicated)
+    states, options = describe(live.states), _describe_options(live.groups, groups, replicated)
     rest = {
         digest: describe_with_form(each, f"{others}.{digest}", replicated, alike)
         for digest, each in live.others.items()
@@ -197,27 +199,30 @@ def _describe_modules(
         "optimizer": {
             "state": OptionalEntries(states, f"{state}.", request_state),
             "param_groups": OptionalEntries(
-                options, f"{groups}.", lambda stored: request_options(options, stored, groups)
+                options, f"{groups}.", lambda stored: request_options(live.names, stored, groups)
             ),
             "others": OptionalEntries(rest, f"{others}.", lambda stored: request_others(live, rest, stored, others)),
             "for_dcp": {
-                **_describe_groups_for_dcp(live.groups, groups, live.options),
+                **_describe_groups_for_dcp(live.groups, groups, frozenset(live.names)),
                 **_describe_numbers(live.states, state),
             },
         },
     }
 
 
-def _describe_options(options: Mapping[str, dict[str, Any]], key: str, replicated: Replicated) -> dict[str, Any]:
-    """Describe the options of each parameter's group: plain values as one object, tensors one by one."""
-    plain: dict[int, dict[str, Any]] = {}  # parameters of a group share their options, which are encoded once then
+def _describe_options(groups: list[dict[str, Any]], key: str, replicated: Replicated) -> dict[str, Any]:
+    """Describe the options of each group: the names of its parameters and plain values as one object, tensors apart."""
     found: dict[str, dict[str, Any]] = {}
-    for name, values in options.items():
-        if id(values) not in plain:
-            plain[id(values)] = {n: value for n, value in values.items() if not isinstance(value, torch.Tensor)}
-        found[name] = {"values": describe_object(plain[id(values)], f"{key}.{name}", replicated)}
+    for group in groups:
+        if not group[PARAMS]:
+            continue
+        name, options = name_group(group), list_options(group)
         # copies, so that a load does not fill the live tensors before load_into has checked what was loaded
-        copies = {n: value.detach().clone() for n, value in values.items() if isinstance(value, torch.Tensor)}
+        copies = {n: value.detach().clone() for n, value in options.items() if isinstance(value, torch.Tensor)}
+        plain = {n: value for n, value in options.items() if n not in copies}
+        found[name] = {
+            "values": describe_object({PARAMS: group[PARAMS], "options": plain}, f"{key}.{name}", replicated)
+        }
         if copies:
             found[name]["tensors"] = {
                 n: describe_leaf(copy, f"{key}.{name}.{n}", replicated) for n, copy in copies.items()
@@ -226,7 +231,7 @@ def _describe_options(options: Mapping[str, dict[str, Any]], key: str, replicate
 
 
 def _describe_groups_for_dcp(
-    param_groups: list[dict[str, Any]], key: str, options: Mapping[str, Mapping[str, Any]]
+    param_groups: list[dict[str, Any]], key: str, params: Collection[str]
 ) -> dict[str, PlainObject]:
     """Describe the groups as stock ``dcp.load`` asks for them, in both forms of torch's ``get_optimizer_state_dict``.
 
@@ -236,7 +241,7 @@ def _describe_groups_for_dcp(
     Args:
         param_groups: The groups, with the names of their parameters.
         key: What the keys begin with.
-        options: The options of each parameter's group, by its name.
+        params: The names of all parameters.
 
     Returns:
         The descriptions, by their own keys. Ranks with the same parameters in a group have the same.
@@ -249,7 +254,7 @@ def _describe_groups_for_dcp(
         for option, value in group.items():
             keys = [f"{number}.{option}"]
             # a parameter whose name is a number, or a number and the name of an option, has its options there
-            if str(number) in options or keys[0] in options:
+            if str(number) in params or keys[0] in params:
                 keys = []
             if option != PARAMS and not isinstance(value, torch.Tensor):  # tensors are stored so already
                 keys += [f"{name}.{option}" for name in names]

@@ -9,7 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from shardckpt.adapters import empty_state_tensor, to_sharded_state_dict
+from shardckpt.adapters import (
+    FORM,
+    GROUP_NAME,
+    empty_state_tensor,
+    rebuild_state,
+    spread_options,
+    to_sharded_state_dict,
+)
 from shardckpt.distributed import Comm
 from shardckpt.engine import LoadOptions, LoadTemplate, locate, open_checkpoint
 from shardckpt.errors import CheckpointingException, CorruptCheckpointError, KeyMismatchError, listed
@@ -221,8 +228,20 @@ def _assemble(
     """Assemble the optimizer's state dict, with parameters in the model's order."""
     state: dict[Any, Any] = {name: {} for name in params}
     options: dict[Any, Any] = {name: {} for name in params}
+    shared: dict[str, dict[str, Any]] = {}
     rest: StateDict = {}
-    for name, (kind, owner, path) in names.items():
+    with_form = {parsed.owner for parsed in names.values() if parsed.path == (FORM,)}
+    for name, parsed in names.items():
+        kind, owner, path = parsed
+        if isinstance(owner, str) and owner.startswith(GROUP_NAME):
+            group = shared.setdefault(owner, {"tensors": {}})
+            group.update(
+                {"values": found[name]} if not path else {"tensors": {**group["tensors"], path[0]: found[name]}}
+            )
+            continue
+        if kind == STATE and owner in with_form:
+            state[owner][parsed.slot] = found[name]
+            continue
         target = rest if owner is None else (state if kind == STATE else options).setdefault(owner, {})
         nested = found[name]
         for part in reversed(path):
@@ -231,6 +250,8 @@ def _assemble(
             merge(target, nested)
         except ValueError as exc:
             raise CorruptCheckpointError(f"{name} contradicts other stored values of the optimizer: {exc}") from exc
+    state.update({owner: rebuild_state(state[owner]) for owner in with_form})
+    options.update({name: values for name, values in spread_options(shared).items() if name in params})
     state = {name: slots for name, slots in state.items() if slots}
     given = {name: values for name, values in options.items() if values}
     if groups is None:

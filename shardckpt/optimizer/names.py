@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from shardckpt.adapters import find_name
+from shardckpt.adapters import GROUP_NAME, find_name
 
 if TYPE_CHECKING:
     from collections.abc import Collection
 
-STATE, GROUPS = "state", "param_groups"
+STATE, GROUPS, OTHERS = "state", "param_groups", "others"
 
 
 class StateName(NamedTuple):
@@ -17,7 +17,7 @@ class StateName(NamedTuple):
 
     Attributes:
         kind: ``"state"`` or ``"param_groups"``; ``""`` for a value that is neither.
-        owner: The parameter's full name, or the number of a group; None for a value that is neither.
+        owner: The parameter's full name, or the number or name of a group; None for a value that is neither.
         path: The path below the owner.
     """
 
@@ -42,12 +42,20 @@ def parse_name(name: str, params: Collection[str], groups: int | None) -> StateN
         groups: How many groups there are, if they are stored by number; None if they are stored by parameter.
 
     Returns:
-        The parsed name; None for the state or options of a parameter that the model does not have.
+        The parsed name; None for the state or options of a parameter that the model does not have, and for what
+        belongs to no parameter.
     """
     kind, _, rest = name.partition(".")
     if kind not in (STATE, GROUPS) or not rest:
-        return StateName("", None, tuple(name.split(".")))
-    if kind == GROUPS and groups is not None:
+        return None if kind == OTHERS else StateName("", None, tuple(name.split(".")))
+    if kind == STATE:
+        owner = find_name(rest, params)
+        slot = "" if owner is None else rest[len(owner) + 1 :]
+        return StateName(kind, owner, tuple(slot.split("."))) if slot else None
+    if rest.startswith(GROUP_NAME):
+        group, _, option = rest.partition(").")
+        return StateName(kind, group.removesuffix(")"), (option,) if option else ())
+    if groups is not None:
         number, _, option = rest.partition(".")
         is_option = number.isdecimal() and int(number) < groups and option
         return StateName(kind, int(number), (option,)) if is_option else None
@@ -55,6 +63,4 @@ def parse_name(name: str, params: Collection[str], groups: int | None) -> StateN
     if owner is None:
         return None
     slot = rest[len(owner) + 1 :]
-    if kind == GROUPS:
-        return StateName(kind, owner, (slot,) if slot else ())
-    return StateName(kind, owner, tuple(slot.split("."))) if slot else None
+    return StateName(kind, owner, (slot,) if slot else ())
