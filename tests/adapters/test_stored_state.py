@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_op
 
 from shardckpt import dist_checkpointing
 from shardckpt.adapters import load_into, to_sharded_state_dict
-from shardckpt.adapters.leaves import describe_tree
+from shardckpt.adapters.leaves import describe_object, describe_tree
 from shardckpt.errors import CheckpointingException
 from tests.adapters.same import is_same
 from tests.tables import table
@@ -181,6 +181,47 @@ def test_groups_without_parameters_keep_their_options(tmp_path: Path, first: int
     job, resumed = Job(make(0.1)), Job(make(0.2))
     job.train(0)
     job.save(tmp_path / "c")
+    resumed.load(tmp_path / "c")
+    assert is_same(resumed.values(), job.values())
+
+
+def test_groups_may_be_cut_otherwise(tmp_path: Path) -> None:
+    """Groups that are split, joined or in another order get the options that their parameters had."""
+
+    def grouped(*numbers: list[int], lr: float = 0.0) -> Callable[[Any], torch.optim.Optimizer]:
+        def make(params: Any) -> torch.optim.Optimizer:
+            listed = list(params)
+            return AdamW(
+                [{"params": [listed[n] for n in each], "lr": lr or 0.1 * (each[0] % 2 + 1)} for each in numbers]
+            )
+
+        return make
+
+    job = Job(grouped([0, 2], [1, 3]))
+    job.train(0)
+    job.save(tmp_path / "c")
+    for groups in ([[3], [2], [1], [0]], [[1, 3], [2, 0]]):
+        resumed = Job(grouped(*groups, lr=5.0))
+        resumed.load(tmp_path / "c")
+        assert [group["lr"] for group in resumed.optimizer.param_groups] == [0.1 * (each[0] % 2 + 1) for each in groups]
+        for one, other in zip(resumed.model.parameters(), job.model.parameters(), strict=True):
+            assert is_same(resumed.optimizer.state[one], job.optimizer.state[other])
+
+
+def test_options_by_parameter_are_read(tmp_path: Path) -> None:
+    """Until 27 November 2026 each parameter had an object with its options, and tensors among them under its name."""
+    job, resumed = Job(lambda p: AdamW(p, lr=torch.tensor(0.25), weight_decay=0.5)), Job(AdamW)
+    job.train(0)
+    described, rate = to_sharded_state_dict(job.model, job.optimizer), torch.tensor(0.25)
+    options = {name: value for name, value in job.optimizer.param_groups[0].items() if name not in ("params", "lr")}
+    described["optimizer"]["param_groups"] = {
+        name: {
+            "values": describe_object(options, f"optimizer.param_groups.{name}", True),
+            "tensors": describe_tree({"lr": rate}, f"optimizer.param_groups.{name}", True, objects=True),
+        }
+        for name, _ in job.model.named_parameters()
+    }
+    dist_checkpointing.save(described, tmp_path / "c")
     resumed.load(tmp_path / "c")
     assert is_same(resumed.values(), job.values())
 
