@@ -34,7 +34,7 @@ from shardckpt.mapping import (
 from shardckpt.parallel import share_reading, split_budget
 from shardckpt.plugins import StrategyAction, get_plugin_manager
 from shardckpt.storage import is_there, parse_memory_budget, read_file, retry_if_replaced
-from shardckpt.validation import StrictHandling, parse_strict_flag, stored_key
+from shardckpt.validation import StrictHandling, parse_on_unused, parse_strict_flag, stored_key
 
 if TYPE_CHECKING:
     import os
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from shardckpt.mapping import CommonStateDict, ShardedStateDict, StateDict
     from shardckpt.plugins import Accept
     from shardckpt.strategy import LoadStrategy, SaveStrategy
-    from shardckpt.validation import KeyMismatch
+    from shardckpt.validation import KeyMismatch, OnUnused
 
     PathLike = str | os.PathLike[str]
     LoadChoice = str | tuple[str, int] | LoadStrategy | None
@@ -215,6 +215,7 @@ def load(
     allow_dtype_cast: bool = False,
     fully_parallel: bool = False,
     memory_budget: int | str | None = None,
+    on_unused: OnUnused = "warn",
 ) -> Any:
     """Collective: load what a sharded state dict describes, with any number of ranks and any sharding.
 
@@ -267,6 +268,10 @@ def load(
             slower. Not counted are what is in memory as a whole: the index, objects and common state, and one plain
             copy of each quantized tensor that is being filled. Files of ``torch.save`` with strides are read a tensor
             at a time. At least 8 MiB, or 16 with ``fully_parallel``; None: as many as are fast.
+        on_unused: What to do about stored tensors and objects that no rank asks for (layers that the model does not
+            have, a forgotten state): ``"warn"`` once with their number and the first of them, ``"error"`` before
+            anything is filled, ``"ignore"``. A mode of ``strict`` that looks for them does as it says. A load that asks
+            for nothing, to get the common state, reports nothing.
 
     Returns:
         The state dict, with the checkpoint's common state in it; for the modes ``return_unexpected`` and
@@ -282,6 +287,7 @@ def load(
     with comm.local_phase("reading the arguments"):
         budget, reading = split_budget(memory_budget, fully_parallel=fully_parallel)
         mode, options = parse_strict_flag(strict), LoadOptions(sharded_strategy, accept, tuple(allow_globals), reading)
+        unused = parse_on_unused(on_unused)
 
     def attempt() -> tuple[StateDict, KeyMismatch]:
         with comm.local_phase("reading the arguments"):
@@ -294,6 +300,7 @@ def load(
                 strict=mode,
                 verify=verify_integrity,
                 allow_dtype_cast=allow_dtype_cast,
+                on_unused=unused,
             )
 
     state_dict, keys = retry_if_replaced(attempt, checkpoint_dir)

@@ -27,6 +27,7 @@ from shardckpt.validation import (
     StrictHandling,
     choose_main_replicas,
     compare_keys,
+    report_unused,
     stored_key,
     use_bare_keys,
     validate_descriptions,
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     from shardckpt.manifest import Manifest
     from shardckpt.mapping import ShardedBase, ShardedStateDict, StateDict
     from shardckpt.plugins import PluginManager
+    from shardckpt.validation import OnUnused
 
 logger = logging.getLogger(__name__)
 
@@ -267,6 +269,8 @@ def load_checkpoint(
     verify: bool = False,
     allow_dtype_cast: bool = False,
     advise: bool = True,
+    on_unused: OnUnused = "ignore",
+    counts_unused: Callable[[str], bool] = lambda _: True,
 ) -> tuple[StateDict, KeyMismatch]:
     """Collective: fill a state dict from an open checkpoint; see :func:`shardckpt.dist_checkpointing.load`.
 
@@ -281,6 +285,9 @@ def load_checkpoint(
         allow_dtype_cast: Whether to cast values to dtypes that cannot hold them.
         advise: Whether errors may name arguments of ``dist_checkpointing.load`` and of ShardedTensor: whether the
             user can pass them.
+        on_unused: What to do about stored tensors and objects that no rank asks for, if ``strict`` does not look for
+            them.
+        counts_unused: Says of a key whether it should have been asked for.
 
     Returns:
         The loaded state dict, and the keys that do not match.
@@ -296,6 +303,7 @@ def load_checkpoint(
         verify_integrity=verify,
         allow_dtype_cast=allow_dtype_cast,
         fully_parallel=checkpoint.fully_parallel,
+        on_unused=on_unused,
     )
     stored = checkpoint.columns()  # no object for each tensor
     with checkpoint.operation.local_phase("preparing the state dict"):
@@ -320,6 +328,8 @@ def load_checkpoint(
         # every rank must compare with the same keys, and what is built differs from rank to rank
         wanted = [shard for shard in template.shards if stored_key(shard) not in built] if built else template.shards
         mismatch = compare_keys(wanted, keys, strict, comm)
+        if not strict.checks_all:
+            report_unused(template.shards, keys, on_unused, comm, counts=counts_unused)
         if template.left_out and comm.is_main:
             _log_left_out(template)
     is_absent = [False] * len(template.shards)

@@ -117,6 +117,9 @@ class CheckpointConfig(BaseModel):
         memory_budget: Bytes, or text such as ``"256MiB"``, that each rank may hold at a time beside its tensors in a
             save, the copies of async modes included, in a load, and in the export of ``last_save_in_hf``; see
             :func:`shardckpt.dist_checkpointing.save` and ``load``.
+        on_unused: What a load does about stored tensors and objects of the states that it sets, or of states that the
+            manager does not have, which nothing asks for: ``"warn"`` once, ``"error"``, or ``"ignore"``. States that
+            are excluded, and all but the model where that alone is loaded, do not count.
         show_progress: Whether the main rank shows on standard error how far each of its saves is: a bar on a terminal,
             with the extra ``cli``, else a line every ten seconds.
         save_on_sigterm: Whether a SIGTERM makes the next call of ``save`` save its step. A further SIGTERM, as torchrun
@@ -164,6 +167,7 @@ class CheckpointConfig(BaseModel):
     save_rng: bool = True
     fully_parallel_load: bool = False
     memory_budget: int | str | None = None
+    on_unused: Literal["warn", "error", "ignore"] = "warn"
     show_progress: bool = False
     save_on_sigterm: bool = False
 

@@ -117,6 +117,7 @@ class CheckpointManager:
             config.exclude_from_last_save,
             fully_parallel=config.fully_parallel_load,
             memory_budget=config.memory_budget,
+            on_unused=config.on_unused,
         )
 
     def is_due(self, step: int) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardckpt.distributed import Comm, replace_text
@@ -16,7 +17,7 @@ from shardckpt.errors import (
 )
 from shardckpt.manager.exclusion import leave_out
 from shardckpt.manager.rng import RNG
-from shardckpt.manager.states import FORMS, MODEL, Ranks
+from shardckpt.manager.states import FORMS, MODEL, OPTIMIZER, Ranks
 from shardckpt.manager.steps import CONTENT_KEY
 from shardckpt.mapping import ShardedBase, ShardedObject
 from shardckpt.parallel import share_reading, split_budget
@@ -26,7 +27,7 @@ from shardckpt.storage import retry_if_replaced
 from shardckpt.validation import StrictHandling, stored_key, use_bare_keys
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable
+    from collections.abc import Callable, Collection, Iterable
     from pathlib import Path
 
     from torch.distributed import ProcessGroup
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from shardckpt.engine import OpenCheckpoint
     from shardckpt.manager.states import TrainingStates
     from shardckpt.mapping import ShardedStateDict, StateDict
+    from shardckpt.validation import OnUnused
 
 
 class Fetched(NamedTuple):
@@ -64,6 +66,7 @@ class StepReader:
         left_out: Names of tensors of the model that a checkpoint may lack.
         fully_parallel: As for :func:`shardckpt.dist_checkpointing.load`.
         memory_budget: As for :func:`shardckpt.dist_checkpointing.load`.
+        on_unused: As for CheckpointConfig.
     """
 
     def __init__(
@@ -76,8 +79,10 @@ class StepReader:
         *,
         fully_parallel: bool = False,
         memory_budget: int | str | None = None,
+        on_unused: OnUnused = "warn",
     ) -> None:
         self._states = states
+        self._on_unused: OnUnused = on_unused
         self._group = process_group
         self._budget, reading = split_budget(memory_budget, fully_parallel=fully_parallel)
         self._options = LoadOptions(allow_globals=tuple(allow_globals), memory_budget=reading)
@@ -146,8 +151,26 @@ class StepReader:
                 is_partial = False
                 if MODEL in requested:
                     requested[MODEL], is_partial = leave_out(requested[MODEL], left_out, stored)
-            tensors = _load(requested, checkpoint, validate=True)
+            tensors = _load(
+                requested,
+                checkpoint,
+                validate=True,
+                on_unused=self._on_unused,
+                counts_unused=partial(
+                    self._counts,
+                    frozenset(names),
+                    # torchtitan's keys of a model have no first part that says so
+                    of_others=not model_only or not any(key.startswith(f"{MODEL}.") for key in stored),
+                ),
+            )
         return Fetched(names, objects, tensors, ranks, is_partial, None if record is None else record.save_id)
+
+    def _counts(self, chosen: frozenset[str], key: str, *, of_others: bool) -> bool:
+        """Return whether a stored key is one that the states should have asked for: theirs, or that of no state."""
+        name = key.partition(".")[0]
+        if name in self._states.names:
+            return name in chosen and (name in self._states.modules or name == OPTIMIZER)
+        return of_others
 
     def _choose_names(self, path: Path, content: dict[str, Any], model_only: bool) -> list[str]:
         """Choose the states to load from a checkpoint, by the ``content`` that the manager stored in it."""
@@ -211,12 +234,25 @@ class StepReader:
         return [name for name in names if name not in absent], in_common
 
 
-def _load(requested: ShardedStateDict, checkpoint: OpenCheckpoint, *, validate: bool) -> StateDict:
+def _load(
+    requested: ShardedStateDict,
+    checkpoint: OpenCheckpoint,
+    *,
+    validate: bool,
+    on_unused: OnUnused = "ignore",
+    counts_unused: Callable[[str], bool] = lambda _: True,
+) -> StateDict:
     """Collective: load what is requested; on a rank that requests nothing, take part in the load of the others."""
     comm = checkpoint.context.comm
     if not comm.largest(any(True for _ in nested_values(requested)))[0]:
         return {}
     loaded, _ = load_checkpoint(
-        requested, checkpoint, validate=validate, strict=StrictHandling.RAISE_UNEXPECTED, advise=False
+        requested,
+        checkpoint,
+        validate=validate,
+        strict=StrictHandling.RAISE_UNEXPECTED,
+        advise=False,
+        on_unused=on_unused,
+        counts_unused=counts_unused,
     )
     return loaded

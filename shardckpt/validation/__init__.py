@@ -4,12 +4,15 @@ from shardckpt.validation.completeness import GivenShards
 from shardckpt.validation.descriptions import validate_descriptions
 from shardckpt.validation.keys import (
     KeyMismatch,
+    OnUnused,
     StrictHandling,
     compare_common,
     compare_keys,
     describe_mismatch,
     name_keys,
+    parse_on_unused,
     parse_strict_flag,
+    report_unused,
     stored_key,
     use_bare_keys,
 )
@@ -19,6 +22,7 @@ from shardckpt.validation.sharding import describe_shards, validate_shards, vali
 __all__ = [
     "GivenShards",
     "KeyMismatch",
+    "OnUnused",
     "Replicas",
     "StrictHandling",
     "choose_main_replicas",
@@ -28,7 +32,9 @@ __all__ = [
     "describe_shards",
     "find_replicas",
     "name_keys",
+    "parse_on_unused",
     "parse_strict_flag",
+    "report_unused",
     "stored_key",
     "use_bare_keys",
     "validate_descriptions",

@@ -8,10 +8,10 @@ import os
 from collections import Counter
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
 
 from shardckpt.distributed import Comm, try_pickle
-from shardckpt.errors import CheckpointingException, KeyMismatchError
+from shardckpt.errors import CheckpointingException, KeyMismatchError, listed
 from shardckpt.mapping import ShardedBase, ShardedObject, ShardedTensor
 from shardckpt.state_dict import dict_list_map_outplace, diff
 
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _SHOWN = 20
+#: What a load does about stored tensors and objects that nothing asks for.
+OnUnused: TypeAlias = Literal["warn", "error", "ignore"]
 
 
 class StrictHandling(Enum):
@@ -96,6 +98,13 @@ def parse_strict_flag(strict: str | bool | StrictHandling) -> StrictHandling:
     except ValueError:
         modes = ", ".join(mode.value for mode in StrictHandling)
         raise CheckpointingException(f"strict={strict!r}: expected True, False or one of {modes}") from None
+
+
+def parse_on_unused(value: str) -> OnUnused:
+    """Return the value of ``on_unused``; raise CheckpointingException if there is no such one."""
+    if value not in get_args(OnUnused):
+        raise CheckpointingException(f"on_unused={value!r}: expected one of {', '.join(get_args(OnUnused))}")
+    return value  # type: ignore[return-value]
 
 
 @dataclass(frozen=True)
@@ -194,6 +203,47 @@ def compare_keys(
         if strict in (StrictHandling.LOG_UNEXPECTED, StrictHandling.LOG_ALL):
             logger.warning("%s", text)
     return KeyMismatch(frozenset(left.values()), frozenset(absent.values()) | incomplete.keys(), frozenset(absent))
+
+
+def report_unused(
+    wanted: Iterable[ShardedBase],
+    stored: Mapping[str, str],
+    on_unused: OnUnused,
+    comm: Comm,
+    *,
+    counts: Callable[[str], bool] = lambda _: True,
+) -> None:
+    """Collective: say once a load which stored tensors and objects no rank asks for.
+
+    Args:
+        wanted: This rank's shards.
+        stored: The key of each stored tensor and object by its name, the same on every rank.
+        on_unused: What to do, the same on every rank.
+        comm: The ranks that load.
+        counts: Says of a key whether it should have been asked for.
+
+    Raises:
+        KeyMismatchError: on every rank: there are some, and ``on_unused`` is ``"error"``.
+    """
+    if on_unused == "ignore":
+        return
+    mine = name_keys(wanted)
+    names = sorted(name for name, key in stored.items() if counts(key))
+    used = comm.largest(*(name in mine for name in names)) if comm.world_size > 1 else [name in mine for name in names]
+    unused = dict.fromkeys(stored[name] for name, is_used in zip(names, used, strict=True) if not is_used)
+    if not unused or not any(used):  # a load of the common state alone asks for nothing
+        return
+    parts = Counter(key.partition(".")[0] for key in unused)
+    counted = listed([f"{count} of {part}" for part, count in parts.items()], limit=5)
+    text = (
+        f"unused keys in the checkpoint, which nothing asks for: {len(unused)} ({counted}): "
+        f"{listed(list(unused), limit=5)}"
+    )
+    if on_unused == "error":
+        with comm.local_phase("comparing keys"):
+            raise KeyMismatchError(f"{text}; ask for them, or pass on_unused='warn' or 'ignore'")
+    if comm.is_main:
+        logger.warning("%s (on_unused='ignore' is silent, 'error' refuses)", text)
 
 
 def _suggest_names(absent: Iterable[str], stored: Collection[str]) -> str:

@@ -70,6 +70,7 @@ class ReplicaCheckpoints:
             others,
             fully_parallel=config.fully_parallel_load,
             memory_budget=config.memory_budget,
+            on_unused=config.on_unused,
         )
         self._skips = config.on_busy == "skip"
         self._last: int | None = None
