@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ from shardckpt.engine.load_results import check_buildable, check_columns, check_
 from shardckpt.engine.load_template import MISSING, LoadTemplate
 from shardckpt.engine.locations import locate
 from shardckpt.engine.operation import Operation
+from shardckpt.engine.twins import check_twins, find_twins
 from shardckpt.errors import ShardingError, listed
 from shardckpt.mapping import ShardedObject, ShardedTensor, StoredNames
 from shardckpt.planning import Casts, check_dtypes, check_shapes, describe_casts, is_exact
@@ -344,13 +346,23 @@ def load_checkpoint(
         if casts and comm.is_main:
             _log_casts(casts)
     common = checkpoint.common()  # before the shards: if it cannot be read, no destination has been filled
-    loaded = iter(checkpoint.values(available))
+    twins = find_twins(available)
+    found = checkpoint.values([_without_data(shard) if n in twins else shard for n, shard in enumerate(available)])
+    with checkpoint.operation.local_phase("comparing what has one destination"):
+        check_twins(available, found, twins)
+    loaded = iter(found)
     with checkpoint.operation.local_phase("assembling the state dict"):
         values = [MISSING if absent else next(loaded) for absent in is_absent]
         # what the strategy built from single values is in the common state as well
         numbers = {n for n, shard in enumerate(template.shards) if stored_key(shard) in built} if built else set()
         state_dict = template.fill(values, common, built=numbers)
     return state_dict, mismatch
+
+
+def _without_data(shard: ShardedBase) -> ShardedBase:
+    copied = copy.copy(shard)
+    copied.data = None
+    return copied
 
 
 def name_stored(columns: StoredColumns) -> StoredNames:

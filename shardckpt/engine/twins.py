@@ -1,0 +1,60 @@
+"""Two stored tensors with one destination: those of a model that ties weights now, and did not when it was saved.
+
+Whichever were read last would win. Both are read, and must be equal.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from shardckpt.errors import KeyMismatchError
+from shardckpt.mapping import ShardedTensor
+from shardckpt.state_dict import have_equal_bits
+from shardckpt.tensors import ORDINARY
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from shardckpt.mapping import ShardedBase
+
+
+def find_twins(wanted: Sequence[ShardedBase]) -> dict[int, int]:
+    """Return for each shard whose data another one has, under another key, the number of the first of these.
+
+    Args:
+        wanted: Shards.
+    """
+    first: dict[tuple[Any, ...], int] = {}
+    twins: dict[int, int] = {}
+    for number, shard in enumerate(wanted):
+        data = shard.data if type(shard) is ShardedTensor else None
+        # wrapper tensors have no memory of their own
+        if type(data) not in ORDINARY or not (address := data.data_ptr()):
+            continue
+        other = first.setdefault((address, data.shape, data.stride(), data.dtype), number)
+        if other != number and wanted[other].key != shard.key:
+            twins[number] = other
+    return twins
+
+
+def check_twins(wanted: Sequence[ShardedBase], values: list[Any], twins: Mapping[int, int]) -> None:
+    """Put the value of the first in the place of each twin's, which was read into memory of its own.
+
+    Args:
+        wanted: The shards.
+        values: Their values; changed.
+        twins: What :func:`find_twins` returned.
+
+    Raises:
+        KeyMismatchError: two values differ.
+    """
+    for number, other in twins.items():
+        value, kept = values[number], values[other]
+        if not have_equal_bits(value.to(kept.device, kept.dtype), kept):
+            names = f"{wanted[other].key!r} and {wanted[number].key!r}"
+            raise KeyMismatchError(
+                f"{names} have one destination, a tensor that the model ties, and differ in the checkpoint. That of "
+                f"{wanted[other].key!r} was loaded. Build the model without the tie, or leave one of them out of what "
+                "is loaded"
+            )
+        values[number] = kept
