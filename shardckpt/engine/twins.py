@@ -29,7 +29,7 @@ def find_twins(wanted: Sequence[ShardedBase]) -> dict[int, int]:
     for number, shard in enumerate(wanted):
         data = shard.data if type(shard) is ShardedTensor else None
         # wrapper tensors have no memory of their own
-        if type(data) not in ORDINARY or not (address := data.data_ptr()):
+        if data is None or type(data) not in ORDINARY or not (address := data.data_ptr()):
             continue
         other = first.setdefault((address, data.shape, data.stride(), data.dtype), number)
         if other != number and wanted[other].key != shard.key:
