@@ -118,6 +118,15 @@ class TorchDistLoadShardedStrategy(LoadStrategy):
         nested = _read_nested_state(read_index(context.reader), context)
         return [nested.has(shard.key) for shard in wanted]
 
+    def read_nested_state(self, context: LoadContext) -> NestedState | None:
+        """Return what plain DCP stored value by value, with its paths in the saved state dict; None for other dialects.
+
+        Args:
+            context: The checkpoint's files, and what the caller allows.
+        """
+        index = read_index(context.reader)
+        return _read_nested_state(index, context) if index.by_megatron is False else None
+
     def load_common(self, context: LoadContext) -> StateDict:
         """Read the common state, from where the dialect keeps it: an object, ``common.pt``, or single values.
 

@@ -113,9 +113,9 @@ ITEMS = {
             "returns parameters; takes patterns",
         ),
         Item(
-            "dcp_to_torch_state_dict",
+            "dcp_to_torch_state_dict(save_checkpoint_path)",
             AS_WRITTEN,
-            "tests/huggingface/test_convert.py::test_any_checkpoint_is_a_plain_state_dict",
+            "tests/compat/test_mindspeed_convert.py::test_a_checkpoint_nests_as_torchs_converter_nests_it",
         ),
     ],
     "Megatron-Core": [

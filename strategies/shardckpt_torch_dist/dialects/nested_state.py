@@ -73,13 +73,30 @@ class NestedState:
         options = self._build_below(group, tensors)
         return {option: value for option, value in options.items() if option != _NAMES}
 
+    def build_all(self, tensors: dict[str, Any]) -> dict[str, Any]:
+        """Return everything that is stored, nested as it was saved.
+
+        Args:
+            tensors: All stored tensors by key; one without a path is at its key.
+
+        Raises:
+            CorruptCheckpointError: The paths of what is stored contradict each other.
+        """
+        loose = [((key,), tensor) for key, tensor in tensors.items() if key not in self._tensors]
+        nested: dict[str, Any] = nest_values(
+            [*loose, *((path, self._value(key, tensors)) for key, path in self._paths.items())]
+        )
+        return nested
+
     def _build_below(self, key: str, tensors: dict[str, Any]) -> Any:
         found = []
         for stored in self._below(key):
-            path = self._paths[stored]
-            value = tensors[stored] if stored in self._tensors else deepcopy(self._read_value(path))
-            found.append(((key, *_path_below(path, key)) if stored != key else (key,), value))
+            path = (key, *_path_below(self._paths[stored], key)) if stored != key else (key,)
+            found.append((path, self._value(stored, tensors)))
         return nest_values(found)[key]
+
+    def _value(self, key: str, tensors: dict[str, Any]) -> Any:
+        return tensors[key] if key in self._tensors else deepcopy(self._read_value(self._paths[key]))
 
     def _below(self, key: str) -> list[str]:
         """Return the stored keys that are this key, or begin with it and a dot."""
