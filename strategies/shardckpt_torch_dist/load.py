@@ -9,6 +9,7 @@ from shardckpt.archive import decode_object
 from shardckpt.errors import CorruptCheckpointError
 from shardckpt.manifest import INTEGRITY_NAME, MARKER_NAME
 from shardckpt.mapping import PlainObject, ShardedObject
+from shardckpt.state_dict import nest_values
 from shardckpt.strategy import LoadStrategy
 from shardckpt_torch_dist.check import check_files, list_files
 from shardckpt_torch_dist.dialects import (
@@ -19,7 +20,6 @@ from shardckpt_torch_dist.dialects import (
     NestedState,
     StoredIndex,
     needs_common_file,
-    nest_values,
     parse_object_key,
     read_index,
 )
