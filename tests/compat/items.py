@@ -289,7 +289,7 @@ ITEMS = {
     "torch": [
         Item("load_sharded_optimizer_state_dict", AS_WRITTEN, _FSDP),
         Item("optimizer_key=, storage_reader=", AS_WRITTEN, _FSDP),
-        Item("any reader, path or URL", BETTER, f"{_LOADING}::test_every_way_of_saving_gives_one_form"),
+        Item("any reader, path or URL", BETTER, "tests/optimizer/test_readers.py::test_any_reader_of_torch_is_taken"),
         Item("FSDP.optim_state_dict_to_load takes it", AS_WRITTEN, _FSDP),
         Item("nested ShardedTensors", BETTER, "tests/optimizer/test_layout.py::test_state_of_torchs_sharded_tensors"),
         Item("DTensors", BETTER, "tests/optimizer/test_layout.py::test_state_has_the_layout_of_its_parameter"),
