@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from shardckpt.errors import CheckpointingException, ShardingError
+from shardckpt.errors import CheckpointingException, CorruptCheckpointError, ShardingError
 from shardckpt.mapping import (
     CommonStateDict,
     LocalNonpersistentObject,
@@ -199,6 +199,67 @@ def merge(x1: Any, x2: Any, key: tuple[Any, ...] = ()) -> Any:
     else:
         raise ValueError(f"cannot merge: both sides have a value at {_format_path(key)}: {x1!r:.80} and {x2!r:.80}")
     return x1
+
+
+class DictKey(int):
+    """A part of a path that is an integer and the key of a dict, not the index of a list."""
+
+
+class _Node(dict[Any, Any]):
+    """A dict or list that is put together; a value may be a dict as well."""
+
+
+def nest_values(values: Iterable[tuple[tuple[str | int, ...], Any]]) -> Any:
+    """Put values together as nested dicts and lists, which DCP stores alike.
+
+    Args:
+        values: Values with their paths, which are different. An integer is an index of a list, except a
+            :class:`DictKey`. (In DCP's paths every key of a dict is text, whatever it was.) A path begins with another
+            one only where that one's value is an empty dict or list: a rank had nothing there, and another one had.
+
+    Returns:
+        The outermost dict or list; an empty dict if there are no values.
+
+    Raises:
+        CorruptCheckpointError: Two values contradict each other.
+    """
+    nested = _Node()
+    for path, value in values:
+        node = nested
+        for depth, part in enumerate(path[:-1], 1):
+            inner = node.setdefault(part, _Node())
+            if _is_empty(inner):
+                inner = node[part] = _Node()
+            if not isinstance(inner, _Node):
+                raise _contradiction(path[:depth])
+            node = inner
+        if path[-1] not in node or _is_empty(node[path[-1]]):
+            node[path[-1]] = value
+        elif not _is_empty(value):
+            raise _contradiction(path)
+    return _restore_lists(nested)
+
+
+def _is_empty(value: Any) -> bool:
+    return type(value) in (dict, list) and not value
+
+
+def _contradiction(path: tuple[str | int, ...]) -> CorruptCheckpointError:
+    return CorruptCheckpointError(
+        f"the paths of the stored values contradict each other: {'.'.join(map(str, path))!r} is a value, and has "
+        "values below it or a second one at its place"
+    )
+
+
+def _restore_lists(node: Any) -> Any:
+    """Turn nodes into dicts, and those whose keys are all indices into lists."""
+    if not isinstance(node, _Node):
+        return node
+    values = {key: _restore_lists(value) for key, value in node.items()}
+    numbers = sorted(key for key in values if type(key) is int)
+    if len(numbers) < len(values) or not values:
+        return {int(key) if type(key) is DictKey else key: value for key, value in values.items()}
+    return [values[number] for number in numbers]
 
 
 def map_reduce(
@@ -449,6 +510,7 @@ def _format_path(key: tuple[Any, ...]) -> str:
 
 
 __all__ = [
+    "DictKey",
     "apply_factories",
     "apply_factory_merges",
     "are_equal",
@@ -462,6 +524,7 @@ __all__ = [
     "have_equal_bits",
     "map_reduce",
     "merge",
+    "nest_values",
     "nested_items",
     "nested_values",
     "of_type",

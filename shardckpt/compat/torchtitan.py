@@ -97,7 +97,7 @@ class CheckpointManager:
     Every rank makes one and calls each of its methods with the same arguments: all of them are collective. It has the
     original's defaults: step 1 is saved, of step 0 the model alone is loaded, and the last save has everything unless
     ``model_weights_only``; then ``freqs_cis`` is left out of it, unless ``checkpoint.exclude_from_last_save`` names
-    something else.
+    something else, and its keys are the names of the model's tensors, without ``model.``.
 
     Args:
         dataloader: This rank's loader, or None; the state of each is saved. After a change of the number of ranks every
@@ -216,6 +216,7 @@ def _make_config(job_config: Any) -> CheckpointConfig:
         options.setdefault("model_weights_only", False)
     if options.get("last_save_model_only", options.get("model_weights_only")):
         options.setdefault("exclude_from_last_save", ("freqs_cis",))
+        options.setdefault("last_save_bare_keys", not options.get("steps_in_hf"))
     folder, base = str(options.get("folder", "checkpoint")), str(job_config.job.dump_folder)
     if "://" not in folder:
         folder = f"{base}/{folder}" if "://" in base else str(Path(base, folder))

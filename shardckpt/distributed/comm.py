@@ -324,6 +324,23 @@ class Comm:
         self._broadcast(content)
         return value if self.is_main else _unpack(content)
 
+    @_uninterrupted
+    def scatter(self, values: Sequence[_T]) -> _T:
+        """Collective: send each rank its value from the main rank; return this rank's.
+
+        Args:
+            values: A value for each rank, in rank order, on the main rank; ignored on the others.
+        """
+        parts: dict[int, bytes] = {}
+        with self.local_phase(self._phase):
+            if self.is_main:
+                if len(values) != self.world_size:
+                    raise CheckpointingException(f"there are {len(values)} values for {self.world_size} ranks")
+                parts = {rank: pickle_value(value) for rank, value in enumerate(values) if rank}
+        received = self.all_to_all(parts)
+        # the main rank's own value does not travel
+        return values[0] if self.is_main else unpickle_trusted(next(iter(received.values())))
+
     def all_true(self, flag: bool) -> bool:
         """Collective: return whether the flag is true on every rank."""
         return not self.largest(not flag)[0]

@@ -133,7 +133,8 @@ def checkpoint_config(config: TitanCheckpointManager.Config, base_folder: str = 
     folder = config.folder
     if base_folder and "://" not in folder:
         folder = f"{base_folder}/{folder}" if "://" in base_folder else str(Path(base_folder, folder))
-    return CheckpointConfig(enable_checkpoint=config.enable, folder=folder, step_0_model_only=True, **options)
+    options |= {"step_0_model_only": True, "last_save_bare_keys": True}  # as torchtitan's own manager does
+    return CheckpointConfig(enable_checkpoint=config.enable, folder=folder, **options)
 
 
 def _merge_states(states: list[dict[str, Any]], _rank: int, _world_size: int) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from shardckpt.manager.retention import (
     describe_policy,
     parse_policy,
 )
-from shardckpt.manager.steps import parse_step
+from shardckpt.manager.steps import MODEL_PREFIX, parse_step
 from shardckpt.plugins import get_plugin_manager
 from shardckpt.storage import mask_password, parse_memory_budget, show_mib
 from shardckpt.strategy import StoresHubFolders
@@ -79,6 +79,8 @@ class CheckpointConfig(BaseModel):
             the step.
         last_save_model_only: Whether the last step saves the model alone. torchtitan's older name
             ``model_weights_only`` is accepted.
+        last_save_bare_keys: Whether the keys of the model's tensors lack ``model.`` where the last step saves the model
+            alone: as torchtitan's have it, and as stock ``dcp.load`` asks for them by a model's state dict.
         steps_in_hf: Whether the directory of every step is a Hugging Face folder as it is, which transformers and vLLM
             load: the model's tensors are stored contiguous, under their names of the Hub, with copies of the files of
             ``hf_assets_path``. For strategies that can, such as ``"safetensors"``.
@@ -145,6 +147,7 @@ class CheckpointConfig(BaseModel):
     async_mode: Literal["disabled", "async", "async_with_pinned_mem"] | AsyncMode = AsyncMode.DISABLED
     on_busy: Literal["wait", "skip"] = "wait"
     last_save_model_only: bool = True
+    last_save_bare_keys: bool = False
     steps_in_hf: bool = False
     last_save_in_hf: bool = False
     hf_mapping: str | None = None
@@ -232,6 +235,11 @@ class CheckpointConfig(BaseModel):
             policies.append(KeepBest(self.best_metric, self.keep_best_k, self.best_mode))
         return tuple(policies)
 
+    @property
+    def last_model_prefix(self) -> str:
+        """What the keys of the model's tensors begin with in the last save."""
+        return "" if self.last_save_model_only and self.last_save_bare_keys else MODEL_PREFIX
+
     def is_seed(self, step: int) -> bool:
         """Return whether the checkpoint of a step is the seed checkpoint, which has the model alone."""
         return step == 0 and self.create_seed_checkpoint
@@ -305,6 +313,9 @@ class CheckpointConfig(BaseModel):
             "keep_best_k and best_metric go together": bool(self.keep_best_k) != bool(self.best_metric),
             "exclude_from_last_save: an export has what the last save has; leave last_save_model_only True": (
                 self.exclude_from_last_save and self.last_save_in_hf and not self.last_save_model_only
+            ),
+            "last_save_bare_keys: with steps_in_hf, tensors have their names of the Hub": (
+                self.last_save_bare_keys and self.steps_in_hf
             ),
             "exclude_from_loading: a load without the model would train a fresh one": "model" in excluded,
             "exclude_from_loading has optimizer, whose state the lr_scheduler sets: exclude lr_scheduler, too": (

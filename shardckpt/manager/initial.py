@@ -11,6 +11,7 @@ from shardckpt.errors import IncompleteCheckpointError, NotACheckpointError
 from shardckpt.huggingface import load_from_huggingface
 from shardckpt.manager.exclusion import leave_out
 from shardckpt.manager.states import MODEL
+from shardckpt.manager.steps import MODEL_PREFIX
 from shardckpt.plugins import get_plugin_manager
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ def load_initial(
             requested,
             path,
             mapping=config.hf_mapping,
-            prefix=f"{MODEL}.",
+            prefix=MODEL_PREFIX,
             process_group=process_group,
             fully_parallel=config.fully_parallel_load,
             memory_budget=config.memory_budget,

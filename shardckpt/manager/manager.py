@@ -21,7 +21,7 @@ from shardckpt.manager.reader import StepReader
 from shardckpt.manager.rng import add_random_state
 from shardckpt.manager.states import MODEL, TrainingStates
 from shardckpt.manager.step_resolution import read_step, resolve_step
-from shardckpt.manager.steps import CONTENT_KEY, StepFolder
+from shardckpt.manager.steps import CONTENT_KEY, MODEL_PREFIX, PREFIX_KEY, StepFolder
 from shardckpt.manifest import Lineage
 from shardckpt.plugins import get_plugin_manager
 
@@ -357,10 +357,11 @@ class CheckpointManager:
             logger.warning("no state is named %r: all states are saved, not the model alone", MODEL)
             model_only = False
         names = [MODEL] if model_only else [name for name in self._states.names if name not in self._part_states]
+        prefix = config.last_model_prefix if model_only and last_step else MODEL_PREFIX
         comm = Comm(self._group)
         with comm.local_phase("describing the states"):
             with pause_gc():
-                state = self._states.describe_for_save(names, comm)
+                state = self._states.describe_for_save(names, comm, model_prefix=prefix)
             if model_only:
                 if last_step:
                     state, _ = leave_out(state, config.exclude_from_last_save)
@@ -370,6 +371,7 @@ class CheckpointManager:
                 "step": step,
                 "states": names,
                 "model_only": model_only,
+                PREFIX_KEY: prefix,
                 "metrics": numbers,
                 "saved_at": time.time(),
                 "config": config.describe(),

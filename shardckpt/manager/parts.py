@@ -16,7 +16,7 @@ from shardckpt.manager.preemption import Preemption
 from shardckpt.manager.replicas import Replica
 from shardckpt.manager.retention import KeepBest, KeepLatest, Metrics, steps_to_remove
 from shardckpt.manager.states import MODEL
-from shardckpt.manager.steps import StepFolder
+from shardckpt.manager.steps import MODEL_PREFIX, StepFolder
 from shardckpt.manager.writer import StepWriter
 from shardckpt.plugins import get_plugin_manager
 from shardckpt.storage import put_file
@@ -64,9 +64,9 @@ def make_parts(
                 parts.append(SaveProgress())
         if config.save_on_sigterm:
             parts.append(Preemption(process_group))
-        prefix = f"{MODEL}." if MODEL in states.modules else None
+        prefix, last = (MODEL_PREFIX, config.last_model_prefix) if MODEL in states.modules else (None, None)
         if config.last_save_in_hf and (not config.steps_in_hf or config.export_dtype):
-            parts.append(HuggingFaceExport(config, folder, prefix, process_group))
+            parts.append(HuggingFaceExport(config, folder, last, process_group))
         writer = StepWriter(config, process_group, allow_globals, config.make_saver(prefix))
     return writer, [writer, *parts, *replica]
 

@@ -18,7 +18,7 @@ from shardckpt.errors import (
 from shardckpt.manager.exclusion import leave_out
 from shardckpt.manager.rng import RNG
 from shardckpt.manager.states import FORMS, MODEL, OPTIMIZER, Ranks
-from shardckpt.manager.steps import CONTENT_KEY
+from shardckpt.manager.steps import CONTENT_KEY, MODEL_PREFIX, PREFIX_KEY
 from shardckpt.mapping import ShardedBase, ShardedObject
 from shardckpt.parallel import share_reading, split_budget
 from shardckpt.plugins import get_plugin_manager
@@ -144,9 +144,11 @@ class StepReader:
             with comm.local_phase("describing the states"):
                 if is_foreign:
                     self._states.restore_keys(objects)
-                requested = self._states.request_tensors(names, objects)
-                model = [leaf for leaf in nested_values(requested.get(MODEL, {})) if isinstance(leaf, ShardedBase)]
-                use_bare_keys(model, stored, f"{MODEL}.")
+                prefix = saved.get(PREFIX_KEY, MODEL_PREFIX)
+                requested = self._states.request_tensors(names, objects, model_prefix=prefix)
+                if is_foreign:
+                    model = [leaf for leaf in nested_values(requested.get(MODEL, {})) if isinstance(leaf, ShardedBase)]
+                    use_bare_keys(model, stored, MODEL_PREFIX)
                 left_out = {*self._left_out, *(saved.get("config") or {}).get("exclude_from_last_save", ())}
                 is_partial = False
                 if MODEL in requested:

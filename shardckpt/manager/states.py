@@ -19,6 +19,7 @@ from shardckpt.manager.plain_state import (
     request_tensors,
     restore_keys,
 )
+from shardckpt.manager.steps import MODEL_PREFIX
 from shardckpt.mapping import ShardedBase, ShardedTensor
 from shardckpt.state_dict import nested_values
 
@@ -88,9 +89,17 @@ class TrainingStates:
             )
         self.names = tuple(states)
 
-    def describe_for_save(self, names: Collection[str], comm: Comm) -> ShardedStateDict:
-        """Describe the named states as :meth:`describe` does, faster; until :meth:`release`, and not for a load."""
-        return self._describe(names, comm, to_save=True)
+    def describe_for_save(
+        self, names: Collection[str], comm: Comm, *, model_prefix: str = MODEL_PREFIX
+    ) -> ShardedStateDict:
+        """Describe the named states as :meth:`describe` does, faster; until :meth:`release`, and not for a load.
+
+        Args:
+            names: The states to save.
+            comm: The ranks that save.
+            model_prefix: The prefix of the model's keys; only without its optimizers it may be another one.
+        """
+        return self._describe(names, comm, to_save=True, model_prefix=model_prefix)
 
     def release(self) -> None:
         """Let go of the tensors that :meth:`describe_for_save` has described."""
@@ -110,11 +119,13 @@ class TrainingStates:
         """
         return self._describe(names, comm, to_save=False)
 
-    def _describe(self, names: Collection[str], comm: Comm, *, to_save: bool) -> ShardedStateDict:
+    def _describe(
+        self, names: Collection[str], comm: Comm, *, to_save: bool, model_prefix: str = MODEL_PREFIX
+    ) -> ShardedStateDict:
         plain = {name: state.state_dict() for name, state in self._select(self.plain, names)}
         per_rank = self._select(self.per_rank, names)
         described = {
-            **self._describe_sharded(names, to_save=to_save),
+            **self._describe_sharded(names, to_save=to_save, model_prefix=model_prefix),
             FORMS: {name: describe_form(name, state, self._replicated) for name, state in plain.items()},
             _TENSORS: {name: describe_tensors(name, state, self._replicated) for name, state in plain.items()},
             _RANKS: {name: state.describe(name, comm.rank, comm.world_size) for name, state in per_rank},
@@ -145,18 +156,21 @@ class TrainingStates:
         forms = objects.get(FORMS, {})
         forms.update({name: restore_keys(form, self.plain[name].state_dict()) for name, form in forms.items()})
 
-    def request_tensors(self, names: Collection[str], objects: StateDict) -> ShardedStateDict:
+    def request_tensors(
+        self, names: Collection[str], objects: StateDict, *, model_prefix: str = MODEL_PREFIX
+    ) -> ShardedStateDict:
         """Describe what is loaded second: the tensors, into the live ones where they fit.
 
         Args:
             names: The states to load.
             objects: What was loaded for :meth:`request_objects`.
+            model_prefix: As for :meth:`describe_for_save`.
 
         Returns:
             A sharded state dict.
         """
         forms = objects.get(FORMS, {})
-        described = self._describe_sharded(names)
+        described = self._describe_sharded(names, model_prefix=model_prefix)
         # Storage that a module or optimizer is loaded into. A plain state (an EMA that shares the weights) must not be
         # loaded into it as well: the last one read would win.
         taken = {memory for leaf in nested_values(described) if (memory := memory_of(getattr(leaf, "data", None)))}
@@ -226,11 +240,14 @@ class TrainingStates:
                 "with state_dict and load_state_dict, or a list of such with equal states"
             )
 
-    def _describe_sharded(self, names: Collection[str], *, to_save: bool = False) -> ShardedStateDict:
+    def _describe_sharded(
+        self, names: Collection[str], *, to_save: bool = False, model_prefix: str = MODEL_PREFIX
+    ) -> ShardedStateDict:
         found: ShardedStateDict = {}
         for name, parts in self._select(self.modules, names):
             if name != MODEL or not self._with_optimizers(names):
-                found[name] = self._describe_modules(name, parts, prefix=f"{name}.", to_save=to_save)
+                prefix = model_prefix if name == MODEL else f"{name}."
+                found[name] = self._describe_modules(name, parts, prefix=prefix, to_save=to_save)
         if self._with_optimizers(names):
             found |= self._describe_modules(MODEL, self.modules[MODEL], *self.optimizers, to_save=to_save)
         for name, state in self._select(self.sharded, names):

@@ -41,6 +41,9 @@ _E = TypeVar("_E", bound=CheckpointingException)
 
 #: The manager's key in ``content_metadata``.
 CONTENT_KEY = "shardckpt_manager"
+#: The key in it of what the keys of the model's tensors begin with; where it is absent, MODEL_PREFIX.
+PREFIX_KEY = "model_prefix"
+MODEL_PREFIX = "model."
 
 
 @dataclass(frozen=True)

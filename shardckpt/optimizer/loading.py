@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 
@@ -29,12 +29,14 @@ from shardckpt.state_dict import merge
 from shardckpt.storage import retry_if_replaced
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
+    from contextlib import AbstractContextManager
 
     from torch.distributed import ProcessGroup
 
     from shardckpt.engine import OpenCheckpoint
     from shardckpt.mapping import StateDict
+    from shardckpt.optimizer.reader_checkpoint import ReaderCheckpoint
     from shardckpt.optimizer.stored import StoredState
     from shardckpt.planning import Ints
 
@@ -73,7 +75,9 @@ def load_sharded_optimizer_state_dict(
     Args:
         model_state_dict: The model's tensors by full name, as ``get_model_state_dict`` gives them; they do not change.
         optimizer_key: The part of the keys before ``.state``: ``"optimizer"``.
-        storage_reader: A checkpoint's directory or URL, or torch's FileSystemReader of it.
+        storage_reader: A checkpoint's directory or URL, or a reader of it. What torch's FileSystemReader or shardckpt's
+            CheckpointStorageReader would read is read as by its path. Any other StorageReader, also a subclass of
+            these, reads by its own methods, and checks what they check; objects are decoded here.
         planner: None or torch's DefaultLoadPlanner, which changes nothing; any other is refused.
         process_group: The ranks that load; by default all, or this process alone without torch.distributed.
         allow_globals: Classes and functions that legacy pickles in the checkpoint may name besides the plain ones.
@@ -96,34 +100,62 @@ def load_sharded_optimizer_state_dict(
     comm = Comm(process_group)
     with comm.collective_phase("reading the arguments"):
         _refuse_planner(planner)
-        directory = locate(_get_location(storage_reader), get_plugin_manager())
+        location = _find_location(storage_reader)
+        directory = None if location is None else locate(location, get_plugin_manager())
+        allowed = (*allow_globals, *getattr(storage_reader, "allowed_globals", ()))
         if not isinstance(model_state_dict, Mapping):
             raise CheckpointingException(
                 f"expected the model's state dict (get_model_state_dict), got a {type(model_state_dict).__name__}"
             )
         params = {name: value for name, value in model_state_dict.items() if isinstance(value, torch.Tensor)}
-    comm.agree(optimizer_key=optimizer_key, shard_factored=shard_factored)
+    comm.agree(optimizer_key=optimizer_key, shard_factored=shard_factored, by_reader=directory is None)
+    if directory is None:
+        from shardckpt.optimizer.reader_checkpoint import ReaderCheckpoint  # it imports torch's planners
+
+        reader: Any = storage_reader
+        read = ReaderCheckpoint(reader, optimizer_key, comm, allowed)
+        loaded = _load(optimizer_key, params, read, comm, comm.local_phase, shard_factored=shard_factored)
+        return {optimizer_key: loaded}
 
     def attempt() -> StateDict:
         # opened in each attempt: another save may have replaced the checkpoint
-        options = LoadOptions(allow_globals=tuple(allow_globals))
+        options = LoadOptions(allow_globals=allowed)
         with open_checkpoint(directory, comm, get_plugin_manager(), options) as checkpoint:
-            return {optimizer_key: _load(optimizer_key, params, checkpoint, shard_factored=shard_factored)}
+            phase = checkpoint.operation.local_phase
+            return {optimizer_key: _load(optimizer_key, params, checkpoint, comm, phase, shard_factored=shard_factored)}
 
     return retry_if_replaced(attempt, directory)
 
 
-def _get_location(source: Any) -> str | os.PathLike[str]:
-    """Return the directory or URL of a checkpoint, or of torch's FileSystemReader (FsspecReader) of it."""
+@runtime_checkable
+class LocatedReader(Protocol):
+    """A StorageReader that reads nothing but what the engine reads at a location."""
+
+    @property
+    def location(self) -> str | None:
+        """The checkpoint's directory or URL; None for a subclass, whose own methods read."""
+
+    @property
+    def allowed_globals(self) -> tuple[Any, ...]:
+        """Classes and functions that objects may name besides the plain ones."""
+
+
+def _find_location(source: Any) -> str | os.PathLike[str] | None:
+    """Return the directory or URL of a checkpoint, or of a reader of it; None for a reader that has its own methods."""
     if isinstance(source, (str, os.PathLike)):
         return source
+    if isinstance(source, LocatedReader) and source.location is not None:
+        return source.location
     from torch.distributed.checkpoint.filesystem import FileSystemReader  # slow to import
+    from torch.distributed.checkpoint.storage import StorageReader
 
-    if isinstance(source, FileSystemReader):
+    if type(source) is FileSystemReader:  # a subclass may read otherwise, or elsewhere
         return source.path
+    if isinstance(source, StorageReader):
+        return None
     raise CheckpointingException(
-        f"cannot load through a {type(source).__name__}: give the checkpoint's directory or URL, or torch's "
-        "FileSystemReader of it (plugins read remote stores: shardckpt_filesystem)"
+        f"cannot load through a {type(source).__name__}: give the checkpoint's directory or URL, or a StorageReader of "
+        "it"
     )
 
 
@@ -141,18 +173,24 @@ def _refuse_planner(planner: Any) -> None:
 
 
 def _load(
-    key: str, params: Mapping[str, torch.Tensor], checkpoint: OpenCheckpoint, *, shard_factored: bool
+    key: str,
+    params: Mapping[str, torch.Tensor],
+    checkpoint: OpenCheckpoint | ReaderCheckpoint,
+    comm: Comm,
+    phase: Callable[[str], AbstractContextManager[None]],
+    *,
+    shard_factored: bool,
 ) -> StateDict:
     index, common = checkpoint.index(), checkpoint.common()
-    with checkpoint.operation.local_phase("choosing the optimizer's state"):
+    with phase("choosing the optimizer's state"):
         stored = find_stored_state(key, index, common)
         names = stored.parse_names(params)
-    _report_unclaimed(stored, names, params, checkpoint.context.comm)
-    with checkpoint.operation.local_phase("laying out the optimizer's state"):
+    _report_unclaimed(stored, names, params, comm)
+    with phase("laying out the optimizer's state"):
         shapes = {shard.key: shard.global_shape for shard in index if isinstance(shard, ShardedTensor)}
         template = LoadTemplate(_load_template(stored, names, params, shapes, shard_factored=shard_factored))
     values = checkpoint.values(template.shards)
-    with checkpoint.operation.local_phase("assembling the optimizer's state"):
+    with phase("assembling the optimizer's state"):
         loaded = template.fill(values, {})
         found = {name: loaded.get(name, stored.entries[name]) for name in names}
         return _assemble(found, names, stored.groups, params)

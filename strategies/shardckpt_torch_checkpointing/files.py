@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 from shardckpt.archive import Archive, LazyTensor, StoredPayload, read_payload
 from shardckpt.errors import CheckpointingException, CorruptCheckpointError
 from shardckpt.huggingface import header_length, parse_header
+from shardckpt.state_dict import DictKey
 from shardckpt_torch_checkpointing.metadata import METADATA_FILE, Layout, Piece, cut_for_rank, parse_placement
-from shardckpt_torch_dist import DictKey
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping

@@ -6,13 +6,13 @@ from copy import deepcopy
 from typing import TYPE_CHECKING, Any
 
 from shardckpt.mapping import ShardedObject, ShardedTensor
+from shardckpt.state_dict import nest_values
 from shardckpt.strategy import LoadStrategy, StoredBox, StoredColumns
 from shardckpt.tensors import synchronize_devices
 from shardckpt_torch_checkpointing.check import check_files, list_files
 from shardckpt_torch_checkpointing.index import Index
 from shardckpt_torch_checkpointing.metadata import METADATA_FILE
 from shardckpt_torch_checkpointing.requested import plan_shard
-from shardckpt_torch_dist import nest_values
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

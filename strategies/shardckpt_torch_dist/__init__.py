@@ -8,7 +8,7 @@ from shardckpt import lazy_getattr
 
 if TYPE_CHECKING:
     from shardckpt_torch_dist.dcp import CheckpointStorageReader, CheckpointStorageWriter
-    from shardckpt_torch_dist.dialects import DictKey, NestedState, nest_values
+    from shardckpt_torch_dist.dialects import NestedState
     from shardckpt_torch_dist.load import TorchDistLoadShardedStrategy
     from shardckpt_torch_dist.plan import ShardedLoadPlanner, ShardedSavePlanner, set_rest_value
     from shardckpt_torch_dist.save import TorchDistSaveShardedStrategy
@@ -18,7 +18,7 @@ __getattr__ = lazy_getattr(
     __name__,
     {
         "dcp": ("CheckpointStorageReader", "CheckpointStorageWriter"),
-        "dialects": ("DictKey", "NestedState", "nest_values"),
+        "dialects": ("NestedState",),
         "load": ("TorchDistLoadShardedStrategy",),
         "plan": ("ShardedLoadPlanner", "ShardedSavePlanner", "set_rest_value"),
         "save": ("TorchDistSaveShardedStrategy",),
@@ -28,12 +28,10 @@ __getattr__ = lazy_getattr(
 __all__ = [
     "CheckpointStorageReader",
     "CheckpointStorageWriter",
-    "DictKey",
     "NestedState",
     "ShardedLoadPlanner",
     "ShardedSavePlanner",
     "TorchDistLoadShardedStrategy",
     "TorchDistSaveShardedStrategy",
-    "nest_values",
     "set_rest_value",
 ]

@@ -9,6 +9,7 @@ from shardckpt.archive import decode_object
 from shardckpt.errors import CorruptCheckpointError
 from shardckpt.manifest import INTEGRITY_NAME, MARKER_NAME
 from shardckpt.mapping import PlainObject, ShardedObject
+from shardckpt.state_dict import nest_values
 from shardckpt.strategy import LoadStrategy
 from shardckpt_torch_dist.check import check_files, list_files
 from shardckpt_torch_dist.dialects import (
@@ -19,7 +20,6 @@ from shardckpt_torch_dist.dialects import (
     NestedState,
     StoredIndex,
     needs_common_file,
-    nest_values,
     parse_object_key,
     read_index,
 )
@@ -117,6 +117,15 @@ class TorchDistLoadShardedStrategy(LoadStrategy):
         """
         nested = _read_nested_state(read_index(context.reader), context)
         return [nested.has(shard.key) for shard in wanted]
+
+    def read_nested_state(self, context: LoadContext) -> NestedState | None:
+        """Return what plain DCP stored value by value, with its paths in the saved state dict; None for other dialects.
+
+        Args:
+            context: The checkpoint's files, and what the caller allows.
+        """
+        index = read_index(context.reader)
+        return _read_nested_state(index, context) if index.by_megatron is False else None
 
     def load_common(self, context: LoadContext) -> StateDict:
         """Read the common state, from where the dialect keeps it: an object, ``common.pt``, or single values.

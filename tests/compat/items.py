@@ -113,9 +113,9 @@ ITEMS = {
             "returns parameters; takes patterns",
         ),
         Item(
-            "dcp_to_torch_state_dict",
+            "dcp_to_torch_state_dict(save_checkpoint_path)",
             AS_WRITTEN,
-            "tests/huggingface/test_convert.py::test_any_checkpoint_is_a_plain_state_dict",
+            "tests/compat/test_mindspeed_convert.py::test_a_checkpoint_nests_as_torchs_converter_nests_it",
         ),
     ],
     "Megatron-Core": [
@@ -289,7 +289,7 @@ ITEMS = {
     "torch": [
         Item("load_sharded_optimizer_state_dict", AS_WRITTEN, _FSDP),
         Item("optimizer_key=, storage_reader=", AS_WRITTEN, _FSDP),
-        Item("any reader, path or URL", BETTER, f"{_LOADING}::test_every_way_of_saving_gives_one_form"),
+        Item("any reader, path or URL", BETTER, "tests/optimizer/test_readers.py::test_any_reader_of_torch_is_taken"),
         Item("FSDP.optim_state_dict_to_load takes it", AS_WRITTEN, _FSDP),
         Item("nested ShardedTensors", BETTER, "tests/optimizer/test_layout.py::test_state_of_torchs_sharded_tensors"),
         Item("DTensors", BETTER, "tests/optimizer/test_layout.py::test_state_has_the_layout_of_its_parameter"),
@@ -372,7 +372,11 @@ ITEMS = {
         Item("save(curr_step=)", AS_WRITTEN, _AS_THEY_STAND),
         Item("step 1 is saved", AS_WRITTEN, _AS_THEY_STAND),
         Item("a step that is not due", AS_WRITTEN, _AS_THEY_STAND),
-        Item("force is the last step", AS_WRITTEN, _LAST),
+        Item(
+            "force is the last step, whose weights alone have no prefix",
+            AS_WRITTEN,
+            "tests/compat/test_torchtitan_last_save.py::test_every_reader_finds_the_names_of_the_model",
+        ),
         Item("the last save has everything by default", AS_WRITTEN, _LAST),
         Item("freqs_cis is left out", AS_WRITTEN, _LAST),
         Item("export_dtype", BETTER, f"{_MANAGER}::test_integers_and_buffers_are_not_cast"),

@@ -94,7 +94,7 @@ def test_the_default_export_dtype_casts_nothing_up(tmp_path: Path) -> None:
     job.manager.save(1, force=True)
     job.manager.close()
     stored = {entry.key: entry.dtype for entry in _list(tmp_path / "checkpoint" / "step-1")}
-    assert stored["model.0.weight"] == torch.bfloat16
+    assert stored["0.weight"] == torch.bfloat16
 
 
 class _Odd(CheckpointManager):
@@ -141,7 +141,7 @@ def test_a_forced_save_is_the_last(tmp_path: Path) -> None:
     job.manager.close()
     step = tmp_path / "weights" / "checkpoint" / "step-3"
     keys = {entry.key for entry in _list(step)}
-    assert "model.0.weight" in keys
+    assert "0.weight" in keys
     assert not [key for key in keys if "freqs_cis" in key]
 
     config = {"enable_checkpoint": True, "initial_load_path": str(step), "folder": "other"}

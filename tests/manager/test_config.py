@@ -33,6 +33,7 @@ def test_a_mode_may_be_a_text(mode: AsyncMode) -> None:
             {"exclude_from_last_save": "freqs_cis", "last_save_in_hf": True, "last_save_model_only": False},
             "leave last_save_model_only True",
         ),
+        ({"last_save_bare_keys": True, "steps_in_hf": True, "strategy": "safetensors"}, "names of the Hub"),
         ({"initial_load_in_hf": True}, "initial_load_path"),
         ({"keep_best_k": 2}, "best_metric"),
         ({"interval": 0}, "interval"),

@@ -73,6 +73,16 @@ class CheckpointStorageReader(StorageReader):
         """The path, for DCP's logs."""
         return self._path
 
+    @property
+    def location(self) -> str | None:
+        """Where the engine finds what this reads; None for a subclass, whose own methods read."""
+        return self._path if type(self) is CheckpointStorageReader else None
+
+    @property
+    def allowed_globals(self) -> tuple[Any, ...]:
+        """The ``allow_globals``."""
+        return self._allow
+
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begin a new load, from another path if one is given."""
         self._path = os.fspath(checkpoint_id) if checkpoint_id else self._path

@@ -12,7 +12,7 @@ from shardckpt_torch_dist.dialects.metadata import (
     read_index,
     read_metadata,
 )
-from shardckpt_torch_dist.dialects.nested_state import DictKey, NestedState, nest_values
+from shardckpt_torch_dist.dialects.nested_state import NestedState
 from shardckpt_torch_dist.dialects.stored import (
     COMMON_KEY,
     StoredIndex,
@@ -33,14 +33,12 @@ __all__ = [
     "INDEX_FILE",
     "MAX_PATH_LENGTH",
     "METADATA_FILE",
-    "DictKey",
     "NestedState",
     "StoredIndex",
     "encode_index",
     "encode_metadata",
     "has_own_index",
     "needs_common_file",
-    "nest_values",
     "parse_object_key",
     "read_index",
     "read_metadata",

@@ -16,7 +16,7 @@ from copy import deepcopy
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from shardckpt.errors import CorruptCheckpointError
+from shardckpt.state_dict import nest_values
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -26,10 +26,6 @@ _Path = tuple["str | int", ...]
 
 _GROUPS = "param_groups"
 _NAMES = "params"
-
-
-class DictKey(int):
-    """A part of a path that is an integer and the key of a dict, not the index of a list."""
 
 
 class NestedState:
@@ -73,13 +69,30 @@ class NestedState:
         options = self._build_below(group, tensors)
         return {option: value for option, value in options.items() if option != _NAMES}
 
+    def build_all(self, tensors: dict[str, Any]) -> dict[str, Any]:
+        """Return everything that is stored, nested as it was saved.
+
+        Args:
+            tensors: All stored tensors by key; one without a path is at its key.
+
+        Raises:
+            CorruptCheckpointError: The paths of what is stored contradict each other.
+        """
+        loose = [((key,), tensor) for key, tensor in tensors.items() if key not in self._tensors]
+        nested: dict[str, Any] = nest_values(
+            [*loose, *((path, self._value(key, tensors)) for key, path in self._paths.items())]
+        )
+        return nested
+
     def _build_below(self, key: str, tensors: dict[str, Any]) -> Any:
         found = []
         for stored in self._below(key):
-            path = self._paths[stored]
-            value = tensors[stored] if stored in self._tensors else deepcopy(self._read_value(path))
-            found.append(((key, *_path_below(path, key)) if stored != key else (key,), value))
+            path = (key, *_path_below(self._paths[stored], key)) if stored != key else (key,)
+            found.append((path, self._value(stored, tensors)))
         return nest_values(found)[key]
+
+    def _value(self, key: str, tensors: dict[str, Any]) -> Any:
+        return tensors[key] if key in self._tensors else deepcopy(self._read_value(self._paths[key]))
 
     def _below(self, key: str) -> list[str]:
         """Return the stored keys that are this key, or begin with it and a dot."""
@@ -104,63 +117,6 @@ class NestedState:
                     if isinstance(name, (str, int)):
                         found[prefix, str(name)] = key.removesuffix(f".{_NAMES}")
         return found
-
-
-class _Node(dict[Any, Any]):
-    """A dict or list that is put together; a value may be a dict as well."""
-
-
-def nest_values(values: Iterable[tuple[_Path, Any]]) -> Any:
-    """Put values together as nested dicts and lists, which DCP stores alike.
-
-    Args:
-        values: Values with their paths, which are different. An integer is an index of a list, except a
-            :class:`DictKey`. (In DCP's paths every key of a dict is text, whatever it was.) A path begins with another
-            one only where that one's value is an empty dict or list: a rank had nothing there, and another one had.
-
-    Returns:
-        The outermost dict or list; an empty dict if there are no values.
-
-    Raises:
-        CorruptCheckpointError: Two values contradict each other.
-    """
-    nested = _Node()
-    for path, value in values:
-        node = nested
-        for depth, part in enumerate(path[:-1], 1):
-            inner = node.setdefault(part, _Node())
-            if _is_empty(inner):
-                inner = node[part] = _Node()
-            if not isinstance(inner, _Node):
-                raise _contradiction(path[:depth])
-            node = inner
-        if path[-1] not in node or _is_empty(node[path[-1]]):
-            node[path[-1]] = value
-        elif not _is_empty(value):
-            raise _contradiction(path)
-    return _restore_lists(nested)
-
-
-def _is_empty(value: Any) -> bool:
-    return type(value) in (dict, list) and not value
-
-
-def _contradiction(path: _Path) -> CorruptCheckpointError:
-    return CorruptCheckpointError(
-        f"the paths of the stored values contradict each other: {'.'.join(map(str, path))!r} is a value, and has "
-        "values below it or a second one at its place"
-    )
-
-
-def _restore_lists(node: Any) -> Any:
-    """Turn nodes into dicts, and those whose keys are all indices into lists."""
-    if not isinstance(node, _Node):
-        return node
-    values = {key: _restore_lists(value) for key, value in node.items()}
-    numbers = sorted(key for key in values if type(key) is int)
-    if len(numbers) < len(values) or not values:
-        return {int(key) if type(key) is DictKey else key: value for key, value in values.items()}
-    return [values[number] for number in numbers]
 
 
 def _path_below(path: _Path, key: str) -> _Path:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from shardckpt.distributed import pickle_value, unpickle_trusted
 from shardckpt.errors import CheckpointingException
 from shardckpt.mapping import PlainObject, ShardedObject
 from shardckpt.state_dict import map_reduce
@@ -75,15 +74,7 @@ def scatter_plans(plans: Sequence[_Plan], comm: Comm) -> _Plan:
     Raises:
         CheckpointingException: There is no plan for each rank.
     """
-    parts: dict[int, bytes] = {}
     with comm.local_phase("sending the plans of all ranks"):
-        if comm.is_main:
-            if len(plans) != comm.world_size:
-                raise CheckpointingException(
-                    f"create_global_plan returned {len(plans)} plans for {comm.world_size} ranks"
-                )
-            parts = {rank: pickle_value(plan) for rank, plan in enumerate(plans) if rank}
-    received = comm.all_to_all(parts)
-    with comm.local_phase("receiving a plan"):
-        # the main rank's own plan does not travel
-        return plans[0] if comm.is_main else unpickle_trusted(next(iter(received.values())))
+        if comm.is_main and len(plans) != comm.world_size:
+            raise CheckpointingException(f"create_global_plan returned {len(plans)} plans for {comm.world_size} ranks")
+        return comm.scatter(plans)
