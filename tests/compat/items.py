@@ -99,7 +99,7 @@ ITEMS = {
         Item(
             "build_ep_fqn2spec_info of a trainer's objects",
             AS_WRITTEN,
-            f"{_MINDSPEED}::test_a_trainers_objects_are_understood",
+            "tests/compat/test_parallel_state.py::test_a_parallel_state_of_methods_alone_is_understood",
         ),
         Item(
             "no expert found is an error",
