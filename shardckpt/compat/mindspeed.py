@@ -256,12 +256,17 @@ def get_chunk_readitem(
         The moved item.
 
     Raises:
+        ValueError: the item's offsets and lengths are not of as many axes.
         ShardingError: the item has no such axis, reads a part of a rank's experts of which ``experts`` does not say the
             number, or its experts are in several stored chunks.
     """
     read_item, dim = readitem, operate_dim
     if read_item.type is LoadItemType.BYTE_IO:
         return read_item
+    axes = {name: len(getattr(read_item, name)) for name in ("storage_offsets", "dest_offsets", "lengths")}
+    if len(set(axes.values())) != 1:
+        found = ", ".join(f"{count} {name}" for name, count in axes.items())
+        raise ValueError(f"{read_item.dest_index.fqn!r}: the item has {found}; it needs one of each for every axis")
     if not 0 <= dim < len(read_item.lengths) or ep_rank < 0:
         raise ShardingError(f"{read_item.dest_index.fqn!r}: {read_item} cannot be moved along axis {dim} to {ep_rank}")
     if experts is None and any((read_item.dest_index.offset or ())[dim : dim + 1]):
