@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import inspect
 from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from shardckpt.adapters import get_dtensor_splits, get_local_tensor, get_replica_coordinates
+from shardckpt.compat.torch_private import get_root_mesh
 from shardckpt.distributed import Comm
 from shardckpt.engine import LoadOptions, locate, open_checkpoint
 from shardckpt.errors import ShapeMismatchError, ShardingError
@@ -39,7 +41,7 @@ from shardckpt_torch_dist import TorchDistLoadShardedStrategy
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
     from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
@@ -217,8 +219,10 @@ def build_ep_fqn2spec_info(
 
     Args:
         model: The model.
-        parallel_state: The mesh that it was sharded on, or the trainer's object that has this mesh as an attribute, or
-            in a dict that is one. The mesh with the expert-parallel dimension counts, and of several the largest.
+        parallel_state: The mesh that it was sharded on, or the trainer's object that has this mesh as an attribute or
+            property, or returns it from a ``get_..._mesh()`` method; or a dict with it. The mesh with the
+            expert-parallel dimension counts, and of several the largest. If the object has none, it is the mesh that
+            the experts' parameters were sharded on.
         ep_plan: Name patterns of modules with experts (``"layers.{*}.mlp.experts"``, ``{0-5}``), as for
             :func:`shardckpt_ep.expert_layouts`; or the trainer's plan, which has them as ``apply_modules``.
         ep: Name of the expert-parallel dimension.
@@ -228,12 +232,13 @@ def build_ep_fqn2spec_info(
         The sharding by full parameter name, without the prefixes of wrappers.
 
     Raises:
-        ShardingError: the parallel state has no such mesh, or several; the plan has no patterns, or none that matches.
+        ShardingError: neither the parallel state nor a parameter has such a mesh, or there are several; the plan has no
+            patterns, or none that matches.
     """
-    mesh = _find_mesh(parallel_state, ep)
+    experts = list(expert_parameters(model, _get_patterns(ep_plan)))
+    mesh = _find_mesh(parallel_state, ep, [param for _, param in experts])
     return {
-        name: EPSpecInfo(Shard(expert_dim), mesh, _placements(param, mesh, ep, expert_dim))
-        for name, param in expert_parameters(model, _get_patterns(ep_plan))
+        name: EPSpecInfo(Shard(expert_dim), mesh, _placements(param, mesh, ep, expert_dim)) for name, param in experts
     }
 
 
@@ -290,12 +295,17 @@ def get_chunk_readitem(
         The moved item.
 
     Raises:
+        ValueError: the item's offsets and lengths are not of as many axes.
         ShardingError: the item has no such axis, reads a part of a rank's experts of which ``experts`` does not say the
             number, or its experts are in several stored chunks.
     """
     read_item, dim = readitem, operate_dim
     if read_item.type is LoadItemType.BYTE_IO:
         return read_item
+    axes = {name: len(getattr(read_item, name)) for name in ("storage_offsets", "dest_offsets", "lengths")}
+    if len(set(axes.values())) != 1:
+        found = ", ".join(f"{count} {name}" for name, count in axes.items())
+        raise ValueError(f"{read_item.dest_index.fqn!r}: the item has {found}; it needs one of each for every axis")
     if not 0 <= dim < len(read_item.lengths) or ep_rank < 0:
         raise ShardingError(f"{read_item.dest_index.fqn!r}: {read_item} cannot be moved along axis {dim} to {ep_rank}")
     if experts is None and any((read_item.dest_index.offset or ())[dim : dim + 1]):
@@ -438,28 +448,56 @@ def _layout_by_rank(key: str, value: Any, metadata: Metadata, split: Split) -> E
     return ExpertLayout(shape, box, tuple(get_dtensor_splits(key, value)), get_replica_coordinates(value))
 
 
-def _find_mesh(parallel_state: Any, ep: Names) -> DeviceMesh:
-    """Return the mesh with the expert-parallel dimension that a trainer's parallel state has."""
+def _find_mesh(parallel_state: Any, ep: Names, experts: Collection[torch.Tensor]) -> DeviceMesh:
+    """Return the mesh with the expert-parallel dimension: a trainer's parallel state has it, or else the experts."""
     if isinstance(parallel_state, DeviceMesh):
         return parallel_state
-    found: list[DeviceMesh] = []
-    seen: list[str] = []
-    # by their type, not by a name: MindSpeed and VeOmni have renamed the attribute from release to release
-    for name, value in vars(parallel_state).items() if hasattr(parallel_state, "__dict__") else ():
-        for mesh in value.values() if isinstance(value, dict) else (value,):
-            if isinstance(mesh, DeviceMesh):
-                seen.append(f"{name} {mesh.mesh_dim_names}")
-                if has_mesh_dim(mesh, ep) and mesh not in found:
-                    found.append(mesh)
-    largest = [mesh for mesh in found if mesh.ndim == max(each.ndim for each in found)]
+    seen = dict(_list_meshes(parallel_state))
+    found = [mesh for mesh in seen.values() if has_mesh_dim(mesh, ep)]
+    if not found:
+        # it knows sizes alone: no mesh is made of them, since they do not say the order of the ranks
+        sharded = [get_root_mesh(param.device_mesh) for param in experts if isinstance(param, DTensor)]
+        found = [mesh for mesh in sharded if has_mesh_dim(mesh, ep)]
+    largest: list[DeviceMesh] = []
+    for mesh in found:
+        if mesh.ndim == max(each.ndim for each in found) and mesh not in largest:
+            largest.append(mesh)
     if len(largest) != 1:
         names = (ep,) if isinstance(ep, str) else ep
+        described = ", ".join(f"{name} {mesh.mesh_dim_names}" for name, mesh in seen.items())
         raise ShardingError(
             f"parallel_state={parallel_state!r:.80} has {len(largest)} meshes with a dimension "
-            f"{' or '.join(map(repr, names))} among its attributes ({', '.join(seen) or 'no mesh at all'}): pass the "
+            f"{' or '.join(map(repr, names))} among its attributes ({described or 'no mesh at all'}): pass the "
             "mesh that the model was sharded on, or the name of its dimension as ep="
         )
     return largest[0]
+
+
+def _list_meshes(parallel_state: Any) -> Iterator[tuple[str, DeviceMesh]]:
+    """List a trainer's meshes: its attributes, and what its properties and ``get_..._mesh()`` methods return."""
+    # by their type, not by a name: MindSpeed and VeOmni have renamed them from release to release
+    values: dict[str, Any] = dict(getattr(parallel_state, "__dict__", {}))
+    for name in dir(type(parallel_state)):
+        if "mesh" not in name or name.startswith("_") or name in values:
+            continue
+        # other methods are not called: they may make a mesh, and so wait for other ranks
+        if isinstance(inspect.getattr_static(parallel_state, name), property):
+            values[name] = getattr(parallel_state, name)
+        elif name.startswith("get_") and _takes_nothing(method := getattr(parallel_state, name)):
+            values[f"{name}()"] = method()
+    for name, value in values.items():
+        for key, mesh in value.items() if isinstance(value, dict) else [(None, value)]:
+            if isinstance(mesh, DeviceMesh):
+                yield name if key is None else f"{name}[{key!r}]", mesh
+
+
+def _takes_nothing(method: Any) -> bool:
+    """Return whether a method can be called without arguments."""
+    try:
+        inspect.signature(method).bind()
+    except (TypeError, ValueError):
+        return False
+    return True
 
 
 def _get_patterns(ep_plan: Any) -> str | Collection[str]:

@@ -17,6 +17,8 @@ from torch.distributed._shard.sharded_tensor.shard import Shard
 from torch.distributed._shard.sharding_spec import ChunkShardingSpec
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
     from shardckpt.planning import Ints
 
 
@@ -48,4 +50,9 @@ def find_group(sharded_tensor: Any) -> Any:
     return sharded_tensor._process_group  # noqa: SLF001
 
 
-__all__ = ["ChunkShardingSpec", "find_group", "make_sharded_tensor"]
+def get_root_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """Return the mesh that a mesh is a slice of: no public name leads from FSDP's dimension to expert parallelism's."""
+    return mesh._get_root_mesh()  # noqa: SLF001
+
+
+__all__ = ["ChunkShardingSpec", "find_group", "get_root_mesh", "make_sharded_tensor"]

@@ -187,7 +187,8 @@ def check_state(
             parent=options.lineage.parent,
             step=options.lineage.step,
             fingerprints=options.fingerprints,
-            **saver.agreed_options,
+            # with the class, so that no option has the name of an argument above
+            **{f"{name} of {type(saver).__qualname__}": value for name, value in saver.agreed_options.items()},
         )
         if not is_cached:  # some rank has no plan, or another one
             lookup.cached = None

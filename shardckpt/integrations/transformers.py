@@ -17,8 +17,8 @@ from transformers.utils import SAFE_WEIGHTS_NAME
 
 from shardckpt import dist_checkpointing
 from shardckpt.adapters import describe_object
-from shardckpt.distributed import Comm
-from shardckpt.errors import CheckpointingException
+from shardckpt.distributed import Comm, replace_text
+from shardckpt.errors import CheckpointingException, CorruptCheckpointError
 from shardckpt.manager import CONTENT_KEY, CheckpointConfig, CheckpointManager, RandomState
 
 if TYPE_CHECKING:
@@ -101,7 +101,8 @@ class ShardedCheckpointCallback(TrainerCallback):
 
         Raises:
             CheckpointingException: there is no checkpoint of that step, or the Trainer shards the model itself; or all
-                checkpoints are damaged, as from :meth:`shardckpt.manager.CheckpointManager.load`.
+                checkpoints are damaged, as from :meth:`shardckpt.manager.CheckpointManager.load`. A newest step whose
+                Trainer state is damaged is skipped with a warning; one whose weights are is an error of ``train``.
         """
         if self._args is not None and (self._args.fsdp or self._args.deepspeed):
             raise CheckpointingException(
@@ -111,15 +112,15 @@ class ShardedCheckpointCallback(TrainerCallback):
         read_only = {"load_only": True, "save_rng": False, "exclude_from_loading": ()}
         with CheckpointManager(self._config.model_copy(update=read_only), {}) as manager:
             step = step if step >= 0 else self._config.load_step
-            found = manager.find_newest() if step < 0 else step
-            steps = manager.steps()
-        if found is None:
-            return None
-        if found not in steps:
-            raise CheckpointingException(f"{self._config.folder} has no checkpoint of step {found}; it has {steps}")
+            if step < 0:
+                resumed = self._resume_newest(manager)
+            elif step in (steps := manager.steps()):
+                resumed = step, self._resume_folder(step)
+            else:
+                raise CheckpointingException(f"{self._config.folder} has no checkpoint of step {step}; it has {steps}")
         self._forget()
-        self._resumed = found, self._resume_folder(found)
-        return str(self._resumed[1])
+        self._resumed = resumed
+        return None if resumed is None else str(resumed[1])
 
     def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **parts: Any) -> None:
         """Check the Trainer's arguments, and prepare the model for a folder without weights."""
@@ -146,7 +147,14 @@ class ShardedCheckpointCallback(TrainerCallback):
         self.manager = CheckpointManager(self._config, states, allow_globals=self._allow_globals)
         step = self._resumed[0] if self._resumed else -1
         self._forget()
-        if self.manager.load(step):
+        try:
+            is_loaded = self.manager.load(step)
+        except CorruptCheckpointError as exc:
+            if step < 0:
+                raise
+            # too late for another step: the Trainer has found its position in the data
+            raise replace_text(exc, f"{exc}; to resume from another step call resume_path(<an earlier step>)") from exc
+        if is_loaded:
             self._random = RandomState().state_dict()
         if state.global_step != position:
             logger.warning(
@@ -189,6 +197,18 @@ class ShardedCheckpointCallback(TrainerCallback):
             manager.save(state.global_step, force, metrics=self._metrics)
         if manager.preempted:
             control.should_training_stop = True
+
+    def _resume_newest(self, manager: CheckpointManager) -> tuple[int, Path] | None:
+        """Collective: return the newest step whose Trainer state is whole, with a folder to resume from."""
+        damaged: list[int] = []
+        while (found := manager.find_newest(damaged)) is not None:
+            try:
+                return found, self._resume_folder(found)
+            except CorruptCheckpointError as exc:  # noqa: PERF203 - a load takes longer; every rank gets the same error
+                if Comm().is_main:
+                    logger.warning("step %d in %s is skipped, damaged: %s", found, self._config.folder, exc)
+                damaged.append(found)
+        return None
 
     def _resume_folder(self, step: int) -> Path:
         """Collective: return a new folder with the Trainer's state and a file of weights without any."""

@@ -26,7 +26,7 @@ from shardckpt.manifest import Lineage
 from shardckpt.plugins import get_plugin_manager
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Collection, Iterable, Mapping
     from types import TracebackType
 
     from torch.distributed import ProcessGroup
@@ -265,8 +265,11 @@ class CheckpointManager:
         find = self._folder.committed
         return Comm(self._group).main_runs("looking for checkpoints", lambda: [found.step for found in find()])
 
-    def find_newest(self) -> int | None:
+    def find_newest(self, without: Collection[int] = ()) -> int | None:
         """Collective: find the step that ``load(-1)`` begins with, whatever ``load_step`` says; nothing is loaded.
+
+        Args:
+            without: Steps that proved damaged when they were read, the same on all ranks; they are skipped.
 
         Returns:
             Its number; None where there is no checkpoint.
@@ -277,7 +280,7 @@ class CheckpointManager:
         """
         if not self.config.enable_checkpoint:
             return None
-        return resolve_step(self._folder, Comm(self._group))
+        return resolve_step(self._folder, Comm(self._group), without=without)
 
     def maybe_wait_for_staging(self) -> None:
         """Collective: commit a background save that all ranks have written; do not wait for one that they have not.

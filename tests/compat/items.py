@@ -99,7 +99,7 @@ ITEMS = {
         Item(
             "build_ep_fqn2spec_info of a trainer's objects",
             AS_WRITTEN,
-            f"{_MINDSPEED}::test_a_trainers_objects_are_understood",
+            "tests/compat/test_parallel_state.py::test_a_parallel_state_of_methods_alone_is_understood",
         ),
         Item(
             "no expert found is an error",
@@ -266,7 +266,7 @@ ITEMS = {
         Item(
             "get_chunk_readitem(readitem, ep_rank, operate_dim=0)",
             AS_WRITTEN,
-            f"{_MINDSPEED}::test_the_original_call_moves_items_within_a_chunk",
+            f"{_MINDSPEED}::test_an_item_of_different_axes_is_refused",
         ),
         Item("any stored chunks", BETTER, f"{_ITEMS}::test_the_planner_reads_any_stored_chunks"),
         Item("uneven experts", BETTER, f"{_ITEMS}::test_the_planner_reads_any_stored_chunks"),

@@ -247,6 +247,14 @@ def test_an_item_that_leaves_its_chunk_is_refused(rank: int) -> None:
         get_chunk_readitem(_item((0, 0), (0, 0), (3, 6)), rank, stored=stored)
 
 
+@table("field", ["storage_offsets", "lengths", "dest_offsets"])
+def test_an_item_of_different_axes_is_refused(field: str) -> None:
+    """Offsets and lengths that are not of as many axes are the original's ValueError, with the numbers."""
+    item = dataclasses.replace(_item((0, 0), (0, 0), (2, 3)), **{field: torch.Size((2,))})
+    with pytest.raises(ValueError, match=f"'w1': the item has .*1 {field}.*; it needs one of each for every axis"):
+        get_chunk_readitem(item, 1)
+
+
 class _AsItWas(DefaultLoadPlanner):
     """A planner that moves each item by the original's own call."""
 

@@ -144,3 +144,45 @@ def test_a_planner_with_a_buffer_is_trusted_and_a_subclass_is_not(tmp_path: Path
     assert torch.equal(planner.plain, FULL)
     with pytest.raises(CheckpointException, match="'w': _Logs fills"):
         _fill(leaf, tmp_path / "c", _Logs())
+
+
+class _OwnNames(DefaultLoadPlanner):
+    """Finds destinations by names of its own, which lookup_tensor does not know."""
+
+    def lookup_tensor(self, index: Any) -> torch.Tensor:
+        raise KeyError(index.fqn)
+
+    def resolve_tensor(self, read_item: Any) -> torch.Tensor:
+        return self.transform_tensor(read_item, self.destination(read_item))  # type: ignore[no-any-return]
+
+    def destination(self, read_item: Any) -> torch.Tensor:
+        return self.state_dict[read_item.dest_index.fqn]  # type: ignore[no-any-return]
+
+
+class _OwnNamesAndBuffer(_OwnNames):
+    """Reads into a buffer of its own, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.plain = torch.zeros_like(FULL)
+
+    def destination(self, read_item: Any) -> torch.Tensor:
+        return self.plain
+
+
+def test_a_planner_whose_lookup_fails_loses_nothing(tmp_path: Path) -> None:
+    """Where lookup_tensor raises, parts that are copies are refused; buffers, plain and whole tensors are filled."""
+    _save_in_chunks(tmp_path / "c")
+    leaf, plain = _empty(Float8StandIn, 64, 128), torch.zeros_like(FULL)
+    before = leaf.bits()
+    with pytest.raises(CheckpointException, match=r"'w': _OwnNames fills .*lookup_tensor raised KeyError: 'w'"):
+        _fill(leaf, tmp_path / "c", _OwnNames())
+    assert leaf.bits() == before
+    _fill(plain, tmp_path / "c", _OwnNames())
+    assert torch.equal(plain, FULL)
+    planner = _OwnNamesAndBuffer()
+    _fill(leaf, tmp_path / "c", planner)
+    assert torch.equal(planner.plain, FULL)
+    dcp.save({"w": FULL}, checkpoint_id=tmp_path / "one", no_dist=True)
+    _fill(leaf, tmp_path / "one", _OwnNames())
+    assert leaf.bits() == Float8StandIn.quantized(FULL).bits()

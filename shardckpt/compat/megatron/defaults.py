@@ -58,7 +58,8 @@ def register_default_strategy(action: StrategyAction, backend: str, version: int
         strategy: An instance of a class of Megatron's kind; or a class or instance of ours.
     """
     ours = _action(action)
-    adapted = adapt_loader(strategy, backend, version) if ours is Action.LOAD_SHARDED else adapt_saver(strategy)
+    adapt = adapt_loader if ours is Action.LOAD_SHARDED else adapt_saver
+    adapted = adapt(strategy, backend, version)
     dist_checkpointing.register_default_strategy(ours, backend, version, adapted)
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import logging
 import stat
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, cast
@@ -43,9 +44,11 @@ if TYPE_CHECKING:
     from shardckpt.storage import CheckpointReader, CheckpointWriter
     from shardckpt.strategy import LoadContext, PlanContext, SaveContext
 
+logger = logging.getLogger(__name__)
+
 #: Megatron's name and format of the common state's file.
 _COMMON = "common.pt"
-#: The format of a save strategy that has no base class and does not say one, as of Megatron's class without a base.
+#: The format of a save strategy without a base class that nobody says one for: Megatron has no other since 0.19.
 _DEFAULT_FORMAT = ("torch_dist", 1)
 #: Methods of a load strategy that list what is stored.
 _LISTINGS = ("load_sharded_metadata", "load_tensors_metadata")
@@ -83,19 +86,29 @@ class PathSaver(SaveStrategy):
 
     Args:
         strategy: Writes to a path. One without a base of Megatron's gets objects, too, unless its
-            ``can_handle_sharded_objects`` is false, and writes ("torch_dist", 1) unless it has ``backend`` and
-            ``version``.
+            ``can_handle_sharded_objects`` is false.
+        backend: The backend that it is registered for, which a strategy without a base may leave out; ``""`` if it is
+            not registered: then what it leaves out is that of ("torch_dist", 1), and each save warns.
+        version: The version that it is registered for.
+
+    Raises:
+        PluginError: A strategy with a base of Megatron's has no backend.
     """
 
     writes = "what a strategy of Megatron's kind writes to a path"
 
-    def __init__(self, strategy: Any) -> None:
+    def __init__(self, strategy: Any, backend: str = "", version: int = 0) -> None:
         self.strategy = strategy
-        format_: Any = (None, None) if isinstance(strategy, SaveShardedStrategy) else _DEFAULT_FORMAT
-        found: list[Any] = [getattr(strategy, *each) for each in zip(("backend", "version"), format_, strict=True)]
-        if None in found:
-            raise PluginError(f"{_name(strategy)} has no backend: call super().__init__(backend, version)")
-        self.backend, self.version = found  # type: ignore[misc]
+        has_base = isinstance(strategy, SaveShardedStrategy)
+        missing = [name for name in ("backend", "version") if getattr(strategy, name, None) is None]
+        if missing and has_base:
+            raise PluginError(f"{_name(strategy)} has no {missing[0]}: call super().__init__(backend, version)")
+        #: The attributes that neither the strategy nor the registry says.
+        self._assumed = [] if backend else missing
+        default: Any = (backend, version) if backend else _DEFAULT_FORMAT
+        found = dict(zip(("backend", "version"), default, strict=True))
+        found.update({name: getattr(strategy, name) for name in found if name not in missing})
+        self.backend, self.version = found["backend"], found["version"]  # type: ignore[misc]
 
     def save(self, shards: Sequence[ShardedBase], common: CommonStateDict, context: SaveContext) -> None:
         """Collective: let the strategy write to the staging directory, and record what it wrote."""
@@ -119,6 +132,15 @@ class PathSaver(SaveStrategy):
     ) -> Callable[[Sequence[Any], SaveContext], None]:
         """Collective: pickle what the strategy does not store, and return the function that finishes the save."""
         comm, allowed = context.comm, context.allow_globals
+        if self._assumed and comm.is_main:
+            logger.warning(
+                "%s has no %s: the checkpoint is recorded as (%r, %d), and is loaded as that; set both on the "
+                "strategy, or register it for its format",
+                _name(self.strategy),
+                " and no ".join(self._assumed),
+                self.backend,
+                self.version,
+            )
         with comm.collective_phase("pickling the common state"):
             # for a URL it is a folder of this rank alone, which no target lies beside
             if context.staging is not None and not is_temporary(context.staging.name):
@@ -298,12 +320,19 @@ class PathLoader(LoadStrategy):
         return list(found.values())
 
 
-def adapt_saver(strategy: Any) -> Any:
-    """Return an adapter for a save strategy of Megatron's kind; anything else unchanged."""
+def adapt_saver(strategy: Any, backend: str = "", version: int = 0) -> Any:
+    """Return an adapter for a save strategy of Megatron's kind; anything else unchanged.
+
+    Args:
+        strategy: A strategy, or what else a caller may name one by.
+        backend: The backend that it is registered for; ``""`` if it is not.
+        version: The version that it is registered for.
+    """
     _refuse_class(strategy, SaveStrategy, ("save", "async_save"))
     if isinstance(strategy, SaveStrategy) or not _takes_path(strategy, ("save", "async_save")):
         return strategy
-    return AsyncPathSaver(strategy) if _takes_path(strategy, ("async_save",)) else PathSaver(strategy)
+    adapter = AsyncPathSaver if _takes_path(strategy, ("async_save",)) else PathSaver
+    return adapter(strategy, backend, version)
 
 
 def adapt_loader(strategy: Any, backend: str = "", version: int = 0) -> Any:

@@ -5,15 +5,18 @@ from __future__ import annotations
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import LoadItemType
 
+from shardckpt.adapters import get_local_tensor
 from shardckpt.archive import decode_object
 from shardckpt.chunks import Region, check_cast
 from shardckpt.errors import ShardingError, UnsafePickleError, listed
 from shardckpt.mapping import PlainObject, ShardedObject, ShardedTensor
 from shardckpt.planning import refuse_cast
+from shardckpt.state_dict import list_nested_values
 from shardckpt.tensors import is_quantized, kind, synchronize_devices
 from shardckpt_torch_dist.dialects import to_dcp_tensor
 from shardckpt_torch_dist.plan.custom_planner import list_leaves, scatter_plans
@@ -25,7 +28,6 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
     from typing import TypeGuard
 
-    import torch
     from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 
     from shardckpt.mapping import ShardedBase
@@ -230,20 +232,31 @@ class CheckedPlanner:
         """Raise if the planner narrows a quantized tensor, and does nothing with the part when it is filled."""
         if not _keeps_no_part(self.planner):
             return
+        lengths, failure = tuple(item.lengths), ""
         try:
-            whole = self.planner.lookup_tensor(item.dest_index)
-        except Exception:  # noqa: BLE001 - it resolves by names of its own
+            found = [self.planner.lookup_tensor(item.dest_index)]
+        except Exception as exc:  # noqa: BLE001 - it resolves by names of its own: any of its tensors may be meant
+            failure = f" (which of them cannot be told: lookup_tensor raised {type(exc).__name__}: {exc})"
+            found = [get_local_tensor(each) for each in self._list_tensors()]
+        quantized = [whole for whole in found if is_quantized(whole)]
+        # without a lookup the shape alone does not say that a plain target is no copy
+        is_whole = any(tuple(whole.shape) == lengths for whole in quantized) and (is_quantized(target) or not failure)
+        if not quantized or is_whole:
             return
-        if not is_quantized(whole) or tuple(whole.shape) == tuple(item.lengths):
-            return
-        # a buffer of the planner's own is the same each time; a copy is not
+        # a buffer of the planner's own, or a part of a plain tensor, is the same each time; a copy is not
         if is_quantized(target) or self.planner.resolve_tensor(item).data_ptr() != target.data_ptr():
+            described = " or ".join(dict.fromkeys(f"{tuple(whole.shape)} of a {kind(whole)}" for whole in quantized))
             raise ShardingError(
-                f"tensor {item.dest_index.fqn!r}: {type(self.planner).__qualname__} fills {tuple(item.lengths)} of the "
-                f"{tuple(whole.shape)} of a {kind(whole)}, and a part of it is a copy, or has the scales of all: pass "
+                f"tensor {item.dest_index.fqn!r}: {type(self.planner).__qualname__} fills {lengths} of the "
+                f"{described}{failure}, and a part of it is a copy, or has the scales of all: pass "
                 "planner=shardckpt_torch_dist.ShardedLoadPlanner() to dcp.load, which fills it whole, or load into a "
                 "plain tensor, and quantize that"
             )
+
+    def _list_tensors(self) -> list[torch.Tensor]:
+        """Return the tensors of the state dict that the planner fills, if it keeps one as DCP's planners do."""
+        leaves = list_nested_values(getattr(self.planner, "state_dict", {}))
+        return [each for each in leaves if isinstance(each, torch.Tensor)]
 
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
         """Tell the planner that the tensor is filled."""
