@@ -7,7 +7,7 @@ from typing import Any
 from shardckpt.optimizer import load_sharded_optimizer_state_dict
 
 #: Names of torch's module that other code imports beside the function.
-_HELPERS = (
+HELPERS = (
     "STATE_DICT_2D_LAYOUT",
     "_ReaderWithOffset",
     "_alloc_tensor",
@@ -19,7 +19,7 @@ _HELPERS = (
 
 
 def __getattr__(name: str) -> Any:
-    if name in _HELPERS:
+    if name in HELPERS:
         # `from module import name` shows the text of an ImportError, but not of an AttributeError
         raise ImportError(f"{__name__} has no {name}: import it from shardckpt.compat.torch_optimizer", name=name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

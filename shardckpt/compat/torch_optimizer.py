@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from shardckpt.compat.torch_private import ChunkShardingSpec, find_group
 from shardckpt.errors import CheckpointingException, KeyMismatchError, ShardingError
-from shardckpt.optimizer import load_sharded_optimizer_state_dict
+from shardckpt.optimizer_state import HELPERS, load_sharded_optimizer_state_dict
 from shardckpt.tensors import is_sharded_tensor, read_local_tensor
 
 if TYPE_CHECKING:
@@ -159,13 +159,4 @@ class _ReaderWithOffset(DefaultLoadPlanner):
         return super().lookup_tensor(self.translation.get(index, index))
 
 
-__all__ = [
-    "STATE_DICT_2D_LAYOUT",
-    "_ReaderWithOffset",
-    "_alloc_tensor",
-    "_create_colwise_spec",
-    "_gen_rank_device",
-    "_get_state_dict_2d_layout",
-    "_is_nested_tensor",
-    "load_sharded_optimizer_state_dict",
-]
+__all__ = [*HELPERS, "load_sharded_optimizer_state_dict"]  # noqa: PLE0604 - these are strings

@@ -9,7 +9,7 @@ import gc
 import logging
 import os
 from dataclasses import fields, is_dataclass
-from pathlib import Path
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -28,6 +28,8 @@ from shardckpt.manager import (
     CheckpointConfig,
     FaultTolerance,
     PerRank,
+    make_titan_config,
+    merge_loader_states,
 )
 
 if TYPE_CHECKING:
@@ -36,6 +38,9 @@ if TYPE_CHECKING:
     from torch.nn import Module
 
 logger = logging.getLogger(__name__)
+
+#: How long a process of :func:`checkpoint_mp` waits for those of other ranks, for the slowest to start or to write.
+_TIMEOUT = timedelta(minutes=30)
 
 #: torchtitan's methods that this manager does not have, and would not call in a subclass; what to use instead.
 _HOOKS = {
@@ -140,9 +145,9 @@ class CheckpointManager:
         named = {**self.states, MODEL: model.model, OPTIMIZER: inner}
         if dataloader is not None:
             self.states[DATALOADER] = dataloader
-            named[DATALOADER] = PerRank(dataloader, _merge_states)
+            named[DATALOADER] = PerRank(dataloader, merge_loader_states)
         self.ft_manager = ft_manager
-        config = _make_config(job_config)
+        config = make_titan_config(_list_options(job_config), str(job_config.job.dump_folder))
         #: The manager that saves and loads.
         self.manager = _Manager(config, named, fault_tolerance=_make_fault_tolerance(ft_manager, job_config))
         self.manager.should_save = self._should_save
@@ -205,22 +210,16 @@ class CheckpointManager:
         self.manager.close()
 
 
-def _make_config(job_config: Any) -> CheckpointConfig:
+def _list_options(job_config: Any) -> dict[str, Any]:
+    """Return the options of a job of spring 2025, with the defaults of that release."""
     given = job_config.checkpoint
     names = [field.name for field in fields(given)] if is_dataclass(given) else list(vars(given))
-    defaults = {"enable_first_step_checkpoint": True, "step_0_model_only": True}
-    options = {**defaults, **{name: getattr(given, name) for name in names}}
-    if options.get("export_dtype") == "float32":
-        options["export_dtype"] = None  # the default there, which casts nothing
+    options = {"enable_first_step_checkpoint": True, **{name: getattr(given, name) for name in names}}
     if "last_save_model_only" not in options:
         options.setdefault("model_weights_only", False)
     if options.get("last_save_model_only", options.get("model_weights_only")):
         options.setdefault("exclude_from_last_save", ("freqs_cis",))
-        options.setdefault("last_save_bare_keys", not options.get("steps_in_hf"))
-    folder, base = str(options.get("folder", "checkpoint")), str(job_config.job.dump_folder)
-    if "://" not in folder:
-        folder = f"{base}/{folder}" if "://" in base else str(Path(base, folder))
-    return CheckpointConfig.model_validate({**options, "folder": folder})
+    return options
 
 
 def _make_fault_tolerance(ft_manager: Any, job_config: Any) -> FaultTolerance | None:
@@ -230,10 +229,6 @@ def _make_fault_tolerance(ft_manager: Any, job_config: Any) -> FaultTolerance | 
     return FaultTolerance(
         ft_manager.manager, job_config.fault_tolerance.replica_id if replica_id is None else replica_id
     )
-
-
-def _merge_states(states: list[dict[str, Any]], _rank: int, _world_size: int) -> dict[str, Any]:
-    return {name: value for state in states for name, value in state.items()}
 
 
 class Terminate:
@@ -318,8 +313,8 @@ def _make_group() -> bool:
     # a store of its own: that of the training, or of torchrun, has the keys of other groups
     port = int(os.environ["MASTER_PORT"]) + 2
     host = os.environ.get("MASTER_ADDR", "localhost")
-    store = dist.TCPStore(host, port, world_size, is_master=rank == 0)  # type: ignore[attr-defined]
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+    store = dist.TCPStore(host, port, world_size, is_master=rank == 0, timeout=_TIMEOUT)  # type: ignore[attr-defined]
+    dist.init_process_group("gloo", timeout=_TIMEOUT, store=store, rank=rank, world_size=world_size)
     return True
 
 

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from torchtitan.components.checkpointer import BaseCheckpointManager  # type: ignore[import-not-found]
 
 from shardckpt.errors import CheckpointingException
-from shardckpt.manager import CheckpointConfig, CheckpointManager, FaultTolerance, PerRank, RetentionPolicy
+from shardckpt.manager import (
+    CheckpointConfig,
+    CheckpointManager,
+    FaultTolerance,
+    PerRank,
+    RetentionPolicy,
+    make_titan_config,
+    merge_loader_states,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -17,7 +24,7 @@ if TYPE_CHECKING:
     import torch
 
 #: Options of torchtitan that CheckpointConfig names differently or does not have.
-_NOT_PASSED = ("enable", "folder", "initial_load_in_hf_quantized")
+_NOT_PASSED = ("enable", "initial_load_in_hf_quantized")
 
 
 class TitanCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
@@ -88,7 +95,7 @@ class TitanCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
             )
         named = {**states, "model": list(model_parts), "optimizer": optimizers, "lr_scheduler": lr_schedulers}
         if dataloader is not None:
-            named["dataloader"] = PerRank(dataloader, _merge_states)
+            named["dataloader"] = PerRank(dataloader, merge_loader_states)
         replica = None
         if ft_manager and ft_manager.enabled:
             replica = FaultTolerance(ft_manager.manager, ft_manager.replica_id)
@@ -128,17 +135,7 @@ def checkpoint_config(config: TitanCheckpointManager.Config, base_folder: str = 
         The same options for a CheckpointManager.
     """
     options = {each.name: getattr(config, each.name) for each in fields(config) if each.name not in _NOT_PASSED}
-    if options.get("export_dtype") == "float32":
-        options["export_dtype"] = None  # the default there, which casts nothing
-    folder = config.folder
-    if base_folder and "://" not in folder:
-        folder = f"{base_folder}/{folder}" if "://" in base_folder else str(Path(base_folder, folder))
-    options |= {"step_0_model_only": True, "last_save_bare_keys": True}  # as torchtitan's own manager does
-    return CheckpointConfig(enable_checkpoint=config.enable, folder=folder, **options)
-
-
-def _merge_states(states: list[dict[str, Any]], _rank: int, _world_size: int) -> dict[str, Any]:
-    return {name: value for state in states for name, value in state.items()}
+    return make_titan_config({"enable_checkpoint": config.enable, **options}, base_folder)
 
 
 __all__ = ["TitanCheckpointManager", "checkpoint_config"]

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from shardckpt.manager.states import DATALOADER, LR_SCHEDULER, MODEL, OPTIMIZER, TRAIN_STATE
     from shardckpt.manager.step_pruning import StepResult, prune_steps, remove_step
     from shardckpt.manager.steps import CONTENT_KEY, parse_step
+    from shardckpt.manager.titan import make_titan_config, merge_loader_states
 
 __getattr__ = lazy_getattr(
     __name__,
@@ -59,6 +60,7 @@ __getattr__ = lazy_getattr(
         "states": ("DATALOADER", "LR_SCHEDULER", "MODEL", "OPTIMIZER", "TRAIN_STATE"),
         "step_pruning": ("StepResult", "prune_steps", "remove_step"),
         "steps": ("CONTENT_KEY", "parse_step"),
+        "titan": ("make_titan_config", "merge_loader_states"),
     },
 )
 
@@ -100,7 +102,9 @@ __all__ = [
     "identify_save",
     "lease_step",
     "list_checkpoints",
+    "make_titan_config",
     "mark_checkpoint",
+    "merge_loader_states",
     "merge_tensors",
     "parse_step",
     "pin_step",
