@@ -453,7 +453,7 @@ def _find_mesh(parallel_state: Any, ep: Names, experts: Collection[torch.Tensor]
     if isinstance(parallel_state, DeviceMesh):
         return parallel_state
     seen = dict(_list_meshes(parallel_state))
-    found = [mesh for mesh in seen.values() if has_mesh_dim(mesh, ep)]
+    found = [mesh for mesh in seen.values() if isinstance(mesh, DeviceMesh) and has_mesh_dim(mesh, ep)]
     if not found:
         # it knows sizes alone: no mesh is made of them, since they do not say the order of the ranks
         sharded = [get_root_mesh(param.device_mesh) for param in experts if isinstance(param, DTensor)]
@@ -464,7 +464,10 @@ def _find_mesh(parallel_state: Any, ep: Names, experts: Collection[torch.Tensor]
             largest.append(mesh)
     if len(largest) != 1:
         names = (ep,) if isinstance(ep, str) else ep
-        described = ", ".join(f"{name} {mesh.mesh_dim_names}" for name, mesh in seen.items())
+        described = ", ".join(
+            f"{name} {each.mesh_dim_names if isinstance(each, DeviceMesh) else repr(each)}"
+            for name, each in seen.items()
+        )
         raise ShardingError(
             f"parallel_state={parallel_state!r:.80} has {len(largest)} meshes with a dimension "
             f"{' or '.join(map(repr, names))} among its attributes ({described or 'no mesh at all'}): pass the "
@@ -473,18 +476,22 @@ def _find_mesh(parallel_state: Any, ep: Names, experts: Collection[torch.Tensor]
     return largest[0]
 
 
-def _list_meshes(parallel_state: Any) -> Iterator[tuple[str, DeviceMesh]]:
-    """List a trainer's meshes: its attributes, and what its properties and ``get_..._mesh()`` methods return."""
+def _list_meshes(parallel_state: Any) -> Iterator[tuple[str, DeviceMesh | Exception]]:
+    """List a trainer's meshes: attributes, and what properties and ``get_..._mesh()`` methods return or raise."""
     # by their type, not by a name: MindSpeed and VeOmni have renamed them from release to release
     values: dict[str, Any] = dict(getattr(parallel_state, "__dict__", {}))
     for name in dir(type(parallel_state)):
         if "mesh" not in name or name.startswith("_") or name in values:
             continue
         # other methods are not called: they may make a mesh, and so wait for other ranks
-        if isinstance(inspect.getattr_static(parallel_state, name), property):
-            values[name] = getattr(parallel_state, name)
-        elif name.startswith("get_") and _takes_nothing(method := getattr(parallel_state, name)):
-            values[f"{name}()"] = method()
+        is_property = isinstance(inspect.getattr_static(parallel_state, name), property)
+        try:
+            if is_property:
+                values[name] = getattr(parallel_state, name)
+            elif name.startswith("get_") and _takes_nothing(method := getattr(parallel_state, name)):
+                values[f"{name}()"] = method()
+        except Exception as exc:  # noqa: BLE001 - one of a dimension that this job does not have
+            yield name, exc
     for name, value in values.items():
         for key, mesh in value.items() if isinstance(value, dict) else [(None, value)]:
             if isinstance(mesh, DeviceMesh):

@@ -32,6 +32,9 @@ class _Getters:
     def get_ep_fsdp_device_mesh(self) -> DeviceMesh:
         return self._meshes[0]
 
+    def get_cp_device_mesh(self) -> DeviceMesh:
+        raise KeyError("cp")
+
     def get_device_mesh_of(self, name: str) -> DeviceMesh:
         raise AssertionError(name)
 
@@ -78,6 +81,10 @@ def _specs() -> Any:
     assert expected["experts.w1"].placements == (Shard(1), Shard(0))
     with pytest.raises(ShardingError, match=r"has 0 meshes .*\(no mesh at all\): pass the mesh"):
         build_ep_fqn2spec_info(_model(None), _Sizes(), "experts")
+    with pytest.raises(
+        ShardingError, match=r"get_cp_device_mesh KeyError\('cp'\), get_ep_fsdp_device_mesh\(\) \('dp',\)"
+    ):
+        build_ep_fqn2spec_info(_model(None), _Getters(mesh_of(("dp", 4))), "experts")
     states = _Getters(mesh), _Properties(mesh), _Sizes()
     return [build_ep_fqn2spec_info(model, state, "experts") == expected for state in states]
 
