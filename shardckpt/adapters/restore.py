@@ -139,7 +139,7 @@ def _hand_over(
     exact: dict[Any, Any] = {}
     numbered: list[dict[str, Any]] = []
     names = live.names
-    for group in groups:
+    for group, own in zip(groups, optimizer.param_groups, strict=True):
         first = sum(len(each[PARAMS]) for each in numbered)
         for number, name in enumerate(group[PARAMS], first):
             param = live.params[name]
@@ -148,12 +148,26 @@ def _hand_over(
                 exact[key] = _move(rebuild_state(states[name]), param, group)
             elif name in kept and param in optimizer.state:
                 exact[key] = optimizer.state[param]
-        numbered.append({**group, PARAMS: list(range(first, first + len(group[PARAMS])))})
+        numbered.append({**_place_options(group, own), PARAMS: list(range(first, first + len(group[PARAMS])))})
     entries = others.get(ENTRIES, {})
     load({STATE: {**exact, **others.get(STATE, {})}, GROUPS: numbered, **entries} if live.has_groups else entries)
     if overrides and live.has_groups:
         for number, values in exact.items():
             _undo_casts(optimizer.state.get(live.params[names[number]]), values)
+
+
+def _place_options(group: Mapping[str, Any], live: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of a group with tensors on the devices of the live ones, or where the optimizer counts."""
+    counts_there = live[PARAMS] and (group.get("capturable") or group.get("fused"))
+    device = live[PARAMS][0].device if counts_there else None
+
+    def place(name: str, value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        own = live.get(name)
+        return value.to(own.device if isinstance(own, torch.Tensor) else device or value.device)
+
+    return {name: place(name, value) for name, value in group.items()}
 
 
 def _undo_casts(found: Any, saved: Mapping[str, Any]) -> None:

@@ -13,10 +13,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from shardckpt import dist_checkpointing as dc
+from shardckpt.adapters import load_into, to_sharded_state_dict
 from shardckpt.async_save import AsyncCallsQueue
 from shardckpt.manager import CheckpointConfig, CheckpointManager
 from shardckpt.mapping import ShardedTensor
 from tests import backends
+from tests.adapters.same import is_same
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -123,3 +125,42 @@ def test_a_training_over_nccl_resumes_bit_for_bit(tmp_path: Path, nccl: None, mo
     """FSDP2 with mixed precision and fused AdamW goes on from each mode's step with the losses of an unbroken run."""
     unbroken = _train(tmp_path / "steps", mode, range(1, 7), save_at=3)
     assert _train(tmp_path / "steps", mode, range(4, 7), save_at=0) == unbroken[3:]
+
+
+OPTIMIZERS: dict[str, Any] = {
+    "fused": lambda params: torch.optim.AdamW(params, lr=0.1, fused=True),
+    "capturable": lambda params: torch.optim.AdamW(params, lr=torch.tensor(0.1, device="cuda"), capturable=True),
+    "foreach": lambda params: torch.optim.AdamW(params, lr=0.1, foreach=True),
+    "LBFGS": lambda params: torch.optim.LBFGS(params, lr=0.1, max_iter=2),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_fresh_optimizers_get_state_where_it_was(tmp_path: Path, name: str, dtype: torch.dtype) -> None:
+    """Moments, steps and learning rates are on the devices of the save, with its bits, and so are the next steps."""
+
+    def job() -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(1)
+        model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 4)).to("cuda", dtype)
+        return model, OPTIMIZERS[name](model.parameters())
+
+    def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> None:
+        def loss() -> torch.Tensor:
+            optimizer.zero_grad()
+            value: torch.Tensor = model(torch.ones(2, 16, device="cuda", dtype=dtype)).square().sum()
+            value.backward()
+            return value
+
+        for _ in range(steps):
+            optimizer.step(loss)  # type: ignore[arg-type]
+
+    (model, optimizer), (other, fresh) = job(), job()
+    train(model, optimizer, 2)
+    dc.save(to_sharded_state_dict(model, optimizer), tmp_path / "c")
+    load_into(dc.load(to_sharded_state_dict(other, fresh), tmp_path / "c"), other, fresh)
+    assert is_same(fresh.state_dict(), optimizer.state_dict())
+    for each in ((model, optimizer), (other, fresh)):
+        train(*each, 2)
+    assert is_same(fresh.state_dict(), optimizer.state_dict())
+    assert is_same(other.state_dict(), model.state_dict())
