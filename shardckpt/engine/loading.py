@@ -273,6 +273,7 @@ def load_checkpoint(
     advise: bool = True,
     on_unused: OnUnused = "ignore",
     counts_unused: Callable[[str], bool] = lambda _: True,
+    filled_by_twins: Collection[str] = (),
 ) -> tuple[StateDict, KeyMismatch]:
     """Collective: fill a state dict from an open checkpoint; see :func:`shardckpt.dist_checkpointing.load`.
 
@@ -290,6 +291,7 @@ def load_checkpoint(
         on_unused: What to do about stored tensors and objects that no rank asks for, if ``strict`` does not look for
             them.
         counts_unused: Says of a key whether it should have been asked for.
+        filled_by_twins: Keys that are not stored, and whose destination is that of one that is.
 
     Returns:
         The loaded state dict, and the keys that do not match.
@@ -346,7 +348,7 @@ def load_checkpoint(
         if casts and comm.is_main:
             _log_casts(casts)
     common = checkpoint.common()  # before the shards: if it cannot be read, no destination has been filled
-    twins = find_twins(available)
+    twins = find_twins(available, filled_by_twins)
     found = checkpoint.values([_without_data(shard) if n in twins else shard for n, shard in enumerate(available)])
     with checkpoint.operation.local_phase("comparing what has one destination"):
         check_twins(available, found, twins)

@@ -13,23 +13,24 @@ from shardckpt.state_dict import have_equal_bits
 from shardckpt.tensors import ORDINARY
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
     from shardckpt.mapping import ShardedBase
 
 
-def find_twins(wanted: Sequence[ShardedBase]) -> dict[int, int]:
+def find_twins(wanted: Sequence[ShardedBase], not_stored: Collection[str] = ()) -> dict[int, int]:
     """Return for each shard whose data another one has, under another key, the number of the first of these.
 
     Args:
         wanted: Shards.
+        not_stored: Keys that do not count.
     """
     first: dict[tuple[Any, ...], int] = {}
     twins: dict[int, int] = {}
     for number, shard in enumerate(wanted):
         data = shard.data if type(shard) is ShardedTensor else None
         # wrapper tensors have no memory of their own
-        if data is None or type(data) not in ORDINARY or not (address := data.data_ptr()):
+        if data is None or type(data) not in ORDINARY or shard.key in not_stored or not (address := data.data_ptr()):
             continue
         other = first.setdefault((address, data.shape, data.stride(), data.dtype), number)
         if other != number and wanted[other].key != shard.key:

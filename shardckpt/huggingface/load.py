@@ -108,7 +108,11 @@ def load_from_huggingface(
                     checkpoint = share_reading(checkpoint, budget)
                 mode = StrictHandling.RAISE_UNEXPECTED if strict else StrictHandling.LOG_UNEXPECTED
                 loaded, _ = load_checkpoint(
-                    sharded_state_dict, checkpoint, validate=validate_access_integrity, strict=mode
+                    sharded_state_dict,
+                    checkpoint,
+                    validate=validate_access_integrity,
+                    strict=mode,
+                    filled_by_twins=strategy.absent,
                 )
                 # after the reads: the bytes may be those of a folder that an export has put in place since
                 reader.check_unchanged()

@@ -47,6 +47,9 @@ class HuggingFaceLoadStrategy(LoadStrategy):
         mapping: Maps keys, without the prefix, to the folder's names.
         prefix: Prefix of the keys that the folder's names do not have.
         requested: The shards that will be loaded.
+
+    Attributes:
+        absent: The keys of those that the folder lacks; a tied one is filled by the other that the folder has.
     """
 
     backend = "huggingface"
@@ -59,12 +62,12 @@ class HuggingFaceLoadStrategy(LoadStrategy):
         self._prefix = prefix
         shards = [shard for shard in requested if isinstance(shard, ShardedTensor)]
         self._requested = {shard.key: shard for shard in shards}
-        self._absent = {key for key in self._requested if self._missing_names(key)}
+        self.absent = {key for key in self._requested if self._missing_names(key)}
         # a tied weight may be stored under the other name only: it is filled if that one is
-        filled = {_memory_key(shard) for shard in shards if shard.key not in self._absent}
+        filled = {_memory_key(shard) for shard in shards if shard.key not in self.absent}
         #: Keys that nothing fills; other absent ones are tied to a tensor that the folder has, or empty on this rank.
         self._missing = {
-            s.key for s in shards if s.key in self._absent and _memory_key(s) not in filled and 0 not in s.data_shape
+            s.key for s in shards if s.key in self.absent and _memory_key(s) not in filled and 0 not in s.data_shape
         }
         self._block = block_size(folder.config)
 
@@ -78,7 +81,7 @@ class HuggingFaceLoadStrategy(LoadStrategy):
         with context.comm.collective_phase("planning the load"):
             filled = [_with_memory(shard) for shard in tensors]
             # of tied ones the first that the folder has
-            once = {_memory_key(s): s for s in reversed(filled) if s.key not in self._absent}
+            once = {_memory_key(s): s for s in reversed(filled) if s.key not in self.absent}
             reads = [read for shard in once.values() for read in self._reads(shard)]
         # nothing is written into the shards before every rank has planned without an error
         with context.comm.collective_phase("reading shards"):
@@ -114,7 +117,7 @@ class HuggingFaceLoadStrategy(LoadStrategy):
     def list_boxes(self, reader: CheckpointReader) -> Iterator[StoredBox]:  # noqa: ARG002 - the headers have been read
         """Return which file holds which box of each requested tensor."""
         for key in self._requested:
-            for link in self._links(key) if key not in self._absent else ():
+            for link in self._links(key) if key not in self.absent else ():
                 file = self._folder.names[self._folder.tensors[link.name].file]
                 yield StoredBox(key, link.box.offset, link.box.shape, file)
 
@@ -141,7 +144,7 @@ class HuggingFaceLoadStrategy(LoadStrategy):
         """Return a requested tensor without data, with the shape and dtype that the folder can fill it with."""
         requested = self._requested[key]
         shape, dtype = tuple(requested.global_shape), requested.dtype
-        links = self._links(key) if key not in self._absent else ()
+        links = self._links(key) if key not in self.absent else ()
         if links:
             stored = self._folder.tensors[links[0].name].tensor
             if _is_unchanged(links):
@@ -166,7 +169,7 @@ class HuggingFaceLoadStrategy(LoadStrategy):
 
     def _links_at_stored_shape(self, shard: ShardedTensor) -> Sequence[KeyMapEntry]:
         """Return the key map entries of a shard; with allow_shape_mismatch, cut to the shape that is stored."""
-        links = self._links(shard.key) if shard.key not in self._absent else ()
+        links = self._links(shard.key) if shard.key not in self.absent else ()
         for link in links:
             found = self._folder.tensors[link.name].tensor.shape
             if found != link.shape and not (shard.allow_shape_mismatch and _is_unchanged(links)):

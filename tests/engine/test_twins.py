@@ -11,6 +11,7 @@ from torch import nn
 from shardckpt import dist_checkpointing
 from shardckpt.adapters import load_into, to_sharded_state_dict
 from shardckpt.errors import KeyMismatchError
+from shardckpt.huggingface import load_from_huggingface, save_state_dict
 from shardckpt.manager import CheckpointConfig, CheckpointManager
 from tests.tables import table
 
@@ -65,3 +66,16 @@ def test_a_manager_refuses_them_too(tmp_path: Path) -> None:
         pytest.raises(KeyMismatchError, match=r"'model\.embed\.weight' and 'model\.head\.weight' have one destination"),
     ):
         manager.load()
+
+
+def test_a_hugging_face_folder_with_both_is_refused(tmp_path: Path) -> None:
+    """A folder of a model that does not tie its head, in one that does; a folder that lacks the head loads."""
+    model, tied = _Net(is_tied=False), _Net(is_tied=True)
+    tmp_path.joinpath("both").mkdir()
+    save_state_dict(model.state_dict(), tmp_path / "both" / "model.safetensors")
+    with pytest.raises(KeyMismatchError, match=r"'embed\.weight' and 'head\.weight' have one destination"):
+        load_from_huggingface(to_sharded_state_dict(tied), tmp_path / "both")
+    tmp_path.joinpath("one").mkdir()
+    save_state_dict({"embed.weight": model.embed.weight.detach()}, tmp_path / "one" / "model.safetensors")
+    load_into(load_from_huggingface(to_sharded_state_dict(tied), tmp_path / "one"), tied)
+    assert torch.equal(tied.head.weight, model.embed.weight)
