@@ -18,6 +18,10 @@ NOT_YET = {
     "LBFGS": """
         torch.optim.LBFGS
     """,
+    "copies of objects on several ranks are said to differ": """
+        apollo_torch.GaLoreAdafactor dadaptation.DAdaptAdam galore_torch.GaLoreAdamW
+        pytorch_optimizer.AdaShift
+    """,
     "the dry step makes other state than is stored": """
         bitsandbytes.optim.AdEMAMix bitsandbytes.optim.AdEMAMix8bit bitsandbytes.optim.Adagrad
         bitsandbytes.optim.Adagrad32bit bitsandbytes.optim.Adagrad8bit bitsandbytes.optim.Adam
@@ -108,8 +112,8 @@ def _list_rows() -> list[Any]:
 @pytest.mark.parametrize(("entry", "dtype"), _list_rows())
 def test_a_resume_keeps_what_torch_save_keeps(tmp_path: Path, entry: Entry, dtype: str) -> None:
     """State, options and the next steps are those of the job that was not interrupted, wherever torch.save's are."""
-    rows = judge_all(entry, dtype, tmp_path)
-    assert not [*filter(None, map(is_worse, rows))]
+    worse = [*filter(None, map(is_worse, judge_all(entry, dtype, tmp_path)))]
+    assert not worse, "\n".join(worse)
 
 
 def test_each_optimizer_runs_or_says_why_not(tmp_path: Path) -> None:
