@@ -19,8 +19,10 @@ NOT_YET = {
         torch.optim.LBFGS
     """,
     "copies of objects on several ranks are said to differ": """
-        apollo_torch.GaLoreAdafactor dadaptation.DAdaptAdam galore_torch.GaLoreAdamW
-        pytorch_optimizer.AdaShift
+        apollo_torch.GaLoreAdafactor apollo_torch.GaLoreAdamW dadaptation.DAdaptAdaGrad
+        dadaptation.DAdaptAdam dadaptation.DAdaptAdan galore_torch.GaLoreAdafactor
+        galore_torch.GaLoreAdamW prodigyopt.Prodigy pytorch_optimizer.AdaShift
+        pytorch_optimizer.Conda pytorch_optimizer.ScalableShampoo
     """,
     "the dry step makes other state than is stored": """
         bitsandbytes.optim.AdEMAMix bitsandbytes.optim.AdEMAMix8bit bitsandbytes.optim.Adagrad
@@ -76,12 +78,16 @@ NOT_YET = {
         heavyball.SAMWrapper heavyball.SplitOpt pytorch_optimizer.Lookahead pytorch_optimizer.Magma
         pytorch_optimizer.SafeFP16Optimizer pytorch_optimizer.ScheduleFreeWrapper
     """,
+    "state that is a DTensor with a Partial placement": """
+        pytorch_optimizer.Nero pytorch_optimizer.SGDSaI
+    """,
     "the dry step of a load fails": """
         heavyball.LATHER heavyball.PSGDKron heavyball.PSGDLRA heavyball.PSGDPRO heavyball.QSGD
         muon.SingleDeviceMuon muon.SingleDeviceMuonWithAuxAdam pytorch_optimizer.ASGD
         pytorch_optimizer.AdaHessian pytorch_optimizer.AdaLOMO pytorch_optimizer.AliG pytorch_optimizer.BSAM
         pytorch_optimizer.FriendlySAM pytorch_optimizer.GSAM pytorch_optimizer.Gravity pytorch_optimizer.LOMO
-        pytorch_optimizer.LookSAM pytorch_optimizer.SAM pytorch_optimizer.SophiaH pytorch_optimizer.WSAM
+        pytorch_optimizer.LookSAM pytorch_optimizer.SAM
+        pytorch_optimizer.SophiaH pytorch_optimizer.WSAM
         schedulefree.AdamWScheduleFree schedulefree.AdamWScheduleFreeClosure
         schedulefree.AdamWScheduleFreePaper schedulefree.AdamWScheduleFreeReference
         schedulefree.RAdamScheduleFree schedulefree.RAdamScheduleFreeClosure schedulefree.SGDScheduleFree
