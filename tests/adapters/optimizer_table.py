@@ -43,6 +43,8 @@ if TYPE_CHECKING:
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 EXACT, REFUSED, OTHER, ERROR = OUTCOMES = ("exact", "refused", "other", "error")
+#: In a file of rows, in the place of a way: the optimizer itself cannot.
+CANNOT = "cannot"
 
 
 class Case(NamedTuple):
@@ -494,7 +496,7 @@ class Row(NamedTuple):
     name: str
     dtype: str
     layout: str
-    case: Case
+    case: str
     verdicts: dict[str, Verdict]
     cannot: str = ""
 
@@ -513,17 +515,15 @@ def judge_all(
             try:
                 with be_quiet():
                     verdicts = judge(Setup(entry, DTYPES[dtype], case, layout.sharded), own, mine, layout)
-                rows.append(Row(entry.name, dtype, name, case, verdicts))
+                rows.append(Row(entry.name, dtype, name, str(case), verdicts))
             except (CannotRun, RankError) as error:
-                rows.append(Row(entry.name, dtype, name, case, {}, " ".join(str(error).split())[:300]))
+                rows.append(Row(entry.name, dtype, name, str(case), {}, " ".join(str(error).split())[:300]))
     return rows
 
 
 def is_worse(row: Row) -> str:
     """Return why what we make of a case is worse than it may be; nothing if it is not."""
-    if row.cannot:
-        return ""
-    best = row.verdicts[TORCH].outcome
+    best = row.verdicts.get(TORCH, Verdict(EXACT)).outcome
     for way in (OURS, MANAGER):
         ours = row.verdicts.get(way)
         if ours is not None and ours.outcome not in (EXACT, *((REFUSED, best) if best != EXACT else ())):
@@ -531,12 +531,16 @@ def is_worse(row: Row) -> str:
     return ""
 
 
-def write_counts(rows: Sequence[Row]) -> list[str]:
-    """Return the table of counts."""
-    lines = [f"| | {' | '.join(OUTCOMES)} |", f"|---|{'---|' * len(OUTCOMES)}"]
+def write_table(rows: Sequence[Row]) -> list[str]:
+    """Return the table: for each way its cases by outcome, and the optimizers all of whose cases are exact."""
+    lines = [f"| | {' | '.join(OUTCOMES)} | optimizers | exact in all |", f"|---|{'---|' * (len(OUTCOMES) + 2)}"]
     for way in WAYS:
-        counts = Counter(row.verdicts[way].outcome for row in rows if way in row.verdicts)
-        lines.append(f"| {way} | {' | '.join(str(counts[outcome]) for outcome in OUTCOMES)} |")
+        found = [(row.name, row.verdicts[way].outcome) for row in rows if way in row.verdicts]
+        counts = Counter(outcome for _, outcome in found)
+        names = {name for name, _ in found}
+        exact = names - {name for name, outcome in found if outcome != EXACT}
+        cells = [*(counts[outcome] for outcome in OUTCOMES), len(names), len(exact)]
+        lines.append(f"| {way} | {' | '.join(map(str, cells))} |")
     return lines
 
 
@@ -561,9 +565,9 @@ def main(arguments: list[str] | None = None) -> int:
     entries, absent = find_optimizers(str(site) if site else None, [*filter(None, options.packages.split(","))])
     part, parts = map(int, options.part.split("/"))
     entries = [entry for entry in entries if options.only in entry.name][part - 1 :: parts]
-    rows: list[Row] = []
+    rows = read_rows(options.rows)
     ways, layouts = options.ways.split(","), options.layouts.split(",")
-    known = {tuple(line.split("\t")[:2]) for line in _read_lines(options.rows)}
+    known = {(row.name, row.dtype) for row in rows}
     for entry in entries:
         for dtype in options.dtypes.split(","):
             if (entry.name, dtype) in known:
@@ -579,21 +583,30 @@ def main(arguments: list[str] | None = None) -> int:
             if options.rows:
                 with options.rows.open("a") as file:
                     file.writelines(write_row(row) for row in found)
-    print(*write_counts(rows), sep="\n")
+    print(*write_table(rows), sep="\n")
     for name, reason in absent.items():
         print(f"left out: {name}: {reason}")
     return int(any(map(is_worse, rows)))
 
 
-def _read_lines(file: Path | None) -> list[str]:
-    return file.read_text().splitlines() if file is not None and file.exists() else []
+def read_rows(file: Path | None) -> list[Row]:
+    """Return what :func:`write_row` has written to a file."""
+    rows: dict[tuple[str, ...], Row] = {}
+    for line in file.read_text().splitlines() if file is not None and file.exists() else ():
+        name, dtype, layout, case, way, outcome, *reason = line.split("\t")
+        row = rows.setdefault((name, dtype, layout, case), Row(name, dtype, layout, case, {}))
+        if way == CANNOT:
+            rows[name, dtype, layout, case] = row._replace(cannot=outcome)
+        else:
+            row.verdicts[way] = Verdict(outcome, *reason)
+    return [*rows.values()]
 
 
 def write_row(row: Row) -> str:
     """Return the verdicts of a case, one for each way."""
     head = f"{row.name}\t{row.dtype}\t{row.layout}\t{row.case}"
     if row.cannot:
-        return f"{head}\tcannot\t{row.cannot}\n"
+        return f"{head}\t{CANNOT}\t{row.cannot}\n"
     return "".join(f"{head}\t{way}\t{verdict.outcome}\t{verdict.reason}\n" for way, verdict in row.verdicts.items())
 
 
