@@ -9,7 +9,7 @@ from __future__ import annotations
 import socket
 import sys
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +17,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.tiers import get_tier
+
+with suppress(ImportError):
+    # binds a socket as it is imported, which is not the doing of the test that is the first to name a store
+    import urllib3.util.connection  # noqa: F401
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterator

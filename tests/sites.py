@@ -1,7 +1,8 @@
 """Releases of other libraries, each in a folder of its own: tests find them, and install nothing.
 
-``python -m tests.sites FOLDER`` installs from PyPI what ``.ci/sites.txt`` lists and ``FOLDER`` does not have yet. Tests
-find the folder by the variable ``SHARDCKPT_TEST_SITES``; without it, or without the site, a test is skipped.
+``python -m tests.sites FOLDER`` installs from PyPI what ``.ci/sites.txt`` lists and ``FOLDER`` does not have yet, with
+``--proof`` also what the proof tier alone needs. Tests find the folder by the variable ``SHARDCKPT_TEST_SITES``; without
+it, or without the site, a test is skipped.
 """
 
 from __future__ import annotations
@@ -34,14 +35,19 @@ _PIP = (
 )
 
 
+#: What a line of a site begins with that the proof tier alone needs.
+_PROOF = "proof:"
+
+
 class SiteError(Exception):
     """A site is not listed, or could not be installed."""
 
 
-def list_sites() -> dict[str, list[str]]:
-    """Return each site's requirements."""
-    lines = [line.split() for line in LIST.read_text().splitlines() if not line.startswith("#")]
-    return {name: packages for name, *packages in lines}
+def list_sites(*, proof: bool = True) -> dict[str, list[str]]:
+    """Return each site's requirements; without ``proof`` not of those that the proof tier alone needs."""
+    lines = [line for line in LIST.read_text().splitlines() if not line.startswith("#")]
+    kept = [line.removeprefix(_PROOF).split() for line in lines if proof or not line.startswith(_PROOF)]
+    return {name: packages for name, *packages in kept}
 
 
 def find(name: str, folder: Path | None = None) -> Path | None:
@@ -87,5 +93,5 @@ def install(name: str, folder: Path) -> Path:
 
 
 if __name__ == "__main__":
-    for _name in list_sites():
+    for _name in list_sites(proof="--proof" in sys.argv):
         install(_name, Path(sys.argv[1]).absolute())
