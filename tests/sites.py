@@ -1,8 +1,8 @@
 """Releases of other libraries, each in a folder of its own: tests find them, and install nothing.
 
 ``python -m tests.sites FOLDER`` installs from PyPI what ``.ci/sites.txt`` lists and ``FOLDER`` does not have yet, with
-``--proof`` also what the proof tier alone needs. Tests find the folder by the variable ``SHARDCKPT_TEST_SITES``; without
-it, or without the site, a test is skipped.
+``--proof`` also what the proof tier alone needs. Tests find the folder by ``SHARDCKPT_TEST_SITES``; without it, or
+without the site, a test is skipped.
 """
 
 from __future__ import annotations

@@ -310,12 +310,11 @@ def request_others(live: OptimizerState, described: Mapping[str, Any], stored: S
         key: What the keys begin with, without the last dot.
     """
     found: dict[str, Any] = {}
-    for one in live.each:
-        digest = one.digest
-        slots = _find_slots({digest: None}, stored, key)[digest]
+    each = {one.digest: one for one in live.each}
+    for digest, slots in _find_slots(each, stored, key).items():
         if not slots:
             continue
-        tensors = list_tensors(flatten_wrappers(one.others))
+        tensors = list_tensors(flatten_wrappers(each[digest].others))
         keys = {slot: f"{key}.{digest}.{slot}" for slot in slots}
         found[digest] = {
             slot: describe_leaf(_empty(stored, own, tensors.get(slot)), own, "unchecked")

@@ -64,25 +64,29 @@ def load_into(
         trained = {name for one in live for name in one.names}
         _refuse(read_model_tensors(parts).keys() - model.keys(), "model")
         _refuse(trained - options.keys(), "optimizer")
-    others = {digest: rebuild_state(values) for digest, values in optimizer_state.get("others", {}).items()}
+    states = {name: rebuild_state(values) for name, values in optimizer_state.get(STATE, {}).items()}
+    by_digest = {digest: rebuild_state(values) for digest, values in optimizer_state.get("others", {}).items()}
+    others = [by_digest.get(one.digest, {}) if by_digest else {} for one in live]
+    for number, (one, rest) in enumerate(zip(live, others, strict=True)):
+        if not one.has_groups and not rest:
+            raise KeyMismatchError(
+                f"optimizer {number} has a state dict of its own structure, and nothing of it was loaded: the "
+                "checkpoint has none of an optimizer of the same parameters in the same order"
+            )
     filled = [
-        [
-            _apply_options(group, options, others.get(one.digest, {}).get(EMPTY, {}).get(number))
-            for number, group in enumerate(one.groups)
-        ]
-        for one in live
+        [_apply_options(group, options, rest.get(EMPTY, {}).get(number)) for number, group in enumerate(one.groups)]
+        for one, rest in zip(live, others, strict=True)
     ]
     # everything is checked above, before the first module changes
     for part in parts:
         _hand_over_tensors(part, model)
-    states = optimizer_state.get(STATE, {})
     for number, (optimizer, one, groups) in enumerate(zip(optimizers, live, filled, strict=True)):
         if not one.params:
             fsdp1.set_state(find_owner(parts, optimizer, number), optimizer, states, groups)
             continue
         # a parameter that was saved without state has none now; one that was not saved keeps its own (strict=False)
         kept = {name for group in groups for name in group[PARAMS] if name not in options and name not in states}
-        _hand_over(optimizer, one, groups, states, others.get(one.digest, {}), kept)
+        _hand_over(optimizer, one, groups, states, others[number], kept)
 
 
 def _hand_over_tensors(part: Module, values: Mapping[str, Any]) -> None:
@@ -138,18 +142,20 @@ def _hand_over(
     overrides = getattr(load, "__func__", None) is not torch.optim.Optimizer.load_state_dict
     exact: dict[Any, Any] = {}
     numbered: list[dict[str, Any]] = []
-    names = live.names
+    names, first = live.names, 0
     for group, own in zip(groups, optimizer.param_groups, strict=True):
-        first = sum(len(each[PARAMS]) for each in numbered)
         for number, name in enumerate(group[PARAMS], first):
             param = live.params[name]
             key = number if overrides else param
             if name in states:
-                exact[key] = _move(rebuild_state(states[name]), param, group)
+                exact[key] = _move(states[name], param, group)
             elif name in kept and param in optimizer.state:
                 exact[key] = optimizer.state[param]
-        numbered.append({**_place_options(group, own), PARAMS: list(range(first, first + len(group[PARAMS])))})
-    entries = others.get(ENTRIES, {})
+        numbers = list(range(first, first + len(group[PARAMS])))
+        numbered.append({**_place_options(group, own), PARAMS: numbers})
+        first += len(numbers)
+    # entries that were not saved, by an older release or another class, stay as they are
+    entries = {**live.others.get(ENTRIES, {}), **others.get(ENTRIES, {})}
     load({STATE: {**exact, **others.get(STATE, {})}, GROUPS: numbered, **entries} if live.has_groups else entries)
     if overrides and live.has_groups:
         for number, values in exact.items():

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_op
 from shardckpt import dist_checkpointing
 from shardckpt.adapters import load_into, to_sharded_state_dict
 from shardckpt.adapters.leaves import describe_object, describe_tree
-from shardckpt.errors import CheckpointingException
+from shardckpt.errors import CheckpointingException, KeyMismatchError
 from tests.adapters.same import is_same
 from tests.tables import table
 
@@ -285,6 +285,20 @@ def test_entries_of_a_class_come_back(tmp_path: Path, make: Callable[[Any], torc
     for each in (job, resumed):
         each.train(2)
     assert is_same(resumed.values(), job.values())
+
+
+def test_entries_that_were_not_saved_are_kept_or_named(tmp_path: Path) -> None:
+    """A class that has more since keeps its own; one whose whole state is its own structure refuses another's."""
+    job = Job(AdamW)
+    job.train(0)
+    job.save(tmp_path / "c")
+    resumed = Job(Masters)
+    resumed.train(1)
+    resumed.load(tmp_path / "c")
+    assert resumed.optimizer.k == 1  # type: ignore[attr-defined]
+    assert is_same(resumed.optimizer.state[resumed.model[0].weight], job.optimizer.state[job.model[0].weight])
+    with pytest.raises(KeyMismatchError, match="optimizer 0 has a state dict of its own structure"):
+        Job(Wrapper).load(tmp_path / "c")
 
 
 @table("value", [torch.tensor([3.0]), {"k": 5, "of": {1: torch.ones(2)}}, 7])
