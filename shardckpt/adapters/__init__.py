@@ -12,7 +12,7 @@ from shardckpt.adapters.forms import FORM, rebuild_state
 from shardckpt.adapters.in_place import InPlaceFactory
 from shardckpt.adapters.leaves import describe_leaf, describe_object, describe_plain_object
 from shardckpt.adapters.modules import get_model_tensors
-from shardckpt.adapters.optimizers import GROUP_NAME, find_name, get_param_groups, spread_options
+from shardckpt.adapters.optimizers import find_name, get_param_groups, is_group, spread_options
 from shardckpt.adapters.restore import load_into
 from shardckpt.adapters.state import SavedModules, to_sharded_state_dict
 from shardckpt.adapters.state_layout import empty_state_tensor
@@ -20,7 +20,6 @@ from shardckpt.adapters.torch_sharded import describe_torch_sharded
 
 __all__ = [
     "FORM",
-    "GROUP_NAME",
     "InPlaceFactory",
     "SavedModules",
     "describe_dtensor",
@@ -35,6 +34,7 @@ __all__ = [
     "get_model_tensors",
     "get_param_groups",
     "get_replica_coordinates",
+    "is_group",
     "load_into",
     "make_shards",
     "rebuild_state",

@@ -41,7 +41,8 @@ def is_self_describing(state: Any, *, is_distributed: bool) -> bool:
         return False
     for name, value in state.items():
         kind = type(value)
-        if type(name) is not str or not name or "." in name or name == FORM:
+        # a number would come back as a place in a list, as older checkpoints without forms have them
+        if type(name) is not str or not name or "." in name or name == FORM or name.isdecimal():
             return False
         if kind in ORDINARY:
             if is_distributed and value.numel() > 1:
@@ -63,6 +64,10 @@ def make_form(state: Any, *, is_distributed: bool = False) -> Any:
     """
 
     def replace(leaf: Any) -> Any:
+        if is_placeholder(leaf):
+            raise ShardingError(
+                f"a value of an optimizer's state is {leaf!r}, which stands for a tensor in a checkpoint"
+            )
         if not isinstance(leaf, torch.Tensor):
             return leaf
         mark = (_WHOLE,) if is_distributed and not isinstance(leaf, DTensor) else ()
@@ -80,14 +85,16 @@ def list_tensors(state: Any) -> dict[str, torch.Tensor]:
     """Return the tensors of a state by their dotted paths.
 
     Raises:
-        ShardingError: two have the same path: the keys 1 and ``"1"`` of a dict.
+        ShardingError: two have the same path, as for the keys 1 and ``"1"`` of a dict, or that of the form.
     """
     found: dict[str, torch.Tensor] = {}
     for path, leaf in nested_items(state):
         if isinstance(leaf, torch.Tensor):
             name = join_path(path)
-            if name in found:
-                raise ShardingError(f"two tensors of an optimizer's state have the path {name!r}: rename one of them")
+            if name in found or path[0] == FORM:
+                raise ShardingError(
+                    f"a tensor of an optimizer's state has the path {name!r}, which is taken: give it another key"
+                )
             found[name] = leaf
     return found
 

@@ -61,8 +61,8 @@ def _read_tensors(part: Module) -> dict[str, Any]:
 def find_buffers(values: Mapping[str, Any], parts: Sequence[Module]) -> frozenset[str]:
     """Return the names of those values of :func:`read_model_tensors` that share a buffer's memory."""
     # 0 is no address: values that are not tensors, and tensors without memory
-    places = {_data_address(buffer) for part in parts for buffer in part.buffers()} - {0}
-    return frozenset(name for name, value in values.items() if _data_address(value) in places)
+    places = {data_address(buffer) for part in parts for buffer in part.buffers()} - {0}
+    return frozenset(name for name, value in values.items() if data_address(value) in places)
 
 
 def merge_sources(kind: str, sources: Iterable[dict[str, Any]]) -> dict[str, Any]:
@@ -91,7 +91,7 @@ def share_memory(one: Any, other: Any) -> bool:
     return type(here) in ORDINARY and here.is_set_to(there)
 
 
-def _data_address(value: Any) -> int:
+def data_address(value: Any) -> int:
     """Return the address of a tensor's memory (of a DTensor, its local tensor's); 0 for any other value."""
     with torch.no_grad():
         local = value.to_local() if isinstance(value, DTensor) else value

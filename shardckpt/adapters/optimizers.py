@@ -12,14 +12,23 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.distributed.tensor import DTensor
 
 from shardckpt.adapters import fsdp1
-from shardckpt.adapters.forms import FORM, flatten_wrappers, is_self_describing, list_tensors, make_form
+from shardckpt.adapters.forms import (
+    FORM,
+    flatten_wrappers,
+    is_self_describing,
+    join_path,
+    list_tensors,
+    make_form,
+)
 from shardckpt.adapters.leaves import describe_leaf, describe_object, describe_tree
 from shardckpt.adapters.module_tree import name_parameters
-from shardckpt.adapters.modules import merge_sources
+from shardckpt.adapters.modules import data_address, merge_sources
 from shardckpt.adapters.state_layout import empty_state_tensor
 from shardckpt.errors import ShardingError
+from shardckpt.mapping import ShardedBase, ShardedTensor, ShardedTensorFactory
 from shardckpt.state_dict import nested_items
 
 if TYPE_CHECKING:
@@ -43,12 +52,14 @@ class NamedState(NamedTuple):
     """The state of one optimizer by the full names of its parameters.
 
     Attributes:
-        params: The parameters; empty if torch alone knows how names and tensors belong together (FSDP1).
+        params: The parameters; none of FSDP1's.
         state: The state of each parameter; one without state (no step was made, or it had no gradient) is not there.
         groups: The groups, with names under ``params``.
         others: What belongs to no parameter: under ``entries`` what the state dict has beside state and groups, under
             ``state`` what has other keys than parameters, under ``empty groups`` their options by number. Without
             those that are empty.
+        number: The position of the optimizer.
+        is_flat: Whether torch alone knows how names and tensors belong together (FSDP1).
         has_groups: Whether the optimizer's own state dict has state and groups; wrappers have their own structure.
     """
 
@@ -56,12 +67,14 @@ class NamedState(NamedTuple):
     state: dict[str, Any]
     groups: list[dict[str, Any]]
     others: dict[str, Any]
+    number: int
+    is_flat: bool = False
     has_groups: bool = True
 
     @property
     def digest(self) -> str:
         """A short text that optimizers of the same parameters, in their order, have in common."""
-        return digest_names(self.names)
+        return digest_names(self.names or [str(self.number)])
 
     @property
     def names(self) -> list[str]:
@@ -133,17 +146,22 @@ def read_optimizer(parts: Sequence[Module], optimizer: Optimizer, number: int) -
     names = name_parameters(owner)
     if names is None:
         found = fsdp1.get_state(owner, optimizer)
-        return NamedState({}, _drop_empty(found[STATE]), found[GROUPS], {})
-    return _name_state(optimizer, names)
+        return NamedState({}, _drop_empty(found[STATE]), found[GROUPS], {}, number, is_flat=True)
+    return _name_state(optimizer, names, number)
 
 
-def _name_state(optimizer: Optimizer, names: Mapping[int, str]) -> NamedState:
+def _name_state(optimizer: Optimizer, names: Mapping[int, str], position: int) -> NamedState:
     """Return an optimizer's state dict with the names of parameters in place of their numbers."""
     with torch.no_grad():
         found = own_method(optimizer, "state_dict")()
     params = [param for group in optimizer.param_groups for param in group[PARAMS]]
     by_number = {number: names[id(param)] for number, param in enumerate(params)}
-    has_groups = isinstance(found.get(STATE), dict) and isinstance(found.get(GROUPS), list)
+    # wrappers have their optimizer inside, and hooks may give other names to parameters
+    has_groups = (
+        isinstance(found.get(STATE), dict)
+        and isinstance(found.get(GROUPS), list)
+        and all(number in by_number for group in found[GROUPS] for number in group[PARAMS])
+    )
     if has_groups:
         state = {by_number[number]: values for number, values in found[STATE].items() if number in by_number}
         groups = [{**group, PARAMS: [by_number[number] for number in group[PARAMS]]} for group in found[GROUPS]]
@@ -151,12 +169,12 @@ def _name_state(optimizer: Optimizer, names: Mapping[int, str]) -> NamedState:
             ENTRIES: {name: value for name, value in found.items() if name not in (STATE, GROUPS)},
             STATE: {key: value for key, value in found[STATE].items() if key not in by_number},
         }
-    else:  # a wrapper whose optimizer is inside
+    else:
         state, others = {}, {ENTRIES: dict(found)}
         groups = [{**group, PARAMS: [names[id(param)] for param in group[PARAMS]]} for group in optimizer.param_groups]
     others[EMPTY] = {number: list_options(group) for number, group in enumerate(groups) if not group[PARAMS]}
     named = dict(zip(by_number.values(), params, strict=True))
-    return NamedState(named, _drop_empty(state), groups, _drop_empty(others), has_groups)
+    return NamedState(named, _drop_empty(state), groups, _drop_empty(others), position, has_groups=has_groups)
 
 
 def own_method(optimizer: Optimizer, name: str) -> Callable[..., Any]:
@@ -222,7 +240,7 @@ def request_states(
 
     Args:
         live: The state of the optimizers now.
-        described: What describes it.
+        described: What describes it; what the caller has changed there is heeded.
         stored: What the checkpoint has.
         key: What the keys of states begin with, without the last dot.
         model: What the keys of the parameters begin with.
@@ -230,27 +248,61 @@ def request_states(
     Returns:
         The descriptions by parameter. One of which nothing is stored has its live ones, or none.
     """
+    # memory that several live tensors have is loaded into once
+    taken = {data_address(param) for param in live.params.values()} - {0}
     found: dict[str, Any] = {}
     for name, slots in _find_slots(live.params, stored, key).items():
-        own, state = f"{key}.{name}", live.states.get(name, {})
-        if not slots:
-            found[name] = described.get(name, {})
+        entry, own = described.get(name, {}), f"{key}.{name}"
+        if not slots or not isinstance(entry, dict):
+            found[name] = entry
             continue
         param_key = next((each for each in (f"{model}{name}", name) if each in stored.tensors), None)
         param_shape = None if param_key is None else stored.tensors[param_key][1]
-        leaves = {} if FORM in slots else {".".join(map(str, path)): leaf for path, leaf in nested_items(state)}
-        requested = {
-            slot: _request_leaf(f"{own}.{slot}", slot, leaves.get(slot), live.params[name], stored, param_shape)
-            for slot in slots
-        }
-        found[name] = requested if FORM in slots else _restore_containers(_nest(requested), state)
+
+        def ask(slot: str, own: str = own, name: str = name, param_shape: Any = param_shape) -> Any:
+            return _request_leaf(f"{own}.{slot}", slot, live.params[name], stored, param_shape)
+
+        if FORM in slots:
+            found[name] = {slot: ask(slot) for slot in slots}
+            continue
+        state = live.states.get(name, {})
+        paths = {join_path(path): path for path, _ in nested_items(state)}
+        kept: dict[tuple[Any, ...], Any] = {}
+        used: set[str] = set()
+        for path, leaf in nested_items(entry) if FORM not in entry else ():
+            slot = getattr(leaf, "key", f"{own}.{join_path(path)}").removeprefix(f"{own}.")
+            used.add(slot)
+            if slot in slots:
+                kept[path] = leaf if _fits(leaf, stored, taken) else ask(slot)
+            elif not isinstance(leaf, ShardedBase):
+                kept[path] = leaf
+        removed = paths.keys() - used if name in described and FORM not in entry else set()
+        for slot in slots:
+            if slot not in used and slot not in removed:
+                kept[tuple(slot.split("."))] = ask(slot)
+        found[name] = _restore_containers(_nest(kept), state)
     # those whose parameters torch alone can name
     return {**{name: entry for name, entry in described.items() if name not in live.params}, **found}
 
 
+def _fits(leaf: Any, stored: StoredNames, taken: set[int]) -> bool:
+    """Return whether a leaf can be loaded as it is described; its memory counts as taken then."""
+    if isinstance(leaf, ShardedTensor):
+        form = (leaf.dtype, tuple(leaf.global_shape))
+    elif isinstance(leaf, ShardedTensorFactory):
+        form = (leaf.data.dtype, tuple(leaf.data.size()))
+    else:
+        return True
+    address = 0 if leaf.data is None else data_address(leaf.data)
+    if stored.tensors.get(leaf.key) != form or address in taken:
+        return False
+    taken.update({address} - {0})
+    return True
+
+
 def make_flat_state(parts: Sequence[Module], optimizers: Sequence[Optimizer], live: OptimizerState) -> dict[str, Any]:
     """Return new state of the parameters of FSDP1 that have none, by name: memory for a load to fill."""
-    flat = [n for n, one in enumerate(live.each) if not one.params]
+    flat = [one.number for one in live.each if one.is_flat]
     found = (fsdp1.make_state(find_owner(parts, optimizers[n], n), optimizers[n]) for n in flat)
     made = merge_sources("optimizer", map(_drop_empty, found)) if flat else {}
     return {name: state for name, state in made.items() if name not in live.states}
@@ -259,45 +311,49 @@ def make_flat_state(parts: Sequence[Module], optimizers: Sequence[Optimizer], li
 def request_options(names: Iterable[str], stored: StoredNames, key: str) -> dict[str, Any]:
     """Return what a load asks for of the options: all groups that are stored, whose parameters only their objects name.
 
-    Older checkpoints, and those of other libraries, have an object for each parameter.
+    Options that are tensors are stored by parameter, as stock ``dcp.load`` asks for them. Older checkpoints, and those
+    of other libraries, have an object for each parameter, too.
 
     Args:
         names: The parameters.
         stored: What the checkpoint has.
         key: What the keys of options begin with, without the last dot.
     """
-    prefix = f"{key}.{GROUP_NAME}"
-    # of each group: its object, and each option that is a tensor
-    groups = sorted(each[len(key) + 1 :] for each in stored.objects if each.startswith(prefix))
-    found: dict[str, Any] = {}
-    for name, options in _find_slots(dict.fromkeys(groups or names), stored, key).items():
+    groups = sorted(each[len(key) + 1 :] for each in stored.objects if each.startswith(f"{key}.{GROUP_NAME}"))
+    found: dict[str, Any] = {name: {"values": describe_object(None, f"{key}.{name}", "unchecked")} for name in groups}
+    for name, options in _find_slots(dict.fromkeys(names), stored, key).items():
         keys = {option: f"{key}.{name}.{option}" for option in options}
-        found[name] = {"values": describe_object(None, f"{key}.{name}", "unchecked")}
         tensors = {
             option: describe_leaf(_empty(stored, own), own, "unchecked")
             for option, own in keys.items()
             if own in stored.tensors
         }
-        if tensors:
-            found[name]["tensors"] = tensors
+        entry = {} if groups else {"values": describe_object(None, f"{key}.{name}", "unchecked")}
+        if tensors or entry:
+            found[name] = entry | ({"tensors": tensors} if tensors else {})
     return found
 
 
-def spread_options(loaded: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return the options of each parameter; those of a group are one dict.
+def spread_options(loaded: Mapping[str, Any], live: Collection[str] = ()) -> dict[str, dict[str, Any]]:
+    """Return the options of each parameter; those of a group are one dict, if no tensor is among them.
 
     Args:
-        loaded: What was loaded for :func:`request_options`, or each parameter's options.
+        loaded: What was loaded for :func:`request_options`.
+        live: The names of groups, by :func:`name_group`, that count where others have the same parameter.
     """
     found: dict[str, dict[str, Any]] = {}
+    for name in sorted(filter(is_group, loaded), key=lambda name: name in live):
+        values = loaded[name]["values"]
+        found.update(dict.fromkeys(values[PARAMS], values["options"]))
     for name, parts in loaded.items():
-        values, tensors = parts.get("values", {}), parts.get("tensors", {})
-        if name.startswith(GROUP_NAME):
-            shared = {**values["options"], **tensors}
-            found.update((each, shared) for each in values[PARAMS])
-        else:
-            found[name] = {**values, **tensors}
+        if not is_group(name):
+            found[name] = {**found.get(name, {}), **parts.get("values", {}), **parts.get("tensors", {})}
     return found
+
+
+def is_group(name: str) -> bool:
+    """Return whether this is the name of a stored group."""
+    return name.startswith(GROUP_NAME)
 
 
 def request_others(live: OptimizerState, described: Mapping[str, Any], stored: StoredNames, key: str) -> dict[str, Any]:
@@ -348,15 +404,17 @@ def find_name(key: str, names: Collection[str]) -> str | None:
 
 
 def _request_leaf(
-    key: str, slot: str, live: Any, param: torch.Tensor, stored: StoredNames, param_shape: tuple[int, ...] | None
+    key: str, slot: str, param: torch.Tensor, stored: StoredNames, param_shape: tuple[int, ...] | None
 ) -> Any:
-    """Return the description of stored state: in a live tensor of its dtype and shape, else in a new one."""
+    """Return the description of stored state, to be loaded into new memory."""
     if key not in stored.tensors:
         return describe_object(None, key, "unchecked")
     dtype, shape = stored.tensors[key]
-    if not (isinstance(live, torch.Tensor) and live.dtype == dtype and tuple(live.shape) == shape):
-        live = empty_state_tensor(key, shape, dtype, slot, param, param_shape=param_shape)
-    return describe_leaf(live, key, "unchecked")
+    if isinstance(param, DTensor) and not {*shape} <= {*param.shape, 1}:  # made by itself, and not from the parameter
+        tensor = torch.empty(shape, dtype=dtype, device=param.device)
+    else:
+        tensor = empty_state_tensor(key, shape, dtype, slot, param, param_shape=param_shape)
+    return describe_leaf(tensor, key, "unchecked")
 
 
 def _empty(stored: StoredNames, key: str, like: Any = None) -> torch.Tensor:
@@ -367,28 +425,35 @@ def _empty(stored: StoredNames, key: str, like: Any = None) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, device="cpu")
 
 
-def _nest(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return nested dicts for dotted paths."""
-    found: dict[str, Any] = {}
-    for path, value in values.items():
-        node, (*parts, last) = found, path.split(".")
+def _nest(values: Mapping[tuple[Any, ...], Any]) -> dict[Any, Any]:
+    """Return nested dicts for paths."""
+    found: dict[Any, Any] = {}
+    for (*parts, last), value in values.items():
+        node = found
         for part in parts:
             node = node.setdefault(part, {})
         node[last] = value
     return found
 
 
-def _restore_containers(found: Any, live: Any) -> Any:
-    """Return nested dicts with the keys and lists that the live state has: state that is stored without a form."""
-    if not isinstance(found, dict) or not isinstance(live, (dict, list)):
+def _restore_containers(found: Any, live: Any, depth: int = 0) -> Any:
+    """Return nested dicts with the keys and lists that the live state has: state that is stored without a form.
+
+    Where it has none, numbers from 0 count a list, as they do in older checkpoints and those of DCP.
+    """
+    if not isinstance(found, dict):
         return found
-    keys = {str(key): key for key in (live if isinstance(live, dict) else range(len(live)))}
+    inside = live if isinstance(live, dict) else dict(enumerate(live)) if isinstance(live, list) else {}
+    keys = {str(key): key for key in inside}
     restored = {
-        keys.get(key, key): _restore_containers(value, live[keys[key]] if key in keys else None)
+        keys.get(str(key), key): _restore_containers(value, inside.get(keys.get(str(key), key)), depth + 1)
         for key, value in found.items()
     }
-    is_list = isinstance(live, list) and restored.keys() == set(range(len(restored)))
-    return [restored[number] for number in range(len(restored))] if is_list else restored
+    counted = sorted(map(str, range(len(restored)))) == sorted(map(str, restored))
+    if depth == 0 or not counted or (isinstance(live, dict) and live):
+        return restored
+    by_text = {str(key): value for key, value in restored.items()}
+    return [by_text[str(number)] for number in range(len(restored))]
 
 
 def find_owner(parts: Sequence[Module], optimizer: Optimizer, number: int) -> Module:

@@ -19,6 +19,7 @@ from shardckpt.adapters.optimizers import (
     PARAMS,
     STATE,
     find_owner,
+    name_group,
     own_method,
     read_optimizer,
     spread_options,
@@ -27,7 +28,7 @@ from shardckpt.errors import CheckpointingException, KeyMismatchError, ShardingE
 from shardckpt.state_dict import are_equal, dict_list_map_outplace
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Mapping, Sequence
 
     from torch.nn import Module
     from torch.optim import Optimizer
@@ -58,8 +59,9 @@ def load_into(
     parts = as_parts(model_or_parts)
     _check_structure(loaded, with_optimizers=bool(optimizers))
     model, optimizer_state = (loaded["model"], loaded["optimizer"]) if optimizers else (loaded, {})
-    options = spread_options(optimizer_state.get(GROUPS, {}))
     live = [read_optimizer(parts, optimizer, number) for number, optimizer in enumerate(optimizers)]
+    own_groups = {name_group(group) for one in live for group in one.groups}
+    options = spread_options(optimizer_state.get(GROUPS, {}), own_groups)
     if strict:
         trained = {name for one in live for name in one.names}
         _refuse(read_model_tensors(parts).keys() - model.keys(), "model")
@@ -81,7 +83,7 @@ def load_into(
     for part in parts:
         _hand_over_tensors(part, model)
     for number, (optimizer, one, groups) in enumerate(zip(optimizers, live, filled, strict=True)):
-        if not one.params:
+        if one.is_flat:
             fsdp1.set_state(find_owner(parts, optimizer, number), optimizer, states, groups)
             continue
         # a parameter that was saved without state has none now; one that was not saved keeps its own (strict=False)
@@ -176,18 +178,24 @@ def _place_options(group: Mapping[str, Any], live: Mapping[str, Any]) -> dict[st
     return {name: place(name, value) for name, value in group.items()}
 
 
-def _undo_casts(found: Any, saved: Mapping[str, Any]) -> None:
+def _undo_casts(found: Any, saved: Any) -> None:
     """Put saved values in the place of what ``load_state_dict`` has only cast; what a class made of them stays."""
-    for key in found.keys() & saved.keys() if isinstance(found, dict) else ():
+    if isinstance(found, dict) and isinstance(saved, dict):
+        keys: Iterable[Any] = found.keys() & saved.keys()
+    elif isinstance(found, list) and isinstance(saved, list) and len(found) == len(saved):
+        keys = range(len(found))
+    else:
+        return
+    for key in keys:
         value, own = saved[key], found[key]
         if isinstance(value, torch.Tensor) and isinstance(own, torch.Tensor):
             there, here = (each.to_local() if isinstance(each, DTensor) else each for each in (value, own))
             if there.dtype != here.dtype and are_equal(there.to(here.dtype), here):
                 found[key] = value
-        elif isinstance(value, dict):
-            _undo_casts(own, value)
         elif isinstance(value, str) and isinstance(own, str) and own.startswith("<generator object"):
             found[key] = value  # torch rebuilds anything that can be iterated from a generator
+        else:
+            _undo_casts(own, value)
 
 
 def _move(state: Mapping[str, Any], param: torch.Tensor, group: Mapping[str, Any]) -> dict[str, Any]:

@@ -190,18 +190,20 @@ def _describe_modules(
         for digest, each in live.others.items()
     }
 
-    def request_state(stored: StoredNames) -> dict[str, Any]:
+    def request_state(stored: StoredNames, entries: Mapping[str, Any]) -> dict[str, Any]:
         made = describe(make_flat_state(parts, optimizers, live))
-        return made | request_states(live, states, stored, state, f"{prefix}model.")
+        return made | request_states(live, entries, stored, state, f"{prefix}model.")
 
     return {
         "model": describe_model(f"{prefix}model."),
         "optimizer": {
             "state": OptionalEntries(states, f"{state}.", request_state),
             "param_groups": OptionalEntries(
-                options, f"{groups}.", lambda stored: request_options(live.names, stored, groups)
+                options, f"{groups}.", lambda stored, _: request_options(live.names, stored, groups)
             ),
-            "others": OptionalEntries(rest, f"{others}.", lambda stored: request_others(live, rest, stored, others)),
+            "others": OptionalEntries(
+                rest, f"{others}.", lambda stored, entries: request_others(live, entries, stored, others)
+            ),
             "for_dcp": {
                 **_describe_groups_for_dcp(live.groups, groups, frozenset(live.names)),
                 **_describe_numbers(live.states, state),
@@ -211,7 +213,7 @@ def _describe_modules(
 
 
 def _describe_options(groups: list[dict[str, Any]], key: str, replicated: Replicated) -> dict[str, Any]:
-    """Describe the options of each group: the names of its parameters and plain values as one object, tensors apart."""
+    """Describe the options of each group: names of parameters and plain values as one object, tensors by parameter."""
     found: dict[str, dict[str, Any]] = {}
     for group in groups:
         if not group[PARAMS]:
@@ -219,14 +221,11 @@ def _describe_options(groups: list[dict[str, Any]], key: str, replicated: Replic
         name, options = name_group(group), list_options(group)
         # copies, so that a load does not fill the live tensors before load_into has checked what was loaded
         copies = {n: value.detach().clone() for n, value in options.items() if isinstance(value, torch.Tensor)}
-        plain = {n: value for n, value in options.items() if n not in copies}
-        found[name] = {
-            "values": describe_object({PARAMS: group[PARAMS], "options": plain}, f"{key}.{name}", replicated)
-        }
-        if copies:
-            found[name]["tensors"] = {
-                n: describe_leaf(copy, f"{key}.{name}.{n}", replicated) for n, copy in copies.items()
-            }
+        values = {PARAMS: group[PARAMS], "options": {n: value for n, value in options.items() if n not in copies}}
+        found[name] = {"values": describe_object(values, f"{key}.{name}", replicated)}
+        for param in group[PARAMS] if copies else ():  # as stock dcp.load asks for them
+            tensors = {n: describe_leaf(copy, f"{key}.{param}.{n}", replicated) for n, copy in copies.items()}
+            found[param] = {"tensors": tensors}
     return found
 
 

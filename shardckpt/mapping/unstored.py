@@ -52,14 +52,15 @@ class OptionalEntries(dict[str, Any]):
     Args:
         entries: By name, a nested dict or list of shards.
         prefix: What the keys of all shards begin with; the entry's name and a dot follow.
-        request: Returns the entries, by name, that a load asks a checkpoint for, whether or not they exist here.
+        request: Returns the entries, by name, that a load asks a checkpoint for, whether or not they exist here; it
+            gets these entries, too, which the caller may have changed.
     """
 
     def __init__(
         self,
         entries: dict[str, Any],
         prefix: str,
-        request: Callable[[StoredNames], dict[str, Any]] | None = None,
+        request: Callable[[StoredNames, Mapping[str, Any]], dict[str, Any]] | None = None,
     ) -> None:
         super().__init__(entries)
         self.prefix = prefix
@@ -67,13 +68,13 @@ class OptionalEntries(dict[str, Any]):
         self._names = frozenset(entries)
 
     def request(self, stored: StoredNames) -> dict[str, Any]:
-        """Return the entries to ask a checkpoint for, without those that the caller has removed or changed."""
-        if self._request is None:
+        """Return the entries to ask a checkpoint for; one that the caller has removed or renamed is not asked anew."""
+        changed = {name: entry for name, entry in self.items() if self._is_changed(name, entry)}
+        if self._request is None or (changed and len(changed) == len(self)):  # as where all keys got another prefix
             return dict(self)
-        found = {
-            name: entry for name, entry in self._request(stored).items() if name in self or name not in self._names
-        }
-        return found | {name: entry for name, entry in self.items() if self._is_changed(name, entry)}
+        removed = self._names - self.keys()
+        found = {name: entry for name, entry in self._request(stored, self).items() if name not in removed}
+        return found | changed
 
     def _is_changed(self, name: str, entry: Any) -> bool:
         """Return whether a key of an entry does not begin with its name: someone gave it another."""

@@ -11,8 +11,8 @@ import torch
 
 from shardckpt.adapters import (
     FORM,
-    GROUP_NAME,
     empty_state_tensor,
+    is_group,
     rebuild_state,
     spread_options,
     to_sharded_state_dict,
@@ -22,7 +22,7 @@ from shardckpt.engine import LoadOptions, LoadTemplate, locate, open_checkpoint
 from shardckpt.errors import CheckpointingException, CorruptCheckpointError, KeyMismatchError, listed
 from shardckpt.mapping import ShardedBase, ShardedTensor
 from shardckpt.optimizer.groups import group_options
-from shardckpt.optimizer.names import GROUPS, STATE, StateName
+from shardckpt.optimizer.names import GROUPS, OTHERS, STATE, StateName
 from shardckpt.optimizer.stored import find_stored_state
 from shardckpt.plugins import get_plugin_manager
 from shardckpt.state_dict import merge
@@ -237,7 +237,7 @@ def _report_unclaimed(
     stored: StoredState, names: Mapping[str, StateName], params: Mapping[str, torch.Tensor], comm: Comm
 ) -> None:
     """Collective: warn of entries that belong to no parameter of any rank; raise if that is all of the state."""
-    entries = sorted(stored.entries)
+    entries = sorted(name for name in stored.entries if not name.startswith(f"{OTHERS}."))
     # a pipeline stage lacks the parameters of the others: a name counts as known if any rank knows it
     claimed = comm.largest(*(name in names for name in entries))
     unclaimed = [name for name, is_claimed in zip(entries, claimed, strict=True) if not is_claimed]
@@ -271,11 +271,8 @@ def _assemble(
     with_form = {parsed.owner for parsed in names.values() if parsed.path == (FORM,)}
     for name, parsed in names.items():
         kind, owner, path = parsed
-        if isinstance(owner, str) and owner.startswith(GROUP_NAME):
-            group = shared.setdefault(owner, {"tensors": {}})
-            group.update(
-                {"values": found[name]} if not path else {"tensors": {**group["tensors"], path[0]: found[name]}}
-            )
+        if isinstance(owner, str) and is_group(owner):
+            shared[owner] = {"values": found[name]}
             continue
         if kind == STATE and owner in with_form:
             state[owner][parsed.slot] = found[name]
@@ -289,7 +286,9 @@ def _assemble(
         except ValueError as exc:
             raise CorruptCheckpointError(f"{name} contradicts other stored values of the optimizer: {exc}") from exc
     state.update({owner: rebuild_state(state[owner]) for owner in with_form})
-    options.update({name: values for name, values in spread_options(shared).items() if name in params})
+    for name, values in spread_options(shared).items():
+        if name in params:
+            options[name] = {**values, **options[name]}
     state = {name: slots for name, slots in state.items() if slots}
     given = {name: values for name, values in options.items() if values}
     if groups is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from shardckpt.adapters import GROUP_NAME, find_name
+from shardckpt.adapters import find_name, is_group
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -52,9 +52,8 @@ def parse_name(name: str, params: Collection[str], groups: int | None) -> StateN
         owner = find_name(rest, params)
         slot = "" if owner is None else rest[len(owner) + 1 :]
         return StateName(kind, owner, tuple(slot.split("."))) if slot else None
-    if rest.startswith(GROUP_NAME):
-        group, _, option = rest.partition(").")
-        return StateName(kind, group.removesuffix(")"), (option,) if option else ())
+    if is_group(rest):
+        return StateName(kind, rest, ())
     if groups is not None:
         number, _, option = rest.partition(".")
         is_option = number.isdecimal() and int(number) < groups and option

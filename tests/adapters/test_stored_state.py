@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_op
 from shardckpt import dist_checkpointing
 from shardckpt.adapters import load_into, to_sharded_state_dict
 from shardckpt.adapters.leaves import describe_object, describe_tree
-from shardckpt.errors import CheckpointingException, KeyMismatchError
+from shardckpt.errors import CheckpointingException, KeyMismatchError, ShardingError
 from tests.adapters.same import is_same
 from tests.tables import table
 
@@ -349,9 +349,11 @@ def test_checkpoints_without_forms_load_into_lists(tmp_path: Path) -> None:
     state = {"0.weight": job.optimizer.state[job.model[0].weight]}
     described["optimizer"]["state"] = describe_tree(state, "optimizer.state", True, objects=True)
     dist_checkpointing.save(described, tmp_path / "c")
+    fresh = Job(STEPPED["LBFGS"])
     resumed.train(2, 3)
-    resumed.load(tmp_path / "c")
-    assert is_same(resumed.values(), job.values())
+    for each in (resumed, fresh):
+        each.load(tmp_path / "c")
+        assert is_same(each.values(), job.values())
 
 
 def test_stock_dcp_folders_fill_fresh_optimizers(tmp_path: Path) -> None:
@@ -365,6 +367,86 @@ def test_stock_dcp_folders_fill_fresh_optimizers(tmp_path: Path) -> None:
     dcp.save(state, checkpoint_id=tmp_path / "c")
     resumed.load(tmp_path / "c")
     assert is_same(resumed.values(), job.values())
+
+
+def test_casts_of_a_class_are_undone_in_lists(tmp_path: Path) -> None:
+    """A load_state_dict that calls torch's casts what stands in lists, too."""
+
+    class Calls(Momentum):
+        def load_state_dict(self, state_dict: Any) -> None:
+            super().load_state_dict(state_dict)
+
+    job, resumed = Job(Calls), Job(Calls)
+    for each in (job, resumed):
+        each.model.bfloat16()
+    state = {"h": [torch.tensor(1.001)], "q": [{"n": torch.tensor([257])}]}
+    job.optimizer.state[job.model[0].weight].update(copy.deepcopy(state))
+    job.save(tmp_path / "c")
+    resumed.load(tmp_path / "c")
+    assert is_same(resumed.optimizer.state[resumed.model[0].weight], state)
+
+
+def test_memory_of_two_is_loaded_into_once(tmp_path: Path) -> None:
+    """Live state that shares memory, with a parameter or other state, gets its own where the save had other values."""
+    job, resumed = Job(Momentum), Job(Momentum)
+    for each in (job, resumed):
+        each.train(0)
+    weight = job.model[0].weight
+    job.optimizer.state[weight].update(a=torch.ones(4, 4), b=torch.zeros(4, 4), anchor=torch.full((4, 4), 5.0))
+    other = torch.empty(4, 4)
+    mine = resumed.model[0].weight
+    resumed.optimizer.state[mine].update(a=other, b=other, anchor=mine.detach())
+    job.save(tmp_path / "c")
+    resumed.load(tmp_path / "c")
+    assert is_same(resumed.values(), job.values())
+
+
+def test_optimizers_without_parameters_are_told_apart(tmp_path: Path) -> None:
+    """Two that are empty keep the options of each: by their position."""
+    model = nn.Linear(2, 2)
+
+    def made(*rates: float) -> list[torch.optim.Optimizer]:
+        return [AdamW([{"params": [], "lr": rate}]) for rate in rates]
+
+    empty = nn.Module()
+    saved, loaded = made(0.7, 0.2), made(0.0, 0.0)
+    parts = [model, empty]
+    own = torch.optim.SGD(model.parameters())
+    dist_checkpointing.save(to_sharded_state_dict(parts, own, *saved), tmp_path / "c")
+    load_into(dist_checkpointing.load(to_sharded_state_dict(parts, own, *loaded), tmp_path / "c"), parts, own, *loaded)
+    assert [each.param_groups[0]["lr"] for each in loaded] == [0.7, 0.2]
+
+
+def test_hooks_may_name_parameters(tmp_path: Path) -> None:
+    """A state dict whose hook has put names in the place of numbers is stored as it is, and handed back."""
+
+    def name_them(optimizer: Any, state_dict: Any) -> Any:
+        state = {f"p{number}": value for number, value in state_dict["state"].items()}
+        groups = [{**group, "params": [f"p{n}" for n in group["params"]]} for group in state_dict["param_groups"]]
+        return {"state": state, "param_groups": groups}
+
+    def number_them(optimizer: Any, state_dict: Any) -> Any:
+        state = {int(name[1:]): value for name, value in state_dict["state"].items()}
+        groups = [{**group, "params": [int(n[1:]) for n in group["params"]]} for group in state_dict["param_groups"]]
+        return {"state": state, "param_groups": groups}
+
+    job, resumed = Job(AdamW), Job(AdamW)
+    for each in (job, resumed):
+        each.optimizer.register_state_dict_post_hook(name_them)
+        each.optimizer.register_load_state_dict_pre_hook(number_them)
+    job.train(0, 1)
+    job.save(tmp_path / "c")
+    resumed.load(tmp_path / "c")
+    assert is_same(resumed.values(), job.values())
+
+
+@table("state", [{"(form)": [torch.ones(1)]}, {"x": [("shardckpt: a tensor", "float32", (1,))]}])
+def test_what_would_be_taken_for_a_form_is_refused(tmp_path: Path, state: dict[str, Any]) -> None:
+    """A save does not write what a load would misread."""
+    job = Job(AdamW)
+    job.optimizer.state[job.model[0].weight].update(state)
+    with pytest.raises(ShardingError, match="of an optimizer's state"):
+        job.save(tmp_path / "c")
 
 
 @table("kind", ["AdamW8bit", "AdamW4bit", "AdamWFp8"])

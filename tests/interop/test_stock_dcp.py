@@ -156,6 +156,21 @@ def test_what_our_planner_saves_is_read_by_stock_dcp(tmp_path: Path) -> None:
     assert group["values"].data["options"]["betas"] == (0.9, 0.999)
 
 
+def test_options_that_are_tensors_are_read_by_stock_dcp(tmp_path: Path) -> None:
+    """In both forms of torch's optimizer state dicts."""
+    model, optimizer = _module_and_optimizer(trained=True)
+    optimizer.param_groups[0]["lr"] = torch.tensor(0.25)
+    dist_checkpointing.save(to_sharded_state_dict(model, optimizer), tmp_path / "step")
+    for flatten in (True, False):
+        options = StateDictOptions(flatten_optimizer_state_dict=flatten)
+        fresh, moments = _module_and_optimizer(trained=False)
+        moments.param_groups[0]["lr"] = torch.tensor(0.5)
+        wanted: Any = {"optimizer": get_optimizer_state_dict(fresh, moments, options=options)}
+        dcp.load(wanted, checkpoint_id=tmp_path / "step", no_dist=True)
+        set_optimizer_state_dict(fresh, moments, wanted["optimizer"], options=options)
+        assert moments.param_groups[0]["lr"] == 0.25
+
+
 def write_milestones(folder: Path) -> None:
     """Save a schedule whose state has a Counter of integers."""
     training = Training(0)
