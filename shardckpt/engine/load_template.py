@@ -103,13 +103,14 @@ class LoadTemplate:
             slots = self._make_slots(entry)
             keys = [shard.key for shard in self.shards[first:]]
             # keys that a prefix was added to afterwards do not show by name whether the checkpoint has the entry
-            if all(key.startswith(prefix) and not stored.has(key) for key in keys):
+            # an entry without keys is empty, or local
+            if (keys or not slots) and all(key.startswith(prefix) and not stored.has(key) for key in keys):
                 del self.shards[first:]
                 self.left_out.append(prefix.removesuffix("."))
                 self._has_dropped |= len(keys) > 0
             else:
                 found[name] = slots
-                self._taken_count += keys[0].startswith(prefix)
+                self._taken_count += bool(keys) and keys[0].startswith(prefix)
         return found
 
     @property
