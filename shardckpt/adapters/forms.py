@@ -99,33 +99,30 @@ def list_tensors(state: Any) -> dict[str, torch.Tensor]:
     return found
 
 
-def fill_form(form: Any, find: Callable[[str], torch.Tensor | None]) -> Any:
+def fill_form(form: Any, find: Callable[[str], torch.Tensor | None], path: tuple[Any, ...] = ()) -> Any:
     """Return the state that was saved.
 
     Args:
         form: What :func:`make_form` returned.
         find: Returns the tensor at a dotted path, or None if it was not loaded.
+        path: Where the form stands in the state.
 
     Raises:
         CheckpointingException: a tensor is missing, or the class of a wrapper tensor is not imported.
     """
-
-    def fill(value: Any, path: tuple[Any, ...]) -> Any:
-        if isinstance(value, dict):
-            filled: Any = of_type(value, {key: fill(each, (*path, key)) for key, each in value.items()})
-            return rebuild_wrapper(filled) if _CLASS in filled else filled
-        if isinstance(value, list):
-            return of_type(value, [fill(each, (*path, index)) for index, each in enumerate(value)])
-        if not is_placeholder(value):
-            return value
-        tensor = find(join_path(path))
-        if tensor is None:
-            raise CheckpointingException(f"a tensor of the state was not loaded: {join_path(path)!r}")
-        if _WHOLE in value and isinstance(tensor, DTensor):
-            return tensor.full_tensor()  # a state that was plain is so again
-        return tensor
-
-    return fill(form, ())
+    if isinstance(form, dict):
+        filled: Any = of_type(form, {key: fill_form(each, find, (*path, key)) for key, each in form.items()})
+        return rebuild_wrapper(filled) if _CLASS in filled else filled
+    if isinstance(form, list):
+        return of_type(form, [fill_form(each, find, (*path, index)) for index, each in enumerate(form)])
+    if not is_placeholder(form):
+        return form
+    tensor = find(join_path(path))
+    if tensor is None:
+        raise CheckpointingException(f"a tensor of the state was not loaded: {join_path(path)!r}")
+    if _WHOLE in form and isinstance(tensor, DTensor):
+        return tensor.full_tensor()  # a state that was plain is so again
+    return tensor
 
 
 def rebuild_state(values: Mapping[str, Any]) -> Any:
