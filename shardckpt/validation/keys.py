@@ -229,10 +229,14 @@ def report_unused(
         return
     mine = name_keys(wanted)
     names = sorted(name for name, key in stored.items() if counts(key))
-    used = comm.largest(*(name in mine for name in names)) if comm.world_size > 1 else [name in mine for name in names]
-    unused = dict.fromkeys(stored[name] for name, is_used in zip(names, used, strict=True) if not is_used)
-    if not unused or not any(used):  # a load of the common state alone asks for nothing
+    left = [name for name in names if name not in mine]
+    # nearly always all ranks ask for the same; pipeline stages do not, and only together know what is left
+    if not comm.all_alike("\n".join(left).encode()):
+        used = comm.largest(*(name in mine for name in names))
+        left = [name for name, is_used in zip(names, used, strict=True) if not is_used]
+    if not left or len(left) == len(names):  # a load of the common state alone asks for nothing
         return
+    unused = dict.fromkeys(stored[name] for name in left)
     parts = Counter(key.partition(".")[0] for key in unused)
     counted = listed([f"{count} of {part}" for part, count in parts.items()], limit=5)
     text = (

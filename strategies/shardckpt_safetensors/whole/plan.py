@@ -151,8 +151,8 @@ def plan_whole(
     comm = context.comm
     with comm.local_phase("choosing whole tensors"):
         mine = {shard.key: _inform(shard) for shard in shards if isinstance(shard, ShardedTensor)}
-    # an optimizer that has not taken a step has no tensors yet, but options: these are common
-    prefix = _find_prefix([*mine, *(f"{key}." for key in common)], options, comm)
+    # an optimizer that has not taken a step has no tensors yet, but options: objects, or common state
+    prefix = _find_prefix([*(shard.key for shard in shards), *(f"{key}." for key in common)], options, comm)
     with comm.local_phase("choosing whole tensors"):
         chosen = {key: info for key, info in mine.items() if options.choose(key, prefix) != "boxes"}
     tensors = _unite(chosen, comm)
