@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING
 import torch
 
 from shardckpt import dist_checkpointing
+from tests import interop
 from tests.torch_checkpointing.golden import GOLDEN
 
 if TYPE_CHECKING:
     from tests.sites import Sites
 
-SCRIPT = Path(__file__).with_name("torch_checkpointing_script.py")
+SCRIPT = Path(interop.__file__).with_name("torch_checkpointing_script.py")
 
 
 def test_what_the_release_writes_is_what_the_golden_checkpoints_have(tmp_path: Path, sites: Sites) -> None:

@@ -1,0 +1,175 @@
+"""Whether a change made saves and loads slower: two revisions of this repository, in turns, in one run.
+
+``python -m benchmarks.revisions OLD NEW`` takes revisions of git, or folders with a checkout. Each round starts every
+revision's ranks anew, the later revision first in every second round; the state is small tensors, sharded over the
+ranks, with gloo. Both write to the same file system, and sync what their commits sync. Of a round the slowest rank
+counts; the first save has the imports of its strategy. Medians with the least and the most, in seconds, and the ratio
+of the medians.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import os
+import shutil
+import socket
+import statistics
+import subprocess
+import sys
+import tarfile
+import tempfile
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+_OPERATIONS = ("first save", "second save", "load")
+_HEADERS = ("ranks", "operation", "old (s)", "new (s)", "new / old")
+#: Seconds that one revision's ranks may take for a round.
+_LIMIT = 600.0
+_ROOT = Path(__file__).resolve().parents[1]
+
+
+def measure(folder: Path, rank: int, world: int, tensors: int, size: int) -> list[float]:
+    """Collective: return this rank's seconds by operation, with the revision that is on the path."""
+    import torch
+    import torch.distributed as dist
+
+    import shardckpt
+    from shardckpt import ShardedTensor, dist_checkpointing
+
+    if not Path(shardckpt.__file__).is_relative_to(Path.cwd()):
+        raise SystemExit(f"{shardckpt.__file__} was imported, not that of {Path.cwd()}")
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", rank=rank, world_size=world)
+
+    def describe(value: float) -> dict[str, Any]:
+        return {
+            f"layers.{number}": ShardedTensor.from_rank_offsets(
+                f"layers.{number}", torch.full((size // 4,), value + number), (0, rank, world)
+            )
+            for number in range(tensors)
+        }
+
+    def timed(operation: Callable[[], object]) -> float:
+        dist.barrier()
+        began = time.perf_counter()
+        operation()
+        return time.perf_counter() - began
+
+    saved, wanted = describe(1.0), describe(0.0)
+    seconds = [timed(lambda name=name: dist_checkpointing.save(saved, folder / name)) for name in ("first", "second")]
+    seconds.append(timed(lambda: dist_checkpointing.load(wanted, folder / "second")))
+    if not all(torch.equal(wanted[key].data, saved[key].data) for key in saved):
+        raise SystemExit("the load has other values than the save")
+    dist.destroy_process_group()
+    return seconds
+
+
+def _run_round(checkout: Path, folder: Path, world: int, tensors: int, size: int) -> list[float]:
+    """Return the seconds of the slowest rank by operation; the ranks are processes of this round."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(map(str, (checkout, checkout / "strategies"))),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+    }
+    target = Path(tempfile.mkdtemp(dir=folder))
+    command = [sys.executable, str(Path(__file__).resolve()), "--rank"]
+    ranks = [
+        subprocess.Popen(
+            [*command, *map(str, (rank, world, tensors, size, target))],
+            env=environment,
+            cwd=checkout,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(world)
+    ]
+    try:
+        answers = [rank.communicate(timeout=_LIMIT)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+        shutil.rmtree(target)
+    if any(rank.returncode for rank in ranks):
+        raise SystemExit(f"{checkout}: a rank ended with an error, above")
+    return [max(each) for each in zip(*map(json.loads, answers), strict=True)]
+
+
+def _check_out(revision: str, folder: Path) -> Path:
+    """Return the folder of a revision: the one that is named, or an export of what git has."""
+    if Path(revision).is_dir():
+        return Path(revision).resolve()
+    git = shutil.which("git") or "git"
+    archive = subprocess.run([git, "archive", revision], cwd=_ROOT, stdout=subprocess.PIPE, check=True).stdout
+    with tarfile.open(fileobj=io.BytesIO(archive)) as files:
+        files.extractall(folder, filter="data")
+    return folder
+
+
+def _make_rows(world: int, rounds: Sequence[Sequence[list[float]]]) -> list[tuple[str, ...]]:
+    """Return a row for each operation; ``rounds`` are those of the old revision and those of the new."""
+    rows = []
+    for number, operation in enumerate(_OPERATIONS):
+        values = [[seconds[number] for seconds in each] for each in rounds]
+        medians = [statistics.median(each) for each in values]
+        shown = [
+            f"{median:.3f} ({min(each):.3f} to {max(each):.3f})" for median, each in zip(medians, values, strict=True)
+        ]
+        rows.append((str(world), operation, *shown, f"{medians[1] / medians[0]:.2f}"))
+    return rows
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Print one table."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.revisions", description=__doc__)
+    parser.add_argument("old", help="a revision of git, or a folder with a checkout")
+    parser.add_argument("new", help="the same; . for this checkout as it is")
+    parser.add_argument("--tensors", type=int, default=20_000, help="of each rank")
+    parser.add_argument("--bytes", type=int, default=1024, help="of each tensor")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--directory", type=Path, help="where checkpoints are written")
+    given = parser.parse_args(arguments)
+
+    from benchmarks.machine import describe
+    from shardckpt.cli.table import table
+
+    with tempfile.TemporaryDirectory(prefix="shardckpt-revisions-", dir=given.directory) as name:
+        folder = Path(name)
+        checkouts = [_check_out(given.old, folder / "old"), _check_out(given.new, folder / "new")]
+        print("\n".join(describe(folder)))
+        rows: list[tuple[str, ...]] = []
+        for world in given.ranks:
+            rounds: list[list[list[float]]] = [[], []]
+            for number in range(given.rounds):
+                for which in (0, 1) if number % 2 == 0 else (1, 0):
+                    rounds[which].append(_run_round(checkouts[which], folder, world, given.tensors, given.bytes))
+            rows += _make_rows(world, rounds)
+    print(
+        f"{given.tensors} tensors of {given.bytes} bytes a rank, medians of {given.rounds} rounds in turns (from, to)"
+    )
+    print(f"old: {given.old}, new: {given.new}; both sync each file, the manifest and the directories of a save")
+    print(table(_HEADERS, rows))
+
+
+def _answer(rank: str, world: str, tensors: str, size: str, folder: str) -> None:
+    """Print a rank's seconds, for the process that compares."""
+    print(json.dumps(measure(Path(folder), int(rank), int(world), int(tensors), int(size))))
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--rank"]:
+        sys.path.remove(str(Path(__file__).resolve().parent))  # the benchmarks' own modules, in the way of others
+        _answer(*sys.argv[2:])
+    else:
+        main()
