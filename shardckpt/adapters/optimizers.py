@@ -250,39 +250,77 @@ def request_states(
     """
     # memory that several live tensors have is loaded into once
     taken = {data_address(param) for param in live.params.values()} - {0}
-    found: dict[str, Any] = {}
+    found = {name: entry for name, entry in described.items() if name not in live.params}  # FSDP1's
     for name, slots in _find_slots(live.params, stored, key).items():
-        entry, own = described.get(name, {}), f"{key}.{name}"
-        if not slots or not isinstance(entry, dict):
+        entry = described.get(name, {})
+        if slots and isinstance(entry, dict):
+            param_key = next((each for each in (f"{model}{name}", name) if each in stored.tensors), None)
+            param_shape = None if param_key is None else stored.tensors[param_key][1]
+            saved = _SavedState(f"{key}.{name}", slots, live.params[name], param_shape, stored)
+            found[name] = _request_state(saved, live.states.get(name, {}), described.get(name), taken)
+        else:
             found[name] = entry
-            continue
-        param_key = next((each for each in (f"{model}{name}", name) if each in stored.tensors), None)
-        param_shape = None if param_key is None else stored.tensors[param_key][1]
+    return found
 
-        def ask(slot: str, own: str = own, name: str = name, param_shape: Any = param_shape) -> Any:
-            return _request_leaf(f"{own}.{slot}", slot, live.params[name], stored, param_shape)
 
-        if FORM in slots:
-            found[name] = {slot: ask(slot) for slot in slots}
-            continue
-        state = live.states.get(name, {})
-        paths = {join_path(path): path for path, _ in nested_items(state)}
-        kept: dict[tuple[Any, ...], Any] = {}
-        used: set[str] = set()
-        for path, leaf in nested_items(entry) if FORM not in entry else ():
-            slot = getattr(leaf, "key", f"{own}.{join_path(path)}").removeprefix(f"{own}.")
-            used.add(slot)
-            if slot in slots:
-                kept[path] = leaf if _fits(leaf, stored, taken) else ask(slot)
-            elif not isinstance(leaf, ShardedBase):
-                kept[path] = leaf
-        removed = paths.keys() - used if name in described and FORM not in entry else set()
-        for slot in slots:
-            if slot not in used and slot not in removed:
-                kept[tuple(slot.split("."))] = ask(slot)
-        found[name] = _restore_containers(_nest(kept), state)
-    # those whose parameters torch alone can name
-    return {**{name: entry for name, entry in described.items() if name not in live.params}, **found}
+class _SavedState(NamedTuple):
+    """What a checkpoint has of the state of a parameter.
+
+    Attributes:
+        key: What the keys begin with, without the last dot.
+        slots: The rest of each key.
+        param: The live parameter.
+        param_shape: The shape of the parameter in the checkpoint, if it is there.
+        stored: All that the checkpoint has.
+    """
+
+    key: str
+    slots: list[str]
+    param: torch.Tensor
+    param_shape: tuple[int, ...] | None
+    stored: StoredNames
+
+    def describe(self, slot: str) -> Any:
+        """Describe a stored value, to be loaded into new memory."""
+        key = f"{self.key}.{slot}"
+        if key not in self.stored.tensors:
+            return describe_object(None, key, "unchecked")
+        dtype, shape = self.stored.tensors[key]
+        param = self.param
+        if isinstance(param, DTensor) and not {*shape} <= {*param.shape, 1}:  # made by itself, not from the parameter
+            tensor = torch.empty(shape, dtype=dtype, device=param.device)
+        else:
+            tensor = empty_state_tensor(key, shape, dtype, slot, param, param_shape=self.param_shape)
+        return describe_leaf(tensor, key, "unchecked")
+
+
+def _request_state(saved: _SavedState, state: Any, described: dict[str, Any] | None, taken: set[int]) -> Any:
+    """Return what a load asks for of one parameter's state.
+
+    Args:
+        saved: What the checkpoint has of it.
+        state: The live state.
+        described: What describes it, if anything does: a leaf that fits is loaded as it is described, one that the
+            caller has removed is not asked for.
+        taken: The addresses of memory that is loaded into; those of leaves are added.
+    """
+    if FORM in saved.slots:
+        return {slot: saved.describe(slot) for slot in saved.slots}
+    has_paths = described is not None and FORM not in described
+    kept: dict[tuple[Any, ...], Any] = {}
+    used: set[str] = set()
+    for path, leaf in nested_items(described) if has_paths else ():
+        slot = getattr(leaf, "key", f"{saved.key}.{join_path(path)}").removeprefix(f"{saved.key}.")
+        used.add(slot)
+        if slot in saved.slots:
+            kept[path] = leaf if _fits(leaf, saved.stored, taken) else saved.describe(slot)
+        elif not isinstance(leaf, ShardedBase):
+            kept[path] = leaf
+    removed = {join_path(path) for path, _ in nested_items(state)} - used if has_paths else set()
+    for slot in saved.slots:
+        if slot not in used and slot not in removed:
+            kept[tuple(slot.split("."))] = saved.describe(slot)
+    return _restore_containers(_nest(kept), state)
 
 
 def _fits(leaf: Any, stored: StoredNames, taken: set[int]) -> bool:
@@ -319,7 +357,7 @@ def request_options(names: Iterable[str], stored: StoredNames, key: str) -> dict
         stored: What the checkpoint has.
         key: What the keys of options begin with, without the last dot.
     """
-    groups = sorted(each[len(key) + 1 :] for each in stored.objects if each.startswith(f"{key}.{GROUP_NAME}"))
+    groups = [each[len(key) + 1 :] for each in stored.objects if each.startswith(f"{key}.{GROUP_NAME}")]
     found: dict[str, Any] = {name: {"values": describe_object(None, f"{key}.{name}", "unchecked")} for name in groups}
     for name, options in _find_slots(dict.fromkeys(names), stored, key).items():
         keys = {option: f"{key}.{name}.{option}" for option in options}
@@ -385,7 +423,7 @@ def _find_slots(names: Mapping[str, Any], stored: StoredNames, key: str) -> dict
     """Return the rest of each stored key below the key of each name."""
     found: dict[str, list[str]] = {name: [] for name in names}
     prefix = f"{key}."
-    for each in (*stored.tensors, *sorted(stored.objects)):
+    for each in (*stored.tensors, *stored.objects):
         if each.startswith(prefix):
             rest = each[len(prefix) :]
             name = find_name(rest, found)
@@ -401,20 +439,6 @@ def find_name(key: str, names: Collection[str]) -> str | None:
         if not dot:
             return None
     return key
-
-
-def _request_leaf(
-    key: str, slot: str, param: torch.Tensor, stored: StoredNames, param_shape: tuple[int, ...] | None
-) -> Any:
-    """Return the description of stored state, to be loaded into new memory."""
-    if key not in stored.tensors:
-        return describe_object(None, key, "unchecked")
-    dtype, shape = stored.tensors[key]
-    if isinstance(param, DTensor) and not {*shape} <= {*param.shape, 1}:  # made by itself, and not from the parameter
-        tensor = torch.empty(shape, dtype=dtype, device=param.device)
-    else:
-        tensor = empty_state_tensor(key, shape, dtype, slot, param, param_shape=param_shape)
-    return describe_leaf(tensor, key, "unchecked")
 
 
 def _empty(stored: StoredNames, key: str, like: Any = None) -> torch.Tensor:

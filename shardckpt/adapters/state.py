@@ -199,7 +199,7 @@ def _describe_modules(
         "optimizer": {
             "state": OptionalEntries(states, f"{state}.", request_state),
             "param_groups": OptionalEntries(
-                options, f"{groups}.", lambda stored, _: request_options(live.names, stored, groups)
+                options, f"{groups}.", lambda stored, _: request_options(live.names, stored, groups), required=True
             ),
             "others": OptionalEntries(
                 rest, f"{others}.", lambda stored, entries: request_others(live, entries, stored, others)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from functools import partial
+from functools import cached_property, partial
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -46,8 +46,8 @@ class LoadTemplate:
 
     Args:
         wanted: The caller's sharded state dict.
-        list_stored: Returns what the checkpoint stores, which decides what is wanted of optional entries; called if
-            there are any. By default it has nothing of them.
+        list_stored: Returns what the checkpoint stores, which decides what is wanted of optional entries; called once
+            if there are any. By default it has nothing of them.
 
     Attributes:
         shards: Copies of the descriptions of all shards, factories' included, in the order of the leaves.
@@ -57,7 +57,7 @@ class LoadTemplate:
     def __init__(self, wanted: ShardedStateDict, list_stored: Callable[[], StoredNames] = StoredNames.nothing) -> None:
         self.shards: list[ShardedBase] = []
         self.left_out: list[str] = []
-        self._taken_count = 0
+        self._has_taken = False
         self._has_dropped = False
         self._list_stored = list_stored
         self._tree = self._make_slots(wanted)
@@ -96,27 +96,32 @@ class LoadTemplate:
         return self._make_slot(wanted)
 
     def _make_entries(self, wanted: OptionalEntries) -> dict[str, Any]:
-        """Return the slots of the entries of which a part is stored, or whose keys were changed."""
-        found, stored = {}, self._list_stored()
-        for name, entry in wanted.request(stored).items():
+        """Return the slots of the entries to load; those of which nothing is stored are left out."""
+        found: dict[str, Any] = {}
+        for name, entry in wanted.request(self._stored).items():
             first, prefix = len(self.shards), f"{wanted.prefix}{name}."
             slots = self._make_slots(entry)
             keys = [shard.key for shard in self.shards[first:]]
-            # keys that a prefix was added to afterwards do not show by name whether the checkpoint has the entry
-            # an entry without keys is empty, or local
-            if (keys or not slots) and all(key.startswith(prefix) and not stored.has(key) for key in keys):
+            # keys that were changed do not show by name whether the checkpoint has the entry
+            is_optional = not wanted.required and all(key.startswith(prefix) for key in keys)
+            has_local_values = slots and not keys
+            if is_optional and not has_local_values and not any(map(self._stored.has, keys)):
                 del self.shards[first:]
                 self.left_out.append(prefix.removesuffix("."))
                 self._has_dropped |= len(keys) > 0
             else:
                 found[name] = slots
-                self._taken_count += bool(keys) and keys[0].startswith(prefix)
+                self._has_taken |= is_optional and len(keys) > 0
         return found
+
+    @cached_property
+    def _stored(self) -> StoredNames:
+        return self._list_stored()
 
     @property
     def drops_all(self) -> bool:
         """Whether the caller has optional entries, and nothing of any is stored."""
-        return self._has_dropped and not self._taken_count
+        return self._has_dropped and not self._has_taken
 
     def _make_slot(self, leaf: Any) -> Any:
         if type(leaf) is ShardedTensor:  # most leaves are

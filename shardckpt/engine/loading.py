@@ -370,9 +370,10 @@ def _without_data(shard: ShardedBase) -> ShardedBase:
 def name_stored(columns: StoredColumns) -> StoredNames:
     """Return what is stored by key, but for the objects that are several parts."""
     objects = [ShardedObject.empty_from_unique_key(name) for name in columns.objects]
+    keys = [shard.key for shard in objects if set(shard.global_shape) <= {1}]
     return StoredNames(
         dict(zip(columns.keys, zip(columns.dtypes, columns.shapes, strict=True), strict=True)),
-        frozenset(shard.key for shard in objects if set(shard.global_shape) <= {1}) | frozenset(columns.values),
+        dict.fromkeys(sorted({*keys, *columns.values})),
     )
 
 

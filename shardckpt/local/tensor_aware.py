@@ -278,7 +278,7 @@ class TensorAwareStateDict:
     def _name_kept(self) -> StoredNames:
         shards = list(nested_values(self.sharded_state_dict))
         tensors = {s.key: (s.dtype, tuple(s.global_shape)) for s in shards if isinstance(s, ShardedTensor)}
-        return StoredNames(tensors, frozenset(s.key for s in shards if isinstance(s, ShardedObject)))
+        return StoredNames(tensors, dict.fromkeys(sorted(s.key for s in shards if isinstance(s, ShardedObject))))
 
     def _described_tensors(self) -> Iterator[ShardedTensor]:
         return _list_tensors(self.sharded_state_dict)

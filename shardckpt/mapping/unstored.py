@@ -26,7 +26,7 @@ class StoredNames(NamedTuple):
 
     Attributes:
         tensors: The dtype and global shape of each tensor.
-        objects: The keys of the objects that are one part, stored as they are or value by value.
+        objects: The keys of the objects that are one part, stored as they are or value by value; in their order.
     """
 
     tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
@@ -46,14 +46,15 @@ class OptionalEntries(dict[str, Any]):
     """Entries of a state dict of which a load takes what the checkpoint has: an optimizer's state, one a parameter.
 
     A save stores the entries that exist. A load asks for those that ``request`` returns, or for the same, and leaves
-    out each of which nothing is stored, whatever ``strict`` says. Entries whose keys were changed afterwards are wanted
-    as any other. Copies and pickles are plain dicts.
+    out each of which nothing is stored, whatever ``strict`` says, unless it is required. Entries whose keys were
+    changed afterwards are wanted as any other. Copies and pickles are plain dicts.
 
     Args:
         entries: By name, a nested dict or list of shards.
         prefix: What the keys of all shards begin with; the entry's name and a dot follow.
         request: Returns the entries, by name, that a load asks a checkpoint for, whether or not they exist here; it
             gets these entries, too, which the caller may have changed.
+        required: Whether an entry that is asked for must be stored, as any other part of a state dict.
     """
 
     def __init__(
@@ -61,9 +62,11 @@ class OptionalEntries(dict[str, Any]):
         entries: dict[str, Any],
         prefix: str,
         request: Callable[[StoredNames, Mapping[str, Any]], dict[str, Any]] | None = None,
+        *,
+        required: bool = False,
     ) -> None:
         super().__init__(entries)
-        self.prefix = prefix
+        self.prefix, self.required = prefix, required
         self._request = request
         self._names = frozenset(entries)
 
