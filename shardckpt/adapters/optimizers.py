@@ -8,6 +8,7 @@ whether or not the optimizer has it already; torch's ``get_optimizer_state_dict`
 from __future__ import annotations
 
 import hashlib
+import math
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -362,7 +363,7 @@ def request_options(names: Iterable[str], stored: StoredNames, key: str) -> dict
     for name, options in _find_slots(dict.fromkeys(names), stored, key).items():
         keys = {option: f"{key}.{name}.{option}" for option in options}
         tensors = {
-            option: describe_leaf(_empty(stored, own), own, "unchecked")
+            option: describe_leaf(_allocate(own, option, {}, stored, None), own, "unchecked")
             for option, own in keys.items()
             if own in stored.tensors
         }
@@ -408,15 +409,30 @@ def request_others(live: OptimizerState, described: Mapping[str, Any], stored: S
     for digest, slots in _find_slots(each, stored, key).items():
         if not slots:
             continue
-        tensors = list_tensors(flatten_wrappers(each[digest].others))
+        one = each[digest]
+        tensors = list_tensors(flatten_wrappers(one.others))
         keys = {slot: f"{key}.{digest}.{slot}" for slot in slots}
         found[digest] = {
-            slot: describe_leaf(_empty(stored, own, tensors.get(slot)), own, "unchecked")
+            slot: describe_leaf(_allocate(own, slot, one.params, stored, tensors.get(slot)), own, "unchecked")
             if own in stored.tensors
             else describe_object(None, own, "unchecked")
             for slot, own in keys.items()
         }
     return {**{name: entry for name, entry in described.items() if name not in found}, **found}
+
+
+def _allocate(
+    key: str, slot: str, params: Mapping[str, torch.Tensor], stored: StoredNames, live: torch.Tensor | None
+) -> torch.Tensor:
+    """Return memory for a stored tensor of no parameter, laid out as one of its shape: the live one, or a parameter."""
+    dtype, shape = stored.tensors[key]
+    if live is not None and tuple(live.shape) == shape:
+        return torch.empty_like(live.detach(), dtype=dtype, memory_format=torch.contiguous_format)
+    like = next((param for param in params.values() if tuple(param.size()) == shape), None)
+    if like is not None:
+        return empty_state_tensor(key, shape, dtype, slot, like)
+    device = next((param.device for param in params.values()), None) if math.prod(shape) > 1 else None
+    return torch.empty(shape, dtype=dtype, device=device or "cpu")
 
 
 def _find_slots(names: Mapping[str, Any], stored: StoredNames, key: str) -> dict[str, list[str]]:
@@ -439,14 +455,6 @@ def find_name(key: str, names: Collection[str]) -> str | None:
         if not dot:
             return None
     return key
-
-
-def _empty(stored: StoredNames, key: str, like: Any = None) -> torch.Tensor:
-    """Return memory for a stored tensor: laid out as another one of its shape, else whole on the CPU."""
-    dtype, shape = stored.tensors[key]
-    if isinstance(like, torch.Tensor) and tuple(like.shape) == shape:
-        return torch.empty_like(like.detach(), dtype=dtype, memory_format=torch.contiguous_format)
-    return torch.empty(shape, dtype=dtype, device="cpu")
 
 
 def _nest(values: Mapping[tuple[Any, ...], Any]) -> dict[Any, Any]:
@@ -481,7 +489,12 @@ def _restore_containers(found: Any, live: Any, depth: int = 0) -> Any:
 
 
 def find_owner(parts: Sequence[Module], optimizer: Optimizer, number: int) -> Module:
-    """Return the module that has all parameters of an optimizer; raise ShardingError if none has."""
+    """Return the module that has all parameters of an optimizer; raise ShardingError if none has, or it has none."""
+    if not hasattr(optimizer, GROUPS):
+        raise ShardingError(
+            f"optimizer {number}, a {type(optimizer).__name__}, has no param_groups that say which parameters it "
+            "trains: pass the optimizer that it has inside, and save its own state_dict() beside it"
+        )
     params = {id(param) for group in optimizer.param_groups for param in group[PARAMS]}
     owned = [params & {id(param) for param in part.parameters()} for part in parts]
     for part, mine in zip(parts, owned, strict=True):

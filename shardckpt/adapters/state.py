@@ -185,8 +185,10 @@ def _describe_modules(
         }
 
     states, options = describe(live.states), _describe_options(live.groups, groups, replicated)
+    # which of these tensors are DTensors is to be told where the parameters are
+    any_sharded = any(isinstance(param, DTensor) for param in live.params.values())
     rest = {
-        digest: describe_with_form(each, f"{others}.{digest}", replicated, alike)
+        digest: describe_with_form(each, f"{others}.{digest}", replicated, alike, is_distributed=any_sharded)
         for digest, each in live.others.items()
     }
 

@@ -358,6 +358,8 @@ def _judge_way(way: Way, setup: Setup, layout: Layout, folder: Path, references:
 
     def save() -> Verdict:
         job = _start(setup)
+        if _is_anywhere(find_difference(find_reference()[0], job.values()) != ""):
+            raise CannotRun("a second run of it differs: it draws random numbers, which ranks that are threads share")
         failure = _try(way, "save", lambda: way.save(job, folder))
         return failure or _compare(job, find_reference()[1], "in the job that was saved: ", _go_on)
 
@@ -373,7 +375,17 @@ def _judge_way(way: Way, setup: Setup, layout: Layout, folder: Path, references:
             verdicts = [*_on_ranks(layout.loaded_at, layout, resume), *verdicts]
     except RankError as error:
         return Verdict(ERROR, tell(error))
-    return max(verdicts, key=lambda verdict: OUTCOMES.index(verdict.outcome))
+    # a rank with a difference ends, and the others wait for it: its verdict says more than theirs
+    return max(verdicts, key=lambda verdict: (OUTCOMES.index(verdict.outcome), "has ended" not in verdict.reason))
+
+
+def _is_anywhere(flag: bool) -> bool:
+    """Collective where there is a process group: return whether a flag is set on any rank."""
+    if not dist.is_initialized():
+        return flag
+    flags = [False] * dist.get_world_size()
+    dist.all_gather_object(flags, flag)
+    return any(flags)
 
 
 def _make_other(setup: Setup) -> Job:

@@ -20,7 +20,17 @@ def test_each_wrong_strategy_is_caught(tmp_path: Path) -> None:
     tests = {f"{FILE}::Test{part.__name__}::{test}" for part, test in WRONG.values()}
     right = {f"{FILE}::TestRight::{test}" for _, test in WRONG.values()}
     report = tmp_path / "report.xml"
-    options = ["-p", "no:cacheprovider", "-p", "no:xdist", "-o", "addopts=", "--import-mode=importlib", "-q"]
+    options = [
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "no:xdist",
+        "-o",
+        "addopts=",
+        "--import-mode=importlib",
+        "--tier=all",
+        "-q",
+    ]
     done = subprocess.run(
         [sys.executable, "-m", "pytest", *options, f"--junitxml={report}", *sorted(tests | right)],
         cwd=ROOT,
