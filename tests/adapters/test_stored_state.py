@@ -445,7 +445,7 @@ def test_what_would_be_taken_for_a_form_is_refused(tmp_path: Path, state: dict[s
     """A save does not write what a load would misread."""
     job = Job(AdamW)
     job.optimizer.state[job.model[0].weight].update(state)
-    with pytest.raises(ShardingError, match="of an optimizer's state"):
+    with pytest.raises(ShardingError, match=r"which is taken|which stands for a tensor"):
         job.save(tmp_path / "c")
 
 
