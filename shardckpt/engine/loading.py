@@ -121,13 +121,9 @@ class OpenCheckpoint:
                 checked = check_columns(self.strategy, columns, self.operation.plugins)
             return checked
         index = self.index()
-        tensors = [shard for shard in index if isinstance(shard, ShardedTensor)]
-        return StoredColumns(
-            [shard.key for shard in tensors],
-            [shard.dtype for shard in tensors],
-            [tuple(shard.global_shape) for shard in tensors],
-            [shard.unique_key for shard in index if isinstance(shard, ShardedObject)],
-            {shard.key: shard.block_scales for shard in tensors if shard.block_scales},
+        return StoredColumns.from_shards(
+            [shard for shard in index if isinstance(shard, ShardedTensor)],
+            [shard for shard in index if isinstance(shard, ShardedObject)],
         )
 
     def find_buildable(self, wanted: Iterable[ShardedBase], stored: Collection[str]) -> set[str]:
