@@ -29,7 +29,6 @@ from shardckpt.validation import (
     StrictHandling,
     choose_main_replicas,
     compare_keys,
-    report_unused,
     stored_key,
     use_bare_keys,
     validate_descriptions,
@@ -327,9 +326,7 @@ def load_checkpoint(
         built = checkpoint.find_buildable(template.shards, keys)
         # every rank must compare with the same keys, and what is built differs from rank to rank
         wanted = [shard for shard in template.shards if stored_key(shard) not in built] if built else template.shards
-        mismatch = compare_keys(wanted, keys, strict, comm)
-        if not strict.checks_all:
-            report_unused(template.shards, keys, on_unused, comm, counts=counts_unused)
+        mismatch = compare_keys(wanted, keys, strict, comm, on_unused=on_unused, counts_unused=counts_unused)
         if template.left_out and comm.is_main:
             _log_left_out(template)
     is_absent = [False] * len(template.shards)
