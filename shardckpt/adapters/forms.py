@@ -102,7 +102,9 @@ def list_tensors(state: Any) -> dict[str, torch.Tensor]:
 
 
 def fill_form(form: Any, find: Callable[[str], torch.Tensor | None], path: tuple[Any, ...] = ()) -> Any:
-    """Return the state that was saved.
+    """Collective over the meshes of the DTensors, if there are any: return the state that was saved.
+
+    A tensor that each rank had whole when it was saved, and that was loaded as a DTensor, is gathered.
 
     Args:
         form: What :func:`make_form` returned.
@@ -128,7 +130,7 @@ def fill_form(form: Any, find: Callable[[str], torch.Tensor | None], path: tuple
 
 
 def rebuild_state(values: Mapping[str, Any]) -> Any:
-    """Return a state from what was loaded for it: by its form, if it has one."""
+    """Collective where :func:`fill_form` is: return a state from what was loaded for it, by its form if it has one."""
     if FORM not in values:
         return dict(values)
     return fill_form(values[FORM], values.get)
