@@ -37,7 +37,15 @@ if TYPE_CHECKING:
 
     from shardckpt.distributed import Comm
     from shardckpt.manifest import Manifest
-    from shardckpt.mapping import BlockScales, CommonStateDict, PlainObject, ShardedBase, ShardedObject, StateDict
+    from shardckpt.mapping import (
+        BlockScales,
+        CommonStateDict,
+        PlainObject,
+        ShardedBase,
+        ShardedObject,
+        ShardedTensor,
+        StateDict,
+    )
     from shardckpt.storage import CheckpointReader, CheckpointWriter
 
 
@@ -612,6 +620,29 @@ class StoredColumns(NamedTuple):
     objects: Sequence[str]
     scales: Mapping[str, BlockScales]
     values: Sequence[str] = ()
+
+    @classmethod
+    def from_shards(
+        cls, tensors: Sequence[ShardedTensor], objects: Iterable[ShardedObject], values: Sequence[str] = ()
+    ) -> StoredColumns:
+        """Return the columns of what :meth:`LoadStrategy.load_index` describes.
+
+        Args:
+            tensors: The tensors, unsharded.
+            objects: The objects.
+            values: The keys of values that are stored one by one.
+
+        Returns:
+            The columns, in the same order.
+        """
+        return cls(
+            [shard.key for shard in tensors],
+            [shard.dtype for shard in tensors],
+            [tuple(shard.global_shape) for shard in tensors],
+            [shard.unique_key for shard in objects],
+            {shard.key: shard.block_scales for shard in tensors if shard.block_scales},
+            values,
+        )
 
 
 @runtime_checkable

@@ -8,7 +8,7 @@ from shardckpt.adapters.dtensor import (
     make_shards,
     sharded_tensor_from_dtensor,
 )
-from shardckpt.adapters.forms import FORM, rebuild_state
+from shardckpt.adapters.forms import FORM, is_placeholder, join_path, make_form, rebuild_state
 from shardckpt.adapters.in_place import InPlaceFactory
 from shardckpt.adapters.leaves import describe_leaf, describe_object, describe_plain_object
 from shardckpt.adapters.modules import get_model_tensors
@@ -35,7 +35,10 @@ __all__ = [
     "get_param_groups",
     "get_replica_coordinates",
     "is_group",
+    "is_placeholder",
+    "join_path",
     "load_into",
+    "make_form",
     "make_shards",
     "rebuild_state",
     "sharded_tensor_from_dtensor",

@@ -61,13 +61,14 @@ def make_form(state: Any, *, is_distributed: bool = False) -> Any:
     Args:
         state: Nested dicts and lists.
         is_distributed: Whether plain tensors are told apart from DTensors.
+
+    Raises:
+        ShardingError: a value looks like a placeholder: it would come back as a tensor.
     """
 
     def replace(leaf: Any) -> Any:
         if is_placeholder(leaf):
-            raise ShardingError(
-                f"a value of an optimizer's state is {leaf!r}, which stands for a tensor in a checkpoint"
-            )
+            raise ShardingError(f"a value of a state is {leaf!r}, which stands for a tensor in a checkpoint")
         if not isinstance(leaf, torch.Tensor):
             return leaf
         mark = (_WHOLE,) if is_distributed and not isinstance(leaf, DTensor) else ()
@@ -78,7 +79,8 @@ def make_form(state: Any, *, is_distributed: bool = False) -> Any:
 
 def is_placeholder(leaf: Any) -> bool:
     """Return whether a leaf of a form stands for a tensor."""
-    return isinstance(leaf, tuple) and len(leaf) in (3, 4) and leaf[0] == _PLACEHOLDER
+    # of an array, == is an array
+    return isinstance(leaf, tuple) and len(leaf) in (3, 4) and isinstance(leaf[0], str) and leaf[0] == _PLACEHOLDER
 
 
 def list_tensors(state: Any) -> dict[str, torch.Tensor]:
@@ -100,7 +102,9 @@ def list_tensors(state: Any) -> dict[str, torch.Tensor]:
 
 
 def fill_form(form: Any, find: Callable[[str], torch.Tensor | None], path: tuple[Any, ...] = ()) -> Any:
-    """Return the state that was saved.
+    """Collective over the meshes of the DTensors, if there are any: return the state that was saved.
+
+    A tensor that each rank had whole when it was saved, and that was loaded as a DTensor, is gathered.
 
     Args:
         form: What :func:`make_form` returned.
@@ -126,7 +130,7 @@ def fill_form(form: Any, find: Callable[[str], torch.Tensor | None], path: tuple
 
 
 def rebuild_state(values: Mapping[str, Any]) -> Any:
-    """Return a state from what was loaded for it: by its form, if it has one."""
+    """Collective where :func:`fill_form` is: return a state from what was loaded for it, by its form if it has one."""
     if FORM not in values:
         return dict(values)
     return fill_form(values[FORM], values.get)

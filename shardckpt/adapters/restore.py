@@ -43,7 +43,10 @@ def load_into(
     *optimizers: Optimizer,
     strict: bool = True,
 ) -> None:
-    """Restore what was loaded into modules and optimizers, with the options of their groups (lr, betas).
+    """Collective over the meshes of DTensors, if there are any: restore what was loaded into modules and optimizers.
+
+    The groups of the optimizers get their options (lr, betas). Optimizer state that each rank had whole when it was
+    saved, and that was loaded as a DTensor, is gathered.
 
     Args:
         loaded: What ``load`` returned for ``to_sharded_state_dict(model_or_parts, *optimizers)``.

@@ -29,7 +29,6 @@ from shardckpt.validation import (
     StrictHandling,
     choose_main_replicas,
     compare_keys,
-    report_unused,
     stored_key,
     use_bare_keys,
     validate_descriptions,
@@ -121,13 +120,9 @@ class OpenCheckpoint:
                 checked = check_columns(self.strategy, columns, self.operation.plugins)
             return checked
         index = self.index()
-        tensors = [shard for shard in index if isinstance(shard, ShardedTensor)]
-        return StoredColumns(
-            [shard.key for shard in tensors],
-            [shard.dtype for shard in tensors],
-            [tuple(shard.global_shape) for shard in tensors],
-            [shard.unique_key for shard in index if isinstance(shard, ShardedObject)],
-            {shard.key: shard.block_scales for shard in tensors if shard.block_scales},
+        return StoredColumns.from_shards(
+            [shard for shard in index if isinstance(shard, ShardedTensor)],
+            [shard for shard in index if isinstance(shard, ShardedObject)],
         )
 
     def find_buildable(self, wanted: Iterable[ShardedBase], stored: Collection[str]) -> set[str]:
@@ -331,9 +326,7 @@ def load_checkpoint(
         built = checkpoint.find_buildable(template.shards, keys)
         # every rank must compare with the same keys, and what is built differs from rank to rank
         wanted = [shard for shard in template.shards if stored_key(shard) not in built] if built else template.shards
-        mismatch = compare_keys(wanted, keys, strict, comm)
-        if not strict.checks_all:
-            report_unused(template.shards, keys, on_unused, comm, counts=counts_unused)
+        mismatch = compare_keys(wanted, keys, strict, comm, on_unused=on_unused, counts_unused=counts_unused)
         if template.left_out and comm.is_main:
             _log_left_out(template)
     is_absent = [False] * len(template.shards)

@@ -7,7 +7,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from shardckpt.adapters import describe_leaf, describe_object, describe_plain_object
+from shardckpt.adapters import (
+    describe_leaf,
+    describe_object,
+    describe_plain_object,
+    is_placeholder,
+    join_path,
+    make_form,
+)
 from shardckpt.state_dict import dict_list_map_outplace, nested_items, of_type
 
 if TYPE_CHECKING:
@@ -15,9 +22,6 @@ if TYPE_CHECKING:
 
     from shardckpt.mapping import PlainObject, Replicated, ShardedStateDict
 
-#: The first item of a placeholder, ``(this text, dtype name, shape)``, which replaces a tensor in a stored form. It is
-#: part of the checkpoint format.
-_PLACEHOLDER = "shardckpt: a tensor"
 _MOST_VALUES = 1000
 
 
@@ -32,7 +36,7 @@ def describe_form(name: str, state: Any, replicated: Replicated) -> Any:
     Returns:
         A sharded object: the state with a placeholder for each tensor.
     """
-    return describe_object(dict_list_map_outplace(_replace_tensor, state), name, replicated)
+    return describe_object(make_form(state), name, replicated)
 
 
 def describe_tensors(name: str, state: Any, replicated: Replicated) -> ShardedStateDict:
@@ -47,7 +51,7 @@ def describe_tensors(name: str, state: Any, replicated: Replicated) -> ShardedSt
         Sharded tensors by the position, from ``"0"``, of their placeholder in the form.
     """
     return {
-        str(number): describe_leaf(leaf, _make_key(name, path), replicated)
+        str(number): describe_leaf(leaf, join_path((name, *path)), replicated)
         for number, (path, leaf) in enumerate(
             (path, leaf) for path, leaf in nested_items(state) if isinstance(leaf, torch.Tensor)
         )
@@ -65,7 +69,7 @@ def describe_values(name: str, state: Any, taken: set[str]) -> dict[str, PlainOb
     Returns:
         The descriptions by key; none for a state of more than 1,000 values, which would take long to store twice.
     """
-    values = {_make_key(name, path): value for path, value in _find_dcp_values(state, ())}
+    values = {join_path((name, *path)): value for path, value in _find_dcp_values(state, ())}
     if len(values) > _MOST_VALUES:
         return {}
     # The values are stored in their state, too: one whose dotted path is the key of something else may go without its
@@ -90,9 +94,9 @@ def request_tensors(name: str, form: Any, live: Any, taken: set[int]) -> Sharded
     """
     live_leaves = dict(nested_items(live))
     return {
-        str(number): _request_tensor(_make_key(name, path), placeholder, live_leaves.get(path), taken)
+        str(number): _request_tensor(join_path((name, *path)), placeholder, live_leaves.get(path), taken)
         for number, (path, placeholder) in enumerate(
-            (path, leaf) for path, leaf in nested_items(form) if _is_placeholder(leaf)
+            (path, leaf) for path, leaf in nested_items(form) if is_placeholder(leaf)
         )
     }
 
@@ -106,7 +110,7 @@ def merge_tensors(form: Any, tensors: dict[str, Any]) -> Any:
     """
     # Both walks go through a form in the same order, so that position n is the n-th placeholder.
     ordered = (tensors[str(number)] for number in range(len(tensors)))
-    return dict_list_map_outplace(lambda leaf: next(ordered) if _is_placeholder(leaf) else leaf, form)
+    return dict_list_map_outplace(lambda leaf: next(ordered) if is_placeholder(leaf) else leaf, form)
 
 
 def restore_keys(loaded: Any, live: Any) -> Any:
@@ -150,18 +154,8 @@ def _is_branch(state: Any) -> bool:
     )
 
 
-def _replace_tensor(leaf: Any) -> Any:
-    if not isinstance(leaf, torch.Tensor):
-        return leaf
-    return (_PLACEHOLDER, str(leaf.dtype).removeprefix("torch."), tuple(leaf.shape))
-
-
-def _is_placeholder(leaf: Any) -> bool:
-    return isinstance(leaf, tuple) and len(leaf) == 3 and leaf[0] == _PLACEHOLDER  # noqa: PLR2004 - text, dtype, shape
-
-
-def _request_tensor(key: str, placeholder: tuple[str, str, tuple[int, ...]], live: Any, taken: set[int]) -> Any:
-    _, dtype_name, shape = placeholder
+def _request_tensor(key: str, placeholder: tuple[Any, ...], live: Any, taken: set[int]) -> Any:
+    _, dtype_name, shape = placeholder[:3]
     dtype = getattr(torch, dtype_name)
     fits = isinstance(live, torch.Tensor) and tuple(live.shape) == tuple(shape) and live.dtype == dtype
     if not fits or live.is_meta or live.layout != torch.strided:
@@ -172,7 +166,3 @@ def _request_tensor(key: str, placeholder: tuple[str, str, tuple[int, ...]], liv
     elif memory is not None:
         taken.add(memory)
     return describe_leaf(live, key, "unchecked")
-
-
-def _make_key(name: str, path: tuple[Any, ...]) -> str:
-    return ".".join(map(str, (name, *path)))

@@ -185,7 +185,7 @@ class TrainingStates:
     def restore(
         self, names: Collection[str], objects: StateDict, tensors: StateDict, ranks: Ranks, *, strict: bool = True
     ) -> None:
-        """Set the states to what was loaded.
+        """Collective where :func:`load_into` is: set the states to what was loaded.
 
         Args:
             names: The states to set.

@@ -263,7 +263,7 @@ def _assemble(
     groups: list[dict[str, Any]] | None,
     params: Mapping[str, torch.Tensor],
 ) -> StateDict:
-    """Assemble the optimizer's state dict, with parameters in the model's order."""
+    """Collective where :func:`rebuild_state` is: assemble the state dict, with parameters in the model's order."""
     state: dict[Any, Any] = {name: {} for name in params}
     options: dict[Any, Any] = {name: {} for name in params}
     shared: dict[str, dict[str, Any]] = {}

@@ -12,7 +12,6 @@ from shardckpt.validation.keys import (
     name_keys,
     parse_on_unused,
     parse_strict_flag,
-    report_unused,
     stored_key,
     use_bare_keys,
 )
@@ -34,7 +33,6 @@ __all__ = [
     "name_keys",
     "parse_on_unused",
     "parse_strict_flag",
-    "report_unused",
     "stored_key",
     "use_bare_keys",
     "validate_descriptions",

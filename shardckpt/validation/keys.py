@@ -161,6 +161,9 @@ def compare_keys(
     strict: StrictHandling,
     comm: Comm,
     everywhere: Mapping[str, str] | None = None,
+    *,
+    on_unused: OnUnused = "ignore",
+    counts_unused: Callable[[str], bool] = lambda _: True,
 ) -> KeyMismatch:
     """Collective: compare the keys of a load with those of the checkpoint, and do what the mode says.
 
@@ -171,12 +174,16 @@ def compare_keys(
         comm: The ranks that load.
         everywhere: What all ranks together can load, the same on every rank; by default ``stored``, which then is the
             same on every rank.
+        on_unused: What to do about stored tensors and objects that no rank asks for, if the mode does not look for
+            them; the same on every rank.
+        counts_unused: Says of a key whether it should have been asked for.
 
     Returns:
         The keys that do not match.
 
     Raises:
-        KeyMismatchError: on every rank: some rank's keys do not match, and the mode forbids it.
+        KeyMismatchError: on every rank: some rank's keys do not match, and the mode forbids it; or some are unused, and
+            ``on_unused`` is ``"error"``.
     """
     everywhere = stored if everywhere is None else everywhere
     mine = name_keys(wanted)
@@ -202,32 +209,30 @@ def compare_keys(
                 raise KeyMismatchError(text)
         if strict in (StrictHandling.LOG_UNEXPECTED, StrictHandling.LOG_ALL):
             logger.warning("%s", text)
+    if on_unused != "ignore" and not strict.checks_all:
+        _report_unused(mine, everywhere, on_unused, comm, counts_unused)
     return KeyMismatch(frozenset(left.values()), frozenset(absent.values()) | incomplete.keys(), frozenset(absent))
 
 
-def report_unused(
-    wanted: Iterable[ShardedBase],
+def _report_unused(
+    mine: Collection[str],
     stored: Mapping[str, str],
     on_unused: OnUnused,
     comm: Comm,
-    *,
-    counts: Callable[[str], bool] = lambda _: True,
+    counts: Callable[[str], bool],
 ) -> None:
-    """Collective: say once a load which stored tensors and objects no rank asks for.
+    """Collective: say once a load which stored tensors and objects no rank asks for; see :func:`compare_keys`.
 
     Args:
-        wanted: This rank's shards.
+        mine: The names of what this rank asks for.
         stored: The key of each stored tensor and object by its name, the same on every rank.
-        on_unused: What to do, the same on every rank.
+        on_unused: Whether to warn or to raise.
         comm: The ranks that load.
         counts: Says of a key whether it should have been asked for.
 
     Raises:
         KeyMismatchError: on every rank: there are some, and ``on_unused`` is ``"error"``.
     """
-    if on_unused == "ignore":
-        return
-    mine = name_keys(wanted)
     names = sorted(name for name, key in stored.items() if counts(key))
     left = [name for name in names if name not in mine]
     # nearly always all ranks ask for the same; pipeline stages do not, and only together know what is left

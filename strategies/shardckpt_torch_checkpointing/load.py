@@ -10,6 +10,7 @@ from shardckpt.state_dict import nest_values
 from shardckpt.strategy import LoadStrategy, StoredBox, StoredColumns
 from shardckpt.tensors import synchronize_devices
 from shardckpt_torch_checkpointing.check import check_files, list_files
+from shardckpt_torch_checkpointing.files import join_path
 from shardckpt_torch_checkpointing.index import Index
 from shardckpt_torch_checkpointing.metadata import METADATA_FILE
 from shardckpt_torch_checkpointing.requested import plan_shard
@@ -85,26 +86,13 @@ class TorchCheckpointingLoadStrategy(LoadStrategy):
 
     def load_index(self, context: LoadContext) -> list[ShardedBase]:
         """Return the stored tensors without data, unsharded, and an object for each rank of items that differ."""
-        index = _read_index(context.reader, context.allow_globals)
-        found: list[ShardedBase] = [
-            ShardedTensor.from_global_shape(tensor.key, tensor.dtype, tensor.shape) for tensor in index.tensors.values()
-        ]
-        for item, contents in index.per_rank.items():
-            found += [ShardedObject(item, None, (len(contents),), (rank,)) for rank in contents]
-        return found
+        tensors, objects = _describe_stored(_read_index(context.reader, context.allow_globals))
+        return [*tensors, *objects]
 
     def list_columns(self, context: LoadContext) -> StoredColumns:
         """Return the same in columns, and the keys of the values that are the same on all ranks."""
-        index, shards = _read_index(context.reader, context.allow_globals), self.load_index(context)
-        tensors = list(index.tensors.values())
-        return StoredColumns(
-            [tensor.key for tensor in tensors],
-            [tensor.dtype for tensor in tensors],
-            [tensor.shape for tensor in tensors],
-            [shard.unique_key for shard in shards if isinstance(shard, ShardedObject)],
-            {},
-            [".".join(map(str, path)) for path in index.values],
-        )
+        index = _read_index(context.reader, context.allow_globals)
+        return StoredColumns.from_shards(*_describe_stored(index), [join_path(path) for path in index.values])
 
     def recognises(self, directory: Path) -> int | None:
         """Return 1 if the directory has ``metadata.pkl`` or ``<item>_0.pt``, and is not that of an unfinished save."""
@@ -139,3 +127,14 @@ class TorchCheckpointingLoadStrategy(LoadStrategy):
 def _read_index(reader: CheckpointReader, allow_globals: tuple[Any, ...]) -> Index:
     """Return what the checkpoint stores; it is read once per reader."""
     return reader.parsed("index", lambda: Index(reader, allow_globals))
+
+
+def _describe_stored(index: Index) -> tuple[list[ShardedTensor], list[ShardedObject]]:
+    """Describe the stored tensors without data, unsharded, and each rank's object of the items that differ."""
+    tensors = [ShardedTensor.from_global_shape(each.key, each.dtype, each.shape) for each in index.tensors.values()]
+    objects = [
+        ShardedObject(item, None, (len(contents),), (rank,))
+        for item, contents in index.per_rank.items()
+        for rank in contents
+    ]
+    return tensors, objects

@@ -13,11 +13,12 @@ from torch import nn
 
 from shardckpt import dist_checkpointing
 from shardckpt.adapters import load_into, to_sharded_state_dict
+from tests.adapters.job import Job
 from tests.adapters.same import is_same
 from tests.tables import table
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable
     from pathlib import Path
 
 Pair = namedtuple("Pair", "first second")  # noqa: PYI024 any namedtuple
@@ -64,49 +65,11 @@ class HighPrecision(torch.optim.Optimizer):
             param.copy_(state["master"])
 
 
-class Job:
-    """A model with its optimizer."""
-
-    def __init__(self, name: str, dtype: torch.dtype = torch.float32, frozen: Iterable[int] = ()) -> None:
-        torch.manual_seed(1)
-        self.model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).to(dtype)
-        self.optimizer = OPTIMIZERS[name](self.model.parameters())
-        self.freeze(*frozen)
-
-    def freeze(self, *layers: int) -> None:
-        """Let only the other layers learn."""
-        for number, layer in enumerate(self.model):
-            layer.requires_grad_(number not in layers)
-
-    def train(self, *batches: int) -> None:
-        """Take a step for each batch."""
-        for number in batches:
-            self.optimizer.zero_grad()
-            batch = torch.sin(torch.arange(8.0) * (number + 1)).view(2, 4).to(self.model[0].weight.dtype)
-            self.model(batch).square().sum().backward()
-            self.optimizer.step()
-
-    def save(self, path: Path) -> None:
-        """Save model and optimizer."""
-        dist_checkpointing.save(to_sharded_state_dict(self.model, self.optimizer), path)
-
-    def load(self, path: Path) -> None:
-        """Load them."""
-        loaded = dist_checkpointing.load(to_sharded_state_dict(self.model, self.optimizer), path)
-        load_into(loaded, self.model, self.optimizer)
-
-    def values(self) -> list[Any]:
-        """The weights, the state of each parameter and the options of each group."""
-        params = list(self.model.parameters())
-        groups = [{**group, "params": len(group["params"])} for group in self.optimizer.param_groups]
-        return copy.deepcopy([*(param.detach() for param in params), *map(self.optimizer.state.get, params), groups])
-
-
 @pytest.mark.parametrize("stepped", [False, True])
 @table("name, dtype", [(name, dtype) for name in OPTIMIZERS for dtype in (torch.float32, torch.bfloat16)])
 def test_state_keeps_bits_and_dtypes(tmp_path: Path, name: str, dtype: torch.dtype, stepped: bool) -> None:
     """State, options and the next steps are those of the job that was not interrupted, for any dtype of weights."""
-    job, resumed = Job(name, dtype), Job(name, dtype)
+    job, resumed = Job(OPTIMIZERS[name], dtype), Job(OPTIMIZERS[name], dtype)
     job.train(0, 1)
     if stepped:
         resumed.train(7)
@@ -123,7 +86,7 @@ def test_state_of_frozen_parameters_comes_back(
     tmp_path: Path, at_save: tuple[int, ...], at_load: tuple[int, ...]
 ) -> None:
     """A parameter may be frozen when it is saved or loaded: once unfrozen it goes on from where it was."""
-    job, resumed = Job("AdamW"), Job("AdamW", frozen=at_load)
+    job, resumed = Job(OPTIMIZERS["AdamW"]), Job(OPTIMIZERS["AdamW"], frozen=at_load)
     job.train(0, 1)
     job.freeze(*at_save)
     job.save(tmp_path / "saved")
@@ -141,7 +104,7 @@ VALUES = ["ema", deque([1, 2], maxlen=3), (1, 2.5), b"ab", None, True, 2**80, ra
 @table("value", [*VALUES, (torch.ones(2), 3), [1, "x", torch.ones(1)]])
 def test_values_of_any_type_keep_it(tmp_path: Path, value: Any) -> None:
     """What is no tensor keeps its own type: torch's load_state_dict makes the text of a generator of a str."""
-    job, resumed = Job("AdamW"), Job("AdamW")
+    job, resumed = Job(OPTIMIZERS["AdamW"]), Job(OPTIMIZERS["AdamW"])
     for each in (job, resumed):
         each.train(0)
     job.optimizer.state[job.model[0].weight]["mine"] = value
@@ -153,7 +116,7 @@ def test_values_of_any_type_keep_it(tmp_path: Path, value: Any) -> None:
 
 def test_the_optimizers_own_load_runs(tmp_path: Path) -> None:
     """Hooks, and a load_state_dict of the class, see the state and the groups, and may add to them."""
-    job, resumed = Job("AdamW"), Job("AdamW")
+    job, resumed = Job(OPTIMIZERS["AdamW"]), Job(OPTIMIZERS["AdamW"])
     job.train(0)
     job.save(tmp_path / "saved")
     seen = []
@@ -179,7 +142,7 @@ def test_a_class_that_counts_parameters_keeps_bits(tmp_path: Path) -> None:
             for state in self.state.values():
                 state["count"] = state["count"] * 2
 
-    job, resumed = Job("AdamW", torch.bfloat16), Job("AdamW", torch.bfloat16)
+    job, resumed = Job(OPTIMIZERS["AdamW"], torch.bfloat16), Job(OPTIMIZERS["AdamW"], torch.bfloat16)
     job.optimizer, resumed.optimizer = (Counts(each.model.parameters()) for each in (job, resumed))
     job.train(0, 1)
     for state in job.optimizer.state.values():
@@ -202,7 +165,7 @@ def test_a_class_that_counts_parameters_keeps_bits(tmp_path: Path) -> None:
 
 def test_parameters_that_were_not_saved_keep_their_state(tmp_path: Path) -> None:
     """With ``strict=False`` a new layer keeps its weights, its state and, in a group of its own, its options."""
-    job, resumed = Job("AdamW"), Job("AdamW")
+    job, resumed = Job(OPTIMIZERS["AdamW"]), Job(OPTIMIZERS["AdamW"])
     job.train(0, 1)
     job.save(tmp_path / "saved")
     resumed.model.append(nn.Linear(4, 4))
@@ -228,7 +191,7 @@ def test_modules_that_change_their_state_dict_keep_it_too(tmp_path: Path) -> Non
         def set_extra_state(self, state: Any) -> None:
             assert state == {"calls": 3}
 
-    job, resumed = Job("high precision", torch.bfloat16), Job("high precision", torch.bfloat16)
+    job, resumed = Job(OPTIMIZERS["high precision"], torch.bfloat16), Job(OPTIMIZERS["high precision"], torch.bfloat16)
     for each in (job, resumed):
         each.model.append(Extra(4, 4, dtype=torch.bfloat16))
         each.optimizer = HighPrecision(each.model.parameters())

@@ -16,6 +16,7 @@ from shardckpt import dist_checkpointing
 from shardckpt.adapters import load_into, to_sharded_state_dict
 from shardckpt.adapters.leaves import describe_object, describe_tree
 from shardckpt.errors import CheckpointingException, KeyMismatchError, ShardingError
+from tests.adapters.job import Job
 from tests.adapters.same import is_same
 from tests.tables import table
 
@@ -69,46 +70,6 @@ class TrainMode(Momentum):
         """Add the gradients."""
         assert self.is_training, "call optimizer.train() first"
         super().step(closure)
-
-
-class Job:
-    """A model with its optimizer."""
-
-    def __init__(self, make: Callable[[Any], torch.optim.Optimizer]) -> None:
-        torch.manual_seed(1)
-        self.model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-        self.optimizer = make(self.model.parameters())
-
-    def train(self, *batches: int) -> None:
-        """Take a step for each batch."""
-        for number in batches:
-            batch = torch.sin(torch.arange(8.0) * (number + 1)).view(2, 4)
-
-            def loss(batch: torch.Tensor = batch) -> torch.Tensor:
-                self.optimizer.zero_grad()
-                value: torch.Tensor = self.model(batch).square().sum()
-                value.backward()
-                return value
-
-            if isinstance(self.optimizer, torch.optim.LBFGS):
-                self.optimizer.step(loss)
-                continue
-            loss()
-            self.optimizer.is_training = True  # type: ignore[attr-defined]
-            self.optimizer.step()
-
-    def save(self, path: Path) -> None:
-        """Save both."""
-        dist_checkpointing.save(to_sharded_state_dict(self.model, self.optimizer), path)
-
-    def load(self, path: Path) -> None:
-        """Load both."""
-        loaded = dist_checkpointing.load(to_sharded_state_dict(self.model, self.optimizer), path)
-        load_into(loaded, self.model, self.optimizer)
-
-    def values(self) -> list[Any]:
-        """The weights, and what the optimizer's state dict has."""
-        return copy.deepcopy([*(param.detach() for param in self.model.parameters()), self.optimizer.state_dict()])
 
 
 STEPPED = {
@@ -445,7 +406,7 @@ def test_what_would_be_taken_for_a_form_is_refused(tmp_path: Path, state: dict[s
     """A save does not write what a load would misread."""
     job = Job(AdamW)
     job.optimizer.state[job.model[0].weight].update(state)
-    with pytest.raises(ShardingError, match="of an optimizer's state"):
+    with pytest.raises(ShardingError, match=r"which is taken|which stands for a tensor"):
         job.save(tmp_path / "c")
 
 

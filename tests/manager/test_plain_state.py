@@ -2,8 +2,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import pytest
 import torch
 
+from shardckpt.errors import ShardingError
 from shardckpt.manager import CheckpointConfig, CheckpointManager
 from tests.tables import table
 
@@ -73,6 +76,22 @@ def test_what_fits_is_loaded_where_it_is(tmp_path: Path) -> None:
     _loaded(tmp_path, {"a": Held({"x": torch.ones(3)})}, {"a": live})
     assert torch.equal(here, torch.ones(3))
     assert live.state["x"].data_ptr() == here.data_ptr()
+
+
+def test_tuples_of_arrays(tmp_path: Path) -> None:
+    """A tuple that begins with an array, as no placeholder does, comes back."""
+    live = Held(None)
+    _loaded(tmp_path, {"a": Held({"x": (np.array([1, 2]), 3, 4)})}, {"a": live})
+    assert live.state["x"][0].tolist() == [1, 2]
+    assert live.state["x"][1:] == (3, 4)
+
+
+def test_a_value_that_looks_like_a_placeholder(tmp_path: Path) -> None:
+    """A save refuses what a load would take for a tensor."""
+    state = Held({"x": ("shardckpt: a tensor", "float32", (2,))})
+    refused = pytest.raises(ShardingError, match="stands for a tensor")
+    with CheckpointManager(CheckpointConfig(folder=tmp_path, interval=1), {"a": state}) as manager, refused:
+        manager.save(1)
 
 
 @table(
