@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import io
 import pickle
 from pickle import PickleBuffer, PicklingError
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
 __all__ = [
     "PicklingError",
     "SharedPickle",
     "can_be_pickled",
     "pickle_parts",
+    "pickle_to_compare",
     "pickle_value",
     "try_pickle",
     "unpickle_parts",
@@ -60,6 +62,24 @@ def unpickle_parts(parts: Sequence[bytes]) -> Any:
 def pickle_value(value: Any) -> bytes:
     """Return the value's pickle, to send to another process. It raises whatever the value's class raises."""
     return pickle.dumps(value)
+
+
+def pickle_to_compare(value: Any, replace: Callable[[Any], tuple[Any, ...] | None]) -> bytes:
+    """Return a pickle that is compared, and never read.
+
+    Args:
+        value: The value.
+        replace: Returns what is pickled in the place of an object inside; None for the object itself.
+    """
+
+    class Replacing(pickle.Pickler):
+        def reducer_override(self, obj: Any) -> Any:
+            replaced = replace(obj)
+            return NotImplemented if replaced is None else (tuple, (replaced,))
+
+    file = io.BytesIO()
+    Replacing(file).dump(value)
+    return file.getvalue()
 
 
 def try_pickle(value: Any) -> bytes | None:

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 
-from shardckpt.distributed import pickle_value
+from shardckpt.distributed import pickle_to_compare
 from shardckpt.errors import ShardingError, listed
 from shardckpt.mapping import Replicated, ShardedBase, ShardedObject, ShardedTensor
 from shardckpt.planning import shard_id
 from shardckpt.state_dict import build_copy, diff
 from shardckpt.storage import digest_function, digest_vote, negotiate_digest
-from shardckpt.tensors import dequantize, is_quantized, movable, plain_cpu, tensor_bytes
+from shardckpt.tensors import ORDINARY, dequantize, is_quantized, movable, plain_cpu, tensor_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
@@ -314,9 +314,16 @@ def _groups(ranks: Mapping[int, Collection[int]]) -> str:
 
 def _digest(value: Any, digest: Digest) -> int:
     if not isinstance(value, torch.Tensor):
-        return digest(pickle_value(value))
+        return digest(pickle_to_compare(value, _name_values))
     if value.nbytes <= _CHUNK or is_quantized(value) or value.layout != torch.strided:
         return digest(tensor_bytes(plain_cpu(value)))
     # in parts, of which few are on the CPU at a time; all ranks cut the same ones, on any kind of device
     parts = torch.split(value.detach().reshape(-1), math.ceil(_CHUNK / value.element_size()))
     return digest(b"".join(digest(tensor_bytes(plain_cpu(part))).to_bytes(8, "little") for part in parts))
+
+
+def _name_values(value: Any) -> tuple[Any, ...] | None:
+    """Return a plain tensor's dtype, shape and bits: torch pickles its storage, whose name is another one each time."""
+    if type(value) not in ORDINARY or value.layout != torch.strided or value.is_meta:
+        return None
+    return str(value.dtype), tuple(value.shape), bytes(tensor_bytes(plain_cpu(value)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -205,6 +206,15 @@ def _differently_pickled() -> list[Any]:
 def test_equal_objects_may_be_pickled_in_two_ways(ranks: Ranks) -> None:
     """Objects whose pickles differ, by what they share inside, are compared as values."""
     assert ranks.run(2, _differently_pickled) == [[0], [1]]
+
+
+def test_objects_with_tensors_inside_are_compared_by_their_bits(ranks: Ranks) -> None:
+    """Equal tensors in containers of any class are equal, wherever they lie; one that differs is named."""
+    whole = torch.arange(6.0)
+    copies: list[list[ShardedBase]] = [[_object("o", deque([part], 4))] for part in (whole[:3], whole[:3].clone())]
+    assert outcomes_of(ranks, copies) == [[0], [1]]
+    other: list[list[ShardedBase]] = [[_object("o", deque([whole[3:]], 4))]]
+    assert "'o': one value on rank 0 / one value on rank 1" in error_of(ranks, copies[:1] + other)
 
 
 def _quantities(rank: int) -> torch.Tensor:
