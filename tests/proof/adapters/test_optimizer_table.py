@@ -13,8 +13,8 @@ from tests.sites import find as find_site
 if TYPE_CHECKING:
     from pathlib import Path
 
-#: What a resume of ours does not keep, though torch.save does (27 November 2026), by the cause. All but RAdam under FSDP2
-#: alone, or refused at the save by name.
+#: What a resume of ours does not keep, though torch.save does (27 November 2026), by the cause: all but RAdam under
+#: FSDP2 alone, or refused at the save by name.
 NOT_YET = {
     "refused: under FSDP2 each rank has options of its own": """
         dadaptation.DAdaptAdaGrad dadaptation.DAdaptAdam dadaptation.DAdaptAdan dadaptation.DAdaptSGD
