@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import suppress
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -114,6 +115,21 @@ def get_dtensor_splits(key: str, dtensor: DTensor) -> list[Split]:
                 why = "its values are still to be reduced; redistribute it to Replicate() or Shard(dim) first"
             raise ShardingError(f"DTensor {key!r} has the placement {placement!r}: {why}")
     return splits
+
+
+def get_element_range(dtensor: DTensor) -> range | None:
+    """Return which elements of the global tensor, in its order, this rank has; None if they do not follow each other.
+
+    Raises:
+        ShardingError: As from :func:`get_dtensor_splits`.
+    """
+    shape = tuple(dtensor.shape)
+    cut = _cut(shape, tuple(get_dtensor_splits("", dtensor)))
+    box = cut.held[0].box
+    if not shape or not cut.is_one_box or box.shape[1:] != shape[1:]:
+        return range(dtensor.numel()) if cut.is_one_box and box.shape == shape else None
+    width = math.prod(shape[1:])
+    return range(box.offset[0] * width, (box.offset[0] + box.shape[0]) * width)
 
 
 def get_replica_coordinates(dtensor: DTensor) -> Ints:

@@ -6,15 +6,15 @@ checkpoint are dotted texts, which do not say what they were.
 
 from __future__ import annotations
 
-import sys
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
+from shardckpt.adapters.wrappers import CLASS, InnerShard, is_wrapper, rebuild_wrapper
 from shardckpt.errors import CheckpointingException, ShardingError
 from shardckpt.state_dict import dict_list_map_outplace, nested_items, of_type
-from shardckpt.tensors import ORDINARY, is_sharded_tensor
+from shardckpt.tensors import ORDINARY
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -26,8 +26,6 @@ FORM = "(form)"
 _PLACEHOLDER = "shardckpt: a tensor"
 #: A fourth item of those of plain tensors where the others are DTensors.
 _WHOLE = "whole on each rank"
-#: The key that marks a dict in the place of a wrapper tensor: the name of its class.
-_CLASS = "shardckpt: a tensor of the class"
 
 
 def is_self_describing(state: Any, *, is_distributed: bool) -> bool:
@@ -50,7 +48,7 @@ def is_self_describing(state: Any, *, is_distributed: bool) -> bool:
         elif kind is dict:
             if not is_self_describing(value, is_distributed=is_distributed):
                 return False
-        elif isinstance(value, (dict, list)) or _is_wrapper(value):
+        elif isinstance(value, (dict, list)) or is_wrapper(value):
             return False
     return True
 
@@ -69,6 +67,8 @@ def make_form(state: Any, *, is_distributed: bool = False) -> Any:
     def replace(leaf: Any) -> Any:
         if is_placeholder(leaf):
             raise ShardingError(f"a value of a state is {leaf!r}, which stands for a tensor in a checkpoint")
+        if isinstance(leaf, InnerShard):
+            return (_PLACEHOLDER, str(leaf.tensor.dtype).removeprefix("torch."), (leaf.size,))
         if not isinstance(leaf, torch.Tensor):
             return leaf
         mark = (_WHOLE,) if is_distributed and not isinstance(leaf, DTensor) else ()
@@ -83,15 +83,15 @@ def is_placeholder(leaf: Any) -> bool:
     return isinstance(leaf, tuple) and len(leaf) in (3, 4) and isinstance(leaf[0], str) and leaf[0] == _PLACEHOLDER
 
 
-def list_tensors(state: Any) -> dict[str, torch.Tensor]:
+def list_tensors(state: Any) -> dict[str, torch.Tensor | InnerShard]:
     """Return the tensors of a state by their dotted paths.
 
     Raises:
         ShardingError: two have the same path, as for the keys 1 and ``"1"`` of a dict, or that of the form.
     """
-    found: dict[str, torch.Tensor] = {}
+    found: dict[str, torch.Tensor | InnerShard] = {}
     for path, leaf in nested_items(state):
-        if isinstance(leaf, torch.Tensor):
+        if isinstance(leaf, (torch.Tensor, InnerShard)):
             name = join_path(path)
             if name in found or path[0] == FORM:
                 raise ShardingError(
@@ -101,7 +101,12 @@ def list_tensors(state: Any) -> dict[str, torch.Tensor]:
     return found
 
 
-def fill_form(form: Any, find: Callable[[str], torch.Tensor | None], path: tuple[Any, ...] = ()) -> Any:
+def fill_form(
+    form: Any,
+    find: Callable[[str], torch.Tensor | None],
+    param: torch.Tensor | None = None,
+    path: tuple[Any, ...] = (),
+) -> Any:
     """Collective over the meshes of the DTensors, if there are any: return the state that was saved.
 
     A tensor that each rank had whole when it was saved, and that was loaded as a DTensor, is gathered.
@@ -109,16 +114,17 @@ def fill_form(form: Any, find: Callable[[str], torch.Tensor | None], path: tuple
     Args:
         form: What :func:`make_form` returned.
         find: Returns the tensor at a dotted path, or None if it was not loaded.
+        param: The parameter whose state it is, if it is one's.
         path: Where the form stands in the state.
 
     Raises:
-        CheckpointingException: a tensor is missing, or the class of a wrapper tensor is not imported.
+        CheckpointingException: a tensor is missing, or a wrapper tensor cannot be put together.
     """
     if isinstance(form, dict):
-        filled: Any = of_type(form, {key: fill_form(each, find, (*path, key)) for key, each in form.items()})
-        return rebuild_wrapper(filled) if _CLASS in filled else filled
+        filled: Any = of_type(form, {key: fill_form(each, find, param, (*path, key)) for key, each in form.items()})
+        return rebuild_wrapper(filled, form, param) if CLASS in filled else filled
     if isinstance(form, list):
-        return of_type(form, [fill_form(each, find, (*path, index)) for index, each in enumerate(form)])
+        return of_type(form, [fill_form(each, find, param, (*path, index)) for index, each in enumerate(form)])
     if not is_placeholder(form):
         return form
     tensor = find(join_path(path))
@@ -129,58 +135,13 @@ def fill_form(form: Any, find: Callable[[str], torch.Tensor | None], path: tuple
     return tensor
 
 
-def rebuild_state(values: Mapping[str, Any]) -> Any:
+def rebuild_state(values: Mapping[str, Any], param: torch.Tensor | None = None) -> Any:
     """Collective where :func:`fill_form` is: return a state from what was loaded for it, by its form if it has one."""
     if FORM not in values:
         return dict(values)
-    return fill_form(values[FORM], values.get)
-
-
-def flatten_wrappers(state: Any) -> Any:
-    """Return a state with a dict for each wrapper tensor (quantized ones), which has the tensors inside."""
-    return dict_list_map_outplace(lambda leaf: _flatten(leaf) if _is_wrapper(leaf) else leaf, state)
-
-
-def rebuild_wrapper(parts: Mapping[str, Any]) -> Any:
-    """Return the wrapper tensor of a dict that :func:`flatten_wrappers` has made.
-
-    Raises:
-        CheckpointingException: its class is not imported: a checkpoint must not decide what is.
-    """
-    module, _, name = parts[_CLASS].rpartition(".")
-    kind = getattr(sys.modules.get(module), name, None)
-    if not (isinstance(kind, type) and issubclass(kind, torch.Tensor) and hasattr(kind, "__tensor_unflatten__")):
-        raise CheckpointingException(
-            f"the state has a tensor of the class {parts[_CLASS]}, which is not imported: import {module} before the "
-            "load (a checkpoint cannot have it imported)"
-        )
-    return kind.__tensor_unflatten__(parts["inner"], parts["context"], torch.Size(parts["shape"]), parts["stride"])
+    return fill_form(values[FORM], values.get, param)
 
 
 def join_path(path: tuple[Any, ...]) -> str:
     """Return a path as text: its parts, joined by dots."""
     return ".".join(map(str, path))
-
-
-def _is_wrapper(value: Any) -> bool:
-    """Return whether a tensor has others inside, as torch's protocol for such classes says; DTensors are known."""
-    return (
-        isinstance(value, torch.Tensor)
-        and type(value) not in ORDINARY
-        and not isinstance(value, DTensor)
-        and not is_sharded_tensor(value)
-        and hasattr(value, "__tensor_flatten__")
-    )
-
-
-def _flatten(tensor: Any) -> dict[str, Any]:
-    names, context = tensor.__tensor_flatten__()
-    kind = type(tensor)
-    return {
-        _CLASS: f"{kind.__module__}.{kind.__qualname__}",
-        "context": context,
-        "shape": tuple(tensor.shape),
-        "stride": tuple(tensor.stride()),
-        # inside may be another
-        "inner": {name: flatten_wrappers(getattr(tensor, name)) for name in names},
-    }

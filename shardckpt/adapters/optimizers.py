@@ -18,7 +18,6 @@ from torch.distributed.tensor import DTensor
 from shardckpt.adapters import fsdp1
 from shardckpt.adapters.forms import (
     FORM,
-    flatten_wrappers,
     is_self_describing,
     join_path,
     list_tensors,
@@ -28,6 +27,7 @@ from shardckpt.adapters.leaves import describe_leaf, describe_object, describe_t
 from shardckpt.adapters.module_tree import name_parameters
 from shardckpt.adapters.modules import data_address, merge_sources
 from shardckpt.adapters.state_layout import empty_state_tensor
+from shardckpt.adapters.wrappers import InnerShard, flatten_wrappers, request_shard
 from shardckpt.errors import ShardingError
 from shardckpt.mapping import ShardedBase, ShardedTensor, ShardedTensorFactory
 from shardckpt.state_dict import nested_items
@@ -227,10 +227,15 @@ def describe_with_form(
     """Describe the tensors of a state by their dotted paths, and its form; the arguments are the same."""
     flat = flatten_wrappers(values)
     form = make_form(flat, is_distributed=is_distributed)
-    tensors = list_tensors(flat).items()
+
+    def describe(tensor: torch.Tensor | InnerShard, key: str) -> Any:
+        if isinstance(tensor, InnerShard):
+            return tensor.describe(key, replicated)
+        return describe_leaf(tensor, key, replicated, alike=alike)
+
     return {
         FORM: describe_object(form, f"{key}.{FORM}", replicated),
-        **{path: describe_leaf(tensor, f"{key}.{path}", replicated, alike=alike) for path, tensor in tensors},
+        **{path: describe(tensor, f"{key}.{path}") for path, tensor in list_tensors(flat).items()},
     }
 
 
@@ -288,6 +293,9 @@ class _SavedState(NamedTuple):
             return describe_object(None, key, "unchecked")
         dtype, shape = self.stored.tensors[key]
         param = self.param
+        blocks = request_shard(key, slot, shape, dtype, param)
+        if blocks is not None:
+            return blocks.describe(key, "unchecked")
         if isinstance(param, DTensor) and not {*shape} <= {*param.shape, 1}:  # made by itself, not from the parameter
             tensor = torch.empty(shape, dtype=dtype, device=param.device)
         else:
@@ -421,12 +429,10 @@ def request_others(live: OptimizerState, described: Mapping[str, Any], stored: S
     return {**{name: entry for name, entry in described.items() if name not in found}, **found}
 
 
-def _allocate(
-    key: str, slot: str, params: Mapping[str, torch.Tensor], stored: StoredNames, live: torch.Tensor | None
-) -> torch.Tensor:
+def _allocate(key: str, slot: str, params: Mapping[str, torch.Tensor], stored: StoredNames, live: Any) -> torch.Tensor:
     """Return memory for a stored tensor of no parameter, laid out as one of its shape: the live one, or a parameter."""
     dtype, shape = stored.tensors[key]
-    if live is not None and tuple(live.shape) == shape:
+    if isinstance(live, torch.Tensor) and tuple(live.shape) == shape:
         return torch.empty_like(live.detach(), dtype=dtype, memory_format=torch.contiguous_format)
     like = next((param for param in params.values() if tuple(param.size()) == shape), None)
     if like is not None:

@@ -69,7 +69,8 @@ def load_into(
         trained = {name for one in live for name in one.names}
         _refuse(read_model_tensors(parts).keys() - model.keys(), "model")
         _refuse(trained - options.keys(), "optimizer")
-    states = {name: rebuild_state(values) for name, values in optimizer_state.get(STATE, {}).items()}
+    params = {name: param for one in live for name, param in one.params.items()}
+    states = {name: rebuild_state(each, params.get(name)) for name, each in optimizer_state.get(STATE, {}).items()}
     by_digest = {digest: rebuild_state(values) for digest, values in optimizer_state.get("others", {}).items()}
     others = [by_digest.get(one.digest, {}) if by_digest else {} for one in live]
     for number, (one, rest) in enumerate(zip(live, others, strict=True)):

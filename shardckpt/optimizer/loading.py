@@ -285,7 +285,8 @@ def _assemble(
             merge(target, nested)
         except ValueError as exc:
             raise CorruptCheckpointError(f"{name} contradicts other stored values of the optimizer: {exc}") from exc
-    state.update({owner: rebuild_state(state[owner]) for owner in with_form})
+    for owner in with_form:
+        state[owner] = rebuild_state(state[owner], params.get(str(owner)))
     for name, values in spread_options(shared).items():
         if name in params:
             options[name] = {**values, **options[name]}

@@ -442,11 +442,11 @@ def test_quantized_state_keeps_its_bits(tmp_path: Path, kind: str) -> None:
 
 def test_a_class_that_is_not_imported_is_named(tmp_path: Path) -> None:
     """A checkpoint does not decide what is imported: the error says which module has the class."""
-    from shardckpt.adapters import forms
+    from shardckpt.adapters import wrappers
 
     job = Job(AdamW)
     job.optimizer.state[job.model[0].weight]["x"] = [
-        {forms._CLASS: "nowhere.Packed", "inner": {}, "context": None, "shape": (1,), "stride": (1,)}
+        {wrappers.CLASS: "nowhere.Packed", "inner": {}, "context": None, "shape": (1,), "stride": (1,)}
     ]
     job.save(tmp_path / "c")
     with pytest.raises(CheckpointingException, match=r"nowhere\.Packed, which is not imported: import nowhere"):

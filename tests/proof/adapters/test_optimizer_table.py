@@ -38,10 +38,6 @@ NOT_YET = {
     "scales of blocks, sharded by themselves, come back whole": """
         pytorch_optimizer.FlashAdamW
     """,
-    "quantized tensors inside DTensors come back dequantized": """
-        torchao.optim.Adam4bit torchao.optim.Adam8bit torchao.optim.AdamFp8 torchao.optim.AdamW4bit
-        torchao.optim.AdamW8bit torchao.optim.AdamWFp8
-    """,
 }
 
 _site = find_site(SITE)

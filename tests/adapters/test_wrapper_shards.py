@@ -1,0 +1,142 @@
+"""Quantized state of sharded parameters: torchao's blocks keep their bits where the ranks leave them whole."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from shardckpt import dist_checkpointing
+from shardckpt.adapters import load_into, to_sharded_state_dict, wrappers
+from shardckpt.errors import ShardingError
+from tests.tables import table
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.ranks import Ranks
+
+optim = pytest.importorskip("torchao.optim")
+
+#: Four ranks have 4,096 elements of a weight each, the fewest that are quantized.
+_ROWS, _COLUMNS = 256, 64
+
+
+def _start(kind: str, rows: int = _ROWS) -> tuple[nn.Module, Any]:
+    """Return a job, under FSDP2 where there are ranks."""
+    torch.manual_seed(0)
+    model: nn.Module = nn.Sequential(nn.Linear(_COLUMNS, rows))
+    if dist.is_initialized():
+        fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    return model, getattr(optim, kind)(model.parameters(), lr=0.01)
+
+
+def _train(model: nn.Module, optimizer: Any) -> None:
+    torch.manual_seed(1)
+    model(torch.randn(4, _COLUMNS)).square().sum().backward()
+    _step(optimizer)
+    optimizer.zero_grad()
+
+
+def _step(optimizer: Any) -> None:
+    with torch.compiler.set_stance("force_eager"):  # a compiler is a process
+        optimizer.step()
+
+
+def _dequantize(model: Any, optimizer: Any) -> list[Any]:
+    """Return the whole moments of the weight."""
+    state = optimizer.state[model[0].weight]
+    found = []
+    for name in ("exp_avg", "exp_avg_sq"):
+        value = state[name]
+        if isinstance(value, DTensor):
+            local = value.to_local()
+            assert hasattr(local, "codes")  # it is quantized, as the optimizer makes it
+            parts: list[Any] = [None] * dist.get_world_size()
+            dist.all_gather_object(parts, local.dequantize())
+            value = torch.cat(parts)
+        else:
+            value = value.dequantize()
+        found.append(value.tolist())
+    return found
+
+
+def _save(kind: str, path: str, rows: int = _ROWS) -> list[Any]:
+    job = _start(kind, rows)
+    _train(*job)
+    dist_checkpointing.save(to_sharded_state_dict(*job), path)
+    return _dequantize(*job)
+
+
+def _resume(kind: str, path: str) -> list[Any]:
+    """Load into a job without state, return its state, and take a step."""
+    job = _start(kind)
+    load_into(dist_checkpointing.load(to_sharded_state_dict(*job), path), *job)
+    found = _dequantize(*job)
+    _train(*job)
+    return found
+
+
+@table(
+    ("kind", "saved_at", "loaded_at"),
+    # 0: without a process group; 4-bit has the shape of its shard in its context
+    [("AdamW8bit", 0, 2), ("AdamW8bit", 2, 0), ("AdamW8bit", 2, 4), ("AdamW4bit", 2, 4), ("AdamWFp8", 2, 2)],
+)
+def test_blocks_are_those_of_the_save(tmp_path: Path, ranks: Ranks, kind: str, saved_at: int, loaded_at: int) -> None:
+    """Any number of ranks gets the values of the blocks that others have saved, and trains on."""
+    path = str(tmp_path / "c")
+    expected = ranks.run(saved_at, _save, kind, path)[0] if saved_at else _save(kind, path)
+    found = ranks.run(loaded_at, _resume, kind, path) if loaded_at else [_resume(kind, path)]
+    assert all(each == expected for each in found)
+
+
+def test_blocks_under_the_older_key_are_read(tmp_path: Path, ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Checkpoints of 27 November 2026 load into any number of ranks that leaves blocks whole."""
+    with monkeypatch.context() as older:
+        older.setattr(wrappers, "INNER", wrappers._OLD_INNER)
+        expected = _save("AdamW4bit", str(tmp_path / "c"))
+    assert _resume("AdamW4bit", str(tmp_path / "c")) == expected
+    assert ranks.run(2, _resume, "AdamW4bit", str(tmp_path / "c")) == [expected] * 2
+
+
+def _fail(path: str) -> str:
+    job = _start("AdamW8bit")
+    with pytest.raises(ShardingError) as raised:
+        dist_checkpointing.load(to_sharded_state_dict(*job), path)
+    return str(raised.value)
+
+
+def test_a_block_is_not_cut(tmp_path: Path, ranks: Ranks) -> None:
+    """Three ranks would cut blocks: an error on all of them says which tensor, and what to do."""
+    _save("AdamW8bit", str(tmp_path / "c"))
+    for error in ranks.run(3, _fail, str(tmp_path / "c")):
+        assert "'optimizer.state.0.weight.exp_avg.(inner).scale'" in error
+        assert "load it with a number of ranks that leaves blocks whole" in error
+
+
+def _save_columns() -> str:
+    """Quantize the state of a weight that is sharded by columns."""
+    mesh = init_device_mesh("cpu", (2,))
+    model = nn.Linear(_COLUMNS, _ROWS, bias=False)
+    model.weight = nn.Parameter(distribute_tensor(model.weight.detach(), mesh, [Shard(1)]))
+    optimizer = optim.AdamW8bit(model.parameters())
+    model.weight.grad = torch.ones_like(model.weight)
+    _step(optimizer)
+    try:
+        to_sharded_state_dict(model, optimizer)
+    except ShardingError as error:
+        return str(error)
+    return ""
+
+
+def test_blocks_of_columns_are_refused(ranks: Ranks) -> None:
+    """Blocks of a tensor that is sharded by another dimension than its first are no part of a whole: refused."""
+    assert all(
+        "scale, inside the shards" in error and "(Shard(dim=1),)" in error for error in ranks.run(2, _save_columns)
+    )
