@@ -145,7 +145,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     from shardckpt.cli.table import table
 
     with tempfile.TemporaryDirectory(prefix="shardckpt-revisions-", dir=given.directory) as name:
-        folder = Path(name)
+        folder = Path(name).resolve()
         checkouts = [_check_out(given.old, folder / "old"), _check_out(given.new, folder / "new")]
         print("\n".join(describe(folder)))
         rows: list[tuple[str, ...]] = []

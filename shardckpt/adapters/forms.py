@@ -24,6 +24,8 @@ FORM = "(form)"
 #: The first item of a placeholder, ``(this text, dtype name, shape)``, which replaces a tensor in a stored form. It is
 #: part of the checkpoint format, as the texts below are.
 _PLACEHOLDER = "shardckpt: a tensor"
+#: What begins the last part of the key of a tensor that belongs to no parameter, and is sharded as one.
+_LAYOUT = ".(as "
 #: A fourth item of those of plain tensors where the others are DTensors.
 _WHOLE = "whole on each rank"
 
@@ -139,7 +141,18 @@ def rebuild_state(values: Mapping[str, Any], param: torch.Tensor | None = None) 
     """Collective where :func:`fill_form` is: return a state from what was loaded for it, by its form if it has one."""
     if FORM not in values:
         return dict(values)
-    return fill_form(values[FORM], values.get, param)
+    by_path = {slot.partition(_LAYOUT)[0]: value for slot, value in values.items()}
+    return fill_form(values[FORM], by_path.get, param)
+
+
+def join_layout(path: str, name: str | None) -> str:
+    """Return the dotted path of a tensor, followed by the name of the parameter that it is sharded as, if it is."""
+    return path if name is None else f"{path}{_LAYOUT}{name})"
+
+
+def find_layout(slot: str) -> str:
+    """Return the name of the parameter in what :func:`join_layout` returned; none is empty."""
+    return slot.partition(_LAYOUT)[2].removesuffix(")")
 
 
 def join_path(path: tuple[Any, ...]) -> str:

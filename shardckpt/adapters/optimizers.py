@@ -8,7 +8,6 @@ whether or not the optimizer has it already; torch's ``get_optimizer_state_dict`
 from __future__ import annotations
 
 import hashlib
-import math
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -18,7 +17,9 @@ from torch.distributed.tensor import DTensor
 from shardckpt.adapters import fsdp1
 from shardckpt.adapters.forms import (
     FORM,
+    find_layout,
     is_self_describing,
+    join_layout,
     join_path,
     list_tensors,
     make_form,
@@ -239,6 +240,34 @@ def describe_with_form(
     }
 
 
+def describe_others(one: NamedState, key: str, replicated: Replicated, alike: AlikeTensors) -> dict[str, Any]:
+    """Describe what an optimizer has beside the state of parameters: tensors, and the form.
+
+    The key of a tensor that is sharded as a parameter names it: a load must know before it has read the form.
+    """
+    flat = flatten_wrappers(one.others, shards=False)
+    tensors = _list_slots(flat, one.params).items()
+    return {
+        FORM: describe_object(make_form(flat), f"{key}.{FORM}", replicated),
+        **{slot: describe_leaf(tensor, f"{key}.{slot}", replicated, alike=alike) for slot, tensor in tensors},
+    }
+
+
+def _list_slots(flat: Any, params: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    """Return tensors by their dotted paths, followed by the parameter that each DTensor is sharded as."""
+    return {
+        join_layout(path, _find_alike(tensor, params)) if isinstance(tensor, DTensor) else path: tensor
+        for path, tensor in list_tensors(flat).items()
+    }
+
+
+def _find_alike(tensor: DTensor, params: Mapping[str, torch.Tensor]) -> str | None:
+    """Return the name of a parameter of the same shape, mesh and placements; None if there is none."""
+    layout = (tensor.shape, tensor.device_mesh, tensor.placements)
+    dtensors = ((name, param) for name, param in params.items() if isinstance(param, DTensor))
+    return next((n for n, param in dtensors if (param.shape, param.device_mesh, param.placements) == layout), None)
+
+
 def request_states(
     live: OptimizerState, described: Mapping[str, Any], stored: StoredNames, key: str, model: str
 ) -> dict[str, Any]:
@@ -371,7 +400,7 @@ def request_options(names: Iterable[str], stored: StoredNames, key: str) -> dict
     for name, options in _find_slots(dict.fromkeys(names), stored, key).items():
         keys = {option: f"{key}.{name}.{option}" for option in options}
         tensors = {
-            option: describe_leaf(_allocate(own, option, {}, stored, None), own, "unchecked")
+            option: describe_leaf(_allocate(stored, own), own, "unchecked")
             for option, own in keys.items()
             if own in stored.tensors
         }
@@ -418,10 +447,12 @@ def request_others(live: OptimizerState, described: Mapping[str, Any], stored: S
         if not slots:
             continue
         one = each[digest]
-        tensors = list_tensors(flatten_wrappers(one.others))
+        tensors = _list_slots(flatten_wrappers(one.others, shards=False), one.params)
         keys = {slot: f"{key}.{digest}.{slot}" for slot in slots}
         found[digest] = {
-            slot: describe_leaf(_allocate(own, slot, one.params, stored, tensors.get(slot)), own, "unchecked")
+            slot: describe_leaf(
+                _allocate(stored, own, tensors.get(slot), one.params.get(find_layout(slot))), own, "unchecked"
+            )
             if own in stored.tensors
             else describe_object(None, own, "unchecked")
             for slot, own in keys.items()
@@ -429,16 +460,20 @@ def request_others(live: OptimizerState, described: Mapping[str, Any], stored: S
     return {**{name: entry for name, entry in described.items() if name not in found}, **found}
 
 
-def _allocate(key: str, slot: str, params: Mapping[str, torch.Tensor], stored: StoredNames, live: Any) -> torch.Tensor:
-    """Return memory for a stored tensor of no parameter, laid out as one of its shape: the live one, or a parameter."""
+def _allocate(stored: StoredNames, key: str, live: Any = None, param: torch.Tensor | None = None) -> torch.Tensor:
+    """Return memory for a stored tensor of no parameter: laid out as a tensor of its shape, else whole on the CPU.
+
+    Args:
+        stored: What the checkpoint has.
+        key: The tensor's key.
+        live: The tensor that the optimizer has there now.
+        param: The parameter that it was sharded as.
+    """
     dtype, shape = stored.tensors[key]
-    if isinstance(live, torch.Tensor) and tuple(live.shape) == shape:
-        return torch.empty_like(live.detach(), dtype=dtype, memory_format=torch.contiguous_format)
-    like = next((param for param in params.values() if tuple(param.size()) == shape), None)
-    if like is not None:
-        return empty_state_tensor(key, shape, dtype, slot, like)
-    device = next((param.device for param in params.values()), None) if math.prod(shape) > 1 else None
-    return torch.empty(shape, dtype=dtype, device=device or "cpu")
+    for like in (live, param):
+        if isinstance(like, torch.Tensor) and tuple(like.shape) == shape:
+            return torch.empty_like(like.detach(), dtype=dtype, memory_format=torch.contiguous_format)
+    return torch.empty(shape, dtype=dtype, device="cpu")
 
 
 def _find_slots(names: Mapping[str, Any], stored: StoredNames, key: str) -> dict[str, list[str]]:

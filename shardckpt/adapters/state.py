@@ -15,8 +15,8 @@ from shardckpt.adapters.leaves import describe_leaf, describe_object, describe_p
 from shardckpt.adapters.module_tree import list_state_columns
 from shardckpt.adapters.optimizers import (
     PARAMS,
+    describe_others,
     describe_state,
-    describe_with_form,
     digest_names,
     get_optimizer_state,
     list_options,
@@ -185,11 +185,8 @@ def _describe_modules(
         }
 
     states, options = describe(live.states), _describe_options(live.groups, groups, replicated)
-    # which of these tensors are DTensors is to be told where the parameters are
-    any_sharded = any(isinstance(param, DTensor) for param in live.params.values())
     rest = {
-        digest: describe_with_form(each, f"{others}.{digest}", replicated, alike, is_distributed=any_sharded)
-        for digest, each in live.others.items()
+        one.digest: describe_others(one, f"{others}.{one.digest}", replicated, alike) for one in live.each if one.others
     }
 
     def request_state(stored: StoredNames, entries: Mapping[str, Any]) -> dict[str, Any]:

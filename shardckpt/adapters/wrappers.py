@@ -72,13 +72,21 @@ def is_wrapper(value: Any) -> bool:
     )
 
 
-def flatten_wrappers(state: Any) -> Any:
+def flatten_wrappers(state: Any, *, shards: bool = True) -> Any:
     """Return a state with a dict for each wrapper tensor, which has the tensors inside.
+
+    Args:
+        state: Nested dicts and lists.
+        shards: Whether to take the shards of DTensors apart.
 
     Raises:
         ShardingError: the shards of a DTensor have tensors inside that cannot be stored as parts of a whole.
     """
-    return dict_list_map_outplace(lambda leaf: _flatten(leaf) if is_wrapper(leaf) else leaf, state)
+
+    def flatten(leaf: Any) -> Any:
+        return _flatten(leaf) if is_wrapper(leaf) and (shards or not isinstance(leaf, DTensor)) else leaf
+
+    return dict_list_map_outplace(flatten, state)
 
 
 def _flatten(tensor: Any) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 
 from shardckpt import dist_checkpointing
 from shardckpt.adapters import load_into, to_sharded_state_dict
@@ -78,18 +78,63 @@ def test_entries_are_sharded_as_they_were(tmp_path: Path, ranks: Ranks, make: An
 def _reshard(path: str) -> list[Any]:
     resumed = _start(Masters, sharded=True)
     load_into(dist_checkpointing.load(to_sharded_state_dict(*resumed), path), *resumed)
-    found = [each.full_tensor() for each in resumed[1].masters.values()]
-    assert all(each.placements != (Replicate(),) for each in resumed[1].masters.values())
-    return [each.tolist() for each in found]
+    return [each.full_tensor().tolist() for each in resumed[1].masters.values()]
 
 
-def test_entries_of_one_rank_are_sharded(tmp_path: Path, ranks: Ranks) -> None:
-    """Copies of weights that one rank saved are sharded as the weights of the job that resumes."""
-    job = _start(Masters, sharded=False)
+def _save(path: str) -> list[Any]:
+    job = _start(Masters, sharded=True)
     _train(*job)
-    dist_checkpointing.save(to_sharded_state_dict(*job), tmp_path / "c")
-    expected = [each.tolist() for each in job[1].masters.values()]
-    assert ranks.run(2, _reshard, str(tmp_path / "c")) == [expected] * 2
+    dist_checkpointing.save(to_sharded_state_dict(*job), path)
+    return [each.full_tensor().tolist() for each in job[1].masters.values()]
+
+
+def test_entries_are_sharded_over_other_ranks(tmp_path: Path, ranks: Ranks) -> None:
+    """What two ranks have saved is sharded over four, as the parameters are."""
+    expected = ranks.run(2, _save, str(tmp_path / "c"))[0]
+    assert ranks.run(4, _reshard, str(tmp_path / "c")) == [expected] * 4
+
+
+class Own(torch.optim.AdamW):
+    """Has tensors of its own that are whole on each rank, of the shapes of weights."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.own: dict[str, Any] = {}
+
+    def step(self, closure: Any = None) -> Any:
+        """Step, and make them."""
+        super().step(closure)
+        self.fill()
+
+    def fill(self) -> None:
+        """Make them."""
+        self.own = {"mask": torch.arange(20.0).view(5, 4), "d": torch.tensor([7.0])}
+
+    def state_dict(self) -> Any:
+        """Both."""
+        return {**super().state_dict(), "own": self.own}
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        """Both."""
+        self.own = state_dict.get("own", {})
+        super().load_state_dict(state_dict)
+
+
+def _keep_whole(path: str) -> None:
+    job, resumed = _start(Own, sharded=True), _start(Own, sharded=True)
+    _train(*job)
+    if dist.get_rank():  # another rank of a job was replaced, and has no entries yet
+        resumed[1].fill()
+    dist_checkpointing.save(to_sharded_state_dict(*job), path)
+    load_into(dist_checkpointing.load(to_sharded_state_dict(*resumed), path), *resumed)
+    for name, tensor in job[1].own.items():
+        assert type(resumed[1].own[name]) is torch.Tensor
+        assert resumed[1].own[name].equal(tensor)
+
+
+def test_entries_that_were_whole_stay_whole(tmp_path: Path, ranks: Ranks) -> None:
+    """A tensor that each rank had whole is so again, whatever its shape, also where only some ranks have it."""
+    ranks.run(2, _keep_whole, str(tmp_path / "c"))
 
 
 def test_an_optimizer_without_groups_is_refused() -> None:
