@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from enum import Enum
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -16,7 +17,7 @@ from pydantic import (
     model_validator,
 )
 
-from shardckpt.engine import find_saver
+from shardckpt.engine import expand_home, find_saver
 from shardckpt.errors import CheckpointingException
 from shardckpt.huggingface import LEAST_EXPORTING, LEAST_EXPORTING_ON_STORES, find_mapping, parse_dtype
 from shardckpt.manager.retention import (
@@ -185,7 +186,7 @@ class CheckpointConfig(BaseModel):
     @field_validator("folder", "initial_load_path", "hf_assets_path", mode="before")
     @classmethod
     def _as_text(cls, path: Any) -> Any:
-        return path.__fspath__() if hasattr(path, "__fspath__") else path
+        return expand_home(path) if isinstance(path, (str, os.PathLike)) else path
 
     @field_validator("exclude_from_last_save", "exclude_from_loading", mode="before")
     @classmethod
