@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from shardckpt.distributed import Comm
 from shardckpt.engine import pause_gc
@@ -316,6 +316,13 @@ class CheckpointManager:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._close(error)
+
+    def __reduce__(self) -> NoReturn:
+        raise CheckpointingException(
+            f"a {type(self).__name__} cannot be copied or pickled: it has threads, signal handlers and files of this "
+            "process. Make another one from its `config`, with the states that it is to save, in the process that uses "
+            "it; and leave it out of what is copied, as a trainer whose callback has it"
+        )
 
     def _close(self, error: BaseException | None) -> None:
         if self._closed:
