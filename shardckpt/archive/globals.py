@@ -87,6 +87,16 @@ _BUILTINS = (bool, complex, dict, float, frozenset, int, list, range, set, slice
 _TIMES = (datetime.datetime, datetime.date, datetime.time, datetime.timedelta, datetime.timezone)
 
 #: The globals that common state and objects may name, besides dtypes, tensors, Megatron's classes and numpy arrays.
+#: What paths become, by the names of their classes: to make one touches no file. Paths of the other system are pure.
+_PATHS = {
+    "PurePosixPath": pathlib.PurePosixPath,
+    "PureWindowsPath": pathlib.PureWindowsPath,
+    "PosixPath": pathlib.PurePosixPath,
+    "WindowsPath": pathlib.PureWindowsPath,
+    "Path": pathlib.Path,
+    type(pathlib.Path()).__name__: pathlib.Path,
+}
+
 OBJECT_TABLE: Table = {
     **{("builtins", kind.__name__): kind for kind in _BUILTINS},
     ("builtins", "bytes"): FunctionProxy(_make_empty_bytes),
@@ -108,9 +118,9 @@ OBJECT_TABLE: Table = {
     ("torch", "Size"): torch.Size,
     ("torch", "device"): torch.device,
     **{
-        (module, name): FunctionProxy(pathlib.PurePosixPath, copies=True)  # a pure path cannot touch files
+        (module, name): FunctionProxy(kind, copies=True)
         for module in ("pathlib", "pathlib._local")
-        for name in ("PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath", "Path")
+        for name, kind in _PATHS.items()
     },
 }
 

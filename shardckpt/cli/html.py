@@ -30,13 +30,14 @@ def write_checkpoint_page(
         KeyMismatchError: No key begins with the prefix.
         StorageError: The page cannot be written.
     """
+    from shardckpt.engine import expand_home
     from shardckpt.pages import write_page
 
     found = _describe(checkpoint, directory, prefix)
     if prefix and not found["keys"] and not found["objects"]:
         have = listed(sorted([*checkpoint, *checkpoint.objects]), limit=6) or "none"
         raise KeyMismatchError(f"{directory}: no tensor or object has a key that begins with {prefix!r} (keys: {have})")
-    nbytes = write_page(Path(target), f"{directory} · shardckpt", found)
+    nbytes = write_page(Path(expand_home(target)), f"{directory} · shardckpt", found)
     is_fine = not found["incomplete"] and not found["commonFault"]
     return FINE if is_fine else FOUND, [f"{target}: {nbytes:,} bytes, {len(found['keys'])} tensors of {directory}"]
 
@@ -51,6 +52,7 @@ def write_difference_page(report: DiffReport, options: Any) -> str:
     Raises:
         CheckpointingException: One of them cannot be read, or the page cannot be written.
     """
+    from shardckpt.engine import expand_home
     from shardckpt.maintenance import open_any
     from shardckpt.pages import describe_difference, write_page
 
@@ -62,7 +64,7 @@ def write_difference_page(report: DiffReport, options: Any) -> str:
     second = retry_if_replaced(lambda: read(options.second, ""), options.second)
     given = [f"--{name} {value}" for name in ("rtol", "atol", "mapping", "prefix") if (value := getattr(options, name))]
     data = describe_difference(report, first, second, " ".join(given))
-    nbytes = write_page(Path(options.html), f"{options.first} and {options.second} · shardckpt diff", data)
+    nbytes = write_page(Path(expand_home(options.html)), f"{options.first} and {options.second} · shardckpt diff", data)
     return f"{options.html}: {nbytes:,} bytes"
 
 

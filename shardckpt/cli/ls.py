@@ -86,7 +86,7 @@ def _name_state(found: CheckpointSummary) -> str:
 def _summarize(folder: str, found: Sequence[CheckpointSummary]) -> list[str]:
     """Return the last lines: how many checkpoints there are, and what killed saves have left beside them."""
     from shardckpt.cli.amounts import format_bytes
-    from shardckpt.engine import prune_leftovers
+    from shardckpt.engine import expand_home, prune_leftovers
 
     checkpoints = [each for each in found if each.is_checkpoint]
     whole = sum(each.state == "whole" for each in checkpoints)
@@ -99,7 +99,11 @@ def _summarize(folder: str, found: Sequence[CheckpointSummary]) -> list[str]:
         by_state = ", ".join(f"{state} {format_bytes(nbytes)}" for state, nbytes in sums.items())
         lines.append(f"on disk: {format_bytes(sum(sums.values()))}: {by_state}")
     # a file has none beside it
-    if "://" not in folder and not Path(folder).is_file() and (left := prune_leftovers(folder, dry_run=True)):
+    if (
+        "://" not in folder
+        and not Path(expand_home(folder)).is_file()
+        and (left := prune_leftovers(folder, dry_run=True))
+    ):
         used = sum(bool(each.kept) for each in left)
         size = format_bytes(sum(each.nbytes for each in left))
         hidden = "directory" if len(left) == 1 else "directories"

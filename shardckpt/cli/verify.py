@@ -190,7 +190,9 @@ def _said(result: FileResult, path: str) -> str:
 
 def _shorten(result: FileResult, path: str) -> str:
     """Return a file's fault without the checkpoint's path, and without the file's name where it is the first word."""
-    text = result.fault
+    from shardckpt.engine import expand_home
+
+    text, path = result.fault, expand_home(path)
     # an error has the absolute or the real path; to take a relative one out of it would leave the path of another file
     named = path.rstrip("/") if "://" in path else os.path.abspath(path)  # noqa: PTH100 - links stay
     for place in dict.fromkeys((named, os.path.realpath(path))):

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     )
     from shardckpt.engine.locations import (
         check_names,
+        expand_home,
         find_local,
         find_save_time,
         locate,
@@ -134,6 +135,7 @@ __getattr__ = lazy_getattr(
         ),
         "locations": (
             "check_names",
+            "expand_home",
             "find_local",
             "find_save_time",
             "locate",
@@ -224,6 +226,7 @@ __all__ = [
     "clear_uploads",
     "commit_files",
     "compute_fingerprints",
+    "expand_home",
     "explain_kept_leftover",
     "explain_unseen_uploads",
     "find_faults",

@@ -34,7 +34,7 @@ def locate(path: str | os.PathLike[str], plugins: PluginManager) -> Path:
     """Return the directory or store folder that a path or URL names; it need not exist.
 
     Args:
-        path: A path, of which links and ``..`` are resolved; a ``file://`` URL, which is a path; or another URL.
+        path: A path, of which ``~``, links and ``..`` are resolved; a ``file://`` URL, which is a path; or another URL.
         plugins: The plugin manager, whose plugins serve URLs.
 
     Returns:
@@ -194,6 +194,11 @@ def check_names(path: Path) -> Path:
     return path
 
 
+def expand_home(path: str | os.PathLike[str]) -> str:
+    """Return a path with the home directory in the place of ``~`` or ``~user`` where it begins so; URLs stay."""
+    return os.path.expanduser(path)  # noqa: PTH111 - as text: a Path would make one slash of two
+
+
 def find_local(text: str) -> Path | None:
     """Return the directory that a path or a ``file://`` URL names; None for another URL.
 
@@ -215,7 +220,7 @@ def find_local(text: str) -> Path | None:
             f"{text} looks like a URL in which pathlib has replaced two slashes by one: give URLs as str, not as Path "
             f"(a local directory of that name can be given as ./{text})"
         )
-    return _make_path(os.path.realpath(text))
+    return _make_path(os.path.realpath(expand_home(text)))
 
 
 @functools.lru_cache(16)  # the same few checkpoints, or folders of them, are loaded from again and again

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shardckpt.engine import locate
+from shardckpt.engine import expand_home, locate
 from shardckpt.errors import CheckpointingException, listed
 from shardckpt.huggingface.names import is_asset
 from shardckpt.plugins import get_plugin_manager
@@ -32,12 +32,12 @@ def list_assets(assets: PathLike | Sequence[PathLike]) -> list[Path]:
         StorageError: The folder cannot be listed.
     """
     if isinstance(assets, (str, os.PathLike)):
-        folder = locate(assets, get_plugin_manager()) if "://" in os.fspath(assets) else Path(assets)
+        folder = locate(assets, get_plugin_manager()) if "://" in os.fspath(assets) else Path(expand_home(assets))
         with wrap_os_errors("list", folder):
             found = sorted(folder.iterdir(), key=lambda path: path.name)
             files = [path for path in found if path.is_file() and is_asset(path.name)]
     else:
-        files = [Path(path) for path in assets]
+        files = [Path(expand_home(path)) for path in assets]
     if not files:
         raise CheckpointingException(f"assets={assets}: it has no files other than weights")
     names = [path.name for path in files]

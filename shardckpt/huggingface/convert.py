@@ -7,7 +7,15 @@ from typing import TYPE_CHECKING
 
 from shardckpt.adapters import to_sharded_state_dict
 from shardckpt.distributed import Comm
-from shardckpt.engine import LoadOptions, SaveOptions, locate, open_checkpoint, refuse_overlap, save_checkpoint
+from shardckpt.engine import (
+    LoadOptions,
+    SaveOptions,
+    expand_home,
+    locate,
+    open_checkpoint,
+    refuse_overlap,
+    save_checkpoint,
+)
 from shardckpt.errors import KeyMismatchError
 from shardckpt.huggingface.small_file import replace_file, write_pickled
 from shardckpt.huggingface.structure import make_state_dict, make_structure, plain_name
@@ -76,7 +84,7 @@ def dcp_to_torch_save(checkpoint_dir: PathLike, file: PathLike, *, prefix: str =
     plugins = get_plugin_manager()
     refuse_overlap([locate(checkpoint_dir, plugins)], locate(file, plugins))
     state_dict = dcp_to_torch_state_dict(checkpoint_dir, prefix=prefix)
-    with replace_file(Path(file)) as staged:
+    with replace_file(Path(expand_home(file))) as staged:
         write_pickled(staged, state_dict)
 
 
@@ -100,7 +108,7 @@ def torch_save_to_dcp(
     """
     comm = Comm()
     with comm.collective_phase("reading the file"):
-        state_dict = read_torch_file(Path(file))
+        state_dict = read_torch_file(Path(expand_home(file)))
         # all ranks have read the same file: their values need no comparison
         described = to_sharded_state_dict(state_dict, check_replicas=False)
         plugins = get_plugin_manager()

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from shardckpt.engine import expand_home
 from shardckpt.errors import CheckpointingException, ShardingError
 from shardckpt.huggingface.dtypes import cast_to, parse_dtype
 from shardckpt.huggingface.header import lay_out, refuse_unknown
@@ -88,7 +89,7 @@ def save_state_dict(
         CheckpointingException: safetensors has no such dtype or name, or the file cannot be written.
     """
     _check_tensors(state_dict)
-    with replace_file(Path(path_to_save)) as staged:
+    with replace_file(Path(expand_home(path_to_save))) as staged:
         (_write_safetensors if safe_serialization else _write_bin)(state_dict, staged)
 
 

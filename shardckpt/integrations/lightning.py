@@ -16,7 +16,15 @@ except ModuleNotFoundError:  # pytorch-lightning has the same under another name
 
 from shardckpt.commit import clear_tombstones, delete_checkpoint, make_tombstone, stem
 from shardckpt.distributed import Comm
-from shardckpt.engine import LoadOptions, SaveOptions, load_checkpoint, locate, open_checkpoint, save_checkpoint
+from shardckpt.engine import (
+    LoadOptions,
+    SaveOptions,
+    expand_home,
+    load_checkpoint,
+    locate,
+    open_checkpoint,
+    save_checkpoint,
+)
 from shardckpt.errors import CheckpointingException
 from shardckpt.manager import describe_form, describe_tensors, merge_tensors, request_tensors
 from shardckpt.plugins import get_plugin_manager
@@ -127,8 +135,8 @@ class ShardedCheckpointIO(CheckpointIO):
         Raises:
             CheckpointingException: it is not a Trainer's checkpoint; it is left as it is.
         """
-        if Path(path).is_symlink():
-            Path(path).unlink()
+        if (link := Path(expand_home(path))).is_symlink():
+            link.unlink()
             return
         with _open(path, LoadOptions()):
             pass  # only to check that it is a Trainer's checkpoint

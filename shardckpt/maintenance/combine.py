@@ -79,7 +79,7 @@ def combine(values: Sequence[torch.Tensor], how: Combination, target: torch.Tens
         combine(parts, how, torch.view_as_real(target), accumulate)
         return
     flat = [value.reshape(-1) for value in values]
-    found = target.view(-1) if target.is_contiguous() else torch.empty(target.numel(), dtype=target.dtype)
+    found = target.view(-1) if target.is_contiguous() else torch.empty(target.numel(), dtype=target.dtype, device="cpu")
 
     def combine_share(start: int) -> None:
         stop = min(start + _SHARE, found.numel())

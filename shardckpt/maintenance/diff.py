@@ -266,7 +266,7 @@ class _Comparison:
                 continue
             one.different += int(differs.sum())
             number = int(differs.flatten().to(torch.uint8).argmax())
-            within = [int(place) for place in torch.unravel_index(torch.tensor(number), first.shape)]
+            within = [int(place) for place in torch.unravel_index(torch.tensor(number, device="cpu"), first.shape)]
             index = tuple(low + place for low, place in zip(box.offset, within, strict=True))
             one.index = index if one.index is None else min(one.index, index)
             found = _measure(first, second, differs)
@@ -281,7 +281,7 @@ class _Comparison:
             if not (self.rtol or self.atol) or not _has_numbers(first):
                 return (bits[0] != bits[1]).any(-1).view(first.shape)
         elif not (_has_numbers(first) and _has_numbers(second)):
-            return torch.ones(first.shape, dtype=torch.bool) if first.numel() else None
+            return torch.ones(first.shape, dtype=torch.bool, device="cpu") if first.numel() else None
         close = torch.isclose(_widen(first), _widen(second), rtol=self.rtol, atol=self.atol, equal_nan=True)
         return None if bool(close.all()) else ~close
 

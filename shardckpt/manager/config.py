@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Sequence
 from enum import Enum
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -16,7 +18,7 @@ from pydantic import (
     model_validator,
 )
 
-from shardckpt.engine import find_saver
+from shardckpt.engine import expand_home, find_saver
 from shardckpt.errors import CheckpointingException
 from shardckpt.huggingface import LEAST_EXPORTING, LEAST_EXPORTING_ON_STORES, find_mapping, parse_dtype
 from shardckpt.manager.retention import (
@@ -52,6 +54,21 @@ class AsyncMode(str, Enum):
         """Accept any case, as torchtitan does."""
         name = value.lower() if isinstance(value, str) else None
         return next((mode for mode in cls if mode.value == name), None)
+
+
+def _name_signal(given: Any) -> str:
+    """Return the name of a signal that is given by name or number.
+
+    Raises:
+        ValueError: There is none, or no process can handle it.
+    """
+    try:
+        name = (signal.Signals[given] if isinstance(given, str) else signal.Signals(given)).name
+    except (KeyError, ValueError):
+        raise ValueError(f"save_on_signals: {given!r} is no signal of this system; SIGUSR1 is one") from None
+    if name in ("SIGKILL", "SIGSTOP"):
+        raise ValueError(f"save_on_signals: no process can handle {name}; choose SIGTERM or SIGUSR1")
+    return name
 
 
 class CheckpointConfig(BaseModel):
@@ -128,6 +145,9 @@ class CheckpointConfig(BaseModel):
             sends one, does nothing until that step is committed, the manager is closed, or 30 s have passed since the
             first; then it ends the process as ever. Costs one message between ranks a step. See
             ``CheckpointManager.preempted``.
+        save_on_signals: Signals that are handled as ``save_on_sigterm`` handles SIGTERM, by name or number:
+            ``("SIGTERM", "SIGUSR1")``. With an empty tuple no signal is handled, and
+            ``CheckpointManager.request_save`` works as with some.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -173,6 +193,7 @@ class CheckpointConfig(BaseModel):
     on_unused: Literal["warn", "error", "ignore"] = "warn"
     show_progress: bool = False
     save_on_sigterm: bool = False
+    save_on_signals: tuple[str, ...] | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -185,12 +206,18 @@ class CheckpointConfig(BaseModel):
     @field_validator("folder", "initial_load_path", "hf_assets_path", mode="before")
     @classmethod
     def _as_text(cls, path: Any) -> Any:
-        return path.__fspath__() if hasattr(path, "__fspath__") else path
+        return expand_home(path) if isinstance(path, (str, os.PathLike)) else path
 
     @field_validator("exclude_from_last_save", "exclude_from_loading", mode="before")
     @classmethod
     def _as_names(cls, names: Any) -> Any:
         return (names,) if isinstance(names, str) else names
+
+    @field_validator("save_on_signals", mode="before")
+    @classmethod
+    def _as_signal_names(cls, given: Any) -> Any:
+        listed = given if isinstance(given, (list, tuple, set, frozenset)) else [given]
+        return None if given is None else tuple(map(_name_signal, listed))
 
     @field_validator("retention", mode="before")
     @classmethod
@@ -234,6 +261,17 @@ class CheckpointConfig(BaseModel):
         if self.keep_best_k:
             policies.append(KeepBest(self.best_metric, self.keep_best_k, self.best_mode))
         return tuple(policies)
+
+    @property
+    def signals(self) -> tuple[signal.Signals, ...]:
+        """The signals of ``save_on_sigterm`` and ``save_on_signals``."""
+        names = dict.fromkeys(("SIGTERM",) * self.save_on_sigterm + (self.save_on_signals or ()))
+        return tuple(signal.Signals[name] for name in names)
+
+    @property
+    def saves_on_request(self) -> bool:
+        """Whether ranks tell each other at each step that a signal or a request wants it saved."""
+        return self.save_on_sigterm or self.save_on_signals is not None
 
     @property
     def last_model_prefix(self) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from shardckpt.distributed import Comm
 from shardckpt.engine import pause_gc
@@ -17,6 +17,7 @@ from shardckpt.manager.garbage_collection import discard_steps_after
 from shardckpt.manager.initial import load_initial
 from shardckpt.manager.metrics import parse_metrics
 from shardckpt.manager.parts import make_parts
+from shardckpt.manager.preemption import Preemption
 from shardckpt.manager.reader import StepReader
 from shardckpt.manager.rng import add_random_state
 from shardckpt.manager.states import MODEL, TrainingStates
@@ -246,11 +247,33 @@ class CheckpointManager:
 
     @property
     def preempted(self) -> bool:
-        """Whether ``save`` has seen that a rank got a SIGTERM (``save_on_sigterm``); the same on every rank.
+        """Whether ``save`` has seen that a rank got a signal or :meth:`request_save`; the same on every rank.
 
         If True, the step was saved, and the training loop can end.
         """
         return self._preempted
+
+    def request_save(self) -> None:
+        """Let the next ``save`` save its step on all ranks, as a signal would; :attr:`preempted` is then True.
+
+        One rank is enough. A signal handler, a watchdog or another thread may call it. Once the manager is preempted,
+        a request changes nothing.
+
+        Raises:
+            CheckpointingException: the manager is closed, or saves nothing; or the configuration has neither
+                ``save_on_sigterm`` nor ``save_on_signals``, so that ranks do not tell each other.
+        """
+        if self._closed:
+            raise CheckpointingException("request_save: the CheckpointManager is closed")
+        found = [part for part in self._parts if isinstance(part, Preemption)]
+        if not found:
+            why = "has load_only or no enable_checkpoint" if self.config.saves_on_request else "lacks it"
+            raise CheckpointingException(
+                "request_save needs a manager that saves, with CheckpointConfig(save_on_signals=()), or with names of "
+                f"signals, so that each step asks all ranks for requests; this configuration {why}"
+            )
+        for part in found:
+            part.request()
 
     def steps(self) -> list[int]:
         """Collective: find the steps that have a complete checkpoint that can be loaded here.
@@ -317,6 +340,13 @@ class CheckpointManager:
     ) -> None:
         self._close(error)
 
+    def __reduce__(self) -> NoReturn:
+        raise CheckpointingException(
+            f"a {type(self).__name__} cannot be copied or pickled: it has threads, signal handlers and files of this "
+            "process. Make another one from its `config`, with the states that it is to save, in the process that uses "
+            "it; and leave it out of what is copied, as a trainer whose callback has it"
+        )
+
     def _close(self, error: BaseException | None) -> None:
         if self._closed:
             return
@@ -346,7 +376,7 @@ class CheckpointManager:
             )
 
     def _is_preempted(self) -> bool:
-        """Collective: return whether a rank got a SIGTERM; True once, for the step that is saved because of it."""
+        """Collective: return whether a rank got a signal or a request; True once, for the step that is saved then."""
         if self._preempted:
             return False
         preempted = [part.is_preempted() for part in self._parts]

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from pydantic import Field
 
 from shardckpt.commit import SmallFile, Time, put_small_file, remove_temporaries
-from shardckpt.engine import locate
+from shardckpt.engine import expand_home, locate
 from shardckpt.errors import CheckpointingException, CorruptCheckpointError, listed
 from shardckpt.plugins import get_plugin_manager, hold_checkpoint
 from shardckpt.storage import attempt, on_store, retry_if_replaced, wrap_os_errors
@@ -203,7 +203,7 @@ def _find_place(checkpoint: str | os.PathLike[str]) -> tuple[Path, str]:
     if "://" in text:
         folder, _, name = text.rstrip("/").rpartition("/")
         return locate(f"{folder}/{MARKS_NAME}", get_plugin_manager()), name
-    path = Path(text).absolute()
+    path = Path(expand_home(text)).absolute()
     resolved = path.resolve()
     # `latest` may be a link to a step beside it, whose mark it is; a step may be a link to elsewhere
     name = resolved.name if resolved.parent == path.parent.resolve() else path.name

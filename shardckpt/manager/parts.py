@@ -62,8 +62,8 @@ def make_parts(
             parts.append(Retention(folder, config.retention_policies))
             if config.show_progress:
                 parts.append(SaveProgress())
-        if config.save_on_sigterm:
-            parts.append(Preemption(process_group))
+        if config.saves_on_request:
+            parts.append(Preemption(process_group, config.signals))
         prefix, last = (MODEL_PREFIX, config.last_model_prefix) if MODEL in states.modules else (None, None)
         if config.last_save_in_hf and (not config.steps_in_hf or config.export_dtype):
             parts.append(HuggingFaceExport(config, folder, last, process_group))

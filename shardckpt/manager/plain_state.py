@@ -159,7 +159,7 @@ def _request_tensor(key: str, placeholder: tuple[Any, ...], live: Any, taken: se
     dtype = getattr(torch, dtype_name)
     fits = isinstance(live, torch.Tensor) and tuple(live.shape) == tuple(shape) and live.dtype == dtype
     if not fits or live.is_meta or live.layout != torch.strided:
-        return describe_leaf(torch.empty(shape, dtype=dtype), key, "unchecked")
+        return describe_leaf(torch.empty(shape, dtype=dtype, device="cpu"), key, "unchecked")
     memory = memory_of(live)
     if memory in taken or not live.is_contiguous():  # of a tensor with other strides, elements may share memory
         live = torch.empty_like(live, memory_format=torch.contiguous_format)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from shardckpt.engine import expand_home
 from shardckpt.manager.config import CheckpointConfig
 
 
@@ -16,7 +17,7 @@ def make_titan_config(options: dict[str, Any], base_folder: str) -> CheckpointCo
         base_folder: The folder or URL that the option ``folder`` is relative to, unless that is a URL.
     """
     defaults = {"step_0_model_only": True, "last_save_bare_keys": not options.get("steps_in_hf")}
-    folder = str(options.get("folder", "checkpoint"))
+    folder = expand_home(options.get("folder", "checkpoint"))
     if base_folder and "://" not in folder:
         folder = f"{base_folder}/{folder}" if "://" in base_folder else str(Path(base_folder, folder))
     given = {**defaults, **options, "folder": folder}

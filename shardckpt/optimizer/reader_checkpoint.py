@@ -82,7 +82,11 @@ class ReaderCheckpoint:
             for shard in wanted:
                 if not isinstance(shard, ShardedTensor):
                     raise CheckpointingException(f"{shard.key!r} is no tensor, which the reader has listed")
-                data = torch.empty(shard.local_shape, dtype=shard.dtype) if shard.data is None else shard.data
+                data = (
+                    torch.empty(shard.local_shape, dtype=shard.dtype, device="cpu")
+                    if shard.data is None
+                    else shard.data
+                )
                 found.append(data)
                 if data.numel():
                     place = (shard.key, unflattened_box(shard).offset)

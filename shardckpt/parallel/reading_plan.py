@@ -165,26 +165,26 @@ def list_wants(shareable: Sequence[Want], settings: tuple[str, int]) -> ListedWa
 
 def find_shared(everyone: Sequence[ListedWants]) -> SharedShards:
     """Find the shards that several ranks want."""
-    counts = torch.tensor([len(listed.devices) for listed in everyone])
+    counts = torch.tensor([len(listed.devices) for listed in everyone], device="cpu")
     starts = counts.cumsum(0) - counts
     if not counts.sum():
         return SharedShards([], [], [])
     digests = torch.frombuffer(bytearray().join(listed.digests for listed in everyone), dtype=torch.int64).view(-1, 2)
     # stable: of equal ones the ranks ascend
     keys, order = digests[:, 0].contiguous().sort(stable=True)
-    changes = torch.ones(len(keys), dtype=torch.bool)
+    changes = torch.ones(len(keys), dtype=torch.bool, device="cpu")
     changes[1:] = keys[1:] != keys[:-1]
     begins = changes.nonzero().flatten()
-    sizes = begins.diff(append=torch.tensor([len(keys)]))
+    sizes = begins.diff(append=torch.tensor([len(keys)], device="cpu"))
     # only of those that several ranks want: rows, in the order in which the shards were listed first
     many = sizes > 1
     begins, sizes = begins[many], sizes[many]
     listing = order[begins].argsort()
     begins, sizes = begins[listing], sizes[listing]
-    within = torch.arange(int(sizes.sum())) - (sizes.cumsum(0) - sizes).repeat_interleave(sizes)
+    within = torch.arange(int(sizes.sum()), device="cpu") - (sizes.cumsum(0) - sizes).repeat_interleave(sizes)
     rows = order[begins.repeat_interleave(sizes) + within]
-    owner = torch.arange(len(sizes)).repeat_interleave(sizes)
-    ranks = torch.arange(len(everyone)).repeat_interleave(counts)[rows]
+    owner = torch.arange(len(sizes), device="cpu").repeat_interleave(sizes)
+    ranks = torch.arange(len(everyone), device="cpu").repeat_interleave(counts)[rows]
     # different shards whose first integers are the same by chance are not shared
     same = _find_same(digests[rows, 1], owner, len(sizes))[0]
     names = sorted({kind for listed in everyone for kind in listed.device_types})

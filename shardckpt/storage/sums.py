@@ -180,11 +180,11 @@ def _pack(parts: Sequence[_Part]) -> bytes:
         {
             "keys": [part.key for part in parts],
             "dtypes": [part.dtype for part in parts],
-            "axes": torch.tensor([len(part.shape) for part in parts], dtype=torch.int64),
+            "axes": torch.tensor([len(part.shape) for part in parts], dtype=torch.int64, device="cpu"),
             "shapes": torch.tensor(
-                [[*part.shape, *[1] * (most - len(part.shape))] for part in parts], dtype=torch.int64
+                [[*part.shape, *[1] * (most - len(part.shape))] for part in parts], dtype=torch.int64, device="cpu"
             ).view(len(parts), most),
-            "counts": torch.tensor([part.elements for part in parts], dtype=torch.int64),
+            "counts": torch.tensor([part.elements for part in parts], dtype=torch.int64, device="cpu"),
             "sums": _as_rows(sums),
         }
     )
@@ -210,5 +210,5 @@ def _unpack(parts: Iterable[bytes]) -> Iterator[_Part]:
 
 def _as_rows(data: bytes) -> torch.Tensor:
     if not data:
-        return torch.empty(0, _SUM_BYTES, dtype=torch.uint8)
+        return torch.empty(0, _SUM_BYTES, dtype=torch.uint8, device="cpu")
     return torch.frombuffer(bytearray(data), dtype=torch.uint8).view(-1, _SUM_BYTES)

@@ -67,7 +67,7 @@ def sum_boxes(boxes: Sequence[_Box]) -> list[tuple[int, int]]:
     Raises:
         ShardingError: A tensor has no values that can be read.
     """
-    sums = torch.zeros(len(boxes), 2, dtype=torch.int64)
+    sums = torch.zeros(len(boxes), 2, dtype=torch.int64, device="cpu")
     # Small boxes of one form are multiplied together: a call of torch takes longer than to sum one of them. Numbers of
     # boxes and the positions of their first blocks, by form and by the byte of a block at which they begin.
     forms: dict[tuple[torch.dtype, torch.Size, tuple[int, ...]], tuple[_Form, dict[int, tuple[list[int], list[int]]]]]
@@ -81,7 +81,7 @@ def sum_boxes(boxes: Sequence[_Box]) -> list[tuple[int, int]]:
         if form.is_cut:
             wide = list(_widen(_view_bytes(tensor, form), (*offset[:-1], offset[-1] * form.itemsize), form))
             totals = [sum(part) % (1 << 64) for part in zip(*sum_boxes(wide), strict=True)]
-            sums[number] = torch.tensor([_as_int64(total) for total in totals])
+            sums[number] = torch.tensor([_as_int64(total) for total in totals], device="cpu")
         elif form.height * form.width:
             base, start = form.place(offset)
             if start not in starts:
@@ -90,13 +90,13 @@ def sum_boxes(boxes: Sequence[_Box]) -> list[tuple[int, int]]:
             numbers.append(number)
             bases.append(base)
     # Used again for all pieces: the system would take long to give new memory for each.
-    memory = torch.empty(_AT_ONCE * _BLOCK if forms else 0, dtype=torch.int8)
+    memory = torch.empty(_AT_ONCE * _BLOCK if forms else 0, dtype=torch.int8, device="cpu")
     for form, starts in forms.values():
         for start, (numbers, bases) in starts.items():
             together = max(1, _AT_ONCE // (form.height * form.count_blocks(start)))
             for low in range(0, len(numbers), together):
                 some = numbers[low : low + together]
-                firsts = torch.tensor(bases[low : low + together]).view(-1, 1)
+                firsts = torch.tensor(bases[low : low + together], device="cpu").view(-1, 1)
                 data = _join_bytes([boxes[number][0] for number in some]).view(len(some), form.height, form.width)
                 sums[some] = sum(_sum_piece(data, firsts, piece, memory) for piece in form.cut(start))
     # two lists and as many tuples: a list for each box, too, would make the garbage collector look at all of torch
@@ -183,12 +183,15 @@ class _Form(NamedTuple):
             for first in range(0, blocks, columns):
                 last = min(first + columns, blocks)
                 left, right = max(first * _BLOCK - start, 0), min(last * _BLOCK - start, self.width)
-                positions = (rows[:, None] + torch.arange(first, last)).flatten()
+                positions = (rows[:, None] + torch.arange(first, last, device="cpu")).flatten()
                 yield _Piece(low, high, left, right, 0 if first else start, nbytes, positions)
 
     def _place_rows(self, low: int, high: int) -> torch.Tensor:
         """Return the positions of the first blocks of some rows, int64, from that of the box's first."""
-        left, positions = torch.arange(low, high), torch.zeros(high - low, dtype=torch.int64)
+        left, positions = (
+            torch.arange(low, high, device="cpu"),
+            torch.zeros(high - low, dtype=torch.int64, device="cpu"),
+        )
         for size, stride in zip(self.extent[: self.axis][::-1], self.strides[::-1], strict=True):
             positions += left % size * stride
             left = left.div(size, rounding_mode="floor")
@@ -235,7 +238,7 @@ def _widen(data: torch.Tensor, offset: tuple[int, ...], form: _Form) -> Iterator
             low += part.shape[along]
             yield from _widen(part, tuple(moved), form)
         return
-    wide = torch.zeros(*lead, *inner, dtype=torch.int8)
+    wide = torch.zeros(*lead, *inner, dtype=torch.int8, device="cpu")
     part = wide
     for place in range(axis + 1, len(shape)):
         part = part.narrow(place, offset[place], data.shape[place])
@@ -281,8 +284,8 @@ def _multiply(blocks: torch.Tensor) -> torch.Tensor:
     if blocks.data_ptr() % _WORD:
         blocks = blocks.clone()  # torch reads words at their addresses
     words = blocks.view(torch.int16)
-    products = torch.empty(len(words), _COLUMNS, dtype=torch.float64)
-    cached = torch.empty(min(len(words), _IN_CACHE), words.shape[1], dtype=torch.float64)
+    products = torch.empty(len(words), _COLUMNS, dtype=torch.float64, device="cpu")
+    cached = torch.empty(min(len(words), _IN_CACHE), words.shape[1], dtype=torch.float64, device="cpu")
     weights = _MATRIX[: words.shape[1]]
     for low in range(0, len(words), _IN_CACHE):
         rows = cached[: len(words) - low]

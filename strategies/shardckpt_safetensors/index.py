@@ -392,7 +392,11 @@ class StoredIndex(ChunkIndex):
         steps = table.offset[1:] - table.offset[:-1]
         moved = steps != 0
         first = moved.to(torch.uint8).argmax(1, keepdim=True) if steps.shape[1] else moved.long()
-        back = steps.gather(1, first).view(-1) < 0 if steps.shape[1] else torch.zeros(len(steps), dtype=torch.bool)
+        back = (
+            steps.gather(1, first).view(-1) < 0
+            if steps.shape[1]
+            else torch.zeros(len(steps), dtype=torch.bool, device="cpu")
+        )
         back &= spec[1:] == spec[:-1]
         self._refuse(back, lambda: owners[1:], "has boxes that are not sorted by their offsets")
         return volume

@@ -309,7 +309,11 @@ class _PartFile:
 
 def _to_bytes(field: torch.Tensor) -> torch.Tensor:
     """Return the bytes of each row: uint8 of shape (rows, bytes)."""
-    return field.contiguous().view(torch.uint8) if field.numel() else torch.empty(len(field), 0, dtype=torch.uint8)
+    return (
+        field.contiguous().view(torch.uint8)
+        if field.numel()
+        else torch.empty(len(field), 0, dtype=torch.uint8, device="cpu")
+    )
 
 
 def _from_bytes(raw: torch.Tensor, kind: torch.dtype) -> torch.Tensor:
@@ -317,7 +321,7 @@ def _from_bytes(raw: torch.Tensor, kind: torch.dtype) -> torch.Tensor:
     shape = len(raw), raw.shape[1] // kind.itemsize
     # a copy: the memory of a slice may begin where no number can
     own = raw.clone(memory_format=torch.contiguous_format)
-    return own.view(-1).view(kind).view(shape).long() if raw.numel() else torch.empty(shape).long()
+    return own.view(-1).view(kind).view(shape).long() if raw.numel() else torch.empty(shape, device="cpu").long()
 
 
 def _find_reach(boxes: Table, count: int) -> torch.Tensor:

@@ -77,7 +77,11 @@ class StringTable:
         found = [text.encode() for text in self._numbers]
         data = b"".join(found)
         ends = make_column(list(map(len, found))).cumsum(0)
-        text = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+        text = (
+            torch.frombuffer(bytearray(data), dtype=torch.uint8)
+            if data
+            else torch.empty(0, dtype=torch.uint8, device="cpu")
+        )
         return {"text": text, "text_end": ends}
 
 

@@ -118,7 +118,7 @@ class _EntireTensor:
     def __init__(self, key: str, local: LocalTensor) -> None:
         self._key = key
         self._local = local
-        self._target = torch.empty(0)
+        self._target = torch.empty(0, device="cpu")
 
     def reads(self) -> list[Read]:
         self._target = torch.empty(self._local.shape, dtype=self._local.dtype, device="cpu")

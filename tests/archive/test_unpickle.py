@@ -109,10 +109,22 @@ def test_random_states_tensors_and_streams_come_back_equal(tmp_path: Path) -> No
     assert got["stream"].read() == b"data"
 
 
-def test_paths_come_as_pure_paths(tmp_path: Path) -> None:
-    """A path is only a name: it comes back as one that cannot touch the file system."""
-    got, _ = _stored(pathlib.Path("/a/b"), tmp_path / "c")
-    assert got == pathlib.PurePosixPath("/a/b")
+@table(
+    "value",
+    [pathlib.Path("/a/b"), pathlib.PurePosixPath("a"), pathlib.PureWindowsPath("c:/a"), pathlib.Path()],
+    ids=["path", "posix", "windows", "empty"],
+)
+def test_paths_keep_their_class(tmp_path: Path, value: pathlib.PurePath) -> None:
+    """A path comes back as what it was: one of this system with its methods, a pure one without."""
+    for got in _stored(value, tmp_path / "c"):
+        assert got == value
+        assert type(got) is type(value)
+
+
+def test_paths_of_another_system_are_pure(tmp_path: Path) -> None:
+    """A path of a class that cannot be made here comes back as a pure one, with the same parts."""
+    pickled = b"cpathlib\nWindowsPath\n(S'c:'\nS'a'\ntR."
+    assert load_bytes(archive(pickled), "it") == pathlib.PureWindowsPath("c:", "a")
 
 
 @table("value", [Mine(3), Colour.RED], ids=["dataclass", "enum"])

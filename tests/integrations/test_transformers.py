@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import copy
 import logging
 import os
 import signal
@@ -180,3 +181,12 @@ def test_a_step_that_failed_its_verification_is_not_resumed_from(
     path = callback_of(trainer_of(tmp_path, config_of(tmp_path))).resume_path()
     assert path is not None
     assert '"global_step": 3' in (Path(path) / "trainer_state.json").read_text()
+
+
+def test_a_trainer_that_has_trained_is_not_copied_with_its_callback(tmp_path: Path) -> None:
+    """The callback of a training that has begun has a manager: a copy says what to do; a fresh one may be copied."""
+    callback = callback_of(trainer := trainer_of(tmp_path, config_of(tmp_path)))
+    copy.deepcopy(callback)
+    trainer.train()
+    with pytest.raises(CheckpointingException, match="cannot be copied or pickled"):
+        copy.deepcopy(callback)

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from shardckpt.archive import ARCHIVE_ALIGN, load_metadata, make_frame
-from shardckpt.engine import ExternalSave, ExternalSavePart, write_part
+from shardckpt.engine import ExternalSave, ExternalSavePart, expand_home, write_part
 from shardckpt.errors import CheckpointingException, ShardingError, listed
 from shardckpt.storage import digest_vote
 from shardckpt.tensors import page_offset, synchronize_devices
@@ -171,7 +171,7 @@ class CheckpointStorageWriter(StorageWriter):
         """Return whether it is a local path below a writable directory."""
         if "://" in os.fspath(checkpoint_id):
             return False
-        above = next((path for path in Path(checkpoint_id).absolute().parents if path.exists()), None)
+        above = next((path for path in Path(expand_home(checkpoint_id)).absolute().parents if path.exists()), None)
         return above is not None and os.access(above, os.W_OK)
 
     def __getstate__(self) -> dict[str, Any]:
