@@ -86,7 +86,6 @@ def _make_instance(kind: Any, _base: Any, _state: Any) -> Any:
 _BUILTINS = (bool, complex, dict, float, frozenset, int, list, range, set, slice, str, tuple)
 _TIMES = (datetime.datetime, datetime.date, datetime.time, datetime.timedelta, datetime.timezone)
 
-#: The globals that common state and objects may name, besides dtypes, tensors, Megatron's classes and numpy arrays.
 #: What paths become, by the names of their classes: to make one touches no file. Paths of the other system are pure.
 _PATHS = {
     "PurePosixPath": pathlib.PurePosixPath,
@@ -97,6 +96,7 @@ _PATHS = {
     type(pathlib.Path()).__name__: pathlib.Path,
 }
 
+#: The globals that common state and objects may name, besides dtypes, tensors, Megatron's classes and numpy arrays.
 OBJECT_TABLE: Table = {
     **{("builtins", kind.__name__): kind for kind in _BUILTINS},
     ("builtins", "bytes"): FunctionProxy(_make_empty_bytes),
