@@ -28,7 +28,7 @@ from shardckpt.adapters.leaves import describe_leaf, describe_object, describe_t
 from shardckpt.adapters.module_tree import name_parameters
 from shardckpt.adapters.modules import data_address, merge_sources
 from shardckpt.adapters.state_layout import empty_state_tensor
-from shardckpt.adapters.wrappers import InnerShard, flatten_wrappers, request_shard
+from shardckpt.adapters.wrappers import InnerShard, flatten_wrappers, request_inner
 from shardckpt.errors import ShardingError
 from shardckpt.mapping import ShardedBase, ShardedTensor, ShardedTensorFactory
 from shardckpt.state_dict import nested_items
@@ -315,6 +315,12 @@ class _SavedState(NamedTuple):
     param_shape: tuple[int, ...] | None
     stored: StoredNames
 
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of the tensors."""
+        tensors = self.stored.tensors
+        return {slot: tensors[key][1] for slot in self.slots if (key := f"{self.key}.{slot}") in tensors}
+
     def describe(self, slot: str) -> Any:
         """Describe a stored value, to be loaded into new memory."""
         key = f"{self.key}.{slot}"
@@ -322,10 +328,12 @@ class _SavedState(NamedTuple):
             return describe_object(None, key, "unchecked")
         dtype, shape = self.stored.tensors[key]
         param = self.param
-        blocks = request_shard(key, slot, shape, dtype, param)
-        if blocks is not None:
-            return blocks.describe(key, "unchecked")
-        if isinstance(param, DTensor) and not {*shape} <= {*param.shape, 1}:  # made by itself, not from the parameter
+        inner = request_inner(slot, self.shapes, dtype, param)
+        if isinstance(inner, InnerShard):
+            return inner.describe(key, "unchecked")
+        if inner is not None:
+            tensor = inner
+        elif isinstance(param, DTensor) and not {*shape} <= {*param.shape, 1}:  # made by itself, not from the parameter
             tensor = torch.empty(shape, dtype=dtype, device=param.device)
         else:
             tensor = empty_state_tensor(key, shape, dtype, slot, param, param_shape=self.param_shape)

@@ -1,11 +1,14 @@
 """Tensors with others inside (quantized ones): taken apart for a save, and put together after a load.
 
 A plain one and the shards of a DTensor are stored alike: tensors inside that have its shape as they are, others
-flattened, each rank's blocks at their place. So a load may have another number of ranks.
+flattened, each rank's blocks at their place. So a load may have another number of ranks. Where its ranks would cut
+blocks, torchao quantizes nothing, and the values are loaded.
 """
 
 from __future__ import annotations
 
+import functools
+import logging
 import math
 import sys
 from dataclasses import dataclass
@@ -14,16 +17,23 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from shardckpt.adapters.dtensor import get_element_range, get_local_tensor, get_replica_coordinates
+from shardckpt.adapters.dtensor import (
+    get_dtensor_splits,
+    get_element_range,
+    get_local_tensor,
+    get_replica_coordinates,
+)
 from shardckpt.errors import CheckpointingException, ShardingError
 from shardckpt.mapping import ShardedTensor
 from shardckpt.state_dict import dict_list_map_outplace
-from shardckpt.tensors import ORDINARY, is_sharded_tensor, kind, read_local_tensor
+from shardckpt.tensors import ORDINARY, dequantize, is_sharded_tensor, kind, read_local_tensor
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from shardckpt.mapping import ReplicaId, Replicated
+
+logger = logging.getLogger(__name__)
 
 #: The key that marks a dict in the place of a wrapper tensor: the name of its class. It is stored.
 CLASS = "shardckpt: a tensor of the class"
@@ -59,16 +69,55 @@ class InnerShard:
 
 
 def is_wrapper(value: Any) -> bool:
-    """Return whether a tensor, or the local tensor of a DTensor, has others inside, as torch's protocol says."""
-    if isinstance(value, DTensor):
-        if type(read_local_tensor(value)) in ORDINARY:  # nearly all are so
-            return False
-        value = get_local_tensor(value)
+    """Return whether a tensor has others inside, as torch's protocol says; or a DTensor's shards, to be stored so."""
+    if not isinstance(value, DTensor):
+        return _has_inner(value)
+    if type(read_local_tensor(value)) in ORDINARY:  # nearly all are so
+        return False
+    local = get_local_tensor(value)
+    if not _has_inner(local):
+        return False
+    if not _can_be_cut(value, local):
+        _warn_of_values(kind(local), tuple(value.shape), str(value.placements))
+        return False
+    return True
+
+
+def _has_inner(value: Any) -> bool:
     return (
         isinstance(value, torch.Tensor)
         and type(value) not in ORDINARY
         and not is_sharded_tensor(value)
         and hasattr(value, "__tensor_flatten__")
+    )
+
+
+def _can_be_cut(dtensor: DTensor, local: Any) -> bool:
+    """Return whether each rank's blocks are parts of a whole: of equal shards, that are rows."""
+    elements = get_element_range(dtensor)
+    # where shards differ, some may be too small to be quantized
+    is_even = elements is not None and dtensor.numel() and len(elements) == local.numel() and _is_even(dtensor)
+    inner = {name: getattr(local, name) for name in local.__tensor_flatten__()[0] if name not in _TABLES}
+    return bool(is_even) and all(
+        type(tensor) in ORDINARY
+        and (tensor.shape == local.shape or (tensor.ndim == 1 and not dtensor.numel() * tensor.numel() % local.numel()))
+        for tensor in inner.values()
+    )
+
+
+def _is_even(dtensor: DTensor) -> bool:
+    return all(not dtensor.shape[split.dim] % split.count for split in get_dtensor_splits("", dtensor))
+
+
+@functools.cache
+def _warn_of_values(name: str, shape: tuple[int, ...], placements: str) -> None:
+    """Say once that blocks are not stored."""
+    logger.warning(
+        "optimizer state of the class %s, shape %s, placements %s, is stored dequantized, and a fresh optimizer does "
+        "not get its blocks: these can be stored where shards are rows, and of one size",
+        name,
+        shape,
+        placements,
     )
 
 
@@ -78,9 +127,6 @@ def flatten_wrappers(state: Any, *, shards: bool = True) -> Any:
     Args:
         state: Nested dicts and lists.
         shards: Whether to take the shards of DTensors apart.
-
-    Raises:
-        ShardingError: the shards of a DTensor have tensors inside that cannot be stored as parts of a whole.
     """
 
     def flatten(leaf: Any) -> Any:
@@ -105,26 +151,17 @@ def _flatten(tensor: Any) -> dict[str, Any]:
 
 def _flatten_shard(dtensor: DTensor) -> dict[str, Any]:
     local, shape = get_local_tensor(dtensor), dtensor.shape
-    elements = get_element_range(dtensor)
+    elements = get_element_range(dtensor) or range(0)
     parts = _flatten(local)
 
     def place(name: str, inner: Any) -> Any:
         if name in _TABLES:
             return inner
-        if type(inner) in ORDINARY and inner.shape == local.shape:
+        if inner.shape == local.shape:
             return DTensor.from_local(
                 inner, dtensor.device_mesh, dtensor.placements, run_check=False, shape=shape, stride=dtensor.stride()
             )
-        is_flat = type(inner) in ORDINARY and inner.ndim == 1 and local.numel()
-        ends = (elements.start, dtensor.numel()) if is_flat and elements is not None else ()
-        places = [index * inner.numel() for index in ends]
-        if not places or any(index % local.numel() for index in places):
-            raise ShardingError(
-                f"{name}, inside the shards of a DTensor of {kind(local)}, shape {tuple(shape)}, placements "
-                f"{dtensor.placements}, cannot be stored: it must be plain, have the shape of its shard, or be flat "
-                "where shards are rows: shard the parameter by its first dimension"
-            )
-        offset, size = (index // local.numel() for index in places)
+        offset, size = (index * inner.numel() // local.numel() for index in (elements.start, dtensor.numel()))
         return InnerShard(inner, size, offset, get_replica_coordinates(dtensor) or 0)
 
     return {
@@ -136,41 +173,43 @@ def _flatten_shard(dtensor: DTensor) -> dict[str, Any]:
     }
 
 
-def request_shard(
-    key: str, slot: str, shape: tuple[int, ...], dtype: torch.dtype, param: torch.Tensor
-) -> InnerShard | None:
-    """Return memory for a rank's blocks of a stored flat tensor that was inside another.
+def request_inner(
+    slot: str, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, param: torch.Tensor
+) -> torch.Tensor | InnerShard | None:
+    """Return memory for a stored tensor that was inside another: for this rank's blocks, or for all.
 
     Args:
-        key: The key of the tensor.
-        slot: Its dotted path in the state.
-        shape: Its shape.
+        slot: The dotted path of the tensor in the state.
+        shapes: The shapes of all stored tensors of the state.
         dtype: Its dtype.
         param: The parameter whose state it is.
 
     Returns:
-        The memory; None where all of the tensor is to be loaded.
-
-    Raises:
-        ShardingError: this rank's part of the parameter begins or ends within a block.
+        The memory; None where the tensor was inside no other, or is to be laid out as the parameter.
     """
-    *path, name = slot.split(".")
-    if path[-1:] != [INNER] or name in _TABLES or len(shape) != 1 or not isinstance(param, DTensor):
+    prefix, _, name = slot.rpartition(".")
+    last = prefix.rpartition(".")[2]
+    is_inner = last == INNER or (last == _OLD_INNER and f"{prefix}.codes" in shapes)
+    if not is_inner or name in _TABLES or not isinstance(param, DTensor):
         return None
-    start, stop = _find_blocks(repr(key), shape[0], param)
-    replica_id = get_replica_coordinates(param) or 0
-    return InnerShard(torch.empty(stop - start, dtype=dtype, device=param.device), shape[0], start, replica_id)
+    others = [each for each in shapes if each.startswith(f"{prefix}.") and each[len(prefix) + 1 :] not in _TABLES]
+    # all ranks ask alike: for their blocks, or for all where any block is cut
+    elements = get_element_range(param)
+    if elements is None or any(_cuts_blocks(param, math.prod(shapes[each])) for each in others):
+        return torch.empty(shapes[slot], dtype=dtype, device=param.device)
+    if len(shapes[slot]) != 1 or shapes[slot] == tuple(param.shape):
+        return None
+    size = shapes[slot][0]
+    start, stop = (index * size // param.numel() for index in (elements.start, elements.stop))
+    blocks = torch.empty(stop - start, dtype=dtype, device=param.device)
+    return InnerShard(blocks, size, start, get_replica_coordinates(param) or 0)
 
 
-def _find_blocks(what: str, size: int, param: DTensor) -> tuple[int, int]:
-    """Return the first and the end of a rank's blocks; raise ShardingError where its part of the parameter cuts one."""
-    elements, number = get_element_range(param), max(1, param.numel())
-    if elements is None or elements.start * size % number or elements.stop * size % number:
-        raise ShardingError(
-            f"{what}: its {size} elements stand for blocks of the parameter, of shape {tuple(param.shape)}, which the "
-            f"placements {param.placements} cut between ranks: load it with a number of ranks that leaves blocks whole"
-        )
-    return elements.start * size // number, elements.stop * size // number
+def _cuts_blocks(param: DTensor, size: int) -> bool:
+    """Return whether the shards of a parameter, on any rank, cut one of so many blocks of its elements."""
+    rows, width = param.shape[0], math.prod(param.shape[1:])
+    count = math.prod(split.count for split in get_dtensor_splits("", param))
+    return not param.numel() or -(-rows // count) * width * size % param.numel() != 0
 
 
 def rebuild_wrapper(parts: Mapping[str, Any], form: Mapping[str, Any], param: torch.Tensor | None) -> Any:
@@ -183,7 +222,7 @@ def rebuild_wrapper(parts: Mapping[str, Any], form: Mapping[str, Any], param: to
 
     Raises:
         CheckpointingException: its class is not imported: a checkpoint must not decide what is.
-        ShardingError: this rank's part of the parameter begins or ends within a block.
+        ShardingError: this rank's part of the parameter cuts blocks, or is no part of their order.
     """
     module, _, name = parts[CLASS].rpartition(".")
     cls = getattr(sys.modules.get(module), name, None)
@@ -197,24 +236,39 @@ def rebuild_wrapper(parts: Mapping[str, Any], form: Mapping[str, Any], param: to
     if not isinstance(param, DTensor) or tuple(param.shape) != shape:
         return cls.__tensor_unflatten__(inner, parts["context"], torch.Size(shape), parts["stride"])
     part = get_local_tensor(param)
-
-    def cut(name: str, tensor: torch.Tensor) -> torch.Tensor:
-        local, whole = get_local_tensor(tensor).reshape(-1), math.prod(form[key][name][2])
-        if name in _TABLES:
-            return local
-        if local.numel() == whole and part.numel() < param.numel():
-            start, stop = _find_blocks(f"{name} of a {parts[CLASS]}", whole, param)
-            local = local[start:stop].clone()
-        return local.view(part.shape) if local.numel() == part.numel() and whole == param.numel() else local
-
+    sizes = {name: math.prod(form[key][name][2]) for name in inner if name not in _TABLES}
+    local = {name: get_local_tensor(tensor) for name, tensor in inner.items()}
+    cut = {name for name, size in sizes.items() if local[name].numel() * param.numel() == size * part.numel()}
+    if not cut:
+        whole = cls.__tensor_unflatten__(local, parts["context"], torch.Size(shape), parts["stride"])
+        return _make_like(param, _cut(dequantize(whole), param).view(part.shape))
+    for name in sizes.keys() - cut:
+        local[name] = _cut(local[name], param)
+    places = {
+        name: tensor.view(part.shape) if sizes.get(name) == param.numel() else tensor for name, tensor in local.items()
+    }
     wrapper = cls.__tensor_unflatten__(
-        {name: cut(name, tensor) for name, tensor in inner.items()},
-        _replace_shape(parts["context"], shape, part.shape),
-        part.shape,
-        part.stride(),
+        places, _replace_shape(parts["context"], shape, part.shape), part.shape, part.stride()
     )
+    return _make_like(param, wrapper)
+
+
+def _cut(tensor: torch.Tensor, param: DTensor) -> torch.Tensor:
+    """Return what belongs to a rank's part of a parameter, of a tensor that has an element for each of its blocks."""
+    elements = get_element_range(param)
+    places = [] if elements is None else [index * tensor.numel() for index in (elements.start, elements.stop)]
+    if not places or any(index % param.numel() for index in places):
+        raise ShardingError(
+            f"optimizer state of {tensor.numel()} blocks cannot be cut as its parameter is, of shape "
+            f"{tuple(param.shape)}, by {param.placements}: load it with a number of ranks that leaves blocks whole"
+        )
+    start, stop = (index // param.numel() for index in places)
+    return tensor.reshape(-1)[start:stop].clone()
+
+
+def _make_like(param: DTensor, local: torch.Tensor) -> DTensor:
     return DTensor.from_local(
-        wrapper, param.device_mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride()
+        local, param.device_mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride()
     )
 
 
