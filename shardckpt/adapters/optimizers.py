@@ -28,7 +28,7 @@ from shardckpt.adapters.leaves import describe_leaf, describe_object, describe_t
 from shardckpt.adapters.module_tree import name_parameters
 from shardckpt.adapters.modules import data_address, merge_sources
 from shardckpt.adapters.state_layout import empty_state_tensor
-from shardckpt.adapters.wrappers import InnerShard, flatten_wrappers, request_inner
+from shardckpt.adapters.wrappers import InnerShard, flatten_wrappers, is_inner, request_inner
 from shardckpt.errors import ShardingError
 from shardckpt.mapping import ShardedBase, ShardedTensor, ShardedTensorFactory
 from shardckpt.state_dict import nested_items
@@ -315,12 +315,6 @@ class _SavedState(NamedTuple):
     param_shape: tuple[int, ...] | None
     stored: StoredNames
 
-    @property
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shapes of the tensors."""
-        tensors = self.stored.tensors
-        return {slot: tensors[key][1] for slot in self.slots if (key := f"{self.key}.{slot}") in tensors}
-
     def describe(self, slot: str) -> Any:
         """Describe a stored value, to be loaded into new memory."""
         key = f"{self.key}.{slot}"
@@ -328,7 +322,7 @@ class _SavedState(NamedTuple):
             return describe_object(None, key, "unchecked")
         dtype, shape = self.stored.tensors[key]
         param = self.param
-        inner = request_inner(slot, self.shapes, dtype, param)
+        inner = request_inner(slot, self._list_shapes(), dtype, param) if is_inner(slot) else None
         if isinstance(inner, InnerShard):
             return inner.describe(key, "unchecked")
         if inner is not None:
@@ -338,6 +332,11 @@ class _SavedState(NamedTuple):
         else:
             tensor = empty_state_tensor(key, shape, dtype, slot, param, param_shape=self.param_shape)
         return describe_leaf(tensor, key, "unchecked")
+
+    def _list_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of the stored tensors."""
+        keys = {slot: f"{self.key}.{slot}" for slot in self.slots}
+        return {slot: self.stored.tensors[key][1] for slot, key in keys.items() if key in self.stored.tensors}
 
 
 def _request_state(saved: _SavedState, state: Any, described: dict[str, Any] | None, taken: set[int]) -> Any:

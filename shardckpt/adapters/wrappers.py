@@ -173,24 +173,28 @@ def _flatten_shard(dtensor: DTensor) -> dict[str, Any]:
     }
 
 
+def is_inner(slot: str) -> bool:
+    """Return whether the dotted path of a tensor says that it was inside another."""
+    return slot.rpartition(".")[0].rpartition(".")[2] in (INNER, _OLD_INNER)
+
+
 def request_inner(
     slot: str, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, param: torch.Tensor
 ) -> torch.Tensor | InnerShard | None:
     """Return memory for a stored tensor that was inside another: for this rank's blocks, or for all.
 
     Args:
-        slot: The dotted path of the tensor in the state.
+        slot: The dotted path of the tensor in the state, for which :func:`is_inner` is True.
         shapes: The shapes of all stored tensors of the state.
         dtype: Its dtype.
         param: The parameter whose state it is.
 
     Returns:
-        The memory; None where the tensor was inside no other, or is to be laid out as the parameter.
+        The memory; None where the tensor is to be loaded as any other.
     """
     prefix, _, name = slot.rpartition(".")
-    last = prefix.rpartition(".")[2]
-    is_inner = last == INNER or (last == _OLD_INNER and f"{prefix}.codes" in shapes)
-    if not is_inner or name in _TABLES or not isinstance(param, DTensor):
+    is_value = prefix.endswith(_OLD_INNER) and f"{prefix}.codes" not in shapes  # of a user's own name
+    if is_value or name in _TABLES or not isinstance(param, DTensor):
         return None
     others = [each for each in shapes if each.startswith(f"{prefix}.") and each[len(prefix) + 1 :] not in _TABLES]
     # all ranks ask alike: for their blocks, or for all where any block is cut
