@@ -21,6 +21,7 @@ import sys
 import tarfile
 import tempfile
 import time
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -45,7 +46,7 @@ def measure(folder: Path, rank: int, world: int, tensors: int, size: int) -> lis
     if not Path(shardckpt.__file__).is_relative_to(Path.cwd()):
         raise SystemExit(f"{shardckpt.__file__} was imported, not that of {Path.cwd()}")
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=world)
+    dist.init_process_group("gloo", rank=rank, world_size=world, timeout=timedelta(seconds=_LIMIT))
 
     def describe(value: float) -> dict[str, Any]:
         return {

@@ -17,6 +17,7 @@ from shardckpt.adapters.restore import load_into
 from shardckpt.adapters.state import SavedModules, to_sharded_state_dict
 from shardckpt.adapters.state_layout import empty_state_tensor
 from shardckpt.adapters.torch_sharded import describe_torch_sharded
+from shardckpt.tensors import register_tensor_class
 
 __all__ = [
     "FORM",
@@ -41,6 +42,7 @@ __all__ = [
     "make_form",
     "make_shards",
     "rebuild_state",
+    "register_tensor_class",
     "sharded_tensor_from_dtensor",
     "spread_options",
     "to_sharded_state_dict",

@@ -15,7 +15,7 @@ from shardckpt.adapters.in_place import InPlaceFactory
 from shardckpt.errors import ShardingError
 from shardckpt.mapping import LocalNonpersistentObject, ReplicaId, Replicated, ShardedTensor
 from shardckpt.planning import Box, HeldBox, Split, compute_local_shape, list_held_boxes, make_empty_box
-from shardckpt.tensors import ORDINARY, read_local_tensor, split_factor
+from shardckpt.tensors import ORDINARY, get_values, read_local_tensor, split_factor
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -126,8 +126,12 @@ def get_element_range(dtensor: DTensor) -> range | None:
     shape = tuple(dtensor.shape)
     cut = _cut(shape, tuple(get_dtensor_splits("", dtensor)))
     box = cut.held[0].box
-    if not shape or not cut.is_one_box or box.shape[1:] != shape[1:]:
-        return range(dtensor.numel()) if cut.is_one_box and box.shape == shape else None
+    if not cut.is_one_box:
+        return None
+    if box.shape == shape:
+        return range(dtensor.numel())
+    if box.shape[1:] != shape[1:]:
+        return None
     width = math.prod(shape[1:])
     return range(box.offset[0] * width, (box.offset[0] + box.shape[0]) * width)
 
@@ -145,11 +149,10 @@ def get_rank() -> int:
 
 def get_local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """Return this rank's part of a DTensor, or a plain tensor itself: detached, in the caller's memory."""
-    if not isinstance(tensor, DTensor):
-        return tensor.detach()
-    local: Any = read_local_tensor(tensor)
-    if type(local) not in ORDINARY and hasattr(local, "wait"):  # a redistribute may still be filling it
-        local = local.wait()
+    local: Any = read_local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
+    if type(local) not in ORDINARY:
+        # a redistribute may still be filling it
+        local = get_values(local.wait() if hasattr(local, "wait") else local)
     return local.detach()  # type: ignore[no-any-return]
 
 

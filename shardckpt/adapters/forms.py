@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from shardckpt.adapters.leaves import describe_leaf, describe_object
 from shardckpt.adapters.wrappers import CLASS, InnerShard, is_wrapper, rebuild_wrapper
 from shardckpt.errors import CheckpointingException, ShardingError
 from shardckpt.state_dict import dict_list_map_outplace, nested_items, of_type
@@ -19,15 +20,18 @@ from shardckpt.tensors import ORDINARY
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    from shardckpt.adapters.dtensor import AlikeTensors
+    from shardckpt.mapping import Replicated
+
 #: The key of a form, below that of its state: no name of a value has parentheses.
 FORM = "(form)"
 #: The first item of a placeholder, ``(this text, dtype name, shape)``, which replaces a tensor in a stored form. It is
 #: part of the checkpoint format, as the texts below are.
 _PLACEHOLDER = "shardckpt: a tensor"
-#: What begins the last part of the key of a tensor that belongs to no parameter, and is sharded as one.
-_LAYOUT = ".(as "
 #: A fourth item of those of plain tensors where the others are DTensors.
 _WHOLE = "whole on each rank"
+#: What begins the last part of the key of a tensor that belongs to no parameter, and is sharded as one.
+_LAYOUT = ".(as "
 
 
 def is_self_describing(state: Any, *, is_distributed: bool) -> bool:
@@ -101,6 +105,25 @@ def list_tensors(state: Any) -> dict[str, torch.Tensor | InnerShard]:
                 )
             found[name] = leaf
     return found
+
+
+def describe_with_form(
+    form: Any,
+    tensors: Mapping[str, torch.Tensor | InnerShard],
+    key: str,
+    replicated: Replicated,
+    alike: AlikeTensors | None = None,
+) -> dict[str, Any]:
+    """Describe a form and its tensors below a key, each by the rest of its own; for the others see describe_leaf."""
+    return {
+        FORM: describe_object(form, f"{key}.{FORM}", replicated),
+        **{
+            slot: tensor.describe(f"{key}.{slot}", replicated)
+            if isinstance(tensor, InnerShard)
+            else describe_leaf(tensor, f"{key}.{slot}", replicated, alike=alike)
+            for slot, tensor in tensors.items()
+        },
+    }
 
 
 def fill_form(

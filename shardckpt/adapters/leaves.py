@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from shardckpt.adapters.dtensor import AlikeTensors, describe_dtensor, get_rank
+from shardckpt.adapters.dtensor import AlikeTensors, describe_dtensor, get_local_tensor, get_rank
 from shardckpt.adapters.torch_sharded import describe_torch_sharded
 from shardckpt.mapping import PlainObject, Replicated, ShardedObject, ShardedTensor
 from shardckpt.tensors import ORDINARY, is_sharded_tensor
@@ -56,7 +56,7 @@ def describe_leaf(
         # the rank as replica id: the lowest rank that has the key writes it, and rank 0 may not have it
         rank = get_rank() if alike is None else alike.rank
         offset, grid = (0,) * len(shape), (1,) * len(shape)
-        return ShardedTensor.from_box(key, value.detach(), shape, offset, grid, rank, replicated=replicated)
+        return ShardedTensor.from_box(key, get_local_tensor(value), shape, offset, grid, rank, replicated=replicated)
     return describe_object(value, key, replicated)
 
 

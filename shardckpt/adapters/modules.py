@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from shardckpt.adapters.module_tree import list_state_tensors, read_state_dict
 from shardckpt.errors import ShardingError
-from shardckpt.tensors import ORDINARY
+from shardckpt.tensors import ORDINARY, flatten_tensor, has_inner
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -83,11 +83,14 @@ def merge_sources(kind: str, sources: Iterable[dict[str, Any]]) -> dict[str, Any
 
 
 def share_memory(one: Any, other: Any) -> bool:
-    """Return whether both are tensors of one class with the same memory, sizes and strides."""
+    """Return whether both are tensors of one class with the same memory, sizes and strides, or those inside are."""
     if not isinstance(one, torch.Tensor) or type(one) is not type(other):
         return False
     with torch.no_grad():
         here, there = (value.to_local() if isinstance(value, DTensor) else value for value in (one, other))
+    if has_inner(here) and has_inner(there):
+        inner, others = flatten_tensor(here)[0], flatten_tensor(there)[0]
+        return inner.keys() == others.keys() and all(share_memory(inner[name], others[name]) for name in inner)
     return type(here) in ORDINARY and here.is_set_to(there)
 
 

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from shardckpt.adapters import fsdp1
 from shardckpt.adapters.forms import (
     FORM,
+    describe_with_form,
     find_layout,
     is_self_describing,
     join_layout,
@@ -92,14 +93,12 @@ class OptimizerState(NamedTuple):
         names: The names of all parameters.
         params: The parameters of all by name, but for those of FSDP1.
         states: The state of each parameter.
-        others: What belongs to no parameter, by the digest of the optimizer's.
     """
 
     each: list[NamedState]
     names: list[str]
     params: dict[str, torch.Tensor]
     states: dict[str, Any]
-    others: dict[str, Any]
 
     @property
     def groups(self) -> list[dict[str, Any]]:
@@ -121,7 +120,6 @@ def get_optimizer_state(parts: Sequence[Module], optimizers: Sequence[Optimizer]
         list(owners),
         {name: param for one in each for name, param in one.params.items()},
         {name: state for one in each for name, state in one.state.items()},
-        {one.digest: one.others for one in each if one.others},
     )
 
 
@@ -219,25 +217,10 @@ def describe_state(
     """
     if is_self_describing(values, is_distributed=is_distributed):
         return describe_tree(values, key, replicated, objects=True, alike=alike)  # type: ignore[no-any-return]
-    return describe_with_form(values, key, replicated, alike, is_distributed=is_distributed)
-
-
-def describe_with_form(
-    values: Any, key: str, replicated: Replicated, alike: AlikeTensors, *, is_distributed: bool = False
-) -> dict[str, Any]:
-    """Describe the tensors of a state by their dotted paths, and its form; the arguments are the same."""
     flat = flatten_wrappers(values)
-    form = make_form(flat, is_distributed=is_distributed)
-
-    def describe(tensor: torch.Tensor | InnerShard, key: str) -> Any:
-        if isinstance(tensor, InnerShard):
-            return tensor.describe(key, replicated)
-        return describe_leaf(tensor, key, replicated, alike=alike)
-
-    return {
-        FORM: describe_object(form, f"{key}.{FORM}", replicated),
-        **{path: describe(tensor, f"{key}.{path}") for path, tensor in list_tensors(flat).items()},
-    }
+    return describe_with_form(
+        make_form(flat, is_distributed=is_distributed), list_tensors(flat), key, replicated, alike
+    )
 
 
 def describe_others(one: NamedState, key: str, replicated: Replicated, alike: AlikeTensors) -> dict[str, Any]:
@@ -246,22 +229,18 @@ def describe_others(one: NamedState, key: str, replicated: Replicated, alike: Al
     The key of a tensor that is sharded as a parameter names it: a load must know before it has read the form.
     """
     flat = flatten_wrappers(one.others, shards=False)
-    tensors = _list_slots(flat, one.params).items()
-    return {
-        FORM: describe_object(make_form(flat), f"{key}.{FORM}", replicated),
-        **{slot: describe_leaf(tensor, f"{key}.{slot}", replicated, alike=alike) for slot, tensor in tensors},
-    }
+    return describe_with_form(make_form(flat), _list_slots(flat, one.params), key, replicated, alike)
 
 
 def _list_slots(flat: Any, params: Mapping[str, torch.Tensor]) -> dict[str, Any]:
     """Return tensors by their dotted paths, followed by the parameter that each DTensor is sharded as."""
     return {
-        join_layout(path, _find_alike(tensor, params)) if isinstance(tensor, DTensor) else path: tensor
+        join_layout(path, _find_same_layout(tensor, params)) if isinstance(tensor, DTensor) else path: tensor
         for path, tensor in list_tensors(flat).items()
     }
 
 
-def _find_alike(tensor: DTensor, params: Mapping[str, torch.Tensor]) -> str | None:
+def _find_same_layout(tensor: DTensor, params: Mapping[str, torch.Tensor]) -> str | None:
     """Return the name of a parameter of the same shape, mesh and placements; None if there is none."""
     layout = (tensor.shape, tensor.device_mesh, tensor.placements)
     dtensors = ((name, param) for name, param in params.items() if isinstance(param, DTensor))

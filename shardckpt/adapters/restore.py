@@ -103,8 +103,9 @@ def _hand_over_tensors(part: Module, values: Mapping[str, Any]) -> None:
         # names of all of a module's parameters for each of its children
         with torch.no_grad():
             for name, tensor in live.items():
-                if name in values and not share_memory(values[name], tensor.detach()):
-                    tensor.copy_(values[name])
+                value = values.get(name, tensor)
+                if value is not tensor and not share_memory(value, tensor.detach()):
+                    tensor.copy_(value)
         return
     read = read_state_dict(part)
     if read is None:

@@ -26,6 +26,11 @@ from shardckpt.adapters.optimizers import (
     request_others,
     request_states,
 )
+from shardckpt.adapters.wrapper_params import (
+    describe_wrapper_param,
+    find_wrapper_params,
+    request_wrapper_params,
+)
 from shardckpt.errors import ShardingError
 from shardckpt.mapping import OptionalEntries
 from shardckpt.state_dict import nested_items
@@ -162,15 +167,30 @@ def _describe_modules(
     buffers = modules.find_buffers(values, parts) if replicated == "sampled" else frozenset()
     alike = AlikeTensors()
 
+    wrappers = find_wrapper_params(values)
+
     def describe_model(prefix: str) -> ShardedStateDict:
+        def replication(name: str) -> Replicated:
+            return "unchecked" if name in buffers else replicated
+
+        plain = values if not wrappers else {n: value for n, value in values.items() if n not in wrappers}
         if kept is not None:
-            return kept.describe(values, prefix, replicated, buffers)
-        return {
-            n: describe_leaf(
-                value, f"{prefix}{n}", "unchecked" if n in buffers else replicated, alike=alike, detached=True
-            )
-            for n, value in values.items()
+            found = kept.describe(plain, prefix, replicated, buffers)
+        else:
+            found = {
+                n: describe_leaf(value, f"{prefix}{n}", replication(n), alike=alike, detached=True)
+                for n, value in plain.items()
+            }
+        if not wrappers:
+            return found
+        found |= {
+            n: describe_wrapper_param(f"{prefix}{n}", value, replication(n), alike) for n, value in wrappers.items()
         }
+
+        def request(stored: StoredNames, entries: Mapping[str, Any]) -> dict[str, Any]:
+            return request_wrapper_params(entries, wrappers, stored, prefix)
+
+        return OptionalEntries({n: found[n] for n in values}, prefix, request, required=True)
 
     if not optimizers:
         return describe_model(prefix)

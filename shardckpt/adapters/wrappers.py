@@ -1,6 +1,6 @@
 """Tensors with others inside (quantized ones): taken apart for a save, and put together after a load.
 
-A plain one and the shards of a DTensor are stored alike: tensors inside that have its shape as they are, others
+A plain one and the shards of a DTensor are stored in one way: tensors inside that have its axes as they are, others
 flattened, each rank's blocks at their place. So a load may have another number of ranks. Where its ranks would cut
 blocks, torchao quantizes nothing, and the values are loaded.
 """
@@ -26,7 +26,16 @@ from shardckpt.adapters.dtensor import (
 from shardckpt.errors import CheckpointingException, ShardingError
 from shardckpt.mapping import ShardedTensor
 from shardckpt.state_dict import dict_list_map_outplace
-from shardckpt.tensors import ORDINARY, dequantize, is_sharded_tensor, kind, read_local_tensor
+from shardckpt.tensors import (
+    ORDINARY,
+    dequantize,
+    find_inner_names,
+    flatten_tensor,
+    get_values,
+    has_inner,
+    kind,
+    read_local_tensor,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -37,12 +46,13 @@ logger = logging.getLogger(__name__)
 
 #: The key that marks a dict in the place of a wrapper tensor: the name of its class. It is stored.
 CLASS = "shardckpt: a tensor of the class"
-#: The key of the tensors inside; no name of a value has parentheses.
-INNER = "(inner)"
-#: That key in the checkpoints of 27 November 2026.
+#: The keys of the tensors inside: those that are parts, and those that all elements share; no name of a value has
+#: parentheses.
+INNER, SHARED = "(inner)", "(shared)"
+#: The key of all in the checkpoints of 27 November 2026.
 _OLD_INNER = "inner"
-#: Tensors that all blocks share: torchao's tables from codes to values.
-_TABLES = frozenset({"qmap"})
+#: Those of the tensors under the older keys that all elements share: torchao's tables from codes to values.
+_OLD_SHARED = frozenset({"qmap"})
 
 
 @dataclass(frozen=True)
@@ -71,37 +81,36 @@ class InnerShard:
 def is_wrapper(value: Any) -> bool:
     """Return whether a tensor has others inside, as torch's protocol says; or a DTensor's shards, to be stored so."""
     if not isinstance(value, DTensor):
-        return _has_inner(value)
+        return has_inner(value) and get_values(value) is value
     if type(read_local_tensor(value)) in ORDINARY:  # nearly all are so
         return False
     local = get_local_tensor(value)
-    if not _has_inner(local):
+    if not has_inner(local):
         return False
-    if not _can_be_cut(value, local):
+    if not can_be_cut(value, local):
         _warn_of_values(kind(local), tuple(value.shape), str(value.placements))
         return False
     return True
 
 
-def _has_inner(value: Any) -> bool:
-    return (
-        isinstance(value, torch.Tensor)
-        and type(value) not in ORDINARY
-        and not is_sharded_tensor(value)
-        and hasattr(value, "__tensor_flatten__")
-    )
-
-
-def _can_be_cut(dtensor: DTensor, local: Any) -> bool:
+def can_be_cut(dtensor: DTensor, local: torch.Tensor) -> bool:
     """Return whether each rank's blocks are parts of a whole: of equal shards, that are rows."""
     elements = get_element_range(dtensor)
     # where shards differ, some may be too small to be quantized
     is_even = elements is not None and dtensor.numel() and len(elements) == local.numel() and _is_even(dtensor)
-    inner = {name: getattr(local, name) for name in local.__tensor_flatten__()[0] if name not in _TABLES}
+    shared = find_inner_names(local).shared
+    inner = (tensor for name, tensor in flatten_tensor(local)[0].items() if name not in shared)
     return bool(is_even) and all(
-        type(tensor) in ORDINARY
-        and (tensor.shape == local.shape or (tensor.ndim == 1 and not dtensor.numel() * tensor.numel() % local.numel()))
-        for tensor in inner.values()
+        type(tensor) in ORDINARY and (tensor.ndim == 1 or _has_axes(tensor, local)) for tensor in inner
+    )
+
+
+def _has_axes(inner: torch.Tensor, local: torch.Tensor) -> bool:
+    """Return whether a tensor inside has the axes of another, with blocks of equal size along each, several of rows."""
+    return (
+        inner.ndim == local.ndim
+        and all(size and not whole % size for size, whole in zip(inner.shape, local.shape, strict=True))
+        and (inner.shape[0] > 1 or inner.shape == local.shape)  # a scale of all is not one of rows
     )
 
 
@@ -113,8 +122,8 @@ def _is_even(dtensor: DTensor) -> bool:
 def _warn_of_values(name: str, shape: tuple[int, ...], placements: str) -> None:
     """Say once that blocks are not stored."""
     logger.warning(
-        "optimizer state of the class %s, shape %s, placements %s, is stored dequantized, and a fresh optimizer does "
-        "not get its blocks: these can be stored where shards are rows, and of one size",
+        "a tensor of the class %s, shape %s, placements %s, is stored dequantized, and a load quantizes anew or, for "
+        "the state of a fresh optimizer, not at all: blocks can be stored where shards are rows, and of one size",
         name,
         shape,
         placements,
@@ -136,46 +145,39 @@ def flatten_wrappers(state: Any, *, shards: bool = True) -> Any:
 
 
 def _flatten(tensor: Any) -> dict[str, Any]:
+    local = get_local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
+    inner, context = flatten_tensor(local)
+    shared = {name: inner.pop(name) for name in find_inner_names(local).shared & inner.keys()}
     if isinstance(tensor, DTensor):
-        return _flatten_shard(tensor)
-    names, context = tensor.__tensor_flatten__()
+        inner = {name: _place(each, local, tensor) for name, each in inner.items()}
     return {
-        CLASS: f"{type(tensor).__module__}.{type(tensor).__qualname__}",
-        "context": context,
+        CLASS: kind(local),
+        "context": _replace_shape(context, tuple(local.shape), tuple(tensor.shape)),
         "shape": tuple(tensor.shape),
         "stride": tuple(tensor.stride()),
         # inside may be another
-        INNER: {name: flatten_wrappers(getattr(tensor, name)) for name in names},
+        INNER: flatten_wrappers(inner),
+        SHARED: flatten_wrappers(shared),
     }
 
 
-def _flatten_shard(dtensor: DTensor) -> dict[str, Any]:
-    local, shape = get_local_tensor(dtensor), dtensor.shape
-    elements = get_element_range(dtensor) or range(0)
-    parts = _flatten(local)
-
-    def place(name: str, inner: Any) -> Any:
-        if name in _TABLES:
-            return inner
-        if inner.shape == local.shape:
-            return DTensor.from_local(
-                inner, dtensor.device_mesh, dtensor.placements, run_check=False, shape=shape, stride=dtensor.stride()
-            )
+def _place(inner: torch.Tensor, local: torch.Tensor, dtensor: DTensor) -> DTensor | InnerShard:
+    """Return a tensor inside the local one of a DTensor as a part of that of all ranks."""
+    if not _has_axes(inner, local):
+        elements = get_element_range(dtensor) or range(0)
         offset, size = (index * inner.numel() // local.numel() for index in (elements.start, dtensor.numel()))
         return InnerShard(inner, size, offset, get_replica_coordinates(dtensor) or 0)
-
-    return {
-        **parts,
-        "context": _replace_shape(parts["context"], local.shape, shape),
-        "shape": tuple(shape),
-        "stride": tuple(dtensor.stride()),
-        INNER: {name: place(name, inner) for name, inner in parts[INNER].items()},
-    }
+    rows = inner.shape[0] * dtensor.shape[0] // local.shape[0]
+    shape = torch.Size((rows, *inner.shape[1:]))
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(
+        inner, dtensor.device_mesh, dtensor.placements, run_check=False, shape=shape, stride=stride
+    )
 
 
 def is_inner(slot: str) -> bool:
     """Return whether the dotted path of a tensor says that it was inside another."""
-    return slot.rpartition(".")[0].rpartition(".")[2] in (INNER, _OLD_INNER)
+    return slot.rpartition(".")[0].rpartition(".")[2] in (INNER, SHARED, _OLD_INNER)
 
 
 def request_inner(
@@ -192,21 +194,25 @@ def request_inner(
     Returns:
         The memory; None where the tensor is to be loaded as any other.
     """
-    prefix, _, name = slot.rpartition(".")
-    is_value = prefix.endswith(_OLD_INNER) and f"{prefix}.codes" not in shapes  # of a user's own name
-    if is_value or name in _TABLES or not isinstance(param, DTensor):
+    path, _, name = slot.rpartition(".")
+    others = {each[len(path) + 1 :]: shape for each, shape in shapes.items() if each.startswith(f"{path}.")}
+    is_value = path.endswith(_OLD_INNER) and "codes" not in others  # of a user's own name
+    if is_value or not isinstance(param, DTensor):
         return None
-    others = [each for each in shapes if each.startswith(f"{prefix}.") and each[len(prefix) + 1 :] not in _TABLES]
+    whole = functools.partial(torch.empty, dtype=dtype, device=param.device)
+    is_old = not any(each.startswith(f"{path.removesuffix(INNER)}{SHARED}.") for each in shapes)
+    if path.endswith(SHARED) or (is_old and name in _OLD_SHARED):
+        return whole(shapes[slot])
+    blocks = [math.prod(shape) for each, shape in others.items() if not (is_old and each in _OLD_SHARED)]
     # all ranks ask alike: for their blocks, or for all where any block is cut
     elements = get_element_range(param)
-    if elements is None or any(_cuts_blocks(param, math.prod(shapes[each])) for each in others):
-        return torch.empty(shapes[slot], dtype=dtype, device=param.device)
+    if elements is None or any(_cuts_blocks(param, count) for count in blocks):
+        return whole(shapes[slot])
     if len(shapes[slot]) != 1 or shapes[slot] == tuple(param.shape):
         return None
     size = shapes[slot][0]
     start, stop = (index * size // param.numel() for index in (elements.start, elements.stop))
-    blocks = torch.empty(stop - start, dtype=dtype, device=param.device)
-    return InnerShard(blocks, size, start, get_replica_coordinates(param) or 0)
+    return InnerShard(whole(stop - start), size, start, get_replica_coordinates(param) or 0)
 
 
 def _cuts_blocks(param: DTensor, size: int) -> bool:
@@ -228,33 +234,46 @@ def rebuild_wrapper(parts: Mapping[str, Any], form: Mapping[str, Any], param: to
         CheckpointingException: its class is not imported: a checkpoint must not decide what is.
         ShardingError: this rank's part of the parameter cuts blocks, or is no part of their order.
     """
-    module, _, name = parts[CLASS].rpartition(".")
-    cls = getattr(sys.modules.get(module), name, None)
+    cls = _find_class(parts[CLASS])
+    inner, shared = _split_parts(parts)
+    shapes = {name: each[2] for name, each in _split_parts(form)[0].items()}
+    context, shape, stride = parts["context"], torch.Size(parts["shape"]), parts["stride"]
+    if not isinstance(param, DTensor) or param.shape != shape:
+        return cls.__tensor_unflatten__({**inner, **shared}, context, shape, stride)
+    part = get_local_tensor(param)
+    local = {name: get_local_tensor(tensor) for name, tensor in inner.items()}
+    cut = {
+        name
+        for name, of_all in shapes.items()
+        if local[name].numel() * param.numel() == math.prod(of_all) * part.numel()
+    }
+    if not cut:
+        whole = cls.__tensor_unflatten__({**local, **shared}, context, shape, stride)
+        return _make_like(param, _cut(dequantize(whole), param).view(part.shape))
+    for name, of_all in shapes.items():
+        rows = local[name] if name in cut else _cut(local[name], param)
+        local[name] = rows.view(part.shape if math.prod(of_all) == param.numel() else (-1, *of_all[1:]))
+    context = _replace_shape(context, shape, part.shape)
+    return _make_like(param, cls.__tensor_unflatten__({**local, **shared}, context, part.shape, part.stride()))
+
+
+def _find_class(name: str) -> Any:
+    """Return the class of wrapper tensors by its full name, if it is imported."""
+    module, _, last = name.rpartition(".")
+    cls = getattr(sys.modules.get(module), last, None)
     if not (isinstance(cls, type) and issubclass(cls, torch.Tensor) and hasattr(cls, "__tensor_unflatten__")):
         raise CheckpointingException(
-            f"the state has a tensor of the class {parts[CLASS]}, which is not imported: import {module} before the "
-            "load (a checkpoint cannot have it imported)"
+            f"the state has a tensor of the class {name}, which is not imported: import {module} before the load (a "
+            "checkpoint cannot have it imported)"
         )
-    key = INNER if INNER in parts else _OLD_INNER
-    inner, shape = parts[key], tuple(parts["shape"])
-    if not isinstance(param, DTensor) or tuple(param.shape) != shape:
-        return cls.__tensor_unflatten__(inner, parts["context"], torch.Size(shape), parts["stride"])
-    part = get_local_tensor(param)
-    sizes = {name: math.prod(form[key][name][2]) for name in inner if name not in _TABLES}
-    local = {name: get_local_tensor(tensor) for name, tensor in inner.items()}
-    cut = {name for name, size in sizes.items() if local[name].numel() * param.numel() == size * part.numel()}
-    if not cut:
-        whole = cls.__tensor_unflatten__(local, parts["context"], torch.Size(shape), parts["stride"])
-        return _make_like(param, _cut(dequantize(whole), param).view(part.shape))
-    for name in sizes.keys() - cut:
-        local[name] = _cut(local[name], param)
-    places = {
-        name: tensor.view(part.shape) if sizes.get(name) == param.numel() else tensor for name, tensor in local.items()
-    }
-    wrapper = cls.__tensor_unflatten__(
-        places, _replace_shape(parts["context"], shape, part.shape), part.shape, part.stride()
-    )
-    return _make_like(param, wrapper)
+    return cls
+
+
+def _split_parts(parts: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return what a dict of :func:`flatten_wrappers` has of the tensors that are parts, and of the shared ones."""
+    inner = parts[INNER if INNER in parts else _OLD_INNER]
+    shared = parts.get(SHARED, {name: inner[name] for name in _OLD_SHARED & inner.keys()})
+    return {name: each for name, each in inner.items() if name not in shared}, shared
 
 
 def _cut(tensor: torch.Tensor, param: DTensor) -> torch.Tensor:

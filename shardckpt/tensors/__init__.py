@@ -3,6 +3,7 @@
 from shardckpt.tensors.copier import Copier
 from shardckpt.tensors.deferred import DeferredTensor
 from shardckpt.tensors.fingerprint import finish_fingerprint, sum_boxes
+from shardckpt.tensors.inner import find_inner_names, flatten_tensor, get_values, has_inner, register_tensor_class
 from shardckpt.tensors.memory import (
     LARGE,
     ORDINARY,
@@ -67,10 +68,14 @@ __all__ = [
     "fill",
     "find_addresses",
     "find_host_addresses",
+    "find_inner_names",
     "find_wrapped_child",
     "finish_fingerprint",
+    "flatten_tensor",
+    "get_values",
     "group_store",
     "group_timeout",
+    "has_inner",
     "has_values_on_host",
     "inner_tensors",
     "is_ordinary",
@@ -90,6 +95,7 @@ __all__ = [
     "read_local_tensor",
     "read_local_tensors",
     "read_specs",
+    "register_tensor_class",
     "reshards",
     "shortens_names",
     "split_factor",

@@ -27,6 +27,8 @@ _BARE = frozenset(
 )
 #: Names of class methods of torchao's that quantize a high-precision tensor.
 _MAKERS = ("from_hp", "to_mx", "to_nvfp4")
+#: Name of a method of torchao's NF4Tensor, whose ``dequantize`` is of single codes.
+_GETTER = "get_original_weight"
 #: Prefix of inner tensors of torchao's that describe activations: they are not part of the tensor's values.
 _OF_ACTIVATIONS = "act_"
 
@@ -44,7 +46,7 @@ def dequantize(tensor: torch.Tensor) -> torch.Tensor:
     """
     try:
         with torch.no_grad(), _on(tensor.device):
-            values = tensor.dequantize()
+            values = getattr(tensor, _GETTER, tensor.dequantize)()
     except CheckpointingException:  # of this library: of a tensor that is read from a checkpoint
         raise
     except Exception as exc:

@@ -1,0 +1,91 @@
+"""The tensors inside a tensor of another class, by torch's protocol ``__tensor_flatten__``, and what they are for."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from shardckpt.tensors.memory import ORDINARY
+from shardckpt.tensors.torch_private import is_sharded_tensor
+from shardckpt.tensors.wrappers import is_quantized
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+    from typing import TypeGuard
+
+
+class InnerNames(NamedTuple):
+    """Those tensors inside the tensors of a class that are not one part each of their elements.
+
+    Attributes:
+        shared: The names of those that all elements share: a table from codes to values.
+        derived: The names of those that follow from the others.
+    """
+
+    shared: frozenset[str] = frozenset()
+    derived: frozenset[str] = frozenset()
+
+
+#: By the full names of the classes: those of other libraries are not imported for it.
+_KNOWN = {
+    "torchao.optim.subclass_4bit.OptimState4bit": InnerNames(frozenset(("qmap",))),
+    "torchao.optim.subclass_8bit.OptimState8bit": InnerNames(frozenset(("qmap",))),
+    "torchao.quantization.quantize_.workflows.nf4.nf4_tensor.NF4Tensor": InnerNames(frozenset(("nf4", "scaler_mean"))),
+    "torchao.float8.fsdp_utils.WeightWithDynamicFloat8CastTensor": InnerNames(
+        derived=frozenset(("_precomputed_scale",))
+    ),
+}
+
+
+def register_tensor_class(cls: type | str, *, shared: Collection[str] = (), derived: Collection[str] = ()) -> None:
+    """Say what the tensors inside those of a class are for, so that they can be stored one by one.
+
+    A class needs this only for tensors inside that are not one part each of the elements: shards of the others are
+    parts of one whole. A tensor of the class has torch's ``__tensor_flatten__`` and ``__tensor_unflatten__``.
+
+    Args:
+        cls: The class, or its full name, ``module.Class``: then it need not be imported. Derived classes are as it is.
+        shared: The names of tensors that all elements share, equal on all ranks: a table from codes to values.
+        derived: The names of tensors that follow from the others, and may be left out of a checkpoint.
+    """
+    name = cls if isinstance(cls, str) else f"{cls.__module__}.{cls.__qualname__}"
+    _KNOWN[name] = InnerNames(frozenset(shared), frozenset(derived))
+
+
+def find_inner_names(tensor: torch.Tensor) -> InnerNames:
+    """Return what is known of a tensor's class, or of the nearest that it is derived from."""
+    classes = (f"{each.__module__}.{each.__qualname__}" for each in type(tensor).__mro__)
+    return next((_KNOWN[name] for name in classes if name in _KNOWN), InnerNames())
+
+
+def has_inner(value: Any) -> TypeGuard[torch.Tensor]:
+    """Return whether a value is a tensor that has others inside; DTensors and torch's ShardedTensors do not count."""
+    return (
+        isinstance(value, torch.Tensor)
+        and type(value) not in ORDINARY
+        and hasattr(value, "__tensor_flatten__")
+        and not is_sharded_tensor(value)
+        and not isinstance(value, DTensor)
+    )
+
+
+def flatten_tensor(tensor: Any) -> tuple[dict[str, Any], Any]:
+    """Return the tensors inside a tensor by name, and the context from which torch's protocol makes it again."""
+    names, context = tensor.__tensor_flatten__()
+    return {name: getattr(tensor, name) for name in names}, context
+
+
+def get_values(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor that has the values of another as they are: the only one inside, or the tensor itself.
+
+    So are the weights of torchao's float8 training, which a job without it can load.
+    """
+    if not has_inner(tensor) or is_quantized(tensor):
+        return tensor
+    inner, _ = flatten_tensor(tensor)
+    derived = find_inner_names(tensor).derived
+    found = [each for name, each in inner.items() if name not in derived]
+    is_same = len(found) == 1 and (found[0].shape, found[0].dtype) == (tensor.shape, tensor.dtype)
+    return get_values(found[0]) if is_same else tensor

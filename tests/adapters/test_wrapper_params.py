@@ -1,0 +1,197 @@
+"""Quantized parameters of modules: their bits are stored; values are loaded where a checkpoint has values."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+from shardckpt import dist_checkpointing
+from shardckpt.adapters import load_into, register_tensor_class, to_sharded_state_dict
+from shardckpt.errors import ShardingError
+from shardckpt.manager import CheckpointConfig, CheckpointManager
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.ranks import Ranks
+
+_ROWS, _COLUMNS = 64, 64
+
+
+class _Blocks(torch.Tensor):
+    """A weight of 8-bit codes, a scale for each 32 elements, and a table that all share."""
+
+    codes: torch.Tensor
+    scale: torch.Tensor
+    table: torch.Tensor
+
+    @staticmethod
+    def __new__(cls: Any, codes: torch.Tensor, *_: Any) -> Any:
+        return torch.Tensor._make_wrapper_subclass(cls, codes.shape, dtype=torch.float32)  # type: ignore[attr-defined]
+
+    def __init__(self, codes: torch.Tensor, scale: torch.Tensor, table: torch.Tensor, kind: str = "linear") -> None:
+        self.codes, self.scale, self.table, self.kind = codes, scale, table, kind
+
+    def __tensor_flatten__(self) -> tuple[list[str], dict[str, Any]]:
+        return ["codes", "scale", "table"], {"kind": self.kind, "of": object}
+
+    @classmethod
+    def __tensor_unflatten__(cls, inner: dict[str, torch.Tensor], context: dict[str, Any], *_: Any) -> _Blocks:
+        return cls(inner["codes"], inner["scale"], inner["table"], context["kind"])
+
+    def dequantize(self) -> torch.Tensor:  # type: ignore[override]
+        """Return the values."""
+        values = self.table[self.codes.long()].view(-1, 32) * self.scale.view(-1, 1)
+        return values.view(self.shape)
+
+    def quantize_(self, values: torch.Tensor) -> None:
+        """Take values."""
+        blocks = values.reshape(-1, 32)
+        self.scale.copy_(blocks.abs().amax(1))
+        scaled = (blocks / self.scale.view(-1, 1)).view(self.shape)
+        self.codes.copy_((scaled.unsqueeze(-1) - self.table).abs().argmin(-1))
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.ops.aten.detach.default, torch.ops.aten.view.default):  # a view of the same shape
+            self = args[0]
+            return cls(self.codes, self.scale, self.table, self.kind)
+        raise NotImplementedError(str(func))
+
+
+@pytest.fixture(autouse=True)
+def _registered() -> None:
+    register_tensor_class(_Blocks, shared=["table"])
+
+
+def _make(seed: int, kind: str = "linear") -> nn.Module:
+    """Return a module with a quantized weight, sharded by rows where there are ranks."""
+    generator = torch.Generator().manual_seed(seed)
+    codes = torch.randint(0, 256, (_ROWS, _COLUMNS), generator=generator, dtype=torch.uint8)
+    scale = torch.rand(_ROWS * _COLUMNS // 32, generator=generator)
+    table = torch.linspace(-1, 1, 256)
+    model = nn.Linear(_COLUMNS, _ROWS, bias=False)
+    if dist.is_initialized():
+        world, rank = dist.get_world_size(), dist.get_rank()
+        local = _Blocks(codes.chunk(world)[rank].clone(), scale.chunk(world)[rank].clone(), table, kind)
+        mesh = init_device_mesh("cpu", (world,))
+        weight: Any = DTensor.from_local(local, mesh, [Shard(0)], run_check=False)
+    else:
+        weight = _Blocks(codes, scale, table, kind)
+    model.weight = nn.Parameter(weight, requires_grad=False)
+    return model
+
+
+def _read(model: Any) -> list[Any]:
+    """Return the codes and scales, whole."""
+    weight = model.weight.data if isinstance(model.weight, DTensor) else model.weight
+    local = weight.to_local() if isinstance(weight, DTensor) else weight
+    parts: list[Any] = [(local.codes, local.scale)]
+    if dist.is_initialized():
+        parts = [None] * dist.get_world_size()
+        dist.all_gather_object(parts, (local.codes, local.scale))
+    return [torch.cat(each).tolist() for each in zip(*parts, strict=True)]
+
+
+def _save(path: str, seed: int = 1) -> list[Any]:
+    model = _make(seed)
+    dist_checkpointing.save(to_sharded_state_dict(model), path)
+    return _read(model)
+
+
+def _load(path: str) -> list[Any]:
+    model = _make(seed=2)
+    load_into(dist_checkpointing.load(to_sharded_state_dict(model), path), model)
+    return _read(model)
+
+
+@pytest.mark.parametrize(("saving", "loading"), [(2, 2), (4, 2), (2, 4)])
+def test_codes_and_scales_of_a_sharded_parameter_are_those_that_were_saved(
+    tmp_path: Path, ranks: Ranks, saving: int, loading: int
+) -> None:
+    """Another number of ranks has the codes and scales of a sharded parameter as they were saved."""
+    saved = ranks.run(saving, _save, str(tmp_path / "c"))
+    assert ranks.run(loading, _load, str(tmp_path / "c")) == [saved[0]] * loading
+
+
+def test_a_manager_stores_the_bits_of_a_quantized_parameter(tmp_path: Path) -> None:
+    """A manager resumes a quantized parameter bit for bit."""
+    saved, model = _make(1), _make(2)
+    for each, step in ((saved, "save"), (model, "load")):
+        with CheckpointManager(CheckpointConfig(folder=str(tmp_path / "c"), interval=1), {"model": each}) as manager:
+            manager.save(1) if step == "save" else manager.load()
+    assert _read(model) == _read(saved)
+
+
+def test_values_that_are_stored_are_quantized_anew(tmp_path: Path) -> None:
+    """The checkpoint of a model that was not quantized is loaded into one that is."""
+    dense, model = nn.Linear(_COLUMNS, _ROWS, bias=False), _make(2)
+    dist_checkpointing.save(to_sharded_state_dict(dense), tmp_path / "c")
+    load_into(dist_checkpointing.load(to_sharded_state_dict(model), tmp_path / "c"), model)
+    wanted: Any = _make(2)
+    wanted.weight.quantize_(dense.weight.detach())
+    assert _read(model) == _read(wanted)
+
+
+def test_bits_that_mean_something_else_are_refused(tmp_path: Path) -> None:
+    """A load into a tensor of the class with other flags says so."""
+    dist_checkpointing.save(to_sharded_state_dict(_make(1)), tmp_path / "c")
+    with pytest.raises(ShardingError, match=r"'kind': 'linear'.*loaded into.*'kind': 'log'.*quantize the model"):
+        dist_checkpointing.load(to_sharded_state_dict(_make(1, "log")), tmp_path / "c")
+
+
+class _Cast(torch.Tensor):
+    """A weight that is computed in another dtype, and kept as it is: as torchao's float8 training has them."""
+
+    @staticmethod
+    def __new__(cls: Any, inner: torch.Tensor) -> Any:
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)  # type: ignore[attr-defined]
+
+    def __init__(self, inner: torch.Tensor) -> None:
+        self.inner = inner
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["inner"], None
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.detach.default:
+            return cls(args[0].inner)
+        return func(*(each.inner if isinstance(each, cls) else each for each in args), **(kwargs or {}))
+
+
+def test_a_weight_that_is_cast_when_it_is_used_is_stored_as_any_other(tmp_path: Path) -> None:
+    """A model with or without the cast loads the weight, whose key is its own."""
+    saved, dense, again = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+    values = saved.weight.detach().clone()
+    saved.weight = nn.Parameter(_Cast(values))
+    again.weight = nn.Parameter(_Cast(torch.zeros(4, 4)))
+    dist_checkpointing.save(to_sharded_state_dict(saved), tmp_path / "c")
+    for model in (dense, again):
+        load_into(dist_checkpointing.load(to_sharded_state_dict(model), tmp_path / "c"), model)
+    found: Any = again.weight
+    assert torch.equal(dense.weight, values)
+    assert torch.equal(found.inner, values)
+
+
+def test_nf4_weights_of_torchao_keep_their_bits(tmp_path: Path) -> None:
+    """All tensors inside torchao's NF4 weights come back."""
+    nf4 = pytest.importorskip("torchao.quantization.quantize_.workflows.nf4.nf4_tensor")
+
+    def make(seed: int) -> Any:
+        values = torch.randn(256, 64, generator=torch.Generator().manual_seed(seed)).bfloat16()
+        model = nn.Linear(64, 256, bias=False, dtype=torch.bfloat16)
+        model.weight = nn.Parameter(nf4.to_nf4(values, 64, 256), requires_grad=False)
+        return model
+
+    saved, loaded = make(1), make(2)
+    dist_checkpointing.save(to_sharded_state_dict(saved), tmp_path / "c")
+    load_into(dist_checkpointing.load(to_sharded_state_dict(loaded), tmp_path / "c"), loaded)
+    for name in saved.weight.__tensor_flatten__()[0]:
+        assert torch.equal(getattr(saved.weight, name), getattr(loaded.weight, name)), name
