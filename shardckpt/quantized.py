@@ -8,7 +8,7 @@ import torch
 
 from shardckpt.errors import ShardingError
 from shardckpt.mapping import BlockScales, ReplicaId, ShardedObject, ShardedTensor, ShardedTensorFactory
-from shardckpt.tensors import is_quantized, kind
+from shardckpt.tensors import flatten_tensor, is_quantized, kind
 
 #: Name of the object that stores the class and the dtypes; no attribute, and so no inner tensor, can have it.
 _FORM = "class"
@@ -82,8 +82,7 @@ def _inner(key: str, tensor: Any, split: list[int]) -> dict[str, torch.Tensor]:
     """Return the tensors inside by name; raise ShardingError if they cannot be stored, or not split along the axes."""
     if not hasattr(tensor, "__tensor_flatten__"):
         raise ShardingError(f"{key!r}: a {kind(tensor)} has no __tensor_flatten__ that names the tensors inside it")
-    names, context = tensor.__tensor_flatten__()
-    inner: dict[str, torch.Tensor] = {name: getattr(tensor, name) for name in names}
+    inner, context = flatten_tensor(tensor)
     swizzled = isinstance(context, dict) and context.get("is_swizzled_scales")
     for name, part in inner.items():
         fits = part.ndim == tensor.ndim and all(part.shape[a] and not tensor.shape[a] % part.shape[a] for a in split)
@@ -110,7 +109,7 @@ def _find_block(inner: dict[str, torch.Tensor]) -> tuple[int, ...]:
 
 def _form(key: str, tensor: Any) -> str:
     """Return the class and the dtypes as text: with others, the same bits are other values."""
-    _, context = tensor.__tensor_flatten__()
+    _, context = flatten_tensor(tensor)
     dtypes = {name: part.dtype for name, part in _inner(key, tensor, []).items()}
     inside = context.items() if isinstance(context, dict) else ()
     dtypes |= {name: value for name, value in inside if isinstance(value, torch.dtype) and value != tensor.dtype}

@@ -49,6 +49,7 @@ def to_sharded_state_dict(
     *optimizers: Optimizer,
     prefix: str = "",
     check_replicas: bool = True,
+    dequantize: bool = False,
 ) -> ShardedStateDict:
     """Describe a state dict, or a model and its optimizers, so that they can be saved, or loaded in place.
 
@@ -88,6 +89,9 @@ def to_sharded_state_dict(
             A tensor of two or more axes is still sampled at 32 elements: if more than half of them differ between
             ranks, it is not a copy but another tensor (an expert of this rank), and the save fails instead of losing
             the others.
+        dequantize: Whether the values of quantized parameters of modules are stored, for readers that do not quantize.
+            Otherwise their codes and scales are, bit for bit; a load takes either. Where the shards of a DTensor cut
+            blocks the values are stored, with a warning.
 
     Returns:
         A dict for ``dist_checkpointing.save`` and ``load``. It shares the tensors' memory. Pass what ``load`` returns
@@ -110,7 +114,7 @@ def to_sharded_state_dict(
                 "optimizers are described only with their modules: put the optimizer's state dict into the dict"
             )
         return {k: describe_tree(v, f"{prefix}{k}", replicated, objects=False) for k, v in model_or_dict.items()}
-    return _describe_modules(model_or_dict, optimizers, prefix, replicated, None)
+    return _describe_modules(model_or_dict, optimizers, prefix, replicated, None, dequantize=dequantize)
 
 
 class SavedModules:
@@ -126,13 +130,16 @@ class SavedModules:
         self._replicated: Replicated = True if check_replicas else "sampled"
         self._tensors = LeafShards()
 
-    def describe(self, model: Module | Sequence[Module], *optimizers: Optimizer, prefix: str = "") -> ShardedStateDict:
+    def describe(
+        self, model: Module | Sequence[Module], *optimizers: Optimizer, prefix: str = "", dequantize: bool = False
+    ) -> ShardedStateDict:
         """Describe modules and optimizers for a save; a load needs :func:`to_sharded_state_dict`.
 
         Args:
             model: As for that function.
             optimizers: As for that function.
             prefix: As for that function.
+            dequantize: As for that function.
 
         Returns:
             A dict for ``dist_checkpointing.save``, until :meth:`release`.
@@ -147,7 +154,7 @@ class SavedModules:
             found = None if columns is None else self._tensors.find(*columns, prefix, True)
             if found is not None:
                 return found
-        return _describe_modules(model, optimizers, prefix, self._replicated, self._tensors)
+        return _describe_modules(model, optimizers, prefix, self._replicated, self._tensors, dequantize=dequantize)
 
     def release(self) -> None:
         """Let go of the tensors, once they are saved or copied: they would stay in memory when the model is gone."""
@@ -160,6 +167,8 @@ def _describe_modules(
     prefix: str,
     replicated: Replicated,
     kept: LeafShards | None,
+    *,
+    dequantize: bool,
 ) -> ShardedStateDict:
     parts = modules.as_parts(model)
     values = modules.read_model_tensors(parts)
@@ -167,7 +176,7 @@ def _describe_modules(
     buffers = modules.find_buffers(values, parts) if replicated == "sampled" else frozenset()
     alike = AlikeTensors()
 
-    wrappers = find_wrapper_params(values)
+    wrappers = {} if dequantize else find_wrapper_params(values)
 
     def describe_model(prefix: str) -> ShardedStateDict:
         def replication(name: str) -> Replicated:

@@ -11,10 +11,10 @@ import torch
 
 from shardckpt.adapters.forms import FORM, describe_with_form, list_tensors
 from shardckpt.adapters.leaves import describe_leaf
-from shardckpt.adapters.wrappers import CLASS, INNER, flatten_wrappers, is_wrapper
+from shardckpt.adapters.wrappers import CLASS, flatten_wrappers, is_wrapper
 from shardckpt.errors import ShardingError
 from shardckpt.mapping import ShardedTensorFactory
-from shardckpt.tensors import ORDINARY
+from shardckpt.tensors import INNER, ORDINARY
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

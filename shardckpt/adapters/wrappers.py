@@ -27,7 +27,9 @@ from shardckpt.errors import CheckpointingException, ShardingError
 from shardckpt.mapping import ShardedTensor
 from shardckpt.state_dict import dict_list_map_outplace
 from shardckpt.tensors import (
+    INNER,
     ORDINARY,
+    SHARED,
     dequantize,
     find_inner_names,
     flatten_tensor,
@@ -46,10 +48,7 @@ logger = logging.getLogger(__name__)
 
 #: The key that marks a dict in the place of a wrapper tensor: the name of its class. It is stored.
 CLASS = "shardckpt: a tensor of the class"
-#: The keys of the tensors inside: those that are parts, and those that all elements share; no name of a value has
-#: parentheses.
-INNER, SHARED = "(inner)", "(shared)"
-#: The key of all in the checkpoints of 27 November 2026.
+#: The key of all tensors inside in the checkpoints of 27 November 2026.
 _OLD_INNER = "inner"
 #: Those of the tensors under the older keys that all elements share: torchao's tables from codes to values.
 _OLD_SHARED = frozenset({"qmap"})

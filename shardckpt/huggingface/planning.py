@@ -13,6 +13,7 @@ from shardckpt.huggingface.names import SAFETENSORS, assign_files, natural_order
 from shardckpt.mapping import ShardedTensor
 from shardckpt.planning import find_hole, find_overlap
 from shardckpt.plugins import get_key_map_entries
+from shardckpt.tensors import get_outer_key
 from shardckpt.validation import stored_key
 
 if TYPE_CHECKING:
@@ -76,6 +77,7 @@ def plan_export(index: Iterable[ShardedBase], options: ExportOptions, source: st
     # by the stored tensors alone, not by how they were sharded: the same files come out at any world size
     stored = sorted(index, key=lambda shard: natural_order(stored_key(shard)))
     prefix = find_model_prefix(stored) if options.prefix is None else options.prefix
+    refuse_codes(key for shard in stored if (key := stored_key(shard)).startswith(prefix))
     tensors, unmapped = plan_tensors(stored, options._replace(prefix=prefix))
     if unmapped:
         logger.warning("not exported (objects, and tensors that the mapping leaves out): %s", listed(unmapped))
@@ -99,6 +101,16 @@ def find_model_prefix(stored: Iterable[ShardedBase]) -> str:
 def is_optimizer_key(key: str) -> bool:
     """Return whether a key is that of an optimizer's state, by the names that trainers give it."""
     return not _OPTIMIZERS.isdisjoint(key.split(".", 2)[:2])
+
+
+def refuse_codes(keys: Iterable[str]) -> None:
+    """Raise if the model has quantized parameters, stored as codes and scales: no class of the Hub has their names."""
+    found = sorted({name for key in keys if (name := get_outer_key(key)) and not is_optimizer_key(key)})
+    if found:
+        raise CheckpointingException(
+            f"quantized parameters are stored as their codes and scales, which a folder of the Hub cannot have: "
+            f"{listed(found)}; save their values, by dequantize=True of to_sharded_state_dict or CheckpointConfig"
+        )
 
 
 def plan_tensors(stored: Iterable[ShardedBase], options: ExportOptions) -> tuple[dict[str, HubTensor], list[str]]:

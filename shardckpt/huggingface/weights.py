@@ -9,7 +9,13 @@ from shardckpt.errors import KeyMismatchError, listed
 from shardckpt.huggingface.dtypes import parse_dtype
 from shardckpt.huggingface.models import find_mapping
 from shardckpt.huggingface.names import SAFETENSORS, parse_leave_out
-from shardckpt.huggingface.planning import ExportOptions, find_model_prefix, is_optimizer_key, plan_tensors
+from shardckpt.huggingface.planning import (
+    ExportOptions,
+    find_model_prefix,
+    is_optimizer_key,
+    plan_tensors,
+    refuse_codes,
+)
 from shardckpt.mapping import ShardedTensor
 from shardckpt.planning import batch_by_bytes
 
@@ -76,6 +82,7 @@ class ModelCheckpoint(StoredCheckpoint):
         stored = [shard for shard in self._index if isinstance(shard, ShardedTensor)]
         prefix = find_model_prefix(stored) if options.prefix is None else options.prefix
         chosen = [shard for shard in stored if optimizer or not is_optimizer_key(shard.key)]
+        refuse_codes(shard.key for shard in chosen if shard.key.startswith(prefix))
         found, _ = plan_tensors(chosen, options._replace(prefix=prefix))
         if not found:
             keys = listed([repr(shard.key) for shard in stored]) or "nothing"

@@ -129,6 +129,9 @@ class CheckpointConfig(BaseModel):
             checkpoints contain those of one replica, and after a load all replicas read the same data.
         check_replicas: Whether to compare values that several ranks hold without a device mesh; see
             :func:`shardckpt.adapters.to_sharded_state_dict`.
+        dequantize: Whether the values of quantized parameters are saved, not their codes and scales; see
+            :func:`shardckpt.adapters.to_sharded_state_dict`. What is written for the Hub, or cast to ``export_dtype``,
+            has values.
         save_rng: Whether to save and load the states of each rank's random generators, as the state ``rng``. With more
             ranks than were saved, the new ranks keep theirs.
         fully_parallel_load: Whether what several ranks want is read by one of them, which sends it to the others: from
@@ -187,6 +190,7 @@ class CheckpointConfig(BaseModel):
     fingerprints: bool = False
     enable_ft_dataloader_checkpoints: bool = True
     check_replicas: bool = True
+    dequantize: bool = False
     save_rng: bool = True
     fully_parallel_load: bool = False
     memory_budget: int | str | None = None
@@ -277,6 +281,11 @@ class CheckpointConfig(BaseModel):
     def last_model_prefix(self) -> str:
         """What the keys of the model's tensors begin with in the last save."""
         return "" if self.last_save_model_only and self.last_save_bare_keys else MODEL_PREFIX
+
+    def stores_values(self, *, last_step: bool, model_only: bool) -> bool:
+        """Return whether a save stores the values of quantized parameters: what the Hub and a cast need."""
+        is_exported = last_step and self.last_save_in_hf
+        return self.dequantize or self.steps_in_hf or is_exported or (model_only and self.export_dtype is not None)
 
     def is_seed(self, step: int) -> bool:
         """Return whether the checkpoint of a step is the seed checkpoint, which has the model alone."""

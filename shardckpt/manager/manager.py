@@ -391,10 +391,11 @@ class CheckpointManager:
             model_only = False
         names = [MODEL] if model_only else [name for name in self._states.names if name not in self._part_states]
         prefix = config.last_model_prefix if model_only and last_step else MODEL_PREFIX
+        dequantize = config.stores_values(last_step=last_step, model_only=model_only)
         comm = Comm(self._group)
         with comm.local_phase("describing the states"):
             with pause_gc():
-                state = self._states.describe_for_save(names, comm, model_prefix=prefix)
+                state = self._states.describe_for_save(names, comm, model_prefix=prefix, dequantize=dequantize)
             if model_only:
                 if last_step:
                     state, _ = leave_out(state, config.exclude_from_last_save)

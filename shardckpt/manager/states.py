@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -90,7 +91,7 @@ class TrainingStates:
         self.names = tuple(states)
 
     def describe_for_save(
-        self, names: Collection[str], comm: Comm, *, model_prefix: str = MODEL_PREFIX
+        self, names: Collection[str], comm: Comm, *, model_prefix: str = MODEL_PREFIX, dequantize: bool = False
     ) -> ShardedStateDict:
         """Describe the named states as :meth:`describe` does, faster; until :meth:`release`, and not for a load.
 
@@ -98,8 +99,9 @@ class TrainingStates:
             names: The states to save.
             comm: The ranks that save.
             model_prefix: The prefix of the model's keys; only without its optimizers it may be another one.
+            dequantize: Whether the values of quantized parameters are saved.
         """
-        return self._describe(names, comm, to_save=True, model_prefix=model_prefix)
+        return self._describe(names, comm, to_save=True, model_prefix=model_prefix, dequantize=dequantize)
 
     def release(self) -> None:
         """Let go of the tensors that :meth:`describe_for_save` has described."""
@@ -120,12 +122,18 @@ class TrainingStates:
         return self._describe(names, comm, to_save=False)
 
     def _describe(
-        self, names: Collection[str], comm: Comm, *, to_save: bool, model_prefix: str = MODEL_PREFIX
+        self,
+        names: Collection[str],
+        comm: Comm,
+        *,
+        to_save: bool,
+        model_prefix: str = MODEL_PREFIX,
+        dequantize: bool = False,
     ) -> ShardedStateDict:
         plain = {name: state.state_dict() for name, state in self._select(self.plain, names)}
         per_rank = self._select(self.per_rank, names)
         described = {
-            **self._describe_sharded(names, to_save=to_save, model_prefix=model_prefix),
+            **self._describe_sharded(names, to_save=to_save, model_prefix=model_prefix, dequantize=dequantize),
             FORMS: {name: describe_form(name, state, self._replicated) for name, state in plain.items()},
             _TENSORS: {name: describe_tensors(name, state, self._replicated) for name, state in plain.items()},
             _RANKS: {name: state.describe(name, comm.rank, comm.world_size) for name, state in per_rank},
@@ -241,15 +249,21 @@ class TrainingStates:
             )
 
     def _describe_sharded(
-        self, names: Collection[str], *, to_save: bool = False, model_prefix: str = MODEL_PREFIX
+        self,
+        names: Collection[str],
+        *,
+        to_save: bool = False,
+        model_prefix: str = MODEL_PREFIX,
+        dequantize: bool = False,
     ) -> ShardedStateDict:
+        describe = partial(self._describe_modules, to_save=to_save, dequantize=dequantize)
         found: ShardedStateDict = {}
         for name, parts in self._select(self.modules, names):
             if name != MODEL or not self._with_optimizers(names):
                 prefix = model_prefix if name == MODEL else f"{name}."
-                found[name] = self._describe_modules(name, parts, prefix=prefix, to_save=to_save)
+                found[name] = describe(name, parts, prefix=prefix)
         if self._with_optimizers(names):
-            found |= self._describe_modules(MODEL, self.modules[MODEL], *self.optimizers, to_save=to_save)
+            found |= describe(MODEL, self.modules[MODEL], *self.optimizers)
         for name, state in self._select(self.sharded, names):
             found[name] = state.sharded_state_dict()
         return found
@@ -261,12 +275,13 @@ class TrainingStates:
         *optimizers: torch.optim.Optimizer,
         prefix: str = "",
         to_save: bool,
+        dequantize: bool,
     ) -> ShardedStateDict:
         if not to_save:
             return to_sharded_state_dict(parts, *optimizers, prefix=prefix, check_replicas=self._check_replicas)
         if name not in self._saved:
             self._saved[name] = SavedModules(check_replicas=self._check_replicas)
-        return self._saved[name].describe(parts, *optimizers, prefix=prefix)
+        return self._saved[name].describe(parts, *optimizers, prefix=prefix, dequantize=dequantize)
 
     def _with_optimizers(self, names: Collection[str]) -> bool:
         return OPTIMIZER in names and bool(self.optimizers)

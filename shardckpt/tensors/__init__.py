@@ -3,7 +3,16 @@
 from shardckpt.tensors.copier import Copier
 from shardckpt.tensors.deferred import DeferredTensor
 from shardckpt.tensors.fingerprint import finish_fingerprint, sum_boxes
-from shardckpt.tensors.inner import find_inner_names, flatten_tensor, get_values, has_inner, register_tensor_class
+from shardckpt.tensors.inner import (
+    INNER,
+    SHARED,
+    find_inner_names,
+    flatten_tensor,
+    get_outer_key,
+    get_values,
+    has_inner,
+    register_tensor_class,
+)
 from shardckpt.tensors.memory import (
     LARGE,
     ORDINARY,
@@ -54,9 +63,11 @@ from shardckpt.tensors.wrappers import (
 )
 
 __all__ = [
+    "INNER",
     "LARGE",
     "ORDINARY",
     "PAGE",
+    "SHARED",
     "Copier",
     "DeferredTensor",
     "are_contiguous",
@@ -72,6 +83,7 @@ __all__ = [
     "find_wrapped_child",
     "finish_fingerprint",
     "flatten_tensor",
+    "get_outer_key",
     "get_values",
     "group_store",
     "group_timeout",

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from shardckpt.tensors.memory import ORDINARY
 from shardckpt.tensors.torch_private import is_sharded_tensor
@@ -14,6 +13,10 @@ from shardckpt.tensors.wrappers import is_quantized
 if TYPE_CHECKING:
     from collections.abc import Collection
     from typing import TypeGuard
+
+#: The last parts but one of the keys of tensors inside others: those that are parts, and those that all elements share.
+#: No name of a value has parentheses.
+INNER, SHARED = "(inner)", "(shared)"
 
 
 class InnerNames(NamedTuple):
@@ -60,14 +63,18 @@ def find_inner_names(tensor: torch.Tensor) -> InnerNames:
     return next((_KNOWN[name] for name in classes if name in _KNOWN), InnerNames())
 
 
+def get_outer_key(key: str) -> str:
+    """Return the key of a tensor by that of one inside it; empty if the key is not one's."""
+    return next((key.partition(f".{each}.")[0] for each in (INNER, SHARED) if f".{each}." in key), "")
+
+
 def has_inner(value: Any) -> TypeGuard[torch.Tensor]:
-    """Return whether a value is a tensor that has others inside; DTensors and torch's ShardedTensors do not count."""
+    """Return whether a value, which is no DTensor, is a tensor that has others inside; of torch's ShardedTensors no."""
     return (
         isinstance(value, torch.Tensor)
         and type(value) not in ORDINARY
         and hasattr(value, "__tensor_flatten__")
         and not is_sharded_tensor(value)
-        and not isinstance(value, DTensor)
     )
 
 

@@ -7,13 +7,15 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from shardckpt import dist_checkpointing
 from shardckpt.adapters import load_into, register_tensor_class, to_sharded_state_dict
-from shardckpt.errors import ShardingError
+from shardckpt.errors import CheckpointingException, ShardingError
+from shardckpt.huggingface import export_to_huggingface
 from shardckpt.manager import CheckpointConfig, CheckpointManager
 
 if TYPE_CHECKING:
@@ -195,3 +197,28 @@ def test_nf4_weights_of_torchao_keep_their_bits(tmp_path: Path) -> None:
     load_into(dist_checkpointing.load(to_sharded_state_dict(loaded), tmp_path / "c"), loaded)
     for name in saved.weight.__tensor_flatten__()[0]:
         assert torch.equal(getattr(saved.weight, name), getattr(loaded.weight, name)), name
+
+
+def test_the_hub_gets_values_or_an_error(tmp_path: Path) -> None:
+    """An export of codes is refused with the setting that stores values, whose export has the weight."""
+    model = _make(1)
+    for dequantize in (False, True):
+        state = to_sharded_state_dict(model, dequantize=dequantize)
+        dist_checkpointing.save(state, tmp_path / f"{dequantize}")
+    with pytest.raises(CheckpointingException, match=r"codes and scales.*: weight; save their values, by dequantize"):
+        export_to_huggingface(tmp_path / "False", tmp_path / "hf")
+    export_to_huggingface(tmp_path / "True", tmp_path / "hf")
+    weight: Any = model.weight
+    assert torch.equal(load_file(tmp_path / "hf" / "model.safetensors")["weight"], weight.dequantize())
+
+
+def test_the_last_save_of_a_manager_that_exports_it_has_values(tmp_path: Path) -> None:
+    """Other saves keep the bits."""
+    model: Any = _make(1)
+    config = CheckpointConfig(folder=str(tmp_path / "c"), interval=1, last_save_in_hf=True)
+    with CheckpointManager(config, {"model": model}) as manager:
+        manager.save(1)
+        manager.save(2, last_step=True)
+    assert "model.weight.(inner).codes" in dist_checkpointing.load_tensors_metadata(tmp_path / "c" / "step-1")
+    exported = load_file(tmp_path / "c" / "step-2-hf" / "model.safetensors")
+    assert torch.equal(exported["weight"], model.weight.dequantize())
