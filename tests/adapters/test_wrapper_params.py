@@ -10,6 +10,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from shardckpt import dist_checkpointing
@@ -17,6 +18,7 @@ from shardckpt.adapters import load_into, register_tensor_class, to_sharded_stat
 from shardckpt.errors import CheckpointingException, ShardingError
 from shardckpt.huggingface import export_to_huggingface
 from shardckpt.manager import CheckpointConfig, CheckpointManager
+from tests.tables import table
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -113,7 +115,7 @@ def _load(path: str) -> list[Any]:
     return _read(model)
 
 
-@pytest.mark.parametrize(("saving", "loading"), [(2, 2), (4, 2), (2, 4)])
+@table(("saving", "loading"), [(2, 2), (4, 2), (2, 4)])
 def test_codes_and_scales_of_a_sharded_parameter_are_those_that_were_saved(
     tmp_path: Path, ranks: Ranks, saving: int, loading: int
 ) -> None:
@@ -182,21 +184,35 @@ def test_a_weight_that_is_cast_when_it_is_used_is_stored_as_any_other(tmp_path: 
     assert torch.equal(found.inner, values)
 
 
-def test_nf4_weights_of_torchao_keep_their_bits(tmp_path: Path) -> None:
-    """All tensors inside torchao's NF4 weights come back."""
+def _make_nf4(seed: int) -> Any:
+    """Return a module with an NF4 weight of torchao's, under FSDP2 where there are ranks; and the weight alone."""
     nf4 = pytest.importorskip("torchao.quantization.quantize_.workflows.nf4.nf4_tensor")
+    values = torch.randn(512, 64, generator=torch.Generator().manual_seed(seed)).bfloat16()
+    model: Any = nn.Sequential(nn.Linear(64, 512, bias=False, dtype=torch.bfloat16))
+    model[0].weight = nn.Parameter(nf4.to_nf4(values, 64, 32), requires_grad=False)
+    if dist.is_initialized():
+        fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+        return model, model[0].weight.to_local()
+    return model, model[0].weight
 
-    def make(seed: int) -> Any:
-        values = torch.randn(256, 64, generator=torch.Generator().manual_seed(seed)).bfloat16()
-        model = nn.Linear(64, 256, bias=False, dtype=torch.bfloat16)
-        model.weight = nn.Parameter(nf4.to_nf4(values, 64, 256), requires_grad=False)
-        return model
 
-    saved, loaded = make(1), make(2)
-    dist_checkpointing.save(to_sharded_state_dict(saved), tmp_path / "c")
-    load_into(dist_checkpointing.load(to_sharded_state_dict(loaded), tmp_path / "c"), loaded)
-    for name in saved.weight.__tensor_flatten__()[0]:
-        assert torch.equal(getattr(saved.weight, name), getattr(loaded.weight, name)), name
+def _save_nf4(path: str) -> None:
+    dist_checkpointing.save(to_sharded_state_dict(_make_nf4(1)[0]), path)
+
+
+def _loads_nf4(path: str) -> bool:
+    """Return whether all tensors inside are those that were saved."""
+    (model, found), (_, wanted) = _make_nf4(2), _make_nf4(1)
+    load_into(dist_checkpointing.load(to_sharded_state_dict(model), path), model)
+    return all(torch.equal(getattr(found, n), getattr(wanted, n)) for n in wanted.__tensor_flatten__()[0])
+
+
+@table(("saving", "loading"), [(0, 0), (2, 4), (4, 2), (0, 2), (2, 0)])  # 0: without a process group
+def test_nf4_weights_of_torchao_keep_their_bits(tmp_path: Path, ranks: Ranks, saving: int, loading: int) -> None:
+    """All tensors inside torchao's NF4 weights come back, with any number of ranks of FSDP2."""
+    path = str(tmp_path / "c")
+    _ = ranks.run(saving, _save_nf4, path) if saving else _save_nf4(path)
+    assert all(ranks.run(loading, _loads_nf4, path) if loading else [_loads_nf4(path)])
 
 
 def test_the_hub_gets_values_or_an_error(tmp_path: Path) -> None:
