@@ -6,15 +6,16 @@ checkpoint are dotted texts, which do not say what they were.
 
 from __future__ import annotations
 
+from collections import deque
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from shardckpt.adapters.leaves import describe_leaf, describe_object
-from shardckpt.adapters.wrappers import CLASS, InnerShard, is_wrapper, rebuild_wrapper
+from shardckpt.adapters.wrappers import CLASS, InnerShard, flatten_wrappers, is_wrapper, rebuild_wrapper
 from shardckpt.errors import CheckpointingException, ShardingError
-from shardckpt.state_dict import dict_list_map_outplace, nested_items, of_type
+from shardckpt.state_dict import dict_list_map_outplace, nested_items, nested_values, of_type
 from shardckpt.tensors import ORDINARY
 
 if TYPE_CHECKING:
@@ -32,6 +33,47 @@ _PLACEHOLDER = "shardckpt: a tensor"
 _WHOLE = "whole on each rank"
 #: What begins the last part of the key of a tensor that belongs to no parameter, and is sharded as one.
 _LAYOUT = ".(as "
+#: The key that marks a dict in the place of a tuple or deque with tensors: the class, and a deque's longest length.
+_SEQUENCE = "shardckpt: a sequence of the class"
+#: The key of its items.
+_ITEMS = "(items)"
+
+
+def flatten_state(state: Any, *, shards: bool = True) -> Any:
+    """Return a state as nested dicts and lists with plain tensors and DTensors.
+
+    A tuple or deque with tensors becomes a dict that has its items, as a tensor with others inside does.
+
+    Args:
+        state: Nested dicts and lists.
+        shards: Whether to take the shards of DTensors apart.
+    """
+
+    def flatten(leaf: Any) -> Any:
+        if not has_tensors(leaf):
+            return leaf
+        cls = type(leaf) if hasattr(leaf, "_fields") else type(leaf).__name__
+        return {
+            _SEQUENCE: [cls, getattr(leaf, "maxlen", None)],
+            _ITEMS: dict_list_map_outplace(flatten, list(leaf)),
+        }
+
+    return flatten_wrappers(dict_list_map_outplace(flatten, state), shards=shards)
+
+
+def has_tensors(leaf: Any) -> bool:
+    """Return whether a leaf of a state is a tuple, named or not, or a deque, with tensors in it."""
+    if type(leaf) not in (tuple, deque) and not (isinstance(leaf, tuple) and hasattr(leaf, "_fields")):
+        return False
+    return any(isinstance(each, torch.Tensor) or has_tensors(each) for each in nested_values(list(leaf)))
+
+
+def _rebuild_sequence(parts: Mapping[str, Any]) -> Any:
+    """Return the tuple or deque of a dict that :func:`flatten_state` has made."""
+    (cls, longest), items = parts[_SEQUENCE], parts[_ITEMS]
+    if cls == "deque":
+        return deque(items, longest)
+    return tuple(items) if cls == "tuple" else cls(*items)
 
 
 def is_self_describing(state: Any, *, is_distributed: bool) -> bool:
@@ -54,7 +96,7 @@ def is_self_describing(state: Any, *, is_distributed: bool) -> bool:
         elif kind is dict:
             if not is_self_describing(value, is_distributed=is_distributed):
                 return False
-        elif isinstance(value, (dict, list)) or is_wrapper(value):
+        elif isinstance(value, (dict, list)) or is_wrapper(value) or has_tensors(value):
             return False
     return True
 
@@ -147,6 +189,8 @@ def fill_form(
     """
     if isinstance(form, dict):
         filled: Any = of_type(form, {key: fill_form(each, find, param, (*path, key)) for key, each in form.items()})
+        if _SEQUENCE in filled:
+            return _rebuild_sequence(filled)
         return rebuild_wrapper(filled, form, param) if CLASS in filled else filled
     if isinstance(form, list):
         return of_type(form, [fill_form(each, find, param, (*path, index)) for index, each in enumerate(form)])

@@ -19,6 +19,7 @@ from shardckpt.adapters.forms import (
     FORM,
     describe_with_form,
     find_layout,
+    flatten_state,
     is_self_describing,
     join_layout,
     join_path,
@@ -29,7 +30,7 @@ from shardckpt.adapters.leaves import describe_leaf, describe_object, describe_t
 from shardckpt.adapters.module_tree import name_parameters
 from shardckpt.adapters.modules import data_address, merge_sources
 from shardckpt.adapters.state_layout import empty_state_tensor
-from shardckpt.adapters.wrappers import InnerShard, flatten_wrappers, is_inner, request_inner
+from shardckpt.adapters.wrappers import InnerShard, is_inner, request_inner
 from shardckpt.errors import ShardingError
 from shardckpt.mapping import ShardedBase, ShardedTensor, ShardedTensorFactory
 from shardckpt.state_dict import nested_items
@@ -217,7 +218,7 @@ def describe_state(
     """
     if is_self_describing(values, is_distributed=is_distributed):
         return describe_tree(values, key, replicated, objects=True, alike=alike)  # type: ignore[no-any-return]
-    flat = flatten_wrappers(values)
+    flat = flatten_state(values)
     return describe_with_form(
         make_form(flat, is_distributed=is_distributed), list_tensors(flat), key, replicated, alike
     )
@@ -228,7 +229,7 @@ def describe_others(one: NamedState, key: str, replicated: Replicated, alike: Al
 
     The key of a tensor that is sharded as a parameter names it: a load must know before it has read the form.
     """
-    flat = flatten_wrappers(one.others, shards=False)
+    flat = flatten_state(one.others, shards=False)
     return describe_with_form(make_form(flat), _list_slots(flat, one.params), key, replicated, alike)
 
 
@@ -433,7 +434,7 @@ def request_others(live: OptimizerState, described: Mapping[str, Any], stored: S
         if not slots:
             continue
         one = each[digest]
-        tensors = _list_slots(flatten_wrappers(one.others, shards=False), one.params)
+        tensors = _list_slots(flatten_state(one.others, shards=False), one.params)
         keys = {slot: f"{key}.{digest}.{slot}" for slot in slots}
         found[digest] = {
             slot: describe_leaf(
