@@ -29,6 +29,7 @@ from shardckpt.adapters.optimizers import (
 from shardckpt.errors import ShardingError
 from shardckpt.mapping import OptionalEntries
 from shardckpt.state_dict import nested_items
+from shardckpt.validation import VERSIONS
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
@@ -56,7 +57,8 @@ def to_sharded_state_dict(
     For modules, keys are the full names of torch's state-dict API, without the prefixes of wrappers (checkpoint
     wrappers, torch.compile, FSDP, DDP). With optimizers, the result is ``{"model": ..., "optimizer": ...}``, and keys
     are ``model.<name>``, ``optimizer.state.<name>.exp_avg`` and, for the options of a group, ``optimizer.param_groups``
-    with a digest of its parameters' names. Values that are not tensors are stored as objects.
+    with a digest of its parameters' names. Values that are not tensors are stored as objects; so are the versions of
+    modules, if their classes have any (``_version``), under ``_versions`` beside the names.
 
     A parameter may have no optimizer state yet: no step was made, or it never had a gradient (an unused branch, an
     expert that no token reached). Then a save stores none, and a load that finds none leaves it out; the optimizer
@@ -139,9 +141,9 @@ class SavedModules:
         if len(parts) == 1 and not optimizers and self._replicated is True:
             # nearly always all is as it was in the last save: then the names need not be the keys of a dict first
             columns = list_state_columns(parts[0])
-            found = None if columns is None else self._tensors.find(*columns, prefix, True)
-            if found is not None:
-                return found
+            found = None if columns is None else self._tensors.find(columns.names, columns.tensors, prefix, True)
+            if columns is not None and found is not None:
+                return found | _describe_versions([columns.versions], prefix, self._replicated)
         return _describe_modules(model, optimizers, prefix, self._replicated, self._tensors)
 
     def release(self) -> None:
@@ -157,20 +159,22 @@ def _describe_modules(
     kept: LeafShards | None,
 ) -> ShardedStateDict:
     parts = modules.as_parts(model)
-    values = modules.read_model_tensors(parts)
+    values, versions = modules.read_model(parts)
     # buffers may differ between ranks (statistics of BatchNorm): any rank's will do
     buffers = modules.find_buffers(values, parts) if replicated == "sampled" else frozenset()
     alike = AlikeTensors()
 
     def describe_model(prefix: str) -> ShardedStateDict:
         if kept is not None:
-            return kept.describe(values, prefix, replicated, buffers)
-        return {
-            n: describe_leaf(
-                value, f"{prefix}{n}", "unchecked" if n in buffers else replicated, alike=alike, detached=True
-            )
-            for n, value in values.items()
-        }
+            found = kept.describe(values, prefix, replicated, buffers)
+        else:
+            found = {
+                n: describe_leaf(
+                    value, f"{prefix}{n}", "unchecked" if n in buffers else replicated, alike=alike, detached=True
+                )
+                for n, value in values.items()
+            }
+        return found | _describe_versions(versions, prefix, replicated)
 
     if not optimizers:
         return describe_model(prefix)
@@ -209,6 +213,24 @@ def _describe_modules(
             },
         },
     }
+
+
+def _describe_versions(parts: Sequence[Mapping[str, Any]], prefix: str, replicated: Replicated) -> dict[str, Any]:
+    """Describe the versions of the modules of each part; a load asks for all that are stored, if there are any.
+
+    The name of an object says what is in it: stages of a pipeline have modules of one name, such as the first.
+    """
+    own = {digest_names(f"{name} {version}" for name, version in each.items()): each for each in parts if each}
+    if not own:
+        return {}
+    key = f"{prefix}{VERSIONS}."
+    described = {digest: describe_object(each, f"{key}{digest}", replicated) for digest, each in own.items()}
+
+    def request(stored: StoredNames, _: Mapping[str, Any]) -> dict[str, Any]:
+        found = [each for each in stored.objects if each.startswith(key)]
+        return {each.removeprefix(key): describe_object(None, each, "unchecked") for each in found}
+
+    return {VERSIONS: OptionalEntries(described, key, request)}
 
 
 def _describe_options(groups: list[dict[str, Any]], key: str, replicated: Replicated) -> dict[str, Any]:
