@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial, reduce
+from operator import getitem
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,20 +17,24 @@ from shardckpt.adapters.leaves import describe_leaf, describe_object, describe_p
 from shardckpt.adapters.module_tree import list_state_columns
 from shardckpt.adapters.optimizers import (
     PARAMS,
+    STATE,
     describe_others,
     describe_state,
     digest_names,
+    find_fresh,
     get_optimizer_state,
     list_options,
     make_flat_state,
     name_group,
+    request_numbered,
     request_options,
     request_others,
     request_states,
 )
-from shardckpt.errors import ShardingError
-from shardckpt.mapping import OptionalEntries
-from shardckpt.state_dict import nested_items
+from shardckpt.errors import KeyMismatchError, ShardingError
+from shardckpt.mapping import OptionalEntries, ShardedBase
+from shardckpt.state_dict import nested_items, nested_values
+from shardckpt.tensors import ORDINARY, is_sharded_tensor
 from shardckpt.validation import VERSIONS
 
 if TYPE_CHECKING:
@@ -52,7 +58,9 @@ def to_sharded_state_dict(
     the tensor itself. Any other tensor counts as replicated on all ranks that have it; the lowest of these writes it.
 
     A state dict keeps its structure, and the key of a leaf is its path, joined by dots. Leaves that are not tensors
-    stay: they are common state, or shards that are described already.
+    stay: they are common state, or shards that are described already. Where an optimizer's ``state_dict()`` in it has
+    no state yet, a load takes what is stored, whole; among sharded tensors that is an error, since nothing says how
+    such state is sharded: describe the optimizer itself.
 
     For modules, keys are the full names of torch's state-dict API, without the prefixes of wrappers (checkpoint
     wrappers, torch.compile, FSDP, DDP). With optimizers, the result is ``{"model": ..., "optimizer": ...}``, and keys
@@ -106,7 +114,7 @@ def to_sharded_state_dict(
             raise ShardingError(
                 "optimizers are described only with their modules: put the optimizer's state dict into the dict"
             )
-        return {k: describe_tree(v, f"{prefix}{k}", replicated, objects=False) for k, v in model_or_dict.items()}
+        return _describe_dict(model_or_dict, prefix, replicated)
     return _describe_modules(model_or_dict, optimizers, prefix, replicated, None)
 
 
@@ -149,6 +157,34 @@ class SavedModules:
     def release(self) -> None:
         """Let go of the tensors, once they are saved or copied: they would stay in memory when the model is gone."""
         self._tensors.release()
+
+
+def _describe_dict(values: Mapping[Any, Any], prefix: str, replicated: Replicated) -> ShardedStateDict:
+    found = {k: describe_tree(v, f"{prefix}{k}", replicated, objects=False) for k, v in values.items()}
+    for path, groups in find_fresh(dict(values)):
+        key = f"{prefix}{'.'.join(map(str, (*path, STATE)))}"
+        request = partial(_request_numbered, values, groups, key)
+        reduce(getitem, path, found)[STATE] = OptionalEntries({}, f"{key}.", request, in_common=True)
+    return found
+
+
+def _request_numbered(
+    values: Mapping[Any, Any], groups: list[dict[str, Any]], key: str, stored: StoredNames, _: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return what :func:`request_numbered` returns, whole tensors; raise if the state dict has sharded ones."""
+    found = request_numbered(groups, stored, key)
+    if found and any(map(_is_sharded, nested_values(dict(values)))):
+        raise KeyMismatchError(
+            f"the checkpoint has state below {key!r}, and the state dict to load has none there, since its optimizer "
+            "has not made a step: it does not say how that state is sharded, and the optimizer would start anew. Give "
+            "the optimizer itself: to_sharded_state_dict(model, optimizer), or CheckpointManager(config, {'model': "
+            f"model, 'optimizer': optimizer}}). To start anew, leave {key!r} out of the state dict"
+        )
+    return found
+
+
+def _is_sharded(leaf: Any) -> bool:
+    return isinstance(leaf, (DTensor, ShardedBase)) or (type(leaf) not in ORDINARY and is_sharded_tensor(leaf))
 
 
 def _describe_modules(
