@@ -83,3 +83,20 @@ def test_whole_state_stays_whole(ranks: Ranks, tmp_path: Path, kind: str) -> Non
     for saved, resumed in ((2, 2), (2, 1), (1, 2)):
         ranks.run(saved, _save, kind, tmp_path / f"{saved}-{resumed}")
         ranks.run(resumed, _resume, kind, tmp_path / f"{saved}-{resumed}")
+
+
+def _save_local(path: Path, check_replicas: bool) -> None:
+    model, optimizer = _job(())
+    for param in model.parameters():
+        optimizer.state[param]["rows"] = torch.full((ROWS // 2,), float(dist.get_rank()))
+    dist_checkpointing.save(to_sharded_state_dict(model, optimizer, check_replicas=check_replicas), path)
+
+
+@table("check_replicas", [True, False])
+def test_state_of_each_ranks_rows_is_refused(ranks: Ranks, tmp_path: Path, check_replicas: bool) -> None:
+    """Plain tensors beside a sharded parameter that differ between ranks are never saved as one rank's for all."""
+    outcomes = ranks.outcomes(2, _save_local, tmp_path / "c", check_replicas)
+    assert {outcome.kind for outcome in outcomes} == {"ShardingError"}
+    assert "'optimizer.state.0.weight.rows': one value on rank 0 / one value on rank 1" in outcomes[0].message
+    assert "check_replicas=False" not in outcomes[0].message
+    assert not (tmp_path / "c").exists()
