@@ -114,8 +114,14 @@ def get_optimizer_state(parts: Sequence[Module], optimizers: Sequence[Optimizer]
         ShardingError: two optimizers have the same parameter, or one has those of several parts.
     """
     each = [read_optimizer(parts, optimizer, number) for number, optimizer in enumerate(optimizers)]
-    # by identity: a parameter of two optimizers is an error
-    owners = merge_sources("optimizer", (dict.fromkeys(one.names, one) for one in each))
+    owners: dict[str, NamedState] = {}
+    for one in each:
+        for name in one.names:
+            if owners.setdefault(name, one) is not one:
+                raise ShardingError(
+                    f"{name!r} is in optimizer {owners[name].number} and in optimizer {one.number}: leave it in one of "
+                    "them, or give each part of the model names of its own"
+                )
     return OptimizerState(
         each,
         list(owners),
