@@ -151,7 +151,8 @@ class SavedModules:
             columns = list_state_columns(parts[0])
             found = None if columns is None else self._tensors.find(columns.names, columns.tensors, prefix, True)
             if columns is not None and found is not None:
-                return found | _describe_versions([columns.versions], prefix, self._replicated)
+                found.update(_describe_versions([columns.versions], prefix, self._replicated))
+                return found
         return _describe_modules(model, optimizers, prefix, self._replicated, self._tensors)
 
     def release(self) -> None:
@@ -210,7 +211,8 @@ def _describe_modules(
                 )
                 for n, value in values.items()
             }
-        return found | _describe_versions(versions, prefix, replicated)
+        found.update(_describe_versions(versions, prefix, replicated))
+        return found
 
     if not optimizers:
         return describe_model(prefix)

@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save as torch
 from shardckpt import dist_checkpointing
 from shardckpt.adapters import load_into, to_sharded_state_dict
 from shardckpt.huggingface import dcp_to_torch_save, export_to_huggingface, huggingface_index
+from shardckpt.local import TensorAwareStateDict
 from shardckpt.manager import CheckpointConfig, CheckpointManager
 from shardckpt.manager.replicas.healing import Healing
 from shardckpt.manager.states import TrainingStates
@@ -246,3 +247,12 @@ def test_a_manager_that_leaves_tensors_out_has_them(tmp_path: Path) -> None:
     with CheckpointManager(config, {"model": model}) as manager:
         assert manager.load()
     assert model[0].seen == [2]
+
+
+def test_checkpoints_in_memory_have_them() -> None:
+    """A part in memory gives the stored versions to a class of a later one, and is given back to one without."""
+    part, _ = TensorAwareStateDict.from_state_dict(to_sharded_state_dict(nn.Sequential(Second(2.0))))
+    model = nn.Sequential(Third())
+    load_into(part.to_state_dict(to_sharded_state_dict(model), strict=True), model)
+    assert model[0].seen == [2]
+    part.to_state_dict(to_sharded_state_dict(nn.Sequential(First())), strict=True)
