@@ -92,7 +92,7 @@ def to_sharded_state_dict(
             lowest rank's is saved of vectors and scalars (the statistics of BatchNorm), objects and buffers of modules.
             A tensor of two or more axes is still sampled at 32 elements: if more than half of them differ between
             ranks, it is not a copy but another tensor (an expert of this rank), and the save fails instead of losing
-            the others.
+            the others. So it does where plain tensors of state beside a DTensor differ: they are of this rank's rows.
 
     Returns:
         A dict for ``dist_checkpointing.save`` and ``load``. It shares the tensors' memory. Pass what ``load`` returns
