@@ -380,7 +380,8 @@ def _split_mixed(x: Any, children: dict[Any, Any], path: tuple[Any, ...], *, pla
             inner, others = split_state_dict(value, (*path, key), plain_objects=plain_objects)
             if inner:
                 sharded[key] = inner
-            if others or (not value and not isinstance(value, OptionalEntries)):
+            is_absent = isinstance(value, OptionalEntries) and not value.in_common
+            if others or (not value and not is_absent):
                 rest[key] = others
         else:
             _refuse_parts(value, (*path, key))

@@ -17,6 +17,7 @@ from shardckpt.adapters.restore import load_into
 from shardckpt.adapters.state import SavedModules, to_sharded_state_dict
 from shardckpt.adapters.state_layout import empty_state_tensor
 from shardckpt.adapters.torch_sharded import describe_torch_sharded
+from shardckpt.adapters.versions import list_versions
 from shardckpt.tensors import register_tensor_class
 
 __all__ = [
@@ -38,6 +39,7 @@ __all__ = [
     "is_group",
     "is_placeholder",
     "join_path",
+    "list_versions",
     "load_into",
     "make_form",
     "make_shards",

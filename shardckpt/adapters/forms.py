@@ -155,16 +155,24 @@ def describe_with_form(
     key: str,
     replicated: Replicated,
     alike: AlikeTensors | None = None,
+    *,
+    is_distributed: bool = False,
 ) -> dict[str, Any]:
-    """Describe a form and its tensors below a key, each by the rest of its own; for the others see describe_leaf."""
+    """Describe a form and its tensors below a key, each by the rest of its own; the others are as for describe_leaf.
+
+    With ``is_distributed`` they belong to a DTensor.
+    """
+
+    def describe(tensor: torch.Tensor | InnerShard, key: str) -> Any:
+        if isinstance(tensor, InnerShard):
+            return tensor.describe(key, replicated)
+        # beside a DTensor it may be of this rank's rows: one rank's would be wrong for all
+        is_compared = is_distributed and not isinstance(tensor, DTensor) and tensor.numel() > 1
+        return describe_leaf(tensor, key, True if is_compared else replicated, alike=alike)
+
     return {
         FORM: describe_object(form, f"{key}.{FORM}", replicated),
-        **{
-            slot: tensor.describe(f"{key}.{slot}", replicated)
-            if isinstance(tensor, InnerShard)
-            else describe_leaf(tensor, f"{key}.{slot}", replicated, alike=alike)
-            for slot, tensor in tensors.items()
-        },
+        **{slot: describe(tensor, f"{key}.{slot}") for slot, tensor in tensors.items()},
     }
 
 

@@ -7,11 +7,12 @@ Nothing is remembered between two walks, so a module may be wrapped or changed i
 from __future__ import annotations
 
 from operator import getitem
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.distributed.fsdp import FullyShardedDataParallel
 
+from shardckpt.adapters.versions import VERSION, has_version
 from shardckpt.errors import ShardingError
 from shardckpt.tensors import find_wrapped_child, lengthens_names, reshards, shortens_names
 
@@ -45,6 +46,7 @@ class _Tree:
         names: Their full names.
         owners: The modules' own dicts, live, in which they are: a hook may put others there.
         keys: Their keys in these.
+        versions: The versions of modules by name, of classes that have one: see :func:`has_version`.
         hooks: What is to run before they are read; modules that FSDP2 shards together have one.
 
     Raises:
@@ -55,6 +57,7 @@ class _Tree:
         self.names: list[str] = []
         self.owners: list[dict[str, Any]] = []
         self.keys: list[str] = []
+        self.versions: dict[str, Any] = {}
         self.hooks: set[Callable[..., Any]] = set()
         self._only_parameters = only_parameters
         self._walk(root)
@@ -69,12 +72,16 @@ class _Tree:
         # One loop without calls: most modules of a model are leaves, and each has a dozen objects to look at.
         names, owners, keys = self.names, self.owners, self.keys
         wrapped: dict[type[Any], str] = {}  # of each class: the child whose name is left out
+        versioned: set[type[Any]] = set()
         waiting: list[tuple[Module, str]] = [(root, "")]
         while waiting:
             module, prefix = waiting.pop()
             values, kind = module.__dict__, type(module)
             if kind not in wrapped:
                 wrapped[kind] = _check_class(kind, only_parameters=self._only_parameters)
+                versioned |= {kind} if has_version(kind) else set()
+            if kind in versioned:
+                self.versions[prefix[:-1]] = getattr(module, VERSION)
             # the names one by one: to look for the module's twenty in a set takes four times as long
             if values["_state_dict_hooks"] or (
                 "state_dict" in values
@@ -109,17 +116,33 @@ class _Tree:
         self.keys += found
 
 
+class StateColumns(NamedTuple):
+    """Parameters and persistent buffers of a module, in lists: a model may have 20,000.
+
+    Attributes:
+        names: Their full names, without those of wrappers.
+        tensors: The tensors.
+        versions: The versions of modules by name, of classes that have one: see :func:`has_version`.
+    """
+
+    names: list[str]
+    tensors: list[torch.Tensor]
+    versions: dict[str, Any]
+
+    def by_name(self) -> dict[str, torch.Tensor] | None:
+        """Return the tensors by name; None if two have one name."""
+        found = dict(zip(self.names, self.tensors, strict=True))
+        return found if len(found) == len(self.names) else None
+
+
 def list_state_tensors(module: Module) -> dict[str, torch.Tensor] | None:
-    """Return what :func:`list_state_columns` returns by name; None if two have one name."""
+    """Return the tensors of :func:`list_state_columns` by name; None if two have one name."""
     columns = list_state_columns(module)
-    if columns is None:
-        return None
-    found = dict(zip(*columns, strict=True))
-    return found if len(found) == len(columns[0]) else None
+    return None if columns is None else columns.by_name()
 
 
-def list_state_columns(module: Module) -> tuple[list[str], list[torch.Tensor]] | None:
-    """Return the full names of parameters and persistent buffers of a module, without those of wrappers, and these.
+def list_state_columns(module: Module) -> StateColumns | None:
+    """Return the parameters and persistent buffers of a module.
 
     Args:
         module: Parameters of FSDP2 that are not sharded at this time become so, as by ``state_dict()``.
@@ -135,7 +158,7 @@ def list_state_columns(module: Module) -> tuple[list[str], list[torch.Tensor]] |
     with torch.no_grad():
         for hook in tree.hooks:
             hook(module, "", False)
-    return tree.names, tree.read()
+    return StateColumns(tree.names, tree.read(), tree.versions)
 
 
 def name_parameters(module: Module) -> dict[int, str] | None:

@@ -8,7 +8,8 @@ import torch
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.tensor import DTensor
 
-from shardckpt.adapters.module_tree import list_state_tensors, read_state_dict
+from shardckpt.adapters.module_tree import list_state_columns, read_state_dict
+from shardckpt.adapters.versions import list_versions
 from shardckpt.errors import ShardingError
 from shardckpt.tensors import ORDINARY, flatten_tensor, has_inner
 
@@ -47,15 +48,22 @@ def get_model_tensors(parts: Sequence[Module]) -> dict[str, Any]:
 
 def read_model_tensors(parts: Sequence[Module]) -> dict[str, Any]:
     """Return the same tensors, but those that are parameters or buffers themselves: detaching many takes its time."""
-    return merge_sources("model part", map(_read_tensors, parts))
+    return read_model(parts)[0]
 
 
-def _read_tensors(part: Module) -> dict[str, Any]:
-    found = list_state_tensors(part)
-    if found is not None:
-        return found
+def read_model(parts: Sequence[Module]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Return what :func:`read_model_tensors` returns, and of each module the versions by name."""
+    found = list(map(_read_part, parts))
+    return merge_sources("model part", (values for values, _ in found)), [versions for _, versions in found]
+
+
+def _read_part(part: Module) -> tuple[dict[str, Any], dict[str, Any]]:
+    columns = list_state_columns(part)
+    found = None if columns is None else columns.by_name()
+    if columns is not None and found is not None:
+        return found, columns.versions
     read = read_state_dict(part)
-    return get_model_state_dict(part) if read is None else read[0]
+    return get_model_state_dict(part) if read is None else read[0], list_versions(part)
 
 
 def find_buffers(values: Mapping[str, Any], parts: Sequence[Module]) -> frozenset[str]:

@@ -36,7 +36,7 @@ from shardckpt.mapping import ShardedBase, ShardedTensor, ShardedTensorFactory
 from shardckpt.state_dict import nested_items
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
     from torch.nn import Module
     from torch.optim import Optimizer
@@ -114,8 +114,14 @@ def get_optimizer_state(parts: Sequence[Module], optimizers: Sequence[Optimizer]
         ShardingError: two optimizers have the same parameter, or one has those of several parts.
     """
     each = [read_optimizer(parts, optimizer, number) for number, optimizer in enumerate(optimizers)]
-    # by identity: a parameter of two optimizers is an error
-    owners = merge_sources("optimizer", (dict.fromkeys(one.names, one) for one in each))
+    owners: dict[str, NamedState] = {}
+    for one in each:
+        for name in one.names:
+            if owners.setdefault(name, one) is not one:
+                raise ShardingError(
+                    f"{name!r} is in optimizer {owners[name].number} and in optimizer {one.number}: leave it in one of "
+                    "them, or give each part of the model names of its own"
+                )
     return OptimizerState(
         each,
         list(owners),
@@ -219,9 +225,8 @@ def describe_state(
     if is_self_describing(values, is_distributed=is_distributed):
         return describe_tree(values, key, replicated, objects=True, alike=alike)  # type: ignore[no-any-return]
     flat = flatten_state(values)
-    return describe_with_form(
-        make_form(flat, is_distributed=is_distributed), list_tensors(flat), key, replicated, alike
-    )
+    form = make_form(flat, is_distributed=is_distributed)
+    return describe_with_form(form, list_tensors(flat), key, replicated, alike, is_distributed=is_distributed)
 
 
 def describe_others(one: NamedState, key: str, replicated: Replicated, alike: AlikeTensors) -> dict[str, Any]:
@@ -369,6 +374,41 @@ def make_flat_state(parts: Sequence[Module], optimizers: Sequence[Optimizer], li
     found = (fsdp1.make_state(find_owner(parts, optimizers[n], n), optimizers[n]) for n in flat)
     made = merge_sources("optimizer", map(_drop_empty, found)) if flat else {}
     return {name: state for name, state in made.items() if name not in live.states}
+
+
+def find_fresh(values: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], list[dict[str, Any]]]]:
+    """Yield the path and the groups of each optimizer's state dict, among nested values, that has no state yet."""
+    if isinstance(values, dict):
+        state, groups = values.get(STATE), values.get(GROUPS)
+        is_fresh = isinstance(state, dict) and not state and isinstance(groups, list)
+        if is_fresh and all(isinstance(group, dict) and PARAMS in group for group in groups or ()):
+            yield path, groups or []
+    children = values.items() if isinstance(values, dict) else enumerate(values)
+    for key, each in children:
+        if isinstance(each, (dict, list)):
+            yield from find_fresh(each, (*path, key))
+
+
+def request_numbered(groups: Iterable[Mapping[str, Any]], stored: StoredNames, key: str) -> dict[Any, Any]:
+    """Return what a load asks for of the state of an optimizer's own state dict that has none yet: all that is stored.
+
+    Args:
+        groups: Its groups; what they have under ``params`` are the keys of the state.
+        stored: What the checkpoint has.
+        key: What the keys of the state begin with, without the last dot.
+    """
+    # by names of parameters: the optimizer itself was described; other values of plain DCP are common state elsewhere
+    by_names = f"{key.removesuffix(STATE)}{GROUPS}.{GROUP_NAME}"
+    if any(each.startswith((by_names, f"{key}.")) for each in stored.objects):
+        return {}
+    names = {str(param): param for group in groups for param in group[PARAMS]}
+    found: dict[Any, Any] = {}
+    for name, slots in _find_slots(names, stored, key).items():
+        keys = {tuple(slot.split(".")): f"{key}.{name}.{slot}" for slot in slots}
+        leaves = {path: describe_leaf(_allocate(stored, own), own, "unchecked") for path, own in keys.items()}
+        if leaves:
+            found[names[name]] = _restore_containers(_nest(leaves), {})
+    return found
 
 
 def request_options(names: Iterable[str], stored: StoredNames, key: str) -> dict[str, Any]:

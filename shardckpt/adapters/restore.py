@@ -24,8 +24,10 @@ from shardckpt.adapters.optimizers import (
     read_optimizer,
     spread_options,
 )
+from shardckpt.adapters.versions import add_versions
 from shardckpt.errors import CheckpointingException, KeyMismatchError, ShardingError, listed
 from shardckpt.state_dict import are_equal, dict_list_map_outplace
+from shardckpt.validation import VERSIONS
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -107,12 +109,15 @@ def _hand_over_tensors(part: Module, values: Mapping[str, Any]) -> None:
                 if value is not tensor and not share_memory(value, tensor.detach()):
                     tensor.copy_(value)
         return
+    versions = values.get(VERSIONS, {}).values()
     read = read_state_dict(part)
     if read is None:
-        set_model_state_dict(part, dict(values), options=StateDictOptions(strict=False))
+        rest = {name: value for name, value in values.items() if name != VERSIONS}
+        set_model_state_dict(part, add_versions(part, rest, versions), options=StateDictOptions(strict=False))
         return
     own = {key: values[name] for name, key in read[1].items() if name in values}
-    part.load_state_dict(own, strict=False)  # what was not loaded is kept: load_into(strict=False)
+    # what was not loaded is kept: load_into(strict=False)
+    part.load_state_dict(add_versions(part, own, versions), strict=False)
 
 
 def _can_be_copied(live: Mapping[str, torch.Tensor], values: Mapping[str, Any]) -> bool:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial, reduce
+from operator import getitem
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,13 +17,16 @@ from shardckpt.adapters.leaves import describe_leaf, describe_object, describe_p
 from shardckpt.adapters.module_tree import list_state_columns
 from shardckpt.adapters.optimizers import (
     PARAMS,
+    STATE,
     describe_others,
     describe_state,
     digest_names,
+    find_fresh,
     get_optimizer_state,
     list_options,
     make_flat_state,
     name_group,
+    request_numbered,
     request_options,
     request_others,
     request_states,
@@ -31,9 +36,11 @@ from shardckpt.adapters.wrapper_params import (
     find_wrapper_params,
     request_wrapper_params,
 )
-from shardckpt.errors import ShardingError
-from shardckpt.mapping import OptionalEntries
-from shardckpt.state_dict import nested_items
+from shardckpt.errors import KeyMismatchError, ShardingError
+from shardckpt.mapping import OptionalEntries, ShardedBase
+from shardckpt.state_dict import nested_items, nested_values
+from shardckpt.tensors import ORDINARY, is_sharded_tensor
+from shardckpt.validation import VERSIONS
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
@@ -57,12 +64,15 @@ def to_sharded_state_dict(
     the tensor itself. Any other tensor counts as replicated on all ranks that have it; the lowest of these writes it.
 
     A state dict keeps its structure, and the key of a leaf is its path, joined by dots. Leaves that are not tensors
-    stay: they are common state, or shards that are described already.
+    stay: they are common state, or shards that are described already. Where an optimizer's ``state_dict()`` in it has
+    no state yet, a load takes what is stored, whole; among sharded tensors that is an error, since nothing says how
+    such state is sharded: describe the optimizer itself.
 
     For modules, keys are the full names of torch's state-dict API, without the prefixes of wrappers (checkpoint
     wrappers, torch.compile, FSDP, DDP). With optimizers, the result is ``{"model": ..., "optimizer": ...}``, and keys
     are ``model.<name>``, ``optimizer.state.<name>.exp_avg`` and, for the options of a group, ``optimizer.param_groups``
-    with a digest of its parameters' names. Values that are not tensors are stored as objects.
+    with a digest of its parameters' names. Values that are not tensors are stored as objects; so are the versions of
+    modules, if their classes have any (``_version``), under ``_versions`` beside the names.
 
     A parameter may have no optimizer state yet: no step was made, or it never had a gradient (an unused branch, an
     expert that no token reached). Then a save stores none, and a load that finds none leaves it out; the optimizer
@@ -88,7 +98,7 @@ def to_sharded_state_dict(
             lowest rank's is saved of vectors and scalars (the statistics of BatchNorm), objects and buffers of modules.
             A tensor of two or more axes is still sampled at 32 elements: if more than half of them differ between
             ranks, it is not a copy but another tensor (an expert of this rank), and the save fails instead of losing
-            the others.
+            the others. So it does where plain tensors of state beside a DTensor differ: they are of this rank's rows.
         dequantize: Whether the values of quantized parameters of modules are stored, for readers that do not quantize.
             Otherwise their codes and scales are, bit for bit; a load takes either. Where the shards of a DTensor cut
             blocks the values are stored, with a warning.
@@ -113,7 +123,7 @@ def to_sharded_state_dict(
             raise ShardingError(
                 "optimizers are described only with their modules: put the optimizer's state dict into the dict"
             )
-        return {k: describe_tree(v, f"{prefix}{k}", replicated, objects=False) for k, v in model_or_dict.items()}
+        return _describe_dict(model_or_dict, prefix, replicated)
     return _describe_modules(model_or_dict, optimizers, prefix, replicated, None, dequantize=dequantize)
 
 
@@ -151,14 +161,43 @@ class SavedModules:
         if len(parts) == 1 and not optimizers and self._replicated is True:
             # nearly always all is as it was in the last save: then the names need not be the keys of a dict first
             columns = list_state_columns(parts[0])
-            found = None if columns is None else self._tensors.find(*columns, prefix, True)
-            if found is not None:
+            found = None if columns is None else self._tensors.find(columns.names, columns.tensors, prefix, True)
+            if columns is not None and found is not None:
+                found.update(_describe_versions([columns.versions], prefix, self._replicated))
                 return found
         return _describe_modules(model, optimizers, prefix, self._replicated, self._tensors, dequantize=dequantize)
 
     def release(self) -> None:
         """Let go of the tensors, once they are saved or copied: they would stay in memory when the model is gone."""
         self._tensors.release()
+
+
+def _describe_dict(values: Mapping[Any, Any], prefix: str, replicated: Replicated) -> ShardedStateDict:
+    found = {k: describe_tree(v, f"{prefix}{k}", replicated, objects=False) for k, v in values.items()}
+    for path, groups in find_fresh(dict(values)):
+        key = f"{prefix}{'.'.join(map(str, (*path, STATE)))}"
+        request = partial(_request_numbered, values, groups, key)
+        reduce(getitem, path, found)[STATE] = OptionalEntries({}, f"{key}.", request, in_common=True)
+    return found
+
+
+def _request_numbered(
+    values: Mapping[Any, Any], groups: list[dict[str, Any]], key: str, stored: StoredNames, _: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return what :func:`request_numbered` returns, whole tensors; raise if the state dict has sharded ones."""
+    found = request_numbered(groups, stored, key)
+    if found and any(map(_is_sharded, nested_values(dict(values)))):
+        raise KeyMismatchError(
+            f"the checkpoint has state below {key!r}, and the state dict to load has none there, since its optimizer "
+            "has not made a step: it does not say how that state is sharded, and the optimizer would start anew. Give "
+            "the optimizer itself: to_sharded_state_dict(model, optimizer), or CheckpointManager(config, {'model': "
+            f"model, 'optimizer': optimizer}}). To start anew, leave {key!r} out of the state dict"
+        )
+    return found
+
+
+def _is_sharded(leaf: Any) -> bool:
+    return isinstance(leaf, (DTensor, ShardedBase)) or (type(leaf) not in ORDINARY and is_sharded_tensor(leaf))
 
 
 def _describe_modules(
@@ -171,7 +210,7 @@ def _describe_modules(
     dequantize: bool,
 ) -> ShardedStateDict:
     parts = modules.as_parts(model)
-    values = modules.read_model_tensors(parts)
+    values, versions = modules.read_model(parts)
     # buffers may differ between ranks (statistics of BatchNorm): any rank's will do
     buffers = modules.find_buffers(values, parts) if replicated == "sampled" else frozenset()
     alike = AlikeTensors()
@@ -190,16 +229,19 @@ def _describe_modules(
                 n: describe_leaf(value, f"{prefix}{n}", replication(n), alike=alike, detached=True)
                 for n, value in plain.items()
             }
+        if wrappers:
+            inner = {
+                n: describe_wrapper_param(f"{prefix}{n}", each, replication(n), alike) for n, each in wrappers.items()
+            }
+            found = {n: inner[n] if n in inner else found[n] for n in values}
+        found.update(_describe_versions(versions, prefix, replicated))
         if not wrappers:
             return found
-        found |= {
-            n: describe_wrapper_param(f"{prefix}{n}", value, replication(n), alike) for n, value in wrappers.items()
-        }
 
         def request(stored: StoredNames, entries: Mapping[str, Any]) -> dict[str, Any]:
             return request_wrapper_params(entries, wrappers, stored, prefix)
 
-        return OptionalEntries({n: found[n] for n in values}, prefix, request, required=True)
+        return OptionalEntries(found, prefix, request, required=True)
 
     if not optimizers:
         return describe_model(prefix)
@@ -238,6 +280,24 @@ def _describe_modules(
             },
         },
     }
+
+
+def _describe_versions(parts: Sequence[Mapping[str, Any]], prefix: str, replicated: Replicated) -> dict[str, Any]:
+    """Describe the versions of the modules of each part; a load asks for all that are stored, if there are any.
+
+    The name of an object says what is in it: stages of a pipeline have modules of one name, such as the first.
+    """
+    own = {digest_names(f"{name} {version}" for name, version in each.items()): each for each in parts if each}
+    if not own:
+        return {}
+    key = f"{prefix}{VERSIONS}."
+    described = {digest: describe_object(each, f"{key}{digest}", replicated) for digest, each in own.items()}
+
+    def request(stored: StoredNames, _: Mapping[str, Any]) -> dict[str, Any]:
+        found = [each for each in stored.objects if each.startswith(key)]
+        return {each.removeprefix(key): describe_object(None, each, "unchecked") for each in found}
+
+    return {VERSIONS: OptionalEntries(described, key, request)}
 
 
 def _describe_options(groups: list[dict[str, Any]], key: str, replicated: Replicated) -> dict[str, Any]:

@@ -103,7 +103,7 @@ class LoadTemplate:
             slots = self._make_slots(entry)
             keys = [shard.key for shard in self.shards[first:]]
             # keys that were changed do not show by name whether the checkpoint has the entry
-            is_optional = not wanted.required and all(key.startswith(prefix) for key in keys)
+            is_optional = not wanted.required and all(f"{key}.".startswith(prefix) for key in keys)
             has_local_values = slots and not keys
             if is_optional and not has_local_values and not any(map(self._stored.has, keys)):
                 del self.shards[first:]

@@ -14,7 +14,7 @@ from shardckpt.mapping import ShardedTensor
 from shardckpt.planning import find_hole, find_overlap
 from shardckpt.plugins import get_key_map_entries
 from shardckpt.tensors import get_outer_key
-from shardckpt.validation import stored_key
+from shardckpt.validation import is_version_key, stored_key
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -133,7 +133,7 @@ def plan_tensors(stored: Iterable[ShardedBase], options: ExportOptions) -> tuple
     unmapped = []
     dtypes: dict[str, torch.dtype] = {}
     for shard in stored:
-        if not stored_key(shard).startswith(prefix):
+        if not stored_key(shard).startswith(prefix) or is_version_key(shard.key):  # no class loads it from a folder
             continue
         links: Sequence[KeyMapEntry] = ()
         if isinstance(shard, ShardedTensor):

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardckpt.mapping import ShardedBase
 from shardckpt.state_dict import extract_matching_values
+from shardckpt.validation import VERSIONS
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -33,5 +34,7 @@ def leave_out(
     def is_left_out(leaf: Any) -> bool:
         return isinstance(leaf, ShardedBase) and f".{leaf.key}".endswith(ends) and leaf.key not in stored
 
+    # not copied: a load asks for what the checkpoint has of them
+    kept = {name: described[name] for name in (VERSIONS,) if name in described}
     found, rest = extract_matching_values(described, is_left_out)
-    return rest, bool(found)
+    return rest | kept, bool(found)

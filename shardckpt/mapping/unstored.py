@@ -55,6 +55,7 @@ class OptionalEntries(dict[str, Any]):
         request: Returns the entries, by name, that a load asks a checkpoint for, whether or not they exist here; it
             gets these entries, too, which the caller may have changed.
         required: Whether an entry that is asked for must be stored, as any other part of a state dict.
+        in_common: Whether a save without entries stores an empty dict with the common state, as for any other one.
     """
 
     def __init__(
@@ -64,9 +65,10 @@ class OptionalEntries(dict[str, Any]):
         request: Callable[[StoredNames, Mapping[str, Any]], dict[str, Any]] | None = None,
         *,
         required: bool = False,
+        in_common: bool = False,
     ) -> None:
         super().__init__(entries)
-        self.prefix, self.required = prefix, required
+        self.prefix, self.required, self.in_common = prefix, required, in_common
         self._request = request
         self._names = frozenset(entries)
 

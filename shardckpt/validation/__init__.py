@@ -3,12 +3,14 @@
 from shardckpt.validation.completeness import GivenShards
 from shardckpt.validation.descriptions import validate_descriptions
 from shardckpt.validation.keys import (
+    VERSIONS,
     KeyMismatch,
     OnUnused,
     StrictHandling,
     compare_common,
     compare_keys,
     describe_mismatch,
+    is_version_key,
     name_keys,
     parse_on_unused,
     parse_strict_flag,
@@ -19,6 +21,7 @@ from shardckpt.validation.replicas import Replicas, choose_main_replicas, find_r
 from shardckpt.validation.sharding import describe_shards, validate_shards, validate_shards_by_rank
 
 __all__ = [
+    "VERSIONS",
     "GivenShards",
     "KeyMismatch",
     "OnUnused",
@@ -30,6 +33,7 @@ __all__ = [
     "describe_mismatch",
     "describe_shards",
     "find_replicas",
+    "is_version_key",
     "name_keys",
     "parse_on_unused",
     "parse_strict_flag",

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _SHOWN = 20
+#: The part of a key below which the versions of a model's modules are stored.
+VERSIONS = "_versions"
 #: What a load does about stored tensors and objects that nothing asks for.
 OnUnused: TypeAlias = Literal["warn", "error", "ignore"]
 
@@ -132,6 +134,11 @@ def stored_key(shard: ShardedBase) -> str:
     return shard.unique_key if isinstance(shard, ShardedObject) else shard.key
 
 
+def is_version_key(key: str) -> bool:
+    """Return whether versions of modules are stored there: a checkpoint or a model may lack them."""
+    return key.startswith(f"{VERSIONS}.") or f".{VERSIONS}." in key
+
+
 def name_keys(shards: Iterable[ShardedBase]) -> dict[str, str]:
     """Return the key of each shard by the name under which it is stored."""
     return {stored_key(shard): shard.key for shard in shards}
@@ -188,11 +195,13 @@ def compare_keys(
     everywhere = stored if everywhere is None else everywhere
     mine = name_keys(wanted)
     # each rank knows its own absent shards; whether a shard is left over only all ranks together know
-    absent = {name: key for name, key in mine.items() if name not in stored}
+    not_stored = frozenset(name for name in mine if name not in stored)
+    absent = {name: mine[name] for name in not_stored if not is_version_key(mine[name])}
     left: dict[str, str] = {}
     incomplete: dict[str, str] = {}
     if strict.checks_all:
-        ordered = sorted(everywhere)  # the same order on every rank: only one flag per shard is sent
+        # the same order on every rank: only one flag per shard is sent
+        ordered = sorted(name for name, key in everywhere.items() if not is_version_key(key))
         wanted_by_any = comm.largest(*(name in mine for name in ordered))
         left = {name: everywhere[name] for name, is_wanted in zip(ordered, wanted_by_any, strict=True) if not is_wanted}
         incomplete = _find_incomplete(wanted, everywhere)
@@ -211,7 +220,7 @@ def compare_keys(
             logger.warning("%s", text)
     if on_unused != "ignore" and not strict.checks_all:
         _report_unused(mine, everywhere, on_unused, comm, counts_unused)
-    return KeyMismatch(frozenset(left.values()), frozenset(absent.values()) | incomplete.keys(), frozenset(absent))
+    return KeyMismatch(frozenset(left.values()), frozenset(absent.values()) | incomplete.keys(), not_stored)
 
 
 def _report_unused(
@@ -233,7 +242,7 @@ def _report_unused(
     Raises:
         KeyMismatchError: on every rank: there are some, and ``on_unused`` is ``"error"``.
     """
-    names = sorted(name for name, key in stored.items() if counts(key))
+    names = sorted(name for name, key in stored.items() if counts(key) and not is_version_key(key))
     left = [name for name in names if name not in mine]
     # nearly always all ranks ask for the same; pipeline stages do not, and only together know what is left
     if not comm.all_alike("\n".join(left).encode()):

@@ -40,6 +40,8 @@ _HOLDERS = struct.Struct("<II")
 _CHUNK = 16 << 20
 #: What a key of a rank's own experts has in it, in the names of all frameworks.
 _EXPERT = "expert"
+#: What the key of the state of an optimizer has in it.
+_OPTIMIZER = "optimizer.state."
 #: Elements of a ``"sampled"`` tensor that are compared: few bytes, and enough to say whether most of them differ.
 _SAMPLE = 32
 #: Where a rank has no element: smaller than the bits of any, so that a maximum over ranks ignores it.
@@ -293,8 +295,8 @@ def _refuse(faults: dict[str, tuple[Any, Mapping[int, Collection[int]]]]) -> Non
         "local tensors of experts by their layouts (shardckpt_ep.expert_layouts and expert_sharded_state_dict); states "
         "of a CheckpointManager as PerRank. Or give each rank's values a key of their own"
     )
-    # of weights, and of anything that may be local experts', one rank's values for all would be a loss
-    if not any(_is_weight(shard) or _EXPERT in shard.key for shard in shards):
+    # of weights, optimizers and anything that may be local experts', one rank's values for all would be a loss
+    if not any(_is_weight(shard) or _EXPERT in shard.key or _OPTIMIZER in shard.key for shard in shards):
         advice += (
             ". If any rank's values will do, such as BatchNorm's statistics, pass check_replicas=False (to "
             "to_sharded_state_dict, or in the CheckpointConfig): then those of the lowest rank are saved"

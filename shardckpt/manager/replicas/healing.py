@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch.distributed.tensor import DTensor
 
-from shardckpt.adapters import get_model_tensors, get_param_groups, load_into
+from shardckpt.adapters import get_model_tensors, get_param_groups, list_versions, load_into
 from shardckpt.errors import CheckpointingException
 from shardckpt.manager.plain_state import memory_of
 from shardckpt.manager.states import MODEL, OPTIMIZER
 from shardckpt.mapping import LocalNonpersistentObject, ShardedBase
 from shardckpt.state_dict import dict_list_map_outplace
 from shardckpt.tensors import is_sharded_tensor
+from shardckpt.validation import VERSIONS
 
 if TYPE_CHECKING:
     from shardckpt.manager.states import TrainingStates
@@ -73,6 +74,9 @@ class Healing:
         sharded = {name: state.sharded_state_dict() for name, state in self._states.sharded.items()}
         return {
             "modules": {name: _localize(values) for name, values in self._modules.items()},
+            VERSIONS: {
+                name: dict(enumerate(map(list_versions, parts))) for name, parts in self._states.modules.items()
+            },
             OPTIMIZER: self._give_optimizer(),
             "sharded": {name: _localize(dict_list_map_outplace(_get_data, state)) for name, state in sharded.items()},
             "plain": {name: _localize(state.state_dict()) for name, state in self._states.plain.items()},
@@ -92,7 +96,10 @@ class Healing:
                     f"the replica that sent its states has {sorted(given[kind])}, this one has {sorted(own)}: run the "
                     "same program on all replicas"
                 )
-        loaded = {name: _rebuild(given["modules"][name], live) for name, live in self._modules.items()}
+        loaded = {
+            name: {**_rebuild(given["modules"][name], live), VERSIONS: given[VERSIONS][name]}
+            for name, live in self._modules.items()
+        }
         for name, parts in states.modules.items():
             if name == MODEL and states.optimizers:
                 both = {MODEL: loaded[MODEL], OPTIMIZER: self._rebuild_optimizer(given[OPTIMIZER])}

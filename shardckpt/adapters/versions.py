@@ -1,0 +1,82 @@
+"""Versions of modules, by which their own ``_load_from_state_dict`` knows state of an older class, and upgrades it.
+
+``state_dict()`` has them beside the tensors, in an attribute that only pickles keep. Here they are an object.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import TYPE_CHECKING, Any
+
+from torch.distributed.fsdp import FullyShardedDataParallel
+
+from shardckpt.tensors import find_wrapped_child
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping
+
+    from torch.nn import Module
+
+#: The attribute of modules that has their version, and that of state dicts that has all of a module's.
+VERSION, _METADATA = "_version", "_metadata"
+
+
+def has_version(kind: type[Any]) -> bool:
+    """Return whether a class of modules has a version that is not torch's: those of torch.nn load without theirs."""
+    owner = next((base for base in kind.__mro__ if VERSION in vars(base)), None)
+    return owner is not None and not owner.__module__.startswith("torch.nn.")
+
+
+def list_versions(root: Module) -> dict[str, Any]:
+    """Return the versions of modules by full name, without the names of wrappers; see :func:`has_version`."""
+    return {name: getattr(module, VERSION) for _, name, module in _walk(root) if has_version(type(module))}
+
+
+def add_versions(root: Module, state: dict[str, Any], stored: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return a state dict for ``load_state_dict`` with the versions that a checkpoint has, or as it is if it has none.
+
+    Args:
+        root: The module that is to be loaded.
+        state: Its state dict.
+        stored: Versions by name. Where they differ, as of stages of a pipeline that begin with other classes, the live
+            one is taken if it is there, else none, as of a checkpoint without versions.
+    """
+    found: dict[str, list[Any]] = {}
+    for versions in stored:
+        for name, version in versions.items():
+            found.setdefault(name, []).append(version)
+    if not found:
+        return state
+    named: dict[str, Any] = OrderedDict(state)
+    metadata = {
+        path: {"version": _choose(found[name], getattr(module, VERSION))}
+        for path, name, module in _walk(root)
+        if name in found
+    }
+    setattr(named, _METADATA, metadata)
+    return named
+
+
+def _choose(stored: list[Any], live: Any) -> Any:
+    return live if live in stored else stored[0] if stored.count(stored[0]) == len(stored) else None
+
+
+def _walk(root: Module) -> Iterator[tuple[str, str, Module]]:
+    """Yield the path of each module, its name without those of wrappers, and the module."""
+    wrapped: dict[type[Any], str] = {}  # of each class: the child whose name is left out
+    waiting = [("", "", root)]
+    while waiting:
+        path, name, module = waiting.pop()
+        yield path, name, module
+        kind = type(module)
+        if kind not in wrapped:
+            is_flat = issubclass(kind, FullyShardedDataParallel)
+            wrapped[kind] = "_fsdp_wrapped_module" if is_flat else find_wrapped_child(kind)
+        for child, each in module._modules.items():  # noqa: SLF001 # with a shared module under each of its names
+            if each is not None:
+                own = name if child == wrapped[kind] else _join(name, child)
+                waiting.append((_join(path, child), own, each))
+
+
+def _join(path: str, child: str) -> str:
+    return f"{path}.{child}" if path else child
