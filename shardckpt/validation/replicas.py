@@ -64,12 +64,13 @@ class Replicas(NamedTuple):
     """The replicated shards of a rank, and the ranks that have each; found without looking at values.
 
     Attributes:
-        short_ids: The short id of each replicated shard, by the shard's number in the list that was given.
-        holders: The ranks that have each of them; None if no rank has any replicated shard.
+        is_main: Whether this rank is the lowest that has each replicated shard, by the shard's number in the list that
+            was given; None if no rank has any replicated shard.
+        shared: Those that other ranks have, too, by number, and their short ids; in the order of these.
     """
 
-    short_ids: dict[int, _ShortId]
-    holders: dict[_ShortId, Holders] | None
+    is_main: dict[int, bool] | None
+    shared: list[tuple[int, _ShortId]]
 
 
 def find_replicas(shards: Sequence[ShardedBase], comm: Comm) -> Replicas:
@@ -90,9 +91,17 @@ def find_replicas(shards: Sequence[ShardedBase], comm: Comm) -> Replicas:
         }
         ordered = sorted(short_ids.values())
     if comm.all_alike(b"".join(ordered)):  # one small message answers for most jobs; ids go to their owners else
-        return Replicas(short_ids, dict.fromkeys(ordered, Holders(0, comm.world_size)) if ordered else None)
-    found = _ask_owners(dict.fromkeys(ordered, b""), lambda rows: _HOLDERS.pack(min(rows), len(rows)), comm)
-    return Replicas(short_ids, {short_id: Holders(*_HOLDERS.unpack(data)) for short_id, data in found.items()})
+        if not ordered:
+            return Replicas(None, [])
+        holders = dict.fromkeys(ordered, Holders(0, comm.world_size))
+    else:
+        found = _ask_owners(dict.fromkeys(ordered, b""), lambda rows: _HOLDERS.pack(min(rows), len(rows)), comm)
+        holders = {short_id: Holders(*_HOLDERS.unpack(data)) for short_id, data in found.items()}
+    shared = [pair for pair in short_ids.items() if holders[pair[1]].number > 1]
+    return Replicas(
+        {number: holders[short_id].first == comm.rank for number, short_id in short_ids.items()},
+        sorted(shared, key=lambda pair: pair[1]),
+    )
 
 
 def _ask_owners(
@@ -148,23 +157,24 @@ def choose_main_replicas(
         replicas: What :func:`find_replicas` returned for these shards; must be given on all ranks or none.
 
     Returns:
-        The shards in the same order; replicated ones are copies with replica id 0 on that rank, and 1 on all others.
+        The shards in the same order; replicated ones that say otherwise are copies with replica id 0 on that rank, and
+        1 on all others.
 
     Raises:
         ShardingError: on every rank; it names the shards whose copies differ, and the ranks that have them.
     """
-    short_ids, holders = replicas or find_replicas(shards, comm)
-    if holders is None:  # on all ranks: no rank has any
+    is_main, shared = replicas or find_replicas(shards, comm)
+    if is_main is None:  # on all ranks: no rank has any
         return list(shards)
     if compare:  # collective, also on a rank that has nothing to compare
-        mine = ((shards[number], short_id) for number, short_id in short_ids.items() if holders[short_id].number > 1)
-        compared = (pair for pair in mine if _get_replicated(pair[0]) is True or _is_sampled(pair[0]))
-        _compare(sorted(compared, key=lambda pair: pair[1]), comm)
+        pairs = ((shards[number], short_id) for number, short_id in shared)
+        _compare([pair for pair in pairs if _get_replicated(pair[0]) is True or _is_sampled(pair[0])], comm)
     renumbered = list(shards)
-    for number, short_id in short_ids.items():
-        shard: Any = build_copy(shards[number])
-        shard.replica_id = int(holders[short_id].first != comm.rank)
-        renumbered[number] = shard
+    for number, is_first in is_main.items():
+        shard: Any = shards[number]
+        if (shard.replica_id == 0) != is_first or type(shard.replica_id) is not int:
+            renumbered[number] = shard = build_copy(shard)
+            shard.replica_id = int(not is_first)
     return renumbered
 
 

@@ -58,6 +58,15 @@ def test_other_shards_keep_their_replica_ids(ranks: Ranks) -> None:
     assert outcomes_of(ranks, [[mine[0]], []]) == [[(3, 0)], []]
 
 
+def test_what_says_so_already_is_not_copied() -> None:
+    """Of 20,000 replicated shards none is copied where their replica ids are right; ids of several numbers are not."""
+    mine: list[ShardedBase] = [make_tensor(name, 1.0) for name in ("a", "b", "c")]
+    mine[1].replica_id, mine[2].replica_id = 1, (0, 0)
+    found = choose_main_replicas(mine, Comm(), compare=True)
+    assert [shard is mine[number] for number, shard in enumerate(found)] == [True, False, False]
+    assert [shard.replica_id for shard in found] == [0, 0, 0]
+
+
 def test_places_of_one_key_are_settled_each(ranks: Ranks) -> None:
     """Copies are of the same box of a tensor; another box of the same key has a main replica of its own."""
     halves = [ShardedTensor.from_rank_offsets("w", torch.ones(2), (0, n, 2), replicated=True) for n in (0, 1)]
