@@ -35,6 +35,7 @@ from shardckpt.state_dict import nested_items
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+    from collections.abc import Set as AbstractSet
 
     from torch.nn import Module
     from torch.optim import Optimizer
@@ -113,7 +114,8 @@ def get_optimizer_state(parts: Sequence[Module], optimizers: Sequence[Optimizer]
     Raises:
         ShardingError: two optimizers have the same parameter, or one has those of several parts.
     """
-    each = [read_optimizer(parts, optimizer, number) for number, optimizer in enumerate(optimizers)]
+    named = name_parts(parts) if optimizers else []
+    each = [read_optimizer(named, optimizer, number) for number, optimizer in enumerate(optimizers)]
     # by identity: a parameter of two optimizers is an error
     owners = merge_sources("optimizer", (dict.fromkeys(one.names, one) for one in each))
     return OptimizerState(
@@ -139,17 +141,38 @@ def get_param_groups(parts: Sequence[Module], optimizer: Optimizer, number: int)
     Raises:
         ShardingError: no single module has all parameters of the optimizer.
     """
-    return read_optimizer(parts, optimizer, number).groups
+    return read_optimizer(name_parts(parts), optimizer, number).groups
 
 
-def read_optimizer(parts: Sequence[Module], optimizer: Optimizer, number: int) -> NamedState:
+class NamedPart(NamedTuple):
+    """A module, and its parameters, which are looked for once for all optimizers.
+
+    Attributes:
+        module: The module.
+        params: The ids of its parameters.
+        names: Their names by id; None if torch must be asked.
+    """
+
+    module: Module
+    params: AbstractSet[int]
+    names: Mapping[int, str] | None
+
+
+def name_parts(parts: Iterable[Module]) -> list[NamedPart]:
+    """Return the modules with their parameters as they are now."""
+    return [
+        NamedPart(part, {*map(id, part.parameters())} if names is None else names.keys(), names)
+        for part, names in ((part, name_parameters(part)) for part in parts)
+    ]
+
+
+def read_optimizer(parts: Sequence[NamedPart], optimizer: Optimizer, number: int) -> NamedState:
     """Return the state of one optimizer; arguments and errors are those of :func:`get_param_groups`."""
     owner = find_owner(parts, optimizer, number)
-    names = name_parameters(owner)
-    if names is None:
-        found = fsdp1.get_state(owner, optimizer)
+    if owner.names is None:
+        found = fsdp1.get_state(owner.module, optimizer)
         return NamedState({}, _drop_empty(found[STATE]), found[GROUPS], {}, number, is_flat=True)
-    return _name_state(optimizer, names, number)
+    return _name_state(optimizer, owner.names, number)
 
 
 def _name_state(optimizer: Optimizer, names: Mapping[int, str], position: int) -> NamedState:
@@ -386,7 +409,8 @@ def _fits(leaf: Any, stored: StoredNames, taken: set[int]) -> bool:
 def make_flat_state(parts: Sequence[Module], optimizers: Sequence[Optimizer], live: OptimizerState) -> dict[str, Any]:
     """Return new state of the parameters of FSDP1 that have none, by name: memory for a load to fill."""
     flat = [one.number for one in live.each if one.is_flat]
-    found = (fsdp1.make_state(find_owner(parts, optimizers[n], n), optimizers[n]) for n in flat)
+    named = name_parts(parts) if flat else []
+    found = (fsdp1.make_state(find_owner(named, optimizers[n], n).module, optimizers[n]) for n in flat)
     made = merge_sources("optimizer", map(_drop_empty, found)) if flat else {}
     return {name: state for name, state in made.items() if name not in live.states}
 
@@ -536,7 +560,7 @@ def _restore_containers(found: Any, live: Any, depth: int = 0) -> Any:
     return [by_text[str(number)] for number in range(len(restored))]
 
 
-def find_owner(parts: Sequence[Module], optimizer: Optimizer, number: int) -> Module:
+def find_owner(parts: Sequence[NamedPart], optimizer: Optimizer, number: int) -> NamedPart:
     """Return the module that has all parameters of an optimizer; raise ShardingError if none has, or it has none."""
     if not hasattr(optimizer, GROUPS):
         raise ShardingError(
@@ -544,11 +568,10 @@ def find_owner(parts: Sequence[Module], optimizer: Optimizer, number: int) -> Mo
             "trains: pass the optimizer that it has inside, and save its own state_dict() beside it"
         )
     params = {id(param) for group in optimizer.param_groups for param in group[PARAMS]}
-    owned = [params & {id(param) for param in part.parameters()} for part in parts]
-    for part, mine in zip(parts, owned, strict=True):
-        if mine == params:
+    for part in parts:
+        if params <= part.params:
             return part
-    holders = [str(index) for index, mine in enumerate(owned) if mine]
+    holders = [str(index) for index, part in enumerate(parts) if params & part.params]
     where = f"spread over modules {', '.join(holders)}" if len(holders) > 1 else "not all in the model"
     raise ShardingError(
         f"the parameters of optimizer {number} are {where}: make one optimizer for each module, after the model was "
