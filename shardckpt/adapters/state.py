@@ -26,6 +26,7 @@ from shardckpt.adapters.optimizers import (
     request_others,
     request_states,
 )
+from shardckpt.adapters.saved_states import SavedStates
 from shardckpt.errors import ShardingError
 from shardckpt.mapping import OptionalEntries
 from shardckpt.state_dict import nested_items
@@ -37,6 +38,9 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from shardckpt.mapping import PlainObject, Replicated, ShardedStateDict, StoredNames
+
+#: Classes of the values that optimizers of torch have.
+_TENSORS = frozenset((torch.Tensor, DTensor))
 
 
 def to_sharded_state_dict(
@@ -111,7 +115,7 @@ def to_sharded_state_dict(
 class SavedModules:
     """Describes the same modules and optimizers in each save: faster than :func:`to_sharded_state_dict`.
 
-    What describes the modules' tensors is kept from save to save; a change of whatever kind is seen.
+    What describes tensors is kept from save to save; a change of whatever kind is seen.
 
     Args:
         check_replicas: As for that function.
@@ -120,6 +124,7 @@ class SavedModules:
     def __init__(self, *, check_replicas: bool = True) -> None:
         self._replicated: Replicated = True if check_replicas else "sampled"
         self._tensors = LeafShards()
+        self._states = SavedStates()
 
     def describe(self, model: Module | Sequence[Module], *optimizers: Optimizer, prefix: str = "") -> ShardedStateDict:
         """Describe modules and optimizers for a save; a load needs :func:`to_sharded_state_dict`.
@@ -142,11 +147,12 @@ class SavedModules:
             found = None if columns is None else self._tensors.find(*columns, prefix, True)
             if found is not None:
                 return found
-        return _describe_modules(model, optimizers, prefix, self._replicated, self._tensors)
+        return _describe_modules(model, optimizers, prefix, self._replicated, (self._tensors, self._states))
 
     def release(self) -> None:
         """Let go of the tensors, once they are saved or copied: they would stay in memory when the model is gone."""
         self._tensors.release()
+        self._states.release()
 
 
 def _describe_modules(
@@ -154,7 +160,7 @@ def _describe_modules(
     optimizers: Sequence[Optimizer],
     prefix: str,
     replicated: Replicated,
-    kept: LeafShards | None,
+    kept: tuple[LeafShards, SavedStates] | None,
 ) -> ShardedStateDict:
     parts = modules.as_parts(model)
     values = modules.read_model_tensors(parts)
@@ -164,7 +170,7 @@ def _describe_modules(
 
     def describe_model(prefix: str) -> ShardedStateDict:
         if kept is not None:
-            return kept.describe(values, prefix, replicated, buffers)
+            return kept[0].describe(values, prefix, replicated, buffers)
         return {
             n: describe_leaf(
                 value, f"{prefix}{n}", "unchecked" if n in buffers else replicated, alike=alike, detached=True
@@ -184,7 +190,8 @@ def _describe_modules(
             for name, each in values.items()
         }
 
-    states, options = describe(live.states), _describe_options(live.groups, groups, replicated)
+    states = describe(live.states) if kept is None else kept[1].describe(live, state, replicated)
+    options = _describe_options(live.groups, groups, replicated)
     rest = {
         one.digest: describe_others(one, f"{others}.{one.digest}", replicated, alike) for one in live.each if one.others
     }
@@ -275,6 +282,8 @@ def _describe_numbers(states: Mapping[str, Any], key: str) -> dict[str, PlainObj
     """
     names: dict[tuple[str, type[Any], Any], list[str]] = {}
     for name, state in states.items():
+        if type(state) is dict and _TENSORS.issuperset(map(type, state.values())):  # nearly always
+            continue
         for path, value in nested_items(state):
             if isinstance(value, (int, float, str, type(None))):
                 names.setdefault((".".join(map(str, path)), type(value), value), []).append(name)
