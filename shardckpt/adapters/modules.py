@@ -8,7 +8,7 @@ import torch
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.tensor import DTensor
 
-from shardckpt.adapters.module_tree import list_state_tensors, read_state_dict
+from shardckpt.adapters.module_tree import list_state_columns, read_state_dict
 from shardckpt.errors import ShardingError
 from shardckpt.tensors import ORDINARY
 
@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from torch.nn import Module
+
+    from shardckpt.adapters.module_tree import StateColumns
 
 
 def as_parts(model: Any) -> list[Module]:
@@ -47,11 +49,16 @@ def get_model_tensors(parts: Sequence[Module]) -> dict[str, Any]:
 
 def read_model_tensors(parts: Sequence[Module]) -> dict[str, Any]:
     """Return the same tensors, but those that are parameters or buffers themselves: detaching many takes its time."""
-    return merge_sources("model part", map(_read_tensors, parts))
+    return merge_model_tensors(parts, map(list_state_columns, parts))
 
 
-def _read_tensors(part: Module) -> dict[str, Any]:
-    found = list_state_tensors(part)
+def merge_model_tensors(parts: Sequence[Module], columns: Iterable[StateColumns | None]) -> dict[str, Any]:
+    """Return the same as :func:`read_model_tensors` of what :func:`list_state_columns` has returned for each part."""
+    return merge_sources("model part", map(_read_tensors, parts, columns))
+
+
+def _read_tensors(part: Module, columns: StateColumns | None) -> dict[str, Any]:
+    found = None if columns is None else columns.by_name()
     if found is not None:
         return found
     read = read_state_dict(part)

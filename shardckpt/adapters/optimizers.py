@@ -8,6 +8,7 @@ whether or not the optimizer has it already; torch's ``get_optimizer_state_dict`
 from __future__ import annotations
 
 import hashlib
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from shardckpt.adapters.dtensor import AlikeTensors
+    from shardckpt.adapters.module_tree import StateColumns
     from shardckpt.mapping import Replicated, StoredNames
 
 #: Entries of an optimizer's state dict.
@@ -108,13 +110,20 @@ class OptimizerState(NamedTuple):
         return [group for one in self.each for group in one.groups]
 
 
-def get_optimizer_state(parts: Sequence[Module], optimizers: Sequence[Optimizer]) -> OptimizerState:
+def get_optimizer_state(
+    parts: Sequence[Module], optimizers: Sequence[Optimizer], columns: Iterable[StateColumns | None] = ()
+) -> OptimizerState:
     """Return the state of all optimizers.
+
+    Args:
+        parts: The modules of this rank.
+        optimizers: Their optimizers.
+        columns: As for :func:`name_parts`.
 
     Raises:
         ShardingError: two optimizers have the same parameter, or one has those of several parts.
     """
-    named = name_parts(parts) if optimizers else []
+    named = name_parts(parts, columns) if optimizers else []
     each = [read_optimizer(named, optimizer, number) for number, optimizer in enumerate(optimizers)]
     # by identity: a parameter of two optimizers is an error
     owners = merge_sources("optimizer", (dict.fromkeys(one.names, one) for one in each))
@@ -158,12 +167,18 @@ class NamedPart(NamedTuple):
     names: Mapping[int, str] | None
 
 
-def name_parts(parts: Iterable[Module]) -> list[NamedPart]:
-    """Return the modules with their parameters as they are now."""
-    return [
-        NamedPart(part, {*map(id, part.parameters())} if names is None else names.keys(), names)
-        for part, names in ((part, name_parameters(part)) for part in parts)
-    ]
+def name_parts(parts: Iterable[Module], columns: Iterable[StateColumns | None] = ()) -> list[NamedPart]:
+    """Return the modules with their parameters as they are now.
+
+    Args:
+        parts: The modules.
+        columns: What the tensors of each are listed as, if they are: then modules are not looked at again.
+    """
+    found = []
+    for part, listed in zip_longest(parts, columns):
+        names = name_parameters(part) if listed is None else listed.name_parameters()
+        found.append(NamedPart(part, {*map(id, part.parameters())} if names is None else names.keys(), names))
+    return found
 
 
 def read_optimizer(parts: Sequence[NamedPart], optimizer: Optimizer, number: int) -> NamedState:

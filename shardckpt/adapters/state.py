@@ -144,7 +144,7 @@ class SavedModules:
         if len(parts) == 1 and not optimizers and self._replicated is True:
             # nearly always all is as it was in the last save: then the names need not be the keys of a dict first
             columns = list_state_columns(parts[0])
-            found = None if columns is None else self._tensors.find(*columns, prefix, True)
+            found = None if columns is None else self._tensors.find(columns.names, columns.tensors, prefix, True)
             if found is not None:
                 return found
         return _describe_modules(model, optimizers, prefix, self._replicated, (self._tensors, self._states))
@@ -163,7 +163,8 @@ def _describe_modules(
     kept: tuple[LeafShards, SavedStates] | None,
 ) -> ShardedStateDict:
     parts = modules.as_parts(model)
-    values = modules.read_model_tensors(parts)
+    columns = list(map(list_state_columns, parts))
+    values = modules.merge_model_tensors(parts, columns)
     # buffers may differ between ranks (statistics of BatchNorm): any rank's will do
     buffers = modules.find_buffers(values, parts) if replicated == "sampled" else frozenset()
     alike = AlikeTensors()
@@ -180,7 +181,7 @@ def _describe_modules(
 
     if not optimizers:
         return describe_model(prefix)
-    live = get_optimizer_state(parts, optimizers)
+    live = get_optimizer_state(parts, optimizers, columns)
     state, groups, others = (f"{prefix}optimizer.{kind}" for kind in ("state", "param_groups", "others"))
 
     def describe(values: Mapping[str, Any]) -> dict[str, Any]:
