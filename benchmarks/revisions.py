@@ -40,11 +40,8 @@ def measure(folder: Path, rank: int, world: int, tensors: int, size: int) -> lis
     import torch
     import torch.distributed as dist
 
-    import shardckpt
     from shardckpt import ShardedTensor, dist_checkpointing
 
-    if not Path(shardckpt.__file__).is_relative_to(Path.cwd()):
-        raise SystemExit(f"{shardckpt.__file__} was imported, not that of {Path.cwd()}")
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=world, timeout=timedelta(seconds=_LIMIT))
 
@@ -71,8 +68,17 @@ def measure(folder: Path, rank: int, world: int, tensors: int, size: int) -> lis
     return seconds
 
 
-def _run_round(checkout: Path, folder: Path, world: int, tensors: int, size: int) -> list[float]:
-    """Return the seconds of the slowest rank by operation; the ranks are processes of this round."""
+def run_ranks(script: str, checkout: Path, folder: Path, world: int, arguments: Sequence[object]) -> list[Any]:
+    """Return the answers of ranks, processes that run a script with a revision on its path.
+
+    Args:
+        script: It is called with ``--rank``, the rank, the number of ranks, a new folder and the arguments, and prints
+            the file of the package that it imported, and its answer, as JSON.
+        checkout: The folder of the revision.
+        folder: Where the new folder is made, and removed.
+        world: The number of ranks.
+        arguments: Further arguments.
+    """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
@@ -83,10 +89,10 @@ def _run_round(checkout: Path, folder: Path, world: int, tensors: int, size: int
         "MASTER_PORT": port,
     }
     target = Path(tempfile.mkdtemp(dir=folder))
-    command = [sys.executable, str(Path(__file__).resolve()), "--rank"]
+    command = [sys.executable, str(Path(script).resolve()), "--rank"]
     ranks = [
         subprocess.Popen(
-            [*command, *map(str, (rank, world, tensors, size, target))],
+            [*command, *map(str, (rank, world, target, *arguments))],
             env=environment,
             cwd=checkout,
             stdout=subprocess.PIPE,
@@ -103,10 +109,14 @@ def _run_round(checkout: Path, folder: Path, world: int, tensors: int, size: int
         shutil.rmtree(target)
     if any(rank.returncode for rank in ranks):
         raise SystemExit(f"{checkout}: a rank ended with an error, above")
-    return [max(each) for each in zip(*map(json.loads, answers), strict=True)]
+    found = [json.loads(each) for each in answers]
+    for package, _ in found:
+        if not Path(package).is_relative_to(checkout):
+            raise SystemExit(f"{package} was imported, not that of {checkout}")
+    return [answer for _, answer in found]
 
 
-def _check_out(revision: str, folder: Path) -> Path:
+def check_out(revision: str, folder: Path) -> Path:
     """Return the folder of a revision: the one that is named, or an export of what git has."""
     if Path(revision).is_dir():
         return Path(revision).resolve()
@@ -147,14 +157,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     with tempfile.TemporaryDirectory(prefix="shardckpt-revisions-", dir=given.directory) as name:
         folder = Path(name).resolve()
-        checkouts = [_check_out(given.old, folder / "old"), _check_out(given.new, folder / "new")]
+        checkouts = [check_out(given.old, folder / "old"), check_out(given.new, folder / "new")]
         print("\n".join(describe(folder)))
         rows: list[tuple[str, ...]] = []
         for world in given.ranks:
             rounds: list[list[list[float]]] = [[], []]
             for number in range(given.rounds):
                 for which in (0, 1) if number % 2 == 0 else (1, 0):
-                    rounds[which].append(_run_round(checkouts[which], folder, world, given.tensors, given.bytes))
+                    answers = run_ranks(__file__, checkouts[which], folder, world, (given.tensors, given.bytes))
+                    rounds[which].append([max(each) for each in zip(*answers, strict=True)])
             rows += _make_rows(world, rounds)
     print(
         f"{given.tensors} tensors of {given.bytes} bytes a rank, medians of {given.rounds} rounds in turns (from, to)"
@@ -163,9 +174,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(table(_HEADERS, rows))
 
 
-def _answer(rank: str, world: str, tensors: str, size: str, folder: str) -> None:
+def _answer(rank: str, world: str, folder: str, tensors: str, size: str) -> None:
     """Print a rank's seconds, for the process that compares."""
-    print(json.dumps(measure(Path(folder), int(rank), int(world), int(tensors), int(size))))
+    seconds = measure(Path(folder), int(rank), int(world), int(tensors), int(size))
+    print(json.dumps([sys.modules["shardckpt"].__file__, seconds]))
 
 
 if __name__ == "__main__":

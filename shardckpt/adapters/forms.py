@@ -149,6 +149,15 @@ def list_tensors(state: Any) -> dict[str, torch.Tensor | InnerShard]:
     return found
 
 
+def describe_nested(
+    values: Any, key: str, replicated: Replicated, alike: AlikeTensors, *, is_distributed: bool = False
+) -> dict[str, Any]:
+    """Describe a parameter's state that is not :func:`is_self_describing`; for the rest see there and describe_leaf."""
+    flat = flatten_state(values)
+    form = make_form(flat, is_distributed=is_distributed)
+    return describe_with_form(form, list_tensors(flat), key, replicated, alike, is_distributed=is_distributed)
+
+
 def describe_with_form(
     form: Any,
     tensors: Mapping[str, torch.Tensor | InnerShard],

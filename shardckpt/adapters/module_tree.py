@@ -18,6 +18,7 @@ from shardckpt.tensors import find_wrapped_child, lengthens_names, reshards, sho
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Container
+    from collections.abc import Set as AbstractSet
 
     from torch.nn import Module
 
@@ -46,6 +47,7 @@ class _Tree:
         names: Their full names.
         owners: The modules' own dicts, live, in which they are: a hook may put others there.
         keys: Their keys in these.
+        buffers: The numbers of those that are buffers.
         versions: The versions of modules by name, of classes that have one: see :func:`has_version`.
         hooks: What is to run before they are read; modules that FSDP2 shards together have one.
 
@@ -57,6 +59,7 @@ class _Tree:
         self.names: list[str] = []
         self.owners: list[dict[str, Any]] = []
         self.keys: list[str] = []
+        self.buffers: set[int] = set()
         self.versions: dict[str, Any] = {}
         self.hooks: set[Callable[..., Any]] = set()
         self._only_parameters = only_parameters
@@ -111,28 +114,38 @@ class _Tree:
 
     def _add_buffers(self, prefix: str, buffers: dict[str, Any], left_out: Container[str]) -> None:
         found = [name for name, tensor in buffers.items() if tensor is not None and name not in left_out]
+        self.buffers.update(range(len(self.names), len(self.names) + len(found)))
         self.names += [prefix + name for name in found]
         self.owners += [buffers] * len(found)
         self.keys += found
 
 
 class StateColumns(NamedTuple):
-    """Parameters and persistent buffers of a module, in lists: a model may have 20,000.
+    """What the state dict of a module has, in lists: a model may have 20,000 tensors.
 
     Attributes:
-        names: Their full names, without those of wrappers.
-        tensors: The tensors.
+        names: The full names of parameters and persistent buffers, without those of wrappers.
+        tensors: These themselves, not detached.
+        buffers: The numbers of those that are buffers.
         versions: The versions of modules by name, of classes that have one: see :func:`has_version`.
     """
 
     names: list[str]
     tensors: list[torch.Tensor]
+    buffers: AbstractSet[int]
     versions: dict[str, Any]
 
     def by_name(self) -> dict[str, torch.Tensor] | None:
         """Return the tensors by name; None if two have one name."""
         found = dict(zip(self.names, self.tensors, strict=True))
         return found if len(found) == len(self.names) else None
+
+    def name_parameters(self) -> dict[int, str]:
+        """Return the name of each parameter by its id, the first of a tied one."""
+        pairs = list(zip(map(id, self.tensors), self.names, strict=True))
+        if self.buffers:
+            pairs = [pair for number, pair in enumerate(pairs) if number not in self.buffers]
+        return dict(reversed(pairs))
 
 
 def list_state_tensors(module: Module) -> dict[str, torch.Tensor] | None:
@@ -142,7 +155,7 @@ def list_state_tensors(module: Module) -> dict[str, torch.Tensor] | None:
 
 
 def list_state_columns(module: Module) -> StateColumns | None:
-    """Return the parameters and persistent buffers of a module.
+    """Return the full names of parameters and persistent buffers of a module, and these.
 
     Args:
         module: Parameters of FSDP2 that are not sharded at this time become so, as by ``state_dict()``.
@@ -158,7 +171,7 @@ def list_state_columns(module: Module) -> StateColumns | None:
     with torch.no_grad():
         for hook in tree.hooks:
             hook(module, "", False)
-    return StateColumns(tree.names, tree.read(), tree.versions)
+    return StateColumns(tree.names, tree.read(), tree.buffers, tree.versions)
 
 
 def name_parameters(module: Module) -> dict[int, str] | None:
@@ -167,10 +180,7 @@ def name_parameters(module: Module) -> dict[int, str] | None:
         tree = _Tree(module, only_parameters=True)
     except _UnusualError:
         return None
-    names: dict[int, str] = {}
-    for name, parameter in zip(tree.names, tree.read(), strict=True):
-        names.setdefault(id(parameter), name)
-    return names
+    return StateColumns(tree.names, tree.read(), tree.buffers, tree.versions).name_parameters()
 
 
 def read_state_dict(module: Module) -> tuple[dict[str, Any], dict[str, str]] | None:

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
     from torch.nn import Module
 
+    from shardckpt.adapters.module_tree import StateColumns
+
 
 def as_parts(model: Any) -> list[Module]:
     """Return the list of modules for a module, or for a list of pipeline stages; raise ShardingError for others."""
@@ -48,17 +50,23 @@ def get_model_tensors(parts: Sequence[Module]) -> dict[str, Any]:
 
 def read_model_tensors(parts: Sequence[Module]) -> dict[str, Any]:
     """Return the same tensors, but those that are parameters or buffers themselves: detaching many takes its time."""
-    return read_model(parts)[0]
+    return read_model(parts, map(list_state_columns, parts))[0]
 
 
-def read_model(parts: Sequence[Module]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Return what :func:`read_model_tensors` returns, and of each module the versions by name."""
-    found = list(map(_read_part, parts))
+def read_model(
+    parts: Sequence[Module], columns: Iterable[StateColumns | None]
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Return what :func:`read_model_tensors` returns, and of each module the versions by name.
+
+    Args:
+        parts: The modules.
+        columns: What :func:`list_state_columns` has returned for each.
+    """
+    found = list(map(_read_part, parts, columns))
     return merge_sources("model part", (values for values, _ in found)), [versions for _, versions in found]
 
 
-def _read_part(part: Module) -> tuple[dict[str, Any], dict[str, Any]]:
-    columns = list_state_columns(part)
+def _read_part(part: Module, columns: StateColumns | None) -> tuple[dict[str, Any], dict[str, Any]]:
     found = None if columns is None else columns.by_name()
     if columns is not None and found is not None:
         return found, columns.versions

@@ -8,6 +8,7 @@ whether or not the optimizer has it already; torch's ``get_optimizer_state_dict`
 from __future__ import annotations
 
 import hashlib
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -17,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from shardckpt.adapters import fsdp1
 from shardckpt.adapters.forms import (
     FORM,
+    describe_nested,
     describe_with_form,
     find_layout,
     flatten_state,
@@ -37,11 +39,13 @@ from shardckpt.state_dict import nested_items
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Set as AbstractSet
 
     from torch.nn import Module
     from torch.optim import Optimizer
 
     from shardckpt.adapters.dtensor import AlikeTensors
+    from shardckpt.adapters.module_tree import StateColumns
     from shardckpt.mapping import Replicated, StoredNames
 
 #: Entries of an optimizer's state dict.
@@ -107,13 +111,21 @@ class OptimizerState(NamedTuple):
         return [group for one in self.each for group in one.groups]
 
 
-def get_optimizer_state(parts: Sequence[Module], optimizers: Sequence[Optimizer]) -> OptimizerState:
+def get_optimizer_state(
+    parts: Sequence[Module], optimizers: Sequence[Optimizer], columns: Iterable[StateColumns | None] = ()
+) -> OptimizerState:
     """Return the state of all optimizers.
+
+    Args:
+        parts: The modules of this rank.
+        optimizers: Their optimizers.
+        columns: As for :func:`name_parts`.
 
     Raises:
         ShardingError: two optimizers have the same parameter, or one has those of several parts.
     """
-    each = [read_optimizer(parts, optimizer, number) for number, optimizer in enumerate(optimizers)]
+    named = name_parts(parts, columns) if optimizers else []
+    each = [read_optimizer(named, optimizer, number) for number, optimizer in enumerate(optimizers)]
     owners: dict[str, NamedState] = {}
     for one in each:
         for name in one.names:
@@ -144,17 +156,44 @@ def get_param_groups(parts: Sequence[Module], optimizer: Optimizer, number: int)
     Raises:
         ShardingError: no single module has all parameters of the optimizer.
     """
-    return read_optimizer(parts, optimizer, number).groups
+    return read_optimizer(name_parts(parts), optimizer, number).groups
 
 
-def read_optimizer(parts: Sequence[Module], optimizer: Optimizer, number: int) -> NamedState:
+class NamedPart(NamedTuple):
+    """A module, and its parameters, which are looked for once for all optimizers.
+
+    Attributes:
+        module: The module.
+        params: The ids of its parameters.
+        names: Their names by id; None if torch must be asked.
+    """
+
+    module: Module
+    params: AbstractSet[int]
+    names: Mapping[int, str] | None
+
+
+def name_parts(parts: Iterable[Module], columns: Iterable[StateColumns | None] = ()) -> list[NamedPart]:
+    """Return the modules with their parameters as they are now.
+
+    Args:
+        parts: The modules.
+        columns: What the tensors of each are listed as, if they are: then modules are not looked at again.
+    """
+    found = []
+    for part, listed in zip_longest(parts, columns):
+        names = name_parameters(part) if listed is None else listed.name_parameters()
+        found.append(NamedPart(part, {*map(id, part.parameters())} if names is None else names.keys(), names))
+    return found
+
+
+def read_optimizer(parts: Sequence[NamedPart], optimizer: Optimizer, number: int) -> NamedState:
     """Return the state of one optimizer; arguments and errors are those of :func:`get_param_groups`."""
     owner = find_owner(parts, optimizer, number)
-    names = name_parameters(owner)
-    if names is None:
-        found = fsdp1.get_state(owner, optimizer)
+    if owner.names is None:
+        found = fsdp1.get_state(owner.module, optimizer)
         return NamedState({}, _drop_empty(found[STATE]), found[GROUPS], {}, number, is_flat=True)
-    return _name_state(optimizer, names, number)
+    return _name_state(optimizer, owner.names, number)
 
 
 def _name_state(optimizer: Optimizer, names: Mapping[int, str], position: int) -> NamedState:
@@ -224,9 +263,7 @@ def describe_state(
     """
     if is_self_describing(values, is_distributed=is_distributed):
         return describe_tree(values, key, replicated, objects=True, alike=alike)  # type: ignore[no-any-return]
-    flat = flatten_state(values)
-    form = make_form(flat, is_distributed=is_distributed)
-    return describe_with_form(form, list_tensors(flat), key, replicated, alike, is_distributed=is_distributed)
+    return describe_nested(values, key, replicated, alike, is_distributed=is_distributed)
 
 
 def describe_others(one: NamedState, key: str, replicated: Replicated, alike: AlikeTensors) -> dict[str, Any]:
@@ -371,7 +408,8 @@ def _fits(leaf: Any, stored: StoredNames, taken: set[int]) -> bool:
 def make_flat_state(parts: Sequence[Module], optimizers: Sequence[Optimizer], live: OptimizerState) -> dict[str, Any]:
     """Return new state of the parameters of FSDP1 that have none, by name: memory for a load to fill."""
     flat = [one.number for one in live.each if one.is_flat]
-    found = (fsdp1.make_state(find_owner(parts, optimizers[n], n), optimizers[n]) for n in flat)
+    named = name_parts(parts) if flat else []
+    found = (fsdp1.make_state(find_owner(named, optimizers[n], n).module, optimizers[n]) for n in flat)
     made = merge_sources("optimizer", map(_drop_empty, found)) if flat else {}
     return {name: state for name, state in made.items() if name not in live.states}
 
@@ -556,7 +594,7 @@ def _restore_containers(found: Any, live: Any, depth: int = 0) -> Any:
     return [by_text[str(number)] for number in range(len(restored))]
 
 
-def find_owner(parts: Sequence[Module], optimizer: Optimizer, number: int) -> Module:
+def find_owner(parts: Sequence[NamedPart], optimizer: Optimizer, number: int) -> NamedPart:
     """Return the module that has all parameters of an optimizer; raise ShardingError if none has, or it has none."""
     if not hasattr(optimizer, GROUPS):
         raise ShardingError(
@@ -564,11 +602,10 @@ def find_owner(parts: Sequence[Module], optimizer: Optimizer, number: int) -> Mo
             "trains: pass the optimizer that it has inside, and save its own state_dict() beside it"
         )
     params = {id(param) for group in optimizer.param_groups for param in group[PARAMS]}
-    owned = [params & {id(param) for param in part.parameters()} for part in parts]
-    for part, mine in zip(parts, owned, strict=True):
-        if mine == params:
+    for part in parts:
+        if params <= part.params:
             return part
-    holders = [str(index) for index, mine in enumerate(owned) if mine]
+    holders = [str(index) for index, part in enumerate(parts) if params & part.params]
     where = f"spread over modules {', '.join(holders)}" if len(holders) > 1 else "not all in the model"
     raise ShardingError(
         f"the parameters of optimizer {number} are {where}: make one optimizer for each module, after the model was "

@@ -20,6 +20,7 @@ from shardckpt.adapters.optimizers import (
     STATE,
     find_owner,
     name_group,
+    name_parts,
     own_method,
     read_optimizer,
     spread_options,
@@ -64,7 +65,8 @@ def load_into(
     parts = as_parts(model_or_parts)
     _check_structure(loaded, with_optimizers=bool(optimizers))
     model, optimizer_state = (loaded["model"], loaded["optimizer"]) if optimizers else (loaded, {})
-    live = [read_optimizer(parts, optimizer, number) for number, optimizer in enumerate(optimizers)]
+    named = name_parts(parts) if optimizers else []
+    live = [read_optimizer(named, optimizer, number) for number, optimizer in enumerate(optimizers)]
     own_groups = {name_group(group) for one in live for group in one.groups}
     options = spread_options(optimizer_state.get(GROUPS, {}), own_groups)
     if strict:
@@ -90,7 +92,7 @@ def load_into(
         _hand_over_tensors(part, model)
     for number, (optimizer, one, groups) in enumerate(zip(optimizers, live, filled, strict=True)):
         if one.is_flat:
-            fsdp1.set_state(find_owner(parts, optimizer, number), optimizer, states, groups)
+            fsdp1.set_state(find_owner(named, optimizer, number).module, optimizer, states, groups)
             continue
         # a parameter that was saved without state has none now; one that was not saved keeps its own (strict=False)
         kept = {name for group in groups for name in group[PARAMS] if name not in options and name not in states}

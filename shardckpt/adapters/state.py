@@ -31,6 +31,7 @@ from shardckpt.adapters.optimizers import (
     request_others,
     request_states,
 )
+from shardckpt.adapters.saved_states import SavedStates
 from shardckpt.adapters.wrapper_params import (
     describe_wrapper_param,
     find_wrapper_params,
@@ -49,6 +50,9 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from shardckpt.mapping import PlainObject, Replicated, ShardedStateDict, StoredNames
+
+#: Classes of the values that optimizers of torch have.
+_TENSORS = frozenset((torch.Tensor, DTensor))
 
 
 def to_sharded_state_dict(
@@ -130,7 +134,7 @@ def to_sharded_state_dict(
 class SavedModules:
     """Describes the same modules and optimizers in each save: faster than :func:`to_sharded_state_dict`.
 
-    What describes the modules' tensors is kept from save to save; a change of whatever kind is seen.
+    What describes tensors is kept from save to save; a change of whatever kind is seen.
 
     Args:
         check_replicas: As for that function.
@@ -139,6 +143,7 @@ class SavedModules:
     def __init__(self, *, check_replicas: bool = True) -> None:
         self._replicated: Replicated = True if check_replicas else "sampled"
         self._tensors = LeafShards()
+        self._states = SavedStates()
 
     def describe(
         self, model: Module | Sequence[Module], *optimizers: Optimizer, prefix: str = "", dequantize: bool = False
@@ -165,11 +170,13 @@ class SavedModules:
             if columns is not None and found is not None:
                 found.update(_describe_versions([columns.versions], prefix, self._replicated))
                 return found
-        return _describe_modules(model, optimizers, prefix, self._replicated, self._tensors, dequantize=dequantize)
+        kept = (self._tensors, self._states)
+        return _describe_modules(model, optimizers, prefix, self._replicated, kept, dequantize=dequantize)
 
     def release(self) -> None:
         """Let go of the tensors, once they are saved or copied: they would stay in memory when the model is gone."""
         self._tensors.release()
+        self._states.release()
 
 
 def _describe_dict(values: Mapping[Any, Any], prefix: str, replicated: Replicated) -> ShardedStateDict:
@@ -205,12 +212,13 @@ def _describe_modules(
     optimizers: Sequence[Optimizer],
     prefix: str,
     replicated: Replicated,
-    kept: LeafShards | None,
+    kept: tuple[LeafShards, SavedStates] | None,
     *,
     dequantize: bool,
 ) -> ShardedStateDict:
     parts = modules.as_parts(model)
-    values, versions = modules.read_model(parts)
+    columns = list(map(list_state_columns, parts))
+    values, versions = modules.read_model(parts, columns)
     # buffers may differ between ranks (statistics of BatchNorm): any rank's will do
     buffers = modules.find_buffers(values, parts) if replicated == "sampled" else frozenset()
     alike = AlikeTensors()
@@ -223,7 +231,7 @@ def _describe_modules(
 
         plain = values if not wrappers else {n: value for n, value in values.items() if n not in wrappers}
         if kept is not None:
-            found = kept.describe(plain, prefix, replicated, buffers)
+            found = kept[0].describe(plain, prefix, replicated, buffers)
         else:
             found = {
                 n: describe_leaf(value, f"{prefix}{n}", replication(n), alike=alike, detached=True)
@@ -245,7 +253,7 @@ def _describe_modules(
 
     if not optimizers:
         return describe_model(prefix)
-    live = get_optimizer_state(parts, optimizers)
+    live = get_optimizer_state(parts, optimizers, columns)
     state, groups, others = (f"{prefix}optimizer.{kind}" for kind in ("state", "param_groups", "others"))
 
     def describe(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -255,7 +263,8 @@ def _describe_modules(
             for name, each in values.items()
         }
 
-    states, options = describe(live.states), _describe_options(live.groups, groups, replicated)
+    states = describe(live.states) if kept is None else kept[1].describe(live, state, replicated)
+    options = _describe_options(live.groups, groups, replicated)
     rest = {
         one.digest: describe_others(one, f"{others}.{one.digest}", replicated, alike) for one in live.each if one.others
     }
@@ -364,6 +373,8 @@ def _describe_numbers(states: Mapping[str, Any], key: str) -> dict[str, PlainObj
     """
     names: dict[tuple[str, type[Any], Any], list[str]] = {}
     for name, state in states.items():
+        if type(state) is dict and _TENSORS.issuperset(map(type, state.values())):  # nearly always
+            continue
         for path, value in nested_items(state):
             if isinstance(value, (int, float, str, type(None))):
                 names.setdefault((".".join(map(str, path)), type(value), value), []).append(name)

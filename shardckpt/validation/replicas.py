@@ -33,6 +33,9 @@ _ShortId: TypeAlias = bytes
 #: The digests of each shard's copies, with the ranks that have each.
 _Seen: TypeAlias = "Mapping[_ShortId, Mapping[int, Collection[int]]]"
 
+#: A shard and its short id.
+_Shared: TypeAlias = "tuple[Any, _ShortId]"
+
 _ID_BYTES = 16
 _WIDTH = struct.Struct("<I")
 _HOLDERS = struct.Struct("<II")
@@ -46,6 +49,8 @@ _OPTIMIZER = "optimizer.state."
 _SAMPLE = 32
 #: Where a rank has no element: smaller than the bits of any, so that a maximum over ranks ignores it.
 _NOTHING = -(1 << 63) + 1
+#: Dtypes of numbers that are compared together.
+_NUMBERS = frozenset((torch.float32, torch.float64, torch.int32, torch.int64))
 #: Samples that are exchanged in one message.
 _SAMPLES_AT_ONCE = 256
 
@@ -66,12 +71,13 @@ class Replicas(NamedTuple):
     """The replicated shards of a rank, and the ranks that have each; found without looking at values.
 
     Attributes:
-        short_ids: The short id of each replicated shard, by the shard's number in the list that was given.
-        holders: The ranks that have each of them; None if no rank has any replicated shard.
+        is_main: Whether this rank is the lowest that has each replicated shard, by the shard's number in the list that
+            was given; None if no rank has any replicated shard.
+        shared: Those that other ranks have, too, by number, and their short ids; in the order of these.
     """
 
-    short_ids: dict[int, _ShortId]
-    holders: dict[_ShortId, Holders] | None
+    is_main: dict[int, bool] | None
+    shared: list[tuple[int, _ShortId]]
 
 
 def find_replicas(shards: Sequence[ShardedBase], comm: Comm) -> Replicas:
@@ -92,9 +98,17 @@ def find_replicas(shards: Sequence[ShardedBase], comm: Comm) -> Replicas:
         }
         ordered = sorted(short_ids.values())
     if comm.all_alike(b"".join(ordered)):  # one small message answers for most jobs; ids go to their owners else
-        return Replicas(short_ids, dict.fromkeys(ordered, Holders(0, comm.world_size)) if ordered else None)
-    found = _ask_owners(dict.fromkeys(ordered, b""), lambda rows: _HOLDERS.pack(min(rows), len(rows)), comm)
-    return Replicas(short_ids, {short_id: Holders(*_HOLDERS.unpack(data)) for short_id, data in found.items()})
+        if not ordered:
+            return Replicas(None, [])
+        holders = dict.fromkeys(ordered, Holders(0, comm.world_size))
+    else:
+        found = _ask_owners(dict.fromkeys(ordered, b""), lambda rows: _HOLDERS.pack(min(rows), len(rows)), comm)
+        holders = {short_id: Holders(*_HOLDERS.unpack(data)) for short_id, data in found.items()}
+    shared = [pair for pair in short_ids.items() if holders[pair[1]].number > 1]
+    return Replicas(
+        {number: holders[short_id].first == comm.rank for number, short_id in short_ids.items()},
+        sorted(shared, key=lambda pair: pair[1]),
+    )
 
 
 def _ask_owners(
@@ -150,23 +164,24 @@ def choose_main_replicas(
         replicas: What :func:`find_replicas` returned for these shards; must be given on all ranks or none.
 
     Returns:
-        The shards in the same order; replicated ones are copies with replica id 0 on that rank, and 1 on all others.
+        The shards in the same order; replicated ones that say otherwise are copies with replica id 0 on that rank, and
+        1 on all others.
 
     Raises:
         ShardingError: on every rank; it names the shards whose copies differ, and the ranks that have them.
     """
-    short_ids, holders = replicas or find_replicas(shards, comm)
-    if holders is None:  # on all ranks: no rank has any
+    is_main, shared = replicas or find_replicas(shards, comm)
+    if is_main is None:  # on all ranks: no rank has any
         return list(shards)
     if compare:  # collective, also on a rank that has nothing to compare
-        mine = ((shards[number], short_id) for number, short_id in short_ids.items() if holders[short_id].number > 1)
-        compared = (pair for pair in mine if _get_replicated(pair[0]) is True or _is_sampled(pair[0]))
-        _compare(sorted(compared, key=lambda pair: pair[1]), comm)
+        pairs: list[_Shared] = [(shards[number], short_id) for number, short_id in shared]
+        _compare([pair for pair in pairs if pair[0].replicated is True or _is_sampled(pair[0])], comm)
     renumbered = list(shards)
-    for number, short_id in short_ids.items():
-        shard: Any = build_copy(shards[number])
-        shard.replica_id = int(holders[short_id].first != comm.rank)
-        renumbered[number] = shard
+    for number, is_first in is_main.items():
+        shard: Any = shards[number]
+        if (shard.replica_id == 0) != is_first or type(shard.replica_id) is not int:
+            renumbered[number] = shard = build_copy(shard)
+            shard.replica_id = int(not is_first)
     return renumbered
 
 
@@ -181,20 +196,25 @@ def _is_sampled(shard: Any) -> bool:
     return shard.data is not None and shard.data.layout == torch.strided and not shard.data.is_meta
 
 
-def _compare(shared: list[tuple[Any, _ShortId]], comm: Comm) -> None:
+def _compare(shared: list[_Shared], comm: Comm) -> None:
     """Collective: raise on all ranks if copies of shards that several ranks have differ; all order them by short id."""
     vote = comm.largest(digest_vote())[0]  # all ranks must use the same digest
     with comm.local_phase("comparing replicated shards"):
         digest = digest_function(negotiate_digest(vote))
         samples = _take_samples(shared)
-        mine = [(short_id, _digest(samples.get(short_id, shard.data), digest)) for shard, short_id in shared]
-    if comm.all_alike(b"".join(short_id + value.to_bytes(8, "little") for short_id, value in mine)):
+        numbers, others = _group_numbers(shared)
+        mine = [(short_id, _digest(samples.get(short_id, shard.data), digest)) for shard, short_id in others]
+        rows = [short_id + _pack(value) for short_id, value in mine]
+        rows += sorted(_digest_numbers(group, digest) for group in numbers)
+    if comm.all_alike(b"".join(rows)):
         return
+    with comm.local_phase("comparing replicated shards"):
+        mine += [(short_id, _digest(shard.data, digest)) for group in numbers for shard, short_id in group]
     values: dict[_ShortId, set[int]] = defaultdict(set)  # a rank may have a shard twice
     for short_id, value in mine:
         values[short_id].add(value)
-    rows = {short_id: min(own).to_bytes(8, "little") for short_id, own in values.items()}
-    differs = _ask_owners(rows, lambda found: bytes([len(set(found.values())) > 1]), comm)
+    lowest = {short_id: _pack(min(own)) for short_id, own in values.items()}
+    differs = _ask_owners(lowest, lambda found: bytes([len(set(found.values())) > 1]), comm)
     suspected = [(short_id, value) for short_id, value in mine if any(differs[short_id]) or len(values[short_id]) > 1]
     if not comm.total(len(suspected))[0]:
         return
@@ -207,11 +227,38 @@ def _compare(shared: list[tuple[Any, _ShortId]], comm: Comm) -> None:
         _refuse({shard.key: (shard, different[id_]) for shard, id_ in suspects if id_ not in equal})
 
 
-def _take_samples(shared: list[tuple[Any, _ShortId]]) -> dict[_ShortId, torch.Tensor]:
+def _pack(value: int) -> bytes:
+    return value.to_bytes(8, "little")
+
+
+def _group_numbers(shared: list[_Shared]) -> tuple[list[list[_Shared]], list[_Shared]]:
+    """Return the numbers among the shards by dtype and device, and the other shards.
+
+    An optimizer counts the steps of each parameter: one by one, 20,000 digests take longer than a copy of the state.
+    """
+    numbers: dict[Any, list[_Shared]] = defaultdict(list)
+    others: list[_Shared] = []
+    for pair in shared:
+        value = pair[0].data
+        is_number = type(value) in ORDINARY and value.layout == torch.strided and not (value.dim() or value.is_meta)
+        if is_number and value.dtype in _NUMBERS:
+            numbers[value.dtype, value.device].append(pair)
+        else:
+            others.append(pair)
+    return list(numbers.values()), others
+
+
+def _digest_numbers(group: list[_Shared], digest: Digest) -> bytes:
+    """Return what is equal on ranks that have the same numbers under the same ids."""
+    values = torch.stack([shard.data.detach() for shard, _ in group])
+    return b"".join((str(values.dtype).encode(), *(short_id for _, short_id in group), _pack(_digest(values, digest))))
+
+
+def _take_samples(shared: list[_Shared]) -> dict[_ShortId, torch.Tensor]:
     """Return the bits of a few elements of each sampled tensor, by its short id, as int64 on the CPU."""
     groups: dict[Any, dict[_ShortId, torch.Tensor]] = defaultdict(dict)
     for shard, short_id in shared:
-        if _is_sampled(shard):
+        if shard.replicated is not True and _is_sampled(shard):
             groups[shard.data.dtype, shard.data.device][short_id] = _sample(shard.data)
     found: dict[_ShortId, torch.Tensor] = {}
     for parts in groups.values():

@@ -1,12 +1,14 @@
 from __future__ import annotations
 
+import contextlib
 import threading
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
 
-from shardckpt.archive import decode_object, encode_object
+from shardckpt.archive import decode_object, encode_object, objects
 from shardckpt.errors import CorruptCheckpointError, ShardingError, UnsafePickleError
 
 
@@ -50,6 +52,31 @@ def test_what_cannot_be_pickled_is_named_by_its_place() -> None:
     """A lock, for example, is an error of the save that names where it is."""
     with pytest.raises(ShardingError, match=r"object 'rng'\['a'\]\[1\] cannot be pickled: TypeError"):
         encode_object({"a": [0, threading.Lock()]}, "object 'rng'", ())
+
+
+def test_plain_values_are_not_loaded_to_be_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An object of names and numbers, such as groups of an optimizer, is saved without a load; any other costs one."""
+    loads: list[bytes] = []
+    monkeypatch.setattr(objects, "load_bytes", lambda data, *_: loads.append(data))
+    names = [f"layers.{number}.weight" for number in range(1000)]
+    encode_object([{"params": names, "options": {"lr": 0.1, "betas": (0.9, 0.99), "fused": None, "n": 3}}], "it", ())
+    assert not loads
+    deep, shared, endless = 1, ["a"], []
+    endless += [endless] * 100
+    for _ in range(20):
+        deep = [deep]
+    others = [{1: 2}, 1 << 64, torch.ones(1), {"a": {1.5}}, torch.Size([1]), b"a", deep, endless]
+    for number, value in enumerate([*others, [shared, shared]], 1):
+        with contextlib.suppress(ShardingError):
+            encode_object(value, "it", ())
+        assert len(loads) == number
+
+
+@pytest.mark.parametrize("value", [["\ud800"] * 3, [float("nan")], [[[[[[[]]]]]]], {"": [()]}, [2**63 - 1, -(2**63)]])
+def test_plain_values_are_those_that_any_load_takes(value: Any) -> None:
+    """What is not loaded at the save to be checked is loaded afterwards without any permission."""
+    assert objects._is_plain(value)
+    assert repr(decode_object(encode_object(value, "it", ()), "it", ())) == repr(value)
 
 
 def test_damage_is_an_error_of_the_family() -> None:

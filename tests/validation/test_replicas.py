@@ -58,6 +58,34 @@ def test_other_shards_keep_their_replica_ids(ranks: Ranks) -> None:
     assert outcomes_of(ranks, [[mine[0]], []]) == [[(3, 0)], []]
 
 
+def test_what_says_so_already_is_not_copied() -> None:
+    """Of 20,000 replicated shards none is copied where their replica ids are right; ids of several numbers are not."""
+    mine: list[ShardedBase] = [make_tensor(name, 1.0) for name in ("a", "b", "c")]
+    mine[1].replica_id, mine[2].replica_id = 1, (0, 0)
+    found = choose_main_replicas(mine, Comm(), compare=True)
+    assert [shard is mine[number] for number, shard in enumerate(found)] == [True, False, False]
+    assert [shard.replica_id for shard in found] == [0, 0, 0]
+
+
+def _make_numbers(odd: float) -> list[ShardedBase]:
+    """Numbers of two dtypes, of which one is given, beside a vector."""
+    dtypes = (torch.float32, torch.int64)
+    values = [torch.tensor(odd if number == 3 else 1.0, dtype=dtypes[number % 2]) for number in range(40)]
+    numbers = [ShardedTensor.from_rank_offsets(f"n{n}", value, replicated=True) for n, value in enumerate(values)]
+    return [make_tensor("v", 1.0), *numbers]
+
+
+def test_numbers_are_digested_together(ranks: Ranks) -> None:
+    """The steps of 20,000 parameters are compared by one digest a dtype; one of them that differs is named."""
+    numbers, others = replicas._group_numbers([(shard, b"") for shard in _make_numbers(1.0)])
+    assert [len(group) for group in numbers] == [20, 20]
+    assert [shard.key for shard, _ in others] == ["v"]
+    assert outcomes_of(ranks, [_make_numbers(1.0), _make_numbers(1.0)]) == [[0] * 41, [1] * 41]
+    text = error_of(ranks, [_make_numbers(1.0), _make_numbers(2.0)])
+    assert "'n3': one value on rank 0 / one value on rank 1" in text
+    assert "'n2'" not in text
+
+
 def test_places_of_one_key_are_settled_each(ranks: Ranks) -> None:
     """Copies are of the same box of a tensor; another box of the same key has a main replica of its own."""
     halves = [ShardedTensor.from_rank_offsets("w", torch.ones(2), (0, n, 2), replicated=True) for n in (0, 1)]

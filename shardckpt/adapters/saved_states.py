@@ -1,0 +1,97 @@
+"""The state of parameters in the saves of a job: tensors are described once, as long as they are alike."""
+
+from __future__ import annotations
+
+from itertools import chain
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from shardckpt.adapters.dtensor import AlikeTensors
+from shardckpt.adapters.forms import describe_nested, is_self_describing, join_path
+from shardckpt.adapters.leaf_shards import LeafShards
+from shardckpt.adapters.leaves import describe_leaf
+from shardckpt.state_dict import nested_items
+
+if TYPE_CHECKING:
+    from shardckpt.adapters.optimizers import OptimizerState
+    from shardckpt.mapping import Replicated
+
+
+class _Columns(NamedTuple):
+    """What the keys of states of tensors depend on, and whether they are stored by these alone.
+
+    Attributes:
+        params: The names of the parameters.
+        is_distributed: Whether each is a DTensor.
+        names: The names of its values.
+    """
+
+    params: list[str]
+    is_distributed: list[bool]
+    names: list[tuple[Any, ...]]
+
+
+class SavedStates:
+    """Describes the states of parameters in each save, in one flat dict; a load needs the states as they are nested."""
+
+    def __init__(self) -> None:
+        self._tensors = LeafShards()
+        #: Those of the last save, if its states were nothing but tensors by name; and the names of these.
+        self._columns: _Columns | None = None
+        self._slots: list[str] = []
+
+    def describe(self, live: OptimizerState, key: str, replicated: Replicated) -> dict[str, Any]:
+        """Describe the states.
+
+        Args:
+            live: The state of the optimizers.
+            key: What the keys begin with, without the last dot.
+            replicated: As for :func:`describe_leaf`.
+
+        Returns:
+            The shards by the names of parameters and dotted paths, until :meth:`release`; nested ones of states that
+            have a form.
+        """
+        states = list(live.states.values())
+        columns = _Columns(list(live.states), [isinstance(live.params.get(name), DTensor) for name in live.states], [])
+        is_usual = set(map(type, states)) == {dict}
+        if is_usual:
+            columns.names.extend(map(tuple, states))
+            if columns == self._columns:
+                leaves = list(chain.from_iterable(map(dict.values, states)))
+                found = self._tensors.find(self._slots, leaves, f"{key}.", replicated)
+                if found is not None:
+                    return found
+        tensors, others = _flatten(columns, states, key, replicated)
+        # of nested ones the next save finds dicts in the place of tensors
+        has_columns = is_usual and not others and len(tensors) == sum(map(len, columns.names))
+        self._columns, self._slots = (columns, list(tensors)) if has_columns else (None, [])
+        return {**others, **self._tensors.describe(tensors, f"{key}.", replicated)}
+
+    def release(self) -> None:
+        """Let go of the tensors; what :meth:`describe` has returned must not be used any more."""
+        self._tensors.release()
+
+
+def _flatten(
+    columns: _Columns, states: list[Any], key: str, replicated: Replicated
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the tensors of states by the names of parameters and dotted paths, and what describes all else."""
+    tensors: dict[str, Any] = {}
+    others: dict[str, Any] = {}
+    alike = AlikeTensors()
+    for name, state, is_distributed in zip(columns.params, states, columns.is_distributed, strict=True):
+        if not is_self_describing(state, is_distributed=is_distributed):
+            others[name] = describe_nested(state, f"{key}.{name}", replicated, alike, is_distributed=is_distributed)
+            continue
+        for path, leaf in nested_items(state):
+            slot = f"{name}.{join_path(path)}"
+            if isinstance(leaf, torch.Tensor) and slot not in tensors:
+                tensors[slot] = leaf
+                continue
+            # of two parameters' values with one key both are described: the save refuses them
+            place = f"{slot} of {name}" if slot in tensors or slot in others else slot
+            others[place] = describe_leaf(leaf, f"{key}.{slot}", replicated, alike=alike)
+    return tensors, others

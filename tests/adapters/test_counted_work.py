@@ -1,0 +1,59 @@
+"""What describing costs, counted: by calls for so many parameters and optimizers, never by seconds."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from shardckpt import dist_checkpointing
+from shardckpt.adapters import SavedModules, load_into, module_tree, to_sharded_state_dict
+from tests.adapters.models import made_model
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+class _Job:
+    """A model with one optimizer for each of so many parts of its parameters, and the walks through it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, optimizers: int) -> None:
+        self.model = made_model(1)
+        params = list(self.model.parameters())
+        self.optimizers = [torch.optim.Adam(params[number::optimizers]) for number in range(optimizers)]
+        for parameter in params:
+            parameter.grad = torch.ones_like(parameter)
+        for optimizer in self.optimizers:
+            optimizer.step()
+        self.walks = 0
+        walk = module_tree._Tree._walk
+
+        def count(tree: Any, root: Any) -> None:
+            self.walks += 1
+            walk(tree, root)
+
+        monkeypatch.setattr(module_tree._Tree, "_walk", count)
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_modules_are_walked_once_a_save(monkeypatch: pytest.MonkeyPatch, kept: bool) -> None:
+    """To describe a model and its optimizers for a save takes one walk through its modules, however many these are."""
+    saved = SavedModules()
+    for count in (1, 4):
+        job = _Job(monkeypatch, count)
+        (saved.describe if kept else to_sharded_state_dict)(job.model, *job.optimizers)
+        assert job.walks == 1
+
+
+def test_a_load_walks_as_often_for_many_optimizers_as_for_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Names are looked for once a load, and not for each optimizer."""
+    walks = set()
+    for count in (1, 4):
+        job = _Job(monkeypatch, count)
+        state = to_sharded_state_dict(job.model, *job.optimizers)
+        dist_checkpointing.save(state, tmp_path / str(count))
+        job.walks = 0
+        load_into(dist_checkpointing.load(state, tmp_path / str(count)), job.model, *job.optimizers)
+        walks.add(job.walks)
+    assert len(walks) == 1
