@@ -111,6 +111,10 @@ class CheckpointConfig(BaseModel):
             its export: ``("freqs_cis",)``. A name is a tensor's full name or its end after a dot. A load into the model
             leaves these tensors as they are where the checkpoint lacks them.
         exclude_from_loading: Names of states that ``load`` does not change.
+        keep_options: Names of options in the optimizers' ``param_groups`` whose live values stay while all else is
+            loaded, such as ``("lr", "weight_decay")``; ``"all"`` for all that the groups have. A scheduler whose state
+            is loaded sets ``lr`` again at its next step: exclude it from loading, too. See
+            :func:`shardckpt.adapters.load_into`.
         initial_load_path: A checkpoint to start from if ``folder`` has none.
         initial_load_model_only: Whether only the model of ``initial_load_path`` is loaded.
         initial_load_in_hf: Whether ``initial_load_path`` is a Hugging Face folder.
@@ -175,6 +179,7 @@ class CheckpointConfig(BaseModel):
     export_dtype: str | None = None
     exclude_from_last_save: tuple[str, ...] = ()
     exclude_from_loading: tuple[str, ...] = ()
+    keep_options: tuple[str, ...] = ()
     initial_load_path: str | None = None
     initial_load_model_only: bool = True
     initial_load_in_hf: bool = False
@@ -208,7 +213,7 @@ class CheckpointConfig(BaseModel):
     def _as_text(cls, path: Any) -> Any:
         return expand_home(path) if isinstance(path, (str, os.PathLike)) else path
 
-    @field_validator("exclude_from_last_save", "exclude_from_loading", mode="before")
+    @field_validator("exclude_from_last_save", "exclude_from_loading", "keep_options", mode="before")
     @classmethod
     def _as_names(cls, names: Any) -> Any:
         return (names,) if isinstance(names, str) else names

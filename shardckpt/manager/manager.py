@@ -101,7 +101,7 @@ class CheckpointManager:
         self._world_size = comm.world_size
         with comm.collective_phase("looking at the states"):
             named = add_random_state(states) if config.save_rng else states
-            self._states = TrainingStates(named, check_replicas=config.check_replicas)
+            self._states = TrainingStates(named, check_replicas=config.check_replicas, keep_options=config.keep_options)
             comm.agree(states=sorted(self._states.names), **config.describe())
         if config.enable_checkpoint:
             with comm.collective_phase("looking at the configuration"):
@@ -199,6 +199,7 @@ class CheckpointManager:
         self.wait()  # for removals, too: a step that is being removed must not be chosen
         step = step if step >= 0 else self.config.load_step
         comm, is_seed = Comm(self._group), self.config.step_0_model_only
+        self._states.find_kept_options(comm)
         found = read_step(self._folder, self._reader, comm, step, step_0_model_only=is_seed)
         if found is not None:
             self._last, self._loaded = None, found  # a step that was saved before the load may be saved a second time

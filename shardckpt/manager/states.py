@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from shardckpt.adapters import SavedModules, load_into, to_sharded_state_dict
+from shardckpt.adapters import SavedModules, choose_options, list_option_names, load_into, to_sharded_state_dict
 from shardckpt.errors import CheckpointingException
 from shardckpt.manager.equal_states import EqualStates
 from shardckpt.manager.per_rank import PerRank, Stateful
@@ -60,6 +60,7 @@ class TrainingStates:
             ``load_state_dict``, and objects with ``state_dict`` and ``load_state_dict`` that are the same on all ranks,
             or lists of those whose states are equal.
         check_replicas: Whether a save compares values that several ranks hold.
+        keep_options: The options of the optimizers that keep their live values, as for CheckpointConfig.
 
     Attributes:
         names: The names of all states, in the order in which they were given.
@@ -70,7 +71,12 @@ class TrainingStates:
         plain: The states that are the same on all ranks, by name.
     """
 
-    def __init__(self, states: Mapping[str, Any], *, check_replicas: bool = True) -> None:
+    def __init__(
+        self, states: Mapping[str, Any], *, check_replicas: bool = True, keep_options: Collection[str] = ()
+    ) -> None:
+        self._keep_options = keep_options
+        #: Their names, once :meth:`find_kept_options` has found them.
+        self._kept_options: list[str] = []
         self._replicated: Replicated = True if check_replicas else "unchecked"
         self._check_replicas = check_replicas
         self.modules: dict[str, list[torch.nn.Module]] = {}
@@ -88,6 +94,17 @@ class TrainingStates:
                 "parameters its state is named"
             )
         self.names = tuple(states)
+
+    def find_kept_options(self, comm: Comm) -> None:
+        """Collective: find the options that :meth:`restore` keeps, among those of the optimizers of all ranks.
+
+        Raises:
+            CheckpointingException: no rank has one of them; the same on every rank.
+        """
+        if self._keep_options:
+            with comm.collective_phase("looking at the options of the optimizers"):
+                names = {name for each in comm.all_gather(list_option_names(self.optimizers)) for name in each}
+                self._kept_options = choose_options(self._keep_options, sorted(names))
 
     def describe_for_save(
         self, names: Collection[str], comm: Comm, *, model_prefix: str = MODEL_PREFIX
@@ -199,7 +216,8 @@ class TrainingStates:
                 load_into(tensors[name], parts, strict=strict or name != MODEL)
         if self._with_optimizers(names):
             both = {MODEL: tensors[MODEL], OPTIMIZER: tensors[OPTIMIZER]}
-            load_into(both, self.modules[MODEL], *self.optimizers, strict=strict)
+            keep = [name for name in list_option_names(self.optimizers) if name in self._kept_options]
+            load_into(both, self.modules[MODEL], *self.optimizers, strict=strict, keep_options=keep)
         for name, sharded in self._select(self.sharded, names):
             sharded.load_state_dict(tensors[name])
         for name, plain in self._select(self.plain, names):
