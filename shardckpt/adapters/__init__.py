@@ -10,6 +10,7 @@ from shardckpt.adapters.dtensor import (
 )
 from shardckpt.adapters.forms import FORM, is_placeholder, join_path, make_form, rebuild_state
 from shardckpt.adapters.in_place import InPlaceFactory
+from shardckpt.adapters.kept_options import choose_options, list_option_names
 from shardckpt.adapters.leaves import describe_leaf, describe_object, describe_plain_object
 from shardckpt.adapters.modules import get_model_tensors
 from shardckpt.adapters.optimizers import find_name, get_param_groups, is_group, spread_options
@@ -24,6 +25,7 @@ __all__ = [
     "FORM",
     "InPlaceFactory",
     "SavedModules",
+    "choose_options",
     "describe_dtensor",
     "describe_leaf",
     "describe_object",
@@ -39,6 +41,7 @@ __all__ = [
     "is_group",
     "is_placeholder",
     "join_path",
+    "list_option_names",
     "list_versions",
     "load_into",
     "make_form",

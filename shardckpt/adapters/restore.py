@@ -9,7 +9,16 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 from torch.distributed.tensor import DTensor
 
 from shardckpt.adapters import fsdp1
+from shardckpt.adapters.dtensor import get_local_tensor
 from shardckpt.adapters.forms import rebuild_state
+from shardckpt.adapters.kept_options import (
+    choose_options,
+    list_option_names,
+    log_kept,
+    replace_inner_options,
+    select,
+    set_options,
+)
 from shardckpt.adapters.module_tree import list_state_tensors, only_copies, read_state_dict
 from shardckpt.adapters.modules import as_parts, read_model_tensors, share_memory
 from shardckpt.adapters.optimizers import (
@@ -27,7 +36,9 @@ from shardckpt.adapters.optimizers import (
 )
 from shardckpt.adapters.versions import add_versions
 from shardckpt.errors import CheckpointingException, KeyMismatchError, ShardingError, listed
+from shardckpt.planning import refuse_cast, refuse_changed_values
 from shardckpt.state_dict import are_equal, dict_list_map_outplace
+from shardckpt.tensors import is_quantized, is_sharded_tensor
 from shardckpt.validation import VERSIONS
 
 if TYPE_CHECKING:
@@ -45,6 +56,7 @@ def load_into(
     model_or_parts: Module | Sequence[Module],
     *optimizers: Optimizer,
     strict: bool = True,
+    keep_options: Collection[str] | str = (),
 ) -> None:
     """Collective over the meshes of DTensors, if there are any: restore what was loaded into modules and optimizers.
 
@@ -56,22 +68,30 @@ def load_into(
         model_or_parts: The same modules.
         optimizers: The same optimizers.
         strict: Whether every parameter must have been loaded; if False, the others keep their values.
+        keep_options: Names of options in ``param_groups`` whose live values stay while all else is loaded, such as
+            ``("lr", "weight_decay")``; ``"all"`` for all that the groups have. They are logged. A scheduler whose state
+            is loaded sets ``lr`` again at its next step. Some classes keep state in their groups (Prodigy's ``d``),
+            which ``"all"`` does not load.
 
     Raises:
         KeyMismatchError: a parameter was not loaded; modules and optimizers do not change.
-        CheckpointingException: parameters of one group were saved with different options, or ``loaded`` does not have
-            the structure of ``to_sharded_state_dict``.
+        CheckpointingException: parameters of one group were saved with different options, ``loaded`` does not have the
+            structure of ``to_sharded_state_dict``, or no group has an option of ``keep_options``.
+        DtypeMismatchError: ``loaded`` has values that the dtype of a module's tensor cannot hold.
     """
     parts = as_parts(model_or_parts)
     _check_structure(loaded, with_optimizers=bool(optimizers))
+    kept_options = choose_options(keep_options, list_option_names(optimizers)) if keep_options else []
     model, optimizer_state = (loaded["model"], loaded["optimizer"]) if optimizers else (loaded, {})
     named = name_parts(parts) if optimizers else []
     live = [read_optimizer(named, optimizer, number) for number, optimizer in enumerate(optimizers)]
     own_groups = {name_group(group) for one in live for group in one.groups}
     options = spread_options(optimizer_state.get(GROUPS, {}), own_groups)
+    live_tensors = read_model_tensors(parts)
+    _check_casts(model, live_tensors)
     if strict:
         trained = {name for one in live for name in one.names}
-        _refuse(read_model_tensors(parts).keys() - model.keys(), "model")
+        _refuse(live_tensors.keys() - model.keys(), "model")
         _refuse(trained - options.keys(), "optimizer")
     params = {name: param for one in live for name, param in one.params.items()}
     states = {name: rebuild_state(each, params.get(name)) for name, each in optimizer_state.get(STATE, {}).items()}
@@ -84,19 +104,28 @@ def load_into(
                 "checkpoint has none of an optimizer of the same parameters in the same order"
             )
     filled = [
-        [_apply_options(group, options, rest.get(EMPTY, {}).get(number)) for number, group in enumerate(one.groups)]
+        [
+            _apply_options(group, options, rest.get(EMPTY, {}).get(number), kept_options)
+            for number, group in enumerate(one.groups)
+        ]
         for one, rest in zip(live, others, strict=True)
     ]
+    if kept_options:
+        log_kept(kept_options, [(group, _find_options(group, options)) for one in live for group in one.groups])
     # everything is checked above, before the first module changes
     for part in parts:
         _hand_over_tensors(part, model)
     for number, (optimizer, one, groups) in enumerate(zip(optimizers, live, filled, strict=True)):
+        own_options = [select(group, kept_options) for group in optimizer.param_groups]
         if one.is_flat:
             fsdp1.set_state(find_owner(named, optimizer, number).module, optimizer, states, groups)
-            continue
-        # a parameter that was saved without state has none now; one that was not saved keeps its own (strict=False)
-        kept = {name for group in groups for name in group[PARAMS] if name not in options and name not in states}
-        _hand_over(optimizer, one, groups, states, others[number], kept)
+        else:
+            # a parameter that was saved without state has none now; one that was not keeps its own (strict=False)
+            kept = {name for group in groups for name in group[PARAMS] if name not in options and name not in states}
+            rest = replace_inner_options(others[number], one.others, kept_options) if kept_options else others[number]
+            _hand_over(optimizer, one, groups, states, rest, kept)
+        if kept_options:
+            set_options(optimizer, own_options)
 
 
 def _hand_over_tensors(part: Module, values: Mapping[str, Any]) -> None:
@@ -120,6 +149,21 @@ def _hand_over_tensors(part: Module, values: Mapping[str, Any]) -> None:
     own = {key: values[name] for name, key in read[1].items() if name in values}
     # what was not loaded is kept: load_into(strict=False)
     part.load_state_dict(add_versions(part, own, versions), strict=False)
+
+
+def _check_casts(values: Mapping[str, Any], live: Mapping[str, Any]) -> None:
+    """Raise if values that a caller gives in another dtype than the live tensors' would be changed.
+
+    Raises:
+        DtypeMismatchError: a tensor has such values, or a dtype whose values would be cut.
+    """
+    for name, tensor in live.items():
+        value = values.get(name)
+        if not isinstance(value, torch.Tensor) or not isinstance(tensor, torch.Tensor) or value.dtype == tensor.dtype:
+            continue
+        refuse_cast(name, value.dtype, tensor.dtype, advise=False)
+        if not is_quantized(tensor) and not is_quantized(value) and not is_sharded_tensor(value):
+            refuse_changed_values(name, get_local_tensor(value.detach()), tensor.dtype, advise=False)
 
 
 def _can_be_copied(live: Mapping[str, torch.Tensor], values: Mapping[str, Any]) -> bool:
@@ -225,7 +269,10 @@ def _move(state: Mapping[str, Any], param: torch.Tensor, group: Mapping[str, Any
 
 
 def _apply_options(
-    group: dict[str, Any], options: Mapping[str, dict[str, Any]], of_empty: Mapping[str, Any] | None
+    group: dict[str, Any],
+    options: Mapping[str, dict[str, Any]],
+    of_empty: Mapping[str, Any] | None,
+    kept: Collection[str],
 ) -> dict[str, Any]:
     """Return a group with the options that its parameters were saved with; its own if none of them was saved.
 
@@ -233,21 +280,28 @@ def _apply_options(
         group: The group, with names of parameters.
         options: The saved options of each parameter.
         of_empty: Those of the group of its number, if that had no parameters.
+        kept: Names of options whose values in the group stay.
     """
+    own = select(group, kept)
     if not group[PARAMS]:
-        return {**group, **(of_empty or {})}
+        return {**group, **(of_empty or {}), **own}
     saved = [name for name in group["params"] if name in options]
-    first = options[saved[0]] if saved else {}
+    first = _find_options(group, options)
     for name in saved:
         if options[name] is first:  # the parameters of a stored group share them
             continue
         for option, value in first.items():
-            if option not in options[name] or not are_equal(options[name][option], value):
+            if option not in own and (option not in options[name] or not are_equal(options[name][option], value)):
                 raise CheckpointingException(
                     f"{saved[0]!r} and {name!r} are in one group of the optimizer, but were saved with different "
                     f"values of {option}: {value!r} and {options[name].get(option)!r}; group them as they were saved"
                 )
-    return {**group, **first}
+    return {**group, **first, **own}
+
+
+def _find_options(group: Mapping[str, Any], options: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
+    """Return the saved options of the first of a group's parameters that has some."""
+    return next((options[name] for name in group[PARAMS] if name in options), {})
 
 
 def _check_structure(loaded: StateDict, *, with_optimizers: bool) -> None:

@@ -63,6 +63,7 @@ class TitanCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
         hf_mapping: str | None = None
         hf_assets_path: str | None = None
         exclude_from_last_save: tuple[str, ...] = ()
+        keep_options: tuple[str, ...] = ()
         enable_ft_dataloader_checkpoints: bool = True
         check_replicas: bool = True
         save_rng: bool = True

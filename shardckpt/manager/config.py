@@ -111,6 +111,10 @@ class CheckpointConfig(BaseModel):
             its export: ``("freqs_cis",)``. A name is a tensor's full name or its end after a dot. A load into the model
             leaves these tensors as they are where the checkpoint lacks them.
         exclude_from_loading: Names of states that ``load`` does not change.
+        keep_options: Names of options in the optimizers' ``param_groups`` whose live values stay while all else is
+            loaded, such as ``("lr", "weight_decay")``; ``"all"`` for all that the groups have. A scheduler whose state
+            is loaded sets ``lr`` again at its next step: exclude it from loading, too. See
+            :func:`shardckpt.adapters.load_into`.
         initial_load_path: A checkpoint to start from if ``folder`` has none.
         initial_load_model_only: Whether only the model of ``initial_load_path`` is loaded.
         initial_load_in_hf: Whether ``initial_load_path`` is a Hugging Face folder.
@@ -139,6 +143,8 @@ class CheckpointConfig(BaseModel):
         memory_budget: Bytes, or text such as ``"256MiB"``, that each rank may hold at a time beside its tensors in a
             save, the copies of async modes included, in a load, and in the export of ``last_save_in_hf``; see
             :func:`shardckpt.dist_checkpointing.save` and ``load``.
+        allow_dtype_cast: Whether a load casts values to dtypes that cannot hold them, as torch does; see
+            :func:`shardckpt.dist_checkpointing.load`.
         on_unused: What a load does about stored tensors and objects of the states that it sets, or of states that the
             manager does not have, which nothing asks for: ``"warn"`` once, ``"error"``, or ``"ignore"``. States that
             are excluded, and all but the model where that alone is loaded, do not count.
@@ -178,6 +184,7 @@ class CheckpointConfig(BaseModel):
     export_dtype: str | None = None
     exclude_from_last_save: tuple[str, ...] = ()
     exclude_from_loading: tuple[str, ...] = ()
+    keep_options: tuple[str, ...] = ()
     initial_load_path: str | None = None
     initial_load_model_only: bool = True
     initial_load_in_hf: bool = False
@@ -194,6 +201,7 @@ class CheckpointConfig(BaseModel):
     save_rng: bool = True
     fully_parallel_load: bool = False
     memory_budget: int | str | None = None
+    allow_dtype_cast: bool = False
     on_unused: Literal["warn", "error", "ignore"] = "warn"
     show_progress: bool = False
     save_on_sigterm: bool = False
@@ -212,7 +220,7 @@ class CheckpointConfig(BaseModel):
     def _as_text(cls, path: Any) -> Any:
         return expand_home(path) if isinstance(path, (str, os.PathLike)) else path
 
-    @field_validator("exclude_from_last_save", "exclude_from_loading", mode="before")
+    @field_validator("exclude_from_last_save", "exclude_from_loading", "keep_options", mode="before")
     @classmethod
     def _as_names(cls, names: Any) -> Any:
         return (names,) if isinstance(names, str) else names

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from shardckpt.distributed import Comm
 from shardckpt.engine import pause_gc
-from shardckpt.errors import CheckpointingException, NotEnoughSpaceError, listed
+from shardckpt.errors import CheckpointingException, NotEnoughSpaceError, listed, refuse_copy
 from shardckpt.manager.casting import cast_shards
 from shardckpt.manager.config import CheckpointConfig
 from shardckpt.manager.exclusion import leave_out
@@ -101,7 +101,7 @@ class CheckpointManager:
         self._world_size = comm.world_size
         with comm.collective_phase("looking at the states"):
             named = add_random_state(states) if config.save_rng else states
-            self._states = TrainingStates(named, check_replicas=config.check_replicas)
+            self._states = TrainingStates(named, check_replicas=config.check_replicas, keep_options=config.keep_options)
             comm.agree(states=sorted(self._states.names), **config.describe())
         if config.enable_checkpoint:
             with comm.collective_phase("looking at the configuration"):
@@ -119,6 +119,7 @@ class CheckpointManager:
             fully_parallel=config.fully_parallel_load,
             memory_budget=config.memory_budget,
             on_unused=config.on_unused,
+            allow_dtype_cast=config.allow_dtype_cast,
         )
 
     def is_due(self, step: int) -> bool:
@@ -199,6 +200,7 @@ class CheckpointManager:
         self.wait()  # for removals, too: a step that is being removed must not be chosen
         step = step if step >= 0 else self.config.load_step
         comm, is_seed = Comm(self._group), self.config.step_0_model_only
+        self._states.find_kept_options(comm)
         found = read_step(self._folder, self._reader, comm, step, step_0_model_only=is_seed)
         if found is not None:
             self._last, self._loaded = None, found  # a step that was saved before the load may be saved a second time
@@ -341,10 +343,10 @@ class CheckpointManager:
         self._close(error)
 
     def __reduce__(self) -> NoReturn:
-        raise CheckpointingException(
-            f"a {type(self).__name__} cannot be copied or pickled: it has threads, signal handlers and files of this "
-            "process. Make another one from its `config`, with the states that it is to save, in the process that uses "
-            "it; and leave it out of what is copied, as a trainer whose callback has it"
+        refuse_copy(
+            self,
+            "threads, signal handlers and files",
+            "from its `config`, with the states that it is to save",
         )
 
     def _close(self, error: BaseException | None) -> None:

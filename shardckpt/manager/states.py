@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from shardckpt.adapters import SavedModules, load_into, to_sharded_state_dict
+from shardckpt.adapters import SavedModules, choose_options, list_option_names, load_into, to_sharded_state_dict
 from shardckpt.errors import CheckpointingException
 from shardckpt.manager.equal_states import EqualStates
 from shardckpt.manager.per_rank import PerRank, Stateful
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
 
     from shardckpt.distributed import Comm
     from shardckpt.mapping import Replicated, ShardedStateDict, StateDict
+
+logger = logging.getLogger(__name__)
 
 #: These two are described together: the keys of optimizer state contain the names of the model's parameters.
 MODEL = "model"
@@ -61,6 +64,7 @@ class TrainingStates:
             ``load_state_dict``, and objects with ``state_dict`` and ``load_state_dict`` that are the same on all ranks,
             or lists of those whose states are equal.
         check_replicas: Whether a save compares values that several ranks hold.
+        keep_options: The options of the optimizers that keep their live values, as for CheckpointConfig.
 
     Attributes:
         names: The names of all states, in the order in which they were given.
@@ -71,7 +75,13 @@ class TrainingStates:
         plain: The states that are the same on all ranks, by name.
     """
 
-    def __init__(self, states: Mapping[str, Any], *, check_replicas: bool = True) -> None:
+    def __init__(
+        self, states: Mapping[str, Any], *, check_replicas: bool = True, keep_options: Collection[str] = ()
+    ) -> None:
+        self._keep_options = keep_options
+        self._has_said_gradients = False
+        #: Their names, once :meth:`find_kept_options` has found them.
+        self._kept_options: list[str] = []
         self._replicated: Replicated = True if check_replicas else "unchecked"
         self._check_replicas = check_replicas
         self.modules: dict[str, list[torch.nn.Module]] = {}
@@ -90,6 +100,17 @@ class TrainingStates:
             )
         self.names = tuple(states)
 
+    def find_kept_options(self, comm: Comm) -> None:
+        """Collective: find the options that :meth:`restore` keeps, among those of the optimizers of all ranks.
+
+        Raises:
+            CheckpointingException: no rank has one of them; the same on every rank.
+        """
+        if self._keep_options:
+            with comm.collective_phase("looking at the options of the optimizers"):
+                names = {name for each in comm.all_gather(list_option_names(self.optimizers)) for name in each}
+                self._kept_options = choose_options(self._keep_options, sorted(names))
+
     def describe_for_save(
         self, names: Collection[str], comm: Comm, *, model_prefix: str = MODEL_PREFIX, dequantize: bool = False
     ) -> ShardedStateDict:
@@ -101,6 +122,8 @@ class TrainingStates:
             model_prefix: The prefix of the model's keys; only without its optimizers it may be another one.
             dequantize: Whether the values of quantized parameters are saved.
         """
+        if not self._has_said_gradients and self._with_optimizers(names):
+            self._log_gradients()
         return self._describe(names, comm, to_save=True, model_prefix=model_prefix, dequantize=dequantize)
 
     def release(self) -> None:
@@ -132,10 +155,12 @@ class TrainingStates:
     ) -> ShardedStateDict:
         plain = {name: state.state_dict() for name, state in self._select(self.plain, names)}
         per_rank = self._select(self.per_rank, names)
+        # before the forms: an error about a tensor names its key
+        tensors = {name: describe_tensors(name, state, self._replicated) for name, state in plain.items()}
         described = {
             **self._describe_sharded(names, to_save=to_save, model_prefix=model_prefix, dequantize=dequantize),
             FORMS: {name: describe_form(name, state, self._replicated) for name, state in plain.items()},
-            _TENSORS: {name: describe_tensors(name, state, self._replicated) for name, state in plain.items()},
+            _TENSORS: tensors,
             _RANKS: {name: state.describe(name, comm.rank, comm.world_size) for name, state in per_rank},
         }
         if plain and not self.sharded:  # Megatron refuses to list a checkpoint that has plain objects
@@ -207,7 +232,8 @@ class TrainingStates:
                 load_into(tensors[name], parts, strict=strict or name != MODEL)
         if self._with_optimizers(names):
             both = {MODEL: tensors[MODEL], OPTIMIZER: tensors[OPTIMIZER]}
-            load_into(both, self.modules[MODEL], *self.optimizers, strict=strict)
+            keep = [name for name in list_option_names(self.optimizers) if name in self._kept_options]
+            load_into(both, self.modules[MODEL], *self.optimizers, strict=strict, keep_options=keep)
         for name, sharded in self._select(self.sharded, names):
             sharded.load_state_dict(tensors[name])
         for name, plain in self._select(self.plain, names):
@@ -219,6 +245,16 @@ class TrainingStates:
     def restore_model(self, loaded: StateDict, *, strict: bool = True) -> None:
         """Set the modules under ``model`` to what was loaded for them, and nothing else."""
         load_into(loaded, self.modules[MODEL], strict=strict)
+
+    def _log_gradients(self) -> None:
+        """Log once if gradients are alive: a resume in the middle of an accumulation begins it anew."""
+        params = (param for each in self.optimizers for group in each.param_groups for param in group["params"])
+        if any(param.grad is not None for param in params):
+            self._has_said_gradients = True
+            logger.info(
+                "parameters have gradients at a save, and no checkpoint has these: between backward() and "
+                "optimizer.step() they are lost to a resume; a save after the step needs none"
+            )
 
     def _sort(self, name: Any, value: Any) -> None:
         if not isinstance(name, str) or not name or name in (FORMS, _RANKS, _TENSORS):

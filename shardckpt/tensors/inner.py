@@ -69,12 +69,16 @@ def get_outer_key(key: str) -> str:
 
 
 def has_inner(value: Any) -> TypeGuard[torch.Tensor]:
-    """Return whether a value, which is no DTensor, is a tensor that has others inside; of torch's ShardedTensors no."""
+    """Return whether a value, which is no DTensor, is a tensor that has others inside.
+
+    torch's ShardedTensors and nested tensors do not count.
+    """
     return (
         isinstance(value, torch.Tensor)
         and type(value) not in ORDINARY
         and hasattr(value, "__tensor_flatten__")
         and not is_sharded_tensor(value)
+        and not value.is_nested
     )
 
 

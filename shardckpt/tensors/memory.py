@@ -125,6 +125,26 @@ def is_ordinary(tensor: torch.Tensor) -> bool:
     )
 
 
+def overlaps_itself(tensor: torch.Tensor) -> bool:
+    """Return whether several elements of a strided tensor are one place in memory, as those of an expanded one."""
+    if tensor.is_contiguous():
+        return False
+    axes = sorted((step, size) for step, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1)
+    reach = 0
+    for step, size in axes:
+        if step <= reach:  # it may be; most tensors have no such axis
+            break
+        reach += step * (size - 1)
+    else:
+        return False
+    if not axes[0][0] or sum(step * (size - 1) for step, size in axes) + 1 < tensor.numel():
+        return True
+    places = torch.zeros((), dtype=torch.int64, device="cpu")
+    for step, size in axes:
+        places = places.unsqueeze(-1) + torch.arange(0, step * size, step, device="cpu")
+    return len(set(places.view(-1).tolist())) < tensor.numel()
+
+
 def has_values_on_host(tensor: torch.Tensor) -> bool:
     """Return whether the tensor holds its values in CPU memory, with any strides; fast."""
     try:
