@@ -33,6 +33,8 @@ _PLACEHOLDER = "shardckpt: a tensor"
 _WHOLE = "whole on each rank"
 #: What begins the last part of the key of a tensor that belongs to no parameter, and is sharded as one.
 _LAYOUT = ".(as "
+#: The same of a tensor that belongs to a parameter and has axes of its own: the one that is sharded, if one is.
+_SHARDED = ".(sharded "
 #: The key that marks a dict in the place of a tuple or deque with tensors: the class, and a deque's longest length.
 _SEQUENCE = "shardckpt: a sequence of the class"
 #: The key of its items.
@@ -76,27 +78,29 @@ def _rebuild_sequence(parts: Mapping[str, Any]) -> Any:
     return tuple(items) if cls == "tuple" else cls(*items)
 
 
-def is_self_describing(state: Any, *, is_distributed: bool) -> bool:
+def is_self_describing(state: Any, shape: tuple[int, ...] | None) -> bool:
     """Return whether keys alone say what a state was: nested dicts with names as keys, and values that are no lists.
 
     Args:
         state: The state of a parameter.
-        is_distributed: Whether the parameter is a DTensor. Then state is one, too, but for single numbers.
+        shape: That of the parameter if it is a DTensor. Then state is one, too, of its axes, but for single numbers.
     """
     if type(state) is not dict or not state:
         return False
     for name, value in state.items():
-        kind = type(value)
         # a number would come back as a place in a list, as older checkpoints without forms have them
         if type(name) is not str or not name or "." in name or name == FORM or name.isdecimal():
             return False
+        kind = type(value)
         if kind in ORDINARY:
-            if is_distributed and value.numel() > 1:
-                return False
+            needs_form = shape is not None and value.numel() > 1
+        elif kind is DTensor:
+            needs_form = (shape is not None and has_own_axes(value, shape)) or is_wrapper(value)
         elif kind is dict:
-            if not is_self_describing(value, is_distributed=is_distributed):
-                return False
-        elif isinstance(value, (dict, list)) or is_wrapper(value) or has_tensors(value):
+            needs_form = not is_self_describing(value, shape)
+        else:
+            needs_form = isinstance(value, (dict, list)) or is_wrapper(value) or has_tensors(value)
+        if needs_form:
             return False
     return True
 
@@ -150,12 +154,38 @@ def list_tensors(state: Any) -> dict[str, torch.Tensor | InnerShard]:
 
 
 def describe_nested(
-    values: Any, key: str, replicated: Replicated, alike: AlikeTensors, *, is_distributed: bool = False
+    values: Any, key: str, replicated: Replicated, alike: AlikeTensors, shape: tuple[int, ...] | None
 ) -> dict[str, Any]:
     """Describe a parameter's state that is not :func:`is_self_describing`; for the rest see there and describe_leaf."""
     flat = flatten_state(values)
+    is_distributed = shape is not None
+    tensors = {_join_axes(path, tensor, shape): tensor for path, tensor in list_tensors(flat).items()}
     form = make_form(flat, is_distributed=is_distributed)
-    return describe_with_form(form, list_tensors(flat), key, replicated, alike, is_distributed=is_distributed)
+    return describe_with_form(form, tensors, key, replicated, alike, is_distributed=is_distributed)
+
+
+def get_sharded_shape(param: torch.Tensor | None) -> tuple[int, ...] | None:
+    """Return the shape of a parameter that is a DTensor; None of any other."""
+    return param.shape if isinstance(param, DTensor) else None
+
+
+def has_own_axes(tensor: DTensor, shape: tuple[int, ...]) -> bool:
+    """Return whether a state's shape says nothing of its placements: the axes are not those of its parameter."""
+    return tensor.shape != shape and not {*tensor.shape} <= {*shape, 1}
+
+
+def _join_axes(path: str, tensor: Any, shape: tuple[int, ...] | None) -> str:
+    """Return the path of a tensor, followed by the axis that is sharded if its shape does not say it."""
+    if shape is None or not isinstance(tensor, DTensor) or not has_own_axes(tensor, shape):
+        return path
+    axes = {getattr(place, "dim", None) for place in tensor.placements} - {None}
+    return path if len(axes) > 1 else f"{path}{_SHARDED}{''.join(map(str, axes))})"
+
+
+def find_axes(slot: str) -> tuple[int, ...] | None:
+    """Return the axes that are sharded of a tensor of its own shape, one or none; None if its slot does not say it."""
+    _, mark, axes = slot.partition(_SHARDED)
+    return tuple(map(int, axes.removesuffix(")"))) if mark else None
 
 
 def describe_with_form(
@@ -225,7 +255,7 @@ def rebuild_state(values: Mapping[str, Any], param: torch.Tensor | None = None) 
     """Collective where :func:`fill_form` is: return a state from what was loaded for it, by its form if it has one."""
     if FORM not in values:
         return dict(values)
-    by_path = {slot.partition(_LAYOUT)[0]: value for slot, value in values.items()}
+    by_path = {slot.partition(_LAYOUT)[0].partition(_SHARDED)[0]: value for slot, value in values.items()}
     return fill_form(values[FORM], by_path.get, param)
 
 

@@ -20,6 +20,7 @@ from shardckpt.adapters.forms import (
     FORM,
     describe_nested,
     describe_with_form,
+    find_axes,
     find_layout,
     flatten_state,
     is_self_describing,
@@ -31,7 +32,7 @@ from shardckpt.adapters.forms import (
 from shardckpt.adapters.leaves import describe_leaf, describe_object, describe_tree
 from shardckpt.adapters.module_tree import name_parameters
 from shardckpt.adapters.modules import data_address, merge_sources
-from shardckpt.adapters.state_layout import empty_state_tensor
+from shardckpt.adapters.state_layout import empty_of_axes, empty_state_tensor
 from shardckpt.adapters.wrappers import InnerShard, is_inner, request_inner
 from shardckpt.errors import ShardingError
 from shardckpt.mapping import ShardedBase, ShardedTensor, ShardedTensorFactory
@@ -250,7 +251,7 @@ def digest_names(names: Iterable[str]) -> str:
 
 
 def describe_state(
-    values: Any, key: str, replicated: Replicated, alike: AlikeTensors, *, is_distributed: bool = False
+    values: Any, key: str, replicated: Replicated, alike: AlikeTensors, shape: tuple[int, ...] | None
 ) -> dict[str, Any]:
     """Describe the state of a parameter below a key: tensors and other values one by one, or with its form.
 
@@ -259,11 +260,11 @@ def describe_state(
         key: The key.
         replicated: As for :func:`describe_leaf`.
         alike: As there.
-        is_distributed: Whether the parameter is a DTensor.
+        shape: The shape of the parameter, if it is a DTensor.
     """
-    if is_self_describing(values, is_distributed=is_distributed):
+    if is_self_describing(values, shape):
         return describe_tree(values, key, replicated, objects=True, alike=alike)  # type: ignore[no-any-return]
-    return describe_nested(values, key, replicated, alike, is_distributed=is_distributed)
+    return describe_nested(values, key, replicated, alike, shape)
 
 
 def describe_others(one: NamedState, key: str, replicated: Replicated, alike: AlikeTensors) -> dict[str, Any]:
@@ -347,8 +348,11 @@ class _SavedState(NamedTuple):
         inner = request_inner(slot, self._list_shapes(), dtype, param) if is_inner(slot) else None
         if isinstance(inner, InnerShard):
             return inner.describe(key, "unchecked")
+        axes = find_axes(slot)
         if inner is not None:
             tensor = inner
+        elif isinstance(param, DTensor) and axes is not None:
+            tensor = empty_of_axes(key, shape, dtype, param, axes)
         elif isinstance(param, DTensor) and not {*shape} <= {*param.shape, 1}:  # made by itself, not from the parameter
             tensor = torch.empty(shape, dtype=dtype, device=param.device)
         else:

@@ -112,6 +112,8 @@ def load_into(
     ]
     if kept_options:
         log_kept(kept_options, [(group, _find_options(group, options)) for one in live for group in one.groups])
+    for optimizer, groups in zip(optimizers, filled, strict=True):
+        _share_options(groups, optimizer.param_groups)
     # everything is checked above, before the first module changes
     for part in parts:
         _hand_over_tensors(part, model)
@@ -302,6 +304,17 @@ def _apply_options(
 def _find_options(group: Mapping[str, Any], options: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
     """Return the saved options of the first of a group's parameters that has some."""
     return next((options[name] for name in group[PARAMS] if name in options), {})
+
+
+def _share_options(groups: list[dict[str, Any]], live: list[dict[str, Any]]) -> None:
+    """Let groups have one list or dict as their option where the live ones have one: a default that steps change."""
+    first: dict[tuple[str, int], Any] = {}
+    for group, own in zip(groups, live, strict=True):
+        for option, value in own.items():
+            if option != PARAMS and isinstance(value, (list, dict)) and option in group:
+                shared = first.setdefault((option, id(value)), group[option])
+                if are_equal(shared, group[option]):
+                    group[option] = shared
 
 
 def _check_structure(loaded: StateDict, *, with_optimizers: bool) -> None:

@@ -6,10 +6,9 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from shardckpt.adapters.dtensor import AlikeTensors
-from shardckpt.adapters.forms import describe_nested, is_self_describing, join_path
+from shardckpt.adapters.forms import describe_nested, get_sharded_shape, is_self_describing, join_path
 from shardckpt.adapters.leaf_shards import LeafShards
 from shardckpt.adapters.leaves import describe_leaf
 from shardckpt.state_dict import nested_items
@@ -24,12 +23,12 @@ class _Columns(NamedTuple):
 
     Attributes:
         params: The names of the parameters.
-        is_distributed: Whether each is a DTensor.
+        shapes: The shape of each that is a DTensor.
         names: The names of its values.
     """
 
     params: list[str]
-    is_distributed: list[bool]
+    shapes: list[tuple[int, ...] | None]
     names: list[tuple[Any, ...]]
 
 
@@ -55,7 +54,7 @@ class SavedStates:
             have a form.
         """
         states = list(live.states.values())
-        columns = _Columns(list(live.states), [isinstance(live.params.get(name), DTensor) for name in live.states], [])
+        columns = _Columns(list(live.states), [get_sharded_shape(live.params.get(name)) for name in live.states], [])
         is_usual = set(map(type, states)) == {dict}
         if is_usual:
             columns.names.extend(map(tuple, states))
@@ -82,9 +81,9 @@ def _flatten(
     tensors: dict[str, Any] = {}
     others: dict[str, Any] = {}
     alike = AlikeTensors()
-    for name, state, is_distributed in zip(columns.params, states, columns.is_distributed, strict=True):
-        if not is_self_describing(state, is_distributed=is_distributed):
-            others[name] = describe_nested(state, f"{key}.{name}", replicated, alike, is_distributed=is_distributed)
+    for name, state, shape in zip(columns.params, states, columns.shapes, strict=True):
+        if not is_self_describing(state, shape):
+            others[name] = describe_nested(state, f"{key}.{name}", replicated, alike, shape)
             continue
         for path, leaf in nested_items(state):
             slot = f"{name}.{join_path(path)}"

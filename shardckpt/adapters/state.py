@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from shardckpt.adapters import modules
 from shardckpt.adapters.dtensor import AlikeTensors
+from shardckpt.adapters.forms import get_sharded_shape
 from shardckpt.adapters.leaf_shards import LeafShards
 from shardckpt.adapters.leaves import describe_leaf, describe_object, describe_plain_object, describe_tree
 from shardckpt.adapters.module_tree import list_state_columns
@@ -257,9 +258,8 @@ def _describe_modules(
     state, groups, others = (f"{prefix}optimizer.{kind}" for kind in ("state", "param_groups", "others"))
 
     def describe(values: Mapping[str, Any]) -> dict[str, Any]:
-        sharded = {name: isinstance(live.params.get(name), DTensor) for name in values}
         return {
-            name: describe_state(each, f"{state}.{name}", replicated, alike, is_distributed=sharded[name])
+            name: describe_state(each, f"{state}.{name}", replicated, alike, get_sharded_shape(live.params.get(name)))
             for name, each in values.items()
         }
 

@@ -104,16 +104,27 @@ def match_axes(shape: Ints, own: Ints) -> list[_Axes]:
 
 def _as_dtensor(key: str, shape: Ints, dtype: torch.dtype, param: DTensor, *, shard_factored: bool) -> DTensor:
     """Allocate state of a DTensor; see :func:`empty_state_tensor`. A rank outside the mesh allocates nothing."""
-    is_member = param.device_mesh.get_coordinate() is not None
-    # before the shapes are compared: placements that cannot be stored raise for any state
-    splits = get_dtensor_splits(key, param) if is_member else []
+    if param.device_mesh.get_coordinate() is not None:
+        get_dtensor_splits(key, param)  # before the shapes are compared: placements that cannot be stored raise
     if shape == tuple(param.shape):
         like = param.detach()
         return torch.empty_like(like, dtype=dtype, memory_format=torch.contiguous_format)  # type: ignore[return-value]
     matches = match_axes(shape, tuple(param.shape)) if shard_factored else []
     # replicated if the matches differ in placements
     is_clear = len({_move_placements(param.placements, match) for match in matches}) == 1
-    axes = matches[0] if is_clear else {}
+    return _empty_moved(key, shape, dtype, param, matches[0] if is_clear else {})
+
+
+def empty_of_axes(key: str, shape: Ints, dtype: torch.dtype, param: DTensor, axes: Ints) -> DTensor:
+    """Return uninitialized memory for state of a DTensor that has axes of its own, of which one or none is sharded."""
+    sharded = {getattr(place, "dim", -1) for place in param.placements} - {-1}
+    return _empty_moved(key, shape, dtype, param, {dim: axis for dim in sharded for axis in axes})
+
+
+def _empty_moved(key: str, shape: Ints, dtype: torch.dtype, param: DTensor, axes: Mapping[int, int]) -> DTensor:
+    """Allocate state whose axes are sharded as those of the parameter in ``axes``; none outside the mesh."""
+    is_member = param.device_mesh.get_coordinate() is not None
+    splits = get_dtensor_splits(key, param) if is_member else []
     kept = [replace(split, dim=axes[split.dim]) for split in splits if split.dim in axes]
     local = compute_local_shape(shape, kept) if is_member else (0,)
     return DTensor.from_local(

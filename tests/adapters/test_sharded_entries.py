@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from shardckpt import dist_checkpointing
 from shardckpt.adapters import load_into, to_sharded_state_dict
@@ -148,3 +148,48 @@ def test_an_optimizer_without_groups_is_refused() -> None:
     model, optimizer = _start(Nameless, sharded=False)
     with pytest.raises(ShardingError, match="optimizer 0, a Nameless, has no param_groups"):
         to_sharded_state_dict(model, optimizer)
+
+
+class Scales(torch.optim.Optimizer):
+    """Keeps a scale for each two rows of a weight, sharded by themselves, and a table that all ranks have."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Make what is not there, of numbers that differ from place to place."""
+        for param in self.param_groups[0]["params"]:
+            state = self.state[param]
+            if not state:
+                scales, table = torch.arange(8.0), torch.arange(6.0).view(2, 3)
+                state["scales"] = distribute_tensor(scales, param.device_mesh, [Shard(0)], src_data_rank=None)
+                state["columns"] = distribute_tensor(table, param.device_mesh, [Shard(1)], src_data_rank=None)
+                state["table"] = distribute_tensor(table, param.device_mesh, [Replicate()], src_data_rank=None)
+                state["exp_avg"] = torch.zeros_like(param) + 2.0
+
+
+def _list_scales(path: str, act: str) -> list[Any]:
+    """Return the state of the first weight after a save or a load: placements, rows of this rank, and all of it."""
+    model, optimizer = _start(Scales, sharded=True)
+    if act == "save":
+        optimizer.step()
+        dist_checkpointing.save(to_sharded_state_dict(model, optimizer), path)
+    else:
+        load_into(dist_checkpointing.load(to_sharded_state_dict(model, optimizer), path), model, optimizer)
+    state = optimizer.state[model[0].weight]
+    placed = {name: each.placements for name, each in state.items()}
+    return [
+        placed,
+        {name: each.full_tensor().tolist() for name, each in state.items()},
+        state["scales"].to_local().numel(),
+    ]
+
+
+def test_state_with_axes_of_its_own_is_sharded_as_it_was(tmp_path: Path, ranks: Ranks) -> None:
+    """Scales of blocks are this rank's again, with another number of ranks, too; they came back whole."""
+    path = str(tmp_path / "c")
+    saved = ranks.run(2, _list_scales, path, "save")[0]
+    for world in (2, 4):
+        loaded = ranks.run(world, _list_scales, path, "load")
+        assert [each[:2] for each in loaded] == [saved[:2]] * world
+        assert [each[2] for each in loaded] == [8 // world] * world

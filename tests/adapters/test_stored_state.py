@@ -451,3 +451,26 @@ def test_a_class_that_is_not_imported_is_named(tmp_path: Path) -> None:
     job.save(tmp_path / "c")
     with pytest.raises(CheckpointingException, match=r"nowhere\.Packed, which is not imported: import nowhere"):
         job.load(tmp_path / "c")
+
+
+class SharedDefault(Momentum):
+    """All groups have one list, a default, in which each step is counted."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, counts=[0, 0])
+
+
+def test_groups_that_share_a_list_share_it_again(tmp_path: Path) -> None:
+    """A default that is a list is one object for all groups, of which each sees what the others put there."""
+
+    def start() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        return model, SharedDefault([{"params": [*layer.parameters()]} for layer in model])
+
+    job, fresh = start(), start()
+    job[1].param_groups[0]["counts"][1] = 5
+    dist_checkpointing.save(to_sharded_state_dict(*job), tmp_path / "c")
+    load_into(dist_checkpointing.load(to_sharded_state_dict(*fresh), tmp_path / "c"), *fresh)
+    first, second = (group["counts"] for group in fresh[1].param_groups)
+    assert first == [0, 5]
+    assert first is second
