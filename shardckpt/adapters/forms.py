@@ -7,10 +7,10 @@ checkpoint are dotted texts, which do not say what they were.
 from __future__ import annotations
 
 from collections import deque
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from shardckpt.adapters.leaves import describe_leaf, describe_object
 from shardckpt.adapters.wrappers import CLASS, InnerShard, flatten_wrappers, is_wrapper, rebuild_wrapper
@@ -33,12 +33,19 @@ _PLACEHOLDER = "shardckpt: a tensor"
 _WHOLE = "whole on each rank"
 #: What begins the last part of the key of a tensor that belongs to no parameter, and is sharded as one.
 _LAYOUT = ".(as "
-#: The same of a tensor that belongs to a parameter and has axes of its own: the one that is sharded, if one is.
+#: The same of a tensor that belongs to a parameter and is laid out otherwise: the axis that is sharded, if one is.
 _SHARDED = ".(sharded "
 #: The key that marks a dict in the place of a tuple or deque with tensors: the class, and a deque's longest length.
 _SEQUENCE = "shardckpt: a sequence of the class"
 #: The key of its items.
 _ITEMS = "(items)"
+
+
+class Layout(NamedTuple):
+    """The global shape and the placements of a parameter that is a DTensor."""
+
+    shape: torch.Size
+    placements: tuple[Placement, ...]
 
 
 def flatten_state(state: Any, *, shards: bool = True) -> Any:
@@ -78,12 +85,12 @@ def _rebuild_sequence(parts: Mapping[str, Any]) -> Any:
     return tuple(items) if cls == "tuple" else cls(*items)
 
 
-def is_self_describing(state: Any, shape: tuple[int, ...] | None) -> bool:
+def is_self_describing(state: Any, layout: Layout | None) -> bool:
     """Return whether keys alone say what a state was: nested dicts with names as keys, and values that are no lists.
 
     Args:
         state: The state of a parameter.
-        shape: That of the parameter if it is a DTensor. Then state is one, too, of its axes, but for single numbers.
+        layout: That of the parameter if it is a DTensor. Then state is one, too, but for single numbers.
     """
     if type(state) is not dict or not state:
         return False
@@ -93,11 +100,11 @@ def is_self_describing(state: Any, shape: tuple[int, ...] | None) -> bool:
             return False
         kind = type(value)
         if kind in ORDINARY:
-            needs_form = shape is not None and value.numel() > 1
+            needs_form = layout is not None and value.numel() > 1
         elif kind is DTensor:
-            needs_form = (shape is not None and has_own_axes(value, shape)) or is_wrapper(value)
+            needs_form = (layout is not None and _has_own_layout(value, layout)) or is_wrapper(value)
         elif kind is dict:
-            needs_form = not is_self_describing(value, shape)
+            needs_form = not is_self_describing(value, layout)
         else:
             needs_form = isinstance(value, (dict, list)) or is_wrapper(value) or has_tensors(value)
         if needs_form:
@@ -154,36 +161,40 @@ def list_tensors(state: Any) -> dict[str, torch.Tensor | InnerShard]:
 
 
 def describe_nested(
-    values: Any, key: str, replicated: Replicated, alike: AlikeTensors, shape: tuple[int, ...] | None
+    values: Any, key: str, replicated: Replicated, alike: AlikeTensors, layout: Layout | None
 ) -> dict[str, Any]:
     """Describe a parameter's state that is not :func:`is_self_describing`; for the rest see there and describe_leaf."""
     flat = flatten_state(values)
-    is_distributed = shape is not None
-    tensors = {_join_axes(path, tensor, shape): tensor for path, tensor in list_tensors(flat).items()}
+    is_distributed = layout is not None
+    tensors = {_join_axes(path, tensor, layout): tensor for path, tensor in list_tensors(flat).items()}
     form = make_form(flat, is_distributed=is_distributed)
     return describe_with_form(form, tensors, key, replicated, alike, is_distributed=is_distributed)
 
 
-def get_sharded_shape(param: torch.Tensor | None) -> tuple[int, ...] | None:
-    """Return the shape of a parameter that is a DTensor; None of any other."""
-    return param.shape if isinstance(param, DTensor) else None
+def get_layout(param: torch.Tensor | None) -> Layout | None:
+    """Return the layout of a parameter that is a DTensor; None of any other."""
+    return Layout(param.shape, param.placements) if isinstance(param, DTensor) else None
 
 
-def has_own_axes(tensor: DTensor, shape: tuple[int, ...]) -> bool:
-    """Return whether a state's shape says nothing of its placements: the axes are not those of its parameter."""
-    return tensor.shape != shape and not {*tensor.shape} <= {*shape, 1}
+def _has_own_layout(tensor: DTensor, param: Layout) -> bool:
+    """Return whether the shape of a state does not say how it is laid out: as its parameter, or else replicated."""
+    shape = tensor.shape
+    if shape == param.shape:
+        return tensor.placements is not param.placements and tensor.placements != param.placements
+    is_replicated = all(isinstance(place, Replicate) for place in tensor.placements)
+    return not is_replicated or tensor.numel() == 1 or not {*shape} <= {*param.shape, 1}
 
 
-def _join_axes(path: str, tensor: Any, shape: tuple[int, ...] | None) -> str:
+def _join_axes(path: str, tensor: Any, param: Layout | None) -> str:
     """Return the path of a tensor, followed by the axis that is sharded if its shape does not say it."""
-    if shape is None or not isinstance(tensor, DTensor) or not has_own_axes(tensor, shape):
+    if param is None or not isinstance(tensor, DTensor) or not _has_own_layout(tensor, param):
         return path
     axes = {getattr(place, "dim", None) for place in tensor.placements} - {None}
     return path if len(axes) > 1 else f"{path}{_SHARDED}{''.join(map(str, axes))})"
 
 
 def find_axes(slot: str) -> tuple[int, ...] | None:
-    """Return the axes that are sharded of a tensor of its own shape, one or none; None if its slot does not say it."""
+    """Return the axes of a tensor that are sharded, one or none; None if its slot does not say it."""
     _, mark, axes = slot.partition(_SHARDED)
     return tuple(map(int, axes.removesuffix(")"))) if mark else None
 

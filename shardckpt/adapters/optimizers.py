@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from shardckpt.adapters.dtensor import AlikeTensors
+    from shardckpt.adapters.forms import Layout
     from shardckpt.adapters.module_tree import StateColumns
     from shardckpt.mapping import Replicated, StoredNames
 
@@ -251,7 +252,7 @@ def digest_names(names: Iterable[str]) -> str:
 
 
 def describe_state(
-    values: Any, key: str, replicated: Replicated, alike: AlikeTensors, shape: tuple[int, ...] | None
+    values: Any, key: str, replicated: Replicated, alike: AlikeTensors, layout: Layout | None
 ) -> dict[str, Any]:
     """Describe the state of a parameter below a key: tensors and other values one by one, or with its form.
 
@@ -260,11 +261,11 @@ def describe_state(
         key: The key.
         replicated: As for :func:`describe_leaf`.
         alike: As there.
-        shape: The shape of the parameter, if it is a DTensor.
+        layout: That of the parameter, if it is a DTensor.
     """
-    if is_self_describing(values, shape):
+    if is_self_describing(values, layout):
         return describe_tree(values, key, replicated, objects=True, alike=alike)  # type: ignore[no-any-return]
-    return describe_nested(values, key, replicated, alike, shape)
+    return describe_nested(values, key, replicated, alike, layout)
 
 
 def describe_others(one: NamedState, key: str, replicated: Replicated, alike: AlikeTensors) -> dict[str, Any]:

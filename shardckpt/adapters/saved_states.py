@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from shardckpt.adapters.dtensor import AlikeTensors
-from shardckpt.adapters.forms import describe_nested, get_sharded_shape, is_self_describing, join_path
+from shardckpt.adapters.forms import describe_nested, get_layout, is_self_describing, join_path
 from shardckpt.adapters.leaf_shards import LeafShards
 from shardckpt.adapters.leaves import describe_leaf
 from shardckpt.state_dict import nested_items
 
 if TYPE_CHECKING:
+    from shardckpt.adapters.forms import Layout
     from shardckpt.adapters.optimizers import OptimizerState
     from shardckpt.mapping import Replicated
 
@@ -23,12 +24,12 @@ class _Columns(NamedTuple):
 
     Attributes:
         params: The names of the parameters.
-        shapes: The shape of each that is a DTensor.
+        layouts: The layout of each that is a DTensor.
         names: The names of its values.
     """
 
     params: list[str]
-    shapes: list[tuple[int, ...] | None]
+    layouts: list[Layout | None]
     names: list[tuple[Any, ...]]
 
 
@@ -54,7 +55,7 @@ class SavedStates:
             have a form.
         """
         states = list(live.states.values())
-        columns = _Columns(list(live.states), [get_sharded_shape(live.params.get(name)) for name in live.states], [])
+        columns = _Columns(list(live.states), [get_layout(live.params.get(name)) for name in live.states], [])
         is_usual = set(map(type, states)) == {dict}
         if is_usual:
             columns.names.extend(map(tuple, states))
@@ -81,9 +82,9 @@ def _flatten(
     tensors: dict[str, Any] = {}
     others: dict[str, Any] = {}
     alike = AlikeTensors()
-    for name, state, shape in zip(columns.params, states, columns.shapes, strict=True):
-        if not is_self_describing(state, shape):
-            others[name] = describe_nested(state, f"{key}.{name}", replicated, alike, shape)
+    for name, state, layout in zip(columns.params, states, columns.layouts, strict=True):
+        if not is_self_describing(state, layout):
+            others[name] = describe_nested(state, f"{key}.{name}", replicated, alike, layout)
             continue
         for path, leaf in nested_items(state):
             slot = f"{name}.{join_path(path)}"

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from shardckpt.adapters import modules
 from shardckpt.adapters.dtensor import AlikeTensors
-from shardckpt.adapters.forms import get_sharded_shape
+from shardckpt.adapters.forms import get_layout
 from shardckpt.adapters.leaf_shards import LeafShards
 from shardckpt.adapters.leaves import describe_leaf, describe_object, describe_plain_object, describe_tree
 from shardckpt.adapters.module_tree import list_state_columns
@@ -259,7 +259,7 @@ def _describe_modules(
 
     def describe(values: Mapping[str, Any]) -> dict[str, Any]:
         return {
-            name: describe_state(each, f"{state}.{name}", replicated, alike, get_sharded_shape(live.params.get(name)))
+            name: describe_state(each, f"{state}.{name}", replicated, alike, get_layout(live.params.get(name)))
             for name, each in values.items()
         }
 

@@ -116,7 +116,7 @@ def _as_dtensor(key: str, shape: Ints, dtype: torch.dtype, param: DTensor, *, sh
 
 
 def empty_of_axes(key: str, shape: Ints, dtype: torch.dtype, param: DTensor, axes: Ints) -> DTensor:
-    """Return uninitialized memory for state of a DTensor that has axes of its own, of which one or none is sharded."""
+    """Return uninitialized memory for state of a DTensor of which one axis is sharded as it is, or none."""
     sharded = {getattr(place, "dim", -1) for place in param.placements} - {-1}
     return _empty_moved(key, shape, dtype, param, {dim: axis for dim in sharded for axis in axes})
 

@@ -165,6 +165,10 @@ class Scales(torch.optim.Optimizer):
                 state["scales"] = distribute_tensor(scales, param.device_mesh, [Shard(0)], src_data_rank=None)
                 state["columns"] = distribute_tensor(table, param.device_mesh, [Shard(1)], src_data_rank=None)
                 state["table"] = distribute_tensor(table, param.device_mesh, [Replicate()], src_data_rank=None)
+                whole = torch.arange(param.numel() * 1.0).view(param.shape)
+                state["whole"] = distribute_tensor(whole, param.device_mesh, [Replicate()], src_data_rank=None)
+                one = torch.tensor([3.0])
+                state["one"] = distribute_tensor(one, param.device_mesh, [Replicate()], src_data_rank=None)
                 state["exp_avg"] = torch.zeros_like(param) + 2.0
 
 
@@ -185,8 +189,8 @@ def _list_scales(path: str, act: str) -> list[Any]:
     ]
 
 
-def test_state_with_axes_of_its_own_is_sharded_as_it_was(tmp_path: Path, ranks: Ranks) -> None:
-    """Scales of blocks are this rank's again, with another number of ranks, too; they came back whole."""
+def test_state_with_a_layout_of_its_own_is_laid_out_as_it_was(tmp_path: Path, ranks: Ranks) -> None:
+    """Scales of blocks are this rank's again, and what was whole is: with another number of ranks, too."""
     path = str(tmp_path / "c")
     saved = ranks.run(2, _list_scales, path, "save")[0]
     for world in (2, 4):
