@@ -14,8 +14,6 @@ from shardckpt.errors import ShardingError
 from shardckpt.mapping import PlainObject, Replicated, ShardedObject, ShardedTensor
 from shardckpt.tensors import ORDINARY, is_sharded_tensor, overlaps_itself
 
-_PLAIN = frozenset((*ORDINARY, torch.nn.Buffer))
-
 
 def describe_tree(
     value: Any, key: str, replicated: Replicated, *, objects: bool, alike: AlikeTensors | None = None
@@ -67,7 +65,7 @@ def describe_leaf(
         shape = tuple(value.shape)
         # the rank as replica id: the lowest rank that has the key writes it, and rank 0 may not have it
         rank = get_rank() if alike is None else alike.rank
-        if type(value) in _PLAIN and value.layout is torch.strided and overlaps_itself(value):
+        if value.layout is torch.strided and overlaps_itself(value):
             return describe_overlapping(key, value.detach(), replicated, rank)
         offset, grid = (0,) * len(shape), (1,) * len(shape)
         return ShardedTensor.from_box(key, get_local_tensor(value), shape, offset, grid, rank, replicated=replicated)
