@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -125,6 +125,7 @@ class SavedModules:
         self._replicated: Replicated = True if check_replicas else "sampled"
         self._tensors = LeafShards()
         self._states = SavedStates()
+        self._keys = _GroupKeys()
 
     def describe(self, model: Module | Sequence[Module], *optimizers: Optimizer, prefix: str = "") -> ShardedStateDict:
         """Describe modules and optimizers for a save; a load needs :func:`to_sharded_state_dict`.
@@ -147,7 +148,8 @@ class SavedModules:
             found = None if columns is None else self._tensors.find(columns.names, columns.tensors, prefix, True)
             if found is not None:
                 return found
-        return _describe_modules(model, optimizers, prefix, self._replicated, (self._tensors, self._states))
+        kept = _Kept(self._tensors, self._states, self._keys)
+        return _describe_modules(model, optimizers, prefix, self._replicated, kept)
 
     def release(self) -> None:
         """Let go of the tensors, once they are saved or copied: they would stay in memory when the model is gone."""
@@ -160,7 +162,7 @@ def _describe_modules(
     optimizers: Sequence[Optimizer],
     prefix: str,
     replicated: Replicated,
-    kept: tuple[LeafShards, SavedStates] | None,
+    kept: _Kept | None,
 ) -> ShardedStateDict:
     parts = modules.as_parts(model)
     columns = list(map(list_state_columns, parts))
@@ -171,7 +173,7 @@ def _describe_modules(
 
     def describe_model(prefix: str) -> ShardedStateDict:
         if kept is not None:
-            return kept[0].describe(values, prefix, replicated, buffers)
+            return kept.tensors.describe(values, prefix, replicated, buffers)
         return {
             n: describe_leaf(
                 value, f"{prefix}{n}", "unchecked" if n in buffers else replicated, alike=alike, detached=True
@@ -191,7 +193,7 @@ def _describe_modules(
             for name, each in values.items()
         }
 
-    states = describe(live.states) if kept is None else kept[1].describe(live, state, replicated)
+    states = describe(live.states) if kept is None else kept.states.describe(live, state, replicated)
     options = _describe_options(live.groups, groups, replicated)
     rest = {
         one.digest: describe_others(one, f"{others}.{one.digest}", replicated, alike) for one in live.each if one.others
@@ -212,7 +214,9 @@ def _describe_modules(
                 rest, f"{others}.", lambda stored, entries: request_others(live, entries, stored, others)
             ),
             "for_dcp": {
-                **_describe_groups_for_dcp(live.groups, groups, frozenset(live.names)),
+                **_describe_groups_for_dcp(
+                    live.groups, groups, frozenset(live.names), _GroupKeys() if kept is None else kept.keys
+                ),
                 **_describe_numbers(live.states, state),
             },
         },
@@ -237,7 +241,7 @@ def _describe_options(groups: list[dict[str, Any]], key: str, replicated: Replic
 
 
 def _describe_groups_for_dcp(
-    param_groups: list[dict[str, Any]], key: str, params: Collection[str]
+    param_groups: list[dict[str, Any]], key: str, params: Collection[str], kept: _GroupKeys
 ) -> dict[str, PlainObject]:
     """Describe the groups as stock ``dcp.load`` asks for them, in both forms of torch's ``get_optimizer_state_dict``.
 
@@ -248,26 +252,57 @@ def _describe_groups_for_dcp(
         param_groups: The groups, with the names of their parameters.
         key: What the keys begin with.
         params: The names of all parameters.
+        kept: Has the keys of the last save.
 
     Returns:
         The descriptions, by their own keys. Ranks with the same parameters in a group have the same.
     """
     found = {}
     for number, group in enumerate(param_groups):
-        names = group[PARAMS]
         # pipeline stages have a group 0 each, of other parameters: both are stored
-        digest = digest_names(names)
-        for option, value in group.items():
-            keys = [f"{number}.{option}"]
-            # a parameter whose name is a number, or a number and the name of an option, has its options there
-            if str(number) in params or keys[0] in params:
-                keys = []
-            if option != PARAMS and not isinstance(value, torch.Tensor):  # tensors are stored so already
-                keys += [f"{name}.{option}" for name in names]
+        digest = digest_names(group[PARAMS])
+        for option, keys in kept.find(number, group, key, params).items():
             if keys:
                 own = f"{key}/{number}.{option}/{digest}"
-                found[own] = describe_plain_object(value, own, tuple(f"{key}.{each}" for each in keys))
+                found[own] = describe_plain_object(group[option], own, keys)
     return found
+
+
+class _GroupKeys:
+    """The keys under which stock ``dcp.load`` looks for the options of groups: made once, as long as they are alike."""
+
+    def __init__(self) -> None:
+        #: By the number of a group: what its keys depend on, and the keys of each option.
+        self._found: dict[int, tuple[tuple[Any, ...], dict[str, tuple[str, ...]]]] = {}
+
+    def find(
+        self, number: int, group: Mapping[str, Any], key: str, params: Collection[str]
+    ) -> dict[str, tuple[str, ...]]:
+        """Return the keys of each option; arguments as for :func:`_describe_groups_for_dcp`."""
+        names = group[PARAMS]
+        # tensors are listed under the names of parameters already
+        by_name = {name: name != PARAMS and not isinstance(value, torch.Tensor) for name, value in group.items()}
+        # a parameter whose name is a number, or a number and the name of an option, has its options there
+        taken = [option for option in by_name if str(number) in params or f"{number}.{option}" in params]
+        form = (key, list(names), list(by_name.items()), taken)
+        if number not in self._found or self._found[number][0] != form:
+            keys = {
+                option: (
+                    *(() if option in taken else (f"{key}.{number}.{option}",)),
+                    *([f"{key}.{name}.{option}" for name in names] if is_listed else ()),
+                )
+                for option, is_listed in by_name.items()
+            }
+            self._found[number] = form, keys
+        return self._found[number][1]
+
+
+class _Kept(NamedTuple):
+    """What describes a model and its optimizers in later saves."""
+
+    tensors: LeafShards
+    states: SavedStates
+    keys: _GroupKeys
 
 
 def _describe_numbers(states: Mapping[str, Any], key: str) -> dict[str, PlainObject]:
