@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -39,6 +40,9 @@ if TYPE_CHECKING:
 
     from shardckpt.mapping import PlainObject, Replicated, ShardedStateDict, StoredNames
 
+#: Groups of which each has objects of its own; of more, those with equal values are one object.
+_FEW_GROUPS = 16
+_PLAIN = frozenset((int, float, bool, str, type(None)))
 #: Classes of the values that optimizers of torch have.
 _TENSORS = frozenset((torch.Tensor, DTensor))
 
@@ -257,15 +261,38 @@ def _describe_groups_for_dcp(
     Returns:
         The descriptions, by their own keys. Ranks with the same parameters in a group have the same.
     """
-    found = {}
+    # by option and value; of few groups each keeps its own objects, so that a later save has as many as the last
+    alike: dict[Any, list[_GroupOption]] = {}
     for number, group in enumerate(param_groups):
         # pipeline stages have a group 0 each, of other parameters: both are stored
         digest = digest_names(group[PARAMS])
         for option, keys in kept.find(number, group, key, params).items():
             if keys:
-                own = f"{key}/{number}.{option}/{digest}"
-                found[own] = describe_plain_object(group[option], own, keys)
+                same = _mark_value(group[option]) if len(param_groups) > _FEW_GROUPS else None
+                place = (option, number if same is None else same)
+                alike.setdefault(place, []).append(_GroupOption(f"{number}.{option}/{digest}", group[option], keys))
+    found = {}
+    for (option, _), each in alike.items():
+        own, keys = f"{key}/{each[0].name}", each[0].keys
+        if len(each) > 1:
+            own = f"{key}/{option}/{digest_names(one.name for one in each)}"
+            keys = tuple(chain.from_iterable(one.keys for one in each))
+        found[own] = describe_plain_object(each[0].value, own, keys)
     return found
+
+
+class _GroupOption(NamedTuple):
+    """An option of a group: its name with that of the group, its value, and the keys to find it by."""
+
+    name: str
+    value: Any
+    keys: tuple[str, ...]
+
+
+def _mark_value(value: Any) -> tuple[Any, ...] | None:
+    """Return what equal values of equal types have in common; None for others than plain values and tuples of them."""
+    items = value if type(value) is tuple else (value,)
+    return (type(value), repr(value)) if _PLAIN.issuperset(map(type, items)) else None
 
 
 class _GroupKeys:
