@@ -8,7 +8,7 @@ whether or not the optimizer has it already; torch's ``get_optimizer_state_dict`
 from __future__ import annotations
 
 import hashlib
-from itertools import zip_longest
+from itertools import chain, zip_longest
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -203,19 +203,21 @@ def _name_state(optimizer: Optimizer, names: Mapping[int, str], position: int) -
     with torch.no_grad():
         found = own_method(optimizer, "state_dict")()
     params = [param for group in optimizer.param_groups for param in group[PARAMS]]
-    by_number = {number: names[id(param)] for number, param in enumerate(params)}
+    by_number = dict(enumerate(map(names.__getitem__, map(id, params))))
     # wrappers have their optimizer inside, and hooks may give other names to parameters
     has_groups = (
         isinstance(found.get(STATE), dict)
         and isinstance(found.get(GROUPS), list)
-        and all(number in by_number for group in found[GROUPS] for number in group[PARAMS])
+        and all(map(by_number.__contains__, chain.from_iterable(group[PARAMS] for group in found[GROUPS])))
     )
     if has_groups:
         state = {by_number[number]: values for number, values in found[STATE].items() if number in by_number}
-        groups = [{**group, PARAMS: [by_number[number] for number in group[PARAMS]]} for group in found[GROUPS]]
+        groups = [{**group, PARAMS: list(map(by_number.__getitem__, group[PARAMS]))} for group in found[GROUPS]]
         others = {
             ENTRIES: {name: value for name, value in found.items() if name not in (STATE, GROUPS)},
-            STATE: {key: value for key, value in found[STATE].items() if key not in by_number},
+            STATE: {k: v for k, v in found[STATE].items() if k not in by_number}
+            if len(state) < len(found[STATE])
+            else {},
         }
     else:
         state, others = {}, {ENTRIES: dict(found)}

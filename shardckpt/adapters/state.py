@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial, reduce
+from itertools import chain
 from operator import getitem
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -52,6 +53,9 @@ if TYPE_CHECKING:
 
     from shardckpt.mapping import PlainObject, Replicated, ShardedStateDict, StoredNames
 
+#: Groups of which each has objects of its own; of more, those with equal values are one object.
+_FEW_GROUPS = 16
+_PLAIN = frozenset((int, float, bool, str, type(None)))
 #: Classes of the values that optimizers of torch have.
 _TENSORS = frozenset((torch.Tensor, DTensor))
 
@@ -145,6 +149,7 @@ class SavedModules:
         self._replicated: Replicated = True if check_replicas else "sampled"
         self._tensors = LeafShards()
         self._states = SavedStates()
+        self._keys = _GroupKeys()
 
     def describe(
         self, model: Module | Sequence[Module], *optimizers: Optimizer, prefix: str = "", dequantize: bool = False
@@ -171,7 +176,7 @@ class SavedModules:
             if columns is not None and found is not None:
                 found.update(_describe_versions([columns.versions], prefix, self._replicated))
                 return found
-        kept = (self._tensors, self._states)
+        kept = _Kept(self._tensors, self._states, self._keys)
         return _describe_modules(model, optimizers, prefix, self._replicated, kept, dequantize=dequantize)
 
     def release(self) -> None:
@@ -213,7 +218,7 @@ def _describe_modules(
     optimizers: Sequence[Optimizer],
     prefix: str,
     replicated: Replicated,
-    kept: tuple[LeafShards, SavedStates] | None,
+    kept: _Kept | None,
     *,
     dequantize: bool,
 ) -> ShardedStateDict:
@@ -232,7 +237,7 @@ def _describe_modules(
 
         plain = values if not wrappers else {n: value for n, value in values.items() if n not in wrappers}
         if kept is not None:
-            found = kept[0].describe(plain, prefix, replicated, buffers)
+            found = kept.tensors.describe(plain, prefix, replicated, buffers)
         else:
             found = {
                 n: describe_leaf(value, f"{prefix}{n}", replication(n), alike=alike, detached=True)
@@ -263,7 +268,7 @@ def _describe_modules(
             for name, each in values.items()
         }
 
-    states = describe(live.states) if kept is None else kept[1].describe(live, state, replicated)
+    states = describe(live.states) if kept is None else kept.states.describe(live, state, replicated)
     options = _describe_options(live.groups, groups, replicated)
     rest = {
         one.digest: describe_others(one, f"{others}.{one.digest}", replicated, alike) for one in live.each if one.others
@@ -284,7 +289,9 @@ def _describe_modules(
                 rest, f"{others}.", lambda stored, entries: request_others(live, entries, stored, others)
             ),
             "for_dcp": {
-                **_describe_groups_for_dcp(live.groups, groups, frozenset(live.names)),
+                **_describe_groups_for_dcp(
+                    live.groups, groups, frozenset(live.names), _GroupKeys() if kept is None else kept.keys
+                ),
                 **_describe_numbers(live.states, state),
             },
         },
@@ -327,7 +334,7 @@ def _describe_options(groups: list[dict[str, Any]], key: str, replicated: Replic
 
 
 def _describe_groups_for_dcp(
-    param_groups: list[dict[str, Any]], key: str, params: Collection[str]
+    param_groups: list[dict[str, Any]], key: str, params: Collection[str], kept: _GroupKeys
 ) -> dict[str, PlainObject]:
     """Describe the groups as stock ``dcp.load`` asks for them, in both forms of torch's ``get_optimizer_state_dict``.
 
@@ -338,26 +345,80 @@ def _describe_groups_for_dcp(
         param_groups: The groups, with the names of their parameters.
         key: What the keys begin with.
         params: The names of all parameters.
+        kept: Has the keys of the last save.
 
     Returns:
         The descriptions, by their own keys. Ranks with the same parameters in a group have the same.
     """
-    found = {}
+    # by option and value; of few groups each keeps its own objects, so that a later save has as many as the last
+    alike: dict[Any, list[_GroupOption]] = {}
     for number, group in enumerate(param_groups):
-        names = group[PARAMS]
         # pipeline stages have a group 0 each, of other parameters: both are stored
-        digest = digest_names(names)
-        for option, value in group.items():
-            keys = [f"{number}.{option}"]
-            # a parameter whose name is a number, or a number and the name of an option, has its options there
-            if str(number) in params or keys[0] in params:
-                keys = []
-            if option != PARAMS and not isinstance(value, torch.Tensor):  # tensors are stored so already
-                keys += [f"{name}.{option}" for name in names]
+        digest = digest_names(group[PARAMS])
+        for option, keys in kept.find(number, group, key, params).items():
             if keys:
-                own = f"{key}/{number}.{option}/{digest}"
-                found[own] = describe_plain_object(value, own, tuple(f"{key}.{each}" for each in keys))
+                same = _mark_value(group[option]) if len(param_groups) > _FEW_GROUPS else None
+                place = (option, number if same is None else same)
+                alike.setdefault(place, []).append(_GroupOption(f"{number}.{option}/{digest}", group[option], keys))
+    found = {}
+    for (option, _), each in alike.items():
+        own, keys = f"{key}/{each[0].name}", each[0].keys
+        if len(each) > 1:
+            own = f"{key}/{option}/{digest_names(one.name for one in each)}"
+            keys = tuple(chain.from_iterable(one.keys for one in each))
+        found[own] = describe_plain_object(each[0].value, own, keys)
     return found
+
+
+class _GroupOption(NamedTuple):
+    """An option of a group: its name with that of the group, its value, and the keys to find it by."""
+
+    name: str
+    value: Any
+    keys: tuple[str, ...]
+
+
+def _mark_value(value: Any) -> tuple[Any, ...] | None:
+    """Return what equal values of equal types have in common; None for others than plain values and tuples of them."""
+    items = value if type(value) is tuple else (value,)
+    return (type(value), repr(value)) if _PLAIN.issuperset(map(type, items)) else None
+
+
+class _GroupKeys:
+    """The keys under which stock ``dcp.load`` looks for the options of groups: made once, as long as they are alike."""
+
+    def __init__(self) -> None:
+        #: By the number of a group: what its keys depend on, and the keys of each option.
+        self._found: dict[int, tuple[tuple[Any, ...], dict[str, tuple[str, ...]]]] = {}
+
+    def find(
+        self, number: int, group: Mapping[str, Any], key: str, params: Collection[str]
+    ) -> dict[str, tuple[str, ...]]:
+        """Return the keys of each option; arguments as for :func:`_describe_groups_for_dcp`."""
+        names = group[PARAMS]
+        # tensors are listed under the names of parameters already
+        by_name = {name: name != PARAMS and not isinstance(value, torch.Tensor) for name, value in group.items()}
+        # a parameter whose name is a number, or a number and the name of an option, has its options there
+        taken = [option for option in by_name if str(number) in params or f"{number}.{option}" in params]
+        form = (key, list(names), list(by_name.items()), taken)
+        if number not in self._found or self._found[number][0] != form:
+            keys = {
+                option: (
+                    *(() if option in taken else (f"{key}.{number}.{option}",)),
+                    *([f"{key}.{name}.{option}" for name in names] if is_listed else ()),
+                )
+                for option, is_listed in by_name.items()
+            }
+            self._found[number] = form, keys
+        return self._found[number][1]
+
+
+class _Kept(NamedTuple):
+    """What describes a model and its optimizers in later saves."""
+
+    tensors: LeafShards
+    states: SavedStates
+    keys: _GroupKeys
 
 
 def _describe_numbers(states: Mapping[str, Any], key: str) -> dict[str, PlainObject]:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import logging
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from shardckpt.distributed import Comm
 from shardckpt.engine import pause_gc
 from shardckpt.errors import CheckpointingException, NotEnoughSpaceError, listed, refuse_copy
 from shardckpt.manager.casting import cast_shards
-from shardckpt.manager.config import CheckpointConfig
+from shardckpt.manager.config import AsyncMode, CheckpointConfig
 from shardckpt.manager.exclusion import leave_out
 from shardckpt.manager.garbage_collection import discard_steps_after
 from shardckpt.manager.initial import load_initial
@@ -170,8 +170,11 @@ class CheckpointManager:
             logger.warning("step %d is skipped: the checkpoint of step %s is still being written", step, self._last)
             return False
         self._advance(self._writer, blocking=True)
+        in_background = self.config.async_mode is not AsyncMode.DISABLED and not last_step
         try:
-            self._save(self._writer, step, metrics or {}, last_step=last_step)
+            # most of what is made until the tensors are copied is gone then: the collector would visit it before
+            with pause_gc() if in_background else nullcontext():
+                self._save(self._writer, step, metrics or {}, last_step=last_step)
         finally:
             self._states.release()  # the tensors are copied, or written
         for part in self._parts:

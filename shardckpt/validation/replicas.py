@@ -239,10 +239,12 @@ def _group_numbers(shared: list[_Shared]) -> tuple[list[list[_Shared]], list[_Sh
     numbers: dict[Any, list[_Shared]] = defaultdict(list)
     others: list[_Shared] = []
     for pair in shared:
-        value = pair[0].data
-        is_number = type(value) in ORDINARY and value.layout == torch.strided and not (value.dim() or value.is_meta)
-        if is_number and value.dtype in _NUMBERS:
-            numbers[value.dtype, value.device].append(pair)
+        shard = pair[0]
+        value = shard.data
+        # the shard has the tensor's shape and dtype, and answers faster
+        is_number = type(value) in ORDINARY and not shard.local_shape and shard.dtype in _NUMBERS
+        if is_number and value.layout == torch.strided and not value.is_meta:
+            numbers[shard.dtype, "cpu" if value.is_cpu else value.device].append(pair)
         else:
             others.append(pair)
     return list(numbers.values()), others
@@ -250,7 +252,8 @@ def _group_numbers(shared: list[_Shared]) -> tuple[list[list[_Shared]], list[_Sh
 
 def _digest_numbers(group: list[_Shared], digest: Digest) -> bytes:
     """Return what is equal on ranks that have the same numbers under the same ids."""
-    values = torch.stack([shard.data.detach() for shard, _ in group])
+    with torch.no_grad():
+        values = torch.stack([shard.data for shard, _ in group])
     return b"".join((str(values.dtype).encode(), *(short_id for _, short_id in group), _pack(_digest(values, digest))))
 
 

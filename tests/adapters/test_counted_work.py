@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
 
 from shardckpt import dist_checkpointing
 from shardckpt.adapters import SavedModules, load_into, module_tree, to_sharded_state_dict
@@ -57,3 +59,24 @@ def test_a_load_walks_as_often_for_many_optimizers_as_for_one(monkeypatch: pytes
         load_into(dist_checkpointing.load(state, tmp_path / str(count)), job.model, *job.optimizers)
         walks.add(job.walks)
     assert len(walks) == 1
+
+
+def test_options_of_many_groups_are_one_object(tmp_path: Path) -> None:
+    """An option of many groups is one object a value for stock DCP, which finds it under each group."""
+    model = nn.ParameterDict({f"w{number}": nn.Parameter(torch.ones(1)) for number in range(40)})
+    params = list(model.values())
+    optimizers = [torch.optim.SGD([param], lr=0.5, momentum=0.9) for param in params]
+    optimizers[7].param_groups[0]["lr"] = 0.25
+    optimizers[8].param_groups[0]["nesterov"] = 0  # equal to False, of another type
+    state = to_sharded_state_dict(model, *optimizers)
+    options = optimizers[0].param_groups[0].keys() - {"params"}
+    assert len(state["optimizer"]["for_dcp"]) == len(params) + len(options) + 2
+    dist_checkpointing.save(state, tmp_path / "a")
+    wanted: dict[str, Any] = {
+        f"optimizer.param_groups.{name}.{option}": None for name in range(40) for option in ("lr", "nesterov", "params")
+    }
+    dcp.load(wanted, checkpoint_id=tmp_path / "a")
+    found = {key.removeprefix("optimizer.param_groups."): value for key, value in wanted.items()}
+    assert [found[f"{number}.lr"] for number in range(40)] == [0.5] * 7 + [0.25] + [0.5] * 32
+    assert [type(found[f"{number}.nesterov"]) for number in (7, 8, 9)] == [bool, int, bool]
+    assert found["39.params"] == [list(model)[39]]
