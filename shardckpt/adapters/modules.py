@@ -63,7 +63,9 @@ def _read_part(part: Module) -> tuple[dict[str, Any], dict[str, Any]]:
     if columns is not None and found is not None:
         return found, columns.versions
     read = read_state_dict(part)
-    return get_model_state_dict(part) if read is None else read[0], list_versions(part)
+    if read is None:
+        return get_model_state_dict(part), list_versions(part, {})
+    return read.values, list_versions(part, read.metadata)
 
 
 def find_buffers(values: Mapping[str, Any], parts: Sequence[Module]) -> frozenset[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,6 +25,7 @@ from shardckpt.adapters.optimizers import (
     read_optimizer,
     spread_options,
 )
+from shardckpt.adapters.own_values import find_own_values
 from shardckpt.adapters.versions import add_versions
 from shardckpt.errors import CheckpointingException, KeyMismatchError, ShardingError, listed
 from shardckpt.state_dict import are_equal, dict_list_map_outplace
@@ -37,6 +39,8 @@ if TYPE_CHECKING:
 
     from shardckpt.adapters.optimizers import NamedState
     from shardckpt.mapping import StateDict
+
+logger = logging.getLogger(__name__)
 
 
 def load_into(
@@ -115,9 +119,14 @@ def _hand_over_tensors(part: Module, values: Mapping[str, Any]) -> None:
         rest = {name: value for name, value in values.items() if name != VERSIONS}
         set_model_state_dict(part, add_versions(part, rest, versions), options=StateDictOptions(strict=False))
         return
-    own = {key: values[name] for name, key in read[1].items() if name in values}
+    own = {key: values[name] for name, key in read.keys.items() if name in values}
+    if found := find_own_values([part]):
+        grown = {name: found.find_grown(name) for name in values if name not in read.keys}
+        own |= {key: values[name] for name, key in grown.items() if key is not None}
     # what was not loaded is kept: load_into(strict=False)
-    part.load_state_dict(add_versions(part, own, versions), strict=False)
+    unused = part.load_state_dict(add_versions(part, own, versions), strict=False).unexpected_keys
+    if unused:
+        logger.warning("%s does not take what was loaded for it: %s", type(part).__name__, listed(sorted(unused)))
 
 
 def _can_be_copied(live: Mapping[str, torch.Tensor], values: Mapping[str, Any]) -> bool:
