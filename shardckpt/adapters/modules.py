@@ -50,19 +50,19 @@ def get_model_tensors(parts: Sequence[Module]) -> dict[str, Any]:
 
 def read_model_tensors(parts: Sequence[Module]) -> dict[str, Any]:
     """Return the same tensors, but those that are parameters or buffers themselves: detaching many takes its time."""
-    return read_model(parts, map(list_state_columns, parts))[0]
+    return read_model(parts)[0]
 
 
 def read_model(
-    parts: Sequence[Module], columns: Iterable[StateColumns | None]
+    parts: Sequence[Module], columns: Iterable[StateColumns | None] | None = None
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Return what :func:`read_model_tensors` returns, and of each module the versions by name.
 
     Args:
         parts: The modules.
-        columns: What :func:`list_state_columns` has returned for each.
+        columns: What :func:`list_state_columns` has returned for each, if it was called.
     """
-    found = list(map(_read_part, parts, columns))
+    found = list(map(_read_part, parts, map(list_state_columns, parts) if columns is None else columns))
     return merge_sources("model part", (values for values, _ in found)), [versions for _, versions in found]
 
 
@@ -71,7 +71,9 @@ def _read_part(part: Module, columns: StateColumns | None) -> tuple[dict[str, An
     if columns is not None and found is not None:
         return found, columns.versions
     read = read_state_dict(part)
-    return get_model_state_dict(part) if read is None else read[0], list_versions(part)
+    if read is None:
+        return get_model_state_dict(part), list_versions(part, {})
+    return read.values, list_versions(part, read.metadata)
 
 
 def find_buffers(values: Mapping[str, Any], parts: Sequence[Module]) -> frozenset[str]:
