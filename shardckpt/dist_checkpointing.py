@@ -224,7 +224,8 @@ def load(
 
     Where a wanted tensor has another dtype than the stored one, values are cast as they are loaded, if the dtype can
     hold them or their nearest; that is logged once a load. Casts that would cut or wrap values are refused by name,
-    before anything is filled:
+    before anything is filled. Of other casts the values tell: one that changes an integer (2**24 + 1 as float32), or
+    makes a number infinite (1e5 as float16), is refused once it is made; destinations are filled then.
 
     =========================== ============================================= ======================================
     stored                      wanted                                        the load
@@ -232,10 +233,10 @@ def load(
     bool                        any                                           casts, exactly
     an integer                  an integer that has all its values            casts, exactly
     an integer                  one that has not (int64 to int32), bool       refuses
-    an integer                  float, complex                                casts; rounds
-    float (float8 too)          float of any width, complex                   casts; rounds, or overflows to infinity
+    an integer                  float, complex                                casts; refuses values it would change
+    float (float8 too)          float of any width, complex                   casts; rounds; refuses what overflows
     float                       an integer, bool                              refuses
-    complex                     complex                                       casts; rounds
+    complex                     complex                                       casts; rounds; refuses what overflows
     complex                     any other                                     refuses
     packed (4 bits, bits8, ...) any other                                     refuses
     =========================== ============================================= ======================================

@@ -9,6 +9,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 from torch.distributed.tensor import DTensor
 
 from shardckpt.adapters import fsdp1
+from shardckpt.adapters.dtensor import get_local_tensor
 from shardckpt.adapters.forms import rebuild_state
 from shardckpt.adapters.kept_options import (
     choose_options,
@@ -33,7 +34,9 @@ from shardckpt.adapters.optimizers import (
     spread_options,
 )
 from shardckpt.errors import CheckpointingException, KeyMismatchError, ShardingError, listed
+from shardckpt.planning import refuse_cast, refuse_changed_values
 from shardckpt.state_dict import are_equal, dict_list_map_outplace
+from shardckpt.tensors import is_quantized, is_sharded_tensor
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -71,6 +74,7 @@ def load_into(
         KeyMismatchError: a parameter was not loaded; modules and optimizers do not change.
         CheckpointingException: parameters of one group were saved with different options, ``loaded`` does not have the
             structure of ``to_sharded_state_dict``, or no group has an option of ``keep_options``.
+        DtypeMismatchError: ``loaded`` has values that the dtype of a module's tensor cannot hold.
     """
     parts = as_parts(model_or_parts)
     _check_structure(loaded, with_optimizers=bool(optimizers))
@@ -79,9 +83,11 @@ def load_into(
     live = [read_optimizer(parts, optimizer, number) for number, optimizer in enumerate(optimizers)]
     own_groups = {name_group(group) for one in live for group in one.groups}
     options = spread_options(optimizer_state.get(GROUPS, {}), own_groups)
+    live_tensors = read_model_tensors(parts)
+    _check_casts(model, live_tensors)
     if strict:
         trained = {name for one in live for name in one.names}
-        _refuse(read_model_tensors(parts).keys() - model.keys(), "model")
+        _refuse(live_tensors.keys() - model.keys(), "model")
         _refuse(trained - options.keys(), "optimizer")
     params = {name: param for one in live for name, param in one.params.items()}
     states = {name: rebuild_state(each, params.get(name)) for name, each in optimizer_state.get(STATE, {}).items()}
@@ -135,6 +141,21 @@ def _hand_over_tensors(part: Module, values: Mapping[str, Any]) -> None:
         return
     own = {key: values[name] for name, key in read[1].items() if name in values}
     part.load_state_dict(own, strict=False)  # what was not loaded is kept: load_into(strict=False)
+
+
+def _check_casts(values: Mapping[str, Any], live: Mapping[str, Any]) -> None:
+    """Raise if values that a caller gives in another dtype than the live tensors' would be changed.
+
+    Raises:
+        DtypeMismatchError: a tensor has such values, or a dtype whose values would be cut.
+    """
+    for name, tensor in live.items():
+        value = values.get(name)
+        if not isinstance(value, torch.Tensor) or not isinstance(tensor, torch.Tensor) or value.dtype == tensor.dtype:
+            continue
+        refuse_cast(name, value.dtype, tensor.dtype, advise=False)
+        if not is_quantized(tensor) and not is_quantized(value) and not is_sharded_tensor(value):
+            refuse_changed_values(name, get_local_tensor(value.detach()), tensor.dtype, advise=False)
 
 
 def _can_be_copied(live: Mapping[str, torch.Tensor], values: Mapping[str, Any]) -> bool:

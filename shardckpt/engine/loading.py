@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
+from shardckpt.engine.changed_values import describe_faults, find_suspects, request_stored_values
 from shardckpt.engine.integrity import verify_integrity
 from shardckpt.engine.load_results import check_buildable, check_columns, check_common, check_index, check_values
 from shardckpt.engine.load_template import MISSING, LoadTemplate
@@ -19,11 +20,11 @@ from shardckpt.engine.operation import Operation
 from shardckpt.engine.twins import check_twins, find_twins
 from shardckpt.errors import ShardingError, listed
 from shardckpt.mapping import ShardedObject, ShardedTensor, StoredNames
-from shardckpt.planning import Casts, check_dtypes, check_shapes, describe_casts, is_exact
+from shardckpt.planning import Casts, check_dtypes, check_shapes, describe_casts, is_exact, make_changed_error
 from shardckpt.plugins import Accept, choose_reader, hold_checkpoint, hold_same
 from shardckpt.storage import CheckpointReader, is_read_again, retry_if_replaced
 from shardckpt.strategy import BuildsObjects, LoadContext, LoadStrategy, StoredColumns, lists_columns
-from shardckpt.tensors import fill
+from shardckpt.tensors import can_change_values, fill
 from shardckpt.validation import (
     KeyMismatch,
     StrictHandling,
@@ -146,11 +147,12 @@ class OpenCheckpoint:
         )
         return {shard.unique_key for shard, is_built in zip(absent, found, strict=True) if is_built}
 
-    def values(self, wanted: list[ShardedBase]) -> list[Any]:
+    def values(self, wanted: list[ShardedBase], *, is_synced: bool = False) -> list[Any]:
         """Collective: return the values of shards; where a shard has data, that is filled and returned.
 
         Args:
             wanted: Shards of stored keys, none or many.
+            is_synced: Whether the ranks have just called another collective, so that no rank has failed.
 
         Returns:
             One value per shard, in order: a tensor of its ``data_shape``, or an object.
@@ -159,7 +161,8 @@ class OpenCheckpoint:
             CheckpointingException: on every rank, if any failed.
         """
         # nothing is filled if a rank has failed so far: the caller's tensors stay as they are
-        self.context.comm.sync_errors()
+        if not is_synced:
+            self.context.comm.sync_errors()
         with self.operation.local_phase("loading shards"):
             values = self.strategy.load(wanted, self.context)
             # all of them before the first is copied
@@ -280,7 +283,7 @@ def load_checkpoint(
         validate: Whether to check that the shards of all ranks cover every tensor exactly once.
         strict: What to do about keys that do not match.
         verify: Whether to read every file, and compare it with its digests, first.
-        allow_dtype_cast: Whether to cast values to dtypes that cannot hold them.
+        allow_dtype_cast: Whether to cast values to dtypes that cannot hold them, in any case.
         advise: Whether errors may name arguments of ``dist_checkpointing.load`` and of ShardedTensor: whether the
             user can pass them.
         on_unused: What to do about stored tensors and objects that no rank asks for, if ``strict`` does not look for
@@ -342,7 +345,10 @@ def load_checkpoint(
             _log_casts(casts)
     common = checkpoint.common()  # before the shards: if it cannot be read, no destination has been filled
     twins = find_twins(available, filled_by_twins)
-    found = checkpoint.values([_without_data(shard) if n in twins else shard for n, shard in enumerate(available)])
+    # in the message that tells whether a rank has failed
+    (may_change,) = comm.largest(not allow_dtype_cast and any(can_change_values(*pair) for pair in casts))
+    wanted_values = [_without_data(shard) if n in twins else shard for n, shard in enumerate(available)]
+    found = checkpoint.values(wanted_values, is_synced=True)
     with checkpoint.operation.local_phase("comparing what has one destination"):
         check_twins(available, found, twins)
     loaded = iter(found)
@@ -351,7 +357,33 @@ def load_checkpoint(
         # what the strategy built from single values is in the common state as well
         numbers = {n for n, shard in enumerate(template.shards) if stored_key(shard) in built} if built else set()
         state_dict = template.fill(values, common, built=numbers)
+    if may_change:
+        _refuse_changed_values(checkpoint, available, found, dtypes, advise=advise)
     return state_dict, mismatch
+
+
+def _refuse_changed_values(
+    checkpoint: OpenCheckpoint,
+    wanted: list[ShardedBase],
+    values: list[Any],
+    dtypes: dict[str, torch.dtype],
+    *,
+    advise: bool,
+) -> None:
+    """Collective: raise DtypeMismatchError, on every rank, if a cast has changed a value of any rank."""
+    comm, faults = checkpoint.context.comm, list[str]()
+    with checkpoint.operation.local_phase("looking at what was cast"):
+        suspects = find_suspects(wanted, values, dtypes)
+    (rounds,) = comm.largest(len(suspects))
+    for number in range(rounds):
+        mine = suspects[number : number + 1]
+        sources = checkpoint.values(request_stored_values(mine, dtypes))
+        with checkpoint.operation.local_phase("looking at what was cast"):
+            faults += describe_faults(mine, sources)
+    if rounds:
+        with comm.collective_phase("looking at what was cast"):
+            if faults:
+                raise make_changed_error(faults, advise=advise)
 
 
 def _without_data(shard: ShardedBase) -> ShardedBase:

@@ -39,6 +39,7 @@ def load_from_huggingface(
     process_group: ProcessGroup | None = None,
     fully_parallel: bool = False,
     memory_budget: int | str | None = None,
+    allow_dtype_cast: bool = False,
 ) -> Any:
     """Collective: fill shards of any layout from a Hugging Face folder; each rank reads only bytes of its shards.
 
@@ -64,6 +65,7 @@ def load_from_huggingface(
         process_group: The ranks that load; by default all, or this process alone without torch.distributed.
         fully_parallel: Read what several ranks want once; as for :func:`shardckpt.dist_checkpointing.load`.
         memory_budget: As for :func:`shardckpt.dist_checkpointing.load`.
+        allow_dtype_cast: As for :func:`shardckpt.dist_checkpointing.load`.
 
     Returns:
         The state dict with its tensors filled. Tensors of the folder that no shard requests are not read.
@@ -73,6 +75,7 @@ def load_from_huggingface(
         CheckpointReplacedError: exports replaced the folder in every attempt.
         KeyMismatchError: a requested tensor is not in the folder.
         ShapeMismatchError: a tensor has another shape in the folder.
+        DtypeMismatchError: values do not fit a wanted dtype.
         CheckpointingException: any other failure; the same on every rank.
     """
     comm = Comm(process_group)
@@ -112,6 +115,7 @@ def load_from_huggingface(
                     checkpoint,
                     validate=validate_access_integrity,
                     strict=mode,
+                    allow_dtype_cast=allow_dtype_cast,
                     filled_by_twins=strategy.absent,
                 )
                 # after the reads: the bytes may be those of a folder that an export has put in place since

@@ -10,7 +10,7 @@ from shardckpt.errors import CheckpointingException, KeyMismatchError
 from shardckpt.local.memory_shards import fetch_shards, keep_share
 from shardckpt.mapping import ShardedObject, ShardedTensor, StoredNames
 from shardckpt.parallel import check_algorithm
-from shardckpt.planning import check_dtypes, check_shapes, shard_id
+from shardckpt.planning import check_dtypes, check_shapes, refuse_changed_values, shard_id
 from shardckpt.state_dict import dict_list_map_outplace, nested_values, split_for_save
 from shardckpt.tensors import fill
 from shardckpt.validation import (
@@ -186,7 +186,8 @@ class TensorAwareStateDict:
                 objects = {shard_id(leaf): leaf.data for leaf in leaves if isinstance(leaf, ShardedObject)}
                 collected: dict[Any, Any] = {**objects, **kept, **fetched}
             with comm.collective_phase("assembling the state dict"):
-                found = iter([_fill_destination(shard, collected) for shard in available])
+                allow = allow_dtype_cast
+                found = iter([_fill_destination(shard, collected, allow_cast=allow) for shard in available])
                 values = [MISSING if stored_key(shard) in mismatch.absent else next(found) for shard in template.shards]
                 state_dict = template.fill(values, self.common)
         return (state_dict, set(mismatch.missing), set(mismatch.unexpected)) if return_mismatch_keys else state_dict
@@ -301,7 +302,7 @@ def _check_algo(algo: str) -> None:
         raise CheckpointingException(f"no algo {algo!r}: it is one of {', '.join(_ALGORITHMS)}")
 
 
-def _fill_destination(shard: ShardedBase, collected: dict[Any, Any]) -> Any:
+def _fill_destination(shard: ShardedBase, collected: dict[Any, Any], *, allow_cast: bool) -> Any:
     """Return the value of a wanted shard, in the caller's own tensor if there is one."""
     if shard_id(shard) not in collected:  # tensors that no rank keeps were found by fetch_shards
         raise KeyMismatchError(
@@ -310,6 +311,8 @@ def _fill_destination(shard: ShardedBase, collected: dict[Any, Any]) -> Any:
     value = collected[shard_id(shard)]
     if not isinstance(shard, ShardedTensor):
         return value
+    if not allow_cast:
+        refuse_changed_values(shard.key, value, shard.dtype)
     if shard.data is None:
         return value.to(shard.dtype)
     if value is not shard.data:

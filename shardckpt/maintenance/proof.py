@@ -57,9 +57,9 @@ class SummedCheckpoint(OpenCheckpoint):
 
     sums: TensorSums
 
-    def values(self, wanted: list[ShardedBase]) -> list[Any]:
+    def values(self, wanted: list[ShardedBase], *, is_synced: bool = False) -> list[Any]:
         """Return the values of shards, and add those of tensors."""
-        found = super().values(wanted)
+        found = super().values(wanted, is_synced=is_synced)
         both = [(shard, v) for shard, v in zip(wanted, found, strict=True) if isinstance(shard, ShardedTensor)]
         self.sums.add([shard for shard, _ in both], [value for _, value in both])
         return found

@@ -140,6 +140,8 @@ class CheckpointConfig(BaseModel):
         memory_budget: Bytes, or text such as ``"256MiB"``, that each rank may hold at a time beside its tensors in a
             save, the copies of async modes included, in a load, and in the export of ``last_save_in_hf``; see
             :func:`shardckpt.dist_checkpointing.save` and ``load``.
+        allow_dtype_cast: Whether a load casts values to dtypes that cannot hold them, as torch does; see
+            :func:`shardckpt.dist_checkpointing.load`.
         on_unused: What a load does about stored tensors and objects of the states that it sets, or of states that the
             manager does not have, which nothing asks for: ``"warn"`` once, ``"error"``, or ``"ignore"``. States that
             are excluded, and all but the model where that alone is loaded, do not count.
@@ -195,6 +197,7 @@ class CheckpointConfig(BaseModel):
     save_rng: bool = True
     fully_parallel_load: bool = False
     memory_budget: int | str | None = None
+    allow_dtype_cast: bool = False
     on_unused: Literal["warn", "error", "ignore"] = "warn"
     show_progress: bool = False
     save_on_sigterm: bool = False

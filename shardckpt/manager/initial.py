@@ -50,6 +50,7 @@ def load_initial(
             process_group=process_group,
             fully_parallel=config.fully_parallel_load,
             memory_budget=config.memory_budget,
+            allow_dtype_cast=config.allow_dtype_cast,
         )
         with comm.collective_phase("restoring the model"):
             states.restore_model(loaded, strict=not is_partial)

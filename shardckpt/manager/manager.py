@@ -119,6 +119,7 @@ class CheckpointManager:
             fully_parallel=config.fully_parallel_load,
             memory_budget=config.memory_budget,
             on_unused=config.on_unused,
+            allow_dtype_cast=config.allow_dtype_cast,
         )
 
     def is_due(self, step: int) -> bool:

@@ -67,6 +67,7 @@ class StepReader:
         fully_parallel: As for :func:`shardckpt.dist_checkpointing.load`.
         memory_budget: As for :func:`shardckpt.dist_checkpointing.load`.
         on_unused: As for CheckpointConfig.
+        allow_dtype_cast: As for CheckpointConfig.
     """
 
     def __init__(
@@ -80,9 +81,11 @@ class StepReader:
         fully_parallel: bool = False,
         memory_budget: int | str | None = None,
         on_unused: OnUnused = "warn",
+        allow_dtype_cast: bool = False,
     ) -> None:
         self._states = states
         self._on_unused: OnUnused = on_unused
+        self._allow_cast = allow_dtype_cast
         self._group = process_group
         self._budget, reading = split_budget(memory_budget, fully_parallel=fully_parallel)
         self._options = LoadOptions(allow_globals=tuple(allow_globals), memory_budget=reading)
@@ -106,10 +109,11 @@ class StepReader:
         try:
             fetched = self.fetch(path, model_only=model_only)
         except (DtypeMismatchError, KeyMismatchError, ShapeMismatchError) as exc:
+            cast = ", or cast them as torch does: CheckpointConfig(allow_dtype_cast=True)"
             raise replace_text(
                 exc,
                 f"{path} does not fit the states: {exc}\nBuild the states as they were when it was saved, or put "
-                "those that need not be loaded into exclude_from_loading",
+                "those that need not be loaded into exclude_from_loading" + cast * isinstance(exc, DtypeMismatchError),
             ) from exc
         with Comm(self._group).collective_phase("restoring the states"):
             fetched.restore(self._states)
@@ -158,6 +162,7 @@ class StepReader:
                 checkpoint,
                 validate=True,
                 on_unused=self._on_unused,
+                allow_dtype_cast=self._allow_cast,
                 counts_unused=partial(
                     self._counts,
                     frozenset(names),
@@ -242,6 +247,7 @@ def _load(
     *,
     validate: bool,
     on_unused: OnUnused = "ignore",
+    allow_dtype_cast: bool = False,
     counts_unused: Callable[[str], bool] = lambda _: True,
 ) -> StateDict:
     """Collective: load what is requested; on a rank that requests nothing, take part in the load of the others."""
@@ -253,6 +259,7 @@ def _load(
         checkpoint,
         validate=validate,
         strict=StrictHandling.RAISE_UNEXPECTED,
+        allow_dtype_cast=allow_dtype_cast,
         advise=False,
         on_unused=on_unused,
         counts_unused=counts_unused,

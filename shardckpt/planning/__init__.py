@@ -14,7 +14,16 @@ from shardckpt.planning.boxes import (
     unflattened_box,
 )
 from shardckpt.planning.coverage import Overlap, find_hole, find_overlap, find_uncovered
-from shardckpt.planning.dtypes import Casts, check_dtypes, describe_casts, is_exact, refuse_cast
+from shardckpt.planning.dtypes import (
+    Casts,
+    check_dtypes,
+    describe_casts,
+    describe_changed_value,
+    is_exact,
+    make_changed_error,
+    refuse_cast,
+    refuse_changed_values,
+)
 from shardckpt.planning.lookup import BoxFinder
 from shardckpt.planning.placements import HeldBox, Split, compute_local_shape, list_held_boxes, make_empty_box
 from shardckpt.planning.shapes import check_shapes
@@ -86,6 +95,7 @@ __all__ = [
     "cut_box",
     "cut_flat_range",
     "describe_casts",
+    "describe_changed_value",
     "describe_copy",
     "find_holders",
     "find_hole",
@@ -102,12 +112,14 @@ __all__ = [
     "list_fields",
     "list_held_boxes",
     "list_rows",
+    "make_changed_error",
     "make_column",
     "make_empty_box",
     "make_matrix",
     "number_groups",
     "part_view",
     "refuse_cast",
+    "refuse_changed_values",
     "repeat_values",
     "shard_id",
     "shard_nbytes",

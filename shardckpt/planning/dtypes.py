@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
 from shardckpt.errors import DtypeMismatchError, listed
 from shardckpt.mapping import ShardedTensor
+from shardckpt.tensors import find_changed_value
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Collection, Iterable, Mapping
 
     from shardckpt.mapping import ShardedBase
 
 #: The keys of the tensors that are cast, by stored and wanted dtype.
 Casts: TypeAlias = "dict[tuple[torch.dtype, torch.dtype], list[str]]"
+#: What errors say about the argument that allows casts, to callers who can pass it.
+_CAST_ADVICE = ", or load them as torch casts them: allow_dtype_cast=True"
 
 
 def check_dtypes(
@@ -49,15 +52,37 @@ def check_dtypes(
             "stored values do not fit the dtypes that are wanted, and would be cut or wrapped around:\n  "
             + listed(shown, "\n  ")
             + "\nGive these tensors the stored dtype"
-            + (", or load them as torch casts them: dist_checkpointing.load(..., allow_dtype_cast=True)" * advise)
+            + _CAST_ADVICE * advise
         )
     return dict(casts)
 
 
-def refuse_cast(key: str, stored: torch.dtype, wanted: torch.dtype) -> None:
+def refuse_cast(key: str, stored: torch.dtype, wanted: torch.dtype, *, advise: bool = True) -> None:
     """Raise :class:`DtypeMismatchError` if a cast of one tensor would lose more than precision."""
     if stored is not wanted:  # a shard of any shape will do: its key and dtype alone are compared
-        check_dtypes([ShardedTensor.from_global_shape(key, wanted, ())], {key: stored}, allow_cast=False)
+        shard = ShardedTensor.from_global_shape(key, wanted, ())
+        check_dtypes([shard], {key: stored}, allow_cast=False, advise=advise)
+
+
+def refuse_changed_values(key: str, source: torch.Tensor, wanted: torch.dtype, *, advise: bool = True) -> None:
+    """Raise :class:`DtypeMismatchError` if a cast of a tensor would change a value by more than rounding a float."""
+    if found := find_changed_value(source, wanted):
+        raise make_changed_error([describe_changed_value(key, source.dtype, wanted, *found)], advise=advise)
+
+
+def describe_changed_value(key: str, stored: torch.dtype, wanted: torch.dtype, value: Any, result: Any) -> str:
+    """Return a line of :func:`make_changed_error`: the tensor, and one of its values that a cast changes."""
+    return f"{key!r}: stored {stored}, wanted {wanted}: {value} would be {result}"
+
+
+def make_changed_error(faults: Collection[str], *, advise: bool) -> DtypeMismatchError:
+    """Return the error about values that casts change; ``advise`` is that of :func:`check_dtypes`."""
+    return DtypeMismatchError(
+        "stored values do not fit the dtypes that are wanted, and would be changed:\n  "
+        + listed(sorted({*faults}), "\n  ")
+        + "\nGive these tensors the stored dtype"
+        + _CAST_ADVICE * advise
+    )
 
 
 def keeps_meaning(stored: torch.dtype, wanted: torch.dtype) -> bool:

@@ -1,5 +1,6 @@
 """A tensor's memory and values: bytes, copies, quantized classes, torch's private names."""
 
+from shardckpt.tensors.casts import can_change_values, find_changed_value, may_be_changed
 from shardckpt.tensors.copier import Copier
 from shardckpt.tensors.deferred import DeferredTensor
 from shardckpt.tensors.fingerprint import finish_fingerprint, sum_boxes
@@ -59,6 +60,7 @@ __all__ = [
     "Copier",
     "DeferredTensor",
     "are_contiguous",
+    "can_change_values",
     "check_outward_dtype",
     "copy_each",
     "copy_values",
@@ -66,6 +68,7 @@ __all__ = [
     "empty_sharded_tensor_like",
     "fill",
     "find_addresses",
+    "find_changed_value",
     "find_host_addresses",
     "find_wrapped_child",
     "finish_fingerprint",
@@ -79,6 +82,7 @@ __all__ = [
     "is_sharded_tensor",
     "kind",
     "lengthens_names",
+    "may_be_changed",
     "movable",
     "move_placement",
     "new_wrapper",

@@ -37,7 +37,7 @@ def _wider(dtype: torch.dtype) -> tuple[torch.dtype, ...]:
     return tuple(other for other, has in outer.items() if has.min <= inner.min and inner.max <= has.max)
 
 
-#: dtypes into which the values of others go in one well-defined way, and which a load gives without allow_dtype_cast.
+#: dtypes into which the values of others go in one well-defined way; some of them only with allow_dtype_cast.
 CASTS: dict[torch.dtype, tuple[torch.dtype, ...]] = {
     torch.bool: (torch.uint8, torch.int64, torch.float32),
     **{dtype: (*_wider(dtype), torch.float64, torch.bfloat16) for dtype in INTEGERS},

@@ -210,7 +210,7 @@ def test_outside_of_a_manager_the_arguments_are_named(tmp_path: Path) -> None:
     dc.save(_Tensors(a=torch.ones(8, 2)).sharded_state_dict(), tmp_path / "a")
     for tensor, advised in (
         (torch.ones(6, 2), "ShardedTensor(..., allow_shape_mismatch=True)"),
-        (torch.ones(8, 2, dtype=torch.int8), "dist_checkpointing.load(..., allow_dtype_cast=True)"),
+        (torch.ones(8, 2, dtype=torch.int8), "load them as torch casts them: allow_dtype_cast=True"),
     ):
         with pytest.raises(CheckpointingException, match=re.escape(advised)):
             dc.load(_Tensors(a=tensor).sharded_state_dict(), tmp_path / "a")
@@ -220,7 +220,7 @@ def test_the_check_finds_what_cannot_be_given() -> None:
     """An argument of load alone, or one that a named function lacks, does not pass."""
     assert _check("pass check_replicas=False; dist_checkpointing.save(overwrite=True) or CheckpointConfig()") == 2
     for message in (
-        "pass allow_dtype_cast=True",
+        "pass verify_integrity=True",
         "CheckpointConfig(strict=False)",
         "load_outside(a=1)",
         "ShardedTensor(..., allow_shape_mismatch=True) loads",

@@ -60,4 +60,4 @@ def for_all(cases: SearchStrategy[T], count: int, check: Callable[[T], Any]) -> 
 def load(batch: SaveLoadCase, path: Path) -> None:
     """Load what a case wants, and compare it."""
     wanted = Destinations(batch)
-    wanted.check(dc.load(wanted.state(), path, validate_access_integrity=batch.validate))
+    wanted.check(dc.load(wanted.state(), path, validate_access_integrity=batch.validate, allow_dtype_cast=True))

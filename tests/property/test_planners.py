@@ -39,6 +39,14 @@ def test_the_strategy_plans_any_layout_by_planners(tmp_path: Path, count: int) -
             assert _data_files(path / "ours") == _data_files(path / "planned")
         wanted = Destinations(batch)
         loader = TorchDistLoadShardedStrategy(planner=ShardedLoadPlanner)
-        wanted.check(dc.load(wanted.state(), path / "planned", loader, validate_access_integrity=batch.validate))
+        wanted.check(
+            dc.load(
+                wanted.state(),
+                path / "planned",
+                loader,
+                validate_access_integrity=batch.validate,
+                allow_dtype_cast=True,
+            )
+        )
 
     for_all(save_load_cases(1, 1), count, check)

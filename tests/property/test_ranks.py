@@ -69,7 +69,7 @@ def _load(path: str, batch: SaveLoadCase, route: Route) -> None:
     if route.exchange:
         reader = FullyParallelLoadStrategyWrapper(reader, exchange_algo=route.exchange)
     wanted = Destinations(batch)
-    wanted.check(dc.load(wanted.state(), path, reader, validate_access_integrity=batch.validate))
+    wanted.check(dc.load(wanted.state(), path, reader, validate_access_integrity=batch.validate, allow_dtype_cast=True))
 
 
 @backends.both_in_proof

@@ -208,7 +208,9 @@ class LoadingTests(Claims):
                 path = Path(folder) / "checkpoint"
                 self.subject.save(make_state_dict(case), path)
                 wanted = Destinations(case)
-                wanted.check(self.subject.load(wanted.state(), path, validate_access_integrity=case.validate))
+                # random bits are too large for smaller floats
+                options = {"validate_access_integrity": case.validate, "allow_dtype_cast": True}
+                wanted.check(self.subject.load(wanted.state(), path, **options))
 
         run()
 

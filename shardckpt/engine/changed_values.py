@@ -1,0 +1,64 @@
+"""Values that a load's casts have changed: integers that were rounded, floats that have become infinite.
+
+Dtypes do not tell: a step count of 1,000 comes through float32, one of 2**24 + 1 does not. The results of such casts
+are looked at when they are there; what is suspicious is read once more in its stored dtype, a tensor at a time.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from shardckpt.mapping import ShardedTensor
+from shardckpt.planning import describe_changed_value
+from shardckpt.tensors import can_change_values, find_changed_value, is_quantized, may_be_changed
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from shardckpt.mapping import ShardedBase
+
+
+def find_suspects(
+    wanted: Sequence[ShardedBase], values: Sequence[Any], dtypes: Mapping[str, torch.dtype]
+) -> list[ShardedTensor]:
+    """Return the shards of which a cast may have changed a value.
+
+    Args:
+        wanted: The shards.
+        values: What was loaded for them.
+        dtypes: The stored dtypes by key.
+    """
+    return [
+        shard
+        for shard, value in zip(wanted, values, strict=True)
+        if isinstance(shard, ShardedTensor) and _is_suspect(value, dtypes.get(shard.key, shard.dtype))
+    ]
+
+
+def request_stored_values(shards: Sequence[ShardedTensor], dtypes: Mapping[str, torch.dtype]) -> list[ShardedBase]:
+    """Return the shards to be loaded into new memory of the stored dtypes."""
+    found: list[ShardedBase] = []
+    for shard in shards:
+        again = copy.copy(shard)
+        again.data, again.dtype = None, dtypes[shard.key]
+        found.append(again)
+    return found
+
+
+def describe_faults(shards: Sequence[ShardedTensor], sources: Sequence[torch.Tensor]) -> Iterator[str]:
+    """Yield a line for each shard whose dtype cannot hold a stored value."""
+    for shard, source in zip(shards, sources, strict=True):
+        if found := find_changed_value(source, shard.dtype):
+            yield describe_changed_value(shard.key, source.dtype, shard.dtype, *found)
+
+
+def _is_suspect(value: Any, stored: torch.dtype) -> bool:
+    return (
+        isinstance(value, torch.Tensor)
+        and can_change_values(stored, value.dtype)
+        and not is_quantized(value)
+        and may_be_changed(value.detach(), stored)
+    )

@@ -1,0 +1,73 @@
+"""Casts to floats that change values: integers that are rounded, and what is too large for a smaller float."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+#: Floats of 8 bits, of which some have no infinity: what is too large for these becomes their largest number.
+_SMALL = 1
+
+
+def can_change_values(stored: torch.dtype, wanted: torch.dtype) -> bool:
+    """Return whether a cast to a float or complex dtype can do more to some value than round a float."""
+    if stored in (torch.bool, wanted) or not (wanted.is_floating_point or wanted.is_complex):
+        return False
+    real = torch.finfo(wanted.to_real())
+    try:
+        if stored.is_floating_point or stored.is_complex:
+            return torch.finfo(stored.to_real()).max > real.max
+        return torch.iinfo(stored).max > _count_exact(wanted)
+    except (TypeError, NotImplementedError):  # packed dtypes, which torch does not cast
+        return False
+
+
+def may_be_changed(cast: torch.Tensor, stored: torch.dtype) -> bool:
+    """Return whether values may have been changed when they were cast from a dtype for which that is possible.
+
+    It looks at the results, in one pass and without memory; where it is True, the sources tell.
+    """
+    values = torch.view_as_real(cast) if cast.is_complex() else cast
+    if not values.numel():
+        return False
+    if values.itemsize == _SMALL:
+        values = values.to(torch.float32)
+    elif stored.is_floating_point or stored.is_complex:
+        # faster than to look for the largest, and it is not finite where a value is not
+        wide = torch.float64 if values.dtype == torch.float64 else torch.float32
+        return not math.isfinite(values.sum(dtype=wide).item())
+    limit = torch.finfo(cast.dtype.to_real()).max
+    if not (stored.is_floating_point or stored.is_complex):
+        limit = min(limit, _count_exact(cast.dtype))
+    low, high = (each.item() for each in torch.aminmax(values))
+    return not (-limit < low and high < limit)  # so, if one is nan
+
+
+def find_changed_value(source: torch.Tensor, wanted: torch.dtype) -> tuple[Any, Any] | None:
+    """Return the first value that a cast changes by more than rounding a float, and what becomes of it; else None."""
+    if not source.numel() or not can_change_values(source.dtype, wanted):
+        return None
+    values = torch.view_as_real(source) if source.is_complex() else source
+    real = wanted.to_real()
+    if values.dtype.is_floating_point:
+        kept = torch.finfo(real)
+        # half a step beyond the largest number the next one begins
+        limit = kept.max + kept.eps / 2 * 2.0 ** math.floor(math.log2(kept.max))
+        changed = values.isfinite() & (values.abs() >= limit)
+    else:
+        is_long = values.dtype == torch.uint64
+        number = values.view(torch.int64) if is_long else values.to(torch.int64)
+        upper = (number >> 32) & 0xFFFFFFFF if is_long else number >> 32
+        # in halves, since no float holds all integers; the difference is exact
+        changed = (values.to(real).double() - upper.double() * 2.0**32) != (number & 0xFFFFFFFF).double()
+    if not changed.any():
+        return None
+    first = values.reshape(-1)[changed.reshape(-1).to(torch.uint8).argmax()]
+    return first.item(), first.to(real).item()
+
+
+def _count_exact(dtype: torch.dtype) -> float:
+    """Return up to which number a float dtype has all integers."""
+    return 2 / torch.finfo(dtype.to_real()).eps
