@@ -57,7 +57,13 @@ class CorruptCheckpointError(CheckpointingException):
 
 
 class UnsafePickleError(CheckpointingException):
-    """A legacy pickle in a checkpoint that asks for a global outside the allow-list."""
+    """A legacy pickle in a checkpoint that asks for a global outside the allow-list.
+
+    Attributes:
+        refused: All globals that it asks for and must not, as ``"module.name"``; empty where the error is another one.
+    """
+
+    refused: tuple[str, ...] = ()
 
 
 class CommunicationError(CheckpointingException):

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from shardckpt.archive.dict_names import list_dict_names
     from shardckpt.archive.lazy_reads import LazyReads, refuse_expanded
     from shardckpt.archive.lazy_tensors import LazyTensor
-    from shardckpt.archive.objects import check_loadable, decode_object, encode_object, make_archive
+    from shardckpt.archive.objects import check_loadable, decode_object, encode_object, make_archive, refuse_unloadable
     from shardckpt.archive.opcodes import check_pickle
     from shardckpt.archive.payload import StoredPayload
     from shardckpt.archive.payload_reads import read_payload
@@ -34,7 +34,7 @@ __getattr__ = lazy_getattr(
         "dict_names": ("list_dict_names",),
         "lazy_reads": ("LazyReads", "refuse_expanded"),
         "lazy_tensors": ("LazyTensor",),
-        "objects": ("check_loadable", "decode_object", "encode_object", "make_archive"),
+        "objects": ("check_loadable", "decode_object", "encode_object", "make_archive", "refuse_unloadable"),
         "opcodes": ("check_pickle",),
         "payload": ("StoredPayload",),
         "payload_reads": ("read_payload",),
@@ -73,6 +73,7 @@ __all__ = [
     "make_state_dict_frame",
     "read_payload",
     "refuse_expanded",
+    "refuse_unloadable",
     "resolve_lazy_view",
     "row_major_strides",
 ]

@@ -8,12 +8,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shardckpt.archive.reader import load_bytes
+from shardckpt.archive.unpickle import make_refusal
 from shardckpt.distributed import can_be_pickled
-from shardckpt.errors import CheckpointingException, ShardingError, UnsafePickleError
+from shardckpt.errors import CheckpointingException, ShardingError, UnsafePickleError, listed
 from shardckpt.state_dict import nested_items
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
+
+#: Classes whose values every load accepts.
+_PLAIN = frozenset({bool, int, float, str, bytes, type(None)})
 
 
 def encode_object(value: Any, what: str, allow_globals: Iterable[Any]) -> bytes:
@@ -36,17 +40,14 @@ def encode_object(value: Any, what: str, allow_globals: Iterable[Any]) -> bytes:
 
     Raises:
         ShardingError: The value cannot be pickled; the error names the place in it.
-        UnsafePickleError: A load would refuse it; the error names the place, the class, and how to allow it.
+        UnsafePickleError: A load would refuse it; the error names the places, the classes, and how to allow them.
     """
     allowed = tuple(allow_globals)  # an iterator would be empty when the place of an error is looked for
     archive = make_archive(value, what)
     try:
         check_loadable(archive, what, allowed)
     except UnsafePickleError:
-        place = _find_refused(value, allowed)
-        if place:
-            leaf, path = place
-            check_loadable(make_archive(leaf, what), what + path, allowed)  # raises the error that names the place
+        refuse_unloadable({what: value}, allowed)
         raise
     return archive.getvalue()
 
@@ -95,17 +96,42 @@ def check_loadable(archive: io.BytesIO, what: str, allow_globals: Iterable[Any] 
     try:
         load_bytes(archive.getvalue(), what, allow_globals)
     except CheckpointingException as exc:
-        raise UnsafePickleError(f"a load would refuse {exc} (to save and to load)") from exc
+        raise _make_error(exc) from exc
 
 
-def _find_refused(value: Any, allow_globals: tuple[Any, ...]) -> tuple[Any, str] | None:
-    """Return the first part of a nested value that is refused by itself, and its place; None if there is none."""
-    for path, leaf in nested_items(value):
-        try:
-            check_loadable(make_archive(leaf, "it"), "it", allow_globals)
-        except CheckpointingException:  # noqa: PERF203 - an error is being made
-            return leaf, _join_path(path)
-    return None
+def refuse_unloadable(values: Mapping[str, Any], allow_globals: tuple[Any, ...]) -> None:
+    """Raise UnsafePickleError for all parts of nested values that a load would refuse by themselves, with their places.
+
+    Args:
+        values: The values, by what they are.
+        allow_globals: As for :func:`encode_object`.
+    """
+    errors: dict[str, CheckpointingException] = {}
+    for what, value in values.items():
+        for path, leaf in nested_items(value):
+            if type(leaf) in _PLAIN:
+                continue
+            place = what + _join_path(path)
+            try:
+                load_bytes(make_archive(leaf, place).getvalue(), place, allow_globals)
+            except CheckpointingException as exc:
+                errors[place] = exc
+    if len(errors) == 1:
+        raise _make_error(*errors.values())
+    if errors:
+        refused = {place: getattr(exc, "refused", ()) for place, exc in errors.items()}
+        lines = [f"{place}: {listed(refused[place])}" if refused[place] else str(exc) for place, exc in errors.items()]
+        names = list(dict.fromkeys(name for each in refused.values() for name in each))
+        if not names:
+            raise _make_error(next(iter(errors.values())))
+        raise _make_error(make_refusal("what asks for", names, "\n  " + listed(lines, "\n  ")))
+
+
+def _make_error(refusal: CheckpointingException) -> UnsafePickleError:
+    """Return the error of a save about what a load would refuse."""
+    error = UnsafePickleError(f"a load would refuse {refusal} (to save and to load)")
+    error.refused = getattr(refusal, "refused", ())
+    return error
 
 
 def _join_path(path: Iterable[Any]) -> str:

@@ -10,6 +10,7 @@ import _compat_pickle
 import functools
 import io
 import pickle
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -28,16 +29,46 @@ from shardckpt.archive.pickle_policy import (
     list_hashed_keys,
     list_values,
 )
-from shardckpt.errors import CheckpointingException, CorruptCheckpointError, UnsafePickleError
+from shardckpt.distributed import replace_text
+from shardckpt.errors import CheckpointingException, CorruptCheckpointError, UnsafePickleError, listed
 from shardckpt.stubs import Stub, make_stub_class
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Sequence
 
     _Storage = Callable[[Any], Any]
 
 #: Bytes that the calls of a pickle may copy: a fixed number, plus a number per byte of the pickle.
 _FREE, _COPIES = 16 << 20, 64
+#: Refused globals that an error looks for.
+_MOST_REFUSED = 100
+
+
+def make_refusal(asks: str, names: Sequence[str], places: str = "") -> UnsafePickleError:
+    """Return the error about globals that are not on the allow-list.
+
+    Args:
+        asks: What the text begins with: what asks for them.
+        names: Each as ``"module.name"``.
+        places: Where they are, a line for each place, instead of the names alone.
+    """
+    *_, last = names
+    module, _, own = last.rpartition(".")
+    if len(names) == 1 and not places:
+        error = UnsafePickleError(
+            f"{asks} {last}, which is not on the allow-list; nothing was run. If you trust whoever wrote the "
+            f"checkpoint, pass allow_globals=[{own}] with that class or function of {module}, or "
+            f'[(it, "{last}")] if it does not go by that name'
+        )
+    else:
+        found = places or f" {listed(names)}"
+        error = UnsafePickleError(
+            f"{asks} globals that are not on the allow-list; nothing was run:{found}\nIf you trust whoever wrote the "
+            f"checkpoint, pass allow_globals=[{listed([name.rpartition('.')[2] for name in names])}] with these "
+            f'classes and functions, each as (it, "module.name") if it does not go by that name'
+        )
+    error.refused = tuple(names)
+    return error
 
 
 class _AllowList:
@@ -56,11 +87,7 @@ class _AllowList:
             dtype = vars(torch).get(name)  # getattr would import what torch loads lazily, by the pickle's choice
             found = dtype if isinstance(dtype, torch.dtype) else None
         if found is None:
-            raise UnsafePickleError(
-                f"{self.source}: the pickle asks for {module}.{name}, which is not on the allow-list; nothing was "
-                f"run. If you trust whoever wrote the checkpoint, pass allow_globals=[{name.rpartition('.')[2]}] with "
-                f'that class or function of {module}, or [(it, "{module}.{name}")] if it does not go by that name'
-            )
+            raise make_refusal(f"{self.source}: the pickle asks for", [f"{module}.{name}"])
         return found
 
 
@@ -243,6 +270,27 @@ class _ObjectUnpickler(_AllowList, _PythonUnpickler):  # type: ignore[misc]
     }
 
 
+class _Collector(_ObjectUnpickler):
+    """Goes on with inert stubs in the place of refused globals, to name all that a pickle asks for; what it makes goes.
+
+    Attributes:
+        refused: Their names, in the order of the pickle.
+    """
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.refused: dict[str, None] = {}
+
+    def find_class(self, module: str, name: str) -> Any:
+        try:
+            return super().find_class(module, name)
+        except UnsafePickleError as exc:
+            self.refused.update(dict.fromkeys(exc.refused))
+            if len(self.refused) > _MOST_REFUSED or not exc.refused:
+                raise
+            return make_stub_class(*_python3_name(module, name))
+
+
 def load_metadata(data: bytes, source: str) -> Any:
     """Unpickle a ``.metadata`` file, or another index that is a pickle of plain data.
 
@@ -290,7 +338,18 @@ def load_object(
         return make_stub_class(module, name) if module.partition(".")[0] in STUB_PACKAGES else None
 
     check_pickle(data, source)
-    return _load(_ObjectUnpickler(data, source, extra, storage), source)
+    try:
+        return _load(_ObjectUnpickler(data, source, extra, storage), source)
+    except UnsafePickleError as exc:
+        if not exc.refused:
+            raise
+        collector = _Collector(data, source, extra, storage)
+        with suppress(Exception):  # of a stub, or of an archive in this one: there may be more, which come next time
+            collector.load()
+        names = list(dict.fromkeys([*exc.refused, *collector.refused]))
+        if len(names) == len(exc.refused):
+            raise
+        raise make_refusal(f"{source}: the pickle asks for", names) from None
 
 
 def _python3_name(module: str, name: str) -> tuple[str, str]:
@@ -322,6 +381,6 @@ def _load(unpickler: _MetadataUnpickler | _ObjectUnpickler, source: str) -> Any:
     except CheckpointingException as exc:
         if str(exc).startswith(source):
             raise
-        raise type(exc)(f"{source}: {exc}") from exc
+        raise replace_text(exc, f"{source}: {exc}") from exc
     except Exception as exc:  # a damaged pickle can raise any error
         raise CorruptCheckpointError(f"{source}: the pickle is damaged: {type(exc).__name__}: {exc}") from exc

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from shardckpt.archive import encode_object
-from shardckpt.errors import ShardingError
+from shardckpt.archive import encode_object, refuse_unloadable
+from shardckpt.errors import ShardingError, UnsafePickleError
 from shardckpt.mapping import PlainObject
 from shardckpt_torch_dist.dialects import COMMON_KEY
 
@@ -33,15 +33,22 @@ def pickle_objects(
         UnsafePickleError: A load would refuse it.
     """
     check_keys(objects, shards)
-    found: dict[str, bytes] = {}
-    encoded: dict[tuple[int, bool], bytes] = {}  # one object may have many keys: the options of an optimizer's group
+    allowed = tuple(allow_globals)
+    values: dict[tuple[int, bool], tuple[str, Any]] = {}  # one may have many keys: the options of an optimizer's group
     for key, number in objects.items():
         shard: Any = shards[number]
-        same = (id(shard.data), isinstance(shard, PlainObject))
-        if same not in encoded:
-            encoded[same] = encode_object(get_stored_value(shard), f"object {key!r}", allow_globals)
-        found[key] = encoded[same]
-    return found
+        values.setdefault(_find_same(shard), (f"object {key!r}", get_stored_value(shard)))
+    try:
+        encoded = {same: encode_object(value, what, allowed) for same, (what, value) in values.items()}
+    except UnsafePickleError:
+        refuse_unloadable(dict(values.values()), allowed)  # all of them
+        raise
+    return {key: encoded[_find_same(shards[number])] for key, number in objects.items()}
+
+
+def _find_same(shard: Any) -> tuple[int, bool]:
+    """Return what shards with the same archive have in common."""
+    return id(shard.data), isinstance(shard, PlainObject)
 
 
 def check_keys(objects: Mapping[str, int], shards: Sequence[ShardedBase]) -> None:
