@@ -8,9 +8,11 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from shardckpt.adapters.dtensor import AlikeTensors, describe_dtensor, get_rank
+from shardckpt.adapters.overlapping import describe_overlapping
 from shardckpt.adapters.torch_sharded import describe_torch_sharded
+from shardckpt.errors import ShardingError
 from shardckpt.mapping import PlainObject, Replicated, ShardedObject, ShardedTensor
-from shardckpt.tensors import ORDINARY, is_sharded_tensor
+from shardckpt.tensors import ORDINARY, is_sharded_tensor, overlaps_itself
 
 
 def describe_tree(
@@ -46,15 +48,25 @@ def describe_leaf(
     Returns:
         A ShardedTensor, a factory of several, or a ShardedObject; for a sharded tensor of which this rank holds no
         part, a LocalNonpersistentObject.
+
+    Raises:
+        ShardingError: A tensor is nested, or a DTensor cannot be described.
     """
     if isinstance(value, DTensor):
         return describe_dtensor(key, value, replicated, alike=alike, detached=detached)
     if type(value) not in ORDINARY and is_sharded_tensor(value):
         return describe_torch_sharded(key, value, replicated)
     if isinstance(value, torch.Tensor):
+        if value.is_nested:
+            raise ShardingError(
+                f"{key!r}: its data is nested, and only dense tensors are stored: give values() and offsets() as "
+                "tensors of their own"
+            )
         shape = tuple(value.shape)
         # the rank as replica id: the lowest rank that has the key writes it, and rank 0 may not have it
         rank = get_rank() if alike is None else alike.rank
+        if value.layout is torch.strided and overlaps_itself(value):
+            return describe_overlapping(key, value.detach(), replicated, rank)
         offset, grid = (0,) * len(shape), (1,) * len(shape)
         return ShardedTensor.from_box(key, value.detach(), shape, offset, grid, rank, replicated=replicated)
     return describe_object(value, key, replicated)

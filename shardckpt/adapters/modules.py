@@ -95,4 +95,5 @@ def data_address(value: Any) -> int:
     """Return the address of a tensor's memory (of a DTensor, its local tensor's); 0 for any other value."""
     with torch.no_grad():
         local = value.to_local() if isinstance(value, DTensor) else value
-    return local.data_ptr() if type(local) in (*ORDINARY, torch.nn.Buffer) else 0
+    has_address = type(local) in (*ORDINARY, torch.nn.Buffer) and local.layout is torch.strided
+    return local.data_ptr() if has_address else 0

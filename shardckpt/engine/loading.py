@@ -24,7 +24,7 @@ from shardckpt.planning import Casts, check_dtypes, check_shapes, describe_casts
 from shardckpt.plugins import Accept, choose_reader, hold_checkpoint, hold_same
 from shardckpt.storage import CheckpointReader, is_read_again, retry_if_replaced
 from shardckpt.strategy import BuildsObjects, LoadContext, LoadStrategy, StoredColumns, lists_columns
-from shardckpt.tensors import can_change_values, fill
+from shardckpt.tensors import can_change_values, fill, overlaps_itself
 from shardckpt.validation import (
     KeyMismatch,
     StrictHandling,
@@ -430,12 +430,10 @@ def _refuse_unfillable(shard: ShardedBase) -> None:
             f"{shard.key!r}: its data is sparse ({data.layout}), which cannot be filled: describe it without data to "
             "get a new, dense tensor"
         )
-    if not data.is_contiguous() and any(
-        stride == 0 and size > 1 for stride, size in zip(data.stride(), data.shape, strict=True)
-    ):
+    if overlaps_itself(data):
         raise ShardingError(
-            f"{shard.key!r}: its data is expanded, so that several elements are one place in memory, which can hold "
-            "one value only: give its clone() or contiguous(), or describe it without data to get a new tensor"
+            f"{shard.key!r}: its data is expanded, or overlaps itself: several elements are one place in memory, which "
+            "can hold one value only: give its clone() or contiguous(), or describe it without data to get a new tensor"
         )
 
 

@@ -135,7 +135,8 @@ def memory_of(value: Any) -> int | None:
     """Return the address of a tensor's storage, or of a DTensor's local one; None for other values and subclasses."""
     local = value.detach() if isinstance(value, torch.Tensor) else value
     local = local.to_local() if isinstance(local, DTensor) else local
-    return local.untyped_storage().data_ptr() if type(local) is torch.Tensor else None
+    is_dense = type(local) is torch.Tensor and local.layout is torch.strided
+    return local.untyped_storage().data_ptr() if is_dense else None
 
 
 def _find_dcp_values(state: Any, path: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...], Any]]:

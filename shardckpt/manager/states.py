@@ -141,10 +141,12 @@ class TrainingStates:
     ) -> ShardedStateDict:
         plain = {name: state.state_dict() for name, state in self._select(self.plain, names)}
         per_rank = self._select(self.per_rank, names)
+        # before the forms: an error about a tensor names its key
+        tensors = {name: describe_tensors(name, state, self._replicated) for name, state in plain.items()}
         described = {
             **self._describe_sharded(names, to_save=to_save, model_prefix=model_prefix),
             FORMS: {name: describe_form(name, state, self._replicated) for name, state in plain.items()},
-            _TENSORS: {name: describe_tensors(name, state, self._replicated) for name, state in plain.items()},
+            _TENSORS: tensors,
             _RANKS: {name: state.describe(name, comm.rank, comm.world_size) for name, state in per_rank},
         }
         if plain and not self.sharded:  # Megatron refuses to list a checkpoint that has plain objects

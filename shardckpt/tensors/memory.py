@@ -23,6 +23,8 @@ _ALIGNED = 64
 _WITHOUT_QUEUE = ("cpu", "meta")
 #: Classes whose tensors hold their values in their own memory; a subclass may wrap others.
 ORDINARY = (torch.Tensor, torch.nn.Parameter)
+#: Classes whose strides are those of their memory, as a wrapper's are not.
+_OF_STRIDES = frozenset((*ORDINARY, torch.nn.Buffer))
 #: torch's own quantized dtypes, whose scales are not in a tensor's memory.
 _QUANTIZED = frozenset((torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4))
 #: Lower addresses may be offsets from a null pointer: that of a tensor whose storage was freed.
@@ -123,6 +125,26 @@ def is_ordinary(tensor: torch.Tensor) -> bool:
         and tensor.is_contiguous()
         and not (tensor.is_conj() or tensor.is_neg() or tensor.is_quantized)
     )
+
+
+def overlaps_itself(tensor: torch.Tensor) -> bool:
+    """Return whether several elements of a strided tensor are one place in memory, as those of an expanded one."""
+    if type(tensor) not in _OF_STRIDES or tensor.is_contiguous():
+        return False
+    axes = sorted((step, size) for step, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1)
+    reach = 0
+    for step, size in axes:
+        if step <= reach:  # it may be; most tensors have no such axis
+            break
+        reach += step * (size - 1)
+    else:
+        return False
+    if not axes[0][0] or sum(step * (size - 1) for step, size in axes) + 1 < tensor.numel():
+        return True
+    places = torch.zeros((), dtype=torch.int64, device="cpu")
+    for step, size in axes:
+        places = places.unsqueeze(-1) + torch.arange(0, step * size, step, device="cpu")
+    return len(set(places.view(-1).tolist())) < tensor.numel()
 
 
 def has_values_on_host(tensor: torch.Tensor) -> bool:
