@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -155,6 +155,21 @@ def listed(texts: Collection[str], between: str = ", ", limit: int = 20) -> str:
     return between.join(shown)
 
 
+def refuse_copy(value: object, holds: str, instead: str) -> NoReturn:
+    """Raise the error of an object of one process that somebody copies or pickles.
+
+    Args:
+        value: The object.
+        holds: What it has that another object or process cannot have.
+        instead: What to make instead.
+    """
+    raise CheckpointingException(
+        f"a {type(value).__name__} cannot be copied or pickled: it has {holds} of this process. Make another one "
+        f"{instead}, in the process that uses it; and leave it out of what is copied, as of a trainer whose callback "
+        "has it"
+    )
+
+
 __all__ = [
     "BrokenPluginError",
     "CannotLoadError",
@@ -181,4 +196,5 @@ __all__ = [
     "VersionTooOldError",
     "escape_text",
     "listed",
+    "refuse_copy",
 ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from shardckpt.distributed import Comm
 from shardckpt.engine import locate_local
@@ -15,6 +15,7 @@ from shardckpt.errors import (
     IncompleteCheckpointError,
     NotACheckpointError,
     StorageError,
+    refuse_copy,
 )
 from shardckpt.local.inventory import Inventory
 from shardckpt.local.local_checkpoint import load_local, save_local
@@ -81,6 +82,9 @@ class LocalCheckpointManager:
         self._group = process_group
         self._keep = keep
         self._allow_globals = tuple(allow_globals)
+
+    def __reduce__(self) -> NoReturn:
+        refuse_copy(self, "a process group, and the disk", "of the same arguments")
 
     def save(self, state: TensorAwareStateDict, step: int) -> None:
         """Collective: save a step; once every rank has its part and the copies that it keeps, remove older steps.

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from shardckpt.distributed import Comm
 from shardckpt.engine import pause_gc
-from shardckpt.errors import CheckpointingException, NotEnoughSpaceError, listed
+from shardckpt.errors import CheckpointingException, NotEnoughSpaceError, listed, refuse_copy
 from shardckpt.manager.casting import cast_shards
 from shardckpt.manager.config import CheckpointConfig
 from shardckpt.manager.exclusion import leave_out
@@ -343,10 +343,10 @@ class CheckpointManager:
         self._close(error)
 
     def __reduce__(self) -> NoReturn:
-        raise CheckpointingException(
-            f"a {type(self).__name__} cannot be copied or pickled: it has threads, signal handlers and files of this "
-            "process. Make another one from its `config`, with the states that it is to save, in the process that uses "
-            "it; and leave it out of what is copied, as a trainer whose callback has it"
+        refuse_copy(
+            self,
+            "threads, signal handlers and files",
+            "from its `config`, with the states that it is to save",
         )
 
     def _close(self, error: BaseException | None) -> None:

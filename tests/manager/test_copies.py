@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from shardckpt.errors import CheckpointingException
+from shardckpt.local import LocalCheckpointManager
 from shardckpt.manager import CheckpointConfig, CheckpointManager
 
 if TYPE_CHECKING:
@@ -33,6 +34,15 @@ def test_a_copy_is_refused_with_what_to_do(tmp_path: Path, action: Callable[[obj
                 CheckpointingException, match=r"cannot be copied or pickled.*another one from its `config`"
             ):
                 action(value)
+
+
+@pytest.mark.parametrize("action", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_a_manager_of_local_checkpoints_is_no_exception(tmp_path: Path, action: Callable[[object], object]) -> None:
+    """It has a group and a disk of its process: the sentence says what to make instead."""
+    manager = LocalCheckpointManager(tmp_path)
+    match = r"a LocalCheckpointManager cannot be copied or pickled.*another one of the same arguments"
+    with pytest.raises(CheckpointingException, match=match):
+        action(manager)
 
 
 def test_the_configuration_may_be_copied(tmp_path: Path) -> None:
