@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 
     from shardckpt.distributed import Comm
     from shardckpt.mapping import Replicated, ShardedStateDict, StateDict
+
+logger = logging.getLogger(__name__)
 
 #: These two are described together: the keys of optimizer state contain the names of the model's parameters.
 MODEL = "model"
@@ -75,6 +78,7 @@ class TrainingStates:
         self, states: Mapping[str, Any], *, check_replicas: bool = True, keep_options: Collection[str] = ()
     ) -> None:
         self._keep_options = keep_options
+        self._has_said_gradients = False
         #: Their names, once :meth:`find_kept_options` has found them.
         self._kept_options: list[str] = []
         self._replicated: Replicated = True if check_replicas else "unchecked"
@@ -116,6 +120,8 @@ class TrainingStates:
             comm: The ranks that save.
             model_prefix: The prefix of the model's keys; only without its optimizers it may be another one.
         """
+        if not self._has_said_gradients and self._with_optimizers(names):
+            self._log_gradients()
         return self._describe(names, comm, to_save=True, model_prefix=model_prefix)
 
     def release(self) -> None:
@@ -231,6 +237,16 @@ class TrainingStates:
     def restore_model(self, loaded: StateDict, *, strict: bool = True) -> None:
         """Set the modules under ``model`` to what was loaded for them, and nothing else."""
         load_into(loaded, self.modules[MODEL], strict=strict)
+
+    def _log_gradients(self) -> None:
+        """Log once if gradients are alive: a resume in the middle of an accumulation begins it anew."""
+        params = (param for each in self.optimizers for group in each.param_groups for param in group["params"])
+        if any(param.grad is not None for param in params):
+            self._has_said_gradients = True
+            logger.info(
+                "parameters have gradients at a save, and no checkpoint has these: between backward() and "
+                "optimizer.step() they are lost to a resume; a save after the step needs none"
+            )
 
     def _sort(self, name: Any, value: Any) -> None:
         if not isinstance(name, str) or not name or name in (FORMS, _RANKS, _TENSORS):
