@@ -52,7 +52,8 @@ class TitanCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
         """torchtitan's options, and those of :class:`shardckpt.manager.CheckpointConfig` that it lacks.
 
         Set ``retention`` in code: the command line cannot give policies. There is no ``keep_best_k``, and
-        ``KeepBest`` keeps no step: torchtitan's ``save`` has no metrics.
+        ``KeepBest`` keeps no step: torchtitan's ``save`` has no metrics. Of step 0 the model alone is loaded, and the
+        keys of the last save of weights are bare, as torchtitan's manager has it.
         """
 
         async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "disabled"
@@ -68,6 +69,15 @@ class TitanCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
         check_replicas: bool = True
         save_rng: bool = True
         save_on_sigterm: bool = False
+        save_on_signals: tuple[str, ...] | None = None
+        steps_in_hf: bool = False
+        latest_pointer: str | None = None
+        fingerprints: bool = False
+        fully_parallel_load: bool = False
+        memory_budget: str | None = None
+        allow_dtype_cast: bool = False
+        on_unused: Literal["warn", "error", "ignore"] = "warn"
+        show_progress: bool = False
 
     #: Part of the protocol. None: torchtitan waits for saves by ``maybe_wait_for_saving`` alone.
     save_future = None

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import signal
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
@@ -8,7 +9,7 @@ import torch
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 from shardckpt.errors import CheckpointingException
-from shardckpt.manager import KeepEvery, KeepLatest
+from shardckpt.manager import CheckpointConfig, KeepEvery, KeepLatest
 from tests.integrations import small, titan  # first: it finds torchtitan, or what stands in for it
 
 from shardckpt.integrations.torchtitan import TitanCheckpointManager, checkpoint_config  # isort: skip
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
 def config_of(**options: Any) -> Any:
     """Every second step is saved."""
-    return TitanCheckpointManager.Config(enable=True, interval=2, **options)
+    return TitanCheckpointManager.Config(**{"enable": True, "interval": 2, **options})
 
 
 def train(folder: str, steps: int, **options: Any) -> tuple[dict[str, torch.Tensor], dict[str, Any], int]:
@@ -93,6 +94,34 @@ def test_every_option_has_its_meaning(tmp_path: Path) -> None:
         ) == given
     assert checkpoint_config(config_of(folder="s3://bucket/x"), str(tmp_path)).folder == "s3://bucket/x"
     assert checkpoint_config(config_of(folder="x"), "s3://bucket/dump").folder == "s3://bucket/dump/x"
+
+
+def test_the_options_of_the_manager_are_those_of_torchtitan_too(tmp_path: Path) -> None:
+    """What CheckpointConfig can be told, torchtitan's command line can tell, but for what torchtitan itself decides."""
+    decided = {
+        "enable_checkpoint",
+        "keep_best_k",
+        "best_metric",
+        "best_mode",
+        "step_0_model_only",
+        "last_save_bare_keys",
+    }
+    names = {each.name for each in fields(config_of())}
+    assert CheckpointConfig.model_fields.keys() - decided <= names
+    ours = checkpoint_config(config_of(save_on_signals=("SIGTERM", "SIGUSR1"), keep_options=("lr",)), str(tmp_path))
+    assert (ours.save_on_signals, ours.keep_options) == (("SIGTERM", "SIGUSR1"), ("lr",))
+
+
+def test_a_signal_saves_the_next_step(tmp_path: Path) -> None:
+    """With save_on_signals, torchtitan's manager saves the step after a SIGUSR1, whatever the interval."""
+    before = signal.getsignal(signal.SIGUSR1)
+    trainer = titan.Trainer(config_of(interval=100, save_on_signals=("SIGUSR1",)), 1, str(tmp_path))
+    trainer.checkpointer.save(1)
+    signal.raise_signal(signal.SIGUSR1)
+    trainer.checkpointer.save(2)
+    trainer.close()
+    assert [path.name for path in (tmp_path / "checkpoint").glob("step-*")] == ["step-2"]
+    assert signal.getsignal(signal.SIGUSR1) == before
 
 
 def test_what_it_cannot_do_is_refused(tmp_path: Path) -> None:
