@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, cast
 
 from shardckpt.chunks import ChunkSaveStrategy, has_scales, merge_by_owners, merge_plans
-from shardckpt.errors import CheckpointingException
+from shardckpt.errors import CheckpointingException, ShardingError, listed
 from shardckpt.huggingface import find_mapping
 from shardckpt.parallel import assign_main_replicas
 from shardckpt.storage import parse_size
@@ -206,10 +206,17 @@ class SafetensorsSaveShardedStrategy(ChunkSaveStrategy[EncodedIndex, Payload]):
     ) -> dict[str, Payload]:
         """Return the payloads of a rank's objects; arguments as of the base."""
         payloads: dict[int, Payload] = {}  # one object may have many keys: the options of an optimizer's group
+        named: dict[int, tuple[str, Any]] = {}
         for key, number in objects.items():
-            data = shards[number].data
-            if id(data) not in payloads:
-                payloads[id(data)] = Payload(*encode_object(data, f"object {key!r}"))
+            named.setdefault(id(shards[number].data), (f"object {key!r}", shards[number].data))
+        faults = []
+        for same, (what, data) in named.items():
+            try:
+                payloads[same] = Payload(*encode_object(data, what))
+            except ShardingError as exc:  # noqa: PERF203 - to name what else is refused
+                faults.append(str(exc))
+        if faults:
+            raise ShardingError(listed(faults, "\n"))
         return {key: payloads[id(shards[number].data)] for key, number in objects.items()}
 
     def encode_common(self, common: CommonStateDict, context: PlanContext) -> bytes:  # noqa: ARG002 - as above

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from shardckpt import dist_checkpointing as dc
 from shardckpt.archive import decode_object, encode_object
-from shardckpt.errors import UnsafePickleError
+from shardckpt.errors import ShardingError, UnsafePickleError
 from shardckpt.mapping import ShardedObject
 
 if TYPE_CHECKING:
@@ -94,6 +94,18 @@ def test_a_save_names_all_of_its_objects(ranks: Ranks, tmp_path: Path) -> None:
         plan, job = _name(Plan, Job)
         for part in (f"object 'one/shard_0_1'[0]: {plan}", f"object 'two/shard_0_1'[0][0]: {job}, {plan}"):
             assert part in outcome.message
+
+
+def test_what_has_no_codec_is_named_at_once(tmp_path: Path) -> None:
+    """A format without pickles refuses values by their classes: all of a state's objects and of its common state."""
+    state = {"one": ShardedObject("one", STATE, (1,), (0,)), "two": ShardedObject("two", [Job()], (1,), (0,))}
+    with pytest.raises(ShardingError) as caught:
+        dc.save(state, tmp_path / "c", "safetensors")
+    places = ["one/shard_0_1'['a']", "one/shard_0_1'['b'][1]['c']", "one/shard_0_1'['d']", "two/shard_0_1'[0]"]
+    for place, cls in zip(places, [Plan, Job, Plan, Job], strict=True):
+        assert f"object '{place} cannot be stored: a {_name(cls)[0]} " in str(caught.value)
+    with pytest.raises(ShardingError, match=r"(?s)the common state\['a'\] cannot .*the common state\['d'\] cannot"):
+        dc.save(STATE, tmp_path / "c", "safetensors")
 
 
 def test_the_common_state_is_no_exception(tmp_path: Path) -> None:

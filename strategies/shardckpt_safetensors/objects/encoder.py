@@ -34,6 +34,8 @@ _LONG_BYTES = 4096
 #: Most values in one tree. A list that has one list twice, which has one twice, and so on, would never end.
 _MOST_VALUES = 1 << 24
 _SHOWN_STEPS = 20
+#: Refused values that one error names.
+_MOST_FAULTS = 20
 _CODE = (type, types.FunctionType, types.BuiltinFunctionType, types.MethodType, functools.partial)
 
 
@@ -67,6 +69,8 @@ class _Encoder:
         #: long as its id or address is a key.
         self._references: dict[Any, tuple[Any, Any]] = {}
         self._count = 0
+        #: What is refused, a sentence each.
+        self._faults: list[str] = []
 
     def encode(self, value: Any) -> Any:
         """Encode a value without recursion: however deep it is, Python's stack is not."""
@@ -80,7 +84,7 @@ class _Encoder:
                 self._count += 1
                 if self._count > _MOST_VALUES:
                     raise ValueError(f"too many values (more than {_MOST_VALUES}): make long lists tensors or arrays")
-                walk = self._start(value)
+                walk = self._start_or_note(value, places, place)
                 if isinstance(walk, types.GeneratorType):
                     if id(value) in active:
                         raise ValueError("that contains itself: break the cycle")
@@ -99,19 +103,37 @@ class _Encoder:
                     try:
                         place, value = walks[-1].send(tree)
                         break
-                    except StopIteration as end:
-                        tree = end.value
+                    except (StopIteration, ValueError) as end:
+                        tree = end.value if isinstance(end, StopIteration) else self._note(value, [*places, place], end)
                         walks.pop()
                         place = places.pop()
                         active.discard(open_ids.pop())
                 else:
-                    return tree
+                    break
         except ValueError as exc:
-            shown = [*places, place]
-            if len(shown) > _SHOWN_STEPS:
-                shown = [*shown[: _SHOWN_STEPS // 2], "...", *shown[-_SHOWN_STEPS // 2 :]]
-            kind = class_name(type(value))
-            raise ShardingError(f"{self._what}{''.join(shown)} cannot be stored: a {kind} {exc}") from exc
+            self._note(value, [*places, place], exc)
+        if self._faults:
+            raise ShardingError("\n".join(self._faults))
+        return tree
+
+    def _start_or_note(self, value: Any, places: list[str], place: str) -> Any:
+        try:
+            return self._start(value)
+        except ValueError as exc:
+            return self._note(value, [*places, place], exc)
+
+    def _note(self, value: Any, shown: list[str], why: ValueError) -> Any:
+        """Note that a value is refused, which stands at the end of some steps, to go on and name what else is.
+
+        Returns:
+            None, in the place of its tree.
+        """
+        if len(shown) > _SHOWN_STEPS:
+            shown = [*shown[: _SHOWN_STEPS // 2], "...", *shown[-_SHOWN_STEPS // 2 :]]
+        self._faults.append(f"{self._what}{''.join(shown)} cannot be stored: a {class_name(type(value))} {why}")
+        if len(self._faults) == _MOST_FAULTS:
+            raise ShardingError("\n".join(self._faults)) from why
+        return None
 
     def _start(self, value: Any) -> Any:
         """Return the tree of a value without parts, or the walk over a container; ValueError if it is refused."""
