@@ -15,9 +15,9 @@ from shardckpt.archive import decode_object
 from shardckpt.chunks import Region, check_cast
 from shardckpt.errors import ShardingError, UnsafePickleError, listed
 from shardckpt.mapping import PlainObject, ShardedObject, ShardedTensor
-from shardckpt.planning import refuse_cast
+from shardckpt.planning import refuse_cast, refuse_changed_values
 from shardckpt.state_dict import list_nested_values
-from shardckpt.tensors import is_quantized, kind, synchronize_devices
+from shardckpt.tensors import can_change_values, is_quantized, kind, may_be_changed, synchronize_devices
 from shardckpt_torch_dist.dialects import to_dcp_tensor
 from shardckpt_torch_dist.plan.custom_planner import list_leaves, scatter_plans
 from shardckpt_torch_dist.plan.load_planner import ShardedLoadPlanner
@@ -148,19 +148,27 @@ def read_items(
     """
     item_reader = ItemReader(reader, index, destinations)
     ordered = sorted(items, key=item_reader.locate)  # before anything is read: a chunk that is not stored is an error
-    if not _keeps_no_part(destinations.planner):
+
+    def make_region(item: ReadItem, target: torch.Tensor) -> Region:
+        chunk, number = item_reader.find_chunk(item), index.numbers[item.storage_index.fqn]
+        is_entire = tuple(item.lengths) == tuple(chunk.box.shape)
+        return Region(number, chunk, tuple(item.storage_offsets), target, is_entire)
+
+    if _keeps_no_part(destinations.planner):
+        tensors = [item for item in ordered if item.type != LoadItemType.BYTE_IO]
+        regions = [make_region(item, destinations.destination(item)) for item in tensors]
+        item_reader.read_in_order([item for item in ordered if item.type == LoadItemType.BYTE_IO])
+        synchronize_devices(region.target for region in regions)
+        item_reader.read([(region,) for region in regions])
+        for item, region in zip(tensors, regions, strict=True):
+            destinations.note_cast(item, region.target)
+    else:
         item_reader.read_in_order(ordered)
-        return
-    regions = []
-    for item in ordered:
-        if item.type != LoadItemType.BYTE_IO:
-            chunk, number = item_reader.find_chunk(item), index.numbers[item.storage_index.fqn]
-            is_entire = tuple(item.lengths) == tuple(chunk.box.shape)
-            target = destinations.destination(item)
-            regions.append(Region(number, chunk, tuple(item.storage_offsets), target, is_entire))
-    item_reader.read_in_order([item for item in ordered if item.type == LoadItemType.BYTE_IO])
-    synchronize_devices(region.target for region in regions)
-    item_reader.read([(region,) for region in regions])
+    for item, wanted in destinations.suspects:  # one after the other: a tensor of the stored dtype each
+        key = item.storage_index.fqn
+        source = torch.empty(tuple(item.lengths), dtype=index.dtypes[index.numbers[key]], device="cpu")
+        item_reader.read([(make_region(item, source),)])
+        refuse_changed_values(key, source, wanted)
 
 
 def _keeps_no_part(planner: LoadPlanner) -> TypeGuard[DefaultLoadPlanner]:
@@ -177,6 +185,9 @@ class CheckedPlanner:
         allow_globals: Classes and functions that objects may name, in addition to the plain ones.
         allow_cast: Whether a cast may lose more than precision.
         agreed: Tensors, by key, and dtypes that they may be cast to in any case.
+
+    Attributes:
+        suspects: Items whose values a cast may have changed, with the dtypes of their destinations.
     """
 
     def __init__(
@@ -193,6 +204,7 @@ class CheckedPlanner:
         self._allow = allow_globals
         self._allow_cast = allow_cast
         self._agreed = agreed
+        self.suspects: list[tuple[ReadItem, torch.dtype]] = []
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """Give an object's archive to the planner, if our reader accepts it."""
@@ -258,6 +270,16 @@ class CheckedPlanner:
         leaves = list_nested_values(getattr(self.planner, "state_dict", {}))
         return [each for each in leaves if isinstance(each, torch.Tensor)]
 
+    def note_cast(self, item: ReadItem, target: torch.Tensor) -> None:
+        """Note an item that has been read, if its destination's dtype may have changed a value."""
+        key = item.storage_index.fqn
+        stored = self._index.dtypes[self._index.numbers[key]]
+        if self._allow_cast or (key, target.dtype) in self._agreed or is_quantized(target):
+            return
+        if can_change_values(stored, target.dtype) and may_be_changed(target, stored):
+            self.suspects.append((item, target.dtype))
+
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
         """Tell the planner that the tensor is filled."""
+        self.note_cast(read_item, tensor)
         self.planner.commit_tensor(read_item, tensor)

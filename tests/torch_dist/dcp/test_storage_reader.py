@@ -172,6 +172,23 @@ def test_floats_are_not_cut_to_integers(tmp_path: Path, planner: Any) -> None:
     assert load_by_reader({"w": torch.zeros(3, dtype=torch.bfloat16)}, tmp_path / "c", made())["w"].eq(2.5).all()
 
 
+@table("planner", [None, ShardedLoadPlanner, _OneSlot])
+def test_values_that_a_dtype_cannot_hold_are_refused(tmp_path: Path, planner: Any) -> None:
+    """A value that a cast would change is an error by name, and rounded or infinite ones are none."""
+    saved = {"w": torch.tensor([0.1, float("inf"), 1e5]), "n": torch.tensor([2**24 + 1, 3])}
+    dcp.save(saved, storage_writer=CheckpointStorageWriter(tmp_path / "c"))
+    made = planner or (lambda: None)
+    for key, wanted, said in (("w", torch.float16, "100000.0 would be inf"), ("n", torch.float32, "16777217 would be")):
+        state = {key: torch.zeros(saved[key].shape, dtype=wanted)}
+        failure = _failure(lambda: load_by_reader(state, tmp_path / "c", made()))  # noqa: B023
+        assert isinstance(failure, DtypeMismatchError)
+        assert f"{key!r}: stored {saved[key].dtype}, wanted {wanted}: {said}" in str(failure)
+        loaded = load_by_reader(state, tmp_path / "c", made(), allow_dtype_cast=True)[key]
+        assert torch.equal(loaded, saved[key].to(wanted))
+    held = {"w": torch.zeros(3, dtype=torch.bfloat16)}
+    assert torch.equal(load_by_reader(held, tmp_path / "c", made())["w"], saved["w"].bfloat16())
+
+
 def test_a_planner_refuses_or_allows_casts_of_shards(tmp_path: Path) -> None:
     """ShardedTensors go by their planner's word, through our reader and through DCP's."""
     dcp.save({"w": torch.full((3,), 2.5)}, checkpoint_id=tmp_path / "c")
