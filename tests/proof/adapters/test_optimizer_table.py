@@ -13,8 +13,8 @@ from tests.sites import find as find_site
 if TYPE_CHECKING:
     from pathlib import Path
 
-#: What a resume of ours does not keep, though torch.save does (27 November 2026), by the cause: all but RAdam under
-#: FSDP2 alone, or refused at the save by name.
+#: What a resume of ours does not keep, though torch.save does (27 November 2026), by the cause: each is refused at the
+#: save by name.
 NOT_YET = {
     "refused: under FSDP2 each rank has options of its own": """
         dadaptation.DAdaptAdaGrad dadaptation.DAdaptAdam dadaptation.DAdaptAdan dadaptation.DAdaptSGD
@@ -31,12 +31,6 @@ NOT_YET = {
     """,
     "refused: a class is among its options": """
         heavyball.SAMWrapper
-    """,
-    "one list is the default of all groups, which only torch.save keeps": """
-        torch_optimizer.RAdam
-    """,
-    "scales of blocks, sharded by themselves, come back whole": """
-        pytorch_optimizer.FlashAdamW
     """,
 }
 
