@@ -20,11 +20,11 @@ NOT_YET = {
         dadaptation.DAdaptAdaGrad dadaptation.DAdaptAdam dadaptation.DAdaptAdan dadaptation.DAdaptSGD
         dog.DoG prodigyopt.Prodigy
     """,
-    "refused: under FSDP2 each rank has an object of its own (a queue, a projector)": """
-        pytorch_optimizer.AdaShift pytorch_optimizer.Conda
+    "refused: under FSDP2 each rank has an object of its own (a projector, a preconditioner)": """
+        apollo_torch.GaLoreAdamW galore_torch.GaLoreAdamW pytorch_optimizer.Conda pytorch_optimizer.ScalableShampoo
     """,
     "refused: under FSDP2 a DTensor is still to be reduced": """
-        pytorch_optimizer.SGDSaI torch_optimizer.Lamb
+        pytorch_optimizer.Nero pytorch_optimizer.SGDSaI torch_optimizer.Lamb
     """,
     "refused: it has no param_groups": """
         pytorch_optimizer.SafeFP16Optimizer
