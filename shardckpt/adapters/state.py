@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial, reduce
-from itertools import chain
 from operator import getitem
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -13,16 +12,17 @@ from torch.distributed.tensor import DTensor
 
 from shardckpt.adapters import modules
 from shardckpt.adapters.dtensor import AlikeTensors
+from shardckpt.adapters.for_dcp import GroupKeys, describe_groups, describe_numbers
 from shardckpt.adapters.forms import get_layout
 from shardckpt.adapters.leaf_shards import LeafShards
-from shardckpt.adapters.leaves import describe_leaf, describe_object, describe_plain_object, describe_tree
+from shardckpt.adapters.leaves import describe_leaf, describe_object, describe_tree
+from shardckpt.adapters.model_tensors import ModelTensors, describe_versions
 from shardckpt.adapters.module_tree import list_state_columns
 from shardckpt.adapters.optimizers import (
     PARAMS,
     STATE,
     describe_others,
     describe_state,
-    digest_names,
     find_fresh,
     get_optimizer_state,
     list_options,
@@ -33,32 +33,20 @@ from shardckpt.adapters.optimizers import (
     request_others,
     request_states,
 )
-from shardckpt.adapters.own_values import find_own_values, request_own_values
 from shardckpt.adapters.saved_states import SavedStates
-from shardckpt.adapters.wrapper_params import (
-    describe_wrapper_param,
-    find_wrapper_params,
-    request_wrapper_params,
-)
 from shardckpt.errors import KeyMismatchError, ShardingError
 from shardckpt.mapping import OptionalEntries, ShardedBase
-from shardckpt.state_dict import nested_items, nested_values
+from shardckpt.state_dict import nested_values
 from shardckpt.tensors import ORDINARY, is_sharded_tensor
-from shardckpt.validation import VERSIONS
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
+    from collections.abc import Callable, Sequence
 
     from torch.nn import Module
     from torch.optim import Optimizer
 
-    from shardckpt.mapping import PlainObject, Replicated, ShardedStateDict, StoredNames
-
-#: Groups of which each has objects of its own; of more, those with equal values are one object.
-_FEW_GROUPS = 16
-_PLAIN = frozenset((int, float, bool, str, type(None)))
-#: Classes of the values that optimizers of torch have.
-_TENSORS = frozenset((torch.Tensor, DTensor))
+    from shardckpt.adapters.optimizers import OptimizerState
+    from shardckpt.mapping import Replicated, ShardedStateDict, StoredNames
 
 
 def to_sharded_state_dict(
@@ -150,7 +138,7 @@ class SavedModules:
         self._replicated: Replicated = True if check_replicas else "sampled"
         self._tensors = LeafShards()
         self._states = SavedStates()
-        self._keys = _GroupKeys()
+        self._keys = GroupKeys()
 
     def describe(
         self, model: Module | Sequence[Module], *optimizers: Optimizer, prefix: str = "", dequantize: bool = False
@@ -175,7 +163,7 @@ class SavedModules:
             columns = list_state_columns(parts[0])
             found = None if columns is None else self._tensors.find(columns.names, columns.tensors, prefix, True)
             if columns is not None and found is not None:
-                found.update(_describe_versions([columns.versions], prefix, self._replicated))
+                found.update(describe_versions([columns.versions], prefix, self._replicated))
                 return found
         kept = _Kept(self._tensors, self._states, self._keys)
         return _describe_modules(model, optimizers, prefix, self._replicated, kept, dequantize=dequantize)
@@ -225,44 +213,29 @@ def _describe_modules(
 ) -> ShardedStateDict:
     parts = modules.as_parts(model)
     columns = list(map(list_state_columns, parts))
-    values, versions = modules.read_model(parts, columns)
-    # buffers may differ between ranks (statistics of BatchNorm): any rank's will do
-    buffers = modules.find_buffers(values, parts) if replicated == "sampled" else frozenset()
+    tensors = ModelTensors(
+        parts, columns, replicated, dequantize=dequantize, kept=None if kept is None else kept.tensors
+    )
     alike = AlikeTensors()
-
-    wrappers = {} if dequantize else find_wrapper_params(values)
-    own = find_own_values(parts) if kept is None else None  # what is kept is kept for saves
-
-    def describe_model(prefix: str) -> ShardedStateDict:
-        def replication(name: str) -> Replicated:
-            return "unchecked" if name in buffers else replicated
-
-        plain = values if not wrappers else {n: value for n, value in values.items() if n not in wrappers}
-        if kept is not None:
-            found = kept.tensors.describe(plain, prefix, replicated, buffers)
-        else:
-            found = {
-                n: describe_leaf(value, f"{prefix}{n}", replication(n), alike=alike, detached=True)
-                for n, value in plain.items()
-            }
-        if wrappers:
-            inner = {
-                n: describe_wrapper_param(f"{prefix}{n}", each, replication(n), alike) for n, each in wrappers.items()
-            }
-            found = {n: inner[n] if n in inner else found[n] for n in values}
-        found.update(_describe_versions(versions, prefix, replicated))
-        if not wrappers and own is None:
-            return found
-
-        def request(stored: StoredNames, entries: Mapping[str, Any]) -> dict[str, Any]:
-            requested = request_wrapper_params(entries, wrappers, stored, prefix)
-            return requested if own is None else request_own_values(requested, values, own, stored, prefix)
-
-        return OptionalEntries(found, prefix, request, required=True)
-
     if not optimizers:
-        return describe_model(prefix)
+        return tensors.describe(prefix, alike)
     live = get_optimizer_state(parts, optimizers, columns)
+    make_flat = partial(make_flat_state, parts, optimizers, live)
+    return {
+        "model": tensors.describe(f"{prefix}model.", alike),
+        "optimizer": _describe_optimizers(live, make_flat, prefix, replicated, alike, kept),
+    }
+
+
+def _describe_optimizers(
+    live: OptimizerState,
+    make_flat: Callable[[], Mapping[str, Any]],
+    prefix: str,
+    replicated: Replicated,
+    alike: AlikeTensors,
+    kept: _Kept | None,
+) -> ShardedStateDict:
+    """Describe the state of optimizers; ``make_flat`` makes that of FSDP1's parameters that have none."""
     state, groups, others = (f"{prefix}optimizer.{kind}" for kind in ("state", "param_groups", "others"))
 
     def describe(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -278,45 +251,22 @@ def _describe_modules(
     }
 
     def request_state(stored: StoredNames, entries: Mapping[str, Any]) -> dict[str, Any]:
-        made = describe(make_flat_state(parts, optimizers, live))
-        return made | request_states(live, entries, stored, state, f"{prefix}model.")
+        return describe(make_flat()) | request_states(live, entries, stored, state, f"{prefix}model.")
 
+    keys = GroupKeys() if kept is None else kept.keys
     return {
-        "model": describe_model(f"{prefix}model."),
-        "optimizer": {
-            "state": OptionalEntries(states, f"{state}.", request_state),
-            "param_groups": OptionalEntries(
-                options, f"{groups}.", lambda stored, _: request_options(live.names, stored, groups), required=True
-            ),
-            "others": OptionalEntries(
-                rest, f"{others}.", lambda stored, entries: request_others(live, entries, stored, others)
-            ),
-            "for_dcp": {
-                **_describe_groups_for_dcp(
-                    live.groups, groups, frozenset(live.names), _GroupKeys() if kept is None else kept.keys
-                ),
-                **_describe_numbers(live.states, state),
-            },
+        "state": OptionalEntries(states, f"{state}.", request_state),
+        "param_groups": OptionalEntries(
+            options, f"{groups}.", lambda stored, _: request_options(live.names, stored, groups), required=True
+        ),
+        "others": OptionalEntries(
+            rest, f"{others}.", lambda stored, entries: request_others(live, entries, stored, others)
+        ),
+        "for_dcp": {
+            **describe_groups(live.groups, groups, frozenset(live.names), keys),
+            **describe_numbers(live.states, state),
         },
     }
-
-
-def _describe_versions(parts: Sequence[Mapping[str, Any]], prefix: str, replicated: Replicated) -> dict[str, Any]:
-    """Describe the versions of the modules of each part; a load asks for all that are stored, if there are any.
-
-    The name of an object says what is in it: stages of a pipeline have modules of one name, such as the first.
-    """
-    own = {digest_names(f"{name} {version}" for name, version in each.items()): each for each in parts if each}
-    if not own:
-        return {}
-    key = f"{prefix}{VERSIONS}."
-    described = {digest: describe_object(each, f"{key}{digest}", replicated) for digest, each in own.items()}
-
-    def request(stored: StoredNames, _: Mapping[str, Any]) -> dict[str, Any]:
-        found = [each for each in stored.objects if each.startswith(key)]
-        return {each.removeprefix(key): describe_object(None, each, "unchecked") for each in found}
-
-    return {VERSIONS: OptionalEntries(described, key, request)}
 
 
 def _describe_options(groups: list[dict[str, Any]], key: str, replicated: Replicated) -> dict[str, Any]:
@@ -336,114 +286,9 @@ def _describe_options(groups: list[dict[str, Any]], key: str, replicated: Replic
     return found
 
 
-def _describe_groups_for_dcp(
-    param_groups: list[dict[str, Any]], key: str, params: Collection[str], kept: _GroupKeys
-) -> dict[str, PlainObject]:
-    """Describe the groups as stock ``dcp.load`` asks for them, in both forms of torch's ``get_optimizer_state_dict``.
-
-    Nested: ``<key>.0.lr``, and the names of the parameters, ``<key>.0.params``. Flattened: ``<key>.<name>.lr`` for each
-    parameter. An option is stored once, and listed under all these keys.
-
-    Args:
-        param_groups: The groups, with the names of their parameters.
-        key: What the keys begin with.
-        params: The names of all parameters.
-        kept: Has the keys of the last save.
-
-    Returns:
-        The descriptions, by their own keys. Ranks with the same parameters in a group have the same.
-    """
-    # by option and value; of few groups each keeps its own objects, so that a later save has as many as the last
-    alike: dict[Any, list[_GroupOption]] = {}
-    for number, group in enumerate(param_groups):
-        # pipeline stages have a group 0 each, of other parameters: both are stored
-        digest = digest_names(group[PARAMS])
-        for option, keys in kept.find(number, group, key, params).items():
-            if keys:
-                same = _mark_value(group[option]) if len(param_groups) > _FEW_GROUPS else None
-                place = (option, number if same is None else same)
-                alike.setdefault(place, []).append(_GroupOption(f"{number}.{option}/{digest}", group[option], keys))
-    found = {}
-    for (option, _), each in alike.items():
-        own, keys = f"{key}/{each[0].name}", each[0].keys
-        if len(each) > 1:
-            own = f"{key}/{option}/{digest_names(one.name for one in each)}"
-            keys = tuple(chain.from_iterable(one.keys for one in each))
-        found[own] = describe_plain_object(each[0].value, own, keys)
-    return found
-
-
-class _GroupOption(NamedTuple):
-    """An option of a group: its name with that of the group, its value, and the keys to find it by."""
-
-    name: str
-    value: Any
-    keys: tuple[str, ...]
-
-
-def _mark_value(value: Any) -> tuple[Any, ...] | None:
-    """Return what equal values of equal types have in common; None for others than plain values and tuples of them."""
-    items = value if type(value) is tuple else (value,)
-    return (type(value), repr(value)) if _PLAIN.issuperset(map(type, items)) else None
-
-
-class _GroupKeys:
-    """The keys under which stock ``dcp.load`` looks for the options of groups: made once, as long as they are alike."""
-
-    def __init__(self) -> None:
-        #: By the number of a group: what its keys depend on, and the keys of each option.
-        self._found: dict[int, tuple[tuple[Any, ...], dict[str, tuple[str, ...]]]] = {}
-
-    def find(
-        self, number: int, group: Mapping[str, Any], key: str, params: Collection[str]
-    ) -> dict[str, tuple[str, ...]]:
-        """Return the keys of each option; arguments as for :func:`_describe_groups_for_dcp`."""
-        names = group[PARAMS]
-        # tensors are listed under the names of parameters already
-        by_name = {name: name != PARAMS and not isinstance(value, torch.Tensor) for name, value in group.items()}
-        # a parameter whose name is a number, or a number and the name of an option, has its options there
-        taken = [option for option in by_name if str(number) in params or f"{number}.{option}" in params]
-        form = (key, list(names), list(by_name.items()), taken)
-        if number not in self._found or self._found[number][0] != form:
-            keys = {
-                option: (
-                    *(() if option in taken else (f"{key}.{number}.{option}",)),
-                    *([f"{key}.{name}.{option}" for name in names] if is_listed else ()),
-                )
-                for option, is_listed in by_name.items()
-            }
-            self._found[number] = form, keys
-        return self._found[number][1]
-
-
 class _Kept(NamedTuple):
     """What describes a model and its optimizers in later saves."""
 
     tensors: LeafShards
     states: SavedStates
-    keys: _GroupKeys
-
-
-def _describe_numbers(states: Mapping[str, Any], key: str) -> dict[str, PlainObject]:
-    """Describe the optimizer's state that is not tensors (a step that is a number) as stock ``dcp.load`` asks for it.
-
-    Args:
-        states: The state of each parameter, by its name.
-        key: What the keys begin with.
-
-    Returns:
-        The descriptions, by their own keys: one for each name of a value and each value, listed for all parameters that
-        have it.
-    """
-    names: dict[tuple[str, type[Any], Any], list[str]] = {}
-    for name, state in states.items():
-        if type(state) is dict and _TENSORS.issuperset(map(type, state.values())):  # nearly always
-            continue
-        for path, value in nested_items(state):
-            if isinstance(value, (int, float, str, type(None))):
-                names.setdefault((".".join(map(str, path)), type(value), value), []).append(name)
-    found = {}
-    for (option, _, value), having in names.items():
-        own = f"{key}/{option}/{digest_names(having)}"
-        found[own] = describe_plain_object(value, own, tuple(f"{key}.{name}.{option}" for name in having))
-    return found
+    keys: GroupKeys
