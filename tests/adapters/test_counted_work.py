@@ -61,6 +61,23 @@ def test_a_load_walks_as_often_for_many_optimizers_as_for_one(monkeypatch: pytes
     assert len(walks) == 1
 
 
+def test_keys_of_options_are_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Later saves list options under the very keys of the first one, and under new ones where a group has changed."""
+    job, saved = _Job(monkeypatch, 1), SavedModules()
+
+    def list_keys() -> dict[str, Any]:
+        described: Any = saved.describe(job.model, *job.optimizers)
+        return {name: each.keys for name, each in described["optimizer"]["for_dcp"].items()}
+
+    first = list_keys()
+    job.optimizers[0].param_groups[0]["lr"] = 0.5
+    again = list_keys()
+    assert again.keys() == first.keys()
+    assert all(again[name] is keys for name, keys in first.items())
+    job.optimizers[0].param_groups[0]["mine"] = 1
+    assert len(list_keys()) == len(first) + 1
+
+
 def test_options_of_many_groups_are_one_object(tmp_path: Path) -> None:
     """An option of many groups is one object a value for stock DCP, which finds it under each group."""
     model = nn.ParameterDict({f"w{number}": nn.Parameter(torch.ones(1)) for number in range(40)})
