@@ -203,7 +203,7 @@ def _compare(shared: list[_Shared], comm: Comm) -> None:
         digest = digest_function(negotiate_digest(vote))
         samples = _take_samples(shared)
         numbers, others = _group_numbers(shared)
-        mine = [(short_id, _digest(samples.get(short_id, shard.data), digest)) for shard, short_id in others]
+        mine = [(short_id, _digest_shard(shard, samples.get(short_id), digest)) for shard, short_id in others]
         rows = [short_id + _pack(value) for short_id, value in mine]
         rows += sorted(_digest_numbers(group, digest) for group in numbers)
     if comm.all_alike(b"".join(rows)):
@@ -364,10 +364,18 @@ def _groups(ranks: Mapping[int, Collection[int]]) -> str:
     return " / ".join(f"one value on rank {group}" for group in groups[:4]) + " / ..." * (len(groups) > 4)  # noqa: PLR2004
 
 
+def _digest_shard(shard: Any, sample: torch.Tensor | None, digest: Digest) -> int:
+    """Return the digest of a shard, or of a sample of it; raise ShardingError with its key if its data has no bits."""
+    try:
+        return _digest(shard.data if sample is None else sample, digest)
+    except ShardingError as exc:
+        raise ShardingError(f"tensor {shard.key!r}: {exc}") from exc
+
+
 def _digest(value: Any, digest: Digest) -> int:
     if not isinstance(value, torch.Tensor):
         return digest(pickle_to_compare(value, _name_values))
-    if value.nbytes <= _CHUNK or is_quantized(value) or value.layout != torch.strided:
+    if value.layout != torch.strided or value.nbytes <= _CHUNK or is_quantized(value):
         return digest(tensor_bytes(plain_cpu(value)))
     # in parts, of which few are on the CPU at a time; all ranks cut the same ones, on any kind of device
     parts = torch.split(value.detach().reshape(-1), math.ceil(_CHUNK / value.element_size()))

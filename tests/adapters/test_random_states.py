@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import copy
 import math
-import struct
 import tempfile
 from collections import OrderedDict, deque
-from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,6 +19,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from shardckpt import dist_checkpointing
 from shardckpt.adapters import load_into, to_sharded_state_dict
 from tests import backends
+from tests.adapters.same import list_bits
 
 if TYPE_CHECKING:
     from tests.ranks import Ranks
@@ -89,24 +88,6 @@ class _Optimizer(torch.optim.Optimizer):
         super().__init__(params, {"lr": 0.1})
 
 
-def _bits(value: Any) -> Any:
-    """Return a value by type, dtype, shape and bits, in a form that can be compared; a dict's order is not compared."""
-    found = value
-    if isinstance(value, DTensor):
-        found = _bits(value.full_tensor())
-    elif isinstance(value, torch.Tensor):
-        flat = value.detach().reshape(-1).clone(memory_format=torch.contiguous_format)
-        found = (value.dtype, tuple(value.shape), flat.view(torch.uint8).tolist() if flat.numel() else [])
-    elif isinstance(value, dict):
-        items = [(type(key).__name__, str(key), _bits(each)) for key, each in value.items()]
-        found = items if isinstance(value, OrderedDict) else sorted(items, key=itemgetter(0, 1))
-    elif isinstance(value, (list, tuple, deque)):
-        found = (getattr(value, "maxlen", None), list(map(_bits, value)))
-    elif isinstance(value, (float, complex)):
-        found = struct.pack("dd", complex(value).real, complex(value).imag)
-    return (type(value).__name__, found)
-
-
 def _start(state: Any = None) -> tuple[nn.Module, _Optimizer]:
     """Return a module of one parameter, sharded where there are ranks, and its optimizer with some state."""
     model = nn.Module()
@@ -139,7 +120,7 @@ def _resume(state: Any, path: str) -> tuple[Any, Any]:
     job, fresh = _start(state), _start()
     dist_checkpointing.save(to_sharded_state_dict(*job), path)
     load_into(dist_checkpointing.load(to_sharded_state_dict(*fresh), path), *fresh)
-    return tuple(_bits(dict(each.state[model.weight])) for model, each in (job, fresh))  # type: ignore[return-value]
+    return tuple(list_bits(dict(each.state[model.weight])) for model, each in (job, fresh))  # type: ignore[return-value]
 
 
 @settings(max_examples=150)
