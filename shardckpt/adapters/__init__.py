@@ -12,13 +12,12 @@ from shardckpt.adapters.forms import FORM, is_placeholder, join_path, make_form,
 from shardckpt.adapters.in_place import InPlaceFactory
 from shardckpt.adapters.kept_options import choose_options, list_option_names
 from shardckpt.adapters.leaves import describe_leaf, describe_object, describe_plain_object
-from shardckpt.adapters.modules import get_model_tensors
+from shardckpt.adapters.modules import get_model_tensors, read_versions
 from shardckpt.adapters.optimizers import find_name, get_param_groups, is_group, spread_options
 from shardckpt.adapters.restore import load_into
 from shardckpt.adapters.state import SavedModules, to_sharded_state_dict
 from shardckpt.adapters.state_layout import empty_state_tensor
 from shardckpt.adapters.torch_sharded import describe_torch_sharded
-from shardckpt.adapters.versions import list_versions
 from shardckpt.tensors import register_tensor_class
 
 __all__ = [
@@ -42,10 +41,10 @@ __all__ = [
     "is_placeholder",
     "join_path",
     "list_option_names",
-    "list_versions",
     "load_into",
     "make_form",
     "make_shards",
+    "read_versions",
     "rebuild_state",
     "register_tensor_class",
     "sharded_tensor_from_dtensor",

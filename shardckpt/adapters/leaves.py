@@ -6,12 +6,13 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
 
 from shardckpt.adapters.dtensor import AlikeTensors, describe_dtensor, get_local_tensor, get_rank
 from shardckpt.adapters.overlapping import describe_overlapping
 from shardckpt.adapters.torch_sharded import describe_torch_sharded
 from shardckpt.errors import ShardingError
-from shardckpt.mapping import PlainObject, Replicated, ShardedObject, ShardedTensor
+from shardckpt.mapping import PlainObject, Replicated, ShardedObject, ShardedTensor, ShardedTensorFactory
 from shardckpt.tensors import ORDINARY, is_sharded_tensor, overlaps_itself
 
 
@@ -56,6 +57,8 @@ def describe_leaf(
         return describe_dtensor(key, value, replicated, alike=alike, detached=detached)
     if type(value) not in ORDINARY and is_sharded_tensor(value):
         return describe_torch_sharded(key, value, replicated)
+    if is_lazy(value):
+        return ShardedTensorFactory(key, value, _refuse_lazy, _refuse_lazy)
     if isinstance(value, torch.Tensor):
         if value.is_nested:
             raise ShardingError(
@@ -70,6 +73,12 @@ def describe_leaf(
         offset, grid = (0,) * len(shape), (1,) * len(shape)
         return ShardedTensor.from_box(key, get_local_tensor(value), shape, offset, grid, rank, replicated=replicated)
     return describe_object(value, key, replicated)
+
+
+def _refuse_lazy(key: str, *_: Any) -> Any:
+    raise ShardingError(
+        f"{key!r}: a parameter or buffer of a lazy module, which has no values yet: run a forward pass before the save"
+    )
 
 
 def describe_object(value: Any, key: str, replicated: Replicated) -> ShardedObject:

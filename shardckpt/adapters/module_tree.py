@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch.distributed.fsdp import FullyShardedDataParallel
 
-from shardckpt.adapters.versions import VERSION, has_version
+from shardckpt.adapters.versions import METADATA, VERSION, has_version
 from shardckpt.errors import ShardingError
 from shardckpt.tensors import find_wrapped_child, lengthens_names, reshards, shortens_names
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Container
+    from collections.abc import Callable, Container, Mapping
     from collections.abc import Set as AbstractSet
 
     from torch.nn import Module
@@ -83,7 +83,7 @@ class _Tree:
             if kind not in wrapped:
                 wrapped[kind] = _check_class(kind, only_parameters=self._only_parameters)
                 versioned |= {kind} if has_version(kind) else set()
-            if kind in versioned:
+            if kind in versioned or VERSION in values:
                 self.versions[prefix[:-1]] = getattr(module, VERSION)
             # the names one by one: to look for the module's twenty in a set takes four times as long
             if values["_state_dict_hooks"] or (
@@ -183,15 +183,28 @@ def name_parameters(module: Module) -> dict[int, str] | None:
     return StateColumns(tree.names, tree.read(), tree.buffers, tree.versions).name_parameters()
 
 
-def read_state_dict(module: Module) -> tuple[dict[str, Any], dict[str, str]] | None:
-    """Return a module's own state dict by names without those of wrappers, and the key of each name.
+class ReadState(NamedTuple):
+    """A module's own state dict.
+
+    Attributes:
+        values: The values by names without those of wrappers.
+        keys: For each name the key that ``load_state_dict`` takes.
+        metadata: What classes and hooks say of each module, by its path, beside the values.
+    """
+
+    values: dict[str, Any]
+    keys: dict[str, str]
+    metadata: Mapping[str, dict[str, Any]]
+
+
+def read_state_dict(module: Module) -> ReadState | None:
+    """Return a module's own state dict.
 
     Args:
         module: Its classes and hooks decide what is there: extra state, more tensors or others than it has.
 
     Returns:
-        The values by full name, and for each name the key that ``load_state_dict`` takes. None if torch must be asked:
-        FSDP1, TorchScript, and classes that rename.
+        The state; None if torch must be asked: FSDP1, TorchScript, and classes that rename.
 
     Raises:
         ShardingError: two values have one name.
@@ -202,7 +215,8 @@ def read_state_dict(module: Module) -> tuple[dict[str, Any], dict[str, str]] | N
         return None
     values: dict[str, Any] = {}
     keys: dict[str, str] = {}
-    for key, value in module.state_dict().items():
+    state = module.state_dict()
+    for key, value in state.items():
         # a hook may add any name below its module's
         end = len(key)
         while (end := key.rfind(".", 0, end) + 1) and key[:end] not in prefixes:
@@ -211,7 +225,7 @@ def read_state_dict(module: Module) -> tuple[dict[str, Any], dict[str, str]] | N
         if name in values:
             raise ShardingError(f"{keys[name]!r} and {key!r} of the state dict have the name {name!r} without wrappers")
         values[name], keys[name] = value, key
-    return values, keys
+    return ReadState(values, keys, getattr(state, METADATA, {}))
 
 
 def only_copies(module: Module) -> bool:
@@ -225,15 +239,28 @@ def only_copies(module: Module) -> bool:
         values, kind = each.__dict__, type(each)
         if kind not in usual:
             usual[kind] = all(getattr(kind, name) is getattr(torch.nn.Module, name) for name in _LOADING)
-        hooks = [getattr(hook, "hook", hook) for hook in values["_load_state_dict_pre_hooks"].values()]
         if (
             not usual[kind]
             or not _LOADING.isdisjoint(values)
             or values["_load_state_dict_post_hooks"]
-            or not all(reshards(hook) or lengthens_names(hook) for hook in hooks)
+            or has_load_hook(each)
         ):
             return False
     return True
+
+
+def has_load_hook(module: Module, *, but_torchs: tuple[str, ...] = ()) -> bool:
+    """Return whether a hook may change what a module is given to load.
+
+    Args:
+        module: The module; others inside are not looked at.
+        but_torchs: What the names begin with of torch's modules whose hooks do not count.
+    """
+    hooks = [getattr(hook, "hook", hook) for hook in module._load_state_dict_pre_hooks.values()]  # noqa: SLF001
+    return not all(
+        reshards(hook) or lengthens_names(hook) or f"{getattr(hook, '__module__', '')}.".startswith(but_torchs)
+        for hook in hooks
+    )
 
 
 def _list_prefixes(root: Module) -> dict[str, str]:

@@ -53,6 +53,11 @@ def read_model_tensors(parts: Sequence[Module]) -> dict[str, Any]:
     return read_model(parts, map(list_state_columns, parts))[0]
 
 
+def read_versions(parts: Sequence[Module]) -> list[dict[str, Any]]:
+    """Return of each module the versions by name, and what hooks say of modules besides."""
+    return read_model(parts, map(list_state_columns, parts))[1]
+
+
 def read_model(
     parts: Sequence[Module], columns: Iterable[StateColumns | None]
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
@@ -71,7 +76,9 @@ def _read_part(part: Module, columns: StateColumns | None) -> tuple[dict[str, An
     if columns is not None and found is not None:
         return found, columns.versions
     read = read_state_dict(part)
-    return get_model_state_dict(part) if read is None else read[0], list_versions(part)
+    if read is None:
+        return get_model_state_dict(part), list_versions(part, {})
+    return read.values, list_versions(part, read.metadata)
 
 
 def find_buffers(values: Mapping[str, Any], parts: Sequence[Module]) -> frozenset[str]:

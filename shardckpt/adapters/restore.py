@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,6 +35,7 @@ from shardckpt.adapters.optimizers import (
     read_optimizer,
     spread_options,
 )
+from shardckpt.adapters.own_values import find_own_values
 from shardckpt.adapters.versions import add_versions
 from shardckpt.errors import CheckpointingException, KeyMismatchError, ShardingError, listed
 from shardckpt.planning import refuse_cast, refuse_changed_values
@@ -49,6 +51,8 @@ if TYPE_CHECKING:
 
     from shardckpt.adapters.optimizers import NamedState
     from shardckpt.mapping import StateDict
+
+logger = logging.getLogger(__name__)
 
 
 def load_into(
@@ -88,7 +92,9 @@ def load_into(
     own_groups = {name_group(group) for one in live for group in one.groups}
     options = spread_options(optimizer_state.get(GROUPS, {}), own_groups)
     live_tensors = read_model_tensors(parts)
-    _check_casts(model, live_tensors)
+    own = find_own_values(parts)
+    kept_dtypes = {n: each for n, each in live_tensors.items() if own is None or n in own.buffers or not own.find(n)}
+    _check_casts(model, kept_dtypes)
     if strict:
         trained = {name for one in live for name in one.names}
         _refuse(live_tensors.keys() - model.keys(), "model")
@@ -148,9 +154,14 @@ def _hand_over_tensors(part: Module, values: Mapping[str, Any]) -> None:
         rest = {name: value for name, value in values.items() if name != VERSIONS}
         set_model_state_dict(part, add_versions(part, rest, versions), options=StateDictOptions(strict=False))
         return
-    own = {key: values[name] for name, key in read[1].items() if name in values}
+    own = {key: values[name] for name, key in read.keys.items() if name in values}
+    if found := find_own_values([part]):
+        grown = {name: found.find_grown(name) for name in values if name not in read.keys}
+        own |= {key: values[name] for name, key in grown.items() if key is not None}
     # what was not loaded is kept: load_into(strict=False)
-    part.load_state_dict(add_versions(part, own, versions), strict=False)
+    unused = part.load_state_dict(add_versions(part, own, versions), strict=False).unexpected_keys
+    if unused:
+        logger.warning("%s does not take what was loaded for it: %s", type(part).__name__, listed(sorted(unused)))
 
 
 def _check_casts(values: Mapping[str, Any], live: Mapping[str, Any]) -> None:

@@ -33,6 +33,7 @@ from shardckpt.adapters.optimizers import (
     request_others,
     request_states,
 )
+from shardckpt.adapters.own_values import find_own_values, request_own_values
 from shardckpt.adapters.saved_states import SavedStates
 from shardckpt.adapters.wrapper_params import (
     describe_wrapper_param,
@@ -230,6 +231,7 @@ def _describe_modules(
     alike = AlikeTensors()
 
     wrappers = {} if dequantize else find_wrapper_params(values)
+    own = find_own_values(parts) if kept is None else None  # what is kept is kept for saves
 
     def describe_model(prefix: str) -> ShardedStateDict:
         def replication(name: str) -> Replicated:
@@ -249,11 +251,12 @@ def _describe_modules(
             }
             found = {n: inner[n] if n in inner else found[n] for n in values}
         found.update(_describe_versions(versions, prefix, replicated))
-        if not wrappers:
+        if not wrappers and own is None:
             return found
 
         def request(stored: StoredNames, entries: Mapping[str, Any]) -> dict[str, Any]:
-            return request_wrapper_params(entries, wrappers, stored, prefix)
+            requested = request_wrapper_params(entries, wrappers, stored, prefix)
+            return requested if own is None else request_own_values(requested, values, own, stored, prefix)
 
         return OptionalEntries(found, prefix, request, required=True)
 

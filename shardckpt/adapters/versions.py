@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torch.nn import Module
 
 #: The attribute of modules that has their version, and that of state dicts that has all of a module's.
-VERSION, _METADATA = "_version", "_metadata"
+VERSION, METADATA = "_version", "_metadata"
 
 
 def has_version(kind: type[Any]) -> bool:
@@ -27,9 +27,22 @@ def has_version(kind: type[Any]) -> bool:
     return owner is not None and not owner.__module__.startswith("torch.nn.")
 
 
-def list_versions(root: Module) -> dict[str, Any]:
-    """Return the versions of modules by full name, without the names of wrappers; see :func:`has_version`."""
-    return {name: getattr(module, VERSION) for _, name, module in _walk(root) if has_version(type(module))}
+def list_versions(root: Module, metadata: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
+    """Return the versions of modules by full name, without the names of wrappers; see :func:`has_version`.
+
+    Args:
+        root: The module.
+        metadata: What its state dict says of each module, by path. Where hooks have put more than the version there,
+            all of it is in the version's place.
+    """
+    found: dict[str, Any] = {}
+    for path, name, module in walk_modules(root):
+        own = metadata.get(path, {})
+        if own.keys() - {"version"}:
+            found[name] = dict(own)
+        elif has_version(type(module)) or VERSION in vars(module):
+            found[name] = getattr(module, VERSION)
+    return found
 
 
 def add_versions(root: Module, state: dict[str, Any], stored: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
@@ -48,12 +61,13 @@ def add_versions(root: Module, state: dict[str, Any], stored: Iterable[Mapping[s
     if not found:
         return state
     named: dict[str, Any] = OrderedDict(state)
-    metadata = {
-        path: {"version": _choose(found[name], getattr(module, VERSION))}
-        for path, name, module in _walk(root)
+    chosen = {
+        path: _choose(found[name], getattr(module, VERSION))
+        for path, name, module in walk_modules(root)
         if name in found
     }
-    setattr(named, _METADATA, metadata)
+    metadata = {path: each if isinstance(each, dict) else {"version": each} for path, each in chosen.items()}
+    setattr(named, METADATA, metadata)
     return named
 
 
@@ -61,7 +75,7 @@ def _choose(stored: list[Any], live: Any) -> Any:
     return live if live in stored else stored[0] if stored.count(stored[0]) == len(stored) else None
 
 
-def _walk(root: Module) -> Iterator[tuple[str, str, Module]]:
+def walk_modules(root: Module) -> Iterator[tuple[str, str, Module]]:
     """Yield the path of each module, its name without those of wrappers, and the module."""
     wrapped: dict[type[Any], str] = {}  # of each class: the child whose name is left out
     waiting = [("", "", root)]

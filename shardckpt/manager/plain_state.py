@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
 
 from shardckpt.adapters import (
     describe_leaf,
@@ -133,7 +134,7 @@ def restore_keys(loaded: Any, live: Any) -> Any:
 
 def memory_of(value: Any) -> int | None:
     """Return the address of a tensor's storage, or of a DTensor's local one; None for other values and subclasses."""
-    local = value.detach() if isinstance(value, torch.Tensor) else value
+    local = value.detach() if isinstance(value, torch.Tensor) and not is_lazy(value) else value
     local = local.to_local() if isinstance(local, DTensor) else local
     is_dense = type(local) is torch.Tensor and local.layout is torch.strided
     return local.untyped_storage().data_ptr() if is_dense else None

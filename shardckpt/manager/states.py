@@ -229,7 +229,7 @@ class TrainingStates:
         """
         for name, parts in self._select(self.modules, names):
             if name != MODEL or not self._with_optimizers(names):
-                load_into(tensors[name], parts, strict=strict or name != MODEL)
+                load_into(tensors.get(name, {}), parts, strict=strict or name != MODEL)
         if self._with_optimizers(names):
             both = {MODEL: tensors[MODEL], OPTIMIZER: tensors[OPTIMIZER]}
             keep = [name for name in list_option_names(self.optimizers) if name in self._kept_options]

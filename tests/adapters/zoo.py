@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from torch import nn
+from torch.ao.quantization.observer import PerChannelMinMaxObserver
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrizations, prune
@@ -190,26 +191,62 @@ class Own:
         self.seed = seed
 
 
-class Upgraded(nn.Linear):
-    """Doubles weights of older versions, and keeps which version it was given."""
-
-    _version = 3
+class Versioned(nn.Linear):
+    """Keeps what it was given beside its tensors, and doubles weights without a version."""
 
     def __init__(self, seed: int) -> None:
         super().__init__(4, 4)
         self.weight.data, self.bias.data = draw(seed, 4, 4), draw(seed, 4)
-        self.register_buffer("given", torch.zeros(()), persistent=False)
+        self.register_buffer("given", torch.zeros(2), persistent=False)
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, *rest: Any) -> None:
-        self.given = torch.tensor(float(local_metadata.get("version") or 0))
-        if self.given < 3:
+        self.given = torch.tensor([float(local_metadata.get(name) or 0) for name in ("version", "layout")])
+        if not self.given[0]:
             state_dict[f"{prefix}weight"] = state_dict[f"{prefix}weight"] * 2
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
 
 
-def _instance_version(seed: int) -> nn.Module:
-    model = Upgraded(seed)
+class Upgraded(Versioned):
+    """Has a version."""
+
+    _version = 3
+
+
+def _version_of_instance(seed: int) -> nn.Module:
+    model = Versioned(seed)
     model._version = 5
+    return model
+
+
+def _marked(seed: int) -> nn.Module:
+    """Return a module with more metadata than its version."""
+    model = checkpoint_wrapper(Upgraded(seed))
+    model._checkpoint_wrapped_module._register_state_dict_hook(lambda *given: given[-1].update(layout=7))
+    return nn.Sequential(model)
+
+
+class Growing(nn.Module):
+    """Has a tensor for each of its calls, and takes all that are stored."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(draw(seed, 2))
+        self.cache = {f"{n}": draw(seed + n, 2) for n in range(3 if seed % 2 else 1)}
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination.update({f"{prefix}cache.{n}": each for n, each in self.cache.items()})
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
+        key = f"{prefix}cache."
+        self.cache = {name.removeprefix(key): state_dict.pop(name) for name in list(state_dict) if name.startswith(key)}
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+
+
+def _observer(seed: int) -> nn.Module:
+    model = nn.Sequential(PerChannelMinMaxObserver(), _linear(seed))
+    if seed % 2:
+        model[0](draw(seed, 4, 3))
     return model
 
 
@@ -240,10 +277,12 @@ def _names_of_wrappers(seed: int) -> nn.Module:
     return found
 
 
-def _materialised(seed: int) -> nn.Module:
+def _lazy(seed: int, *, materialised: bool) -> nn.Module:
     model = nn.Sequential(nn.LazyLinear(4), nn.LazyBatchNorm1d())
-    torch.manual_seed(seed)
-    model(draw(seed, 3, 5))
+    if materialised:
+        torch.manual_seed(seed)
+        model(draw(seed, 3, 5))
+        model.requires_grad_(requires_grad=False)  # an optimizer takes no lazy parameter
     return model
 
 
@@ -293,7 +332,7 @@ def _mixed(seed: int) -> nn.Module:
         *(name for each in REFUSED_BY.values() for name in each),
     }
     names = [name for name in ZOO if name not in left_out]
-    return nn.Sequential(*(ZOO[name](seed + number) for number, name in enumerate(names)))
+    return nn.Sequential(*(ZOO[name](seed + 2 * number) for number, name in enumerate(names)))
 
 
 #: Models by name; two of one name with other seeds differ in all values that are stored.
@@ -322,16 +361,31 @@ ZOO: dict[str, Callable[[int], nn.Module]] = {
     "extra bytes": lambda seed: Extra(seed, io.BytesIO(bytes([seed]))),
     "extra object": lambda seed: Extra(seed, Own(seed)),
     "extra tensor": lambda seed: Extra(seed, draw(seed, 3)),
-    "version of an instance": _instance_version,
+    "version of an instance": _version_of_instance,
     "pruned": lambda seed: prune.random_unstructured(_linear(seed), "weight", 0.5),
     "old spectral norm": _old_spectral,
+    "extra tensor of another size": lambda seed: Extra(seed, draw(seed, seed, dtype=torch.uint8)),
+    "extra tensor of another dtype": lambda seed: Extra(
+        seed, draw(seed, 2, dtype=[torch.uint8, torch.float32][seed % 2])
+    ),
+    "extra tensor or none": lambda seed: Extra(seed, draw(seed, 2) if seed % 2 else None),
+    "extra none or tensor": lambda seed: Extra(seed, None if seed % 2 else draw(seed, 2)),
+    "growing": lambda seed: nn.Sequential(Growing(seed)),
+    "metadata": _marked,
+    "observer": _observer,
+    "torch's quantized": lambda seed: _with_linear(
+        seed, codes=torch.quantize_per_tensor(draw(seed, 4), 0.1 * seed, 3, torch.qint8)
+    ),
+    "lazy": lambda seed: nn.Sequential(nn.LazyLinear(4), _linear(seed)),
+    "lazy target": lambda seed: _lazy(seed, materialised=seed % 2 == 1),
+    "no parameters": lambda seed: nn.Sequential(nn.ReLU(), nn.Identity()),
     "versions": lambda seed: nn.Sequential(Upgraded(seed), _linear(seed)),
     "weight norm": lambda seed: parametrizations.weight_norm(_linear(seed)),
     "spectral norm": _spectral,
     "orthogonal": _orthogonal,
     "containers": _containers,
     "names of wrappers": _names_of_wrappers,
-    "materialised": _materialised,
+    "materialised": lambda seed: _lazy(seed, materialised=True),
     "meta first": _meta_first,
     "meta": lambda seed: nn.Linear(2, 2, device="meta"),
     "expanded": lambda seed: _with_linear(seed, row=draw(seed, 1).expand(5), rows=draw(seed, 3).expand(2, 3)),
@@ -345,6 +399,8 @@ ZOO: dict[str, Callable[[int], nn.Module]] = {
 #: Those that a save refuses, and the key and the reason that its error says.
 REFUSED: dict[str, str] = {
     "extra object": r"'model\._extra_state/shard_0_1'.*Own",
+    "lazy": r"'model\.0\.weight'.*lazy",
+    "torch's quantized": r"'model\.codes'.*torch\.qint8",
     "meta": r"'model\.weight'.*on meta .*no memory",
 }
 #: The same, of the formats that do.
@@ -353,6 +409,8 @@ REFUSED_BY: dict[str, dict[str, str]] = {"safetensors": {"extra bytes": r"'model
 NOT_SHARDED = {
     "strides": "non-contiguous parameters",
     "names of wrappers": "containers that do not implement forward",
+    "lazy": "uninitialized parameter",
+    "lazy target": "uninitialized parameter",
 }
 #: Those that a save, or a load, may refuse, if its error says the key.
 MAY_BE_REFUSED = {"expanded": r"'model\.rows?'", "COO": r"'model\.sparse'", "CSR": r"'model\.sparse'"}

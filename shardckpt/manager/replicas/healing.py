@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch.distributed.tensor import DTensor
 
-from shardckpt.adapters import get_model_tensors, get_param_groups, list_versions, load_into
+from shardckpt.adapters import get_model_tensors, get_param_groups, load_into, read_versions
 from shardckpt.errors import CheckpointingException
 from shardckpt.manager.plain_state import memory_of
 from shardckpt.manager.states import MODEL, OPTIMIZER
@@ -56,6 +56,8 @@ class Healing:
             CheckpointingException: a module has a ShardedTensor, which cannot be transferred.
         """
         self._modules = {name: get_model_tensors(parts) for name, parts in self._states.modules.items()}
+        # now, not when they are given: to read them shards parameters, of which a forward pass may be in the middle
+        self._versions = {n: dict(enumerate(read_versions(parts))) for n, parts in self._states.modules.items()}
         self._names = self._name_parameters()
         parts = [part for parts in self._states.modules.values() for part in parts]
         storages = {memory_of(tensor) for part in parts for tensor in (*part.parameters(), *part.buffers())}
@@ -74,9 +76,7 @@ class Healing:
         sharded = {name: state.sharded_state_dict() for name, state in self._states.sharded.items()}
         return {
             "modules": {name: _localize(values) for name, values in self._modules.items()},
-            VERSIONS: {
-                name: dict(enumerate(map(list_versions, parts))) for name, parts in self._states.modules.items()
-            },
+            VERSIONS: self._versions,
             OPTIMIZER: self._give_optimizer(),
             "sharded": {name: _localize(dict_list_map_outplace(_get_data, state)) for name, state in sharded.items()},
             "plain": {name: _localize(state.state_dict()) for name, state in self._states.plain.items()},

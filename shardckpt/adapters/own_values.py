@@ -1,0 +1,150 @@
+"""What modules load by code of their own: a load asks for it as the checkpoint has it, as ``torch.load`` returns it.
+
+Extra state may be a tensor of another size each time, or none; observers of torch's quantization get their sizes in a
+load; a cache has any number of tensors; lazy parameters have no shape. A parameter that has one must have the stored
+one's.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch.nn.parameter import is_lazy
+
+from shardckpt.adapters.leaves import describe_leaf, describe_object
+from shardckpt.adapters.module_tree import has_load_hook
+from shardckpt.adapters.versions import walk_modules
+from shardckpt.tensors import ORDINARY, shortens_names
+from shardckpt.validation import VERSIONS
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+    from torch.nn import Module
+
+    from shardckpt.mapping import StoredNames
+
+_LOADING = ("load_state_dict", "_load_from_state_dict", "set_extra_state")
+_SAVING = ("state_dict", "_save_to_state_dict")
+#: Where torch has modules that load nothing but what they have.
+_TORCH = ("torch.nn.", "torch.distributed.")
+
+
+class OwnValues(NamedTuple):
+    """Which values modules load by code of their own, by names without those of wrappers.
+
+    Attributes:
+        loaders: What the names of the values begin with.
+        growing: The same of modules without others inside that save by code of their own, too: they may have more
+            values after a load. With what the keys of ``load_state_dict`` begin with.
+        params: The names of parameters.
+        buffers: The names of buffers.
+    """
+
+    loaders: frozenset[str]
+    growing: Mapping[str, str]
+    params: frozenset[str]
+    buffers: frozenset[str]
+
+    def find(self, name: str) -> bool:
+        """Return whether a value's own module, or one around it, loads it by code of its own; no parameter is."""
+        return name not in self.params and any(prefix in self.loaders for prefix in _list_prefixes(name))
+
+    def find_grown(self, name: str) -> str | None:
+        """Return the key of a value that no live module has; None if no module may take it."""
+        found = (prefix for prefix in _list_prefixes(name) if prefix in self.growing)
+        prefix = next(found, None)
+        return None if prefix is None or name == VERSIONS else self.growing[prefix] + name.removeprefix(prefix)
+
+
+def find_own_values(parts: Iterable[Module]) -> OwnValues | None:
+    """Return which values the modules load by code of their own; None if there is no such module, nor a lazy one."""
+    loaders, growing = set(), {}
+    params: list[str] = []
+    buffers: list[str] = []
+    has_lazy = False
+    for part in parts:
+        for path, name, module in walk_modules(part):
+            prefix, values = f"{name}." if name else "", module.__dict__
+            if _decides(module, _LOADING) or has_load_hook(module, but_torchs=_TORCH):
+                loaders.add(prefix)
+                hooks = values["_state_dict_hooks"].values()
+                saves = _decides(module, _SAVING) or not all(map(shortens_names, hooks))
+                if saves and not values["_modules"]:
+                    growing[prefix] = f"{path}." if path else ""
+            params += [prefix + each for each in values["_parameters"]]
+            buffers += [prefix + each for each in values["_buffers"]]
+            has_lazy |= any(map(is_lazy, (*values["_parameters"].values(), *values["_buffers"].values())))
+    if not loaders and not has_lazy:
+        return None
+    return OwnValues(frozenset(loaders), growing, frozenset(params), frozenset(buffers))
+
+
+def request_own_values(
+    entries: Mapping[str, Any], values: Mapping[str, Any], own: OwnValues, stored: StoredNames, prefix: str
+) -> dict[str, Any]:
+    """Return what a load asks for: what modules load by code of their own as it is stored, all else as it is live.
+
+    Args:
+        entries: The descriptions of what the modules have.
+        values: What they have.
+        own: What :func:`find_own_values` returned for them.
+        stored: What the checkpoint has.
+        prefix: What its keys begin with.
+    """
+    found = dict(entries)
+    for name, live in values.items():
+        if name not in entries or not (is_lazy(live) or own.find(name)):
+            continue
+        found[name] = _request(f"{prefix}{name}", live, entries[name], stored, is_buffer=name in own.buffers)
+    for key in (*stored.tensors, *stored.objects) if own.growing else ():
+        name = key.removeprefix(prefix)
+        if not key.startswith(prefix) or name in found or own.find_grown(name) is None:
+            continue
+        # of a model without a prefix it may be anybody's; what is below an entry is inside of it
+        if prefix + name.rpartition(".")[0] and not any(each[:-1] in entries for each in _list_prefixes(name)):
+            found[name] = _request_new(key, stored)
+    return found
+
+
+def _request(key: str, live: Any, entry: Any, stored: StoredNames, *, is_buffer: bool) -> Any:
+    is_tensor = isinstance(live, torch.Tensor)
+    if is_tensor and type(live) not in ORDINARY and not is_lazy(live):
+        return entry
+    if key in stored.objects:
+        return describe_object(None, key, "unchecked") if is_tensor else entry
+    if key not in stored.tensors:
+        return entry
+    dtype, shape = stored.tensors[key]
+    keeps_dtype = is_buffer or is_lazy(live)
+    if is_tensor and not is_lazy(live) and tuple(live.shape) == shape and (keeps_dtype or live.dtype == dtype):
+        return entry
+    device = live.device if is_tensor else torch.device("cpu")
+    return describe_leaf(
+        torch.empty(shape, dtype=live.dtype if keeps_dtype else dtype, device=device), key, "unchecked"
+    )
+
+
+def _request_new(key: str, stored: StoredNames) -> Any:
+    if key not in stored.tensors:
+        return describe_object(None, key, "unchecked")
+    dtype, shape = stored.tensors[key]
+    return describe_leaf(torch.empty(shape, dtype=dtype, device="cpu"), key, "unchecked")
+
+
+def _decides(module: Module, names: Sequence[str]) -> bool:
+    """Return whether a module, or its class outside of torch.nn, defines one of some methods."""
+    for name in names:
+        owner = next((base for base in type(module).__mro__ if name in vars(base)), None)
+        if name in vars(module) or (owner is not None and not f"{owner.__module__}.".startswith(_TORCH)):
+            return True
+    return False
+
+
+def _list_prefixes(name: str) -> Iterator[str]:
+    """Yield what names of the modules around a value begin with: ``""``, ``a.`` and ``a.b.`` for ``a.b.c``."""
+    yield ""
+    end = 0
+    while end := name.find(".", end) + 1:
+        yield name[:end]
