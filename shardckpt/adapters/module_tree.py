@@ -204,7 +204,7 @@ def read_state_dict(module: Module) -> ReadState | None:
         module: Its classes and hooks decide what is there: extra state, more tensors or others than it has.
 
     Returns:
-        The state; None if torch must be asked: FSDP1, TorchScript, and classes that rename.
+        The state; None if torch must be asked: FSDP1, and classes that rename.
 
     Raises:
         ShardingError: two values have one name.
@@ -270,6 +270,9 @@ def _list_prefixes(root: Module) -> dict[str, str]:
     waiting: list[tuple[Module, str, str]] = [(root, "", "")]
     while waiting:
         module, key, name = waiting.pop()
+        if isinstance(module, torch.jit.ScriptModule):  # there are no wrappers inside
+            found[key] = name
+            continue
         values, kind = module.__dict__, type(module)
         if kind not in wrapped:
             wrapped[kind] = _check_class(kind, only_parameters=True)

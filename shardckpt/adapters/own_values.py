@@ -66,6 +66,8 @@ def find_own_values(parts: Iterable[Module]) -> OwnValues | None:
     has_lazy = False
     for part in parts:
         for path, name, module in walk_modules(part):
+            if isinstance(module, torch.jit.ScriptModule):  # it has its tensors elsewhere, and no code of its own
+                continue
             prefix, values = f"{name}." if name else "", module.__dict__
             if _decides(module, _LOADING) or has_load_hook(module, but_torchs=_TORCH):
                 loaders.add(prefix)

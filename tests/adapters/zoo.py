@@ -320,6 +320,11 @@ def _compiled(seed: int) -> nn.Module:
     return torch.compile(inner, backend="eager")  # type: ignore[return-value]
 
 
+def _recurrent(seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.LSTM(4, 4, 2, bidirectional=True, proj_size=2), nn.MultiheadAttention(4, 2, kdim=3, vdim=5))
+
+
 def _checkpointed(seed: int) -> nn.Module:
     return nn.Sequential(checkpoint_wrapper(nn.Sequential(_linear(seed), checkpoint_wrapper(Renaming(seed)))))
 
@@ -491,6 +496,10 @@ ZOO: dict[str, Callable[[int], nn.Module]] = {
     "COO": lambda seed: _with_linear(seed, sparse=draw(seed, 3, 3).relu().to_sparse()),
     "CSR": lambda seed: _with_linear(seed, sparse=draw(seed, 3, 3).relu().to_sparse_csr()),
     "compiled": _compiled,
+    "script": lambda seed: torch.jit.script(nn.Sequential(_linear(seed), nn.BatchNorm1d(4))),
+    "script and hooks": lambda seed: nn.Sequential(torch.jit.script(_linear(seed)), Renaming(seed)),
+    "averaged": lambda seed: torch.optim.swa_utils.AveragedModel(_linear(seed)),
+    "recurrent": _recurrent,
     "checkpointed": _checkpointed,
     "mixed": _mixed,
 }
@@ -500,6 +509,7 @@ WARNINGS = (
     "Sparse CSR tensor support is in beta",
     "torch.quantize_per_tensor",
     "Lazy modules are a new feature",
+    "`torch.jit",
 )
 #: Those that a save refuses, and the key and the reason that its error says.
 REFUSED: dict[str, str] = {
@@ -523,6 +533,8 @@ NOT_SHARDED = {
     "strides": "non-contiguous parameters",
     "names of wrappers": "containers that do not implement forward",
     "lazy": "uninitialized parameter",
+    "script": "not supported on ScriptModules",
+    "script and hooks": "not supported on ScriptModules",
     "Int8": "unimplemented operator",
     "lazy target": "uninitialized parameter",
 }
