@@ -256,7 +256,9 @@ def has_load_hook(module: Module, *, but_torchs: tuple[str, ...] = ()) -> bool:
         module: The module; others inside are not looked at.
         but_torchs: What the names begin with of torch's modules whose hooks do not count.
     """
-    hooks = [getattr(hook, "hook", hook) for hook in module._load_state_dict_pre_hooks.values()]  # noqa: SLF001
+    if not (found := module.__dict__["_load_state_dict_pre_hooks"]):
+        return False
+    hooks = [getattr(hook, "hook", hook) for hook in found.values()]
     return not all(
         reshards(hook) or lengthens_names(hook) or f"{getattr(hook, '__module__', '')}.".startswith(but_torchs)
         for hook in hooks
