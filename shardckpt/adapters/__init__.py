@@ -12,7 +12,7 @@ from shardckpt.adapters.forms import FORM, is_placeholder, join_path, make_form,
 from shardckpt.adapters.in_place import InPlaceFactory
 from shardckpt.adapters.kept_options import choose_options, list_option_names
 from shardckpt.adapters.leaves import describe_leaf, describe_object, describe_plain_object
-from shardckpt.adapters.modules import get_model_tensors, read_model
+from shardckpt.adapters.modules import get_model_tensors, read_versions
 from shardckpt.adapters.optimizers import find_name, get_param_groups, is_group, spread_options
 from shardckpt.adapters.restore import load_into
 from shardckpt.adapters.state import SavedModules, to_sharded_state_dict
@@ -44,7 +44,7 @@ __all__ = [
     "load_into",
     "make_form",
     "make_shards",
-    "read_model",
+    "read_versions",
     "rebuild_state",
     "register_tensor_class",
     "sharded_tensor_from_dtensor",

@@ -204,7 +204,7 @@ def read_state_dict(module: Module) -> ReadState | None:
         module: Its classes and hooks decide what is there: extra state, more tensors or others than it has.
 
     Returns:
-        The state; None if torch must be asked: FSDP1, TorchScript, and classes that rename.
+        The state; None if torch must be asked: FSDP1, and classes that rename.
 
     Raises:
         ShardingError: two values have one name.
@@ -256,7 +256,9 @@ def has_load_hook(module: Module, *, but_torchs: tuple[str, ...] = ()) -> bool:
         module: The module; others inside are not looked at.
         but_torchs: What the names begin with of torch's modules whose hooks do not count.
     """
-    hooks = [getattr(hook, "hook", hook) for hook in module._load_state_dict_pre_hooks.values()]  # noqa: SLF001
+    if not (found := module.__dict__["_load_state_dict_pre_hooks"]):
+        return False
+    hooks = [getattr(hook, "hook", hook) for hook in found.values()]
     return not all(
         reshards(hook) or lengthens_names(hook) or f"{getattr(hook, '__module__', '')}.".startswith(but_torchs)
         for hook in hooks
@@ -270,6 +272,9 @@ def _list_prefixes(root: Module) -> dict[str, str]:
     waiting: list[tuple[Module, str, str]] = [(root, "", "")]
     while waiting:
         module, key, name = waiting.pop()
+        if isinstance(module, torch.jit.ScriptModule):  # there are no wrappers inside
+            found[key] = name
+            continue
         values, kind = module.__dict__, type(module)
         if kind not in wrapped:
             wrapped[kind] = _check_class(kind, only_parameters=True)

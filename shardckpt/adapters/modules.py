@@ -53,6 +53,11 @@ def read_model_tensors(parts: Sequence[Module]) -> dict[str, Any]:
     return read_model(parts)[0]
 
 
+def read_versions(parts: Sequence[Module]) -> list[dict[str, Any]]:
+    """Return of each module the versions by name, and what hooks say of modules besides."""
+    return read_model(parts, map(list_state_columns, parts))[1]
+
+
 def read_model(
     parts: Sequence[Module], columns: Iterable[StateColumns | None] | None = None
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.parameter import is_lazy
 
 from shardckpt.adapters.leaves import describe_leaf, describe_object
@@ -25,8 +26,8 @@ if TYPE_CHECKING:
 
     from shardckpt.mapping import StoredNames
 
-_LOADING = ("load_state_dict", "_load_from_state_dict", "set_extra_state")
-_SAVING = ("state_dict", "_save_to_state_dict")
+_LOADING = frozenset(("load_state_dict", "_load_from_state_dict", "set_extra_state"))
+_SAVING = frozenset(("state_dict", "_save_to_state_dict"))
 #: Where torch has modules that load nothing but what they have.
 _TORCH = ("torch.nn.", "torch.distributed.")
 
@@ -58,16 +59,19 @@ class OwnValues(NamedTuple):
         return None if prefix is None or name == VERSIONS else self.growing[prefix] + name.removeprefix(prefix)
 
 
-def find_own_values(parts: Iterable[Module]) -> OwnValues | None:
+def find_own_values(parts: Sequence[Module]) -> OwnValues | None:
     """Return which values the modules load by code of their own; None if there is no such module, nor a lazy one."""
+    if not any(map(_has_own, parts)):  # as nearly always: then no name is needed
+        return None
     loaders, growing = set(), {}
     params: list[str] = []
     buffers: list[str] = []
-    has_lazy = False
     for part in parts:
         for path, name, module in walk_modules(part):
+            if isinstance(module, torch.jit.ScriptModule):  # it has its tensors elsewhere, and no code of its own
+                continue
             prefix, values = f"{name}." if name else "", module.__dict__
-            if _decides(module, _LOADING) or has_load_hook(module, but_torchs=_TORCH):
+            if _loads_itself(module):
                 loaders.add(prefix)
                 hooks = values["_state_dict_hooks"].values()
                 saves = _decides(module, _SAVING) or not all(map(shortens_names, hooks))
@@ -75,10 +79,27 @@ def find_own_values(parts: Iterable[Module]) -> OwnValues | None:
                     growing[prefix] = f"{path}." if path else ""
             params += [prefix + each for each in values["_parameters"]]
             buffers += [prefix + each for each in values["_buffers"]]
-            has_lazy |= any(map(is_lazy, (*values["_parameters"].values(), *values["_buffers"].values())))
-    if not loaders and not has_lazy:
-        return None
     return OwnValues(frozenset(loaders), growing, frozenset(params), frozenset(buffers))
+
+
+def _has_own(part: Module) -> bool:
+    """Return whether a module inside loads by code of its own, or is lazy."""
+    usual: set[type[Any]] = set()
+    for module in part.modules():
+        kind = type(module)
+        if isinstance(module, torch.jit.ScriptModule):
+            continue
+        if kind not in usual:
+            if issubclass(kind, LazyModuleMixin) or _loads_itself(module):
+                return True
+            usual.add(kind)
+        elif not _LOADING.isdisjoint(module.__dict__) or has_load_hook(module, but_torchs=_TORCH):
+            return True
+    return False
+
+
+def _loads_itself(module: Module) -> bool:
+    return _decides(module, _LOADING) or has_load_hook(module, but_torchs=_TORCH)
 
 
 def request_own_values(
@@ -133,7 +154,7 @@ def _request_new(key: str, stored: StoredNames) -> Any:
     return describe_leaf(torch.empty(shape, dtype=dtype, device="cpu"), key, "unchecked")
 
 
-def _decides(module: Module, names: Sequence[str]) -> bool:
+def _decides(module: Module, names: Iterable[str]) -> bool:
     """Return whether a module, or its class outside of torch.nn, defines one of some methods."""
     for name in names:
         owner = next((base for base in type(module).__mro__ if name in vars(base)), None)

@@ -8,6 +8,7 @@ from collections import OrderedDict, deque
 from operator import itemgetter
 from typing import Any
 
+import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
@@ -45,6 +46,8 @@ def list_bits(value: Any) -> Any:
         found = (getattr(value, "maxlen", None), list(map(list_bits, value)))
     elif isinstance(value, (float, complex)):
         found = struct.pack("dd", complex(value).real, complex(value).imag)
+    elif isinstance(value, (np.ndarray, np.generic)):
+        found = (str(value.dtype), value.shape, value.tolist())
     elif isinstance(value, io.BytesIO):
         found = value.getvalue()
     return (type(value).__name__, found)

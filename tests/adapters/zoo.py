@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import re
+from collections import OrderedDict, deque
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -15,6 +19,7 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrizations, prune
 
 from shardckpt.errors import CheckpointingException
+from shardckpt.manager import CheckpointConfig, CheckpointManager
 from tests import backends
 from tests.adapters.own_keys import Scaled
 from tests.adapters.same import list_bits
@@ -28,8 +33,10 @@ def draw(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Te
     generator = torch.Generator().manual_seed(seed)
     if dtype.is_complex:
         return torch.randn(shape, generator=generator, dtype=dtype)
-    if dtype.is_floating_point:
+    if dtype.is_floating_point and dtype is not torch.float4_e2m1fn_x2:
         return torch.randn(shape, generator=generator).to(dtype)
+    if dtype is torch.float4_e2m1fn_x2:
+        return draw(seed, *shape, dtype=torch.uint8).view(dtype)
     return torch.randint(0, 2 if dtype is torch.bool else 100, shape, generator=generator).to(dtype)
 
 
@@ -90,6 +97,7 @@ def _dtypes(seed: int) -> nn.Module:
         *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32),
         *(torch.uint64, torch.float16, torch.bfloat16, torch.float64, torch.complex64, torch.complex128),
         *(torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.float8_e8m0fnu),
+        torch.float4_e2m1fn_x2,
     ]
     return _with_linear(seed, **{f"of_{dtype}".replace(".", "_"): draw(seed, 3, dtype=dtype) for dtype in dtypes})
 
@@ -312,6 +320,11 @@ def _compiled(seed: int) -> nn.Module:
     return torch.compile(inner, backend="eager")  # type: ignore[return-value]
 
 
+def _recurrent(seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.LSTM(4, 4, 2, bidirectional=True, proj_size=2), nn.MultiheadAttention(4, 2, kdim=3, vdim=5))
+
+
 def _checkpointed(seed: int) -> nn.Module:
     return nn.Sequential(checkpoint_wrapper(nn.Sequential(_linear(seed), checkpoint_wrapper(Renaming(seed)))))
 
@@ -320,6 +333,86 @@ def _statistics(seed: int) -> nn.Module:
     model = nn.Sequential(nn.BatchNorm1d(4), nn.BatchNorm1d(4, affine=False))
     model(draw(seed, 3, 4))
     return model
+
+
+class Subclass(torch.Tensor):
+    """A tensor of another class, with its values in its own memory."""
+
+
+class SubclassParameter(nn.Parameter):
+    """A parameter of another class."""
+
+
+def _subclasses(seed: int) -> nn.Module:
+    weight = SubclassParameter(draw(seed, 4, 4))
+    weight.tag = seed
+    return Holder(weight=weight, buffer=draw(seed, 3).as_subclass(Subclass), marked=nn.Buffer(draw(seed, 2)))
+
+
+def _torchao(seed: int, name: str) -> nn.Module:
+    quantization = pytest.importorskip("torchao.quantization")
+    model = nn.Sequential(_seeded(nn.Linear(64, 512, bias=False), seed).bfloat16(), _linear(seed))
+    if name == "NF4":
+        nf4 = pytest.importorskip("torchao.quantization.quantize_.workflows.nf4.nf4_tensor")
+        model[0].weight = nn.Parameter(nf4.to_nf4(model[0].weight.detach(), 64, 32), requires_grad=False)
+    else:
+        quantization.quantize_(model[0], getattr(quantization, name)())
+        model[0].requires_grad_(requires_grad=False)
+    return model
+
+
+def _any_values(seed: int) -> Any:
+    """Return values of classes that a load rebuilds without being told."""
+    return {
+        "ordered": OrderedDict(b=draw(seed, 2), a=seed),
+        "deque": deque([draw(seed, 2), seed], maxlen=3),
+        "numpy": [np.arange(seed), np.float32(seed), np.array(["a", "b"])],
+        "torch": [torch.Size([seed]), torch.device("cpu"), torch.bfloat16, torch.get_rng_state()],
+        "python": [{seed, 2}, frozenset({seed}), seed + 1j, range(seed), 10**40, b"a"],
+        (seed, "a"): {None: 1, 2: 3, True: 4},
+        "deep": functools.reduce(lambda inner, _: [inner], range(50), seed),
+    }
+
+
+def _aliases(seed: int) -> Any:
+    shared = draw(seed, 4)
+    return {"one": shared, "same": shared, "view": shared[:2], "list": [shared]}
+
+
+class Aliased(nn.Linear):
+    """Stores its weight under a second name, too, and a tensor of its own before it is asked."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(4, 4)
+        _seeded(self, seed)
+        self.seed = seed
+        self.register_state_dict_pre_hook(lambda module, *_: module.register_buffer("made", draw(seed, 2)))
+        self.register_state_dict_post_hook(self._save)
+
+    @staticmethod
+    def _save(module: Any, state: dict[str, Any], prefix: str, _: Any) -> None:
+        state[f"{prefix}old.weight"] = state[f"{prefix}weight"]
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
+        state_dict.pop(f"{prefix}old.weight")
+        self.register_buffer("made", state_dict[f"{prefix}made"].clone())
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+
+
+def _odd_names(seed: int) -> nn.Module:
+    names = [
+        "a\nb",
+        "a\tb",
+        "..".replace(".", "\N{ONE DOT LEADER}"),
+        "\N{SNOWMAN}",
+        "CON",
+        "a" * 300,
+        " ",
+        "'\"",
+        "{x}",
+        "%s",
+    ]
+    return nn.ParameterDict({name: nn.Parameter(draw(seed + number, 2)) for number, name in enumerate(names)})
 
 
 def _mixed(seed: int) -> nn.Module:
@@ -383,7 +476,18 @@ ZOO: dict[str, Callable[[int], nn.Module]] = {
     "weight norm": lambda seed: parametrizations.weight_norm(_linear(seed)),
     "spectral norm": _spectral,
     "orthogonal": _orthogonal,
+    "subclasses": _subclasses,
+    "NF4": lambda seed: _torchao(seed, "NF4"),
+    "Int8": lambda seed: _torchao(seed, "Int8WeightOnlyConfig"),
+    "extra values": lambda seed: Extra(seed, _any_values(seed)),
+    "extra slice": lambda seed: Extra(seed, slice(seed)),
+    "extra path": lambda seed: Extra(seed, Path(f"{seed}")),
+    "extra aliases": lambda seed: Extra(seed, _aliases(seed)),
+    "aliases": Aliased,
+    "no list": lambda seed: nn.Sequential(nn.ParameterList(), nn.ModuleDict(), _linear(seed)),
     "containers": _containers,
+    "odd names": _odd_names,
+    "NUL": lambda seed: Holder(**{"a\0b": nn.Parameter(draw(seed, 2))}),
     "names of wrappers": _names_of_wrappers,
     "materialised": lambda seed: _lazy(seed, materialised=True),
     "meta first": _meta_first,
@@ -392,10 +496,21 @@ ZOO: dict[str, Callable[[int], nn.Module]] = {
     "COO": lambda seed: _with_linear(seed, sparse=draw(seed, 3, 3).relu().to_sparse()),
     "CSR": lambda seed: _with_linear(seed, sparse=draw(seed, 3, 3).relu().to_sparse_csr()),
     "compiled": _compiled,
+    "script": lambda seed: torch.jit.script(nn.Sequential(_linear(seed), nn.BatchNorm1d(4))),
+    "script and hooks": lambda seed: nn.Sequential(torch.jit.script(_linear(seed)), Renaming(seed)),
+    "averaged": lambda seed: torch.optim.swa_utils.AveragedModel(_linear(seed)),
+    "recurrent": _recurrent,
     "checkpointed": _checkpointed,
     "mixed": _mixed,
 }
 
+#: What torch says of some of them.
+WARNINGS = (
+    "Sparse CSR tensor support is in beta",
+    "torch.quantize_per_tensor",
+    "Lazy modules are a new feature",
+    "`torch.jit",
+)
 #: Those that a save refuses, and the key and the reason that its error says.
 REFUSED: dict[str, str] = {
     "extra object": r"'model\._extra_state/shard_0_1'.*Own",
@@ -403,17 +518,30 @@ REFUSED: dict[str, str] = {
     "torch's quantized": r"'model\.codes'.*torch\.qint8",
     "meta": r"'model\.weight'.*on meta .*no memory",
 }
+_OF_EXTRA_STATE = r"'model\._extra_state/shard_0_1'.*"
 #: The same, of the formats that do.
-REFUSED_BY: dict[str, dict[str, str]] = {"safetensors": {"extra bytes": r"'model\._extra_state/shard_0_1'.*BytesIO"}}
+REFUSED_BY: dict[str, dict[str, str]] = {
+    "safetensors": {
+        "extra bytes": _OF_EXTRA_STATE + "BytesIO",
+        "extra path": _OF_EXTRA_STATE + "PosixPath",
+        "extra slice": _OF_EXTRA_STATE + "slice",
+        "NUL": r"'model\.a\\x00b' cannot be stored: .*no NUL",
+    }
+}
 #: Those that FSDP2 does not take.
 NOT_SHARDED = {
     "strides": "non-contiguous parameters",
     "names of wrappers": "containers that do not implement forward",
     "lazy": "uninitialized parameter",
+    "script": "not supported on ScriptModules",
+    "script and hooks": "not supported on ScriptModules",
+    "Int8": "unimplemented operator",
     "lazy target": "uninitialized parameter",
 }
 #: Those that a save, or a load, may refuse, if its error says the key.
 MAY_BE_REFUSED = {"expanded": r"'model\.rows?'", "COO": r"'model\.sparse'", "CSR": r"'model\.sparse'"}
+#: All that the zoo shows in fewer models: those that come back in one, and each that does not.
+FEW = ("mixed", *REFUSED, *MAY_BE_REFUSED)
 
 
 def _seeded(module: nn.Module, seed: int) -> nn.Module:
@@ -495,3 +623,27 @@ def check(
     found, expected = read(fresh, other), read(wanted, wanted_optimizer)
     for part in found:
         assert found[part] == expected[part], f"other {part}: {found[part]}, and not {expected[part]}"
+
+
+def check_manager(name: str, path: Path, mode: Any) -> None:
+    """Check what :func:`check` does by a manager.
+
+    Args:
+        name: Of the zoo.
+        path: The folder of its checkpoints.
+        mode: Its ``async_mode``.
+    """
+    config = CheckpointConfig(folder=str(path), interval=1, async_mode=mode, keep_latest_k=0)
+
+    def manage(model: nn.Module, optimizer: Any) -> CheckpointManager:
+        return CheckpointManager(config, {"model": model, **({} if optimizer is None else {"optimizer": optimizer})})
+
+    def save(model: nn.Module, optimizer: Any) -> None:
+        with manage(model, optimizer) as manager:
+            manager.save(1)
+
+    def load(model: nn.Module, optimizer: Any) -> None:
+        with manage(model, optimizer) as manager:
+            manager.load()
+
+    check(name, save, load)

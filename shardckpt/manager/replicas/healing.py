@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch.distributed.tensor import DTensor
 
-from shardckpt.adapters import get_model_tensors, get_param_groups, load_into, read_model
+from shardckpt.adapters import get_model_tensors, get_param_groups, load_into, read_versions
 from shardckpt.errors import CheckpointingException
 from shardckpt.manager.plain_state import memory_of
 from shardckpt.manager.states import MODEL, OPTIMIZER
@@ -57,7 +57,7 @@ class Healing:
         """
         self._modules = {name: get_model_tensors(parts) for name, parts in self._states.modules.items()}
         # now, not when they are given: to read them shards parameters, of which a forward pass may be in the middle
-        self._versions = {n: dict(enumerate(read_model(parts)[1])) for n, parts in self._states.modules.items()}
+        self._versions = {n: dict(enumerate(read_versions(parts))) for n, parts in self._states.modules.items()}
         self._names = self._name_parameters()
         parts = [part for parts in self._states.modules.values() for part in parts]
         storages = {memory_of(tensor) for part in parts for tensor in (*part.parameters(), *part.buffers())}
