@@ -76,6 +76,7 @@ class TitanCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
         fully_parallel_load: bool = False
         memory_budget: str | None = None
         allow_dtype_cast: bool = False
+        dequantize: bool = False
         on_unused: Literal["warn", "error", "ignore"] = "warn"
         show_progress: bool = False
 

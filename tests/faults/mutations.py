@@ -51,9 +51,7 @@ _READER = "shardckpt/storage/reader.py"
 _DIGEST = "shardckpt/storage/digest.py"
 _TRANSACTION = "shardckpt/engine/transaction.py"
 _RENAME = '    with wrap_os_errors(f"rename {staging} to", target):\n        os.rename(staging, target)\n'
-_UNSAFE = (
-    '        if found is None:\n            raise UnsafePickleError(\n                f"{self.source}: the pickle asks'
-)
+_UNSAFE = '        if found is None:\n            raise make_refusal(f"{self.source}: the pickle asks'
 _ORDER = "ci/faults/test_kill.py::test_order_of_calls[torch_dist]"
 _KILLS = "ci/faults/test_kill.py::test_killed_overwrite_leaves_old_or_new[torch_dist]"
 _CUTS = "ci/faults/test_power_cuts.py::test_a_power_cut_leaves_old_or_new[torch_dist]"
