@@ -9,7 +9,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from shardckpt.adapters.leaves import describe_plain_object
-from shardckpt.adapters.optimizers import PARAMS, digest_names
+from shardckpt.adapters.optimizers import FEW_GROUPS, PARAMS, digest_names
 from shardckpt.state_dict import nested_items
 
 if TYPE_CHECKING:
@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
     from shardckpt.mapping import PlainObject
 
-#: Groups of which each has objects of its own; of more, those with equal values are one object.
-_FEW_GROUPS = 16
 _PLAIN = frozenset((int, float, bool, str, type(None)))
 #: Classes of the values that optimizers of torch have.
 _TENSORS = frozenset((torch.Tensor, DTensor))
@@ -48,7 +46,7 @@ def describe_groups(
         digest = digest_names(group[PARAMS])
         for option, keys in kept.find(number, group, key, params).items():
             if keys:
-                same = _mark_value(group[option]) if len(param_groups) > _FEW_GROUPS else None
+                same = _mark_value(group[option]) if len(param_groups) > FEW_GROUPS else None
                 place = (option, number if same is None else same)
                 alike.setdefault(place, []).append(_GroupOption(f"{number}.{option}/{digest}", group[option], keys))
     found = {}

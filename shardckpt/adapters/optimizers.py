@@ -56,6 +56,9 @@ STATE, GROUPS, PARAMS, PARAM_NAMES = "state", "param_groups", "params", "param_n
 ENTRIES, EMPTY = "entries", "empty groups"
 #: What the names of stored groups begin with, as the names of parameters do not.
 GROUP_NAME = "(group "
+#: The same of several groups that are one object: of more than FEW_GROUPS, which cost more than what is in them.
+GROUPS_NAME = "(groups "
+FEW_GROUPS = 16
 
 
 class NamedState(NamedTuple):
@@ -246,6 +249,11 @@ def _drop_empty(states: dict[str, Any]) -> dict[str, Any]:
 def name_group(group: Mapping[str, Any]) -> str:
     """Return the name under which the options of a group are stored: no parameter has such a one."""
     return f"{GROUP_NAME}{digest_names(group[PARAMS])})"
+
+
+def name_groups(names: Iterable[str]) -> str:
+    """Return the name under which groups are stored as one object, by the name of each."""
+    return f"{GROUPS_NAME}{digest_names(names)})"
 
 
 def digest_names(names: Iterable[str]) -> str:
@@ -443,8 +451,8 @@ def request_numbered(groups: Iterable[Mapping[str, Any]], stored: StoredNames, k
         key: What the keys of the state begin with, without the last dot.
     """
     # by names of parameters: the optimizer itself was described; other values of plain DCP are common state elsewhere
-    by_names = f"{key.removesuffix(STATE)}{GROUPS}.{GROUP_NAME}"
-    if any(each.startswith((by_names, f"{key}.")) for each in stored.objects):
+    by_names = [f"{key.removesuffix(STATE)}{GROUPS}.{name}" for name in (GROUP_NAME, GROUPS_NAME)]
+    if any(each.startswith((*by_names, f"{key}.")) for each in stored.objects):
         return {}
     names = {str(param): param for group in groups for param in group[PARAMS]}
     found: dict[Any, Any] = {}
@@ -467,7 +475,8 @@ def request_options(names: Iterable[str], stored: StoredNames, key: str) -> dict
         stored: What the checkpoint has.
         key: What the keys of options begin with, without the last dot.
     """
-    groups = [each[len(key) + 1 :] for each in stored.objects if each.startswith(f"{key}.{GROUP_NAME}")]
+    rests = (each[len(key) + 1 :] for each in stored.objects if each.startswith(f"{key}."))
+    groups = list(filter(is_group, rests))
     found: dict[str, Any] = {name: {"values": describe_object(None, f"{key}.{name}", "unchecked")} for name in groups}
     for name, options in _find_slots(dict.fromkeys(names), stored, key).items():
         keys = {option: f"{key}.{name}.{option}" for option in options}
@@ -490,9 +499,10 @@ def spread_options(loaded: Mapping[str, Any], live: Collection[str] = ()) -> dic
         live: The names of groups, by :func:`name_group`, that count where others have the same parameter.
     """
     found: dict[str, dict[str, Any]] = {}
-    for name in sorted(filter(is_group, loaded), key=lambda name: name in live):
-        values = loaded[name]["values"]
-        found.update(dict.fromkeys(values[PARAMS], values["options"]))
+    objects = [parts["values"] for name, parts in loaded.items() if is_group(name)]
+    groups = [group for each in objects for group in (each if isinstance(each, list) else [each])]
+    for group in sorted(groups, key=lambda group: name_group(group) in live):
+        found.update(dict.fromkeys(group[PARAMS], group["options"]))
     for name, parts in loaded.items():
         if not is_group(name):
             found[name] = {**found.get(name, {}), **parts.get("values", {}), **parts.get("tensors", {})}
@@ -500,8 +510,8 @@ def spread_options(loaded: Mapping[str, Any], live: Collection[str] = ()) -> dic
 
 
 def is_group(name: str) -> bool:
-    """Return whether this is the name of a stored group."""
-    return name.startswith(GROUP_NAME)
+    """Return whether this is the name of a stored group, or of several."""
+    return name.startswith((GROUP_NAME, GROUPS_NAME))
 
 
 def request_others(live: OptimizerState, described: Mapping[str, Any], stored: StoredNames, key: str) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from shardckpt.adapters.leaves import describe_leaf, describe_object, describe_t
 from shardckpt.adapters.model_tensors import ModelTensors, describe_versions
 from shardckpt.adapters.module_tree import list_state_columns
 from shardckpt.adapters.optimizers import (
+    FEW_GROUPS,
     PARAMS,
     STATE,
     describe_others,
@@ -28,6 +29,7 @@ from shardckpt.adapters.optimizers import (
     list_options,
     make_flat_state,
     name_group,
+    name_groups,
     request_numbered,
     request_options,
     request_others,
@@ -270,20 +272,26 @@ def _describe_optimizers(
 
 
 def _describe_options(groups: list[dict[str, Any]], key: str, replicated: Replicated) -> dict[str, Any]:
-    """Describe the options of each group: names of parameters and plain values as one object, tensors by parameter."""
+    """Describe the options of each group: names of parameters and plain values as one object, tensors by parameter.
+
+    Of many groups, all are one object.
+    """
     found: dict[str, dict[str, Any]] = {}
+    objects: dict[str, dict[str, Any]] = {}
     for group in groups:
         if not group[PARAMS]:
             continue
-        name, options = name_group(group), list_options(group)
+        options = list_options(group)
         # copies, so that a load does not fill the live tensors before load_into has checked what was loaded
         copies = {n: value.detach().clone() for n, value in options.items() if isinstance(value, torch.Tensor)}
-        values = {PARAMS: group[PARAMS], "options": {n: value for n, value in options.items() if n not in copies}}
-        found[name] = {"values": describe_object(values, f"{key}.{name}", replicated)}
+        plain = {n: value for n, value in options.items() if n not in copies}
+        objects[name_group(group)] = {PARAMS: group[PARAMS], "options": plain}
         for param in group[PARAMS] if copies else ():  # as stock dcp.load asks for them
             tensors = {n: describe_leaf(copy, f"{key}.{param}.{n}", replicated) for n, copy in copies.items()}
             found[param] = {"tensors": tensors}
-    return found
+    stored = {name_groups(objects): [*objects.values()]} if len(objects) > FEW_GROUPS else objects
+    described = {name: {"values": describe_object(each, f"{key}.{name}", replicated)} for name, each in stored.items()}
+    return {**described, **found}
 
 
 class _Kept(NamedTuple):

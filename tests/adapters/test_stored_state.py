@@ -16,6 +16,7 @@ from shardckpt import dist_checkpointing
 from shardckpt.adapters import load_into, to_sharded_state_dict
 from shardckpt.adapters.leaves import describe_object, describe_tree
 from shardckpt.errors import CheckpointingException, KeyMismatchError, ShardingError
+from shardckpt.optimizer_state import load_sharded_optimizer_state_dict
 from tests.adapters.job import Job
 from tests.adapters.same import is_same
 from tests.tables import table
@@ -474,3 +475,26 @@ def test_groups_that_share_a_list_share_it_again(tmp_path: Path) -> None:
     first, second = (group["counts"] for group in fresh[1].param_groups)
     assert first == [0, 5]
     assert first is second
+
+
+def _start_many(order: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Return a model of many layers, each with a group of its own; the groups in one order or the other."""
+    model = nn.Sequential(*(nn.Linear(1, 1) for _ in range(20)))
+    groups = [{"params": [*layer.parameters()], "lr": 0.1} for layer in model][::order]
+    return model, torch.optim.SGD(groups)
+
+
+def test_options_of_many_groups_are_one_object(tmp_path: Path) -> None:
+    """Hundreds of groups cost as few objects as one; their options come back by parameter, in any order of groups."""
+    model, optimizer = _start_many(1)
+    for number, group in enumerate(optimizer.param_groups):
+        group["lr"] = float(number)
+    state = to_sharded_state_dict(model, optimizer)
+    assert [name.partition(" ")[0] for name in state["optimizer"]["param_groups"]] == ["(groups"]
+    dist_checkpointing.save(state, tmp_path / "c")
+    for order in (1, -1):
+        other, fresh = _start_many(order)
+        load_into(dist_checkpointing.load(to_sharded_state_dict(other, fresh), tmp_path / "c"), other, fresh)
+        assert [group["lr"] for group in fresh.param_groups][::order] == [float(number) for number in range(20)]
+    found = load_sharded_optimizer_state_dict(model.state_dict(), "optimizer", tmp_path / "c")["optimizer"]
+    assert sorted(group["lr"] for group in found["param_groups"]) == [float(number) for number in range(20)]
