@@ -15,6 +15,7 @@ import statistics
 import sys
 import tempfile
 import time
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from torch import nn
 
 _HEADERS = ("workload", "ranks", "operation", "beside", "old (s)", "times", "new (s)", "times")
+#: Seconds for which ranks wait for each other.
+_LIMIT = 600.0
 #: The saves of a rank, the first one among them.
 _SAVES = 5
 #: Rows and columns of parameters of float32: 1, 4, 8 and 16 KiB.
@@ -41,7 +44,7 @@ def measure_adam(folder: Path, rank: int, world: int, count: int) -> dict[str, l
 
     torch.set_num_threads(1)
     if world > 1:
-        dist.init_process_group("gloo", rank=rank, world_size=world)
+        dist.init_process_group("gloo", rank=rank, world_size=world, timeout=timedelta(seconds=_LIMIT))
     model = _make_model(count)
     if world > 1:
         fully_shard(model)
