@@ -6,7 +6,9 @@ checkpoint are dotted texts, which do not say what they were.
 
 from __future__ import annotations
 
+import json
 from collections import deque
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -14,12 +16,12 @@ from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from shardckpt.adapters.leaves import describe_leaf, describe_object
 from shardckpt.adapters.wrappers import CLASS, InnerShard, flatten_wrappers, is_wrapper, rebuild_wrapper
-from shardckpt.errors import CheckpointingException, ShardingError
+from shardckpt.errors import CheckpointingException, CorruptCheckpointError, ShardingError
 from shardckpt.state_dict import dict_list_map_outplace, nested_items, nested_values, of_type
 from shardckpt.tensors import ORDINARY
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
     from shardckpt.adapters.dtensor import AlikeTensors
     from shardckpt.mapping import Replicated
@@ -33,8 +35,9 @@ _PLACEHOLDER = "shardckpt: a tensor"
 _WHOLE = "whole on each rank"
 #: What begins the last part of the key of a tensor that belongs to no parameter, and is sharded as one.
 _LAYOUT = ".(as "
-#: The same of a tensor that belongs to a parameter and is laid out otherwise: the axis that is sharded, if one is.
-_SHARDED = ".(sharded "
+#: What begins the last part of the key of an object that says which axes of a parameter's tensors are sharded, of those
+#: that are laid out otherwise than the parameter.
+_SHARDED = "(sharded "
 #: The key that marks a dict in the place of a tuple or deque with tensors: the class, and a deque's longest length.
 _SEQUENCE = "shardckpt: a sequence of the class"
 #: The key of its items.
@@ -61,9 +64,8 @@ def flatten_state(state: Any, *, shards: bool = True) -> Any:
     def flatten(leaf: Any) -> Any:
         if not has_tensors(leaf):
             return leaf
-        cls = type(leaf) if hasattr(leaf, "_fields") else type(leaf).__name__
         return {
-            _SEQUENCE: [cls, getattr(leaf, "maxlen", None)],
+            _SEQUENCE: [type(leaf).__name__, getattr(leaf, "maxlen", None)],
             _ITEMS: dict_list_map_outplace(flatten, list(leaf)),
         }
 
@@ -71,18 +73,16 @@ def flatten_state(state: Any, *, shards: bool = True) -> Any:
 
 
 def has_tensors(leaf: Any) -> bool:
-    """Return whether a leaf of a state is a tuple, named or not, or a deque, with tensors in it."""
-    if type(leaf) not in (tuple, deque) and not (isinstance(leaf, tuple) and hasattr(leaf, "_fields")):
-        return False
-    return any(isinstance(each, torch.Tensor) or has_tensors(each) for each in nested_values(list(leaf)))
+    """Return whether a leaf of a state is a tuple or deque with tensors in it; named tuples are objects."""
+    return type(leaf) in (tuple, deque) and any(
+        isinstance(each, torch.Tensor) or has_tensors(each) for each in nested_values(list(leaf))
+    )
 
 
 def _rebuild_sequence(parts: Mapping[str, Any]) -> Any:
     """Return the tuple or deque of a dict that :func:`flatten_state` has made."""
     (cls, longest), items = parts[_SEQUENCE], parts[_ITEMS]
-    if cls == "deque":
-        return deque(items, longest)
-    return tuple(items) if cls == "tuple" else cls(*items)
+    return deque(items, longest) if cls == "deque" else tuple(items)
 
 
 def is_self_describing(state: Any, layout: Layout | None) -> bool:
@@ -166,9 +166,13 @@ def describe_nested(
     """Describe a parameter's state that is not :func:`is_self_describing`; for the rest see there and describe_leaf."""
     flat = flatten_state(values)
     is_distributed = layout is not None
-    tensors = {_join_axes(path, tensor, layout): tensor for path, tensor in list_tensors(flat).items()}
-    form = make_form(flat, is_distributed=is_distributed)
-    return describe_with_form(form, tensors, key, replicated, alike, is_distributed=is_distributed)
+    form, tensors = make_form(flat, is_distributed=is_distributed), list_tensors(flat)
+    found = describe_with_form(form, tensors, key, replicated, alike, is_distributed=is_distributed)
+    if layout is not None and (axes := _list_axes(tensors, layout)):
+        # a load must know before it has read an object; stock dcp.load knows tensors by their paths alone
+        slot = f"{_SHARDED}{json.dumps(axes)})"
+        found[slot] = describe_object(None, f"{key}.{slot}", replicated)
+    return found
 
 
 def get_layout(param: torch.Tensor | None) -> Layout | None:
@@ -185,18 +189,34 @@ def _has_own_layout(tensor: DTensor, param: Layout) -> bool:
     return not is_replicated or tensor.numel() == 1 or not {*shape} <= {*param.shape, 1}
 
 
-def _join_axes(path: str, tensor: Any, param: Layout | None) -> str:
-    """Return the path of a tensor, followed by the axis that is sharded if its shape does not say it."""
-    if param is None or not isinstance(tensor, DTensor) or not _has_own_layout(tensor, param):
-        return path
-    axes = {getattr(place, "dim", None) for place in tensor.placements} - {None}
-    return path if len(axes) > 1 else f"{path}{_SHARDED}{''.join(map(str, axes))})"
+def _list_axes(tensors: Mapping[str, Any], param: Layout) -> dict[str, list[int]]:
+    """Return the axes that are sharded, one or none, of the tensors by path whose shapes do not say it."""
+    own = {
+        path: {getattr(place, "dim", None) for place in tensor.placements} - {None}
+        for path, tensor in tensors.items()
+        if isinstance(tensor, DTensor) and _has_own_layout(tensor, param)
+    }
+    return {path: list(axes) for path, axes in own.items() if len(axes) <= 1}  # type: ignore[arg-type]
 
 
-def find_axes(slot: str) -> tuple[int, ...] | None:
-    """Return the axes of a tensor that are sharded, one or none; None if its slot does not say it."""
-    _, mark, axes = slot.partition(_SHARDED)
-    return tuple(map(int, axes.removesuffix(")"))) if mark else None
+def find_axes(slots: Iterable[str]) -> dict[str, list[int]]:
+    """Return the sharded axes by path that :func:`describe_nested` has put into the name of one of a state's objects.
+
+    Raises:
+        CorruptCheckpointError: it has put no such name there.
+    """
+    slot = next((slot for slot in slots if slot.startswith(_SHARDED)), None)
+    if slot is None:
+        return {}
+    with suppress(ValueError):
+        found = json.loads(slot[len(_SHARDED) : -1])
+        if isinstance(found, dict) and all(map(_are_axes, found.values())):
+            return found
+    raise CorruptCheckpointError(f"the name of a stored object does not say which axes are sharded: {slot!r}")
+
+
+def _are_axes(value: Any) -> bool:
+    return isinstance(value, list) and len(value) <= 1 and all(type(axis) is int and axis >= 0 for axis in value)
 
 
 def describe_with_form(
@@ -266,7 +286,7 @@ def rebuild_state(values: Mapping[str, Any], param: torch.Tensor | None = None) 
     """Collective where :func:`fill_form` is: return a state from what was loaded for it, by its form if it has one."""
     if FORM not in values:
         return dict(values)
-    by_path = {slot.partition(_LAYOUT)[0].partition(_SHARDED)[0]: value for slot, value in values.items()}
+    by_path = {slot.partition(_LAYOUT)[0]: value for slot, value in values.items()}
     return fill_form(values[FORM], by_path.get, param)
 
 

@@ -8,6 +8,8 @@ whether or not the optimizer has it already; torch's ``get_optimizer_state_dict`
 from __future__ import annotations
 
 import hashlib
+from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain, zip_longest
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -332,7 +334,8 @@ def request_states(
     return found
 
 
-class _SavedState(NamedTuple):
+@dataclass(frozen=True)
+class _SavedState:
     """What a checkpoint has of the state of a parameter.
 
     Attributes:
@@ -349,6 +352,10 @@ class _SavedState(NamedTuple):
     param_shape: tuple[int, ...] | None
     stored: StoredNames
 
+    @cached_property
+    def _axes(self) -> dict[str, list[int]]:
+        return find_axes(self.slots)
+
     def describe(self, slot: str) -> Any:
         """Describe a stored value, to be loaded into new memory."""
         key = f"{self.key}.{slot}"
@@ -359,7 +366,7 @@ class _SavedState(NamedTuple):
         inner = request_inner(slot, self._list_shapes(), dtype, param) if is_inner(slot) else None
         if isinstance(inner, InnerShard):
             return inner.describe(key, "unchecked")
-        axes = find_axes(slot)
+        axes = self._axes.get(slot)
         if inner is not None:
             tensor = inner
         elif isinstance(param, DTensor) and axes is not None:

@@ -17,7 +17,7 @@ from shardckpt.adapters.leaves import describe_leaf, describe_object
 from shardckpt.adapters.module_tree import has_load_hook
 from shardckpt.adapters.versions import walk_modules
 from shardckpt.tensors import ORDINARY, shortens_names
-from shardckpt.validation import VERSIONS
+from shardckpt.validation import is_version_key
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from shardckpt.mapping import StoredNames
 
 _LOADING = frozenset(("load_state_dict", "_load_from_state_dict", "set_extra_state"))
+_RESIZING = frozenset(("_load_from_state_dict",))
 _SAVING = frozenset(("state_dict", "_save_to_state_dict"))
 #: Where torch has modules that load nothing but what they have.
 _TORCH = ("torch.nn.", "torch.distributed.")
@@ -37,6 +38,7 @@ class OwnValues(NamedTuple):
 
     Attributes:
         loaders: What the names of the values begin with.
+        resizers: The same of those modules that may give their buffers other shapes.
         growing: The same of modules without others inside that save by code of their own, too: they may have more
             values after a load. With what the keys of ``load_state_dict`` begin with.
         params: The names of parameters.
@@ -44,26 +46,32 @@ class OwnValues(NamedTuple):
     """
 
     loaders: frozenset[str]
+    resizers: frozenset[str]
     growing: Mapping[str, str]
     params: frozenset[str]
     buffers: frozenset[str]
 
     def find(self, name: str) -> bool:
-        """Return whether a value's own module, or one around it, loads it by code of its own; no parameter is."""
+        """Return whether a value's own module, or one around it, loads it by code of its own; no parameter is.
+
+        A buffer is its own module's, and of its shape unless that takes it by ``_load_from_state_dict`` or hooks.
+        """
+        if name in self.buffers:
+            return name[: name.rfind(".") + 1] in self.resizers
         return name not in self.params and any(prefix in self.loaders for prefix in _list_prefixes(name))
 
     def find_grown(self, name: str) -> str | None:
         """Return the key of a value that no live module has; None if no module may take it."""
         found = (prefix for prefix in _list_prefixes(name) if prefix in self.growing)
         prefix = next(found, None)
-        return None if prefix is None or name == VERSIONS else self.growing[prefix] + name.removeprefix(prefix)
+        return None if prefix is None or is_version_key(name) else self.growing[prefix] + name.removeprefix(prefix)
 
 
 def find_own_values(parts: Sequence[Module]) -> OwnValues | None:
     """Return which values the modules load by code of their own; None if there is no such module, nor a lazy one."""
     if not any(map(_has_own, parts)):  # as nearly always: then no name is needed
         return None
-    loaders, growing = set(), {}
+    loaders, resizers, growing = set(), set(), {}
     params: list[str] = []
     buffers: list[str] = []
     for part in parts:
@@ -73,13 +81,15 @@ def find_own_values(parts: Sequence[Module]) -> OwnValues | None:
             prefix, values = f"{name}." if name else "", module.__dict__
             if _loads_itself(module):
                 loaders.add(prefix)
+                if _decides(module, _RESIZING) or has_load_hook(module, but_torchs=_TORCH):
+                    resizers.add(prefix)
                 hooks = values["_state_dict_hooks"].values()
                 saves = _decides(module, _SAVING) or not all(map(shortens_names, hooks))
                 if saves and not values["_modules"]:
                     growing[prefix] = f"{path}." if path else ""
             params += [prefix + each for each in values["_parameters"]]
             buffers += [prefix + each for each in values["_buffers"]]
-    return OwnValues(frozenset(loaders), growing, frozenset(params), frozenset(buffers))
+    return OwnValues(frozenset(loaders), frozenset(resizers), growing, frozenset(params), frozenset(buffers))
 
 
 def _has_own(part: Module) -> bool:

@@ -11,7 +11,7 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate
 
 from shardckpt.adapters.dtensor import get_dtensor_splits
-from shardckpt.errors import ShapeMismatchError, ShardingError
+from shardckpt.errors import CorruptCheckpointError, ShapeMismatchError, ShardingError
 from shardckpt.planning import compute_local_shape
 from shardckpt.tensors import empty_sharded_tensor_like, is_sharded_tensor, move_placement
 
@@ -115,8 +115,10 @@ def _as_dtensor(key: str, shape: Ints, dtype: torch.dtype, param: DTensor, *, sh
     return _empty_moved(key, shape, dtype, param, matches[0] if is_clear else {})
 
 
-def empty_of_axes(key: str, shape: Ints, dtype: torch.dtype, param: DTensor, axes: Ints) -> DTensor:
+def empty_of_axes(key: str, shape: Ints, dtype: torch.dtype, param: DTensor, axes: Iterable[int]) -> DTensor:
     """Return uninitialized memory for state of a DTensor of which one axis is sharded as it is, or none."""
+    if any(axis >= len(shape) for axis in axes):
+        raise CorruptCheckpointError(f"{key!r} has the shape {shape}, and is said to be sharded along {axes}")
     sharded = {getattr(place, "dim", -1) for place in param.placements} - {-1}
     return _empty_moved(key, shape, dtype, param, {dim: axis for dim in sharded for axis in axes})
 

@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections import OrderedDict
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from torch.distributed.fsdp import FullyShardedDataParallel
@@ -16,6 +18,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
     from torch.nn import Module
+
+logger = logging.getLogger(__name__)
 
 #: The attribute of modules that has their version, and that of state dicts that has all of a module's.
 VERSION, METADATA = "_version", "_metadata"
@@ -38,11 +42,29 @@ def list_versions(root: Module, metadata: Mapping[str, dict[str, Any]]) -> dict[
     found: dict[str, Any] = {}
     for path, name, module in walk_modules(root):
         own = metadata.get(path, {})
-        if own.keys() - {"version"}:
-            found[name] = dict(own)
+        kept = {key: value for key, value in own.items() if _is_plain(value)}
+        if own.keys() - kept.keys():
+            _warn_of_metadata(name, tuple(own.keys() - kept.keys()))
+        if kept.keys() - {"version"}:
+            found[name] = kept
         elif has_version(type(module)) or VERSION in vars(module):
             found[name] = getattr(module, VERSION)
     return found
+
+
+def _is_plain(value: Any) -> bool:
+    """Return whether any load accepts a value: numbers, texts, and containers of these."""
+    if isinstance(value, dict):
+        return all(map(_is_plain, (*value.keys(), *value.values())))
+    if type(value) in (list, tuple):
+        return all(map(_is_plain, value))
+    return value is None or type(value) in (bool, int, float, str)
+
+
+@cache
+def _warn_of_metadata(name: str, keys: tuple[str, ...]) -> None:
+    """Say once what is not stored."""
+    logger.warning("hooks of the module %r put %s into its metadata: only plain values are stored", name, keys)
 
 
 def add_versions(root: Module, state: dict[str, Any], stored: Iterable[Mapping[str, Any]]) -> dict[str, Any]:

@@ -5,16 +5,19 @@ Older checkpoints, and those of trainings that were not quantized, have values; 
 
 from __future__ import annotations
 
+from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
+from shardckpt.adapters.dtensor import get_local_tensor
 from shardckpt.adapters.forms import FORM, describe_with_form, list_tensors
 from shardckpt.adapters.leaves import describe_leaf
 from shardckpt.adapters.wrappers import CLASS, flatten_wrappers, is_wrapper
 from shardckpt.errors import ShardingError
 from shardckpt.mapping import ShardedTensorFactory
-from shardckpt.tensors import INNER, ORDINARY
+from shardckpt.tensors import ORDINARY, flatten_tensor, has_inner, kind
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -22,8 +25,8 @@ if TYPE_CHECKING:
     from shardckpt.adapters.dtensor import AlikeTensors
     from shardckpt.mapping import ReplicaId, Replicated, StoredNames
 
-#: Types of those values of a class's context that say what bits mean. Sizes follow from the tensors inside.
-_FLAGS = (bool, str, float, torch.dtype)
+#: Types of those values of a class's context that may say what bits mean, and are compared; those of others are not.
+_FLAGS = (bool, str, int, float, torch.dtype, Enum)
 
 
 def find_wrapper_params(values: Mapping[str, Any]) -> dict[str, torch.Tensor]:
@@ -49,13 +52,13 @@ def describe_wrapper_param(
 
     def build(key: str, data: Any, _: ReplicaId, __: slice | None) -> dict[str, Any]:
         flat = flatten_wrappers(data)
-        leaves = describe_with_form(_make_form(flat), list_tensors(flat), key, replicated, alike)
+        leaves = describe_with_form(_make_form(data), list_tensors(flat), key, replicated, alike)
         # those inside a DTensor are DTensors
         return {n: leaf.build() if isinstance(leaf, ShardedTensorFactory) else leaf for n, leaf in leaves.items()}
 
     def merge(loaded: dict[str, Any]) -> torch.Tensor:
-        saved, live = loaded[FORM], _make_form(flatten_wrappers(tensor))
-        if saved != live:
+        saved, live = loaded[FORM], _make_form(tensor)
+        if not _are_alike(saved, live):
             raise ShardingError(
                 f"{key!r} was saved as {saved}, and loaded into {live}, whose values are now wrong: quantize the model "
                 "as the saved one was before the load"
@@ -65,12 +68,28 @@ def describe_wrapper_param(
     return ShardedTensorFactory(key, tensor, build, merge)
 
 
-def _make_form(flat: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the class of a flattened tensor, what says how to read its bits, and the same of those inside."""
-    context = flat["context"] if isinstance(flat["context"], dict) else dict(enumerate(flat["context"] or ()))
-    inside = {name: _make_form(each) for name, each in flat[INNER].items() if isinstance(each, dict)}
-    flags = {str(name): str(value) for name, value in context.items() if isinstance(value, _FLAGS)}
-    return {CLASS: flat[CLASS], **flags, **inside}
+def _make_form(tensor: torch.Tensor) -> dict[str, Any]:
+    """Return the class of a wrapper tensor, what says how to read its bits, and the same of those inside it."""
+    local = get_local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
+    inner, context = flatten_tensor(local)
+    named = context.items() if isinstance(context, dict) else enumerate(context or ())
+    # sizes follow from the tensors, and are others where there are other ranks
+    sizes = {size for each in (local, *inner.values()) for size in (*each.shape, *each.stride(), each.numel())}
+    flags = {
+        str(name): str(value)
+        for name, value in named
+        if isinstance(value, _FLAGS) and (type(value) is not int or value not in sizes)
+    }
+    return {CLASS: kind(local), **flags, **{name: _make_form(each) for name, each in inner.items() if has_inner(each)}}
+
+
+def _are_alike(saved: dict[str, Any], live: dict[str, Any]) -> bool:
+    """Return whether no form contradicts the other; a number may be a size in one of them alone."""
+    pairs = [(saved[name], live[name]) for name in saved.keys() & live.keys()]
+    return CLASS in saved.keys() & live.keys() and all(
+        _are_alike(one, other) if isinstance(one, dict) and isinstance(other, dict) else one == other
+        for one, other in pairs
+    )
 
 
 def request_wrapper_params(

@@ -288,7 +288,7 @@ class _Collector(_ObjectUnpickler):
             self.refused.update(dict.fromkeys(exc.refused))
             if len(self.refused) > _MOST_REFUSED or not exc.refused:
                 raise
-            return make_stub_class(*_python3_name(module, name))
+        return make_stub_class(*_python3_name(module, name))
 
 
 def load_metadata(data: bytes, source: str) -> Any:
@@ -337,13 +337,18 @@ def load_object(
             return allowed()[module, name]
         return make_stub_class(module, name) if module.partition(".")[0] in STUB_PACKAGES else None
 
+    def inert(module: str, name: str) -> Any:
+        """Return the same, but stubs for what the caller allows: it is not run on other stubs."""
+        found = extra(module, name)
+        return make_stub_class(module, name) if found is not None and (module, name) in allowed() else found
+
     check_pickle(data, source)
     try:
         return _load(_ObjectUnpickler(data, source, extra, storage), source)
     except UnsafePickleError as exc:
         if not exc.refused:
             raise
-        collector = _Collector(data, source, extra, storage)
+        collector = _Collector(data, source, inert, storage)
         with suppress(Exception):  # of a stub, or of an archive in this one: there may be more, which come next time
             collector.load()
         names = list(dict.fromkeys([*exc.refused, *collector.refused]))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from shardckpt.mapping import ShardedBase
-from shardckpt.state_dict import extract_matching_values
+from shardckpt.mapping import OptionalEntries, ShardedBase
+from shardckpt.state_dict import extract_matching_values, nested_values
 from shardckpt.validation import VERSIONS
 
 if TYPE_CHECKING:
@@ -34,7 +34,10 @@ def leave_out(
     def is_left_out(leaf: Any) -> bool:
         return isinstance(leaf, ShardedBase) and f".{leaf.key}".endswith(ends) and leaf.key not in stored
 
-    # not copied: a load asks for what the checkpoint has of them
+    # a load asks for what the checkpoint has of them
+    if isinstance(described, OptionalEntries):
+        names = [name for name, entry in described.items() if any(map(is_left_out, nested_values(entry)))]
+        return described.without(names), bool(names)
     kept = {name: described[name] for name in (VERSIONS,) if name in described}
     found, rest = extract_matching_values(described, is_left_out)
     return rest | kept, bool(found)

@@ -81,6 +81,13 @@ class OptionalEntries(dict[str, Any]):
         found = {name: entry for name, entry in self._request(stored, self).items() if name not in removed}
         return found | changed
 
+    def without(self, names: Collection[str]) -> OptionalEntries:
+        """Return the same without some entries, which a load does not ask for."""
+        rest = {name: entry for name, entry in self.items() if name not in names}
+        kept = OptionalEntries(rest, self.prefix, self._request, required=self.required, in_common=self.in_common)
+        kept._names = self._names
+        return kept
+
     def _is_changed(self, name: str, entry: Any) -> bool:
         """Return whether a key of an entry does not begin with its name: someone gave it another."""
         if isinstance(entry, (dict, list)):

@@ -52,6 +52,7 @@ def find_changed_value(source: torch.Tensor, wanted: torch.dtype) -> tuple[Any, 
     values = torch.view_as_real(source) if source.is_complex() else source
     real = wanted.to_real()
     if values.dtype.is_floating_point:
+        values = values.float() if values.itemsize == _SMALL else values  # torch compares no floats of 8 bits
         kept = torch.finfo(real)
         # half a step beyond the largest number the next one begins
         limit = kept.max + kept.eps / 2 * 2.0 ** math.floor(math.log2(kept.max))

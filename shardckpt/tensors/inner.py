@@ -8,7 +8,6 @@ import torch
 
 from shardckpt.tensors.memory import ORDINARY
 from shardckpt.tensors.torch_private import is_sharded_tensor
-from shardckpt.tensors.wrappers import is_quantized
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -24,25 +23,26 @@ class InnerNames(NamedTuple):
 
     Attributes:
         shared: The names of those that all elements share: a table from codes to values.
-        derived: The names of those that follow from the others.
+        values: The name of one that has the values as they are; empty if there is none.
     """
 
     shared: frozenset[str] = frozenset()
-    derived: frozenset[str] = frozenset()
+    values: str = ""
 
 
 #: By the full names of the classes: those of other libraries are not imported for it.
 _KNOWN = {
-    "torchao.optim.subclass_4bit.OptimState4bit": InnerNames(frozenset(("qmap",))),
-    "torchao.optim.subclass_8bit.OptimState8bit": InnerNames(frozenset(("qmap",))),
-    "torchao.quantization.quantize_.workflows.nf4.nf4_tensor.NF4Tensor": InnerNames(frozenset(("nf4", "scaler_mean"))),
-    "torchao.float8.fsdp_utils.WeightWithDynamicFloat8CastTensor": InnerNames(
-        derived=frozenset(("_precomputed_scale",))
-    ),
+    f"torchao.{name}": InnerNames(frozenset(shared), values)
+    for name, shared, values in (
+        ("optim.subclass_4bit.OptimState4bit", ["qmap"], ""),
+        ("optim.subclass_8bit.OptimState8bit", ["qmap"], ""),
+        ("quantization.quantize_.workflows.nf4.nf4_tensor.NF4Tensor", ["nf4", "scaler_mean"], ""),
+        ("float8.fsdp_utils.WeightWithDynamicFloat8CastTensor", [], "_tensor"),
+    )
 }
 
 
-def register_tensor_class(cls: type | str, *, shared: Collection[str] = (), derived: Collection[str] = ()) -> None:
+def register_tensor_class(cls: type | str, *, shared: Collection[str] = (), values: str = "") -> None:
     """Say what the tensors inside those of a class are for, so that they can be stored one by one.
 
     A class needs this only for tensors inside that are not one part each of the elements: shards of the others are
@@ -51,10 +51,11 @@ def register_tensor_class(cls: type | str, *, shared: Collection[str] = (), deri
     Args:
         cls: The class, or its full name, ``module.Class``: then it need not be imported. Derived classes are as it is.
         shared: The names of tensors that all elements share, equal on all ranks: a table from codes to values.
-        derived: The names of tensors that follow from the others, and may be left out of a checkpoint.
+        values: The name of a tensor that has the values as they are, where the class only changes how they are computed
+            with: it alone is stored, in the tensor's place, and loads into a model without the class.
     """
     name = cls if isinstance(cls, str) else f"{cls.__module__}.{cls.__qualname__}"
-    _KNOWN[name] = InnerNames(frozenset(shared), frozenset(derived))
+    _KNOWN[name] = InnerNames(frozenset(shared), values)
 
 
 def find_inner_names(tensor: torch.Tensor) -> InnerNames:
@@ -89,14 +90,9 @@ def flatten_tensor(tensor: Any) -> tuple[dict[str, Any], Any]:
 
 
 def get_values(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor that has the values of another as they are: the only one inside, or the tensor itself.
+    """Return the tensor inside that has another's values as they are, if its class has one, or the tensor itself.
 
     So are the weights of torchao's float8 training, which a job without it can load.
     """
-    if not has_inner(tensor) or is_quantized(tensor):
-        return tensor
-    inner, _ = flatten_tensor(tensor)
-    derived = find_inner_names(tensor).derived
-    found = [each for name, each in inner.items() if name not in derived]
-    is_same = len(found) == 1 and (found[0].shape, found[0].dtype) == (tensor.shape, tensor.dtype)
-    return get_values(found[0]) if is_same else tensor
+    name = find_inner_names(tensor).values if has_inner(tensor) else ""
+    return get_values(getattr(tensor, name)) if name else tensor

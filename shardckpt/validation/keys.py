@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import re
 from collections import Counter
 from dataclasses import dataclass
 from enum import Enum
@@ -14,6 +15,7 @@ from shardckpt.distributed import Comm, try_pickle
 from shardckpt.errors import CheckpointingException, KeyMismatchError, listed
 from shardckpt.mapping import ShardedBase, ShardedObject, ShardedTensor
 from shardckpt.state_dict import dict_list_map_outplace, diff
+from shardckpt.tensors import get_outer_key
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -25,6 +27,8 @@ logger = logging.getLogger(__name__)
 _SHOWN = 20
 #: The part of a key below which the versions of a model's modules are stored.
 VERSIONS = "_versions"
+#: Their key ends with a digest; that of an object may be followed by its place in it.
+_VERSION_KEY = re.compile(rf"(?:^|\.){VERSIONS}\.[0-9a-f]{{16}}(?:/|$)")
 #: What a load does about stored tensors and objects that nothing asks for.
 OnUnused: TypeAlias = Literal["warn", "error", "ignore"]
 
@@ -136,7 +140,7 @@ def stored_key(shard: ShardedBase) -> str:
 
 def is_version_key(key: str) -> bool:
     """Return whether versions of modules are stored there: a checkpoint or a model may lack them."""
-    return key.startswith(f"{VERSIONS}.") or f".{VERSIONS}." in key
+    return VERSIONS in key and _VERSION_KEY.search(key) is not None
 
 
 def name_keys(shards: Iterable[ShardedBase]) -> dict[str, str]:
@@ -210,7 +214,9 @@ def compare_keys(
         text = describe_mismatch(
             _join_shards(left, used), _join_shards(absent, set(stored.values())) | set(incomplete.values())
         )
-        text += _suggest_names(absent.values(), set(stored.values()))
+        text += _suggest_names(absent.values(), set(stored.values())) + _advise_of_codes(
+            absent.values(), stored.values()
+        )
         if strict is StrictHandling.ASSUME_OK_UNEXPECTED:
             text += "\nTo load the rest, pass strict='log_unexpected'."
         with comm.local_phase("comparing keys"):
@@ -221,6 +227,17 @@ def compare_keys(
     if on_unused != "ignore" and not strict.checks_all:
         _report_unused(mine, everywhere, on_unused, comm, counts_unused)
     return KeyMismatch(frozenset(left.values()), frozenset(absent.values()) | incomplete.keys(), not_stored)
+
+
+def _advise_of_codes(absent: Iterable[str], stored: Iterable[str]) -> str:
+    """Return what to do about keys under which there are only the tensors inside a quantized one."""
+    found = sorted({*absent} & {*map(get_outer_key, stored)})
+    if not found:
+        return ""
+    return (
+        f"\nQuantized tensors are stored by their codes and scales: {listed(found)}. Quantize the model as it was at "
+        "the save, or save values: dequantize=True of to_sharded_state_dict or CheckpointConfig"
+    )
 
 
 def _report_unused(

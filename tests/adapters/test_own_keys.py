@@ -11,6 +11,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 from shardckpt import dist_checkpointing
 from shardckpt.adapters import load_into, to_sharded_state_dict
+from shardckpt.errors import ShapeMismatchError
 from tests.adapters.own_keys import Scaled
 from tests.tables import table
 
@@ -135,3 +136,26 @@ def test_values_that_are_not_in_place_are_copied() -> None:
     assert all(parameter.eq(1).all() and parameter.dtype == torch.float32 for parameter in model.parameters())
     with pytest.raises(RuntimeError, match=r"size mismatch for 0\.bias"):
         load_into({**values, "0.bias": torch.ones(1)}, model)
+
+
+class Overriding(nn.Module):
+    """Only passes on what it is given."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.inner = nn.Linear(2, 2)
+        self.register_buffer("table", torch.zeros(size))
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Pass it on."""
+        return super().load_state_dict(*args, **kwargs)
+
+
+def test_a_buffer_of_another_size_is_refused_before_anything_changes(tmp_path: Path) -> None:
+    """A module that overrides load_state_dict alone has its buffers checked as any other."""
+    saved, live = Overriding(3), Overriding(5)
+    before = live.inner.weight.detach().clone()
+    dist_checkpointing.save(to_sharded_state_dict(saved), tmp_path / "c")
+    with pytest.raises(ShapeMismatchError, match="'table'"):
+        dist_checkpointing.load(to_sharded_state_dict(live), tmp_path / "c")
+    assert torch.equal(live.inner.weight, before)

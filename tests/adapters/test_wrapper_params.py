@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from shardckpt import dist_checkpointing
 from shardckpt.adapters import load_into, register_tensor_class, to_sharded_state_dict
-from shardckpt.errors import CheckpointingException, ShardingError
+from shardckpt.errors import CheckpointingException, KeyMismatchError, ShardingError
 from shardckpt.huggingface import export_to_huggingface
 from shardckpt.manager import CheckpointConfig, CheckpointManager
 from tests.tables import table
@@ -150,6 +150,41 @@ def test_bits_that_mean_something_else_are_refused(tmp_path: Path) -> None:
         dist_checkpointing.load(to_sharded_state_dict(_make(1, "log")), tmp_path / "c")
 
 
+class _Scaled(torch.Tensor):
+    """A weight that is a multiple of the tensor inside it."""
+
+    @staticmethod
+    def __new__(cls: Any, inner: torch.Tensor, scale: int) -> Any:
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)  # type: ignore[attr-defined]
+
+    def __init__(self, inner: torch.Tensor, scale: int) -> None:
+        self.inner, self.scale = inner, scale
+
+    def __tensor_flatten__(self) -> tuple[list[str], dict[str, int]]:
+        return ["inner"], {"scale": self.scale}
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func is torch.ops.aten.detach.default
+        return cls(args[0].inner, args[0].scale)
+
+
+def test_a_number_of_the_class_is_compared(tmp_path: Path) -> None:
+    """A class that says nothing of its tensor inside is stored with its numbers, and loads into its like alone."""
+    saved, like, other, dense = (nn.Linear(6, 6, bias=False) for _ in range(4))
+    for model, scale in ((saved, 2), (like, 2), (other, 8)):
+        model.weight = nn.Parameter(_Scaled(torch.full((6, 6), float(scale)), scale))
+    found: Any = like.weight
+    found.inner.zero_()
+    dist_checkpointing.save(to_sharded_state_dict(saved), tmp_path / "c")
+    load_into(dist_checkpointing.load(to_sharded_state_dict(like), tmp_path / "c"), like)
+    assert found.inner.unique().tolist() == [2.0]
+    with pytest.raises(ShardingError, match=r"'scale': '2'.*'scale': '8'"):
+        dist_checkpointing.load(to_sharded_state_dict(other), tmp_path / "c")
+    with pytest.raises(KeyMismatchError, match=r"codes and scales: weight\. Quantize the model.*dequantize=True"):
+        dist_checkpointing.load(to_sharded_state_dict(dense), tmp_path / "c")
+
+
 class _Cast(torch.Tensor):
     """A weight that is computed in another dtype, and kept as it is: as torchao's float8 training has them."""
 
@@ -172,6 +207,7 @@ class _Cast(torch.Tensor):
 
 def test_a_weight_that_is_cast_when_it_is_used_is_stored_as_any_other(tmp_path: Path) -> None:
     """A model with or without the cast loads the weight, whose key is its own."""
+    register_tensor_class(_Cast, values="inner")
     saved, dense, again = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
     values = saved.weight.detach().clone()
     saved.weight = nn.Parameter(_Cast(values))
@@ -238,3 +274,16 @@ def test_the_last_save_of_a_manager_that_exports_it_has_values(tmp_path: Path) -
     assert "model.weight.(inner).codes" in dist_checkpointing.load_tensors_metadata(tmp_path / "c" / "step-1")
     exported = load_file(tmp_path / "c" / "step-2-hf" / "model.safetensors")
     assert torch.equal(exported["weight"], model.weight.dequantize())
+
+
+def test_what_a_manager_leaves_out_leaves_the_rest_of_a_load_as_it_is(tmp_path: Path) -> None:
+    """With exclude_from_last_save, too, values that are stored are quantized anew."""
+    dense, model = nn.Linear(_COLUMNS, _ROWS, bias=False), _make(2)
+    config = CheckpointConfig(folder=str(tmp_path / "c"), interval=1, exclude_from_last_save=("freqs_cis",))
+    for each, step in ((dense, "save"), (model, "load")):
+        each.register_buffer("freqs_cis", torch.zeros(2))
+        with CheckpointManager(config, {"model": each}) as manager:
+            manager.save(1) if step == "save" else manager.load()
+    wanted: Any = _make(2)
+    wanted.weight.quantize_(dense.weight.detach())
+    assert _read(model) == _read(wanted)

@@ -80,6 +80,32 @@ def test_a_load_names_all_of_an_archive() -> None:
     assert "nothing was run" in str(caught.value)
 
 
+_CALLS: list[str] = []
+
+
+def call(value: Any) -> int:
+    """Remember what it was called with."""
+    _CALLS.append(type(value).__name__)
+    return 1
+
+
+class Calls:
+    """An object that a function of the caller's makes of another."""
+
+    def __reduce__(self) -> Any:
+        return call, (Plan(),)
+
+
+def test_what_the_caller_allows_is_not_called_with_stubs() -> None:
+    """To name all that is refused, nothing of the caller's runs on what stands for refused objects."""
+    data = encode_object([Calls(), Job()], "it", [call, Plan, Job])
+    _CALLS.clear()
+    with pytest.raises(UnsafePickleError) as caught:
+        decode_object(data, "it", [call])
+    assert caught.value.refused == tuple(_name(Plan, Job))
+    assert _CALLS == []
+
+
 def _save(path: str) -> None:
     rank = dist.get_rank()
     values = {"one": Plan(), "two": [Job()]}

@@ -47,6 +47,7 @@ CHANGED = [
     (torch.tensor([1 + 1e39j], dtype=torch.complex128), torch.complex64, 1e39),
     (torch.tensor([1e6]), torch.float8_e5m2, 1e6),
     (torch.tensor([1e6]), torch.float8_e4m3fn, 1e6),
+    (torch.tensor([57344.0]).to(torch.float8_e5m2), torch.float8_e4m3fn, 57344.0),
     (torch.tensor(2**24 + 1), torch.float32, 2**24 + 1),
 ]
 #: Stored values and a dtype that holds them or their nearest.
@@ -58,6 +59,7 @@ KEPT = [
     (torch.tensor([65519.0, -65504.0, 1e-9, 1 / 3]), torch.float16),
     (torch.tensor([INF, -INF, NAN, 1 / 3]), torch.float16),
     (torch.tensor([INF, 1e38, 0.1]), torch.bfloat16),
+    (torch.tensor([448.0, 1.0]).to(torch.float8_e5m2), torch.float8_e4m3fn),
     (torch.tensor([460.0, -0.3]), torch.float8_e4m3fn),
     (torch.tensor([]), torch.float16),
     (torch.tensor([True]), torch.float16),
