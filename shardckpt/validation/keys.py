@@ -138,9 +138,10 @@ def stored_key(shard: ShardedBase) -> str:
     return shard.unique_key if isinstance(shard, ShardedObject) else shard.key
 
 
-def is_version_key(key: str) -> bool:
+def is_version_key(key: object) -> bool:
     """Return whether versions of modules are stored there: a checkpoint or a model may lack them."""
-    return VERSIONS in key and _VERSION_KEY.search(key) is not None
+    # of a damaged index a key may be anything
+    return isinstance(key, str) and VERSIONS in key and _VERSION_KEY.search(key) is not None
 
 
 def name_keys(shards: Iterable[ShardedBase]) -> dict[str, str]:
@@ -229,9 +230,9 @@ def compare_keys(
     return KeyMismatch(frozenset(left.values()), frozenset(absent.values()) | incomplete.keys(), not_stored)
 
 
-def _advise_of_codes(absent: Iterable[str], stored: Iterable[str]) -> str:
+def _advise_of_codes(absent: Iterable[str], stored: Iterable[object]) -> str:
     """Return what to do about keys under which there are only the tensors inside a quantized one."""
-    found = sorted({*absent} & {*map(get_outer_key, stored)})
+    found = sorted({*absent} & {get_outer_key(key) for key in stored if isinstance(key, str)})
     if not found:
         return ""
     return (
