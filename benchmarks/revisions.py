@@ -116,6 +116,17 @@ def run_ranks(script: str, checkout: Path, folder: Path, world: int, arguments: 
     return [answer for _, answer in found]
 
 
+def run_rounds(
+    script: str, checkouts: Sequence[Path], folder: Path, world: int, arguments: Sequence[object], rounds: int
+) -> list[list[list[Any]]]:
+    """Return what the ranks of each of two checkouts answer in each round; the later one begins every second round."""
+    found: list[list[list[Any]]] = [[], []]
+    for number in range(rounds):
+        for which in (0, 1) if number % 2 == 0 else (1, 0):
+            found[which].append(run_ranks(script, checkouts[which], folder, world, arguments))
+    return found
+
+
 def check_out(revision: str, folder: Path) -> Path:
     """Return the folder of a revision: the one that is named, or an export of what git has."""
     if Path(revision).is_dir():
@@ -161,12 +172,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print("\n".join(describe(folder)))
         rows: list[tuple[str, ...]] = []
         for world in given.ranks:
-            rounds: list[list[list[float]]] = [[], []]
-            for number in range(given.rounds):
-                for which in (0, 1) if number % 2 == 0 else (1, 0):
-                    answers = run_ranks(__file__, checkouts[which], folder, world, (given.tensors, given.bytes))
-                    rounds[which].append([max(each) for each in zip(*answers, strict=True)])
-            rows += _make_rows(world, rounds)
+            answers = run_rounds(__file__, checkouts, folder, world, (given.tensors, given.bytes), given.rounds)
+            slowest = [[[max(each) for each in zip(*ranks, strict=True)] for ranks in rounds] for rounds in answers]
+            rows += _make_rows(world, slowest)
     print(
         f"{given.tensors} tensors of {given.bytes} bytes a rank, medians of {given.rounds} rounds in turns (from, to)"
     )

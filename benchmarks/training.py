@@ -156,6 +156,11 @@ def _make_rows(workload: str, world: int, rounds: Sequence[list[dict[str, list[f
     return rows
 
 
+def _find_slowest(ranks: Sequence[dict[str, list[float]]]) -> dict[str, list[float]]:
+    """Return the seconds of the slowest rank, by kind."""
+    return {kind: [max(each) for each in zip(*(rank[kind] for rank in ranks), strict=True)] for kind in ranks[0]}
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Print one table."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.training", description=__doc__)
@@ -170,7 +175,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = parser.parse_args(arguments)
 
     from benchmarks.machine import describe
-    from benchmarks.revisions import check_out, run_ranks
+    from benchmarks.revisions import check_out, run_rounds
     from shardckpt.cli.table import table
 
     counts = {"adam": given.parameters, "optimizers": given.optimizers}
@@ -181,17 +186,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         rows: list[tuple[str, ...]] = []
         for workload in given.workloads:
             for world in given.ranks if workload == "adam" else [1]:
-                rounds: list[list[dict[str, list[float]]]] = [[], []]
-                for number in range(given.rounds):
-                    for which in (0, 1) if number % 2 == 0 else (1, 0):
-                        arguments = (workload, counts[workload])
-                        ranks = run_ranks(__file__, checkouts[which], folder, world, arguments)
-                        rounds[which].append(
-                            {
-                                kind: [max(each) for each in zip(*(rank[kind] for rank in ranks), strict=True)]
-                                for kind in ranks[0]
-                            }
-                        )
+                arguments = (workload, counts[workload])
+                answers = run_rounds(__file__, checkouts, folder, world, arguments, given.rounds)
+                rounds = [list(map(_find_slowest, each)) for each in answers]
                 rows += _make_rows(workload, world, rounds)
     print(f"{counts}; medians of {given.rounds} rounds in turns (from, to) / those that they are beside, and the ratio")
     print(f"old: {given.old}, new: {given.new}; both sync each file, the manifest and the directories of a save")

@@ -51,18 +51,18 @@ class OwnValues(NamedTuple):
     params: frozenset[str]
     buffers: frozenset[str]
 
-    def find(self, name: str) -> bool:
+    def has(self, name: str) -> bool:
         """Return whether a value's own module, or one around it, loads it by code of its own; no parameter is.
 
         A buffer is its own module's, and of its shape unless that takes it by ``_load_from_state_dict`` or hooks.
         """
         if name in self.buffers:
             return name[: name.rfind(".") + 1] in self.resizers
-        return name not in self.params and any(prefix in self.loaders for prefix in _list_prefixes(name))
+        return name not in self.params and any(prefix in self.loaders for prefix in _list_parents(name))
 
     def find_grown(self, name: str) -> str | None:
         """Return the key of a value that no live module has; None if no module may take it."""
-        found = (prefix for prefix in _list_prefixes(name) if prefix in self.growing)
+        found = (prefix for prefix in _list_parents(name) if prefix in self.growing)
         prefix = next(found, None)
         return None if prefix is None or is_version_key(name) else self.growing[prefix] + name.removeprefix(prefix)
 
@@ -126,7 +126,7 @@ def request_own_values(
     """
     found = dict(entries)
     for name, live in values.items():
-        if name not in entries or not (is_lazy(live) or own.find(name)):
+        if name not in entries or not (is_lazy(live) or own.has(name)):
             continue
         found[name] = _request(f"{prefix}{name}", live, entries[name], stored, is_buffer=name in own.buffers)
     for key in (*stored.tensors, *stored.objects) if own.growing else ():
@@ -134,7 +134,7 @@ def request_own_values(
         if not key.startswith(prefix) or name in found or own.find_grown(name) is None:
             continue
         # of a model without a prefix it may be anybody's; what is below an entry is inside of it
-        if prefix + name.rpartition(".")[0] and not any(each[:-1] in entries for each in _list_prefixes(name)):
+        if prefix + name.rpartition(".")[0] and not any(each[:-1] in entries for each in _list_parents(name)):
             found[name] = _request_new(key, stored)
     return found
 
@@ -173,7 +173,7 @@ def _decides(module: Module, names: Iterable[str]) -> bool:
     return False
 
 
-def _list_prefixes(name: str) -> Iterator[str]:
+def _list_parents(name: str) -> Iterator[str]:
     """Yield what names of the modules around a value begin with: ``""``, ``a.`` and ``a.b.`` for ``a.b.c``."""
     yield ""
     end = 0

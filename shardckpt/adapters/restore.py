@@ -92,9 +92,7 @@ def load_into(
     own_groups = {name_group(group) for one in live for group in one.groups}
     options = spread_options(optimizer_state.get(GROUPS, {}), own_groups)
     live_tensors = read_model_tensors(parts)
-    own = find_own_values(parts)
-    kept_dtypes = {n: each for n, each in live_tensors.items() if own is None or n in own.buffers or not own.find(n)}
-    _check_casts(model, kept_dtypes)
+    _check_casts(model, live_tensors, parts)
     if strict:
         trained = {name for one in live for name in one.names}
         _refuse(live_tensors.keys() - model.keys(), "model")
@@ -164,15 +162,24 @@ def _hand_over_tensors(part: Module, values: Mapping[str, Any]) -> None:
         logger.warning("%s does not take what was loaded for it: %s", type(part).__name__, listed(sorted(unused)))
 
 
-def _check_casts(values: Mapping[str, Any], live: Mapping[str, Any]) -> None:
+def _check_casts(values: Mapping[str, Any], live: Mapping[str, Any], parts: Sequence[Module]) -> None:
     """Raise if values that a caller gives in another dtype than the live tensors' would be changed.
+
+    What modules load by code of their own may have any dtype, but for buffers.
 
     Raises:
         DtypeMismatchError: a tensor has such values, or a dtype whose values would be cut.
     """
-    for name, tensor in live.items():
-        value = values.get(name)
-        if not isinstance(value, torch.Tensor) or not isinstance(tensor, torch.Tensor) or value.dtype == tensor.dtype:
+    cast = [
+        (name, values[name], tensor)
+        for name, tensor in live.items()
+        if isinstance(tensor, torch.Tensor)
+        and isinstance(values.get(name), torch.Tensor)
+        and values[name].dtype != tensor.dtype
+    ]
+    own = find_own_values(parts) if cast else None
+    for name, value, tensor in cast:
+        if own is not None and name not in own.buffers and own.has(name):
             continue
         refuse_cast(name, value.dtype, tensor.dtype, advise=False)
         if not is_quantized(tensor) and not is_quantized(value) and not is_sharded_tensor(value):

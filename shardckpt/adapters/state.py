@@ -127,6 +127,14 @@ def to_sharded_state_dict(
     return _describe_modules(model_or_dict, optimizers, prefix, replicated, None, dequantize=dequantize)
 
 
+class _Kept(NamedTuple):
+    """What describes a model and its optimizers in later saves."""
+
+    tensors: LeafShards
+    states: SavedStates
+    keys: GroupKeys
+
+
 class SavedModules:
     """Describes the same modules and optimizers in each save: faster than :func:`to_sharded_state_dict`.
 
@@ -292,11 +300,3 @@ def _describe_options(groups: list[dict[str, Any]], key: str, replicated: Replic
     stored = {name_groups(objects): [*objects.values()]} if len(objects) > FEW_GROUPS else objects
     described = {name: {"values": describe_object(each, f"{key}.{name}", replicated)} for name, each in stored.items()}
     return {**described, **found}
-
-
-class _Kept(NamedTuple):
-    """What describes a model and its optimizers in later saves."""
-
-    tensors: LeafShards
-    states: SavedStates
-    keys: GroupKeys

@@ -10,8 +10,6 @@ from collections import OrderedDict
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from torch.distributed.fsdp import FullyShardedDataParallel
-
 from shardckpt.tensors import find_wrapped_child
 
 if TYPE_CHECKING:
@@ -106,8 +104,7 @@ def walk_modules(root: Module) -> Iterator[tuple[str, str, Module]]:
         yield path, name, module
         kind = type(module)
         if kind not in wrapped:
-            is_flat = issubclass(kind, FullyShardedDataParallel)
-            wrapped[kind] = "_fsdp_wrapped_module" if is_flat else find_wrapped_child(kind)
+            wrapped[kind] = find_wrapped_child(kind)
         for child, each in module._modules.items():  # noqa: SLF001 # with a shared module under each of its names
             if each is not None:
                 own = name if child == wrapped[kind] else _join(name, child)

@@ -86,13 +86,13 @@ def is_wrapper(value: Any) -> bool:
     local = get_local_tensor(value)
     if not has_inner(local):
         return False
-    if not can_be_cut(value, local):
+    if not _can_be_cut(value, local):
         _warn_of_values(kind(local), tuple(value.shape), str(value.placements))
         return False
     return True
 
 
-def can_be_cut(dtensor: DTensor, local: torch.Tensor) -> bool:
+def _can_be_cut(dtensor: DTensor, local: torch.Tensor) -> bool:
     """Return whether each rank's blocks are parts of a whole: of equal shards, that are rows."""
     elements = get_element_range(dtensor)
     # where shards differ, some may be too small to be quantized

@@ -13,7 +13,7 @@ import torch
 
 from shardckpt.mapping import ShardedTensor
 from shardckpt.planning import describe_changed_value
-from shardckpt.tensors import can_change_values, find_changed_value, is_quantized, may_be_changed
+from shardckpt.tensors import find_changed_value, may_be_changed
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -34,7 +34,9 @@ def find_suspects(
     return [
         shard
         for shard, value in zip(wanted, values, strict=True)
-        if isinstance(shard, ShardedTensor) and _is_suspect(value, dtypes.get(shard.key, shard.dtype))
+        if isinstance(shard, ShardedTensor)
+        and isinstance(value, torch.Tensor)
+        and may_be_changed(value, dtypes.get(shard.key, shard.dtype))
     ]
 
 
@@ -53,12 +55,3 @@ def describe_faults(shards: Sequence[ShardedTensor], sources: Sequence[torch.Ten
     for shard, source in zip(shards, sources, strict=True):
         if found := find_changed_value(source, shard.dtype):
             yield describe_changed_value(shard.key, source.dtype, shard.dtype, *found)
-
-
-def _is_suspect(value: Any, stored: torch.dtype) -> bool:
-    return (
-        isinstance(value, torch.Tensor)
-        and can_change_values(stored, value.dtype)
-        and not is_quantized(value)
-        and may_be_changed(value.detach(), stored)
-    )

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from shardckpt.tensors.wrappers import is_quantized
+
 #: Floats of 8 bits, of which some have no infinity: what is too large for these becomes their largest number.
 _SMALL = 1
 
@@ -25,13 +27,14 @@ def can_change_values(stored: torch.dtype, wanted: torch.dtype) -> bool:
 
 
 def may_be_changed(cast: torch.Tensor, stored: torch.dtype) -> bool:
-    """Return whether values may have been changed when they were cast from a dtype for which that is possible.
+    """Return whether values may have been changed when they were cast from a dtype; no quantized tensor's are.
 
     It looks at the results, in one pass and without memory; where it is True, the sources tell.
     """
-    values = torch.view_as_real(cast) if cast.is_complex() else cast
-    if not values.numel():
+    if not cast.numel() or is_quantized(cast) or not can_change_values(stored, cast.dtype):
         return False
+    cast = cast.detach()
+    values = torch.view_as_real(cast) if cast.is_complex() else cast
     if values.itemsize == _SMALL:
         values = values.to(torch.float32)
     elif stored.is_floating_point or stored.is_complex:

@@ -157,13 +157,16 @@ _CHANGING = threading.Lock()
 def find_wrapped_child(kind: type[Any]) -> str:
     """Return the name of the child that a class of modules wraps and that torch leaves out of full names; "" if none.
 
-    Wrappers are those of DDP, torch.compile and activation checkpoints.
+    Wrappers are those of DDP, FSDP1, torch.compile and activation checkpoints.
     """
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper
+    from torch.distributed.fsdp import FullyShardedDataParallel
     from torch.nn.parallel import DistributedDataParallel
 
     if issubclass(kind, DistributedDataParallel):
         return "module"
+    if issubclass(kind, FullyShardedDataParallel):
+        return "_fsdp_wrapped_module"
     if issubclass(kind, ActivationWrapper):
         return "_checkpoint_wrapped_module"
     # by its name: its module takes seconds to import, and nothing is compiled before it is imported

@@ -17,7 +17,7 @@ from shardckpt.errors import ShardingError, UnsafePickleError, listed
 from shardckpt.mapping import PlainObject, ShardedObject, ShardedTensor
 from shardckpt.planning import refuse_cast, refuse_changed_values
 from shardckpt.state_dict import list_nested_values
-from shardckpt.tensors import can_change_values, is_quantized, kind, may_be_changed, synchronize_devices
+from shardckpt.tensors import is_quantized, kind, may_be_changed, synchronize_devices
 from shardckpt_torch_dist.dialects import to_dcp_tensor
 from shardckpt_torch_dist.plan.custom_planner import list_leaves, scatter_plans
 from shardckpt_torch_dist.plan.load_planner import ShardedLoadPlanner
@@ -274,9 +274,8 @@ class CheckedPlanner:
         """Note an item that has been read, if its destination's dtype may have changed a value."""
         key = item.storage_index.fqn
         stored = self._index.dtypes[self._index.numbers[key]]
-        if self._allow_cast or (key, target.dtype) in self._agreed or is_quantized(target):
-            return
-        if can_change_values(stored, target.dtype) and may_be_changed(target, stored):
+        is_allowed = self._allow_cast or (key, target.dtype) in self._agreed
+        if not is_allowed and may_be_changed(target, stored):
             self.suspects.append((item, target.dtype))
 
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
