@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from enum import Enum
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -111,6 +111,9 @@ class CheckpointConfig(BaseModel):
             its export: ``("freqs_cis",)``. A name is a tensor's full name or its end after a dot. A load into the model
             leaves these tensors as they are where the checkpoint lacks them.
         exclude_from_loading: Names of states that ``load`` does not change.
+        rename: What checkpoints that no manager has saved call the states, and the names of these:
+            ``{"net": "model", "opt": "optimizer"}``; parts of a state have dotted names. Any name of the one optimizer,
+            ``state_dict`` and ``model_state_dict``, and all of these inside one entry (``app``), are known.
         keep_options: Names of options in the optimizers' ``param_groups`` whose live values stay while all else is
             loaded, such as ``("lr", "weight_decay")``; ``"all"`` for all that the groups have. A scheduler whose state
             is loaded sets ``lr`` again at its next step: exclude it from loading, too. See
@@ -184,6 +187,7 @@ class CheckpointConfig(BaseModel):
     export_dtype: str | None = None
     exclude_from_last_save: tuple[str, ...] = ()
     exclude_from_loading: tuple[str, ...] = ()
+    rename: Mapping[str, str] = Field(default_factory=dict)
     keep_options: tuple[str, ...] = ()
     initial_load_path: str | None = None
     initial_load_model_only: bool = True

@@ -120,6 +120,7 @@ class CheckpointManager:
             memory_budget=config.memory_budget,
             on_unused=config.on_unused,
             allow_dtype_cast=config.allow_dtype_cast,
+            rename=config.rename,
         )
 
     def is_due(self, step: int) -> bool:
