@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal
 
 from torchtitan.components.checkpointer import BaseCheckpointManager  # type: ignore[import-not-found]
@@ -65,6 +65,7 @@ class TitanCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
         hf_assets_path: str | None = None
         exclude_from_last_save: tuple[str, ...] = ()
         keep_options: tuple[str, ...] = ()
+        rename: dict[str, str] = field(default_factory=dict)
         enable_ft_dataloader_checkpoints: bool = True
         check_replicas: bool = True
         save_rng: bool = True
