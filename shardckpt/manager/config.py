@@ -82,7 +82,8 @@ class CheckpointConfig(BaseModel):
             must be one to fall back on if the newest proves damaged.
         keep_every_n_steps: Also keep the steps that are multiples of this; 0 for none.
         keep_best_k: Also keep this many checkpoints with the best ``best_metric``; 0 for none.
-        best_metric: A name among the ``metrics`` that ``save`` is given. A checkpoint without it is never a best one.
+        best_metric: A name among the ``metrics`` that ``save`` is given, for ``keep_best_k``, ``load("best")`` and
+            ``best_step``. A checkpoint without it is never a best one.
         best_mode: Whether the smallest (``min``) or the largest (``max``) value is the best.
         retention: Policies instead of the five options above: :class:`KeepLatest`, :class:`KeepEvery`,
             :class:`KeepNear`, :class:`KeepRecent`, :class:`KeepBest`, :class:`KeepPinned`, or a function that takes the
@@ -369,7 +370,7 @@ class CheckpointConfig(BaseModel):
             f"latest_pointer: {self.latest_pointer!r} is the name of a step's directory: choose another": (
                 self.latest_pointer and parse_step(self.latest_pointer) is not None
             ),
-            "keep_best_k and best_metric go together": bool(self.keep_best_k) != bool(self.best_metric),
+            "keep_best_k needs a best_metric": self.keep_best_k and not self.best_metric,
             "exclude_from_last_save: an export has what the last save has; leave last_save_model_only True": (
                 self.exclude_from_last_save and self.last_save_in_hf and not self.last_save_model_only
             ),
