@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         RetentionPolicy,
     )
     from shardckpt.manager.rng import RandomState
+    from shardckpt.manager.save_policies import Moment, SaveAfter, SaveAt, SaveEvery, SavePolicy
     from shardckpt.manager.states import DATALOADER, LR_SCHEDULER, MODEL, OPTIMIZER, TRAIN_STATE
     from shardckpt.manager.step_pruning import StepResult, prune_steps, remove_step
     from shardckpt.manager.steps import CONTENT_KEY, parse_step
@@ -57,6 +58,7 @@ __getattr__ = lazy_getattr(
             "RetentionPolicy",
         ),
         "rng": ("RandomState",),
+        "save_policies": ("Moment", "SaveAfter", "SaveAt", "SaveEvery", "SavePolicy"),
         "states": ("DATALOADER", "LR_SCHEDULER", "MODEL", "OPTIMIZER", "TRAIN_STATE"),
         "step_pruning": ("StepResult", "prune_steps", "remove_step"),
         "steps": ("CONTENT_KEY", "parse_step"),
@@ -87,10 +89,15 @@ __all__ = [
     "Lease",
     "Mark",
     "Metrics",
+    "Moment",
     "PerRank",
     "RandomState",
     "ReplicaManager",
     "RetentionPolicy",
+    "SaveAfter",
+    "SaveAt",
+    "SaveEvery",
+    "SavePolicy",
     "Stateful",
     "StepResult",
     "StepState",

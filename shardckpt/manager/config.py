@@ -26,9 +26,10 @@ from shardckpt.manager.retention import (
     KeepEvery,
     KeepLatest,
     RetentionPolicy,
-    describe_policy,
-    parse_policy,
+    describe_retention_policy,
+    parse_retention_policy,
 )
+from shardckpt.manager.save_policies import SavePolicy, describe_save_policy, parse_save_policy
 from shardckpt.manager.steps import MODEL_PREFIX, parse_step
 from shardckpt.plugins import get_plugin_manager
 from shardckpt.storage import mask_password, parse_memory_budget, show_mib
@@ -78,6 +79,10 @@ class CheckpointConfig(BaseModel):
         enable_checkpoint: If False, the manager's methods do nothing.
         folder: The parent of the directories ``step-<n>``: a directory that all ranks share, or a URL.
         interval: Steps between two saves.
+        save_when: Policies instead of ``interval``: :class:`SaveEvery`, :class:`SaveAt`, :class:`SaveAfter`, and
+            functions that are given a :class:`Moment` (step, seconds since the last save, metrics) and return whether
+            to save. A step that any of them chooses is saved. Where there are others than the first two, each step
+            costs one message between ranks, and the main rank decides.
         keep_latest_k: How many of the newest checkpoints to keep; 0 keeps all. 1 is an error with an async mode: there
             must be one to fall back on if the newest proves damaged.
         keep_every_n_steps: Also keep the steps that are multiples of this; 0 for none.
@@ -168,12 +173,13 @@ class CheckpointConfig(BaseModel):
     enable_checkpoint: bool = True
     folder: Annotated[str, Field(min_length=1)] = "checkpoint"
     interval: Annotated[int, Field(ge=1)] = 500
+    save_when: Annotated[Sequence[Any], WithJsonSchema({"type": "array", "items": {}})] = ()
     keep_latest_k: _Count = 10
     keep_every_n_steps: _Count = 0
     keep_best_k: _Count = 0
     best_metric: str = ""
     best_mode: Literal["min", "max"] = "min"
-    # Any: a type checker takes the items of a list of policies and functions for objects. `parse_policy` checks them.
+    # Any, as of `save_when`: a type checker takes the items of a list of policies and functions for objects.
     retention: Annotated[Sequence[Any], WithJsonSchema({"type": "array", "items": {}})] = ()
     latest_pointer: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,100}$")] | None = None
     # The texts, too: tyro, with which torchtitan reads command lines, knows an enum by the names of its members only.
@@ -239,7 +245,12 @@ class CheckpointConfig(BaseModel):
     @field_validator("retention", mode="before")
     @classmethod
     def _as_policies(cls, given: Any) -> Any:
-        return tuple(map(parse_policy, given if isinstance(given, (list, tuple)) else [given]))
+        return tuple(map(parse_retention_policy, given if isinstance(given, (list, tuple)) else [given]))
+
+    @field_validator("save_when", mode="before")
+    @classmethod
+    def _as_save_policies(cls, given: Any) -> Any:
+        return tuple(map(parse_save_policy, given if isinstance(given, (list, tuple)) else [given]))
 
     @field_validator("export_dtype", mode="before")
     @classmethod
@@ -265,7 +276,11 @@ class CheckpointConfig(BaseModel):
 
     @field_serializer("retention")
     def _policy_descriptions(self, policies: Sequence[RetentionPolicy]) -> list[Any]:
-        return [describe_policy(policy) for policy in policies]
+        return [describe_retention_policy(policy) for policy in policies]
+
+    @field_serializer("save_when")
+    def _save_policy_descriptions(self, policies: Sequence[SavePolicy]) -> list[Any]:
+        return [describe_save_policy(policy) for policy in policies]
 
     @property
     def retention_policies(self) -> tuple[RetentionPolicy, ...]:
@@ -305,9 +320,9 @@ class CheckpointConfig(BaseModel):
         return step == 0 and self.create_seed_checkpoint
 
     def is_due(self, step: int) -> bool:
-        """Return whether a step is to be saved: a multiple of the interval, the seed, or the first."""
+        """Return whether a step is to be saved: the seed, the first, or without ``save_when`` one of the interval."""
         first = step == 1 and self.enable_first_step_checkpoint
-        return first or self.is_seed(step) or (step > 0 and step % self.interval == 0)
+        return first or self.is_seed(step) or (not self.save_when and step > 0 and step % self.interval == 0)
 
     def check_names(self, states: Collection[str]) -> None:
         """Check that every name in the configuration exists: states, key mapping, strategy.
@@ -369,6 +384,9 @@ class CheckpointConfig(BaseModel):
             ),
             f"latest_pointer: {self.latest_pointer!r} is the name of a step's directory: choose another": (
                 self.latest_pointer and parse_step(self.latest_pointer) is not None
+            ),
+            "save_when takes the place of interval: give SaveEvery instead": (
+                self.save_when and self.interval != type(self).model_fields["interval"].default
             ),
             "keep_best_k needs a best_metric": self.keep_best_k and not self.best_metric,
             "exclude_from_last_save: an export has what the last save has; leave last_save_model_only True": (

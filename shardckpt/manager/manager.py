@@ -21,6 +21,7 @@ from shardckpt.manager.preemption import Preemption
 from shardckpt.manager.reader import StepReader
 from shardckpt.manager.retention import KeepBest
 from shardckpt.manager.rng import add_random_state
+from shardckpt.manager.save_policies import SaveClock
 from shardckpt.manager.states import MODEL, TrainingStates
 from shardckpt.manager.step_resolution import NEWEST, NO_METRIC, check_step, find_best, read_step, resolve_step
 from shardckpt.manager.steps import CONTENT_KEY, MODEL_PREFIX, PREFIX_KEY, StepFolder
@@ -111,6 +112,7 @@ class CheckpointManager:
         self._writer, self._parts = make_parts(config, self._states, process_group, allow_globals, fault_tolerance)
         #: Names of the states that parts save and load themselves.
         self._part_states = {name for part in self._parts for name in part.own_states}
+        self._clock = SaveClock(config.save_when)
         self._reader = StepReader(
             self._states,
             process_group,
@@ -125,7 +127,10 @@ class CheckpointManager:
         )
 
     def is_due(self, step: int) -> bool:
-        """Return whether ``save(step)`` saves without ``force``; a subclass may decide, alike on all ranks."""
+        """Return whether ``save(step)`` saves without ``force``, whatever the policies of ``save_when`` say.
+
+        A subclass may decide, alike on all ranks.
+        """
         return self.config.is_due(step)
 
     def save(
@@ -162,7 +167,7 @@ class CheckpointManager:
         self._check_open("save")
         self._advance(self._writer)
         forced = self._is_preempted() or force or last_step
-        due = forced or self.is_due(step)
+        due = forced or self.is_due(step) or self._clock.is_due(step, metrics or {}, Comm(self._group))
         # Lists, here and in `_is_preempted`, not `all(... for ...)`, which stops at the first False: the hooks are
         # collective, and a rank that skips one hangs the others.
         joined = [part.joins_step(step, due=due) for part in self._parts]
@@ -179,6 +184,7 @@ class CheckpointManager:
                 self._save(self._writer, step, metrics or {}, last_step=last_step)
         finally:
             self._states.release()  # the tensors are copied, or written
+        self._clock.note_save()
         for part in self._parts:
             part.after_save(step, last_step=last_step)
         return True
@@ -222,7 +228,7 @@ class CheckpointManager:
             return NEWEST if best is None else best
         if isinstance(step, (str, bool)) or not hasattr(step, "__index__") or step < NEWEST:
             raise CheckpointingException(
-                f"load({step!r}): give a step, 'latest', 'best', or -1 for the one that load_step says"
+                f"load: there is no step {step!r}; give its number, 'latest', 'best', or -1 for what load_step says"
             )
         return int(step) if step >= 0 else self.config.load_step
 
