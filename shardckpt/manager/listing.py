@@ -37,7 +37,7 @@ from shardckpt.storage import (
     retry_if_replaced,
     wrap_os_errors,
 )
-from shardckpt.strategy import LoadContext
+from shardckpt.strategy import LoadContext, find_error
 
 if TYPE_CHECKING:
     import os
@@ -248,7 +248,7 @@ def _summarize_file(path: Path) -> CheckpointSummary:
         summary = replace(summary, strategy=strategy.backend, library="torch.save")
         manifest = Manifest(backend=strategy.backend, version=strategy.version)
         with CheckpointReader(place, manifest, verify=False) as reader:
-            error = strategy.check_files(reader)[real.name]
+            error = find_error(strategy.list_files, reader)  # its pickle; no tensor is read
     except (CheckpointingException, OSError) as exc:
         error = exc if isinstance(exc, CheckpointingException) else StorageError(str(exc))
     if error is None:

@@ -72,7 +72,7 @@ if TYPE_CHECKING:
     from shardckpt.storage.packed_shards import PackedShards
     from shardckpt.storage.parse_cache import ParseCache
     from shardckpt.storage.range_reads import RangeRead
-    from shardckpt.storage.reader import CheckpointReader
+    from shardckpt.storage.reader import CheckpointReader, Crcs, Take
     from shardckpt.storage.recorded_file import read_recorded_file
     from shardckpt.storage.remote import (
         HasFolders,
@@ -211,7 +211,11 @@ __getattr__ = lazy_getattr(
         "object_stream": ("ObjectStream",),
         "packed_shards": ("PackedShards",),
         "range_reads": ("RangeRead",),
-        "reader": ("CheckpointReader",),
+        "reader": (
+            "CheckpointReader",
+            "Crcs",
+            "Take",
+        ),
         "parse_cache": ("ParseCache",),
         "recorded_file": ("read_recorded_file",),
         "remote": (
@@ -308,6 +312,7 @@ __all__ = [
     "ColumnFile",
     "Columns",
     "CopiesObjects",
+    "Crcs",
     "CreatesObjects",
     "DeletesMany",
     "Digest",
@@ -342,6 +347,7 @@ __all__ = [
     "Span",
     "StoredArray",
     "StreamsWrites",
+    "Take",
     "TellsTimes",
     "Workers",
     "WriteTimes",
