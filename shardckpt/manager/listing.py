@@ -31,6 +31,7 @@ from shardckpt.storage import (
     combine_fingerprints,
     is_there,
     list_objects,
+    name_siblings,
     on_store,
     open_directory,
     parse_fingerprints,
@@ -122,7 +123,9 @@ def list_checkpoints(folder: str | os.PathLike[str]) -> list[CheckpointSummary]:
     if on_store(place) is None and place.is_file():
         return [_summarize_file(place)]
     if on_store(place) is None and not place.is_dir():
-        raise StorageError(f"{place} is no directory: give a folder of checkpoints, or a checkpoint")
+        raise StorageError(
+            f"{place} is no directory: give a folder of checkpoints, or a checkpoint {name_siblings(place)}".rstrip()
+        )
     # of a store, one listing for all: 1,000 folders would take thousands of requests
     listings = _list_below(place)
     own = _summarize(_attach_listing(place, listings), plugins)
