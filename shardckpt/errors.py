@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NoReturn
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Collection, Iterable, Sequence
 
 
 class CheckpointingException(Exception):
@@ -155,6 +155,48 @@ def listed(texts: Collection[str], between: str = ", ", limit: int = 20) -> str:
     return between.join(shown)
 
 
+def name_known(wanted: str, known: Collection[str], what: str, limit: int = 6) -> str:
+    """Return what an error about a name that matches nothing adds: the nearest of those there are, and the first.
+
+    Args:
+        wanted: The name.
+        known: Those there are.
+        what: What they are called, in the plural: ``"keys"``.
+        limit: How many are listed.
+
+    Returns:
+        ``(did you mean loss? metrics: loss, ppl)``; without the question where none is near.
+    """
+    names = sorted(set(known))
+    nearest = find_nearest(wanted, names)
+    question = f"did you mean {escape_text(nearest)}? " if nearest else ""
+    return f"({question}{what}: {listed(names, limit=limit) or 'none'})"
+
+
+def find_nearest(wanted: str, known: Sequence[str]) -> str:
+    """Return the one of some names that is most like another, or whose last part is; ``""`` if none is much like it."""
+    import difflib  # slow to import
+
+    if found := difflib.get_close_matches(wanted, known, 1):
+        return found[0]
+    ends = {name.rpartition(".")[2]: name for name in reversed(known)}
+    end = difflib.get_close_matches(wanted.rpartition(".")[2], [*ends], 1)
+    return ends[end[0]] if end else ""
+
+
+def name_prefixes(wanted: str, keys: Iterable[str], limit: int = 6) -> str:
+    """Return the same about a prefix that no key begins with: the prefixes that keys have, as deep as it.
+
+    Args:
+        wanted: The prefix.
+        keys: All keys, of parts that are joined by dots.
+        limit: How many are listed.
+    """
+    depth = wanted.strip(".").count(".") + 1
+    parts = (key.split(".", depth) for key in keys)
+    return name_known(wanted, {".".join(found[:depth]) + "." * (len(found) > depth) for found in parts}, "keys", limit)
+
+
 def refuse_copy(value: object, holds: str, instead: str) -> NoReturn:
     """Raise the error of an object of one process that somebody copies or pickles.
 
@@ -195,6 +237,9 @@ __all__ = [
     "VersionTooNewError",
     "VersionTooOldError",
     "escape_text",
+    "find_nearest",
     "listed",
+    "name_known",
+    "name_prefixes",
     "refuse_copy",
 ]

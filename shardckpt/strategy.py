@@ -520,11 +520,12 @@ class ChecksFiles(Protocol):
         """
 
     def check_files(self, reader: CheckpointReader) -> dict[str, CheckpointingException | None]:
-        """Return what is wrong with each of the listed files; values of tensors are not read.
+        """Return what is wrong with each of the listed files; values of tensors are read for checksums alone.
 
         Check what the index says of a file: that it is there, that it has the ranges that the index names and the size
         that follows, and what the format writes around the values (headers, counts), so far as it can be compared
-        without reading them. Changed values are found by digests, not here.
+        without reading them. Changed values are found by digests, or here, if the format has checksums of its own and
+        ``reader.crcs`` is not ``none``: of archives of ``torch.save``, by ``shardckpt.archive.Archive.check_members``.
 
         Args:
             reader: Reads the checkpoint's files.

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from shardckpt import lazy_getattr
 
 if TYPE_CHECKING:
+    from shardckpt.archive.checksums import check_memory, summed
     from shardckpt.archive.dict_names import list_dict_names
     from shardckpt.archive.lazy_reads import LazyReads, refuse_expanded
     from shardckpt.archive.lazy_tensors import LazyTensor
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 __getattr__ = lazy_getattr(
     __name__,
     {
+        "checksums": ("check_memory", "summed"),
         "dict_names": ("list_dict_names",),
         "lazy_reads": ("LazyReads", "refuse_expanded"),
         "lazy_tensors": ("LazyTensor",),
@@ -61,6 +63,7 @@ __all__ = [
     "LazyTensor",
     "StoredPayload",
     "check_loadable",
+    "check_memory",
     "check_pickle",
     "decode_object",
     "describe",
@@ -76,4 +79,5 @@ __all__ = [
     "refuse_unloadable",
     "resolve_lazy_view",
     "row_major_strides",
+    "summed",
 ]

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from shardckpt.archive.checksums import summed
 from shardckpt.archive.tensor_pickles import resolve_lazy_view
 from shardckpt.storage import StoredArray, read_box
 from shardckpt.tensors import copy_values
@@ -36,11 +37,13 @@ def read_payload(
     itemsize = stored.dtype.itemsize
     if stored.is_contiguous:
         first = stored.offset + stored.first * itemsize
-        read_box(reader, StoredArray(file, first, stored.dtype, stored.shape), start, target, key)
+        with summed(reader, file, stored, target.numel() * itemsize, key) as source:
+            read_box(source, StoredArray(file, first, stored.dtype, stored.shape), start, target, key)
         return
     first = stored.first + sum(index * step for index, step in zip(start, stored.stride, strict=True))
     last = first + sum((size - 1) * step for size, step in zip(target.shape, stored.stride, strict=True))
     memory = bytearray((last + 1 - first) * itemsize)
-    reader.read_into(file, stored.offset + first * itemsize, memoryview(memory), key)
+    with summed(reader, file, stored, len(memory), key) as source:
+        source.read_into(file, stored.offset + first * itemsize, memoryview(memory), key)
     values = torch.frombuffer(memory, dtype=torch.uint8).view(stored.dtype)
     copy_values(target, resolve_lazy_view(values.as_strided(target.shape, stored.stride), stored.lazy))

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from shardckpt.archive.checksums import check_member, check_memory
 from shardckpt.archive.lazy_tensors import TensorDescriber
 from shardckpt.archive.payload import StoredPayload
 from shardckpt.archive.tensor_pickles import TensorRebuilder, describe_one_tensor, unpickle
@@ -21,8 +22,11 @@ from shardckpt.errors import CheckpointingException, CorruptCheckpointError
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from typing_extensions import Self
+
     from shardckpt.archive.tensor_pickles import Geometry, Storage
     from shardckpt.archive.zip_directory import Member, ReadRange
+    from shardckpt.storage import CheckpointReader
 
 
 #: Bytes of nested archives that every archive may load, whatever its size.
@@ -56,21 +60,59 @@ class Archive:
 
     def __init__(self, read_range: ReadRange, size: int, source: str) -> None:
         self._read_range = read_range
-        self._source = source
+        #: Its name, for errors.
+        self.source = source
         try:
-            self._members = read_members(read_range, size)
+            #: Where each of its files is, by name.
+            self.members = read_members(read_range, size)
         except (ValueError, struct.error) as exc:
             raise CorruptCheckpointError(f"{source} is not a torch.save archive: {exc}") from exc
         # Overlapping members would let a small file fill the memory, each member with the same bytes.
-        if sum(member.size for member in self._members.values()) > size:
+        if sum(member.size for member in self.members.values()) > size:
             raise CorruptCheckpointError(f"{source}: its members are larger than the archive: they overlap")
-        names = [name for name in self._members if name.endswith("/data.pkl")]
+        names = [name for name in self.members if name.endswith("/data.pkl")]
         if len(names) != 1:
             raise CorruptCheckpointError(f"{source} is not a torch.save archive: it has no data.pkl")
         self._root = names[0][: -len("data.pkl")]
-        order = self._members.get(self._root + "byteorder")
+        order = self.members.get(self._root + "byteorder")
         if order is not None and read_range(order.offset, order.size) != sys.byteorder.encode():
             raise CorruptCheckpointError(f"{source} was written on a machine of the other byte order")
+
+    @classmethod
+    def of_file(cls, reader: CheckpointReader, name: str) -> Self:
+        """Open an archive that is a file of a checkpoint.
+
+        Args:
+            reader: Reads the file.
+            name: The file's name.
+
+        Raises:
+            CorruptCheckpointError: As the class.
+            StorageError: The file cannot be read.
+        """
+        size = reader.size(name)
+
+        def read(offset: int, nbytes: int) -> bytes:
+            return reader.read_range(name, offset, min(nbytes, size - offset), name)
+
+        return cls(read, size, f"{reader.directory / name}")
+
+    def check_members(self, reader: CheckpointReader, file: str, first: int = 0) -> None:
+        """Read all members, and compare them with their CRC-32, if the reader is to check these.
+
+        Args:
+            reader: Reads the file that has the archive.
+            file: Its name.
+            first: Where the archive begins in it.
+
+        Raises:
+            CorruptCheckpointError: A member differs.
+        """
+        if reader.crcs == "none":
+            return
+        for name, member in self.members.items():
+            check_member(reader, file, member._replace(offset=first + member.offset), f"{self.source}: {name!r}")
+        reader.note_crcs(file, all_members=all(member.crc or not member.size for member in self.members.values()))
 
     def payload(self) -> StoredPayload:
         """Return where the archive's only tensor is, without reading its values.
@@ -82,7 +124,7 @@ class Archive:
         try:
             geometry = describe_one_tensor(self._read_pickle())
         except CheckpointingException as exc:
-            raise type(exc)(f"{self._source}: {exc}") from exc
+            raise type(exc)(f"{self.source}: {exc}") from exc
         return self._locate(geometry)
 
     def describe(self, allow_globals: Iterable[Any] = ()) -> Any:
@@ -99,7 +141,7 @@ class Archive:
             CorruptCheckpointError: The archive is damaged.
         """
         describer = TensorDescriber(self._locate)
-        return unpickle(self._read_pickle(), self._source, describer.torch_global, allow_globals)
+        return unpickle(self._read_pickle(), self.source, describer.torch_global, allow_globals)
 
     def load(self, allow_globals: Iterable[Any] = (), nested: _NestedBudget | None = None) -> Any:
         """Load the archive's object.
@@ -124,17 +166,20 @@ class Archive:
             member = self._find_storage(storage)
             if member.offset not in storages:  # tensors that share a storage share its memory again
                 data = bytearray(self._read_range(member.offset, member.size))
+                check_memory(data, member.crc, f"{self.source}: storage {storage.name!r}")
                 # torch.frombuffer refuses an empty buffer.
                 values = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, device="cpu")
                 storages[member.offset] = values.untyped_storage()
             return storages[member.offset]
 
-        rebuild = TensorRebuilder(read_storage, lambda data: load_bytes(data, self._source, allow_globals, budget))
-        return unpickle(pickled, self._source, rebuild.torch_global, allow_globals)
+        rebuild = TensorRebuilder(read_storage, lambda data: load_bytes(data, self.source, allow_globals, budget))
+        return unpickle(pickled, self.source, rebuild.torch_global, allow_globals)
 
     def _read_pickle(self) -> bytes:
-        member = self._members[self._root + "data.pkl"]
-        return self._read_range(member.offset, member.size)
+        member = self.members[self._root + "data.pkl"]
+        pickled = self._read_range(member.offset, member.size)
+        check_memory(pickled, member.crc, f"{self.source}: 'data.pkl'")
+        return pickled
 
     def _locate(self, geometry: Geometry) -> StoredPayload:
         """Return where a tensor's values are in the archive."""
@@ -144,11 +189,11 @@ class Archive:
 
     def _find_storage(self, storage: Storage) -> Member:
         """Return the zip member that holds a storage."""
-        member = self._members.get(f"{self._root}data/{storage.name}")
+        member = self.members.get(f"{self._root}data/{storage.name}")
         if member is None:
-            raise CorruptCheckpointError(f"{self._source}: its pickle refers to a storage that is missing")
+            raise CorruptCheckpointError(f"{self.source}: its pickle refers to a storage that is missing")
         if storage.nbytes > member.size:
-            raise CorruptCheckpointError(f"{self._source}: a storage has {member.size} bytes, not {storage.nbytes}")
+            raise CorruptCheckpointError(f"{self.source}: a storage has {member.size} bytes, not {storage.nbytes}")
         return member
 
 

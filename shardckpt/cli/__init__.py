@@ -15,9 +15,10 @@ from shardckpt import __version__
 from shardckpt.cli.exit_codes import FAILED, FINE, MEANINGS
 from shardckpt.cli.failure import name_plugin, print_error
 from shardckpt.cli.output import escaped_logs, open_closed_streams, say_error
+from shardckpt.errors import name_known
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
 #: A file for each; help lists them in this order.
 _VERBS = (
@@ -48,7 +49,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(given: Sequence[str]) -> int:
     # options before the verb take no values: for a verb of ours neither the others nor the plugins are imported
     verb = next((word for word in given if not word.startswith("-")), "")
-    options = _make_parser(verb if verb in _VERBS and verb not in _NEED_ALL else "").parse_args(given)
+    parser, verbs = _make_parser(verb if verb in _VERBS and verb not in _NEED_ALL else "")
+    if verb and verb not in verbs:
+        parser.error(f"there is no verb {verb!r} {name_known(verb, verbs, 'verbs', len(verbs))}")
+    options, unknown = parser.parse_known_args(given)
+    if unknown:
+        _refuse_unknown(verbs[options.verb], unknown)
     try:
         code = int(options.run(options) or FINE)
         sys.stdout.flush()
@@ -61,8 +67,16 @@ def _run(given: Sequence[str]) -> int:
     return code
 
 
-def _make_parser(only: str) -> argparse.ArgumentParser:
-    """Return the parser of the command line with one verb; for ``""``, with all of them and those of plugins."""
+def _refuse_unknown(parser: argparse.ArgumentParser, unknown: Sequence[str]) -> None:
+    """Exit with the usage of a verb, and the nearest of its options to one that it does not have."""
+    known = [action.option_strings[-1] for action in parser._actions if action.option_strings]  # noqa: SLF001 - argparse offers no other
+    options = [word.partition("=")[0] for word in unknown if word.startswith("-")]
+    near = [f" {name_known(options[0], known, 'options', len(known))}"] if options else []
+    parser.error(f"unrecognized arguments: {' '.join(unknown)}{''.join(near)}")
+
+
+def _make_parser(only: str) -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentParser]]:
+    """Return the parser of the command line, and those of its verbs: one, or for ``""`` all, those of plugins, too."""
     parser = argparse.ArgumentParser(
         "shardckpt",
         description="Look at, check and change checkpoints. `shardckpt VERB --help` explains a verb.",
@@ -74,14 +88,14 @@ def _make_parser(only: str) -> argparse.ArgumentParser:
     for verb in [only] if only else _VERBS:
         importlib.import_module(f"{__name__}.{verb}").add(verbs)
     if only:
-        return parser
+        return parser, verbs.choices
     from shardckpt.plugins import get_plugin_manager
 
     try:
         get_plugin_manager().hook.shardckpt_commands(subparsers=verbs)
     except Exception as exc:  # noqa: BLE001 - a broken plugin must not disable the other verbs
         say_error(f"shardckpt: a plugin's shardckpt_commands failed: {type(exc).__name__}: {exc}{name_plugin(exc)}")
-    return parser
+    return parser, verbs.choices
 
 
 __all__ = ["main"]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardckpt.cli.exit_codes import FINE, FOUND
 from shardckpt.cli.header import read_header
-from shardckpt.errors import KeyMismatchError, listed
+from shardckpt.errors import KeyMismatchError, name_prefixes
 from shardckpt.storage import retry_if_replaced
 
 if TYPE_CHECKING:
@@ -35,8 +35,10 @@ def write_checkpoint_page(
 
     found = _describe(checkpoint, directory, prefix)
     if prefix and not found["keys"] and not found["objects"]:
-        have = listed(sorted([*checkpoint, *checkpoint.objects]), limit=6) or "none"
-        raise KeyMismatchError(f"{directory}: no tensor or object has a key that begins with {prefix!r} (keys: {have})")
+        raise KeyMismatchError(
+            f"{directory}: no tensor or object has a key that begins with {prefix!r} "
+            f"{name_prefixes(prefix, [*checkpoint, *checkpoint.objects])}"
+        )
     nbytes = write_page(Path(expand_home(target)), f"{directory} · shardckpt", found)
     is_fine = not found["incomplete"] and not found["commonFault"]
     return FINE if is_fine else FOUND, [f"{target}: {nbytes:,} bytes, {len(found['keys'])} tensors of {directory}"]

@@ -24,6 +24,7 @@ from shardckpt.errors import (
     KeyMismatchError,
     escape_text,
     listed,
+    name_prefixes,
 )
 
 if TYPE_CHECKING:
@@ -215,9 +216,9 @@ def _collect(checkpoint: StoredCheckpoint, options: Any) -> _Found:
     tensors = _make_tensors(_outline_columns(columns), options)
     objects = sorted(key for key in columns.objects if key.startswith(prefix))
     if prefix and not tensors.keys and not objects:
-        have = listed(sorted([*columns.keys, *columns.objects]), limit=6) or "none"
         raise KeyMismatchError(
-            f"{options.directory}: no tensor or object has a key that begins with {prefix!r} (keys: {have})"
+            f"{options.directory}: no tensor or object has a key that begins with {prefix!r} "
+            f"{name_prefixes(prefix, [*columns.keys, *columns.objects])}"
         )
     common, fault = ([], "") if prefix else _read_common(checkpoint)
     scaled = [

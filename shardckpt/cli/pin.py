@@ -26,6 +26,7 @@ def run(options: Any) -> int:
     from shardckpt.cli.table import table
     from shardckpt.manager import find_holds, pin_step, unpin_step
 
+    _refuse_folder_that_is_not_there(options.folder)
     if options.step is None:
         if options.label or options.remove:
             options.parser.error("--label and --remove need a STEP")
@@ -35,5 +36,40 @@ def run(options: Any) -> int:
         return FINE
     if not options.label:
         options.parser.error("a pin needs a --label")
-    (unpin_step if options.remove else pin_step)(options.folder, options.step, options.label)
+    if options.remove:
+        _refuse_unknown_pin(options)
+        unpin_step(options.folder, options.step, options.label)
+        say(f"step {options.step} is no longer pinned as {options.label!r}")
+    else:
+        pin_step(options.folder, options.step, options.label)
+        say(f"step {options.step} is pinned as {options.label!r}")
     return FINE
+
+
+def _refuse_folder_that_is_not_there(folder: str) -> None:
+    """Raise an error that names what is near, if a local folder does not exist."""
+    from shardckpt.engine import find_local
+    from shardckpt.errors import StorageError
+    from shardckpt.storage import name_siblings
+
+    place = find_local(folder)
+    if place is not None and not place.is_dir():
+        raise StorageError(f"{place} is no directory: give the folder of the steps {name_siblings(place)}".rstrip())
+
+
+def _refuse_unknown_pin(options: Any) -> None:
+    """Raise an error that names the pins that there are, if the step has none of this label."""
+    from shardckpt.errors import CheckpointingException, listed, name_known
+    from shardckpt.manager import find_holds, parse_step
+
+    pins = {
+        directory: [hold.holder for hold in holds if hold.kind == "pin"]
+        for directory, holds in find_holds(options.folder).items()
+    }
+    own = [label for directory, labels in pins.items() if parse_step(directory) == options.step for label in labels]
+    if options.label not in own:
+        others = [f"{label!r} of {directory}" for directory, labels in sorted(pins.items()) for label in labels]
+        raise CheckpointingException(
+            f"step {options.step} of {options.folder} is not pinned as {options.label!r} "
+            f"{name_known(options.label, own, 'its pins')}; pins of all steps: {listed(others) or 'none'}"
+        )

@@ -10,6 +10,7 @@ one. What a living process may use is kept, and so is what may be the only copy 
 A step counts as complete if its files are there and have their sizes: what is left may be damaged. With --verify the
 newest step that shardckpt wrote is read before anything is removed, and if it is not as it was written the next older
 one, until one is intact, which is kept.
+A metric that no step has, and a --keep-step that is not there, are errors, and nothing is removed.
 Exit code: 2 if something could not be removed.
 """
 
@@ -91,17 +92,18 @@ def run(options: Any) -> int:
     _refuse_wrong_calls(options, policies)
     steps: list[StepResult] = []
     if options.verify:
+        prune_steps(options.path, policies, options.keep_step, dry_run=True)  # refuses names before anything is marked
         _verify_newest(options)
     if policies:
         steps = prune_steps(options.path, policies, options.keep_step, dry_run=options.dry_run)
         _print_rows("checkpoint", steps, options)
-        if not steps:
-            say(f"{options.path} has no directory of a step")
     results: list[PruneResult] = []
     if options.path is not None:
         results += prune_leftovers(options.path, options.older_than, dry_run=options.dry_run)
     if options.spool is not None:
         results += prune_spools(options.spool or None, options.older_than, dry_run=options.dry_run)
+    if policies and not steps:
+        say(f"{options.path} has no directory of a step")
     _print_rows("leftover", results, options)
     everything: list[PruneResult | StepResult] = [*steps, *results]
     if options.path is not None and (unseen := explain_unseen_uploads(options.path)):

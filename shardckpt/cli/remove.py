@@ -28,14 +28,14 @@ def run(options: Any) -> int:
         KeyMismatchError: no key begins with the prefix.
     """
     from shardckpt.dist_checkpointing import load_sharded_metadata, remove_sharded_tensors
-    from shardckpt.errors import KeyMismatchError, listed
+    from shardckpt.errors import KeyMismatchError, listed, name_prefixes
 
     before = load_sharded_metadata(options.directory)
     report = remove_sharded_tensors(options.directory, options.prefix, dry_run=options.dry_run)
     if not report.keys:
         raise KeyMismatchError(
             f"{options.directory}: 0 of {len(before)} keys removed: no tensor or object has a key that begins with "
-            f"{options.prefix!r} (keys: {listed(sorted(before), limit=6) or 'none'})"
+            f"{options.prefix!r} {name_prefixes(options.prefix, before)}"
         )
     verb, freed = ("would be removed", "would be free") if options.dry_run else ("removed", "are free")
     # what only readers of other libraries find is no key to us, and goes with the tensors and objects

@@ -6,7 +6,7 @@ import json
 import re
 from typing import TYPE_CHECKING, Any
 
-from shardckpt.errors import CheckpointingException, KeyMismatchError, escape_text, listed
+from shardckpt.errors import CheckpointingException, KeyMismatchError, escape_text, name_known
 
 if TYPE_CHECKING:
     from shardckpt.engine import StoredCheckpoint
@@ -40,8 +40,7 @@ def describe_values(checkpoint: StoredCheckpoint, key: str, index: tuple[Any, ..
     from shardckpt.maintenance import compute_statistics
 
     if key not in checkpoint:
-        have = listed(sorted(checkpoint), limit=6) or "none"
-        raise KeyMismatchError(f"no tensor has the key {key!r} (keys: {have})")
+        raise KeyMismatchError(f"no tensor has the key {key!r} {name_known(key, checkpoint, 'keys')}")
     stored = checkpoint[key]
     statistics = compute_statistics(stored, index)
     corner, is_all = _find_corner(stored.shape, index, statistics.count)

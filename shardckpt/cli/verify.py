@@ -1,11 +1,10 @@
 """Read every byte of checkpoints, and compare it with the digests in shardckpt.json and integrity.json.
 
-Of files that have no digest (Megatron's and plain DCP's) the structure is checked: that they exist, that they contain
-the ranges that the index names and nothing after them, and that those are complete archives of the right dtypes and
-sizes.
+Of files that have no digest (Megatron's, plain DCP's, DeepSpeed's and torch.save's) the archives are read and compared
+with the CRC-32 that torch.save writes of all that is in them, and with the index: that they exist, are complete, and
+have the right dtypes and sizes.
 
-Hugging Face folders, and files of safetensors and of torch.save, have no digests either: headers, lengths and the index
-are compared.
+Hugging Face folders and files of safetensors have neither: headers, lengths and the index are compared.
 
 Of several checkpoints, or a folder of them, only files with a fault are listed; the exit code is the highest of all.
 
@@ -39,9 +38,17 @@ if TYPE_CHECKING:
     from shardckpt.maintenance import FileResult
 
 _STRUCTURE = (
-    "they exist, contain the ranges that the index names, and are what it says as far as their structure shows that. "
-    "Not checked: their values"
+    "they exist, contain the ranges that the index names, and are what it says as far as their structure shows that"
 )
+
+
+#: What is said of a file without a fault.
+_FINE = {
+    "digests": "as written",
+    "crc32": "it has the CRC-32 of its values; it has no digest",
+    "structure": "its structure is valid; it has no digest",
+    "nothing": "not checked",
+}
 
 
 def add(verbs: Any) -> None:
@@ -183,9 +190,7 @@ def _as_json(answer: Answer) -> dict[str, Any]:
 def _said(result: FileResult, path: str) -> str:
     if result.foreign:
         return "not a file of this checkpoint"
-    return _shorten(result, path) or (
-        "as written" if result.checked == "digests" else "its structure is valid; it has no digest"
-    )
+    return _shorten(result, path) or _FINE[result.checked]
 
 
 def _shorten(result: FileResult, path: str) -> str:
@@ -211,9 +216,24 @@ def _summary(results: Sequence[FileResult]) -> str:
         return f"intact: every byte of {len(own)} files was read, and matches its digest"
     if code == NO_ANSWER:
         return f"cannot be checked: {len(bad)} of {len(own)} files could not be read"
-    compared = sum(result.checked == "digests" for result in own)
-    some = f"{compared} of {len(own)} files were compared with digests; checked of the others"
-    how = "" if compared == len(own) else f". {some if compared else 'Checked'}: {_STRUCTURE}"
+    how = _explain_checks(own)
     if code == DAMAGED:
         return f"damaged: {len(bad)} of {len(own)} files{how}"
     return f"intact as far as can be checked without digests{how}"
+
+
+def _explain_checks(own: Sequence[FileResult]) -> str:
+    """Return sentences on how files were checked, to follow another; ``""`` if all have digests."""
+    counts = Counter[str](result.checked for result in own)
+    compared = [
+        f"{counts[how]} of {len(own)} files were compared with {what}"
+        for how, what in (("digests", "digests"), ("crc32", "the CRC-32 of what their archives hold"))
+        if counts[how]
+    ]
+    if counts["digests"] == len(own):
+        return ""
+    if counts["digests"] + counts["crc32"] == len(own):
+        return f". {', '.join(compared)}"
+    if not compared:
+        return f". Checked: {_STRUCTURE}. Not checked: their values"
+    return f". {', '.join(compared)}; checked of the others: {_STRUCTURE}. Not checked: the values in those"

@@ -13,7 +13,7 @@ from shardckpt.deepspeed.universal import index_universal
 from shardckpt.distributed import Comm
 from shardckpt.mapping import PlainObject, ShardedObject, ShardedTensor
 from shardckpt.planning import intersect, part_view, shard_parts
-from shardckpt.strategy import LoadContext, LoadStrategy, StoredBox, StoredFile
+from shardckpt.strategy import LoadContext, LoadStrategy, StoredBox, StoredFile, find_error
 from shardckpt.tensors import copy_values
 
 if TYPE_CHECKING:
@@ -122,8 +122,16 @@ class DeepSpeedLoadStrategy(LoadStrategy):
                 yield StoredBox(key, box.offset, box.shape, file)
 
     def check_files(self, reader: CheckpointReader) -> dict[str, CheckpointingException | None]:
-        """Return None for each file, or raise the error of one: directories and pickles are read, no tensor."""
-        return dict.fromkeys((found.name for found in self.list_files(reader)), None)
+        """Return the error of each file, or None: it is compared with the CRC-32 that it has of its values, if any.
+
+        Raises:
+            CheckpointingException: the files do not fit together, or a pickle cannot be read.
+        """
+
+        def check(name: str) -> None:
+            Archive.of_file(reader, name).check_members(reader, name)
+
+        return {found.name: find_error(check, found.name) for found in self.list_files(reader)}
 
     def _index(self, context: LoadContext) -> Index:
         return context.reader.parsed("deepspeed", lambda: _read_index(self._files, context))
@@ -134,12 +142,7 @@ def _read_index(files: DeepSpeedFiles, context: LoadContext) -> Index:
     place = str(reader.directory)
 
     def describe(name: str) -> Any:
-        size = reader.size(name)
-
-        def read(offset: int, nbytes: int) -> bytes:
-            return reader.read_range(name, offset, min(nbytes, size - offset), name)
-
-        return Archive(read, size, f"{place}/{name}").describe(context.allow_globals)
+        return Archive.of_file(reader, name).describe(context.allow_globals)
 
     def read_tensor(found: StoredTensorFile) -> torch.Tensor:
         target = torch.empty(found.payload.shape, dtype=found.payload.dtype, device="cpu")

@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from shardckpt.manifest import Manifest
     from shardckpt.mapping import ShardedBase, ShardedStateDict, StateDict
     from shardckpt.plugins import PluginManager
+    from shardckpt.storage import Crcs
     from shardckpt.validation import OnUnused
 
 logger = logging.getLogger(__name__)
@@ -65,12 +66,14 @@ class LoadOptions:
         accept: The backends and versions that the caller accepts; None: all.
         allow_globals: Classes and functions that legacy pickles may name.
         memory_budget: Bytes that reading may hold at a time beside the tensors; None: as many as are fast.
+        crcs: As for :class:`~shardckpt.storage.CheckpointReader`: ``parts`` if what is read is written anew.
     """
 
     strategy: Any = None
     accept: Accept | None = None
     allow_globals: tuple[Any, ...] = ()
     memory_budget: int | None = None
+    crcs: Crcs | None = None
 
 
 @dataclass(frozen=True)
@@ -220,7 +223,7 @@ def open_checkpoint(
                 place = hold_same(directory, manifest, plugins)
             strategy = choose_reader(directory, manifest, plugins, options.strategy, options.accept)
             operation.set_strategy(strategy)
-            reader = CheckpointReader(place, manifest, memory_budget=options.memory_budget)
+            reader = CheckpointReader(place, manifest, memory_budget=options.memory_budget, crcs=options.crcs)
         with reader:
             # An open file can be read after its checkpoint is replaced. In a second attempt the next save may come as
             # soon as the last one did, so all files are opened first; the first attempt saves the time.

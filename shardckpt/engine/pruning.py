@@ -42,6 +42,7 @@ from shardckpt.storage import (
     attempt,
     file_size,
     list_folders,
+    name_siblings,
     on_store,
     sync_directory,
     wrap_os_errors,
@@ -114,7 +115,10 @@ def prune_leftovers(
         return _prune_store(remote, plugins, older_than, dry_run=dry_run)
     siblings = find_leftovers(place.parent, _belongs_to(place))
     if not siblings and not place.is_dir():
-        raise StorageError(f"{place} is no directory, and has no leftovers next to it: give a checkpoint's folder")
+        raise StorageError(
+            f"{place} is no directory, and has no leftovers next to it: give a checkpoint's folder "
+            f"{name_siblings(place)}".rstrip()
+        )
     inside = find_leftovers(place, lambda _: True) if place.is_dir() else []
     return [_prune(leftover, older_than, dry_run=dry_run) for leftover in [*siblings, *inside]]
 

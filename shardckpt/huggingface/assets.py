@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardckpt.engine import expand_home, locate
-from shardckpt.errors import CheckpointingException, listed
+from shardckpt.errors import CheckpointingException, StorageError, listed
 from shardckpt.huggingface.names import is_asset
 from shardckpt.plugins import get_plugin_manager
-from shardckpt.storage import on_store, read_file, wrap_os_errors
+from shardckpt.storage import has_local_files, name_siblings, on_store, read_file, wrap_os_errors
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -29,10 +29,12 @@ def list_assets(assets: PathLike | Sequence[PathLike]) -> list[Path]:
 
     Raises:
         CheckpointingException: There are none, or two have one name.
-        StorageError: The folder cannot be listed.
+        StorageError: The folder does not exist, or cannot be listed.
     """
     if isinstance(assets, (str, os.PathLike)):
         folder = locate(assets, get_plugin_manager()) if "://" in os.fspath(assets) else Path(expand_home(assets))
+        if has_local_files(folder) and not folder.is_dir():
+            raise StorageError(f"assets={assets}: there is no such folder {name_siblings(folder.absolute())}".rstrip())
         with wrap_os_errors("list", folder):
             found = sorted(folder.iterdir(), key=lambda path: path.name)
             files = [path for path in found if path.is_file() and is_asset(path.name)]

@@ -137,7 +137,7 @@ def export_to_huggingface(
                         source,
                         Comm(alone=True),
                         get_plugin_manager(),
-                        LoadOptions(memory_budget=budget.reading),
+                        LoadOptions(memory_budget=budget.reading, crcs="parts"),
                         check=False,
                     )
                 )

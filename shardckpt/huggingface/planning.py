@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, NamedTuple
 
-from shardckpt.errors import CheckpointingException, KeyMismatchError, ShardingError, listed
+from shardckpt.errors import CheckpointingException, KeyMismatchError, ShardingError, listed, name_known, name_prefixes
 from shardckpt.huggingface.dtypes import cast_to
 from shardckpt.huggingface.header import refuse_unknown
 from shardckpt.huggingface.hub_tensor import HubTensor, StoredPart
@@ -17,7 +17,7 @@ from shardckpt.tensors import get_outer_key
 from shardckpt.validation import is_version_key, stored_key
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Mapping, Sequence
 
     import torch
 
@@ -82,8 +82,10 @@ def plan_export(index: Iterable[ShardedBase], options: ExportOptions, source: st
     if unmapped:
         logger.warning("not exported (objects, and tensors that the mapping leaves out): %s", listed(unmapped))
     if not tensors:
-        keys = listed([repr(stored_key(shard)) for shard in stored]) or "nothing"
-        raise KeyMismatchError(f"{source} has no tensor to export whose key begins with {prefix!r}; it has {keys}")
+        raise KeyMismatchError(
+            f"{source} has no tensor to export whose key begins with {prefix!r} "
+            f"{name_prefixes(prefix, map(stored_key, stored))}"
+        )
     if options.file_format == SAFETENSORS:
         refuse_unknown((tensor.name, tensor.dtype) for tensor in tensors.values())
     sizes = {name: tensor.nbytes for name, tensor in tensors.items()}
@@ -113,12 +115,15 @@ def refuse_codes(keys: Iterable[str]) -> None:
         )
 
 
-def plan_tensors(stored: Iterable[ShardedBase], options: ExportOptions) -> tuple[dict[str, HubTensor], list[str]]:
+def plan_tensors(
+    stored: Iterable[ShardedBase], options: ExportOptions, others: Collection[str] = ()
+) -> tuple[dict[str, HubTensor], list[str]]:
     """Return the tensors that these shards become under the prefix, the mapping, the dtype and the names left out.
 
     Args:
         stored: Descriptions of all that is stored.
         options: What to write. A prefix of None is none.
+        others: What may be left out beside tensors, for the error about a name that is neither.
 
     Returns:
         The tensors by name, in the order of the shards; and the keys of objects, and of tensors that the mapping leaves
@@ -145,7 +150,10 @@ def plan_tensors(stored: Iterable[ShardedBase], options: ExportOptions) -> tuple
             unmapped.append(stored_key(shard))
     absent = sorted(options.leave_out - parts.keys())
     if absent:
-        raise CheckpointingException(f"leave_out={absent}: no tensors of these names would be written")
+        raise CheckpointingException(
+            f"leave_out={absent}: no tensors of these names would be written "
+            f"{name_known(absent[0], [*parts, *others], 'names')}"
+        )
     # the cast looks up weights by name: those that are left out too
     tensors = {name: _hub_tensor(name, found, dtypes) for name, found in parts.items()}
     kept = {n: _cast(tensor, tensors, options.dtype) for n, tensor in tensors.items() if n not in options.leave_out}

@@ -7,7 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from shardckpt.archive import Archive, LazyReads, LazyTensor, StoredPayload, read_payload, refuse_expanded
+from shardckpt.archive import (
+    Archive,
+    LazyReads,
+    LazyTensor,
+    StoredPayload,
+    read_payload,
+    refuse_expanded,
+)
 from shardckpt.distributed import Comm
 from shardckpt.errors import CheckpointingException, CorruptCheckpointError, ShardingError
 from shardckpt.huggingface.structure import make_structure
@@ -27,6 +34,7 @@ if TYPE_CHECKING:
 #: Values that a pickle of n bytes may have: some, and some a byte. It can name one list any number of times.
 _FREE, _VALUES = 1 << 16, 8
 _CONTENT = "content_metadata"
+_MAGIC = 8  # bytes that say whether a file is an archive
 
 
 @dataclass(frozen=True)
@@ -108,8 +116,14 @@ class TorchFileLoadStrategy(LoadStrategy):
         return [StoredBox(key, (0,) * len(t.shape), tuple(t.shape), self._file) for key, t in tensors]
 
     def check_files(self, reader: CheckpointReader) -> dict[str, CheckpointingException | None]:
-        """Return the error of the file, or None: its directory and its pickle are read, and no tensor."""
-        return {self._file: find_error(self.list_files, reader)}
+        """Return the error of the file, or None: it is compared with the CRC-32 that it has of its values, if any."""
+
+        def check() -> None:
+            self.list_files(reader)
+            if is_archive(_read_magic(reader, self._file)):
+                Archive.of_file(reader, self._file).check_members(reader, self._file)
+
+        return {self._file: find_error(check)}
 
     def _content(self, context: LoadContext) -> _Content:
         reader = context.reader
@@ -118,12 +132,8 @@ class TorchFileLoadStrategy(LoadStrategy):
 
 def _read_content(reader: CheckpointReader, file: str, allow_globals: tuple[Any, ...]) -> _Content:
     path, size = reader.directory / file, reader.size(file)
-
-    def read(offset: int, nbytes: int) -> bytes:
-        return reader.read_range(file, offset, min(nbytes, size - offset), file)
-
-    if is_archive(read(0, min(size, 8))):
-        found = Archive(read, size, f"{path}").describe(allow_globals)
+    if is_archive(_read_magic(reader, file)):
+        found = Archive.of_file(reader, file).describe(allow_globals)
         if not isinstance(found, dict):
             what = "tensor" if isinstance(found, LazyTensor) else type(found).__name__
             raise CheckpointingException(f"{path} holds a {what}, not a state dict")
@@ -136,6 +146,10 @@ def _read_content(reader: CheckpointReader, file: str, allow_globals: tuple[Any,
         raise CorruptCheckpointError(
             f"{path} is damaged: a container in it holds itself, or is nested too deep"
         ) from exc
+
+
+def _read_magic(reader: CheckpointReader, file: str) -> bytes:
+    return reader.read_range(file, 0, min(reader.size(file), _MAGIC), file)
 
 
 class _Walker:

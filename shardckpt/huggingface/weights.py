@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from shardckpt.engine import STREAM_BYTES, StoredCheckpoint, make_memory
-from shardckpt.errors import KeyMismatchError, listed
+from shardckpt.errors import KeyMismatchError, name_prefixes
 from shardckpt.huggingface.dtypes import parse_dtype
 from shardckpt.huggingface.models import find_mapping
 from shardckpt.huggingface.names import SAFETENSORS, parse_leave_out
@@ -85,10 +85,9 @@ class ModelCheckpoint(StoredCheckpoint):
         refuse_codes(shard.key for shard in chosen if shard.key.startswith(prefix))
         found, _ = plan_tensors(chosen, options._replace(prefix=prefix))
         if not found:
-            keys = listed([repr(shard.key) for shard in stored]) or "nothing"
             raise KeyMismatchError(
-                f"{self._checkpoint.context.reader.directory} has no weight whose key begins with {prefix!r}; it has "
-                f"{keys}: give another prefix"
+                f"{self._checkpoint.context.reader.directory} has no weight whose key begins with {prefix!r} "
+                f"{name_prefixes(prefix, (shard.key for shard in stored))}: give another prefix"
             )
         return list(found.values())
 

@@ -17,7 +17,7 @@ from shardckpt.engine import (
     TensorSums,
     commit_files,
 )
-from shardckpt.errors import CheckpointingException, CorruptCheckpointError, listed
+from shardckpt.errors import CheckpointingException, CorruptCheckpointError, KeyMismatchError, listed, name_prefixes
 from shardckpt.huggingface import (
     ExportOptions,
     FolderExport,
@@ -239,11 +239,17 @@ class Conversion:
         index = stored.index()
         objects, common = self._read_values(stored)
         # the names of values are no tensors'
-        kept_out = self.options.leave_out - {*map(plain_name, index), *stored.common()}
+        others = {*map(plain_name, index), *stored.common()}
+        kept_out = self.options.leave_out - others
         kept_out |= {shard.key for shard in index if isinstance(shard, ShardedTensor)} & self.options.leave_out
         options = self.options._replace(leave_out=frozenset(kept_out))
-        planned, _ = plan_tensors([s for s in index if isinstance(s, ShardedTensor)], options)
+        planned, _ = plan_tensors([s for s in index if isinstance(s, ShardedTensor)], options, others)
         tensors = list(planned.values())
+        if self.options.prefix and not tensors:
+            raise KeyMismatchError(
+                f"{self.source}: no tensor that would be written has a key that begins with {self.options.prefix!r} "
+                f"{name_prefixes(self.options.prefix, map(stored_key, index))}"
+            )
         kept = {part.key for tensor in tensors for part in tensor.parts} | {shard.unique_key for shard in objects}
         left_out = [stored_key(shard) for shard in index if stored_key(shard) not in kept]
         left_out += [key for key in stored.common() if key not in common]

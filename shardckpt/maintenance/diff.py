@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 import torch
 
 from shardckpt.engine import STREAM_BYTES, StoredCheckpoint, TensorBox, locate, read_boxes
-from shardckpt.errors import CheckpointingException
+from shardckpt.errors import CheckpointingException, KeyMismatchError, name_prefixes
 from shardckpt.maintenance.object_diff import ObjectReport, diff_objects
 from shardckpt.maintenance.sources import open_source
 from shardckpt.mapping import ShardedTensor
@@ -238,6 +238,11 @@ class _Comparison:
             if not links:
                 one.absent = TensorDifference(key, "only in first", _describe(tensor), "")
             found.append(one)
+        if prefix and not found:
+            raise KeyMismatchError(
+                f"no tensor of the first has a key that begins with {prefix!r} "
+                f"{name_prefixes(prefix, _list_tensors(self.first))}"
+            )
         return found, [TensorDifference(key, "only in second", "", _describe(others[key])) for key in rest]
 
     def _compare_fingerprints(self, found: Sequence[_Found]) -> set[str]:

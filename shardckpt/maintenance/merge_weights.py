@@ -6,7 +6,7 @@ import math
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from shardckpt.errors import CheckpointingException
+from shardckpt.errors import CheckpointingException, name_known
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -57,7 +57,7 @@ def compute_wsm_weights(steps: Sequence[float], decay: str = "1-sqrt") -> list[f
         CheckpointingException: The decay is unknown, or the steps do not ascend.
     """
     if decay not in WSM_DECAYS:
-        raise CheckpointingException(f"decay={decay!r} is no decay of WSM: there are {', '.join(WSM_DECAYS)}")
+        raise CheckpointingException(f"decay={decay!r} is no decay of WSM {name_known(decay, WSM_DECAYS, 'decays')}")
     if len(steps) < 2 or any(later <= earlier for earlier, later in pairwise(steps)):  # noqa: PLR2004
         raise CheckpointingException(
             f"the steps of the checkpoints are {list(steps)}: WSM merges at least two, the oldest first, of one "

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import torch
 
 from shardckpt.engine import OpenCheckpoint, Operation, TensorBox, make_memory, read_boxes
-from shardckpt.errors import CheckpointingException, KeyMismatchError, ShapeMismatchError, listed
+from shardckpt.errors import CheckpointingException, KeyMismatchError, ShapeMismatchError, listed, name_known
 from shardckpt.huggingface import forget_structure, is_optimizer_key, plain_name
 from shardckpt.maintenance.combine import Angle, Combination, combine, make_average
 from shardckpt.mapping import ShardedTensor
@@ -163,7 +163,10 @@ class MergedLoadStrategy(LoadStrategy):
         """Raise unless all that is to be left out is there."""
         absent = self.rules.leave_out - names
         if absent and (absent := absent - self.base.common().keys()):
-            raise KeyMismatchError(f"leave_out={sorted(absent)}: no source has a tensor, object or entry of this name")
+            raise KeyMismatchError(
+                f"leave_out={sorted(absent)}: no source has a tensor, object or entry of this name "
+                f"{name_known(min(absent), {*names, *self.base.common()}, 'names')}"
+            )
 
     def _choose(self, found: dict[str, list[tuple[int, ShardedTensor]]]) -> list[str]:
         """Note which tensors are merged from which sources; return descriptions of those that sources lack."""

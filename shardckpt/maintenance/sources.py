@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from shardckpt.deepspeed import DeepSpeedLoadStrategy, find_files
 from shardckpt.distributed import Comm
@@ -34,6 +34,9 @@ if TYPE_CHECKING:
 
     from shardckpt.plugins import PluginManager
     from shardckpt.strategy import LoadStrategy
+
+#: What is wrong with a file, if anything, and how it was checked.
+Checked = tuple[CheckpointingException | None, Literal["crc32", "structure"]]
 
 _LENGTH = 8
 #: The upper half of the length of a safetensors header, and its first byte.
@@ -128,7 +131,9 @@ def _open(
     comm = Comm(alone=True)
     operation = Operation("load", location, comm, plugins)
     operation.set_strategy(strategy)
-    with CheckpointReader(place, manifest, verify=True, kept_bytes=kept_bytes, memory_budget=memory_budget) as reader:
+    with CheckpointReader(
+        place, manifest, verify=True, kept_bytes=kept_bytes, memory_budget=memory_budget, crcs="parts"
+    ) as reader:
         if is_read_again() and manifest.record is not None:  # as when a checkpoint is opened for a load
             reader.open_files([file.name for file in manifest.record.files])
         yield OpenCheckpoint(strategy, LoadContext(reader, comm, allow_globals), operation)
@@ -173,10 +178,8 @@ def identify_source(location: Path, opened: OpenCheckpoint) -> str:
     return repr([(path, info.st_ino, info.st_size, info.st_mtime_ns) for path, info in found])
 
 
-def check_source(
-    location: Path, plugins: PluginManager, error: CheckpointingException
-) -> dict[str, CheckpointingException | None]:
-    """Check the files of a folder of Hugging Face or DeepSpeed, or a file, by their structure; no value is read.
+def check_source(location: Path, plugins: PluginManager, error: CheckpointingException) -> dict[str, Checked]:
+    """Check the files of a folder of Hugging Face or DeepSpeed, or a file, as far as that goes without digests.
 
     Args:
         location: As for :func:`open_source`; no checkpoint.
@@ -184,7 +187,7 @@ def check_source(
         error: Why it is no checkpoint.
 
     Returns:
-        What is wrong with each file by its name, or None.
+        What is wrong with each file by its name, or None, and how it was checked.
 
     Raises:
         NotACheckpointError: It is something else, which the error names; ``error`` if that is not known.
@@ -193,19 +196,30 @@ def check_source(
     if has_local_files(location) and location.is_file():
         with open_source(location, plugins) as opened:
             strategy, reader = opened.strategy, opened.context.reader
-            return strategy.check_files(reader) if isinstance(strategy, ChecksFiles) else {}
+            return check_all_files(strategy, reader) if isinstance(strategy, ChecksFiles) else {}
     place = open_directory(location)
     if not place.is_dir():
         raise error
     try:
-        return check_folder(place)
+        return {name: (fault, "structure") for name, fault in check_folder(place).items()}
     except NotACheckpointError:
         names = {entry.name for entry in place.iterdir()}
         if find_files(place, names) is not None:
             with open_source(location, plugins) as opened:
-                return opened.strategy.check_files(opened.context.reader)  # type: ignore[attr-defined, no-any-return]
+                return check_all_files(opened.strategy, opened.context.reader)  # type: ignore[arg-type]
         what = describe_folder(place, names)
         raise (NotACheckpointError(f"{location} is {what}") if what else error) from None
+
+
+def check_all_files(strategy: ChecksFiles, reader: CheckpointReader) -> dict[str, Checked]:
+    """Check the files that a checkpoint must have, and return what is wrong with each, or None, and how it was checked.
+
+    Args:
+        strategy: Checks them.
+        reader: Reads them, and compares the CRC-32 of archives if it is to.
+    """
+    errors = strategy.check_files(reader)
+    return {name: (error, "crc32" if reader.has_checked_crcs(name) else "structure") for name, error in errors.items()}
 
 
 def _recognise(

@@ -15,7 +15,7 @@ from shardckpt.errors import (
     NotACheckpointError,
     StorageError,
 )
-from shardckpt.maintenance.sources import check_source
+from shardckpt.maintenance.sources import check_all_files, check_source
 from shardckpt.manifest import INTEGRITY_NAME, MARKER_LIMIT, MARKER_NAME, RECORD_NAME, Marker, find_folders
 from shardckpt.plugins import choose_reader, get_plugin_manager, hold_checkpoint, name_origin, parse_file
 from shardckpt.storage import (
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from shardckpt.manifest import Manifest, Record
+    from shardckpt.storage import Crcs
 
 #: Exit codes of ``shardckpt verify``; the worst of several checkpoints is the highest.
 INTACT, DAMAGED, NO_ANSWER = 0, 1, 2
@@ -49,15 +50,16 @@ class FileResult:
         nbytes: Its size in bytes, as recorded if it is; 0 for a foreign file, and for a missing one without a record.
         fault: What is wrong with it, or why it could not be read; ``""`` if nothing is. A foreign file is not read.
         foreign: Whether it is not a file of the checkpoint.
-        checked: How it was checked: ``digests`` of all bytes; ``structure``, if there is no digest of it; or
-            ``nothing``, if it could not be read, or is foreign.
+        checked: How it was checked: ``digests`` of all bytes; ``crc32`` of all values, which archives have where there
+            are no digests; ``structure`` alone, where there is neither; or ``nothing``, if it could not be read, or is
+            foreign.
     """
 
     name: str
     nbytes: int
     fault: str
     foreign: bool = False
-    checked: Literal["digests", "structure", "nothing"] = "nothing"
+    checked: Literal["digests", "crc32", "structure", "nothing"] = "nothing"
 
 
 def verify_checkpoint(directory: str | os.PathLike[str]) -> list[FileResult]:
@@ -65,12 +67,13 @@ def verify_checkpoint(directory: str | os.PathLike[str]) -> list[FileResult]:
 
     Files with a digest in ``shardckpt.json`` or ``integrity.json`` are read completely and compared with it. If none
     differs, the structure of all files is checked, where the strategy can: that each exists, contains the ranges that
-    the index names and nothing after them, and has there what the index says. That checks no value, and reads little
-    but the index and headers; of a checkpoint that another library wrote it may be the only check. Files
-    that do not belong to the checkpoint are listed as foreign, which is no fault.
+    the index names and nothing after them, and has there what the index says. Where there are no digests, archives of
+    ``torch.save`` (plain DCP's, Megatron's, DeepSpeed's, ``.pt`` files) are read and compared with the CRC-32 that they
+    have of each member, unless they were written without. Of other files no value is checked. Files that do not belong
+    to the checkpoint are listed as foreign, which is no fault.
 
-    A Hugging Face folder of safetensors, a file of it and one of ``torch.save`` have no digests: their headers, their
-    lengths and the index are compared.
+    A Hugging Face folder of safetensors and a file of it have no digests: their headers, their lengths and the index
+    are compared.
 
     Args:
         directory: The checkpoint's directory or URL; or such a folder or file.
@@ -94,7 +97,7 @@ def _verify(directory: Path) -> list[FileResult]:
     except (NotACheckpointError, IncompleteCheckpointError) as exc:
         place = directory.parent if has_local_files(directory) and directory.is_file() else directory
         errors = check_source(directory, plugins, exc)
-        return [_make_result(name, _size(place / name), error, "structure") for name, error in sorted(errors.items())]
+        return [_make_result(name, _size(place / name), *found) for name, found in sorted(errors.items())]
     digested = list_digested_files(path, manifest)
     found: dict[str, FileResult] = {}
     if digested is not None:
@@ -191,15 +194,19 @@ def _check_structure(path: Path, manifest: Manifest, *, has_digests: bool) -> li
             f"{type(strategy).__name__}, cannot check files without; load it and save it again"
         )
     # verify=False: the digests, where there are any, have been checked, so that heads of items cost no more than that
-    with CheckpointReader(path, manifest, verify=False) as reader, name_origin(get_plugin_manager(), strategy):
-        errors = strategy.check_files(reader)
+    crcs: Crcs = "none" if has_digests else "parts"
+    with (
+        CheckpointReader(path, manifest, verify=False, crcs=crcs) as reader,
+        name_origin(get_plugin_manager(), strategy),
+    ):
+        checked = check_all_files(strategy, reader)
     if manifest.recognised_as is None:
-        errors[MARKER_NAME] = None
-    return [_make_result(name, _size(path / name), error, "structure") for name, error in errors.items()]
+        checked[MARKER_NAME] = (None, "structure")
+    return [_make_result(name, _size(path / name), *found) for name, found in checked.items()]
 
 
 def _make_result(
-    name: str, nbytes: int, error: CheckpointingException | None, by: Literal["digests", "structure"]
+    name: str, nbytes: int, error: CheckpointingException | None, by: Literal["digests", "crc32", "structure"]
 ) -> FileResult:
     if error is None:
         return FileResult(name, nbytes, "", checked=by)

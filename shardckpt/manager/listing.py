@@ -31,13 +31,14 @@ from shardckpt.storage import (
     combine_fingerprints,
     is_there,
     list_objects,
+    name_siblings,
     on_store,
     open_directory,
     parse_fingerprints,
     retry_if_replaced,
     wrap_os_errors,
 )
-from shardckpt.strategy import LoadContext
+from shardckpt.strategy import LoadContext, find_error
 
 if TYPE_CHECKING:
     import os
@@ -124,7 +125,9 @@ def list_checkpoints(folder: str | os.PathLike[str]) -> list[CheckpointSummary]:
     if on_store(place) is None and place.is_file():
         return [_summarize_file(place)]
     if on_store(place) is None and not place.is_dir():
-        raise StorageError(f"{place} is no directory: give a folder of checkpoints, or a checkpoint")
+        raise StorageError(
+            f"{place} is no directory: give a folder of checkpoints, or a checkpoint {name_siblings(place)}".rstrip()
+        )
     # of a store, one listing for all: 1,000 folders would take thousands of requests
     listings = _list_below(place)
     own = _summarize(_attach_listing(place, listings), plugins)
@@ -250,7 +253,7 @@ def _summarize_file(path: Path) -> CheckpointSummary:
         summary = replace(summary, strategy=strategy.backend, library="torch.save")
         manifest = Manifest(backend=strategy.backend, version=strategy.version)
         with CheckpointReader(place, manifest, verify=False) as reader:
-            error = strategy.check_files(reader)[real.name]
+            error = find_error(strategy.list_files, reader)  # its pickle; no tensor is read
     except (CheckpointingException, OSError) as exc:
         error = exc if isinstance(exc, CheckpointingException) else StorageError(str(exc))
     if error is None:

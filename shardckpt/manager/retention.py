@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import ConfigDict, Field, GetPydanticSchema
 from pydantic.dataclasses import dataclass
 
-from shardckpt.errors import CheckpointingException
+from shardckpt.errors import CheckpointingException, name_known
 from shardckpt.manager.metrics import read_metric
 from shardckpt.manager.policies import describe_policy, parse_policy
 
@@ -217,6 +217,25 @@ def steps_to_remove(
     for policy in policies:
         kept |= _kept_by(policy, {step: checkpoints[step] for step in sorted(checkpoints)})
     return sorted(checkpoints.keys() - kept)
+
+
+def refuse_unknown_metrics(policies: Collection[RetentionPolicy], steps: Iterable[Mapping[str, Any]]) -> None:
+    """Raise if a policy asks for a metric that no step has, so that it would keep none.
+
+    Args:
+        policies: The policies.
+        steps: The metrics of each step.
+
+    Raises:
+        CheckpointingException: No step has a finite value of the metric; names those there are.
+    """
+    known = {name for metrics in steps for name, value in metrics.items() if read_metric(value) is not None}
+    for policy in policies:
+        if isinstance(policy, KeepBest) and policy.metric not in known:
+            raise CheckpointingException(
+                f"no step has a value of the metric {policy.metric!r}, so that none would be the best, and nothing was "
+                f"removed {name_known(policy.metric, known, 'metrics')}"
+            )
 
 
 _ADVICE = (

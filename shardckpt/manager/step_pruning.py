@@ -7,16 +7,22 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from shardckpt.engine import measure
-from shardckpt.errors import CheckpointingException
+from shardckpt.errors import CheckpointingException, name_known
 from shardckpt.manager.garbage_collection import remove_steps
-from shardckpt.manager.retention import describe_retention_policy, find_needed_steps, steps_to_remove
+from shardckpt.manager.retention import (
+    describe_retention_policy,
+    find_needed_steps,
+    refuse_unknown_metrics,
+    steps_to_remove,
+)
 from shardckpt.manager.steps import NAMINGS, StepFolder, parse_step
 from shardckpt.plugins import get_plugin_manager
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Collection, Mapping
 
     from shardckpt.manager.retention import RetentionPolicy, StepMetrics
+    from shardckpt.manager.steps import StepCheckpoint
 
 
 @dataclass(frozen=True)
@@ -62,14 +68,22 @@ def prune_steps(
         Every step that has a directory, in ascending order, for each way to name them.
 
     Raises:
+        CheckpointingException: no step has a value of the metric of a KeepBest, or there is no such step as a protected
+            one: nothing was removed.
         StorageError: the folder cannot be listed.
     """
-    results: list[StepResult] = []
-    for names in NAMINGS:
-        steps = StepFolder(folder, get_plugin_manager(), names)
-        if steps.steps():
-            results += _prune(steps, policies, protected, dry_run=dry_run)
-    return results
+    folders = [StepFolder(folder, get_plugin_manager(), names) for names in NAMINGS]
+    found = [(steps, each) for steps in folders if (each := {n: steps.inspect_step(n) for n in steps.steps()})]
+    if not found:
+        return []
+    existing = {step for _, each in found for step in each}
+    if absent := sorted({*protected} - existing):
+        known = name_known(str(absent[0]), [*map(str, sorted(existing))], "steps")
+        raise CheckpointingException(
+            f"{folder} has no step {absent[0]} that could be kept, and nothing was removed {known}"
+        )
+    refuse_unknown_metrics(policies, [s.metrics for _, each in found for s in each.values() if s.is_loadable])
+    return [result for steps, each in found for result in _prune(steps, each, policies, protected, dry_run=dry_run)]
 
 
 def remove_step(path: str | os.PathLike[str]) -> StepResult:
@@ -100,11 +114,17 @@ def remove_step(path: str | os.PathLike[str]) -> StepResult:
     def keep_others(checkpoints: StepMetrics) -> list[int]:
         return [each for each in checkpoints if each != step]
 
-    return next(each for each in _prune(steps, [keep_others], (), dry_run=False) if each.step == step)
+    found = {each: steps.inspect_step(each) for each in steps.steps()}
+    return next(each for each in _prune(steps, found, [keep_others], (), dry_run=False) if each.step == step)
 
 
 def _prune(
-    folder: StepFolder, policies: Collection[RetentionPolicy], protected: Collection[int], *, dry_run: bool
+    folder: StepFolder,
+    found: Mapping[int, StepCheckpoint],
+    policies: Collection[RetentionPolicy],
+    protected: Collection[int],
+    *,
+    dry_run: bool,
 ) -> list[StepResult]:
     counted: StepMetrics = {}
 
@@ -113,7 +133,6 @@ def _prune(
         counted = dict(checkpoints)
         return steps_to_remove(policies, checkpoints, protected)
 
-    found = {step: folder.inspect_step(step) for step in folder.steps()}
     sizes = {step: measure(folder.path(step)) for step in found}
     kept: dict[int, str] = {}
     if dry_run:

@@ -6,7 +6,7 @@ import logging
 from typing import TYPE_CHECKING
 
 from shardckpt.distributed import replace_text
-from shardckpt.errors import CheckpointingException, CorruptCheckpointError, listed
+from shardckpt.errors import CheckpointingException, CorruptCheckpointError, name_known
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -114,13 +114,16 @@ def find_best(folder: StepFolder, policy: KeepBest) -> int | None:
     found = {each.step: each.metrics for each in folder.committed() if not each.has_failed}
     best = policy(found)
     if found and not best:
-        names = sorted({name for metrics in found.values() for name in metrics})
-        there = f"the steps of {folder} have {listed(names) or 'no metrics'}"
+        names = {name for metrics in found.values() for name in metrics}
         if policy.metric == NO_METRIC:
             raise CheckpointingException(
-                f"the best step: by which metric? {there}: best_step('loss'), or CheckpointConfig(best_metric=...)"
+                f"the best step of {folder}: by which metric? best_step('loss'), or CheckpointConfig(best_metric=...) "
+                f"{name_known('', names, 'metrics')}"
             )
-        raise CheckpointingException(f"the best step: no step has a value of {policy.metric!r}; {there}")
+        raise CheckpointingException(
+            f"the best step of {folder}: no step has a value of the metric {policy.metric!r} "
+            f"{name_known(policy.metric, names, 'metrics')}"
+        )
     return best[0] if best else None
 
 

@@ -44,6 +44,7 @@ from shardckpt.storage import (
     detect_replacement,
     has_changed,
     is_of_save,
+    name_siblings,
     on_store,
     open_directory,
     read_file,
@@ -394,7 +395,9 @@ def _absent_error(directory: Path) -> CannotLoadError:
             f"{directory}: the save to it did not end; what it wrote is in {', '.join(map(str, staging))} and is "
             "not a checkpoint: save again"
         )
-    return NotACheckpointError(f"checkpoint directory {directory} does not exist or is not a directory")
+    return NotACheckpointError(
+        f"checkpoint directory {directory} does not exist or is not a directory {name_siblings(directory)}".rstrip()
+    )
 
 
 def _check_policy(directory: Path, manifest: Manifest, accept: Accept | None) -> None:

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
         file_size,
         is_there,
         make_folders,
+        name_siblings,
         open_existing,
         open_new,
         put_file,
@@ -72,7 +73,7 @@ if TYPE_CHECKING:
     from shardckpt.storage.packed_shards import PackedShards
     from shardckpt.storage.parse_cache import ParseCache
     from shardckpt.storage.range_reads import RangeRead
-    from shardckpt.storage.reader import CheckpointReader
+    from shardckpt.storage.reader import CheckpointReader, Crcs, Take
     from shardckpt.storage.recorded_file import read_recorded_file
     from shardckpt.storage.remote import (
         HasFolders,
@@ -174,6 +175,7 @@ __getattr__ = lazy_getattr(
             "file_size",
             "is_there",
             "make_folders",
+            "name_siblings",
             "open_existing",
             "open_new",
             "put_file",
@@ -211,7 +213,11 @@ __getattr__ = lazy_getattr(
         "object_stream": ("ObjectStream",),
         "packed_shards": ("PackedShards",),
         "range_reads": ("RangeRead",),
-        "reader": ("CheckpointReader",),
+        "reader": (
+            "CheckpointReader",
+            "Crcs",
+            "Take",
+        ),
         "parse_cache": ("ParseCache",),
         "recorded_file": ("read_recorded_file",),
         "remote": (
@@ -308,6 +314,7 @@ __all__ = [
     "ColumnFile",
     "Columns",
     "CopiesObjects",
+    "Crcs",
     "CreatesObjects",
     "DeletesMany",
     "Digest",
@@ -342,6 +349,7 @@ __all__ = [
     "Span",
     "StoredArray",
     "StreamsWrites",
+    "Take",
     "TellsTimes",
     "Workers",
     "WriteTimes",
@@ -378,6 +386,7 @@ __all__ = [
     "make_folders",
     "mask_password",
     "mask_secrets",
+    "name_siblings",
     "narrow_dtype",
     "negotiate_digest",
     "on_store",

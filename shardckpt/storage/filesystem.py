@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from shardckpt.errors import CorruptCheckpointError, StorageError
+from shardckpt.errors import CorruptCheckpointError, StorageError, name_known
 from shardckpt.manifest import NAME_RULE, is_file_name, list_parents
 from shardckpt.storage.abilities import has_local_files, on_store
 from shardckpt.storage.directory import RelativePath
@@ -179,6 +179,15 @@ def open_existing(path: Path) -> tuple[int, int]:
 def status(fd: int) -> os.stat_result | None:
     """Return ``os.fstat`` of what :func:`open_existing` opened; None for an object of a store."""
     return None if fd == _REMOTE else os.fstat(fd)
+
+
+def name_siblings(path: Path) -> str:
+    """Return, for an error that nothing is at a local path, the nearest name beside it, and the first of the others."""
+    try:
+        beside = [each.name for each in path.parent.iterdir() if not each.name.startswith(".")]
+    except OSError:
+        return ""
+    return name_known(path.name, beside, f"in {path.parent}")
 
 
 def same_file(one: os.stat_result | None, other: os.stat_result | None) -> bool:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from functools import cached_property, partial
 from itertools import chain, groupby
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar
 
 from shardckpt import settings
 from shardckpt.errors import CheckpointingException, CheckpointReplacedError, CorruptCheckpointError
@@ -45,6 +45,9 @@ _R = TypeVar("_R")
 #: Called with an offset in the file and the bytes there; may return a function that waits until the caller may reuse
 #: the memory of the bytes (a copy from pinned memory to a CUDA device has not ended when the call returns).
 Take = Callable[[int, memoryview], "Callable[[], None] | None"]
+
+#: Which CRC-32 of archives a reader compares.
+Crcs = Literal["none", "entire", "parts"]
 
 #: Bytes that one read call asks for: few enough to be in the processor's cache when they are checked and copied.
 _READ_BYTES = 1 << 20
@@ -84,9 +87,13 @@ class CheckpointReader:
             on there: for one who reads files in many small ranges, in order. On this machine; 0: none.
         memory_budget: Bytes that may be in memory at a time beside what is filled and returned, the index and the
             tables of digests; None: as many as are fast.
+        crcs: Which CRC-32 of archives are compared, where there are no digests: those of what is read ``entire``, the
+            default if digests are checked; those of all of which ``parts`` are read, which reads the rest of them, too;
+            or ``none``.
 
     Attributes:
         directory: The checkpoint's real path, for errors.
+        crcs: As given; ``none`` if the checkpoint has a record, whose digests are of all bytes.
         manifest: What was passed: ``manifest.save_id``, ``manifest.version``, ``manifest.record.files``.
 
     Raises:
@@ -105,6 +112,7 @@ class CheckpointReader:
         verify: bool | None = None,
         kept_bytes: int = 0,
         memory_budget: int | None = None,
+        crcs: Crcs | None = None,
     ) -> None:
         self.directory = real_path(directory)
         self.manifest = manifest
@@ -114,6 +122,8 @@ class CheckpointReader:
         # None: of another library, which has no record; its files are those that its index names
         self._records = None if record is None else {file.name: file for file in record.files}
         verify = settings.verify_reads() if verify is None else verify
+        self.crcs: Crcs = "none" if record is not None else crcs or ("entire" if verify else "none")
+        self._crcs_checked: dict[str, bool] = {}
         algorithm = record.digest_algorithm if record is not None and verify else None
         if algorithm is not None:
             try:
@@ -392,6 +402,14 @@ class CheckpointReader:
                     with self._detect_replacement():  # what contradicts itself may be of two saves
                         self._parsed[name] = parse()
         return self._parsed[name]  # type: ignore[no-any-return]
+
+    def note_crcs(self, name: str, *, all_members: bool) -> None:
+        """Note that an archive in the file was compared with the CRC-32 of all its members, or of some."""
+        self._crcs_checked[name] = all_members and self._crcs_checked.get(name, True)
+
+    def has_checked_crcs(self, name: str) -> bool:
+        """Return whether all archives in the file were compared with the CRC-32 of each of their members."""
+        return self._crcs_checked.get(name, False)
 
     def map(self, function: Callable[[_T], _R], items: Sequence[_T], size: Callable[[_T], int]) -> list[_R]:
         """Call a function on every item: the reader's threads read large items, the calling thread small ones first.

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from shardckpt.archive import Archive
 from shardckpt.planning import Box
 from shardckpt.strategy import StoredFile, find_error
-from shardckpt_torch_checkpointing.files import LocalTensor, join_path, read_content
+from shardckpt_torch_checkpointing.files import join_path, read_content
 from shardckpt_torch_checkpointing.index import Index, Listing
 from shardckpt_torch_checkpointing.metadata import METADATA_FILE
 
@@ -55,8 +56,7 @@ def check_files(reader: CheckpointReader) -> dict[str, CheckpointingException | 
 
 
 def _check_file(reader: CheckpointReader, item: str, layout: Layout) -> None:
-    """Check that a file can be read, and that its storages have the CRC-32 that it says."""
-    content = reader.parsed(layout.file, lambda: read_content(reader, item, layout, ()))
-    tensors = [value for value in content.values.values() if isinstance(value, LocalTensor)]
-    for tensor in {tensor.offset: tensor for tensor in tensors}.values():
-        tensor.check_crc(reader)
+    """Check that a file can be read, and that an archive has the CRC-32 of its members."""
+    reader.parsed(layout.file, lambda: read_content(reader, item, layout, ()))
+    if layout.form == "torch":
+        Archive.of_file(reader, layout.file).check_members(reader, layout.file)

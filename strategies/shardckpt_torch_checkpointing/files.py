@@ -32,8 +32,6 @@ _NAME = re.compile(r"(?P<item>[A-Za-z0-9_-]+?)_(?P<rank>0|[1-9][0-9]{0,6})\.(?P<
 _FORMS = {"pt": "torch", "json": "json", "safetensors": "safetensors"}
 #: Bytes of a tensor that may have more elements than its storage, as an expanded one has.
 _EXPANDED = 1 << 20
-#: Bytes that are read at a time to compute a CRC.
-_BLOCK = 8 << 20
 #: Values that a pickle of n bytes may have: some, and some a byte. It can name one list any number of times.
 _FREE, _VALUES = 1 << 16, 8
 
@@ -78,24 +76,8 @@ class LocalTensor:
             key: The tensor's key, for errors.
         """
         geometry = (self.dtype, self.shape, self.stride, self.first)
-        stored = StoredPayload(*geometry, self.offset, self.nbytes, self.lazy)
+        stored = StoredPayload(*geometry, self.offset, self.nbytes, self.lazy, self.crc or 0)
         read_payload(reader, self.file, stored, start, target, key)
-
-    def check_crc(self, reader: CheckpointReader) -> None:
-        """Read the storage and compare it with its CRC-32, if it has one.
-
-        Raises:
-            CorruptCheckpointError: It differs: the bytes are not what was written.
-        """
-        crc = 0
-        for begin in range(0, self.nbytes if self.crc is not None else 0, _BLOCK):
-            size = min(_BLOCK, self.nbytes - begin)
-            crc = zlib.crc32(reader.read_range(self.file, self.offset + begin, size, self.file), crc)
-        if self.crc is not None and crc != self.crc:
-            raise CorruptCheckpointError(
-                f"{reader.directory / self.file}: the {self.nbytes:,} bytes at {self.offset:,} do not have the CRC-32 "
-                "that the archive has of them"
-            )
 
     def cut(self, rank: int) -> list[Piece]:
         """Return the boxes of a DTensor that this is, as its pickled mesh and placements describe them.
@@ -237,7 +219,7 @@ def read_content(reader: CheckpointReader, item: str, layout: Layout, allow_glob
         if layout.form == "json":
             loaded = json.loads(reader.read(layout.file))
         else:
-            loaded = _read_archive(reader, layout.file, size, allow_globals)
+            loaded = Archive.of_file(reader, layout.file).describe(allow_globals)
         names: dict[Any, str] = {}
         loaded = _name_parameters(loaded, names)
         values = dict(_Flattener(size).flatten(loaded, (item,)))
@@ -259,13 +241,6 @@ def _read_safetensors(reader: CheckpointReader, file: str, size: int) -> Iterato
         stride = tuple(math.prod(tensor.shape[axis + 1 :]) for axis in range(len(tensor.shape)))
         nbytes = math.prod(tensor.shape) * tensor.dtype.itemsize
         yield name, LocalTensor(file, tensor.dtype, tensor.shape, stride, 0, tensor.start, nbytes)
-
-
-def _read_archive(reader: CheckpointReader, file: str, size: int, allow_globals: Iterable[Any]) -> Any:
-    def read(offset: int, nbytes: int) -> bytes:
-        return reader.read_range(file, offset, min(nbytes, size - offset), file)
-
-    return Archive(read, size, f"{reader.directory / file}").describe(allow_globals)
 
 
 def _locate(tensor: LazyTensor, file: str) -> LocalTensor:

@@ -1,9 +1,13 @@
-"""Check a checkpoint that has no digests: that the files of its index exist, and hold the archives that it lists."""
+"""Check a checkpoint that has no digests: that the files of its index exist, and hold the archives that it lists.
+
+What these archives hold is compared with the CRC-32 that they have of it.
+"""
 
 from __future__ import annotations
 
 import math
 import pickle
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -82,8 +86,7 @@ def _check_file(file: StoredFile, reader: CheckpointReader, index: StoredIndex) 
         if size < file.nbytes:
             raise CorruptCheckpointError(f"{path} ends at {size:,} bytes, and {METADATA_FILE} lists {file.nbytes:,}")
         archives = _list_archives(index, file.name)
-        for archive in archives:
-            _check_item(reader, archive)
+        reader.map(partial(_check_item, reader), archives, lambda archive: archive.item.length)
         aligned = not any(archive.item.offset % ARCHIVE_ALIGN for archive in archives)
         _check_tail(reader, file, size, aligned=aligned)
 
@@ -126,7 +129,7 @@ def _check_item(reader: CheckpointReader, stored: _Stored) -> None:
 
 
 def _check_archive(reader: CheckpointReader, item: Item, source: str) -> Archive:
-    """Check that exactly one complete archive is at a place, by its directory; return the archive."""
+    """Check that exactly one complete archive is at a place, with the CRC-32 that it has; return the archive."""
 
     def read(offset: int, nbytes: int) -> bytes:
         return reader.read_range(item.file, item.offset + offset, min(nbytes, item.length - offset), source)
@@ -134,6 +137,7 @@ def _check_archive(reader: CheckpointReader, item: Item, source: str) -> Archive
     archive = Archive(read, item.length, source)
     if not read(max(item.length - _END_BYTES, 0), _END_BYTES).startswith(_END_MAGIC):
         raise CorruptCheckpointError(f"{source}: the archive does not end where its {item.length:,} bytes end")
+    archive.check_members(reader, item.file, item.offset)
     return archive
 
 

@@ -55,7 +55,7 @@ def test_no_text_of_a_file_moves_the_cursor(
     key = f"model.{HOSTILE}.w"
     other = "ep" if backend.name == "torch_dist" else "torch_dist"
     calls: list[tuple[int, bool, list[str]]] = [
-        (0, False, ["pin", str(run), "1", "--label", HOSTILE]),
+        (0, True, ["pin", str(run), "1", "--label", HOSTILE]),
         (0, True, ["pin", str(run)]),
         (1, True, ["ls", str(run)]),
         (0, True, ["inspect", one]),
@@ -63,13 +63,13 @@ def test_no_text_of_a_file_moves_the_cursor(
         (0, False, ["inspect", one, "--files"]),
         (0, True, ["inspect", f"{run / HOSTILE}.pt", "--files"]),
         (0, True, ["inspect", one, f"{key}[0:2]"]),
-        (2, True, ["inspect", one, "none"]),
+        (2, True, ["inspect", one, "model.none"]),
         (2, True, ["inspect", one, "none[0]"]),
         (1, True, ["diff", one, two]),
         (1, True, ["diff", one, str(tmp_path / "x.pt")]),
         (0, True, ["convert", one, str(tmp_path / "converted"), "--to", other]),
         (0, True, ["convert", str(tmp_path / "x.pt"), str(tmp_path / "from file")]),
-        (0, True, ["convert", one, str(tmp_path / "none.pt"), "--to", "torch", "--prefix", "none"]),
+        (2, True, ["convert", one, str(tmp_path / "none.pt"), "--to", "torch", "--prefix", "model.none"]),
         (2, True, ["merge", one, str(tmp_path / "x.pt"), str(tmp_path / "merged")]),
         (0, False, ["export", one, str(tmp_path / "exported")]),
         (0, True, ["remove", one, "model", "--dry-run"]),

@@ -224,7 +224,7 @@ def test_assets_are_the_files_that_are_no_weights(checkpoint: Path, tmp_path: Pa
         "tokenizer.model",
     ]
     assert (tmp_path / "hf" / "config.json").read_text() == "config.json"
-    with pytest.raises(StorageError, match="cannot list"):
+    with pytest.raises(StorageError, match="there is no such folder"):
         export_to_huggingface(checkpoint, tmp_path / "hf2", assets=tmp_path / "nowhere")
 
 
@@ -264,7 +264,7 @@ def test_the_model_is_found_among_its_optimizers_state(tmp_path: Path, caplog: p
     assert "model.rng/shard_0_1" in caplog.text
     export_to_huggingface(tmp_path / "c", tmp_path / "moments", prefix="optimizer.state.model.")
     assert read(tmp_path / "moments").keys() == {"w.exp_avg"}
-    with pytest.raises(KeyMismatchError, match=r"begins with 'nets\.'; it has 'model\.lm_head\.w'|'model\.model\.w'"):
+    with pytest.raises(KeyMismatchError, match=r"begins with 'nets\.' \(did you mean model\.\? keys"):
         export_to_huggingface(tmp_path / "c", tmp_path / "x", prefix="nets.")
 
 

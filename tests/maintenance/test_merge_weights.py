@@ -44,7 +44,7 @@ def test_wsm_refuses_steps_that_do_not_ascend() -> None:
     for steps in ([100, 90], [1, 1, 2], [5]):
         with pytest.raises(CheckpointingException, match="the oldest first"):
             compute_wsm_weights(steps)
-    with pytest.raises(CheckpointingException, match="there are linear, cosine, 1-sqrt"):
+    with pytest.raises(CheckpointingException, match="decays: 1-sqrt, cosine, linear"):
         compute_wsm_weights([1, 2], "square")
 
 

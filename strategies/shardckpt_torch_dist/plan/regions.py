@@ -11,9 +11,11 @@ import torch
 from shardckpt.archive import (
     Archive,
     StoredPayload,
+    check_memory,
     make_frame_of_length,
     resolve_lazy_view,
     row_major_strides,
+    summed,
 )
 from shardckpt.chunks import SMALL_ITEM
 from shardckpt.errors import CorruptCheckpointError
@@ -81,13 +83,17 @@ def read_chunk(
     if archive is None and stored.is_contiguous:
         first_byte = item.offset + stored.offset + (stored.first + chunk.first) * dtype.itemsize
         array = StoredArray(item.file, first_byte, dtype, tuple(chunk.box.shape))
-        read_box(reader, array, tuple(start), target, key)
+        with summed(reader, item.file, stored, target.numel() * dtype.itemsize, key, item.offset) as source:
+            read_box(source, array, tuple(start), target, key)
         return
     if archive is not None:
         payload = bytearray(archive[stored.offset : stored.offset + stored.nbytes])
+        if reader.crcs != "none":
+            check_memory(payload, stored.crc, f"{key}: {reader.directory / item.file} at {item.offset}: its values")
     else:  # with strides, the elements of a box may be anywhere in the storage
         payload = bytearray(stored.nbytes)
-        reader.read_into(item.file, item.offset + stored.offset, memoryview(payload), key)
+        with summed(reader, item.file, stored, stored.nbytes, key, item.offset) as source:
+            source.read_into(item.file, item.offset + stored.offset, memoryview(payload), key)
     _copy_box(payload, stored, chunk, start, target)
 
 

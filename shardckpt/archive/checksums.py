@@ -1,0 +1,189 @@
+"""Compare the members of archives with the CRC-32 that their zip directory has of each, where there are no digests.
+
+This is the only place that does. torch.save writes a CRC-32 of every member unless it is told not to; torch.load never
+looks at it. A zero says that the writer made none: this package's own archives, whose checkpoints have digests.
+"""
+
+from __future__ import annotations
+
+import zlib
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from shardckpt.archive.zip_directory import Member
+from shardckpt.errors import CorruptCheckpointError
+from shardckpt.storage import SEGMENT_BYTES
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+    from shardckpt.archive.payload import StoredPayload
+    from shardckpt.storage import CheckpointReader, Elements, Source, Take
+
+#: Bytes of a member that are in memory at a time.
+_BLOCK = 1 << 20
+#: The polynomial of CRC-32, with its bits reversed.
+_POLYNOMIAL = 0xEDB88320
+_BITS = 32
+
+
+def check_memory(data: bytes | bytearray | memoryview, crc: int, what: str) -> None:
+    """Compare bytes in memory with their CRC-32; zero is none.
+
+    Args:
+        data: All bytes of a member.
+        crc: What the archive's directory says.
+        what: What they are, for the error.
+
+    Raises:
+        CorruptCheckpointError: They differ.
+    """
+    if crc and zlib.crc32(data) != crc:
+        raise _differs_error(what)
+
+
+@contextmanager
+def summed(
+    reader: CheckpointReader, file: str, stored: StoredPayload, nbytes: int, key: str, first: int = 0
+) -> Iterator[Source]:
+    """Give what reads a tensor's storage, and compares it with its CRC-32 at the end of the block.
+
+    A storage that is read as a whole is summed while it is read. One of which a part is read is read once more, as a
+    whole, if it is small, or if the reader is to check every part that it reads.
+
+    Args:
+        reader: Reads the file.
+        file: The file that has the archive.
+        stored: Where the storage is in the archive.
+        nbytes: How many of its bytes will be read.
+        key: The tensor's key, for errors.
+        first: Where the archive begins in the file.
+
+    Yields:
+        What reads the bytes.
+
+    Raises:
+        CorruptCheckpointError: The storage differs.
+    """
+    member = Member(first + stored.offset, stored.nbytes, stored.crc)
+    if not stored.crc or reader.crcs == "none":
+        yield reader
+        return
+    what = f"{key}: {reader.directory / file}"
+    if nbytes == member.size:
+        source = _SummedSource(reader)
+        yield source
+        if source.total() != (member.size, member.crc):
+            raise _differs_error(f"{what}: {_name_range(member)}")
+        return
+    yield reader
+    if reader.crcs == "parts" or member.size <= SEGMENT_BYTES:
+        check_member(reader, file, member, what)
+
+
+def combine_crc32(first: int, second: int, nbytes: int) -> int:
+    """Return the CRC-32 of two pieces that follow each other, from the CRC-32 of each.
+
+    Args:
+        first: That of the first piece.
+        second: That of the second.
+        nbytes: Size of the second piece.
+    """
+    # bytes of zeros behind the first piece multiply its sum by a power of x; matrices over GF(2), squared for each bit
+    matrix = [_POLYNOMIAL, *(1 << bit for bit in range(_BITS - 1))]  # one bit of zeros
+    for _ in range(3):
+        matrix = [_multiply(matrix, row) for row in matrix]
+    while nbytes:
+        if nbytes & 1:
+            first = _multiply(matrix, first)
+        nbytes >>= 1
+        matrix = [_multiply(matrix, row) for row in matrix] if nbytes else matrix
+    return first ^ second
+
+
+def _multiply(matrix: list[int], vector: int) -> int:
+    found, row = 0, 0
+    while vector:
+        if vector & 1:
+            found ^= matrix[row]
+        vector >>= 1
+        row += 1
+    return found
+
+
+class _SummedSource:
+    """Reads a storage as a whole, in any pieces, and keeps the CRC-32 of each piece."""
+
+    def __init__(self, reader: CheckpointReader) -> None:
+        self._reader = reader
+        self._pieces: list[tuple[int, int, int]] = []  # offset, size, CRC-32; threads append to it
+
+    def read_into(self, name: str, offset: int, buffer: memoryview, what: str) -> None:
+        """Fill memory from a range."""
+        self._reader.read_into(name, offset, buffer, what)
+        self._add(offset, buffer)
+
+    def read_pieces(
+        self,
+        name: str,
+        elements: Elements,
+        ranges: Iterable[tuple[int, int]],
+        take: Take,
+        what: str,
+        *,
+        pinned: bool = False,
+    ) -> None:
+        """Read ranges in pieces."""
+
+        def add_and_take(offset: int, memory: memoryview) -> Callable[[], None] | None:
+            self._add(offset, memory)
+            return take(offset, memory)
+
+        self._reader.read_pieces(name, elements, ranges, add_and_take, what, pinned=pinned)
+
+    def total(self) -> tuple[int, int]:
+        """Return the number of bytes that were read, and their CRC-32."""
+        size = crc = 0
+        for _, nbytes, piece in sorted(self._pieces):
+            crc = combine_crc32(crc, piece, nbytes) if size else piece
+            size += nbytes
+        return size, crc
+
+    def _add(self, offset: int, memory: memoryview) -> None:
+        self._pieces.append((offset, memory.nbytes, zlib.crc32(memory)))
+
+
+def check_member(reader: CheckpointReader, file: str, member: Member, what: str) -> None:
+    """Read a member in blocks, once in the life of a reader, and compare it with its CRC-32; zero is none.
+
+    Args:
+        reader: Reads the file.
+        file: The file that has the archive.
+        member: The member; its offset is one of the file.
+        what: What it is, for the error.
+
+    Raises:
+        CorruptCheckpointError: It differs.
+    """
+
+    def check() -> bool:
+        block = memoryview(bytearray(min(member.size, _BLOCK)))
+        crc = 0
+        for begin in range(0, member.size, _BLOCK):
+            piece = block[: min(_BLOCK, member.size - begin)]
+            reader.read_into(file, member.offset + begin, piece, what)
+            crc = zlib.crc32(piece, crc)
+        return crc == member.crc
+
+    if member.crc and not reader.parsed(f"crc32 {file} {member.offset}", check):
+        raise _differs_error(f"{what}: {_name_range(member)}")
+
+
+def _name_range(member: Member) -> str:
+    return f"bytes {member.offset} to {member.offset + member.size}"
+
+
+def _differs_error(what: str) -> CorruptCheckpointError:
+    return CorruptCheckpointError(
+        f"{what} are not what was written: they do not have the CRC-32 that the archive has of them"
+    )

@@ -1,0 +1,174 @@
+"""Every verb and every kind of name that matches nothing: an error with the nearest right one, and nothing is done."""
+
+from __future__ import annotations
+
+import shutil
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from shardckpt import dist_checkpointing as dc
+from shardckpt.cli import _VERBS, main
+from shardckpt.manager import CONTENT_KEY, pin_step
+from shardckpt.mapping import ShardedTensor
+from tests.tables import table
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+#: A call with a wrong name, and what the error must say.
+ROWS = [
+    # verbs and options
+    ("verfy runs", "did you mean verify?"),
+    ("ls runs --jsno", "did you mean --json?"),
+    ("inspect runs/step-1 --treee", "did you mean --tree?"),
+    ("diff runs/step-1 runs/step-2 --rtoll=1", "did you mean --rtol?"),
+    ("verify runs --marked", "did you mean --mark?"),
+    ("export runs/step-1 new --asets x", "did you mean --assets?"),
+    ("convert runs/step-1 new --prefx model.", "did you mean --prefix?"),
+    ("merge runs/step-1 runs/step-2 new --decays 0.9", "did you mean --decay?"),
+    ("migrate runs/step-1 new --overwritten", "did you mean --overwrite?"),
+    ("remove runs/step-1 model. --dryrun", "did you mean --dry-run?"),
+    ("prune runs --keep-besst loss", "did you mean --keep-best?"),
+    ("pin runs 1 --labels x", "did you mean --label?"),
+    ("strategies --jason", "options: --help"),
+    ("demo --rank 3", "unrecognized arguments: --rank 3 ("),
+    ("completion bash --shel", "options: --help"),
+    # choices
+    ("completion bahs", "'bash'"),
+    ("inspect runs/step-1 --sort siez", "'size'"),
+    ("export runs/step-1 new --format safetensor", "'safetensors'"),
+    ("merge runs/step-1 runs/step-2 new --optimizer dorp", "'drop'"),
+    ("merge runs/step-1 runs/step-2 new --missing available_", "'available'"),
+    ("merge runs/step-1 runs/step-2 new --accumulate fp46", "'fp64'"),
+    ("merge runs/step-1 runs/step-2 new --wsm csoine", "did you mean cosine?"),
+    # paths
+    ("ls rusn", "did you mean runs?"),
+    ("inspect runs/stpe-1", "did you mean step-1?"),
+    ("diff runs/step-1 runs/stpe-2", "did you mean step-2?"),
+    ("diff runs/stpe-1 runs/step-2", "did you mean step-1?"),
+    ("verify runs/stpe-1", "did you mean step-1?"),
+    ("export runs/stpe-1 new", "did you mean step-1?"),
+    ("export runs/step-1 new --assets asets", "did you mean assets?"),
+    ("convert runs/stpe-1 new", "did you mean step-1?"),
+    ("convert runs/step-1 new --to hf --assets asets", "did you mean assets?"),
+    ("merge runs/step-1 runs/stpe-2 new", "did you mean step-2?"),
+    ("migrate runs/stpe-1 new", "did you mean step-1?"),
+    ("remove runs/stpe-1 model.", "did you mean step-1?"),
+    ("prune rusn", "did you mean runs?"),
+    ("prune rusn --keep-latest 1", "did you mean runs?"),
+    ("pin rusn", "did you mean runs?"),
+    ("pin rusn 1 --label x", "did you mean runs?"),
+    # keys and prefixes
+    ("inspect runs/step-1 modle.", "did you mean model.?"),
+    ("inspect runs/step-1 model.laeyr", "did you mean model.layer.?"),
+    ("inspect runs/step-1 modle. --json", "did you mean model.?"),
+    ("inspect runs/step-1 modle. --tree", "did you mean model.?"),
+    ("inspect runs/step-1 modle. --html page.html", "did you mean model.?"),
+    ("inspect runs/step-1 model.layer.wieght[]", "did you mean model.layer.weight?"),
+    ("inspect runs/step-1 layer.weight[]", "did you mean model.layer.weight?"),
+    ("diff runs/step-1 runs/step-2 --prefix modle.", "did you mean model.?"),
+    ("export runs/step-1 new --prefix modle.", "did you mean model.?"),
+    ("convert runs/step-1 new --to ep --prefix modle.", "did you mean model.?"),
+    ("convert runs/step-1 new --to hf --prefix modle.", "did you mean model.?"),
+    ("convert runs/step-1 new --to torch --prefix modle.", "did you mean model.?"),
+    ("merge runs/step-1 runs/step-2 new --prefix modle.", "did you mean model.?"),
+    ("remove runs/step-2 modle.", "did you mean model.?"),
+    ("export runs/step-1 new --leave-out layer.wieght", "did you mean layer.weight?"),
+    ("convert runs/step-1 new --to ep --leave-out model.layer.wieght", "did you mean model.layer.weight?"),
+    ("convert runs/step-1 new --to ep --leave-out wieght", "did you mean model.layer.weight?"),
+    ("convert runs/step-1 new --to torch --leave-out iteratoin", "did you mean iteration?"),
+    ("merge runs/step-1 runs/step-2 new --leave-out iteratoin", "did you mean iteration?"),
+    # formats, dtypes, mappings
+    ("convert runs/step-1 new --to torch_dits", "torch_dist"),
+    ("convert runs/step-1 new --to torch_dist@9", "torch_dist"),
+    ("merge runs/step-1 runs/step-2 new --to torch_dits", "torch_dist"),
+    ("migrate runs/step-1 new --to torch_dits", "torch_dist"),
+    ("migrate runs/step-1 new --to 9", "no installed plugin has a migration from version 1 to 9"),
+    ("export runs/step-1 new --dtype flaot32", "float32"),
+    ("convert runs/step-1 new --to ep --dtype flaot32", "float32"),
+    ("diff runs/step-1 runs/step-2 --mapping qwen3_mo", "qwen3_moe"),
+    ("export runs/step-1 new --mapping qwen3_mo", "qwen3_moe"),
+    ("convert runs/step-1 new --to ep --mapping qwen3_mo", "qwen3_moe"),
+    ("merge runs/step-1 runs/step-2 new --mapping qwen3_mo", "qwen3_moe"),
+    # metrics, steps, labels
+    ("prune runs --keep-best los", "did you mean loss? metrics: loss, ppl)"),
+    ("prune runs --keep-best los --keep-latest 1", "did you mean loss?"),
+    ("prune runs --keep-best loss --keep-best ppls:max:2", "did you mean ppl?"),
+    ("prune runs --keep-best los --verify", "did you mean loss?"),
+    ("prune runs --keep-best los --dry-run", "did you mean loss?"),
+    ("prune runs --keep-best loss:mni", "METRIC[:min|max[:COUNT]]"),
+    ("prune runs --keep-latest 1 --keep-step 4", "steps: 1, 2, 3)"),
+    ("pin runs 4 --label x", "there are the steps 1, 2, 3"),
+    ("pin runs 1 --label relase --remove", "did you mean release?"),
+    ("pin runs 2 --label release --remove", "'release' of step-1"),
+    ("merge runs/step-1 runs/step-2 new --base 3", "there are 2 SRC"),
+]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of three steps with metrics, one of them pinned, and a folder of assets beside it."""
+    place = tmp_path_factory.mktemp("wrong-names")
+    (place / "assets").mkdir()
+    for step in (1, 2, 3):
+        keys = ("model.layer.weight", "model.layer.bias", "optimizer.state.exp_avg.layer.weight")
+        state = {key: ShardedTensor.from_rank_offsets(key, torch.full((2,), float(step))) for key in keys}
+        content = {CONTENT_KEY: {"metrics": {"loss": 1 / step, "ppl": 2.0}}}
+        path = place / "runs" / f"step-{step}"
+        dc.save({**state, "iteration": step}, path, "torch_dist", content_metadata=content, step=step)
+    pin_step(place / "runs", 1, "release")
+    return place
+
+
+def _list_all(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@table("call, said", ROWS, ids=[call for call, _ in ROWS])
+def test_a_name_that_matches_nothing_is_an_error(
+    runs: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    call: str,
+    said: str,
+) -> None:
+    """Exit code 2, the nearest right name, or all there are, on standard error; no file is changed, made or removed."""
+    shutil.copytree(runs, tmp_path / "place")
+    monkeypatch.chdir(tmp_path / "place")
+    before = _list_all(tmp_path)
+    try:
+        code = main(call.split())
+    except SystemExit as exc:
+        code = exc.code
+    assert code == 2
+    out, err = capsys.readouterr()
+    assert said in err, err
+    assert not out, "an error is the only answer"
+    assert _list_all(tmp_path) == before
+    assert {path.name for path in (tmp_path / "place").iterdir()} == {"assets", "runs"}
+
+
+def test_each_verb_has_rows() -> None:
+    """No verb is left out of the sweep."""
+    assert {call.split()[0] for call, _ in ROWS} >= {*_VERBS}
+
+
+def test_right_names_are_taken(
+    runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The names that the errors give work: the sweep refuses no more than wrong ones."""
+    shutil.copytree(runs, tmp_path / "place")
+    monkeypatch.chdir(tmp_path / "place")
+    for call in (
+        "inspect runs/step-1 model.",
+        "inspect runs/step-1 model.layer.weight[]",
+        "convert runs/step-1 new --to ep --prefix model.",
+        "export runs/step-1 hf --leave-out layer.weight",
+        "pin runs 1 --label release --remove",
+        "prune runs --keep-best loss --keep-step 1",
+    ):
+        assert main(call.split()) == 0, (call, capsys.readouterr().err)
+    assert {path.name for path in (tmp_path / "place" / "runs").iterdir()} == {"step-1", "step-3"}
