@@ -12,6 +12,7 @@ from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
+    ValidationError,
     WithJsonSchema,
     field_serializer,
     field_validator,
@@ -19,7 +20,7 @@ from pydantic import (
 )
 
 from shardckpt.engine import expand_home, find_saver
-from shardckpt.errors import CheckpointingException
+from shardckpt.errors import CheckpointingException, ConfigurationError, find_nearest
 from shardckpt.huggingface import LEAST_EXPORTING, LEAST_EXPORTING_ON_STORES, find_mapping, parse_dtype
 from shardckpt.manager.retention import (
     KeepBest,
@@ -41,6 +42,59 @@ if TYPE_CHECKING:
     from shardckpt.strategy import SaveStrategy
 
 _Count = Annotated[int, Field(ge=0)]
+
+#: What other libraries call settings: Orbax, torchtitan, Lightning, transformers; None if we have no such setting.
+_OTHERS_NAMES = {
+    "max_to_keep": "keep_latest_k",
+    "save_total_limit": "keep_latest_k",
+    "keep_period": "keep_every_n_steps",
+    "save_interval_steps": "interval",
+    "save_steps": "interval",
+    "every_n_train_steps": "interval",
+    "save_interval": "interval",
+    "save_interval_policy": "save_when",
+    "save_decision_policy": "save_when",
+    "save_on_steps": "save_when=SaveAt([...])",
+    "preservation_policy": "retention",
+    "save_top_k": "keep_best_k",
+    "monitor": "best_metric",
+    "metric_for_best_model": "best_metric",
+    "best_fn": "best_metric",
+    "mode": "best_mode",
+    "greater_is_better": "best_mode",
+    "enable": "enable_checkpoint",
+    "enable_async_checkpointing": "async_mode",
+    "async_save": "async_mode",
+    "directory": "folder",
+    "dirpath": "folder",
+    "output_dir": "folder",
+    "save": "folder",
+    "checkpoint_folder": "folder",
+    "load": "initial_load_path",
+    "pretrained_checkpoint": "initial_load_path",
+    "save_weights_only": "last_save_model_only",
+    "resume_from_checkpoint": "load_step",
+    "ckpt_step": "load_step",
+    "save_last": "latest_pointer",
+    "strict": "on_unused",
+}
+
+
+def describe_fault(fault: Mapping[str, Any], names: Collection[str]) -> str:
+    """Return in a sentence what pydantic found wrong in a setting.
+
+    Args:
+        fault: One of ``ValidationError.errors()``.
+        names: The names of all settings.
+    """
+    name = ".".join(map(str, fault["loc"][:1]))  # of a union, what follows is one of its types
+    if fault["type"] == "extra_forbidden":
+        ours = _OTHERS_NAMES.get(name) or find_nearest(name, [*names])
+        hint = f": it is {ours} here" if name in _OTHERS_NAMES else f": did you mean {ours}?" if ours else ""
+        return f"there is no setting {name!r}{hint}"
+    said = str(fault["msg"]).removeprefix("Value error, ").removeprefix("Input ")
+    said = f"{said[:1].lower()}{said[1:]}" if fault["type"] != "value_error" else said
+    return f"{name}={fault['input']!r:.100} {said}" if name and fault["type"] != "value_error" else said
 
 
 class AsyncMode(str, Enum):
@@ -169,6 +223,15 @@ class CheckpointConfig(BaseModel):
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
+
+    if not TYPE_CHECKING:  # a type checker knows the settings from the fields
+
+        def __init__(self, **settings: Any) -> None:
+            try:
+                super().__init__(**settings)
+            except ValidationError as exc:
+                faults = [describe_fault(fault, type(self).model_fields) for fault in exc.errors()]
+                raise ConfigurationError(f"{type(self).__name__}: {'; '.join(dict.fromkeys(faults))}") from exc
 
     enable_checkpoint: bool = True
     folder: Annotated[str, Field(min_length=1)] = "checkpoint"

@@ -48,9 +48,7 @@ def test_a_metric_that_no_step_has_lists_those_there_are(tmp_path: Path) -> None
         assert manager.best_step("loss") is None
         assert not manager.load("best")
     with _saved(tmp_path / "c", {1: 0.5}) as manager:
-        with pytest.raises(
-            CheckpointingException, match=r"'los' \(did you mean loss\? metrics: loss, score\)"
-        ):
+        with pytest.raises(CheckpointingException, match=r"'los' \(did you mean loss\? metrics: loss, score\)"):
             manager.best_step("los")
         with pytest.raises(CheckpointingException, match="by which metric"):
             manager.load("best")
