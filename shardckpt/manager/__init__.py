@@ -8,7 +8,7 @@ from shardckpt import lazy_getattr
 
 if TYPE_CHECKING:
     from shardckpt.manager.cleanup import cleanup_old_checkpoints
-    from shardckpt.manager.config import AsyncMode, CheckpointConfig
+    from shardckpt.manager.config import AsyncMode, CheckpointConfig, Setting, list_settings
     from shardckpt.manager.holds import Hold, Lease, find_holds, lease_step, pin_step, unpin_step
     from shardckpt.manager.listing import CheckpointSummary, find_checkpoints, list_checkpoints
     from shardckpt.manager.manager import CheckpointManager
@@ -38,7 +38,7 @@ __getattr__ = lazy_getattr(
     __name__,
     {
         "cleanup": ("cleanup_old_checkpoints",),
-        "config": ("AsyncMode", "CheckpointConfig"),
+        "config": ("AsyncMode", "CheckpointConfig", "Setting", "list_settings"),
         "holds": ("Hold", "Lease", "find_holds", "lease_step", "pin_step", "unpin_step"),
         "listing": ("CheckpointSummary", "find_checkpoints", "list_checkpoints"),
         "manager": ("CheckpointManager",),
@@ -98,6 +98,7 @@ __all__ = [
     "SaveAt",
     "SaveEvery",
     "SavePolicy",
+    "Setting",
     "Stateful",
     "StepResult",
     "StepState",
@@ -109,6 +110,7 @@ __all__ = [
     "identify_save",
     "lease_step",
     "list_checkpoints",
+    "list_settings",
     "make_titan_config",
     "mark_checkpoint",
     "merge_loader_states",

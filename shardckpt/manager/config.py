@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import os
+import re
 import signal
 from collections.abc import Mapping, Sequence
 from enum import Enum
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 from pydantic import (
     BaseModel,
@@ -20,7 +22,7 @@ from pydantic import (
 )
 
 from shardckpt.engine import expand_home, find_saver
-from shardckpt.errors import CheckpointingException, ConfigurationError, find_nearest
+from shardckpt.errors import CheckpointingException, ConfigurationError, find_nearest, name_known
 from shardckpt.huggingface import LEAST_EXPORTING, LEAST_EXPORTING_ON_STORES, find_mapping, parse_dtype
 from shardckpt.manager.retention import (
     KeepBest,
@@ -475,3 +477,56 @@ class CheckpointConfig(BaseModel):
             if is_wrong:
                 raise ValueError(why)
         return self
+
+
+class Setting(NamedTuple):
+    """A setting of :class:`CheckpointConfig`.
+
+    Attributes:
+        name: Its name.
+        default: Its default, as Python writes it.
+        text: What it does.
+    """
+
+    name: str
+    default: str
+    text: str
+
+
+def list_settings(names: Sequence[str] = ()) -> list[Setting]:
+    """Return the settings of :class:`CheckpointConfig`, in its order.
+
+    Args:
+        names: Those that are wanted, by our names or another library's; by default all.
+
+    Returns:
+        The settings.
+
+    Raises:
+        ConfigurationError: There is no such setting.
+    """
+    fields, texts = CheckpointConfig.model_fields, _read_texts(inspect.getdoc(CheckpointConfig) or "")
+    wanted = [_OTHERS_NAMES.get(name, name).partition("=")[0] for name in names] or [*fields]
+    for name in wanted:
+        if name not in fields:
+            raise ConfigurationError(
+                f"there is no setting {name!r} {name_known(name, fields, 'settings', len(fields))}"
+            )
+    defaults = CheckpointConfig().model_dump(mode="json")
+    plain = {name: re.sub(r":\w+:`[~\w.]*?(\w+)`|``", r"\1", text) for name, text in texts.items()}
+    return [Setting(name, repr(defaults[name]), plain[name]) for name in wanted]
+
+
+def _read_texts(doc: str) -> dict[str, str]:
+    """Return what a docstring says of each attribute, in one line."""
+    found: dict[str, str] = {}
+    lines = doc.partition("Attributes:\n")[2].splitlines()
+    for line in lines:
+        name, colon, text = line.strip().partition(": ")
+        if line.startswith("    ") and not line.startswith("     ") and colon:
+            found[name] = text
+        elif line.startswith("     ") and found:
+            found[[*found][-1]] += f" {line.strip()}"
+        elif line.strip():
+            break
+    return found
