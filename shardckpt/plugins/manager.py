@@ -100,6 +100,12 @@ class PluginManager:
             self.plugins()
         return self._manager.hook
 
+    @property
+    def registered(self) -> set[Any]:
+        """The objects whose hooks are called: modules of working plugins, and what :meth:`register` was given."""
+        self.plugins()
+        return self._manager.get_plugins()
+
     def register(self, plugin: object, name: str | None = None) -> None:
         """Add a plugin of this process, whose hooks are called from now on.
 
