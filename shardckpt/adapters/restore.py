@@ -37,6 +37,7 @@ from shardckpt.adapters.optimizers import (
 )
 from shardckpt.adapters.own_values import find_own_values
 from shardckpt.adapters.versions import add_versions
+from shardckpt.engine import pause_gc
 from shardckpt.errors import CheckpointingException, KeyMismatchError, ShardingError, listed
 from shardckpt.planning import refuse_cast, refuse_changed_values
 from shardckpt.state_dict import are_equal, dict_list_map_outplace
@@ -55,6 +56,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
+@pause_gc()
 def load_into(
     loaded: StateDict,
     model_or_parts: Module | Sequence[Module],
