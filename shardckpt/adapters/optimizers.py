@@ -629,11 +629,11 @@ def _restore_containers(found: Any, live: Any, depth: int = 0) -> Any:
         keys.get(str(key), key): _restore_containers(value, inside.get(keys.get(str(key), key)), depth + 1)
         for key, value in found.items()
     }
-    counted = sorted(map(str, range(len(restored)))) == sorted(map(str, restored))
-    if depth == 0 or not counted or (isinstance(live, dict) and live):
+    if depth == 0 or (isinstance(live, dict) and live):
         return restored
     by_text = {str(key): value for key, value in restored.items()}
-    return [by_text[str(number)] for number in range(len(restored))]
+    numbers = [*map(str, range(len(restored)))]
+    return [by_text[number] for number in numbers] if by_text.keys() == {*numbers} else restored
 
 
 def find_owner(parts: Sequence[NamedPart], optimizer: Optimizer, number: int) -> NamedPart:
