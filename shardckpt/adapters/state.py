@@ -301,12 +301,12 @@ def _describe_options(groups: list[dict[str, Any]], key: str, replicated: Replic
         for param in group[PARAMS] if copies else ():  # as stock dcp.load asks for them
             tensors = {n: describe_leaf(copy, f"{key}.{param}.{n}", replicated) for n, copy in copies.items()}
             found[param] = {"tensors": tensors}
-    stored = {name_groups(objects): _share_options(objects.values())} if len(objects) > FEW_GROUPS else objects
+    stored = {name_groups(objects): _share_plain_options(objects.values())} if len(objects) > FEW_GROUPS else objects
     described = {name: {"values": describe_object(each, f"{key}.{name}", replicated)} for name, each in stored.items()}
     return {**described, **found}
 
 
-def _share_options(groups: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+def _share_plain_options(groups: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return stored groups that have one dict where their options are plain and equal: a pickle has it once."""
     mark, found, same = make_marker(), [], dict[Any, dict[str, Any]]()
     for group in groups:
