@@ -78,14 +78,14 @@ def _add_values(x: Any, found: list[Any]) -> None:
 
 def nested_items(x: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
     """Yield (path, leaf) pairs of nested dicts and lists, depth first; a path is a tuple of keys and indices."""
-    if isinstance(x, dict):
-        for key, value in x.items():
-            yield from nested_items(value, (*path, key))
-    elif isinstance(x, list):
-        for index, value in enumerate(x):
-            yield from nested_items(value, (*path, index))
-    else:
+    if not isinstance(x, (dict, list)):
         yield path, x
+        return
+    for key, value in x.items() if isinstance(x, dict) else enumerate(x):
+        if isinstance(value, (dict, list)):
+            yield from nested_items(value, (*path, key))
+        else:  # most are leaves, which need no generator
+            yield (*path, key), value
 
 
 def extract_matching_values(

@@ -61,6 +61,8 @@ GROUP_NAME = "(group "
 #: The same of several groups that are one object: of more than FEW_GROUPS, which cost more than what is in them.
 GROUPS_NAME = "(groups "
 FEW_GROUPS = 16
+#: Classes of the values that are stored once for all groups that have them.
+_PLAIN = frozenset((int, float, bool, str, type(None)))
 
 
 class NamedState(NamedTuple):
@@ -242,6 +244,22 @@ def own_method(optimizer: Optimizer, name: str) -> Callable[..., Any]:
 def list_options(group: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options of a group; the names of its parameters are no option of each."""
     return {name: value for name, value in group.items() if name not in (PARAMS, PARAM_NAMES)}
+
+
+def make_marker() -> Callable[[Any], str | None]:
+    """Return a function of options: a text that equal plain values, and tuples of them, of equal types have in common.
+
+    Others have None. All values must live as long as it is used, which looks at each but once.
+    """
+    marks: dict[int, str | None] = {}
+
+    def mark(value: Any) -> str | None:
+        if id(value) not in marks:
+            items = value if type(value) is tuple else (value,)
+            marks[id(value)] = repr(value) if _PLAIN.issuperset(map(type, items)) else None
+        return marks[id(value)]
+
+    return mark
 
 
 def _drop_empty(states: dict[str, Any]) -> dict[str, Any]:
@@ -611,11 +629,11 @@ def _restore_containers(found: Any, live: Any, depth: int = 0) -> Any:
         keys.get(str(key), key): _restore_containers(value, inside.get(keys.get(str(key), key)), depth + 1)
         for key, value in found.items()
     }
-    counted = sorted(map(str, range(len(restored)))) == sorted(map(str, restored))
-    if depth == 0 or not counted or (isinstance(live, dict) and live):
+    if depth == 0 or (isinstance(live, dict) and live):
         return restored
     by_text = {str(key): value for key, value in restored.items()}
-    return [by_text[str(number)] for number in range(len(restored))]
+    numbers = [*map(str, range(len(restored)))]
+    return [by_text[number] for number in numbers] if by_text.keys() == {*numbers} else restored
 
 
 def find_owner(parts: Sequence[NamedPart], optimizer: Optimizer, number: int) -> NamedPart:

@@ -28,6 +28,7 @@ from shardckpt.adapters.optimizers import (
     get_optimizer_state,
     list_options,
     make_flat_state,
+    make_marker,
     name_group,
     name_groups,
     request_numbered,
@@ -36,13 +37,14 @@ from shardckpt.adapters.optimizers import (
     request_states,
 )
 from shardckpt.adapters.saved_states import SavedStates
+from shardckpt.engine import pause_gc
 from shardckpt.errors import KeyMismatchError, ShardingError
 from shardckpt.mapping import OptionalEntries, ShardedBase
 from shardckpt.state_dict import nested_values
 from shardckpt.tensors import ORDINARY, is_sharded_tensor
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from torch.nn import Module
     from torch.optim import Optimizer
@@ -51,6 +53,7 @@ if TYPE_CHECKING:
     from shardckpt.mapping import Replicated, ShardedStateDict, StoredNames
 
 
+@pause_gc()
 def to_sharded_state_dict(
     model_or_dict: Module | Sequence[Module] | Mapping[Any, Any],
     *optimizers: Optimizer,
@@ -150,6 +153,7 @@ class SavedModules:
         self._states = SavedStates()
         self._keys = GroupKeys()
 
+    @pause_gc()
     def describe(
         self, model: Module | Sequence[Module], *optimizers: Optimizer, prefix: str = "", dequantize: bool = False
     ) -> ShardedStateDict:
@@ -292,11 +296,21 @@ def _describe_options(groups: list[dict[str, Any]], key: str, replicated: Replic
         options = list_options(group)
         # copies, so that a load does not fill the live tensors before load_into has checked what was loaded
         copies = {n: value.detach().clone() for n, value in options.items() if isinstance(value, torch.Tensor)}
-        plain = {n: value for n, value in options.items() if n not in copies}
+        plain = {n: value for n, value in options.items() if n not in copies} if copies else options
         objects[name_group(group)] = {PARAMS: group[PARAMS], "options": plain}
         for param in group[PARAMS] if copies else ():  # as stock dcp.load asks for them
             tensors = {n: describe_leaf(copy, f"{key}.{param}.{n}", replicated) for n, copy in copies.items()}
             found[param] = {"tensors": tensors}
-    stored = {name_groups(objects): [*objects.values()]} if len(objects) > FEW_GROUPS else objects
+    stored = {name_groups(objects): _share_plain_options(objects.values())} if len(objects) > FEW_GROUPS else objects
     described = {name: {"values": describe_object(each, f"{key}.{name}", replicated)} for name, each in stored.items()}
     return {**described, **found}
+
+
+def _share_plain_options(groups: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return stored groups that have one dict where their options are plain and equal: a pickle has it once."""
+    mark, found, same = make_marker(), [], dict[Any, dict[str, Any]]()
+    for group in groups:
+        options = group["options"]
+        marks = (*options, *map(mark, options.values()))
+        found.append(group if None in marks else {**group, "options": same.setdefault(marks, options)})
+    return found
