@@ -103,6 +103,7 @@ def run(options: Any) -> int:
     if options.spool is not None:
         results += prune_spools(options.spool or None, options.older_than, dry_run=options.dry_run)
     if policies and not steps:
+        _refuse_folder_of_runs(options.path)
         say(f"{options.path} has no directory of a step")
     _print_rows("leftover", results, options)
     everything: list[PruneResult | StepResult] = [*steps, *results]
@@ -123,6 +124,19 @@ def _refuse_wrong_calls(options: Any, policies: list[Any]) -> None:
         options.parser.error("--keep-step keeps steps that a policy would remove: give one, such as --keep-latest 3")
     if options.verify and not policies:
         options.parser.error("--verify is for options that keep steps: give one, such as --keep-latest 3")
+
+
+def _refuse_folder_of_runs(path: str) -> None:
+    """Raise if a folder without steps has folders in which there are checkpoints: one of these was meant."""
+    from shardckpt.errors import CheckpointingException, listed
+    from shardckpt.manager import list_checkpoints
+
+    runs = [each.name for each in list_checkpoints(path) if each.inside]
+    if runs:
+        raise CheckpointingException(
+            f"{path} has no directory of a step, and nothing was removed; checkpoints are in its folders "
+            f"{listed(runs, limit=6)}: give one of these"
+        )
 
 
 def _verify_newest(options: Any) -> None:
