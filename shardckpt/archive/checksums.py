@@ -6,13 +6,14 @@ looks at it. A zero says that the writer made none: this package's own archives,
 
 from __future__ import annotations
 
+import functools
 import zlib
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from shardckpt.archive.zip_directory import Member
 from shardckpt.errors import CorruptCheckpointError
-from shardckpt.storage import SEGMENT_BYTES
+from shardckpt.storage import SEGMENT_BYTES, has_local_files
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 
 #: Bytes of a member that are in memory at a time.
 _BLOCK = 1 << 20
+#: Bytes of a member that a thread reads at a time.
+_PIECE = 16 << 20
 #: The polynomial of CRC-32, with its bits reversed.
 _POLYNOMIAL = 0xEDB88320
 _BITS = 32
@@ -89,16 +92,22 @@ def combine_crc32(first: int, second: int, nbytes: int) -> int:
         second: That of the second.
         nbytes: Size of the second piece.
     """
-    # bytes of zeros behind the first piece multiply its sum by a power of x; matrices over GF(2), squared for each bit
-    matrix = [_POLYNOMIAL, *(1 << bit for bit in range(_BITS - 1))]  # one bit of zeros
+    return _multiply(_make_shift(nbytes), first) ^ second
+
+
+@functools.lru_cache(64)  # most pieces are of one size
+def _make_shift(nbytes: int) -> list[int]:
+    """Return the matrix over GF(2) that makes of a CRC-32 the one with so many bytes of zeros behind."""
+    power = [_POLYNOMIAL, *(1 << bit for bit in range(_BITS - 1))]  # one bit of zeros; squared, two
     for _ in range(3):
-        matrix = [_multiply(matrix, row) for row in matrix]
+        power = [_multiply(power, row) for row in power]
+    found = [1 << bit for bit in range(_BITS)]
     while nbytes:
         if nbytes & 1:
-            first = _multiply(matrix, first)
+            found = [_multiply(power, row) for row in found]
         nbytes >>= 1
-        matrix = [_multiply(matrix, row) for row in matrix] if nbytes else matrix
-    return first ^ second
+        power = [_multiply(power, row) for row in power] if nbytes else power
+    return found
 
 
 def _multiply(matrix: list[int], vector: int) -> int:
@@ -119,9 +128,25 @@ class _SummedSource:
         self._pieces: list[tuple[int, int, int]] = []  # offset, size, CRC-32; threads append to it
 
     def read_into(self, name: str, offset: int, buffer: memoryview, what: str) -> None:
-        """Fill memory from a range."""
-        self._reader.read_into(name, offset, buffer, what)
-        self._add(offset, buffer)
+        """Fill memory from a range.
+
+        On this machine it is summed block by block, while a block is in the processor's cache, by several threads.
+        """
+        memory, reader = buffer.cast("B"), self._reader
+        if not has_local_files(reader.place):  # there each block would be a request
+            reader.read_into(name, offset, memory, what)
+            self._add(offset, memory)
+            return
+
+        def read(first: int) -> None:
+            crc, piece = 0, memory[first : first + _PIECE]
+            for low in range(0, piece.nbytes, _BLOCK):
+                block = piece[low : low + _BLOCK]
+                reader.read_into(name, offset + first + low, block, what)
+                crc = zlib.crc32(block, crc)
+            self._pieces.append((offset + first, piece.nbytes, crc))
+
+        reader.map(read, range(0, memory.nbytes, _PIECE), lambda first: min(_PIECE, memory.nbytes - first))
 
     def read_pieces(
         self,

@@ -37,6 +37,7 @@ def add(verbs: Any) -> None:
         "ls", help="list the checkpoints in a folder, and whether they are whole", description=__doc__
     )
     parser.add_argument("folder", nargs="?", default=".", help="directory or URL (default: here)")
+    parser.add_argument("-r", "--recursive", action="store_true", help="look into the folders in it, too")
     parser.add_argument("--json", action="store_true", help="print a JSON list, with all that is known")
     parser.set_defaults(run=run)
 
@@ -45,7 +46,7 @@ def run(options: Any) -> int:
     """Print a row per directory, and what they are together. Return the exit code."""
     from shardckpt.manager import list_checkpoints
 
-    found = list_checkpoints(options.folder)
+    found = list_checkpoints(options.folder, recursive=options.recursive)
     if options.json:
         say(json.dumps([dataclasses.asdict(each) for each in found], indent=1))
     else:
@@ -66,7 +67,7 @@ def _row(found: CheckpointSummary) -> tuple[Any, ...]:
     from shardckpt.cli.amounts import format_bytes, format_seconds
 
     state = _name_state(found)
-    state = f"{state}: {found.reason}" if found.reason else state
+    state = found.reason if found.inside else f"{state}: {found.reason}" if found.reason else state
     return (
         found.name,
         "-" if found.step is None else found.step,
@@ -80,6 +81,8 @@ def _row(found: CheckpointSummary) -> tuple[Any, ...]:
 
 
 def _name_state(found: CheckpointSummary) -> str:
+    if found.inside:
+        return "folders of checkpoints"
     return "no checkpoint" if found.state == "other" else found.state
 
 
@@ -92,6 +95,12 @@ def _summarize(folder: str, found: Sequence[CheckpointSummary]) -> list[str]:
     whole = sum(each.state == "whole" for each in checkpoints)
     many = f"{len(checkpoints)} checkpoint{'s' * (len(checkpoints) != 1)}"
     lines = [f"{many}, {whole} whole, {format_bytes(sum(e.nbytes for e in checkpoints))}"]
+    folders = [each for each in found if each.inside]
+    if folders:
+        more = sum(each.inside for each in folders)
+        lines.append(
+            f"{more} more in {len(folders)} folder{'s' * (len(folders) != 1)}: `shardckpt ls -r {folder}` lists them"
+        )
     sums: dict[str, int] = {}
     for each in found:
         sums[_name_state(each)] = sums.get(_name_state(each), 0) + each.nbytes

@@ -15,7 +15,12 @@ def add(verbs: Any) -> None:
     """Add the verb."""
     parser = verbs.add_parser("pin", help="keep a step under a label; list pins and leases", description=__doc__)
     parser.add_argument("folder", help="the directory or URL of the steps")
-    parser.add_argument("step", nargs="?", type=int, help="the step; without it, what is held is listed")
+    parser.add_argument(
+        "step",
+        nargs="?",
+        type=_parse_step,
+        help="the step, or the name of its directory, such as ckpt_000010; without it, what is held is listed",
+    )
     parser.add_argument("--label", help="why it is kept, such as 'release 1.2'")
     parser.add_argument("--remove", action="store_true", help="take the pin of this label away")
     parser.set_defaults(run=run, parser=parser)
@@ -39,11 +44,16 @@ def run(options: Any) -> int:
     if options.remove:
         _refuse_unknown_pin(options)
         unpin_step(options.folder, options.step, options.label)
-        say(f"step {options.step} is no longer pinned as {options.label!r}")
+        say(f"{options.step} is no longer pinned as {options.label!r}")
     else:
         pin_step(options.folder, options.step, options.label)
-        say(f"step {options.step} is pinned as {options.label!r}")
+        say(f"{options.step} is pinned as {options.label!r}")
     return FINE
+
+
+def _parse_step(text: str) -> int | str:
+    """Parse a step; anything else is the name of a directory."""
+    return int(text) if text.isascii() and text.isdecimal() else text
 
 
 def _refuse_folder_that_is_not_there(folder: str) -> None:
@@ -60,16 +70,17 @@ def _refuse_folder_that_is_not_there(folder: str) -> None:
 def _refuse_unknown_pin(options: Any) -> None:
     """Raise an error that names the pins that there are, if the step has none of this label."""
     from shardckpt.errors import CheckpointingException, listed, name_known
-    from shardckpt.manager import find_holds, parse_step
+    from shardckpt.manager import find_holds, find_step
 
     pins = {
         directory: [hold.holder for hold in holds if hold.kind == "pin"]
         for directory, holds in find_holds(options.folder).items()
     }
-    own = [label for directory, labels in pins.items() if parse_step(directory) == options.step for label in labels]
+    steps, step = find_step(options.folder, options.step)
+    own = pins.get(steps.names.name(step), [])
     if options.label not in own:
         others = [f"{label!r} of {directory}" for directory, labels in sorted(pins.items()) for label in labels]
         raise CheckpointingException(
-            f"step {options.step} of {options.folder} is not pinned as {options.label!r} "
+            f"{steps.names.name(step)} of {options.folder} is not pinned as {options.label!r} "
             f"{name_known(options.label, own, 'its pins')}; pins of all steps: {listed(others) or 'none'}"
         )

@@ -74,6 +74,12 @@ def add(verbs: Any) -> None:
         "--keep-step", type=int, action="append", default=[], metavar="STEP", help="keep a step; may be repeated"
     )
     parser.add_argument(
+        "--names",
+        metavar="PREFIX",
+        help="what the names of the steps have before the number, such as model- (default: any that ends with a word "
+        "such as step, iter, epoch, ckpt or checkpoint)",
+    )
+    parser.add_argument(
         "--verify",
         action="store_true",
         help="first verify the newest steps until one is intact, and mark them as `shardckpt verify --mark` does, also "
@@ -92,10 +98,11 @@ def run(options: Any) -> int:
     _refuse_wrong_calls(options, policies)
     steps: list[StepResult] = []
     if options.verify:
-        prune_steps(options.path, policies, options.keep_step, dry_run=True)  # refuses names before anything is marked
+        # refuses names before anything is marked
+        prune_steps(options.path, policies, options.keep_step, names=options.names, dry_run=True)
         _verify_newest(options)
     if policies:
-        steps = prune_steps(options.path, policies, options.keep_step, dry_run=options.dry_run)
+        steps = prune_steps(options.path, policies, options.keep_step, names=options.names, dry_run=options.dry_run)
         _print_rows("checkpoint", steps, options)
     results: list[PruneResult] = []
     if options.path is not None:
@@ -103,6 +110,7 @@ def run(options: Any) -> int:
     if options.spool is not None:
         results += prune_spools(options.spool or None, options.older_than, dry_run=options.dry_run)
     if policies and not steps:
+        _refuse_folder_of_runs(options.path)
         say(f"{options.path} has no directory of a step")
     _print_rows("leftover", results, options)
     everything: list[PruneResult | StepResult] = [*steps, *results]
@@ -121,8 +129,33 @@ def _refuse_wrong_calls(options: Any, policies: list[Any]) -> None:
         options.parser.error("options that keep steps, such as --keep-latest, need a PATH: the folder of the steps")
     if options.keep_step and not policies:
         options.parser.error("--keep-step keeps steps that a policy would remove: give one, such as --keep-latest 3")
+    if options.names is not None and not policies:
+        options.parser.error("--names is for options that keep steps: give one, such as --keep-latest 3")
     if options.verify and not policies:
         options.parser.error("--verify is for options that keep steps: give one, such as --keep-latest 3")
+
+
+def _refuse_folder_of_runs(path: str) -> None:
+    """Raise if a folder without steps has checkpoints of other names, or folders of checkpoints: these were meant."""
+    from shardckpt.engine import locate
+    from shardckpt.errors import CheckpointingException, listed
+    from shardckpt.manager import list_checkpoints
+    from shardckpt.plugins import get_plugin_manager
+
+    own = str(locate(path, get_plugin_manager()))  # a checkpoint itself is listed, and has leftovers beside it
+    found = [each for each in list_checkpoints(path) if each.path != own]
+    numbered = [each.name for each in found if each.state == "whole" and each.name[-1].isdecimal()]
+    if numbered:
+        raise CheckpointingException(
+            f"{path} has no directory of a step by these names, and nothing was removed: {listed(numbered, limit=6)}; "
+            f"--names {numbered[-1].rstrip('0123456789')} says what stands before the number of a step"
+        )
+    runs = [each.name for each in found if each.inside]
+    if runs:
+        raise CheckpointingException(
+            f"{path} has no directory of a step, and nothing was removed; checkpoints are in its folders "
+            f"{listed(runs, limit=6)}: give one of these"
+        )
 
 
 def _verify_newest(options: Any) -> None:
@@ -133,7 +166,7 @@ def _verify_newest(options: Any) -> None:
     from shardckpt.cli.progress import show_progress
     from shardckpt.cli.verify import check
     from shardckpt.engine import locate
-    from shardckpt.manager import list_checkpoints, parse_step
+    from shardckpt.manager import list_checkpoints
     from shardckpt.plugins import get_plugin_manager
 
     def name_family(found: CheckpointSummary) -> str:
@@ -143,10 +176,10 @@ def _verify_newest(options: Any) -> None:
     # A mark names a save of ours: of other libraries' checkpoints the sizes of files are all that is compared.
     listed = [each for each in list_checkpoints(options.path) if each.state == "whole" and each.writer]
     own = str(locate(options.path, get_plugin_manager()))  # a checkpoint itself is listed, and is no step to prune
-    found = [each for each in listed if parse_step(each.name) is not None and each.path != own]
+    found = [each for each in listed if _is_step(each.name, options.names) and each.path != own]
     with show_progress("verify"):
         for _, family in groupby(sorted(found, key=name_family), name_family):
-            for each in sorted(family, key=lambda each: -(each.step or 0)):
+            for each in sorted(family, key=lambda each: (len(each.name), each.name), reverse=True):
                 if each.mark and not each.has_failed:
                     break
                 if each.has_failed:
@@ -162,6 +195,13 @@ def _verify_newest(options: Any) -> None:
                     break
     if rows:
         say(table(("checkpoint", "verification"), rows))
+
+
+def _is_step(name: str, prefix: str | None) -> bool:
+    """Return whether a directory is one of a step, by the prefix of --names, or by the words that trainers use."""
+    from shardckpt.manager import parse_step
+
+    return parse_step(name) is not None if prefix is None else name.rstrip("0123456789") == prefix != name
 
 
 def _print_rows(what: str, results: Sequence[PruneResult | StepResult], options: Any) -> None:

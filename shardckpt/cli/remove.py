@@ -42,7 +42,7 @@ def run(options: Any) -> int:
     keys = [key for key in report.keys if key in before]
     others = len(report.keys) - len(keys)
     also = f", and {others} objects for readers of other libraries alone" if others else ""
-    say(f"{options.directory}: {len(keys)} of {len(before)} keys {verb}{also}: {listed(keys or report.keys)}")
+    say(f"{options.directory}: {len(keys)} of {len(before)} keys {verb}{also}: {listed(keys or report.keys, limit=2)}")
     for what, files in (("deleted files", report.dropped), ("rewritten files", report.rewritten)):
         if files:
             say(f"{what}: {listed(files)}")

@@ -7,6 +7,7 @@ have the right dtypes and sizes.
 Hugging Face folders and files of safetensors have neither: headers, lengths and the index are compared.
 
 Of several checkpoints, or a folder of them, only files with a fault are listed; the exit code is the highest of all.
+What else is in a folder is counted and named as skipped; a folder of checkpoints in it is, too, but with -r.
 
 With --mark the verdict is kept beside the checkpoint: ls shows it, a CheckpointManager does not load a failed step, and
 no retention policy removes the newest verified one. It is about this save: it ends when another replaces it.
@@ -30,12 +31,13 @@ from shardckpt.cli.exit_codes import FAILED
 from shardckpt.cli.failure import print_error
 from shardckpt.cli.output import say
 from shardckpt.cli.table import table
-from shardckpt.errors import CheckpointingException
+from shardckpt.errors import CheckpointingException, listed
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from shardckpt.maintenance import FileResult
+    from shardckpt.manager import CheckpointSummary
 
 _STRUCTURE = (
     "they exist, contain the ranges that the index names, and are what it says as far as their structure shows that"
@@ -74,6 +76,7 @@ def add(verbs: Any) -> None:
         action="store_true",
         help="keep the verdict, verified or failed, beside the checkpoint, in .shardckpt-marks",
     )
+    parser.add_argument("-r", "--recursive", action="store_true", help="also those in the folders of a folder")
     parser.add_argument("--json", action="store_true", help="print a JSON list of the checkpoints and their files")
     parser.set_defaults(run=run)
 
@@ -94,21 +97,34 @@ def run(options: Any) -> int:
 
     from shardckpt import settings
     from shardckpt.cli.progress import show_progress
+    from shardckpt.maintenance import INTACT
     from shardckpt.manager import find_checkpoints
 
-    paths = list(dict.fromkeys(found for path in options.paths for found in find_checkpoints(path)))
-    threads = ThreadPoolExecutor(min(len(paths), settings.io_threads()))
+    paths: dict[str, None] = {}
+    skipped: dict[str, CheckpointSummary] = {}
+    answers = []
+    for path in options.paths:
+        try:
+            found = find_checkpoints(path, recursive=options.recursive)
+        except CheckpointingException as exc:
+            answers.append(Answer(path, (), FAILED, exc))
+            continue
+        paths.update(dict.fromkeys(found.paths))
+        skipped.update({each.path: each for each in found.skipped})
+    threads = ThreadPoolExecutor(max(1, min(len(paths), settings.io_threads())))
     with show_progress("verify"), threads:
-        answers = list(
-            threads.map(lambda path: check(path, mark=options.mark, require_digests=options.require_digests), paths)
+        answers += threads.map(
+            lambda path: check(path, mark=options.mark, require_digests=options.require_digests), paths
         )
     for answer in answers:
         if answer.error is not None:
             print_error(answer.error, options)
     if options.json:
-        say(json.dumps([_as_json(answer) for answer in answers], indent=1))
+        passed = [_as_json(Answer(each.path, (), INTACT)) | {"skipped": each.reason} for each in skipped.values()]
+        say(json.dumps([*map(_as_json, answers), *passed], indent=1))
     else:
         _print_answers(answers)
+        _print_skipped([*skipped.values()])
     return max(answer.exit_code for answer in answers)
 
 
@@ -170,6 +186,12 @@ def _print_answers(answers: Sequence[Answer]) -> None:
         say(f"{len(answers)} checkpoints: {said}")
 
 
+def _print_skipped(skipped: Sequence[CheckpointSummary]) -> None:
+    """Say what was not verified, because it is no checkpoint itself."""
+    if skipped:
+        say(f"skipped: {len(skipped)}: {listed([f'{each.name} ({each.reason})' for each in skipped])}")
+
+
 def _name_verdict(answer: Answer) -> str:
     from shardckpt.maintenance import INTACT, get_exit_code, has_digests
 
@@ -183,6 +205,7 @@ def _as_json(answer: Answer) -> dict[str, Any]:
         "checkpoint": answer.path,
         "exit_code": answer.exit_code,
         "error": None if answer.error is None else str(answer.error),
+        "skipped": "",
         "files": [dataclasses.asdict(file) for file in answer.files],
     }
 

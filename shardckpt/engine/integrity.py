@@ -10,10 +10,16 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from shardckpt.distributed import Comm
 from shardckpt.engine.locations import locate, locate_local
-from shardckpt.errors import CheckpointingException, CheckpointReplacedError, CorruptCheckpointError, StorageError
+from shardckpt.errors import (
+    CannotLoadError,
+    CheckpointingException,
+    CheckpointReplacedError,
+    CorruptCheckpointError,
+    StorageError,
+)
 from shardckpt.manifest import INTEGRITY_ALGORITHM, INTEGRITY_LIMIT, INTEGRITY_NAME, RECORD_NAME, Integrity, Manifest
 from shardckpt.planning import assign_holders
-from shardckpt.plugins import get_plugin_manager, hold_checkpoint, parse_file
+from shardckpt.plugins import choose_reader, get_plugin_manager, hold_checkpoint, parse_file
 from shardckpt.storage import (
     CheckpointReader,
     CheckpointWriter,
@@ -34,6 +40,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
+    from shardckpt.plugins import PluginManager
     from shardckpt.strategy import LoadStrategy, StoredFile
 
 _TEMPORARY = f"{INTEGRITY_NAME}.unfinished"
@@ -238,6 +245,28 @@ def list_recorded_files(directory: Path, manifest: Manifest) -> dict[str, int | 
     return {} if integrity is None else dict.fromkeys(integrity.files)
 
 
+def refuse_damage(directory: Path, reader: CheckpointReader, plugins: PluginManager) -> None:
+    """Raise the first fault of a checkpoint without digests, before it gets some: they would say that it is right.
+
+    Args:
+        directory: The checkpoint, for errors.
+        reader: Its files.
+        plugins: The plugin manager.
+
+    Raises:
+        CheckpointingException: A file is damaged, as far as its index and its archives show, or cannot be read.
+    """
+    if reader.manifest.record is not None:
+        return
+    try:
+        strategy = choose_reader(directory, reader.manifest, plugins)
+    except CannotLoadError:  # of a version that nothing reads but a migration
+        return
+    if isinstance(strategy, ChecksFiles):
+        for error in filter(None, strategy.check_files(reader).values()):
+            raise error
+
+
 def save_integrity_manifest(checkpoint_dir: str | os.PathLike[str]) -> None:
     """Write ``integrity.json`` for a checkpoint that has none, with all its files. Not collective: one process calls.
 
@@ -247,11 +276,13 @@ def save_integrity_manifest(checkpoint_dir: str | os.PathLike[str]) -> None:
         checkpoint_dir: The checkpoint's directory; not a URL.
 
     Raises:
-        CorruptCheckpointError: a file is damaged already, by the digests of ``shardckpt.json``.
+        CorruptCheckpointError: a file is damaged already, by the digests of ``shardckpt.json``; or, where there are
+            none, by the index and the CRC-32 of archives.
     """
     directory = locate_local(checkpoint_dir, "write integrity.json into")
     place, manifest = hold_checkpoint(directory, get_plugin_manager())
     contents = _Contents(place, manifest)
+    refuse_damage(directory, contents.reader, get_plugin_manager())
     with wrap_os_errors("list", directory):
         (directory / _TEMPORARY).unlink(missing_ok=True)
         found = {path.name for path in directory.iterdir() if path.is_file() and not path.is_symlink()}

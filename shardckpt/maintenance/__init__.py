@@ -9,6 +9,8 @@ from shardckpt import lazy_getattr
 if TYPE_CHECKING:
     from shardckpt.maintenance.convert import ConversionReport, convert_checkpoint
     from shardckpt.maintenance.diff import DiffReport, TensorDifference, diff_checkpoints
+    from shardckpt.maintenance.foreign import describe_foreign
+    from shardckpt.maintenance.inside import FILE_SUFFIXES, list_inside, list_local_names, list_stored_names
     from shardckpt.maintenance.merge import MergeReport, merge_checkpoints
     from shardckpt.maintenance.merge_weights import WSM_DECAYS, compute_ema_weights, compute_wsm_weights
     from shardckpt.maintenance.migrate import migrate_checkpoint
@@ -35,6 +37,8 @@ __getattr__ = lazy_getattr(
     {
         "convert": ("ConversionReport", "convert_checkpoint"),
         "diff": ("DiffReport", "TensorDifference", "diff_checkpoints"),
+        "foreign": ("describe_foreign",),
+        "inside": ("FILE_SUFFIXES", "list_inside", "list_local_names", "list_stored_names"),
         "merge": ("MergeReport", "merge_checkpoints"),
         "merge_weights": ("WSM_DECAYS", "compute_ema_weights", "compute_wsm_weights"),
         "object_diff": ("ObjectDifference", "ObjectReport"),
@@ -59,6 +63,7 @@ __getattr__ = lazy_getattr(
 
 __all__ = [
     "DAMAGED",
+    "FILE_SUFFIXES",
     "INTACT",
     "NO_ANSWER",
     "WSM_DECAYS",
@@ -76,11 +81,15 @@ __all__ = [
     "compute_statistics",
     "compute_wsm_weights",
     "convert_checkpoint",
+    "describe_foreign",
     "diff_checkpoints",
     "fingerprint",
     "fingerprint_checkpoint",
     "get_exit_code",
     "has_digests",
+    "list_inside",
+    "list_local_names",
+    "list_stored_names",
     "merge_checkpoints",
     "migrate_checkpoint",
     "open_any",

@@ -9,7 +9,8 @@ import zipfile
 from typing import TYPE_CHECKING
 
 from shardckpt.errors import CheckpointingException
-from shardckpt.storage import read_file, real_path, wrap_os_errors
+from shardckpt.maintenance.inside import list_inside, list_local_names
+from shardckpt.storage import has_local_files, read_file, real_path, wrap_os_errors
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -66,16 +67,30 @@ def describe_folder(folder: Path, names: Collection[str]) -> str:
         folder: The folder.
         names: The names of what is in it.
     """
+    what = describe_foreign(folder, names)
+    if what:
+        return what
+    latest = _read_latest(folder) if "latest" in names else ""
+    if latest in names:
+        return f"a folder of checkpoints: give one, such as the latest, {json.dumps(latest)}"
+    return _name_inner(folder)
+
+
+def describe_foreign(folder: Path, names: Collection[str]) -> str:
+    """Return what a folder is that is one checkpoint of a kind that is not read here; ``""`` if it is none.
+
+    Args:
+        folder: The folder.
+        names: The names of what is in it.
+    """
     several = "pytorch_model.bin.index.json" in names
     pickles = "write it as safetensors with transformers' save_pretrained" if several else "convert pytorch_model.bin"
     orbax = {"_CHECKPOINT_METADATA", "_METADATA", "manifest.ocdbt"}
-    latest = _read_latest(folder) if "latest" in names else ""
     known = (
         (
             any(map(_DEEPSPEED.fullmatch, names)),
             "a checkpoint of DeepSpeed without ZeRO partitions: convert each of its files by its path",
         ),
-        (latest in names, f"a folder of checkpoints: give one, such as the latest, {json.dumps(latest)}"),
         (
             any(map(_MEGATRON_LEGACY.fullmatch, names)),
             f"a legacy checkpoint of Megatron (--ckpt-format torch), one file for each rank: {_LEGACY_ADVICE}",
@@ -94,7 +109,7 @@ def describe_folder(folder: Path, names: Collection[str]) -> str:
             "a checkpoint of TensorFlow, which is not read here: write its variables as safetensors",
         ),
     )
-    return next((what for is_it, what in known if is_it), "") or _name_inner(folder, names)
+    return next((what for is_it, what in known if is_it), "")
 
 
 def _describe_zip(path: Path) -> str:
@@ -123,10 +138,13 @@ def _read_latest(folder: Path) -> str:
         return ""
 
 
-def _name_inner(folder: Path, names: Collection[str]) -> str:
-    """Return the checkpoints in a folder of checkpoints; ``""`` if there are none."""
-    marks = ("metadata.json", ".metadata", "model.safetensors", "model.safetensors.index.json")
-    found = sorted(name for name in names if any((folder / name / mark).is_file() for mark in marks))
+def _name_inner(folder: Path) -> str:
+    """Return the checkpoints in a folder of checkpoints; ``""`` if there are none, or it is on a store."""
+    found = list(list_inside(list_local_names(folder))) if has_local_files(folder) else []
     if not found:
         return ""
-    return f"a folder of checkpoints: give one, such as {json.dumps(found[-1])}; `shardckpt ls {folder}` lists them"
+    many = f"{len(found)} checkpoint{'s' * (len(found) != 1)}"
+    return (
+        f"a folder of {many}: give one, such as {json.dumps(found[-1])}; `shardckpt ls -r {folder}` lists them, and "
+        "`shardckpt verify -r` verifies them"
+    )

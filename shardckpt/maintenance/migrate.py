@@ -5,11 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from shardckpt.distributed import Comm
-from shardckpt.engine import CheckpointHeader, Operation, commit_files, locate, refuse_overlap
+from shardckpt.engine import CheckpointHeader, Operation, commit_files, locate, refuse_damage, refuse_overlap
 from shardckpt.errors import CannotLoadError, VersionTooOldError
 from shardckpt.plugins import StrategyAction, choose_reader, get_plugin_manager, hold_checkpoint
 from shardckpt.storage import CheckpointReader, read_fingerprints, retry_if_replaced
-from shardckpt.strategy import ChecksFiles
 
 if TYPE_CHECKING:
     import os
@@ -68,19 +67,6 @@ def _no_migration_error(source: Path, manifest: Manifest, to: int | None, plugin
     )
 
 
-def _refuse_damage(source: Path, reader: CheckpointReader, plugins: PluginManager) -> None:
-    """Raise the first fault of a checkpoint without digests: what is written anew has some."""
-    if reader.manifest.record is not None:
-        return
-    try:
-        strategy = choose_reader(source, reader.manifest, plugins)
-    except CannotLoadError:  # of a version that nothing reads but the migration
-        return
-    if isinstance(strategy, ChecksFiles):
-        for error in filter(None, strategy.check_files(reader).values()):
-            raise error
-
-
 def _migrate(
     source: Path, target: Path, to: int | None, plugins: PluginManager, *, overwrite: bool
 ) -> tuple[str, int, int]:
@@ -99,7 +85,7 @@ def _migrate(
         if record is not None:  # of another library's, nobody knows how much will be written
             operation.start_progress(lambda: sum(record.list_files().values()))
         with CheckpointReader(place, manifest, verify=True, crcs="parts") as reader:
-            _refuse_damage(source, reader, plugins)
+            refuse_damage(source, reader, plugins)  # what is written anew has digests
 
             def write(writer: CheckpointWriter, _save_id: str) -> None:
                 migration = chosen.create()

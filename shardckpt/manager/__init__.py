@@ -9,7 +9,7 @@ from shardckpt import lazy_getattr
 if TYPE_CHECKING:
     from shardckpt.manager.cleanup import cleanup_old_checkpoints
     from shardckpt.manager.config import AsyncMode, CheckpointConfig, Setting, list_settings
-    from shardckpt.manager.holds import Hold, Lease, find_holds, lease_step, pin_step, unpin_step
+    from shardckpt.manager.holds import Hold, Lease, find_holds, find_step, lease_step, pin_step, unpin_step
     from shardckpt.manager.listing import CheckpointSummary, find_checkpoints, list_checkpoints
     from shardckpt.manager.manager import CheckpointManager
     from shardckpt.manager.marks import Mark, StepState, identify_save, mark_checkpoint
@@ -39,7 +39,7 @@ __getattr__ = lazy_getattr(
     {
         "cleanup": ("cleanup_old_checkpoints",),
         "config": ("AsyncMode", "CheckpointConfig", "Setting", "list_settings"),
-        "holds": ("Hold", "Lease", "find_holds", "lease_step", "pin_step", "unpin_step"),
+        "holds": ("Hold", "Lease", "find_holds", "find_step", "lease_step", "pin_step", "unpin_step"),
         "listing": ("CheckpointSummary", "find_checkpoints", "list_checkpoints"),
         "manager": ("CheckpointManager",),
         "marks": ("Mark", "StepState", "identify_save", "mark_checkpoint"),
@@ -107,6 +107,7 @@ __all__ = [
     "describe_tensors",
     "find_checkpoints",
     "find_holds",
+    "find_step",
     "identify_save",
     "lease_step",
     "list_checkpoints",

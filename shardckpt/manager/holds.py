@@ -6,12 +6,13 @@ How they are kept, and what a removal or a save does about them, is in :mod:`sha
 from __future__ import annotations
 
 import logging
+import re
 import threading
 import time
 from typing import TYPE_CHECKING
 
 from shardckpt.commit import MARK_SECONDS, Hold, describe_process, make_hold
-from shardckpt.errors import CheckpointingException
+from shardckpt.errors import CheckpointingException, listed, name_known
 from shardckpt.manager.step_resolution import check_step, find_newest
 from shardckpt.manager.steps import StepFolder
 from shardckpt.plugins import get_plugin_manager
@@ -148,12 +149,12 @@ def find_holds(folder: str | os.PathLike[str]) -> dict[str, list[Hold]]:
     return StepFolder(folder, get_plugin_manager()).holds.find()
 
 
-def pin_step(folder: str | os.PathLike[str], step: int, label: str) -> None:
+def pin_step(folder: str | os.PathLike[str], step: int | str, label: str) -> None:
     """Keep a step, whatever the retention policies of any process say, until :func:`unpin_step`. Not collective.
 
     Args:
         folder: The directory or URL of the steps.
-        step: The step.
+        step: The step, or the name of its directory, such as ``ckpt_000010``.
         label: Why it is kept, for people: ``"release 1.2"``. A step may have several; one label may be on several.
 
     Raises:
@@ -163,25 +164,53 @@ def pin_step(folder: str | os.PathLike[str], step: int, label: str) -> None:
     """
     if not label.strip():
         raise CheckpointingException(f"step {step}: a pin needs a label that says why the step is kept")
-    steps = StepFolder(folder, get_plugin_manager())
+    steps, step = find_step(folder, step)
     # a lease first: it looks for a removal under way, and waits for it
     with Lease(steps, step, f"the pin {label!r}", MARK_SECONDS):
         steps.holds.put(*make_hold(steps.names.name(step), "pin", label, None))
 
 
-def unpin_step(folder: str | os.PathLike[str], step: int, label: str) -> None:
+def unpin_step(folder: str | os.PathLike[str], step: int | str, label: str) -> None:
     """Take a pin away; no error if the step does not have it. Not collective.
 
     Args:
         folder: The directory or URL of the steps.
-        step: The step, which need not exist.
+        step: The step, or the name of its directory; it need not exist.
         label: The pin's.
 
     Raises:
         StorageError: the folder cannot be written to.
     """
-    steps = StepFolder(folder, get_plugin_manager())
+    steps, step = find_step(folder, step)
     steps.holds.drop(make_hold(steps.names.name(step), "pin", label, None)[0])
 
 
-__all__ = ["Hold", "Lease", "find_holds", "lease_step", "pin_step", "unpin_step"]
+def find_step(folder: str | os.PathLike[str], step: int | str) -> tuple[StepFolder, int]:
+    """Return a folder with the way in which the directory of a step is named, and the step.
+
+    Args:
+        folder: The directory or URL of the steps.
+        step: The step, or the name of its directory. Of a step that is not there, the names are a manager's.
+
+    Raises:
+        CheckpointingException: Several directories are of this step; or the name is not one of a step.
+        StorageError: The folder cannot be listed.
+    """
+    steps = StepFolder(folder, get_plugin_manager())
+    if isinstance(step, int):
+        found = [each for each in steps.list_namings() if step in each.steps()]
+        if len(found) > 1:
+            names = [each.names.name(step) for each in found]
+            raise CheckpointingException(f"{steps} has several directories of step {step}: name one, {listed(names)}")
+        return (found[0] if found else steps), step
+    numbered = re.fullmatch(r"(.*\D|)[0-9]+", step)
+    for each in steps.list_namings() + (steps.list_namings(numbered[1]) if numbered else []):
+        if (number := each.names.parse(step)) is not None:
+            return each, number
+    known = [name for name in steps.directories() if not name.startswith(".")]
+    raise CheckpointingException(
+        f"{steps} has no directory of a step {step!r} {name_known(step, known, 'directories')}"
+    )
+
+
+__all__ = ["Hold", "Lease", "find_holds", "find_step", "lease_step", "pin_step", "unpin_step"]

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from shardckpt import settings
 from shardckpt.commit import is_under_way
@@ -21,6 +22,7 @@ from shardckpt.errors import (
     listed,
 )
 from shardckpt.huggingface import TorchFileLoadStrategy, huggingface_index, is_torch_file, read_all_of_folder
+from shardckpt.maintenance import FILE_SUFFIXES, describe_foreign, list_inside, list_local_names, list_stored_names
 from shardckpt.manager.marks import MARKS_NAME, find_mark, find_mark_of
 from shardckpt.manager.steps import StepCheckpoint, StepFolder, parse_step
 from shardckpt.manifest import FINGERPRINTS_NAME, MARKER_NAME, RECORD_NAME, Manifest
@@ -29,6 +31,7 @@ from shardckpt.storage import (
     CheckpointReader,
     HasFolders,
     combine_fingerprints,
+    has_local_files,
     is_there,
     list_objects,
     name_siblings,
@@ -41,7 +44,6 @@ from shardckpt.storage import (
 from shardckpt.strategy import LoadContext, find_error
 
 if TYPE_CHECKING:
-    import os
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
@@ -53,8 +55,6 @@ State = Literal["whole", "damaged", "unreadable", "incomplete", "other"]
 _HUB_FILES = ("model.safetensors", "model.safetensors.index.json")
 #: What data files of DCP's and Megatron's are called: without an index they are of a save that did not end.
 _DATA_SUFFIX = ".distcp"
-#: What files are called that may be a checkpoint of their own; what they are, their content says.
-_FILE_SUFFIXES = (".pt", ".pth", ".ckpt", ".bin", ".tar", ".safetensors")
 
 
 @dataclass(frozen=True)
@@ -82,6 +82,7 @@ class CheckpointSummary:
         mark: The verdict of ``shardckpt verify --mark`` about this save, for people; ``""`` if there is none.
         has_failed: Whether that verdict is that it is not as it was written.
         metrics: Those that ``CheckpointManager.save`` was given for the step, by name; None for NaN and infinity.
+        inside: If it is none itself: how many checkpoints there are in its folders, as the names of files say.
     """
 
     path: str
@@ -99,6 +100,7 @@ class CheckpointSummary:
     mark: str = ""
     has_failed: bool = False
     metrics: dict[str, float | None] = field(default_factory=dict)
+    inside: int = 0
 
     @property
     def is_checkpoint(self) -> bool:
@@ -106,16 +108,18 @@ class CheckpointSummary:
         return self.state != "other"
 
 
-def list_checkpoints(folder: str | os.PathLike[str]) -> list[CheckpointSummary]:
+def list_checkpoints(folder: str | os.PathLike[str], *, recursive: bool = False) -> list[CheckpointSummary]:
     """Summarize the checkpoints in a folder. Not collective: one process calls.
 
     Args:
         folder: A directory or URL with checkpoints in it; or one checkpoint.
+        recursive: Whether to look into the folders in it, too, and theirs; of a link, not.
 
     Returns:
         A summary of every directory in it, in ascending order of steps, those without a step last; if ``folder`` is a
-        checkpoint itself, one summary. Hidden directories are left out, also those of saves under way. On a local
-        disk also of files of ``torch.save`` and safetensors.
+        checkpoint itself, one summary. Hidden directories are left out, also those of saves under way. Also of files
+        of ``torch.save`` and safetensors, which on a store are named and not read. With ``recursive``, in place of a
+        directory that has checkpoints in it, a summary of each of these, by its path, folder by folder.
 
     Raises:
         StorageError: the folder does not exist, or cannot be listed.
@@ -131,38 +135,67 @@ def list_checkpoints(folder: str | os.PathLike[str]) -> list[CheckpointSummary]:
     # of a store, one listing for all: 1,000 folders would take thousands of requests
     listings = _list_below(place)
     own = _summarize(_attach_listing(place, listings), plugins)
-    if own.state not in ("other", "incomplete"):
+    # what looks like another library's format may have checkpoints beside what it is known by
+    is_foreign = own.state == "unreadable" and not own.strategy and not is_there(place / MARKER_NAME)
+    if own.state not in ("other", "incomplete") and not is_foreign:
         return [own]
     inside = StepFolder(folder, plugins)
     names = [name for name in inside.directories() if not name.startswith(".")]
     found = _summarize_all(inside, names, listings, plugins)
-    found += [_summarize_file(path) for path in _list_checkpoint_files(place)]
-    if own.is_checkpoint and not any(each.is_checkpoint for each in found):
+    found += _summarize_files(place, listings)
+    if own.is_checkpoint and not any(each.is_checkpoint or each.inside for each in found):
         return [own]
     holds = inside.holds.find()
     found = [replace(each, held=tuple(map(str, holds.get(each.name, ())))) for each in found]
-    return sorted(found, key=lambda each: (each.step is None, each.step, each.name))
+    found.sort(key=lambda each: (each.step is None, each.step, each.name))
+    if not recursive:
+        return found
+    return [deep for each in found for deep in (_list_deeper(f"{os.fspath(folder)}", each) if each.inside else [each])]
 
 
-def find_checkpoints(path: str) -> list[str]:
+def _list_deeper(folder: str, found: CheckpointSummary) -> list[CheckpointSummary]:
+    """Return the summaries of the checkpoints below a folder in a folder, by their paths from the outer one."""
+    deeper = list_checkpoints(f"{folder.rstrip('/')}/{found.name}", recursive=True)
+    return [replace(each, name=f"{found.name}/{each.name}") for each in deeper if each.is_checkpoint]
+
+
+class FoundCheckpoints(NamedTuple):
+    """The checkpoints that a path stands for.
+
+    Attributes:
+        paths: Theirs, or URLs, in the order of :func:`list_checkpoints`.
+        skipped: What else is in the folder, and is no checkpoint that can be read where it is.
+    """
+
+    paths: list[str]
+    skipped: list[CheckpointSummary]
+
+
+def find_checkpoints(path: str, *, recursive: bool = False) -> FoundCheckpoints:
     """Return the checkpoints that a path stands for: those in it if it is a folder of checkpoints, else itself.
 
     Args:
         path: A directory or URL; it need not exist.
-
-    Returns:
-        Paths or URLs, in the order of :func:`list_checkpoints`.
+        recursive: As for :func:`list_checkpoints`.
 
     Raises:
+        NotACheckpointError: it has none itself, and its folders have some.
         StorageError: a folder cannot be listed.
     """
     place = locate(path, get_plugin_manager())
     if (on_store(place) is None and not place.is_dir()) or is_there(place / MARKER_NAME):
-        return [path]
-    found = [each for each in list_checkpoints(path) if each.is_checkpoint]
+        return FoundCheckpoints([path], [])
+    listed_ones = list_checkpoints(path, recursive=recursive)
+    found = [each for each in listed_ones if each.is_checkpoint]
+    if not found and (folders := [each for each in listed_ones if each.inside]):
+        raise NotACheckpointError(
+            f"{path} has {sum(each.inside for each in folders)} checkpoints in its folders "
+            f"{listed([each.name for each in folders], limit=6)}, and none itself: give one of them, or -r for all"
+        )
     if not found or found[0].path == str(place):
-        return [path]
-    return [f"{path.rstrip('/')}/{each.name}" for each in found]
+        return FoundCheckpoints([path], [])
+    skipped = [each for each in listed_ones if not each.is_checkpoint]
+    return FoundCheckpoints([f"{path.rstrip('/')}/{each.name}" for each in found], skipped)
 
 
 def _list_below(place: Path) -> dict[str, dict[str, int]] | None:
@@ -224,13 +257,18 @@ def _summarize(directory: Path, plugins: PluginManager, marks: Path | None = Non
         return replace(summary, state="damaged" if damaged else "unreadable", reason=_shorten(exc, directory))
 
 
-def _list_checkpoint_files(folder: Path) -> list[Path]:
-    """Return the files in a folder that may be checkpoints; none on a store, where no verb takes a file."""
+def _summarize_files(folder: Path, listings: Mapping[str, dict[str, int]] | None) -> list[CheckpointSummary]:
+    """Return the summaries of files in a folder that may be checkpoints; on a store no verb reads one."""
     if on_store(folder) is not None:
-        return []
+        reason = "a file on a store, where none is read: copy it to this machine"
+        sizes = (listings or {}).get("", {})
+        names = [name for name in sizes if "/" not in name and name.endswith(FILE_SUFFIXES) and name[0] != "."]
+        return [
+            CheckpointSummary(f"{folder}/{name}", name, "other", reason=reason, nbytes=sizes[name]) for name in names
+        ]
     with wrap_os_errors("list", folder):
-        names = sorted(path for path in folder.iterdir() if path.suffix in _FILE_SUFFIXES)
-        return [path for path in names if not path.name.startswith(".") and path.is_file()]
+        found = sorted(path for path in folder.iterdir() if path.suffix in FILE_SUFFIXES)
+        return [_summarize_file(path) for path in found if not path.name.startswith(".") and path.is_file()]
 
 
 def _summarize_file(path: Path) -> CheckpointSummary:
@@ -314,12 +352,39 @@ def _describe_unmarked(directory: Path, summary: CheckpointSummary, error: Canno
         return replace(summary, state="whole")
     if (found := _describe_deepspeed(directory, summary, names)) is not None:
         return found
+    return _describe_rest(directory, summary, names, error)
+
+
+def _describe_rest(
+    directory: Path, summary: CheckpointSummary, names: list[str], error: CannotLoadError
+) -> CheckpointSummary:
+    """Return the summary of a directory that no reader reads: of a known format, a folder of others, a dead save."""
+    # one .bin file is read by its path: it is in its folder as a checkpoint is
+    is_one_file = "pytorch_model.bin" in names and "pytorch_model.bin.index.json" not in names
+    if has_local_files(directory) and not is_one_file and (what := describe_foreign(directory, names)):
+        return replace(summary, state="unreadable", reason=what)
+    inside = _count_inside(directory)
+    if inside and not is_under_way(directory):
+        many = f"{inside} checkpoint{'s' * (inside != 1)}"
+        return replace(summary, inside=inside, step=None, reason=f"a folder of {many}: -r lists them")
     if not names:
         return replace(summary, reason="an empty directory")
     begun = is_under_way(directory) or summary.step is not None or any(name.endswith(_DATA_SUFFIX) for name in names)
     if begun:
         return replace(summary, state="incomplete", reason=_shorten(error, directory))
     return replace(summary, reason=f"it has {listed(sorted(names), limit=4)}")
+
+
+def _count_inside(directory: Path) -> int:
+    """Return how many checkpoints there may be below a directory, as names say; of a store, by its listing, if any."""
+    remote = on_store(directory)
+    if remote is None:
+        list_names = list_local_names(directory)
+    elif remote.listing is not None:
+        list_names = list_stored_names(remote.listing)
+    else:
+        return 0
+    return sum(1 for _ in list_inside(list_names, lambda name: parse_step(name) is not None))
 
 
 def _describe_deepspeed(directory: Path, summary: CheckpointSummary, names: list[str]) -> CheckpointSummary | None:

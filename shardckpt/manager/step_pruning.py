@@ -49,19 +49,22 @@ def prune_steps(
     policies: Collection[RetentionPolicy],
     protected: Collection[int] = (),
     *,
+    names: str | None = None,
     dry_run: bool = False,
 ) -> list[StepResult]:
     """Remove the checkpoints of steps that no policy keeps. Not collective: one process calls.
 
     The rules are those of a CheckpointManager: only complete checkpoints that can be loaded here are counted and
     removed, no link, no damaged one, none that is leased or pinned, and never the newest, nor the newest verified one.
-    Directories of each way to name steps (``step-<n>``, ``iter_<n>``, ``checkpoint-<n>``, ...) are counted separately.
-    A killed removal is finished by the next one.
+    Directories of each way to name steps (``step-<n>``, ``iter_<n>``, ``ckpt_<n>``, ...) are counted separately. A
+    killed removal is finished by the next one.
 
     Args:
         folder: The directory or URL that has the steps' directories.
         policies: Choose the steps to keep; at least one.
         protected: Steps that are kept whatever the policies say.
+        names: What the steps' names have before the number, such as ``model-``; by default any text that ends with a
+            word that trainers use (step, iter, epoch, ckpt, checkpoint, ...).
         dry_run: Remove nothing; report what would be removed.
 
     Returns:
@@ -72,7 +75,7 @@ def prune_steps(
             one: nothing was removed.
         StorageError: the folder cannot be listed.
     """
-    folders = [StepFolder(folder, get_plugin_manager(), names) for names in NAMINGS]
+    folders = StepFolder(folder, get_plugin_manager()).list_namings(names)
     found = [(steps, each) for steps in folders if (each := {n: steps.inspect_step(n) for n in steps.steps()})]
     if not found:
         return []
@@ -92,7 +95,7 @@ def remove_step(path: str | os.PathLike[str]) -> StepResult:
     The rules are those of :func:`prune_steps`: a step that a load would take next, or that is held, stays.
 
     Args:
-        path: The step's directory or URL, with any known name (``step-<n>``, ``iter_<n>``, ...).
+        path: The step's directory or URL, with any name of a step (``step-<n>``, ``iter_<n>``, ...).
 
     Returns:
         What became of it.
@@ -102,13 +105,13 @@ def remove_step(path: str | os.PathLike[str]) -> StepResult:
         StorageError: the folder that has it cannot be listed.
     """
     folder, _, name = os.fspath(path).rstrip("/").rpartition("/")
+    parent = StepFolder(folder or ("/" if os.fspath(path).startswith("/") else "."), get_plugin_manager())
+    steps = next((each for each in parent.list_namings() if each.names.parse(name) is not None), None)
     step = parse_step(name)
     if step is None:
         known = ", ".join(f"{each.prefix}<n>" for each in NAMINGS)
         raise CheckpointingException(f"{path}: its name is not a step's ({known}): nothing is removed")
-    names = next(each for each in NAMINGS if each.parse(name) is not None)
-    steps = StepFolder(folder or ("/" if os.fspath(path).startswith("/") else "."), get_plugin_manager(), names)
-    if step not in steps.steps():
+    if steps is None or step not in steps.steps():
         return StepResult(str(path), step, kept="it does not exist")
 
     def keep_others(checkpoints: StepMetrics) -> list[int]:

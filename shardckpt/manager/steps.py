@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -31,6 +32,7 @@ from shardckpt.storage import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
     from pathlib import Path
 
     from shardckpt.manager.marks import Mark
@@ -83,9 +85,45 @@ STEPS = StepNames("step-")
 NAMINGS = (STEPS, StepNames("checkpoint-"), StepNames("iter_", 7), StepNames("global_step_"), StepNames("epoch_"))
 
 
+#: A name that ends with a number; and what the text before it ends with, where the number is a step's.
+_NUMBERED = re.compile(r"(.*\D|)([0-9]+)", re.DOTALL)
+_STEP_WORD = re.compile(
+    r"(?:.*[^a-z])?(?:global_?step|step|iteration|iter|epoch|checkpoint|ckpt|chkpt|save|update)s?[-_.=]?", re.IGNORECASE
+)
+
+
+def find_namings(directories: Iterable[str], prefix: str | None = None) -> list[StepNames]:
+    """Return the ways in which directories are named by steps: the known :data:`NAMINGS`, and those found in names.
+
+    A name is one of a step if it ends with a number behind a word such as ``ckpt``, ``epoch`` or ``iter``: a number
+    behind anything else (``run_3``, ``Llama-3``) may say something else. No directory is in two ways; of one prefix
+    with several widths the most frequent counts.
+
+    Args:
+        directories: The names of the directories.
+        prefix: The text before the number, whatever it is; None for the words.
+    """
+    found = list(NAMINGS) if prefix is None else []
+    others: dict[str, list[str]] = {}
+    known: set[str] = set()
+    for name in directories:
+        parts = _NUMBERED.fullmatch(name)
+        if parts is None or name.startswith("."):
+            continue
+        if any(names.parse(name) is not None for names in found):
+            known.add(parts[1])
+        elif parts[1] == prefix or (prefix is None and _STEP_WORD.fullmatch(parts[1])):
+            others.setdefault(parts[1], []).append(parts[2])
+    for before, digits in sorted(others.items()):
+        padded = [len(number) for number in digits if number.startswith("0") and number != "0"]
+        if before not in known:
+            found.append(StepNames(before, max(sorted(padded), key=padded.count) if padded else 1))
+    return found
+
+
 def parse_step(name: str) -> int | None:
-    """Return the step that a directory's name says by any of the known :data:`NAMINGS`, or None."""
-    return next((step for names in NAMINGS if (step := names.parse(name)) is not None), None)
+    """Return the step that a directory's name says, by :func:`find_namings`, or None."""
+    return next((step for names in find_namings([name]) if (step := names.parse(name)) is not None), None)
 
 
 @dataclass(frozen=True)
@@ -199,6 +237,12 @@ class StepFolder:
                     return [entry.name for entry in entries if entry.is_dir()]  # links to directories, too
             except FileNotFoundError:
                 return []
+
+    def list_namings(self, prefix: str | None = None) -> list[StepFolder]:
+        """Return the folder once for each way in which steps are named in it; see :func:`find_namings`."""
+        remote = on_store(self.place)
+        folder = self.place if remote is None else remote.url
+        return [StepFolder(folder, self.plugins, names) for names in find_namings(self.directories(), prefix)]
 
     def steps(self) -> list[int]:
         """Return all steps that have a directory, in ascending order, whatever the directory contains."""

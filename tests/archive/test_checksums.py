@@ -15,6 +15,7 @@ from shardckpt import dist_checkpointing as dc
 from shardckpt.archive import Archive, read_payload
 from shardckpt.archive.checksums import combine_crc32
 from shardckpt.cli import main
+from shardckpt.engine import save_integrity_manifest
 from shardckpt.errors import CorruptCheckpointError
 from shardckpt.maintenance import convert_checkpoint
 from shardckpt.manifest import Manifest
@@ -118,6 +119,17 @@ def test_a_flipped_bit_is_not_migrated(tmp_path: Path, capsys: pytest.CaptureFix
         assert main(["migrate", str(tmp_path / "old"), str(tmp_path / "new")]) == 2
     assert "CRC-32" in capsys.readouterr().err
     assert [each.name for each in tmp_path.iterdir()] == ["old"]
+
+
+def test_a_flipped_bit_gets_no_digest(tmp_path: Path) -> None:
+    """``save_integrity_manifest`` writes digests of what another library wrote if its archives are as they say."""
+    data = save_dcp(tmp_path / "c")
+    save_integrity_manifest(tmp_path / "c")
+    (tmp_path / "c" / "integrity.json").unlink()
+    flip(data, NEEDLE)
+    with pytest.raises(CorruptCheckpointError, match=r"w: .*distcp at .* CRC-32"):
+        save_integrity_manifest(tmp_path / "c")
+    assert not (tmp_path / "c" / "integrity.json").exists()
 
 
 def test_a_flipped_bit_that_is_read_in_parts_is_found(tmp_path: Path) -> None:

@@ -1,0 +1,107 @@
+"""What may be a checkpoint below a folder, at any depth, by the names of files alone: nothing is opened."""
+
+from __future__ import annotations
+
+import os
+import re
+from typing import TYPE_CHECKING, NamedTuple
+
+from shardckpt.errors import StorageError
+from shardckpt.manifest import MARKER_NAME, RECORD_NAME
+from shardckpt.storage import real_path, wrap_os_errors
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+    from pathlib import Path
+
+#: What files are called that may be a checkpoint of their own; what they are, their content says.
+FILE_SUFFIXES = (".pt", ".pth", ".ckpt", ".bin", ".tar", ".safetensors")
+#: Any of these says that the folder that has it is one checkpoint, or was to be.
+_MARKS = frozenset(
+    {
+        *(MARKER_NAME, RECORD_NAME, ".metadata", "_CHECKPOINT_METADATA", "manifest.ocdbt", "saved_model.pb"),
+        *("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin.index.json"),
+    }
+)
+#: DCP's and Megatron's data files, DeepSpeed's files, and the folders of ranks of Megatron's legacy format.
+_PARTS = re.compile(r".*\.distcp|.*_model_states\.pt|mp_rank_\d+(_\d+)*")
+
+
+class Names(NamedTuple):
+    """What is directly in a folder."""
+
+    folders: list[str]
+    files: list[str]
+
+
+def list_inside(list_names: Callable[[str], Names], is_step: Callable[[str], bool] = lambda _: False) -> Iterator[str]:
+    """Yield the paths of what may be a checkpoint in a folder and in its folders: folders, and files by their suffix.
+
+    What is hidden is left out, and what is in a checkpoint.
+
+    Args:
+        list_names: Returns what is directly in a folder, by its path; ``""`` is the folder itself.
+        is_step: Whether a name is that of a step, so that a folder with nothing in it is a save that did not end.
+
+    Yields:
+        Paths below the folder, in order; one that cannot be listed, too.
+    """
+    return _list_inside("", list_names(""), list_names, is_step)
+
+
+def _list_inside(
+    folder: str, names: Names, list_names: Callable[[str], Names], is_step: Callable[[str], bool]
+) -> Iterator[str]:
+    for name in sorted(name for name in names.folders if not name.startswith(".")):
+        path = f"{folder}/{name}".lstrip("/")
+        try:
+            inner = list_names(path)
+        except StorageError:  # who looks at it says why
+            yield path
+            continue
+        if is_marked([*inner.folders, *inner.files]):
+            yield path
+            continue
+        found = list(_list_inside(path, inner, list_names, is_step))
+        yield from found or ([path] if is_step(name) else [])
+    for name in sorted(names.files):
+        if name.endswith(FILE_SUFFIXES) and not name.startswith("."):
+            yield f"{folder}/{name}".lstrip("/")
+
+
+def is_marked(names: Iterable[str]) -> bool:
+    """Return whether what is in a folder says that the folder is one checkpoint, or was to be."""
+    return any(name in _MARKS or _PARTS.fullmatch(name) for name in names)
+
+
+def list_local_names(place: Path) -> Callable[[str], Names]:
+    """Return what lists the folders in a directory of this machine; links are followed directly in it alone."""
+    place = real_path(place)
+
+    def list_names(folder: str) -> Names:
+        names = Names([], [])
+        with wrap_os_errors("list", place / folder), os.scandir(place / folder) as entries:
+            for entry in entries:
+                if entry.is_dir(follow_symlinks=not folder):
+                    names.folders.append(entry.name)
+                elif entry.is_file():
+                    names.files.append(entry.name)
+        return names
+
+    return list_names
+
+
+def list_stored_names(paths: Iterable[str]) -> Callable[[str], Names]:
+    """Return what lists the folders of a store, of which all objects are known by their paths."""
+    found: dict[str, tuple[dict[str, None], dict[str, None]]] = {}
+    for path in paths:
+        folder, _, name = path.rpartition("/")
+        found.setdefault(folder, ({}, {}))[1][name] = None
+        while folder:
+            above, _, name = folder.rpartition("/")
+            found.setdefault(above, ({}, {}))[0][name] = None
+            folder = above
+    return lambda folder: Names(*map(list, found.get(folder, ({}, {}))))
+
+
+__all__ = ["FILE_SUFFIXES", "Names", "is_marked", "list_inside", "list_local_names", "list_stored_names"]
