@@ -26,7 +26,9 @@ def add(verbs: Any) -> None:
     parser.add_argument("--rtol", type=float, default=0.0, help="tolerance relative to the second's values (0)")
     parser.add_argument("--atol", type=float, default=0.0, help="absolute tolerance (0); without any, by bits")
     parser.add_argument(
-        "--mapping", metavar="MODEL_TYPE", help="the second has Hugging Face's names of this model, such as qwen3_moe"
+        "--mapping",
+        metavar="MODEL_TYPE|FILE",
+        help="the second has Hugging Face's names of this model (qwen3_moe), or of rules: FILE.json, FILE.py:MAPPING",
     )
     parser.add_argument(
         "--prefix", default="", help="only keys of the first with this prefix, which names of the second lack"

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from shardckpt.errors import CheckpointingException, PluginError
+from shardckpt.huggingface.mapping_file import find_file_mapping
 from shardckpt.huggingface.rules import Rule, RuleMapping
 from shardckpt.plugins import Identity, KeyMapping, get_plugin_manager
 
@@ -68,20 +69,23 @@ def find_mapping(mapping: str | KeyMapping | None) -> KeyMapping:
     """Find the key mapping for a caller's argument.
 
     Args:
-        mapping: A key mapping; the ``model_type`` of a model, which plugins resolve before the built-in mappings; or
-            None, which keeps names and shapes.
+        mapping: A key mapping; the ``model_type`` of a model, which plugins resolve before the built-in mappings; a
+            file, ``"rules.json"`` or ``"rules.py:MAPPING"``; or None, which keeps names and shapes.
 
     Returns:
         The key mapping.
 
     Raises:
-        CheckpointingException: there is no mapping for the model.
+        CheckpointingException: there is no mapping for the model, or none in the file.
         PluginError: a plugin fails, or returns something that is not a key mapping.
     """
     if mapping is None:
         return Identity()
     if not isinstance(mapping, str):
         return _validate(mapping, "the mapping")
+    in_file = find_file_mapping(mapping)
+    if in_file is not None:
+        return in_file
     try:
         found = get_plugin_manager().hook.shardckpt_key_mapping(model_type=mapping)
     except Exception as exc:
@@ -90,7 +94,8 @@ def find_mapping(mapping: str | KeyMapping | None) -> KeyMapping:
     if found is None:
         raise CheckpointingException(
             f"no mapping for models of type {mapping!r}: built in are {', '.join(sorted(_BUILT_IN))}; plugins add "
-            f"others by shardckpt_key_mapping; None keeps the names{get_plugin_manager().faults_text()}"
+            "others by shardckpt_key_mapping; a file of rules is FILE.json or FILE.py:MAPPING; None keeps the names"
+            f"{get_plugin_manager().faults_text()}"
         )
     return _validate(found, f"the mapping of {mapping!r}")
 

@@ -12,7 +12,7 @@ from shardckpt.planning import Box
 from shardckpt.plugins import Identity, KeyMapEntry
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
     from shardckpt.planning import Ints
 
@@ -104,6 +104,9 @@ class Rule:
 class RuleMapping:
     """A key mapping by the first rule that matches a name; tensors that none matches keep their names.
 
+    A tensor that has a rule's name in the folder already is known, too: it keeps its name without a word. Of others
+    that no rule matches, an export warns, or fails if it is strict.
+
     Args:
         rules: The rules, in the order in which they are tried.
     """
@@ -116,9 +119,21 @@ class RuleMapping:
         found = (rule.links(key, shape) for rule in self._rules)
         return next((links for links in found if links is not None), Identity().links(key, shape))
 
+    def knows(self, key: str) -> bool:
+        """Return whether a rule matches a name, or gives it to a tensor of the folder."""
+        return any(_is_match(name, key) for rule in self._rules for name in (rule.stored, *rule.hub))
+
+    def find_unused(self, keys: Collection[str]) -> Sequence[str]:
+        """Return the stored names of the rules that match none of these keys."""
+        return [rule.stored for rule in self._rules if not any(_is_match(rule.stored, key) for key in keys)]
+
 
 def _fill(template: str, fields: Mapping[str, str]) -> str:
     return _FIELD.sub(lambda found: fields[found[1]], template)
+
+
+def _is_match(template: str, key: str) -> bool:
+    return _compile_pattern(template).fullmatch(key) is not None
 
 
 @functools.cache

@@ -78,6 +78,7 @@ class ConversionReport:
         resumed: Bytes that an earlier conversion had written before it was killed; these were not written again.
         plain_objects: How many of ``left_out``, the last, are PlainObject shards: values that only other libraries look
             for under these keys.
+        unmatched: Keys of tensors that match no rule of the mapping, and have kept their names.
     """
 
     old: tuple[str, int]
@@ -90,6 +91,7 @@ class ConversionReport:
     rewritten: dict[str, str]
     resumed: int = 0
     plain_objects: int = 0
+    unmatched: tuple[str, ...] = ()
 
 
 class _Written(NamedTuple):
@@ -100,6 +102,7 @@ class _Written(NamedTuple):
     left_out: Collection[str]
     plain_objects: Collection[str]
     rewritten: dict[str, str]
+    unmatched: Sequence[str]
 
 
 def _count_bytes(index: Sequence[ShardedBase]) -> int:
@@ -175,6 +178,7 @@ class Conversion:
                 rewritten=written.rewritten,
                 resumed=sum(journal.nbytes for journal in self.journals),
                 plain_objects=len(written.plain_objects),
+                unmatched=tuple(written.unmatched),
             )
 
     def _make_journal(self, stored: SummedCheckpoint, written: object) -> Journal | None:
@@ -184,7 +188,7 @@ class Conversion:
         source = identify_source(self.source, stored) if self.identify is None else self.identify(stored)
         if not source:
             return None
-        prefix, _, dtype, _, _, leave_out = self.options
+        prefix, _, dtype, _, _, leave_out, _ = self.options
         saver = None if self.saver is None else (self.saver.backend, self.saver.version, self._box_bytes())
         identity = make_identity(source, self.kind, saver, prefix, dtype, sorted(leave_out), written)
         self.journals.append(Journal(identity, stored.sums.take_log))
@@ -211,7 +215,7 @@ class Conversion:
     @property
     def _is_changed(self) -> bool:
         """Whether names, shapes, dtypes or the set of tensors are to change."""
-        prefix, mapping, dtype, _, _, leave_out = self.options
+        prefix, mapping, dtype, _, _, leave_out, _ = self.options
         return bool(prefix or dtype or leave_out) or not isinstance(mapping, Identity)
 
     def _check(self, opened: OpenCheckpoint) -> None:
@@ -242,7 +246,7 @@ class Conversion:
         kept_out = self.options.leave_out - {*map(plain_name, index), *stored.common()}
         kept_out |= {shard.key for shard in index if isinstance(shard, ShardedTensor)} & self.options.leave_out
         options = self.options._replace(leave_out=frozenset(kept_out))
-        planned, _ = plan_tensors([s for s in index if isinstance(s, ShardedTensor)], options)
+        planned, _, unmatched = plan_tensors([s for s in index if isinstance(s, ShardedTensor)], options)
         tensors = list(planned.values())
         kept = {part.key for tensor in tensors for part in tensor.parts} | {shard.unique_key for shard in objects}
         left_out = [stored_key(shard) for shard in index if stored_key(shard) not in kept]
@@ -253,7 +257,7 @@ class Conversion:
         else:
             rewritten = {}
             self._write_checkpoint(operation, proof, self.saver, tensors, objects, common, overwrite=overwrite)
-        return _Written(tensors, len(objects), left_out, plain_objects, rewritten)
+        return _Written(tensors, len(objects), left_out, plain_objects, rewritten, unmatched)
 
     def _read_values(self, stored: OpenCheckpoint) -> tuple[list[ShardedObject], StateDict]:
         """Return the objects with their values, those for stock DCP among them, and the common state."""
@@ -358,7 +362,7 @@ class Conversion:
         ).run()
         kept = {part.key for tensor in tensors for part in tensor.parts}
         left_out = [stored_key(shard) for shard in stored.index() if stored_key(shard) not in kept]
-        return _Written(tensors, 0, [*left_out, *stored.common()], self._list_plain_objects(stored), {})
+        return _Written(tensors, 0, [*left_out, *stored.common()], self._list_plain_objects(stored), {}, plan.unmatched)
 
     def _write_file(
         self,

@@ -61,6 +61,7 @@ def convert_checkpoint(
     mapping: str | KeyMapping | None = None,
     dtype: torch.dtype | str | None = None,
     prefix: str | None = None,
+    strict: bool = False,
     leave_out: Collection[str] = (),
     assets: str | os.PathLike[str] | None = None,
     max_shard_size: int | str = "5GB",
@@ -97,6 +98,7 @@ def convert_checkpoint(
         dtype: The dtype that floating-point tensors of 16 bits or more are cast to, except scales of 8-bit weights.
         prefix: If given, only tensors whose keys begin with it are written, without it; no objects, no common state.
             For ``"hf"`` the default is that of :func:`shardckpt.huggingface.export_to_huggingface`.
+        strict: Whether tensors that match no rule of the mapping are an error, before anything is written.
         leave_out: Names of tensors in the target that are not written, of objects, and of entries of the common state.
         assets: For ``"hf"``: a folder of the model's other files, which are copied.
         max_shard_size: For ``"hf"``: bytes of tensors in a file.
@@ -133,6 +135,7 @@ def convert_checkpoint(
         mapping=mapping,
         dtype=dtype,
         prefix=prefix,
+        strict=strict,
         leave_out=leave_out,
         assets=assets,
         max_shard_size=max_shard_size,
@@ -151,6 +154,7 @@ def run_conversion(
     mapping: str | KeyMapping | None,
     dtype: torch.dtype | str | None,
     prefix: str | None,
+    strict: bool,
     leave_out: Collection[str],
     assets: str | os.PathLike[str] | None,
     max_shard_size: int | str,
@@ -176,6 +180,7 @@ def run_conversion(
         parse_size(max_shard_size),
         SAFETENSORS,
         parse_leave_out(leave_out),
+        strict,
     )
     copied = () if assets is None else tuple(list_assets(assets))
     saver = None if to in (FOLDER, FILE) else _find_saver(to, plugins)

@@ -8,7 +8,7 @@ from shardckpt.errors import PluginError
 from shardckpt.planning import Box, Ints
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
 
 _MATRIX = 2  # axes that can be swapped
 
@@ -83,6 +83,17 @@ class KeyMapping(Protocol):
         Raises:
             ShardingError: a tensor of that name cannot have such a shape.
         """
+
+
+@runtime_checkable
+class KnowsKeys(Protocol):
+    """A key mapping that says which names it knows; of any other one, all names count as known."""
+
+    def knows(self, key: str) -> bool:
+        """Return whether a stored tensor's name, without the prefix, is one that the mapping is made for."""
+
+    def find_unused(self, keys: Collection[str]) -> Sequence[str]:
+        """Return the names, or patterns of names, of the mapping that none of these keys matches."""
 
 
 class Identity:
