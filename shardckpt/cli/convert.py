@@ -83,13 +83,29 @@ def add_mapping_options(parser: Any) -> None:
     parser.add_argument(
         "--strict", action="store_true", help="tensors that match no rule of --mapping are an error (a warning)"
     )
+    parser.add_argument(
+        "--cut-vocabulary",
+        action="store_true",
+        help="leave out rows with which Megatron pads the vocabulary, beyond vocab_size of config.json (an error)",
+    )
 
 
 def read_target_options(options: Any) -> dict[str, Any]:
     """Return these options as the arguments of :func:`shardckpt.maintenance.convert_checkpoint`."""
     from shardckpt.storage import parse_size
 
-    names = ("to", "overwrite", "mapping", "strict", "dtype", "prefix", "leave_out", "assets", "max_shard_size")
+    names = (
+        "to",
+        "overwrite",
+        "mapping",
+        "strict",
+        "cut_vocabulary",
+        "dtype",
+        "prefix",
+        "leave_out",
+        "assets",
+        "max_shard_size",
+    )
     return {name: getattr(options, name) for name in names} | {"memory_budget": parse_size(options.memory, "--memory")}
 
 

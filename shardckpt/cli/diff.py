@@ -8,6 +8,7 @@ common state differs, or only one of the checkpoints has it.
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from shardckpt.cli.exit_codes import FINE, FOUND
@@ -47,15 +48,18 @@ def add(verbs: Any) -> None:
 
 def run(options: Any) -> int:
     """Print a row for each tensor and value that differs, and a summary. Return the exit code."""
-    from shardckpt.huggingface import find_mapping
+    from shardckpt.engine import locate
+    from shardckpt.huggingface import find_mapping, read_config
     from shardckpt.maintenance import diff_checkpoints
+    from shardckpt.plugins import get_plugin_manager
 
+    config = partial(read_config, (), locate(options.second, get_plugin_manager()))
     report = diff_checkpoints(
         options.first,
         options.second,
         rtol=options.rtol,
         atol=options.atol,
-        mapping=find_mapping(options.mapping),
+        mapping=find_mapping(options.mapping, config, "keep"),
         prefix=options.prefix,
         read_values=options.read,
         tensors_only=options.tensors_only,

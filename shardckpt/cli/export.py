@@ -62,6 +62,7 @@ def run(options: Any) -> int:
             prefix=options.prefix,
             mapping=options.mapping,
             strict=options.strict,
+            cut_vocabulary=options.cut_vocabulary,
             dtype=options.dtype,
             max_shard_size=options.max_shard_size,
             format=options.format,

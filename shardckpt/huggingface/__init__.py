@@ -11,6 +11,7 @@ from shardckpt.storage import header_length
 if TYPE_CHECKING:
     from shardckpt.huggingface.assets import list_assets, read_assets
     from shardckpt.huggingface.check import check_folder
+    from shardckpt.huggingface.config import read_config
     from shardckpt.huggingface.convert import (
         dcp_to_torch_save,
         dcp_to_torch_state_dict,
@@ -47,6 +48,7 @@ __getattr__ = lazy_getattr(
     {
         "assets": ("list_assets", "read_assets"),
         "check": ("check_folder",),
+        "config": ("read_config",),
         "convert": (
             "dcp_to_torch_save",
             "dcp_to_torch_state_dict",
@@ -123,6 +125,7 @@ __all__ = [
     "plan_tensors",
     "read_all_of_folder",
     "read_assets",
+    "read_config",
     "save_state_dict",
     "torch_save_to_dcp",
 ]

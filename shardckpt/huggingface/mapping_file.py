@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardckpt.engine import expand_home
 from shardckpt.errors import CheckpointingException, listed
-from shardckpt.huggingface.folder import CONFIG_LIMIT, read_json
+from shardckpt.huggingface.folder import CONFIG, CONFIG_LIMIT, read_json
 from shardckpt.huggingface.rules import Rule, RuleMapping
 from shardckpt.plugins import KeyMapping
 
@@ -44,6 +44,17 @@ def find_file_mapping(text: str) -> KeyMapping | None:
             raise CheckpointingException(f"mapping {text!r}: a name after the colon is for Python files")
         return _make_mapping(read_json(path, CONFIG_LIMIT), str(path))
     return _make_mapping(_run(path, found["name"] or _DEFAULT_NAME), text)
+
+
+def read_config_file(text: str) -> dict[str, Any] | None:
+    """Return the content of a model's ``config.json`` that a text names; None if it names something else."""
+    path = Path(expand_home(text))
+    if path.name != CONFIG or not path.is_file():
+        return None
+    found = read_json(path, CONFIG_LIMIT)
+    if not isinstance(found.get("model_type"), str):
+        raise CheckpointingException(f"mapping {text!r}: the config has no model_type")
+    return found
 
 
 def _run(path: Path, name: str) -> object:

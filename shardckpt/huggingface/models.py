@@ -1,19 +1,24 @@
-"""Built-in key mappings, for models whose trainers hold all experts in one tensor and whose hub format does not.
+"""Built-in key mappings, by the ``model_type`` of a model of transformers.
 
-The names are those of transformers 5 (its conversion_mapping.py) and of torchtitan 0.1 to 0.3 (its Qwen3 adapter).
+The names are those of Megatron-Core 0.9 to 0.20, of transformers 5 (its conversion_mapping.py: trainers hold all
+experts in one tensor, folders do not) and of torchtitan 0.1 to 0.3 (its Qwen3 adapter).
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from itertools import chain
+from typing import TYPE_CHECKING, Any
 
 from shardckpt.errors import CheckpointingException, PluginError
-from shardckpt.huggingface.mapping_file import find_file_mapping
+from shardckpt.huggingface.mapping_file import find_file_mapping, read_config_file
+from shardckpt.huggingface.megatron import list_attention_rules, list_dense_rules
 from shardckpt.huggingface.rules import Rule, RuleMapping
-from shardckpt.plugins import Identity, KeyMapping, get_plugin_manager
+from shardckpt.plugins import Identity, KeyMapping, UsesConfig, get_plugin_manager
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+
+    from shardckpt.plugins import Padding
 
 _LAYER = "model.layers.{layer}"
 _EXPERTS = f"{_LAYER}.mlp.experts"
@@ -59,26 +64,63 @@ def _mixtral() -> Iterable[Rule]:
     yield Rule(f"{_LAYER}.mlp.gate.weight", (f"{_MIXTRAL}.gate.weight",))
 
 
+class _ModelMapping(RuleMapping):
+    """A table of several trainers' names, most of which a checkpoint lacks."""
+
+    def find_unused(self, keys: Collection[str]) -> Sequence[str]:  # noqa: ARG002 - that is as it should be
+        """Return nothing."""
+        return ()
+
+
+def _join(*rules: Iterable[Rule]) -> KeyMapping:
+    return _ModelMapping(tuple(chain(*rules)))
+
+
 _BUILT_IN: dict[str, KeyMapping] = {
-    "mixtral": RuleMapping(tuple(_mixtral())),
-    "qwen3_moe": RuleMapping(tuple(_qwen3_moe())),
+    **{name: _join(list_dense_rules(), list_attention_rules()) for name in ("llama", "mistral", "qwen2", "qwen3")},
+    "mixtral": _join(_mixtral(), list_dense_rules(), list_attention_rules()),
+    "qwen3_moe": _join(_qwen3_moe(), list_dense_rules(), list_attention_rules()),
 }
 
 
-def find_mapping(mapping: str | KeyMapping | None) -> KeyMapping:
+def find_mapping(
+    mapping: str | KeyMapping | None,
+    config: Callable[[], Mapping[str, Any] | None] | None = None,
+    padding: Padding = "refuse",
+) -> KeyMapping:
     """Find the key mapping for a caller's argument.
 
     Args:
         mapping: A key mapping; the ``model_type`` of a model, which plugins resolve before the built-in mappings; a
-            file, ``"rules.json"`` or ``"rules.py:MAPPING"``; or None, which keeps names and shapes.
+            file, ``"rules.json"`` or ``"rules.py:MAPPING"``; the path of a model's ``config.json``, for the mapping of
+            its ``model_type``; or None, which keeps names and shapes.
+        config: Returns the content of the model's ``config.json``, which has the numbers of heads; None if there is
+            none. It is called if the mapping may need them.
+        padding: What becomes of rows of the embedding that the config's ``vocab_size`` does not count: ``"refuse"``,
+            ``"cut"`` or ``"keep"``.
 
     Returns:
         The key mapping.
 
     Raises:
-        CheckpointingException: there is no mapping for the model, or none in the file.
+        CheckpointingException: there is no mapping for the model, or none in the file; or rows are to be cut, by a
+            mapping, or without a config, that does not say how many.
         PluginError: a plugin fails, or returns something that is not a key mapping.
     """
+    if isinstance(mapping, str) and (found := read_config_file(mapping)) is not None:
+        mapping, config = found["model_type"], lambda: found
+    chosen = _find(mapping)
+    if config is not None and isinstance(chosen, UsesConfig) and (values := config()):
+        return chosen.with_config(values, padding)
+    if padding == "cut":
+        raise CheckpointingException(
+            "cut_vocabulary (--cut-vocabulary) takes the key mapping of a model, and a folder with its config.json, "
+            "which has the vocab_size (assets=..., --assets)"
+        )
+    return chosen
+
+
+def _find(mapping: str | KeyMapping | None) -> KeyMapping:
     if mapping is None:
         return Identity()
     if not isinstance(mapping, str):

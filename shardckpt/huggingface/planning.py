@@ -216,7 +216,9 @@ def _hub_tensor(name: str, parts: list[StoredPart], dtypes: Mapping[str, torch.d
 
 
 def _cast(tensor: HubTensor, tensors: Mapping[str, HubTensor], target: torch.dtype | None) -> HubTensor:
-    """Return the tensor with its dtype after the cast; the scales of a weight of 8 bits or less keep theirs."""
+    """Return the tensor with its dtype after the cast; scales of 8-bit weights, and what a rule names, keep theirs."""
+    if any(part.link.keep_dtype for part in tensor.parts):
+        return tensor
     for suffix in _SCALE_SUFFIXES:
         weight = tensors.get(tensor.name.removesuffix(suffix)) if tensor.name.endswith(suffix) else None
         if weight is not None and weight.dtype.itemsize == 1:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from shardckpt.engine import (
@@ -18,6 +19,7 @@ from shardckpt.huggingface import (
     list_assets,
     parse_dtype,
     parse_leave_out,
+    read_config,
 )
 from shardckpt.maintenance.conversion import DCP, FILE, FOLDER, Conversion, ConversionReport
 from shardckpt.maintenance.sources import open_source
@@ -62,6 +64,7 @@ def convert_checkpoint(
     dtype: torch.dtype | str | None = None,
     prefix: str | None = None,
     strict: bool = False,
+    cut_vocabulary: bool = False,
     leave_out: Collection[str] = (),
     assets: str | os.PathLike[str] | None = None,
     max_shard_size: int | str = "5GB",
@@ -99,6 +102,7 @@ def convert_checkpoint(
         prefix: If given, only tensors whose keys begin with it are written, without it; no objects, no common state.
             For ``"hf"`` the default is that of :func:`shardckpt.huggingface.export_to_huggingface`.
         strict: Whether tensors that match no rule of the mapping are an error, before anything is written.
+        cut_vocabulary: As for :func:`shardckpt.huggingface.export_to_huggingface`.
         leave_out: Names of tensors in the target that are not written, of objects, and of entries of the common state.
         assets: For ``"hf"``: a folder of the model's other files, which are copied.
         max_shard_size: For ``"hf"``: bytes of tensors in a file.
@@ -136,6 +140,7 @@ def convert_checkpoint(
         dtype=dtype,
         prefix=prefix,
         strict=strict,
+        cut_vocabulary=cut_vocabulary,
         leave_out=leave_out,
         assets=assets,
         max_shard_size=max_shard_size,
@@ -155,6 +160,7 @@ def run_conversion(
     dtype: torch.dtype | str | None,
     prefix: str | None,
     strict: bool,
+    cut_vocabulary: bool,
     leave_out: Collection[str],
     assets: str | os.PathLike[str] | None,
     max_shard_size: int | str,
@@ -173,16 +179,18 @@ def run_conversion(
             f"memory={memory} bytes for converting {old}: at least {_LEAST_MEMORY >> 20} MiB are needed"
         )
     plugins = get_plugin_manager()
+    copied = () if assets is None else tuple(list_assets(assets))
+    # the config is that of the folder that is written; of another target, none
+    config = partial(read_config, copied, locate(new, plugins)) if to == FOLDER else None
     options = ExportOptions(
         prefix,
-        find_mapping(mapping),
+        find_mapping(mapping, config, "cut" if cut_vocabulary else "refuse"),
         parse_dtype(dtype),
         parse_size(max_shard_size),
         SAFETENSORS,
         parse_leave_out(leave_out),
         strict,
     )
-    copied = () if assets is None else tuple(list_assets(assets))
     saver = None if to in (FOLDER, FILE) else _find_saver(to, plugins)
     if copied and to != FOLDER:
         raise CheckpointingException(f"assets={assets!r} are copied to Hugging Face folders alone, not with to={to!r}")

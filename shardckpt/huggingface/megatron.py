@@ -1,0 +1,118 @@
+"""Tables of names: Megatron-Core's GPTModel, as its checkpoints have it, and the models of transformers.
+
+Keys have the number of a layer, or all layers along the first axis of one tensor; likewise experts. Layer norms are
+those of Transformer Engine's fused linear layers (``linear_qkv.layer_norm_weight``), or of modules of their own. Local
+shards of a fused gate and up projection (``linear_fc1``) are stored so that the whole has first the gate, then up; with
+``singleton_local_shards`` they are two tensors, ``weight_w`` and ``weight_v``.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, TypeGuard
+
+from shardckpt.errors import CheckpointingException, ShapeMismatchError
+from shardckpt.huggingface.rules import HubConfig, Rows, Rule
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+#: A layer by its number, and all along the first axis.
+_STORED = ("decoder.layers.{layer}", "decoder.layers")
+_HUB = "model.layers.{layer}"
+_WEIGHTS = ("weight", "bias")
+
+
+def list_attention_rules() -> Iterator[Rule]:
+    """Yield the rules of attention with a fused linear layer of queries, keys and values, and its norms."""
+    for kind in _WEIGHTS:
+        hub = [f"self_attn.{letter}_proj.{kind}" for letter in "qkv"]
+        yield from _layer(f"self_attention.linear_qkv.{kind}", *hub, split=split_qkv)
+        yield from _layer(f"self_attention.linear_proj.{kind}", f"self_attn.o_proj.{kind}")
+    for letter in "qk":
+        yield from _layer(f"self_attention.{letter}_layernorm.weight", f"self_attn.{letter}_norm.weight")
+
+
+def list_dense_rules() -> Iterator[Rule]:
+    """Yield the rules of what all models have: the ends, the norms of layers, and dense MLPs."""
+    yield Rule("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), split=split_vocabulary)
+    yield Rule("output_layer.weight", ("lm_head.weight",), split=split_vocabulary)
+    yield Rule("decoder.final_layernorm.weight", ("model.norm.weight",))
+    for name in ("input_layernorm.weight", "self_attention.linear_qkv.layer_norm_weight"):
+        yield from _layer(name, "input_layernorm.weight")
+    for name in ("pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight"):
+        yield from _layer(name, "post_attention_layernorm.weight")
+    yield from _mlp("mlp", "mlp")
+
+
+def _mlp(stored: str, hub: str) -> Iterator[Rule]:
+    """Yield the rules of an MLP with a gate."""
+    for kind in _WEIGHTS:
+        yield from _layer(f"{stored}.linear_fc1.{kind}", f"{hub}.gate_proj.{kind}", f"{hub}.up_proj.{kind}")
+        yield from _layer(f"{stored}.linear_fc1.{kind}_w", f"{hub}.gate_proj.{kind}")
+        yield from _layer(f"{stored}.linear_fc1.{kind}_v", f"{hub}.up_proj.{kind}")
+        yield from _layer(f"{stored}.linear_fc2.{kind}", f"{hub}.down_proj.{kind}")
+
+
+def _layer(stored: str, *hub: str, **options: Any) -> Iterator[Rule]:
+    """Yield the rules of a tensor of a layer."""
+    for prefix in _STORED:
+        yield Rule(f"{prefix}.{stored}", tuple(f"{_HUB}.{name}" for name in hub), **options)
+
+
+def split_qkv(rows: int, config: HubConfig | None) -> Sequence[Rows]:
+    """Return the rows of queries, keys and values: each group has those of its queries, of a key and of a value.
+
+    Raises:
+        CheckpointingException: There is no config, or the rows are not those of its heads and groups.
+    """
+    if config is None:
+        raise CheckpointingException(
+            "to part queries, keys and values takes the numbers of heads: give a folder with the model's config.json "
+            "(assets=..., --assets), or name that file as the mapping"
+        )
+    heads = config.values.get("num_attention_heads")
+    groups = config.values.get("num_key_value_heads") or heads
+    if not (_is_count(heads) and _is_count(groups)):
+        raise CheckpointingException(
+            f"config.json has {heads!r} as num_attention_heads and {groups!r} as num_key_value_heads: expected numbers"
+        )
+    queries = heads // groups
+    size, rest = divmod(rows, groups * (queries + 2))
+    head_dim = config.values.get("head_dim") or size
+    if heads % groups or rest or size != head_dim:
+        raise ShapeMismatchError(
+            f"{rows} rows are not those of {heads} heads in {groups} groups of config.json (head_dim {head_dim}): "
+            "is it the config of another model?"
+        )
+    each = queries * size
+    found = []
+    for group in range(groups):
+        start = group * (each + 2 * size)
+        found += [
+            Rows(0, start, group * each, each),
+            Rows(1, start + each, group * size, size),
+            Rows(2, start + each + size, group * size, size),
+        ]
+    return found
+
+
+def split_vocabulary(rows: int, config: HubConfig | None) -> Sequence[Rows]:
+    """Return the rows of the vocabulary, without those that pad it if these are to be cut.
+
+    Raises:
+        ShapeMismatchError: There are other rows than the config's ``vocab_size``, and they are not to be cut.
+    """
+    size = config.values.get("vocab_size") if config is not None else None
+    if config is None or not _is_count(size) or rows == size or config.padding == "keep":
+        return [Rows(0, 0, 0, rows)]
+    if rows < size or config.padding != "cut":
+        raise ShapeMismatchError(
+            f"config.json has a vocab_size of {size}, the checkpoint {rows} rows"
+            + ("" if rows < size else ": cut those that pad the vocabulary (cut_vocabulary=True, --cut-vocabulary)")
+            + f", or write {rows} as vocab_size into config.json"
+        )
+    return [Rows(0, 0, 0, size)]
+
+
+def _is_count(value: object) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0

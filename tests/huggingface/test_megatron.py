@@ -1,0 +1,111 @@
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from shardckpt import dist_checkpointing as dc
+from shardckpt.cli import main
+from shardckpt.errors import CheckpointingException, ShapeMismatchError
+from shardckpt.huggingface import export_to_huggingface, load_from_huggingface
+from shardckpt.huggingface.models import find_mapping
+from tests.huggingface.megatron_models import CONFIGS, blank, make_config, make_hub_tensors, make_megatron_state
+from tests.huggingface.samples import read, same
+from tests.tables import table
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from shardckpt.mapping import ShardedTensor
+
+STYLES = ("numbered", "stacked", "single")
+
+
+def _write_config(folder: Path, config: dict[str, Any]) -> Path:
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def _save(
+    tmp_path: Path, kind: str, style: str, pad_to: int = 0
+) -> tuple[dict[str, torch.Tensor], list[ShardedTensor]]:
+    """A model by Megatron's names in ``c``, and its config in ``assets``; its tensors and shards."""
+    config = make_config(kind)
+    hub = make_hub_tensors(config)
+    shards = make_megatron_state(hub, config, style, pad_to)
+    dc.save({"model": shards, "iteration": 3}, tmp_path / "c")
+    _write_config(tmp_path / "assets", config)
+    return hub, shards
+
+
+def _check(found: dict[str, torch.Tensor], hub: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == hub.keys()
+    assert [name for name in hub if not same(found[name], hub[name])] == []
+
+
+@table(("kind", "style"), [(kind, style) for kind in CONFIGS for style in STYLES])
+def test_a_model_of_megatron_becomes_one_of_transformers_and_back(kind: str, style: str, tmp_path: Path) -> None:
+    """TP 2 x PP 2 x EP 2, in each way that Megatron stores it: the Hub's names and bits, and the shards again."""
+    hub, shards = _save(tmp_path, kind, style)
+    exported = export_to_huggingface(
+        tmp_path / "c", tmp_path / "hf", mapping=kind, assets=tmp_path / "assets", strict=True
+    )
+    assert exported.unmatched == ()
+    _check(read(tmp_path / "hf"), hub)
+    filled = blank(shards)
+    load_from_huggingface({"model": filled}, tmp_path / "hf", mapping=kind)
+    assert [a.key for a, b in zip(filled, shards, strict=True) if not same(a.data, b.data)] == []
+
+
+def test_convert_proves_a_model_of_megatron_and_diff_compares_it(tmp_path: Path) -> None:
+    """`convert` reads again what it wrote; `diff --mapping` finds both equal; a config.json is a mapping, too."""
+    hub, _ = _save(tmp_path, "qwen3", "stacked")
+    c, hf, assets = (str(tmp_path / name) for name in ("c", "hf", "assets"))
+    assert main(["convert", c, hf, "--to", "hf", "--mapping", "qwen3", "--assets", assets, "--strict"]) == 0
+    _check(read(tmp_path / "hf"), hub)
+    assert main(["diff", c, hf, "--mapping", "qwen3"]) == 0
+    assert main(["convert", c, f"{hf}.pt", "--to", "torch", "--mapping", f"{assets}/config.json"]) == 0
+    found = torch.load(f"{hf}.pt")
+    assert found.pop("iteration") == 3
+    _check(found, hub)
+    with dc.open_checkpoint(c) as checkpoint:
+        _check(dict(checkpoint.weights(f"{assets}/config.json")), hub)
+
+
+def test_rows_that_pad_the_vocabulary_are_cut_only_if_said(tmp_path: Path) -> None:
+    """More rows than vocab_size are an error that names the way out; cut, they are not written; a load fills zeros."""
+    hub, shards = _save(tmp_path, "llama", "numbered", pad_to=64)
+    args: dict[str, Any] = {"mapping": "llama", "assets": tmp_path / "assets"}
+    with pytest.raises(ShapeMismatchError, match=r"word_embeddings.*vocab_size of 48, .* 64 rows: cut.*--cut-"):
+        export_to_huggingface(tmp_path / "c", tmp_path / "hf", **args)
+    assert not (tmp_path / "hf").exists()
+    export_to_huggingface(tmp_path / "c", tmp_path / "hf", cut_vocabulary=True, **args)
+    _check(read(tmp_path / "hf"), hub)
+    options = ["--to", "hf", "--mapping", "llama", "--assets", str(tmp_path / "assets"), "--cut-vocabulary"]
+    assert main(["convert", str(tmp_path / "c"), str(tmp_path / "proved"), *options]) == 0
+    _check(read(tmp_path / "proved"), hub)
+    filled = blank(shards)
+    load_from_huggingface({"model": filled}, tmp_path / "hf", mapping="llama")
+    for one, other in zip(filled, shards, strict=True):
+        assert same(one.data, torch.where(other.data == -1, 0.0, other.data))
+
+
+def test_a_mapping_that_lacks_what_it_needs_says_so(tmp_path: Path) -> None:
+    """Without a config, with one of other heads or without heads, and where nothing says the vocabulary, are errors."""
+    _save(tmp_path, "qwen3", "numbered")
+    wrong = _write_config(tmp_path / "wrong", {**make_config("qwen3"), "num_attention_heads": 6})
+    empty = _write_config(tmp_path / "empty", {"model_type": "qwen3"})
+    for args, text in (
+        ({}, r"linear_qkv.weight' of shape .*numbers of heads.*--assets"),
+        ({"assets": wrong}, "not those of 6 heads in 4 groups.*another model"),
+        ({"assets": empty}, "None as num_attention_heads"),
+        ({"cut_vocabulary": True}, "cut_vocabulary .* takes the key mapping of a model"),
+    ):
+        with pytest.raises(CheckpointingException, match=text):
+            export_to_huggingface(tmp_path / "c", tmp_path / "hf", mapping="qwen3", **args)  # type: ignore[arg-type]
+    (tmp_path / "assets" / "config.json").write_text("{}")
+    with pytest.raises(CheckpointingException, match="has no model_type"):
+        find_mapping(str(tmp_path / "assets" / "config.json"))
