@@ -44,6 +44,32 @@ def list_dense_rules() -> Iterator[Rule]:
     yield from _mlp("mlp", "mlp")
 
 
+def list_expert_rules(router: str, gate: str, up: str, down: str) -> Iterator[Rule]:
+    """Yield the rules of a router and its experts, from the folder's names of these, without those of the layer.
+
+    Experts are along an axis, numbered in the stored name, or have the names of a module's parameters: of a grouped
+    linear layer (``linear_fc1.weight3``) or a list (``local_experts.3``), which is of use where one rank has them all.
+    """
+    yield from _layer("mlp.router.weight", router)
+    for experts, number in (
+        ("mlp.experts", ""),
+        ("mlp.experts.{expert}", ""),
+        ("mlp.experts", "{expert}"),
+        ("mlp.experts.local_experts.{expert}", ""),
+    ):
+        yield from _layer(f"{experts}.linear_fc1.weight{number}", gate, up)
+        yield from _layer(f"{experts}.linear_fc2.weight{number}", down)
+    yield from _layer("mlp.experts.{expert}.linear_fc1.weight_w", gate)
+    yield from _layer("mlp.experts.{expert}.linear_fc1.weight_v", up)
+
+
+def list_shared_expert_rules(hub: str, gate: str | None = None) -> Iterator[Rule]:
+    """Yield the rules of shared experts, from the folder's name of these and of what weighs them."""
+    yield from _mlp("mlp.shared_experts", hub)
+    if gate is not None:
+        yield from _layer("mlp.shared_experts.gate_weight", gate)
+
+
 def _mlp(stored: str, hub: str) -> Iterator[Rule]:
     """Yield the rules of an MLP with a gate."""
     for kind in _WEIGHTS:

@@ -6,12 +6,16 @@ experts in one tensor, folders do not) and of torchtitan 0.1 to 0.3 (its Qwen3 a
 
 from __future__ import annotations
 
-from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from shardckpt.errors import CheckpointingException, PluginError
 from shardckpt.huggingface.mapping_file import find_file_mapping, read_config_file
-from shardckpt.huggingface.megatron import list_attention_rules, list_dense_rules
+from shardckpt.huggingface.megatron import (
+    list_attention_rules,
+    list_dense_rules,
+    list_expert_rules,
+    list_shared_expert_rules,
+)
 from shardckpt.huggingface.rules import Rule, RuleMapping
 from shardckpt.plugins import Identity, KeyMapping, UsesConfig, get_plugin_manager
 
@@ -26,10 +30,12 @@ _HUB_EXPERT = f"{_EXPERTS}.{{expert}}"
 _MIXTRAL = f"{_LAYER}.block_sparse_moe"
 
 
-def _qwen3_moe() -> Iterable[Rule]:
+def _experts() -> Iterable[Rule]:
+    """Yield the rules of experts by Megatron's names and by those of transformers, for folders with Qwen's names."""
     yield Rule(f"{_EXPERTS}.gate_up_proj", (f"{_HUB_EXPERT}.gate_proj.weight", f"{_HUB_EXPERT}.up_proj.weight"))
     yield Rule(f"{_EXPERTS}.down_proj", (f"{_HUB_EXPERT}.down_proj.weight",))
-    yield from _torchtitan_qwen3()
+    parts = (f"mlp.experts.{{expert}}.{name}_proj.weight" for name in ("gate", "up", "down"))
+    yield from list_expert_rules("mlp.gate.weight", *parts)
 
 
 def _torchtitan_qwen3() -> Iterable[Rule]:
@@ -62,6 +68,8 @@ def _mixtral() -> Iterable[Rule]:
     yield Rule(f"{_EXPERTS}.gate_up_proj", (f"{expert}.w1.weight", f"{expert}.w3.weight"))
     yield Rule(f"{_EXPERTS}.down_proj", (f"{expert}.w2.weight",))
     yield Rule(f"{_LAYER}.mlp.gate.weight", (f"{_MIXTRAL}.gate.weight",))
+    parts = (f"block_sparse_moe.experts.{{expert}}.{name}.weight" for name in ("w1", "w3", "w2"))
+    yield from list_expert_rules("block_sparse_moe.gate.weight", *parts)
 
 
 class _ModelMapping(RuleMapping):
@@ -72,14 +80,13 @@ class _ModelMapping(RuleMapping):
         return ()
 
 
-def _join(*rules: Iterable[Rule]) -> KeyMapping:
-    return _ModelMapping(tuple(chain(*rules)))
-
-
+_DENSE = (*list_dense_rules(), *list_attention_rules())
+_QWEN2_SHARED = tuple(list_shared_expert_rules("mlp.shared_expert", "mlp.shared_expert_gate.weight"))
 _BUILT_IN: dict[str, KeyMapping] = {
-    **{name: _join(list_dense_rules(), list_attention_rules()) for name in ("llama", "mistral", "qwen2", "qwen3")},
-    "mixtral": _join(_mixtral(), list_dense_rules(), list_attention_rules()),
-    "qwen3_moe": _join(_qwen3_moe(), list_dense_rules(), list_attention_rules()),
+    **{name: _ModelMapping(_DENSE) for name in ("llama", "mistral", "qwen2", "qwen3")},
+    "mixtral": _ModelMapping((*_DENSE, *_mixtral())),
+    "qwen2_moe": _ModelMapping((*_DENSE, *_experts(), *_QWEN2_SHARED)),
+    "qwen3_moe": _ModelMapping((*_DENSE, *_experts(), *_torchtitan_qwen3())),
 }
 
 

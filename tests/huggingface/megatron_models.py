@@ -27,7 +27,24 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "llama": {"attention_bias": True, "mlp_bias": True},
     "qwen2": {"tie_word_embeddings": True},
     "qwen3": {"head_dim": 6},
+    "mixtral": {"num_local_experts": 4},
+    "qwen2_moe": {"num_experts": 4, "moe_intermediate_size": 8, "shared_expert_intermediate_size": 12},
+    "qwen3_moe": {"num_experts": 4, "moe_intermediate_size": 8, "head_dim": 6},
 }
+#: What the names of experts begin with in a folder, and those of gate, up and down.
+_QWEN = ("mlp.experts", "mlp.gate.weight", ("gate_proj", "up_proj", "down_proj"))
+EXPERTS = {
+    "mixtral": ("block_sparse_moe.experts", "block_sparse_moe.gate.weight", ("w1", "w3", "w2")),
+    "qwen2_moe": _QWEN,
+    "qwen3_moe": _QWEN,
+}
+#: Likewise of shared experts.
+SHARED = {"qwen2_moe": "mlp.shared_expert"}
+
+
+def count_experts(config: dict[str, Any]) -> int:
+    """Return the number of experts of a model."""
+    return next((config[name] for name in ("num_experts", "num_local_experts") if name in config), 0)
 
 
 def make_config(model_type: str) -> dict[str, Any]:
@@ -60,15 +77,32 @@ def _list_shapes(config: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]
         heads, groups = config["num_attention_heads"] * size, config["num_key_value_heads"] * size
         for letter, rows in (("q", heads), ("k", groups), ("v", groups)):
             yield f"{prefix}.self_attn.{letter}_proj.weight", (rows, hidden)
-            if kind == "qwen2" or config.get("attention_bias"):
+            if kind.startswith("qwen2") or config.get("attention_bias"):
                 yield f"{prefix}.self_attn.{letter}_proj.bias", (rows,)
         yield f"{prefix}.self_attn.o_proj.weight", (hidden, heads)
         if config.get("attention_bias"):
             yield f"{prefix}.self_attn.o_proj.bias", (hidden,)
-        if kind == "qwen3":
+        if kind.startswith("qwen3"):
             yield f"{prefix}.self_attn.q_norm.weight", (size,)
             yield f"{prefix}.self_attn.k_norm.weight", (size,)
-        yield from _list_mlp(f"{prefix}.mlp", config, config["intermediate_size"])
+        if kind in EXPERTS:
+            yield from _list_experts(prefix, config)
+        else:
+            yield from _list_mlp(f"{prefix}.mlp", config, config["intermediate_size"])
+
+
+def _list_experts(prefix: str, config: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
+    experts, router, names = EXPERTS[config["model_type"]]
+    hidden, width = config["hidden_size"], config.get("moe_intermediate_size", config["intermediate_size"])
+    yield f"{prefix}.{router}", (count_experts(config), hidden)
+    for expert in range(count_experts(config)):
+        for name, shape in zip(names, ((width, hidden), (width, hidden), (hidden, width)), strict=True):
+            yield f"{prefix}.{experts}.{expert}.{name}.weight", shape
+    if config["model_type"] in SHARED:
+        yield from _list_mlp(
+            f"{prefix}.{SHARED[config['model_type']]}", config, config["shared_expert_intermediate_size"]
+        )
+        yield f"{prefix}.mlp.shared_expert_gate.weight", (1, hidden)
 
 
 def _list_mlp(prefix: str, config: dict[str, Any], width: int) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -142,10 +176,14 @@ class MegatronRank:
         norm = "input_layernorm" if is_stacked else "self_attention.linear_qkv.layer_norm"
         joint = "." if is_stacked else "_"
         self._add_of_layer(f"{norm}{joint}weight", self.part["input_layernorm.weight"])
-        norm = "pre_mlp_layernorm" if is_stacked else "mlp.linear_fc1.layer_norm"
-        self._add_of_layer(f"{norm}{joint}weight", self.part["post_attention_layernorm.weight"])
+        has_experts = "mlp.gate_proj.weight" not in self.part
+        norm = "pre_mlp_layernorm." if is_stacked or has_experts else "mlp.linear_fc1.layer_norm_"
+        self._add_of_layer(f"{norm}weight", self.part["post_attention_layernorm.weight"])
         self._add_attention()
-        self._add_mlp("mlp", "mlp")
+        if has_experts:
+            self._add_experts()
+        else:
+            self._add_mlp("mlp", "mlp")
 
     def _add_of_layer(self, name: str, whole: torch.Tensor, axis: int | None = None) -> None:
         self._add(f"{self.prefix}.{name}", whole, axis, prepended=self.prepended)
@@ -176,11 +214,35 @@ class MegatronRank:
             down = self.part[f"{hub}.down_proj.{kind}"]
             self._add_of_layer(f"{stored}.linear_fc2.{kind}", down, 1 if kind == "weight" else None)
 
+    def _add_experts(self) -> None:
+        """Add the router, this rank's experts, each in its place, and the shared ones."""
+        experts, router, (gate, up, down) = EXPERTS[self.config["model_type"]]
+        self._add_of_layer("mlp.router.weight", self.part[router])
+        total = count_experts(self.config)
+        for expert in range(total)[self.dp * total // EP : (self.dp + 1) * total // EP]:
+            is_single = self.style == "single"
+            key = f"{self.prefix}.mlp.experts{f'.{expert}' if is_single else ''}"
+            place = self.prepended if is_single else (*self.prepended, (expert, total))
+            halves = [self.part[f"{experts}.{expert}.{name}.weight"].chunk(TP)[self.tp] for name in (gate, up)]
+            self._add_fused(f"{key}.linear_fc1.weight", halves[0], halves[1], place, 0)
+            columns = self.part[f"{experts}.{expert}.{down}.weight"].chunk(TP, 1)[self.tp]
+            self._describe(f"{key}.linear_fc2.weight", columns, [(1, self.tp, TP)], (0, 0, 0), place)
+        shared = SHARED.get(self.config["model_type"])
+        if shared is not None:
+            self._add_mlp("mlp.shared_experts", shared)
+        if "mlp.shared_expert_gate.weight" in self.part:
+            self._add_of_layer("mlp.shared_experts.gate_weight", self.part["mlp.shared_expert_gate.weight"])
+
     def _add_fused(
-        self, key: str, gate: torch.Tensor, up: torch.Tensor, prepended: tuple[tuple[int, int], ...], dp: int = 0
+        self,
+        key: str,
+        gate: torch.Tensor,
+        up: torch.Tensor,
+        prepended: tuple[tuple[int, int], ...],
+        copy: int | None = None,
     ) -> None:
         """Add both halves of a fused local tensor, as Megatron's factory cuts it."""
-        replica_id = (0, 0, self.dp if not dp else 0)
+        replica_id = (0, 0, self.dp if copy is None else copy)
         if self.style == "single":
             self._describe(f"{key}_w", gate, [(0, self.tp, TP)], replica_id, prepended)
             self._describe(f"{key}_v", up, [(0, self.tp, TP)], replica_id, prepended)

@@ -93,6 +93,15 @@ def test_rows_that_pad_the_vocabulary_are_cut_only_if_said(tmp_path: Path) -> No
         assert same(one.data, torch.where(other.data == -1, 0.0, other.data))
 
 
+@table("name", ["linear_fc1.weight{}", "local_experts.{}.linear_fc1.weight"])
+def test_experts_by_the_names_of_parameters_are_mapped(name: str) -> None:
+    """What a plain state dict calls the experts of a grouped linear layer, or of a list of them, has its names, too."""
+    links = find_mapping("qwen3_moe").links(f"decoder.layers.1.mlp.experts.{name.format(3)}", (8, 4))
+    prefix = "model.layers.1.mlp.experts.3"
+    assert [link.name for link in links] == [f"{prefix}.gate_proj.weight", f"{prefix}.up_proj.weight"]
+    assert links[1].box.offset == (4, 0)
+
+
 def test_a_mapping_that_lacks_what_it_needs_says_so(tmp_path: Path) -> None:
     """Without a config, with one of other heads or without heads, and where nothing says the vocabulary, are errors."""
     _save(tmp_path, "qwen3", "numbered")
