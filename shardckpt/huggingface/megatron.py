@@ -8,13 +8,14 @@ shards of a fused gate and up projection (``linear_fc1``) are stored so that the
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 from shardckpt.errors import CheckpointingException, ShapeMismatchError
 from shardckpt.huggingface.rules import HubConfig, Rows, Rule
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
 #: A layer by its number, and all along the first axis.
 _STORED = ("decoder.layers.{layer}", "decoder.layers")
@@ -27,21 +28,55 @@ def list_attention_rules() -> Iterator[Rule]:
     for kind in _WEIGHTS:
         hub = [f"self_attn.{letter}_proj.{kind}" for letter in "qkv"]
         yield from _layer(f"self_attention.linear_qkv.{kind}", *hub, split=split_qkv)
-        yield from _layer(f"self_attention.linear_proj.{kind}", f"self_attn.o_proj.{kind}")
     for letter in "qk":
         yield from _layer(f"self_attention.{letter}_layernorm.weight", f"self_attn.{letter}_norm.weight")
 
 
 def list_dense_rules() -> Iterator[Rule]:
-    """Yield the rules of what all models have: the ends, the norms of layers, and dense MLPs."""
+    """Yield the rules of what all models have: the ends, the norms of layers, attention's output, and dense MLPs."""
     yield Rule("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), split=split_vocabulary)
     yield Rule("output_layer.weight", ("lm_head.weight",), split=split_vocabulary)
     yield Rule("decoder.final_layernorm.weight", ("model.norm.weight",))
+    for kind in _WEIGHTS:
+        yield from _layer(f"self_attention.linear_proj.{kind}", f"self_attn.o_proj.{kind}")
     for name in ("input_layernorm.weight", "self_attention.linear_qkv.layer_norm_weight"):
         yield from _layer(name, "input_layernorm.weight")
     for name in ("pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight"):
         yield from _layer(name, "post_attention_layernorm.weight")
     yield from _mlp("mlp", "mlp")
+
+
+def list_latent_attention_rules() -> Iterator[Rule]:
+    """Yield the rules of multi-latent attention; its norms are in Transformer Engine's up projections, or apart."""
+    yield from _layer("self_attention.linear_q_proj.weight", "self_attn.q_proj.weight")
+    for letter, down in (("q", "q_a_proj"), ("kv", "kv_a_proj_with_mqa")):
+        yield from _layer(f"self_attention.linear_{letter}_down_proj.weight", f"self_attn.{down}.weight")
+        yield from _layer(f"self_attention.linear_{letter}_up_proj.weight", f"self_attn.{letter}_b_proj.weight")
+        for norm in (f"linear_{letter}_up_proj.layer_norm_weight", f"{letter}_layernorm.weight"):
+            yield from _layer(f"self_attention.{norm}", f"self_attn.{letter}_a_layernorm.weight")
+
+
+def list_prediction_rules(rules: Sequence[Rule], config: Mapping[str, Any]) -> Iterator[Rule]:
+    """Yield the rules of layers that predict further tokens, which folders number after the others.
+
+    Args:
+        rules: The rules of other layers, which serve for the layers in these.
+        config: The content of ``config.json``, which has the numbers of both.
+    """
+    first, count = (config.get(name) for name in ("num_hidden_layers", "num_nextn_predict_layers"))
+    if not (_is_count(first) and _is_count(count)):
+        return
+    parts = {"enorm": "enorm", "hnorm": "hnorm", "eh_proj": "eh_proj", "final_layernorm": "shared_head.norm"}
+    for number in range(count):
+        for stored, hub in parts.items():
+            name = f"model.layers.{first + number}.{hub}.weight"
+            yield Rule(f"mtp.layers.{number}.{stored}.weight", (name,))
+        for rule in rules:
+            if rule.stored.startswith(_STORED[0]):
+                hubs = tuple(name.replace("{layer}", str(first + number)) for name in rule.hub)
+                rest = rule.stored.removeprefix(_STORED[0])
+                for inner in ("transformer_layer", "mtp_model_layer"):  # until Megatron-Core 0.16, and since
+                    yield replace(rule, stored=f"mtp.layers.{number}.{inner}{rest}", hub=hubs)
 
 
 def list_expert_rules(router: str, gate: str, up: str, down: str) -> Iterator[Rule]:
@@ -51,6 +86,8 @@ def list_expert_rules(router: str, gate: str, up: str, down: str) -> Iterator[Ru
     linear layer (``linear_fc1.weight3``) or a list (``local_experts.3``), which is of use where one rank has them all.
     """
     yield from _layer("mlp.router.weight", router)
+    bias = router.replace(".weight", ".e_score_correction_bias")
+    yield from _layer("mlp.router.expert_bias", bias, keep_dtype=True)  # of 32 bits, whatever the others are
     for experts, number in (
         ("mlp.experts", ""),
         ("mlp.experts.{expert}", ""),

@@ -14,6 +14,8 @@ from shardckpt.huggingface.megatron import (
     list_attention_rules,
     list_dense_rules,
     list_expert_rules,
+    list_latent_attention_rules,
+    list_prediction_rules,
     list_shared_expert_rules,
 )
 from shardckpt.huggingface.rules import Rule, RuleMapping
@@ -80,9 +82,26 @@ class _ModelMapping(RuleMapping):
         return ()
 
 
+class _PredictingMapping(_ModelMapping):
+    """A table with rules of layers that predict further tokens: their numbers are known with the config."""
+
+    def with_config(self, config: Mapping[str, Any], padding: Padding) -> RuleMapping:
+        """Return the table with those rules."""
+        rules = (*self._rules, *list_prediction_rules(self._rules, config))
+        return _ModelMapping(rules).with_config(config, padding)
+
+
 _DENSE = (*list_dense_rules(), *list_attention_rules())
 _QWEN2_SHARED = tuple(list_shared_expert_rules("mlp.shared_expert", "mlp.shared_expert_gate.weight"))
 _BUILT_IN: dict[str, KeyMapping] = {
+    "deepseek_v3": _PredictingMapping(
+        (
+            *list_dense_rules(),
+            *list_latent_attention_rules(),
+            *_experts(),
+            *list_shared_expert_rules("mlp.shared_experts"),
+        )
+    ),
     **{name: _ModelMapping(_DENSE) for name in ("llama", "mistral", "qwen2", "qwen3")},
     "mixtral": _ModelMapping((*_DENSE, *_mixtral())),
     "qwen2_moe": _ModelMapping((*_DENSE, *_experts(), *_QWEN2_SHARED)),

@@ -30,6 +30,19 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "mixtral": {"num_local_experts": 4},
     "qwen2_moe": {"num_experts": 4, "moe_intermediate_size": 8, "shared_expert_intermediate_size": 12},
     "qwen3_moe": {"num_experts": 4, "moe_intermediate_size": 8, "head_dim": 6},
+    "deepseek_v3": {
+        "num_key_value_heads": 8,
+        "q_lora_rank": 10,
+        "kv_lora_rank": 6,
+        "qk_nope_head_dim": 4,
+        "qk_rope_head_dim": 2,
+        "v_head_dim": 3,
+        "n_routed_experts": 4,
+        "n_shared_experts": 1,
+        "moe_intermediate_size": 8,
+        "first_k_dense_replace": 1,
+        "num_nextn_predict_layers": 1,
+    },
 }
 #: What the names of experts begin with in a folder, and those of gate, up and down.
 _QWEN = ("mlp.experts", "mlp.gate.weight", ("gate_proj", "up_proj", "down_proj"))
@@ -37,14 +50,17 @@ EXPERTS = {
     "mixtral": ("block_sparse_moe.experts", "block_sparse_moe.gate.weight", ("w1", "w3", "w2")),
     "qwen2_moe": _QWEN,
     "qwen3_moe": _QWEN,
+    "deepseek_v3": _QWEN,
 }
 #: Likewise of shared experts.
-SHARED = {"qwen2_moe": "mlp.shared_expert"}
+SHARED = {"qwen2_moe": "mlp.shared_expert", "deepseek_v3": "mlp.shared_experts"}
 
 
 def count_experts(config: dict[str, Any]) -> int:
     """Return the number of experts of a model."""
-    return next((config[name] for name in ("num_experts", "num_local_experts") if name in config), 0)
+    return next(
+        (config[name] for name in ("num_experts", "num_local_experts", "n_routed_experts") if name in config), 0
+    )
 
 
 def make_config(model_type: str) -> dict[str, Any]:
@@ -69,26 +85,50 @@ def _list_shapes(config: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]
     yield "model.norm.weight", (hidden,)
     if not config.get("tie_word_embeddings"):
         yield "lm_head.weight", (config["vocab_size"], hidden)
-    for layer in range(config["num_hidden_layers"]):
+    layers = config["num_hidden_layers"]
+    predicting = config.get("num_nextn_predict_layers", 0)
+    for layer in range(layers, layers + predicting):
+        for name, shape in (("enorm", (hidden,)), ("hnorm", (hidden,)), ("eh_proj", (hidden, 2 * hidden))):
+            yield f"model.layers.{layer}.{name}.weight", shape
+        yield f"model.layers.{layer}.shared_head.norm.weight", (hidden,)
+    for layer in range(layers + predicting):
         prefix = f"model.layers.{layer}"
         yield f"{prefix}.input_layernorm.weight", (hidden,)
         yield f"{prefix}.post_attention_layernorm.weight", (hidden,)
-        size = config.get("head_dim", hidden // config["num_attention_heads"])
-        heads, groups = config["num_attention_heads"] * size, config["num_key_value_heads"] * size
-        for letter, rows in (("q", heads), ("k", groups), ("v", groups)):
-            yield f"{prefix}.self_attn.{letter}_proj.weight", (rows, hidden)
-            if kind.startswith("qwen2") or config.get("attention_bias"):
-                yield f"{prefix}.self_attn.{letter}_proj.bias", (rows,)
-        yield f"{prefix}.self_attn.o_proj.weight", (hidden, heads)
-        if config.get("attention_bias"):
-            yield f"{prefix}.self_attn.o_proj.bias", (hidden,)
-        if kind.startswith("qwen3"):
-            yield f"{prefix}.self_attn.q_norm.weight", (size,)
-            yield f"{prefix}.self_attn.k_norm.weight", (size,)
-        if kind in EXPERTS:
+        if kind in EXPERTS and layer >= config.get("first_k_dense_replace", 0):
             yield from _list_experts(prefix, config)
         else:
             yield from _list_mlp(f"{prefix}.mlp", config, config["intermediate_size"])
+        latent = "kv_lora_rank" in config
+        yield from (_list_latent if latent else _list_attention)(f"{prefix}.self_attn", config)
+
+
+def _list_attention(prefix: str, config: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
+    hidden, kind = config["hidden_size"], config["model_type"]
+    size = config.get("head_dim", hidden // config["num_attention_heads"])
+    heads, groups = config["num_attention_heads"] * size, config["num_key_value_heads"] * size
+    for letter, rows in (("q", heads), ("k", groups), ("v", groups)):
+        yield f"{prefix}.{letter}_proj.weight", (rows, hidden)
+        if kind.startswith("qwen2") or config.get("attention_bias"):
+            yield f"{prefix}.{letter}_proj.bias", (rows,)
+    yield f"{prefix}.o_proj.weight", (hidden, heads)
+    if config.get("attention_bias"):
+        yield f"{prefix}.o_proj.bias", (hidden,)
+    if kind.startswith("qwen3"):
+        yield f"{prefix}.q_norm.weight", (size,)
+        yield f"{prefix}.k_norm.weight", (size,)
+
+
+def _list_latent(prefix: str, config: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
+    hidden, heads = config["hidden_size"], config["num_attention_heads"]
+    queries, latent, rope = config["q_lora_rank"], config["kv_lora_rank"], config["qk_rope_head_dim"]
+    yield f"{prefix}.q_a_proj.weight", (queries, hidden)
+    yield f"{prefix}.q_a_layernorm.weight", (queries,)
+    yield f"{prefix}.q_b_proj.weight", (heads * (config["qk_nope_head_dim"] + rope), queries)
+    yield f"{prefix}.kv_a_proj_with_mqa.weight", (latent + rope, hidden)
+    yield f"{prefix}.kv_a_layernorm.weight", (latent,)
+    yield f"{prefix}.kv_b_proj.weight", (heads * (config["qk_nope_head_dim"] + config["v_head_dim"]), latent)
+    yield f"{prefix}.o_proj.weight", (hidden, heads * config["v_head_dim"])
 
 
 def _list_experts(prefix: str, config: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -98,11 +138,13 @@ def _list_experts(prefix: str, config: dict[str, Any]) -> Iterator[tuple[str, tu
     for expert in range(count_experts(config)):
         for name, shape in zip(names, ((width, hidden), (width, hidden), (hidden, width)), strict=True):
             yield f"{prefix}.{experts}.{expert}.{name}.weight", shape
-    if config["model_type"] in SHARED:
-        yield from _list_mlp(
-            f"{prefix}.{SHARED[config['model_type']]}", config, config["shared_expert_intermediate_size"]
-        )
+    shared = SHARED.get(config["model_type"])
+    if shared is not None:
+        yield from _list_mlp(f"{prefix}.{shared}", config, config.get("shared_expert_intermediate_size", width))
+    if config["model_type"] == "qwen2_moe":
         yield f"{prefix}.mlp.shared_expert_gate.weight", (1, hidden)
+    if config["model_type"] == "deepseek_v3":
+        yield f"{prefix}.mlp.gate.e_score_correction_bias", (count_experts(config),)
 
 
 def _list_mlp(prefix: str, config: dict[str, Any], width: int) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -131,6 +173,8 @@ class MegatronRank:
             self._add_vocabulary("embedding.word_embeddings.weight", "model.embed_tokens.weight")
         for layer in range(layers)[self.pp * layers // PP : (self.pp + 1) * layers // PP]:
             self._add_layer(layer)
+        if f"model.layers.{layers}.enorm.weight" in hub and self.pp == PP - 1:
+            self._add_prediction(layers)
         if self.pp == PP - 1:
             self._add("decoder.final_layernorm.weight", hub["model.norm.weight"])
             if "lm_head.weight" in hub:
@@ -167,19 +211,29 @@ class MegatronRank:
         padded = torch.cat([rows, torch.full((max(self.pad_to - len(rows), 0), rows.shape[1]), -1.0)])
         self._add(key, padded, 0, copy=copy, allow_shape_mismatch=bool(self.pad_to))
 
-    def _add_layer(self, layer: int) -> None:
+    def _add_prediction(self, layer: int) -> None:
+        """Add the layer that predicts one more token."""
+        for name, hub in (("enorm", "enorm"), ("hnorm", "hnorm"), ("final_layernorm", "shared_head.norm")):
+            self._add(f"mtp.layers.0.{name}.weight", self.hub[f"model.layers.{layer}.{hub}.weight"])
+        self._add("mtp.layers.0.eh_proj.weight", self.hub[f"model.layers.{layer}.eh_proj.weight"], 0)
+        self._add_layer(layer, "mtp.layers.0.transformer_layer")
+
+    def _add_layer(self, layer: int, prefix: str = "") -> None:
         names = {key.removeprefix(f"model.layers.{layer}."): key for key in self.hub}
         self.part = {short: self.hub[key] for short, key in names.items() if short != key}
         is_stacked = self.style == "stacked"
-        self.prefix = "decoder.layers" if is_stacked else f"decoder.layers.{layer}"
+        self.prefix = prefix or ("decoder.layers" if is_stacked else f"decoder.layers.{layer}")
         self.prepended: tuple[tuple[int, int], ...] = ((layer, self.config["num_hidden_layers"]),) if is_stacked else ()
-        norm = "input_layernorm" if is_stacked else "self_attention.linear_qkv.layer_norm"
-        joint = "." if is_stacked else "_"
-        self._add_of_layer(f"{norm}{joint}weight", self.part["input_layernorm.weight"])
+        is_latent = "kv_lora_rank" in self.config
+        norm = "input_layernorm." if is_stacked or is_latent else "self_attention.linear_qkv.layer_norm_"
+        self._add_of_layer(f"{norm}weight", self.part["input_layernorm.weight"])
         has_experts = "mlp.gate_proj.weight" not in self.part
         norm = "pre_mlp_layernorm." if is_stacked or has_experts else "mlp.linear_fc1.layer_norm_"
         self._add_of_layer(f"{norm}weight", self.part["post_attention_layernorm.weight"])
-        self._add_attention()
+        if is_latent:
+            self._add_latent_attention()
+        else:
+            self._add_attention()
         if has_experts:
             self._add_experts()
         else:
@@ -205,6 +259,16 @@ class MegatronRank:
                 norm = self.part[f"self_attn.{letter}_norm.weight"]
                 self._add_of_layer(f"self_attention.{letter}_layernorm.weight", norm)
 
+    def _add_latent_attention(self) -> None:
+        part = {name.removeprefix("self_attn."): tensor for name, tensor in self.part.items()}
+        for letter, down in (("q", "q_a_proj"), ("kv", "kv_a_proj_with_mqa")):
+            self._add_of_layer(f"self_attention.linear_{letter}_down_proj.weight", part[f"{down}.weight"])
+            norm = f"linear_{letter}_up_proj.layer_norm_weight"
+            norm = f"{letter}_layernorm.weight" if self.style == "single" else norm
+            self._add_of_layer(f"self_attention.{norm}", part[f"{letter}_a_layernorm.weight"])
+            self._add_of_layer(f"self_attention.linear_{letter}_up_proj.weight", part[f"{letter}_b_proj.weight"], 0)
+        self._add_of_layer("self_attention.linear_proj.weight", part["o_proj.weight"], 1)
+
     def _add_mlp(self, stored: str, hub: str) -> None:
         for kind in ("weight", "bias"):
             if f"{hub}.gate_proj.{kind}" not in self.part:
@@ -218,6 +282,8 @@ class MegatronRank:
         """Add the router, this rank's experts, each in its place, and the shared ones."""
         experts, router, (gate, up, down) = EXPERTS[self.config["model_type"]]
         self._add_of_layer("mlp.router.weight", self.part[router])
+        if "mlp.gate.e_score_correction_bias" in self.part:
+            self._add_of_layer("mlp.router.expert_bias", self.part["mlp.gate.e_score_correction_bias"])
         total = count_experts(self.config)
         for expert in range(total)[self.dp * total // EP : (self.dp + 1) * total // EP]:
             is_single = self.style == "single"

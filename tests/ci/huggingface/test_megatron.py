@@ -18,6 +18,7 @@ transformers = pytest.importorskip("transformers")
 
 #: What a model needs besides to run.
 MORE: dict[str, dict[str, Any]] = {
+    "deepseek_v3": {"num_experts_per_tok": 2, "n_group": 2, "topk_group": 1},
     "mixtral": {"num_experts_per_tok": 2},
     "qwen2_moe": {"num_experts_per_tok": 2},
     "qwen3_moe": {"num_experts_per_tok": 2},
