@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from shardckpt.huggingface.header import parse_header
     from shardckpt.huggingface.hub_tensor import HubTensor
     from shardckpt.huggingface.load import huggingface_index, load_from_huggingface
-    from shardckpt.huggingface.models import find_mapping
+    from shardckpt.huggingface.load_strategy import HuggingFaceLoadStrategy
+    from shardckpt.huggingface.models import MegatronMapping, find_mapping
     from shardckpt.huggingface.names import (
         SAFETENSORS,
         assign_files,
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
     from shardckpt.huggingface.torch_save import TorchFile
     from shardckpt.huggingface.torch_strategy import TorchFileLoadStrategy, list_values
     from shardckpt.huggingface.weights import ModelCheckpoint
-    from shardckpt.huggingface.whole_folder import read_all_of_folder
+    from shardckpt.huggingface.whole_folder import StoredNames, name_for_trainer, read_all_of_folder
 
 # lazy: a format that takes names of the Hub from here must not import the archives, which unpickle
 __getattr__ = lazy_getattr(
@@ -61,7 +62,8 @@ __getattr__ = lazy_getattr(
         "header": ("parse_header",),
         "hub_tensor": ("HubTensor",),
         "load": ("huggingface_index", "load_from_huggingface"),
-        "models": ("find_mapping",),
+        "load_strategy": ("HuggingFaceLoadStrategy",),
+        "models": ("MegatronMapping", "find_mapping"),
         "names": (
             "SAFETENSORS",
             "assign_files",
@@ -77,7 +79,7 @@ __getattr__ = lazy_getattr(
         "torch_save": ("TorchFile",),
         "torch_strategy": ("TorchFileLoadStrategy", "list_values"),
         "weights": ("ModelCheckpoint",),
-        "whole_folder": ("read_all_of_folder",),
+        "whole_folder": ("StoredNames", "name_for_trainer", "read_all_of_folder"),
     },
 )
 
@@ -89,12 +91,15 @@ __all__ = [
     "Exported",
     "FolderExport",
     "HubTensor",
+    "HuggingFaceLoadStrategy",
     "Identity",
     "KeyMapEntry",
     "KeyMapping",
+    "MegatronMapping",
     "ModelCheckpoint",
     "Rule",
     "RuleMapping",
+    "StoredNames",
     "TorchFile",
     "TorchFileLoadStrategy",
     "assign_files",
@@ -116,6 +121,7 @@ __all__ = [
     "list_values",
     "load_from_huggingface",
     "make_state_dict",
+    "name_for_trainer",
     "natural_order",
     "parse_dtype",
     "parse_header",

@@ -39,10 +39,12 @@ def list_dense_rules() -> Iterator[Rule]:
     yield Rule("decoder.final_layernorm.weight", ("model.norm.weight",))
     for kind in _WEIGHTS:
         yield from _layer(f"self_attention.linear_proj.{kind}", f"self_attn.o_proj.{kind}")
-    for name in ("input_layernorm.weight", "self_attention.linear_qkv.layer_norm_weight"):
-        yield from _layer(name, "input_layernorm.weight")
-    for name in ("pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight"):
-        yield from _layer(name, "post_attention_layernorm.weight")
+    for fused, beside, apart, hub in (
+        ("self_attention.linear_qkv", "self_attn.k_proj", "input_layernorm", "input_layernorm"),
+        ("mlp.linear_fc1", "mlp.gate_proj", "pre_mlp_layernorm", "post_attention_layernorm"),
+    ):
+        yield from _layer(f"{fused}.layer_norm_weight", f"{hub}.weight", beside=f"{_HUB}.{beside}.weight")
+        yield from _layer(f"{apart}.weight", f"{hub}.weight")
     yield from _mlp("mlp", "mlp")
 
 
@@ -76,7 +78,8 @@ def list_prediction_rules(rules: Sequence[Rule], config: Mapping[str, Any]) -> I
                 hubs = tuple(name.replace("{layer}", str(first + number)) for name in rule.hub)
                 rest = rule.stored.removeprefix(_STORED[0])
                 for inner in ("transformer_layer", "mtp_model_layer"):  # until Megatron-Core 0.16, and since
-                    yield replace(rule, stored=f"mtp.layers.{number}.{inner}{rest}", hub=hubs)
+                    beside = rule.beside.replace("{layer}", str(first + number))
+                    yield replace(rule, stored=f"mtp.layers.{number}.{inner}{rest}", hub=hubs, beside=beside)
 
 
 def list_expert_rules(router: str, gate: str, up: str, down: str) -> Iterator[Rule]:

@@ -24,7 +24,8 @@ from shardckpt.plugins import Identity, KeyMapping, UsesConfig, get_plugin_manag
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
-    from shardckpt.plugins import Padding
+    from shardckpt.planning import Ints
+    from shardckpt.plugins import KeyMapEntry, Padding
 
 _LAYER = "model.layers.{layer}"
 _EXPERTS = f"{_LAYER}.mlp.experts"
@@ -33,11 +34,9 @@ _MIXTRAL = f"{_LAYER}.block_sparse_moe"
 
 
 def _experts() -> Iterable[Rule]:
-    """Yield the rules of experts by Megatron's names and by those of transformers, for folders with Qwen's names."""
+    """Yield the rules of experts by the names of transformers, for folders with Qwen's names."""
     yield Rule(f"{_EXPERTS}.gate_up_proj", (f"{_HUB_EXPERT}.gate_proj.weight", f"{_HUB_EXPERT}.up_proj.weight"))
     yield Rule(f"{_EXPERTS}.down_proj", (f"{_HUB_EXPERT}.down_proj.weight",))
-    parts = (f"mlp.experts.{{expert}}.{name}_proj.weight" for name in ("gate", "up", "down"))
-    yield from list_expert_rules("mlp.gate.weight", *parts)
 
 
 def _torchtitan_qwen3() -> Iterable[Rule]:
@@ -70,42 +69,79 @@ def _mixtral() -> Iterable[Rule]:
     yield Rule(f"{_EXPERTS}.gate_up_proj", (f"{expert}.w1.weight", f"{expert}.w3.weight"))
     yield Rule(f"{_EXPERTS}.down_proj", (f"{expert}.w2.weight",))
     yield Rule(f"{_LAYER}.mlp.gate.weight", (f"{_MIXTRAL}.gate.weight",))
-    parts = (f"block_sparse_moe.experts.{{expert}}.{name}.weight" for name in ("w1", "w3", "w2"))
-    yield from list_expert_rules("block_sparse_moe.gate.weight", *parts)
 
 
 class _ModelMapping(RuleMapping):
     """A table of several trainers' names, most of which a checkpoint lacks."""
+
+    def with_config(self, config: Mapping[str, Any], padding: Padding) -> RuleMapping:
+        """Return the table with the rules of layers that predict further tokens, whose numbers the config says."""
+        return RuleMapping.with_config(
+            _ModelMapping((*list_prediction_rules(self._rules, config), *self._rules)), config, padding
+        )
 
     def find_unused(self, keys: Collection[str]) -> Sequence[str]:  # noqa: ARG002 - that is as it should be
         """Return nothing."""
         return ()
 
 
-class _PredictingMapping(_ModelMapping):
-    """A table with rules of layers that predict further tokens: their numbers are known with the config."""
+_DENSE = (*list_dense_rules(), *list_attention_rules())
+_QWEN_EXPERTS = tuple(
+    list_expert_rules("mlp.gate.weight", *(f"mlp.experts.{{expert}}.{n}_proj.weight" for n in ("gate", "up", "down")))
+)
+_MIXTRAL_EXPERTS = tuple(
+    list_expert_rules(
+        "block_sparse_moe.gate.weight", *(f"block_sparse_moe.experts.{{expert}}.{n}.weight" for n in ("w1", "w3", "w2"))
+    )
+)
+_QWEN2_SHARED = tuple(list_shared_expert_rules("mlp.shared_expert", "mlp.shared_expert_gate.weight"))
+_DEEPSEEK = (*list_dense_rules(), *list_latent_attention_rules(), *list_shared_expert_rules("mlp.shared_experts"))
+#: Megatron's names, by model type.
+_MEGATRON: dict[str, tuple[Rule, ...]] = {
+    "deepseek_v3": (*_DEEPSEEK, *_QWEN_EXPERTS),
+    "llama": _DENSE,
+    "mistral": _DENSE,
+    "mixtral": (*_DENSE, *_MIXTRAL_EXPERTS),
+    "qwen2": _DENSE,
+    "qwen2_moe": (*_DENSE, *_QWEN_EXPERTS, *_QWEN2_SHARED),
+    "qwen3": _DENSE,
+    "qwen3_moe": (*_DENSE, *_QWEN_EXPERTS),
+}
+#: Those of other trainers.
+_OTHERS: dict[str, tuple[Rule, ...]] = {
+    "deepseek_v3": tuple(_experts()),
+    "mixtral": tuple(_mixtral()),
+    "qwen2_moe": tuple(_experts()),
+    "qwen3_moe": (*_experts(), *_torchtitan_qwen3()),
+}
+
+
+class MegatronMapping:
+    """Megatron's names alone, between which and the Hub's a conversion goes both ways; the config says the model."""
+
+    def links(self, key: str, shape: Ints) -> Sequence[KeyMapEntry]:  # noqa: ARG002 - there is no table yet
+        """Raise: without a config there is no table."""
+        raise CheckpointingException(
+            f"mapping {MEGATRON!r} takes the model's config.json, which says the model: give a folder that has it "
+            "(assets=..., --assets), or name that file as the mapping"
+        )
 
     def with_config(self, config: Mapping[str, Any], padding: Padding) -> RuleMapping:
-        """Return the table with those rules."""
-        rules = (*self._rules, *list_prediction_rules(self._rules, config))
-        return _ModelMapping(rules).with_config(config, padding)
+        """Return the table of the config's model."""
+        kind = config.get("model_type")
+        if kind not in _MEGATRON:
+            raise CheckpointingException(
+                f"mapping {MEGATRON!r}: config.json has {kind!r} as model_type; there are tables for "
+                f"{', '.join(_MEGATRON)}"
+            )
+        return _ModelMapping(_MEGATRON[str(kind)]).with_config(config, padding)
 
 
-_DENSE = (*list_dense_rules(), *list_attention_rules())
-_QWEN2_SHARED = tuple(list_shared_expert_rules("mlp.shared_expert", "mlp.shared_expert_gate.weight"))
+#: The mapping of Megatron's names to those of the model that ``config.json`` says.
+MEGATRON = "megatron"
 _BUILT_IN: dict[str, KeyMapping] = {
-    "deepseek_v3": _PredictingMapping(
-        (
-            *list_dense_rules(),
-            *list_latent_attention_rules(),
-            *_experts(),
-            *list_shared_expert_rules("mlp.shared_experts"),
-        )
-    ),
-    **{name: _ModelMapping(_DENSE) for name in ("llama", "mistral", "qwen2", "qwen3")},
-    "mixtral": _ModelMapping((*_DENSE, *_mixtral())),
-    "qwen2_moe": _ModelMapping((*_DENSE, *_experts(), *_QWEN2_SHARED)),
-    "qwen3_moe": _ModelMapping((*_DENSE, *_experts(), *_torchtitan_qwen3())),
+    **{name: _ModelMapping((*rules, *_OTHERS.get(name, ()))) for name, rules in _MEGATRON.items()},
+    MEGATRON: MegatronMapping(),
 }
 
 

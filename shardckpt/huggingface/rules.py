@@ -10,7 +10,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from shardckpt.errors import CheckpointingException, ShardingError
+from shardckpt.errors import CheckpointingException, KeyMismatchError, ShardingError, listed
 from shardckpt.planning import Box
 from shardckpt.plugins import Identity, KeyMapEntry
 
@@ -48,6 +48,22 @@ class Rows(NamedTuple):
     size: int
 
 
+class StoredPlace(NamedTuple):
+    """Where a tensor of a folder is stored.
+
+    Attributes:
+        key: The stored name.
+        place: The indices along leading axes, of the layer and the expert.
+        number: The number of its name in the rule.
+        names: The names of all tensors of the folder that are there together.
+    """
+
+    key: str
+    place: Ints
+    number: int
+    names: list[str]
+
+
 @dataclass(frozen=True)
 class Rule:
     """How stored tensors of one kind are named and split in a Hugging Face folder.
@@ -69,6 +85,8 @@ class Rule:
         split: Returns which rows of a stored tensor are in which of the folder's, from the number of its rows and the
             model's config; by default the parts are equal.
         keep_dtype: Whether an export that casts leaves these tensors as they are.
+        beside: A name in the folder, with the fields of the others, without which the rule is not used to go from the
+            folder's names to stored ones; there the first rule that gives a name counts.
 
     Raises:
         ShardingError: A field is twice in the stored name, or in a name of the folder alone; or ``hub`` is a text.
@@ -79,6 +97,7 @@ class Rule:
     transposed: bool = False
     split: Callable[[int, HubConfig | None], Sequence[Rows]] | None = None
     keep_dtype: bool = False
+    beside: str = ""
 
     def __post_init__(self) -> None:
         hub: object = self.hub
@@ -136,6 +155,22 @@ class Rule:
                 entries.append(KeyMapEntry(names[name], hub_shape, offset, box, self.transposed, self.keep_dtype))
         return entries
 
+    def locate(self, name: str, folder: Collection[str]) -> StoredPlace | None:
+        """Return where a tensor of a folder with these names is stored; None if this rule does not give it its name."""
+        for number, template in enumerate(self.hub):
+            found = _compile_pattern(template).fullmatch(name)
+            if found is None:
+                continue
+            fields = found.groupdict()
+            axes = [axis for axis in _AXES if axis in fields and axis not in _FIELD.findall(self.stored)]
+            is_known = all(field in fields for field in _FIELD.findall(self.stored))
+            if is_known and all(fields[axis].isdecimal() for axis in axes):
+                if self.beside and _fill(self.beside, fields) not in folder:
+                    continue
+                place = tuple(int(fields[axis]) for axis in axes)
+                return StoredPlace(_fill(self.stored, fields), place, number, [_fill(hub, fields) for hub in self.hub])
+        return None
+
     def _split(self, key: str, shape: Ints, rows: int, config: HubConfig | None) -> Sequence[Rows]:
         """Return which rows are in which of the folder's tensors."""
         if self.split is not None:
@@ -181,6 +216,43 @@ class RuleMapping:
         made = copy.copy(self)
         made._config = HubConfig(config, padding)  # noqa: SLF001 - its own
         return made
+
+    def find_stored_shapes(self, folder: Mapping[str, Ints]) -> tuple[dict[str, Ints], list[str]]:
+        """Go from a folder's names to stored ones.
+
+        Args:
+            folder: The shape of each tensor of the folder, by name.
+
+        Returns:
+            The shape of each tensor that is stored, by key; and the names that no rule gives.
+
+        Raises:
+            KeyMismatchError: The folder lacks a part of a tensor that is stored.
+        """
+        parts: dict[str, dict[int, Ints]] = {}
+        extents: dict[str, Ints] = {}
+        unmatched = []
+        for name, shape in folder.items():
+            located = self._locate(name, folder) if shape else None
+            if located is None:
+                unmatched.append(name)
+                continue
+            rule, (key, place, number, names) = located
+            if missing := [each for each in names if each not in folder]:
+                raise KeyMismatchError(f"the folder lacks {listed(missing)}, of which {key!r} is made, too")
+            parts.setdefault(key, {})[number] = (*shape[:-2], *shape[:-3:-1]) if rule.transposed else shape
+            ends = tuple(index + 1 for index in place)
+            extents[key] = tuple(map(max, extents.get(key, ends), ends))
+        stored = {
+            key: (*extents[key], sum(shape[0] for shape in shapes.values()), *next(iter(shapes.values()))[1:])
+            for key, shapes in parts.items()
+        }
+        return stored, unmatched
+
+    def _locate(self, name: str, folder: Collection[str]) -> tuple[Rule, StoredPlace] | None:
+        """Return the first rule that gives a tensor of a folder its name, and where it is stored."""
+        found = ((rule, rule.locate(name, folder)) for rule in self._rules)
+        return next(((rule, place) for rule, place in found if place is not None), None)
 
     def knows(self, key: str) -> bool:
         """Return whether a rule matches a name, or gives it to a tensor of the folder."""

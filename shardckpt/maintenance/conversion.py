@@ -21,6 +21,7 @@ from shardckpt.errors import CheckpointingException, CorruptCheckpointError, lis
 from shardckpt.huggingface import (
     ExportOptions,
     FolderExport,
+    HuggingFaceLoadStrategy,
     TorchFile,
     forget_structure,
     list_values,
@@ -248,6 +249,9 @@ class Conversion:
         options = self.options._replace(leave_out=frozenset(kept_out))
         planned, _, unmatched = plan_tensors([s for s in index if isinstance(s, ShardedTensor)], options)
         tensors = list(planned.values())
+        is_mapped = isinstance(stored.strategy, HuggingFaceLoadStrategy) and not isinstance(options.mapping, Identity)
+        if is_mapped and all(tensor.name == part.key for tensor in tensors for part in tensor.parts):
+            logger.warning("the mapping changes no name of a Hugging Face folder; 'megatron' gives Megatron's")
         kept = {part.key for tensor in tensors for part in tensor.parts} | {shard.unique_key for shard in objects}
         left_out = [stored_key(shard) for shard in index if stored_key(shard) not in kept]
         left_out += [key for key in stored.common() if key not in common]

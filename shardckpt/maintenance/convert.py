@@ -15,6 +15,8 @@ from shardckpt.errors import CheckpointingException, UnknownBackendError
 from shardckpt.huggingface import (
     SAFETENSORS,
     ExportOptions,
+    MegatronMapping,
+    StoredNames,
     find_mapping,
     list_assets,
     parse_dtype,
@@ -22,7 +24,7 @@ from shardckpt.huggingface import (
     read_config,
 )
 from shardckpt.maintenance.conversion import DCP, FILE, FOLDER, Conversion, ConversionReport
-from shardckpt.maintenance.sources import open_source
+from shardckpt.maintenance.sources import identify_source, open_for_trainer, open_source, read_hub_config
 from shardckpt.plugins import StrategyAction, get_plugin_manager
 from shardckpt.storage import (
     LEAST_READING,
@@ -97,7 +99,8 @@ def convert_checkpoint(
             are in memory as a whole; nor what a strategy keeps that copies tensors until it has all of them.
         overwrite: As for :func:`migrate_checkpoint`; for ``"hf"``, replace the weights in a folder; for ``"torch"``,
             replace the file.
-        mapping: How names and shapes change: as for :func:`shardckpt.huggingface.export_to_huggingface`.
+        mapping: How names and shapes change: as for :func:`shardckpt.huggingface.export_to_huggingface`. ``"megatron"``
+            goes both ways: from a Hugging Face folder to any other format it gives tensors Megatron's names and shapes.
         dtype: The dtype that floating-point tensors of 16 bits or more are cast to, except scales of 8-bit weights.
         prefix: If given, only tensors whose keys begin with it are written, without it; no objects, no common state.
             For ``"hf"`` the default is that of :func:`shardckpt.huggingface.export_to_huggingface`.
@@ -201,6 +204,13 @@ def run_conversion(
         named = not isinstance(to, SaveStrategy)  # the options of an instance are not known
         source = locate(old, plugins)
         refuse_overlap([source], target, in_place=saver is not None)
+        chosen, identified, planned = opener, identify, options
+        if isinstance(options.mapping, MegatronMapping) and opener is open_source and to != FOLDER:
+            config = read_hub_config(source, plugins)
+            if config is not None:  # the way back: the folder's names become the trainer's
+                names = options.mapping.with_config(config, "keep")
+                chosen, identified = partial(open_for_trainer, names, strict), partial(identify_source, source)
+                planned = options._replace(mapping=StoredNames(names))
         return Conversion(
             source,
             target,
@@ -208,12 +218,12 @@ def run_conversion(
             saver,
             plugins,
             memory,
-            options,
+            planned,
             copied,
             allow_globals,
-            named and (opener is open_source or identify is not None),
-            opener,
-            identify,
+            named and (chosen is open_source or identified is not None),
+            chosen,
+            identified,
             buffers=buffers,
         ).run(overwrite=overwrite)
 

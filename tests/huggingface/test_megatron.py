@@ -8,10 +8,10 @@ import torch
 
 from shardckpt import dist_checkpointing as dc
 from shardckpt.cli import main
-from shardckpt.errors import CheckpointingException, ShapeMismatchError
-from shardckpt.huggingface import export_to_huggingface, load_from_huggingface
+from shardckpt.errors import CheckpointingException, KeyMismatchError, ShapeMismatchError, ShardingError
+from shardckpt.huggingface import export_to_huggingface, load_from_huggingface, save_state_dict
 from shardckpt.huggingface.models import find_mapping
-from shardckpt.maintenance import convert_checkpoint
+from shardckpt.maintenance import convert_checkpoint, diff_checkpoints
 from tests.huggingface.megatron_models import CONFIGS, blank, make_config, make_hub_tensors, make_megatron_state
 from tests.huggingface.samples import read, same
 from tests.tables import table
@@ -80,6 +80,22 @@ def test_convert_proves_a_model_of_megatron_and_diff_compares_it(tmp_path: Path)
         _check(dict(checkpoint.weights(f"{assets}/config.json")), hub)
 
 
+@table("kind", CONFIGS)
+def test_a_folder_of_the_hub_becomes_a_checkpoint_of_megatron_and_back(kind: str, tmp_path: Path) -> None:
+    """`convert --mapping megatron` goes from the Hub's names to those of GPTModel's shards, and back, bit for bit."""
+    hub, shards = _save(tmp_path, kind, "numbered")
+    assets = str(tmp_path / "assets")
+    hf, c, new = (str(tmp_path / name) for name in ("hf", "start", "new"))
+    export_to_huggingface(tmp_path / "c", hf, mapping="megatron", assets=assets, strict=True)
+    assert main(["convert", hf, c, "--mapping", "megatron", "--strict"]) == 0
+    assert diff_checkpoints(c, tmp_path / "c", tensors_only=True).are_same
+    filled = blank(shards)
+    dc.load({"model": filled}, c)
+    assert [a.key for a, b in zip(filled, shards, strict=True) if not same(a.data, b.data)] == []
+    assert main(["convert", c, new, "--to", "hf", "--mapping", "megatron", "--assets", hf, "--strict"]) == 0
+    _check(read(tmp_path / "new"), hub)
+
+
 def test_rows_that_pad_the_vocabulary_are_cut_only_if_said(tmp_path: Path) -> None:
     """More rows than vocab_size are an error that names the way out; cut, they are not written; a load fills zeros."""
     hub, shards = _save(tmp_path, "llama", "numbered", pad_to=64)
@@ -119,6 +135,37 @@ def test_a_cast_leaves_the_bias_of_a_router_in_32_bits(tmp_path: Path) -> None:
             name for name in hub if name.endswith("e_score_correction_bias")
         }
         assert all(torch.equal(found[name].float(), hub[name].bfloat16().float()) for name in hub if "bias" not in name)
+
+
+def test_the_way_to_megatron_is_refused_where_tensors_or_the_model_are_unknown(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A folder that lacks a part of a fused tensor, has one more, or is of another model: errors, and warnings."""
+    config = make_config("qwen3")
+    hub = {name: tensor for name, tensor in make_hub_tensors(config).items() if "0.self_attn.k_proj" not in name}
+    folder = _write_config(tmp_path / "hf", config)
+    args: dict[str, Any] = {"mapping": "megatron", "overwrite": True}
+    save_state_dict(hub, folder / "model.safetensors")
+    with pytest.raises(KeyMismatchError, match=r"lacks model\.layers\.0.*k_proj.*'decoder.*linear_qkv.weight'"):
+        convert_checkpoint(folder, tmp_path / "c", "torch_dist", **args)
+    hub = make_hub_tensors(config)
+    save_state_dict({**hub, "model.rotary.inv_freq": torch.ones(2)}, folder / "model.safetensors")
+    with pytest.raises(KeyMismatchError, match=r"1 of \d+ tensors matched no rule of the mapping: model\.rotary"):
+        convert_checkpoint(folder, tmp_path / "c", "torch_dist", strict=True, **args)
+    assert not (tmp_path / "c").exists()
+    convert_checkpoint(folder, tmp_path / "c", "torch_dist", **args)
+    assert "model.rotary.inv_freq. They keep their names" in caplog.text
+    convert_checkpoint(folder, tmp_path / "same", "torch_dist", mapping="qwen3")
+    assert "the mapping changes no name of a Hugging Face folder; 'megatron' gives Megatron's" in caplog.text
+    hub["model.layers.0.self_attn.k_proj.weight"] = hub["model.layers.0.self_attn.k_proj.weight"].bfloat16()
+    save_state_dict(hub, folder / "model.safetensors")
+    with pytest.raises(ShardingError, match=r"'decoder\.layers\.0.*is made of tensors of several dtypes"):
+        convert_checkpoint(folder, tmp_path / "c", "torch_dist", **args)
+    (folder / "config.json").write_text('{"model_type": "gpt9"}')
+    with pytest.raises(CheckpointingException, match="'gpt9' as model_type; there are tables for deepseek_v3, llama"):
+        convert_checkpoint(folder, tmp_path / "c", "torch_dist", **args)
+    with pytest.raises(CheckpointingException, match=r"'megatron' takes the model's config\.json"):
+        export_to_huggingface(tmp_path / "c", tmp_path / "new", mapping="megatron")
 
 
 def test_a_mapping_that_lacks_what_it_needs_says_so(tmp_path: Path) -> None:
