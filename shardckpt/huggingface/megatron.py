@@ -92,15 +92,15 @@ def list_expert_rules(router: str, gate: str, up: str, down: str) -> Iterator[Ru
     bias = router.replace(".weight", ".e_score_correction_bias")
     yield from _layer("mlp.router.expert_bias", bias, keep_dtype=True)  # of 32 bits, whatever the others are
     for experts, number in (
-        ("mlp.experts", ""),
-        ("mlp.experts.{expert}", ""),
+        ("mlp.experts.experts", ""),
+        ("mlp.experts.experts.{expert}", ""),
         ("mlp.experts", "{expert}"),
         ("mlp.experts.local_experts.{expert}", ""),
     ):
         yield from _layer(f"{experts}.linear_fc1.weight{number}", gate, up)
         yield from _layer(f"{experts}.linear_fc2.weight{number}", down)
-    yield from _layer("mlp.experts.{expert}.linear_fc1.weight_w", gate)
-    yield from _layer("mlp.experts.{expert}.linear_fc1.weight_v", up)
+    yield from _layer("mlp.experts.experts.{expert}.linear_fc1.weight_w", gate)
+    yield from _layer("mlp.experts.experts.{expert}.linear_fc1.weight_v", up)
 
 
 def list_shared_expert_rules(hub: str, gate: str | None = None) -> Iterator[Rule]:

@@ -287,7 +287,7 @@ class MegatronRank:
         total = count_experts(self.config)
         for expert in range(total)[self.dp * total // EP : (self.dp + 1) * total // EP]:
             is_single = self.style == "single"
-            key = f"{self.prefix}.mlp.experts{f'.{expert}' if is_single else ''}"
+            key = f"{self.prefix}.mlp.experts.experts{f'.{expert}' if is_single else ''}"
             place = self.prepended if is_single else (*self.prepended, (expert, total))
             halves = [self.part[f"{experts}.{expert}.{name}.weight"].chunk(TP)[self.tp] for name in (gate, up)]
             self._add_fused(f"{key}.linear_fc1.weight", halves[0], halves[1], place, 0)
