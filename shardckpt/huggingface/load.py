@@ -80,7 +80,7 @@ def load_from_huggingface(
     """
     comm = Comm(process_group)
     with comm.local_phase("reading the arguments"):
-        names = find_mapping(mapping)
+        find_mapping(mapping)
         budget, reading = split_budget(memory_budget, fully_parallel=fully_parallel)
 
     def attempt() -> Any:
@@ -94,6 +94,8 @@ def load_from_huggingface(
                 found = comm.main_runs("reading the headers", lambda: read_folder(place))
             with operation.local_phase("preparing the state dict"):
                 check_same_folder(place, found)
+                # rows that pad the vocabulary are the trainer's: they are as allow_shape_mismatch says
+                names = find_mapping(mapping, lambda: found.config, "keep")
                 strategy = HuggingFaceLoadStrategy(found, names, prefix, LoadTemplate(sharded_state_dict).shards)
                 missing = strategy.missing()
                 if strict and missing:

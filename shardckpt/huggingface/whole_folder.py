@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shardckpt.errors import CorruptCheckpointError
+from shardckpt.errors import CorruptCheckpointError, KeyMismatchError, ShardingError, listed
 from shardckpt.huggingface.folder import read_file_as_folder, read_folder
 from shardckpt.huggingface.load_strategy import HuggingFaceLoadStrategy
 from shardckpt.mapping import ShardedTensor
-from shardckpt.plugins import Identity
+from shardckpt.plugins import Identity, get_key_map_entries
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from shardckpt.huggingface.folder import Folder
+    from shardckpt.huggingface.rules import RuleMapping
+    from shardckpt.planning import Ints
+    from shardckpt.plugins import KeyMapEntry
+
+logger = logging.getLogger(__name__)
 
 
 def read_all_of_folder(place: Path, file: str = "") -> tuple[HuggingFaceLoadStrategy, Path]:
@@ -33,6 +41,56 @@ def read_all_of_folder(place: Path, file: str = "") -> tuple[HuggingFaceLoadStra
     wanted = [_describe(name, found) for name in found.tensors]
     strategy = HuggingFaceLoadStrategy(found, Identity(), "", wanted)
     return strategy, Path(found.directory) if found.directory else place
+
+
+def name_for_trainer(
+    strategy: HuggingFaceLoadStrategy, mapping: RuleMapping, *, strict: bool
+) -> HuggingFaceLoadStrategy:
+    """Return a strategy that reads the same folder under a trainer's names, in a trainer's shapes.
+
+    Args:
+        strategy: Reads every tensor under its own name.
+        mapping: Maps the trainer's names to those of the folder.
+        strict: Whether a tensor that no rule names is an error; else it keeps its name, after a warning.
+
+    Raises:
+        KeyMismatchError: Tensors are missing; or ``strict``, and one has no other name.
+        ShardingError: Tensors that are one for the trainer have several dtypes.
+    """
+    tensors = {name: tensor for name, (_, tensor) in strategy.folder.tensors.items()}
+    shapes, unmatched = mapping.find_stored_shapes({name: tensor.shape for name, tensor in tensors.items()})
+    if unmatched:
+        what = f"{len(unmatched)} of {len(tensors)} tensors matched no rule of the mapping: {listed(unmatched)}"
+        if strict:
+            raise KeyMismatchError(what)
+        logger.warning("%s. They keep their names", what)
+    wanted = [_describe(name, strategy.folder) for name in unmatched]
+    for key, shape in shapes.items():
+        names = [link.name for link in get_key_map_entries(mapping, key, shape)]
+        missing = [name for name in names if name not in tensors]
+        if missing:
+            raise KeyMismatchError(f"the folder lacks {listed(missing)}, of which {key!r} is made, too")
+        found = [_describe(name, strategy.folder) for name in names]
+        if len({each.dtype for each in found}) > 1:
+            raise ShardingError(f"{key!r} is made of tensors of several dtypes: {listed(names)}")
+        wanted.append(ShardedTensor.from_global_shape(key, found[0].dtype, shape))
+    return HuggingFaceLoadStrategy(strategy.folder, mapping, "", wanted)
+
+
+class StoredNames(Identity):
+    """The mapping of tensors that have a trainer's names already: of those of some rules, a cast keeps the dtype.
+
+    Args:
+        mapping: Maps the trainer's names to those of a folder.
+    """
+
+    def __init__(self, mapping: RuleMapping) -> None:
+        self._mapping = mapping
+
+    def links(self, key: str, shape: Ints) -> Sequence[KeyMapEntry]:
+        """Return one entry: the tensor itself."""
+        keeps = any(link.keep_dtype for link in self._mapping.links(key, shape))
+        return [link._replace(keep_dtype=keeps) for link in super().links(key, shape)]
 
 
 def _describe(name: str, folder: Folder) -> ShardedTensor:
