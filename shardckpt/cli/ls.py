@@ -14,7 +14,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardckpt.cli.exit_codes import FINE, FOUND
@@ -24,9 +23,12 @@ from shardckpt.cli.table import table
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from shardckpt.engine import PruneResult
     from shardckpt.manager import CheckpointSummary
 
 
+#: The formats of ours that are read, as their plugins register them, by backend and version.
+FORMATS = frozenset({(name, 1) for name in ("ep", "safetensors", "torch_checkpointing", "torch_dist", "zarr")})
 #: Of a fingerprint's 32 digits, those that are shown: enough for an eye that compares rows.
 _DIGITS = 12
 
@@ -44,9 +46,7 @@ def add(verbs: Any) -> None:
 
 def run(options: Any) -> int:
     """Print a row per directory, and what they are together. Return the exit code."""
-    from shardckpt.manager import list_checkpoints
-
-    found = list_checkpoints(options.folder, recursive=options.recursive)
+    found = _list(options.folder, recursive=options.recursive)
     if options.json:
         say(json.dumps([dataclasses.asdict(each) for each in found], indent=1))
     else:
@@ -61,6 +61,31 @@ def run(options: Any) -> int:
             say(line)
     fine = all(each.state in ("whole", "other") and not each.has_failed for each in found)
     return FINE if fine else FOUND
+
+
+def _list(folder: str, *, recursive: bool) -> list[CheckpointSummary]:
+    """Return the summaries; torch, which takes seconds to import, is only needed where they are not all of ours."""
+    from shardckpt.manager import list_plain
+
+    found = list_plain(folder, FORMATS, recursive=recursive)
+    if found is None:
+        from shardckpt.manager import list_checkpoints
+
+        found = list_checkpoints(folder, recursive=recursive)
+    return found
+
+
+def _find_leftovers(folder: str) -> list[PruneResult]:
+    """Return what killed saves have left in a folder or beside a checkpoint; beside a file and at a URL, nothing."""
+    from shardckpt.commit import find_leftovers_of
+    from shardckpt.engine import find_local
+
+    place = find_local(folder)
+    if place is None or place.is_file() or not find_leftovers_of(place):
+        return []
+    from shardckpt.engine import prune_leftovers  # it imports torch
+
+    return prune_leftovers(folder, dry_run=True)
 
 
 def _row(found: CheckpointSummary) -> tuple[Any, ...]:
@@ -89,7 +114,6 @@ def _name_state(found: CheckpointSummary) -> str:
 def _summarize(folder: str, found: Sequence[CheckpointSummary]) -> list[str]:
     """Return the last lines: how many checkpoints there are, and what killed saves have left beside them."""
     from shardckpt.cli.amounts import format_bytes
-    from shardckpt.engine import expand_home, prune_leftovers
 
     checkpoints = [each for each in found if each.is_checkpoint]
     whole = sum(each.state == "whole" for each in checkpoints)
@@ -107,12 +131,7 @@ def _summarize(folder: str, found: Sequence[CheckpointSummary]) -> list[str]:
     if len(sums) > 1:
         by_state = ", ".join(f"{state} {format_bytes(nbytes)}" for state, nbytes in sums.items())
         lines.append(f"on disk: {format_bytes(sum(sums.values()))}: {by_state}")
-    # a file has none beside it
-    if (
-        "://" not in folder
-        and not Path(expand_home(folder)).is_file()
-        and (left := prune_leftovers(folder, dry_run=True))
-    ):
+    if left := _find_leftovers(folder):
         used = sum(bool(each.kept) for each in left)
         size = format_bytes(sum(each.nbytes for each in left))
         hidden = "directory" if len(left) == 1 else "directories"

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     )
     from shardckpt.commit.deletion import delete_objects
     from shardckpt.commit.holds import (
-        HOLDS_NAME,
         MARK_SECONDS,
         Hold,
         Holds,
@@ -33,8 +32,10 @@ if TYPE_CHECKING:
         make_hold,
     )
     from shardckpt.commit.leftovers import (
+        belongs_to,
         create_spool,
         find_leftovers,
+        find_leftovers_of,
         find_spools,
         freed_bytes,
         remove_free,
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
     from shardckpt.commit.resume import adopt_staging
     from shardckpt.commit.small_files import SmallFile, Time, put_small_file, remove_temporaries
     from shardckpt.commit.staging_names import (
+        HOLDS_NAME,
         NAME_MAX,
         STAGING,
         Leftover,
@@ -79,7 +81,6 @@ __getattr__ = lazy_getattr(
         ),
         "deletion": ("delete_objects",),
         "holds": (
-            "HOLDS_NAME",
             "MARK_SECONDS",
             "Hold",
             "Holds",
@@ -89,8 +90,10 @@ __getattr__ = lazy_getattr(
             "make_hold",
         ),
         "leftovers": (
+            "belongs_to",
             "create_spool",
             "find_leftovers",
+            "find_leftovers_of",
             "find_spools",
             "freed_bytes",
             "remove_free",
@@ -112,6 +115,7 @@ __getattr__ = lazy_getattr(
         "resume": ("adopt_staging",),
         "small_files": ("SmallFile", "Time", "put_small_file", "remove_temporaries"),
         "staging_names": (
+            "HOLDS_NAME",
             "NAME_MAX",
             "STAGING",
             "Leftover",
@@ -152,6 +156,7 @@ __all__ = [
     "Unfinished",
     "Upload",
     "adopt_staging",
+    "belongs_to",
     "check_target",
     "claim_name",
     "clear_tombstones",
@@ -166,6 +171,7 @@ __all__ = [
     "find_foreign",
     "find_holds_beside",
     "find_leftovers",
+    "find_leftovers_of",
     "find_spools",
     "find_unfinished",
     "freed_bytes",

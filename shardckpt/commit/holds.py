@@ -25,6 +25,7 @@ from pydantic import Field
 
 from shardckpt.commit.owner import Owner, claim_name, is_claimed, release_name
 from shardckpt.commit.small_files import SmallFile, Time, put_small_file, remove_temporaries
+from shardckpt.commit.staging_names import HOLDS_NAME
 from shardckpt.errors import CheckpointingException, CorruptCheckpointError, StorageError, escape_text, listed
 from shardckpt.storage import RemotePath, attempt, on_store, wrap_os_errors
 
@@ -37,8 +38,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-#: The directory of the holds, beside the checkpoints.
-HOLDS_NAME = ".shardckpt-holds"
 _NAME = re.compile(r"(?P<directory>.+)\.(?P<kind>lease|pin|removal|save)\.[0-9a-f]{32}\.json")
 #: Seconds after which the mark of a removal counts for nothing: its process was stopped, or is on a host that is gone.
 MARK_SECONDS = 600.0

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from shardckpt import settings
 from shardckpt.commit.owner import Owner, is_claimed
-from shardckpt.commit.staging_names import REMOVED, REPLACED, STAGING, Leftover, discarded_name, parse_temporary
+from shardckpt.commit.staging_names import REMOVED, REPLACED, STAGING, Leftover, discarded_name, parse_temporary, stem
 from shardckpt.errors import CheckpointingException, StorageError
 from shardckpt.storage import sync_directory, wrap_os_errors
 
@@ -46,6 +46,24 @@ def find_leftovers(folder: Path, is_wanted: Callable[[str], bool]) -> list[Lefto
     """
     found = [parse_temporary(path) for path in _list_temporary(folder)]
     return sorted(leftover for leftover in found if leftover is not None and is_wanted(leftover.stem))
+
+
+def find_leftovers_of(path: Path) -> list[Leftover]:
+    """Find the temporary directories of a checkpoint, which are next to it, and those of all in it if it is a folder.
+
+    Args:
+        path: The checkpoint or the folder; it need not exist.
+
+    Returns:
+        Those next to it, sorted, then those in it.
+    """
+    inside = find_leftovers(path, lambda _: True) if path.is_dir() else []
+    return [*find_leftovers(path.parent, belongs_to(path)), *inside]
+
+
+def belongs_to(target: Path) -> Callable[[str], bool]:
+    """Return a test whether a stem is the target's; older releases did not shorten long names."""
+    return {stem(target.name), target.name}.__contains__
 
 
 def why_kept(leftover: Leftover, hours: float | None = None) -> str:

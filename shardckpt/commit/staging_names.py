@@ -16,6 +16,8 @@ from shardckpt.commit.owner import Owner
 if TYPE_CHECKING:
     from pathlib import Path
 
+#: The directory of the leases and pins, beside the checkpoints; see :mod:`shardckpt.commit.holds`.
+HOLDS_NAME = ".shardckpt-holds"
 #: The directory that a save fills.
 STAGING = "staging"
 #: The old checkpoint, which an overwrite moves aside: it may be the only complete one.

@@ -14,9 +14,11 @@ from typing import TYPE_CHECKING, TypeAlias
 from shardckpt import settings
 from shardckpt.commit import (
     adopt_staging,
+    belongs_to,
     create_staging,
     find_foreign,
     find_leftovers,
+    find_leftovers_of,
     find_spools,
     find_unfinished,
     freed_bytes,
@@ -113,14 +115,13 @@ def prune_leftovers(
     place = locate(path, plugins)
     if (remote := on_store(place)) is not None:
         return _prune_store(remote, plugins, older_than, dry_run=dry_run)
-    siblings = find_leftovers(place.parent, _belongs_to(place))
-    if not siblings and not place.is_dir():
+    found = find_leftovers_of(place)
+    if not found and not place.is_dir():
         raise StorageError(
             f"{place} is no directory, and has no leftovers next to it: give a checkpoint's folder "
             f"{name_siblings(place)}".rstrip()
         )
-    inside = find_leftovers(place, lambda _: True) if place.is_dir() else []
-    return [_prune(leftover, older_than, dry_run=dry_run) for leftover in [*siblings, *inside]]
+    return [_prune(leftover, older_than, dry_run=dry_run) for leftover in found]
 
 
 def prune_spools(
@@ -272,7 +273,7 @@ def clear_leftovers(target: Path, is_superseded: IsSuperseded, *, restore: bool,
         keep: What this process uses.
     """
     try:
-        found = find_leftovers(target.parent, _belongs_to(target))
+        found = find_leftovers(target.parent, belongs_to(target))
         if restore:
             found = _restore_target(target, found)
     except (CheckpointingException, OSError) as exc:  # OSError: another process has moved one meanwhile
@@ -354,11 +355,6 @@ def owned_files(directory: Path, plugins: PluginManager, *, moved: bool = False)
         logger.warning("%s is no readable checkpoint: all its files are kept (%s)", directory, exc)
         return owned
     return owned | (reader.owned_files(directory) if isinstance(reader, OwnsFiles) else set())
-
-
-def _belongs_to(target: Path) -> Callable[[str], bool]:
-    """Return a test whether a stem is the target's; older releases did not shorten long names."""
-    return {stem(target.name), target.name}.__contains__
 
 
 def _restore_target(target: Path, found: list[Leftover]) -> list[Leftover]:

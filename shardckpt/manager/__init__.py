@@ -10,9 +10,10 @@ if TYPE_CHECKING:
     from shardckpt.manager.cleanup import cleanup_old_checkpoints
     from shardckpt.manager.config import AsyncMode, CheckpointConfig, Setting, list_settings
     from shardckpt.manager.holds import Hold, Lease, find_holds, find_step, lease_step, pin_step, unpin_step
-    from shardckpt.manager.listing import CheckpointSummary, find_checkpoints, list_checkpoints
+    from shardckpt.manager.listing import find_checkpoints, list_checkpoints
     from shardckpt.manager.manager import CheckpointManager
     from shardckpt.manager.marks import Mark, StepState, identify_save, mark_checkpoint
+    from shardckpt.manager.metrics import CONTENT_KEY, read_metrics
     from shardckpt.manager.per_rank import PerRank, Stateful
     from shardckpt.manager.plain_state import describe_form, describe_tensors, merge_tensors, request_tensors
     from shardckpt.manager.replicas import FaultTolerance, ReplicaManager
@@ -30,8 +31,9 @@ if TYPE_CHECKING:
     from shardckpt.manager.rng import RandomState
     from shardckpt.manager.save_policies import Moment, SaveAfter, SaveAt, SaveEvery, SavePolicy
     from shardckpt.manager.states import DATALOADER, LR_SCHEDULER, MODEL, OPTIMIZER, TRAIN_STATE
+    from shardckpt.manager.step_names import parse_step
     from shardckpt.manager.step_pruning import StepResult, prune_steps, remove_step
-    from shardckpt.manager.steps import CONTENT_KEY, parse_step
+    from shardckpt.manager.summaries import CheckpointSummary, list_plain
     from shardckpt.manager.titan import make_titan_config, merge_loader_states
 
 __getattr__ = lazy_getattr(
@@ -40,9 +42,10 @@ __getattr__ = lazy_getattr(
         "cleanup": ("cleanup_old_checkpoints",),
         "config": ("AsyncMode", "CheckpointConfig", "Setting", "list_settings"),
         "holds": ("Hold", "Lease", "find_holds", "find_step", "lease_step", "pin_step", "unpin_step"),
-        "listing": ("CheckpointSummary", "find_checkpoints", "list_checkpoints"),
+        "listing": ("find_checkpoints", "list_checkpoints"),
         "manager": ("CheckpointManager",),
         "marks": ("Mark", "StepState", "identify_save", "mark_checkpoint"),
+        "metrics": ("CONTENT_KEY", "read_metrics"),
         "per_rank": ("PerRank", "Stateful"),
         "plain_state": ("describe_form", "describe_tensors", "merge_tensors", "request_tensors"),
         "replicas": ("FaultTolerance", "ReplicaManager"),
@@ -61,7 +64,8 @@ __getattr__ = lazy_getattr(
         "save_policies": ("Moment", "SaveAfter", "SaveAt", "SaveEvery", "SavePolicy"),
         "states": ("DATALOADER", "LR_SCHEDULER", "MODEL", "OPTIMIZER", "TRAIN_STATE"),
         "step_pruning": ("StepResult", "prune_steps", "remove_step"),
-        "steps": ("CONTENT_KEY", "parse_step"),
+        "step_names": ("parse_step",),
+        "summaries": ("CheckpointSummary", "list_plain"),
         "titan": ("make_titan_config", "merge_loader_states"),
     },
 )
@@ -111,6 +115,7 @@ __all__ = [
     "identify_save",
     "lease_step",
     "list_checkpoints",
+    "list_plain",
     "list_settings",
     "make_titan_config",
     "mark_checkpoint",
@@ -119,6 +124,7 @@ __all__ = [
     "parse_step",
     "pin_step",
     "prune_steps",
+    "read_metrics",
     "remove_step",
     "request_tensors",
     "unpin_step",

@@ -10,7 +10,8 @@ from shardckpt.distributed import Comm
 from shardckpt.errors import CheckpointingException, listed
 from shardckpt.manager.garbage_collection import collect_garbage
 from shardckpt.manager.retention import KeepLatest
-from shardckpt.manager.steps import NAMINGS, StepFolder
+from shardckpt.manager.step_names import NAMINGS
+from shardckpt.manager.steps import StepFolder
 from shardckpt.manifest import MARKER_NAME
 from shardckpt.plugins import get_plugin_manager
 from shardckpt.storage import has_local_files, wrap_os_errors

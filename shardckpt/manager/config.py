@@ -33,7 +33,8 @@ from shardckpt.manager.retention import (
     parse_retention_policy,
 )
 from shardckpt.manager.save_policies import SavePolicy, describe_save_policy, parse_save_policy
-from shardckpt.manager.steps import MODEL_PREFIX, parse_step
+from shardckpt.manager.step_names import parse_step
+from shardckpt.manager.steps import MODEL_PREFIX
 from shardckpt.plugins import get_plugin_manager
 from shardckpt.storage import mask_password, parse_memory_budget, show_mib
 from shardckpt.strategy import StoresHubFolders

@@ -23,8 +23,9 @@ from shardckpt.commit import (
 )
 from shardckpt.engine import clear_unfinished, clear_uploads, explain_kept_leftover, make_superseded_check
 from shardckpt.errors import CheckpointingException, CheckpointReplacedError, StorageError, listed
-from shardckpt.manager.marks import MARKS_NAME, drop_marks
+from shardckpt.manager.marks import drop_marks
 from shardckpt.manager.retention import find_needed_steps, steps_to_remove
+from shardckpt.manager.step_names import MARKS_NAME
 from shardckpt.storage import ListsFolders, on_store
 
 if TYPE_CHECKING:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from dataclasses import replace
+from typing import TYPE_CHECKING, NamedTuple
 
 from shardckpt import settings
 from shardckpt.commit import is_under_way
@@ -22,9 +22,19 @@ from shardckpt.errors import (
     listed,
 )
 from shardckpt.huggingface import TorchFileLoadStrategy, huggingface_index, is_torch_file, read_all_of_folder
-from shardckpt.maintenance import FILE_SUFFIXES, describe_foreign, list_inside, list_local_names, list_stored_names
-from shardckpt.manager.marks import MARKS_NAME, find_mark, find_mark_of
-from shardckpt.manager.steps import StepCheckpoint, StepFolder, parse_step
+from shardckpt.maintenance import FILE_SUFFIXES, describe_foreign, list_local_names, list_stored_names
+from shardckpt.manager.marks import find_mark, find_mark_of
+from shardckpt.manager.step_names import MARKS_NAME, parse_step
+from shardckpt.manager.steps import StepFolder
+from shardckpt.manager.summaries import (
+    CheckpointSummary,
+    add_mark,
+    add_record,
+    arrange,
+    count_inside,
+    describe_other,
+    name_below,
+)
 from shardckpt.manifest import FINGERPRINTS_NAME, MARKER_NAME, RECORD_NAME, Manifest
 from shardckpt.plugins import choose_reader, get_plugin_manager, hold_checkpoint
 from shardckpt.storage import (
@@ -47,65 +57,13 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
+    from shardckpt.manager.summaries import State
     from shardckpt.plugins import PluginManager
 
-#: What a directory is, see :class:`CheckpointSummary`.
-State = Literal["whole", "damaged", "unreadable", "incomplete", "other"]
 #: Any of these says that a folder is one of the Hub's layout.
 _HUB_FILES = ("model.safetensors", "model.safetensors.index.json")
 #: What data files of DCP's and Megatron's are called: without an index they are of a save that did not end.
 _DATA_SUFFIX = ".distcp"
-
-
-@dataclass(frozen=True)
-class CheckpointSummary:
-    """A checkpoint, or a directory that is none, as far as no data file need be read.
-
-    Attributes:
-        path: Its path or URL; a password is masked.
-        name: The name of the directory, or of the file of ``torch.save`` or safetensors.
-        state: ``whole``: all files are there and have their sizes; their bytes were not read. ``damaged``: not as it
-            was written. ``unreadable``: complete, but no installed strategy reads it. ``incomplete``: a save that was
-            never committed. ``other``: nothing shows that a checkpoint was ever there.
-        reason: Why it is not whole; ``""`` if it is.
-        step: The step of the training, as stored, or else as the name says.
-        saved_at: When it was committed, in seconds since 1970; None on a store.
-        nbytes: Size on disk in bytes, other files in the directory included.
-        strategy: ``backend@version``; ``""`` if it is not known.
-        writer: The release that wrote it, such as ``shardckpt 0.1.0``, or ``shardckpt`` if its record was lost;
-            ``""`` if another library did.
-        library: The other library, such as ``Megatron-Core``, or the one whose layout it is; ``""`` if the files do not
-            show which.
-        fingerprint: That of all tensors together, 32 hex digits, if the save has stored any: equal for equal keys and
-            values, whatever the sharding and the format. ``""`` if not.
-        held: The leases and pins that keep it from removal, for people.
-        mark: The verdict of ``shardckpt verify --mark`` about this save, for people; ``""`` if there is none.
-        has_failed: Whether that verdict is that it is not as it was written.
-        metrics: Those that ``CheckpointManager.save`` was given for the step, by name; None for NaN and infinity.
-        inside: If it is none itself: how many checkpoints there are in its folders, as the names of files say.
-    """
-
-    path: str
-    name: str
-    state: State
-    reason: str = ""
-    step: int | None = None
-    saved_at: float | None = None
-    nbytes: int = 0
-    strategy: str = ""
-    writer: str = ""
-    library: str = ""
-    fingerprint: str = ""
-    held: tuple[str, ...] = ()
-    mark: str = ""
-    has_failed: bool = False
-    metrics: dict[str, float | None] = field(default_factory=dict)
-    inside: int = 0
-
-    @property
-    def is_checkpoint(self) -> bool:
-        """Whether a checkpoint is there, or was to be."""
-        return self.state != "other"
 
 
 def list_checkpoints(folder: str | os.PathLike[str], *, recursive: bool = False) -> list[CheckpointSummary]:
@@ -145,9 +103,7 @@ def list_checkpoints(folder: str | os.PathLike[str], *, recursive: bool = False)
     found += _summarize_files(place, listings)
     if own.is_checkpoint and not any(each.is_checkpoint or each.inside for each in found):
         return [own]
-    holds = inside.holds.find()
-    found = [replace(each, held=tuple(map(str, holds.get(each.name, ())))) for each in found]
-    found.sort(key=lambda each: (each.step is None, each.step, each.name))
+    found = arrange(found, inside.holds.find())
     if not recursive:
         return found
     return [deep for each in found for deep in (_list_deeper(f"{os.fspath(folder)}", each) if each.inside else [each])]
@@ -155,8 +111,7 @@ def list_checkpoints(folder: str | os.PathLike[str], *, recursive: bool = False)
 
 def _list_deeper(folder: str, found: CheckpointSummary) -> list[CheckpointSummary]:
     """Return the summaries of the checkpoints below a folder in a folder, by their paths from the outer one."""
-    deeper = list_checkpoints(f"{folder.rstrip('/')}/{found.name}", recursive=True)
-    return [replace(each, name=f"{found.name}/{each.name}") for each in deeper if each.is_checkpoint]
+    return name_below(found.name, list_checkpoints(f"{folder.rstrip('/')}/{found.name}", recursive=True))
 
 
 class FoundCheckpoints(NamedTuple):
@@ -306,18 +261,13 @@ def _inspect(
 ) -> CheckpointSummary:
     """Return the summary of a checkpoint, as its manifest, and of another library's its index, describe it."""
     place, manifest = hold_checkpoint(directory, plugins)
-    step = summary.step if manifest.lineage.step is None else manifest.lineage.step
-    mark = find_mark_of(directory, manifest) if marks is None else find_mark(marks, directory.name, manifest)
-    if mark is not None:
-        summary = replace(summary, mark=str(mark), has_failed=mark.verdict == "failed")
-    summary = replace(
-        summary,
-        step=step,
-        strategy=f"{manifest.backend}@{manifest.version}",
-        writer=_find_writer(manifest),
-        library="" if manifest.record is not None else name_library(place, manifest.backend),
-        metrics=dict(StepCheckpoint(step or 0, manifest).metrics),
-    )
+    record = manifest.record
+    summary = replace(summary, strategy=f"{manifest.backend}@{manifest.version}")
+    if record is None:
+        summary = replace(summary, library=name_library(place, manifest.backend))
+    else:
+        mark = find_mark_of(directory, record) if marks is None else find_mark(marks, directory.name, record)
+        summary = add_mark(add_record(summary, record, manifest.lineage), mark)
     # before the files: what no strategy reads may be whole, and nobody can say
     try:
         strategy = choose_reader(directory, manifest, plugins)
@@ -363,28 +313,18 @@ def _describe_rest(
     is_one_file = "pytorch_model.bin" in names and "pytorch_model.bin.index.json" not in names
     if has_local_files(directory) and not is_one_file and (what := describe_foreign(directory, names)):
         return replace(summary, state="unreadable", reason=what)
-    inside = _count_inside(directory)
-    if inside and not is_under_way(directory):
-        many = f"{inside} checkpoint{'s' * (inside != 1)}"
-        return replace(summary, inside=inside, step=None, reason=f"a folder of {many}: -r lists them")
-    if not names:
-        return replace(summary, reason="an empty directory")
+    inside = 0 if is_under_way(directory) else _count_inside(directory)
     begun = is_under_way(directory) or summary.step is not None or any(name.endswith(_DATA_SUFFIX) for name in names)
-    if begun:
+    if names and begun and not inside:
         return replace(summary, state="incomplete", reason=_shorten(error, directory))
-    return replace(summary, reason=f"it has {listed(sorted(names), limit=4)}")
+    return describe_other(summary, names, inside)
 
 
 def _count_inside(directory: Path) -> int:
     """Return how many checkpoints there may be below a directory, as names say; of a store, by its listing, if any."""
-    remote = on_store(directory)
-    if remote is None:
-        list_names = list_local_names(directory)
-    elif remote.listing is not None:
-        list_names = list_stored_names(remote.listing)
-    else:
-        return 0
-    return sum(1 for _ in list_inside(list_names, lambda name: parse_step(name) is not None))
+    if (remote := on_store(directory)) is None:
+        return count_inside(list_local_names(directory))
+    return 0 if remote.listing is None else count_inside(list_stored_names(remote.listing))
 
 
 def _describe_deepspeed(directory: Path, summary: CheckpointSummary, names: list[str]) -> CheckpointSummary | None:
@@ -408,16 +348,10 @@ def _describe_deepspeed(directory: Path, summary: CheckpointSummary, names: list
     return replace(summary, state="whole", step=summary.step if step is None else step)
 
 
-def _find_writer(manifest: Manifest) -> str:
-    if manifest.record is None:
-        return ""
-    return ", ".join(f"{name} {version}" for name, version in manifest.record.writer.items())
-
-
 def _shorten(error: Exception, directory: Path) -> str:
     """Return the first line of an error, without the path, which stands in the same summary."""
     text = (str(error).splitlines() or [type(error).__name__])[0]
     return text.replace(f"{directory}/", "").removeprefix(f"{directory}: ").removeprefix(f"{directory} ")
 
 
-__all__ = ["CheckpointSummary", "State", "find_checkpoints", "list_checkpoints"]
+__all__ = ["find_checkpoints", "list_checkpoints"]

@@ -15,7 +15,7 @@ from shardckpt.manager.config import AsyncMode, CheckpointConfig
 from shardckpt.manager.exclusion import leave_out
 from shardckpt.manager.garbage_collection import discard_steps_after
 from shardckpt.manager.initial import load_initial
-from shardckpt.manager.metrics import parse_metrics
+from shardckpt.manager.metrics import CONTENT_KEY, parse_metrics
 from shardckpt.manager.parts import make_parts
 from shardckpt.manager.preemption import Preemption
 from shardckpt.manager.reader import StepReader
@@ -24,7 +24,7 @@ from shardckpt.manager.rng import add_random_state
 from shardckpt.manager.save_policies import SaveClock
 from shardckpt.manager.states import MODEL, TrainingStates
 from shardckpt.manager.step_resolution import NEWEST, NO_METRIC, check_step, find_best, read_step, resolve_step
-from shardckpt.manager.steps import CONTENT_KEY, MODEL_PREFIX, PREFIX_KEY, StepFolder
+from shardckpt.manager.steps import MODEL_PREFIX, PREFIX_KEY, StepFolder
 from shardckpt.manifest import Lineage
 from shardckpt.plugins import get_plugin_manager
 

@@ -19,18 +19,17 @@ from pydantic import Field
 from shardckpt.commit import SmallFile, Time, put_small_file, remove_temporaries
 from shardckpt.engine import expand_home, locate
 from shardckpt.errors import CheckpointingException, CorruptCheckpointError, listed
+from shardckpt.manager.step_names import MARKS_NAME
 from shardckpt.plugins import get_plugin_manager, hold_checkpoint
 from shardckpt.storage import attempt, on_store, retry_if_replaced, wrap_os_errors
 
 if TYPE_CHECKING:
     from collections.abc import Collection
 
-    from shardckpt.manifest import Manifest, Record
+    from shardckpt.manifest import PlainRecord, Record
 
 logger = logging.getLogger(__name__)
 
-#: The directory of the marks, beside the checkpoints.
-MARKS_NAME = ".shardckpt-marks"
 _SUFFIX = ".json"
 _LISTED = 5  # faults that a mark names
 
@@ -68,23 +67,23 @@ class Mark(SmallFile):
         why = f": {listed(self.faults, '; ')}" if self.faults else ""
         return f"marked {self.verdict} on {day} by {self.checked}{why}"
 
-    def is_about(self, manifest: Manifest) -> bool:
-        """Return whether the checkpoint with this manifest is the save that was checked."""
-        return manifest.record is not None and _identify(manifest.record) == (self.save_id, self.root)
+    def is_about(self, record: PlainRecord | Record) -> bool:
+        """Return whether the checkpoint with this record is the save that was checked."""
+        return _identify(record) == (self.save_id, self.root)
 
 
-def find_mark(place: Path, name: str, manifest: Manifest) -> Mark | None:
+def find_mark(place: Path, name: str, record: PlainRecord | Record | None) -> Mark | None:
     """Return the mark of a checkpoint; None if it has none, or that of another save. Not collective.
 
     Args:
         place: The directory of the marks, :data:`MARKS_NAME` beside the checkpoint.
         name: The name of the checkpoint's directory.
-        manifest: The checkpoint's.
+        record: The checkpoint's; None if it has none.
 
     Raises:
         StorageError: the store does not answer, which must not pass for a checkpoint without a mark.
     """
-    if manifest.record is None:
+    if record is None:
         return None
     path = place / f"{name}{_SUFFIX}"
     try:
@@ -97,13 +96,13 @@ def find_mark(place: Path, name: str, manifest: Manifest) -> Mark | None:
             str(exc).splitlines()[0],
         )
         return None
-    return mark if mark is not None and mark.is_about(manifest) else None
+    return mark if mark is not None and mark.is_about(record) else None
 
 
-def find_mark_of(checkpoint: Path, manifest: Manifest) -> Mark | None:
+def find_mark_of(checkpoint: Path, record: PlainRecord | Record | None) -> Mark | None:
     """Return the mark of a checkpoint at a path or URL; see :func:`find_mark`."""
     remote = on_store(checkpoint)
-    return find_mark(*_find_place(checkpoint if remote is None else remote.url), manifest)
+    return find_mark(*_find_place(checkpoint if remote is None else remote.url), record)
 
 
 def identify_save(checkpoint: str | os.PathLike[str]) -> tuple[str, str]:
@@ -193,7 +192,7 @@ def drop_marks(place: Path, existing: Collection[str]) -> None:
         remove_temporaries(place)
 
 
-def _identify(record: Record) -> tuple[str, str]:
+def _identify(record: PlainRecord | Record) -> tuple[str, str]:
     return record.save_id, record.self_digest
 
 
@@ -211,7 +210,6 @@ def _find_place(checkpoint: str | os.PathLike[str]) -> tuple[Path, str]:
 
 
 __all__ = [
-    "MARKS_NAME",
     "Mark",
     "StepState",
     "Verdict",

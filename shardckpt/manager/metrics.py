@@ -8,6 +8,9 @@ from typing import Any
 
 from shardckpt.errors import CheckpointingException
 
+#: The manager's key in ``content_metadata``.
+CONTENT_KEY = "shardckpt_manager"
+
 
 def read_metric(value: Any) -> float | None:
     """Return a number of a file as a float; None for anything else, and for what no finite float is.
@@ -21,6 +24,13 @@ def read_metric(value: Any) -> float | None:
     except OverflowError:
         return None
     return number if math.isfinite(number) else None
+
+
+def read_metrics(content: Any) -> dict[str, float | None]:
+    """Return the metrics in the ``content_metadata`` of a step; none where another program wrote it."""
+    managed = content.get(CONTENT_KEY) if isinstance(content, dict) else None
+    metrics = managed.get("metrics") if isinstance(managed, dict) else None
+    return {name: read_metric(value) for name, value in metrics.items()} if isinstance(metrics, dict) else {}
 
 
 def parse_metrics(metrics: Any) -> dict[str, float | None]:

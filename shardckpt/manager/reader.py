@@ -26,9 +26,10 @@ from shardckpt.errors import (
     listed,
 )
 from shardckpt.manager.exclusion import leave_out
+from shardckpt.manager.metrics import CONTENT_KEY
 from shardckpt.manager.rng import RNG
 from shardckpt.manager.states import FORMS, MODEL, OPTIMIZER, Ranks
-from shardckpt.manager.steps import CONTENT_KEY, MODEL_PREFIX, PREFIX_KEY
+from shardckpt.manager.steps import MODEL_PREFIX, PREFIX_KEY
 from shardckpt.mapping import ShardedBase, ShardedObject
 from shardckpt.parallel import share_reading, split_budget
 from shardckpt.plugins import get_plugin_manager

@@ -15,7 +15,8 @@ from shardckpt.manager.retention import (
     refuse_unknown_metrics,
     steps_to_remove,
 )
-from shardckpt.manager.steps import NAMINGS, StepFolder, parse_step
+from shardckpt.manager.step_names import NAMINGS, parse_step
+from shardckpt.manager.steps import StepFolder
 from shardckpt.plugins import get_plugin_manager
 
 if TYPE_CHECKING:

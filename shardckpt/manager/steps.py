@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -17,9 +16,10 @@ from shardckpt.errors import (
     StorageError,
     listed,
 )
-from shardckpt.manager.marks import MARKS_NAME, find_mark
-from shardckpt.manager.metrics import read_metric
+from shardckpt.manager.marks import find_mark
+from shardckpt.manager.metrics import CONTENT_KEY, read_metric, read_metrics
 from shardckpt.manager.retention import Metrics
+from shardckpt.manager.step_names import MARKS_NAME, STEPS, StepNames, find_namings
 from shardckpt.plugins import choose_reader, hold_checkpoint
 from shardckpt.storage import (
     detect_replacement,
@@ -32,7 +32,6 @@ from shardckpt.storage import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
     from pathlib import Path
 
     from shardckpt.manager.marks import Mark
@@ -41,89 +40,10 @@ if TYPE_CHECKING:
 
 _E = TypeVar("_E", bound=CheckpointingException)
 
-#: The manager's key in ``content_metadata``.
-CONTENT_KEY = "shardckpt_manager"
-#: The key in it of what the keys of the model's tensors begin with; where it is absent, MODEL_PREFIX.
+#: The key in what is under CONTENT_KEY of what the keys of the model's tensors begin with; where it is absent,
+#: MODEL_PREFIX.
 PREFIX_KEY = "model_prefix"
 MODEL_PREFIX = "model."
-
-
-@dataclass(frozen=True)
-class StepNames:
-    """How a trainer names the directory of a step: a prefix and the number.
-
-    Attributes:
-        prefix: The text before the number.
-        width: The minimum number of digits, filled up with zeros.
-    """
-
-    prefix: str
-    width: int = 1
-
-    def name(self, step: int) -> str:
-        """Return the name of a step's directory.
-
-        Raises:
-            CheckpointingException: the step is negative.
-        """
-        if step < 0:
-            raise CheckpointingException(f"step {step}: steps are counted from 0")
-        return f"{self.prefix}{step:0{self.width}d}"
-
-    def parse(self, name: str) -> int | None:
-        """Return the step whose directory has exactly this name, or None."""
-        digits = name.removeprefix(self.prefix)
-        if not (digits.isascii() and digits.isdecimal()):
-            return None
-        # Only the exact name counts: step-007 is not step 7.
-        return int(digits) if name == self.name(int(digits)) else None
-
-
-#: The names that the manager gives.
-STEPS = StepNames("step-")
-#: How trainers name the steps' directories: ours, transformers', Megatron's, VeOmni's; and those of epochs.
-NAMINGS = (STEPS, StepNames("checkpoint-"), StepNames("iter_", 7), StepNames("global_step_"), StepNames("epoch_"))
-
-
-#: A name that ends with a number; and what the text before it ends with, where the number is a step's.
-_NUMBERED = re.compile(r"(.*\D|)([0-9]+)", re.DOTALL)
-_STEP_WORD = re.compile(
-    r"(?:.*[^a-z])?(?:global_?step|step|iteration|iter|epoch|checkpoint|ckpt|chkpt|save|update)s?[-_.=]?", re.IGNORECASE
-)
-
-
-def find_namings(directories: Iterable[str], prefix: str | None = None) -> list[StepNames]:
-    """Return the ways in which directories are named by steps: the known :data:`NAMINGS`, and those found in names.
-
-    A name is one of a step if it ends with a number behind a word such as ``ckpt``, ``epoch`` or ``iter``: a number
-    behind anything else (``run_3``, ``Llama-3``) may say something else. No directory is in two ways; of one prefix
-    with several widths the most frequent counts.
-
-    Args:
-        directories: The names of the directories.
-        prefix: The text before the number, whatever it is; None for the words.
-    """
-    found = list(NAMINGS) if prefix is None else []
-    others: dict[str, list[str]] = {}
-    known: set[str] = set()
-    for name in directories:
-        parts = _NUMBERED.fullmatch(name)
-        if parts is None or name.startswith("."):
-            continue
-        if any(names.parse(name) is not None for names in found):
-            known.add(parts[1])
-        elif parts[1] == prefix or (prefix is None and _STEP_WORD.fullmatch(parts[1])):
-            others.setdefault(parts[1], []).append(parts[2])
-    for before, digits in sorted(others.items()):
-        padded = [len(number) for number in digits if number.startswith("0") and number != "0"]
-        if before not in known:
-            found.append(StepNames(before, max(sorted(padded), key=padded.count) if padded else 1))
-    return found
-
-
-def parse_step(name: str) -> int | None:
-    """Return the step that a directory's name says, by :func:`find_namings`, or None."""
-    return next((step for names in find_namings([name]) if (step := names.parse(name)) is not None), None)
 
 
 @dataclass(frozen=True)
@@ -179,9 +99,9 @@ class StepCheckpoint:
         # Another program may have written anything there: no error may come from it.
         managed = self.content.get(CONTENT_KEY)
         stored = managed if isinstance(managed, dict) else {}
-        metrics, saved_at = stored.get("metrics"), read_metric(stored.get("saved_at"))
+        saved_at = read_metric(stored.get("saved_at"))
         return Metrics(
-            {name: read_metric(value) for name, value in metrics.items()} if isinstance(metrics, dict) else {},
+            read_metrics(self.content),
             self.changed_at if saved_at is None else saved_at,
             "candidate" if self.mark is None else self.mark.verdict,
         )
@@ -282,7 +202,7 @@ class StepFolder:
             if manifest is None:
                 return StepCheckpoint(step, error=_without_frames(exc))
             return StepCheckpoint(step, manifest, refusal=_without_frames(exc))
-        mark = find_mark(self.find(MARKS_NAME), self.names.name(step), found)
+        mark = find_mark(self.find(MARKS_NAME), self.names.name(step), found.record)
         return StepCheckpoint(step, manifest, changed_at=_find_time(directory), mark=mark)
 
     def committed(self) -> list[StepCheckpoint]:

@@ -52,6 +52,8 @@ class PlainRecord(NamedTuple):
     digest_algorithm: str
     files: tuple[PlainFile, ...]
     lineage: Lineage
+    content_metadata: Any
+    self_digest: str
 
     def list_files(self) -> dict[str, int]:
         """Return the size in bytes of every file by its name, table files included."""
@@ -87,6 +89,8 @@ def parse_plain(marker: bytes, record: bytes) -> PlainRecord | None:
             found["digest_algorithm"],
             tuple(PlainFile(**file) for file in found["files"]),
             Lineage(found.get("parent"), found.get("step")),
+            found.get("content_metadata"),
+            digest,
         )
         key = {"sharded_backend": plain.backend, "sharded_backend_version": plain.version}
         is_marked = said in (key, {**key, "common_backend": "torch", "common_backend_version": 1})

@@ -20,7 +20,14 @@ if TYPE_CHECKING:
     )
     from shardckpt.plugins.manager import PluginManager, get_plugin_manager
     from shardckpt.plugins.origin import describe_origin, describe_strategy, name_origin
-    from shardckpt.plugins.outline import Outline, cut_shapes, hold_plain, is_object_key, read_outline
+    from shardckpt.plugins.outline import (
+        Outline,
+        cut_shapes,
+        find_own_formats,
+        hold_plain,
+        is_object_key,
+        read_outline,
+    )
     from shardckpt.plugins.registry import StrategyRegistry, parse_key
     from shardckpt.plugins.resolver import Accept, choose_reader, hold_checkpoint, hold_same, parse_file, read_manifest
     from shardckpt.plugins.stores import open_folder
@@ -41,7 +48,7 @@ __getattr__ = lazy_getattr(
             "get_key_map_entries",
         ),
         "manager": ("PluginManager", "get_plugin_manager"),
-        "outline": ("Outline", "cut_shapes", "hold_plain", "is_object_key", "read_outline"),
+        "outline": ("Outline", "cut_shapes", "find_own_formats", "hold_plain", "is_object_key", "read_outline"),
         "origin": ("describe_origin", "describe_strategy", "name_origin"),
         "registry": ("StrategyRegistry", "parse_key"),
         "resolver": ("Accept", "choose_reader", "hold_checkpoint", "hold_same", "parse_file", "read_manifest"),
@@ -66,6 +73,7 @@ __all__ = [
     "cut_shapes",
     "describe_origin",
     "describe_strategy",
+    "find_own_formats",
     "get_key_map_entries",
     "get_plugin_manager",
     "hold_checkpoint",

@@ -14,7 +14,7 @@ from shardckpt.plugins.installed import has_foreign_plugins
 from shardckpt.storage import open_directory, read_file
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Collection, Mapping, Sequence
     from pathlib import Path
 
     from shardckpt.manifest import PlainRecord
@@ -124,10 +124,35 @@ def read_outline(directory: Path, record: PlainRecord, own: Mapping[tuple[str, i
     return found
 
 
+def find_own_formats(own: Collection[tuple[str, int]]) -> frozenset[tuple[str, int]] | None:
+    """Return the formats of this distribution that are read here, by backend and version.
+
+    Args:
+        own: Those that its plugins register, as for :func:`read_outline`.
+
+    Returns:
+        None if anyone else has registered a reader, which may know other files, too.
+    """
+    if _is_alone():
+        return frozenset(own)
+    from shardckpt.plugins.entries import StrategyAction
+    from shardckpt.plugins.manager import get_plugin_manager
+
+    entries = get_plugin_manager().registry.entries(StrategyAction.LOAD_SHARDED)
+    if any(entry.distribution.partition(" ")[0] != "shardckpt" for entry in entries):
+        return None
+    return frozenset((entry.backend, entry.version) for entry in entries)
+
+
+def _is_alone() -> bool:
+    """Return whether no other plugins than those of this distribution can have been loaded, or need be looked for."""
+    is_looked_for = f"{__package__}.manager" in sys.modules  # then to ask the registry takes no time
+    return not is_looked_for and not settings.disabled_plugins() and not has_foreign_plugins()
+
+
 def _find_function(backend: str, version: int, own: Mapping[tuple[str, int], str]) -> tuple[str, str]:
     """Return the function of a format, ``""`` for none, and its distribution."""
-    is_looked_for = f"{__package__}.manager" in sys.modules  # then to ask the registry takes no time
-    if not is_looked_for and not settings.disabled_plugins() and not has_foreign_plugins():
+    if _is_alone():
         return own.get((backend, version), ""), "shardckpt"
     from shardckpt.plugins.entries import StrategyAction
     from shardckpt.plugins.manager import get_plugin_manager

@@ -54,6 +54,7 @@ if TYPE_CHECKING:
         sync_tree,
         wrap_os_errors,
     )
+    from shardckpt.storage.fingerprint_file import combine_fingerprints, parse_fingerprints
     from shardckpt.storage.identity import has_changed, is_of_save
     from shardckpt.storage.journal import JOURNAL_NAME, NOTE_BYTES, FileProgress, Journal
     from shardckpt.storage.memory_budget import (
@@ -115,9 +116,7 @@ if TYPE_CHECKING:
     from shardckpt.storage.stream import FileStream, WriterPool
     from shardckpt.storage.sums import (
         add_sums,
-        combine_fingerprints,
         pack_fingerprints,
-        parse_fingerprints,
         read_fingerprints,
         split_sums,
         sum_shards,
@@ -169,6 +168,7 @@ __getattr__ = lazy_getattr(
             "was_replaced",
         ),
         "file_writer": ("FileWriter",),
+        "fingerprint_file": ("combine_fingerprints", "parse_fingerprints"),
         "filesystem": (
             "check_file_name",
             "close_file",
@@ -278,9 +278,7 @@ __getattr__ = lazy_getattr(
         ),
         "sums": (
             "add_sums",
-            "combine_fingerprints",
             "pack_fingerprints",
-            "parse_fingerprints",
             "read_fingerprints",
             "split_sums",
             "sum_shards",

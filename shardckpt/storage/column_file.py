@@ -46,7 +46,21 @@ class ColumnFile(NamedTuple):
             name: The file.
             most_parts: The most commas that its header may have.
         """
-        data = memoryview(read_recorded_file(directory, record, name))
+        return cls.parse(read_recorded_file(directory, record, name), name, most_parts)
+
+    @classmethod
+    def parse(cls, content: bytes | bytearray | memoryview, name: str, most_parts: int | None = None) -> ColumnFile:
+        """Return the columns in the bytes of a file.
+
+        Args:
+            content: The bytes.
+            name: The file, for errors.
+            most_parts: As for :meth:`read`.
+
+        Raises:
+            CorruptCheckpointError: They are no safetensors file.
+        """
+        data = memoryview(content)
         length = header_length(bytes(data[:LENGTH_BYTES]), len(data), name)
         head = data[LENGTH_BYTES : LENGTH_BYTES + length]
         found = parse_head(head, len(data), name, *([] if most_parts is None else [most_parts]))

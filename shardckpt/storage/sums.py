@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections import defaultdict
 from typing import TYPE_CHECKING, NamedTuple
@@ -10,10 +9,10 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from shardckpt import settings
-from shardckpt.errors import CorruptCheckpointError
 from shardckpt.manifest import FINGERPRINTS_NAME
 from shardckpt.planning import batch_by_bytes
 from shardckpt.storage.columns import Columns, pack_columns
+from shardckpt.storage.fingerprint_file import FINGERPRINTS_COLUMN, SUM_BYTES, parse_fingerprints
 from shardckpt.storage.workers import Workers
 from shardckpt.tensors import finish_fingerprint, one_thread, sum_boxes
 
@@ -24,13 +23,8 @@ if TYPE_CHECKING:
     from shardckpt.storage.packed_shards import PackedShards
     from shardckpt.storage.reader import CheckpointReader
 
-#: Bytes of the two sums of a tensor, and of a fingerprint.
-_SUM_BYTES = 16
 #: What a thread sums at a time, at most, unless one tensor has more: bytes, and boxes.
 _JOB_BYTES, _JOB_BOXES = 16 << 20, 4096
-
-#: The column of the fingerprints; its number is that of their algorithm, which those of an earlier one do not equal.
-_COLUMN = "fingerprints_2"
 
 _Box = tuple[torch.Tensor, "Ints", "Ints"]
 
@@ -124,38 +118,7 @@ def add_sums(parts: Iterable[bytes]) -> dict[str, str]:
 def pack_fingerprints(fingerprints: Mapping[str, str]) -> bytes:
     """Return the bytes of the file with the fingerprints of tensors: columns of their keys, and of 16 bytes each."""
     data = b"".join(map(bytes.fromhex, fingerprints.values()))
-    return pack_columns({"keys": list(fingerprints), _COLUMN: _as_rows(data)})
-
-
-def parse_fingerprints(data: bytes, source: str) -> dict[str, str]:
-    """Return the fingerprints by key; none if they are of another algorithm than this release computes.
-
-    Args:
-        data: What :func:`pack_fingerprints` returned.
-        source: Where it is, for errors.
-
-    Raises:
-        CorruptCheckpointError: It is something else.
-    """
-    columns = Columns(data, source)
-    keys = columns.texts("keys")
-    if not columns.has(_COLUMN) and any(name.startswith("fingerprints") for name in columns.names()):
-        return {}
-    found = bytes(columns.raw(_COLUMN))
-    if len(found) != len(keys) * _SUM_BYTES:
-        raise CorruptCheckpointError(f"{source} has {len(found)} bytes of fingerprints for {len(keys)} tensors")
-    return {key: found[n * _SUM_BYTES : (n + 1) * _SUM_BYTES].hex() for n, key in enumerate(keys)}
-
-
-def combine_fingerprints(fingerprints: Mapping[str, str]) -> str:
-    """Return one fingerprint, 32 hex digits, of tensors by their keys and fingerprints; ``""`` of none.
-
-    It is equal for equal keys and values, whatever the sharding and the format, as those of the tensors are.
-    """
-    if not fingerprints:
-        return ""
-    rows = "".join(f"{key}\0{value}\0" for key, value in sorted(fingerprints.items()))
-    return hashlib.blake2b(rows.encode("utf-8", "surrogatepass"), digest_size=_SUM_BYTES).hexdigest()
+    return pack_columns({"keys": list(fingerprints), FINGERPRINTS_COLUMN: _as_rows(data)})
 
 
 def read_fingerprints(reader: CheckpointReader) -> dict[str, str]:
@@ -203,12 +166,12 @@ def _unpack(parts: Iterable[bytes]) -> Iterator[_Part]:
             strict=True,
         )
         for number, (key, dtype, axes, shape, count) in enumerate(rows):
-            start = number * _SUM_BYTES
+            start = number * SUM_BYTES
             first, second = (int.from_bytes(raw[low : low + 8], "little") for low in (start, start + 8))
             yield _Part(key, dtype, tuple(shape[:axes]), count, (first, second))
 
 
 def _as_rows(data: bytes) -> torch.Tensor:
     if not data:
-        return torch.empty(0, _SUM_BYTES, dtype=torch.uint8, device="cpu")
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8).view(-1, _SUM_BYTES)
+        return torch.empty(0, SUM_BYTES, dtype=torch.uint8, device="cpu")
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8).view(-1, SUM_BYTES)

@@ -3,6 +3,12 @@ from __future__ import annotations
 import subprocess
 import sys
 import textwrap
+from typing import TYPE_CHECKING
+
+from tests.manager import folders
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 PROGRAM = """
     import sys, torch
@@ -37,3 +43,22 @@ def test_nothing_is_patched_and_nothing_foreign_is_imported(tmp_path: object) ->
     command = [sys.executable, "-c", textwrap.dedent(PROGRAM), f"{tmp_path}/c"]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert ended.returncode == 0, ended.stderr
+
+
+LISTING = """
+    import sys
+    from shardckpt.cli import main
+    assert main(["ls", *sys.argv[1:]]) == 0
+    assert not {"torch", "numpy", "pydantic", "pluggy"} & set(sys.modules)
+"""
+
+
+def test_ls_of_own_checkpoints_imports_no_torch(tmp_path: Path) -> None:
+    """To list sound checkpoints of ours takes neither torch nor pydantic: seconds, for a command that people type."""
+    for step in range(3):
+        folders.save(tmp_path / "deeper", step, loss=0.5)
+    for how in ([str(tmp_path / "deeper")], [str(tmp_path), "-r"], [str(tmp_path / "deeper" / "step-1"), "--json"]):
+        command = [sys.executable, "-c", textwrap.dedent(LISTING), *how]
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        assert ended.returncode == 0, ended.stderr
+        assert "step-1" in ended.stdout

@@ -12,8 +12,8 @@ from shardckpt.distributed import Comm
 from shardckpt.errors import CorruptCheckpointError
 from shardckpt.manager.config import AsyncMode
 from shardckpt.manager.garbage_collection import GarbageCollector, remove_steps
+from shardckpt.manager.metrics import CONTENT_KEY
 from shardckpt.manager.reader import StepReader
-from shardckpt.manager.steps import CONTENT_KEY
 from shardckpt.manager.writer import StepWriter
 from shardckpt.manifest import Lineage
 

@@ -1,0 +1,93 @@
+"""Names in a folder of checkpoints: how trainers name the directories of steps, and where the marks of steps are."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from shardckpt.errors import CheckpointingException
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+#: The directory of the marks, beside the checkpoints; see :mod:`shardckpt.manager.marks`.
+MARKS_NAME = ".shardckpt-marks"
+
+
+@dataclass(frozen=True)
+class StepNames:
+    """How a trainer names the directory of a step: a prefix and the number.
+
+    Attributes:
+        prefix: The text before the number.
+        width: The minimum number of digits, filled up with zeros.
+    """
+
+    prefix: str
+    width: int = 1
+
+    def name(self, step: int) -> str:
+        """Return the name of a step's directory.
+
+        Raises:
+            CheckpointingException: the step is negative.
+        """
+        if step < 0:
+            raise CheckpointingException(f"step {step}: steps are counted from 0")
+        return f"{self.prefix}{step:0{self.width}d}"
+
+    def parse(self, name: str) -> int | None:
+        """Return the step whose directory has exactly this name, or None."""
+        digits = name.removeprefix(self.prefix)
+        if not (digits.isascii() and digits.isdecimal()):
+            return None
+        # Only the exact name counts: step-007 is not step 7.
+        return int(digits) if name == self.name(int(digits)) else None
+
+
+#: The names that the manager gives.
+STEPS = StepNames("step-")
+#: How trainers name the steps' directories: ours, transformers', Megatron's, VeOmni's; and those of epochs.
+NAMINGS = (STEPS, StepNames("checkpoint-"), StepNames("iter_", 7), StepNames("global_step_"), StepNames("epoch_"))
+
+
+#: A name that ends with a number; and what the text before it ends with, where the number is a step's.
+_NUMBERED = re.compile(r"(.*\D|)([0-9]+)", re.DOTALL)
+_STEP_WORD = re.compile(
+    r"(?:.*[^a-z])?(?:global_?step|step|iteration|iter|epoch|checkpoint|ckpt|chkpt|save|update)s?[-_.=]?", re.IGNORECASE
+)
+
+
+def find_namings(directories: Iterable[str], prefix: str | None = None) -> list[StepNames]:
+    """Return the ways in which directories are named by steps: the known :data:`NAMINGS`, and those found in names.
+
+    A name is one of a step if it ends with a number behind a word such as ``ckpt``, ``epoch`` or ``iter``: a number
+    behind anything else (``run_3``, ``Llama-3``) may say something else. No directory is in two ways; of one prefix
+    with several widths the most frequent counts.
+
+    Args:
+        directories: The names of the directories.
+        prefix: The text before the number, whatever it is; None for the words.
+    """
+    found = list(NAMINGS) if prefix is None else []
+    others: dict[str, list[str]] = {}
+    known: set[str] = set()
+    for name in directories:
+        parts = _NUMBERED.fullmatch(name)
+        if parts is None or name.startswith("."):
+            continue
+        if any(names.parse(name) is not None for names in found):
+            known.add(parts[1])
+        elif parts[1] == prefix or (prefix is None and _STEP_WORD.fullmatch(parts[1])):
+            others.setdefault(parts[1], []).append(parts[2])
+    for before, digits in sorted(others.items()):
+        padded = [len(number) for number in digits if number.startswith("0") and number != "0"]
+        if before not in known:
+            found.append(StepNames(before, max(sorted(padded), key=padded.count) if padded else 1))
+    return found
+
+
+def parse_step(name: str) -> int | None:
+    """Return the step that a directory's name says, by :func:`find_namings`, or None."""
+    return next((step for names in find_namings([name]) if (step := names.parse(name)) is not None), None)

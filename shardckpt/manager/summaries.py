@@ -1,0 +1,269 @@
+"""Summaries of checkpoints. Of sound ones of ours they are made without torch, which takes seconds to import."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field, replace
+from pathlib import PurePath
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+from shardckpt.commit import HOLDS_NAME
+from shardckpt.engine import find_local, find_save_time, measure
+from shardckpt.errors import CheckpointingException, listed
+from shardckpt.maintenance import describe_foreign, list_inside, list_local_names
+from shardckpt.manager.metrics import read_metrics
+from shardckpt.manager.step_names import MARKS_NAME, parse_step
+from shardckpt.manifest import FINGERPRINTS_NAME, MARKER_NAME, find_generation
+from shardckpt.plugins import find_own_formats, hold_plain
+from shardckpt.storage import combine_fingerprints, file_size, parse_fingerprints, read_file, refuse_linked_folders
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterable, Mapping
+    from pathlib import Path
+
+    from shardckpt.commit import Hold
+    from shardckpt.maintenance import Names
+    from shardckpt.manager.marks import Mark
+    from shardckpt.manifest import Lineage, PlainRecord, Record
+
+#: What a directory is, see :class:`CheckpointSummary`.
+State = Literal["whole", "damaged", "unreadable", "incomplete", "other"]
+#: What files are called that make a directory a checkpoint to no reader of this distribution.
+_LATEST = ("latest", "best")
+_TEXTS = (".txt", ".log", ".out", ".err", ".yaml", ".yml", ".toml", ".csv", ".jsonl", ".md", ".sh", ".py")
+#: Folders that may be a part of a checkpoint of another library.
+_UNIVERSAL = "zero"
+
+
+@dataclass(frozen=True)
+class CheckpointSummary:
+    """A checkpoint, or a directory that is none, as far as no data file need be read.
+
+    Attributes:
+        path: Its path or URL; a password is masked.
+        name: The name of the directory, or of the file of ``torch.save`` or safetensors.
+        state: ``whole``: all files are there and have their sizes; their bytes were not read. ``damaged``: not as it
+            was written. ``unreadable``: complete, but no installed strategy reads it. ``incomplete``: a save that was
+            never committed. ``other``: nothing shows that a checkpoint was ever there.
+        reason: Why it is not whole; ``""`` if it is.
+        step: The step of the training, as stored, or else as the name says.
+        saved_at: When it was committed, in seconds since 1970; None on a store.
+        nbytes: Size on disk in bytes, other files in the directory included.
+        strategy: ``backend@version``; ``""`` if it is not known.
+        writer: The release that wrote it, such as ``shardckpt 0.1.0``, or ``shardckpt`` if its record was lost;
+            ``""`` if another library did.
+        library: The other library, such as ``Megatron-Core``, or the one whose layout it is; ``""`` if the files do not
+            show which.
+        fingerprint: That of all tensors together, 32 hex digits, if the save has stored any: equal for equal keys and
+            values, whatever the sharding and the format. ``""`` if not.
+        held: The leases and pins that keep it from removal, for people.
+        mark: The verdict of ``shardckpt verify --mark`` about this save, for people; ``""`` if there is none.
+        has_failed: Whether that verdict is that it is not as it was written.
+        metrics: Those that ``CheckpointManager.save`` was given for the step, by name; None for NaN and infinity.
+        inside: If it is none itself: how many checkpoints there are in its folders, as the names of files say.
+    """
+
+    path: str
+    name: str
+    state: State
+    reason: str = ""
+    step: int | None = None
+    saved_at: float | None = None
+    nbytes: int = 0
+    strategy: str = ""
+    writer: str = ""
+    library: str = ""
+    fingerprint: str = ""
+    held: tuple[str, ...] = ()
+    mark: str = ""
+    has_failed: bool = False
+    metrics: dict[str, float | None] = field(default_factory=dict)
+    inside: int = 0
+
+    @property
+    def is_checkpoint(self) -> bool:
+        """Whether a checkpoint is there, or was to be."""
+        return self.state != "other"
+
+
+def list_plain(
+    folder: str | os.PathLike[str], own: Collection[tuple[str, int]], *, recursive: bool = False
+) -> list[CheckpointSummary] | None:
+    """Do what :func:`shardckpt.manager.list_checkpoints` does, without torch: for sound checkpoints of this library.
+
+    Args:
+        folder: A directory with checkpoints in it; or one checkpoint.
+        own: The formats of this distribution that are read, by backend and version, as its plugins register them.
+        recursive: Whether to look into the folders in it, too.
+
+    Returns:
+        The same summaries. None if anything needs a look by a reader: a URL, a checkpoint that is damaged or that
+        another library wrote, a save that did not end, a file or a folder that may be one of these, a plugin of another
+        distribution; and where nothing is a checkpoint.
+    """
+    formats = find_own_formats(own)
+    if formats is None:
+        return None
+    try:
+        return _list_folder(os.fspath(folder), formats, recursive=recursive)
+    except (_NeedsReaderError, CheckpointingException, OSError):  # list_checkpoints says better what it is
+        return None
+
+
+class _NeedsReaderError(Exception):
+    """What a directory is, only the readers of all formats can say."""
+
+
+def _list_folder(folder: str, formats: Collection[tuple[str, int]], *, recursive: bool) -> list[CheckpointSummary]:
+    """Return the summaries of a folder, or of a checkpoint, as :func:`list_plain`, which has the errors, too."""
+    place = _find(folder)
+    if (own := _summarize(place, formats)) is not None:
+        return [own]
+    directories = [_find(str(place / name)) for name in _list_names(place).folders]
+    found = [_summarize(each, formats) or _summarize_other(each) for each in directories]
+    if not any(each.is_checkpoint or each.inside for each in found):
+        raise _NeedsReaderError
+    found = arrange(found, _find_holds(place))
+    if not recursive:
+        return found
+    deep = []
+    for each in found:
+        below = _list_folder(str(place / each.name), formats, recursive=True) if each.inside else []
+        deep += name_below(each.name, below) if each.inside else [each]
+    return deep
+
+
+def _find(folder: str) -> Path:
+    if (place := find_local(folder)) is None:
+        raise _NeedsReaderError
+    return place
+
+
+def _summarize(directory: Path, formats: Collection[tuple[str, int]]) -> CheckpointSummary | None:
+    """Return the summary of a sound checkpoint of ours; None if it has no marker of one."""
+    if not (directory / MARKER_NAME).is_file():
+        return None
+    summary = _begin(directory)
+    held = hold_plain(directory)
+    if held is None or (held[1].backend, held[1].version) not in formats:
+        raise _NeedsReaderError
+    place, record = held
+    sizes = record.list_files()
+    for name, size in sizes.items():
+        refuse_linked_folders(place, name)
+        if file_size(place / name) != size:
+            raise _NeedsReaderError
+    summary = add_record(summary, record, record.lineage)
+    if FINGERPRINTS_NAME in sizes:
+        found = parse_fingerprints(read_file(place / FINGERPRINTS_NAME, sizes[FINGERPRINTS_NAME]), FINGERPRINTS_NAME)
+        summary = replace(summary, fingerprint=combine_fingerprints(found))
+    return replace(add_mark(summary, _find_mark(directory, record)), state="whole")
+
+
+def _begin(directory: Path) -> CheckpointSummary:
+    """Return what is known of any directory."""
+    return CheckpointSummary(
+        str(directory),
+        directory.name,
+        "other",
+        step=parse_step(directory.name),
+        nbytes=measure(directory),
+        saved_at=find_save_time(directory),
+    )
+
+
+def _summarize_other(directory: Path) -> CheckpointSummary:
+    """Return the summary of a directory that is a checkpoint to no reader, as all names in it say."""
+    names = _list_names(directory)
+    summary, inside = _begin(directory), count_inside(list_local_names(directory))
+    is_dead_save = bool(names.all) and not inside and summary.step is not None
+    if is_dead_save or describe_foreign(directory, names.all):
+        raise _NeedsReaderError
+    return describe_other(summary, names.all, inside)
+
+
+class _Names(NamedTuple):
+    """The names of all that is in a directory, and of the folders that are looked into."""
+
+    all: list[str]
+    folders: list[str]
+
+
+def _list_names(place: Path) -> _Names:
+    """Return the names in a directory, none of which is one of what may be a checkpoint, or a part of one."""
+    names = _Names([], [])
+    with os.scandir(place) as entries:
+        for entry in entries:
+            names.all.append(entry.name)
+            path = PurePath(entry.name)
+            is_folder = entry.is_dir()
+            is_part = entry.name == _UNIVERSAL or bool(find_generation(f"{entry.name}/x"))
+            if is_part if is_folder else path.name not in _LATEST and path.suffix not in _TEXTS:
+                raise _NeedsReaderError
+            if is_folder and not entry.name.startswith("."):
+                names.folders.append(entry.name)
+    return names
+
+
+def _find_holds(place: Path) -> dict[str, list[Hold]]:
+    """Return the leases and pins of a folder; those that read them are only imported where there are any."""
+    if not (place / HOLDS_NAME).exists():
+        return {}
+    from shardckpt.commit import Holds
+
+    return Holds(place / HOLDS_NAME).find()
+
+
+def _find_mark(directory: Path, record: PlainRecord) -> Mark | None:
+    """Return the mark of a checkpoint, likewise."""
+    if not (directory.parent / MARKS_NAME).exists():
+        return None
+    from shardckpt.manager.marks import find_mark_of
+
+    return find_mark_of(directory, record)
+
+
+def add_record(summary: CheckpointSummary, record: PlainRecord | Record, lineage: Lineage) -> CheckpointSummary:
+    """Return a summary with what the record of a checkpoint of ours says."""
+    return replace(
+        summary,
+        step=summary.step if lineage.step is None else lineage.step,
+        strategy=f"{record.backend}@{record.version}",
+        writer=", ".join(f"{name} {version}" for name, version in record.writer.items()),
+        metrics=read_metrics(record.content_metadata),
+    )
+
+
+def add_mark(summary: CheckpointSummary, mark: Mark | None) -> CheckpointSummary:
+    """Return a summary with the verdict of a verification, if there is one."""
+    return summary if mark is None else replace(summary, mark=str(mark), has_failed=mark.verdict == "failed")
+
+
+def describe_other(summary: CheckpointSummary, names: Collection[str], inside: int) -> CheckpointSummary:
+    """Return the summary of a directory that is no checkpoint.
+
+    Args:
+        summary: What is known of it.
+        names: The names of all that is in it.
+        inside: How many checkpoints there may be below it.
+    """
+    if inside:
+        many = f"{inside} checkpoint{'s' * (inside != 1)}"
+        return replace(summary, inside=inside, step=None, reason=f"a folder of {many}: -r lists them")
+    return replace(summary, reason=f"it has {listed(sorted(names), limit=4)}" if names else "an empty directory")
+
+
+def count_inside(list_names: Callable[[str], Names]) -> int:
+    """Return how many checkpoints there may be in a folder, as names say; the argument is that of ``list_inside``."""
+    return sum(1 for _ in list_inside(list_names, lambda name: parse_step(name) is not None))
+
+
+def arrange(found: Iterable[CheckpointSummary], holds: Mapping[str, Collection[Hold]]) -> list[CheckpointSummary]:
+    """Return summaries of one folder with its leases and pins, in ascending order of steps."""
+    held = [replace(each, held=tuple(map(str, holds.get(each.name, ())))) for each in found]
+    return sorted(held, key=lambda each: (each.step is None, each.step, each.name))
+
+
+def name_below(folder: str, found: Iterable[CheckpointSummary]) -> list[CheckpointSummary]:
+    """Return the summaries of the checkpoints in a folder, by their paths from the one that has the folder."""
+    return [replace(each, name=f"{folder}/{each.name}") for each in found if each.is_checkpoint]

@@ -1,0 +1,48 @@
+"""The file with the fingerprints of a checkpoint's tensors, read without torch."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import TYPE_CHECKING
+
+from shardckpt.errors import CorruptCheckpointError
+from shardckpt.storage.column_file import ColumnFile
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+#: Bytes of the two sums of a tensor, and of a fingerprint.
+SUM_BYTES = 16
+#: The column of the fingerprints; its number is that of their algorithm, which those of an earlier one do not equal.
+FINGERPRINTS_COLUMN = "fingerprints_2"
+
+
+def parse_fingerprints(data: bytes, source: str) -> dict[str, str]:
+    """Return the fingerprints by key; none if they are of another algorithm than this release computes.
+
+    Args:
+        data: What :func:`shardckpt.storage.pack_fingerprints` returned.
+        source: Where it is, for errors.
+
+    Raises:
+        CorruptCheckpointError: It is something else.
+    """
+    columns = ColumnFile.parse(data, source)
+    keys = columns.texts("keys")
+    if FINGERPRINTS_COLUMN not in columns.entries and any(name.startswith("fingerprints") for name in columns.entries):
+        return {}
+    found = columns.bytes_of(FINGERPRINTS_COLUMN)
+    if len(found) != len(keys) * SUM_BYTES:
+        raise CorruptCheckpointError(f"{source} has {len(found)} bytes of fingerprints for {len(keys)} tensors")
+    return {key: found[n * SUM_BYTES : (n + 1) * SUM_BYTES].hex() for n, key in enumerate(keys)}
+
+
+def combine_fingerprints(fingerprints: Mapping[str, str]) -> str:
+    """Return one fingerprint, 32 hex digits, of tensors by their keys and fingerprints; ``""`` of none.
+
+    It is equal for equal keys and values, whatever the sharding and the format, as those of the tensors are.
+    """
+    if not fingerprints:
+        return ""
+    rows = "".join(f"{key}\0{value}\0" for key, value in sorted(fingerprints.items()))
+    return hashlib.blake2b(rows.encode("utf-8", "surrogatepass"), digest_size=SUM_BYTES).hexdigest()
