@@ -83,7 +83,7 @@ def _find_leftovers(folder: str) -> list[PruneResult]:
     place = find_local(folder)
     if place is None or place.is_file() or not find_leftovers_of(place):
         return []
-    from shardckpt.engine import prune_leftovers  # it imports torch
+    from shardckpt.engine import prune_leftovers  # it imports pydantic
 
     return prune_leftovers(folder, dry_run=True)
 

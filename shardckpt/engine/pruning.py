@@ -33,7 +33,6 @@ from shardckpt.commit import (
     why_kept,
     why_unfinished_kept,
 )
-from shardckpt.engine.integrity import list_recorded_files
 from shardckpt.engine.locations import locate, locate_local
 from shardckpt.errors import CheckpointingException, StorageError
 from shardckpt.manifest import GENERATION, INTEGRITY_NAME, MARKER_NAME, RECORD_NAME, find_generation
@@ -322,6 +321,8 @@ def make_superseded_check(plugins: PluginManager) -> IsSuperseded:
     """
 
     def is_superseded(aside: Path, target: Path) -> bool:
+        from shardckpt.engine.integrity import list_recorded_files  # it imports torch, which ls does without
+
         try:
             manifest = read_manifest(target, plugins)
             files, place = list_recorded_files(target, manifest), target / manifest.folder
