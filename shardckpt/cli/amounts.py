@@ -1,5 +1,13 @@
-"""Bytes and times as people read them."""
+"""Bytes, times and metrics as people read them."""
+
+from __future__ import annotations
 
 from shardckpt.engine import format_bytes, format_seconds
 
-__all__ = ["format_bytes", "format_seconds"]
+
+def format_metric(value: float | None) -> str:
+    """Return a metric with six digits; None, which stands for NaN and infinity, is said."""
+    return "not finite" if value is None else f"{value:.6g}"
+
+
+__all__ = ["format_bytes", "format_metric", "format_seconds"]

@@ -3,22 +3,30 @@
 The fingerprint is of all tensors together, where the save has stored fingerprints: equal for equal keys and values.
 
 Those of other libraries are recognised by content, files of torch.save and safetensors in the folder among them. JSON
-files, indexes and sizes are looked at, of DeepSpeed's files and torch.save's their directories and pickles; bytes of
-tensors are not compared: verify does that, and what verify --mark has found is said, as are the leases and pins that
-keep a checkpoint from removal. Exit code: 1 if a checkpoint is damaged or incomplete, is marked as failed, or cannot be
-read here.
+files, indexes and sizes are looked at, of DeepSpeed's files and torch.save's their directories and pickles; tensors
+are not compared: verify does that, and what verify --mark has found is said, as are the leases and pins that keep a
+checkpoint from removal.
+
+Of the metrics that CheckpointManager.save was given, the first that most have is shown, with a star at the best of the
+whole ones. What all rows say alike is said below them, and columns that no row has anything in are left out; on a
+terminal, names that are too long lose their middle. Exit code: 1 if a checkpoint is damaged or incomplete, is marked as
+failed, or cannot be read here.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
+import sys
 import time
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from shardckpt.cli.exit_codes import FINE, FOUND
 from shardckpt.cli.output import say
-from shardckpt.cli.table import table
+from shardckpt.cli.table import drop_empty, fit_first, table
+from shardckpt.errors import CheckpointingException, escape_text, name_known
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -40,25 +48,36 @@ def add(verbs: Any) -> None:
     )
     parser.add_argument("folder", nargs="?", default=".", help="directory or URL (default: here)")
     parser.add_argument("-r", "--recursive", action="store_true", help="look into the folders in it, too")
+    parser.add_argument(
+        "--metric",
+        type=_parse_metric,
+        metavar="NAME[:min|max]",
+        help="the metric to show, and whether the smallest (min) or the largest value is the best",
+    )
     parser.add_argument("--json", action="store_true", help="print a JSON list, with all that is known")
     parser.set_defaults(run=run)
 
 
 def run(options: Any) -> int:
-    """Print a row per directory, and what they are together. Return the exit code."""
+    """Print a row per directory, and what they are together. Return the exit code.
+
+    Raises:
+        CheckpointingException: no checkpoint has the metric that is asked for.
+    """
     found = _list(options.folder, recursive=options.recursive)
+    metric, mode = _choose_metric(options.metric, found)
+    best = _find_best(found, metric, mode)
     if options.json:
         say(json.dumps([dataclasses.asdict(each) for each in found], indent=1))
     else:
         if found:
-            say(
-                table(
-                    ("checkpoint", "step", "age", "size", "strategy", "written by", "fingerprint", "state"),
-                    [_row(each) for each in found],
-                )
-            )
+            say(_make_table(found, metric, best))
         for line in _summarize(options.folder, found):
             say(line)
+        if best is not None:
+            least, other, most = ("smallest", "max", "largest") if mode == "min" else ("largest", "min", "smallest")
+            name = escape_text(metric)
+            say(f"*: the {least} {name} of what is whole; --metric {name}:{other} shows the {most}")
     fine = all(each.state in ("whole", "other") and not each.has_failed for each in found)
     return FINE if fine else FOUND
 
@@ -88,21 +107,85 @@ def _find_leftovers(folder: str) -> list[PruneResult]:
     return prune_leftovers(folder, dry_run=True)
 
 
-def _row(found: CheckpointSummary) -> tuple[Any, ...]:
+def _parse_metric(text: str) -> tuple[str, str]:
+    """Parse ``NAME[:min|max]``; a name may have colons."""
+    name, _, mode = text.rpartition(":")
+    return (name, mode) if name and mode in ("min", "max") else (text, "min")
+
+
+def _choose_metric(wanted: tuple[str, str] | None, found: Sequence[CheckpointSummary]) -> tuple[str, str]:
+    """Return the metric to show, ``""`` for none, and which of its values is the best.
+
+    Raises:
+        CheckpointingException: No checkpoint has the one that is wanted.
+    """
+    many = Counter(name for each in found for name in each.metrics)
+    if wanted is None:
+        return max(many, key=many.__getitem__, default=""), "min"
+    if wanted[0] not in many:
+        raise CheckpointingException(
+            f"no checkpoint here has the metric {wanted[0]!r} {name_known(wanted[0], many, 'metrics')}"
+        )
+    return wanted
+
+
+def _find_best(found: Sequence[CheckpointSummary], metric: str, mode: str) -> CheckpointSummary | None:
+    """Return the checkpoint with the best value among those that are whole and not marked as failed."""
+    from shardckpt.manager import rank_steps
+
+    # by their places: a step may be there twice
+    sound = {n: each.metrics for n, each in enumerate(found) if each.state == "whole" and not each.has_failed}
+    ranked = rank_steps(sound, metric, mode)
+    return found[ranked[0]] if ranked else None
+
+
+def _make_table(found: Sequence[CheckpointSummary], metric: str, best: CheckpointSummary | None) -> str:
+    """Return the table; who wrote the checkpoints is left to the last lines if it is the same of all."""
+    alike = _find_writer(found)
+    rows = [
+        (*cells, _show_metric(each, metric, best), "-" if alike else _name_writer(each), *rest)
+        for each in found
+        for cells, rest in [_row(each)]
+    ]
+    names = ("checkpoint", "step", "age", "size", "strategy", escape_text(metric), "written by", "fingerprint", "state")
+    header, shown = drop_empty(names, rows)
+    if sys.stdout.isatty():
+        shown = fit_first(header, shown, shutil.get_terminal_size().columns)
+    return table(header, shown)
+
+
+def _show_metric(found: CheckpointSummary, metric: str, best: CheckpointSummary | None) -> str:
+    from shardckpt.cli.amounts import format_metric
+
+    if metric not in found.metrics:
+        return "-"
+    return format_metric(found.metrics[metric]) + " *" * (found is best)
+
+
+def _name_writer(found: CheckpointSummary) -> str:
+    return found.writer.partition(",")[0] or found.library or ("another library" if found.strategy else "-")
+
+
+def _find_writer(found: Sequence[CheckpointSummary]) -> str:
+    """Return who wrote all that is there; ``""`` if several did, or nobody knows."""
+    writers = {_name_writer(each) for each in found} - {"-"}
+    return writers.pop() if len(writers) == 1 else ""
+
+
+def _row(found: CheckpointSummary) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """Return the cells before the metric and the writer, and those behind them."""
     from shardckpt.cli.amounts import format_bytes, format_seconds
 
     state = _name_state(found)
     state = found.reason if found.inside else f"{state}: {found.reason}" if found.reason else state
-    return (
+    cells = (
         found.name,
         "-" if found.step is None else found.step,
         "-" if found.saved_at is None else format_seconds(time.time() - found.saved_at),
         format_bytes(found.nbytes),
         found.strategy or "-",
-        found.writer.partition(",")[0] or found.library or ("another library" if found.strategy else "-"),
-        found.fingerprint[:_DIGITS] or "-",
-        ", ".join((state, *filter(None, [found.mark]), *found.held)),
     )
+    return cells, (found.fingerprint[:_DIGITS] or "-", ", ".join((state, *filter(None, [found.mark]), *found.held)))
 
 
 def _name_state(found: CheckpointSummary) -> str:
@@ -118,7 +201,8 @@ def _summarize(folder: str, found: Sequence[CheckpointSummary]) -> list[str]:
     checkpoints = [each for each in found if each.is_checkpoint]
     whole = sum(each.state == "whole" for each in checkpoints)
     many = f"{len(checkpoints)} checkpoint{'s' * (len(checkpoints) != 1)}"
-    lines = [f"{many}, {whole} whole, {format_bytes(sum(e.nbytes for e in checkpoints))}"]
+    by = f", written by {writer}" if (writer := _find_writer(found)) else ""
+    lines = [f"{many}, {whole} whole, {format_bytes(sum(e.nbytes for e in checkpoints))}{by}"]
     folders = [each for each in found if each.inside]
     if folders:
         more = sum(each.inside for each in folders)

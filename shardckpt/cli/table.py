@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
 #: Dashes under the name of the last column, at most.
 _LONGEST_RULE = 40
+#: Characters of a last cell that a line has room for, of a first cell that stay, and what stands for those that do not.
+_LAST, _SHORTEST, _GAP = 20, 20, "..."
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
@@ -25,6 +27,30 @@ def table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
     """
     cells = zip(*rows, strict=True) if rows else ([] for _ in header)
     return columns_table(header, *([*map(str, column)] for column in cells))
+
+
+def drop_empty(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> tuple[list[str], list[list[Any]]]:
+    """Return a table without the columns that have nothing but ``-`` in every row."""
+    kept = [number for number in range(len(header)) if any(row[number] != "-" for row in rows)]
+    return [header[number] for number in kept], [[row[number] for number in kept] for row in rows]
+
+
+def fit_first(header: Sequence[str], rows: Sequence[Sequence[Any]], width: int) -> list[list[Any]]:
+    """Return rows whose first cells are cut in the middle, as far as it takes for lines of a width; never to nothing.
+
+    The last cells may be reasons of several lines: what they have more than a few words counts for nothing.
+    """
+    columns = [[*map(len, map(escape_text, map(str, column)))] for column in zip(header, *rows, strict=True)]
+    others = sum(map(max, columns[1:-1])) + min(max(columns[-1]), _LAST) + 2 * (len(columns) - 1)
+    return [[_cut_middle(escape_text(str(row[0])), max(width - others, _SHORTEST)), *row[1:]] for row in rows]
+
+
+def _cut_middle(text: str, most: int) -> str:
+    """Return a text of at most so many characters: of a longer one both ends, the end of which tells names apart."""
+    if len(text) <= most:
+        return text
+    tail = (most - len(_GAP)) * 2 // 3
+    return f"{text[: most - len(_GAP) - tail]}{_GAP}{text[-tail:]}"
 
 
 def columns_table(header: Sequence[str], *columns: Sequence[str]) -> str:

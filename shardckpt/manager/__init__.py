@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from shardckpt.manager.listing import find_checkpoints, list_checkpoints
     from shardckpt.manager.manager import CheckpointManager
     from shardckpt.manager.marks import Mark, StepState, identify_save, mark_checkpoint
-    from shardckpt.manager.metrics import CONTENT_KEY, read_metrics
+    from shardckpt.manager.metrics import CONTENT_KEY, rank_steps, read_metrics
     from shardckpt.manager.per_rank import PerRank, Stateful
     from shardckpt.manager.plain_state import describe_form, describe_tensors, merge_tensors, request_tensors
     from shardckpt.manager.replicas import FaultTolerance, ReplicaManager
@@ -45,7 +45,7 @@ __getattr__ = lazy_getattr(
         "listing": ("find_checkpoints", "list_checkpoints"),
         "manager": ("CheckpointManager",),
         "marks": ("Mark", "StepState", "identify_save", "mark_checkpoint"),
-        "metrics": ("CONTENT_KEY", "read_metrics"),
+        "metrics": ("CONTENT_KEY", "rank_steps", "read_metrics"),
         "per_rank": ("PerRank", "Stateful"),
         "plain_state": ("describe_form", "describe_tensors", "merge_tensors", "request_tensors"),
         "replicas": ("FaultTolerance", "ReplicaManager"),
@@ -124,6 +124,7 @@ __all__ = [
     "parse_step",
     "pin_step",
     "prune_steps",
+    "rank_steps",
     "read_metrics",
     "remove_step",
     "request_tensors",

@@ -33,6 +33,21 @@ def read_metrics(content: Any) -> dict[str, float | None]:
     return {name: read_metric(value) for name, value in metrics.items()} if isinstance(metrics, dict) else {}
 
 
+def rank_steps(steps: Mapping[int, Mapping[str, Any]], metric: str, mode: str) -> list[int]:
+    """Return the steps that have a finite value of a metric, the best first; of equal values, the newer step.
+
+    Args:
+        steps: The metrics of each step, by name.
+        metric: The name.
+        mode: Whether the smallest (``min``) or the largest (``max``) value is the best.
+    """
+    sign = -1 if mode == "min" else 1
+    values = [(step, read_metric(metrics.get(metric))) for step, metrics in steps.items()]
+    return [
+        step for _, step in sorted(((sign * value, step) for step, value in values if value is not None), reverse=True)
+    ]
+
+
 def parse_metrics(metrics: Any) -> dict[str, float | None]:
     """Convert the metrics of a step for JSON.
 

@@ -11,7 +11,7 @@ from pydantic import ConfigDict, Field, GetPydanticSchema
 from pydantic.dataclasses import dataclass
 
 from shardckpt.errors import CheckpointingException, name_known
-from shardckpt.manager.metrics import read_metric
+from shardckpt.manager.metrics import rank_steps, read_metric
 from shardckpt.manager.policies import describe_policy, parse_policy
 
 if TYPE_CHECKING:
@@ -133,10 +133,7 @@ class KeepBest:
 
     def __call__(self, steps: StepMetrics) -> list[int]:
         """Return the steps with the best values, the best first."""
-        sign = -1 if self.mode == "min" else 1
-        values = [(step, read_metric(metrics.get(self.metric))) for step, metrics in steps.items()]
-        ranked = sorted(((sign * value, step) for step, value in values if value is not None), reverse=True)
-        return [step for _, step in ranked[: self.count]]
+        return rank_steps(steps, self.metric, self.mode)[: self.count]
 
 
 @dataclass(frozen=True, config=_STRICT)

@@ -1,0 +1,97 @@
+"""The table of ``shardckpt ls``: the metric, what is left out, and how it fits a terminal."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import TYPE_CHECKING
+
+from shardckpt import dist_checkpointing as dc
+from shardckpt.cli import main
+from shardckpt.manager import identify_save, mark_checkpoint
+from tests.cli.checkpoints import copy_golden
+from tests.manager import folders
+from tests.tables import table
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import pytest
+
+
+def _list(capsys: pytest.CaptureFixture[str], *arguments: object) -> list[str]:
+    """The lines that ls prints."""
+    main(["ls", *map(str, arguments)])
+    return capsys.readouterr().out.splitlines()
+
+
+def _column(lines: list[str], name: str) -> dict[str, str]:
+    """The cells of a column by the name of the row."""
+    start = f"{lines[0]}  ".index(f"  {name}  ") + 2
+    width = len(lines[1][start:].split("  ")[0])
+    rows = [line for line in lines[2:] if line.startswith(("step-", "logs"))]
+    return {line.split()[0]: line[start : start + width].strip() for line in rows}
+
+
+def test_ls_shows_a_metric_and_the_best_of_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The first metric that most have, with a star at the least; --metric chooses another, or the most."""
+    for step, metrics in ((1, {"ppl": 9.0}), (2, {"loss": 0.25, "ppl": 4}), (3, {"loss": 1 / 3, "ppl": 7, "late": 1})):
+        folders.save(tmp_path, step, **metrics)
+    folders.save(tmp_path, 4, loss=0.5)
+    folders.save(tmp_path, 5)
+    lines = _list(capsys, tmp_path)
+    assert _column(lines, "ppl") == {"step-1": "9", "step-2": "4 *", "step-3": "7", "step-4": "-", "step-5": "-"}
+    assert lines[-1] == "*: the smallest ppl of what is whole; --metric ppl:max shows the largest"
+    assert _column(_list(capsys, tmp_path, "--metric", "loss"), "loss")["step-3"] == "0.333333"
+    lines = _list(capsys, tmp_path, "--metric", "loss:max")
+    assert _column(lines, "loss") == {
+        "step-1": "-",
+        "step-2": "0.25",
+        "step-3": "0.333333",
+        "step-4": "0.5 *",
+        "step-5": "-",
+    }
+    assert lines[-1].startswith("*: the largest loss")
+
+
+def test_the_best_is_whole_has_not_failed_and_is_the_newest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """No star for a step that is damaged or marked as failed; of equal values, the newer step has it."""
+    for step, loss in ((1, 0.5), (2, 0.5), (3, 0.25), (4, 0.125)):
+        folders.save(tmp_path, step, loss=loss)
+    folders.damage(tmp_path / "step-3")
+    mark_checkpoint(tmp_path / "step-4", identify_save(tmp_path / "step-4"), "failed", checked="digests", files=1)
+    found = _column(_list(capsys, tmp_path), "loss")
+    assert found == {"step-1": "0.5", "step-2": "0.5 *", "step-3": "0.25", "step-4": "0.125"}
+
+
+def test_columns_without_anything_are_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Fingerprints and metrics have a column if any row has one; who wrote all is said once, several in a column."""
+    folders.save_all(tmp_path, 1, 2)
+    lines = _list(capsys, tmp_path)
+    assert lines[0].split() == ["checkpoint", "step", "age", "size", "strategy", "state"]
+    assert lines[-1].partition(", written by ")[2].startswith("shardckpt ")
+    (tmp_path / "logs").mkdir()
+    assert "strategy" in _list(capsys, tmp_path)[0]
+    copy_golden("0.16.1", tmp_path).rename(tmp_path / "step-3")
+    dc.save({"a": 1}, tmp_path / "step-4", fingerprints=True)
+    lines = _list(capsys, tmp_path)
+    assert _column(lines, "written by")["step-3"] == "Megatron-Core"
+    assert "written by" not in lines[-1]
+
+
+@table("columns", [80, 120])
+def test_long_names_are_cut_on_a_terminal_only(
+    columns: int, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There a line has the terminal's width, and both ends of a name; piped and as JSON, names are whole."""
+    name = f"run-{'x' * 90}-step-"
+    for step in (1, 2):
+        folders.save(tmp_path, step, name=f"{name}{{}}", loss=0.25)
+    assert all(f"{name}{step} " in _list(capsys, tmp_path)[1 + step] for step in (1, 2))
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    lines = _list(capsys, tmp_path)
+    assert [line.split()[0][-7:] for line in lines[2:4]] == ["-step-1", "-step-2"]
+    assert all(line.startswith("run-x") and "..." in line and len(line) <= columns for line in lines[2:4])
+    found = json.loads("\n".join(_list(capsys, tmp_path, "--json")))
+    assert [each["name"] for each in found] == [f"{name}1", f"{name}2"]
