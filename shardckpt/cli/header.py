@@ -19,6 +19,7 @@ def read_header(checkpoint: StoredCheckpoint | PlainRecord, place: Path) -> dict
         place: Where it is.
     """
     from shardckpt.engine import find_save_time, measure
+    from shardckpt.manager import read_metrics
     from shardckpt.manifest import PlainRecord
 
     record = checkpoint if isinstance(checkpoint, PlainRecord) else checkpoint.record
@@ -29,6 +30,7 @@ def read_header(checkpoint: StoredCheckpoint | PlainRecord, place: Path) -> dict
         "id": checkpoint.save_id or None,
         "parent": parent,
         "step": step,
+        "metrics": {} if record is None else read_metrics(record.content_metadata),
         "writer": None if record is None else record.writer,
         "library": _find_library(checkpoint, place),
         "ranks": None if record is None else record.world_size,

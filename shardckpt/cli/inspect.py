@@ -1,4 +1,4 @@
-"""Print who wrote a checkpoint, its id, parent and step, and a row for each tensor, object and name of common state.
+"""Print who wrote a checkpoint, its id, parent, step and metrics, and a row for each tensor, object and common value.
 
 With KEY[0:4, ...] in place of a prefix: statistics and values of that region, of which any part is read at a time.
 Files that are missing or too short are named, and the exit code is 1. Bytes of files are not checked: verify does that.
@@ -266,11 +266,13 @@ def _make_tensors(outline: Outline, options: Any) -> _Tensors:
 
 
 def _describe(found: _Found, options: Any) -> list[str]:
+    from shardckpt.cli.amounts import format_metric
     from shardckpt.cli.tree import make_tree
 
     header, tensors = found.header, found.tensors
     history = "".join(f", {name} {header[name]}" for name in ("id", "parent", "step") if header[name] is not None)
-    title = f"{found.directory}: {header['backend']!r}, version {header['version']}{history}"
+    metrics = "".join(f", {name} {format_metric(value)}" for name, value in header["metrics"].items())
+    title = f"{found.directory}: {header['backend']!r}, version {header['version']}{history}{metrics}"
     if options.tree:
         listing = make_tree(zip(tensors.keys, tensors.list_sizes(), strict=True), options.depth)
     else:

@@ -37,6 +37,7 @@ class CheckpointHeader(NamedTuple):
         ranks: How many ranks saved it.
         saved_at: When, in seconds since 1970.
         bytes_on_disk: Bytes of all files.
+        metrics: Those of the step, by name; None for NaN and infinity.
     """
 
     name: str
@@ -50,6 +51,7 @@ class CheckpointHeader(NamedTuple):
     ranks: int | None = None
     saved_at: float | None = None
     bytes_on_disk: int | None = None
+    metrics: Mapping[str, float | None] | None = None
 
 
 def describe_checkpoint(checkpoint: StoredCheckpoint, header: CheckpointHeader, prefix: str = "") -> dict[str, Any]:
