@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field, replace
-from pathlib import PurePath
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from shardckpt.commit import HOLDS_NAME
@@ -28,9 +27,10 @@ if TYPE_CHECKING:
 
 #: What a directory is, see :class:`CheckpointSummary`.
 State = Literal["whole", "damaged", "unreadable", "incomplete", "other"]
-#: What files are called that make a directory a checkpoint to no reader of this distribution.
+#: What files are called that are beside checkpoints: pointers, texts and TensorBoard's.
 _LATEST = ("latest", "best")
 _TEXTS = (".txt", ".log", ".out", ".err", ".yaml", ".yml", ".toml", ".csv", ".jsonl", ".md", ".sh", ".py")
+_EVENTS = "events.out.tfevents."
 #: Folders that may be a part of a checkpoint of another library.
 _UNIVERSAL = "zero"
 
@@ -195,14 +195,18 @@ def _list_names(place: Path) -> _Names:
     with os.scandir(place) as entries:
         for entry in entries:
             names.all.append(entry.name)
-            path = PurePath(entry.name)
             is_folder = entry.is_dir()
             is_part = entry.name == _UNIVERSAL or bool(find_generation(f"{entry.name}/x"))
-            if is_part if is_folder else path.name not in _LATEST and path.suffix not in _TEXTS:
+            if is_part if is_folder else not _is_aside(entry.name):
                 raise _NeedsReaderError
             if is_folder and not entry.name.startswith("."):
                 names.folders.append(entry.name)
     return names
+
+
+def _is_aside(name: str) -> bool:
+    """Return whether a file makes the directory that it is in a checkpoint to no reader of this distribution."""
+    return name in _LATEST or name.endswith(_TEXTS) or name.startswith(_EVENTS)
 
 
 def _find_holds(place: Path) -> dict[str, list[Hold]]:

@@ -44,6 +44,7 @@ def zoo(tmp_path: Path) -> Iterator[Path]:
     owners.leave(folder / "step-1", owners.dead())
     (folder / "logs").mkdir()
     (folder / "logs" / "train.log").write_text("x" * 77)
+    (folder / "logs" / "events.out.tfevents.1764288000.host").touch()
     (folder / "empty").mkdir()
     (folder / "latest").write_text("step-3")
     (folder / "newest").symlink_to("step-3")
