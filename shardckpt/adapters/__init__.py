@@ -13,7 +13,8 @@ from shardckpt.adapters.in_place import InPlaceFactory
 from shardckpt.adapters.kept_options import choose_options, list_option_names
 from shardckpt.adapters.leaves import describe_leaf, describe_object, describe_plain_object
 from shardckpt.adapters.modules import get_model_tensors, read_versions
-from shardckpt.adapters.optimizers import find_name, get_param_groups, is_group, spread_options
+from shardckpt.adapters.optimizer_requests import find_name, is_group, spread_options
+from shardckpt.adapters.optimizers import get_param_groups
 from shardckpt.adapters.restore import load_into
 from shardckpt.adapters.state import SavedModules, to_sharded_state_dict
 from shardckpt.adapters.state_layout import empty_state_tensor

@@ -22,6 +22,7 @@ from shardckpt.adapters.kept_options import (
 )
 from shardckpt.adapters.module_tree import list_state_columns, list_state_tensors, only_copies, read_state_dict
 from shardckpt.adapters.modules import as_parts, read_model, share_memory
+from shardckpt.adapters.optimizer_requests import spread_options
 from shardckpt.adapters.optimizers import (
     EMPTY,
     ENTRIES,
@@ -33,7 +34,6 @@ from shardckpt.adapters.optimizers import (
     name_parts,
     own_method,
     read_optimizer,
-    spread_options,
 )
 from shardckpt.adapters.own_values import find_own_values
 from shardckpt.adapters.versions import add_versions

@@ -18,23 +18,25 @@ from shardckpt.adapters.leaf_shards import LeafShards
 from shardckpt.adapters.leaves import describe_leaf, describe_object, describe_tree
 from shardckpt.adapters.model_tensors import ModelTensors, describe_versions
 from shardckpt.adapters.module_tree import list_state_columns
+from shardckpt.adapters.optimizer_requests import (
+    find_fresh,
+    request_numbered,
+    request_options,
+    request_others,
+    request_states,
+)
 from shardckpt.adapters.optimizers import (
     FEW_GROUPS,
     PARAMS,
     STATE,
     describe_others,
     describe_state,
-    find_fresh,
     get_optimizer_state,
     list_options,
     make_flat_state,
     make_marker,
     name_group,
     name_groups,
-    request_numbered,
-    request_options,
-    request_others,
-    request_states,
 )
 from shardckpt.adapters.saved_states import SavedStates
 from shardckpt.engine import pause_gc
