@@ -16,24 +16,18 @@ from shardckpt.adapters.forms import (
     flatten_state,
     join_path,
 )
+from shardckpt.adapters.group_options import GROUP_NAME, GROUPS, GROUPS_NAME, PARAMS, STATE
 from shardckpt.adapters.leaves import describe_leaf, describe_object
 from shardckpt.adapters.modules import data_address
-from shardckpt.adapters.optimizers import (
-    GROUP_NAME,
-    GROUPS,
-    GROUPS_NAME,
-    PARAMS,
-    STATE,
-    list_slots,
-    name_group,
-)
+from shardckpt.adapters.optimizers import list_slots
 from shardckpt.adapters.state_layout import empty_of_axes, empty_state_tensor
+from shardckpt.adapters.stored_values import allocate, find_slots, nest, restore_containers
 from shardckpt.adapters.wrappers import InnerShard, is_inner, request_inner
 from shardckpt.mapping import ShardedBase, ShardedTensor, ShardedTensorFactory
 from shardckpt.state_dict import nested_items
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
 
     from shardckpt.adapters.optimizers import OptimizerState
     from shardckpt.mapping import StoredNames
@@ -57,7 +51,7 @@ def request_states(
     # memory that several live tensors have is loaded into once
     taken = {data_address(param) for param in live.params.values()} - {0}
     found = {name: entry for name, entry in described.items() if name not in live.params}  # FSDP1's
-    for name, slots in _find_slots(live.params, stored, key).items():
+    for name, slots in find_slots(live.params, stored, key).items():
         entry = described.get(name, {})
         if slots and isinstance(entry, dict):
             param_key = next((each for each in (f"{model}{name}", name) if each in stored.tensors), None)
@@ -144,7 +138,7 @@ def _request_state(saved: _SavedState, state: Any, described: dict[str, Any] | N
     for slot in saved.slots:
         if slot not in used and slot not in removed:
             kept[tuple(slot.split("."))] = saved.describe(slot)
-    return _restore_containers(_nest(kept), state)
+    return restore_containers(nest(kept), state)
 
 
 def _fits(leaf: Any, stored: StoredNames, taken: set[int]) -> bool:
@@ -189,62 +183,12 @@ def request_numbered(groups: Iterable[Mapping[str, Any]], stored: StoredNames, k
         return {}
     names = {str(param): param for group in groups for param in group[PARAMS]}
     found: dict[Any, Any] = {}
-    for name, slots in _find_slots(names, stored, key).items():
+    for name, slots in find_slots(names, stored, key).items():
         keys = {tuple(slot.split(".")): f"{key}.{name}.{slot}" for slot in slots}
-        leaves = {path: describe_leaf(_allocate(stored, own), own, "unchecked") for path, own in keys.items()}
+        leaves = {path: describe_leaf(allocate(stored, own), own, "unchecked") for path, own in keys.items()}
         if leaves:
-            found[names[name]] = _restore_containers(_nest(leaves), {})
+            found[names[name]] = restore_containers(nest(leaves), {})
     return found
-
-
-def request_options(names: Iterable[str], stored: StoredNames, key: str) -> dict[str, Any]:
-    """Return what a load asks for of the options: all groups that are stored, whose parameters only their objects name.
-
-    Options that are tensors are stored by parameter, as stock ``dcp.load`` asks for them. Older checkpoints, and those
-    of other libraries, have an object for each parameter, too.
-
-    Args:
-        names: The parameters.
-        stored: What the checkpoint has.
-        key: What the keys of options begin with, without the last dot.
-    """
-    rests = (each[len(key) + 1 :] for each in stored.objects if each.startswith(f"{key}."))
-    groups = list(filter(is_group, rests))
-    found: dict[str, Any] = {name: {"values": describe_object(None, f"{key}.{name}", "unchecked")} for name in groups}
-    for name, options in _find_slots(dict.fromkeys(names), stored, key).items():
-        keys = {option: f"{key}.{name}.{option}" for option in options}
-        tensors = {
-            option: describe_leaf(_allocate(stored, own), own, "unchecked")
-            for option, own in keys.items()
-            if own in stored.tensors
-        }
-        entry = {} if groups else {"values": describe_object(None, f"{key}.{name}", "unchecked")}
-        if tensors or entry:
-            found[name] = entry | ({"tensors": tensors} if tensors else {})
-    return found
-
-
-def spread_options(loaded: Mapping[str, Any], live: Collection[str] = ()) -> dict[str, dict[str, Any]]:
-    """Return the options of each parameter; those of a group are one dict, if no tensor is among them.
-
-    Args:
-        loaded: What was loaded for :func:`request_options`.
-        live: The names of groups, by :func:`name_group`, that count where others have the same parameter.
-    """
-    found: dict[str, dict[str, Any]] = {}
-    objects = [parts["values"] for name, parts in loaded.items() if is_group(name)]
-    groups = [group for each in objects for group in (each if isinstance(each, list) else [each])]
-    for group in sorted(groups, key=lambda group: name_group(group) in live):
-        found.update(dict.fromkeys(group[PARAMS], group["options"]))
-    for name, parts in loaded.items():
-        if not is_group(name):
-            found[name] = {**found.get(name, {}), **parts.get("values", {}), **parts.get("tensors", {})}
-    return found
-
-
-def is_group(name: str) -> bool:
-    """Return whether this is the name of a stored group, or of several."""
-    return name.startswith((GROUP_NAME, GROUPS_NAME))
 
 
 def request_others(live: OptimizerState, described: Mapping[str, Any], stored: StoredNames, key: str) -> dict[str, Any]:
@@ -258,7 +202,7 @@ def request_others(live: OptimizerState, described: Mapping[str, Any], stored: S
     """
     found: dict[str, Any] = {}
     each = {one.digest: one for one in live.each}
-    for digest, slots in _find_slots(each, stored, key).items():
+    for digest, slots in find_slots(each, stored, key).items():
         if not slots:
             continue
         one = each[digest]
@@ -266,79 +210,10 @@ def request_others(live: OptimizerState, described: Mapping[str, Any], stored: S
         keys = {slot: f"{key}.{digest}.{slot}" for slot in slots}
         found[digest] = {
             slot: describe_leaf(
-                _allocate(stored, own, tensors.get(slot), one.params.get(find_layout(slot))), own, "unchecked"
+                allocate(stored, own, tensors.get(slot), one.params.get(find_layout(slot))), own, "unchecked"
             )
             if own in stored.tensors
             else describe_object(None, own, "unchecked")
             for slot, own in keys.items()
         }
     return {**{name: entry for name, entry in described.items() if name not in found}, **found}
-
-
-def _allocate(stored: StoredNames, key: str, live: Any = None, param: torch.Tensor | None = None) -> torch.Tensor:
-    """Return memory for a stored tensor of no parameter: laid out as a tensor of its shape, else whole on the CPU.
-
-    Args:
-        stored: What the checkpoint has.
-        key: The tensor's key.
-        live: The tensor that the optimizer has there now.
-        param: The parameter that it was sharded as.
-    """
-    dtype, shape = stored.tensors[key]
-    for like in (live, param):
-        if isinstance(like, torch.Tensor) and tuple(like.shape) == shape:
-            return torch.empty_like(like.detach(), dtype=dtype, memory_format=torch.contiguous_format)
-    return torch.empty(shape, dtype=dtype, device="cpu")
-
-
-def _find_slots(names: Mapping[str, Any], stored: StoredNames, key: str) -> dict[str, list[str]]:
-    """Return the rest of each stored key below the key of each name."""
-    found: dict[str, list[str]] = {name: [] for name in names}
-    prefix = f"{key}."
-    for each in (*stored.tensors, *stored.objects):
-        if each.startswith(prefix):
-            rest = each[len(prefix) :]
-            name = find_name(rest, found)
-            if name is not None and len(name) < len(rest):
-                found[name].append(rest[len(name) + 1 :])
-    return found
-
-
-def find_name(key: str, names: Collection[str]) -> str | None:
-    """Return the longest of some names with which a dotted key begins; None if none does."""
-    while key not in names:
-        key, dot, _ = key.rpartition(".")
-        if not dot:
-            return None
-    return key
-
-
-def _nest(values: Mapping[tuple[Any, ...], Any]) -> dict[Any, Any]:
-    """Return nested dicts for paths."""
-    found: dict[Any, Any] = {}
-    for (*parts, last), value in values.items():
-        node = found
-        for part in parts:
-            node = node.setdefault(part, {})
-        node[last] = value
-    return found
-
-
-def _restore_containers(found: Any, live: Any, depth: int = 0) -> Any:
-    """Return nested dicts with the keys and lists that the live state has: state that is stored without a form.
-
-    Where it has none, numbers from 0 count a list, as they do in older checkpoints and those of DCP.
-    """
-    if not isinstance(found, dict):
-        return found
-    inside = live if isinstance(live, dict) else dict(enumerate(live)) if isinstance(live, list) else {}
-    keys = {str(key): key for key in inside}
-    restored = {
-        keys.get(str(key), key): _restore_containers(value, inside.get(keys.get(str(key), key)), depth + 1)
-        for key, value in found.items()
-    }
-    if depth == 0 or (isinstance(live, dict) and live):
-        return restored
-    by_text = {str(key): value for key, value in restored.items()}
-    numbers = [*map(str, range(len(restored)))]
-    return [by_text[number] for number in numbers] if by_text.keys() == {*numbers} else restored

@@ -1,13 +1,13 @@
-"""State of optimizers by full parameter names: what there is to save, and what a checkpoint has for a load to ask for.
+"""State of optimizers by full parameter names: what there is to save.
 
 An optimizer's ``state_dict()`` has the state of each parameter, the options of each group, and whatever else the class
 keeps: entries of its own, state under keys that are no parameters. All of it is stored. A load asks for what is stored,
-whether or not the optimizer has it already; torch's ``get_optimizer_state_dict`` takes a step to find out.
+whether or not the optimizer has it already (:mod:`~shardckpt.adapters.optimizer_requests`); torch's
+``get_optimizer_state_dict`` takes a step to find out.
 """
 
 from __future__ import annotations
 
-import hashlib
 from itertools import chain, zip_longest
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -25,6 +25,7 @@ from shardckpt.adapters.forms import (
     list_tensors,
     make_form,
 )
+from shardckpt.adapters.group_options import GROUPS, PARAMS, STATE, digest_names, list_options
 from shardckpt.adapters.leaves import describe_tree
 from shardckpt.adapters.module_tree import name_parameters
 from shardckpt.adapters.modules import merge_sources
@@ -42,17 +43,8 @@ if TYPE_CHECKING:
     from shardckpt.adapters.module_tree import StateColumns
     from shardckpt.mapping import Replicated
 
-#: Entries of an optimizer's state dict.
-STATE, GROUPS, PARAMS, PARAM_NAMES = "state", "param_groups", "params", "param_names"
 #: What an optimizer has beside the state and options of parameters, see :attr:`NamedState.others`.
 ENTRIES, EMPTY = "entries", "empty groups"
-#: What the names of stored groups begin with, as the names of parameters do not.
-GROUP_NAME = "(group "
-#: The same of several groups that are one object: of more than FEW_GROUPS, which cost more than what is in them.
-GROUPS_NAME = "(groups "
-FEW_GROUPS = 16
-#: Classes of the values that are stored once for all groups that have them.
-_PLAIN = frozenset((int, float, bool, str, type(None)))
 
 
 class NamedState(NamedTuple):
@@ -231,44 +223,8 @@ def own_method(optimizer: Optimizer, name: str) -> Callable[..., Any]:
     return getattr(type(optimizer), name).__get__(optimizer) if is_replaced else method
 
 
-def list_options(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of a group; the names of its parameters are no option of each."""
-    return {name: value for name, value in group.items() if name not in (PARAMS, PARAM_NAMES)}
-
-
-def make_marker() -> Callable[[Any], str | None]:
-    """Return a function of options: a text that equal plain values, and tuples of them, of equal types have in common.
-
-    Others have None. All values must live as long as it is used, which looks at each but once.
-    """
-    marks: dict[int, str | None] = {}
-
-    def mark(value: Any) -> str | None:
-        if id(value) not in marks:
-            items = value if type(value) is tuple else (value,)
-            marks[id(value)] = repr(value) if _PLAIN.issuperset(map(type, items)) else None
-        return marks[id(value)]
-
-    return mark
-
-
 def _drop_empty(states: dict[str, Any]) -> dict[str, Any]:
     return {name: state for name, state in states.items() if state}
-
-
-def name_group(group: Mapping[str, Any]) -> str:
-    """Return the name under which the options of a group are stored: no parameter has such a one."""
-    return f"{GROUP_NAME}{digest_names(group[PARAMS])})"
-
-
-def name_groups(names: Iterable[str]) -> str:
-    """Return the name under which groups are stored as one object, by the name of each."""
-    return f"{GROUPS_NAME}{digest_names(names)})"
-
-
-def digest_names(names: Iterable[str]) -> str:
-    """Return a short text that equal names in equal order have in common."""
-    return hashlib.sha256("\n".join(names).encode()).hexdigest()[:16]
 
 
 def describe_state(
