@@ -198,6 +198,7 @@ def check_member(reader: CheckpointReader, file: str, member: Member, what: str)
             piece = block[: min(_BLOCK, member.size - begin)]
             reader.read_into(file, member.offset + begin, piece, what)
             crc = zlib.crc32(piece, crc)
+            reader.count_checked(piece.nbytes)
         return crc == member.crc
 
     if member.crc and not reader.parsed(f"crc32 {file} {member.offset}", check):
