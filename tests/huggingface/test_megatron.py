@@ -123,6 +123,16 @@ def test_experts_by_the_names_of_parameters_are_mapped(name: str) -> None:
     assert links[1].box.offset == (4, 0)
 
 
+def test_names_of_megatron_without_a_mapping_are_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """An export of Megatron's names warns which mapping gives the Hub's; a load by none of them says it, too."""
+    _, shards = _save(tmp_path, "llama", "numbered")
+    export_to_huggingface(tmp_path / "c", tmp_path / "same")
+    assert "'embedding.word_embeddings.weight' is Megatron's name: mapping='megatron'" in caplog.text
+    export_to_huggingface(tmp_path / "c", tmp_path / "hf", mapping="megatron", assets=tmp_path / "assets")
+    with pytest.raises(KeyMismatchError, match="That is Megatron's name: give mapping='megatron'"):
+        load_from_huggingface({"model": shards}, tmp_path / "hf")
+
+
 def test_a_cast_leaves_the_bias_of_a_router_in_32_bits(tmp_path: Path) -> None:
     """DeepSeek-V3's e_score_correction_bias is float32 in a folder of bfloat16, by an export and by a conversion."""
     hub, _ = _save(tmp_path, "deepseek_v3", "numbered")
