@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,14 +12,12 @@ from shardckpt.mapping import ShardedTensor
 from shardckpt.plugins import Identity, get_key_map_entries
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
 
     from shardckpt.huggingface.folder import Folder
     from shardckpt.huggingface.rules import RuleMapping
     from shardckpt.planning import Ints
     from shardckpt.plugins import KeyMapEntry
-
-logger = logging.getLogger(__name__)
 
 
 def read_all_of_folder(place: Path, file: str = "") -> tuple[HuggingFaceLoadStrategy, Path]:
@@ -43,27 +40,21 @@ def read_all_of_folder(place: Path, file: str = "") -> tuple[HuggingFaceLoadStra
     return strategy, Path(found.directory) if found.directory else place
 
 
-def name_for_trainer(
-    strategy: HuggingFaceLoadStrategy, mapping: RuleMapping, *, strict: bool
-) -> HuggingFaceLoadStrategy:
+def name_for_trainer(strategy: HuggingFaceLoadStrategy, mapping: RuleMapping) -> HuggingFaceLoadStrategy:
     """Return a strategy that reads the same folder under a trainer's names, in a trainer's shapes.
+
+    Tensors that no rule names keep their names.
 
     Args:
         strategy: Reads every tensor under its own name.
         mapping: Maps the trainer's names to those of the folder.
-        strict: Whether a tensor that no rule names is an error; else it keeps its name, after a warning.
 
     Raises:
-        KeyMismatchError: Tensors are missing; or ``strict``, and one has no other name.
+        KeyMismatchError: A part of what is one tensor for the trainer is missing.
         ShardingError: Tensors that are one for the trainer have several dtypes.
     """
     tensors = {name: tensor for name, (_, tensor) in strategy.folder.tensors.items()}
     shapes, unmatched = mapping.find_stored_shapes({name: tensor.shape for name, tensor in tensors.items()})
-    if unmatched:
-        what = f"{len(unmatched)} of {len(tensors)} tensors matched no rule of the mapping: {listed(unmatched)}"
-        if strict:
-            raise KeyMismatchError(what)
-        logger.warning("%s. They keep their names", what)
     wanted = [_describe(name, strategy.folder) for name in unmatched]
     for key, shape in shapes.items():
         names = [link.name for link in get_key_map_entries(mapping, key, shape)]
@@ -91,6 +82,14 @@ class StoredNames(Identity):
         """Return one entry: the tensor itself."""
         keeps = any(link.keep_dtype for link in self._mapping.links(key, shape))
         return [link._replace(keep_dtype=keeps) for link in super().links(key, shape)]
+
+    def knows(self, key: str) -> bool:
+        """Return whether a rule has this name."""
+        return self._mapping.knows(key)
+
+    def find_unused(self, keys: Collection[str]) -> Sequence[str]:
+        """Return the stored names of rules that match none of these keys."""
+        return self._mapping.find_unused(keys)
 
 
 def _describe(name: str, folder: Folder) -> ShardedTensor:

@@ -88,7 +88,6 @@ def open_source(
 @contextmanager
 def open_for_trainer(
     mapping: RuleMapping,
-    strict: bool,
     location: Path,
     plugins: PluginManager,
     allow_globals: tuple[object, ...] = (),
@@ -98,7 +97,6 @@ def open_for_trainer(
 
     Args:
         mapping: As for :func:`shardckpt.huggingface.name_for_trainer`.
-        strict: As for that function.
         location: As for :func:`open_source`.
         plugins: As for :func:`open_source`.
         allow_globals: As for :func:`open_source`.
@@ -107,7 +105,7 @@ def open_for_trainer(
     with open_source(location, plugins, allow_globals, **options) as opened:
         if not isinstance(opened.strategy, HuggingFaceLoadStrategy):
             raise CheckpointReplacedError(f"{location} was a Hugging Face folder, and is something else now")
-        named = name_for_trainer(opened.strategy, mapping, strict=strict)
+        named = name_for_trainer(opened.strategy, mapping)
         yield OpenCheckpoint(named, opened.context, opened.operation)
 
 
