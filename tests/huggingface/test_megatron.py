@@ -147,6 +147,23 @@ def test_a_cast_leaves_the_bias_of_a_router_in_32_bits(tmp_path: Path) -> None:
         assert all(torch.equal(found[name].float(), hub[name].bfloat16().float()) for name in hub if "bias" not in name)
 
 
+def test_weights_of_8_bits_become_what_they_stand_for(tmp_path: Path) -> None:
+    """A folder of fp8 weights with block scales becomes Megatron's in the dtype that is asked for, and not without."""
+    config = {**make_config("qwen3"), "quantization_config": {"quant_method": "fp8", "weight_block_size": [8, 8]}}
+    hub = {name: tensor.bfloat16() for name, tensor in make_hub_tensors(config).items()}
+    name = "model.layers.1.mlp.down_proj.weight"
+    hub[name] = torch.ones(hub[name].shape).to(torch.float8_e4m3fn)
+    folder = _write_config(tmp_path / "hf", config)
+    scales = torch.arange(6, dtype=torch.float32).reshape(2, 3)
+    save_state_dict({**hub, f"{name}_scale_inv": scales}, folder / "model.safetensors")
+    with pytest.raises(CheckpointingException, match=r"1 weights of 8 bits have scales.*--dtype bfloat16"):
+        convert_checkpoint(folder, tmp_path / "c", "torch_dist", mapping="megatron")
+    convert_checkpoint(folder, tmp_path / "c", "torch_dist", mapping="megatron", dtype="bfloat16", strict=True)
+    with dc.open_checkpoint(tmp_path / "c") as checkpoint:
+        found = checkpoint["decoder.layers.1.mlp.linear_fc2.weight"][:]
+    assert same(found, scales.repeat_interleave(8, 0).repeat_interleave(8, 1).bfloat16())
+
+
 def test_the_way_to_megatron_is_refused_where_tensors_or_the_model_are_unknown(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
