@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
+    import torch
+
     from shardckpt.huggingface import RuleMapping
     from shardckpt.plugins import PluginManager
     from shardckpt.strategy import LoadStrategy
@@ -91,7 +93,7 @@ def open_source(
 @contextmanager
 def open_for_trainer(
     mapping: RuleMapping,
-    strict: bool,
+    dtype: torch.dtype | None,
     location: Path,
     plugins: PluginManager,
     allow_globals: tuple[object, ...] = (),
@@ -101,7 +103,7 @@ def open_for_trainer(
 
     Args:
         mapping: As for :func:`shardckpt.huggingface.name_for_trainer`.
-        strict: As for that function.
+        dtype: As for that function.
         location: As for :func:`open_source`.
         plugins: As for :func:`open_source`.
         allow_globals: As for :func:`open_source`.
@@ -110,7 +112,7 @@ def open_for_trainer(
     with open_source(location, plugins, allow_globals, **options) as opened:
         if not isinstance(opened.strategy, HuggingFaceLoadStrategy):
             raise CheckpointReplacedError(f"{location} was a Hugging Face folder, and is something else now")
-        named = name_for_trainer(opened.strategy, mapping, strict=strict)
+        named = name_for_trainer(opened.strategy, mapping, dtype)
         yield OpenCheckpoint(named, opened.context, opened.operation)
 
 
