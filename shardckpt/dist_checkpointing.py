@@ -272,7 +272,8 @@ def load(
         on_unused: What to do about stored tensors and objects that no rank asks for (layers that the model does not
             have, a forgotten state): ``"warn"`` once with their number and the first of them, ``"error"`` before
             anything is filled, ``"ignore"``. A mode of ``strict`` that looks for them does as it says. A load that asks
-            for nothing, to get the common state, reports nothing.
+            for nothing, to get the common state, reports nothing. It says, too, what to do about tensors of the state
+            dict that describe no shard, of which the common state has nothing: no load fills them.
 
     Returns:
         The state dict, with the checkpoint's common state in it; for the modes ``return_unexpected`` and

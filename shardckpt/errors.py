@@ -28,6 +28,10 @@ class CheckpointingException(Exception):
         super().__init__(*(escape_text(each, "\n\t") if isinstance(each, str) else each for each in args))
 
 
+class ConfigurationError(CheckpointingException, ValueError):
+    """A setting has another name, or a value that it cannot have, or contradicts another."""
+
+
 class ShardingError(CheckpointingException):
     """Shards that contradict themselves or each other: shapes, offsets, overlaps, holes."""
 

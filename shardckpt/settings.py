@@ -16,6 +16,8 @@ IO_THREADS = "SHARDCKPT_IO_THREADS"
 #: Hours since the last write after which the files of an interrupted save are removed, where nothing shows whether its
 #: process lives: it ran on another host, or in an older release. Those of dead processes of this host go at once.
 LEFTOVER_HOURS = "SHARDCKPT_LEFTOVER_HOURS"
+#: Comma-separated modules, or ``module:object``, that are plugins without a distribution.
+PLUGINS = "SHARDCKPT_PLUGINS"
 #: Attempts at a request to an object store, with growing pauses, before it is an error.
 REMOTE_ATTEMPTS = "SHARDCKPT_REMOTE_ATTEMPTS"
 #: Parts of an object that are on their way to a store at a time, for each file that a rank writes.
@@ -47,8 +49,16 @@ def direct_io() -> bool:
 
 def disabled_plugins() -> frozenset[str]:
     """Return the names of the plugins that the user switched off."""
-    names = os.environ.get(DISABLED_PLUGINS, "").split(",")
-    return frozenset(name.strip() for name in names if name.strip())
+    return frozenset(_names(DISABLED_PLUGINS))
+
+
+def plugins() -> tuple[str, ...]:
+    """Return the modules that the user names as plugins, in their order."""
+    return tuple(dict.fromkeys(_names(PLUGINS)))
+
+
+def _names(variable: str) -> list[str]:
+    return [name.strip() for name in os.environ.get(variable, "").split(",") if name.strip()]
 
 
 #: It does not change, and Linux reads files to count them: 0.1 ms.
@@ -127,6 +137,7 @@ __all__ = [
     "DISABLED_PLUGINS",
     "IO_THREADS",
     "LEFTOVER_HOURS",
+    "PLUGINS",
     "REMOTE_ATTEMPTS",
     "REMOTE_PARTS",
     "REMOTE_PART_MIB",

@@ -78,14 +78,14 @@ def _add_values(x: Any, found: list[Any]) -> None:
 
 def nested_items(x: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
     """Yield (path, leaf) pairs of nested dicts and lists, depth first; a path is a tuple of keys and indices."""
-    if isinstance(x, dict):
-        for key, value in x.items():
-            yield from nested_items(value, (*path, key))
-    elif isinstance(x, list):
-        for index, value in enumerate(x):
-            yield from nested_items(value, (*path, index))
-    else:
+    if not isinstance(x, (dict, list)):
         yield path, x
+        return
+    for key, value in x.items() if isinstance(x, dict) else enumerate(x):
+        if isinstance(value, (dict, list)):
+            yield from nested_items(value, (*path, key))
+        else:  # most are leaves, which need no generator
+            yield (*path, key), value
 
 
 def extract_matching_values(
@@ -191,13 +191,13 @@ def merge(x1: Any, x2: Any, key: tuple[Any, ...] = ()) -> Any:
             x1[name] = merge(x1[name], value, (*key, name)) if name in x1 else value
     elif isinstance(x1, list) and isinstance(x2, list):
         if len(x1) != len(x2):
-            raise ValueError(f"cannot merge lists of {len(x1)} and {len(x2)} values at {_format_path(key)}")
+            raise ValueError(f"cannot merge lists of {len(x1)} and {len(x2)} values at {format_path(key)}")
         for index, value in enumerate(x2):
             x1[index] = merge(x1[index], value, (*key, index))
     elif isinstance(x1, list) and isinstance(x2, dict):
         return _merge_into_list(x1, x2, key)
     else:
-        raise ValueError(f"cannot merge: both sides have a value at {_format_path(key)}: {x1!r:.80} and {x2!r:.80}")
+        raise ValueError(f"cannot merge: both sides have a value at {format_path(key)}: {x1!r:.80} and {x2!r:.80}")
     return x1
 
 
@@ -304,13 +304,13 @@ def apply_factory_merges(x1: Any, x2: Any, key: tuple[Any, ...] = ()) -> Any:
         return x2.merge_fn(x1)
     places = _children(x2)
     if places is None or not isinstance(x1, (dict, list)):  # a ValueError is what Megatron's callers expect
-        raise ValueError(f"cannot merge factories at {_format_path(key)}: {type(x1).__name__} and {type(x2).__name__}")
+        raise ValueError(f"cannot merge factories at {format_path(key)}: {type(x1).__name__} and {type(x2).__name__}")
     for name, inner in places.items():
         try:
             loaded = x1[name]
         except (KeyError, IndexError):
             raise ValueError(
-                f"cannot merge the factory at {_format_path((*key, name))}: nothing was loaded there"
+                f"cannot merge the factory at {format_path((*key, name))}: nothing was loaded there"
             ) from None
         x1[name] = apply_factory_merges(loaded, inner, (*key, name))
     return x1
@@ -384,7 +384,7 @@ def _split_mixed(x: Any, children: dict[Any, Any], path: tuple[Any, ...], *, pla
             if others or (not value and not is_absent):
                 rest[key] = others
         else:
-            _refuse_parts(value, (*path, key))
+            refuse_parts(value, (*path, key))
             rest[key] = value
     if isinstance(x, list):
         return list(sharded.values()), of_type(x, list(rest.values()))
@@ -409,21 +409,26 @@ def validated_copy(shard: ShardedBase) -> ShardedBase:
     return copied
 
 
-def _refuse_parts(leaf: Any, path: tuple[Any, ...]) -> None:
-    """Raise for a leaf of the common state that is one rank's part: only the main rank's would be stored."""
-    if type(leaf).__module__.startswith(_SHARDED_BY_TORCH):
+def is_part(leaf: Any) -> bool:
+    """Return whether a leaf is a tensor of torch's that is spread over ranks: a DTensor, a ShardedTensor."""
+    return type(leaf).__module__.startswith(_SHARDED_BY_TORCH)
+
+
+def refuse_parts(leaf: Any, path: tuple[Any, ...]) -> None:
+    """Raise for a leaf that is one rank's part, as the common state has none: only the main rank's would be stored."""
+    if is_part(leaf):
         raise ShardingError(
-            f"{_format_path(path)} is a {type(leaf).__name__}, of which each rank has a part: describe it as a "
+            f"{format_path(path)} is a {type(leaf).__name__}, of which each rank has a part: describe it as a "
             "ShardedTensor (shardckpt.adapters.to_sharded_state_dict does)"
         )
     if isinstance(leaf, (tuple, set, frozenset)):
         for value in leaf:
             if isinstance(value, (ShardedBase, LocalNonpersistentObject)):
                 raise ShardingError(
-                    f"{_format_path(path)} is a {type(leaf).__name__} with a {type(value).__name__} in it: only dicts "
+                    f"{format_path(path)} is a {type(leaf).__name__} with a {type(value).__name__} in it: only dicts "
                     "and lists are looked into, so use a list"
                 )
-            _refuse_parts(value, path)
+            refuse_parts(value, path)
 
 
 def build_copy(value: Any) -> Any:
@@ -498,7 +503,7 @@ def _is_same_nan(x1: Any, x2: Any) -> bool:
 def _merge_into_list(x1: list[Any], x2: dict[Any, Any], key: tuple[Any, ...]) -> list[Any]:
     for index in sorted(x2):
         if not isinstance(index, int) or not 0 <= index <= len(x1):
-            raise ValueError(f"cannot merge at {_format_path((*key, index))}: the list there has {len(x1)} values")
+            raise ValueError(f"cannot merge at {format_path((*key, index))}: the list there has {len(x1)} values")
         if index == len(x1):
             x1.append(x2[index])
         else:
@@ -506,7 +511,8 @@ def _merge_into_list(x1: list[Any], x2: dict[Any, Any], key: tuple[Any, ...]) ->
     return x1
 
 
-def _format_path(key: tuple[Any, ...]) -> str:
+def format_path(key: tuple[Any, ...]) -> str:
+    """Return a path as errors show it: ``['model']['weight']``."""
     return "".join(f"[{part!r}]" for part in key) or "the top level"
 
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from itertools import chain
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
+from shardckpt.adapters.group_options import FEW_GROUPS, PARAMS, digest_names, make_marker
 from shardckpt.adapters.leaves import describe_plain_object
-from shardckpt.adapters.optimizers import FEW_GROUPS, PARAMS, digest_names
 from shardckpt.state_dict import nested_items
 
 if TYPE_CHECKING:
@@ -17,7 +16,6 @@ if TYPE_CHECKING:
 
     from shardckpt.mapping import PlainObject
 
-_PLAIN = frozenset((int, float, bool, str, type(None)))
 #: Classes of the values that optimizers of torch have.
 _TENSORS = frozenset((torch.Tensor, DTensor))
 
@@ -39,67 +37,63 @@ def describe_groups(
     Returns:
         The descriptions, by their own keys. Ranks with the same parameters in a group have the same.
     """
-    # by option and value; of few groups each keeps its own objects, so that a later save has as many as the last
-    alike: dict[Any, list[_GroupOption]] = {}
+    # the groups of each option and value; of few groups each keeps its own objects, so that a later save has as many as
+    # the last
+    alike: dict[tuple[str, Any], list[int]] = {}
+    mark = make_marker() if len(param_groups) > FEW_GROUPS else None
     for number, group in enumerate(param_groups):
-        # pipeline stages have a group 0 each, of other parameters: both are stored
-        digest = digest_names(group[PARAMS])
-        for option, keys in kept.find(number, group, key, params).items():
-            if keys:
-                same = _mark_value(group[option]) if len(param_groups) > FEW_GROUPS else None
-                place = (option, number if same is None else same)
-                alike.setdefault(place, []).append(_GroupOption(f"{number}.{option}/{digest}", group[option], keys))
+        for option, value in group.items():
+            same = None if mark is None or option == PARAMS else mark(value)
+            alike.setdefault((option, number if same is None else same), []).append(number)
+    kept.begin([(*group[PARAMS],) for group in param_groups], key, frozenset(params))
     found = {}
-    for (option, _), each in alike.items():
-        own, keys = f"{key}/{each[0].name}", each[0].keys
-        if len(each) > 1:
-            own = f"{key}/{option}/{digest_names(one.name for one in each)}"
-            keys = tuple(chain.from_iterable(one.keys for one in each))
-        found[own] = describe_plain_object(each[0].value, own, keys)
+    for (option, _), numbers in alike.items():
+        value = param_groups[numbers[0]][option]
+        own, keys = kept.find(option, numbers, by_name=option != PARAMS and not isinstance(value, torch.Tensor))
+        if keys:
+            found[own] = describe_plain_object(value, own, keys)
     return found
-
-
-class _GroupOption(NamedTuple):
-    """An option of a group: its name with that of the group, its value, and the keys to find it by."""
-
-    name: str
-    value: Any
-    keys: tuple[str, ...]
-
-
-def _mark_value(value: Any) -> tuple[Any, ...] | None:
-    """Return what equal values of equal types have in common; None for others than plain values and tuples of them."""
-    items = value if type(value) is tuple else (value,)
-    return (type(value), repr(value)) if _PLAIN.issuperset(map(type, items)) else None
 
 
 class GroupKeys:
     """The keys under which stock ``dcp.load`` looks for the options of groups: made once, as long as they are alike."""
 
     def __init__(self) -> None:
-        #: By the number of a group: what its keys depend on, and the keys of each option.
-        self._found: dict[int, tuple[tuple[Any, ...], dict[str, tuple[str, ...]]]] = {}
+        self._form: tuple[list[tuple[str, ...]], str, frozenset[str]] = [], "", frozenset()
+        #: The name of each group. Pipeline stages have a group 0 each, of other parameters: both are stored.
+        self._names: list[str] = []
+        #: By an option, its groups, and whether it is listed by parameter: its own key, and the others. And the last.
+        self._found: dict[tuple[str, tuple[int, ...], bool], tuple[str, tuple[str, ...]]] = {}
+        self._last = self._found
 
-    def find(
-        self, number: int, group: Mapping[str, Any], key: str, params: Collection[str]
-    ) -> dict[str, tuple[str, ...]]:
-        """Return the keys of each option; arguments as for :func:`describe_groups`."""
-        names = group[PARAMS]
-        # tensors are listed under the names of parameters already
-        by_name = {name: name != PARAMS and not isinstance(value, torch.Tensor) for name, value in group.items()}
+    def begin(self, groups: list[tuple[str, ...]], key: str, params: frozenset[str]) -> None:
+        """Begin a save of groups with these parameters; the others are as for :func:`describe_groups`."""
+        self._last, self._found = self._found, {}
+        if self._form != (groups, key, params):
+            self._form, self._last = (groups, key, params), {}
+            self._names = [f"{number}/{digest_names(names)}" for number, names in enumerate(groups)]
+
+    def find(self, option: str, numbers: list[int], *, by_name: bool) -> tuple[str, tuple[str, ...]]:
+        """Return the own key of an option that several groups have alike, and those to find it by.
+
+        Args:
+            option: Its name.
+            numbers: The groups.
+            by_name: Whether it is listed under the names of parameters; tensors are there already.
+        """
+        place = option, (*numbers,), by_name
+        self._found[place] = self._last.get(place) or self._make(option, numbers, by_name=by_name)
+        return self._found[place]
+
+    def _make(self, option: str, numbers: list[int], *, by_name: bool) -> tuple[str, tuple[str, ...]]:
+        groups, key, params = self._form
         # a parameter whose name is a number, or a number and the name of an option, has its options there
-        taken = [option for option in by_name if str(number) in params or f"{number}.{option}" in params]
-        form = (key, list(names), list(by_name.items()), taken)
-        if number not in self._found or self._found[number][0] != form:
-            keys = {
-                option: (
-                    *(() if option in taken else (f"{key}.{number}.{option}",)),
-                    *([f"{key}.{name}.{option}" for name in names] if is_listed else ()),
-                )
-                for option, is_listed in by_name.items()
-            }
-            self._found[number] = form, keys
-        return self._found[number][1]
+        places = [f"{number}.{option}" for number in numbers if str(number) not in params]
+        keys = [f"{key}.{place}" for place in places if place not in params]
+        if by_name:
+            keys += [f"{key}.{name}.{option}" for number in numbers for name in groups[number]]
+        names = [self._names[number] for number in numbers]
+        return f"{key}/{option}/{names[0] if len(names) == 1 else digest_names(names)}", (*keys,)
 
 
 def describe_numbers(states: Mapping[str, Any], key: str) -> dict[str, PlainObject]:

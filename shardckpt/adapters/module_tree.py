@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch.distributed.fsdp import FullyShardedDataParallel
 
-from shardckpt.adapters.versions import METADATA, VERSION, has_version
+from shardckpt.adapters.versions import METADATA, VERSION, has_version, walk_modules
 from shardckpt.errors import ShardingError
 from shardckpt.tensors import find_wrapped_child, lengthens_names, reshards, shortens_names
 
@@ -266,26 +266,13 @@ def has_load_hook(module: Module, *, but_torchs: tuple[str, ...] = ()) -> bool:
 
 
 def _list_prefixes(root: Module) -> dict[str, str]:
-    """Return the prefix of each module's keys in a state dict, and the same without the names of wrappers."""
-    found: dict[str, str] = {}
-    wrapped: dict[type[Any], str] = {}  # of each class: the child whose name is left out
-    waiting: list[tuple[Module, str, str]] = [(root, "", "")]
-    while waiting:
-        module, key, name = waiting.pop()
-        if isinstance(module, torch.jit.ScriptModule):  # there are no wrappers inside
-            found[key] = name
-            continue
-        values, kind = module.__dict__, type(module)
-        if kind not in wrapped:
-            wrapped[kind] = _check_class(kind, only_parameters=True)
-        _check_module(values, only_parameters=True)
-        found[key] = name
-        # hooks of activation checkpoints leave out their own names
-        is_hidden = any(map(shortens_names, values["_state_dict_hooks"].values()))
-        for child, each in values["_modules"].items():
-            if each is not None:
-                own = "" if child == wrapped[kind] else f"{child}."
-                waiting.append((each, f"{key}{own if is_hidden else f'{child}.'}", f"{name}{own}"))
+    """Return what the keys of each module begin with in a state dict, and the same without the names of wrappers."""
+    found = {}
+    for module, _, key, name in walk_modules(root):
+        if not isinstance(module, torch.jit.ScriptModule):
+            _check_class(type(module), only_parameters=True)
+            _check_module(module.__dict__, only_parameters=True)
+        found[f"{key}." if key else ""] = f"{name}." if name else ""
     return found
 
 

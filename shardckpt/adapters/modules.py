@@ -119,7 +119,8 @@ def share_memory(one: Any, other: Any) -> bool:
 
 def data_address(value: Any) -> int:
     """Return the address of a tensor's memory (of a DTensor, its local tensor's); 0 for any other value."""
-    with torch.no_grad():
-        local = value.to_local() if isinstance(value, DTensor) else value
-    has_address = type(local) in (*ORDINARY, torch.nn.Buffer) and local.layout is torch.strided
-    return local.data_ptr() if has_address else 0
+    if isinstance(value, DTensor):
+        with torch.no_grad():
+            value = value.to_local()
+    has_address = type(value) in (*ORDINARY, torch.nn.Buffer) and value.layout is torch.strided
+    return value.data_ptr() if has_address else 0

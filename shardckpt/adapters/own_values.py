@@ -75,7 +75,7 @@ def find_own_values(parts: Sequence[Module]) -> OwnValues | None:
     params: list[str] = []
     buffers: list[str] = []
     for part in parts:
-        for path, name, module in walk_modules(part):
+        for module, path, _, name in walk_modules(part):
             if isinstance(module, torch.jit.ScriptModule):  # it has its tensors elsewhere, and no code of its own
                 continue
             prefix, values = f"{name}." if name else "", module.__dict__

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from shardckpt.adapters import fsdp1
 from shardckpt.adapters.dtensor import get_local_tensor
 from shardckpt.adapters.forms import rebuild_state
+from shardckpt.adapters.group_options import GROUPS, PARAMS, STATE, name_group, spread_options
 from shardckpt.adapters.kept_options import (
     choose_options,
     list_option_names,
@@ -20,23 +21,12 @@ from shardckpt.adapters.kept_options import (
     select,
     set_options,
 )
-from shardckpt.adapters.module_tree import list_state_tensors, only_copies, read_state_dict
-from shardckpt.adapters.modules import as_parts, read_model_tensors, share_memory
-from shardckpt.adapters.optimizers import (
-    EMPTY,
-    ENTRIES,
-    GROUPS,
-    PARAMS,
-    STATE,
-    find_owner,
-    name_group,
-    name_parts,
-    own_method,
-    read_optimizer,
-    spread_options,
-)
+from shardckpt.adapters.module_tree import list_state_columns, list_state_tensors, only_copies, read_state_dict
+from shardckpt.adapters.modules import as_parts, read_model, share_memory
+from shardckpt.adapters.optimizers import EMPTY, ENTRIES, find_owner, name_parts, own_method, read_optimizer
 from shardckpt.adapters.own_values import find_own_values
 from shardckpt.adapters.versions import add_versions
+from shardckpt.engine import pause_gc
 from shardckpt.errors import CheckpointingException, KeyMismatchError, ShardingError, listed
 from shardckpt.planning import refuse_cast, refuse_changed_values
 from shardckpt.state_dict import are_equal, dict_list_map_outplace
@@ -55,6 +45,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
+@pause_gc()
 def load_into(
     loaded: StateDict,
     model_or_parts: Module | Sequence[Module],
@@ -87,11 +78,12 @@ def load_into(
     _check_structure(loaded, with_optimizers=bool(optimizers))
     kept_options = choose_options(keep_options, list_option_names(optimizers)) if keep_options else []
     model, optimizer_state = (loaded["model"], loaded["optimizer"]) if optimizers else (loaded, {})
-    named = name_parts(parts) if optimizers else []
+    columns = list(map(list_state_columns, parts))
+    named = name_parts(parts, columns) if optimizers else []
     live = [read_optimizer(named, optimizer, number) for number, optimizer in enumerate(optimizers)]
     own_groups = {name_group(group) for one in live for group in one.groups}
     options = spread_options(optimizer_state.get(GROUPS, {}), own_groups)
-    live_tensors = read_model_tensors(parts)
+    live_tensors, _ = read_model(parts, columns)
     _check_casts(model, live_tensors, parts)
     if strict:
         trained = {name for one in live for name in one.names}

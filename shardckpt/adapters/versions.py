@@ -8,9 +8,9 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from shardckpt.tensors import find_wrapped_child
+from shardckpt.tensors import find_wrapped_child, shortens_names
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -38,7 +38,7 @@ def list_versions(root: Module, metadata: Mapping[str, dict[str, Any]]) -> dict[
             all of it is in the version's place.
     """
     found: dict[str, Any] = {}
-    for path, name, module in walk_modules(root):
+    for module, path, _, name in walk_modules(root):
         own = metadata.get(path, {})
         kept = {key: value for key, value in own.items() if _is_plain(value)}
         if own.keys() - kept.keys():
@@ -83,7 +83,7 @@ def add_versions(root: Module, state: dict[str, Any], stored: Iterable[Mapping[s
     named: dict[str, Any] = OrderedDict(state)
     chosen = {
         path: _choose(found[name], getattr(module, VERSION))
-        for path, name, module in walk_modules(root)
+        for module, path, _, name in walk_modules(root)
         if name in found
     }
     metadata = {path: each if isinstance(each, dict) else {"version": each} for path, each in chosen.items()}
@@ -95,20 +95,39 @@ def _choose(stored: list[Any], live: Any) -> Any:
     return live if live in stored else stored[0] if stored.count(stored[0]) == len(stored) else None
 
 
-def walk_modules(root: Module) -> Iterator[tuple[str, str, Module]]:
-    """Yield the path of each module, its name without those of wrappers, and the module."""
+class NamedModule(NamedTuple):
+    """A module inside another one.
+
+    Attributes:
+        module: The module.
+        path: Its path by the names of children, those of wrappers among them.
+        key: What its keys in a state dict begin with, and a dot: its path, without the names that hooks leave out.
+        name: The same without the names of all wrappers.
+    """
+
+    module: Module
+    path: str
+    key: str
+    name: str
+
+
+def walk_modules(root: Module) -> Iterator[NamedModule]:
+    """Yield each module, a shared one under each of its names."""
     wrapped: dict[type[Any], str] = {}  # of each class: the child whose name is left out
-    waiting = [("", "", root)]
+    waiting = [NamedModule(root, "", "", "")]
     while waiting:
-        path, name, module = waiting.pop()
-        yield path, name, module
+        yield (found := waiting.pop())
+        module, path, key, name = found
         kind = type(module)
         if kind not in wrapped:
             wrapped[kind] = find_wrapped_child(kind)
-        for child, each in module._modules.items():  # noqa: SLF001 # with a shared module under each of its names
+        # hooks of activation checkpoints leave out their own names
+        is_hidden = any(map(shortens_names, module._state_dict_hooks.values()))  # noqa: SLF001
+        for child, each in module._modules.items():  # noqa: SLF001
             if each is not None:
                 own = name if child == wrapped[kind] else _join(name, child)
-                waiting.append((_join(path, child), own, each))
+                its_key = key if is_hidden and child == wrapped[kind] else _join(key, child)
+                waiting.append(NamedModule(each, _join(path, child), its_key, own))
 
 
 def _join(path: str, child: str) -> str:

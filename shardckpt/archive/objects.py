@@ -9,6 +9,7 @@ import torch
 
 from shardckpt.archive.reader import load_bytes
 from shardckpt.archive.unpickle import make_refusal
+from shardckpt.archive.writer import make_plain_archive
 from shardckpt.distributed import can_be_pickled
 from shardckpt.errors import CheckpointingException, ShardingError, UnsafePickleError, listed
 from shardckpt.state_dict import nested_items
@@ -44,10 +45,10 @@ def encode_object(value: Any, what: str, allow_globals: Iterable[Any]) -> bytes:
         ShardingError: The value cannot be pickled; the error names the place in it.
         UnsafePickleError: A load would refuse it; the error names the places, the classes, and how to allow them.
     """
+    if _is_plain(value):
+        return make_plain_archive(value)
     allowed = tuple(allow_globals)  # an iterator would be empty when the place of an error is looked for
     archive = make_archive(value, what)
-    if _is_plain(value):
-        return archive.getvalue()
     try:
         check_loadable(archive, what, allowed)
     except UnsafePickleError:
@@ -84,6 +85,8 @@ def make_archive(value: Any, what: str) -> io.BytesIO:
     Raises:
         ShardingError: The value cannot be pickled; the error names the place in it.
     """
+    if _is_plain(value):
+        return io.BytesIO(make_plain_archive(value))
     file = io.BytesIO()
     try:
         torch.save(value, file)
@@ -108,18 +111,17 @@ def _is_plain(value: Any) -> bool:
 
     To load it to find out takes a hundred times as long: an optimizer's groups name each parameter.
     """
-    level, seen = [value], set[int]()
-    for _ in range(_DEEPEST):
-        containers = [each for each in level if type(each) not in _PLAIN]
+    level = [value]
+    for _ in range(_DEEPEST):  # which what is in itself exceeds
+        containers = {id(each): each for each in level if type(each) not in _PLAIN}.values()
         level = []
         for each in containers:
             kind = type(each)
             if kind is int and -_LARGEST <= each < _LARGEST:
                 continue
             is_named = kind is dict and set(map(type, each)) <= {str}
-            if id(each) in seen or not (is_named or kind in (list, tuple)):
+            if not is_named and kind not in (list, tuple):
                 return False
-            seen.add(id(each))
             values = each.values() if is_named else each
             if not set(map(type, values)) <= _PLAIN:
                 level += values

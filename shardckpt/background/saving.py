@@ -80,6 +80,8 @@ class _BackgroundSave:
     memory_budget: int | None = None
     staged: StagedWork | None = None
     result: _Result | None = None
+    #: When the writing began, which is after the copy.
+    started: float | None = None
     committed: bool = False
 
     def request(self) -> AsyncRequest:
@@ -113,25 +115,30 @@ class _BackgroundSave:
         """Copy the tensors to a staging buffer, and return the work with the copies."""
         if self.staged is not None:
             raise CheckpointingException(f"the request to save {self.transaction.target} has been scheduled before")
-        cached = self.cached
-        with self.transaction.timeline.staging():
+        cached, operation = self.cached, self.transaction.operation
+        with operation.blocking(), self.transaction.timeline.staging():
             self.staged = stage(self.prepared.work, None if cached is None else cached.layout, self.memory_budget)
         if cached is not None:
             cached.layout = self.staged.layout
+        self.started = operation.start_phase("writing")
         return self.staged
 
     def written(self, future: Future[_Result]) -> None:
         """Release the staging buffer and keep the result; called when this rank's writing has ended."""
         if self.staged is not None:
             self.staged.release()
-        if future.exception() is None:
+        error = future.exception()
+        if error is None:
             self.result = future.result()
+        nbytes = 0 if self.result is None else sum(file.size for file in self.result.written.files)
+        if self.started is not None:
+            self.transaction.operation.end_phase("writing", self.started, error, nbytes=nbytes)
 
     def finish(self) -> None:
         """Collective: write the files that name those of all ranks, and commit."""
         transaction, operation = self.transaction, self.transaction.operation
         comm = operation.comm
-        with comm.collective_phase("finishing a background save"):
+        with operation.blocking(), comm.collective_phase("finishing a background save"):
             comm.agree(save_in_this_place_of_the_queue=transaction.save_id)
             with operation.local_phase("finishing a background save"):
                 if self.result is None or self.result.save_id != transaction.save_id:

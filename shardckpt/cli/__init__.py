@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 #: A file for each; help lists them in this order.
 _VERBS = (
     *("ls", "inspect", "diff", "verify", "export", "convert", "merge", "migrate", "remove", "prune", "pin"),
-    *("strategies", "demo", "completion"),
+    *("strategies", "config", "demo", "completion"),
 )
 #: Those that also need the verbs of plugins: to list them, and to say which plugin does not work.
 _NEED_ALL = ("strategies", "completion")

@@ -29,6 +29,10 @@ if TYPE_CHECKING:
     from shardckpt.maintenance import ConversionReport
 
 
+#: What --mapping takes.
+MAPPING_HELP = "names of megatron or of a model (qwen3_moe) to the Hub's, or by rules: FILE.json, FILE.py:MAPPING"
+
+
 def add(verbs: Any) -> None:
     """Add the verb."""
     import argparse
@@ -58,9 +62,7 @@ def add_target_options(parser: Any) -> None:
         "--memory", default="256MiB", metavar="SIZE", help="most bytes in memory: tensors and buffers (256MiB)"
     )
     parser.add_argument("--overwrite", action="store_true", help="replace what is at DST when the new one is complete")
-    parser.add_argument(
-        "--mapping", metavar="MODEL_TYPE", help="rename and split tensors as for this model, such as qwen3_moe"
-    )
+    add_mapping_options(parser)
     parser.add_argument(
         "--dtype", help="cast floating-point tensors to float32, float16 or bfloat16 (default: as stored)"
     )
@@ -75,11 +77,35 @@ def add_target_options(parser: Any) -> None:
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
 
 
+def add_mapping_options(parser: Any) -> None:
+    """Add the options of a key mapping, which every verb that writes names of the Hub has."""
+    parser.add_argument("--mapping", metavar="MODEL_TYPE|FILE", help=MAPPING_HELP)
+    parser.add_argument(
+        "--strict", action="store_true", help="tensors that match no rule of --mapping are an error (a warning)"
+    )
+    parser.add_argument(
+        "--cut-vocabulary",
+        action="store_true",
+        help="leave out rows with which Megatron pads the vocabulary, beyond vocab_size of config.json (an error)",
+    )
+
+
 def read_target_options(options: Any) -> dict[str, Any]:
     """Return these options as the arguments of :func:`shardckpt.maintenance.convert_checkpoint`."""
     from shardckpt.storage import parse_size
 
-    names = ("to", "overwrite", "mapping", "dtype", "prefix", "leave_out", "assets", "max_shard_size")
+    names = (
+        "to",
+        "overwrite",
+        "mapping",
+        "strict",
+        "cut_vocabulary",
+        "dtype",
+        "prefix",
+        "leave_out",
+        "assets",
+        "max_shard_size",
+    )
     return {name: getattr(options, name) for name in names} | {"memory_budget": parse_size(options.memory, "--memory")}
 
 

@@ -8,6 +8,7 @@ common state differs, or only one of the checkpoints has it.
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from shardckpt.cli.exit_codes import FINE, FOUND
@@ -26,7 +27,9 @@ def add(verbs: Any) -> None:
     parser.add_argument("--rtol", type=float, default=0.0, help="tolerance relative to the second's values (0)")
     parser.add_argument("--atol", type=float, default=0.0, help="absolute tolerance (0); without any, by bits")
     parser.add_argument(
-        "--mapping", metavar="MODEL_TYPE", help="the second has Hugging Face's names of this model, such as qwen3_moe"
+        "--mapping",
+        metavar="MODEL_TYPE|FILE",
+        help="the second has Hugging Face's names of this model (qwen3_moe), or of rules: FILE.json, FILE.py:MAPPING",
     )
     parser.add_argument(
         "--prefix", default="", help="only keys of the first with this prefix, which names of the second lack"
@@ -45,15 +48,18 @@ def add(verbs: Any) -> None:
 
 def run(options: Any) -> int:
     """Print a row for each tensor and value that differs, and a summary. Return the exit code."""
-    from shardckpt.huggingface import find_mapping
+    from shardckpt.engine import locate
+    from shardckpt.huggingface import find_mapping, read_config
     from shardckpt.maintenance import diff_checkpoints
+    from shardckpt.plugins import get_plugin_manager
 
+    config = partial(read_config, (), locate(options.second, get_plugin_manager()))
     report = diff_checkpoints(
         options.first,
         options.second,
         rtol=options.rtol,
         atol=options.atol,
-        mapping=find_mapping(options.mapping),
+        mapping=find_mapping(options.mapping, config, "keep"),
         prefix=options.prefix,
         read_values=options.read,
         tensors_only=options.tensors_only,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from shardckpt.cli.convert import add_mapping_options
 from shardckpt.cli.output import say
 
 
@@ -29,11 +30,7 @@ def add(verbs: Any) -> None:
         metavar="SIZE",
         help="largest weight file, such as 5GB (5*10^9 bytes) or 5GiB (5GB)",
     )
-    parser.add_argument(
-        "--mapping",
-        metavar="MODEL_TYPE",
-        help="rename and split tensors as for this model, such as qwen3_moe or mixtral",
-    )
+    add_mapping_options(parser)
     parser.add_argument(
         "--prefix", help="export only keys with this prefix, and remove it; by default the model's, if it has one"
     )
@@ -64,6 +61,8 @@ def run(options: Any) -> int:
             options.target,
             prefix=options.prefix,
             mapping=options.mapping,
+            strict=options.strict,
+            cut_vocabulary=options.cut_vocabulary,
             dtype=options.dtype,
             max_shard_size=options.max_shard_size,
             format=options.format,

@@ -124,7 +124,7 @@ class CheckpointManager:
         manager: The :class:`shardckpt.manager.CheckpointManager` that does it.
 
     Raises:
-        ValueError: an option is unknown or wrong (pydantic's ValidationError).
+        ConfigurationError: an option is unknown or wrong.
         CheckpointingException: as for :class:`shardckpt.manager.CheckpointManager`.
     """
 

@@ -68,6 +68,7 @@ if TYPE_CHECKING:
         prune_leftovers,
         prune_spools,
     )
+    from shardckpt.engine.renaming import find_usual_names, list_names, list_top_names, rename_stored
     from shardckpt.engine.saving import SaveOptions, check_state, find_saver, save_checkpoint
     from shardckpt.engine.streaming import (
         STREAM_BYTES,
@@ -134,6 +135,12 @@ __getattr__ = lazy_getattr(
             "load_checkpoint",
             "open_checkpoint",
             "read_checkpoint",
+        ),
+        "renaming": (
+            "find_usual_names",
+            "list_names",
+            "list_top_names",
+            "rename_stored",
         ),
         "locations": (
             "check_names",
@@ -236,11 +243,14 @@ __all__ = [
     "find_local",
     "find_save_time",
     "find_saver",
+    "find_usual_names",
     "format_bytes",
     "format_seconds",
     "is_damage",
     "list_digested_files",
+    "list_names",
     "list_recorded_files",
+    "list_top_names",
     "load_checkpoint",
     "locate",
     "locate_checkpoint",
@@ -262,6 +272,7 @@ __all__ = [
     "read_integrity",
     "refuse_damage",
     "refuse_overlap",
+    "rename_stored",
     "report_read",
     "save_checkpoint",
     "save_integrity_manifest",

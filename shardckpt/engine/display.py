@@ -55,9 +55,12 @@ class _Observer:
 
     @hookimpl
     def shardckpt_event(self, event: Event) -> None:
-        if event.operation != self.operation or event.state != "progress":
+        if event.operation != self.operation or event.phase or event.state == "start":
             return
         with self._lock:
+            if event.state != "progress":  # the next save has bytes of its own
+                self._progress.pop(event.directory, None)
+                return
             self._progress[event.directory] = (event.nbytes, event.total)
             self.draw(*map(sum, zip(*self._progress.values(), strict=True)))
 

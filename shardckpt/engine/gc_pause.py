@@ -5,10 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import threading
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from contextlib import AbstractContextManager
+from contextlib import ContextDecorator
 
 
 class _Pauses:
@@ -31,15 +28,15 @@ _pauses = _Pauses()
 os.register_at_fork(after_in_child=_pauses.reset)
 
 
-def pause_gc() -> AbstractContextManager[None]:
-    """Pause the garbage collector in a block; pauses may nest, and overlap in several threads.
+def pause_gc() -> _Pause:
+    """Pause the garbage collector in a block or a function; pauses may nest, and overlap in several threads.
 
     While a plan of many items grows, the collector would visit all living objects again and again.
     """
     return _pause
 
 
-class _Pause:
+class _Pause(ContextDecorator):
     """One pause more, as long as a block runs; all blocks share the object, since each phase of a load has one."""
 
     def __enter__(self) -> None:

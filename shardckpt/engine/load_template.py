@@ -7,6 +7,8 @@ from functools import cached_property, partial
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
+
 from shardckpt.errors import CheckpointingException
 from shardckpt.mapping import (
     FactoryMergeFn,
@@ -20,10 +22,19 @@ from shardckpt.mapping import (
     StateDict,
     StoredNames,
 )
-from shardckpt.state_dict import build_copy, dict_list_map_outplace, nested_values, of_type
+from shardckpt.state_dict import (
+    build_copy,
+    dict_list_map_outplace,
+    format_path,
+    is_part,
+    nested_items,
+    nested_values,
+    of_type,
+    refuse_parts,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
+    from collections.abc import Callable, Collection, Iterator
 
 #: Stands for a value that the checkpoint does not have: the result has no entry for it.
 MISSING: Any = type("Missing", (), {"__repr__": lambda _: "MISSING"})()
@@ -52,6 +63,9 @@ class LoadTemplate:
     Attributes:
         shards: Copies of the descriptions of all shards, factories' included, in the order of the leaves.
         left_out: The names of optional entries of which nothing is stored.
+
+    Raises:
+        ShardingError: a leaf is one rank's part of a tensor, and nothing describes it.
     """
 
     def __init__(self, wanted: ShardedStateDict, list_stored: Callable[[], StoredNames] = StoredNames.nothing) -> None:
@@ -60,7 +74,11 @@ class LoadTemplate:
         self._has_taken = False
         self._has_dropped = False
         self._list_stored = list_stored
+        self._has_parts = False
+        self._has_tensors = False
         self._tree = self._make_slots(wanted)
+        for path, leaf in nested_items(self._tree) if self._has_parts else ():
+            refuse_parts(leaf, path)
 
     def fill(self, values: list[Any], common: StateDict, *, built: Collection[int] = ()) -> StateDict:
         """Return the state dict, filled with loaded values and the common state.
@@ -77,6 +95,10 @@ class LoadTemplate:
         """
         filled = _assemble(self._tree, values, _leave_out(self._tree, common, built, "") if built else common, "")
         return filled if isinstance(filled, dict) else {}
+
+    def find_ignored_tensors(self, common: StateDict) -> list[str]:
+        """Return the paths of tensors that no shard describes, where the common state has nothing either."""
+        return list(map(format_path, _find_tensors(self._tree, common, ()))) if self._has_tensors else []
 
     def _make_slots(self, wanted: Any) -> Any:
         """Return the structure with slots as leaves, and append the shards to the list."""
@@ -134,12 +156,26 @@ class LoadTemplate:
             return self._add_shard(leaf)
         if isinstance(leaf, LocalNonpersistentObject):
             return _Slot(lambda _: leaf.unwrap())
+        self._has_parts |= is_part(leaf)
+        self._has_tensors |= isinstance(leaf, torch.Tensor)
         return leaf
 
     def _add_shard(self, leaf: ShardedBase) -> _Slot:
         self.shards.append(build_copy(leaf))
         number = len(self.shards) - 1
         return _Slot(itemgetter(number), number)
+
+
+def _find_tensors(wanted: Any, common: Any, path: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
+    """Yield the paths of tensors for which the common state, at the same path, has no value."""
+    if isinstance(wanted, dict) and (common is MISSING or isinstance(common, dict)):
+        for key, value in wanted.items():
+            yield from _find_tensors(value, MISSING if common is MISSING else common.get(key, MISSING), (*path, key))
+    elif isinstance(wanted, list) and common is MISSING:  # the items of a stored list have other places
+        for index, value in enumerate(wanted):
+            yield from _find_tensors(value, MISSING, (*path, index))
+    elif isinstance(wanted, torch.Tensor) and common is MISSING:
+        yield path
 
 
 def _merge(built: Any, merge_fn: FactoryMergeFn, values: list[Any]) -> Any:

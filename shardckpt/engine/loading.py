@@ -18,7 +18,7 @@ from shardckpt.engine.load_template import MISSING, LoadTemplate
 from shardckpt.engine.locations import locate
 from shardckpt.engine.operation import Operation
 from shardckpt.engine.twins import check_twins, find_twins
-from shardckpt.errors import ShardingError, listed
+from shardckpt.errors import KeyMismatchError, ShardingError, listed
 from shardckpt.mapping import ShardedObject, ShardedTensor, StoredNames
 from shardckpt.planning import Casts, check_dtypes, check_shapes, describe_casts, is_exact, make_changed_error
 from shardckpt.plugins import Accept, choose_reader, hold_checkpoint, hold_same
@@ -53,6 +53,8 @@ logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
 #: What begins the keys of a model that is described with its optimizer.
 _MODEL = "model."
+#: How many of several names a message has.
+_FEW = 5
 
 
 @dataclass(frozen=True)
@@ -311,13 +313,7 @@ def load_checkpoint(
         on_unused=on_unused,
     )
     stored = checkpoint.columns()  # no object for each tensor
-    with checkpoint.operation.local_phase("preparing the state dict"):
-        template = LoadTemplate(sharded_state_dict, lambda: name_stored(stored))
-        validate_descriptions(template.shards)
-        for shard in template.shards:
-            _refuse_unfillable(shard)
-        # copies are not compared: their values are about to be overwritten
-        template.shards = choose_main_replicas(template.shards, comm, compare=False)
+    template = _make_template(sharded_state_dict, checkpoint, stored)
     if verify:
         with checkpoint.operation.local_phase("verifying the files"):
             verify_integrity(checkpoint.context.reader.place, checkpoint.context.reader.manifest, comm)
@@ -348,8 +344,13 @@ def load_checkpoint(
             _log_casts(casts)
     common = checkpoint.common()  # before the shards: if it cannot be read, no destination has been filled
     twins = find_twins(available, filled_by_twins)
+    ignored = [] if on_unused == "ignore" else template.find_ignored_tensors(common)
     # in the message that tells whether a rank has failed
-    (may_change,) = comm.largest(not allow_dtype_cast and any(can_change_values(*pair) for pair in casts))
+    may_change, is_ignored = comm.largest(
+        not allow_dtype_cast and any(can_change_values(*pair) for pair in casts), len(ignored)
+    )
+    if is_ignored:
+        _report_ignored(ignored, on_unused, comm)
     wanted_values = [_without_data(shard) if n in twins else shard for n, shard in enumerate(available)]
     found = checkpoint.values(wanted_values, is_synced=True)
     with checkpoint.operation.local_phase("comparing what has one destination"):
@@ -363,6 +364,18 @@ def load_checkpoint(
     if may_change:
         _refuse_changed_values(checkpoint, available, found, dtypes, advise=advise)
     return state_dict, mismatch
+
+
+def _make_template(wanted: ShardedStateDict, checkpoint: OpenCheckpoint, stored: StoredColumns) -> LoadTemplate:
+    """Collective: return the template of a load, checked and with the main replicas of its shards."""
+    with checkpoint.operation.local_phase("preparing the state dict"):
+        template = LoadTemplate(wanted, lambda: name_stored(stored))
+        validate_descriptions(template.shards)
+        for shard in template.shards:
+            _refuse_unfillable(shard)
+        # copies are not compared: their values are about to be overwritten
+        template.shards = choose_main_replicas(template.shards, checkpoint.context.comm, compare=False)
+    return template
 
 
 def _refuse_changed_values(
@@ -410,6 +423,22 @@ def _log_left_out(template: LoadTemplate) -> None:
     level = logging.WARNING if template.drops_all else logging.INFO
     names = listed(sorted(template.left_out))
     logger.log(level, "left out of the result, since it did not exist when the checkpoint was saved: %s", names)
+
+
+def _report_ignored(ignored: list[str], on_unused: OnUnused, comm: Comm) -> None:
+    """Collective: say of some rank which tensors of its state dict no load fills; raise if ``on_unused`` says so."""
+    paths = next(filter(None, comm.all_gather(ignored[:_FEW])))
+    (count,) = comm.largest(len(ignored))
+    text = (
+        f"{count} tensors of the state dict to load describe no shard, and are neither filled nor in the result: "
+        f"{listed(paths)}{', ...' if count > len(paths) else ''}; describe them as the save did: "
+        "dist_checkpointing.load(to_sharded_state_dict(...), ...) of shardckpt.adapters"
+    )
+    with comm.collective_phase("comparing keys"):
+        if on_unused == "error":
+            raise KeyMismatchError(text)
+    if comm.is_main:
+        logger.warning("%s", text)
 
 
 def _log_casts(casts: Casts) -> None:

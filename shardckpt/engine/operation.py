@@ -44,6 +44,8 @@ class Operation:
         self.created = time.perf_counter()
         self._fields: dict[str, Any] = {"operation": kind, "directory": str(directory), "rank": comm.rank}
         self._started = 0.0
+        #: Seconds that this operation has kept its caller waiting so far.
+        self._blocked = 0.0
         self._progress: Progress | None = None
         self.attribute_to(None)
 
@@ -105,17 +107,26 @@ class Operation:
 
         Errors reach the other ranks as from :meth:`Comm.local_phase`.
         """
-        self._started = self._emit_start("")
+        self._started = self.start_phase("")
         try:
-            with pause_gc(), self.comm.local_phase(self.kind):
+            with self.blocking(), pause_gc(), self.comm.local_phase(self.kind):
                 yield
         except Exception as exc:
-            self._emit_end("", self._started, exc)
+            self.close_span(exc)
             raise
 
     def close_span(self, error: BaseException | None = None) -> None:
         """Report the end of an operation that :meth:`open_span` has started, or its failure."""
-        self._emit_end("", self._started, error)
+        self.end_phase("", self._started, error, blocked=self._blocked)
+
+    @contextmanager
+    def blocking(self) -> Iterator[None]:
+        """Count the block as time that the caller waits for; a background save has several such."""
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._blocked += time.perf_counter() - started
 
     def local_phase(self, name: str) -> AbstractContextManager[None]:
         """Do and report this rank's part of a phase; the next collective raises its error on all ranks.
@@ -127,17 +138,18 @@ class Operation:
         """
         return _Phase(self, name)
 
-    def _emit_start(self, phase: str) -> float:
-        """Report the start of a phase (``""``: of the operation), and return when it was."""
+    def start_phase(self, phase: str) -> float:
+        """Report the start of a phase that no block has (``""``: of the operation), and return when it was."""
         started = time.perf_counter()
         if self._is_observed():
             self._emit(phase=phase, state="start", nbytes=0)
         return started
 
-    def _emit_end(self, phase: str, started: float, error: BaseException | None = None) -> None:
+    def end_phase(self, phase: str, started: float, error: BaseException | None = None, **fields: Any) -> None:
+        """Report the end of a phase that :meth:`start_phase` has started, or its failure, with more fields of it."""
         if self._is_observed():
             state, text = ("end", "") if error is None else ("failure", str(error))
-            self._emit(phase=phase, state=state, seconds=time.perf_counter() - started, error=text)
+            self._emit(phase=phase, state=state, seconds=time.perf_counter() - started, error=text, **fields)
 
     def _is_observed(self) -> bool:
         """Return whether a plugin gets events: mostly none does, and each phase of a load asks twice."""
@@ -171,7 +183,7 @@ class _Phase:
         self._started = 0.0
 
     def __enter__(self) -> None:
-        self._started = self._operation._emit_start(self._name)  # noqa: SLF001 - a method's block
+        self._started = self._operation.start_phase(self._name)
         self._pause.__enter__()
         self._inner.__enter__()
 
@@ -184,8 +196,8 @@ class _Phase:
             finally:
                 self._pause.__exit__(kind, error, traceback)
         except Exception as exc:
-            self._operation._emit_end(self._name, self._started, exc)  # noqa: SLF001
+            self._operation.end_phase(self._name, self._started, exc)
             raise
         if error is None or isinstance(error, Exception):  # an interrupt is reported by nobody
-            self._operation._emit_end(self._name, self._started, error)  # noqa: SLF001
+            self._operation.end_phase(self._name, self._started, error)
         return None

@@ -302,7 +302,7 @@ def _fits(description: list[Block], shards: Sequence[ShardedBase]) -> bool:
 def _is_lasting(description: list[Block]) -> bool:
     """Return whether the caller cannot change the fields: they are numbers, strings, dtypes, and tuples of them."""
     rows = (row for block in description for row in (*block.tensors, *block.objects))
-    kinds: set[type] = set()
-    for value in chain.from_iterable(rows):
-        kinds.update(map(type, value) if isinstance(value, tuple) else (type(value),))
+    values = list(chain.from_iterable(rows))
+    inner = chain.from_iterable(value for value in values if isinstance(value, tuple))
+    kinds = {kind for kind in set(map(type, values)) if not issubclass(kind, tuple)} | set(map(type, inner))
     return all(issubclass(kind, _LASTING) for kind in kinds)

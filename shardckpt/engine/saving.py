@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import torch
+
+from shardckpt.engine.amounts import format_bytes
 from shardckpt.engine.operation import Operation
 from shardckpt.engine.plan_cache import CachingSaveStrategy, look_up_plan
 from shardckpt.engine.space import NO_FORECAST, Forecast, count_bytes
 from shardckpt.engine.transaction import CheckpointHeader, commit_files
-from shardckpt.errors import CheckpointingException, UnknownBackendError
+from shardckpt.errors import CheckpointingException, UnknownBackendError, listed
 from shardckpt.manifest import Lineage
 from shardckpt.plugins import StrategyAction, parse_key
-from shardckpt.state_dict import list_nested_values, split_state_dict, validated_copy
+from shardckpt.state_dict import format_path, list_nested_values, nested_items, split_state_dict, validated_copy
 from shardckpt.strategy import AsyncSaveStrategy, SaveContext, SaveStrategy
 from shardckpt.validation import (
     GivenShards,
@@ -32,6 +36,11 @@ if TYPE_CHECKING:
     from shardckpt.mapping import CommonStateDict, ShardedBase, ShardedStateDict
     from shardckpt.plugins import PluginManager
     from shardckpt.storage import CheckpointWriter
+
+logger = logging.getLogger(__name__)
+
+#: Tensors of the common state of so many bytes are hardly settings: a save says so.
+_LARGE = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -170,6 +179,8 @@ def check_state(
             )
         nested, common = split_state_dict(sharded_state_dict, plain_objects=saver.stores_plain_objects)
         shards = list_nested_values(nested)
+        if comm.is_main:
+            _warn_of_tensors(common)
         if options.content_metadata is not None:
             common["content_metadata"] = options.content_metadata
         lookup = look_up_plan(shards, saver, comm, validate=options.validate)
@@ -212,6 +223,22 @@ def check_state(
     if lookup.key is not None and isinstance(saver, AsyncSaveStrategy):
         saver = CachingSaveStrategy(saver, lookup, replicas, given, options.validate, nbytes)
     return CheckedState(saver, header, shards, common, given, lookup, nbytes, forecast)
+
+
+def _warn_of_tensors(common: CommonStateDict) -> None:
+    """Say if the common state has large tensors: it is for settings, and whoever passed them may want them filled."""
+    found = [(path, leaf) for path, leaf in nested_items(common) if isinstance(leaf, torch.Tensor)]
+    nbytes = sum(leaf.nbytes for _, leaf in found)
+    if nbytes >= _LARGE:
+        largest = sorted(found, key=lambda each: -each[1].nbytes)
+        logger.warning(
+            "%d tensors of %s describe no shard, and go into the common state: the main rank's are stored, each rank "
+            "of each load reads all of them, and no load fills live ones: %s; describe them: save("
+            "to_sharded_state_dict(...), ...) of shardckpt.adapters",
+            len(found),
+            format_bytes(nbytes),
+            listed([format_path(path) for path, _ in largest], limit=5),
+        )
 
 
 def find_saver(strategy: Any, plugins: PluginManager) -> SaveStrategy:

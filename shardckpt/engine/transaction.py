@@ -509,6 +509,7 @@ def commit_files(
             operation.comm.sync_errors()  # the strategy may use smaller groups, and write for hours
             with operation.local_phase("writing"):
                 write(writer, transaction.save_id)
+                operation.set_nbytes(sum(file.size for file in writer.files))
             transaction.timeline.add_writing(writer.times)
             transaction.commit(writer, content=content)
     except BaseException:  # Ctrl-C, too: nothing of the save may stay

@@ -11,6 +11,7 @@ from shardckpt.storage import header_length
 if TYPE_CHECKING:
     from shardckpt.huggingface.assets import list_assets, read_assets
     from shardckpt.huggingface.check import check_folder
+    from shardckpt.huggingface.config import read_config
     from shardckpt.huggingface.convert import (
         dcp_to_torch_save,
         dcp_to_torch_state_dict,
@@ -23,7 +24,9 @@ if TYPE_CHECKING:
     from shardckpt.huggingface.header import parse_header
     from shardckpt.huggingface.hub_tensor import HubTensor
     from shardckpt.huggingface.load import huggingface_index, load_from_huggingface
-    from shardckpt.huggingface.models import find_mapping
+    from shardckpt.huggingface.load_strategy import HuggingFaceLoadStrategy
+    from shardckpt.huggingface.megatron import split_qkv, split_vocabulary
+    from shardckpt.huggingface.models import MegatronMapping, find_mapping
     from shardckpt.huggingface.names import (
         SAFETENSORS,
         assign_files,
@@ -39,7 +42,7 @@ if TYPE_CHECKING:
     from shardckpt.huggingface.torch_save import TorchFile
     from shardckpt.huggingface.torch_strategy import TorchFileLoadStrategy, list_values
     from shardckpt.huggingface.weights import ModelCheckpoint
-    from shardckpt.huggingface.whole_folder import read_all_of_folder
+    from shardckpt.huggingface.whole_folder import StoredNames, name_for_trainer, read_all_of_folder
 
 # lazy: a format that takes names of the Hub from here must not import the archives, which unpickle
 __getattr__ = lazy_getattr(
@@ -47,6 +50,7 @@ __getattr__ = lazy_getattr(
     {
         "assets": ("list_assets", "read_assets"),
         "check": ("check_folder",),
+        "config": ("read_config",),
         "convert": (
             "dcp_to_torch_save",
             "dcp_to_torch_state_dict",
@@ -59,7 +63,9 @@ __getattr__ = lazy_getattr(
         "header": ("parse_header",),
         "hub_tensor": ("HubTensor",),
         "load": ("huggingface_index", "load_from_huggingface"),
-        "models": ("find_mapping",),
+        "load_strategy": ("HuggingFaceLoadStrategy",),
+        "megatron": ("split_qkv", "split_vocabulary"),
+        "models": ("MegatronMapping", "find_mapping"),
         "names": (
             "SAFETENSORS",
             "assign_files",
@@ -75,7 +81,7 @@ __getattr__ = lazy_getattr(
         "torch_save": ("TorchFile",),
         "torch_strategy": ("TorchFileLoadStrategy", "list_values"),
         "weights": ("ModelCheckpoint",),
-        "whole_folder": ("read_all_of_folder",),
+        "whole_folder": ("StoredNames", "name_for_trainer", "read_all_of_folder"),
     },
 )
 
@@ -87,12 +93,15 @@ __all__ = [
     "Exported",
     "FolderExport",
     "HubTensor",
+    "HuggingFaceLoadStrategy",
     "Identity",
     "KeyMapEntry",
     "KeyMapping",
+    "MegatronMapping",
     "ModelCheckpoint",
     "Rule",
     "RuleMapping",
+    "StoredNames",
     "TorchFile",
     "TorchFileLoadStrategy",
     "assign_files",
@@ -114,6 +123,7 @@ __all__ = [
     "list_values",
     "load_from_huggingface",
     "make_state_dict",
+    "name_for_trainer",
     "natural_order",
     "parse_dtype",
     "parse_header",
@@ -123,6 +133,9 @@ __all__ = [
     "plan_tensors",
     "read_all_of_folder",
     "read_assets",
+    "read_config",
     "save_state_dict",
+    "split_qkv",
+    "split_vocabulary",
     "torch_save_to_dcp",
 ]

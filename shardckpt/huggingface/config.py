@@ -1,13 +1,15 @@
-"""The dtype in a model's ``config.json``, in which transformers loads the weights."""
+"""A model's ``config.json``, with the dtype in which transformers loads the weights."""
 
 from __future__ import annotations
 
 import json
 from typing import TYPE_CHECKING, Any
 
-from shardckpt.huggingface.folder import CONFIG_LIMIT, read_json
+from shardckpt.huggingface.folder import CONFIG, CONFIG_LIMIT, read_json
+from shardckpt.storage import is_there
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
     from pathlib import Path
 
     import torch
@@ -16,6 +18,22 @@ if TYPE_CHECKING:
 _DTYPE, _OLDER = "dtype", "torch_dtype"
 #: The dtypes in it are not those of weights.
 _QUANTIZATION = "quantization_config"
+
+
+def find_config(assets: Iterable[Path], target: Path | None = None) -> Path | None:
+    """Return the ``config.json`` that a folder will have: that of the assets, else its own; None if there is none."""
+    places = [*assets, *([] if target is None else [target / CONFIG])]
+    return next((path for path in places if path.name == CONFIG and is_there(path)), None)
+
+
+def read_config(assets: Iterable[Path], target: Path | None = None) -> dict[str, Any] | None:
+    """Return the content of the ``config.json`` that a folder will have; None if there is none.
+
+    Raises:
+        CorruptCheckpointError: It is not a JSON object.
+    """
+    source = find_config(assets, target)
+    return None if source is None else read_json(source, CONFIG_LIMIT)
 
 
 def encode_config(source: Path, dtype: torch.dtype) -> bytes:

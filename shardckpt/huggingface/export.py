@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from shardckpt.distributed import Comm
 from shardckpt.engine import LoadOptions, Operation, locate, open_checkpoint, refuse_overlap
 from shardckpt.huggingface.assets import list_assets
+from shardckpt.huggingface.config import read_config
 from shardckpt.huggingface.dtypes import parse_dtype
 from shardckpt.huggingface.export_budget import split_export_budget
 from shardckpt.huggingface.folder_export import FolderExport
@@ -45,10 +47,12 @@ class Exported(NamedTuple):
     Attributes:
         files: Name, number of tensors and bytes of tensors of each file.
         total_size: Bytes of all tensors.
+        unmatched: Keys of tensors that the mapping does not know, which have kept their names.
     """
 
     files: tuple[tuple[str, int, int], ...]
     total_size: int
+    unmatched: tuple[str, ...] = ()
 
 
 def export_to_huggingface(
@@ -62,6 +66,8 @@ def export_to_huggingface(
     format: str = SAFETENSORS,  # noqa: A002 - what the user calls it
     assets: PathLike | None = None,
     leave_out: Collection[str] = (),
+    strict: bool = False,
+    cut_vocabulary: bool = False,
     overwrite: bool = False,
     process_group: ProcessGroup | None = None,
     memory_budget: int | str | None = None,
@@ -73,7 +79,8 @@ def export_to_huggingface(
     file), or what ``memory_budget`` says. Every rank writes full files, balanced by bytes, so more ranks than files do
     not help. The folder is complete at ``target`` when this returns; after an error, a directory has not changed.
 
-    Objects, and tensors that the mapping leaves out, are not written; a warning names them.
+    Objects, and tensors that the mapping leaves out, are not written; a warning names them. With a mapping, neither is
+    the optimizer's state. Tensors that match no rule of the mapping keep their names; a warning names them, too.
 
     Example::
 
@@ -87,8 +94,10 @@ def export_to_huggingface(
             loads.
         prefix: Prefix of the keys to export, which is removed; by default ``"model."`` if the checkpoint is of a model
             with its optimizers (``model.*`` and ``optimizer.*``), else none.
-        mapping: How names and shapes change: the ``model_type`` of a model (``"qwen3_moe"``, ``"mixtral"``, or one that
-            a plugin's ``shardckpt_key_mapping`` knows), a KeyMapping, or None for the same names.
+        mapping: How names and shapes change: the ``model_type`` of a model (``"llama"``, ``"qwen3_moe"``, or one that a
+            plugin's ``shardckpt_key_mapping`` knows), with Megatron's names if ``config.json`` is in ``assets``; a
+            file, ``"rules.json"``, ``"rules.py:MAPPING"`` or the model's ``"config.json"``; a KeyMapping; or None for
+            the same names.
         dtype: The dtype that floating-point tensors of 16 bits or more are cast to, except scales of 8-bit weights.
         max_shard_size: Bytes of tensors in a file, ``"5GB"`` (10^9) or ``"5GiB"``; a larger tensor gets its own file.
         format: ``safetensors`` or ``bin`` (for ``torch.load``).
@@ -96,6 +105,9 @@ def export_to_huggingface(
             by the store itself. With ``dtype``, the folder's ``config.json`` has that dtype, in which transformers
             loads the weights.
         leave_out: Names in the folder that are not written: a ``lm_head.weight`` that is tied to the embedding.
+        strict: Whether tensors that match no rule of the mapping are an error, before anything is written.
+        cut_vocabulary: Whether to leave out rows of the embedding and the output that the config's ``vocab_size`` does
+            not count, with which Megatron pads them; else they are an error.
         overwrite: Replace the weights of a folder in one step; its other files stay.
         process_group: The ranks that write; by default all, or this process alone without torch.distributed.
         memory_budget: Bytes, or text such as ``"64MiB"``, that each rank may hold at a time: blocks, requests, parts on
@@ -107,21 +119,23 @@ def export_to_huggingface(
 
     Raises:
         CannotLoadError: no installed strategy reads the checkpoint.
+        KeyMismatchError: ``strict``, and a tensor matches no rule of the mapping.
         CheckpointingException: any other failure; the same on every rank.
     """
     comm = Comm(process_group)
     with comm.local_phase("reading the arguments"):
         source, folder = (locate(path, get_plugin_manager()) for path in (checkpoint_dir, target))
         refuse_overlap([source], folder)
+        copied = [] if assets is None else list_assets(assets)
         options = ExportOptions(
             prefix,
-            find_mapping(mapping),
+            find_mapping(mapping, partial(read_config, copied, folder), "cut" if cut_vocabulary else "refuse"),
             parse_dtype(dtype),
             parse_size(max_shard_size),
             check_format(format),
             parse_leave_out(leave_out),
+            strict,
         )
-        copied = [] if assets is None else list_assets(assets)
         budget = split_export_budget(memory_budget, source, folder, options.file_format)
         budget.limit_uploads(folder)
     comm.agree(checkpoint_dir=str(source), target=str(folder))
@@ -160,4 +174,4 @@ def export_to_huggingface(
 
     plan = retry_if_replaced(attempt, source)
     files = ((name, len(tensors), sum(tensor.nbytes for tensor in tensors)) for name, tensors in plan.files)
-    return Exported(tuple(files), plan.total_size)
+    return Exported(tuple(files), plan.total_size, plan.unmatched)

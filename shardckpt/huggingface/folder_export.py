@@ -13,7 +13,7 @@ from shardckpt.commit import check_target, commit_staging, discard_staging
 from shardckpt.engine import Operation, open_staging
 from shardckpt.errors import CheckpointingException
 from shardckpt.huggingface.block_writer import BlockWriter
-from shardckpt.huggingface.config import encode_config
+from shardckpt.huggingface.config import encode_config, find_config
 from shardckpt.huggingface.folder import CONFIG, read_folder
 from shardckpt.huggingface.header import lay_out
 from shardckpt.huggingface.names import SAFETENSORS, encode_weights_index, index_name, is_weights
@@ -107,8 +107,7 @@ class FolderExport:
     def _encode_config(self) -> bytes | None:
         """Return the text of ``config.json``; None if none is there, or weights keep their dtype."""
         # of a folder that exists, the file stays and the weights' dtype may change
-        places = [*self.assets, self.target / CONFIG]
-        source = next((path for path in places if path.name == CONFIG and is_there(path)), None)
+        source = find_config(self.assets, self.target)
         return None if source is None or self.dtype is None else encode_config(source, self.dtype)
 
     def _encode_index(self) -> dict[str, bytes]:

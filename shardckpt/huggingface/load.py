@@ -10,6 +10,7 @@ from shardckpt.engine import LoadTemplate, OpenCheckpoint, Operation, load_check
 from shardckpt.errors import KeyMismatchError, listed
 from shardckpt.huggingface.folder import check_same_folder, read_folder
 from shardckpt.huggingface.load_strategy import HuggingFaceLoadStrategy
+from shardckpt.huggingface.megatron import MEGATRON_NAME
 from shardckpt.huggingface.models import find_mapping
 from shardckpt.manifest import Manifest
 from shardckpt.parallel import share_reading, split_budget
@@ -20,6 +21,7 @@ from shardckpt.validation import StrictHandling
 
 if TYPE_CHECKING:
     import os
+    from collections.abc import Collection
 
     import torch
     from torch.distributed import ProcessGroup
@@ -80,7 +82,7 @@ def load_from_huggingface(
     """
     comm = Comm(process_group)
     with comm.local_phase("reading the arguments"):
-        names = find_mapping(mapping)
+        find_mapping(mapping)
         budget, reading = split_budget(memory_budget, fully_parallel=fully_parallel)
 
     def attempt() -> Any:
@@ -94,13 +96,14 @@ def load_from_huggingface(
                 found = comm.main_runs("reading the headers", lambda: read_folder(place))
             with operation.local_phase("preparing the state dict"):
                 check_same_folder(place, found)
+                # rows that pad the vocabulary are the trainer's: they are as allow_shape_mismatch says
+                names = find_mapping(mapping, lambda: found.config, "keep")
                 strategy = HuggingFaceLoadStrategy(found, names, prefix, LoadTemplate(sharded_state_dict).shards)
                 missing = strategy.missing()
                 if strict and missing:
                     raise KeyMismatchError(
                         f"{path} lacks {listed([*map(repr, missing)])}, which the requested tensors need; "
-                        "huggingface_index(folder) lists what it has. If names differ, give a mapping: "
-                        "load_from_huggingface(mapping=..., prefix=...) or CheckpointConfig(hf_mapping=...)"
+                        f"huggingface_index(folder) lists what it has. {_advise(missing, mapping)}"
                     )
             # without digests: the folder stores none
             manifest = Manifest(backend=strategy.backend, version=strategy.version)
@@ -123,6 +126,18 @@ def load_from_huggingface(
         return loaded
 
     return retry_if_replaced(attempt, folder)
+
+
+def _advise(missing: Collection[str], mapping: str | KeyMapping | None) -> str:
+    """Return which mapping gives other names."""
+    if MEGATRON_NAME in missing:
+        return "That is Megatron's name: give mapping='megatron'"
+    if mapping is not None:
+        return "Names that the mapping leaves as they are match no rule of it"
+    return (
+        "If names differ, give a mapping: load_from_huggingface(mapping=..., prefix=...) or "
+        "CheckpointConfig(hf_mapping=...)"
+    )
 
 
 def huggingface_index(folder: str | os.PathLike[str]) -> dict[str, tuple[torch.dtype | None, tuple[int, ...]]]:

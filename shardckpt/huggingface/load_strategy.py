@@ -125,6 +125,11 @@ class HuggingFaceLoadStrategy(LoadStrategy):
         """Return the error of each file by name, or None: its header is read again, and compared with its length."""
         return {file.name: find_error(check_weights, reader.place / file.name) for file in self.list_files(reader)}
 
+    @property
+    def folder(self) -> Folder:
+        """The content of the folder."""
+        return self._folder
+
     def missing(self) -> list[str]:
         """Return the names of the tensors that requested keys need and the folder lacks."""
         return sorted({name for key in self._missing for name in self._missing_names(key)})

@@ -1,18 +1,31 @@
-"""Built-in key mappings, for models whose trainers hold all experts in one tensor and whose hub format does not.
+"""Built-in key mappings, by the ``model_type`` of a model of transformers.
 
-The names are those of transformers 5 (its conversion_mapping.py) and of torchtitan 0.1 to 0.3 (its Qwen3 adapter).
+The names are those of Megatron-Core 0.9 to 0.20, of transformers 5 (its conversion_mapping.py: trainers hold all
+experts in one tensor, folders do not) and of torchtitan 0.1 to 0.3 (its Qwen3 adapter).
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from shardckpt.errors import CheckpointingException, PluginError
+from shardckpt.huggingface.mapping_file import find_file_mapping, read_config_file
+from shardckpt.huggingface.megatron import (
+    list_attention_rules,
+    list_dense_rules,
+    list_expert_rules,
+    list_latent_attention_rules,
+    list_prediction_rules,
+    list_shared_expert_rules,
+)
 from shardckpt.huggingface.rules import Rule, RuleMapping
-from shardckpt.plugins import Identity, KeyMapping, get_plugin_manager
+from shardckpt.plugins import Identity, KeyMapping, UsesConfig, get_plugin_manager
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+
+    from shardckpt.planning import Ints
+    from shardckpt.plugins import KeyMapEntry, Padding
 
 _LAYER = "model.layers.{layer}"
 _EXPERTS = f"{_LAYER}.mlp.experts"
@@ -20,10 +33,10 @@ _HUB_EXPERT = f"{_EXPERTS}.{{expert}}"
 _MIXTRAL = f"{_LAYER}.block_sparse_moe"
 
 
-def _qwen3_moe() -> Iterable[Rule]:
+def _experts() -> Iterable[Rule]:
+    """Yield the rules of experts by the names of transformers, for folders with Qwen's names."""
     yield Rule(f"{_EXPERTS}.gate_up_proj", (f"{_HUB_EXPERT}.gate_proj.weight", f"{_HUB_EXPERT}.up_proj.weight"))
     yield Rule(f"{_EXPERTS}.down_proj", (f"{_HUB_EXPERT}.down_proj.weight",))
-    yield from _torchtitan_qwen3()
 
 
 def _torchtitan_qwen3() -> Iterable[Rule]:
@@ -58,30 +71,125 @@ def _mixtral() -> Iterable[Rule]:
     yield Rule(f"{_LAYER}.mlp.gate.weight", (f"{_MIXTRAL}.gate.weight",))
 
 
-_BUILT_IN: dict[str, KeyMapping] = {
-    "mixtral": RuleMapping(tuple(_mixtral())),
-    "qwen3_moe": RuleMapping(tuple(_qwen3_moe())),
+class _ModelMapping(RuleMapping):
+    """A table of several trainers' names, most of which a checkpoint lacks."""
+
+    def with_config(self, config: Mapping[str, Any], padding: Padding) -> RuleMapping:
+        """Return the table with the rules of layers that predict further tokens, whose numbers the config says."""
+        return RuleMapping.with_config(
+            _ModelMapping((*list_prediction_rules(self._rules, config), *self._rules)), config, padding
+        )
+
+    def find_unused(self, keys: Collection[str]) -> Sequence[str]:  # noqa: ARG002 - that is as it should be
+        """Return nothing."""
+        return ()
+
+
+_DENSE = (*list_dense_rules(), *list_attention_rules())
+_QWEN_EXPERTS = tuple(
+    list_expert_rules("mlp.gate.weight", *(f"mlp.experts.{{expert}}.{n}_proj.weight" for n in ("gate", "up", "down")))
+)
+_MIXTRAL_EXPERTS = tuple(
+    list_expert_rules(
+        "block_sparse_moe.gate.weight", *(f"block_sparse_moe.experts.{{expert}}.{n}.weight" for n in ("w1", "w3", "w2"))
+    )
+)
+_QWEN2_SHARED = tuple(list_shared_expert_rules("mlp.shared_expert", "mlp.shared_expert_gate.weight"))
+_DEEPSEEK = (*list_dense_rules(), *list_latent_attention_rules(), *list_shared_expert_rules("mlp.shared_experts"))
+#: Megatron's names, by model type.
+_MEGATRON: dict[str, tuple[Rule, ...]] = {
+    "deepseek_v3": (*_DEEPSEEK, *_QWEN_EXPERTS),
+    "llama": _DENSE,
+    "mistral": _DENSE,
+    "mixtral": (*_DENSE, *_MIXTRAL_EXPERTS),
+    "qwen2": _DENSE,
+    "qwen2_moe": (*_DENSE, *_QWEN_EXPERTS, *_QWEN2_SHARED),
+    "qwen3": _DENSE,
+    "qwen3_moe": (*_DENSE, *_QWEN_EXPERTS),
+}
+#: Those of other trainers.
+_OTHERS: dict[str, tuple[Rule, ...]] = {
+    "deepseek_v3": tuple(_experts()),
+    "mixtral": tuple(_mixtral()),
+    "qwen2_moe": tuple(_experts()),
+    "qwen3_moe": (*_experts(), *_torchtitan_qwen3()),
 }
 
 
-def find_mapping(mapping: str | KeyMapping | None) -> KeyMapping:
+class MegatronMapping:
+    """Megatron's names alone, between which and the Hub's a conversion goes both ways; the config says the model."""
+
+    def links(self, key: str, shape: Ints) -> Sequence[KeyMapEntry]:  # noqa: ARG002 - there is no table yet
+        """Raise: without a config there is no table."""
+        raise CheckpointingException(
+            f"mapping {MEGATRON!r} takes the model's config.json, which says the model: give a folder that has it "
+            "(assets=..., --assets), or name that file as the mapping"
+        )
+
+    def with_config(self, config: Mapping[str, Any], padding: Padding) -> RuleMapping:
+        """Return the table of the config's model."""
+        kind = config.get("model_type")
+        if kind not in _MEGATRON:
+            raise CheckpointingException(
+                f"mapping {MEGATRON!r}: config.json has {kind!r} as model_type; there are tables for "
+                f"{', '.join(_MEGATRON)}"
+            )
+        return _ModelMapping(_MEGATRON[str(kind)]).with_config(config, padding)
+
+
+#: The mapping of Megatron's names to those of the model that ``config.json`` says.
+MEGATRON = "megatron"
+_BUILT_IN: dict[str, KeyMapping] = {
+    **{name: _ModelMapping((*rules, *_OTHERS.get(name, ()))) for name, rules in _MEGATRON.items()},
+    MEGATRON: MegatronMapping(),
+}
+
+
+def find_mapping(
+    mapping: str | KeyMapping | None,
+    config: Callable[[], Mapping[str, Any] | None] | None = None,
+    padding: Padding = "refuse",
+) -> KeyMapping:
     """Find the key mapping for a caller's argument.
 
     Args:
-        mapping: A key mapping; the ``model_type`` of a model, which plugins resolve before the built-in mappings; or
-            None, which keeps names and shapes.
+        mapping: A key mapping; the ``model_type`` of a model, which plugins resolve before the built-in mappings; a
+            file, ``"rules.json"`` or ``"rules.py:MAPPING"``; the path of a model's ``config.json``, for the mapping of
+            its ``model_type``; or None, which keeps names and shapes.
+        config: Returns the content of the model's ``config.json``, which has the numbers of heads; None if there is
+            none. It is called if the mapping may need them.
+        padding: What becomes of rows of the embedding that the config's ``vocab_size`` does not count: ``"refuse"``,
+            ``"cut"`` or ``"keep"``.
 
     Returns:
         The key mapping.
 
     Raises:
-        CheckpointingException: there is no mapping for the model.
+        CheckpointingException: there is no mapping for the model, or none in the file; or rows are to be cut, by a
+            mapping, or without a config, that does not say how many.
         PluginError: a plugin fails, or returns something that is not a key mapping.
     """
+    if isinstance(mapping, str) and (found := read_config_file(mapping)) is not None:
+        mapping, config = found["model_type"], lambda: found
+    chosen = _find(mapping)
+    if config is not None and isinstance(chosen, UsesConfig) and (values := config()):
+        return chosen.with_config(values, padding)
+    if padding == "cut":
+        raise CheckpointingException(
+            "cut_vocabulary (--cut-vocabulary) takes the key mapping of a model, and a folder with its config.json, "
+            "which has the vocab_size (assets=..., --assets)"
+        )
+    return chosen
+
+
+def _find(mapping: str | KeyMapping | None) -> KeyMapping:
     if mapping is None:
         return Identity()
     if not isinstance(mapping, str):
         return _validate(mapping, "the mapping")
+    in_file = find_file_mapping(mapping)
+    if in_file is not None:
+        return in_file
     try:
         found = get_plugin_manager().hook.shardckpt_key_mapping(model_type=mapping)
     except Exception as exc:
@@ -90,7 +198,8 @@ def find_mapping(mapping: str | KeyMapping | None) -> KeyMapping:
     if found is None:
         raise CheckpointingException(
             f"no mapping for models of type {mapping!r}: built in are {', '.join(sorted(_BUILT_IN))}; plugins add "
-            f"others by shardckpt_key_mapping; None keeps the names{get_plugin_manager().faults_text()}"
+            "others by shardckpt_key_mapping; a file of rules is FILE.json or FILE.py:MAPPING; None keeps the names"
+            f"{get_plugin_manager().faults_text()}"
         )
     return _validate(found, f"the mapping of {mapping!r}")
 

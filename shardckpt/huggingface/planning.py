@@ -9,10 +9,11 @@ from shardckpt.errors import CheckpointingException, KeyMismatchError, ShardingE
 from shardckpt.huggingface.dtypes import cast_to
 from shardckpt.huggingface.header import refuse_unknown
 from shardckpt.huggingface.hub_tensor import HubTensor, StoredPart
+from shardckpt.huggingface.megatron import MEGATRON_NAME
 from shardckpt.huggingface.names import SAFETENSORS, assign_files, natural_order
 from shardckpt.mapping import ShardedTensor
 from shardckpt.planning import find_hole, find_overlap
-from shardckpt.plugins import get_key_map_entries
+from shardckpt.plugins import Identity, KnowsKeys, get_key_map_entries
 from shardckpt.tensors import get_outer_key
 from shardckpt.validation import is_version_key, stored_key
 
@@ -46,6 +47,7 @@ class ExportOptions(NamedTuple):
         limit: Bytes of tensors in a file.
         file_format: ``safetensors`` or ``bin``.
         leave_out: Names in the folder that are not written.
+        strict: Whether a tensor that the mapping does not know is an error.
     """
 
     prefix: str | None
@@ -54,13 +56,15 @@ class ExportOptions(NamedTuple):
     limit: int
     file_format: str
     leave_out: frozenset[str]
+    strict: bool = False
 
 
 class ExportPlan(NamedTuple):
-    """The files of an export: name and tensors of each."""
+    """The files of an export: name and tensors of each; and the keys that the mapping does not know."""
 
     file_format: str
     files: list[tuple[str, list[HubTensor]]]
+    unmatched: tuple[str, ...] = ()
 
     @property
     def total_size(self) -> int:
@@ -78,7 +82,13 @@ def plan_export(index: Iterable[ShardedBase], options: ExportOptions, source: st
     stored = sorted(index, key=lambda shard: natural_order(stored_key(shard)))
     prefix = find_model_prefix(stored) if options.prefix is None else options.prefix
     refuse_codes(key for shard in stored if (key := stored_key(shard)).startswith(prefix))
-    tensors, unmapped = plan_tensors(stored, options._replace(prefix=prefix))
+    tensors, unmapped, unmatched = plan_tensors(
+        [shard for shard in stored if not _is_foreign_optimizer(shard, options.mapping)],
+        options._replace(prefix=prefix),
+    )
+    optimizer = [stored_key(shard) for shard in stored if _is_foreign_optimizer(shard, options.mapping)]
+    if optimizer:
+        logger.warning("not exported (%d tensors of the optimizer's state): %s", len(optimizer), listed(optimizer))
     if unmapped:
         logger.warning("not exported (objects, and tensors that the mapping leaves out): %s", listed(unmapped))
     if not tensors:
@@ -86,11 +96,14 @@ def plan_export(index: Iterable[ShardedBase], options: ExportOptions, source: st
             f"{source} has no tensor to export whose key begins with {prefix!r} "
             f"{name_prefixes(prefix, map(stored_key, stored))}"
         )
+    if isinstance(options.mapping, Identity) and MEGATRON_NAME in tensors:
+        logger.warning("%r is Megatron's name: mapping='megatron' (--mapping megatron) gives the Hub's", MEGATRON_NAME)
     if options.file_format == SAFETENSORS:
         refuse_unknown((tensor.name, tensor.dtype) for tensor in tensors.values())
     sizes = {name: tensor.nbytes for name, tensor in tensors.items()}
     files = assign_files(sizes, options.limit, options.file_format)
-    return ExportPlan(options.file_format, [(file, [tensors[name] for name in files[file]]) for file in files])
+    planned = [(file, [tensors[name] for name in files[file]]) for file in files]
+    return ExportPlan(options.file_format, planned, tuple(unmatched))
 
 
 def find_model_prefix(stored: Iterable[ShardedBase]) -> str:
@@ -105,6 +118,13 @@ def is_optimizer_key(key: str) -> bool:
     return not _OPTIMIZERS.isdisjoint(key.split(".", 2)[:2])
 
 
+def _is_foreign_optimizer(shard: ShardedBase, mapping: KeyMapping) -> bool:
+    """Return whether a tensor is of an optimizer's state by its key, which a mapping for a model does not know."""
+    if not isinstance(mapping, KnowsKeys) or not isinstance(shard, ShardedTensor):
+        return False
+    return is_optimizer_key(shard.key) and not mapping.knows(shard.key)
+
+
 def refuse_codes(keys: Iterable[str]) -> None:
     """Raise if the model has quantized parameters, stored as codes and scales: no class of the Hub has their names."""
     found = sorted({name for key in keys if (name := get_outer_key(key)) and not is_optimizer_key(key)})
@@ -115,21 +135,32 @@ def refuse_codes(keys: Iterable[str]) -> None:
         )
 
 
-def plan_tensors(
-    stored: Iterable[ShardedBase], options: ExportOptions, others: Collection[str] = ()
-) -> tuple[dict[str, HubTensor], list[str]]:
-    """Return the tensors that these shards become under the prefix, the mapping, the dtype and the names left out.
+class PlannedTensors(NamedTuple):
+    """What shards become in a folder.
+
+    Attributes:
+        tensors: The tensors by name, in the order of the shards.
+        unmapped: The keys of objects, and of tensors that the mapping leaves out, among the shards with the prefix.
+        unmatched: The keys of tensors that the mapping does not know, which keep their names.
+    """
+
+    tensors: dict[str, HubTensor]
+    unmapped: list[str]
+    unmatched: list[str]
+
+
+def plan_tensors(stored: Iterable[ShardedBase], options: ExportOptions, others: Collection[str] = ()) -> PlannedTensors:
+    """Plan the tensors that these shards become under the prefix, the mapping, the dtype and the names left out.
+
+    A warning names the tensors that the mapping does not know.
 
     Args:
         stored: Descriptions of all that is stored.
         options: What to write. A prefix of None is none.
         others: What may be left out beside tensors, for the error about a name that is neither.
 
-    Returns:
-        The tensors by name, in the order of the shards; and the keys of objects, and of tensors that the mapping leaves
-        out, among the shards with the prefix.
-
     Raises:
+        KeyMismatchError: the options are strict, and the mapping does not know a tensor.
         CheckpointingException: a tensor is not stored as a whole, or two are mapped to one.
     """
     prefix = options.prefix or ""
@@ -148,6 +179,7 @@ def plan_tensors(
                 parts.setdefault(link.name, []).append(StoredPart(shard.key, shape, link))
         if not links:
             unmapped.append(stored_key(shard))
+    unmatched = _find_unmatched(options, dtypes)
     absent = sorted(options.leave_out - parts.keys())
     if absent:
         raise CheckpointingException(
@@ -157,7 +189,24 @@ def plan_tensors(
     # the cast looks up weights by name: those that are left out too
     tensors = {name: _hub_tensor(name, found, dtypes) for name, found in parts.items()}
     kept = {n: _cast(tensor, tensors, options.dtype) for n, tensor in tensors.items() if n not in options.leave_out}
-    return kept, unmapped
+    return PlannedTensors(kept, unmapped, unmatched)
+
+
+def _find_unmatched(options: ExportOptions, keys: Collection[str]) -> list[str]:
+    """Return the keys that the mapping does not know, after a warning; raise if the options are strict."""
+    mapping, cut = options.mapping, len(options.prefix or "")
+    if not isinstance(mapping, KnowsKeys):
+        return []
+    unmatched = [key for key in keys if not mapping.knows(key[cut:])]
+    if not unmatched:
+        return []
+    unused = mapping.find_unused([key[cut:] for key in keys])
+    what = f"{len(unmatched)} of {len(keys)} tensors matched no rule of the mapping: {listed(unmatched)}"
+    what += f"; rules that matched no tensor: {listed(unused)}" if unused else ""
+    if options.strict:
+        raise KeyMismatchError(f"{what}. Add rules for them, or leave them out: a rule without a name in the folder")
+    logger.warning("%s. They keep their names", what)
+    return unmatched
 
 
 def _hub_tensor(name: str, parts: list[StoredPart], dtypes: Mapping[str, torch.dtype]) -> HubTensor:
@@ -176,7 +225,9 @@ def _hub_tensor(name: str, parts: list[StoredPart], dtypes: Mapping[str, torch.d
 
 
 def _cast(tensor: HubTensor, tensors: Mapping[str, HubTensor], target: torch.dtype | None) -> HubTensor:
-    """Return the tensor with its dtype after the cast; the scales of a weight of 8 bits or less keep theirs."""
+    """Return the tensor with its dtype after the cast; scales of 8-bit weights, and what a rule names, keep theirs."""
+    if any(part.link.keep_dtype for part in tensor.parts):
+        return tensor
     for suffix in _SCALE_SUFFIXES:
         weight = tensors.get(tensor.name.removesuffix(suffix)) if tensor.name.endswith(suffix) else None
         if weight is not None and weight.dtype.itemsize == 1:

@@ -83,7 +83,7 @@ class ModelCheckpoint(StoredCheckpoint):
         prefix = find_model_prefix(stored) if options.prefix is None else options.prefix
         chosen = [shard for shard in stored if optimizer or not is_optimizer_key(shard.key)]
         refuse_codes(shard.key for shard in chosen if shard.key.startswith(prefix))
-        found, _ = plan_tensors(chosen, options._replace(prefix=prefix))
+        found = plan_tensors(chosen, options._replace(prefix=prefix)).tensors
         if not found:
             raise KeyMismatchError(
                 f"{self._checkpoint.context.reader.directory} has no weight whose key begins with {prefix!r} "

@@ -38,7 +38,9 @@ class OpenTelemetryListener:
 
     A span has the attributes ``shardckpt.operation``, ``.directory``, ``.rank``, ``.strategy`` and, at its end,
     ``.bytes``; of a failure the status has the text. The metrics are the histogram ``shardckpt.duration`` (s) with
-    ``operation``, ``phase`` and ``result``, and the counter ``shardckpt.bytes`` (By) with ``operation``.
+    ``operation``, ``phase`` and ``result``, the histogram ``shardckpt.blocked`` (s), what the training waited for, the
+    counter ``shardckpt.bytes`` (By), and ``shardckpt.in_flight``, the number of those that have not ended, with
+    ``operation``.
 
     Args:
         tracer_provider: Gets the spans; by default that of the process.
@@ -55,6 +57,12 @@ class OpenTelemetryListener:
         )
         self._bytes = meter.create_counter(
             "shardckpt.bytes", unit="By", description="Bytes that this rank has written into checkpoints"
+        )
+        self._blocked = meter.create_histogram(
+            "shardckpt.blocked", unit="s", description="Time that the training waited for operations on checkpoints"
+        )
+        self._in_flight = meter.create_up_down_counter(
+            "shardckpt.in_flight", description="Operations that have begun and not ended"
         )
         #: The open spans of operations. An operation may begin in one thread and end in another.
         self._open: dict[tuple[str, str, int], Span] = {}
@@ -73,6 +81,8 @@ class OpenTelemetryListener:
                     old, self._open[place] = self._open.get(place), span
                 if old is not None:  # its end was never reported: the process of a background save has died
                     old.end()
+                else:
+                    self._in_flight.add(1, {"operation": event.operation})
             return
         labels = {"operation": event.operation, "phase": event.phase, "result": event.state}
         self._duration.record(event.seconds, labels)
@@ -89,9 +99,11 @@ class OpenTelemetryListener:
             )
             _finish(span, event, now)
             return
+        self._blocked.record(event.blocked, {"operation": event.operation})
         if event.state == "end":
             self._bytes.add(event.nbytes, {"operation": event.operation})
         if span_of_operation is not None:
+            self._in_flight.add(-1, {"operation": event.operation})
             span_of_operation.set_attributes({**_describe(event), f"{_NAME}.bytes": event.nbytes})
             _finish(span_of_operation, event, time.time_ns())
 

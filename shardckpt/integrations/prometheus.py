@@ -18,9 +18,13 @@ from typing import TYPE_CHECKING
 
 from prometheus_client import REGISTRY, Counter, Gauge, Histogram
 
-from shardckpt.plugins import hookimpl
+from shardckpt.engine import locate, measure
+from shardckpt.plugins import get_plugin_manager, hookimpl
 
 if TYPE_CHECKING:
+    import os
+    from collections.abc import Callable
+
     from prometheus_client import CollectorRegistry
 
     from shardckpt.plugins import Event
@@ -36,12 +40,17 @@ class PrometheusListener:
     - ``shardckpt_phase_seconds{operation, phase, result}``, a histogram: writing, the commit and others.
     - ``shardckpt_bytes_total{operation}``: bytes that this rank has written, by operations that have ended.
     - ``shardckpt_last_success_timestamp_seconds{operation}``: when one last ended well; for an alert on its age.
+    - ``shardckpt_in_flight{operation}``: operations that have begun and not ended, saves in the background among them.
+    - ``shardckpt_blocked_seconds{operation}``, a histogram: what the training waited for each.
+    - ``shardckpt_written_bytes_per_second{operation}``: of the last phase ``writing``.
+    - ``shardckpt_folder_bytes{folder}``: the size of ``folder``, measured at each scrape.
 
     Args:
         registry: Has the metrics; by default that of the process.
+        folder: A directory or URL of checkpoints, whose size the main rank may give; by default none.
     """
 
-    def __init__(self, registry: CollectorRegistry = REGISTRY) -> None:
+    def __init__(self, registry: CollectorRegistry = REGISTRY, *, folder: str | os.PathLike[str] | None = None) -> None:
         self._seconds = Histogram(
             "shardckpt_operation_seconds",
             "Seconds that operations on checkpoints took on this rank",
@@ -65,16 +74,48 @@ class PrometheusListener:
             ("operation",),
             registry=registry,
         )
+        self._in_flight = Gauge(
+            "shardckpt_in_flight", "Operations that have begun and not ended", ("operation",), registry=registry
+        )
+        self._blocked = Histogram(
+            "shardckpt_blocked_seconds",
+            "Seconds that the training waited for operations on checkpoints",
+            ("operation",),
+            registry=registry,
+            buckets=_BUCKETS,
+        )
+        self._rate = Gauge(
+            "shardckpt_written_bytes_per_second",
+            "Bytes a second that this rank has written last",
+            ("operation",),
+            registry=registry,
+        )
+        #: The operations in flight; one whose process has died is replaced by the next in its place.
+        self._open: dict[str, set[str]] = {}
+        if folder is not None:
+            size = Gauge("shardckpt_folder_bytes", "Bytes in a folder of checkpoints", ("folder",), registry=registry)
+            size.labels(str(folder)).set_function(lambda: measure(locate(folder, get_plugin_manager())))
 
     @hookimpl
     def shardckpt_event(self, event: Event) -> None:
         """Count the end or failure of an operation or phase."""
+        if event.state == "start" and not event.phase:
+            self._count(event, set.add)
         if event.state not in ("end", "failure"):
             return
+        if event.phase == "writing" and event.nbytes and event.seconds:
+            self._rate.labels(event.operation).set(event.nbytes / event.seconds)
         if event.phase:
             self._phases.labels(event.operation, event.phase, event.state).observe(event.seconds)
             return
+        self._count(event, set.discard)
+        self._blocked.labels(event.operation).observe(event.blocked)
         self._seconds.labels(event.operation, event.state).observe(event.seconds)
         if event.state == "end":
             self._bytes.labels(event.operation).inc(event.nbytes)
             self._success.labels(event.operation).set_to_current_time()
+
+    def _count(self, event: Event, change: Callable[[set[str], str], None]) -> None:
+        directories = self._open.setdefault(event.operation, set())
+        change(directories, event.directory)
+        self._in_flight.labels(event.operation).set(len(directories))

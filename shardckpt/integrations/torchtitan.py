@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal
 
 from torchtitan.components.checkpointer import BaseCheckpointManager  # type: ignore[import-not-found]
@@ -14,6 +14,7 @@ from shardckpt.manager import (
     FaultTolerance,
     PerRank,
     RetentionPolicy,
+    SavePolicy,
     make_titan_config,
     merge_loader_states,
 )
@@ -51,20 +52,22 @@ class TitanCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
     class Config(BaseCheckpointManager.Config):  # type: ignore[misc]
         """torchtitan's options, and those of :class:`shardckpt.manager.CheckpointConfig` that it lacks.
 
-        Set ``retention`` in code: the command line cannot give policies. There is no ``keep_best_k``, and
-        ``KeepBest`` keeps no step: torchtitan's ``save`` has no metrics. Of step 0 the model alone is loaded, and the
-        keys of the last save of weights are bare, as torchtitan's manager has it.
+        Set ``retention`` and ``save_when`` in code: the command line cannot give policies. There is no ``keep_best_k``,
+        and ``KeepBest`` keeps no step: torchtitan's ``save`` has no metrics. Of step 0 the model alone is loaded, and
+        the keys of the last save of weights are bare, as torchtitan's manager has it.
         """
 
         async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "disabled"
         on_busy: Literal["wait", "skip"] = "wait"
         keep_every_n_steps: int = 0
         retention: tuple[RetentionPolicy, ...] = ()
+        save_when: tuple[SavePolicy, ...] = ()
         strategy: str | None = None
         hf_mapping: str | None = None
         hf_assets_path: str | None = None
         exclude_from_last_save: tuple[str, ...] = ()
         keep_options: tuple[str, ...] = ()
+        rename: dict[str, str] = field(default_factory=dict)
         enable_ft_dataloader_checkpoints: bool = True
         check_replicas: bool = True
         save_rng: bool = True

@@ -201,7 +201,7 @@ class ShardedCheckpointCallback(TrainerCallback):
     def _resume_newest(self, manager: CheckpointManager) -> tuple[int, Path] | None:
         """Collective: return the newest step whose Trainer state is whole, with a folder to resume from."""
         damaged: list[int] = []
-        while (found := manager.find_newest(damaged)) is not None:
+        while (found := manager.latest_step(damaged)) is not None:
             try:
                 return found, self._resume_folder(found)
             except CorruptCheckpointError as exc:  # noqa: PERF203 - a load takes longer; every rank gets the same error

@@ -21,6 +21,7 @@ from shardckpt.errors import CheckpointingException, CorruptCheckpointError, Key
 from shardckpt.huggingface import (
     ExportOptions,
     FolderExport,
+    HuggingFaceLoadStrategy,
     TorchFile,
     forget_structure,
     list_values,
@@ -78,6 +79,7 @@ class ConversionReport:
         resumed: Bytes that an earlier conversion had written before it was killed; these were not written again.
         plain_objects: How many of ``left_out``, the last, are PlainObject shards: values that only other libraries look
             for under these keys.
+        unmatched: Keys of tensors that match no rule of the mapping, and have kept their names.
     """
 
     old: tuple[str, int]
@@ -90,6 +92,7 @@ class ConversionReport:
     rewritten: dict[str, str]
     resumed: int = 0
     plain_objects: int = 0
+    unmatched: tuple[str, ...] = ()
 
 
 class _Written(NamedTuple):
@@ -100,6 +103,7 @@ class _Written(NamedTuple):
     left_out: Collection[str]
     plain_objects: Collection[str]
     rewritten: dict[str, str]
+    unmatched: Sequence[str]
 
 
 def _count_bytes(index: Sequence[ShardedBase]) -> int:
@@ -175,6 +179,7 @@ class Conversion:
                 rewritten=written.rewritten,
                 resumed=sum(journal.nbytes for journal in self.journals),
                 plain_objects=len(written.plain_objects),
+                unmatched=tuple(written.unmatched),
             )
 
     def _make_journal(self, stored: SummedCheckpoint, written: object) -> Journal | None:
@@ -184,7 +189,7 @@ class Conversion:
         source = identify_source(self.source, stored) if self.identify is None else self.identify(stored)
         if not source:
             return None
-        prefix, _, dtype, _, _, leave_out = self.options
+        prefix, _, dtype, _, _, leave_out, _ = self.options
         saver = None if self.saver is None else (self.saver.backend, self.saver.version, self._box_bytes())
         identity = make_identity(source, self.kind, saver, prefix, dtype, sorted(leave_out), written)
         self.journals.append(Journal(identity, stored.sums.take_log))
@@ -211,7 +216,7 @@ class Conversion:
     @property
     def _is_changed(self) -> bool:
         """Whether names, shapes, dtypes or the set of tensors are to change."""
-        prefix, mapping, dtype, _, _, leave_out = self.options
+        prefix, mapping, dtype, _, _, leave_out, _ = self.options
         return bool(prefix or dtype or leave_out) or not isinstance(mapping, Identity)
 
     def _check(self, opened: OpenCheckpoint) -> None:
@@ -243,8 +248,11 @@ class Conversion:
         kept_out = self.options.leave_out - others
         kept_out |= {shard.key for shard in index if isinstance(shard, ShardedTensor)} & self.options.leave_out
         options = self.options._replace(leave_out=frozenset(kept_out))
-        planned, _ = plan_tensors([s for s in index if isinstance(s, ShardedTensor)], options, others)
+        planned, _, unmatched = plan_tensors([s for s in index if isinstance(s, ShardedTensor)], options, others)
         tensors = list(planned.values())
+        is_mapped = isinstance(stored.strategy, HuggingFaceLoadStrategy) and not isinstance(options.mapping, Identity)
+        if is_mapped and all(tensor.name == part.key for tensor in tensors for part in tensor.parts):
+            logger.warning("the mapping changes no name of a Hugging Face folder; 'megatron' gives Megatron's")
         if self.options.prefix and not tensors:
             raise KeyMismatchError(
                 f"{self.source}: no tensor that would be written has a key that begins with {self.options.prefix!r} "
@@ -259,7 +267,7 @@ class Conversion:
         else:
             rewritten = {}
             self._write_checkpoint(operation, proof, self.saver, tensors, objects, common, overwrite=overwrite)
-        return _Written(tensors, len(objects), left_out, plain_objects, rewritten)
+        return _Written(tensors, len(objects), left_out, plain_objects, rewritten, unmatched)
 
     def _read_values(self, stored: OpenCheckpoint) -> tuple[list[ShardedObject], StateDict]:
         """Return the objects with their values, those for stock DCP among them, and the common state."""
@@ -364,7 +372,7 @@ class Conversion:
         ).run()
         kept = {part.key for tensor in tensors for part in tensor.parts}
         left_out = [stored_key(shard) for shard in stored.index() if stored_key(shard) not in kept]
-        return _Written(tensors, 0, [*left_out, *stored.common()], self._list_plain_objects(stored), {})
+        return _Written(tensors, 0, [*left_out, *stored.common()], self._list_plain_objects(stored), {}, plan.unmatched)
 
     def _write_file(
         self,

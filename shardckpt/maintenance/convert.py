@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from shardckpt.engine import (
@@ -14,13 +15,16 @@ from shardckpt.errors import CheckpointingException, UnknownBackendError
 from shardckpt.huggingface import (
     SAFETENSORS,
     ExportOptions,
+    MegatronMapping,
+    StoredNames,
     find_mapping,
     list_assets,
     parse_dtype,
     parse_leave_out,
+    read_config,
 )
 from shardckpt.maintenance.conversion import DCP, FILE, FOLDER, Conversion, ConversionReport
-from shardckpt.maintenance.sources import open_source
+from shardckpt.maintenance.sources import identify_source, open_for_trainer, open_source, read_hub_config
 from shardckpt.plugins import StrategyAction, get_plugin_manager
 from shardckpt.storage import (
     LEAST_READING,
@@ -61,6 +65,8 @@ def convert_checkpoint(
     mapping: str | KeyMapping | None = None,
     dtype: torch.dtype | str | None = None,
     prefix: str | None = None,
+    strict: bool = False,
+    cut_vocabulary: bool = False,
     leave_out: Collection[str] = (),
     assets: str | os.PathLike[str] | None = None,
     max_shard_size: int | str = "5GB",
@@ -93,10 +99,13 @@ def convert_checkpoint(
             are in memory as a whole; nor what a strategy keeps that copies tensors until it has all of them.
         overwrite: As for :func:`migrate_checkpoint`; for ``"hf"``, replace the weights in a folder; for ``"torch"``,
             replace the file.
-        mapping: How names and shapes change: as for :func:`shardckpt.huggingface.export_to_huggingface`.
+        mapping: How names and shapes change: as for :func:`shardckpt.huggingface.export_to_huggingface`. ``"megatron"``
+            goes both ways: from a Hugging Face folder to any other format it gives tensors Megatron's names and shapes.
         dtype: The dtype that floating-point tensors of 16 bits or more are cast to, except scales of 8-bit weights.
         prefix: If given, only tensors whose keys begin with it are written, without it; no objects, no common state.
             For ``"hf"`` the default is that of :func:`shardckpt.huggingface.export_to_huggingface`.
+        strict: Whether tensors that match no rule of the mapping are an error, before anything is written.
+        cut_vocabulary: As for :func:`shardckpt.huggingface.export_to_huggingface`.
         leave_out: Names of tensors in the target that are not written, of objects, and of entries of the common state.
         assets: For ``"hf"``: a folder of the model's other files, which are copied.
         max_shard_size: For ``"hf"``: bytes of tensors in a file.
@@ -133,6 +142,8 @@ def convert_checkpoint(
         mapping=mapping,
         dtype=dtype,
         prefix=prefix,
+        strict=strict,
+        cut_vocabulary=cut_vocabulary,
         leave_out=leave_out,
         assets=assets,
         max_shard_size=max_shard_size,
@@ -151,6 +162,8 @@ def run_conversion(
     mapping: str | KeyMapping | None,
     dtype: torch.dtype | str | None,
     prefix: str | None,
+    strict: bool,
+    cut_vocabulary: bool,
     leave_out: Collection[str],
     assets: str | os.PathLike[str] | None,
     max_shard_size: int | str,
@@ -169,15 +182,18 @@ def run_conversion(
             f"memory={memory} bytes for converting {old}: at least {_LEAST_MEMORY >> 20} MiB are needed"
         )
     plugins = get_plugin_manager()
+    copied = () if assets is None else tuple(list_assets(assets))
+    # the config is that of the folder that is written; of another target, none
+    config = partial(read_config, copied, locate(new, plugins)) if to == FOLDER else None
     options = ExportOptions(
         prefix,
-        find_mapping(mapping),
+        find_mapping(mapping, config, "cut" if cut_vocabulary else "refuse"),
         parse_dtype(dtype),
         parse_size(max_shard_size),
         SAFETENSORS,
         parse_leave_out(leave_out),
+        strict,
     )
-    copied = () if assets is None else tuple(list_assets(assets))
     saver = None if to in (FOLDER, FILE) else _find_saver(to, plugins)
     if copied and to != FOLDER:
         raise CheckpointingException(f"assets={assets!r} are copied to Hugging Face folders alone, not with to={to!r}")
@@ -188,6 +204,13 @@ def run_conversion(
         named = not isinstance(to, SaveStrategy)  # the options of an instance are not known
         source = locate(old, plugins)
         refuse_overlap([source], target, in_place=saver is not None)
+        chosen, identified, planned = opener, identify, options
+        if isinstance(options.mapping, MegatronMapping) and opener is open_source and to != FOLDER:
+            config = read_hub_config(source, plugins)
+            if config is not None:  # the way back: the folder's names become the trainer's
+                names = options.mapping.with_config(config, "keep")
+                chosen, identified = partial(open_for_trainer, names, options.dtype), partial(identify_source, source)
+                planned = options._replace(mapping=StoredNames(names))
         return Conversion(
             source,
             target,
@@ -195,12 +218,12 @@ def run_conversion(
             saver,
             plugins,
             memory,
-            options,
+            planned,
             copied,
             allow_globals,
-            named and (opener is open_source or identify is not None),
-            opener,
-            identify,
+            named and (chosen is open_source or identified is not None),
+            chosen,
+            identified,
             buffers=buffers,
         ).run(overwrite=overwrite)
 

@@ -74,6 +74,8 @@ def merge_checkpoints(
     mapping: str | KeyMapping | None = None,
     dtype: torch.dtype | str | None = None,
     prefix: str | None = None,
+    strict: bool = False,
+    cut_vocabulary: bool = False,
     leave_out: Collection[str] = (),
     assets: str | os.PathLike[str] | None = None,
     max_shard_size: int | str = "5GB",
@@ -118,6 +120,8 @@ def merge_checkpoints(
         mapping: How names and shapes change when the merge is written; see :func:`convert_checkpoint`.
         dtype: As for :func:`convert_checkpoint`; values are rounded once, from the accumulator to it.
         prefix: As for :func:`convert_checkpoint`.
+        strict: As for :func:`convert_checkpoint`.
+        cut_vocabulary: As for :func:`convert_checkpoint`.
         leave_out: Names of tensors and objects of the sources, and entries of the common state, that are not written.
         assets: As for :func:`convert_checkpoint`.
         max_shard_size: As for :func:`convert_checkpoint`.
@@ -202,6 +206,8 @@ def merge_checkpoints(
         mapping=mapping,
         dtype=dtype,
         prefix=prefix,
+        strict=strict,
+        cut_vocabulary=cut_vocabulary,
         leave_out=(),
         assets=assets,
         max_shard_size=max_shard_size,

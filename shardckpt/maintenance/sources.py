@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from shardckpt.deepspeed import DeepSpeedLoadStrategy, find_files
 from shardckpt.distributed import Comm
@@ -16,10 +16,12 @@ from shardckpt.errors import (
     NotACheckpointError,
 )
 from shardckpt.huggingface import (
+    HuggingFaceLoadStrategy,
     TorchFileLoadStrategy,
     check_folder,
     header_length,
     is_torch_file,
+    name_for_trainer,
     read_all_of_folder,
 )
 from shardckpt.maintenance.foreign import DAMAGED_ARCHIVE, describe_file, describe_folder
@@ -33,6 +35,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
+    import torch
+
+    from shardckpt.huggingface import RuleMapping
     from shardckpt.plugins import PluginManager
     from shardckpt.strategy import LoadStrategy
 
@@ -83,6 +88,38 @@ def open_source(
         check=check,
     ) as opened:
         yield opened
+
+
+@contextmanager
+def open_for_trainer(
+    mapping: RuleMapping,
+    dtype: torch.dtype | None,
+    location: Path,
+    plugins: PluginManager,
+    allow_globals: tuple[object, ...] = (),
+    **options: Any,
+) -> Iterator[OpenCheckpoint]:
+    """Open a Hugging Face folder under a trainer's names; the other arguments are those of :func:`open_source`.
+
+    Args:
+        mapping: As for :func:`shardckpt.huggingface.name_for_trainer`.
+        dtype: As for that function.
+        location: As for :func:`open_source`.
+        plugins: As for :func:`open_source`.
+        allow_globals: As for :func:`open_source`.
+        options: As for :func:`open_source`.
+    """
+    with open_source(location, plugins, allow_globals, **options) as opened:
+        if not isinstance(opened.strategy, HuggingFaceLoadStrategy):
+            raise CheckpointReplacedError(f"{location} was a Hugging Face folder, and is something else now")
+        named = name_for_trainer(opened.strategy, mapping, dtype)
+        yield OpenCheckpoint(named, opened.context, opened.operation)
+
+
+def read_hub_config(location: Path, plugins: PluginManager) -> dict[str, Any] | None:
+    """Return the ``config.json`` of a Hugging Face folder, empty without one; None for something else."""
+    with open_source(location, plugins, check=False) as opened:
+        return opened.strategy.folder.config if isinstance(opened.strategy, HuggingFaceLoadStrategy) else None
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from shardckpt import lazy_getattr
 
 if TYPE_CHECKING:
     from shardckpt.manager.cleanup import cleanup_old_checkpoints
-    from shardckpt.manager.config import AsyncMode, CheckpointConfig
+    from shardckpt.manager.config import AsyncMode, CheckpointConfig, Setting, list_settings
     from shardckpt.manager.holds import Hold, Lease, find_holds, find_step, lease_step, pin_step, unpin_step
     from shardckpt.manager.listing import CheckpointSummary, find_checkpoints, list_checkpoints
     from shardckpt.manager.manager import CheckpointManager
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         RetentionPolicy,
     )
     from shardckpt.manager.rng import RandomState
+    from shardckpt.manager.save_policies import Moment, SaveAfter, SaveAt, SaveEvery, SavePolicy
     from shardckpt.manager.states import DATALOADER, LR_SCHEDULER, MODEL, OPTIMIZER, TRAIN_STATE
     from shardckpt.manager.step_pruning import StepResult, prune_steps, remove_step
     from shardckpt.manager.steps import CONTENT_KEY, parse_step
@@ -37,7 +38,7 @@ __getattr__ = lazy_getattr(
     __name__,
     {
         "cleanup": ("cleanup_old_checkpoints",),
-        "config": ("AsyncMode", "CheckpointConfig"),
+        "config": ("AsyncMode", "CheckpointConfig", "Setting", "list_settings"),
         "holds": ("Hold", "Lease", "find_holds", "find_step", "lease_step", "pin_step", "unpin_step"),
         "listing": ("CheckpointSummary", "find_checkpoints", "list_checkpoints"),
         "manager": ("CheckpointManager",),
@@ -57,6 +58,7 @@ __getattr__ = lazy_getattr(
             "RetentionPolicy",
         ),
         "rng": ("RandomState",),
+        "save_policies": ("Moment", "SaveAfter", "SaveAt", "SaveEvery", "SavePolicy"),
         "states": ("DATALOADER", "LR_SCHEDULER", "MODEL", "OPTIMIZER", "TRAIN_STATE"),
         "step_pruning": ("StepResult", "prune_steps", "remove_step"),
         "steps": ("CONTENT_KEY", "parse_step"),
@@ -87,10 +89,16 @@ __all__ = [
     "Lease",
     "Mark",
     "Metrics",
+    "Moment",
     "PerRank",
     "RandomState",
     "ReplicaManager",
     "RetentionPolicy",
+    "SaveAfter",
+    "SaveAt",
+    "SaveEvery",
+    "SavePolicy",
+    "Setting",
     "Stateful",
     "StepResult",
     "StepState",
@@ -103,6 +111,7 @@ __all__ = [
     "identify_save",
     "lease_step",
     "list_checkpoints",
+    "list_settings",
     "make_titan_config",
     "mark_checkpoint",
     "merge_loader_states",

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import inspect
 import os
+import re
 import signal
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from enum import Enum
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
+    ValidationError,
     WithJsonSchema,
     field_serializer,
     field_validator,
@@ -19,16 +22,17 @@ from pydantic import (
 )
 
 from shardckpt.engine import expand_home, find_saver
-from shardckpt.errors import CheckpointingException
+from shardckpt.errors import CheckpointingException, ConfigurationError, find_nearest, name_known
 from shardckpt.huggingface import LEAST_EXPORTING, LEAST_EXPORTING_ON_STORES, find_mapping, parse_dtype
 from shardckpt.manager.retention import (
     KeepBest,
     KeepEvery,
     KeepLatest,
     RetentionPolicy,
-    describe_policy,
-    parse_policy,
+    describe_retention_policy,
+    parse_retention_policy,
 )
+from shardckpt.manager.save_policies import SavePolicy, describe_save_policy, parse_save_policy
 from shardckpt.manager.steps import MODEL_PREFIX, parse_step
 from shardckpt.plugins import get_plugin_manager
 from shardckpt.storage import mask_password, parse_memory_budget, show_mib
@@ -40,6 +44,59 @@ if TYPE_CHECKING:
     from shardckpt.strategy import SaveStrategy
 
 _Count = Annotated[int, Field(ge=0)]
+
+#: What other libraries call settings: Orbax, torchtitan, Lightning, transformers; None if we have no such setting.
+_OTHERS_NAMES = {
+    "max_to_keep": "keep_latest_k",
+    "save_total_limit": "keep_latest_k",
+    "keep_period": "keep_every_n_steps",
+    "save_interval_steps": "interval",
+    "save_steps": "interval",
+    "every_n_train_steps": "interval",
+    "save_interval": "interval",
+    "save_interval_policy": "save_when",
+    "save_decision_policy": "save_when",
+    "save_on_steps": "save_when=SaveAt([...])",
+    "preservation_policy": "retention",
+    "save_top_k": "keep_best_k",
+    "monitor": "best_metric",
+    "metric_for_best_model": "best_metric",
+    "best_fn": "best_metric",
+    "mode": "best_mode",
+    "greater_is_better": "best_mode",
+    "enable": "enable_checkpoint",
+    "enable_async_checkpointing": "async_mode",
+    "async_save": "async_mode",
+    "directory": "folder",
+    "dirpath": "folder",
+    "output_dir": "folder",
+    "save": "folder",
+    "checkpoint_folder": "folder",
+    "load": "initial_load_path",
+    "pretrained_checkpoint": "initial_load_path",
+    "save_weights_only": "last_save_model_only",
+    "resume_from_checkpoint": "load_step",
+    "ckpt_step": "load_step",
+    "save_last": "latest_pointer",
+    "strict": "on_unused",
+}
+
+
+def describe_fault(fault: Mapping[str, Any], names: Collection[str]) -> str:
+    """Return in a sentence what pydantic found wrong in a setting.
+
+    Args:
+        fault: One of ``ValidationError.errors()``.
+        names: The names of all settings.
+    """
+    name = ".".join(map(str, fault["loc"][:1]))  # of a union, what follows is one of its types
+    if fault["type"] == "extra_forbidden":
+        ours = _OTHERS_NAMES.get(name) or find_nearest(name, [*names])
+        hint = f": it is {ours} here" if name in _OTHERS_NAMES else f": did you mean {ours}?" if ours else ""
+        return f"there is no setting {name!r}{hint}"
+    said = str(fault["msg"]).removeprefix("Value error, ").removeprefix("Input ")
+    said = f"{said[:1].lower()}{said[1:]}" if fault["type"] != "value_error" else said
+    return f"{name}={fault['input']!r:.100} {said}" if name and fault["type"] != "value_error" else said
 
 
 class AsyncMode(str, Enum):
@@ -78,11 +135,16 @@ class CheckpointConfig(BaseModel):
         enable_checkpoint: If False, the manager's methods do nothing.
         folder: The parent of the directories ``step-<n>``: a directory that all ranks share, or a URL.
         interval: Steps between two saves.
+        save_when: Policies instead of ``interval``: :class:`SaveEvery`, :class:`SaveAt`, :class:`SaveAfter`, and
+            functions that are given a :class:`Moment` (step, seconds since the last save, metrics) and return whether
+            to save. A step that any of them chooses is saved. Where there are others than the first two, each step
+            costs one message between ranks, and the main rank decides.
         keep_latest_k: How many of the newest checkpoints to keep; 0 keeps all. 1 is an error with an async mode: there
             must be one to fall back on if the newest proves damaged.
         keep_every_n_steps: Also keep the steps that are multiples of this; 0 for none.
         keep_best_k: Also keep this many checkpoints with the best ``best_metric``; 0 for none.
-        best_metric: A name among the ``metrics`` that ``save`` is given. A checkpoint without it is never a best one.
+        best_metric: A name among the ``metrics`` that ``save`` is given, for ``keep_best_k``, ``load("best")`` and
+            ``best_step``. A checkpoint without it is never a best one.
         best_mode: Whether the smallest (``min``) or the largest (``max``) value is the best.
         retention: Policies instead of the five options above: :class:`KeepLatest`, :class:`KeepEvery`,
             :class:`KeepNear`, :class:`KeepRecent`, :class:`KeepBest`, :class:`KeepPinned`, or a function that takes the
@@ -111,6 +173,9 @@ class CheckpointConfig(BaseModel):
             its export: ``("freqs_cis",)``. A name is a tensor's full name or its end after a dot. A load into the model
             leaves these tensors as they are where the checkpoint lacks them.
         exclude_from_loading: Names of states that ``load`` does not change.
+        rename: What checkpoints that no manager has saved call the states, and the names of these:
+            ``{"net": "model", "opt": "optimizer"}``; parts of a state have dotted names. Any name of the one optimizer,
+            ``state_dict`` and ``model_state_dict``, and all of these inside one entry (``app``), are known.
         keep_options: Names of options in the optimizers' ``param_groups`` whose live values stay while all else is
             loaded, such as ``("lr", "weight_decay")``; ``"all"`` for all that the groups have. A scheduler whose state
             is loaded sets ``lr`` again at its next step: exclude it from loading, too. See
@@ -161,15 +226,25 @@ class CheckpointConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
+    if not TYPE_CHECKING:  # a type checker knows the settings from the fields
+
+        def __init__(self, **settings: Any) -> None:
+            try:
+                super().__init__(**settings)
+            except ValidationError as exc:
+                faults = [describe_fault(fault, type(self).model_fields) for fault in exc.errors()]
+                raise ConfigurationError(f"{type(self).__name__}: {'; '.join(dict.fromkeys(faults))}") from exc
+
     enable_checkpoint: bool = True
     folder: Annotated[str, Field(min_length=1)] = "checkpoint"
     interval: Annotated[int, Field(ge=1)] = 500
+    save_when: Annotated[Sequence[Any], WithJsonSchema({"type": "array", "items": {}})] = ()
     keep_latest_k: _Count = 10
     keep_every_n_steps: _Count = 0
     keep_best_k: _Count = 0
     best_metric: str = ""
     best_mode: Literal["min", "max"] = "min"
-    # Any: a type checker takes the items of a list of policies and functions for objects. `parse_policy` checks them.
+    # Any, as of `save_when`: a type checker takes the items of a list of policies and functions for objects.
     retention: Annotated[Sequence[Any], WithJsonSchema({"type": "array", "items": {}})] = ()
     latest_pointer: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,100}$")] | None = None
     # The texts, too: tyro, with which torchtitan reads command lines, knows an enum by the names of its members only.
@@ -184,6 +259,7 @@ class CheckpointConfig(BaseModel):
     export_dtype: str | None = None
     exclude_from_last_save: tuple[str, ...] = ()
     exclude_from_loading: tuple[str, ...] = ()
+    rename: Mapping[str, str] = Field(default_factory=dict)
     keep_options: tuple[str, ...] = ()
     initial_load_path: str | None = None
     initial_load_model_only: bool = True
@@ -234,7 +310,12 @@ class CheckpointConfig(BaseModel):
     @field_validator("retention", mode="before")
     @classmethod
     def _as_policies(cls, given: Any) -> Any:
-        return tuple(map(parse_policy, given if isinstance(given, (list, tuple)) else [given]))
+        return tuple(map(parse_retention_policy, given if isinstance(given, (list, tuple)) else [given]))
+
+    @field_validator("save_when", mode="before")
+    @classmethod
+    def _as_save_policies(cls, given: Any) -> Any:
+        return tuple(map(parse_save_policy, given if isinstance(given, (list, tuple)) else [given]))
 
     @field_validator("export_dtype", mode="before")
     @classmethod
@@ -260,7 +341,11 @@ class CheckpointConfig(BaseModel):
 
     @field_serializer("retention")
     def _policy_descriptions(self, policies: Sequence[RetentionPolicy]) -> list[Any]:
-        return [describe_policy(policy) for policy in policies]
+        return [describe_retention_policy(policy) for policy in policies]
+
+    @field_serializer("save_when")
+    def _save_policy_descriptions(self, policies: Sequence[SavePolicy]) -> list[Any]:
+        return [describe_save_policy(policy) for policy in policies]
 
     @property
     def retention_policies(self) -> tuple[RetentionPolicy, ...]:
@@ -300,9 +385,9 @@ class CheckpointConfig(BaseModel):
         return step == 0 and self.create_seed_checkpoint
 
     def is_due(self, step: int) -> bool:
-        """Return whether a step is to be saved: a multiple of the interval, the seed, or the first."""
+        """Return whether a step is to be saved: the seed, the first, or without ``save_when`` one of the interval."""
         first = step == 1 and self.enable_first_step_checkpoint
-        return first or self.is_seed(step) or (step > 0 and step % self.interval == 0)
+        return first or self.is_seed(step) or (not self.save_when and step > 0 and step % self.interval == 0)
 
     def check_names(self, states: Collection[str]) -> None:
         """Check that every name in the configuration exists: states, key mapping, strategy.
@@ -365,7 +450,10 @@ class CheckpointConfig(BaseModel):
             f"latest_pointer: {self.latest_pointer!r} is the name of a step's directory: choose another": (
                 self.latest_pointer and parse_step(self.latest_pointer) is not None
             ),
-            "keep_best_k and best_metric go together": bool(self.keep_best_k) != bool(self.best_metric),
+            "save_when takes the place of interval: give SaveEvery instead": (
+                self.save_when and self.interval != type(self).model_fields["interval"].default
+            ),
+            "keep_best_k needs a best_metric": self.keep_best_k and not self.best_metric,
             "exclude_from_last_save: an export has what the last save has; leave last_save_model_only True": (
                 self.exclude_from_last_save and self.last_save_in_hf and not self.last_save_model_only
             ),
@@ -389,3 +477,56 @@ class CheckpointConfig(BaseModel):
             if is_wrong:
                 raise ValueError(why)
         return self
+
+
+class Setting(NamedTuple):
+    """A setting of :class:`CheckpointConfig`.
+
+    Attributes:
+        name: Its name.
+        default: Its default, as Python writes it.
+        text: What it does.
+    """
+
+    name: str
+    default: str
+    text: str
+
+
+def list_settings(names: Sequence[str] = ()) -> list[Setting]:
+    """Return the settings of :class:`CheckpointConfig`, in its order.
+
+    Args:
+        names: Those that are wanted, by our names or another library's; by default all.
+
+    Returns:
+        The settings.
+
+    Raises:
+        ConfigurationError: There is no such setting.
+    """
+    fields, texts = CheckpointConfig.model_fields, _read_texts(inspect.getdoc(CheckpointConfig) or "")
+    wanted = [_OTHERS_NAMES.get(name, name).partition("=")[0] for name in names] or [*fields]
+    for name in wanted:
+        if name not in fields:
+            raise ConfigurationError(
+                f"there is no setting {name!r} {name_known(name, fields, 'settings', len(fields))}"
+            )
+    defaults = CheckpointConfig().model_dump(mode="json")
+    plain = {name: re.sub(r":\w+:`[~\w.]*?(\w+)`|``", r"\1", text) for name, text in texts.items()}
+    return [Setting(name, repr(defaults[name]), plain[name]) for name in wanted]
+
+
+def _read_texts(doc: str) -> dict[str, str]:
+    """Return what a docstring says of each attribute, in one line."""
+    found: dict[str, str] = {}
+    lines = doc.partition("Attributes:\n")[2].splitlines()
+    for line in lines:
+        name, colon, text = line.strip().partition(": ")
+        if line.startswith("    ") and not line.startswith("     ") and colon:
+            found[name] = text
+        elif line.startswith("     ") and found:
+            found[[*found][-1]] += f" {line.strip()}"
+        elif line.strip():
+            break
+    return found

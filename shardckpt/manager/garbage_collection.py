@@ -198,6 +198,8 @@ class GarbageCollector:
         self._queue: queue.Queue[Collection[int] | None] = queue.Queue()
         self._thread: threading.Thread | None = None
         self._closed = False
+        #: What the last collection has raised; ``""`` if it went well.
+        self._failure = ""
 
     def submit(self, protected: Iterable[int] = ()) -> None:
         """Start a collection in the thread, and return at once; ``protected`` is as for :func:`collect_garbage`."""
@@ -244,8 +246,13 @@ class GarbageCollector:
         for protected in iter(self._queue.get, None):
             try:
                 collect_garbage(self._folder, self._policies, protected)
-            except Exception:  # no error here may end the training or the thread: the next collection retries
-                logger.warning("cannot remove old checkpoints from %s", self._folder, exc_info=True)
+            except Exception as exc:  # no error here may end the training or the thread: the next collection retries
+                text = f"{type(exc).__qualname__}: {exc}"
+                if text != self._failure:  # a policy that raises does so after each save
+                    logger.warning("cannot remove old checkpoints from %s", self._folder, exc_info=True)
+                self._failure = text
+            else:
+                self._failure = ""
             self._queue.task_done()
         self._queue.task_done()  # of the None that ends the loop, so that a later `wait` returns
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from shardckpt import settings
@@ -24,7 +24,7 @@ from shardckpt.errors import (
 from shardckpt.huggingface import TorchFileLoadStrategy, huggingface_index, is_torch_file, read_all_of_folder
 from shardckpt.maintenance import FILE_SUFFIXES, describe_foreign, list_inside, list_local_names, list_stored_names
 from shardckpt.manager.marks import MARKS_NAME, find_mark, find_mark_of
-from shardckpt.manager.steps import StepFolder, parse_step
+from shardckpt.manager.steps import StepCheckpoint, StepFolder, parse_step
 from shardckpt.manifest import FINGERPRINTS_NAME, MARKER_NAME, RECORD_NAME, Manifest
 from shardckpt.plugins import choose_reader, get_plugin_manager, hold_checkpoint
 from shardckpt.storage import (
@@ -81,6 +81,7 @@ class CheckpointSummary:
         held: The leases and pins that keep it from removal, for people.
         mark: The verdict of ``shardckpt verify --mark`` about this save, for people; ``""`` if there is none.
         has_failed: Whether that verdict is that it is not as it was written.
+        metrics: Those that ``CheckpointManager.save`` was given for the step, by name; None for NaN and infinity.
         inside: If it is none itself: how many checkpoints there are in its folders, as the names of files say.
     """
 
@@ -98,6 +99,7 @@ class CheckpointSummary:
     held: tuple[str, ...] = ()
     mark: str = ""
     has_failed: bool = False
+    metrics: dict[str, float | None] = field(default_factory=dict)
     inside: int = 0
 
     @property
@@ -314,6 +316,7 @@ def _inspect(
         strategy=f"{manifest.backend}@{manifest.version}",
         writer=_find_writer(manifest),
         library="" if manifest.record is not None else name_library(place, manifest.backend),
+        metrics=dict(StepCheckpoint(step or 0, manifest).metrics),
     )
     # before the files: what no strategy reads may be whole, and nobody can say
     try:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import time
+import warnings
 from contextlib import ExitStack, nullcontext
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from shardckpt.distributed import Comm
 from shardckpt.engine import pause_gc
@@ -19,9 +20,11 @@ from shardckpt.manager.metrics import parse_metrics
 from shardckpt.manager.parts import make_parts
 from shardckpt.manager.preemption import Preemption
 from shardckpt.manager.reader import StepReader
+from shardckpt.manager.retention import KeepBest
 from shardckpt.manager.rng import add_random_state
+from shardckpt.manager.save_policies import SaveClock
 from shardckpt.manager.states import MODEL, TrainingStates
-from shardckpt.manager.step_resolution import read_step, resolve_step
+from shardckpt.manager.step_resolution import NEWEST, NO_METRIC, check_step, find_best, read_step, resolve_step
 from shardckpt.manager.steps import CONTENT_KEY, MODEL_PREFIX, PREFIX_KEY, StepFolder
 from shardckpt.manifest import Lineage
 from shardckpt.plugins import get_plugin_manager
@@ -110,6 +113,7 @@ class CheckpointManager:
         self._writer, self._parts = make_parts(config, self._states, process_group, allow_globals, fault_tolerance)
         #: Names of the states that parts save and load themselves.
         self._part_states = {name for part in self._parts for name in part.own_states}
+        self._clock = SaveClock(config.save_when)
         self._reader = StepReader(
             self._states,
             process_group,
@@ -120,10 +124,14 @@ class CheckpointManager:
             memory_budget=config.memory_budget,
             on_unused=config.on_unused,
             allow_dtype_cast=config.allow_dtype_cast,
+            rename=config.rename,
         )
 
     def is_due(self, step: int) -> bool:
-        """Return whether ``save(step)`` saves without ``force``; a subclass may decide, alike on all ranks."""
+        """Return whether ``save(step)`` saves without ``force``, whatever the policies of ``save_when`` say.
+
+        A subclass may decide, alike on all ranks.
+        """
         return self.config.is_due(step)
 
     def save(
@@ -160,7 +168,7 @@ class CheckpointManager:
         self._check_open("save")
         self._advance(self._writer)
         forced = self._is_preempted() or force or last_step
-        due = forced or self.is_due(step)
+        due = forced or self.is_due(step) or self._clock.is_due(step, metrics or {}, Comm(self._group))
         # Lists, here and in `_is_preempted`, not `all(... for ...)`, which stops at the first False: the hooks are
         # collective, and a rank that skips one hangs the others.
         joined = [part.joins_step(step, due=due) for part in self._parts]
@@ -177,16 +185,18 @@ class CheckpointManager:
                 self._save(self._writer, step, metrics or {}, last_step=last_step)
         finally:
             self._states.release()  # the tensors are copied, or written
+        self._clock.note_save()
         for part in self._parts:
             part.after_save(step, last_step=last_step)
         return True
 
-    def load(self, step: int = -1) -> bool:
+    def load(self, step: int | Literal["latest", "best"] = -1) -> bool:
         """Collective: load a checkpoint into the states.
 
         Args:
-            step: The step to load; -1 for the configuration's ``load_step``, whose default is the newest complete
-                checkpoint. If the newest proves damaged, it is skipped with a warning, and the one before it is loaded.
+            step: The step to load; ``"latest"`` for the newest complete checkpoint, ``"best"`` for that of
+                :meth:`best_step`; -1 for the configuration's ``load_step``, whose default is the newest. If the newest
+                proves damaged, it is skipped with a warning, and the one before it is loaded.
 
         Returns:
             Whether a checkpoint was loaded. If False, there was none, and the states are unchanged.
@@ -198,10 +208,8 @@ class CheckpointManager:
         if not self.config.enable_checkpoint:
             return False
         self._check_open("load")
-        if step < -1:
-            raise CheckpointingException(f"load: there is no step {step}; -1 is the newest")
         self.wait()  # for removals, too: a step that is being removed must not be chosen
-        step = step if step >= 0 else self.config.load_step
+        step = self._parse_step(step)
         comm, is_seed = Comm(self._group), self.config.step_0_model_only
         self._states.find_kept_options(comm)
         found = read_step(self._folder, self._reader, comm, step, step_0_model_only=is_seed)
@@ -211,6 +219,19 @@ class CheckpointManager:
         for part in self._parts:
             part.after_load(found)
         return is_loaded
+
+    def _parse_step(self, step: Any) -> int:
+        """Collective for ``"best"``: return the step that :meth:`load` is given as a number, or -1 for the newest."""
+        if step == "latest":
+            return NEWEST
+        if step == "best":
+            best = self.best_step()
+            return NEWEST if best is None else best
+        if isinstance(step, (str, bool)) or not hasattr(step, "__index__") or step < NEWEST:
+            raise CheckpointingException(
+                f"load: there is no step {step!r}; give its number, 'latest', 'best', or -1 for what load_step says"
+            )
+        return int(step) if step >= 0 else self.config.load_step
 
     def discard_after(self, step: int) -> list[int]:
         """Collective: remove the checkpoints of all later steps, after a training went back to this one.
@@ -293,8 +314,8 @@ class CheckpointManager:
         find = self._folder.committed
         return Comm(self._group).main_runs("looking for checkpoints", lambda: [found.step for found in find()])
 
-    def find_newest(self, without: Collection[int] = ()) -> int | None:
-        """Collective: find the step that ``load(-1)`` begins with, whatever ``load_step`` says; nothing is loaded.
+    def latest_step(self, without: Collection[int] = ()) -> int | None:
+        """Collective: find the step that ``load("latest")`` begins with; nothing is loaded.
 
         Args:
             without: Steps that proved damaged when they were read, the same on all ranks; they are skipped.
@@ -309,6 +330,53 @@ class CheckpointManager:
         if not self.config.enable_checkpoint:
             return None
         return resolve_step(self._folder, Comm(self._group), without=without)
+
+    def find_newest(self, without: Collection[int] = ()) -> int | None:
+        """Collective: the earlier name of :meth:`latest_step`."""
+        warnings.warn("CheckpointManager.find_newest is latest_step now", DeprecationWarning, stacklevel=2)
+        return self.latest_step(without)
+
+    def best_step(self, metric: str = "", mode: Literal["min", "max", ""] = "") -> int | None:
+        """Collective: find the step with the best value of a metric, among those that :meth:`steps` returns.
+
+        Args:
+            metric: A name among the ``metrics`` that :meth:`save` was given; by default that by which the configuration
+                keeps the best steps (``best_metric``, or the first :class:`KeepBest` of ``retention``).
+            mode: Whether the smallest (``"min"``) or the largest (``"max"``) value is the best; by default as the
+                configuration says, else ``"min"``.
+
+        Returns:
+            Its number, of equal values the newer one; None where there is no checkpoint. Steps that a verification has
+            marked as failed, and those without a finite value, do not count.
+
+        Raises:
+            CheckpointingException: the same on every rank. Neither the call nor the configuration names a metric, or no
+                step has it: the error lists those there are.
+        """
+        if not self.config.enable_checkpoint:
+            return None
+        policies = (policy for policy in self.config.retention_policies if isinstance(policy, KeepBest))
+        chosen = next(policies, KeepBest(self.config.best_metric or NO_METRIC, 1, self.config.best_mode))
+        policy = KeepBest(metric or chosen.metric, 1, mode or chosen.mode)
+        return Comm(self._group).main_runs("looking for the best step", lambda: find_best(self._folder, policy))
+
+    def metrics(self, step: int) -> dict[str, float | None]:
+        """Collective: return the metrics that :meth:`save` was given for a step, by name; None for NaN and infinity.
+
+        Args:
+            step: A step with a complete checkpoint.
+
+        Returns:
+            The metrics; empty if there were none.
+
+        Raises:
+            CannotLoadError: the same on every rank: the step has no complete checkpoint.
+        """
+
+        def read() -> dict[str, float | None]:
+            return dict(self._folder.inspect_step(check_step(self._folder, step)).metrics)
+
+        return Comm(self._group).main_runs("reading metrics", read)
 
     def maybe_wait_for_staging(self) -> None:
         """Collective: commit a background save that all ranks have written; do not wait for one that they have not.

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from shardckpt.adapters import get_model_tensors
 from shardckpt.distributed import Comm, replace_text
-from shardckpt.engine import LoadOptions, load_checkpoint, open_checkpoint
+from shardckpt.engine import (
+    LoadOptions,
+    find_usual_names,
+    list_names,
+    list_top_names,
+    load_checkpoint,
+    open_checkpoint,
+    rename_stored,
+)
 from shardckpt.errors import (
     CannotLoadError,
     CheckpointingException,
@@ -27,7 +37,7 @@ from shardckpt.storage import retry_if_replaced
 from shardckpt.validation import StrictHandling, stored_key, use_bare_keys
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable
+    from collections.abc import Callable, Collection, Iterable, Mapping
     from pathlib import Path
 
     from torch.distributed import ProcessGroup
@@ -36,6 +46,8 @@ if TYPE_CHECKING:
     from shardckpt.manager.states import TrainingStates
     from shardckpt.mapping import ShardedStateDict, StateDict
     from shardckpt.validation import OnUnused
+
+logger = logging.getLogger(__name__)
 
 
 class Fetched(NamedTuple):
@@ -68,6 +80,7 @@ class StepReader:
         memory_budget: As for :func:`shardckpt.dist_checkpointing.load`.
         on_unused: As for CheckpointConfig.
         allow_dtype_cast: As for CheckpointConfig.
+        rename: As for CheckpointConfig.
     """
 
     def __init__(
@@ -82,8 +95,14 @@ class StepReader:
         memory_budget: int | str | None = None,
         on_unused: OnUnused = "warn",
         allow_dtype_cast: bool = False,
+        rename: Mapping[str, str] | None = None,
     ) -> None:
+        self._renames = rename or {}
         self._states = states
+        if strangers := {new for new in self._renames.values() if new.partition(".")[0] not in states.names}:
+            raise CheckpointingException(
+                f"rename: no state is named {listed(sorted(strangers))}; there are {listed(states.names)}"
+            )
         self._on_unused: OnUnused = on_unused
         self._allow_cast = allow_dtype_cast
         self._group = process_group
@@ -129,10 +148,12 @@ class StepReader:
 
     def _fetch(self, path: Path, comm: Comm, *, model_only: bool) -> Fetched:
         with open_checkpoint(path, comm, get_plugin_manager(), self._options) as opened:
-            checkpoint = share_reading(opened, self._budget) if self._fully_parallel else opened
-            record = checkpoint.context.reader.manifest.record
+            record = opened.context.reader.manifest.record
             content = (record.content_metadata or {}) if record is not None else {}
             is_foreign, saved = CONTENT_KEY not in content, content.get(CONTENT_KEY) or {}
+            keys = list_names(opened) if is_foreign else []
+            renamed = self._rename(opened, keys) if is_foreign else opened
+            checkpoint = share_reading(renamed, self._budget) if self._fully_parallel else renamed
             ranks = Ranks(comm.rank, comm.world_size, comm.world_size if record is None else record.world_size)
             stored = frozenset(map(stored_key, checkpoint.index()))
             common = checkpoint.common() if is_foreign else {}
@@ -141,7 +162,7 @@ class StepReader:
                 names = self._choose_names(path, saved, model_only)
                 in_common: list[str] = []
                 if is_foreign:
-                    names, in_common = self._choose_foreign_names(path, names, checkpoint, stored, common)
+                    names, in_common = self._choose_foreign_names(path, names, checkpoint, stored, common, keys)
                 requested = self._states.request_objects([name for name in names if name not in in_common], ranks)
             objects = _load(requested, checkpoint, validate=False)
             objects.setdefault(FORMS, {}).update({name: common[name] for name in in_common})
@@ -171,6 +192,16 @@ class StepReader:
                 ),
             )
         return Fetched(names, objects, tensors, ranks, is_partial, None if record is None else record.save_id)
+
+    def _rename(self, checkpoint: OpenCheckpoint, keys: list[str]) -> OpenCheckpoint:
+        """Return another library's checkpoint under the names of the states."""
+        if self._renames:
+            return rename_stored(checkpoint, self._renames, keys)
+        usual = find_usual_names(keys)
+        names = {old: new for old, new in usual.items() if new in self._states.names and old not in self._states.names}
+        if names and checkpoint.context.comm.is_main:
+            logger.info("read by other names: %s", listed([f"{old} as {new}" for old, new in sorted(names.items())]))
+        return rename_stored(checkpoint, names, keys)
 
     def _counts(self, chosen: frozenset[str], key: str, *, of_others: bool) -> bool:
         """Return whether a stored key is one that the states should have asked for: theirs, or that of no state."""
@@ -208,7 +239,13 @@ class StepReader:
         return [name for name in requested if name in stored]
 
     def _choose_foreign_names(
-        self, path: Path, names: list[str], checkpoint: OpenCheckpoint, stored: frozenset[str], common: StateDict
+        self,
+        path: Path,
+        names: list[str],
+        checkpoint: OpenCheckpoint,
+        stored: frozenset[str],
+        common: StateDict,
+        keys: list[str],
     ) -> tuple[list[str], list[str]]:
         """Return the states to load from what another library saved: all, but random generators only if they are there.
 
@@ -231,14 +268,23 @@ class StepReader:
             name for name in names if name in absent & self._states.plain.keys() and isinstance(common.get(name), dict)
         ]
         absent.difference_update(in_common)
+        absent |= {name for name in names if self._is_absent(name, stored)}
         if absent - {RNG}:
-            found = {key.partition("/")[0].partition(".")[0] for key in stored} | set(map(str, common))
+            found = list_top_names(keys)
             raise CheckpointingException(
                 f"{path} has no state {', '.join(map(repr, sorted(absent - {RNG})))}; its names begin with "
-                f"{listed(sorted(found))}. Put states that it does not have into exclude_from_loading: the training "
-                "then starts with them as they are"
+                f"{listed(found)}. If it has them by other names, say so: CheckpointConfig(rename={{'net': 'model'}}); "
+                "put states that it does not have into exclude_from_loading: the training then starts with them as "
+                "they are"
             )
         return [name for name in names if name not in absent], in_common
+
+    def _is_absent(self, name: str, stored: frozenset[str]) -> bool:
+        """Return whether nothing of some modules is stored; torchtitan's keys of a model have no first part."""
+        if name not in self._states.modules or any(key.startswith(f"{name}.") for key in stored):
+            return False
+        tensors = get_model_tensors(self._states.modules[name])
+        return len(tensors) > 0 and (name != MODEL or stored.isdisjoint(tensors))
 
 
 def _load(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from numbers import Integral
@@ -13,6 +12,7 @@ from pydantic.dataclasses import dataclass
 
 from shardckpt.errors import CheckpointingException, name_known
 from shardckpt.manager.metrics import read_metric
+from shardckpt.manager.policies import describe_policy, parse_policy
 
 if TYPE_CHECKING:
     from shardckpt.manager.marks import StepState
@@ -238,36 +238,21 @@ def refuse_unknown_metrics(policies: Collection[RetentionPolicy], steps: Iterabl
             )
 
 
-def parse_policy(given: Any) -> RetentionPolicy:
-    """Validate a policy of a configuration.
-
-    Args:
-        given: A callable, or what :func:`describe_policy` returned for a built-in policy.
-
-    Returns:
-        The callable, or the built-in policy.
-
-    Raises:
-        ValueError: ``given`` is neither.
-    """
-    if isinstance(given, dict) and isinstance(given.get("policy"), str) and given["policy"] in _BUILT_IN:
-        options = {name: value for name, value in given.items() if name != "policy"}
-        return _BUILT_IN[given["policy"]](**options)
-    if not callable(given) or isinstance(given, type):
-        raise ValueError(
-            f"{given!r:.100} is not a retention policy: give KeepLatest(3), KeepEvery(1000), KeepNear(1000), "
-            "KeepRecent(hours=24), KeepBest('loss', 2), KeepPinned([500]), KeepVerified(1), or a function that is "
-            "given the metrics by step and returns the steps to keep"
-        )
-    return given  # type: ignore[no-any-return]
+_ADVICE = (
+    "a retention policy: give KeepLatest(3), KeepEvery(1000), KeepNear(1000), KeepRecent(hours=24), KeepBest('loss', "
+    "2), KeepPinned([500]), KeepVerified(1), or a function that is given the metrics by step and returns the steps to "
+    "keep"
+)
 
 
-def describe_policy(policy: Any) -> Any:
-    """Return a policy as JSON: the options of a built-in one, the name of another, which cannot be read back."""
-    if type(policy) in _BUILT_IN.values():
-        return {"policy": type(policy).__name__, **dataclasses.asdict(policy)}
-    named = policy if hasattr(policy, "__qualname__") else type(policy)
-    return f"{named.__module__}.{named.__qualname__}"
+def parse_retention_policy(given: Any) -> RetentionPolicy:
+    """Return a policy of a configuration; raise ValueError if it is none. See :func:`parse_policy`."""
+    return parse_policy(given, _BUILT_IN, _ADVICE)  # type: ignore[no-any-return]
+
+
+def describe_retention_policy(policy: Any) -> Any:
+    """Return a policy as JSON."""
+    return describe_policy(policy, _BUILT_IN)
 
 
 def _kept_by(policy: RetentionPolicy, steps: StepMetrics) -> set[int]:
@@ -276,7 +261,7 @@ def _kept_by(policy: RetentionPolicy, steps: StepMetrics) -> set[int]:
     # A bool is no step: a policy that returns a mask would keep steps 0 and 1, and lose the others.
     if not all(isinstance(step, Integral) and not isinstance(step, bool) for step in kept):
         raise CheckpointingException(
-            f"the retention policy {describe_policy(policy)} returned {returned!r:.100}: return the steps to keep, a "
-            "list of whole numbers; until it does, no checkpoint is removed"
+            f"the retention policy {describe_retention_policy(policy)} returned {returned!r:.100}: return the steps to "
+            "keep, a list of whole numbers; until it does, no checkpoint is removed"
         )
     return set(kept)

@@ -9,7 +9,12 @@ from typing import TYPE_CHECKING
 from shardckpt.engine import measure
 from shardckpt.errors import CheckpointingException, name_known
 from shardckpt.manager.garbage_collection import remove_steps
-from shardckpt.manager.retention import describe_policy, find_needed_steps, refuse_unknown_metrics, steps_to_remove
+from shardckpt.manager.retention import (
+    describe_retention_policy,
+    find_needed_steps,
+    refuse_unknown_metrics,
+    steps_to_remove,
+)
 from shardckpt.manager.steps import NAMINGS, StepFolder, parse_step
 from shardckpt.plugins import get_plugin_manager
 
@@ -168,7 +173,7 @@ def _explain_kept(
     reasons += ["it is protected"] if step in protected else []
     for policy in policies:
         if step in {*policy(counted)}:
-            said = describe_policy(policy)
+            said = describe_retention_policy(policy)
             options = ", ".join(f"{k}={v}" for k, v in said.items() if k != "policy") if isinstance(said, dict) else ""
             reasons.append(f"{said['policy']}({options})" if isinstance(said, dict) else said)
     return ", ".join(reasons)

@@ -23,7 +23,7 @@ def make_titan_config(options: dict[str, Any], base_folder: str) -> CheckpointCo
     given = {**defaults, **options, "folder": folder}
     if given.get("export_dtype") == "float32":
         given["export_dtype"] = None  # the default there, which casts nothing
-    return CheckpointConfig.model_validate(given)
+    return CheckpointConfig(**given)
 
 
 def merge_loader_states(states: list[dict[str, Any]], _rank: int, _world_size: int) -> dict[str, Any]:

@@ -9,7 +9,15 @@ from shardckpt import lazy_getattr
 if TYPE_CHECKING:
     from shardckpt.plugins.entries import StrategyAction
     from shardckpt.plugins.hookspecs import Event, hookimpl
-    from shardckpt.plugins.key_mapping import Identity, KeyMapEntry, KeyMapping, get_key_map_entries
+    from shardckpt.plugins.key_mapping import (
+        Identity,
+        KeyMapEntry,
+        KeyMapping,
+        KnowsKeys,
+        Padding,
+        UsesConfig,
+        get_key_map_entries,
+    )
     from shardckpt.plugins.manager import PluginManager, get_plugin_manager
     from shardckpt.plugins.origin import describe_origin, describe_strategy, name_origin
     from shardckpt.plugins.outline import Outline, cut_shapes, hold_plain, is_object_key, read_outline
@@ -23,7 +31,15 @@ __getattr__ = lazy_getattr(
     {
         "entries": ("StrategyAction",),
         "hookspecs": ("Event", "hookimpl"),
-        "key_mapping": ("Identity", "KeyMapEntry", "KeyMapping", "get_key_map_entries"),
+        "key_mapping": (
+            "Identity",
+            "KeyMapEntry",
+            "KeyMapping",
+            "KnowsKeys",
+            "Padding",
+            "UsesConfig",
+            "get_key_map_entries",
+        ),
         "manager": ("PluginManager", "get_plugin_manager"),
         "outline": ("Outline", "cut_shapes", "hold_plain", "is_object_key", "read_outline"),
         "origin": ("describe_origin", "describe_strategy", "name_origin"),
@@ -39,10 +55,13 @@ __all__ = [
     "Identity",
     "KeyMapEntry",
     "KeyMapping",
+    "KnowsKeys",
     "Outline",
+    "Padding",
     "PluginManager",
     "StrategyAction",
     "StrategyRegistry",
+    "UsesConfig",
     "choose_reader",
     "cut_shapes",
     "describe_origin",

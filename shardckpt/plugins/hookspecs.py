@@ -50,14 +50,17 @@ class Event:
         phase: Name of the phase; ``""`` for the operation from start to end.
         state: ``start``, ``end`` or ``failure``; or ``progress``, at most ten times a second, of a verification, which
             has no other events, and of saves, conversions, exports and migrations while a plugin that has the attribute
-            ``wants_progress = True`` is registered. Threads report it, too.
+            ``wants_progress = True`` is registered. Threads report it, too, and the end of a background save's
+            ``writing``.
         directory: The checkpoint's path or URL.
         rank: The rank that reports.
         seconds: Seconds since the start of the phase; 0 at its start.
-        nbytes: Bytes that the rank wrote, at the end of a save or export; bytes that are done, of ``progress``; else 0.
+        nbytes: Bytes that the rank wrote, at the end of a save or export, and of the phase ``writing`` of a save; bytes
+            that are done, of ``progress``; else 0.
         strategy: ``(backend, version)`` and class of the strategy; ``""`` before it is chosen.
         error: Text of the failure.
         total: Of ``progress``: bytes that are to be done; else 0.
+        blocked: Seconds that the caller waited, at the end of an operation: of a background save without ``writing``.
     """
 
     operation: str
@@ -70,6 +73,7 @@ class Event:
     strategy: str = ""
     error: str = ""
     total: int = 0
+    blocked: float = 0.0
 
 
 @hookspec
@@ -156,7 +160,8 @@ def shardckpt_key_mapping(model_type: str) -> KeyMapping | None:
         model_type: The ``model_type`` of the model's ``config.json``.
 
     Returns:
-        A :class:`shardckpt.plugins.KeyMapping`, for instance a ``shardckpt.huggingface.RuleMapping`` of patterns of
+        A :class:`shardckpt.plugins.KeyMapping`, perhaps with the abilities of :class:`shardckpt.plugins.UsesConfig`
+        and :class:`shardckpt.plugins.KnowsKeys`, for instance a ``shardckpt.huggingface.RuleMapping`` of patterns of
         names; None if this plugin does not know the model.
     """
 

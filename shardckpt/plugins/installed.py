@@ -1,10 +1,12 @@
-"""Whether plugins of other distributions are installed, without ``importlib.metadata``: it takes 0.1 s to say which."""
+"""Whether there are plugins beside those of this distribution, without ``importlib.metadata``, which takes 0.1 s."""
 
 from __future__ import annotations
 
 import os
 import re
 import sys
+
+from shardckpt import settings
 
 #: The section of plugins in a file of entry points; see :data:`shardckpt.plugins.hookspecs.GROUP`.
 _SECTION = re.compile(rb"^\s*\[\s*shardckpt\s*\]", re.MULTILINE)
@@ -17,7 +19,7 @@ def has_foreign_plugins() -> bool:
     Returns:
         True also where that cannot be said without ``importlib.metadata``: there are archives on ``sys.path``.
     """
-    return any(map(_has_plugins, dict.fromkeys(sys.path)))
+    return bool(settings.plugins()) or any(map(_has_plugins, dict.fromkeys(sys.path)))
 
 
 def _has_plugins(folder: str) -> bool:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 from shardckpt.errors import PluginError
 from shardckpt.planning import Box, Ints
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
 _MATRIX = 2  # axes that can be swapped
+#: What becomes of rows of the embedding that the model's ``vocab_size`` does not count, with which trainers pad it:
+#: they are refused, not written, or kept.
+Padding = Literal["refuse", "cut", "keep"]
 
 
 class KeyMapEntry(NamedTuple):
@@ -30,6 +33,7 @@ class KeyMapEntry(NamedTuple):
         offset: Where the elements start in it: an index per axis.
         box: The region of the stored tensor that has the elements.
         transposed: Whether the folder's tensor has the last two axes swapped.
+        keep_dtype: Whether an export that casts leaves the folder's tensor as it is stored.
     """
 
     name: str
@@ -37,6 +41,7 @@ class KeyMapEntry(NamedTuple):
     offset: Ints
     box: Box
     transposed: bool = False
+    keep_dtype: bool = False
 
     @property
     def dropped(self) -> int:
@@ -83,6 +88,25 @@ class KeyMapping(Protocol):
         Raises:
             ShardingError: a tensor of that name cannot have such a shape.
         """
+
+
+@runtime_checkable
+class KnowsKeys(Protocol):
+    """A key mapping that says which names it knows; of any other one, all names count as known."""
+
+    def knows(self, key: str) -> bool:
+        """Return whether a stored tensor's name, without the prefix, is one that the mapping is made for."""
+
+    def find_unused(self, keys: Collection[str]) -> Sequence[str]:
+        """Return the names, or patterns of names, of the mapping that none of these keys matches."""
+
+
+@runtime_checkable
+class UsesConfig(Protocol):
+    """A key mapping that needs numbers of the model's ``config.json``, such as those of heads."""
+
+    def with_config(self, config: Mapping[str, Any], padding: Padding) -> KeyMapping:
+        """Return the mapping for a model with this content of ``config.json``."""
 
 
 class Identity:

@@ -100,6 +100,12 @@ class PluginManager:
             self.plugins()
         return self._manager.hook
 
+    @property
+    def registered(self) -> set[Any]:
+        """The objects whose hooks are called: modules of working plugins, and what :meth:`register` was given."""
+        self.plugins()
+        return self._manager.get_plugins()
+
     def register(self, plugin: object, name: str | None = None) -> None:
         """Add a plugin of this process, whose hooks are called from now on.
 
@@ -148,7 +154,7 @@ class PluginManager:
 
     def _load(self, entry_point: importlib.metadata.EntryPoint) -> Plugin:
         source = entry_point.dist
-        distribution = f"{source.name} {source.version}" if source else "unknown"
+        distribution = f"{source.name} {source.version}" if source else settings.PLUGINS
         plugin = Plugin(entry_point.name, entry_point.value, distribution)
         if entry_point.name in settings.disabled_plugins():
             return replace(plugin, fault=f"disabled by {settings.DISABLED_PLUGINS}")
@@ -185,16 +191,18 @@ class PluginManager:
 
 
 def list_entry_points() -> list[importlib.metadata.EntryPoint]:
-    """Return the entry points of all installed plugins, those of this distribution first; nothing is imported.
+    """Return the entry points of all plugins; nothing is imported.
 
-    Of two plugins that claim the same, the first gets it: no installed package can take away what is built in.
+    Those of this distribution come first, and those that ``SHARDCKPT_PLUGINS`` names come last: of two plugins that
+    claim the same, the first gets it, and no installed package can take away what is built in.
     """
 
     def order(entry_point: importlib.metadata.EntryPoint) -> tuple[bool, str, str]:
         source = entry_point.dist
         return source is None or source.name != _OWN, entry_point.name, entry_point.value
 
-    return sorted(importlib.metadata.entry_points(group=hookspecs.GROUP), key=order)
+    named = [importlib.metadata.EntryPoint(value, value, hookspecs.GROUP) for value in settings.plugins()]
+    return [*sorted(importlib.metadata.entry_points(group=hookspecs.GROUP), key=order), *named]
 
 
 @functools.cache

@@ -9,7 +9,14 @@ import time
 from collections.abc import Collection
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from shardckpt.commit import is_temporary, is_under_way, list_replaced_checkpoints, list_staging_directories
+from shardckpt.commit import (
+    is_temporary,
+    is_under_way,
+    list_replaced_checkpoints,
+    list_staging_directories,
+    parse_temporary,
+    why_kept,
+)
 from shardckpt.errors import (
     BrokenPluginError,
     CannotLoadError,
@@ -377,6 +384,12 @@ def _absent_error(directory: Path) -> CannotLoadError:
             f"{directory.name}"
         )
     staging = list_staging_directories(directory)
+    found = [leftover for path in staging if (leftover := parse_temporary(path)) is not None]
+    if running := list(filter(None, map(why_kept, found))):
+        return IncompleteCheckpointError(
+            f"{directory}: a save to it is running ({'; '.join(running)}), or was interrupted: it has written to "
+            f"{', '.join(map(str, staging))}, which is not a checkpoint: wait for its end, else save again"
+        )
     if staging:
         return IncompleteCheckpointError(
             f"{directory}: the save to it did not end; what it wrote is in {', '.join(map(str, staging))} and is "

@@ -13,7 +13,7 @@ from shardckpt import lazy_getattr
 if TYPE_CHECKING:
     from shardckpt.testing.cases import SaveLoadCase, TensorCase, save_load_cases
     from shardckpt.testing.checks import check, check_same
-    from shardckpt.testing.contract import StrategyContract, reseal
+    from shardckpt.testing.contract import StoreContract, StrategyContract, reseal
     from shardckpt.testing.faulty_store import FaultyFileSystem, FaultyStore
     from shardckpt.testing.rank_threads import RankThreads
     from shardckpt.testing.ranks import RankError, RankFailure, RankPool
@@ -27,7 +27,7 @@ __getattr__ = lazy_getattr(
     {
         "cases": ("SaveLoadCase", "TensorCase", "save_load_cases"),
         "checks": ("check", "check_same"),
-        "contract": ("StrategyContract", "reseal"),
+        "contract": ("StoreContract", "StrategyContract", "reseal"),
         "faulty_store": ("FaultyFileSystem", "FaultyStore"),
         "shard_specs": ("ShardSpec", "layouts"),
         "rank_threads": ("RankThreads",),
@@ -47,6 +47,7 @@ __all__ = [
     "RankThreads",
     "SaveLoadCase",
     "ShardSpec",
+    "StoreContract",
     "StrategyContract",
     "TensorCase",
     "TensorSpec",

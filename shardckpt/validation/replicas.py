@@ -90,6 +90,8 @@ def find_replicas(shards: Sequence[ShardedBase], comm: Comm) -> Replicas:
     Returns:
         This rank's replicated shards and their holders.
     """
+    if comm.world_size == 1:
+        return Replicas({number: True for number, shard in enumerate(shards) if _get_replicated(shard)} or None, [])
     with comm.local_phase("listing replicated shards"):
         short_ids = {
             number: hashlib.sha256(repr((shard_id(shard), replicated)).encode()).digest()[:16]

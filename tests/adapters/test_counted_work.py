@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -49,33 +50,71 @@ def test_modules_are_walked_once_a_save(monkeypatch: pytest.MonkeyPatch, kept: b
 
 
 def test_a_load_walks_as_often_for_many_optimizers_as_for_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Names are looked for once a load, and not for each optimizer."""
-    walks = set()
+    """Modules are walked once for the names and tensors of all, and once to hand over, however many optimizers."""
     for count in (1, 4):
         job = _Job(monkeypatch, count)
         state = to_sharded_state_dict(job.model, *job.optimizers)
         dist_checkpointing.save(state, tmp_path / str(count))
         job.walks = 0
         load_into(dist_checkpointing.load(state, tmp_path / str(count)), job.model, *job.optimizers)
-        walks.add(job.walks)
-    assert len(walks) == 1
+        assert job.walks == 2
 
 
-def test_keys_of_options_are_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Later saves list options under the very keys of the first one, and under new ones where a group has changed."""
-    job, saved = _Job(monkeypatch, 1), SavedModules()
+@pytest.mark.parametrize("count", [1, 40])
+def test_keys_of_options_are_made_once(count: int) -> None:
+    """Later saves list options of few groups or many under the very keys of the first one, new ones under new keys."""
+    model = nn.ParameterDict({f"w{number}": nn.Parameter(torch.ones(1)) for number in range(count)})
+    optimizers, saved = [torch.optim.SGD([param]) for param in model.values()], SavedModules()
 
-    def list_keys() -> dict[str, Any]:
-        described: Any = saved.describe(job.model, *job.optimizers)
+    def list_keys(lr: float) -> dict[str, Any]:
+        for optimizer in optimizers:
+            optimizer.param_groups[0]["lr"] = lr
+        described: Any = saved.describe(model, *optimizers)
         return {name: each.keys for name, each in described["optimizer"]["for_dcp"].items()}
 
-    first = list_keys()
-    job.optimizers[0].param_groups[0]["lr"] = 0.5
-    again = list_keys()
+    first, again = list_keys(0.5), list_keys(0.25)
     assert again.keys() == first.keys()
     assert all(again[name] is keys for name, keys in first.items())
-    job.optimizers[0].param_groups[0]["mine"] = 1
-    assert len(list_keys()) == len(first) + 1
+    optimizers[0].param_groups[0]["mine"] = 1
+    assert len(list_keys(0.25)) == len(first) + 1
+
+
+def test_equal_options_of_many_groups_are_stored_once(tmp_path: Path) -> None:
+    """Groups whose options are plain, equal and of one type share a dict in the checkpoint; lists stay with a group."""
+    model = nn.ParameterDict({f"w{number}": nn.Parameter(torch.ones(1)) for number in range(40)})
+    optimizers = [torch.optim.SGD([param], lr=0.5) for param in model.values()]
+    optimizers[7].param_groups[0]["nesterov"] = 0  # equal to False, of another type
+    for optimizer in optimizers[30:]:
+        optimizer.param_groups[0]["mine"] = [1]
+    state = to_sharded_state_dict(model, *optimizers)
+    dist_checkpointing.save(state, tmp_path / "a")
+    loaded = dist_checkpointing.load(state, tmp_path / "a")
+    (stored,) = loaded["optimizer"]["param_groups"].values()
+    assert len({id(group["options"]) for group in stored["values"]}) == 1 + 1 + 10
+    fresh = [torch.optim.SGD([param]) for param in model.values()]
+    load_into(loaded, model, *fresh)
+    options = [optimizer.param_groups[0] for optimizer in fresh]
+    assert [type(each["nesterov"]) for each in options[6:9]] == [bool, int, bool]
+    assert len({id(each["mine"]) for each in options[30:]}) == 10
+
+
+def test_the_collector_waits_while_a_model_is_described_or_restored(tmp_path: Path) -> None:
+    """Python's garbage collector is paused while the descriptions of all tensors are made, which all stay."""
+    enabled: list[bool] = []
+
+    class Watched(torch.optim.SGD):
+        def state_dict(self) -> Any:
+            enabled.append(gc.isenabled())
+            return super().state_dict()
+
+    model = nn.Linear(1, 1)
+    optimizer = Watched(model.parameters())
+    state = to_sharded_state_dict(model, optimizer)
+    SavedModules().describe(model, optimizer)
+    dist_checkpointing.save(state, tmp_path / "a")
+    load_into(dist_checkpointing.load(state, tmp_path / "a"), model, optimizer)
+    assert enabled == [False] * 3
+    assert gc.isenabled()
 
 
 def test_options_of_many_groups_are_one_object(tmp_path: Path) -> None:

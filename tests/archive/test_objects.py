@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import threading
 from dataclasses import dataclass
 from typing import Any
@@ -66,17 +67,25 @@ def test_plain_values_are_not_loaded_to_be_checked(monkeypatch: pytest.MonkeyPat
     for _ in range(20):
         deep = [deep]
     others = [{1: 2}, 1 << 64, torch.ones(1), {"a": {1.5}}, torch.Size([1]), b"a", deep, endless]
-    for number, value in enumerate([*others, [shared, shared]], 1):
+    encode_object([shared, shared], "it", ())
+    assert not loads
+    for number, value in enumerate(others, 1):
         with contextlib.suppress(ShardingError):
             encode_object(value, "it", ())
         assert len(loads) == number
 
 
-@pytest.mark.parametrize("value", [["\ud800"] * 3, [float("nan")], [[[[[[[]]]]]]], {"": [()]}, [2**63 - 1, -(2**63)]])
-def test_plain_values_are_those_that_any_load_takes(value: Any) -> None:
-    """What is not loaded at the save to be checked is loaded afterwards without any permission."""
+@pytest.mark.parametrize(
+    "value",
+    [["\ud800"] * 3, [float("nan")], [[[[[[[]]]]]]], {"": [()]}, [2**63 - 1, -(2**63)], [[{"a": 1}] * 3] * 1000],
+)
+def test_plain_values_are_those_that_any_load_takes(monkeypatch: pytest.MonkeyPatch, value: Any) -> None:
+    """What is neither loaded at the save nor packed by torch.save is loaded by us, and by torch, without permission."""
+    monkeypatch.delattr(torch, "save")
     assert objects._is_plain(value)
-    assert repr(decode_object(encode_object(value, "it", ()), "it", ())) == repr(value)
+    data = encode_object(value, "it", ())
+    assert repr(decode_object(data, "it", ())) == repr(value)
+    assert repr(torch.load(io.BytesIO(data), weights_only=True)) == repr(value)
 
 
 def test_damage_is_an_error_of_the_family() -> None:

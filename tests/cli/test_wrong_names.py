@@ -33,6 +33,8 @@ ROWS = [
     ("prune runs --keep-besst loss", "did you mean --keep-best?"),
     ("pin runs 1 --labels x", "did you mean --label?"),
     ("strategies --jason", "options: --help"),
+    ("config --jason", "did you mean --json?"),
+    ("config intervl", "did you mean interval?"),
     ("demo --rank 3", "unrecognized arguments: --rank 3 ("),
     ("completion bash --shel", "options: --help"),
     # choices

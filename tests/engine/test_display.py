@@ -92,8 +92,9 @@ def test_the_manager_shows_its_saves_if_it_is_told_to(
     for shows in (False, True):
         config = CheckpointConfig(folder=str(tmp_path / f"{shows}"), interval=1, async_mode=mode, show_progress=shows)
         with CheckpointManager(config, {"model": torch.nn.Linear(512, 512)}) as manager:
-            manager.save(1)
-            manager.wait()
+            for step in (1, 2):  # each has bytes of its own
+                manager.save(step)
+                manager.wait()
         _save(tmp_path / f"other-{shows}")
         lines = capsys.readouterr().err.splitlines()
         assert bool(lines) == shows

@@ -11,11 +11,13 @@ import torch
 from shardckpt import dist_checkpointing as dc
 from shardckpt.errors import CheckpointingException
 from shardckpt.mapping import ShardedTensor
-from shardckpt.plugins import get_plugin_manager
+from shardckpt.plugins import get_plugin_manager, hookimpl
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
+
+    from shardckpt.plugins import Event
 
 
 @contextmanager
@@ -87,8 +89,43 @@ def test_opentelemetry_has_spans_of_operations_and_phases(tmp_path: Path) -> Non
     assert all(span.start_time < span.end_time <= good.end_time for span in phases)
     data = reader.get_metrics_data().resource_metrics[0].scope_metrics[0].metrics
     points = {metric.name: metric.data.data_points for metric in data}
-    assert set(points) == {"shardckpt.duration", "shardckpt.bytes"}
+    assert set(points) == {"shardckpt.duration", "shardckpt.blocked", "shardckpt.bytes", "shardckpt.in_flight"}
+    assert {point.value for point in points["shardckpt.in_flight"]} == {0}
     (written,) = [point for point in points["shardckpt.bytes"] if point.attributes["operation"] == "save"]
     assert written.value >= 4000
     tracers.shutdown()
     meters.shutdown()
+
+
+class _Events:
+    """Notes the ends of phases and operations."""
+
+    def __init__(self) -> None:
+        self.ends: dict[str, Any] = {}
+
+    @hookimpl
+    def shardckpt_event(self, event: Event) -> None:
+        if event.state == "end":
+            self.ends[event.phase] = event
+
+
+def test_a_background_save_says_when_it_writes_and_what_the_training_waited(tmp_path: Path) -> None:
+    """The phase ``writing`` has its bytes and ends in its thread; the wait is without it; one save is in flight."""
+    prometheus_client = pytest.importorskip("prometheus_client")
+    from shardckpt.integrations.prometheus import PrometheusListener
+
+    registry, events = prometheus_client.CollectorRegistry(), _Events()
+    with _registered(PrometheusListener(registry, folder=tmp_path)), _registered(events):
+        state = {"w": ShardedTensor.from_rank_offsets("w", torch.ones(1000))}
+        request = dc.save(state, tmp_path / "c", async_sharded_save=True)
+        in_flight = registry.get_sample_value("shardckpt_in_flight", {"operation": "save"})
+        assert request is not None
+        request.execute_sync()
+    assert events.ends["writing"].nbytes >= 4000
+    whole = events.ends[""]
+    assert 0 < whole.blocked <= whole.seconds - events.ends["writing"].seconds
+    assert in_flight == 1
+    assert registry.get_sample_value("shardckpt_in_flight", {"operation": "save"}) == 0
+    assert registry.get_sample_value("shardckpt_blocked_seconds_count", {"operation": "save"}) == 1
+    assert registry.get_sample_value("shardckpt_written_bytes_per_second", {"operation": "save"}) > 0
+    assert registry.get_sample_value("shardckpt_folder_bytes", {"folder": str(tmp_path)}) >= 4000

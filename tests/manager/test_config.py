@@ -4,8 +4,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from shardckpt.errors import CheckpointingException
-from shardckpt.manager import AsyncMode, CheckpointConfig, CheckpointManager
+from shardckpt.errors import CheckpointingException, ConfigurationError
+from shardckpt.manager import AsyncMode, CheckpointConfig, CheckpointManager, config
 from tests.manager.training import Progress
 from tests.tables import table
 
@@ -73,3 +73,27 @@ def test_wrong_names_are_refused_before_the_training(tmp_path: Path, wrong: dict
     """A strategy or mapping that does not exist is an error when the manager is made, not at the end."""
     with pytest.raises(CheckpointingException, match=message):
         CheckpointManager(CheckpointConfig(folder=tmp_path, **wrong), {"train_state": Progress()})
+
+
+@table(
+    "settings, said",
+    [
+        ({"max_to_keep": 3}, "there is no setting 'max_to_keep': it is keep_latest_k here"),
+        ({"keep_latst_k": 3}, "there is no setting 'keep_latst_k': did you mean keep_latest_k?"),
+        ({"interval": "x"}, "interval='x' should be a valid integer, unable to parse string as an integer"),
+        ({"async_mode": "no"}, "async_mode='no' should be 'disabled', 'async' or 'async_with_pinned_mem'"),
+        ({"keep_best_k": 2, "save_steps": 5}, "there is no setting 'save_steps': it is interval here"),
+    ],
+)
+def test_a_wrong_setting_is_said_in_plain_words(settings: dict[str, Any], said: str) -> None:
+    """Another library's name gets ours, a typo the nearest, a value what it should be; all of it is one line."""
+    with pytest.raises(ConfigurationError) as caught:
+        CheckpointConfig(**settings)
+    assert str(caught.value) == f"CheckpointConfig: {said}"
+
+
+def test_every_name_of_another_library_is_one_of_ours() -> None:
+    """What an error advises exists."""
+    ours = {name.partition("=")[0] for name in config._OTHERS_NAMES.values()}
+    assert ours <= CheckpointConfig.model_fields.keys()
+    assert not config._OTHERS_NAMES.keys() & CheckpointConfig.model_fields.keys()

@@ -261,9 +261,10 @@ def test_the_thread_survives_an_error(tmp_path: Path, caplog: pytest.LogCaptureF
     run = tmp_path / "run"
     run.write_text("a file where the folder should be")
     collector = GarbageCollector(folders.steps_of(run), [KeepLatest(1)])
-    collector.submit()
+    for _ in range(3):  # it is said once
+        collector.submit()
     collector.wait()
-    assert f"cannot remove old checkpoints from {run}" in caplog.text
+    assert caplog.text.count(f"cannot remove old checkpoints from {run}") == 1
     assert "Not a directory" in caplog.text
     run.unlink()
     folders.save_all(run, 1, 2)

@@ -452,3 +452,20 @@ def shardckpt_filesystem(url):
     assert sys.modules[module].seen == []
     assert len(manager.hook.shardckpt_event.get_hookimpls()) == 1
     assert manager.hook.shardckpt_filesystem(url="watched://") == "a folder"
+
+
+def test_a_module_is_a_plugin_by_the_environment_alone(
+    site: Site, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """``SHARDCKPT_PLUGINS`` names modules that no distribution does; one that is not there is broken, by name."""
+    module = f"own_plugin_{tmp_path.name}".replace("-", "_")
+    (tmp_path / "site" / f"{module}.py").write_text(REGISTERS.format(backend="mine"))
+    monkeypatch.setitem(sys.modules, module, None)
+    monkeypatch.delitem(sys.modules, module)
+    monkeypatch.setenv("SHARDCKPT_PLUGINS", f" {module}, not_there:plugin,")
+    manager = PluginManager()
+    assert manager.registry.find(StrategyAction.SAVE_SHARDED, "mine", 1) is not None
+    (broken,) = [plugin for plugin in manager.broken() if plugin.distribution == "SHARDCKPT_PLUGINS"]
+    assert (broken.name, broken.fault) == ("not_there:plugin", "ModuleNotFoundError: No module named 'not_there'")
+    monkeypatch.setenv("SHARDCKPT_DISABLED_PLUGINS", module)
+    assert module in [plugin.name for plugin in PluginManager().broken()]

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from shardckpt import dist_checkpointing as dc
-from shardckpt.commit import commit
+from shardckpt.commit import claim_name, commit, release_name
 from shardckpt.distributed.comm import Comm
 from shardckpt.engine.loading import LoadOptions, open_checkpoint
 from shardckpt.engine.saving import SaveOptions, save_checkpoint
@@ -211,8 +211,13 @@ def test_a_staging_directory_is_no_checkpoint(tmp_path: Path) -> None:
 
 
 def test_a_save_that_did_not_end_is_told_from_one_that_never_was(tmp_path: Path) -> None:
-    """Where a save died, the error says so, where its remains lie, and what to do."""
-    staging = commit.create_staging(tmp_path / "checkpoint", "1234")
+    """Where a save died, the error says so, where its remains lie, and what to do; where one runs, to wait."""
+    staging = commit.create_staging(tmp_path / "checkpoint", "1234" * 8)
+    claim_name(staging.name)
+    text = _refusal(IncompleteCheckpointError, tmp_path / "checkpoint", PluginManager())
+    assert f"a save to it is running (process {os.getpid()} of this host is alive)" in text
+    assert str(staging) in text
+    release_name(staging.name)
     text = _refusal(IncompleteCheckpointError, tmp_path / "checkpoint", PluginManager())
     assert "did not end" in text
     assert str(staging) in text

@@ -67,6 +67,14 @@ def test_what_says_so_already_is_not_copied() -> None:
     assert [shard.replica_id for shard in found] == [0, 0, 0]
 
 
+def test_one_rank_has_all_main_replicas_and_names_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without other ranks no id is made, of 20,000 replicated shards, to find out who has them."""
+    monkeypatch.delattr(replicas, "shard_id")
+    mine: list[ShardedBase] = [make_tensor("a", 1.0), ShardedTensor.from_rank_offsets("s", torch.ones(1))]
+    assert replicas.find_replicas(mine, Comm()) == ({0: True}, [])
+    assert replicas.find_replicas(mine[1:], Comm()) == (None, [])
+
+
 def _make_numbers(odd: float) -> list[ShardedBase]:
     """Numbers of two dtypes, of which one is given, beside a vector."""
     dtypes = (torch.float32, torch.int64)

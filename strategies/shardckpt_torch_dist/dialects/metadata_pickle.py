@@ -105,7 +105,8 @@ class _Memo:
 
     def column(self, values: Iterable[str]) -> torch.Tensor:
         """Return the memo numbers of names, int64 of shape (values,)."""
-        return make_column([self.number(value) for value in values])
+        found = self._found
+        return make_column([found.setdefault(value, len(found) + 1) for value in values])
 
     def opcodes(self, *values: Any) -> bytes:
         """Return the opcodes that build the values, with names, classes and functions from the memo."""

@@ -1,0 +1,188 @@
+"""A checkpoint as if what it stores had other names: ``optim.`` as ``optimizer.``."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from shardckpt.errors import KeyMismatchError, listed
+from shardckpt.mapping import ShardedObject, ShardedTensor
+from shardckpt.strategy import BuildsObjects, LoadStrategy, StoredColumns, lists_columns
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+
+    from shardckpt.engine.loading import OpenCheckpoint
+    from shardckpt.manifest import Manifest
+    from shardckpt.mapping import ShardedBase, StateDict
+    from shardckpt.strategy import LoadContext
+
+#: What trainers call the tensors of a model: torch's tutorials, torchtitan's manager, Lightning, many scripts.
+_MODELS = frozenset(("model", "state_dict", "model_state_dict"))
+#: What the state dict of an optimizer has.
+_OPTIMIZER_PARTS = frozenset(("state", "param_groups"))
+
+
+def rename_stored(checkpoint: OpenCheckpoint, names: Mapping[str, str], keys: Sequence[str]) -> OpenCheckpoint:
+    """Return an open checkpoint under other names.
+
+    Args:
+        checkpoint: The open checkpoint.
+        names: The dotted beginnings of keys, or whole keys, as they are stored, and what they are to be; of several
+            that begin a key the longest counts. The same on every rank.
+        keys: What :func:`list_names` has returned for it.
+
+    Raises:
+        KeyMismatchError: the checkpoint has nothing of one of these names, or has other things of a new one.
+    """
+    with checkpoint.operation.local_phase("renaming what is stored"):
+        _check(names, keys)
+    return checkpoint if not names else replace(checkpoint, strategy=_RenamedLoadStrategy(checkpoint.strategy, names))
+
+
+def list_names(checkpoint: OpenCheckpoint) -> list[str]:
+    """Collective: return the keys of all that is stored, and the dotted paths of the common state."""
+    columns, common = checkpoint.columns(), checkpoint.common()
+    objects = (_parse_object(name).key for name in columns.objects)
+    return [*columns.keys, *columns.values, *objects, *_list_paths(common)]
+
+
+def list_top_names(keys: Iterable[str]) -> list[str]:
+    """Return the first parts of dotted keys, sorted."""
+    return sorted({key.partition(".")[0] for key in keys})
+
+
+def find_usual_names(keys: Iterable[str]) -> dict[str, str]:
+    """Return what makes ``model`` and ``optimizer`` of the names that other trainers give these, for a rename.
+
+    An optimizer is what has ``state`` or ``param_groups``. All may be inside one entry, as ``app`` of torch's tutorial.
+
+    Args:
+        keys: The keys of a checkpoint, as :func:`list_names` returns them.
+    """
+    paths = [key.split(".") for key in keys]
+    outer = {path[0] for path in paths}
+    inner = {path[1] for path in paths if len(path) > 1}
+    is_wrapped = len(outer) == 1 and not outer & _MODELS and bool(inner & _MODELS)
+    depth, before = (1, f"{min(outer)}.") if is_wrapped else (0, "")
+    sections = {path[depth] for path in paths if len(path) > depth}
+    found = {name: name for name in sections}
+    optimizers = {path[depth] for path in paths if len(path) > depth + 1 and path[depth + 1] in _OPTIMIZER_PARTS}
+    if "optimizer" not in sections and len(optimizers) == 1:
+        found[optimizers.pop()] = "optimizer"
+    if "model" not in sections and len(models := sections & _MODELS) == 1:
+        found[models.pop()] = "model"
+    return {f"{before}{old}": new for old, new in found.items() if f"{before}{old}" != new}
+
+
+def _check(names: Mapping[str, str], keys: Sequence[str]) -> None:
+    for old, new in names.items():
+        if not any(_begins(key, old) for key in keys):
+            raise KeyMismatchError(
+                f"rename: the checkpoint has nothing under {old!r}; its top-level names are "
+                f"{listed(list_top_names(keys))}"
+            )
+        taken = [key for key in keys if _begins(key, new) and _rename(key, names) == key]
+        if taken:
+            raise KeyMismatchError(
+                f"rename: {old!r} cannot become {new!r}: the checkpoint has {listed(taken, limit=3)}; rename that, too"
+            )
+
+
+class _RenamedLoadStrategy(LoadStrategy):
+    """Loads through another strategy by other names."""
+
+    can_build: Callable[[Sequence[ShardedObject], LoadContext], list[bool]]
+    list_columns: Callable[[LoadContext], StoredColumns]
+
+    def __init__(self, strategy: LoadStrategy, names: Mapping[str, str]) -> None:
+        self._strategy, self._names = strategy, dict(names)
+        self._stored_names = {new: old for old, new in names.items()}
+        self.backend, self.version = strategy.backend, strategy.version  # type: ignore[misc]
+        self.reads = strategy.reads  # type: ignore[misc]
+        if isinstance(strategy, BuildsObjects):
+            can_build = strategy.can_build
+            self.can_build = lambda wanted, context: can_build(
+                [_with_key(shard, self._stored_names) for shard in wanted], context
+            )
+        if lists_columns(strategy):
+            list_columns = strategy.list_columns
+            self.list_columns = lambda context: _rename_columns(list_columns(context), self._names)
+
+    def cannot_load(self, manifest: Manifest) -> str | None:
+        """Return why the wrapped strategy cannot load the checkpoint, or None if it can."""
+        return self._strategy.cannot_load(manifest)
+
+    def load_common(self, context: LoadContext) -> StateDict:
+        """Return the common state with its parts at their new places."""
+        return _move_parts(self._strategy.load_common(context), self._names)
+
+    def load_index(self, context: LoadContext) -> list[ShardedBase]:
+        """Return the stored shards by their new keys."""
+        return [_with_key(shard, self._names) for shard in self._strategy.load_index(context)]
+
+    def load(self, wanted: Sequence[ShardedBase], context: LoadContext) -> list[Any]:
+        """Collective: load the shards by the keys that are stored."""
+        return self._strategy.load([_with_key(shard, self._stored_names) for shard in wanted], context)
+
+
+def _begins(key: str, name: str) -> bool:
+    return key == name or key.startswith(f"{name}.")
+
+
+def _rename(key: str, names: Mapping[str, str]) -> str:
+    """Return a key with the longest name that it begins with replaced."""
+    name = max((name for name in names if _begins(key, name)), key=len, default=None)
+    return key if name is None else names[name] + key[len(name) :]
+
+
+def _with_key(shard: Any, names: Mapping[str, str]) -> Any:
+    """Return a copy of a description with its new key; it shares the data."""
+    found = copy.copy(shard)
+    found.key = _rename(shard.key, names)
+    if isinstance(shard, ShardedTensor) and shard.block_scales is not None:
+        found.block_scales = shard.block_scales._replace(key=_rename(shard.block_scales.key, names))
+    return found
+
+
+def _parse_object(unique_key: str) -> ShardedObject:
+    return ShardedObject.empty_from_unique_key(unique_key)
+
+
+def _rename_columns(columns: StoredColumns, names: Mapping[str, str]) -> StoredColumns:
+    return columns._replace(
+        keys=[_rename(key, names) for key in columns.keys],
+        objects=[_with_key(_parse_object(key), names).unique_key for key in columns.objects],
+        scales={
+            _rename(key, names): each._replace(key=_rename(each.key, names)) for key, each in columns.scales.items()
+        },
+        values=[_rename(key, names) for key in columns.values],
+    )
+
+
+def _list_paths(values: Any, path: str = "") -> Iterable[str]:
+    """Yield the dotted paths of nested dicts and of what is in them."""
+    for key, value in values.items():
+        yield f"{path}{key}"
+        if isinstance(value, dict):
+            yield from _list_paths(value, f"{path}{key}.")
+
+
+def _move_parts(common: StateDict, names: Mapping[str, str]) -> StateDict:
+    """Return nested dicts with their parts at new dotted paths; those that moving leaves empty are left out."""
+    found: dict[Any, Any] = {}
+    pending: list[tuple[str, Any, Any]] = [("", key, value) for key, value in common.items()]
+    while pending:
+        before, key, value = pending.pop(0)
+        path = f"{before}{key}"
+        if isinstance(value, dict) and value and any(_begins(old, path) and old != path for old in names):
+            pending += [(f"{path}.", inner, each) for inner, each in value.items()]
+            continue
+        new = _rename(path, names)
+        parts: list[Any] = [*before.split(".")[:-1], key] if new == path else list(new.split("."))
+        place = found
+        for part in parts[:-1]:
+            place = place.setdefault(part, {})
+        place[parts[-1]] = value
+    return found

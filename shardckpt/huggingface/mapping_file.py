@@ -1,0 +1,110 @@
+"""Key mappings of a user's own file: ``rules.json``, or ``rules.py:MAPPING``."""
+
+from __future__ import annotations
+
+import re
+import runpy
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shardckpt.engine import expand_home
+from shardckpt.errors import CheckpointingException, listed
+from shardckpt.huggingface.folder import CONFIG, CONFIG_LIMIT, read_json
+from shardckpt.huggingface.megatron import split_qkv, split_vocabulary
+from shardckpt.huggingface.rules import Rule, RuleMapping
+from shardckpt.plugins import KeyMapping
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+#: A file of Python with the name of the mapping in it, or a file of JSON.
+_FILE = re.compile(r"(?P<path>.+\.(?:json|py))(?::(?P<name>\w+))?")
+_DEFAULT_NAME = "MAPPING"
+#: What "split" may be in JSON: rows as Megatron has them, by the model's config.
+_SPLITS = {"qkv": split_qkv, "vocabulary": split_vocabulary}
+
+
+def find_file_mapping(text: str) -> KeyMapping | None:
+    """Return the key mapping that a text names as a file; None if it names no file.
+
+    Args:
+        text: ``FILE.json``, which has an object: the stored names, each with its name in the folder, a list of names,
+            null for what is not written, or an object with the other arguments of :class:`Rule`. Or ``FILE.py:NAME``, a
+            Python file that is run, with a KeyMapping, a list of rules, or a dict as in JSON; ``MAPPING`` if no name is
+            given.
+
+    Raises:
+        CheckpointingException: The file is not there, fails, or has no mapping.
+    """
+    found = _FILE.fullmatch(text)
+    if found is None:
+        return None
+    path = Path(expand_home(found["path"]))
+    if not path.is_file():
+        raise CheckpointingException(f"mapping {text!r}: there is no file {path}")
+    if path.suffix == ".json":
+        if found["name"]:
+            raise CheckpointingException(f"mapping {text!r}: a name after the colon is for Python files")
+        return _make_mapping(read_json(path, CONFIG_LIMIT), str(path))
+    return _make_mapping(_run(path, found["name"] or _DEFAULT_NAME), text)
+
+
+def read_config_file(text: str) -> dict[str, Any] | None:
+    """Return the content of a model's ``config.json`` that a text names; None if it names something else."""
+    path = Path(expand_home(text))
+    if path.name != CONFIG or not path.is_file():
+        return None
+    found = read_json(path, CONFIG_LIMIT)
+    if not isinstance(found.get("model_type"), str):
+        raise CheckpointingException(f"mapping {text!r}: the config has no model_type")
+    return found
+
+
+def _run(path: Path, name: str) -> object:
+    """Run a Python file, and return a value of it."""
+    try:
+        values = runpy.run_path(str(path))
+    except Exception as exc:
+        raise CheckpointingException(f"mapping {path} failed: {type(exc).__name__}: {exc}") from exc
+    if name not in values:
+        names = [key for key in values if not key.startswith("_")]
+        raise CheckpointingException(f"mapping {path} has no {name}; it has {listed(names) or 'nothing'}")
+    return values[name]
+
+
+def _make_mapping(value: Any, where: str) -> KeyMapping:
+    if isinstance(value, KeyMapping):
+        return value
+    if isinstance(value, dict):
+        return RuleMapping([_make_rule(stored, hub, where) for stored, hub in value.items()])
+    if isinstance(value, (list, tuple)) and value and all(isinstance(rule, Rule) for rule in value):
+        return RuleMapping(value)
+    raise CheckpointingException(
+        f"mapping {where} is a {type(value).__name__}: expected a KeyMapping, a list of Rules, or a dict from stored "
+        "names to names in the folder"
+    )
+
+
+def _make_rule(stored: object, hub: object, where: str) -> Rule:
+    """Return the rule of an entry of a dict; ``where`` is named in errors."""
+    other: Mapping[str, Any] = hub if isinstance(hub, dict) else {"hub": hub}
+    names = other.get("hub")
+    names = [] if names is None else [names] if isinstance(names, str) else names
+    rest = {key: value for key, value in other.items() if key != "hub"}
+    is_sound = "hub" in other and isinstance(stored, str) and isinstance(names, (list, tuple))
+    is_sound = is_sound and all(isinstance(name, str) for name in names)
+    flags = {key: value for key, value in rest.items() if key != "split"}
+    is_sound &= not flags.keys() - {"transposed", "keep_dtype"} and all(
+        isinstance(flag, bool) for flag in flags.values()
+    )
+    split = rest.get("split")
+    if not is_sound or not (split is None or (isinstance(split, str) and split in _SPLITS)):
+        raise CheckpointingException(
+            f"mapping {where}: {stored!r} has {hub!r}; expected a name in the folder, a list of names, null for what "
+            'is not written, or {"hub": [...], "transposed": true}, also with "keep_dtype": true and "split": "qkv" or '
+            '"vocabulary"'
+        )
+    try:
+        return Rule(str(stored), tuple(names), split=_SPLITS[split] if split else None, **flags)
+    except CheckpointingException as exc:
+        raise CheckpointingException(f"mapping {where}: {exc}") from exc

@@ -1,0 +1,141 @@
+"""Save policies: functions that choose the steps of a training that are saved."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Mapping
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+
+from pydantic import ConfigDict, Field, GetPydanticSchema
+from pydantic.dataclasses import dataclass
+
+from shardckpt.errors import CheckpointingException
+from shardckpt.manager.policies import describe_policy, parse_policy
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from shardckpt.distributed import Comm
+
+_STRICT = ConfigDict(extra="forbid")
+_Steps = frozenset[Annotated[int, Field(ge=0)]]
+
+
+class Moment(NamedTuple):
+    """What a save policy is given.
+
+    Attributes:
+        step: How many steps the training has made.
+        seconds: Seconds since the manager has saved last, or since it was made.
+        metrics: What ``save`` was given for the step.
+    """
+
+    step: int
+    seconds: float
+    metrics: Mapping[str, Any]
+
+
+#: A function that returns whether a step is saved. Only the main rank calls it, and tells the others.
+SavePolicy = Callable[[Moment], bool]
+
+
+@dataclass(frozen=True, config=_STRICT)
+class SaveEvery:
+    """Saves the steps that are multiples of a number.
+
+    Attributes:
+        interval: The number, in steps.
+    """
+
+    interval: Annotated[int, Field(ge=1)]
+
+    def __call__(self, moment: Moment) -> bool:
+        """Return whether the step is a multiple, and not 0."""
+        return moment.step > 0 and moment.step % self.interval == 0
+
+
+@dataclass(frozen=True, config=_STRICT)
+class SaveAt:
+    """Saves certain steps.
+
+    Attributes:
+        steps: Their numbers.
+    """
+
+    # Any collection, a list most often; a set of it is kept.
+    steps: Annotated[Collection[int], GetPydanticSchema(lambda _, handler: handler.generate_schema(_Steps))]
+
+    def __call__(self, moment: Moment) -> bool:
+        """Return whether the step is one of them."""
+        return moment.step in self.steps
+
+
+@dataclass(frozen=True, config=_STRICT)
+class SaveAfter:
+    """Saves the first step that ends so many seconds after the last save, by the main rank's clock.
+
+    Attributes:
+        seconds: How many.
+    """
+
+    seconds: Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+    def __call__(self, moment: Moment) -> bool:
+        """Return whether so much time has passed."""
+        return moment.seconds >= self.seconds
+
+
+_BUILT_IN = {kind.__name__: kind for kind in (SaveEvery, SaveAt, SaveAfter)}
+_ADVICE = (
+    "a save policy: give SaveEvery(500), SaveAt([1000, 2000]), SaveAfter(seconds=1800), or a function that is given "
+    "the step, the seconds since the last save and the metrics (Moment), and returns whether to save"
+)
+
+
+def parse_save_policy(given: Any) -> SavePolicy:
+    """Return a policy of a configuration; raise ValueError if it is none. See :func:`parse_policy`."""
+    return parse_policy(given, _BUILT_IN, _ADVICE)  # type: ignore[no-any-return]
+
+
+def describe_save_policy(policy: Any) -> Any:
+    """Return a policy as JSON."""
+    return describe_policy(policy, _BUILT_IN)
+
+
+class SaveClock:
+    """Says which steps of a training are due, by policies.
+
+    Args:
+        policies: The policies; a step that any of them chooses is due.
+    """
+
+    def __init__(self, policies: Sequence[SavePolicy]) -> None:
+        # these need no other rank's answer
+        self._alike = [policy for policy in policies if isinstance(policy, (SaveEvery, SaveAt))]
+        self._others = [policy for policy in policies if not isinstance(policy, (SaveEvery, SaveAt))]
+        self._last = time.monotonic()
+
+    def is_due(self, step: int, metrics: Mapping[str, Any], comm: Comm) -> bool:
+        """Collective if any policy is neither SaveEvery nor SaveAt: return whether a step is due.
+
+        Raises:
+            CheckpointingException: the same on every rank: a policy raised, or returned something else.
+        """
+        moment = Moment(step, time.monotonic() - self._last, metrics)
+        due = any(policy(moment) for policy in self._alike)
+        if due or not self._others:
+            return due
+        return comm.main_runs("asking whether to save", lambda: any(_ask(each, moment) for each in self._others))
+
+    def note_save(self) -> None:
+        """Note that a step was saved now, or begins to be."""
+        self._last = time.monotonic()
+
+
+def _ask(policy: SavePolicy, moment: Moment) -> bool:
+    answer: Any = policy(moment)
+    if answer is None or not hasattr(answer, "__bool__"):
+        raise CheckpointingException(
+            f"the save policy {describe_save_policy(policy)} returned {answer!r:.100}: return True or False"
+        )
+    return bool(answer)

@@ -1,0 +1,105 @@
+"""Folders of other trainers by the names that these give their states: known ones, and ``rename=`` for the rest."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
+
+from shardckpt.errors import CheckpointingException
+from shardckpt.manager import CheckpointConfig, CheckpointManager
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+
+class _Counter:
+    """A plain state."""
+
+    def __init__(self) -> None:
+        self.seen = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"seen": self.seen}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.seen = state["seen"]
+
+
+def _train(seed: int) -> tuple[nn.Module, torch.optim.AdamW]:
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1 * (seed + 1))
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def _save(path: Path, nest: Callable[[Any, Any, Any], dict[str, Any]]) -> tuple[nn.Module, torch.optim.AdamW]:
+    model, optimizer = _train(1)
+    state = nest(get_model_state_dict(model), get_optimizer_state_dict(model, optimizer), {"seen": 7})
+    dcp.save(state, checkpoint_id=path, no_dist=True)
+    return model, optimizer
+
+
+def _resume(path: Path, **settings: Any) -> tuple[nn.Module, torch.optim.AdamW, _Counter]:
+    model, optimizer = _train(0)
+    states = {"model": model, "optimizer": optimizer, "data": (data := _Counter())}
+    config = CheckpointConfig(
+        folder=str(path.parent / "steps"), initial_load_path=str(path), initial_load_model_only=False, **settings
+    )
+    with CheckpointManager(config, states) as manager:
+        manager.load()
+    return model, optimizer, data
+
+
+_KNOWN: dict[str, Callable[[Any, Any, Any], dict[str, Any]]] = {
+    "tutorial": lambda model, optimizer, data: {"model": model, "optim": optimizer, "data": data},
+    "app": lambda model, optimizer, data: {"app": {"model": model, "optim": optimizer, "data": data}},
+    "lightning": lambda model, optimizer, data: {"state_dict": model, "optimizer_0": optimizer, "data": data},
+    "script": lambda m, o, data: {"model_state_dict": m, "optimizer_state_dict": o, "data": data},
+}
+
+
+@pytest.mark.parametrize("nest", _KNOWN.values(), ids=_KNOWN)
+def test_the_usual_names_are_known(tmp_path: Path, nest: Callable[[Any, Any, Any], dict[str, Any]]) -> None:
+    """A stock DCP folder of a tutorial, a trainer or a script loads into ``model`` and ``optimizer``, bit for bit."""
+    saved, saved_optimizer = _save(tmp_path / "c", nest)
+    model, optimizer, data = _resume(tmp_path / "c")
+    assert all(torch.equal(one, other) for one, other in zip(saved.parameters(), model.parameters(), strict=True))
+    for one, other in zip(saved.parameters(), model.parameters(), strict=True):
+        assert torch.equal(saved_optimizer.state[one]["exp_avg"], optimizer.state[other]["exp_avg"])
+    assert optimizer.param_groups[0]["lr"] == saved_optimizer.param_groups[0]["lr"]
+    assert data.seen == 7
+
+
+def test_others_are_given(tmp_path: Path) -> None:
+    """``rename`` takes the names of the folder, also of parts of a state."""
+    saved, saved_optimizer = _save(
+        tmp_path / "c", lambda model, optimizer, data: {"nets": {"gen": model}, "o": optimizer, "extra": {"it": data}}
+    )
+    model, optimizer, data = _resume(tmp_path / "c", rename={"nets.gen": "model", "o": "optimizer", "extra.it": "data"})
+    assert all(torch.equal(one, other) for one, other in zip(saved.parameters(), model.parameters(), strict=True))
+    assert len(optimizer.state) == 4
+    assert optimizer.param_groups[0]["lr"] == saved_optimizer.param_groups[0]["lr"]
+    assert data.seen == 7
+
+
+def test_an_error_names_what_the_folder_has(tmp_path: Path) -> None:
+    """Of a state that is not there, of a name that is not there, and of one that is taken."""
+    _save(tmp_path / "c", lambda model, optimizer, data: {"net": model, "optim": optimizer, "counter": data})
+    names = "its names begin with counter, net, optim"
+    with pytest.raises(CheckpointingException, match=rf"no state 'data', 'model'; {names}\. .*rename="):
+        _resume(tmp_path / "c")
+    with pytest.raises(CheckpointingException, match="nothing under 'nett'; its top-level names are counter, net, opt"):
+        _resume(tmp_path / "c", rename={"nett": "model"})
+    with pytest.raises(CheckpointingException, match=r"no state is named modle; there are model, optimizer, data"):
+        _resume(tmp_path / "c", rename={"net": "modle"})
+    _save(tmp_path / "d", lambda m, o, data: {"model": m, "optimizer": o, "data": data, "x": data})
+    with pytest.raises(CheckpointingException, match=r"'x' cannot become 'data': the checkpoint has data\.seen"):
+        _resume(tmp_path / "d", rename={"x": "data"})
