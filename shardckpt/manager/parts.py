@@ -212,6 +212,7 @@ class HuggingFaceExport(ManagerPart):
             f"{path}-hf",
             prefix=self._prefix,
             mapping=self._config.hf_mapping,
+            cut_vocabulary=self._config.hf_cut_vocabulary,
             dtype=self._config.export_dtype,
             assets=self._config.hf_assets_path,
             overwrite=True,

@@ -8,10 +8,17 @@ import torch
 
 from shardckpt import dist_checkpointing as dc
 from shardckpt.cli import main
-from shardckpt.errors import CheckpointingException, KeyMismatchError, ShapeMismatchError, ShardingError
+from shardckpt.errors import (
+    CheckpointingException,
+    ConfigurationError,
+    KeyMismatchError,
+    ShapeMismatchError,
+    ShardingError,
+)
 from shardckpt.huggingface import export_to_huggingface, load_from_huggingface, save_state_dict
 from shardckpt.huggingface.models import find_mapping
 from shardckpt.maintenance import convert_checkpoint, diff_checkpoints
+from shardckpt.manager import CheckpointConfig, CheckpointManager
 from tests.huggingface.megatron_models import CONFIGS, blank, make_config, make_hub_tensors, make_megatron_state
 from tests.huggingface.samples import read, same
 from tests.tables import table
@@ -212,3 +219,33 @@ def test_a_mapping_that_lacks_what_it_needs_says_so(tmp_path: Path) -> None:
     (tmp_path / "assets" / "config.json").write_text("{}")
     with pytest.raises(CheckpointingException, match="has no model_type"):
         find_mapping(str(tmp_path / "assets" / "config.json"))
+
+
+class _Sharded:
+    """A model that describes its shards itself, as Megatron's do."""
+
+    def __init__(self, shards: list[ShardedTensor]) -> None:
+        self.shards = shards
+
+    def sharded_state_dict(self) -> dict[str, Any]:
+        return {"shards": self.shards}
+
+    def load_state_dict(self, _: dict[str, Any]) -> None:
+        """Nothing: its tensors are filled in place."""
+
+
+def test_a_manager_exports_the_last_step_of_a_padded_model(tmp_path: Path) -> None:
+    """With ``hf_cut_vocabulary`` the folder beside the last step has the model of the config."""
+    hub, shards = _save(tmp_path, "llama", "numbered", pad_to=64)
+    config = CheckpointConfig(
+        folder=str(tmp_path / "steps"),
+        last_save_in_hf=True,
+        hf_mapping="megatron",
+        hf_assets_path=str(tmp_path / "assets"),
+        hf_cut_vocabulary=True,
+    )
+    with CheckpointManager(config, {"model": _Sharded(shards)}) as manager:
+        manager.save(3, last_step=True)
+    _check(read(tmp_path / "steps" / "step-3-hf"), hub)
+    with pytest.raises(ConfigurationError, match=r"hf_cut_vocabulary takes hf_mapping, and hf_assets_path"):
+        CheckpointConfig(hf_cut_vocabulary=True)
