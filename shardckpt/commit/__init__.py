@@ -40,6 +40,7 @@ if TYPE_CHECKING:
         remove_free,
         remove_leftover,
         spool_folder,
+        used_bytes,
         why_kept,
     )
     from shardckpt.commit.owner import Owner, claim_name, release_name
@@ -96,6 +97,7 @@ __getattr__ = lazy_getattr(
             "remove_free",
             "remove_leftover",
             "spool_folder",
+            "used_bytes",
             "why_kept",
         ),
         "owner": (
@@ -134,6 +136,7 @@ __getattr__ = lazy_getattr(
             "is_under_way",
             "open_stream",
             "upload_files",
+            "used_bytes",
         ),
     },
 )
@@ -196,6 +199,7 @@ __all__ = [
     "stem",
     "temporary_name",
     "upload_files",
+    "used_bytes",
     "why_kept",
     "why_unfinished_kept",
 ]
