@@ -8,6 +8,10 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence
 
 
+#: Names that are compared with a wrong one, to find the nearest.
+_MOST_COMPARED = 10_000
+
+
 class CheckpointingException(Exception):
     """The root of the family (Megatron's name for it).
 
@@ -181,6 +185,8 @@ def find_nearest(wanted: str, known: Sequence[str]) -> str:
     """Return the one of some names that is most like another, or whose last part is; ``""`` if none is much like it."""
     import difflib  # slow to import
 
+    if len(known) > _MOST_COMPARED:  # a comparison takes microseconds, and a typing error changes the length by few
+        known = [name for name in known if abs(len(name) - len(wanted)) < 3][:_MOST_COMPARED]  # noqa: PLR2004 - few
     if found := difflib.get_close_matches(wanted, known, 1):
         return found[0]
     ends = {name.rpartition(".")[2]: name for name in reversed(known)}

@@ -9,14 +9,16 @@ from shardckpt.adapters.dtensor import (
     sharded_tensor_from_dtensor,
 )
 from shardckpt.adapters.forms import FORM, is_placeholder, join_path, make_form, rebuild_state
+from shardckpt.adapters.group_options import is_group, spread_options
 from shardckpt.adapters.in_place import InPlaceFactory
 from shardckpt.adapters.kept_options import choose_options, list_option_names
 from shardckpt.adapters.leaves import describe_leaf, describe_object, describe_plain_object
 from shardckpt.adapters.modules import get_model_tensors, read_versions
-from shardckpt.adapters.optimizers import find_name, get_param_groups, is_group, spread_options
+from shardckpt.adapters.optimizers import get_param_groups
 from shardckpt.adapters.restore import load_into
 from shardckpt.adapters.state import SavedModules, to_sharded_state_dict
 from shardckpt.adapters.state_layout import empty_state_tensor
+from shardckpt.adapters.stored_values import find_name
 from shardckpt.adapters.torch_sharded import describe_torch_sharded
 from shardckpt.tensors import register_tensor_class
 

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from shardckpt.adapters.group_options import FEW_GROUPS, PARAMS, digest_names, make_marker
 from shardckpt.adapters.leaves import describe_plain_object
-from shardckpt.adapters.optimizers import FEW_GROUPS, PARAMS, digest_names, make_marker
 from shardckpt.state_dict import nested_items
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any
 
-from shardckpt.adapters.optimizers import GROUPS, list_options
+from shardckpt.adapters.group_options import GROUPS, list_options
 from shardckpt.errors import CheckpointingException, listed
 from shardckpt.state_dict import are_equal, of_type
 

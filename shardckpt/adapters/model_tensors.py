@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from shardckpt.adapters.group_options import digest_names
 from shardckpt.adapters.leaves import describe_leaf, describe_object
 from shardckpt.adapters.modules import find_buffers, read_model
-from shardckpt.adapters.optimizers import digest_names
 from shardckpt.adapters.own_values import find_own_values, request_own_values
 from shardckpt.adapters.wrapper_params import describe_wrapper_param, find_wrapper_params, request_wrapper_params
 from shardckpt.mapping import OptionalEntries

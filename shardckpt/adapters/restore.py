@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from shardckpt.adapters import fsdp1
 from shardckpt.adapters.dtensor import get_local_tensor
 from shardckpt.adapters.forms import rebuild_state
+from shardckpt.adapters.group_options import GROUPS, PARAMS, STATE, name_group, spread_options
 from shardckpt.adapters.kept_options import (
     choose_options,
     list_option_names,
@@ -22,19 +23,7 @@ from shardckpt.adapters.kept_options import (
 )
 from shardckpt.adapters.module_tree import list_state_columns, list_state_tensors, only_copies, read_state_dict
 from shardckpt.adapters.modules import as_parts, read_model, share_memory
-from shardckpt.adapters.optimizers import (
-    EMPTY,
-    ENTRIES,
-    GROUPS,
-    PARAMS,
-    STATE,
-    find_owner,
-    name_group,
-    name_parts,
-    own_method,
-    read_optimizer,
-    spread_options,
-)
+from shardckpt.adapters.optimizers import EMPTY, ENTRIES, find_owner, name_parts, own_method, read_optimizer
 from shardckpt.adapters.own_values import find_own_values
 from shardckpt.adapters.versions import add_versions
 from shardckpt.engine import pause_gc

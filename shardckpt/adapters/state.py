@@ -14,28 +14,17 @@ from shardckpt.adapters import modules
 from shardckpt.adapters.dtensor import AlikeTensors
 from shardckpt.adapters.for_dcp import GroupKeys, describe_groups, describe_numbers
 from shardckpt.adapters.forms import get_layout
+from shardckpt.adapters.group_options import (
+    STATE,
+    describe_options,
+    request_options,
+)
 from shardckpt.adapters.leaf_shards import LeafShards
-from shardckpt.adapters.leaves import describe_leaf, describe_object, describe_tree
+from shardckpt.adapters.leaves import describe_tree
 from shardckpt.adapters.model_tensors import ModelTensors, describe_versions
 from shardckpt.adapters.module_tree import list_state_columns
-from shardckpt.adapters.optimizers import (
-    FEW_GROUPS,
-    PARAMS,
-    STATE,
-    describe_others,
-    describe_state,
-    find_fresh,
-    get_optimizer_state,
-    list_options,
-    make_flat_state,
-    make_marker,
-    name_group,
-    name_groups,
-    request_numbered,
-    request_options,
-    request_others,
-    request_states,
-)
+from shardckpt.adapters.optimizer_requests import find_fresh, request_numbered, request_others, request_states
+from shardckpt.adapters.optimizers import describe_others, describe_state, get_optimizer_state, make_flat_state
 from shardckpt.adapters.saved_states import SavedStates
 from shardckpt.engine import pause_gc
 from shardckpt.errors import KeyMismatchError, ShardingError
@@ -44,7 +33,7 @@ from shardckpt.state_dict import nested_values
 from shardckpt.tensors import ORDINARY, is_sharded_tensor
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Sequence
 
     from torch.nn import Module
     from torch.optim import Optimizer
@@ -259,7 +248,7 @@ def _describe_optimizers(
         }
 
     states = describe(live.states) if kept is None else kept.states.describe(live, state, replicated)
-    options = _describe_options(live.groups, groups, replicated)
+    options = describe_options(live.groups, groups, replicated)
     rest = {
         one.digest: describe_others(one, f"{others}.{one.digest}", replicated, alike) for one in live.each if one.others
     }
@@ -281,36 +270,3 @@ def _describe_optimizers(
             **describe_numbers(live.states, state),
         },
     }
-
-
-def _describe_options(groups: list[dict[str, Any]], key: str, replicated: Replicated) -> dict[str, Any]:
-    """Describe the options of each group: names of parameters and plain values as one object, tensors by parameter.
-
-    Of many groups, all are one object.
-    """
-    found: dict[str, dict[str, Any]] = {}
-    objects: dict[str, dict[str, Any]] = {}
-    for group in groups:
-        if not group[PARAMS]:
-            continue
-        options = list_options(group)
-        # copies, so that a load does not fill the live tensors before load_into has checked what was loaded
-        copies = {n: value.detach().clone() for n, value in options.items() if isinstance(value, torch.Tensor)}
-        plain = {n: value for n, value in options.items() if n not in copies} if copies else options
-        objects[name_group(group)] = {PARAMS: group[PARAMS], "options": plain}
-        for param in group[PARAMS] if copies else ():  # as stock dcp.load asks for them
-            tensors = {n: describe_leaf(copy, f"{key}.{param}.{n}", replicated) for n, copy in copies.items()}
-            found[param] = {"tensors": tensors}
-    stored = {name_groups(objects): _share_plain_options(objects.values())} if len(objects) > FEW_GROUPS else objects
-    described = {name: {"values": describe_object(each, f"{key}.{name}", replicated)} for name, each in stored.items()}
-    return {**described, **found}
-
-
-def _share_plain_options(groups: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return stored groups that have one dict where their options are plain and equal: a pickle has it once."""
-    mark, found, same = make_marker(), [], dict[Any, dict[str, Any]]()
-    for group in groups:
-        options = group["options"]
-        marks = (*options, *map(mark, options.values()))
-        found.append(group if None in marks else {**group, "options": same.setdefault(marks, options)})
-    return found

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from shardckpt import lazy_getattr
 
 if TYPE_CHECKING:
-    from shardckpt.archive.checksums import check_memory, summed
+    from shardckpt.archive.checksums import check_memory, summed, write_crcs
     from shardckpt.archive.dict_names import list_dict_names
     from shardckpt.archive.lazy_reads import LazyReads, refuse_expanded
     from shardckpt.archive.lazy_tensors import LazyTensor
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 __getattr__ = lazy_getattr(
     __name__,
     {
-        "checksums": ("check_memory", "summed"),
+        "checksums": ("check_memory", "summed", "write_crcs"),
         "dict_names": ("list_dict_names",),
         "lazy_reads": ("LazyReads", "refuse_expanded"),
         "lazy_tensors": ("LazyTensor",),
@@ -80,4 +80,5 @@ __all__ = [
     "resolve_lazy_view",
     "row_major_strides",
     "summed",
+    "write_crcs",
 ]

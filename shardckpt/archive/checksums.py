@@ -7,16 +7,18 @@ looks at it. A zero says that the writer made none: this package's own archives,
 from __future__ import annotations
 
 import functools
+import os
 import zlib
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from shardckpt.archive.zip_directory import Member
 from shardckpt.errors import CorruptCheckpointError
-from shardckpt.storage import SEGMENT_BYTES, has_local_files
+from shardckpt.storage import SEGMENT_BYTES, has_local_files, wrap_os_errors
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
+    from pathlib import Path
 
     from shardckpt.archive.payload import StoredPayload
     from shardckpt.storage import CheckpointReader, Elements, Source, Take
@@ -43,6 +45,29 @@ def check_memory(data: bytes | bytearray | memoryview, crc: int, what: str) -> N
     """
     if crc and zlib.crc32(data) != crc:
         raise _differs_error(what)
+
+
+def write_crcs(path: Path, tensors: Iterable[tuple[int, int, tuple[int, int]]]) -> None:
+    """Read the tensors of a file that was written, and write the CRC-32 of each; they are durable at the return.
+
+    Args:
+        path: The file.
+        tensors: Of each tensor the offset, the bytes, and the places of its CRC-32.
+    """
+    block = memoryview(bytearray(_BLOCK))
+    with wrap_os_errors("write checksums into", path), path.open("r+b", buffering=0) as file:
+        for start, nbytes, places in tensors:
+            file.seek(start)
+            crc, left = 0, nbytes
+            while left:
+                count = file.readinto(block[: min(left, _BLOCK)])
+                if not count:
+                    raise CorruptCheckpointError(f"{path} ends within a tensor: {left} bytes are missing")
+                crc, left = zlib.crc32(block[:count], crc), left - count
+            for place in places:
+                file.seek(place)
+                file.write(crc.to_bytes(4, "little"))
+        os.fsync(file.fileno())
 
 
 @contextmanager
@@ -198,6 +223,7 @@ def check_member(reader: CheckpointReader, file: str, member: Member, what: str)
             piece = block[: min(_BLOCK, member.size - begin)]
             reader.read_into(file, member.offset + begin, piece, what)
             crc = zlib.crc32(piece, crc)
+            reader.count_checked(piece.nbytes)
         return crc == member.crc
 
     if member.crc and not reader.parsed(f"crc32 {file} {member.offset}", check):

@@ -2,13 +2,15 @@
 
 The archive is an uncompressed zip of ``a/data.pkl``, ``a/version`` and ``a/data/0``: torch.load needs no more
 (caffe2/serialize/inline_container.cc). The CRC of the payload is zero: torch never checks it, and the checkpoint has
-its own digests. Zip format: APPNOTE.TXT 6.3, with the zip64 fields for 4 GiB and more.
+its own digests; a file that stands alone gets it from :func:`shardckpt.archive.checksums.write_crcs`. Zip format:
+APPNOTE.TXT 6.3, with the zip64 fields for 4 GiB and more.
 """
 
 from __future__ import annotations
 
 import functools
 import io
+import itertools
 import math
 import pickle
 import struct
@@ -36,6 +38,7 @@ _ZIP64_ID = 1
 
 _LOCAL = struct.Struct("<4sHHHHHIIIHH")
 _CENTRAL = struct.Struct("<4sHHHHHHIIIHHHHHII")
+_LOCAL_CRC, _CENTRAL_CRC = 14, 16  # where the CRC-32 stands in these
 _END = struct.Struct("<4sHHHHIIH")
 _END64 = struct.Struct("<4sQHHIIQQQQ")
 _LOCATOR = struct.Struct("<4sIQI")
@@ -127,10 +130,13 @@ class StateDictFrame(NamedTuple):
     Attributes:
         parts: All other bytes, each with its offset, in the order of the file.
         starts: Where the bytes of each tensor begin, in the order in which the value was walked.
+        crcs: Where the CRC-32 of each tensor belongs, twice: until these are written, there are zeros, which say that
+            there is none.
     """
 
     parts: list[tuple[int, bytes]]
     starts: list[int]
+    crcs: list[tuple[int, int]]
 
 
 def make_state_dict_frame(value: Any, tensors: Sequence[DeclaredTensor]) -> StateDictFrame:
@@ -153,7 +159,7 @@ def make_state_dict_frame(value: Any, tensors: Sequence[DeclaredTensor]) -> Stat
     )
     end = 0
     for number, tensor in enumerate(tensors):
-        nbytes = math.prod(tensor.shape) * tensor.dtype.itemsize
+        nbytes = tensor.nbytes
         member = _Member(f"a/data/{number}".encode(), 0, nbytes, end + len(head))
         members.append(member)
         extra = struct.pack("<HHQQ", _ZIP64_ID, 16, nbytes, nbytes) if nbytes >= _MAX32 else b""
@@ -164,7 +170,13 @@ def make_state_dict_frame(value: Any, tensors: Sequence[DeclaredTensor]) -> Stat
         starts.append(end + len(head))
         head, end = b"", starts[-1] + nbytes
     parts.append((end, head + _tail(members, end + len(head))))
-    return StateDictFrame(parts, starts)
+    entries = list(itertools.accumulate((len(_directory_entry(member)) for member in members), initial=end + len(head)))
+    crcs = [
+        (member.offset + _LOCAL_CRC, entry + _CENTRAL_CRC)
+        for member, entry in zip(members, entries, strict=False)
+        if member.name.startswith(b"a/data/")
+    ]
+    return StateDictFrame(parts, starts, crcs)
 
 
 def row_major_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -254,6 +266,11 @@ class DeclaredTensor(NamedTuple):
 
     dtype: torch.dtype
     shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Its bytes."""
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 class _TensorPickler(pickle.Pickler):

@@ -9,6 +9,7 @@ import argparse
 import importlib
 import os
 import sys
+import warnings
 from typing import TYPE_CHECKING
 
 from shardckpt import __version__
@@ -27,8 +28,15 @@ _VERBS = (
 )
 #: Those that also need the verbs of plugins: to list them, and to say which plugin does not work.
 _NEED_ALL = ("strategies", "completion")
-#: The exit code that shells report for a program that SIGPIPE has ended.
+#: The exit codes that shells report for a program that SIGPIPE or SIGINT has ended.
 _BROKEN_PIPE = 128 + 13
+_INTERRUPTED = 128 + 2
+#: What Ctrl-C leaves of a verb that does not write all at its end.
+_LEFT = {
+    "prune": "what it has removed is gone, and the next call goes on",
+    "verify": "verdicts that it has marked stay",
+    "demo": "its files are in its folder",
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -38,11 +46,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: The command line without the program's name; by default that of this process.
 
     Returns:
-        One of :mod:`shardckpt.cli.exit_codes`; 141 if the reader of standard output has closed it. An error is printed
-        to standard error, with its traceback if ``--traceback`` is given. A wrong command line raises SystemExit.
+        One of :mod:`shardckpt.cli.exit_codes`; 141 if the reader of standard output has closed it, and 130 after
+        Ctrl-C. An error is printed to standard error, with its traceback if ``--traceback`` is given. A wrong command
+        line raises SystemExit.
     """
     open_closed_streams()
-    with escaped_logs():
+    with escaped_logs(), warnings.catch_warnings():
+        # torch warns where numpy is not installed; nothing here needs it
+        warnings.filterwarnings("ignore", "Failed to initialize NumPy")
         return _run(sys.argv[1:] if arguments is None else arguments)
 
 
@@ -61,6 +72,9 @@ def _run(given: Sequence[str]) -> int:
     except BrokenPipeError:  # ``shardckpt inspect PATH | head``
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains when it ends
         return _BROKEN_PIPE
+    except KeyboardInterrupt:
+        say_error(f"shardckpt {options.verb}: interrupted; {_LEFT.get(options.verb, 'nothing was written')}")
+        return _INTERRUPTED
     except Exception as exc:  # noqa: BLE001 - a plugin's verb may fail in any way
         print_error(exc, options)
         return FAILED

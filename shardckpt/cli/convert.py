@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 #: What --mapping takes.
-MAPPING_HELP = "rename and split tensors as for this model (qwen3_moe), or by rules: FILE.json, FILE.py:MAPPING"
+MAPPING_HELP = "names of megatron or of a model (qwen3_moe) to the Hub's, or by rules: FILE.json, FILE.py:MAPPING"
 
 
 def add(verbs: Any) -> None:

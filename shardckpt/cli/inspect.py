@@ -1,6 +1,7 @@
 """Print who wrote a checkpoint, its id, parent, step and metrics, and a row for each tensor, object and common value.
 
 With KEY[0:4, ...] in place of a prefix: statistics and values of that region, of which any part is read at a time.
+With common, or the name of a part of the common state (args.lr): its value.
 Files that are missing or too short are named, and the exit code is 1. Bytes of files are not checked: verify does that.
 What convert reads can be inspected, too: Hugging Face folders, and files of safetensors and of torch.save.
 """
@@ -53,7 +54,7 @@ def add(verbs: Any) -> None:
         nargs="?",
         default="",
         metavar="PREFIX|KEY[INDEX]",
-        help="list only keys that begin with it; or a tensor's key and an index: its values",
+        help="list only keys that begin with it; or a tensor's key and an index, or a name in the common state: values",
     )
     how = parser.add_mutually_exclusive_group()
     how.add_argument("--tree", action="store_true", help="a row per module, with the sums of its tensors")
@@ -111,7 +112,7 @@ def _inspect_open(options: Any, lost: str = "") -> tuple[int, list[str]]:
         lost: That it has lost its ``metadata.json``, and what to do about that; ``""``: it must have it.
     """
     from shardckpt.cli.html import write_checkpoint_page
-    from shardckpt.cli.values import describe_values, split_region
+    from shardckpt.cli.values import describe_common, describe_values, find_common, split_region
     from shardckpt.engine import IncompleteFile
     from shardckpt.maintenance import open_any
     from shardckpt.manifest import MARKER_NAME
@@ -120,6 +121,9 @@ def _inspect_open(options: Any, lost: str = "") -> tuple[int, list[str]]:
         region = split_region(options.prefix)
         if region is not None and options.prefix not in checkpoint:
             return FOUND if lost else FINE, describe_values(checkpoint, *region, as_json=options.json)
+        in_common = find_common(checkpoint, options.prefix) if options.prefix and not options.html else None
+        if in_common is not None:
+            return FOUND if lost else FINE, describe_common(*in_common, as_json=options.json)
         if options.html:
             return write_checkpoint_page(checkpoint, options.directory, options.prefix, options.html)
         found = _collect(checkpoint, options)
@@ -218,7 +222,7 @@ def _collect(checkpoint: StoredCheckpoint, options: Any) -> _Found:
     if prefix and not tensors.keys and not objects:
         raise KeyMismatchError(
             f"{options.directory}: no tensor or object has a key that begins with {prefix!r} "
-            f"{name_prefixes(prefix, [*columns.keys, *columns.objects])}"
+            f"{name_prefixes(prefix, [*columns.keys, *columns.objects, *_read_common(checkpoint)[0]])}"
         )
     common, fault = ([], "") if prefix else _read_common(checkpoint)
     scaled = [
@@ -289,6 +293,8 @@ def _describe(found: _Found, options: Any) -> list[str]:
         )
     total = sum(tensors.list_sizes())
     summary = f"{len(tensors.keys)} tensors of {total:,} bytes, {len(found.objects)} objects{_sum_dtypes(found)}"
+    if tensors.keys == [found.prefix] and not options.tree:
+        summary += f"; its values: {found.prefix}[], a region: {found.prefix}[0:4, ...]"
     faults = [f"the common state cannot be read: {found.fault}"] if found.fault else []
     shown = {*tensors.keys, *found.objects, *found.common}
     faults += [f"incomplete: {file.name} {file.fault}{_affected(file, shown)}" for file in found.incomplete]

@@ -1,4 +1,4 @@
-"""``shardckpt inspect PATH KEY[0:4, ...]``: statistics and values of a region of one tensor."""
+"""``shardckpt inspect PATH KEY[0:4, ...]``: statistics and values of a region of one tensor; values of common state."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 #: Elements that are printed in full; of a larger region its first corner.
 _MOST = 400
 _CORNER = 8
+#: What the whole of the common state is called.
+COMMON = "common"
 _REGION = re.compile(r"(.+)\[([^\[\]]*)\]", re.DOTALL)
 
 
@@ -65,6 +67,39 @@ def describe_values(checkpoint: StoredCheckpoint, key: str, index: tuple[Any, ..
     odd = f"NaN {statistics.nans:,}, Inf {statistics.infs:,}"
     left_out = " (left out above)" if statistics.nans or statistics.infs else ""
     return [what, numbers, f"{odd}{left_out}", "values:" if is_all else "first values:", str(values)]
+
+
+def find_common(checkpoint: StoredCheckpoint, path: str) -> tuple[str, Any] | None:
+    """Return the value at a dotted path of the common state, after ``common.`` or without it, and its path.
+
+    Args:
+        checkpoint: The checkpoint.
+        path: ``common``, ``common.args.lr`` or ``args.lr``; keys of dicts, and numbers of items of lists.
+
+    Returns:
+        None if there is no such value, or a key of a tensor or object begins so.
+    """
+    columns = checkpoint.columns
+    if any(key.startswith(path) for key in (*columns.keys, *columns.objects)):
+        return None
+    value: Any = checkpoint.common
+    rest = path.removeprefix(f"{COMMON}.") if path != COMMON else ""
+    for part in rest.split(".") if rest else ():
+        inside = dict(enumerate(value)) if isinstance(value, (list, tuple)) else value
+        named = {str(key): each for key, each in inside.items()} if isinstance(inside, dict) else {}
+        if part not in named:
+            return None
+        value = named[part]
+    return rest or COMMON, value
+
+
+def describe_common(path: str, value: Any, *, as_json: bool) -> list[str]:
+    """Return the lines about a value of the common state: what it is, and the value."""
+    import pprint  # slow to import
+
+    if as_json:
+        return [json.dumps({"common": path, "value": value}, default=str)]
+    return [f"{escape_text(path)}: common state, {type(value).__name__}", *pprint.pformat(value, width=100).split("\n")]
 
 
 def _parse_part(part: str, text: str) -> Any:

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
         remove_free,
         remove_leftover,
         spool_folder,
+        used_bytes,
         why_kept,
     )
     from shardckpt.commit.owner import Owner, claim_name, release_name
@@ -99,6 +100,7 @@ __getattr__ = lazy_getattr(
             "remove_free",
             "remove_leftover",
             "spool_folder",
+            "used_bytes",
             "why_kept",
         ),
         "owner": (
@@ -138,6 +140,7 @@ __getattr__ = lazy_getattr(
             "is_under_way",
             "open_stream",
             "upload_files",
+            "used_bytes",
         ),
     },
 )
@@ -202,6 +205,7 @@ __all__ = [
     "stem",
     "temporary_name",
     "upload_files",
+    "used_bytes",
     "why_kept",
     "why_unfinished_kept",
 ]

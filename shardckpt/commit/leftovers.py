@@ -191,6 +191,12 @@ def freed_bytes(path: Path) -> int:
     return sum(info.st_size for info in _walk(path) if stat.S_ISREG(info.st_mode) and info.st_nlink == 1)
 
 
+def used_bytes(path: Path) -> int:
+    """Return the bytes of all files in a file or directory, one with several hard links in it once."""
+    found = {(info.st_dev, info.st_ino): info.st_size for info in _walk(path) if stat.S_ISREG(info.st_mode)}
+    return sum(found.values())
+
+
 def _list_temporary(folder: Path) -> list[Path]:
     """Return what may be ours in a folder; links are not, so nothing outside of it is removed."""
     with wrap_os_errors("list", folder):

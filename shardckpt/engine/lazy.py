@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardckpt.engine.integrity import find_incomplete_files
 from shardckpt.engine.streaming import STREAM_BYTES, compute_fingerprints
-from shardckpt.errors import CheckpointingException, listed
+from shardckpt.errors import CheckpointingException, KeyMismatchError, listed, name_known
 from shardckpt.mapping import ShardedObject, ShardedTensor
 from shardckpt.planning import Box, cut_box
 from shardckpt.storage import file_size, read_fingerprints
@@ -170,7 +170,7 @@ class StoredCheckpoint(Mapping[str, "StoredTensor"]):
         """
         for key in () if keys is None else keys:
             if key not in self:
-                raise CheckpointingException(f"no tensor {key!r} is stored; there are {listed(list(self))}")
+                raise CheckpointingException(f"no tensor {key!r} is stored {name_known(key, self._tensors, 'keys')}")
         chosen = [tensor for key, tensor in self._tensors.items() if keys is None or key in keys]
         return compute_fingerprints(self._checkpoint, chosen, memory)
 
@@ -202,7 +202,9 @@ class StoredCheckpoint(Mapping[str, "StoredTensor"]):
             CheckpointingException: no such object is stored, or it cannot be read.
         """
         if unique_key not in self.objects:
-            raise CheckpointingException(f"no object {unique_key!r} is stored; there are {self.objects[:8]}")
+            raise CheckpointingException(
+                f"no object {unique_key!r} is stored {name_known(unique_key, self.objects, 'objects')}"
+            )
         (value,) = self._checkpoint.values([ShardedObject.empty_from_unique_key(unique_key)])
         return value
 
@@ -222,14 +224,19 @@ class StoredCheckpoint(Mapping[str, "StoredTensor"]):
         indices = regions if isinstance(regions, Mapping) else dict.fromkeys(regions, ...)
         if missing := [key for key in indices if key not in self]:
             raise CheckpointingException(
-                f"{listed([repr(key) for key in missing])} not stored; there are {listed(list(self))}"
+                f"{listed([repr(key) for key in missing])} not stored {name_known(missing[0], self._tensors, 'keys')}"
             )
         found = {key: _Region(self._tensors[key], index) for key, index in indices.items()}
         values = self._checkpoint.values([region.shard for region in found.values()])
         return {key: region.take(value) for (key, region), value in zip(found.items(), values, strict=True)}
 
     def __getitem__(self, key: str) -> StoredTensor:
+        if key not in self._tensors:
+            raise _AbsentKeyError(f"no tensor {key!r} is stored {name_known(key, self._tensors, 'keys')}")
         return StoredTensor(self._checkpoint, self._tensors[key])
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._tensors  # the base's makes an error of each absent key, which looks for the nearest
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._tensors)
@@ -244,6 +251,13 @@ class StoredCheckpoint(Mapping[str, "StoredTensor"]):
     @cached_property
     def _tensors(self) -> dict[str, ShardedTensor]:
         return {shard.key: shard for shard in self._index if isinstance(shard, ShardedTensor)}
+
+
+class _AbsentKeyError(KeyMismatchError, KeyError):
+    """A key of no stored tensor: as a mapping raises it, and one of the family."""
+
+    def __str__(self) -> str:
+        return str(self.args[0])  # KeyError's shows the repr of a key, and this is a text
 
 
 class _Region:

@@ -430,7 +430,7 @@ def _report_ignored(ignored: list[str], on_unused: OnUnused, comm: Comm) -> None
     paths = next(filter(None, comm.all_gather(ignored[:_FEW])))
     (count,) = comm.largest(len(ignored))
     text = (
-        f"{count} tensors of the state dict to load describe no shard, and are neither filled nor in the result: "
+        f"no shard describes {count} tensors of the state dict to load, which are neither filled nor in the result: "
         f"{listed(paths)}{', ...' if count > len(paths) else ''}; describe them as the save did: "
         "dist_checkpointing.load(to_sharded_state_dict(...), ...) of shardckpt.adapters"
     )

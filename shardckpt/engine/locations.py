@@ -9,14 +9,14 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
 from urllib.parse import unquote, urlsplit
 
-from shardckpt.commit import NAME_MAX, freed_bytes
+from shardckpt.commit import NAME_MAX, freed_bytes, used_bytes
 from shardckpt.errors import CheckpointingException, StorageError
 from shardckpt.manifest import MARKER_NAME
 from shardckpt.plugins import open_folder
 from shardckpt.storage import RemotePath, is_there, list_objects, mask_password, on_store, wrap_os_errors
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
     from shardckpt.plugins import PluginManager
 
@@ -171,12 +171,22 @@ def name_library(place: Path, backend: str) -> str:
     return backend
 
 
-def measure(directory: Path) -> int:
-    """Return the bytes on disk that a checkpoint's directory or URL takes, other files in it included."""
+def measure(directory: Path, count: Callable[[Path], int] = used_bytes) -> int:
+    """Return the bytes that a checkpoint's directory or URL takes, other files in it and hard links included.
+
+    Args:
+        directory: The directory or store folder.
+        count: Counts the bytes of a directory.
+    """
     remote = on_store(directory)
     if remote is None:
-        return freed_bytes(directory)
+        return count(directory)
     return sum((list_objects(remote.folder) if remote.listing is None else remote.listing).values())
+
+
+def measure_freed(directory: Path) -> int:
+    """Return the bytes that a removal of a checkpoint's directory or URL frees: of files without a second hard link."""
+    return measure(directory, freed_bytes)
 
 
 def check_names(path: Path) -> Path:

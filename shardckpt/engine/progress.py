@@ -58,6 +58,10 @@ class Progress:
             except Exception:  # an observer must not be able to fail what it observes
                 logger.warning("a plugin's shardckpt_event failed", exc_info=True)
 
+    def end(self) -> None:
+        """Count what is left as done: files of which not all bytes had to be read."""
+        self.add(max(0, self._total - self._done))
+
 
 def wants_progress(plugins: PluginManager) -> bool:
     """Return whether a plugin that is registered asks for the progress of operations: it has ``wants_progress``.

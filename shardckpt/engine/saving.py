@@ -232,8 +232,8 @@ def _warn_of_tensors(common: CommonStateDict) -> None:
     if nbytes >= _LARGE:
         largest = sorted(found, key=lambda each: -each[1].nbytes)
         logger.warning(
-            "%d tensors of %s describe no shard, and go into the common state: the main rank's are stored, each rank "
-            "of each load reads all of them, and no load fills live ones: %s; describe them: save("
+            "no shard describes %d tensors of %s, which go into the common state: the main rank's are stored, each "
+            "rank of each load reads all of them, and no load fills live ones: %s; describe them: save("
             "to_sharded_state_dict(...), ...) of shardckpt.adapters",
             len(found),
             format_bytes(nbytes),

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from shardckpt.huggingface.hub_tensor import HubTensor
     from shardckpt.huggingface.load import huggingface_index, load_from_huggingface
     from shardckpt.huggingface.load_strategy import HuggingFaceLoadStrategy
+    from shardckpt.huggingface.megatron import split_qkv, split_vocabulary
     from shardckpt.huggingface.models import MegatronMapping, find_mapping
     from shardckpt.huggingface.names import (
         SAFETENSORS,
@@ -63,6 +64,7 @@ __getattr__ = lazy_getattr(
         "hub_tensor": ("HubTensor",),
         "load": ("huggingface_index", "load_from_huggingface"),
         "load_strategy": ("HuggingFaceLoadStrategy",),
+        "megatron": ("split_qkv", "split_vocabulary"),
         "models": ("MegatronMapping", "find_mapping"),
         "names": (
             "SAFETENSORS",
@@ -133,5 +135,7 @@ __all__ = [
     "read_assets",
     "read_config",
     "save_state_dict",
+    "split_qkv",
+    "split_vocabulary",
     "torch_save_to_dcp",
 ]

@@ -20,12 +20,13 @@ _DTYPE, _OLDER = "dtype", "torch_dtype"
 _QUANTIZATION = "quantization_config"
 
 
-def find_config(assets: Iterable[Path], target: Path) -> Path | None:
+def find_config(assets: Iterable[Path], target: Path | None = None) -> Path | None:
     """Return the ``config.json`` that a folder will have: that of the assets, else its own; None if there is none."""
-    return next((path for path in (*assets, target / CONFIG) if path.name == CONFIG and is_there(path)), None)
+    places = [*assets, *([] if target is None else [target / CONFIG])]
+    return next((path for path in places if path.name == CONFIG and is_there(path)), None)
 
 
-def read_config(assets: Iterable[Path], target: Path) -> dict[str, Any] | None:
+def read_config(assets: Iterable[Path], target: Path | None = None) -> dict[str, Any] | None:
     """Return the content of the ``config.json`` that a folder will have; None if there is none.
 
     Raises:

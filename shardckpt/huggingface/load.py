@@ -10,6 +10,7 @@ from shardckpt.engine import LoadTemplate, OpenCheckpoint, Operation, load_check
 from shardckpt.errors import KeyMismatchError, listed
 from shardckpt.huggingface.folder import check_same_folder, read_folder
 from shardckpt.huggingface.load_strategy import HuggingFaceLoadStrategy
+from shardckpt.huggingface.megatron import MEGATRON_NAME
 from shardckpt.huggingface.models import find_mapping
 from shardckpt.manifest import Manifest
 from shardckpt.parallel import share_reading, split_budget
@@ -20,6 +21,7 @@ from shardckpt.validation import StrictHandling
 
 if TYPE_CHECKING:
     import os
+    from collections.abc import Collection
 
     import torch
     from torch.distributed import ProcessGroup
@@ -101,8 +103,7 @@ def load_from_huggingface(
                 if strict and missing:
                     raise KeyMismatchError(
                         f"{path} lacks {listed([*map(repr, missing)])}, which the requested tensors need; "
-                        "huggingface_index(folder) lists what it has. If names differ, give a mapping: "
-                        "load_from_huggingface(mapping=..., prefix=...) or CheckpointConfig(hf_mapping=...)"
+                        f"huggingface_index(folder) lists what it has. {_advise(missing, mapping)}"
                     )
             # without digests: the folder stores none
             manifest = Manifest(backend=strategy.backend, version=strategy.version)
@@ -125,6 +126,18 @@ def load_from_huggingface(
         return loaded
 
     return retry_if_replaced(attempt, folder)
+
+
+def _advise(missing: Collection[str], mapping: str | KeyMapping | None) -> str:
+    """Return which mapping gives other names."""
+    if MEGATRON_NAME in missing:
+        return "That is Megatron's name: give mapping='megatron'"
+    if mapping is not None:
+        return "Names that the mapping leaves as they are match no rule of it"
+    return (
+        "If names differ, give a mapping: load_from_huggingface(mapping=..., prefix=...) or "
+        "CheckpointConfig(hf_mapping=...)"
+    )
 
 
 def huggingface_index(folder: str | os.PathLike[str]) -> dict[str, tuple[torch.dtype | None, tuple[int, ...]]]:

@@ -62,6 +62,8 @@ class HuggingFaceLoadStrategy(LoadStrategy):
         self._prefix = prefix
         shards = [shard for shard in requested if isinstance(shard, ShardedTensor)]
         self._requested = {shard.key: shard for shard in shards}
+        #: Key map entries by key: a tensor that is read box by box, of hundreds of experts, has hundreds.
+        self._known_links: dict[str, Sequence[KeyMapEntry]] = {}
         self.absent = {key for key in self._requested if self._missing_names(key)}
         # a tied weight may be stored under the other name only: it is filled if that one is
         filled = {_memory_key(shard) for shard in shards if shard.key not in self.absent}
@@ -142,8 +144,10 @@ class HuggingFaceLoadStrategy(LoadStrategy):
     def _links(self, key: str) -> Sequence[KeyMapEntry]:
         if not key.startswith(self._prefix):
             raise KeyMismatchError(f"the requested key {key!r} does not begin with the prefix {self._prefix!r}")
-        shape = tuple(self._requested[key].global_shape)
-        return get_key_map_entries(self._mapping, key[len(self._prefix) :], shape)
+        if key not in self._known_links:
+            shape = tuple(self._requested[key].global_shape)
+            self._known_links[key] = get_key_map_entries(self._mapping, key[len(self._prefix) :], shape)
+        return self._known_links[key]
 
     def _describe_stored(self, key: str) -> ShardedTensor:
         """Return a requested tensor without data, with the shape and dtype that the folder can fill it with."""

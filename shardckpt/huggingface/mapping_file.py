@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from shardckpt.engine import expand_home
 from shardckpt.errors import CheckpointingException, listed
 from shardckpt.huggingface.folder import CONFIG, CONFIG_LIMIT, read_json
+from shardckpt.huggingface.megatron import split_qkv, split_vocabulary
 from shardckpt.huggingface.rules import Rule, RuleMapping
 from shardckpt.plugins import KeyMapping
 
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
 #: A file of Python with the name of the mapping in it, or a file of JSON.
 _FILE = re.compile(r"(?P<path>.+\.(?:json|py))(?::(?P<name>\w+))?")
 _DEFAULT_NAME = "MAPPING"
+#: What "split" may be in JSON: rows as Megatron has them, by the model's config.
+_SPLITS = {"qkv": split_qkv, "vocabulary": split_vocabulary}
 
 
 def find_file_mapping(text: str) -> KeyMapping | None:
@@ -88,13 +91,20 @@ def _make_rule(stored: object, hub: object, where: str) -> Rule:
     names = other.get("hub")
     names = [] if names is None else [names] if isinstance(names, str) else names
     rest = {key: value for key, value in other.items() if key != "hub"}
-    is_sound = isinstance(stored, str) and isinstance(names, (list, tuple)) and all(isinstance(n, str) for n in names)
-    if not is_sound or rest.keys() - {"transposed"} or not isinstance(rest.get("transposed", False), bool):
+    is_sound = "hub" in other and isinstance(stored, str) and isinstance(names, (list, tuple))
+    is_sound = is_sound and all(isinstance(name, str) for name in names)
+    flags = {key: value for key, value in rest.items() if key != "split"}
+    is_sound &= not flags.keys() - {"transposed", "keep_dtype"} and all(
+        isinstance(flag, bool) for flag in flags.values()
+    )
+    split = rest.get("split")
+    if not is_sound or not (split is None or (isinstance(split, str) and split in _SPLITS)):
         raise CheckpointingException(
             f"mapping {where}: {stored!r} has {hub!r}; expected a name in the folder, a list of names, null for what "
-            'is not written, or {"hub": [...], "transposed": true}'
+            'is not written, or {"hub": [...], "transposed": true}, also with "keep_dtype": true and "split": "qkv" or '
+            '"vocabulary"'
         )
     try:
-        return Rule(str(stored), tuple(names), **rest)
+        return Rule(str(stored), tuple(names), split=_SPLITS[split] if split else None, **flags)
     except CheckpointingException as exc:
         raise CheckpointingException(f"mapping {where}: {exc}") from exc

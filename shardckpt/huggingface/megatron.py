@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 #: A layer by its number, and all along the first axis.
 _STORED = ("decoder.layers.{layer}", "decoder.layers")
 _HUB = "model.layers.{layer}"
+#: What every GPTModel has, and no class of the Hub.
+MEGATRON_NAME = "embedding.word_embeddings.weight"
 _WEIGHTS = ("weight", "bias")
 
 
@@ -34,7 +36,7 @@ def list_attention_rules() -> Iterator[Rule]:
 
 def list_dense_rules() -> Iterator[Rule]:
     """Yield the rules of what all models have: the ends, the norms of layers, attention's output, and dense MLPs."""
-    yield Rule("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), split=split_vocabulary)
+    yield Rule(MEGATRON_NAME, ("model.embed_tokens.weight",), split=split_vocabulary)
     yield Rule("output_layer.weight", ("lm_head.weight",), split=split_vocabulary)
     yield Rule("decoder.final_layernorm.weight", ("model.norm.weight",))
     for kind in _WEIGHTS:

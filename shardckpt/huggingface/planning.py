@@ -9,10 +9,11 @@ from shardckpt.errors import CheckpointingException, KeyMismatchError, ShardingE
 from shardckpt.huggingface.dtypes import cast_to
 from shardckpt.huggingface.header import refuse_unknown
 from shardckpt.huggingface.hub_tensor import HubTensor, StoredPart
+from shardckpt.huggingface.megatron import MEGATRON_NAME
 from shardckpt.huggingface.names import SAFETENSORS, assign_files, natural_order
 from shardckpt.mapping import ShardedTensor
 from shardckpt.planning import find_hole, find_overlap
-from shardckpt.plugins import KnowsKeys, get_key_map_entries
+from shardckpt.plugins import Identity, KnowsKeys, get_key_map_entries
 from shardckpt.tensors import get_outer_key
 from shardckpt.validation import is_version_key, stored_key
 
@@ -95,6 +96,8 @@ def plan_export(index: Iterable[ShardedBase], options: ExportOptions, source: st
             f"{source} has no tensor to export whose key begins with {prefix!r} "
             f"{name_prefixes(prefix, map(stored_key, stored))}"
         )
+    if isinstance(options.mapping, Identity) and MEGATRON_NAME in tensors:
+        logger.warning("%r is Megatron's name: mapping='megatron' (--mapping megatron) gives the Hub's", MEGATRON_NAME)
     if options.file_format == SAFETENSORS:
         refuse_unknown((tensor.name, tensor.dtype) for tensor in tensors.values())
     sizes = {name: tensor.nbytes for name, tensor in tensors.items()}

@@ -129,7 +129,7 @@ class Rule:
         Raises:
             ShardingError: the shape cannot be split as the rule says.
         """
-        found = _compile_pattern(self.stored).fullmatch(key)
+        found = _match(self.stored, key)
         if found is None or not self.hub:
             return None if found is None else []
         fields = found.groupdict()
@@ -158,7 +158,7 @@ class Rule:
     def locate(self, name: str, folder: Collection[str]) -> StoredPlace | None:
         """Return where a tensor of a folder with these names is stored; None if this rule does not give it its name."""
         for number, template in enumerate(self.hub):
-            found = _compile_pattern(template).fullmatch(name)
+            found = _match(template, name)
             if found is None:
                 continue
             fields = found.groupdict()
@@ -256,24 +256,26 @@ class RuleMapping:
 
     def knows(self, key: str) -> bool:
         """Return whether a rule matches a name, or gives it to a tensor of the folder."""
-        return any(_is_match(name, key) for rule in self._rules for name in (rule.stored, *rule.hub))
+        return any(_match(name, key) for rule in self._rules for name in (rule.stored, *rule.hub))
 
     def find_unused(self, keys: Collection[str]) -> Sequence[str]:
         """Return the stored names of the rules that match none of these keys."""
-        return [rule.stored for rule in self._rules if not any(_is_match(rule.stored, key) for key in keys)]
+        return [rule.stored for rule in self._rules if not any(_match(rule.stored, key) for key in keys)]
 
 
 def _fill(template: str, fields: Mapping[str, str]) -> str:
     return _FIELD.sub(lambda found: fields[found[1]], template)
 
 
-def _is_match(template: str, key: str) -> bool:
-    return _compile_pattern(template).fullmatch(key) is not None
+def _match(template: str, key: str) -> re.Match[str] | None:
+    """Match a name by a template; folders have tens of thousands of names, most of which end otherwise."""
+    ending, pattern = _compile_pattern(template)
+    return pattern.fullmatch(key) if key.endswith(ending) else None
 
 
 @functools.cache
-def _compile_pattern(template: str) -> re.Pattern[str]:
-    """Compile a template to a pattern with a named group for each field."""
+def _compile_pattern(template: str) -> tuple[str, re.Pattern[str]]:
+    """Compile a template to the text after its last field, and a pattern with a named group for each field."""
     texts = _FIELD.split(template)  # text and field in turn
     parts = [rf"(?P<{text}>[^.]+)" if number % 2 else re.escape(text) for number, text in enumerate(texts)]
-    return re.compile("".join(parts))
+    return texts[-1], re.compile("".join(parts))

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from shardckpt.archive import DeclaredTensor, make_state_dict_frame
+from shardckpt.archive import DeclaredTensor, make_state_dict_frame, write_crcs
 from shardckpt.errors import ShardingError
 from shardckpt.huggingface.block_writer import BlockWriter
 from shardckpt.huggingface.header import FileLayout, FramePart, TensorSpan
@@ -99,6 +99,7 @@ class TorchFile:
         with replace_file(path, journal) as staged:
             with BlockWriter(load, journal) as writer:
                 writer.write(staged, FileLayout(sorted(parts), spans))
+            write_crcs(staged, [*zip(frame.starts, (each.nbytes for each in declared), frame.crcs, strict=True)])
             if check is not None:
                 check(staged)
 

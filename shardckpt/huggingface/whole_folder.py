@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shardckpt.errors import CorruptCheckpointError, KeyMismatchError, ShardingError, listed
+from shardckpt.errors import CheckpointingException, CorruptCheckpointError, KeyMismatchError, ShardingError, listed
 from shardckpt.huggingface.folder import read_file_as_folder, read_folder
 from shardckpt.huggingface.load_strategy import HuggingFaceLoadStrategy
+from shardckpt.huggingface.scaled import SCALE_ENDING
 from shardckpt.mapping import ShardedTensor
 from shardckpt.plugins import Identity, get_key_map_entries
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
+
+    import torch
 
     from shardckpt.huggingface.folder import Folder
     from shardckpt.huggingface.rules import RuleMapping
     from shardckpt.planning import Ints
     from shardckpt.plugins import KeyMapEntry
-
-logger = logging.getLogger(__name__)
 
 
 def read_all_of_folder(place: Path, file: str = "") -> tuple[HuggingFaceLoadStrategy, Path]:
@@ -44,37 +44,44 @@ def read_all_of_folder(place: Path, file: str = "") -> tuple[HuggingFaceLoadStra
 
 
 def name_for_trainer(
-    strategy: HuggingFaceLoadStrategy, mapping: RuleMapping, *, strict: bool
+    strategy: HuggingFaceLoadStrategy, mapping: RuleMapping, dtype: torch.dtype | None
 ) -> HuggingFaceLoadStrategy:
     """Return a strategy that reads the same folder under a trainer's names, in a trainer's shapes.
+
+    Tensors that no rule names keep their names.
 
     Args:
         strategy: Reads every tensor under its own name.
         mapping: Maps the trainer's names to those of the folder.
-        strict: Whether a tensor that no rule names is an error; else it keeps its name, after a warning.
+        dtype: The dtype in which weights of 8 bits with scales are read.
 
     Raises:
-        KeyMismatchError: Tensors are missing; or ``strict``, and one has no other name.
+        CheckpointingException: There are such weights, and no dtype.
+        KeyMismatchError: A part of what is one tensor for the trainer is missing.
         ShardingError: Tensors that are one for the trainer have several dtypes.
     """
-    tensors = {name: tensor for name, (_, tensor) in strategy.folder.tensors.items()}
-    shapes, unmatched = mapping.find_stored_shapes({name: tensor.shape for name, tensor in tensors.items()})
-    if unmatched:
-        what = f"{len(unmatched)} of {len(tensors)} tensors matched no rule of the mapping: {listed(unmatched)}"
-        if strict:
-            raise KeyMismatchError(what)
-        logger.warning("%s. They keep their names", what)
-    wanted = [_describe(name, strategy.folder) for name in unmatched]
+    folder = strategy.folder
+    scaled = {name for name in folder.tensors if name + SCALE_ENDING in folder.tensors}
+    if scaled and dtype is None:
+        raise CheckpointingException(
+            f"{len(scaled)} weights of 8 bits have scales, such as {min(scaled)!r}: give the dtype in which the "
+            "trainer has what they stand for (dtype='bfloat16', --dtype bfloat16)"
+        )
+    scales = {name + SCALE_ENDING for name in scaled}
+    tensors = {name: _describe(name, folder) for name in folder.tensors if name not in scales}
+    if dtype is not None:
+        tensors |= {n: ShardedTensor.from_global_shape(n, dtype, tensors[n].global_shape) for n in scaled}
+    shapes, unmatched = mapping.find_stored_shapes({n: tuple(tensor.global_shape) for n, tensor in tensors.items()})
+    wanted = [tensors[name] for name in unmatched]
     for key, shape in shapes.items():
         names = [link.name for link in get_key_map_entries(mapping, key, shape)]
         missing = [name for name in names if name not in tensors]
         if missing:
             raise KeyMismatchError(f"the folder lacks {listed(missing)}, of which {key!r} is made, too")
-        found = [_describe(name, strategy.folder) for name in names]
-        if len({each.dtype for each in found}) > 1:
+        if len({tensors[name].dtype for name in names}) > 1:
             raise ShardingError(f"{key!r} is made of tensors of several dtypes: {listed(names)}")
-        wanted.append(ShardedTensor.from_global_shape(key, found[0].dtype, shape))
-    return HuggingFaceLoadStrategy(strategy.folder, mapping, "", wanted)
+        wanted.append(ShardedTensor.from_global_shape(key, tensors[names[0]].dtype, shape))
+    return HuggingFaceLoadStrategy(folder, mapping, "", wanted)
 
 
 class StoredNames(Identity):
@@ -91,6 +98,14 @@ class StoredNames(Identity):
         """Return one entry: the tensor itself."""
         keeps = any(link.keep_dtype for link in self._mapping.links(key, shape))
         return [link._replace(keep_dtype=keeps) for link in super().links(key, shape)]
+
+    def knows(self, key: str) -> bool:
+        """Return whether a rule has this name."""
+        return self._mapping.knows(key)
+
+    def find_unused(self, keys: Collection[str]) -> Sequence[str]:
+        """Return the stored names of rules that match none of these keys."""
+        return self._mapping.find_unused(keys)
 
 
 def _describe(name: str, folder: Folder) -> ShardedTensor:

@@ -64,6 +64,7 @@ class TitanCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
         save_when: tuple[SavePolicy, ...] = ()
         strategy: str | None = None
         hf_mapping: str | None = None
+        hf_cut_vocabulary: bool = False
         hf_assets_path: str | None = None
         exclude_from_last_save: tuple[str, ...] = ()
         keep_options: tuple[str, ...] = ()

@@ -209,7 +209,7 @@ def run_conversion(
             config = read_hub_config(source, plugins)
             if config is not None:  # the way back: the folder's names become the trainer's
                 names = options.mapping.with_config(config, "keep")
-                chosen, identified = partial(open_for_trainer, names, strict), partial(identify_source, source)
+                chosen, identified = partial(open_for_trainer, names, options.dtype), partial(identify_source, source)
                 planned = options._replace(mapping=StoredNames(names))
         return Conversion(
             source,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from typing import TYPE_CHECKING, NamedTuple
@@ -82,10 +83,11 @@ def list_local_names(place: Path) -> Callable[[str], Names]:
         names = Names([], [])
         with wrap_os_errors("list", place / folder), os.scandir(place / folder) as entries:
             for entry in entries:
-                if entry.is_dir(follow_symlinks=not folder):
-                    names.folders.append(entry.name)
-                elif entry.is_file():
-                    names.files.append(entry.name)
+                with contextlib.suppress(OSError):  # a link to itself is neither
+                    if entry.is_dir(follow_symlinks=not folder):
+                        names.folders.append(entry.name)
+                    elif entry.is_file():
+                        names.files.append(entry.name)
         return names
 
     return list_names

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from shardckpt.deepspeed import DeepSpeedLoadStrategy, find_files
 from shardckpt.distributed import Comm
-from shardckpt.engine import OpenCheckpoint, Operation, StoredCheckpoint, locate
+from shardckpt.engine import OpenCheckpoint, Operation, Progress, StoredCheckpoint, locate
 from shardckpt.errors import (
     CheckpointingException,
     CheckpointReplacedError,
@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Iterator
     from pathlib import Path
+
+    import torch
 
     from shardckpt.huggingface import RuleMapping
     from shardckpt.plugins import PluginManager
@@ -91,7 +93,7 @@ def open_source(
 @contextmanager
 def open_for_trainer(
     mapping: RuleMapping,
-    strict: bool,
+    dtype: torch.dtype | None,
     location: Path,
     plugins: PluginManager,
     allow_globals: tuple[object, ...] = (),
@@ -101,7 +103,7 @@ def open_for_trainer(
 
     Args:
         mapping: As for :func:`shardckpt.huggingface.name_for_trainer`.
-        strict: As for that function.
+        dtype: As for that function.
         location: As for :func:`open_source`.
         plugins: As for :func:`open_source`.
         allow_globals: As for :func:`open_source`.
@@ -110,7 +112,7 @@ def open_for_trainer(
     with open_source(location, plugins, allow_globals, **options) as opened:
         if not isinstance(opened.strategy, HuggingFaceLoadStrategy):
             raise CheckpointReplacedError(f"{location} was a Hugging Face folder, and is something else now")
-        named = name_for_trainer(opened.strategy, mapping, strict=strict)
+        named = name_for_trainer(opened.strategy, mapping, dtype)
         yield OpenCheckpoint(named, opened.context, opened.operation)
 
 
@@ -232,7 +234,7 @@ def check_source(location: Path, plugins: PluginManager, error: CheckpointingExc
     if has_local_files(location) and location.is_file():
         with open_source(location, plugins) as opened:
             strategy, reader = opened.strategy, opened.context.reader
-            return check_all_files(strategy, reader) if isinstance(strategy, ChecksFiles) else {}
+            return check_all_files(strategy, reader, location, plugins) if isinstance(strategy, ChecksFiles) else {}
     place = open_directory(location)
     if not place.is_dir():
         raise error
@@ -242,20 +244,43 @@ def check_source(location: Path, plugins: PluginManager, error: CheckpointingExc
         names = {entry.name for entry in place.iterdir()}
         if find_files(place, names) is not None:
             with open_source(location, plugins) as opened:
-                return check_all_files(opened.strategy, opened.context.reader)  # type: ignore[arg-type]
+                return check_all_files(opened.strategy, opened.context.reader, location, plugins)  # type: ignore[arg-type]
         what = describe_folder(place, names)
         raise (NotACheckpointError(f"{location} is {what}") if what else error) from None
 
 
-def check_all_files(strategy: ChecksFiles, reader: CheckpointReader) -> dict[str, Checked]:
+def check_all_files(
+    strategy: ChecksFiles, reader: CheckpointReader, location: Path, plugins: PluginManager
+) -> dict[str, Checked]:
     """Check the files that a checkpoint must have, and return what is wrong with each, or None, and how it was checked.
 
     Args:
         strategy: Checks them.
-        reader: Reads them, and compares the CRC-32 of archives if it is to.
+        reader: Reads them, and compares the CRC-32 of archives if it is to, which plugins see the progress of.
+        location: What is checked, for plugins.
+        plugins: The plugin manager.
     """
-    errors = strategy.check_files(reader)
+    if reader.crcs == "none":
+        errors = strategy.check_files(reader)
+    else:
+        progress = Progress("verify", location, _sum_sizes(strategy, reader), plugins)
+        reader.count_checked = progress.add
+        errors = strategy.check_files(reader)
+        progress.end()
     return {name: (error, "crc32" if reader.has_checked_crcs(name) else "structure") for name, error in errors.items()}
+
+
+def _sum_sizes(strategy: ChecksFiles, reader: CheckpointReader) -> int:
+    """Return the bytes of all files; of those before one that is missing, which the check of that file says."""
+    total = 0
+    try:
+        for file in strategy.list_files(reader):
+            total += reader.size(file.name)
+    except CheckpointReplacedError:
+        raise
+    except CheckpointingException:
+        return total
+    return total
 
 
 def _recognise(

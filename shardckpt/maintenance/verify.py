@@ -199,7 +199,7 @@ def _check_structure(path: Path, manifest: Manifest, *, has_digests: bool) -> li
         CheckpointReader(path, manifest, verify=False, crcs=crcs) as reader,
         name_origin(get_plugin_manager(), strategy),
     ):
-        checked = check_all_files(strategy, reader)
+        checked = check_all_files(strategy, reader, reader.directory, get_plugin_manager())
     if manifest.recognised_as is None:
         checked[MARKER_NAME] = (None, "structure")
     return [_make_result(name, _size(path / name), *found) for name, found in checked.items()]

@@ -167,6 +167,8 @@ class CheckpointConfig(BaseModel):
         last_save_in_hf: Whether to export the last step, too, to ``step-<n>-hf``, for Hugging Face tools. Nothing is
             exported where ``steps_in_hf`` makes the step such a folder, unless ``export_dtype`` asks for a cast.
         hf_mapping: The key mapping to Hugging Face's names; see :func:`shardckpt.huggingface.export_to_huggingface`.
+        hf_cut_vocabulary: Whether an export leaves out rows that pad the vocabulary, as Megatron has them, beyond the
+            ``vocab_size`` of the ``config.json`` in ``hf_assets_path``; else it refuses them.
         hf_assets_path: A folder with the model's other files (config, tokenizer), which an export copies.
         export_dtype: The dtype to which floating-point tensors are cast when the model is saved alone or exported;
             None keeps theirs.
@@ -256,6 +258,7 @@ class CheckpointConfig(BaseModel):
     steps_in_hf: bool = False
     last_save_in_hf: bool = False
     hf_mapping: str | None = None
+    hf_cut_vocabulary: bool = False
     hf_assets_path: str | None = None
     export_dtype: str | None = None
     exclude_from_last_save: tuple[str, ...] = ()
@@ -453,6 +456,9 @@ class CheckpointConfig(BaseModel):
             ),
             "save_when takes the place of interval: give SaveEvery instead": (
                 self.save_when and self.interval != type(self).model_fields["interval"].default
+            ),
+            "hf_cut_vocabulary takes hf_mapping, and hf_assets_path with a config.json, which has the vocab_size": (
+                self.hf_cut_vocabulary and not (self.hf_mapping and self.hf_assets_path)
             ),
             "keep_best_k needs a best_metric": self.keep_best_k and not self.best_metric,
             "exclude_from_last_save: an export has what the last save has; leave last_save_model_only True": (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+import warnings
 from contextlib import ExitStack, nullcontext
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
@@ -329,6 +330,11 @@ class CheckpointManager:
         if not self.config.enable_checkpoint:
             return None
         return resolve_step(self._folder, Comm(self._group), without=without)
+
+    def find_newest(self, without: Collection[int] = ()) -> int | None:
+        """Collective: the earlier name of :meth:`latest_step`."""
+        warnings.warn("CheckpointManager.find_newest is latest_step now", DeprecationWarning, stacklevel=2)
+        return self.latest_step(without)
 
     def best_step(self, metric: str = "", mode: Literal["min", "max", ""] = "") -> int | None:
         """Collective: find the step with the best value of a metric, among those that :meth:`steps` returns.

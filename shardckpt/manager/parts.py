@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from shardckpt.distributed import Comm
-from shardckpt.engine import format_bytes, measure, show_progress
+from shardckpt.engine import format_bytes, measure_freed, show_progress
 from shardckpt.errors import CheckpointingException
 from shardckpt.huggingface import export_to_huggingface
 from shardckpt.manager.garbage_collection import GarbageCollector
@@ -120,7 +120,7 @@ class Retention(ManagerPart):
         for each in chosen:
             hold = held.get(self._folder.names.name(each))
             why = f", {hold[0]} now" if hold else ""
-            texts.append(f"step {each} ({format_bytes(measure(self._folder.path(each)))}{why})")
+            texts.append(f"step {each} ({format_bytes(measure_freed(self._folder.path(each)))}{why})")
         return texts
 
     def after_commit(self, step: int) -> None:
@@ -212,6 +212,7 @@ class HuggingFaceExport(ManagerPart):
             f"{path}-hf",
             prefix=self._prefix,
             mapping=self._config.hf_mapping,
+            cut_vocabulary=self._config.hf_cut_vocabulary,
             dtype=self._config.export_dtype,
             assets=self._config.hf_assets_path,
             overwrite=True,

@@ -196,10 +196,13 @@ class StepReader:
 
     def _rename(self, checkpoint: OpenCheckpoint, keys: list[str]) -> OpenCheckpoint:
         """Return another library's checkpoint under the names of the states."""
-        if self._renames:
-            return rename_stored(checkpoint, self._renames, keys)
-        usual = find_usual_names(keys)
-        names = {old: new for old, new in usual.items() if new in self._states.names and old not in self._states.names}
+        given = self._renames
+        usual = {
+            old: new
+            for old, new in find_usual_names(keys).items()
+            if new in self._states.names and old not in self._states.names and new not in given.values()
+        }
+        names = {**usual, **given}
         if names and checkpoint.context.comm.is_main:
             logger.info("read by other names: %s", listed([f"{old} as {new}" for old, new in sorted(names.items())]))
         return rename_stored(checkpoint, names, keys)

@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from shardckpt.engine import measure
+from shardckpt.engine import measure_freed
 from shardckpt.errors import CheckpointingException, name_known
 from shardckpt.manager.garbage_collection import remove_steps
 from shardckpt.manager.retention import (
@@ -137,7 +137,7 @@ def _prune(
         counted = dict(checkpoints)
         return steps_to_remove(policies, checkpoints, protected)
 
-    sizes = {step: measure(folder.path(step)) for step in found}
+    sizes = {step: measure_freed(folder.path(step)) for step in found}
     kept: dict[int, str] = {}
     if dry_run:
         links = {step for step in found if (folder.place / folder.names.name(step)).is_symlink()}

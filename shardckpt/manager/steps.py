@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -154,7 +155,7 @@ class StepFolder:
         with wrap_os_errors("list", self.place):
             try:
                 with os.scandir(self.place) as entries:
-                    return [entry.name for entry in entries if entry.is_dir()]  # links to directories, too
+                    return [entry.name for entry in entries if _is_directory(entry)]
             except FileNotFoundError:
                 return []
 
@@ -211,6 +212,16 @@ class StepFolder:
 
     def __str__(self) -> str:
         return str(self.place)
+
+
+def _is_directory(entry: os.DirEntry[str]) -> bool:
+    """Return whether an entry is a directory or a link to one; a link to itself is neither."""
+    try:
+        return entry.is_dir()
+    except OSError as exc:
+        if exc.errno != errno.ELOOP:
+            raise
+        return False
 
 
 def _check_files(directory: Path, manifest: Manifest) -> None:

@@ -160,7 +160,8 @@ def shardckpt_key_mapping(model_type: str) -> KeyMapping | None:
         model_type: The ``model_type`` of the model's ``config.json``.
 
     Returns:
-        A :class:`shardckpt.plugins.KeyMapping`, for instance a ``shardckpt.huggingface.RuleMapping`` of patterns of
+        A :class:`shardckpt.plugins.KeyMapping`, perhaps with the abilities of :class:`shardckpt.plugins.UsesConfig`
+        and :class:`shardckpt.plugins.KnowsKeys`, for instance a ``shardckpt.huggingface.RuleMapping`` of patterns of
         names; None if this plugin does not know the model.
     """
 

@@ -123,6 +123,8 @@ class CheckpointReader:
         self._records = None if record is None else {file.name: file for file in record.files}
         verify = settings.verify_reads() if verify is None else verify
         self.crcs: Crcs = "none" if record is not None else crcs or ("entire" if verify else "none")
+        #: Called with the number of bytes that were compared with a CRC-32, by any thread.
+        self.count_checked: Callable[[int], object] = _count_nothing
         self._crcs_checked: dict[str, bool] = {}
         algorithm = record.digest_algorithm if record is not None and verify else None
         if algorithm is not None:
@@ -636,6 +638,10 @@ def _differs_error(file: OpenFile, start: int, stop: int) -> CorruptCheckpointEr
 
 
 _name_file = attrgetter("file")
+
+
+def _count_nothing(_nbytes: int) -> None:
+    """Count no bytes."""
 
 
 def _call(function: Callable[[], object]) -> None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from copy import copy
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, cast
 
 from shardckpt.chunks import ChunkSaveStrategy, has_scales, merge_by_owners, merge_plans
 from shardckpt.errors import CheckpointingException, ShardingError, listed
-from shardckpt.huggingface import find_mapping
+from shardckpt.huggingface import find_mapping, read_config
 from shardckpt.parallel import assign_main_replicas
 from shardckpt.storage import parse_size
 from shardckpt_safetensors.encoded_index import EncodedIndex, encode_index, is_unaligned
@@ -96,12 +97,13 @@ class SafetensorsSaveShardedStrategy(ChunkSaveStrategy[EncodedIndex, Payload]):
     ) -> None:
         super().__init__(keep_only_main_replica=keep_only_main_replica, thread_count=thread_count)
         self.finds_aliases = store_aliases
+        files = choose_assets(assets)
         self._options = WholeOptions(
             patterns=parse_patterns(layout),
             prefix=prefix,
-            mapping=find_mapping(mapping),
+            mapping=find_mapping(mapping, partial(read_config, files)),
             limit=parse_size(max_shard_size),
-            assets=choose_assets(assets),
+            assets=files,
             store_aliases=store_aliases,
         )
         #: The whole tensors of a save, while it is planned.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import zipfile
 import zlib
 from typing import TYPE_CHECKING, Any
 
@@ -184,6 +185,20 @@ def test_archives_without_crcs_are_read(tmp_path: Path, capsys: pytest.CaptureFi
     assert "Not checked: their values" in capsys.readouterr().out
     flip(data, NEEDLE)
     assert main(["convert", str(tmp_path / "c"), str(tmp_path / "new"), "--to", "torch_dist"]) == 0
+
+
+def test_a_converted_file_has_crcs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A file that a conversion writes has the CRC-32 of each tensor: other tools check them, and so does verify."""
+    save_dcp(tmp_path / "c", more=[torch.ones(3), {"inner": torch.arange(7)}], empty=torch.empty(0))
+    assert main(["convert", str(tmp_path / "c"), str(tmp_path / "new.pt"), "--to", "torch"]) == 0
+    with zipfile.ZipFile(tmp_path / "new.pt") as archive:
+        assert archive.testzip() is None
+    assert torch.equal(torch.load(tmp_path / "new.pt")["w"], VALUES)
+    capsys.readouterr()
+    assert main(["verify", str(tmp_path / "new.pt")]) == 0
+    assert "1 of 1 files were compared with the CRC-32" in capsys.readouterr().out
+    flip(tmp_path / "new.pt", NEEDLE)
+    assert main(["verify", str(tmp_path / "new.pt")]) == 1
 
 
 def test_listing_reads_no_values(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -51,6 +51,7 @@ def zoo(tmp_path: Path) -> Path:
     (tmp_path / "shards" / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": {}}))
     (tmp_path / "logs" / "train.log").write_text("loss")
     dcp.save(tensors, checkpoint_id=tmp_path / "plain", no_dist=True)
+    (tmp_path / "team" / "loop").symlink_to("loop")
     return tmp_path
 
 

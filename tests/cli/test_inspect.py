@@ -270,3 +270,22 @@ def test_own_outlines_are_those_that_plugins_register() -> None:
     entries = get_plugin_manager().registry.entries(StrategyAction.LOAD_SHARDED)
     own = {(entry.backend, entry.version): entry.outline for entry in entries if entry.outline.startswith("shardckpt")}
     assert own == inspect_.OUTLINES
+
+
+def test_values_of_the_common_state(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """All of it, a part by its path with or without ``common.``, as JSON; a tensor's key says that [] has values."""
+    state = {"w": ShardedTensor.from_rank_offsets("w", torch.ones(2)), "args": {"lr": 0.5, "names": ["a", "b"]}, "n": 1}
+    dc.save(state, tmp_path / "c")
+    for path, said in (
+        ("common", "common: common state, dict\n{'args': {'lr': 0.5, 'names': ['a', 'b']}, 'n': 1}\n"),
+        ("common.args.lr", "args.lr: common state, float\n0.5\n"),
+        ("args.names.1", "args.names.1: common state, str\n'b'\n"),
+    ):
+        assert main(["inspect", str(tmp_path / "c"), path]) == 0
+        assert capsys.readouterr().out == said
+    assert main(["inspect", str(tmp_path / "c"), "args", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"common": "args", "value": state["args"]}
+    assert main(["inspect", str(tmp_path / "c"), "w"]) == 0
+    assert "its values: w[], a region: w[0:4, ...]" in capsys.readouterr().out
+    assert main(["inspect", str(tmp_path / "c"), "argz"]) == 2
+    assert "did you mean args?" in capsys.readouterr().err

@@ -16,6 +16,7 @@ from shardckpt.cli import main
 from shardckpt.engine.integrity import save_integrity_manifest
 from shardckpt.plugins import Event, get_plugin_manager
 from tests.cli.checkpoints import DAMAGES, copy_golden, damage, save_plain_dcp
+from tests.plugged import registered
 from tests.tables import table
 
 if TYPE_CHECKING:
@@ -257,6 +258,23 @@ def test_verify_reports_its_progress(checkpoint: Path, monkeypatch: pytest.Monke
         plugins.unregister(observer)
     record = json.loads((checkpoint / "shardckpt.json").read_text())
     total = sum(file["size"] for file in record["files"])
+    assert {(event.operation, event.state, event.total) for event in seen} == {("verify", "progress", total)}
+    assert [seen[0].nbytes, seen[-1].nbytes] == [0, total]
+
+
+def test_verify_reports_its_progress_without_digests(tmp_path: Path) -> None:
+    """Bytes that are compared with a CRC-32 are counted as they are read, up to the size of all files."""
+    seen = []
+
+    class Observer:
+        @hookimpl
+        def shardckpt_event(self, event: Event) -> None:
+            seen.append(event)
+
+    path = save_plain_dcp(tmp_path)
+    with registered(Observer()):
+        assert main(["verify", str(path)]) == 0
+    total = sum(file.stat().st_size for file in path.iterdir())
     assert {(event.operation, event.state, event.total) for event in seen} == {("verify", "progress", total)}
     assert [seen[0].nbytes, seen[-1].nbytes] == [0, total]
 

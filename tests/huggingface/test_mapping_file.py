@@ -81,6 +81,9 @@ def test_a_python_file_may_have_rules_or_a_mapping(folder: Path) -> None:
         ("a.json", '{"a": 3}', r"a\.json: 'a' has 3; expected a name in the folder"),
         ("a.json", '{"a": {"hub": "b", "tranposed": true}}', "expected a name in the folder"),
         ("a.json", '{"a.{x}": "b.{y}"}', r"a\.json: .*'y', which the stored name lacks"),
+        ("a.json", '{"a": {}}', "expected a name in the folder"),
+        ("a.json", '{"a": {"hub": "b", "split": "kv"}}', "expected a name in the folder"),
+        ("a.json", '{"a": {"hub": "b", "split": ["qkv"]}}', "expected a name in the folder"),
         ("a.json:X", "{}", "for Python files"),
         ("a.py", "X = 1", r"a\.py has no MAPPING; it has X"),
         ("a.py:X", "X = 1", "is a int: expected a KeyMapping, a list of Rules, or a dict"),
@@ -94,6 +97,27 @@ def test_a_file_that_has_no_mapping_is_an_error(text: str, content: str | None, 
         (tmp_path / text.partition(":")[0]).write_text(content)
     with pytest.raises(CheckpointingException, match=error):
         find_mapping(f"{tmp_path}/{text}")
+
+
+def test_a_file_may_part_queries_keys_and_values_and_keep_a_dtype(tmp_path: Path) -> None:
+    """Rules in JSON split rows by the config's groups, cut a padded vocabulary, and leave a dtype: as built-in ones."""
+    rules = {
+        "qkv": {"hub": ["q", "k", "v"], "split": "qkv"},
+        "words": {"hub": "embed", "split": "vocabulary"},
+        "bias": {"hub": "bias", "keep_dtype": True},
+    }
+    (tmp_path / "rules.json").write_text(json.dumps(rules))
+    (tmp_path / "assets").mkdir()
+    config = {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 3}
+    (tmp_path / "assets" / "config.json").write_text(json.dumps(config))
+    save(tmp_path / "c", {"qkv": torch.arange(8.0), "words": torch.arange(4.0), "bias": torch.ones(1)})
+    command = ["export", str(tmp_path / "c"), str(tmp_path / "hf"), "--mapping", str(tmp_path / "rules.json")]
+    options = ["--assets", str(tmp_path / "assets"), "--cut-vocabulary", "--strict", "--dtype", "bfloat16"]
+    assert main([*command, *options]) == 0
+    found = read(tmp_path / "hf")
+    values = {"q": [0, 1, 4, 5], "k": [2, 6], "v": [3, 7], "embed": [0, 1, 2], "bias": [1]}
+    assert {name: tensor.tolist() for name, tensor in found.items()} == values
+    assert found["bias"].dtype == torch.float32
 
 
 def test_tensors_that_no_rule_matches_are_named(folder: Path, caplog: pytest.LogCaptureFixture) -> None:

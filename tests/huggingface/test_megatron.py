@@ -8,10 +8,17 @@ import torch
 
 from shardckpt import dist_checkpointing as dc
 from shardckpt.cli import main
-from shardckpt.errors import CheckpointingException, KeyMismatchError, ShapeMismatchError, ShardingError
+from shardckpt.errors import (
+    CheckpointingException,
+    ConfigurationError,
+    KeyMismatchError,
+    ShapeMismatchError,
+    ShardingError,
+)
 from shardckpt.huggingface import export_to_huggingface, load_from_huggingface, save_state_dict
 from shardckpt.huggingface.models import find_mapping
 from shardckpt.maintenance import convert_checkpoint, diff_checkpoints
+from shardckpt.manager import CheckpointConfig, CheckpointManager
 from tests.huggingface.megatron_models import CONFIGS, blank, make_config, make_hub_tensors, make_megatron_state
 from tests.huggingface.samples import read, same
 from tests.tables import table
@@ -123,6 +130,16 @@ def test_experts_by_the_names_of_parameters_are_mapped(name: str) -> None:
     assert links[1].box.offset == (4, 0)
 
 
+def test_names_of_megatron_without_a_mapping_are_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """An export of Megatron's names warns which mapping gives the Hub's; a load by none of them says it, too."""
+    _, shards = _save(tmp_path, "llama", "numbered")
+    export_to_huggingface(tmp_path / "c", tmp_path / "same")
+    assert "'embedding.word_embeddings.weight' is Megatron's name: mapping='megatron'" in caplog.text
+    export_to_huggingface(tmp_path / "c", tmp_path / "hf", mapping="megatron", assets=tmp_path / "assets")
+    with pytest.raises(KeyMismatchError, match="That is Megatron's name: give mapping='megatron'"):
+        load_from_huggingface({"model": shards}, tmp_path / "hf")
+
+
 def test_a_cast_leaves_the_bias_of_a_router_in_32_bits(tmp_path: Path) -> None:
     """DeepSeek-V3's e_score_correction_bias is float32 in a folder of bfloat16, by an export and by a conversion."""
     hub, _ = _save(tmp_path, "deepseek_v3", "numbered")
@@ -135,6 +152,23 @@ def test_a_cast_leaves_the_bias_of_a_router_in_32_bits(tmp_path: Path) -> None:
             name for name in hub if name.endswith("e_score_correction_bias")
         }
         assert all(torch.equal(found[name].float(), hub[name].bfloat16().float()) for name in hub if "bias" not in name)
+
+
+def test_weights_of_8_bits_become_what_they_stand_for(tmp_path: Path) -> None:
+    """A folder of fp8 weights with block scales becomes Megatron's in the dtype that is asked for, and not without."""
+    config = {**make_config("qwen3"), "quantization_config": {"quant_method": "fp8", "weight_block_size": [8, 8]}}
+    hub = {name: tensor.bfloat16() for name, tensor in make_hub_tensors(config).items()}
+    name = "model.layers.1.mlp.down_proj.weight"
+    hub[name] = torch.ones(hub[name].shape).to(torch.float8_e4m3fn)
+    folder = _write_config(tmp_path / "hf", config)
+    scales = torch.arange(6, dtype=torch.float32).reshape(2, 3)
+    save_state_dict({**hub, f"{name}_scale_inv": scales}, folder / "model.safetensors")
+    with pytest.raises(CheckpointingException, match=r"1 weights of 8 bits have scales.*--dtype bfloat16"):
+        convert_checkpoint(folder, tmp_path / "c", "torch_dist", mapping="megatron")
+    convert_checkpoint(folder, tmp_path / "c", "torch_dist", mapping="megatron", dtype="bfloat16", strict=True)
+    with dc.open_checkpoint(tmp_path / "c") as checkpoint:
+        found = checkpoint["decoder.layers.1.mlp.linear_fc2.weight"][:]
+    assert same(found, scales.repeat_interleave(8, 0).repeat_interleave(8, 1).bfloat16())
 
 
 def test_the_way_to_megatron_is_refused_where_tensors_or_the_model_are_unknown(
@@ -153,7 +187,8 @@ def test_the_way_to_megatron_is_refused_where_tensors_or_the_model_are_unknown(
     with pytest.raises(KeyMismatchError, match=r"1 of \d+ tensors matched no rule of the mapping: model\.rotary"):
         convert_checkpoint(folder, tmp_path / "c", "torch_dist", strict=True, **args)
     assert not (tmp_path / "c").exists()
-    convert_checkpoint(folder, tmp_path / "c", "torch_dist", **args)
+    report = convert_checkpoint(folder, tmp_path / "c", "torch_dist", **args)
+    assert report.unmatched == ("model.rotary.inv_freq",)
     assert "model.rotary.inv_freq. They keep their names" in caplog.text
     convert_checkpoint(folder, tmp_path / "same", "torch_dist", mapping="qwen3")
     assert "the mapping changes no name of a Hugging Face folder; 'megatron' gives Megatron's" in caplog.text
@@ -184,3 +219,33 @@ def test_a_mapping_that_lacks_what_it_needs_says_so(tmp_path: Path) -> None:
     (tmp_path / "assets" / "config.json").write_text("{}")
     with pytest.raises(CheckpointingException, match="has no model_type"):
         find_mapping(str(tmp_path / "assets" / "config.json"))
+
+
+class _Sharded:
+    """A model that describes its shards itself, as Megatron's do."""
+
+    def __init__(self, shards: list[ShardedTensor]) -> None:
+        self.shards = shards
+
+    def sharded_state_dict(self) -> dict[str, Any]:
+        return {"shards": self.shards}
+
+    def load_state_dict(self, _: dict[str, Any]) -> None:
+        """Nothing: its tensors are filled in place."""
+
+
+def test_a_manager_exports_the_last_step_of_a_padded_model(tmp_path: Path) -> None:
+    """With ``hf_cut_vocabulary`` the folder beside the last step has the model of the config."""
+    hub, shards = _save(tmp_path, "llama", "numbered", pad_to=64)
+    config = CheckpointConfig(
+        folder=str(tmp_path / "steps"),
+        last_save_in_hf=True,
+        hf_mapping="megatron",
+        hf_assets_path=str(tmp_path / "assets"),
+        hf_cut_vocabulary=True,
+    )
+    with CheckpointManager(config, {"model": _Sharded(shards)}) as manager:
+        manager.save(3, last_step=True)
+    _check(read(tmp_path / "steps" / "step-3-hf"), hub)
+    with pytest.raises(ConfigurationError, match=r"hf_cut_vocabulary takes hf_mapping, and hf_assets_path"):
+        CheckpointConfig(hf_cut_vocabulary=True)

@@ -32,6 +32,8 @@ def test_the_best_step_by_a_metric_is_found_and_loaded(tmp_path: Path) -> None:
         assert manager.best_step() == 5
         assert manager.best_step(mode="max") == 3
         assert manager.latest_step() == 5
+        with pytest.deprecated_call(match="is latest_step now"):
+            assert manager.find_newest([5]) == 4
         assert manager.metrics(4) == {"loss": None, "score": None}
         assert manager.metrics(2) == {"loss": 0.25, "score": -0.25}
         assert manager.load("best")

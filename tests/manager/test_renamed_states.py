@@ -83,7 +83,7 @@ def test_others_are_given(tmp_path: Path) -> None:
     saved, saved_optimizer = _save(
         tmp_path / "c", lambda model, optimizer, data: {"nets": {"gen": model}, "o": optimizer, "extra": {"it": data}}
     )
-    model, optimizer, data = _resume(tmp_path / "c", rename={"nets.gen": "model", "o": "optimizer", "extra.it": "data"})
+    model, optimizer, data = _resume(tmp_path / "c", rename={"nets.gen": "model", "extra.it": "data"})  # one optimizer
     assert all(torch.equal(one, other) for one, other in zip(saved.parameters(), model.parameters(), strict=True))
     assert len(optimizer.state) == 4
     assert optimizer.param_groups[0]["lr"] == saved_optimizer.param_groups[0]["lr"]

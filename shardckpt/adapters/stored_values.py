@@ -1,0 +1,81 @@
+"""What a checkpoint has below a name, and memory and containers for it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping
+
+    from shardckpt.mapping import StoredNames
+
+
+def find_slots(names: Mapping[str, Any], stored: StoredNames, key: str) -> dict[str, list[str]]:
+    """Return the rest of each stored key below the key of each name."""
+    found: dict[str, list[str]] = {name: [] for name in names}
+    prefix = f"{key}."
+    for each in (*stored.tensors, *stored.objects):
+        if each.startswith(prefix):
+            rest = each[len(prefix) :]
+            name = find_name(rest, found)
+            if name is not None and len(name) < len(rest):
+                found[name].append(rest[len(name) + 1 :])
+    return found
+
+
+def find_name(key: str, names: Collection[str]) -> str | None:
+    """Return the longest of some names with which a dotted key begins; None if none does."""
+    while key not in names:
+        key, dot, _ = key.rpartition(".")
+        if not dot:
+            return None
+    return key
+
+
+def allocate(stored: StoredNames, key: str, live: Any = None, param: torch.Tensor | None = None) -> torch.Tensor:
+    """Return memory for a stored tensor of no parameter: laid out as a tensor of its shape, else whole on the CPU.
+
+    Args:
+        stored: What the checkpoint has.
+        key: The tensor's key.
+        live: The tensor that the optimizer has there now.
+        param: The parameter that it was sharded as.
+    """
+    dtype, shape = stored.tensors[key]
+    for like in (live, param):
+        if isinstance(like, torch.Tensor) and tuple(like.shape) == shape:
+            return torch.empty_like(like.detach(), dtype=dtype, memory_format=torch.contiguous_format)
+    return torch.empty(shape, dtype=dtype, device="cpu")
+
+
+def nest(values: Mapping[tuple[Any, ...], Any]) -> dict[Any, Any]:
+    """Return nested dicts for paths."""
+    found: dict[Any, Any] = {}
+    for (*parts, last), value in values.items():
+        node = found
+        for part in parts:
+            node = node.setdefault(part, {})
+        node[last] = value
+    return found
+
+
+def restore_containers(found: Any, live: Any, depth: int = 0) -> Any:
+    """Return nested dicts with the keys and lists that the live state has: state that is stored without a form.
+
+    Where it has none, numbers from 0 count a list, as they do in older checkpoints and those of DCP.
+    """
+    if not isinstance(found, dict):
+        return found
+    inside = live if isinstance(live, dict) else dict(enumerate(live)) if isinstance(live, list) else {}
+    keys = {str(key): key for key in inside}
+    restored = {
+        keys.get(str(key), key): restore_containers(value, inside.get(keys.get(str(key), key)), depth + 1)
+        for key, value in found.items()
+    }
+    if depth == 0 or (isinstance(live, dict) and live):
+        return restored
+    by_text = {str(key): value for key, value in restored.items()}
+    numbers = [*map(str, range(len(restored)))]
+    return [by_text[number] for number in numbers] if by_text.keys() == {*numbers} else restored
