@@ -200,5 +200,6 @@ def _move_parts(common: StateDict, names: Mapping[str, str]) -> StateDict:
         place = found
         for part in parts[:-1]:
             place = place.setdefault(part, {})
-        place[parts[-1]] = value
+        held = place.get(parts[-1])  # a part that was moved here before the rest
+        place[parts[-1]] = {**value, **held} if isinstance(value, dict) and isinstance(held, dict) else value
     return found

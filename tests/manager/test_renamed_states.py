@@ -10,6 +10,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 
+from shardckpt import dist_checkpointing
 from shardckpt.errors import CheckpointingException
 from shardckpt.manager import CheckpointConfig, CheckpointManager
 
@@ -141,3 +142,25 @@ def test_a_model_of_its_own_names_may_have_such_children(tmp_path: Path) -> None
     with CheckpointManager(config, states) as manager:
         manager.load()
     assert all(torch.equal(one, other) for one, other in zip(saved.parameters(), model.parameters(), strict=True))
+
+
+class _Parts(_Counter):
+    """A plain state that keeps all that it is given."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.all = state
+
+
+def test_a_part_moves_into_a_state_that_is_there(tmp_path: Path) -> None:
+    """What ``rename`` puts into a state does not get lost for its other parts, whichever comes first."""
+    for name, common in (("a", {"it": 1, "data": {"seen": 2}}), ("b", {"data": {"seen": 2}, "it": 1})):
+        dist_checkpointing.save(common, tmp_path / name)
+        config = CheckpointConfig(
+            folder=str(tmp_path / "steps"),
+            initial_load_path=str(tmp_path / name),
+            initial_load_model_only=False,
+            rename={"it": "data.it"},
+        )
+        with CheckpointManager(config, {"data": (data := _Parts())}) as manager:
+            manager.load()
+        assert data.all == {"seen": 2, "it": 1}
