@@ -186,7 +186,11 @@ def _list_paths(values: Any, path: str = "") -> Iterable[str]:
 
 
 def _move_parts(common: StateDict, names: Mapping[str, str]) -> StateDict:
-    """Return nested dicts with their parts at new dotted paths; those that moving leaves empty are left out."""
+    """Return nested dicts with their parts at new dotted paths; those that moving leaves empty are left out.
+
+    Raises:
+        KeyMismatchError: a new path leads through a value.
+    """
     found: dict[Any, Any] = {}
     pending: list[tuple[str, Any, Any]] = [("", key, value) for key, value in common.items()]
     while pending:
@@ -200,6 +204,8 @@ def _move_parts(common: StateDict, names: Mapping[str, str]) -> StateDict:
         place = found
         for part in parts[:-1]:
             place = place.setdefault(part, {})
+            if not isinstance(place, dict):
+                raise KeyMismatchError(f"rename: nothing can become {new!r}: {part!r} has no parts")
         held = place.get(parts[-1])  # a part that was moved here before the rest
         place[parts[-1]] = {**value, **held} if isinstance(value, dict) and isinstance(held, dict) else value
     return found

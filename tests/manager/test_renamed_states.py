@@ -164,3 +164,10 @@ def test_a_part_moves_into_a_state_that_is_there(tmp_path: Path) -> None:
         with CheckpointManager(config, {"data": (data := _Parts())}) as manager:
             manager.load()
         assert data.all == {"seen": 2, "it": 1}
+
+
+def test_a_value_has_no_parts(tmp_path: Path) -> None:
+    """A name below one that the checkpoint has as a plain value is refused in words."""
+    dist_checkpointing.save({"data": 5, "it": 1}, tmp_path / "c")
+    with pytest.raises(CheckpointingException, match=r"nothing can become 'data\.x': 'data' has no parts"):
+        _resume(tmp_path / "c", rename={"it": "data.x"})
