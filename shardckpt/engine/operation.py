@@ -111,7 +111,7 @@ class Operation:
         try:
             with self.blocking(), pause_gc(), self.comm.local_phase(self.kind):
                 yield
-        except Exception as exc:
+        except BaseException as exc:  # of an interrupt, too: else it would count as in flight for ever
             self.close_span(exc)
             raise
 
@@ -148,7 +148,7 @@ class Operation:
     def end_phase(self, phase: str, started: float, error: BaseException | None = None, **fields: Any) -> None:
         """Report the end of a phase that :meth:`start_phase` has started, or its failure, with more fields of it."""
         if self._is_observed():
-            state, text = ("end", "") if error is None else ("failure", str(error))
+            state, text = ("end", "") if error is None else ("failure", str(error) or type(error).__name__)
             self._emit(phase=phase, state=state, seconds=time.perf_counter() - started, error=text, **fields)
 
     def _is_observed(self) -> bool:

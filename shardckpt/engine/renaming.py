@@ -34,7 +34,7 @@ def rename_stored(checkpoint: OpenCheckpoint, names: Mapping[str, str], keys: Se
         keys: What :func:`list_names` has returned for it.
 
     Raises:
-        KeyMismatchError: the checkpoint has nothing of one of these names, or has other things of a new one.
+        KeyMismatchError: the checkpoint has nothing of one of these names, or two things would have one name.
     """
     with checkpoint.operation.local_phase("renaming what is stored"):
         _check(names, keys)
@@ -88,6 +88,12 @@ def _check(names: Mapping[str, str], keys: Sequence[str]) -> None:
             raise KeyMismatchError(
                 f"rename: {old!r} cannot become {new!r}: the checkpoint has {listed(taken, limit=3)}; rename that, too"
             )
+    back = _invert(names)
+    for key in keys if names else ():
+        if (other := _rename(_rename(key, names), back)) != key:
+            raise KeyMismatchError(
+                f"rename: {key!r} and {other!r} cannot both become {_rename(key, names)!r}: give each a name of its own"
+            )
 
 
 class _RenamedLoadStrategy(LoadStrategy):
@@ -98,14 +104,20 @@ class _RenamedLoadStrategy(LoadStrategy):
 
     def __init__(self, strategy: LoadStrategy, names: Mapping[str, str]) -> None:
         self._strategy, self._names = strategy, dict(names)
-        self._stored_names = {new: old for old, new in names.items()}
+        self._stored_names = _invert(names)
         self.backend, self.version = strategy.backend, strategy.version  # type: ignore[misc]
         self.reads = strategy.reads  # type: ignore[misc]
         if isinstance(strategy, BuildsObjects):
             can_build = strategy.can_build
-            self.can_build = lambda wanted, context: can_build(
-                [_with_key(shard, self._stored_names) for shard in wanted], context
-            )
+
+            def build(wanted: Sequence[ShardedObject], context: LoadContext) -> list[bool]:
+                stored = [_with_key(shard, self._stored_names) for shard in wanted]
+                found = can_build(stored, context)
+                # what was renamed is not there by its old name
+                pairs = zip(wanted, stored, found, strict=True)
+                return [is_built and _rename(old.key, names) == new.key for new, old, is_built in pairs]
+
+            self.can_build = build
         if lists_columns(strategy):
             list_columns = strategy.list_columns
             self.list_columns = lambda context: _rename_columns(list_columns(context), self._names)
@@ -135,6 +147,10 @@ def _rename(key: str, names: Mapping[str, str]) -> str:
     """Return a key with the longest name that it begins with replaced."""
     name = max((name for name in names if _begins(key, name)), key=len, default=None)
     return key if name is None else names[name] + key[len(name) :]
+
+
+def _invert(names: Mapping[str, str]) -> dict[str, str]:
+    return {new: old for old, new in names.items()}
 
 
 def _with_key(shard: Any, names: Mapping[str, str]) -> Any:
@@ -170,7 +186,11 @@ def _list_paths(values: Any, path: str = "") -> Iterable[str]:
 
 
 def _move_parts(common: StateDict, names: Mapping[str, str]) -> StateDict:
-    """Return nested dicts with their parts at new dotted paths; those that moving leaves empty are left out."""
+    """Return nested dicts with their parts at new dotted paths; those that moving leaves empty are left out.
+
+    Raises:
+        KeyMismatchError: a new path leads through a value.
+    """
     found: dict[Any, Any] = {}
     pending: list[tuple[str, Any, Any]] = [("", key, value) for key, value in common.items()]
     while pending:
@@ -184,5 +204,8 @@ def _move_parts(common: StateDict, names: Mapping[str, str]) -> StateDict:
         place = found
         for part in parts[:-1]:
             place = place.setdefault(part, {})
-        place[parts[-1]] = value
+            if not isinstance(place, dict):
+                raise KeyMismatchError(f"rename: nothing can become {new!r}: {part!r} has no parts")
+        held = place.get(parts[-1])  # a part that was moved here before the rest
+        place[parts[-1]] = {**value, **held} if isinstance(value, dict) and isinstance(held, dict) else value
     return found

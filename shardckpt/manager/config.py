@@ -238,6 +238,10 @@ class CheckpointConfig(BaseModel):
                 faults = [describe_fault(fault, type(self).model_fields) for fault in exc.errors()]
                 raise ConfigurationError(f"{type(self).__name__}: {'; '.join(dict.fromkeys(faults))}") from exc
 
+    def __hash__(self) -> int:
+        """Return the hash of all settings; a dict, as ``rename`` is, has none of its own."""
+        return hash(tuple(tuple(sorted(value.items())) if isinstance(value, Mapping) else value for _, value in self))
+
     enable_checkpoint: bool = True
     folder: Annotated[str, Field(min_length=1)] = "checkpoint"
     interval: Annotated[int, Field(ge=1)] = 500

@@ -221,13 +221,15 @@ class CheckpointManager:
         return is_loaded
 
     def _parse_step(self, step: Any) -> int:
-        """Collective for ``"best"``: return the step that :meth:`load` is given as a number, or -1 for the newest."""
+        """Collective: return the step that :meth:`load` is given as a number, or -1 for the newest."""
+        is_number = hasattr(step, "__index__") and not isinstance(step, bool)
+        Comm(self._group).agree(step=int(step) if is_number else step)  # only "best" asks the other ranks
         if step == "latest":
             return NEWEST
         if step == "best":
             best = self.best_step()
             return NEWEST if best is None else best
-        if isinstance(step, (str, bool)) or not hasattr(step, "__index__") or step < NEWEST:
+        if not is_number or step < NEWEST:
             raise CheckpointingException(
                 f"load: there is no step {step!r}; give its number, 'latest', 'best', or -1 for what load_step says"
             )

@@ -202,6 +202,13 @@ class StepReader:
             for old, new in find_usual_names(keys).items()
             if new in self._states.names and old not in self._states.names and new not in given.values()
         }
+        if usual and MODEL in self._states.modules:
+            # a model that is stored by its own names may have children of these: `net.model`, `cell.state`
+            comm = checkpoint.context.comm
+            with comm.local_phase("comparing the names of the model"):
+                own = get_model_tensors(self._states.modules[MODEL]).keys() & set(keys)
+                are_own = [any(key.startswith(f"{old}.") for key in own) for old in usual]
+            usual = {old: usual[old] for old, is_own in zip(usual, comm.largest(*are_own), strict=True) if not is_own}
         names = {**usual, **given}
         if names and checkpoint.context.comm.is_main:
             logger.info("read by other names: %s", listed([f"{old} as {new}" for old, new in sorted(names.items())]))

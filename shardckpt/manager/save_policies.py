@@ -110,9 +110,9 @@ class SaveClock:
     """
 
     def __init__(self, policies: Sequence[SavePolicy]) -> None:
-        # these need no other rank's answer
-        self._alike = [policy for policy in policies if isinstance(policy, (SaveEvery, SaveAt))]
-        self._others = [policy for policy in policies if not isinstance(policy, (SaveEvery, SaveAt))]
+        # these need no other rank's answer; a subclass may look at clocks and metrics
+        self._alike = [policy for policy in policies if type(policy) in (SaveEvery, SaveAt)]
+        self._others = [policy for policy in policies if type(policy) not in (SaveEvery, SaveAt)]
         self._last = time.monotonic()
 
     def is_due(self, step: int, metrics: Mapping[str, Any], comm: Comm) -> bool:

@@ -129,3 +129,18 @@ def test_a_background_save_says_when_it_writes_and_what_the_training_waited(tmp_
     assert registry.get_sample_value("shardckpt_blocked_seconds_count", {"operation": "save"}) == 1
     assert registry.get_sample_value("shardckpt_written_bytes_per_second", {"operation": "save"}) > 0
     assert registry.get_sample_value("shardckpt_folder_bytes", {"folder": str(tmp_path)}) >= 4000
+
+
+def test_an_interrupted_save_is_not_in_flight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a program goes on after Ctrl-C, as trainers do, nothing counts as begun and not ended."""
+    prometheus_client = pytest.importorskip("prometheus_client")
+    from shardckpt.integrations.prometheus import PrometheusListener
+
+    def interrupt(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("shardckpt.engine.transaction.Transaction.commit", interrupt)
+    registry = prometheus_client.CollectorRegistry()
+    with _registered(PrometheusListener(registry)), pytest.raises(KeyboardInterrupt):
+        dc.save({"w": ShardedTensor.from_rank_offsets("w", torch.ones(10))}, tmp_path / "c")
+    assert registry.get_sample_value("shardckpt_in_flight", {"operation": "save"}) == 0

@@ -5,13 +5,17 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch.distributed as dist
 from torch import nn
 
 from shardckpt.errors import CheckpointingException
 from shardckpt.manager import CheckpointConfig, CheckpointManager, list_checkpoints
+from tests.manager.training import Progress
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from tests.ranks import Ranks
 
 
 def _saved(folder: Path, losses: dict[int, float], **settings: Any) -> CheckpointManager:
@@ -56,3 +60,18 @@ def test_a_metric_that_no_step_has_lists_those_there_are(tmp_path: Path) -> None
             manager.load("best")
         with pytest.raises(CheckpointingException, match="there is no step 'bset'; give its number, 'latest', 'best'"):
             manager.load("bset")  # type: ignore[arg-type]
+
+
+def _load_otherwise(folder: Path, steps: list[Any]) -> str:
+    manager = CheckpointManager(CheckpointConfig(folder=str(folder)), {"train_state": Progress()})
+    with manager, pytest.raises(CheckpointingException, match="disagree on step") as caught:
+        manager.load(steps[dist.get_rank()])
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("steps", [["best", "latest"], [-1, "no"], [1, "best"]], ids=str)
+def test_ranks_that_load_other_steps_are_told(tmp_path: Path, ranks: Ranks, steps: list[Any]) -> None:
+    """No rank looks for the best step alone, or leaves alone with what is wrong."""
+    first, second = ranks.run(2, _load_otherwise, tmp_path / "c", steps)
+    assert f"{steps[0]!r} on rank 0, {steps[1]!r} on rank 1" in first
+    assert first == second

@@ -97,3 +97,13 @@ def test_every_name_of_another_library_is_one_of_ours() -> None:
     ours = {name.partition("=")[0] for name in config._OTHERS_NAMES.values()}
     assert ours <= CheckpointConfig.model_fields.keys()
     assert not config._OTHERS_NAMES.keys() & CheckpointConfig.model_fields.keys()
+
+
+def test_equal_configurations_have_one_hash() -> None:
+    """A configuration is frozen, and may be the key of a dict, with ``rename``, too."""
+    one, other = (
+        CheckpointConfig(rename=dict(names)) for names in ([("a", "x"), ("b", "y")], [("b", "y"), ("a", "x")])
+    )
+    assert one == other
+    assert {one: 1}[other] == 1
+    assert hash(CheckpointConfig()) != hash(one)

@@ -10,6 +10,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 
+from shardckpt import dist_checkpointing
 from shardckpt.errors import CheckpointingException
 from shardckpt.manager import CheckpointConfig, CheckpointManager
 
@@ -47,9 +48,11 @@ def _save(path: Path, nest: Callable[[Any, Any, Any], dict[str, Any]]) -> tuple[
     return model, optimizer
 
 
-def _resume(path: Path, **settings: Any) -> tuple[nn.Module, torch.optim.AdamW, _Counter]:
+def _resume(
+    path: Path, also: dict[str, Any] | None = None, **settings: Any
+) -> tuple[nn.Module, torch.optim.AdamW, _Counter]:
     model, optimizer = _train(0)
-    states = {"model": model, "optimizer": optimizer, "data": (data := _Counter())}
+    states = {"model": model, "optimizer": optimizer, "data": (data := _Counter()), **(also or {})}
     config = CheckpointConfig(
         folder=str(path.parent / "steps"), initial_load_path=str(path), initial_load_model_only=False, **settings
     )
@@ -103,3 +106,68 @@ def test_an_error_names_what_the_folder_has(tmp_path: Path) -> None:
     _save(tmp_path / "d", lambda m, o, data: {"model": m, "optimizer": o, "data": data, "x": data})
     with pytest.raises(CheckpointingException, match=r"'x' cannot become 'data': the checkpoint has data\.seen"):
         _resume(tmp_path / "d", rename={"x": "data"})
+
+
+def test_two_things_cannot_get_one_name(tmp_path: Path) -> None:
+    """Neither of two states, nor a state and a part of another, silently counts."""
+    weights = {"0.weight": torch.ones(3, 2)}
+    dcp.save({"net": weights, "ema": weights}, checkpoint_id=tmp_path / "c", no_dist=True)
+    for names in ({"net": "model", "ema": "model"}, {"net": "model", "ema.0": "model.0"}):
+        with pytest.raises(CheckpointingException, match=r"'net\.0\.weight' and 'ema\.0\.weight' cannot both become"):
+            _resume(tmp_path / "c", rename=names)
+
+
+def test_what_was_renamed_is_not_there_by_its_old_name(tmp_path: Path) -> None:
+    """A plain state of the old name does not silently get the same values."""
+    _save(tmp_path / "c", lambda m, o, data: {"model": m, "optimizer": o, "extra": data})
+    with pytest.raises(CheckpointingException, match="no state 'extra'"):
+        _resume(tmp_path / "c", rename={"extra": "data"}, also={"extra": _Counter()})
+
+
+class _Nested(nn.Module):
+    """A model all of whose tensors are below children that have the names of states."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.net = nn.ModuleDict({"model": nn.Linear(2, 3), "state": nn.Linear(3, 1)})
+
+
+def test_a_model_of_its_own_names_may_have_such_children(tmp_path: Path) -> None:
+    """A folder of bare names is read by these, though ``net.model`` looks like a state and ``net.state`` like one's."""
+    saved, model = _Nested(0), _Nested(1)
+    dcp.save(saved.state_dict(), checkpoint_id=tmp_path / "c", no_dist=True)
+    config = CheckpointConfig(folder=str(tmp_path / "steps"), initial_load_path=str(tmp_path / "c"))
+    states = {"model": model, "optimizer": torch.optim.AdamW(model.parameters())}
+    with CheckpointManager(config, states) as manager:
+        manager.load()
+    assert all(torch.equal(one, other) for one, other in zip(saved.parameters(), model.parameters(), strict=True))
+
+
+class _Parts(_Counter):
+    """A plain state that keeps all that it is given."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.all = state
+
+
+def test_a_part_moves_into_a_state_that_is_there(tmp_path: Path) -> None:
+    """What ``rename`` puts into a state does not get lost for its other parts, whichever comes first."""
+    for name, common in (("a", {"it": 1, "data": {"seen": 2}}), ("b", {"data": {"seen": 2}, "it": 1})):
+        dist_checkpointing.save(common, tmp_path / name)
+        config = CheckpointConfig(
+            folder=str(tmp_path / "steps"),
+            initial_load_path=str(tmp_path / name),
+            initial_load_model_only=False,
+            rename={"it": "data.it"},
+        )
+        with CheckpointManager(config, {"data": (data := _Parts())}) as manager:
+            manager.load()
+        assert data.all == {"seen": 2, "it": 1}
+
+
+def test_a_value_has_no_parts(tmp_path: Path) -> None:
+    """A name below one that the checkpoint has as a plain value is refused in words."""
+    dist_checkpointing.save({"data": 5, "it": 1}, tmp_path / "c")
+    with pytest.raises(CheckpointingException, match=r"nothing can become 'data\.x': 'data' has no parts"):
+        _resume(tmp_path / "c", rename={"it": "data.x"})

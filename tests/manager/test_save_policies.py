@@ -68,6 +68,24 @@ def test_the_main_rank_decides(tmp_path: Path, ranks: Ranks) -> None:
     assert ranks.run(2, _own_answer, tmp_path / "c") == [[3], [3]]
 
 
+class _SmallLoss(SaveEvery):
+    """Also looks at a metric."""
+
+    def __call__(self, moment: Moment) -> bool:
+        return bool(moment.metrics) and super().__call__(moment)
+
+
+def _train_with_own_policy(folder: Path) -> list[bool]:
+    config = CheckpointConfig(folder=str(folder), save_when=[_SmallLoss(2)])
+    with CheckpointManager(config, {"train_state": Progress()}) as manager:
+        return [manager.save(step, metrics={"loss": 1.0} if dist.get_rank() == 0 else {}) for step in (1, 2, 3)]
+
+
+def test_the_main_rank_asks_a_subclass_of_a_policy(tmp_path: Path, ranks: Ranks) -> None:
+    """One that looks at more than the step may differ from rank to rank, so that some would save alone."""
+    assert ranks.run(2, _train_with_own_policy, tmp_path) == [[False, True, False]] * 2
+
+
 def test_what_is_no_policy_is_refused(tmp_path: Path) -> None:
     """At the configuration, or when it answers; a built-in one is stored as JSON and read back."""
     with pytest.raises(ConfigurationError, match="500 is not a save policy: give SaveEvery"):
