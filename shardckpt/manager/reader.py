@@ -246,6 +246,8 @@ class StepReader:
             raise CheckpointingException(
                 f"{path} has no state {', '.join(map(repr, missing))}; it has {', '.join(map(repr, stored))}. Put new "
                 "states into exclude_from_loading: the training then starts with them as they are"
+                + "; rename= is for checkpoints that no manager has saved"
+                * bool(self._renames)
             )
         return [name for name in requested if name in stored]
 

@@ -193,22 +193,22 @@ class StoreContract:
         """Who lists and reads while an object is replaced sees the old one or the new one, and no other size."""
         sizes = {4 * MIB, 5 * MIB}
         self._put(folder, tmp_path, "object", b"a" * (4 * MIB))
-        seen: set[int] = set()
         is_done = threading.Event()
 
-        def look() -> None:
-            other = self._again(folder)
-            while not is_done.is_set():
+        def look() -> set[int]:
+            other, seen = self._again(folder), set()
+            while not is_done.is_set() or not seen:
                 seen.add(other.files().get("object", -1))
+            return seen
 
-        watcher = threading.Thread(target=look)
-        watcher.start()
-        try:
-            for size in (5, 4) * 5:
-                self._put(folder, tmp_path, "object", bytes([64 + size]) * (size * MIB))
-        finally:
-            is_done.set()
-            watcher.join()
+        with ThreadPoolExecutor(1) as thread:
+            watcher = thread.submit(look)
+            try:
+                for size in (5, 4) * 5:
+                    self._put(folder, tmp_path, "object", bytes([64 + size]) * (size * MIB))
+            finally:
+                is_done.set()
+        seen = watcher.result()
         check(seen <= sizes, f"files(): sizes {sorted(seen)} while an object of {sorted(sizes)} bytes was replaced")
 
     def test_a_killed_upload(self, folder: Any, tmp_path: Path) -> None:
