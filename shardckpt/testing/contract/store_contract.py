@@ -196,7 +196,8 @@ class StoreContract:
         is_done = threading.Event()
 
         def look() -> set[int]:
-            other, seen = self._again(folder), set()
+            other: Any = self._again(folder)
+            seen: set[int] = set()
             while not is_done.is_set() or not seen:
                 seen.add(other.files().get("object", -1))
             return seen
