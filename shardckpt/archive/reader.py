@@ -110,9 +110,9 @@ class Archive:
         """
         if reader.crcs == "none":
             return
+        reader.note_crcs(file, all_members=all(member.crc or not member.size for member in self.members.values()))
         for name, member in self.members.items():
             check_member(reader, file, member._replace(offset=first + member.offset), f"{self.source}: {name!r}")
-        reader.note_crcs(file, all_members=all(member.crc or not member.size for member in self.members.values()))
 
     def payload(self) -> StoredPayload:
         """Return where the archive's only tensor is, without reading its values.

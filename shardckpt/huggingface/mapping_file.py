@@ -13,6 +13,7 @@ from shardckpt.huggingface.folder import CONFIG, CONFIG_LIMIT, read_json
 from shardckpt.huggingface.megatron import split_qkv, split_vocabulary
 from shardckpt.huggingface.rules import Rule, RuleMapping
 from shardckpt.plugins import KeyMapping
+from shardckpt.storage import name_siblings
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -41,7 +42,8 @@ def find_file_mapping(text: str) -> KeyMapping | None:
         return None
     path = Path(expand_home(found["path"]))
     if not path.is_file():
-        raise CheckpointingException(f"mapping {text!r}: there is no file {path}")
+        beside = name_siblings(path.absolute())
+        raise CheckpointingException(f"mapping {text!r}: there is no file {path} {beside}".rstrip())
     if path.suffix == ".json":
         if found["name"]:
             raise CheckpointingException(f"mapping {text!r}: a name after the colon is for Python files")
@@ -64,7 +66,7 @@ def _run(path: Path, name: str) -> object:
     """Run a Python file, and return a value of it."""
     try:
         values = runpy.run_path(str(path))
-    except Exception as exc:
+    except (Exception, SystemExit) as exc:
         raise CheckpointingException(f"mapping {path} failed: {type(exc).__name__}: {exc}") from exc
     if name not in values:
         names = [key for key in values if not key.startswith("_")]

@@ -23,6 +23,8 @@ _HUB = "model.layers.{layer}"
 #: What every GPTModel has, and no class of the Hub.
 MEGATRON_NAME = "embedding.word_embeddings.weight"
 _WEIGHTS = ("weight", "bias")
+#: Models whose head_dim is hidden_size / num_attention_heads where config.json has none.
+_DERIVE_HEAD_DIM = ("llama", "mistral", "mixtral", "qwen2", "qwen2_moe")
 
 
 def list_attention_rules() -> Iterator[Rule]:
@@ -146,7 +148,7 @@ def split_qkv(rows: int, config: HubConfig | None) -> Sequence[Rows]:
         )
     queries = heads // groups
     size, rest = divmod(rows, groups * (queries + 2))
-    head_dim = config.values.get("head_dim") or size
+    head_dim = config.values.get("head_dim") or _derive_head_dim(config, heads) or size
     if heads % groups or rest or size != head_dim:
         raise ShapeMismatchError(
             f"{rows} rows are not those of {heads} heads in {groups} groups of config.json (head_dim {head_dim}): "
@@ -162,6 +164,14 @@ def split_qkv(rows: int, config: HubConfig | None) -> Sequence[Rows]:
             Rows(2, start + each + size, group * size, size),
         ]
     return found
+
+
+def _derive_head_dim(config: HubConfig, heads: int) -> int | None:
+    """Return the size of a head where the config does not have it; None of models that do not derive it."""
+    hidden = config.values.get("hidden_size")
+    if config.values.get("model_type") not in _DERIVE_HEAD_DIM or not _is_count(hidden):
+        return None
+    return hidden // heads
 
 
 def split_vocabulary(rows: int, config: HubConfig | None) -> Sequence[Rows]:

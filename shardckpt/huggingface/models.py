@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from shardckpt.errors import CheckpointingException, PluginError
+from shardckpt.errors import CheckpointingException, PluginError, name_known
 from shardckpt.huggingface.mapping_file import find_file_mapping, read_config_file
 from shardckpt.huggingface.megatron import (
     list_attention_rules,
@@ -197,8 +197,9 @@ def _find(mapping: str | KeyMapping | None) -> KeyMapping:
     found = _BUILT_IN.get(mapping) if found is None else found
     if found is None:
         raise CheckpointingException(
-            f"no mapping for models of type {mapping!r}: built in are {', '.join(sorted(_BUILT_IN))}; plugins add "
-            "others by shardckpt_key_mapping; a file of rules is FILE.json or FILE.py:MAPPING; None keeps the names"
+            f"no mapping for models of type {mapping!r} {name_known(mapping, _BUILT_IN, 'built in', len(_BUILT_IN))}; "
+            "plugins add others by shardckpt_key_mapping; a file of rules is FILE.json or FILE.py:MAPPING; None keeps "
+            "the names"
             f"{get_plugin_manager().faults_text()}"
         )
     return _validate(found, f"the mapping of {mapping!r}")

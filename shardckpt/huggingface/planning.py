@@ -197,14 +197,17 @@ def _find_unmatched(options: ExportOptions, keys: Collection[str]) -> list[str]:
     mapping, cut = options.mapping, len(options.prefix or "")
     if not isinstance(mapping, KnowsKeys):
         return []
-    unmatched = [key for key in keys if not mapping.knows(key[cut:])]
+    unmatched = [key for key in keys if not mapping.knows(key[cut:]) and key[cut:] not in options.leave_out]
     if not unmatched:
         return []
     unused = mapping.find_unused([key[cut:] for key in keys])
     what = f"{len(unmatched)} of {len(keys)} tensors matched no rule of the mapping: {listed(unmatched)}"
     what += f"; rules that matched no tensor: {listed(unused)}" if unused else ""
     if options.strict:
-        raise KeyMismatchError(f"{what}. Add rules for them, or leave them out: a rule without a name in the folder")
+        raise KeyMismatchError(
+            f"{what}. Add rules for them, or leave them out: by name (leave_out=, --leave-out), or by a rule without a "
+            "name in the folder"
+        )
     logger.warning("%s. They keep their names", what)
     return unmatched
 

@@ -175,9 +175,16 @@ class Rule:
         """Return which rows are in which of the folder's tensors."""
         if self.split is not None:
             try:
-                return self.split(rows, config)
+                found = self.split(rows, config)
             except CheckpointingException as exc:
                 raise type(exc)(f"{key!r} of shape {shape}: {exc}") from exc
+            numbers = {part.name for part in found}
+            if numbers != {*range(len(self.hub))}:  # a name without rows would be left out without a word
+                raise ShardingError(
+                    f"Rule({self.stored!r}): its split gives {len(numbers)} tensors, and it has {len(self.hub)} "
+                    f"names in the folder, {', '.join(self.hub)}: give as many names"
+                )
+            return found
         parts = len(self.hub)
         if rows % parts:
             raise self._shape_error(key, shape)

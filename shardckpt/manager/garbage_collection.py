@@ -10,6 +10,7 @@ import logging
 import queue
 import threading
 import time
+from contextlib import suppress
 from typing import TYPE_CHECKING, NamedTuple
 
 from shardckpt.commit import (
@@ -81,7 +82,9 @@ class Removals(NamedTuple):
     kept: dict[int, str]
 
 
-def remove_steps(folder: StepFolder, choose: Callable[[StepMetrics], Collection[int]]) -> Removals:
+def remove_steps(
+    folder: StepFolder, choose: Callable[[StepMetrics], Collection[int]], *, keeps_linked: bool = True
+) -> Removals:
     """Remove the checkpoints that a function chooses, and the remains of killed saves and removals.
 
     The function is given only complete checkpoints that can be loaded here, and only those are removed: no damaged one,
@@ -94,6 +97,7 @@ def remove_steps(folder: StepFolder, choose: Callable[[StepMetrics], Collection[
     Args:
         folder: The folder of the steps.
         choose: Takes the metrics of each checkpoint by step, and returns the steps to remove.
+        keeps_linked: Whether those stay that a symbolic link in the folder leads to.
 
     Returns:
         The steps that were removed, and why others stay.
@@ -110,14 +114,14 @@ def remove_steps(folder: StepFolder, choose: Callable[[StepMetrics], Collection[
     # A load takes one of these once the chosen ones are gone.
     needed = find_needed_steps({step: metrics for step, metrics in removable.items() if step not in chosen})
     holds = folder.holds
-    held = holds.find() if chosen else {}
+    held = find_held(folder, keeps_linked=keeps_linked) if chosen else {}
     if chosen and on_store(folder.place) is None:
         # What a killed overwrite has moved aside is known to be old while the step is there, and else kept for ever.
         _remove_leftovers(folder)
     removed, kept = [], {}
     for step in chosen:
         if against := held.get(folder.names.name(step)):  # no mark need be written for it
-            reason: str | None = ", ".join(map(str, against))
+            reason: str | None = against
         else:
             reason = _try_to_remove(folder, found[step], [found[each] for each in needed])
         if reason:
@@ -132,6 +136,23 @@ def remove_steps(folder: StepFolder, choose: Callable[[StepMetrics], Collection[
     drop_marks(folder.find(MARKS_NAME), folder.directories())
     _remove_leftovers(folder)
     return Removals(removed, kept)
+
+
+def find_held(folder: StepFolder, *, keeps_linked: bool = True) -> dict[str, str]:
+    """Return what keeps steps from removal, by the names of their directories: leases, pins, and links to them.
+
+    Args:
+        folder: The folder of the steps.
+        keeps_linked: Whether a symbolic link in the folder keeps what it leads to: ``best -> step-100``.
+    """
+    found = {name: list(map(str, holds)) for name, holds in folder.holds.find().items()}
+    if keeps_linked and on_store(folder.place) is None and folder.place.is_dir():
+        place = folder.place.resolve()
+        for link in sorted(each for each in folder.place.iterdir() if each.is_symlink()):
+            with suppress(OSError, RuntimeError):  # a link to itself leads nowhere
+                if (target := link.resolve()).parent == place:
+                    found.setdefault(target.name, []).append(f"{link.name} is a link to it")
+    return {name: ", ".join(reasons) for name, reasons in found.items()}
 
 
 def discard_steps_after(folder: StepFolder, step: int) -> list[int]:
@@ -169,7 +190,9 @@ def discard_steps_after(folder: StepFolder, step: int) -> list[int]:
     deadline = time.monotonic() + _PATIENCE
     removed: set[int] = set()
     while True:
-        done, kept = remove_steps(folder, lambda found: sorted((s for s in found if s in later), reverse=True))
+        done, kept = remove_steps(
+            folder, lambda found: sorted((s for s in found if s in later), reverse=True), keeps_linked=False
+        )
         removed.update(done)
         left = [each for each in later if each not in removed and folder.inspect_step(each).is_loadable]
         # A collection of another process, before which this one gave way: it takes a rename for each step.

@@ -16,6 +16,7 @@ from shardckpt.errors import CheckpointingException, listed, name_known
 from shardckpt.manager.step_resolution import check_step, find_newest
 from shardckpt.manager.steps import StepFolder
 from shardckpt.plugins import get_plugin_manager
+from shardckpt.storage import has_local_files
 
 if TYPE_CHECKING:
     import os
@@ -159,12 +160,18 @@ def pin_step(folder: str | os.PathLike[str], step: int | str, label: str) -> Non
 
     Raises:
         CannotLoadError: there is no such step, or it cannot be loaded.
-        CheckpointingException: the label is empty, or the step is being removed.
+        CheckpointingException: the label is empty, the step is being removed, or its directory is a link to another one there.
         StorageError: the folder cannot be written to.
     """
     if not label.strip():
         raise CheckpointingException(f"step {step}: a pin needs a label that says why the step is kept")
     steps, step = find_step(folder, step)
+    link = steps.place / steps.names.name(step)
+    # a removal of what it leads to would not look at a pin of another name
+    if has_local_files(steps.place) and link.is_symlink() and link.resolve().parent == steps.place.resolve():
+        raise CheckpointingException(
+            f"{link} is a link, which no policy removes: pin the step itself, {link.resolve()}"
+        )
     # a lease first: it looks for a removal under way, and waits for it
     with Lease(steps, step, f"the pin {label!r}", MARK_SECONDS):
         steps.holds.put(*make_hold(steps.names.name(step), "pin", label, None))
@@ -207,7 +214,7 @@ def find_step(folder: str | os.PathLike[str], step: int | str) -> tuple[StepFold
     for each in steps.list_namings() + (steps.list_namings(numbered[1]) if numbered else []):
         if (number := each.names.parse(step)) is not None:
             return each, number
-    known = [name for name in steps.directories() if not name.startswith(".")]
+    known = [name for name in steps.directories() if not name.startswith(".") and name[-1].isdecimal()]
     raise CheckpointingException(
         f"{steps} has no directory of a step {step!r} {name_known(step, known, 'directories')}"
     )

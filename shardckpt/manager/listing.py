@@ -90,6 +90,13 @@ def list_checkpoints(folder: str | os.PathLike[str], *, recursive: bool = False)
         raise StorageError(
             f"{place} is no directory: give a folder of checkpoints, or a checkpoint {name_siblings(place)}".rstrip()
         )
+    return _list(folder, place, plugins, recursive=recursive, above=())
+
+
+def _list(
+    folder: str | os.PathLike[str], place: Path, plugins: PluginManager, *, recursive: bool, above: tuple[str, ...]
+) -> list[CheckpointSummary]:
+    """Return the summaries of a folder that is there; ``above`` are the real paths of those that led to it."""
     # of a store, one listing for all: 1,000 folders would take thousands of requests
     listings = _list_below(place)
     own = _summarize(_attach_listing(place, listings), plugins)
@@ -106,12 +113,17 @@ def list_checkpoints(folder: str | os.PathLike[str], *, recursive: bool = False)
     found = arrange(found, inside.holds.find())
     if not recursive:
         return found
-    return [deep for each in found for deep in (_list_deeper(f"{os.fspath(folder)}", each) if each.inside else [each])]
+    here = (*above, own.path)
 
+    def list_deeper(each: CheckpointSummary) -> list[CheckpointSummary]:
+        """Return what is below a folder, by paths from this one; a link to a folder around it has nothing new."""
+        if each.path in here:
+            return []
+        path = f"{os.fspath(folder).rstrip('/')}/{each.name}"
+        deeper = _list(path, locate(path, plugins), plugins, recursive=True, above=here)
+        return name_below(each.name, deeper)
 
-def _list_deeper(folder: str, found: CheckpointSummary) -> list[CheckpointSummary]:
-    """Return the summaries of the checkpoints below a folder in a folder, by their paths from the outer one."""
-    return name_below(found.name, list_checkpoints(f"{folder.rstrip('/')}/{found.name}", recursive=True))
+    return [deep for each in found for deep in (list_deeper(each) if each.inside else [each])]
 
 
 class FoundCheckpoints(NamedTuple):
@@ -150,7 +162,9 @@ def find_checkpoints(path: str, *, recursive: bool = False) -> FoundCheckpoints:
     if not found or found[0].path == str(place):
         return FoundCheckpoints([path], [])
     skipped = [each for each in listed_ones if not each.is_checkpoint]
-    return FoundCheckpoints([f"{path.rstrip('/')}/{each.name}" for each in found], skipped)
+    once = {each.path: each for each in found}  # links name what is there by its own name, too: that one is kept
+    once.update((each.path, each) for each in found if each.path.endswith(f"/{each.name}"))
+    return FoundCheckpoints([f"{path.rstrip('/')}/{each.name}" for each in once.values()], skipped)
 
 
 def _list_below(place: Path) -> dict[str, dict[str, int]] | None:
@@ -184,7 +198,7 @@ def _summarize_all(
 ) -> list[CheckpointSummary]:
     """Return the summaries of the directories in a folder; on a store, several are looked at at a time."""
     if on_store(inside.place) is None:
-        return [_summarize(inside.find(name), plugins) for name in names]
+        return [replace(_summarize(inside.find(name), plugins), name=name) for name in names]
     marks = _attach_listing(inside.find(MARKS_NAME), listings, MARKS_NAME)
 
     def summarize(name: str) -> CheckpointSummary:

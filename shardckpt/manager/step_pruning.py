@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from shardckpt.engine import measure_freed
 from shardckpt.errors import CheckpointingException, name_known
-from shardckpt.manager.garbage_collection import remove_steps
+from shardckpt.manager.garbage_collection import find_held, remove_steps
 from shardckpt.manager.retention import (
     describe_retention_policy,
     find_needed_steps,
@@ -142,8 +142,8 @@ def _prune(
     if dry_run:
         links = {step for step in found if (folder.place / folder.names.name(step)).is_symlink()}
         wanted = set(choose({s: each.metrics for s, each in found.items() if each.is_loadable and s not in links}))
-        held = folder.holds.find()
-        kept = {step: ", ".join(map(str, held[name])) for step in wanted if (name := folder.names.name(step)) in held}
+        held = find_held(folder)
+        kept = {step: held[name] for step in wanted if (name := folder.names.name(step)) in held}
         removed = wanted - kept.keys()
     else:
         done, kept = remove_steps(folder, choose)

@@ -41,7 +41,7 @@ class CheckpointSummary:
 
     Attributes:
         path: Its path or URL; a password is masked.
-        name: The name of the directory, or of the file of ``torch.save`` or safetensors.
+        name: The name of the directory, of the link to it, or of the file of ``torch.save`` or safetensors.
         state: ``whole``: all files are there and have their sizes; their bytes were not read. ``damaged``: not as it
             was written. ``unreadable``: complete, but no installed strategy reads it. ``incomplete``: a save that was
             never committed. ``other``: nothing shows that a checkpoint was ever there.
@@ -114,22 +114,32 @@ class _NeedsReaderError(Exception):
     """What a directory is, only the readers of all formats can say."""
 
 
-def _list_folder(folder: str, formats: Collection[tuple[str, int]], *, recursive: bool) -> list[CheckpointSummary]:
-    """Return the summaries of a folder, or of a checkpoint, as :func:`list_plain`, which has the errors, too."""
+def _list_folder(
+    folder: str, formats: Collection[tuple[str, int]], *, recursive: bool, above: tuple[str, ...] = ()
+) -> list[CheckpointSummary]:
+    """Return the summaries of a folder, or of a checkpoint, as :func:`list_plain`, which has the errors, too.
+
+    ``above`` are the real paths of the folders that led to it: a link to one of these has nothing new.
+    """
     place = _find(folder)
     if (own := _summarize(place, formats)) is not None:
         return [own]
-    directories = [_find(str(place / name)) for name in _list_names(place).folders]
-    found = [_summarize(each, formats) or _summarize_other(each) for each in directories]
+    directories = {name: _find(str(place / name)) for name in _list_names(place).folders}
+    found = [
+        replace(_summarize(each, formats) or _summarize_other(each), name=name) for name, each in directories.items()
+    ]
     if not any(each.is_checkpoint or each.inside for each in found):
         raise _NeedsReaderError
     found = arrange(found, _find_holds(place))
     if not recursive:
         return found
-    deep = []
+    deep, here = [], (*above, str(place))
     for each in found:
-        below = _list_folder(str(place / each.name), formats, recursive=True) if each.inside else []
-        deep += name_below(each.name, below) if each.inside else [each]
+        if not each.inside:
+            deep.append(each)
+        elif each.path not in here:
+            below = _list_folder(str(place / each.name), formats, recursive=True, above=here)
+            deep += name_below(each.name, below)
     return deep
 
 

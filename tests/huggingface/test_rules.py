@@ -88,7 +88,7 @@ def test_a_tensor_of_another_form_is_refused() -> None:
 
 def test_unknown_models_and_wrong_mappings_are_refused() -> None:
     """Who knows no model, and what is no mapping, is said with what there is instead."""
-    with pytest.raises(CheckpointingException, match=r"'gpt9': built in are .*mixtral, qwen2.*rules is FILE.json"):
+    with pytest.raises(CheckpointingException, match=r"'gpt9' \(built in: .*mixtral, qwen2.*rules is FILE.json"):
         find_mapping("gpt9")
     with pytest.raises(PluginError, match="the mapping is a dict"):
         find_mapping({})  # type: ignore[arg-type]

@@ -189,7 +189,7 @@ def _no_such_step(folder: Path) -> None:
         (_misfit(torch.nn.Linear(2, 2, bias=False), torch.nn.Linear(2, 2)), "exclude_from_loading"),
         (_other_optimizer, "exclude_from_loading"),
         (_other_names, "CheckpointConfig(hf_mapping=...)"),
-        (_no_mapping, "built in are"),
+        (_no_mapping, "built in: "),
         (_unlisted_class, "allow_globals=[Fraction]"),
         (_new_state, "exclude_from_loading"),
         (_no_such_step, "step-1"),

@@ -1,0 +1,50 @@
+"""Links in a folder of checkpoints: what verbs call them, and where they end."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from shardckpt import ShardedTensor, dist_checkpointing
+from shardckpt.errors import CheckpointingException
+from shardckpt.manager import find_checkpoints, list_checkpoints, pin_step
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def _save(path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    dist_checkpointing.save({"w": ShardedTensor.from_rank_offsets("w", torch.arange(4.0))}, path)
+
+
+def test_a_link_has_a_name_of_its_own(tmp_path: Path) -> None:
+    """A link is listed by its own name, and is verified by it if what it leads to is not in the folder itself."""
+    runs = tmp_path / "runs"
+    _save(runs / "step-1")
+    _save(tmp_path / "elsewhere" / "release")
+    (runs / "best").symlink_to(tmp_path / "elsewhere" / "release")
+    (runs / "latest").symlink_to("step-1")
+    assert {each.name for each in list_checkpoints(runs)} == {"step-1", "best", "latest"}
+    assert sorted(find_checkpoints(str(runs)).paths) == [f"{runs}/best", f"{runs}/step-1"]
+
+
+def test_links_to_folders_are_followed_and_end(tmp_path: Path) -> None:
+    """A recursive listing goes through a link to a folder of checkpoints, and not through one to a folder around it."""
+    runs = tmp_path / "runs"
+    _save(runs / "step-1")
+    _save(tmp_path / "elsewhere" / "release")
+    (runs / "more").symlink_to(tmp_path / "elsewhere")
+    (runs / "self").symlink_to(".")
+    (tmp_path / "elsewhere" / "back").symlink_to(runs)
+    assert [each.name for each in list_checkpoints(runs, recursive=True)] == ["step-1", "more/release"]
+
+
+def test_a_link_is_not_pinned(tmp_path: Path) -> None:
+    """A pin of a link is an error that names the step: a removal of that step would not see the pin."""
+    _save(tmp_path / "step-1")
+    (tmp_path / "step-7").symlink_to("step-1")
+    with pytest.raises(CheckpointingException, match=r"pin the step itself, .*/step-1"):
+        pin_step(tmp_path, 7, "release")
