@@ -78,6 +78,9 @@ def find_common(checkpoint: StoredCheckpoint, path: str) -> tuple[str, Any] | No
 
     Returns:
         None if there is no such value, or a key of a tensor or object begins so.
+
+    Raises:
+        KeyMismatchError: the path begins with ``common.``, and there is no such value.
     """
     columns = checkpoint.columns
     if any(key.startswith(path) for key in (*columns.keys, *columns.objects)):
@@ -87,6 +90,10 @@ def find_common(checkpoint: StoredCheckpoint, path: str) -> tuple[str, Any] | No
     for part in rest.split(".") if rest else ():
         inside = dict(enumerate(value)) if isinstance(value, (list, tuple)) else value
         named = {str(key): each for key, each in inside.items()} if isinstance(inside, dict) else {}
+        if part not in named and path.startswith(f"{COMMON}."):
+            raise KeyMismatchError(
+                f"{path!r}: the common state has no {part!r} there {name_known(part, named, 'names')}"
+            )
         if part not in named:
             return None
         value = named[part]

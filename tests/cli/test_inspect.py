@@ -287,5 +287,6 @@ def test_values_of_the_common_state(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert json.loads(capsys.readouterr().out) == {"common": "args", "value": state["args"]}
     assert main(["inspect", str(tmp_path / "c"), "w"]) == 0
     assert "its values: w[], a region: w[0:4, ...]" in capsys.readouterr().out
-    assert main(["inspect", str(tmp_path / "c"), "argz"]) == 2
-    assert "did you mean args?" in capsys.readouterr().err
+    for typo in ("argz", "common.argz", "common.args.name"):
+        assert main(["inspect", str(tmp_path / "c"), typo]) == 2
+        assert "did you mean " in capsys.readouterr().err
