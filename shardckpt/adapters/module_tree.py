@@ -268,9 +268,12 @@ def has_load_hook(module: Module, *, but_torchs: tuple[str, ...] = ()) -> bool:
 def _list_prefixes(root: Module) -> dict[str, str]:
     """Return what the keys of each module begin with in a state dict, and the same without the names of wrappers."""
     found = {}
+    checked: set[type[Any]] = set()
     for module, _, key, name in walk_modules(root):
         if not isinstance(module, torch.jit.ScriptModule):
-            _check_class(type(module), only_parameters=True)
+            if type(module) not in checked:
+                _check_class(type(module), only_parameters=True)
+                checked.add(type(module))
             _check_module(module.__dict__, only_parameters=True)
         found[f"{key}." if key else ""] = f"{name}." if name else ""
     return found

@@ -101,7 +101,7 @@ class NamedModule(NamedTuple):
     Attributes:
         module: The module.
         path: Its path by the names of children, those of wrappers among them.
-        key: What its keys in a state dict begin with, and a dot: its path, without the names that hooks leave out.
+        key: The prefix of its keys in a state dict, without the last dot: its path without names that hooks leave out.
         name: The same without the names of all wrappers.
     """
 

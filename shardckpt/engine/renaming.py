@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import deque
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -44,7 +45,7 @@ def rename_stored(checkpoint: OpenCheckpoint, names: Mapping[str, str], keys: Se
 def list_names(checkpoint: OpenCheckpoint) -> list[str]:
     """Collective: return the keys of all that is stored, and the dotted paths of the common state."""
     columns, common = checkpoint.columns(), checkpoint.common()
-    objects = (_parse_object(name).key for name in columns.objects)
+    objects = (ShardedObject.empty_from_unique_key(name).key for name in columns.objects)
     return [*columns.keys, *columns.values, *objects, *_list_paths(common)]
 
 
@@ -54,7 +55,7 @@ def list_top_names(keys: Iterable[str]) -> list[str]:
 
 
 def find_usual_names(keys: Iterable[str]) -> dict[str, str]:
-    """Return what makes ``model`` and ``optimizer`` of the names that other trainers give these, for a rename.
+    """Return the names to give :func:`rename_stored`, if another trainer has named the model and its optimizer.
 
     An optimizer is what has ``state`` or ``param_groups``. All may be inside one entry, as ``app`` of torch's tutorial.
 
@@ -162,14 +163,10 @@ def _with_key(shard: Any, names: Mapping[str, str]) -> Any:
     return found
 
 
-def _parse_object(unique_key: str) -> ShardedObject:
-    return ShardedObject.empty_from_unique_key(unique_key)
-
-
 def _rename_columns(columns: StoredColumns, names: Mapping[str, str]) -> StoredColumns:
     return columns._replace(
         keys=[_rename(key, names) for key in columns.keys],
-        objects=[_with_key(_parse_object(key), names).unique_key for key in columns.objects],
+        objects=[_with_key(ShardedObject.empty_from_unique_key(key), names).unique_key for key in columns.objects],
         scales={
             _rename(key, names): each._replace(key=_rename(each.key, names)) for key, each in columns.scales.items()
         },
@@ -192,9 +189,9 @@ def _move_parts(common: StateDict, names: Mapping[str, str]) -> StateDict:
         KeyMismatchError: a new path leads through a value.
     """
     found: dict[Any, Any] = {}
-    pending: list[tuple[str, Any, Any]] = [("", key, value) for key, value in common.items()]
+    pending: deque[tuple[str, Any, Any]] = deque(("", key, value) for key, value in common.items())
     while pending:
-        before, key, value = pending.pop(0)
+        before, key, value = pending.popleft()
         path = f"{before}{key}"
         if isinstance(value, dict) and value and any(_begins(old, path) and old != path for old in names):
             pending += [(f"{path}.", inner, each) for inner, each in value.items()]

@@ -25,14 +25,13 @@ from shardckpt.engine import expand_home, find_saver
 from shardckpt.errors import CheckpointingException, ConfigurationError, find_nearest, name_known
 from shardckpt.huggingface import LEAST_EXPORTING, LEAST_EXPORTING_ON_STORES, find_mapping, parse_dtype
 from shardckpt.manager.retention import (
+    RETENTION,
     KeepBest,
     KeepEvery,
     KeepLatest,
     RetentionPolicy,
-    describe_retention_policy,
-    parse_retention_policy,
 )
-from shardckpt.manager.save_policies import SavePolicy, describe_save_policy, parse_save_policy
+from shardckpt.manager.save_policies import SAVING, SavePolicy
 from shardckpt.manager.step_names import parse_step
 from shardckpt.manager.steps import MODEL_PREFIX
 from shardckpt.plugins import get_plugin_manager
@@ -83,7 +82,7 @@ _OTHERS_NAMES = {
 }
 
 
-def describe_fault(fault: Mapping[str, Any], names: Collection[str]) -> str:
+def _describe_fault(fault: Mapping[str, Any], names: Collection[str]) -> str:
     """Return in a sentence what pydantic found wrong in a setting.
 
     Args:
@@ -235,7 +234,7 @@ class CheckpointConfig(BaseModel):
             try:
                 super().__init__(**settings)
             except ValidationError as exc:
-                faults = [describe_fault(fault, type(self).model_fields) for fault in exc.errors()]
+                faults = [_describe_fault(fault, type(self).model_fields) for fault in exc.errors()]
                 raise ConfigurationError(f"{type(self).__name__}: {'; '.join(dict.fromkeys(faults))}") from exc
 
     def __hash__(self) -> int:
@@ -318,12 +317,12 @@ class CheckpointConfig(BaseModel):
     @field_validator("retention", mode="before")
     @classmethod
     def _as_policies(cls, given: Any) -> Any:
-        return tuple(map(parse_retention_policy, given if isinstance(given, (list, tuple)) else [given]))
+        return tuple(map(RETENTION.parse, given if isinstance(given, (list, tuple)) else [given]))
 
     @field_validator("save_when", mode="before")
     @classmethod
     def _as_save_policies(cls, given: Any) -> Any:
-        return tuple(map(parse_save_policy, given if isinstance(given, (list, tuple)) else [given]))
+        return tuple(map(SAVING.parse, given if isinstance(given, (list, tuple)) else [given]))
 
     @field_validator("export_dtype", mode="before")
     @classmethod
@@ -349,11 +348,11 @@ class CheckpointConfig(BaseModel):
 
     @field_serializer("retention")
     def _policy_descriptions(self, policies: Sequence[RetentionPolicy]) -> list[Any]:
-        return [describe_retention_policy(policy) for policy in policies]
+        return [RETENTION.describe(policy) for policy in policies]
 
     @field_serializer("save_when")
     def _save_policy_descriptions(self, policies: Sequence[SavePolicy]) -> list[Any]:
-        return [describe_save_policy(policy) for policy in policies]
+        return [SAVING.describe(policy) for policy in policies]
 
     @property
     def retention_policies(self) -> tuple[RetentionPolicy, ...]:

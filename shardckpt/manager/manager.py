@@ -24,7 +24,7 @@ from shardckpt.manager.retention import KeepBest
 from shardckpt.manager.rng import add_random_state
 from shardckpt.manager.save_policies import SaveClock
 from shardckpt.manager.states import MODEL, TrainingStates
-from shardckpt.manager.step_resolution import NEWEST, NO_METRIC, check_step, find_best, read_step, resolve_step
+from shardckpt.manager.step_resolution import NEWEST, check_step, find_best, read_step, resolve_step
 from shardckpt.manager.steps import MODEL_PREFIX, PREFIX_KEY, StepFolder
 from shardckpt.manifest import Lineage
 from shardckpt.plugins import get_plugin_manager
@@ -357,10 +357,10 @@ class CheckpointManager:
         """
         if not self.config.enable_checkpoint:
             return None
-        policies = (policy for policy in self.config.retention_policies if isinstance(policy, KeepBest))
-        chosen = next(policies, KeepBest(self.config.best_metric or NO_METRIC, 1, self.config.best_mode))
-        policy = KeepBest(metric or chosen.metric, 1, mode or chosen.mode)
-        return Comm(self._group).main_runs("looking for the best step", lambda: find_best(self._folder, policy))
+        kept = next((policy for policy in self.config.retention_policies if isinstance(policy, KeepBest)), None)
+        metric = metric or (self.config.best_metric if kept is None else kept.metric)
+        chosen = mode or (self.config.best_mode if kept is None else kept.mode)
+        return Comm(self._group).main_runs("looking for the best step", lambda: find_best(self._folder, metric, chosen))
 
     def metrics(self, step: int) -> dict[str, float | None]:
         """Collective: return the metrics that :meth:`save` was given for a step, by name; None for NaN and infinity.

@@ -3,41 +3,47 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
+from typing import Any
 
 
-def parse_policy(given: Any, built_in: Mapping[str, type[Any]], what: str) -> Any:
-    """Return a policy of a configuration.
+class PolicyKind:
+    """One kind of policies: to keep steps, or to save them.
 
     Args:
-        given: A callable, or what :func:`describe_policy` returned for a built-in policy.
-        built_in: The classes of the built-in policies, by name.
-        what: What is expected, for the error.
-
-    Returns:
-        The callable, or the built-in policy.
-
-    Raises:
-        ValueError: ``given`` is neither.
+        built_in: The classes of its built-in policies.
+        what: What is expected, for the error about something else.
     """
-    if isinstance(given, dict) and isinstance(given.get("policy"), str) and given["policy"] in built_in:
-        options = {name: value for name, value in given.items() if name != "policy"}
-        return built_in[given["policy"]](**options)
-    if not callable(given) or isinstance(given, type):
-        raise ValueError(f"{given!r:.100} is not {what}")
-    return given
 
+    def __init__(self, *built_in: type[Any], what: str) -> None:
+        self._built_in = {each.__name__: each for each in built_in}
+        self._what = what
 
-def describe_policy(policy: Any, built_in: Mapping[str, type[Any]]) -> Any:
-    """Return a policy as JSON: the options of a built-in one, the name of another, which cannot be read back."""
-    if type(policy) in built_in.values():
-        options = dataclasses.asdict(policy)
-        return {
-            "policy": type(policy).__name__,
-            **{name: sorted(value) if isinstance(value, frozenset) else value for name, value in options.items()},
-        }
-    named = policy if hasattr(policy, "__qualname__") else type(policy)
-    return f"{named.__module__}.{named.__qualname__}"
+    def parse(self, given: Any) -> Any:
+        """Return a policy of a configuration.
+
+        Args:
+            given: A callable, or what :meth:`describe` returned for a built-in policy.
+
+        Returns:
+            The callable, or the built-in policy.
+
+        Raises:
+            ValueError: ``given`` is neither.
+        """
+        if isinstance(given, dict) and isinstance(given.get("policy"), str) and given["policy"] in self._built_in:
+            options = {name: value for name, value in given.items() if name != "policy"}
+            return self._built_in[given["policy"]](**options)
+        if not callable(given) or isinstance(given, type):
+            raise ValueError(f"{given!r:.100} is not {self._what}")
+        return given
+
+    def describe(self, policy: Any) -> Any:
+        """Return a policy as JSON: the options of a built-in one, the name of another, which cannot be read back."""
+        if type(policy) in self._built_in.values():
+            options = dataclasses.asdict(policy)
+            return {
+                "policy": type(policy).__name__,
+                **{name: sorted(value) if isinstance(value, frozenset) else value for name, value in options.items()},
+            }
+        named = policy if hasattr(policy, "__qualname__") else type(policy)
+        return f"{named.__module__}.{named.__qualname__}"

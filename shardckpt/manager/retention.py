@@ -12,7 +12,7 @@ from pydantic.dataclasses import dataclass
 
 from shardckpt.errors import CheckpointingException, name_known
 from shardckpt.manager.metrics import rank_steps, read_metric
-from shardckpt.manager.policies import describe_policy, parse_policy
+from shardckpt.manager.policies import PolicyKind
 
 if TYPE_CHECKING:
     from shardckpt.manager.marks import StepState
@@ -167,10 +167,13 @@ class KeepVerified:
         return [step for step in steps if get_state(steps[step]) == "verified"][-self.count :]
 
 
-_BUILT_IN = {
-    policy.__name__: policy
-    for policy in (KeepLatest, KeepEvery, KeepNear, KeepRecent, KeepBest, KeepPinned, KeepVerified)
-}
+#: The kind of policies that choose what is kept.
+RETENTION = PolicyKind(
+    *(KeepLatest, KeepEvery, KeepNear, KeepRecent, KeepBest, KeepPinned, KeepVerified),
+    what="a retention policy: give KeepLatest(3), KeepEvery(1000), KeepNear(1000), KeepRecent(hours=24), "
+    "KeepBest('loss', 2), KeepPinned([500]), KeepVerified(1), or a function that is given the metrics by step and "
+    "returns the steps to keep",
+)
 
 
 def get_state(metrics: Mapping[str, Any]) -> StepState:
@@ -235,30 +238,13 @@ def refuse_unknown_metrics(policies: Collection[RetentionPolicy], steps: Iterabl
             )
 
 
-_ADVICE = (
-    "a retention policy: give KeepLatest(3), KeepEvery(1000), KeepNear(1000), KeepRecent(hours=24), KeepBest('loss', "
-    "2), KeepPinned([500]), KeepVerified(1), or a function that is given the metrics by step and returns the steps to "
-    "keep"
-)
-
-
-def parse_retention_policy(given: Any) -> RetentionPolicy:
-    """Return a policy of a configuration; raise ValueError if it is none. See :func:`parse_policy`."""
-    return parse_policy(given, _BUILT_IN, _ADVICE)  # type: ignore[no-any-return]
-
-
-def describe_retention_policy(policy: Any) -> Any:
-    """Return a policy as JSON."""
-    return describe_policy(policy, _BUILT_IN)
-
-
 def _kept_by(policy: RetentionPolicy, steps: StepMetrics) -> set[int]:
     returned: Any = policy(steps)
     kept: list[Any] = list(returned) if isinstance(returned, Iterable) else [returned]
     # A bool is no step: a policy that returns a mask would keep steps 0 and 1, and lose the others.
     if not all(isinstance(step, Integral) and not isinstance(step, bool) for step in kept):
         raise CheckpointingException(
-            f"the retention policy {describe_retention_policy(policy)} returned {returned!r:.100}: return the steps to "
+            f"the retention policy {RETENTION.describe(policy)} returned {returned!r:.100}: return the steps to "
             "keep, a list of whole numbers; until it does, no checkpoint is removed"
         )
     return set(kept)

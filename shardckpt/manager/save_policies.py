@@ -10,7 +10,7 @@ from pydantic import ConfigDict, Field, GetPydanticSchema
 from pydantic.dataclasses import dataclass
 
 from shardckpt.errors import CheckpointingException
-from shardckpt.manager.policies import describe_policy, parse_policy
+from shardckpt.manager.policies import PolicyKind
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -85,21 +85,12 @@ class SaveAfter:
         return moment.seconds >= self.seconds
 
 
-_BUILT_IN = {kind.__name__: kind for kind in (SaveEvery, SaveAt, SaveAfter)}
-_ADVICE = (
-    "a save policy: give SaveEvery(500), SaveAt([1000, 2000]), SaveAfter(seconds=1800), or a function that is given "
-    "the step, the seconds since the last save and the metrics (Moment), and returns whether to save"
+#: The kind of policies that choose what is saved.
+SAVING = PolicyKind(
+    *(SaveEvery, SaveAt, SaveAfter),
+    what="a save policy: give SaveEvery(500), SaveAt([1000, 2000]), SaveAfter(seconds=1800), or a function that is "
+    "given the step, the seconds since the last save and the metrics (Moment), and returns whether to save",
 )
-
-
-def parse_save_policy(given: Any) -> SavePolicy:
-    """Return a policy of a configuration; raise ValueError if it is none. See :func:`parse_policy`."""
-    return parse_policy(given, _BUILT_IN, _ADVICE)  # type: ignore[no-any-return]
-
-
-def describe_save_policy(policy: Any) -> Any:
-    """Return a policy as JSON."""
-    return describe_policy(policy, _BUILT_IN)
 
 
 class SaveClock:
@@ -111,8 +102,8 @@ class SaveClock:
 
     def __init__(self, policies: Sequence[SavePolicy]) -> None:
         # these need no other rank's answer; a subclass may look at clocks and metrics
-        self._alike = [policy for policy in policies if type(policy) in (SaveEvery, SaveAt)]
-        self._others = [policy for policy in policies if type(policy) not in (SaveEvery, SaveAt)]
+        self._local = [policy for policy in policies if type(policy) in (SaveEvery, SaveAt)]
+        self._asked = [policy for policy in policies if type(policy) not in (SaveEvery, SaveAt)]
         self._last = time.monotonic()
 
     def is_due(self, step: int, metrics: Mapping[str, Any], comm: Comm) -> bool:
@@ -122,10 +113,10 @@ class SaveClock:
             CheckpointingException: the same on every rank: a policy raised, or returned something else.
         """
         moment = Moment(step, time.monotonic() - self._last, metrics)
-        due = any(policy(moment) for policy in self._alike)
-        if due or not self._others:
+        due = any(policy(moment) for policy in self._local)
+        if due or not self._asked:
             return due
-        return comm.main_runs("asking whether to save", lambda: any(_ask(each, moment) for each in self._others))
+        return comm.main_runs("asking whether to save", lambda: any(_ask(each, moment) for each in self._asked))
 
     def note_save(self) -> None:
         """Note that a step was saved now, or begins to be."""
@@ -136,6 +127,6 @@ def _ask(policy: SavePolicy, moment: Moment) -> bool:
     answer: Any = policy(moment)
     if answer is None or not hasattr(answer, "__bool__"):
         raise CheckpointingException(
-            f"the save policy {describe_save_policy(policy)} returned {answer!r:.100}: return True or False"
+            f"the save policy {SAVING.describe(policy)} returned {answer!r:.100}: return True or False"
         )
     return bool(answer)

@@ -10,7 +10,7 @@ from shardckpt.engine import measure_freed
 from shardckpt.errors import CheckpointingException, name_known
 from shardckpt.manager.garbage_collection import find_held, remove_steps
 from shardckpt.manager.retention import (
-    describe_retention_policy,
+    RETENTION,
     find_needed_steps,
     refuse_unknown_metrics,
     steps_to_remove,
@@ -174,7 +174,7 @@ def _explain_kept(
     reasons += ["it is protected"] if step in protected else []
     for policy in policies:
         if step in {*policy(counted)}:
-            said = describe_retention_policy(policy)
+            said = RETENTION.describe(policy)
             options = ", ".join(f"{k}={v}" for k, v in said.items() if k != "policy") if isinstance(said, dict) else ""
             reasons.append(f"{said['policy']}({options})" if isinstance(said, dict) else said)
     return ", ".join(reasons)

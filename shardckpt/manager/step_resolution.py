@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from shardckpt.distributed import replace_text
 from shardckpt.errors import CheckpointingException, CorruptCheckpointError, name_known
+from shardckpt.manager.retention import KeepBest
 
 if TYPE_CHECKING:
     from collections.abc import Collection
 
     from shardckpt.distributed import Comm
     from shardckpt.manager.reader import StepReader
-    from shardckpt.manager.retention import KeepBest
     from shardckpt.manager.steps import StepFolder
 
 logger = logging.getLogger(__name__)
 
 NEWEST = -1
-#: In place of the name of a metric where none is given: no metric has it.
-NO_METRIC = "(none)"
 _LISTED = 20  # steps that an error names, the newest
 
 
@@ -101,30 +99,26 @@ def check_step(folder: StepFolder, step: int) -> int:
     raise replace_text(error, f"step {step} cannot be loaded: {error}\nin {folder} there are {there}")
 
 
-def find_best(folder: StepFolder, policy: KeepBest) -> int | None:
+def find_best(folder: StepFolder, metric: str, mode: Literal["min", "max"]) -> int | None:
     """Return the step with the best metric among those that can be loaded, None if there are none; not collective.
 
     Args:
         folder: The folder of the steps.
-        policy: Says which metric, and what is good; without a name, none is given.
+        metric: The name of the metric; ``""`` if none is given, which is an error.
+        mode: Whether the smallest or the largest value is the best.
 
     Raises:
         CheckpointingException: no step has a finite value of the metric, or none is named.
     """
     found = {each.step: each.metrics for each in folder.committed() if not each.has_failed}
-    best = policy(found)
-    if found and not best:
-        names = {name for metrics in found.values() for name in metrics}
-        if policy.metric == NO_METRIC:
-            raise CheckpointingException(
-                f"the best step of {folder}: by which metric? best_step('loss'), or CheckpointConfig(best_metric=...) "
-                f"{name_known('', names, 'metrics')}"
-            )
-        raise CheckpointingException(
-            f"the best step of {folder}: no step has a value of the metric {policy.metric!r} "
-            f"{name_known(policy.metric, names, 'metrics')}"
-        )
-    return best[0] if best else None
+    if not found:
+        return None
+    if metric and (best := KeepBest(metric, 1, mode)(found)):
+        return best[0]
+    by_which = "by which metric? best_step('loss'), or CheckpointConfig(best_metric=...)"
+    what = f"no step has a value of the metric {metric!r}" if metric else by_which
+    names = {name for metrics in found.values() for name in metrics}
+    raise CheckpointingException(f"the best step of {folder}: {what} {name_known(metric, names, 'metrics')}")
 
 
 def find_newest(folder: StepFolder, without: Collection[int] = ()) -> int | None:

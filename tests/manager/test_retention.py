@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from shardckpt.errors import CheckpointingException
 from shardckpt.manager import CheckpointConfig
 from shardckpt.manager.retention import (
+    RETENTION,
     KeepBest,
     KeepEvery,
     KeepLatest,
     KeepPinned,
-    describe_retention_policy,
     steps_to_remove,
 )
 from tests.tables import table
@@ -153,7 +153,7 @@ def test_any_callable_is_a_policy() -> None:
     assert [list(each) for each in seen] == [[4, 5, 12, 30]]
     assert seen[0][5] == {"loss": 0.5}
     assert steps_to_remove([_Odd(), policy], checkpoints) == [12]
-    assert describe_retention_policy(_Odd()) == "tests.manager.test_retention._Odd"
+    assert RETENTION.describe(_Odd()) == "tests.manager.test_retention._Odd"
 
 
 @table("returned", [None, 3.0, "12", [True, False], [1.5], [[1]]])
