@@ -253,8 +253,9 @@ def _nest_names(values: StateDict, params: Mapping[str, torch.Tensor]) -> StateD
         elif not isinstance(value, dict) and not rest:
             found[kind] = value
         elif not rest:
-            for owner in value.keys() & params.keys():
-                _place(found, kind, owner).update(value[owner])
+            for owner, own in value.items():
+                if owner in params and isinstance(own, dict):
+                    _place(found, kind, owner).update(own)
         elif owner := find_name(rest, params):
             _place(found, kind, owner)[rest[len(owner) + 1 :]] = value
     return found
