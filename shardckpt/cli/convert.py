@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from shardckpt.cli.output import say
+from shardckpt.cli.output import Output
 
 if TYPE_CHECKING:
     from shardckpt.maintenance import ConversionReport
@@ -74,7 +74,6 @@ def add_target_options(parser: Any) -> None:
     )
     parser.add_argument("--assets", metavar="DIR", help="hf: copy a model's other files (config, tokenizer) from here")
     parser.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="hf: largest weight file (5GB)")
-    parser.add_argument("--json", action="store_true", help="print the report as JSON")
 
 
 def add_mapping_options(parser: Any) -> None:
@@ -109,15 +108,14 @@ def read_target_options(options: Any) -> dict[str, Any]:
     return {name: getattr(options, name) for name in names} | {"memory_budget": parse_size(options.memory, "--memory")}
 
 
-def run(options: Any) -> int:
-    """Convert, and print the report. Return the exit code."""
+def run(options: Any) -> Output:
+    """Convert, and return the report."""
     from shardckpt.cli.progress import show_progress
     from shardckpt.maintenance import convert_checkpoint
 
     with show_progress("convert"):
         report = convert_checkpoint(options.source, options.target, **read_target_options(options))
-    say(_encode(report) if options.json else _describe(report, options.target))
-    return 0
+    return Output(lambda: report, lambda: [_make_proof(report), *describe_conversion(report, options.target)])
 
 
 def parse_target(text: str) -> str | tuple[str, int]:
@@ -136,7 +134,7 @@ def parse_target(text: str) -> str | tuple[str, int]:
 parse_target.__name__ = "BACKEND[@VERSION], hf, dcp or torch"
 
 
-def describe_left_out(report: ConversionReport) -> list[str]:
+def _describe_left_out(report: ConversionReport) -> list[str]:
     """Return the lines about what was not written: what was lost, and apart from it what only other libraries look for.
 
     The latter has names such as ``optimizer.param_groups.0.lr``, and would read as if the learning rate were lost; the
@@ -151,14 +149,32 @@ def describe_left_out(report: ConversionReport) -> list[str]:
     return lines
 
 
-def _encode(report: ConversionReport) -> str:
-    import json
+def describe_conversion(report: ConversionReport, target: str, how: str = "") -> list[str]:
+    """Return the lines about what was written, and what not.
 
-    fields = {name: getattr(report, name) for name in report.__dataclass_fields__}
-    return json.dumps({**fields, "proof": [tensor._asdict() for tensor in report.proof]}, indent=2)
+    Args:
+        report: What was done.
+        target: Where it was written, as the caller calls it.
+        how: What was done, if it was no plain conversion.
+    """
+    from shardckpt.errors import listed
+
+    lines = []
+    if report.resumed:
+        lines.append(f"went on with {report.resumed:,} bytes that a killed run had written")
+    lines += _describe_left_out(report)
+    if report.rewritten:
+        places = [f"{place} ({kind})" for place, kind in report.rewritten.items()]
+        lines.append(f"written as builtin types: {listed(places)}")
+    old, new = (f"{backend} version {version}" for backend, version in (report.old, report.new))
+    lines.append(
+        f"{target}: {new}, {how or f'written from {old}'}: {report.tensors:,} tensors of {report.nbytes:,} bytes, "
+        f"{report.objects:,} objects; read again, all fingerprints are equal"
+    )
+    return lines
 
 
-def _describe(report: ConversionReport, target: str) -> str:
+def _make_proof(report: ConversionReport) -> str:
     from shardckpt.cli.table import table
     from shardckpt.errors import listed
 
@@ -167,16 +183,4 @@ def _describe(report: ConversionReport, target: str) -> str:
         renamed = key if names == (key,) else f"{key} -> {listed(list(names))}"
         cast = dtype if dtype == written else f"{dtype} -> {written}"
         rows.append((renamed, cast, list(shape), before, after))
-    lines = [table(("tensor", "dtype", "shape", "fingerprint before", "fingerprint after"), rows)]
-    if report.resumed:
-        lines.append(f"went on with {report.resumed:,} bytes that a killed conversion had written")
-    lines += describe_left_out(report)
-    if report.rewritten:
-        places = [f"{place} ({kind})" for place, kind in report.rewritten.items()]
-        lines.append(f"written as builtin types: {listed(places)}")
-    old, new = (f"{backend} version {version}" for backend, version in (report.old, report.new))
-    lines.append(
-        f"{target}: {new}, written from {old}: {report.tensors:,} tensors of {report.nbytes:,} bytes, "
-        f"{report.objects:,} objects; read again, all fingerprints are equal"
-    )
-    return "\n".join(lines)
+    return table(("tensor", "dtype", "shape", "fingerprint before", "fingerprint after"), rows)

@@ -7,12 +7,11 @@ common state differs, or only one of the checkpoints has it.
 
 from __future__ import annotations
 
-import math
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from shardckpt.cli.exit_codes import FINE, FOUND
-from shardckpt.cli.output import say
+from shardckpt.cli.output import Output
 from shardckpt.errors import escape_text
 
 if TYPE_CHECKING:
@@ -40,14 +39,12 @@ def add(verbs: Any) -> None:
     parser.add_argument(
         "--tensors-only", action="store_true", help="leave out objects and common state, as with --mapping and --prefix"
     )
-    how = parser.add_mutually_exclusive_group()
-    how.add_argument("--json", action="store_true", help="print the report as JSON")
-    how.add_argument("--html", metavar="FILE", help="write a page with pictures of both, and of what differs")
+    parser.add_argument("--html", metavar="FILE", help="write a page with pictures of both, and of what differs")
     parser.set_defaults(run=run)
 
 
-def run(options: Any) -> int:
-    """Print a row for each tensor and value that differs, and a summary. Return the exit code."""
+def run(options: Any) -> Output:
+    """Return a row for each tensor and value that differs, and a summary."""
     from shardckpt.engine import locate
     from shardckpt.huggingface import find_mapping, read_config
     from shardckpt.maintenance import diff_checkpoints
@@ -64,15 +61,19 @@ def run(options: Any) -> int:
         read_values=options.read,
         tensors_only=options.tensors_only,
     )
+    written = []
     if options.html:
         from shardckpt.cli.html import write_difference_page
 
-        say(write_difference_page(report, options))
-    say(_as_json(report) if options.json else _as_text(report, options))
-    return FINE if report.are_same else FOUND
+        written.append(write_difference_page(report, options))
+    return Output(
+        lambda: {"same": report.are_same, **vars(report)},
+        lambda: [*written, *_describe(report, options)],
+        FINE if report.are_same else FOUND,
+    )
 
 
-def _as_text(report: DiffReport, options: Any) -> str:
+def _describe(report: DiffReport, options: Any) -> list[str]:
     from shardckpt.cli.table import table
 
     total = report.equal + sum(difference.kind != "only in second" for difference in report.differences)
@@ -89,7 +90,7 @@ def _as_text(report: DiffReport, options: Any) -> str:
         if different:
             lines.append(table(("object", "differs in", "first", "second"), [tuple(found) for found in different]))
         summary += f"; objects and common state: {report.objects.equal} entries are equal, {len(different)} values not"
-    return "\n".join([*lines, summary, *filter(None, [_advise_names(report, options)])])
+    return [*lines, summary, *filter(None, [_advise_names(report, options)])]
 
 
 def _advise_names(report: DiffReport, options: Any) -> str:
@@ -137,19 +138,3 @@ def _list_cells(difference: TensorDifference) -> tuple[str, ...]:
 
 def _format(value: float | None) -> str:
     return "" if value is None else f"{value:.3g}"
-
-
-def _as_json(report: DiffReport) -> str:
-    import json
-    from dataclasses import asdict
-
-    found = asdict(report)
-    if report.objects is not None:  # asdict leaves named tuples as they are, which JSON has as lists
-        different = [difference._asdict() for difference in report.objects.differences]
-        found["objects"] = {"equal": report.objects.equal, "differences": different}
-    for difference in found["differences"]:
-        for name in ("max_absolute", "max_relative"):
-            value = difference[name]
-            if value is not None and math.isinf(value):  # JSON has no infinity
-                difference[name] = "inf"
-    return json.dumps({"same": report.are_same, **found}, indent=1)

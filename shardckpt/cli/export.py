@@ -5,10 +5,13 @@ The checkpoint is not changed. For a model of transformers, give --mapping and -
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shardckpt.cli.convert import add_mapping_options
-from shardckpt.cli.output import say
+from shardckpt.cli.output import Output
+
+if TYPE_CHECKING:
+    from shardckpt.huggingface import Exported
 
 
 def add(verbs: Any) -> None:
@@ -49,10 +52,9 @@ def add(verbs: Any) -> None:
     parser.set_defaults(run=run)
 
 
-def run(options: Any) -> int:
-    """Export, and print a row per file. Return the exit code."""
+def run(options: Any) -> Output:
+    """Export, and return a row per file."""
     from shardckpt.cli.progress import show_progress
-    from shardckpt.cli.table import table
     from shardckpt.huggingface import export_to_huggingface
 
     with show_progress("export"):
@@ -71,6 +73,16 @@ def run(options: Any) -> int:
             overwrite=options.overwrite,
             memory_budget=options.memory,
         )
-    say(table(("file", "tensors", "bytes"), [(name, count, f"{size:,}") for name, count, size in exported.files]))
-    say(f"{options.target}: {exported.total_size:,} bytes of tensors")
-    return 0
+    return Output(lambda: _name_columns(exported), lambda: _describe(exported, options.target))
+
+
+def _name_columns(exported: Exported) -> dict[str, Any]:
+    rows = [{"name": name, "tensors": count, "nbytes": size} for name, count, size in exported.files]
+    return {**exported._asdict(), "files": rows}
+
+
+def _describe(exported: Exported, target: str) -> list[str]:
+    from shardckpt.cli.table import table
+
+    rows = [(name, count, f"{size:,}") for name, count, size in exported.files]
+    return [table(("file", "tensors", "bytes"), rows), f"{target}: {exported.total_size:,} bytes of tensors"]

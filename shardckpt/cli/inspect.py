@@ -8,15 +8,15 @@ What convert reads can be inspected, too: Hugging Face folders, and files of saf
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections import Counter
-from json.encoder import encode_basestring_ascii
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardckpt.cli.exit_codes import FINE, FOUND
 from shardckpt.cli.header import read_header
+from shardckpt.cli.output import Output
 from shardckpt.cli.table import grouped_table, table
 from shardckpt.errors import (
     CheckpointingException,
@@ -59,7 +59,6 @@ def add(verbs: Any) -> None:
     how = parser.add_mutually_exclusive_group()
     how.add_argument("--tree", action="store_true", help="a row per module, with the sums of its tensors")
     how.add_argument("--files", action="store_true", help="a row per file")
-    how.add_argument("--json", action="store_true", help="print all as one JSON object")
     how.add_argument(
         "--html", metavar="FILE", help="write a page with pictures: shards, modules, files, the save's time"
     )
@@ -68,29 +67,25 @@ def add(verbs: Any) -> None:
     parser.set_defaults(run=run)
 
 
-def run(options: Any) -> int:
-    """Print what is stored, and what is missing. Return the exit code.
+def run(options: Any) -> Output:
+    """Return what is stored, and what is missing.
 
     Raises:
         KeyMismatchError: no key begins with the prefix.
     """
-    from shardckpt.cli.pager import page
     from shardckpt.engine import pause_gc
     from shardckpt.storage import retry_if_replaced
 
     with pause_gc():  # rows of 100,000 tensors all stay
-        code, lines = retry_if_replaced(lambda: _inspect(options), options.directory)
-        page(lines)
-    return code
+        return retry_if_replaced(lambda: _inspect(options), options.directory)
 
 
-def _inspect(options: Any) -> tuple[int, list[str]]:
-    """Return the exit code and the lines to print."""
+def _inspect(options: Any) -> Output:
     from shardckpt.cli.values import split_region
 
     found = None if options.html or split_region(options.prefix) is not None else _read_outline(options)
     if found is not None:
-        return FINE, _format(found, options)
+        return _show(found, options)
     try:
         return _inspect_open(options)
     except CheckpointReplacedError:
@@ -104,7 +99,7 @@ def _inspect(options: Any) -> tuple[int, list[str]]:
             raise exc from None
 
 
-def _inspect_open(options: Any, lost: str = "") -> tuple[int, list[str]]:
+def _inspect_open(options: Any, lost: str = "") -> Output:
     """Do the same by the strategy that reads the checkpoint, which needs torch.
 
     Args:
@@ -112,7 +107,7 @@ def _inspect_open(options: Any, lost: str = "") -> tuple[int, list[str]]:
         lost: That it has lost its ``metadata.json``, and what to do about that; ``""``: it must have it.
     """
     from shardckpt.cli.html import write_checkpoint_page
-    from shardckpt.cli.values import describe_common, describe_values, find_common, split_region
+    from shardckpt.cli.values import find_common, read_values, show_common, split_region
     from shardckpt.engine import IncompleteFile
     from shardckpt.maintenance import open_any
     from shardckpt.manifest import MARKER_NAME
@@ -120,10 +115,10 @@ def _inspect_open(options: Any, lost: str = "") -> tuple[int, list[str]]:
     with open_any(options.directory, unmarked=bool(lost)) as checkpoint:
         region = split_region(options.prefix)
         if region is not None and options.prefix not in checkpoint:
-            return FOUND if lost else FINE, describe_values(checkpoint, *region, as_json=options.json)
+            return read_values(checkpoint, *region, FOUND if lost else FINE)
         in_common = find_common(checkpoint, options.prefix) if options.prefix and not options.html else None
         if in_common is not None:
-            return FOUND if lost else FINE, describe_common(*in_common, as_json=options.json)
+            return show_common(*in_common, FOUND if lost else FINE)
         if options.html:
             return write_checkpoint_page(checkpoint, options.directory, options.prefix, options.html)
         found = _collect(checkpoint, options)
@@ -131,7 +126,7 @@ def _inspect_open(options: Any, lost: str = "") -> tuple[int, list[str]]:
             found.incomplete.append(IncompleteFile(MARKER_NAME, f"is missing: {lost}", ()))
         if options.files:
             found = found._replace(files=_list_files(checkpoint))
-    return FOUND if found.incomplete or found.fault else FINE, _format(found, options)
+    return _show(found, options)
 
 
 def _read_outline(options: Any) -> _Found | None:
@@ -165,13 +160,9 @@ def _read_outline(options: Any) -> _Found | None:
     return _Found(options.directory, options.prefix, header, tensors, objects, common, "", [], files=files)
 
 
-def _format(found: _Found, options: Any) -> list[str]:
-    if options.json:
-        return [_as_json(found)]
-    lines = _describe(found, options)
-    if options.files:
-        lines[2:3] = [table(("file", "bytes", "rank", "items"), sorted(found.files))]
-    return lines
+def _show(found: _Found, options: Any) -> Output:
+    code = FOUND if found.incomplete or found.fault else FINE
+    return Output(partial(_list_all, found), partial(_describe, found, options), code, is_long=True)
 
 
 class _Form(NamedTuple):
@@ -299,6 +290,8 @@ def _describe(found: _Found, options: Any) -> list[str]:
     shown = {*tensors.keys, *found.objects, *found.common}
     faults += [f"incomplete: {file.name} {file.fault}{_affected(file, shown)}" for file in found.incomplete]
     head = map(escape_text, (title, _describe_writer(header)))
+    if options.files:
+        listing = table(("file", "bytes", "rank", "items"), sorted(found.files))
     return [*head, listing, *map(escape_text, found.scaled), summary, *map(escape_text, faults)]
 
 
@@ -335,19 +328,22 @@ def _list_recorded_files(record: PlainRecord | Record) -> list[tuple[Any, ...]]:
     return [(file.name, file.size, file.rank, file.keys) for file in record.files]
 
 
-def _as_json(found: _Found) -> str:
-    before = {"checkpoint": found.directory, **found.header}
-    after = {
+def _list_all(found: _Found) -> dict[str, Any]:
+    from shardckpt.cli.encode import Rows
+
+    forms = [form._asdict() for form in found.tensors.forms]
+    rows = Rows(
+        {"key": key, **forms[number]} for key, number in zip(found.tensors.keys, found.tensors.numbers, strict=True)
+    )
+    return {
+        "checkpoint": found.directory,
+        **found.header,
+        "tensors": rows,
         "objects": found.objects,
         "common": found.common,
         "common_fault": found.fault,
         "incomplete_files": [{"name": f.name, "fault": f.fault, "keys": f.keys} for f in found.incomplete],
     }
-    # no object for each tensor: what those of one form have in common is encoded once
-    keys = map(encode_basestring_ascii, found.tensors.keys)
-    ends = [json.dumps(form._asdict())[1:] for form in found.tensors.forms]
-    rows = (f'{{"key": {key}, {ends[number]}' for key, number in zip(keys, found.tensors.numbers, strict=True))
-    return f'{json.dumps(before)[:-1]}, "tensors": [{", ".join(rows)}], {json.dumps(after)[1:]}'
 
 
 def _read_common(checkpoint: StoredCheckpoint) -> tuple[list[str], str]:

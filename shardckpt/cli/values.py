@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import re
 from typing import TYPE_CHECKING, Any
 
+from shardckpt.cli.exit_codes import FINE
+from shardckpt.cli.output import Output
 from shardckpt.errors import CheckpointingException, KeyMismatchError, escape_text, name_known
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from shardckpt.engine import StoredCheckpoint
+    from shardckpt.maintenance import Statistics
 
 #: Elements that are printed in full; of a larger region its first corner.
 _MOST = 400
@@ -31,14 +35,12 @@ def split_region(text: str) -> tuple[str, tuple[Any, ...]] | None:
     return found[1], tuple(_parse_part(part.strip(), text) for part in found[2].split(",") if part.strip())
 
 
-def describe_values(checkpoint: StoredCheckpoint, key: str, index: tuple[Any, ...], *, as_json: bool) -> list[str]:
-    """Return the lines about a region: what it is, its statistics, and its values or the first of them.
+def read_values(checkpoint: StoredCheckpoint, key: str, index: tuple[Any, ...], code: int = FINE) -> Output:
+    """Return what is known of a region: what it is, its statistics, and its values or the first of them.
 
     Raises:
         KeyMismatchError: no such tensor is stored.
     """
-    import dataclasses  # slow to import
-
     from shardckpt.maintenance import compute_statistics
 
     if key not in checkpoint:
@@ -47,14 +49,35 @@ def describe_values(checkpoint: StoredCheckpoint, key: str, index: tuple[Any, ..
     statistics = compute_statistics(stored, index)
     corner, is_all = _find_corner(stored.shape, index, statistics.count)
     values = stored[corner]
-    if as_json:
-        is_json = not statistics.nans and not statistics.infs and not values.is_complex()
-        said = {"key": key, "dtype": str(stored.dtype).removeprefix("torch."), "shape": list(stored.shape)}
-        shown = {"first": not is_all, "values": values.tolist() if is_json else str(values)}
-        return [json.dumps({**said, **dataclasses.asdict(statistics), **shown})]
-    shape = "x".join(map(str, stored.shape))
     dtype = str(stored.dtype).removeprefix("torch.")
-    what = f"{escape_text(key)}: {dtype}, shape {shape or '()'}, {statistics.count:,} elements read"
+    shape = "x".join(map(str, stored.shape)) or "()"
+    return Output(
+        lambda: {
+            "key": key,
+            "dtype": dtype,
+            "shape": stored.shape,
+            **vars(statistics),
+            "first": not is_all,
+            "values": _list_values(values, statistics),
+        },
+        lambda: [
+            f"{escape_text(key)}: {dtype}, shape {shape}, {statistics.count:,} elements read",
+            *describe_statistics(statistics),
+            "values:" if is_all else "first values:",
+            str(values),
+        ],
+        code,
+    )
+
+
+def _list_values(values: Tensor, statistics: Statistics) -> Any:
+    """Return values as JSON has them; where it does not, as torch prints them."""
+    is_json = not statistics.nans and not statistics.infs and not values.is_complex()
+    return values.tolist() if is_json else str(values)
+
+
+def describe_statistics(statistics: Statistics) -> list[str]:
+    """Return the lines about statistics."""
     numbers = ", ".join(
         f"{name} {'-' if value is None else format(value, '.9g')}"
         for name, value in (
@@ -66,7 +89,7 @@ def describe_values(checkpoint: StoredCheckpoint, key: str, index: tuple[Any, ..
     )
     odd = f"NaN {statistics.nans:,}, Inf {statistics.infs:,}"
     left_out = " (left out above)" if statistics.nans or statistics.infs else ""
-    return [what, numbers, f"{odd}{left_out}", "values:" if is_all else "first values:", str(values)]
+    return [numbers, f"{odd}{left_out}"]
 
 
 def find_common(checkpoint: StoredCheckpoint, path: str) -> tuple[str, Any] | None:
@@ -100,12 +123,14 @@ def find_common(checkpoint: StoredCheckpoint, path: str) -> tuple[str, Any] | No
     return rest or COMMON, value
 
 
-def describe_common(path: str, value: Any, *, as_json: bool) -> list[str]:
-    """Return the lines about a value of the common state: what it is, and the value."""
+def show_common(path: str, value: Any, code: int = FINE) -> Output:
+    """Return a value of the common state, and what it is."""
+    return Output(lambda: {"common": path, "value": value}, lambda: _describe_common(path, value), code)
+
+
+def _describe_common(path: str, value: Any) -> list[str]:
     import pprint  # slow to import
 
-    if as_json:
-        return [json.dumps({"common": path, "value": value}, default=str)]
     return [f"{escape_text(path)}: common state, {type(value).__name__}", *pprint.pformat(value, width=100).split("\n")]
 
 

@@ -20,8 +20,6 @@ exit codes:
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import os
 from collections import Counter
 from dataclasses import dataclass
@@ -29,12 +27,12 @@ from typing import TYPE_CHECKING, Any
 
 from shardckpt.cli.exit_codes import FAILED
 from shardckpt.cli.failure import print_error
-from shardckpt.cli.output import say
+from shardckpt.cli.output import Output
 from shardckpt.cli.table import table
 from shardckpt.errors import CheckpointingException, listed
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from shardckpt.maintenance import FileResult
     from shardckpt.manager import CheckpointSummary
@@ -77,7 +75,6 @@ def add(verbs: Any) -> None:
         help="keep the verdict, verified or failed, beside the checkpoint, in .shardckpt-marks",
     )
     parser.add_argument("-r", "--recursive", action="store_true", help="also those in the folders of a folder")
-    parser.add_argument("--json", action="store_true", help="print a JSON list of the checkpoints and their files")
     parser.set_defaults(run=run)
 
 
@@ -91,8 +88,8 @@ class Answer:
     error: CheckpointingException | None = None
 
 
-def run(options: Any) -> int:
-    """Print a row per file, and a summary; of several checkpoints rows of bad files. Return the exit code."""
+def run(options: Any) -> Output:
+    """Return a row per file, and a summary; of several checkpoints rows of bad files."""
     from concurrent.futures import ThreadPoolExecutor
 
     from shardckpt import settings
@@ -119,13 +116,15 @@ def run(options: Any) -> int:
     for answer in answers:
         if answer.error is not None:
             print_error(answer.error, options)
-    if options.json:
-        passed = [_as_json(Answer(each.path, (), INTACT)) | {"skipped": each.reason} for each in skipped.values()]
-        say(json.dumps([*map(_as_json, answers), *passed], indent=1))
-    else:
-        _print_answers(answers)
-        _print_skipped([*skipped.values()])
-    return max(answer.exit_code for answer in answers)
+    passed = [*skipped.values()]
+    return Output(
+        lambda: [
+            *map(_make_row, answers),
+            *(_make_row(Answer(each.path, (), INTACT)) | {"skipped": each.reason} for each in passed),
+        ],
+        lambda: [*_describe(answers), *_describe_skipped(passed)],
+        max(answer.exit_code for answer in answers),
+    )
 
 
 def check(path: str, *, mark: bool = False, require_digests: bool = False) -> Answer:
@@ -164,14 +163,14 @@ def check(path: str, *, mark: bool = False, require_digests: bool = False) -> An
     return Answer(path, files, code)
 
 
-def _print_answers(answers: Sequence[Answer]) -> None:
+def _describe(answers: Sequence[Answer]) -> Iterator[str]:
     several = len(answers) > 1
     for answer in answers:
         shown = [file for file in answer.files if file.fault or not several]
         if shown:
-            say(table(("file", "bytes", "result"), [(r.name, r.nbytes, _said(r, answer.path)) for r in shown]))
+            yield table(("file", "bytes", "result"), [(r.name, r.nbytes, _said(r, answer.path)) for r in shown])
         if answer.error is None and (shown or not several):
-            say(f"{answer.path}: {_summary(answer.files)}")
+            yield f"{answer.path}: {_summary(answer.files)}"
     if several:
         from shardckpt.cli.amounts import format_bytes
 
@@ -180,16 +179,17 @@ def _print_answers(answers: Sequence[Answer]) -> None:
             own = [file for file in answer.files if not file.foreign]
             size = format_bytes(sum(file.nbytes for file in own)) if own else "-"
             rows.append((answer.path, len(own) or "-", size, _name_verdict(answer)))
-        say(table(("checkpoint", "files", "size", "result"), rows))
+        yield table(("checkpoint", "files", "size", "result"), rows)
         counts = Counter(map(_name_verdict, answers))
         said = ", ".join(f"{count} {verdict}" for verdict, count in counts.items())
-        say(f"{len(answers)} checkpoints: {said}")
+        yield f"{len(answers)} checkpoints: {said}"
 
 
-def _print_skipped(skipped: Sequence[CheckpointSummary]) -> None:
+def _describe_skipped(skipped: Sequence[CheckpointSummary]) -> list[str]:
     """Say what was not verified, because it is no checkpoint itself."""
-    if skipped:
-        say(f"skipped: {len(skipped)}: {listed([f'{each.name} ({each.reason})' for each in skipped])}")
+    if not skipped:
+        return []
+    return [f"skipped: {len(skipped)}: {listed([f'{each.name} ({each.reason})' for each in skipped])}"]
 
 
 def _name_verdict(answer: Answer) -> str:
@@ -200,13 +200,13 @@ def _name_verdict(answer: Answer) -> str:
     return "without an answer" if answer.exit_code == FAILED else "damaged"
 
 
-def _as_json(answer: Answer) -> dict[str, Any]:
+def _make_row(answer: Answer) -> dict[str, Any]:
     return {
         "checkpoint": answer.path,
         "exit_code": answer.exit_code,
         "error": None if answer.error is None else str(answer.error),
         "skipped": "",
-        "files": [dataclasses.asdict(file) for file in answer.files],
+        "files": answer.files,
     }
 
 
