@@ -39,6 +39,7 @@ if TYPE_CHECKING:
         LoadOptions,
         OpenCheckpoint,
         load_checkpoint,
+        name_stored,
         open_checkpoint,
         read_checkpoint,
     )
@@ -134,6 +135,7 @@ __getattr__ = lazy_getattr(
             "LoadOptions",
             "OpenCheckpoint",
             "load_checkpoint",
+            "name_stored",
             "open_checkpoint",
             "read_checkpoint",
         ),
@@ -264,6 +266,7 @@ __all__ = [
     "measure",
     "measure_freed",
     "name_library",
+    "name_stored",
     "open_checkpoint",
     "open_folder",
     "open_reader",
