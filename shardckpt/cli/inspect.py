@@ -14,6 +14,7 @@ from collections import Counter
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from shardckpt.cli.colour import paint
 from shardckpt.cli.exit_codes import FINE, FOUND
 from shardckpt.cli.header import read_header
 from shardckpt.cli.output import Output
@@ -147,7 +148,8 @@ def _add_faults(output: Output, checkpoint: StoredCheckpoint, lost: str) -> Outp
 
 
 def _describe_faults(faults: Sequence[IncompleteFile], shown: Collection[str]) -> list[str]:
-    return [escape_text(f"incomplete: {file.name} {file.fault}{_affected(file, shown)}") for file in faults]
+    said = (f"incomplete: {file.name} {file.fault}{_affected(file, shown)}" for file in faults)
+    return [paint(escape_text(line), "partial") for line in said]
 
 
 def _list_faults(faults: Sequence[IncompleteFile]) -> list[dict[str, Any]]:
@@ -209,6 +211,14 @@ class _Tensors(NamedTuple):
         """Return the bytes of each."""
         sizes = [form.nbytes for form in self.forms]
         return list(map(sizes.__getitem__, self.numbers))
+
+    def count_parameters(self) -> int:
+        """Return how many elements the tensors have that are no state of an optimizer: parameters and buffers."""
+        from shardckpt.engine import is_optimizer_key
+
+        counts = [math.prod(form.shape) for form in self.forms]
+        rows = zip(self.keys, self.numbers, strict=True)
+        return sum(counts[number] for key, number in rows if not is_optimizer_key(key))
 
 
 class _Found(NamedTuple):
@@ -286,7 +296,7 @@ def _make_tensors(outline: Outline, options: Any) -> _Tensors:
 
 
 def _describe(found: _Found, options: Any) -> list[str]:
-    from shardckpt.cli.amounts import format_metric
+    from shardckpt.cli.amounts import format_count, format_metric
     from shardckpt.cli.tree import make_tree
 
     header, tensors = found.header, found.tensors
@@ -308,7 +318,9 @@ def _describe(found: _Found, options: Any) -> list[str]:
             ],
         )
     total = sum(tensors.list_sizes())
-    summary = f"{len(tensors.keys)} tensors of {total:,} bytes, {len(found.objects)} objects{_sum_dtypes(found)}"
+    count = format_count(tensors.count_parameters())
+    summary = f"{len(tensors.keys)} tensors of {total:,} bytes, {count} parameters, {len(found.objects)} objects"
+    summary += _sum_dtypes(found)
     if tensors.keys == [found.prefix] and not options.tree:
         summary += f"; its values: {found.prefix}[], a region: {found.prefix}[0:4, ...]"
     faults = [f"the common state cannot be read: {found.fault}"] if found.fault else []
@@ -369,6 +381,7 @@ def _list_all(found: _Found) -> dict[str, Any]:
     return {
         "checkpoint": found.directory,
         **found.header,
+        "parameters": found.tensors.count_parameters(),
         "tensors": rows,
         "objects": found.objects,
         "common": found.common,
