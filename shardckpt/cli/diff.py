@@ -47,22 +47,24 @@ def add(verbs: Any) -> None:
 
 def run(options: Any) -> Output:
     """Return a row for each tensor and value that differs, and a summary."""
+    from shardckpt.cli.progress import show_progress
     from shardckpt.engine import locate
     from shardckpt.huggingface import find_mapping, read_config
     from shardckpt.maintenance import diff_checkpoints
     from shardckpt.plugins import get_plugin_manager
 
     config = partial(read_config, (), locate(options.second, get_plugin_manager()))
-    report = diff_checkpoints(
-        options.first,
-        options.second,
-        rtol=options.rtol,
-        atol=options.atol,
-        mapping=find_mapping(options.mapping, config, "keep"),
-        prefix=options.prefix,
-        read_values=options.read,
-        tensors_only=options.tensors_only,
-    )
+    with show_progress("diff"):
+        report = diff_checkpoints(
+            options.first,
+            options.second,
+            rtol=options.rtol,
+            atol=options.atol,
+            mapping=find_mapping(options.mapping, config, "keep"),
+            prefix=options.prefix,
+            read_values=options.read,
+            tensors_only=options.tensors_only,
+        )
     written = []
     if options.html:
         from shardckpt.cli.html import write_difference_page
