@@ -93,6 +93,7 @@ def add(verbs: Any) -> None:
 
 def run(options: Any) -> Output:
     """Prune, and return a row per step and leftover."""
+    from shardckpt.cli.progress import show_progress
     from shardckpt.engine import explain_unseen_uploads, prune_leftovers, prune_spools
     from shardckpt.manager import prune_steps
 
@@ -105,15 +106,17 @@ def run(options: Any) -> Output:
         prune_steps(options.path, policies, options.keep_step, names=options.names, dry_run=True)
         verified = _verify_newest(options)
     if policies:
-        steps = prune_steps(options.path, policies, options.keep_step, names=options.names, dry_run=options.dry_run)
+        with show_progress("prune"):
+            steps = prune_steps(options.path, policies, options.keep_step, names=options.names, dry_run=options.dry_run)
     if policies and not steps:
         refuse_checkpoint(options.path)
         _refuse_folder_of_runs(options.path)
     leftovers: list[PruneResult] = []
-    if options.path is not None:
-        leftovers += prune_leftovers(options.path, options.older_than, dry_run=options.dry_run)
-    if options.spool is not None:
-        leftovers += prune_spools(options.spool or None, options.older_than, dry_run=options.dry_run)
+    with show_progress("prune"):
+        if options.path is not None:
+            leftovers += prune_leftovers(options.path, options.older_than, dry_run=options.dry_run)
+        if options.spool is not None:
+            leftovers += prune_spools(options.spool or None, options.older_than, dry_run=options.dry_run)
     if options.path is not None and not steps and not leftovers:
         refuse_checkpoint(options.path)
     unseen = "" if options.path is None else explain_unseen_uploads(options.path)

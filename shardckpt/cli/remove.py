@@ -32,11 +32,13 @@ def run(options: Any) -> Output:
     Raises:
         KeyMismatchError: no key begins with the prefix.
     """
+    from shardckpt.cli.progress import show_progress
     from shardckpt.dist_checkpointing import load_sharded_metadata, remove_sharded_tensors
     from shardckpt.errors import KeyMismatchError, name_prefixes
 
     before = load_sharded_metadata(options.directory)
-    report = remove_sharded_tensors(options.directory, options.prefix, dry_run=options.dry_run)
+    with show_progress("remove"):
+        report = remove_sharded_tensors(options.directory, options.prefix, dry_run=options.dry_run)
     if not report.keys:
         raise KeyMismatchError(
             f"{options.directory}: 0 of {len(before)} keys removed: no tensor or object has a key that begins with "

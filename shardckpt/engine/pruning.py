@@ -34,6 +34,7 @@ from shardckpt.commit import (
     why_unfinished_kept,
 )
 from shardckpt.engine.locations import locate, locate_local
+from shardckpt.engine.progress import Progress
 from shardckpt.errors import CheckpointingException, StorageError
 from shardckpt.manifest import GENERATION, INTEGRITY_NAME, MARKER_NAME, RECORD_NAME, find_generation
 from shardckpt.plugins import choose_reader, get_plugin_manager, read_manifest
@@ -120,7 +121,7 @@ def prune_leftovers(
             f"{place} is no directory, and has no leftovers next to it: give a checkpoint's folder "
             f"{name_siblings(place)}".rstrip()
         )
-    return [_prune(leftover, older_than, dry_run=dry_run) for leftover in found]
+    return _prune_all(found, place, older_than, dry_run=dry_run)
 
 
 def prune_spools(
@@ -142,7 +143,7 @@ def prune_spools(
     place = spool_folder() if folder is None else locate_local(folder, "prune")
     if not place.is_dir():
         raise StorageError(f"{place} is no directory: give the one that SHARDCKPT_SPOOL_DIR named for the save")
-    return [_prune(leftover, older_than, dry_run=dry_run) for leftover in find_spools(place)]
+    return _prune_all(find_spools(place), place, older_than, dry_run=dry_run)
 
 
 def clear_unfinished(
@@ -455,8 +456,20 @@ def _clear_unfinished(unfinished: Unfinished, kept: str, *, dry_run: bool) -> Pr
     return PruneResult(unfinished.path, sum(unfinished.objects.values()), kept, error)
 
 
-def _prune(leftover: Leftover, older_than: float | None, *, dry_run: bool) -> PruneResult:
-    nbytes = freed_bytes(leftover.path)
+def _prune_all(found: Iterable[Leftover], place: Path, older_than: float | None, *, dry_run: bool) -> list[PruneResult]:
+    """Remove what can be removed of leftovers of a place, and report the bytes that are done."""
+    sizes = [(leftover, freed_bytes(leftover.path)) for leftover in found]
+    if not sizes:
+        return []
+    progress = Progress("prune", place, sum(size for _, size in sizes), get_plugin_manager())
+    results = []
+    for leftover, size in sizes:
+        results.append(_prune(leftover, size, older_than, dry_run=dry_run))
+        progress.add(size)
+    return results
+
+
+def _prune(leftover: Leftover, nbytes: int, older_than: float | None, *, dry_run: bool) -> PruneResult:
     target = _target_of(leftover) if leftover.is_replaced else leftover.path
     kept = explain_kept_leftover(leftover, target, make_superseded_check(get_plugin_manager()), older_than)
     error = ""

@@ -32,6 +32,7 @@ from shardckpt.storage import (
 from shardckpt.strategy import RemovesKeys
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     from shardckpt.distributed import Comm
@@ -117,7 +118,8 @@ def _remove(directory: Path, prefix: str, operation: Operation, *, dry_run: bool
             return RemovalReport(bytes_before=before, bytes_after=before)
         removal = _renew_fingerprints(reader, removal)
         if not dry_run:
-            _replace(directory, reader, removal)
+            operation.start_progress(lambda: sum(item.nbytes for items in removal.rewritten.values() for item in items))
+            _replace(directory, reader, removal, operation.count)
     after = before + _growth(directory, removal) if dry_run else _allocated_bytes(directory)
     report = RemovalReport(
         tuple(sorted(removal.keys)), tuple(sorted(removal.dropped)), tuple(sorted(removal.rewritten)), before, after
@@ -166,7 +168,9 @@ def _growth(directory: Path, removal: Removal) -> int:
     return growth
 
 
-def _replace(directory: Path, reader: CheckpointReader, removal: Removal) -> None:
+def _replace(
+    directory: Path, reader: CheckpointReader, removal: Removal, count_bytes: Callable[[int], None] | None
+) -> None:
     """Write the new checkpoint next to the old one, with links to the files that do not change; exchange the two."""
     manifest, integrity = reader.manifest, read_integrity(reader.place)
     if integrity is not None:
@@ -177,7 +181,7 @@ def _replace(directory: Path, reader: CheckpointReader, removal: Removal) -> Non
         algorithm = None if manifest.record is None else manifest.record.digest_algorithm
         with CheckpointWriter(staging, 0, sha256=integrity is not None, algorithm=algorithm) as writer:
             for name, items in removal.rewritten.items():
-                rewrite_file(name, items, reader, writer, removal.heads.get(name, b""))
+                rewrite_file(name, items, reader, writer, removal.heads.get(name, b""), count_bytes)
             tables = _write(writer, manifest.record, integrity, removal)
         reader.close()  # NFS keeps a file that is removed while it is open, under another name
         # Files that are neither dropped nor rewritten are linked. They must be of the save that was opened: rewriting

@@ -10,7 +10,7 @@ from shardckpt.errors import CorruptCheckpointError
 from shardckpt.storage import SMALL_RECORD
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from shardckpt.storage import CheckpointReader, CheckpointWriter, FileWriter
     from shardckpt.strategy import KeptItem
@@ -22,7 +22,12 @@ _GAP = 64
 
 
 def rewrite_file(
-    name: str, items: Sequence[KeptItem], reader: CheckpointReader, writer: CheckpointWriter, head: bytes = b""
+    name: str,
+    items: Sequence[KeptItem],
+    reader: CheckpointReader,
+    writer: CheckpointWriter,
+    head: bytes = b"",
+    count_bytes: Callable[[int], None] | None = None,
 ) -> None:
     """Write a file of the same name with some items of the old one, in the same order.
 
@@ -32,6 +37,7 @@ def rewrite_file(
         reader: Reads the old file.
         writer: Writes the new file.
         head: The first bytes of the new file.
+        count_bytes: Called with the bytes of items that were given to the writer.
 
     Raises:
         CorruptCheckpointError: an item is damaged. (Copied unchecked, it would get a digest that matches the damage.)
@@ -50,6 +56,8 @@ def rewrite_file(
         else:  # the file's SHA-256 thread calls read() itself: data read here would pile up before it
             for item in run:
                 _copy(name, item, next(gaps), reader, file)
+        if count_bytes is not None:
+            count_bytes(sum(item.nbytes for item in run))
     writer.finish(file)
 
 

@@ -83,7 +83,11 @@ class Removals(NamedTuple):
 
 
 def remove_steps(
-    folder: StepFolder, choose: Callable[[StepMetrics], Collection[int]], *, keeps_linked: bool = True
+    folder: StepFolder,
+    choose: Callable[[StepMetrics], Collection[int]],
+    *,
+    keeps_linked: bool = True,
+    count_step: Callable[[int], None] = lambda _: None,
 ) -> Removals:
     """Remove the checkpoints that a function chooses, and the remains of killed saves and removals.
 
@@ -98,6 +102,7 @@ def remove_steps(
         folder: The folder of the steps.
         choose: Takes the metrics of each checkpoint by step, and returns the steps to remove.
         keeps_linked: Whether those stay that a symbolic link in the folder leads to.
+        count_step: Called with each chosen step when it is removed, or stays.
 
     Returns:
         The steps that were removed, and why others stay.
@@ -128,6 +133,7 @@ def remove_steps(
             kept[step] = reason
         elif reason is not None:
             removed.append(step)
+        count_step(step)
     for each in found.values():
         # A removal that was killed on a store without rename leaves a checkpoint without some of its objects.
         if each.error is not None and is_half_deleted(folder.path(each.step)):

@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from shardckpt.engine import measure_freed
+from shardckpt.engine import Progress, measure_freed
 from shardckpt.errors import CheckpointingException, name_known
 from shardckpt.manager.garbage_collection import find_held, remove_steps
 from shardckpt.manager.retention import (
@@ -20,7 +20,7 @@ from shardckpt.manager.steps import StepFolder
 from shardckpt.plugins import get_plugin_manager
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
+    from collections.abc import Callable, Collection, Mapping
 
     from shardckpt.manager.retention import RetentionPolicy, StepMetrics
     from shardckpt.manager.steps import StepCheckpoint
@@ -146,7 +146,7 @@ def _prune(
         kept = {step: held[name] for step in wanted if (name := folder.names.name(step)) in held}
         removed = wanted - kept.keys()
     else:
-        done, kept = remove_steps(folder, choose)
+        done, kept = _remove(folder, choose, sizes)
         removed = set(done)
         wanted = set(steps_to_remove(policies, counted, protected))
     results = []
@@ -163,6 +163,21 @@ def _prune(
             result = replace(result, error="it could not be removed: the log says why; the next prune tries again")
         results.append(result)
     return results
+
+
+def _remove(
+    folder: StepFolder, choose: Callable[[StepMetrics], list[int]], sizes: Mapping[int, int]
+) -> tuple[Collection[int], dict[int, str]]:
+    """Remove the chosen steps, and report the bytes that are done; return as ``remove_steps`` does."""
+    progress: list[Progress] = []
+
+    def begin(checkpoints: StepMetrics) -> list[int]:
+        chosen = choose(checkpoints)
+        total = sum(sizes.get(step, 0) for step in chosen)
+        progress.append(Progress("prune", folder.place, total, get_plugin_manager()))
+        return chosen
+
+    return remove_steps(folder, begin, count_step=lambda step: progress[-1].add(sizes.get(step, 0)))
 
 
 def _explain_kept(

@@ -44,6 +44,8 @@ def test_inspect_has_the_statistics_of_each_tensor(tmp_path: Path, capsys: pytes
         "inspect {run}/a --stats",
         "inspect {run}/a w[]",
         "diff {run}/a {run}/b",
+        "remove {run}/a v",
+        "prune {run} --keep-latest 1",
     ],
 )
 def test_verbs_that_read_or_remove_bytes_show_their_progress(
