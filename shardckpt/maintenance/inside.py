@@ -24,8 +24,8 @@ _MARKS = frozenset(
         *("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin.index.json"),
     }
 )
-#: DCP's and Megatron's data files, DeepSpeed's files, and the folders of ranks of Megatron's legacy format.
-_PARTS = re.compile(r".*\.distcp|.*_model_states\.pt|mp_rank_\d+(_\d+)*")
+#: Data files of DCP, Megatron and (safetensors, 1), DeepSpeed's, and the folders of ranks of Megatron's legacy format.
+_PARTS = re.compile(r".*\.distcp|rank_\d+_\d+\.safetensors|.*_model_states\.pt|mp_rank_\d+(_\d+)*")
 
 
 class Names(NamedTuple):
@@ -38,7 +38,7 @@ class Names(NamedTuple):
 def list_inside(list_names: Callable[[str], Names], is_step: Callable[[str], bool] = lambda _: False) -> Iterator[str]:
     """Yield the paths of what may be a checkpoint in a folder and in its folders: folders, and files by their suffix.
 
-    What is hidden is left out, and what is in a checkpoint.
+    What is hidden is left out, and what is in a checkpoint, or was to be.
 
     Args:
         list_names: Returns what is directly in a folder, by its path; ``""`` is the folder itself.
@@ -48,7 +48,8 @@ def list_inside(list_names: Callable[[str], Names], is_step: Callable[[str], boo
         Paths below the folder, in order; one that cannot be listed, too.
     """
     names = list_names("")
-    return iter(()) if is_marked([*names.folders, *names.files]) else _list_inside("", names, list_names, is_step)
+    is_one = has_parts([*names.folders, *names.files])
+    return iter(()) if is_one else _list_inside("", names, list_names, is_step)
 
 
 def _list_inside(
@@ -74,6 +75,11 @@ def _list_inside(
 def is_marked(names: Iterable[str]) -> bool:
     """Return whether what is in a folder says that the folder is one checkpoint, or was to be."""
     return any(name in _MARKS or _PARTS.fullmatch(name) for name in names)
+
+
+def has_parts(names: Iterable[str]) -> bool:
+    """Return whether a folder has data of one checkpoint, which may have lost what marks it as one."""
+    return any(map(_PARTS.fullmatch, names))
 
 
 def list_local_names(place: Path) -> Callable[[str], Names]:
@@ -107,4 +113,4 @@ def list_stored_names(paths: Iterable[str]) -> Callable[[str], Names]:
     return lambda folder: Names(*map(list, found.get(folder, ({}, {}))))
 
 
-__all__ = ["FILE_SUFFIXES", "Names", "is_marked", "list_inside", "list_local_names", "list_stored_names"]
+__all__ = ["FILE_SUFFIXES", "Names", "has_parts", "is_marked", "list_inside", "list_local_names", "list_stored_names"]
