@@ -78,7 +78,7 @@ def run(options: Any) -> Output:
 
 
 def _describe(report: DiffReport, options: Any) -> list[str]:
-    from shardckpt.cli.table import table
+    from shardckpt.cli.table import drop_empty, fit_first, table
 
     total = report.equal + sum(difference.kind != "only in second" for difference in report.differences)
     how = ""
@@ -87,14 +87,18 @@ def _describe(report: DiffReport, options: Any) -> list[str]:
     summary = f"{options.first}, {options.second}: {report.equal} of {total} tensors are equal{how}"
     lines = []
     if report.differences:
-        header = ("tensor", "differs in", "first", "second", "elements", "max abs", "max rel", "first at")
+        names = ("tensor", "differs in", "first", "second", "elements", "max abs", "max rel", "first at")
+        header, rows = drop_empty(names, [*map(_list_cells, report.differences)])
+        if "second" not in header:  # all have their dtype and shape in both
+            header[2] = "both"
         styles = [_find_style(difference.kind) for difference in report.differences]
-        lines.append(table(header, list(map(_list_cells, report.differences)), styles, 1))
+        lines.append(table(header, fit_first(header, rows), styles, 1))
     if report.objects is not None:
         different = report.objects.differences
         if different:
             styles = [_find_style(difference.kind) for difference in different]
-            lines.append(table(("object", "differs in", "first", "second"), different, styles, 1))
+            titles = ("object", "differs in", "first", "second")
+            lines.append(table(titles, fit_first(titles, different), styles, 1))
         summary += f"; objects and common state: {report.objects.equal} entries are equal, {len(different)} values not"
     lines.append(paint(summary, "good" if report.are_same else "bad"))
     return [*lines, *filter(None, [_advise_names(report, options)])]
@@ -138,14 +142,17 @@ def _find_prefix(longer: set[str], shorter: set[str]) -> str:
 
 
 def _list_cells(difference: TensorDifference) -> tuple[str, ...]:
-    compared = f"{difference.different:,} of {difference.elements:,}" if difference.elements else ""
-    index = "" if difference.index is None else str(list(difference.index))
+    some = "all" if difference.different == difference.elements else f"{difference.different:,} of"
+    compared = f"{some} {difference.elements:,}" if difference.elements else "-"
+    # "-" where it is as in the first; empty where only one has the tensor
+    second = "-" if difference.second == difference.first else difference.second
+    index = "-" if difference.index is None else str(list(difference.index))
     return (
-        *(difference.key, difference.kind, difference.first, difference.second, compared),
+        *(difference.key, difference.kind, difference.first, second, compared),
         *(_format(value) for value in (difference.max_absolute, difference.max_relative)),
         index,
     )
 
 
 def _format(value: float | None) -> str:
-    return "" if value is None else f"{value:.3g}"
+    return "-" if value is None else f"{value:.3g}"

@@ -15,8 +15,6 @@ failed, or cannot be read here.
 
 from __future__ import annotations
 
-import shutil
-import sys
 import time
 from collections import Counter
 from typing import TYPE_CHECKING, Any
@@ -146,9 +144,7 @@ def _make_table(found: Sequence[CheckpointSummary], metric: str, best: Checkpoin
     ]
     names = ("checkpoint", "step", "age", "size", "strategy", escape_text(metric), "written by", "fingerprint", "state")
     header, shown = drop_empty(names, rows)
-    if sys.stdout.isatty():
-        shown = fit_first(header, shown, shutil.get_terminal_size().columns)
-    return table(header, shown, [*map(_find_style, found)])
+    return table(header, fit_first(header, shown), [*map(_find_style, found)])
 
 
 def _find_style(found: CheckpointSummary) -> Style:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+import sys
 from itertools import repeat
 from operator import add
 from typing import TYPE_CHECKING, Any
@@ -41,11 +43,15 @@ def drop_empty(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> tuple[li
     return [header[number] for number in kept], [[row[number] for number in kept] for row in rows]
 
 
-def fit_first(header: Sequence[str], rows: Sequence[Sequence[Any]], width: int) -> list[list[Any]]:
-    """Return rows whose first cells are cut in the middle, as far as it takes for lines of a width; never to nothing.
+def fit_first(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> Sequence[Sequence[Any]]:
+    """Return rows whose first cells are cut in the middle, as far as it takes for the terminal; never to nothing.
 
-    The last cells may be reasons of several lines: what they have more than a few words counts for nothing.
+    Where standard output is no terminal, all stay as they are. The last cells may be reasons of several lines: of these
+    a few words count.
     """
+    if not rows or not sys.stdout.isatty():
+        return rows
+    width = shutil.get_terminal_size().columns
     columns = [[*map(len, map(escape_text, map(str, column)))] for column in zip(header, *rows, strict=True)]
     others = sum(map(max, columns[1:-1])) + min(max(columns[-1]), _LAST) + 2 * (len(columns) - 1)
     return [[_cut_middle(escape_text(str(row[0])), max(width - others, _SHORTEST)), *row[1:]] for row in rows]

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-import shutil
-import sys
 from typing import TYPE_CHECKING, Any
 
 from shardckpt.cli.output import Output
@@ -126,9 +124,7 @@ def make_statistics_table(forms: Sequence[tuple[str, str, str]], found: Sequence
     rows = [(*form, *_list_cells(each)) for form, each in zip(forms, found, strict=True)]
     styles: list[Style] = ["bad" if s is not None and (s.nans or s.infs) else "" for s in found]
     header, shown = drop_empty(("key", "kind", "shape", "norm", "mean", "min", "max", "not finite"), rows)
-    if sys.stdout.isatty():
-        shown = fit_first(header, shown, shutil.get_terminal_size().columns)
-    return table(header, shown, styles)
+    return table(header, fit_first(header, shown), styles)
 
 
 def _list_cells(found: Statistics | None) -> list[str]:

@@ -126,3 +126,25 @@ def test_inspect_counts_parameters_without_the_optimizers_state(
     assert "2 tensors of 16,000 bytes, 2.0 k parameters, 0 objects" in capsys.readouterr().out
     assert main(["inspect", str(tmp_path / "c"), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["parameters"] == 2000
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+def test_rows_of_diff_and_verify_fit_a_terminal(
+    columns: int, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Long names lose their middle there, and keep their end, which tells them apart."""
+    key = f"model.{'decoder.' * 12}weight"
+    for name in ("a", "b"):
+        tensor = ShardedTensor.from_rank_offsets(key, torch.full((4,), float(name == "a")))
+        dc.save({"w": tensor}, tmp_path / f"run-{'x' * 90}" / name)
+    folder = str(tmp_path / f"run-{'x' * 90}")
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    assert main(["diff", f"{folder}/a", f"{folder}/b"]) == 1
+    (row,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("model.")]
+    assert "weight  values" in row
+    assert len(row) <= columns
+    assert main(["verify", folder]) == 0
+    rows = [line for line in capsys.readouterr().out.splitlines() if line.endswith("  intact")]
+    assert [len(line) <= columns for line in rows] == [True, True]
