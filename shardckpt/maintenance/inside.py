@@ -48,8 +48,7 @@ def list_inside(list_names: Callable[[str], Names], is_step: Callable[[str], boo
         Paths below the folder, in order; one that cannot be listed, too.
     """
     names = list_names("")
-    is_one = has_parts([*names.folders, *names.files])
-    return iter(()) if is_one else _list_inside("", names, list_names, is_step)
+    return iter(()) if is_marked([*names.folders, *names.files]) else _list_inside("", names, list_names, is_step)
 
 
 def _list_inside(
@@ -75,11 +74,6 @@ def _list_inside(
 def is_marked(names: Iterable[str]) -> bool:
     """Return whether what is in a folder says that the folder is one checkpoint, or was to be."""
     return any(name in _MARKS or _PARTS.fullmatch(name) for name in names)
-
-
-def has_parts(names: Iterable[str]) -> bool:
-    """Return whether a folder has data of one checkpoint, which may have lost what marks it as one."""
-    return any(map(_PARTS.fullmatch, names))
 
 
 def list_local_names(place: Path) -> Callable[[str], Names]:
@@ -113,4 +107,4 @@ def list_stored_names(paths: Iterable[str]) -> Callable[[str], Names]:
     return lambda folder: Names(*map(list, found.get(folder, ({}, {}))))
 
 
-__all__ = ["FILE_SUFFIXES", "Names", "has_parts", "is_marked", "list_inside", "list_local_names", "list_stored_names"]
+__all__ = ["FILE_SUFFIXES", "Names", "is_marked", "list_inside", "list_local_names", "list_stored_names"]

@@ -22,7 +22,7 @@ from shardckpt.errors import (
     listed,
 )
 from shardckpt.huggingface import TorchFileLoadStrategy, huggingface_index, is_torch_file, read_all_of_folder
-from shardckpt.maintenance import FILE_SUFFIXES, describe_foreign, has_parts, list_local_names, list_stored_names
+from shardckpt.maintenance import FILE_SUFFIXES, describe_foreign, is_marked, list_local_names, list_stored_names
 from shardckpt.manager.marks import find_mark, find_mark_of
 from shardckpt.manager.step_names import MARKS_NAME, parse_step
 from shardckpt.manager.steps import StepFolder
@@ -324,8 +324,9 @@ def _describe_rest(
     is_one_file = "pytorch_model.bin" in names and "pytorch_model.bin.index.json" not in names
     if not is_one_file and (what := describe_foreign(directory, names)):
         return replace(summary, state="unreadable", reason=what)
-    inside = 0 if is_under_way(directory) else _count_inside(directory)
-    begun = is_under_way(directory) or summary.step is not None or has_parts(names)
+    is_data = is_under_way(directory) or is_marked(names)
+    inside = 0 if is_data else _count_inside(directory)
+    begun = is_data or summary.step is not None
     if names and begun and not inside:
         return replace(summary, state="incomplete", reason=_shorten(error, directory))
     return describe_other(summary, names, inside)
