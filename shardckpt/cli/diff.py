@@ -78,7 +78,7 @@ def run(options: Any) -> Output:
 
 
 def _describe(report: DiffReport, options: Any) -> list[str]:
-    from shardckpt.cli.table import drop_empty, fit_first, table
+    from shardckpt.cli.table import fit_table
 
     total = report.equal + sum(difference.kind != "only in second" for difference in report.differences)
     how = ""
@@ -87,18 +87,18 @@ def _describe(report: DiffReport, options: Any) -> list[str]:
     summary = f"{options.first}, {options.second}: {report.equal} of {total} tensors are equal{how}"
     lines = []
     if report.differences:
-        names = ("tensor", "differs in", "first", "second", "elements", "max abs", "max rel", "first at")
-        header, rows = drop_empty(names, [*map(_list_cells, report.differences)])
-        if "second" not in header:  # all have their dtype and shape in both
-            header[2] = "both"
+        rows = [*map(_list_cells, report.differences)]
+        # where nothing is in the second column, all have their dtype and shape in both
+        first = "both" if all(row[3] == "-" for row in rows) else "first"
+        names = ("tensor", "differs in", first, "second", "elements", "max abs", "max rel", "first at")
         styles = [_find_style(difference.kind) for difference in report.differences]
-        lines.append(table(header, fit_first(header, rows), styles, 1))
+        lines += fit_table(names, rows, styles, 1, optional=("first at", "max rel", "elements"))
     if report.objects is not None:
         different = report.objects.differences
         if different:
             styles = [_find_style(difference.kind) for difference in different]
             titles = ("object", "differs in", "first", "second")
-            lines.append(table(titles, fit_first(titles, different), styles, 1))
+            lines += fit_table(titles, different, styles, 1)
         summary += f"; objects and common state: {report.objects.equal} entries are equal, {len(different)} values not"
     lines.append(paint(summary, "good" if report.are_same else "bad"))
     return [*lines, *filter(None, [_advise_names(report, options)])]

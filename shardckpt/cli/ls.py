@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardckpt.cli.exit_codes import FINE, FOUND
 from shardckpt.cli.output import Output
-from shardckpt.cli.table import drop_empty, fit_first, table
+from shardckpt.cli.table import fit_table
 from shardckpt.errors import CheckpointingException, escape_text, name_known
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ def run(options: Any) -> Output:
 
 def _describe(folder: str, found: Sequence[CheckpointSummary], metric: str, mode: str) -> list[str]:
     best = _find_best(found, metric, mode)
-    lines = [_make_table(found, metric, best)] if found else []
+    lines = _make_table(found, metric, best) if found else []
     lines += _summarize(folder, found)
     if best is not None:
         least, other, most = ("smallest", "max", "largest") if mode == "min" else ("largest", "min", "smallest")
@@ -134,7 +134,7 @@ def _find_best(found: Sequence[CheckpointSummary], metric: str, mode: str) -> Ch
     return found[ranked[0]] if ranked else None
 
 
-def _make_table(found: Sequence[CheckpointSummary], metric: str, best: CheckpointSummary | None) -> str:
+def _make_table(found: Sequence[CheckpointSummary], metric: str, best: CheckpointSummary | None) -> list[str]:
     """Return the table; who wrote the checkpoints is left to the last lines if it is the same of all."""
     alike = _find_writer(found)
     rows = [
@@ -143,8 +143,7 @@ def _make_table(found: Sequence[CheckpointSummary], metric: str, best: Checkpoin
         for cells, rest in [_row(each)]
     ]
     names = ("checkpoint", "step", "age", "size", "strategy", escape_text(metric), "written by", "fingerprint", "state")
-    header, shown = drop_empty(names, rows)
-    return table(header, fit_first(header, shown), [*map(_find_style, found)])
+    return fit_table(names, rows, [*map(_find_style, found)], optional=("fingerprint", "written by", "strategy", "age"))
 
 
 def _find_style(found: CheckpointSummary) -> Style:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import sys
+import textwrap
 from itertools import repeat
 from operator import add
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 _LONGEST_RULE = 40
 #: Characters of a last cell that a line has room for, of a first cell that stay, and what stands for those that do not.
 _LAST, _SHORTEST, _GAP = 20, 20, "..."
+#: What the lines begin with that a last cell has below its row.
+_BELOW = "    "
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[Any]], styles: Sequence[Style] = (), styled: int = -1) -> str:
@@ -37,24 +40,73 @@ def table(header: Sequence[str], rows: Sequence[Sequence[Any]], styles: Sequence
     return columns_table(header, *columns, styles=styles, styled=styled)
 
 
-def drop_empty(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> tuple[list[str], list[list[Any]]]:
+def drop_empty(header: Sequence[str], rows: Sequence[Sequence[str]]) -> tuple[list[str], list[list[str]]]:
     """Return a table without the columns that have nothing but ``-`` in every row."""
     kept = [number for number in range(len(header)) if any(row[number] != "-" for row in rows)]
     return [header[number] for number in kept], [[row[number] for number in kept] for row in rows]
 
 
-def fit_first(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> Sequence[Sequence[Any]]:
-    """Return rows whose first cells are cut in the middle, as far as it takes for the terminal; never to nothing.
+def fit_table(
+    header: Sequence[str],
+    rows: Sequence[Sequence[Any]],
+    styles: Sequence[Style] = (),
+    styled: int = -1,
+    *,
+    optional: Sequence[str] = (),
+) -> list[str]:
+    """Return a table without empty columns as one text; on a terminal, one whose lines have the terminal's width.
 
-    Where standard output is no terminal, all stay as they are. The last cells may be reasons of several lines: of these
-    a few words count.
+    There columns are left out that can be missed, first cells are cut in the middle, and last ones, which may be long
+    reasons, go on below their row.
+
+    Args:
+        header: Names of the columns.
+        rows: Cells, converted by ``str``.
+        styles: As for :func:`table`.
+        styled: As for :func:`table`.
+        optional: Names of columns that can be missed, the first of all first. Another text names those left out.
     """
-    if not rows or not sys.stdout.isatty():
-        return rows
+    names, cells = drop_empty(header, [[escape_text(str(cell)) for cell in row] for row in rows])
+    if not sys.stdout.isatty():
+        return [table(names, cells, styles, styled)]
     width = shutil.get_terminal_size().columns
-    columns = [[*map(len, map(escape_text, map(str, column)))] for column in zip(header, *rows, strict=True)]
-    others = sum(map(max, columns[1:-1])) + min(max(columns[-1]), _LAST) + 2 * (len(columns) - 1)
-    return [[_cut_middle(escape_text(str(row[0])), max(width - others, _SHORTEST)), *row[1:]] for row in rows]
+    left_out = []
+    for name in optional:
+        if name in names and _measure_others(names, cells) + _SHORTEST > width:
+            number = names.index(name)
+            names, cells = _drop(names, number), [_drop(row, number) for row in cells]
+            left_out.append(name)
+    others = _measure_others(names, cells)
+    cells = [[_cut_middle(row[0], max(width - others, _SHORTEST)), *row[1:]] for row in cells]
+    before = sum(max(map(len, column)) + 2 for column in [*zip(names, *cells, strict=True)][:-1])
+    firsts = [_cut_end(row[-1], max(width - before, _LAST)) for row in cells]
+    shown = table(names, [[*row[:-1], first] for row, first in zip(cells, firsts, strict=True)], styles, styled)
+    lines = shown.split("\n")
+    whole = lines[:2]
+    painted: Sequence[Style] = styles or [""] * len(cells)
+    for line, row, first, style in zip(lines[2:], cells, firsts, painted, strict=True):
+        rest = textwrap.wrap(row[-1][len(first) :].lstrip(), width - len(_BELOW), break_on_hyphens=False)
+        whole += [line, *(f"{_BELOW}{colour(each, style) if isinstance(shown, Painted) else each}" for each in rest)]
+    text = "\n".join(whole)
+    note = f"not shown in {width} columns: {', '.join(left_out)} (in a pipe and with --json all is)"
+    return [Painted(text) if isinstance(shown, Painted) else text, *([note] if left_out else [])]
+
+
+def _cut_end(text: str, most: int) -> str:
+    """Return the first words of a text that have room in so many characters; of a longer word, its beginning."""
+    if len(text) <= most:
+        return text
+    return text[:most].rpartition(" ")[0] or text[:most]
+
+
+def _measure_others(names: Sequence[str], cells: Sequence[Sequence[str]]) -> int:
+    """Return the characters of a line but for the first cell; of the last one, those that a line has room for."""
+    widths = [max(map(len, column)) for column in zip(names, *cells, strict=True)]
+    return sum(widths[1:-1]) + min(widths[-1], _LAST) + 2 * (len(widths) - 1)
+
+
+def _drop(cells: Sequence[str], number: int) -> list[str]:
+    return [*cells[:number], *cells[number + 1 :]]
 
 
 def _cut_middle(text: str, most: int) -> str:

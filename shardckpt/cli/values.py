@@ -7,7 +7,7 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from shardckpt.cli.output import Output
-from shardckpt.cli.table import drop_empty, fit_first, table
+from shardckpt.cli.table import fit_table
 from shardckpt.errors import CheckpointingException, KeyMismatchError, escape_text, name_known
 
 if TYPE_CHECKING:
@@ -123,8 +123,8 @@ def make_statistics_table(forms: Sequence[tuple[str, str, str]], found: Sequence
     """Return a table of the statistics of tensors, with their keys, dtypes and shapes."""
     rows = [(*form, *_list_cells(each)) for form, each in zip(forms, found, strict=True)]
     styles: list[Style] = ["bad" if s is not None and (s.nans or s.infs) else "" for s in found]
-    header, shown = drop_empty(("key", "kind", "shape", "norm", "mean", "min", "max", "not finite"), rows)
-    return table(header, fit_first(header, shown), styles)
+    header = ("key", "kind", "shape", "norm", "mean", "min", "max", "not finite")
+    return "\n".join(fit_table(header, rows, styles, optional=("mean", "min", "max")))
 
 
 def _list_cells(found: Statistics | None) -> list[str]:

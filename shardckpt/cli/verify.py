@@ -29,7 +29,7 @@ from shardckpt.cli.colour import paint
 from shardckpt.cli.exit_codes import FAILED
 from shardckpt.cli.failure import print_error
 from shardckpt.cli.output import Output
-from shardckpt.cli.table import fit_first, table
+from shardckpt.cli.table import fit_table
 from shardckpt.errors import CheckpointingException, IncompleteCheckpointError, listed
 
 if TYPE_CHECKING:
@@ -183,8 +183,7 @@ def _describe(answers: Sequence[Answer]) -> Iterator[str]:
         shown = [file for file in answer.files if file.fault or not several]
         if shown:
             rows = [(r.name, r.nbytes, _said(r, answer.path)) for r in shown]
-            names = ("file", "bytes", "result")
-            yield table(names, fit_first(names, rows), [*map(_find_file_style, shown)])
+            yield from fit_table(("file", "bytes", "result"), rows, [*map(_find_file_style, shown)])
         if answer.error is None and (shown or not several):
             yield paint(f"{answer.path}: {_summary(answer.files)}", _find_style(answer))
     if several:
@@ -195,8 +194,7 @@ def _describe(answers: Sequence[Answer]) -> Iterator[str]:
             own = [file for file in answer.files if not file.foreign]
             size = format_bytes(sum(file.nbytes for file in own)) if own else "-"
             verdicts.append((answer.path, len(own) or "-", size, _name_verdict(answer)))
-        header = ("checkpoint", "files", "size", "result")
-        yield table(header, fit_first(header, verdicts), [*map(_find_style, answers)])
+        yield from fit_table(("checkpoint", "files", "size", "result"), verdicts, [*map(_find_style, answers)])
         counts = Counter(map(_name_verdict, answers))
         said = ", ".join(f"{count} {verdict}" for verdict, count in counts.items())
         yield f"{len(answers)} checkpoints: {said}"

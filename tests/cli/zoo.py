@@ -70,7 +70,7 @@ def make_zoo(root: Path) -> None:
     shutil.copytree(GOLDEN / "zarr-mcore-0.15.3", root / "zarr" / "iter_0000001")
     shutil.copytree(GOLDEN / "deepspeed" / "zero2", root / "deepspeed" / "global_step2")
     shutil.copytree(GOLDEN / "deepspeed" / "universal-zero1", root / "deepspeed" / "universal")
-    shutil.copytree(GOLDEN / "torch-checkpointing-0.1.1" / "boxes-2", root / "torch_checkpointing" / "step-1")
+    shutil.copytree(GOLDEN / "torch-checkpointing-0.1.1" / "mesh-4", root / "torch_checkpointing" / "step-1")
     tensors = {"layers.0.weight": torch.arange(64.0).reshape(8, 8), "layers.1.weight": torch.ones(8, 8)}
     for path in ("titan/step-10", "titan/step-20", "plain/dcp"):
         dcp.save({**tensors, "step": 3}, checkpoint_id=root / path, no_dist=True)
