@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardckpt.cli.exit_codes import FINE, FOUND
 from shardckpt.cli.output import say
+from shardckpt.cli.renames import add_rename_option, read_renames
 from shardckpt.errors import escape_text
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ def add(verbs: Any) -> None:
     parser.add_argument(
         "--prefix", default="", help="only keys of the first with this prefix, which names of the second lack"
     )
+    add_rename_option(parser, "the first")
     parser.add_argument(
         "--read", action="store_true", help="read all values, also where the stored fingerprints are equal"
     )
@@ -63,6 +65,7 @@ def run(options: Any) -> int:
         prefix=options.prefix,
         read_values=options.read,
         tensors_only=options.tensors_only,
+        rename=read_renames(options),
     )
     if options.html:
         from shardckpt.cli.html import write_difference_page

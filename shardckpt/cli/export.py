@@ -9,6 +9,7 @@ from typing import Any
 
 from shardckpt.cli.convert import add_mapping_options
 from shardckpt.cli.output import say
+from shardckpt.cli.renames import add_rename_option, read_renames
 
 
 def add(verbs: Any) -> None:
@@ -38,6 +39,7 @@ def add(verbs: Any) -> None:
     parser.add_argument(
         "--leave-out", action="append", default=[], metavar="NAME", help="a tensor not to write; may be repeated"
     )
+    add_rename_option(parser, "the checkpoint")
     parser.add_argument(
         "--memory",
         metavar="SIZE",
@@ -70,6 +72,7 @@ def run(options: Any) -> int:
             leave_out=options.leave_out,
             overwrite=options.overwrite,
             memory_budget=options.memory,
+            rename=read_renames(options),
         )
     say(table(("file", "tensors", "bytes"), [(name, count, f"{size:,}") for name, count, size in exported.files]))
     say(f"{options.target}: {exported.total_size:,} bytes of tensors")

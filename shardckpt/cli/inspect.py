@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardckpt.cli.exit_codes import FINE, FOUND
 from shardckpt.cli.header import read_header
+from shardckpt.cli.renames import add_rename_option, read_renames
 from shardckpt.cli.table import grouped_table, table
 from shardckpt.errors import (
     CheckpointingException,
@@ -63,6 +64,7 @@ def add(verbs: Any) -> None:
     how.add_argument(
         "--html", metavar="FILE", help="write a page with pictures: shards, modules, files, the save's time"
     )
+    add_rename_option(parser, "the checkpoint")
     parser.add_argument("--depth", type=int, metavar="N", help="with --tree, the deepest level to show")
     parser.add_argument("--sort", choices=("key", "size"), default="key", help="order of the tensors (key)")
     parser.set_defaults(run=run)
@@ -88,7 +90,8 @@ def _inspect(options: Any) -> tuple[int, list[str]]:
     """Return the exit code and the lines to print."""
     from shardckpt.cli.values import split_region
 
-    found = None if options.html or split_region(options.prefix) is not None else _read_outline(options)
+    needs_torch = options.html or options.rename or split_region(options.prefix) is not None
+    found = None if needs_torch else _read_outline(options)
     if found is not None:
         return FINE, _format(found, options)
     try:
@@ -117,7 +120,7 @@ def _inspect_open(options: Any, lost: str = "") -> tuple[int, list[str]]:
     from shardckpt.maintenance import open_any
     from shardckpt.manifest import MARKER_NAME
 
-    with open_any(options.directory, unmarked=bool(lost)) as checkpoint:
+    with open_any(options.directory, unmarked=bool(lost), rename=read_renames(options)) as checkpoint:
         region = split_region(options.prefix)
         if region is not None and options.prefix not in checkpoint:
             return FOUND if lost else FINE, describe_values(checkpoint, *region, as_json=options.json)

@@ -114,6 +114,9 @@ def test_rows_that_pad_the_vocabulary_are_cut_only_if_said(tmp_path: Path) -> No
     _check(read(tmp_path / "hf"), hub)
     options = ["--to", "hf", "--mapping", "llama", "--assets", str(tmp_path / "assets"), "--cut-vocabulary"]
     assert main(["convert", str(tmp_path / "c"), str(tmp_path / "proved"), *options]) == 0
+    # the way back has nothing to cut, and asks for no folder with a config
+    with pytest.raises(CheckpointingException, match=r"a folder of the Hub has none; leave it out"):
+        convert_checkpoint(tmp_path / "hf", tmp_path / "back", "torch_dist", mapping="megatron", cut_vocabulary=True)
     _check(read(tmp_path / "proved"), hub)
     filled = blank(shards)
     load_from_huggingface({"model": filled}, tmp_path / "hf", mapping="llama")
