@@ -35,6 +35,11 @@ def add(verbs: Any) -> None:
     parser.add_argument(
         "--prefix", default="", help="only keys of the first with this prefix, which names of the second lack"
     )
+    parser.add_argument(
+        "--cut-vocabulary",
+        action="store_true",
+        help="leave out rows with which Megatron pads the vocabulary in the first, beyond vocab_size of config.json",
+    )
     add_rename_option(parser, "the first")
     parser.add_argument(
         "--read", action="store_true", help="read all values, also where the stored fingerprints are equal"
@@ -61,7 +66,7 @@ def run(options: Any) -> int:
         options.second,
         rtol=options.rtol,
         atol=options.atol,
-        mapping=find_mapping(options.mapping, config, "keep"),
+        mapping=find_mapping(options.mapping, config, "cut" if options.cut_vocabulary else "keep"),
         prefix=options.prefix,
         read_values=options.read,
         tensors_only=options.tensors_only,
@@ -92,7 +97,7 @@ def _as_text(report: DiffReport, options: Any) -> str:
         if different:
             lines.append(table(("object", "differs in", "first", "second"), [tuple(found) for found in different]))
         summary += f"; objects and common state: {report.objects.equal} entries are equal, {len(different)} values not"
-    return "\n".join([*lines, summary, *filter(None, [_advise_names(report, options)])])
+    return "\n".join([*lines, summary, *filter(None, [_advise_names(report, options), _advise_rows(report, options)])])
 
 
 def _advise_names(report: DiffReport, options: Any) -> str:
@@ -117,6 +122,14 @@ def _advise_names(report: DiffReport, options: Any) -> str:
                 f"shardckpt diff {one} {other} --prefix {escape_text(prefix)}"
             )
     return "no name is in both: see --mapping and --prefix"
+
+
+def _advise_rows(report: DiffReport, options: Any) -> str:
+    """Return which option compares where a folder of the Hub may lack padding; ``""`` if no mapped shape differs."""
+    shapes = [difference.key for difference in report.differences if difference.kind == "shape"]
+    if not options.mapping or options.cut_vocabulary or not shapes:
+        return ""
+    return "where the first has more rows of the vocabulary, Megatron has padded it: --cut-vocabulary leaves these out"
 
 
 def _find_prefix(longer: set[str], shorter: set[str]) -> str:

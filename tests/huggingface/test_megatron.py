@@ -124,6 +124,17 @@ def test_rows_that_pad_the_vocabulary_are_cut_only_if_said(tmp_path: Path) -> No
         assert same(one.data, torch.where(other.data == -1, 0.0, other.data))
 
 
+def test_diff_compares_a_folder_without_the_padding(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Where a folder's vocabulary was cut, diff names the option that compares without the padding, and it does."""
+    _save(tmp_path, "llama", "numbered", pad_to=64)
+    first, hub = str(tmp_path / "c"), str(tmp_path / "hf")
+    args: dict[str, Any] = {"mapping": "llama", "assets": tmp_path / "assets"}
+    export_to_huggingface(first, hub, cut_vocabulary=True, **args)
+    assert main(["diff", first, hub, "--mapping", "llama"]) == 1
+    assert "--cut-vocabulary leaves these out" in capsys.readouterr().out
+    assert main(["diff", first, hub, "--mapping", "llama", "--cut-vocabulary"]) == 0
+
+
 @table("name", ["linear_fc1.weight{}", "local_experts.{}.linear_fc1.weight"])
 def test_experts_by_the_names_of_parameters_are_mapped(name: str) -> None:
     """What a plain state dict calls the experts of a grouped linear layer, or of a list of them, has its names, too."""
