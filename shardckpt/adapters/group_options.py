@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shardckpt.adapters.leaves import describe_leaf, describe_object
-from shardckpt.adapters.stored_values import allocate, find_slots
+from shardckpt.adapters.stored_values import find_slots, request_value
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping
@@ -119,11 +119,7 @@ def request_options(names: Iterable[str], stored: StoredNames, key: str) -> dict
     found: dict[str, Any] = {name: {"values": describe_object(None, f"{key}.{name}", "unchecked")} for name in groups}
     for name, options in find_slots(dict.fromkeys(names), stored, key).items():
         keys = {option: f"{key}.{name}.{option}" for option in options}
-        tensors = {
-            option: describe_leaf(allocate(stored, own), own, "unchecked")
-            for option, own in keys.items()
-            if own in stored.tensors
-        }
+        tensors = {option: request_value(stored, own) for option, own in keys.items() if own in stored.tensors}
         entry = {} if groups else {"values": describe_object(None, f"{key}.{name}", "unchecked")}
         if tensors or entry:
             found[name] = entry | ({"tensors": tensors} if tensors else {})

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch.distributed.tensor import DTensor
 
 from shardckpt.adapters.forms import (
@@ -16,12 +15,12 @@ from shardckpt.adapters.forms import (
     flatten_state,
     join_path,
 )
-from shardckpt.adapters.group_options import GROUP_NAME, GROUPS, GROUPS_NAME, PARAMS, STATE
+from shardckpt.adapters.group_options import GROUP_NAME, GROUPS, GROUPS_NAME, PARAMS, STATE, request_options
 from shardckpt.adapters.leaves import describe_leaf, describe_object
 from shardckpt.adapters.modules import data_address
-from shardckpt.adapters.optimizers import list_slots
+from shardckpt.adapters.optimizers import OptimizerState, list_slots
 from shardckpt.adapters.state_layout import empty_of_axes, empty_state_tensor
-from shardckpt.adapters.stored_values import allocate, find_slots, nest, restore_containers
+from shardckpt.adapters.stored_values import find_slots, nest, request_value, restore_containers
 from shardckpt.adapters.wrappers import InnerShard, is_inner, request_inner
 from shardckpt.mapping import ShardedBase, ShardedTensor, ShardedTensorFactory
 from shardckpt.state_dict import nested_items
@@ -29,12 +28,57 @@ from shardckpt.state_dict import nested_items
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
-    from shardckpt.adapters.optimizers import OptimizerState
+    import torch
+
     from shardckpt.mapping import StoredNames
+
+#: What an optimizer of ours has beside them, by its parameters' digest: for a live one of the same parameters.
+_OTHERS = "others"
+
+
+def request_optimizer(
+    params: Mapping[str, torch.Tensor], stored: StoredNames, key: str, *, groups: int, shard_factored: bool
+) -> dict[str, Any]:
+    """Return what a load without an optimizer asks for: all that is stored below its key, in new memory.
+
+    Args:
+        params: The parameters.
+        stored: What the checkpoint has.
+        key: What the keys begin with, without the last dot.
+        groups: How many groups there are, if they are stored by number; 0 if options are stored by parameter.
+        shard_factored: As for :func:`empty_state_tensor`.
+
+    Returns:
+        The state and options by parameter, or the options of each group, and what belongs to no parameter by its path.
+    """
+    rests = [each[len(key) + 1 :] for each in stored.list_below(key)]
+    rests = [rest for rest in rests if rest.partition(".")[0] not in (STATE, GROUPS, _OTHERS)]
+    others = nest({tuple(rest.split(".")): request_value(stored, f"{key}.{rest}") for rest in rests})
+    live = OptimizerState([], list(params), dict(params), {})
+    state = request_states(live, {}, stored, f"{key}.{STATE}", "model.", shard_factored=shard_factored)
+    if groups:
+        slots = find_slots(dict.fromkeys(map(str, range(groups))), stored, f"{key}.{GROUPS}")
+        options = [
+            {slot: request_value(stored, f"{key}.{GROUPS}.{number}.{slot}") for slot in each}
+            for number, each in slots.items()
+        ]
+        return {**others, STATE: state, GROUPS: options}
+    by_name = request_options(params, stored, f"{key}.{GROUPS}")
+    found = {  # beside tensors, options may be in the common state
+        name: {part: each for part, each in parts.items() if part != "values" or stored.has(each.key)}
+        for name, parts in by_name.items()
+    }
+    return {**others, STATE: state, GROUPS: found}
 
 
 def request_states(
-    live: OptimizerState, described: Mapping[str, Any], stored: StoredNames, key: str, model: str
+    live: OptimizerState,
+    described: Mapping[str, Any],
+    stored: StoredNames,
+    key: str,
+    model: str,
+    *,
+    shard_factored: bool = False,
 ) -> dict[str, Any]:
     """Return what a load asks for: all that is stored of each parameter's state, in the live tensors where they fit.
 
@@ -44,6 +88,7 @@ def request_states(
         stored: What the checkpoint has.
         key: What the keys of states begin with, without the last dot.
         model: What the keys of the parameters begin with.
+        shard_factored: As for :func:`empty_state_tensor`.
 
     Returns:
         The descriptions by parameter. One of which nothing is stored has its live ones, or none.
@@ -56,7 +101,7 @@ def request_states(
         if slots and isinstance(entry, dict):
             param_key = next((each for each in (f"{model}{name}", name) if each in stored.tensors), None)
             param_shape = None if param_key is None else stored.tensors[param_key][1]
-            saved = _SavedState(f"{key}.{name}", slots, live.params[name], param_shape, stored)
+            saved = _SavedState(f"{key}.{name}", slots, live.params[name], param_shape, stored, shard_factored)
             found[name] = _request_state(saved, live.states.get(name, {}), described.get(name), taken)
         else:
             found[name] = entry
@@ -73,6 +118,7 @@ class _SavedState:
         param: The live parameter.
         param_shape: The shape of the parameter in the checkpoint, if it is there.
         stored: All that the checkpoint has.
+        shard_factored: As for :func:`empty_state_tensor`.
     """
 
     key: str
@@ -80,6 +126,7 @@ class _SavedState:
     param: torch.Tensor
     param_shape: tuple[int, ...] | None
     stored: StoredNames
+    shard_factored: bool
 
     @cached_property
     def _axes(self) -> dict[str, list[int]]:
@@ -100,10 +147,10 @@ class _SavedState:
             tensor = inner
         elif isinstance(param, DTensor) and axes is not None:
             tensor = empty_of_axes(key, shape, dtype, param, axes)
-        elif isinstance(param, DTensor) and not {*shape} <= {*param.shape, 1}:  # made by itself, not from the parameter
-            tensor = torch.empty(shape, dtype=dtype, device=param.device)
         else:
-            tensor = empty_state_tensor(key, shape, dtype, slot, param, param_shape=self.param_shape)
+            tensor = empty_state_tensor(
+                key, shape, dtype, slot, param, shard_factored=self.shard_factored, param_shape=self.param_shape
+            )
         return describe_leaf(tensor, key, "unchecked")
 
     def _list_shapes(self) -> dict[str, tuple[int, ...]]:
@@ -185,7 +232,7 @@ def request_numbered(groups: Iterable[Mapping[str, Any]], stored: StoredNames, k
     found: dict[Any, Any] = {}
     for name, slots in find_slots(names, stored, key).items():
         keys = {tuple(slot.split(".")): f"{key}.{name}.{slot}" for slot in slots}
-        leaves = {path: describe_leaf(allocate(stored, own), own, "unchecked") for path, own in keys.items()}
+        leaves = {path: request_value(stored, own) for path, own in keys.items()}
         if leaves:
             found[names[name]] = restore_containers(nest(leaves), {})
     return found
@@ -209,11 +256,7 @@ def request_others(live: OptimizerState, described: Mapping[str, Any], stored: S
         tensors = list_slots(flatten_state(one.others, shards=False), one.params)
         keys = {slot: f"{key}.{digest}.{slot}" for slot in slots}
         found[digest] = {
-            slot: describe_leaf(
-                allocate(stored, own, tensors.get(slot), one.params.get(find_layout(slot))), own, "unchecked"
-            )
-            if own in stored.tensors
-            else describe_object(None, own, "unchecked")
+            slot: request_value(stored, own, tensors.get(slot), one.params.get(find_layout(slot)))
             for slot, own in keys.items()
         }
     return {**{name: entry for name, entry in described.items() if name not in found}, **found}

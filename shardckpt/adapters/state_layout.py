@@ -40,10 +40,11 @@ def empty_state_tensor(
     ShardedTensor of the same shards (nested where the parameter's are), a plain tensor on the same device. A single
     number of another shape, and any ``step``, is a plain tensor on the CPU, as optimizers keep it.
 
-    Other state of a DTensor (rows and columns of Adafactor, scales of channels) is a DTensor replicated over the mesh,
-    as ``new_zeros`` of another shape makes it. With ``shard_factored``, if its shape is the parameter's with axes
-    dropped or reduced to 1, the axes that remain are sharded as the parameter's are; if the shape matches in two ways
-    that differ in placements, it is replicated. Other state of other tensors is a plain tensor of the global shape.
+    Other state of a DTensor that has sizes of it alone (rows and columns of Adafactor, scales of channels) is a DTensor
+    replicated over the mesh, as ``new_zeros`` of another shape makes it. With ``shard_factored``, if its shape is the
+    parameter's with axes dropped or reduced to 1, the axes that remain are sharded as the parameter's are; if the shape
+    matches in two ways that differ in placements, it is replicated. All other state is a plain tensor of the global
+    shape.
 
     Args:
         key: The key of the stored state.
@@ -73,7 +74,7 @@ def empty_state_tensor(
             "(experts of expert parallelism), make it a DTensor of the global shape, or load it and its state by "
             "dist_checkpointing.load"
         )
-    if isinstance(param, DTensor):
+    if isinstance(param, DTensor) and _is_made_from(param, shape):
         return _as_dtensor(key, shape, dtype, param, shard_factored=shard_factored)
     if is_sharded_tensor(param) and shape == own:
         return empty_sharded_tensor_like(param, dtype)  # type: ignore[no-any-return]
@@ -90,6 +91,11 @@ def _has_param_shape(shape: Ints, own: Ints, param_shape: Ints | None) -> bool:
         return tuple(shape) == tuple(param_shape)
     is_square = len(set(shape)) == 1 and shape[0] in own
     return len(shape) == len(own) > 1 and not match_axes(shape, own) and not is_square
+
+
+def _is_made_from(param: DTensor, shape: Ints) -> bool:
+    """Return whether state has sizes of its parameter alone; a rank outside the mesh may not know these."""
+    return param.device_mesh.get_coordinate() is None or {*shape} <= {*param.shape, 1}
 
 
 def match_axes(shape: Ints, own: Ints) -> list[_Axes]:

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from shardckpt.adapters.leaves import describe_leaf, describe_object
+
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
 
@@ -15,13 +17,11 @@ if TYPE_CHECKING:
 def find_slots(names: Mapping[str, Any], stored: StoredNames, key: str) -> dict[str, list[str]]:
     """Return the rest of each stored key below the key of each name."""
     found: dict[str, list[str]] = {name: [] for name in names}
-    prefix = f"{key}."
-    for each in (*stored.tensors, *stored.objects):
-        if each.startswith(prefix):
-            rest = each[len(prefix) :]
-            name = find_name(rest, found)
-            if name is not None and len(name) < len(rest):
-                found[name].append(rest[len(name) + 1 :])
+    for each in stored.list_below(key):
+        rest = each[len(key) + 1 :]
+        name = find_name(rest, found)
+        if name is not None and len(name) < len(rest):
+            found[name].append(rest[len(name) + 1 :])
     return found
 
 
@@ -48,6 +48,13 @@ def allocate(stored: StoredNames, key: str, live: Any = None, param: torch.Tenso
         if isinstance(like, torch.Tensor) and tuple(like.shape) == shape:
             return torch.empty_like(like.detach(), dtype=dtype, memory_format=torch.contiguous_format)
     return torch.empty(shape, dtype=dtype, device="cpu")
+
+
+def request_value(stored: StoredNames, key: str, live: Any = None, param: torch.Tensor | None = None) -> Any:
+    """Describe a stored value of no parameter, an object or a tensor in memory of :func:`allocate`."""
+    if key not in stored.tensors:
+        return describe_object(None, key, "unchecked")
+    return describe_leaf(allocate(stored, key, live, param), key, "unchecked")
 
 
 def nest(values: Mapping[tuple[Any, ...], Any]) -> dict[Any, Any]:

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 
 from shardckpt import __version__
 from shardckpt.cli.exit_codes import FAILED, FINE, MEANINGS
-from shardckpt.cli.failure import name_plugin, print_error
-from shardckpt.cli.output import escaped_logs, open_closed_streams, say_error
+from shardckpt.cli.failure import name_plugin, print_error, show_failure
+from shardckpt.cli.output import Output, escaped_logs, open_closed_streams, say_error, show
 from shardckpt.errors import name_known
 
 if TYPE_CHECKING:
@@ -28,6 +28,8 @@ _VERBS = (
 )
 #: Those that also need the verbs of plugins: to list them, and to say which plugin does not work.
 _NEED_ALL = ("strategies", "completion")
+#: Those without --json: a show of processes at work, and a script of another language.
+_WITHOUT_JSON = ("demo", "completion")
 #: The exit codes that shells report for a program that SIGPIPE or SIGINT has ended.
 _BROKEN_PIPE = 128 + 13
 _INTERRUPTED = 128 + 2
@@ -67,17 +69,19 @@ def _run(given: Sequence[str]) -> int:
     if unknown:
         _refuse_unknown(verbs[options.verb], unknown)
     try:
-        code = int(options.run(options) or FINE)
+        answer = options.run(options)  # an exit code, of the verbs of plugins
+        code = show(answer, as_json=options.as_json) if isinstance(answer, Output) else int(answer or FINE)
         sys.stdout.flush()
     except BrokenPipeError:  # ``shardckpt inspect PATH | head``
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains when it ends
         return _BROKEN_PIPE
-    except KeyboardInterrupt:
-        say_error(f"shardckpt {options.verb}: interrupted; {_LEFT.get(options.verb, 'nothing was written')}")
-        return _INTERRUPTED
+    except KeyboardInterrupt as exc:
+        message = f"interrupted; {_LEFT.get(options.verb, 'nothing was written')}"
+        say_error(f"shardckpt {options.verb}: {message}")
+        return show_failure(exc, message, _INTERRUPTED, options)
     except Exception as exc:  # noqa: BLE001 - a plugin's verb may fail in any way
         print_error(exc, options)
-        return FAILED
+        return show_failure(exc, str(exc), FAILED, options)
     return code
 
 
@@ -98,9 +102,14 @@ def _make_parser(only: str) -> tuple[argparse.ArgumentParser, Mapping[str, argpa
     )
     parser.add_argument("--traceback", action="store_true", help="after an error, show the whole traceback")
     parser.add_argument("--version", action="version", version=f"shardckpt {__version__}")
+    parser.set_defaults(as_json=False)
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
     for verb in [only] if only else _VERBS:
         importlib.import_module(f"{__name__}.{verb}").add(verbs)
+        if verb not in _WITHOUT_JSON:
+            verbs.choices[verb].add_argument(
+                "--json", action="store_true", dest="as_json", help="print all of the answer as JSON, an error, too"
+            )
     if only:
         return parser, verbs.choices
     from shardckpt.plugins import get_plugin_manager

@@ -5,9 +5,14 @@ The environment variables that shardckpt reads are in shardckpt/README.md.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from shardckpt.cli.output import say
+from shardckpt.cli.output import Output
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from shardckpt.manager import Setting
 
 
 def add(verbs: Any) -> None:
@@ -16,27 +21,27 @@ def add(verbs: Any) -> None:
         "config", help="list the settings of a CheckpointManager, with their defaults", description=__doc__
     )
     parser.add_argument("setting", nargs="*", help="show all that is said of this one; another library's name will do")
-    parser.add_argument("--json", action="store_true", help="print a JSON list")
     parser.set_defaults(run=run)
 
 
-def run(options: Any) -> int:
-    """Print a row per setting, or the texts of some. Return the exit code."""
-    import json
-    import textwrap
-
-    from shardckpt.cli.table import table
+def run(options: Any) -> Output:
+    """Return a row per setting, or the texts of some."""
     from shardckpt.manager import list_settings
 
     found = list_settings(options.setting)
-    if options.json:
-        say(json.dumps([each._asdict() for each in found], indent=1))
-    elif options.setting:
-        for each in found:
-            say(f"{each.name} = {each.default}")
-            say(textwrap.indent(textwrap.fill(each.text, 100), "    "))
-    else:
-        # the first sentence: `shardckpt config NAME` has the rest
-        rows = [(each.name, each.default, each.text.partition(". ")[0].rstrip(".")) for each in found]
-        say(table(("setting", "default", "what"), rows))
-    return 0
+    return Output(lambda: found, lambda: _explain(found) if options.setting else [_make_table(found)])
+
+
+def _explain(found: Sequence[Setting]) -> list[str]:
+    import textwrap
+
+    texts = ((f"{each.name} = {each.default}", textwrap.fill(each.text, 100)) for each in found)
+    return [line for name, text in texts for line in (name, textwrap.indent(text, "    "))]
+
+
+def _make_table(found: Sequence[Setting]) -> str:
+    from shardckpt.cli.table import table
+
+    # the first sentence: `shardckpt config NAME` has the rest
+    rows = [(each.name, each.default, each.text.partition(". ")[0].rstrip(".")) for each in found]
+    return table(("setting", "default", "what"), rows)

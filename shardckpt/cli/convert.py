@@ -10,9 +10,9 @@ torch.save, which is read without running code in it.
   torch  one file that torch.load reads with weights_only: plain tensors in builtin containers
 
 DST is complete or absent. Before it gets its name it is read again, and the fingerprints of all tensors are compared
-with those of what was read: a line for each. If one differs, nothing is left. A conversion that was killed leaves
-nothing at DST; run it again with the same options, on the same host, and it goes on with what was written. Where SRC or
-an option has changed, it starts anew, and says so.
+with those of what was read: --verbose and --json have a line for each. If one differs, nothing is left. A
+conversion that was killed leaves nothing at DST; run it again with the same options, on the same host, and it goes on
+with what was written. Where SRC or an option has changed, it starts anew, and says so.
 
 exit codes:
   0  converted, and DST has the values of SRC
@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from shardckpt.cli.output import say
+from shardckpt.cli.output import Output
 from shardckpt.cli.renames import add_rename_option, read_renames
 
 if TYPE_CHECKING:
@@ -32,6 +32,10 @@ if TYPE_CHECKING:
 
 #: What --mapping takes.
 MAPPING_HELP = "names of megatron or of a model (qwen3_moe) to the Hub's, or by rules: FILE.json, FILE.py:MAPPING"
+
+
+#: What --verbose shows of a conversion.
+PROOF_HELP = "print a line for each tensor, with its fingerprints before and after"
 
 
 def add(verbs: Any) -> None:
@@ -48,6 +52,11 @@ def add(verbs: Any) -> None:
     parser.add_argument("target", metavar="DST", help="what to write: absent or empty, or see --overwrite")
     add_target_options(parser)
     parser.set_defaults(run=run)
+
+
+def add_verbose(parser: Any, help: str) -> None:  # noqa: A002 - as argparse calls it
+    """Add the option that shows more than a line of what was done."""
+    parser.add_argument("-v", "--verbose", action="store_true", help=help)
 
 
 def add_target_options(parser: Any) -> None:
@@ -76,7 +85,7 @@ def add_target_options(parser: Any) -> None:
     add_rename_option(parser, "SRC")
     parser.add_argument("--assets", metavar="DIR", help="hf: copy a model's other files (config, tokenizer) from here")
     parser.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="hf: largest weight file (5GB)")
-    parser.add_argument("--json", action="store_true", help="print the report as JSON")
+    add_verbose(parser, PROOF_HELP)
 
 
 def add_mapping_options(parser: Any) -> None:
@@ -116,15 +125,14 @@ def read_target_options(options: Any) -> dict[str, Any]:
     }
 
 
-def run(options: Any) -> int:
-    """Convert, and print the report. Return the exit code."""
+def run(options: Any) -> Output:
+    """Convert, and return the report."""
     from shardckpt.cli.progress import show_progress
     from shardckpt.maintenance import convert_checkpoint
 
     with show_progress("convert"):
         report = convert_checkpoint(options.source, options.target, **read_target_options(options))
-    say(_encode(report) if options.json else _describe(report, options.target))
-    return 0
+    return Output(lambda: report, lambda: describe_conversion(report, options.target, verbose=options.verbose))
 
 
 def parse_target(text: str) -> str | tuple[str, int]:
@@ -143,7 +151,7 @@ def parse_target(text: str) -> str | tuple[str, int]:
 parse_target.__name__ = "BACKEND[@VERSION], hf, dcp or torch"
 
 
-def describe_left_out(report: ConversionReport) -> list[str]:
+def _describe_left_out(report: ConversionReport) -> list[str]:
     """Return the lines about what was not written: what was lost, and apart from it what only other libraries look for.
 
     The latter has names such as ``optimizer.param_groups.0.lr``, and would read as if the learning rate were lost; the
@@ -158,14 +166,33 @@ def describe_left_out(report: ConversionReport) -> list[str]:
     return lines
 
 
-def _encode(report: ConversionReport) -> str:
-    import json
+def describe_conversion(report: ConversionReport, target: str, how: str = "", *, verbose: bool) -> list[str]:
+    """Return the lines about what was written, and what not.
 
-    fields = {name: getattr(report, name) for name in report.__dataclass_fields__}
-    return json.dumps({**fields, "proof": [tensor._asdict() for tensor in report.proof]}, indent=2)
+    Args:
+        report: What was done.
+        target: Where it was written, as the caller calls it.
+        how: What was done, if it was no plain conversion.
+        verbose: Whether the proof is a line for each tensor, too.
+    """
+    from shardckpt.errors import listed
+
+    lines = [_make_proof(report)] if verbose else []
+    if report.resumed:
+        lines.append(f"went on with {report.resumed:,} bytes that a killed run had written")
+    lines += _describe_left_out(report)
+    if report.rewritten:
+        places = [f"{place} ({kind})" for place, kind in report.rewritten.items()]
+        lines.append(f"written as builtin types: {listed(places)}")
+    old, new = (f"{backend} version {version}" for backend, version in (report.old, report.new))
+    lines.append(
+        f"{target}: {new}, {how or f'written from {old}'}: {report.tensors:,} tensors of {report.nbytes:,} bytes, "
+        f"{report.objects:,} objects; read again, all fingerprints are equal"
+    )
+    return lines
 
 
-def _describe(report: ConversionReport, target: str) -> str:
+def _make_proof(report: ConversionReport) -> str:
     from shardckpt.cli.table import table
     from shardckpt.errors import listed
 
@@ -174,16 +201,4 @@ def _describe(report: ConversionReport, target: str) -> str:
         renamed = key if names == (key,) else f"{key} -> {listed(list(names))}"
         cast = dtype if dtype == written else f"{dtype} -> {written}"
         rows.append((renamed, cast, list(shape), before, after))
-    lines = [table(("tensor", "dtype", "shape", "fingerprint before", "fingerprint after"), rows)]
-    if report.resumed:
-        lines.append(f"went on with {report.resumed:,} bytes that a killed conversion had written")
-    lines += describe_left_out(report)
-    if report.rewritten:
-        places = [f"{place} ({kind})" for place, kind in report.rewritten.items()]
-        lines.append(f"written as builtin types: {listed(places)}")
-    old, new = (f"{backend} version {version}" for backend, version in (report.old, report.new))
-    lines.append(
-        f"{target}: {new}, written from {old}: {report.tensors:,} tensors of {report.nbytes:,} bytes, "
-        f"{report.objects:,} objects; read again, all fingerprints are equal"
-    )
-    return "\n".join(lines)
+    return table(("tensor", "dtype", "shape", "fingerprint before", "fingerprint after"), rows)

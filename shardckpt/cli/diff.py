@@ -7,16 +7,17 @@ common state differs, or only one of the checkpoints has it.
 
 from __future__ import annotations
 
-import math
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from shardckpt.cli.colour import paint
 from shardckpt.cli.exit_codes import FINE, FOUND
-from shardckpt.cli.output import say
+from shardckpt.cli.output import Output
 from shardckpt.cli.renames import add_rename_option, read_renames
 from shardckpt.errors import escape_text
 
 if TYPE_CHECKING:
+    from shardckpt.cli.colour import Style
     from shardckpt.maintenance import DiffReport, TensorDifference
 
 
@@ -47,40 +48,44 @@ def add(verbs: Any) -> None:
     parser.add_argument(
         "--tensors-only", action="store_true", help="leave out objects and common state, as with --mapping and --prefix"
     )
-    how = parser.add_mutually_exclusive_group()
-    how.add_argument("--json", action="store_true", help="print the report as JSON")
-    how.add_argument("--html", metavar="FILE", help="write a page with pictures of both, and of what differs")
+    parser.add_argument("--html", metavar="FILE", help="write a page with pictures of both, and of what differs")
     parser.set_defaults(run=run)
 
 
-def run(options: Any) -> int:
-    """Print a row for each tensor and value that differs, and a summary. Return the exit code."""
+def run(options: Any) -> Output:
+    """Return a row for each tensor and value that differs, and a summary."""
+    from shardckpt.cli.progress import show_progress
     from shardckpt.engine import locate
     from shardckpt.huggingface import find_mapping, read_config
     from shardckpt.maintenance import diff_checkpoints
     from shardckpt.plugins import get_plugin_manager
 
     config = partial(read_config, (), locate(options.second, get_plugin_manager()))
-    report = diff_checkpoints(
-        options.first,
-        options.second,
-        rtol=options.rtol,
-        atol=options.atol,
-        mapping=find_mapping(options.mapping, config, "cut" if options.cut_vocabulary else "keep"),
-        prefix=options.prefix,
-        read_values=options.read,
-        tensors_only=options.tensors_only,
-        rename=read_renames(options),
-    )
+    with show_progress("diff"):
+        report = diff_checkpoints(
+            options.first,
+            options.second,
+            rtol=options.rtol,
+            atol=options.atol,
+            mapping=find_mapping(options.mapping, config, "cut" if options.cut_vocabulary else "keep"),
+            prefix=options.prefix,
+            read_values=options.read,
+            tensors_only=options.tensors_only,
+            rename=read_renames(options),
+        )
+    written = []
     if options.html:
         from shardckpt.cli.html import write_difference_page
 
-        say(write_difference_page(report, options))
-    say(_as_json(report) if options.json else _as_text(report, options))
-    return FINE if report.are_same else FOUND
+        written.append(write_difference_page(report, options))
+    return Output(
+        lambda: {"same": report.are_same, **vars(report)},
+        lambda: [*written, *_describe(report, options)],
+        FINE if report.are_same else FOUND,
+    )
 
 
-def _as_text(report: DiffReport, options: Any) -> str:
+def _describe(report: DiffReport, options: Any) -> list[str]:
     from shardckpt.cli.table import table
 
     total = report.equal + sum(difference.kind != "only in second" for difference in report.differences)
@@ -91,13 +96,20 @@ def _as_text(report: DiffReport, options: Any) -> str:
     lines = []
     if report.differences:
         header = ("tensor", "differs in", "first", "second", "elements", "max abs", "max rel", "first at")
-        lines.append(table(header, list(map(_list_cells, report.differences))))
+        styles = [_find_style(difference.kind) for difference in report.differences]
+        lines.append(table(header, list(map(_list_cells, report.differences)), styles, 1))
     if report.objects is not None:
         different = report.objects.differences
         if different:
-            lines.append(table(("object", "differs in", "first", "second"), [tuple(found) for found in different]))
+            styles = [_find_style(difference.kind) for difference in different]
+            lines.append(table(("object", "differs in", "first", "second"), different, styles, 1))
         summary += f"; objects and common state: {report.objects.equal} entries are equal, {len(different)} values not"
-    return "\n".join([*lines, summary, *filter(None, [_advise_names(report, options), _advise_rows(report, options)])])
+    lines.append(paint(summary, "good" if report.are_same else "bad"))
+    return [*lines, *filter(None, [_advise_names(report, options), _advise_rows(report, options)])]
+
+
+def _find_style(kind: str) -> Style:
+    return "partial" if kind.startswith("only in") else "bad"
 
 
 def _advise_names(report: DiffReport, options: Any) -> str:
@@ -153,19 +165,3 @@ def _list_cells(difference: TensorDifference) -> tuple[str, ...]:
 
 def _format(value: float | None) -> str:
     return "" if value is None else f"{value:.3g}"
-
-
-def _as_json(report: DiffReport) -> str:
-    import json
-    from dataclasses import asdict
-
-    found = asdict(report)
-    if report.objects is not None:  # asdict leaves named tuples as they are, which JSON has as lists
-        different = [difference._asdict() for difference in report.objects.differences]
-        found["objects"] = {"equal": report.objects.equal, "differences": different}
-    for difference in found["differences"]:
-        for name in ("max_absolute", "max_relative"):
-            value = difference[name]
-            if value is not None and math.isinf(value):  # JSON has no infinity
-                difference[name] = "inf"
-    return json.dumps({"same": report.are_same, **found}, indent=1)

@@ -5,11 +5,14 @@ The checkpoint is not changed. For a model of transformers, give --mapping and -
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from shardckpt.cli.convert import add_mapping_options
-from shardckpt.cli.output import say
+from shardckpt.cli.convert import add_mapping_options, add_verbose
+from shardckpt.cli.output import Output
 from shardckpt.cli.renames import add_rename_option, read_renames
+
+if TYPE_CHECKING:
+    from shardckpt.huggingface import Exported
 
 
 def add(verbs: Any) -> None:
@@ -48,13 +51,13 @@ def add(verbs: Any) -> None:
     parser.add_argument(
         "--overwrite", action="store_true", help="replace the weights in the folder, and keep its other files"
     )
+    add_verbose(parser, "print a line for each file")
     parser.set_defaults(run=run)
 
 
-def run(options: Any) -> int:
-    """Export, and print a row per file. Return the exit code."""
+def run(options: Any) -> Output:
+    """Export, and return a row per file."""
     from shardckpt.cli.progress import show_progress
-    from shardckpt.cli.table import table
     from shardckpt.huggingface import export_to_huggingface
 
     with show_progress("export"):
@@ -74,6 +77,19 @@ def run(options: Any) -> int:
             memory_budget=options.memory,
             rename=read_renames(options),
         )
-    say(table(("file", "tensors", "bytes"), [(name, count, f"{size:,}") for name, count, size in exported.files]))
-    say(f"{options.target}: {exported.total_size:,} bytes of tensors")
-    return 0
+    return Output(lambda: _name_columns(exported), lambda: _describe(exported, options.target, verbose=options.verbose))
+
+
+def _name_columns(exported: Exported) -> dict[str, Any]:
+    rows = [{"name": name, "tensors": count, "nbytes": size} for name, count, size in exported.files]
+    return {**exported._asdict(), "files": rows}
+
+
+def _describe(exported: Exported, target: str, *, verbose: bool) -> list[str]:
+    from shardckpt.cli.table import table
+
+    rows = [(name, count, f"{size:,}") for name, count, size in exported.files]
+    tensors, files = sum(count for _, count, _ in exported.files), len(rows)
+    many = f"{files} file{'s' * (files != 1)}"
+    summary = f"{target}: {many} of {tensors:,} tensors, {exported.total_size:,} bytes of tensors"
+    return [*([table(("file", "tensors", "bytes"), rows)] if verbose else []), summary]

@@ -4,11 +4,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from shardckpt.cli.output import say_error
+from shardckpt.cli.output import say_error, show_json
 from shardckpt.errors import CheckpointingException
 
 if TYPE_CHECKING:
     import argparse
+
+
+def show_failure(error: BaseException, message: str, code: int, options: argparse.Namespace) -> int:
+    """With ``--json``, print to standard output that a verb has no answer, and why not; return its exit code."""
+    if options.as_json:
+        show_json({"error": {"type": type(error).__name__, "message": message}, "exit_code": code})
+    return code
 
 
 def print_error(error: Exception, options: argparse.Namespace) -> None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardckpt.cli.exit_codes import FINE, FOUND
 from shardckpt.cli.header import read_header
+from shardckpt.cli.output import Output
 from shardckpt.errors import KeyMismatchError, name_prefixes
 from shardckpt.storage import retry_if_replaced
 
@@ -15,10 +16,8 @@ if TYPE_CHECKING:
     from shardckpt.maintenance import DiffReport
 
 
-def write_checkpoint_page(
-    checkpoint: StoredCheckpoint, directory: str, prefix: str, target: str
-) -> tuple[int, list[str]]:
-    """Write the page of a checkpoint; return the exit code, and what to print.
+def write_checkpoint_page(checkpoint: StoredCheckpoint, directory: str, prefix: str, target: str) -> Output:
+    """Write the page of a checkpoint; return how large it is.
 
     Args:
         checkpoint: The open checkpoint.
@@ -41,7 +40,12 @@ def write_checkpoint_page(
         )
     nbytes = write_page(Path(expand_home(target)), f"{directory} · shardckpt", found)
     is_fine = not found["incomplete"] and not found["commonFault"]
-    return FINE if is_fine else FOUND, [f"{target}: {nbytes:,} bytes, {len(found['keys'])} tensors of {directory}"]
+    count = len(found["keys"])
+    return Output(
+        lambda: {"checkpoint": directory, "page": target, "nbytes": nbytes, "tensors": count},
+        lambda: [f"{target}: {nbytes:,} bytes, {count} tensors of {directory}"],
+        FINE if is_fine else FOUND,
+    )
 
 
 def write_difference_page(report: DiffReport, options: Any) -> str:

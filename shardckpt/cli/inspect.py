@@ -8,15 +8,16 @@ What convert reads can be inspected, too: Hugging Face folders, and files of saf
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections import Counter
-from json.encoder import encode_basestring_ascii
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from shardckpt.cli.colour import paint
 from shardckpt.cli.exit_codes import FINE, FOUND
 from shardckpt.cli.header import read_header
+from shardckpt.cli.output import Output
 from shardckpt.cli.renames import add_rename_option, read_renames
 from shardckpt.cli.table import grouped_table, table
 from shardckpt.errors import (
@@ -30,9 +31,10 @@ from shardckpt.errors import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
 
     from shardckpt.engine import IncompleteFile, StoredCheckpoint
+    from shardckpt.maintenance import Statistics
     from shardckpt.manifest import PlainRecord, Record
     from shardckpt.plugins import Outline
     from shardckpt.strategy import StoredColumns
@@ -60,7 +62,11 @@ def add(verbs: Any) -> None:
     how = parser.add_mutually_exclusive_group()
     how.add_argument("--tree", action="store_true", help="a row per module, with the sums of its tensors")
     how.add_argument("--files", action="store_true", help="a row per file")
-    how.add_argument("--json", action="store_true", help="print all as one JSON object")
+    how.add_argument(
+        "--stats",
+        action="store_true",
+        help="norm, mean, least and greatest value of each tensor, NaN and Inf: reads all",
+    )
     how.add_argument(
         "--html", metavar="FILE", help="write a page with pictures: shards, modules, files, the save's time"
     )
@@ -70,30 +76,26 @@ def add(verbs: Any) -> None:
     parser.set_defaults(run=run)
 
 
-def run(options: Any) -> int:
-    """Print what is stored, and what is missing. Return the exit code.
+def run(options: Any) -> Output:
+    """Return what is stored, and what is missing.
 
     Raises:
         KeyMismatchError: no key begins with the prefix.
     """
-    from shardckpt.cli.pager import page
     from shardckpt.engine import pause_gc
     from shardckpt.storage import retry_if_replaced
 
     with pause_gc():  # rows of 100,000 tensors all stay
-        code, lines = retry_if_replaced(lambda: _inspect(options), options.directory)
-        page(lines)
-    return code
+        return retry_if_replaced(lambda: _inspect(options), options.directory)
 
 
-def _inspect(options: Any) -> tuple[int, list[str]]:
-    """Return the exit code and the lines to print."""
+def _inspect(options: Any) -> Output:
     from shardckpt.cli.values import split_region
 
-    needs_torch = options.html or options.rename or split_region(options.prefix) is not None
-    found = None if needs_torch else _read_outline(options)
+    is_read = options.html or options.stats or options.rename or split_region(options.prefix) is not None
+    found = None if is_read else _read_outline(options)
     if found is not None:
-        return FINE, _format(found, options)
+        return _show(found, options)
     try:
         return _inspect_open(options)
     except CheckpointReplacedError:
@@ -107,7 +109,7 @@ def _inspect(options: Any) -> tuple[int, list[str]]:
             raise exc from None
 
 
-def _inspect_open(options: Any, lost: str = "") -> tuple[int, list[str]]:
+def _inspect_open(options: Any, lost: str = "") -> Output:
     """Do the same by the strategy that reads the checkpoint, which needs torch.
 
     Args:
@@ -115,26 +117,54 @@ def _inspect_open(options: Any, lost: str = "") -> tuple[int, list[str]]:
         lost: That it has lost its ``metadata.json``, and what to do about that; ``""``: it must have it.
     """
     from shardckpt.cli.html import write_checkpoint_page
-    from shardckpt.cli.values import describe_common, describe_values, find_common, split_region
-    from shardckpt.engine import IncompleteFile
+    from shardckpt.cli.values import find_common, list_statistics, read_values, show_common, split_region
     from shardckpt.maintenance import open_any
-    from shardckpt.manifest import MARKER_NAME
 
     with open_any(options.directory, unmarked=bool(lost), rename=read_renames(options)) as checkpoint:
         region = split_region(options.prefix)
         if region is not None and options.prefix not in checkpoint:
-            return FOUND if lost else FINE, describe_values(checkpoint, *region, as_json=options.json)
+            return _add_faults(read_values(checkpoint, *region), checkpoint, lost)
         in_common = find_common(checkpoint, options.prefix) if options.prefix and not options.html else None
         if in_common is not None:
-            return FOUND if lost else FINE, describe_common(*in_common, as_json=options.json)
+            return _add_faults(show_common(*in_common), checkpoint, lost)
         if options.html:
             return write_checkpoint_page(checkpoint, options.directory, options.prefix, options.html)
-        found = _collect(checkpoint, options)
-        if lost:
-            found.incomplete.append(IncompleteFile(MARKER_NAME, f"is missing: {lost}", ()))
+        found = _collect(checkpoint, options)._replace(incomplete=_find_faults(checkpoint, lost))
         if options.files:
             found = found._replace(files=_list_files(checkpoint))
-    return FOUND if found.incomplete or found.fault else FINE, _format(found, options)
+        if options.stats:
+            found = found._replace(statistics=list_statistics(checkpoint, found.tensors.keys))
+    return _show(found, options)
+
+
+def _find_faults(checkpoint: StoredCheckpoint, lost: str) -> list[IncompleteFile]:
+    """Return which files are missing or incomplete; ``lost`` says that ``metadata.json`` is."""
+    from shardckpt.engine import IncompleteFile
+    from shardckpt.manifest import MARKER_NAME
+
+    marker = [IncompleteFile(MARKER_NAME, f"is missing: {lost}", ())] if lost else []
+    return [*checkpoint.find_incomplete_files(), *marker]
+
+
+def _add_faults(output: Output, checkpoint: StoredCheckpoint, lost: str) -> Output:
+    """Return an answer about a part of a checkpoint, with what is incomplete of the whole."""
+    faults = _find_faults(checkpoint, lost)
+    if not faults:
+        return output
+    return Output(
+        lambda: {**output.data(), "incomplete_files": _list_faults(faults)},
+        lambda: [*output.text(), *_describe_faults(faults, ())],
+        FOUND,
+    )
+
+
+def _describe_faults(faults: Sequence[IncompleteFile], shown: Collection[str]) -> list[str]:
+    said = (f"incomplete: {file.name} {file.fault}{_affected(file, shown)}" for file in faults)
+    return [paint(escape_text(line), "partial") for line in said]
+
+
+def _list_faults(faults: Sequence[IncompleteFile]) -> list[dict[str, Any]]:
+    return [{"name": file.name, "fault": file.fault, "keys": file.keys} for file in faults]
 
 
 def _read_outline(options: Any) -> _Found | None:
@@ -168,13 +198,9 @@ def _read_outline(options: Any) -> _Found | None:
     return _Found(options.directory, options.prefix, header, tensors, objects, common, "", [], files=files)
 
 
-def _format(found: _Found, options: Any) -> list[str]:
-    if options.json:
-        return [_as_json(found)]
-    lines = _describe(found, options)
-    if options.files:
-        lines[2:3] = [table(("file", "bytes", "rank", "items"), sorted(found.files))]
-    return lines
+def _show(found: _Found, options: Any) -> Output:
+    code = FOUND if found.incomplete or found.fault else FINE
+    return Output(partial(_list_all, found), partial(_describe, found, options), code, is_long=True)
 
 
 class _Form(NamedTuple):
@@ -197,6 +223,14 @@ class _Tensors(NamedTuple):
         sizes = [form.nbytes for form in self.forms]
         return list(map(sizes.__getitem__, self.numbers))
 
+    def count_parameters(self) -> int:
+        """Return how many elements the tensors have that are no state of an optimizer: parameters and buffers."""
+        from shardckpt.engine import is_optimizer_key
+
+        counts = [math.prod(form.shape) for form in self.forms]
+        rows = zip(self.keys, self.numbers, strict=True)
+        return sum(counts[number] for key, number in rows if not is_optimizer_key(key))
+
 
 class _Found(NamedTuple):
     """What is known of a checkpoint; of one prefix, without the common state."""
@@ -212,6 +246,8 @@ class _Found(NamedTuple):
     scaled: Sequence[str] = ()
     #: Rows of a table of the files, if they are asked for.
     files: Sequence[tuple[Any, ...]] = ()
+    #: Of each tensor, if they are asked for.
+    statistics: Sequence[Statistics | None] | None = None
 
 
 def _collect(checkpoint: StoredCheckpoint, options: Any) -> _Found:
@@ -241,7 +277,7 @@ def _collect(checkpoint: StoredCheckpoint, options: Any) -> _Found:
         objects,
         common,
         fault,
-        checkpoint.find_incomplete_files(),
+        [],
         scaled,
     )
 
@@ -273,8 +309,9 @@ def _make_tensors(outline: Outline, options: Any) -> _Tensors:
 
 
 def _describe(found: _Found, options: Any) -> list[str]:
-    from shardckpt.cli.amounts import format_metric
+    from shardckpt.cli.amounts import format_count, format_metric
     from shardckpt.cli.tree import make_tree
+    from shardckpt.cli.values import make_statistics_table
 
     header, tensors = found.header, found.tensors
     history = "".join(f", {name} {header[name]}" for name in ("id", "parent", "step") if header[name] is not None)
@@ -295,14 +332,30 @@ def _describe(found: _Found, options: Any) -> list[str]:
             ],
         )
     total = sum(tensors.list_sizes())
-    summary = f"{len(tensors.keys)} tensors of {total:,} bytes, {len(found.objects)} objects{_sum_dtypes(found)}"
+    count = format_count(tensors.count_parameters())
+    summary = f"{len(tensors.keys)} tensors of {total:,} bytes, {count} parameters, {len(found.objects)} objects"
+    summary += _sum_dtypes(found)
     if tensors.keys == [found.prefix] and not options.tree:
         summary += f"; its values: {found.prefix}[], a region: {found.prefix}[0:4, ...]"
     faults = [f"the common state cannot be read: {found.fault}"] if found.fault else []
     shown = {*tensors.keys, *found.objects, *found.common}
-    faults += [f"incomplete: {file.name} {file.fault}{_affected(file, shown)}" for file in found.incomplete]
     head = map(escape_text, (title, _describe_writer(header)))
-    return [*head, listing, *map(escape_text, found.scaled), summary, *map(escape_text, faults)]
+    if found.statistics is not None:
+        forms = [tensors.forms[number] for number in tensors.numbers]
+        rows = [
+            (key, form.dtype, "x".join(map(str, form.shape))) for key, form in zip(tensors.keys, forms, strict=True)
+        ]
+        listing = make_statistics_table(rows, found.statistics)
+    if options.files:
+        listing = table(("file", "bytes", "rank", "items"), sorted(found.files))
+    return [
+        *head,
+        listing,
+        *map(escape_text, found.scaled),
+        summary,
+        *map(escape_text, faults),
+        *_describe_faults(found.incomplete, shown),
+    ]
 
 
 def _describe_writer(header: dict[str, Any]) -> str:
@@ -338,19 +391,25 @@ def _list_recorded_files(record: PlainRecord | Record) -> list[tuple[Any, ...]]:
     return [(file.name, file.size, file.rank, file.keys) for file in record.files]
 
 
-def _as_json(found: _Found) -> str:
-    before = {"checkpoint": found.directory, **found.header}
-    after = {
+def _list_all(found: _Found) -> dict[str, Any]:
+    from shardckpt.cli.encode import Rows, make_plain
+
+    forms = [form._asdict() for form in found.tensors.forms]
+    rows = Rows(
+        {"key": key, **forms[number]} for key, number in zip(found.tensors.keys, found.tensors.numbers, strict=True)
+    )
+    if found.statistics is not None:
+        rows = Rows({**row, "statistics": make_plain(each)} for row, each in zip(rows, found.statistics, strict=True))
+    return {
+        "checkpoint": found.directory,
+        **found.header,
+        "parameters": found.tensors.count_parameters(),
+        "tensors": rows,
         "objects": found.objects,
         "common": found.common,
         "common_fault": found.fault,
-        "incomplete_files": [{"name": f.name, "fault": f.fault, "keys": f.keys} for f in found.incomplete],
+        "incomplete_files": _list_faults(found.incomplete),
     }
-    # no object for each tensor: what those of one form have in common is encoded once
-    keys = map(encode_basestring_ascii, found.tensors.keys)
-    ends = [json.dumps(form._asdict())[1:] for form in found.tensors.forms]
-    rows = (f'{{"key": {key}, {ends[number]}' for key, number in zip(keys, found.tensors.numbers, strict=True))
-    return f'{json.dumps(before)[:-1]}, "tensors": [{", ".join(rows)}], {json.dumps(after)[1:]}'
 
 
 def _read_common(checkpoint: StoredCheckpoint) -> tuple[list[str], str]:
@@ -363,7 +422,7 @@ def _read_common(checkpoint: StoredCheckpoint) -> tuple[list[str], str]:
         return [], str(exc)
 
 
-def _affected(file: IncompleteFile, shown: set[str]) -> str:
+def _affected(file: IncompleteFile, shown: Collection[str]) -> str:
     """Return which of the listed keys are in a file: it may have objects for other libraries, too, which are not."""
     keys = [key for key in file.keys if key in shown]
     return f"; {len(keys)} tensors and objects cannot be read completely: {listed(keys)}" if keys else ""

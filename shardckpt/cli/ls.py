@@ -15,8 +15,6 @@ failed, or cannot be read here.
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import shutil
 import sys
 import time
@@ -24,13 +22,14 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from shardckpt.cli.exit_codes import FINE, FOUND
-from shardckpt.cli.output import say
+from shardckpt.cli.output import Output
 from shardckpt.cli.table import drop_empty, fit_first, table
 from shardckpt.errors import CheckpointingException, escape_text, name_known
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from shardckpt.cli.colour import Style
     from shardckpt.engine import PruneResult
     from shardckpt.manager import CheckpointSummary
 
@@ -54,32 +53,30 @@ def add(verbs: Any) -> None:
         metavar="NAME[:min|max]",
         help="the metric to show, and whether the smallest (min) or the largest value is the best",
     )
-    parser.add_argument("--json", action="store_true", help="print a JSON list, with all that is known")
     parser.set_defaults(run=run)
 
 
-def run(options: Any) -> int:
-    """Print a row per directory, and what they are together. Return the exit code.
+def run(options: Any) -> Output:
+    """Return a row per directory, and what they are together.
 
     Raises:
         CheckpointingException: no checkpoint has the metric that is asked for.
     """
     found = _list(options.folder, recursive=options.recursive)
     metric, mode = _choose_metric(options.metric, found)
-    best = _find_best(found, metric, mode)
-    if options.json:
-        say(json.dumps([dataclasses.asdict(each) for each in found], indent=1))
-    else:
-        if found:
-            say(_make_table(found, metric, best))
-        for line in _summarize(options.folder, found):
-            say(line)
-        if best is not None:
-            least, other, most = ("smallest", "max", "largest") if mode == "min" else ("largest", "min", "smallest")
-            name = escape_text(metric)
-            say(f"*: the {least} {name} of what is whole; --metric {name}:{other} shows the {most}")
     fine = all(each.state in ("whole", "other") and not each.has_failed for each in found)
-    return FINE if fine else FOUND
+    return Output(lambda: found, lambda: _describe(options.folder, found, metric, mode), FINE if fine else FOUND)
+
+
+def _describe(folder: str, found: Sequence[CheckpointSummary], metric: str, mode: str) -> list[str]:
+    best = _find_best(found, metric, mode)
+    lines = [_make_table(found, metric, best)] if found else []
+    lines += _summarize(folder, found)
+    if best is not None:
+        least, other, most = ("smallest", "max", "largest") if mode == "min" else ("largest", "min", "smallest")
+        name = escape_text(metric)
+        lines.append(f"*: the {least} {name} of what is whole; --metric {name}:{other} shows the {most}")
+    return lines
 
 
 def _list(folder: str, *, recursive: bool) -> list[CheckpointSummary]:
@@ -151,7 +148,14 @@ def _make_table(found: Sequence[CheckpointSummary], metric: str, best: Checkpoin
     header, shown = drop_empty(names, rows)
     if sys.stdout.isatty():
         shown = fit_first(header, shown, shutil.get_terminal_size().columns)
-    return table(header, shown)
+    return table(header, shown, [*map(_find_style, found)])
+
+
+def _find_style(found: CheckpointSummary) -> Style:
+    if found.has_failed:
+        return "bad"
+    states: dict[str, Style] = {"whole": "good", "incomplete": "partial", "other": ""}
+    return states.get(found.state, "bad")
 
 
 def _show_metric(found: CheckpointSummary, metric: str, best: CheckpointSummary | None) -> str:

@@ -25,8 +25,8 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
-from shardckpt.cli.convert import add_target_options, describe_left_out, read_target_options
-from shardckpt.cli.output import say
+from shardckpt.cli.convert import add_target_options, describe_conversion, read_target_options
+from shardckpt.cli.output import Output
 
 if TYPE_CHECKING:
     from shardckpt.maintenance import MergeReport
@@ -71,8 +71,8 @@ def add(verbs: Any) -> None:
     parser.set_defaults(run=run)
 
 
-def run(options: Any) -> int:
-    """Merge, and print the report. Return the exit code."""
+def run(options: Any) -> Output:
+    """Merge, and return the report."""
     from shardckpt.cli.progress import show_progress
     from shardckpt.errors import CheckpointingException
     from shardckpt.maintenance import merge_checkpoints
@@ -92,8 +92,7 @@ def run(options: Any) -> int:
             base=-1 if options.base is None else options.base - 1,
             **target,
         )
-    say(_encode(report) if options.json else _describe(report, options.target))
-    return 0
+    return Output(lambda: report, lambda: _describe(report, options.target, verbose=options.verbose))
 
 
 def parse_numbers(text: str) -> list[float]:
@@ -123,34 +122,13 @@ def _compute_weights(options: Any) -> list[float] | None:
     return weights
 
 
-def _encode(report: MergeReport) -> str:
-    import json
-    from dataclasses import asdict
-
-    fields = asdict(report)
-    fields["conversion"]["proof"] = [tensor._asdict() for tensor in report.conversion.proof]
-    return json.dumps(fields, indent=2)
-
-
-def _describe(report: MergeReport, target: str) -> str:
+def _describe(report: MergeReport, target: str, *, verbose: bool) -> list[str]:
     from shardckpt.cli.table import table
-    from shardckpt.errors import listed
 
-    written = report.conversion
     rows = [
         (f"{weight:.6g}", source + (" (base)" if number == report.base else ""))
         for number, (source, weight) in enumerate(zip(report.sources, report.weights, strict=True))
     ]
-    lines = [table(("weight", "source"), rows)]
-    if written.resumed:
-        lines.append(f"went on with {written.resumed:,} bytes that a killed merge had written")
-    lines += describe_left_out(written)
-    if written.rewritten:
-        places = [f"{place} ({kind})" for place, kind in written.rewritten.items()]
-        lines.append(f"written as builtin types: {listed(places)}")
-    backend, version = written.new
-    lines.append(
-        f"{target}: {backend} version {version}, merged from {len(report.sources)} sources: {written.tensors:,} "
-        f"tensors of {written.nbytes:,} bytes, {written.objects:,} objects; read again, all fingerprints are equal"
-    )
-    return "\n".join(lines)
+    how = f"merged from {len(report.sources)} sources"
+    lines = describe_conversion(report.conversion, target, how, verbose=verbose)
+    return [table(("weight", "source"), rows), *lines]

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from shardckpt.cli.convert import parse_target
-from shardckpt.cli.output import say
+from shardckpt.cli.convert import PROOF_HELP, add_verbose, describe_conversion, parse_target
+from shardckpt.cli.output import Output
 
 
 def add(verbs: Any) -> None:
@@ -38,34 +38,29 @@ def add(verbs: Any) -> None:
         action="store_true",
         help="replace the checkpoint at NEW, which may be OLD, in one step when the new one is complete and on disk",
     )
+    add_verbose(parser, f"with --to BACKEND, {PROOF_HELP}")
     parser.set_defaults(run=run)
 
 
-def run(options: Any) -> int:
-    """Migrate or convert, and print what was done. Return the exit code."""
+def run(options: Any) -> Output:
+    """Migrate or convert, and return what was done."""
     from shardckpt.cli.progress import show_progress
-    from shardckpt.errors import listed
     from shardckpt.maintenance import convert_checkpoint, migrate_checkpoint
     from shardckpt.storage import parse_size
 
     if options.to is None or isinstance(options.to, int):
         with show_progress("migrate"):
             backend, old, new = migrate_checkpoint(options.old, options.new, options.to, overwrite=options.overwrite)
-        say(f"{options.new}: {backend} version {new}, rewritten from version {old}")
-        return 0
+        return Output(
+            lambda: {"old": (backend, old), "new": (backend, new)},
+            lambda: [f"{options.new}: {backend} version {new}, rewritten from version {old}"],
+        )
     budget = parse_size(options.memory, "--memory")
     with show_progress("convert"):
         report = convert_checkpoint(
             options.old, options.new, options.to, memory_budget=budget, overwrite=options.overwrite
         )
-    say(
-        f"{options.new}: {' version '.join(map(str, report.new))}, rewritten from "
-        f"{' version '.join(map(str, report.old))}: {report.tensors:,} tensors of {report.nbytes:,} bytes, "
-        f"{report.objects:,} objects"
-    )
-    if report.left_out:
-        say(f"not written: {len(report.left_out):,} objects for other libraries alone: {listed(report.left_out)}")
-    return 0
+    return Output(lambda: report, lambda: describe_conversion(report, options.new, verbose=options.verbose))
 
 
 def _parse_target(text: str) -> int | str | tuple[str, int]:

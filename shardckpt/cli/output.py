@@ -1,4 +1,4 @@
-"""What the command prints: the one place that writes to the terminal.
+"""What the command prints: the answers of its verbs, as text or JSON, in the one place that writes to the terminal.
 
 Keys, names of files, labels and errors come from files that anybody may have written. None of them moves the cursor,
 erases a line or turns the direction of text: what is no printable character is shown by its escape.
@@ -10,27 +10,82 @@ import logging
 import os
 import sys
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from shardckpt.cli.colour import Painted
+from shardckpt.cli.exit_codes import FINE
 from shardckpt.errors import escape_text
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
 #: What lays out texts of several lines. A name that comes from a file is escaped with these, before it is in a text.
 _LAYOUT = "\n\t"
 _STREAMS = ("stdin", "stdout", "stderr")
 
 
+class Output(NamedTuple):
+    """The answer of a verb, of which one form is made: text, or with ``--json`` JSON.
+
+    Attributes:
+        data: Returns all of it, for JSON: dataclasses, named tuples, dicts, lists, texts and numbers.
+        text: Returns its lines, for people.
+        code: The exit code.
+        is_long: Whether the text may have a line for each of 100,000 tensors: on a terminal it goes through a pager.
+    """
+
+    data: Callable[[], Any]
+    text: Callable[[], Iterable[str]]
+    code: int = FINE
+    is_long: bool = False
+
+
+def show(output: Output, *, as_json: bool) -> int:
+    """Print the answer of a verb; return its exit code."""
+    if as_json:
+        show_json(output.data())
+    elif output.is_long:
+        _page(output.text())
+    else:
+        for line in output.text():
+            say(line)
+    return output.code
+
+
+def show_json(data: Any) -> None:
+    """Print an answer as one JSON document: for people, on a terminal, indented; for programs on one line."""
+    from shardckpt.cli.encode import encode_json
+
+    say(encode_json(data, indent=1 if sys.stdout.isatty() else None))
+
+
 def say(text: str = "", *, end: str = "\n", flush: bool = False) -> None:
     """Print a text to standard output, with all but printable characters, line ends and tabs escaped."""
-    print(escape_text(text, _LAYOUT), end=end, flush=flush)
+    print(_escape(text), end=end, flush=flush)
 
 
 def say_error(text: str) -> None:
     """Print a text to standard error, likewise; a reader who has closed it is no error."""
     with suppress(OSError):
         print(escape_text(text, _LAYOUT), file=sys.stderr)
+
+
+def _escape(text: str) -> str:
+    return text if isinstance(text, Painted) else escape_text(text, _LAYOUT)
+
+
+def _page(lines: Iterable[str]) -> None:
+    """Print lines; through ``$PAGER`` if standard output is a terminal that they do not fit on (``cat`` for none)."""
+    text = "\n".join(map(_escape, lines))
+    if sys.stdout.isatty():
+        import pydoc  # both are slow to import, and only needed here
+        import shutil
+
+        if text.count("\n") + 1 >= shutil.get_terminal_size().lines:
+            os.environ.setdefault("LESS", "FRX")  # so that less shows colours, as git sets it
+            pydoc.pager(f"{text}\n")
+            return
+    say(Painted(text))
 
 
 def open_closed_streams() -> None:

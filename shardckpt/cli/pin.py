@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from shardckpt.cli.exit_codes import FINE
-from shardckpt.cli.output import say
+from shardckpt.cli.folders import refuse_checkpoint
+from shardckpt.cli.output import Output
 
 
 def add(verbs: Any) -> None:
@@ -26,29 +26,44 @@ def add(verbs: Any) -> None:
     parser.set_defaults(run=run, parser=parser)
 
 
-def run(options: Any) -> int:
-    """Pin, unpin or list. Return the exit code."""
-    from shardckpt.cli.table import table
-    from shardckpt.manager import find_holds, pin_step, unpin_step
+def run(options: Any) -> Output:
+    """Pin, unpin or list."""
+    from shardckpt.manager import pin_step, unpin_step
 
     _refuse_folder_that_is_not_there(options.folder)
     if options.step is None:
         if options.label or options.remove:
             options.parser.error("--label and --remove need a STEP")
-        held = find_holds(options.folder)
-        rows = [(directory, str(hold)) for directory, holds in sorted(held.items()) for hold in holds]
-        say(table(("step", "held"), rows) if rows else f"nothing is held in {options.folder}")
-        return FINE
+        return _list(options.folder)
     if not options.label:
         options.parser.error("a pin needs a --label")
     if options.remove:
         _refuse_unknown_pin(options)
         unpin_step(options.folder, options.step, options.label)
-        say(f"{options.step} is no longer pinned as {options.label!r}")
     else:
         pin_step(options.folder, options.step, options.label)
-        say(f"{options.step} is pinned as {options.label!r}")
-    return FINE
+    how = "no longer pinned" if options.remove else "pinned"
+    return Output(
+        lambda: {"step": options.step, "label": options.label, "pinned": not options.remove},
+        lambda: [f"{options.step} is {how} as {options.label!r}"],
+    )
+
+
+def _list(folder: str) -> Output:
+    from shardckpt.cli.table import table
+    from shardckpt.manager import find_holds
+
+    held = [(directory, hold) for directory, holds in sorted(find_holds(folder).items()) for hold in holds]
+    if not held:
+        refuse_checkpoint(folder)
+    rows = [(directory, str(hold)) for directory, hold in held]
+    return Output(
+        lambda: [
+            {"step": directory, "kind": hold.kind, "holder": hold.holder, "until": hold.until}
+            for directory, hold in held
+        ],
+        lambda: [table(("step", "held"), rows) if rows else f"nothing is held in {folder}"],
+    )
 
 
 def _parse_step(text: str) -> int | str:

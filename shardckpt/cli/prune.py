@@ -11,16 +11,18 @@ A step counts as complete if its files are there and have their sizes: what is l
 newest step that shardckpt wrote is read before anything is removed, and if it is not as it was written the next older
 one, until one is intact, which is kept.
 A metric that no step has, and a --keep-step that is not there, are errors, and nothing is removed.
-Exit code: 2 if something could not be removed.
+A checkpoint that has nothing beside it is one, too: its folder was meant.
+Exit code: 1 if --verify has found a damaged step; 2 if something could not be removed.
 """
 
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from shardckpt.cli.exit_codes import FAILED, FINE
-from shardckpt.cli.output import say
+from shardckpt.cli.exit_codes import FAILED, FINE, FOUND
+from shardckpt.cli.folders import refuse_checkpoint
+from shardckpt.cli.output import Output
 from shardckpt.cli.table import table
 
 if TYPE_CHECKING:
@@ -89,36 +91,86 @@ def add(verbs: Any) -> None:
     parser.set_defaults(run=run, parser=parser)
 
 
-def run(options: Any) -> int:
-    """Prune, and print a row per step and leftover. Return 0 if all that is not needed was removed, else 2."""
+def run(options: Any) -> Output:
+    """Prune, and return a row per step and leftover."""
     from shardckpt.engine import explain_unseen_uploads, prune_leftovers, prune_spools
     from shardckpt.manager import prune_steps
 
     policies = _make_policies(options)
     _refuse_wrong_calls(options, policies)
+    verified: list[Verified] = []
     steps: list[StepResult] = []
     if options.verify:
         # refuses names before anything is marked
         prune_steps(options.path, policies, options.keep_step, names=options.names, dry_run=True)
-        _verify_newest(options)
+        verified = _verify_newest(options)
     if policies:
         steps = prune_steps(options.path, policies, options.keep_step, names=options.names, dry_run=options.dry_run)
-        _print_rows("checkpoint", steps, options)
-    results: list[PruneResult] = []
-    if options.path is not None:
-        results += prune_leftovers(options.path, options.older_than, dry_run=options.dry_run)
-    if options.spool is not None:
-        results += prune_spools(options.spool or None, options.older_than, dry_run=options.dry_run)
     if policies and not steps:
+        refuse_checkpoint(options.path)
         _refuse_folder_of_runs(options.path)
-        say(f"{options.path} has no directory of a step")
-    _print_rows("leftover", results, options)
-    everything: list[PruneResult | StepResult] = [*steps, *results]
-    if options.path is not None and (unseen := explain_unseen_uploads(options.path)):
-        say(unseen)
-    freed = sum(result.nbytes for result in everything if not result.kept and not result.error)
-    say(f"{freed:,} bytes {'would be ' * options.dry_run}freed")
-    return FAILED if any(result.error for result in everything) else FINE
+    leftovers: list[PruneResult] = []
+    if options.path is not None:
+        leftovers += prune_leftovers(options.path, options.older_than, dry_run=options.dry_run)
+    if options.spool is not None:
+        leftovers += prune_spools(options.spool or None, options.older_than, dry_run=options.dry_run)
+    if options.path is not None and not steps and not leftovers:
+        refuse_checkpoint(options.path)
+    unseen = "" if options.path is None else explain_unseen_uploads(options.path)
+    found = Pruned(options.dry_run, verified, steps, leftovers, unseen)
+    return Output(
+        lambda: found._asdict() | {"freed": found.freed}, lambda: _describe(found, options, policies), found.code
+    )
+
+
+class Verified(NamedTuple):
+    """A step that was read before others are removed: its path, and ``verified``, ``failed`` or ``no answer``.
+
+    ``marked as failed``: it was read by an earlier call.
+    """
+
+    checkpoint: str
+    verdict: str
+
+
+class Pruned(NamedTuple):
+    """What was verified, removed and kept, or with ``--dry-run`` would be, and which uploads cannot be seen."""
+
+    dry_run: bool
+    verified: Sequence[Verified]
+    steps: Sequence[StepResult]
+    leftovers: Sequence[PruneResult]
+    unseen: str
+
+    @property
+    def everything(self) -> list[PruneResult | StepResult]:
+        """Steps and leftovers."""
+        return [*self.steps, *self.leftovers]
+
+    @property
+    def freed(self) -> int:
+        """Bytes that the removals free."""
+        return sum(result.nbytes for result in self.everything if not result.kept and not result.error)
+
+    @property
+    def code(self) -> int:
+        """The exit code: what --verify has found is a finding, what could not be removed a failure."""
+        if any(result.error for result in self.everything):
+            return FAILED
+        return FINE if all(verdict == "verified" for _, verdict in self.verified) else FOUND
+
+
+def _describe(found: Pruned, options: Any, policies: Sequence[Any]) -> list[str]:
+    lines = [table(("checkpoint", "verification"), found.verified)] if found.verified else []
+    for what, results in (("checkpoint", found.steps), ("leftover", found.leftovers)):
+        if what == "leftover" and policies and not found.steps:
+            lines.append(f"{options.path} has no directory of a step")
+        if results:
+            rows = [(r.path, r.nbytes, _name_result(r.kept, r.error, options)) for r in results]
+            lines.append(table((what, "bytes", "result"), rows))
+    if found.unseen:
+        lines.append(found.unseen)
+    return [*lines, f"{found.freed:,} bytes {'would be ' * options.dry_run}freed"]
 
 
 def _refuse_wrong_calls(options: Any, policies: list[Any]) -> None:
@@ -137,13 +189,10 @@ def _refuse_wrong_calls(options: Any, policies: list[Any]) -> None:
 
 def _refuse_folder_of_runs(path: str) -> None:
     """Raise if a folder without steps has checkpoints of other names, or folders of checkpoints: these were meant."""
-    from shardckpt.engine import locate
     from shardckpt.errors import CheckpointingException, listed
     from shardckpt.manager import list_checkpoints
-    from shardckpt.plugins import get_plugin_manager
 
-    own = str(locate(path, get_plugin_manager()))  # a checkpoint itself is listed, and has leftovers beside it
-    found = [each for each in list_checkpoints(path) if each.path != own]
+    found = list_checkpoints(path)
     numbered = [each.name for each in found if each.state == "whole" and each.name[-1].isdecimal()]
     if numbered:
         raise CheckpointingException(
@@ -158,8 +207,8 @@ def _refuse_folder_of_runs(path: str) -> None:
         )
 
 
-def _verify_newest(options: Any) -> None:
-    """Mark the newest intact step of each way to name steps, and the newer ones that are not; print a row for each."""
+def _verify_newest(options: Any) -> list[Verified]:
+    """Mark the newest intact step of each way to name steps, and the newer ones that are not; return all of them."""
     from itertools import groupby
 
     from shardckpt.cli.failure import print_error
@@ -182,19 +231,18 @@ def _verify_newest(options: Any) -> None:
             for each in sorted(family, key=lambda each: (len(each.name), each.name), reverse=True):
                 if each.mark and not each.has_failed:
                     break
-                if each.has_failed:
-                    continue
                 path = f"{options.path.rstrip('/')}/{each.name}"
+                if each.has_failed:
+                    rows.append(Verified(path, "marked as failed"))
+                    continue
                 answer = check(path, mark=True)
                 if answer.error is not None:
                     print_error(answer.error, options)
-                rows.append(
-                    (path, "verified" if answer.exit_code == FINE else "failed" if answer.files else "no answer")
-                )
+                verdict = "verified" if answer.exit_code == FINE else "failed" if answer.files else "no answer"
+                rows.append(Verified(path, verdict))
                 if answer.exit_code == FINE:
                     break
-    if rows:
-        say(table(("checkpoint", "verification"), rows))
+    return rows
 
 
 def _is_step(name: str, prefix: str | None) -> bool:
@@ -202,12 +250,6 @@ def _is_step(name: str, prefix: str | None) -> bool:
     from shardckpt.manager import parse_step
 
     return parse_step(name) is not None if prefix is None else name.rstrip("0123456789") == prefix != name
-
-
-def _print_rows(what: str, results: Sequence[PruneResult | StepResult], options: Any) -> None:
-    if results:
-        rows = [(r.path, r.nbytes, _describe(r.kept, r.error, options)) for r in results]
-        say(table((what, "bytes", "result"), rows))
 
 
 def _make_policies(options: Any) -> list[Any]:
@@ -228,7 +270,7 @@ def _make_policies(options: Any) -> list[Any]:
     return policies
 
 
-def _describe(kept: str, error: str, options: Any) -> str:
+def _name_result(kept: str, error: str, options: Any) -> str:
     if kept:
         return f"kept: {kept}"
     return error or ("would be removed" if options.dry_run else "removed")

@@ -5,9 +5,14 @@ This cannot be undone: look with --dry-run first. If the command is killed, the 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from shardckpt.cli.output import say
+from shardckpt.cli.output import Output
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+    from shardckpt.maintenance import RemovalReport
 
 
 def add(verbs: Any) -> None:
@@ -21,14 +26,14 @@ def add(verbs: Any) -> None:
     parser.set_defaults(run=run)
 
 
-def run(options: Any) -> int:
-    """Remove, and print the keys, the files and the freed bytes. Return the exit code.
+def run(options: Any) -> Output:
+    """Remove, and return the keys, the files and the freed bytes.
 
     Raises:
         KeyMismatchError: no key begins with the prefix.
     """
     from shardckpt.dist_checkpointing import load_sharded_metadata, remove_sharded_tensors
-    from shardckpt.errors import KeyMismatchError, listed, name_prefixes
+    from shardckpt.errors import KeyMismatchError, name_prefixes
 
     before = load_sharded_metadata(options.directory)
     report = remove_sharded_tensors(options.directory, options.prefix, dry_run=options.dry_run)
@@ -37,15 +42,24 @@ def run(options: Any) -> int:
             f"{options.directory}: 0 of {len(before)} keys removed: no tensor or object has a key that begins with "
             f"{options.prefix!r} {name_prefixes(options.prefix, before)}"
         )
+    return Output(
+        lambda: {"checkpoint": options.directory, "dry_run": options.dry_run, **vars(report)},
+        lambda: _describe(report, before, options),
+    )
+
+
+def _describe(report: RemovalReport, before: Collection[str], options: Any) -> list[str]:
+    from shardckpt.errors import listed
+
     verb, freed = ("would be removed", "would be free") if options.dry_run else ("removed", "are free")
     # what only readers of other libraries find is no key to us, and goes with the tensors and objects
     keys = [key for key in report.keys if key in before]
     others = len(report.keys) - len(keys)
     also = f", and {others} objects for readers of other libraries alone" if others else ""
-    say(f"{options.directory}: {len(keys)} of {len(before)} keys {verb}{also}: {listed(keys or report.keys, limit=2)}")
+    named = listed(keys or report.keys, limit=2)
+    lines = [f"{options.directory}: {len(keys)} of {len(before)} keys {verb}{also}: {named}"]
     for what, files in (("deleted files", report.dropped), ("rewritten files", report.rewritten)):
         if files:
-            say(f"{what}: {listed(files)}")
+            lines.append(f"{what}: {listed(files)}")
     sizes = f"{report.bytes_before:,} bytes on disk before, {'about ' * options.dry_run}{report.bytes_after:,} after"
-    say(f"{sizes}: {report.bytes_before - report.bytes_after:,} {freed}")
-    return 0
+    return [*lines, f"{sizes}: {report.bytes_before - report.bytes_after:,} {freed}"]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from shardckpt.cli.output import say
+from shardckpt.cli.output import Output
 
 
 def add(verbs: Any) -> None:
@@ -19,8 +19,8 @@ def add(verbs: Any) -> None:
     parser.set_defaults(run=run)
 
 
-def run(_: Any) -> int:
-    """Print a row per strategy and migration, then broken and disabled plugins. Return the exit code."""
+def run(_: Any) -> Output:
+    """Return a row per strategy and migration, then the plugins that do not work, or not all of them."""
     from shardckpt.cli.table import table
     from shardckpt.plugins import get_plugin_manager
 
@@ -33,10 +33,19 @@ def run(_: Any) -> int:
         (entry.backend, entry.from_version, "migrate", f"to version {entry.to_version}", entry.distribution, entry.name)
         for entry in registry.migrations()
     ]
-    say(table(("backend", "version", "does", "what", "distribution", "class"), rows))
-    for plugin in get_plugin_manager().broken():
-        say(f"\nnot working: {plugin.name} ({plugin.module}) of {plugin.distribution}: {plugin.fault}")
-    for plugin in get_plugin_manager().plugins():
-        for text in plugin.conflicts:
-            say(f"\npartly working: {plugin.name} ({plugin.module}) of {plugin.distribution}: {text}")
-    return 0
+    faults = [("not", plugin, plugin.fault) for plugin in get_plugin_manager().broken()]
+    faults += [("partly", plugin, text) for plugin in get_plugin_manager().plugins() for text in plugin.conflicts]
+    header = ("backend", "version", "does", "what", "distribution", "class")
+    return Output(
+        lambda: {
+            "strategies": [dict(zip(header, row, strict=True)) for row in rows],
+            "faults": [
+                {"works": how, "plugin": p.name, "module": p.module, "distribution": p.distribution, "fault": fault}
+                for how, p, fault in faults
+            ],
+        },
+        lambda: [
+            table(header, rows),
+            *(f"\n{how} working: {p.name} ({p.module}) of {p.distribution}: {fault}" for how, p, fault in faults),
+        ],
+    )

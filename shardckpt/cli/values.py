@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
-import json
+import math
 import re
+import shutil
+import sys
 from typing import TYPE_CHECKING, Any
 
+from shardckpt.cli.output import Output
+from shardckpt.cli.table import drop_empty, fit_first, table
 from shardckpt.errors import CheckpointingException, KeyMismatchError, escape_text, name_known
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from shardckpt.cli.colour import Style
     from shardckpt.engine import StoredCheckpoint
+    from shardckpt.maintenance import Statistics
 
 #: Elements that are printed in full; of a larger region its first corner.
 _MOST = 400
@@ -31,30 +41,55 @@ def split_region(text: str) -> tuple[str, tuple[Any, ...]] | None:
     return found[1], tuple(_parse_part(part.strip(), text) for part in found[2].split(",") if part.strip())
 
 
-def describe_values(checkpoint: StoredCheckpoint, key: str, index: tuple[Any, ...], *, as_json: bool) -> list[str]:
-    """Return the lines about a region: what it is, its statistics, and its values or the first of them.
+def read_values(checkpoint: StoredCheckpoint, key: str, index: tuple[Any, ...]) -> Output:
+    """Return what is known of a region: what it is, its statistics, and its values or the first of them.
 
     Raises:
         KeyMismatchError: no such tensor is stored.
     """
-    import dataclasses  # slow to import
-
+    from shardckpt.cli.progress import show_progress
+    from shardckpt.engine import Progress
     from shardckpt.maintenance import compute_statistics
+    from shardckpt.plugins import get_plugin_manager
 
     if key not in checkpoint:
         raise KeyMismatchError(f"no tensor has the key {key!r} {name_known(key, checkpoint, 'keys')}")
     stored = checkpoint[key]
-    statistics = compute_statistics(stored, index)
+    with show_progress("inspect"):
+        size = math.prod(stored.shape) * stored.dtype.itemsize
+        progress = Progress("inspect", "", size, get_plugin_manager())
+        statistics = compute_statistics(stored, index, progress.add)
+        progress.end()  # of a region, which is not all of the tensor
     corner, is_all = _find_corner(stored.shape, index, statistics.count)
     values = stored[corner]
-    if as_json:
-        is_json = not statistics.nans and not statistics.infs and not values.is_complex()
-        said = {"key": key, "dtype": str(stored.dtype).removeprefix("torch."), "shape": list(stored.shape)}
-        shown = {"first": not is_all, "values": values.tolist() if is_json else str(values)}
-        return [json.dumps({**said, **dataclasses.asdict(statistics), **shown})]
-    shape = "x".join(map(str, stored.shape))
     dtype = str(stored.dtype).removeprefix("torch.")
-    what = f"{escape_text(key)}: {dtype}, shape {shape or '()'}, {statistics.count:,} elements read"
+    shape = "x".join(map(str, stored.shape)) or "()"
+    return Output(
+        lambda: {
+            "key": key,
+            "dtype": dtype,
+            "shape": stored.shape,
+            **vars(statistics),
+            "first": not is_all,
+            "values": _list_values(values, statistics),
+        },
+        lambda: [
+            f"{escape_text(key)}: {dtype}, shape {shape}, {statistics.count:,} elements read",
+            *describe_statistics(statistics),
+            "values:" if is_all else "first values:",
+            str(values),
+        ],
+    )
+
+
+def _list_values(values: Tensor, statistics: Statistics) -> Any:
+    """Return values as JSON has them; where it does not, as torch prints them."""
+    is_json = not statistics.nans and not statistics.infs and not values.is_complex()
+    return values.tolist() if is_json else str(values)
+
+
+def describe_statistics(statistics: Statistics) -> list[str]:
+    """Return the lines about statistics."""
     numbers = ", ".join(
         f"{name} {'-' if value is None else format(value, '.9g')}"
         for name, value in (
@@ -66,7 +101,50 @@ def describe_values(checkpoint: StoredCheckpoint, key: str, index: tuple[Any, ..
     )
     odd = f"NaN {statistics.nans:,}, Inf {statistics.infs:,}"
     left_out = " (left out above)" if statistics.nans or statistics.infs else ""
-    return [what, numbers, f"{odd}{left_out}", "values:" if is_all else "first values:", str(values)]
+    return [numbers, f"{odd}{left_out}"]
+
+
+def list_statistics(checkpoint: StoredCheckpoint, keys: Sequence[str]) -> list[Statistics | None]:
+    """Return the statistics of tensors, read block by block; None of one whose dtype torch does not compute with."""
+    import torch
+
+    from shardckpt.cli.progress import show_progress
+    from shardckpt.engine import Progress
+    from shardckpt.maintenance import compute_statistics, has_numbers
+    from shardckpt.plugins import get_plugin_manager
+
+    tensors = [checkpoint[key] for key in keys]
+    chosen = {each.key for each in tensors if has_numbers(torch.empty(0, dtype=each.dtype, device="cpu"))}
+    total = sum(math.prod(each.shape) * each.dtype.itemsize for each in tensors if each.key in chosen)
+    with show_progress("inspect"):
+        progress = Progress("inspect", "", total, get_plugin_manager())
+        return [compute_statistics(each, ..., progress.add) if each.key in chosen else None for each in tensors]
+
+
+def make_statistics_table(forms: Sequence[tuple[str, str, str]], found: Sequence[Statistics | None]) -> str:
+    """Return a table of the statistics of tensors, with their keys, dtypes and shapes."""
+    rows = [(*form, *_list_cells(each)) for form, each in zip(forms, found, strict=True)]
+    styles: list[Style] = ["bad" if s is not None and (s.nans or s.infs) else "" for s in found]
+    header, shown = drop_empty(("key", "kind", "shape", "norm", "mean", "min", "max", "not finite"), rows)
+    if sys.stdout.isatty():
+        shown = fit_first(header, shown, shutil.get_terminal_size().columns)
+    return table(header, shown, styles)
+
+
+def _list_cells(found: Statistics | None) -> list[str]:
+    if found is None:
+        return ["-"] * 5
+    return [*map(_format, (found.norm, found.mean, found.minimum, found.maximum)), _count_odd(found)]
+
+
+def _format(value: float | None) -> str:
+    return "-" if value is None else f"{value:.6g}"
+
+
+def _count_odd(statistics: Statistics) -> str:
+    """Return how many values are no finite numbers."""
+    counts = (("NaN", statistics.nans), ("Inf", statistics.infs))
+    return ", ".join(f"{count:,} {name}" for name, count in counts if count) or "-"
 
 
 def find_common(checkpoint: StoredCheckpoint, path: str) -> tuple[str, Any] | None:
@@ -100,12 +178,14 @@ def find_common(checkpoint: StoredCheckpoint, path: str) -> tuple[str, Any] | No
     return rest or COMMON, value
 
 
-def describe_common(path: str, value: Any, *, as_json: bool) -> list[str]:
-    """Return the lines about a value of the common state: what it is, and the value."""
+def show_common(path: str, value: Any) -> Output:
+    """Return a value of the common state, and what it is."""
+    return Output(lambda: {"common": path, "value": value}, lambda: _describe_common(path, value))
+
+
+def _describe_common(path: str, value: Any) -> list[str]:
     import pprint  # slow to import
 
-    if as_json:
-        return [json.dumps({"common": path, "value": value}, default=str)]
     return [f"{escape_text(path)}: common state, {type(value).__name__}", *pprint.pformat(value, width=100).split("\n")]
 
 

@@ -14,28 +14,28 @@ no retention policy removes the newest verified one. It is about this save: it e
 
 exit codes:
   0  intact: all bytes match their digests; or as far as can be checked without digests, unless --require-digests
-  1  damaged: a file is missing, or not what was written
+  1  damaged: a file is missing, or not what was written; or incomplete: the save did not end
   2  not a checkpoint, or it cannot be checked: no installed strategy reads it, or a file cannot be read
 """
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import os
 from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from shardckpt.cli.colour import paint
 from shardckpt.cli.exit_codes import FAILED
 from shardckpt.cli.failure import print_error
-from shardckpt.cli.output import say
+from shardckpt.cli.output import Output
 from shardckpt.cli.table import table
-from shardckpt.errors import CheckpointingException, listed
+from shardckpt.errors import CheckpointingException, IncompleteCheckpointError, listed
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
+    from shardckpt.cli.colour import Style
     from shardckpt.maintenance import FileResult
     from shardckpt.manager import CheckpointSummary
 
@@ -77,7 +77,6 @@ def add(verbs: Any) -> None:
         help="keep the verdict, verified or failed, beside the checkpoint, in .shardckpt-marks",
     )
     parser.add_argument("-r", "--recursive", action="store_true", help="also those in the folders of a folder")
-    parser.add_argument("--json", action="store_true", help="print a JSON list of the checkpoints and their files")
     parser.set_defaults(run=run)
 
 
@@ -91,8 +90,8 @@ class Answer:
     error: CheckpointingException | None = None
 
 
-def run(options: Any) -> int:
-    """Print a row per file, and a summary; of several checkpoints rows of bad files. Return the exit code."""
+def run(options: Any) -> Output:
+    """Return a row per file, and a summary; of several checkpoints rows of bad files."""
     from concurrent.futures import ThreadPoolExecutor
 
     from shardckpt import settings
@@ -119,13 +118,15 @@ def run(options: Any) -> int:
     for answer in answers:
         if answer.error is not None:
             print_error(answer.error, options)
-    if options.json:
-        passed = [_as_json(Answer(each.path, (), INTACT)) | {"skipped": each.reason} for each in skipped.values()]
-        say(json.dumps([*map(_as_json, answers), *passed], indent=1))
-    else:
-        _print_answers(answers)
-        _print_skipped([*skipped.values()])
-    return max(answer.exit_code for answer in answers)
+    passed = [*skipped.values()]
+    return Output(
+        lambda: [
+            *map(_make_row, answers),
+            *(_make_row(Answer(each.path, (), INTACT)) | {"skipped": each.reason} for each in passed),
+        ],
+        lambda: [*_describe(answers), *_describe_skipped(passed)],
+        max(answer.exit_code for answer in answers),
+    )
 
 
 def check(path: str, *, mark: bool = False, require_digests: bool = False) -> Answer:
@@ -160,36 +161,50 @@ def check(path: str, *, mark: bool = False, require_digests: bool = False) -> An
                 faults=[file.fault if file.name in file.fault else f"{file.name}: {file.fault}" for file in bad],
             )
     except CheckpointingException as exc:
-        return Answer(path, (), DAMAGED if is_damage(exc) else NO_ANSWER, exc)
+        return Answer(path, (), DAMAGED if is_damage(exc) or _is_incomplete(exc, path) else NO_ANSWER, exc)
     return Answer(path, files, code)
 
 
-def _print_answers(answers: Sequence[Answer]) -> None:
+def _is_incomplete(error: CheckpointingException, path: str) -> bool:
+    """Return whether an error is of a save that did not end, and not of a folder of other files, as ls tells them."""
+    from shardckpt.manager import list_checkpoints
+
+    if not isinstance(error, IncompleteCheckpointError):
+        return False
+    try:
+        return any(each.state == "incomplete" for each in list_checkpoints(path))
+    except CheckpointingException:
+        return True  # nothing is there but what its save has left beside it
+
+
+def _describe(answers: Sequence[Answer]) -> Iterator[str]:
     several = len(answers) > 1
     for answer in answers:
         shown = [file for file in answer.files if file.fault or not several]
         if shown:
-            say(table(("file", "bytes", "result"), [(r.name, r.nbytes, _said(r, answer.path)) for r in shown]))
+            rows = [(r.name, r.nbytes, _said(r, answer.path)) for r in shown]
+            yield table(("file", "bytes", "result"), rows, [*map(_find_file_style, shown)])
         if answer.error is None and (shown or not several):
-            say(f"{answer.path}: {_summary(answer.files)}")
+            yield paint(f"{answer.path}: {_summary(answer.files)}", _find_style(answer))
     if several:
         from shardckpt.cli.amounts import format_bytes
 
-        rows = []
+        verdicts: list[tuple[Any, ...]] = []
         for answer in answers:
             own = [file for file in answer.files if not file.foreign]
             size = format_bytes(sum(file.nbytes for file in own)) if own else "-"
-            rows.append((answer.path, len(own) or "-", size, _name_verdict(answer)))
-        say(table(("checkpoint", "files", "size", "result"), rows))
+            verdicts.append((answer.path, len(own) or "-", size, _name_verdict(answer)))
+        yield table(("checkpoint", "files", "size", "result"), verdicts, [*map(_find_style, answers)])
         counts = Counter(map(_name_verdict, answers))
         said = ", ".join(f"{count} {verdict}" for verdict, count in counts.items())
-        say(f"{len(answers)} checkpoints: {said}")
+        yield f"{len(answers)} checkpoints: {said}"
 
 
-def _print_skipped(skipped: Sequence[CheckpointSummary]) -> None:
+def _describe_skipped(skipped: Sequence[CheckpointSummary]) -> list[str]:
     """Say what was not verified, because it is no checkpoint itself."""
-    if skipped:
-        say(f"skipped: {len(skipped)}: {listed([f'{each.name} ({each.reason})' for each in skipped])}")
+    if not skipped:
+        return []
+    return [f"skipped: {len(skipped)}: {listed([f'{each.name} ({each.reason})' for each in skipped])}"]
 
 
 def _name_verdict(answer: Answer) -> str:
@@ -197,16 +212,28 @@ def _name_verdict(answer: Answer) -> str:
 
     if answer.error is None and get_exit_code(answer.files) == INTACT:
         return "intact" if has_digests(answer.files) else "intact as far as can be checked without digests"
-    return "without an answer" if answer.exit_code == FAILED else "damaged"
+    if answer.exit_code == FAILED:
+        return "without an answer"
+    return "incomplete" if isinstance(answer.error, IncompleteCheckpointError) else "damaged"
 
 
-def _as_json(answer: Answer) -> dict[str, Any]:
+def _find_style(answer: Answer) -> Style:
+    if isinstance(answer.error, IncompleteCheckpointError) and answer.exit_code != FAILED:
+        return "partial"
+    return "good" if _name_verdict(answer).startswith("intact") else "bad"
+
+
+def _find_file_style(result: FileResult) -> Style:
+    return "" if result.foreign else "bad" if result.fault else "good"
+
+
+def _make_row(answer: Answer) -> dict[str, Any]:
     return {
         "checkpoint": answer.path,
         "exit_code": answer.exit_code,
         "error": None if answer.error is None else str(answer.error),
         "skipped": "",
-        "files": [dataclasses.asdict(file) for file in answer.files],
+        "files": answer.files,
     }
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from shardckpt import lazy_getattr
 
 if TYPE_CHECKING:
-    from shardckpt.engine.amounts import format_bytes, format_seconds
+    from shardckpt.engine.amounts import format_bytes, format_count, format_seconds
     from shardckpt.engine.display import show_progress
     from shardckpt.engine.externally_coordinated import (
         ExternalSave,
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
         LoadOptions,
         OpenCheckpoint,
         load_checkpoint,
+        name_stored,
         open_checkpoint,
         read_checkpoint,
     )
@@ -55,6 +56,7 @@ if TYPE_CHECKING:
         refuse_overlap,
     )
     from shardckpt.engine.operation import Operation
+    from shardckpt.engine.optimizer_keys import is_optimizer_key
     from shardckpt.engine.plan_cache import CachedPlan, PlanCache, saved_plans
     from shardckpt.engine.progress import Progress, wants_progress
     from shardckpt.engine.pruning import (
@@ -95,8 +97,10 @@ __getattr__ = lazy_getattr(
     {
         "amounts": (
             "format_bytes",
+            "format_count",
             "format_seconds",
         ),
+        "optimizer_keys": ("is_optimizer_key",),
         "display": ("show_progress",),
         "externally_coordinated": (
             "ExternalSave",
@@ -134,6 +138,7 @@ __getattr__ = lazy_getattr(
             "LoadOptions",
             "OpenCheckpoint",
             "load_checkpoint",
+            "name_stored",
             "open_checkpoint",
             "read_checkpoint",
         ),
@@ -248,8 +253,10 @@ __all__ = [
     "find_saver",
     "find_usual_names",
     "format_bytes",
+    "format_count",
     "format_seconds",
     "is_damage",
+    "is_optimizer_key",
     "list_digested_files",
     "list_names",
     "list_recorded_files",
@@ -264,6 +271,7 @@ __all__ = [
     "measure",
     "measure_freed",
     "name_library",
+    "name_stored",
     "open_checkpoint",
     "open_folder",
     "open_reader",

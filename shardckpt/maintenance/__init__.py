@@ -10,7 +10,14 @@ if TYPE_CHECKING:
     from shardckpt.maintenance.convert import ConversionReport, convert_checkpoint
     from shardckpt.maintenance.diff import DiffReport, TensorDifference, diff_checkpoints
     from shardckpt.maintenance.foreign import describe_foreign
-    from shardckpt.maintenance.inside import FILE_SUFFIXES, Names, list_inside, list_local_names, list_stored_names
+    from shardckpt.maintenance.inside import (
+        FILE_SUFFIXES,
+        Names,
+        is_marked,
+        list_inside,
+        list_local_names,
+        list_stored_names,
+    )
     from shardckpt.maintenance.merge import MergeReport, merge_checkpoints
     from shardckpt.maintenance.merge_weights import WSM_DECAYS, compute_ema_weights, compute_wsm_weights
     from shardckpt.maintenance.migrate import migrate_checkpoint
@@ -19,7 +26,7 @@ if TYPE_CHECKING:
     from shardckpt.maintenance.remove import RemovalReport, remove_keys
     from shardckpt.maintenance.sources import open_any
     from shardckpt.maintenance.state_fingerprints import fingerprint
-    from shardckpt.maintenance.statistics import Statistics, compute_statistics
+    from shardckpt.maintenance.statistics import Statistics, compute_statistics, has_numbers
     from shardckpt.maintenance.stored_fingerprints import fingerprint_checkpoint
     from shardckpt.maintenance.verify import (
         DAMAGED,
@@ -38,7 +45,7 @@ __getattr__ = lazy_getattr(
         "convert": ("ConversionReport", "convert_checkpoint"),
         "diff": ("DiffReport", "TensorDifference", "diff_checkpoints"),
         "foreign": ("describe_foreign",),
-        "inside": ("FILE_SUFFIXES", "Names", "list_inside", "list_local_names", "list_stored_names"),
+        "inside": ("FILE_SUFFIXES", "Names", "is_marked", "list_inside", "list_local_names", "list_stored_names"),
         "merge": ("MergeReport", "merge_checkpoints"),
         "merge_weights": ("WSM_DECAYS", "compute_ema_weights", "compute_wsm_weights"),
         "object_diff": ("ObjectDifference", "ObjectReport"),
@@ -47,7 +54,7 @@ __getattr__ = lazy_getattr(
         "remove": ("RemovalReport", "remove_keys"),
         "sources": ("open_any",),
         "state_fingerprints": ("fingerprint",),
-        "statistics": ("Statistics", "compute_statistics"),
+        "statistics": ("Statistics", "compute_statistics", "has_numbers"),
         "stored_fingerprints": ("fingerprint_checkpoint",),
         "verify": (
             "DAMAGED",
@@ -56,6 +63,7 @@ __getattr__ = lazy_getattr(
             "FileResult",
             "get_exit_code",
             "has_digests",
+            "has_numbers",
             "verify_checkpoint",
         ),
     },
@@ -88,6 +96,8 @@ __all__ = [
     "fingerprint_checkpoint",
     "get_exit_code",
     "has_digests",
+    "has_numbers",
+    "is_marked",
     "list_inside",
     "list_local_names",
     "list_stored_names",

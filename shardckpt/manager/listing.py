@@ -22,7 +22,7 @@ from shardckpt.errors import (
     listed,
 )
 from shardckpt.huggingface import TorchFileLoadStrategy, huggingface_index, is_torch_file, read_all_of_folder
-from shardckpt.maintenance import FILE_SUFFIXES, describe_foreign, list_local_names, list_stored_names
+from shardckpt.maintenance import FILE_SUFFIXES, describe_foreign, is_marked, list_local_names, list_stored_names
 from shardckpt.manager.marks import find_mark, find_mark_of
 from shardckpt.manager.step_names import MARKS_NAME, parse_step
 from shardckpt.manager.steps import StepFolder
@@ -41,7 +41,6 @@ from shardckpt.storage import (
     CheckpointReader,
     HasFolders,
     combine_fingerprints,
-    has_local_files,
     is_there,
     list_objects,
     name_siblings,
@@ -62,8 +61,6 @@ if TYPE_CHECKING:
 
 #: Any of these says that a folder is one of the Hub's layout.
 _HUB_FILES = ("model.safetensors", "model.safetensors.index.json")
-#: What data files of DCP's and Megatron's are called: without an index they are of a save that did not end.
-_DATA_SUFFIX = ".distcp"
 
 
 def list_checkpoints(folder: str | os.PathLike[str], *, recursive: bool = False) -> list[CheckpointSummary]:
@@ -102,7 +99,7 @@ def _list(
     own = _summarize(_attach_listing(place, listings), plugins)
     # what looks like another library's format may have checkpoints beside what it is known by
     is_foreign = own.state == "unreadable" and not own.strategy and not is_there(place / MARKER_NAME)
-    if own.state not in ("other", "incomplete") and not is_foreign:
+    if own.state != "other" and not is_foreign:
         return [own]
     inside = StepFolder(folder, plugins)
     names = [name for name in inside.directories() if not name.startswith(".")]
@@ -325,10 +322,11 @@ def _describe_rest(
     """Return the summary of a directory that no reader reads: of a known format, a folder of others, a dead save."""
     # one .bin file is read by its path: it is in its folder as a checkpoint is
     is_one_file = "pytorch_model.bin" in names and "pytorch_model.bin.index.json" not in names
-    if has_local_files(directory) and not is_one_file and (what := describe_foreign(directory, names)):
+    if not is_one_file and (what := describe_foreign(directory, names)):
         return replace(summary, state="unreadable", reason=what)
-    inside = 0 if is_under_way(directory) else _count_inside(directory)
-    begun = is_under_way(directory) or summary.step is not None or any(name.endswith(_DATA_SUFFIX) for name in names)
+    is_data = is_under_way(directory) or is_marked(names)
+    inside = 0 if is_data else _count_inside(directory)
+    begun = is_data or summary.step is not None
     if names and begun and not inside:
         return replace(summary, state="incomplete", reason=_shorten(error, directory))
     return describe_other(summary, names, inside)

@@ -41,6 +41,10 @@ class StoredNames(NamedTuple):
         """Return whether a tensor or an object is stored under a key."""
         return key in self.tensors or key in self.objects
 
+    def list_below(self, key: str) -> list[str]:
+        """Return the stored keys that begin with a key and a dot."""
+        return [each for each in (*self.tensors, *self.objects) if each.startswith(f"{key}.")]
+
 
 class OptionalEntries(dict[str, Any]):
     """Entries of a state dict of which a load takes what the checkpoint has: an optimizer's state, one a parameter.

@@ -173,6 +173,14 @@ def test_state_that_is_no_tensor(tmp_path: Path) -> None:
         assert found["optimizer"]["state"]["0.up.weight"]["count"] == 3
 
 
+def test_lists_of_state_come_back_as_lists(tmp_path: Path) -> None:
+    """Of a list, plain DCP's keys have the positions: it is a list again, as in every other load of the folder."""
+    state = {"w": {"past": [torch.ones(2), torch.zeros(2)], "count": 3}}
+    dcp.save({"optimizer": {"state": state, "param_groups": []}}, checkpoint_id=tmp_path / "c")
+    found = load_sharded_optimizer_state_dict({"w": torch.zeros(2)}, "optimizer", tmp_path / "c")["optimizer"]
+    assert_same(found["state"], state)
+
+
 def _named_key(directory: Path) -> None:
     model, _ = _job()
     load_sharded_optimizer_state_dict(get_model_state_dict(model), f"optim{dist.get_rank()}", directory)

@@ -16,6 +16,7 @@ from shardckpt.errors import CheckpointingException, CorruptCheckpointError, lis
 from shardckpt.mapping import ShardedTensor
 from shardckpt.planning import unflattened_box
 from shardckpt.state_dict import nest_values
+from shardckpt.strategy import StoredColumns
 
 if TYPE_CHECKING:
     import io
@@ -56,12 +57,11 @@ class ReaderCheckpoint:
             digest = hashlib.sha256(repr((described, self._objects)).encode()).hexdigest()
         comm.agree(metadata=digest)
 
-    def index(self) -> list[ShardedBase]:
-        """Return the stored tensors without data, unsharded."""
-        return [
-            ShardedTensor.from_global_shape(key, each.properties.dtype, tuple(each.size))
-            for key, each in self._tensors.items()
-        ]
+    def columns(self) -> StoredColumns:
+        """Return what is stored but for the values of :meth:`common`."""
+        tensors = self._tensors.values()
+        dtypes, shapes = ([each.properties.dtype for each in tensors], [tuple(each.size) for each in tensors])
+        return StoredColumns(list(self._tensors), dtypes, shapes, (), {})
 
     def common(self) -> StateDict:
         """Collective: return the values below the key that are not tensors, nested as they were saved."""

@@ -9,23 +9,15 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 
-from shardckpt.adapters import (
-    FORM,
-    empty_state_tensor,
-    is_group,
-    rebuild_state,
-    spread_options,
-    to_sharded_state_dict,
-)
+from shardckpt.adapters.forms import rebuild_state
+from shardckpt.adapters.group_options import GROUPS, PARAMS, STATE, is_group, spread_options
+from shardckpt.adapters.optimizer_requests import request_optimizer
+from shardckpt.adapters.stored_values import find_name
 from shardckpt.distributed import Comm
-from shardckpt.engine import LoadOptions, LoadTemplate, locate, open_checkpoint
-from shardckpt.errors import CheckpointingException, CorruptCheckpointError, KeyMismatchError, listed
-from shardckpt.mapping import ShardedBase, ShardedTensor
-from shardckpt.optimizer.groups import group_options
-from shardckpt.optimizer.names import GROUPS, OTHERS, STATE, StateName
-from shardckpt.optimizer.stored import find_stored_state
+from shardckpt.engine import LoadOptions, LoadTemplate, locate, name_stored, open_checkpoint
+from shardckpt.errors import CheckpointingException, KeyMismatchError, listed
 from shardckpt.plugins import get_plugin_manager
-from shardckpt.state_dict import merge
+from shardckpt.state_dict import are_equal
 from shardckpt.storage import retry_if_replaced
 
 if TYPE_CHECKING:
@@ -34,13 +26,14 @@ if TYPE_CHECKING:
 
     from torch.distributed import ProcessGroup
 
+    from shardckpt.adapters.reader_checkpoint import ReaderCheckpoint
     from shardckpt.engine import OpenCheckpoint
-    from shardckpt.mapping import StateDict
-    from shardckpt.optimizer.reader_checkpoint import ReaderCheckpoint
-    from shardckpt.optimizer.stored import StoredState
-    from shardckpt.planning import Ints
+    from shardckpt.mapping import StateDict, StoredNames
 
 logger = logging.getLogger(__name__)
+
+#: The parts of an optimizer's state dict that have names of parameters.
+_NAMED = (STATE, GROUPS)
 
 
 def load_sharded_optimizer_state_dict(
@@ -61,7 +54,8 @@ def load_sharded_optimizer_state_dict(
     torch's function cuts every tensor in rows over all ranks. Here state has the layout of its parameter: state of a
     DTensor is a DTensor of its mesh and placements, of a ShardedTensor a ShardedTensor, of a plain tensor a plain
     tensor, on the parameter's device. State of another shape (rows and columns of Adafactor) is replicated over that
-    mesh, as torch's optimizers have it. Single numbers (step counts) are plain tensors on the CPU.
+    mesh, as torch's optimizers have it; with sizes that the parameter does not have, it is a plain tensor. Single
+    numbers (step counts) are plain tensors on the CPU.
 
     State of parameters that no rank's model has is left out, and a warning names it; state of parameters that only
     other ranks have (pipeline stages) is left out without one.
@@ -110,7 +104,7 @@ def load_sharded_optimizer_state_dict(
         params = {name: value for name, value in model_state_dict.items() if isinstance(value, torch.Tensor)}
     comm.agree(optimizer_key=optimizer_key, shard_factored=shard_factored, by_reader=directory is None)
     if directory is None:
-        from shardckpt.optimizer.reader_checkpoint import ReaderCheckpoint  # it imports torch's planners
+        from shardckpt.adapters.reader_checkpoint import ReaderCheckpoint  # it imports torch's planners
 
         reader: Any = storage_reader
         read = ReaderCheckpoint(reader, optimizer_key, comm, allowed)
@@ -181,71 +175,63 @@ def _load(
     *,
     shard_factored: bool,
 ) -> StateDict:
-    index, common = checkpoint.index(), checkpoint.common()
+    # values that are stored one by one are in the common state as well
+    stored = name_stored(checkpoint.columns()._replace(values=()))
+    common = checkpoint.common()
     with phase("choosing the optimizer's state"):
-        stored = find_stored_state(key, index, common)
-        names = stored.parse_names(params)
-    _report_unclaimed(stored, names, params, comm)
+        values = _find_values(key, stored, common)
+        names = _list_names(key, stored, values)
+    _report_unused(names, params, comm)
     with phase("laying out the optimizer's state"):
-        shapes = {shard.key: shard.global_shape for shard in index if isinstance(shard, ShardedTensor)}
-        template = LoadTemplate(_load_template(stored, names, params, shapes, shard_factored=shard_factored))
-    values = checkpoint.values(template.shards)
+        groups = values.get(GROUPS)
+        wanted = request_optimizer(
+            params, stored, key, groups=len(groups) if isinstance(groups, list) else 0, shard_factored=shard_factored
+        )
+        template = LoadTemplate(wanted)
+    loaded = checkpoint.values(template.shards)
     with phase("assembling the optimizer's state"):
-        loaded = template.fill(values, {})
-        found = {name: loaded.get(name, stored.entries[name]) for name in names}
-        return _assemble(found, names, stored.groups, params)
+        return _assemble(template.fill(loaded, _nest_names(values, params)), params)
 
 
-def _load_template(
-    stored: StoredState,
-    names: Mapping[str, StateName],
-    params: Mapping[str, torch.Tensor],
-    shapes: Mapping[str, Ints],
-    *,
-    shard_factored: bool,
-) -> StateDict:
-    """Return load templates for the entries that are not in the common state.
+def _find_values(key: str, stored: StoredNames, common: StateDict) -> StateDict:
+    """Return what the common state has of an optimizer.
 
-    Args:
-        stored: The state.
-        names: The parsed names of the entries to load.
-        params: The model's parameters.
-        shapes: The global shapes of all stored tensors by key.
-        shard_factored: As for :func:`load_sharded_optimizer_state_dict`.
+    Raises:
+        KeyMismatchError: neither that nor a stored key is the optimizer's.
     """
-    template: StateDict = {}
-    for name, parsed in names.items():
-        entry = stored.entries[name]
-        if isinstance(entry, ShardedTensor) and parsed.kind == STATE:
-            owner = str(parsed.owner)
-            tensor = empty_state_tensor(
-                entry.key,
-                tuple(entry.global_shape),
-                entry.dtype,
-                parsed.slot,
-                params[owner],
-                shard_factored=shard_factored,
-                param_shape=shapes.get(f"model.{owner}", shapes.get(owner)),
-            )
-            template[name] = to_sharded_state_dict({entry.key: tensor})[entry.key]
-        elif isinstance(entry, ShardedBase):
-            template[name] = entry
-    return template
+    found: Any = common
+    for part in key.split("."):
+        found = found.get(part) if isinstance(found, dict) else None
+    # groups alone are enough: plain SGD has no state
+    if not found and not stored.list_below(key):
+        keys = (*stored.tensors, *stored.objects, *map(str, common))
+        names = sorted({each.split(".")[0] for each in keys})
+        raise KeyMismatchError(
+            f"the checkpoint has no state of an optimizer {key!r}; its top-level names are "
+            f"{', '.join(names) or 'none'}: pass the part of the keys before .state as optimizer_key"
+        )
+    return found if isinstance(found, dict) else {}
 
 
-def _report_unclaimed(
-    stored: StoredState, names: Mapping[str, StateName], params: Mapping[str, torch.Tensor], comm: Comm
-) -> None:
-    """Collective: warn of entries that belong to no parameter of any rank; raise if that is all of the state."""
-    entries = sorted(name for name in stored.entries if not name.startswith(f"{OTHERS}."))
+def _list_names(key: str, stored: StoredNames, values: StateDict) -> list[str]:
+    """Return the names, without the optimizer's key, of the stored state and options of parameters."""
+    keys = (each[len(key) + 1 :] for each in stored.list_below(key))
+    inside = (f"{kind}.{name}" for kind in _NAMED if isinstance(values.get(kind), dict) for name in values[kind])
+    names = sorted({*keys, *map(str, values), *inside})
+    kinds = (f"{STATE}.",) if isinstance(values.get(GROUPS), list) else tuple(f"{kind}." for kind in _NAMED)
+    return [name for name in names if name.startswith(kinds) and not is_group(name.partition(".")[2])]
+
+
+def _report_unused(names: list[str], params: Mapping[str, torch.Tensor], comm: Comm) -> None:
+    """Collective: warn of what belongs to no parameter of any rank; raise if that is all of the state."""
     # a pipeline stage lacks the parameters of the others: a name counts as known if any rank knows it
-    claimed = comm.largest(*(name in names for name in entries))
-    unclaimed = [name for name, is_claimed in zip(entries, claimed, strict=True) if not is_claimed]
-    state = [name for name in entries if name.startswith(f"{STATE}.")]
-    if not unclaimed:
+    used = comm.largest(*(find_name(name.partition(".")[2], params) is not None for name in names))
+    unused = [name for name, is_used in zip(names, used, strict=True) if not is_used]
+    if not unused:
         return
+    state = [name for name in names if name.startswith(f"{STATE}.")]
     with comm.collective_phase("choosing the optimizer's state"):
-        if state and set(state) <= set(unclaimed):
+        if state and set(state) <= set(unused):
             raise KeyMismatchError(
                 f"the state of no parameter of the model is stored: there are {listed(state)}; the model has "
                 f"{listed(sorted(params))}: pass the state dict of get_model_state_dict, whose names are those of "
@@ -253,46 +239,67 @@ def _report_unclaimed(
             )
     if comm.is_main:
         logger.warning(
-            "optimizer state is not loaded, because no rank's model has these parameters: %s", listed(unclaimed)
+            "optimizer state is not loaded, because no rank's model has these parameters: %s", listed(unused)
         )
 
 
-def _assemble(
-    found: Mapping[str, Any],
-    names: Mapping[str, StateName],
-    groups: list[dict[str, Any]] | None,
-    params: Mapping[str, torch.Tensor],
-) -> StateDict:
-    """Collective where :func:`rebuild_state` is: assemble the state dict, with parameters in the model's order."""
-    state: dict[Any, Any] = {name: {} for name in params}
-    options: dict[Any, Any] = {name: {} for name in params}
-    shared: dict[str, dict[str, Any]] = {}
-    rest: StateDict = {}
-    with_form = {parsed.owner for parsed in names.values() if parsed.path == (FORM,)}
-    for name, parsed in names.items():
-        kind, owner, path = parsed
-        if isinstance(owner, str) and is_group(owner):
-            shared[owner] = {"values": found[name]}
-            continue
-        if kind == STATE and owner in with_form:
-            state[owner][parsed.slot] = found[name]
-            continue
-        target = rest if owner is None else (state if kind == STATE else options).setdefault(owner, {})
-        nested = found[name]
-        for part in reversed(path):
-            nested = {part: nested}
-        try:
-            merge(target, nested)
-        except ValueError as exc:
-            raise CorruptCheckpointError(f"{name} contradicts other stored values of the optimizer: {exc}") from exc
-    for owner in with_form:
-        state[owner] = rebuild_state(state[owner], params.get(str(owner)))
-    for name, values in spread_options(shared).items():
-        if name in params:
-            options[name] = {**values, **options[name]}
-    state = {name: slots for name, slots in state.items() if slots}
-    given = {name: values for name, values in options.items() if values}
-    if groups is None:
-        return {**rest, STATE: state, GROUPS: group_options(given, apart=bool(state))}
-    # options that are tensors are stored apart, by the group's number
-    return {**rest, STATE: state, GROUPS: [{**group, **given.get(n, {})} for n, group in enumerate(groups)]}
+def _nest_names(values: StateDict, params: Mapping[str, torch.Tensor]) -> StateDict:
+    """Return values of the common state by part and parameter, those with flat names (``param_groups.w.lr``) too."""
+    found: StateDict = {}
+    for name, value in values.items():
+        kind, _, rest = str(name).partition(".")
+        if kind not in _NAMED:
+            found[name] = value
+        elif not isinstance(value, dict) and not rest:
+            found[kind] = value
+        elif not rest:
+            for owner, own in value.items():
+                if owner in params and isinstance(own, dict):
+                    _place(found, kind, owner).update(own)
+        elif owner := find_name(rest, params):
+            _place(found, kind, owner)[rest[len(owner) + 1 :]] = value
+    return found
+
+
+def _place(found: StateDict, kind: str, owner: str) -> dict[str, Any]:
+    """Return the dict of a parameter's values, where those of a load template are."""
+    own = found.setdefault(kind, {}).setdefault(owner, {})
+    return own.setdefault("values", {}) if kind == GROUPS else own  # type: ignore[no-any-return]
+
+
+def _assemble(loaded: StateDict, params: Mapping[str, torch.Tensor]) -> StateDict:
+    """Collective where :func:`rebuild_state` is: return the state dict, with parameters in the model's order."""
+    slots = {name: loaded.get(STATE, {}).get(name) for name in params}
+    state = {name: rebuild_state(values, params[name]) for name, values in slots.items() if values}
+    groups = loaded.get(GROUPS, {})
+    if not isinstance(groups, list):
+        options = spread_options(groups)
+        own = {name: options[name] for name in params if options.get(name)}
+        groups = _group_options(own, apart=bool(state))
+    return {**loaded, STATE: state, GROUPS: groups}
+
+
+def _group_options(options: dict[str, dict[str, Any]], *, apart: bool) -> list[dict[str, Any]]:
+    """Group parameters whose options were stored by parameter.
+
+    Args:
+        options: Options by the parameter's full name.
+        apart: Whether each parameter gets its own group, from which torch's ``set_optimizer_state_dict`` can fill any
+            grouping; else parameters with equal options share a group.
+
+    Returns:
+        The groups, with parameter names under ``params``.
+    """
+    groups: list[dict[str, Any]] = []
+    for name, values in options.items():
+        same = None if apart else next((group for group in groups if _has_options(group, values)), None)
+        if same is None:
+            groups.append({**values, PARAMS: [name]})
+        else:
+            same[PARAMS].append(name)
+    return groups
+
+
+def _has_options(group: dict[str, Any], options: dict[str, Any]) -> bool:
+    """Return whether the options of a group are these."""
+    return group.keys() - {PARAMS} == options.keys() and all(are_equal(group[key], options[key]) for key in options)

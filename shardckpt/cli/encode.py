@@ -1,0 +1,39 @@
+"""Answers of verbs as JSON that every parser reads."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+
+class Rows(list[dict[str, Any]]):
+    """Rows that have nothing but what JSON has: 100,000 of them are not looked at one by one."""
+
+
+def encode_json(value: Any, *, indent: int | None = None) -> str:
+    """Return an answer as JSON in ASCII; see :func:`make_plain`.
+
+    Args:
+        value: The answer.
+        indent: As for :func:`json.dumps`.
+    """
+    return json.dumps(make_plain(value), indent=indent, allow_nan=False)
+
+
+def make_plain(value: Any) -> Any:
+    """Return a value in the types of JSON.
+
+    Dataclasses and named tuples become objects by their fields, other tuples and sets lists, keys of dicts texts. NaN
+    and infinities, which JSON has not, become the texts ``nan``, ``inf`` and ``-inf``; other values their ``str``.
+    """
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if value is None or isinstance(value, (bool, int, float, str, Rows)):
+        return value
+    fields = getattr(type(value), "__dataclass_fields__", None) or getattr(type(value), "_fields", None)
+    if fields is not None:
+        return {name: make_plain(getattr(value, name)) for name in fields}
+    if isinstance(value, dict):
+        return {str(key): make_plain(each) for key, each in value.items()}
+    return [*map(make_plain, value)] if isinstance(value, (list, tuple, set, frozenset)) else str(value)
