@@ -130,6 +130,11 @@ def convert_checkpoint(
         convert_checkpoint("step-1", "step-1-ep", "ep")
         convert_checkpoint("Qwen3-0.6B", "start", "dcp")
     """
+    if rename and mapping == "megatron" and to != FOLDER:
+        raise CheckpointingException(
+            "rename (--rename) and mapping='megatron', which reads a Hugging Face folder by the Hub's names, do not go "
+            "together: convert twice, first with one of them"
+        )
     budget = parse_size(memory_budget, "memory_budget")
     is_local = has_local_files(locate(new, get_plugin_manager()))
     least = _QUARTER * LEAST_READING if is_local else _LEAST_FOR_STORES

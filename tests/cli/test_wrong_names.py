@@ -91,6 +91,7 @@ ROWS = [
     ("diff runs/step-1 runs/step-2 --rename modle=net", "did you mean model?"),
     ("export runs/step-1 new --rename modle=net", "did you mean model?"),
     ("convert runs/step-1 new --rename modle=net", "did you mean model?"),
+    ("convert runs/step-1 new --rename model=net --mapping megatron", "do not go together: convert twice"),
     ("convert runs/step-1 new --rename model=iteration", "the checkpoint has iteration"),
     ("merge runs/step-1 runs/step-2 new --rename modle=net", "did you mean model?"),
     # formats, dtypes, mappings
