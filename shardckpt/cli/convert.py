@@ -24,6 +24,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from shardckpt.cli.output import Output
+from shardckpt.cli.renames import add_rename_option, read_renames
 
 if TYPE_CHECKING:
     from shardckpt.maintenance import ConversionReport
@@ -81,6 +82,7 @@ def add_target_options(parser: Any) -> None:
     parser.add_argument(
         "--leave-out", action="append", default=[], metavar="NAME", help="what not to write; may be repeated"
     )
+    add_rename_option(parser, "SRC")
     parser.add_argument("--assets", metavar="DIR", help="hf: copy a model's other files (config, tokenizer) from here")
     parser.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="hf: largest weight file (5GB)")
     add_verbose(parser, PROOF_HELP)
@@ -115,7 +117,12 @@ def read_target_options(options: Any) -> dict[str, Any]:
         "assets",
         "max_shard_size",
     )
-    return {name: getattr(options, name) for name in names} | {"memory_budget": parse_size(options.memory, "--memory")}
+    rename = read_renames(options)
+    return {
+        **{name: getattr(options, name) for name in names},
+        "memory_budget": parse_size(options.memory, "--memory"),
+        "rename": rename,
+    }
 
 
 def run(options: Any) -> Output:

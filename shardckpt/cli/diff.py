@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from shardckpt.cli.colour import paint
 from shardckpt.cli.exit_codes import FINE, FOUND
 from shardckpt.cli.output import Output
+from shardckpt.cli.renames import add_rename_option, read_renames
 from shardckpt.errors import escape_text
 
 if TYPE_CHECKING:
@@ -35,6 +36,12 @@ def add(verbs: Any) -> None:
     parser.add_argument(
         "--prefix", default="", help="only keys of the first with this prefix, which names of the second lack"
     )
+    parser.add_argument(
+        "--cut-vocabulary",
+        action="store_true",
+        help="leave out rows with which Megatron pads the vocabulary in the first, beyond vocab_size of config.json",
+    )
+    add_rename_option(parser, "the first")
     parser.add_argument(
         "--read", action="store_true", help="read all values, also where the stored fingerprints are equal"
     )
@@ -60,10 +67,11 @@ def run(options: Any) -> Output:
             options.second,
             rtol=options.rtol,
             atol=options.atol,
-            mapping=find_mapping(options.mapping, config, "keep"),
+            mapping=find_mapping(options.mapping, config, "cut" if options.cut_vocabulary else "keep"),
             prefix=options.prefix,
             read_values=options.read,
             tensors_only=options.tensors_only,
+            rename=read_renames(options),
         )
     written = []
     if options.html:
@@ -101,7 +109,7 @@ def _describe(report: DiffReport, options: Any) -> list[str]:
             lines += fit_table(titles, different, styles, 1)
         summary += f"; objects and common state: {report.objects.equal} entries are equal, {len(different)} values not"
     lines.append(paint(summary, "good" if report.are_same else "bad"))
-    return [*lines, *filter(None, [_advise_names(report, options)])]
+    return [*lines, *filter(None, [_advise_names(report, options), _advise_rows(report, options)])]
 
 
 def _find_style(kind: str) -> Style:
@@ -130,6 +138,14 @@ def _advise_names(report: DiffReport, options: Any) -> str:
                 f"shardckpt diff {one} {other} --prefix {escape_text(prefix)}"
             )
     return "no name is in both: see --mapping and --prefix"
+
+
+def _advise_rows(report: DiffReport, options: Any) -> str:
+    """Return which option compares where a folder of the Hub may lack padding; ``""`` if no mapped shape differs."""
+    shapes = [difference.key for difference in report.differences if difference.kind == "shape"]
+    if not options.mapping or options.cut_vocabulary or not shapes:
+        return ""
+    return "where the first has more rows of the vocabulary, Megatron has padded it: --cut-vocabulary leaves these out"
 
 
 def _find_prefix(longer: set[str], shorter: set[str]) -> str:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardckpt.cli.convert import add_mapping_options, add_verbose
 from shardckpt.cli.output import Output
+from shardckpt.cli.renames import add_rename_option, read_renames
 
 if TYPE_CHECKING:
     from shardckpt.huggingface import Exported
@@ -41,6 +42,7 @@ def add(verbs: Any) -> None:
     parser.add_argument(
         "--leave-out", action="append", default=[], metavar="NAME", help="a tensor not to write; may be repeated"
     )
+    add_rename_option(parser, "the checkpoint")
     parser.add_argument(
         "--memory",
         metavar="SIZE",
@@ -73,6 +75,7 @@ def run(options: Any) -> Output:
             leave_out=options.leave_out,
             overwrite=options.overwrite,
             memory_budget=options.memory,
+            rename=read_renames(options),
         )
     return Output(lambda: _name_columns(exported), lambda: _describe(exported, options.target, verbose=options.verbose))
 

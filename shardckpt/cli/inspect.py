@@ -18,6 +18,7 @@ from shardckpt.cli.colour import paint
 from shardckpt.cli.exit_codes import FINE, FOUND
 from shardckpt.cli.header import read_header
 from shardckpt.cli.output import Output
+from shardckpt.cli.renames import add_rename_option, read_renames
 from shardckpt.cli.table import grouped_table, table
 from shardckpt.errors import (
     CheckpointingException,
@@ -69,6 +70,7 @@ def add(verbs: Any) -> None:
     how.add_argument(
         "--html", metavar="FILE", help="write a page with pictures: shards, modules, files, the save's time"
     )
+    add_rename_option(parser, "the checkpoint")
     parser.add_argument("--depth", type=int, metavar="N", help="with --tree, the deepest level to show")
     parser.add_argument("--sort", choices=("key", "size"), default="key", help="order of the tensors (key)")
     parser.set_defaults(run=run)
@@ -90,7 +92,7 @@ def run(options: Any) -> Output:
 def _inspect(options: Any) -> Output:
     from shardckpt.cli.values import split_region
 
-    is_read = options.html or options.stats or split_region(options.prefix) is not None
+    is_read = options.html or options.stats or options.rename or split_region(options.prefix) is not None
     found = None if is_read else _read_outline(options)
     if found is not None:
         return _show(found, options)
@@ -118,7 +120,7 @@ def _inspect_open(options: Any, lost: str = "") -> Output:
     from shardckpt.cli.values import find_common, list_statistics, read_values, show_common, split_region
     from shardckpt.maintenance import open_any
 
-    with open_any(options.directory, unmarked=bool(lost)) as checkpoint:
+    with open_any(options.directory, unmarked=bool(lost), rename=read_renames(options)) as checkpoint:
         region = split_region(options.prefix)
         if region is not None and options.prefix not in checkpoint:
             return _add_faults(read_values(checkpoint, *region), checkpoint, lost)

@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from shardckpt.engine.integrity import find_incomplete_files
+from shardckpt.engine.renaming import rename_key
 from shardckpt.engine.streaming import STREAM_BYTES, compute_fingerprints
 from shardckpt.errors import CheckpointingException, KeyMismatchError, listed, name_known
 from shardckpt.mapping import ShardedObject, ShardedTensor
@@ -151,7 +152,8 @@ class StoredCheckpoint(Mapping[str, "StoredTensor"]):
 
         Of a tensor of which ranks have stored elements twice it has none.
         """
-        return read_fingerprints(self._checkpoint.context.reader)
+        found, names = read_fingerprints(self._checkpoint.context.reader), self._checkpoint.names
+        return {rename_key(key, names): fingerprint for key, fingerprint in found.items()} if names else found
 
     def compute_fingerprints(
         self, keys: Collection[str] | None = None, *, memory: int = STREAM_BYTES

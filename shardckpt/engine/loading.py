@@ -38,7 +38,7 @@ from shardckpt.validation import (
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Collection, Iterable, Iterator
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
     from pathlib import Path
 
     from shardckpt.distributed import Comm
@@ -87,12 +87,15 @@ class OpenCheckpoint:
         context: Its files, and the ranks.
         operation: Reports the phases.
         fully_parallel: Whether the strategy shares the reading among the ranks.
+        names: What keys that are stored begin with, and what is read in its place; see
+            :func:`~shardckpt.engine.rename_stored`.
     """
 
     strategy: LoadStrategy
     context: LoadContext
     operation: Operation
     fully_parallel: bool = field(default=False, kw_only=True)
+    names: Mapping[str, str] = field(default_factory=dict, kw_only=True)
 
     def common(self) -> StateDict:
         """Collective: return the state that is not sharded."""

@@ -7,17 +7,27 @@ from collections import deque
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from shardckpt.errors import KeyMismatchError, listed
-from shardckpt.mapping import ShardedObject, ShardedTensor
-from shardckpt.strategy import BuildsObjects, LoadStrategy, StoredColumns, lists_columns
+from shardckpt.errors import KeyMismatchError, escape_text, find_nearest, listed
+from shardckpt.mapping import PlainObject, ShardedObject, ShardedTensor
+from shardckpt.strategy import (
+    BuildsObjects,
+    ChecksFiles,
+    ListsBoxes,
+    LoadStrategy,
+    ReadsPlainObjects,
+    StoredColumns,
+    lists_columns,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from shardckpt.engine.loading import OpenCheckpoint
+    from shardckpt.errors import CheckpointingException
     from shardckpt.manifest import Manifest
     from shardckpt.mapping import ShardedBase, StateDict
-    from shardckpt.strategy import LoadContext
+    from shardckpt.storage import CheckpointReader
+    from shardckpt.strategy import LoadContext, StoredBox, StoredFile
 
 #: What trainers call the tensors of a model: torch's tutorials, torchtitan's manager, Lightning, many scripts.
 _MODELS = frozenset(("model", "state_dict", "model_state_dict"))
@@ -39,7 +49,9 @@ def rename_stored(checkpoint: OpenCheckpoint, names: Mapping[str, str], keys: Se
     """
     with checkpoint.operation.local_phase("renaming what is stored"):
         _check(names, keys)
-    return checkpoint if not names else replace(checkpoint, strategy=_RenamedLoadStrategy(checkpoint.strategy, names))
+    if not names:
+        return checkpoint
+    return replace(checkpoint, strategy=_RenamedLoadStrategy(checkpoint.strategy, names), names=names)
 
 
 def list_names(checkpoint: OpenCheckpoint) -> list[str]:
@@ -80,20 +92,23 @@ def find_usual_names(keys: Iterable[str]) -> dict[str, str]:
 def _check(names: Mapping[str, str], keys: Sequence[str]) -> None:
     for old, new in names.items():
         if not any(_begins(key, old) for key in keys):
+            top = list_top_names(keys)
+            nearest = find_nearest(old, [*top, *keys])
+            question = f" (did you mean {escape_text(nearest)}?)" if nearest else ""
             raise KeyMismatchError(
-                f"rename: the checkpoint has nothing under {old!r}; its top-level names are "
-                f"{listed(list_top_names(keys))}"
+                f"rename: the checkpoint has nothing under {old!r}; its top-level names are {listed(top)}{question}"
             )
-        taken = [key for key in keys if _begins(key, new) and _rename(key, names) == key]
+        taken = [key for key in keys if _begins(key, new) and rename_key(key, names) == key]
         if taken:
             raise KeyMismatchError(
                 f"rename: {old!r} cannot become {new!r}: the checkpoint has {listed(taken, limit=3)}; rename that, too"
             )
     back = _invert(names)
     for key in keys if names else ():
-        if (other := _rename(_rename(key, names), back)) != key:
+        if (other := rename_key(rename_key(key, names), back)) != key:
             raise KeyMismatchError(
-                f"rename: {key!r} and {other!r} cannot both become {_rename(key, names)!r}: give each a name of its own"
+                f"rename: {key!r} and {other!r} cannot both become {rename_key(key, names)!r}: give each a name of its "
+                "own"
             )
 
 
@@ -102,6 +117,11 @@ class _RenamedLoadStrategy(LoadStrategy):
 
     can_build: Callable[[Sequence[ShardedObject], LoadContext], list[bool]]
     list_columns: Callable[[LoadContext], StoredColumns]
+    list_files: Callable[[CheckpointReader], list[StoredFile]]
+    check_files: Callable[[CheckpointReader], dict[str, CheckpointingException | None]]
+    list_boxes: Callable[[CheckpointReader], Iterable[StoredBox]]
+    read_plain_objects: Callable[[LoadContext], list[PlainObject]]
+    list_plain_objects: Callable[[LoadContext], list[str]]
 
     def __init__(self, strategy: LoadStrategy, names: Mapping[str, str]) -> None:
         self._strategy, self._names = strategy, dict(names)
@@ -116,12 +136,31 @@ class _RenamedLoadStrategy(LoadStrategy):
                 found = can_build(stored, context)
                 # what was renamed is not there by its old name
                 pairs = zip(wanted, stored, found, strict=True)
-                return [is_built and _rename(old.key, names) == new.key for new, old, is_built in pairs]
+                return [is_built and rename_key(old.key, names) == new.key for new, old, is_built in pairs]
 
             self.can_build = build
         if lists_columns(strategy):
             list_columns = strategy.list_columns
             self.list_columns = lambda context: _rename_columns(list_columns(context), self._names)
+        self._pass_abilities(strategy)
+
+    def _pass_abilities(self, strategy: LoadStrategy) -> None:
+        """Take over what the wrapped strategy can do besides loading, by the new names."""
+        names = self._names
+        if isinstance(strategy, ChecksFiles):
+            list_files, self.check_files = strategy.list_files, strategy.check_files
+            self.list_files = lambda reader: [
+                replace(file, keys=tuple(rename_key(key, names) for key in file.keys)) for file in list_files(reader)
+            ]
+        if isinstance(strategy, ListsBoxes):
+            list_boxes = strategy.list_boxes
+            self.list_boxes = lambda reader: (
+                box._replace(key=rename_key(box.key, names)) for box in list_boxes(reader)
+            )
+        if isinstance(strategy, ReadsPlainObjects):
+            read, list_keys = strategy.read_plain_objects, strategy.list_plain_objects
+            self.read_plain_objects = lambda context: [_with_key(shard, names) for shard in read(context)]
+            self.list_plain_objects = lambda context: [rename_key(key, names) for key in list_keys(context)]
 
     def cannot_load(self, manifest: Manifest) -> str | None:
         """Return why the wrapped strategy cannot load the checkpoint, or None if it can."""
@@ -144,7 +183,7 @@ def _begins(key: str, name: str) -> bool:
     return key == name or key.startswith(f"{name}.")
 
 
-def _rename(key: str, names: Mapping[str, str]) -> str:
+def rename_key(key: str, names: Mapping[str, str]) -> str:
     """Return a key with the longest name that it begins with replaced."""
     name = max((name for name in names if _begins(key, name)), key=len, default=None)
     return key if name is None else names[name] + key[len(name) :]
@@ -157,20 +196,23 @@ def _invert(names: Mapping[str, str]) -> dict[str, str]:
 def _with_key(shard: Any, names: Mapping[str, str]) -> Any:
     """Return a copy of a description with its new key; it shares the data."""
     found = copy.copy(shard)
-    found.key = _rename(shard.key, names)
+    found.key = rename_key(shard.key, names)
+    if isinstance(shard, PlainObject):
+        found.keys = tuple(rename_key(key, names) for key in shard.keys)
     if isinstance(shard, ShardedTensor) and shard.block_scales is not None:
-        found.block_scales = shard.block_scales._replace(key=_rename(shard.block_scales.key, names))
+        found.block_scales = shard.block_scales._replace(key=rename_key(shard.block_scales.key, names))
     return found
 
 
 def _rename_columns(columns: StoredColumns, names: Mapping[str, str]) -> StoredColumns:
     return columns._replace(
-        keys=[_rename(key, names) for key in columns.keys],
+        keys=[rename_key(key, names) for key in columns.keys],
         objects=[_with_key(ShardedObject.empty_from_unique_key(key), names).unique_key for key in columns.objects],
         scales={
-            _rename(key, names): each._replace(key=_rename(each.key, names)) for key, each in columns.scales.items()
+            rename_key(key, names): each._replace(key=rename_key(each.key, names))
+            for key, each in columns.scales.items()
         },
-        values=[_rename(key, names) for key in columns.values],
+        values=[rename_key(key, names) for key in columns.values],
     )
 
 
@@ -196,7 +238,7 @@ def _move_parts(common: StateDict, names: Mapping[str, str]) -> StateDict:
         if isinstance(value, dict) and value and any(_begins(old, path) and old != path for old in names):
             pending += [(f"{path}.", inner, each) for inner, each in value.items()]
             continue
-        new = _rename(path, names)
+        new = rename_key(path, names)
         parts: list[Any] = [*before.split(".")[:-1], key] if new == path else list(new.split("."))
         place = found
         for part in parts[:-1]:

@@ -7,7 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from shardckpt.distributed import Comm
-from shardckpt.engine import LoadOptions, Operation, locate, open_checkpoint, refuse_overlap
+from shardckpt.engine import LoadOptions, Operation, list_names, locate, open_checkpoint, refuse_overlap, rename_stored
 from shardckpt.huggingface.assets import list_assets
 from shardckpt.huggingface.config import read_config
 from shardckpt.huggingface.dtypes import parse_dtype
@@ -31,7 +31,7 @@ from shardckpt.storage import (
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Collection
+    from collections.abc import Collection, Mapping
 
     import torch
     from torch.distributed import ProcessGroup
@@ -71,6 +71,7 @@ def export_to_huggingface(
     overwrite: bool = False,
     process_group: ProcessGroup | None = None,
     memory_budget: int | str | None = None,
+    rename: Mapping[str, str] | None = None,
 ) -> Exported:
     """Collective: write a checkpoint's tensors as a Hugging Face folder; its bytes do not depend on the sharding.
 
@@ -113,6 +114,8 @@ def export_to_huggingface(
         memory_budget: Bytes, or text such as ``"64MiB"``, that each rank may hold at a time: blocks, requests, parts on
             their way to a store; of ``bin`` also the tensors of a file. At least 32 MiB, 64 where a store is read or
             written. The index, which is in memory as a whole, and assets do not count. By default as many as are fast.
+        rename: What keys of the checkpoint begin with, and what they are read as, before all else: ``{"app.model":
+            "model"}``.
 
     Returns:
         The files that all ranks have written.
@@ -155,6 +158,8 @@ def export_to_huggingface(
                         check=False,
                     )
                 )
+                if rename:
+                    checkpoint = rename_stored(checkpoint, rename, list_names(checkpoint))
                 record = checkpoint.context.reader.manifest.record
                 save_id = "" if record is None else record.self_digest  # another library's checkpoint has none
             with operation.local_phase("planning the export"):

@@ -155,7 +155,7 @@ class Conversion:
                 self._check(opened)
                 if self.saver is not None:
                     operation.set_strategy(self.saver)
-                stored = SummedCheckpoint(opened.strategy, opened.context, opened.operation, before)
+                stored = SummedCheckpoint(opened.strategy, opened.context, opened.operation, before, names=opened.names)
                 index = stored.index()
                 # what is read, and read again from where it is written: the operation's writer would count it once more
                 reads = Operation("convert", self.target, Comm(alone=True), self.plugins)
@@ -279,7 +279,7 @@ class Conversion:
         leave_out = self.options.leave_out
         objects = [shard for shard in objects if plain_name(shard) not in leave_out]
         common = {key: value for key, value in stored.common().items() if key not in leave_out}
-        if self._is_changed:
+        if self._is_changed or stored.names:
             common = forget_structure(common)
         if self.saver is not None and self.saver.stores_plain_objects:
             if isinstance(stored.strategy, ReadsPlainObjects):

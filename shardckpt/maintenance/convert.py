@@ -37,7 +37,7 @@ from shardckpt.strategy import SaveStrategy
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Collection
+    from collections.abc import Callable, Collection, Mapping
 
     import torch
 
@@ -71,6 +71,7 @@ def convert_checkpoint(
     assets: str | os.PathLike[str] | None = None,
     max_shard_size: int | str = "5GB",
     allow_globals: tuple[Any, ...] = (),
+    rename: Mapping[str, str] | None = None,
 ) -> ConversionReport:
     """Write what is at ``old`` in another format at ``new``, completely or not at all. Not collective.
 
@@ -110,12 +111,15 @@ def convert_checkpoint(
         assets: For ``"hf"``: a folder of the model's other files, which are copied.
         max_shard_size: For ``"hf"``: bytes of tensors in a file.
         allow_globals: Classes and functions that pickled objects may name, besides those that every load accepts.
+        rename: What keys of ``old`` and paths of its common state begin with, and what they are read as, before all
+            else: ``{"optim": "optimizer", "app.model": "model"}``.
 
     Returns:
         What was written, with the proof.
 
     Raises:
         UnknownBackendError: no installed strategy saves ``to``.
+        KeyMismatchError: ``old`` has nothing of a name of ``rename``, or two things would have one name.
         CannotLoadError: nothing that is installed reads ``old``, or it only looks like a format that is read.
         CorruptCheckpointError: ``old`` is damaged, or what was written has other values than were read; it is removed.
         CheckpointingException: ``old`` is a checkpoint of that format already; or the new format refuses a tensor or
@@ -126,6 +130,11 @@ def convert_checkpoint(
         convert_checkpoint("step-1", "step-1-ep", "ep")
         convert_checkpoint("Qwen3-0.6B", "start", "dcp")
     """
+    if rename and mapping == "megatron" and to != FOLDER:
+        raise CheckpointingException(
+            "rename (--rename) and mapping='megatron', which reads a Hugging Face folder by the Hub's names, do not go "
+            "together: convert twice, first with one of them"
+        )
     budget = parse_size(memory_budget, "memory_budget")
     is_local = has_local_files(locate(new, get_plugin_manager()))
     least = _QUARTER * LEAST_READING if is_local else _LEAST_FOR_STORES
@@ -134,7 +143,7 @@ def convert_checkpoint(
         old,
         new,
         to,
-        open_source,
+        partial(open_source, rename=dict(rename)) if rename else open_source,
         memory=budget // _TENSORS,
         # what a store is sent is read from a spool directory, when no tensor is in memory any more
         buffers=(budget // _QUARTER, budget // (_QUARTER if is_local else _TENSORS)),
@@ -148,7 +157,14 @@ def convert_checkpoint(
         assets=assets,
         max_shard_size=max_shard_size,
         allow_globals=allow_globals,
+        identify=partial(_identify_renamed, old, dict(rename)) if rename else None,
     )
+
+
+def _identify_renamed(old: str | os.PathLike[str], rename: dict[str, str], opened: OpenCheckpoint) -> str:
+    """Return what identifies the values and the names of a source that is renamed."""
+    found = identify_source(locate(old, get_plugin_manager()), opened)
+    return found and repr((found, sorted(rename.items())))
 
 
 def run_conversion(
@@ -180,6 +196,12 @@ def run_conversion(
     if memory < _LEAST_MEMORY:
         raise CheckpointingException(
             f"memory={memory} bytes for converting {old}: at least {_LEAST_MEMORY >> 20} MiB are needed"
+        )
+    if cut_vocabulary and to != FOLDER and mapping == "megatron":
+        raise CheckpointingException(
+            "cut_vocabulary (--cut-vocabulary) leaves out rows with which Megatron pads the vocabulary, when a Hugging "
+            f"Face folder is written (to='hf', --to hf), not with to={to!r}: a folder of the Hub has none; leave it "
+            "out"
         )
     plugins = get_plugin_manager()
     copied = () if assets is None else tuple(list_assets(assets))

@@ -21,7 +21,7 @@ from shardckpt.storage import retry_if_replaced
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
     from contextlib import AbstractContextManager
 
     from shardckpt.engine import OpenCheckpoint
@@ -96,6 +96,7 @@ def diff_checkpoints(
     tensors_only: bool = False,
     allow_globals: tuple[object, ...] = (),
     memory: int = STREAM_BYTES,
+    rename: Mapping[str, str] | None = None,
 ) -> DiffReport:
     """Compare two checkpoints, of any formats and sharding: tensors, objects and common state.
 
@@ -116,6 +117,8 @@ def diff_checkpoints(
             they are of the job, not of the model.
         allow_globals: Classes and functions that pickled objects may name, besides those that every load accepts.
         memory: Bytes of values of both that are in memory at a time. Comparing takes a few times as much.
+        rename: What keys of the first and paths of its common state begin with, and what they are read as, before all
+            else: ``{"optim": "optimizer"}``.
 
     Returns:
         What differs.
@@ -134,7 +137,8 @@ def diff_checkpoints(
 
     def attempt() -> DiffReport:
         with ExitStack() as stack:
-            one, other = (stack.enter_context(_open(place, allow_globals)) for place in (first, second))
+            one = stack.enter_context(_open(first, allow_globals, rename))
+            other = stack.enter_context(_open(second, allow_globals))
             report = _Comparison(one, other, rtol, atol, memory, str(first)).run(
                 mapping or Identity(), prefix, read_values
             )
@@ -145,9 +149,11 @@ def diff_checkpoints(
     return retry_if_replaced(attempt, first)
 
 
-def _open(place: str | os.PathLike[str], allow_globals: tuple[object, ...]) -> AbstractContextManager[OpenCheckpoint]:
+def _open(
+    place: str | os.PathLike[str], allow_globals: tuple[object, ...], rename: Mapping[str, str] | None = None
+) -> AbstractContextManager[OpenCheckpoint]:
     plugins = get_plugin_manager()
-    return open_source(locate(place, plugins), plugins, allow_globals)
+    return open_source(locate(place, plugins), plugins, allow_globals, rename=rename)
 
 
 class _Pair(NamedTuple):

@@ -19,7 +19,7 @@ from shardckpt.storage import check_memory_budget, parse_size
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Collection, Iterator, Sequence
+    from collections.abc import Collection, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from shardckpt.engine import OpenCheckpoint
@@ -80,6 +80,7 @@ def merge_checkpoints(
     assets: str | os.PathLike[str] | None = None,
     max_shard_size: int | str = "5GB",
     allow_globals: tuple[Any, ...] = (),
+    rename: Mapping[str, str] | None = None,
 ) -> MergeReport:
     """Write the weighted average, or the spherical interpolation, of checkpoints: completely or not at all.
 
@@ -126,6 +127,7 @@ def merge_checkpoints(
         assets: As for :func:`convert_checkpoint`.
         max_shard_size: As for :func:`convert_checkpoint`.
         allow_globals: As for :func:`convert_checkpoint`.
+        rename: As for :func:`convert_checkpoint`, of every source.
 
     Returns:
         What was written, with the proof.
@@ -182,7 +184,13 @@ def merge_checkpoints(
             opened = [
                 stack.enter_context(
                     open_source(
-                        place, plugins, allowed, kept_bytes=kept_bytes, memory_budget=memory_budget, check=check
+                        place,
+                        plugins,
+                        allowed,
+                        kept_bytes=kept_bytes,
+                        memory_budget=memory_budget,
+                        check=check,
+                        rename=rename,
                     )
                 )
                 for place in found
@@ -194,7 +202,8 @@ def merge_checkpoints(
 
     def identify(_: OpenCheckpoint) -> str:
         facts = [getattr(rules, name) for name in MergeRules.__dataclass_fields__ if name != "leave_out"]
-        return repr(("merge", identities, facts, sorted(rules.leave_out))) if all(identities) else ""
+        names = sorted((rename or {}).items())
+        return repr(("merge", identities, facts, sorted(rules.leave_out), names)) if all(identities) else ""
 
     conversion = run_conversion(
         sources[base],

@@ -335,7 +335,7 @@ def merge_opened(
     strategy = kind(checkpoints, names, rules)
     # an operation of its own: what is read of the base is not what is merged
     operation = Operation("load", base.operation.directory, base.operation.comm, base.operation.plugins)
-    return OpenCheckpoint(strategy, base.context, operation), strategy
+    return OpenCheckpoint(strategy, base.context, operation, names=base.names), strategy
 
 
 def _view_bytes(values: torch.Tensor) -> torch.Tensor:

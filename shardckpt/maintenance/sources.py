@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from shardckpt.deepspeed import DeepSpeedLoadStrategy, find_files
 from shardckpt.distributed import Comm
-from shardckpt.engine import OpenCheckpoint, Operation, Progress, StoredCheckpoint, locate
+from shardckpt.engine import OpenCheckpoint, Operation, Progress, StoredCheckpoint, list_names, locate, rename_stored
 from shardckpt.errors import (
     CheckpointingException,
     CheckpointReplacedError,
@@ -32,7 +32,7 @@ from shardckpt.strategy import ChecksFiles, LoadContext
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
     from pathlib import Path
 
     import torch
@@ -59,6 +59,7 @@ def open_source(
     unmarked: bool = False,
     memory_budget: int | None = None,
     check: bool = True,
+    rename: Mapping[str, str] | None = None,
 ) -> Iterator[OpenCheckpoint]:
     """Open a checkpoint, a folder or file of another library that is read here. Not collective.
 
@@ -70,12 +71,14 @@ def open_source(
         unmarked: As for :func:`~shardckpt.plugins.hold_checkpoint`.
         memory_budget: Bytes that reading may hold beside the tensors; None: as many as are fast.
         check: As for :func:`shardckpt.engine.open_checkpoint`.
+        rename: What its keys and the paths of its common state begin with, and what is read in its place.
 
     Yields:
         What is opened, all of it of one save; it is closed at the end of the block.
 
     Raises:
         NotACheckpointError: It is something else, which the error names.
+        KeyMismatchError: It has nothing of a name of ``rename``, or two things would have one name.
         CheckpointingException: It cannot be read.
     """
     with _open(
@@ -87,7 +90,7 @@ def open_source(
         memory_budget=memory_budget,
         check=check,
     ) as opened:
-        yield opened
+        yield rename_stored(opened, rename, list_names(opened)) if rename else opened
 
 
 @contextmanager
@@ -180,12 +183,15 @@ def _open(
 
 
 @contextmanager
-def open_any(place: str | os.PathLike[str], *, unmarked: bool = False) -> Iterator[StoredCheckpoint]:
+def open_any(
+    place: str | os.PathLike[str], *, unmarked: bool = False, rename: Mapping[str, str] | None = None
+) -> Iterator[StoredCheckpoint]:
     """Open what :func:`open_source` opens, as a mapping from key to tensor. Not collective.
 
     Args:
         place: A path, or, but for files, a URL.
         unmarked: As for :func:`open_source`.
+        rename: As for :func:`open_source`.
 
     Returns:
         A context manager that gives the mapping, whose tensors are read when they are asked for.
@@ -194,7 +200,7 @@ def open_any(place: str | os.PathLike[str], *, unmarked: bool = False) -> Iterat
         CheckpointingException: It cannot be read.
     """
     plugins = get_plugin_manager()
-    with open_source(locate(place, plugins), plugins, unmarked=unmarked) as opened:
+    with open_source(locate(place, plugins), plugins, unmarked=unmarked, rename=rename) as opened:
         yield StoredCheckpoint(opened)
 
 

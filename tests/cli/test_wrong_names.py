@@ -83,6 +83,17 @@ ROWS = [
     ("convert runs/step-1 new --to ep --leave-out wieght", "did you mean model.layer.weight?"),
     ("convert runs/step-1 new --to torch --leave-out iteratoin", "did you mean iteration?"),
     ("merge runs/step-1 runs/step-2 new --leave-out iteratoin", "did you mean iteration?"),
+    # renames
+    ("inspect runs/step-1 --rename modle=net", "did you mean model?"),
+    ("inspect runs/step-1 --rename model=optimizer", "the checkpoint has optimizer.state.exp_avg.layer.weight"),
+    ("inspect runs/step-1 --rename model", "'model' is not OLD=NEW"),
+    ("inspect runs/step-1 --rename model=a --rename model=b", "'model' cannot become both 'a' and 'b'"),
+    ("diff runs/step-1 runs/step-2 --rename modle=net", "did you mean model?"),
+    ("export runs/step-1 new --rename modle=net", "did you mean model?"),
+    ("convert runs/step-1 new --rename modle=net", "did you mean model?"),
+    ("convert runs/step-1 new --rename model=net --mapping megatron", "do not go together: convert twice"),
+    ("convert runs/step-1 new --rename model=iteration", "the checkpoint has iteration"),
+    ("merge runs/step-1 runs/step-2 new --rename modle=net", "did you mean model?"),
     # formats, dtypes, mappings
     ("convert runs/step-1 new --to torch_dits", "torch_dist"),
     ("convert runs/step-1 new --to torch_dist@9", "torch_dist"),

@@ -114,11 +114,25 @@ def test_rows_that_pad_the_vocabulary_are_cut_only_if_said(tmp_path: Path) -> No
     _check(read(tmp_path / "hf"), hub)
     options = ["--to", "hf", "--mapping", "llama", "--assets", str(tmp_path / "assets"), "--cut-vocabulary"]
     assert main(["convert", str(tmp_path / "c"), str(tmp_path / "proved"), *options]) == 0
+    # the way back has nothing to cut, and asks for no folder with a config
+    with pytest.raises(CheckpointingException, match=r"a folder of the Hub has none; leave it out"):
+        convert_checkpoint(tmp_path / "hf", tmp_path / "back", "torch_dist", mapping="megatron", cut_vocabulary=True)
     _check(read(tmp_path / "proved"), hub)
     filled = blank(shards)
     load_from_huggingface({"model": filled}, tmp_path / "hf", mapping="llama")
     for one, other in zip(filled, shards, strict=True):
         assert same(one.data, torch.where(other.data == -1, 0.0, other.data))
+
+
+def test_diff_compares_a_folder_without_the_padding(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Where a folder's vocabulary was cut, diff names the option that compares without the padding, and it does."""
+    _save(tmp_path, "llama", "numbered", pad_to=64)
+    first, hub = str(tmp_path / "c"), str(tmp_path / "hf")
+    args: dict[str, Any] = {"mapping": "llama", "assets": tmp_path / "assets"}
+    export_to_huggingface(first, hub, cut_vocabulary=True, **args)
+    assert main(["diff", first, hub, "--mapping", "llama"]) == 1
+    assert "--cut-vocabulary leaves these out" in capsys.readouterr().out
+    assert main(["diff", first, hub, "--mapping", "llama", "--cut-vocabulary"]) == 0
 
 
 @table("name", ["linear_fc1.weight{}", "local_experts.{}.linear_fc1.weight"])

@@ -1,0 +1,50 @@
+"""``--rename OLD=NEW``: read a checkpoint by other names, as ``CheckpointConfig(rename=)`` does.
+
+The verbs that read values have it. ``verify`` checks files, whose names do not change; ``remove`` and ``migrate`` write
+the keys that are stored; ``ls`` and ``prune`` look at no key.
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+
+def add_rename_option(parser: Any, what: str) -> None:
+    """Add the option.
+
+    Args:
+        parser: Of the verb.
+        what: What the verb calls the checkpoint that is renamed.
+    """
+    parser.add_argument(
+        "--rename",
+        type=_parse_rename,
+        action="append",
+        default=[],
+        metavar="OLD=NEW",
+        help=f"read what {what} has under OLD, such as optim or app.model, as NEW; may be repeated",
+    )
+
+
+def read_renames(options: Any) -> dict[str, str]:
+    """Return the new names by the old ones.
+
+    Raises:
+        CheckpointingException: an old one is given twice.
+    """
+    from shardckpt.errors import CheckpointingException
+
+    found: dict[str, str] = {}
+    for old, new in options.rename:
+        if found.setdefault(old, new) != new:
+            raise CheckpointingException(f"--rename: {old!r} cannot become both {found[old]!r} and {new!r}")
+    return found
+
+
+def _parse_rename(text: str) -> tuple[str, str]:
+    old, _, new = text.partition("=")
+    old, new = old.removesuffix("."), new.removesuffix(".")
+    if not old or not new:
+        raise argparse.ArgumentTypeError(f"{text!r} is not OLD=NEW, such as app.model=model")
+    return old, new
