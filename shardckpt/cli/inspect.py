@@ -29,7 +29,7 @@ from shardckpt.errors import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
 
     from shardckpt.engine import IncompleteFile, StoredCheckpoint
     from shardckpt.manifest import PlainRecord, Record
@@ -108,25 +108,50 @@ def _inspect_open(options: Any, lost: str = "") -> Output:
     """
     from shardckpt.cli.html import write_checkpoint_page
     from shardckpt.cli.values import find_common, read_values, show_common, split_region
-    from shardckpt.engine import IncompleteFile
     from shardckpt.maintenance import open_any
-    from shardckpt.manifest import MARKER_NAME
 
     with open_any(options.directory, unmarked=bool(lost)) as checkpoint:
         region = split_region(options.prefix)
         if region is not None and options.prefix not in checkpoint:
-            return read_values(checkpoint, *region, FOUND if lost else FINE)
+            return _add_faults(read_values(checkpoint, *region), checkpoint, lost)
         in_common = find_common(checkpoint, options.prefix) if options.prefix and not options.html else None
         if in_common is not None:
-            return show_common(*in_common, FOUND if lost else FINE)
+            return _add_faults(show_common(*in_common), checkpoint, lost)
         if options.html:
             return write_checkpoint_page(checkpoint, options.directory, options.prefix, options.html)
-        found = _collect(checkpoint, options)
-        if lost:
-            found.incomplete.append(IncompleteFile(MARKER_NAME, f"is missing: {lost}", ()))
+        found = _collect(checkpoint, options)._replace(incomplete=_find_faults(checkpoint, lost))
         if options.files:
             found = found._replace(files=_list_files(checkpoint))
     return _show(found, options)
+
+
+def _find_faults(checkpoint: StoredCheckpoint, lost: str) -> list[IncompleteFile]:
+    """Return which files are missing or incomplete; ``lost`` says that ``metadata.json`` is."""
+    from shardckpt.engine import IncompleteFile
+    from shardckpt.manifest import MARKER_NAME
+
+    marker = [IncompleteFile(MARKER_NAME, f"is missing: {lost}", ())] if lost else []
+    return [*checkpoint.find_incomplete_files(), *marker]
+
+
+def _add_faults(output: Output, checkpoint: StoredCheckpoint, lost: str) -> Output:
+    """Return an answer about a part of a checkpoint, with what is incomplete of the whole."""
+    faults = _find_faults(checkpoint, lost)
+    if not faults:
+        return output
+    return Output(
+        lambda: {**output.data(), "incomplete_files": _list_faults(faults)},
+        lambda: [*output.text(), *_describe_faults(faults, ())],
+        FOUND,
+    )
+
+
+def _describe_faults(faults: Sequence[IncompleteFile], shown: Collection[str]) -> list[str]:
+    return [escape_text(f"incomplete: {file.name} {file.fault}{_affected(file, shown)}") for file in faults]
+
+
+def _list_faults(faults: Sequence[IncompleteFile]) -> list[dict[str, Any]]:
+    return [{"name": file.name, "fault": file.fault, "keys": file.keys} for file in faults]
 
 
 def _read_outline(options: Any) -> _Found | None:
@@ -229,7 +254,7 @@ def _collect(checkpoint: StoredCheckpoint, options: Any) -> _Found:
         objects,
         common,
         fault,
-        checkpoint.find_incomplete_files(),
+        [],
         scaled,
     )
 
@@ -288,11 +313,17 @@ def _describe(found: _Found, options: Any) -> list[str]:
         summary += f"; its values: {found.prefix}[], a region: {found.prefix}[0:4, ...]"
     faults = [f"the common state cannot be read: {found.fault}"] if found.fault else []
     shown = {*tensors.keys, *found.objects, *found.common}
-    faults += [f"incomplete: {file.name} {file.fault}{_affected(file, shown)}" for file in found.incomplete]
     head = map(escape_text, (title, _describe_writer(header)))
     if options.files:
         listing = table(("file", "bytes", "rank", "items"), sorted(found.files))
-    return [*head, listing, *map(escape_text, found.scaled), summary, *map(escape_text, faults)]
+    return [
+        *head,
+        listing,
+        *map(escape_text, found.scaled),
+        summary,
+        *map(escape_text, faults),
+        *_describe_faults(found.incomplete, shown),
+    ]
 
 
 def _describe_writer(header: dict[str, Any]) -> str:
@@ -342,7 +373,7 @@ def _list_all(found: _Found) -> dict[str, Any]:
         "objects": found.objects,
         "common": found.common,
         "common_fault": found.fault,
-        "incomplete_files": [{"name": f.name, "fault": f.fault, "keys": f.keys} for f in found.incomplete],
+        "incomplete_files": _list_faults(found.incomplete),
     }
 
 
@@ -356,7 +387,7 @@ def _read_common(checkpoint: StoredCheckpoint) -> tuple[list[str], str]:
         return [], str(exc)
 
 
-def _affected(file: IncompleteFile, shown: set[str]) -> str:
+def _affected(file: IncompleteFile, shown: Collection[str]) -> str:
     """Return which of the listed keys are in a file: it may have objects for other libraries, too, which are not."""
     keys = [key for key in file.keys if key in shown]
     return f"; {len(keys)} tensors and objects cannot be read completely: {listed(keys)}" if keys else ""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from shardckpt.cli.folders import refuse_checkpoint
 from shardckpt.cli.output import Output
 
 
@@ -53,6 +54,8 @@ def _list(folder: str) -> Output:
     from shardckpt.manager import find_holds
 
     held = [(directory, hold) for directory, holds in sorted(find_holds(folder).items()) for hold in holds]
+    if not held:
+        refuse_checkpoint(folder)
     rows = [(directory, str(hold)) for directory, hold in held]
     return Output(
         lambda: [

@@ -11,7 +11,8 @@ A step counts as complete if its files are there and have their sizes: what is l
 newest step that shardckpt wrote is read before anything is removed, and if it is not as it was written the next older
 one, until one is intact, which is kept.
 A metric that no step has, and a --keep-step that is not there, are errors, and nothing is removed.
-Exit code: 2 if something could not be removed.
+A checkpoint that has nothing beside it is one, too: its folder was meant.
+Exit code: 1 if --verify has found a damaged step; 2 if something could not be removed.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from shardckpt.cli.exit_codes import FAILED, FINE
+from shardckpt.cli.exit_codes import FAILED, FINE, FOUND
+from shardckpt.cli.folders import refuse_checkpoint
 from shardckpt.cli.output import Output
 from shardckpt.cli.table import table
 
@@ -90,7 +92,7 @@ def add(verbs: Any) -> None:
 
 
 def run(options: Any) -> Output:
-    """Prune, and return a row per step and leftover; 0 if all that is not needed was removed, else 2."""
+    """Prune, and return a row per step and leftover."""
     from shardckpt.engine import explain_unseen_uploads, prune_leftovers, prune_spools
     from shardckpt.manager import prune_steps
 
@@ -105,12 +107,15 @@ def run(options: Any) -> Output:
     if policies:
         steps = prune_steps(options.path, policies, options.keep_step, names=options.names, dry_run=options.dry_run)
     if policies and not steps:
+        refuse_checkpoint(options.path)
         _refuse_folder_of_runs(options.path)
     leftovers: list[PruneResult] = []
     if options.path is not None:
         leftovers += prune_leftovers(options.path, options.older_than, dry_run=options.dry_run)
     if options.spool is not None:
         leftovers += prune_spools(options.spool or None, options.older_than, dry_run=options.dry_run)
+    if options.path is not None and not steps and not leftovers:
+        refuse_checkpoint(options.path)
     unseen = "" if options.path is None else explain_unseen_uploads(options.path)
     found = Pruned(options.dry_run, verified, steps, leftovers, unseen)
     return Output(
@@ -119,7 +124,10 @@ def run(options: Any) -> Output:
 
 
 class Verified(NamedTuple):
-    """A step that was read before others were removed: its path, and ``verified``, ``failed`` or ``no answer``."""
+    """A step that was read before others are removed: its path, and ``verified``, ``failed`` or ``no answer``.
+
+    ``marked as failed``: it was read by an earlier call.
+    """
 
     checkpoint: str
     verdict: str
@@ -146,8 +154,10 @@ class Pruned(NamedTuple):
 
     @property
     def code(self) -> int:
-        """The exit code."""
-        return FAILED if any(result.error for result in self.everything) else FINE
+        """The exit code: what --verify has found is a finding, what could not be removed a failure."""
+        if any(result.error for result in self.everything):
+            return FAILED
+        return FINE if all(verdict == "verified" for _, verdict in self.verified) else FOUND
 
 
 def _describe(found: Pruned, options: Any, policies: Sequence[Any]) -> list[str]:
@@ -179,13 +189,10 @@ def _refuse_wrong_calls(options: Any, policies: list[Any]) -> None:
 
 def _refuse_folder_of_runs(path: str) -> None:
     """Raise if a folder without steps has checkpoints of other names, or folders of checkpoints: these were meant."""
-    from shardckpt.engine import locate
     from shardckpt.errors import CheckpointingException, listed
     from shardckpt.manager import list_checkpoints
-    from shardckpt.plugins import get_plugin_manager
 
-    own = str(locate(path, get_plugin_manager()))  # a checkpoint itself is listed, and has leftovers beside it
-    found = [each for each in list_checkpoints(path) if each.path != own]
+    found = list_checkpoints(path)
     numbered = [each.name for each in found if each.state == "whole" and each.name[-1].isdecimal()]
     if numbered:
         raise CheckpointingException(
@@ -224,9 +231,10 @@ def _verify_newest(options: Any) -> list[Verified]:
             for each in sorted(family, key=lambda each: (len(each.name), each.name), reverse=True):
                 if each.mark and not each.has_failed:
                     break
-                if each.has_failed:
-                    continue
                 path = f"{options.path.rstrip('/')}/{each.name}"
+                if each.has_failed:
+                    rows.append(Verified(path, "marked as failed"))
+                    continue
                 answer = check(path, mark=True)
                 if answer.error is not None:
                     print_error(answer.error, options)

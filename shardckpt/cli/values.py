@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any
 
-from shardckpt.cli.exit_codes import FINE
 from shardckpt.cli.output import Output
 from shardckpt.errors import CheckpointingException, KeyMismatchError, escape_text, name_known
 
@@ -35,7 +34,7 @@ def split_region(text: str) -> tuple[str, tuple[Any, ...]] | None:
     return found[1], tuple(_parse_part(part.strip(), text) for part in found[2].split(",") if part.strip())
 
 
-def read_values(checkpoint: StoredCheckpoint, key: str, index: tuple[Any, ...], code: int = FINE) -> Output:
+def read_values(checkpoint: StoredCheckpoint, key: str, index: tuple[Any, ...]) -> Output:
     """Return what is known of a region: what it is, its statistics, and its values or the first of them.
 
     Raises:
@@ -66,7 +65,6 @@ def read_values(checkpoint: StoredCheckpoint, key: str, index: tuple[Any, ...], 
             "values:" if is_all else "first values:",
             str(values),
         ],
-        code,
     )
 
 
@@ -123,9 +121,9 @@ def find_common(checkpoint: StoredCheckpoint, path: str) -> tuple[str, Any] | No
     return rest or COMMON, value
 
 
-def show_common(path: str, value: Any, code: int = FINE) -> Output:
+def show_common(path: str, value: Any) -> Output:
     """Return a value of the common state, and what it is."""
-    return Output(lambda: {"common": path, "value": value}, lambda: _describe_common(path, value), code)
+    return Output(lambda: {"common": path, "value": value}, lambda: _describe_common(path, value))
 
 
 def _describe_common(path: str, value: Any) -> list[str]:

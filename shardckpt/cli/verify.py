@@ -14,7 +14,7 @@ no retention policy removes the newest verified one. It is about this save: it e
 
 exit codes:
   0  intact: all bytes match their digests; or as far as can be checked without digests, unless --require-digests
-  1  damaged: a file is missing, or not what was written
+  1  damaged: a file is missing, or not what was written; or incomplete: the save did not end
   2  not a checkpoint, or it cannot be checked: no installed strategy reads it, or a file cannot be read
 """
 
@@ -29,7 +29,7 @@ from shardckpt.cli.exit_codes import FAILED
 from shardckpt.cli.failure import print_error
 from shardckpt.cli.output import Output
 from shardckpt.cli.table import table
-from shardckpt.errors import CheckpointingException, listed
+from shardckpt.errors import CheckpointingException, IncompleteCheckpointError, listed
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -159,8 +159,20 @@ def check(path: str, *, mark: bool = False, require_digests: bool = False) -> An
                 faults=[file.fault if file.name in file.fault else f"{file.name}: {file.fault}" for file in bad],
             )
     except CheckpointingException as exc:
-        return Answer(path, (), DAMAGED if is_damage(exc) else NO_ANSWER, exc)
+        return Answer(path, (), DAMAGED if is_damage(exc) or _is_incomplete(exc, path) else NO_ANSWER, exc)
     return Answer(path, files, code)
+
+
+def _is_incomplete(error: CheckpointingException, path: str) -> bool:
+    """Return whether an error is of a save that did not end, and not of a folder of other files, as ls tells them."""
+    from shardckpt.manager import list_checkpoints
+
+    if not isinstance(error, IncompleteCheckpointError):
+        return False
+    try:
+        return any(each.state == "incomplete" for each in list_checkpoints(path))
+    except CheckpointingException:
+        return True  # nothing is there but what its save has left beside it
 
 
 def _describe(answers: Sequence[Answer]) -> Iterator[str]:
@@ -197,7 +209,9 @@ def _name_verdict(answer: Answer) -> str:
 
     if answer.error is None and get_exit_code(answer.files) == INTACT:
         return "intact" if has_digests(answer.files) else "intact as far as can be checked without digests"
-    return "without an answer" if answer.exit_code == FAILED else "damaged"
+    if answer.exit_code == FAILED:
+        return "without an answer"
+    return "incomplete" if isinstance(answer.error, IncompleteCheckpointError) else "damaged"
 
 
 def _make_row(answer: Answer) -> dict[str, Any]:

@@ -10,7 +10,14 @@ if TYPE_CHECKING:
     from shardckpt.maintenance.convert import ConversionReport, convert_checkpoint
     from shardckpt.maintenance.diff import DiffReport, TensorDifference, diff_checkpoints
     from shardckpt.maintenance.foreign import describe_foreign
-    from shardckpt.maintenance.inside import FILE_SUFFIXES, Names, list_inside, list_local_names, list_stored_names
+    from shardckpt.maintenance.inside import (
+        FILE_SUFFIXES,
+        Names,
+        is_marked,
+        list_inside,
+        list_local_names,
+        list_stored_names,
+    )
     from shardckpt.maintenance.merge import MergeReport, merge_checkpoints
     from shardckpt.maintenance.merge_weights import WSM_DECAYS, compute_ema_weights, compute_wsm_weights
     from shardckpt.maintenance.migrate import migrate_checkpoint
@@ -38,7 +45,7 @@ __getattr__ = lazy_getattr(
         "convert": ("ConversionReport", "convert_checkpoint"),
         "diff": ("DiffReport", "TensorDifference", "diff_checkpoints"),
         "foreign": ("describe_foreign",),
-        "inside": ("FILE_SUFFIXES", "Names", "list_inside", "list_local_names", "list_stored_names"),
+        "inside": ("FILE_SUFFIXES", "Names", "is_marked", "list_inside", "list_local_names", "list_stored_names"),
         "merge": ("MergeReport", "merge_checkpoints"),
         "merge_weights": ("WSM_DECAYS", "compute_ema_weights", "compute_wsm_weights"),
         "object_diff": ("ObjectDifference", "ObjectReport"),
@@ -88,6 +95,7 @@ __all__ = [
     "fingerprint_checkpoint",
     "get_exit_code",
     "has_digests",
+    "is_marked",
     "list_inside",
     "list_local_names",
     "list_stored_names",

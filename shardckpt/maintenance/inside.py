@@ -47,7 +47,8 @@ def list_inside(list_names: Callable[[str], Names], is_step: Callable[[str], boo
     Yields:
         Paths below the folder, in order; one that cannot be listed, too.
     """
-    return _list_inside("", list_names(""), list_names, is_step)
+    names = list_names("")
+    return iter(()) if is_marked([*names.folders, *names.files]) else _list_inside("", names, list_names, is_step)
 
 
 def _list_inside(

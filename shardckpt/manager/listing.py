@@ -22,7 +22,7 @@ from shardckpt.errors import (
     listed,
 )
 from shardckpt.huggingface import TorchFileLoadStrategy, huggingface_index, is_torch_file, read_all_of_folder
-from shardckpt.maintenance import FILE_SUFFIXES, describe_foreign, list_local_names, list_stored_names
+from shardckpt.maintenance import FILE_SUFFIXES, describe_foreign, is_marked, list_local_names, list_stored_names
 from shardckpt.manager.marks import find_mark, find_mark_of
 from shardckpt.manager.step_names import MARKS_NAME, parse_step
 from shardckpt.manager.steps import StepFolder
@@ -62,8 +62,6 @@ if TYPE_CHECKING:
 
 #: Any of these says that a folder is one of the Hub's layout.
 _HUB_FILES = ("model.safetensors", "model.safetensors.index.json")
-#: What data files of DCP's and Megatron's are called: without an index they are of a save that did not end.
-_DATA_SUFFIX = ".distcp"
 
 
 def list_checkpoints(folder: str | os.PathLike[str], *, recursive: bool = False) -> list[CheckpointSummary]:
@@ -104,6 +102,8 @@ def _list(
     is_foreign = own.state == "unreadable" and not own.strategy and not is_there(place / MARKER_NAME)
     if own.state not in ("other", "incomplete") and not is_foreign:
         return [own]
+    if own.state == "incomplete" and is_marked(path.name for path in place.iterdir()):
+        return [own]  # a safetensors file beside the data is an index of them, and no checkpoint of its own
     inside = StepFolder(folder, plugins)
     names = [name for name in inside.directories() if not name.startswith(".")]
     found = _summarize_all(inside, names, listings, plugins)
@@ -327,8 +327,9 @@ def _describe_rest(
     is_one_file = "pytorch_model.bin" in names and "pytorch_model.bin.index.json" not in names
     if has_local_files(directory) and not is_one_file and (what := describe_foreign(directory, names)):
         return replace(summary, state="unreadable", reason=what)
-    inside = 0 if is_under_way(directory) else _count_inside(directory)
-    begun = is_under_way(directory) or summary.step is not None or any(name.endswith(_DATA_SUFFIX) for name in names)
+    is_data = is_under_way(directory) or is_marked(names)
+    inside = 0 if is_data else _count_inside(directory)
+    begun = is_data or summary.step is not None
     if names and begun and not inside:
         return replace(summary, state="incomplete", reason=_shorten(error, directory))
     return describe_other(summary, names, inside)

@@ -113,13 +113,15 @@ def test_prune_leaves_an_intact_step_if_it_may_read_them(
     for step in (4, 5):
         damage(folder / f"step-{step}" / backend.data_file(0), "zeros")
     arguments = ["prune", str(folder), "--keep-latest", "1", "--verify"]
-    assert main([*arguments, "--dry-run"]) == 0
+    assert main([*arguments, "--dry-run"]) == 1
     said = capsys.readouterr().out.splitlines()
     assert [line.split() for line in said[2:5]] == [
         [str(folder / f"step-{step}"), verdict] for step, verdict in ((5, "failed"), (4, "failed"), (3, "verified"))
     ]
-    assert main(arguments) == 0
-    assert "verification" not in capsys.readouterr().out  # nothing is read twice
+    assert main(arguments) == 1
+    said = capsys.readouterr().out.splitlines()
+    assert [line.split(None, 1)[1] for line in said[2:4]] == ["marked as failed"] * 2  # nothing is read twice
+    assert not any("verified" in line for line in said)
     assert _steps(folder) == [3, 5]
     with pytest.raises(SystemExit, match="2"):
         main(["prune", str(folder), "--verify"])
@@ -127,8 +129,8 @@ def test_prune_leaves_an_intact_step_if_it_may_read_them(
 
 
 def test_prune_of_a_checkpoint_itself_verifies_nothing(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The path of one checkpoint, in the place of its folder's, has no steps: nothing is looked for below it."""
-    assert main(["prune", str(folder / "step-5"), "--keep-latest", "1", "--verify"]) == 0
+    """The path of one checkpoint, in the place of its folder's, is an error: nothing is looked for below it."""
+    assert main(["prune", str(folder / "step-5"), "--keep-latest", "1", "--verify"]) == 2
     said = capsys.readouterr()
-    assert said.out == f"{folder / 'step-5'} has no directory of a step\n0 bytes freed\n"
-    assert not said.err
+    assert "is a checkpoint, not a folder of steps, and nothing was done" in said.err
+    assert not said.out
