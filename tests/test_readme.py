@@ -32,6 +32,8 @@ def test_ci_finds_the_two_commands_by_name() -> None:
     for name, block in commands.items():
         assert phases["read_command"](ROOT / "README.md", name) + "\n" == block.code
         assert len(block.code.splitlines()) == 1
+        assert "pip install" in block.code
+        assert " -q" not in block.code  # it takes minutes: whoever waits sees what it does
     assert commands["demo"].code.endswith("shardckpt demo\n")
     assert commands["test"].code.endswith("pytest\n")
 
