@@ -1,8 +1,8 @@
-"""Bytes, times and metrics as people read them."""
+"""Bytes, counts, times and metrics as people read them."""
 
 from __future__ import annotations
 
-from shardckpt.engine import format_bytes, format_seconds
+from shardckpt.engine import format_bytes, format_count, format_seconds
 
 
 def format_metric(value: float | None) -> str:
@@ -10,4 +10,4 @@ def format_metric(value: float | None) -> str:
     return "not finite" if value is None else f"{value:.6g}"
 
 
-__all__ = ["format_bytes", "format_metric", "format_seconds"]
+__all__ = ["format_bytes", "format_count", "format_metric", "format_seconds"]

@@ -10,9 +10,9 @@ torch.save, which is read without running code in it.
   torch  one file that torch.load reads with weights_only: plain tensors in builtin containers
 
 DST is complete or absent. Before it gets its name it is read again, and the fingerprints of all tensors are compared
-with those of what was read: a line for each. If one differs, nothing is left. A conversion that was killed leaves
-nothing at DST; run it again with the same options, on the same host, and it goes on with what was written. Where SRC or
-an option has changed, it starts anew, and says so.
+with those of what was read: --verbose and --json have a line for each. If one differs, nothing is left. A
+conversion that was killed leaves nothing at DST; run it again with the same options, on the same host, and it goes on
+with what was written. Where SRC or an option has changed, it starts anew, and says so.
 
 exit codes:
   0  converted, and DST has the values of SRC
@@ -33,6 +33,10 @@ if TYPE_CHECKING:
 MAPPING_HELP = "names of megatron or of a model (qwen3_moe) to the Hub's, or by rules: FILE.json, FILE.py:MAPPING"
 
 
+#: What --verbose shows of a conversion.
+PROOF_HELP = "print a line for each tensor, with its fingerprints before and after"
+
+
 def add(verbs: Any) -> None:
     """Add the verb."""
     import argparse
@@ -47,6 +51,11 @@ def add(verbs: Any) -> None:
     parser.add_argument("target", metavar="DST", help="what to write: absent or empty, or see --overwrite")
     add_target_options(parser)
     parser.set_defaults(run=run)
+
+
+def add_verbose(parser: Any, help: str) -> None:  # noqa: A002 - as argparse calls it
+    """Add the option that shows more than a line of what was done."""
+    parser.add_argument("-v", "--verbose", action="store_true", help=help)
 
 
 def add_target_options(parser: Any) -> None:
@@ -74,6 +83,7 @@ def add_target_options(parser: Any) -> None:
     )
     parser.add_argument("--assets", metavar="DIR", help="hf: copy a model's other files (config, tokenizer) from here")
     parser.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="hf: largest weight file (5GB)")
+    add_verbose(parser, PROOF_HELP)
 
 
 def add_mapping_options(parser: Any) -> None:
@@ -115,7 +125,7 @@ def run(options: Any) -> Output:
 
     with show_progress("convert"):
         report = convert_checkpoint(options.source, options.target, **read_target_options(options))
-    return Output(lambda: report, lambda: [_make_proof(report), *describe_conversion(report, options.target)])
+    return Output(lambda: report, lambda: describe_conversion(report, options.target, verbose=options.verbose))
 
 
 def parse_target(text: str) -> str | tuple[str, int]:
@@ -149,17 +159,18 @@ def _describe_left_out(report: ConversionReport) -> list[str]:
     return lines
 
 
-def describe_conversion(report: ConversionReport, target: str, how: str = "") -> list[str]:
+def describe_conversion(report: ConversionReport, target: str, how: str = "", *, verbose: bool) -> list[str]:
     """Return the lines about what was written, and what not.
 
     Args:
         report: What was done.
         target: Where it was written, as the caller calls it.
         how: What was done, if it was no plain conversion.
+        verbose: Whether the proof is a line for each tensor, too.
     """
     from shardckpt.errors import listed
 
-    lines = []
+    lines = [_make_proof(report)] if verbose else []
     if report.resumed:
         lines.append(f"went on with {report.resumed:,} bytes that a killed run had written")
     lines += _describe_left_out(report)

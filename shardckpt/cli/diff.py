@@ -10,11 +10,13 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from shardckpt.cli.colour import paint
 from shardckpt.cli.exit_codes import FINE, FOUND
 from shardckpt.cli.output import Output
 from shardckpt.errors import escape_text
 
 if TYPE_CHECKING:
+    from shardckpt.cli.colour import Style
     from shardckpt.maintenance import DiffReport, TensorDifference
 
 
@@ -45,22 +47,24 @@ def add(verbs: Any) -> None:
 
 def run(options: Any) -> Output:
     """Return a row for each tensor and value that differs, and a summary."""
+    from shardckpt.cli.progress import show_progress
     from shardckpt.engine import locate
     from shardckpt.huggingface import find_mapping, read_config
     from shardckpt.maintenance import diff_checkpoints
     from shardckpt.plugins import get_plugin_manager
 
     config = partial(read_config, (), locate(options.second, get_plugin_manager()))
-    report = diff_checkpoints(
-        options.first,
-        options.second,
-        rtol=options.rtol,
-        atol=options.atol,
-        mapping=find_mapping(options.mapping, config, "keep"),
-        prefix=options.prefix,
-        read_values=options.read,
-        tensors_only=options.tensors_only,
-    )
+    with show_progress("diff"):
+        report = diff_checkpoints(
+            options.first,
+            options.second,
+            rtol=options.rtol,
+            atol=options.atol,
+            mapping=find_mapping(options.mapping, config, "keep"),
+            prefix=options.prefix,
+            read_values=options.read,
+            tensors_only=options.tensors_only,
+        )
     written = []
     if options.html:
         from shardckpt.cli.html import write_difference_page
@@ -84,13 +88,20 @@ def _describe(report: DiffReport, options: Any) -> list[str]:
     lines = []
     if report.differences:
         header = ("tensor", "differs in", "first", "second", "elements", "max abs", "max rel", "first at")
-        lines.append(table(header, list(map(_list_cells, report.differences))))
+        styles = [_find_style(difference.kind) for difference in report.differences]
+        lines.append(table(header, list(map(_list_cells, report.differences)), styles, 1))
     if report.objects is not None:
         different = report.objects.differences
         if different:
-            lines.append(table(("object", "differs in", "first", "second"), [tuple(found) for found in different]))
+            styles = [_find_style(difference.kind) for difference in different]
+            lines.append(table(("object", "differs in", "first", "second"), different, styles, 1))
         summary += f"; objects and common state: {report.objects.equal} entries are equal, {len(different)} values not"
-    return [*lines, summary, *filter(None, [_advise_names(report, options)])]
+    lines.append(paint(summary, "good" if report.are_same else "bad"))
+    return [*lines, *filter(None, [_advise_names(report, options)])]
+
+
+def _find_style(kind: str) -> Style:
+    return "partial" if kind.startswith("only in") else "bad"
 
 
 def _advise_names(report: DiffReport, options: Any) -> str:

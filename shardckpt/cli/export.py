@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from shardckpt.cli.convert import add_mapping_options
+from shardckpt.cli.convert import add_mapping_options, add_verbose
 from shardckpt.cli.output import Output
 
 if TYPE_CHECKING:
@@ -49,6 +49,7 @@ def add(verbs: Any) -> None:
     parser.add_argument(
         "--overwrite", action="store_true", help="replace the weights in the folder, and keep its other files"
     )
+    add_verbose(parser, "print a line for each file")
     parser.set_defaults(run=run)
 
 
@@ -73,7 +74,7 @@ def run(options: Any) -> Output:
             overwrite=options.overwrite,
             memory_budget=options.memory,
         )
-    return Output(lambda: _name_columns(exported), lambda: _describe(exported, options.target))
+    return Output(lambda: _name_columns(exported), lambda: _describe(exported, options.target, verbose=options.verbose))
 
 
 def _name_columns(exported: Exported) -> dict[str, Any]:
@@ -81,8 +82,11 @@ def _name_columns(exported: Exported) -> dict[str, Any]:
     return {**exported._asdict(), "files": rows}
 
 
-def _describe(exported: Exported, target: str) -> list[str]:
+def _describe(exported: Exported, target: str, *, verbose: bool) -> list[str]:
     from shardckpt.cli.table import table
 
     rows = [(name, count, f"{size:,}") for name, count, size in exported.files]
-    return [table(("file", "tensors", "bytes"), rows), f"{target}: {exported.total_size:,} bytes of tensors"]
+    tensors, files = sum(count for _, count, _ in exported.files), len(rows)
+    many = f"{files} file{'s' * (files != 1)}"
+    summary = f"{target}: {many} of {tensors:,} tensors, {exported.total_size:,} bytes of tensors"
+    return [*([table(("file", "tensors", "bytes"), rows)] if verbose else []), summary]

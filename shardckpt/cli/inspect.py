@@ -14,6 +14,7 @@ from collections import Counter
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from shardckpt.cli.colour import paint
 from shardckpt.cli.exit_codes import FINE, FOUND
 from shardckpt.cli.header import read_header
 from shardckpt.cli.output import Output
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
     from shardckpt.engine import IncompleteFile, StoredCheckpoint
+    from shardckpt.maintenance import Statistics
     from shardckpt.manifest import PlainRecord, Record
     from shardckpt.plugins import Outline
     from shardckpt.strategy import StoredColumns
@@ -60,6 +62,11 @@ def add(verbs: Any) -> None:
     how.add_argument("--tree", action="store_true", help="a row per module, with the sums of its tensors")
     how.add_argument("--files", action="store_true", help="a row per file")
     how.add_argument(
+        "--stats",
+        action="store_true",
+        help="norm, mean, least and greatest value of each tensor, NaN and Inf: reads all",
+    )
+    how.add_argument(
         "--html", metavar="FILE", help="write a page with pictures: shards, modules, files, the save's time"
     )
     parser.add_argument("--depth", type=int, metavar="N", help="with --tree, the deepest level to show")
@@ -83,7 +90,8 @@ def run(options: Any) -> Output:
 def _inspect(options: Any) -> Output:
     from shardckpt.cli.values import split_region
 
-    found = None if options.html or split_region(options.prefix) is not None else _read_outline(options)
+    is_read = options.html or options.stats or split_region(options.prefix) is not None
+    found = None if is_read else _read_outline(options)
     if found is not None:
         return _show(found, options)
     try:
@@ -107,7 +115,7 @@ def _inspect_open(options: Any, lost: str = "") -> Output:
         lost: That it has lost its ``metadata.json``, and what to do about that; ``""``: it must have it.
     """
     from shardckpt.cli.html import write_checkpoint_page
-    from shardckpt.cli.values import find_common, read_values, show_common, split_region
+    from shardckpt.cli.values import find_common, list_statistics, read_values, show_common, split_region
     from shardckpt.maintenance import open_any
 
     with open_any(options.directory, unmarked=bool(lost)) as checkpoint:
@@ -122,6 +130,8 @@ def _inspect_open(options: Any, lost: str = "") -> Output:
         found = _collect(checkpoint, options)._replace(incomplete=_find_faults(checkpoint, lost))
         if options.files:
             found = found._replace(files=_list_files(checkpoint))
+        if options.stats:
+            found = found._replace(statistics=list_statistics(checkpoint, found.tensors.keys))
     return _show(found, options)
 
 
@@ -147,7 +157,8 @@ def _add_faults(output: Output, checkpoint: StoredCheckpoint, lost: str) -> Outp
 
 
 def _describe_faults(faults: Sequence[IncompleteFile], shown: Collection[str]) -> list[str]:
-    return [escape_text(f"incomplete: {file.name} {file.fault}{_affected(file, shown)}") for file in faults]
+    said = (f"incomplete: {file.name} {file.fault}{_affected(file, shown)}" for file in faults)
+    return [paint(escape_text(line), "partial") for line in said]
 
 
 def _list_faults(faults: Sequence[IncompleteFile]) -> list[dict[str, Any]]:
@@ -210,6 +221,14 @@ class _Tensors(NamedTuple):
         sizes = [form.nbytes for form in self.forms]
         return list(map(sizes.__getitem__, self.numbers))
 
+    def count_parameters(self) -> int:
+        """Return how many elements the tensors have that are no state of an optimizer: parameters and buffers."""
+        from shardckpt.engine import is_optimizer_key
+
+        counts = [math.prod(form.shape) for form in self.forms]
+        rows = zip(self.keys, self.numbers, strict=True)
+        return sum(counts[number] for key, number in rows if not is_optimizer_key(key))
+
 
 class _Found(NamedTuple):
     """What is known of a checkpoint; of one prefix, without the common state."""
@@ -225,6 +244,8 @@ class _Found(NamedTuple):
     scaled: Sequence[str] = ()
     #: Rows of a table of the files, if they are asked for.
     files: Sequence[tuple[Any, ...]] = ()
+    #: Of each tensor, if they are asked for.
+    statistics: Sequence[Statistics | None] | None = None
 
 
 def _collect(checkpoint: StoredCheckpoint, options: Any) -> _Found:
@@ -286,8 +307,9 @@ def _make_tensors(outline: Outline, options: Any) -> _Tensors:
 
 
 def _describe(found: _Found, options: Any) -> list[str]:
-    from shardckpt.cli.amounts import format_metric
+    from shardckpt.cli.amounts import format_count, format_metric
     from shardckpt.cli.tree import make_tree
+    from shardckpt.cli.values import make_statistics_table
 
     header, tensors = found.header, found.tensors
     history = "".join(f", {name} {header[name]}" for name in ("id", "parent", "step") if header[name] is not None)
@@ -308,12 +330,20 @@ def _describe(found: _Found, options: Any) -> list[str]:
             ],
         )
     total = sum(tensors.list_sizes())
-    summary = f"{len(tensors.keys)} tensors of {total:,} bytes, {len(found.objects)} objects{_sum_dtypes(found)}"
+    count = format_count(tensors.count_parameters())
+    summary = f"{len(tensors.keys)} tensors of {total:,} bytes, {count} parameters, {len(found.objects)} objects"
+    summary += _sum_dtypes(found)
     if tensors.keys == [found.prefix] and not options.tree:
         summary += f"; its values: {found.prefix}[], a region: {found.prefix}[0:4, ...]"
     faults = [f"the common state cannot be read: {found.fault}"] if found.fault else []
     shown = {*tensors.keys, *found.objects, *found.common}
     head = map(escape_text, (title, _describe_writer(header)))
+    if found.statistics is not None:
+        forms = [tensors.forms[number] for number in tensors.numbers]
+        rows = [
+            (key, form.dtype, "x".join(map(str, form.shape))) for key, form in zip(tensors.keys, forms, strict=True)
+        ]
+        listing = make_statistics_table(rows, found.statistics)
     if options.files:
         listing = table(("file", "bytes", "rank", "items"), sorted(found.files))
     return [
@@ -360,15 +390,18 @@ def _list_recorded_files(record: PlainRecord | Record) -> list[tuple[Any, ...]]:
 
 
 def _list_all(found: _Found) -> dict[str, Any]:
-    from shardckpt.cli.encode import Rows
+    from shardckpt.cli.encode import Rows, make_plain
 
     forms = [form._asdict() for form in found.tensors.forms]
     rows = Rows(
         {"key": key, **forms[number]} for key, number in zip(found.tensors.keys, found.tensors.numbers, strict=True)
     )
+    if found.statistics is not None:
+        rows = Rows({**row, "statistics": make_plain(each)} for row, each in zip(rows, found.statistics, strict=True))
     return {
         "checkpoint": found.directory,
         **found.header,
+        "parameters": found.tensors.count_parameters(),
         "tensors": rows,
         "objects": found.objects,
         "common": found.common,

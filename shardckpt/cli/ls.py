@@ -29,6 +29,7 @@ from shardckpt.errors import CheckpointingException, escape_text, name_known
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from shardckpt.cli.colour import Style
     from shardckpt.engine import PruneResult
     from shardckpt.manager import CheckpointSummary
 
@@ -147,7 +148,14 @@ def _make_table(found: Sequence[CheckpointSummary], metric: str, best: Checkpoin
     header, shown = drop_empty(names, rows)
     if sys.stdout.isatty():
         shown = fit_first(header, shown, shutil.get_terminal_size().columns)
-    return table(header, shown)
+    return table(header, shown, [*map(_find_style, found)])
+
+
+def _find_style(found: CheckpointSummary) -> Style:
+    if found.has_failed:
+        return "bad"
+    states: dict[str, Style] = {"whole": "good", "incomplete": "partial", "other": ""}
+    return states.get(found.state, "bad")
 
 
 def _show_metric(found: CheckpointSummary, metric: str, best: CheckpointSummary | None) -> str:

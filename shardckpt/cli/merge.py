@@ -92,7 +92,7 @@ def run(options: Any) -> Output:
             base=-1 if options.base is None else options.base - 1,
             **target,
         )
-    return Output(lambda: report, lambda: _describe(report, options.target))
+    return Output(lambda: report, lambda: _describe(report, options.target, verbose=options.verbose))
 
 
 def parse_numbers(text: str) -> list[float]:
@@ -122,7 +122,7 @@ def _compute_weights(options: Any) -> list[float] | None:
     return weights
 
 
-def _describe(report: MergeReport, target: str) -> list[str]:
+def _describe(report: MergeReport, target: str, *, verbose: bool) -> list[str]:
     from shardckpt.cli.table import table
 
     rows = [
@@ -130,4 +130,5 @@ def _describe(report: MergeReport, target: str) -> list[str]:
         for number, (source, weight) in enumerate(zip(report.sources, report.weights, strict=True))
     ]
     how = f"merged from {len(report.sources)} sources"
-    return [table(("weight", "source"), rows), *describe_conversion(report.conversion, target, how)]
+    lines = describe_conversion(report.conversion, target, how, verbose=verbose)
+    return [table(("weight", "source"), rows), *lines]

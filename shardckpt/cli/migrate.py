@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from shardckpt.cli.convert import describe_conversion, parse_target
+from shardckpt.cli.convert import PROOF_HELP, add_verbose, describe_conversion, parse_target
 from shardckpt.cli.output import Output
 
 
@@ -38,6 +38,7 @@ def add(verbs: Any) -> None:
         action="store_true",
         help="replace the checkpoint at NEW, which may be OLD, in one step when the new one is complete and on disk",
     )
+    add_verbose(parser, f"with --to BACKEND, {PROOF_HELP}")
     parser.set_defaults(run=run)
 
 
@@ -59,7 +60,7 @@ def run(options: Any) -> Output:
         report = convert_checkpoint(
             options.old, options.new, options.to, memory_budget=budget, overwrite=options.overwrite
         )
-    return Output(lambda: report, lambda: describe_conversion(report, options.new))
+    return Output(lambda: report, lambda: describe_conversion(report, options.new, verbose=options.verbose))
 
 
 def _parse_target(text: str) -> int | str | tuple[str, int]:

@@ -12,6 +12,7 @@ import sys
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from shardckpt.cli.colour import Painted
 from shardckpt.cli.exit_codes import FINE
 from shardckpt.errors import escape_text
 
@@ -44,7 +45,7 @@ def show(output: Output, *, as_json: bool) -> int:
     if as_json:
         show_json(output.data())
     elif output.is_long:
-        _page("\n".join(output.text()))
+        _page(output.text())
     else:
         for line in output.text():
             say(line)
@@ -60,7 +61,7 @@ def show_json(data: Any) -> None:
 
 def say(text: str = "", *, end: str = "\n", flush: bool = False) -> None:
     """Print a text to standard output, with all but printable characters, line ends and tabs escaped."""
-    print(escape_text(text, _LAYOUT), end=end, flush=flush)
+    print(_escape(text), end=end, flush=flush)
 
 
 def say_error(text: str) -> None:
@@ -69,16 +70,22 @@ def say_error(text: str) -> None:
         print(escape_text(text, _LAYOUT), file=sys.stderr)
 
 
-def _page(text: str) -> None:
-    """Print a text; through ``$PAGER`` if standard output is a terminal that it does not fit on (``cat`` for none)."""
+def _escape(text: str) -> str:
+    return text if isinstance(text, Painted) else escape_text(text, _LAYOUT)
+
+
+def _page(lines: Iterable[str]) -> None:
+    """Print lines; through ``$PAGER`` if standard output is a terminal that they do not fit on (``cat`` for none)."""
+    text = "\n".join(map(_escape, lines))
     if sys.stdout.isatty():
         import pydoc  # both are slow to import, and only needed here
         import shutil
 
         if text.count("\n") + 1 >= shutil.get_terminal_size().lines:
-            pydoc.pager(f"{escape_text(text, _LAYOUT)}\n")
+            os.environ.setdefault("LESS", "FRX")  # so that less shows colours, as git sets it
+            pydoc.pager(f"{text}\n")
             return
-    say(text)
+    say(Painted(text))
 
 
 def open_closed_streams() -> None:

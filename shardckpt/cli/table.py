@@ -6,10 +6,13 @@ from itertools import repeat
 from operator import add
 from typing import TYPE_CHECKING, Any
 
+from shardckpt.cli.colour import Painted, colour, has_colours
 from shardckpt.errors import escape_text
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from shardckpt.cli.colour import Style
 
 
 #: Dashes under the name of the last column, at most.
@@ -18,15 +21,18 @@ _LONGEST_RULE = 40
 _LAST, _SHORTEST, _GAP = 20, 20, "..."
 
 
-def table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+def table(header: Sequence[str], rows: Sequence[Sequence[Any]], styles: Sequence[Style] = (), styled: int = -1) -> str:
     """Return a table as text: left-aligned columns under a header.
 
     Args:
         header: Names of the columns.
         rows: Cells, converted by ``str``.
+        styles: Of each row, in what colour one of its cells is, if standard output shows colours.
+        styled: The number of the column of that cell; the last.
     """
     cells = zip(*rows, strict=True) if rows else ([] for _ in header)
-    return columns_table(header, *([*map(str, column)] for column in cells))
+    columns = ([*map(str, column)] for column in cells)
+    return columns_table(header, *columns, styles=styles, styled=styled)
 
 
 def drop_empty(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> tuple[list[str], list[list[Any]]]:
@@ -53,14 +59,19 @@ def _cut_middle(text: str, most: int) -> str:
     return f"{text[: most - len(_GAP) - tail]}{_GAP}{text[-tail:]}"
 
 
-def columns_table(header: Sequence[str], *columns: Sequence[str]) -> str:
+def columns_table(
+    header: Sequence[str], *columns: Sequence[str], styles: Sequence[Style] = (), styled: int = -1
+) -> str:
     """Return the same of columns: a listing may have 100,000 rows.
 
     Args:
         header: Names of the columns.
         columns: The texts of each column, as many in each.
+        styles: As for :func:`table`.
+        styled: As for :func:`table`.
     """
     full = []
+    is_painted = bool(styles) and has_colours()
     for number, (name, given) in enumerate(zip(header, columns, strict=True), 1):
         column = _escape_cells(given)
         different = {name, *column}
@@ -72,7 +83,10 @@ def columns_table(header: Sequence[str], *columns: Sequence[str]) -> str:
             padded = {cell: cell.ljust(width) for cell in (*different, cells[1])}
             cells = list(map(padded.__getitem__, cells))
         full.append(cells)
-    return "\n".join(map(str.rstrip, map("  ".join, zip(*full, strict=True))))
+    if is_painted:
+        full[styled][2:] = map(colour, full[styled][2:], styles)  # cells are escaped by now
+    text = "\n".join(map(str.rstrip, map("  ".join, zip(*full, strict=True))))
+    return Painted(text) if is_painted else text
 
 
 def grouped_table(

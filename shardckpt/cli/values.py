@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import math
 import re
+import shutil
+import sys
 from typing import TYPE_CHECKING, Any
 
 from shardckpt.cli.output import Output
+from shardckpt.cli.table import drop_empty, fit_first, table
 from shardckpt.errors import CheckpointingException, KeyMismatchError, escape_text, name_known
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor
 
+    from shardckpt.cli.colour import Style
     from shardckpt.engine import StoredCheckpoint
     from shardckpt.maintenance import Statistics
 
@@ -40,12 +47,19 @@ def read_values(checkpoint: StoredCheckpoint, key: str, index: tuple[Any, ...]) 
     Raises:
         KeyMismatchError: no such tensor is stored.
     """
+    from shardckpt.cli.progress import show_progress
+    from shardckpt.engine import Progress
     from shardckpt.maintenance import compute_statistics
+    from shardckpt.plugins import get_plugin_manager
 
     if key not in checkpoint:
         raise KeyMismatchError(f"no tensor has the key {key!r} {name_known(key, checkpoint, 'keys')}")
     stored = checkpoint[key]
-    statistics = compute_statistics(stored, index)
+    with show_progress("inspect"):
+        size = math.prod(stored.shape) * stored.dtype.itemsize
+        progress = Progress("inspect", "", size, get_plugin_manager())
+        statistics = compute_statistics(stored, index, progress.add)
+        progress.end()  # of a region, which is not all of the tensor
     corner, is_all = _find_corner(stored.shape, index, statistics.count)
     values = stored[corner]
     dtype = str(stored.dtype).removeprefix("torch.")
@@ -88,6 +102,49 @@ def describe_statistics(statistics: Statistics) -> list[str]:
     odd = f"NaN {statistics.nans:,}, Inf {statistics.infs:,}"
     left_out = " (left out above)" if statistics.nans or statistics.infs else ""
     return [numbers, f"{odd}{left_out}"]
+
+
+def list_statistics(checkpoint: StoredCheckpoint, keys: Sequence[str]) -> list[Statistics | None]:
+    """Return the statistics of tensors, read block by block; None of one whose dtype torch does not compute with."""
+    import torch
+
+    from shardckpt.cli.progress import show_progress
+    from shardckpt.engine import Progress
+    from shardckpt.maintenance import compute_statistics, has_numbers
+    from shardckpt.plugins import get_plugin_manager
+
+    tensors = [checkpoint[key] for key in keys]
+    chosen = {each.key for each in tensors if has_numbers(torch.empty(0, dtype=each.dtype, device="cpu"))}
+    total = sum(math.prod(each.shape) * each.dtype.itemsize for each in tensors if each.key in chosen)
+    with show_progress("inspect"):
+        progress = Progress("inspect", "", total, get_plugin_manager())
+        return [compute_statistics(each, ..., progress.add) if each.key in chosen else None for each in tensors]
+
+
+def make_statistics_table(forms: Sequence[tuple[str, str, str]], found: Sequence[Statistics | None]) -> str:
+    """Return a table of the statistics of tensors, with their keys, dtypes and shapes."""
+    rows = [(*form, *_list_cells(each)) for form, each in zip(forms, found, strict=True)]
+    styles: list[Style] = ["bad" if s is not None and (s.nans or s.infs) else "" for s in found]
+    header, shown = drop_empty(("key", "kind", "shape", "norm", "mean", "min", "max", "not finite"), rows)
+    if sys.stdout.isatty():
+        shown = fit_first(header, shown, shutil.get_terminal_size().columns)
+    return table(header, shown, styles)
+
+
+def _list_cells(found: Statistics | None) -> list[str]:
+    if found is None:
+        return ["-"] * 5
+    return [*map(_format, (found.norm, found.mean, found.minimum, found.maximum)), _count_odd(found)]
+
+
+def _format(value: float | None) -> str:
+    return "-" if value is None else f"{value:.6g}"
+
+
+def _count_odd(statistics: Statistics) -> str:
+    """Return how many values are no finite numbers."""
+    counts = (("NaN", statistics.nans), ("Inf", statistics.infs))
+    return ", ".join(f"{count:,} {name}" for name, count in counts if count) or "-"
 
 
 def find_common(checkpoint: StoredCheckpoint, path: str) -> tuple[str, Any] | None:

@@ -25,6 +25,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from shardckpt.cli.colour import paint
 from shardckpt.cli.exit_codes import FAILED
 from shardckpt.cli.failure import print_error
 from shardckpt.cli.output import Output
@@ -34,6 +35,7 @@ from shardckpt.errors import CheckpointingException, IncompleteCheckpointError, 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from shardckpt.cli.colour import Style
     from shardckpt.maintenance import FileResult
     from shardckpt.manager import CheckpointSummary
 
@@ -180,18 +182,19 @@ def _describe(answers: Sequence[Answer]) -> Iterator[str]:
     for answer in answers:
         shown = [file for file in answer.files if file.fault or not several]
         if shown:
-            yield table(("file", "bytes", "result"), [(r.name, r.nbytes, _said(r, answer.path)) for r in shown])
+            rows = [(r.name, r.nbytes, _said(r, answer.path)) for r in shown]
+            yield table(("file", "bytes", "result"), rows, [*map(_find_file_style, shown)])
         if answer.error is None and (shown or not several):
-            yield f"{answer.path}: {_summary(answer.files)}"
+            yield paint(f"{answer.path}: {_summary(answer.files)}", _find_style(answer))
     if several:
         from shardckpt.cli.amounts import format_bytes
 
-        rows = []
+        verdicts: list[tuple[Any, ...]] = []
         for answer in answers:
             own = [file for file in answer.files if not file.foreign]
             size = format_bytes(sum(file.nbytes for file in own)) if own else "-"
-            rows.append((answer.path, len(own) or "-", size, _name_verdict(answer)))
-        yield table(("checkpoint", "files", "size", "result"), rows)
+            verdicts.append((answer.path, len(own) or "-", size, _name_verdict(answer)))
+        yield table(("checkpoint", "files", "size", "result"), verdicts, [*map(_find_style, answers)])
         counts = Counter(map(_name_verdict, answers))
         said = ", ".join(f"{count} {verdict}" for verdict, count in counts.items())
         yield f"{len(answers)} checkpoints: {said}"
@@ -212,6 +215,16 @@ def _name_verdict(answer: Answer) -> str:
     if answer.exit_code == FAILED:
         return "without an answer"
     return "incomplete" if isinstance(answer.error, IncompleteCheckpointError) else "damaged"
+
+
+def _find_style(answer: Answer) -> Style:
+    if isinstance(answer.error, IncompleteCheckpointError) and answer.exit_code != FAILED:
+        return "partial"
+    return "good" if _name_verdict(answer).startswith("intact") else "bad"
+
+
+def _find_file_style(result: FileResult) -> Style:
+    return "" if result.foreign else "bad" if result.fault else "good"
 
 
 def _make_row(answer: Answer) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from shardckpt import lazy_getattr
 
 if TYPE_CHECKING:
-    from shardckpt.engine.amounts import format_bytes, format_seconds
+    from shardckpt.engine.amounts import format_bytes, format_count, format_seconds
     from shardckpt.engine.display import show_progress
     from shardckpt.engine.externally_coordinated import (
         ExternalSave,
@@ -56,6 +56,7 @@ if TYPE_CHECKING:
         refuse_overlap,
     )
     from shardckpt.engine.operation import Operation
+    from shardckpt.engine.optimizer_keys import is_optimizer_key
     from shardckpt.engine.plan_cache import CachedPlan, PlanCache, saved_plans
     from shardckpt.engine.progress import Progress, wants_progress
     from shardckpt.engine.pruning import (
@@ -96,8 +97,10 @@ __getattr__ = lazy_getattr(
     {
         "amounts": (
             "format_bytes",
+            "format_count",
             "format_seconds",
         ),
+        "optimizer_keys": ("is_optimizer_key",),
         "display": ("show_progress",),
         "externally_coordinated": (
             "ExternalSave",
@@ -250,8 +253,10 @@ __all__ = [
     "find_saver",
     "find_usual_names",
     "format_bytes",
+    "format_count",
     "format_seconds",
     "is_damage",
+    "is_optimizer_key",
     "list_digested_files",
     "list_names",
     "list_recorded_files",

@@ -1,8 +1,14 @@
-"""Bytes and times as people read them."""
+"""Bytes, numbers of elements, and times as people read them."""
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
 _UNITS = ("kB", "MB", "GB", "TB", "PB", "EB")
+_COUNTS = ("k", "M", "B", "T")
 _THOUSAND = 1000
 _TEN = 10
 _TIMES = ((86400 * 365, "y"), (86400, "d"), (3600, "h"), (60, "min"))
@@ -10,10 +16,17 @@ _TIMES = ((86400 * 365, "y"), (86400, "d"), (3600, "h"), (60, "min"))
 
 def format_bytes(nbytes: float) -> str:
     """Return a size with its unit, powers of 1000, as ``ls`` and ``--max-shard-size`` count: ``1.5 GB``."""
-    if nbytes < _THOUSAND:
-        return f"{nbytes:.0f} B"
-    value, unit = float(nbytes), ""
-    for name in _UNITS:
+    return f"{nbytes:.0f} B" if nbytes < _THOUSAND else _scale(nbytes, _UNITS)
+
+
+def format_count(count: int) -> str:
+    """Return a number of elements as models are called by it: ``722 k``, ``1.2 B``."""
+    return str(count) if count < _THOUSAND else _scale(count, _COUNTS)
+
+
+def _scale(amount: float, units: Sequence[str]) -> str:
+    value, unit = float(amount), ""
+    for name in units:
         value, unit = value / _THOUSAND, name
         if round(value, 1) < _THOUSAND:
             break

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
         natural_order,
         parse_leave_out,
     )
-    from shardckpt.huggingface.planning import ExportOptions, is_optimizer_key, plan_export, plan_tensors
+    from shardckpt.huggingface.planning import ExportOptions, plan_export, plan_tensors
     from shardckpt.huggingface.rules import Rule, RuleMapping
     from shardckpt.huggingface.shards import get_shard_info, save_state_dict
     from shardckpt.huggingface.structure import forget_structure, make_state_dict, plain_name
@@ -73,7 +73,7 @@ __getattr__ = lazy_getattr(
             "natural_order",
             "parse_leave_out",
         ),
-        "planning": ("ExportOptions", "is_optimizer_key", "plan_export", "plan_tensors"),
+        "planning": ("ExportOptions", "plan_export", "plan_tensors"),
         "rules": ("Rule", "RuleMapping"),
         "shards": ("get_shard_info", "save_state_dict"),
         "structure": ("forget_structure", "make_state_dict", "plain_name"),
@@ -117,7 +117,6 @@ __all__ = [
     "get_shard_info",
     "header_length",
     "huggingface_index",
-    "is_optimizer_key",
     "is_torch_file",
     "list_assets",
     "list_values",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, NamedTuple
 
+from shardckpt.engine import is_optimizer_key
 from shardckpt.errors import CheckpointingException, KeyMismatchError, ShardingError, listed, name_known, name_prefixes
 from shardckpt.huggingface.dtypes import cast_to
 from shardckpt.huggingface.header import refuse_unknown
@@ -29,9 +30,6 @@ logger = logging.getLogger(__name__)
 
 #: Prefixes that adapters.to_sharded_state_dict gives a model and its optimizers.
 _MODEL, _OPTIMIZER = "model.", "optimizer."
-#: What an optimizer's state is called, as the first or second part of a key: in torch's and Megatron's state dicts,
-#: torchtitan's, Lightning's and Accelerate's.
-_OPTIMIZERS = {"optim", "optimizer", "optimizers", "optimizer_state", "optimizer_states", "optimizer_state_dict"}
 #: Suffixes of the scales of weights of 8 bits and less: a cast of the scales would change the weights.
 _SCALE_SUFFIXES = ("_scale_inv", "_scale")
 
@@ -111,11 +109,6 @@ def find_model_prefix(stored: Iterable[ShardedBase]) -> str:
     keys = [stored_key(shard) for shard in stored]
     has_both = any(key.startswith(_MODEL) for key in keys) and any(key.startswith(_OPTIMIZER) for key in keys)
     return _MODEL if has_both else ""
-
-
-def is_optimizer_key(key: str) -> bool:
-    """Return whether a key is that of an optimizer's state, by the names that trainers give it."""
-    return not _OPTIMIZERS.isdisjoint(key.split(".", 2)[:2])
 
 
 def _is_foreign_optimizer(shard: ShardedBase, mapping: KeyMapping) -> bool:

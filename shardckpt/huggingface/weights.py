@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from shardckpt.engine import STREAM_BYTES, StoredCheckpoint, make_memory
+from shardckpt.engine import STREAM_BYTES, StoredCheckpoint, is_optimizer_key, make_memory
 from shardckpt.errors import KeyMismatchError, name_prefixes
 from shardckpt.huggingface.dtypes import parse_dtype
 from shardckpt.huggingface.models import find_mapping
@@ -12,7 +12,6 @@ from shardckpt.huggingface.names import SAFETENSORS, parse_leave_out
 from shardckpt.huggingface.planning import (
     ExportOptions,
     find_model_prefix,
-    is_optimizer_key,
     plan_tensors,
     refuse_codes,
 )

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from shardckpt.maintenance.remove import RemovalReport, remove_keys
     from shardckpt.maintenance.sources import open_any
     from shardckpt.maintenance.state_fingerprints import fingerprint
-    from shardckpt.maintenance.statistics import Statistics, compute_statistics
+    from shardckpt.maintenance.statistics import Statistics, compute_statistics, has_numbers
     from shardckpt.maintenance.stored_fingerprints import fingerprint_checkpoint
     from shardckpt.maintenance.verify import (
         DAMAGED,
@@ -54,7 +54,7 @@ __getattr__ = lazy_getattr(
         "remove": ("RemovalReport", "remove_keys"),
         "sources": ("open_any",),
         "state_fingerprints": ("fingerprint",),
-        "statistics": ("Statistics", "compute_statistics"),
+        "statistics": ("Statistics", "compute_statistics", "has_numbers"),
         "stored_fingerprints": ("fingerprint_checkpoint",),
         "verify": (
             "DAMAGED",
@@ -63,6 +63,7 @@ __getattr__ = lazy_getattr(
             "FileResult",
             "get_exit_code",
             "has_digests",
+            "has_numbers",
             "verify_checkpoint",
         ),
     },
@@ -95,6 +96,7 @@ __all__ = [
     "fingerprint_checkpoint",
     "get_exit_code",
     "has_digests",
+    "has_numbers",
     "is_marked",
     "list_inside",
     "list_local_names",

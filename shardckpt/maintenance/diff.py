@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
 
-from shardckpt.engine import STREAM_BYTES, StoredCheckpoint, TensorBox, locate, read_boxes
+from shardckpt.engine import STREAM_BYTES, Progress, StoredCheckpoint, TensorBox, locate, read_boxes
 from shardckpt.errors import CheckpointingException, KeyMismatchError, name_prefixes
 from shardckpt.maintenance.object_diff import ObjectReport, diff_objects
 from shardckpt.maintenance.sources import open_source
+from shardckpt.maintenance.statistics import has_numbers
 from shardckpt.mapping import ShardedTensor
 from shardckpt.planning import Box, batch_by_bytes, cut_box
 from shardckpt.plugins import Identity, KeyMapEntry, get_key_map_entries, get_plugin_manager
@@ -134,7 +135,9 @@ def diff_checkpoints(
     def attempt() -> DiffReport:
         with ExitStack() as stack:
             one, other = (stack.enter_context(_open(place, allow_globals)) for place in (first, second))
-            report = _Comparison(one, other, rtol, atol, memory).run(mapping or Identity(), prefix, read_values)
+            report = _Comparison(one, other, rtol, atol, memory, str(first)).run(
+                mapping or Identity(), prefix, read_values
+            )
             if tensors_only or prefix or not isinstance(mapping or Identity(), Identity):
                 return report
             return replace(report, objects=diff_objects(one, other))
@@ -203,15 +206,18 @@ class _Comparison:
     rtol: float
     atol: float
     memory: int
+    #: How the caller names the first, for those who watch.
+    place: str
 
     def run(self, mapping: KeyMapping, prefix: str, read_values: bool) -> DiffReport:
         """Compare all tensors."""
         found, missing = self._match(mapping, prefix)
         same = set() if read_values else self._compare_fingerprints(found)
-        for some in batch_by_bytes(
-            self._cut(one for one in found if one.tensor.key not in same), _count_bytes, self.memory
-        ):
+        rest = [one for one in found if one.tensor.key not in same]
+        progress = Progress("diff", self.place, sum(map(_count_bytes, self._list_boxes(rest))), get_plugin_manager())
+        for some in batch_by_bytes(self._cut(rest), _count_bytes, self.memory):
             self._compare_values(some)
+            progress.add(sum(map(_count_bytes, some)))
         reports = [report for one in found if (report := one.report()) is not None]
         differences = sorted([*reports, *missing], key=lambda difference: difference.key)
         return DiffReport(len(found) - len(reports), len(same), tuple(differences))
@@ -252,12 +258,15 @@ class _Comparison:
         # The fingerprint has the shape and the dtype; a transposed tensor of the same shape has another.
         return {key for key, other in pairs.items() if key in first and first[key] == second.get(other)}
 
+    def _list_boxes(self, found: Iterable[_Found]) -> Iterator[tuple[_Found, _Pair, Box]]:
+        """Yield boxes of the first checkpoint's tensors that are compared."""
+        return ((one, pair, pair.link.box) for one in found for pair in ([] if one.absent else one.pairs))
+
     def _cut(self, found: Iterable[_Found]) -> Iterator[tuple[_Found, _Pair, Box]]:
-        """Yield boxes of the first checkpoint's tensors that are compared at a time."""
-        for one in found:
-            for pair in () if one.absent else one.pairs:
-                for box in cut_box(pair.link.box, _itemsize(pair), self.memory):
-                    yield one, pair, box
+        """Yield parts of these boxes, each of which is compared at a time."""
+        for one, pair, whole in self._list_boxes(found):
+            for box in cut_box(whole, _itemsize(pair), self.memory):
+                yield one, pair, box
 
     def _compare_values(self, some: Sequence[tuple[_Found, _Pair, Box]]) -> None:
         """Compare boxes, in the order of their elements in each tensor."""
@@ -283,9 +292,9 @@ class _Comparison:
             bits = [_view_bytes(values) for values in (first, second)]
             if torch.equal(*bits):
                 return None
-            if not (self.rtol or self.atol) or not _has_numbers(first):
+            if not (self.rtol or self.atol) or not has_numbers(first):
                 return (bits[0] != bits[1]).any(-1).view(first.shape)
-        elif not (_has_numbers(first) and _has_numbers(second)):
+        elif not (has_numbers(first) and has_numbers(second)):
             return torch.ones(first.shape, dtype=torch.bool, device="cpu") if first.numel() else None
         close = torch.isclose(_widen(first), _widen(second), rtol=self.rtol, atol=self.atol, equal_nan=True)
         return None if bool(close.all()) else ~close
@@ -312,15 +321,6 @@ def _view_bytes(values: torch.Tensor) -> torch.Tensor:
     return values.contiguous().reshape(-1).view(torch.uint8).view(values.numel(), values.dtype.itemsize)
 
 
-def _has_numbers(values: torch.Tensor) -> bool:
-    """Return whether torch converts the dtype to wider ones: it does not convert packed ones."""
-    try:
-        values[:0].double() if values.dim() else values.double()
-    except (RuntimeError, NotImplementedError):
-        return False
-    return True
-
-
 def _widen(values: torch.Tensor) -> torch.Tensor:
     return values.to(torch.complex128 if values.is_complex() else torch.float64)
 
@@ -336,7 +336,7 @@ def _subtract(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
 
 def _measure(first: torch.Tensor, second: torch.Tensor, differs: torch.Tensor) -> list[float]:
     """Return the largest absolute and relative difference of the elements that differ; none of dtypes without any."""
-    if not (_has_numbers(first) and _has_numbers(second)):
+    if not (has_numbers(first) and has_numbers(second)):
         return []
     one, other = first[differs], second[differs]
     absolute = _subtract(one, other).abs()

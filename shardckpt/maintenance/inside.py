@@ -24,8 +24,8 @@ _MARKS = frozenset(
         *("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin.index.json"),
     }
 )
-#: DCP's and Megatron's data files, DeepSpeed's files, and the folders of ranks of Megatron's legacy format.
-_PARTS = re.compile(r".*\.distcp|.*_model_states\.pt|mp_rank_\d+(_\d+)*")
+#: Data files of DCP, Megatron and (safetensors, 1), DeepSpeed's, and the folders of ranks of Megatron's legacy format.
+_PARTS = re.compile(r".*\.distcp|rank_\d+_\d+\.safetensors|.*_model_states\.pt|mp_rank_\d+(_\d+)*")
 
 
 class Names(NamedTuple):
@@ -38,7 +38,7 @@ class Names(NamedTuple):
 def list_inside(list_names: Callable[[str], Names], is_step: Callable[[str], bool] = lambda _: False) -> Iterator[str]:
     """Yield the paths of what may be a checkpoint in a folder and in its folders: folders, and files by their suffix.
 
-    What is hidden is left out, and what is in a checkpoint.
+    What is hidden is left out, and what is in a checkpoint, or was to be.
 
     Args:
         list_names: Returns what is directly in a folder, by its path; ``""`` is the folder itself.

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 
-from shardckpt.engine import OpenCheckpoint, Operation, TensorBox, make_memory, read_boxes
+from shardckpt.engine import OpenCheckpoint, Operation, TensorBox, is_optimizer_key, make_memory, read_boxes
 from shardckpt.errors import CheckpointingException, KeyMismatchError, ShapeMismatchError, listed, name_known
-from shardckpt.huggingface import forget_structure, is_optimizer_key, plain_name
+from shardckpt.huggingface import forget_structure, plain_name
 from shardckpt.maintenance.combine import Angle, Combination, combine, make_average
 from shardckpt.mapping import ShardedTensor
 from shardckpt.planning import Box, batch_by_bytes, cut_box, part_view, shard_parts

@@ -11,6 +11,8 @@ import torch
 from shardckpt.errors import CheckpointingException
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from shardckpt.engine import StoredTensor
 
 #: Bytes of a block; its values take up to eight times that as float64.
@@ -40,12 +42,15 @@ class Statistics:
     norm: float
 
 
-def compute_statistics(stored: StoredTensor, index: Any = ...) -> Statistics:
+def compute_statistics(
+    stored: StoredTensor, index: Any = ..., count_bytes: Callable[[int], None] = lambda _: None
+) -> Statistics:
     """Read a region of a stored tensor block by block, and compute statistics of its values. Not collective.
 
     Args:
         stored: The tensor, of any dtype that torch converts to float64.
         index: The region, as for indexing.
+        count_bytes: Called with the bytes of each block that was read.
 
     Returns:
         The statistics.
@@ -59,6 +64,7 @@ def compute_statistics(stored: StoredTensor, index: Any = ...) -> Statistics:
     sums: list[float] = []
     norms: list[float] = []
     for block in stored.blocks(index, max_bytes=_BLOCK_BYTES):
+        count_bytes(block.nbytes)
         values = _convert(stored, block)
         finite = values[values.isfinite()]
         count += values.numel()
@@ -73,6 +79,15 @@ def compute_statistics(stored: StoredTensor, index: Any = ...) -> Statistics:
             norms.append(finite.norm().item())
     mean = math.fsum(sums) / finite_count if finite_count else None
     return Statistics(count, nans, infs, min(least, default=None), max(most, default=None), mean, math.hypot(*norms))
+
+
+def has_numbers(values: torch.Tensor) -> bool:
+    """Return whether torch converts the dtype to wider ones: it does not convert packed ones."""
+    try:
+        values[:0].double() if values.dim() else values.double()
+    except (RuntimeError, NotImplementedError):
+        return False
+    return True
 
 
 def _convert(stored: StoredTensor, block: torch.Tensor) -> torch.Tensor:

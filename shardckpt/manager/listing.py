@@ -41,7 +41,6 @@ from shardckpt.storage import (
     CheckpointReader,
     HasFolders,
     combine_fingerprints,
-    has_local_files,
     is_there,
     list_objects,
     name_siblings,
@@ -100,10 +99,8 @@ def _list(
     own = _summarize(_attach_listing(place, listings), plugins)
     # what looks like another library's format may have checkpoints beside what it is known by
     is_foreign = own.state == "unreadable" and not own.strategy and not is_there(place / MARKER_NAME)
-    if own.state not in ("other", "incomplete") and not is_foreign:
+    if own.state != "other" and not is_foreign:
         return [own]
-    if own.state == "incomplete" and is_marked(path.name for path in place.iterdir()):
-        return [own]  # a safetensors file beside the data is an index of them, and no checkpoint of its own
     inside = StepFolder(folder, plugins)
     names = [name for name in inside.directories() if not name.startswith(".")]
     found = _summarize_all(inside, names, listings, plugins)
@@ -325,7 +322,7 @@ def _describe_rest(
     """Return the summary of a directory that no reader reads: of a known format, a folder of others, a dead save."""
     # one .bin file is read by its path: it is in its folder as a checkpoint is
     is_one_file = "pytorch_model.bin" in names and "pytorch_model.bin.index.json" not in names
-    if has_local_files(directory) and not is_one_file and (what := describe_foreign(directory, names)):
+    if not is_one_file and (what := describe_foreign(directory, names)):
         return replace(summary, state="unreadable", reason=what)
     is_data = is_under_way(directory) or is_marked(names)
     inside = 0 if is_data else _count_inside(directory)

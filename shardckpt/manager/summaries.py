@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 from shardckpt.commit import HOLDS_NAME
 from shardckpt.engine import find_local, find_save_time, measure
 from shardckpt.errors import CheckpointingException, listed
-from shardckpt.maintenance import describe_foreign, list_inside, list_local_names
+from shardckpt.maintenance import FILE_SUFFIXES, describe_foreign, list_inside, list_local_names
 from shardckpt.manager.metrics import read_metrics
 from shardckpt.manager.step_names import MARKS_NAME, parse_step
 from shardckpt.manifest import FINGERPRINTS_NAME, MARKER_NAME, find_generation
@@ -279,5 +279,6 @@ def arrange(found: Iterable[CheckpointSummary], holds: Mapping[str, Collection[H
 
 
 def name_below(folder: str, found: Iterable[CheckpointSummary]) -> list[CheckpointSummary]:
-    """Return the summaries of the checkpoints in a folder, by their paths from the one that has the folder."""
-    return [replace(each, name=f"{folder}/{each.name}") for each in found if each.is_checkpoint]
+    """Return the summaries of checkpoints in a folder, by their paths from the one that has it, and of such files."""
+    kept = (each for each in found if each.is_checkpoint or each.name.endswith(FILE_SUFFIXES))
+    return [replace(each, name=f"{folder}/{each.name}") for each in kept]

@@ -46,7 +46,8 @@ class Event:
     """The start, end or failure of an operation, or of one of its phases, on one rank.
 
     Attributes:
-        operation: ``save``, ``load``, ``migrate``, ``convert``, ``remove``, ``export`` or ``verify``.
+        operation: ``save``, ``load``, ``migrate``, ``convert``, ``remove``, ``export``, ``verify``, ``diff``,
+            ``inspect`` or ``prune``.
         phase: Name of the phase; ``""`` for the operation from start to end.
         state: ``start``, ``end`` or ``failure``; or ``progress``, at most ten times a second, of a verification, which
             has no other events, and of saves, conversions, exports and migrations while a plugin that has the attribute

@@ -18,12 +18,18 @@ if TYPE_CHECKING:
 
 
 def test_convert_prints_the_proof(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """`convert SRC DST --to ...` has a line a tensor with both fingerprints, or all of it as JSON."""
+    """`convert` prints one line, with -v also one a tensor with both fingerprints, or all of it as JSON."""
     values = {"w": torch.arange(6.0), "step": 3}
     torch.save(values, tmp_path / "a.pt")
     mark = shardckpt.fingerprint({"w": values["w"]})["w"]
     assert main(["convert", str(tmp_path / "a.pt"), str(tmp_path / "c"), "--to", "safetensors@1"]) == 0
+    (summary,) = capsys.readouterr().out.splitlines()
+    assert (
+        main(["convert", str(tmp_path / "a.pt"), str(tmp_path / "c"), "--to", "safetensors@1", "-v", "--overwrite"])
+        == 0
+    )
     said = capsys.readouterr().out.splitlines()
+    assert said[-1] == summary
     assert said[2].split() == ["w", "float32", "[6]", mark, mark]
     assert said[-1].endswith(
         "safetensors version 1, written from torch_save version 1: 1 tensors of 24 bytes, 0 objects; read again, all "

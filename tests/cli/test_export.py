@@ -22,9 +22,10 @@ def test_the_command_exports_with_every_option(tmp_path: Path, capsys: pytest.Ca
     (tmp_path / "assets" / "config.json").write_text("{}")
     options = ["--prefix", "net.", "--mapping", "qwen3_moe", "--dtype", "bfloat16", "--max-shard-size", "24"]
     options += ["--assets", str(tmp_path / "assets"), "--leave-out", "head"]
-    assert main(["export", str(tmp_path / "c"), str(tmp_path / "hf"), *options]) == 0
-    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert main(["export", str(tmp_path / "c"), str(tmp_path / "hf"), *options, "--verbose"]) == 0
+    *rows, summary = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert ["model-00001-of-00002.safetensors", "2", "24"] in rows
+    assert summary[1:6] == ["2", "files", "of", "4", "tensors,"]
     found = read(tmp_path / "hf")
     assert len(found) == 4
     up = found["model.layers.0.mlp.experts.1.up_proj.weight"]

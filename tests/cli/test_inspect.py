@@ -63,7 +63,7 @@ def test_inspect_says_who_wrote_what(backend: Backend, tmp_path: Path, capsys: p
         "model.layers.2.b",
         "head",
     ]
-    assert lines[8] == "4 tensors of 173 bytes, 0 objects; bytes by dtype: float32 168, int8 5"
+    assert lines[8] == "4 tensors of 173 bytes, 47 parameters, 0 objects; bytes by dtype: float32 168, int8 5"
     assert main(["inspect", str(tmp_path / "c"), "--tree"]) == 0
     rows = [line.split() for line in capsys.readouterr().out.splitlines()[4:-1]]
     layers = [["model", "3", "168"], ["layers", "3", "168"], ["2", "2", "48"], ["10", "1", "120"]]
@@ -167,7 +167,7 @@ def test_inspect_counts_what_it_lists(tmp_path: Path, capsys: pytest.CaptureFixt
     damage(tmp_path / "step" / "__0_0.distcp", "cut by a byte")
     assert main(["inspect", str(tmp_path / "step")]) == 1
     said = capsys.readouterr().out
-    listed = re.search(r"(\d+) tensors of .* bytes, (\d+) objects", said)
+    listed = re.search(r"(\d+) tensors of .* bytes, .* parameters, (\d+) objects", said)
     affected = re.search(r"(\d+) tensors and objects cannot be read completely", said)
     assert listed
     assert affected

@@ -89,6 +89,7 @@ def test_long_names_are_cut_on_a_terminal_only(
         folders.save(tmp_path, step, name=f"{name}{{}}", loss=0.25)
     assert all(f"{name}{step} " in _list(capsys, tmp_path)[1 + step] for step in (1, 2))
     monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setenv("NO_COLOR", "1")
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     lines = _list(capsys, tmp_path)
     assert [line.split()[0][-7:] for line in lines[2:4]] == ["-step-1", "-step-2"]

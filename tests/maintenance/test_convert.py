@@ -181,7 +181,7 @@ def test_plain_objects_come_along(tmp_path: Path) -> None:
 def test_plain_objects_that_are_left_out_are_reported(
     tmp_path: Path, to: str, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A format without a place for them does not get them: the report, a warning and the command name every key."""
+    """A format without a place for them does not get them: report and warning name every key, the command counts."""
     plain = PlainObject("own", 0.5, keys=("groups.0.lr", "groups.1.lr"))
     state = {"w": whole("w", torch.ones(3)), "plain": plain, "one": PlainObject("one", [1])}
     dc.save(state, tmp_path / "old", "torch_dist")

@@ -1,0 +1,153 @@
+"""The command at work in an operator's folder: 24 checkpoints of twelve origins, six damaged, and a bucket."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from typing import TYPE_CHECKING, Any
+
+import fsspec
+import pytest
+
+from shardckpt.cli import main
+from tests.cli.zoo import DAMAGED, OTHERS, SEEN_AT_A_GLANCE, SOUND, make_zoo
+from tests.remote.conftest import endpoint, s3
+from tests.tables import table
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+__all__ = ["endpoint", "s3"]
+
+
+@pytest.fixture(scope="module")
+def zoo(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder, which no test changes."""
+    root = tmp_path_factory.mktemp("zoo")
+    make_zoo(root)
+    return root
+
+
+@pytest.fixture
+def own(zoo: Path, tmp_path: Path) -> Path:
+    """A copy for a test that changes it."""
+    return shutil.copytree(zoo, tmp_path / "own")
+
+
+@pytest.fixture
+def bucket(zoo: Path, s3: str) -> Iterator[str]:
+    """A copy in a bucket."""
+    files = fsspec.filesystem("s3")
+    files.mkdir("team")
+    files.put(f"{zoo}/", "team/zoo/", recursive=True)
+    yield "s3://team/zoo"
+    files.rm("team", recursive=True)
+
+
+def _ask(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, Any]:
+    """The exit code of a verb, and its JSON."""
+    code = main([*map(str, arguments), "--json"])
+    return code, json.loads(capsys.readouterr().out)
+
+
+#: The loose files, which are read on this machine alone.
+FILES = {path: "other" for path in (*SOUND, *DAMAGED) if path.endswith((".pt", ".ckpt", ".safetensors"))}
+
+
+def _check_listing(rows: list[dict[str, Any]], root: str, others: dict[str, str]) -> None:
+    """Compare what ls says with what was made; ``others`` are the states that are not those of a folder here."""
+    found = {row["path"].removeprefix(f"{root}/"): row for row in rows}
+    assert found.keys() == {*SOUND, *DAMAGED, *OTHERS}
+    assert {path: row["state"] for path, row in found.items()} == (
+        dict.fromkeys((*SOUND, *DAMAGED), "whole") | SEEN_AT_A_GLANCE | OTHERS | others
+    )
+    for path in SOUND.keys() - others.keys():
+        assert found[path]["writer"].startswith(SOUND[path]), path
+
+
+def test_ls_lists_all_of_a_folder(zoo: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One command names each checkpoint at any depth, who wrote it, and what is wrong with it at a glance."""
+    code, rows = _ask(capsys, "ls", "-r", zoo)
+    assert code == 1
+    _check_listing(rows, str(zoo), {})
+
+
+def test_ls_lists_all_of_a_bucket(bucket: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The same of a bucket."""
+    code, rows = _ask(capsys, "ls", "-r", bucket)
+    assert code == 1
+    _check_listing(rows, bucket, FILES)
+
+
+@table("width", [80, 120])
+def test_tables_fit_a_terminal(
+    zoo: Path, width: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No line of a listing or of verdicts is longer than the terminal is wide."""
+    monkeypatch.setenv("COLUMNS", str(width))
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.chdir(zoo)
+    for verb in ("ls", "verify"):
+        main([verb, "-r", "."])
+        lines = capsys.readouterr().out.splitlines()
+        assert len(lines) > len(SOUND)
+        assert [line for line in lines if len(line) > width] == []
+
+
+@table("where", ["folder", "bucket"])
+def test_verify_finds_all_damage(
+    zoo: Path, where: str, capsys: pytest.CaptureFixture[str], request: pytest.FixtureRequest
+) -> None:
+    """One command reads all of it, and finds what was damaged and nothing else."""
+    root = str(zoo) if where == "folder" else request.getfixturevalue("bucket")
+    code, found = _ask(capsys, "verify", "-r", root)
+    assert code == 2  # the folder of .bin files is one that it cannot answer for
+    codes = {each["checkpoint"].removeprefix(f"{root}/"): each["exit_code"] for each in found if not each["skipped"]}
+    expected = dict.fromkeys(SOUND, 0) | dict.fromkeys(DAMAGED, 1) | {"bin": 2}
+    assert codes == {path: code for path, code in expected.items() if where == "folder" or path not in FILES}
+
+
+@table("path", SOUND)
+def test_each_is_inspected_converted_and_compared(
+    zoo: Path, tmp_path: Path, path: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whoever wrote it: its tensors are listed, it becomes a checkpoint of ours, and diff finds them equal."""
+    code, found = _ask(capsys, "inspect", zoo / path)
+    assert (code, bool(found["tensors"])) == (0, True)
+    to = "torch_dist" if found["backend"] == "safetensors" else "safetensors"
+    code, report = _ask(capsys, "convert", zoo / path, tmp_path / path, "--to", to)
+    assert (code, report["tensors"]) == (0, len(found["tensors"]))
+    code, differences = _ask(capsys, "diff", zoo / path, tmp_path / path, "--tensors-only")
+    assert (code, differences["same"]) == (0, True)
+
+
+@table("path", DAMAGED)
+def test_nothing_is_made_of_what_is_damaged(
+    zoo: Path, tmp_path: Path, path: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A conversion of a damaged one is an error that names the file, and leaves nothing."""
+    code, found = _ask(capsys, "convert", zoo / path, tmp_path / "new", "--to", "safetensors")
+    assert code == 2
+    assert any(word in found["error"]["message"] for word in DAMAGED[path])
+    assert not (tmp_path / "new").exists()
+
+
+def test_steps_are_merged(zoo: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The average of three steps of a run is one command, and sound."""
+    steps = (zoo / "llama" / f"step-{step}" for step in (100, 200, 300))
+    assert _ask(capsys, "merge", *steps, tmp_path / "mean")[0] == 0
+    assert _ask(capsys, "verify", tmp_path / "mean")[0] == 0
+
+
+def test_steps_of_any_name_are_pinned_and_pruned(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A pinned step stays, whatever its name and whoever wrote it."""
+    assert _ask(capsys, "pin", own / "titan", 10, "--label", "release")[0] == 0
+    assert _ask(capsys, "pin", own / "megatron", "iter_0000100", "--label", "paper")[0] == 0
+    assert _ask(capsys, "prune", own / "llama", "--keep-latest", 2)[0] == 0
+    for run in ("titan", "megatron"):
+        assert _ask(capsys, "prune", own / run, "--keep-latest", 1)[0] == 0
+    left = {str(each.relative_to(own)) for run in ("llama", "titan", "megatron") for each in (own / run).iterdir()}
+    assert {"titan/step-10", "megatron/iter_0000100", "llama/step-500", "llama/step-400"} <= left
+    assert left.isdisjoint({"llama/step-100", "llama/step-200", "llama/step-300"})
