@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
+from shardckpt.engine import is_optimizer_key
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
@@ -16,8 +18,8 @@ def describe_difference(
 ) -> dict[str, Any]:
     """Return the data of a page: both checkpoints, and columns of the tensors that differ, the worst first.
 
-    What only one of them has, or has with another shape or dtype, comes before values that differ; of these, the
-    largest relative difference is first.
+    The model comes before the optimizer. In each, what only one of them has, or has with another shape or dtype, comes
+    before values that differ; of these, the one that changed most as a whole is first.
 
     Args:
         report: What differs.
@@ -40,13 +42,15 @@ def describe_difference(
             "different": [row.different for row in rows],
             "absolute": [_number(row.max_absolute) for row in rows],
             "relative": [_number(row.max_relative) for row in rows],
+            "norm": [_number(row.relative_norm) for row in rows],
             "index": [None if row.index is None else list(row.index) for row in rows],
         },
     }
 
 
-def _order(row: TensorDifference) -> tuple[bool, float, str]:
-    return row.kind == "values", -math.inf if row.max_relative is None else -row.max_relative, row.key
+def _order(row: TensorDifference) -> tuple[bool, bool, float, str]:
+    norm = math.inf if row.relative_norm is None else row.relative_norm
+    return is_optimizer_key(row.key), row.kind == "values", -norm, row.key
 
 
 def _number(value: float | None) -> float | str | None:
