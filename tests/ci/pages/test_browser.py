@@ -75,6 +75,8 @@ def test_a_page_of_two_checkpoints_lists_what_differs(tmp_path: Path) -> None:
     found = _open(tmp_path / "page.html", tmp_path)
     assert "1 of 2 tensors differ" in found
     assert "norm 0.500 · max rel 0.333" in found
+    assert re.search(r"<span>a</span><div class=\"track\">.*?</div></div><span>0.500</span>", found)
+    assert re.search(r"<span>1e-1 to 1e0</span><div class=\"track\">.*?</div></div><span>1 tensor</span>", found)
     assert len(re.findall('<svg[^>]*class="shards"', found)) == 2
 
 
