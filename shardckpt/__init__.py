@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -38,6 +39,8 @@ __version__ = "0.1.0"
 def lazy_getattr(package: str, names: Mapping[str, Collection[str]]) -> Callable[[str], Any]:
     """Make a package's ``__getattr__`` that imports a module of it when one of its names is first used.
 
+    ``dir`` of the package lists the names before that, too.
+
     Args:
         package: The package's name.
         names: Names that the package offers, by the module that has them, relative to the package; a module's own name
@@ -55,6 +58,8 @@ def lazy_getattr(package: str, names: Mapping[str, Collection[str]]) -> Callable
                 return vars(sys.modules[package]).setdefault(name, found if name == module else getattr(found, name))
         raise AttributeError(f"module {package!r} has no attribute {name!r}")
 
+    own = vars(sys.modules[package])
+    own["__dir__"] = lambda: sorted({*own, *chain.from_iterable(names.values())})
     return __getattr__
 
 
@@ -81,10 +86,6 @@ __getattr__ = lazy_getattr(
         ),
     },
 )
-
-
-def __dir__() -> list[str]:
-    return sorted((*globals(), *__all__))
 
 
 __all__ = [

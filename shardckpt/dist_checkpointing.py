@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
@@ -57,6 +58,31 @@ if TYPE_CHECKING:
     Preprocess = Callable[[CommonStateDict], CommonStateDict] | None
 
 _T = TypeVar("_T")
+
+#: Megatron's modules of this name, which users look for here: they are in shardckpt.compat.megatron.
+_MEGATRON_MODULES = frozenset(
+    {
+        "core",
+        "dict_utils",
+        "exchange_utils",
+        "gpt_checkpoint_interop",
+        "mapping",
+        "optimizer",
+        "serialization",
+        "state_dict_transformation",
+        "state_dict_utils",
+        "strategies",
+        "tensor_aware_state_dict",
+        "utils",
+        "validation",
+    }
+)
+#: The rule by which a code base ports, as one command.
+_PORT = (
+    r"sed -i -E 's/megatron\.core(\.| import )dist_checkpointing/shardckpt.compat.megatron\1dist_checkpointing/' FILES"
+)
+#: Without it, Python says "not a package" of Megatron's modules before any finder is asked.
+__path__: list[str] = []
 
 
 @overload
@@ -489,6 +515,31 @@ def _open_alone(checkpoint_dir: PathLike, options: LoadOptions) -> AbstractConte
     """Open a checkpoint in this process alone."""
     return open_any(locate(checkpoint_dir, get_plugin_manager()), Comm(alone=True), get_plugin_manager(), options)
 
+
+class _MegatronModules:
+    """Tells whoever imports a module of Megatron's from here where it is."""
+
+    @staticmethod
+    def find_spec(name: str, *_: object) -> None:
+        """Find nothing, as a finder of ``sys.meta_path`` that is asked last.
+
+        Args:
+            name: The module's full name.
+
+        Raises:
+            ImportError: It is one of Megatron's; where it is, and the command that ports a code base.
+        """
+        module = name.removeprefix(f"{__name__}.")
+        if module != name and module.partition(".")[0] in _MEGATRON_MODULES:
+            raise ImportError(
+                f"there is no {name}: Megatron's module of that name is at "
+                f"shardckpt.compat.megatron.dist_checkpointing.{module}. A code base ports by one rule, "
+                f"megatron.core.dist_checkpointing becomes shardckpt.compat.megatron.dist_checkpointing: {_PORT}",
+                name=name,
+            )
+
+
+sys.meta_path.append(_MegatronModules)
 
 __all__ = [
     "LocalNonpersistentObject",

@@ -131,6 +131,8 @@ class SaveStrategy(ABC):
         version: Version that it writes.
         reader: The oldest release that reads this version, for the errors of older installations: ``"shardckpt 0.1"``.
         writes: What it writes, in a few words for ``shardckpt strategies``.
+        supports_objects: Whether it stores ShardedObjects, which come in the same list as ShardedTensors; if not, the
+            core refuses a save that has some, by name, before anything is written.
         stores_plain_objects: Whether it stores :class:`~shardckpt.mapping.PlainObject` shards for the readers of other
             libraries; if not, it is given none.
         computes_fingerprints: Whether its work adds sums of what it stores to :attr:`CheckpointWriter.sums
@@ -143,6 +145,7 @@ class SaveStrategy(ABC):
     version: ClassVar[int]
     reader: ClassVar[str] = ""
     writes: ClassVar[str] = ""
+    supports_objects: ClassVar[bool] = True
     stores_plain_objects: ClassVar[bool] = False
     computes_fingerprints: ClassVar[bool] = False
     stores_all_bytes: ClassVar[bool] = False

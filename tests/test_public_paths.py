@@ -4,11 +4,21 @@ from __future__ import annotations
 
 import ast
 import importlib
+import inspect
 import re
+import sys
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
+from shardckpt import lazy_getattr
 from tests.readmes import BLOCKS, READMES
 from tests.tables import table
 from tests.tree import ROOT
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    import pytest
 
 #: Modules, and the names in them, that a README has shown.
 PUBLIC = {
@@ -96,6 +106,90 @@ def test_a_shown_path_has_its_names(module: str) -> None:
     """A module that a README has shown has the names that it had."""
     found = importlib.import_module(module)
     assert [name for name in PUBLIC[module].split() if not hasattr(found, name)] == []
+
+
+@table("module", PUBLIC)
+def test_dir_has_what_the_module_offers(module: str) -> None:
+    """``dir`` of a public module, by which shells complete, has all that its ``__all__`` has."""
+    found = importlib.import_module(module)
+    assert {*getattr(found, "__all__", ())} <= {*dir(found)}
+
+
+def test_dir_has_names_before_their_first_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Names of a lazy package are listed while the modules that have them are not imported yet."""
+    package = ModuleType("lazy_package")
+    monkeypatch.setitem(sys.modules, "lazy_package", package)
+    vars(package)["__getattr__"] = lazy_getattr("lazy_package", {"not_imported": ("late", "later")})
+    assert {"late", "later"} <= {*dir(package)}
+
+
+def _ours(value: Any) -> bool:
+    return (getattr(value, "__module__", None) or "").startswith("shardckpt")
+
+
+def _callables(module: str) -> Iterator[tuple[str, Any]]:
+    """Functions, classes and public methods of our own that a module offers; protocols are not called."""
+    found = importlib.import_module(module)
+    for name in sorted({*getattr(found, "__all__", ()), *PUBLIC[module].split()}):
+        value = getattr(found, name)
+        if not _ours(value) or getattr(value, "_is_protocol", False):
+            continue
+        if inspect.isfunction(value):
+            yield name, value
+        elif inspect.isclass(value):
+            if _ours(value.__init__):
+                yield name, value
+            for method, function in inspect.getmembers(value, inspect.isroutine):
+                if not method.startswith("_") and _ours(function):
+                    yield f"{name}.{method}", function
+
+
+def _is_bare(function: Any) -> bool:
+    """Whether a signature says nothing of the arguments."""
+    try:
+        given = [p for p in inspect.signature(function).parameters.values() if p.name not in ("self", "cls")]
+    except ValueError:  # a class that Python knows no signature of: its constructor is a builtin one
+        return False
+    return [p.kind for p in given] == [inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD]
+
+
+#: Signatures that take anything: a stand-in for a class that is not there, and torch's own of its StorageReader.
+TAKES_ANYTHING = {"Stub", "CheckpointStorageReader.read_metadata", "CheckpointStorageReader.set_up_storage_reader"}
+
+
+@table("module", PUBLIC)
+def test_signatures_say_what_there_is(module: str) -> None:
+    """``help`` of every public function, class and method names its arguments."""
+    bare = {name for name, value in _callables(module) if _is_bare(value)}
+    assert bare <= TAKES_ANYTHING
+
+
+def test_megatrons_keywords_are_shown() -> None:
+    """``inspect.signature`` of save and load has Megatron's keywords in Megatron's order, with its defaults."""
+    dist_checkpointing: Any = importlib.import_module("shardckpt.dist_checkpointing")
+    saves = inspect.signature(dist_checkpointing.save).parameters
+    assert [*saves][:9] == [
+        "sharded_state_dict",
+        "checkpoint_dir",
+        "sharded_strategy",
+        "validate_access_integrity",
+        "async_sharded_save",
+        "preprocess_common_before_consistancy_check",
+        "content_metadata",
+        "async_strategy",
+        "verify_integrity",
+    ]
+    assert [saves[name].default for name in [*saves][2:9]] == [None, True, False, None, None, "nvrx", False]
+    loads = inspect.signature(dist_checkpointing.load).parameters
+    assert [*loads][:7] == [
+        "sharded_state_dict",
+        "checkpoint_dir",
+        "sharded_strategy",
+        "validate_access_integrity",
+        "strict",
+        "verify_integrity",
+        "process_group",
+    ]
 
 
 @table("module", INTEGRATIONS)

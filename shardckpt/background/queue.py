@@ -155,10 +155,11 @@ class AsyncCallsQueue:
             self._abandon_all()
 
     @classmethod
-    def warmup_persistent_caller(cls, *_: Any, **__: Any) -> None:
+    def warmup_persistent_caller(cls, rank: int | None = None, **_: Any) -> None:  # noqa: ARG003 - Megatron's
         """Start the process of the next persistent queue, so that its first save need not wait for the start.
 
-        Megatron's arguments are accepted and ignored.
+        Args:
+            rank: Megatron's, without effect, as are its keywords.
         """
         PersistentAsyncCaller.warmup()
 

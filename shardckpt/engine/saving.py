@@ -13,8 +13,9 @@ from shardckpt.engine.operation import Operation
 from shardckpt.engine.plan_cache import CachingSaveStrategy, look_up_plan
 from shardckpt.engine.space import NO_FORECAST, Forecast, count_bytes
 from shardckpt.engine.transaction import CheckpointHeader, commit_files
-from shardckpt.errors import CheckpointingException, UnknownBackendError, listed
+from shardckpt.errors import CheckpointingException, ShardingError, UnknownBackendError, listed
 from shardckpt.manifest import Lineage
+from shardckpt.mapping import ShardedObject
 from shardckpt.plugins import StrategyAction, parse_key
 from shardckpt.state_dict import format_path, list_nested_values, nested_items, split_state_dict, validated_copy
 from shardckpt.strategy import AsyncSaveStrategy, SaveContext, SaveStrategy
@@ -28,7 +29,7 @@ from shardckpt.validation import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
     from shardckpt.distributed import Comm
@@ -179,6 +180,8 @@ def check_state(
             )
         nested, common = split_state_dict(sharded_state_dict, plain_objects=saver.stores_plain_objects)
         shards = list_nested_values(nested)
+        if not saver.supports_objects:
+            _refuse_objects(shards, saver)
         if comm.is_main:
             _warn_of_tensors(common)
         if options.content_metadata is not None:
@@ -223,6 +226,17 @@ def check_state(
     if lookup.key is not None and isinstance(saver, AsyncSaveStrategy):
         saver = CachingSaveStrategy(saver, lookup, replicas, given, options.validate, nbytes)
     return CheckedState(saver, header, shards, common, given, lookup, nbytes, forecast)
+
+
+def _refuse_objects(shards: Sequence[ShardedBase], saver: SaveStrategy) -> None:
+    """Raise an error that names the objects: the strategy says that it stores none, and would leave them out."""
+    found = sorted({shard.key for shard in shards if isinstance(shard, ShardedObject)})
+    if found:
+        raise ShardingError(
+            f"{type(saver).__qualname__} ({saver.backend} {saver.version}) stores no ShardedObjects (supports_objects "
+            f"is False), and the state dict has {len(found)}: {listed(found, limit=5)}; nothing was written: leave "
+            "them out, or save by another strategy (`shardckpt strategies` lists those there are)"
+        )
 
 
 def _warn_of_tensors(common: CommonStateDict) -> None:

@@ -49,6 +49,9 @@ class TensorDifference:
             compared, or the dtype has none that can be subtracted.
         max_relative: The largest difference relative to the second checkpoint's value.
         index: The global index, in the first checkpoint, of the first element that differs; None if none does.
+        relative_norm: ``norm(first - second) / norm(first)`` over all elements: how much the tensor has changed as a
+            whole, which one value near 0 does not hide; infinite where a value is not a number or all of the first
+            are 0; None as of ``max_absolute``.
     """
 
     key: str
@@ -60,6 +63,7 @@ class TensorDifference:
     max_absolute: float | None = None
     max_relative: float | None = None
     index: Ints | None = None
+    relative_norm: float | None = None
 
 
 @dataclass(frozen=True)
@@ -180,6 +184,9 @@ class _Found:
     different: int = 0
     largest: list[float] = field(default_factory=list)
     index: Ints | None = None
+    #: Of the first checkpoint's values, and of the differences.
+    norm: float = 0.0
+    changed: float = 0.0
 
     def report(self) -> TensorDifference | None:
         """Return the difference, or None."""
@@ -200,7 +207,15 @@ class _Found:
             absolute,
             relative,
             self.index,
+            self._relative_norm() if self.largest else None,
         )
+
+    def _relative_norm(self) -> float:
+        """Return the norm of the differences, relative to that of the first checkpoint's values."""
+        if self.changed == 0:
+            return 0.0
+        ratio = self.changed / self.norm if self.norm else math.inf
+        return ratio if math.isfinite(ratio) else math.inf
 
 
 @dataclass
@@ -282,6 +297,9 @@ class _Comparison:
             second = (other.transpose(-1, -2) if pair.link.transposed else other).reshape(first.shape)
             one.elements += first.numel()
             differs = self._find_different(first, second)
+            if has_numbers(first) and has_numbers(second):
+                one.norm = math.hypot(one.norm, _norm(_widen(first)))
+                one.changed = math.hypot(one.changed, 0.0 if differs is None else _norm(_subtract(first, second)))
             if differs is None:
                 continue
             one.different += int(differs.sum())
@@ -338,6 +356,10 @@ def _subtract(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
         (high, low), (its_high, its_low) = ((v.long() >> 32, v.long() & 0xFFFFFFFF) for v in (one, other))
         return (high - its_high).double() * 2.0**32 + (low - its_low).double()
     return _widen(one) - _widen(other)
+
+
+def _norm(values: torch.Tensor) -> float:
+    return float(torch.linalg.vector_norm(values))
 
 
 def _measure(first: torch.Tensor, second: torch.Tensor, differs: torch.Tensor) -> list[float]:

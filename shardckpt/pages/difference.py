@@ -5,10 +5,16 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
+from shardckpt.engine import is_optimizer_key
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from shardckpt.maintenance import DiffReport, TensorDifference
+
+
+#: Columns of tensors, which two steps of one job have alike.
+_COLUMNS = {"keys", "dtype", "shape", "nbytes", "dtypes", "shapes", "layouts", "layout"}
 
 
 def describe_difference(
@@ -16,8 +22,9 @@ def describe_difference(
 ) -> dict[str, Any]:
     """Return the data of a page: both checkpoints, and columns of the tensors that differ, the worst first.
 
-    What only one of them has, or has with another shape or dtype, comes before values that differ; of these, the
-    largest relative difference is first.
+    The model comes before the optimizer. In each, what only one of them has, or has with another shape or dtype, comes
+    before values that differ; of these, the one that changed most as a whole is first. A key of the first checkpoint is
+    its number there; kinds and forms are numbers of texts that stand in the page once.
 
     Args:
         report: What differs.
@@ -26,29 +33,53 @@ def describe_difference(
         options: How they were compared, as the caller said it.
     """
     rows = sorted(report.differences, key=_order)
+    numbers = {key: number for number, key in enumerate(first["keys"])}
+    kinds, forms = _Names(), _Names()
     return {
-        "sides": [first, second],
+        "sides": [first, _leave_out_same(second, first)],
         "options": options,
         "equal": report.equal,
         "byFingerprint": report.by_fingerprint,
         "differences": {
-            "key": [row.key for row in rows],
-            "kind": [row.kind for row in rows],
-            "first": [row.first for row in rows],
-            "second": [row.second for row in rows],
+            "key": [numbers.get(row.key, row.key) for row in rows],
+            "kind": [kinds.find(row.kind) for row in rows],
+            "first": [forms.find(row.first) for row in rows],
+            "second": [forms.find(row.second) for row in rows],
             "elements": [row.elements for row in rows],
             "different": [row.different for row in rows],
             "absolute": [_number(row.max_absolute) for row in rows],
             "relative": [_number(row.max_relative) for row in rows],
+            "norm": [_number(row.relative_norm) for row in rows],
             "index": [None if row.index is None else list(row.index) for row in rows],
+            "kinds": list(kinds),
+            "forms": list(forms),
         },
     }
 
 
-def _order(row: TensorDifference) -> tuple[bool, float, str]:
-    return row.kind == "values", -math.inf if row.max_relative is None else -row.max_relative, row.key
+class _Names(dict[str, int]):
+    """Texts that stand in many rows: a row has the number of its text."""
+
+    def find(self, text: str) -> int:
+        """Return the number of a text."""
+        return self.setdefault(text, len(self))
+
+
+def _leave_out_same(second: Mapping[str, Any], first: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the second checkpoint, with None for each column of tensors that is the same in the first."""
+    return {
+        name: None if name in _COLUMNS and name in first and value == first[name] else value
+        for name, value in second.items()
+    }
+
+
+def _order(row: TensorDifference) -> tuple[bool, bool, float, str]:
+    norm = math.inf if row.relative_norm is None else row.relative_norm
+    return is_optimizer_key(row.key), row.kind == "values", -norm, row.key
 
 
 def _number(value: float | None) -> float | str | None:
-    """Return a number as JSON has it: it has no infinity, and no NaN."""
-    return value if value is None or math.isfinite(value) else "infinite"
+    """Return a number as JSON has it, with more digits than a page shows: it has no infinity, and no NaN."""
+    if value is None:
+        return None
+    return float(f"{value:.5g}") if math.isfinite(value) else "infinite"

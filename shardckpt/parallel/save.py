@@ -88,6 +88,7 @@ class FullyParallelSaveStrategyWrapper(AsyncSaveStrategy):
         self.version = strategy.version  # type: ignore[misc]
         self.reader = strategy.reader  # type: ignore[misc]
         self.writes = strategy.writes  # type: ignore[misc]
+        self.supports_objects = strategy.supports_objects  # type: ignore[misc]
         self.stores_plain_objects = strategy.stores_plain_objects  # type: ignore[misc]
         self.computes_fingerprints = strategy.computes_fingerprints  # type: ignore[misc]
         self.stores_all_bytes = strategy.stores_all_bytes  # type: ignore[misc]

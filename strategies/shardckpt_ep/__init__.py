@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from shardckpt import lazy_getattr
 
 if TYPE_CHECKING:
     from shardckpt_ep.layout import ExpertLayout
@@ -19,29 +20,24 @@ if TYPE_CHECKING:
     from shardckpt_ep.state import expert_sharded_state_dict
     from shardckpt_ep.torch_private import StridedShard
 
-#: The names of each module, which is imported at the first use of one: importing this package imports no torch.
-_NAMES = {
-    "layout": ("ExpertLayout",),
-    "load": ("EPLoadStrategy",),
-    "load_planner": ("EPLoadPlanner", "LocalExpertsLoadPlanner", "local_plan"),
-    "meshes": ("EP_NAMES", "FSDP_NAMES", "Names", "find_mesh_dim", "gather_experts_per_rank", "has_mesh_dim"),
-    "models": ("expert_layouts", "expert_parameters"),
-    "names": ("ExpertNames",),
-    "objects": ("ExpertObject", "expert_object"),
-    "read_items": ("get_stored_tensor",),
-    "save": ("EPSaveStrategy",),
-    "save_planner": ("EPSavePlanner",),
-    "state": ("expert_sharded_state_dict",),
-    "torch_private": ("StridedShard",),
-}
-
-
-def __getattr__(name: str) -> Any:
-    for module, names in _NAMES.items():
-        if name in names:
-            return getattr(importlib.import_module(f"{__name__}.{module}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
+# lazy: importing this package imports no torch
+__getattr__ = lazy_getattr(
+    __name__,
+    {
+        "layout": ("ExpertLayout",),
+        "load": ("EPLoadStrategy",),
+        "load_planner": ("EPLoadPlanner", "LocalExpertsLoadPlanner", "local_plan"),
+        "meshes": ("EP_NAMES", "FSDP_NAMES", "Names", "find_mesh_dim", "gather_experts_per_rank", "has_mesh_dim"),
+        "models": ("expert_layouts", "expert_parameters"),
+        "names": ("ExpertNames",),
+        "objects": ("ExpertObject", "expert_object"),
+        "read_items": ("get_stored_tensor",),
+        "save": ("EPSaveStrategy",),
+        "save_planner": ("EPSavePlanner",),
+        "state": ("expert_sharded_state_dict",),
+        "torch_private": ("StridedShard",),
+    },
+)
 
 __all__ = [
     "EP_NAMES",

@@ -113,14 +113,14 @@ def test_every_name_is_there_or_says_what_is(path: str, name: str) -> None:
     assert name in _refused(module) or getattr(module, name) is not None
 
 
-def _list_modules() -> list[str]:
+def list_modules() -> list[str]:
     """Modules of the package; ``gpt_checkpoint_interop`` has any name."""
     folder = Path(_module("").__file__ or "").parent
     found = {_path(file, folder) for file in folder.rglob("*.py")}
     return sorted(found - DROPPED - {"gpt_checkpoint_interop"})
 
 
-@table("path", _list_modules())
+@table("path", list_modules())
 def test_a_module_gives_what_it_names(path: str) -> None:
     """What a module lists, it has; what it refuses, it does not have; other names are AttributeErrors as usual."""
     module = _module(path)

@@ -84,7 +84,22 @@ def test_each_kind_of_difference_is_named(tmp_path: Path) -> None:
     assert (shape.first, shape.second, shape.elements) == ("int64 []", "float32 [2]", 0)
     assert (dtype.different, dtype.elements, dtype.index) == (0, 50, None)
     assert (nan.different, nan.max_absolute, nan.max_relative, nan.index) == (2, math.inf, math.inf, (0,))
+    assert (shape.relative_norm, dtype.relative_norm, zero.relative_norm) == (None, None, 0.0)
     assert (zero.different, zero.max_absolute, zero.max_relative) == (1, 0.0, 0.0)  # the bits differ
+
+
+def test_the_relative_norm_is_that_of_the_whole_tensor(tmp_path: Path) -> None:
+    """A value that was near 0 makes a huge relative difference, and hardly changes the norm of the tensor."""
+    one = {"w": torch.tensor([3.0, 4.0, 1e-30]), "zero": torch.zeros(2), "nan": torch.tensor([1.0, math.nan])}
+    two = {"w": torch.tensor([3.0, 4.5, 1e-3]), "zero": torch.ones(2), "nan": torch.tensor([2.0, math.nan])}
+    save_values(tmp_path / "one", one)
+    save_values(tmp_path / "two", two)
+    report = diff_checkpoints(tmp_path / "one", tmp_path / "two", memory=8)  # an element of each at a time
+    found = {difference.key: difference.relative_norm for difference in report.differences}
+    expected = torch.linalg.vector_norm(one["w"].double() - two["w"].double()) / torch.linalg.vector_norm(
+        one["w"].double()
+    )
+    assert found == {"w": pytest.approx(float(expected)), "zero": math.inf, "nan": math.inf}
 
 
 def test_differences_of_large_integers_are_exact(tmp_path: Path) -> None:

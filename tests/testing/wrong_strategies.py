@@ -374,6 +374,12 @@ class LoadComparesIndexes(LoadBlocks):
         return reader.read(INDEX)
 
 
+class SaveDeniesObjects(SaveBlocks):
+    """It says that it stores no objects, which the contract claims."""
+
+    supports_objects = False
+
+
 #: For each wrong strategy: what it does, the save or load strategy or migration, and the test that catches it.
 WRONG: dict[str, tuple[type[Any], str]] = {
     "loses the last item of a rank from its index": (SaveDropsLast, "test_many_tensors"),
@@ -410,6 +416,7 @@ WRONG: dict[str, tuple[type[Any], str]] = {
     "has work that cannot be pickled": (SaveUnpicklable, "test_the_work_can_be_pickled"),
     "cuts large tensors": (SaveCutsLarge, "test_a_large_tensor"),
     "takes two saves with equal indexes for one": (LoadComparesIndexes, "test_saves_are_told_apart"),
+    "denies objects that the contract claims": (SaveDeniesObjects, "test_objects_are_stored_or_refused"),
 }
 
 

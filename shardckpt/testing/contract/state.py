@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from shardckpt import dist_checkpointing
+from shardckpt.errors import ShardingError
 from shardckpt.mapping import ShardedObject
 from shardckpt.testing.checks import check, check_same
 from shardckpt.testing.contract import jobs
@@ -64,6 +65,26 @@ class StateTests(Claims):
     def _object(self, path: Path, value: Any, **options: Any) -> Any:
         self.subject.save({"o": ShardedObject("o", copy.deepcopy(value), (1,), (0,))}, path, **options)
         return self.subject.load({"o": ShardedObject("o", None, (1,), (0,))}, path, **options)["o"]
+
+    def test_objects_are_stored_or_refused(self, path: Path) -> None:
+        """The class says what the contract claims of objects, and what it does not store is refused by name."""
+        claimed, saver = self.get_claim("supports_objects"), self.subject.make_saver()
+        check(
+            saver.supports_objects is bool(claimed),
+            f"supports_objects is {claimed} in the contract, and {saver.supports_objects} in {type(saver).__name__}: "
+            "set it to False in both if it stores no ShardedObjects, so that the core refuses them",
+        )
+        if claimed:
+            return
+        state = {"o": ShardedObject("rng state", 1, (1,), (0,)), "w": whole_shard("w", torch.ones(2))}
+        try:
+            self.subject.save(state, path)
+        except ShardingError as error:
+            text = str(error)
+            check("rng state" in text and type(saver).__qualname__ in text, f"the error names neither: {text}")
+        else:
+            check(False, "a ShardedObject was saved, which supports_objects = False denies")
+        check(not path.exists(), "the refused save left something")
 
     @each("name", [*PLAIN])
     def test_object(self, path: Path, name: str) -> None:

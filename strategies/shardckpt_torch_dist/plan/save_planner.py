@@ -27,20 +27,16 @@ class ShardedSavePlanner(DefaultSavePlanner):
 
     A flattened shard is planned as the boxes that it consists of, so that every reader finds its true global shape.
 
-    Args:
-        *args: As for DCP's DefaultSavePlanner.
-        **kwargs: As for DCP's DefaultSavePlanner.
+    Its arguments are those of DCP's DefaultSavePlanner.
 
     Example::
 
         dcp.save(state, storage_writer=CheckpointStorageWriter(path), planner=ShardedSavePlanner())
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._shards: list[ShardedTensor | ShardedObject] = []
-        #: The values of our items: a view of the tensor, or the object.
-        self._values: dict[MetadataIndex, torch.Tensor | ShardedTensor | ShardedObject] = {}
+    _shards: list[ShardedTensor | ShardedObject]
+    #: The values of our items: a view of the tensor, or the object.
+    _values: dict[MetadataIndex, torch.Tensor | ShardedTensor | ShardedObject]
 
     def set_up_planner(
         self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
@@ -48,6 +44,7 @@ class ShardedSavePlanner(DefaultSavePlanner):
         """Split the state dict; see :class:`torch.distributed.checkpoint.SavePlanner`."""
         tensors, objects, rest = split_shards(state_dict)
         self._shards = [*tensors, *objects]
+        self._values = {}
         super().set_up_planner(rest, storage_meta, is_coordinator)
 
     def create_local_plan(self) -> SavePlan:

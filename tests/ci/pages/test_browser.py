@@ -62,7 +62,7 @@ def test_a_page_draws_boxes_modules_and_the_time_line(tmp_path: Path) -> None:
     assert main(["inspect", str(tmp_path / "c"), "--html", str(tmp_path / "page.html")]) == 0
     found = _open(tmp_path / "page.html", tmp_path)
     assert len(re.findall('<rect class="box', found)) == 2
-    assert {"b", "c"} <= set(re.findall(r'class="cell".*?<b>(.*?)</b>', found))
+    assert {"b.w", "c.w"} <= set(re.findall(r'class="cell".*?<b>(.*?)</b>', found))
     assert set(re.findall(r"<title>rank 0 · (\w+):", found)) == {"plan", "write", "sync", "commit"}
 
 
@@ -74,19 +74,43 @@ def test_a_page_of_two_checkpoints_lists_what_differs(tmp_path: Path) -> None:
     assert main(arguments) == 1
     found = _open(tmp_path / "page.html", tmp_path)
     assert "1 of 2 tensors differ" in found
-    assert "max rel 0.333" in found
+    assert "norm 0.500 · max rel 0.333" in found
+    assert re.search(r"<span>a</span><div class=\"track\">.*?</div></div><span>0.500</span>", found)
+    assert re.search(r"<span>1e-1 to 1e0</span><div class=\"track\">.*?</div></div><span>1 tensor</span>", found)
     assert len(re.findall('<svg[^>]*class="shards"', found)) == 2
 
 
+def test_a_module_of_one_module_is_folded_and_layers_are_drawn(tmp_path: Path) -> None:
+    """A chain of modules is one cell, and what is in it is drawn inside, down to the layers' own modules."""
+    layers = {f"model.decoder.layers.{n}.{part}.w": torch.ones(64, 64) for n in range(2) for part in ("attn", "mlp")}
+    _save(tmp_path / "c", {**layers, **{f"optimizer.state.{key}": value for key, value in layers.items()}})
+    main(["inspect", str(tmp_path / "c"), "--html", str(tmp_path / "page.html")])
+    found = _open(tmp_path / "page.html", tmp_path)
+    cells = set(re.findall(r'class="cell".*?<b>(.*?)</b>', found))
+    assert {"model.decoder.layers", "optimizer.state.model.decoder.layers"} <= cells
+    inside = re.findall(r'<i title="([\w.]+) · ', found)
+    assert {"0", "1", "attn.w", "mlp.w"} <= set(inside)
+
+
+def test_times_are_iso_ids_short_and_parameters_counted(tmp_path: Path) -> None:
+    """The head has the time in UTC, eight digits of the id with the whole on hover, and the model's parameters."""
+    _save(tmp_path / "c", {"model.w": torch.ones(4, 4), "optimizer.state.model.w.exp_avg": torch.ones(4, 4)})
+    main(["inspect", str(tmp_path / "c"), "--html", str(tmp_path / "page.html")])
+    found = _open(tmp_path / "page.html", tmp_path)
+    assert re.search(r"<dd>\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ</dd>", found)
+    assert re.search(r'<dd title="([0-9a-f]{8})[0-9a-f]{24}">\1…</dd>', found)
+    assert re.search(r"<dt>parameters</dt><dd [^>]*>16</dd>", found)
+
+
 def test_names_that_are_too_long_keep_their_ends(tmp_path: Path) -> None:
-    """On a narrow screen the rows of two moments of one parameter differ: a name loses its beginning."""
+    """On a narrow screen the rows of two moments of one parameter differ: a name loses its middle."""
     module = f"optimizer.state.{'layers.0.' * 9}mlp.weight"
     _save(tmp_path / "c", {f"{module}.{moment}": torch.ones(4) for moment in ("exp_avg", "exp_avg_sq")})
     main(["inspect", str(tmp_path / "c"), "--html", str(tmp_path / "page.html")])
     found = _open(tmp_path / "page.html", tmp_path, 500)
     rows = re.findall(r'class="row".*?<span[^>]*>(.*?)</span>', found)
     assert [row.rpartition(".")[2] for row in rows] == ["exp_avg", "exp_avg_sq"]
-    assert all("…" in row for row in rows)
+    assert all(row.startswith("optimizer.") and "…" in row for row in rows)
 
 
 def test_the_whole_difference_is_above_the_maps(tmp_path: Path) -> None:

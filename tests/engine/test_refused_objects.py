@@ -1,0 +1,58 @@
+"""Objects, given to a strategy that says that it stores none."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from shardckpt import dist_checkpointing as dc
+from shardckpt.errors import CheckpointingException, ShardingError
+from shardckpt.mapping import ShardedObject, ShardedTensor
+from shardckpt.parallel import FullyParallelSaveStrategyWrapper
+from shardckpt_torch_dist import TorchDistSaveShardedStrategy
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.ranks import Ranks
+
+
+class SaveTensors(TorchDistSaveShardedStrategy):
+    """Stores tensors alone."""
+
+    supports_objects = False
+
+
+def _state(*, with_object: bool) -> dict[str, object]:
+    state: dict[str, object] = {"w": ShardedTensor.from_rank_offsets("w", torch.ones(2), replica_id=dist.get_rank())}
+    return {**state, "rng": ShardedObject("rng state", {"seed": 1}, (1,), (0,))} if with_object else state
+
+
+def _save(path: str, parallel: object, background: object) -> str:
+    saver = SaveTensors()
+    strategy = FullyParallelSaveStrategyWrapper(saver) if parallel else saver
+    with pytest.raises(CheckpointingException) as caught:
+        dc.save(_state(with_object=dist.get_rank() == 1), f"{path}/a", strategy, async_sharded_save=bool(background))
+    dc.save(_state(with_object=False), f"{path}/b", strategy)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(("parallel", "background"), [("", ""), ("parallel", ""), ("", "background")])
+def test_objects_are_refused_before_anything_is_written(
+    ranks: Ranks, tmp_path: Path, parallel: str, background: str
+) -> None:
+    """One rank's object, given to a strategy without objects, is every rank's error, with its key and the class."""
+    for text in ranks.run(2, _save, str(tmp_path), parallel, background):
+        assert "stores no ShardedObjects (supports_objects is False), and the state dict has 1: rng state" in text
+        assert ("FullyParallelSaveStrategyWrapper" if parallel else "SaveTensors") in text
+        assert "torch_dist 1" in text
+    assert [each.name for each in tmp_path.iterdir()] == ["b"]
+
+
+def test_the_error_is_that_of_a_state_dict(tmp_path: Path) -> None:
+    """What a format cannot hold is a ShardingError."""
+    with pytest.raises(ShardingError, match="rng state"):
+        dc.save({"rng": ShardedObject("rng state", 1, (1,), (0,))}, tmp_path / "a", SaveTensors())
