@@ -6,7 +6,7 @@ import builtins
 import re
 import runpy
 
-from shardckpt import errors, settings
+from shardckpt import __version__, errors, settings
 from shardckpt.compat import mindspeed
 from tests.readmes import BLOCKS, READMES
 from tests.tables import table
@@ -81,6 +81,17 @@ def test_what_a_readme_points_to_is_there(file: str) -> None:
     assert [path for path in paths if not (ROOT / path).exists() and path not in generated] == []
     links = {link.partition("#")[0] for link in re.findall(r"\]\(([^)]+)\)", text)}
     assert [link for link in sorted(links) if link and not (ROOT / file).parent.joinpath(link).exists()] == []
+
+
+def test_the_changelog_has_this_version() -> None:
+    """Who looks at what is new finds a section of the version that is installed, and of what kind each change is."""
+    text = (ROOT / "shardckpt" / "CHANGELOG.md").read_text()
+    assert re.search(rf"^## {re.escape(__version__)}\b", text, re.MULTILINE)
+    kinds = set(re.findall(r"^### (.+)$", text, re.MULTILINE))
+    assert kinds <= {
+        *("Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"),
+        "For authors of strategies and stores",
+    }
 
 
 def test_every_promise_names_what_shows_it() -> None:
