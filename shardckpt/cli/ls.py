@@ -197,6 +197,7 @@ def _summarize(folder: str, found: Sequence[CheckpointSummary]) -> list[str]:
     """Return the last lines: how many checkpoints there are, and what killed saves have left beside them."""
     from shardckpt.cli.amounts import format_bytes, format_many
 
+    found = [*{each.path: each for each in found}.values()]  # a link to what is there, too, is nothing more
     checkpoints = [each for each in found if each.is_checkpoint]
     whole = sum(each.state == "whole" for each in checkpoints)
     many = format_many(len(checkpoints), "checkpoint")
