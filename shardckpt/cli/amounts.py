@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shardckpt.engine import format_bytes, format_count, format_seconds
+from shardckpt.engine import format_bytes, format_count, format_many, format_seconds
 
 
 def format_metric(value: float | None) -> str:
@@ -10,4 +10,4 @@ def format_metric(value: float | None) -> str:
     return "not finite" if value is None else f"{value:.6g}"
 
 
-__all__ = ["format_bytes", "format_count", "format_metric", "format_seconds"]
+__all__ = ["format_bytes", "format_count", "format_many", "format_metric", "format_seconds"]

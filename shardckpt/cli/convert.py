@@ -157,12 +157,13 @@ def _describe_left_out(report: ConversionReport) -> list[str]:
     The latter has names such as ``optimizer.param_groups.0.lr``, and would read as if the learning rate were lost; the
     warning of the conversion has its names already.
     """
+    from shardckpt.cli.amounts import format_many
     from shardckpt.errors import listed
 
     lost = report.left_out[: len(report.left_out) - report.plain_objects]
     lines = [f"not written: {listed(list(lost))}"] if lost else []
     if report.plain_objects:
-        lines.append(f"not written: {report.plain_objects:,} objects for readers of other libraries alone")
+        lines.append(f"not written: {format_many(report.plain_objects, 'object')} for readers of other libraries alone")
     return lines
 
 
@@ -175,6 +176,7 @@ def describe_conversion(report: ConversionReport, target: str, how: str = "", *,
         how: What was done, if it was no plain conversion.
         verbose: Whether the proof is a line for each tensor, too.
     """
+    from shardckpt.cli.amounts import format_many
     from shardckpt.errors import listed
 
     lines = [_make_proof(report)] if verbose else []
@@ -185,10 +187,9 @@ def describe_conversion(report: ConversionReport, target: str, how: str = "", *,
         places = [f"{place} ({kind})" for place, kind in report.rewritten.items()]
         lines.append(f"written as builtin types: {listed(places)}")
     old, new = (f"{backend} version {version}" for backend, version in (report.old, report.new))
-    lines.append(
-        f"{target}: {new}, {how or f'written from {old}'}: {report.tensors:,} tensors of {report.nbytes:,} bytes, "
-        f"{report.objects:,} objects; read again, all fingerprints are equal"
-    )
+    tensors, objects = format_many(report.tensors, "tensor"), format_many(report.objects, "object")
+    written = f"{new}, {how or f'written from {old}'}: {tensors} of {report.nbytes:,} bytes, {objects}"
+    lines.append(f"{target}: {written}; read again, all fingerprints are equal")
     return lines
 
 

@@ -86,10 +86,11 @@ def _name_columns(exported: Exported) -> dict[str, Any]:
 
 
 def _describe(exported: Exported, target: str, *, verbose: bool) -> list[str]:
+    from shardckpt.cli.amounts import format_many
     from shardckpt.cli.table import table
 
     rows = [(name, count, f"{size:,}") for name, count, size in exported.files]
     tensors, files = sum(count for _, count, _ in exported.files), len(rows)
-    many = f"{files} file{'s' * (files != 1)}"
-    summary = f"{target}: {many} of {tensors:,} tensors, {exported.total_size:,} bytes of tensors"
+    many = f"{format_many(files, 'file')} of {format_many(tensors, 'tensor')}"
+    summary = f"{target}: {many}, {exported.total_size:,} bytes of tensors"
     return [*([table(("file", "tensors", "bytes"), rows)] if verbose else []), summary]

@@ -29,7 +29,7 @@ def write_checkpoint_page(checkpoint: StoredCheckpoint, directory: str, prefix: 
         KeyMismatchError: No key begins with the prefix.
         StorageError: The page cannot be written.
     """
-    from shardckpt.engine import expand_home
+    from shardckpt.engine import expand_home, format_many
     from shardckpt.pages import write_page
 
     found = _describe(checkpoint, directory, prefix)
@@ -43,7 +43,7 @@ def write_checkpoint_page(checkpoint: StoredCheckpoint, directory: str, prefix: 
     count = len(found["keys"])
     return Output(
         lambda: {"checkpoint": directory, "page": target, "nbytes": nbytes, "tensors": count},
-        lambda: [f"{target}: {nbytes:,} bytes, {count} tensors of {directory}"],
+        lambda: [f"{target}: {nbytes:,} bytes, {format_many(count, 'tensor')} of {directory}"],
         FINE if is_fine else FOUND,
     )
 

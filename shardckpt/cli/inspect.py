@@ -309,7 +309,7 @@ def _make_tensors(outline: Outline, options: Any) -> _Tensors:
 
 
 def _describe(found: _Found, options: Any) -> list[str]:
-    from shardckpt.cli.amounts import format_count, format_metric
+    from shardckpt.cli.amounts import format_count, format_many, format_metric
     from shardckpt.cli.tree import make_tree
     from shardckpt.cli.values import make_statistics_table
 
@@ -333,7 +333,8 @@ def _describe(found: _Found, options: Any) -> list[str]:
         )
     total = sum(tensors.list_sizes())
     count = format_count(tensors.count_parameters())
-    summary = f"{len(tensors.keys)} tensors of {total:,} bytes, {count} parameters, {len(found.objects)} objects"
+    some, objects = format_many(len(tensors.keys), "tensor"), format_many(len(found.objects), "object")
+    summary = f"{some} of {total:,} bytes, {count} parameters, {objects}"
     summary += _sum_dtypes(found)
     if tensors.keys == [found.prefix] and not options.tree:
         summary += f"; its values: {found.prefix}[], a region: {found.prefix}[0:4, ...]"
@@ -359,9 +360,11 @@ def _describe(found: _Found, options: Any) -> list[str]:
 
 
 def _describe_writer(header: dict[str, Any]) -> str:
+    from shardckpt.cli.amounts import format_many
+
     writer = header["writer"]
     by = " and ".join(f"{name} {version}" for name, version in writer.items()) if writer else header["library"]
-    ranks = "" if header["ranks"] is None else f" on {header['ranks']} rank{'s' * (header['ranks'] != 1)}"
+    ranks = "" if header["ranks"] is None else f" on {format_many(header['ranks'], 'rank')}"
     at = "" if header["saved_at"] is None else time.strftime(", %Y-%m-%d %H:%M:%S", time.localtime(header["saved_at"]))
     return f"written by {by}{ranks}{at}; {header['bytes_on_disk']:,} bytes on disk"
 

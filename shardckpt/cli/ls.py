@@ -195,19 +195,18 @@ def _name_state(found: CheckpointSummary) -> str:
 
 def _summarize(folder: str, found: Sequence[CheckpointSummary]) -> list[str]:
     """Return the last lines: how many checkpoints there are, and what killed saves have left beside them."""
-    from shardckpt.cli.amounts import format_bytes
+    from shardckpt.cli.amounts import format_bytes, format_many
 
+    found = [*{each.path: each for each in found}.values()]  # a link to what is there, too, is nothing more
     checkpoints = [each for each in found if each.is_checkpoint]
     whole = sum(each.state == "whole" for each in checkpoints)
-    many = f"{len(checkpoints)} checkpoint{'s' * (len(checkpoints) != 1)}"
+    many = format_many(len(checkpoints), "checkpoint")
     by = f", written by {escape_text(writer)}" if (writer := _find_writer(found)) else ""
     lines = [f"{many}, {whole} whole, {format_bytes(sum(e.nbytes for e in checkpoints))}{by}"]
     folders = [each for each in found if each.inside]
     if folders:
         more = sum(each.inside for each in folders)
-        lines.append(
-            f"{more} more in {len(folders)} folder{'s' * (len(folders) != 1)}: `shardckpt ls -r {folder}` lists them"
-        )
+        lines.append(f"{more} more in {format_many(len(folders), 'folder')}: `shardckpt ls -r {folder}` lists them")
     sums: dict[str, int] = {}
     for each in found:
         sums[_name_state(each)] = sums.get(_name_state(each), 0) + each.nbytes

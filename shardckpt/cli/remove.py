@@ -51,13 +51,14 @@ def run(options: Any) -> Output:
 
 
 def _describe(report: RemovalReport, before: Collection[str], options: Any) -> list[str]:
+    from shardckpt.cli.amounts import format_many
     from shardckpt.errors import listed
 
     verb, freed = ("would be removed", "would be free") if options.dry_run else ("removed", "are free")
     # what only readers of other libraries find is no key to us, and goes with the tensors and objects
     keys = [key for key in report.keys if key in before]
     others = len(report.keys) - len(keys)
-    also = f", and {others} objects for readers of other libraries alone" if others else ""
+    also = f", and {format_many(others, 'object')} for readers of other libraries alone" if others else ""
     named = listed(keys or report.keys, limit=2)
     lines = [f"{options.directory}: {len(keys)} of {len(before)} keys {verb}{also}: {named}"]
     for what, files in (("deleted files", report.dropped), ("rewritten files", report.rewritten)):

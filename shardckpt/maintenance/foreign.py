@@ -8,6 +8,7 @@ import re
 import zipfile
 from typing import TYPE_CHECKING
 
+from shardckpt.engine import format_many
 from shardckpt.errors import CheckpointingException
 from shardckpt.maintenance.inside import list_inside, list_local_names
 from shardckpt.storage import has_local_files, read_file, real_path, wrap_os_errors
@@ -143,7 +144,7 @@ def _name_inner(folder: Path) -> str:
     found = list(list_inside(list_local_names(folder))) if has_local_files(folder) else []
     if not found:
         return ""
-    many = f"{len(found)} checkpoint{'s' * (len(found) != 1)}"
+    many = format_many(len(found), "checkpoint")
     return (
         f"a folder of {many}: give one, such as {json.dumps(found[-1])}; `shardckpt ls -r {folder}` lists them, and "
         "`shardckpt verify -r` verifies them"

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from shardckpt.commit import HOLDS_NAME
-from shardckpt.engine import find_local, find_save_time, measure
+from shardckpt.engine import find_local, find_save_time, format_many, measure
 from shardckpt.errors import CheckpointingException, listed
 from shardckpt.maintenance import FILE_SUFFIXES, describe_foreign, list_inside, list_local_names
 from shardckpt.manager.metrics import read_metrics
@@ -262,8 +262,9 @@ def describe_other(summary: CheckpointSummary, names: Collection[str], inside: i
         inside: How many checkpoints there may be below it.
     """
     if inside:
-        many = f"{inside} checkpoint{'s' * (inside != 1)}"
-        return replace(summary, inside=inside, step=None, reason=f"a folder of {many}: -r lists them")
+        return replace(
+            summary, inside=inside, step=None, reason=f"a folder of {format_many(inside, 'checkpoint')}: -r lists them"
+        )
     return replace(summary, reason=f"it has {listed(sorted(names), limit=4)}" if names else "an empty directory")
 
 

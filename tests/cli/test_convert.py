@@ -32,7 +32,7 @@ def test_convert_prints_the_proof(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert said[-1] == summary
     assert said[2].split() == ["w", "float32", "[6]", mark, mark]
     assert said[-1].endswith(
-        "safetensors version 1, written from torch_save version 1: 1 tensors of 24 bytes, 0 objects; read again, all "
+        "safetensors version 1, written from torch_save version 1: 1 tensor of 24 bytes, 0 objects; read again, all "
         "fingerprints are equal"
     )
     arguments = ["convert", str(tmp_path / "c"), str(tmp_path / "hf"), "--to", "hf", "--dtype", "bfloat16", "--json"]
@@ -57,7 +57,7 @@ def test_what_only_other_libraries_look_for_does_not_read_as_lost(
     sources = [str(tmp_path / "c")] * (1 + (verb == "merge"))
     assert main([verb, *sources, str(tmp_path / "new"), "--to", "safetensors"]) == 0
     said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("not written: ")]
-    assert said == ["not written: 1 objects for readers of other libraries alone"]
+    assert said == ["not written: 1 object for readers of other libraries alone"]
     assert main([verb, *sources, str(tmp_path / "hf"), "--to", "hf"]) == 0
     said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("not written: ")]
-    assert said == ["not written: step", "not written: 1 objects for readers of other libraries alone"]
+    assert said == ["not written: step", "not written: 1 object for readers of other libraries alone"]

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from shardckpt import ShardedTensor, dist_checkpointing
+from shardckpt.cli import main
 from shardckpt.errors import CheckpointingException
 from shardckpt.manager import find_checkpoints, list_checkpoints, pin_step
 
@@ -29,6 +30,19 @@ def test_a_link_has_a_name_of_its_own(tmp_path: Path) -> None:
     (runs / "latest").symlink_to("step-1")
     assert {each.name for each in list_checkpoints(runs)} == {"step-1", "best", "latest"}
     assert sorted(find_checkpoints(str(runs)).paths) == [f"{runs}/best", f"{runs}/step-1"]
+
+
+def test_what_links_lead_to_is_counted_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """``latest -> step-2`` has a row, and adds neither a checkpoint nor bytes to the sums."""
+    for step in (1, 2):
+        _save(tmp_path / f"step-{step}")
+    main(["ls", str(tmp_path)])
+    (sums,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("2 checkpoints, 2 whole, ")]
+    (tmp_path / "latest").symlink_to("step-2")
+    main(["ls", str(tmp_path)])
+    out = capsys.readouterr().out
+    assert "\nlatest " in out
+    assert sums in out.splitlines()
 
 
 def test_links_to_folders_are_followed_and_end(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ def test_migrate_writes_another_format(old: Path, to: str, capsys: pytest.Captur
     """`migrate OLD NEW --to BACKEND[@VERSION]` writes the checkpoint in that format, and says what it has written."""
     new = old.with_name("new")
     assert main(["migrate", str(old), str(new), "--to", to, "--memory", "32MiB"]) == 0
-    said = f"{new}: ep version 1, written from torch_dist version 1: 1 tensors of 24 bytes, 1 objects; read again, "
+    said = f"{new}: ep version 1, written from torch_dist version 1: 1 tensor of 24 bytes, 1 object; read again, "
     assert capsys.readouterr().out.startswith(said)
     with dc.open_checkpoint(new) as stored:
         assert (stored.backend, stored.version, stored.common) == ("ep", 1, {"step": 7})

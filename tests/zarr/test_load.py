@@ -256,7 +256,7 @@ def test_inspect_and_verify(checkpoint: Path, capsys: pytest.CaptureFixture[str]
     assert main(["inspect", str(checkpoint)]) == 0
     shown = capsys.readouterr().out
     assert f"{RNG}/shard_0.1_1.2" in shown
-    assert "10 tensors of 712 bytes, 4 objects" in shown
+    assert "10 tensors of 712 bytes, 159 parameters, 4 objects" in shown
     assert main(["verify", str(checkpoint)]) == 0  # intact, without digests
     assert f"{FC1}/1.0" in capsys.readouterr().out
     (checkpoint / FC1 / "1.0").unlink()
@@ -304,7 +304,7 @@ def test_queries_and_the_command_take_a_url(url: str, checkpoint: Path, capsys: 
         assert torch.equal(opened["model/inner/weight"][1:3, 5:], torch.arange(28.0).view(4, 7)[1:3, 5:])
         assert opened.read_object(f"{RNG}/shard_0.1_1.2") == [{"rank": 1, "state": [1, 2, 3]}]
     assert main(["inspect", url]) == 0
-    assert "11 tensors of 824 bytes, 4 objects" in capsys.readouterr().out
+    assert "11 tensors of 824 bytes, 187 parameters, 4 objects" in capsys.readouterr().out
     assert main(["verify", url]) == 0  # intact, without digests
     fsspec.filesystem("memory").rm_file(f"/zarr/step/{FC1}/1.0")
     assert main(["verify", url]) == 1

@@ -30,5 +30,5 @@ def test_inspect_does_not_wait_for_dtensor(backend: Backend, tmp_path: Path) -> 
     ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert ended.returncode == 1, ended.stderr
     *_, summary, _, imported = ended.stdout.split("\n")[:-1]
-    assert summary == "1 tensors of 8 bytes, 0 objects"
+    assert summary == "1 tensor of 8 bytes, 2 parameters, 0 objects"
     assert imported == ""
