@@ -21,7 +21,7 @@ from shardckpt.state_dict import are_equal
 from shardckpt.storage import retry_if_replaced
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Collection, Iterable
     from contextlib import AbstractContextManager
 
     from torch.distributed import ProcessGroup
@@ -181,12 +181,12 @@ def _load(
     with phase("choosing the optimizer's state"):
         values = _find_values(key, stored, common)
         names = _list_names(key, stored, values)
-    _report_unused(names, params, comm)
+        objects = {each[len(key) + 1 :] for each in stored.list_below(key) if each in stored.objects}
+        numbered = _count_groups(values) > 0
+        has_place = [_has_place(name, params, objects, numbered=numbered) for name in names]
+    _report_unused(names, has_place, params, comm)
     with phase("laying out the optimizer's state"):
-        groups = values.get(GROUPS)
-        wanted = request_optimizer(
-            params, stored, key, groups=len(groups) if isinstance(groups, list) else 0, shard_factored=shard_factored
-        )
+        wanted = request_optimizer(params, stored, key, groups=_count_groups(values), shard_factored=shard_factored)
         template = LoadTemplate(wanted)
     loaded = checkpoint.values(template.shards)
     with phase("assembling the optimizer's state"):
@@ -214,18 +214,56 @@ def _find_values(key: str, stored: StoredNames, common: StateDict) -> StateDict:
 
 
 def _list_names(key: str, stored: StoredNames, values: StateDict) -> list[str]:
-    """Return the names, without the optimizer's key, of the stored state and options of parameters."""
+    """Return the names, without the optimizer's key, of the stored state and options of parameters.
+
+    Options of groups that are stored by number are left out, but for those of a group that is not there.
+    """
     keys = (each[len(key) + 1 :] for each in stored.list_below(key))
-    inside = (f"{kind}.{name}" for kind in _NAMED if isinstance(values.get(kind), dict) for name in values[kind])
-    names = sorted({*keys, *map(str, values), *inside})
-    kinds = (f"{STATE}.",) if isinstance(values.get(GROUPS), list) else tuple(f"{kind}." for kind in _NAMED)
-    return [name for name in names if name.startswith(kinds) and not is_group(name.partition(".")[2])]
+    nested = [(kind, values[kind]) for kind in _NAMED if isinstance(values.get(kind), dict)]
+    inside = [(f"{kind}.{owner}", own) for kind, part in nested for owner, own in part.items()]
+    flat = [(str(name), value) for name, value in values.items() if name not in _NAMED]
+    names = {name for owner, own in (*inside, *flat) for name in _join(owner, own)}
+    numbers = {*map(str, range(_count_groups(values)))}
+    found = []
+    for name in sorted({*keys, *names}):
+        kind, _, rest = name.partition(".")
+        is_of_group = kind == GROUPS and (is_group(rest) or rest.partition(".")[0] in numbers)
+        if kind in _NAMED and rest and not is_of_group:
+            found.append(name)
+    return found
 
 
-def _report_unused(names: list[str], params: Mapping[str, torch.Tensor], comm: Comm) -> None:
+def _join(name: str, value: Any) -> list[str]:
+    """Return the names of the values of a dict; of anything else, its own."""
+    return [f"{name}.{slot}" for slot in value] if isinstance(value, dict) else [name]
+
+
+def _count_groups(values: StateDict) -> int:
+    """Return how many groups are stored by number; 0 if options are stored by parameter."""
+    groups = values.get(GROUPS)
+    return len(groups) if isinstance(groups, list) else 0
+
+
+def _has_place(name: str, params: Mapping[str, torch.Tensor], objects: Collection[str], *, numbered: bool) -> bool:
+    """Return whether a name is that of a value of a parameter, or of an object with all options of one.
+
+    Args:
+        name: One of :func:`_list_names`.
+        params: This rank's parameters.
+        objects: The names of stored objects.
+        numbered: Whether groups are stored by number: then no options are read by parameter.
+    """
+    kind, _, rest = name.partition(".")
+    owner = find_name(rest, params)
+    if owner is None or (numbered and kind == GROUPS):
+        return False
+    return len(owner) < len(rest) or (kind == GROUPS and name in objects)
+
+
+def _report_unused(names: list[str], has_place: list[bool], params: Mapping[str, torch.Tensor], comm: Comm) -> None:
     """Collective: warn of what belongs to no parameter of any rank; raise if that is all of the state."""
     # a pipeline stage lacks the parameters of the others: a name counts as known if any rank knows it
-    used = comm.largest(*(find_name(name.partition(".")[2], params) is not None for name in names))
+    used = comm.largest(*has_place)
     unused = [name for name, is_used in zip(names, used, strict=True) if not is_used]
     if not unused:
         return
@@ -239,7 +277,7 @@ def _report_unused(names: list[str], params: Mapping[str, torch.Tensor], comm: C
             )
     if comm.is_main:
         logger.warning(
-            "optimizer state is not loaded, because no rank's model has these parameters: %s", listed(unused)
+            "optimizer state is not loaded, because no rank's model has a parameter or group for it: %s", listed(unused)
         )
 
 
@@ -257,7 +295,10 @@ def _nest_names(values: StateDict, params: Mapping[str, torch.Tensor]) -> StateD
                 if owner in params and isinstance(own, dict):
                     _place(found, kind, owner).update(own)
         elif owner := find_name(rest, params):
-            _place(found, kind, owner)[rest[len(owner) + 1 :]] = value
+            if slot := rest[len(owner) + 1 :]:
+                _place(found, kind, owner)[slot] = value
+            elif isinstance(value, dict):
+                _place(found, kind, owner).update(value)
     return found
 
 

@@ -69,12 +69,22 @@ def _run(given: Sequence[str]) -> int:
     if unknown:
         _refuse_unknown(verbs[options.verb], unknown)
     try:
-        answer = options.run(options)  # an exit code, of the verbs of plugins
-        code = show(answer, as_json=options.as_json) if isinstance(answer, Output) else int(answer or FINE)
+        code = _answer(options)
         sys.stdout.flush()
     except BrokenPipeError:  # ``shardckpt inspect PATH | head``
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains when it ends
         return _BROKEN_PIPE
+    return code
+
+
+def _answer(options: argparse.Namespace) -> int:
+    """Run a verb, and print its answer or its error; return the exit code."""
+    try:
+        answer = options.run(options)  # an exit code, of the verbs of plugins
+        code = show(answer, as_json=options.as_json) if isinstance(answer, Output) else int(answer or FINE)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        raise
     except KeyboardInterrupt as exc:
         message = f"interrupted; {_LEFT.get(options.verb, 'nothing was written')}"
         say_error(f"shardckpt {options.verb}: {message}")

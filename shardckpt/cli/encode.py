@@ -24,8 +24,9 @@ def encode_json(value: Any, *, indent: int | None = None) -> str:
 def make_plain(value: Any) -> Any:
     """Return a value in the types of JSON.
 
-    Dataclasses and named tuples become objects by their fields, other tuples and sets lists, keys of dicts texts. NaN
-    and infinities, which JSON has not, become the texts ``nan``, ``inf`` and ``-inf``; other values their ``str``.
+    Dataclasses and named tuples become objects by their fields, other tuples and sets lists, keys of dicts texts; a
+    dict of which two keys have one text (1 and "1") becomes a list of pairs. NaN and infinities, which JSON has not,
+    become the texts ``nan``, ``inf`` and ``-inf``; other values their ``str``.
     """
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
@@ -35,5 +36,6 @@ def make_plain(value: Any) -> Any:
     if fields is not None:
         return {name: make_plain(getattr(value, name)) for name in fields}
     if isinstance(value, dict):
-        return {str(key): make_plain(each) for key, each in value.items()}
+        found = {str(key): make_plain(each) for key, each in value.items()}
+        return found if len(found) == len(value) else [*map(make_plain, value.items())]
     return [*map(make_plain, value)] if isinstance(value, (list, tuple, set, frozenset)) else str(value)

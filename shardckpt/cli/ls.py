@@ -201,7 +201,7 @@ def _summarize(folder: str, found: Sequence[CheckpointSummary]) -> list[str]:
     checkpoints = [each for each in found if each.is_checkpoint]
     whole = sum(each.state == "whole" for each in checkpoints)
     many = format_many(len(checkpoints), "checkpoint")
-    by = f", written by {writer}" if (writer := _find_writer(found)) else ""
+    by = f", written by {escape_text(writer)}" if (writer := _find_writer(found)) else ""
     lines = [f"{many}, {whole} whole, {format_bytes(sum(e.nbytes for e in checkpoints))}{by}"]
     folders = [each for each in found if each.inside]
     if folders:

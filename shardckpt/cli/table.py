@@ -41,8 +41,8 @@ def table(header: Sequence[str], rows: Sequence[Sequence[Any]], styles: Sequence
 
 
 def drop_empty(header: Sequence[str], rows: Sequence[Sequence[str]]) -> tuple[list[str], list[list[str]]]:
-    """Return a table without the columns that have nothing but ``-`` in every row."""
-    kept = [number for number in range(len(header)) if any(row[number] != "-" for row in rows)]
+    """Return a table without the columns that have nothing but ``-`` in every row; without rows, all of it."""
+    kept = [number for number in range(len(header)) if not rows or any(row[number] != "-" for row in rows)]
     return [header[number] for number in kept], [[row[number] for number in kept] for row in rows]
 
 
@@ -84,8 +84,9 @@ def fit_table(
     lines = shown.split("\n")
     whole = lines[:2]
     painted: Sequence[Style] = styles or [""] * len(cells)
+    below = max(width - len(_BELOW), _LAST)
     for line, row, first, style in zip(lines[2:], cells, firsts, painted, strict=True):
-        rest = textwrap.wrap(row[-1][len(first) :].lstrip(), width - len(_BELOW), break_on_hyphens=False)
+        rest = textwrap.wrap(row[-1][len(first) :].lstrip(), below, break_on_hyphens=False)
         whole += [line, *(f"{_BELOW}{colour(each, style) if isinstance(shown, Painted) else each}" for each in rest)]
     text = "\n".join(whole)
     note = f"not shown in {width} columns: {', '.join(left_out)} (in a pipe and with --json all is)"

@@ -30,7 +30,7 @@ from shardckpt.cli.exit_codes import FAILED
 from shardckpt.cli.failure import print_error
 from shardckpt.cli.output import Output
 from shardckpt.cli.table import fit_table
-from shardckpt.errors import CheckpointingException, IncompleteCheckpointError, listed
+from shardckpt.errors import CheckpointingException, IncompleteCheckpointError, escape_text, listed
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -185,7 +185,7 @@ def _describe(answers: Sequence[Answer]) -> Iterator[str]:
             rows = [(r.name, r.nbytes, _said(r, answer.path)) for r in shown]
             yield from fit_table(("file", "bytes", "result"), rows, [*map(_find_file_style, shown)])
         if answer.error is None and (shown or not several):
-            yield paint(f"{answer.path}: {_summary(answer.files)}", _find_style(answer))
+            yield paint(f"{escape_text(answer.path)}: {_summary(answer.files)}", _find_style(answer))
     if several:
         from shardckpt.cli.amounts import format_bytes
 

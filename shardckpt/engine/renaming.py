@@ -245,6 +245,18 @@ def _move_parts(common: StateDict, names: Mapping[str, str]) -> StateDict:
             place = place.setdefault(part, {})
             if not isinstance(place, dict):
                 raise KeyMismatchError(f"rename: nothing can become {new!r}: {part!r} has no parts")
-        held = place.get(parts[-1])  # a part that was moved here before the rest
-        place[parts[-1]] = {**value, **held} if isinstance(value, dict) and isinstance(held, dict) else value
+        last = parts[-1]  # where parts may be that were moved here before the rest
+        place[last] = _join(value, place[last], new) if last in place else value
     return found
+
+
+def _join(one: Any, other: Any, path: str) -> Any:
+    """Return what two nested dicts have together, without a change of either.
+
+    Raises:
+        KeyMismatchError: both have a value at the same path.
+    """
+    if not (isinstance(one, dict) and isinstance(other, dict)):
+        raise KeyMismatchError(f"rename: two values of the common state would be at {path!r}: give each its own name")
+    joined = {key: _join(one[key], each, f"{path}.{key}") if key in one else each for key, each in other.items()}
+    return {**one, **joined}

@@ -141,7 +141,8 @@ def export_to_huggingface(
         )
         budget = split_export_budget(memory_budget, source, folder, options.file_format)
         budget.limit_uploads(folder)
-    comm.agree(checkpoint_dir=str(source), target=str(folder))
+        names = sorted((rename or {}).items())
+    comm.agree(checkpoint_dir=str(source), target=str(folder), rename=names)
 
     def attempt() -> ExportPlan:
         operation = Operation("export", folder, comm, get_plugin_manager())

@@ -63,7 +63,6 @@ __getattr__ = lazy_getattr(
             "FileResult",
             "get_exit_code",
             "has_digests",
-            "has_numbers",
             "verify_checkpoint",
         ),
     },

@@ -296,10 +296,12 @@ class _Comparison:
         for (one, pair, box), first, other in zip(some, firsts, seconds, strict=True):
             second = (other.transpose(-1, -2) if pair.link.transposed else other).reshape(first.shape)
             one.elements += first.numel()
-            differs = self._find_different(first, second)
+            is_same = first.dtype == second.dtype and torch.equal(_view_bytes(first), _view_bytes(second))
+            differs = None if is_same else self._find_different(first, second)
             if has_numbers(first) and has_numbers(second):
                 one.norm = math.hypot(one.norm, _norm(_widen(first)))
-                one.changed = math.hypot(one.changed, 0.0 if differs is None else _norm(_subtract(first, second)))
+                # what is within the tolerances has changed, too
+                one.changed = math.hypot(one.changed, 0.0 if is_same else _norm(_subtract(first, second)))
             if differs is None:
                 continue
             one.different += int(differs.sum())
@@ -311,13 +313,10 @@ class _Comparison:
             one.largest = [*map(max, one.largest, found)] if one.largest and found else found or one.largest
 
     def _find_different(self, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor | None:
-        """Return which elements differ; None if none does."""
+        """Return which elements differ of values whose dtypes or bits do; None if none does."""
         if first.dtype == second.dtype:
-            bits = [_view_bytes(values) for values in (first, second)]
-            if torch.equal(*bits):
-                return None
             if not (self.rtol or self.atol) or not has_numbers(first):
-                return (bits[0] != bits[1]).any(-1).view(first.shape)
+                return (_view_bytes(first) != _view_bytes(second)).any(-1).view(first.shape)
         elif not (has_numbers(first) and has_numbers(second)):
             return torch.ones(first.shape, dtype=torch.bool, device="cpu") if first.numel() else None
         close = torch.isclose(_widen(first), _widen(second), rtol=self.rtol, atol=self.atol, equal_nan=True)

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 from shardckpt import dist_checkpointing as dc
 from shardckpt.cli import main
-from shardckpt.manager import identify_save, mark_checkpoint
+from shardckpt.cli.ls import _summarize
+from shardckpt.manager import CheckpointSummary, identify_save, mark_checkpoint
 from tests.cli.checkpoints import copy_golden
 from tests.manager import folders
 from tests.tables import table
@@ -96,3 +97,20 @@ def test_long_names_are_cut_on_a_terminal_only(
     assert all(line.startswith("run-x") and "..." in line and len(line) <= columns for line in lines[2:4])
     found = json.loads("\n".join(_list(capsys, tmp_path, "--json")))
     assert [each["name"] for each in found] == [f"{name}1", f"{name}2"]
+
+
+def test_the_narrowest_terminal_has_a_table_too(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A terminal of no more columns than reasons are indented by gets lines that are too long, and no error."""
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "out.txt").write_text("a line")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "4")
+    assert "logs" in "\n".join(_list(capsys, tmp_path))
+
+
+def test_who_wrote_it_begins_no_line() -> None:
+    """The name of a library comes from the checkpoint: line ends in it are escaped in the last lines, too."""
+    found = CheckpointSummary("step-1", "/c/step-1", "whole", writer="evil\n2 checkpoints, 2 whole 1.0")
+    assert "evil\\n2 checkpoints" in _summarize("c", [found])[0]

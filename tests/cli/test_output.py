@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import io
 import json
 import logging
 import os
@@ -21,6 +22,7 @@ from shardckpt.errors import CheckpointingException, escape_text, listed
 from shardckpt.manager import identify_save, mark_checkpoint
 from shardckpt.mapping import ShardedObject, ShardedTensor
 from tests.backends import Backend, both
+from tests.damage import flip
 
 if TYPE_CHECKING:
     import pytest
@@ -90,6 +92,17 @@ def test_no_text_of_a_file_moves_the_cursor(
     assert json.loads(capsys.readouterr().out)["differences"][0]["key"] == key
 
 
+def test_verify_names_a_damaged_checkpoint_on_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """In a folder of checkpoints, the line about a damaged one begins with its whole name."""
+    name = HOSTILE.replace("/", "")
+    _save(tmp_path / name, 1.0)
+    _save(tmp_path / "other", 1.0)
+    flip(tmp_path / name / "__0_0.distcp")
+    assert main(["verify", str(tmp_path)]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert any(line.startswith(f"{tmp_path}/{SHOWN}: damaged") for line in lines), lines
+
+
 def test_a_cell_is_one_line() -> None:
     """A line end in a cell begins no row, and other cells stay in their columns."""
     rows = table(("key", "bytes"), [("a\nb", 1), ("c", 2)]).split("\n")
@@ -127,6 +140,24 @@ def test_no_other_module_of_the_command_prints() -> None:
             assert "print" not in names, path
             assert "stderr" not in text, path
             assert "stdout.write" not in text, path
+
+
+def test_a_reader_who_has_left_before_an_error_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`shardckpt ls none --json | true`: the document of the error finds no reader, and there is no traceback."""
+
+    class Closed(io.StringIO):
+        def write(self, _: str) -> int:
+            raise BrokenPipeError
+
+        def fileno(self) -> int:
+            return descriptor
+
+    descriptor = os.open(tmp_path / "out", os.O_CREAT | os.O_WRONLY)
+    try:
+        monkeypatch.setattr(sys, "stdout", Closed())
+        assert main(["ls", str(tmp_path / "none"), "--json"]) == 141
+    finally:
+        os.close(descriptor)
 
 
 def test_a_closed_standard_error_is_no_error_of_the_verb(

@@ -11,8 +11,10 @@ import torch.distributed.checkpoint as dcp
 
 from shardckpt import dist_checkpointing as dc
 from shardckpt.cli import main
+from shardckpt.errors import KeyMismatchError
 from shardckpt.maintenance import open_any
 from shardckpt.mapping import ShardedObject, ShardedTensor
+from tests.tables import table
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -118,3 +120,33 @@ def test_a_missing_file_is_named_with_the_new_keys(tmp_path: Path, capsys: pytes
     said = capsys.readouterr().out
     assert "incomplete: " in said
     assert "net.weight" in said.rpartition("incomplete: ")[2]
+
+
+@table(
+    ("common", "renames", "expected"),
+    [
+        # a way through a value, which comes before or after it
+        ({"cfg": {"a": {"b": 1, "c": 2}}}, ["cfg.a.b=cfg.a.c.d"], None),
+        ({"cfg": {"a": {"c": 2, "b": 1}}}, ["cfg.a.b=cfg.a.c.d"], None),
+        # two values of one dotted path
+        ({"args": {"a": {"b": 1}, "a.b": 2}}, ["args.a=args.z"], None),
+        # what is moved into a dict that is moved, too
+        (
+            {"one": {"p": 1, "q": {"r": 2}}, "two": {"x": {"s": 3}}},
+            ["one.q.r=new.x.r", "two=new"],
+            {"one": {"p": 1}, "new": {"x": {"r": 2, "s": 3}}},
+        ),
+    ],
+)
+def test_no_value_of_the_common_state_is_lost(
+    tmp_path: Path, common: dict[str, Any], renames: list[str], expected: dict[str, Any] | None
+) -> None:
+    """Values whose new places meet are all there, or an error says that two would have one name."""
+    dc.save(common, tmp_path / "c")
+    rename = dict(each.split("=") for each in renames)
+    if expected is None:
+        with pytest.raises(KeyMismatchError, match="rename: "), open_any(tmp_path / "c", rename=rename) as stored:
+            assert stored.common
+        return
+    with open_any(tmp_path / "c", rename=rename) as stored:
+        assert stored.common == expected

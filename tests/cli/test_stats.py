@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,7 +11,7 @@ import torch
 from shardckpt import dist_checkpointing as dc
 from shardckpt.cli import main
 from shardckpt.engine import display
-from shardckpt.mapping import ShardedTensor
+from shardckpt.mapping import ShardedObject, ShardedTensor
 from tests.tables import table
 
 if TYPE_CHECKING:
@@ -36,6 +37,17 @@ def test_inspect_has_the_statistics_of_each_tensor(tmp_path: Path, capsys: pytes
     assert main(["inspect", str(tmp_path / "odd"), "--stats", "--json"]) == 0
     found: dict[str, Any] = {each["key"]: each for each in json.loads(capsys.readouterr().out)["tensors"]}
     assert (found["a"]["statistics"]["nans"], found["b"]["statistics"]["mean"]) == (1, 1.0)
+
+
+def test_statistics_of_no_tensor_are_a_table_without_rows(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A checkpoint of objects alone has none, on a terminal, too."""
+    dc.save({"rng": ShardedObject("rng", 1, (1,), (0,))}, tmp_path / "c")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "100")
+    assert main(["inspect", str(tmp_path / "c"), "--stats"]) == 0
+    assert capsys.readouterr().out.splitlines()[2].split()[:3] == ["key", "kind", "shape"]
 
 
 @table(

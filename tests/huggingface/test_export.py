@@ -187,6 +187,19 @@ def test_ranks_must_mean_the_same_target(ranks: Ranks, tmp_path: Path) -> None:
     assert [entry.name for entry in tmp_path.iterdir()] == ["c"]
 
 
+def _export_renamed(path: Path) -> None:
+    there, back = {"a": "b", "b": "a"}, {"a": "a2", "b": "b2"}
+    export_to_huggingface(path / "c", path / "hf", rename=back if dist.get_rank() else there)
+
+
+def test_ranks_must_rename_alike(ranks: Ranks, tmp_path: Path) -> None:
+    """Other names on another rank are an error that says so: by them it would write another tensor's values."""
+    save(tmp_path / "c", {"a": torch.zeros(4), "b": torch.ones(4)})
+    for _, text in ranks.run(2, error_of, _export_renamed, tmp_path):
+        assert "ranks disagree on rename" in text
+    assert [entry.name for entry in tmp_path.iterdir()] == ["c"]
+
+
 def _made(path: Path) -> Path:
     path.mkdir()
     return path

@@ -102,6 +102,17 @@ def test_the_relative_norm_is_that_of_the_whole_tensor(tmp_path: Path) -> None:
     assert found == {"w": pytest.approx(float(expected)), "zero": math.inf, "nan": math.inf}
 
 
+def test_the_relative_norm_does_not_depend_on_the_memory(tmp_path: Path) -> None:
+    """Elements within the tolerance count, whether or not they are read with one that differs by more."""
+    save_values(tmp_path / "one", {"w": torch.tensor([1.0, 1.0, 1.0])})
+    save_values(tmp_path / "two", {"w": torch.tensor([1.5, 1.5, 3.0])})
+    norms = set()
+    for memory in (8, 1 << 20):
+        (found,) = diff_checkpoints(tmp_path / "one", tmp_path / "two", atol=0.6, memory=memory).differences
+        norms.add(round(found.relative_norm or 0.0, 6))
+    assert norms == {round((4.5 / 3) ** 0.5, 6)}
+
+
 def test_differences_of_large_integers_are_exact(tmp_path: Path) -> None:
     """Integers above 2^53 that differ by one have a difference of one, not of zero, also across dtypes."""
     save_values(tmp_path / "one", {"w": torch.tensor([2**62 + 1, -(2**60)])})

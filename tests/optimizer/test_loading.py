@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.state_dict import (
 from shardckpt import dist_checkpointing
 from shardckpt.adapters import to_sharded_state_dict
 from shardckpt.errors import CheckpointingException, KeyMismatchError, ShardingError
+from shardckpt.mapping import ShardedTensor
 from shardckpt.optimizer_state import load_sharded_optimizer_state_dict
 from tests.adapters.models import made_model
 from tests.optimizer.loading import assert_same, train_steps
@@ -252,3 +253,36 @@ def test_a_model_without_memory_is_refused(tmp_path: Path) -> None:
     dist_checkpointing.save(to_sharded_state_dict(model, optimizer), tmp_path / "ckpt")
     with pytest.raises(ShardingError, match=r"exp_avg.*meta device.*to_empty"):
         load_sharded_optimizer_state_dict(model.to("meta").state_dict(), "optimizer", tmp_path / "ckpt")
+
+
+@table(
+    ("common", "tensors", "named"),
+    [
+        ({"param_groups": [{"params": ["w"]}]}, ("param_groups.3.lr",), "param_groups.3.lr"),
+        ({"param_groups": {"w": 3}}, (), "param_groups.w"),
+        ({"param_groups.w": 3}, (), "param_groups.w"),
+        ({"state": {"w": 3}}, (), "state.w"),
+        ({"state": {"gone": {"step": 1}}}, (), "state.gone.step"),
+        ({}, ("state.w",), "state.w"),
+    ],
+)
+def test_what_has_no_place_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, common: dict[str, Any], tensors: tuple[str, ...], named: str
+) -> None:
+    """Options of a group that is not there, and values where a parameter has a dict, are not left out in silence."""
+    keys = [f"optimizer.{name}" for name in ("state.w.exp_avg", *tensors)]
+    shards = {key: ShardedTensor.from_rank_offsets(key, torch.ones(3)) for key in keys}
+    dist_checkpointing.save({**shards, "optimizer": common}, tmp_path / "c")
+    loaded = load_sharded_optimizer_state_dict({"w": torch.zeros(3)}, "optimizer", tmp_path / "c")["optimizer"]
+    assert caplog.messages[-1].endswith(f": {named}"), caplog.messages
+    assert set(loaded["state"]["w"]) == {"exp_avg"}
+    assert loaded["param_groups"] in ([], common.get("param_groups"))
+
+
+def test_options_that_are_one_value_of_the_common_state(tmp_path: Path) -> None:
+    """A flat name without an option has a dict of all of them."""
+    shard = ShardedTensor.from_rank_offsets("optimizer.state.w.exp_avg", torch.ones(3))
+    state = {"shard": shard, "optimizer": {"param_groups.w": {"lr": 0.5}}}
+    dist_checkpointing.save(state, tmp_path / "c")
+    loaded = load_sharded_optimizer_state_dict({"w": torch.zeros(3)}, "optimizer", tmp_path / "c")["optimizer"]
+    assert loaded["param_groups"] == [{"lr": 0.5, "params": ["w"]}]
