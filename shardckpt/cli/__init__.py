@@ -111,6 +111,10 @@ class _VerbParser(argparse.ArgumentParser):
 
     _is_intermixed = False
 
+    def __init__(self, **settings: Any) -> None:
+        # an abbreviation is a typo that is taken at its word: --keep-lates
+        super().__init__(**{"allow_abbrev": False, **settings})
+
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parse, and if arguments are left over, parse those of options and the others by themselves."""
         found, unknown = super().parse_known_args(args, namespace)

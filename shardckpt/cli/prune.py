@@ -218,6 +218,7 @@ def _verify_newest(options: Any) -> list[Verified]:
     from shardckpt.cli.progress import show_progress
     from shardckpt.cli.verify import check
     from shardckpt.engine import locate
+    from shardckpt.errors import CheckpointingException
     from shardckpt.manager import list_checkpoints
     from shardckpt.plugins import get_plugin_manager
 
@@ -225,10 +226,18 @@ def _verify_newest(options: Any) -> list[Verified]:
         return found.name.rstrip("0123456789")
 
     rows = []
-    # A mark names a save of ours: of other libraries' checkpoints the sizes of files are all that is compared.
-    listed = [each for each in list_checkpoints(options.path) if each.state == "whole" and each.writer]
+    whole = [each for each in list_checkpoints(options.path) if each.state == "whole"]
     own = str(locate(options.path, get_plugin_manager()))  # a checkpoint itself is listed, and is no step to prune
-    found = [each for each in listed if _is_step(each.name, options.names) and each.path != own]
+    steps = [each for each in whole if _is_step(each.name, options.names) and each.path != own]
+    for _, family in groupby(sorted(steps, key=name_family), name_family):
+        newest = max(family, key=lambda each: (len(each.name), each.name))
+        if not newest.writer:  # a mark names a save of ours
+            raise CheckpointingException(
+                f"--verify marks what shardckpt wrote, and the newest step, {newest.name}, is of "
+                f"{newest.library or 'another library'}: nothing was removed. `shardckpt verify` reads it; then prune "
+                "without --verify"
+            )
+    found = [each for each in steps if each.writer]
     with show_progress("verify"):
         for _, family in groupby(sorted(found, key=name_family), name_family):
             for each in sorted(family, key=lambda each: (len(each.name), each.name), reverse=True):

@@ -70,9 +70,12 @@ def fit_table(
     if not sys.stdout.isatty():
         return [table(names, cells, styles, styled)]
     width = shutil.get_terminal_size().columns
+    # a third of the line is for names, which are of no use where they are cut, but to who looks
+    longest = max((len(row[0]) for row in cells), default=0)
+    named = max(min(longest, width // 3), _SHORTEST)
     left_out = []
     for name in optional:
-        if name in names and _measure_others(names, cells) + _SHORTEST > width:
+        if name in names and _measure_others(names, cells) + named > width:
             number = names.index(name)
             names, cells = _drop(names, number), [_drop(row, number) for row in cells]
             left_out.append(name)

@@ -145,3 +145,14 @@ def test_prune_counts_no_damaged_step_of_another_library(tmp_path: Path, capsys:
     assert main(["prune", str(tmp_path), "--keep-latest", "1"]) == 0
     assert _steps(tmp_path) == [1, 2]
     assert "__0_0.distcp is missing" in capsys.readouterr().out
+
+
+def test_prune_does_not_claim_to_verify_another_librarys_steps(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """--verify keeps the newest intact step by its mark, which only saves of ours have: else nothing is removed."""
+    for step in (1, 2):
+        dcp.save({"w": torch.ones(2)}, checkpoint_id=tmp_path / f"step-{step}", no_dist=True)
+    assert main(["prune", str(tmp_path), "--keep-latest", "1", "--verify"]) == 2
+    assert "the newest step, step-2, is of PyTorch DCP: nothing was removed" in capsys.readouterr().err
+    assert (tmp_path / "step-1").is_dir()

@@ -32,6 +32,7 @@ ROWS = [
     ("migrate runs/step-1 new --overwritten", "did you mean --overwrite?"),
     ("remove runs/step-1 model. --dryrun", "did you mean --dry-run?"),
     ("prune runs --keep-besst loss", "did you mean --keep-best?"),
+    ("prune runs --keep-lates 1", "did you mean --keep-latest?"),
     ("pin runs 1 --labels x", "did you mean --label?"),
     ("strategies --jason", "options: --help"),
     ("config --jason", "did you mean --json?"),
