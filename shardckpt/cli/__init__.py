@@ -10,7 +10,7 @@ import importlib
 import os
 import sys
 import warnings
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from shardckpt import __version__
 from shardckpt.cli.exit_codes import FAILED, FINE, MEANINGS
@@ -103,6 +103,26 @@ def _refuse_unknown(parser: argparse.ArgumentParser, unknown: Sequence[str]) -> 
     parser.error(f"unrecognized arguments: {' '.join(unknown)}{''.join(near)}")
 
 
+class _VerbParser(argparse.ArgumentParser):
+    """A verb's parser, which takes an optional argument behind options, too, as in ``inspect DIR --stats PREFIX``.
+
+    That of Python before 3.13 gives the argument its default as soon as an option follows the one before it.
+    """
+
+    _is_intermixed = False
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parse, and if arguments are left over, parse those of options and the others by themselves."""
+        found, unknown = super().parse_known_args(args, namespace)
+        if self._is_intermixed or all(word.startswith("-") for word in unknown):
+            return found, unknown
+        self._is_intermixed = True  # argparse comes back here for each of the two
+        try:
+            return self.parse_known_intermixed_args(args, namespace)
+        finally:
+            self._is_intermixed = False
+
+
 def _make_parser(only: str) -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentParser]]:
     """Return the parser of the command line, and those of its verbs: one, or for ``""`` all, those of plugins, too."""
     parser = argparse.ArgumentParser(
@@ -113,7 +133,7 @@ def _make_parser(only: str) -> tuple[argparse.ArgumentParser, Mapping[str, argpa
     parser.add_argument("--traceback", action="store_true", help="after an error, show the whole traceback")
     parser.add_argument("--version", action="version", version=f"shardckpt {__version__}")
     parser.set_defaults(as_json=False)
-    verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
+    verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB", parser_class=_VerbParser)
     for verb in [only] if only else _VERBS:
         importlib.import_module(f"{__name__}.{verb}").add(verbs)
         if verb not in _WITHOUT_JSON:

@@ -8,21 +8,24 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from shardckpt.commit import HOLDS_NAME, Holds
-from shardckpt.engine import find_save_time, list_recorded_files, locate
+from shardckpt.engine import find_incomplete_files, find_save_time, list_recorded_files, locate
 from shardckpt.errors import (
     CannotLoadError,
     CheckpointingException,
     CheckpointReplacedError,
     CorruptCheckpointError,
     StorageError,
+    UnsafePickleError,
     listed,
 )
 from shardckpt.manager.marks import find_mark
 from shardckpt.manager.metrics import CONTENT_KEY, read_metric, read_metrics
 from shardckpt.manager.retention import Metrics
 from shardckpt.manager.step_names import MARKS_NAME, STEPS, StepNames, find_namings
+from shardckpt.manifest import RECORD_NAME
 from shardckpt.plugins import choose_reader, hold_checkpoint
 from shardckpt.storage import (
+    CheckpointReader,
     detect_replacement,
     file_size,
     has_local_files,
@@ -38,6 +41,7 @@ if TYPE_CHECKING:
     from shardckpt.manager.marks import Mark
     from shardckpt.manifest import Manifest
     from shardckpt.plugins import PluginManager
+    from shardckpt.strategy import LoadStrategy
 
 _E = TypeVar("_E", bound=CheckpointingException)
 
@@ -172,6 +176,8 @@ class StepFolder:
     def inspect_step(self, step: int) -> StepCheckpoint:
         """Inspect a step's directory: its JSON files, and that the other files exist with the right sizes.
 
+        Another library's checkpoint has no record of its files: there its index says which they are.
+
         Returns:
             What was found; an error of the checkpoint is stored there, not raised.
 
@@ -188,12 +194,14 @@ class StepFolder:
             place, manifest = hold_checkpoint(directory, self.plugins)
             with detect_replacement(place):
                 _check_files(place, manifest)
+            strategy = choose_reader(directory, manifest, self.plugins)
+            if manifest.record is None:
+                _check_indexed_files(place, manifest, strategy)
             return manifest
 
         try:
             with wrap_os_errors("inspect", directory):
                 found = retry_if_replaced(check, directory)
-            choose_reader(directory, found, self.plugins)
         except (StorageError, CorruptCheckpointError) as exc:
             no_answer = not has_local_files(directory) and isinstance(exc, StorageError)
             if no_answer or isinstance(exc, CheckpointReplacedError):
@@ -230,6 +238,21 @@ def _check_files(directory: Path, manifest: Manifest) -> None:
     faults = [fault for name, size in expected.items() if (fault := _file_fault(directory, name, size))]
     if faults:
         raise CorruptCheckpointError(f"{directory}: of {len(expected)} files: {listed(faults, '; ', limit=6)}")
+
+
+def _check_indexed_files(directory: Path, manifest: Manifest, strategy: LoadStrategy) -> None:
+    """Raise unless every file that the index names exists and is long enough for what it has there.
+
+    A lost record of ours is no fault here: what the index names can be loaded without it.
+    """
+    try:
+        with CheckpointReader(directory, manifest, verify=False) as reader:
+            bad = [file for file in find_incomplete_files(strategy, reader) if file.name != RECORD_NAME]
+    except UnsafePickleError:  # no damage, which would be skipped: who loads it gets this error
+        return
+    faults = [f"{file.name} {file.fault}" for file in bad]
+    if faults:
+        raise CorruptCheckpointError(f"{directory}: {listed(faults, '; ', limit=6)}")
 
 
 def _file_fault(directory: Path, name: str, size: int | None) -> str:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 
 from shardckpt import dist_checkpointing as dc
 from shardckpt.cli import main
@@ -134,3 +135,13 @@ def test_prune_of_a_checkpoint_itself_verifies_nothing(folder: Path, capsys: pyt
     said = capsys.readouterr()
     assert "is a checkpoint, not a folder of steps, and nothing was done" in said.err
     assert not said.out
+
+
+def test_prune_counts_no_damaged_step_of_another_library(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Plain DCP's newest step without its data file is kept, with its fault, and the older whole one, too."""
+    for step in (1, 2):
+        dcp.save({"w": torch.ones(2)}, checkpoint_id=tmp_path / f"step-{step}", no_dist=True)
+    (tmp_path / "step-2" / "__0_0.distcp").unlink()
+    assert main(["prune", str(tmp_path), "--keep-latest", "1"]) == 0
+    assert _steps(tmp_path) == [1, 2]
+    assert "__0_0.distcp is missing" in capsys.readouterr().out

@@ -95,7 +95,8 @@ ROWS = [
     ("convert runs/step-1 new --rename model=iteration", "the checkpoint has iteration"),
     ("merge runs/step-1 runs/step-2 new --rename modle=net", "did you mean model?"),
     # formats, dtypes, mappings
-    ("convert runs/step-1 new --to torch_dits", "torch_dist"),
+    ("convert runs/step-1 new --to torch_dits", "did you mean torch_dist?"),
+    ("convert runs/step-1 new --to torhc", "did you mean torch?"),
     ("convert runs/step-1 new --to torch_dist@9", "torch_dist"),
     ("merge runs/step-1 runs/step-2 new --to torch_dits", "torch_dist"),
     ("migrate runs/step-1 new --to torch_dits", "torch_dist"),
@@ -192,3 +193,15 @@ def test_right_names_are_taken(
     ):
         assert main(call.split()) == 0, (call, capsys.readouterr().err)
     assert {path.name for path in (tmp_path / "place" / "runs").iterdir()} == {"step-1", "step-3"}
+
+
+def test_an_optional_argument_may_stand_behind_options(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """``inspect DIR --stats PREFIX`` and ``pin FOLDER --remove STEP``, which argparse refuses before Python 3.13."""
+    step = str(runs / "runs" / "step-1")
+    assert main(["inspect", step, "--stats", "model.", "--json"]) == 0
+    assert {each["key"][:6] for each in json.loads(capsys.readouterr().out)["tensors"]} == {"model."}
+    pin_step(runs / "runs", 1, "order")
+    assert main(["pin", str(runs / "runs"), "--remove", "1", "--label", "order"]) == 0
+    with pytest.raises(SystemExit, match="2"):
+        main(["inspect", step, "--stats", "model.", "optimizer."])
+    assert "unrecognized arguments: optimizer." in capsys.readouterr().err

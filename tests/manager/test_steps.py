@@ -273,3 +273,16 @@ def test_a_plugin_that_cannot_list_folders_is_named() -> None:
             folders.steps_of("bare://x/run").steps()
     finally:
         get_plugin_manager().unregister(plugin)
+
+
+def test_another_librarys_step_without_its_data_is_damaged(tmp_path: Path) -> None:
+    """Plain DCP's checkpoint has no record of its files: its index says which are gone or too short."""
+    dcp.save({"w": torch.ones(2)}, checkpoint_id=tmp_path / "step-1", no_dist=True)
+    data = tmp_path / "step-1" / "__0_0.distcp"
+    assert folders.steps_of(tmp_path).inspect_step(1).is_loadable
+    data.write_bytes(data.read_bytes()[:9])
+    assert "__0_0.distcp has 9 bytes" in str(folders.steps_of(tmp_path).inspect_step(1).error)
+    data.unlink()
+    found = folders.steps_of(tmp_path).inspect_step(1)
+    assert found.is_damaged
+    assert "__0_0.distcp is missing" in str(found.error)
