@@ -72,7 +72,7 @@ if TYPE_CHECKING:
         prune_spools,
     )
     from shardckpt.engine.renaming import find_usual_names, list_names, list_top_names, rename_stored
-    from shardckpt.engine.saving import SaveOptions, check_state, find_saver, save_checkpoint
+    from shardckpt.engine.saving import SaveOptions, check_state, find_saver, refuse_objects, save_checkpoint
     from shardckpt.engine.streaming import (
         STREAM_BYTES,
         TensorBox,
@@ -189,6 +189,7 @@ __getattr__ = lazy_getattr(
             "SaveOptions",
             "check_state",
             "find_saver",
+            "refuse_objects",
             "save_checkpoint",
         ),
         "streaming": (
@@ -285,6 +286,7 @@ __all__ = [
     "read_checkpoint",
     "read_integrity",
     "refuse_damage",
+    "refuse_objects",
     "refuse_overlap",
     "rename_stored",
     "report_read",

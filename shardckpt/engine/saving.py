@@ -181,7 +181,7 @@ def check_state(
         nested, common = split_state_dict(sharded_state_dict, plain_objects=saver.stores_plain_objects)
         shards = list_nested_values(nested)
         if not saver.supports_objects:
-            _refuse_objects(shards, saver)
+            refuse_objects(shards, saver)
         if comm.is_main:
             _warn_of_tensors(common)
         if options.content_metadata is not None:
@@ -228,7 +228,7 @@ def check_state(
     return CheckedState(saver, header, shards, common, given, lookup, nbytes, forecast)
 
 
-def _refuse_objects(shards: Sequence[ShardedBase], saver: SaveStrategy) -> None:
+def refuse_objects(shards: Sequence[ShardedBase], saver: SaveStrategy) -> None:
     """Raise an error that names the objects: the strategy says that it stores none, and would leave them out."""
     found = sorted({shard.key for shard in shards if isinstance(shard, ShardedObject)})
     if found:

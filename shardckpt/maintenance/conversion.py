@@ -16,6 +16,7 @@ from shardckpt.engine import (
     Operation,
     TensorSums,
     commit_files,
+    refuse_objects,
 )
 from shardckpt.errors import CheckpointingException, CorruptCheckpointError, KeyMismatchError, listed, name_prefixes
 from shardckpt.huggingface import (
@@ -266,6 +267,8 @@ class Conversion:
             rewritten = self._write_file(stored, operation, proof, planned, objects, common, overwrite=overwrite)
         else:
             rewritten = {}
+            if not self.saver.supports_objects:
+                refuse_objects(objects, self.saver)
             self._write_checkpoint(operation, proof, self.saver, tensors, objects, common, overwrite=overwrite)
         return _Written(tensors, len(objects), left_out, plain_objects, rewritten, unmatched)
 

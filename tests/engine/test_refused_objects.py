@@ -9,14 +9,18 @@ import torch
 import torch.distributed as dist
 
 from shardckpt import dist_checkpointing as dc
+from shardckpt import hookimpl
 from shardckpt.errors import CheckpointingException, ShardingError
+from shardckpt.maintenance import convert_checkpoint
 from shardckpt.mapping import ShardedObject, ShardedTensor
 from shardckpt.parallel import FullyParallelSaveStrategyWrapper
-from shardckpt_torch_dist import TorchDistSaveShardedStrategy
+from shardckpt_torch_dist import TorchDistLoadShardedStrategy, TorchDistSaveShardedStrategy
+from tests.plugged import registered
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from shardckpt.plugins import StrategyRegistry
     from tests.ranks import Ranks
 
 
@@ -24,6 +28,23 @@ class SaveTensors(TorchDistSaveShardedStrategy):
     """Stores tensors alone."""
 
     supports_objects = False
+
+
+class _SaveElsewhere(SaveTensors):
+    backend = "tensors"
+
+
+class _LoadElsewhere(TorchDistLoadShardedStrategy):
+    backend = "tensors"
+
+
+class _Plugin:
+    """Has a format of its own that stores tensors alone."""
+
+    @hookimpl
+    def shardckpt_register(self, registry: StrategyRegistry) -> None:
+        registry.add(_SaveElsewhere)
+        registry.add(_LoadElsewhere)
 
 
 def _state(*, with_object: bool) -> dict[str, object]:
@@ -56,3 +77,12 @@ def test_the_error_is_that_of_a_state_dict(tmp_path: Path) -> None:
     """What a format cannot hold is a ShardingError."""
     with pytest.raises(ShardingError, match="rng state"):
         dc.save({"rng": ShardedObject("rng state", 1, (1,), (0,))}, tmp_path / "a", SaveTensors())
+
+
+def test_a_conversion_refuses_them_before_it_writes(tmp_path: Path) -> None:
+    """Objects of the source that the new format does not store are named, as in a save."""
+    dc.save({"rng": ShardedObject("rng state", 1, (1,), (0,))}, tmp_path / "a")
+    match = "_SaveElsewhere .*stores no ShardedObjects.*rng state"
+    with registered(_Plugin()), pytest.raises(ShardingError, match=match):
+        convert_checkpoint(tmp_path / "a", tmp_path / "b", "tensors")
+    assert [each.name for each in tmp_path.iterdir()] == ["a"]
