@@ -298,7 +298,9 @@ class _Comparison:
             one.elements += first.numel()
             is_same = first.dtype == second.dtype and torch.equal(_view_bytes(first), _view_bytes(second))
             differs = None if is_same else self._find_different(first, second)
-            if has_numbers(first) and has_numbers(second):
+            # of a tensor that is here whole and equal nobody asks for norms, which cost as much as all else
+            is_done = is_same and first.numel() == math.prod(one.tensor.global_shape)
+            if not is_done and has_numbers(first) and has_numbers(second):
                 one.norm = math.hypot(one.norm, _norm(_widen(first)))
                 # what is within the tolerances has changed, too
                 one.changed = math.hypot(one.changed, 0.0 if is_same else _norm(_subtract(first, second)))
