@@ -15,12 +15,13 @@ _P = TypeVar("_P")
 
 @contextmanager
 def registered(plugin: _P) -> Iterator[_P]:
-    """Register a plugin until the block ends."""
-    get_plugin_manager().register(plugin)
-    try:
-        yield plugin
-    finally:
-        get_plugin_manager().unregister(plugin)
+    """Register a plugin until the block ends, and with it the strategies that it adds."""
+    with get_plugin_manager().registry.preserved():
+        get_plugin_manager().register(plugin)
+        try:
+            yield plugin
+        finally:
+            get_plugin_manager().unregister(plugin)
 
 
 __all__ = ["registered"]

@@ -143,7 +143,7 @@ def _make_table(found: Sequence[CheckpointSummary], metric: str, best: Checkpoin
         for cells, rest in [_row(each)]
     ]
     names = ("checkpoint", "step", "age", "size", "strategy", escape_text(metric), "written by", "fingerprint", "state")
-    return fit_table(names, rows, [*map(_find_style, found)], optional=("fingerprint", "written by", "strategy", "age"))
+    return fit_table(names, rows, [*map(_find_style, found)], optional=("fingerprint", "written by", "strategy"))
 
 
 def _find_style(found: CheckpointSummary) -> Style:

@@ -92,8 +92,8 @@ def fit_table(
         rest = textwrap.wrap(row[-1][len(first) :].lstrip(), below, break_on_hyphens=False)
         whole += [line, *(f"{_BELOW}{colour(each, style) if isinstance(shown, Painted) else each}" for each in rest)]
     text = "\n".join(whole)
-    note = f"not shown in {width} columns: {', '.join(left_out)} (in a pipe and with --json all is)"
-    return [Painted(text) if isinstance(shown, Painted) else text, *([note] if left_out else [])]
+    note = f"not shown in {width} columns: {', '.join(left_out)}; all is in a pipe, and with --json"
+    return [Painted(text) if isinstance(shown, Painted) else text, *(textwrap.wrap(note, width) if left_out else [])]
 
 
 def _cut_end(text: str, most: int) -> str:

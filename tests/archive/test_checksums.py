@@ -21,7 +21,6 @@ from shardckpt.errors import CorruptCheckpointError
 from shardckpt.maintenance import convert_checkpoint
 from shardckpt.manifest import Manifest
 from shardckpt.mapping import ShardedTensor
-from shardckpt.plugins.manager import get_plugin_manager
 from tests.damage import flip
 from tests.plugged import registered
 from tests.tables import table
@@ -116,7 +115,7 @@ def test_a_flipped_bit_is_not_migrated(tmp_path: Path, capsys: pytest.CaptureFix
     """Before a migration of what other libraries wrote its archives are compared; of damaged ones nothing comes."""
     data = save_dcp(tmp_path / "old")
     flip(data, NEEDLE)
-    with get_plugin_manager().registry.preserved(), registered(_Plugin()):
+    with registered(_Plugin()):
         assert main(["migrate", str(tmp_path / "old"), str(tmp_path / "new")]) == 2
     assert "CRC-32" in capsys.readouterr().err
     assert [each.name for each in tmp_path.iterdir()] == ["old"]

@@ -20,7 +20,6 @@ from shardckpt.errors import CorruptCheckpointError, PluginError, StorageError
 from shardckpt.maintenance.verify import verify_checkpoint
 from shardckpt.manager import CheckpointConfig, CheckpointManager, KeepLatest
 from shardckpt.manifest import FileRecord
-from shardckpt.plugins.manager import get_plugin_manager
 from tests import trees
 from tests.damage import flip
 from tests.plugged import registered
@@ -42,7 +41,7 @@ COMMITTED = {"metadata.json", "shardckpt.json", "integrity.json"}
 @pytest.fixture(autouse=True)
 def _plugin() -> Iterator[None]:
     """The strategy is installed."""
-    with get_plugin_manager().registry.preserved(), registered(trees.Plugin()):
+    with registered(trees.Plugin()):
         yield
 
 
