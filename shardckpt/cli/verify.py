@@ -122,7 +122,7 @@ def run(options: Any) -> Output:
     return Output(
         lambda: [
             *map(_make_row, answers),
-            *(_make_row(Answer(each.path, (), INTACT)) | {"skipped": each.reason} for each in passed),
+            *(_make_row(Answer(each.path, (), INTACT)) | {"state": "", "skipped": each.reason} for each in passed),
         ],
         lambda: [*_describe(answers), *_describe_skipped(passed)],
         max(answer.exit_code for answer in answers),
@@ -213,7 +213,7 @@ def _name_verdict(answer: Answer) -> str:
     if answer.error is None and get_exit_code(answer.files) == INTACT:
         return "intact" if has_digests(answer.files) else "intact as far as can be checked without digests"
     if answer.exit_code == FAILED:
-        return "without an answer"
+        return "unreadable"
     return "incomplete" if isinstance(answer.error, IncompleteCheckpointError) else "damaged"
 
 
@@ -230,6 +230,7 @@ def _find_file_style(result: FileResult) -> Style:
 def _make_row(answer: Answer) -> dict[str, Any]:
     return {
         "checkpoint": answer.path,
+        "state": _name_verdict(answer).partition(" ")[0],
         "exit_code": answer.exit_code,
         "error": None if answer.error is None else str(answer.error),
         "skipped": "",

@@ -235,6 +235,7 @@ def test_verify_of_many(tmp_path: Path, checkpoint: Path, capsys: pytest.Capture
     shown = capsys.readouterr()
     whole, damaged, absent = json.loads(shown.out)
     assert [each["exit_code"] for each in (whole, damaged, absent)] == [0, 1, 2]
+    assert [each["state"] for each in (whole, damaged, absent)] == ["intact", "damaged", "unreadable"]
     assert [file["name"] for file in damaged["files"] if file["fault"]] == ["common.pt"]
     assert absent["error"] in shown.err
 
