@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 #: Where torch keeps its tensors that are spread over ranks: DTensor, ShardedTensor.
 _SHARDED_BY_TORCH = ("torch.distributed.tensor", "torch.distributed._tensor", "torch.distributed._shard")
+#: What dcp.save and dcp.load take, and what here is described by the adapters.
+_DESCRIBED = (torch.nn.Module, torch.optim.Optimizer)
 
 #: The leaves of a larger dict or list are yielded without a look at each, if all are leaves: there may be a million.
 _MANY = 16
@@ -410,12 +412,17 @@ def validated_copy(shard: ShardedBase) -> ShardedBase:
 
 
 def is_part(leaf: Any) -> bool:
-    """Return whether a leaf is a tensor of torch's that is spread over ranks: a DTensor, a ShardedTensor."""
-    return type(leaf).__module__.startswith(_SHARDED_BY_TORCH)
+    """Return whether a leaf is spread over ranks: a DTensor or ShardedTensor of torch's, a module, an optimizer."""
+    return type(leaf).__module__.startswith(_SHARDED_BY_TORCH) or isinstance(leaf, _DESCRIBED)
 
 
 def refuse_parts(leaf: Any, path: tuple[Any, ...]) -> None:
     """Raise for a leaf that is one rank's part, as the common state has none: only the main rank's would be stored."""
+    if isinstance(leaf, _DESCRIBED):
+        raise ShardingError(
+            f"{format_path(path)} is a {type(leaf).__name__}, whose tensors nothing describes: give what "
+            "shardckpt.adapters.to_sharded_state_dict(model, optimizer) returns, and after a load hand it to load_into"
+        )
     if is_part(leaf):
         raise ShardingError(
             f"{format_path(path)} is a {type(leaf).__name__}, of which each rank has a part: describe it as a "

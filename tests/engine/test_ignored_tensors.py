@@ -14,6 +14,7 @@ from shardckpt import dist_checkpointing
 from shardckpt.adapters import to_sharded_state_dict
 from shardckpt.errors import KeyMismatchError, ShardingError
 from tests.logs import collect_warnings
+from tests.tables import table
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -73,3 +74,16 @@ def test_a_save_warns_of_large_tensors_in_the_common_state(tmp_path: Path) -> No
         found = dist_checkpointing.load(values, tmp_path / "large")  # it has all that was asked for
     assert torch.equal(found["model"]["weight"], torch.ones(600, 600))
     assert said == []
+
+
+@table("what", ["model", "optimizer"])
+def test_modules_and_optimizers_are_refused(tmp_path: Path, what: str) -> None:
+    """What dcp.save and dcp.load take is no state dict here: without a word nothing would be loaded."""
+    model = nn.Linear(2, 2)
+    state = {what: {"model": model, "optimizer": torch.optim.SGD(model.parameters())}[what]}
+    dist_checkpointing.save(to_sharded_state_dict(model), tmp_path / "c")
+    match = rf"\['{what}'\] is a .*nothing describes: give what .*to_sharded_state_dict"
+    for call, place in ((dist_checkpointing.load, "c"), (dist_checkpointing.save, "d")):
+        with pytest.raises(ShardingError, match=match):
+            call(state, tmp_path / place)
+    assert not (tmp_path / "d").exists()
