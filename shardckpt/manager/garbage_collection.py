@@ -27,6 +27,7 @@ from shardckpt.engine import clear_unfinished, clear_uploads, explain_kept_lefto
 from shardckpt.errors import CheckpointingException, CheckpointReplacedError, StorageError, listed
 from shardckpt.manager.marks import drop_marks
 from shardckpt.manager.retention import find_needed_steps, steps_to_remove
+from shardckpt.manager.step_links import find_own_links, update_links
 from shardckpt.manager.step_names import MARKS_NAME
 from shardckpt.storage import ListsFolders, on_store
 
@@ -50,7 +51,11 @@ _PATIENCE = 5.0
 
 
 def collect_garbage(
-    folder: StepFolder, policies: Collection[RetentionPolicy], protected: Collection[int] = ()
+    folder: StepFolder,
+    policies: Collection[RetentionPolicy],
+    protected: Collection[int] = (),
+    *,
+    links: bool = False,
 ) -> list[int]:
     """Remove the checkpoints that no policy keeps, and the remains of killed saves and removals.
 
@@ -58,6 +63,7 @@ def collect_garbage(
         folder: The folder of the steps.
         policies: Choose the steps to keep; if empty, all are kept.
         protected: Steps that are kept whatever the policies return.
+        links: Whether the folder's links are to be looked at where there is no policy, too.
 
     Returns:
         The steps that were removed.
@@ -66,7 +72,7 @@ def collect_garbage(
         StorageError: the folder cannot be listed.
         CheckpointingException: a policy returned something other than steps; nothing is removed.
     """
-    if not policies:  # without a policy no checkpoint need be inspected, and there may be many
+    if not policies and not links:  # no checkpoint need be inspected, and there may be many
         _remove_leftovers(folder)
         return []
     return remove_steps(folder, lambda checkpoints: steps_to_remove(policies, checkpoints, protected)).removed
@@ -165,8 +171,10 @@ def remove_steps(
     choice = choose_steps(folder, choose, judge)
     chosen = [*choice.chosen, *choice.doomed]
     needed = [choice.found[each] for each in choice.needed]
-    holds = folder.holds
-    held = find_held(folder, keeps_linked=keeps_linked) if chosen else {}
+    holds, own_links = folder.holds, find_own_links(folder, choice.found.values())
+    held = find_held(folder, keeps_linked=keeps_linked, own_links=own_links) if chosen else {}
+    if own_links:  # before they lead to what is gone
+        update_links(folder, [each for step, each in choice.found.items() if step not in chosen])
     if chosen and on_store(folder.place) is None:
         # What a killed overwrite has moved aside is known to be old while the step is there, and else kept for ever.
         _remove_leftovers(folder)
@@ -181,6 +189,8 @@ def remove_steps(
         elif reason is not None:
             removed.append(step)
         count_step(step)
+    if own_links and len(removed) < len(chosen):
+        update_links(folder, [each for step, each in choice.found.items() if step not in removed])
     for each in choice.found.values():
         # A removal that was killed on a store without rename leaves a checkpoint without some of its objects.
         if each.error is not None and is_half_deleted(folder.path(each.step)):
@@ -191,17 +201,18 @@ def remove_steps(
     return Removals(removed, kept, choice)
 
 
-def find_held(folder: StepFolder, *, keeps_linked: bool = True) -> dict[str, str]:
+def find_held(folder: StepFolder, *, keeps_linked: bool = True, own_links: Collection[str] = ()) -> dict[str, str]:
     """Return what keeps steps from removal, by the names of their directories: leases, pins, and links to them.
 
     Args:
         folder: The folder of the steps.
         keeps_linked: Whether a symbolic link in the folder keeps what it leads to: ``best -> step-100``.
+        own_links: The links that do not, because they are moved: :func:`~shardckpt.manager.step_links.find_own_links`.
     """
     found = {name: list(map(str, holds)) for name, holds in folder.holds.find().items()}
     if keeps_linked and on_store(folder.place) is None and folder.place.is_dir():
         place = folder.place.resolve()
-        for link in sorted(each for each in folder.place.iterdir() if each.is_symlink()):
+        for link in sorted(each for each in folder.place.iterdir() if each.is_symlink() and each.name not in own_links):
             with suppress(OSError, RuntimeError):  # a link to itself leads nowhere
                 if (target := link.resolve()).parent == place:
                     found.setdefault(target.name, []).append(f"{link.name} is a link to it")
@@ -267,11 +278,13 @@ class GarbageCollector:
     Args:
         folder: The folder of the steps.
         policies: Choose the steps to keep.
+        links: As for :func:`collect_garbage`.
     """
 
-    def __init__(self, folder: StepFolder, policies: Collection[RetentionPolicy]) -> None:
+    def __init__(self, folder: StepFolder, policies: Collection[RetentionPolicy], *, links: bool = False) -> None:
         self._folder = folder
         self._policies = policies
+        self._links = links
         self._queue: queue.Queue[Collection[int] | None] = queue.Queue()
         self._thread: threading.Thread | None = None
         self._closed = False
@@ -322,7 +335,7 @@ class GarbageCollector:
         self._clear_uploads()
         for protected in iter(self._queue.get, None):
             try:
-                collect_garbage(self._folder, self._policies, protected)
+                collect_garbage(self._folder, self._policies, protected, links=self._links)
             except Exception as exc:  # no error here may end the training or the thread: the next collection retries
                 text = f"{type(exc).__qualname__}: {exc}"
                 if text != self._failure:  # a policy that raises does so after each save

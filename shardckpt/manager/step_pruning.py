@@ -17,6 +17,7 @@ from shardckpt.manager.retention import (
     refuse_unknown_metrics,
     steps_to_remove,
 )
+from shardckpt.manager.step_links import find_own_links
 from shardckpt.manager.step_names import NAMINGS, parse_step
 from shardckpt.manager.steps import StepFolder
 from shardckpt.plugins import get_plugin_manager
@@ -161,7 +162,7 @@ def _prune(
     if dry_run:
         choice = choose_steps(folder, choose, judge)
         wanted = {*choice.chosen, *choice.doomed}
-        held = find_held(folder)
+        held = find_held(folder, own_links=find_own_links(folder, choice.found.values()))
         kept = {step: held[name] for step in wanted if (name := folder.names.name(step)) in held}
         removed = wanted - kept.keys()
     else:
