@@ -7,7 +7,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, NamedTuple
 
 from shardckpt.commit import find_last_write, find_unfinished, is_under_way, why_unfinished_kept
-from shardckpt.engine import find_incomplete_files
+from shardckpt.engine import find_incomplete_files, locate
 from shardckpt.errors import (
     BrokenPluginError,
     CheckpointingException,
@@ -40,10 +40,12 @@ class Damage(NamedTuple):
     Attributes:
         fault: What ``ls`` says of it.
         kept: Why it may not be removed; ``""`` if it may.
+        is_whole: Whether nothing is: it is of a format that no load of a manager takes.
     """
 
     fault: str
     kept: str = ""
+    is_whole: bool = False
 
 
 def find_damage(folder: StepFolder, step: StepCheckpoint, older_than: float | None = None) -> Damage | None:
@@ -66,8 +68,8 @@ def find_damage(folder: StepFolder, step: StepCheckpoint, older_than: float | No
     found = summarize_step(folder, step.step)
     if found.state not in ("damaged", "incomplete"):
         why = (str(step.error or step.refusal).splitlines() or [""])[0]
-        is_foreign = found.state == "whole"
-        return Damage("", f"it is whole, and of {found.library}" if is_foreign else why)
+        is_whole = found.state == "whole"
+        return Damage("", f"it is whole, and of {found.library}" if is_whole else why, is_whole)
     fault = f"{found.state}: {found.reason}"
     if found.state == "incomplete" and not _is_of_save(directory):
         return Damage(fault, "nothing in it shows that a save wrote it")
@@ -104,8 +106,11 @@ def _read_best_description(directory: Path, plugins: PluginManager) -> tuple[Pat
         return place, Manifest(backend=record.backend, version=record.version, record=record)
     with suppress(CheckpointingException, OSError):
         marker = parse_file(Marker.parse, place / MARKER_NAME, MARKER_LIMIT)
-        if marker.shardckpt_generation is None:
-            return place, Manifest(backend=marker.sharded_backend, version=marker.sharded_backend_version)
+        if marker.shardckpt_generation is not None:
+            remote = on_store(directory)
+            where = f"{directory if remote is None else remote.url}/{marker.shardckpt_generation}"
+            return _read_best_description(locate(where, plugins), plugins)
+        return place, Manifest(backend=marker.sharded_backend, version=marker.sharded_backend_version)
     return hold_checkpoint(directory, plugins)
 
 

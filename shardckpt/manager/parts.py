@@ -16,7 +16,7 @@ from shardckpt.manager.preemption import Preemption
 from shardckpt.manager.replicas import Replica
 from shardckpt.manager.retention import KeepBest, KeepLatest, Metrics, steps_to_remove
 from shardckpt.manager.states import MODEL
-from shardckpt.manager.step_links import refuse_other_files
+from shardckpt.manager.step_links import begin_links
 from shardckpt.manager.steps import MODEL_PREFIX, StepFolder
 from shardckpt.manager.writer import StepWriter
 from shardckpt.plugins import get_plugin_manager
@@ -61,7 +61,7 @@ def make_parts(
             if config.latest_pointer:
                 parts.append(LatestPointer(folder, config.latest_pointer))
             if config.links:
-                refuse_other_files(folder)
+                begin_links(folder)
             parts.append(Retention(folder, config.retention_policies, links=config.links))
             if config.show_progress:
                 parts.append(SaveProgress())

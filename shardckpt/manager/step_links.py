@@ -65,15 +65,16 @@ def update_links(folder: StepFolder, steps: Collection[StepCheckpoint]) -> None:
         _try_to_put_link(folder.place / name, None if step is None else folder.names.name(step))
 
 
-def refuse_other_files(folder: StepFolder) -> None:
-    """Raise if something else has the name of a link.
+def begin_links(folder: StepFolder) -> None:
+    """Let the links lead to the latest and the best step that are there: a killed run may not have come to that.
 
     Raises:
-        CheckpointingException: A directory or file has it, which no link replaces.
+        CheckpointingException: A directory or file has the name of a link, which does not replace it.
     """
     if on_store(folder.place) is None:
         for name in LINKS:
             _refuse_other_file(folder.place / name)
+        update_links(folder, [folder.inspect_step(step) for step in folder.steps()])
 
 
 def _refuse_other_file(link: Path) -> None:
@@ -104,6 +105,8 @@ def _try_to_put_link(link: Path, target: str | None) -> None:
                 temporary.replace(link)
                 sync_directory(link.parent)
     except CheckpointingException as exc:
+        if link.is_symlink() and str(link.readlink()) == target:  # another replica of the training was first
+            return
         logger.warning("the link %s is not kept up to date: %s", link, exc)
 
 

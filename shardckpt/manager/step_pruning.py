@@ -203,7 +203,7 @@ def _explain_kept(
     """Return what keeps a step that was not chosen, of all that does."""
     step, counted = found.step, choice.counted
     if (damage := choice.damage.get(step)) is not None:
-        return damage.kept or f"{damage.fault}; no step is there that could be loaded in its place"
+        return damage.kept or f"{damage.fault}; no step that is whole is left without it"
     if step not in counted:
         fault = found.error or found.refusal
         return str(fault).splitlines()[0] if fault else "it is a link"

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
 
 from shardckpt.cli import main
 from shardckpt.manager import garbage_collection, lease_step, prune_steps
@@ -109,7 +110,7 @@ def test_the_last_steps_stay(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     for step in (1, 2):
         folders.damage(tmp_path / f"step-{step}")
     found = _prune(capsys, tmp_path, "--older-than", 0)
-    assert all("no step is there that could be loaded in its place" in kept for kept in found.values())
+    assert all("no step that is whole is left without it" in kept for kept in found.values())
     assert folders.names_in(tmp_path) == {"step-1", "step-2"}
 
 
@@ -154,6 +155,17 @@ def test_other_libraries_steps_go_too(tmp_path: Path, capsys: pytest.CaptureFixt
     assert folders.names_in(tmp_path) == {"iter_0000003"}
 
 
+def test_whole_steps_of_any_format_count_for_others(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A cut folder of the Hub's layout goes where a whole one is beside it, which no manager's load would take."""
+    for step in (1, 2):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+        save_file({"w": torch.ones(2)}, tmp_path / f"checkpoint-{step}" / "model.safetensors")
+    damage(tmp_path / "checkpoint-2" / "model.safetensors", "cut by a byte")
+    found = _prune(capsys, tmp_path, "--older-than", 0)
+    assert found["checkpoint-1"] == "it is whole, and of Hugging Face"
+    assert folders.names_in(tmp_path) == {"checkpoint-1"}
+
+
 @table("change", ["saved anew", "the other is gone"])
 def test_a_step_is_looked_at_again(tmp_path: Path, change: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What was chosen stays if it is sound by the time of its removal, or if the one in its place is not."""
@@ -188,6 +200,19 @@ def test_damaged_steps_of_a_store_go(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert _prune(capsys, url, "--older-than", 0)["step-1"].startswith("damaged: ")
     assert not (tmp_path / "run" / "step-1" / "metadata.json").exists()
     assert folders.is_intact(url + "/step-2", 2)
+
+
+def test_damaged_overwrites_of_a_store_go(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """An overwrite at a URL is below it: one that lacks only its record stays, one that lacks data goes."""
+    url = f"local://{tmp_path}/run"
+    for step in (1, 2, 1):
+        folders.save(url, step, overwrite=True)
+    (generation,) = (path for path in (tmp_path / "run" / "step-1").iterdir() if path.is_dir())
+    (generation / "shardckpt.json").unlink()
+    assert _prune(capsys, url, "--older-than", 0)["step-1"].startswith("its data is all there; ")
+    damage(generation / "__0_0.distcp", "missing")
+    assert _prune(capsys, url, "--older-than", 0)["step-1"].startswith("damaged: ")
+    assert not [path for path in (tmp_path / "run").rglob("step-1/**/*") if path.is_file()]
 
 
 @table("option", ["--names=step-", "--keep-step=1", "--verify"])

@@ -129,6 +129,8 @@ def test_a_kill_leaves_the_link_to_the_older_step(
     assert "killed" in caplog.text
     left = {".latest.shardckpt-tmp": "step-2", ".best.shardckpt-tmp": "step-2"}
     assert _links(tmp_path) == {"latest": "step-1", "best": "step-1"} | left
+    _save(tmp_path, {}).close()  # the next run begins with links that are right
+    assert _links(tmp_path) == {"latest": "step-2", "best": "step-2"}
     _save(tmp_path, {3: 0.3}, keep_latest_k=1).close()
     assert folders.names_in(tmp_path) == {"step-3", "latest", "best"}
 
