@@ -37,9 +37,9 @@ def test_a_save_waits_for_removals_that_make_room(
     """Where old steps are still being removed, the next save waits for their space; it is not refused."""
     collect, wait, is_waited_for = garbage_collection.collect_garbage, GarbageCollector.wait, threading.Event()
 
-    def collect_late(*arguments: Any) -> list[int]:
+    def collect_late(*arguments: Any, **options: Any) -> list[int]:
         assert is_waited_for.wait(60)
-        return collect(*arguments)
+        return collect(*arguments, **options)
 
     def wait_and_say(collector: GarbageCollector) -> None:
         is_waited_for.set()
