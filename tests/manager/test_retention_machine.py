@@ -17,7 +17,15 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from shardckpt.commit import Owner, find_leftovers, temporary_name
 from shardckpt.errors import CheckpointingException
-from shardckpt.manager import KeepEvery, KeepLatest, garbage_collection, lease_step, pin_step, unpin_step
+from shardckpt.manager import (
+    KeepEvery,
+    KeepLatest,
+    garbage_collection,
+    lease_step,
+    pin_step,
+    prune_steps,
+    unpin_step,
+)
 from shardckpt.manager.garbage_collection import collect_garbage, discard_steps_after
 from shardckpt.manager.marks import identify_save, mark_checkpoint
 from shardckpt.manager.retention import find_needed_steps
@@ -47,7 +55,11 @@ BEGUN = (1, 2, 3, 5)
 
 #: What another process may do in the middle of a removal.
 ACTS = st.sampled_from(
-    ["save", "save_again", "pin", "lease", "verified", "failed", "damage", *["prune"] * 3, *["discard"] * 3]
+    [
+        *("save", "save_again", "pin", "lease", "verified", "failed", "damage", "prune_damaged"),
+        *["prune"] * 3,
+        *["discard"] * 3,
+    ]
 )
 
 
@@ -93,6 +105,8 @@ class Retention(RuleBasedStateMachine):
         #: The complete steps, with their states; and those that are damaged.
         self.states = dict.fromkeys(BEGUN, "candidate")
         self.damaged: set[int] = set()
+        #: All that ever were: of these an overwrite that died may have left the only whole copy.
+        self.were_damaged: set[int] = set()
         #: Which save each complete step is.
         self.saves = {step: identify_save(f"{self.url}/step-{step}") for step in BEGUN}
         self.pins: set[int] = set()
@@ -213,6 +227,16 @@ class Retention(RuleBasedStateMachine):
         folders.damage(data.parent)
         del self.states[step]
         self.damaged.add(step)
+        self.were_damaged.add(step)
+
+    @rule()
+    def prune_damaged(self) -> None:
+        """What is damaged or has failed goes, but for what is held, and but for all where no step is sound."""
+        failed = {step for step, state in self.states.items() if state == "failed"}
+        gone = (self.damaged | failed) - self._held() if failed != self.states.keys() else set()
+        prune_steps(self.url, [], damaged=True, older_than=0)
+        self.damaged -= gone
+        self.states = {step: state for step, state in self.states.items() if step not in gone}
 
     @rule()
     def prune(self) -> None:
@@ -222,7 +246,7 @@ class Retention(RuleBasedStateMachine):
         assert set(self._steps().steps()) == kept | self.damaged
         self.states = {step: state for step, state in self.states.items() if step in kept}
         if not self.store:
-            only_copies = tuple(f".step-{step}.shardckpt-replaced-" for step in self.damaged)
+            only_copies = tuple(f".step-{step}.shardckpt-replaced-" for step in self.were_damaged)
             left = [leftover.path for leftover in find_leftovers(self.folder, lambda _: True)]
             assert [path for path in left if not path.name.startswith(only_copies)] == sorted(self.written)
 
@@ -254,6 +278,26 @@ class Retention(RuleBasedStateMachine):
     def act_in_a_discard(self, choice: int, act: str, other: int) -> None:
         """So it is where a training goes back."""
         self._remove(act, other, self._choose(choice))
+
+    @precondition(lambda self: self.states)
+    @rule(act=ACTS, other=CHOICES)
+    def act_in_a_prune_of_damage(self, act: str, other: int) -> None:
+        """So it is where damaged steps are removed: what is sound by then stays, and what is held."""
+        is_done = False
+
+        def look(found: StepMetrics) -> dict[int, str]:
+            nonlocal is_done
+            if not is_done:
+                is_done = True
+                self._act(act, other)
+            return find_needed_steps(found)
+
+        with mock.patch.object(garbage_collection, "find_needed_steps", look):
+            prune_steps(self.url, [], damaged=True, older_than=0)
+        left = set(self._steps().steps())
+        assert {step for step, state in self.states.items() if state != "failed"} | self._held() <= left
+        self.damaged &= left
+        self.states = {step: state for step, state in self.states.items() if step in left}
 
     def _remove(self, act: str, other: int, rewind: int | None) -> None:
         """Prune, or discard all steps after one, while another process acts."""
@@ -325,8 +369,8 @@ class Retention(RuleBasedStateMachine):
             self.lease(choice, pruned=False)
         elif act == "save":
             self.save(1)
-        elif act == "prune":
-            self.prune()
+        elif act in ("prune", "prune_damaged"):
+            getattr(self, act)()
         else:
             getattr(self, act)(choice)
 
