@@ -298,9 +298,9 @@ def _inspect(
     if any(file.name == RECORD_NAME for file in bad):
         summary = replace(summary, writer="shardckpt", library="")  # its release is in the record that was lost
     if bad:
-        return replace(
-            summary, state="damaged", reason=listed([f"{file.name} {file.fault}" for file in bad], "; ", limit=3)
-        )
+        still = summary.mark if summary.has_failed else ""  # what was verified is no longer what is there
+        reason = listed([f"{file.name} {file.fault}" for file in bad], "; ", limit=3)
+        return replace(summary, state="damaged", reason=reason, mark=still)
     return replace(summary, state="whole")
 
 

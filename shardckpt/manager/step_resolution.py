@@ -93,9 +93,11 @@ def check_step(folder: StepFolder, step: int) -> int:
     error = found.error or found.refusal
     if error is None:
         return step
-    steps = folder.steps()
+    found_steps = folder.steps()
+    steps = [each for each in found_steps if each != step]
     numbers = ("..., " if len(steps) > _LISTED else "") + ", ".join(map(str, steps[-_LISTED:]))
-    there = f"the steps {numbers}" if steps else "no steps"
+    other = "other " if step in found_steps else ""
+    there = f"the {other}steps {numbers}" if steps else f"no {other}steps"
     raise replace_text(error, f"step {step} cannot be loaded: {error}\nin {folder} there are {there}")
 
 

@@ -98,7 +98,7 @@ def _make_runs(root: Path) -> None:
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.ones(8)).sum().backward()
     optimizer.step()
-    config = CheckpointConfig(folder=str(root / "llama"), interval=100)
+    config = CheckpointConfig(folder=str(root / "llama"), interval=100, best_metric="loss")
     with CheckpointManager(config, {"model": model, "optimizer": optimizer}) as manager:
         for step in range(100, 700, 100):
             manager.save(step, metrics={"loss": 1 / step})

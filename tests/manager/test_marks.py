@@ -115,6 +115,10 @@ def test_ls_shows_the_verdict(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert found[1]["mark"].startswith("marked verified on ")
     assert "digest differs" in found[2]["mark"]
     assert found[3]["mark"] == ""
+    folders.damage(tmp_path / "step-1")  # since it was verified
+    main(["ls", str(tmp_path), "--json"])
+    (row,) = (each for each in json.loads(capsys.readouterr().out) if each["step"] == 1)
+    assert (row["state"], row["mark"]) == ("damaged", "")
 
 
 def test_a_link_to_a_step_is_that_step(tmp_path: Path) -> None:

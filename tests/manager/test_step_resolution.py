@@ -112,7 +112,7 @@ def test_what_nothing_reads_is_not_passed_over(ranks: Ranks, tmp_path: Path) -> 
 
 @backends.both_in_proof
 def test_a_certain_step_that_is_missing_is_an_error(ranks: Ranks, tmp_path: Path) -> None:
-    """All ranks raise it, and it lists the steps that there are."""
+    """All ranks raise it, and it lists the other steps that there are."""
     folders.save_all(tmp_path, 1, 20)
     errors = ranks.run(2, _error, str(tmp_path), 7)
     assert errors[0] == errors[1]
@@ -120,6 +120,9 @@ def test_a_certain_step_that_is_missing_is_an_error(ranks: Ranks, tmp_path: Path
     assert kind == "NotACheckpointError"
     assert "step 7 cannot be loaded" in message
     assert "there are the steps 1, 20" in message
+    folders.lose_marker(tmp_path / "step-20")
+    with pytest.raises(IncompleteCheckpointError, match=r"there are the other steps 1$"):  # not the refused one
+        _agree(str(tmp_path), 20)
     with pytest.raises(NotACheckpointError, match="there are no steps"):
         _agree(str(tmp_path / "new"), 7)
 

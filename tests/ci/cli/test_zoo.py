@@ -153,6 +153,19 @@ def test_steps_of_any_name_are_pinned_and_pruned(own: Path, capsys: pytest.Captu
     assert left.isdisjoint({"llama/step-100", "llama/step-200", "llama/step-300"})
 
 
+@table("where", ["folder", "bucket"])
+def test_words_name_steps(
+    zoo: Path, where: str, capsys: pytest.CaptureFixture[str], request: pytest.FixtureRequest
+) -> None:
+    """``FOLDER/latest`` and ``FOLDER/best`` are steps of a run, whoever wrote it, in a bucket, too."""
+    root = str(zoo) if where == "folder" else request.getfixturevalue("bucket")
+    for path, name in {"llama/best": "step-500", "titan/latest": "step-10", "megatron/latest": "iter_0000200"}.items():
+        (row,) = _ask(capsys, "ls", f"{root}/{path}")[1]
+        assert row["name"] == name
+    code, found = _ask(capsys, "verify", f"{root}/llama/latest")
+    assert (code, found[0]["checkpoint"]) == (1, f"{root}/llama/step-500")
+
+
 def test_damaged_steps_are_removed(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """One command a run: what was damaged goes, bits that changed by --verify, and all that is sound stays."""
     runs = ("llama", "titan", "megatron", "epochs", "deepspeed", "zarr")
