@@ -44,11 +44,19 @@ PLACES = pytest.mark.parametrize("place", ["{}", "local://{}"], ids=["directory"
 HOLDS = ".shardckpt-holds"
 
 
-def save(folder: str | Path, step: int, name: str = "step-{}", *, overwrite: bool = False, **metrics: float) -> None:
-    """A step's checkpoint, as the manager saves it."""
+def save(
+    folder: str | Path,
+    step: int,
+    name: str = "step-{}",
+    *,
+    overwrite: bool = False,
+    config: Any = None,
+    **metrics: float,
+) -> None:
+    """A step's checkpoint, as the manager of such a configuration saves it."""
     values = torch.arange(NUMBERS, dtype=torch.float32) + step
     state = {"w": ShardedTensor.from_rank_offsets("w", values), "step": step}
-    content = {CONTENT_KEY: {"step": step, "metrics": metrics}}
+    content = {CONTENT_KEY: {"step": step, "metrics": metrics, "config": config}}
     dc.save(state, f"{folder}/{name.format(step)}", content_metadata=content, overwrite=overwrite)
 
 

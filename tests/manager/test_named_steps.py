@@ -7,11 +7,10 @@ import shutil
 from typing import TYPE_CHECKING, Any
 
 import pytest
-import torch
 
 from shardckpt.cli import main
 from shardckpt.errors import CheckpointingException
-from shardckpt.manager import CONTENT_KEY, find_named_step
+from shardckpt.manager import find_named_step
 from shardckpt.manager.marks import identify_save, mark_checkpoint
 from tests.manager import folders
 from tests.tables import table
@@ -23,15 +22,11 @@ if TYPE_CHECKING:
 LOSSES = {1: 0.5, 2: 0.1, 3: 0.4}
 
 
-def _make(folder: Path | str, config: Any = None) -> None:
+def _make(folder: Path, config: Any = None) -> None:
     """Three steps with losses, as a manager with such a configuration saves them."""
-    from shardckpt import ShardedTensor, dist_checkpointing
-
     config = {"best_metric": "loss", "best_mode": "min"} if config is None else config
     for step, loss in LOSSES.items():
-        content = {CONTENT_KEY: {"metrics": {"loss": loss}, "config": config}}
-        state = {"model.w": ShardedTensor.from_rank_offsets("model.w", torch.ones(2))}
-        dist_checkpointing.save(state, f"{folder}/step-{step}", content_metadata=content)
+        folders.save(folder, step, config=config, loss=loss)
 
 
 @table("arguments", [["inspect"], ["verify"], ["ls"], ["diff", "{0}/step-1"], ["remove", "optimizer."]])

@@ -96,6 +96,7 @@ def reports(
     ("backend", "reports"),
     [
         pytest.param("torch_dist", "store", marks=pytest.mark.ci),
+        pytest.param("torch_dist", "links", marks=pytest.mark.ci),
         pytest.param("safetensors", "local", marks=pytest.mark.proof),
         pytest.param("torch_dist", "local", marks=pytest.mark.proof),
         pytest.param("safetensors", "store", marks=pytest.mark.proof),
@@ -106,7 +107,8 @@ def reports(
 def test_a_killed_collection_leaves_nothing_that_looks_valid(reports: list[dict[str, Any]]) -> None:
     """A process that dies at any of a collection's changes leaves no part of a checkpoint, and the next one ends it.
 
-    Some kills come before any checkpoint is gone, some between, some after all are.
+    Some kills come before any checkpoint is gone, some between, some after all are. The links of the folder lead to
+    steps that load at each moment, and to the right ones in the end.
     """
     assert len([report for report in reports if report["killed"]]) >= 8
     assert not reports[-1]["killed"]
@@ -116,4 +118,7 @@ def test_a_killed_collection_leaves_nothing_that_looks_valid(reports: list[dict[
         assert {3, 4} <= set(report["counts"]), report
         assert report["after"] == ["step-3", "step-4"], report
         assert report["intact_after"] == [3, 4], report
+        assert set(report["links"].values()) <= {f"step-{step}" for step in report["intact"]}, report
+        assert report["links_after"] in ({}, {"latest": "step-4", "best": "step-3"}), report
+        assert report["links"].keys() == report["links_after"].keys(), report
     assert {tuple(report["counts"]) for report in reports} == {(1, 2, 3, 4), (2, 3, 4), (3, 4)}
