@@ -57,8 +57,8 @@ def test_what_is_written_is_made_of_one_step(
     monkeypatch.chdir(runs)
     assert main(["convert", "latest", str(tmp_path / "safetensors"), "--to", "safetensors"]) == 0
     assert main(["export", f"{runs}/best", str(tmp_path / "hub")]) == 0
-    assert main(["merge", f"{runs}/latest", f"{runs}/best", str(tmp_path / "mean")]) == 0
-    assert main(["diff", str(tmp_path / "mean"), "best"]) == 0
+    assert main(["merge", f"{runs}/best", "best", str(tmp_path / "mean")]) == 0
+    assert main(["diff", str(tmp_path / "mean"), "best", "--tensors-only"]) == 0
     assert main(["convert", "step-1", "latest", "--to", "safetensors"]) == 0
     assert not (runs / "latest").is_symlink()
     capsys.readouterr()
