@@ -10,6 +10,7 @@ from shardckpt.storage import header_length
 
 if TYPE_CHECKING:
     from shardckpt.huggingface.assets import list_assets, read_assets
+    from shardckpt.huggingface.casts import find_model_dtype, parse_casts
     from shardckpt.huggingface.check import check_folder
     from shardckpt.huggingface.config import read_config
     from shardckpt.huggingface.convert import (
@@ -49,6 +50,7 @@ __getattr__ = lazy_getattr(
     __name__,
     {
         "assets": ("list_assets", "read_assets"),
+        "casts": ("find_model_dtype", "parse_casts"),
         "check": ("check_folder",),
         "config": ("read_config",),
         "convert": (
@@ -112,6 +114,7 @@ __all__ = [
     "encode_weights_index",
     "export_to_huggingface",
     "find_mapping",
+    "find_model_dtype",
     "forget_structure",
     "get_dtype_size",
     "get_shard_info",
@@ -124,6 +127,7 @@ __all__ = [
     "make_state_dict",
     "name_for_trainer",
     "natural_order",
+    "parse_casts",
     "parse_dtype",
     "parse_header",
     "parse_leave_out",
