@@ -51,13 +51,14 @@ def read_config(assets: Iterable[Path], target: Path | None = None) -> dict[str,
     return None if source is None else read_json(source, CONFIG_LIMIT)
 
 
-def adapt_config(source: Path, tensors: Sequence[HubTensor], *, is_cast: bool) -> bytes | None:
+def adapt_config(source: Path, tensors: Sequence[HubTensor], *, is_cast: bool, refuses: bool = True) -> bytes | None:
     """Return the text of a ``config.json`` that is true of tensors: their dtype, and whether they are quantized.
 
     Args:
         source: The file.
         tensors: What its folder will have.
         is_cast: Whether a config without a dtype gets one.
+        refuses: Whether another vocabulary than that of the tensors is an error, and not a warning.
 
     Returns:
         The text; None if the file is true as it is.
@@ -67,7 +68,11 @@ def adapt_config(source: Path, tensors: Sequence[HubTensor], *, is_cast: bool) -
         CorruptCheckpointError: It is not a JSON object.
     """
     config = read_json(source, CONFIG_LIMIT)
-    _check_vocabulary(config, tensors, source)
+    wrong = _compare_vocabulary(config, tensors, source)
+    if wrong and refuses:
+        raise CheckpointingException(wrong)
+    if wrong:
+        logger.warning("%s", wrong)
     adapted = config if _are_quantized(tensors) else _drop_quantization(config, source)
     adapted = _replace_dtypes(adapted, tensors)
     main = _find_dtype(tensors)
@@ -91,15 +96,17 @@ def _look_up(config: dict[str, Any], key: str) -> Any:
     return config.get(key, text.get(key) if isinstance(text, dict) else None)
 
 
-def _check_vocabulary(config: dict[str, Any], tensors: Iterable[HubTensor], source: Path) -> None:
+def _compare_vocabulary(config: dict[str, Any], tensors: Iterable[HubTensor], source: Path) -> str:
+    """Return what is wrong with the rows of the embedding or the output layer; empty if nothing is."""
     size = _look_up(config, _VOCABULARY)
     for tensor in tensors:
         if tensor.name in (*_EMBEDDINGS, *_HEADS) and tensor.shape and type(size) is int and tensor.shape[0] != size:
-            raise CheckpointingException(
+            return (
                 f"{source} has {_VOCABULARY} {size}, and {tensor.name!r} has {tensor.shape[0]} rows: no tool would "
                 "load such a folder. Give the config.json of this model (assets=, --assets), or leave out rows with "
                 "which Megatron pads the vocabulary (cut_vocabulary=True, --cut-vocabulary, with a mapping)"
             )
+    return ""
 
 
 def _are_quantized(tensors: Iterable[HubTensor]) -> bool:
