@@ -99,7 +99,8 @@ class ShardedCheckpointCallback(TrainerCallback):
         Returns:
             A temporary folder of a few kilobytes, for one call of ``train``. It has the Trainer's state, from which the
             Trainer finds its position in the data, and no weights: they are loaded from the checkpoint when the
-            training begins. So the Trainer's warning of missing keys is not logged. None where there is no checkpoint: the training starts from step 0.
+            training begins. So the Trainer's warning of missing keys is not logged. None where there is no checkpoint:
+            the training starts from step 0.
 
         Raises:
             CheckpointingException: there is no checkpoint of that step, or the Trainer shards the model itself; or all
