@@ -52,7 +52,7 @@ def add(verbs: Any) -> None:
         help="replace the weights in the folder and, with --assets, its other files",
     )
     add_verbose(parser, "print a line for each file")
-    parser.set_defaults(run=run)
+    parser.set_defaults(reads=("checkpoint",), run=run)
 
 
 def run(options: Any) -> Output:
