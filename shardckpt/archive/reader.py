@@ -66,7 +66,10 @@ class Archive:
             #: Where each of its files is, by name.
             self.members = read_members(read_range, size)
         except (ValueError, struct.error) as exc:
-            raise CorruptCheckpointError(f"{source} is not a torch.save archive: {exc}") from exc
+            is_zip = read_range(0, min(size, 2)) == b"PK"
+            what = "a zip archive that is cut short or damaged" if is_zip else "not a torch.save archive"
+            why = "a record of its directory is not complete" if isinstance(exc, struct.error) else exc
+            raise CorruptCheckpointError(f"{source} is {what}: {why}") from exc
         # Overlapping members would let a small file fill the memory, each member with the same bytes.
         if sum(member.size for member in self.members.values()) > size:
             raise CorruptCheckpointError(f"{source}: its members are larger than the archive: they overlap")

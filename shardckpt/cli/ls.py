@@ -177,8 +177,8 @@ def _row(found: CheckpointSummary) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     """Return the cells before the metric and the writer, and those behind them."""
     from shardckpt.cli.amounts import format_bytes, format_seconds
 
-    state = _name_state(found)
-    state = found.reason if found.inside else f"{state}: {found.reason}" if found.reason else state
+    state, reason = _name_state(found), found.reason.removeprefix("is ")
+    state = reason if found.inside else f"{state}: {reason}" if reason else state
     cells = (
         found.name,
         "-" if found.step is None else found.step,

@@ -33,7 +33,7 @@ from shardckpt.cli.table import fit_table
 from shardckpt.errors import CheckpointingException, IncompleteCheckpointError, escape_text, listed
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from shardckpt.cli.colour import Style
     from shardckpt.maintenance import FileResult
@@ -116,8 +116,8 @@ def run(options: Any) -> Output:
             lambda path: check(path, mark=options.mark, require_digests=options.require_digests), paths
         )
     for answer in answers:
-        if answer.error is not None:
-            print_error(answer.error, options)
+        if answer.error is not None and (answer.exit_code == FAILED or options.traceback):
+            print_error(answer.error, options)  # what was found is in the answer
     passed = [*skipped.values()]
     return Output(
         lambda: [
@@ -186,6 +186,8 @@ def _describe(answers: Sequence[Answer]) -> Iterator[str]:
             yield from fit_table(("file", "bytes", "result"), rows, [*map(_find_file_style, shown)])
         if answer.error is None and (shown or not several):
             yield paint(f"{escape_text(answer.path)}: {_summary(answer.files)}", _find_style(answer))
+        elif not several and answer.exit_code != FAILED:
+            yield paint(f"{escape_text(answer.path)}: {escape_text(_explain_verdict(answer))}", _find_style(answer))
     if several:
         from shardckpt.cli.amounts import format_bytes
 
@@ -193,7 +195,7 @@ def _describe(answers: Sequence[Answer]) -> Iterator[str]:
         for answer in answers:
             own = [file for file in answer.files if not file.foreign]
             size = format_bytes(sum(file.nbytes for file in own)) if own else "-"
-            verdicts.append((answer.path, len(own) or "-", size, _name_verdict(answer)))
+            verdicts.append((answer.path, len(own) or "-", size, _explain_verdict(answer)))
         yield from fit_table(("checkpoint", "files", "size", "result"), verdicts, [*map(_find_style, answers)])
         counts = Counter(map(_name_verdict, answers))
         said = ", ".join(f"{count} {verdict}" for verdict, count in counts.items())
@@ -215,6 +217,14 @@ def _name_verdict(answer: Answer) -> str:
     if answer.exit_code == FAILED:
         return "unreadable"
     return "incomplete" if isinstance(answer.error, IncompleteCheckpointError) else "damaged"
+
+
+def _explain_verdict(answer: Answer) -> str:
+    """Return the verdict, and why there are no results of files, if so."""
+    verdict = _name_verdict(answer)
+    if answer.error is None:
+        return verdict
+    return f"{verdict}: {_shorten_error(answer.error, answer.path)}"
 
 
 def _find_style(answer: Answer) -> Style:
@@ -241,20 +251,36 @@ def _make_row(answer: Answer) -> dict[str, Any]:
 def _said(result: FileResult, path: str) -> str:
     if result.foreign:
         return "not a file of this checkpoint"
-    return _shorten(result, path) or _FINE[result.checked]
+    return _shorten_fault(result, path) or _FINE[result.checked]
 
 
-def _shorten(result: FileResult, path: str) -> str:
+def _shorten_fault(result: FileResult, path: str) -> str:
     """Return a file's fault without the checkpoint's path, and without the file's name where it is the first word."""
-    from shardckpt.engine import expand_home
-
-    text, path = result.fault, expand_home(path)
-    # an error has the absolute or the real path; to take a relative one out of it would leave the path of another file
-    named = path.rstrip("/") if "://" in path else os.path.abspath(path)  # noqa: PTH100 - links stay
-    for place in dict.fromkeys((named, os.path.realpath(path))):
+    text = result.fault
+    for place in _list_places(path):
         own = place if os.path.basename(place) == result.name else f"{place}/{result.name}"  # noqa: PTH119 - or a URL
         text = text.replace(own, result.name).replace(f"{place}/", "")
     return text.removeprefix(f"{result.name}: ").removeprefix(f"{result.name} ")
+
+
+def _shorten_error(error: CheckpointingException, path: str) -> str:
+    """Return why a checkpoint has no results of files, without its path."""
+    text = str(error)
+    for place in _list_places(path):
+        text = text.removeprefix(f"{place}: ").removeprefix(f"{place} ").replace(f"{place}/", "")
+    return text.removeprefix("is ")
+
+
+def _list_places(path: str) -> Iterable[str]:
+    """Return how errors name a checkpoint: by its absolute or its real path.
+
+    To take a relative one out of an error would leave the path of another file.
+    """
+    from shardckpt.engine import expand_home
+
+    path = expand_home(path)
+    named = path.rstrip("/") if "://" in path else os.path.abspath(path)  # noqa: PTH100 - links stay
+    return dict.fromkeys((named, os.path.realpath(path)))
 
 
 def _summary(results: Sequence[FileResult]) -> str:

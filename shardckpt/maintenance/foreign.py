@@ -35,8 +35,6 @@ _MAGIC: tuple[tuple[bytes, str], ...] = (
     (b"[", "a JSON file"),
 )
 _TAR, _TAR_AT = b"ustar", 257
-#: What a zip archive is that has no directory of its members: what is not torch.save's is known by that alone.
-DAMAGED_ARCHIVE = "a zip archive that is cut short or damaged"
 #: Bytes of a file that are looked at.
 _GLANCE = 1024
 _DEEPSPEED = re.compile(r"mp_rank_\d+_model_states\.pt|layer_\d+-model_.*states\.pt")
@@ -47,7 +45,11 @@ _LEGACY_ADVICE = (
 
 
 def describe_file(path: Path) -> str:
-    """Return what a file is that is not of safetensors, with what to do; ``""`` for an archive of ``torch.save``."""
+    """Return what a file is that is not of safetensors, with what to do.
+
+    Returns:
+        ``""`` for an archive of ``torch.save``, and for a zip archive without a directory, which may have been one.
+    """
     with wrap_os_errors("open", path), path.open("rb") as file:
         first = file.read(_GLANCE)
     if first.startswith(b"PK"):
@@ -118,7 +120,7 @@ def _describe_zip(path: Path) -> str:
         with zipfile.ZipFile(path) as found:
             inner = [name.partition("/")[2] or name for name in found.namelist()]
     except (zipfile.BadZipFile, ValueError):
-        return DAMAGED_ARCHIVE
+        return ""
     if "constants.pkl" in inner:
         return "a TorchScript archive: a program with weights. Save the module's state_dict() instead"
     if "data.pkl" in inner:

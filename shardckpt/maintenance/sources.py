@@ -24,7 +24,7 @@ from shardckpt.huggingface import (
     name_for_trainer,
     read_all_of_folder,
 )
-from shardckpt.maintenance.foreign import DAMAGED_ARCHIVE, describe_file, describe_folder
+from shardckpt.maintenance.foreign import describe_file, describe_folder
 from shardckpt.manifest import Manifest
 from shardckpt.plugins import choose_reader, get_plugin_manager, hold_checkpoint
 from shardckpt.storage import CheckpointReader, has_local_files, is_read_again, open_directory, wrap_os_errors
@@ -315,8 +315,6 @@ def _recognise_file(path: Path, place: Path) -> LoadStrategy:
     what = describe_file(path) if is_torch and first.startswith(b"PK") else ""
     if is_torch and not what:
         return TorchFileLoadStrategy(path.name)
-    if what == DAMAGED_ARCHIVE:
-        raise CorruptCheckpointError(f"{path} is {what}")
     try:
         header_length(first[:_LENGTH], path.stat().st_size, str(path))
         is_safetensors = first[_LENGTH : _LENGTH + 1] == b"{"

@@ -174,8 +174,9 @@ class CheckpointConfig(BaseModel):
         hf_cut_vocabulary: Whether an export leaves out rows that pad the vocabulary, as Megatron has them, beyond the
             ``vocab_size`` of the ``config.json`` in ``hf_assets_path``; else it refuses them.
         hf_assets_path: A folder with the model's other files (config, tokenizer), which an export copies.
-        export_dtype: The dtype to which floating-point tensors are cast when the model is saved alone or exported;
-            None keeps theirs.
+        export_dtype: The dtype to which floating-point tensors are cast when the model is saved alone or exported, but
+            for those that :func:`shardckpt.huggingface.export_to_huggingface` does not cast; None keeps theirs. Other
+            saves, and ``steps_in_hf``, cast nothing.
         exclude_from_last_save: Names of tensors of the model that are left out where the model is saved alone, and of
             its export: ``("freqs_cis",)``. A name is a tensor's full name or its end after a dot. A load into the model
             leaves these tensors as they are where the checkpoint lacks them.

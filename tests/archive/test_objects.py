@@ -91,4 +91,4 @@ def test_plain_values_are_those_that_any_load_takes(monkeypatch: pytest.MonkeyPa
 def test_damage_is_an_error_of_the_family() -> None:
     """Bytes that are no archive are damage, by name."""
     with pytest.raises(CorruptCheckpointError, match=r"object 'rng' is not a torch\.save archive"):
-        decode_object(b"PK", "object 'rng'", ())
+        decode_object(b"no zip", "object 'rng'", ())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from typing import TYPE_CHECKING
 
 import pytest
@@ -12,6 +13,7 @@ from safetensors.torch import save_file
 
 from shardckpt.cli import main
 from tests.tables import table
+from tests.tree import GOLDEN
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -87,3 +89,30 @@ def test_what_is_nothing_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[
         assert "a Hugging Face folder of .bin files" in capsys.readouterr().err
         assert main([verb, str(tmp_path / "pytorch_model.bin")]) == 2
         assert "of no format that is known here" in capsys.readouterr().err
+
+
+@table("kept", [-5, 100, 0.5])
+def test_a_cut_file_is_called_the_same_by_every_verb(
+    tmp_path: Path, kept: float, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """ls, verify, inspect and convert say one text of a file of torch.save that has lost its end."""
+    path = tmp_path / "cut.pt"
+    torch.save({"w": torch.ones(100)}, path)
+    size = path.stat().st_size
+    os.truncate(path, int(size * kept) if kept == 0.5 else kept % size)
+    said = []
+    for call, code in (("ls", 1), ("verify", 1), ("inspect", 2), ("convert", 2)):
+        assert main([call, str(path), *[str(tmp_path / "new")] * (call == "convert")]) == code
+        said.append(
+            "".join(capsys.readouterr()).partition("a zip archive that is cut short or damaged: ")[2].split("\n")[0]
+        )
+    assert said[0]
+    assert said == said[:1] * 4
+
+
+def test_a_folder_of_torch_checkpointing_is_one_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its files of ranks are no checkpoints of their own for who counts what is in the folder around it."""
+    step = tmp_path / "run" / "step-1"
+    shutil.copytree(GOLDEN / "torch-checkpointing-0.1.1" / "mesh-4", step)
+    assert main(["ls", str(tmp_path)]) == 0
+    assert "a folder of 1 checkpoint: -r lists them" in capsys.readouterr().out

@@ -92,10 +92,11 @@ def test_verify_finds_damage_without_digests(
         content = file.read_bytes()
         damage(file, how)
         assert main(["verify", str(path)]) == 1, file.name
-        out, err = capsys.readouterr()
+        out = capsys.readouterr().out
         rows = [line for line in out.splitlines() if line.split(" ")[0] == file.name]
         assert all("is valid" not in row and str(path) not in row for row in rows)  # the path stands below the rows
-        assert rows or str(file) in err
+        assert rows or out.startswith(f"{path}: damaged: ")
+        assert file.name in out
         assert "intact as far as" not in out
         file.write_bytes(content)
     assert main(["verify", str(path)]) == 0
@@ -211,7 +212,7 @@ def test_a_lost_metadata_json_is_written_again_as_advised(checkpoint: Path, caps
     written = json.loads(marker.read_text())
     marker.unlink()
     assert main(["verify", str(checkpoint)]) == 1
-    advice = capsys.readouterr().err.partition("Write it again, and verify the checkpoint: ")[2]
+    advice = capsys.readouterr().out.partition("Write it again, and verify the checkpoint: ")[2]
     assert json.loads(advice) == written
     marker.write_text(advice)
     assert main(["verify", str(checkpoint)]) == 0
@@ -238,6 +239,26 @@ def test_verify_of_many(tmp_path: Path, checkpoint: Path, capsys: pytest.Capture
     assert [each["state"] for each in (whole, damaged, absent)] == ["intact", "damaged", "unreadable"]
     assert [file["name"] for file in damaged["files"] if file["fault"]] == ["common.pt"]
     assert absent["error"] in shown.err
+
+
+def test_verify_says_in_its_answer_why_there_are_no_files(
+    tmp_path: Path, checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each row of the table has the reason; of one path, too, which a log of standard output alone must show."""
+    half, bins = tmp_path / "step-2", tmp_path / "bins"
+    for path in (half, bins):
+        path.mkdir()
+    (half / "__0_0.distcp").write_bytes((checkpoint / "__0_0.distcp").read_bytes())
+    (bins / "pytorch_model.bin").write_bytes(b"")
+    assert main(["verify", str(checkpoint), str(half), str(bins)]) == 2
+    rows = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()}
+    assert (
+        rows[str(half)].partition("  -  ")[2].lstrip(" -").startswith("incomplete: not a distributed checkpoint, or ")
+    )
+    assert "  unreadable: a Hugging Face folder of .bin files, which are pickles: " in rows[str(bins)]
+    assert main(["verify", str(half)]) == 1
+    shown = capsys.readouterr()
+    assert (shown.out.startswith(f"{half}: incomplete: not a distributed checkpoint, or "), shown.err) == (True, "")
 
 
 def test_verify_reports_its_progress(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
