@@ -19,7 +19,8 @@ def add(verbs: Any) -> None:
         "step",
         nargs="?",
         type=_parse_step,
-        help="the step, or the name of its directory, such as ckpt_000010; without it, what is held is listed",
+        help="the step, the name of its directory, such as ckpt_000010, or latest or best; without it, what is held is "
+        "listed",
     )
     parser.add_argument("--label", help="why it is kept, such as 'release 1.2'")
     parser.add_argument("--remove", action="store_true", help="take the pin of this label away")
@@ -37,6 +38,7 @@ def run(options: Any) -> Output:
         return _list(options.folder)
     if not options.label:
         options.parser.error("a pin needs a --label")
+    options.step = _name_step(options.folder, options.step)
     if options.remove:
         _refuse_unknown_pin(options)
         unpin_step(options.folder, options.step, options.label)
@@ -69,6 +71,17 @@ def _list(folder: str) -> Output:
 def _parse_step(text: str) -> int | str:
     """Parse a step; anything else is the name of a directory."""
     return int(text) if text.isascii() and text.isdecimal() else text
+
+
+def _name_step(folder: str, step: int | str) -> int | str:
+    """Return the name of the directory that ``latest`` or ``best`` stands for now; any other step as it is."""
+    from shardckpt.engine import locate
+    from shardckpt.manager import find_named_step
+    from shardckpt.plugins import get_plugin_manager
+
+    if step not in ("latest", "best"):
+        return step
+    return locate(find_named_step(f"{folder.rstrip('/')}/{step}"), get_plugin_manager()).name  # a link is followed
 
 
 def _refuse_folder_that_is_not_there(folder: str) -> None:

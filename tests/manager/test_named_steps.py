@@ -10,7 +10,7 @@ import pytest
 
 from shardckpt.cli import main
 from shardckpt.errors import CheckpointingException
-from shardckpt.manager import find_named_step
+from shardckpt.manager import find_holds, find_named_step
 from shardckpt.manager.marks import identify_save, mark_checkpoint
 from tests.manager import folders
 from tests.tables import table
@@ -117,3 +117,15 @@ def test_ls_says_which_is_latest_and_best(tmp_path: Path, capsys: pytest.Capture
     assert "0.5 *" in rows["step-1"]
     assert rows["step-1"].endswith("whole, best")
     assert rows["step-3"].endswith("whole, latest")
+
+
+def test_a_word_is_pinned_as_the_step_that_it_is_now(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """``pin FOLDER best`` says and holds that step, by the listing or a link; a later best step is another."""
+    _make(tmp_path)
+    assert main(["pin", str(tmp_path), "best", "--label", "paper"]) == 0
+    assert capsys.readouterr().out == "step-2 is pinned as 'paper'\n"
+    (tmp_path / "latest").symlink_to("step-1")
+    assert main(["pin", f"{tmp_path}/", "latest", "--label", "old"]) == 0
+    assert find_holds(tmp_path).keys() == {"step-1", "step-2"}
+    assert main(["pin", str(tmp_path), "best", "--label", "paper", "--remove"]) == 0
+    assert find_holds(tmp_path).keys() == {"step-1"}

@@ -176,3 +176,14 @@ def test_damaged_steps_are_removed(own: Path, capsys: pytest.CaptureFixture[str]
     left = {str(each.relative_to(own)) for run in runs for each in (own / run).glob("[!.]*") if each.is_dir()}
     expected = {path for path in SOUND if path.partition("/")[0] in runs}
     assert left == expected | {"megatron/iter_0000200"}  # it has no digest: its flipped bit is only found by verify
+
+
+def test_damaged_steps_of_a_bucket_are_removed(bucket: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The store says when objects were written: what is young stays, and goes, all of it, where that is asked for."""
+    code, found = _ask(capsys, "prune", f"{bucket}/llama", "--damaged")
+    assert code == 0
+    kept = {each["step"]: each["kept"] for each in found["steps"]}
+    assert "hours ago, and a save or a copy may go on" in kept[600]
+    assert _ask(capsys, "prune", f"{bucket}/llama", "--damaged", "--older-than", 0, "--verify")[0] == 1
+    code, found = _ask(capsys, "ls", f"{bucket}/llama")
+    assert {each["name"]: each["state"] for each in found} == {f"step-{step}": "whole" for step in (100, 200, 300, 400)}
