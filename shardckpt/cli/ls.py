@@ -177,7 +177,7 @@ def _row(found: CheckpointSummary) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     """Return the cells before the metric and the writer, and those behind them."""
     from shardckpt.cli.amounts import format_bytes, format_seconds
 
-    state, reason = _name_state(found), found.reason.removeprefix("is ")
+    state, reason = ", ".join((_name_state(found), *found.links)), found.reason.removeprefix("is ")
     state = reason if found.inside else f"{state}: {reason}" if reason else state
     cells = (
         found.name,
@@ -188,7 +188,7 @@ def _row(found: CheckpointSummary) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     )
     return cells, (
         found.fingerprint[:_DIGITS] or "-",
-        ", ".join((state, *found.links, *filter(None, [found.mark]), *found.held)),
+        ", ".join((state, *filter(None, [found.mark]), *found.held)),
     )
 
 

@@ -7,7 +7,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, NamedTuple
 
 from shardckpt.commit import find_last_write, find_unfinished, is_under_way, why_unfinished_kept
-from shardckpt.engine import find_incomplete_files, locate
+from shardckpt.engine import find_incomplete_files, format_seconds, locate
 from shardckpt.errors import (
     BrokenPluginError,
     CheckpointingException,
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 #: Hours since the last write to a step after which no save or copy to it can still run: each writes all the time.
 HOURS = 1.0
-_SECONDS = 3600.0
+_HOUR = 3600.0
 #: The files that say what the others are, and can be written anew.
 _DESCRIPTIONS = {MARKER_NAME, RECORD_NAME}
 
@@ -70,7 +70,7 @@ def find_damage(folder: StepFolder, step: StepCheckpoint, older_than: float | No
         why = (str(step.error or step.refusal).splitlines() or [""])[0]
         is_whole = found.state == "whole"
         return Damage("", f"it is whole, and of {found.library}" if is_whole else why, is_whole)
-    fault = f"{found.state}: {found.reason}"
+    fault = f"{found.state}: {found.reason.removeprefix('is ')}"
     if found.state == "incomplete" and not _is_of_save(directory):
         return Damage(fault, "nothing in it shows that a save wrote it")
     if mendable := _explain_mendable(directory, folder.plugins):
@@ -129,10 +129,10 @@ def _find_writer(directory: Path, older_than: float | None) -> str:
         return ""
     if written is None:
         return "nothing says when it was written: --older-than 0 removes it"
-    age = (time.time() - written) / _SECONDS
-    if age >= limit:
+    age = max(time.time() - written, 0)
+    if age >= limit * _HOUR:
         return ""
     return (
-        f"it was written to {max(age, 0):.1f} hours ago, and a save or a copy may go on: it goes after {limit:g} "
-        "(--older-than)"
+        f"it was written to {format_seconds(age)} ago, and a save or a copy may go on: it goes after "
+        f"{format_seconds(limit * _HOUR)}, or at once by --older-than 0"
     )

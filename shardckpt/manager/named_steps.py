@@ -70,10 +70,13 @@ def _find_best(folder: str, sound: list[CheckpointSummary]) -> CheckpointSummary
     best = choose_best(metrics, {number: each.ranking for number, each in enumerate(sound)})
     if best is None:
         names = {name for each in sound for name in each.metrics}
+        advice = (
+            "CheckpointConfig(best_metric=...) of the manager that saves them does; `shardckpt ls "
+            f"{folder} --metric NAME` shows the best by one {name_known('', names, 'metrics')}"
+        )
         raise CheckpointingException(
-            f"{folder}: nothing there is named best, and no step says which is: CheckpointConfig(best_metric=...) of "
-            f"the manager that saves them does; `shardckpt ls {folder} --metric NAME` shows the best by one "
-            f"{name_known('', names, 'metrics')}"
+            f"{folder}: nothing there is named best, and "
+            + (f"no step says which is: {advice}" if names else "no step there has metrics, by which one would be")
         )
     return sound[best]
 

@@ -69,8 +69,8 @@ def test_a_pin_takes_steps_of_any_name(tmp_path: Path, capsys: pytest.CaptureFix
     assert "several directories of step 10: name one, epoch_10, ckpt_000010" in capsys.readouterr().err
     assert main(["pin", str(tmp_path), "ckpt_000001", "--label", "x"]) == 2
     assert "did you mean ckpt_0000" in capsys.readouterr().err
-    assert main(["pin", str(tmp_path), "best", "--label", "x"]) == 2
-    assert "has no directory of a step 'best'" in capsys.readouterr().err
+    assert main(["pin", str(tmp_path), "final", "--label", "x"]) == 2
+    assert "has no directory of a step 'final'" in capsys.readouterr().err
     assert main(["prune", str(tmp_path), "--keep-latest", "1"]) == 0
     assert "kept: pinned as 'release'" in capsys.readouterr().out
     assert _names(tmp_path) == {"ckpt_000020", "epoch_3", "epoch_10", "Llama-3"}

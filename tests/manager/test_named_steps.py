@@ -96,6 +96,9 @@ def test_a_best_step_that_nobody_names_is_an_error(tmp_path: Path, config: Any) 
     _make(tmp_path, config)
     with pytest.raises(CheckpointingException, match=r"no step says which is: .* \(metrics: loss\)"):
         find_named_step(f"{tmp_path}/best")
+    folders.save_all(tmp_path / "without", 1)
+    with pytest.raises(CheckpointingException, match="no step there has metrics"):
+        find_named_step(f"{tmp_path}/without/best")
 
 
 def test_words_without_steps_are_paths(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -117,6 +120,9 @@ def test_ls_says_which_is_latest_and_best(tmp_path: Path, capsys: pytest.Capture
     assert "0.5 *" in rows["step-1"]
     assert rows["step-1"].endswith("whole, best")
     assert rows["step-3"].endswith("whole, latest")
+    folders.damage(tmp_path / "step-3")
+    assert main(["ls", str(tmp_path)]) == 1
+    assert "damaged, latest: __0_0.distcp has " in capsys.readouterr().out
 
 
 def test_a_word_is_pinned_as_the_step_that_it_is_now(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
