@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING
 from shardckpt.commit import NAME_MAX
 from shardckpt.engine import find_local, locate
 from shardckpt.errors import CheckpointingException, name_known
+from shardckpt.maintenance import FILE_SUFFIXES
 from shardckpt.manager.listing import list_checkpoints
 from shardckpt.manager.step_links import LATEST, LINKS, choose_best
+from shardckpt.manager.step_names import parse_step
 from shardckpt.plugins import get_plugin_manager
 from shardckpt.storage import wrap_os_errors
 
@@ -49,10 +51,17 @@ def find_named_step(path: str) -> str:
         for each in list_checkpoints(folder)
         if each.state == "whole" and not each.has_failed and each.step is not None and each.name not in LINKS
     ]
+    # a copy in another format has the step that it was made of, too
+    sound = [each for each in sound if parse_step(_cut_suffix(each.name)) is not None] or sound
     if not sound:
         return path  # who opens it says what is missing
     chosen = sound[-1] if word == LATEST else _find_best(folder, sound)
     return f"{above}/{chosen.name}" if above or path.startswith("/") else chosen.name
+
+
+def _cut_suffix(name: str) -> str:
+    suffix = next((each for each in FILE_SUFFIXES if name.endswith(each)), "")
+    return name.removesuffix(suffix)
 
 
 def _follow_pointer(path: str, folder: str, place: Path) -> str:

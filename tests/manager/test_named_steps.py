@@ -7,7 +7,9 @@ import shutil
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
 
+from shardckpt import ShardedTensor, dist_checkpointing
 from shardckpt.cli import main
 from shardckpt.errors import CheckpointingException
 from shardckpt.manager import find_holds, find_named_step
@@ -75,6 +77,15 @@ def test_the_latest_is_whole_and_has_not_failed(tmp_path: Path) -> None:
     mark_checkpoint(tmp_path / "ckpt_000003", save, "failed", checked="digests", files=3, faults=("x is cut",))
     (tmp_path / "latest").symlink_to("ckpt_000009")
     assert find_named_step(f"{tmp_path}/latest") == f"{tmp_path}/ckpt_000002"
+
+
+def test_copies_of_steps_are_no_steps(tmp_path: Path) -> None:
+    """A copy in another format has the number of its source, and a name that is no step's; files count by theirs."""
+    folders.save_all(tmp_path, 1, 2)
+    dist_checkpointing.save({"w": ShardedTensor.from_rank_offsets("w", torch.ones(2))}, tmp_path / "zz", step=2)
+    assert find_named_step(f"{tmp_path}/latest") == f"{tmp_path}/step-2"
+    torch.save({"w": torch.ones(2)}, tmp_path / "epoch=1-step=300.ckpt")
+    assert find_named_step(f"{tmp_path}/latest") == f"{tmp_path}/epoch=1-step=300.ckpt"
 
 
 def test_a_pointer_file_says_which_step(tmp_path: Path) -> None:
