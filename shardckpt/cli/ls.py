@@ -218,6 +218,11 @@ def _summarize(folder: str, found: Sequence[CheckpointSummary]) -> list[str]:
     if len(sums) > 1:
         by_state = ", ".join(f"{state} {format_bytes(nbytes)}" for state, nbytes in sums.items())
         lines.append(f"on disk: {format_bytes(sum(sums.values()))}: {by_state}")
+    if bad := _count_bad_steps(folder, found):
+        lines.append(
+            f"{format_many(bad, 'step')} damaged, incomplete or marked as failed: `shardckpt prune {folder} --damaged "
+            "--dry-run` says which may go"
+        )
     if left := _find_leftovers(folder):
         used = sum(bool(each.kept) for each in left)
         size = format_bytes(sum(each.nbytes for each in left))
@@ -227,3 +232,13 @@ def _summarize(folder: str, found: Sequence[CheckpointSummary]) -> list[str]:
             f"`shardckpt prune {folder} --dry-run` names them"
         )
     return lines
+
+
+def _count_bad_steps(folder: str, found: Sequence[CheckpointSummary]) -> int:
+    """Return how many steps in the folder itself are not as they should be."""
+    from shardckpt.engine import find_local
+    from shardckpt.manager import parse_step
+
+    own = str(find_local(folder) or folder.rstrip("/"))  # a checkpoint itself is listed, too
+    steps = [e for e in found if "/" not in e.name and parse_step(e.name) is not None and e.path != own]
+    return sum(each.has_failed or each.state in ("damaged", "incomplete") for each in steps)

@@ -223,3 +223,17 @@ def test_options_for_steps_go_with_damaged(tmp_path: Path, option: str, capsys: 
         main(["prune", str(tmp_path), option])
     assert "is for options that choose steps" in capsys.readouterr().err
     assert set(_prune(capsys, tmp_path, option)) == {"step-1", "step-2"}
+
+
+def test_ls_names_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of a folder with damaged steps; not of a sound one, of the damaged step itself, or of what is deeper."""
+    _make(tmp_path / "run")
+    command = f"2 steps damaged, incomplete or marked as failed: `shardckpt prune {tmp_path}/run --damaged --dry-run`"
+    assert main(["ls", f"{tmp_path}/run"]) == 1
+    assert command in capsys.readouterr().out
+    for arguments in (["-r", str(tmp_path)], [f"{tmp_path}/run/step-2"], [f"{tmp_path}/run/step-5"]):
+        assert main(["ls", *arguments]) == 1
+        assert "prune" not in capsys.readouterr().out
+    _prune(capsys, f"{tmp_path}/run", "--older-than", 0)
+    assert main(["ls", f"{tmp_path}/run"]) == 0
+    assert "prune" not in capsys.readouterr().out
