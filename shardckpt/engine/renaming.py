@@ -91,6 +91,8 @@ def find_usual_names(keys: Iterable[str]) -> dict[str, str]:
 
 def _check(names: Mapping[str, str], keys: Sequence[str]) -> None:
     for old, new in names.items():
+        if old == new:
+            raise KeyMismatchError(f"rename: {old!r} is given as its own new name: leave it out, or give another")
         if not any(_begins(key, old) for key in keys):
             top = list_top_names(keys)
             nearest = find_nearest(old, [*top, *keys])

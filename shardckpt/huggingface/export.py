@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from shardckpt.distributed import Comm
 from shardckpt.engine import LoadOptions, Operation, list_names, locate, open_checkpoint, refuse_overlap, rename_stored
+from shardckpt.errors import listed
 from shardckpt.huggingface.assets import list_assets
 from shardckpt.huggingface.config import read_config
 from shardckpt.huggingface.dtypes import parse_dtype
@@ -31,14 +33,17 @@ from shardckpt.storage import (
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Collection, Mapping
+    from collections.abc import Collection, Iterable, Mapping
 
     import torch
     from torch.distributed import ProcessGroup
 
+    from shardckpt.mapping import ShardedBase
     from shardckpt.plugins import KeyMapping
 
     PathLike = str | os.PathLike[str]
+
+logger = logging.getLogger(__name__)
 
 
 class Exported(NamedTuple):
@@ -165,7 +170,7 @@ def export_to_huggingface(
                 save_id = "" if record is None else record.self_digest  # another library's checkpoint has none
             with operation.local_phase("planning the export"):
                 plan, planned_id = comm.main_runs(
-                    "planning the export", lambda: (plan_export(checkpoint.index(), options, str(source)), save_id)
+                    "planning the export", lambda: (_plan(checkpoint.index(), options, str(source)), save_id)
                 )
                 if planned_id != save_id:
                     raise replaced_error(source, "this rank has opened another save than the main rank")
@@ -181,3 +186,14 @@ def export_to_huggingface(
     plan = retry_if_replaced(attempt, source)
     files = ((name, len(tensors), sum(tensor.nbytes for tensor in tensors)) for name, tensors in plan.files)
     return Exported(tuple(files), plan.total_size, plan.unmatched)
+
+
+def _plan(index: Iterable[ShardedBase], options: ExportOptions, source: str) -> ExportPlan:
+    """Plan the files, and warn of what is not in them, which a conversion has in its report."""
+    plan = plan_export(index, options, source)
+    if plan.optimizer:
+        many, some = len(plan.optimizer), listed(plan.optimizer, limit=2)
+        logger.warning("not exported (%d tensors of the optimizer's state): %s", many, some)
+    if plan.unmapped:
+        logger.warning("not exported (objects, and tensors that the mapping leaves out): %s", listed(plan.unmapped))
+    return plan

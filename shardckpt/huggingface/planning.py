@@ -58,11 +58,21 @@ class ExportOptions(NamedTuple):
 
 
 class ExportPlan(NamedTuple):
-    """The files of an export: name and tensors of each; and the keys that the mapping does not know."""
+    """What an export writes, and what not.
+
+    Attributes:
+        file_format: Of the files.
+        files: Name and tensors of each.
+        unmatched: The keys of tensors that the mapping does not know.
+        optimizer: The keys of tensors of the optimizer's state, which the mapping does not know and are not written.
+        unmapped: The keys of objects, and of tensors that the mapping leaves out.
+    """
 
     file_format: str
     files: list[tuple[str, list[HubTensor]]]
     unmatched: tuple[str, ...] = ()
+    optimizer: tuple[str, ...] = ()
+    unmapped: tuple[str, ...] = ()
 
     @property
     def total_size(self) -> int:
@@ -85,10 +95,6 @@ def plan_export(index: Iterable[ShardedBase], options: ExportOptions, source: st
         options._replace(prefix=prefix),
     )
     optimizer = [stored_key(shard) for shard in stored if _is_foreign_optimizer(shard, options.mapping)]
-    if optimizer:
-        logger.warning("not exported (%d tensors of the optimizer's state): %s", len(optimizer), listed(optimizer))
-    if unmapped:
-        logger.warning("not exported (objects, and tensors that the mapping leaves out): %s", listed(unmapped))
     if not tensors:
         raise KeyMismatchError(
             f"{source} has no tensor to export whose key begins with {prefix!r} "
@@ -101,7 +107,7 @@ def plan_export(index: Iterable[ShardedBase], options: ExportOptions, source: st
     sizes = {name: tensor.nbytes for name, tensor in tensors.items()}
     files = assign_files(sizes, options.limit, options.file_format)
     planned = [(file, [tensors[name] for name in files[file]]) for file in files]
-    return ExportPlan(options.file_format, planned, tuple(unmatched))
+    return ExportPlan(options.file_format, planned, tuple(unmatched), tuple(optimizer), tuple(unmapped))
 
 
 def find_model_prefix(stored: Iterable[ShardedBase]) -> str:
@@ -186,16 +192,26 @@ def plan_tensors(stored: Iterable[ShardedBase], options: ExportOptions, others: 
 
 
 def _find_unmatched(options: ExportOptions, keys: Collection[str]) -> list[str]:
-    """Return the keys that the mapping does not know, after a warning; raise if the options are strict."""
+    """Return the keys that the mapping does not know, after a warning.
+
+    Raises:
+        KeyMismatchError: They are all, or the options are strict.
+    """
     mapping, cut = options.mapping, len(options.prefix or "")
     if not isinstance(mapping, KnowsKeys):
         return []
-    unmatched = [key for key in keys if not mapping.knows(key[cut:]) and key[cut:] not in options.leave_out]
+    wanted = [key for key in keys if key[cut:] not in options.leave_out]
+    unmatched = [key for key in wanted if not mapping.knows(key[cut:])]
     if not unmatched:
         return []
     unused = mapping.find_unused([key[cut:] for key in keys])
     what = f"{len(unmatched)} of {len(keys)} tensors matched no rule of the mapping: {listed(unmatched)}"
     what += f"; rules that matched no tensor: {listed(unused)}" if unused else ""
+    if len(unmatched) == len(wanted):
+        raise KeyMismatchError(
+            f"{what}. The mapping is of another model, or the keys have another prefix (prefix=, --prefix): leave the "
+            "mapping out to write them under their names"
+        )
     if options.strict:
         raise KeyMismatchError(
             f"{what}. Add rules for them, or leave them out: by name (leave_out=, --leave-out), or by a rule without a "

@@ -72,7 +72,7 @@ def test_merge_says_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[
     torch.save({"v": torch.ones(2)}, tmp_path / "b.pt")
     both = [str(tmp_path / "a.pt"), str(tmp_path / "b.pt"), str(tmp_path / "new")]
     for options, text in (
-        ([], "not all sources have the same tensors: 'v' is not in"),
+        ([], "not all sources have the same tensors: 1 of 2 are not in"),
         (["--base", "3"], "numbered from 1"),
         (["--steps", "1,2"], "--wsm"),
     ):

@@ -87,6 +87,7 @@ ROWS = [
     # renames
     ("inspect runs/step-1 --rename modle=net", "did you mean model?"),
     ("inspect runs/step-1 --rename model=optimizer", "the checkpoint has optimizer.state.exp_avg.layer.weight"),
+    ("inspect runs/step-1 --rename model=model", "'model' is given as its own new name"),
     ("inspect runs/step-1 --rename model", "'model' is not OLD=NEW"),
     ("inspect runs/step-1 --rename model=a --rename model=b", "'model' cannot become both 'a' and 'b'"),
     ("diff runs/step-1 runs/step-2 --rename modle=net", "did you mean model?"),
