@@ -69,6 +69,7 @@ ROWS = [
     ("inspect runs/step-1 model.laeyr", "did you mean model.layer.?"),
     ("inspect runs/step-1 modle. --json", "did you mean model.?"),
     ("inspect runs/step-1 modle. --tree", "did you mean model.?"),
+    ("inspect runs/step-1 --tree --html page.html", "leave out --tree and --files"),
     ("inspect runs/step-1 modle. --html page.html", "did you mean model.?"),
     ("inspect runs/step-1 model.layer.wieght[]", "did you mean model.layer.weight?"),
     ("inspect runs/step-1 layer.weight[]", "did you mean model.layer.weight?"),
