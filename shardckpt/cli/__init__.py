@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from shardckpt import __version__
 from shardckpt.cli.exit_codes import FAILED, FINE, MEANINGS
 from shardckpt.cli.failure import name_plugin, print_error, show_failure
+from shardckpt.cli.folders import name_steps
 from shardckpt.cli.interrupted import describe_left
 from shardckpt.cli.output import Output, escaped_logs, open_closed_streams, say_error, show
 from shardckpt.errors import name_known
@@ -75,6 +76,7 @@ def _run(given: Sequence[str]) -> int:
 def _answer(options: argparse.Namespace) -> int:
     """Run a verb, and print its answer or its error; return the exit code."""
     try:
+        name_steps(options)
         answer = options.run(options)  # an exit code, of the verbs of plugins
         code = show(answer, as_json=options.as_json) if isinstance(answer, Output) else int(answer or FINE)
         sys.stdout.flush()

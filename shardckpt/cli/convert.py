@@ -53,7 +53,7 @@ def add(verbs: Any) -> None:
     parser.add_argument("source", metavar="SRC", help="directory or URL of a checkpoint or folder, or a file")
     parser.add_argument("target", metavar="DST", help="what to write: absent or empty, or see --overwrite")
     add_target_options(parser)
-    parser.set_defaults(run=run)
+    parser.set_defaults(reads=("source",), run=run)
 
 
 def add_verbose(parser: Any, help: str) -> None:  # noqa: A002 - as argparse calls it
@@ -75,9 +75,7 @@ def add_target_options(parser: Any) -> None:
     )
     parser.add_argument("--overwrite", action="store_true", help="replace what is at DST when the new one is complete")
     add_mapping_options(parser)
-    parser.add_argument(
-        "--dtype", help="cast floating-point tensors to float32, float16 or bfloat16 (default: as stored)"
-    )
+    add_cast_options(parser)
     parser.add_argument(
         "--prefix", help="write only tensors whose keys begin with it, and remove it (hf: by default the model's)"
     )
@@ -103,6 +101,26 @@ def add_mapping_options(parser: Any) -> None:
     )
 
 
+def add_cast_options(parser: Any) -> None:
+    """Add the options that say which tensors are cast."""
+    parser.add_argument(
+        "--dtype",
+        action="append",
+        metavar="[PATTERN=]DTYPE",
+        help="cast floating-point tensors to float32, float16 or bfloat16, but for what would lose more by it than the "
+        "model's weights (default: as stored); with a PATTERN of names cast these in any case; may be repeated",
+    )
+    parser.add_argument(
+        "--keep", action="append", default=[], metavar="PATTERN", help="names of tensors not to cast; may be repeated"
+    )
+
+
+def read_dtypes(options: Any) -> dict[str, str] | None:
+    """Return the dtypes of ``--dtype`` by patterns of names, ``*`` for the others; None if nothing is cast."""
+    given = options.dtype or ()
+    return {pattern or "*": dtype for pattern, _, dtype in (text.rpartition("=") for text in given)} or None
+
+
 def read_target_options(options: Any) -> dict[str, Any]:
     """Return these options as the arguments of :func:`shardckpt.maintenance.convert_checkpoint`."""
     from shardckpt.storage import parse_size
@@ -113,7 +131,7 @@ def read_target_options(options: Any) -> dict[str, Any]:
         "mapping",
         "strict",
         "cut_vocabulary",
-        "dtype",
+        "keep",
         "prefix",
         "leave_out",
         "assets",
@@ -122,6 +140,7 @@ def read_target_options(options: Any) -> dict[str, Any]:
     rename = read_renames(options)
     return {
         **{name: getattr(options, name) for name in names},
+        "dtype": read_dtypes(options),
         "memory_budget": parse_size(options.memory, "--memory"),
         "rename": rename,
     }

@@ -50,7 +50,7 @@ def add(verbs: Any) -> None:
         "--tensors-only", action="store_true", help="leave out objects and common state, as with --mapping and --prefix"
     )
     parser.add_argument("--html", metavar="FILE", help="write a page with pictures of both, and of what differs")
-    parser.set_defaults(run=run)
+    parser.set_defaults(reads=("first", "second"), run=run)
 
 
 def run(options: Any) -> Output:

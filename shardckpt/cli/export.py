@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from shardckpt.cli.convert import add_mapping_options, add_verbose
+from shardckpt.cli.convert import add_cast_options, add_mapping_options, add_verbose, read_dtypes
 from shardckpt.cli.output import Output
 from shardckpt.cli.renames import add_rename_option, read_renames
 
@@ -25,9 +25,7 @@ def add(verbs: Any) -> None:
     parser.add_argument(
         "--format", choices=("safetensors", "bin"), default="safetensors", help="of the weight files (safetensors)"
     )
-    parser.add_argument(
-        "--dtype", help="cast floating-point tensors to float32, float16 or bfloat16 (default: as saved)"
-    )
+    add_cast_options(parser)
     parser.add_argument(
         "--max-shard-size",
         default="5GB",
@@ -49,10 +47,12 @@ def add(verbs: Any) -> None:
         help="most bytes in memory, at least 32MiB, 64MiB with URLs (default: as many as are fast)",
     )
     parser.add_argument(
-        "--overwrite", action="store_true", help="replace the weights in the folder, and keep its other files"
+        "--overwrite",
+        action="store_true",
+        help="replace the weights in the folder and, with --assets, its other files",
     )
     add_verbose(parser, "print a line for each file")
-    parser.set_defaults(run=run)
+    parser.set_defaults(reads=("checkpoint",), run=run)
 
 
 def run(options: Any) -> Output:
@@ -68,7 +68,8 @@ def run(options: Any) -> Output:
             mapping=options.mapping,
             strict=options.strict,
             cut_vocabulary=options.cut_vocabulary,
-            dtype=options.dtype,
+            dtype=read_dtypes(options),
+            keep=options.keep,
             max_shard_size=options.max_shard_size,
             format=options.format,
             assets=options.assets,
@@ -82,7 +83,8 @@ def run(options: Any) -> Output:
 
 def _name_columns(exported: Exported) -> dict[str, Any]:
     rows = [{"name": name, "tensors": count, "nbytes": size} for name, count, size in exported.files]
-    return {**exported._asdict(), "files": rows}
+    left_out = {reason: list(keys) for reason, keys in exported.left_out._asdict().items() if keys}
+    return {**exported._asdict(), "files": rows, "left_out": left_out, "cast": dict(exported.cast)}
 
 
 def _describe(exported: Exported, target: str, *, verbose: bool) -> list[str]:
@@ -93,4 +95,7 @@ def _describe(exported: Exported, target: str, *, verbose: bool) -> list[str]:
     tensors, files = sum(count for _, count, _ in exported.files), len(rows)
     many = f"{format_many(files, 'file')} of {format_many(tensors, 'tensor')}"
     summary = f"{target}: {many}, {exported.total_size:,} bytes of tensors"
+    changes = [format_many(len(exported.cast), "tensor") + " cast"] if exported.cast else []
+    changes += [f"{format_many(len(exported.kept), 'tensor')} not"] if exported.kept else []
+    summary += f" ({', '.join(changes)})" if changes else ""
     return [*([table(("file", "tensors", "bytes"), rows)] if verbose else []), summary]

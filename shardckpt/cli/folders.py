@@ -1,6 +1,30 @@
-"""Folders of steps, which verbs take that change what is in them."""
+"""Folders of steps: a path that must be one, and steps of one that a path names by a word."""
 
 from __future__ import annotations
+
+from typing import Any
+
+#: What the paths end with that stand for steps.
+_WORDS = ("/latest", "/best")
+
+
+def name_steps(options: Any) -> None:
+    """Put the paths of steps in the place of ``FOLDER/latest`` and ``FOLDER/best`` in what a verb reads.
+
+    Args:
+        options: Those of a verb; ``reads`` has the names of its arguments that are checkpoints, or lists of these.
+
+    Raises:
+        CheckpointingException: there is no such step, or it is not known which it is.
+    """
+    for name in getattr(options, "reads", ()):
+        given = getattr(options, name)
+        paths = given if isinstance(given, list) else [given]
+        if any(f"/{path}".rstrip("/").endswith(_WORDS) for path in paths):
+            from shardckpt.manager import find_named_step
+
+            found = [find_named_step(path) for path in paths]
+            setattr(options, name, found if isinstance(given, list) else found[0])
 
 
 def refuse_checkpoint(path: str) -> None:

@@ -75,7 +75,7 @@ def add(verbs: Any) -> None:
     add_rename_option(parser, "the checkpoint")
     parser.add_argument("--depth", type=int, metavar="N", help="with --tree, the deepest level to show")
     parser.add_argument("--sort", choices=("key", "size"), default="key", help="order of the tensors (key)")
-    parser.set_defaults(run=run)
+    parser.set_defaults(reads=("directory",), run=run)
 
 
 def run(options: Any) -> Output:

@@ -7,10 +7,11 @@ files, indexes and sizes are looked at, of DeepSpeed's files and torch.save's th
 are not compared: verify does that, and what verify --mark has found is said, as are the leases and pins that keep a
 checkpoint from removal.
 
-Of the metrics that CheckpointManager.save was given, the first that most have is shown, with a star at the best of the
-whole ones. What all rows say alike is said below them, and columns that no row has anything in are left out; on a
-terminal, names that are too long lose their middle. Exit code: 1 if a checkpoint is damaged or incomplete, is marked as
-failed, or cannot be read here.
+Of the metrics that CheckpointManager.save was given, that of its best_metric is shown, or else the first that most
+have, with a star at the best of the whole ones. The links latest and best are said of the steps that they lead to. What
+all rows say alike is said below them, and columns that no row has anything in are left out; on a terminal, names that
+are too long lose their middle. Exit code: 1 if a checkpoint is damaged or incomplete, is marked as failed, or cannot be
+read here.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ def add(verbs: Any) -> None:
         metavar="NAME[:min|max]",
         help="the metric to show, and whether the smallest (min) or the largest value is the best",
     )
-    parser.set_defaults(run=run)
+    parser.set_defaults(reads=("folder",), run=run)
 
 
 def run(options: Any) -> Output:
@@ -116,7 +117,8 @@ def _choose_metric(wanted: tuple[str, str] | None, found: Sequence[CheckpointSum
     """
     many = Counter(name for each in found for name in each.metrics)
     if wanted is None:
-        return max(many, key=many.__getitem__, default=""), "min"
+        named = [each.ranking for each in found if each.ranking is not None and each.ranking[0] in many]
+        return named[-1] if named else (max(many, key=many.__getitem__, default=""), "min")
     if wanted[0] not in many:
         raise CheckpointingException(
             f"no checkpoint here has the metric {wanted[0]!r} {name_known(wanted[0], many, 'metrics')}"
@@ -184,7 +186,10 @@ def _row(found: CheckpointSummary) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         format_bytes(found.nbytes),
         found.strategy or "-",
     )
-    return cells, (found.fingerprint[:_DIGITS] or "-", ", ".join((state, *filter(None, [found.mark]), *found.held)))
+    return cells, (
+        found.fingerprint[:_DIGITS] or "-",
+        ", ".join((state, *found.links, *filter(None, [found.mark]), *found.held)),
+    )
 
 
 def _name_state(found: CheckpointSummary) -> str:

@@ -7,9 +7,14 @@ With --keep-latest, --keep-every, --keep-near, --keep-hours, --keep-best or --ke
 steps that none of these keeps, as a CheckpointManager does: only complete ones, never the newest or the newest verified
 one. What a living process may use is kept, and so is what may be the only copy of a checkpoint; its row says why.
 
+With --damaged the steps that ls calls damaged or incomplete, or that are marked as failed: alone, or beside options
+that keep steps, which then do not count these. One that was written to within the last hour (--older-than) is kept,
+since a save or a copy may go on; so is one that lacks nothing but metadata.json or shardckpt.json, which can be written
+again, and all of them where no other step can be loaded.
+
 A step counts as complete if its files are there and have their sizes: what is left may be damaged. With --verify the
 newest step that shardckpt wrote is read before anything is removed, and if it is not as it was written the next older
-one, until one is intact, which is kept.
+one, until one is intact, which is kept; with --damaged, too, all of them are read, and those that fail are removed.
 A metric that no step has, and a --keep-step that is not there, are errors, and nothing is removed.
 A checkpoint that has nothing beside it is one, too: its folder was meant.
 Exit code: 1 if --verify has found a damaged step; 2 if something could not be removed.
@@ -18,6 +23,7 @@ Exit code: 1 if --verify has found a damaged step; 2 if something could not be r
 from __future__ import annotations
 
 import argparse
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardckpt.cli.exit_codes import FAILED, FINE, FOUND
@@ -51,7 +57,11 @@ def add(verbs: Any) -> None:
         type=float,
         metavar="HOURS",
         help="age from which to remove what other hosts have left, whose processes cannot be seen from here "
-        "(default: SHARDCKPT_LEFTOVER_HOURS, or 24)",
+        "(default: SHARDCKPT_LEFTOVER_HOURS, or 24); with --damaged also hours since the last write to a step "
+        "(default: 1)",
+    )
+    parser.add_argument(
+        "--damaged", action="store_true", help="also remove steps that are damaged, and saves that did not end"
     )
     parser.add_argument("--keep-latest", type=_parse_count, metavar="N", help="keep the N highest steps")
     parser.add_argument("--keep-every", type=_parse_count, metavar="N", help="keep the steps that are multiples of N")
@@ -84,8 +94,8 @@ def add(verbs: Any) -> None:
     parser.add_argument(
         "--verify",
         action="store_true",
-        help="first verify the newest steps until one is intact, and mark them as `shardckpt verify --mark` does, also "
-        "with --dry-run; a step that is marked is not read again",
+        help="first verify the newest steps until one is intact, with --damaged all, and mark them as "
+        "`shardckpt verify --mark` does, also with --dry-run; a step that is marked is not read again",
     )
     parser.add_argument("--dry-run", action="store_true", help="print what would be removed, and remove nothing")
     parser.set_defaults(run=run, parser=parser)
@@ -101,14 +111,15 @@ def run(options: Any) -> Output:
     _refuse_wrong_calls(options, policies)
     verified: list[Verified] = []
     steps: list[StepResult] = []
+    prune = partial(prune_steps, names=options.names, damaged=options.damaged, older_than=options.older_than)
     if options.verify:
         # refuses names before anything is marked
-        prune_steps(options.path, policies, options.keep_step, names=options.names, dry_run=True)
+        prune(options.path, policies, options.keep_step, dry_run=True)
         verified = _verify_newest(options)
-    if policies:
+    if _chooses_steps(options, policies):
         with show_progress("prune"):
-            steps = prune_steps(options.path, policies, options.keep_step, names=options.names, dry_run=options.dry_run)
-    if policies and not steps:
+            steps = prune(options.path, policies, options.keep_step, dry_run=options.dry_run)
+    if _chooses_steps(options, policies) and not steps:
         refuse_checkpoint(options.path)
         _refuse_folder_of_runs(options.path)
     leftovers: list[PruneResult] = []
@@ -166,28 +177,34 @@ class Pruned(NamedTuple):
 def _describe(found: Pruned, options: Any, policies: Sequence[Any]) -> list[str]:
     lines = [table(("checkpoint", "verification"), found.verified)] if found.verified else []
     for what, results in (("checkpoint", found.steps), ("leftover", found.leftovers)):
-        if what == "leftover" and policies and not found.steps:
+        if what == "leftover" and _chooses_steps(options, policies) and not found.steps:
             lines.append(f"{options.path} has no directory of a step")
         if results:
-            rows = [(r.path, r.nbytes, _name_result(r.kept, r.error, options)) for r in results]
+            rows = [(r.path, r.nbytes, _name_result(r, options)) for r in results]
             lines.append(table((what, "bytes", "result"), rows))
     if found.unseen:
         lines.append(found.unseen)
     return [*lines, f"{found.freed:,} bytes {'would be ' * options.dry_run}freed"]
 
 
+def _chooses_steps(options: Any, policies: Sequence[Any]) -> bool:
+    """Return whether steps are to be removed, and not what is left beside them alone."""
+    return bool(policies) or options.damaged
+
+
 def _refuse_wrong_calls(options: Any, policies: list[Any]) -> None:
     """Exit with the parser's error if options do not go together."""
     if options.path is None and options.spool is None:
         options.parser.error("give a PATH, or --spool")
-    if options.path is None and policies:
-        options.parser.error("options that keep steps, such as --keep-latest, need a PATH: the folder of the steps")
-    if options.keep_step and not policies:
-        options.parser.error("--keep-step keeps steps that a policy would remove: give one, such as --keep-latest 3")
-    if options.names is not None and not policies:
-        options.parser.error("--names is for options that keep steps: give one, such as --keep-latest 3")
-    if options.verify and not policies:
-        options.parser.error("--verify is for options that keep steps: give one, such as --keep-latest 3")
+    if _chooses_steps(options, policies):
+        if options.path is None:
+            options.parser.error(
+                "options that choose steps, such as --keep-latest, need a PATH: the folder of the steps"
+            )
+        return
+    given = {"--keep-step": options.keep_step, "--names": options.names is not None, "--verify": options.verify}
+    for option in (option for option, is_given in given.items() if is_given):
+        options.parser.error(f"{option} is for options that choose steps: give one, such as --keep-latest 3")
 
 
 def _refuse_folder_of_runs(path: str) -> None:
@@ -196,7 +213,7 @@ def _refuse_folder_of_runs(path: str) -> None:
     from shardckpt.manager import list_checkpoints
 
     found = list_checkpoints(path)
-    numbered = [each.name for each in found if each.state == "whole" and each.name[-1].isdecimal()]
+    numbered = [each.name for each in found if each.is_checkpoint and each.name[-1].isdecimal()]
     if numbered:
         raise CheckpointingException(
             f"{path} has no directory of a step by these names, and nothing was removed: {listed(numbered, limit=6)}; "
@@ -211,50 +228,64 @@ def _refuse_folder_of_runs(path: str) -> None:
 
 
 def _verify_newest(options: Any) -> list[Verified]:
-    """Mark the newest intact step of each way to name steps, and the newer ones that are not; return all of them."""
-    from itertools import groupby
+    """Mark the newest intact step of each way to name steps, and the newer ones that are not; with --damaged, all.
 
-    from shardckpt.cli.failure import print_error
+    Returns:
+        What was read, and what an earlier call has found damaged.
+    """
     from shardckpt.cli.progress import show_progress
+
+    rows = []
+    families = _find_families(options)
+    with show_progress("verify"):
+        for family in families:
+            for each in family:
+                is_intact = bool(each.mark) and not each.has_failed
+                if not is_intact:
+                    path = f"{options.path.rstrip('/')}/{each.name}"
+                    rows.append(Verified(path, "marked as failed" if each.has_failed else _verify(path, options)))
+                    is_intact = rows[-1].verdict == "verified"
+                if is_intact and not options.damaged:
+                    break
+    return rows
+
+
+def _verify(path: str, options: Any) -> str:
+    """Read and mark a checkpoint, and return the verdict."""
+    from shardckpt.cli.failure import print_error
     from shardckpt.cli.verify import check
+
+    answer = check(path, mark=True)
+    if answer.error is not None:
+        print_error(answer.error, options)
+    return "verified" if answer.exit_code == FINE else "failed" if answer.files else "no answer"
+
+
+def _find_families(options: Any) -> list[list[CheckpointSummary]]:
+    """Return the whole steps that shardckpt wrote, the newest first, for each way to name them.
+
+    Raises:
+        CheckpointingException: the newest one of a way is of another library.
+    """
     from shardckpt.engine import locate
     from shardckpt.errors import CheckpointingException
     from shardckpt.manager import list_checkpoints
     from shardckpt.plugins import get_plugin_manager
 
-    def name_family(found: CheckpointSummary) -> str:
-        return found.name.rstrip("0123456789")
-
-    rows = []
-    whole = [each for each in list_checkpoints(options.path) if each.state == "whole"]
     own = str(locate(options.path, get_plugin_manager()))  # a checkpoint itself is listed, and is no step to prune
-    steps = [each for each in whole if _is_step(each.name, options.names) and each.path != own]
-    for _, family in groupby(sorted(steps, key=name_family), name_family):
-        newest = max(family, key=lambda each: (len(each.name), each.name))
-        if not newest.writer:  # a mark names a save of ours
+    families: dict[str, list[CheckpointSummary]] = {}
+    for each in list_checkpoints(options.path):
+        if each.state == "whole" and _is_step(each.name, options.names) and each.path != own:
+            families.setdefault(each.name.rstrip("0123456789"), []).append(each)
+    for family in families.values():
+        family.sort(key=lambda each: (len(each.name), each.name), reverse=True)
+        if not family[0].writer:  # a mark names a save of ours
             raise CheckpointingException(
-                f"--verify marks what shardckpt wrote, and the newest step, {newest.name}, is of "
-                f"{newest.library or 'another library'}: nothing was removed. `shardckpt verify` reads it; then prune "
-                "without --verify"
+                f"--verify marks what shardckpt wrote, and the newest step, {family[0].name}, is of "
+                f"{family[0].library or 'another library'}: nothing was removed. `shardckpt verify` reads it; then "
+                "prune without --verify"
             )
-    found = [each for each in steps if each.writer]
-    with show_progress("verify"):
-        for _, family in groupby(sorted(found, key=name_family), name_family):
-            for each in sorted(family, key=lambda each: (len(each.name), each.name), reverse=True):
-                if each.mark and not each.has_failed:
-                    break
-                path = f"{options.path.rstrip('/')}/{each.name}"
-                if each.has_failed:
-                    rows.append(Verified(path, "marked as failed"))
-                    continue
-                answer = check(path, mark=True)
-                if answer.error is not None:
-                    print_error(answer.error, options)
-                verdict = "verified" if answer.exit_code == FINE else "failed" if answer.files else "no answer"
-                rows.append(Verified(path, verdict))
-                if answer.exit_code == FINE:
-                    break
-    return rows
+    return [[each for each in family if each.writer] for family in families.values()]
 
 
 def _is_step(name: str, prefix: str | None) -> bool:
@@ -282,10 +313,11 @@ def _make_policies(options: Any) -> list[Any]:
     return policies
 
 
-def _name_result(kept: str, error: str, options: Any) -> str:
-    if kept:
-        return f"kept: {kept}"
-    return error or ("would be removed" if options.dry_run else "removed")
+def _name_result(result: PruneResult | StepResult, options: Any) -> str:
+    if result.kept:
+        return f"kept: {result.kept}"
+    why = getattr(result, "fault", "")
+    return (result.error or ("would be removed" if options.dry_run else "removed")) + (why and f", {why}")
 
 
 def _parse_count(text: str) -> int:

@@ -77,7 +77,7 @@ def add(verbs: Any) -> None:
         help="keep the verdict, verified or failed, beside the checkpoint, in .shardckpt-marks",
     )
     parser.add_argument("-r", "--recursive", action="store_true", help="also those in the folders of a folder")
-    parser.set_defaults(run=run)
+    parser.set_defaults(reads=("paths",), run=run)
 
 
 @dataclass(frozen=True)

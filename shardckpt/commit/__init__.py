@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from shardckpt.commit.leftovers import (
         belongs_to,
         create_spool,
+        find_last_write,
         find_leftovers,
         find_leftovers_of,
         find_spools,
@@ -93,6 +94,7 @@ __getattr__ = lazy_getattr(
         "leftovers": (
             "belongs_to",
             "create_spool",
+            "find_last_write",
             "find_leftovers",
             "find_leftovers_of",
             "find_spools",
@@ -173,6 +175,7 @@ __all__ = [
     "discard_staging",
     "find_foreign",
     "find_holds_beside",
+    "find_last_write",
     "find_leftovers",
     "find_leftovers_of",
     "find_spools",

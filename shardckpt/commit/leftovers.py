@@ -191,6 +191,11 @@ def freed_bytes(path: Path) -> int:
     return sum(info.st_size for info in _walk(path) if stat.S_ISREG(info.st_mode) and info.st_nlink == 1)
 
 
+def find_last_write(path: Path) -> float:
+    """Return when a file or directory, or anything in it, was last written, moved or copied, in seconds since 1970."""
+    return max((max(info.st_mtime, info.st_ctime) for info in _walk(path)), default=0.0)
+
+
 def used_bytes(path: Path) -> int:
     """Return the bytes of all files in a file or directory, one with several hard links in it once."""
     found = {(info.st_dev, info.st_ino): info.st_size for info in _walk(path) if stat.S_ISREG(info.st_mode)}

@@ -10,8 +10,9 @@ from shardckpt.storage import header_length
 
 if TYPE_CHECKING:
     from shardckpt.huggingface.assets import list_assets, read_assets
+    from shardckpt.huggingface.casts import find_model_dtype, parse_casts
     from shardckpt.huggingface.check import check_folder
-    from shardckpt.huggingface.config import read_config
+    from shardckpt.huggingface.config import adapt_config, read_config
     from shardckpt.huggingface.convert import (
         dcp_to_torch_save,
         dcp_to_torch_state_dict,
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from shardckpt.huggingface.dtypes import cast_to, get_dtype_size, parse_dtype
     from shardckpt.huggingface.export import Exported, export_to_huggingface
     from shardckpt.huggingface.export_budget import LEAST_EXPORTING, LEAST_EXPORTING_ON_STORES
+    from shardckpt.huggingface.folder import CONFIG
     from shardckpt.huggingface.folder_export import FolderExport
     from shardckpt.huggingface.header import parse_header
     from shardckpt.huggingface.hub_tensor import HubTensor
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
     )
     from shardckpt.huggingface.planning import ExportOptions, plan_export, plan_tensors
     from shardckpt.huggingface.rules import Rule, RuleMapping
+    from shardckpt.huggingface.sections import Sections, find_sections
     from shardckpt.huggingface.shards import get_shard_info, save_state_dict
     from shardckpt.huggingface.structure import forget_structure, make_state_dict, plain_name
     from shardckpt.huggingface.torch_file import is_torch_file
@@ -49,8 +52,9 @@ __getattr__ = lazy_getattr(
     __name__,
     {
         "assets": ("list_assets", "read_assets"),
+        "casts": ("find_model_dtype", "parse_casts"),
         "check": ("check_folder",),
-        "config": ("read_config",),
+        "config": ("adapt_config", "read_config"),
         "convert": (
             "dcp_to_torch_save",
             "dcp_to_torch_state_dict",
@@ -59,6 +63,7 @@ __getattr__ = lazy_getattr(
         "dtypes": ("cast_to", "get_dtype_size", "parse_dtype"),
         "export": ("Exported", "export_to_huggingface"),
         "export_budget": ("LEAST_EXPORTING", "LEAST_EXPORTING_ON_STORES"),
+        "folder": ("CONFIG",),
         "folder_export": ("FolderExport",),
         "header": ("parse_header",),
         "hub_tensor": ("HubTensor",),
@@ -75,6 +80,7 @@ __getattr__ = lazy_getattr(
         ),
         "planning": ("ExportOptions", "plan_export", "plan_tensors"),
         "rules": ("Rule", "RuleMapping"),
+        "sections": ("Sections", "find_sections"),
         "shards": ("get_shard_info", "save_state_dict"),
         "structure": ("forget_structure", "make_state_dict", "plain_name"),
         "torch_file": ("is_torch_file",),
@@ -86,6 +92,7 @@ __getattr__ = lazy_getattr(
 )
 
 __all__ = [
+    "CONFIG",
     "LEAST_EXPORTING",
     "LEAST_EXPORTING_ON_STORES",
     "SAFETENSORS",
@@ -101,9 +108,11 @@ __all__ = [
     "ModelCheckpoint",
     "Rule",
     "RuleMapping",
+    "Sections",
     "StoredNames",
     "TorchFile",
     "TorchFileLoadStrategy",
+    "adapt_config",
     "assign_files",
     "cast_to",
     "check_folder",
@@ -112,6 +121,8 @@ __all__ = [
     "encode_weights_index",
     "export_to_huggingface",
     "find_mapping",
+    "find_model_dtype",
+    "find_sections",
     "forget_structure",
     "get_dtype_size",
     "get_shard_info",
@@ -124,6 +135,7 @@ __all__ = [
     "make_state_dict",
     "name_for_trainer",
     "natural_order",
+    "parse_casts",
     "parse_dtype",
     "parse_header",
     "parse_leave_out",

@@ -1,23 +1,38 @@
-"""A model's ``config.json``, with the dtype in which transformers loads the weights."""
+"""A model's ``config.json``: it says of the weights in its folder what they are, or is refused."""
 
 from __future__ import annotations
 
 import json
+import logging
+import math
 from typing import TYPE_CHECKING, Any
 
+from shardckpt.errors import CheckpointingException
+from shardckpt.huggingface.casts import find_model_dtype
 from shardckpt.huggingface.folder import CONFIG, CONFIG_LIMIT, read_json
 from shardckpt.storage import is_there
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
     from pathlib import Path
 
-    import torch
+    from shardckpt.huggingface.hub_tensor import HubTensor
+
+logger = logging.getLogger(__name__)
 
 #: The key of the dtype, and that of transformers before 4.56.
 _DTYPE, _OLDER = "dtype", "torch_dtype"
-#: The dtypes in it are not those of weights.
-_QUANTIZATION = "quantization_config"
+#: What says how weights are quantized; the dtypes in it are not those of weights.
+_QUANTIZATIONS = ("quantization_config", "compression_config")
+#: Ends of names of quantized weights' parts: of fp8 with scales, compressed-tensors, GPTQ and AWQ, MXFP4, bitsandbytes.
+_QUANTIZED_ENDS = ("_scale_inv", "_scale", "_scales", "_packed", "_blocks", ".qweight", ".absmax", ".SCB")
+#: The keys of a part's config end with it: ``vision_config``.
+_PART = "_config"
+_VOCABULARY, _TIED = "vocab_size", "tie_word_embeddings"
+#: Where models of the Hub have their embedding, and their output layer.
+_PREFIXES = ("", "model.", "language_model.", "model.language_model.", "language_model.model.")
+_EMBEDDINGS = tuple(f"{prefix}embed_tokens.weight" for prefix in _PREFIXES)
+_HEADS = tuple(f"{prefix}lm_head.weight" for prefix in _PREFIXES)
 
 
 def find_config(assets: Iterable[Path], target: Path | None = None) -> Path | None:
@@ -36,25 +51,96 @@ def read_config(assets: Iterable[Path], target: Path | None = None) -> dict[str,
     return None if source is None else read_json(source, CONFIG_LIMIT)
 
 
-def encode_config(source: Path, dtype: torch.dtype) -> bytes:
-    """Return the text of a ``config.json`` with another dtype of the model, and of its parts (``text_config``).
+def adapt_config(source: Path, tensors: Sequence[HubTensor], *, is_cast: bool, refuses: bool = True) -> bytes | None:
+    """Return the text of a ``config.json`` that is true of tensors: their dtype, and whether they are quantized.
+
+    Args:
+        source: The file.
+        tensors: What its folder will have.
+        is_cast: Whether a config without a dtype gets one.
+        refuses: Whether another vocabulary than that of the tensors is an error, and not a warning.
+
+    Returns:
+        The text; None if the file is true as it is.
 
     Raises:
-        CorruptCheckpointError: the file is not a JSON object.
+        CheckpointingException: It has another vocabulary than the tensors.
+        CorruptCheckpointError: It is not a JSON object.
     """
-    name = str(dtype).removeprefix("torch.")
-    config = _replace(read_json(source, CONFIG_LIMIT), name)
-    if not any(config.get(key) for key in (_DTYPE, _OLDER)):
-        config[_DTYPE] = name
-    return (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()
+    config = read_json(source, CONFIG_LIMIT)
+    wrong = _compare_vocabulary(config, tensors, source)
+    if wrong and refuses:
+        raise CheckpointingException(wrong)
+    if wrong:
+        logger.warning("%s", wrong)
+    adapted = config if _are_quantized(tensors) else _drop_quantization(config, source)
+    adapted = _replace_dtypes(adapted, tensors)
+    main = _find_dtype(tensors)
+    if is_cast and main is not None and not any(adapted.get(key) for key in (_DTYPE, _OLDER)):
+        adapted[_DTYPE] = main
+    return None if adapted == config else (json.dumps(adapted, indent=2, ensure_ascii=False) + "\n").encode()
 
 
-def _replace(config: dict[str, Any], name: str) -> dict[str, Any]:
-    """Return a config with every dtype in it replaced; null, which stands for the whole model's, stays."""
+def find_tied(config: dict[str, Any], tensors: Iterable[HubTensor]) -> tuple[HubTensor, HubTensor] | None:
+    """Return the embedding and the output layer, if both are there and a config says that they are one."""
+    found = {tensor.name: tensor for tensor in tensors}
+    if not _look_up(config, _TIED):
+        return None
+    pair = [next((found[name] for name in names if name in found), None) for names in (_EMBEDDINGS, _HEADS)]
+    return None if pair[0] is None or pair[1] is None else (pair[0], pair[1])
+
+
+def _look_up(config: dict[str, Any], key: str) -> Any:
+    """Return a value of a config, or of its ``text_config``."""
+    text = config.get("text_config")
+    return config.get(key, text.get(key) if isinstance(text, dict) else None)
+
+
+def _compare_vocabulary(config: dict[str, Any], tensors: Iterable[HubTensor], source: Path) -> str:
+    """Return what is wrong with the rows of the embedding or the output layer; empty if nothing is."""
+    size = _look_up(config, _VOCABULARY)
+    for tensor in tensors:
+        if tensor.name in (*_EMBEDDINGS, *_HEADS) and tensor.shape and type(size) is int and tensor.shape[0] != size:
+            return (
+                f"{source} has {_VOCABULARY} {size}, and {tensor.name!r} has {tensor.shape[0]} rows: no tool would "
+                "load such a folder. Give the config.json of this model (assets=, --assets), or leave out rows with "
+                "which Megatron pads the vocabulary (cut_vocabulary=True, --cut-vocabulary, with a mapping)"
+            )
+    return ""
+
+
+def _are_quantized(tensors: Iterable[HubTensor]) -> bool:
+    """Return whether some tensors are codes, or their scales."""
+    return any(
+        (tensor.dtype.itemsize == 1 and tensor.dtype.is_floating_point) or tensor.name.endswith(_QUANTIZED_ENDS)
+        for tensor in tensors
+    )
+
+
+def _drop_quantization(config: dict[str, Any], source: Path) -> dict[str, Any]:
+    """Return a config that does not say that weights are quantized, after a warning if it did."""
+    kept = {key: value for key, value in config.items() if key not in _QUANTIZATIONS}
+    if len(kept) < len(config):
+        logger.warning("%s says how weights are quantized, and these are not: the folder's does not say so", source)
+    parts = {key: value for key, value in kept.items() if key.endswith(_PART) and isinstance(value, dict)}
+    return {**kept, **{key: _drop_quantization(value, source) for key, value in parts.items()}}
+
+
+def _replace_dtypes(config: dict[str, Any], tensors: Sequence[HubTensor]) -> dict[str, Any]:
+    """Return a config with the dtype of the weights, in each of its parts that of the part's; null stays."""
     changed = dict(config)
+    dtype = _find_dtype(tensors)
     for key, value in config.items():
-        if key in (_DTYPE, _OLDER) and value is not None:
-            changed[key] = name
-        elif isinstance(value, dict) and key != _QUANTIZATION:
-            changed[key] = _replace(value, name)
+        if key in (_DTYPE, _OLDER) and value is not None and dtype is not None:
+            changed[key] = dtype
+        elif isinstance(value, dict) and key not in _QUANTIZATIONS:
+            stem = key.removesuffix(_PART)
+            own = [t for t in tensors if any(part.startswith(stem) for part in t.name.split("."))]
+            changed[key] = _replace_dtypes(value, own or tensors)
     return changed
+
+
+def _find_dtype(tensors: Iterable[HubTensor]) -> str | None:
+    """Return the name of the dtype that most elements of floating-point tensors have."""
+    found = find_model_dtype((tensor.dtype, math.prod(tensor.shape)) for tensor in tensors)
+    return None if found is None else str(found).removeprefix("torch.")

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import logging
 from contextlib import ExitStack
 from functools import partial
+from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
 from shardckpt.distributed import Comm
 from shardckpt.engine import LoadOptions, Operation, list_names, locate, open_checkpoint, refuse_overlap, rename_stored
-from shardckpt.errors import listed
 from shardckpt.huggingface.assets import list_assets
+from shardckpt.huggingface.casts import parse_casts
 from shardckpt.huggingface.config import read_config
-from shardckpt.huggingface.dtypes import parse_dtype
 from shardckpt.huggingface.export_budget import split_export_budget
 from shardckpt.huggingface.folder_export import FolderExport
 from shardckpt.huggingface.models import find_mapping
@@ -21,7 +20,7 @@ from shardckpt.huggingface.names import (
     check_format,
     parse_leave_out,
 )
-from shardckpt.huggingface.planning import ExportOptions, ExportPlan, plan_export
+from shardckpt.huggingface.planning import ExportOptions, ExportPlan, LeftOut, plan_export
 from shardckpt.huggingface.store_export import StoreExport
 from shardckpt.plugins import get_plugin_manager
 from shardckpt.storage import (
@@ -43,8 +42,6 @@ if TYPE_CHECKING:
 
     PathLike = str | os.PathLike[str]
 
-logger = logging.getLogger(__name__)
-
 
 class Exported(NamedTuple):
     """The weights that an export has written.
@@ -53,11 +50,18 @@ class Exported(NamedTuple):
         files: Name, number of tensors and bytes of tensors of each file.
         total_size: Bytes of all tensors.
         unmatched: Keys of tensors that the mapping does not know, which have kept their names.
+        left_out: Keys of what is stored and not written: of the optimizer's state, of other tensors beside the model,
+            and of what has no place in a folder or that the mapping leaves out.
+        cast: The stored dtype of each tensor that was cast, by name.
+        kept: Names of tensors that were not cast where others were, since they would have lost by it.
     """
 
     files: tuple[tuple[str, int, int], ...]
     total_size: int
     unmatched: tuple[str, ...] = ()
+    left_out: LeftOut = LeftOut()
+    cast: Mapping[str, torch.dtype] = MappingProxyType({})
+    kept: tuple[str, ...] = ()
 
 
 def export_to_huggingface(
@@ -66,7 +70,8 @@ def export_to_huggingface(
     *,
     prefix: str | None = None,
     mapping: str | KeyMapping | None = None,
-    dtype: torch.dtype | str | None = None,
+    dtype: torch.dtype | str | Mapping[str, torch.dtype | str] | None = None,
+    keep: Collection[str] = (),
     max_shard_size: int | str = "5GB",
     format: str = SAFETENSORS,  # noqa: A002 - what the user calls it
     assets: PathLike | None = None,
@@ -85,8 +90,9 @@ def export_to_huggingface(
     file), or what ``memory_budget`` says. Every rank writes full files, balanced by bytes, so more ranks than files do
     not help. The folder is complete at ``target`` when this returns; after an error, a directory has not changed.
 
-    Objects, and tensors that the mapping leaves out, are not written; a warning names them. With a mapping, neither is
-    the optimizer's state. Tensors that match no rule of the mapping keep their names; a warning names them, too.
+    The model alone is written: not the optimizer's state, objects, and tensors that the mapping leaves out. Warnings
+    name them, and what is not cast. Tensors that match no rule of the mapping keep their names; a warning names them.
+    The folder's ``config.json`` says of the tensors what they are: their dtype, and whether they are quantized.
 
     Example::
 
@@ -98,23 +104,28 @@ def export_to_huggingface(
             a store that streams writes nothing goes to local disks. A store cannot exchange folders: weights that are
             there are deleted first, and until the new index, or the only file, is written, which is last, nothing
             loads.
-        prefix: Prefix of the keys to export, which is removed; by default ``"model."`` if the checkpoint is of a model
-            with its optimizers (``model.*`` and ``optimizer.*``), else none.
+        prefix: Prefix of the keys to export, which is removed; by default that of the model, which is found by its
+            optimizers' parameters and by the names that trainers give it (``model.``, ``app.model.``, ``state_dict.``).
         mapping: How names and shapes change: the ``model_type`` of a model (``"llama"``, ``"qwen3_moe"``, or one that a
             plugin's ``shardckpt_key_mapping`` knows), with Megatron's names if ``config.json`` is in ``assets``; a
             file, ``"rules.json"``, ``"rules.py:MAPPING"`` or the model's ``"config.json"``; a KeyMapping; or None for
             the same names.
-        dtype: The dtype that floating-point tensors of 16 bits or more are cast to, except scales of 8-bit weights.
+        dtype: The dtype that floating-point tensors of 16 bits or more are cast to, except scales of 8-bit weights, and
+            what holds more than the model's weights do, by its dtype or by what it is: buffers of float64, float32
+            among weights of bfloat16, ``e_score_correction_bias`` and ``A_log``. A dict of dtypes by patterns of names
+            casts these, too: ``{"*": "bfloat16", "*.A_log": "bfloat16"}``.
+        keep: Patterns of names, as of :mod:`fnmatch`, that are not cast.
         max_shard_size: Bytes of tensors in a file, ``"5GB"`` (10^9) or ``"5GiB"``; a larger tensor gets its own file.
         format: ``safetensors`` or ``bin`` (for ``torch.load``).
         assets: A folder of the model's other files (config, tokenizer), or its URL, which are copied; within one store,
-            by the store itself. With ``dtype``, the folder's ``config.json`` has that dtype, in which transformers
-            loads the weights.
+            by the store itself. The ``config.json`` among them must have this model's vocabulary, and tie the
+            embedding and the output layer only where they are equal.
         leave_out: Names in the folder that are not written: a ``lm_head.weight`` that is tied to the embedding.
         strict: Whether tensors that match no rule of the mapping are an error, before anything is written.
         cut_vocabulary: Whether to leave out rows of the embedding and the output that the config's ``vocab_size`` does
             not count, with which Megatron pads them; else they are an error.
-        overwrite: Replace the weights of a folder in one step; its other files stay.
+        overwrite: Replace a folder in one step: weights of any format and adapters, and with ``assets`` all other
+            files, too. Hidden files and folders in it stay.
         process_group: The ranks that write; by default all, or this process alone without torch.distributed.
         memory_budget: Bytes, or text such as ``"64MiB"``, that each rank may hold at a time: blocks, requests, parts on
             their way to a store; of ``bin`` also the tensors of a file. At least 32 MiB, 64 where a store is read or
@@ -138,7 +149,7 @@ def export_to_huggingface(
         options = ExportOptions(
             prefix,
             find_mapping(mapping, partial(read_config, copied, folder), "cut" if cut_vocabulary else "refuse"),
-            parse_dtype(dtype),
+            parse_casts(dtype, keep),
             parse_size(max_shard_size),
             check_format(format),
             parse_leave_out(leave_out),
@@ -178,22 +189,16 @@ def export_to_huggingface(
             operation.start_progress(lambda: sum(t.nbytes for _, tensors in plan.files for t in tensors))
             operation.share_progress(checkpoint.operation)
             kind = FolderExport if has_local_files(folder) else StoreExport
-            kind(
-                operation, folder, plan, checkpoint, copied, options.dtype, overwrite, upload_room=budget.uploading
-            ).run()
+            kind(operation, folder, plan, checkpoint, copied, overwrite, upload_room=budget.uploading).run()
         return plan
 
     plan = retry_if_replaced(attempt, source)
     files = ((name, len(tensors), sum(tensor.nbytes for tensor in tensors)) for name, tensors in plan.files)
-    return Exported(tuple(files), plan.total_size, plan.unmatched)
+    return Exported(tuple(files), plan.total_size, plan.unmatched, plan.left_out, plan.cast, plan.kept)
 
 
 def _plan(index: Iterable[ShardedBase], options: ExportOptions, source: str) -> ExportPlan:
     """Plan the files, and warn of what is not in them, which a conversion has in its report."""
     plan = plan_export(index, options, source)
-    if plan.optimizer:
-        many, some = len(plan.optimizer), listed(plan.optimizer, limit=2)
-        logger.warning("not exported (%d tensors of the optimizer's state): %s", many, some)
-    if plan.unmapped:
-        logger.warning("not exported (objects, and tensors that the mapping leaves out): %s", listed(plan.unmapped))
+    plan.left_out.warn()
     return plan

@@ -34,8 +34,9 @@ if TYPE_CHECKING:
 
 CONFIG = "config.json"
 CONFIG_LIMIT = 16 << 20
-#: In the Hugging Face cache, a snapshot's files are links into this directory.
-_BLOBS = Path("..", "..", "blobs")
+#: In the Hugging Face cache, ``<repository>/snapshots/<revision>`` has links into ``<repository>/blobs``, whose files
+#: may be links into ``blobs`` of the whole cache: huggingface_hub 1.32, which stores equal files of repositories once.
+_SNAPSHOTS, _BLOBS = "snapshots", "blobs"
 
 
 class TensorLocation(NamedTuple):
@@ -55,8 +56,8 @@ class Folder:
     """The content of a folder.
 
     Attributes:
-        directory: The directory that its links lead to; ``""`` if its files are not links.
-        names: The name of every file in that directory, by its name in the folder.
+        directory: The directory below which is what its links lead to; ``""`` if its files are not links.
+        names: The path of every file from that directory, by its name in the folder.
         tensors: Where every tensor is stored, by name.
         config: The content of ``config.json``; empty without one.
         stamp: Inode number, size in bytes and modification time in ns of the first file of weights; None on an object
@@ -74,8 +75,8 @@ def read_folder(folder: Path) -> Folder:
     """Read the headers of ``model.safetensors``, or of the files that ``model.safetensors.index.json`` names.
 
     Args:
-        folder: The folder, local or on a store. It may be a snapshot in the Hugging Face cache: links into the cache's
-            ``blobs`` are followed, other links are not.
+        folder: The folder, local or on a store. It may be a snapshot in the Hugging Face cache, or a folder in one:
+            links into the cache's ``blobs`` are followed, other links are not.
 
     Returns:
         The content of the folder.
@@ -130,10 +131,11 @@ def _read_folder(folder: Path) -> Folder:
     files = sorted(set(weight_map.values())) or [find_only_file(folder)]
     real = {file: resolve_link(folder, file) for file in files}
     headers = {file: read_header(path) for file, path in real.items()}
-    names = {file: path.name for file, path in real.items()}
+    directory = _link_directory(folder, real)
+    names = {file: str(path.relative_to(directory)) if directory else path.name for file, path in real.items()}
     config = resolve_link(folder, CONFIG)
     return Folder(
-        _link_directory(folder, real),
+        directory,
         names,
         _locate_tensors(headers, weight_map, folder),
         read_json(config, CONFIG_LIMIT) if is_there(config) else {},
@@ -175,10 +177,10 @@ def _link_directory(folder: Path, real: Mapping[str, Path]) -> str:
         return ""
     if len(outside) < len(real):
         raise CorruptCheckpointError(
-            f"{folder}: some of its files are links into {_BLOBS} and some are not; copy it with `cp -rL`, and use the "
-            "copy"
+            f"{folder}: some of its files are links into the cache's {_BLOBS} and some are not; copy it with `cp -rL`, "
+            "and use the copy"
         )
-    return str(next(iter(real.values())).parent)
+    return os.path.commonpath([path.parent for path in real.values()])
 
 
 def resolve_link(folder: Path, file: str) -> Path:
@@ -187,8 +189,12 @@ def resolve_link(folder: Path, file: str) -> Path:
     if not path.is_symlink():
         return path
     # a downloaded folder is not trusted: its links must not lead to other files of this machine
-    target, blobs = (Path(os.path.realpath(real_path(link))) for link in (path, folder / _BLOBS))
-    return target if target.parent == blobs else path
+    target, snapshot = (Path(os.path.realpath(real_path(place))) for place in (path, folder))
+    repository = next((above.parent for above in snapshot.parents if above.name == _SNAPSHOTS), None)
+    if repository is None:
+        return path
+    blobs = repository / _BLOBS, repository.parent / _BLOBS
+    return target if any(map(target.is_relative_to, blobs)) else path
 
 
 def read_header(path: Path) -> dict[str, FileTensor]:

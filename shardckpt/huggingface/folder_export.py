@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,30 +11,38 @@ from typing import TYPE_CHECKING
 import torch
 
 from shardckpt.commit import check_target, commit_staging, discard_staging
-from shardckpt.engine import Operation, open_staging
-from shardckpt.errors import CheckpointingException
-from shardckpt.huggingface.block_writer import BlockWriter
-from shardckpt.huggingface.config import encode_config, find_config
-from shardckpt.huggingface.folder import CONFIG, read_folder
+from shardckpt.engine import OpenCheckpoint, Operation, open_staging
+from shardckpt.errors import CheckpointingException, listed
+from shardckpt.huggingface.block_writer import BLOCK_BYTES, BlockWriter
+from shardckpt.huggingface.config import adapt_config, find_config, find_tied
+from shardckpt.huggingface.folder import CONFIG, CONFIG_LIMIT, read_folder, read_json
 from shardckpt.huggingface.header import lay_out
-from shardckpt.huggingface.names import SAFETENSORS, encode_weights_index, index_name, is_weights
+from shardckpt.huggingface.names import (
+    SAFETENSORS,
+    encode_weights_index,
+    index_name,
+    is_asset,
+    is_replaced,
+    is_weights,
+)
 from shardckpt.huggingface.small_file import copy_new, write_pickled
-from shardckpt.planning import assign_holders
+from shardckpt.planning import Box, assign_holders
 from shardckpt.storage import CheckpointWriter, is_there, wrap_os_errors
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
-    from shardckpt.engine import OpenCheckpoint
     from shardckpt.huggingface.hub_tensor import HubTensor
     from shardckpt.huggingface.planning import ExportPlan
     from shardckpt.mapping import ShardedBase, ShardedTensor
     from shardckpt.storage import Journal
 
+logger = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True)
 class FolderExport:
-    """An export between its plan and its commit; ``assets`` are files to copy, ``dtype`` is that of a cast.
+    """An export between its plan and its commit; ``assets`` are files to copy.
 
     With a journal, one process writes, and another can go on after a kill. ``check`` gets the staging directory on the
     main rank before the commit; if it raises, nothing is committed. ``upload_room`` is the most bytes that the parts of
@@ -45,7 +54,6 @@ class FolderExport:
     plan: ExportPlan
     checkpoint: OpenCheckpoint
     assets: Sequence[Path]
-    dtype: torch.dtype | None
     overwrite: bool
     journal: Journal | None = None
     check: Callable[[Path], None] | None = None
@@ -58,7 +66,7 @@ class FolderExport:
             with self.operation.local_phase("staging"):
                 if comm.is_main:
                     check_target(self.target, overwrite=self.overwrite)
-                    config = self._encode_config()
+                    config = self._adapt_config()
                     staging, _ = open_staging(self.target, _is_superseded, restore=self.overwrite, journal=self.journal)
                     stack.callback(_discard, staging, self.journal)
             staging = comm.broadcast(staging)
@@ -104,11 +112,35 @@ class FolderExport:
             shards: list[ShardedBase] = list(wanted)
             self.checkpoint.values(shards)
 
-    def _encode_config(self) -> bytes | None:
-        """Return the text of ``config.json``; None if none is there, or weights keep their dtype."""
-        # of a folder that exists, the file stays and the weights' dtype may change
-        source = find_config(self.assets, self.target)
-        return None if source is None or self.dtype is None else encode_config(source, self.dtype)
+    def _adapt_config(self) -> bytes | None:
+        """Return the text of ``config.json``; None if none is there, or it is true of the tensors as it is."""
+        source = find_config(self.assets, None if self.assets else self.target)
+        if source is None:
+            return None
+        tied = find_tied(read_json(source, CONFIG_LIMIT), self.plan.tensors)
+        if tied is not None:
+            self._check_tied(*tied, source)
+        return adapt_config(source, self.plan.tensors, is_cast=bool(self.plan.cast))
+
+    def _check_tied(self, one: HubTensor, other: HubTensor, config: Path) -> None:
+        """Raise if two tensors that the config says are one have other values."""
+        # as stored, and not as read for the folder: a conversion counts each of these reads as written
+        stored = OpenCheckpoint(self.checkpoint.strategy, self.checkpoint.context, self.checkpoint.operation)
+        rows = max(1, BLOCK_BYTES // max(one.nbytes // max(one.shape[0], 1), 1))
+        same = one.shape == other.shape
+        for first in range(0, one.shape[0] if same else 0, rows):
+            box = Box((first, 0), (min(rows, one.shape[0] - first), one.shape[1]))
+            both = [torch.empty(box.shape, dtype=one.dtype, device="cpu") for _ in (one, other)]
+            wanted: list[ShardedBase] = [*one.shards_for(box, both[0]), *other.shards_for(box, both[1])]
+            stored.values(wanted)
+            same = same and both[0].equal(both[1])
+        if not same:
+            raise CheckpointingException(
+                f"{config} says that the embedding and the output layer are one (tie_word_embeddings), and the "
+                f"checkpoint has other values in {other.name!r} than in {one.name!r}: tools would take either. Leave "
+                f"one out (leave_out=[{other.name!r}], --leave-out {other.name}), or give a config.json that does not "
+                "tie them (assets=, --assets)"
+            )
 
     def _encode_index(self) -> dict[str, bytes]:
         """Return the index by its name; nothing if there is one file."""
@@ -117,12 +149,21 @@ class FolderExport:
         weight_map = {tensor.name: name for name, tensors in self.plan.files for tensor in tensors}
         return {index_name(self.plan.file_format): encode_weights_index(weight_map, self.plan.total_size)}
 
+    def _choose_replaced(self, names: Iterable[str]) -> set[str]:
+        """Return which files of a folder go when it is overwritten, after a warning about those of others."""
+        gone = {name for name in names if is_replaced(name, has_assets=bool(self.assets))}
+        renewed = {path.name for path in self.assets}
+        foreign = sorted(name for name in gone - renewed if not is_weights(name))
+        if foreign:
+            logger.warning("the export over %s removes what no export has written: %s", self.target, listed(foreign))
+        return gone
+
     def _commit(self, staging: Path, config: bytes | None) -> None:
         """On the main rank, when all have written: add the index and the other files, and commit."""
 
         def list_replaced() -> set[str]:
             with wrap_os_errors("list", self.target):
-                return {path.name for path in self.target.iterdir() if is_weights(path.name)}
+                return self._choose_replaced(path.name for path in self.target.iterdir() if not path.is_dir())
 
         written = {} if config is None else {CONFIG: config}
         written |= self._encode_index()
@@ -151,7 +192,7 @@ def _is_superseded(aside: Path, target: Path) -> bool:
     """Return whether a folder is complete, and has all files, except weights, of one that an export has moved aside."""
     try:
         read_folder(target)
-        others = [path.name for path in aside.iterdir() if not is_weights(path.name)]
+        others = [path.name for path in aside.iterdir() if is_asset(path.name)]
     except (CheckpointingException, OSError):
         return False
     return all(is_there(target / name) for name in others)

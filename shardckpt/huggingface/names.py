@@ -17,6 +17,8 @@ BIN = "bin"
 #: Stem and suffix of each format's files.
 _STEMS = {SAFETENSORS: ("model", ".safetensors"), BIN: ("pytorch_model", ".bin")}
 _WEIGHTS = re.compile(r"(model|pytorch_model)(-\d+-of-\d+)?\.(safetensors|bin)(\.index\.json)?")
+#: What makes transformers put old adapters onto the new weights.
+_ADAPTER = "adapter_config.json"
 #: Suffixes of weights in any format.
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".index.json", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx")
 _NUMBERS = re.compile(r"(\d+)")
@@ -128,4 +130,14 @@ def is_weights(name: str) -> bool:
 
 def is_asset(name: str) -> bool:
     """Return whether a file of this name belongs to a model but is not weights: its config, its tokenizer."""
-    return not name.startswith(".") and not name.endswith(_WEIGHT_SUFFIXES)
+    return not name.startswith(".") and not name.endswith(_WEIGHT_SUFFIXES) and name != _ADAPTER
+
+
+def is_replaced(name: str, *, has_assets: bool) -> bool:
+    """Return whether an export over a folder removes a file of this name, which a loader might prefer or add.
+
+    Args:
+        name: The name; hidden files stay.
+        has_assets: Whether the export brings the model's other files. Else those of the folder stay.
+    """
+    return not name.startswith(".") and (has_assets or not is_asset(name))

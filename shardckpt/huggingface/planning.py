@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import logging
+import math
+from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
 from shardckpt.engine import is_optimizer_key
 from shardckpt.errors import CheckpointingException, KeyMismatchError, ShardingError, listed, name_known, name_prefixes
-from shardckpt.huggingface.dtypes import cast_to
+from shardckpt.huggingface.casts import Casts, find_model_dtype
+from shardckpt.huggingface.dtypes import is_castable
 from shardckpt.huggingface.header import refuse_unknown
 from shardckpt.huggingface.hub_tensor import HubTensor, StoredPart
 from shardckpt.huggingface.megatron import MEGATRON_NAME
 from shardckpt.huggingface.names import SAFETENSORS, assign_files, natural_order
+from shardckpt.huggingface.sections import find_sections
 from shardckpt.mapping import ShardedTensor
 from shardckpt.planning import find_hole, find_overlap
 from shardckpt.plugins import Identity, KnowsKeys, get_key_map_entries
@@ -28,8 +32,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-#: Prefixes that adapters.to_sharded_state_dict gives a model and its optimizers.
-_MODEL, _OPTIMIZER = "model.", "optimizer."
 #: Suffixes of the scales of weights of 8 bits and less: a cast of the scales would change the weights.
 _SCALE_SUFFIXES = ("_scale_inv", "_scale")
 
@@ -38,10 +40,9 @@ class ExportOptions(NamedTuple):
     """What to export, and how.
 
     Attributes:
-        prefix: Prefix of the keys to export; None for ``"model."`` if the keys are those of a model with its
-            optimizers, else ``""``.
+        prefix: Prefix of the keys to export; None for that of the model's, as :func:`find_sections` finds it.
         mapping: Maps keys without the prefix to the folder's names.
-        dtype: Target of the cast of floating-point tensors; None keeps their dtypes.
+        casts: Which tensors are cast, and to what.
         limit: Bytes of tensors in a file.
         file_format: ``safetensors`` or ``bin``.
         leave_out: Names in the folder that are not written.
@@ -50,34 +51,72 @@ class ExportOptions(NamedTuple):
 
     prefix: str | None
     mapping: KeyMapping
-    dtype: torch.dtype | None
+    casts: Casts
     limit: int
     file_format: str
     leave_out: frozenset[str]
     strict: bool = False
 
 
-class ExportPlan(NamedTuple):
-    """What an export writes, and what not.
+class LeftOut(NamedTuple):
+    """Keys that are stored and not written to a folder.
 
     Attributes:
-        file_format: Of the files.
+        optimizer: Of tensors of an optimizer's state.
+        outside: Of other tensors without the model's prefix.
+        unmapped: Of objects, and of tensors that the mapping leaves out.
+    """
+
+    optimizer: tuple[str, ...] = ()
+    outside: tuple[str, ...] = ()
+    unmapped: tuple[str, ...] = ()
+
+    def warn(self) -> None:
+        """Log what is not written, and why."""
+        if self.optimizer:
+            logger.warning(
+                "not exported (%d tensors of the optimizer's state): %s",
+                len(self.optimizer),
+                listed(self.optimizer, limit=3),
+            )
+        if self.outside:
+            logger.warning(
+                "not exported (%d tensors beside the model): %s; --prefix (prefix=) exports others",
+                len(self.outside),
+                listed(self.outside),
+            )
+        if self.unmapped:
+            logger.warning("not exported (objects, and tensors that the mapping leaves out): %s", listed(self.unmapped))
+
+
+class ExportPlan(NamedTuple):
+    """The files of an export.
+
+    Attributes:
+        file_format: ``safetensors`` or ``bin``.
         files: Name and tensors of each.
-        unmatched: The keys of tensors that the mapping does not know.
-        optimizer: The keys of tensors of the optimizer's state, which the mapping does not know and are not written.
-        unmapped: The keys of objects, and of tensors that the mapping leaves out.
+        unmatched: Keys that the mapping does not know, which keep their names.
+        left_out: What is not written.
+        cast: Names of tensors that are cast, with the dtype that is stored.
+        kept: Names of those that keep their dtype where others are cast, and hold more than these.
     """
 
     file_format: str
     files: list[tuple[str, list[HubTensor]]]
     unmatched: tuple[str, ...] = ()
-    optimizer: tuple[str, ...] = ()
-    unmapped: tuple[str, ...] = ()
+    left_out: LeftOut = LeftOut()
+    cast: Mapping[str, torch.dtype] = MappingProxyType({})
+    kept: tuple[str, ...] = ()
 
     @property
     def total_size(self) -> int:
         """Bytes of all tensors."""
-        return sum(tensor.nbytes for _, tensors in self.files for tensor in tensors)
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+    @property
+    def tensors(self) -> list[HubTensor]:
+        """The tensors of all files."""
+        return [tensor for _, tensors in self.files for tensor in tensors]
 
 
 def plan_export(index: Iterable[ShardedBase], options: ExportOptions, source: str) -> ExportPlan:
@@ -88,13 +127,11 @@ def plan_export(index: Iterable[ShardedBase], options: ExportOptions, source: st
     """
     # by the stored tensors alone, not by how they were sharded: the same files come out at any world size
     stored = sorted(index, key=lambda shard: natural_order(stored_key(shard)))
-    prefix = find_model_prefix(stored) if options.prefix is None else options.prefix
-    refuse_codes(key for shard in stored if (key := stored_key(shard)).startswith(prefix))
-    tensors, unmapped, unmatched = plan_tensors(
-        [shard for shard in stored if not _is_foreign_optimizer(shard, options.mapping)],
-        options._replace(prefix=prefix),
-    )
-    optimizer = [stored_key(shard) for shard in stored if _is_foreign_optimizer(shard, options.mapping)]
+    prefix, chosen, left_out = choose_model(stored, options)
+    tensors, unmapped, unmatched, cast, kept = plan_tensors(chosen, options._replace(prefix=prefix))
+    left_out = left_out._replace(unmapped=tuple(unmapped))
+    if kept:
+        logger.warning("not cast (%d tensors, which would lose by it): %s", len(kept), listed(kept))
     if not tensors:
         raise KeyMismatchError(
             f"{source} has no tensor to export whose key begins with {prefix!r} "
@@ -107,21 +144,42 @@ def plan_export(index: Iterable[ShardedBase], options: ExportOptions, source: st
     sizes = {name: tensor.nbytes for name, tensor in tensors.items()}
     files = assign_files(sizes, options.limit, options.file_format)
     planned = [(file, [tensors[name] for name in files[file]]) for file in files]
-    return ExportPlan(options.file_format, planned, tuple(unmatched), tuple(optimizer), tuple(unmapped))
+    return ExportPlan(options.file_format, planned, tuple(unmatched), left_out, cast, tuple(kept))
 
 
-def find_model_prefix(stored: Iterable[ShardedBase]) -> str:
-    """Return ``"model."`` if the keys are those of a model with its optimizers, else ``""``."""
+def choose_model(
+    stored: Sequence[ShardedBase], options: ExportOptions, *, optimizer: bool = False
+) -> tuple[str, list[ShardedBase], LeftOut]:
+    """Choose what of a checkpoint is the model.
+
+    Args:
+        stored: Descriptions of all that is stored.
+        options: Their prefix is the model's, if it is not None; keys that their mapping knows are the model's.
+        optimizer: Whether the optimizer's state is chosen, too.
+
+    Returns:
+        The prefix of the model's keys; the chosen shards with it; and the keys of other tensors.
+
+    Raises:
+        CheckpointingException: the model has quantized parameters.
+    """
     keys = [stored_key(shard) for shard in stored]
-    has_both = any(key.startswith(_MODEL) for key in keys) and any(key.startswith(_OPTIMIZER) for key in keys)
-    return _MODEL if has_both else ""
-
-
-def _is_foreign_optimizer(shard: ShardedBase, mapping: KeyMapping) -> bool:
-    """Return whether a tensor is of an optimizer's state by its key, which a mapping for a model does not know."""
-    if not isinstance(mapping, KnowsKeys) or not isinstance(shard, ShardedTensor):
-        return False
-    return is_optimizer_key(shard.key) and not mapping.knows(shard.key)
+    sections = find_sections(keys)
+    prefix = sections.model if options.prefix is None else options.prefix
+    known = options.mapping if isinstance(options.mapping, KnowsKeys) else None
+    # whoever names a prefix gets what has it, but for what a mapping of a model's names does not know
+    takes_all = optimizer or (options.prefix is not None and known is None)
+    cut = len(prefix)
+    chosen: list[ShardedBase] = []
+    left: dict[bool, list[str]] = {True: [], False: []}
+    for shard, key in zip(stored, keys, strict=True):
+        is_optimizer = not takes_all and sections.has_optimizer_key(key) and not (known and known.knows(key[cut:]))
+        if key.startswith(prefix) and not is_optimizer:
+            chosen.append(shard)
+        elif isinstance(shard, ShardedTensor) and not is_version_key(key):
+            left[is_optimizer].append(key)
+    refuse_codes(map(stored_key, chosen))
+    return prefix, chosen, LeftOut(tuple(left[True]), tuple(left[False]))
 
 
 def refuse_codes(keys: Iterable[str]) -> None:
@@ -141,11 +199,15 @@ class PlannedTensors(NamedTuple):
         tensors: The tensors by name, in the order of the shards.
         unmapped: The keys of objects, and of tensors that the mapping leaves out, among the shards with the prefix.
         unmatched: The keys of tensors that the mapping does not know, which keep their names.
+        cast: The stored dtype of those that are cast, by name.
+        kept: The names of those that hold more than they would after the cast, and keep their dtype.
     """
 
     tensors: dict[str, HubTensor]
     unmapped: list[str]
     unmatched: list[str]
+    cast: dict[str, torch.dtype]
+    kept: list[str]
 
 
 def plan_tensors(stored: Iterable[ShardedBase], options: ExportOptions, others: Collection[str] = ()) -> PlannedTensors:
@@ -185,10 +247,12 @@ def plan_tensors(stored: Iterable[ShardedBase], options: ExportOptions, others: 
             f"leave_out={absent}: no tensors of these names would be written "
             f"{name_known(absent[0], [*parts, *others], 'names')}"
         )
-    # the cast looks up weights by name: those that are left out too
-    tensors = {name: _hub_tensor(name, found, dtypes) for name, found in parts.items()}
-    kept = {n: _cast(tensor, tensors, options.dtype) for n, tensor in tensors.items() if n not in options.leave_out}
-    return PlannedTensors(kept, unmapped, unmatched)
+    planned = {name: _hub_tensor(name, found, dtypes) for name, found in parts.items()}
+    written = _choose_dtypes(planned, options)
+    tensors = {name: tensor._replace(dtype=written[name]) for name, tensor in planned.items() if name in written}
+    cast = {name: planned[name].dtype for name, tensor in tensors.items() if tensor.dtype != planned[name].dtype}
+    kept = [name for name in tensors if name not in cast and _is_kept(planned[name], options.casts)]
+    return PlannedTensors(tensors, unmapped, unmatched, cast, kept)
 
 
 def _find_unmatched(options: ExportOptions, keys: Collection[str]) -> list[str]:
@@ -236,15 +300,33 @@ def _hub_tensor(name: str, parts: list[StoredPart], dtypes: Mapping[str, torch.d
     return HubTensor(name, dtype, shape, tuple(parts))
 
 
-def _cast(tensor: HubTensor, tensors: Mapping[str, HubTensor], target: torch.dtype | None) -> HubTensor:
-    """Return the tensor with its dtype after the cast; scales of 8-bit weights, and what a rule names, keep theirs."""
+def _choose_dtypes(tensors: Mapping[str, HubTensor], options: ExportOptions) -> dict[str, torch.dtype]:
+    """Return the dtype in which each tensor is written, by name, without those that are left out."""
+    names = [name for name in tensors if name not in options.leave_out]
+    options.casts.check_patterns(names)
+    weights = [tensors[name] for name in names if not is_optimizer_key(name)] or list(tensors.values())
+    model = find_model_dtype((tensor.dtype, math.prod(tensor.shape)) for tensor in weights)
+    return {
+        # weights are looked up by name: those that are left out too
+        name: tensors[name].dtype
+        if _has_fixed_dtype(tensors[name], tensors)
+        else options.casts.choose(name, tensors[name].dtype, model)
+        for name in names
+    }
+
+
+def _has_fixed_dtype(tensor: HubTensor, tensors: Mapping[str, HubTensor]) -> bool:
+    """Return whether no cast changes a tensor: a scale of 8-bit weights, or one whose rule says so."""
     if any(part.link.keep_dtype for part in tensor.parts):
-        return tensor
-    for suffix in _SCALE_SUFFIXES:
-        weight = tensors.get(tensor.name.removesuffix(suffix)) if tensor.name.endswith(suffix) else None
-        if weight is not None and weight.dtype.itemsize == 1:
-            return tensor
-    return tensor._replace(dtype=cast_to(tensor.dtype, target))
+        return True
+    weights = [tensor.name.removesuffix(suffix) for suffix in _SCALE_SUFFIXES if tensor.name.endswith(suffix)]
+    return any(weight in tensors and tensors[weight].dtype.itemsize == 1 for weight in weights)
+
+
+def _is_kept(tensor: HubTensor, casts: Casts) -> bool:
+    """Return whether a tensor that is not cast holds more than it would after the cast."""
+    target = casts.dtype
+    return target is not None and is_castable(tensor.dtype) and tensor.dtype.itemsize > target.itemsize
 
 
 def _key_list(parts: Iterable[StoredPart]) -> str:

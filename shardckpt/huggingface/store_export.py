@@ -81,11 +81,12 @@ class StoreExport(FolderExport):
             raise StorageError(
                 f"{self.target} is not empty: give another URL, or pass overwrite=True to replace weights"
             )
-        config = self._encode_config()
+        config = self._adapt_config()
+        gone = self._choose_replaced(name for name in found if "/" not in name) - {path.name for path in self.assets}
         # the index first: without it the other files are no folder
-        weights = sorted(filter(is_weights, found), key=lambda name: not name.endswith(".json"))
+        replaced = sorted(gone, key=lambda name: not (is_weights(name) and name.endswith(".json")))
         with hold_place(self._store, partial(open_folder, plugins=self.operation.plugins)) if found else nullcontext():
-            for name in weights:
+            for name in replaced:
                 (self._store / name).delete()
         if config is not None:
             (self._store / CONFIG).write(config)

@@ -4,22 +4,21 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from shardckpt.engine import STREAM_BYTES, StoredCheckpoint, is_optimizer_key, make_memory
+from shardckpt.engine import STREAM_BYTES, StoredCheckpoint, make_memory
 from shardckpt.errors import KeyMismatchError, name_prefixes
-from shardckpt.huggingface.dtypes import parse_dtype
+from shardckpt.huggingface.casts import parse_casts
 from shardckpt.huggingface.models import find_mapping
 from shardckpt.huggingface.names import SAFETENSORS, parse_leave_out
 from shardckpt.huggingface.planning import (
     ExportOptions,
-    find_model_prefix,
+    choose_model,
     plan_tensors,
-    refuse_codes,
 )
 from shardckpt.mapping import ShardedTensor
 from shardckpt.planning import batch_by_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator
+    from collections.abc import Collection, Iterator, Mapping
 
     import torch
 
@@ -36,7 +35,8 @@ class ModelCheckpoint(StoredCheckpoint):
         mapping: str | KeyMapping | None = None,
         *,
         prefix: str | None = None,
-        dtype: torch.dtype | str | None = None,
+        dtype: torch.dtype | str | Mapping[str, torch.dtype | str] | None = None,
+        keep: Collection[str] = (),
         optimizer: bool = False,
         leave_out: Collection[str] = (),
         memory: int = STREAM_BYTES,
@@ -55,11 +55,11 @@ class ModelCheckpoint(StoredCheckpoint):
 
         Args:
             mapping: How names and shapes change: as for :func:`shardckpt.huggingface.export_to_huggingface`.
-            prefix: Prefix of the keys to read, which is removed; by default ``"model."`` if the checkpoint is of a
-                model with its optimizers (``model.*`` and ``optimizer.*``), else none.
-            dtype: The dtype that floating-point tensors of 16 bits or more are cast to, except scales of 8-bit weights.
-            optimizer: Also the optimizer's state; by default it is left out, by its keys (``optimizer.``, ``optim.``
-                and others).
+            prefix: Prefix of the keys to read, which is removed; by default that of the model, which is found beside
+                its optimizers (``model.``, ``app.model.``).
+            dtype: As for :func:`shardckpt.huggingface.export_to_huggingface`, as ``keep`` is.
+            keep: Patterns of names that are not cast.
+            optimizer: Also the optimizer's state; by default it is left out.
             leave_out: Names, of the Hub, that are not read: a ``lm_head.weight`` that is tied to the embedding.
             memory: Bytes of tensors that are read at a time; a larger tensor is read alone.
 
@@ -72,16 +72,14 @@ class ModelCheckpoint(StoredCheckpoint):
                 read before is right.
         """
         options = ExportOptions(
-            prefix, find_mapping(mapping), parse_dtype(dtype), 0, SAFETENSORS, parse_leave_out(leave_out)
+            prefix, find_mapping(mapping), parse_casts(dtype, keep), 0, SAFETENSORS, parse_leave_out(leave_out)
         )
         tensors = self._plan_weights(options, optimizer=optimizer)
         return self._read_weights(tensors, memory)
 
     def _plan_weights(self, options: ExportOptions, *, optimizer: bool) -> list[HubTensor]:
         stored = [shard for shard in self._index if isinstance(shard, ShardedTensor)]
-        prefix = find_model_prefix(stored) if options.prefix is None else options.prefix
-        chosen = [shard for shard in stored if optimizer or not is_optimizer_key(shard.key)]
-        refuse_codes(shard.key for shard in chosen if shard.key.startswith(prefix))
+        prefix, chosen, _ = choose_model(stored, options, optimizer=optimizer)
         found = plan_tensors(chosen, options._replace(prefix=prefix)).tensors
         if not found:
             raise KeyMismatchError(

@@ -76,6 +76,7 @@ class TitanCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
         save_on_signals: tuple[str, ...] | None = None
         steps_in_hf: bool = False
         latest_pointer: str | None = None
+        links: bool = False
         fingerprints: bool = False
         fully_parallel_load: bool = False
         memory_budget: str | None = None

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+#: What warns when the Trainer has read a folder that lacks weights.
+_TRAINER = logging.getLogger("transformers.trainer")
 #: The key of the Trainer's state in a checkpoint.
 _STATE = "trainer_state"
 #: Fields of it that differ between ranks: not saved.
@@ -96,8 +98,9 @@ class ShardedCheckpointCallback(TrainerCallback):
 
         Returns:
             A temporary folder of a few kilobytes, for one call of ``train``. It has the Trainer's state, from which the
-            Trainer finds its position in the data, and no weights, of which it warns: they are loaded from the
-            checkpoint when the training begins. None where there is no checkpoint: the training starts from step 0.
+            Trainer finds its position in the data, and no weights: they are loaded from the checkpoint when the
+            training begins. So the Trainer's warning of missing keys is not logged. None where there is no checkpoint:
+            the training starts from step 0.
 
         Raises:
             CheckpointingException: there is no checkpoint of that step, or the Trainer shards the model itself; or all
@@ -120,6 +123,8 @@ class ShardedCheckpointCallback(TrainerCallback):
                 raise CheckpointingException(f"{self._config.folder} has no checkpoint of step {step}; it has {steps}")
         self._forget()
         self._resumed = resumed
+        if resumed is not None:
+            _TRAINER.addFilter(_is_no_false_alarm)
         return None if resumed is None else str(resumed[1])
 
     def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **parts: Any) -> None:
@@ -224,10 +229,16 @@ class ShardedCheckpointCallback(TrainerCallback):
         return folder
 
     def _forget(self) -> None:
-        """Remove the folder of :meth:`resume_path`: the Trainer has read it."""
+        """Remove the folder of :meth:`resume_path`: the Trainer has read it, and warns again of what it reads."""
+        _TRAINER.removeFilter(_is_no_false_alarm)
         if self._resumed is not None:
             shutil.rmtree(self._resumed[1])
             self._resumed = None
+
+
+def _is_no_false_alarm(record: logging.LogRecord) -> bool:
+    """Return whether a message of the Trainer is to be logged: of a folder without weights all keys are missing."""
+    return "missing keys in the checkpoint model loaded" not in record.getMessage()
 
 
 class _Progress:

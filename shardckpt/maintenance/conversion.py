@@ -190,9 +190,9 @@ class Conversion:
         source = identify_source(self.source, stored) if self.identify is None else self.identify(stored)
         if not source:
             return None
-        prefix, _, dtype, _, _, leave_out, _ = self.options
+        prefix, _, casts, _, _, leave_out, _ = self.options
         saver = None if self.saver is None else (self.saver.backend, self.saver.version, self._box_bytes())
-        identity = make_identity(source, self.kind, saver, prefix, dtype, sorted(leave_out), written)
+        identity = make_identity(source, self.kind, saver, prefix, casts, sorted(leave_out), written)
         self.journals.append(Journal(identity, stored.sums.take_log))
         return self.journals[-1]
 
@@ -217,8 +217,8 @@ class Conversion:
     @property
     def _is_changed(self) -> bool:
         """Whether names, shapes, dtypes or the set of tensors are to change."""
-        prefix, mapping, dtype, _, _, leave_out, _ = self.options
-        return bool(prefix or dtype or leave_out) or not isinstance(mapping, Identity)
+        prefix, mapping, casts, _, _, leave_out, _ = self.options
+        return bool(prefix or casts or leave_out) or not isinstance(mapping, Identity)
 
     def _check(self, opened: OpenCheckpoint) -> None:
         """Refuse a target that would be a copy of the source."""
@@ -249,7 +249,8 @@ class Conversion:
         kept_out = self.options.leave_out - others
         kept_out |= {shard.key for shard in index if isinstance(shard, ShardedTensor)} & self.options.leave_out
         options = self.options._replace(leave_out=frozenset(kept_out))
-        planned, _, unmatched = plan_tensors([s for s in index if isinstance(s, ShardedTensor)], options, others)
+        found = plan_tensors([s for s in index if isinstance(s, ShardedTensor)], options, others)
+        planned, unmatched = found.tensors, found.unmatched
         tensors = list(planned.values())
         is_mapped = isinstance(stored.strategy, HuggingFaceLoadStrategy) and not isinstance(options.mapping, Identity)
         if is_mapped and all(tensor.name == part.key for tensor in tensors for part in tensor.parts):
@@ -369,7 +370,6 @@ class Conversion:
             plan,
             stored,
             self.assets,
-            self.options.dtype,
             overwrite,
             journal,
             lambda staging: self._prove(proof, tensors, staging, staging),

@@ -19,7 +19,7 @@ from shardckpt.huggingface import (
     StoredNames,
     find_mapping,
     list_assets,
-    parse_dtype,
+    parse_casts,
     parse_leave_out,
     read_config,
 )
@@ -63,7 +63,8 @@ def convert_checkpoint(
     memory_budget: int | str = _BUDGET,
     overwrite: bool = False,
     mapping: str | KeyMapping | None = None,
-    dtype: torch.dtype | str | None = None,
+    dtype: torch.dtype | str | Mapping[str, torch.dtype | str] | None = None,
+    keep: Collection[str] = (),
     prefix: str | None = None,
     strict: bool = False,
     cut_vocabulary: bool = False,
@@ -102,7 +103,9 @@ def convert_checkpoint(
             replace the file.
         mapping: How names and shapes change: as for :func:`shardckpt.huggingface.export_to_huggingface`. ``"megatron"``
             goes both ways: from a Hugging Face folder to any other format it gives tensors Megatron's names and shapes.
-        dtype: The dtype that floating-point tensors of 16 bits or more are cast to, except scales of 8-bit weights.
+        dtype: What floating-point tensors are cast to: as for :func:`shardckpt.huggingface.export_to_huggingface`, as
+            ``keep`` is.
+        keep: Patterns of names that are not cast.
         prefix: If given, only tensors whose keys begin with it are written, without it; no objects, no common state.
             For ``"hf"`` the default is that of :func:`shardckpt.huggingface.export_to_huggingface`.
         strict: Whether tensors that match no rule of the mapping are an error, before anything is written.
@@ -150,6 +153,7 @@ def convert_checkpoint(
         overwrite=overwrite,
         mapping=mapping,
         dtype=dtype,
+        keep=keep,
         prefix=prefix,
         strict=strict,
         cut_vocabulary=cut_vocabulary,
@@ -176,7 +180,8 @@ def run_conversion(
     memory: int,
     overwrite: bool,
     mapping: str | KeyMapping | None,
-    dtype: torch.dtype | str | None,
+    dtype: torch.dtype | str | Mapping[str, torch.dtype | str] | None,
+    keep: Collection[str],
     prefix: str | None,
     strict: bool,
     cut_vocabulary: bool,
@@ -210,7 +215,7 @@ def run_conversion(
     options = ExportOptions(
         prefix,
         find_mapping(mapping, config, "cut" if cut_vocabulary else "refuse"),
-        parse_dtype(dtype),
+        parse_casts(dtype, keep),
         parse_size(max_shard_size),
         SAFETENSORS,
         parse_leave_out(leave_out),
@@ -231,7 +236,10 @@ def run_conversion(
             config = read_hub_config(source, plugins)
             if config is not None:  # the way back: the folder's names become the trainer's
                 names = options.mapping.with_config(config, "keep")
-                chosen, identified = partial(open_for_trainer, names, options.dtype), partial(identify_source, source)
+                chosen, identified = (
+                    partial(open_for_trainer, names, options.casts.dtype),
+                    partial(identify_source, source),
+                )
                 planned = options._replace(mapping=StoredNames(names))
         return Conversion(
             source,

@@ -72,7 +72,8 @@ def merge_checkpoints(
     memory_budget: int | str = _BUDGET,
     overwrite: bool = False,
     mapping: str | KeyMapping | None = None,
-    dtype: torch.dtype | str | None = None,
+    dtype: torch.dtype | str | Mapping[str, torch.dtype | str] | None = None,
+    keep: Collection[str] = (),
     prefix: str | None = None,
     strict: bool = False,
     cut_vocabulary: bool = False,
@@ -120,6 +121,7 @@ def merge_checkpoints(
         overwrite: As for :func:`convert_checkpoint`.
         mapping: How names and shapes change when the merge is written; see :func:`convert_checkpoint`.
         dtype: As for :func:`convert_checkpoint`; values are rounded once, from the accumulator to it.
+        keep: As for :func:`convert_checkpoint`.
         prefix: As for :func:`convert_checkpoint`.
         strict: As for :func:`convert_checkpoint`.
         cut_vocabulary: As for :func:`convert_checkpoint`.
@@ -214,6 +216,7 @@ def merge_checkpoints(
         overwrite=overwrite,
         mapping=mapping,
         dtype=dtype,
+        keep=keep,
         prefix=prefix,
         strict=strict,
         cut_vocabulary=cut_vocabulary,

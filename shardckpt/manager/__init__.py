@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from shardckpt.manager.manager import CheckpointManager
     from shardckpt.manager.marks import Mark, StepState, identify_save, mark_checkpoint
     from shardckpt.manager.metrics import CONTENT_KEY, rank_steps, read_metrics
+    from shardckpt.manager.named_steps import find_named_step
     from shardckpt.manager.per_rank import PerRank, Stateful
     from shardckpt.manager.plain_state import describe_form, describe_tensors, merge_tensors, request_tensors
     from shardckpt.manager.replicas import FaultTolerance, ReplicaManager
@@ -46,6 +47,7 @@ __getattr__ = lazy_getattr(
         "manager": ("CheckpointManager",),
         "marks": ("Mark", "StepState", "identify_save", "mark_checkpoint"),
         "metrics": ("CONTENT_KEY", "rank_steps", "read_metrics"),
+        "named_steps": ("find_named_step",),
         "per_rank": ("PerRank", "Stateful"),
         "plain_state": ("describe_form", "describe_tensors", "merge_tensors", "request_tensors"),
         "replicas": ("FaultTolerance", "ReplicaManager"),
@@ -111,6 +113,7 @@ __all__ = [
     "describe_tensors",
     "find_checkpoints",
     "find_holds",
+    "find_named_step",
     "find_step",
     "identify_save",
     "lease_step",

@@ -5,37 +5,54 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
-from shardckpt.huggingface import cast_to, parse_dtype
+import torch
+
+from shardckpt.huggingface import find_model_dtype, parse_casts
 from shardckpt.mapping import ShardedTensor
-from shardckpt.state_dict import apply_factories, dict_list_map_outplace
+from shardckpt.state_dict import apply_factories, dict_list_map_outplace, nested_values
 from shardckpt.tensors import is_quantized
 
 if TYPE_CHECKING:
-    import torch
-
+    from shardckpt.distributed import Comm
     from shardckpt.mapping import ShardedStateDict
 
+#: The dtypes that a cast is of.
+_FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
-def cast_shards(described: ShardedStateDict, dtype_name: str | None) -> ShardedStateDict:
-    """Cast the floating-point tensors of 16 bits and more.
+
+def cast_shards(described: ShardedStateDict, dtype_name: str | None, comm: Comm) -> ShardedStateDict:
+    """Collective: cast the floating-point tensors of 16 bits and more, but for what an export would not cast.
 
     Args:
         described: A sharded state dict for a save; neither it nor its tensors are changed.
         dtype_name: The dtype, such as ``"bfloat16"``; None casts nothing.
+        comm: The ranks: what most elements of the model's tensors are, they say together.
 
     Returns:
         A sharded state dict with the cast tensors; quantized and integer tensors and objects are as they were.
     """
-    dtype = parse_dtype(dtype_name)
-    if dtype is None:
+    casts = parse_casts(dtype_name)
+    if not casts:
         return described
-    copied = dict_list_map_outplace(lambda leaf: leaf, described)  # applying factories changes the dict
-    apply_factories(copied)
-    return dict_list_map_outplace(lambda leaf: _cast(leaf, dtype), copied)  # type: ignore[no-any-return]
+    with comm.local_phase("describing the model"):
+        copied = dict_list_map_outplace(lambda leaf: leaf, described)  # applying factories changes the dict
+        apply_factories(copied)
+        tensors = [leaf for leaf in nested_values(copied) if _is_castable(leaf)]
+        counts = [(tensor.dtype, tensor.data.numel()) for tensor in tensors]
+    # a rank of a pipeline may have the norms alone
+    totals = comm.total(*(sum(count for dtype, count in counts if dtype == each) for each in _FLOATS))
+    model = find_model_dtype(zip(_FLOATS, totals, strict=True)) if any(totals) else None
+
+    def cast(leaf: Any) -> Any:
+        if not _is_castable(leaf):
+            return leaf
+        target = casts.choose(leaf.key, leaf.dtype, model)
+        return leaf if target == leaf.dtype else dataclasses.replace(leaf, data=leaf.data.to(target), dtype=target)
+
+    with comm.local_phase("casting the model"):
+        cast_tensors = dict_list_map_outplace(cast, copied)
+    return cast_tensors  # type: ignore[no-any-return]
 
 
-def _cast(leaf: Any, dtype: torch.dtype) -> Any:
-    if not isinstance(leaf, ShardedTensor) or leaf.data is None or is_quantized(leaf.data):
-        return leaf
-    target = cast_to(leaf.dtype, dtype)
-    return leaf if target == leaf.dtype else dataclasses.replace(leaf, data=leaf.data.to(target), dtype=target)
+def _is_castable(leaf: Any) -> bool:
+    return isinstance(leaf, ShardedTensor) and leaf.data is not None and not is_quantized(leaf.data)

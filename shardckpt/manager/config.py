@@ -32,6 +32,7 @@ from shardckpt.manager.retention import (
     RetentionPolicy,
 )
 from shardckpt.manager.save_policies import SAVING, SavePolicy
+from shardckpt.manager.step_links import LINKS
 from shardckpt.manager.step_names import parse_step
 from shardckpt.manager.steps import MODEL_PREFIX
 from shardckpt.plugins import get_plugin_manager
@@ -152,6 +153,10 @@ class CheckpointConfig(BaseModel):
             or pinned, or if it is the newest. Only the main rank calls the policies, in a background thread.
         latest_pointer: Name of a file in ``folder``, such as ``latest``, that always has the name of the newest step's
             directory, for tools that want one; None for no such file. A load does not read it.
+        links: Whether ``folder`` has the symbolic links ``latest`` and, where a metric is named as for ``best_step``,
+            ``best``, which lead to these steps after each save and removal, and hold none. On a store there are no
+            links; the commands of ``shardckpt`` that read a checkpoint take ``FOLDER/latest`` and ``FOLDER/best``
+            there, and without links, too.
         async_mode: Who writes a checkpoint. ``disabled``: the training process, in ``save``. ``async``: a thread of
             it. ``async_with_pinned_mem``: another process, which reads from pinned, shared memory. In any case.
         on_busy: What ``save`` does while the previous checkpoint is still being written: ``wait`` for it, or ``skip``
@@ -169,8 +174,9 @@ class CheckpointConfig(BaseModel):
         hf_cut_vocabulary: Whether an export leaves out rows that pad the vocabulary, as Megatron has them, beyond the
             ``vocab_size`` of the ``config.json`` in ``hf_assets_path``; else it refuses them.
         hf_assets_path: A folder with the model's other files (config, tokenizer), which an export copies.
-        export_dtype: The dtype to which floating-point tensors are cast when the model is saved alone or exported;
-            None keeps theirs.
+        export_dtype: The dtype to which floating-point tensors are cast when the model is saved alone or exported, but
+            for those that :func:`shardckpt.huggingface.export_to_huggingface` does not cast; None keeps theirs. Other
+            saves, and ``steps_in_hf``, cast nothing.
         exclude_from_last_save: Names of tensors of the model that are left out where the model is saved alone, and of
             its export: ``("freqs_cis",)``. A name is a tensor's full name or its end after a dot. A load into the model
             leaves these tensors as they are where the checkpoint lacks them.
@@ -253,6 +259,7 @@ class CheckpointConfig(BaseModel):
     # Any, as of `save_when`: a type checker takes the items of a list of policies and functions for objects.
     retention: Annotated[Sequence[Any], WithJsonSchema({"type": "array", "items": {}})] = ()
     latest_pointer: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,100}$")] | None = None
+    links: bool = False
     # The texts, too: tyro, with which torchtitan reads command lines, knows an enum by the names of its members only.
     async_mode: Literal["disabled", "async", "async_with_pinned_mem"] | AsyncMode = AsyncMode.DISABLED
     on_busy: Literal["wait", "skip"] = "wait"
@@ -456,6 +463,9 @@ class CheckpointConfig(BaseModel):
             ),
             f"latest_pointer: {self.latest_pointer!r} is the name of a step's directory: choose another": (
                 self.latest_pointer and parse_step(self.latest_pointer) is not None
+            ),
+            f"links: the file of latest_pointer has the name of a link, {self.latest_pointer!r}: choose another": (
+                self.links and self.latest_pointer in LINKS
             ),
             "save_when takes the place of interval: give SaveEvery instead": (
                 self.save_when and self.interval != type(self).model_fields["interval"].default

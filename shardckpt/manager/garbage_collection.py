@@ -10,6 +10,7 @@ import logging
 import queue
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -26,15 +27,17 @@ from shardckpt.engine import clear_unfinished, clear_uploads, explain_kept_lefto
 from shardckpt.errors import CheckpointingException, CheckpointReplacedError, StorageError, listed
 from shardckpt.manager.marks import drop_marks
 from shardckpt.manager.retention import find_needed_steps, steps_to_remove
+from shardckpt.manager.step_links import find_own_links, update_links
 from shardckpt.manager.step_names import MARKS_NAME
 from shardckpt.storage import ListsFolders, on_store
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable
+    from collections.abc import Collection, Iterable
     from pathlib import Path
 
+    from shardckpt.manager.damage import Damage
     from shardckpt.manager.marks import StepState
-    from shardckpt.manager.retention import RetentionPolicy, StepMetrics
+    from shardckpt.manager.retention import Metrics, RetentionPolicy, StepMetrics
     from shardckpt.manager.steps import StepCheckpoint, StepFolder
 
 logger = logging.getLogger(__name__)
@@ -48,7 +51,11 @@ _PATIENCE = 5.0
 
 
 def collect_garbage(
-    folder: StepFolder, policies: Collection[RetentionPolicy], protected: Collection[int] = ()
+    folder: StepFolder,
+    policies: Collection[RetentionPolicy],
+    protected: Collection[int] = (),
+    *,
+    links: bool = False,
 ) -> list[int]:
     """Remove the checkpoints that no policy keeps, and the remains of killed saves and removals.
 
@@ -56,6 +63,7 @@ def collect_garbage(
         folder: The folder of the steps.
         policies: Choose the steps to keep; if empty, all are kept.
         protected: Steps that are kept whatever the policies return.
+        links: Whether the folder's links are to be looked at where there is no policy, too.
 
     Returns:
         The steps that were removed.
@@ -64,10 +72,33 @@ def collect_garbage(
         StorageError: the folder cannot be listed.
         CheckpointingException: a policy returned something other than steps; nothing is removed.
     """
-    if not policies:  # without a policy no checkpoint need be inspected, and there may be many
+    if not policies and not links:  # no checkpoint need be inspected, and there may be many
         _remove_leftovers(folder)
         return []
     return remove_steps(folder, lambda checkpoints: steps_to_remove(policies, checkpoints, protected)).removed
+
+
+class Choice(NamedTuple):
+    """The steps of a folder, and which of them are to be removed.
+
+    Attributes:
+        found: All steps.
+        counted: The metrics of those that policies choose from, in ascending order.
+        chosen: Those of these that are to go.
+        damage: What is wrong with others, and why some of these stay.
+        needed: Those for whose sake the others can go: a load takes one of them then.
+    """
+
+    found: dict[int, StepCheckpoint]
+    counted: dict[int, Metrics]
+    chosen: list[int]
+    damage: dict[int, Damage]
+    needed: list[int]
+
+    @property
+    def doomed(self) -> list[int]:
+        """The damaged steps that are to go; none, if without them nothing would be left that a load takes."""
+        return [step for step, damage in self.damage.items() if not damage.kept] if self.needed else []
 
 
 class Removals(NamedTuple):
@@ -76,24 +107,49 @@ class Removals(NamedTuple):
     Attributes:
         removed: Those that were removed, in the order of the choice.
         kept: Why others stay, by step. One that is in neither could not be removed: a warning has said why.
+        choice: The choice.
     """
 
     removed: list[int]
     kept: dict[int, str]
+    choice: Choice
+
+
+#: Returns what is wrong with a step, if it is of those that are removed for that.
+Judge = Callable[["StepCheckpoint"], "Damage | None"]
+
+
+def choose_steps(
+    folder: StepFolder, choose: Callable[[StepMetrics], Collection[int]], judge: Judge = lambda _: None
+) -> Choice:
+    """Look at all steps, and choose those to be removed; see :func:`remove_steps`.
+
+    Raises:
+        StorageError: the folder cannot be listed.
+    """
+    found = {step: folder.inspect_step(step) for step in folder.steps()}
+    # No link: the rename would make a tombstone of the link, and leave the files where they are.
+    places = {step: each for step, each in found.items() if not _place(folder, step).is_symlink()}
+    damage = {step: fault for step, each in places.items() if (fault := judge(each)) is not None}
+    counted = {step: each.metrics for step, each in places.items() if each.is_loadable and step not in damage}
+    chosen = [step for step in choose(counted) if step in counted]
+    needed = find_needed_steps({step: metrics for step, metrics in counted.items() if step not in chosen})
+    return Choice(found, counted, chosen, damage, [*needed])
 
 
 def remove_steps(
     folder: StepFolder,
     choose: Callable[[StepMetrics], Collection[int]],
     *,
+    judge: Judge = lambda _: None,
     keeps_linked: bool = True,
-    count_step: Callable[[int], None] = lambda _: None,
+    begin: Callable[[Collection[int]], Callable[[int], None]] = lambda _: lambda _: None,
 ) -> Removals:
     """Remove the checkpoints that a function chooses, and the remains of killed saves and removals.
 
-    The function is given only complete checkpoints that can be loaded here, and only those are removed: no damaged one,
-    no save under way, no symbolic link, none that a lease or a pin holds. The remains of a save are left while its
-    process lives. A warning names what cannot be removed; the next call tries it once more.
+    The function is given only complete checkpoints that can be loaded here, and only those are removed, and those in
+    which ``judge`` finds damage: no save under way, no symbolic link, none that a lease or a pin holds. The remains of
+    a save are left while its process lives. A warning names what cannot be removed; the next call tries it once more.
 
     Other processes may save and remove meanwhile. So each step is looked at again under the mark of its removal: it
     stays if it is another save by then, or if a checkpoint for whose sake it could go is gone, or going.
@@ -101,8 +157,10 @@ def remove_steps(
     Args:
         folder: The folder of the steps.
         choose: Takes the metrics of each checkpoint by step, and returns the steps to remove.
+        judge: Returns what is wrong with a step, which goes for that if nothing in it says why it stays; such steps
+            are not given to ``choose``. By default none is looked at so.
         keeps_linked: Whether those stay that a symbolic link in the folder leads to.
-        count_step: Called with each chosen step when it is removed, or stays.
+        begin: Called with the chosen steps; returns what is called with each when it is removed, or stays.
 
     Returns:
         The steps that were removed, and why others stay.
@@ -110,51 +168,51 @@ def remove_steps(
     Raises:
         StorageError: the folder cannot be listed.
     """
-    found = {step: folder.inspect_step(step) for step in folder.steps()}
-    # No link: the rename would make a tombstone of the link, and leave the files where they are.
-    removable = {
-        step: each.metrics for step, each in found.items() if each.is_loadable and not _place(folder, step).is_symlink()
-    }
-    chosen = [step for step in choose(removable) if step in removable]
-    # A load takes one of these once the chosen ones are gone.
-    needed = find_needed_steps({step: metrics for step, metrics in removable.items() if step not in chosen})
-    holds = folder.holds
-    held = find_held(folder, keeps_linked=keeps_linked) if chosen else {}
+    choice = choose_steps(folder, choose, judge)
+    chosen = [*choice.chosen, *choice.doomed]
+    needed = [choice.found[each] for each in choice.needed]
+    holds, own_links = folder.holds, find_own_links(folder, choice.found.values())
+    held = find_held(folder, keeps_linked=keeps_linked, own_links=own_links) if chosen else {}
+    if own_links:  # before they lead to what is gone
+        update_links(folder, [each for step, each in choice.found.items() if step not in chosen])
     if chosen and on_store(folder.place) is None:
         # What a killed overwrite has moved aside is known to be old while the step is there, and else kept for ever.
         _remove_leftovers(folder)
-    removed, kept = [], {}
+    removed, kept, count_step = [], {}, begin(chosen)
     for step in chosen:
         if against := held.get(folder.names.name(step)):  # no mark need be written for it
             reason: str | None = against
         else:
-            reason = _try_to_remove(folder, found[step], [found[each] for each in needed])
+            reason = _try_to_remove(folder, choice.found[step], needed, judge)
         if reason:
             kept[step] = reason
         elif reason is not None:
             removed.append(step)
         count_step(step)
-    for each in found.values():
+    if own_links and len(removed) < len(chosen):
+        update_links(folder, [each for step, each in choice.found.items() if step not in removed])
+    for each in choice.found.values():
         # A removal that was killed on a store without rename leaves a checkpoint without some of its objects.
         if each.error is not None and is_half_deleted(folder.path(each.step)):
-            _try_to_remove(folder, each, [])
+            _try_to_remove(folder, each, [], judge)
     holds.drop_ended()
     drop_marks(folder.find(MARKS_NAME), folder.directories())
     _remove_leftovers(folder)
-    return Removals(removed, kept)
+    return Removals(removed, kept, choice)
 
 
-def find_held(folder: StepFolder, *, keeps_linked: bool = True) -> dict[str, str]:
+def find_held(folder: StepFolder, *, keeps_linked: bool = True, own_links: Collection[str] = ()) -> dict[str, str]:
     """Return what keeps steps from removal, by the names of their directories: leases, pins, and links to them.
 
     Args:
         folder: The folder of the steps.
         keeps_linked: Whether a symbolic link in the folder keeps what it leads to: ``best -> step-100``.
+        own_links: The links that do not, because they are moved: :func:`~shardckpt.manager.step_links.find_own_links`.
     """
     found = {name: list(map(str, holds)) for name, holds in folder.holds.find().items()}
     if keeps_linked and on_store(folder.place) is None and folder.place.is_dir():
         place = folder.place.resolve()
-        for link in sorted(each for each in folder.place.iterdir() if each.is_symlink()):
+        for link in sorted(each for each in folder.place.iterdir() if each.is_symlink() and each.name not in own_links):
             with suppress(OSError, RuntimeError):  # a link to itself leads nowhere
                 if (target := link.resolve()).parent == place:
                     found.setdefault(target.name, []).append(f"{link.name} is a link to it")
@@ -179,7 +237,7 @@ def discard_steps_after(folder: StepFolder, step: int) -> list[int]:
     if not later:
         return []
     earlier = (folder.inspect_step(each) for each in folder.steps() if each <= step)
-    if not any(each.is_loadable and not each.has_failed for each in earlier):
+    if not any(each.is_sound for each in earlier):
         raise CheckpointingException(
             f"{folder}: no step up to {step} can be loaded and has not failed a verification, so that none would be "
             f"left without the later ones: {listed([*map(str, later)])}"
@@ -196,7 +254,7 @@ def discard_steps_after(folder: StepFolder, step: int) -> list[int]:
     deadline = time.monotonic() + _PATIENCE
     removed: set[int] = set()
     while True:
-        done, kept = remove_steps(
+        done, kept, _ = remove_steps(
             folder, lambda found: sorted((s for s in found if s in later), reverse=True), keeps_linked=False
         )
         removed.update(done)
@@ -220,11 +278,13 @@ class GarbageCollector:
     Args:
         folder: The folder of the steps.
         policies: Choose the steps to keep.
+        links: As for :func:`collect_garbage`.
     """
 
-    def __init__(self, folder: StepFolder, policies: Collection[RetentionPolicy]) -> None:
+    def __init__(self, folder: StepFolder, policies: Collection[RetentionPolicy], *, links: bool = False) -> None:
         self._folder = folder
         self._policies = policies
+        self._links = links
         self._queue: queue.Queue[Collection[int] | None] = queue.Queue()
         self._thread: threading.Thread | None = None
         self._closed = False
@@ -275,7 +335,7 @@ class GarbageCollector:
         self._clear_uploads()
         for protected in iter(self._queue.get, None):
             try:
-                collect_garbage(self._folder, self._policies, protected)
+                collect_garbage(self._folder, self._policies, protected, links=self._links)
             except Exception as exc:  # no error here may end the training or the thread: the next collection retries
                 text = f"{type(exc).__qualname__}: {exc}"
                 if text != self._failure:  # a policy that raises does so after each save
@@ -334,13 +394,16 @@ def _remove(folder: StepFolder, step: int) -> None:
         parent.folder.remove_folder(folder.names.name(step))
 
 
-def _try_to_remove(folder: StepFolder, chosen: StepCheckpoint, needed: Collection[StepCheckpoint]) -> str | None:
+def _try_to_remove(
+    folder: StepFolder, chosen: StepCheckpoint, needed: Collection[StepCheckpoint], judge: Judge
+) -> str | None:
     """Remove a checkpoint, unless it must stay by now.
 
     Args:
         folder: The folder of the steps.
         chosen: The checkpoint, as it was when it was chosen.
         needed: Those for whose sake it can go, as they were then.
+        judge: As for :func:`remove_steps`.
 
     Returns:
         Why it stays; ``""`` if it was removed, and None, after a warning, if that failed.
@@ -353,7 +416,7 @@ def _try_to_remove(folder: StepFolder, chosen: StepCheckpoint, needed: Collectio
                 what = [f"{'it' if each.directory == name else each.directory} is {each}" for each in against]
                 reason, level = ", ".join(what), logging.INFO
             else:
-                reason, level = _find_change(folder, chosen, needed), logging.WARNING
+                reason, level = _find_change(folder, chosen, needed, judge), logging.WARNING
             if reason:
                 logger.log(level, "step %d in %s stays for now: %s", chosen.step, folder, reason)
                 return reason
@@ -365,12 +428,13 @@ def _try_to_remove(folder: StepFolder, chosen: StepCheckpoint, needed: Collectio
     return ""
 
 
-def _find_change(folder: StepFolder, chosen: StepCheckpoint, needed: Collection[StepCheckpoint]) -> str:
+def _find_change(folder: StepFolder, chosen: StepCheckpoint, needed: Collection[StepCheckpoint], judge: Judge) -> str:
     """Return what has happened since a step was chosen that forbids its removal; ``""`` if nothing has."""
-    path = folder.path(chosen.step)
+    path, now = folder.path(chosen.step), folder.inspect_step(chosen.step)
+    if not chosen.is_sound and (damage := judge(now)) is not None:
+        return damage.kept or _find_loss(folder, needed)
     if chosen.error is not None:
         return "" if is_half_deleted(path) else "another process has removed it, or saves it anew"
-    now = folder.inspect_step(chosen.step)
     if not now.is_same_save(chosen):
         return "since it was chosen it was saved anew" if now.is_loadable else "since it was chosen it was removed"
     if now.mark != chosen.mark:  # by it policies choose

@@ -123,6 +123,11 @@ def _list(
     return [deep for each in found for deep in (list_deeper(each) if each.inside else [each])]
 
 
+def summarize_step(folder: StepFolder, step: int) -> CheckpointSummary:
+    """Return the summary of one step's directory, as :func:`list_checkpoints` has it."""
+    return _summarize(folder.path(step), folder.plugins)
+
+
 class FoundCheckpoints(NamedTuple):
     """The checkpoints that a path stands for.
 
@@ -366,4 +371,4 @@ def _shorten(error: Exception, directory: Path) -> str:
     return text.replace(f"{directory}/", "").removeprefix(f"{directory}: ").removeprefix(f"{directory} ")
 
 
-__all__ = ["find_checkpoints", "list_checkpoints"]
+__all__ = ["find_checkpoints", "list_checkpoints", "summarize_step"]

@@ -471,10 +471,11 @@ class CheckpointManager:
         with comm.local_phase("describing the states"):
             with pause_gc():
                 state = self._states.describe_for_save(names, comm, model_prefix=prefix, dequantize=dequantize)
-            if model_only:
-                if last_step:
-                    state, _ = leave_out(state, config.exclude_from_last_save)
-                state = cast_shards(state, config.export_dtype)
+            if model_only and last_step:
+                state, _ = leave_out(state, config.exclude_from_last_save)
+        if model_only:
+            state = cast_shards(state, config.export_dtype, comm)
+        with comm.local_phase("describing the states"):
             numbers = parse_metrics(metrics)
             content = {
                 "step": step,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from shardckpt.errors import CheckpointingException
 
@@ -31,6 +31,34 @@ def read_metrics(content: Any) -> dict[str, float | None]:
     managed = content.get(CONTENT_KEY) if isinstance(content, dict) else None
     metrics = managed.get("metrics") if isinstance(managed, dict) else None
     return {name: read_metric(value) for name, value in metrics.items()} if isinstance(metrics, dict) else {}
+
+
+class StoredSettings(NamedTuple):
+    """What a step's content says of the configuration of the manager that saved it.
+
+    Attributes:
+        ranking: The metric by which it chooses the best step, and whether the smallest (``min``) or the largest
+            (``max``) value is the best; None if it names none.
+        links: Whether it keeps the links ``latest`` and ``best``.
+    """
+
+    ranking: tuple[str, str] | None
+    links: bool
+
+
+def read_settings(content: Any) -> StoredSettings:
+    """Return what the ``content_metadata`` of a step says; another program may have written anything there."""
+    managed = content.get(CONTENT_KEY) if isinstance(content, dict) else None
+    config = managed.get("config") if isinstance(managed, dict) else None
+    if not isinstance(config, dict):
+        return StoredSettings(None, links=False)
+    policies = config.get("retention")
+    known = [each for each in (policies if isinstance(policies, list) else []) if isinstance(each, dict)]
+    kept = next((each for each in known if each.get("policy") == "KeepBest"), None)
+    named = (config.get("best_metric"), config.get("best_mode"))
+    metric, mode = named if kept is None else (kept.get("metric"), kept.get("mode"))
+    ranking = (metric, str(mode)) if isinstance(metric, str) and metric and mode in ("min", "max") else None
+    return StoredSettings(ranking, config.get("links") is True)
 
 
 def rank_steps(steps: Mapping[int, Mapping[str, Any]], metric: str, mode: str) -> list[int]:

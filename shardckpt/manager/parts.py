@@ -16,6 +16,7 @@ from shardckpt.manager.preemption import Preemption
 from shardckpt.manager.replicas import Replica
 from shardckpt.manager.retention import KeepBest, KeepLatest, Metrics, steps_to_remove
 from shardckpt.manager.states import MODEL
+from shardckpt.manager.step_links import refuse_other_files
 from shardckpt.manager.steps import MODEL_PREFIX, StepFolder
 from shardckpt.manager.writer import StepWriter
 from shardckpt.plugins import get_plugin_manager
@@ -59,7 +60,9 @@ def make_parts(
             # first: a removal must not begin while the file still names what may be removed
             if config.latest_pointer:
                 parts.append(LatestPointer(folder, config.latest_pointer))
-            parts.append(Retention(folder, config.retention_policies))
+            if config.links:
+                refuse_other_files(folder)
+            parts.append(Retention(folder, config.retention_policies, links=config.links))
             if config.show_progress:
                 parts.append(SaveProgress())
         if config.saves_on_request:
@@ -72,12 +75,12 @@ def make_parts(
 
 
 class Retention(ManagerPart):
-    """Removes the checkpoints that no policy keeps; a part of the main rank alone."""
+    """Removes the checkpoints that no policy keeps, and moves the folder's links; a part of the main rank alone."""
 
-    def __init__(self, folder: StepFolder, policies: Collection[RetentionPolicy]) -> None:
+    def __init__(self, folder: StepFolder, policies: Collection[RetentionPolicy], *, links: bool) -> None:
         self._folder = folder
         self._policies = policies
-        self._gc = GarbageCollector(folder, policies)
+        self._gc = GarbageCollector(folder, policies, links=links)
         self._metrics = [policy.metric for policy in policies if isinstance(policy, KeepBest)]
         #: How many of this run's newest steps are kept whatever the policies return. After a load of an earlier step,
         #: the folder has higher steps than this run saves, and KeepLatest would keep only those.

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from shardckpt.engine import Progress, measure_freed
 from shardckpt.errors import CheckpointingException, name_known
-from shardckpt.manager.garbage_collection import find_held, remove_steps
+from shardckpt.manager.damage import find_damage
+from shardckpt.manager.garbage_collection import choose_steps, find_held, remove_steps
 from shardckpt.manager.retention import (
     RETENTION,
     find_needed_steps,
     refuse_unknown_metrics,
     steps_to_remove,
 )
+from shardckpt.manager.step_links import find_own_links
 from shardckpt.manager.step_names import NAMINGS, parse_step
 from shardckpt.manager.steps import StepFolder
 from shardckpt.plugins import get_plugin_manager
@@ -22,6 +25,8 @@ from shardckpt.plugins import get_plugin_manager
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
 
+    from shardckpt.manager.damage import Damage
+    from shardckpt.manager.garbage_collection import Choice, Judge, Removals
     from shardckpt.manager.retention import RetentionPolicy, StepMetrics
     from shardckpt.manager.steps import StepCheckpoint
 
@@ -33,9 +38,10 @@ class StepResult:
     Attributes:
         path: Its path or URL; a password is masked.
         step: The step.
+        nbytes: Bytes on disk that its removal frees.
         kept: Why it is kept; ``""`` if it is not: it was removed, or with ``dry_run`` would be.
         error: Why it could not be removed; ``""`` if it could.
-        nbytes: Bytes on disk that its removal frees.
+        fault: What is wrong with it, if it is removed for that, or could not be; else ``""``.
     """
 
     path: str
@@ -43,6 +49,7 @@ class StepResult:
     nbytes: int = 0
     kept: str = ""
     error: str = ""
+    fault: str = ""
 
 
 def prune_steps(
@@ -51,21 +58,29 @@ def prune_steps(
     protected: Collection[int] = (),
     *,
     names: str | None = None,
+    damaged: bool = False,
+    older_than: float | None = None,
     dry_run: bool = False,
 ) -> list[StepResult]:
-    """Remove the checkpoints of steps that no policy keeps. Not collective: one process calls.
+    """Remove the checkpoints of steps that no policy keeps, and damaged ones. Not collective: one process calls.
 
     The rules are those of a CheckpointManager: only complete checkpoints that can be loaded here are counted and
     removed, no link, no damaged one, none that is leased or pinned, and never the newest, nor the newest verified one.
     Directories of each way to name steps (``step-<n>``, ``iter_<n>``, ``ckpt_<n>``, ...) are counted separately. A
     killed removal is finished by the next one.
 
+    With ``damaged`` also those go that :func:`list_checkpoints` calls damaged or incomplete, or that are marked as
+    failed, and policies do not count these. What may still be written to stays, what lacks nothing but
+    ``metadata.json`` or ``shardckpt.json`` and can be mended, and all of it where no other step can be loaded.
+
     Args:
         folder: The directory or URL that has the steps' directories.
-        policies: Choose the steps to keep; at least one.
+        policies: Choose the steps to keep; at least one, or with ``damaged`` none, which keeps all that are not.
         protected: Steps that are kept whatever the policies say.
         names: What the steps' names have before the number, such as ``model-``; by default any text that ends with a
             word that trainers use (step, iter, epoch, ckpt, checkpoint, ...).
+        damaged: Whether to remove damaged steps, and saves that did not end.
+        older_than: Hours since the last write to such a step from which it is removed; by default 1.
         dry_run: Remove nothing; report what would be removed.
 
     Returns:
@@ -87,7 +102,16 @@ def prune_steps(
             f"{folder} has no step {absent[0]} that could be kept, and nothing was removed {known}"
         )
     refuse_unknown_metrics(policies, [s.metrics for _, each in found for s in each.values() if s.is_loadable])
-    return [result for steps, each in found for result in _prune(steps, each, policies, protected, dry_run=dry_run)]
+
+    def judge(steps: StepFolder, step: StepCheckpoint) -> Damage | None:
+        fault = find_damage(steps, step, older_than) if damaged else None
+        return fault._replace(kept="it is protected") if fault is not None and step.step in protected else fault
+
+    return [
+        result
+        for steps, each in found
+        for result in _prune(steps, each, policies, protected, partial(judge, steps), dry_run=dry_run)
+    ]
 
 
 def remove_step(path: str | os.PathLike[str]) -> StepResult:
@@ -127,63 +151,64 @@ def _prune(
     found: Mapping[int, StepCheckpoint],
     policies: Collection[RetentionPolicy],
     protected: Collection[int],
+    judge: Judge = lambda _: None,
     *,
     dry_run: bool,
 ) -> list[StepResult]:
-    counted: StepMetrics = {}
-
     def choose(checkpoints: StepMetrics) -> list[int]:
-        nonlocal counted
-        counted = dict(checkpoints)
         return steps_to_remove(policies, checkpoints, protected)
 
     sizes = {step: measure_freed(folder.path(step)) for step in found}
-    kept: dict[int, str] = {}
     if dry_run:
-        links = {step for step in found if (folder.place / folder.names.name(step)).is_symlink()}
-        wanted = set(choose({s: each.metrics for s, each in found.items() if each.is_loadable and s not in links}))
-        held = find_held(folder)
+        choice = choose_steps(folder, choose, judge)
+        wanted = {*choice.chosen, *choice.doomed}
+        held = find_held(folder, own_links=find_own_links(folder, choice.found.values()))
         kept = {step: held[name] for step in wanted if (name := folder.names.name(step)) in held}
         removed = wanted - kept.keys()
     else:
-        done, kept = _remove(folder, choose, sizes)
+        done, kept, choice = _remove(folder, choose, judge, sizes)
+        wanted = {*choice.chosen, *choice.doomed}
         removed = set(done)
-        wanted = set(steps_to_remove(policies, counted, protected))
     results = []
     for step, each in found.items():
         result = StepResult(str(folder.place / folder.names.name(step)), step, sizes[step])
-        if step not in counted:
-            fault = each.error or each.refusal
-            result = replace(result, kept=str(fault).splitlines()[0] if fault else "it is a link")
-        elif step not in wanted:
-            result = replace(result, kept=_explain_kept(step, policies, counted, protected))
+        if step not in wanted:
+            result = replace(result, kept=_explain_kept(each, choice, policies, protected))
         elif step in kept:
             result = replace(result, kept=kept[step])
         elif step not in removed:
             result = replace(result, error="it could not be removed: the log says why; the next prune tries again")
+        if step in choice.damage and not result.kept:
+            result = replace(result, fault=choice.damage[step].fault)
         results.append(result)
     return results
 
 
 def _remove(
-    folder: StepFolder, choose: Callable[[StepMetrics], list[int]], sizes: Mapping[int, int]
-) -> tuple[Collection[int], dict[int, str]]:
+    folder: StepFolder, choose: Callable[[StepMetrics], list[int]], judge: Judge, sizes: Mapping[int, int]
+) -> Removals:
     """Remove the chosen steps, and report the bytes that are done; return as ``remove_steps`` does."""
-    progress: list[Progress] = []
 
-    def begin(checkpoints: StepMetrics) -> list[int]:
-        chosen = choose(checkpoints)
+    def begin(chosen: Collection[int]) -> Callable[[int], None]:
         total = sum(sizes.get(step, 0) for step in chosen)
-        progress.append(Progress("prune", folder.place, total, get_plugin_manager()))
-        return chosen
+        progress = Progress("prune", folder.place, total, get_plugin_manager())
+        return lambda step: progress.add(sizes.get(step, 0))
 
-    return remove_steps(folder, begin, count_step=lambda step: progress[-1].add(sizes.get(step, 0)))
+    return remove_steps(folder, choose, judge=judge, begin=begin)
 
 
 def _explain_kept(
-    step: int, policies: Collection[RetentionPolicy], counted: StepMetrics, protected: Collection[int]
+    found: StepCheckpoint, choice: Choice, policies: Collection[RetentionPolicy], protected: Collection[int]
 ) -> str:
-    """Return what keeps a step, of all that do."""
+    """Return what keeps a step that was not chosen, of all that does."""
+    step, counted = found.step, choice.counted
+    if (damage := choice.damage.get(step)) is not None:
+        return damage.kept or f"{damage.fault}; no step is there that could be loaded in its place"
+    if step not in counted:
+        fault = found.error or found.refusal
+        return str(fault).splitlines()[0] if fault else "it is a link"
+    if not policies:
+        return "it can be loaded"
     needed = find_needed_steps(counted)
     reasons = [needed[step]] if step in needed else []
     reasons += ["it is protected"] if step in protected else []

@@ -110,7 +110,7 @@ def find_best(folder: StepFolder, metric: str, mode: Literal["min", "max"]) -> i
     Raises:
         CheckpointingException: no step has a finite value of the metric, or none is named.
     """
-    found = {each.step: each.metrics for each in folder.committed() if not each.has_failed}
+    found = {each.step: each.metrics for each in folder.committed() if each.is_sound}
     if not found:
         return None
     if metric and (best := KeepBest(metric, 1, mode)(found)):

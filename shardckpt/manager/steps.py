@@ -82,6 +82,11 @@ class StepCheckpoint:
         return self.mark is not None and self.mark.verdict == "failed"
 
     @property
+    def is_sound(self) -> bool:
+        """Whether a load takes it: it can be loaded, and no verification has marked it as failed."""
+        return self.is_loadable and not self.has_failed
+
+    @property
     def is_damaged(self) -> bool:
         """Whether it was a complete checkpoint once; False also for a save that was never committed."""
         return self.error is not None and not isinstance(self.error, CannotLoadError)

@@ -10,7 +10,8 @@ from shardckpt.commit import HOLDS_NAME
 from shardckpt.engine import find_local, find_save_time, format_many, measure
 from shardckpt.errors import CheckpointingException, listed
 from shardckpt.maintenance import FILE_SUFFIXES, describe_foreign, list_inside, list_local_names
-from shardckpt.manager.metrics import read_metrics
+from shardckpt.manager.metrics import read_metrics, read_settings
+from shardckpt.manager.step_links import LINKS
 from shardckpt.manager.step_names import MARKS_NAME, parse_step
 from shardckpt.manifest import FINGERPRINTS_NAME, MARKER_NAME, find_generation
 from shardckpt.plugins import find_own_formats, hold_plain
@@ -60,6 +61,9 @@ class CheckpointSummary:
         mark: The verdict of ``shardckpt verify --mark`` about this save, for people; ``""`` if there is none.
         has_failed: Whether that verdict is that it is not as it was written.
         metrics: Those that ``CheckpointManager.save`` was given for the step, by name; None for NaN and infinity.
+        ranking: The metric by which the manager that saved it chooses the best step, and ``min`` or ``max``; None if it
+            names none.
+        links: The links ``latest`` and ``best`` of the folder that lead to it.
         inside: If it is none itself: how many checkpoints there are in its folders, as the names of files say.
     """
 
@@ -78,6 +82,8 @@ class CheckpointSummary:
     mark: str = ""
     has_failed: bool = False
     metrics: dict[str, float | None] = field(default_factory=dict)
+    ranking: tuple[str, str] | None = None
+    links: tuple[str, ...] = ()
     inside: int = 0
 
     @property
@@ -245,6 +251,7 @@ def add_record(summary: CheckpointSummary, record: PlainRecord | Record, lineage
         strategy=f"{record.backend}@{record.version}",
         writer=", ".join(f"{name} {version}" for name, version in record.writer.items()),
         metrics=read_metrics(record.content_metadata),
+        ranking=read_settings(record.content_metadata).ranking,
     )
 
 
@@ -274,8 +281,23 @@ def count_inside(list_names: Callable[[str], Names]) -> int:
 
 
 def arrange(found: Iterable[CheckpointSummary], holds: Mapping[str, Collection[Hold]]) -> list[CheckpointSummary]:
-    """Return summaries of one folder with its leases and pins, in ascending order of steps."""
-    held = [replace(each, held=tuple(map(str, holds.get(each.name, ())))) for each in found]
+    """Return summaries of one folder with its leases and pins, in ascending order of steps.
+
+    The links ``latest`` and ``best`` are said of what they lead to, if that is in the folder.
+    """
+    found = [*found]
+    real = {each.path for each in found if each.path.endswith(f"/{each.name}")}
+    links: dict[str, tuple[str, ...]] = {}
+    rows = []
+    for each in found:
+        if each.name in LINKS and each.path in real and not each.path.endswith(f"/{each.name}"):
+            links[each.path] = (*links.get(each.path, ()), each.name)
+        else:
+            rows.append(replace(each, held=tuple(map(str, holds.get(each.name, ())))))
+    held = [
+        replace(each, links=tuple(sorted(links.get(each.path, ())))) if each.path.endswith(f"/{each.name}") else each
+        for each in rows
+    ]
     return sorted(held, key=lambda each: (each.step is None, each.step, each.name))
 
 

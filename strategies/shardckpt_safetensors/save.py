@@ -55,8 +55,8 @@ class SafetensorsSaveShardedStrategy(ChunkSaveStrategy[EncodedIndex, Payload]):
             is; ranks exchange what is cut otherwise than along the first axis. ``"auto"``: whole where that needs no
             exchange, else boxes. ``"whole"`` and ``"auto"`` are for the keys that begin with ``prefix``. Or a dict of
             these by pattern of keys (:mod:`fnmatch`), of which the first that matches counts; boxes where none does.
-        prefix: Prefix of the model's keys, which the names in the folder lack. By default ``"model."`` if the keys are
-            those of a model with its optimizers (``model.*`` and ``optimizer.*``), else none.
+        prefix: Prefix of the model's keys, which the names in the folder lack. By default that of the model, as
+            :func:`shardckpt.huggingface.export_to_huggingface` finds it; its optimizers' tensors are stored in boxes.
         mapping: How names and shapes change, as for :func:`shardckpt.huggingface.export_to_huggingface`: a tensor of
             all experts becomes one for each expert in the files. Tensors that it transposes are stored in boxes only.
         max_shard_size: Bytes of whole tensors in a file, ``"5GB"`` (10^9) or ``"5GiB"``.

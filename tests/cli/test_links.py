@@ -22,26 +22,34 @@ def _save(path: Path) -> None:
 
 
 def test_a_link_has_a_name_of_its_own(tmp_path: Path) -> None:
-    """A link is listed by its own name, and is verified by it if what it leads to is not in the folder itself."""
+    """A link is listed by its own name, and is verified by it if what it leads to is not in the folder itself.
+
+    ``latest`` and ``best`` that lead to a step are no further rows: the step's says so.
+    """
     runs = tmp_path / "runs"
     _save(runs / "step-1")
     _save(tmp_path / "elsewhere" / "release")
     (runs / "best").symlink_to(tmp_path / "elsewhere" / "release")
     (runs / "latest").symlink_to("step-1")
-    assert {each.name for each in list_checkpoints(runs)} == {"step-1", "best", "latest"}
+    (runs / "newest").symlink_to("step-1")
+    assert {each.name: each.links for each in list_checkpoints(runs)} == {
+        "step-1": ("latest",),
+        "best": (),
+        "newest": (),
+    }
     assert sorted(find_checkpoints(str(runs)).paths) == [f"{runs}/best", f"{runs}/step-1"]
 
 
 def test_what_links_lead_to_is_counted_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """``latest -> step-2`` has a row, and adds neither a checkpoint nor bytes to the sums."""
+    """``newest -> step-2`` has a row, and adds neither a checkpoint nor bytes to the sums."""
     for step in (1, 2):
         _save(tmp_path / f"step-{step}")
     main(["ls", str(tmp_path)])
     (sums,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("2 checkpoints, 2 whole, ")]
-    (tmp_path / "latest").symlink_to("step-2")
+    (tmp_path / "newest").symlink_to("step-2")
     main(["ls", str(tmp_path)])
     out = capsys.readouterr().out
-    assert "\nlatest " in out
+    assert "\nnewest " in out
     assert sums in out.splitlines()
 
 

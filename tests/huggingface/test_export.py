@@ -93,7 +93,7 @@ def test_several_files_have_an_index(checkpoint: Path, tmp_path: Path) -> None:
 
 def test_a_cast_is_of_floats_and_not_of_scales(checkpoint: Path, tmp_path: Path) -> None:
     """Floats of 16 bits and more are cast as torch does; ints, bools, 8-bit floats and their scales stay."""
-    export_to_huggingface(checkpoint, tmp_path / "hf", dtype="bfloat16")
+    export_to_huggingface(checkpoint, tmp_path / "hf", dtype={"*": "bfloat16", "layers.2.w": "bfloat16"})
     found, expected = read(tmp_path / "hf"), global_tensors()
     for name in ("layers.10.w", "layers.2.w", "half", "scale", "empty"):
         expected[name] = expected[name].bfloat16()
@@ -214,13 +214,13 @@ def test_an_overwrite_replaces_weights_and_keeps_the_rest(checkpoint: Path, tmp_
         "model.safetensors.index.json",
         "pytorch_model.bin",
     ):
-        (target / name).write_text("old")
+        (target / name).write_text('{"old": 1}')
     with pytest.raises(StorageError, match=r"pass overwrite=True .* to replace"):
         export_to_huggingface(checkpoint, target)
     assert len(list(target.iterdir())) == 4
     export_to_huggingface(checkpoint, target, overwrite=True)
     assert sorted(path.name for path in target.iterdir()) == ["config.json", "model.safetensors"]
-    assert (target / "config.json").read_text() == "old"
+    assert (target / "config.json").read_text() == '{"old": 1}'
     assert [entry.name for entry in tmp_path.iterdir()] == ["hf"]
 
 
@@ -228,7 +228,7 @@ def test_assets_are_the_files_that_are_no_weights(checkpoint: Path, tmp_path: Pa
     """Config and tokenizer come along; weights, hidden files and directories do not."""
     assets = _made(tmp_path / "assets")
     for name in ("config.json", "tokenizer.model", "model.safetensors", "tf_model.h5", ".gitattributes"):
-        (assets / name).write_text(name)
+        (assets / name).write_text("{}")
     _made(assets / "original")
     export_to_huggingface(checkpoint, tmp_path / "hf", assets=assets)
     assert sorted(p.name for p in (tmp_path / "hf").iterdir()) == [
@@ -236,7 +236,7 @@ def test_assets_are_the_files_that_are_no_weights(checkpoint: Path, tmp_path: Pa
         "model.safetensors",
         "tokenizer.model",
     ]
-    assert (tmp_path / "hf" / "config.json").read_text() == "config.json"
+    assert (tmp_path / "hf" / "config.json").read_text() == "{}"
     with pytest.raises(StorageError, match="there is no such folder"):
         export_to_huggingface(checkpoint, tmp_path / "hf2", assets=tmp_path / "nowhere")
 

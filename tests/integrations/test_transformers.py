@@ -4,8 +4,9 @@ import copy
 import logging
 import os
 import signal
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -14,6 +15,9 @@ from shardckpt.errors import CheckpointingException, CorruptCheckpointError
 from shardckpt.manager import CheckpointManager, identify_save, mark_checkpoint
 from tests.integrations import small
 from tests.integrations.transformers import At, Crash, callback_of, config_of, crash, resume, trainer_of, without_ranks
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 __all__ = ["without_ranks"]  # fixtures
 
@@ -77,16 +81,31 @@ def test_the_first_run_of_a_job_resumes_from_nothing(tmp_path: Path) -> None:
         callback_of(trainer).resume_path(2)
 
 
-def test_the_folder_to_resume_from_is_for_one_training(tmp_path: Path) -> None:
-    """It is gone when the training has begun, and holds no weights."""
+def test_the_folder_to_resume_from_is_for_one_training(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """It is gone when the training has begun, and holds no weights; the Trainer does not warn that keys are missing."""
     with pytest.raises(Crash):
         trainer_of(tmp_path, config_of(tmp_path), At(10, crash)).train()
     trainer = trainer_of(tmp_path, config_of(tmp_path))
     path = callback_of(trainer).resume_path(6)
     assert path is not None
     assert sum(each.stat().st_size for each in Path(path).iterdir()) < 10_000
-    trainer.train(resume_from_checkpoint=path)
-    assert not Path(path).exists()
+    with _logged(caplog, "transformers.trainer"):
+        trainer.train(resume_from_checkpoint=path)
+        assert "missing keys" not in caplog.text
+        assert not Path(path).exists()
+        logging.getLogger("transformers.trainer").warning("There were missing keys in the checkpoint model loaded: w")
+    assert "missing keys" in caplog.text  # of other folders the Trainer warns as before
+
+
+@contextmanager
+def _logged(caplog: pytest.LogCaptureFixture, name: str) -> Iterator[None]:
+    """Show caplog what a logger logs that hands nothing on."""
+    logger = logging.getLogger(name)
+    logger.addHandler(caplog.handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(caplog.handler)
 
 
 def test_the_last_step_is_the_model_alone_unless_told(tmp_path: Path) -> None:

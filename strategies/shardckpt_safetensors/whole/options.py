@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
+    from shardckpt.huggingface import Sections
     from shardckpt.plugins import KeyMapping
 
 #: How a tensor is stored: in one box a rank, contiguous, or contiguous where that needs no exchange between ranks.
@@ -32,8 +33,8 @@ class WholeOptions:
     Attributes:
         patterns: Patterns of keys as of :mod:`fnmatch`, each with the layout of the tensors that match: the first
             counts. Tensors that none matches are in boxes.
-        prefix: The prefix of keys that the folder's names lack; None for ``"model."`` if the keys are those of a model
-            with its optimizers, else ``""``.
+        prefix: The prefix of keys that the folder's names lack; None for that of the model, as
+            :func:`shardckpt.huggingface.find_sections` finds it, without its optimizers' keys.
         mapping: Maps keys without the prefix to the folder's names.
         limit: Bytes of tensors in a file.
         assets: Files to copy.
@@ -47,9 +48,9 @@ class WholeOptions:
     assets: tuple[Path, ...]
     store_aliases: bool
 
-    def choose(self, key: str, prefix: str) -> Layout:
-        """Return the layout of a tensor, by its key and the prefix of the model's keys."""
-        if not key.startswith(prefix):
+    def choose(self, key: str, sections: Sections) -> Layout:
+        """Return the layout of a tensor, by its key and the sections of all keys."""
+        if not key.startswith(sections.model) or sections.has_optimizer_key(key):
             return "boxes"
         return next((layout for pattern, layout in self.patterns if fnmatchcase(key, pattern)), "boxes")
 

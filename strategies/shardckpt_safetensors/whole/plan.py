@@ -9,7 +9,7 @@ import torch
 
 from shardckpt.chunks import LocalPlan, collect_items, view_tensors
 from shardckpt.errors import ShardingError
-from shardckpt.huggingface import read_assets
+from shardckpt.huggingface import CONFIG, HubTensor, Sections, adapt_config, find_sections, read_assets
 from shardckpt.mapping import ShardedTensor
 from shardckpt.planning import Box, Boxes, Table, concat_tables, intersect, make_column, make_matrix
 from shardckpt.storage import Columns, PackedShards, pack_columns
@@ -26,7 +26,7 @@ from shardckpt_safetensors.whole.ties import find_tied_head, find_whole_ties
 from shardckpt_safetensors.whole.work import PlannedWrite, WholeWork
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
+    from collections.abc import Collection, Iterable, Sequence
 
     from shardckpt.chunks import LocalItems, Sources
     from shardckpt.distributed import Comm
@@ -38,9 +38,6 @@ if TYPE_CHECKING:
     from shardckpt_safetensors.whole.options import WholeOptions
     from shardckpt_safetensors.whole.pieces import Pieces, Write
     from shardckpt_safetensors.whole.ties import Ties
-
-#: The prefixes of keys of a model that is saved with its optimizers.
-_MODEL, _OPTIMIZER = "model.", "optimizer."
 
 
 @dataclass(frozen=True)
@@ -128,7 +125,12 @@ class WholePlan:
 
     def small_files(self, options: WholeOptions) -> dict[str, bytes]:
         """Return the files that only the main rank writes: the index of the folder, and copies of other files."""
-        return {WEIGHTS_INDEX: self.layout.weights_index(), **read_assets(options.assets)}
+        tensors = [HubTensor(cut.name, self.layout.tensors[cut.tensor].dtype, cut.shape) for cut in self.layout.cuts]
+        others = {WEIGHTS_INDEX: self.layout.weights_index(), **read_assets(options.assets)}
+        for path in options.assets:
+            if path.name == CONFIG:
+                others[CONFIG] = adapt_config(path, tensors, is_cast=False, refuses=False) or others[CONFIG]
+        return others
 
 
 def plan_whole(
@@ -152,19 +154,19 @@ def plan_whole(
     with comm.local_phase("choosing whole tensors"):
         mine = {shard.key: _inform(shard) for shard in shards if isinstance(shard, ShardedTensor)}
     # an optimizer that has not taken a step has no tensors yet, but options: objects, or common state
-    prefix = _find_prefix([*(shard.key for shard in shards), *(f"{key}." for key in common)], options, comm)
+    sections = _find_sections([*(shard.key for shard in shards), *(f"{key}." for key in common)], options, comm)
     with comm.local_phase("choosing whole tensors"):
-        chosen = {key: info for key, info in mine.items() if options.choose(key, prefix) != "boxes"}
+        chosen = {key: info for key, info in mine.items() if options.choose(key, sections) != "boxes"}
     tensors = _unite(chosen, comm)
     with comm.local_phase("choosing whole tensors"):
-        cuts = _cut_tensors(tensors, prefix, options)
+        cuts = _cut_tensors(tensors, sections, options)
         votes = _vote(cuts, shards)
     # one number a tensor: on the ranks together, the largest says whether any rank has it otherwise than in a range
     scattered = comm.largest(*votes.values()) if votes else []
     in_range = {key: not vote for key, vote in zip(votes, scattered, strict=True)}
     shared = comm.all_alike(str(context.staging).encode())  # a save to a store: each rank writes to its own directory
     with comm.local_phase("looking for tied tensors"):
-        tensors = [t for t in tensors if in_range.get(t.key) or options.choose(t.key, prefix) == "whole"]
+        tensors = [t for t in tensors if in_range.get(t.key) or options.choose(t.key, sections) == "whole"]
         chosen_keys = {tensor.key for tensor in tensors}
         is_whole = [isinstance(shard, ShardedTensor) and shard.key in chosen_keys for shard in shards]
         mine_whole = [shard for shard, whole in zip(shards, is_whole, strict=True) if whole]
@@ -211,12 +213,15 @@ def _span(write: Write) -> tuple[int, int, int]:
     return write.file, write.offset, write.offset + write.high - write.low
 
 
-def _find_prefix(keys: Sequence[str], options: WholeOptions, comm: Comm) -> str:
-    """Collective: return the prefix of the model's keys."""
+def _find_sections(keys: Iterable[str], options: WholeOptions, comm: Comm) -> Sections:
+    """Collective: return the sections of the keys of all ranks; with a prefix of the caller's, all that has it."""
     if options.prefix is not None:
-        return options.prefix
-    has = [any(key.startswith(prefix) for key in keys) for prefix in (_MODEL, _OPTIMIZER)]
-    return _MODEL if all(comm.largest(*map(int, has))) else ""
+        return Sections(options.prefix, frozenset())
+    mine = sorted(set(keys))
+    if comm.all_alike(repr(mine).encode()):
+        return find_sections(mine)
+    everyone = comm.gather(mine)
+    return comm.main_runs("looking for the model", lambda: find_sections({key for some in everyone for key in some}))
 
 
 def _unite(mine: dict[str, TensorInfo], comm: Comm) -> list[TensorInfo]:
@@ -241,7 +246,7 @@ def _unite(mine: dict[str, TensorInfo], comm: Comm) -> list[TensorInfo]:
     return comm.main_runs("comparing the tensors of all ranks", unite)
 
 
-def _cut_tensors(tensors: Sequence[TensorInfo], prefix: str, options: WholeOptions) -> dict[str, list[Cut]]:
+def _cut_tensors(tensors: Sequence[TensorInfo], sections: Sections, options: WholeOptions) -> dict[str, list[Cut]]:
     """Return the cuts of each tensor that can be stored whole.
 
     Raises:
@@ -251,7 +256,7 @@ def _cut_tensors(tensors: Sequence[TensorInfo], prefix: str, options: WholeOptio
     names: dict[str, str] = {}
     for info in tensors:
         check_names([info.key])
-        cuts = cut_tensor(0, info, prefix, options.mapping)
+        cuts = cut_tensor(0, info, sections.model, options.mapping)
         if isinstance(cuts, list):
             found[info.key] = cuts
             for cut in cuts:
@@ -260,7 +265,7 @@ def _cut_tensors(tensors: Sequence[TensorInfo], prefix: str, options: WholeOptio
                         f"{info.key!r} and {names[cut.name]!r} would both be {cut.name!r} in the folder: "
                         "give one of them layout='boxes', or another mapping"
                     )
-        elif options.choose(info.key, prefix) == "whole":
+        elif options.choose(info.key, sections) == "whole":
             raise ShardingError(
                 f"tensor {info.key!r} cannot be stored whole: it {cuts}; give it the layout 'boxes', or 'auto'"
             )

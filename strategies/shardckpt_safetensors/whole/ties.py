@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from shardckpt.chunks import agree_on_aliases, find_ties
 from shardckpt.errors import CheckpointingException
-from shardckpt.huggingface import read_assets
+from shardckpt.huggingface import CONFIG, read_assets
 from shardckpt.storage import parse_json
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from shardckpt_safetensors.whole.options import WholeOptions
 
 _HEAD = "lm_head.weight"
-_CONFIG, _IS_TIED = "config.json", "tie_word_embeddings"
+_IS_TIED = "tie_word_embeddings"
 
 #: The keys of a rank that share their memory, as :func:`shardckpt.chunks.find_ties` returns them.
 Ties = list[tuple[str, ...]]
@@ -70,11 +70,11 @@ def find_tied_head(
 
 def _says_tied(options: WholeOptions) -> bool:
     """Return whether the folder's config.json says that the output layer is the embedding."""
-    config = [path for path in options.assets if path.name == _CONFIG]
+    config = [path for path in options.assets if path.name == CONFIG]
     if not config:
         return False
     try:
-        found = parse_json(read_assets(config)[_CONFIG])
+        found = parse_json(read_assets(config)[CONFIG])
     except ValueError as exc:
         raise CheckpointingException(f"assets: {config[0]} is no JSON: {exc}; repair it, or leave it out") from exc
     return isinstance(found, dict) and found.get(_IS_TIED) is True

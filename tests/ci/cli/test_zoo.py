@@ -151,3 +151,15 @@ def test_steps_of_any_name_are_pinned_and_pruned(own: Path, capsys: pytest.Captu
     left = {str(each.relative_to(own)) for run in ("llama", "titan", "megatron") for each in (own / run).iterdir()}
     assert {"titan/step-10", "megatron/iter_0000100", "llama/step-500", "llama/step-400"} <= left
     assert left.isdisjoint({"llama/step-100", "llama/step-200", "llama/step-300"})
+
+
+def test_damaged_steps_are_removed(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One command a run: what was damaged goes, bits that changed by --verify, and all that is sound stays."""
+    runs = ("llama", "titan", "megatron", "epochs", "deepspeed", "zarr")
+    for run in runs:
+        code, found = _ask(capsys, "prune", own / run, "--damaged", "--older-than", 0, *["--verify"] * (run == "llama"))
+        assert code == (1 if run == "llama" else 0)
+        assert not any(each["error"] for each in found["steps"])
+    left = {str(each.relative_to(own)) for run in runs for each in (own / run).glob("[!.]*") if each.is_dir()}
+    expected = {path for path in SOUND if path.partition("/")[0] in runs}
+    assert left == expected | {"megatron/iter_0000200"}  # it has no digest: its flipped bit is only found by verify

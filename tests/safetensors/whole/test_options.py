@@ -49,6 +49,26 @@ def test_which_tensors_are_whole(tmp_path: Path, options: dict[str, Any], names:
     assert all(torch.equal(loaded[key], tensor) for key, tensor in TRAINING.items())
 
 
+@table("prefix", ["", "model.", "app.model."])
+def test_the_optimizers_tensors_are_not_in_the_folder(tmp_path: Path, prefix: str) -> None:
+    """Whatever the sections are called, the folder has the model's names alone, and a load has all tensors."""
+    optimizer = f"{prefix.removesuffix('model.')}optim.state"
+    state = {f"{prefix}a.w": torch.ones(4, 4), f"{prefix}b.w": torch.ones(3)}
+    state |= {f"{optimizer}.{name}.exp_avg": torch.rand(4) for name in ("a.w", "b.w")}
+    assert _save(state, tmp_path / "c", layout="whole").keys() == {"a.w", "b.w"}
+    assert dc.load_plain_tensors(tmp_path / "c").keys() == state.keys()
+
+
+def test_the_config_is_of_the_tensors_that_are_stored(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The copy of config.json has the dtype of whole tensors; another vocabulary is a warning, and the save goes on."""
+    (tmp_path / "assets").mkdir()
+    (tmp_path / "assets" / "config.json").write_text('{"dtype": "float32", "vocab_size": 3, "quantization_config": {}}')
+    tensors = {"model.embed_tokens.weight": torch.ones(4, 4, dtype=torch.bfloat16)}
+    _save(tensors, tmp_path / "c", layout="whole", assets=str(tmp_path / "assets"))
+    assert json.loads((tmp_path / "c" / "config.json").read_text()) == {"dtype": "bfloat16", "vocab_size": 3}
+    assert "has vocab_size 3, and 'model.embed_tokens.weight' has 4 rows" in caplog.text
+
+
 def test_a_mapping_splits_experts(tmp_path: Path) -> None:
     """A tensor of all experts is stored as one for each, and is still one tensor for a load."""
     experts = torch.arange(4 * 6 * 5.0).reshape(4, 6, 5)

@@ -1,0 +1,102 @@
+"""Which tensors of an export are cast: each by itself, and none that holds more than the model's weights do."""
+
+from __future__ import annotations
+
+from collections import Counter
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, NamedTuple
+
+from shardckpt.errors import CheckpointingException
+from shardckpt.huggingface.dtypes import is_castable, parse_dtype
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable, Mapping
+
+    import torch
+
+#: Tensors that models compute with in float32 whatever their weights are: the bias by which a router of
+#: DeepSeek-V3's kind chooses experts, which bfloat16 makes equal, and the logarithm of a state-space model's decay.
+#: transformers: ``_keep_in_fp32_modules_strict``; vLLM and SGLang create both parameters in float32.
+_FLOAT32_NAMES = ("*e_score_correction_bias", "*.A_log")
+
+
+class Casts(NamedTuple):
+    """What is cast.
+
+    Attributes:
+        dtype: What floating-point tensors of 16 bits and more are cast to; None keeps their dtypes.
+        named: Patterns of names with the dtype of the tensors that match, which is theirs whatever they hold.
+        keep: Patterns of names that keep their dtype.
+    """
+
+    dtype: torch.dtype | None = None
+    named: tuple[tuple[str, torch.dtype], ...] = ()
+    keep: tuple[str, ...] = ()
+
+    def __bool__(self) -> bool:
+        """Return whether anything may be cast."""
+        return self.dtype is not None or bool(self.named)
+
+    def choose(self, name: str, dtype: torch.dtype, model: torch.dtype | None) -> torch.dtype:
+        """Return the dtype in which a tensor is written.
+
+        Args:
+            name: Its name.
+            dtype: Its dtype.
+            model: That of the model's weights, as :func:`find_model_dtype` returns it.
+        """
+        if not is_castable(dtype) or _matches(name, self.keep):
+            return dtype
+        for pattern, target in self.named:
+            if fnmatchcase(name, pattern):
+                return target
+        if self.dtype is None or self.dtype.itemsize >= dtype.itemsize:
+            return self.dtype or dtype
+        is_wider = model is not None and dtype.itemsize > model.itemsize
+        return dtype if is_wider or _matches(name, _FLOAT32_NAMES) else self.dtype
+
+    def check_patterns(self, names: Collection[str]) -> None:
+        """Raise CheckpointingException if a pattern matches no name."""
+        for pattern in (*self.keep, *(pattern for pattern, _ in self.named)):
+            if not any(fnmatchcase(name, pattern) for name in names):
+                raise CheckpointingException(
+                    f"the pattern {pattern!r} of keep or dtype matches no tensor's name: the names are such as "
+                    f"{', '.join(map(repr, sorted(names)[:3]))}"
+                )
+
+
+def parse_casts(dtype: torch.dtype | str | Mapping[str, torch.dtype | str] | None, keep: Collection[str] = ()) -> Casts:
+    """Parse a caller's ``dtype`` and ``keep``.
+
+    Args:
+        dtype: A dtype or its name; or dtypes by patterns of names as of :mod:`fnmatch`, of which ``"*"`` stands for the
+            others: ``{"*": "bfloat16", "*.A_log": "bfloat16"}``.
+        keep: Patterns of names that keep their dtype.
+
+    Raises:
+        CheckpointingException: One is no floating-point dtype of 16 bits or more; or ``keep`` is one text.
+    """
+    if isinstance(keep, str):
+        raise CheckpointingException(f"keep={keep!r}: give a list of patterns, such as [{keep!r}]")
+    if dtype is None or not hasattr(dtype, "items"):
+        return Casts(parse_dtype(dtype), keep=tuple(keep))
+    parsed = {pattern: parse_dtype(found, f"dtype[{pattern!r}]") for pattern, found in dtype.items()}
+    named = tuple((pattern, found) for pattern, found in parsed.items() if found is not None and pattern != "*")
+    return Casts(parsed.get("*"), named, tuple(keep))
+
+
+def find_model_dtype(tensors: Iterable[tuple[torch.dtype, int]]) -> torch.dtype | None:
+    """Return the dtype that most elements of a model's floating-point tensors have; None if it has none.
+
+    Args:
+        tensors: dtype and number of elements of each tensor.
+    """
+    counts: Counter[torch.dtype] = Counter()
+    for dtype, count in tensors:
+        if is_castable(dtype):
+            counts[dtype] += count
+    return counts.most_common(1)[0][0] if counts else None
+
+
+def _matches(name: str, patterns: Iterable[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)

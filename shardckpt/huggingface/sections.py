@@ -1,0 +1,126 @@
+"""Which keys of a checkpoint are the model's, and which its optimizers': by what they hold, not by one spelling."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import islice
+from typing import TYPE_CHECKING, NamedTuple
+
+from shardckpt.engine import is_optimizer_key
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable, Iterator
+
+#: What trainers call the model in a dict of states.
+_MODELS = frozenset({"model", "models", "module", "state_dict", "model_state_dict"})
+#: What they put all states into, and no model of the Hub has.
+_OUTER = frozenset({"app", "state_dict", "model_state_dict", "module"})
+#: Modules that models of the Hub have beside one that is called "model".
+_BESIDE_MODEL = frozenset({"lm_head", "score", "classifier", "language_model", "embed_out", "visual", "vision_tower"})
+#: Keys of an optimizer that are compared with those of parameters.
+_SAMPLE = 64
+
+
+class Sections(NamedTuple):
+    """The sections of a checkpoint.
+
+    Attributes:
+        model: The prefix of the model's keys; ``""`` if they have none.
+        optimizers: The prefixes of the optimizers' keys.
+    """
+
+    model: str
+    optimizers: frozenset[str]
+
+    def has_optimizer_key(self, key: str) -> bool:
+        """Return whether a key is that of an optimizer's state."""
+        return not self.optimizers.isdisjoint(_outer_prefixes(key))
+
+
+def find_sections(keys: Collection[str]) -> Sections:
+    """Find the model and its optimizers among the keys of a checkpoint.
+
+    An optimizer is known by its name (``optimizer``, ``optim``, ``optimizer_0`` and others), or by its structure:
+    ``S.state.<parameter>.<value>`` of a parameter that the checkpoint has. The model is what has these parameters; else
+    what stands beside the optimizer under a name that trainers give a model.
+    """
+    optimizers = frozenset(_find_optimizers(keys))
+    found = Sections("", optimizers)
+    others = [key for key in keys if not found.has_optimizer_key(key)]
+    if not optimizers:
+        return found._replace(model=_find_lone_model(others))
+    by_parameters = _find_parameters(keys, others, optimizers)
+    return found._replace(model=_find_neighbour(others, optimizers) if by_parameters is None else by_parameters)
+
+
+def _outer_prefixes(key: str) -> Iterator[str]:
+    """Yield the first part of a key, and the first two, each with its dot."""
+    first, dot, rest = key.partition(".")
+    if dot:
+        yield f"{first}."
+        second, dot, _ = rest.partition(".")
+        if dot:
+            yield f"{first}.{second}."
+
+
+def _find_optimizers(keys: Collection[str]) -> Iterator[str]:
+    """Yield the prefixes of optimizers' keys."""
+    prefixes = {prefix for key in keys for prefix in _outer_prefixes(key)}
+    for prefix in prefixes:
+        outer = prefix[: -len(prefix.split(".")[-2]) - 1]
+        if is_optimizer_key(f"{prefix}x") and not (outer and is_optimizer_key(f"{outer}x")):
+            yield prefix
+    stored = set(keys)
+    for prefix in prefixes:
+        inner = prefix.removesuffix("state.")
+        if inner != prefix and inner and _match_parameters(_list_parameters(keys, prefix), stored, prefixes):
+            yield inner
+
+
+def _list_parameters(keys: Iterable[str], prefix: str) -> list[str]:
+    """Return names of parameters in some keys of an optimizer's ``state``: all but the last part, or but the first."""
+    inner = islice((key[len(prefix) :] for key in keys if key.startswith(prefix)), _SAMPLE)
+    parts = [text for text in inner if "." in text]
+    return [text.rpartition(".")[0] for text in parts] + [text.partition(".")[2] for text in parts]
+
+
+def _match_parameters(names: Collection[str], stored: Collection[str], prefixes: Iterable[str]) -> Counter[str]:
+    """Count, by prefix, the parameters that are stored under it."""
+    counts = Counter({prefix: sum(prefix + name in stored for name in names) for prefix in ("", *prefixes)})
+    return +counts
+
+
+def _find_parameters(keys: Collection[str], others: Collection[str], optimizers: Collection[str]) -> str | None:
+    """Return the prefix under which the optimizers' parameters are stored; None if they have no names."""
+    prefixes = {prefix for key in others for prefix in _outer_prefixes(key)}
+    names = [name for optimizer in optimizers for name in _list_parameters(keys, f"{optimizer}state.")]
+    matched = _match_parameters(names, frozenset(others), prefixes)
+    # averages of the weights, and a teacher's, have the same names
+    order = sorted(matched, key=lambda prefix: (-matched[prefix], prefix.split(".")[-2:][0] not in _MODELS, prefix))
+    return order[0] if order else None
+
+
+def _find_neighbour(others: Iterable[str], optimizers: Iterable[str]) -> str:
+    """Return the prefix of what stands beside an optimizer, and is called a model."""
+    outer = {optimizer[: -len(optimizer.split(".")[-2]) - 1] for optimizer in optimizers}
+    for prefix in sorted(outer, key=len):
+        beside = {key[len(prefix) :].partition(".")[0] for key in others if key.startswith(prefix)}
+        models = beside & _MODELS
+        if len(models) == 1 and not beside & _BESIDE_MODEL:
+            return f"{prefix}{models.pop()}."
+    return ""
+
+
+def _find_lone_model(keys: Collection[str]) -> str:
+    """Return what all keys begin with and no model of the Hub has: ``app.model.``, ``state_dict.``."""
+    prefix = ""
+    while True:
+        parts = {key[len(prefix) :].partition(".")[0] for key in keys}
+        if len(parts) != 1:
+            return prefix
+        (part,) = parts
+        inner = {key[len(prefix) + len(part) + 1 :].partition(".")[0] for key in keys}
+        is_outer = part in _OUTER or (part in _MODELS and (prefix or inner & {"model", *_BESIDE_MODEL}))
+        if not is_outer or "" in inner:
+            return prefix
+        prefix = f"{prefix}{part}."

@@ -1,0 +1,133 @@
+"""Damaged and unfinished steps: which of them may be removed, and why the others stay."""
+
+from __future__ import annotations
+
+import time
+from contextlib import suppress
+from typing import TYPE_CHECKING, NamedTuple
+
+from shardckpt.commit import find_last_write, find_unfinished, is_under_way, why_unfinished_kept
+from shardckpt.engine import find_incomplete_files
+from shardckpt.errors import (
+    BrokenPluginError,
+    CheckpointingException,
+    UnknownBackendError,
+    VersionTooNewError,
+    VersionTooOldError,
+)
+from shardckpt.maintenance import is_marked
+from shardckpt.manager.listing import summarize_step
+from shardckpt.manifest import MARKER_LIMIT, MARKER_NAME, RECORD_LIMIT, RECORD_NAME, Manifest, Marker, Record
+from shardckpt.plugins import choose_reader, hold_checkpoint, parse_file
+from shardckpt.storage import CheckpointReader, TellsTimes, attempt, on_store, open_directory
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from shardckpt.manager.steps import StepCheckpoint, StepFolder
+    from shardckpt.plugins import PluginManager
+
+#: Hours since the last write to a step after which no save or copy to it can still run: each writes all the time.
+HOURS = 1.0
+_SECONDS = 3600.0
+#: The files that say what the others are, and can be written anew.
+_DESCRIPTIONS = {MARKER_NAME, RECORD_NAME}
+
+
+class Damage(NamedTuple):
+    """What is wrong with a step that no load takes.
+
+    Attributes:
+        fault: What ``ls`` says of it.
+        kept: Why it may not be removed; ``""`` if it may.
+    """
+
+    fault: str
+    kept: str = ""
+
+
+def find_damage(folder: StepFolder, step: StepCheckpoint, older_than: float | None = None) -> Damage | None:
+    """Return what is wrong with a step: it is damaged, was never finished, or is marked as failed. Not collective.
+
+    Args:
+        folder: The folder that it is in.
+        step: The step, as it was inspected.
+        older_than: Hours since the last write after which a save or a copy to it cannot still run; by default
+            :data:`HOURS`, and of a save to a store whose process is named there, ``SHARDCKPT_LEFTOVER_HOURS``.
+
+    Returns:
+        What was found; None if a load takes it.
+    """
+    if step.is_sound:
+        return None
+    if step.is_loadable:
+        return Damage(str(step.mark))
+    directory = folder.path(step.step)
+    found = summarize_step(folder, step.step)
+    if found.state not in ("damaged", "incomplete"):
+        why = (str(step.error or step.refusal).splitlines() or [""])[0]
+        is_foreign = found.state == "whole"
+        return Damage("", f"it is whole, and of {found.library}" if is_foreign else why)
+    fault = f"{found.state}: {found.reason}"
+    if found.state == "incomplete" and not _is_of_save(directory):
+        return Damage(fault, "nothing in it shows that a save wrote it")
+    if mendable := _explain_mendable(directory, folder.plugins):
+        return Damage(fault, f"{mendable}; {fault}")
+    return Damage(fault, _find_writer(directory, older_than))
+
+
+def _is_of_save(directory: Path) -> bool:
+    """Return whether the names in a directory are those of a checkpoint; a step's name may be that of a log folder."""
+    return is_under_way(directory) or is_marked(path.name for path in directory.iterdir())
+
+
+def _explain_mendable(directory: Path, plugins: PluginManager) -> str:
+    """Return why a checkpoint may be mended, as where nothing but its descriptions is lost; ``""`` if it cannot be."""
+    try:
+        place, manifest = _read_best_description(directory, plugins)
+        # a record has all files and their sizes, whichever strategy wrote them
+        strategy = choose_reader(directory, manifest, plugins) if manifest.record is None else None
+        with CheckpointReader(place, manifest, verify=False) as reader:
+            incomplete = {file.name for file in find_incomplete_files(strategy, reader)}
+    except (UnknownBackendError, VersionTooNewError, VersionTooOldError, BrokenPluginError) as exc:
+        return f"nothing installed can say what is left of it: {str(exc).splitlines()[0]}"
+    except (CheckpointingException, OSError):  # the index is lost or damaged, too
+        return ""
+    return "its data is all there" if incomplete <= _DESCRIPTIONS else ""
+
+
+def _read_best_description(directory: Path, plugins: PluginManager) -> tuple[Path, Manifest]:
+    """Return what the first of a checkpoint's descriptions that can be read says, or else its content."""
+    place = open_directory(directory)
+    with suppress(CheckpointingException, OSError):
+        record = parse_file(Record.parse, place / RECORD_NAME, RECORD_LIMIT)
+        return place, Manifest(backend=record.backend, version=record.version, record=record)
+    with suppress(CheckpointingException, OSError):
+        marker = parse_file(Marker.parse, place / MARKER_NAME, MARKER_LIMIT)
+        if marker.shardckpt_generation is None:
+            return place, Manifest(backend=marker.sharded_backend, version=marker.sharded_backend_version)
+    return hold_checkpoint(directory, plugins)
+
+
+def _find_writer(directory: Path, older_than: float | None) -> str:
+    """Return why a save, or a copy, may still write to a directory; ``""`` if none does."""
+    if (remote := on_store(directory)) is None:
+        written: float | None = find_last_write(directory)
+    else:
+        begun = find_unfinished(remote)
+        if begun is not None and (begun.is_removal or begun.owners):
+            return why_unfinished_kept(begun, older_than)
+        times = attempt("list", remote, remote.folder.times) if isinstance(remote.folder, TellsTimes) else {}
+        written = max(times.values(), default=None)
+    limit = HOURS if older_than is None else older_than
+    if limit <= 0:  # clocks of other hosts may be ahead
+        return ""
+    if written is None:
+        return "nothing says when it was written: --older-than 0 removes it"
+    age = (time.time() - written) / _SECONDS
+    if age >= limit:
+        return ""
+    return (
+        f"it was written to {max(age, 0):.1f} hours ago, and a save or a copy may go on: it goes after {limit:g} "
+        "(--older-than)"
+    )

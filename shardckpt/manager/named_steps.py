@@ -1,0 +1,81 @@
+"""The words ``latest`` and ``best`` for steps, in paths and URLs of checkpoints that are read: ``runs/latest``."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from shardckpt.commit import NAME_MAX
+from shardckpt.engine import find_local, locate
+from shardckpt.errors import CheckpointingException, name_known
+from shardckpt.manager.listing import list_checkpoints
+from shardckpt.manager.step_links import LATEST, LINKS, choose_best
+from shardckpt.plugins import get_plugin_manager
+from shardckpt.storage import wrap_os_errors
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from shardckpt.manager.summaries import CheckpointSummary
+
+
+def find_named_step(path: str) -> str:
+    """Return the path of the step that ``FOLDER/latest`` or ``FOLDER/best`` stands for; any other path as it is.
+
+    What is there by that name goes first: a directory, a link, and a file, of which one with the name of a directory
+    beside it, as DeepSpeed and ``latest_pointer`` write it, stands for that. Else ``latest`` is the highest step that
+    is whole and not marked as failed, whoever wrote it, and ``best`` the one of ``CheckpointManager.best_step``.
+
+    Args:
+        path: A path or URL.
+
+    Raises:
+        CheckpointingException: ``best`` is asked for, and the steps do not say by which metric, or none has it.
+        StorageError: The folder cannot be listed.
+    """
+    above, _, word = path.rstrip("/").rpartition("/")
+    folder = above or ("/" if path.startswith("/") else ".")
+    if word not in LINKS:
+        return path
+    place = find_local(path)
+    if place is None:
+        if locate(path, get_plugin_manager()).is_dir():
+            return path
+    elif place.exists():
+        return _follow_pointer(path, folder, place)
+    elif (around := find_local(folder)) is None or not around.is_dir():
+        return path
+    sound = [
+        each
+        for each in list_checkpoints(folder)
+        if each.state == "whole" and not each.has_failed and each.step is not None and each.name not in LINKS
+    ]
+    if not sound:
+        return path  # who opens it says what is missing
+    chosen = sound[-1] if word == LATEST else _find_best(folder, sound)
+    return f"{above}/{chosen.name}" if above or path.startswith("/") else chosen.name
+
+
+def _follow_pointer(path: str, folder: str, place: Path) -> str:
+    """Return the directory that a file names, beside which it is, or what is there itself."""
+    if not place.is_file():
+        return path
+    with wrap_os_errors("read", place), place.open("rb") as file:
+        name = file.read(NAME_MAX + 1).decode(errors="replace").strip()
+    is_name = name.isprintable() and "/" not in name and name not in ("", ".", "..") and len(name.encode()) <= NAME_MAX
+    return f"{folder}/{name}" if is_name and (place.parent / name).is_dir() else path
+
+
+def _find_best(folder: str, sound: list[CheckpointSummary]) -> CheckpointSummary:
+    metrics = {number: each.metrics for number, each in enumerate(sound)}  # in ascending order of their steps
+    best = choose_best(metrics, {number: each.ranking for number, each in enumerate(sound)})
+    if best is None:
+        names = {name for each in sound for name in each.metrics}
+        raise CheckpointingException(
+            f"{folder}: nothing there is named best, and no step says which is: CheckpointConfig(best_metric=...) of "
+            f"the manager that saves them does; `shardckpt ls {folder} --metric NAME` shows the best by one "
+            f"{name_known('', names, 'metrics')}"
+        )
+    return sound[best]
+
+
+__all__ = ["find_named_step"]

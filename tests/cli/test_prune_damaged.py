@@ -1,0 +1,200 @@
+"""``shardckpt prune --damaged``: damaged steps, and those whose save did not end."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from shardckpt.cli import main
+from shardckpt.manager import garbage_collection, lease_step, prune_steps
+from tests.cli.checkpoints import damage
+from tests.manager import folders
+from tests.tables import table
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.clock import Clock
+
+
+def _prune(capsys: pytest.CaptureFixture[str], *arguments: object, code: int = 0) -> dict[str, str]:
+    """What became of each step, by the name of its directory."""
+    assert main(["prune", *map(str, arguments), "--damaged", "--json"]) == code
+    steps = json.loads(capsys.readouterr().out)["steps"]
+    return {each["path"].rpartition("/")[2]: each["error"] or each["kept"] or each["fault"] for each in steps}
+
+
+def _make(folder: Path, name: str = "step-{}") -> None:
+    """Five steps, of which the second is cut, and the newest is a save that did not end."""
+    folders.save_all(folder, 1, 2, 3, 4, 5, name=name)
+    folders.damage(folder / name.format(2))
+    folders.lose_marker(folder / name.format(5))
+
+
+@table("name", ["step-{}", "ckpt_{:06}", "epoch_{}", "iter_{:07}", "step_{}"])
+def test_damaged_steps_go_whatever_their_names(tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """No policy is needed; a dry run says the same and removes nothing; the rows say what was wrong."""
+    _make(tmp_path, name)
+    before = folders.names_in(tmp_path)
+    for dry_run in (["--dry-run"], []):
+        assert folders.names_in(tmp_path) == before
+        found = _prune(capsys, tmp_path, "--older-than", 0, *dry_run)
+        assert [found[name.format(step)] for step in (1, 3, 4)] == ["it can be loaded"] * 3
+        assert found[name.format(2)].startswith("damaged: __0_0.distcp has ")
+        assert found[name.format(5)].startswith("incomplete: ")
+    assert folders.names_in(tmp_path) == {name.format(step) for step in (1, 3, 4)}
+
+
+def test_what_may_still_be_written_stays(tmp_path: Path, clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
+    """Another library's save, or a copy, looks like a dead one: within an hour of its last write nothing goes."""
+    _make(tmp_path)
+    clock.advance(hours=0.9)
+    found = _prune(capsys, tmp_path)
+    assert found["step-5"] == (
+        "it was written to 0.9 hours ago, and a save or a copy may go on: it goes after 1 (--older-than)"
+    )
+    assert "0.9 hours" in found["step-2"]
+    clock.advance(hours=0.2)
+    _prune(capsys, tmp_path)
+    assert folders.names_in(tmp_path) == {"step-1", "step-3", "step-4"}
+
+
+def test_policies_do_not_count_what_is_damaged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Together both apply: of the sound ones the latest stays, and --keep-step keeps a damaged one, too."""
+    _make(tmp_path)
+    found = _prune(capsys, tmp_path, "--keep-latest", 1, "--keep-step", 2, "--older-than", 0)
+    assert found["step-2"] == "it is protected"
+    assert folders.names_in(tmp_path) == {"step-2", "step-4"}
+
+
+def test_verify_finds_flipped_bits_in_all_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With --verify every step is read, not only the newest, and those that fail go; what is marked is not read."""
+    folders.save_all(tmp_path, 1, 2, 3)
+    for step in (1, 3):
+        data = tmp_path / f"step-{step}" / "__0_0.distcp"
+        data.write_bytes(bytes(data.stat().st_size))
+    assert _prune(capsys, tmp_path)["step-1"] == "it can be loaded"
+    found = _prune(capsys, tmp_path, "--verify", code=1)
+    assert found["step-3"].startswith("marked failed on ")
+    assert folders.names_in(tmp_path) == {"step-2", ".shardckpt-marks"}
+    assert main(["prune", str(tmp_path), "--damaged", "--verify"]) == 0
+    assert "verification" not in capsys.readouterr().out
+
+
+def test_what_is_held_stays(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A pin, a lease and a link keep a damaged step, and its row says which; a link itself is no step to remove."""
+    folders.save_all(tmp_path, 1, 2, 3, 4)
+    assert main(["pin", str(tmp_path), "1", "--label", "paper"]) == 0
+    with lease_step(tmp_path, 2, holder="a reader"):
+        for step in (1, 2, 3):
+            folders.damage(tmp_path / f"step-{step}")
+        (tmp_path / "best").symlink_to("step-3")
+        (tmp_path / "step-9").symlink_to("step-3")
+        capsys.readouterr()
+        for dry_run in (["--dry-run"], []):
+            found = _prune(capsys, tmp_path, "--older-than", 0, *dry_run)
+            assert found["step-1"] == "pinned as 'paper'"
+            assert found["step-2"].startswith("leased by a reader")
+            assert "best is a link to it" in found["step-3"]
+    assert {"step-1", "step-2", "step-3", "step-4", "step-9"} <= folders.names_in(tmp_path)
+
+
+def test_the_last_steps_stay(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Where no step can be loaded, all stay: what is left of them may be all that there is."""
+    folders.save_all(tmp_path, 1, 2)
+    for step in (1, 2):
+        folders.damage(tmp_path / f"step-{step}")
+    found = _prune(capsys, tmp_path, "--older-than", 0)
+    assert all("no step is there that could be loaded in its place" in kept for kept in found.values())
+    assert folders.names_in(tmp_path) == {"step-1", "step-2"}
+
+
+@table("lost", ["metadata.json", "shardckpt.json", "metadata.json cut", "shardckpt.json cut"])
+def test_what_can_be_mended_stays(tmp_path: Path, lost: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """A step whose data is all there, and of which a description is lost or damaged, is kept with the reason."""
+    folders.save_all(tmp_path, 1, 2)
+    name, _, is_cut = lost.partition(" ")
+    if is_cut:
+        (tmp_path / "step-1" / name).write_text("{")
+    else:
+        (tmp_path / "step-1" / name).unlink()
+    kept = _prune(capsys, tmp_path, "--older-than", 0)["step-1"]
+    assert kept == "it can be loaded" or (kept.startswith("its data is all there; damaged: ") and name in kept)
+    damage(tmp_path / "step-1" / "__0_0.distcp", "cut to a half")
+    assert _prune(capsys, tmp_path, "--older-than", 0)["step-1"].startswith("damaged: ")
+    assert folders.names_in(tmp_path) == {"step-2"}
+
+
+def test_what_no_save_wrote_stays(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A folder of pictures by a step's name, an empty one and whole checkpoints of others' formats are no damage."""
+    folders.save_all(tmp_path, 1, name="epoch_{}")
+    (tmp_path / "epoch_2").mkdir()
+    (tmp_path / "epoch_2" / "sample.png").write_text("a picture")
+    (tmp_path / "epoch_3").mkdir()
+    (tmp_path / "epoch_4").mkdir()
+    torch.save({"w": torch.ones(2)}, tmp_path / "epoch_4" / "pytorch_model.bin")
+    folders.save_all(tmp_path, 5, name="epoch_{}")
+    folders.say_backend(tmp_path / "epoch_5", "nobodys", 1)
+    found = _prune(capsys, tmp_path, "--older-than", 0)
+    assert found["epoch_2"] == "nothing in it shows that a save wrote it"
+    assert folders.names_in(tmp_path) == {f"epoch_{number}" for number in range(1, 6)}
+
+
+def test_other_libraries_steps_go_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A directory of plain DCP without its index, or without a data file, is removed."""
+    for step in (1, 2, 3):
+        dcp.save({"w": torch.ones(2)}, checkpoint_id=tmp_path / f"iter_{step:07}", no_dist=True)
+    (tmp_path / "iter_0000001" / ".metadata").unlink()
+    next((tmp_path / "iter_0000002").glob("*.distcp")).unlink()
+    _prune(capsys, tmp_path, "--older-than", 0)
+    assert folders.names_in(tmp_path) == {"iter_0000003"}
+
+
+@table("change", ["saved anew", "the other is gone"])
+def test_a_step_is_looked_at_again(tmp_path: Path, change: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was chosen stays if it is sound by the time of its removal, or if the one in its place is not."""
+    _make(tmp_path)
+    remove = garbage_collection._try_to_remove
+
+    def change_first(*arguments: Any) -> str | None:
+        if change == "saved anew":
+            folders.save(tmp_path, 2, overwrite=True)
+        else:
+            folders.damage(tmp_path / "step-4")
+        return remove(*arguments)
+
+    monkeypatch.setattr(garbage_collection, "_try_to_remove", change_first)
+    kept = {each.step: each.kept for each in prune_steps(tmp_path, [], damaged=True, older_than=0)}
+    assert kept[2] == (
+        "another process has removed it, or saves it anew"
+        if change == "saved anew"
+        else "since it was chosen, step 4, which was to stay, was removed or damaged"
+    )
+    assert "step-2" in folders.names_in(tmp_path)
+
+
+def test_damaged_steps_of_a_store_go(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Where a store does not say when objects were written, --older-than 0 is needed, and the row says so."""
+    url = f"local://{tmp_path}/run"
+    for step in (1, 2):
+        folders.save(url, step)
+    folders.damage(tmp_path / "run" / "step-1")
+    found = _prune(capsys, url)
+    assert "--older-than" in found["step-1"]
+    assert _prune(capsys, url, "--older-than", 0)["step-1"].startswith("damaged: ")
+    assert not (tmp_path / "run" / "step-1" / "metadata.json").exists()
+    assert folders.is_intact(url + "/step-2", 2)
+
+
+@table("option", ["--names=step-", "--keep-step=1", "--verify"])
+def test_options_for_steps_go_with_damaged(tmp_path: Path, option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """They need something that chooses steps, and --damaged does; without, the error says what is missing."""
+    folders.save_all(tmp_path, 1, 2)
+    with pytest.raises(SystemExit, match="2"):
+        main(["prune", str(tmp_path), option])
+    assert "is for options that choose steps" in capsys.readouterr().err
+    assert set(_prune(capsys, tmp_path, option)) == {"step-1", "step-2"}

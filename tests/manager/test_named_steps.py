@@ -1,0 +1,124 @@
+"""``FOLDER/latest`` and ``FOLDER/best`` in what is read."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from shardckpt.cli import main
+from shardckpt.errors import CheckpointingException
+from shardckpt.manager import CONTENT_KEY, find_named_step
+from shardckpt.manager.marks import identify_save, mark_checkpoint
+from tests.manager import folders
+from tests.tables import table
+from tests.tree import GOLDEN
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+LOSSES = {1: 0.5, 2: 0.1, 3: 0.4}
+
+
+def _make(folder: Path | str, config: Any = None) -> None:
+    """Three steps with losses, as a manager with such a configuration saves them."""
+    from shardckpt import ShardedTensor, dist_checkpointing
+
+    config = {"best_metric": "loss", "best_mode": "min"} if config is None else config
+    for step, loss in LOSSES.items():
+        content = {CONTENT_KEY: {"metrics": {"loss": loss}, "config": config}}
+        state = {"model.w": ShardedTensor.from_rank_offsets("model.w", torch.ones(2))}
+        dist_checkpointing.save(state, f"{folder}/step-{step}", content_metadata=content)
+
+
+@table("arguments", [["inspect"], ["verify"], ["ls"], ["diff", "{0}/step-1"], ["remove", "optimizer."]])
+def test_verbs_read_the_steps_that_words_name(
+    tmp_path: Path, arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In a folder without links ``latest`` and ``best`` are what the listing says, on a store, too."""
+    _make(tmp_path)
+    for folder in (str(tmp_path), f"local://{tmp_path}"):
+        if arguments[0] == "remove" and "://" in folder:
+            continue
+        for word, step in (("latest", 3), ("best", 2)):
+            verb, *rest = (each.format(folder) for each in arguments)
+            code = main([verb, f"{folder}/step-{step}", *rest, "--json"])
+            expected = capsys.readouterr()
+            assert main([verb, f"{folder}/{word}/", *rest, "--json"]) == code
+            found = capsys.readouterr()
+            assert found == expected
+            assert f"/{word}" not in found.out + found.err
+
+
+def test_what_is_written_is_made_of_one_step(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Conversions, exports and merges read the step; a target of that name is written as it is, and read by it then."""
+    runs = tmp_path / "runs"
+    _make(runs)
+    monkeypatch.chdir(runs)
+    assert main(["convert", "latest", str(tmp_path / "safetensors"), "--to", "safetensors"]) == 0
+    assert main(["export", f"{runs}/best", str(tmp_path / "hub")]) == 0
+    assert main(["merge", f"{runs}/latest", f"{runs}/best", str(tmp_path / "mean")]) == 0
+    assert main(["diff", str(tmp_path / "mean"), "best"]) == 0
+    assert main(["convert", "step-1", "latest", "--to", "safetensors"]) == 0
+    assert not (runs / "latest").is_symlink()
+    capsys.readouterr()
+    assert main(["inspect", f"{runs}/latest", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["backend"] == "safetensors"
+    assert find_named_step(f"{runs}/latest") == f"{runs}/latest"
+
+
+def test_the_latest_is_whole_and_has_not_failed(tmp_path: Path) -> None:
+    """Damaged, unfinished and failed steps are passed over, and a link that leads nowhere does not count."""
+    folders.save_all(tmp_path, 1, 2, 3, 4, name="ckpt_{:06}")
+    folders.damage(tmp_path / "ckpt_000004")
+    save = identify_save(tmp_path / "ckpt_000003")
+    mark_checkpoint(tmp_path / "ckpt_000003", save, "failed", checked="digests", files=3, faults=("x is cut",))
+    (tmp_path / "latest").symlink_to("ckpt_000009")
+    assert find_named_step(f"{tmp_path}/latest") == f"{tmp_path}/ckpt_000002"
+
+
+def test_a_pointer_file_says_which_step(tmp_path: Path) -> None:
+    """A file with the name of a directory beside it, as DeepSpeed writes it, stands for that; any other for itself."""
+    for number in (2, 4):
+        shutil.copytree(GOLDEN / "deepspeed" / "zero2", tmp_path / f"global_step{number}")
+    latest = tmp_path / "latest"
+    assert find_named_step(str(latest)) == str(tmp_path / "global_step4")
+    latest.write_text("global_step2\n")
+    assert find_named_step(str(latest)) == str(tmp_path / "global_step2")
+    for other in ("", "..", "../x", "global_step3", "\0", "x" * 300):
+        latest.write_text(other)
+        assert find_named_step(str(latest)) == str(latest)
+
+
+@table("config", [{}, {"best_metric": ""}, {"best_metric": 3, "best_mode": "min"}, {"retention": "KeepBest"}, "other"])
+def test_a_best_step_that_nobody_names_is_an_error(tmp_path: Path, config: Any) -> None:
+    """The metrics are listed: by a guessed one, or the wrong end of one, the best may be the worst."""
+    _make(tmp_path, config)
+    with pytest.raises(CheckpointingException, match=r"no step says which is: .* \(metrics: loss\)"):
+        find_named_step(f"{tmp_path}/best")
+
+
+def test_words_without_steps_are_paths(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Where there is no step, or no folder, the error is that of a path that is not there."""
+    for path in (f"{tmp_path}/latest", f"{tmp_path}/nowhere/best", f"local://{tmp_path}/latest", f"{tmp_path}/other"):
+        assert find_named_step(path) == path
+        assert main(["inspect", path]) == 2
+        assert "does not exist" in capsys.readouterr().err
+
+
+def test_ls_says_which_is_latest_and_best(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The links are said of their steps' rows, and the star is at the best by the manager's metric and mode."""
+    _make(tmp_path, {"best_metric": "loss", "best_mode": "max"})
+    for link, step in (("latest", 3), ("best", 1)):
+        (tmp_path / link).symlink_to(f"step-{step}")
+    assert main(["ls", str(tmp_path)]) == 0
+    rows = {line.split()[0]: line for line in capsys.readouterr().out.splitlines() if line.startswith("step-")}
+    assert set(rows) == {"step-1", "step-2", "step-3"}
+    assert "0.5 *" in rows["step-1"]
+    assert rows["step-1"].endswith("whole, best")
+    assert rows["step-3"].endswith("whole, latest")
