@@ -412,13 +412,18 @@ def validated_copy(shard: ShardedBase) -> ShardedBase:
 
 
 def is_part(leaf: Any) -> bool:
-    """Return whether a leaf is spread over ranks: a DTensor or ShardedTensor of torch's, a module, an optimizer."""
-    return type(leaf).__module__.startswith(_SHARDED_BY_TORCH) or isinstance(leaf, _DESCRIBED)
+    """Return whether a leaf is one rank's part of a tensor: a DTensor or ShardedTensor of torch's."""
+    return type(leaf).__module__.startswith(_SHARDED_BY_TORCH)
+
+
+def holds_tensors(leaf: Any) -> bool:
+    """Return whether a leaf is a module or an optimizer, whose tensors nothing describes."""
+    return isinstance(leaf, _DESCRIBED)
 
 
 def refuse_parts(leaf: Any, path: tuple[Any, ...]) -> None:
     """Raise for a leaf that is one rank's part, as the common state has none: only the main rank's would be stored."""
-    if isinstance(leaf, _DESCRIBED):
+    if holds_tensors(leaf):
         raise ShardingError(
             f"{format_path(path)} is a {type(leaf).__name__}, whose tensors nothing describes: give what "
             "shardckpt.adapters.to_sharded_state_dict(model, optimizer) returns, and after a load hand it to load_into"

@@ -16,6 +16,7 @@ from shardckpt import __version__
 from shardckpt.cli.exit_codes import FAILED, FINE, MEANINGS
 from shardckpt.cli.failure import name_plugin, print_error, show_failure
 from shardckpt.cli.folders import name_steps
+from shardckpt.cli.interrupted import describe_left
 from shardckpt.cli.output import Output, escaped_logs, open_closed_streams, say_error, show
 from shardckpt.errors import name_known
 
@@ -34,12 +35,6 @@ _WITHOUT_JSON = ("demo", "completion")
 #: The exit codes that shells report for a program that SIGPIPE or SIGINT has ended.
 _BROKEN_PIPE = 128 + 13
 _INTERRUPTED = 128 + 2
-#: What Ctrl-C leaves of a verb that does not write all at its end.
-_LEFT = {
-    "prune": "what it has removed is gone, and the next call goes on",
-    "verify": "verdicts that it has marked stay",
-    "demo": "its files are in its folder",
-}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -88,7 +83,7 @@ def _answer(options: argparse.Namespace) -> int:
     except BrokenPipeError:
         raise
     except KeyboardInterrupt as exc:
-        message = f"interrupted; {_LEFT.get(options.verb, 'nothing was written')}"
+        message = f"interrupted; {describe_left(options)}"
         say_error(f"shardckpt {options.verb}: {message}")
         return show_failure(exc, message, _INTERRUPTED, options)
     except Exception as exc:  # noqa: BLE001 - a plugin's verb may fail in any way

@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 MAPPING_HELP = "names of megatron or of a model (qwen3_moe) to the Hub's, or by rules: FILE.json, FILE.py:MAPPING"
 
 
+#: Names that are listed of what was not written; --json has all.
+_NAMES_SHOWN = 4
 #: What --verbose shows of a conversion.
 PROOF_HELP = "print a line for each tensor, with its fingerprints before and after"
 
@@ -180,7 +182,7 @@ def _describe_left_out(report: ConversionReport) -> list[str]:
     from shardckpt.errors import listed
 
     lost = report.left_out[: len(report.left_out) - report.plain_objects]
-    lines = [f"not written: {listed(list(lost))}"] if lost else []
+    lines = [f"not written: {listed(lost, limit=_NAMES_SHOWN)}"] if lost else []
     if report.plain_objects:
         lines.append(f"not written: {format_many(report.plain_objects, 'object')} for readers of other libraries alone")
     return lines

@@ -7,6 +7,7 @@ common state differs, or only one of the checkpoints has it.
 
 from __future__ import annotations
 
+from collections import Counter
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -137,7 +138,17 @@ def _advise_names(report: DiffReport, options: Any) -> str:
                 f"no name is in both, but those of {other} are in {one} behind {prefix!r}: "
                 f"shardckpt diff {one} {other} --prefix {escape_text(prefix)}"
             )
-    return "no name is in both: see --mapping and --prefix"
+    renames = _find_renames(first, second)
+    if renames:
+        given = " ".join(f"--rename {escape_text(old)}={escape_text(new)}" for old, new in renames.items())
+        call = f"shardckpt diff {options.first} {options.second} {given}"
+        return f"no name is in both, but some have the same end: {call}"
+    one, other = (escape_text(min(names)) for names in (first, second))
+    return (
+        f"no name is in both (the first has {one}, the second {other}): --rename OLD=NEW reads names of the first as "
+        f"others, --prefix {one.partition('.')[0]}. takes only names behind it, and --mapping MODEL_TYPE compares with "
+        "the Hub's names"
+    )
 
 
 def _advise_rows(report: DiffReport, options: Any) -> str:
@@ -155,6 +166,27 @@ def _find_prefix(longer: set[str], shorter: set[str]) -> str:
     counts = {prefix: sum(f"{prefix}{key}" in longer for key in shorter) for prefix in prefixes}
     best = max(counts, key=lambda prefix: (counts[prefix], prefix), default="")
     return best if best and 2 * counts[best] >= len(shorter) else ""
+
+
+def _find_renames(first: set[str], second: set[str]) -> dict[str, str]:
+    """Return what names of the first begin with, and those of the second in its place, where their ends are the same.
+
+    Each beginning of the second has one of the first, for at least half of the names that it begins; else it has none.
+    """
+    found: dict[str, str] = {}
+    by_end: dict[str, list[str]] = {}
+    for key in first:
+        parts = key.split(".")
+        for depth in range(1, len(parts)):
+            by_end.setdefault(".".join(parts[depth:]), []).append(".".join(parts[:depth]))
+    for new in sorted({key.partition(".")[0] for key in second}):
+        ends = [key.partition(".")[2] for key in second if key.startswith(f"{new}.")]
+        counts = Counter(old for end in ends for old in by_end.get(end, ()))
+        if counts:
+            old = max(counts, key=lambda old: (counts[old], -old.count("."), old))
+            if 2 * counts[old] >= len(ends) and old not in found:
+                found[old] = new
+    return found
 
 
 def _list_cells(difference: TensorDifference) -> tuple[str, ...]:

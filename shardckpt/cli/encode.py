@@ -24,9 +24,9 @@ def encode_json(value: Any, *, indent: int | None = None) -> str:
 def make_plain(value: Any) -> Any:
     """Return a value in the types of JSON.
 
-    Dataclasses and named tuples become objects by their fields, other tuples and sets lists, keys of dicts texts; a
-    dict of which two keys have one text (1 and "1") becomes a list of pairs. NaN and infinities, which JSON has not,
-    become the texts ``nan``, ``inf`` and ``-inf``; other values their ``str``.
+    Dataclasses and named tuples become objects by their fields, other tuples lists, sets lists in one order, keys of
+    dicts texts; a dict of which two keys have one text (1 and "1") becomes a list of pairs. NaN and infinities, which
+    JSON has not, become the texts ``nan``, ``inf`` and ``-inf``; other values their ``str``.
     """
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
@@ -38,4 +38,12 @@ def make_plain(value: Any) -> Any:
     if isinstance(value, dict):
         found = {str(key): make_plain(each) for key, each in value.items()}
         return found if len(found) == len(value) else [*map(make_plain, value.items())]
-    return [*map(make_plain, value)] if isinstance(value, (list, tuple, set, frozenset)) else str(value)
+    if isinstance(value, (set, frozenset)):  # Python's order of texts is another in each process
+        value = sorted(value, key=_order)
+    return [*map(make_plain, value)] if isinstance(value, (list, tuple)) else str(value)
+
+
+def _order(value: Any) -> tuple[bool, float, str]:
+    """Return by what an item of a set comes before another: numbers by their size, then the others by their texts."""
+    is_number = isinstance(value, (int, float)) and math.isfinite(value)
+    return not is_number, value if is_number else 0, str(value)

@@ -3,6 +3,10 @@
 What a verb was to look at and could read as far as it goes is a finding, however bad: ``verify`` of half a checkpoint
 is :data:`FOUND`. Where the work needs what is not there or not as written, nothing is done, and that is :data:`FAILED`:
 ``convert`` of the same. A verb's help says which findings count for its :data:`FOUND`.
+
+So a checkpoint of a format that nothing here reads is :data:`FOUND` of ``ls``, whose work is to say so, and
+:data:`FAILED` of ``verify``, whose work is to read it. A folder without any checkpoint is :data:`FINE` of ``ls``, and
+:data:`FAILED` of ``verify``, which has checked nothing.
 """
 
 #: All is as it should be, or was done.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,9 @@ if TYPE_CHECKING:
     from shardckpt.maintenance import DiffReport
 
 
-def write_checkpoint_page(checkpoint: StoredCheckpoint, directory: str, prefix: str, target: str) -> Output:
+def write_checkpoint_page(
+    checkpoint: StoredCheckpoint, directory: str, prefix: str, target: str, *, with_values: bool
+) -> Output:
     """Write the page of a checkpoint; return how large it is.
 
     Args:
@@ -24,6 +27,7 @@ def write_checkpoint_page(checkpoint: StoredCheckpoint, directory: str, prefix: 
         directory: How the caller names it.
         prefix: Only keys that begin with it.
         target: The page's file.
+        with_values: Whether all values are read, for norms.
 
     Raises:
         KeyMismatchError: No key begins with the prefix.
@@ -32,7 +36,7 @@ def write_checkpoint_page(checkpoint: StoredCheckpoint, directory: str, prefix: 
     from shardckpt.engine import expand_home, format_many
     from shardckpt.pages import write_page
 
-    found = _describe(checkpoint, directory, prefix)
+    found = _describe(checkpoint, directory, prefix, with_values=with_values)
     if prefix and not found["keys"] and not found["objects"]:
         raise KeyMismatchError(
             f"{directory}: no tensor or object has a key that begins with {prefix!r} "
@@ -74,11 +78,15 @@ def write_difference_page(report: DiffReport, options: Any) -> str:
     return f"{options.html}: {nbytes:,} bytes"
 
 
-def _describe(checkpoint: StoredCheckpoint, directory: str, prefix: str) -> dict[str, Any]:
+def _describe(
+    checkpoint: StoredCheckpoint, directory: str, prefix: str, *, with_values: bool = False
+) -> dict[str, Any]:
+    from shardckpt.cli.values import list_statistics
     from shardckpt.engine import locate
     from shardckpt.pages import CheckpointHeader, describe_checkpoint
     from shardckpt.plugins import get_plugin_manager
 
     known = read_header(checkpoint, locate(directory, get_plugin_manager()))
     header = CheckpointHeader(name=directory, save_id=known.pop("id"), **known)
-    return describe_checkpoint(checkpoint, header, prefix)
+    compute = partial(list_statistics, checkpoint) if with_values else None
+    return describe_checkpoint(checkpoint, header, prefix, compute)

@@ -67,8 +67,10 @@ def add(verbs: Any) -> None:
         action="store_true",
         help="norm, mean, least and greatest value of each tensor, NaN and Inf: reads all",
     )
-    how.add_argument(
-        "--html", metavar="FILE", help="write a page with pictures: shards, modules, files, the save's time"
+    parser.add_argument(
+        "--html",
+        metavar="FILE",
+        help="write a page with pictures: shards, modules, files, the save's time; with --stats norms, too",
     )
     add_rename_option(parser, "the checkpoint")
     parser.add_argument("--depth", type=int, metavar="N", help="with --tree, the deepest level to show")
@@ -84,6 +86,9 @@ def run(options: Any) -> Output:
     """
     from shardckpt.engine import pause_gc
     from shardckpt.storage import retry_if_replaced
+
+    if options.html and (options.tree or options.files):
+        raise CheckpointingException("--html: its page has the modules and files: leave out --tree and --files")
 
     with pause_gc():  # rows of 100,000 tensors all stay
         return retry_if_replaced(lambda: _inspect(options), options.directory)
@@ -128,7 +133,9 @@ def _inspect_open(options: Any, lost: str = "") -> Output:
         if in_common is not None:
             return _add_faults(show_common(*in_common), checkpoint, lost)
         if options.html:
-            return write_checkpoint_page(checkpoint, options.directory, options.prefix, options.html)
+            return write_checkpoint_page(
+                checkpoint, options.directory, options.prefix, options.html, with_values=options.stats
+            )
         found = _collect(checkpoint, options)._replace(incomplete=_find_faults(checkpoint, lost))
         if options.files:
             found = found._replace(files=_list_files(checkpoint))

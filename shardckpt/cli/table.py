@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import shutil
 import sys
-import textwrap
-from itertools import repeat
 from operator import add
 from typing import TYPE_CHECKING, Any
 
+from shardckpt.cli.cells import cut_middle, cut_words, measure, measure_widest, pad, pad_all, wrap
 from shardckpt.cli.colour import Painted, colour, has_colours
 from shardckpt.errors import escape_text
 
@@ -20,8 +19,8 @@ if TYPE_CHECKING:
 
 #: Dashes under the name of the last column, at most.
 _LONGEST_RULE = 40
-#: Characters of a last cell that a line has room for, of a first cell that stay, and what stands for those that do not.
-_LAST, _SHORTEST, _GAP = 20, 20, "..."
+#: Terminal cells that a line has room for of its last cell, and that stay of its first one.
+_LAST, _SHORTEST = 20, 20
 #: What the lines begin with that a last cell has below its row.
 _BELOW = "    "
 
@@ -70,55 +69,54 @@ def fit_table(
     if not sys.stdout.isatty():
         return [table(names, cells, styles, styled)]
     width = shutil.get_terminal_size().columns
-    # a third of the line is for names, which are of no use where they are cut, but to who looks
-    longest = max((len(row[0]) for row in cells), default=0)
-    named = max(min(longest, width // 3), _SHORTEST)
+    names, cells, left_out = _leave_out_columns(names, cells, optional, width)
+    room = max(width - _measure_others(names, cells), _SHORTEST)
+    cells = [[cut_middle(row[0], room), *row[1:]] for row in cells]
+    text = _wrap_lasts(names, cells, styles, styled, width)
+    note = f"not shown in {width} columns: {', '.join(left_out)}; all is in a pipe, and with --json"
+    return [text, *(wrap(note, width) if left_out else [])]
+
+
+def _leave_out_columns(
+    names: list[str], cells: list[list[str]], optional: Sequence[str], width: int
+) -> tuple[list[str], list[list[str]], list[str]]:
+    """Return a table without the optional columns that a line has no room for, and the names of those.
+
+    A line keeps room for the longest first cell, up to a third of the line: names are cut only beyond that.
+    """
+    longest = max((measure(row[0]) for row in cells), default=0)
+    first = max(min(longest, width // 3), _SHORTEST)
     left_out = []
     for name in optional:
-        if name in names and _measure_others(names, cells) + named > width:
+        if name in names and first + _measure_others(names, cells) > width:
             number = names.index(name)
-            names, cells = _drop(names, number), [_drop(row, number) for row in cells]
+            names, *cells = ([*row[:number], *row[number + 1 :]] for row in (names, *cells))
             left_out.append(name)
-    others = _measure_others(names, cells)
-    cells = [[_cut_middle(row[0], max(width - others, _SHORTEST)), *row[1:]] for row in cells]
-    before = sum(max(map(len, column)) + 2 for column in [*zip(names, *cells, strict=True)][:-1])
-    firsts = [_cut_end(row[-1], max(width - before, _LAST)) for row in cells]
-    shown = table(names, [[*row[:-1], first] for row, first in zip(cells, firsts, strict=True)], styles, styled)
-    lines = shown.split("\n")
-    whole = lines[:2]
-    painted: Sequence[Style] = styles or [""] * len(cells)
-    below = max(width - len(_BELOW), _LAST)
-    for line, row, first, style in zip(lines[2:], cells, firsts, painted, strict=True):
-        rest = textwrap.wrap(row[-1][len(first) :].lstrip(), below, break_on_hyphens=False)
-        whole += [line, *(f"{_BELOW}{colour(each, style) if isinstance(shown, Painted) else each}" for each in rest)]
-    text = "\n".join(whole)
-    note = f"not shown in {width} columns: {', '.join(left_out)}; all is in a pipe, and with --json"
-    return [Painted(text) if isinstance(shown, Painted) else text, *(textwrap.wrap(note, width) if left_out else [])]
-
-
-def _cut_end(text: str, most: int) -> str:
-    """Return the first words of a text that have room in so many characters; of a longer word, its beginning."""
-    if len(text) <= most:
-        return text
-    return text[:most].rpartition(" ")[0] or text[:most]
+    return names, cells, left_out
 
 
 def _measure_others(names: Sequence[str], cells: Sequence[Sequence[str]]) -> int:
-    """Return the characters of a line but for the first cell; of the last one, those that a line has room for."""
-    widths = [max(map(len, column)) for column in zip(names, *cells, strict=True)]
+    """Return the cells of a line but for the first column; of the last one, those that a line has room for."""
+    widths = [measure_widest(column) for column in zip(names, *cells, strict=True)]
     return sum(widths[1:-1]) + min(widths[-1], _LAST) + 2 * (len(widths) - 1)
 
 
-def _drop(cells: Sequence[str], number: int) -> list[str]:
-    return [*cells[:number], *cells[number + 1 :]]
-
-
-def _cut_middle(text: str, most: int) -> str:
-    """Return a text of at most so many characters: of a longer one both ends, the end of which tells names apart."""
-    if len(text) <= most:
-        return text
-    tail = (most - len(_GAP)) * 2 // 3
-    return f"{text[: most - len(_GAP) - tail]}{_GAP}{text[-tail:]}"
+def _wrap_lasts(
+    names: Sequence[str], cells: Sequence[Sequence[str]], styles: Sequence[Style], styled: int, width: int
+) -> str:
+    """Return a table of which what a line has no room for in the last column stands below its row."""
+    before = sum(measure_widest(column) + 2 for column in [*zip(names, *cells, strict=True)][:-1])
+    firsts = [cut_words(row[-1], max(width - before, _LAST)) for row in cells]
+    shown = table(names, [[*row[:-1], first] for row, first in zip(cells, firsts, strict=True)], styles, styled)
+    is_painted = isinstance(shown, Painted)
+    head, rule, *lines = shown.split("\n")
+    whole = [head, rule]
+    painted: Sequence[Style] = styles or [""] * len(cells)
+    for line, row, first, style in zip(lines, cells, firsts, painted, strict=True):
+        rest = wrap(row[-1][len(first) :], max(width - len(_BELOW), _LAST))
+        whole += [line, *(f"{_BELOW}{colour(each, style) if is_painted else each}" for each in rest)]
+    text = "\n".join(whole)
+    return Painted(text) if is_painted else text
 
 
 def columns_table(
@@ -137,12 +135,12 @@ def columns_table(
     for number, (name, given) in enumerate(zip(header, columns, strict=True), 1):
         column = _escape_cells(given)
         different = {name, *column}
-        width = max(map(len, different))
+        width = measure_widest(different)
         # nothing is right of the last column, whose texts may be reasons of several lines of a terminal
         cells = [name, "-" * (width if number < len(columns) else min(width, _LONGEST_RULE)), *column]
         if number < len(columns):
             # of 100,000 tensors, most have one of a few dtypes, shapes and sizes
-            padded = {cell: cell.ljust(width) for cell in (*different, cells[1])}
+            padded = {cell: pad(cell, width) for cell in (*different, cells[1])}
             cells = list(map(padded.__getitem__, cells))
         full.append(cells)
     if is_painted:
@@ -163,13 +161,13 @@ def grouped_table(
         rows: The other cells, of rows that are all in ``groups``.
     """
     firsts = _escape_cells(firsts)
-    width = max(map(len, (header[0], *firsts)))
+    width = measure_widest((header[0], *firsts))
     if not rows:
         return table(header, [])
     lines = table(header[1:], rows).split("\n")
-    heads = [f"{cell.ljust(width)}  {line}" for cell, line in zip((header[0], "-" * width), lines[:2], strict=True)]
+    heads = [f"{pad(cell, width)}  {line}" for cell, line in zip((header[0], "-" * width), lines[:2], strict=True)]
     ends = [f"  {line}" for line in lines[2:]]
-    return "\n".join([*heads, *map(add, map(str.ljust, firsts, repeat(width)), map(ends.__getitem__, groups))])
+    return "\n".join([*heads, *map(add, pad_all(firsts, width), map(ends.__getitem__, groups))])
 
 
 def _escape_cells(cells: Sequence[str]) -> Sequence[str]:

@@ -71,7 +71,7 @@ if TYPE_CHECKING:
         prune_leftovers,
         prune_spools,
     )
-    from shardckpt.engine.renaming import find_usual_names, list_names, list_top_names, rename_stored
+    from shardckpt.engine.renaming import find_usual_names, list_keys, list_names, list_top_names, rename_stored
     from shardckpt.engine.saving import SaveOptions, check_state, find_saver, refuse_objects, save_checkpoint
     from shardckpt.engine.streaming import (
         STREAM_BYTES,
@@ -145,6 +145,7 @@ __getattr__ = lazy_getattr(
         ),
         "renaming": (
             "find_usual_names",
+            "list_keys",
             "list_names",
             "list_top_names",
             "rename_stored",
@@ -261,6 +262,7 @@ __all__ = [
     "is_damage",
     "is_optimizer_key",
     "list_digested_files",
+    "list_keys",
     "list_names",
     "list_recorded_files",
     "list_top_names",

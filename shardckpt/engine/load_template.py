@@ -26,6 +26,7 @@ from shardckpt.state_dict import (
     build_copy,
     dict_list_map_outplace,
     format_path,
+    holds_tensors,
     is_part,
     nested_items,
     nested_values,
@@ -156,7 +157,7 @@ class LoadTemplate:
             return self._add_shard(leaf)
         if isinstance(leaf, LocalNonpersistentObject):
             return _Slot(lambda _: leaf.unwrap())
-        self._has_parts |= is_part(leaf)
+        self._has_parts |= is_part(leaf) or holds_tensors(leaf)
         self._has_tensors |= isinstance(leaf, torch.Tensor)
         return leaf
 

@@ -56,9 +56,14 @@ def rename_stored(checkpoint: OpenCheckpoint, names: Mapping[str, str], keys: Se
 
 def list_names(checkpoint: OpenCheckpoint) -> list[str]:
     """Collective: return the keys of all that is stored, and the dotted paths of the common state."""
-    columns, common = checkpoint.columns(), checkpoint.common()
+    return [*list_keys(checkpoint), *_list_paths(checkpoint.common())]
+
+
+def list_keys(checkpoint: OpenCheckpoint) -> list[str]:
+    """Collective: return the keys of all that is stored beside the common state."""
+    columns = checkpoint.columns()
     objects = (ShardedObject.empty_from_unique_key(name).key for name in columns.objects)
-    return [*columns.keys, *columns.values, *objects, *_list_paths(common)]
+    return [*columns.keys, *columns.values, *objects]
 
 
 def list_top_names(keys: Iterable[str]) -> list[str]:
@@ -91,6 +96,8 @@ def find_usual_names(keys: Iterable[str]) -> dict[str, str]:
 
 def _check(names: Mapping[str, str], keys: Sequence[str]) -> None:
     for old, new in names.items():
+        if old == new:
+            raise KeyMismatchError(f"rename: {old!r} is given as its own new name: leave it out, or give another")
         if not any(_begins(key, old) for key in keys):
             top = list_top_names(keys)
             nearest = find_nearest(old, [*top, *keys])

@@ -32,11 +32,12 @@ from shardckpt.storage import (
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Collection, Mapping
+    from collections.abc import Collection, Iterable, Mapping
 
     import torch
     from torch.distributed import ProcessGroup
 
+    from shardckpt.mapping import ShardedBase
     from shardckpt.plugins import KeyMapping
 
     PathLike = str | os.PathLike[str]
@@ -180,7 +181,7 @@ def export_to_huggingface(
                 save_id = "" if record is None else record.self_digest  # another library's checkpoint has none
             with operation.local_phase("planning the export"):
                 plan, planned_id = comm.main_runs(
-                    "planning the export", lambda: (plan_export(checkpoint.index(), options, str(source)), save_id)
+                    "planning the export", lambda: (_plan(checkpoint.index(), options, str(source)), save_id)
                 )
                 if planned_id != save_id:
                     raise replaced_error(source, "this rank has opened another save than the main rank")
@@ -194,3 +195,10 @@ def export_to_huggingface(
     plan = retry_if_replaced(attempt, source)
     files = ((name, len(tensors), sum(tensor.nbytes for tensor in tensors)) for name, tensors in plan.files)
     return Exported(tuple(files), plan.total_size, plan.unmatched, plan.left_out, plan.cast, plan.kept)
+
+
+def _plan(index: Iterable[ShardedBase], options: ExportOptions, source: str) -> ExportPlan:
+    """Plan the files, and warn of what is not in them, which a conversion has in its report."""
+    plan = plan_export(index, options, source)
+    plan.left_out.warn()
+    return plan

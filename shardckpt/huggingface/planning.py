@@ -75,7 +75,9 @@ class LeftOut(NamedTuple):
         """Log what is not written, and why."""
         if self.optimizer:
             logger.warning(
-                "not exported (%d tensors of the optimizer's state): %s", len(self.optimizer), listed(self.optimizer)
+                "not exported (%d tensors of the optimizer's state): %s",
+                len(self.optimizer),
+                listed(self.optimizer, limit=3),
             )
         if self.outside:
             logger.warning(
@@ -128,7 +130,6 @@ def plan_export(index: Iterable[ShardedBase], options: ExportOptions, source: st
     prefix, chosen, left_out = choose_model(stored, options)
     tensors, unmapped, unmatched, cast, kept = plan_tensors(chosen, options._replace(prefix=prefix))
     left_out = left_out._replace(unmapped=tuple(unmapped))
-    left_out.warn()
     if kept:
         logger.warning("not cast (%d tensors, which would lose by it): %s", len(kept), listed(kept))
     if not tensors:
@@ -255,16 +256,26 @@ def plan_tensors(stored: Iterable[ShardedBase], options: ExportOptions, others: 
 
 
 def _find_unmatched(options: ExportOptions, keys: Collection[str]) -> list[str]:
-    """Return the keys that the mapping does not know, after a warning; raise if the options are strict."""
+    """Return the keys that the mapping does not know, after a warning.
+
+    Raises:
+        KeyMismatchError: They are all, or the options are strict.
+    """
     mapping, cut = options.mapping, len(options.prefix or "")
     if not isinstance(mapping, KnowsKeys):
         return []
-    unmatched = [key for key in keys if not mapping.knows(key[cut:]) and key[cut:] not in options.leave_out]
+    wanted = [key for key in keys if key[cut:] not in options.leave_out]
+    unmatched = [key for key in wanted if not mapping.knows(key[cut:])]
     if not unmatched:
         return []
     unused = mapping.find_unused([key[cut:] for key in keys])
     what = f"{len(unmatched)} of {len(keys)} tensors matched no rule of the mapping: {listed(unmatched)}"
     what += f"; rules that matched no tensor: {listed(unused)}" if unused else ""
+    if len(unmatched) == len(wanted):
+        raise KeyMismatchError(
+            f"{what}. The mapping is of another model, or the keys have another prefix (prefix=, --prefix): leave the "
+            "mapping out to write them under their names"
+        )
     if options.strict:
         raise KeyMismatchError(
             f"{what}. Add rules for them, or leave them out: by name (leave_out=, --leave-out), or by a rule without a "

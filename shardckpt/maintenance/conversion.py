@@ -71,7 +71,7 @@ class ConversionReport:
             ``("torch_save", 1)`` for a file of ``torch.save``.
         new: Backend and version of the target, in the same words.
         tensors: Number of tensors that were written.
-        objects: Number of objects that were written.
+        objects: Number of objects that were written, without PlainObject shards, which are for other libraries.
         nbytes: Bytes of the tensors' values.
         proof: The fingerprints of each tensor, before and after.
         left_out: What the source has and the target has not: keys of tensors, of objects, of the common state, and of
@@ -271,7 +271,8 @@ class Conversion:
             if not self.saver.supports_objects:
                 refuse_objects(objects, self.saver)
             self._write_checkpoint(operation, proof, self.saver, tensors, objects, common, overwrite=overwrite)
-        return _Written(tensors, len(objects), left_out, plain_objects, rewritten, unmatched)
+        many = sum(not isinstance(shard, PlainObject) for shard in objects)
+        return _Written(tensors, many, left_out, plain_objects, rewritten, unmatched)
 
     def _read_values(self, stored: OpenCheckpoint) -> tuple[list[ShardedObject], StateDict]:
         """Return the objects with their values, those for stock DCP among them, and the common state."""
@@ -427,7 +428,7 @@ class Conversion:
                 self.source,
                 self.saver.backend if self.saver is not None else self.kind,
                 len(keys),
-                listed(keys),
+                listed(keys, limit=3),
             )
         return keys
 

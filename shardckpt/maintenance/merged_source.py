@@ -144,7 +144,7 @@ class MergedLoadStrategy(LoadStrategy):
         missing = self._choose(found)
         if missing:
             raise KeyMismatchError(
-                f"not all sources have the same tensors: {listed(missing)}. Rename them first (convert --mapping, "
+                f"not all sources have the same tensors: {missing}. Rename them first (convert --mapping, "
                 "--prefix), leave them out (leave_out=..., --leave-out), or say what becomes of them "
                 "(missing='drop' or 'available', --missing)"
             )
@@ -168,10 +168,10 @@ class MergedLoadStrategy(LoadStrategy):
                 f"{name_known(min(absent), {*names, *self.base.common()}, 'names')}"
             )
 
-    def _choose(self, found: dict[str, list[tuple[int, ShardedTensor]]]) -> list[str]:
-        """Note which tensors are merged from which sources; return descriptions of those that sources lack."""
+    def _choose(self, found: dict[str, list[tuple[int, ShardedTensor]]]) -> str:
+        """Note which tensors are merged from which sources; return how many each source lacks, with names of some."""
         rules = self.rules
-        missing: list[str] = []
+        missing: dict[int, list[str]] = {}
         everyone = set(range(len(self.checkpoints)))
         for key, unsorted in found.items():
             of_base = rules.optimizer == "base" and is_optimizer_key(key)
@@ -183,10 +183,15 @@ class MergedLoadStrategy(LoadStrategy):
                 self.left_out.append(key)
                 continue
             if lacking and not of_base and rules.missing == "error":
-                missing.append(f"{key!r} is not in {listed([self.names[number] for number in sorted(lacking)])}")
+                for number in lacking:
+                    missing.setdefault(number, []).append(repr(key))
                 continue
             self._tensors[key] = self._describe(key, sources)
-        return missing
+        said = (
+            f"{len(keys)} of {len(found)} are not in {self.names[number]} ({listed(keys, limit=2)})"
+            for number, keys in sorted(missing.items())
+        )
+        return "; ".join(said)
 
     def _describe(self, key: str, sources: list[tuple[int, ShardedTensor]]) -> MergedTensor:
         shapes = {tuple(tensor.global_shape) for _, tensor in sources}

@@ -7,12 +7,22 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from shardckpt.deepspeed import DeepSpeedLoadStrategy, find_files
 from shardckpt.distributed import Comm
-from shardckpt.engine import OpenCheckpoint, Operation, Progress, StoredCheckpoint, list_names, locate, rename_stored
+from shardckpt.engine import (
+    OpenCheckpoint,
+    Operation,
+    Progress,
+    StoredCheckpoint,
+    list_keys,
+    list_names,
+    locate,
+    rename_stored,
+)
 from shardckpt.errors import (
     CheckpointingException,
     CheckpointReplacedError,
     CorruptCheckpointError,
     IncompleteCheckpointError,
+    KeyMismatchError,
     NotACheckpointError,
 )
 from shardckpt.huggingface import (
@@ -90,7 +100,22 @@ def open_source(
         memory_budget=memory_budget,
         check=check,
     ) as opened:
-        yield rename_stored(opened, rename, list_names(opened)) if rename else opened
+        yield _rename(opened, rename) if rename else opened
+
+
+def _rename(opened: OpenCheckpoint, rename: Mapping[str, str]) -> OpenCheckpoint:
+    """Return it under other names; where its common state cannot be read, by its keys alone, as far as those do."""
+    keys = list_keys(opened)
+    try:
+        names = list_names(opened)
+    except CheckpointReplacedError:
+        raise
+    except CheckpointingException as exc:
+        try:
+            return rename_stored(opened, rename, keys)
+        except KeyMismatchError:
+            raise exc from None  # what is renamed may be in the common state
+    return rename_stored(opened, rename, names)
 
 
 @contextmanager

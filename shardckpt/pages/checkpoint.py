@@ -9,9 +9,10 @@ from shardckpt.engine import is_optimizer_key
 from shardckpt.errors import CheckpointingException, CheckpointReplacedError
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
     from shardckpt.engine import IncompleteFile, StoredCheckpoint
+    from shardckpt.maintenance import Statistics
     from shardckpt.manifest import Record, SaveTimings
     from shardckpt.strategy import StoredBox, StoredFile
 
@@ -55,13 +56,19 @@ class CheckpointHeader(NamedTuple):
     metrics: Mapping[str, float | None] | None = None
 
 
-def describe_checkpoint(checkpoint: StoredCheckpoint, header: CheckpointHeader, prefix: str = "") -> dict[str, Any]:
-    """Return the data of a page: the header, tensors, boxes, files and timings. No value of a tensor is read.
+def describe_checkpoint(
+    checkpoint: StoredCheckpoint,
+    header: CheckpointHeader,
+    prefix: str = "",
+    compute: Callable[[Sequence[str]], Sequence[Statistics | None]] | None = None,
+) -> dict[str, Any]:
+    """Return the data of a page: the header, tensors, boxes, files and timings.
 
     Args:
         checkpoint: An open checkpoint.
         header: What is known of it as a whole.
         prefix: Only tensors and objects whose keys begin with it.
+        compute: Reads the values of tensors, by their keys, and returns their statistics; None: no value is read.
     """
     keys = [key for key in sorted(checkpoint) if key.startswith(prefix)]
     tensors = [checkpoint[key] for key in keys]
@@ -78,6 +85,7 @@ def describe_checkpoint(checkpoint: StoredCheckpoint, header: CheckpointHeader, 
         "incomplete": _describe_faults(
             checkpoint.find_incomplete_files(), {*keys, *(key for key in checkpoint.objects if key.startswith(prefix))}
         ),
+        "statistics": None if compute is None else describe_statistics(compute(keys)),
         "timings": describe_timings(None if record is None else record.timings),
     }
 
@@ -103,6 +111,23 @@ def describe_tensors(tensors: Iterable[tuple[str, str, tuple[int, ...], int]]) -
         "dtypes": list(dtypes),
         "shapes": list(map(list, shapes)),
     }
+
+
+def describe_statistics(found: Sequence[Statistics | None]) -> dict[str, list[Any]]:
+    """Return columns of the statistics of tensors; norms, too, are None where there are none."""
+    names = ("norm", "mean", "minimum", "maximum")
+    columns: dict[str, list[Any]] = {
+        name: [None if each is None else round_number(getattr(each, name)) for each in found] for name in names
+    }
+    counts = {name: [0 if each is None else getattr(each, name) for each in found] for name in ("nans", "infs")}
+    return columns | counts
+
+
+def round_number(value: float | None) -> float | str | None:
+    """Return a number as JSON has it, with more digits than a page shows: it has no infinity, and no NaN."""
+    if value is None:
+        return None
+    return float(f"{value:.5g}") if math.isfinite(value) else "infinite"
 
 
 def describe_files(record: Record | None, listed: Iterable[StoredFile]) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from shardckpt.engine import is_optimizer_key
+from shardckpt.pages.checkpoint import round_number
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -47,9 +48,9 @@ def describe_difference(
             "second": [forms.find(row.second) for row in rows],
             "elements": [row.elements for row in rows],
             "different": [row.different for row in rows],
-            "absolute": [_number(row.max_absolute) for row in rows],
-            "relative": [_number(row.max_relative) for row in rows],
-            "norm": [_number(row.relative_norm) for row in rows],
+            "absolute": [round_number(row.max_absolute) for row in rows],
+            "relative": [round_number(row.max_relative) for row in rows],
+            "norm": [round_number(row.relative_norm) for row in rows],
             "index": [None if row.index is None else list(row.index) for row in rows],
             "kinds": list(kinds),
             "forms": list(forms),
@@ -76,10 +77,3 @@ def _leave_out_same(second: Mapping[str, Any], first: Mapping[str, Any]) -> dict
 def _order(row: TensorDifference) -> tuple[bool, bool, float, str]:
     norm = math.inf if row.relative_norm is None else row.relative_norm
     return is_optimizer_key(row.key), row.kind == "values", -norm, row.key
-
-
-def _number(value: float | None) -> float | str | None:
-    """Return a number as JSON has it, with more digits than a page shows: it has no infinity, and no NaN."""
-    if value is None:
-        return None
-    return float(f"{value:.5g}") if math.isfinite(value) else "infinite"

@@ -8,7 +8,7 @@ import torch
 import shardckpt
 from shardckpt import dist_checkpointing as dc
 from shardckpt.cli import main
-from shardckpt.mapping import PlainObject, ShardedTensor
+from shardckpt.mapping import PlainObject, ShardedObject, ShardedTensor
 from tests.tables import table
 
 if TYPE_CHECKING:
@@ -45,6 +45,29 @@ def test_convert_prints_the_proof(tmp_path: Path, capsys: pytest.CaptureFixture[
         ["step", "content_metadata"],
     )
     assert tensor["before"] == tensor["after"] == shardckpt.fingerprint({"w": values["w"].bfloat16()})["w"]  # type: ignore[attr-defined]
+
+
+def test_what_is_not_written_is_said_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """A Hub folder lacks the optimizer: the answer counts it with a few names, and no warning repeats them."""
+    tensors = {f"{name}.{n}": torch.ones(2) for name in ("model", "optimizer.state") for n in range(9)}
+    shards = {key: ShardedTensor.from_rank_offsets(key, tensor) for key, tensor in tensors.items()}
+    dc.save(shards, tmp_path / "c", "safetensors")
+    assert main(["convert", str(tmp_path / "c"), str(tmp_path / "hf"), "--to", "hf"]) == 0
+    out = capsys.readouterr().out
+    assert (out.count("optimizer.state."), caplog.text) == (4, "")
+    assert "optimizer.state.3, ... and 5 more" in out
+
+
+def test_objects_are_counted_as_inspect_counts_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Copies for other libraries, which are stored as objects, are none of the checkpoint's."""
+    tensor = ShardedTensor.from_rank_offsets("w", torch.ones(3))
+    state = {"w": tensor, "rng": ShardedObject("rng", 1, (1,), (0,)), "lr": PlainObject("groups.0.lr", 0.5)}
+    dc.save(state, tmp_path / "c", "torch_dist")
+    for call in ("merge {0} {0} {0}-new", "convert {0} {0}-ep --to ep"):
+        assert main(call.format(tmp_path / "c").split()) == 0
+        assert "1 tensor of 12 bytes, 1 object;" in capsys.readouterr().out
 
 
 @table("verb", ["convert", "merge"])

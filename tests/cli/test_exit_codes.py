@@ -41,6 +41,10 @@ def zoo(tmp_path_factory: pytest.TempPathFactory) -> Path:
     data.write_bytes(data.read_bytes()[:-7])
     _flip(root / "flipped" / "step-2" / "__0_0.distcp")
     (root / "lost" / "step-2" / "metadata.json").unlink()
+    (root / "empty").mkdir()
+    (root / "unread" / "bins").mkdir(parents=True)
+    for name in ("pytorch_model.bin.index.json", "pytorch_model-00001-of-00002.bin"):
+        (root / "unread" / "bins" / name).write_text("{}")
     return root
 
 
@@ -64,6 +68,9 @@ CODES: list[tuple[int, str]] = [
     (1, "prune flipped --keep-latest 1 --verify --dry-run"),
     # sizes are as they should be, and values are not read
     *((0, call) for call in ("ls flipped", "inspect flipped/step-2", "inspect flipped/step-2 args", "prune cut")),
+    # what no reader here reads is listed as that, and not verified; a folder without a checkpoint is listed, too
+    *((code, f"{verb} {kind}") for verb, code in (("ls", 1), ("verify", 2)) for kind in ("unread", "unread/bins")),
+    *((code, f"{verb} empty") for verb, code in (("ls", 0), ("verify", 2))),
     # the work needs bytes that are not there, or not as written
     *((2, f"inspect {kind}/step-2") for kind in ("half", "index")),
     *((2, f"inspect {kind}/step-2 model.w[]") for kind in ("half", "cut", "flipped")),

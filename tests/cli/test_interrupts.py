@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import warnings
+from typing import TYPE_CHECKING
 
 import pytest
 
 from shardckpt.cli import main
+from shardckpt.commit import staging_path
+from shardckpt.storage import JOURNAL_NAME
 from tests.tables import table
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 @table(
@@ -28,6 +34,30 @@ def test_ctrl_c_says_what_is_left(
     monkeypatch.setattr(f"shardckpt.cli.{verb}.run", stop)
     assert main([verb]) == 130
     assert capsys.readouterr().err == f"{said}\n"
+
+
+@table("verb", ["convert", "merge", "export", "migrate"])
+def test_ctrl_c_names_what_a_killed_call_has_left(
+    verb: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What stays beside DST is said, with its end: only with a journal the same call goes on with it."""
+
+    def stop(_: object) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(f"shardckpt.cli.{verb}.run", stop)
+    new, left = tmp_path / "new", staging_path(tmp_path / "new", "0" * 32)
+    left.mkdir()
+    for goes_on in (False, True):
+        if goes_on:
+            (left / JOURNAL_NAME).write_text("")
+        assert main([verb, "old", str(new)]) == 130
+        said = capsys.readouterr().err
+        assert f"interrupted; {new} is as it was; what was written for it stays in {left.name}: " in said
+        assert ("the same call goes on with it, and " in said) == goes_on
+        assert f"`shardckpt prune {tmp_path}` removes it" in said
+    assert main([verb, "old", str(tmp_path / "none" / "new")]) == 130
+    assert capsys.readouterr().err.endswith("interrupted; nothing was written\n")
 
 
 def test_torchs_warning_of_numpy_is_not_shown(

@@ -35,6 +35,8 @@ class _Named(NamedTuple):
         (_Named("a", (1, 2)), '{"name": "a", "found": [1, 2]}'),
         ([float("nan"), float("inf"), -float("inf"), 0.5], '["nan", "inf", "-inf", 0.5]'),
         ({3: torch.float32, (1, 2): {4}}, '{"3": "torch.float32", "(1, 2)": [4]}'),
+        ({10, 9.5, "b", "a"}, '[9.5, 10, "a", "b"]'),
+        (frozenset(map(str, range(8))), '["0", "1", "2", "3", "4", "5", "6", "7"]'),
         ({1: "a", "1": "b"}, '[[1, "a"], ["1", "b"]]'),
         (Rows([{"a": None}]), '[{"a": null}]'),
         ("ä\x1b\n", '"\\u00e4\\u001b\\n"'),

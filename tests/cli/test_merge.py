@@ -66,13 +66,39 @@ def test_merge_shows_its_progress(
     assert lines[-1].startswith("merge: 2.1 MB of 2.1 MB")
 
 
+@table(
+    "options, text",
+    [
+        ("--weights 1,2,3", "--weights 1,2,3: 3 weights for 2 SRC, of which each needs one"),
+        ("--weights 1,-1", "--weights 1,-1: weights are divided by their sum, which is 0"),
+        ("--weights nan,1", "--weights nan,1: weights are divided by their sum, which is nan"),
+        ("--slerp 3", "--slerp 3: give a number from 0, the first SRC, to 1, the second"),
+        ("--decay 2", "--decay 2: give a number above 0 and below 1, such as 0.9"),
+        ("c.pt --linear 0.5", "--linear 0.5: it takes two SRC, and 3 are given"),
+        ("c.pt --slerp 0.5", "--slerp 0.5: it takes two SRC, and 3 are given"),
+    ],
+)
+def test_wrong_weights_are_named_as_the_command_has_them(
+    tmp_path: Path, options: str, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An error of an option says the option and its value, not the argument of a function."""
+    assert main(["merge", "a.pt", "b.pt", *options.split(), str(tmp_path / "new")]) == 2
+    assert capsys.readouterr().err == f"shardckpt merge: {text}\n"
+
+
+def test_a_merge_of_one_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    """DST was taken for a source, or a source was forgotten."""
+    assert main(["merge", "a.pt", "new"]) == 2
+    assert "1 SRC is given: a merge takes two or more, and DST behind them" in capsys.readouterr().err
+
+
 def test_merge_says_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Wrong options and sources that do not fit are errors of exit code 2, with the way out, and write nothing."""
     torch.save({"w": torch.ones(2)}, tmp_path / "a.pt")
     torch.save({"v": torch.ones(2)}, tmp_path / "b.pt")
     both = [str(tmp_path / "a.pt"), str(tmp_path / "b.pt"), str(tmp_path / "new")]
     for options, text in (
-        ([], "not all sources have the same tensors: 'v' is not in"),
+        ([], "not all sources have the same tensors: 1 of 2 are not in"),
         (["--base", "3"], "numbered from 1"),
         (["--steps", "1,2"], "--wsm"),
     ):

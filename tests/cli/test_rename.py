@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -14,6 +15,7 @@ from shardckpt.cli import main
 from shardckpt.errors import KeyMismatchError
 from shardckpt.maintenance import open_any
 from shardckpt.mapping import ShardedObject, ShardedTensor
+from tests.cli.checkpoints import copy_golden
 from tests.tables import table
 
 if TYPE_CHECKING:
@@ -150,3 +152,22 @@ def test_no_value_of_the_common_state_is_lost(
         return
     with open_any(tmp_path / "c", rename=rename) as stored:
         assert stored.common == expected
+
+
+@table("damage", ["missing", "cut"])
+def test_what_is_damaged_is_listed_by_other_names_too(
+    tmp_path: Path, damage: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where the common state cannot be read, keys are renamed and listed; the exit code is 1, as without renames."""
+    path = copy_golden("0.16.1", tmp_path)
+    if damage == "missing":
+        (path / "common.pt").unlink()
+    else:
+        os.truncate(path / "common.pt", 99)
+    for renames in ([], ["--rename", "decoder=net"]):
+        assert main(["inspect", str(path), *renames]) == 1
+        out = capsys.readouterr().out
+        assert ("net.final_layernorm.weight" in out) == bool(renames)
+        assert "the common state cannot be read: " in out
+    assert main(["inspect", str(path), "--rename", "nosuch=net"]) == 2
+    assert "common.pt" in capsys.readouterr().err

@@ -69,6 +69,7 @@ ROWS = [
     ("inspect runs/step-1 model.laeyr", "did you mean model.layer.?"),
     ("inspect runs/step-1 modle. --json", "did you mean model.?"),
     ("inspect runs/step-1 modle. --tree", "did you mean model.?"),
+    ("inspect runs/step-1 --tree --html page.html", "leave out --tree and --files"),
     ("inspect runs/step-1 modle. --html page.html", "did you mean model.?"),
     ("inspect runs/step-1 model.layer.wieght[]", "did you mean model.layer.weight?"),
     ("inspect runs/step-1 layer.weight[]", "did you mean model.layer.weight?"),
@@ -87,6 +88,7 @@ ROWS = [
     # renames
     ("inspect runs/step-1 --rename modle=net", "did you mean model?"),
     ("inspect runs/step-1 --rename model=optimizer", "the checkpoint has optimizer.state.exp_avg.layer.weight"),
+    ("inspect runs/step-1 --rename model=model", "'model' is given as its own new name"),
     ("inspect runs/step-1 --rename model", "'model' is not OLD=NEW"),
     ("inspect runs/step-1 --rename model=a --rename model=b", "'model' cannot become both 'a' and 'b'"),
     ("diff runs/step-1 runs/step-2 --rename modle=net", "did you mean model?"),

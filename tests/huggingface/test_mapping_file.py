@@ -141,6 +141,16 @@ def test_tensors_that_no_rule_matches_are_named(folder: Path, caplog: pytest.Log
     assert not (folder / "new").exists()
 
 
+def test_a_mapping_of_another_model_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Where no tensor matches a rule, nothing would be mapped: an error, before anything is written."""
+    for verb in (["export"], ["convert", "--to", "hf"], ["convert", "--to", "ep"]):
+        assert main([*verb, str(folder / "c"), str(folder / "new"), "--mapping", "llama"]) == 2
+        said = capsys.readouterr().err
+        assert "4 of 4 tensors matched no rule of the mapping: " in said
+        assert "The mapping is of another model, or the keys have another prefix" in said
+    assert not (folder / "new").exists()
+
+
 def test_names_that_are_the_hubs_already_are_known(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A tensor whose name is one of the folder's by a rule passes a strict export without a word."""
     save(tmp_path / "c", {"model.0.norm": torch.ones(2), "decoder.1.norm": torch.zeros(2)})

@@ -272,6 +272,21 @@ def test_a_tolerance_that_is_none_is_an_error(tmp_path: Path) -> None:
             diff_checkpoints(tmp_path, tmp_path, rtol=tolerance)
 
 
+def test_names_that_begin_otherwise_are_advised(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Where only the beginnings of names differ, the call that compares has the renames; it finds them equal."""
+    for name, (model, optimizer) in {"old": ("app.model", "app.optim"), "new": ("model", "optimizer")}.items():
+        save_values(tmp_path / name, {f"{model}.0.w": torch.ones(3), f"{optimizer}.state.0.w": torch.zeros(3)})
+    old, new = str(tmp_path / "old"), str(tmp_path / "new")
+    advice = f"shardckpt diff {old} {new} --rename app.model=model --rename app.optim=optimizer"
+    assert main(["diff", old, new]) == 1
+    assert capsys.readouterr().out.splitlines()[-1].endswith(advice)
+    assert main(advice.split()[1:]) == 0
+    capsys.readouterr()
+    save_values(tmp_path / "other", {"x": torch.ones(3)})
+    assert main(["diff", old, str(tmp_path / "other")]) == 1
+    assert "(the first has app.model.0.w, the second x): --rename OLD=NEW" in capsys.readouterr().out
+
+
 def test_names_that_lack_a_prefix_are_advised(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Where no name is in both, but those of one are in the other behind a prefix, the call that compares is said."""
     tensors = {"a.w": torch.ones(3), "b.w": torch.zeros(3)}

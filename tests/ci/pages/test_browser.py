@@ -13,8 +13,9 @@ import torch
 
 from shardckpt import dist_checkpointing as dc
 from shardckpt.cli import main
+from shardckpt.maintenance import DiffReport, TensorDifference
 from shardckpt.mapping import ShardedTensor
-from shardckpt.pages import write_page
+from shardckpt.pages import CheckpointHeader, describe_difference, write_page
 from shardckpt.pages.checkpoint import describe_layouts, describe_tensors
 from shardckpt.strategy import StoredBox
 from tests.cli.checkpoints import copy_golden
@@ -76,8 +77,38 @@ def test_a_page_of_two_checkpoints_lists_what_differs(tmp_path: Path) -> None:
     assert "1 of 2 tensors differ" in found
     assert "norm 0.500 · max rel 0.333" in found
     assert re.search(r"<span>a</span><div class=\"track\">.*?</div></div><span>0.500</span>", found)
-    assert re.search(r"<span>1e-1 to 1e0</span><div class=\"track\">.*?</div></div><span>1 tensor</span>", found)
+    assert re.search(r"<span>1e-1 to 1</span><div class=\"track\">.*?</div></div><span>1 tensor</span>", found)
     assert len(re.findall('<svg[^>]*class="shards"', found)) == 2
+
+
+def test_a_page_with_values_has_norms(tmp_path: Path) -> None:
+    """With --stats there are norms of tensors by powers of ten, of each layer that of all its tensors, NaN and Inf."""
+    values = {"m.2.a": torch.full((4,), 1.5), "m.2.b": torch.full((4,), 2.0), "m.10.a": torch.zeros(4)}
+    _save(tmp_path / "c", values | {"odd": torch.tensor([0.0, float("inf"), 20.0, float("nan")])})
+    main(["inspect", str(tmp_path / "c"), "--stats", "--html", str(tmp_path / "page.html")])
+    found = _open(tmp_path / "page.html", tmp_path)
+    bars = re.findall(r"<span>([^<]*)</span><div class=\"track\">.*?</div></div><span>([^<]*)</span>", found)
+    assert [bar for bar in bars if "tensor" in bar[1]][:2] == [("1e1 to 1e2", "1 tensor"), ("1 to 1e1", "2 tensors")]
+    assert [bar for bar in bars if bar[0].startswith("m.")] == [("m.2", "5.00"), ("m.10", "0")]
+    assert "1 tensor with values that are not finite, which norms leave out: odd (1 NaN, 1 Inf)" in found
+
+
+def test_infinite_changes_are_counted_and_layers_may_be_many(tmp_path: Path) -> None:
+    """A tensor that became NaN has a bar in both charts of a difference; 200,000 layers do not break them."""
+    key, many = "w.0", 200_000
+    sides: list[dict[str, Any]] = []
+    for _ in range(2):
+        tensors = describe_tensors((f"w.{n}", "float32", (1,), 4) for n in range(many))
+        rest = {"objects": [], "objectCount": 0, "common": [], "commonCount": 0, "commonFault": "", "incomplete": []}
+        boxes = describe_layouts([StoredBox(key, (0,), (1,), "f")], tensors["keys"], ["f"])
+        files = {"files": ["f"], "fileBytes": [4], "fileRank": [0], "boxesFault": "", "prefix": ""}
+        sides.append({"head": CheckpointHeader("c", "ep", 1)._asdict(), **tensors, **boxes, **files, **rest})
+    rows = [TensorDifference(f"w.{n}", "values", "f", "f", 1, 1, 1.0, 1.0, (0,), 0.5) for n in range(1, many)]
+    rows.append(TensorDifference(key, "values", "f", "f", 1, 1, float("inf"), float("inf"), (0,), float("inf")))
+    write_page(tmp_path / "page.html", "d", describe_difference(DiffReport(0, 0, tuple(rows)), *sides))
+    found = _open(tmp_path / "page.html", tmp_path)
+    assert re.search(r"<span>infinite or NaN</span><div class=\"track\">.*?</div></div><span>1 tensor</span>", found)
+    assert re.search(r"<span>w.0</span><div class=\"track\">.*?</div></div><span>infinite</span>", found)
 
 
 def test_a_module_of_one_module_is_folded_and_layers_are_drawn(tmp_path: Path) -> None:

@@ -1,0 +1,86 @@
+"""Texts in the cells of a terminal: a character of East Asian scripts takes two, and a combining mark none."""
+
+from __future__ import annotations
+
+import unicodedata
+from itertools import repeat
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterator, Sequence
+
+
+def measure(text: str) -> int:
+    """Return how many cells a printable text takes."""
+    return len(text) if text.isascii() else sum(map(_measure_char, text))
+
+
+def measure_widest(texts: Collection[str]) -> int:
+    """Return the cells of the widest of some texts, of which there may be 100,000."""
+    return max(map(len if all(map(str.isascii, texts)) else measure, texts))
+
+
+def pad(text: str, width: int) -> str:
+    """Return a text with blanks behind it, so that it takes at least so many cells."""
+    return text + " " * (width - measure(text))
+
+
+def pad_all(texts: Sequence[str], width: int) -> Iterator[str]:
+    """Yield each of some texts, of which there may be 100,000, as :func:`pad` returns it."""
+    return map(str.ljust if all(map(str.isascii, texts)) else pad, texts, repeat(width))
+
+
+def cut(text: str, most: int) -> str:
+    """Return the longest beginning of a text that takes at most so many cells."""
+    if text.isascii():
+        return text[:most]
+    taken = 0
+    for place, char in enumerate(text):
+        taken += _measure_char(char)
+        if taken > most:
+            return text[:place]
+    return text
+
+
+def cut_middle(text: str, most: int, gap: str = "...") -> str:
+    """Return a text of at most so many cells: of a longer one both ends, the end of which tells names apart."""
+    if measure(text) <= most:
+        return text
+    tail = (most - len(gap)) * 2 // 3
+    return f"{cut(text, most - len(gap) - tail)}{gap}{_cut_beginning(text, tail)}"
+
+
+def cut_words(text: str, most: int) -> str:
+    """Return the first words of a text that take at most so many cells; of a longer word, its beginning."""
+    if measure(text) <= most:
+        return text
+    beginning = cut(text, most) or text[:1]
+    return beginning.rpartition(" ")[0].rstrip() or beginning
+
+
+def wrap(text: str, most: int) -> list[str]:
+    """Return the lines of a text, each of at most so many cells, broken at blanks where there are any."""
+    lines = []
+    while text := text.lstrip():
+        lines.append(cut_words(text, most))
+        text = text[len(lines[-1]) :]
+    return lines
+
+
+def _cut_beginning(text: str, most: int) -> str:
+    """Return the longest end of a text that takes at most so many cells, and begins with no combining mark."""
+    place, taken = len(text), 0
+    while place and (taken := taken + _measure_char(text[place - 1])) <= most:
+        place -= 1
+    while place < len(text) and not _measure_char(text[place]):
+        place += 1
+    return text[place:]
+
+
+def _measure_char(char: str) -> int:
+    if unicodedata.category(char) in ("Mn", "Me"):
+        return 0
+    return 2 if unicodedata.east_asian_width(char) in ("W", "F") else 1
+
+
+__all__ = ["cut", "cut_middle", "cut_words", "measure", "measure_widest", "pad", "pad_all", "wrap"]

@@ -1,0 +1,53 @@
+"""What Ctrl-C has left of a verb."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from shardckpt.errors import CheckpointingException, listed
+
+if TYPE_CHECKING:
+    import argparse
+    from pathlib import Path
+
+#: What is left of a verb that does not write all at its end.
+_LEFT = {
+    "prune": "what it has removed is gone, and the next call goes on",
+    "verify": "verdicts that it has marked stay",
+    "demo": "its files are in its folder",
+}
+
+
+def describe_left(options: argparse.Namespace) -> str:
+    """Return what is left of an interrupted verb.
+
+    One that writes DST removes what it has written, but a second Ctrl-C stops that, and what an earlier call that was
+    killed has left stays until a call goes on with it.
+    """
+    if options.verb in _LEFT:
+        return _LEFT[options.verb]
+    target = getattr(options, "target", getattr(options, "new", ""))
+    staged = _list_staged(target) if target else []
+    if not staged:
+        return "nothing was written"
+    from shardckpt.storage import JOURNAL_NAME
+
+    place = staged[0].parent
+    is_resumable = any((path / JOURNAL_NAME).exists() for path in staged)
+    advice = "the same call goes on with it, and " * is_resumable + f"`shardckpt prune {place}` removes it"
+    return f"{target} is as it was; what was written for it stays in {listed([each.name for each in staged])}: {advice}"
+
+
+def _list_staged(target: str) -> list[Path]:
+    """Return the staging directories of what a verb writes on this machine."""
+    from shardckpt.commit import list_staging_directories
+    from shardckpt.engine import find_local
+
+    with suppress(CheckpointingException, OSError):  # such as of a folder that is not there
+        place = find_local(target)
+        return [] if place is None else list_staging_directories(place)
+    return []
+
+
+__all__ = ["describe_left"]
