@@ -11,6 +11,8 @@ from shardckpt.engine import find_incomplete_files, format_seconds, locate
 from shardckpt.errors import (
     BrokenPluginError,
     CheckpointingException,
+    CorruptCheckpointError,
+    StorageError,
     UnknownBackendError,
     VersionTooNewError,
     VersionTooOldError,
@@ -19,7 +21,7 @@ from shardckpt.maintenance import is_marked
 from shardckpt.manager.listing import summarize_step
 from shardckpt.manifest import MARKER_LIMIT, MARKER_NAME, RECORD_LIMIT, RECORD_NAME, Manifest, Marker, Record
 from shardckpt.plugins import choose_reader, hold_checkpoint, parse_file
-from shardckpt.storage import CheckpointReader, TellsTimes, attempt, on_store, open_directory
+from shardckpt.storage import CheckpointReader, TellsTimes, attempt, is_there, on_store, open_directory
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -93,7 +95,10 @@ def _explain_mendable(directory: Path, plugins: PluginManager) -> str:
             incomplete = {file.name for file in find_incomplete_files(strategy, reader)}
     except (UnknownBackendError, VersionTooNewError, VersionTooOldError, BrokenPluginError) as exc:
         return f"nothing installed can say what is left of it: {str(exc).splitlines()[0]}"
-    except (CheckpointingException, OSError):  # the index is lost or damaged, too
+    except (StorageError, OSError) as exc:
+        is_lost = isinstance(exc, FileNotFoundError) or isinstance(exc.__cause__, FileNotFoundError)
+        return "" if is_lost else f"nobody can say now what is left of it: {str(exc).splitlines()[0]}"
+    except CheckpointingException:  # the index is damaged, too
         return ""
     return "its data is all there" if incomplete <= _DESCRIPTIONS else ""
 
@@ -101,17 +106,21 @@ def _explain_mendable(directory: Path, plugins: PluginManager) -> str:
 def _read_best_description(directory: Path, plugins: PluginManager) -> tuple[Path, Manifest]:
     """Return what the first of a checkpoint's descriptions that can be read says, or else its content."""
     place = open_directory(directory)
-    with suppress(CheckpointingException, OSError):
-        record = parse_file(Record.parse, place / RECORD_NAME, RECORD_LIMIT)
-        return place, Manifest(backend=record.backend, version=record.version, record=record)
-    with suppress(CheckpointingException, OSError):
-        marker = parse_file(Marker.parse, place / MARKER_NAME, MARKER_LIMIT)
-        if marker.shardckpt_generation is not None:
-            remote = on_store(directory)
-            where = f"{directory if remote is None else remote.url}/{marker.shardckpt_generation}"
-            return _read_best_description(locate(where, plugins), plugins)
+    with suppress(CorruptCheckpointError):
+        if is_there(place / RECORD_NAME):
+            record = parse_file(Record.parse, place / RECORD_NAME, RECORD_LIMIT)
+            return place, Manifest(backend=record.backend, version=record.version, record=record)
+    marker = None
+    with suppress(CorruptCheckpointError):
+        if is_there(place / MARKER_NAME):
+            marker = parse_file(Marker.parse, place / MARKER_NAME, MARKER_LIMIT)
+    if marker is None:
+        return hold_checkpoint(directory, plugins)
+    if marker.shardckpt_generation is None:
         return place, Manifest(backend=marker.sharded_backend, version=marker.sharded_backend_version)
-    return hold_checkpoint(directory, plugins)
+    remote = on_store(directory)
+    inside = f"{directory if remote is None else remote.url}/{marker.shardckpt_generation}"
+    return _read_best_description(locate(inside, plugins), plugins)
 
 
 def _find_writer(directory: Path, older_than: float | None) -> str:
