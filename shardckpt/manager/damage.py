@@ -7,7 +7,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, NamedTuple
 
 from shardckpt.commit import find_last_write, find_unfinished, is_under_way, why_unfinished_kept
-from shardckpt.engine import find_incomplete_files, format_seconds, locate
+from shardckpt.engine import find_incomplete_files, format_seconds, is_damage, locate
 from shardckpt.errors import (
     BrokenPluginError,
     CheckpointingException,
@@ -21,7 +21,7 @@ from shardckpt.maintenance import is_marked
 from shardckpt.manager.listing import summarize_step
 from shardckpt.manifest import MARKER_LIMIT, MARKER_NAME, RECORD_LIMIT, RECORD_NAME, Manifest, Marker, Record
 from shardckpt.plugins import choose_reader, hold_checkpoint, parse_file
-from shardckpt.storage import CheckpointReader, TellsTimes, attempt, is_there, on_store, open_directory
+from shardckpt.storage import CheckpointReader, TellsTimes, attempt, is_there, on_store, open_directory, wrap_os_errors
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -88,18 +88,17 @@ def _is_of_save(directory: Path) -> bool:
 def _explain_mendable(directory: Path, plugins: PluginManager) -> str:
     """Return why a checkpoint may be mended, as where nothing but its descriptions is lost; ``""`` if it cannot be."""
     try:
-        place, manifest = _read_best_description(directory, plugins)
+        with wrap_os_errors("look at", directory):
+            place, manifest = _read_best_description(directory, plugins)
         # a record has all files and their sizes, whichever strategy wrote them
         strategy = choose_reader(directory, manifest, plugins) if manifest.record is None else None
         with CheckpointReader(place, manifest, verify=False) as reader:
             incomplete = {file.name for file in find_incomplete_files(strategy, reader)}
     except (UnknownBackendError, VersionTooNewError, VersionTooOldError, BrokenPluginError) as exc:
         return f"nothing installed can say what is left of it: {str(exc).splitlines()[0]}"
-    except (StorageError, OSError) as exc:
-        is_lost = isinstance(exc, FileNotFoundError) or isinstance(exc.__cause__, FileNotFoundError)
-        return "" if is_lost else f"nobody can say now what is left of it: {str(exc).splitlines()[0]}"
-    except CheckpointingException:  # the index is damaged, too
-        return ""
+    except CheckpointingException as exc:  # the index may be lost or damaged, too, or the store may not answer
+        is_answer = not isinstance(exc, StorageError) or is_damage(exc)
+        return "" if is_answer else f"nobody can say now what is left of it: {str(exc).splitlines()[0]}"
     return "its data is all there" if incomplete <= _DESCRIPTIONS else ""
 
 
