@@ -7,10 +7,12 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, NamedTuple
 
 from shardckpt.commit import find_last_write, find_unfinished, is_under_way, why_unfinished_kept
-from shardckpt.engine import find_incomplete_files, format_seconds, locate
+from shardckpt.engine import find_incomplete_files, format_seconds, is_damage, locate
 from shardckpt.errors import (
     BrokenPluginError,
     CheckpointingException,
+    CorruptCheckpointError,
+    StorageError,
     UnknownBackendError,
     VersionTooNewError,
     VersionTooOldError,
@@ -19,7 +21,7 @@ from shardckpt.maintenance import is_marked
 from shardckpt.manager.listing import summarize_step
 from shardckpt.manifest import MARKER_LIMIT, MARKER_NAME, RECORD_LIMIT, RECORD_NAME, Manifest, Marker, Record
 from shardckpt.plugins import choose_reader, hold_checkpoint, parse_file
-from shardckpt.storage import CheckpointReader, TellsTimes, attempt, on_store, open_directory
+from shardckpt.storage import CheckpointReader, TellsTimes, attempt, is_there, on_store, open_directory, wrap_os_errors
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -86,32 +88,38 @@ def _is_of_save(directory: Path) -> bool:
 def _explain_mendable(directory: Path, plugins: PluginManager) -> str:
     """Return why a checkpoint may be mended, as where nothing but its descriptions is lost; ``""`` if it cannot be."""
     try:
-        place, manifest = _read_best_description(directory, plugins)
+        with wrap_os_errors("look at", directory):
+            place, manifest = _read_best_description(directory, plugins)
         # a record has all files and their sizes, whichever strategy wrote them
         strategy = choose_reader(directory, manifest, plugins) if manifest.record is None else None
         with CheckpointReader(place, manifest, verify=False) as reader:
             incomplete = {file.name for file in find_incomplete_files(strategy, reader)}
     except (UnknownBackendError, VersionTooNewError, VersionTooOldError, BrokenPluginError) as exc:
         return f"nothing installed can say what is left of it: {str(exc).splitlines()[0]}"
-    except (CheckpointingException, OSError):  # the index is lost or damaged, too
-        return ""
+    except CheckpointingException as exc:  # the index may be lost or damaged, too, or the store may not answer
+        is_answer = not isinstance(exc, StorageError) or is_damage(exc)
+        return "" if is_answer else f"nobody can say now what is left of it: {str(exc).splitlines()[0]}"
     return "its data is all there" if incomplete <= _DESCRIPTIONS else ""
 
 
 def _read_best_description(directory: Path, plugins: PluginManager) -> tuple[Path, Manifest]:
     """Return what the first of a checkpoint's descriptions that can be read says, or else its content."""
     place = open_directory(directory)
-    with suppress(CheckpointingException, OSError):
-        record = parse_file(Record.parse, place / RECORD_NAME, RECORD_LIMIT)
-        return place, Manifest(backend=record.backend, version=record.version, record=record)
-    with suppress(CheckpointingException, OSError):
-        marker = parse_file(Marker.parse, place / MARKER_NAME, MARKER_LIMIT)
-        if marker.shardckpt_generation is not None:
-            remote = on_store(directory)
-            where = f"{directory if remote is None else remote.url}/{marker.shardckpt_generation}"
-            return _read_best_description(locate(where, plugins), plugins)
+    with suppress(CorruptCheckpointError):
+        if is_there(place / RECORD_NAME):
+            record = parse_file(Record.parse, place / RECORD_NAME, RECORD_LIMIT)
+            return place, Manifest(backend=record.backend, version=record.version, record=record)
+    marker = None
+    with suppress(CorruptCheckpointError):
+        if is_there(place / MARKER_NAME):
+            marker = parse_file(Marker.parse, place / MARKER_NAME, MARKER_LIMIT)
+    if marker is None:
+        return hold_checkpoint(directory, plugins)
+    if marker.shardckpt_generation is None:
         return place, Manifest(backend=marker.sharded_backend, version=marker.sharded_backend_version)
-    return hold_checkpoint(directory, plugins)
+    remote = on_store(directory)
+    inside = f"{directory if remote is None else remote.url}/{marker.shardckpt_generation}"
+    return _read_best_description(locate(inside, plugins), plugins)
 
 
 def _find_writer(directory: Path, older_than: float | None) -> str:

@@ -11,6 +11,8 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
 from shardckpt.cli import main
+from shardckpt.errors import StorageError
+from shardckpt.manager import damage as manager_damage
 from shardckpt.manager import garbage_collection, lease_step, prune_steps
 from tests.cli.checkpoints import damage
 from tests.manager import folders
@@ -128,6 +130,21 @@ def test_what_can_be_mended_stays(tmp_path: Path, lost: str, capsys: pytest.Capt
     damage(tmp_path / "step-1" / "__0_0.distcp", "cut to a half")
     assert _prune(capsys, tmp_path, "--older-than", 0)["step-1"].startswith("damaged: ")
     assert folders.names_in(tmp_path) == {"step-2"}
+
+
+def test_what_cannot_be_read_now_stays(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the disk or the store does not answer, nobody can say whether a step can be mended: it is not removed."""
+    folders.save_all(tmp_path, 1, 2)
+    folders.damage(tmp_path / "step-1")
+
+    def fail(*_: object) -> None:
+        raise StorageError("the store does not answer")
+
+    monkeypatch.setattr(manager_damage, "find_incomplete_files", fail)
+    kept = _prune(capsys, tmp_path, "--older-than", 0)["step-1"]
+    assert kept.startswith("nobody can say now what is left of it: the store does not answer; damaged: ")
 
 
 def test_what_no_save_wrote_stays(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
