@@ -55,8 +55,8 @@ def fit_table(
 ) -> list[str]:
     """Return a table without empty columns as one text; on a terminal, one whose lines have the terminal's width.
 
-    There columns are left out that can be missed, first cells are cut in the middle, and last ones, which may be long
-    reasons, go on below their row.
+    There columns are left out that can be missed, and cells are cut in the middle, those of the first column last; of
+    the last column, which may have long reasons, they go on below their row.
 
     Args:
         header: Names of the columns.
@@ -70,6 +70,9 @@ def fit_table(
         return [table(names, cells, styles, styled)]
     width = shutil.get_terminal_size().columns
     names, cells, left_out = _leave_out_columns(names, cells, optional, width)
+    if _SHORTEST + _measure_others(names, cells) > width:  # such as values of the common state in diff
+        middle = max(width // 4, _SHORTEST)
+        cells = [[row[0], *(cut_middle(cell, middle) for cell in row[1:-1]), row[-1]] for row in cells]
     room = max(width - _measure_others(names, cells), _SHORTEST)
     cells = [[cut_middle(row[0], room), *row[1:]] for row in cells]
     text = _wrap_lasts(names, cells, styles, styled, width)

@@ -47,8 +47,11 @@ def test_columns_begin_below_each_other(monkeypatch: pytest.MonkeyPatch) -> None
     rows = [(WIDE * 3, "1"), (COMBINED, "2"), ("plain", "3 " + WIDE * 30)]
     assert len(_columns_of(make_table(("name", "n"), rows).split("\n")[2:], "123")) == 1
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    monkeypatch.setenv("COLUMNS", "40")
+    monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setenv("NO_COLOR", "1")
+    values = [("name", "value", "y" * 90, "z"), ("other", "value", "-", "z")]
+    assert max(map(measure, fit_table(("object", "differs in", "first", "second"), values)[0].split("\n"))) <= 80
+    monkeypatch.setenv("COLUMNS", "40")
     lines = fit_table(("name", "n"), [(WIDE * 20, "1"), *rows[1:]])[0].split("\n")
     assert len(_columns_of(lines[2:5], "123")) == 1
     assert max(map(measure, lines)) <= 40

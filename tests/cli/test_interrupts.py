@@ -16,6 +16,15 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
+def _interrupt(monkeypatch: pytest.MonkeyPatch, verb: str) -> None:
+    """Let a verb be interrupted as soon as it runs."""
+
+    def stop(_: object) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(f"shardckpt.cli.{verb}.run", stop)
+
+
 @table(
     "verb, said",
     [
@@ -27,11 +36,7 @@ def test_ctrl_c_says_what_is_left(
     verb: str, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """One line and the shell's exit code, no traceback."""
-
-    def stop(_: object) -> int:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(f"shardckpt.cli.{verb}.run", stop)
+    _interrupt(monkeypatch, verb)
     assert main([verb]) == 130
     assert capsys.readouterr().err == f"{said}\n"
 
@@ -41,11 +46,7 @@ def test_ctrl_c_names_what_a_killed_call_has_left(
     verb: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """What stays beside DST is said, with its end: only with a journal the same call goes on with it."""
-
-    def stop(_: object) -> int:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(f"shardckpt.cli.{verb}.run", stop)
+    _interrupt(monkeypatch, verb)
     new, left = tmp_path / "new", staging_path(tmp_path / "new", "0" * 32)
     left.mkdir()
     for goes_on in (False, True):

@@ -287,6 +287,17 @@ def test_names_that_begin_otherwise_are_advised(tmp_path: Path, capsys: pytest.C
     assert "(the first has app.model.0.w, the second x): --rename OLD=NEW" in capsys.readouterr().out
 
 
+def test_an_optimizer_that_an_export_leaves_out_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """After an export by a mapping only the optimizer's state differs, which is no fault of the export."""
+    save_values(tmp_path / "c", {"model.w": torch.ones(3), "optimizer.state.w": torch.zeros(3)})
+    (tmp_path / "rules.json").write_text('{"model.w": "w"}')
+    options = ["--mapping", str(tmp_path / "rules.json")]
+    assert main(["export", str(tmp_path / "c"), str(tmp_path / "hf"), "--prefix", "", *options]) == 0
+    capsys.readouterr()
+    assert main(["diff", str(tmp_path / "c"), str(tmp_path / "hf"), *options]) == 1
+    assert capsys.readouterr().out.splitlines()[-1].startswith("all of the model is equal: what differs is optimizer")
+
+
 def test_names_that_lack_a_prefix_are_advised(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Where no name is in both, but those of one are in the other behind a prefix, the call that compares is said."""
     tensors = {"a.w": torch.ones(3), "b.w": torch.zeros(3)}
