@@ -215,10 +215,9 @@ def compare_keys(
         text = describe_mismatch(
             _join_shards(left, used), _join_shards(absent, set(stored.values())) | set(incomplete.values())
         )
-        text += _suggest_names(absent.values(), set(stored.values())) + _advise_of_codes(
-            absent.values(), stored.values()
-        )
-        if strict is StrictHandling.ASSUME_OK_UNEXPECTED:
+        advice = _suggest_names(set(absent.values()), set(stored.values()))
+        text += advice + _advise_of_codes(absent.values(), stored.values())
+        if strict is StrictHandling.ASSUME_OK_UNEXPECTED and not advice:
             text += "\nTo load the rest, pass strict='log_unexpected'."
         with comm.local_phase("comparing keys"):
             if strict.raises:
@@ -282,16 +281,26 @@ def _report_unused(
         logger.warning("%s (on_unused='ignore' is silent, 'error' refuses)", text)
 
 
-def _suggest_names(absent: Iterable[str], stored: Collection[str]) -> str:
-    """Return what to do about keys that are stored without their first part, as torchtitan stores those of a model."""
+def _suggest_names(absent: Collection[str], stored: Collection[str]) -> str:
+    """Return what to do about keys that are stored with something before them, or without their first part."""
     bare = {key: tail for key in absent if (tail := key.partition(".")[2]) in stored}
-    if not bare:
+    if bare:  # as torchtitan stores those of a model
+        key, tail = min(bare.items())
+        prefix = key.removesuffix(tail)
+        return (
+            f"\nThe checkpoint has {tail!r} and not {key!r} ({len(bare)} keys so): describe what begins with "
+            f"{prefix!r} without that; to_sharded_state_dict(model) puts nothing before the names of the model"
+        )
+    key = min(absent, default="")
+    prefixes = sorted(name.removesuffix(key) for name in stored if key and name.endswith(f".{key}"))
+    if not prefixes:
         return ""
-    key, tail = min(bare.items())
-    prefix = key.removesuffix(tail)
+    prefix = max(prefixes, key=lambda each: sum(each + name in stored for name in absent))
+    count = sum(prefix + name in stored for name in absent)
     return (
-        f"\nThe checkpoint has {tail!r} and not {key!r} ({len(bare)} keys so): describe what begins with {prefix!r} "
-        "without that; to_sharded_state_dict(model) puts nothing before the names of the model"
+        f"\nThe checkpoint has {prefix + key!r} and not {key!r} ({count} keys so), as of a model that was saved with "
+        f"its optimizer: describe the model by to_sharded_state_dict(model, prefix={prefix!r}), or put {prefix!r} "
+        "before its keys"
     )
 
 

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
+from shardckpt import dist_checkpointing as dc
+from shardckpt.adapters import to_sharded_state_dict
 from shardckpt.distributed.comm import Comm
 from shardckpt.errors import CheckpointingException, KeyMismatchError, ShardingError
 from shardckpt.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
@@ -19,6 +21,9 @@ from shardckpt.validation.keys import (
 )
 from shardckpt.validation.sharding import validate_shards
 from tests.tables import table
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 def _cell(index: int, count: int, key: str = "w", **fields: Any) -> ShardedTensor:
@@ -146,6 +151,21 @@ def test_an_object_that_is_stored_in_part_is_a_mismatch() -> None:
         compare_keys(wanted, stored, StrictHandling.RAISE_ALL, Comm(alone=True))
     assert compare_keys(wanted, stored, StrictHandling.RETURN_ALL, Comm(alone=True)).unexpected == {"o"}
     assert not compare_keys(wanted, stored, StrictHandling.RAISE_UNEXPECTED, Comm(alone=True)).unexpected
+
+
+def test_keys_that_are_stored_behind_a_prefix_are_said_with_what_loads_them(tmp_path: Path) -> None:
+    """Of a model that was saved with its optimizer, the error names the prefix; with that the model is loaded."""
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(4)).sum().backward()
+    optimizer.step()
+    dc.save(to_sharded_state_dict(model, optimizer), tmp_path / "c")
+    with pytest.raises(KeyMismatchError, match=r"to_sharded_state_dict\(model, prefix='model\.'\)") as raised:
+        dc.load(to_sharded_state_dict(model), tmp_path / "c")
+    assert "log_unexpected" not in str(raised.value)  # it would load nothing
+    other = torch.nn.Linear(4, 4)
+    dc.load(to_sharded_state_dict(other, prefix="model."), tmp_path / "c")
+    assert torch.equal(other.weight, model.weight)
 
 
 def test_a_key_that_is_stored_without_its_first_part_is_said() -> None:
