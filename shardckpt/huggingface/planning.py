@@ -63,7 +63,7 @@ class LeftOut(NamedTuple):
 
     Attributes:
         optimizer: Of tensors of an optimizer's state.
-        outside: Of other tensors without the model's prefix.
+        outside: Of other tensors beside the model, unless the caller has named its prefix.
         unmapped: Of objects, and of tensors that the mapping leaves out.
     """
 
@@ -176,7 +176,7 @@ def choose_model(
         is_optimizer = not takes_all and sections.has_optimizer_key(key) and not (known and known.knows(key[cut:]))
         if key.startswith(prefix) and not is_optimizer:
             chosen.append(shard)
-        elif isinstance(shard, ShardedTensor) and not is_version_key(key):
+        elif isinstance(shard, ShardedTensor) and not is_version_key(key) and (is_optimizer or options.prefix is None):
             left[is_optimizer].append(key)
     refuse_codes(map(stored_key, chosen))
     return prefix, chosen, LeftOut(tuple(left[True]), tuple(left[False]))

@@ -65,36 +65,41 @@ def _outer_prefixes(key: str) -> Iterator[str]:
 
 def _find_optimizers(keys: Collection[str]) -> Iterator[str]:
     """Yield the prefixes of optimizers' keys."""
-    prefixes = {prefix for key in keys for prefix in _outer_prefixes(key)}
+    prefixes = {prefix for key in keys if "optim" in key or "state" in key for prefix in _outer_prefixes(key)}
     for prefix in prefixes:
-        outer = prefix[: -len(prefix.split(".")[-2]) - 1]
+        outer = _outer(prefix)
         if is_optimizer_key(f"{prefix}x") and not (outer and is_optimizer_key(f"{outer}x")):
             yield prefix
-    stored = set(keys)
-    for prefix in prefixes:
         inner = prefix.removesuffix("state.")
-        if inner != prefix and inner and _match_parameters(_list_parameters(keys, prefix), stored, prefixes):
+        if inner not in ("", prefix) and _match_parameters(_list_parameters(keys, prefix), keys):
             yield inner
 
 
-def _list_parameters(keys: Iterable[str], prefix: str) -> list[str]:
+def _outer(prefix: str) -> str:
+    """Return a prefix without its last part."""
+    return prefix[: -len(prefix.split(".")[-2]) - 1]
+
+
+def _list_parameters(keys: Iterable[str], prefix: str) -> set[str]:
     """Return names of parameters in some keys of an optimizer's ``state``: all but the last part, or but the first."""
     inner = islice((key[len(prefix) :] for key in keys if key.startswith(prefix)), _SAMPLE)
     parts = [text for text in inner if "." in text]
-    return [text.rpartition(".")[0] for text in parts] + [text.partition(".")[2] for text in parts]
+    return {text.rpartition(".")[0] for text in parts} | {text.partition(".")[2] for text in parts}
 
 
-def _match_parameters(names: Collection[str], stored: Collection[str], prefixes: Iterable[str]) -> Counter[str]:
-    """Count, by prefix, the parameters that are stored under it."""
-    counts = Counter({prefix: sum(prefix + name in stored for name in names) for prefix in ("", *prefixes)})
+def _match_parameters(names: Collection[str], keys: Iterable[str]) -> Counter[str]:
+    """Count, by prefix, the keys that are names of parameters behind it."""
+    counts: Counter[str] = Counter()
+    for key in keys:
+        for prefix in ("", *_outer_prefixes(key)):
+            counts[prefix] += key[len(prefix) :] in names
     return +counts
 
 
-def _find_parameters(keys: Collection[str], others: Collection[str], optimizers: Collection[str]) -> str | None:
+def _find_parameters(keys: Collection[str], others: Iterable[str], optimizers: Iterable[str]) -> str | None:
     """Return the prefix under which the optimizers' parameters are stored; None if they have no names."""
-    prefixes = {prefix for key in others for prefix in _outer_prefixes(key)}
-    names = [name for optimizer in optimizers for name in _list_parameters(keys, f"{optimizer}state.")]
-    matched = _match_parameters(names, frozenset(others), prefixes)
+    names = {name for optimizer in optimizers for name in _list_parameters(keys, f"{optimizer}state.")}
+    matched = _match_parameters(names, others)
     # averages of the weights, and a teacher's, have the same names
     order = sorted(matched, key=lambda prefix: (-matched[prefix], prefix.split(".")[-2:][0] not in _MODELS, prefix))
     return order[0] if order else None
@@ -102,8 +107,7 @@ def _find_parameters(keys: Collection[str], others: Collection[str], optimizers:
 
 def _find_neighbour(others: Iterable[str], optimizers: Iterable[str]) -> str:
     """Return the prefix of what stands beside an optimizer, and is called a model."""
-    outer = {optimizer[: -len(optimizer.split(".")[-2]) - 1] for optimizer in optimizers}
-    for prefix in sorted(outer, key=len):
+    for prefix in sorted({_outer(optimizer) for optimizer in optimizers}, key=len):
         beside = {key[len(prefix) :].partition(".")[0] for key in others if key.startswith(prefix)}
         models = beside & _MODELS
         if len(models) == 1 and not beside & _BESIDE_MODEL:

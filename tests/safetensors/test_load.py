@@ -29,7 +29,8 @@ def test_objects_of_other_writers_are_kept(tmp_path: Path) -> None:
     (tmp_path / "old").mkdir()
     for name, data in make([Tensor("w", (2,), "F32")], objects).items():
         (tmp_path / "old" / name).write_bytes(data)
-    assert convert_checkpoint(tmp_path / "old", tmp_path / "new", "torch_dist").objects == 3
+    # one is a ShardedObject; the others are for readers of other libraries, and not counted, as inspect does
+    assert convert_checkpoint(tmp_path / "old", tmp_path / "new", "torch_dist").objects == 1
     wanted = {"rng": None, "a/b": None}
     dcp.load(wanted, checkpoint_id=tmp_path / "new", no_dist=True)
     assert wanted == {"rng": {"seed": 3}, "a/b": b"x"}
