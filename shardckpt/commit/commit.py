@@ -155,7 +155,8 @@ def check_target(target: Path, *, overwrite: bool) -> None:
     if not overwrite and not is_free(target):
         raise StorageError(
             f"{target} is not empty: give another directory, or pass overwrite=True (the command: --overwrite) to "
-            "replace the checkpoint in it (with an export, the weights); other files in it stay"
+            "replace the checkpoint in it; other files in it stay, but an export replaces weights of any format, and "
+            "with assets (--assets) all files"
         )
 
 

@@ -37,6 +37,10 @@ class Casts(NamedTuple):
         """Return whether anything may be cast."""
         return self.dtype is not None or bool(self.named)
 
+    def keeps(self, name: str) -> bool:
+        """Return whether the caller keeps a tensor's dtype."""
+        return _matches(name, self.keep)
+
     def choose(self, name: str, dtype: torch.dtype, model: torch.dtype | None) -> torch.dtype:
         """Return the dtype in which a tensor is written.
 
@@ -45,7 +49,7 @@ class Casts(NamedTuple):
             dtype: Its dtype.
             model: That of the model's weights, as :func:`find_model_dtype` returns it.
         """
-        if not is_castable(dtype) or _matches(name, self.keep):
+        if not is_castable(dtype) or self.keeps(name):
             return dtype
         for pattern, target in self.named:
             if fnmatchcase(name, pattern):
@@ -74,13 +78,19 @@ def parse_casts(dtype: torch.dtype | str | Mapping[str, torch.dtype | str] | Non
         keep: Patterns of names that keep their dtype.
 
     Raises:
-        CheckpointingException: One is no floating-point dtype of 16 bits or more; or ``keep`` is one text.
+        CheckpointingException: One is no floating-point dtype of 16 bits or more; or ``keep`` is one text,
+            or there is no dtype.
     """
     if isinstance(keep, str):
         raise CheckpointingException(f"keep={keep!r}: give a list of patterns, such as [{keep!r}]")
+    if keep and not dtype:
+        raise CheckpointingException("keep (--keep) says what is not cast: give a dtype (--dtype), too")
     if dtype is None or not hasattr(dtype, "items"):
         return Casts(parse_dtype(dtype), keep=tuple(keep))
-    parsed = {pattern: parse_dtype(found, f"dtype[{pattern!r}]") for pattern, found in dtype.items()}
+    parsed = {
+        pattern: parse_dtype(found, "dtype" if pattern == "*" else f"dtype of {pattern!r}")
+        for pattern, found in dtype.items()
+    }
     named = tuple((pattern, found) for pattern, found in parsed.items() if found is not None and pattern != "*")
     return Casts(parsed.get("*"), named, tuple(keep))
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from shardckpt.errors import CheckpointingException
+from shardckpt.errors import CheckpointingException, find_nearest
 
 if TYPE_CHECKING:
     from shardckpt.planning import Ints
@@ -39,6 +39,8 @@ _DTYPES: dict[str, torch.dtype] = {
     name: getattr(torch, attribute) for name, attribute in _NAMES.items() if hasattr(torch, attribute)
 }
 _NAME_OF = {dtype: name for name, dtype in _DTYPES.items()}
+#: Names that trainers' options have.
+_SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
 #: Packed: a byte has two values, which safetensors counts as two elements and torch as one.
 _PAIRS = "F4"
 
@@ -54,7 +56,7 @@ def parse_dtype(
     """Parse the dtype that floating-point tensors are cast to.
 
     Args:
-        dtype: A floating-point dtype, or its name: ``bfloat16``, ``torch.bfloat16``.
+        dtype: A floating-point dtype, or its name: ``bfloat16``, ``torch.bfloat16``, ``bf16``.
         argument: The name of the caller's argument, for the error.
         bits: The fewest bits that it may have: below 16, values cannot be cast without scales.
 
@@ -66,10 +68,15 @@ def parse_dtype(
     """
     if dtype is None:
         return None
-    found = dtype if isinstance(dtype, torch.dtype) else getattr(torch, str(dtype).removeprefix("torch."), None)
+    name = str(dtype).removeprefix("torch.")
+    found = dtype if isinstance(dtype, torch.dtype) else getattr(torch, _SHORT.get(name, name), None)
     if not isinstance(found, torch.dtype) or not is_unpacked_float(found) or 8 * found.itemsize < bits:
         expected = "float64, float32, float16" + (", bfloat16 or an 8-bit float" if bits == 8 else " or bfloat16")  # noqa: PLR2004
-        raise CheckpointingException(f"{argument}={dtype!r}: expected {expected} (other tensors stay as they are)")
+        nearest = find_nearest(name, ("bfloat16", "float16", "float32", "float64"))
+        question = f"did you mean {nearest}? " if nearest not in ("", name) else ""
+        raise CheckpointingException(
+            f"{argument}={dtype!r}: {question}expected {expected} (other tensors stay as they are)"
+        )
     return found
 
 

@@ -326,7 +326,9 @@ def _has_fixed_dtype(tensor: HubTensor, tensors: Mapping[str, HubTensor]) -> boo
 def _is_kept(tensor: HubTensor, casts: Casts) -> bool:
     """Return whether a tensor that is not cast holds more than it would after the cast."""
     target = casts.dtype
-    return target is not None and is_castable(tensor.dtype) and tensor.dtype.itemsize > target.itemsize
+    if target is None or not is_castable(tensor.dtype) or casts.keeps(tensor.name):
+        return False
+    return tensor.dtype.itemsize > target.itemsize
 
 
 def _key_list(parts: Iterable[StoredPart]) -> str:

@@ -69,8 +69,12 @@ def test_a_pattern_casts_or_keeps_what_it_names(tmp_path: Path) -> None:
     for wrong in ({"dtype": {"*.B_log": "float16"}}, {"dtype": "bfloat16", "keep": ["norms.*"]}):
         with pytest.raises(CheckpointingException, match=r"matches no tensor's name"):
             export_to_huggingface(source, tmp_path / "hf", overwrite=True, **wrong)  # type: ignore[arg-type]
+    with pytest.raises(CheckpointingException, match=r"give a dtype \(--dtype\), too"):
+        export_to_huggingface(source, tmp_path / "hf", overwrite=True, keep=["*norm*"])
+    with pytest.raises(CheckpointingException, match=r"dtype='bflot16': did you mean bfloat16\?"):
+        export_to_huggingface(source, tmp_path / "hf", overwrite=True, dtype="bflot16")
     with pytest.raises(CheckpointingException, match=r"give a list of patterns"):
-        export_to_huggingface(source, tmp_path / "hf", overwrite=True, keep="*norm*")
+        export_to_huggingface(source, tmp_path / "hf", overwrite=True, dtype="bf16", keep="*norm*")
     assert _dtypes(tmp_path / "hf") == found
 
 
