@@ -57,8 +57,8 @@ def add(verbs: Any) -> None:
         type=float,
         metavar="HOURS",
         help="age from which to remove what other hosts have left, whose processes cannot be seen from here "
-        "(default: SHARDCKPT_LEFTOVER_HOURS, or 24); with --damaged also hours since the last write to a step "
-        "(default: 1)",
+        "(default: SHARDCKPT_LEFTOVER_HOURS, or 24); with --damaged, of these steps alone: hours since the last write "
+        "to one (default: 1)",
     )
     parser.add_argument(
         "--damaged", action="store_true", help="also remove steps that are damaged, and saves that did not end"
@@ -122,12 +122,14 @@ def run(options: Any) -> Output:
     if _chooses_steps(options, policies) and not steps:
         refuse_checkpoint(options.path)
         _refuse_folder_of_runs(options.path)
+    # whoever removes damaged steps at once does not mean the running saves of other hosts
+    age = None if options.damaged else options.older_than
     leftovers: list[PruneResult] = []
     with show_progress("prune"):
         if options.path is not None:
-            leftovers += prune_leftovers(options.path, options.older_than, dry_run=options.dry_run)
+            leftovers += prune_leftovers(options.path, age, dry_run=options.dry_run)
         if options.spool is not None:
-            leftovers += prune_spools(options.spool or None, options.older_than, dry_run=options.dry_run)
+            leftovers += prune_spools(options.spool or None, age, dry_run=options.dry_run)
     if options.path is not None and not steps and not leftovers:
         refuse_checkpoint(options.path)
     unseen = "" if options.path is None else explain_unseen_uploads(options.path)

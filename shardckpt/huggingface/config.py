@@ -87,7 +87,9 @@ def find_tied(config: dict[str, Any], tensors: Iterable[HubTensor]) -> tuple[Hub
     if not _look_up(config, _TIED):
         return None
     pair = [next((found[name] for name in names if name in found), None) for names in (_EMBEDDINGS, _HEADS)]
-    return None if pair[0] is None or pair[1] is None else (pair[0], pair[1])
+    if pair[0] is None or pair[1] is None or len(pair[0].shape) != len(pair[1].shape) or not pair[0].shape:
+        return None
+    return pair[0], pair[1]
 
 
 def _look_up(config: dict[str, Any], key: str) -> Any:

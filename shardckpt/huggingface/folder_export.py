@@ -127,9 +127,10 @@ class FolderExport:
         # as stored, and not as read for the folder: a conversion counts each of these reads as written
         stored = OpenCheckpoint(self.checkpoint.strategy, self.checkpoint.context, self.checkpoint.operation)
         rows = max(1, BLOCK_BYTES // max(one.nbytes // max(one.shape[0], 1), 1))
+        rest = one.shape[1:]
         same = one.shape == other.shape
         for first in range(0, one.shape[0] if same else 0, rows):
-            box = Box((first, 0), (min(rows, one.shape[0] - first), one.shape[1]))
+            box = Box((first, *(0 for _ in rest)), (min(rows, one.shape[0] - first), *rest))
             both = [torch.empty(box.shape, dtype=one.dtype, device="cpu") for _ in (one, other)]
             wanted: list[ShardedBase] = [*one.shards_for(box, both[0]), *other.shards_for(box, both[1])]
             stored.values(wanted)

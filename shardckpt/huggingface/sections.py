@@ -65,19 +65,35 @@ def _outer_prefixes(key: str) -> Iterator[str]:
 
 def _find_optimizers(keys: Collection[str]) -> Iterator[str]:
     """Yield the prefixes of optimizers' keys."""
-    prefixes = {prefix for key in keys if "optim" in key or "state" in key for prefix in _outer_prefixes(key)}
+    prefixes = {prefix for key in keys if "optim" in key for prefix in _outer_prefixes(key)}
     for prefix in prefixes:
         outer = _outer(prefix)
         if is_optimizer_key(f"{prefix}x") and not (outer and is_optimizer_key(f"{outer}x")):
             yield prefix
-        inner = prefix.removesuffix("state.")
-        if inner not in ("", prefix) and _match_parameters(_list_parameters(keys, prefix), keys):
-            yield inner
+    states: dict[str, set[str]] = {}
+    for key in keys:
+        for prefix in _outer_prefixes(key) if ".state." in key else ():
+            if prefix.endswith(".state."):
+                states.setdefault(prefix, set()).add(key[len(prefix) :].rpartition(".")[0])
+    if states:
+        tails = {key[len(prefix) :] for key in keys for prefix in ("", *_outer_prefixes(key))}
+        yield from (
+            _outer(prefix) for prefix, names in states.items() if names <= tails and _are_stored(names, prefix, keys)
+        )
 
 
 def _outer(prefix: str) -> str:
     """Return a prefix without its last part."""
     return prefix[: -len(prefix.split(".")[-2]) - 1]
+
+
+def _are_stored(names: Collection[str], state: str, keys: Iterable[str]) -> bool:
+    """Return whether all parameters that a ``state`` has values of are stored elsewhere, behind one prefix.
+
+    A model may have a module called ``state``, too.
+    """
+    outside = (key for key in keys if not key.startswith(_outer(state)))
+    return any(count == len(names) for count in _match_parameters(names, outside).values())
 
 
 def _list_parameters(keys: Iterable[str], prefix: str) -> set[str]:

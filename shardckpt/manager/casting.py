@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shardckpt.huggingface import find_model_dtype, parse_casts
-from shardckpt.mapping import ShardedTensor
+from shardckpt.mapping import ShardedTensor, is_main_replica
 from shardckpt.state_dict import apply_factories, dict_list_map_outplace, nested_values
 from shardckpt.tensors import is_quantized
 
@@ -37,7 +37,8 @@ def cast_shards(described: ShardedStateDict, dtype_name: str | None, comm: Comm)
     with comm.local_phase("describing the model"):
         copied = dict_list_map_outplace(lambda leaf: leaf, described)  # applying factories changes the dict
         apply_factories(copied)
-        tensors = [leaf for leaf in nested_values(copied) if _is_castable(leaf)]
+        # replicas once, as the checkpoint has them
+        tensors = [leaf for leaf in nested_values(copied) if _is_castable(leaf) and is_main_replica(leaf.replica_id)]
         counts = [(tensor.dtype, tensor.data.numel()) for tensor in tensors]
     # a rank of a pipeline may have the norms alone
     totals = comm.total(*(sum(count for dtype, count in counts if dtype == each) for each in _FLOATS))

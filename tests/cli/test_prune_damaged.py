@@ -15,6 +15,7 @@ from shardckpt.errors import StorageError
 from shardckpt.manager import damage as manager_damage
 from shardckpt.manager import garbage_collection, lease_step, prune_steps
 from tests.cli.checkpoints import damage
+from tests.commit import owners
 from tests.manager import folders
 from tests.tables import table
 
@@ -36,6 +37,15 @@ def _make(folder: Path, name: str = "step-{}") -> None:
     folders.save_all(folder, 1, 2, 3, 4, 5, name=name)
     folders.damage(folder / name.format(2))
     folders.lose_marker(folder / name.format(5))
+
+
+def test_the_running_save_of_another_host_stays(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """--older-than 0 removes damaged steps at once, and not what a process that cannot be seen from here has begun."""
+    _make(tmp_path)
+    begun = owners.leave(tmp_path / "step-6", owners.elsewhere())
+    assert _prune(capsys, tmp_path, "--older-than", 0)["step-2"].startswith("damaged: ")
+    assert begun.exists()
+    assert not (tmp_path / "step-2").exists()
 
 
 @table("name", ["step-{}", "ckpt_{:06}", "epoch_{}", "iter_{:07}", "step_{}"])

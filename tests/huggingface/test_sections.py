@@ -86,6 +86,20 @@ def test_a_section_that_is_named_is_exported(tmp_path: Path) -> None:
     for prefix, names in (("ema.", {"w"}), ("optim.state.", {"w.exp_avg"})):
         export_to_huggingface(source, tmp_path / "hf", prefix=prefix, overwrite=True)
         assert read(tmp_path / "hf").keys() == names
-    source = save(tmp_path / "ssm", {key: torch.ones(2) for key in ("ssm.state.weight", "lm.weight")})
+
+
+#: Keys of models alone.
+MODELS = {
+    "a module called state": ["ssm.state.weight", "lm.weight"],
+    "a layer in a module called state": ["model.state.proj.weight", "model.layers.0.weight", "lm_head.weight"],
+    "a section whose name ends with state": ["model_state.w", "model_state.layers.0.w", "model_state.norm.w"],
+    "a module called optim": ["optimize.weight", "layers.0.optim.weight"],
+}
+
+
+@table("name", MODELS)
+def test_a_model_with_the_words_of_an_optimizer_is_written_whole(name: str, tmp_path: Path) -> None:
+    """Modules with names such as state are the model's."""
+    source = save(tmp_path / "c", {key: torch.ones(2) for key in MODELS[name]})
     export_to_huggingface(source, tmp_path / "hf", overwrite=True)
-    assert read(tmp_path / "hf").keys() == {"ssm.state.weight", "lm.weight"}
+    assert read(tmp_path / "hf").keys() == set(MODELS[name])
