@@ -49,7 +49,7 @@ def add(verbs: Any) -> None:
     parser.add_argument(
         "--overwrite",
         action="store_true",
-        help="replace the weights in the folder and, with --assets, its other files",
+        help="replace the weights in the folder and, with --assets, its configuration and tokenizer",
     )
     add_verbose(parser, "print a line for each file")
     parser.set_defaults(reads=("checkpoint",), run=run)

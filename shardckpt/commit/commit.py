@@ -155,8 +155,8 @@ def check_target(target: Path, *, overwrite: bool) -> None:
     if not overwrite and not is_free(target):
         raise StorageError(
             f"{target} is not empty: give another directory, or pass overwrite=True (the command: --overwrite) to "
-            "replace the checkpoint in it; other files in it stay, but an export replaces weights of any format, and "
-            "with assets (--assets) all files"
+            "replace the checkpoint in it; other files in it stay, but an export removes what a loader would take with "
+            "its weights: adapters, other weights and, with assets (--assets), the old configuration and tokenizer"
         )
 
 

@@ -124,8 +124,8 @@ def export_to_huggingface(
         strict: Whether tensors that match no rule of the mapping are an error, before anything is written.
         cut_vocabulary: Whether to leave out rows of the embedding and the output that the config's ``vocab_size`` does
             not count, with which Megatron pads them; else they are an error.
-        overwrite: Replace a folder in one step: weights of any format and adapters, and with ``assets`` all other
-            files, too. Hidden files and folders in it stay.
+        overwrite: Replace a folder in one step: what loaders would take with the new weights goes (other weights that
+            they load, adapters, and with ``assets`` the old configuration and tokenizer), all else in it stays.
         process_group: The ranks that write; by default all, or this process alone without torch.distributed.
         memory_budget: Bytes, or text such as ``"64MiB"``, that each rank may hold at a time: blocks, requests, parts on
             their way to a store; of ``bin`` also the tensors of a file. At least 32 MiB, 64 where a store is read or

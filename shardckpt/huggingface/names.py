@@ -19,6 +19,15 @@ _STEMS = {SAFETENSORS: ("model", ".safetensors"), BIN: ("pytorch_model", ".bin")
 _WEIGHTS = re.compile(r"(model|pytorch_model)(-\d+-of-\d+)?\.(safetensors|bin)(\.index\.json)?")
 #: What makes transformers put old adapters onto the new weights.
 _ADAPTER = "adapter_config.json"
+#: Weights that transformers, vLLM or SGLang load of a folder: all ``*.safetensors``, Mistral's, PyTorch's, Keras' and
+#: Flax's; and adapters.
+_LOADED = re.compile(
+    r"[^.].*\.safetensors|[^.].*\.index\.json|(pytorch_model|consolidated).*|(tf_model|flax_model)\..*|adapter_(config|model)\..*"
+)
+#: What they read beside weights: configurations, and the tokenizer.
+_CONFIGURING = re.compile(
+    r"([^.].*_)?config\.json|(tokenizer|chat_template|vocab|special_tokens|added_tokens|merges|params|tekken)[^/]*|[^.].*\.(model|tiktoken)"
+)
 #: Suffixes of weights in any format.
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".index.json", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx")
 _NUMBERS = re.compile(r"(\d+)")
@@ -134,10 +143,10 @@ def is_asset(name: str) -> bool:
 
 
 def is_replaced(name: str, *, has_assets: bool) -> bool:
-    """Return whether an export over a folder removes a file of this name, which a loader might prefer or add.
+    """Return whether an export over a folder removes a file of this name: what a loader might prefer to it, or add.
 
     Args:
-        name: The name; hidden files stay.
+        name: The name.
         has_assets: Whether the export brings the model's other files. Else those of the folder stay.
     """
-    return not name.startswith(".") and (has_assets or not is_asset(name))
+    return _LOADED.fullmatch(name) is not None or (has_assets and _CONFIGURING.fullmatch(name) is not None)

@@ -97,26 +97,26 @@ STRAY = (
     "consolidated.safetensors.index.json",
     "pytorch_model.bin",
     "pytorch_model.bin.index.json",
-    "model.gguf",
     "model.safetensors.index.json",
     "tf_model.h5",
 )
 
 
 def test_an_overwrite_leaves_nothing_that_a_loader_would_take(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Adapters and other tools' weights go, and are named; the config stays; with assets all is as in a new folder."""
+    """Adapters and other tools' weights go, and are named; the config stays; with assets the tokenizer goes, too."""
     source = save(tmp_path / "c", {"model.w": torch.ones(4)})
-    target = _assets(tmp_path / "hf", {"old": 1}, *STRAY, "tokenizer.json", ".gitattributes")
+    others = {".gitattributes", "original", "notes.md", "train.py", "step.pt", "model.gguf"}
+    target = _assets(tmp_path / "hf", {"old": 1}, *STRAY, "tokenizer.json", *others - {"original"})
     (target / "original").mkdir()
     with caplog.at_level(logging.WARNING, "shardckpt"):
         export_to_huggingface(source, target, overwrite=True)
     names = {path.name for path in target.iterdir()}
-    assert names == {"model.safetensors", "config.json", "tokenizer.json", ".gitattributes", "original"}
+    assert names == {"model.safetensors", "config.json", "tokenizer.json", *others}
     assert "adapter_config.json" in caplog.text
     assets = _assets(tmp_path / "assets", {"new": 1}, "tokenizer.model")
     export_to_huggingface(source, target, overwrite=True, assets=assets)
     names = {path.name for path in target.iterdir()}
-    assert names == {"model.safetensors", "config.json", "tokenizer.model", ".gitattributes", "original"}
+    assert names == {"model.safetensors", "config.json", "tokenizer.model", *others}
     assert "tokenizer.json" in caplog.text
 
 
