@@ -292,7 +292,8 @@ def _suggest_names(absent: Collection[str], stored: Collection[str]) -> str:
             f"{prefix!r} without that; to_sharded_state_dict(model) puts nothing before the names of the model"
         )
     key = min(absent, default="")
-    prefixes = sorted(name.removesuffix(key) for name in stored if key and name.endswith(f".{key}"))
+    texts = (name for name in stored if isinstance(name, str))  # a damaged index may have other keys
+    prefixes = sorted(name.removesuffix(key) for name in texts if key and name.endswith(f".{key}"))
     if not prefixes:
         return ""
     prefix = max(prefixes, key=lambda each: sum(each + name in stored for name in absent))
