@@ -281,7 +281,7 @@ def _report_unused(
         logger.warning("%s (on_unused='ignore' is silent, 'error' refuses)", text)
 
 
-def _suggest_names(absent: Collection[str], stored: Collection[str]) -> str:
+def _suggest_names(absent: Collection[str], stored: Collection[object]) -> str:
     """Return what to do about keys that are stored with something before them, or without their first part."""
     bare = {key: tail for key in absent if (tail := key.partition(".")[2]) in stored}
     if bare:  # as torchtitan stores those of a model
