@@ -26,6 +26,7 @@ from shardckpt.huggingface.names import (
     is_weights,
 )
 from shardckpt.huggingface.small_file import copy_new, write_pickled
+from shardckpt.manifest import MARKER_NAME
 from shardckpt.planning import Box, assign_holders
 from shardckpt.storage import CheckpointWriter, is_there, wrap_os_errors
 
@@ -38,6 +39,9 @@ if TYPE_CHECKING:
     from shardckpt.storage import Journal
 
 logger = logging.getLogger(__name__)
+
+#: What a directory has that is a checkpoint: of shardckpt and Megatron, of plain DCP.
+_CHECKPOINTS = (MARKER_NAME, ".metadata")
 
 
 @dataclass(frozen=True)
@@ -66,6 +70,7 @@ class FolderExport:
             with self.operation.local_phase("staging"):
                 if comm.is_main:
                     check_target(self.target, overwrite=self.overwrite)
+                    self._refuse_checkpoint()
                     config = self._adapt_config()
                     staging, _ = open_staging(self.target, _is_superseded, restore=self.overwrite, journal=self.journal)
                     stack.callback(_discard, staging, self.journal)
@@ -111,6 +116,15 @@ class FolderExport:
         if wanted:
             shards: list[ShardedBase] = list(wanted)
             self.checkpoint.values(shards)
+
+    def _refuse_checkpoint(self) -> None:
+        """Raise if the target is a checkpoint, some of whose files an export would replace."""
+        for name in _CHECKPOINTS:
+            if is_there(self.target / name):
+                raise CheckpointingException(
+                    f"{self.target} is a checkpoint ({name} is there), which an export does not replace: give another "
+                    "folder, or remove the checkpoint first (shardckpt remove)"
+                )
 
     def _adapt_config(self) -> bytes | None:
         """Return the text of ``config.json``; None if none is there, or it is true of the tensors as it is."""

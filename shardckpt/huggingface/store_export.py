@@ -81,6 +81,7 @@ class StoreExport(FolderExport):
             raise StorageError(
                 f"{self.target} is not empty: give another URL, or pass overwrite=True to replace weights"
             )
+        self._refuse_checkpoint()
         config = self._adapt_config()
         gone = self._choose_replaced(name for name in found if "/" not in name) - {path.name for path in self.assets}
         # the index first: without it the other files are no folder

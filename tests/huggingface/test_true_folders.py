@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
+from shardckpt import dist_checkpointing as dc
 from shardckpt.errors import CheckpointingException
 from shardckpt.huggingface import export_to_huggingface, load_from_huggingface
 from shardckpt.mapping import ShardedTensor
-from tests.huggingface.samples import read, save
+from tests.huggingface.samples import read, save, sharded_state
 from tests.tables import table
 
 if TYPE_CHECKING:
@@ -118,6 +119,18 @@ def test_an_overwrite_leaves_nothing_that_a_loader_would_take(tmp_path: Path, ca
     names = {path.name for path in target.iterdir()}
     assert names == {"model.safetensors", "config.json", "tokenizer.model", *others}
     assert "tokenizer.json" in caplog.text
+
+
+@table("place", ["directory", "store"])
+def test_a_checkpoint_is_not_replaced(place: str, tmp_path: Path) -> None:
+    """An export over a checkpoint, whose files are safetensors, too, is refused, and the checkpoint is as it was."""
+    source = save(tmp_path / "c", {"model.w": torch.ones(4)})
+    target = str(tmp_path / "other") if place == "directory" else "memory://a_checkpoint_is_not_replaced/other"
+    dc.save(sharded_state({"w": torch.full((4,), 7.0)}), target, "safetensors")
+    for assets in (None, _assets(tmp_path / "assets", {})):
+        with pytest.raises(CheckpointingException, match=r"is a checkpoint \(metadata\.json is there\)"):
+            export_to_huggingface(source, target, overwrite=True, assets=assets)
+    assert dc.load_plain_tensors(target)["w"].tolist() == [7.0] * 4
 
 
 def test_any_exports_over_a_folder_leave_what_a_new_one_has(tmp_path: Path) -> None:
