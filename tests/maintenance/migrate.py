@@ -13,8 +13,10 @@ from shardckpt import CheckpointReader, CheckpointWriter, LoadStrategy, Migratio
 from shardckpt import dist_checkpointing as dc
 from shardckpt.mapping import ShardedTensor
 from shardckpt.plugins import get_plugin_manager
+from tests.plugged import registered
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
     from shardckpt import LoadContext, SaveContext
@@ -96,12 +98,12 @@ def loaded(path: Path) -> tuple[float, int]:
 
 
 @pytest.fixture
-def old(tmp_path: Path) -> Path:
-    """A checkpoint of version 1, with a foreign file beside its own."""
-    register()
-    dc.save(state(1.0), tmp_path / "old", (SaveText.backend, 1))
-    (tmp_path / "old" / "notes.md").write_text("mine")
-    return tmp_path / "old"
+def old(tmp_path: Path) -> Iterator[Path]:
+    """A checkpoint of version 1, with a foreign file beside its own, and the plugin that reads it."""
+    with registered(Plugin()):
+        dc.save(state(1.0), tmp_path / "old", (SaveText.backend, 1))
+        (tmp_path / "old" / "notes.md").write_text("mine")
+        yield tmp_path / "old"
 
 
 def content(path: Path) -> dict[str, bytes]:

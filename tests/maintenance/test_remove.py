@@ -23,6 +23,7 @@ from shardckpt.errors import CheckpointingException, CorruptCheckpointError, Not
 from shardckpt.maintenance.verify import verify_checkpoint
 from shardckpt.manifest import RECORD_NAME, Record
 from shardckpt.mapping import PlainObject
+from shardckpt.plugins import get_plugin_manager
 from shardckpt.strategy import LoadContext, LoadStrategy, RemovesKeys
 from shardckpt_torch_dist import TorchDistLoadShardedStrategy, TorchDistSaveShardedStrategy
 from tests import backends
@@ -331,9 +332,10 @@ def test_a_strategy_without_the_ability(tmp_path: Path) -> None:
     (tmp_path / "c" / "metadata.json").write_text('{"sharded_backend": "fixed", "sharded_backend_version": 1}')
     assert isinstance(TorchDistLoadShardedStrategy(), RemovesKeys)
     assert not isinstance(CannotRemove(), RemovesKeys)
-    dc.register_default_strategy(dc.StrategyAction.LOAD_SHARDED, "fixed", 1, CannotRemove)
-    with pytest.raises(CheckpointingException, match="'fixed' checkpoint, and its CannotRemove cannot remove keys"):
-        dc.remove_sharded_tensors(tmp_path / "c", "w")
+    with get_plugin_manager().registry.preserved():
+        dc.register_default_strategy(dc.StrategyAction.LOAD_SHARDED, "fixed", 1, CannotRemove)
+        with pytest.raises(CheckpointingException, match="'fixed' checkpoint, and its CannotRemove cannot remove keys"):
+            dc.remove_sharded_tensors(tmp_path / "c", "w")
 
 
 def _add_integrity(path: Path) -> None:
