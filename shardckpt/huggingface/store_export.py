@@ -81,13 +81,13 @@ class StoreExport(FolderExport):
             raise StorageError(
                 f"{self.target} is not empty: give another URL, or pass overwrite=True to replace weights"
             )
-        self._refuse_checkpoint()
         config = self._adapt_config()
-        gone = self._choose_replaced(name for name in found if "/" not in name) - {path.name for path in self.assets}
-        # the index first: without it the other files are no folder
-        replaced = sorted(gone, key=lambda name: not (is_weights(name) and name.endswith(".json")))
         with hold_place(self._store, partial(open_folder, plugins=self.operation.plugins)) if found else nullcontext():
-            for name in replaced:
+            self._refuse_checkpoint()
+            gone = self._choose_replaced(name for name in found if "/" not in name)
+            gone -= {path.name for path in self.assets}
+            # the index first: without it the other files are no folder
+            for name in sorted(gone, key=lambda name: not (is_weights(name) and name.endswith(".json"))):
                 (self._store / name).delete()
         if config is not None:
             (self._store / CONFIG).write(config)
