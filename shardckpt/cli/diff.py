@@ -197,8 +197,12 @@ def _find_renames(first: set[str], second: set[str]) -> dict[str, str]:
         parts = key.split(".")
         for depth in range(1, len(parts)):
             by_end.setdefault(".".join(parts[depth:]), []).append(".".join(parts[:depth]))
-    for new in sorted({key.partition(".")[0] for key in second}):
-        ends = [key.partition(".")[2] for key in second if key.startswith(f"{new}.")]
+    by_beginning: dict[str, list[str]] = {}
+    for key in second:
+        beginning, dot, end = key.partition(".")
+        if dot:
+            by_beginning.setdefault(beginning, []).append(end)
+    for new, ends in sorted(by_beginning.items()):
         counts = Counter(old for end in ends for old in by_end.get(end, ()))
         if counts:
             old = max(counts, key=lambda old: (counts[old], -old.count("."), old))
