@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import logging
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardckpt.errors import CheckpointingException
+from shardckpt.huggingface.assets import read_asset
 from shardckpt.huggingface.casts import find_model_dtype
-from shardckpt.huggingface.folder import CONFIG, CONFIG_LIMIT, read_json
+from shardckpt.huggingface.folder import CONFIG, parse_object
 from shardckpt.storage import is_there
 
 if TYPE_CHECKING:
@@ -32,30 +33,45 @@ _VOCABULARY, _TIED = "vocab_size", "tie_word_embeddings"
 #: Where models of the Hub have their embedding, and their output layer.
 _PREFIXES = ("", "model.", "language_model.", "model.language_model.", "language_model.model.")
 _EMBEDDINGS = tuple(f"{prefix}embed_tokens.weight" for prefix in _PREFIXES)
-_HEADS = tuple(f"{prefix}lm_head.weight" for prefix in _PREFIXES)
+HEADS = tuple(f"{prefix}lm_head.weight" for prefix in _PREFIXES)
 
 
-def find_config(assets: Iterable[Path], target: Path | None = None) -> Path | None:
-    """Return the ``config.json`` that a folder will have: that of the assets, else its own; None if there is none."""
-    places = [*assets, *([] if target is None else [target / CONFIG])]
-    return next((path for path in places if path.name == CONFIG and is_there(path)), None)
+class ModelConfig(NamedTuple):
+    """A ``config.json``: where it was read, and its content."""
+
+    source: Path
+    content: dict[str, Any]
+
+    @property
+    def is_tied(self) -> bool:
+        """Whether it says that the output layer is the embedding."""
+        return bool(_look_up(self.content, _TIED))
 
 
-def read_config(assets: Iterable[Path], target: Path | None = None) -> dict[str, Any] | None:
-    """Return the content of the ``config.json`` that a folder will have; None if there is none.
+def find_config(assets: Iterable[Path], target: Path | None = None) -> ModelConfig | None:
+    """Return the ``config.json`` that a folder will have: that of the assets, else its own; None if there is none.
 
     Raises:
         CorruptCheckpointError: It is not a JSON object.
     """
-    source = find_config(assets, target)
-    return None if source is None else read_json(source, CONFIG_LIMIT)
+    places = [*assets, *([] if target is None else [target / CONFIG])]
+    source = next((path for path in places if path.name == CONFIG and is_there(path)), None)
+    return None if source is None else ModelConfig(source, parse_object(read_asset(source), source))
 
 
-def adapt_config(source: Path, tensors: Sequence[HubTensor], *, is_cast: bool, refuses: bool = True) -> bytes | None:
+def read_config(assets: Iterable[Path], target: Path | None = None) -> dict[str, Any] | None:
+    """Return the content of what :func:`find_config` finds; None if it finds none."""
+    found = find_config(assets, target)
+    return None if found is None else found.content
+
+
+def adapt_config(
+    config: ModelConfig, tensors: Sequence[HubTensor], *, is_cast: bool, refuses: bool = True
+) -> bytes | None:
     """Return the text of a ``config.json`` that is true of tensors: their dtype, and whether they are quantized.
 
     Args:
-        source: The file.
+        config: The file.
         tensors: What its folder will have.
         is_cast: Whether a config without a dtype gets one.
         refuses: Whether another vocabulary than that of the tensors is an error, and not a warning.
@@ -65,28 +81,27 @@ def adapt_config(source: Path, tensors: Sequence[HubTensor], *, is_cast: bool, r
 
     Raises:
         CheckpointingException: It has another vocabulary than the tensors.
-        CorruptCheckpointError: It is not a JSON object.
     """
-    config = read_json(source, CONFIG_LIMIT)
-    wrong = _compare_vocabulary(config, tensors, source)
+    source, content = config
+    wrong = _compare_vocabulary(content, tensors, source)
     if wrong and refuses:
         raise CheckpointingException(wrong)
     if wrong:
         logger.warning("%s", wrong)
-    adapted = config if _are_quantized(tensors) else _drop_quantization(config, source)
+    adapted = content if _are_quantized(tensors) else _drop_quantization(content, source)
     adapted = _replace_dtypes(adapted, tensors)
     main = _find_dtype(tensors)
     if is_cast and main is not None and not any(adapted.get(key) for key in (_DTYPE, _OLDER)):
         adapted[_DTYPE] = main
-    return None if adapted == config else (json.dumps(adapted, indent=2, ensure_ascii=False) + "\n").encode()
+    return None if adapted == content else (json.dumps(adapted, indent=2, ensure_ascii=False) + "\n").encode()
 
 
-def find_tied(config: dict[str, Any], tensors: Iterable[HubTensor]) -> tuple[HubTensor, HubTensor] | None:
+def find_tied(config: ModelConfig, tensors: Iterable[HubTensor]) -> tuple[HubTensor, HubTensor] | None:
     """Return the embedding and the output layer, if both are there and a config says that they are one."""
-    found = {tensor.name: tensor for tensor in tensors}
-    if not _look_up(config, _TIED):
+    if not config.is_tied:
         return None
-    pair = [next((found[name] for name in names if name in found), None) for names in (_EMBEDDINGS, _HEADS)]
+    found = {tensor.name: tensor for tensor in tensors}
+    pair = [next((found[name] for name in names if name in found), None) for names in (_EMBEDDINGS, HEADS)]
     if pair[0] is None or pair[1] is None or len(pair[0].shape) != len(pair[1].shape) or not pair[0].shape:
         return None
     return pair[0], pair[1]
@@ -102,7 +117,7 @@ def _compare_vocabulary(config: dict[str, Any], tensors: Iterable[HubTensor], so
     """Return what is wrong with the rows of the embedding or the output layer; empty if nothing is."""
     size = _look_up(config, _VOCABULARY)
     for tensor in tensors:
-        if tensor.name in (*_EMBEDDINGS, *_HEADS) and tensor.shape and type(size) is int and tensor.shape[0] != size:
+        if tensor.name in (*_EMBEDDINGS, *HEADS) and tensor.shape and type(size) is int and tensor.shape[0] != size:
             return (
                 f"{source} has {_VOCABULARY} {size}, and {tensor.name!r} has {tensor.shape[0]} rows: no tool would "
                 "load such a folder. Give the config.json of this model (assets=, --assets), or leave out rows with "

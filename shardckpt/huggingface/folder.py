@@ -237,7 +237,11 @@ def read_json(path: Path, limit: int) -> dict[str, Any]:
     Raises:
         CorruptCheckpointError: the file is longer, or is not a JSON object.
     """
-    raw = read_file(path, limit)
+    return parse_object(read_file(path, limit), path)
+
+
+def parse_object(raw: bytes, path: Path) -> dict[str, Any]:
+    """Return the object in the content of a JSON file; raise CorruptCheckpointError if it is not one."""
     try:
         found = json.loads(raw)
     except (ValueError, RecursionError) as exc:

@@ -15,7 +15,7 @@ from shardckpt.engine import OpenCheckpoint, Operation, open_staging
 from shardckpt.errors import CheckpointingException, listed
 from shardckpt.huggingface.block_writer import BLOCK_BYTES, BlockWriter
 from shardckpt.huggingface.config import adapt_config, find_config, find_tied
-from shardckpt.huggingface.folder import CONFIG, CONFIG_LIMIT, read_folder, read_json
+from shardckpt.huggingface.folder import CONFIG, read_folder
 from shardckpt.huggingface.header import lay_out
 from shardckpt.huggingface.names import (
     SAFETENSORS,
@@ -104,7 +104,7 @@ class FolderExport:
         elif mine:
             with BlockWriter(self._load, self.journal) as writer:
                 for name, tensors in mine:
-                    writer.write(staging / name, lay_out(tensors, {}))
+                    writer.write(staging / name, lay_out(tensors))
 
     def _pickle(self, path: Path, tensors: Sequence[HubTensor]) -> None:
         """Write a file for ``torch.load``, whose tensors are in memory as a whole."""
@@ -128,13 +128,13 @@ class FolderExport:
 
     def _adapt_config(self) -> bytes | None:
         """Return the text of ``config.json``; None if none is there, or it is true of the tensors as it is."""
-        source = find_config(self.assets, None if self.assets else self.target)
-        if source is None:
+        config = find_config(self.assets, None if self.assets else self.target)
+        if config is None:
             return None
-        tied = find_tied(read_json(source, CONFIG_LIMIT), self.plan.tensors)
+        tied = find_tied(config, self.plan.tensors)
         if tied is not None:
-            self._check_tied(*tied, source)
-        return adapt_config(source, self.plan.tensors, is_cast=bool(self.plan.cast))
+            self._check_tied(*tied, config.source)
+        return adapt_config(config, self.plan.tensors, is_cast=bool(self.plan.cast))
 
     def _check_tied(self, one: HubTensor, other: HubTensor, config: Path) -> None:
         """Raise if two tensors that the config says are one have other values."""
