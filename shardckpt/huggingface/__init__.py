@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from shardckpt.huggingface.dtypes import cast_to, get_dtype_size, parse_dtype
     from shardckpt.huggingface.export import Exported, export_to_huggingface
     from shardckpt.huggingface.export_budget import LEAST_EXPORTING, LEAST_EXPORTING_ON_STORES
-    from shardckpt.huggingface.folder import CONFIG
+    from shardckpt.huggingface.folder import CONFIG, read_origin
     from shardckpt.huggingface.folder_export import FolderExport
     from shardckpt.huggingface.header import parse_header, place_tensors
     from shardckpt.huggingface.hub_tensor import HubTensor
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
         parse_leave_out,
     )
     from shardckpt.huggingface.planning import ExportOptions, plan_export, plan_tensors
+    from shardckpt.huggingface.review import review_folder
     from shardckpt.huggingface.rules import Rule, RuleMapping
     from shardckpt.huggingface.sections import Sections, find_sections
     from shardckpt.huggingface.shards import get_shard_info, save_state_dict
@@ -63,7 +64,7 @@ __getattr__ = lazy_getattr(
         "dtypes": ("cast_to", "get_dtype_size", "parse_dtype"),
         "export": ("Exported", "export_to_huggingface"),
         "export_budget": ("LEAST_EXPORTING", "LEAST_EXPORTING_ON_STORES"),
-        "folder": ("CONFIG",),
+        "folder": ("CONFIG", "read_origin"),
         "folder_export": ("FolderExport",),
         "header": ("parse_header", "place_tensors"),
         "hub_tensor": ("HubTensor",),
@@ -79,6 +80,7 @@ __getattr__ = lazy_getattr(
             "parse_leave_out",
         ),
         "planning": ("ExportOptions", "plan_export", "plan_tensors"),
+        "review": ("review_folder",),
         "rules": ("Rule", "RuleMapping"),
         "sections": ("Sections", "find_sections"),
         "shards": ("get_shard_info", "save_state_dict"),
@@ -148,6 +150,8 @@ __all__ = [
     "read_all_of_folder",
     "read_assets",
     "read_config",
+    "read_origin",
+    "review_folder",
     "save_state_dict",
     "split_qkv",
     "split_vocabulary",

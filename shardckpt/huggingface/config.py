@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 #: The key of the dtype, and that of transformers before 4.56.
 _DTYPE, _OLDER = "dtype", "torch_dtype"
 #: What says how weights are quantized; the dtypes in it are not those of weights.
-_QUANTIZATIONS = ("quantization_config", "compression_config")
+QUANTIZATIONS = ("quantization_config", "compression_config")
 #: Ends of names of quantized weights' parts: of fp8 with scales, compressed-tensors, GPTQ and AWQ, MXFP4, bitsandbytes.
 _QUANTIZED_ENDS = ("_scale_inv", "_scale", "_scales", "_packed", "_blocks", ".qweight", ".absmax", ".SCB")
 #: The keys of a part's config end with it: ``vision_config``.
@@ -83,7 +83,12 @@ def adapt_config(
         CheckpointingException: It has another vocabulary than the tensors.
     """
     source, content = config
-    wrong = _compare_vocabulary(content, tensors, source)
+    wrong = _compare_vocabulary(config, tensors)
+    if wrong:
+        wrong += (
+            ". Give the config.json of this model (assets=, --assets), or leave out rows with which Megatron pads the "
+            "vocabulary (cut_vocabulary=True, --cut-vocabulary, with a mapping)"
+        )
     if wrong and refuses:
         raise CheckpointingException(wrong)
     if wrong:
@@ -113,15 +118,32 @@ def _look_up(config: dict[str, Any], key: str) -> Any:
     return config.get(key, text.get(key) if isinstance(text, dict) else None)
 
 
-def _compare_vocabulary(config: dict[str, Any], tensors: Iterable[HubTensor], source: Path) -> str:
+def describe_contradiction(config: ModelConfig, tensors: Sequence[HubTensor]) -> str:
+    """Return what a config says of tensors that is wrong, and keeps tools from loading them; empty if nothing is."""
+    wrong = _compare_vocabulary(config, tensors)
+    says = next((key for key in QUANTIZATIONS if config.content.get(key)), "")
+    if says and not _are_quantized(tensors):
+        wrong += f"{'; ' * bool(wrong)}it says how weights are quantized ({says}), and none is"
+    return wrong
+
+
+def describe_dtype(config: ModelConfig, tensors: Iterable[HubTensor]) -> str:
+    """Return in which other dtype than theirs engines load tensors, because a config says so; empty if in none."""
+    stored = _find_dtype(tensors)
+    said = next((str(value) for key in (_DTYPE, _OLDER) if (value := _look_up(config.content, key))), "")
+    if not said or stored is None or said.removeprefix("torch.") == stored:
+        return ""
+    return f"engines load the weights, which are {stored}, as {said}: it says so"
+
+
+def _compare_vocabulary(config: ModelConfig, tensors: Iterable[HubTensor]) -> str:
     """Return what is wrong with the rows of the embedding or the output layer; empty if nothing is."""
-    size = _look_up(config, _VOCABULARY)
+    size = _look_up(config.content, _VOCABULARY)
     for tensor in tensors:
         if tensor.name in (*_EMBEDDINGS, *HEADS) and tensor.shape and type(size) is int and tensor.shape[0] != size:
             return (
-                f"{source} has {_VOCABULARY} {size}, and {tensor.name!r} has {tensor.shape[0]} rows: no tool would "
-                "load such a folder. Give the config.json of this model (assets=, --assets), or leave out rows with "
-                "which Megatron pads the vocabulary (cut_vocabulary=True, --cut-vocabulary, with a mapping)"
+                f"{config.source} has {_VOCABULARY} {size}, and {tensor.name!r} has {tensor.shape[0]} rows: no tool "
+                "loads such a folder"
             )
     return ""
 
@@ -136,7 +158,7 @@ def _are_quantized(tensors: Iterable[HubTensor]) -> bool:
 
 def _drop_quantization(config: dict[str, Any], source: Path) -> dict[str, Any]:
     """Return a config that does not say that weights are quantized, after a warning if it did."""
-    kept = {key: value for key, value in config.items() if key not in _QUANTIZATIONS}
+    kept = {key: value for key, value in config.items() if key not in QUANTIZATIONS}
     if len(kept) < len(config):
         logger.warning("%s says how weights are quantized, and these are not: the folder's does not say so", source)
     parts = {key: value for key, value in kept.items() if key.endswith(_PART) and isinstance(value, dict)}
@@ -150,7 +172,7 @@ def _replace_dtypes(config: dict[str, Any], tensors: Sequence[HubTensor]) -> dic
     for key, value in config.items():
         if key in (_DTYPE, _OLDER) and value is not None and dtype is not None:
             changed[key] = dtype
-        elif isinstance(value, dict) and key not in _QUANTIZATIONS:
+        elif isinstance(value, dict) and key not in QUANTIZATIONS:
             stem = key.removesuffix(_PART)
             own = [t for t in tensors if any(part.startswith(stem) for part in t.name.split("."))]
             changed[key] = _replace_dtypes(value, own or tensors)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardckpt.errors import CheckpointingException, CorruptCheckpointError, listed
 from shardckpt.huggingface.dtypes import from_safetensors, safetensors_name, torch_shape, written_shape
+from shardckpt.huggingface.names import ORIGIN
 from shardckpt.storage import HEADER_LIMIT, LENGTH_BYTES, SMALL_RECORD, HeaderEntry, encode_header, parse_json
 from shardckpt.tensors import PAGE
 
@@ -183,7 +184,8 @@ def parse_header(text: bytes, size: int, source: str) -> dict[str, FileTensor]:
         metadata = entries.pop(_METADATA, None) or {}
         found = {name: _entry(entry, first, size) for name, entry in entries.items()}
         # of tied tensors, a file has one, and its metadata maps the other names to it
-        found = {name: found[other] for name, other in metadata.items() if name != _FORMAT and other in found} | found
+        tied = {name: other for name, other in metadata.items() if name != _FORMAT and not name.startswith(ORIGIN)}
+        found = {name: found[other] for name, other in tied.items() if other in found} | found
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as exc:
         raise CorruptCheckpointError(f"{source}: its header is damaged, or the file is cut short ({exc})") from exc
     return found
