@@ -51,6 +51,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
+class MissingStatesError(CannotLoadError):
+    """A manager's checkpoint that lacks states which are to be loaded."""
+
+
 class Fetched(NamedTuple):
     """A checkpoint that was read but not restored: what :meth:`TrainingStates.restore` takes."""
 
@@ -233,7 +237,7 @@ class StepReader:
                 )
             return [MODEL]
         if content.get("model_only") and set(requested) - {MODEL, RNG}:
-            raise CannotLoadError(
+            raise MissingStatesError(
                 f"{path} has the model alone (last_save_model_only): the training that saved it was over. To start a "
                 "training from its weights, give it as initial_load_path with another folder; to continue that "
                 "training, give load_step=<an earlier step>"
@@ -241,15 +245,19 @@ class StepReader:
         stored = content.get("states")
         if stored is None:  # not saved by a CheckpointManager
             return requested
-        missing = [name for name in requested if name not in stored and name != RNG]
+        missing = self.list_missing(stored)
         if missing:
-            raise CheckpointingException(
+            raise MissingStatesError(
                 f"{path} has no state {', '.join(map(repr, missing))}; it has {', '.join(map(repr, stored))}. Put new "
                 "states into exclude_from_loading: the training then starts with them as they are"
                 + "; rename= is for checkpoints that no manager has saved"
                 * bool(self._renames)
             )
         return [name for name in requested if name in stored]
+
+    def list_missing(self, stored: Collection[str]) -> list[str]:
+        """Return the states to load that a manager's checkpoint lacks, by the names of those that it has."""
+        return [name for name in self._states.names if name not in {*self._excluded, *stored, RNG}]
 
     def _choose_foreign_names(
         self,
