@@ -155,6 +155,13 @@ def escape_text(text: str, keep: str = "") -> str:
     )
 
 
+def show_given(value: object) -> str:
+    """Return a value that a caller gave as an error shows it: text and numbers as Python writes them, else the type."""
+    if value is None or isinstance(value, str | bytes | bool | int | float):
+        return f"{value!r:.100}"
+    return f"the class {value.__name__}" if isinstance(value, type) else f"an object of type {type(value).__name__}"
+
+
 def listed(texts: Collection[str], between: str = ", ", limit: int = 20) -> str:
     """Return the texts in one, as errors show them: the first ``limit``, escaped, and how many more there are."""
     shown = [*map(escape_text, list(texts)[:limit])]
@@ -252,4 +259,5 @@ __all__ = [
     "name_known",
     "name_prefixes",
     "refuse_copy",
+    "show_given",
 ]
