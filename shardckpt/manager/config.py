@@ -500,8 +500,8 @@ def parse_config(given: Any) -> CheckpointConfig:
     """
     if isinstance(given, CheckpointConfig):
         return given
-    if isinstance(given, Mapping) and all(isinstance(name, str) for name in given):
-        return CheckpointConfig(**given)
+    if isinstance(given, Mapping) and not any(hasattr(value, "state_dict") for value in given.values()):
+        return CheckpointConfig(**{str(name): value for name, value in given.items()})
     folder = str(given) if isinstance(given, str | os.PathLike) else "checkpoints"
     raise ConfigurationError(
         f"CheckpointManager: config is {show_given(given)}: expected a CheckpointConfig, as in "

@@ -23,7 +23,7 @@ from shardckpt.manager.reader import StepReader
 from shardckpt.manager.retention import KeepBest
 from shardckpt.manager.rng import add_random_state
 from shardckpt.manager.save_policies import SaveClock
-from shardckpt.manager.states import MODEL, TrainingStates
+from shardckpt.manager.states import MODEL, TrainingStates, check_named
 from shardckpt.manager.step_names import parse_number
 from shardckpt.manager.step_resolution import NEWEST, check_step, find_best, read_step, resolve_step
 from shardckpt.manager.steps import MODEL_PREFIX, PREFIX_KEY, StepFolder
@@ -104,6 +104,7 @@ class CheckpointManager:
         comm = Comm(process_group)
         self._world_size = comm.world_size
         with comm.collective_phase("looking at the states"):
+            check_named(states)
             named = add_random_state(states) if config.save_rng else states
             self._states = TrainingStates(named, check_replicas=config.check_replicas, keep_options=config.keep_options)
             comm.agree(states=sorted(self._states.names), **config.describe())

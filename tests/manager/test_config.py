@@ -140,7 +140,7 @@ def test_a_wrong_policy_is_said_in_plain_words(make: Callable[[], Any], said: st
         make()
 
 
-@table("given", ["runs/a", None, 3, [1], Progress()])
+@table("given", ["runs/a", None, 3, [1], Progress(), {"model": Progress()}])
 def test_a_manager_says_how_a_configuration_is_written(given: Any) -> None:
     """A path, or anything else in its place, is named, with the call that is right."""
     call = r"CheckpointManager\(CheckpointConfig\(folder='(runs/a|checkpoints)'\), \{'model': model, "

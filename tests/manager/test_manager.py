@@ -412,10 +412,10 @@ def test_wrong_states_are_refused(tmp_path: Path) -> None:
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters())
     for states, message in (
-        ({"model": object()}, "'model' is of type object"),
+        ({"model": object()}, "'model' is an object of type object"),
         ({"optimizer": optimizer}, "goes with modules"),
         ({"model": model, "sgd": optimizer}, "give optimizers as 'optimizer'"),
-        ({"forms": model}, "another"),
+        ({"forms": model}, "other text"),
     ):
         with pytest.raises(CheckpointingException, match=message):
             CheckpointManager(config, states)
