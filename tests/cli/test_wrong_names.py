@@ -121,9 +121,16 @@ ROWS = [
     ("ls runs --metric los", "did you mean loss? metrics: loss, ppl)"),
     ("ls runs --metric ppls:max", "did you mean ppl?"),
     ("ls runs --json --metric los", "did you mean loss?"),
-    ("pin runs 4 --label x", "there are the steps 1, 2, 3"),
+    ("pin runs 4 --label x", "has no step 4 (steps: 1, 2, 3)"),
     ("pin runs 1 --label relase --remove", "did you mean release?"),
     ("pin runs 2 --label release --remove", "'release' of step-1"),
+    ("pin runs 4", "has no step 4 (steps: 1, 2, 3)"),
+    ("pin runs 4 --remove", "has no step 4 (steps: 1, 2, 3)"),
+    ("pin runs 4 --label release --remove", "has no step 4 (steps: 1, 2, 3)"),
+    ("pin runs 2", "`shardckpt pin runs 2 --label 'release 1.2'`"),
+    ("pin runs 2 --remove", "step-2 of runs is not pinned; pins of all steps: 'release' of step-1"),
+    ("pin runs 1 --remove", "step-1 is pinned as 'release': `shardckpt pin runs 1 --remove --label release`"),
+    ("pin runs 1 --remove --json", "`shardckpt pin runs 1 --remove --label release`"),
     ("merge runs/step-1 runs/step-2 new --base 3", "there are 2 SRC"),
 ]
 
