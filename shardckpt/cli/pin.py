@@ -113,7 +113,8 @@ def _check_label(options: Any) -> None:
     if options.label if not options.remove else options.label in own:
         return
     if not options.remove:
-        raise CheckpointingException(f"a pin needs a label that says why {name} is kept: {_show_call(options, 'release 1.2')}")
+        call = _show_call(options, "release 1.2")
+        raise CheckpointingException(f"a pin needs a label that says why {name} is kept: {call}")
     if own and not options.label:
         calls = listed([_show_call(options, label) for label in own])
         raise CheckpointingException(f"{name} is pinned as {listed([*map(repr, own)])}: {calls}")
