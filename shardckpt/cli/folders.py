@@ -15,16 +15,38 @@ def name_steps(options: Any) -> None:
         options: Those of a verb; ``reads`` has the names of its arguments that are checkpoints, or lists of these.
 
     Raises:
-        CheckpointingException: there is no such step, or it is not known which it is.
+        CheckpointingException: there is no such step, or it is not known which it is; or the word is misspelt.
     """
     for name in getattr(options, "reads", ()):
         given = getattr(options, name)
         paths = given if isinstance(given, list) else [given]
+        for path in paths:
+            _refuse_misspelt_word(path)
         if any(f"/{path}".rstrip("/").endswith(_WORDS) for path in paths):
             from shardckpt.manager import find_named_step
 
             found = [find_named_step(path) for path in paths]
             setattr(options, name, found if isinstance(given, list) else found[0])
+
+
+def _refuse_misspelt_word(path: str) -> None:
+    """Raise if nothing is at a local path beside steps, and its last part is most like one of the words."""
+    from shardckpt.engine import find_local
+    from shardckpt.errors import NotACheckpointError, find_nearest
+    from shardckpt.manager import parse_step
+    from shardckpt.storage import wrap_os_errors
+
+    place = find_local(path)
+    if place is None or place.exists() or not place.parent.is_dir():
+        return
+    with wrap_os_errors("list", place.parent):
+        names = sorted(each.name for each in place.parent.iterdir())
+    words = [word.strip("/") for word in _WORDS]
+    if all(parse_step(name) is None for name in names):
+        return
+    if (nearest := find_nearest(place.name, [*words, *names])) in words and place.name != nearest:
+        folder = path.rstrip("/").removesuffix(place.name)
+        raise NotACheckpointError(f"{path} does not exist: did you mean {folder}{nearest}?")
 
 
 def refuse_checkpoint(path: str) -> None:
