@@ -238,8 +238,8 @@ def _summarize_files(folder: Path, listings: Mapping[str, dict[str, int]] | None
             CheckpointSummary(f"{folder}/{name}", name, "other", reason=reason, nbytes=sizes[name]) for name in names
         ]
     with wrap_os_errors("list", folder):
-        found = sorted(path for path in folder.iterdir() if path.suffix in FILE_SUFFIXES)
-        return [_summarize_file(path) for path in found if not path.name.startswith(".") and path.is_file()]
+        found = sorted(path for path in folder.iterdir() if path.suffix in FILE_SUFFIXES and path.name[0] != ".")
+        return [replace(_summarize_file(path), path=os.path.realpath(path)) for path in found if path.is_file()]
 
 
 def _summarize_file(path: Path) -> CheckpointSummary:
