@@ -248,7 +248,7 @@ def test_options_for_steps_go_with_damaged(tmp_path: Path, option: str, capsys: 
     folders.save_all(tmp_path, 1, 2)
     with pytest.raises(SystemExit, match="2"):
         main(["prune", str(tmp_path), option])
-    assert "is for options that choose steps" in capsys.readouterr().err
+    assert "alone chooses no step to remove" in capsys.readouterr().err
     assert set(_prune(capsys, tmp_path, option)) == {"step-1", "step-2"}
 
 
