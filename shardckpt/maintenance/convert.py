@@ -267,9 +267,12 @@ def _find_saver(to: Any, plugins: PluginManager) -> SaveStrategy:
         return find_saver(to, plugins)
     except UnknownBackendError as exc:
         backend, _ = parse_key(to)
-        formats = {each.backend for each in plugins.registry.entries(StrategyAction.SAVE_SHARDED)} | {DCP, FOLDER, FILE}
+        backends = {each.backend for each in plugins.registry.entries(StrategyAction.SAVE_SHARDED)}
+        if backend in backends:  # its version is not known
+            raise
+        formats = backends | {DCP, FOLDER, FILE}
         known = name_known(backend, formats, "formats", len(formats))
-        raise UnknownBackendError(f"{exc} {known}") from exc
+        raise UnknownBackendError(f"{to!r} is no format to write {known}; {exc}") from exc
 
 
 def _find_dcp_saver(plugins: PluginManager) -> SaveStrategy:

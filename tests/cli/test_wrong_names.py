@@ -100,7 +100,12 @@ ROWS = [
     # formats, dtypes, mappings
     ("convert runs/step-1 new --to torch_dits", "did you mean torch_dist?"),
     ("convert runs/step-1 new --to torhc", "did you mean torch?"),
-    ("convert runs/step-1 new --to torch_dist@9", "torch_dist"),
+    ("convert runs/step-1 new --to hff", "shardckpt convert: 'hff' is no format to write (did you mean hf?"),
+    (
+        "convert runs/step-1 new --to torch_dist@9",
+        "no strategy saves version 9 of 'torch_dist': installed is version 1",
+    ),
+    ("convert runs/step-1 new --to safetensors@2 --json", "saves version 2 of 'safetensors': installed is version 1 ("),
     ("merge runs/step-1 runs/step-2 new --to torch_dits", "torch_dist"),
     ("migrate runs/step-1 new --to torch_dits", "torch_dist"),
     ("migrate runs/step-1 new --to 9", "no installed plugin has a migration from version 1 to 9"),
