@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 #: What the paths end with that stand for steps.
 _WORDS = ("/latest", "/best")
@@ -65,3 +69,27 @@ def refuse_checkpoint(path: str) -> None:
         raise CheckpointingException(
             f"{path} is a checkpoint, not a folder of steps, and nothing was done: give the folder that it is in"
         )
+
+
+@contextmanager
+def named_folders(path: str) -> Iterator[None]:
+    """Say, where the block finds that a local folder is no checkpoint, what it is: a folder of some, most often.
+
+    Raises:
+        NotACheckpointError: It is known.
+    """
+    from shardckpt.engine import find_local
+    from shardckpt.errors import CannotLoadError, NotACheckpointError
+    from shardckpt.maintenance import describe_folder
+    from shardckpt.manifest import MARKER_NAME
+
+    try:
+        yield
+    except CannotLoadError as exc:
+        place = find_local(path)
+        if place is None or not place.is_dir():
+            raise
+        names = [each.name for each in place.iterdir()]
+        if MARKER_NAME not in names and (what := describe_folder(place, names)):
+            raise NotACheckpointError(f"{path} is {what}") from exc
+        raise

@@ -231,12 +231,12 @@ class _Tensors(NamedTuple):
         return list(map(sizes.__getitem__, self.numbers))
 
     def count_parameters(self) -> int:
-        """Return how many elements the tensors have that are no state of an optimizer: parameters and buffers."""
-        from shardckpt.engine import is_optimizer_key
+        """Return how many elements the tensors have that are parameters and buffers."""
+        from shardckpt.engine import is_parameter_key
 
         counts = [math.prod(form.shape) for form in self.forms]
         rows = zip(self.keys, self.numbers, strict=True)
-        return sum(counts[number] for key, number in rows if not is_optimizer_key(key))
+        return sum(counts[number] for key, number in rows if is_parameter_key(key))
 
 
 class _Found(NamedTuple):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from shardckpt.cli.folders import named_folders
 from shardckpt.cli.output import Output
 
 if TYPE_CHECKING:
@@ -36,7 +37,8 @@ def run(options: Any) -> Output:
     from shardckpt.dist_checkpointing import load_sharded_metadata, remove_sharded_tensors
     from shardckpt.errors import KeyMismatchError, name_prefixes
 
-    before = load_sharded_metadata(options.directory)
+    with named_folders(options.directory):
+        before = load_sharded_metadata(options.directory)
     with show_progress("remove"):
         report = remove_sharded_tensors(options.directory, options.prefix, dry_run=options.dry_run)
     if not report.keys:

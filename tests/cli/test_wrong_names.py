@@ -54,6 +54,8 @@ ROWS = [
     ("diff runs/stpe-1 runs/step-2", "did you mean step-1?"),
     ("verify runs/stpe-1", "did you mean step-1?"),
     ("export runs/stpe-1 new", "did you mean step-1?"),
+    ("export runs new", 'runs is a folder of 3 checkpoints: give one, such as "step-3"'),
+    ("remove runs model.", 'runs is a folder of 3 checkpoints: give one, such as "step-3"'),
     ("export runs/step-1 new --assets asets", "did you mean assets?"),
     ("convert runs/stpe-1 new", "did you mean step-1?"),
     ("convert runs/step-1 new --to hf --assets asets", "did you mean assets?"),
