@@ -434,5 +434,7 @@ def _read_common(checkpoint: StoredCheckpoint) -> tuple[list[str], str]:
 
 def _affected(file: IncompleteFile, shown: Collection[str]) -> str:
     """Return which of the listed keys are in a file: it may have objects for other libraries, too, which are not."""
+    from shardckpt.cli.amounts import format_many
+
     keys = [key for key in file.keys if key in shown]
-    return f"; {len(keys)} tensors and objects cannot be read completely: {listed(keys)}" if keys else ""
+    return f"; {format_many(len(keys), 'key')} cannot be read completely: {listed(keys)}" if keys else ""

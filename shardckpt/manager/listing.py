@@ -11,7 +11,7 @@ from shardckpt import settings
 from shardckpt.commit import is_under_way
 from shardckpt.deepspeed import DeepSpeedLoadStrategy, find_files
 from shardckpt.distributed import Comm
-from shardckpt.engine import find_incomplete_files, find_save_time, locate, measure, name_library
+from shardckpt.engine import find_incomplete_files, find_save_time, format_many, locate, measure, name_library
 from shardckpt.errors import (
     CannotLoadError,
     CheckpointingException,
@@ -158,7 +158,7 @@ def find_checkpoints(path: str, *, recursive: bool = False) -> FoundCheckpoints:
     found = [each for each in listed_ones if each.is_checkpoint]
     if not found and (folders := [each for each in listed_ones if each.inside]):
         raise NotACheckpointError(
-            f"{path} has {sum(each.inside for each in folders)} checkpoints in its folders "
+            f"{path} has {format_many(sum(each.inside for each in folders), 'checkpoint')} in its folders "
             f"{listed([each.name for each in folders], limit=6)}, and none itself: give one of them, or -r for all"
         )
     if not found or found[0].path == str(place):

@@ -55,7 +55,7 @@ def run(tmp_path: Path) -> Path:
         ("verify {run}", [f"{GREEN}intact{END}", f"{RED}damaged{END}", f"{YELLOW}incomplete: "]),
         ("verify {run}/step-1", [f"{GREEN}as written{END}", f"{GREEN}{{run}}/step-1: intact"]),
         ("inspect {run}/step-2", [f"{YELLOW}incomplete: __0_0.distcp"]),
-        ("diff {run}/step-1 {run}/step-1", [f"{GREEN}{{run}}/step-1, {{run}}/step-1: 1 of 1 tensors are equal"]),
+        ("diff {run}/step-1 {run}/step-1", [f"{GREEN}{{run}}/step-1, {{run}}/step-1: 1 of 1 tensor is equal"]),
     ],
 )
 def test_states_have_colours_on_a_terminal(
