@@ -273,12 +273,16 @@ def find_saver(strategy: Any, plugins: PluginManager, others: Collection[str] = 
     for entry in plugins.registry.entries(StrategyAction.SAVE_SHARDED, backend):
         if version in (None, entry.version):
             return entry.create()  # type: ignore[no-any-return]
+    if own := plugins.registry.entries(StrategyAction.SAVE_SHARDED, backend):
+        there = listed([f"version {entry.version} ({entry.distribution})" for entry in own])
+        raise UnknownBackendError(
+            f"no strategy saves version {version} of {backend!r}: installed is {there}; another release may have more"
+            f"{plugins.faults_text()}"
+        )
     entries = plugins.registry.entries(StrategyAction.SAVE_SHARDED)
     names = ", ".join([f"{entry.backend} {entry.version}" for entry in entries] + [*others]) or "none"
     near = ask_nearest(backend, {*(entry.backend for entry in entries), *others} - {backend})
     advice = near or "If a plugin brings it, install its distribution on every rank: pip install ..."
-    for entry in plugins.registry.entries(StrategyAction.SAVE_SHARDED, backend):
-        advice = f"{entry.distribution} installs version {entry.version}; another release of it may have more"
     raise UnknownBackendError(
         f"no installed strategy saves {strategy!r}; installed: {names}{plugins.faults_text()}. {advice.rstrip()}"
     )
