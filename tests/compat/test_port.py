@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import re
+import sys
+from importlib.util import find_spec, module_from_spec
 
 import pytest
 
@@ -74,3 +76,25 @@ def test_a_module_that_is_nowhere_is_missing_as_usual() -> None:
     """What Megatron does not have either is Python's own error."""
     with pytest.raises(ModuleNotFoundError, match=r"No module named 'shardckpt\.dist_checkpointing\.stratgies'"):
         importlib.import_module("shardckpt.dist_checkpointing.stratgies")
+
+
+@table(("module",), [("utils",), ("strategies",), ("mapping",)])
+def test_asking_whether_a_module_is_there_raises_nothing(module: str) -> None:
+    """``find_spec`` of Megatron's modules answers as of any module; it is their import that says where they are."""
+    spec = find_spec(f"shardckpt.dist_checkpointing.{module}")
+    assert spec is not None
+    assert spec.loader is not None
+    with pytest.raises(ImportError, match=rf"is at {re.escape(PACKAGE)}\.{module}\."):
+        spec.loader.exec_module(module_from_spec(spec))
+
+
+def test_a_module_loaded_again_finds_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However often the module is loaded, it adds one finder to Python's."""
+    monkeypatch.setattr(sys, "meta_path", before := list(sys.meta_path))
+    for name in ("first", "second"):
+        spec = find_spec("shardckpt.dist_checkpointing")
+        assert spec is not None, name
+        assert spec.loader is not None
+        spec.loader.exec_module(module_from_spec(spec))
+    assert sys.meta_path == before
+    assert len({repr(each) for each in sys.meta_path}) == len(sys.meta_path)
