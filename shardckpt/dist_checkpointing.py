@@ -80,10 +80,8 @@ _MEGATRON_MODULES = frozenset(
         "validation",
     }
 )
-#: The rule by which a code base ports, as one command.
-_PORT = (
-    r"sed -i -E 's/megatron\.core(\.| import )dist_checkpointing/shardckpt.compat.megatron\1dist_checkpointing/' FILES"
-)
+#: Ports a code base.
+_PORT = "python -m shardckpt.compat.megatron FOLDER"
 #: Without it, Python says "not a package" of Megatron's modules before any finder is asked.
 __path__: list[str] = []
 
