@@ -85,7 +85,8 @@ def run(options: Any) -> Output:
 def _name_columns(exported: Exported) -> dict[str, Any]:
     rows = [{"name": name, "tensors": count, "nbytes": size} for name, count, size in exported.files]
     left_out = {reason: list(keys) for reason, keys in exported.left_out._asdict().items() if keys}
-    return {**exported._asdict(), "files": rows, "left_out": left_out, "cast": dict(exported.cast)}
+    tensors = [tensor._asdict() for tensor in exported.tensors]
+    return {**exported._asdict(), "files": rows, "left_out": left_out, "cast": dict(exported.cast), "tensors": tensors}
 
 
 def _describe(exported: Exported, target: str, *, verbose: bool) -> list[str]:
