@@ -22,7 +22,7 @@ from pydantic import (
 )
 
 from shardckpt.engine import expand_home, find_saver
-from shardckpt.errors import CheckpointingException, ConfigurationError, name_known, show_given
+from shardckpt.errors import CheckpointingException, ConfigurationError, ask_nearest, name_known, show_given
 from shardckpt.huggingface import LEAST_EXPORTING, LEAST_EXPORTING_ON_STORES, find_mapping, parse_dtype
 from shardckpt.manager.faults import describe_faults
 from shardckpt.manager.retention import (
@@ -107,7 +107,8 @@ def _name_signal(given: Any) -> str:
     try:
         name = (signal.Signals[given] if isinstance(given, str) else signal.Signals(given)).name
     except (KeyError, ValueError):
-        raise ValueError(f"save_on_signals: {given!r} is no signal of this system; SIGUSR1 is one") from None
+        near = ask_nearest(given, signal.Signals.__members__)
+        raise ValueError(f"save_on_signals: {given!r} is no signal of this system; {near}SIGUSR1 is one") from None
     if name in ("SIGKILL", "SIGSTOP"):
         raise ValueError(f"save_on_signals: no process can handle {name}; choose SIGTERM or SIGUSR1")
     return name
@@ -408,8 +409,8 @@ class CheckpointConfig(BaseModel):
         unknown = set(self.exclude_from_loading) - set(states)
         if unknown:
             raise CheckpointingException(
-                f"exclude_from_loading: {', '.join(sorted(map(repr, unknown)))} is no state; the states are "
-                f"{', '.join(map(repr, states))}"
+                f"exclude_from_loading: {', '.join(sorted(map(repr, unknown)))} is no state; "
+                f"{ask_nearest(min(unknown), states)}the states are {', '.join(map(repr, states))}"
             )
         find_mapping(self.hf_mapping)
         if not self.load_only:

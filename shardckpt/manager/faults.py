@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic import ValidationError
 
-from shardckpt.errors import ConfigurationError, find_nearest, show_given
+from shardckpt.errors import ConfigurationError, ask_nearest, show_given
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -65,9 +65,8 @@ def _describe_fault(fault: Mapping[str, Any], names: Sequence[str], others: Mapp
     name, *inner = fault["loc"] or ("",)  # of a union, what follows is one of its types, of a list a place
     kind, given = str(fault["type"]), fault["input"]
     if kind in ("extra_forbidden", "unexpected_keyword_argument"):
-        ours = others.get(name) or find_nearest(name, names)
-        hint = f": it is {ours} here" if name in others else f": did you mean {ours}?" if ours else ""
-        return f"there is no setting {name!r}{hint}"
+        hint = f"it is {others[name]} here" if name in others else ask_nearest(name, names).rstrip()
+        return f"there is no setting {name!r}" + f": {hint}" * bool(hint)
     if kind == "unexpected_positional_argument":
         return f"{show_given(given)} is one argument too many: it takes {', '.join(names)}"
     if kind == "missing":
@@ -77,8 +76,7 @@ def _describe_fault(fault: Mapping[str, Any], names: Sequence[str], others: Mapp
     name = names[name] if isinstance(name, int) else name
     usual = _EXPECTED.get(kind) or _EXPECTED.get(kind.partition("_")[0], "another value")
     what = _EXPECTED_OF.get(name) or usual.format_map(fault.get("ctx") or {})
-    nearest = find_nearest(given, re.findall("'([^']*)'", what)) if isinstance(given, str) else ""
-    question = f"did you mean {nearest!r}? " if nearest else ""
+    question = ask_nearest(given, re.findall("'([^']*)'", what)) if kind in ("literal_error", "enum") else ""
     place = f"an item of {name} is " if inner and isinstance(inner[0], int) else f"{name}="
     return f"{place}{show_given(given)}: {question}expected {what}"
 

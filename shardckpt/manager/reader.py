@@ -23,6 +23,7 @@ from shardckpt.errors import (
     DtypeMismatchError,
     KeyMismatchError,
     ShapeMismatchError,
+    ask_nearest,
     listed,
 )
 from shardckpt.manager.exclusion import leave_out
@@ -105,8 +106,9 @@ class StepReader:
         self._renames = rename or {}
         self._states = states
         if strangers := {new for new in self._renames.values() if new.partition(".")[0] not in states.names}:
+            near = ask_nearest(min(strangers), states.names)
             raise CheckpointingException(
-                f"rename: no state is named {listed(sorted(strangers))}; there are {listed(states.names)}"
+                f"rename: no state is named {listed(sorted(strangers))}; {near}there are {listed(states.names)}"
             )
         self._on_unused: OnUnused = on_unused
         self._allow_cast = allow_dtype_cast

@@ -94,7 +94,7 @@ def test_wrong_names_are_refused_before_the_training(tmp_path: Path, wrong: dict
         ({"interval": "x"}, "interval='x': expected a whole number"),
         ({"keep_latest_k": -1}, "keep_latest_k=-1: expected 0 or more"),
         ({"async_mode": "no"}, "async_mode='no': expected 'disabled', 'async' or 'async_with_pinned_mem'"),
-        ({"on_busy": "wiat"}, "on_busy='wiat': did you mean 'wait'? expected 'wait' or 'skip'"),
+        ({"on_busy": "wiat"}, "on_busy='wiat': did you mean wait? expected 'wait' or 'skip'"),
         ({"strategy": 3}, "strategy=3: expected a backend, as 'safetensors', 'safetensors@1' or ('safetensors', 1)"),
         ({"rename": "a=b"}, "rename='a=b': expected names by name, as {'net': 'model'}"),
         ({"save_rng": None}, "save_rng=None: expected True or False"),
@@ -128,7 +128,7 @@ def test_no_setting_has_a_fault_in_the_words_of_another_library() -> None:
     [
         (lambda: KeepLatest("x"), "KeepLatest: count='x': expected a whole number"),  # type: ignore[arg-type]
         (lambda: KeepLatest(cuont=1), "count is missing; there is no setting 'cuont': did you mean count?"),  # type: ignore[call-arg]
-        (lambda: KeepBest("loss", mode="mni"), "KeepBest: mode='mni': did you mean 'min'?"),  # type: ignore[arg-type]
+        (lambda: KeepBest("loss", mode="mni"), "KeepBest: mode='mni': did you mean min?"),  # type: ignore[arg-type]
         (lambda: KeepPinned([1.5]), "KeepPinned: an item of steps is 1.5: expected a whole number"),  # type: ignore[list-item]
         (lambda: SaveAfter(-1), "SaveAfter: seconds=-1: expected more than 0"),
         (lambda: KeepLatest(1, 2), "2 is one argument too many: it takes count"),  # type: ignore[call-arg]
