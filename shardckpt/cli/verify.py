@@ -251,7 +251,7 @@ def _make_row(answer: Answer) -> dict[str, Any]:
 def _said(result: FileResult, path: str) -> str:
     if result.foreign:
         return "not a file of this checkpoint"
-    return _shorten_fault(result, path) or _FINE[result.checked]
+    return _shorten_fault(result, path) or result.note or _FINE[result.checked]
 
 
 def _shorten_fault(result: FileResult, path: str) -> str:

@@ -21,7 +21,13 @@ from shardckpt.errors import (
     StorageError,
     listed,
 )
-from shardckpt.huggingface import TorchFileLoadStrategy, huggingface_index, is_torch_file, read_all_of_folder
+from shardckpt.huggingface import (
+    TorchFileLoadStrategy,
+    huggingface_index,
+    is_torch_file,
+    read_all_of_folder,
+    read_origin,
+)
 from shardckpt.maintenance import FILE_SUFFIXES, describe_foreign, is_marked, list_local_names, list_stored_names
 from shardckpt.manager.marks import find_mark, find_mark_of
 from shardckpt.manager.step_names import MARKS_NAME, parse_step
@@ -313,9 +319,10 @@ def _describe_unmarked(directory: Path, summary: CheckpointSummary, error: Canno
         remote = on_store(directory)
         try:
             huggingface_index(directory if remote is None else remote.url)
+            origin = read_origin(directory)
         except CheckpointingException as exc:
             return replace(summary, state="damaged", reason=_shorten(exc, directory))
-        return replace(summary, state="whole")
+        return replace(summary, state="whole", fingerprint=origin.get("fingerprint", ""))
     if (found := _describe_deepspeed(directory, summary, names)) is not None:
         return found
     return _describe_rest(directory, summary, names, error)
