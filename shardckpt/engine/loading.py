@@ -18,7 +18,7 @@ from shardckpt.engine.load_template import MISSING, LoadTemplate
 from shardckpt.engine.locations import locate
 from shardckpt.engine.operation import Operation
 from shardckpt.engine.twins import check_twins, find_twins
-from shardckpt.errors import KeyMismatchError, ShardingError, listed
+from shardckpt.errors import KeyMismatchError, ShardingError, format_many, listed
 from shardckpt.mapping import ShardedObject, ShardedTensor, StoredNames
 from shardckpt.planning import Casts, check_dtypes, check_shapes, describe_casts, is_exact, make_changed_error
 from shardckpt.plugins import Accept, choose_reader, hold_checkpoint, hold_same
@@ -433,8 +433,8 @@ def _report_ignored(ignored: list[str], on_unused: OnUnused, comm: Comm) -> None
     paths = next(filter(None, comm.all_gather(ignored[:_FEW])))
     (count,) = comm.largest(len(ignored))
     text = (
-        f"no shard describes {count} tensors of the state dict to load, which are neither filled nor in the result: "
-        f"{listed(paths)}{', ...' if count > len(paths) else ''}; describe them as the save did: "
+        f"no shard describes {format_many(count, 'tensor')} of the state dict to load, neither filled nor in the "
+        f"result: {listed(paths)}{', ...' if count > len(paths) else ''}; describe them as the save did: "
         "dist_checkpointing.load(to_sharded_state_dict(...), ...) of shardckpt.adapters"
     )
     with comm.collective_phase("comparing keys"):

@@ -164,7 +164,7 @@ class MergedLoadStrategy(LoadStrategy):
         absent = self.rules.leave_out - names
         if absent and (absent := absent - self.base.common().keys()):
             raise KeyMismatchError(
-                f"leave_out={sorted(absent)}: no source has a tensor, object or entry of this name "
+                f"leave_out: no source has a tensor, object or entry named {listed([*map(repr, sorted(absent))])} "
                 f"{name_known(min(absent), {*names, *self.base.common()}, 'names')}"
             )
 
