@@ -23,7 +23,7 @@ from shardckpt.errors import (
 )
 from shardckpt.manifest import Lineage
 from shardckpt.mapping import ShardedObject
-from shardckpt.plugins import StrategyAction, parse_key
+from shardckpt.plugins import StrategyAction, describe_strategy, parse_key
 from shardckpt.state_dict import format_path, list_nested_values, nested_items, split_state_dict, validated_copy
 from shardckpt.strategy import AsyncSaveStrategy, SaveContext, SaveStrategy
 from shardckpt.validation import (
@@ -182,13 +182,13 @@ def check_state(
         operation.set_strategy(saver)
         if options.fingerprints and not saver.computes_fingerprints:
             raise CheckpointingException(
-                f"fingerprints=True: {type(saver).__qualname__} computes none while it saves; save without, and "
-                "compare values by open_checkpoint(path).compute_fingerprints(), which reads them"
+                f"fingerprints=True: {describe_strategy(saver, operation.plugins)} computes none while it saves; save "
+                "without, and compare values by open_checkpoint(path).compute_fingerprints(), which reads them"
             )
         nested, common = split_state_dict(sharded_state_dict, plain_objects=saver.stores_plain_objects)
         shards = list_nested_values(nested)
         if not saver.supports_objects:
-            refuse_objects(shards, saver)
+            refuse_objects(shards, saver, operation.plugins)
         if comm.is_main:
             _warn_of_tensors(common)
         if options.content_metadata is not None:
@@ -235,14 +235,15 @@ def check_state(
     return CheckedState(saver, header, shards, common, given, lookup, nbytes, forecast)
 
 
-def refuse_objects(shards: Sequence[ShardedBase], saver: SaveStrategy) -> None:
+def refuse_objects(shards: Sequence[ShardedBase], saver: SaveStrategy, plugins: PluginManager) -> None:
     """Raise an error that names the objects: the strategy says that it stores none, and would leave them out."""
     found = sorted({shard.key for shard in shards if isinstance(shard, ShardedObject)})
     if found:
         raise ShardingError(
-            f"{type(saver).__qualname__} ({saver.backend} {saver.version}) stores no ShardedObjects (supports_objects "
-            f"is False), and the state dict has {len(found)}: {listed(found, limit=5)}; nothing was written: leave "
-            "them out, or save by another strategy (`shardckpt strategies` lists those there are)"
+            f"{describe_strategy(saver, plugins)} stores no ShardedObjects (supports_objects is False), and the state "
+            f"dict has {len(found)}: {listed(found, limit=5)}; nothing was written: leave them out, let the strategy "
+            "store them and set supports_objects = True, or save by another strategy (`shardckpt strategies` lists "
+            "those there are)"
         )
 
 
@@ -280,12 +281,16 @@ def find_saver(strategy: Any, plugins: PluginManager, others: Collection[str] = 
     for entry in plugins.registry.entries(StrategyAction.SAVE_SHARDED, backend):
         if version in (None, entry.version):
             return entry.create()  # type: ignore[no-any-return]
+    if own := plugins.registry.entries(StrategyAction.SAVE_SHARDED, backend):
+        there = listed([f"version {entry.version} ({entry.distribution})" for entry in own])
+        raise UnknownBackendError(
+            f"no strategy saves version {version} of {backend!r}: installed is {there}; another release may have more"
+            f"{plugins.faults_text()}"
+        )
     entries = plugins.registry.entries(StrategyAction.SAVE_SHARDED)
     names = ", ".join([f"{entry.backend} {entry.version}" for entry in entries] + [*others]) or "none"
     near = ask_nearest(backend, {*(entry.backend for entry in entries), *others} - {backend})
     advice = near or "If a plugin brings it, install its distribution on every rank: pip install ..."
-    for entry in plugins.registry.entries(StrategyAction.SAVE_SHARDED, backend):
-        advice = f"{entry.distribution} installs version {entry.version}; another release of it may have more"
     raise UnknownBackendError(
         f"no installed strategy saves {strategy!r}; installed: {names}{plugins.faults_text()}. {advice.rstrip()}"
     )

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, get_args
 import torch
 
 from shardckpt.engine import locate, refuse_overlap
-from shardckpt.errors import CheckpointingException, check_choice
+from shardckpt.errors import CheckpointingException, check_choice, format_many
 from shardckpt.huggingface import parse_leave_out
 from shardckpt.maintenance.convert import ConversionReport, run_conversion
 from shardckpt.maintenance.merge_weights import check_weights
@@ -239,14 +239,18 @@ def merge_checkpoints(
 def _choose_weights(places: Sequence[str], weights: Sequence[float] | None, slerp: float | None) -> Sequence[float]:
     """Return a weight for each source."""
     if len(places) < _TWO:
-        raise CheckpointingException(f"sources={places}: a merge needs at least two checkpoints")
+        raise CheckpointingException(
+            f"{format_many(len(places), 'source')}: a merge takes two checkpoints or more; of a command, DST stands "
+            "behind them"
+        )
     if slerp is None:
         chosen = [1.0] * len(places) if weights is None else list(weights)
         check_weights(chosen, len(places))
         return chosen
     if weights is not None or len(places) != _TWO or not 0 <= slerp <= 1:
+        also = "" if weights is None else " and weights"
         raise CheckpointingException(
-            f"slerp={slerp} with {len(places)} sources and weights={weights}: slerp takes two checkpoints, a number "
-            "from 0 to 1, and no weights"
+            f"slerp {slerp:g} of {format_many(len(places), 'source')}{also}: it takes two, a number from 0 to 1, which "
+            "is the second, and no weights"
         )
     return 1 - slerp, slerp

@@ -19,6 +19,7 @@ from shardckpt.errors import (
     IncompleteCheckpointError,
     NotACheckpointError,
     StorageError,
+    format_many,
     listed,
 )
 from shardckpt.huggingface import (
@@ -164,7 +165,7 @@ def find_checkpoints(path: str, *, recursive: bool = False) -> FoundCheckpoints:
     found = [each for each in listed_ones if each.is_checkpoint]
     if not found and (folders := [each for each in listed_ones if each.inside]):
         raise NotACheckpointError(
-            f"{path} has {sum(each.inside for each in folders)} checkpoints in its folders "
+            f"{path} has {format_many(sum(each.inside for each in folders), 'checkpoint')} in its folders "
             f"{listed([each.name for each in folders], limit=6)}, and none itself: give one of them, or -r for all"
         )
     if not found or found[0].path == str(place):
@@ -244,8 +245,8 @@ def _summarize_files(folder: Path, listings: Mapping[str, dict[str, int]] | None
             CheckpointSummary(f"{folder}/{name}", name, "other", reason=reason, nbytes=sizes[name]) for name in names
         ]
     with wrap_os_errors("list", folder):
-        found = sorted(path for path in folder.iterdir() if path.suffix in FILE_SUFFIXES)
-        return [_summarize_file(path) for path in found if not path.name.startswith(".") and path.is_file()]
+        found = sorted(path for path in folder.iterdir() if path.suffix in FILE_SUFFIXES and path.name[0] != ".")
+        return [replace(_summarize_file(path), path=os.path.realpath(path)) for path in found if path.is_file()]
 
 
 def _summarize_file(path: Path) -> CheckpointSummary:
