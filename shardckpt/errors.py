@@ -170,6 +170,11 @@ def listed(texts: Collection[str], between: str = ", ", limit: int = 20) -> str:
     return between.join(shown)
 
 
+def format_many(count: int, noun: str) -> str:
+    """Return a number of things with their name: ``1 tensor``, ``1,024 tensors``."""
+    return f"{count:,} {noun}{'s' * (count != 1)}"
+
+
 def name_known(wanted: str, known: Collection[str], what: str, limit: int = 6) -> str:
     """Return what an error about a name that matches nothing adds: the nearest of those there are, and the first.
 
@@ -270,6 +275,7 @@ __all__ = [
     "check_choice",
     "escape_text",
     "find_nearest",
+    "format_many",
     "listed",
     "name_known",
     "name_prefixes",

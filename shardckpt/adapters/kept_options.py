@@ -6,7 +6,7 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from shardckpt.adapters.group_options import GROUPS, list_options
-from shardckpt.errors import CheckpointingException, ask_nearest, listed
+from shardckpt.errors import CheckpointingException, ask_nearest, format_many, listed
 from shardckpt.state_dict import are_equal, of_type
 
 if TYPE_CHECKING:
@@ -95,4 +95,4 @@ def log_kept(kept: Sequence[str], pairs: Sequence[tuple[Mapping[str, Any], Mappi
         for name, value in select(group, kept).items():
             differs = name in saved and not are_equal(saved[name], value)
             texts[f"{name}={value!r}" + (f" (saved: {saved[name]!r})" if differs else "")] = None
-    logger.info("keep_options: the live values stay in %d groups: %s", len(pairs), listed(texts))
+    logger.info("keep_options: the live values stay in %s: %s", format_many(len(pairs), "group"), listed(texts))

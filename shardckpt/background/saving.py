@@ -24,7 +24,7 @@ from shardckpt.engine import (
 )
 from shardckpt.errors import CheckpointingException
 from shardckpt.plugins import get_plugin_manager, name_origin
-from shardckpt.storage import CheckpointWriter, PackedShards, WriteTimes, limit_uploads, show_mib
+from shardckpt.storage import CheckpointWriter, PackedShards, WriteTimes, limit_uploads, show_budget, show_mib
 from shardckpt.strategy import AsyncSaveStrategy, PlanContext, SaveContext
 
 if TYPE_CHECKING:
@@ -249,7 +249,7 @@ def _leave_for_writing(budget: int | None, prepared: PreparedSave, least: int) -
     copy = count_staged_bytes(prepared.work)
     if budget < copy + least:
         raise CheckpointingException(
-            f"memory_budget={budget} bytes: a background save copies the tensors of this rank first, {copy} bytes, and "
+            f"{show_budget(budget)}: a background save copies the tensors of this rank first, {copy:,} bytes, and "
             f"takes at least {show_mib(copy + least)}; or save in the foreground, which copies none: "
             "async_sharded_save=False, CheckpointConfig(async_mode='disabled')"
         )

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from shardckpt.errors import ShardingError, listed
+from shardckpt.errors import ShardingError, format_many, listed
 from shardckpt.mapping import BlockScales
 from shardckpt.planning import Table, concat_tables, find_untiled, make_column
 from shardckpt.storage import Columns
@@ -172,7 +172,7 @@ def merge_rows(
     if wrong:
         shown = listed([repr(keys[number]) for number in wrong])
         raise ShardingError(
-            f"the shards of all ranks do not fill {len(wrong)} tensors exactly: {shown}; save with "
+            f"the shards of all ranks do not fill {format_many(len(wrong), 'tensor')} exactly: {shown}; save with "
             "validate_access_integrity=True to see which regions"
         )
     counts = torch.bincount(table.spec, minlength=len(keys))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from shardckpt.engine import format_bytes, format_count, format_many, format_seconds
+from shardckpt.engine import format_bytes, format_count, format_seconds
+from shardckpt.errors import format_many
 
 
 def format_metric(value: float | None) -> str:

@@ -33,7 +33,8 @@ def write_checkpoint_page(
         KeyMismatchError: No key begins with the prefix.
         StorageError: The page cannot be written.
     """
-    from shardckpt.engine import expand_home, format_many
+    from shardckpt.engine import expand_home
+    from shardckpt.errors import format_many
     from shardckpt.pages import write_page
 
     found = _describe(checkpoint, directory, prefix, with_values=with_values)

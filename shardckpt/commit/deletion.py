@@ -8,6 +8,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from shardckpt import settings
+from shardckpt.errors import format_many
 from shardckpt.storage import DeletesMany, RemotePath, attempt
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ def delete_objects(folder: RemoteFolder, names: Collection[str]) -> None:
     """
     if names and isinstance(folder, DeletesMany):
         delete_many = folder.delete_many
-        attempt(f"delete {len(names)} objects of", RemotePath(folder), lambda: delete_many(names))
+        attempt(f"delete {format_many(len(names), 'object')} of", RemotePath(folder), lambda: delete_many(names))
         return
     if len(names) < 2:  # noqa: PLR2004
         for name in names:

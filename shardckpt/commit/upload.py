@@ -37,7 +37,7 @@ from shardckpt.commit.holds import hold_place
 from shardckpt.commit.leftovers import create_spool
 from shardckpt.commit.owned_stream import OwnedStream
 from shardckpt.commit.replacement import Replacement
-from shardckpt.errors import CheckpointingException, StorageError
+from shardckpt.errors import CheckpointingException, StorageError, format_many
 from shardckpt.manifest import generation_name
 from shardckpt.storage import (
     CreatesObjects,
@@ -129,9 +129,10 @@ class Upload:
             )
         claim = Claim(self._folder, self._marker, save_id)
         if found and not overwrite:
+            many, other = format_many(len(found), "object"), claim.describe_other(found)
             raise StorageError(
-                f"{self.target} has {len(found)} objects of a save that has not ended{claim.describe_other(found)}: "
-                "if it is not still going on, overwrite=True deletes them; or give another URL"
+                f"{self.target} has {many} of a save that has not ended{other}: if it is not still going on, "
+                "overwrite=True deletes what it left; or give another URL"
             )
         others = found - without_others(found, self._marker)
         if others:

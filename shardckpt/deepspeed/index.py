@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from shardckpt.archive import LazyReads, LazyTensor, StoredPayload, refuse_expanded, row_major_strides
-from shardckpt.errors import CheckpointingException, CorruptCheckpointError
+from shardckpt.errors import CheckpointingException, CorruptCheckpointError, format_many
 from shardckpt.planning import Box, cut_flat_range
 
 if TYPE_CHECKING:
@@ -187,7 +187,7 @@ def index_partitions(
     count = first.count
     if count is not None and count != len(ranks):
         raise CorruptCheckpointError(
-            f"{place} has partitions of {len(ranks)} ranks, and is of {count}: copy all of them"
+            f"{place} has partitions of {format_many(len(ranks), 'rank')}, and is of {count}: copy all of them"
         )
     if any(rank.is_cut_by_parameter != first.is_cut_by_parameter for rank in ranks):
         raise CorruptCheckpointError(f"{place} has files of two checkpoints: their ZeRO stages differ")

@@ -20,6 +20,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
+from shardckpt.errors import format_many
 from shardckpt.tensors import group_store, group_timeout
 
 if TYPE_CHECKING:
@@ -337,7 +338,7 @@ class GroupFailure:
 
     def _describe(self, died: list[int], stopped: list[int], error: Exception, phase: str) -> Diagnosis:
         """Return the diagnosis that names the ranks that died and those that do not answer."""
-        where = f"a collective of {len(self._view.ranks)} ranks failed in {phase!r}"
+        where = f"a collective of {format_many(len(self._view.ranks), 'rank')} failed in {phase!r}"
         if not died and not stopped:
             return Diagnosis(
                 f"{where}, and none of them is missing: a connection broke, or the call was wrong ({error})"

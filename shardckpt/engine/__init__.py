@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from shardckpt import lazy_getattr
 
 if TYPE_CHECKING:
-    from shardckpt.engine.amounts import format_bytes, format_count, format_many, format_seconds
+    from shardckpt.engine.amounts import format_bytes, format_count, format_seconds
     from shardckpt.engine.display import show_progress
     from shardckpt.engine.externally_coordinated import (
         ExternalSave,
@@ -99,7 +99,6 @@ __getattr__ = lazy_getattr(
         "amounts": (
             "format_bytes",
             "format_count",
-            "format_many",
             "format_seconds",
         ),
         "optimizer_keys": ("is_optimizer_key", "is_parameter_key"),
@@ -260,7 +259,6 @@ __all__ = [
     "find_usual_names",
     "format_bytes",
     "format_count",
-    "format_many",
     "format_seconds",
     "is_damage",
     "is_optimizer_key",

@@ -24,11 +24,6 @@ def format_count(count: int) -> str:
     return str(count) if count < _THOUSAND else _scale(count, _COUNTS)
 
 
-def format_many(count: int, noun: str) -> str:
-    """Return a number of things with their name: ``1 tensor``, ``1,024 tensors``."""
-    return f"{count:,} {noun}{'s' * (count != 1)}"
-
-
 def _scale(amount: float, units: Sequence[str]) -> str:
     value, unit = float(amount), ""
     for name in units:

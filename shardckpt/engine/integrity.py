@@ -16,6 +16,7 @@ from shardckpt.errors import (
     CheckpointReplacedError,
     CorruptCheckpointError,
     StorageError,
+    format_many,
 )
 from shardckpt.manifest import INTEGRITY_ALGORITHM, INTEGRITY_LIMIT, INTEGRITY_NAME, RECORD_NAME, Integrity, Manifest
 from shardckpt.planning import assign_holders
@@ -97,7 +98,8 @@ def verify_integrity(directory: Path, manifest: Manifest, comm: Comm) -> None:
         bad = sorted(found for part in everyone for found in part)
         if bad:
             listed = "".join(f"\n  {name}: {fault}" for name, fault in bad)
-            raise CorruptCheckpointError(f"{directory}: of {len(files)} files {len(bad)} are not as written:{listed}")
+            total = format_many(len(files), "file")
+            raise CorruptCheckpointError(f"{directory}: {len(bad)} of {total} not as written:{listed}")
 
 
 def list_digested_files(directory: Path, manifest: Manifest) -> list[ExpectedFile] | None:

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from shardckpt.engine.amounts import format_many
 from shardckpt.engine.changed_values import describe_faults, find_suspects, request_stored_values
 from shardckpt.engine.integrity import verify_integrity
 from shardckpt.engine.load_results import check_buildable, check_columns, check_common, check_index, check_values
@@ -20,7 +19,7 @@ from shardckpt.engine.locations import locate
 from shardckpt.engine.operation import Operation
 from shardckpt.engine.resizing import Resizing, allow_resizing, check_patterns, is_resized
 from shardckpt.engine.twins import check_twins, find_twins
-from shardckpt.errors import KeyMismatchError, ShardingError, listed
+from shardckpt.errors import KeyMismatchError, ShardingError, format_many, listed
 from shardckpt.mapping import ShardedObject, ShardedTensor, StoredNames
 from shardckpt.planning import Casts, check_dtypes, check_shapes, describe_casts, is_exact, make_changed_error
 from shardckpt.plugins import Accept, choose_reader, hold_checkpoint, hold_same

@@ -13,7 +13,14 @@ from shardckpt.engine.operation import Operation
 from shardckpt.engine.plan_cache import CachingSaveStrategy, look_up_plan
 from shardckpt.engine.space import NO_FORECAST, Forecast, count_bytes
 from shardckpt.engine.transaction import CheckpointHeader, commit_files
-from shardckpt.errors import CheckpointingException, ShardingError, UnknownBackendError, ask_nearest, listed
+from shardckpt.errors import (
+    CheckpointingException,
+    ShardingError,
+    UnknownBackendError,
+    ask_nearest,
+    format_many,
+    listed,
+)
 from shardckpt.manifest import Lineage
 from shardckpt.mapping import ShardedObject
 from shardckpt.plugins import StrategyAction, describe_strategy, parse_key
@@ -247,10 +254,10 @@ def _warn_of_tensors(common: CommonStateDict) -> None:
     if nbytes >= _LARGE:
         largest = sorted(found, key=lambda each: -each[1].nbytes)
         logger.warning(
-            "no shard describes %d tensors of %s, which go into the common state: the main rank's are stored, each "
-            "rank of each load reads all of them, and no load fills live ones: %s; describe them: save("
+            "no shard describes %s of %s, in the common state then: the main rank stores its own, each rank of each "
+            "load reads all of it, and no load fills live tensors: %s; describe them: save("
             "to_sharded_state_dict(...), ...) of shardckpt.adapters",
-            len(found),
+            format_many(len(found), "tensor"),
             format_bytes(nbytes),
             listed([format_path(path) for path, _ in largest], limit=5),
         )

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from shardckpt.errors import CorruptCheckpointError, NotACheckpointError
+from shardckpt.errors import CorruptCheckpointError, NotACheckpointError, listed
 from shardckpt.huggingface.header import FileTensor, parse_header
 from shardckpt.huggingface.names import ORIGIN, SAFETENSORS, file_names, index_name
 from shardckpt.storage import (
@@ -162,10 +162,10 @@ def find_only_file(folder: Path) -> str:
     """Return the name of the one file of weights; raise NotACheckpointError if it is not there."""
     (name,) = file_names(1, SAFETENSORS)
     if not is_there(folder / name):
-        found = sorted(path.name for path in folder.iterdir())[:6] if folder.is_dir() else "no directory"
+        found = listed(sorted(path.name for path in folder.iterdir()), limit=3) if folder.is_dir() else "no directory"
         raise NotACheckpointError(
             f"{folder} has neither {name} nor {index_name(SAFETENSORS)}: it is not a Hugging Face folder of "
-            f"safetensors (found {found}); torch_save_to_dcp reads a .bin file of torch.save"
+            f"safetensors (found {found or 'nothing'})"
         )
     return name
 

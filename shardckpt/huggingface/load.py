@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardckpt.distributed import Comm
+from shardckpt.distributed import Comm, replace_text
 from shardckpt.engine import (
     LoadTemplate,
     OpenCheckpoint,
@@ -15,15 +15,15 @@ from shardckpt.engine import (
     locate,
     parse_resize,
 )
-from shardckpt.errors import KeyMismatchError, listed
+from shardckpt.errors import CheckpointingException, KeyMismatchError, NotACheckpointError, listed
 from shardckpt.huggingface.folder import check_same_folder, read_folder
 from shardckpt.huggingface.load_strategy import HuggingFaceLoadStrategy
 from shardckpt.huggingface.megatron import MEGATRON_NAME
 from shardckpt.huggingface.models import find_mapping
 from shardckpt.manifest import Manifest
 from shardckpt.parallel import share_reading, split_budget
-from shardckpt.plugins import get_plugin_manager
-from shardckpt.storage import CheckpointReader, open_directory, retry_if_replaced
+from shardckpt.plugins import get_plugin_manager, read_manifest
+from shardckpt.storage import CheckpointReader, open_directory, real_path, retry_if_replaced
 from shardckpt.strategy import LoadContext
 from shardckpt.validation import StrictHandling
 
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed import ProcessGroup
 
+    from shardckpt.huggingface.folder import Folder
     from shardckpt.mapping import ShardedStateDict
     from shardckpt.plugins import KeyMapping
 
@@ -104,7 +105,7 @@ def load_from_huggingface(
             with operation.local_phase("opening the folder"):
                 place = open_directory(path)
             with operation.local_phase("reading the headers"):
-                found = comm.main_runs("reading the headers", lambda: read_folder(place))
+                found = comm.main_runs("reading the headers", lambda: _read(place))
             with operation.local_phase("preparing the state dict"):
                 check_same_folder(place, found)
                 # rows that pad the vocabulary are the trainer's: they are as allow_shape_mismatch says
@@ -141,6 +142,23 @@ def load_from_huggingface(
     return retry_if_replaced(attempt, folder)
 
 
+def _read(place: Path) -> Folder:
+    """Read the headers of a folder; of another checkpoint, the error names the call that reads it."""
+    try:
+        return read_folder(place)
+    except NotACheckpointError as exc:
+        try:
+            found = read_manifest(real_path(place), get_plugin_manager())
+        except CheckpointingException:
+            advice = "convert_checkpoint(SOURCE, NEW, 'hf') makes one of other checkpoints, and of files of torch.save"
+        else:
+            advice = (
+                f"It is a checkpoint ({found.backend} {found.version}): load it by dist_checkpointing.load, or as "
+                "initial_load_path with initial_load_in_hf=False; export_to_huggingface makes such a folder of it"
+            )
+        raise replace_text(exc, f"{exc}. {advice}") from exc
+
+
 def _advise(missing: Collection[str], mapping: str | KeyMapping | None) -> str:
     """Return which mapping gives other names."""
     if MEGATRON_NAME in missing:
@@ -165,5 +183,5 @@ def huggingface_index(folder: str | os.PathLike[str]) -> dict[str, tuple[torch.d
     Raises:
         CheckpointingException: as for :func:`load_from_huggingface`.
     """
-    found = retry_if_replaced(lambda: read_folder(open_directory(locate(folder, get_plugin_manager()))), folder)
+    found = retry_if_replaced(lambda: _read(open_directory(locate(folder, get_plugin_manager()))), folder)
     return {name: (stored.tensor.dtype, stored.tensor.shape) for name, stored in found.tensors.items()}

@@ -7,8 +7,16 @@ import math
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
-from shardckpt.engine import format_many, is_optimizer_key
-from shardckpt.errors import CheckpointingException, KeyMismatchError, ShardingError, listed, name_known, name_prefixes
+from shardckpt.engine import is_optimizer_key
+from shardckpt.errors import (
+    CheckpointingException,
+    KeyMismatchError,
+    ShardingError,
+    format_many,
+    listed,
+    name_known,
+    name_prefixes,
+)
 from shardckpt.huggingface.casts import Casts, find_model_dtype
 from shardckpt.huggingface.dtypes import is_castable
 from shardckpt.huggingface.header import refuse_unknown
@@ -75,14 +83,14 @@ class LeftOut(NamedTuple):
         """Log what is not written, and why."""
         if self.optimizer:
             logger.warning(
-                "not exported (%d tensors of the optimizer's state): %s",
-                len(self.optimizer),
+                "not exported (%s of the optimizer's state): %s",
+                format_many(len(self.optimizer), "tensor"),
                 listed(self.optimizer, limit=3),
             )
         if self.outside:
             logger.warning(
-                "not exported (%d tensors beside the model): %s; --prefix (prefix=) exports others",
-                len(self.outside),
+                "not exported (%s beside the model): %s; --prefix (prefix=) exports others",
+                format_many(len(self.outside), "tensor"),
                 listed(self.outside),
             )
         if self.unmapped:
@@ -131,7 +139,7 @@ def plan_export(index: Iterable[ShardedBase], options: ExportOptions, source: st
     tensors, unmapped, unmatched, cast, kept = plan_tensors(chosen, options._replace(prefix=prefix))
     left_out = left_out._replace(unmapped=tuple(unmapped))
     if kept:
-        logger.warning("not cast (%d tensors, which would lose by it): %s", len(kept), listed(kept))
+        logger.warning("not cast (%s that would lose by it): %s", format_many(len(kept), "tensor"), listed(kept))
     if not tensors:
         raise KeyMismatchError(
             f"{source} has no tensor to export whose key begins with {prefix!r} "
@@ -244,7 +252,7 @@ def plan_tensors(stored: Iterable[ShardedBase], options: ExportOptions, others: 
     absent = sorted(options.leave_out - parts.keys())
     if absent:
         raise CheckpointingException(
-            f"leave_out={absent}: no tensors of these names would be written "
+            f"leave_out: no tensor named {listed([*map(repr, absent)])} would be written "
             f"{name_known(absent[0], [*parts, *others], 'names')}"
         )
     planned = {name: _hub_tensor(name, found, dtypes) for name, found in parts.items()}

@@ -5,7 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shardckpt.errors import CheckpointingException, CorruptCheckpointError, KeyMismatchError, ShardingError, listed
+from shardckpt.errors import (
+    CheckpointingException,
+    CorruptCheckpointError,
+    KeyMismatchError,
+    ShardingError,
+    format_many,
+    listed,
+)
 from shardckpt.huggingface.folder import read_file_as_folder, read_folder
 from shardckpt.huggingface.load_strategy import HuggingFaceLoadStrategy
 from shardckpt.huggingface.scaled import SCALE_ENDING
@@ -64,8 +71,8 @@ def name_for_trainer(
     scaled = {name for name in folder.tensors if name + SCALE_ENDING in folder.tensors}
     if scaled and dtype is None:
         raise CheckpointingException(
-            f"{len(scaled)} weights of 8 bits have scales, such as {min(scaled)!r}: give the dtype in which the "
-            "trainer has what they stand for (dtype='bfloat16', --dtype bfloat16)"
+            f"scales belong to {format_many(len(scaled), 'weight')} of 8 bits, such as {min(scaled)!r}: give the dtype "
+            "in which the trainer has what they stand for (dtype='bfloat16', --dtype bfloat16)"
         )
     scales = {name + SCALE_ENDING for name in scaled}
     tensors = {name: _describe(name, folder) for name in folder.tensors if name not in scales}

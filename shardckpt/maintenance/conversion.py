@@ -18,7 +18,14 @@ from shardckpt.engine import (
     commit_files,
     refuse_objects,
 )
-from shardckpt.errors import CheckpointingException, CorruptCheckpointError, KeyMismatchError, listed, name_prefixes
+from shardckpt.errors import (
+    CheckpointingException,
+    CorruptCheckpointError,
+    KeyMismatchError,
+    format_many,
+    listed,
+    name_prefixes,
+)
 from shardckpt.huggingface import (
     ExportOptions,
     FolderExport,
@@ -425,10 +432,10 @@ class Conversion:
             keys = stored.strategy.list_plain_objects(stored.context)
         if keys and self.kind != FOLDER:  # of a folder with the model alone, nobody expects an optimizer's
             logger.warning(
-                "converting %s: %s does not store the %d objects that are for readers of other libraries alone: %s",
+                "converting %s: %s leaves out %s for readers of other libraries alone: %s",
                 self.source,
                 self.saver.backend if self.saver is not None else self.kind,
-                len(keys),
+                format_many(len(keys), "object"),
                 listed(keys, limit=3),
             )
         return keys

@@ -8,8 +8,7 @@ import re
 import zipfile
 from typing import TYPE_CHECKING
 
-from shardckpt.engine import format_many
-from shardckpt.errors import CheckpointingException
+from shardckpt.errors import CheckpointingException, format_many
 from shardckpt.maintenance.inside import list_inside, list_local_names
 from shardckpt.storage import has_local_files, read_file, real_path, wrap_os_errors
 

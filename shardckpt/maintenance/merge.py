@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 
-from shardckpt.engine import format_many, locate, refuse_overlap
-from shardckpt.errors import CheckpointingException, check_choice
+from shardckpt.engine import locate, refuse_overlap
+from shardckpt.errors import CheckpointingException, check_choice, format_many, listed
 from shardckpt.huggingface import parse_leave_out
 from shardckpt.maintenance.convert import ConversionReport, run_conversion
 from shardckpt.maintenance.merge_weights import check_weights
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 
     from shardckpt.engine import OpenCheckpoint
     from shardckpt.plugins import KeyMapping, PluginManager
+
+logger = logging.getLogger(__name__)
 
 #: The budget if the caller names none, and the least: what is written has half.
 _BUDGET, _LEAST_BUDGET = "256MiB", 32 << 20
@@ -168,6 +171,7 @@ def merge_checkpoints(
     # boxes are small, and end inside segments: else most segments would be read, and checked, twice
     kept_bytes = max(budget // _KEPT_PART // len(places), _LEAST_KEPT)
     left_out: list[str] = []
+    steps: list[str] = []
     identities: list[str] = []
 
     @contextmanager
@@ -201,6 +205,7 @@ def merge_checkpoints(
             merged, strategy = merge_opened(opened, places, rules)
             yield merged
             left_out[:] = strategy.left_out
+            steps[:] = strategy.list_averaged_steps()
 
     def identify(_: OpenCheckpoint) -> str:
         facts = [getattr(rules, name) for name in MergeRules.__dataclass_fields__ if name != "leave_out"]
@@ -226,6 +231,12 @@ def merge_checkpoints(
         allow_globals=allow_globals,
         identify=identify,
     )
+    if steps:
+        logger.warning(
+            "the optimizer's step counts are averaged as its moments are (%s): a training from the merge corrects "
+            "their bias by the average; optimizer='base' or 'drop' (--optimizer) takes one source's state, or none",
+            listed(steps, limit=2),
+        )
     everything = dict.fromkeys([*conversion.left_out, *left_out])
     divisor = sum(chosen)
     return MergeReport(

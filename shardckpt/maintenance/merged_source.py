@@ -156,6 +156,14 @@ class MergedLoadStrategy(LoadStrategy):
         ]
         return [*merged, *(shard for shard in objects if not self._is_left_out(plain_name(shard)))]
 
+    def list_averaged_steps(self) -> list[str]:
+        """Return the keys of the optimizer's averaged step counts, one a parameter, once the index was read."""
+        return [
+            key
+            for key, tensor in self._tensors.items()
+            if tensor.is_averaged and tensor.shape == () and "step" in key.split(".") and is_optimizer_key(key)
+        ]
+
     def _is_left_out(self, name: str) -> bool:
         return name in self.rules.leave_out or (self.rules.optimizer == "drop" and is_optimizer_key(name))
 
@@ -164,7 +172,7 @@ class MergedLoadStrategy(LoadStrategy):
         absent = self.rules.leave_out - names
         if absent and (absent := absent - self.base.common().keys()):
             raise KeyMismatchError(
-                f"leave_out={sorted(absent)}: no source has a tensor, object or entry of this name "
+                f"leave_out: no source has a tensor, object or entry named {listed([*map(repr, sorted(absent))])} "
                 f"{name_known(min(absent), {*names, *self.base.common()}, 'names')}"
             )
 

@@ -16,7 +16,7 @@ from shardckpt.engine import (
     make_superseded_check,
     read_integrity,
 )
-from shardckpt.errors import CheckpointingException, CorruptCheckpointError
+from shardckpt.errors import CheckpointingException, CorruptCheckpointError, format_many
 from shardckpt.maintenance.rewrite import rewrite_file
 from shardckpt.manifest import FINGERPRINTS_NAME, INTEGRITY_NAME, RECORD_NAME, Integrity
 from shardckpt.plugins import choose_reader, hold_checkpoint
@@ -125,7 +125,8 @@ def _remove(directory: Path, prefix: str, operation: Operation, *, dry_run: bool
         tuple(sorted(removal.keys)), tuple(sorted(removal.dropped)), tuple(sorted(removal.rewritten)), before, after
     )
     if not dry_run:
-        logger.info("removed %d keys from %s, which takes %d bytes of %d", len(report.keys), directory, after, before)
+        many = format_many(len(report.keys), "key")
+        logger.info("removed %s from %s, which takes %d bytes of %d", many, directory, after, before)
     return report
 
 

@@ -11,7 +11,7 @@ from shardckpt import settings
 from shardckpt.commit import is_under_way
 from shardckpt.deepspeed import DeepSpeedLoadStrategy, find_files
 from shardckpt.distributed import Comm
-from shardckpt.engine import find_incomplete_files, find_save_time, format_many, locate, measure, name_library
+from shardckpt.engine import find_incomplete_files, find_save_time, locate, measure, name_library
 from shardckpt.errors import (
     CannotLoadError,
     CheckpointingException,
@@ -19,6 +19,7 @@ from shardckpt.errors import (
     IncompleteCheckpointError,
     NotACheckpointError,
     StorageError,
+    format_many,
     listed,
 )
 from shardckpt.huggingface import (

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-from shardckpt.errors import CheckpointingException
+from shardckpt.errors import CheckpointingException, format_many
 from shardckpt.mapping import ShardedObject
 
 if TYPE_CHECKING:
@@ -52,10 +52,11 @@ class PerRank:
             CheckpointingException: the number of ranks has changed, and there is no ``reshard``.
         """
         if saved_world_size != world_size and self.reshard is None:
+            saved_by = format_many(saved_world_size, "rank")
             raise CheckpointingException(
-                f"the state {name!r} was saved by {saved_world_size} rank(s), each with a state of its own, and is "
-                f"loaded by {world_size}: wrap it as PerRank({name}, reshard=...), a function (states, rank, "
-                f"world_size) that returns the state of one rank, or put {name!r} into exclude_from_loading"
+                f"the state {name!r} was saved by {saved_by}, each with a state of its own, and is loaded by "
+                f"{world_size}: wrap it as PerRank({name}, reshard=...), a function (states, rank, world_size) that "
+                f"returns the state of one rank, or put {name!r} into exclude_from_loading"
             )
         indices = range(saved_world_size) if saved_world_size != world_size else [rank]
         return [ShardedObject(name, None, (saved_world_size,), (index,), replica_id=rank) for index in indices]

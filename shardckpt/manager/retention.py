@@ -184,6 +184,24 @@ RETENTION = PolicyKind(
 )
 
 
+#: Why a policy keeps a step.
+_REASONS: dict[type[Any], str] = {
+    KeepLatest: "among the newest {count}",
+    KeepEvery: "a multiple of {interval}",
+    KeepNear: "nearest to a multiple of {interval}",
+    KeepRecent: "saved in the last {hours:g} h",
+    KeepBest: "among the best {count} by {metric} ({mode})",
+    KeepPinned: "to be kept by its number",
+    KeepVerified: "among the newest {count} that are verified",
+}
+
+
+def explain_policy(policy: RetentionPolicy) -> str:
+    """Return why a policy keeps a step, as reports say it; a function has its name."""
+    reason = _REASONS.get(type(policy))
+    return f"{RETENTION.describe(policy)} keeps it" if reason is None else reason.format_map(vars(policy))
+
+
 def get_state(metrics: Mapping[str, Any]) -> StepState:
     """Return what is known of a step's bytes, given its metrics."""
     return metrics.state if isinstance(metrics, Metrics) else "candidate"

@@ -12,7 +12,7 @@ from shardckpt.errors import CheckpointingException, name_known
 from shardckpt.manager.damage import find_damage
 from shardckpt.manager.garbage_collection import choose_steps, find_held, remove_steps
 from shardckpt.manager.retention import (
-    RETENTION,
+    explain_policy,
     find_needed_steps,
     refuse_unknown_metrics,
     steps_to_remove,
@@ -219,9 +219,7 @@ def _explain_kept(
     reasons += ["it is protected"] if step in protected else []
     for policy in policies:
         if step in {*policy(counted)}:
-            said = RETENTION.describe(policy)
-            options = ", ".join(f"{k}={v}" for k, v in said.items() if k != "policy") if isinstance(said, dict) else ""
-            reasons.append(f"{said['policy']}({options})" if isinstance(said, dict) else said)
+            reasons.append(explain_policy(policy))
     return ", ".join(reasons)
 
 

@@ -12,11 +12,11 @@ from shardckpt.manager.reader import MissingStatesError
 from shardckpt.manager.retention import KeepBest
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Callable, Collection
 
     from shardckpt.distributed import Comm
     from shardckpt.manager.reader import StepReader
-    from shardckpt.manager.steps import StepFolder
+    from shardckpt.manager.steps import StepCheckpoint, StepFolder
 
 logger = logging.getLogger(__name__)
 
@@ -63,11 +63,16 @@ def read_step(
 def _advise_of_older(folder: StepFolder, reader: StepReader, step: int) -> str:
     """Return which of the newest steps before this one has all states that are to be loaded, ``""`` if none has."""
     lacks = reader.list_missing(folder.inspect_step(step).states)
-    for older in [each for each in reversed(folder.steps()) if each < step][:_LOOKED_AT]:
-        found = folder.inspect_step(older)
-        if found.is_sound and not reader.list_missing(found.states):
-            return f"\nstep {older} has {listed([*map(repr, lacks)], limit=6)}: manager.load(step={older})"
-    return ""
+    older = _find_older(folder, step, lambda found: not reader.list_missing(found.states))
+    if older < 0:
+        return ""
+    return f"\nstep {older} has {listed([*map(repr, lacks)], limit=6)}: manager.load(step={older})"
+
+
+def _find_older(folder: StepFolder, step: int, suits: Callable[[StepCheckpoint], bool] = lambda _: True) -> int:
+    """Return which of the newest steps before this one is sound and suits, -1 if none does."""
+    older = [each for each in reversed(folder.steps()) if each < step][:_LOOKED_AT]
+    return next((each.step for each in map(folder.inspect_step, older) if each.is_sound and suits(each)), -1)
 
 
 def resolve_step(folder: StepFolder, comm: Comm, step: int = NEWEST, without: Collection[int] = ()) -> int | None:
@@ -114,6 +119,13 @@ def check_step(folder: StepFolder, step: int) -> int:
     numbers = ("..., " if len(steps) > _LISTED else "") + ", ".join(map(str, steps[-_LISTED:]))
     other = "other " if step in found_steps else ""
     there = f"the {other}steps {numbers}" if steps else f"no {other}steps"
+    if (older := _find_older(folder, step)) >= 0:
+        there += f"; the newest whole one before it is {older}: manager.load(step={older})"
+    if found.error is not None and step in found_steps:
+        there += (
+            f"\n`shardckpt verify {folder.path(step)}` says what is damaged; `shardckpt prune {folder} --damaged` "
+            "removes such steps, and saves that did not end"
+        )
     raise replace_text(error, f"step {step} cannot be loaded: {error}\nin {folder} there are {there}")
 
 

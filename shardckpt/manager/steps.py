@@ -16,6 +16,7 @@ from shardckpt.errors import (
     CorruptCheckpointError,
     StorageError,
     UnsafePickleError,
+    format_many,
     listed,
 )
 from shardckpt.manager.marks import find_mark
@@ -251,7 +252,8 @@ def _check_files(directory: Path, manifest: Manifest) -> None:
     expected = list_recorded_files(directory, manifest)
     faults = [fault for name, size in expected.items() if (fault := _file_fault(directory, name, size))]
     if faults:
-        raise CorruptCheckpointError(f"{directory}: of {len(expected)} files: {listed(faults, '; ', limit=6)}")
+        total = format_many(len(expected), "file")
+        raise CorruptCheckpointError(f"{directory}: of {total}: {listed(faults, '; ', limit=6)}")
 
 
 def _check_indexed_files(directory: Path, manifest: Manifest, strategy: LoadStrategy) -> None:

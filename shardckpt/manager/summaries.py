@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from shardckpt.commit import HOLDS_NAME
-from shardckpt.engine import find_local, find_save_time, format_many, measure
-from shardckpt.errors import CheckpointingException, listed
+from shardckpt.engine import find_local, find_save_time, measure
+from shardckpt.errors import CheckpointingException, format_many, listed
 from shardckpt.maintenance import FILE_SUFFIXES, describe_foreign, list_inside, list_local_names
 from shardckpt.manager.metrics import read_metrics, read_settings
 from shardckpt.manager.step_links import LINKS

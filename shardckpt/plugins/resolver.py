@@ -30,6 +30,7 @@ from shardckpt.errors import (
     UnknownBackendError,
     VersionTooNewError,
     VersionTooOldError,
+    listed,
 )
 from shardckpt.manifest import MARKER_LIMIT, MARKER_NAME, RECORD_LIMIT, RECORD_NAME, Manifest, Marker, Record
 from shardckpt.plugins.entries import StrategyAction
@@ -341,9 +342,9 @@ def _recognise_directory(directory: Path, plugins: PluginManager) -> Manifest:
     """Return the manifest of a directory without ``metadata.json``, if a strategy recognises its content."""
     if is_under_way(directory):
         raise IncompleteCheckpointError(
-            f"{directory}: a save to it is in progress or was interrupted: it has no {MARKER_NAME} yet. Save to another"
-            " URL; or to this one by dist_checkpointing.save(..., overwrite=True) or by a CheckpointManager, which"
-            " delete what an interrupted save has left"
+            f"{directory}: a save to it is in progress or was interrupted: it has no {MARKER_NAME} yet. Wait for its "
+            "end, or save again, by dist_checkpointing.save(..., overwrite=True) or by a CheckpointManager, which "
+            "delete what an interrupted save has left"
         )
     if (directory / RECORD_NAME).exists():
         advice = _advise_lost_marker(directory)
@@ -368,9 +369,8 @@ def _recognise_directory(directory: Path, plugins: PluginManager) -> Manifest:
     if not names:
         raise NotACheckpointError(f"{directory} is not a distributed checkpoint: it is an empty directory")
     raise IncompleteCheckpointError(
-        f"{directory} is not a distributed checkpoint, or a save by another library did not end: it has no "
-        f"{MARKER_NAME}, nor what another library's strategy knows one by, such as plain DCP's .metadata "
-        f"(found {', '.join(names[:6])}{', ...' if len(names) > 6 else ''})"  # noqa: PLR2004 - a glance is enough
+        f"{directory} is not a distributed checkpoint, or a save to it did not end: it has no {MARKER_NAME}, nor "
+        f"another library's index, such as DCP's .metadata (found {listed(names, limit=3)})"
     )
 
 

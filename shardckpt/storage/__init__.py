@@ -67,6 +67,7 @@ if TYPE_CHECKING:
         parse_memory_budget,
         parse_size,
         plan_upload,
+        show_budget,
         show_mib,
     )
     from shardckpt.storage.new_file import NewFile
@@ -207,6 +208,7 @@ __getattr__ = lazy_getattr(
             "parse_memory_budget",
             "parse_size",
             "plan_upload",
+            "show_budget",
             "show_mib",
         ),
         "new_file": ("NewFile",),
@@ -410,6 +412,7 @@ __all__ = [
     "refuse_unrecorded",
     "replaced_error",
     "retry_if_replaced",
+    "show_budget",
     "show_mib",
     "split_sums",
     "sum_shards",

@@ -11,7 +11,7 @@ import re
 from typing import NamedTuple
 
 from shardckpt import settings
-from shardckpt.errors import CheckpointingException
+from shardckpt.errors import CheckpointingException, format_many
 from shardckpt.storage.digest import MAX_SEGMENT
 from shardckpt.storage.store_abilities import LimitsUploads
 
@@ -118,7 +118,12 @@ def check_memory_budget(budget: int | None, least: int, action: str) -> None:
         CheckpointingException: it is less; says the smallest that works.
     """
     if budget is not None and budget < least:
-        raise CheckpointingException(f"memory_budget={budget} bytes: {action} at least {show_mib(least)}")
+        raise CheckpointingException(f"{show_budget(budget)}: {action} at least {show_mib(least)}")
+
+
+def show_budget(budget: int) -> str:
+    """Return a budget that is too small, for the beginning of an error."""
+    return f"memory_budget of {format_many(budget, 'byte')} is too small"
 
 
 def show_mib(nbytes: int) -> str:
@@ -216,5 +221,6 @@ __all__ = [
     "plan_reading",
     "plan_upload",
     "plan_write_threads",
+    "show_budget",
     "show_mib",
 ]

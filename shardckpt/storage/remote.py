@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Protocol, TypeVar, runtime_checkable
 
 from shardckpt import settings
 from shardckpt.distributed import PicklingError, pickle_value
-from shardckpt.errors import CheckpointingException, StorageError, listed
+from shardckpt.errors import CheckpointingException, StorageError, format_many, listed
 from shardckpt.storage.memory_budget import plan_upload
 from shardckpt.storage.store_abilities import (
     CopiesObjects,
@@ -426,10 +426,10 @@ def _skip_impossible(url: str, names: Iterable[str]) -> list[str]:
     if others and url not in _reported:
         _reported.add(url)
         logger.warning(
-            "%s: %d objects or folders have names that no file of a checkpoint can have: %s. They are left out of "
-            "listings, and neither read nor removed: remove them by the store's own tools",
+            "%s: %s with a name that no file of a checkpoint can have: %s: left out of listings, and neither read nor "
+            "removed: remove such by the store's own tools",
             mask_password(url),
-            len(others),
+            format_many(len(others), "object or folder") if len(others) == 1 else f"{len(others)} objects or folders",
             listed([*map(repr, others)], limit=3),
         )
     return possible

@@ -27,6 +27,7 @@ from shardckpt.storage.memory_budget import (
     find_upload_room,
     plan_upload,
     plan_write_threads,
+    show_budget,
 )
 from shardckpt.storage.packed_shards import PackedShards
 from shardckpt.storage.shared_file import SharedFile, merge_parts
@@ -404,7 +405,7 @@ class CheckpointWriter:
         check_memory_budget(budget, find_least_upload(nbytes), f"to send {name!r} of {nbytes} bytes to a store takes")
         if self._in_parts:
             raise CheckpointingException(
-                f"memory_budget={budget} bytes: {name!r} is sent beside {self._in_parts!r}, and the budget is for the "
+                f"{show_budget(budget)}: {name!r} is sent beside {self._in_parts!r}, and the budget is for the "
                 "parts of one file at a time: let the strategy write one file a rank (thread_count=1), or give no "
                 "memory_budget"
             )

@@ -12,7 +12,15 @@ from enum import Enum
 from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
 
 from shardckpt.distributed import Comm, try_pickle
-from shardckpt.errors import CheckpointingException, KeyMismatchError, ask_nearest, check_choice, listed, show_given
+from shardckpt.errors import (
+    CheckpointingException,
+    KeyMismatchError,
+    ask_nearest,
+    check_choice,
+    format_many,
+    listed,
+    show_given,
+)
 from shardckpt.mapping import ShardedBase, ShardedObject, ShardedTensor
 from shardckpt.state_dict import dict_list_map_outplace, diff
 from shardckpt.tensors import get_outer_key
@@ -290,8 +298,8 @@ def _suggest_names(absent: Collection[str], stored: Collection[object]) -> str:
         key, tail = min(bare.items())
         prefix = key.removesuffix(tail)
         return (
-            f"\nThe checkpoint has {tail!r} and not {key!r} ({len(bare)} keys so): describe what begins with "
-            f"{prefix!r} without that; to_sharded_state_dict(model) puts nothing before the names of the model"
+            f"\nThe checkpoint has {tail!r} and not {key!r} ({format_many(len(bare), 'key')} so): describe what begins "
+            f"with {prefix!r} without that; to_sharded_state_dict(model) puts nothing before the names of the model"
         )
     key = min(absent, default="")
     texts = (name for name in stored if isinstance(name, str))  # a damaged index may have other keys
@@ -299,9 +307,9 @@ def _suggest_names(absent: Collection[str], stored: Collection[object]) -> str:
     if not prefixes:
         return ""
     prefix = max(prefixes, key=lambda each: sum(each + name in stored for name in absent))
-    count = sum(prefix + name in stored for name in absent)
+    many = format_many(sum(prefix + name in stored for name in absent), "key")
     return (
-        f"\nThe checkpoint has {prefix + key!r} and not {key!r} ({count} keys so), as of a model that was saved with "
+        f"\nThe checkpoint has {prefix + key!r} and not {key!r} ({many} so), as of a model that was saved with "
         f"its optimizer: describe the model by to_sharded_state_dict(model, prefix={prefix!r}), or put {prefix!r} "
         "before its keys"
     )
@@ -312,7 +320,7 @@ def _find_incomplete(wanted: Sequence[ShardedBase], stored: Mapping[str, str]) -
     grids = {shard.key: math.prod(shard.global_shape) for shard in wanted if isinstance(shard, ShardedObject)}
     counts = Counter(stored.values())
     return {
-        key: f"{key} (the checkpoint has {counts[key]} of its {count} shards)"
+        key: f"{key} (the checkpoint has {counts[key]} of its {format_many(count, 'shard')})"
         for key, count in grids.items()
         if 0 < counts[key] < count
     }

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from shardckpt.archive import load_metadata
-from shardckpt.errors import CheckpointingException, CorruptCheckpointError, VersionTooNewError
+from shardckpt.errors import CheckpointingException, CorruptCheckpointError, VersionTooNewError, format_many
 from shardckpt.planning import Box, Ints, Split, list_held_boxes
 
 if TYPE_CHECKING:
@@ -149,7 +149,8 @@ def _parse_item(key: str, raw: dict[str, Any], ranks: int) -> DeclaredItem:
     holders = sorted({min(map(int, group["ranks"])) for found in groups.values() for group in found})
     layouts = {int(rank): parse_layout(key, int(rank), found) for rank, found in raw["rank_to_layout_info"].items()}
     if sorted(layouts) != list(range(ranks)):
-        raise CorruptCheckpointError(f"item {key!r} has files of {len(layouts)} ranks, and {ranks} ranks saved")
+        found = format_many(len(layouts), "rank")
+        raise CorruptCheckpointError(f"item {key!r} has files of {found}, and {ranks} saved")
     return DeclaredItem(tensors, layouts, holders)
 
 

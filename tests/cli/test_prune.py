@@ -47,10 +47,10 @@ def test_prune_keeps_what_a_policy_keeps(backend: Backend, folder: Path, capsys:
     rows = {line.split()[0]: line.split(maxsplit=2)[2] for line in said.splitlines()[2:7]}
     assert rows == {
         str(folder / "step-1"): "kept: it is protected",
-        str(folder / "step-2"): "kept: KeepBest(metric=loss, count=1, mode=min)",
+        str(folder / "step-2"): "kept: among the best 1 by loss (min)",
         str(folder / "step-3"): "would be removed",
         str(folder / "step-4"): "would be removed",
-        str(folder / "step-5"): "kept: it is the newest, KeepLatest(count=1)",
+        str(folder / "step-5"): "kept: it is the newest, among the newest 1",
     }
     freed = sum(path.stat().st_size for step in (3, 4) for path in (folder / f"step-{step}").iterdir())
     assert said.splitlines()[-1] == f"{freed:,} bytes would be freed"

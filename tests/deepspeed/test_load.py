@@ -184,7 +184,7 @@ def test_a_missing_rank_is_an_error(name: str, tmp_path: Path) -> None:
     for number, lost in enumerate(sorted(path.name for path in (GOLDEN / name).glob("*_optim_states.pt"))):
         shutil.copytree(GOLDEN / name, tmp_path / f"{number}")
         (tmp_path / f"{number}" / lost).unlink()
-        with pytest.raises(CorruptCheckpointError, match=r"lacks the file of rank 0|partitions of 1 ranks|is of 2"):
+        with pytest.raises(CorruptCheckpointError, match=r"lacks the file of rank 0|partitions of 1 rank,|is of 2"):
             convert_checkpoint(tmp_path / f"{number}", tmp_path / "new", "safetensors")
         assert not (tmp_path / "new").exists()
 

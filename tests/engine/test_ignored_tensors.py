@@ -68,7 +68,7 @@ def test_a_save_warns_of_large_tensors_in_the_common_state(tmp_path: Path) -> No
         dist_checkpointing.save({"epoch": torch.tensor(1), "rng": torch.ones(5000)}, tmp_path / "small")
         dist_checkpointing.save(values, tmp_path / "large")
     (text,) = said
-    assert text.startswith("no shard describes 3 tensors of 1.4 MB, which go into the common state")
+    assert text.startswith("no shard describes 3 tensors of 1.4 MB, in the common state then")
     assert "['model']['weight'], ['model']['bias'], ['epoch']" in text
     with collect_warnings() as said:
         found = dist_checkpointing.load(values, tmp_path / "large")  # it has all that was asked for

@@ -124,7 +124,7 @@ def test_every_bad_file_is_named(golden: Path) -> None:
     for name in (".metadata", "__0_0.distcp", "common.pt"):
         flip(golden / name)
     (golden / "__2_0.distcp").unlink()
-    with pytest.raises(CorruptCheckpointError, match="of 7 files 4 are not as written") as caught:
+    with pytest.raises(CorruptCheckpointError, match="4 of 7 files not as written") as caught:
         verify_integrity_manifest(golden)
     lines = str(caught.value).splitlines()[1:]
     assert [line.split(":")[0].strip() for line in lines] == [".metadata", "__0_0.distcp", "__2_0.distcp", "common.pt"]
@@ -189,7 +189,7 @@ def test_our_own_digests_are_enough(ours: Path, backend: Backend) -> None:
     flip(ours / backend.common)
     count = 1 + len(backend.shared - MARKERS)
     with pytest.raises(
-        CorruptCheckpointError, match=rf"of {count} files 1 .*\n  {backend.common}: .* \(digest differs\)"
+        CorruptCheckpointError, match=rf"1 of {count} files not .*\n  {backend.common}: .* \(digest differs\)"
     ):
         load(ours, "w", 100)
 
@@ -330,7 +330,7 @@ def test_errors_are_the_same_on_all_ranks(ranks: Ranks, tmp_path: Path) -> None:
     outcomes = ranks.run(4, _load, str(path))
     assert len({fault for fault, _ in outcomes}) == 1
     fault = outcomes[0][0]
-    assert f"of {len(backends.current().shared) + 4} files 3 are not as written" in fault
+    assert f"3 of {len(backends.current().shared) + 4} files not as written" in fault
     assert all(f"\n  {name}: " in fault for name in (backends.data_file(1), backends.data_file(2), "metadata.json"))
     assert [values for _, values in outcomes] == [[-1.0]] * 4
     (path / "integrity.json").write_text("{")

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -11,10 +12,12 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+from shardckpt import dist_checkpointing
 from shardckpt.adapters import to_sharded_state_dict
 from shardckpt.errors import (
     CorruptCheckpointError,
     KeyMismatchError,
+    NotACheckpointError,
     ShapeMismatchError,
     ShardingError,
     StorageError,
@@ -24,6 +27,7 @@ from shardckpt.huggingface import (
     RuleMapping,
     export_to_huggingface,
     get_shard_info,
+    huggingface_index,
     load_from_huggingface,
     save_state_dict,
 )
@@ -374,3 +378,20 @@ def test_an_error_on_one_rank_is_everyones(ranks: Ranks, tmp_path: Path) -> None
         ((found, text),) = {*ranks.run(2, error_of, _load_differently, folder)}
         assert found == kind
         assert text.startswith(f"rank {rank}")
+
+
+def test_a_checkpoint_is_told_from_a_folder_of_the_hub(tmp_path: Path) -> None:
+    """A checkpoint of this library or of DCP, and a file, are refused with the call that reads them."""
+    model = torch.nn.Linear(2, 2)
+    dist_checkpointing.save(to_sharded_state_dict(model), tmp_path / "ours")
+    torch.save(model.state_dict(), tmp_path / "model.pt")
+    (tmp_path / "dcp").mkdir()
+    for name in (".metadata", "__0_0.distcp"):
+        shutil.copy(tmp_path / "ours" / name, tmp_path / "dcp")
+    doors: list[Any] = [huggingface_index, partial(load_from_huggingface, to_sharded_state_dict(model))]
+    for read_folder in doors:
+        for name in ("ours", "dcp"):
+            with pytest.raises(NotACheckpointError, match=r"checkpoint \(torch_dist 1\): load it by dist_ch"):
+                read_folder(tmp_path / name)
+        with pytest.raises(NotACheckpointError, match=r"convert_checkpoint\(SOURCE, NEW, 'hf'\)"):
+            read_folder(tmp_path / "model.pt")

@@ -164,7 +164,7 @@ def test_an_export_by_a_mapping_has_no_optimizer(tmp_path: Path, caplog: pytest.
     save(tmp_path / "c", {"a": torch.ones(2), "optimizer.state.exp_avg.a": torch.ones(2)})
     export_to_huggingface(tmp_path / "c", tmp_path / "hf", mapping=RuleMapping([Rule("a", ("b",))]), strict=True)
     assert read(tmp_path / "hf").keys() == {"b"}
-    assert "1 tensors of the optimizer's state" in caplog.text
+    assert "1 tensor of the optimizer's state" in caplog.text
 
 
 def test_the_report_in_json_has_the_tensors_without_a_rule(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -177,7 +177,7 @@ def test_weights_of_8_bits_become_what_they_stand_for(tmp_path: Path) -> None:
     folder = _write_config(tmp_path / "hf", config)
     scales = torch.arange(6, dtype=torch.float32).reshape(2, 3)
     save_state_dict({**hub, f"{name}_scale_inv": scales}, folder / "model.safetensors")
-    with pytest.raises(CheckpointingException, match=r"1 weights of 8 bits have scales.*--dtype bfloat16"):
+    with pytest.raises(CheckpointingException, match=r"scales belong to 1 weight of 8 bits.*--dtype bfloat16"):
         convert_checkpoint(folder, tmp_path / "c", "torch_dist", mapping="megatron")
     convert_checkpoint(folder, tmp_path / "c", "torch_dist", mapping="megatron", dtype="bfloat16", strict=True)
     with dc.open_checkpoint(tmp_path / "c") as checkpoint:

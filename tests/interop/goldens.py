@@ -99,7 +99,7 @@ def load_by_adapters(checkpoint: Path) -> None:
     with pytest.raises(KeyMismatchError, match=r"optimizer\.param_groups\.decoder\.final_layernorm\.weight") as refused:
         dist_checkpointing.load(wanted, checkpoint)
     name = "decoder.final_layernorm.weight"
-    assert f"The checkpoint has '{name}' and not 'model.{name}' (1 keys so)" in str(refused.value)
+    assert f"The checkpoint has '{name}' and not 'model.{name}' (1 key so)" in str(refused.value)
 
 
 def load_by_reader(checkpoint: Path) -> None:

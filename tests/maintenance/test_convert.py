@@ -189,7 +189,7 @@ def test_plain_objects_that_are_left_out_are_reported(
     assert (report.objects, sorted(report.left_out)) == (0, ["groups.0.lr", "groups.1.lr", "one"])
     assert report.plain_objects == 3
     (warning,) = (entry.getMessage() for entry in caplog.records if entry.levelname == "WARNING")
-    assert "does not store the 3 objects" in warning
+    assert "leaves out 3 objects" in warning
     assert all(key in warning for key in report.left_out)
     assert_same(tmp_path / "old", tmp_path / "new")
     assert main(["migrate", str(tmp_path / "old"), str(tmp_path / "again"), "--to", to]) == 0

@@ -165,7 +165,11 @@ def test_a_pinned_step_stays_until_it_is_unpinned(tmp_path: Path, place: str) ->
         pin_step(folder, 1, label)
     results = {result.step: result for result in prune_steps(folder, NEWEST)}
     assert sorted(results[1].kept.split(", ")) == ["pinned as 'paper'", "pinned as 'release 1.2'"]
-    assert (results[2].kept, results[2].error, results[3].kept) == ("", "", "it is the newest, KeepLatest(count=1)")
+    assert (results[2].kept, results[2].error, results[3].kept) == (
+        "",
+        "",
+        "it is the newest, among the newest 1",
+    )
     unpin_step(folder, 1, "paper")
     assert collect_newest(folder) == []
     unpin_step(folder, 1, "release 1.2")

@@ -47,7 +47,7 @@ def test_what_is_each_ranks_own_is_not_loaded_by_other_ranks(ranks: Ranks, tmp_p
     ranks.run(4, jobs.trained, str(tmp_path), 2, {})
     messages = set(ranks.run(2, jobs.load_error, str(tmp_path), {}))
     (message,) = messages
-    assert "'dataloader' was saved by 4 rank(s)" in message
+    assert "'dataloader' was saved by 4 ranks" in message
     assert "reshard=" in message
     excluding = {"exclude_from_loading": ("dataloader",)}
     assert ranks.run(2, jobs.load_outcome, str(tmp_path), excluding) == [(2, [])] * 2

@@ -145,7 +145,7 @@ def test_the_newest_verified_step_stays(tmp_path: Path, place: str) -> None:
     for step in (1, 2):
         assert main(["verify", f"{folder}/step-{step}", "--mark"]) == 0
     kept = {each.step: each.kept for each in prune_steps(folder, [KeepLatest(1)], dry_run=True)}
-    assert kept == {1: "", 2: "it is the newest verified one", 3: "", 4: "it is the newest, KeepLatest(count=1)"}
+    assert kept == {1: "", 2: "it is the newest verified one", 3: "", 4: "it is the newest, among the newest 1"}
     assert collect_garbage(folders.steps_of(folder), [KeepLatest(1)]) == [1, 3]
     assert folders.names_in(tmp_path / "run" / MARKS_NAME) == {"step-2.json"}
     assert main(["verify", f"{folder}/step-4", "--mark"]) == 0

@@ -122,8 +122,11 @@ def test_a_certain_step_that_is_missing_is_an_error(ranks: Ranks, tmp_path: Path
     assert "step 7 cannot be loaded" in message
     assert "there are the steps 1, 20" in message
     folders.lose_marker(tmp_path / "step-20")
-    with pytest.raises(IncompleteCheckpointError, match=r"there are the other steps 1$"):  # not the refused one
+    with pytest.raises(IncompleteCheckpointError, match=r"the other steps 1; the .*") as caught:  # not the refused one
         _agree(str(tmp_path), 20)
+    advice = f"step-20` says what is damaged; `shardckpt prune {tmp_path} --damaged` removes such steps"
+    assert advice in str(caught.value)
+    assert "the newest whole one before it is 1: manager.load(step=1)" in str(caught.value)
     with pytest.raises(NotACheckpointError, match="there are no steps"):
         _agree(str(tmp_path / "new"), 7)
 

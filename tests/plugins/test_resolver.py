@@ -187,7 +187,7 @@ def test_other_files_are_no_checkpoint(tmp_path: Path) -> None:
         (tmp_path / f"weights-{number}.bin").write_bytes(b"data")
     text = _refusal(IncompleteCheckpointError, tmp_path, PluginManager())
     assert "has no metadata.json" in text
-    assert "nor what another library's strategy knows one by, such as plain DCP's .metadata" in text
+    assert "nor another library's index, such as DCP's .metadata" in text
     assert "weights-0.bin" in text
     assert "..." in text
 

@@ -107,7 +107,7 @@ def test_a_save_that_cannot_clean_up_is_still_absent(store: Store, caplog: pytes
     assert backends.current().index in left
     with pytest.raises(IncompleteCheckpointError, match="is in progress or was interrupted"):
         jobs.check(store.url, 1.0)
-    with pytest.raises(StorageError, match=f"has {len(left)} objects of a save that has not ended"):
+    with pytest.raises(StorageError, match=rf"has {len(left)} objects? of a save that has not ended"):
         jobs.save(store.url, 2.0)
     assert store.names() == left
     (store.objects / backends.data_file(9)).touch()

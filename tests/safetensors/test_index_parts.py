@@ -110,7 +110,7 @@ def _save_wrong(path: str, fault: str, strategy: type[SafetensorsSaveShardedStra
 
 @pytest.mark.parametrize(
     ("fault", "message"),
-    [("disagree", "ranks disagree on it"), ("hole", "do not fill 1 tensors exactly"), ("same key", "rename one")],
+    [("disagree", "ranks disagree on it"), ("hole", "do not fill 1 tensor exactly"), ("same key", "rename one")],
 )
 def test_owners_refuse_what_the_main_rank_refuses(ranks: Ranks, tmp_path: Path, fault: str, message: str) -> None:
     """A hole, a shape that ranks disagree on, a key that is there twice: the same error on all ranks, either way."""

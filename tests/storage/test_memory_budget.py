@@ -78,7 +78,7 @@ def test_the_error_says_the_smallest_budget_that_works(tmp_path: Path) -> None:
         ),
     ]
     for door, least, text in doors:
-        with pytest.raises(CheckpointingException, match=rf"memory_budget=.*{text}.* at least {least}"):
+        with pytest.raises(CheckpointingException, match=rf"memory_budget of .* is too small.*{text}.* {least}"):
             door(int(least.removesuffix("MiB")) * _MIB - 1)
         with pytest.raises(CheckpointingException, match="memory_budget='much': expected a number of bytes"):
             door("much")

@@ -41,6 +41,6 @@ def _save_with_a_hole(directory: str) -> tuple[str, bool]:
 def test_a_bad_plan_is_told_before_anything_is_written(gloo_ranks: RankPool, tmp_path: Path) -> None:
     """What the main rank finds in the plan of all ranks ends the save before a rank begins to write its tensors."""
     (message, wrote), *others = gloo_ranks.run(2, _save_with_a_hole, str(tmp_path))
-    assert "do not fill 1 tensors exactly: 'w'" in message
+    assert "do not fill 1 tensor exactly: 'w'" in message
     assert not wrote
     assert others == [(message, False)]
