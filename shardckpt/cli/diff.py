@@ -87,13 +87,15 @@ def run(options: Any) -> Output:
 
 
 def _describe(report: DiffReport, options: Any) -> list[str]:
+    from shardckpt.cli.amounts import format_many
     from shardckpt.cli.table import fit_table
 
     total = report.equal + sum(difference.kind != "only in second" for difference in report.differences)
     how = ""
     if report.by_fingerprint:
         how = f", {report.by_fingerprint} of them by their stored fingerprints (--read compares the values)"
-    summary = f"{options.first}, {options.second}: {report.equal} of {total} tensors are equal{how}"
+    of_all = f"{report.equal} of {format_many(total, 'tensor')} {'is' if total == 1 else 'are'}"
+    summary = f"{options.first}, {options.second}: {of_all} equal{how}"
     lines = []
     if report.differences:
         rows = [*map(_list_cells, report.differences)]
@@ -103,12 +105,13 @@ def _describe(report: DiffReport, options: Any) -> list[str]:
         styles = [_find_style(difference.kind) for difference in report.differences]
         lines += fit_table(names, rows, styles, 1, optional=("first at", "max rel", "elements"))
     if report.objects is not None:
+        equal = f"{report.objects.equal:,} {'entry is' if report.objects.equal == 1 else 'entries are'}"
         different = report.objects.differences
         if different:
             styles = [_find_style(difference.kind) for difference in different]
             titles = ("object", "differs in", "first", "second")
             lines += fit_table(titles, different, styles, 1)
-        summary += f"; objects and common state: {report.objects.equal} entries are equal, {len(different)} values not"
+        summary += f"; objects and common state: {equal} equal, {format_many(len(different), 'value')} not"
     lines.append(paint(summary, "good" if report.are_same else "bad"))
     return [
         *lines,
@@ -131,8 +134,10 @@ def _advise_names(report: DiffReport, options: Any) -> str:
     if report.equal or options.mapping or not (first and second) or len(first) + len(second) < len(report.differences):
         return ""
     if options.prefix:
-        common = first & second
-        return f"without --prefix {options.prefix}, {len(common)} tensors have the same names" if common else ""
+        from shardckpt.cli.amounts import format_many
+
+        common = format_many(len(first & second), "tensor")
+        return f"without --prefix {options.prefix}, {common} with the same name" if first & second else ""
     calls = (
         (_find_prefix(first, second), options.first, options.second),
         (_find_prefix(second, first), options.second, options.first),

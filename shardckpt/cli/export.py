@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from shardckpt.cli.convert import add_cast_options, add_mapping_options, add_verbose, read_dtypes
+from shardckpt.cli.folders import named_folders
 from shardckpt.cli.output import Output
 from shardckpt.cli.renames import add_rename_option, read_renames
 
@@ -60,7 +61,7 @@ def run(options: Any) -> Output:
     from shardckpt.cli.progress import show_progress
     from shardckpt.huggingface import export_to_huggingface
 
-    with show_progress("export"):
+    with show_progress("export"), named_folders(options.checkpoint):
         exported = export_to_huggingface(
             options.checkpoint,
             options.target,

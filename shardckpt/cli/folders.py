@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 #: What the paths end with that stand for steps.
 _WORDS = ("/latest", "/best")
@@ -15,16 +19,38 @@ def name_steps(options: Any) -> None:
         options: Those of a verb; ``reads`` has the names of its arguments that are checkpoints, or lists of these.
 
     Raises:
-        CheckpointingException: there is no such step, or it is not known which it is.
+        CheckpointingException: there is no such step, or it is not known which it is; or the word is misspelt.
     """
     for name in getattr(options, "reads", ()):
         given = getattr(options, name)
         paths = given if isinstance(given, list) else [given]
+        for path in paths:
+            _refuse_misspelt_word(path)
         if any(f"/{path}".rstrip("/").endswith(_WORDS) for path in paths):
             from shardckpt.manager import find_named_step
 
             found = [find_named_step(path) for path in paths]
             setattr(options, name, found if isinstance(given, list) else found[0])
+
+
+def _refuse_misspelt_word(path: str) -> None:
+    """Raise if nothing is at a local path beside steps, and its last part is most like one of the words."""
+    from shardckpt.engine import find_local
+    from shardckpt.errors import NotACheckpointError, find_nearest
+    from shardckpt.manager import parse_step
+    from shardckpt.storage import wrap_os_errors
+
+    place = find_local(path)
+    if place is None or place.exists() or not place.parent.is_dir():
+        return
+    with wrap_os_errors("list", place.parent):
+        names = sorted(each.name for each in place.parent.iterdir())
+    words = [word.strip("/") for word in _WORDS]
+    if all(parse_step(name) is None for name in names):
+        return
+    if (nearest := find_nearest(place.name, [*words, *names])) in words and place.name != nearest:
+        folder = path.rstrip("/").removesuffix(place.name)
+        raise NotACheckpointError(f"{path} does not exist: did you mean {folder}{nearest}?")
 
 
 def refuse_checkpoint(path: str) -> None:
@@ -43,3 +69,27 @@ def refuse_checkpoint(path: str) -> None:
         raise CheckpointingException(
             f"{path} is a checkpoint, not a folder of steps, and nothing was done: give the folder that it is in"
         )
+
+
+@contextmanager
+def named_folders(path: str) -> Iterator[None]:
+    """Say, where the block finds that a local folder is no checkpoint, what it is: a folder of some, most often.
+
+    Raises:
+        NotACheckpointError: It is known.
+    """
+    from shardckpt.engine import find_local
+    from shardckpt.errors import CannotLoadError, NotACheckpointError
+    from shardckpt.maintenance import describe_folder
+    from shardckpt.manifest import MARKER_NAME
+
+    try:
+        yield
+    except CannotLoadError as exc:
+        place = find_local(path)
+        if place is None or not place.is_dir():
+            raise
+        names = [each.name for each in place.iterdir()]
+        if MARKER_NAME not in names and (what := describe_folder(place, names)):
+            raise NotACheckpointError(f"{path} is {what}") from exc
+        raise

@@ -231,12 +231,12 @@ class _Tensors(NamedTuple):
         return list(map(sizes.__getitem__, self.numbers))
 
     def count_parameters(self) -> int:
-        """Return how many elements the tensors have that are no state of an optimizer: parameters and buffers."""
-        from shardckpt.engine import is_optimizer_key
+        """Return how many elements the tensors have that are parameters and buffers."""
+        from shardckpt.engine import is_parameter_key
 
         counts = [math.prod(form.shape) for form in self.forms]
         rows = zip(self.keys, self.numbers, strict=True)
-        return sum(counts[number] for key, number in rows if not is_optimizer_key(key))
+        return sum(counts[number] for key, number in rows if is_parameter_key(key))
 
 
 class _Found(NamedTuple):
@@ -434,5 +434,7 @@ def _read_common(checkpoint: StoredCheckpoint) -> tuple[list[str], str]:
 
 def _affected(file: IncompleteFile, shown: Collection[str]) -> str:
     """Return which of the listed keys are in a file: it may have objects for other libraries, too, which are not."""
+    from shardckpt.cli.amounts import format_many
+
     keys = [key for key in file.keys if key in shown]
-    return f"; {len(keys)} tensors and objects cannot be read completely: {listed(keys)}" if keys else ""
+    return f"; {format_many(len(keys), 'key')} cannot be read completely: {listed(keys)}" if keys else ""

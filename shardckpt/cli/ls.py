@@ -204,10 +204,11 @@ def _summarize(folder: str, found: Sequence[CheckpointSummary]) -> list[str]:
 
     found = [*{each.path: each for each in found}.values()]  # a link to what is there, too, is nothing more
     checkpoints = [each for each in found if each.is_checkpoint]
-    whole = sum(each.state == "whole" for each in checkpoints)
+    whole = [each.has_failed for each in checkpoints if each.state == "whole"]
+    failed = f", {sum(whole)} marked as failed" if any(whole) else ""
     many = format_many(len(checkpoints), "checkpoint")
     by = f", written by {escape_text(writer)}" if (writer := _find_writer(found)) else ""
-    lines = [f"{many}, {whole} whole, {format_bytes(sum(e.nbytes for e in checkpoints))}{by}"]
+    lines = [f"{many}, {whole.count(False)} whole{failed}, {format_bytes(sum(e.nbytes for e in checkpoints))}{by}"]
     folders = [each for each in found if each.inside]
     if folders:
         more = sum(each.inside for each in folders)

@@ -23,7 +23,6 @@ exit codes:
 from __future__ import annotations
 
 import argparse
-import math
 from typing import TYPE_CHECKING, Any
 
 from shardckpt.cli.convert import add_target_options, describe_conversion, read_target_options
@@ -31,9 +30,6 @@ from shardckpt.cli.output import Output
 
 if TYPE_CHECKING:
     from shardckpt.maintenance import MergeReport
-
-#: SRC that a merge has at least, and an interpolation just so many.
-_LEAST = 2
 
 
 def add(verbs: Any) -> None:
@@ -81,7 +77,6 @@ def run(options: Any) -> Output:
     from shardckpt.errors import CheckpointingException
     from shardckpt.maintenance import merge_checkpoints
 
-    _check_sources(options)
     if options.base is not None and not 1 <= options.base <= len(options.sources):
         raise CheckpointingException(f"--base {options.base}: there are {len(options.sources)} SRC, numbered from 1")
     target = read_target_options(options)
@@ -98,35 +93,6 @@ def run(options: Any) -> Output:
             **target,
         )
     return Output(lambda: report, lambda: _describe(report, options.target, verbose=options.verbose))
-
-
-def _check_sources(options: Any) -> None:
-    """Raise unless there are as many SRC as the options take, in the words of the command line.
-
-    Raises:
-        CheckpointingException: There are too few or too many, or a number is out of bounds.
-    """
-    from shardckpt.errors import CheckpointingException
-
-    count, weights = len(options.sources), options.weights
-    if count < _LEAST:
-        raise CheckpointingException(f"{count} SRC is given: a merge takes two or more, and DST behind them")
-    for name, number in (("--linear", options.linear), ("--slerp", options.slerp)):
-        if number is not None and count != _LEAST:
-            raise CheckpointingException(f"{name} {number:g}: it takes two SRC, and {count} are given")
-    if options.slerp is not None and not 0 <= options.slerp <= 1:
-        raise CheckpointingException(
-            f"--slerp {options.slerp:g}: give a number from 0, the first SRC, to 1, the second"
-        )
-    if options.decay is not None and not 0 < options.decay < 1:
-        raise CheckpointingException(f"--decay {options.decay:g}: give a number above 0 and below 1, such as 0.9")
-    if weights is None:
-        return
-    said = f"--weights {','.join(f'{weight:g}' for weight in weights)}"
-    if len(weights) != count:
-        raise CheckpointingException(f"{said}: {len(weights)} weights for {count} SRC, of which each needs one")
-    if not math.isfinite(total := sum(weights)) or not total:
-        raise CheckpointingException(f"{said}: weights are divided by their sum, which is {total:g}")
 
 
 def parse_numbers(text: str) -> list[float]:

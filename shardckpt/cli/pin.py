@@ -5,6 +5,7 @@ No CheckpointManager and no verb removes or replaces a pinned step, until the pi
 
 from __future__ import annotations
 
+import shlex
 from typing import Any
 
 from shardckpt.cli.folders import refuse_checkpoint
@@ -36,11 +37,9 @@ def run(options: Any) -> Output:
         if options.label or options.remove:
             options.parser.error("--label and --remove need a STEP")
         return _list(options.folder)
-    if not options.label:
-        options.parser.error("a pin needs a --label")
     options.step = _name_step(options.folder, options.step)
+    _check_label(options)
     if options.remove:
-        _refuse_unknown_pin(options)
         unpin_step(options.folder, options.step, options.label)
     else:
         pin_step(options.folder, options.step, options.label)
@@ -95,8 +94,8 @@ def _refuse_folder_that_is_not_there(folder: str) -> None:
         raise StorageError(f"{place} is no directory: give the folder of the steps {name_siblings(place)}".rstrip())
 
 
-def _refuse_unknown_pin(options: Any) -> None:
-    """Raise an error that names the pins that there are, if the step has none of this label."""
+def _check_label(options: Any) -> None:
+    """Raise if the step is not there, has no pin of the label to remove, or no label is given; name those there are."""
     from shardckpt.errors import CheckpointingException, listed, name_known
     from shardckpt.manager import find_holds, find_step
 
@@ -105,10 +104,29 @@ def _refuse_unknown_pin(options: Any) -> None:
         for directory, holds in find_holds(options.folder).items()
     }
     steps, step = find_step(options.folder, options.step)
-    own = pins.get(steps.names.name(step), [])
-    if options.label not in own:
-        others = [f"{label!r} of {directory}" for directory, labels in sorted(pins.items()) for label in labels]
-        raise CheckpointingException(
-            f"{steps.names.name(step)} of {options.folder} is not pinned as {options.label!r} "
-            f"{name_known(options.label, own, 'its pins')}; pins of all steps: {listed(others) or 'none'}"
-        )
+    name = steps.names.name(step)
+    own = pins.get(name, [])
+    if step not in (there := steps.steps()) and not (options.remove and own):
+        show = str if isinstance(options.step, int) else steps.names.name
+        known = name_known(show(step), [*map(show, there)], "steps")
+        raise CheckpointingException(f"{options.folder} has no step {show(step)} {known}")
+    if options.label if not options.remove else options.label in own:
+        return
+    if not options.remove:
+        call = _show_call(options, "release 1.2")
+        raise CheckpointingException(f"a pin needs a label that says why {name} is kept: {call}")
+    if own and not options.label:
+        calls = listed([_show_call(options, label) for label in own])
+        raise CheckpointingException(f"{name} is pinned as {listed([*map(repr, own)])}: {calls}")
+    as_label = f" as {options.label!r} {name_known(options.label, own, 'its pins')}" if options.label else ""
+    others = [f"{label!r} of {directory}" for directory, labels in sorted(pins.items()) for label in labels]
+    raise CheckpointingException(
+        f"{name} of {options.folder} is not pinned{as_label}; pins of all steps: {listed(others) or 'none'}"
+    )
+
+
+def _show_call(options: Any, label: str) -> str:
+    """Return the call that pins the step under a label, or takes that pin away."""
+    remove = ["--remove"] if options.remove else []
+    call = shlex.join(["shardckpt", "pin", options.folder, str(options.step), *remove, "--label", label])
+    return f"`{call}`"

@@ -206,7 +206,9 @@ def _refuse_wrong_calls(options: Any, policies: list[Any]) -> None:
         return
     given = {"--keep-step": options.keep_step, "--names": options.names is not None, "--verify": options.verify}
     for option in (option for option, is_given in given.items() if is_given):
-        options.parser.error(f"{option} is for options that choose steps: give one, such as --keep-latest 3")
+        options.parser.error(
+            f"{option} alone chooses no step to remove, and nothing was done: give a rule, too, such as --keep-latest 3"
+        )
 
 
 def _refuse_folder_of_runs(path: str) -> None:
@@ -318,8 +320,10 @@ def _make_policies(options: Any) -> list[Any]:
 def _name_result(result: PruneResult | StepResult, options: Any) -> str:
     if result.kept:
         return f"kept: {result.kept}"
-    why = getattr(result, "fault", "")
-    return (result.error or ("would be removed" if options.dry_run else "removed")) + (why and f", {why}")
+    parts = [result.error or ("would be removed" if options.dry_run else "removed"), getattr(result, "fault", "")]
+    then = "would be" if options.dry_run else "is now"
+    parts += [f"{word} {then} {name or 'no step'}" for word, name in getattr(result, "moves", {}).items()]
+    return ", ".join(filter(None, parts))
 
 
 def _parse_count(text: str) -> int:

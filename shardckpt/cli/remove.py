@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from shardckpt.cli.folders import named_folders
 from shardckpt.cli.output import Output
 
 if TYPE_CHECKING:
@@ -32,17 +33,19 @@ def run(options: Any) -> Output:
     Raises:
         KeyMismatchError: no key begins with the prefix.
     """
+    from shardckpt.cli.amounts import format_many
     from shardckpt.cli.progress import show_progress
     from shardckpt.dist_checkpointing import load_sharded_metadata, remove_sharded_tensors
     from shardckpt.errors import KeyMismatchError, name_prefixes
 
-    before = load_sharded_metadata(options.directory)
+    with named_folders(options.directory):
+        before = load_sharded_metadata(options.directory)
     with show_progress("remove"):
         report = remove_sharded_tensors(options.directory, options.prefix, dry_run=options.dry_run)
     if not report.keys:
         raise KeyMismatchError(
-            f"{options.directory}: 0 of {len(before)} keys removed: no tensor or object has a key that begins with "
-            f"{options.prefix!r} {name_prefixes(options.prefix, before)}"
+            f"{options.directory}: 0 of {format_many(len(before), 'key')} removed: no tensor or object has a key that "
+            f"begins with {options.prefix!r} {name_prefixes(options.prefix, before)}"
         )
     return Output(
         lambda: {"checkpoint": options.directory, "dry_run": options.dry_run, **vars(report)},
@@ -60,7 +63,7 @@ def _describe(report: RemovalReport, before: Collection[str], options: Any) -> l
     others = len(report.keys) - len(keys)
     also = f", and {format_many(others, 'object')} for readers of other libraries alone" if others else ""
     named = listed(keys or report.keys, limit=2)
-    lines = [f"{options.directory}: {len(keys)} of {len(before)} keys {verb}{also}: {named}"]
+    lines = [f"{options.directory}: {len(keys)} of {format_many(len(before), 'key')} {verb}{also}: {named}"]
     for what, files in (("deleted files", report.dropped), ("rewritten files", report.rewritten)):
         if files:
             lines.append(f"{what}: {listed(files)}")

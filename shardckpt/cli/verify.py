@@ -189,7 +189,7 @@ def _describe(answers: Sequence[Answer]) -> Iterator[str]:
         elif not several and answer.exit_code != FAILED:
             yield paint(f"{escape_text(answer.path)}: {escape_text(_explain_verdict(answer))}", _find_style(answer))
     if several:
-        from shardckpt.cli.amounts import format_bytes
+        from shardckpt.cli.amounts import format_bytes, format_many
 
         verdicts: list[tuple[Any, ...]] = []
         for answer in answers:
@@ -199,7 +199,7 @@ def _describe(answers: Sequence[Answer]) -> Iterator[str]:
         yield from fit_table(("checkpoint", "files", "size", "result"), verdicts, [*map(_find_style, answers)])
         counts = Counter(map(_name_verdict, answers))
         said = ", ".join(f"{count} {verdict}" for verdict, count in counts.items())
-        yield f"{len(answers)} checkpoints: {said}"
+        yield f"{format_many(len(answers), 'checkpoint')}: {said}"
 
 
 def _describe_skipped(skipped: Sequence[CheckpointSummary]) -> list[str]:
@@ -251,7 +251,7 @@ def _make_row(answer: Answer) -> dict[str, Any]:
 def _said(result: FileResult, path: str) -> str:
     if result.foreign:
         return "not a file of this checkpoint"
-    return _shorten_fault(result, path) or _FINE[result.checked]
+    return _shorten_fault(result, path) or result.note or _FINE[result.checked]
 
 
 def _shorten_fault(result: FileResult, path: str) -> str:
@@ -284,26 +284,29 @@ def _list_places(path: str) -> Iterable[str]:
 
 
 def _summary(results: Sequence[FileResult]) -> str:
+    from shardckpt.cli.amounts import format_many
     from shardckpt.maintenance import DAMAGED, NO_ANSWER, get_exit_code, has_digests
 
     code = get_exit_code(results)
     own = [result for result in results if not result.foreign]
     bad = [result for result in own if result.fault]
     if not bad and has_digests(own):
-        return f"intact: every byte of {len(own)} files was read, and matches its digest"
+        return f"intact: every byte of {format_many(len(own), 'file')} was read, and matches its digest"
     if code == NO_ANSWER:
-        return f"cannot be checked: {len(bad)} of {len(own)} files could not be read"
+        return f"cannot be checked: {len(bad)} of {format_many(len(own), 'file')} could not be read"
     how = _explain_checks(own)
     if code == DAMAGED:
-        return f"damaged: {len(bad)} of {len(own)} files{how}"
+        return f"damaged: {len(bad)} of {format_many(len(own), 'file')}{how}"
     return f"intact as far as can be checked without digests{how}"
 
 
 def _explain_checks(own: Sequence[FileResult]) -> str:
     """Return sentences on how files were checked, to follow another; ``""`` if all have digests."""
+    from shardckpt.cli.amounts import format_many
+
     counts = Counter[str](result.checked for result in own)
     compared = [
-        f"{counts[how]} of {len(own)} files were compared with {what}"
+        f"{counts[how]} of {format_many(len(own), 'file')} {'was' if len(own) == 1 else 'were'} compared with {what}"
         for how, what in (("digests", "digests"), ("crc32", "the CRC-32 of what their archives hold"))
         if counts[how]
     ]

@@ -56,7 +56,7 @@ if TYPE_CHECKING:
         refuse_overlap,
     )
     from shardckpt.engine.operation import Operation
-    from shardckpt.engine.optimizer_keys import is_optimizer_key
+    from shardckpt.engine.optimizer_keys import is_optimizer_key, is_parameter_key
     from shardckpt.engine.plan_cache import CachedPlan, PlanCache, saved_plans
     from shardckpt.engine.progress import Progress, wants_progress
     from shardckpt.engine.pruning import (
@@ -101,7 +101,7 @@ __getattr__ = lazy_getattr(
             "format_many",
             "format_seconds",
         ),
-        "optimizer_keys": ("is_optimizer_key",),
+        "optimizer_keys": ("is_optimizer_key", "is_parameter_key"),
         "display": ("show_progress",),
         "externally_coordinated": (
             "ExternalSave",
@@ -261,6 +261,7 @@ __all__ = [
     "format_seconds",
     "is_damage",
     "is_optimizer_key",
+    "is_parameter_key",
     "list_digested_files",
     "list_keys",
     "list_names",

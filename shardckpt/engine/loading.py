@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
+from shardckpt.engine.amounts import format_many
 from shardckpt.engine.changed_values import describe_faults, find_suspects, request_stored_values
 from shardckpt.engine.integrity import verify_integrity
 from shardckpt.engine.load_results import check_buildable, check_columns, check_common, check_index, check_values
@@ -435,8 +436,8 @@ def _report_ignored(ignored: list[str], on_unused: OnUnused, comm: Comm) -> None
     paths = next(filter(None, comm.all_gather(ignored[:_FEW])))
     (count,) = comm.largest(len(ignored))
     text = (
-        f"no shard describes {count} tensors of the state dict to load, which are neither filled nor in the result: "
-        f"{listed(paths)}{', ...' if count > len(paths) else ''}; describe them as the save did: "
+        f"no shard describes {format_many(count, 'tensor')} of the state dict to load, neither filled nor in the "
+        f"result: {listed(paths)}{', ...' if count > len(paths) else ''}; describe them as the save did: "
         "dist_checkpointing.load(to_sharded_state_dict(...), ...) of shardckpt.adapters"
     )
     with comm.collective_phase("comparing keys"):

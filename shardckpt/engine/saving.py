@@ -13,7 +13,7 @@ from shardckpt.engine.operation import Operation
 from shardckpt.engine.plan_cache import CachingSaveStrategy, look_up_plan
 from shardckpt.engine.space import NO_FORECAST, Forecast, count_bytes
 from shardckpt.engine.transaction import CheckpointHeader, commit_files
-from shardckpt.errors import CheckpointingException, ShardingError, UnknownBackendError, listed
+from shardckpt.errors import CheckpointingException, ShardingError, UnknownBackendError, ask_nearest, listed
 from shardckpt.manifest import Lineage
 from shardckpt.mapping import ShardedObject
 from shardckpt.plugins import StrategyAction, describe_strategy, parse_key
@@ -29,7 +29,7 @@ from shardckpt.validation import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Collection, Sequence
     from pathlib import Path
 
     from shardckpt.distributed import Comm
@@ -256,13 +256,14 @@ def _warn_of_tensors(common: CommonStateDict) -> None:
         )
 
 
-def find_saver(strategy: Any, plugins: PluginManager) -> SaveStrategy:
+def find_saver(strategy: Any, plugins: PluginManager, others: Collection[str] = ()) -> SaveStrategy:
     """Return the save strategy that a caller names.
 
     Args:
         strategy: A SaveStrategy, which is returned; a backend, whose newest version is chosen; (backend, version); or
             None for the registry's default.
         plugins: The plugin manager.
+        others: Names of formats that the caller takes, too, for the error.
 
     Raises:
         UnknownBackendError: no installed strategy saves it.
@@ -273,11 +274,16 @@ def find_saver(strategy: Any, plugins: PluginManager) -> SaveStrategy:
     for entry in plugins.registry.entries(StrategyAction.SAVE_SHARDED, backend):
         if version in (None, entry.version):
             return entry.create()  # type: ignore[no-any-return]
+    if own := plugins.registry.entries(StrategyAction.SAVE_SHARDED, backend):
+        there = listed([f"version {entry.version} ({entry.distribution})" for entry in own])
+        raise UnknownBackendError(
+            f"no strategy saves version {version} of {backend!r}: installed is {there}; another release may have more"
+            f"{plugins.faults_text()}"
+        )
     entries = plugins.registry.entries(StrategyAction.SAVE_SHARDED)
-    names = ", ".join(f"{entry.backend} {entry.version}" for entry in entries) or "none"
-    advice = "If a plugin brings it, install its distribution on every rank: pip install ..."
-    for entry in plugins.registry.entries(StrategyAction.SAVE_SHARDED, backend):
-        advice = f"{entry.distribution} installs version {entry.version}; another release of it may have more"
+    names = ", ".join([f"{entry.backend} {entry.version}" for entry in entries] + [*others]) or "none"
+    near = ask_nearest(backend, {*(entry.backend for entry in entries), *others} - {backend})
+    advice = near or "If a plugin brings it, install its distribution on every rank: pip install ..."
     raise UnknownBackendError(
-        f"no installed strategy saves {strategy!r}; installed: {names}{plugins.faults_text()}. {advice}"
+        f"no installed strategy saves {strategy!r}; installed: {names}{plugins.faults_text()}. {advice.rstrip()}"
     )

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from shardckpt.huggingface.assets import list_assets, read_assets
     from shardckpt.huggingface.casts import find_model_dtype, parse_casts
     from shardckpt.huggingface.check import check_folder
-    from shardckpt.huggingface.config import adapt_config, read_config
+    from shardckpt.huggingface.config import HEADS, adapt_config, find_config, read_config
     from shardckpt.huggingface.convert import (
         dcp_to_torch_save,
         dcp_to_torch_state_dict,
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from shardckpt.huggingface.dtypes import cast_to, get_dtype_size, parse_dtype
     from shardckpt.huggingface.export import Exported, export_to_huggingface
     from shardckpt.huggingface.export_budget import LEAST_EXPORTING, LEAST_EXPORTING_ON_STORES
-    from shardckpt.huggingface.folder import CONFIG
+    from shardckpt.huggingface.folder import CONFIG, read_origin
     from shardckpt.huggingface.folder_export import FolderExport
-    from shardckpt.huggingface.header import parse_header
+    from shardckpt.huggingface.header import parse_header, place_tensors
     from shardckpt.huggingface.hub_tensor import HubTensor
     from shardckpt.huggingface.load import huggingface_index, load_from_huggingface
     from shardckpt.huggingface.load_strategy import HuggingFaceLoadStrategy
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
         parse_leave_out,
     )
     from shardckpt.huggingface.planning import ExportOptions, plan_export, plan_tensors
+    from shardckpt.huggingface.review import review_folder
     from shardckpt.huggingface.rules import Rule, RuleMapping
     from shardckpt.huggingface.sections import Sections, find_sections
     from shardckpt.huggingface.shards import get_shard_info, save_state_dict
@@ -54,7 +55,7 @@ __getattr__ = lazy_getattr(
         "assets": ("list_assets", "read_assets"),
         "casts": ("find_model_dtype", "parse_casts"),
         "check": ("check_folder",),
-        "config": ("adapt_config", "read_config"),
+        "config": ("HEADS", "adapt_config", "find_config", "read_config"),
         "convert": (
             "dcp_to_torch_save",
             "dcp_to_torch_state_dict",
@@ -63,9 +64,9 @@ __getattr__ = lazy_getattr(
         "dtypes": ("cast_to", "get_dtype_size", "parse_dtype"),
         "export": ("Exported", "export_to_huggingface"),
         "export_budget": ("LEAST_EXPORTING", "LEAST_EXPORTING_ON_STORES"),
-        "folder": ("CONFIG",),
+        "folder": ("CONFIG", "read_origin"),
         "folder_export": ("FolderExport",),
-        "header": ("parse_header",),
+        "header": ("parse_header", "place_tensors"),
         "hub_tensor": ("HubTensor",),
         "load": ("huggingface_index", "load_from_huggingface"),
         "load_strategy": ("HuggingFaceLoadStrategy",),
@@ -79,6 +80,7 @@ __getattr__ = lazy_getattr(
             "parse_leave_out",
         ),
         "planning": ("ExportOptions", "plan_export", "plan_tensors"),
+        "review": ("review_folder",),
         "rules": ("Rule", "RuleMapping"),
         "sections": ("Sections", "find_sections"),
         "shards": ("get_shard_info", "save_state_dict"),
@@ -93,6 +95,7 @@ __getattr__ = lazy_getattr(
 
 __all__ = [
     "CONFIG",
+    "HEADS",
     "LEAST_EXPORTING",
     "LEAST_EXPORTING_ON_STORES",
     "SAFETENSORS",
@@ -120,6 +123,7 @@ __all__ = [
     "dcp_to_torch_state_dict",
     "encode_weights_index",
     "export_to_huggingface",
+    "find_config",
     "find_mapping",
     "find_model_dtype",
     "find_sections",
@@ -139,12 +143,15 @@ __all__ = [
     "parse_dtype",
     "parse_header",
     "parse_leave_out",
+    "place_tensors",
     "plain_name",
     "plan_export",
     "plan_tensors",
     "read_all_of_folder",
     "read_assets",
     "read_config",
+    "read_origin",
+    "review_folder",
     "save_state_dict",
     "split_qkv",
     "split_vocabulary",

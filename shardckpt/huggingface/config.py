@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import logging
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardckpt.errors import CheckpointingException
+from shardckpt.huggingface.assets import read_asset
 from shardckpt.huggingface.casts import find_model_dtype
-from shardckpt.huggingface.folder import CONFIG, CONFIG_LIMIT, read_json
+from shardckpt.huggingface.folder import CONFIG, parse_object
 from shardckpt.storage import is_there
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ logger = logging.getLogger(__name__)
 #: The key of the dtype, and that of transformers before 4.56.
 _DTYPE, _OLDER = "dtype", "torch_dtype"
 #: What says how weights are quantized; the dtypes in it are not those of weights.
-_QUANTIZATIONS = ("quantization_config", "compression_config")
+QUANTIZATIONS = ("quantization_config", "compression_config")
 #: Ends of names of quantized weights' parts: of fp8 with scales, compressed-tensors, GPTQ and AWQ, MXFP4, bitsandbytes.
 _QUANTIZED_ENDS = ("_scale_inv", "_scale", "_scales", "_packed", "_blocks", ".qweight", ".absmax", ".SCB")
 #: The keys of a part's config end with it: ``vision_config``.
@@ -32,30 +33,45 @@ _VOCABULARY, _TIED = "vocab_size", "tie_word_embeddings"
 #: Where models of the Hub have their embedding, and their output layer.
 _PREFIXES = ("", "model.", "language_model.", "model.language_model.", "language_model.model.")
 _EMBEDDINGS = tuple(f"{prefix}embed_tokens.weight" for prefix in _PREFIXES)
-_HEADS = tuple(f"{prefix}lm_head.weight" for prefix in _PREFIXES)
+HEADS = tuple(f"{prefix}lm_head.weight" for prefix in _PREFIXES)
 
 
-def find_config(assets: Iterable[Path], target: Path | None = None) -> Path | None:
-    """Return the ``config.json`` that a folder will have: that of the assets, else its own; None if there is none."""
-    places = [*assets, *([] if target is None else [target / CONFIG])]
-    return next((path for path in places if path.name == CONFIG and is_there(path)), None)
+class ModelConfig(NamedTuple):
+    """A ``config.json``: where it was read, and its content."""
+
+    source: Path
+    content: dict[str, Any]
+
+    @property
+    def is_tied(self) -> bool:
+        """Whether it says that the output layer is the embedding."""
+        return bool(_look_up(self.content, _TIED))
 
 
-def read_config(assets: Iterable[Path], target: Path | None = None) -> dict[str, Any] | None:
-    """Return the content of the ``config.json`` that a folder will have; None if there is none.
+def find_config(assets: Iterable[Path], target: Path | None = None) -> ModelConfig | None:
+    """Return the ``config.json`` that a folder will have: that of the assets, else its own; None if there is none.
 
     Raises:
         CorruptCheckpointError: It is not a JSON object.
     """
-    source = find_config(assets, target)
-    return None if source is None else read_json(source, CONFIG_LIMIT)
+    places = [*assets, *([] if target is None else [target / CONFIG])]
+    source = next((path for path in places if path.name == CONFIG and is_there(path)), None)
+    return None if source is None else ModelConfig(source, parse_object(read_asset(source), source))
 
 
-def adapt_config(source: Path, tensors: Sequence[HubTensor], *, is_cast: bool, refuses: bool = True) -> bytes | None:
+def read_config(assets: Iterable[Path], target: Path | None = None) -> dict[str, Any] | None:
+    """Return the content of what :func:`find_config` finds; None if it finds none."""
+    found = find_config(assets, target)
+    return None if found is None else found.content
+
+
+def adapt_config(
+    config: ModelConfig, tensors: Sequence[HubTensor], *, is_cast: bool, refuses: bool = True
+) -> bytes | None:
     """Return the text of a ``config.json`` that is true of tensors: their dtype, and whether they are quantized.
 
     Args:
-        source: The file.
+        config: The file.
         tensors: What its folder will have.
         is_cast: Whether a config without a dtype gets one.
         refuses: Whether another vocabulary than that of the tensors is an error, and not a warning.
@@ -65,28 +81,32 @@ def adapt_config(source: Path, tensors: Sequence[HubTensor], *, is_cast: bool, r
 
     Raises:
         CheckpointingException: It has another vocabulary than the tensors.
-        CorruptCheckpointError: It is not a JSON object.
     """
-    config = read_json(source, CONFIG_LIMIT)
-    wrong = _compare_vocabulary(config, tensors, source)
+    source, content = config
+    wrong = _compare_vocabulary(config, tensors)
+    if wrong:
+        wrong += (
+            ". Give the config.json of this model (assets=, --assets), or leave out rows with which Megatron pads the "
+            "vocabulary (cut_vocabulary=True, --cut-vocabulary, with a mapping)"
+        )
     if wrong and refuses:
         raise CheckpointingException(wrong)
     if wrong:
         logger.warning("%s", wrong)
-    adapted = config if _are_quantized(tensors) else _drop_quantization(config, source)
+    adapted = content if _are_quantized(tensors) else _drop_quantization(content, source)
     adapted = _replace_dtypes(adapted, tensors)
     main = _find_dtype(tensors)
     if is_cast and main is not None and not any(adapted.get(key) for key in (_DTYPE, _OLDER)):
         adapted[_DTYPE] = main
-    return None if adapted == config else (json.dumps(adapted, indent=2, ensure_ascii=False) + "\n").encode()
+    return None if adapted == content else (json.dumps(adapted, indent=2, ensure_ascii=False) + "\n").encode()
 
 
-def find_tied(config: dict[str, Any], tensors: Iterable[HubTensor]) -> tuple[HubTensor, HubTensor] | None:
+def find_tied(config: ModelConfig, tensors: Iterable[HubTensor]) -> tuple[HubTensor, HubTensor] | None:
     """Return the embedding and the output layer, if both are there and a config says that they are one."""
-    found = {tensor.name: tensor for tensor in tensors}
-    if not _look_up(config, _TIED):
+    if not config.is_tied:
         return None
-    pair = [next((found[name] for name in names if name in found), None) for names in (_EMBEDDINGS, _HEADS)]
+    found = {tensor.name: tensor for tensor in tensors}
+    pair = [next((found[name] for name in names if name in found), None) for names in (_EMBEDDINGS, HEADS)]
     if pair[0] is None or pair[1] is None or len(pair[0].shape) != len(pair[1].shape) or not pair[0].shape:
         return None
     return pair[0], pair[1]
@@ -98,15 +118,32 @@ def _look_up(config: dict[str, Any], key: str) -> Any:
     return config.get(key, text.get(key) if isinstance(text, dict) else None)
 
 
-def _compare_vocabulary(config: dict[str, Any], tensors: Iterable[HubTensor], source: Path) -> str:
+def describe_contradiction(config: ModelConfig, tensors: Sequence[HubTensor]) -> str:
+    """Return what a config says of tensors that is wrong, and keeps tools from loading them; empty if nothing is."""
+    wrong = _compare_vocabulary(config, tensors)
+    says = next((key for key in QUANTIZATIONS if config.content.get(key)), "")
+    if says and not _are_quantized(tensors):
+        wrong += f"{'; ' * bool(wrong)}it says how weights are quantized ({says}), and none is"
+    return wrong
+
+
+def describe_dtype(config: ModelConfig, tensors: Iterable[HubTensor]) -> str:
+    """Return in which other dtype than theirs engines load tensors, because a config says so; empty if in none."""
+    stored = _find_dtype(tensors)
+    said = next((str(value) for key in (_DTYPE, _OLDER) if (value := _look_up(config.content, key))), "")
+    if not said or stored is None or said.removeprefix("torch.") == stored:
+        return ""
+    return f"engines load the weights, which are {stored}, as {said}: it says so"
+
+
+def _compare_vocabulary(config: ModelConfig, tensors: Iterable[HubTensor]) -> str:
     """Return what is wrong with the rows of the embedding or the output layer; empty if nothing is."""
-    size = _look_up(config, _VOCABULARY)
+    size = _look_up(config.content, _VOCABULARY)
     for tensor in tensors:
-        if tensor.name in (*_EMBEDDINGS, *_HEADS) and tensor.shape and type(size) is int and tensor.shape[0] != size:
+        if tensor.name in (*_EMBEDDINGS, *HEADS) and tensor.shape and type(size) is int and tensor.shape[0] != size:
             return (
-                f"{source} has {_VOCABULARY} {size}, and {tensor.name!r} has {tensor.shape[0]} rows: no tool would "
-                "load such a folder. Give the config.json of this model (assets=, --assets), or leave out rows with "
-                "which Megatron pads the vocabulary (cut_vocabulary=True, --cut-vocabulary, with a mapping)"
+                f"{config.source} has {_VOCABULARY} {size}, and {tensor.name!r} has {tensor.shape[0]} rows: no tool "
+                "loads such a folder"
             )
     return ""
 
@@ -121,7 +158,7 @@ def _are_quantized(tensors: Iterable[HubTensor]) -> bool:
 
 def _drop_quantization(config: dict[str, Any], source: Path) -> dict[str, Any]:
     """Return a config that does not say that weights are quantized, after a warning if it did."""
-    kept = {key: value for key, value in config.items() if key not in _QUANTIZATIONS}
+    kept = {key: value for key, value in config.items() if key not in QUANTIZATIONS}
     if len(kept) < len(config):
         logger.warning("%s says how weights are quantized, and these are not: the folder's does not say so", source)
     parts = {key: value for key, value in kept.items() if key.endswith(_PART) and isinstance(value, dict)}
@@ -135,7 +172,7 @@ def _replace_dtypes(config: dict[str, Any], tensors: Sequence[HubTensor]) -> dic
     for key, value in config.items():
         if key in (_DTYPE, _OLDER) and value is not None and dtype is not None:
             changed[key] = dtype
-        elif isinstance(value, dict) and key not in _QUANTIZATIONS:
+        elif isinstance(value, dict) and key not in QUANTIZATIONS:
             stem = key.removesuffix(_PART)
             own = [t for t in tensors if any(part.startswith(stem) for part in t.name.split("."))]
             changed[key] = _replace_dtypes(value, own or tensors)

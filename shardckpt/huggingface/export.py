@@ -189,7 +189,7 @@ def export_to_huggingface(
             operation.start_progress(lambda: sum(t.nbytes for _, tensors in plan.files for t in tensors))
             operation.share_progress(checkpoint.operation)
             kind = FolderExport if has_local_files(folder) else StoreExport
-            kind(operation, folder, plan, checkpoint, copied, overwrite, upload_room=budget.uploading).run()
+            kind(operation, source, folder, plan, checkpoint, copied, overwrite, upload_room=budget.uploading).run()
         return plan
 
     plan = retry_if_replaced(attempt, source)

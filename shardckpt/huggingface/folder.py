@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardckpt.errors import CorruptCheckpointError, NotACheckpointError
 from shardckpt.huggingface.header import FileTensor, parse_header
-from shardckpt.huggingface.names import SAFETENSORS, file_names, index_name
+from shardckpt.huggingface.names import ORIGIN, SAFETENSORS, file_names, index_name
 from shardckpt.storage import (
     HEADER_LIMIT,
     LENGTH_BYTES,
@@ -197,8 +197,33 @@ def resolve_link(folder: Path, file: str) -> Path:
     return target if any(map(target.is_relative_to, blobs)) else path
 
 
+def read_origin(folder: Path) -> dict[str, str]:
+    """Return what an export has said of its source: ``version`` of shardckpt, ``source`` and ``fingerprint``.
+
+    Args:
+        folder: A folder whose headers are sound.
+
+    Returns:
+        Texts by these names, of which some or all may be missing.
+    """
+    index = folder / index_name(SAFETENSORS)
+    if is_there(index):
+        said = read_json(resolve_link(folder, index.name), HEADER_LIMIT).get("metadata")
+    else:
+        text, _ = _read_header_text(resolve_link(folder, find_only_file(folder)))
+        said = json.loads(text).get("__metadata__")
+    texts = said.items() if isinstance(said, dict) else ()
+    return {k.removeprefix(ORIGIN): v for k, v in texts if k.startswith(ORIGIN) and isinstance(v, str)}
+
+
 def read_header(path: Path) -> dict[str, FileTensor]:
     """Return the tensors of a file by name; raise CorruptCheckpointError if its header or its length is wrong."""
+    text, size = _read_header_text(path)
+    return parse_header(text, size, str(path))
+
+
+def _read_header_text(path: Path) -> tuple[bytes, int]:
+    """Return the header of a file, and the bytes of the file."""
     fd, size = open_existing(path)
     try:
         first = bytearray(min(LENGTH_BYTES, size))
@@ -207,7 +232,7 @@ def read_header(path: Path) -> dict[str, FileTensor]:
         read_into(fd, path, memoryview(text), LENGTH_BYTES)
     finally:
         close_file(fd)
-    return parse_header(bytes(text), size, str(path))
+    return bytes(text), size
 
 
 def _locate_tensors(
@@ -237,7 +262,11 @@ def read_json(path: Path, limit: int) -> dict[str, Any]:
     Raises:
         CorruptCheckpointError: the file is longer, or is not a JSON object.
     """
-    raw = read_file(path, limit)
+    return parse_object(read_file(path, limit), path)
+
+
+def parse_object(raw: bytes, path: Path) -> dict[str, Any]:
+    """Return the object in the content of a JSON file; raise CorruptCheckpointError if it is not one."""
     try:
         found = json.loads(raw)
     except (ValueError, RecursionError) as exc:

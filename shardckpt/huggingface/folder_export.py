@@ -10,14 +10,18 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from shardckpt import __version__
 from shardckpt.commit import check_target, commit_staging, discard_staging
 from shardckpt.engine import OpenCheckpoint, Operation, open_staging
 from shardckpt.errors import CheckpointingException, listed
-from shardckpt.huggingface.block_writer import BLOCK_BYTES, BlockWriter
+from shardckpt.huggingface.architecture import try_class
+from shardckpt.huggingface.block_writer import BlockWriter
 from shardckpt.huggingface.config import adapt_config, find_config, find_tied
-from shardckpt.huggingface.folder import CONFIG, CONFIG_LIMIT, read_folder, read_json
+from shardckpt.huggingface.folder import CONFIG, read_folder
 from shardckpt.huggingface.header import lay_out
+from shardckpt.huggingface.hub_tensor import have_equal_values
 from shardckpt.huggingface.names import (
+    ORIGIN,
     SAFETENSORS,
     encode_weights_index,
     index_name,
@@ -27,12 +31,13 @@ from shardckpt.huggingface.names import (
 )
 from shardckpt.huggingface.small_file import copy_new, write_pickled
 from shardckpt.manifest import MARKER_NAME
-from shardckpt.planning import Box, assign_holders
-from shardckpt.storage import CheckpointWriter, is_there, wrap_os_errors
+from shardckpt.planning import assign_holders
+from shardckpt.storage import CheckpointWriter, combine_fingerprints, is_there, read_fingerprints, wrap_os_errors
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
+    from shardckpt.huggingface.header import FileLayout
     from shardckpt.huggingface.hub_tensor import HubTensor
     from shardckpt.huggingface.planning import ExportPlan
     from shardckpt.mapping import ShardedBase, ShardedTensor
@@ -46,7 +51,7 @@ _CHECKPOINTS = (MARKER_NAME, ".metadata")
 
 @dataclass(frozen=True)
 class FolderExport:
-    """An export between its plan and its commit; ``assets`` are files to copy.
+    """An export between its plan and its commit; ``assets`` are files to copy, ``source`` is the checkpoint's place.
 
     With a journal, one process writes, and another can go on after a kill. ``check`` gets the staging directory on the
     main rank before the commit; if it raises, nothing is committed. ``upload_room`` is the most bytes that the parts of
@@ -54,6 +59,7 @@ class FolderExport:
     """
 
     operation: Operation
+    source: Path
     target: Path
     plan: ExportPlan
     checkpoint: OpenCheckpoint
@@ -104,7 +110,21 @@ class FolderExport:
         elif mine:
             with BlockWriter(self._load, self.journal) as writer:
                 for name, tensors in mine:
-                    writer.write(staging / name, lay_out(tensors, {}))
+                    writer.write(staging / name, self._lay_out(tensors))
+
+    def _lay_out(self, tensors: Sequence[HubTensor]) -> FileLayout:
+        """Return the layout of a file of weights; if it is the only one, its header says what an index would."""
+        return lay_out(tensors, self._find_origin() if len(self.plan.files) == 1 else {})
+
+    def _find_origin(self) -> dict[str, str]:
+        """Return what says which checkpoint a folder has: by its fingerprint, where a save has stored those of tensors.
+
+        Nothing of it depends on how the checkpoint was sharded.
+        """
+        fingerprint = combine_fingerprints(read_fingerprints(self.checkpoint.context.reader))
+        source = self.source.name.encode(errors="replace").decode()  # a name in a file system may be no UTF-8
+        origin = {"version": __version__, "source": source, "fingerprint": fingerprint}
+        return {f"{ORIGIN}{key}": value for key, value in origin.items() if value}
 
     def _pickle(self, path: Path, tensors: Sequence[HubTensor]) -> None:
         """Write a file for ``torch.load``, whose tensors are in memory as a whole."""
@@ -128,28 +148,19 @@ class FolderExport:
 
     def _adapt_config(self) -> bytes | None:
         """Return the text of ``config.json``; None if none is there, or it is true of the tensors as it is."""
-        source = find_config(self.assets, None if self.assets else self.target)
-        if source is None:
+        config = find_config(self.assets, None if self.assets else self.target)
+        if config is None:
             return None
-        tied = find_tied(read_json(source, CONFIG_LIMIT), self.plan.tensors)
+        tied = find_tied(config, self.plan.tensors)
         if tied is not None:
-            self._check_tied(*tied, source)
-        return adapt_config(source, self.plan.tensors, is_cast=bool(self.plan.cast))
+            self._check_tied(*tied, config.source)
+        return adapt_config(config, self.plan.tensors, is_cast=bool(self.plan.cast))
 
     def _check_tied(self, one: HubTensor, other: HubTensor, config: Path) -> None:
         """Raise if two tensors that the config says are one have other values."""
         # as stored, and not as read for the folder: a conversion counts each of these reads as written
         stored = OpenCheckpoint(self.checkpoint.strategy, self.checkpoint.context, self.checkpoint.operation)
-        rows = max(1, BLOCK_BYTES // max(one.nbytes // max(one.shape[0], 1), 1))
-        rest = one.shape[1:]
-        same = one.shape == other.shape
-        for first in range(0, one.shape[0] if same else 0, rows):
-            box = Box((first, *(0 for _ in rest)), (min(rows, one.shape[0] - first), *rest))
-            both = [torch.empty(box.shape, dtype=one.dtype, device="cpu") for _ in (one, other)]
-            wanted: list[ShardedBase] = [*one.shards_for(box, both[0]), *other.shards_for(box, both[1])]
-            stored.values(wanted)
-            same = same and both[0].equal(both[1])
-        if not same:
+        if not have_equal_values(one, other, stored):
             raise CheckpointingException(
                 f"{config} says that the embedding and the output layer are one (tie_word_embeddings), and the "
                 f"checkpoint has other values in {other.name!r} than in {one.name!r}: tools would take either. Leave "
@@ -157,12 +168,20 @@ class FolderExport:
                 "tie them (assets=, --assets)"
             )
 
+    def _warn_of_misfits(self, staging: Path) -> None:
+        """Warn of tensors that the class in ``config.json`` misses or does not know, if transformers can say."""
+        config = find_config([], staging) if self.plan.file_format == SAFETENSORS else None
+        fault = "" if config is None else try_class(staging, config.content).fault
+        if fault:
+            logger.warning("%s: %s (shardckpt verify says it, too)", self.target, fault)
+
     def _encode_index(self) -> dict[str, bytes]:
         """Return the index by its name; nothing if there is one file."""
         if len(self.plan.files) <= 1:
             return {}
         weight_map = {tensor.name: name for name, tensors in self.plan.files for tensor in tensors}
-        return {index_name(self.plan.file_format): encode_weights_index(weight_map, self.plan.total_size)}
+        index = encode_weights_index(weight_map, self.plan.total_size, self._find_origin())
+        return {index_name(self.plan.file_format): index}
 
     def _choose_replaced(self, names: Iterable[str]) -> set[str]:
         """Return which files of a folder go when it is overwritten, after a warning about those of others."""
@@ -188,6 +207,7 @@ class FolderExport:
         for path in self.assets:
             if path.name not in written:
                 copy_new(path, staging / path.name)
+        self._warn_of_misfits(staging)
         if self.check is not None:  # before the journal's end: after a kill in the check another process goes on
             self.check(staging)
         if self.journal is not None:

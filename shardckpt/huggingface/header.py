@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardckpt.errors import CheckpointingException, CorruptCheckpointError, listed
 from shardckpt.huggingface.dtypes import from_safetensors, safetensors_name, torch_shape, written_shape
-from shardckpt.storage import HEADER_LIMIT, LENGTH_BYTES, HeaderEntry, encode_header, parse_json
+from shardckpt.huggingface.names import ORIGIN
+from shardckpt.storage import HEADER_LIMIT, LENGTH_BYTES, SMALL_RECORD, HeaderEntry, encode_header, parse_json
+from shardckpt.tensors import PAGE
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -21,6 +23,8 @@ if TYPE_CHECKING:
 _METADATA = "__metadata__"
 #: An entry of the metadata that is not the name of a tied tensor.
 _FORMAT = "format"
+#: What payloads of odd sizes leave room for, so that the next begins at a multiple of every element's size; in bytes.
+_ALIGN = 64
 
 
 class TensorSpan(NamedTuple):
@@ -70,36 +74,72 @@ class FileTensor(NamedTuple):
         return from_safetensors(self.kind)
 
 
-def lay_out(tensors: Sequence[HubTensor], metadata: Mapping[str, str]) -> FileLayout:
-    """Lay out tensors in a file.
+class Placement(NamedTuple):
+    """Where tensors are in a file of safetensors.
+
+    Attributes:
+        head: The first bytes of the file: its header.
+        order: The numbers of the tensors, in the order of the file.
+        starts: Where each begins in the file, in bytes, in this order.
+        size: Bytes of the file.
+        rest: Where those begin that do not fill pages, or are small.
+    """
+
+    head: bytes
+    order: list[int]
+    starts: list[int]
+    size: int
+    rest: int
+
+
+def place_tensors(tensors: Sequence[HubTensor], metadata: Mapping[str, str] | None = None) -> Placement:
+    """Choose the places of tensors in a file; whichever door writes it, they are the same.
+
+    Payloads of full pages come first, and begin at pages: ranks that write a file together write pages of their own,
+    and readers can map them. Those of odd sizes come last, large elements before small ones: each payload begins at a
+    multiple of its element without padding, which the format forbids.
 
     Args:
         tensors: Tensors of dtypes that the format can hold.
-        metadata: Put into the header; ``format: pt`` is added.
-
-    Returns:
-        The layout, with the encoded header.
+        metadata: Put into the header; ``format: pt`` is added, without which transformers refuses a file.
 
     Raises:
         CheckpointingException: the header is longer than readers accept.
     """
-    # wide dtypes first: then every tensor begins at a multiple of its element size without padding
-    ordered = sorted(tensors, key=lambda tensor: (-tensor.dtype.itemsize, tensor.name))
+    ranks = [_rank(tensor) for tensor in tensors]
+    order = sorted(range(len(tensors)), key=lambda number: (*ranks[number], number))
     entries = []
-    for tensor in ordered:
+    for tensor in map(tensors.__getitem__, order):
         kind = safetensors_name(tensor.dtype) or ""
         entries.append(HeaderEntry(tensor.name, kind, written_shape(kind, tensor.shape), tensor.nbytes))
-    head = encode_header(entries, {**metadata, _FORMAT: "pt"})
-    first = len(head)
-    if first - LENGTH_BYTES > HEADER_LIMIT:
+    paged = sum(rank == _PAGED for rank in ranks)
+    head = encode_header(entries, {**(metadata or {}), _FORMAT: "pt"}, align=PAGE if paged else _ALIGN)
+    if len(head) - LENGTH_BYTES > HEADER_LIMIT:
         raise CheckpointingException(
-            f"{len(tensors)} tensors in one file need a header of {first - LENGTH_BYTES} bytes; readers accept "
+            f"{len(tensors)} tensors in one file need a header of {len(head) - LENGTH_BYTES} bytes; readers accept "
             f"{HEADER_LIMIT}: pass a smaller max_shard_size"
         )
-    ends = [0, *accumulate(tensor.nbytes for tensor in ordered)]
-    spans = zip(ordered, ends, ends[1:], strict=False)
-    located = [TensorSpan(tensor, first + start, first + stop) for tensor, start, stop in spans]
-    return FileLayout([FramePart(0, head)], located)
+    starts = list(accumulate((entry.nbytes for entry in entries), initial=len(head)))
+    return Placement(head, order, starts[:-1], starts[-1], starts[paged])
+
+
+#: The rank of payloads that fill pages.
+_PAGED = 0, 0
+
+
+def _rank(tensor: HubTensor) -> tuple[int, int]:
+    """Return what payloads of a file are sorted by, first of all: the alignment that their sizes leave behind."""
+    if tensor.nbytes % PAGE == 0 and tensor.nbytes > SMALL_RECORD:
+        return _PAGED
+    return (1, 0) if tensor.nbytes % _ALIGN == 0 else (2, -tensor.dtype.itemsize)
+
+
+def lay_out(tensors: Sequence[HubTensor], metadata: Mapping[str, str] | None = None) -> FileLayout:
+    """Return the layout of a file of safetensors that is to be written, as :func:`place_tensors` places its tensors."""
+    head, order, starts, _, _ = place_tensors(tensors, metadata)
+    ordered = [tensors[number] for number in order]
+    spans = [TensorSpan(tensor, start, start + tensor.nbytes) for tensor, start in zip(ordered, starts, strict=True)]
+    return FileLayout([FramePart(0, head)], spans)
 
 
 def refuse_unknown(tensors: Iterable[tuple[str, torch.dtype]]) -> None:
@@ -144,7 +184,8 @@ def parse_header(text: bytes, size: int, source: str) -> dict[str, FileTensor]:
         metadata = entries.pop(_METADATA, None) or {}
         found = {name: _entry(entry, first, size) for name, entry in entries.items()}
         # of tied tensors, a file has one, and its metadata maps the other names to it
-        found = {name: found[other] for name, other in metadata.items() if name != _FORMAT and other in found} | found
+        tied = {name: other for name, other in metadata.items() if name != _FORMAT and not name.startswith(ORIGIN)}
+        found = {name: found[other] for name, other in tied.items() if other in found} | found
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as exc:
         raise CorruptCheckpointError(f"{source}: its header is damaged, or the file is cut short ({exc})") from exc
     return found

@@ -5,14 +5,17 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, NamedTuple
 
+import torch
+
 from shardckpt.mapping import ShardedTensor
 from shardckpt.planning import Box, intersect
+from shardckpt.plugins import Identity
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    import torch
-
+    from shardckpt.engine import OpenCheckpoint
+    from shardckpt.mapping import ShardedBase
     from shardckpt.planning import Ints
     from shardckpt.plugins import KeyMapEntry
 
@@ -29,6 +32,10 @@ class StoredPart(NamedTuple):
     key: str
     shape: Ints
     link: KeyMapEntry
+
+
+#: Bytes of a tensor that are compared at a time.
+_COMPARED_BYTES = 8 << 20
 
 
 class HubTensor(NamedTuple):
@@ -68,3 +75,25 @@ class HubTensor(NamedTuple):
             offset = part.link.to_stored(common).offset
             lead, shape = part.link.dropped, tuple(target.shape)
             yield ShardedTensor(part.key, target, target.dtype, shape, part.shape, offset, None, prepend_axis_num=lead)
+
+
+def take_whole(name: str, dtype: torch.dtype, shape: Ints) -> HubTensor:
+    """Return a tensor that is stored as a whole, under its own name."""
+    parts = (StoredPart(name, shape, link) for link in Identity().links(name, shape))
+    return HubTensor(name, dtype, shape, tuple(parts))
+
+
+def have_equal_values(one: HubTensor, other: HubTensor, checkpoint: OpenCheckpoint) -> bool:
+    """Return whether two tensors have one shape and, as the checkpoint stores them, the same values."""
+    if one.shape != other.shape:
+        return False
+    rows = max(1, _COMPARED_BYTES // max(one.nbytes // max(one.shape[0], 1), 1))
+    rest = one.shape[1:]
+    for first in range(0, one.shape[0], rows):
+        box = Box((first, *(0 for _ in rest)), (min(rows, one.shape[0] - first), *rest))
+        both = [torch.empty(box.shape, dtype=one.dtype, device="cpu") for _ in (one, other)]
+        wanted: list[ShardedBase] = [*one.shards_for(box, both[0]), *other.shards_for(box, both[1])]
+        checkpoint.values(wanted)
+        if not both[0].equal(both[1]):
+            return False
+    return True

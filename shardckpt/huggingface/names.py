@@ -6,7 +6,7 @@ import json
 import re
 from typing import TYPE_CHECKING
 
-from shardckpt.errors import CheckpointingException
+from shardckpt.errors import CheckpointingException, check_choice
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
@@ -18,7 +18,7 @@ BIN = "bin"
 _STEMS = {SAFETENSORS: ("model", ".safetensors"), BIN: ("pytorch_model", ".bin")}
 _WEIGHTS = re.compile(r"(model|pytorch_model)(-\d+-of-\d+)?\.(safetensors|bin)(\.index\.json)?")
 #: What makes transformers put old adapters onto the new weights.
-_ADAPTER = "adapter_config.json"
+ADAPTER = "adapter_config.json"
 #: Weights that transformers, vLLM or SGLang load of a folder: all ``*.safetensors``, Mistral's, PyTorch's, Keras' and
 #: Flax's; and adapters.
 _LOADED = re.compile(
@@ -30,6 +30,8 @@ _CONFIGURING = re.compile(
 )
 #: Suffixes of weights in any format.
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".index.json", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx")
+#: What keys of the metadata begin with that say which checkpoint a folder has.
+ORIGIN = "shardckpt_"
 _NUMBERS = re.compile(r"(\d+)")
 
 
@@ -39,8 +41,7 @@ def check_format(name: str) -> str:
     Raises:
         CheckpointingException: it is neither ``safetensors`` nor ``bin``.
     """
-    if name not in _STEMS:
-        raise CheckpointingException(f"format={name!r}: expected {SAFETENSORS!r} or {BIN!r}")
+    check_choice("format", name, (SAFETENSORS, BIN))
     return name
 
 
@@ -86,17 +87,18 @@ def index_name(file_format: str) -> str:
     return f"{stem}{suffix}.index.json"
 
 
-def encode_weights_index(weight_map: Mapping[str, str], total: int) -> bytes:
+def encode_weights_index(weight_map: Mapping[str, str], total: int, origin: Mapping[str, str] | None = None) -> bytes:
     """Return the content of the index, as transformers reads it.
 
     Args:
         weight_map: The file of each tensor, by name.
         total: Bytes of all tensors.
+        origin: What the metadata says of the checkpoint that the folder has.
 
     Returns:
         JSON, in UTF-8.
     """
-    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+    index = {"metadata": {"total_size": total, **(origin or {})}, "weight_map": dict(sorted(weight_map.items()))}
     return (json.dumps(index, indent=2, ensure_ascii=False) + "\n").encode()
 
 
@@ -139,7 +141,7 @@ def is_weights(name: str) -> bool:
 
 def is_asset(name: str) -> bool:
     """Return whether a file of this name belongs to a model but is not weights: its config, its tokenizer."""
-    return not name.startswith(".") and not name.endswith(_WEIGHT_SUFFIXES) and name != _ADAPTER
+    return not name.startswith(".") and not name.endswith(_WEIGHT_SUFFIXES) and name != ADAPTER
 
 
 def is_replaced(name: str, *, has_assets: bool) -> bool:

@@ -7,7 +7,7 @@ import math
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
-from shardckpt.engine import is_optimizer_key
+from shardckpt.engine import format_many, is_optimizer_key
 from shardckpt.errors import CheckpointingException, KeyMismatchError, ShardingError, listed, name_known, name_prefixes
 from shardckpt.huggingface.casts import Casts, find_model_dtype
 from shardckpt.huggingface.dtypes import is_castable
@@ -269,7 +269,7 @@ def _find_unmatched(options: ExportOptions, keys: Collection[str]) -> list[str]:
     if not unmatched:
         return []
     unused = mapping.find_unused([key[cut:] for key in keys])
-    what = f"{len(unmatched)} of {len(keys)} tensors matched no rule of the mapping: {listed(unmatched)}"
+    what = f"{len(unmatched)} of {format_many(len(keys), 'tensor')} matched no rule of the mapping: {listed(unmatched)}"
     what += f"; rules that matched no tensor: {listed(unused)}" if unused else ""
     if len(unmatched) == len(wanted):
         raise KeyMismatchError(

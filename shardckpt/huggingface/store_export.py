@@ -13,7 +13,6 @@ from shardckpt.errors import CheckpointingException, StorageError
 from shardckpt.huggingface.block_writer import BLOCK_BYTES, BlockWriter, fill_block
 from shardckpt.huggingface.folder import CONFIG
 from shardckpt.huggingface.folder_export import FolderExport
-from shardckpt.huggingface.header import lay_out
 from shardckpt.huggingface.names import SAFETENSORS, is_weights
 from shardckpt.plugins import open_folder
 from shardckpt.storage import (
@@ -109,14 +108,14 @@ class StoreExport(FolderExport):
         with _spool() as spool:
             if self.plan.file_format == SAFETENSORS:
                 with BlockWriter(self._load) as writer:
-                    writer.write(spool / name, lay_out(tensors, {}))
+                    writer.write(spool / name, self._lay_out(tensors))
             else:
                 self._pickle(spool / name, tensors)
             (store / name).upload(spool / name)
 
     def _stream(self, folder: StreamsWrites, name: str, tensors: Sequence[HubTensor]) -> None:
         """Send a file while it is read, through one block and the parts on their way."""
-        layout = lay_out(tensors, {})
+        layout = self._lay_out(tensors)
         part_bytes = plan_upload(self.upload_room, layout.size).part_bytes
         stream = ObjectStream(folder, self.target / name, name, negotiate_digest(digest_vote()), part_bytes)
         block = Buffer(BLOCK_BYTES)

@@ -9,7 +9,7 @@ from shardckpt import lazy_getattr
 if TYPE_CHECKING:
     from shardckpt.maintenance.convert import ConversionReport, convert_checkpoint
     from shardckpt.maintenance.diff import DiffReport, TensorDifference, diff_checkpoints
-    from shardckpt.maintenance.foreign import describe_foreign
+    from shardckpt.maintenance.foreign import describe_folder, describe_foreign
     from shardckpt.maintenance.inside import (
         FILE_SUFFIXES,
         Names,
@@ -44,7 +44,7 @@ __getattr__ = lazy_getattr(
     {
         "convert": ("ConversionReport", "convert_checkpoint"),
         "diff": ("DiffReport", "TensorDifference", "diff_checkpoints"),
-        "foreign": ("describe_foreign",),
+        "foreign": ("describe_folder", "describe_foreign"),
         "inside": ("FILE_SUFFIXES", "Names", "is_marked", "list_inside", "list_local_names", "list_stored_names"),
         "merge": ("MergeReport", "merge_checkpoints"),
         "merge_weights": ("WSM_DECAYS", "compute_ema_weights", "compute_wsm_weights"),
@@ -89,6 +89,7 @@ __all__ = [
     "compute_statistics",
     "compute_wsm_weights",
     "convert_checkpoint",
+    "describe_folder",
     "describe_foreign",
     "diff_checkpoints",
     "fingerprint",

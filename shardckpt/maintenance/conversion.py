@@ -366,6 +366,7 @@ class Conversion:
         tensors = [tensor for _, some in plan.files for tensor in some]
         FolderExport(
             operation,
+            self.source,
             self.target,
             plan,
             stored,

@@ -77,14 +77,19 @@ def is_marked(names: Iterable[str]) -> bool:
 
 
 def list_local_names(place: Path) -> Callable[[str], Names]:
-    """Return what lists the folders in a directory of this machine; links are followed directly in it alone."""
+    """Return what lists the folders in a directory of this machine; links are followed directly in it alone.
+
+    A link to what is beside it, as ``latest``, is left out: that is listed by its own name.
+    """
     place = real_path(place)
 
     def list_names(folder: str) -> Names:
-        names = Names([], [])
+        names, own = Names([], []), os.path.realpath(place / folder)
         with wrap_os_errors("list", place / folder), os.scandir(place / folder) as entries:
             for entry in entries:
                 with contextlib.suppress(OSError):  # a link to itself is neither
+                    if entry.is_symlink() and os.path.dirname(os.path.realpath(entry.path)) == own:  # noqa: PTH120 - a text
+                        continue
                     if entry.is_dir(follow_symlinks=not folder):
                         names.folders.append(entry.name)
                     elif entry.is_file():

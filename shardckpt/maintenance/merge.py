@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 
-from shardckpt.engine import locate, refuse_overlap
-from shardckpt.errors import CheckpointingException
+from shardckpt.engine import format_many, locate, refuse_overlap
+from shardckpt.errors import CheckpointingException, check_choice
 from shardckpt.huggingface import parse_leave_out
 from shardckpt.maintenance.convert import ConversionReport, run_conversion
 from shardckpt.maintenance.merge_weights import check_weights
@@ -146,8 +146,8 @@ def merge_checkpoints(
     check_memory_budget(budget, _LEAST_BUDGET, "to merge takes")
     if not -len(places) <= base < len(places):
         raise CheckpointingException(f"base={base}: there are {len(places)} sources, numbered from 0")
-    _check_choice("optimizer", optimizer, get_args(Optimizer))
-    _check_choice("missing", missing, get_args(Missing))
+    check_choice("optimizer", optimizer, get_args(Optimizer))
+    check_choice("missing", missing, get_args(Missing))
     if accumulate not in _ACCUMULATORS:
         raise CheckpointingException(f"accumulate={accumulate!r}: expected 'fp32' or 'fp64'")
     if optimizer == "average" and min(chosen) < 0:
@@ -239,19 +239,18 @@ def merge_checkpoints(
 def _choose_weights(places: Sequence[str], weights: Sequence[float] | None, slerp: float | None) -> Sequence[float]:
     """Return a weight for each source."""
     if len(places) < _TWO:
-        raise CheckpointingException(f"sources={places}: a merge needs at least two checkpoints")
+        raise CheckpointingException(
+            f"{format_many(len(places), 'source')}: a merge takes two checkpoints or more; of a command, DST stands "
+            "behind them"
+        )
     if slerp is None:
         chosen = [1.0] * len(places) if weights is None else list(weights)
         check_weights(chosen, len(places))
         return chosen
     if weights is not None or len(places) != _TWO or not 0 <= slerp <= 1:
+        also = "" if weights is None else " and weights"
         raise CheckpointingException(
-            f"slerp={slerp} with {len(places)} sources and weights={weights}: slerp takes two checkpoints, a number "
-            "from 0 to 1, and no weights"
+            f"slerp {slerp:g} of {format_many(len(places), 'source')}{also}: it takes two, a number from 0 to 1, which "
+            "is the second, and no weights"
         )
     return 1 - slerp, slerp
-
-
-def _check_choice(argument: str, value: Any, choices: Sequence[str]) -> None:
-    if value not in choices:
-        raise CheckpointingException(f"{argument}={value!r}: expected one of {', '.join(choices)}")

@@ -35,7 +35,7 @@ def compute_ema_weights(count: int, decay: float) -> list[float]:
         CheckpointingException: The decay is not between 0 and 1.
     """
     if not 0 < decay < 1:
-        raise CheckpointingException(f"decay={decay}: an EMA's decay is above 0 and below 1, such as 0.9")
+        raise CheckpointingException(f"decay {decay:g}: an EMA's decay is above 0 and below 1, such as 0.9")
     return [(1 - decay if number else 1.0) * decay ** (count - 1 - number) for number in range(count)]
 
 
@@ -73,7 +73,9 @@ def compute_wsm_weights(steps: Sequence[float], decay: str = "1-sqrt") -> list[f
 def check_weights(weights: Sequence[float], count: int) -> None:
     """Raise CheckpointingException unless the weights are of ``count`` checkpoints, and have a sum to divide by."""
     if len(weights) != count:
-        raise CheckpointingException(f"weights={list(weights)}: there are {count} checkpoints, and each needs a weight")
+        raise CheckpointingException(
+            f"weights {list(weights)}: there are {len(weights)} for {count} sources, of which each needs one"
+        )
     try:
         largest = max((abs(float(weight)) for weight in weights), default=0.0)
         is_finite = math.isfinite(largest * len(weights)) and all(map(math.isfinite, weights))
@@ -81,10 +83,10 @@ def check_weights(weights: Sequence[float], count: int) -> None:
         is_finite = False
     if not is_finite or not all(isinstance(weight, (int, float)) for weight in weights):
         raise CheckpointingException(
-            f"weights={list(weights)!r:.300}: weights are finite numbers whose sum a float holds. Only their ratios "
+            f"weights {list(weights)!r:.300}: weights are finite numbers whose sum a float holds. Only their ratios "
             "count: divide all by the largest"
         )
     if abs(math.fsum(weights)) < 1e-6 * largest:
-        raise CheckpointingException(f"weights={list(weights)}: weights are divided by their sum, which must not be 0")
+        raise CheckpointingException(f"weights {list(weights)}: weights are divided by their sum, which must not be 0")
     if not any(weights):
-        raise CheckpointingException(f"weights={list(weights)}: at least one weight is not 0")
+        raise CheckpointingException(f"weights {list(weights)}: at least one weight is not 0")

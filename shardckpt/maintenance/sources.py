@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from shardckpt.deepspeed import DeepSpeedLoadStrategy, find_files
 from shardckpt.distributed import Comm
@@ -26,6 +26,7 @@ from shardckpt.errors import (
     NotACheckpointError,
 )
 from shardckpt.huggingface import (
+    CONFIG,
     HuggingFaceLoadStrategy,
     TorchFileLoadStrategy,
     check_folder,
@@ -33,6 +34,7 @@ from shardckpt.huggingface import (
     is_torch_file,
     name_for_trainer,
     read_all_of_folder,
+    review_folder,
 )
 from shardckpt.maintenance.foreign import describe_file, describe_folder
 from shardckpt.manifest import Manifest
@@ -51,8 +53,20 @@ if TYPE_CHECKING:
     from shardckpt.plugins import PluginManager
     from shardckpt.strategy import LoadStrategy
 
-#: What is wrong with a file, if anything, and how it was checked.
-Checked = tuple[CheckpointingException | None, Literal["crc32", "structure"]]
+
+class Checked(NamedTuple):
+    """What was found of a file.
+
+    Attributes:
+        error: What is wrong with it; None if nothing is.
+        how: How it was checked.
+        note: What is no fault and may surprise.
+    """
+
+    error: CheckpointingException | None
+    how: Literal["crc32", "structure"] = "structure"
+    note: str = ""
+
 
 _LENGTH = 8
 #: The upper half of the length of a safetensors header, and its first byte.
@@ -270,7 +284,7 @@ def check_source(location: Path, plugins: PluginManager, error: CheckpointingExc
     if not place.is_dir():
         raise error
     try:
-        return {name: (fault, "structure") for name, fault in check_folder(place).items()}
+        return _check_folder(place, location, plugins)
     except NotACheckpointError:
         names = {entry.name for entry in place.iterdir()}
         if find_files(place, names) is not None:
@@ -278,6 +292,22 @@ def check_source(location: Path, plugins: PluginManager, error: CheckpointingExc
                 return check_all_files(opened.strategy, opened.context.reader, location, plugins)  # type: ignore[arg-type]
         what = describe_folder(place, names)
         raise (NotACheckpointError(f"{location} is {what}") if what else error) from None
+
+
+def _check_folder(place: Path, location: Path, plugins: PluginManager) -> dict[str, Checked]:
+    """Check a folder of Hugging Face: its files and, if they are sound, whether it is a model that engines load."""
+    found = {name: Checked(error) for name, error in check_folder(place).items()}
+    if any(checked.error for checked in found.values()):
+        return found
+    try:
+        with open_source(location, plugins) as opened:
+            review = review_folder(location, opened)
+    except CheckpointReplacedError:
+        raise
+    except CheckpointingException as exc:  # a dtype that this torch lacks
+        return {**found, CONFIG: Checked(None, note=f"not compared with the weights: {exc}")}
+    notes = {name: Checked(None, note=note) for name, note in review.notes.items()}
+    return {**found, **notes, **({CONFIG: Checked(review.fault)} if review.fault else {})}
 
 
 def check_all_files(
@@ -298,7 +328,10 @@ def check_all_files(
         reader.count_checked = progress.add
         errors = strategy.check_files(reader)
         progress.end()
-    return {name: (error, "crc32" if reader.has_checked_crcs(name) else "structure") for name, error in errors.items()}
+    return {
+        name: Checked(error, "crc32" if reader.has_checked_crcs(name) else "structure")
+        for name, error in errors.items()
+    }
 
 
 def _sum_sizes(strategy: ChecksFiles, reader: CheckpointReader) -> int:

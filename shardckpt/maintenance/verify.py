@@ -15,7 +15,7 @@ from shardckpt.errors import (
     NotACheckpointError,
     StorageError,
 )
-from shardckpt.maintenance.sources import check_all_files, check_source
+from shardckpt.maintenance.sources import Checked, check_all_files, check_source
 from shardckpt.manifest import INTEGRITY_NAME, MARKER_LIMIT, MARKER_NAME, RECORD_NAME, Marker, find_folders
 from shardckpt.plugins import choose_reader, get_plugin_manager, hold_checkpoint, name_origin, parse_file
 from shardckpt.storage import (
@@ -53,6 +53,7 @@ class FileResult:
         checked: How it was checked: ``digests`` of all bytes; ``crc32`` of all values, which archives have where there
             are no digests; ``structure`` alone, where there is neither; or ``nothing``, if it could not be read, or is
             foreign.
+        note: What is no fault and may surprise: what engines make of a file of a Hugging Face folder.
     """
 
     name: str
@@ -60,6 +61,7 @@ class FileResult:
     fault: str
     foreign: bool = False
     checked: Literal["digests", "crc32", "structure", "nothing"] = "nothing"
+    note: str = ""
 
 
 def verify_checkpoint(directory: str | os.PathLike[str]) -> list[FileResult]:
@@ -73,7 +75,9 @@ def verify_checkpoint(directory: str | os.PathLike[str]) -> list[FileResult]:
     to the checkpoint are listed as foreign, which is no fault.
 
     A Hugging Face folder of safetensors and a file of it have no digests: their headers, their lengths and the index
-    are compared.
+    are compared. Of a folder, so are the weights with ``config.json``: vocabulary, quantization, dtype, tied pairs and,
+    where transformers and accelerate are installed, names and shapes with the class that it names. Notes say what
+    transformers, vLLM and SGLang make of files beside the model's.
 
     Args:
         directory: The checkpoint's directory or URL; or such a folder or file.
@@ -201,15 +205,19 @@ def _check_structure(path: Path, manifest: Manifest, *, has_digests: bool) -> li
     ):
         checked = check_all_files(strategy, reader, reader.directory, get_plugin_manager())
     if manifest.recognised_as is None:
-        checked[MARKER_NAME] = (None, "structure")
+        checked[MARKER_NAME] = Checked(None)
     return [_make_result(name, _size(path / name), *found) for name, found in checked.items()]
 
 
 def _make_result(
-    name: str, nbytes: int, error: CheckpointingException | None, by: Literal["digests", "crc32", "structure"]
+    name: str,
+    nbytes: int,
+    error: CheckpointingException | None,
+    by: Literal["digests", "crc32", "structure"],
+    note: str = "",
 ) -> FileResult:
     if error is None:
-        return FileResult(name, nbytes, "", checked=by)
+        return FileResult(name, nbytes, "", checked=by, note=note)
     return FileResult(name, nbytes, str(error), checked=by if is_damage(error) else "nothing")
 
 

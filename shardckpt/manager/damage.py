@@ -42,12 +42,12 @@ class Damage(NamedTuple):
     Attributes:
         fault: What ``ls`` says of it.
         kept: Why it may not be removed; ``""`` if it may.
-        is_whole: Whether nothing is: it is of a format that no load of a manager takes.
+        is_foreign: Whether nothing is wrong with it: it is whole, in another library's format that no manager loads.
     """
 
     fault: str
     kept: str = ""
-    is_whole: bool = False
+    is_foreign: bool = False
 
 
 def find_damage(folder: StepFolder, step: StepCheckpoint, older_than: float | None = None) -> Damage | None:
@@ -70,11 +70,11 @@ def find_damage(folder: StepFolder, step: StepCheckpoint, older_than: float | No
     found = summarize_step(folder, step.step)
     if found.state not in ("damaged", "incomplete"):
         why = (str(step.error or step.refusal).splitlines() or [""])[0]
-        is_whole = found.state == "whole"
-        return Damage("", f"it is whole, and of {found.library}" if is_whole else why, is_whole)
+        is_foreign = found.state == "whole"
+        return Damage("", f"it is whole, and of {found.library}" if is_foreign else why, is_foreign)
     fault = f"{found.state}: {found.reason.removeprefix('is ')}"
     if found.state == "incomplete" and not _is_of_save(directory):
-        return Damage(fault, "nothing in it shows that a save wrote it")
+        return Damage(fault, "nothing in it shows that a save wrote it: remove it by hand")
     if mendable := _explain_mendable(directory, folder.plugins):
         return Damage(fault, f"{mendable}; {fault}")
     return Damage(fault, _find_writer(directory, older_than))
@@ -98,8 +98,13 @@ def _explain_mendable(directory: Path, plugins: PluginManager) -> str:
         return f"nothing installed can say what is left of it: {str(exc).splitlines()[0]}"
     except CheckpointingException as exc:  # the index may be lost or damaged, too, or the store may not answer
         is_answer = not isinstance(exc, StorageError) or is_damage(exc)
-        return "" if is_answer else f"nobody can say now what is left of it: {str(exc).splitlines()[0]}"
-    return "its data is all there" if incomplete <= _DESCRIPTIONS else ""
+        return "" if is_answer else f"what is left of it cannot be read now: {str(exc).splitlines()[0]}"
+    if not incomplete <= _DESCRIPTIONS:
+        return ""
+    return (
+        f"its data is all there: `shardckpt convert {directory} NEW` writes it anew, or says what it needs; else "
+        "remove it by hand"
+    )
 
 
 def _read_best_description(directory: Path, plugins: PluginManager) -> tuple[Path, Manifest]:

@@ -11,7 +11,7 @@ from shardckpt import settings
 from shardckpt.commit import is_under_way
 from shardckpt.deepspeed import DeepSpeedLoadStrategy, find_files
 from shardckpt.distributed import Comm
-from shardckpt.engine import find_incomplete_files, find_save_time, locate, measure, name_library
+from shardckpt.engine import find_incomplete_files, find_save_time, format_many, locate, measure, name_library
 from shardckpt.errors import (
     CannotLoadError,
     CheckpointingException,
@@ -21,7 +21,13 @@ from shardckpt.errors import (
     StorageError,
     listed,
 )
-from shardckpt.huggingface import TorchFileLoadStrategy, huggingface_index, is_torch_file, read_all_of_folder
+from shardckpt.huggingface import (
+    TorchFileLoadStrategy,
+    huggingface_index,
+    is_torch_file,
+    read_all_of_folder,
+    read_origin,
+)
 from shardckpt.maintenance import FILE_SUFFIXES, describe_foreign, is_marked, list_local_names, list_stored_names
 from shardckpt.manager.marks import find_mark, find_mark_of
 from shardckpt.manager.step_names import MARKS_NAME, parse_step
@@ -158,7 +164,7 @@ def find_checkpoints(path: str, *, recursive: bool = False) -> FoundCheckpoints:
     found = [each for each in listed_ones if each.is_checkpoint]
     if not found and (folders := [each for each in listed_ones if each.inside]):
         raise NotACheckpointError(
-            f"{path} has {sum(each.inside for each in folders)} checkpoints in its folders "
+            f"{path} has {format_many(sum(each.inside for each in folders), 'checkpoint')} in its folders "
             f"{listed([each.name for each in folders], limit=6)}, and none itself: give one of them, or -r for all"
         )
     if not found or found[0].path == str(place):
@@ -238,8 +244,8 @@ def _summarize_files(folder: Path, listings: Mapping[str, dict[str, int]] | None
             CheckpointSummary(f"{folder}/{name}", name, "other", reason=reason, nbytes=sizes[name]) for name in names
         ]
     with wrap_os_errors("list", folder):
-        found = sorted(path for path in folder.iterdir() if path.suffix in FILE_SUFFIXES)
-        return [_summarize_file(path) for path in found if not path.name.startswith(".") and path.is_file()]
+        found = sorted(path for path in folder.iterdir() if path.suffix in FILE_SUFFIXES and path.name[0] != ".")
+        return [replace(_summarize_file(path), path=os.path.realpath(path)) for path in found if path.is_file()]
 
 
 def _summarize_file(path: Path) -> CheckpointSummary:
@@ -313,9 +319,10 @@ def _describe_unmarked(directory: Path, summary: CheckpointSummary, error: Canno
         remote = on_store(directory)
         try:
             huggingface_index(directory if remote is None else remote.url)
+            origin = read_origin(directory)
         except CheckpointingException as exc:
             return replace(summary, state="damaged", reason=_shorten(exc, directory))
-        return replace(summary, state="whole")
+        return replace(summary, state="whole", fingerprint=origin.get("fingerprint", ""))
     if (found := _describe_deepspeed(directory, summary, names)) is not None:
         return found
     return _describe_rest(directory, summary, names, error)

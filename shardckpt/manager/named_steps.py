@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from shardckpt.commit import NAME_MAX
 from shardckpt.engine import find_local, locate
-from shardckpt.errors import CheckpointingException, name_known
+from shardckpt.errors import CheckpointingException, NotACheckpointError, listed, name_known
 from shardckpt.maintenance import FILE_SUFFIXES
 from shardckpt.manager.listing import list_checkpoints
 from shardckpt.manager.step_links import LATEST, LINKS, choose_best
@@ -32,6 +32,7 @@ def find_named_step(path: str) -> str:
 
     Raises:
         CheckpointingException: ``best`` is asked for, and the steps do not say by which metric, or none has it.
+        NotACheckpointError: There are checkpoints, and no step that is whole.
         StorageError: The folder cannot be listed.
     """
     above, _, word = path.rstrip("/").rpartition("/")
@@ -46,13 +47,19 @@ def find_named_step(path: str) -> str:
         return _follow_pointer(path, folder, place)
     elif (around := find_local(folder)) is None or not around.is_dir():
         return path
+    found = list_checkpoints(folder)
     sound = [
         each
-        for each in list_checkpoints(folder)
+        for each in found
         if each.state == "whole" and not each.has_failed and each.step is not None and each.name not in LINKS
     ]
     # a copy in another format has the step that it was made of, too
     sound = [each for each in sound if parse_step(_cut_suffix(each.name)) is not None] or sound
+    if not sound and (there := [each for each in found if each.is_checkpoint]):
+        states = [f"{each.name}: {'failed' if each.has_failed else each.state}" for each in there]
+        raise NotACheckpointError(
+            f"{folder} has no {word} step: none is whole ({listed(states, limit=6)}); `shardckpt ls {folder}` says more"
+        )
     if not sound:
         return path  # who opens it says what is missing
     chosen = sound[-1] if word == LATEST else _find_best(folder, sound)

@@ -49,11 +49,11 @@ def find_own_links(folder: StepFolder, steps: Collection[StepCheckpoint]) -> tup
     return (*LINKS, *map(_name_temporary, LINKS))
 
 
-def update_links(folder: StepFolder, steps: Collection[StepCheckpoint]) -> None:
-    """Let the links lead to the latest and the best of some steps; a warning names a link that cannot be made.
+def choose_targets(folder: StepFolder, steps: Collection[StepCheckpoint]) -> dict[str, str]:
+    """Return the names of the directories that ``latest`` and ``best`` stand for if these steps are all there are.
 
     Args:
-        folder: The folder, on this machine.
+        folder: The folder.
         steps: Those that are there, and stay; of these the sound ones count.
     """
     sound = {each.step: each for each in steps if each.is_sound}
@@ -61,28 +61,78 @@ def update_links(folder: StepFolder, steps: Collection[StepCheckpoint]) -> None:
         {step: each.metrics for step, each in sound.items()},
         {step: read_settings(each.content).ranking for step, each in sound.items()},
     )
-    for name, step in ((LATEST, max(sound, default=None)), (BEST, best)):
-        _try_to_put_link(folder.place / name, None if step is None else folder.names.name(step))
+    chosen = {LATEST: max(sound, default=None), BEST: best}
+    return {word: folder.names.name(step) for word, step in chosen.items() if step is not None}
+
+
+def find_moves(
+    folder: StepFolder, before: Collection[StepCheckpoint], after: Collection[StepCheckpoint]
+) -> dict[str, dict[str, str]]:
+    """Return which words stand for another step once some steps are gone.
+
+    Args:
+        folder: The folder. A link or file of the user's that has the name of a word stays what it is.
+        before: The steps that are there.
+        after: Those that stay.
+
+    Returns:
+        By the name of a step's directory, the words that stood for it, each with the name of that for which it stands
+        then, or ``""``.
+    """
+    moves: dict[str, dict[str, str]] = {}
+    is_local, own = on_store(folder.place) is None, find_own_links(folder, before)
+    new = choose_targets(folder, after)
+    for word, name in choose_targets(folder, before).items():
+        is_others = is_local and word not in own and os.path.lexists(folder.place / word)
+        if not is_others and new.get(word) != name:
+            moves.setdefault(name, {})[word] = new.get(word, "")
+    return moves
+
+
+def update_links(folder: StepFolder, steps: Collection[StepCheckpoint]) -> None:
+    """Let the links lead to the latest and the best of some steps; a warning names a link that cannot be made.
+
+    Where none of the steps is of a manager with links, they are removed: the next one would not know them as its own.
+
+    Args:
+        folder: The folder, on this machine.
+        steps: Those that are there, and stay.
+    """
+    targets = choose_targets(folder, steps) if _have_links(steps) else {}
+    for name in LINKS:
+        _try_to_put_link(folder.place / name, targets.get(name))
 
 
 def begin_links(folder: StepFolder) -> None:
     """Let the links lead to the latest and the best step that are there: a killed run may not have come to that.
 
+    In a folder in which no step is of a manager with links, they begin with the first that is saved: a link that is
+    there is the user's.
+
     Raises:
-        CheckpointingException: A directory or file has the name of a link, which does not replace it.
+        CheckpointingException: A directory, a file or a link that no manager made has the name of a link, which does
+            not replace it.
     """
-    if on_store(folder.place) is None:
-        for name in LINKS:
-            _refuse_other_file(folder.place / name)
-        update_links(folder, [folder.inspect_step(step) for step in folder.steps()])
+    if on_store(folder.place) is not None:
+        return
+    steps = [folder.inspect_step(step) for step in folder.steps()]
+    for name in LINKS:
+        _refuse_other_file(folder.place / name, has_own=_have_links(steps))
+    if _have_links(steps):
+        update_links(folder, steps)
 
 
-def _refuse_other_file(link: Path) -> None:
+def _have_links(steps: Collection[StepCheckpoint]) -> bool:
+    """Return whether a manager that keeps links has saved any of some steps: links are made after its commits alone."""
+    return any(read_settings(each.content).links for each in steps)
+
+
+def _refuse_other_file(link: Path, *, has_own: bool = True) -> None:
     if not os.path.lexists(link):
         return
     if not link.is_symlink():
         what = "directory" if link.is_dir() else "file"
-    elif link.readlink().parent != Path():
+    elif not has_own or link.readlink().parent != Path():
         what = f"link to {link.readlink()}"  # a link of ours leads to what is beside it
     else:
         return

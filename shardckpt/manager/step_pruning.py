@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -17,7 +17,7 @@ from shardckpt.manager.retention import (
     refuse_unknown_metrics,
     steps_to_remove,
 )
-from shardckpt.manager.step_links import find_own_links
+from shardckpt.manager.step_links import find_moves, find_own_links
 from shardckpt.manager.step_names import NAMINGS, parse_step
 from shardckpt.manager.steps import StepFolder
 from shardckpt.plugins import get_plugin_manager
@@ -42,6 +42,8 @@ class StepResult:
         kept: Why it is kept; ``""`` if it is not: it was removed, or with ``dry_run`` would be.
         error: Why it could not be removed; ``""`` if it could.
         fault: What is wrong with it, if it is removed for that, or could not be; else ``""``.
+        moves: Which of the words and links ``latest`` and ``best`` stood for it, each with the name of the step that it
+            stands for without it, ``""`` for none.
     """
 
     path: str
@@ -50,6 +52,7 @@ class StepResult:
     kept: str = ""
     error: str = ""
     fault: str = ""
+    moves: dict[str, str] = field(default_factory=dict)
 
 
 def prune_steps(
@@ -169,6 +172,8 @@ def _prune(
         done, kept, choice = _remove(folder, choose, judge, sizes)
         wanted = {*choice.chosen, *choice.doomed}
         removed = set(done)
+    before = choice.found.values()
+    moves = find_moves(folder, before, [each for each in before if each.step not in removed])
     results = []
     for step, each in found.items():
         result = StepResult(str(folder.place / folder.names.name(step)), step, sizes[step])
@@ -180,7 +185,7 @@ def _prune(
             result = replace(result, error="it could not be removed: the log says why; the next prune tries again")
         if step in choice.damage and not result.kept:
             result = replace(result, fault=choice.damage[step].fault)
-        results.append(result)
+        results.append(replace(result, moves=moves.get(folder.names.name(step), {})))
     return results
 
 

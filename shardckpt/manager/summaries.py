@@ -55,8 +55,9 @@ class CheckpointSummary:
             ``""`` if another library did.
         library: The other library, such as ``Megatron-Core``, or the one whose layout it is; ``""`` if the files do not
             show which.
-        fingerprint: That of all tensors together, 32 hex digits, if the save has stored any: equal for equal keys and
-            values, whatever the sharding and the format. ``""`` if not.
+        fingerprint: That of all tensors together, 32 hex digits, if the save has stored any; of an exported Hugging
+            Face folder that of the checkpoint that it has. Equal for equal keys and values, whatever the sharding and
+            the format. ``""`` if not.
         held: The leases and pins that keep it from removal, for people.
         mark: The verdict of ``shardckpt verify --mark`` about this save, for people; ``""`` if there is none.
         has_failed: Whether that verdict is that it is not as it was written.

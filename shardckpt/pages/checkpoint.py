@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from shardckpt.engine import is_optimizer_key
+from shardckpt.engine import is_parameter_key
 from shardckpt.errors import CheckpointingException, CheckpointReplacedError
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ def describe_checkpoint(
         "head": header._asdict(),
         "prefix": prefix,
         **describe_tensors((t.key, str(t.dtype).removeprefix("torch."), t.shape, t.dtype.itemsize) for t in tensors),
-        "parameters": sum(math.prod(t.shape) for t in tensors if not is_optimizer_key(t.key)),
+        "parameters": sum(math.prod(t.shape) for t in tensors if is_parameter_key(t.key)),
         **files,
         **_describe_boxes(checkpoint, keys, files["files"]),
         **_describe_rest(checkpoint, prefix),

@@ -78,7 +78,7 @@ def test_every_verb_names_a_flipped_bit(
     path = tmp_path / "old.pt"
     data = SOURCES[source](path)
     assert main(["verify", str(path)]) == 0
-    assert "were compared with the CRC-32" in capsys.readouterr().out
+    assert "compared with the CRC-32" in capsys.readouterr().out
     flip(data, NEEDLE)
     assert main(["verify", str(path)]) == 1
     assert "CRC-32" in capsys.readouterr().out
@@ -195,7 +195,7 @@ def test_a_converted_file_has_crcs(tmp_path: Path, capsys: pytest.CaptureFixture
     assert torch.equal(torch.load(tmp_path / "new.pt")["w"], VALUES)
     capsys.readouterr()
     assert main(["verify", str(tmp_path / "new.pt")]) == 0
-    assert "1 of 1 files were compared with the CRC-32" in capsys.readouterr().out
+    assert "1 of 1 file was compared with the CRC-32" in capsys.readouterr().out
     flip(tmp_path / "new.pt", NEEDLE)
     assert main(["verify", str(tmp_path / "new.pt")]) == 1
 

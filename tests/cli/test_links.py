@@ -53,6 +53,21 @@ def test_what_links_lead_to_is_counted_once(tmp_path: Path, capsys: pytest.Captu
     assert sums in out.splitlines()
 
 
+def test_links_are_not_counted_from_above(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """``ls`` of the folder above counts each checkpoint once; what a link leads out to counts, too."""
+    for step in (1, 2):
+        _save(tmp_path / "runs" / f"step-{step}")
+    _save(tmp_path / "elsewhere")
+    for name, target in (("latest", "step-2"), ("best", "step-1"), ("base", "../elsewhere")):
+        (tmp_path / "runs" / name).symlink_to(target)
+    torch.save({"w": torch.ones(2)}, tmp_path / "runs" / "3.pt")
+    (tmp_path / "runs" / "newest.pt").symlink_to("3.pt")
+    main(["ls", str(tmp_path)])
+    assert "a folder of 4 checkpoints" in capsys.readouterr().out
+    main(["ls", str(tmp_path / "runs")])
+    assert "\n4 checkpoints, 4 whole" in capsys.readouterr().out
+
+
 def test_links_to_folders_are_followed_and_end(tmp_path: Path) -> None:
     """A recursive listing goes through a link to a folder of checkpoints, and not through one to a folder around it."""
     runs = tmp_path / "runs"

@@ -61,8 +61,10 @@ def test_the_best_is_whole_has_not_failed_and_is_the_newest(tmp_path: Path, caps
         folders.save(tmp_path, step, loss=loss)
     folders.damage(tmp_path / "step-3")
     mark_checkpoint(tmp_path / "step-4", identify_save(tmp_path / "step-4"), "failed", checked="digests", files=1)
-    found = _column(_list(capsys, tmp_path), "loss")
+    lines = _list(capsys, tmp_path)
+    found = _column(lines, "loss")
     assert found == {"step-1": "0.5", "step-2": "0.5 *", "step-3": "0.25", "step-4": "0.125"}
+    assert [line for line in lines if line.startswith("4 checkpoints, 2 whole, 1 marked as failed, ")]
 
 
 def test_columns_without_anything_are_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -69,27 +69,30 @@ def test_merge_shows_its_progress(
 @table(
     "options, text",
     [
-        ("--weights 1,2,3", "--weights 1,2,3: 3 weights for 2 SRC, of which each needs one"),
-        ("--weights 1,-1", "--weights 1,-1: weights are divided by their sum, which is 0"),
-        ("--weights nan,1", "--weights nan,1: weights are divided by their sum, which is nan"),
-        ("--slerp 3", "--slerp 3: give a number from 0, the first SRC, to 1, the second"),
-        ("--decay 2", "--decay 2: give a number above 0 and below 1, such as 0.9"),
-        ("c.pt --linear 0.5", "--linear 0.5: it takes two SRC, and 3 are given"),
-        ("c.pt --slerp 0.5", "--slerp 0.5: it takes two SRC, and 3 are given"),
+        ("--weights 1,2,3", "weights [1.0, 2.0, 3.0]: there are 3 for 2 sources, of which each needs one"),
+        ("--weights 1,-1", "weights [1.0, -1.0]: weights are divided by their sum, which must not be 0"),
+        ("--weights nan,1", "weights [nan, 1.0]: weights are finite numbers"),
+        ("--slerp 3", "slerp 3 of 2 sources: it takes two, a number from 0 to 1, which is the second"),
+        ("--decay 2", "decay 2: an EMA's decay is above 0 and below 1, such as 0.9"),
+        ("c.pt --linear 0.5", "weights [0.5, 0.5]: there are 2 for 3 sources, of which each needs one"),
+        ("c.pt --slerp 0.5", "slerp 0.5 of 3 sources: it takes two"),
     ],
 )
 def test_wrong_weights_are_named_as_the_command_has_them(
     tmp_path: Path, options: str, text: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """An error of an option says the option and its value, not the argument of a function."""
+    """An error of an option says its value, in the words of the command line as in those of Python."""
     assert main(["merge", "a.pt", "b.pt", *options.split(), str(tmp_path / "new")]) == 2
-    assert capsys.readouterr().err == f"shardckpt merge: {text}\n"
+    assert capsys.readouterr().err.startswith(f"shardckpt merge: {text}")
 
 
 def test_a_merge_of_one_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     """DST was taken for a source, or a source was forgotten."""
     assert main(["merge", "a.pt", "new"]) == 2
-    assert "1 SRC is given: a merge takes two or more, and DST behind them" in capsys.readouterr().err
+    assert (
+        "1 source: a merge takes two checkpoints or more; of a command, DST stands behind them"
+        in capsys.readouterr().err
+    )
 
 
 def test_merge_says_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

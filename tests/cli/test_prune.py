@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING
 
 import pytest
@@ -14,6 +15,7 @@ from shardckpt.manager import CONTENT_KEY
 from shardckpt.mapping import ShardedTensor
 from tests.backends import Backend, both_in_proof
 from tests.cli.checkpoints import damage
+from tests.manager import folders
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -93,7 +95,7 @@ def test_prune_counts_no_damaged_step(folder: Path, capsys: pytest.CaptureFixtur
         ),
         (["--keep-latest", "0"], "'0' is not a whole number above 0"),
         (["--keep-best", "loss:most"], "is not METRIC"),
-        (["--keep-step", "3"], "give one, such as --keep-latest 3"),
+        (["--keep-step", "3"], "give a rule, too, such as --keep-latest 3"),
     ],
 )
 def test_prune_refuses_wrong_policies(
@@ -156,3 +158,29 @@ def test_prune_does_not_claim_to_verify_another_librarys_steps(
     assert main(["prune", str(tmp_path), "--keep-latest", "1", "--verify"]) == 2
     assert "the newest step, step-2, is of PyTorch DCP: nothing was removed" in capsys.readouterr().err
     assert (tmp_path / "step-1").is_dir()
+
+
+def test_prune_says_where_the_words_lead_then(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """``best`` of another step is said in the row of the step that goes, in a dry run and with --json, too."""
+    for step, loss in ((1, 0.1), (2, 0.5), (3, 0.4)):
+        folders.save(tmp_path, step, config={"best_metric": "loss", "best_mode": "min", "links": True}, loss=loss)
+    (tmp_path / "best").symlink_to("step-1")
+    call = ["prune", str(tmp_path), "--keep-latest", "1"]
+    assert main([*call, "--dry-run"]) == 0
+    assert "would be removed, best would be step-3\n" in capsys.readouterr().out
+    assert main([*call, "--dry-run", "--json"]) == 0
+    assert [each["moves"] for each in json.loads(capsys.readouterr().out)["steps"]] == [{"best": "step-3"}, {}, {}]
+    assert main(call) == 0
+    assert "removed, best is now step-3\n" in capsys.readouterr().out
+    assert str((tmp_path / "best").readlink()) == "step-3"
+
+
+def test_a_word_that_a_link_of_the_users_has_does_not_move(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Such a link holds its step; what the configuration would call the best is not said."""
+    for step, loss in ((1, 0.1), (2, 0.5), (3, 0.4)):
+        folders.save(tmp_path, step, config={"best_metric": "loss", "best_mode": "min"}, loss=loss)
+    (tmp_path / "best").symlink_to("step-2")
+    assert main(["prune", str(tmp_path), "--keep-latest", "1"]) == 0
+    out = capsys.readouterr().out
+    assert "kept: best is a link to it" in out
+    assert "is now" not in out

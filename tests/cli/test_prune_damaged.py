@@ -136,7 +136,8 @@ def test_what_can_be_mended_stays(tmp_path: Path, lost: str, capsys: pytest.Capt
     else:
         (tmp_path / "step-1" / name).unlink()
     kept = _prune(capsys, tmp_path, "--older-than", 0)["step-1"]
-    assert kept == "it can be loaded" or (kept.startswith("its data is all there; damaged: ") and name in kept)
+    way = f"its data is all there: `shardckpt convert {tmp_path}/step-1 NEW` writes it anew, or says what it needs; "
+    assert kept == "it can be loaded" or (kept.startswith(f"{way}else remove it by hand; damaged: ") and name in kept)
     damage(tmp_path / "step-1" / "__0_0.distcp", "cut to a half")
     assert _prune(capsys, tmp_path, "--older-than", 0)["step-1"].startswith("damaged: ")
     assert folders.names_in(tmp_path) == {"step-2"}
@@ -154,7 +155,7 @@ def test_what_cannot_be_read_now_stays(
 
     monkeypatch.setattr(manager_damage, "find_incomplete_files", fail)
     kept = _prune(capsys, tmp_path, "--older-than", 0)["step-1"]
-    assert kept.startswith("nobody can say now what is left of it: the store does not answer; damaged: ")
+    assert kept.startswith("what is left of it cannot be read now: the store does not answer; damaged: ")
 
 
 def test_what_no_save_wrote_stays(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -168,7 +169,7 @@ def test_what_no_save_wrote_stays(tmp_path: Path, capsys: pytest.CaptureFixture[
     folders.save_all(tmp_path, 5, name="epoch_{}")
     folders.say_backend(tmp_path / "epoch_5", "nobodys", 1)
     found = _prune(capsys, tmp_path, "--older-than", 0)
-    assert found["epoch_2"] == "nothing in it shows that a save wrote it"
+    assert found["epoch_2"] == "nothing in it shows that a save wrote it: remove it by hand"
     assert folders.names_in(tmp_path) == {f"epoch_{number}" for number in range(1, 6)}
 
 
@@ -236,7 +237,7 @@ def test_damaged_overwrites_of_a_store_go(tmp_path: Path, capsys: pytest.Capture
         folders.save(url, step, overwrite=True)
     (generation,) = (path for path in (tmp_path / "run" / "step-1").iterdir() if path.is_dir())
     (generation / "shardckpt.json").unlink()
-    assert _prune(capsys, url, "--older-than", 0)["step-1"].startswith("its data is all there; ")
+    assert _prune(capsys, url, "--older-than", 0)["step-1"].startswith("its data is all there: ")
     damage(generation / "__0_0.distcp", "missing")
     assert _prune(capsys, url, "--older-than", 0)["step-1"].startswith("damaged: ")
     assert not [path for path in (tmp_path / "run").rglob("step-1/**/*") if path.is_file()]
@@ -248,7 +249,7 @@ def test_options_for_steps_go_with_damaged(tmp_path: Path, option: str, capsys: 
     folders.save_all(tmp_path, 1, 2)
     with pytest.raises(SystemExit, match="2"):
         main(["prune", str(tmp_path), option])
-    assert "is for options that choose steps" in capsys.readouterr().err
+    assert "alone chooses no step to remove" in capsys.readouterr().err
     assert set(_prune(capsys, tmp_path, option)) == {"step-1", "step-2"}
 
 

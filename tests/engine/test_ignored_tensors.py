@@ -47,7 +47,7 @@ def _load_plain(path: Path) -> list[str]:
     before = own.get("weight", torch.ones(4, 4)).clone()
     with collect_warnings() as said:
         assert not dist_checkpointing.load({"model": own}, path).get("model")
-    with pytest.raises(KeyMismatchError, match="no shard describes 1 tensors of the state dict to load"):
+    with pytest.raises(KeyMismatchError, match="no shard describes 1 tensor of the state dict to load"):
         dist_checkpointing.load({"model": own}, path, on_unused="error")
     dist_checkpointing.load({"model": own}, path, on_unused="ignore")
     assert torch.equal(own.get("weight", before), before)

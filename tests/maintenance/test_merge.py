@@ -191,7 +191,7 @@ def test_what_cannot_be_merged_is_named(tmp_path: Path) -> None:
         merge_checkpoints([one, three], tmp_path / "new")
     for options, what in (
         ({"weights": [1, -1]}, "sum, which must not be 0"),
-        ({"weights": [1]}, "each needs a weight"),
+        ({"weights": [1]}, "of which each needs one"),
         ({"weights": [2, -1]}, "second moments"),
         ({"slerp": 1.5}, "from 0 to 1"),
         ({"leave_out": ["gone"]}, r"\['gone'\]"),
@@ -200,7 +200,7 @@ def test_what_cannot_be_merged_is_named(tmp_path: Path) -> None:
     ):
         with pytest.raises(CheckpointingException, match=what):
             merge_checkpoints([one, one], tmp_path / "new", **options)  # type: ignore[arg-type]
-    with pytest.raises(CheckpointingException, match="at least two"):
+    with pytest.raises(CheckpointingException, match="two checkpoints or more"):
         merge_checkpoints([one], tmp_path / "new")
     assert not (tmp_path / "new").exists()
 

@@ -120,6 +120,35 @@ def test_words_without_steps_are_paths(tmp_path: Path, capsys: pytest.CaptureFix
         assert "does not exist" in capsys.readouterr().err
 
 
+@table("place", ["{}", "local://{}"])
+def test_a_folder_without_a_whole_step_says_what_it_has(
+    tmp_path: Path, place: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """``latest`` and ``best`` are no missing directories there: each step is named with its state."""
+    folders.save_all(tmp_path, 1, 2)
+    folders.damage(tmp_path / "step-1")
+    save = identify_save(tmp_path / "step-2")
+    mark_checkpoint(tmp_path / "step-2", save, "failed", checked="digests", files=3, faults=("x is cut",))
+    (tmp_path / "step-3").mkdir()
+    (tmp_path / "step-3" / "__0_0.distcp").touch()
+    folder = place.format(tmp_path)
+    for word in ("latest", "best"):
+        assert main(["inspect", f"{folder}/{word}"]) == 2
+        said = f"{folder} has no {word} step: none is whole (step-1: damaged, step-2: failed, step-3: incomplete)"
+        assert said in capsys.readouterr().err
+
+
+def test_a_misspelt_word_is_asked_about(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """In a folder without links, too; where a name that is there is nearer, that is the answer."""
+    _make(tmp_path)
+    for path, nearest in (("lates", f"{tmp_path}/latest"), ("bets/", f"{tmp_path}/best"), ("stpe-1", "step-1")):
+        assert main(["inspect", f"{tmp_path}/{path}"]) == 2
+        assert f"did you mean {nearest}?" in capsys.readouterr().err
+    (tmp_path / "latest").symlink_to("step-1")
+    assert main(["inspect", f"{tmp_path}/lates"]) == 2
+    assert f"did you mean {tmp_path}/latest?" in capsys.readouterr().err
+
+
 def test_ls_says_which_is_latest_and_best(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The links are said of their steps' rows, and the star is at the best by the manager's metric and mode."""
     _make(tmp_path, {"best_metric": "loss", "best_mode": "max"})

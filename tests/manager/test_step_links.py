@@ -111,6 +111,31 @@ def test_what_is_not_a_link_to_a_step_stays(tmp_path: Path, what: str, caplog: p
     assert str((path.parent / "best").readlink()) == "step-2"
 
 
+@table("name", ["best", "latest"])
+def test_a_link_that_no_manager_made_stays(tmp_path: Path, name: str) -> None:
+    """In a folder of steps without links, a link of that name is the user's: a manager with links refuses to begin."""
+    _save(tmp_path, {1: 0.5, 2: 0.1}, links=False).close()
+    (tmp_path / name).symlink_to("step-1")
+    with pytest.raises(CheckpointingException, match=f"{name} is a link to step-1, .*move it, or leave links False"):
+        _save(tmp_path, {})
+    assert _links(tmp_path) == {name: "step-1"}
+    (tmp_path / name).unlink()
+    _save(tmp_path, {}).close()
+    assert not _links(tmp_path), "before its first save, a killed run would leave what looks like a user's"
+    _save(tmp_path, {3: 0.3}).close()
+    assert _links(tmp_path) == {"latest": "step-3", "best": "step-2"}
+
+
+def test_a_rewind_to_before_the_links_removes_them(tmp_path: Path) -> None:
+    """Where all steps that are left are of managers without links, the next one begins anew."""
+    _save(tmp_path, {1: 0.5}, links=False).close()
+    with _save(tmp_path, {2: 0.1}) as manager:
+        manager.discard_after(1)
+        assert not _links(tmp_path)
+    _save(tmp_path, {2: 0.6}).close()
+    assert _links(tmp_path) == {"latest": "step-2", "best": "step-1"}
+
+
 def test_a_kill_leaves_the_link_to_the_older_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

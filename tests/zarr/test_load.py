@@ -262,7 +262,7 @@ def test_inspect_and_verify(checkpoint: Path, capsys: pytest.CaptureFixture[str]
     (checkpoint / FC1 / "1.0").unlink()
     assert main(["verify", str(checkpoint)]) == 1
     assert main(["inspect", str(checkpoint)]) == 1
-    assert f"{FC1}/1.0 is missing; 1 tensors" in capsys.readouterr().out
+    assert f"{FC1}/1.0 is missing; 1 key" in capsys.readouterr().out
 
 
 def _upload(folder: Path, url: str) -> None:

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_right
 from typing import TYPE_CHECKING, NamedTuple
 
-from shardckpt.errors import ShardingError
-from shardckpt.huggingface import assign_files, encode_weights_index, natural_order
+from shardckpt.huggingface import HubTensor, assign_files, encode_weights_index, natural_order, place_tensors
 from shardckpt.planning import find_hole, find_overlap
 from shardckpt.plugins import get_key_map_entries
-from shardckpt.storage import HEADER_LIMIT, SMALL_RECORD, HeaderEntry, cut_segments, encode_header
-from shardckpt.tensors import PAGE
+from shardckpt.storage import SMALL_RECORD, cut_segments
 from shardckpt_safetensors.dtypes import header_name
-from shardckpt_safetensors.index_parts import ALIGN
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -25,8 +21,6 @@ if TYPE_CHECKING:
 
 #: Where transformers and vLLM look up the file of each tensor.
 WEIGHTS_INDEX = "model.safetensors.index.json"
-#: transformers refuses files that do not say which framework's tensors they have.
-METADATA = {"format": "pt"}
 
 
 class TensorInfo(NamedTuple):
@@ -38,21 +32,22 @@ class TensorInfo(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """A tensor of the folder: a payload.
+    """A payload: a tensor of the folder.
 
     Attributes:
-        name: Its name in the folder.
-        shape: Its shape in the folder.
+        written: The tensor of the folder.
         tensor: The number of the checkpoint's tensor that has its elements.
         box: Where they are in it.
-        nbytes: Bytes of the payload.
     """
 
-    name: str
-    shape: Ints
+    written: HubTensor
     tensor: int
     box: Box
-    nbytes: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the payload."""
+        return self.written.nbytes
 
 
 class WholeFile(NamedTuple):
@@ -90,14 +85,14 @@ class WholeLayout:
         places: File and offset of each cut.
 
     Raises:
-        ShardingError: A header would be longer than readers accept.
+        CheckpointingException: A header would be longer than readers accept.
     """
 
     def __init__(self, tensors: Sequence[TensorInfo], cuts: Sequence[Cut], limit: int) -> None:
         self.tensors = tensors
         self.cuts = cuts
-        numbers = {cut.name: number for number, cut in enumerate(cuts)}
-        files = assign_files({cut.name: cut.nbytes for cut in cuts}, limit)
+        numbers = {cut.written.name: number for number, cut in enumerate(cuts)}
+        files = assign_files({cut.written.name: cut.nbytes for cut in cuts}, limit)
         self.files = [self._lay_out(name, [numbers[cut] for cut in names]) for name, names in files.items()]
         self.places = [(0, 0)] * len(cuts)
         for number, file in enumerate(self.files):
@@ -105,34 +100,8 @@ class WholeLayout:
                 self.places[cut] = (number, start)
 
     def _lay_out(self, name: str, numbers: list[int]) -> WholeFile:
-        """Lay out a file: payloads of full pages first, so that ranks write pages of their own; odd sizes last."""
-        order = sorted(numbers, key=lambda number: (*self._rank(number), number))
-        entries = [
-            HeaderEntry(cut.name, header_name(self.tensors[cut.tensor].dtype), cut.shape, cut.nbytes)
-            for cut in map(self.cuts.__getitem__, order)
-        ]
-        has_pages = any(self._rank(number)[0] == 0 for number in numbers)
-        head = encode_header(entries, METADATA, align=PAGE if has_pages else ALIGN)
-        if len(head) > HEADER_LIMIT:
-            raise ShardingError(
-                f"{name}: {len(order)} tensors need a header of {len(head)} bytes, readers accept {HEADER_LIMIT}: pass "
-                "a smaller max_shard_size"
-            )
-        starts, end, rest = [], len(head), len(head)
-        for number in order:
-            starts.append(end)
-            end += self.cuts[number].nbytes
-            if self._rank(number)[0] == 0:
-                rest = end
-        return WholeFile(name, head, end, order, starts, rest)
-
-    def _rank(self, number: int) -> tuple[int, int]:
-        """Return what payloads of a file are sorted by, first of all: the alignment that their sizes leave behind."""
-        cut = self.cuts[number]
-        if cut.nbytes % PAGE == 0 and cut.nbytes > SMALL_RECORD:
-            return 0, 0
-        # among odd sizes, large elements come first: each payload then begins at a multiple of its element
-        return (1, 0) if cut.nbytes % ALIGN == 0 else (2, -self.tensors[cut.tensor].dtype.itemsize)
+        head, order, starts, size, rest = place_tensors([self.cuts[number].written for number in numbers])
+        return WholeFile(name, head, size, [numbers[at] for at in order], starts, rest)
 
     def find_cut(self, number: int, at: int) -> int:
         """Return the number of the payload that has a byte of a file."""
@@ -164,7 +133,7 @@ class WholeLayout:
 
     def weights_index(self) -> bytes:
         """Return the content of ``model.safetensors.index.json``."""
-        weight_map = {cut.name: self.files[self.places[number][0]].name for number, cut in enumerate(self.cuts)}
+        weight_map = {cut.written.name: self.files[self.places[number][0]].name for number, cut in enumerate(self.cuts)}
         return encode_weights_index(weight_map, sum(cut.nbytes for cut in self.cuts))
 
 
@@ -191,8 +160,7 @@ def cut_tensor(number: int, info: TensorInfo, prefix: str, mapping: KeyMapping) 
     boxes = [link.box for link in links]
     if find_overlap(boxes) is not None or find_hole(info.shape, boxes) is not None:
         return "is not in the folder as a whole, by the mapping"
-    itemsize = info.dtype.itemsize
-    return [Cut(link.name, link.shape, number, link.box, math.prod(link.shape) * itemsize) for link in links]
+    return [Cut(HubTensor(link.name, info.dtype, link.shape), number, link.box) for link in links]
 
 
 def sort_naturally(tensors: Iterable[TensorInfo]) -> list[TensorInfo]:

@@ -9,7 +9,7 @@ import torch
 
 from shardckpt.chunks import LocalPlan, collect_items, view_tensors
 from shardckpt.errors import ShardingError
-from shardckpt.huggingface import CONFIG, HubTensor, Sections, adapt_config, find_sections, read_assets
+from shardckpt.huggingface import CONFIG, Sections, adapt_config, find_config, find_sections, read_assets
 from shardckpt.mapping import ShardedTensor
 from shardckpt.planning import Box, Boxes, Table, concat_tables, intersect, make_column, make_matrix
 from shardckpt.storage import Columns, PackedShards, pack_columns
@@ -125,11 +125,12 @@ class WholePlan:
 
     def small_files(self, options: WholeOptions) -> dict[str, bytes]:
         """Return the files that only the main rank writes: the index of the folder, and copies of other files."""
-        tensors = [HubTensor(cut.name, self.layout.tensors[cut.tensor].dtype, cut.shape) for cut in self.layout.cuts]
+        tensors = [cut.written for cut in self.layout.cuts]
         others = {WEIGHTS_INDEX: self.layout.weights_index(), **read_assets(options.assets)}
-        for path in options.assets:
-            if path.name == CONFIG:
-                others[CONFIG] = adapt_config(path, tensors, is_cast=False, refuses=False) or others[CONFIG]
+        config = find_config(options.assets)
+        if config is not None:
+            adapted = adapt_config(config, tensors, is_cast=False, refuses=False)
+            others |= {} if adapted is None else {CONFIG: adapted}
         return others
 
 
@@ -260,9 +261,10 @@ def _cut_tensors(tensors: Sequence[TensorInfo], sections: Sections, options: Who
         if isinstance(cuts, list):
             found[info.key] = cuts
             for cut in cuts:
-                if names.setdefault(cut.name, info.key) != info.key:
+                name = cut.written.name
+                if names.setdefault(name, info.key) != info.key:
                     raise ShardingError(
-                        f"{info.key!r} and {names[cut.name]!r} would both be {cut.name!r} in the folder: "
+                        f"{info.key!r} and {names[name]!r} would both be {name!r} in the folder: "
                         "give one of them layout='boxes', or another mapping"
                     )
         elif options.choose(info.key, sections) == "whole":

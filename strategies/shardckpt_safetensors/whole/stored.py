@@ -9,7 +9,7 @@ from shardckpt.errors import CorruptCheckpointError
 from shardckpt.huggingface import encode_weights_index
 from shardckpt.storage import LENGTH_BYTES, HeaderEntry, encode_header, header_length, parse_head, parse_json
 from shardckpt.tensors import PAGE
-from shardckpt_safetensors.whole.layout import METADATA, WEIGHTS_INDEX
+from shardckpt_safetensors.whole.layout import WEIGHTS_INDEX
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -36,6 +36,7 @@ class StoredFolder:
     def __init__(self, reader: CheckpointReader) -> None:
         record = reader.manifest.record
         self.files: dict[str, dict[int, HeaderEntry]] = {}
+        self._metadata: dict[str, dict[str, str]] = {}
         if record is None or WEIGHTS_INDEX not in {file.name for file in record.files}:
             return
         try:
@@ -47,7 +48,7 @@ class StoredFolder:
             source, size = f"{reader.directory / name}", reader.size(name)
             length = header_length(reader.read_range(name, 0, min(size, LENGTH_BYTES), "the header"), size, source)
             head = reader.read_range(name, LENGTH_BYTES, length, "the header")
-            _, entries = parse_head(head, size, source, _MOST_PARTS)
+            self._metadata[name], entries = parse_head(head, size, source, _MOST_PARTS)
             self.files[name] = {
                 entry.start: HeaderEntry(key, entry.kind, entry.shape, entry.stop - entry.start)
                 for key, entry in entries.items()
@@ -65,7 +66,7 @@ class StoredFolder:
             The head; and an offset in bytes for each payload, in their order.
         """
         entries = [self.files[name][start] for start in kept]
-        head = encode_header(entries, METADATA, align=PAGE)
+        head = encode_header(entries, self._metadata[name], align=PAGE)
         return head, list(accumulate((entry.nbytes for entry in entries), initial=len(head)))[:-1]
 
     def renew(self, kept: Mapping[str, Sequence[int]]) -> bytes:

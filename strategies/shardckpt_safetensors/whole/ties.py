@@ -10,9 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from shardckpt.chunks import agree_on_aliases, find_ties
-from shardckpt.errors import CheckpointingException
-from shardckpt.huggingface import CONFIG, read_assets
-from shardckpt.storage import parse_json
+from shardckpt.huggingface import HEADS, find_config
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -21,9 +19,6 @@ if TYPE_CHECKING:
     from shardckpt.mapping import ShardedBase
     from shardckpt_safetensors.whole.layout import Cut
     from shardckpt_safetensors.whole.options import WholeOptions
-
-_HEAD = "lm_head.weight"
-_IS_TIED = "tie_word_embeddings"
 
 #: The keys of a rank that share their memory, as :func:`shardckpt.chunks.find_ties` returns them.
 Ties = list[tuple[str, ...]]
@@ -58,10 +53,10 @@ def find_tied_head(
         One key at most, the same on all ranks; none if no ``config.json`` is there, or it does not say that.
     """
     aliases = agree_on_aliases(ties, shards, comm)
-    heads = [key for key in {*aliases, *aliases.values()} if [cut.name for cut in cuts[key]] == [_HEAD]]
-    if not heads:
+    tied = {*aliases, *aliases.values()}
+    head = next((key for key in sorted(tied) if len(cuts[key]) == 1 and cuts[key][0].written.name in HEADS), None)
+    if head is None:
         return {}
-    (head,) = heads  # no two tensors have one name in the folder
     stored = aliases.get(head, head)
     others = sorted(key for key in {stored, *aliases} - {head} if aliases.get(key, key) == stored)
     is_tied = comm.main_runs("reading the assets", lambda: _says_tied(options))
@@ -70,11 +65,5 @@ def find_tied_head(
 
 def _says_tied(options: WholeOptions) -> bool:
     """Return whether the folder's config.json says that the output layer is the embedding."""
-    config = [path for path in options.assets if path.name == CONFIG]
-    if not config:
-        return False
-    try:
-        found = parse_json(read_assets(config)[CONFIG])
-    except ValueError as exc:
-        raise CheckpointingException(f"assets: {config[0]} is no JSON: {exc}; repair it, or leave it out") from exc
-    return isinstance(found, dict) and found.get(_IS_TIED) is True
+    config = find_config(options.assets)
+    return config is not None and config.is_tied

@@ -99,9 +99,14 @@ def digest_weights(path: Path) -> dict[str, str]:
 
 
 def read_like_vllm(folder: Path) -> dict[str, torch.Tensor]:
-    """Return the tensors that vLLM's default loader yields: of all safetensors files those that the index names."""
-    weight_map: Mapping[str, str] = json.loads((folder / INDEX).read_text())["weight_map"]
-    files = [file for file in sorted(folder.glob("*.safetensors")) if file.name in set(weight_map.values())]
+    """Return the tensors that vLLM's default loader yields: of all safetensors files those that an index names.
+
+    Mistral's files go before all others.
+    """
+    files = sorted(folder.glob("consolidated*.safetensors")) or sorted(folder.glob("*.safetensors"))
+    if (folder / INDEX).exists() and not files[0].name.startswith("consolidated"):
+        weight_map: Mapping[str, str] = json.loads((folder / INDEX).read_text())["weight_map"]
+        files = [file for file in files if file.name in set(weight_map.values())]
     found: dict[str, torch.Tensor] = {}
     for file in files:
         with safe_open(file, framework="pt") as opened:

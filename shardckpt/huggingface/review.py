@@ -1,0 +1,69 @@
+"""What an engine would trip over in a folder whose files are sound: configuration, tied pairs, other files."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from shardckpt.errors import CorruptCheckpointError
+from shardckpt.huggingface.architecture import try_class
+from shardckpt.huggingface.config import ModelConfig, describe_contradiction, describe_dtype, find_tied
+from shardckpt.huggingface.engines import review_files
+from shardckpt.huggingface.folder import CONFIG
+from shardckpt.huggingface.hub_tensor import have_equal_values, take_whole
+from shardckpt.huggingface.load_strategy import HuggingFaceLoadStrategy
+from shardckpt.huggingface.names import SAFETENSORS, index_name
+from shardckpt.storage import has_local_files
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from shardckpt.engine import OpenCheckpoint
+
+
+class Review(NamedTuple):
+    """What was found.
+
+    Attributes:
+        fault: Why the configuration and the weights are not of one model; None if they are.
+        notes: By file, what is no fault and may surprise.
+    """
+
+    fault: CorruptCheckpointError | None
+    notes: dict[str, str]
+
+
+def review_folder(place: Path, checkpoint: OpenCheckpoint) -> Review:
+    """Compare a folder's configuration with its weights, and look for files that engines would load beside these.
+
+    Args:
+        place: The folder.
+        checkpoint: The same, opened: of tied pairs values are read.
+
+    Raises:
+        CheckpointingException: It cannot be read.
+    """
+    strategy = checkpoint.strategy
+    if not isinstance(strategy, HuggingFaceLoadStrategy):
+        raise TypeError(f"{place} was opened by {type(strategy).__name__}")
+    folder = strategy.folder
+    names = {path.name for path in place.iterdir()}
+    indexed = {file for file, _ in folder.tensors.values()} if index_name(SAFETENSORS) in names else set()
+    notes = review_files(names, indexed)
+    if not folder.config:
+        return Review(None, notes)
+    config = ModelConfig(place / CONFIG, folder.config)
+    tensors = [take_whole(n, t.dtype, t.shape) for n, (_, t) in folder.tensors.items() if t.dtype is not None]
+    faults = [describe_contradiction(config, tensors)]
+    pair = find_tied(config, tensors)
+    if pair is not None and not have_equal_values(*pair, checkpoint):
+        faults.append(
+            f"it says that {pair[0].name!r} and {pair[1].name!r} are one (tie_word_embeddings), and their values "
+            "differ: engines take either"
+        )
+    said = [describe_dtype(config, tensors)]
+    if has_local_files(place):
+        fit = try_class(place, folder.config)
+        faults.append(fit.fault)
+        said.append(fit.said)
+    found = "; ".join(filter(None, faults))
+    return Review(CorruptCheckpointError(found) if found else None, notes | {CONFIG: "; ".join(filter(None, said))})

@@ -1,0 +1,72 @@
+"""The class that a folder's config.json names is asked whether it has the weights' names and shapes."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from shardckpt import dist_checkpointing as dc
+from shardckpt.adapters import to_sharded_state_dict
+from shardckpt.huggingface import export_to_huggingface
+from shardckpt.maintenance import DAMAGED, INTACT, get_exit_code, verify_checkpoint
+from tests.ci.huggingface.test_models import _model
+from tests.huggingface.samples import sharded_state
+from tests.tables import table
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import pytest
+
+
+def _publish(path: Path, name: str, kind: str) -> Path:
+    model = _model(name, **({"num_experts": 4, "moe_intermediate_size": 8} if kind == "moe" else {}))
+    model.save_pretrained(path)
+    return path
+
+
+def _found(folder: Path) -> tuple[int, str]:
+    results = verify_checkpoint(folder)
+    config = next(result for result in results if result.name == "config.json")
+    return get_exit_code(results), config.fault or config.note
+
+
+@table(
+    ("changed", "said"),
+    [
+        ({"model.norm.weight": None}, "1 missing (model.norm.weight)"),
+        ({"optim.step": torch.zeros(1)}, "1 unknown (optim.step)"),
+        ({"model.norm.weight": torch.zeros(3)}, "1 of another shape (model.norm.weight: (3,) for (32,))"),
+        ({"model.layers.0.mlp.experts.0.up_proj.weight": torch.zeros(3, 4)}, "cannot load the weights"),
+        ({}, ""),
+    ],
+    ids=["missing", "unknown", "shape", "experts", "sound"],
+)
+def test_weights_that_the_class_has_not_are_damage(
+    tmp_path: Path, changed: dict[str, torch.Tensor | None], said: str
+) -> None:
+    """Missing, unknown and misshaped tensors, as from_pretrained would tell them; no value is read for it."""
+    folder = _publish(tmp_path / "hf", "Qwen3Moe", "moe")
+    weights = load_file(folder / "model.safetensors") | changed
+    save_file({k: v for k, v in weights.items() if v is not None}, folder / "model.safetensors", {"format": "pt"})
+    code, found = _found(folder)
+    assert code == (DAMAGED if said else INTACT)
+    assert (said or "Qwen3MoeForCausalLM of transformers has these names and shapes") in found
+
+
+def test_an_export_says_what_its_class_does_not_know(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A tensor beside the model's that gets into the folder is named in a warning, before anyone loads it."""
+    model = _model("Llama")
+    model.save_pretrained(tmp_path / "assets")
+    state = to_sharded_state_dict(model)
+    dc.save(state, tmp_path / "c")
+    dc.save({**state, "value_head": sharded_state({"value_head.weight": torch.zeros(2)})}, tmp_path / "c2")
+    with caplog.at_level(logging.WARNING, "shardckpt"):
+        export_to_huggingface(tmp_path / "c", tmp_path / "hf", assets=tmp_path / "assets")
+    assert "LlamaForCausalLM" not in caplog.text
+    with caplog.at_level(logging.WARNING, "shardckpt"):
+        export_to_huggingface(tmp_path / "c2", tmp_path / "hf2", assets=tmp_path / "assets")
+    assert "of the tensors of LlamaForCausalLM of transformers, 1 unknown (value_head.weight)" in caplog.text

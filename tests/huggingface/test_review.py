@@ -1,0 +1,142 @@
+"""``verify`` of a Hugging Face folder: what an engine would trip over; and which checkpoint a folder says it has."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from shardckpt import dist_checkpointing as dc
+from shardckpt.huggingface import export_to_huggingface, save_state_dict
+from shardckpt.maintenance import DAMAGED, INTACT, convert_checkpoint, get_exit_code, verify_checkpoint
+from shardckpt.manager import list_checkpoints
+from shardckpt.storage import combine_fingerprints
+from tests.huggingface.samples import read, save, sharded_state
+from tests.safetensors.whole.jobs import read_like_vllm
+from tests.tables import table
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+WEIGHTS = {EMBEDDING: torch.ones(8, 4), HEAD: torch.full((8, 4), 2.0), "model.norm.weight": torch.ones(4)}
+
+
+def _folder(path: Path, config: dict[str, Any] | None = None, size: str | int = "5GB") -> Path:
+    export_to_huggingface(save(path.with_name("checkpoint"), WEIGHTS), path, max_shard_size=size)
+    if config is not None:
+        (path / "config.json").write_text(json.dumps(config))
+    return path
+
+
+def _found(folder: Path) -> tuple[int, dict[str, str]]:
+    results = verify_checkpoint(folder)
+    return get_exit_code(results), {result.name: result.fault or result.note for result in results}
+
+
+@table(
+    ("config", "said"),
+    [
+        ({"vocab_size": 16}, "vocab_size 16, and 'lm_head.weight' has 8 rows"),
+        ({"text_config": {"vocab_size": 16}}, "vocab_size 16, and 'lm_head.weight' has 8 rows"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "says how weights are quantized (quantization_config)"),
+        ({"tie_word_embeddings": True}, "are one (tie_word_embeddings), and their values differ"),
+    ],
+    ids=lambda value: str(value)[:30],
+)
+def test_a_config_of_another_model_is_damage(tmp_path: Path, config: dict[str, Any], said: str) -> None:
+    """Vocabulary, quantization and tied pairs that are not those of the weights: exit code 1, and the reason."""
+    code, found = _found(_folder(tmp_path / "hf", config))
+    assert code == DAMAGED
+    assert said in found["config.json"]
+    assert not found["model.safetensors"]
+
+
+def test_a_config_with_another_dtype_is_said(tmp_path: Path) -> None:
+    """Engines cast the weights as the config says: no damage, but a note; so is that no class was asked."""
+    code, found = _found(_folder(tmp_path / "hf", {"dtype": "bfloat16", "vocab_size": 8}))
+    assert code == INTACT
+    assert "which are float32, as bfloat16" in found["config.json"]
+    assert "names and shapes were not compared: it names no class" in found["config.json"]
+    assert _found(_folder(tmp_path / "other" / "hf")) == (INTACT, {"model.safetensors": ""})
+
+
+@table(
+    ("size", "name", "is_loaded", "said"),
+    [
+        ("5GB", "extra.safetensors", True, "vLLM and SGLang load it, too; transformers does not"),
+        (100, "extra.safetensors", False, "no engine loads it"),
+        ("5GB", "consolidated.safetensors", True, "vLLM loads this, Mistral's layout"),
+    ],
+    ids=["alone", "beside an index", "Mistral's"],
+)
+def test_weights_beside_the_model_are_said(
+    tmp_path: Path, size: str | int, name: str, is_loaded: bool, said: str
+) -> None:
+    """Files that engines load by their rules, or do not: what a loop over the files as vLLM's does finds, too."""
+    folder = _folder(tmp_path / "hf", size=size)
+    save_state_dict({"stray": torch.zeros(2)}, folder / name)
+    code, found = _found(folder)
+    assert code == INTACT
+    assert said in found[name]
+    assert ("stray" in read_like_vllm(folder)) == is_loaded
+
+
+def test_an_adapter_in_the_folder_is_said(tmp_path: Path) -> None:
+    """Transformers with peft would put it onto the weights."""
+    folder = _folder(tmp_path / "hf")
+    (folder / "adapter_config.json").write_text("{}")
+    save_state_dict({"lora": torch.zeros(2)}, folder / "adapter_model.safetensors")
+    assert "adds this adapter" in _found(folder)[1]["adapter_config.json"]
+
+
+def test_two_models_in_one_folder_are_said(tmp_path: Path) -> None:
+    """Where a single file and an index of others stand, transformers takes the one and other engines the other."""
+    folder = _folder(tmp_path / "hf", size=100)
+    save_state_dict({"stray": torch.zeros(2)}, folder / "model.safetensors")
+    assert "transformers loads model.safetensors" in _found(folder)[1]["model.safetensors.index.json"]
+
+
+def test_ls_says_which_step_a_folder_has(tmp_path: Path) -> None:
+    """A step and the folder that was exported from it have one fingerprint in the listing."""
+    dc.save(sharded_state(WEIGHTS), tmp_path / "step-7", fingerprints=True)
+    for size, name in ((100, "index"), ("5GB", "one file")):
+        export_to_huggingface(tmp_path / "step-7", tmp_path / name, max_shard_size=size)
+    found = {each.name: each.fingerprint for each in list_checkpoints(tmp_path)}
+    assert found["step-7"]
+    assert set(found.values()) == {found["step-7"]}
+
+
+def _origin(folder: Path) -> dict[str, str]:
+    index = folder / "model.safetensors.index.json"
+    if index.exists():
+        metadata = json.loads(index.read_text())["metadata"]
+    else:
+        with safe_open(folder / "model.safetensors", "pt") as file:
+            metadata = file.metadata()
+    return {key: value for key, value in metadata.items() if key.startswith("shardckpt_")}
+
+
+@table("size", ["5GB", 100])
+@pytest.mark.parametrize("door", ["export", "convert"])
+def test_a_folder_says_which_checkpoint_it_has(tmp_path: Path, door: str, size: str | int) -> None:
+    """The index, or the header of the only file, has the checkpoint's name and its fingerprint, as ls shows it."""
+    source, folder = tmp_path / "step-7", tmp_path / "hf"
+    dc.save(sharded_state(WEIGHTS), source, fingerprints=True)
+    if door == "export":
+        export_to_huggingface(source, folder, max_shard_size=size)
+    else:
+        convert_checkpoint(source, folder, "hf", max_shard_size=size)
+    with dc.open_checkpoint(source) as checkpoint:
+        fingerprint = combine_fingerprints(checkpoint.fingerprints)
+    origin = _origin(folder)
+    assert (origin["shardckpt_source"], origin["shardckpt_fingerprint"]) == ("step-7", fingerprint)
+    assert read(folder).keys() == WEIGHTS.keys()
+
+
+def test_a_folder_of_a_checkpoint_without_fingerprints_has_its_name(tmp_path: Path) -> None:
+    """Nothing is made up for what no save has stored."""
+    assert _origin(_folder(tmp_path / "hf")).keys() == {"shardckpt_version", "shardckpt_source"}
