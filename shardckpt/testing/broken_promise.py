@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import sysconfig
+import sys
 import traceback
 from typing import TYPE_CHECKING, Any
+
+from shardckpt.testing.contract.claims import Claims
 
 if TYPE_CHECKING:
     import pytest
 
-#: Packages whose frames are not an author's, and where Python's own modules are.
-_OTHERS = ("shardckpt", "torch", "_pytest", "pytest", "pluggy", "fsspec")
-_STANDARD = sysconfig.get_path("stdlib")
+#: Packages whose frames are not an author's; a wrapper that hypothesis makes has none.
+_OTHERS = {"shardckpt", "torch", "_pytest", "pytest", "pluggy", "fsspec", "hypothesis", "", *sys.stdlib_module_names}
 #: Behind it, errors of ranks have tracebacks.
 _BLANK = "\n\n"
 
@@ -46,21 +47,22 @@ def describe(test: Any, error: BaseException) -> str:
         f"promised:   {' '.join((test.__doc__ or test.__name__).split())}",
         f"happened:   {kind}{str(error).strip().partition(_BLANK)[0] or 'no text'}",
     ]
+    claims = [name for name in test.__code__.co_consts if isinstance(name, str) and name in vars(Claims)]
+    lines += [f"claimed:    {name} = True" for name in claims if test.__self__.get_claim(name) is True]
     checks = [frame for frame in _list_frames(error) if frame.name == test.__name__]
     lines += [f"checked at: {frame.filename}:{frame.lineno}" for frame in checks[-1:]]
-    theirs = [frame for frame in _list_frames(error, except_for=_OTHERS) if frame.name != test.__name__]
+    theirs = [frame for frame in _list_frames(error, of_others=False) if frame.name != test.__name__]
     lines += [f"raised at:  {frame.filename}:{frame.lineno}, {frame.name}" for frame in theirs[-1:]]
     return "\n".join([*lines, f"documented: {test.__self__.contract_page}"])
 
 
-def _list_frames(error: BaseException | None, except_for: tuple[str, ...] = ()) -> list[traceback.FrameSummary]:
-    """Return the frames of an error and of its causes, but those of some packages and of Python's own modules."""
+def _list_frames(error: BaseException | None, *, of_others: bool = True) -> list[traceback.FrameSummary]:
+    """Return the frames of an error and of its causes, or those alone that may be an author's."""
     found = []
     while error is not None:
         for frame, line in traceback.walk_tb(error.__traceback__):
             package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
-            file = frame.f_code.co_filename
-            if package not in except_for and not file.startswith((_STANDARD, "<frozen")):
-                found.append(traceback.FrameSummary(file, line, frame.f_code.co_name))
+            if of_others or package not in _OTHERS:
+                found.append(traceback.FrameSummary(frame.f_code.co_filename, line, frame.f_code.co_name))
         error = error.__cause__
     return found

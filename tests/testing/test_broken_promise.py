@@ -56,6 +56,11 @@ def _fail(contract: Any, test: str, *arguments: Any) -> str:
             "test_a_flipped_bit",
             ["happened:   bit [0-9]+ of rank_0.bin is flipped, and the load returned wrong values: .*: it is 0, not "],
         ),
+        (
+            {"save_strategy": wrong_strategies.SaveDeniesObjects},
+            "test_objects_are_stored_or_refused",
+            ["claimed:    supports_objects = True"],
+        ),
     ],
 )
 def test_a_strategy_that_breaks_a_promise(parts: dict[str, Any], test: str, said: list[str], tmp_path: Path) -> None:
