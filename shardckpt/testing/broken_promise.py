@@ -6,8 +6,6 @@ import sys
 import traceback
 from typing import TYPE_CHECKING, Any
 
-from shardckpt.testing.contract.claims import Claims
-
 if TYPE_CHECKING:
     import pytest
 
@@ -47,8 +45,8 @@ def describe(test: Any, error: BaseException) -> str:
         f"promised:   {' '.join((test.__doc__ or test.__name__).split())}",
         f"happened:   {kind}{str(error).strip().partition(_BLANK)[0] or 'no text'}",
     ]
-    claims = [name for name in test.__code__.co_consts if isinstance(name, str) and name in vars(Claims)]
-    lines += [f"claimed:    {name} = True" for name in claims if test.__self__.get_claim(name) is True]
+    names = [name for name in test.__code__.co_consts if isinstance(name, str)]
+    lines += [f"claimed:    {name} = True" for name in names if getattr(test.__self__, name, None) is True]
     checks = [frame for frame in _list_frames(error) if frame.name == test.__name__]
     lines += [f"checked at: {frame.filename}:{frame.lineno}" for frame in checks[-1:]]
     theirs = [frame for frame in _list_frames(error, of_others=False) if frame.name != test.__name__]
