@@ -142,6 +142,8 @@ class PluginManager:
         """Import all plugins. After Ctrl-C in the middle nothing of them stays, and the next call begins anew."""
         before, known = self._registry.content, self._manager.get_plugins()
         self._is_importing = True
+        for name, near in settings.find_misspelt().items():
+            logger.warning("%s in the environment has no effect: did you mean %s?", name, near)
         try:
             for entry_point in list_entry_points():
                 self._plugins.append(self._load(entry_point))

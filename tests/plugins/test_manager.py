@@ -465,6 +465,17 @@ def shardckpt_filesystem(url):
     assert manager.hook.shardckpt_filesystem(url="watched://") == "a folder"
 
 
+def test_a_misspelt_variable_is_named(
+    site: Site, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A variable that is almost one of ours, which nothing would read, is a warning; a plugin's own is none."""
+    monkeypatch.setenv("SHARDCKPT_IO_THRADS", "2")
+    monkeypatch.setenv("SHARDCKPT_MYPLUGIN_URL", "x")
+    PluginManager().plugins()
+    said = [record.getMessage() for record in caplog.records if "environment" in record.getMessage()]
+    assert said == ["SHARDCKPT_IO_THRADS in the environment has no effect: did you mean SHARDCKPT_IO_THREADS?"]
+
+
 def test_a_module_is_a_plugin_by_the_environment_alone(
     site: Site, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
