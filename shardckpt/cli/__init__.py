@@ -16,8 +16,8 @@ from shardckpt import __version__
 from shardckpt.cli.exit_codes import FAILED, FINE, MEANINGS
 from shardckpt.cli.failure import name_plugin, print_error, show_failure
 from shardckpt.cli.folders import name_steps
-from shardckpt.cli.interrupted import describe_left
-from shardckpt.cli.output import Output, escaped_logs, open_closed_streams, say_error, show
+from shardckpt.cli.interrupted import describe_left, find_published, identify_target
+from shardckpt.cli.output import Output, escaped_logs, open_closed_streams, say_error, show, show_json
 from shardckpt.errors import name_known
 
 if TYPE_CHECKING:
@@ -75,6 +75,7 @@ def _run(given: Sequence[str]) -> int:
 
 def _answer(options: argparse.Namespace) -> int:
     """Run a verb, and print its answer or its error; return the exit code."""
+    before = identify_target(options)
     try:
         name_steps(options)
         answer = options.run(options)  # an exit code, of the verbs of plugins
@@ -83,6 +84,11 @@ def _answer(options: argparse.Namespace) -> int:
     except BrokenPipeError:
         raise
     except KeyboardInterrupt as exc:
+        if published := find_published(options, before):
+            say_error(f"shardckpt {options.verb}: interrupted after its end: {published} is complete")
+            if options.as_json:
+                show_json({"target": published, "interrupted": True})
+            return FINE
         message = f"interrupted; {describe_left(options)}"
         say_error(f"shardckpt {options.verb}: {message}")
         return show_failure(exc, message, _INTERRUPTED, options)
