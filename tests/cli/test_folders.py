@@ -130,7 +130,7 @@ def test_a_bucket_is_listed_and_verified_alike(bucket: str, capsys: pytest.Captu
     said = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()}
     assert said["run-a"].endswith("a folder of 2 checkpoints: -r lists them")
     assert said["loose.pt"].endswith("no checkpoint: a file on a store, where none is read: copy it to this machine")
-    assert "4 more in 2 folders" in said["4"]
+    assert "4 checkpoints in 2 folders" in said["4"]
     assert main(["ls", "-r", bucket, "--json"]) == 0
     names = {each["name"] for each in json.loads(capsys.readouterr().out)}
     assert names == {"loose.pt", *(f"run-{run}/step-{step}" for run in ("a", "b") for step in (1, 2))}
