@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 import sys
 from contextlib import ExitStack, contextmanager
+from importlib.abc import Loader
+from importlib.machinery import ModuleSpec
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 from shardckpt.background import request_save
@@ -41,6 +43,7 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Callable, Iterable, Iterator
     from contextlib import AbstractContextManager
+    from types import ModuleType
 
     import torch
     from torch.distributed import ProcessGroup
@@ -77,10 +80,8 @@ _MEGATRON_MODULES = frozenset(
         "validation",
     }
 )
-#: The rule by which a code base ports, as one command.
-_PORT = (
-    r"sed -i -E 's/megatron\.core(\.| import )dist_checkpointing/shardckpt.compat.megatron\1dist_checkpointing/' FILES"
-)
+#: Ports a code base.
+_PORT = "python -m shardckpt.compat.megatron FOLDER"
 #: Without it, Python says "not a package" of Megatron's modules before any finder is asked.
 __path__: list[str] = []
 
@@ -516,30 +517,33 @@ def _open_alone(checkpoint_dir: PathLike, options: LoadOptions) -> AbstractConte
     return open_any(locate(checkpoint_dir, get_plugin_manager()), Comm(alone=True), get_plugin_manager(), options)
 
 
-class _MegatronModules:
-    """Tells whoever imports a module of Megatron's from here where it is."""
+class _MegatronModules(Loader):
+    """A finder of Megatron's modules, which are not here, and a loader that says where they are.
 
-    @staticmethod
-    def find_spec(name: str, *_: object) -> None:
-        """Find nothing, as a finder of ``sys.meta_path`` that is asked last.
+    ``importlib.util.find_spec`` must not raise; so the import does.
+    """
 
-        Args:
-            name: The module's full name.
-
-        Raises:
-            ImportError: It is one of Megatron's; where it is, and the command that ports a code base.
-        """
+    @classmethod
+    def find_spec(cls, name: str, *_: object) -> ModuleSpec | None:
+        """Return a spec if ``name``, the full name of a module, is one of Megatron's, looked for here."""
         module = name.removeprefix(f"{__name__}.")
-        if module != name and module.partition(".")[0] in _MEGATRON_MODULES:
-            raise ImportError(
-                f"there is no {name}: Megatron's module of that name is at "
-                f"shardckpt.compat.megatron.dist_checkpointing.{module}. A code base ports by one rule, "
-                f"megatron.core.dist_checkpointing becomes shardckpt.compat.megatron.dist_checkpointing: {_PORT}",
-                name=name,
-            )
+        is_megatrons = module != name and module.partition(".")[0] in _MEGATRON_MODULES
+        return ModuleSpec(name, cls()) if is_megatrons else None
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Raise an ImportError that says where the module is, and the command that ports a code base."""
+        name = module.__name__
+        raise ImportError(
+            f"there is no {name}: Megatron's module of that name is at "
+            f"shardckpt.compat.megatron.dist_checkpointing.{name.removeprefix(f'{__name__}.')}. A code base ports by "
+            f"one rule, megatron.core.dist_checkpointing becomes shardckpt.compat.megatron.dist_checkpointing: {_PORT}",
+            name=name,
+        )
 
 
-sys.meta_path.append(_MegatronModules)
+# by its repr: where this module is loaded again, the class is another
+if repr(_MegatronModules) not in map(repr, sys.meta_path):
+    sys.meta_path.append(_MegatronModules)
 
 __all__ = [
     "LocalNonpersistentObject",

@@ -155,6 +155,13 @@ def escape_text(text: str, keep: str = "") -> str:
     )
 
 
+def show_given(value: object) -> str:
+    """Return a value that a caller gave as an error shows it: text and numbers as Python writes them, else the type."""
+    if value is None or isinstance(value, str | bytes | bool | int | float):
+        return f"{value!r:.100}"
+    return f"the class {value.__name__}" if isinstance(value, type) else f"an object of type {type(value).__name__}"
+
+
 def listed(texts: Collection[str], between: str = ", ", limit: int = 20) -> str:
     """Return the texts in one, as errors show them: the first ``limit``, escaped, and how many more there are."""
     shown = [*map(escape_text, list(texts)[:limit])]
@@ -176,9 +183,22 @@ def name_known(wanted: str, known: Collection[str], what: str, limit: int = 6) -
         ``(did you mean loss? metrics: loss, ppl)``; without the question where none is near.
     """
     names = sorted(set(known))
-    nearest = find_nearest(wanted, names)
-    question = f"did you mean {escape_text(nearest)}? " if nearest else ""
-    return f"({question}{what}: {listed(names, limit=limit) or 'none'})"
+    return f"({ask_nearest(wanted, names)}{what}: {listed(names, limit=limit) or 'none'})"
+
+
+def ask_nearest(wanted: object, known: Collection[str]) -> str:
+    """Return ``"did you mean loss? "`` for a wrong name, ``""`` where none of those there are is near."""
+    nearest = find_nearest(wanted, [*known]) if isinstance(wanted, str) else ""
+    return f"did you mean {escape_text(nearest)}? " if nearest not in ("", wanted) else ""
+
+
+def check_choice(argument: str, value: object, choices: Collection[str]) -> None:
+    """Raise CheckpointingException unless the value of an argument is one of the texts that it may be."""
+    if not isinstance(value, str) or value not in choices:
+        expected = " or ".join([", ".join(map(repr, [*choices][:-1])), repr([*choices][-1])])
+        raise CheckpointingException(
+            f"{argument}={show_given(value)}: {ask_nearest(value, choices)}expected {expected}"
+        )
 
 
 def find_nearest(wanted: str, known: Sequence[str]) -> str:
@@ -246,10 +266,13 @@ __all__ = [
     "UnsafePickleError",
     "VersionTooNewError",
     "VersionTooOldError",
+    "ask_nearest",
+    "check_choice",
     "escape_text",
     "find_nearest",
     "listed",
     "name_known",
     "name_prefixes",
     "refuse_copy",
+    "show_given",
 ]

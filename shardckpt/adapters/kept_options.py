@@ -6,7 +6,7 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from shardckpt.adapters.group_options import GROUPS, list_options
-from shardckpt.errors import CheckpointingException, listed
+from shardckpt.errors import CheckpointingException, ask_nearest, listed
 from shardckpt.state_dict import are_equal, of_type
 
 if TYPE_CHECKING:
@@ -41,7 +41,8 @@ def choose_options(keep: Collection[str] | str, names: Collection[str]) -> list[
     if unknown:
         there = listed([*map(repr, names)]) if names else "there are none, without an optimizer"
         raise CheckpointingException(
-            f"keep_options: {listed([*map(repr, unknown)])} is no option of the optimizers' groups: {there}"
+            f"keep_options: {listed([*map(repr, unknown)])} is no option of the optimizers' groups: "
+            f"{ask_nearest(unknown[0], names)}{there}"
         )
     return [name for name in names if name in wanted or _ALL in wanted]
 

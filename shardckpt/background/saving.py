@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import weakref
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -82,7 +84,10 @@ class _BackgroundSave:
     result: _Result | None = None
     #: When the writing began, which is after the copy.
     started: float | None = None
-    committed: bool = False
+
+    def __post_init__(self) -> None:
+        #: Ends the save if its request is dropped, or the program ends, before it is finalized.
+        self._unfinished = weakref.finalize(self, _end_dropped, self.transaction, os.getpid())
 
     def request(self) -> AsyncRequest:
         """Return the save as a request for an AsyncCallsQueue."""
@@ -151,14 +156,22 @@ class _BackgroundSave:
                 transaction.timeline.add_writing(self.result.times)
                 transaction.commit(writer, self.result.written, self.content)
         operation.close_span()
-        self.committed = True
+        self._unfinished.detach()
 
     def failed(self, error: BaseException) -> None:
-        """Remove the save's files, unless it is committed and only a later finalize function failed."""
-        if self.committed:
+        """Remove the save's files, unless it has ended and only a later finalize function failed."""
+        if self._unfinished.detach() is None:
             return
         self.transaction.abort(() if self.result is None else self.result.written.streamed)
         self.transaction.operation.close_span(error)
+
+
+def _end_dropped(transaction: Transaction, process: int) -> None:
+    """Abort a save that nobody finalizes, unless this is a forked child, which ends with a copy of it."""
+    if os.getpid() == process:
+        transaction.abort()
+        error = f"the save to {transaction.target}: its request was dropped before it was finalized"
+        transaction.operation.close_span(CheckpointingException(error))
 
 
 def request_save(

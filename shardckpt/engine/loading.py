@@ -177,8 +177,10 @@ class OpenCheckpoint:
             # all of them before the first is copied
             values = check_values(self.strategy, wanted, values, self.operation.plugins, self._find_dtypes)
             delivered = [_deliver(shard, value) for shard, value in zip(wanted, values, strict=True)]
+            nbytes = sum(getattr(value, "nbytes", 0) for value in delivered)
+            self.operation.add_nbytes(nbytes)
             if self.operation.count is not None:
-                self.operation.count(sum(getattr(value, "nbytes", 0) for value in delivered))
+                self.operation.count(nbytes)
         return delivered
 
     def _find_dtypes(self) -> dict[str, torch.dtype]:

@@ -6,6 +6,7 @@ import logging
 import time
 from contextlib import contextmanager
 from functools import partial
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 from shardckpt.engine.gc_pause import pause_gc
@@ -23,6 +24,9 @@ if TYPE_CHECKING:
 
 
 logger = logging.getLogger(__name__)
+
+#: Numbers of the operations of this process.
+_numbers = count(1)
 
 
 class Operation:
@@ -42,7 +46,12 @@ class Operation:
         self.kind = kind
         #: When it began on this rank, by ``time.perf_counter``.
         self.created = time.perf_counter()
-        self._fields: dict[str, Any] = {"operation": kind, "directory": str(directory), "rank": comm.rank}
+        self._fields: dict[str, Any] = {
+            "operation": kind,
+            "directory": str(directory),
+            "rank": comm.rank,
+            "number": next(_numbers),
+        }
         self._started = 0.0
         #: Seconds that this operation has kept its caller waiting so far.
         self._blocked = 0.0
@@ -68,6 +77,10 @@ class Operation:
     def set_nbytes(self, nbytes: int) -> None:
         """Set the number of bytes that this rank wrote, for later events."""
         self._fields["nbytes"] = nbytes
+
+    def add_nbytes(self, nbytes: int) -> None:
+        """Count bytes that this rank has loaded, for later events."""
+        self._fields["nbytes"] = self._fields.get("nbytes", 0) + nbytes
 
     def start_progress(self, find_total: Callable[[], int]) -> None:
         """Report the bytes that :attr:`count` gets from now on, if a plugin asks for that.

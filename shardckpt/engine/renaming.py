@@ -7,7 +7,7 @@ from collections import deque
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from shardckpt.errors import KeyMismatchError, escape_text, find_nearest, listed
+from shardckpt.errors import KeyMismatchError, ask_nearest, listed
 from shardckpt.mapping import PlainObject, ShardedObject, ShardedTensor
 from shardckpt.strategy import (
     BuildsObjects,
@@ -100,10 +100,9 @@ def _check(names: Mapping[str, str], keys: Sequence[str]) -> None:
             raise KeyMismatchError(f"rename: {old!r} is given as its own new name: leave it out, or give another")
         if not any(_begins(key, old) for key in keys):
             top = list_top_names(keys)
-            nearest = find_nearest(old, [*top, *keys])
-            question = f" (did you mean {escape_text(nearest)}?)" if nearest else ""
+            near = ask_nearest(old, [*top, *keys])
             raise KeyMismatchError(
-                f"rename: the checkpoint has nothing under {old!r}; its top-level names are {listed(top)}{question}"
+                f"rename: the checkpoint has nothing under {old!r}: {near}its top-level names are {listed(top)}"
             )
         taken = [key for key in keys if _begins(key, new) and rename_key(key, names) == key]
         if taken:

@@ -13,10 +13,10 @@ from shardckpt.engine.operation import Operation
 from shardckpt.engine.plan_cache import CachingSaveStrategy, look_up_plan
 from shardckpt.engine.space import NO_FORECAST, Forecast, count_bytes
 from shardckpt.engine.transaction import CheckpointHeader, commit_files
-from shardckpt.errors import CheckpointingException, ShardingError, UnknownBackendError, listed
+from shardckpt.errors import CheckpointingException, ShardingError, UnknownBackendError, ask_nearest, listed
 from shardckpt.manifest import Lineage
 from shardckpt.mapping import ShardedObject
-from shardckpt.plugins import StrategyAction, parse_key
+from shardckpt.plugins import StrategyAction, describe_strategy, parse_key
 from shardckpt.state_dict import format_path, list_nested_values, nested_items, split_state_dict, validated_copy
 from shardckpt.strategy import AsyncSaveStrategy, SaveContext, SaveStrategy
 from shardckpt.validation import (
@@ -29,7 +29,7 @@ from shardckpt.validation import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Collection, Sequence
     from pathlib import Path
 
     from shardckpt.distributed import Comm
@@ -175,13 +175,13 @@ def check_state(
         operation.set_strategy(saver)
         if options.fingerprints and not saver.computes_fingerprints:
             raise CheckpointingException(
-                f"fingerprints=True: {type(saver).__qualname__} computes none while it saves; save without, and "
-                "compare values by open_checkpoint(path).compute_fingerprints(), which reads them"
+                f"fingerprints=True: {describe_strategy(saver, operation.plugins)} computes none while it saves; save "
+                "without, and compare values by open_checkpoint(path).compute_fingerprints(), which reads them"
             )
         nested, common = split_state_dict(sharded_state_dict, plain_objects=saver.stores_plain_objects)
         shards = list_nested_values(nested)
         if not saver.supports_objects:
-            refuse_objects(shards, saver)
+            refuse_objects(shards, saver, operation.plugins)
         if comm.is_main:
             _warn_of_tensors(common)
         if options.content_metadata is not None:
@@ -228,14 +228,15 @@ def check_state(
     return CheckedState(saver, header, shards, common, given, lookup, nbytes, forecast)
 
 
-def refuse_objects(shards: Sequence[ShardedBase], saver: SaveStrategy) -> None:
+def refuse_objects(shards: Sequence[ShardedBase], saver: SaveStrategy, plugins: PluginManager) -> None:
     """Raise an error that names the objects: the strategy says that it stores none, and would leave them out."""
     found = sorted({shard.key for shard in shards if isinstance(shard, ShardedObject)})
     if found:
         raise ShardingError(
-            f"{type(saver).__qualname__} ({saver.backend} {saver.version}) stores no ShardedObjects (supports_objects "
-            f"is False), and the state dict has {len(found)}: {listed(found, limit=5)}; nothing was written: leave "
-            "them out, or save by another strategy (`shardckpt strategies` lists those there are)"
+            f"{describe_strategy(saver, plugins)} stores no ShardedObjects (supports_objects is False), and the state "
+            f"dict has {len(found)}: {listed(found, limit=5)}; nothing was written: leave them out, let the strategy "
+            "store them and set supports_objects = True, or save by another strategy (`shardckpt strategies` lists "
+            "those there are)"
         )
 
 
@@ -255,13 +256,14 @@ def _warn_of_tensors(common: CommonStateDict) -> None:
         )
 
 
-def find_saver(strategy: Any, plugins: PluginManager) -> SaveStrategy:
+def find_saver(strategy: Any, plugins: PluginManager, others: Collection[str] = ()) -> SaveStrategy:
     """Return the save strategy that a caller names.
 
     Args:
         strategy: A SaveStrategy, which is returned; a backend, whose newest version is chosen; (backend, version); or
             None for the registry's default.
         plugins: The plugin manager.
+        others: Names of formats that the caller takes, too, for the error.
 
     Raises:
         UnknownBackendError: no installed strategy saves it.
@@ -279,8 +281,9 @@ def find_saver(strategy: Any, plugins: PluginManager) -> SaveStrategy:
             f"{plugins.faults_text()}"
         )
     entries = plugins.registry.entries(StrategyAction.SAVE_SHARDED)
-    names = ", ".join(f"{entry.backend} {entry.version}" for entry in entries) or "none"
+    names = ", ".join([f"{entry.backend} {entry.version}" for entry in entries] + [*others]) or "none"
+    near = ask_nearest(backend, {*(entry.backend for entry in entries), *others} - {backend})
+    advice = near or "If a plugin brings it, install its distribution on every rank: pip install ..."
     raise UnknownBackendError(
-        f"no installed strategy saves {strategy!r}; installed: {names}{plugins.faults_text()}. If a plugin brings it, "
-        "install its distribution on every rank: pip install ..."
+        f"no installed strategy saves {strategy!r}; installed: {names}{plugins.faults_text()}. {advice.rstrip()}"
     )

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from shardckpt.errors import CheckpointingException, find_nearest
+from shardckpt.errors import CheckpointingException, ask_nearest
 
 if TYPE_CHECKING:
     from shardckpt.planning import Ints
@@ -72,8 +72,7 @@ def parse_dtype(
     found = dtype if isinstance(dtype, torch.dtype) else getattr(torch, _SHORT.get(name, name), None)
     if not isinstance(found, torch.dtype) or not is_unpacked_float(found) or 8 * found.itemsize < bits:
         expected = "float64, float32, float16" + (", bfloat16 or an 8-bit float" if bits == 8 else " or bfloat16")  # noqa: PLR2004
-        nearest = find_nearest(name, ("bfloat16", "float16", "float32", "float64"))
-        question = f"did you mean {nearest}? " if nearest not in ("", name) else ""
+        question = ask_nearest(name, ("bfloat16", "float16", "float32", "float64"))
         raise CheckpointingException(
             f"{argument}={dtype!r}: {question}expected {expected} (other tensors stay as they are)"
         )

@@ -6,7 +6,7 @@ import json
 import re
 from typing import TYPE_CHECKING
 
-from shardckpt.errors import CheckpointingException
+from shardckpt.errors import CheckpointingException, check_choice
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
@@ -41,8 +41,7 @@ def check_format(name: str) -> str:
     Raises:
         CheckpointingException: it is neither ``safetensors`` nor ``bin``.
     """
-    if name not in _STEMS:
-        raise CheckpointingException(f"format={name!r}: expected {SAFETENSORS!r} or {BIN!r}")
+    check_choice("format", name, (SAFETENSORS, BIN))
     return name
 
 

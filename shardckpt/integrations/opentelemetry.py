@@ -39,8 +39,8 @@ class OpenTelemetryListener:
     A span has the attributes ``shardckpt.operation``, ``.directory``, ``.rank``, ``.strategy`` and, at its end,
     ``.bytes``; of a failure the status has the text. The metrics are the histogram ``shardckpt.duration`` (s) with
     ``operation``, ``phase`` and ``result``, the histogram ``shardckpt.blocked`` (s), what the training waited for, the
-    counter ``shardckpt.bytes`` (By), and ``shardckpt.in_flight``, the number of those that have not ended, with
-    ``operation``.
+    counter ``shardckpt.bytes`` (By), written or loaded, and ``shardckpt.in_flight``, the number of those that have not
+    ended, with ``operation``.
 
     Args:
         tracer_provider: Gets the spans; by default that of the process.
@@ -56,7 +56,7 @@ class OpenTelemetryListener:
             "shardckpt.duration", unit="s", description="Time that operations on checkpoints and their phases took"
         )
         self._bytes = meter.create_counter(
-            "shardckpt.bytes", unit="By", description="Bytes that this rank has written into checkpoints"
+            "shardckpt.bytes", unit="By", description="Bytes that this rank has written, or loaded"
         )
         self._blocked = meter.create_histogram(
             "shardckpt.blocked", unit="s", description="Time that the training waited for operations on checkpoints"
@@ -64,8 +64,8 @@ class OpenTelemetryListener:
         self._in_flight = meter.create_up_down_counter(
             "shardckpt.in_flight", description="Operations that have begun and not ended"
         )
-        #: The open spans of operations. An operation may begin in one thread and end in another.
-        self._open: dict[tuple[str, str, int], Span] = {}
+        #: The open spans by the operations' numbers. An operation may begin in one thread and end in another.
+        self._open: dict[int, Span] = {}
         self._lock = threading.Lock()
 
     @hookimpl
@@ -73,21 +73,17 @@ class OpenTelemetryListener:
         """Open the span of an operation, or end it; make that of a phase when it has ended."""
         if event.state == "progress":
             return
-        place = (event.operation, event.directory, event.rank)
         if event.state == "start":
             if not event.phase:
                 span = self._tracer.start_span(f"{_NAME}.{event.operation}", attributes=_describe(event))
                 with self._lock:
-                    old, self._open[place] = self._open.get(place), span
-                if old is not None:  # its end was never reported: the process of a background save has died
-                    old.end()
-                else:
-                    self._in_flight.add(1, {"operation": event.operation})
+                    self._open[event.number] = span
+                self._in_flight.add(1, {"operation": event.operation})
             return
         labels = {"operation": event.operation, "phase": event.phase, "result": event.state}
         self._duration.record(event.seconds, labels)
         with self._lock:
-            span_of_operation = self._open.get(place) if event.phase else self._open.pop(place, None)
+            span_of_operation = self._open.get(event.number) if event.phase else self._open.pop(event.number, None)
         if event.phase:
             now = time.time_ns()
             context = None if span_of_operation is None else trace.set_span_in_context(span_of_operation)

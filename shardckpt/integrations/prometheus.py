@@ -23,7 +23,6 @@ from shardckpt.plugins import get_plugin_manager, hookimpl
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable
 
     from prometheus_client import CollectorRegistry
 
@@ -38,7 +37,7 @@ class PrometheusListener:
 
     - ``shardckpt_operation_seconds{operation, result}``, a histogram; ``result`` is ``end`` or ``failure``.
     - ``shardckpt_phase_seconds{operation, phase, result}``, a histogram: writing, the commit and others.
-    - ``shardckpt_bytes_total{operation}``: bytes that this rank has written, by operations that have ended.
+    - ``shardckpt_bytes_total{operation}``: bytes that this rank has written, or loaded, by operations that have ended.
     - ``shardckpt_last_success_timestamp_seconds{operation}``: when one last ended well; for an alert on its age.
     - ``shardckpt_in_flight{operation}``: operations that have begun and not ended, saves in the background among them.
     - ``shardckpt_blocked_seconds{operation}``, a histogram: what the training waited for each.
@@ -66,7 +65,7 @@ class PrometheusListener:
             buckets=_BUCKETS,
         )
         self._bytes = Counter(
-            "shardckpt_bytes", "Bytes that this rank has written into checkpoints", ("operation",), registry=registry
+            "shardckpt_bytes", "Bytes that this rank has written, or loaded", ("operation",), registry=registry
         )
         self._success = Gauge(
             "shardckpt_last_success_timestamp_seconds",
@@ -90,8 +89,8 @@ class PrometheusListener:
             ("operation",),
             registry=registry,
         )
-        #: The operations in flight; one whose process has died is replaced by the next in its place.
-        self._open: dict[str, set[str]] = {}
+        #: The operations in flight by their numbers: one that began before this listener was there does not count.
+        self._open: dict[str, set[int]] = {}
         if folder is not None:
             size = Gauge("shardckpt_folder_bytes", "Bytes in a folder of checkpoints", ("folder",), registry=registry)
             size.labels(str(folder)).set_function(lambda: measure(locate(folder, get_plugin_manager())))
@@ -100,7 +99,8 @@ class PrometheusListener:
     def shardckpt_event(self, event: Event) -> None:
         """Count the end or failure of an operation or phase."""
         if event.state == "start" and not event.phase:
-            self._count(event, set.add)
+            self._open.setdefault(event.operation, set()).add(event.number)
+            self._show_in_flight(event.operation)
         if event.state not in ("end", "failure"):
             return
         if event.phase == "writing" and event.nbytes and event.seconds:
@@ -108,14 +108,13 @@ class PrometheusListener:
         if event.phase:
             self._phases.labels(event.operation, event.phase, event.state).observe(event.seconds)
             return
-        self._count(event, set.discard)
+        self._open.get(event.operation, set()).discard(event.number)
+        self._show_in_flight(event.operation)
         self._blocked.labels(event.operation).observe(event.blocked)
         self._seconds.labels(event.operation, event.state).observe(event.seconds)
         if event.state == "end":
             self._bytes.labels(event.operation).inc(event.nbytes)
             self._success.labels(event.operation).set_to_current_time()
 
-    def _count(self, event: Event, change: Callable[[set[str], str], None]) -> None:
-        directories = self._open.setdefault(event.operation, set())
-        change(directories, event.directory)
-        self._in_flight.labels(event.operation).set(len(directories))
+    def _show_in_flight(self, operation: str) -> None:
+        self._in_flight.labels(operation).set(len(self._open.get(operation, ())))

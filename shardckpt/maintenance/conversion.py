@@ -269,7 +269,7 @@ class Conversion:
         else:
             rewritten = {}
             if not self.saver.supports_objects:
-                refuse_objects(objects, self.saver)
+                refuse_objects(objects, self.saver, self.plugins)
             self._write_checkpoint(operation, proof, self.saver, tensors, objects, common, overwrite=overwrite)
         many = sum(not isinstance(shard, PlainObject) for shard in objects)
         return _Written(tensors, many, left_out, plain_objects, rewritten, unmatched)

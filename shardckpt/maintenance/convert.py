@@ -11,7 +11,7 @@ from shardckpt.engine import (
     locate_local,
     refuse_overlap,
 )
-from shardckpt.errors import CheckpointingException, UnknownBackendError, name_known
+from shardckpt.errors import CheckpointingException, UnknownBackendError
 from shardckpt.huggingface import (
     SAFETENSORS,
     ExportOptions,
@@ -25,7 +25,7 @@ from shardckpt.huggingface import (
 )
 from shardckpt.maintenance.conversion import DCP, FILE, FOLDER, Conversion, ConversionReport
 from shardckpt.maintenance.sources import identify_source, open_for_trainer, open_source, read_hub_config
-from shardckpt.plugins import StrategyAction, get_plugin_manager, parse_key
+from shardckpt.plugins import StrategyAction, get_plugin_manager
 from shardckpt.storage import (
     LEAST_READING,
     check_memory_budget,
@@ -263,16 +263,7 @@ def run_conversion(
 def _find_saver(to: Any, plugins: PluginManager) -> SaveStrategy:
     if to == DCP:
         return _find_dcp_saver(plugins)
-    try:
-        return find_saver(to, plugins)
-    except UnknownBackendError as exc:
-        backend, _ = parse_key(to)
-        backends = {each.backend for each in plugins.registry.entries(StrategyAction.SAVE_SHARDED)}
-        if backend in backends:  # its version is not known
-            raise
-        formats = backends | {DCP, FOLDER, FILE}
-        known = name_known(backend, formats, "formats", len(formats))
-        raise UnknownBackendError(f"{to!r} is no format to write {known}; {exc}") from exc
+    return find_saver(to, plugins, others=(DCP, FOLDER, FILE))
 
 
 def _find_dcp_saver(plugins: PluginManager) -> SaveStrategy:

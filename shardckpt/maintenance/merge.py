@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, get_args
 import torch
 
 from shardckpt.engine import format_many, locate, refuse_overlap
-from shardckpt.errors import CheckpointingException
+from shardckpt.errors import CheckpointingException, check_choice
 from shardckpt.huggingface import parse_leave_out
 from shardckpt.maintenance.convert import ConversionReport, run_conversion
 from shardckpt.maintenance.merge_weights import check_weights
@@ -146,8 +146,8 @@ def merge_checkpoints(
     check_memory_budget(budget, _LEAST_BUDGET, "to merge takes")
     if not -len(places) <= base < len(places):
         raise CheckpointingException(f"base={base}: there are {len(places)} sources, numbered from 0")
-    _check_choice("optimizer", optimizer, get_args(Optimizer))
-    _check_choice("missing", missing, get_args(Missing))
+    check_choice("optimizer", optimizer, get_args(Optimizer))
+    check_choice("missing", missing, get_args(Missing))
     if accumulate not in _ACCUMULATORS:
         raise CheckpointingException(f"accumulate={accumulate!r}: expected 'fp32' or 'fp64'")
     if optimizer == "average" and min(chosen) < 0:
@@ -254,8 +254,3 @@ def _choose_weights(places: Sequence[str], weights: Sequence[float] | None, sler
             "is the second, and no weights"
         )
     return 1 - slerp, slerp
-
-
-def _check_choice(argument: str, value: Any, choices: Sequence[str]) -> None:
-    if value not in choices:
-        raise CheckpointingException(f"{argument}={value!r}: expected one of {', '.join(choices)}")

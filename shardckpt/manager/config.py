@@ -22,8 +22,9 @@ from pydantic import (
 )
 
 from shardckpt.engine import expand_home, find_saver
-from shardckpt.errors import CheckpointingException, ConfigurationError, find_nearest, name_known
+from shardckpt.errors import CheckpointingException, ConfigurationError, ask_nearest, name_known, show_given
 from shardckpt.huggingface import LEAST_EXPORTING, LEAST_EXPORTING_ON_STORES, find_mapping, parse_dtype
+from shardckpt.manager.faults import describe_faults
 from shardckpt.manager.retention import (
     RETENTION,
     KeepBest,
@@ -83,23 +84,6 @@ _OTHERS_NAMES = {
 }
 
 
-def _describe_fault(fault: Mapping[str, Any], names: Collection[str]) -> str:
-    """Return in a sentence what pydantic found wrong in a setting.
-
-    Args:
-        fault: One of ``ValidationError.errors()``.
-        names: The names of all settings.
-    """
-    name = ".".join(map(str, fault["loc"][:1]))  # of a union, what follows is one of its types
-    if fault["type"] == "extra_forbidden":
-        ours = _OTHERS_NAMES.get(name) or find_nearest(name, [*names])
-        hint = f": it is {ours} here" if name in _OTHERS_NAMES else f": did you mean {ours}?" if ours else ""
-        return f"there is no setting {name!r}{hint}"
-    said = str(fault["msg"]).removeprefix("Value error, ").removeprefix("Input ")
-    said = f"{said[:1].lower()}{said[1:]}" if fault["type"] != "value_error" else said
-    return f"{name}={fault['input']!r:.100} {said}" if name and fault["type"] != "value_error" else said
-
-
 class AsyncMode(str, Enum):
     """Who writes a checkpoint: see :class:`CheckpointConfig`."""
 
@@ -123,7 +107,8 @@ def _name_signal(given: Any) -> str:
     try:
         name = (signal.Signals[given] if isinstance(given, str) else signal.Signals(given)).name
     except (KeyError, ValueError):
-        raise ValueError(f"save_on_signals: {given!r} is no signal of this system; SIGUSR1 is one") from None
+        near = ask_nearest(given, signal.Signals.__members__)
+        raise ValueError(f"save_on_signals: {given!r} is no signal of this system; {near}SIGUSR1 is one") from None
     if name in ("SIGKILL", "SIGSTOP"):
         raise ValueError(f"save_on_signals: no process can handle {name}; choose SIGTERM or SIGUSR1")
     return name
@@ -236,12 +221,21 @@ class CheckpointConfig(BaseModel):
 
     if not TYPE_CHECKING:  # a type checker knows the settings from the fields
 
+        def __new__(cls, *unnamed: Any, **_: Any) -> Any:
+            """Refuse settings without a name; here, as arguments of ``__init__`` are in the signature."""
+            if unnamed:
+                raise ConfigurationError(
+                    f"CheckpointConfig: settings are given by name, and {show_given(unnamed[0])} has none: "
+                    "CheckpointConfig(folder='checkpoints', interval=500)"
+                )
+            return super().__new__(cls)
+
         def __init__(self, **settings: Any) -> None:
             try:
                 super().__init__(**settings)
             except ValidationError as exc:
-                faults = [_describe_fault(fault, type(self).model_fields) for fault in exc.errors()]
-                raise ConfigurationError(f"{type(self).__name__}: {'; '.join(dict.fromkeys(faults))}") from exc
+                faults = describe_faults(exc, [*type(self).model_fields], _OTHERS_NAMES)
+                raise ConfigurationError(f"{type(self).__name__}: {faults}") from exc
 
     def __hash__(self) -> int:
         """Return the hash of all settings; a dict, as ``rename`` is, has none of its own."""
@@ -334,7 +328,7 @@ class CheckpointConfig(BaseModel):
     @field_validator("export_dtype", mode="before")
     @classmethod
     def _dtype_name(cls, dtype: Any) -> Any:
-        found = parse_dtype(dtype)
+        found = parse_dtype(dtype, "export_dtype")
         return None if found is None else str(found).removeprefix("torch.")
 
     @field_validator("memory_budget")
@@ -415,8 +409,8 @@ class CheckpointConfig(BaseModel):
         unknown = set(self.exclude_from_loading) - set(states)
         if unknown:
             raise CheckpointingException(
-                f"exclude_from_loading: {', '.join(sorted(map(repr, unknown)))} is no state; the states are "
-                f"{', '.join(map(repr, states))}"
+                f"exclude_from_loading: {', '.join(sorted(map(repr, unknown)))} is no state; "
+                f"{ask_nearest(min(unknown), states)}the states are {', '.join(map(repr, states))}"
             )
         find_mapping(self.hf_mapping)
         if not self.load_only:
@@ -497,6 +491,23 @@ class CheckpointConfig(BaseModel):
             if is_wrong:
                 raise ValueError(why)
         return self
+
+
+def parse_config(given: Any) -> CheckpointConfig:
+    """Return what a manager is given as its configuration: that, or its settings by name.
+
+    Raises:
+        ConfigurationError: It is something else, or has a wrong setting.
+    """
+    if isinstance(given, CheckpointConfig):
+        return given
+    if isinstance(given, Mapping) and not any(hasattr(value, "state_dict") for value in given.values()):
+        return CheckpointConfig(**{str(name): value for name, value in given.items()})
+    folder = str(given) if isinstance(given, str | os.PathLike) else "checkpoints"
+    raise ConfigurationError(
+        f"CheckpointManager: config is {show_given(given)}: expected a CheckpointConfig, as in "
+        f"CheckpointManager(CheckpointConfig(folder={folder!r}), {{'model': model, 'optimizer': optimizer}})"
+    )
 
 
 class Setting(NamedTuple):

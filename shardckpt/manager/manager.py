@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from shardckpt.distributed import Comm
 from shardckpt.engine import pause_gc
-from shardckpt.errors import CheckpointingException, NotEnoughSpaceError, listed, refuse_copy
+from shardckpt.errors import CheckpointingException, NotEnoughSpaceError, listed, refuse_copy, show_given
 from shardckpt.manager.casting import cast_shards
-from shardckpt.manager.config import AsyncMode, CheckpointConfig
+from shardckpt.manager.config import AsyncMode, CheckpointConfig, parse_config
 from shardckpt.manager.exclusion import leave_out
 from shardckpt.manager.garbage_collection import discard_steps_after
 from shardckpt.manager.initial import load_initial
@@ -23,7 +23,8 @@ from shardckpt.manager.reader import StepReader
 from shardckpt.manager.retention import KeepBest
 from shardckpt.manager.rng import add_random_state
 from shardckpt.manager.save_policies import SaveClock
-from shardckpt.manager.states import MODEL, TrainingStates
+from shardckpt.manager.states import MODEL, TrainingStates, check_named
+from shardckpt.manager.step_names import parse_number
 from shardckpt.manager.step_resolution import NEWEST, check_step, find_best, read_step, resolve_step
 from shardckpt.manager.steps import MODEL_PREFIX, PREFIX_KEY, StepFolder
 from shardckpt.manifest import Lineage
@@ -88,7 +89,7 @@ class CheckpointManager:
         allow_globals: Iterable[Any] = (),
         fault_tolerance: FaultTolerance | None = None,
     ) -> None:
-        self.config = config = CheckpointConfig.model_validate(config)
+        self.config = config = parse_config(config)
         self._group = process_group
         #: The step of the last save, finished or not; None after an error, so that the step can be saved a second time.
         self._last: int | None = None
@@ -103,6 +104,7 @@ class CheckpointManager:
         comm = Comm(process_group)
         self._world_size = comm.world_size
         with comm.collective_phase("looking at the states"):
+            check_named(states)
             named = add_random_state(states) if config.save_rng else states
             self._states = TrainingStates(named, check_replicas=config.check_replicas, keep_options=config.keep_options)
             comm.agree(states=sorted(self._states.names), **config.describe())
@@ -161,6 +163,12 @@ class CheckpointManager:
             CheckpointingException: the same on every rank. This save, or an earlier one in the background, failed. The
                 step that failed has no checkpoint; older checkpoints are unchanged.
         """
+        step = parse_number(step, "save", "how many steps the training has made, as manager.save(100)")
+        if force not in (True, False):
+            raise CheckpointingException(
+                f"save: force={show_given(force)}: expected True or False; the states are those that the manager was "
+                f"made with: manager.save({step}), or manager.save({step}, force=True) whatever the interval is"
+            )
         for part in self._parts:
             part.on_step(step)
         if self._writer is None:
@@ -229,11 +237,10 @@ class CheckpointManager:
         if step == "best":
             best = self.best_step()
             return NEWEST if best is None else best
-        if not is_number or step < NEWEST:
-            raise CheckpointingException(
-                f"load: there is no step {step!r}; give its number, 'latest', 'best', or -1 for what load_step says"
-            )
-        return int(step) if step >= 0 else self.config.load_step
+        if is_number and step == NEWEST:
+            return self.config.load_step
+        what = "its number, 'latest', 'best', or -1 for what load_step says; the manager has the states"
+        return parse_number(step, "load", what)
 
     def discard_after(self, step: int) -> list[int]:
         """Collective: remove the checkpoints of all later steps, after a training went back to this one.
@@ -255,8 +262,7 @@ class CheckpointManager:
         self._check_open("discard_after")
         self.wait()
         Comm(self._group).agree(step=step)
-        if isinstance(step, bool) or not hasattr(step, "__index__"):  # numpy's integers are steps, too
-            raise CheckpointingException(f"discard_after({step!r}): give the last step that stays, a whole number")
+        step = parse_number(step, "discard_after", "the last step that stays, a whole number")
         removed = Comm(self._group).main_runs(
             f"discarding the steps after {step}", lambda: discard_steps_after(self._folder, step)
         )
@@ -376,7 +382,8 @@ class CheckpointManager:
         """
 
         def read() -> dict[str, float | None]:
-            return dict(self._folder.inspect_step(check_step(self._folder, step)).metrics)
+            number = parse_number(step, "metrics", "the number of a step that has a checkpoint")
+            return dict(self._folder.inspect_step(check_step(self._folder, number)).metrics)
 
         return Comm(self._group).main_runs("reading metrics", read)
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from shardckpt.errors import ask_nearest
+
 
 class PolicyKind:
     """One kind of policies: to keep steps, or to save them.
@@ -34,7 +36,8 @@ class PolicyKind:
             options = {name: value for name, value in given.items() if name != "policy"}
             return self._built_in[given["policy"]](**options)
         if not callable(given) or isinstance(given, type):
-            raise ValueError(f"{given!r:.100} is not {self._what}")
+            name = given.get("policy") if isinstance(given, dict) else given
+            raise ValueError(f"{given!r:.100} is not {self._what}; {ask_nearest(name, self._built_in)}".rstrip("; "))
         return given
 
     def describe(self, policy: Any) -> Any:

@@ -23,6 +23,7 @@ from shardckpt.errors import (
     DtypeMismatchError,
     KeyMismatchError,
     ShapeMismatchError,
+    ask_nearest,
     listed,
 )
 from shardckpt.manager.exclusion import leave_out
@@ -49,6 +50,10 @@ if TYPE_CHECKING:
     from shardckpt.validation import OnUnused
 
 logger = logging.getLogger(__name__)
+
+
+class MissingStatesError(CannotLoadError):
+    """A manager's checkpoint that lacks states which are to be loaded."""
 
 
 class Fetched(NamedTuple):
@@ -101,8 +106,9 @@ class StepReader:
         self._renames = rename or {}
         self._states = states
         if strangers := {new for new in self._renames.values() if new.partition(".")[0] not in states.names}:
+            near = ask_nearest(min(strangers), states.names)
             raise CheckpointingException(
-                f"rename: no state is named {listed(sorted(strangers))}; there are {listed(states.names)}"
+                f"rename: no state is named {listed(sorted(strangers))}; {near}there are {listed(states.names)}"
             )
         self._on_unused: OnUnused = on_unused
         self._allow_cast = allow_dtype_cast
@@ -233,7 +239,7 @@ class StepReader:
                 )
             return [MODEL]
         if content.get("model_only") and set(requested) - {MODEL, RNG}:
-            raise CannotLoadError(
+            raise MissingStatesError(
                 f"{path} has the model alone (last_save_model_only): the training that saved it was over. To start a "
                 "training from its weights, give it as initial_load_path with another folder; to continue that "
                 "training, give load_step=<an earlier step>"
@@ -241,15 +247,19 @@ class StepReader:
         stored = content.get("states")
         if stored is None:  # not saved by a CheckpointManager
             return requested
-        missing = [name for name in requested if name not in stored and name != RNG]
+        missing = self.list_missing(stored)
         if missing:
-            raise CheckpointingException(
+            raise MissingStatesError(
                 f"{path} has no state {', '.join(map(repr, missing))}; it has {', '.join(map(repr, stored))}. Put new "
                 "states into exclude_from_loading: the training then starts with them as they are"
                 + "; rename= is for checkpoints that no manager has saved"
                 * bool(self._renames)
             )
         return [name for name in requested if name in stored]
+
+    def list_missing(self, stored: Collection[str]) -> list[str]:
+        """Return the states to load that a manager's checkpoint lacks, by the names of those that it has."""
+        return [name for name in self._states.names if name not in {*self._excluded, *stored, RNG}]
 
     def _choose_foreign_names(
         self,

@@ -11,6 +11,7 @@ from pydantic import ConfigDict, Field, GetPydanticSchema
 from pydantic.dataclasses import dataclass
 
 from shardckpt.errors import CheckpointingException, name_known
+from shardckpt.manager.faults import explain_faults
 from shardckpt.manager.metrics import rank_steps, read_metric
 from shardckpt.manager.policies import PolicyKind
 
@@ -45,6 +46,7 @@ _Steps = tuple[Annotated[int, Field(ge=0)], ...]
 _STRICT = ConfigDict(extra="forbid")
 
 
+@explain_faults
 @dataclass(frozen=True, config=_STRICT)
 class KeepLatest:
     """Keeps the highest steps.
@@ -60,6 +62,7 @@ class KeepLatest:
         return list(steps)[-self.count :]
 
 
+@explain_faults
 @dataclass(frozen=True, config=_STRICT)
 class KeepEvery:
     """Keeps the steps that are multiples of a number.
@@ -75,6 +78,7 @@ class KeepEvery:
         return [step for step in steps if step % self.interval == 0]
 
 
+@explain_faults
 @dataclass(frozen=True, config=_STRICT)
 class KeepNear:
     """Keeps, for each multiple of a number, the step that is closest to it: for steps that are saved by the clock.
@@ -98,6 +102,7 @@ class KeepNear:
         return sorted(closest.values())
 
 
+@explain_faults
 @dataclass(frozen=True, config=_STRICT)
 class KeepRecent:
     """Keeps the steps that were saved in the last hours; one whose time is not known, too.
@@ -115,6 +120,7 @@ class KeepRecent:
         return [step for step, saved_at in times.items() if saved_at is None or saved_at >= oldest]
 
 
+@explain_faults
 @dataclass(frozen=True, config=_STRICT)
 class KeepBest:
     """Keeps the steps with the best values of a metric; of equal values, the newer step.
@@ -136,6 +142,7 @@ class KeepBest:
         return rank_steps(steps, self.metric, self.mode)[: self.count]
 
 
+@explain_faults
 @dataclass(frozen=True, config=_STRICT)
 class KeepPinned:
     """Keeps certain steps.
@@ -152,6 +159,7 @@ class KeepPinned:
         return [step for step in self.steps if step in steps]
 
 
+@explain_faults
 @dataclass(frozen=True, config=_STRICT)
 class KeepVerified:
     """Keeps the highest steps that ``shardckpt verify --mark`` has found to be as they were written.

@@ -10,6 +10,7 @@ from pydantic import ConfigDict, Field, GetPydanticSchema
 from pydantic.dataclasses import dataclass
 
 from shardckpt.errors import CheckpointingException
+from shardckpt.manager.faults import explain_faults
 from shardckpt.manager.policies import PolicyKind
 
 if TYPE_CHECKING:
@@ -39,6 +40,7 @@ class Moment(NamedTuple):
 SavePolicy = Callable[[Moment], bool]
 
 
+@explain_faults
 @dataclass(frozen=True, config=_STRICT)
 class SaveEvery:
     """Saves the steps that are multiples of a number.
@@ -54,6 +56,7 @@ class SaveEvery:
         return moment.step > 0 and moment.step % self.interval == 0
 
 
+@explain_faults
 @dataclass(frozen=True, config=_STRICT)
 class SaveAt:
     """Saves certain steps.
@@ -70,6 +73,7 @@ class SaveAt:
         return moment.step in self.steps
 
 
+@explain_faults
 @dataclass(frozen=True, config=_STRICT)
 class SaveAfter:
     """Saves the first step that ends so many seconds after the last save, by the main rank's clock.

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from shardckpt.adapters import SavedModules, choose_options, list_option_names, load_into, to_sharded_state_dict
-from shardckpt.errors import CheckpointingException
+from shardckpt.errors import CheckpointingException, listed, show_given
 from shardckpt.manager.equal_states import EqualStates
 from shardckpt.manager.per_rank import PerRank, Stateful
 from shardckpt.manager.plain_state import (
@@ -26,7 +27,7 @@ from shardckpt.mapping import ShardedBase, ShardedTensor
 from shardckpt.state_dict import nested_values
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
+    from collections.abc import Collection
 
     from shardckpt.distributed import Comm
     from shardckpt.mapping import Replicated, ShardedStateDict, StateDict
@@ -53,6 +54,36 @@ class Ranks(NamedTuple):
     rank: int
     world_size: int
     saved_world_size: int
+
+
+#: What an error about a state ends with.
+_TAKEN = (
+    "a CheckpointManager takes modules, their optimizers, PerRank(...), and objects with state_dict and "
+    f"load_state_dict, by name: {{{MODEL!r}: model, {OPTIMIZER!r}: optimizer}}"
+)
+
+
+def check_named(states: Any) -> None:
+    """Raise CheckpointingException unless states are given by name, and not as ``state_dict()`` returns them."""
+    if not isinstance(states, Mapping):
+        advice = f"give it by name, as {{{MODEL!r}: ...}}; " if isinstance(states, torch.nn.Module) else ""
+        raise CheckpointingException(f"the states are {show_given(states)}: {advice}{_TAKEN}")
+    tensors = [str(name) for name, value in states.items() if isinstance(value, torch.Tensor)]
+    if tensors and len(tensors) == len(states):
+        raise CheckpointingException(
+            f"the states are tensors, as state_dict() returns them ({listed(tensors, limit=2)}): give the module "
+            f"itself, {{{MODEL!r}: model}}; tensors by name are saved by dist_checkpointing.save"
+        )
+
+
+def _advise_of_state(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return "give the object whose state_dict() it is, which a load sets; "
+    if isinstance(value, int | float):
+        return "a load could not set it; the step is stored (manager.loaded_step); "
+    if isinstance(value, type | torch.Tensor):
+        return "give an object of it; " if isinstance(value, type) else "give the module or object that has it; "
+    return "leave it out, or give its object; " if value is None else ""
 
 
 class TrainingStates:
@@ -256,10 +287,11 @@ class TrainingStates:
                 "optimizer.step() they are lost to a resume; a save after the step needs none"
             )
 
-    def _sort(self, name: Any, value: Any) -> None:
+    def _sort(self, name: Any, given: Any) -> None:
         if not isinstance(name, str) or not name or name in (FORMS, _RANKS, _TENSORS):
-            raise CheckpointingException(f"{name!r} cannot be the name of a state: give another one")
-        items = list(value) if isinstance(value, (list, tuple)) else [value]
+            raise CheckpointingException(f"{name!r} cannot be the name of a state: give other text, as {MODEL!r}")
+        value: Any = None if isinstance(given, type) else given  # a class has the methods of its objects
+        items: list[Any] = list(value) if isinstance(value, (list, tuple)) else [value]
         items = [inner for item in items for inner in _unpack_optimizers(item)]
         if callable(getattr(value, "sharded_state_dict", None)):
             self.sharded[name] = value
@@ -280,8 +312,7 @@ class TrainingStates:
             self.plain[name] = EqualStates(name, items)
         else:
             raise CheckpointingException(
-                f"the state {name!r} is of type {type(value).__name__}: expected modules, optimizers, or something "
-                "with state_dict and load_state_dict, or a list of such with equal states"
+                f"the state {name!r} is {show_given(given)}: {_advise_of_state(given)}{_TAKEN}"
             )
 
     def _describe_sharded(

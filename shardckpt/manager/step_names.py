@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import operator
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from shardckpt.errors import CheckpointingException
+from shardckpt.errors import CheckpointingException, show_given
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -44,6 +45,26 @@ class StepNames:
             return None
         # Only the exact name counts: step-007 is not step 7.
         return int(digits) if name == self.name(int(digits)) else None
+
+
+def parse_number(given: Any, call: str, what: str) -> int:
+    """Return a step that a call is given: a whole number, of numpy's or in a tensor, too.
+
+    Args:
+        given: The step.
+        call: The name of the method.
+        what: What is expected, for the error.
+
+    Raises:
+        CheckpointingException: it is something else, or negative.
+    """
+    try:
+        step = -1 if isinstance(given, bool) else operator.index(given)
+    except TypeError:
+        step = -1
+    if step < 0:
+        raise CheckpointingException(f"{call}: {show_given(given)} is no step; give {what}")
+    return step
 
 
 #: The names that the manager gives.

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 from shardckpt.distributed import replace_text
-from shardckpt.errors import CheckpointingException, CorruptCheckpointError, name_known
+from shardckpt.errors import CheckpointingException, CorruptCheckpointError, listed, name_known
+from shardckpt.manager.reader import MissingStatesError
 from shardckpt.manager.retention import KeepBest
 
 if TYPE_CHECKING:
@@ -20,6 +22,7 @@ logger = logging.getLogger(__name__)
 
 NEWEST = -1
 _LISTED = 20  # steps that an error names, the newest
+_LOOKED_AT = 10  # older steps that are looked at for states that a step lacks, the newest
 
 
 def read_step(
@@ -47,11 +50,24 @@ def read_step(
             if comm.is_main:
                 logger.warning("step %d in %s is skipped, damaged: %s", found, folder, exc)
             damaged.append(found)
+        except MissingStatesError as exc:
+            older = comm.main_runs("looking for the missing states", partial(_advise_of_older, folder, reader, found))
+            raise (replace_text(exc, f"{exc}{older}") if older else exc) from None
         else:
             is_seed = step_0_model_only and found == 0
             logger.info("loaded %s of %s", "the model alone of step 0" if is_seed else f"step {found}", folder)
             return found
     return None
+
+
+def _advise_of_older(folder: StepFolder, reader: StepReader, step: int) -> str:
+    """Return which of the newest steps before this one has all states that are to be loaded, ``""`` if none has."""
+    lacks = reader.list_missing(folder.inspect_step(step).states)
+    for older in [each for each in reversed(folder.steps()) if each < step][:_LOOKED_AT]:
+        found = folder.inspect_step(older)
+        if found.is_sound and not reader.list_missing(found.states):
+            return f"\nstep {older} has {listed([*map(repr, lacks)], limit=6)}: manager.load(step={older})"
+    return ""
 
 
 def resolve_step(folder: StepFolder, comm: Comm, step: int = NEWEST, without: Collection[int] = ()) -> int | None:

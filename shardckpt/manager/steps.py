@@ -104,12 +104,21 @@ class StepCheckpoint:
         return content if isinstance(content, dict) else {}
 
     @property
-    def metrics(self) -> Metrics:
-        """The metrics that ``CheckpointManager.save`` was given for the step, and when it was saved."""
+    def _managed(self) -> dict[str, Any]:
         # Another program may have written anything there: no error may come from it.
         managed = self.content.get(CONTENT_KEY)
-        stored = managed if isinstance(managed, dict) else {}
-        saved_at = read_metric(stored.get("saved_at"))
+        return managed if isinstance(managed, dict) else {}
+
+    @property
+    def states(self) -> list[str]:
+        """The names of the states that a CheckpointManager saved there; none where another program did."""
+        stored = self._managed.get("states")
+        return [name for name in stored if isinstance(name, str)] if isinstance(stored, list) else []
+
+    @property
+    def metrics(self) -> Metrics:
+        """The metrics that ``CheckpointManager.save`` was given for the step, and when it was saved."""
+        saved_at = read_metric(self._managed.get("saved_at"))
         return Metrics(
             read_metrics(self.content),
             self.changed_at if saved_at is None else saved_at,

@@ -57,11 +57,13 @@ class Event:
         rank: The rank that reports.
         seconds: Seconds since the start of the phase; 0 at its start.
         nbytes: Bytes that the rank wrote, at the end of a save or export, and of the phase ``writing`` of a save; bytes
-            that are done, of ``progress``; else 0.
+            of the tensors that it loaded, at the end of a load; bytes that are done, of ``progress``; else 0.
         strategy: ``(backend, version)`` and class of the strategy; ``""`` before it is chosen.
         error: Text of the failure.
         total: Of ``progress``: bytes that are to be done; else 0.
         blocked: Seconds that the caller waited, at the end of an operation: of a background save without ``writing``.
+        number: The operation's number in this process, from 1, by which its events belong together: several operations
+            may be about one directory. 0 of ``progress``.
     """
 
     operation: str
@@ -75,6 +77,7 @@ class Event:
     error: str = ""
     total: int = 0
     blocked: float = 0.0
+    number: int = 0
 
 
 @hookspec

@@ -12,7 +12,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
 
 from shardckpt.distributed import Comm, try_pickle
-from shardckpt.errors import CheckpointingException, KeyMismatchError, listed
+from shardckpt.errors import CheckpointingException, KeyMismatchError, ask_nearest, check_choice, listed, show_given
 from shardckpt.mapping import ShardedBase, ShardedObject, ShardedTensor
 from shardckpt.state_dict import dict_list_map_outplace, diff
 from shardckpt.tensors import get_outer_key
@@ -102,14 +102,16 @@ def parse_strict_flag(strict: str | bool | StrictHandling) -> StrictHandling:
     try:
         return StrictHandling(strict)
     except ValueError:
-        modes = ", ".join(mode.value for mode in StrictHandling)
-        raise CheckpointingException(f"strict={strict!r}: expected True, False or one of {modes}") from None
+        modes = [mode.value for mode in StrictHandling]
+        near = ask_nearest(strict, modes)
+        raise CheckpointingException(
+            f"strict={show_given(strict)}: {near}expected True, False or one of {', '.join(modes)}"
+        ) from None
 
 
 def parse_on_unused(value: str) -> OnUnused:
     """Return the value of ``on_unused``; raise CheckpointingException if there is no such one."""
-    if value not in get_args(OnUnused):
-        raise CheckpointingException(f"on_unused={value!r}: expected one of {', '.join(get_args(OnUnused))}")
+    check_choice("on_unused", value, get_args(OnUnused))
     return value  # type: ignore[return-value]
 
 

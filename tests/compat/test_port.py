@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import re
+import sys
+from importlib.util import find_spec, module_from_spec, resolve_name
+from pkgutil import resolve_name as resolve_object
+from typing import TYPE_CHECKING
 
 import pytest
 
+from shardckpt.compat.megatron.__main__ import main, port
 from tests.compat.test_names import MEMBERS, NAMES, PACKAGE, list_modules
 from tests.readmes import BLOCKS, READMES
 from tests.tables import table
 
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from tests.sites import Sites
+
 COMMAND = next(block.code.strip() for block in BLOCKS if block.name == "port-megatron" and block.kind == "command")
-
-
-def _port(text: str) -> str:
-    """What the command makes of a file: Python's regular expressions are sed's here."""
-    found = re.fullmatch(r"sed -i -E 's/(?P<there>.+)/(?P<here>.+)/' FILES", COMMAND)
-    assert found is not None
-    return re.sub(found["there"], found["here"], text)
 
 
 def _lines() -> list[str]:
@@ -42,10 +47,145 @@ def test_one_command_ports_every_import() -> None:
     """The README's command makes every import of Megatron's modules one that works."""
     lines = _lines()
     assert len(lines) > 150
-    ported = [_port(line) for line in lines]
+    ported = [port(line.strip().encode()).decode() for line in lines]
     assert not [line for line in ported if "megatron.core" in line]
     for line in ported:
-        exec(line.strip(), {})
+        exec(line, {})
+
+
+H = "from shardckpt.compat.megatron import dist_checkpointing"
+
+
+@table(
+    ("source", "ported"),
+    [
+        ("from megatron.core import dist_checkpointing as dc  # noqa", f"{H} as dc  # noqa"),
+        ("from megatron.core import dist_checkpointing, mpu", f"{H}\nfrom megatron.core import mpu"),
+        ("from megatron.core import mpu, dist_checkpointing", f"{H}\nfrom megatron.core import mpu"),
+        (
+            "from megatron.core import mpu, dist_checkpointing as dc, utils",
+            f"{H} as dc\nfrom megatron.core import mpu, utils",
+        ),
+        ("from megatron.core import mpu, \\\n    dist_checkpointing", f"{H}\nfrom megatron.core import mpu"),
+        ("from megatron.core import (\n    dist_checkpointing,\n)", H),
+        ("from megatron.core import (mpu, dist_checkpointing)", f"{H}\nfrom megatron.core import (mpu,)"),
+        (
+            "from megatron.core import (\n    mpu,  # why\n    dist_checkpointing,\n)",
+            f"{H}\nfrom megatron.core import (\n    mpu,  # why\n)",
+        ),
+        (
+            "if a:\n    from megatron.core import (\n        dist_checkpointing,\n        mpu,\n    )",
+            f"if a:\n    {H}\n    from megatron.core import (\n        mpu,\n    )",
+        ),
+        ("x = 'é'; from megatron.core import mpu, dist_checkpointing", f"x = 'é'; {H}; from megatron.core import mpu"),
+        (
+            "from megatron.core.dist_checkpointing import (\n    load,\n    ShardedTensor,\n)",
+            "from shardckpt.compat.megatron.dist_checkpointing import (\n    load,\n    ShardedTensor,\n)",
+        ),
+        (
+            "import os, megatron.core.dist_checkpointing as dc",
+            "import os, shardckpt.compat.megatron.dist_checkpointing as dc",
+        ),
+        (
+            "patch('megatron.core.dist_checkpointing.save')",
+            "patch('shardckpt.compat.megatron.dist_checkpointing.save')",
+        ),
+        ("import nemo.megatron.core.dist_checkpointing", "import nemo.megatron.core.dist_checkpointing"),
+        (
+            "from megatron.core.dist_checkpointing_utils import x",
+            "from megatron.core.dist_checkpointing_utils import x",
+        ),
+    ],
+)
+def test_imports_beside_other_names_are_ported(source: str, ported: str) -> None:
+    """In every form in which Megatron-LM and NeMo import it, the name moves, and what stands beside it stays."""
+    assert port(source.encode()).decode() == ported
+
+
+@table(
+    ("source", "ported"),
+    [
+        ("from ..core import mpu, dist_checkpointing", f"{H}\nfrom ..core import mpu"),
+        (
+            "from ..core.dist_checkpointing.serialization import (\n    load,\n)",
+            "from shardckpt.compat.megatron.dist_checkpointing.serialization import (\n    load,\n)",
+        ),
+        ("from .dist_checkpointing import x", "from .dist_checkpointing import x"),
+    ],
+)
+def test_relative_imports_are_ported(source: str, ported: str, tmp_path: Path) -> None:
+    """A trainer in Megatron's tree imports it relatively; other packages of that name are left alone."""
+    file = tmp_path / "megatron" / "training" / "checkpointing.py"
+    file.parent.mkdir(parents=True)
+    file.write_text(source)
+    assert main([str(tmp_path)]) == (2 if source == ported else 0)
+    assert file.read_text() == ported
+
+
+def _imports(file: Path, package: str) -> Iterator[str]:
+    """The full names of what a file imports."""
+    for node in ast.walk(ast.parse(file.read_bytes())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            module = resolve_name("." * node.level + (node.module or ""), package)
+            yield from (f"{module}.{alias.name}" for alias in node.names)
+
+
+def test_megatrons_own_tree_is_ported(sites: Sites, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """After the command no module of Megatron-Core imports Megatron's checkpoints, and what each imports is here."""
+    core = tmp_path / "megatron" / "core"
+    source = sites("megatron-core-0.16.1") / "megatron" / "core"
+    for file in source.rglob("*.py"):
+        if b"dist_checkpointing" in (text := file.read_bytes()):
+            (copy := core / file.relative_to(source)).parent.mkdir(parents=True, exist_ok=True)
+            copy.write_bytes(text)
+    assert main([str(tmp_path)]) == 0
+    assert re.search(r"files ported: [1-9]", capsys.readouterr().out)
+    found = set()
+    for file in core.rglob("*.py"):
+        package = ".".join(file.relative_to(tmp_path).parent.parts)
+        if not package.startswith("megatron.core.dist_checkpointing"):
+            found.update(_imports(file, package))
+    assert not [name for name in found if name.startswith("megatron.core.dist_checkpointing")]
+    here = [name for name in found if name.startswith(PACKAGE)]
+    assert len(here) > 15
+    for name in here:
+        resolve_object(name)
+
+
+@table(
+    ("name", "text", "status", "said"),
+    [
+        ("a.py", "from megatron import core\ncore.dist_checkpointing.load", 1, "a.py:2: port by hand: core.dist_check"),
+        ("a.py", "import megatron.core\nmegatron.core.dist_checkpointing.load", 1, "a.py:2: port by hand"),
+        (
+            "a.py",
+            "import megatron.core.dist_checkpointing\nmegatron.core.dist_checkpointing.load",
+            0,
+            "files ported: 1",
+        ),
+        ("a.py", "print 'megatron.core.dist_checkpointing'", 1, "a.py: left as it is, since Python does not parse it"),
+        ("a.py", "import torch", 2, "imports megatron.core.dist_checkpointing"),
+        ("a.yaml", "_target_: megatron.core.dist_checkpointing.load", 0, "a.yaml: ported"),
+    ],
+)
+def test_what_needs_a_hand_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, text: str, status: int, said: str
+) -> None:
+    """A use that no import serves, a file that is no Python, and nothing to port are told, with an exit code."""
+    (tmp_path / name).write_text(text)
+    assert main([str(tmp_path / name)]) == status
+    captured = capsys.readouterr()
+    assert said in captured.out + captured.err
+
+
+def test_a_wrong_path_changes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Where one path is mistyped, nothing is ported, and the path is named."""
+    (tmp_path / "a.py").write_text("from megatron.core import dist_checkpointing")
+    assert main([str(tmp_path), str(tmp_path / "b.py")]) == 2
+    assert f"there is no {tmp_path / 'b.py'}" in capsys.readouterr().err
+    assert (tmp_path / "a.py").read_text() == "from megatron.core import dist_checkpointing"
 
 
 def test_the_first_page_has_the_command_too() -> None:
@@ -74,3 +214,25 @@ def test_a_module_that_is_nowhere_is_missing_as_usual() -> None:
     """What Megatron does not have either is Python's own error."""
     with pytest.raises(ModuleNotFoundError, match=r"No module named 'shardckpt\.dist_checkpointing\.stratgies'"):
         importlib.import_module("shardckpt.dist_checkpointing.stratgies")
+
+
+@table(("module",), [("utils",), ("strategies",), ("mapping",)])
+def test_asking_whether_a_module_is_there_raises_nothing(module: str) -> None:
+    """``find_spec`` of Megatron's modules answers as of any module; it is their import that says where they are."""
+    spec = find_spec(f"shardckpt.dist_checkpointing.{module}")
+    assert spec is not None
+    assert spec.loader is not None
+    with pytest.raises(ImportError, match=rf"is at {re.escape(PACKAGE)}\.{module}\."):
+        spec.loader.exec_module(module_from_spec(spec))
+
+
+def test_a_module_loaded_again_finds_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However often the module is loaded, it adds one finder to Python's."""
+    monkeypatch.setattr(sys, "meta_path", before := list(sys.meta_path))
+    for name in ("first", "second"):
+        spec = find_spec("shardckpt.dist_checkpointing")
+        assert spec is not None, name
+        assert spec.loader is not None
+        spec.loader.exec_module(module_from_spec(spec))
+    assert sys.meta_path == before
+    assert len({repr(each) for each in sys.meta_path}) == len(sys.meta_path)

@@ -184,7 +184,7 @@ def test_only_minus_one_means_the_newest(tmp_path: Path) -> None:
     """Another negative number is a mistake, not the newest step."""
     job = Job(tmp_path)
     job.train(2)
-    with pytest.raises(CheckpointingException, match=r"there is no step -2; .* -1 for what load_step says"):
+    with pytest.raises(CheckpointingException, match=r"-2 is no step; .* -1 for what load_step says"):
         job.manager.load(-2)
     job.manager.close()
 

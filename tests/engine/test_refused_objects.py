@@ -14,6 +14,7 @@ from shardckpt.errors import CheckpointingException, ShardingError
 from shardckpt.maintenance import convert_checkpoint
 from shardckpt.mapping import ShardedObject, ShardedTensor
 from shardckpt.parallel import FullyParallelSaveStrategyWrapper
+from shardckpt.strategy import SaveStrategy
 from shardckpt_torch_dist import TorchDistLoadShardedStrategy, TorchDistSaveShardedStrategy
 from tests.plugged import registered
 
@@ -36,6 +37,15 @@ class _SaveElsewhere(SaveTensors):
 
 class _LoadElsewhere(TorchDistLoadShardedStrategy):
     backend = "tensors"
+
+
+class _SaveInTheForeground(SaveStrategy):
+    """Has neither background saves nor fingerprints."""
+
+    backend, version = "foreground", 1
+
+    def save(self, *_: object) -> None:
+        """Write nothing: it is refused before."""
 
 
 class _Plugin:
@@ -65,12 +75,21 @@ def _save(path: str, parallel: object, background: object) -> str:
 def test_objects_are_refused_before_anything_is_written(
     ranks: Ranks, tmp_path: Path, parallel: str, background: str
 ) -> None:
-    """One rank's object, given to a strategy without objects, is every rank's error, with its key and the class."""
+    """One rank's object, given to a strategy without objects, is every rank's error, with key and author's class."""
     for text in ranks.run(2, _save, str(tmp_path), parallel, background):
         assert "stores no ShardedObjects (supports_objects is False), and the state dict has 1: rng state" in text
-        assert ("FullyParallelSaveStrategyWrapper" if parallel else "SaveTensors") in text
-        assert "torch_dist 1" in text
+        assert f"{SaveTensors.__module__}.SaveTensors ('torch_dist', 1) of this process, {__file__}" in text
+        assert "FullyParallelSaveStrategyWrapper" not in text
+        assert "let the strategy store them and set supports_objects = True, or save by another strategy" in text
     assert [each.name for each in tmp_path.iterdir()] == ["b"]
+
+
+def test_what_a_wrapped_strategy_cannot_do_is_said_of_it(tmp_path: Path) -> None:
+    """Who saves through the parallel wrapper reads which strategy lacks an ability, not that the wrapper does."""
+    strategy = FullyParallelSaveStrategyWrapper(_SaveInTheForeground())
+    with pytest.raises(CheckpointingException, match=r"_SaveInTheForeground \('foreground', 1\) of this process"):
+        dc.save({"step": 1}, tmp_path / "a", strategy, fingerprints=True)
+    assert not [*tmp_path.iterdir()]
 
 
 def test_the_error_is_that_of_a_state_dict(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -9,14 +10,18 @@ import pytest
 import torch
 
 from shardckpt import dist_checkpointing as dc
+from shardckpt.async_save import AsyncCallsQueue
 from shardckpt.errors import CheckpointingException
 from shardckpt.mapping import ShardedTensor
 from shardckpt.plugins import get_plugin_manager, hookimpl
+from tests.readmes import READMES
+from tests.tables import table
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
+    from shardckpt.async_save import AsyncRequest
     from shardckpt.plugins import Event
 
 
@@ -39,7 +44,7 @@ def _save_twice(path: Path) -> None:
 
 
 def test_prometheus_counts_saves_loads_bytes_and_failures(tmp_path: Path) -> None:
-    """The registry has the number and the seconds of operations by result, of phases, and the bytes of saves."""
+    """The registry has the number and the seconds of operations by result, of phases, and the bytes of both."""
     prometheus_client = pytest.importorskip("prometheus_client")
     from shardckpt.integrations.prometheus import PrometheusListener
 
@@ -55,9 +60,14 @@ def test_prometheus_counts_saves_loads_bytes_and_failures(tmp_path: Path) -> Non
     assert value("shardckpt_operation_seconds_count", operation="load", result="end") == 1
     assert value("shardckpt_operation_seconds_sum", operation="save", result="end") > 0
     assert value("shardckpt_bytes_total", operation="save") >= 4000
+    assert value("shardckpt_bytes_total", operation="load") == 4000
     assert value("shardckpt_last_success_timestamp_seconds", operation="save") > 1e9
     phases = [s for metric in registry.collect() for s in metric.samples if s.name == "shardckpt_phase_seconds_count"]
     assert {"writing", "committing"} <= {sample.labels["phase"] for sample in phases}
+    names = {metric.name + "_total" * (metric.type == "counter") for metric in registry.collect()}
+    assert names | {"shardckpt_folder_bytes"} == set(
+        re.findall(r"`(shardckpt_\w+)`", READMES["shardckpt/manager/README.md"])
+    )
 
 
 def test_opentelemetry_has_spans_of_operations_and_phases(tmp_path: Path) -> None:
@@ -93,20 +103,25 @@ def test_opentelemetry_has_spans_of_operations_and_phases(tmp_path: Path) -> Non
     assert {point.value for point in points["shardckpt.in_flight"]} == {0}
     (written,) = [point for point in points["shardckpt.bytes"] if point.attributes["operation"] == "save"]
     assert written.value >= 4000
+    (loaded,) = [point for point in points["shardckpt.bytes"] if point.attributes["operation"] == "load"]
+    assert loaded.value == 4000
     tracers.shutdown()
     meters.shutdown()
 
 
 class _Events:
-    """Notes the ends of phases and operations."""
+    """Notes the ends and failures of phases and operations."""
 
     def __init__(self) -> None:
         self.ends: dict[str, Any] = {}
+        self.failures: dict[str, Any] = {}
 
     @hookimpl
     def shardckpt_event(self, event: Event) -> None:
         if event.state == "end":
             self.ends[event.phase] = event
+        elif event.state == "failure":
+            self.failures[event.phase] = event
 
 
 def test_a_background_save_says_when_it_writes_and_what_the_training_waited(tmp_path: Path) -> None:
@@ -144,3 +159,91 @@ def test_an_interrupted_save_is_not_in_flight(tmp_path: Path, monkeypatch: pytes
     with _registered(PrometheusListener(registry)), pytest.raises(KeyboardInterrupt):
         dc.save({"w": ShardedTensor.from_rank_offsets("w", torch.ones(10))}, tmp_path / "c")
     assert registry.get_sample_value("shardckpt_in_flight", {"operation": "save"}) == 0
+
+
+def _save_behind(path: Path) -> AsyncRequest:
+    request = dc.save({"w": ShardedTensor.from_rank_offsets("w", torch.ones(10))}, path, async_sharded_save=True)
+    assert request is not None
+    return request
+
+
+def test_a_dropped_request_is_not_in_flight(tmp_path: Path) -> None:
+    """A background save that nobody schedules ends, as a failure that says so, and leaves no files."""
+    prometheus_client = pytest.importorskip("prometheus_client")
+    from shardckpt.integrations.prometheus import PrometheusListener
+
+    registry, events = prometheus_client.CollectorRegistry(), _Events()
+    with _registered(PrometheusListener(registry)), _registered(events):
+        _save_behind(tmp_path / "c")
+    assert registry.get_sample_value("shardckpt_in_flight", {"operation": "save"}) == 0
+    assert "its request was dropped before it was finalized" in events.failures[""].error
+    assert not [*tmp_path.iterdir()]
+
+
+@table(
+    ("options", "match"),
+    [
+        ({"memory_budget": "8MiB"}, "memory_budget"),
+        ({"content_metadata": {1: object()}}, "content_metadata"),
+        ({"sharded_strategy": "nothing"}, "nothing"),
+    ],
+)
+def test_a_refused_request_is_not_in_flight(tmp_path: Path, options: dict[str, Any], match: str) -> None:
+    """A background save that is refused while it is planned has failed."""
+    prometheus_client = pytest.importorskip("prometheus_client")
+    from shardckpt.integrations.prometheus import PrometheusListener
+
+    registry = prometheus_client.CollectorRegistry()
+    state = {"w": ShardedTensor.from_rank_offsets("w", torch.ones(3_000_000))}
+    with _registered(PrometheusListener(registry)), pytest.raises(CheckpointingException, match=match):
+        dc.save(state, tmp_path / "c", async_sharded_save=True, **options)
+    assert registry.get_sample_value("shardckpt_in_flight", {"operation": "save"}) == 0
+    assert not [*tmp_path.iterdir()]
+
+
+def test_a_request_that_is_scheduled_twice_counts_once(tmp_path: Path) -> None:
+    """The second schedule is refused, and the save is in flight until the first has ended."""
+    prometheus_client = pytest.importorskip("prometheus_client")
+    from shardckpt.integrations.prometheus import PrometheusListener
+
+    registry = prometheus_client.CollectorRegistry()
+    with _registered(PrometheusListener(registry)):
+        queue, request = AsyncCallsQueue(), _save_behind(tmp_path / "c")
+        queue.schedule_async_request(request)
+        queue.schedule_async_request(request)
+        with pytest.raises(CheckpointingException, match="has been scheduled before"):
+            queue.close()
+    assert registry.get_sample_value("shardckpt_in_flight", {"operation": "save"}) == 0
+    labels = {"operation": "save", "result": "end"}
+    assert registry.get_sample_value("shardckpt_operation_seconds_count", labels) == 1
+    assert registry.get_sample_value("shardckpt_operation_seconds_count", labels | {"result": "failure"}) is None
+
+
+def test_loads_of_one_directory_count_each(tmp_path: Path) -> None:
+    """Two loads of one checkpoint at a time are two in flight, and two spans."""
+    prometheus_client = pytest.importorskip("prometheus_client")
+    pytest.importorskip("opentelemetry.sdk")
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+    from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+    from shardckpt.integrations.opentelemetry import OpenTelemetryListener
+    from shardckpt.integrations.prometheus import PrometheusListener
+
+    spans, tracers, registry = InMemorySpanExporter(), TracerProvider(), prometheus_client.CollectorRegistry()
+    tracers.add_span_processor(SimpleSpanProcessor(spans))
+    dc.save({"w": ShardedTensor.from_rank_offsets("w", torch.ones(10))}, tmp_path / "c")
+
+    def in_flight() -> float | None:
+        return registry.get_sample_value("shardckpt_in_flight", {"operation": "load"})  # type: ignore[no-any-return]
+
+    with _registered(PrometheusListener(registry)), _registered(OpenTelemetryListener(tracers)):
+        with dc.open_checkpoint(tmp_path / "c"):
+            with dc.open_checkpoint(tmp_path / "c"):
+                assert in_flight() == 2
+            assert in_flight() == 1
+        assert in_flight() == 0
+    inner, outer = [span for span in spans.get_finished_spans() if span.name == "shardckpt.load"]
+    assert outer.start_time < inner.start_time
+    assert inner.end_time < outer.end_time
+    tracers.shutdown()

@@ -58,7 +58,7 @@ def test_a_metric_that_no_step_has_lists_those_there_are(tmp_path: Path) -> None
             manager.best_step("los")
         with pytest.raises(CheckpointingException, match="by which metric"):
             manager.load("best")
-        with pytest.raises(CheckpointingException, match="there is no step 'bset'; give its number, 'latest', 'best'"):
+        with pytest.raises(CheckpointingException, match="'bset' is no step; give its number, 'latest', 'best'"):
             manager.load("bset")  # type: ignore[arg-type]
 
 

@@ -1,15 +1,26 @@
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from shardckpt.errors import CheckpointingException, ConfigurationError
-from shardckpt.manager import AsyncMode, CheckpointConfig, CheckpointManager, config
+from shardckpt.manager import (
+    AsyncMode,
+    CheckpointConfig,
+    CheckpointManager,
+    KeepBest,
+    KeepLatest,
+    KeepPinned,
+    SaveAfter,
+    config,
+)
 from tests.manager.training import Progress
 from tests.tables import table
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
 
@@ -80,8 +91,17 @@ def test_wrong_names_are_refused_before_the_training(tmp_path: Path, wrong: dict
     [
         ({"max_to_keep": 3}, "there is no setting 'max_to_keep': it is keep_latest_k here"),
         ({"keep_latst_k": 3}, "there is no setting 'keep_latst_k': did you mean keep_latest_k?"),
-        ({"interval": "x"}, "interval='x' should be a valid integer, unable to parse string as an integer"),
-        ({"async_mode": "no"}, "async_mode='no' should be 'disabled', 'async' or 'async_with_pinned_mem'"),
+        ({"interval": "x"}, "interval='x': expected a whole number"),
+        ({"keep_latest_k": -1}, "keep_latest_k=-1: expected 0 or more"),
+        ({"async_mode": "no"}, "async_mode='no': expected 'disabled', 'async' or 'async_with_pinned_mem'"),
+        ({"on_busy": "wiat"}, "on_busy='wiat': did you mean wait? expected 'wait' or 'skip'"),
+        ({"strategy": 3}, "strategy=3: expected a backend, as 'safetensors', 'safetensors@1' or ('safetensors', 1)"),
+        ({"rename": "a=b"}, "rename='a=b': expected names by name, as {'net': 'model'}"),
+        ({"save_rng": None}, "save_rng=None: expected True or False"),
+        (
+            {"exclude_from_loading": (1,)},
+            "an item of exclude_from_loading is 1: expected names of states, as ('lr_scheduler',)",
+        ),
         ({"keep_best_k": 2, "save_steps": 5}, "there is no setting 'save_steps': it is interval here"),
     ],
 )
@@ -90,6 +110,74 @@ def test_a_wrong_setting_is_said_in_plain_words(settings: dict[str, Any], said: 
     with pytest.raises(ConfigurationError) as caught:
         CheckpointConfig(**settings)
     assert str(caught.value) == f"CheckpointConfig: {said}"
+
+
+def test_no_setting_has_a_fault_in_the_words_of_another_library() -> None:
+    """Whatever a setting is given, its error says in our words what is expected."""
+    for name in CheckpointConfig.model_fields:
+        for wrong in (object(), [1.5], {1: 2}):
+            with pytest.raises(CheckpointingException) as caught:
+                CheckpointConfig(**{name: wrong})
+            assert name in str(caught.value) or "is not a" in str(caught.value)
+            assert "valid" not in str(caught.value)
+            assert "another value" not in str(caught.value)
+
+
+@table(
+    "make, said",
+    [
+        (lambda: KeepLatest("x"), "KeepLatest: count='x': expected a whole number"),  # type: ignore[arg-type]
+        (lambda: KeepLatest(cuont=1), "count is missing; there is no setting 'cuont': did you mean count?"),  # type: ignore[call-arg]
+        (lambda: KeepBest("loss", mode="mni"), "KeepBest: mode='mni': did you mean min?"),  # type: ignore[arg-type]
+        (lambda: KeepPinned([1.5]), "KeepPinned: an item of steps is 1.5: expected a whole number"),  # type: ignore[list-item]
+        (lambda: SaveAfter(-1), "SaveAfter: seconds=-1: expected more than 0"),
+        (lambda: KeepLatest(1, 2), "2 is one argument too many: it takes count"),  # type: ignore[call-arg]
+    ],
+)
+def test_a_wrong_policy_is_said_in_plain_words(make: Callable[[], Any], said: str) -> None:
+    """The policies of retention and saving say what they take as the configuration does."""
+    with pytest.raises(ConfigurationError, match=re.escape(said)):
+        make()
+
+
+@table("given", ["runs/a", None, 3, [1], Progress(), {"model": Progress()}])
+def test_a_manager_says_how_a_configuration_is_written(given: Any) -> None:
+    """A path, or anything else in its place, is named, with the call that is right."""
+    call = r"CheckpointManager\(CheckpointConfig\(folder='(runs/a|checkpoints)'\), \{'model': model, "
+    with pytest.raises(ConfigurationError, match=f"config is .*: expected a CheckpointConfig, as in {call}"):
+        CheckpointManager(given, {"train_state": Progress()})
+
+
+def test_settings_are_given_by_name(tmp_path: Path) -> None:
+    """A folder without its name is refused with the call that is right; a dict of settings is a configuration."""
+    with pytest.raises(ConfigurationError, match=r"'runs/a' has none: CheckpointConfig\(folder="):
+        CheckpointConfig("runs/a")  # type: ignore[misc]
+    with pytest.raises(ConfigurationError, match="there is no setting 'fodler': did you mean folder"):
+        CheckpointManager({"fodler": "x"}, {"train_state": Progress()})  # type: ignore[arg-type]
+    with CheckpointManager({"folder": str(tmp_path)}, {"train_state": Progress()}) as manager:  # type: ignore[arg-type]
+        assert manager.config == CheckpointConfig(folder=tmp_path)
+
+
+@table(
+    "call, said",
+    [
+        (lambda each: each.save("3"), "save: '3' is no step; give how many steps the training has made"),
+        (lambda each: each.save(-1), "save: -1 is no step"),
+        (lambda each: each.save({"model": 1}, 3), "save: an object of type dict is no step"),
+        (lambda each: each.save(3, {"model": 1}), r"save: force=an object of type dict: .* manager.save\(3\)"),
+        (
+            lambda each: each.load({"model": 1}),
+            "load: an object of type dict is no step; .* has the states",
+        ),
+        (lambda each: each.metrics("3"), "metrics: '3' is no step; give the number"),
+    ],
+)
+def test_a_wrong_step_is_refused_before_anything_is_done(tmp_path: Path, call: Callable[[Any], Any], said: str) -> None:
+    """States in the place of a step, a step as text, or states after it: what is expected, and nothing is saved."""
+    with CheckpointManager(CheckpointConfig(folder=tmp_path, interval=1), {"train_state": Progress()}) as manager:
+        with pytest.raises(CheckpointingException, match=said):
+            call(manager)
+        assert manager.steps() == []
 
 
 def test_every_name_of_another_library_is_one_of_ours() -> None:

@@ -150,7 +150,7 @@ def _unlike(folder: str, what: str) -> str:
 def test_ranks_must_be_told_the_same(ranks: Ranks, tmp_path: Path, what: str) -> None:
     """Ranks with other configurations or states are told when the manager is made: later they would not meet."""
     (message,) = set(ranks.run(2, _unlike, str(tmp_path), what))
-    assert ("is of type object" if what == "wrong" else f"disagree on {what}") in message
+    assert ("is an object of type object" if what == "wrong" else f"disagree on {what}") in message
 
 
 def test_a_manager_is_made_by_all_ranks(ranks: Ranks, tmp_path: Path) -> None:

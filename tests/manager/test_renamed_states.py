@@ -99,7 +99,7 @@ def test_an_error_names_what_the_folder_has(tmp_path: Path) -> None:
     names = "its names begin with counter, net, optim"
     with pytest.raises(CheckpointingException, match=rf"no state 'data', 'model'; {names}\. .*rename="):
         _resume(tmp_path / "c")
-    with pytest.raises(CheckpointingException, match="nothing under 'nett'; its top-level names are counter, net, opt"):
+    with pytest.raises(CheckpointingException, match=r"'nett': did you mean net\? .* names are counter, net, opt"):
         _resume(tmp_path / "c", rename={"nett": "model"})
     with pytest.raises(CheckpointingException, match=r"no state is named modle; there are model, optimizer, data"):
         _resume(tmp_path / "c", rename={"net": "modle"})

@@ -4,6 +4,7 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
 
 from shardckpt.distributed.comm import Comm
 from shardckpt.errors import (
@@ -13,7 +14,7 @@ from shardckpt.errors import (
     NotACheckpointError,
     UnknownBackendError,
 )
-from shardckpt.manager import steps
+from shardckpt.manager import CheckpointConfig, CheckpointManager, steps
 from shardckpt.manager.step_resolution import resolve_step
 from tests import backends
 from tests.manager import folders
@@ -181,3 +182,37 @@ def test_ranks_that_ask_for_different_steps_are_told(ranks: Ranks, tmp_path: Pat
     for kind, message in ranks.run(2, _disagree, str(tmp_path)):
         assert kind == "CheckpointingException"
         assert "ranks disagree on step: 0 on rank 0, 1 on rank 1" in message
+
+
+def _save_steps(folder: Path, names: dict[int, str]) -> None:
+    """Save steps with some of the states of :func:`_build`."""
+    for step, states in names.items():
+        with CheckpointManager(CheckpointConfig(folder=folder, keep_latest_k=0), _build(*states.split())) as manager:
+            manager.save(step, force=True)
+
+
+def _build(*names: str) -> dict[str, Any]:
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    return {name: each for name, each in (("model", model), ("optimizer", optimizer)) if name in names}
+
+
+def _load_error(folder: str, names: tuple[str, ...]) -> str:
+    with CheckpointManager(CheckpointConfig(folder=folder), _build(*names)) as manager:
+        return folders.error_of(manager.load)[1]
+
+
+def test_the_step_with_the_missing_states_is_named(ranks: Ranks, tmp_path: Path) -> None:
+    """A newest step without the optimizer is refused with the newest sound step that has it, by the metadata alone."""
+    _save_steps(tmp_path, {20: "model optimizer", 40: "model optimizer", 45: "model optimizer", 50: "model"})
+    folders.damage(tmp_path / "step-45")
+    for text in ranks.run(2, _load_error, str(tmp_path), ("model", "optimizer")):
+        assert text.endswith("\nstep 40 has 'optimizer': manager.load(step=40)")
+
+
+def test_no_step_is_named_for_states_that_none_has(tmp_path: Path) -> None:
+    """A state that no older step has is new, and the error says how to begin with it."""
+    _save_steps(tmp_path, {40: "model", 50: "model"})
+    text = _load_error(str(tmp_path), ("model", "optimizer"))
+    assert "manager.load" not in text
+    assert "exclude_from_loading" in text

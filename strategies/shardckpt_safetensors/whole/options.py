@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Literal, get_args
 
-from shardckpt.errors import CheckpointingException, listed
+from shardckpt.errors import CheckpointingException, check_choice, listed
 from shardckpt.huggingface import list_assets
 from shardckpt.manifest import NAME_RULE, is_file_name
 from shardckpt_safetensors.whole.layout import WEIGHTS_INDEX
@@ -63,10 +63,7 @@ def parse_patterns(layout: Layout | Mapping[str, Layout]) -> tuple[tuple[str, La
     """
     found = (("*", layout),) if isinstance(layout, str) else tuple(layout.items())
     for pattern, name in found:
-        if name not in get_args(Layout):
-            raise CheckpointingException(
-                f"layout of {pattern!r} is {name!r}: it is one of {', '.join(map(repr, get_args(Layout)))}"
-            )
+        check_choice("layout" if isinstance(layout, str) else f"layout of {pattern!r}", name, get_args(Layout))
     return found if any(name != "boxes" for _, name in found) else ()
 
 

@@ -107,7 +107,7 @@ def test_what_cannot_be_whole(tmp_path: Path, mapping: Any, tensors: dict[str, t
 @table(
     ("options", "message"),
     [
-        ({"layout": "hole"}, "it is one of 'boxes', 'whole', 'auto'"),
+        ({"layout": "hole"}, "layout='hole': did you mean whole.* expected 'boxes', 'whole' or 'auto'"),
         ({"layout": {"a": "hole"}}, "layout of 'a'"),
         ({"assets": ["config.json"]}, "pass layout='whole'"),
         ({"layout": "whole", "assets": ["shardckpt.json"]}, "cannot be among a checkpoint's files"),

@@ -21,7 +21,7 @@ from shardckpt.compat.megatron.torch_shards import (
     mcore_to_pyt_state_dict,
     sharded_tensor_to_torch_sharded_tensor,
 )
-from shardckpt.errors import CheckpointingException
+from shardckpt.errors import CheckpointingException, check_choice
 from shardckpt_torch_dist import CheckpointStorageReader
 
 if TYPE_CHECKING:
@@ -49,8 +49,7 @@ def get_async_strategy(async_strategy: str = "nvrx", module: str | None = None) 
     Raises:
         CheckpointingException: there is no such library or class.
     """
-    if async_strategy not in _ASYNC_STRATEGIES:
-        raise CheckpointingException(f"async_strategy={async_strategy!r}: expected one of {_ASYNC_STRATEGIES}")
+    check_choice("async_strategy", async_strategy, _ASYNC_STRATEGIES)
     classes: dict[str, Any] = {"AsyncCallsQueue": AsyncCallsQueue, "AsyncRequest": AsyncRequest}
     if module is not None and module not in classes:
         raise CheckpointingException(f"get_async_strategy has {', '.join(classes)}, not {module!r}: {QUEUE}")

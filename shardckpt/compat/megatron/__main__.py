@@ -1,0 +1,156 @@
+"""``python -m shardckpt.compat.megatron PATH ...``: port a code base, in place, and say which files changed.
+
+``megatron.core.dist_checkpointing`` becomes ``shardckpt.compat.megatron.dist_checkpointing``, in imports and in texts;
+where it is imported beside other names, as in ``from megatron.core import mpu, dist_checkpointing``, it gets a line of
+its own. Relative imports of it in Megatron's own tree are ported, too. Of a folder all ``*.py`` files are read; of a
+file with another suffix only the dotted name changes. Uses that need a hand are listed, and the exit code is 1.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from importlib.util import resolve_name
+from itertools import accumulate, chain
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+_THERE, _HERE, _NAME = "megatron.core", "shardckpt.compat.megatron", "dist_checkpointing"
+_DOTTED = re.compile(rb"(?<![\w.])megatron\.core\.dist_checkpointing\b")
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Port files and folders; return 0 if all is ported, 1 if something needs a hand, 2 if there is nothing to port."""
+    if not arguments or arguments[0].startswith("-"):
+        return _say(__doc__, 0 if arguments in (["-h"], ["--help"]) else 2)
+    missing = [path for path in arguments if not Path(path).exists()]
+    if missing:
+        return _say(f"error: there is no {', '.join(missing)}: nothing was changed", 2)
+    status, ported = 0, 0
+    for path in chain.from_iterable(_list_files(Path(argument)) for argument in arguments):
+        source = path.read_bytes()
+        try:
+            new = port(source, _find_package(path)) if path.suffix == ".py" else _rename(source)
+            leftovers = list(_list_leftovers(new)) if path.suffix == ".py" else []
+        except SyntaxError as exc:
+            status = _say(f"{path}: left as it is, since Python does not parse it: {exc}", 1)
+            continue
+        if new != source:
+            path.write_bytes(new)
+            ported += 1
+            _say(f"{path}: ported", 0)
+        for line, use in leftovers:
+            status = _say(f"{path}:{line}: port by hand: {use} is Megatron's; import {_HERE}.{_NAME}", 1)
+    if not ported and not status:
+        return _say(f"error: nothing in {', '.join(arguments)} imports {_THERE}.{_NAME}", 2)
+    return _say(f"files ported: {ported}", status)
+
+
+def port(source: bytes, package: str = "") -> bytes:
+    """Return a module's source with Megatron's checkpoint modules replaced by those here.
+
+    Args:
+        source: The source.
+        package: The package that has the module, by which its relative imports are resolved.
+
+    Raises:
+        SyntaxError: It is not Python.
+    """
+    starts = [0, *accumulate(map(len, source.splitlines(keepends=True)))]
+    edits: list[tuple[int, int, bytes]] = []
+    for node in ast.walk(ast.parse(source)):
+        if not isinstance(node, ast.ImportFrom):
+            continue
+        module = _resolve(node, package)
+        begin, end = _span(node, starts)
+        if node.level and f"{module}.".startswith(f"{_THERE}.{_NAME}."):
+            absolute = f"from {module} import".encode()
+            edits.append((begin, end, re.sub(rb"from[\s.\w]+?\bimport\b", absolute, source[begin:end], count=1)))
+        elif module == _THERE and _NAME in (alias.name for alias in node.names):
+            edits.extend(_move_out(node, source, starts))
+    for begin, end, text in sorted(edits, reverse=True):
+        source = source[:begin] + text + source[end:]
+    return _rename(source)
+
+
+def _move_out(node: ast.ImportFrom, source: bytes, starts: list[int]) -> Iterator[tuple[int, int, bytes]]:
+    """Yield the edits that give the name a line of its own before an import of several names."""
+    place = next(place for place, alias in enumerate(node.names) if alias.name == _NAME)
+    alias = node.names[place]
+    begin, end = _span(node, starts)
+    moved = f"from {_HERE} import {ast.unparse(alias)}".encode()
+    if len(node.names) == 1:
+        yield begin, end, moved
+        return
+    indent = source[starts[node.lineno - 1] : begin]
+    yield begin, begin, moved + (b"; " if indent.strip() else b"\n" + indent)
+    first, last = _span(alias, starts)
+    if place + 1 < len(node.names):
+        yield first, _span(node.names[place + 1], starts)[0], b""
+    elif source[begin:end].endswith(b")"):  # the comma before it may stay, and a comment behind that
+        comma = re.match(rb"\s*,?", source[last:end])
+        yield len(source[:first].rstrip()), last + (comma.end() if comma else 0), b""
+    else:
+        yield len(source[:first].rstrip(b" \t\r\n\\,")), last, b""
+
+
+def _rename(source: bytes) -> bytes:
+    return _DOTTED.sub(f"{_HERE}.{_NAME}".encode(), source)
+
+
+def _span(node: ast.stmt | ast.alias, starts: list[int]) -> tuple[int, int]:
+    end_line, end_column = node.end_lineno or node.lineno, node.end_col_offset or node.col_offset
+    return starts[node.lineno - 1] + node.col_offset, starts[end_line - 1] + end_column
+
+
+def _resolve(node: ast.ImportFrom, package: str) -> str:
+    """Return the full name of the module that names are imported from; ``""`` if it is beyond the package."""
+    try:
+        return resolve_name("." * node.level + (node.module or ""), package)
+    except ImportError:
+        return ""
+
+
+def _list_files(path: Path) -> list[Path]:
+    """Return what is to be ported: a file, or the modules of a folder but those that are replaced."""
+    if path.is_file():
+        return [path]
+    replaced = f"{_THERE}.{_NAME}."
+    return [file for file in sorted(path.rglob("*.py")) if not f"{_find_package(file)}.".startswith(replaced)]
+
+
+def _find_package(path: Path) -> str:
+    """Return the package of a module in Megatron's tree, else ``""``."""
+    folders = path.resolve().parts[:-1]
+    root = _THERE.partition(".")[0]
+    return ".".join(folders[len(folders) - 1 - folders[::-1].index(root) :]) if root in folders else ""
+
+
+def _list_leftovers(source: bytes) -> Iterator[tuple[int, str]]:
+    """Yield line and text of uses without an import, ``core.dist_checkpointing`` by ``from megatron import core``."""
+    nodes = list(ast.walk(ast.parse(source)))
+    bound = {
+        alias.asname or alias.name
+        for node in nodes
+        if isinstance(node, ast.Import) or (isinstance(node, ast.ImportFrom) and node.module == "megatron")
+        for alias in node.names
+    }
+    is_served = any(f"{name}.".startswith(f"{_HERE}.{_NAME}.") for name in bound)
+    for node in nodes:
+        if isinstance(node, ast.Attribute) and node.attr == _NAME:
+            owner = ast.unparse(node.value)
+            if (owner == _HERE and not is_served) or owner in bound:
+                yield node.lineno, ast.unparse(node)
+
+
+def _say(text: str, status: int) -> int:
+    print(text, file=sys.stderr if status else sys.stdout)
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

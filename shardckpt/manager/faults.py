@@ -1,0 +1,97 @@
+"""Wrong settings and arguments, which pydantic finds, in our words: what was given, and what is expected."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from pydantic import ValidationError
+
+from shardckpt.errors import ConfigurationError, ask_nearest, show_given
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+_C = TypeVar("_C", bound=type[Any])
+
+#: What is expected, by the type of pydantic's fault, or its first word.
+_EXPECTED = {
+    "int": "a whole number",
+    "float": "a number",
+    "finite": "a finite number",
+    "bool": "True or False",
+    "string": "text",
+    "tuple": "a list",
+    "frozen": "a list",
+    "literal": "{expected}",
+    "enum": "{expected}",
+    "greater_than": "more than {gt:g}",
+    "greater_than_equal": "{ge} or more",
+}
+#: What is expected of a setting, where the fault's type does not say it.
+_EXPECTED_OF = {
+    **dict.fromkeys(("folder", "initial_load_path", "hf_assets_path"), "a path or URL"),
+    "latest_pointer": "the name of a file, as 'latest'",
+    **dict.fromkeys(("best_metric", "metric"), "the name of a metric, as 'loss'"),
+    "hf_mapping": "the name of a key mapping, as 'llama', or the path of a file",
+    "exclude_from_last_save": "names of tensors, as ('freqs_cis',)",
+    "exclude_from_loading": "names of states, as ('lr_scheduler',)",
+    "keep_options": "names of options, as ('lr', 'weight_decay')",
+    "rename": "names by name, as {'net': 'model'}",
+    "strategy": "a backend, as 'safetensors', 'safetensors@1' or ('safetensors', 1)",
+    "memory_budget": "bytes, as 2**30 or '2GiB'",
+}
+
+
+def describe_faults(
+    error: ValidationError,
+    names: Sequence[str],
+    others: Mapping[str, str] | None = None,
+) -> str:
+    """Return in one line what pydantic found wrong.
+
+    Args:
+        error: Its error.
+        names: The names of all settings, in the order in which a call may give them without.
+        others: Our names by those of other libraries.
+    """
+    faults = (_describe_fault(fault, names, others or {}) for fault in error.errors())
+    return "; ".join(dict.fromkeys(faults))
+
+
+def _describe_fault(fault: Mapping[str, Any], names: Sequence[str], others: Mapping[str, str]) -> str:
+    name, *inner = fault["loc"] or ("",)  # of a union, what follows is one of its types, of a list a place
+    kind, given = str(fault["type"]), fault["input"]
+    if kind in ("extra_forbidden", "unexpected_keyword_argument"):
+        hint = f"it is {others[name]} here" if name in others else ask_nearest(name, names).rstrip()
+        return f"there is no setting {name!r}" + f": {hint}" * bool(hint)
+    if kind == "unexpected_positional_argument":
+        return f"{show_given(given)} is one argument too many: it takes {', '.join(names)}"
+    if kind == "missing":
+        return f"{name} is missing"
+    if kind == "value_error":
+        return str(fault["msg"]).removeprefix("Value error, ")
+    name = names[name] if isinstance(name, int) else name
+    usual = _EXPECTED.get(kind) or _EXPECTED.get(kind.partition("_")[0], "another value")
+    what = _EXPECTED_OF.get(name) or usual.format_map(fault.get("ctx") or {})
+    question = ask_nearest(given, re.findall("'([^']*)'", what)) if kind in ("literal_error", "enum") else ""
+    place = f"an item of {name} is " if inner and isinstance(inner[0], int) else f"{name}="
+    return f"{place}{show_given(given)}: {question}expected {what}"
+
+
+def explain_faults(policy: _C) -> _C:
+    """Let a dataclass of pydantic's raise a ConfigurationError of our words; a decorator."""
+    init = policy.__init__
+    names = [field.name for field in dataclasses.fields(policy)]
+
+    @functools.wraps(init)
+    def explained(self: Any, *args: Any, **options: Any) -> None:
+        try:
+            init(self, *args, **options)
+        except ValidationError as exc:
+            raise ConfigurationError(f"{policy.__name__}: {describe_faults(exc, names)}") from exc
+
+    policy.__init__ = explained
+    return policy
