@@ -10,7 +10,7 @@ import importlib
 import os
 import sys
 import warnings
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from shardckpt import __version__
 from shardckpt.cli.exit_codes import FAILED, FINE, MEANINGS
@@ -106,7 +106,17 @@ def _refuse_unknown(parser: argparse.ArgumentParser, unknown: Sequence[str]) -> 
     parser.error(f"unrecognized arguments: {' '.join(unknown)}{''.join(near)}")
 
 
-class _VerbParser(argparse.ArgumentParser):
+class _Parser(argparse.ArgumentParser):
+    """A parser whose errors are said as those of verbs are."""
+
+    def exit(self, status: int = FINE, message: str | None = None) -> NoReturn:
+        """Exit, after an error of the command line with its text."""
+        if message:
+            say_error(message.rstrip("\n"))
+        raise SystemExit(status)
+
+
+class _VerbParser(_Parser):
     """A verb's parser, which takes an optional argument behind options, too, as in ``inspect DIR --stats PREFIX``.
 
     That of Python before 3.13 gives the argument its default as soon as an option follows the one before it.
@@ -132,7 +142,7 @@ class _VerbParser(argparse.ArgumentParser):
 
 def _make_parser(only: str) -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentParser]]:
     """Return the parser of the command line, and those of its verbs: one, or for ``""`` all, those of plugins, too."""
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         "shardckpt",
         description="Look at, check and change checkpoints. `shardckpt VERB --help` explains a verb.",
         epilog=MEANINGS,
