@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from shardckpt.cli import main
 from shardckpt.cli.cells import cut, cut_middle, cut_words, fit_line, measure, measure_widest, pad, pad_all, wrap
-from shardckpt.cli.table import fit_table
+from shardckpt.cli.table import fit_table, grouped_table
 from shardckpt.cli.table import table as make_table
 from shardckpt.manager import pin_step
 from tests.manager import folders
@@ -42,7 +42,7 @@ def test_texts_are_cut_at_cells() -> None:
     assert wrap(WIDE, 1) == [*WIDE]
 
 
-def _columns_of(lines: Sequence[str], marks: str) -> set[int]:
+def _columns_of(lines: Sequence[str], marks: Sequence[str]) -> set[int]:
     """Where the second cell of each line begins, in cells of the terminal."""
     return {measure(line[: line.index(mark)]) for line, mark in zip(lines, marks, strict=True)}
 
@@ -60,6 +60,23 @@ def test_columns_begin_below_each_other(monkeypatch: pytest.MonkeyPatch) -> None
     lines = fit_table(("name", "n"), [(WIDE * 20, "1"), *rows[1:]])[0].split("\n")
     assert len(_columns_of(lines[2:5], "123")) == 1
     assert max(map(measure, lines)) <= 40
+
+
+def test_names_that_would_be_cut_alike_stand_above_their_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Names of layers differ in their middles, which a cut would take: whole, in lines of their own, they differ."""
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("NO_COLOR", "1")
+    keys = [f"model.{'decoder.' * 4}{layer}.{'experts.' * 5}weight" for layer in (0, 1)]
+    fitted = fit_table(("key", "kind", "norm"), [(keys[0], "float32", "1"), (keys[1], "int8", "2"), ("x", "int8", "3")])
+    others = [("float32", "1"), ("int8", "2"), ("int8", "3")]
+    grouped = grouped_table(("key", "kind", "norm"), [*keys, "x"], [0, 1, 2], others)
+    for lines in (fitted[0].split("\n"), grouped.split("\n")):
+        assert lines[0].split() == ["key", "kind", "norm"]
+        assert [line.split() for line in lines[2:]] == [
+            *([keys[0]], ["float32", "1"], [keys[1]], ["int8", "2"], ["x", "int8", "3"])
+        ]
+        assert len(_columns_of([lines[0], lines[3], lines[5]], ("norm", "1", "2"))) == 1
 
 
 def test_a_long_line_is_broken_on_a_terminal_and_no_command_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
