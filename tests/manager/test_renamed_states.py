@@ -101,7 +101,9 @@ def test_an_error_names_what_the_folder_has(tmp_path: Path) -> None:
         _resume(tmp_path / "c")
     with pytest.raises(CheckpointingException, match=r"'nett': did you mean net\? .* names are counter, net, opt"):
         _resume(tmp_path / "c", rename={"nett": "model"})
-    with pytest.raises(CheckpointingException, match=r"no state is named modle; there are model, optimizer, data"):
+    with pytest.raises(
+        CheckpointingException, match=r"is named modle; did you mean model\? there are model, optimizer, data"
+    ):
         _resume(tmp_path / "c", rename={"net": "modle"})
     _save(tmp_path / "d", lambda m, o, data: {"model": m, "optimizer": o, "data": data, "x": data})
     with pytest.raises(CheckpointingException, match=r"'x' cannot become 'data': the checkpoint has data\.seen"):
