@@ -17,7 +17,7 @@ def _wanted(shape: tuple[int, ...], **fields: bool) -> ShardedTensor:
     ("stored", "wanted", "hint"),
     [
         ((2, 3), (3, 2), "transposed"),
-        ((128, 8), (130, 8), "allow_shape_mismatch=True"),
+        ((128, 8), (130, 8), r"resize=\["),
         ((4, 2, 3), (2, 3), "1 prepended axes"),
         ((2, 3), (4, 2, 3), "without prepended axes"),
         ((8, 5, 6), (2, 5, 6), "one rank's part"),
