@@ -18,6 +18,7 @@ from shardckpt.engine import (
     load_checkpoint,
     locate,
     locate_local,
+    parse_resize,
     read_checkpoint,
     save_checkpoint,
 )
@@ -41,7 +42,7 @@ from shardckpt.validation import StrictHandling, parse_on_unused, parse_strict_f
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Collection, Iterable, Iterator
     from contextlib import AbstractContextManager
     from types import ModuleType
 
@@ -243,6 +244,7 @@ def load(
     fully_parallel: bool = False,
     memory_budget: int | str | None = None,
     on_unused: OnUnused = "warn",
+    resize: Collection[str] = (),
 ) -> Any:
     """Collective: load what a sharded state dict describes, with any number of ranks and any sharding.
 
@@ -301,6 +303,10 @@ def load(
             anything is filled, ``"ignore"``. A mode of ``strict`` that looks for them does as it says. A load that asks
             for nothing, to get the common state, reports nothing. It says, too, what to do about tensors of the state
             dict that describe no shard, of which the common state has nothing: no load fills them.
+        resize: Patterns of keys, as of :mod:`fnmatch`, of tensors that may have another shape than is stored: a
+            vocabulary that has grown (``["*embed_tokens.weight*", "*lm_head.weight*"]``, which match the optimizer's
+            moments, too). What both shapes have is loaded; new rows keep the values that they have, and moments of new
+            rows become zero.
 
     Returns:
         The state dict, with the checkpoint's common state in it; for the modes ``return_unexpected`` and
@@ -316,7 +322,7 @@ def load(
     with comm.local_phase("reading the arguments"):
         budget, reading = split_budget(memory_budget, fully_parallel=fully_parallel)
         mode, options = parse_strict_flag(strict), LoadOptions(sharded_strategy, accept, tuple(allow_globals), reading)
-        unused = parse_on_unused(on_unused)
+        unused, resized = parse_on_unused(on_unused), parse_resize(resize)
 
     def attempt() -> tuple[StateDict, KeyMismatch]:
         with comm.local_phase("reading the arguments"):
@@ -330,6 +336,7 @@ def load(
                 verify=verify_integrity,
                 allow_dtype_cast=allow_dtype_cast,
                 on_unused=unused,
+                resize=resized,
             )
 
     state_dict, keys = retry_if_replaced(attempt, checkpoint_dir)

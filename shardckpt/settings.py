@@ -38,6 +38,8 @@ STAGED_SAVES = "SHARDCKPT_STAGED_SAVES"
 #: 1 checks the digests of what is read (the default), 0 does not.
 VERIFY_READS = "SHARDCKPT_VERIFY_READS"
 
+#: How much of two names is equal: plugins may have variables of their own.
+_ALMOST = 0.9
 #: Of any number: what threads, seconds and hours never need, and what clients cannot count.
 _MOST_DIGITS = 9
 
@@ -55,6 +57,18 @@ def disabled_plugins() -> frozenset[str]:
 def plugins() -> tuple[str, ...]:
     """Return the modules that the user names as plugins, in their order."""
     return tuple(dict.fromkeys(_names(PLUGINS)))
+
+
+def find_misspelt() -> dict[str, str]:
+    """Return the variables of the environment that are almost one of these, with that one: nothing reads them."""
+    known = {f"SHARDCKPT_{name}" for name in __all__ if name.isupper()}
+    unknown = {name for name in os.environ if name.startswith("SHARDCKPT_")} - known
+    if not unknown:
+        return {}
+    import difflib  # slow to import
+
+    near = {name: difflib.get_close_matches(name, known, 1, _ALMOST) for name in sorted(unknown)}
+    return {name: found[0] for name, found in near.items() if found}
 
 
 def _names(variable: str) -> list[str]:
@@ -149,6 +163,7 @@ __all__ = [
     "VERIFY_READS",
     "direct_io",
     "disabled_plugins",
+    "find_misspelt",
     "io_threads",
     "leftover_hours",
     "remote_attempts",

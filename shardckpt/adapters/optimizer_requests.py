@@ -139,6 +139,8 @@ class _SavedState:
             return describe_object(None, key, "unchecked")
         dtype, shape = self.stored.tensors[key]
         param = self.param
+        if key in self.stored.resized and shape == self.param_shape:
+            shape = tuple(param.size())
         inner = request_inner(slot, self._list_shapes(), dtype, param) if is_inner(slot) else None
         if isinstance(inner, InnerShard):
             return inner.describe(key, "unchecked")
@@ -197,7 +199,9 @@ def _fits(leaf: Any, stored: StoredNames, taken: set[int]) -> bool:
     else:
         return True
     address = 0 if leaf.data is None else data_address(leaf.data)
-    if stored.tensors.get(leaf.key) != form or address in taken:
+    found = stored.tensors.get(leaf.key)
+    is_resized = found is not None and leaf.key in stored.resized and found[0] == form[0]
+    if (found != form and not is_resized) or address in taken:
         return False
     taken.update({address} - {0})
     return True

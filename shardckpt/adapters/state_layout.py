@@ -70,7 +70,8 @@ def empty_state_tensor(
     if shape != own and _has_param_shape(shape, own, param_shape):
         raise ShapeMismatchError(
             f"{key!r} has the shape {shape}, its parameter {own}: the optimizer would fail at its first step. "
-            "Build the model as it was when it was saved. If the parameter is this rank's part of a larger one "
+            "Build the model as it was when it was saved; into another vocabulary, load(..., resize=[...]) or "
+            "CheckpointConfig(resize=[...]) loads. If the parameter is this rank's part of a larger one "
             "(experts of expert parallelism), make it a DTensor of the global shape, or load it and its state by "
             "dist_checkpointing.load"
         )

@@ -10,14 +10,14 @@ import importlib
 import os
 import sys
 import warnings
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from shardckpt import __version__
 from shardckpt.cli.exit_codes import FAILED, FINE, MEANINGS
 from shardckpt.cli.failure import name_plugin, print_error, show_failure
 from shardckpt.cli.folders import name_steps
-from shardckpt.cli.interrupted import describe_left
-from shardckpt.cli.output import Output, escaped_logs, open_closed_streams, say_error, show
+from shardckpt.cli.interrupted import describe_left, find_published, identify_target
+from shardckpt.cli.output import Output, escaped_logs, open_closed_streams, say_error, show, show_json
 from shardckpt.errors import name_known
 
 if TYPE_CHECKING:
@@ -75,6 +75,7 @@ def _run(given: Sequence[str]) -> int:
 
 def _answer(options: argparse.Namespace) -> int:
     """Run a verb, and print its answer or its error; return the exit code."""
+    before = identify_target(options)
     try:
         name_steps(options)
         answer = options.run(options)  # an exit code, of the verbs of plugins
@@ -83,6 +84,11 @@ def _answer(options: argparse.Namespace) -> int:
     except BrokenPipeError:
         raise
     except KeyboardInterrupt as exc:
+        if published := find_published(options, before):
+            say_error(f"shardckpt {options.verb}: interrupted after its end: {published} is complete")
+            if options.as_json:
+                show_json({"target": published, "interrupted": True})
+            return FINE
         message = f"interrupted; {describe_left(options)}"
         say_error(f"shardckpt {options.verb}: {message}")
         return show_failure(exc, message, _INTERRUPTED, options)
@@ -100,7 +106,17 @@ def _refuse_unknown(parser: argparse.ArgumentParser, unknown: Sequence[str]) -> 
     parser.error(f"unrecognized arguments: {' '.join(unknown)}{''.join(near)}")
 
 
-class _VerbParser(argparse.ArgumentParser):
+class _Parser(argparse.ArgumentParser):
+    """A parser whose errors are said as those of verbs are."""
+
+    def exit(self, status: int = FINE, message: str | None = None) -> NoReturn:
+        """Exit, after an error of the command line with its text."""
+        if message:
+            say_error(message.rstrip("\n"))
+        raise SystemExit(status)
+
+
+class _VerbParser(_Parser):
     """A verb's parser, which takes an optional argument behind options, too, as in ``inspect DIR --stats PREFIX``.
 
     That of Python before 3.13 gives the argument its default as soon as an option follows the one before it.
@@ -126,7 +142,7 @@ class _VerbParser(argparse.ArgumentParser):
 
 def _make_parser(only: str) -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentParser]]:
     """Return the parser of the command line, and those of its verbs: one, or for ``""`` all, those of plugins, too."""
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         "shardckpt",
         description="Look at, check and change checkpoints. `shardckpt VERB --help` explains a verb.",
         epilog=MEANINGS,

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import shutil
 import unicodedata
 from itertools import repeat
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TextIO
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Sequence
+
+#: What a line begins with that goes on with the one before it.
+_BELOW = "  "
 
 
 def measure(text: str) -> int:
@@ -67,6 +71,29 @@ def wrap(text: str, most: int) -> list[str]:
     return lines
 
 
+def fit_line(text: str, stream: TextIO) -> str:
+    """Return a line for a stream: for a terminal, lines of its width, broken at blanks, but at none of a command.
+
+    A command stands between backquotes: a part of one that is copied alone would be another. What has line ends is laid
+    out already.
+    """
+    if "\n" in text or not stream.isatty():
+        return text
+    width = shutil.get_terminal_size().columns
+    if measure(text) <= width:
+        return text
+    parts = text.split("`")
+    parts[1::2] = [part.replace(" ", "\0") for part in parts[1::2]]
+    lines = [""]
+    for word in "`".join(parts).split(" "):
+        longer = f"{lines[-1]} {word}" if lines[-1] else word
+        if measure(longer) <= width or not lines[-1].strip():
+            lines[-1] = longer
+        else:
+            lines.append(f"{_BELOW}{word}")
+    return "\n".join(lines).replace("\0", " ")
+
+
 def _cut_beginning(text: str, most: int) -> str:
     """Return the longest end of a text that takes at most so many cells, and begins with no combining mark."""
     place, taken = len(text), 0
@@ -83,4 +110,4 @@ def _measure_char(char: str) -> int:
     return 2 if unicodedata.east_asian_width(char) in ("W", "F") else 1
 
 
-__all__ = ["cut", "cut_middle", "cut_words", "measure", "measure_widest", "pad", "pad_all", "wrap"]
+__all__ = ["cut", "cut_middle", "cut_words", "fit_line", "measure", "measure_widest", "pad", "pad_all", "wrap"]

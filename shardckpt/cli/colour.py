@@ -10,6 +10,7 @@ import os
 import sys
 from typing import Literal
 
+from shardckpt.cli.cells import fit_line
 from shardckpt.errors import escape_text
 
 #: Green for what is whole, intact or equal; yellow for what is not all there; red for what is damaged or differs.
@@ -35,7 +36,10 @@ def has_colours() -> bool:
 
 def paint(text: str, style: Style) -> str:
     """Return a line in the colour of a style, if standard output shows colours."""
-    return Painted(colour(escape_text(text, "\n\t"), style)) if style and has_colours() else text
+    if not (style and has_colours()):
+        return text
+    lines = fit_line(escape_text(text, "\n\t"), sys.stdout).split("\n")
+    return Painted("\n".join(colour(line, style) for line in lines))
 
 
 def colour(escaped: str, style: Style) -> str:

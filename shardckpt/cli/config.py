@@ -5,6 +5,7 @@ The environment variables that shardckpt reads are in shardckpt/README.md.
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Any
 
 from shardckpt.cli.output import Output
@@ -29,19 +30,21 @@ def run(options: Any) -> Output:
     from shardckpt.manager import list_settings
 
     found = list_settings(options.setting)
-    return Output(lambda: found, lambda: _explain(found) if options.setting else [_make_table(found)])
+    return Output(lambda: found, lambda: _explain(found) if options.setting else _make_table(found))
 
 
 def _explain(found: Sequence[Setting]) -> list[str]:
+    import shutil
     import textwrap
 
-    texts = ((f"{each.name} = {each.default}", textwrap.fill(each.text, 100)) for each in found)
+    width = shutil.get_terminal_size().columns - 4 if sys.stdout.isatty() else 100
+    texts = ((f"{each.name} = {each.default}", textwrap.fill(each.text, width)) for each in found)
     return [line for name, text in texts for line in (name, textwrap.indent(text, "    "))]
 
 
-def _make_table(found: Sequence[Setting]) -> str:
-    from shardckpt.cli.table import table
+def _make_table(found: Sequence[Setting]) -> list[str]:
+    from shardckpt.cli.table import fit_table
 
     # the first sentence: `shardckpt config NAME` has the rest
     rows = [(each.name, each.default, each.text.partition(". ")[0].rstrip(".")) for each in found]
-    return table(("setting", "default", "what"), rows)
+    return fit_table(("setting", "default", "what"), rows)

@@ -21,6 +21,7 @@ exit codes:
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Any
 
 from shardckpt.cli.output import Output
@@ -36,6 +37,8 @@ MAPPING_HELP = "names of megatron or of a model (qwen3_moe) to the Hub's, or by 
 
 #: Names that are listed of what was not written; --json has all.
 _NAMES_SHOWN = 4
+#: Of a fingerprint's 32 digits, those that a line of a terminal has room for.
+_DIGITS = 12
 #: What --verbose shows of a conversion.
 PROOF_HELP = "print a line for each tensor, with its fingerprints before and after"
 
@@ -200,7 +203,7 @@ def describe_conversion(report: ConversionReport, target: str, how: str = "", *,
     from shardckpt.cli.amounts import format_many
     from shardckpt.errors import listed
 
-    lines = [_make_proof(report)] if verbose else []
+    lines = _make_proof(report) if verbose else []
     if report.resumed:
         lines.append(f"went on with {report.resumed:,} bytes that a killed run had written")
     lines += _describe_left_out(report)
@@ -214,13 +217,14 @@ def describe_conversion(report: ConversionReport, target: str, how: str = "", *,
     return lines
 
 
-def _make_proof(report: ConversionReport) -> str:
-    from shardckpt.cli.table import table
+def _make_proof(report: ConversionReport) -> list[str]:
+    from shardckpt.cli.table import fit_table
     from shardckpt.errors import listed
 
     rows = []
+    digits = _DIGITS if sys.stdout.isatty() else None
     for key, names, shape, dtype, written, before, after in report.proof:
         renamed = key if names == (key,) else f"{key} -> {listed(list(names))}"
         cast = dtype if dtype == written else f"{dtype} -> {written}"
-        rows.append((renamed, cast, list(shape), before, after))
-    return table(("tensor", "dtype", "shape", "fingerprint before", "fingerprint after"), rows)
+        rows.append((renamed, cast, list(shape), before[:digits], after[:digits]))
+    return fit_table(("tensor", "dtype", "shape", "fingerprint before", "fingerprint after"), rows)

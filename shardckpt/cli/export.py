@@ -85,12 +85,13 @@ def run(options: Any) -> Output:
 def _name_columns(exported: Exported) -> dict[str, Any]:
     rows = [{"name": name, "tensors": count, "nbytes": size} for name, count, size in exported.files]
     left_out = {reason: list(keys) for reason, keys in exported.left_out._asdict().items() if keys}
-    return {**exported._asdict(), "files": rows, "left_out": left_out, "cast": dict(exported.cast)}
+    tensors = [tensor._asdict() for tensor in exported.tensors]
+    return {**exported._asdict(), "files": rows, "left_out": left_out, "cast": dict(exported.cast), "tensors": tensors}
 
 
 def _describe(exported: Exported, target: str, *, verbose: bool) -> list[str]:
     from shardckpt.cli.amounts import format_many
-    from shardckpt.cli.table import table
+    from shardckpt.cli.table import fit_table
 
     rows = [(name, count, f"{size:,}") for name, count, size in exported.files]
     tensors, files = sum(count for _, count, _ in exported.files), len(rows)
@@ -99,4 +100,4 @@ def _describe(exported: Exported, target: str, *, verbose: bool) -> list[str]:
     changes = [format_many(len(exported.cast), "tensor") + " cast"] if exported.cast else []
     changes += [f"{format_many(len(exported.kept), 'tensor')} not"] if exported.kept else []
     summary += f" ({', '.join(changes)})" if changes else ""
-    return [*([table(("file", "tensors", "bytes"), rows)] if verbose else []), summary]
+    return [*(fit_table(("file", "tensors", "bytes"), rows) if verbose else []), summary]

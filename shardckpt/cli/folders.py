@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +26,8 @@ def name_steps(options: Any) -> None:
         given = getattr(options, name)
         paths = given if isinstance(given, list) else [given]
         for path in paths:
-            _refuse_misspelt_word(path)
+            if not os.path.exists(path):  # noqa: PTH110 - a path that is there needs none of the imports
+                _refuse_misspelt_word(path)
         if any(f"/{path}".rstrip("/").endswith(_WORDS) for path in paths):
             from shardckpt.manager import find_named_step
 
@@ -41,7 +43,7 @@ def _refuse_misspelt_word(path: str) -> None:
     from shardckpt.storage import wrap_os_errors
 
     place = find_local(path)
-    if place is None or place.exists() or not place.parent.is_dir():
+    if place is None or not place.parent.is_dir():
         return
     with wrap_os_errors("list", place.parent):
         names = sorted(each.name for each in place.parent.iterdir())

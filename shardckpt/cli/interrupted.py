@@ -19,6 +19,30 @@ _LEFT = {
 }
 
 
+def identify_target(options: argparse.Namespace) -> object:
+    """Return what tells one DST on this machine from the next that takes its name; None if there is none."""
+    if not (target := _find_target(options)):
+        return None
+    from shardckpt.engine import find_local
+
+    with suppress(CheckpointingException, OSError):
+        place = find_local(target)
+        if place is not None and place.exists():
+            found = place.stat()
+            return found.st_dev, found.st_ino
+    return None
+
+
+def find_published(options: argparse.Namespace, before: object) -> str:
+    """Return DST, if an interrupted verb has given it its name already, so that it is complete; else ``""``.
+
+    Args:
+        options: Those of the verb.
+        before: What :func:`identify_target` has returned before the verb ran.
+    """
+    return _find_target(options) if identify_target(options) not in (None, before) else ""
+
+
 def describe_left(options: argparse.Namespace) -> str:
     """Return what is left of an interrupted verb.
 
@@ -27,7 +51,7 @@ def describe_left(options: argparse.Namespace) -> str:
     """
     if options.verb in _LEFT:
         return _LEFT[options.verb]
-    target = getattr(options, "target", getattr(options, "new", ""))
+    target = _find_target(options)
     staged = _list_staged(target) if target else []
     if not staged:
         return "nothing was written"
@@ -37,6 +61,12 @@ def describe_left(options: argparse.Namespace) -> str:
     is_resumable = any((path / JOURNAL_NAME).exists() for path in staged)
     advice = "the same call goes on with it, and " * is_resumable + f"`shardckpt prune {place}` removes it"
     return f"{target} is as it was; what was written for it stays in {listed([each.name for each in staged])}: {advice}"
+
+
+def _find_target(options: argparse.Namespace) -> str:
+    """Return what a verb writes; ``""`` for one that writes nothing new."""
+    found: str = getattr(options, "target", getattr(options, "new", ""))
+    return found
 
 
 def _list_staged(target: str) -> list[Path]:
@@ -50,4 +80,4 @@ def _list_staged(target: str) -> list[Path]:
     return []
 
 
-__all__ = ["describe_left"]
+__all__ = ["describe_left", "find_published", "identify_target"]

@@ -208,11 +208,13 @@ def _summarize(folder: str, found: Sequence[CheckpointSummary]) -> list[str]:
     failed = f", {sum(whole)} marked as failed" if any(whole) else ""
     many = format_many(len(checkpoints), "checkpoint")
     by = f", written by {escape_text(writer)}" if (writer := _find_writer(found)) else ""
-    lines = [f"{many}, {whole.count(False)} whole{failed}, {format_bytes(sum(e.nbytes for e in checkpoints))}{by}"]
     folders = [each for each in found if each.inside]
+    summary = f"{many}, {whole.count(False)} whole{failed}, {format_bytes(sum(e.nbytes for e in checkpoints))}{by}"
+    lines = [summary] if checkpoints or not folders else []
     if folders:
-        more = sum(each.inside for each in folders)
-        lines.append(f"{more} more in {format_many(len(folders), 'folder')}: `shardckpt ls -r {folder}` lists them")
+        inside = sum(each.inside for each in folders)
+        more = f"{inside} more" if checkpoints else format_many(inside, "checkpoint")
+        lines.append(f"{more} in {format_many(len(folders), 'folder')}: `shardckpt ls -r {folder}` lists them")
     sums: dict[str, int] = {}
     for each in found:
         sums[_name_state(each)] = sums.get(_name_state(each), 0) + each.nbytes

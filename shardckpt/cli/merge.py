@@ -123,7 +123,7 @@ def _compute_weights(options: Any) -> list[float] | None:
 
 
 def _describe(report: MergeReport, target: str, *, verbose: bool) -> list[str]:
-    from shardckpt.cli.table import table
+    from shardckpt.cli.table import fit_table
 
     rows = [
         (f"{weight:.6g}", source + (" (base)" if number == report.base else ""))
@@ -131,4 +131,4 @@ def _describe(report: MergeReport, target: str, *, verbose: bool) -> list[str]:
     ]
     how = f"merged from {len(report.sources)} sources"
     lines = describe_conversion(report.conversion, target, how, verbose=verbose)
-    return [table(("weight", "source"), rows), *lines]
+    return [*fit_table(("weight", "source"), rows), *lines]

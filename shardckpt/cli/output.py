@@ -12,6 +12,7 @@ import sys
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from shardckpt.cli.cells import fit_line
 from shardckpt.cli.colour import Painted
 from shardckpt.cli.exit_codes import FINE
 from shardckpt.errors import escape_text
@@ -48,7 +49,7 @@ def show(output: Output, *, as_json: bool) -> int:
         _page(output.text())
     else:
         for line in output.text():
-            say(line)
+            say(_fit(line))
     return output.code
 
 
@@ -67,7 +68,12 @@ def say(text: str = "", *, end: str = "\n", flush: bool = False) -> None:
 def say_error(text: str) -> None:
     """Print a text to standard error, likewise; a reader who has closed it is no error."""
     with suppress(OSError):
-        print(escape_text(text, _LAYOUT), file=sys.stderr)
+        print("\n".join(fit_line(line, sys.stderr) for line in escape_text(text, _LAYOUT).split("\n")), file=sys.stderr)
+
+
+def _fit(text: str) -> str:
+    """Return a line of standard output; what is painted, or has line ends, is laid out already."""
+    return text if isinstance(text, Painted) else fit_line(_escape(text), sys.stdout)
 
 
 def _escape(text: str) -> str:
@@ -76,7 +82,7 @@ def _escape(text: str) -> str:
 
 def _page(lines: Iterable[str]) -> None:
     """Print lines; through ``$PAGER`` if standard output is a terminal that they do not fit on (``cat`` for none)."""
-    text = "\n".join(map(_escape, lines))
+    text = "\n".join(map(_escape, map(_fit, lines)))
     if sys.stdout.isatty():
         import pydoc  # both are slow to import, and only needed here
         import shutil
@@ -105,17 +111,32 @@ def open_closed_streams() -> None:
 
 @contextmanager
 def escaped_logs() -> Iterator[None]:
-    """Escape, in the block, what a process without handlers of its own logs to standard error."""
+    """Escape, in the block, what a process without handlers of its own logs to standard error, each text once."""
     handler = logging.lastResort
     if handler is None:
         yield
         return
-    before = handler.formatter
+    before, once = handler.formatter, _make_filter()
     handler.setFormatter(_Formatter())
+    handler.addFilter(once)
     try:
         yield
     finally:
         handler.setFormatter(before)
+        handler.removeFilter(once)
+
+
+def _make_filter() -> Callable[[logging.LogRecord], bool]:
+    """Return what lets each text pass once: a verb may look at a checkpoint several times."""
+    said: set[str] = set()
+
+    def is_new(record: logging.LogRecord) -> bool:
+        text = record.getMessage()
+        is_known = text in said
+        said.add(text)
+        return not is_known
+
+    return is_new
 
 
 class _Formatter(logging.Formatter):
@@ -124,4 +145,4 @@ class _Formatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         if isinstance(record.args, tuple):
             record.args = tuple(escape_text(each) if isinstance(each, str) else each for each in record.args)
-        return escape_text(super().format(record), _LAYOUT)
+        return fit_line(escape_text(super().format(record), _LAYOUT), sys.stderr)

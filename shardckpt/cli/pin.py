@@ -51,7 +51,7 @@ def run(options: Any) -> Output:
 
 
 def _list(folder: str) -> Output:
-    from shardckpt.cli.table import table
+    from shardckpt.cli.table import fit_table
     from shardckpt.manager import find_holds
 
     held = [(directory, hold) for directory, holds in sorted(find_holds(folder).items()) for hold in holds]
@@ -63,7 +63,7 @@ def _list(folder: str) -> Output:
             {"step": directory, "kind": hold.kind, "holder": hold.holder, "until": hold.until}
             for directory, hold in held
         ],
-        lambda: [table(("step", "held"), rows) if rows else f"nothing is held in {folder}"],
+        lambda: fit_table(("step", "held"), rows) if rows else [f"nothing is held in {folder}"],
     )
 
 

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from shardckpt.cli.exit_codes import FAILED, FINE, FOUND
 from shardckpt.cli.folders import refuse_checkpoint
 from shardckpt.cli.output import Output
-from shardckpt.cli.table import table
+from shardckpt.cli.table import fit_table
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -177,13 +177,13 @@ class Pruned(NamedTuple):
 
 
 def _describe(found: Pruned, options: Any, policies: Sequence[Any]) -> list[str]:
-    lines = [table(("checkpoint", "verification"), found.verified)] if found.verified else []
+    lines = fit_table(("checkpoint", "verification"), found.verified) if found.verified else []
     for what, results in (("checkpoint", found.steps), ("leftover", found.leftovers)):
         if what == "leftover" and _chooses_steps(options, policies) and not found.steps:
             lines.append(f"{options.path} has no directory of a step")
         if results:
             rows = [(r.path, r.nbytes, _name_result(r, options)) for r in results]
-            lines.append(table((what, "bytes", "result"), rows))
+            lines += fit_table((what, "bytes", "result"), rows)
     if found.unseen:
         lines.append(found.unseen)
     return [*lines, f"{found.freed:,} bytes {'would be ' * options.dry_run}freed"]

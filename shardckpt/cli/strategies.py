@@ -21,21 +21,21 @@ def add(verbs: Any) -> None:
 
 def run(_: Any) -> Output:
     """Return a row per strategy and migration, then the plugins that do not work, or not all of them."""
-    from shardckpt.cli.table import table
+    from shardckpt.cli.table import fit_table
     from shardckpt.plugins import get_plugin_manager
 
     registry = get_plugin_manager().registry
     rows = [
-        (entry.backend, entry.version, entry.action.verb, entry.summary, entry.distribution, entry.name)
+        (entry.backend, entry.version, entry.action.verb, entry.distribution, entry.name, entry.summary)
         for entry in registry.entries()
     ]
     rows += [
-        (entry.backend, entry.from_version, "migrate", f"to version {entry.to_version}", entry.distribution, entry.name)
+        (entry.backend, entry.from_version, "migrate", entry.distribution, entry.name, f"to version {entry.to_version}")
         for entry in registry.migrations()
     ]
     faults = [("not", plugin, plugin.fault) for plugin in get_plugin_manager().broken()]
     faults += [("partly", plugin, text) for plugin in get_plugin_manager().plugins() for text in plugin.conflicts]
-    header = ("backend", "version", "does", "what", "distribution", "class")
+    header = ("backend", "version", "does", "distribution", "class", "what")
     return Output(
         lambda: {
             "strategies": [dict(zip(header, row, strict=True)) for row in rows],
@@ -45,7 +45,7 @@ def run(_: Any) -> Output:
             ],
         },
         lambda: [
-            table(header, rows),
+            *fit_table(header, rows, optional=("class", "distribution")),
             *(f"\n{how} working: {p.name} ({p.module}) of {p.distribution}: {fault}" for how, p, fault in faults),
         ],
     )

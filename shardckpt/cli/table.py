@@ -55,8 +55,9 @@ def fit_table(
 ) -> list[str]:
     """Return a table without empty columns as one text; on a terminal, one whose lines have the terminal's width.
 
-    There columns are left out that can be missed, and cells are cut in the middle, those of the first column last; of
-    the last column, which may have long reasons, they go on below their row.
+    There columns are left out that can be missed, and cells are cut in the middle, those of the first column last, or
+    where they would be alike then, stand above their rows; of the last column, which may have long reasons, they go on
+    below their row.
 
     Args:
         header: Names of the columns.
@@ -69,15 +70,28 @@ def fit_table(
     if not sys.stdout.isatty():
         return [table(names, cells, styles, styled)]
     width = shutil.get_terminal_size().columns
+    above = [""] * len(cells)
+    fitted = _fit_cells(names, cells, optional, width)
+    if len({row[0] for row in fitted[1]}) < len({row[0] for row in cells}):  # names of layers differ in their middles
+        above = [row[0] if measure(row[0]) > width // 3 else "" for row in cells]
+        below = [["" if name else row[0], *row[1:]] for name, row in zip(above, cells, strict=True)]
+        fitted = _fit_cells(names, below, optional, width)
+    names, cells, left_out = fitted
+    text = _wrap_lasts(names, cells, above, styles, styled, width)
+    note = f"not shown in {width} columns: {', '.join(left_out)}; all is in a pipe, and with --json"
+    return [text, *(wrap(note, width) if left_out else [])]
+
+
+def _fit_cells(
+    names: list[str], cells: list[list[str]], optional: Sequence[str], width: int
+) -> tuple[list[str], list[list[str]], list[str]]:
+    """Return a table whose cells, but the last ones, fit a line, and the names of the columns that were left out."""
     names, cells, left_out = _leave_out_columns(names, cells, optional, width)
     if _SHORTEST + _measure_others(names, cells) > width:  # such as values of the common state in diff
         middle = max(width // 4, _SHORTEST)
         cells = [[row[0], *(cut_middle(cell, middle) for cell in row[1:-1]), row[-1]] for row in cells]
     room = max(width - _measure_others(names, cells), _SHORTEST)
-    cells = [[cut_middle(row[0], room), *row[1:]] for row in cells]
-    text = _wrap_lasts(names, cells, styles, styled, width)
-    note = f"not shown in {width} columns: {', '.join(left_out)}; all is in a pipe, and with --json"
-    return [text, *(wrap(note, width) if left_out else [])]
+    return names, [[cut_middle(row[0], room), *row[1:]] for row in cells], left_out
 
 
 def _leave_out_columns(
@@ -105,9 +119,14 @@ def _measure_others(names: Sequence[str], cells: Sequence[Sequence[str]]) -> int
 
 
 def _wrap_lasts(
-    names: Sequence[str], cells: Sequence[Sequence[str]], styles: Sequence[Style], styled: int, width: int
+    names: Sequence[str],
+    cells: Sequence[Sequence[str]],
+    above: Sequence[str],
+    styles: Sequence[Style],
+    styled: int,
+    width: int,
 ) -> str:
-    """Return a table of which what a line has no room for in the last column stands below its row."""
+    """Return a table of which what a line has no room for in the last column stands below its row, and names above."""
     before = sum(measure_widest(column) + 2 for column in [*zip(names, *cells, strict=True)][:-1])
     firsts = [cut_words(row[-1], max(width - before, _LAST)) for row in cells]
     shown = table(names, [[*row[:-1], first] for row, first in zip(cells, firsts, strict=True)], styles, styled)
@@ -115,9 +134,13 @@ def _wrap_lasts(
     head, rule, *lines = shown.split("\n")
     whole = [head, rule]
     painted: Sequence[Style] = styles or [""] * len(cells)
-    for line, row, first, style in zip(lines, cells, firsts, painted, strict=True):
+    for line, row, name, first, style in zip(lines, cells, above, firsts, painted, strict=True):
         rest = wrap(row[-1][len(first) :], max(width - len(_BELOW), _LAST))
-        whole += [line, *(f"{_BELOW}{colour(each, style) if is_painted else each}" for each in rest)]
+        whole += [
+            *filter(None, [name]),
+            line,
+            *(f"{_BELOW}{colour(each, style) if is_painted else each}" for each in rest),
+        ]
     text = "\n".join(whole)
     return Painted(text) if is_painted else text
 
@@ -164,13 +187,29 @@ def grouped_table(
         rows: The other cells, of rows that are all in ``groups``.
     """
     firsts = _escape_cells(firsts)
-    width = measure_widest((header[0], *firsts))
     if not rows:
         return table(header, [])
     lines = table(header[1:], rows).split("\n")
+    firsts, width = _lift_long(header[0], firsts, measure_widest(lines) + 2)
     heads = [f"{pad(cell, width)}  {line}" for cell, line in zip((header[0], "-" * width), lines[:2], strict=True)]
     ends = [f"  {line}" for line in lines[2:]]
     return "\n".join([*heads, *map(add, pad_all(firsts, width), map(ends.__getitem__, groups))])
+
+
+def _lift_long(name: str, firsts: Sequence[str], others: int) -> tuple[Sequence[str], int]:
+    """Return the first cells of lines, and their width: on a terminal, what leaves no room for the others stands above.
+
+    Args:
+        name: The name of the column.
+        firsts: Its cells.
+        others: Terminal cells that the other columns take.
+    """
+    width = measure_widest((name, *firsts))
+    room = max(shutil.get_terminal_size().columns - others, _SHORTEST) if sys.stdout.isatty() else width
+    if width <= room:
+        return firsts, width
+    width = measure_widest((name, *(first for first in firsts if measure(first) <= room)))
+    return [first if measure(first) <= room else f"{first}\n{' ' * width}" for first in firsts], width
 
 
 def _escape_cells(cells: Sequence[str]) -> Sequence[str]:

@@ -206,7 +206,8 @@ def _describe_skipped(skipped: Sequence[CheckpointSummary]) -> list[str]:
     """Say what was not verified, because it is no checkpoint itself."""
     if not skipped:
         return []
-    return [f"skipped: {len(skipped)}: {listed([f'{each.name} ({each.reason})' for each in skipped])}"]
+    deeper = "; -r verifies what is in folders" if any(each.inside for each in skipped) else ""
+    return [f"skipped: {len(skipped)}: {listed([f'{each.name} ({each.reason})' for each in skipped])}{deeper}"]
 
 
 def _name_verdict(answer: Answer) -> str:

@@ -72,6 +72,7 @@ if TYPE_CHECKING:
         prune_spools,
     )
     from shardckpt.engine.renaming import find_usual_names, list_keys, list_names, list_top_names, rename_stored
+    from shardckpt.engine.resizing import allow_resizing, parse_resize
     from shardckpt.engine.saving import SaveOptions, check_state, find_saver, refuse_objects, save_checkpoint
     from shardckpt.engine.streaming import (
         STREAM_BYTES,
@@ -149,6 +150,7 @@ __getattr__ = lazy_getattr(
             "list_top_names",
             "rename_stored",
         ),
+        "resizing": ("allow_resizing", "parse_resize"),
         "locations": (
             "check_names",
             "expand_home",
@@ -236,6 +238,7 @@ __all__ = [
     "TensorSums",
     "Transaction",
     "WrittenFiles",
+    "allow_resizing",
     "as_json",
     "check_names",
     "check_state",
@@ -280,6 +283,7 @@ __all__ = [
     "open_folder",
     "open_reader",
     "open_staging",
+    "parse_resize",
     "pause_gc",
     "prune_leftovers",
     "prune_spools",

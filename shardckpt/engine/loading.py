@@ -17,6 +17,7 @@ from shardckpt.engine.load_results import check_buildable, check_columns, check_
 from shardckpt.engine.load_template import MISSING, LoadTemplate
 from shardckpt.engine.locations import locate
 from shardckpt.engine.operation import Operation
+from shardckpt.engine.resizing import Resizing, allow_resizing, check_patterns, is_resized
 from shardckpt.engine.twins import check_twins, find_twins
 from shardckpt.errors import KeyMismatchError, ShardingError, format_many, listed
 from shardckpt.mapping import ShardedObject, ShardedTensor, StoredNames
@@ -38,7 +39,7 @@ from shardckpt.validation import (
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from shardckpt.distributed import Comm
@@ -282,6 +283,7 @@ def load_checkpoint(
     on_unused: OnUnused = "ignore",
     counts_unused: Callable[[str], bool] = lambda _: True,
     filled_by_twins: Collection[str] = (),
+    resize: Sequence[str] = (),
 ) -> tuple[StateDict, KeyMismatch]:
     """Collective: fill a state dict from an open checkpoint; see :func:`shardckpt.dist_checkpointing.load`.
 
@@ -300,6 +302,7 @@ def load_checkpoint(
             them.
         counts_unused: Says of a key whether it should have been asked for.
         filled_by_twins: Keys that are not stored, and whose destination is that of one that is.
+        resize: Patterns of the keys of tensors that may have another shape than is stored.
 
     Returns:
         The loaded state dict, and the keys that do not match.
@@ -316,9 +319,10 @@ def load_checkpoint(
         allow_dtype_cast=allow_dtype_cast,
         fully_parallel=checkpoint.fully_parallel,
         on_unused=on_unused,
+        resize=resize,
     )
     stored = checkpoint.columns()  # no object for each tensor
-    template = _make_template(sharded_state_dict, checkpoint, stored)
+    template = _make_template(sharded_state_dict, checkpoint, stored, resize)
     if verify:
         with checkpoint.operation.local_phase("verifying the files"):
             verify_integrity(checkpoint.context.reader.place, checkpoint.context.reader.manifest, comm)
@@ -336,12 +340,12 @@ def load_checkpoint(
         mismatch = compare_keys(wanted, keys, strict, comm, on_unused=on_unused, counts_unused=counts_unused)
         if template.left_out and comm.is_main:
             _log_left_out(template)
-    is_absent = [False] * len(template.shards)
-    if mismatch.absent:
-        is_absent = [stored_key(shard) in mismatch.absent for shard in template.shards]
+    is_absent = [bool(mismatch.absent) and stored_key(shard) in mismatch.absent for shard in template.shards]
     available = [shard for shard, absent in zip(template.shards, is_absent, strict=True) if not absent]
     with checkpoint.operation.local_phase("comparing shapes"):
-        check_shapes(available, dict(zip(stored.keys, stored.shapes, strict=True)), advise=advise)
+        shapes = dict(zip(stored.keys, stored.shapes, strict=True))
+        check_shapes(available, shapes, advise=advise)
+        resizing = Resizing(available, shapes, resize, is_main=comm.is_main)
     with checkpoint.operation.local_phase("comparing dtypes"):
         dtypes = dict(zip(stored.keys, stored.dtypes, strict=True))
         casts = check_dtypes(available, dtypes, allow_cast=allow_dtype_cast, advise=advise)
@@ -360,6 +364,7 @@ def load_checkpoint(
     found = checkpoint.values(wanted_values, is_synced=True)
     with checkpoint.operation.local_phase("comparing what has one destination"):
         check_twins(available, found, twins)
+        resizing.restore(found)
     loaded = iter(found)
     with checkpoint.operation.local_phase("assembling the state dict"):
         values = [MISSING if absent else next(loaded) for absent in is_absent]
@@ -371,15 +376,20 @@ def load_checkpoint(
     return state_dict, mismatch
 
 
-def _make_template(wanted: ShardedStateDict, checkpoint: OpenCheckpoint, stored: StoredColumns) -> LoadTemplate:
+def _make_template(
+    wanted: ShardedStateDict, checkpoint: OpenCheckpoint, stored: StoredColumns, resize: Sequence[str]
+) -> LoadTemplate:
     """Collective: return the template of a load, checked and with the main replicas of its shards."""
     with checkpoint.operation.local_phase("preparing the state dict"):
-        template = LoadTemplate(wanted, lambda: name_stored(stored))
+        check_patterns(resize, stored.keys)
+        template = LoadTemplate(wanted, lambda: name_stored(stored, resize))
         validate_descriptions(template.shards)
         for shard in template.shards:
             _refuse_unfillable(shard)
         # copies are not compared: their values are about to be overwritten
         template.shards = choose_main_replicas(template.shards, checkpoint.context.comm, compare=False)
+        if resize:
+            template.shards = allow_resizing(template.shards, resize)
     return template
 
 
@@ -413,13 +423,14 @@ def _without_data(shard: ShardedBase) -> ShardedBase:
     return copied
 
 
-def name_stored(columns: StoredColumns) -> StoredNames:
-    """Return what is stored by key, but for the objects that are several parts."""
+def name_stored(columns: StoredColumns, resize: Sequence[str] = ()) -> StoredNames:
+    """Return what is stored by key, but for the objects that are several parts; ``resize`` as for a load."""
     objects = [ShardedObject.empty_from_unique_key(name) for name in columns.objects]
     keys = [shard.key for shard in objects if set(shard.global_shape) <= {1}]
     return StoredNames(
         dict(zip(columns.keys, zip(columns.dtypes, columns.shapes, strict=True), strict=True)),
         dict.fromkeys(sorted({*keys, *columns.values})),
+        {key for key in columns.keys if is_resized(key, resize)} if resize else (),
     )
 
 

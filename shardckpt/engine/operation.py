@@ -9,6 +9,7 @@ from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
+from shardckpt.engine.amounts import format_bytes
 from shardckpt.engine.gc_pause import pause_gc
 from shardckpt.engine.progress import Progress, wants_progress
 from shardckpt.plugins import Event, describe_origin
@@ -130,6 +131,15 @@ class Operation:
 
     def close_span(self, error: BaseException | None = None) -> None:
         """Report the end of an operation that :meth:`open_span` has started, or its failure."""
+        if error is None and self.comm.is_main and logger.isEnabledFor(logging.INFO):
+            logger.info(
+                "%s of %s: %s on this rank in %.2f s, of which the program waited %.2f s",
+                self.kind,
+                self.directory,
+                format_bytes(self._fields.get("nbytes", 0)),
+                time.perf_counter() - self._started,
+                self._blocked,
+            )
         self.end_phase("", self._started, error, blocked=self._blocked)
 
     @contextmanager

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
         torch_save_to_dcp,
     )
     from shardckpt.huggingface.dtypes import cast_to, get_dtype_size, parse_dtype
-    from shardckpt.huggingface.export import Exported, export_to_huggingface
+    from shardckpt.huggingface.export import Exported, ExportedTensor, export_to_huggingface
     from shardckpt.huggingface.export_budget import LEAST_EXPORTING, LEAST_EXPORTING_ON_STORES
     from shardckpt.huggingface.folder import CONFIG, read_origin
     from shardckpt.huggingface.folder_export import FolderExport
@@ -62,7 +62,7 @@ __getattr__ = lazy_getattr(
             "torch_save_to_dcp",
         ),
         "dtypes": ("cast_to", "get_dtype_size", "parse_dtype"),
-        "export": ("Exported", "export_to_huggingface"),
+        "export": ("Exported", "ExportedTensor", "export_to_huggingface"),
         "export_budget": ("LEAST_EXPORTING", "LEAST_EXPORTING_ON_STORES"),
         "folder": ("CONFIG", "read_origin"),
         "folder_export": ("FolderExport",),
@@ -101,6 +101,7 @@ __all__ = [
     "SAFETENSORS",
     "ExportOptions",
     "Exported",
+    "ExportedTensor",
     "FolderExport",
     "HubTensor",
     "HuggingFaceLoadStrategy",

@@ -43,6 +43,22 @@ if TYPE_CHECKING:
     PathLike = str | os.PathLike[str]
 
 
+class ExportedTensor(NamedTuple):
+    """A tensor that an export has written.
+
+    Attributes:
+        name: Its name in the folder.
+        file: The file that has it.
+        nbytes: Its bytes there.
+        keys: The keys of the checkpoint's tensors that it is made of.
+    """
+
+    name: str
+    file: str
+    nbytes: int
+    keys: tuple[str, ...]
+
+
 class Exported(NamedTuple):
     """The weights that an export has written.
 
@@ -54,6 +70,7 @@ class Exported(NamedTuple):
             and of what has no place in a folder or that the mapping leaves out.
         cast: The stored dtype of each tensor that was cast, by name.
         kept: Names of tensors that were not cast where others were, since they would have lost by it.
+        tensors: Each tensor, with its file and the keys that it had in the checkpoint.
     """
 
     files: tuple[tuple[str, int, int], ...]
@@ -62,6 +79,7 @@ class Exported(NamedTuple):
     left_out: LeftOut = LeftOut()
     cast: Mapping[str, torch.dtype] = MappingProxyType({})
     kept: tuple[str, ...] = ()
+    tensors: tuple[ExportedTensor, ...] = ()
 
 
 def export_to_huggingface(
@@ -194,7 +212,12 @@ def export_to_huggingface(
 
     plan = retry_if_replaced(attempt, source)
     files = ((name, len(tensors), sum(tensor.nbytes for tensor in tensors)) for name, tensors in plan.files)
-    return Exported(tuple(files), plan.total_size, plan.unmatched, plan.left_out, plan.cast, plan.kept)
+    tensors = (
+        ExportedTensor(tensor.name, file, tensor.nbytes, tuple(dict.fromkeys(part.key for part in tensor.parts)))
+        for file, some in plan.files
+        for tensor in some
+    )
+    return Exported(tuple(files), plan.total_size, plan.unmatched, plan.left_out, plan.cast, plan.kept, tuple(tensors))
 
 
 def _plan(index: Iterable[ShardedBase], options: ExportOptions, source: str) -> ExportPlan:

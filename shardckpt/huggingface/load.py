@@ -6,7 +6,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardckpt.distributed import Comm, replace_text
-from shardckpt.engine import LoadTemplate, OpenCheckpoint, Operation, load_checkpoint, locate
+from shardckpt.engine import (
+    LoadTemplate,
+    OpenCheckpoint,
+    Operation,
+    allow_resizing,
+    load_checkpoint,
+    locate,
+    parse_resize,
+)
 from shardckpt.errors import CheckpointingException, KeyMismatchError, NotACheckpointError, listed
 from shardckpt.huggingface.folder import check_same_folder, read_folder
 from shardckpt.huggingface.load_strategy import HuggingFaceLoadStrategy
@@ -43,6 +51,7 @@ def load_from_huggingface(
     fully_parallel: bool = False,
     memory_budget: int | str | None = None,
     allow_dtype_cast: bool = False,
+    resize: Collection[str] = (),
 ) -> Any:
     """Collective: fill shards of any layout from a Hugging Face folder; each rank reads only bytes of its shards.
 
@@ -69,6 +78,7 @@ def load_from_huggingface(
         fully_parallel: Read what several ranks want once; as for :func:`shardckpt.dist_checkpointing.load`.
         memory_budget: As for :func:`shardckpt.dist_checkpointing.load`.
         allow_dtype_cast: As for :func:`shardckpt.dist_checkpointing.load`.
+        resize: As for :func:`shardckpt.dist_checkpointing.load`.
 
     Returns:
         The state dict with its tensors filled. Tensors of the folder that no shard requests are not read.
@@ -85,6 +95,7 @@ def load_from_huggingface(
     with comm.local_phase("reading the arguments"):
         find_mapping(mapping)
         budget, reading = split_budget(memory_budget, fully_parallel=fully_parallel)
+        resized = parse_resize(resize)
 
     def attempt() -> Any:
         with comm.local_phase("reading the arguments"):
@@ -99,7 +110,8 @@ def load_from_huggingface(
                 check_same_folder(place, found)
                 # rows that pad the vocabulary are the trainer's: they are as allow_shape_mismatch says
                 names = find_mapping(mapping, lambda: found.config, "keep")
-                strategy = HuggingFaceLoadStrategy(found, names, prefix, LoadTemplate(sharded_state_dict).shards)
+                wanted = allow_resizing(LoadTemplate(sharded_state_dict).shards, resized)
+                strategy = HuggingFaceLoadStrategy(found, names, prefix, wanted)
                 missing = strategy.missing()
                 if strict and missing:
                     raise KeyMismatchError(
@@ -121,6 +133,7 @@ def load_from_huggingface(
                     strict=mode,
                     allow_dtype_cast=allow_dtype_cast,
                     filled_by_twins=strategy.absent,
+                    resize=resized,
                 )
                 # after the reads: the bytes may be those of a folder that an export has put in place since
                 reader.check_unchanged()

@@ -82,6 +82,7 @@ class TitanCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
         memory_budget: str | None = None
         allow_dtype_cast: bool = False
         dequantize: bool = False
+        resize: tuple[str, ...] = ()
         on_unused: Literal["warn", "error", "ignore"] = "warn"
         show_progress: bool = False
 

@@ -430,7 +430,7 @@ class Conversion:
             return []
         with stored.operation.local_phase("reading plain objects"):
             keys = stored.strategy.list_plain_objects(stored.context)
-        if keys:
+        if keys and self.kind != FOLDER:  # of a folder with the model alone, nobody expects an optimizer's
             logger.warning(
                 "converting %s: %s leaves out %s for readers of other libraries alone: %s",
                 self.source,

@@ -203,6 +203,9 @@ class CheckpointConfig(BaseModel):
             :func:`shardckpt.dist_checkpointing.save` and ``load``.
         allow_dtype_cast: Whether a load casts values to dtypes that cannot hold them, as torch does; see
             :func:`shardckpt.dist_checkpointing.load`.
+        resize: Patterns of the keys of tensors that may have another shape than is stored, such as
+            ``("*embed_tokens.weight*",)`` for a vocabulary that has grown; see
+            :func:`shardckpt.dist_checkpointing.load`.
         on_unused: What a load does about stored tensors and objects of the states that it sets, or of states that the
             manager does not have, which nothing asks for: ``"warn"`` once, ``"error"``, or ``"ignore"``. States that
             are excluded, and all but the model where that alone is loaded, do not count.
@@ -286,6 +289,7 @@ class CheckpointConfig(BaseModel):
     fully_parallel_load: bool = False
     memory_budget: int | str | None = None
     allow_dtype_cast: bool = False
+    resize: tuple[str, ...] = ()
     on_unused: Literal["warn", "error", "ignore"] = "warn"
     show_progress: bool = False
     save_on_sigterm: bool = False

@@ -72,7 +72,8 @@ def _describe_fault(fault: Mapping[str, Any], names: Sequence[str], others: Mapp
     if kind == "missing":
         return f"{name} is missing"
     if kind == "value_error":
-        return str(fault["msg"]).removeprefix("Value error, ")
+        text = str(fault["msg"]).removeprefix("Value error, ")
+        return text if text.startswith(str(name)) else f"{name}: {text}"
     name = names[name] if isinstance(name, int) else name
     usual = _EXPECTED.get(kind) or _EXPECTED.get(kind.partition("_")[0], "another value")
     what = _EXPECTED_OF.get(name) or usual.format_map(fault.get("ctx") or {})

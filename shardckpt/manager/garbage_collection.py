@@ -340,7 +340,7 @@ class GarbageCollector:
             except Exception as exc:  # no error here may end the training or the thread: the next collection retries
                 text = f"{type(exc).__qualname__}: {exc}"
                 if text != self._failure:  # a policy that raises does so after each save
-                    logger.warning("cannot remove old checkpoints from %s", self._folder, exc_info=True)
+                    logger.warning("cannot remove old checkpoints from %s: %s", self._folder, exc, exc_info=True)
                 self._failure = text
             else:
                 self._failure = ""

@@ -51,6 +51,7 @@ def load_initial(
             fully_parallel=config.fully_parallel_load,
             memory_budget=config.memory_budget,
             allow_dtype_cast=config.allow_dtype_cast,
+            resize=config.resize,
         )
         with comm.collective_phase("restoring the model"):
             states.restore_model(loaded, strict=not is_partial)

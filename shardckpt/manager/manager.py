@@ -127,6 +127,7 @@ class CheckpointManager:
             on_unused=config.on_unused,
             allow_dtype_cast=config.allow_dtype_cast,
             rename=config.rename,
+            resize=config.resize,
         )
 
     def is_due(self, step: int) -> bool:

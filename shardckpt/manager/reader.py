@@ -39,7 +39,7 @@ from shardckpt.storage import retry_if_replaced
 from shardckpt.validation import StrictHandling, stored_key, use_bare_keys
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Mapping
+    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
     from pathlib import Path
 
     from torch.distributed import ProcessGroup
@@ -87,6 +87,7 @@ class StepReader:
         on_unused: As for CheckpointConfig.
         allow_dtype_cast: As for CheckpointConfig.
         rename: As for CheckpointConfig.
+        resize: As for CheckpointConfig.
     """
 
     def __init__(
@@ -102,8 +103,10 @@ class StepReader:
         on_unused: OnUnused = "warn",
         allow_dtype_cast: bool = False,
         rename: Mapping[str, str] | None = None,
+        resize: Sequence[str] = (),
     ) -> None:
         self._renames = rename or {}
+        self._resize = tuple(resize)
         self._states = states
         if strangers := {new for new in self._renames.values() if new.partition(".")[0] not in states.names}:
             near = ask_nearest(min(strangers), states.names)
@@ -191,6 +194,7 @@ class StepReader:
                 validate=True,
                 on_unused=self._on_unused,
                 allow_dtype_cast=self._allow_cast,
+                resize=self._resize,
                 counts_unused=partial(
                     self._counts,
                     frozenset(names),
@@ -318,6 +322,7 @@ def _load(
     on_unused: OnUnused = "ignore",
     allow_dtype_cast: bool = False,
     counts_unused: Callable[[str], bool] = lambda _: True,
+    resize: Sequence[str] = (),
 ) -> StateDict:
     """Collective: load what is requested; on a rank that requests nothing, take part in the load of the others."""
     comm = checkpoint.context.comm
@@ -332,5 +337,6 @@ def _load(
         advise=False,
         on_unused=on_unused,
         counts_unused=counts_unused,
+        resize=resize,
     )
     return loaded

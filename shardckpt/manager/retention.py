@@ -265,7 +265,13 @@ def refuse_unknown_metrics(policies: Collection[RetentionPolicy], steps: Iterabl
 
 
 def _kept_by(policy: RetentionPolicy, steps: StepMetrics) -> set[int]:
-    returned: Any = policy(steps)
+    try:
+        returned: Any = policy(steps)
+    except Exception as exc:
+        raise CheckpointingException(
+            f"the retention policy {RETENTION.describe(policy)} raised {type(exc).__name__}: {exc}; until it returns, "
+            "no checkpoint is removed"
+        ) from exc
     kept: list[Any] = list(returned) if isinstance(returned, Iterable) else [returned]
     # A bool is no step: a policy that returns a mask would keep steps 0 and 1, and lose the others.
     if not all(isinstance(step, Integral) and not isinstance(step, bool) for step in kept):

@@ -270,9 +270,7 @@ def describe_other(summary: CheckpointSummary, names: Collection[str], inside: i
         inside: How many checkpoints there may be below it.
     """
     if inside:
-        return replace(
-            summary, inside=inside, step=None, reason=f"a folder of {format_many(inside, 'checkpoint')}: -r lists them"
-        )
+        return replace(summary, inside=inside, step=None, reason=f"a folder of {format_many(inside, 'checkpoint')}")
     return replace(summary, reason=f"it has {listed(sorted(names), limit=4)}" if names else "an empty directory")
 
 

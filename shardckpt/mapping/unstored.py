@@ -27,10 +27,12 @@ class StoredNames(NamedTuple):
     Attributes:
         tensors: The dtype and global shape of each tensor.
         objects: The keys of the objects that are one part, stored as they are or value by value; in their order.
+        resized: The keys of tensors that are loaded into tensors of other shapes.
     """
 
     tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
     objects: Collection[str]
+    resized: Collection[str] = ()
 
     @classmethod
     def nothing(cls) -> StoredNames:

@@ -49,6 +49,6 @@ def _guess_reason(stored: Ints, wanted: Ints, prepended: int, *, advise: bool) -
     if len(stored) == len(wanted) > 2 and sum(map(ne, stored, wanted)) == 1:  # noqa: PLR2004 - experts, layers, heads
         return " (is it one rank's part? Describe it as a shard: a DTensor, or a layout of experts)"
     if len(stored) == len(wanted) and stored[1:] == wanted[1:]:
-        advice = " ShardedTensor(..., allow_shape_mismatch=True) loads the common rows" if advise else ""
-        return f" (another padding of the vocabulary?{advice})"
+        call = "load(..., resize=[...])" if advise else "CheckpointConfig(resize=[...])"
+        return f" (another size or padding of the vocabulary? {call} loads the rows that both have)"
     return ""

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from shardckpt import lazy_getattr
 
 if TYPE_CHECKING:
-    from shardckpt.plugins.entries import StrategyAction
+    from shardckpt.plugins.entries import StrategyAction, get_strategy_key
     from shardckpt.plugins.hookspecs import Event, hookimpl
     from shardckpt.plugins.key_mapping import (
         Identity,
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 __getattr__ = lazy_getattr(
     __name__,
     {
-        "entries": ("StrategyAction",),
+        "entries": ("StrategyAction", "get_strategy_key"),
         "hookspecs": ("Event", "hookimpl"),
         "key_mapping": (
             "Identity",
@@ -76,6 +76,7 @@ __all__ = [
     "find_own_formats",
     "get_key_map_entries",
     "get_plugin_manager",
+    "get_strategy_key",
     "hold_checkpoint",
     "hold_plain",
     "hold_same",

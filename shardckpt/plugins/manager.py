@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.metadata
+import inspect
 import logging
 import threading
 import traceback
@@ -14,7 +15,7 @@ from typing import Any
 import pluggy
 
 from shardckpt import settings
-from shardckpt.errors import PluginError
+from shardckpt.errors import PluginError, ask_nearest
 from shardckpt.plugins import hookspecs
 from shardckpt.plugins.entries import USER
 from shardckpt.plugins.registry import StrategyRegistry
@@ -141,6 +142,8 @@ class PluginManager:
         """Import all plugins. After Ctrl-C in the middle nothing of them stays, and the next call begins anew."""
         before, known = self._registry.content, self._manager.get_plugins()
         self._is_importing = True
+        for name, near in settings.find_misspelt().items():
+            logger.warning("%s in the environment has no effect: did you mean %s?", name, near)
         try:
             for entry_point in list_entry_points():
                 self._plugins.append(self._load(entry_point))
@@ -176,18 +179,33 @@ class PluginManager:
         """Register a plugin's hooks and call its ``shardckpt_register``; if that fails, unregister it."""
         if self._manager.is_registered(plugin):
             raise PluginError(f"{name} is registered already, as {self._manager.get_name(plugin)}")
+        hooks = {hook for hook in vars(hookspecs) if hook.startswith("shardckpt_")}
+        for hook in sorted(hooks):
+            if callable(getattr(plugin, hook, None)) and self._manager.parse_hookimpl_opts(plugin, hook) is None:
+                raise PluginError(f"{hook} of {name} is not decorated with @shardckpt.hookimpl: nothing would call it")
         try:
             self._manager.register(plugin, name)
             others = [other for other in self._manager.get_plugins() if other is not plugin]
             unknown = [hook.name for hook in self._manager.get_hookcallers(plugin) or [] if not hook.has_spec()]
             if unknown:
-                raise PluginError(f"unknown hooks: {', '.join(sorted(unknown))}")
+                near = ask_nearest(unknown[0], hooks).rstrip()
+                raise PluginError(f"unknown hooks: {', '.join(sorted(unknown))}{', ' * bool(near)}{near}")
             # without the others, which have registered already: a second time would be a duplicate
             self._manager.subset_hook_caller("shardckpt_register", others)(registry=self._registry)
-        except BaseException:
+        except BaseException as exc:
             if self._manager.is_registered(plugin):
                 self._manager.unregister(plugin)
+            if isinstance(exc, pluggy.PluginValidationError):
+                raise PluginError(f"{name}: {_explain(str(exc))}") from exc
             raise
+
+
+def _explain(error: str) -> str:
+    """Return what is wrong with a hook, of which pluggy has said the name and the arguments in its second line."""
+    called = error.splitlines()[1:2]
+    hook = "".join(called).rpartition(": ")[2]
+    known = inspect.signature(vars(hookspecs)[hook.partition("(")[0]]).parameters if "(" in hook else ()
+    return f"{hook}: its arguments are named {', '.join(known)}" if known else " ".join(error.split())
 
 
 def list_entry_points() -> list[importlib.metadata.EntryPoint]:

@@ -17,12 +17,10 @@ from shardckpt.plugins.entries import (
     check_targets,
     get_strategy_key,
 )
-from shardckpt.strategy import Migration
+from shardckpt.strategy import LoadStrategy, Migration, SaveStrategy
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-    from shardckpt.strategy import LoadStrategy, SaveStrategy
 
 
 class _Default(NamedTuple):
@@ -354,8 +352,19 @@ def parse_key(value: Any) -> tuple[str, int | None]:
     elif isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], str) and type(value[1]) is int:  # noqa: PLR2004
         return value
     raise CheckpointingException(
-        f"a strategy is named as 'backend', 'backend@version' or ('backend', version), not {value!r}"
+        f"a strategy is named as 'backend', 'backend@version' or ('backend', version), not {value!r}{_advise(value)}"
     )
+
+
+def _advise(value: Any) -> str:
+    """Return what to give in the place of a strategy's class, or of a strategy of the other side."""
+    for base, other in ((SaveStrategy, LoadStrategy), (LoadStrategy, SaveStrategy)):
+        if isinstance(value, type) and issubclass(value, base):
+            return f": {value.__name__} is a class: give an instance, {value.__name__}()"
+        if isinstance(value, base):
+            name = type(value).__name__
+            return f": {name} is a {base.__name__}, and a {other.__name__} is asked for"
+    return ""
 
 
 def parse_keys(value: Any) -> list[tuple[str, int | None]]:

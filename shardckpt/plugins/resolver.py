@@ -33,7 +33,7 @@ from shardckpt.errors import (
     listed,
 )
 from shardckpt.manifest import MARKER_LIMIT, MARKER_NAME, RECORD_LIMIT, RECORD_NAME, Manifest, Marker, Record
-from shardckpt.plugins.entries import StrategyAction
+from shardckpt.plugins.entries import StrategyAction, get_strategy_key
 from shardckpt.plugins.origin import describe_origin, name_origin
 from shardckpt.plugins.registry import parse_key, parse_keys
 from shardckpt.plugins.stores import open_folder
@@ -266,6 +266,7 @@ def choose_reader(
     """
     _check_policy(directory, manifest, accept)
     if isinstance(wanted, LoadStrategy):
+        get_strategy_key(wanted)
         reason = wanted.cannot_load(_rename_manifest(directory, wanted, manifest, plugins))
         if reason is not None:
             raise StrategyMismatchError(f"{_describe(directory, manifest)}; the given {type(wanted).__name__} {reason}")

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from shardckpt.manifest import FileRecord
     from shardckpt.storage.store_abilities import StreamsWrites
 
-Produce = Callable[[], Sequence[memoryview]]
+Produce = Callable[[], Sequence[bytes | bytearray | memoryview]]
 
 
 class FileWriter:
@@ -208,7 +208,7 @@ class FileWriter:
         """Produce a record once the pool may hold one more, and hand its parts to the pool."""
         self._pool.records.acquire()  # before produce(): it limits what exists, not only what is queued
         try:
-            parts = [part.cast("B") for part in produce()]
+            parts = [memoryview(part).cast("B") for part in produce()]
             self._check_size(offset, nbytes, sum(part.nbytes for part in parts))
         except BaseException:
             self._pool.records.release()

@@ -17,10 +17,11 @@ from shardckpt.storage.writer import CheckpointWriter
 from shardckpt.tensors import LARGE, PAGE
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Iterable, Sequence
     from pathlib import Path
 
     from shardckpt.manifest import FileRecord
+    from shardckpt.storage.file_writer import Produce
     from shardckpt.storage.journal import Journal
     from shardckpt.storage.stream import FileStream, WriterPool
 
@@ -56,7 +57,7 @@ class ResumableFile(FileWriter):
         if self._done.position:
             self._stream.resume(self._done.lengths, self._done.digests, self._read_tail())
 
-    def append(self, nbytes: int, produce: Callable[[], Sequence[memoryview]], keys: int = 1, what: str = "") -> int:
+    def append(self, nbytes: int, produce: Produce, keys: int = 1, what: str = "") -> int:
         """Append a record unless it is there; see the base."""
         offset = self._replay(nbytes, keys, what)
         if offset is None:

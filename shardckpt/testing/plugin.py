@@ -1,4 +1,4 @@
-"""A pytest plugin, found by its entry point: fixtures for tests of strategies."""
+"""A pytest plugin, found by its entry point: fixtures for tests of strategies, and reports of failed contracts."""
 
 from __future__ import annotations
 
@@ -7,11 +7,25 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Generator, Iterator
     from pathlib import Path
 
     from shardckpt.testing.faulty_store import FaultyStore
     from shardckpt.testing.ranks import RankPool
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Say of a contract's failed test which promise is broken."""
+    report = yield
+    if report.failed and call.excinfo is not None and hasattr(getattr(item, "cls", None), "contract_page"):
+        from shardckpt.testing.broken_promise import explain
+
+        report.longrepr = explain(item, call.excinfo)
+    return report
+
 
 #: Delay of a request to the slow store, in seconds.
 _DELAY = 0.02

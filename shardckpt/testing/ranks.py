@@ -15,7 +15,10 @@ import traceback
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 #: Seconds that a rank waits in a collective.
 GROUP_TIMEOUT = 20.0
@@ -60,17 +63,28 @@ class Ranks(ABC):
             What it returned, in rank order.
 
         Raises:
-            RankError: a rank raised, with the tracebacks of all that did; or died, or did not end in time.
+            RankError: a rank raised, with a line for each error, and the tracebacks of all ranks that did; or died, or
+                did not end in time.
         """
         outcomes = self.outcomes(world_size, function, *args, timeout=timeout)
         failures = [(r, o) for r, o in enumerate(outcomes) if isinstance(o, RankFailure)]
         if failures:
-            raise RankError("\n".join(f"rank {rank}: {failure.trace}" for rank, failure in failures))
+            traces = "\n".join(f"rank {rank}: {failure.trace}" for rank, failure in failures)
+            raise RankError(f"{_summarize(failures)}\n\n{traces}")
         return outcomes
 
     @abstractmethod
     def outcomes(self, world_size: int, function: Any, *args: Any, timeout: float = RUN_TIMEOUT) -> list[Any]:
         """Run a function as :meth:`run` does; return the exception of a rank as a :class:`RankFailure`."""
+
+
+def _summarize(failures: Sequence[tuple[int, RankFailure]]) -> str:
+    """Return a line for each error with its ranks; last those of ranks that have only lost the others."""
+    ranks: dict[str, list[str]] = {}
+    for rank, failure in failures:
+        ranks.setdefault(f"{failure.kind}: {failure.message}", []).append(str(rank))
+    texts = sorted(ranks, key=lambda text: "Connection closed by peer" in text)
+    return "\n".join(f"rank {', '.join(ranks[text])}: {text}" for text in texts)
 
 
 class RankPool(Ranks):

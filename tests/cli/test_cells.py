@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import sys
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from shardckpt.cli.cells import cut, cut_middle, cut_words, measure, measure_widest, pad, pad_all, wrap
-from shardckpt.cli.table import fit_table
+from shardckpt.cli import main
+from shardckpt.cli.cells import cut, cut_middle, cut_words, fit_line, measure, measure_widest, pad, pad_all, wrap
+from shardckpt.cli.table import fit_table, grouped_table
 from shardckpt.cli.table import table as make_table
+from shardckpt.manager import pin_step
+from tests.manager import folders
 from tests.tables import table
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from pathlib import Path
 
     import pytest
 
@@ -37,7 +42,7 @@ def test_texts_are_cut_at_cells() -> None:
     assert wrap(WIDE, 1) == [*WIDE]
 
 
-def _columns_of(lines: Sequence[str], marks: str) -> set[int]:
+def _columns_of(lines: Sequence[str], marks: Sequence[str]) -> set[int]:
     """Where the second cell of each line begins, in cells of the terminal."""
     return {measure(line[: line.index(mark)]) for line, mark in zip(lines, marks, strict=True)}
 
@@ -55,3 +60,71 @@ def test_columns_begin_below_each_other(monkeypatch: pytest.MonkeyPatch) -> None
     lines = fit_table(("name", "n"), [(WIDE * 20, "1"), *rows[1:]])[0].split("\n")
     assert len(_columns_of(lines[2:5], "123")) == 1
     assert max(map(measure, lines)) <= 40
+
+
+def test_names_that_would_be_cut_alike_stand_above_their_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Names of layers differ in their middles, which a cut would take: whole, in lines of their own, they differ."""
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("NO_COLOR", "1")
+    keys = [f"model.{'decoder.' * 4}{layer}.{'experts.' * 5}weight" for layer in (0, 1)]
+    fitted = fit_table(("key", "kind", "norm"), [(keys[0], "float32", "1"), (keys[1], "int8", "2"), ("x", "int8", "3")])
+    others = [("float32", "1"), ("int8", "2"), ("int8", "3")]
+    grouped = grouped_table(("key", "kind", "norm"), [*keys, "x"], [0, 1, 2], others)
+    for lines in (fitted[0].split("\n"), grouped.split("\n")):
+        assert lines[0].split() == ["key", "kind", "norm"]
+        assert [line.split() for line in lines[2:]] == [
+            *([keys[0]], ["float32", "1"], [keys[1]], ["int8", "2"], ["x", "int8", "3"])
+        ]
+        assert len(_columns_of([lines[0], lines[3], lines[5]], ("norm", "1", "2"))) == 1
+
+
+def test_a_long_line_is_broken_on_a_terminal_and_no_command_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A command that is copied without its last option, `--dry-run`, would remove what it was to show."""
+    line = f"4 steps are damaged: `shardckpt prune {'x' * 30} --damaged --dry-run` says which may go, and why"
+    assert fit_line(line, sys.stdout) == line
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "80")
+    lines = fit_line(line, sys.stdout).split("\n")
+    assert " ".join(each.strip() for each in lines) == line
+    assert max(map(measure, lines)) <= 80
+    assert any("prune" in each and "--dry-run`" in each for each in lines)
+    assert fit_line(WIDE * 50, sys.stdout) == WIDE * 50
+    assert fit_line("`a b", sys.stdout) == "`a b"
+
+
+@table(
+    "call",
+    [
+        *("ls {0}", "ls {0}/step-1", "prune {0} --keep-latest 1 --dry-run", "prune {0} --damaged --dry-run --verify"),
+        *("pin {0}", "verify {0}", "verify {0}/step-1", "inspect {0}/step-1", "inspect {0}/step-1 --stats"),
+        *("inspect {0}/step-1 --files", "diff {0}/step-1 {0}/step-2", "strategies", "config", "config links"),
+        *(
+            "convert {0}/step-1 {1} --to safetensors -v",
+            "export {0}/step-1 {1} -v",
+            "merge {0}/step-1 {0}/step-2 {1} -v",
+        ),
+        *("remove {0}/step-1 w --dry-run", "convert {0}/step-1 {1} --to hff", "pin {0} 1", "export {0} {1}"),
+        *("prune {0} --keep-step 7", "inspect {0} --treee", "lss"),
+    ],
+)
+def test_answers_fit_a_terminal_of_80_columns(
+    tmp_path: Path, call: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """No line of a table, a summary or an error is wider, but where a path or a command is."""
+    for step in (1, 2):
+        folders.save(tmp_path / "run", step, config={"best_metric": "loss", "best_mode": "min"}, loss=1 / step)
+        pin_step(tmp_path / "run", step, "why it is kept, in more words than a line of a terminal has room for")
+    folders.save(tmp_path / "run", 3)
+    folders.damage(tmp_path / "run" / "step-3")
+    monkeypatch.chdir(tmp_path)
+    for stream in (sys.stdout, sys.stderr):
+        monkeypatch.setattr(stream, "isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("LINES", "1000")
+    monkeypatch.setenv("NO_COLOR", "1")
+    with suppress(SystemExit):
+        main(call.format("run", "new").split())
+    out, err = capsys.readouterr()
+    said = "\n".join((out, err if err.startswith(("shardckpt ", "usage: ")) else "")).replace(str(tmp_path), "")
+    assert max(map(measure, said.split("\n"))) <= 80, said

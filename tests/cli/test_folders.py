@@ -60,8 +60,8 @@ def test_ls_counts_what_is_in_folders(zoo: Path, capsys: pytest.CaptureFixture[s
     main(["ls", str(zoo)])
     out = capsys.readouterr().out
     said = {line.split()[0]: line for line in out.splitlines()}
-    assert said["team"].endswith("a folder of 6 checkpoints: -r lists them")
-    assert said["bin"].endswith("a folder of 1 checkpoint: -r lists them")
+    assert said["team"].endswith("a folder of 6 checkpoints")
+    assert said["bin"].endswith("a folder of 1 checkpoint")
     assert said["shards"].split("  ")[-1].startswith("unreadable: a Hugging Face folder of .bin files")
     assert said["empty"].endswith("no checkpoint: an empty directory")
     assert said["loose.pt"].endswith("whole")
@@ -89,8 +89,9 @@ def test_verify_counts_what_it_skips(zoo: Path, capsys: pytest.CaptureFixture[st
     """What is no checkpoint itself is counted and named; with -r it is verified. A folder of runs alone says so."""
     assert main(["verify", str(zoo)]) == 2  # shards
     last = capsys.readouterr().out.splitlines()[-1]
-    assert last.startswith("skipped: 6: bin (a folder of 1 checkpoint: -r lists them), empty (an empty directory), ")
-    assert "team (a folder of 6 checkpoints: -r lists them)" in last
+    assert last.startswith("skipped: 6: bin (a folder of 1 checkpoint), empty (an empty directory), ")
+    assert "team (a folder of 6 checkpoints)" in last
+    assert last.endswith("; -r verifies what is in folders")
     assert main(["verify", "-r", str(zoo), "--json"]) == 2
     found = json.loads(capsys.readouterr().out)
     assert {str(Path(each["checkpoint"]).relative_to(zoo)) for each in found if not each["skipped"]} == DEEP
@@ -128,9 +129,9 @@ def test_a_bucket_is_listed_and_verified_alike(bucket: str, capsys: pytest.Captu
     fsspec.filesystem("memory").pipe("/zoo/team/loose.pt", b"x" * 70)
     assert main(["ls", bucket]) == 0
     said = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()}
-    assert said["run-a"].endswith("a folder of 2 checkpoints: -r lists them")
+    assert said["run-a"].endswith("a folder of 2 checkpoints")
     assert said["loose.pt"].endswith("no checkpoint: a file on a store, where none is read: copy it to this machine")
-    assert "4 more in 2 folders" in said["4"]
+    assert "4 checkpoints in 2 folders" in said["4"]
     assert main(["ls", "-r", bucket, "--json"]) == 0
     names = {each["name"] for each in json.loads(capsys.readouterr().out)}
     assert names == {"loose.pt", *(f"run-{run}/step-{step}" for run in ("a", "b") for step in (1, 2))}

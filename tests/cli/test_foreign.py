@@ -115,4 +115,4 @@ def test_a_folder_of_torch_checkpointing_is_one_checkpoint(tmp_path: Path, capsy
     step = tmp_path / "run" / "step-1"
     shutil.copytree(GOLDEN / "torch-checkpointing-0.1.1" / "mesh-4", step)
     assert main(["ls", str(tmp_path)]) == 0
-    assert "a folder of 1 checkpoint: -r lists them" in capsys.readouterr().out
+    assert "a folder of 1 checkpoint" in capsys.readouterr().out

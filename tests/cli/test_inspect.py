@@ -113,6 +113,7 @@ def test_long_listings_are_paged_on_a_terminal_only(
     """What does not fit on the terminal goes to the pager; what fits, or goes to a file, is printed."""
     paged: list[str] = []
     monkeypatch.setattr("pydoc.pager", paged.append)
+    monkeypatch.setenv("COLUMNS", "300")
     monkeypatch.setenv("LINES", "3")
     assert main(["inspect", str(checkpoint)]) == 0
     printed = capsys.readouterr().out

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import warnings
 from typing import TYPE_CHECKING
 
@@ -59,6 +60,38 @@ def test_ctrl_c_names_what_a_killed_call_has_left(
         assert f"`shardckpt prune {tmp_path}` removes it" in said
     assert main([verb, "old", str(tmp_path / "none" / "new")]) == 130
     assert capsys.readouterr().err.endswith("interrupted; nothing was written\n")
+
+
+@table("verb", ["convert", "merge", "export", "migrate"])
+def test_ctrl_c_after_the_end_is_no_failure(
+    verb: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Once DST has its name, an interrupt changes nothing: 0, and what is there, also where an older one was."""
+    new = tmp_path / "new"
+
+    def publish(_: object) -> int:
+        (tmp_path / "staged").mkdir()
+        if new.exists():
+            new.rename(tmp_path / f"old-{len([*tmp_path.iterdir()])}")
+        (tmp_path / "staged").rename(new)
+        raise KeyboardInterrupt
+
+    for _ in ("absent", "replaced"):
+        monkeypatch.setattr(f"shardckpt.cli.{verb}.run", publish)
+        assert main([verb, "old", str(new)]) == 0
+        assert capsys.readouterr().err == f"shardckpt {verb}: interrupted after its end: {new} is complete\n"
+    assert main([verb, "old", str(new), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"target": str(new), "interrupted": True}
+    _interrupt(monkeypatch, verb)
+    assert main([verb, "old", str(new), "--json"]) == 130
+    assert json.loads(capsys.readouterr().out)["exit_code"] == 130
+
+
+def test_the_help_has_the_exit_code_of_ctrl_c(capsys: pytest.CaptureFixture[str]) -> None:
+    """Of each that main returns, but what a closed reader gets."""
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    assert "130 after Ctrl-C" in " ".join(capsys.readouterr().out.split())
 
 
 def test_torchs_warning_of_numpy_is_not_shown(

@@ -64,6 +64,13 @@ def test_links_are_not_counted_from_above(tmp_path: Path, capsys: pytest.Capture
     (tmp_path / "runs" / "newest.pt").symlink_to("3.pt")
     main(["ls", str(tmp_path)])
     assert "a folder of 4 checkpoints" in capsys.readouterr().out
+    (tmp_path / "elsewhere").rename(tmp_path / "runs" / "other")
+    (tmp_path / "runs" / "base").unlink()
+    main(["ls", str(tmp_path)])
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last == f"4 checkpoints in 1 folder: `shardckpt ls -r {tmp_path}` lists them", (
+        "and no word of 0 of them here"
+    )
     main(["ls", str(tmp_path / "runs")])
     assert "\n4 checkpoints, 4 whole" in capsys.readouterr().out
 

@@ -130,6 +130,16 @@ def test_logs_without_handlers_are_escaped() -> None:
     assert handler.formatter is None
 
 
+def test_a_log_is_said_once_a_call() -> None:
+    """A verb may look at a checkpoint several times: the same text is said once, and again by the next call."""
+    records = [logging.LogRecord("other", logging.WARNING, "", 0, "%s", (text,), None) for text in ("a", "a", "b")]
+    handler = logging.lastResort
+    assert handler is not None
+    for _ in range(2):
+        with escaped_logs():
+            assert [bool(handler.filter(record)) for record in records] == [True, False, True]
+
+
 def test_no_other_module_of_the_command_prints() -> None:
     """Verbs print by `say` and `say_error` alone."""
     folder = Path(shardckpt.cli.__file__).parent

@@ -45,7 +45,7 @@ def test_statistics_of_no_tensor_are_a_table_without_rows(
     """A checkpoint of objects alone has none, on a terminal, too."""
     dc.save({"rng": ShardedObject("rng", 1, (1,), (0,))}, tmp_path / "c")
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.setenv("COLUMNS", "200")
     assert main(["inspect", str(tmp_path / "c"), "--stats"]) == 0
     assert capsys.readouterr().out.splitlines()[2].split()[:3] == ["key", "kind", "shape"]
 

@@ -10,6 +10,7 @@ import torch
 from safetensors import safe_open
 
 from shardckpt import dist_checkpointing as dc
+from shardckpt.cli import main
 from shardckpt.huggingface import export_to_huggingface, save_state_dict
 from shardckpt.maintenance import DAMAGED, INTACT, convert_checkpoint, get_exit_code, verify_checkpoint
 from shardckpt.manager import list_checkpoints
@@ -118,6 +119,18 @@ def _origin(folder: Path) -> dict[str, str]:
         with safe_open(folder / "model.safetensors", "pt") as file:
             metadata = file.metadata()
     return {key: value for key, value in metadata.items() if key.startswith("shardckpt_")}
+
+
+def test_the_report_has_the_file_and_keys_of_each_tensor(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """File, bytes and the keys in the checkpoint, of each tensor, in Python and in --json: renames are read from it."""
+    tensors = {"model.a": torch.ones(8, 4), "model.b": torch.ones(2), "optimizer.state.a.exp_avg": torch.ones(8, 4)}
+    source = save(tmp_path / "c", tensors)
+    exported = export_to_huggingface(source, tmp_path / "hf", max_shard_size=100)
+    one, two = (f"model-0000{number}-of-00002.safetensors" for number in (1, 2))
+    assert exported.tensors == (("a", one, 128, ("model.a",)), ("b", two, 8, ("model.b",)))
+    assert main(["export", str(source), str(tmp_path / "hf2"), "--json"]) == 0
+    (told,) = json.loads(capsys.readouterr().out)["tensors"][1:]
+    assert told == {"name": "b", "file": "model.safetensors", "nbytes": 8, "keys": ["model.b"]}
 
 
 @table("size", ["5GB", 100])

@@ -167,6 +167,17 @@ def _save_behind(path: Path) -> AsyncRequest:
     return request
 
 
+def test_a_save_and_a_load_are_a_line_of_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """At INFO each has a line on the main rank: what, where, bytes, seconds, and how long the program waited."""
+    caplog.set_level("INFO", "shardckpt.engine.operation")
+    dc.save({"w": ShardedTensor.from_rank_offsets("w", torch.ones(1000))}, tmp_path / "c")
+    dc.load({"w": ShardedTensor.from_rank_offsets("w", torch.zeros(1000))}, tmp_path / "c")
+    save, load = [record.getMessage() for record in caplog.records]
+    timing = r"in \d+\.\d\d s, of which the program waited \d+\.\d\d s$"
+    assert re.match(rf"save of {re.escape(str(tmp_path))}/c: [\d.]+ kB on this rank {timing}", save)
+    assert re.match(rf"load of {re.escape(str(tmp_path))}/c: 4.0 kB on this rank {timing}", load)
+
+
 def test_a_dropped_request_is_not_in_flight(tmp_path: Path) -> None:
     """A background save that nobody schedules ends, as a failure that says so, and leaves no files."""
     prometheus_client = pytest.importorskip("prometheus_client")

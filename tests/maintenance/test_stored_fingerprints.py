@@ -145,7 +145,7 @@ def test_a_strategy_that_computes_none_is_refused(tmp_path: Path) -> None:
     class Other(SafetensorsSaveShardedStrategy):
         computes_fingerprints = False
 
-    with pytest.raises(CheckpointingException, match="Other computes none"):
+    with pytest.raises(CheckpointingException, match=r"Other .*computes none"):
         dist_checkpointing.save(_state(), tmp_path / "step", Other(), fingerprints=True)
     assert not (tmp_path / "step").exists()
 

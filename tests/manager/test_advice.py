@@ -182,8 +182,11 @@ def _no_such_step(folder: Path) -> None:
     [
         (_misfit(_own(3), _own(3, dtype=torch.int8)), "Give these tensors the stored dtype"),
         (_misfit(_buffered(torch.float32), _buffered(torch.int32)), "Give these tensors the stored dtype"),
-        (_misfit(_own(8, 2), _own(6, 2)), "another padding of the vocabulary?)"),
-        (_misfit(torch.nn.Embedding(8, 2), torch.nn.Embedding(6, 2)), "another padding of the vocabulary?)"),
+        (_misfit(_own(8, 2), _own(6, 2)), "CheckpointConfig(resize=[...]) loads the rows"),
+        (
+            _misfit(torch.nn.Embedding(8, 2), torch.nn.Embedding(6, 2)),
+            "CheckpointConfig(resize=[...]) loads the rows",
+        ),
         (_misfit(_own(1, 4, 2), _own(4, 2)), "stored with 1 prepended axes)"),
         (_misfit(_own(4, 2), _own(1, 4, 2)), "stored without prepended axes)"),
         (_misfit(torch.nn.Linear(2, 2, bias=False), torch.nn.Linear(2, 2)), "exclude_from_loading"),
@@ -206,10 +209,10 @@ def test_advice_can_be_followed(tmp_path: Path, wrong: Callable[[Path], None], a
 
 
 def test_outside_of_a_manager_the_arguments_are_named(tmp_path: Path) -> None:
-    """Who can pass allow_shape_mismatch and allow_dtype_cast is told of them."""
+    """Who can pass resize and allow_dtype_cast is told of them."""
     dc.save(_Tensors(a=torch.ones(8, 2)).sharded_state_dict(), tmp_path / "a")
     for tensor, advised in (
-        (torch.ones(6, 2), "ShardedTensor(..., allow_shape_mismatch=True)"),
+        (torch.ones(6, 2), "load(..., resize=[...]) loads the rows that both have"),
         (torch.ones(8, 2, dtype=torch.int8), "load them as torch casts them: allow_dtype_cast=True"),
     ):
         with pytest.raises(CheckpointingException, match=re.escape(advised)):

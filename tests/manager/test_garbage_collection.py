@@ -273,6 +273,24 @@ def test_the_thread_survives_an_error(tmp_path: Path, caplog: pytest.LogCaptureF
     assert folders.names_in(run) == {"step-2"}
 
 
+def test_a_policy_that_raises_is_named_in_one_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The warning says which policy raised what, and that nothing is removed, once, with a traceback."""
+
+    def keep_good(steps: StepMetrics) -> list[int]:
+        return [step for step, metrics in steps.items() if metrics["loss"]]
+
+    folders.save_all(tmp_path, 1, 2)
+    collector = GarbageCollector(folders.steps_of(tmp_path), [keep_good])
+    collector.submit()
+    collector.submit()
+    collector.close()
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert said.startswith(f"cannot remove old checkpoints from {tmp_path}: the retention policy {__name__}.")
+    assert said.endswith("keep_good raised KeyError: 'loss'; until it returns, no checkpoint is removed")
+    assert "in keep_good" in caplog.text
+    assert folders.names_in(tmp_path) == {"step-1", "step-2"}
+
+
 def test_closing(tmp_path: Path) -> None:
     """close() can be called twice, and without any collection; what is submitted after it is an error."""
     collector = GarbageCollector(folders.steps_of(tmp_path), LATEST)

@@ -105,7 +105,7 @@ def test_the_options_are_policies() -> None:
 @table(
     ("options", "message"),
     [
-        ({"retention": 3}, "3 is not a retention policy: give KeepLatest"),
+        ({"retention": 3}, "CheckpointConfig: retention: 3 is not a retention policy: give KeepLatest"),
         ({"retention": [KeepLatest]}, "is not a retention policy"),
         ({"retention": [{"policy": "KeepNone"}]}, "is not a retention policy"),
         ({"retention": [{"policy": "KeepLatest", "counts": 2}]}, "counts"),

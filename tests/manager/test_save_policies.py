@@ -88,7 +88,9 @@ def test_the_main_rank_asks_a_subclass_of_a_policy(tmp_path: Path, ranks: Ranks)
 
 def test_what_is_no_policy_is_refused(tmp_path: Path) -> None:
     """At the configuration, or when it answers; a built-in one is stored as JSON and read back."""
-    with pytest.raises(ConfigurationError, match="500 is not a save policy: give SaveEvery"):
+    with pytest.raises(
+        ConfigurationError, match="CheckpointConfig: save_when: 500 is not a save policy: give SaveEvery"
+    ):
         CheckpointConfig(save_when=[500])
     with pytest.raises(ConfigurationError, match="save_when takes the place of interval"):
         CheckpointConfig(save_when=[SaveEvery(3)], interval=4)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -275,7 +276,8 @@ def test_an_unknown_hook_is_refused(site: Site) -> None:
     """A misspelt hook would never be called: it is an error that names it."""
     site.install("misspelt", "misspelt", MISSPELT)
     plugins = PluginManager()
-    assert "unknown hooks: shardckpt_registers" in _plugin(plugins, "misspelt").fault
+    fault = _plugin(plugins, "misspelt").fault
+    assert "unknown hooks: shardckpt_registers, did you mean shardckpt_register?" in fault
 
     class Watcher:
         @hookimpl
@@ -285,11 +287,20 @@ def test_an_unknown_hook_is_refused(site: Site) -> None:
         plugins.register(Watcher())
 
 
+def test_a_hook_without_its_decorator_is_refused(site: Site) -> None:
+    """A function with the name of a hook, which would never be called, is an error that says what it lacks."""
+    site.install("bare", "bare", "def shardckpt_register(registry): ...")
+    text = "shardckpt_register of bare = .* is not decorated with @shardckpt.hookimpl"
+    assert re.search(text, _plugin(PluginManager(), "bare").fault)
+
+
 def test_a_hook_with_a_wrong_argument_is_refused_whole(site: Site) -> None:
     """A hook that asks for what there is not is named, and the plugin's other hooks are not called either."""
     module = site.install("wrong", "wrong", WRONG_ARGUMENT)
     plugins = PluginManager()
-    assert "evnt" in _plugin(plugins, "wrong").fault
+    fault = _plugin(plugins, "wrong").fault
+    assert fault.startswith("shardckpt.errors.PluginError: wrong = ")
+    assert "shardckpt_event(evnt): its arguments are named event" in fault
     plugins.hook.shardckpt_commands(subparsers=None)
     assert sys.modules[module].calls == []
 
@@ -452,6 +463,17 @@ def shardckpt_filesystem(url):
     assert sys.modules[module].seen == []
     assert len(manager.hook.shardckpt_event.get_hookimpls()) == 1
     assert manager.hook.shardckpt_filesystem(url="watched://") == "a folder"
+
+
+def test_a_misspelt_variable_is_named(
+    site: Site, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A variable that is almost one of ours, which nothing would read, is a warning; a plugin's own is none."""
+    monkeypatch.setenv("SHARDCKPT_IO_THRADS", "2")
+    monkeypatch.setenv("SHARDCKPT_MYPLUGIN_URL", "x")
+    PluginManager().plugins()
+    said = [record.getMessage() for record in caplog.records if "environment" in record.getMessage()]
+    assert said == ["SHARDCKPT_IO_THRADS in the environment has no effect: did you mean SHARDCKPT_IO_THREADS?"]
 
 
 def test_a_module_is_a_plugin_by_the_environment_alone(

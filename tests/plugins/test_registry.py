@@ -26,6 +26,14 @@ class _SaveToy(SaveStrategy):
     def save(self, *_: Any) -> None: ...
 
 
+class _Nameless(SaveStrategy):
+    def save(self, *_: Any) -> None: ...
+
+
+class _NumberedByText(_SaveToy):
+    version = "1"  # type: ignore[assignment]
+
+
 class _OtherSaveToy(_SaveToy):
     pass
 
@@ -458,3 +466,22 @@ def test_a_strategy_that_another_thread_imports_is_waited_for(tmp_path: Path, mo
         GO_ON.set()
         assert first.result() is second.result()
     del sys.modules["slow_toy"]
+
+
+@table(
+    ("call", "match"),
+    [
+        (lambda path: dc.save({}, path, _SaveToy), r"_SaveToy is a class: give an instance, _SaveToy\(\)"),
+        (lambda path: dc.load({}, path, _LoadToy), r"_LoadToy is a class: give an instance, _LoadToy\(\)"),
+        (lambda path: dc.save({}, path, _LoadToy()), "_LoadToy is a LoadStrategy, and a SaveStrategy is asked for"),
+        (lambda path: dc.load({}, path, _SaveToy()), "_SaveToy is a SaveStrategy, and a LoadStrategy is asked for"),
+        (lambda path: dc.save({}, path, _Nameless()), "_Nameless must name its backend .* and version"),
+        (lambda path: dc.save({}, path, _NumberedByText()), "_NumberedByText must name its backend .* and version"),
+    ],
+)
+def test_a_strategy_that_is_given_as_an_object_is_checked(call: Any, match: str, tmp_path: Path) -> None:
+    """A class, a strategy of the wrong side, and one without a name are refused, with the class and the remedy."""
+    dc.save({"step": 1}, tmp_path / "there")
+    with pytest.raises(CheckpointingException, match=match):
+        call(tmp_path / ("there" if "Load" in match.partition(" ")[0] or "LoadStrategy is asked" in match else "c"))
+    assert [each.name for each in tmp_path.iterdir()] == ["there"]

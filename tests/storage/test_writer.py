@@ -100,6 +100,17 @@ def test_nothing_is_written_after_a_failure(tmp_path: Path, nbytes: int) -> None
 
 
 @table("nbytes", [10, LARGE])
+def test_parts_are_bytes_of_any_kind(tmp_path: Path, nbytes: int) -> None:
+    """A small record takes bytes, a bytearray or a memoryview, and so does a large one."""
+    for number, kind in enumerate((bytes, bytearray, memoryview)):
+        with CheckpointWriter(tmp_path, 0) as writer:
+            file = writer.create(f"data{number}")
+            file.append(nbytes, lambda kind=kind: [kind(b"x" * nbytes)])
+            writer.finish(file)
+        assert (tmp_path / f"data{number}").read_bytes() == b"x" * nbytes
+
+
+@table("nbytes", [10, LARGE])
 def test_record_of_another_size(tmp_path: Path, nbytes: int) -> None:
     """A producer that gives more or fewer bytes than announced is an error with file, offset and both numbers."""
     for given_bytes in (nbytes - 1, nbytes + 1):

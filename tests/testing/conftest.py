@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import pytest
+
+from shardckpt.plugins import get_plugin_manager
+from tests.testing import own_store
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 #: Parts of the contract that do.
 SLOW_PARTS = ("background", "kills", "resharding", "stores")
@@ -16,3 +24,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         is_slow = module.rpartition(".")[2] in SLOW_PARTS or item.name == "test_drawn_layouts"
         if module.startswith("shardckpt.testing.contract.") and is_slow:
             item.add_marker(pytest.mark.ci)
+
+
+@pytest.fixture
+def own_stores() -> Iterator[None]:
+    """Serve the right store and the wrong ones."""
+    get_plugin_manager().register(own_store)
+    yield
+    get_plugin_manager().unregister(own_store)

@@ -31,15 +31,7 @@ class TestOwn(StoreContract):
     test_a_killed_upload = pytest.mark.ci(StoreContract.test_a_killed_upload)
 
 
-@pytest.fixture
-def registered() -> Iterator[None]:
-    """The wrong stores are served."""
-    get_plugin_manager().register(own_store)
-    yield
-    get_plugin_manager().unregister(own_store)
-
-
-@pytest.mark.usefixtures("registered")
+@pytest.mark.usefixtures("own_stores")
 @table(
     "scheme, test",
     [

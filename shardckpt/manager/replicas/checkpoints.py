@@ -71,6 +71,7 @@ class ReplicaCheckpoints:
             fully_parallel=config.fully_parallel_load,
             memory_budget=config.memory_budget,
             on_unused=config.on_unused,
+            resize=config.resize,
         )
         self._skips = config.on_busy == "skip"
         self._last: int | None = None

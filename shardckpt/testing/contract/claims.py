@@ -83,6 +83,14 @@ class Claims:
     previous_save_strategy: ClassVar[Any] = None
     migration: ClassVar[type[Migration] | None] = None
 
+    #: Where the promises are documented.
+    contract_page: ClassVar[str] = "shardckpt/testing/README.md, 'A contract for your strategy'"
+
+    def describe_subject(self) -> str:
+        """Return the strategies as the report of a failure names them."""
+        given = (self.get_claim("save_strategy"), self.get_claim("load_strategy"), self.get_claim("strategy"))
+        return " with ".join(_name(one) for one in given if one is not None)
+
     @property
     def subject(self) -> Subject:
         """The strategies, as they are sent to ranks."""
@@ -125,6 +133,12 @@ class Claims:
         folder = tmp_path / "checkpoints"
         folder.mkdir()
         return folder / "checkpoint"
+
+
+def _name(strategy: Any) -> str:
+    if isinstance(strategy, (str, tuple)):
+        return repr(strategy)
+    return str(getattr(strategy, "__qualname__", type(strategy).__qualname__))
 
 
 def each(names: str | tuple[str, ...], values: Any) -> Callable[[Any], Any]:

@@ -42,13 +42,18 @@ class DamageTests(Claims):
         self.save_version(path, 1)
         return path
 
-    def _load_error_of(self, path: Path) -> str:
+    def _load_error_of(self, path: Path, damage: str) -> str:
         """Return the text of a load's error; "" if it gave the right values. Wrong values fail the test."""
         try:
             loaded = self.load_version(path)
         except CheckpointingException as exc:
             return f"{type(exc).__name__}: {exc}"
-        jobs.check_version(loaded, 1)
+        except Exception as exc:
+            raise AssertionError(f"{damage}, and the load raised {type(exc).__name__}: {exc}") from exc
+        try:
+            jobs.check_version(loaded, 1)
+        except AssertionError as exc:
+            raise AssertionError(f"{damage}, and the load returned wrong values: {exc}") from exc
         return ""
 
     def test_a_file_is_gone(self, saved: Path) -> None:
@@ -57,7 +62,7 @@ class DamageTests(Claims):
         for file in _files(saved):
             name = file.relative_to(saved).as_posix()
             with _changed(file, None):
-                text = self._load_error_of(saved)
+                text = self._load_error_of(saved, f"{name} is gone")
                 refused += bool(text)
                 check(not text or name in text, f"{name} is gone, and the error does not name it: {text}")
                 check(_faults(saved) == [name], f"{name} is gone, and verify finds {_faults(saved)}")
@@ -77,7 +82,7 @@ class DamageTests(Claims):
             if not content:
                 continue
             with _changed(file, cuts[cut](content)):
-                text = self._load_error_of(saved)
+                text = self._load_error_of(saved, f"{name} is cut ({cut})")
                 check(not text or name in text, f"{name} is cut, and the error does not name it: {text}")
 
     def test_a_flipped_bit(self, saved: Path) -> None:
@@ -89,7 +94,7 @@ class DamageTests(Claims):
                 flipped = bytearray(content)
                 flipped[bit // 8] ^= 1 << bit % 8
                 with _changed(file, bytes(flipped)):
-                    text = self._load_error_of(saved)
+                    text = self._load_error_of(saved, f"bit {bit} of {name} is flipped")
                 tried += 1
                 refused += bool(text)
                 check(not text or name in text, f"bit {bit} of {name} is flipped: {text}")
@@ -104,7 +109,7 @@ class DamageTests(Claims):
             same = other / file.relative_to(saved)
             if same.exists():
                 with _changed(file, same.read_bytes()):
-                    refused += bool(self._load_error_of(saved))
+                    refused += bool(self._load_error_of(saved, f"{file.name} is of another save"))
         check(refused > 0, "files of another save were not noticed")
 
     @each("kind", ["pickle", "torch.save", "old torch.save", "npy"])

@@ -1,0 +1,71 @@
+"""Loads into a vocabulary of another size."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from shardckpt import dist_checkpointing as dc
+from shardckpt.adapters import to_sharded_state_dict
+from shardckpt.errors import CheckpointingException, KeyMismatchError, ShapeMismatchError
+from shardckpt.huggingface import export_to_huggingface, load_from_huggingface
+from shardckpt.manager import CheckpointConfig, CheckpointManager
+from tests.engine import resizing
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def test_a_grown_vocabulary_keeps_its_new_rows(tmp_path: Path) -> None:
+    """What is stored is loaded, new rows of weights stay as initialised, and moments of new rows are zero."""
+    saved = resizing.save(str(tmp_path / "c"), 10)
+    resizing.check(saved, *resizing.load(str(tmp_path / "c"), 13))
+
+
+def test_a_manager_loads_into_a_grown_vocabulary(tmp_path: Path) -> None:
+    """CheckpointConfig(resize=) does the same for a manager's steps."""
+    config = CheckpointConfig(folder=str(tmp_path), resize=resizing.RESIZED)
+    model, optimizer = resizing.make(10)
+    saved = resizing.gather(model, optimizer)
+    with CheckpointManager(config, {"model": model, "optimizer": optimizer}) as manager:
+        manager.save(1, force=True)
+    model, optimizer = resizing.make(13)
+    before = resizing.gather(model, optimizer)
+    with CheckpointManager(config, {"model": model, "optimizer": optimizer}) as manager:
+        assert manager.load()
+    resizing.check(saved, before, resizing.gather(model, optimizer))
+
+
+def test_rows_that_are_not_loaded_are_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A vocabulary that has become smaller gets its rows; a warning names the tensors whose others are left."""
+    saved = resizing.save(str(tmp_path / "c"), 10)
+    with caplog.at_level(logging.WARNING, "shardckpt"):
+        resizing.check(saved, *resizing.load(str(tmp_path / "c"), 8))
+    assert "stored rows beyond the wanted shape are not loaded: model.embed_tokens.weight" in caplog.text
+
+
+def test_a_model_of_the_hub_grows_too(tmp_path: Path) -> None:
+    """A Hugging Face folder is loaded into a larger vocabulary by the same argument."""
+    saved = resizing.save(str(tmp_path / "c"), 10)
+    export_to_huggingface(tmp_path / "c", tmp_path / "hf")
+    model, _ = resizing.make(13)
+    start = model.embed_tokens.weight.detach().clone()
+    load_from_huggingface(to_sharded_state_dict(model), tmp_path / "hf", resize=resizing.RESIZED)
+    assert torch.equal(model.embed_tokens.weight[:10], saved.weights["embed_tokens.weight"])
+    assert torch.equal(model.embed_tokens.weight[10:], start[10:])
+
+
+def test_only_what_is_named_may_have_another_size(tmp_path: Path) -> None:
+    """Other tensors of another shape, patterns that match nothing, and a text in the place of a list are errors."""
+    resizing.save(str(tmp_path / "c"), 10)
+    state = to_sharded_state_dict(*resizing.make(13))
+    for resize in ((), ["*embed_tokens*"]):
+        with pytest.raises(ShapeMismatchError, match=r"has the shape.*load\(\.\.\., resize="):
+            dc.load(state, tmp_path / "c", resize=resize)
+    with pytest.raises(KeyMismatchError, match=r"'\*embed_token' matches no stored tensor"):
+        dc.load(state, tmp_path / "c", resize=["*embed_token"])
+    with pytest.raises(CheckpointingException, match=r"give a list of patterns of keys, such as \['\*'\]"):
+        dc.load(state, tmp_path / "c", resize="*")
