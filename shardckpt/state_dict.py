@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from shardckpt.errors import CheckpointingException, CorruptCheckpointError, ShardingError
+from shardckpt.errors import CheckpointingException, CorruptCheckpointError, ShardingError, show_given
 from shardckpt.mapping import (
     CommonStateDict,
     LocalNonpersistentObject,
@@ -358,7 +358,10 @@ def split_state_dict(x: Any, path: tuple[Any, ...] = (), *, plain_objects: bool)
     """
     children = _children(x)
     if children is None:
-        raise CheckpointingException(f"expected a dict or a list to split, got {type(x).__name__}")
+        raise CheckpointingException(
+            f"the state dict is {show_given(x)}: expected a dict, as shardckpt.adapters.to_sharded_state_dict(model, "
+            "optimizer) returns it, or a list"
+        )
     if set(map(type, children.values())) == {ShardedTensor}:  # nearly always, and there may be hundreds of thousands
         return (list(x), of_type(x, [])) if isinstance(x, list) else (dict(x), of_type(x, {}))
     return _split_mixed(x, children, path, plain_objects=plain_objects)

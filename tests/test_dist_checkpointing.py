@@ -352,3 +352,22 @@ def test_ranks_save_to_one_place(ranks: Ranks, tmp_path: Path) -> None:
     assert len({outcome.message for outcome in outcomes}) == 1
     assert "ranks disagree on checkpoint_dir" in outcomes[0].message
     assert not list(tmp_path.iterdir())
+
+
+@table(
+    "call, said",
+    [
+        (lambda state, at: dc.save(at / "new", state), "an object of type dict in the place of a checkpoint's path"),
+        (lambda state, at: dc.save(state, None), "None in the place of a checkpoint's path or URL"),
+        (lambda _, at: dc.save(torch.nn.Linear(2, 2), at / "new"), "the state dict is an object of type Linear"),
+        (lambda state, at: dc.load(at, state), "an object of type dict in the place of a checkpoint's path"),
+        (lambda _, at: dc.load(str(at), at), "the state dict to load is '.*': expected a dict"),
+        (lambda _, at: dc.load(None, at), "the state dict to load is None: expected a dict"),
+    ],
+)
+def test_arguments_in_the_wrong_place(tmp_path: Path, call: Callable[[Any, Path], Any], said: str) -> None:
+    """A state dict and a path that have changed places, or are missing, are said: a load of nothing was silent."""
+    state = {"w": ShardedTensor.from_rank_offsets("w", torch.ones(2))}
+    dc.save(state, tmp_path / "a")
+    with pytest.raises(CheckpointingException, match=said):
+        call(state, tmp_path / "a")

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
+import os
 from functools import cached_property, partial
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from shardckpt.errors import CheckpointingException
+from shardckpt.errors import CheckpointingException, show_given
 from shardckpt.mapping import (
     FactoryMergeFn,
     LocalNonpersistentObject,
@@ -77,6 +78,11 @@ class LoadTemplate:
         self._list_stored = list_stored
         self._has_parts = False
         self._has_tensors = False
+        if isinstance(wanted, str | int | float | os.PathLike | None):
+            raise CheckpointingException(
+                f"the state dict to load is {show_given(wanted)}: expected a dict, as "
+                "shardckpt.adapters.to_sharded_state_dict(model, optimizer) returns it, first, and then the path"
+            )
         self._tree = self._make_slots(wanted)
         for path, leaf in nested_items(self._tree) if self._has_parts else ():
             refuse_parts(leaf, path)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import unquote, urlsplit
 
 from shardckpt.commit import NAME_MAX, freed_bytes, used_bytes
-from shardckpt.errors import CheckpointingException, StorageError
+from shardckpt.errors import CheckpointingException, StorageError, show_given
 from shardckpt.manifest import MARKER_NAME
 from shardckpt.plugins import open_folder
 from shardckpt.storage import RemotePath, is_there, list_objects, mask_password, on_store, wrap_os_errors
@@ -41,8 +41,14 @@ def locate(path: str | os.PathLike[str], plugins: PluginManager) -> Path:
         An absolute path, or a :class:`shardckpt.storage.RemotePath`.
 
     Raises:
+        CheckpointingException: it is neither a path nor a URL.
         StorageError: no plugin serves the URL, or a name in the path is too long.
     """
+    if not isinstance(path, str | os.PathLike):
+        raise CheckpointingException(
+            f"{show_given(path)} in the place of a checkpoint's path or URL: the state dict is first, then the path: "
+            "save(state, path) and load(state, path)"
+        )
     text = os.fspath(path)
     if (local := find_local(text)) is not None:
         return local
