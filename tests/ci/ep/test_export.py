@@ -63,7 +63,7 @@ def _files(folder: Path) -> dict[str, bytes]:
     "ep", [pytest.param(2, marks=pytest.mark.ci), *(pytest.param(ep, marks=pytest.mark.proof) for ep in (1, 4))]
 )
 def test_every_layout_exports_the_same_bytes(ranks: Ranks, tmp_path: Path, exported: Path, ep: int) -> None:
-    """At every ep x efsdp of four ranks, however experts are held, the folder is one process's, byte for byte but for its source's name."""
+    """At every ep x efsdp of four ranks, however experts are held: byte for byte but for the source's name."""
     ranks.run(4, _save_and_export, tmp_path, ep, timeout=120)
 
     wanted = _files(exported)
