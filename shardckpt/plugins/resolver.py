@@ -30,6 +30,7 @@ from shardckpt.errors import (
     UnknownBackendError,
     VersionTooNewError,
     VersionTooOldError,
+    format_many,
     listed,
 )
 from shardckpt.manifest import MARKER_LIMIT, MARKER_NAME, RECORD_LIMIT, RECORD_NAME, Manifest, Marker, Record
@@ -369,9 +370,15 @@ def _recognise_directory(directory: Path, plugins: PluginManager) -> Manifest:
         names = sorted(path.name for path in directory.iterdir())
     if not names:
         raise NotACheckpointError(f"{directory} is not a distributed checkpoint: it is an empty directory")
+    if can_rename(directory) and (inner := [name for name in names if (directory / name / MARKER_NAME).is_file()]):
+        raise NotACheckpointError(
+            f"{directory} is not a distributed checkpoint: it is a folder of {format_many(len(inner), 'checkpoint')}: "
+            f"give one, such as {directory / inner[-1]}"
+        )
     raise IncompleteCheckpointError(
         f"{directory} is not a distributed checkpoint, or a save to it did not end: it has no {MARKER_NAME}, nor "
-        f"another library's index, such as DCP's .metadata (found {listed(names, limit=3)})"
+        f"another library's index, such as DCP's .metadata (found {listed(names, limit=3)}); `shardckpt inspect` says "
+        "what else it is, if that is known"
     )
 
 

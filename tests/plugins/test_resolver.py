@@ -192,6 +192,15 @@ def test_other_files_are_no_checkpoint(tmp_path: Path) -> None:
     assert "..." in text
 
 
+def test_a_folder_of_checkpoints_names_one(tmp_path: Path) -> None:
+    """The folder of a run, with Megatron's tracker file, is told from a save that did not end."""
+    for step in (1, 2):
+        _builtin(tmp_path / f"iter_000000{step}")
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("2")
+    text = _refusal(NotACheckpointError, tmp_path, PluginManager())
+    assert text.endswith(f"it is a folder of 2 checkpoints: give one, such as {tmp_path / 'iter_0000002'}")
+
+
 def test_a_checkpoint_that_lost_its_marker_is_incomplete(tmp_path: Path) -> None:
     """The files of a real save without those that name its strategy are not taken for a checkpoint."""
     path = _builtin(tmp_path / "checkpoint")
