@@ -261,8 +261,8 @@ def _advise_of_grids(wanted: Sequence[ShardedBase], absent: Collection[str], sto
     if not others:
         return ""
     return (
-        f"\nObjects are stored by another grid of ranks: {listed(list(others.values()))}. Ask for them as they are stored, "
-        "or leave them out of the state dict and begin that state (such as random numbers) anew"
+        f"\nObjects are stored by another grid of ranks: {listed(list(others.values()))}. Ask for them as they are "
+        "stored, or leave them out of the state dict and begin that state (such as random numbers) anew"
     )
 
 
