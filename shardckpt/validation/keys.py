@@ -252,7 +252,8 @@ def _advise_of_codes(absent: Iterable[str], stored: Iterable[object]) -> str:
 
 def _advise_of_grids(wanted: Sequence[ShardedBase], absent: Collection[str], stored: Mapping[str, str]) -> str:
     """Return what to do about objects that another grid of ranks has stored, such as ``rng_state``."""
-    grids = {shard.key: shard.global_shape for shard in wanted if stored_key(shard) in absent}
+    objects = (shard for shard in wanted if isinstance(shard, ShardedObject))
+    grids = {shard.key: shard.global_shape for shard in objects if shard.unique_key in absent}
     others = {
         key: f"{key} as {ShardedObject.empty_from_unique_key(name).global_shape}, wanted as {grids[key]}"
         for name, key in stored.items()
