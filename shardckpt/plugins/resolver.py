@@ -30,6 +30,7 @@ from shardckpt.errors import (
     UnknownBackendError,
     VersionTooNewError,
     VersionTooOldError,
+    ask_nearest,
     format_many,
     listed,
 )
@@ -415,7 +416,10 @@ def _check_policy(directory: Path, manifest: Manifest, accept: Accept | None) ->
     if any(backend == manifest.backend and version in (None, manifest.version) for backend, version in accepted):
         return
     allowed = ", ".join(repr(backend if version is None else f"{backend}@{version}") for backend, version in accepted)
-    raise RefusedByPolicyError(f"{_describe(directory, manifest)}; the caller's accept= allows {allowed or 'nothing'}")
+    near = next((f": {near}" for backend, _ in accepted if (near := ask_nearest(backend, {manifest.backend}))), "")
+    raise RefusedByPolicyError(
+        f"{_describe(directory, manifest)}; the caller's accept= allows {allowed or 'nothing'}{near.rstrip()}"
+    )
 
 
 def _refusal_error(
@@ -435,9 +439,14 @@ def _refusal_error(
     suggestion = f": {first_reader} or newer reads it" if first_reader else ""
     readers = [entry for entry in entries if entry.backend == manifest.backend]
     if not readers:
+        provider = (
+            f": {first_reader} or newer, which reads or migrates it"
+            if first_reader
+            else "; a strategy of your own is given as sharded_strategy=, or to "
+            "dist_checkpointing.register_default_strategy"
+        )
         return UnknownBackendError(
-            f"{what}; no installed plugin reads that backend. Install the distribution that provides it"
-            f"{f': {first_reader} or newer, which reads or migrates it' if first_reader else ''}{tail}"
+            f"{what}; no installed plugin reads that backend. Install the distribution that provides it{provider}{tail}"
         )
     versions = [entry.version for entry in readers]
     if manifest.version in versions:

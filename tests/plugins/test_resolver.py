@@ -344,6 +344,7 @@ def test_an_unknown_backend_of_another_library_has_no_hint(tmp_path: Path) -> No
     (tmp_path / "metadata.json").write_text('{"sharded_backend": "tensorstore", "sharded_backend_version": 1}')
     text = _refusal(UnknownBackendError, tmp_path, PluginManager())
     assert "'tensorstore' checkpoint of version 1" in text
+    assert "a strategy of your own is given as sharded_strategy=, or to dist_checkpointing.register_default" in text
     assert "reads it" not in text
 
 
@@ -449,6 +450,7 @@ def test_a_policy_lets_through_what_it_names(tmp_path: Path, accept: Any) -> Non
         ([("toy", 2)], "allows 'toy@2'"),
         (("toy", 2), "allows 'toy@2'"),
         ("toy@2", "allows 'toy@2'"),
+        ("tooy", "allows 'tooy': did you mean toy?"),
     ],
 )
 def test_a_policy_refuses_everything_else(tmp_path: Path, accept: Any, allowed: str) -> None:
