@@ -31,6 +31,7 @@ from shardckpt.errors import (
     VersionTooNewError,
     VersionTooOldError,
     ask_nearest,
+    describe_invalid,
     format_many,
     listed,
 )
@@ -327,8 +328,7 @@ def parse_file(parse: Callable[[bytes], _T], path: Path, limit: int) -> _T:
     try:
         return parse(raw)
     except (ValueError, RecursionError) as exc:  # pydantic's ValidationError is a ValueError
-        detail = "; ".join(str(exc).splitlines()[:4])
-        raise CorruptCheckpointError(f"{path} is damaged: {detail:.500}") from exc
+        raise CorruptCheckpointError(f"{path} is damaged: {describe_invalid(exc):.500}") from exc
 
 
 def _advise_lost_marker(directory: Path) -> str:
