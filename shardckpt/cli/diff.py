@@ -138,16 +138,19 @@ def _advise_names(report: DiffReport, options: Any) -> str:
 
         common = format_many(len(first & second), "tensor")
         return f"without --prefix {options.prefix}, {common} with the same name" if first & second else ""
-    calls = (
-        (_find_prefix(first, second), options.first, options.second),
-        (_find_prefix(second, first), options.second, options.first),
-    )
+    from shardckpt.huggingface import MEGATRON_NAME
+
+    places = options.first, options.second
+    calls = ((_find_prefix(first, second), *places), (_find_prefix(second, first), *reversed(places)))
     for prefix, one, other in calls:
         if prefix:
             return (
                 f"no name is in both, but those of {other} are in {one} behind {prefix!r}: "
                 f"shardckpt diff {one} {other} --prefix {escape_text(prefix)}"
             )
+    for names, hub, one, other in ((first, second, *places), (second, first, *reversed(places))):
+        if MEGATRON_NAME in names and "model.embed_tokens.weight" in hub:
+            return f"no name is in both, since {one} has Megatron's: shardckpt diff {one} {other} --mapping megatron"
     renames = _find_renames(first, second)
     if renames:
         given = " ".join(f"--rename {escape_text(old)}={escape_text(new)}" for old, new in renames.items())

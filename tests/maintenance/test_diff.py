@@ -298,6 +298,19 @@ def test_an_optimizer_that_an_export_leaves_out_is_said(tmp_path: Path, capsys: 
     assert capsys.readouterr().out.splitlines()[-1].startswith("all of the model is equal: what differs is optimizer")
 
 
+def test_megatrons_names_beside_the_hubs_are_advised(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Where one checkpoint has Megatron's names and one the Hub's, the call with the mapping is said, in its order."""
+    for name, keys in {
+        "m": ("embedding.word_embeddings", "output_layer"),
+        "hub": ("model.embed_tokens", "lm_head"),
+    }.items():
+        save_values(tmp_path / name, {f"{key}.weight": torch.ones(3, 2) for key in keys})
+    megatron, hub = str(tmp_path / "m"), str(tmp_path / "hub")
+    for places in ((megatron, hub), (hub, megatron)):
+        assert main(["diff", *places, "--tensors-only"]) == 1
+        assert capsys.readouterr().out.splitlines()[-1].endswith(f"shardckpt diff {megatron} {hub} --mapping megatron")
+
+
 def test_names_that_lack_a_prefix_are_advised(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Where no name is in both, but those of one are in the other behind a prefix, the call that compares is said."""
     tensors = {"a.w": torch.ones(3), "b.w": torch.zeros(3)}
