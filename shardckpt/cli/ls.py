@@ -27,6 +27,7 @@ from shardckpt.errors import CheckpointingException, escape_text, name_known
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from pathlib import Path
 
     from shardckpt.cli.colour import Style
     from shardckpt.engine import PruneResult
@@ -94,7 +95,8 @@ def describe_leftovers(folder: str, found: Sequence[CheckpointSummary]) -> list[
     """Return a line for a folder, and for each folder of checkpoints in it, where killed saves have left something."""
     from shardckpt.cli.amounts import format_bytes
 
-    lines, seen = [], set[str]()
+    lines: list[str] = []
+    seen: set[Path] = set()  # what is beside a folder is in the one around it, too
     inner = {each.name if each.inside else each.name.rpartition("/")[0] for each in found} - {""}
     for name in ("", *sorted(inner)):
         place = f"{folder.rstrip('/') or '/'}/{name}" if name else folder
@@ -105,9 +107,10 @@ def describe_leftovers(folder: str, found: Sequence[CheckpointSummary]) -> list[
         used = sum(bool(each.kept) for each in left)
         size = format_bytes(sum(each.nbytes for each in left))
         hidden = "directory" if len(left) == 1 else "directories"
+        where = f"in {escape_text(name)}" if name else "beside them"
         lines.append(
-            f"{f'in {escape_text(name)}' if name else 'beside them'} {len(left)} hidden {hidden} of saves and removals, "
-            f"{size}, of which {used} may be in use: `shardckpt prune {escape_text(place)} --dry-run` names them"
+            f"{where} {len(left)} hidden {hidden} of saves and removals, {size}, of which {used} may be in use: "
+            f"`shardckpt prune {escape_text(place)} --dry-run` names them"
         )
     return lines
 
