@@ -221,6 +221,11 @@ def _read_manifest(directory: Path, plugins: PluginManager, *, moved: bool, unma
             record = parse_file(_parse_record, record_file, RECORD_LIMIT)
         except VersionTooNewError as exc:
             raise VersionTooNewError(f"{directory}: {exc}") from exc
+        except CorruptCheckpointError as exc:
+            raise CorruptCheckpointError(
+                f"{exc}. Restore it from a copy, or move it away: then `shardckpt convert {directory} NEW` writes the "
+                "rest anew, without a digest to check it by"
+            ) from exc
         if (record.backend, record.version) != (marker.sharded_backend, marker.sharded_backend_version):
             raise CorruptCheckpointError(
                 f"{directory}: {MARKER_NAME} says {marker.sharded_backend!r} version {marker.sharded_backend_version}, "

@@ -285,6 +285,9 @@ def test_names_that_begin_otherwise_are_advised(tmp_path: Path, capsys: pytest.C
     save_values(tmp_path / "other", {"x": torch.ones(3)})
     assert main(["diff", old, str(tmp_path / "other")]) == 1
     assert "(the first has app.model.0.w, the second x): --rename OLD=NEW" in capsys.readouterr().out
+    save_values(tmp_path / "foreign", {"grid.w": torch.ones(5, 2)})  # an end alike, of another shape: no rename
+    assert main(["diff", old, str(tmp_path / "foreign")]) == 1
+    assert "--rename OLD=NEW" in capsys.readouterr().out
 
 
 def test_an_optimizer_that_an_export_leaves_out_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
