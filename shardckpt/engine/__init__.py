@@ -72,7 +72,7 @@ if TYPE_CHECKING:
         prune_leftovers,
         prune_spools,
     )
-    from shardckpt.engine.renaming import find_usual_names, list_keys, list_names, list_top_names, rename_stored
+    from shardckpt.engine.renaming import list_keys, list_names, list_top_names, rename_stored
     from shardckpt.engine.resizing import allow_resizing, parse_resize
     from shardckpt.engine.saving import SaveOptions, check_state, find_saver, refuse_objects, save_checkpoint
     from shardckpt.engine.streaming import (
@@ -146,7 +146,6 @@ __getattr__ = lazy_getattr(
             "read_checkpoint",
         ),
         "renaming": (
-            "find_usual_names",
             "list_keys",
             "list_names",
             "list_top_names",
@@ -258,7 +257,6 @@ __all__ = [
     "find_local",
     "find_save_time",
     "find_saver",
-    "find_usual_names",
     "format_bytes",
     "format_count",
     "format_seconds",

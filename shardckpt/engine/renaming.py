@@ -29,11 +29,6 @@ if TYPE_CHECKING:
     from shardckpt.storage import CheckpointReader
     from shardckpt.strategy import LoadContext, StoredBox, StoredFile
 
-#: What trainers call the tensors of a model: torch's tutorials, torchtitan's manager, Lightning, many scripts.
-_MODELS = frozenset(("model", "state_dict", "model_state_dict"))
-#: What the state dict of an optimizer has.
-_OPTIMIZER_PARTS = frozenset(("state", "param_groups"))
-
 
 def rename_stored(checkpoint: OpenCheckpoint, names: Mapping[str, str], keys: Sequence[str]) -> OpenCheckpoint:
     """Return an open checkpoint under other names.
@@ -69,29 +64,6 @@ def list_keys(checkpoint: OpenCheckpoint) -> list[str]:
 def list_top_names(keys: Iterable[str]) -> list[str]:
     """Return the first parts of dotted keys, sorted."""
     return sorted({key.partition(".")[0] for key in keys})
-
-
-def find_usual_names(keys: Iterable[str]) -> dict[str, str]:
-    """Return the names to give :func:`rename_stored`, if another trainer has named the model and its optimizer.
-
-    An optimizer is what has ``state`` or ``param_groups``. All may be inside one entry, as ``app`` of torch's tutorial.
-
-    Args:
-        keys: The keys of a checkpoint, as :func:`list_names` returns them.
-    """
-    paths = [key.split(".") for key in keys]
-    outer = {path[0] for path in paths}
-    inner = {path[1] for path in paths if len(path) > 1}
-    is_wrapped = len(outer) == 1 and not outer & _MODELS and bool(inner & _MODELS)
-    depth, before = (1, f"{min(outer)}.") if is_wrapped else (0, "")
-    sections = {path[depth] for path in paths if len(path) > depth}
-    found = {name: name for name in sections}
-    optimizers = {path[depth] for path in paths if len(path) > depth + 1 and path[depth + 1] in _OPTIMIZER_PARTS}
-    if "optimizer" not in sections and len(optimizers) == 1:
-        found[optimizers.pop()] = "optimizer"
-    if "model" not in sections and len(models := sections & _MODELS) == 1:
-        found[models.pop()] = "model"
-    return {f"{before}{old}": new for old, new in found.items() if f"{before}{old}" != new}
 
 
 def _check(names: Mapping[str, str], keys: Sequence[str]) -> None:

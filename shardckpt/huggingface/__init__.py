@@ -33,6 +33,7 @@ if TYPE_CHECKING:
         SAFETENSORS,
         assign_files,
         encode_weights_index,
+        is_hub_folder,
         natural_order,
         parse_leave_out,
     )
@@ -76,6 +77,7 @@ __getattr__ = lazy_getattr(
             "SAFETENSORS",
             "assign_files",
             "encode_weights_index",
+            "is_hub_folder",
             "natural_order",
             "parse_leave_out",
         ),
@@ -134,6 +136,7 @@ __all__ = [
     "get_shard_info",
     "header_length",
     "huggingface_index",
+    "is_hub_folder",
     "is_torch_file",
     "list_assets",
     "list_values",

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardckpt.errors import CorruptCheckpointError, NotACheckpointError, listed
 from shardckpt.huggingface.header import FileTensor, parse_header
-from shardckpt.huggingface.names import ORIGIN, SAFETENSORS, file_names, index_name
+from shardckpt.huggingface.names import ORIGIN, SAFETENSORS, file_names, has_numbered_files, index_name
 from shardckpt.storage import (
     HEADER_LIMIT,
     LENGTH_BYTES,
@@ -159,10 +159,21 @@ def read_weight_map(folder: Path) -> dict[str, str]:
 
 
 def find_only_file(folder: Path) -> str:
-    """Return the name of the one file of weights; raise NotACheckpointError if it is not there."""
+    """Return the name of the one file of weights.
+
+    Raises:
+        NotACheckpointError: It is not there.
+        CorruptCheckpointError: Several are, whose index has been lost.
+    """
     (name,) = file_names(1, SAFETENSORS)
     if not is_there(folder / name):
-        found = listed(sorted(path.name for path in folder.iterdir()), limit=3) if folder.is_dir() else "no directory"
+        names = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+        if has_numbered_files(names):
+            raise CorruptCheckpointError(
+                f"{folder} has lost {index_name(SAFETENSORS)}, without which transformers does not load it, and "
+                "nothing says whether a file is missing: copy it from where the folder came from, or export again"
+            )
+        found = listed(names, limit=3) if folder.is_dir() else "no directory"
         raise NotACheckpointError(
             f"{folder} has neither {name} nor {index_name(SAFETENSORS)}: it is not a Hugging Face folder of "
             f"safetensors (found {found or 'nothing'})"

@@ -17,6 +17,8 @@ BIN = "bin"
 #: Stem and suffix of each format's files.
 _STEMS = {SAFETENSORS: ("model", ".safetensors"), BIN: ("pytorch_model", ".bin")}
 _WEIGHTS = re.compile(r"(model|pytorch_model)(-\d+-of-\d+)?\.(safetensors|bin)(\.index\.json)?")
+#: Of several files of safetensors, which an index lists.
+_NUMBERED = re.compile(r"model-\d+-of-\d+\.safetensors")
 #: What makes transformers put old adapters onto the new weights.
 ADAPTER = "adapter_config.json"
 #: Weights that transformers, vLLM or SGLang load of a folder: all ``*.safetensors``, Mistral's, PyTorch's, Keras' and
@@ -43,6 +45,16 @@ def check_format(name: str) -> str:
     """
     check_choice("format", name, (SAFETENSORS, BIN))
     return name
+
+
+def is_hub_folder(names: Collection[str]) -> bool:
+    """Return whether a folder is one of the Hub's layout, as the names of its files say: it may have lost its index."""
+    return bool({*file_names(1, SAFETENSORS), index_name(SAFETENSORS)} & set(names)) or has_numbered_files(names)
+
+
+def has_numbered_files(names: Collection[str]) -> bool:
+    """Return whether some of the files are of several, which an index lists."""
+    return any(map(_NUMBERED.fullmatch, names))
 
 
 def assign_files(sizes: Mapping[str, int], limit: int, file_format: str = SAFETENSORS) -> dict[str, list[str]]:

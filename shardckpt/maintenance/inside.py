@@ -24,8 +24,9 @@ _MARKS = frozenset(
         *("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin.index.json", "metadata.pkl"),
     }
 )
-#: Data files of DCP, Megatron and (safetensors, 1), DeepSpeed's, and the folders of ranks of Megatron's legacy format.
-_PARTS = re.compile(r".*\.distcp|rank_\d+_\d+\.safetensors|.*_model_states\.pt|mp_rank_\d+(_\d+)*")
+#: Data files of DCP, Megatron and (safetensors, 1), DeepSpeed's, the Hub's, of several, and the folders of ranks of
+#: Megatron's legacy format.
+_PARTS = re.compile(r".*\.distcp|(rank_\d+_\d+|model-\d+-of-\d+)\.safetensors|.*_model_states\.pt|mp_rank_\d+(_\d+)*")
 
 
 class Names(NamedTuple):

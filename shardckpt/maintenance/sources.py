@@ -306,6 +306,8 @@ def _check_folder(place: Path, location: Path, plugins: PluginManager) -> dict[s
             review = review_folder(location, opened)
     except CheckpointReplacedError:
         raise
+    except CorruptCheckpointError as exc:  # no file of weights, which are sound
+        return {**found, CONFIG: Checked(exc)}
     except CheckpointingException as exc:  # a dtype that this torch lacks
         return {**found, CONFIG: Checked(None, note=f"not compared with the weights: {exc}")}
     notes = {name: Checked(None, note=note) for name, note in review.notes.items()}

@@ -25,6 +25,7 @@ from shardckpt.errors import (
 from shardckpt.huggingface import (
     TorchFileLoadStrategy,
     huggingface_index,
+    is_hub_folder,
     is_torch_file,
     read_all_of_folder,
     read_origin,
@@ -65,9 +66,6 @@ if TYPE_CHECKING:
 
     from shardckpt.manager.summaries import State
     from shardckpt.plugins import PluginManager
-
-#: Any of these says that a folder is one of the Hub's layout.
-_HUB_FILES = ("model.safetensors", "model.safetensors.index.json")
 
 
 def list_checkpoints(folder: str | os.PathLike[str], *, recursive: bool = False) -> list[CheckpointSummary]:
@@ -315,7 +313,7 @@ def _describe_unmarked(directory: Path, summary: CheckpointSummary, error: Canno
     """Return the summary of a directory that no reader recognises: the Hub's, DeepSpeed's, a dead save, or any."""
     with wrap_os_errors("list", directory):
         names = [path.name for path in directory.iterdir()] if directory.is_dir() else []
-    if any(name in names for name in _HUB_FILES):
+    if is_hub_folder(names):
         summary = replace(summary, strategy="huggingface", library="Hugging Face")
         remote = on_store(directory)
         try:

@@ -10,7 +10,6 @@ from shardckpt.adapters import get_model_tensors
 from shardckpt.distributed import Comm, replace_text
 from shardckpt.engine import (
     LoadOptions,
-    find_usual_names,
     list_names,
     list_top_names,
     load_checkpoint,
@@ -36,7 +35,7 @@ from shardckpt.parallel import share_reading, split_budget
 from shardckpt.plugins import get_plugin_manager
 from shardckpt.state_dict import nested_values
 from shardckpt.storage import retry_if_replaced
-from shardckpt.validation import StrictHandling, stored_key, use_bare_keys
+from shardckpt.validation import StrictHandling, find_usual_names, stored_key, use_bare_keys
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence

@@ -32,6 +32,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+#: What trainers call the tensors of a model: torch's tutorials, torchtitan's manager, Lightning, many scripts.
+_MODELS = frozenset(("model", "state_dict", "model_state_dict"))
+#: What the state dict of an optimizer has.
+_OPTIMIZER_PARTS = frozenset(("state", "param_groups"))
+
 _SHOWN = 20
 #: The part of a key below which the versions of a model's modules are stored.
 VERSIONS = "_versions"
@@ -308,7 +313,45 @@ def _report_unused(
         logger.warning("%s (on_unused='ignore' is silent, 'error' refuses)", text)
 
 
+def find_usual_names(keys: Iterable[str]) -> dict[str, str]:
+    """Return what a checkpoint calls the model and its optimizer, and what they are called here, where these differ.
+
+    An optimizer is what has ``state`` or ``param_groups``. All may be inside one entry, as ``app`` of torch's tutorial.
+
+    Args:
+        keys: The keys of a checkpoint, and the dotted paths of its common state, if they are known.
+    """
+    paths = [key.split(".") for key in keys]
+    outer = {path[0] for path in paths}
+    inner = {path[1] for path in paths if len(path) > 1}
+    is_wrapped = len(outer) == 1 and not outer & _MODELS and bool(inner & _MODELS)
+    depth, before = (1, f"{min(outer)}.") if is_wrapped else (0, "")
+    sections = {path[depth] for path in paths if len(path) > depth}
+    found = {name: name for name in sections}
+    optimizers = {path[depth] for path in paths if len(path) > depth + 1 and path[depth + 1] in _OPTIMIZER_PARTS}
+    if "optimizer" not in sections and len(optimizers) == 1:
+        found[optimizers.pop()] = "optimizer"
+    if "model" not in sections and len(models := sections & _MODELS) == 1:
+        found[models.pop()] = "model"
+    return {f"{before}{old}": new for old, new in found.items() if f"{before}{old}" != new}
+
+
 def _suggest_names(absent: Collection[str], stored: Collection[object]) -> str:
+    """Return what to do about keys that the checkpoint has by other names; ``""`` if it has none such."""
+    texts = [name for name in stored if isinstance(name, str)]  # a damaged index may have other keys
+    usual = {
+        old: new for old, new in find_usual_names(texts).items() if any(key.startswith(f"{new}.") for key in absent)
+    }
+    if not usual:
+        return _suggest_prefix(absent, texts)
+    named = listed([f"{new!r} as {old!r}" for old, new in sorted(usual.items())])
+    return (
+        f"\nThe checkpoint has {named}: a CheckpointManager loads it as it is, by initial_load_path=... and "
+        "initial_load_model_only=False"
+    )
+
+
+def _suggest_prefix(absent: Collection[str], stored: Collection[str]) -> str:
     """Return what to do about keys that are stored with something before them, or without their first part."""
     bare = {key: tail for key in absent if (tail := key.partition(".")[2]) in stored}
     if bare:  # as torchtitan stores those of a model
@@ -319,8 +362,7 @@ def _suggest_names(absent: Collection[str], stored: Collection[object]) -> str:
             f"with {prefix!r} without that; to_sharded_state_dict(model) puts nothing before the names of the model"
         )
     key = min(absent, default="")
-    texts = (name for name in stored if isinstance(name, str))  # a damaged index may have other keys
-    prefixes = sorted(name.removesuffix(key) for name in texts if key and name.endswith(f".{key}"))
+    prefixes = sorted(name.removesuffix(key) for name in stored if key and name.endswith(f".{key}"))
     if not prefixes:
         return ""
     prefix = max(prefixes, key=lambda each: sum(each + name in stored for name in absent))

@@ -56,6 +56,17 @@ def test_a_config_of_another_model_is_damage(tmp_path: Path, config: dict[str, A
     assert not found["model.safetensors"]
 
 
+@table("text", ["{", "[]"])
+def test_a_config_that_is_no_json_object_is_damage(tmp_path: Path, text: str) -> None:
+    """No engine loads such a folder, whose weights are whole: exit code 1, and the reason at the file."""
+    folder = _folder(tmp_path / "hf")
+    (folder / "config.json").write_text(text)
+    code, found = _found(folder)
+    assert code == DAMAGED
+    assert "config.json is damaged" in found["config.json"]
+    assert not found["model.safetensors"]
+
+
 def test_a_config_with_another_dtype_is_said(tmp_path: Path) -> None:
     """Engines cast the weights as the config says: no damage, but a note; so is that no class was asked."""
     code, found = _found(_folder(tmp_path / "hf", {"dtype": "bfloat16", "vocab_size": 8}))
@@ -63,6 +74,19 @@ def test_a_config_with_another_dtype_is_said(tmp_path: Path) -> None:
     assert "which are float32, as bfloat16" in found["config.json"]
     assert "names and shapes were not compared: it names no class" in found["config.json"]
     assert _found(_folder(tmp_path / "other" / "hf")) == (INTACT, {"model.safetensors": ""})
+
+
+def test_a_folder_of_several_files_that_has_lost_its_index_is_not_called_intact(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each file alone is sound, and no one knows whether all are there: verify and ls say what is lost."""
+    folder = _folder(tmp_path / "hf", size=100)
+    (folder / "model.safetensors.index.json").unlink()
+    said = "has lost model.safetensors.index.json"
+    assert main(["verify", str(folder)]) == DAMAGED
+    assert said in capsys.readouterr().out
+    assert main(["ls", str(tmp_path)]) == DAMAGED
+    assert said in capsys.readouterr().out
 
 
 @table(

@@ -5,11 +5,14 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_state_dict
 
 from shardckpt import dist_checkpointing as dc
 from shardckpt.adapters import to_sharded_state_dict
 from shardckpt.distributed.comm import Comm
 from shardckpt.errors import CheckpointingException, KeyMismatchError, ShardingError
+from shardckpt.manager import CheckpointConfig, CheckpointManager
 from shardckpt.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
 from shardckpt.validation.keys import (
     StrictHandling,
@@ -23,6 +26,7 @@ from shardckpt.validation.sharding import validate_shards
 from tests.tables import table
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
 
@@ -174,6 +178,39 @@ def test_keys_that_are_stored_behind_a_prefix_are_said_with_what_loads_them(tmp_
     other = torch.nn.Linear(4, 4)
     dc.load(to_sharded_state_dict(other, prefix="model."), tmp_path / "c")
     assert torch.equal(other.weight, model.weight)
+
+
+@table(
+    ("nest", "said"),
+    [
+        (lambda model, optim: {"model": model, "optim": optim}, "'optimizer' as 'optim'"),
+        (
+            lambda model, optim: {"app": {"model": model, "optim": optim}},
+            "'model' as 'app.model', 'optimizer' as 'app.optim'",
+        ),
+    ],
+    ids=["optim", "app"],
+)
+def test_the_names_of_torchs_tutorials_are_said_with_what_loads_them(
+    tmp_path: Path, nest: Callable[[Any, Any], dict[str, Any]], said: str
+) -> None:
+    """Where plain DCP has the optimizer as ``optim``, or all in ``app``, the error names what loads it: the manager."""
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(4)).sum().backward()
+    optimizer.step()
+    dcp.save(nest(*get_state_dict(model, optimizer)), checkpoint_id=tmp_path / "old", no_dist=True)
+    with pytest.raises(KeyMismatchError, match="a CheckpointManager loads it as it is") as raised:
+        dc.load(to_sharded_state_dict(model, optimizer), tmp_path / "old")
+    assert said in str(raised.value)
+    assert "log_unexpected" not in str(raised.value)  # it would leave the optimizer as it is
+    assert "prefix=" not in str(raised.value)
+    other = torch.nn.Linear(4, 4)
+    states = {"model": other, "optimizer": (again := torch.optim.AdamW(other.parameters()))}
+    options: dict[str, Any] = {"initial_load_path": str(tmp_path / "old"), "initial_load_model_only": False}
+    with CheckpointManager(CheckpointConfig(folder=str(tmp_path / "new"), **options), states) as manager:
+        assert manager.load()
+    assert len(again.state) == 2
 
 
 def test_a_key_that_is_stored_without_its_first_part_is_said() -> None:
