@@ -41,6 +41,8 @@ _NAMES_SHOWN = 4
 _DIGITS = 12
 #: What --verbose shows of a conversion.
 PROOF_HELP = "print a line for each tensor, with its fingerprints before and after"
+#: What the names of files end with; directories of Lightning end with .ckpt, too.
+_NAMES_OF_FILES = (".bin", ".pt", ".pth", ".safetensors")
 
 
 def add(verbs: Any) -> None:
@@ -214,6 +216,8 @@ def describe_conversion(report: ConversionReport, target: str, how: str = "", *,
     tensors, objects = format_many(report.tensors, "tensor"), format_many(report.objects, "object")
     written = f"{new}, {how or f'written from {old}'}: {tensors} of {report.nbytes:,} bytes, {objects}"
     lines.append(f"{target}: {written}; read again, all fingerprints are equal")
+    if target.endswith(_NAMES_OF_FILES) and report.new[0] != "torch_save":
+        lines.append(f"{target} is a directory, whatever its name: --to torch writes a file, which torch.load reads")
     return lines
 
 

@@ -84,3 +84,12 @@ def test_what_only_other_libraries_look_for_does_not_read_as_lost(
     assert main([verb, *sources, str(tmp_path / "hf"), "--to", "hf"]) == 0
     said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("not written: ")]
     assert said == ["not written: step", "not written: 1 object for readers of other libraries alone"]
+
+
+def test_a_directory_with_the_name_of_a_file_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Without --to torch, what is called new.pt is a directory: the last line says so, and what writes a file."""
+    torch.save({"w": torch.ones(3)}, tmp_path / "a.pt")
+    assert main(["convert", str(tmp_path / "a.pt"), str(tmp_path / "new.pt")]) == 0
+    assert "new.pt is a directory, whatever its name: --to torch" in capsys.readouterr().out.splitlines()[-1]
+    assert main(["convert", str(tmp_path / "new.pt"), str(tmp_path / "file.pt"), "--to", "torch"]) == 0
+    assert "is a directory" not in capsys.readouterr().out
