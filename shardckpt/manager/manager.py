@@ -25,7 +25,7 @@ from shardckpt.manager.rng import add_random_state
 from shardckpt.manager.save_policies import SaveClock
 from shardckpt.manager.states import MODEL, TrainingStates, check_named
 from shardckpt.manager.step_names import parse_number
-from shardckpt.manager.step_resolution import NEWEST, check_step, find_best, read_step, resolve_step
+from shardckpt.manager.step_resolution import NEWEST, check_step, find_best, read_step, resolve_step, warn_of_others
 from shardckpt.manager.steps import MODEL_PREFIX, PREFIX_KEY, StepFolder
 from shardckpt.manifest import Lineage
 from shardckpt.plugins import get_plugin_manager
@@ -225,6 +225,8 @@ class CheckpointManager:
         if found is not None:
             self._last, self._loaded = None, found  # a step that was saved before the load may be saved a second time
         is_loaded = found is not None or load_initial(self.config, self._states, self._reader, self._group)
+        if not is_loaded and comm.is_main:
+            warn_of_others(self._folder)
         for part in self._parts:
             part.after_load(found)
         return is_loaded

@@ -7,9 +7,11 @@ from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 from shardckpt.distributed import replace_text
-from shardckpt.errors import CheckpointingException, CorruptCheckpointError, listed, name_known
+from shardckpt.errors import CheckpointingException, CorruptCheckpointError, StorageError, listed, name_known
+from shardckpt.maintenance import is_marked, list_local_names
 from shardckpt.manager.reader import MissingStatesError
 from shardckpt.manager.retention import KeepBest
+from shardckpt.storage import on_store
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
@@ -58,6 +60,32 @@ def read_step(
             logger.info("loaded %s of %s", "the model alone of step 0" if is_seed else f"step {found}", folder)
             return found
     return None
+
+
+def warn_of_others(folder: StepFolder) -> None:
+    """Warn where a folder without a step is a checkpoint, or has some by other names. Not collective."""
+    if on_store(folder.place) is not None or not folder.place.is_dir():  # each name of a store would be a request
+        return
+    list_names = list_local_names(folder.place)
+
+    def is_other(path: str) -> bool:
+        inner = list_names(path)
+        return is_marked([*inner.folders, *inner.files])
+
+    try:
+        is_itself = is_other("")
+        names = [name for name in sorted(list_names("").folders) if folder.names.parse(name) is None]
+        others = [] if is_itself else [name for name in names if is_other(name)]
+    except StorageError:  # it is about something that need not be there
+        return
+    if is_itself or others:
+        named = f"it has {listed(others, limit=6)}, and the names of steps are step-<n>"
+        logger.warning(
+            "%s has no step, so nothing is loaded: %s; initial_load_path=... loads such a one into a new folder "
+            "(initial_load_model_only=False: with all states)",
+            folder,
+            "it is a checkpoint itself" if is_itself else named,
+        )
 
 
 def _advise_of_older(folder: StepFolder, reader: StepReader, step: int) -> str:

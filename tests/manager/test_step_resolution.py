@@ -219,3 +219,27 @@ def test_no_step_is_named_for_states_that_none_has(tmp_path: Path) -> None:
     text = _load_error(str(tmp_path), ("model", "optimizer"))
     assert "manager.load" not in text
     assert "exclude_from_loading" in text
+
+
+@table(
+    ("below", "said"),
+    [
+        ("epoch_3", "it has epoch_3, and the names of steps are step-<n>"),
+        ("", "it is a checkpoint itself"),
+        ("logs/epoch_3", None),
+        ("step-3", None),
+    ],
+    ids=["other name", "itself", "further below", "a save that did not end"],
+)
+def test_a_start_from_the_beginning_beside_other_checkpoints_is_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, below: str, said: str | None
+) -> None:
+    """A folder without a step that has checkpoints by other names, or is one, is a warning with what loads them."""
+    caplog.clear()
+    (tmp_path / "runs" / below).mkdir(parents=True)
+    (tmp_path / "runs" / below / "__0_0.distcp").touch()
+    with CheckpointManager(CheckpointConfig(folder=tmp_path / "runs"), _build("model")) as manager:
+        assert not manager.load()
+    found = [record.message for record in caplog.records if "has no step" in record.message]
+    assert len(found) == (said is not None)
+    assert said is None or (said in found[0] and "initial_load_path=" in found[0])
