@@ -117,10 +117,16 @@ def _describe(report: DiffReport, options: Any) -> list[str]:
     lines.append(paint(summary, "good" if report.are_same else "bad"))
     return [
         *lines,
-        *filter(
-            None, [_advise_names(report, options), _advise_rows(report, options), _advise_optimizer(report, options)]
-        ),
+        *filter(None, [_describe_left_out(report), _advise_names(report, options), _advise_rows(report, options)]),
     ]
+
+
+def _describe_left_out(report: DiffReport) -> str:
+    """Return what was not compared, since a folder of the Hub has no optimizer's state; ``""`` if nothing was."""
+    from shardckpt.cli.amounts import format_many
+
+    count = len(report.left_out)
+    return f"not compared: {format_many(count, 'tensor')} of the optimizer's state" if count else ""
 
 
 def _find_style(kind: str) -> Style:
@@ -178,19 +184,6 @@ def _advise_rows(report: DiffReport, options: Any) -> str:
     if not options.mapping or options.cut_vocabulary or not shapes:
         return ""
     return "where the first has more rows of the vocabulary, Megatron has padded it: --cut-vocabulary leaves these out"
-
-
-def _advise_optimizer(report: DiffReport, options: Any) -> str:
-    """Return that all that differs is what an export by a mapping leaves out; ``""`` if there is anything else."""
-    from shardckpt.engine import is_optimizer_key
-
-    rows = report.differences
-    if not options.mapping or not rows:
-        return ""
-    is_left_out = all(row.kind == "only in first" and is_optimizer_key(row.key) for row in rows)
-    return (
-        "all of the model is equal: what differs is optimizer state, which a mapping leaves out" if is_left_out else ""
-    )
 
 
 def _find_prefix(longer: set[str], shorter: set[str]) -> str:

@@ -14,7 +14,7 @@ import torch
 from shardckpt import __version__
 from shardckpt.commit import check_target, commit_staging, discard_staging
 from shardckpt.engine import OpenCheckpoint, Operation, open_staging
-from shardckpt.errors import CheckpointingException, listed
+from shardckpt.errors import CheckpointingException, KeyMismatchError, listed
 from shardckpt.huggingface.architecture import try_class
 from shardckpt.huggingface.block_writer import BlockWriter
 from shardckpt.huggingface.config import adapt_config, find_config, find_tied
@@ -169,12 +169,20 @@ class FolderExport:
                 "tie them (assets=, --assets)"
             )
 
-    def _warn_of_misfits(self, staging: Path) -> None:
-        """Warn of tensors that the class in ``config.json`` misses or does not know, if transformers can say."""
+    def _report_misfits(self, staging: Path) -> None:
+        """Warn of tensors that the class in ``config.json`` misses or does not know, if transformers can say.
+
+        Raises:
+            KeyMismatchError: There are some, and the export is strict.
+        """
         # beside a training in the main thread no class is built: that changes defaults of torch for all threads
         is_asked = self.plan.file_format == SAFETENSORS and threading.current_thread() is threading.main_thread()
         config = find_config([], staging) if is_asked else None
         fault = "" if config is None else try_class(staging, config.content).fault
+        if fault and self.plan.strict:
+            raise KeyMismatchError(
+                f"{self.target} is not written: {fault}. Give the config.json of this model (assets)"
+            )
         if fault:
             logger.warning("%s: %s (shardckpt verify says it, too)", self.target, fault)
 
@@ -210,7 +218,7 @@ class FolderExport:
         for path in self.assets:
             if path.name not in written:
                 copy_new(path, staging / path.name)
-        self._warn_of_misfits(staging)
+        self._report_misfits(staging)
         if self.check is not None:  # before the journal's end: after a kill in the check another process goes on
             self.check(staging)
         if self.journal is not None:

@@ -107,6 +107,7 @@ class ExportPlan(NamedTuple):
         left_out: What is not written.
         cast: Names of tensors that are cast, with the dtype that is stored.
         kept: Names of those that keep their dtype where others are cast, and hold more than these.
+        strict: Whether a folder that its model's class cannot load as it is, is an error.
     """
 
     file_format: str
@@ -115,6 +116,7 @@ class ExportPlan(NamedTuple):
     left_out: LeftOut = LeftOut()
     cast: Mapping[str, torch.dtype] = MappingProxyType({})
     kept: tuple[str, ...] = ()
+    strict: bool = False
 
     @property
     def total_size(self) -> int:
@@ -154,7 +156,7 @@ def plan_export(index: Iterable[ShardedBase], options: ExportOptions, source: st
     sizes = {name: tensor.nbytes for name, tensor in tensors.items()}
     files = assign_files(sizes, options.limit, options.file_format)
     planned = [(file, [tensors[name] for name in files[file]]) for file in files]
-    return ExportPlan(options.file_format, planned, tuple(unmatched), left_out, cast, tuple(kept))
+    return ExportPlan(options.file_format, planned, tuple(unmatched), left_out, cast, tuple(kept), options.strict)
 
 
 def choose_model(

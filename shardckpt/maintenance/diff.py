@@ -9,7 +9,15 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
 
-from shardckpt.engine import STREAM_BYTES, Progress, StoredCheckpoint, TensorBox, locate, read_boxes
+from shardckpt.engine import (
+    STREAM_BYTES,
+    Progress,
+    StoredCheckpoint,
+    TensorBox,
+    is_optimizer_key,
+    locate,
+    read_boxes,
+)
 from shardckpt.errors import CheckpointingException, KeyMismatchError, name_prefixes
 from shardckpt.maintenance.object_diff import ObjectReport, diff_objects
 from shardckpt.maintenance.sources import open_source
@@ -75,12 +83,14 @@ class DiffReport:
         by_fingerprint: How many of these were compared by stored fingerprints alone.
         differences: What tensors differ, sorted by key.
         objects: How objects and common state differ; None if they were not compared.
+        left_out: Keys of the optimizer's state of the first checkpoint, which the other side of a mapping has not.
     """
 
     equal: int
     by_fingerprint: int
     differences: tuple[TensorDifference, ...] = ()
     objects: ObjectReport | None = None
+    left_out: tuple[str, ...] = ()
 
     @property
     def are_same(self) -> bool:
@@ -188,6 +198,11 @@ class _Found:
     norm: float = 0.0
     changed: float = 0.0
 
+    @property
+    def is_only_in_first(self) -> bool:
+        """Whether the second checkpoint has nothing of it."""
+        return self.absent is not None and self.absent.kind == "only in first"
+
     def report(self) -> TensorDifference | None:
         """Return the difference, or None."""
         if self.absent is not None:
@@ -233,6 +248,13 @@ class _Comparison:
     def run(self, mapping: KeyMapping, prefix: str, read_values: bool) -> DiffReport:
         """Compare all tensors."""
         found, missing = self._match(mapping, prefix)
+        # a mapping leads to a folder with the model alone, which has no optimizer's state to compare
+        is_left_out = [
+            not isinstance(mapping, Identity) and one.is_only_in_first and is_optimizer_key(one.tensor.key)
+            for one in found
+        ]
+        left_out = tuple(one.tensor.key for one, out in zip(found, is_left_out, strict=True) if out)
+        found = [one for one, out in zip(found, is_left_out, strict=True) if not out]
         same = set() if read_values else self._compare_fingerprints(found)
         rest = [one for one in found if one.tensor.key not in same]
         progress = Progress("diff", self.place, sum(map(_count_bytes, self._list_boxes(rest))), get_plugin_manager())
@@ -241,7 +263,7 @@ class _Comparison:
             progress.add(sum(map(_count_bytes, some)))
         reports = [report for one in found if (report := one.report()) is not None]
         differences = sorted([*reports, *missing], key=lambda difference: difference.key)
-        return DiffReport(len(found) - len(reports), len(same), tuple(differences))
+        return DiffReport(len(found) - len(reports), len(same), tuple(differences), left_out=left_out)
 
     def _match(self, mapping: KeyMapping, prefix: str) -> tuple[list[_Found], list[TensorDifference]]:
         """Return the tensors of the first checkpoint with those of the second, and what only the second has."""

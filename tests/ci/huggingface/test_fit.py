@@ -5,11 +5,13 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
+import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from shardckpt import dist_checkpointing as dc
 from shardckpt.adapters import to_sharded_state_dict
+from shardckpt.errors import KeyMismatchError
 from shardckpt.huggingface import export_to_huggingface
 from shardckpt.maintenance import DAMAGED, INTACT, get_exit_code, verify_checkpoint
 from tests.ci.huggingface.test_models import _model
@@ -18,8 +20,6 @@ from tests.tables import table
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-    import pytest
 
 
 def _publish(path: Path, name: str, kind: str) -> Path:
@@ -58,7 +58,7 @@ def test_weights_that_the_class_has_not_are_damage(
 
 
 def test_an_export_says_what_its_class_does_not_know(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A tensor beside the model's that gets into the folder is named in a warning, before anyone loads it."""
+    """A tensor beside the model's that gets into the folder is named in a warning; with strict it is an error."""
     model = _model("Llama")
     model.save_pretrained(tmp_path / "assets")
     state = to_sharded_state_dict(model)
@@ -70,3 +70,6 @@ def test_an_export_says_what_its_class_does_not_know(tmp_path: Path, caplog: pyt
     with caplog.at_level(logging.WARNING, "shardckpt"):
         export_to_huggingface(tmp_path / "c2", tmp_path / "hf2", assets=tmp_path / "assets")
     assert "of the tensors of LlamaForCausalLM of transformers, 1 unknown (value_head.weight)" in caplog.text
+    with pytest.raises(KeyMismatchError, match=r"hf3 is not written: .*1 unknown \(value_head\.weight\)"):
+        export_to_huggingface(tmp_path / "c2", tmp_path / "hf3", assets=tmp_path / "assets", strict=True)
+    assert not (tmp_path / "hf3").exists()
