@@ -15,6 +15,7 @@ from shardckpt.engine import (
     LoadOptions,
     SaveOptions,
     find_saver,
+    lend_checkpoint,
     load_checkpoint,
     locate,
     locate_local,
@@ -380,7 +381,9 @@ def open_checkpoint(
     options = LoadOptions(sharded_strategy, accept, tuple(allow_globals), reading)
     with ExitStack() as stack:
         yield ModelCheckpoint(
-            retry_if_replaced(lambda: stack.enter_context(_open_alone(checkpoint_dir, options)), checkpoint_dir)
+            retry_if_replaced(
+                lambda: stack.enter_context(lend_checkpoint(_open_alone(checkpoint_dir, options))), checkpoint_dir
+            )
         )
 
 

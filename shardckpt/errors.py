@@ -197,6 +197,17 @@ def ask_nearest(wanted: object, known: Collection[str]) -> str:
     return f"did you mean {escape_text(nearest)}? " if nearest not in ("", wanted) else ""
 
 
+def describe_invalid(error: BaseException) -> str:
+    """Return in one line what is wrong with the content of a file; of pydantic's error, places and faults alone."""
+    list_faults = getattr(error, "errors", None)
+    if list_faults is None:
+        return "; ".join(str(error).splitlines()[:4])
+    faults = [
+        (".".join(map(str, fault["loc"])), fault["msg"].partition(" or instance of ")[0]) for fault in list_faults()
+    ]
+    return "; ".join(f"{place}: {what}" if place else what for place, what in faults[:4])
+
+
 def check_choice(argument: str, value: object, choices: Collection[str]) -> None:
     """Raise CheckpointingException unless the value of an argument is one of the texts that it may be."""
     if not isinstance(value, str) or value not in choices:

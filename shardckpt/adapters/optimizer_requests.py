@@ -15,7 +15,7 @@ from shardckpt.adapters.forms import (
     flatten_state,
     join_path,
 )
-from shardckpt.adapters.group_options import GROUP_NAME, GROUPS, GROUPS_NAME, PARAMS, STATE, request_options
+from shardckpt.adapters.group_options import GROUP_NAME, GROUPS, GROUPS_NAME, OTHERS, PARAMS, STATE, request_options
 from shardckpt.adapters.leaves import describe_leaf, describe_object
 from shardckpt.adapters.modules import data_address
 from shardckpt.adapters.optimizers import OptimizerState, list_slots
@@ -31,9 +31,6 @@ if TYPE_CHECKING:
     import torch
 
     from shardckpt.mapping import StoredNames
-
-#: What an optimizer of ours has beside them, by its parameters' digest: for a live one of the same parameters.
-_OTHERS = "others"
 
 
 def request_optimizer(
@@ -52,7 +49,7 @@ def request_optimizer(
         The state and options by parameter, or the options of each group, and what belongs to no parameter by its path.
     """
     rests = [each[len(key) + 1 :] for each in stored.list_below(key)]
-    rests = [rest for rest in rests if rest.partition(".")[0] not in (STATE, GROUPS, _OTHERS)]
+    rests = [rest for rest in rests if rest.partition(".")[0] not in (STATE, GROUPS, OTHERS)]
     others = nest({tuple(rest.split(".")): request_value(stored, f"{key}.{rest}") for rest in rests})
     live = OptimizerState([], list(params), dict(params), {})
     state = request_states(live, {}, stored, f"{key}.{STATE}", "model.", shard_factored=shard_factored)

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from shardckpt.adapters import fsdp1
 from shardckpt.adapters.dtensor import get_local_tensor
 from shardckpt.adapters.forms import rebuild_state
-from shardckpt.adapters.group_options import GROUPS, PARAMS, STATE, name_group, spread_options
+from shardckpt.adapters.group_options import GROUPS, OTHERS, PARAMS, STATE, name_group, spread_options
 from shardckpt.adapters.kept_options import (
     choose_options,
     list_option_names,
@@ -91,7 +91,7 @@ def load_into(
         _refuse(trained - options.keys(), "optimizer")
     params = {name: param for one in live for name, param in one.params.items()}
     states = {name: rebuild_state(each, params.get(name)) for name, each in optimizer_state.get(STATE, {}).items()}
-    by_digest = {digest: rebuild_state(values) for digest, values in optimizer_state.get("others", {}).items()}
+    by_digest = {digest: rebuild_state(values) for digest, values in optimizer_state.get(OTHERS, {}).items()}
     others = [by_digest.get(one.digest, {}) if by_digest else {} for one in live]
     for number, (one, rest) in enumerate(zip(live, others, strict=True)):
         if not one.has_groups and not rest:

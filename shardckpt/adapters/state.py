@@ -15,6 +15,8 @@ from shardckpt.adapters.dtensor import AlikeTensors
 from shardckpt.adapters.for_dcp import GroupKeys, describe_groups, describe_numbers
 from shardckpt.adapters.forms import get_layout
 from shardckpt.adapters.group_options import (
+    GROUPS,
+    OTHERS,
     STATE,
     describe_options,
     request_options,
@@ -239,7 +241,7 @@ def _describe_optimizers(
     kept: _Kept | None,
 ) -> ShardedStateDict:
     """Describe the state of optimizers; ``make_flat`` makes that of FSDP1's parameters that have none."""
-    state, groups, others = (f"{prefix}optimizer.{kind}" for kind in ("state", "param_groups", "others"))
+    state, groups, others = (f"{prefix}optimizer.{kind}" for kind in (STATE, GROUPS, OTHERS))
 
     def describe(values: Mapping[str, Any]) -> dict[str, Any]:
         return {
@@ -258,11 +260,11 @@ def _describe_optimizers(
 
     keys = GroupKeys() if kept is None else kept.keys
     return {
-        "state": OptionalEntries(states, f"{state}.", request_state),
-        "param_groups": OptionalEntries(
+        STATE: OptionalEntries(states, f"{state}.", request_state),
+        GROUPS: OptionalEntries(
             options, f"{groups}.", lambda stored, _: request_options(live.names, stored, groups), required=True
         ),
-        "others": OptionalEntries(
+        OTHERS: OptionalEntries(
             rest, f"{others}.", lambda stored, entries: request_others(live, entries, stored, others)
         ),
         "for_dcp": {

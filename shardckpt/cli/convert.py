@@ -56,7 +56,7 @@ def add(verbs: Any) -> None:
     parser.add_argument("source", metavar="SRC", help="directory or URL of a checkpoint or folder, or a file")
     parser.add_argument("target", metavar="DST", help="what to write: absent or empty, or see --overwrite")
     add_target_options(parser)
-    parser.set_defaults(reads=("source",), run=run)
+    parser.set_defaults(reads=("source",), writes="target", run=run)
 
 
 def add_verbose(parser: Any, help: str) -> None:  # noqa: A002 - as argparse calls it

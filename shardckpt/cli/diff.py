@@ -18,6 +18,8 @@ from shardckpt.cli.renames import add_rename_option, read_renames
 from shardckpt.errors import escape_text
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from shardckpt.cli.colour import Style
     from shardckpt.maintenance import DiffReport, TensorDifference
 
@@ -127,10 +129,16 @@ def _find_style(kind: str) -> Style:
 
 def _advise_names(report: DiffReport, options: Any) -> str:
     """Return which call compares checkpoints of which no tensor has its name in both; ``""`` if some have."""
-    first, second = (
-        {difference.key for difference in report.differences if difference.kind == f"only in {place}"}
+    # the shape behind the dtype, which a cast changes
+    shapes = [
+        {
+            each.key: getattr(each, place).partition(" ")[2]
+            for each in report.differences
+            if each.kind == f"only in {place}"
+        }
         for place in ("first", "second")
-    )
+    ]
+    first, second = map(set, shapes)
     if report.equal or options.mapping or not (first and second) or len(first) + len(second) < len(report.differences):
         return ""
     if options.prefix:
@@ -138,17 +146,20 @@ def _advise_names(report: DiffReport, options: Any) -> str:
 
         common = format_many(len(first & second), "tensor")
         return f"without --prefix {options.prefix}, {common} with the same name" if first & second else ""
-    calls = (
-        (_find_prefix(first, second), options.first, options.second),
-        (_find_prefix(second, first), options.second, options.first),
-    )
+    from shardckpt.huggingface import MEGATRON_NAME
+
+    places = options.first, options.second
+    calls = ((_find_prefix(first, second), *places), (_find_prefix(second, first), *reversed(places)))
     for prefix, one, other in calls:
         if prefix:
             return (
                 f"no name is in both, but those of {other} are in {one} behind {prefix!r}: "
                 f"shardckpt diff {one} {other} --prefix {escape_text(prefix)}"
             )
-    renames = _find_renames(first, second)
+    for names, hub, one, other in ((first, second, *places), (second, first, *reversed(places))):
+        if MEGATRON_NAME in names and "model.embed_tokens.weight" in hub:
+            return f"no name is in both, since {one} has Megatron's: shardckpt diff {one} {other} --mapping megatron"
+    renames = _find_renames(*shapes)
     if renames:
         given = " ".join(f"--rename {escape_text(old)}={escape_text(new)}" for old, new in renames.items())
         call = f"shardckpt diff {options.first} {options.second} {given}"
@@ -191,22 +202,22 @@ def _find_prefix(longer: set[str], shorter: set[str]) -> str:
     return best if best and 2 * counts[best] >= len(shorter) else ""
 
 
-def _find_renames(first: set[str], second: set[str]) -> dict[str, str]:
-    """Return what names of the first begin with, and those of the second in its place, where their ends are the same.
+def _find_renames(first: Mapping[str, str], second: Mapping[str, str]) -> dict[str, str]:
+    """Return what names of the first begin with, and the second in its place, where ends and shapes are the same.
 
     Each beginning of the second has one of the first, for at least half of the names that it begins; else it has none.
     """
     found: dict[str, str] = {}
-    by_end: dict[str, list[str]] = {}
-    for key in first:
+    by_end: dict[tuple[str, str], list[str]] = {}
+    for key, shape in first.items():
         parts = key.split(".")
         for depth in range(1, len(parts)):
-            by_end.setdefault(".".join(parts[depth:]), []).append(".".join(parts[:depth]))
-    by_beginning: dict[str, list[str]] = {}
-    for key in second:
+            by_end.setdefault((".".join(parts[depth:]), shape), []).append(".".join(parts[:depth]))
+    by_beginning: dict[str, list[tuple[str, str]]] = {}
+    for key, shape in second.items():
         beginning, dot, end = key.partition(".")
         if dot:
-            by_beginning.setdefault(beginning, []).append(end)
+            by_beginning.setdefault(beginning, []).append((end, shape))
     for new, ends in sorted(by_beginning.items()):
         counts = Counter(old for end in ends for old in by_end.get(end, ()))
         if counts:

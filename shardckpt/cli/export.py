@@ -53,7 +53,7 @@ def add(verbs: Any) -> None:
         help="replace the weights in the folder and, with --assets, its configuration and tokenizer",
     )
     add_verbose(parser, "print a line for each file")
-    parser.set_defaults(reads=("checkpoint",), run=run)
+    parser.set_defaults(reads=("checkpoint",), writes="target", run=run)
 
 
 def run(options: Any) -> Output:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -17,11 +18,15 @@ def name_steps(options: Any) -> None:
     """Put the paths of steps in the place of ``FOLDER/latest`` and ``FOLDER/best`` in what a verb reads.
 
     Args:
-        options: Those of a verb; ``reads`` has the names of its arguments that are checkpoints, or lists of these.
+        options: Those of a verb; ``reads`` has the names of its arguments that are checkpoints, or lists of these,
+            ``writes`` that of the one that becomes a checkpoint.
 
     Raises:
-        CheckpointingException: there is no such step, or it is not known which it is; or the word is misspelt.
+        CheckpointingException: there is no such step, or it is not known which it is; or the word is misspelt, or
+            beside steps it is what a verb is to write.
     """
+    if hasattr(options, "writes"):
+        _refuse_word(getattr(options, options.writes))
     for name in getattr(options, "reads", ()):
         given = getattr(options, name)
         paths = given if isinstance(given, list) else [given]
@@ -33,6 +38,22 @@ def name_steps(options: Any) -> None:
 
             found = [find_named_step(path) for path in paths]
             setattr(options, name, found if isinstance(given, list) else found[0])
+
+
+def _refuse_word(path: str) -> None:
+    """Raise if a local path beside steps stands for one of these: a step would be replaced, or stood for no longer."""
+    from shardckpt.engine import find_local
+    from shardckpt.errors import CheckpointingException
+    from shardckpt.manager import parse_step
+
+    place = Path(path)  # a link is not followed
+    if find_local(path) is None or f"/{place.name}" not in _WORDS or (place.exists() and not place.is_symlink()):
+        return
+    if any(parse_step(each.name) is not None for each in place.parent.glob("*")):
+        raise CheckpointingException(
+            f"{path} stands for a step of its folder, and nothing was written: give the step that is to be replaced, "
+            "or another name"
+        )
 
 
 def _refuse_misspelt_word(path: str) -> None:

@@ -27,6 +27,7 @@ from shardckpt.errors import CheckpointingException, escape_text, name_known
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from pathlib import Path
 
     from shardckpt.cli.colour import Style
     from shardckpt.engine import PruneResult
@@ -88,6 +89,30 @@ def _list(folder: str, *, recursive: bool) -> list[CheckpointSummary]:
 
         found = list_checkpoints(folder, recursive=recursive)
     return found
+
+
+def describe_leftovers(folder: str, found: Sequence[CheckpointSummary]) -> list[str]:
+    """Return a line for a folder, and for each folder of checkpoints in it, where killed saves have left something."""
+    from shardckpt.cli.amounts import format_bytes
+
+    lines: list[str] = []
+    seen: set[Path] = set()  # what is beside a folder is in the one around it, too
+    inner = {each.name if each.inside else each.name.rpartition("/")[0] for each in found} - {""}
+    for name in ("", *sorted(inner)):
+        place = f"{folder.rstrip('/') or '/'}/{name}" if name else folder
+        left = [each for each in _find_leftovers(place) if each.path not in seen]
+        if not left:
+            continue
+        seen.update(each.path for each in left)
+        used = sum(bool(each.kept) for each in left)
+        size = format_bytes(sum(each.nbytes for each in left))
+        hidden = "directory" if len(left) == 1 else "directories"
+        where = f"in {escape_text(name)}" if name else "beside them"
+        lines.append(
+            f"{where} {len(left)} hidden {hidden} of saves and removals, {size}, of which {used} may be in use: "
+            f"`shardckpt prune {escape_text(place)} --dry-run` names them"
+        )
+    return lines
 
 
 def _find_leftovers(folder: str) -> list[PruneResult]:
@@ -226,15 +251,7 @@ def _summarize(folder: str, found: Sequence[CheckpointSummary]) -> list[str]:
             f"{format_many(bad, 'step')} damaged, incomplete or marked as failed: `shardckpt prune {folder} --damaged "
             "--dry-run` says which may go"
         )
-    if left := _find_leftovers(folder):
-        used = sum(bool(each.kept) for each in left)
-        size = format_bytes(sum(each.nbytes for each in left))
-        hidden = "directory" if len(left) == 1 else "directories"
-        lines.append(
-            f"beside them {len(left)} hidden {hidden} of saves and removals, {size}, of which {used} may be in use: "
-            f"`shardckpt prune {folder} --dry-run` names them"
-        )
-    return lines
+    return lines + describe_leftovers(folder, found)
 
 
 def _count_bad_steps(folder: str, found: Sequence[CheckpointSummary]) -> int:

@@ -68,7 +68,7 @@ def add(verbs: Any) -> None:
     )
     parser.add_argument("--base", type=int, metavar="N", help="objects and common state of the N-th SRC (the last)")
     add_target_options(parser)
-    parser.set_defaults(reads=("sources",), run=run)
+    parser.set_defaults(reads=("sources",), writes="target", run=run)
 
 
 def run(options: Any) -> Output:

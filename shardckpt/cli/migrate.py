@@ -39,7 +39,7 @@ def add(verbs: Any) -> None:
         help="replace the checkpoint at NEW, which may be OLD, in one step when the new one is complete and on disk",
     )
     add_verbose(parser, f"with --to BACKEND, {PROOF_HELP}")
-    parser.set_defaults(reads=("old",), run=run)
+    parser.set_defaults(reads=("old",), writes="new", run=run)
 
 
 def run(options: Any) -> Output:

@@ -186,6 +186,8 @@ def _describe(found: Pruned, options: Any, policies: Sequence[Any]) -> list[str]
             lines += fit_table((what, "bytes", "result"), rows)
     if found.unseen:
         lines.append(found.unseen)
+    if options.path is not None and not found.everything:
+        lines += _describe_inner_leftovers(options.path)
     return [*lines, f"{found.freed:,} bytes {'would be ' * options.dry_run}freed"]
 
 
@@ -229,6 +231,14 @@ def _refuse_folder_of_runs(path: str) -> None:
             f"{path} has no directory of a step, and nothing was removed; checkpoints are in its folders "
             f"{listed(runs, limit=6)}: give one of these"
         )
+
+
+def _describe_inner_leftovers(path: str) -> list[str]:
+    """Return a line for each folder of checkpoints in a folder where killed saves have left something."""
+    from shardckpt.cli.ls import describe_leftovers
+    from shardckpt.manager import list_checkpoints
+
+    return describe_leftovers(path, list_checkpoints(path))
 
 
 def _verify_newest(options: Any) -> list[Verified]:

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 _LONGEST_RULE = 40
 #: Terminal cells that a line has room for of its last cell, and that stay of its first one.
 _LAST, _SHORTEST = 20, 20
+#: Terminal cells that stay of a first cell where the others leave no room for more.
+_LEAST = 8
 #: What the lines begin with that a last cell has below its row.
 _BELOW = "    "
 
@@ -73,7 +75,8 @@ def fit_table(
     above = [""] * len(cells)
     fitted = _fit_cells(names, cells, optional, width)
     if len({row[0] for row in fitted[1]}) < len({row[0] for row in cells}):  # names of layers differ in their middles
-        above = [row[0] if measure(row[0]) > width // 3 else "" for row in cells]
+        kept = {row[0] for row in fitted[1]}
+        above = ["" if row[0] in kept and measure(row[0]) <= width // 3 else row[0] for row in cells]
         below = [["" if name else row[0], *row[1:]] for name, row in zip(above, cells, strict=True)]
         fitted = _fit_cells(names, below, optional, width)
     names, cells, left_out = fitted
@@ -90,7 +93,7 @@ def _fit_cells(
     if _SHORTEST + _measure_others(names, cells) > width:  # such as values of the common state in diff
         middle = max(width // 4, _SHORTEST)
         cells = [[row[0], *(cut_middle(cell, middle) for cell in row[1:-1]), row[-1]] for row in cells]
-    room = max(width - _measure_others(names, cells), _SHORTEST)
+    room = max(width - _measure_others(names, cells), _LEAST)
     return names, [[cut_middle(row[0], room), *row[1:]] for row in cells], left_out
 
 

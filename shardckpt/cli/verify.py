@@ -261,7 +261,8 @@ def _shorten_fault(result: FileResult, path: str) -> str:
     for place in _list_places(path):
         own = place if os.path.basename(place) == result.name else f"{place}/{result.name}"  # noqa: PTH119 - or a URL
         text = text.replace(own, result.name).replace(f"{place}/", "")
-    return text.removeprefix(f"{result.name}: ").removeprefix(f"{result.name} ")
+    text = text.removeprefix(f"{result.name}: ").removeprefix(f"{result.name} ")
+    return "; ".join(line.strip() for line in text.splitlines())
 
 
 def _shorten_error(error: CheckpointingException, path: str) -> str:
@@ -295,19 +296,21 @@ def _summary(results: Sequence[FileResult]) -> str:
         return f"intact: every byte of {format_many(len(own), 'file')} was read, and matches its digest"
     if code == NO_ANSWER:
         return f"cannot be checked: {len(bad)} of {format_many(len(own), 'file')} could not be read"
-    how = _explain_checks(own)
     if code == DAMAGED:
+        rest = [result for result in own if not result.fault]
+        how = _explain_checks(rest, " without a fault") if rest else ""
         return f"damaged: {len(bad)} of {format_many(len(own), 'file')}{how}"
-    return f"intact as far as can be checked without digests{how}"
+    return f"intact as far as can be checked without digests{_explain_checks(own)}"
 
 
-def _explain_checks(own: Sequence[FileResult]) -> str:
-    """Return sentences on how files were checked, to follow another; ``""`` if all have digests."""
+def _explain_checks(own: Sequence[FileResult], which: str = "") -> str:
+    """Return sentences on how files were checked, to follow another, and which they are; ``""`` if all have digests."""
     from shardckpt.cli.amounts import format_many
 
     counts = Counter[str](result.checked for result in own)
+    files = f"{format_many(len(own), 'file')}{which} {'was' if len(own) == 1 else 'were'}"
     compared = [
-        f"{counts[how]} of {format_many(len(own), 'file')} {'was' if len(own) == 1 else 'were'} compared with {what}"
+        f"{counts[how]} of {files} compared with {what}"
         for how, what in (("digests", "digests"), ("crc32", "the CRC-32 of what their archives hold"))
         if counts[how]
     ]
@@ -316,5 +319,5 @@ def _explain_checks(own: Sequence[FileResult]) -> str:
     if counts["digests"] + counts["crc32"] == len(own):
         return f". {', '.join(compared)}"
     if not compared:
-        return f". Checked: {_STRUCTURE}. Not checked: their values"
+        return f". Checked{which and f' of the files{which}'}: {_STRUCTURE}. Not checked: their values"
     return f". {', '.join(compared)}; checked of the others: {_STRUCTURE}. Not checked: the values in those"

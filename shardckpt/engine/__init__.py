@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from shardckpt.engine.loading import (
         LoadOptions,
         OpenCheckpoint,
+        lend_checkpoint,
         load_checkpoint,
         name_stored,
         open_checkpoint,
@@ -138,6 +139,7 @@ __getattr__ = lazy_getattr(
         "loading": (
             "LoadOptions",
             "OpenCheckpoint",
+            "lend_checkpoint",
             "load_checkpoint",
             "name_stored",
             "open_checkpoint",
@@ -261,6 +263,7 @@ __all__ = [
     "is_damage",
     "is_optimizer_key",
     "is_parameter_key",
+    "lend_checkpoint",
     "list_digested_files",
     "list_keys",
     "list_names",

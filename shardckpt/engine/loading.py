@@ -19,7 +19,7 @@ from shardckpt.engine.locations import locate
 from shardckpt.engine.operation import Operation
 from shardckpt.engine.resizing import Resizing, allow_resizing, check_patterns, is_resized
 from shardckpt.engine.twins import check_twins, find_twins
-from shardckpt.errors import KeyMismatchError, ShardingError, format_many, listed
+from shardckpt.errors import KeyMismatchError, RankFailedError, ShardingError, format_many, listed
 from shardckpt.mapping import ShardedObject, ShardedTensor, StoredNames
 from shardckpt.planning import Casts, check_dtypes, check_shapes, describe_casts, is_exact, make_changed_error
 from shardckpt.plugins import Accept, choose_reader, hold_checkpoint, hold_same
@@ -40,6 +40,7 @@ from shardckpt.validation import (
 if TYPE_CHECKING:
     import os
     from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+    from contextlib import AbstractContextManager
     from pathlib import Path
 
     from shardckpt.distributed import Comm
@@ -239,6 +240,28 @@ def open_checkpoint(
             yield OpenCheckpoint(strategy, LoadContext(reader, comm, options.allow_globals), operation)
             if check:
                 reader.check_unchanged()
+
+
+@contextmanager
+def lend_checkpoint(opened: AbstractContextManager[_T]) -> Iterator[_T]:
+    """Open a checkpoint for a block of the caller's, whose own exceptions leave it as they are.
+
+    Args:
+        opened: Opens it, and makes of any exception in its block one that all ranks raise.
+    """
+    own: Exception | None = None
+    try:
+        with opened as checkpoint:
+            try:
+                yield checkpoint
+            except Exception as exc:
+                own = exc
+                raise
+    except RankFailedError:
+        if own is None:
+            raise
+    if own is not None:
+        raise own
 
 
 def read_checkpoint(

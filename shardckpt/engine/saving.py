@@ -292,7 +292,9 @@ def find_saver(strategy: Any, plugins: PluginManager, others: Collection[str] = 
     entries = plugins.registry.entries(StrategyAction.SAVE_SHARDED)
     names = ", ".join([f"{entry.backend} {entry.version}" for entry in entries] + [*others]) or "none"
     near = ask_nearest(backend, {*(entry.backend for entry in entries), *others} - {backend})
-    advice = near or "If a plugin brings it, install its distribution on every rank: pip install ..."
+    if plugins.registry.entries(StrategyAction.LOAD_SHARDED, backend):
+        near = f"{backend} is read, and not written"
+    advice = near or "If a plugin brings it, install its distribution on every rank"
     raise UnknownBackendError(
         f"no installed strategy saves {strategy!r}; installed: {names}{plugins.faults_text()}. {advice.rstrip()}"
     )

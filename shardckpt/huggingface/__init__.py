@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from shardckpt.huggingface.hub_tensor import HubTensor
     from shardckpt.huggingface.load import huggingface_index, load_from_huggingface
     from shardckpt.huggingface.load_strategy import HuggingFaceLoadStrategy
-    from shardckpt.huggingface.megatron import split_qkv, split_vocabulary
+    from shardckpt.huggingface.megatron import MEGATRON_NAME, split_qkv, split_vocabulary
     from shardckpt.huggingface.models import MegatronMapping, find_mapping
     from shardckpt.huggingface.names import (
         SAFETENSORS,
@@ -71,7 +71,7 @@ __getattr__ = lazy_getattr(
         "hub_tensor": ("HubTensor",),
         "load": ("huggingface_index", "load_from_huggingface"),
         "load_strategy": ("HuggingFaceLoadStrategy",),
-        "megatron": ("split_qkv", "split_vocabulary"),
+        "megatron": ("MEGATRON_NAME", "split_qkv", "split_vocabulary"),
         "models": ("MegatronMapping", "find_mapping"),
         "names": (
             "SAFETENSORS",
@@ -100,6 +100,7 @@ __all__ = [
     "HEADS",
     "LEAST_EXPORTING",
     "LEAST_EXPORTING_ON_STORES",
+    "MEGATRON_NAME",
     "SAFETENSORS",
     "ExportOptions",
     "Exported",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+import threading
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
 _TOLD = {"missing_keys": "missing", "unexpected_keys": "unknown", "mismatched_keys": "of another shape"}
 #: Loggers that tell of packages that are no concern of a folder, when transformers is imported.
 _NOISY = ("torchao", "torch.utils._pytree")
+#: A load changes transformers' and torch's defaults for all threads, and puts them back.
+_LOCK = threading.Lock()
 
 
 class Fit(NamedTuple):
@@ -72,7 +75,7 @@ def _explain_untried(name: str, config: Mapping[str, Any]) -> str:
 
 def _load_without_values(folder: Path, name: str) -> dict[str, Collection[Any]]:
     """Return what transformers tells of a load of a folder into a class; raise ImportError if it has no such class."""
-    with _quietly():
+    with _LOCK, _quietly():
         import transformers
 
         try:

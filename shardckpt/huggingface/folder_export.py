@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -170,7 +171,9 @@ class FolderExport:
 
     def _warn_of_misfits(self, staging: Path) -> None:
         """Warn of tensors that the class in ``config.json`` misses or does not know, if transformers can say."""
-        config = find_config([], staging) if self.plan.file_format == SAFETENSORS else None
+        # beside a training in the main thread no class is built: that changes defaults of torch for all threads
+        is_asked = self.plan.file_format == SAFETENSORS and threading.current_thread() is threading.main_thread()
+        config = find_config([], staging) if is_asked else None
         fault = "" if config is None else try_class(staging, config.content).fault
         if fault:
             logger.warning("%s: %s (shardckpt verify says it, too)", self.target, fault)

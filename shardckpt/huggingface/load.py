@@ -21,6 +21,7 @@ from shardckpt.huggingface.load_strategy import HuggingFaceLoadStrategy
 from shardckpt.huggingface.megatron import MEGATRON_NAME
 from shardckpt.huggingface.models import find_mapping
 from shardckpt.manifest import Manifest
+from shardckpt.mapping import ShardedObject
 from shardckpt.parallel import share_reading, split_budget
 from shardckpt.plugins import get_plugin_manager, read_manifest
 from shardckpt.storage import CheckpointReader, open_directory, real_path, retry_if_replaced
@@ -29,13 +30,13 @@ from shardckpt.validation import StrictHandling
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Collection
+    from collections.abc import Collection, Iterable
 
     import torch
     from torch.distributed import ProcessGroup
 
     from shardckpt.huggingface.folder import Folder
-    from shardckpt.mapping import ShardedStateDict
+    from shardckpt.mapping import ShardedBase, ShardedStateDict
     from shardckpt.plugins import KeyMapping
 
 
@@ -65,7 +66,8 @@ def load_from_huggingface(
 
     Args:
         sharded_state_dict: As for :func:`shardckpt.dist_checkpointing.load`, with tensors only; for a model,
-            ``shardckpt.adapters.to_sharded_state_dict(model)``.
+            ``shardckpt.adapters.to_sharded_state_dict(model)``. Objects ``..._extra_state``, as Megatron's modules have
+            them, are left out of the result and logged.
         folder: The folder (``model.safetensors``, or several files and ``model.safetensors.index.json``), a snapshot
             in the Hugging Face cache, or the URL of a folder.
         mapping: How the folder's names and shapes map to the keys: as for :func:`export_to_huggingface`.
@@ -111,6 +113,8 @@ def load_from_huggingface(
                 # rows that pad the vocabulary are the trainer's: they are as allow_shape_mismatch says
                 names = find_mapping(mapping, lambda: found.config, "keep")
                 wanted = allow_resizing(LoadTemplate(sharded_state_dict).shards, resized)
+                if strict:
+                    _refuse_objects(wanted, path)
                 strategy = HuggingFaceLoadStrategy(found, names, prefix, wanted)
                 missing = strategy.missing()
                 if strict and missing:
@@ -125,12 +129,11 @@ def load_from_huggingface(
                 checkpoint = OpenCheckpoint(strategy, LoadContext(reader, comm), operation)
                 if fully_parallel:
                     checkpoint = share_reading(checkpoint, budget)
-                mode = StrictHandling.RAISE_UNEXPECTED if strict else StrictHandling.LOG_UNEXPECTED
                 loaded, _ = load_checkpoint(
                     sharded_state_dict,
                     checkpoint,
                     validate=validate_access_integrity,
-                    strict=mode,
+                    strict=StrictHandling.LOG_UNEXPECTED,  # what must be there has been looked for
                     allow_dtype_cast=allow_dtype_cast,
                     filled_by_twins=strategy.absent,
                     resize=resized,
@@ -140,6 +143,17 @@ def load_from_huggingface(
         return loaded
 
     return retry_if_replaced(attempt, folder)
+
+
+def _refuse_objects(shards: Iterable[ShardedBase], path: Path) -> None:
+    """Raise for objects that would be lost; ``_extra_state`` of modules no folder has, and a model goes without."""
+    objects = {shard.key for shard in shards if isinstance(shard, ShardedObject)}
+    lost = sorted(key for key in objects if not key.endswith("_extra_state"))
+    if lost:
+        raise KeyMismatchError(
+            f"{path}: a Hugging Face folder has tensors and no objects: leave {listed(lost)} out of the state dict; "
+            "strict=False leaves out all that it lacks"
+        )
 
 
 def _read(place: Path) -> Folder:

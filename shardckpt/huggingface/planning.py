@@ -139,7 +139,9 @@ def plan_export(index: Iterable[ShardedBase], options: ExportOptions, source: st
     tensors, unmapped, unmatched, cast, kept = plan_tensors(chosen, options._replace(prefix=prefix))
     left_out = left_out._replace(unmapped=tuple(unmapped))
     if kept:
-        logger.warning("not cast (%s that would lose by it): %s", format_many(len(kept), "tensor"), listed(kept))
+        logger.warning(
+            "not cast (%s that would lose by it): %s", format_many(len(kept), "tensor"), listed(kept, limit=5)
+        )
     if not tensors:
         raise KeyMismatchError(
             f"{source} has no tensor to export whose key begins with {prefix!r} "

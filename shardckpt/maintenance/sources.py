@@ -12,6 +12,7 @@ from shardckpt.engine import (
     Operation,
     Progress,
     StoredCheckpoint,
+    lend_checkpoint,
     list_keys,
     list_names,
     locate,
@@ -239,8 +240,9 @@ def open_any(
         CheckpointingException: It cannot be read.
     """
     plugins = get_plugin_manager()
-    with open_source(locate(place, plugins), plugins, unmarked=unmarked, rename=rename) as opened:
-        yield StoredCheckpoint(opened)
+    opened = open_source(locate(place, plugins), plugins, unmarked=unmarked, rename=rename)
+    with lend_checkpoint(opened) as checkpoint:
+        yield StoredCheckpoint(checkpoint)
 
 
 def identify_source(location: Path, opened: OpenCheckpoint) -> str:

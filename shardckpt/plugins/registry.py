@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -331,6 +332,10 @@ class StrategyRegistry:
             self._note_conflict("default", error, "the claim")
 
 
+#: A backend without a version: neither ``"1"``, the version of a pair whose backend stands before it, nor ``"npy>=1"``.
+_BACKEND = re.compile(r"(?!\d+$)[^\s<>=!~,]+")
+
+
 def parse_key(value: Any) -> tuple[str, int | None]:
     """Return the backend and version that a caller names; the version is None if the caller leaves it open.
 
@@ -345,7 +350,7 @@ def parse_key(value: Any) -> tuple[str, int | None]:
     """
     if isinstance(value, str):
         backend, separator, version = value.partition("@")
-        if not separator and backend:
+        if not separator and _BACKEND.fullmatch(backend):
             return backend, None
         if backend and version.isascii() and version.isdecimal():
             return backend, int(version)

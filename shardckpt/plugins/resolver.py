@@ -30,6 +30,9 @@ from shardckpt.errors import (
     UnknownBackendError,
     VersionTooNewError,
     VersionTooOldError,
+    ask_nearest,
+    describe_invalid,
+    format_many,
     listed,
 )
 from shardckpt.manifest import MARKER_LIMIT, MARKER_NAME, RECORD_LIMIT, RECORD_NAME, Manifest, Marker, Record
@@ -218,6 +221,11 @@ def _read_manifest(directory: Path, plugins: PluginManager, *, moved: bool, unma
             record = parse_file(_parse_record, record_file, RECORD_LIMIT)
         except VersionTooNewError as exc:
             raise VersionTooNewError(f"{directory}: {exc}") from exc
+        except CorruptCheckpointError as exc:
+            raise CorruptCheckpointError(
+                f"{exc}. Restore it from a copy, or move it away: then `shardckpt convert {directory} NEW` writes the "
+                "rest anew, without a digest to check it by"
+            ) from exc
         if (record.backend, record.version) != (marker.sharded_backend, marker.sharded_backend_version):
             raise CorruptCheckpointError(
                 f"{directory}: {MARKER_NAME} says {marker.sharded_backend!r} version {marker.sharded_backend_version}, "
@@ -325,8 +333,7 @@ def parse_file(parse: Callable[[bytes], _T], path: Path, limit: int) -> _T:
     try:
         return parse(raw)
     except (ValueError, RecursionError) as exc:  # pydantic's ValidationError is a ValueError
-        detail = "; ".join(str(exc).splitlines()[:4])
-        raise CorruptCheckpointError(f"{path} is damaged: {detail:.500}") from exc
+        raise CorruptCheckpointError(f"{path} is damaged: {describe_invalid(exc):.500}") from exc
 
 
 def _advise_lost_marker(directory: Path) -> str:
@@ -369,9 +376,15 @@ def _recognise_directory(directory: Path, plugins: PluginManager) -> Manifest:
         names = sorted(path.name for path in directory.iterdir())
     if not names:
         raise NotACheckpointError(f"{directory} is not a distributed checkpoint: it is an empty directory")
+    if can_rename(directory) and (inner := [name for name in names if (directory / name / MARKER_NAME).is_file()]):
+        raise NotACheckpointError(
+            f"{directory} is not a distributed checkpoint: it is a folder of {format_many(len(inner), 'checkpoint')}: "
+            f"give one, such as {directory / inner[-1]}"
+        )
     raise IncompleteCheckpointError(
         f"{directory} is not a distributed checkpoint, or a save to it did not end: it has no {MARKER_NAME}, nor "
-        f"another library's index, such as DCP's .metadata (found {listed(names, limit=3)})"
+        f"another library's index, such as DCP's .metadata (found {listed(names, limit=3)}); `shardckpt inspect` says "
+        "what else it is, if that is known"
     )
 
 
@@ -408,7 +421,10 @@ def _check_policy(directory: Path, manifest: Manifest, accept: Accept | None) ->
     if any(backend == manifest.backend and version in (None, manifest.version) for backend, version in accepted):
         return
     allowed = ", ".join(repr(backend if version is None else f"{backend}@{version}") for backend, version in accepted)
-    raise RefusedByPolicyError(f"{_describe(directory, manifest)}; the caller's accept= allows {allowed or 'nothing'}")
+    near = next((f": {near}" for backend, _ in accepted if (near := ask_nearest(backend, {manifest.backend}))), "")
+    raise RefusedByPolicyError(
+        f"{_describe(directory, manifest)}; the caller's accept= allows {allowed or 'nothing'}{near.rstrip()}"
+    )
 
 
 def _refusal_error(
@@ -428,9 +444,14 @@ def _refusal_error(
     suggestion = f": {first_reader} or newer reads it" if first_reader else ""
     readers = [entry for entry in entries if entry.backend == manifest.backend]
     if not readers:
+        provider = (
+            f": {first_reader} or newer, which reads or migrates it"
+            if first_reader
+            else "; a strategy of your own is given as sharded_strategy=, or to "
+            "dist_checkpointing.register_default_strategy"
+        )
         return UnknownBackendError(
-            f"{what}; no installed plugin reads that backend. Install the distribution that provides it"
-            f"{f': {first_reader} or newer, which reads or migrates it' if first_reader else ''}{tail}"
+            f"{what}; no installed plugin reads that backend. Install the distribution that provides it{provider}{tail}"
         )
     versions = [entry.version for entry in readers]
     if manifest.version in versions:

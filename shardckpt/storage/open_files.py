@@ -159,7 +159,13 @@ class OpenFiles:
             raise CorruptCheckpointError(f"{path} is asked for and not one of the files of the checkpoint")
         with self._detect_replacement():
             refuse_linked_folders(self._directory, name)
-            file = OpenFile(path, name, record, self._algorithm, self._read_table, self._advise)
+            try:
+                file = OpenFile(path, name, record, self._algorithm, self._read_table, self._advise)
+            except StorageError as exc:
+                if not isinstance(exc.__cause__, FileNotFoundError):
+                    raise
+                advice = "it is missing; restore it from a copy, or load another checkpoint"
+                raise StorageError(f"{exc}: {advice}") from exc.__cause__
         if record is None and isinstance(path, RelativePath) and (found := status(file.fd)) is not None:
             self._stamps.setdefault(name, _stamp(found))
         return file

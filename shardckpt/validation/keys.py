@@ -231,7 +231,7 @@ def compare_keys(
             _join_shards(left, used), _join_shards(absent, set(stored.values())) | set(incomplete.values())
         )
         advice = _suggest_names(set(absent.values()), set(stored.values()))
-        text += advice + _advise_of_codes(absent.values(), stored.values())
+        text += advice + _advise_of_codes(absent.values(), stored.values()) + _advise_of_grids(wanted, absent, stored)
         if strict is StrictHandling.ASSUME_OK_UNEXPECTED and not advice:
             text += "\nTo load the rest, pass strict='log_unexpected'."
         with comm.local_phase("comparing keys"):
@@ -252,6 +252,23 @@ def _advise_of_codes(absent: Iterable[str], stored: Iterable[object]) -> str:
     return (
         f"\nQuantized tensors are stored by their codes and scales: {listed(found)}. Quantize the model as it was at "
         "the save, or save values: dequantize=True of to_sharded_state_dict or CheckpointConfig"
+    )
+
+
+def _advise_of_grids(wanted: Sequence[ShardedBase], absent: Collection[str], stored: Mapping[str, str]) -> str:
+    """Return what to do about objects that another grid of ranks has stored, such as ``rng_state``."""
+    objects = (shard for shard in wanted if isinstance(shard, ShardedObject))
+    grids = {shard.key: shard.global_shape for shard in objects if shard.unique_key in absent}
+    others = {
+        key: f"{key} as {ShardedObject.empty_from_unique_key(name).global_shape}, wanted as {grids[key]}"
+        for name, key in stored.items()
+        if key in grids and key != name
+    }
+    if not others:
+        return ""
+    return (
+        f"\nObjects are stored by another grid of ranks: {listed(list(others.values()))}. Ask for them as they are "
+        "stored, or leave them out of the state dict and begin that state (such as random numbers) anew"
     )
 
 

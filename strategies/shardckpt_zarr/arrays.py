@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
-from shardckpt.errors import CheckpointingException, CheckpointReplacedError, CorruptCheckpointError
+from shardckpt.errors import CheckpointingException, CheckpointReplacedError, CorruptCheckpointError, describe_invalid
 from shardckpt.manifest import parse_json
 from shardckpt.planning import Box, Ints
 from shardckpt_zarr.compressed import check_compressor
@@ -138,9 +138,7 @@ def read_array(key: str, reader: CheckpointReader) -> ChunkedArray:
     try:
         found = _ArrayFile.model_validate(parse_json(reader.read(name)))
     except ValueError as exc:
-        fault = exc.errors()[0] if isinstance(exc, ValidationError) else None
-        text = f"{exc}" if fault is None else f"{'.'.join(map(str, fault['loc']))} {fault['msg']}"
-        raise CorruptCheckpointError(f"tensor {key!r}: {path} is damaged: {text:.500}") from exc
+        raise CorruptCheckpointError(f"tensor {key!r}: {path} is damaged: {describe_invalid(exc):.500}") from exc
     if len(found.shape) != len(found.chunks) or any(
         size and not chunk for size, chunk in zip(found.shape, found.chunks, strict=True)
     ):

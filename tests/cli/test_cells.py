@@ -62,6 +62,18 @@ def test_columns_begin_below_each_other(monkeypatch: pytest.MonkeyPatch) -> None
     assert max(map(measure, lines)) <= 40
 
 
+def test_no_short_cell_makes_a_line_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Columns of which no cell is long leave less room for names: a line fits, and a name is whole or above its row."""
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("NO_COLOR", "1")
+    names = [f"optimizer.state.{n}.{moment}" for n in (0, 1) for moment in ("exp_avg", "exp_avg_sq", "w.exp_avg_sq")]
+    rows = [(name, "only in second", "float32 [128, 64]", "float32 [128, 64]", "0.00266") for name in (*names, "w")]
+    lines = fit_table(("tensor", "differs in", "first", "second", "max abs"), rows)[0].split("\n")
+    assert max(map(measure, lines)) <= 80
+    assert [line for line in lines if line.startswith("opt")] == names
+
+
 def test_names_that_would_be_cut_alike_stand_above_their_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Names of layers differ in their middles, which a cut would take: whole, in lines of their own, they differ."""
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)

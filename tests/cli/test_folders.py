@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 from shardckpt import dist_checkpointing as dc
 from shardckpt.cli import main
 from shardckpt.mapping import ShardedTensor
+from tests.commit import owners
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -83,6 +84,17 @@ def test_ls_lists_folders_in_folders(zoo: Path, capsys: pytest.CaptureFixture[st
     assert {name for name, each in found.items() if each["state"] == "unreadable"} == {"shards", "legacy/iter_0000100"}
     assert {each["state"] for name, each in found.items() if name.startswith(("team", "bin"))} == {"whole"}
     assert all(each["path"] == f"{zoo}/{name}" for name, each in found.items())
+
+
+def test_leftovers_in_folders_are_said(zoo: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What a killed save left in a folder of checkpoints is said by ls, ls -r and prune of what is around it."""
+    owners.leave(zoo / "team" / "run-a" / "step-3", owners.dead())
+    advice = f"`shardckpt prune {zoo}/team/run-a --dry-run` names them"
+    for call in (["ls", zoo / "team"], ["ls", "-r", zoo], ["ls", zoo / "team" / "run-a"], ["prune", zoo / "team"]):
+        main([*map(str, call)])
+        said = [line for line in capsys.readouterr().out.splitlines() if "1 hidden directory of" in line]
+        assert len(said) == 1, call
+        assert said[0].endswith(advice)
 
 
 def test_verify_counts_what_it_skips(zoo: Path, capsys: pytest.CaptureFixture[str]) -> None:

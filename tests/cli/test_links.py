@@ -92,3 +92,20 @@ def test_a_link_is_not_pinned(tmp_path: Path) -> None:
     (tmp_path / "step-7").symlink_to("step-1")
     with pytest.raises(CheckpointingException, match=r"pin the step itself, .*/step-1"):
         pin_step(tmp_path, 7, "release")
+
+
+def test_no_verb_writes_to_a_word_for_a_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """``--overwrite`` of ``latest`` would replace the step behind it, and a new one of its name would hide it."""
+    for step in (1, 2):
+        _save(tmp_path / f"step-{step}")
+    (tmp_path / "latest").symlink_to("step-2")
+    before = (tmp_path / "step-2" / "shardckpt.json").read_bytes()
+    one = str(tmp_path / "step-1")
+    for word in ("latest", "best"):
+        to = [str(tmp_path / word), "--overwrite"]
+        for call in (["convert", one, *to], ["export", one, *to], ["merge", one, one, *to], ["migrate", one, *to]):
+            assert main(call) == 2, call
+            assert "stands for a step of its folder, and nothing was written" in capsys.readouterr().err, call
+    assert (tmp_path / "step-2" / "shardckpt.json").read_bytes() == before
+    assert not (tmp_path / "best").exists()
+    assert main(["convert", one, str(tmp_path / "exports" / "latest"), "--to", "safetensors"]) == 0

@@ -39,7 +39,7 @@ def test_migrate_writes_another_format(old: Path, to: str, capsys: pytest.Captur
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (["--to", "zarr"], "no installed strategy saves 'zarr'"),
+        (["--to", "zarr"], "zarr is read, and not written"),
         (["--to", "torch_dist"], "is a 'torch_dist' checkpoint of version 1 already"),
         (["--to", "2"], "no installed plugin has a migration from version 1 to 2"),
         (["--to", "ep", "--memory", "much"], "--memory='much'"),

@@ -83,7 +83,9 @@ def test_prune_counts_no_damaged_step(folder: Path, capsys: pytest.CaptureFixtur
     damage(folder / "step-5" / "__0_0.distcp", "cut by a byte")
     assert main(["prune", str(folder), "--keep-latest", "1"]) == 0
     assert _steps(folder) == [4, 5]
-    assert "__0_0.distcp has" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "__0_0.distcp has" in out
+    assert "kept: damaged: " in out
 
 
 @pytest.mark.parametrize(

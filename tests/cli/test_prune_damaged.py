@@ -126,6 +126,23 @@ def test_the_last_steps_stay(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert folders.names_in(tmp_path) == {"step-1", "step-2"}
 
 
+def test_a_damaged_record_is_mended_as_it_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """The row of a step with a damaged record says a way, and this way ends with a whole checkpoint."""
+    folders.save_all(tmp_path, 1, 2)
+    step, new = tmp_path / "step-1", str(tmp_path / "new")
+    (step / "shardckpt.json").write_text("{")
+    way = f"move it away: then `shardckpt convert {step} NEW` writes the rest anew"
+    assert way in _prune(capsys, tmp_path, "--older-than", 0)["step-1"]
+    assert "shardckpt.json is damaged: only" in caplog.text
+    assert main(["convert", str(step), new]) == 2
+    assert way in capsys.readouterr().err
+    (step / "shardckpt.json").unlink()
+    assert main(["convert", str(step), new]) == 0
+    assert main(["verify", new]) == 0
+
+
 @table("lost", ["metadata.json", "shardckpt.json", "metadata.json cut", "shardckpt.json cut"])
 def test_what_can_be_mended_stays(tmp_path: Path, lost: str, capsys: pytest.CaptureFixture[str]) -> None:
     """A step whose data is all there, and of which a description is lost or damaged, is kept with the reason."""

@@ -9,6 +9,7 @@ import pickle
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
 import torch.distributed.checkpoint as dcp
 
 from shardckpt import hookimpl
@@ -173,6 +174,20 @@ def test_verify_has_no_answer_where_a_file_cannot_be_read(
     out = capsys.readouterr().out
     assert "__0_0.distcp: Permission denied (EACCES)" in out
     assert "cannot be checked: 1 of" in out
+
+
+def test_what_was_checked_is_said_of_sound_files_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of damaged files it is not said that they are what an index says; a fault of several lines is one cell."""
+    torch.save({"w": torch.ones(300)}, tmp_path / "cut.pt")
+    os.truncate(tmp_path / "cut.pt", 900)
+    torch.save({"w": torch.nn.Linear(2, 2)}, tmp_path / "model.pt")
+    assert main(["verify", str(tmp_path / "cut.pt")]) == 1
+    assert capsys.readouterr().out.endswith("/cut.pt: damaged: 1 of 1 file\n")
+    assert main(["verify", str(tmp_path / "model.pt")]) == 2
+    assert "\\n" not in capsys.readouterr().out
+    (copy_golden("0.16.1", tmp_path) / "common.pt").unlink()
+    assert main(["verify", str(tmp_path / "golden")]) == 1
+    assert "1 of 9 files. 6 of 8 files without a fault were" in capsys.readouterr().out
 
 
 def test_verify_of_a_file_without_digest_among_others(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -137,6 +137,12 @@ def _by_path(path: str) -> None:
         loader.check_version_compatibility(1)
 
 
+def test_content_metadata_of_any_kind_is_stored(tmp_path: Path) -> None:
+    """What is no dict is stored as it is, as by our own save."""
+    dc.save({"iteration": 1}, tmp_path / "c", content_metadata="v1")  # type: ignore[arg-type]
+    assert dc.load_content_metadata(tmp_path / "c") == "v1"
+
+
 def test_strategies_are_called_with_a_path(ranks: Ranks, tmp_path: Path) -> None:
     """Megatron's callers save and load with strategies themselves, in the foreground and behind the training."""
     ranks.run(2, _by_path, str(tmp_path / "c"))

@@ -75,6 +75,14 @@ def _register(load: Any = None, save: Any = None) -> None:
     base.register_default_strategy(base.StrategyAction.LOAD_SHARDED, "files", 1, load or _Load())
 
 
+def test_the_gate_names_the_users_class(tmp_path: Path) -> None:
+    """A version that the registered strategy does not read is said with that strategy, not with what holds it."""
+    _register()
+    dc.save({"w": _tensor()}, tmp_path / "c", _Save(2))
+    with pytest.raises(VersionTooNewError, match=r"\(_Load\) reads version 1"):
+        dc.load(_wanted(), tmp_path / "c")
+
+
 @table("odd", ['{"tensors": {}, "tensors": {}}', '{"tensors": {"w": {"shape": ["2"], "dtype": "x"}}}'])
 def test_an_index_is_parsed_strictly(tmp_path: Path, odd: str) -> None:
     """What says a key twice, or a text for a size, is damage, also where no digest says so."""

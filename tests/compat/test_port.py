@@ -158,7 +158,21 @@ def test_megatrons_own_tree_is_ported(sites: Sites, tmp_path: Path, capsys: pyte
     ("name", "text", "status", "said"),
     [
         ("a.py", "from megatron import core\ncore.dist_checkpointing.load", 1, "a.py:2: port by hand: core.dist_check"),
-        ("a.py", "import megatron.core\nmegatron.core.dist_checkpointing.load", 1, "a.py:2: port by hand"),
+        (
+            "a.py",
+            "import megatron.core\nmegatron.core.dist_checkpointing.load",
+            1,
+            "a.py:2: port by hand: nothing im",
+        ),
+        (
+            "a.py",
+            "import megatron.core.dist_checkpointing\nmegatron.core.f()",
+            1,
+            "a.py:2: port by hand: megatron was",
+        ),
+        ("a.py", "from megatron import core\ngetattr(core, 'dist_checkpointing')", 1, "a.py:2: port by hand: getattr("),
+        ("a.py", "f('megatron.core', 'dist_checkpointing')", 1, "a.py:1: port by hand: f('megatron.core', "),
+        ("a.ipynb", '[\n"from megatron.core import mpu, dist_checkpointing"]', 1, "a.ipynb:2: port by hand: an im"),
         (
             "a.py",
             "import megatron.core.dist_checkpointing\nmegatron.core.dist_checkpointing.load",
@@ -178,6 +192,20 @@ def test_what_needs_a_hand_is_said(
     assert main([str(tmp_path / name)]) == status
     captured = capsys.readouterr()
     assert said in captured.out + captured.err
+
+
+def test_files_of_a_folder_that_are_no_python_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A script with Megatron's name stays as it is, beside ported modules, and is listed; one without it is not."""
+    (tmp_path / "a.py").write_text("from megatron.core import dist_checkpointing")
+    script = "python -c 'from megatron.core import dist_checkpointing'"
+    (tmp_path / "run.sh").write_text(script)
+    (tmp_path / "other.sh").write_text("true")
+    assert main([str(tmp_path)]) == 1
+    captured = capsys.readouterr()
+    assert "a.py: ported" in captured.out
+    assert captured.err.startswith(f"{tmp_path / 'run.sh'}: left as it is, since it is no *.py file: name it")
+    assert "other.sh" not in captured.err
+    assert (tmp_path / "run.sh").read_text() == script
 
 
 def test_a_wrong_path_changes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,6 +8,7 @@ import torch
 from shardckpt import dist_checkpointing as dc
 from shardckpt.engine import OpenCheckpoint
 from shardckpt.errors import CheckpointingException, KeyMismatchError
+from shardckpt.maintenance import open_any
 from shardckpt.mapping import ShardedObject, ShardedTensor
 from shardckpt.storage.reader import CheckpointReader
 from tests import backends
@@ -134,3 +135,13 @@ def test_a_slice_reads_its_own_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyP
     *heads, row = read
     assert sum(heads) < 8192
     assert row == 4096
+
+
+@table("opens", [dc.open_checkpoint, open_any], ids=["open_checkpoint", "open_any"])
+def test_an_exception_of_the_block_leaves_it_as_it_is(checkpoint: Path, opens: Any) -> None:
+    """What the caller raises while a checkpoint is open is neither wrapped nor given another class."""
+    own = KeyError("mine")
+    with pytest.raises(KeyError) as caught, opens(checkpoint):
+        raise own
+    assert caught.value is own
+    assert caught.value.__cause__ is None

@@ -282,7 +282,7 @@ def test_what_is_not_there_or_not_so_is_named(tmp_path: Path) -> None:
         ({"x": other("x", torch.float32, (2,))}, KeyMismatchError, "lacks 'x'", {}),
         ({"n": other("n", torch.int64, (4,))}, ShapeMismatchError, r"'n': stored \(3,\), wanted \(4,\)", {}),
         ({"n": other("n", torch.float32, (3,))}, ShardingError, "'n' is stored as torch.int64 and requested as", {}),
-        ({"o": ShardedObject("o", None, (1,), (0,))}, KeyMismatchError, "o", {}),
+        ({"o": ShardedObject("o", None, (1,), (0,))}, KeyMismatchError, "no objects: leave o out", {}),
         ({}, KeyMismatchError, "'w' does not begin with the prefix 'net.'", {"prefix": "net."}),
     ]
     for extra, kind, text, arguments in fails:
@@ -294,6 +294,15 @@ def test_what_is_not_there_or_not_so_is_named(tmp_path: Path) -> None:
     _fails(wanted, tmp_path / "e", ShapeMismatchError, r"needs '1\.w' of shape \(2, 2\).*has \(2, 3\)", mapping=rule)
     wanted = {"e": other("e", torch.float32, (3, 2, 2))}
     _fails(wanted, tmp_path / "e", KeyMismatchError, r"lacks '2\.w'", mapping=rule)
+
+
+def test_the_extra_state_of_modules_is_not_looked_for(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Megatron's sharded_state_dict() goes in as it is: objects that no folder has are left out, and logged."""
+    write(tmp_path / "hf", {"w": torch.ones(3)})
+    extra = ShardedObject("fc1._extra_state", None, (1,), (0,))
+    loaded = load_from_huggingface({**entire({"w": torch.zeros(3)}), "extra": extra}, tmp_path / "hf")
+    assert loaded.keys() == {"w"}
+    assert "fc1._extra_state" in caplog.text
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:

@@ -285,6 +285,9 @@ def test_names_that_begin_otherwise_are_advised(tmp_path: Path, capsys: pytest.C
     save_values(tmp_path / "other", {"x": torch.ones(3)})
     assert main(["diff", old, str(tmp_path / "other")]) == 1
     assert "(the first has app.model.0.w, the second x): --rename OLD=NEW" in capsys.readouterr().out
+    save_values(tmp_path / "foreign", {"grid.w": torch.ones(5, 2)})  # an end alike, of another shape: no rename
+    assert main(["diff", old, str(tmp_path / "foreign")]) == 1
+    assert "--rename OLD=NEW" in capsys.readouterr().out
 
 
 def test_an_optimizer_that_an_export_leaves_out_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -296,6 +299,19 @@ def test_an_optimizer_that_an_export_leaves_out_is_said(tmp_path: Path, capsys: 
     capsys.readouterr()
     assert main(["diff", str(tmp_path / "c"), str(tmp_path / "hf"), *options]) == 1
     assert capsys.readouterr().out.splitlines()[-1].startswith("all of the model is equal: what differs is optimizer")
+
+
+def test_megatrons_names_beside_the_hubs_are_advised(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Where one checkpoint has Megatron's names and one the Hub's, the call with the mapping is said, in its order."""
+    for name, keys in {
+        "m": ("embedding.word_embeddings", "output_layer"),
+        "hub": ("model.embed_tokens", "lm_head"),
+    }.items():
+        save_values(tmp_path / name, {f"{key}.weight": torch.ones(3, 2) for key in keys})
+    megatron, hub = str(tmp_path / "m"), str(tmp_path / "hub")
+    for places in ((megatron, hub), (hub, megatron)):
+        assert main(["diff", *places, "--tensors-only"]) == 1
+        assert capsys.readouterr().out.splitlines()[-1].endswith(f"shardckpt diff {megatron} {hub} --mapping megatron")
 
 
 def test_names_that_lack_a_prefix_are_advised(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

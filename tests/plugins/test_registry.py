@@ -429,7 +429,7 @@ def test_one_strategy_or_several_are_named(named: Any, keys: list[tuple[str, int
         assert parse_key(named) == keys[0]
 
 
-@table("wrong", [3, ("npy", True), [3], ["npy", 1], ("npy", 1, 2)])
+@table("wrong", [3, ("npy", True), [3], ["npy", 1], ("npy", 1, 2), ("npy", "1"), "npy>=1", "npy, ep"])
 def test_what_names_no_strategies_is_refused(wrong: Any) -> None:
     """A number, or a list with one, is an error, and not a list of strategies of which one is left out."""
     with pytest.raises(CheckpointingException, match="a strategy is named as"):

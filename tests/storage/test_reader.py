@@ -265,7 +265,7 @@ def test_foreign_files(tmp_path: Path, file: FileRecord) -> None:
         assert reader.read("data") == b"FIRSTsecond"
         with pytest.raises(CorruptCheckpointError, match="folder is not a regular file"):
             reader.read("folder")
-        with pytest.raises(StorageError, match=r"cannot open .*gone: .* \(ENOENT\)"):
+        with pytest.raises(StorageError, match=r"cannot open .*gone: .* \(ENOENT\): it is missing; restore it"):
             reader.read("gone")
 
 

@@ -157,6 +157,14 @@ def test_an_object_that_is_stored_in_part_is_a_mismatch() -> None:
     assert not compare_keys(wanted, stored, StrictHandling.RAISE_UNEXPECTED, Comm(alone=True)).unexpected
 
 
+def test_an_object_of_another_grid_of_ranks_is_told_from_one_that_is_not_stored() -> None:
+    """Random numbers of 4 ranks, wanted by 1: the error has both grids and the way out, beside the key."""
+    stored = name_keys([ShardedObject("rng", None, (2, 2), (dp, tp)) for dp in range(2) for tp in range(2)])
+    with pytest.raises(KeyMismatchError) as error:
+        compare_keys(_cells_of("rng", 0, count=1), stored, StrictHandling.ASSUME_OK_UNEXPECTED, Comm(alone=True))
+    assert "another grid of ranks: rng as (2, 2), wanted as (1,). Ask for them as" in str(error.value)
+
+
 def test_keys_that_are_stored_behind_a_prefix_are_said_with_what_loads_them(tmp_path: Path) -> None:
     """Of a model that was saved with its optimizer, the error names the prefix; with that the model is loaded."""
     model = torch.nn.Linear(4, 4)

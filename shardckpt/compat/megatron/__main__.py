@@ -2,8 +2,9 @@
 
 ``megatron.core.dist_checkpointing`` becomes ``shardckpt.compat.megatron.dist_checkpointing``, in imports and in texts;
 where it is imported beside other names, as in ``from megatron.core import mpu, dist_checkpointing``, it gets a line of
-its own. Relative imports of it in Megatron's own tree are ported, too. Of a folder all ``*.py`` files are read; of a
-file with another suffix only the dotted name changes. Uses that need a hand are listed, and the exit code is 1.
+its own. Relative imports of it in Megatron's own tree are ported, too. Of a folder all ``*.py`` files are ported; of a
+file with another suffix, which must be named, only the dotted name changes. What needs a hand is listed, and the exit
+code is 1: uses without an import of their own, and notebooks, shell scripts and YAML files of a folder.
 """
 
 from __future__ import annotations
@@ -20,13 +21,17 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
 _THERE, _HERE, _NAME = "megatron.core", "shardckpt.compat.megatron", "dist_checkpointing"
+_ROOT = _THERE.partition(".")[0]
 _DOTTED = re.compile(rb"(?<![\w.])megatron\.core\.dist_checkpointing\b")
+#: An import in a file that is no Python, such as a cell of a notebook.
+_IMPORT = re.compile(rb"\bfrom +megatron(\.core)? +import\b.*\bdist_checkpointing\b")
+_OTHER_SUFFIXES = (".ipynb", ".sh", ".yaml", ".yml")
 
 
 def main(arguments: Sequence[str]) -> int:
     """Port files and folders; return 0 if all is ported, 1 if something needs a hand, 2 if there is nothing to port."""
     if not arguments or arguments[0].startswith("-"):
-        return _say(__doc__, 0 if arguments in (["-h"], ["--help"]) else 2)
+        return _say(__doc__.replace("``", ""), 0 if arguments in (["-h"], ["--help"]) else 2)
     missing = [path for path in arguments if not Path(path).exists()]
     if missing:
         return _say(f"error: there is no {', '.join(missing)}: nothing was changed", 2)
@@ -34,8 +39,9 @@ def main(arguments: Sequence[str]) -> int:
     for path in chain.from_iterable(_list_files(Path(argument)) for argument in arguments):
         source = path.read_bytes()
         try:
-            new = port(source, _find_package(path)) if path.suffix == ".py" else _rename(source)
-            leftovers = list(_list_leftovers(new)) if path.suffix == ".py" else []
+            is_python = path.suffix == ".py"
+            new = port(source, _find_package(path)) if is_python else _rename(source)
+            leftovers = sorted(_list_leftovers(new) if is_python else _list_imports(new))
         except SyntaxError as exc:
             status = _say(f"{path}: left as it is, since Python does not parse it: {exc}", 1)
             continue
@@ -43,10 +49,12 @@ def main(arguments: Sequence[str]) -> int:
             path.write_bytes(new)
             ported += 1
             _say(f"{path}: ported", 0)
-        for line, use in leftovers:
-            status = _say(f"{path}:{line}: port by hand: {use} is Megatron's; import {_HERE}.{_NAME}", 1)
+        for line, what in leftovers:
+            status = _say(f"{path}:{line}: port by hand: {what}", 1)
+    for path in chain.from_iterable(_list_unread(Path(argument)) for argument in arguments):
+        status = _say(f"{path}: left as it is, since it is no *.py file: name it, and its dotted names are ported", 1)
     if not ported and not status:
-        return _say(f"error: nothing in {', '.join(arguments)} imports {_THERE}.{_NAME}", 2)
+        return _say(f"error: nothing in {', '.join(arguments)} imports {_THERE}.{_NAME}: nothing was changed", 2)
     return _say(f"files ported: {ported}", status)
 
 
@@ -123,28 +131,54 @@ def _list_files(path: Path) -> list[Path]:
     return [file for file in sorted(path.rglob("*.py")) if not f"{_find_package(file)}.".startswith(replaced)]
 
 
+def _list_unread(path: Path) -> Iterator[Path]:
+    """Yield the files of a folder that are not ported, and have the name."""
+    for file in sorted(path.rglob("*")) if path.is_dir() else ():
+        if file.suffix in _OTHER_SUFFIXES and file.is_file():
+            source = file.read_bytes()
+            if _DOTTED.search(source) or _IMPORT.search(source):
+                yield file
+
+
+def _list_imports(source: bytes) -> Iterator[tuple[int, str]]:
+    """Yield line and text of imports in what is no Python."""
+    for number, line in enumerate(source.splitlines(), 1):
+        if _IMPORT.search(line):
+            yield number, f"an import of Megatron's; import {_HERE}.{_NAME}"
+
+
 def _find_package(path: Path) -> str:
     """Return the package of a module in Megatron's tree, else ``""``."""
     folders = path.resolve().parts[:-1]
-    root = _THERE.partition(".")[0]
-    return ".".join(folders[len(folders) - 1 - folders[::-1].index(root) :]) if root in folders else ""
+    return ".".join(folders[len(folders) - 1 - folders[::-1].index(_ROOT) :]) if _ROOT in folders else ""
 
 
 def _list_leftovers(source: bytes) -> Iterator[tuple[int, str]]:
     """Yield line and text of uses without an import, ``core.dist_checkpointing`` by ``from megatron import core``."""
     nodes = list(ast.walk(ast.parse(source)))
+    imports = [
+        (node, alias) for node in nodes if isinstance(node, (ast.Import, ast.ImportFrom)) for alias in node.names
+    ]
     bound = {
         alias.asname or alias.name
-        for node in nodes
-        if isinstance(node, ast.Import) or (isinstance(node, ast.ImportFrom) and node.module == "megatron")
-        for alias in node.names
+        for node, alias in imports
+        if isinstance(node, ast.Import) or node.module == "megatron"
     }
     is_served = any(f"{name}.".startswith(f"{_HERE}.{_NAME}.") for name in bound)
+    has_root = any((alias.asname or alias.name).partition(".")[0] == _ROOT for _, alias in imports)
     for node in nodes:
         if isinstance(node, ast.Attribute) and node.attr == _NAME:
             owner = ast.unparse(node.value)
-            if (owner == _HERE and not is_served) or owner in bound:
-                yield node.lineno, ast.unparse(node)
+            if owner == _HERE and not is_served:
+                yield node.lineno, f"nothing imports {ast.unparse(node)}; import {_HERE}.{_NAME}"
+            elif owner != _HERE and owner in bound:
+                yield node.lineno, f"{ast.unparse(node)} is Megatron's; import {_HERE}.{_NAME}"
+        elif is_served and not has_root and isinstance(node, ast.Name) and node.id == _ROOT:
+            yield node.lineno, f"{_ROOT} was imported with {_NAME} alone; import {_THERE}"
+        elif isinstance(node, ast.Call):  # getattr(core, "dist_checkpointing"), or a function that imports by a text
+            texts = [arg.value if isinstance(arg, ast.Constant) else getattr(arg, "id", "") for arg in node.args]
+            if _NAME in texts and {_THERE, *bound}.intersection(texts):
+                yield node.lineno, f"{ast.unparse(node)} is Megatron's; give it {_HERE}"
 
 
 def _say(text: str, status: int) -> int:

@@ -250,7 +250,7 @@ class PathLoader(LoadStrategy):
         """Return what the registry or the strategy's own checks have against the checkpoint, or None."""
         reason = super().cannot_load(manifest) if self.backend else None
         if reason is not None:
-            return reason
+            return f"({_name(self.strategy)}) {reason}"
         checks: dict[str, Any] = {
             "check_backend_compatibility": manifest.backend,
             "check_version_compatibility": manifest.version,

@@ -126,8 +126,9 @@ def read_metadata(reader: CheckpointReader, name: str = METADATA_FILE) -> tuple[
     """
     record = reader.manifest.record
     if record is None and reader.has(INDEX_FILE):
-        lost = "%s: %s is there and %s is not: only %s is read, and no digest is checked"
-        logger.warning(lost, reader.directory, INDEX_FILE, RECORD_NAME, name)
+        state = "damaged" if (reader.directory / RECORD_NAME).exists() else "missing"
+        lost = "%s: %s is there and %s is %s: only %s is read, and no digest is checked"
+        logger.warning(lost, reader.directory, INDEX_FILE, RECORD_NAME, state, name)
     source, data = f"{reader.directory}/{name}", reader.read(name)
     raw = load_metadata(data, source)
     try:

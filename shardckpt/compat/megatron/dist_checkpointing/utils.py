@@ -58,9 +58,11 @@ def _sharded_object_id(sharded_object: ShardedObject) -> tuple[str, tuple[int, .
     return sharded_object.key, tuple(sharded_object.global_offset), tuple(sharded_object.global_shape)
 
 
-def _clean_metadata_for_serialization(metadata: Mapping[str, Any] | None) -> dict[str, Any] | None:
+def _clean_metadata_for_serialization(metadata: Any) -> Any:
     """Return content metadata without the process group that Megatron puts into it, which cannot be stored."""
-    return None if metadata is None else {key: value for key, value in metadata.items() if key != "dp_cp_group"}
+    if not isinstance(metadata, dict):
+        return metadata
+    return {key: value for key, value in metadata.items() if key != "dp_cp_group"}
 
 
 def extract_nonpersistent(sharded_state_dict: ShardedStateDict) -> tuple[ShardedStateDict, StateDict]:
