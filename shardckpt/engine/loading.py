@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from shardckpt.engine.changed_values import describe_faults, find_suspects, request_stored_values
+from shardckpt.engine.common_objects import CommonObjects
 from shardckpt.engine.integrity import verify_integrity
 from shardckpt.engine.load_results import check_buildable, check_columns, check_common, check_index, check_values
 from shardckpt.engine.load_template import MISSING, LoadTemplate
@@ -39,7 +40,7 @@ from shardckpt.validation import (
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
     from contextlib import AbstractContextManager
     from pathlib import Path
 
@@ -136,20 +137,8 @@ class OpenCheckpoint:
             [shard for shard in index if isinstance(shard, ShardedObject)],
         )
 
-    def find_buildable(self, wanted: Iterable[ShardedBase], stored: Collection[str]) -> set[str]:
-        """Return the unique keys of those objects that are not stored, but that the strategy can build.
-
-        Args:
-            wanted: Shards.
-            stored: The names of all that is stored.
-        """
-        absent = [
-            shard
-            for shard in wanted
-            if type(shard) is not ShardedTensor  # most are, and to ask whether one is an object is slow
-            and isinstance(shard, ShardedObject)
-            and shard.unique_key not in stored
-        ]
+    def find_buildable(self, absent: Sequence[ShardedObject]) -> set[str]:
+        """Return the unique keys of those objects that are not stored, but that the strategy can build."""
         if not absent or not isinstance(self.strategy, BuildsObjects):
             return set()
         found = check_buildable(
@@ -344,27 +333,25 @@ def load_checkpoint(
         on_unused=on_unused,
         resize=resize,
     )
-    stored = checkpoint.columns()  # no object for each tensor
-    template = _make_template(sharded_state_dict, checkpoint, stored, resize)
     if verify:
         with checkpoint.operation.local_phase("verifying the files"):
             verify_integrity(checkpoint.context.reader.place, checkpoint.context.reader.manifest, comm)
+    stored = checkpoint.columns()  # no object for each tensor
+    common = checkpoint.common()  # before the shards: if it cannot be read, no destination has been filled
+    objects = CommonObjects(common)
+    with checkpoint.operation.local_phase("reading the arguments"):
+        check_patterns(resize, stored.keys)
+    template = _make_template(sharded_state_dict, checkpoint, lambda: name_stored(stored, objects, resize), resize)
     if validate:
         with checkpoint.operation.local_phase("validating"):
             validate_shards(template.shards, comm)
     with checkpoint.operation.local_phase("comparing keys"):
-        keys = {key: key for key in stored.keys}
-        keys.update((name, ShardedObject.empty_from_unique_key(name).key) for name in stored.objects)
-        if checkpoint.context.reader.manifest.recognised_as is not None:  # another library's: it may be torchtitan's
-            use_bare_keys(template.shards, keys, _MODEL)
-        built = checkpoint.find_buildable(template.shards, keys)
-        # every rank must compare with the same keys, and what is built differs from rank to rank
-        wanted = [shard for shard in template.shards if stored_key(shard) not in built] if built else template.shards
-        mismatch = compare_keys(wanted, keys, strict, comm, on_unused=on_unused, counts_unused=counts_unused)
-        if template.left_out and comm.is_main:
-            _log_left_out(template)
-    is_absent = [bool(mismatch.absent) and stored_key(shard) in mismatch.absent for shard in template.shards]
-    available = [shard for shard, absent in zip(template.shards, is_absent, strict=True) if not absent]
+        mismatch, built, given = _match_keys(
+            template, checkpoint, stored, objects, strict, on_unused=on_unused, counts_unused=counts_unused
+        )
+        elsewhere = {*mismatch.absent, *given}
+        is_elsewhere = [bool(elsewhere) and stored_key(shard) in elsewhere for shard in template.shards]
+        available = [shard for shard, is_not in zip(template.shards, is_elsewhere, strict=True) if not is_not]
     with checkpoint.operation.local_phase("comparing shapes"):
         shapes = dict(zip(stored.keys, stored.shapes, strict=True))
         check_shapes(available, shapes, advise=advise)
@@ -374,7 +361,6 @@ def load_checkpoint(
         casts = check_dtypes(available, dtypes, allow_cast=allow_dtype_cast, advise=advise)
         if casts and comm.is_main:
             _log_casts(casts)
-    common = checkpoint.common()  # before the shards: if it cannot be read, no destination has been filled
     twins = find_twins(available, filled_by_twins)
     ignored = [] if on_unused == "ignore" else template.find_ignored_tensors(common)
     # in the message that tells whether a rank has failed
@@ -390,8 +376,11 @@ def load_checkpoint(
         resizing.restore(found)
     loaded = iter(found)
     with checkpoint.operation.local_phase("assembling the state dict"):
-        values = [MISSING if absent else next(loaded) for absent in is_absent]
-        # what the strategy built from single values is in the common state as well
+        values = [
+            given.get(stored_key(shard), MISSING) if is_not else next(loaded)
+            for shard, is_not in zip(template.shards, is_elsewhere, strict=True)
+        ]
+        # what was built from single values is in the common state as well
         numbers = {n for n, shard in enumerate(template.shards) if stored_key(shard) in built} if built else set()
         state_dict = template.fill(values, common, built=numbers)
     if may_change:
@@ -400,12 +389,14 @@ def load_checkpoint(
 
 
 def _make_template(
-    wanted: ShardedStateDict, checkpoint: OpenCheckpoint, stored: StoredColumns, resize: Sequence[str]
+    wanted: ShardedStateDict,
+    checkpoint: OpenCheckpoint,
+    list_stored: Callable[[], StoredNames],
+    resize: Sequence[str],
 ) -> LoadTemplate:
     """Collective: return the template of a load, checked and with the main replicas of its shards."""
     with checkpoint.operation.local_phase("preparing the state dict"):
-        check_patterns(resize, stored.keys)
-        template = LoadTemplate(wanted, lambda: name_stored(stored, resize))
+        template = LoadTemplate(wanted, list_stored)
         validate_descriptions(template.shards)
         for shard in template.shards:
             _refuse_unfillable(shard)
@@ -414,6 +405,45 @@ def _make_template(
         if resize:
             template.shards = allow_resizing(template.shards, resize)
     return template
+
+
+def _match_keys(
+    template: LoadTemplate,
+    checkpoint: OpenCheckpoint,
+    stored: StoredColumns,
+    objects: CommonObjects,
+    strict: StrictHandling,
+    *,
+    on_unused: OnUnused,
+    counts_unused: Callable[[str], bool],
+) -> tuple[KeyMismatch, set[str], dict[str, Any]]:
+    """Collective: compare the keys that are wanted with those that are stored.
+
+    Returns:
+        What does not match; the unique keys of objects that are built from single values; and of these the values of
+        those that the common state has.
+    """
+    keys = {key: key for key in stored.keys}
+    keys.update((name, ShardedObject.empty_from_unique_key(name).key) for name in stored.objects)
+    if checkpoint.context.reader.manifest.recognised_as is not None:  # another library's: it may be torchtitan's
+        use_bare_keys(template.shards, keys, _MODEL)
+    absent = [
+        shard
+        for shard in template.shards
+        if type(shard) is not ShardedTensor  # most are, and to ask whether one is an object is slow
+        and isinstance(shard, ShardedObject)
+        and shard.unique_key not in keys
+    ]
+    by_strategy = checkpoint.find_buildable(absent)
+    given = objects.build(shard for shard in absent if shard.unique_key not in by_strategy)
+    built = {*by_strategy, *given}
+    # every rank must compare with the same keys, and what is built differs from rank to rank
+    wanted = [shard for shard in template.shards if stored_key(shard) not in built] if built else template.shards
+    comm = checkpoint.context.comm
+    mismatch = compare_keys(wanted, keys, strict, comm, on_unused=on_unused, counts_unused=counts_unused)
+    if template.left_out and comm.is_main:
+        _log_left_out(template)
+    return mismatch, built, given
 
 
 def _refuse_changed_values(
@@ -446,13 +476,19 @@ def _without_data(shard: ShardedBase) -> ShardedBase:
     return copied
 
 
-def name_stored(columns: StoredColumns, resize: Sequence[str] = ()) -> StoredNames:
-    """Return what is stored by key, but for the objects that are several parts; ``resize`` as for a load."""
+def name_stored(columns: StoredColumns, common: CommonObjects | None = None, resize: Sequence[str] = ()) -> StoredNames:
+    """Return what is stored by key, but for the objects that are several parts.
+
+    Args:
+        columns: What is stored.
+        common: The common state, whose values objects may be built of.
+        resize: As for a load.
+    """
     objects = [ShardedObject.empty_from_unique_key(name) for name in columns.objects]
     keys = [shard.key for shard in objects if set(shard.global_shape) <= {1}]
     return StoredNames(
         dict(zip(columns.keys, zip(columns.dtypes, columns.shapes, strict=True), strict=True)),
-        dict.fromkeys(sorted({*keys, *columns.values})),
+        dict.fromkeys(sorted({*keys, *columns.values, *([] if common is None else common.list_keys())})),
         {key for key in columns.keys if is_resized(key, resize)} if resize else (),
     )
 

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from shardckpt.huggingface.assets import list_assets, read_assets
     from shardckpt.huggingface.casts import find_model_dtype, parse_casts
     from shardckpt.huggingface.check import check_folder
-    from shardckpt.huggingface.config import HEADS, adapt_config, find_config, read_config
+    from shardckpt.huggingface.config import HEADS, adapt_config, find_config, find_tied, read_config
     from shardckpt.huggingface.convert import (
         dcp_to_torch_save,
         dcp_to_torch_state_dict,
@@ -56,7 +56,7 @@ __getattr__ = lazy_getattr(
         "assets": ("list_assets", "read_assets"),
         "casts": ("find_model_dtype", "parse_casts"),
         "check": ("check_folder",),
-        "config": ("HEADS", "adapt_config", "find_config", "read_config"),
+        "config": ("HEADS", "adapt_config", "find_config", "find_tied", "read_config"),
         "convert": (
             "dcp_to_torch_save",
             "dcp_to_torch_state_dict",
@@ -131,6 +131,7 @@ __all__ = [
     "find_mapping",
     "find_model_dtype",
     "find_sections",
+    "find_tied",
     "forget_structure",
     "get_dtype_size",
     "get_shard_info",

@@ -284,7 +284,7 @@ class StepReader:
         """
         single = [name for name in names if name in self._states.plain or name in self._states.per_rank]
         wanted = [ShardedObject(name, None, (1,), (0,)) for name in single]
-        built = checkpoint.find_buildable(wanted, stored)
+        built = checkpoint.find_buildable([shard for shard in wanted if shard.unique_key not in stored])
         absent = {
             shard.key
             for shard in wanted

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -9,7 +10,7 @@ import torch
 
 from shardckpt.chunks import LocalPlan, collect_items, view_tensors
 from shardckpt.errors import ShardingError
-from shardckpt.huggingface import CONFIG, Sections, adapt_config, find_config, find_sections, read_assets
+from shardckpt.huggingface import CONFIG, Sections, adapt_config, find_config, find_sections, find_tied, read_assets
 from shardckpt.mapping import ShardedTensor
 from shardckpt.planning import Box, Boxes, Table, concat_tables, intersect, make_column, make_matrix
 from shardckpt.storage import Columns, PackedShards, pack_columns
@@ -38,6 +39,9 @@ if TYPE_CHECKING:
     from shardckpt_safetensors.whole.options import WholeOptions
     from shardckpt_safetensors.whole.pieces import Pieces, Write
     from shardckpt_safetensors.whole.ties import Ties
+
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -129,6 +133,15 @@ class WholePlan:
         others = {WEIGHTS_INDEX: self.layout.weights_index(), **read_assets(options.assets)}
         config = find_config(options.assets)
         if config is not None:
+            pair = find_tied(config, tensors) if options.store_aliases else None
+            if pair is not None:
+                logger.warning(
+                    "%s says that %r and %r are one (tie_word_embeddings), and the model has two tensors: engines take "
+                    "either; give the config.json of a model that does not tie them",
+                    config.source,
+                    pair[0].name,
+                    pair[1].name,
+                )
             adapted = adapt_config(config, tensors, is_cast=False, refuses=False)
             others |= {} if adapted is None else {CONFIG: adapted}
         return others

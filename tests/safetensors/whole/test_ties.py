@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -103,6 +104,16 @@ def test_the_config_does_not_tie_what_has_other_values(tmp_path: Path) -> None:
     for step, tied in enumerate((True, True, False, True)):
         _save(str(tmp_path / str(step)), assets, tied=tied, change=step)
         _check(tmp_path / str(step), names=set() if tied else {HEAD}, tied=tied, change=step)
+
+
+def test_a_tied_config_of_an_untied_model_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A save goes on, and warns that engines would take one of two tensors for both; of tied ones there is no word."""
+    assets = _write_config(tmp_path / "assets", TIED)
+    with caplog.at_level(logging.WARNING, "shardckpt_safetensors"):
+        _save(str(tmp_path / "1"), assets, tied=True)
+        assert "tie_word_embeddings" not in caplog.text
+        _save(str(tmp_path / "2"), assets, tied=False)
+    assert "are one (tie_word_embeddings), and the model has two tensors" in caplog.text
 
 
 def test_a_config_that_is_no_json_is_refused(tmp_path: Path) -> None:
