@@ -16,7 +16,8 @@ from shardckpt.engine import (
     parse_resize,
 )
 from shardckpt.errors import CheckpointingException, KeyMismatchError, NotACheckpointError, listed
-from shardckpt.huggingface.folder import check_same_folder, read_folder
+from shardckpt.huggingface.config import ModelConfig
+from shardckpt.huggingface.folder import CONFIG, check_same_folder, read_folder
 from shardckpt.huggingface.load_strategy import HuggingFaceLoadStrategy
 from shardckpt.huggingface.megatron import MEGATRON_NAME
 from shardckpt.huggingface.models import find_mapping
@@ -120,7 +121,7 @@ def load_from_huggingface(
                 if strict and missing:
                     raise KeyMismatchError(
                         f"{path} lacks {listed([*map(repr, missing)])}, which the requested tensors need; "
-                        f"huggingface_index(folder) lists what it has. {_advise(missing, mapping)}"
+                        f"huggingface_index(folder) lists what it has. {_advise(missing, mapping, found)}"
                     )
             # without digests: the folder stores none
             manifest = Manifest(backend=strategy.backend, version=strategy.version)
@@ -173,8 +174,13 @@ def _read(place: Path) -> Folder:
         raise replace_text(exc, f"{exc}. {advice}") from exc
 
 
-def _advise(missing: Collection[str], mapping: str | KeyMapping | None) -> str:
-    """Return which mapping gives other names."""
+def _advise(missing: Collection[str], mapping: str | KeyMapping | None, folder: Folder) -> str:
+    """Return why names are missing, or which mapping gives other names."""
+    if ModelConfig(Path(CONFIG), folder.config).is_tied and any(name.endswith("lm_head.weight") for name in missing):
+        return (
+            "config.json says that the output layer is the embedding (tie_word_embeddings), so that the folder has one "
+            "of them: build the model so, or load with strict=False, and give the output layer the embedding's values"
+        )
     if MEGATRON_NAME in missing:
         return "That is Megatron's name: give mapping='megatron'"
     if mapping is not None:

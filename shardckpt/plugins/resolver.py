@@ -68,6 +68,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+#: What a folder of the Hub has: one file of weights, or an index of several.
+_HUB_FILES = frozenset({"model.safetensors", "model.safetensors.index.json"})
+
 _T = TypeVar("_T")
 
 #: Seconds to wait for the second rename of an overwrite that takes two; an overwrite that died in between is an error.
@@ -380,6 +383,11 @@ def _recognise_directory(directory: Path, plugins: PluginManager) -> Manifest:
         raise NotACheckpointError(
             f"{directory} is not a distributed checkpoint: it is a folder of {format_many(len(inner), 'checkpoint')}: "
             f"give one, such as {directory / inner[-1]}"
+        )
+    if _HUB_FILES.intersection(names):
+        raise IncompleteCheckpointError(
+            f"{directory} is not a distributed checkpoint: it is a Hugging Face folder, which load_from_huggingface of "
+            "shardckpt.huggingface loads, and CheckpointConfig(initial_load_path=..., initial_load_in_hf=True)"
         )
     raise IncompleteCheckpointError(
         f"{directory} is not a distributed checkpoint, or a save to it did not end: it has no {MARKER_NAME}, nor "

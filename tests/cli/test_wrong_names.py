@@ -103,6 +103,7 @@ ROWS = [
     ("convert runs/step-1 new --to torch_dits", "did you mean torch_dist?"),
     ("convert runs/step-1 new --to torhc", "did you mean torch?"),
     ("convert runs/step-1 new --to hff", "did you mean hf?"),
+    ("convert runs/step-1 new --to huggingface", "did you mean hf?"),
     (
         "convert runs/step-1 new --to torch_dist@9",
         "no strategy saves version 9 of 'torch_dist': installed is version 1",

@@ -15,6 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from shardckpt import dist_checkpointing
 from shardckpt.adapters import to_sharded_state_dict
 from shardckpt.errors import (
+    CheckpointingException,
     CorruptCheckpointError,
     KeyMismatchError,
     NotACheckpointError,
@@ -404,3 +405,19 @@ def test_a_checkpoint_is_told_from_a_folder_of_the_hub(tmp_path: Path) -> None:
                 read_folder(tmp_path / name)
         with pytest.raises(NotACheckpointError, match=r"convert_checkpoint\(SOURCE, NEW, 'hf'\)"):
             read_folder(tmp_path / "model.pt")
+
+
+def test_a_tied_folder_does_not_fit_an_untied_model(tmp_path: Path) -> None:
+    """The error says that the folder has one tensor for two, and what to do."""
+    save_state_dict({"model.embed_tokens.weight": torch.ones(4, 2)}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text('{"tie_word_embeddings": true}')
+    wanted = sharded_state({"model.embed_tokens.weight": torch.zeros(4, 2), "lm_head.weight": torch.zeros(4, 2)})
+    with pytest.raises(KeyMismatchError, match=r"lacks 'lm_head\.weight'.*the output layer is the embedding"):
+        load_from_huggingface(wanted, tmp_path)
+
+
+def test_a_plain_load_of_a_folder_names_the_call(tmp_path: Path) -> None:
+    """`dist_checkpointing.load` does not say of a sound Hugging Face folder that a save did not end."""
+    save_state_dict({"w": torch.ones(4)}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointingException, match=r"it is a Hugging Face folder, which load_from_huggingface"):
+        dist_checkpointing.load(sharded_state({"w": torch.zeros(4)}), tmp_path)
