@@ -79,6 +79,7 @@ def run(options: Any) -> Output:
 
     if options.base is not None and not 1 <= options.base <= len(options.sources):
         raise CheckpointingException(f"--base {options.base}: there are {len(options.sources)} SRC, numbered from 1")
+    _refuse_neighbour(options)
     target = read_target_options(options)
     with show_progress("convert", "merge"):  # a merge is a conversion of what it reads
         report = merge_checkpoints(
@@ -93,6 +94,23 @@ def run(options: Any) -> Output:
             **target,
         )
     return Output(lambda: report, lambda: _describe(report, options.target, verbose=options.verbose))
+
+
+def _refuse_neighbour(options: Any) -> None:
+    """Raise if DST is one of the steps that a shell's ``run/step-*`` has named, which ``--overwrite`` would replace."""
+    from pathlib import Path
+
+    from shardckpt.errors import CheckpointingException
+
+    target = Path(options.target)
+    places = [*options.sources, options.target]
+    if any("://" in place for place in places) or not target.exists():
+        return
+    if len({Path(place).absolute().parent for place in places}) == 1:
+        raise CheckpointingException(
+            f"{options.target} is beside all SRC, and is there: a pattern such as {target.parent}/* may have named it, "
+            "and --overwrite would replace it. Give another DST, or remove that one first"
+        )
 
 
 def parse_numbers(text: str) -> list[float]:

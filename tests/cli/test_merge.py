@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
+from shardckpt import dist_checkpointing
+from shardckpt.adapters import to_sharded_state_dict
 from shardckpt.cli import main
 from shardckpt.engine import display
 from tests.tables import table
@@ -108,3 +110,16 @@ def test_merge_says_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[
         assert main(["merge", *both, *options]) == 2
         assert text in capsys.readouterr().err
     assert not (tmp_path / "new").exists()
+
+
+def test_a_pattern_of_the_shell_does_not_replace_the_last_step(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`merge run/step-* --overwrite` names a step as DST: it is refused, and stays as it is."""
+    for step in (1, 2, 3):
+        dist_checkpointing.save(to_sharded_state_dict(torch.nn.Linear(2, 2)), tmp_path / f"step-{step}")
+    places = [str(tmp_path / f"step-{step}") for step in (1, 2, 3)]
+    before = (tmp_path / "step-3" / "shardckpt.json").read_bytes()
+    assert main(["merge", *places, "--overwrite"]) == 2
+    assert "step-3 is beside all SRC" in capsys.readouterr().err
+    assert (tmp_path / "step-3" / "shardckpt.json").read_bytes() == before
