@@ -106,7 +106,8 @@ def _refuse_neighbour(options: Any) -> None:
     places = [*options.sources, options.target]
     if any("://" in place for place in places) or not target.exists():
         return
-    if len({Path(place).absolute().parent for place in places}) == 1:
+    # as a shell lists what a pattern matches
+    if len({Path(place).absolute().parent for place in places}) == 1 and places == sorted(places):
         raise CheckpointingException(
             f"{options.target} is beside all SRC, and is there: a pattern such as {target.parent}/* may have named it, "
             "and --overwrite would replace it. Give another DST, or remove that one first"
