@@ -5,12 +5,15 @@ Plain DCP stores the options of an optimizer, and schedules, value by value; in 
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from copy import deepcopy
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from shardckpt.state_dict import build_copy, nested_items
+from shardckpt.state_dict import nested_items
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
 
     from shardckpt.mapping import ShardedObject
 
@@ -30,40 +33,73 @@ class CommonObjects:
 
     def list_keys(self) -> list[str]:
         """Return the keys of all values."""
-        return [".".join(map(str, path)) for path, _ in nested_items(self._common)]
+        return list(self._values)
 
     def build(self, absent: Iterable[ShardedObject]) -> dict[str, Any]:
-        """Return copies of the values of objects that are not stored, by their unique keys: of those that are there."""
-        pairs = ((shard.unique_key, self._find(shard.key)) for shard in absent)
-        return {key: build_copy(value) for key, value in pairs if value is not _NOTHING}
+        """Return copies of the values of objects that are not stored, by their unique keys: of those that are there.
+
+        Args:
+            absent: The objects. Parts of one are not built: the common state does not say whose they are.
+        """
+        whole = (shard for shard in absent if set(shard.global_shape) <= {1})
+        pairs = ((shard.unique_key, self._find(shard.key)) for shard in whole)
+        return {key: deepcopy(value) for key, value in pairs if value is not _NOTHING}
+
+    @cached_property
+    def _values(self) -> dict[str, Any]:
+        return {".".join(map(str, path)): value for path, value in nested_items(self._common)}
+
+    @cached_property
+    def _sorted_keys(self) -> list[str]:
+        return sorted(self._values)
+
+    @cached_property
+    def _options(self) -> dict[str, dict[str, Any]]:
+        """The options of each parameter's group, by ``optimizer.param_groups.<name>``."""
+        return dict(_list_options(self._common, ""))
 
     def _find(self, key: str) -> Any:
-        """Return the value of a key; of ``optimizer.param_groups.<name>`` the options of the parameter's group."""
-        prefix, is_group, name = key.partition(f"{_GROUPS}.")
-        groups = _walk(self._common, f"{prefix}{_GROUPS}") if is_group else _NOTHING
-        for group in groups if isinstance(groups, list) else ():
-            if isinstance(group, dict) and name in group.get(_NAMES, ()):
-                return {option: value for option, value in group.items() if option != _NAMES}
-        found = _walk(self._common, key)
+        if key in self._options:
+            return self._options[key]
+        found = _look_up(self._common, key)
         return self._gather(key) if found is _NOTHING else found
 
     def _gather(self, key: str) -> Any:
         """Return the values below a key that stand under flat names: torch's flattened options of a parameter."""
-        leaves = ((".".join(map(str, path)), value) for path, value in nested_items(self._common))
-        found = {name[len(key) + 1 :]: value for name, value in leaves if name.startswith(f"{key}.")}
-        return found or _NOTHING
+        keys = self._sorted_keys
+        # "/" is the character after "."
+        below = keys[bisect_left(keys, f"{key}.") : bisect_left(keys, f"{key}/")]
+        return {name[len(key) + 1 :]: self._values[name] for name in below} or _NOTHING
 
 
-def _walk(node: Any, key: str) -> Any:
-    """Return what is at a key of nested dicts and lists, whose parts may have dots themselves."""
-    if isinstance(node, dict):
-        for name, value in node.items():
-            if str(name) == key:
-                return value
-            if key.startswith(f"{name}.") and (found := _walk(value, key[len(str(name)) + 1 :])) is not _NOTHING:
-                return found
-    if isinstance(node, list):
-        first, _, rest = key.partition(".")
-        if first.isdecimal() and int(first) < len(node):
-            return _walk(node[int(first)], rest) if rest else node[int(first)]
+def _list_options(node: Any, prefix: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the options of each parameter that numbered groups in nested dicts name."""
+    for name, value in node.items() if isinstance(node, dict) else ():
+        if name == _GROUPS and isinstance(value, list):
+            for group in value:
+                if isinstance(group, dict) and isinstance(group.get(_NAMES), list):
+                    options = {option: each for option, each in group.items() if option != _NAMES}
+                    yield from ((f"{prefix}{_GROUPS}.{each}", options) for each in group[_NAMES])
+        else:
+            yield from _list_options(value, f"{prefix}{name}.")
+
+
+def _look_up(node: Any, key: str) -> Any:
+    """Return what is at a key of nested dicts and lists; names may have dots themselves."""
+    parts = key.split(".")
+    for count in range(len(parts), 0, -1):
+        name, rest = ".".join(parts[:count]), ".".join(parts[count:])
+        found = _take(node, name)
+        if found is not _NOTHING and rest:
+            found = _look_up(found, rest)
+        if found is not _NOTHING:
+            return found
     return _NOTHING
+
+
+def _take(node: Any, name: str) -> Any:
+    """Return an entry of a dict or list; a number may be a dict's key, too."""
+    number = int(name) if name.isdecimal() and name.isascii() else -1
+    if isinstance(node, dict):
+        return node.get(name, node.get(number, _NOTHING))
+    return node[number] if isinstance(node, list) and 0 <= number < len(node) else _NOTHING
