@@ -119,7 +119,7 @@ def request_options(names: Iterable[str], stored: StoredNames, key: str) -> dict
     rests = (each[len(key) + 1 :] for each in stored.objects if each.startswith(f"{key}."))
     groups = list(filter(is_group, rests))
     found: dict[str, Any] = {name: {"values": describe_object(None, f"{key}.{name}", "unchecked")} for name in groups}
-    for name, options in find_slots(dict.fromkeys(names), stored, key).items():
+    for name, options in find_slots(dict.fromkeys(names), stored, key, in_common=True).items():
         keys = {option: f"{key}.{name}.{option}" for option in options}
         tensors = {option: request_value(stored, own) for option, own in keys.items() if own in stored.tensors}
         entry = {} if groups else {"values": describe_object(None, f"{key}.{name}", "unchecked")}

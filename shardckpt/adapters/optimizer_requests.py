@@ -19,7 +19,7 @@ from shardckpt.adapters.group_options import GROUP_NAME, GROUPS, GROUPS_NAME, OT
 from shardckpt.adapters.leaves import describe_leaf, describe_object
 from shardckpt.adapters.modules import data_address
 from shardckpt.adapters.optimizers import OptimizerState, list_slots
-from shardckpt.adapters.state_layout import empty_of_axes, empty_state_tensor
+from shardckpt.adapters.state_layout import empty_of_axes, empty_state_tensor, resize_like
 from shardckpt.adapters.stored_values import find_slots, nest, request_value, restore_containers
 from shardckpt.adapters.wrappers import InnerShard, is_inner, request_inner
 from shardckpt.mapping import ShardedBase, ShardedTensor, ShardedTensorFactory
@@ -62,7 +62,7 @@ def request_optimizer(
         return {**others, STATE: state, GROUPS: options}
     by_name = request_options(params, stored, f"{key}.{GROUPS}")
     found = {  # beside tensors, options may be in the common state
-        name: {part: each for part, each in parts.items() if part != "values" or stored.has(each.key)}
+        name: {part: each for part, each in parts.items() if part != "values" or each.key in stored.objects}
         for name, parts in by_name.items()
     }
     return {**others, STATE: state, GROUPS: found}
@@ -93,7 +93,7 @@ def request_states(
     # memory that several live tensors have is loaded into once
     taken = {data_address(param) for param in live.params.values()} - {0}
     found = {name: entry for name, entry in described.items() if name not in live.params}  # FSDP1's
-    for name, slots in find_slots(live.params, stored, key).items():
+    for name, slots in find_slots(live.params, stored, key, in_common=True).items():
         entry = described.get(name, {})
         if slots and isinstance(entry, dict):
             param_key = next((each for each in (f"{model}{name}", name) if each in stored.tensors), None)
@@ -136,8 +136,8 @@ class _SavedState:
             return describe_object(None, key, "unchecked")
         dtype, shape = self.stored.tensors[key]
         param = self.param
-        if key in self.stored.resized and shape == self.param_shape:
-            shape = tuple(param.size())
+        if key in self.stored.resized and self.param_shape is not None:
+            shape = resize_like(key, shape, self.param_shape, tuple(param.size()))
         inner = request_inner(slot, self._list_shapes(), dtype, param) if is_inner(slot) else None
         if isinstance(inner, InnerShard):
             return inner.describe(key, "unchecked")

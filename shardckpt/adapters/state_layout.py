@@ -82,6 +82,28 @@ def empty_state_tensor(
     return torch.empty(shape, dtype=dtype, device=_device(param))
 
 
+def resize_like(key: str, shape: Ints, old: Ints, new: Ints) -> Ints:
+    """Return the shape of state whose parameter has had another shape when it was saved.
+
+    Args:
+        key: The key of the state.
+        shape: Its stored shape.
+        old: The stored shape of the parameter.
+        new: That of the parameter now.
+
+    Raises:
+        ShapeMismatchError: The state has sizes of the parameter in an order that is not known: it is factored.
+    """
+    if len(shape) == len(old) == len(new):
+        return tuple(wide if size == narrow else size for size, narrow, wide in zip(shape, old, new, strict=True))
+    if {narrow for narrow, wide in zip(old, new, strict=False) if narrow != wide}.intersection(shape):
+        raise ShapeMismatchError(
+            f"resize: {key!r} has the shape {shape} for a parameter of {old}, and which axis of it grows is not known: "
+            "leave the optimizer out of what is loaded"
+        )
+    return shape
+
+
 def _has_param_shape(shape: Ints, own: Ints, param_shape: Ints | None) -> bool:
     """Return whether state that lacks its parameter's shape had it when it was saved, and is not factored or the like.
 

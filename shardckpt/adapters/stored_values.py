@@ -14,10 +14,12 @@ if TYPE_CHECKING:
     from shardckpt.mapping import StoredNames
 
 
-def find_slots(names: Mapping[str, Any], stored: StoredNames, key: str) -> dict[str, list[str]]:
-    """Return the rest of each stored key below the key of each name."""
+def find_slots(
+    names: Mapping[str, Any], stored: StoredNames, key: str, *, in_common: bool = False
+) -> dict[str, list[str]]:
+    """Return the rest of each stored key below the key of each name; ``in_common`` as of StoredNames."""
     found: dict[str, list[str]] = {name: [] for name in names}
-    for each in stored.list_below(key):
+    for each in stored.list_below(key, in_common=in_common):
         rest = each[len(key) + 1 :]
         name = find_name(rest, found)
         if name is not None and len(name) < len(rest):

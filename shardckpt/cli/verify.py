@@ -96,6 +96,7 @@ def run(options: Any) -> Output:
 
     from shardckpt import settings
     from shardckpt.cli.progress import show_progress
+    from shardckpt.huggingface import own_process
     from shardckpt.maintenance import INTACT
     from shardckpt.manager import find_checkpoints
 
@@ -110,6 +111,7 @@ def run(options: Any) -> Output:
             continue
         paths.update(dict.fromkeys(found.paths))
         skipped.update({each.path: each for each in found.skipped})
+    own_process()
     threads = ThreadPoolExecutor(max(1, min(len(paths), settings.io_threads())))
     with show_progress("verify"), threads:
         answers += threads.map(

@@ -10,8 +10,6 @@ from copy import deepcopy
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from shardckpt.state_dict import nested_items
-
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
@@ -31,9 +29,15 @@ class CommonObjects:
     def __init__(self, common: Mapping[str, Any]) -> None:
         self._common = common
 
-    def list_keys(self) -> list[str]:
-        """Return the keys of all values."""
-        return list(self._values)
+    def has(self, key: str) -> bool:
+        """Return whether something is there for a key."""
+        return self._find(key) is not _NOTHING
+
+    def list_below(self, key: str) -> list[str]:
+        """Return the keys of values that begin with a key and a dot."""
+        keys = self._sorted_keys
+        # "/" is the character after "."
+        return keys[bisect_left(keys, f"{key}.") : bisect_left(keys, f"{key}/")]
 
     def build(self, absent: Iterable[ShardedObject]) -> dict[str, Any]:
         """Return copies of the values of objects that are not stored, by their unique keys: of those that are there.
@@ -47,7 +51,7 @@ class CommonObjects:
 
     @cached_property
     def _values(self) -> dict[str, Any]:
-        return {".".join(map(str, path)): value for path, value in nested_items(self._common)}
+        return dict(_list_values(self._common, ""))
 
     @cached_property
     def _sorted_keys(self) -> list[str]:
@@ -66,10 +70,16 @@ class CommonObjects:
 
     def _gather(self, key: str) -> Any:
         """Return the values below a key that stand under flat names: torch's flattened options of a parameter."""
-        keys = self._sorted_keys
-        # "/" is the character after "."
-        below = keys[bisect_left(keys, f"{key}.") : bisect_left(keys, f"{key}/")]
-        return {name[len(key) + 1 :]: self._values[name] for name in below} or _NOTHING
+        return {name[len(key) + 1 :]: self._values[name] for name in self.list_below(key)} or _NOTHING
+
+
+def _list_values(node: Mapping[Any, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+    """Yield what is in nested dicts, by its key; a list is one value: where it was sharded, it has lost entries."""
+    for name, value in node.items():
+        if isinstance(value, dict):
+            yield from _list_values(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
 
 
 def _list_options(node: Any, prefix: str) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -85,21 +95,14 @@ def _list_options(node: Any, prefix: str) -> Iterator[tuple[str, dict[str, Any]]
 
 
 def _look_up(node: Any, key: str) -> Any:
-    """Return what is at a key of nested dicts and lists; names may have dots themselves."""
-    parts = key.split(".")
+    """Return what is at a key of nested dicts; names may have dots themselves, and be numbers."""
+    parts = key.split(".") if isinstance(node, dict) else []
     for count in range(len(parts), 0, -1):
         name, rest = ".".join(parts[:count]), ".".join(parts[count:])
-        found = _take(node, name)
+        number = int(name) if name.isdecimal() and name.isascii() and str(int(name)) == name else name
+        found = node.get(name, node.get(number, _NOTHING))
         if found is not _NOTHING and rest:
             found = _look_up(found, rest)
         if found is not _NOTHING:
             return found
     return _NOTHING
-
-
-def _take(node: Any, name: str) -> Any:
-    """Return an entry of a dict or list; a number may be a dict's key, too."""
-    number = int(name) if name.isdecimal() and name.isascii() else -1
-    if isinstance(node, dict):
-        return node.get(name, node.get(number, _NOTHING))
-    return node[number] if isinstance(node, list) and 0 <= number < len(node) else _NOTHING

@@ -87,7 +87,9 @@ class LoadTemplate:
         for path, leaf in nested_items(self._tree) if self._has_parts else ():
             refuse_parts(leaf, path)
 
-    def fill(self, values: list[Any], common: StateDict, *, built: Collection[int] = ()) -> StateDict:
+    def fill(
+        self, values: list[Any], common: StateDict, *, built: Collection[int] = (), only_built: bool = False
+    ) -> StateDict:
         """Return the state dict, filled with loaded values and the common state.
 
         Args:
@@ -95,12 +97,15 @@ class LoadTemplate:
             common: The checkpoint's common state, which has the values of all other leaves. It is not changed.
             built: The indices of shards whose values the strategy has built from values that are in the common state,
                 too. If there are any, a value of the common state is left out where the template has a shard.
+            only_built: Whether it is left out only where the template has one of these.
 
         Raises:
             CheckpointingException: the common state has a value where the template has a shard, or a list of another
                 length.
         """
-        filled = _assemble(self._tree, values, _leave_out(self._tree, common, built, "") if built else common, "")
+        if built:
+            common = _leave_out(self._tree, common, built, "", built if only_built else None)
+        filled = _assemble(self._tree, values, common, "")
         return filled if isinstance(filled, dict) else {}
 
     def find_ignored_tensors(self, common: StateDict) -> list[str]:
@@ -191,13 +196,18 @@ def _merge(built: Any, merge_fn: FactoryMergeFn, values: list[Any]) -> Any:
     return MISSING if any(value is MISSING for value in nested_values(parts)) else merge_fn(parts)
 
 
-def _leave_out(wanted: Any, common: Any, built: Collection[int], path: str) -> Any:
-    """Return the common state without what stands where ``wanted`` has slots; MISSING if nothing is left."""
-    if not _has_slot(wanted):
+def _leave_out(
+    wanted: Any, common: Any, built: Collection[int], path: str, slots: Collection[int] | None = None
+) -> Any:
+    """Return the common state without what stands where ``wanted`` has slots; MISSING if nothing is left.
+
+    With ``slots``, those of other shards do not count.
+    """
+    if not _has_slot(wanted, slots):
         return common
     if isinstance(wanted, dict) and isinstance(common, dict):
         parts = {
-            key: _leave_out(wanted[key], value, built, f"{path}[{key!r}]") if key in wanted else value
+            key: _leave_out(wanted[key], value, built, f"{path}[{key!r}]", slots) if key in wanted else value
             for key, value in common.items()
         }
         return {key: part for key, part in parts.items() if part is not MISSING}

@@ -20,7 +20,7 @@ from shardckpt.engine.locations import locate
 from shardckpt.engine.operation import Operation
 from shardckpt.engine.resizing import Resizing, allow_resizing, check_patterns, is_resized
 from shardckpt.engine.twins import check_twins, find_twins
-from shardckpt.errors import KeyMismatchError, RankFailedError, ShardingError, format_many, listed
+from shardckpt.errors import CheckpointingException, KeyMismatchError, ShardingError, format_many, listed
 from shardckpt.mapping import ShardedObject, ShardedTensor, StoredNames
 from shardckpt.planning import Casts, check_dtypes, check_shapes, describe_casts, is_exact, make_changed_error
 from shardckpt.plugins import Accept, choose_reader, hold_checkpoint, hold_same
@@ -246,8 +246,8 @@ def lend_checkpoint(opened: AbstractContextManager[_T]) -> Iterator[_T]:
             except Exception as exc:
                 own = exc
                 raise
-    except RankFailedError:
-        if own is None:
+    except CheckpointingException:
+        if own is None or isinstance(own, CheckpointingException):
             raise
     if own is not None:
         raise own
@@ -341,7 +341,7 @@ def load_checkpoint(
     objects = CommonObjects(common)
     with checkpoint.operation.local_phase("reading the arguments"):
         check_patterns(resize, stored.keys)
-    template = _make_template(sharded_state_dict, checkpoint, lambda: name_stored(stored, objects, resize), resize)
+    template = _make_template(sharded_state_dict, checkpoint, lambda: name_stored(stored, objects, resize))
     if validate:
         with checkpoint.operation.local_phase("validating"):
             validate_shards(template.shards, comm)
@@ -354,6 +354,7 @@ def load_checkpoint(
         available = [shard for shard, is_not in zip(template.shards, is_elsewhere, strict=True) if not is_not]
     with checkpoint.operation.local_phase("comparing shapes"):
         shapes = dict(zip(stored.keys, stored.shapes, strict=True))
+        available = allow_resizing(available, shapes, resize)
         check_shapes(available, shapes, advise=advise)
         resizing = Resizing(available, shapes, resize, is_main=comm.is_main)
     with checkpoint.operation.local_phase("comparing dtypes"):
@@ -382,7 +383,8 @@ def load_checkpoint(
         ]
         # what was built from single values is in the common state as well
         numbers = {n for n, shard in enumerate(template.shards) if stored_key(shard) in built} if built else set()
-        state_dict = template.fill(values, common, built=numbers)
+        only_built = len(given) == len(built)
+        state_dict = template.fill(values, common, built=numbers, only_built=only_built)
     if may_change:
         _refuse_changed_values(checkpoint, available, found, dtypes, advise=advise)
     return state_dict, mismatch
@@ -392,7 +394,6 @@ def _make_template(
     wanted: ShardedStateDict,
     checkpoint: OpenCheckpoint,
     list_stored: Callable[[], StoredNames],
-    resize: Sequence[str],
 ) -> LoadTemplate:
     """Collective: return the template of a load, checked and with the main replicas of its shards."""
     with checkpoint.operation.local_phase("preparing the state dict"):
@@ -402,8 +403,6 @@ def _make_template(
             _refuse_unfillable(shard)
         # copies are not compared: their values are about to be overwritten
         template.shards = choose_main_replicas(template.shards, checkpoint.context.comm, compare=False)
-        if resize:
-            template.shards = allow_resizing(template.shards, resize)
     return template
 
 
@@ -488,8 +487,9 @@ def name_stored(columns: StoredColumns, common: CommonObjects | None = None, res
     keys = [shard.key for shard in objects if set(shard.global_shape) <= {1}]
     return StoredNames(
         dict(zip(columns.keys, zip(columns.dtypes, columns.shapes, strict=True), strict=True)),
-        dict.fromkeys(sorted({*keys, *columns.values, *([] if common is None else common.list_keys())})),
+        dict.fromkeys(sorted({*keys, *columns.values})),
         {key for key in columns.keys if is_resized(key, resize)} if resize else (),
+        common,
     )
 
 

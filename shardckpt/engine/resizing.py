@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+from collections.abc import Iterable
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -12,7 +13,7 @@ from shardckpt.errors import CheckpointingException, KeyMismatchError, listed, n
 from shardckpt.mapping import ShardedTensor
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
     from typing import Any
 
     import torch
@@ -24,17 +25,20 @@ logger = logging.getLogger(__name__)
 
 
 class _Kept(NamedTuple):
-    """What a shard of a tensor that has grown had before a load, and where its stored part ends, axis by axis."""
+    """New rows of a shard: the number of the shard, an axis, where they begin on it, and the values that they have."""
 
     number: int
+    axis: int
+    first: int
     values: torch.Tensor
-    ends: Ints
 
 
-def parse_resize(resize: Collection[str]) -> tuple[str, ...]:
-    """Return the patterns of a caller's ``resize``; raise CheckpointingException if it is one text."""
+def parse_resize(resize: object) -> tuple[str, ...]:
+    """Return the patterns of a caller's ``resize``; raise CheckpointingException if it is no list of texts."""
     if isinstance(resize, str):
         raise CheckpointingException(f"resize={resize!r}: give a list of patterns of keys, such as [{resize!r}]")
+    if not isinstance(resize, Iterable) or not all(isinstance(pattern, str) for pattern in resize):
+        raise CheckpointingException(f"resize={resize!r:.200}: give a list of patterns of keys")
     return tuple(resize)
 
 
@@ -47,14 +51,21 @@ def check_patterns(patterns: Sequence[str], stored: Sequence[str]) -> None:
             )
 
 
-def allow_resizing(shards: Sequence[ShardedBase], patterns: Sequence[str]) -> list[ShardedBase]:
+def allow_resizing(
+    shards: Sequence[ShardedBase], stored: Mapping[str, Ints], patterns: Sequence[str]
+) -> list[ShardedBase]:
     """Return shards of which those that match a pattern may have another shape than is stored.
 
+    Args:
+        shards: Those of a load.
+        stored: The stored shapes by key; without, all that match are marked.
+        patterns: The caller's.
+
     Raises:
-        CheckpointingException: one of them has axes that its tensor has not.
+        CheckpointingException: one with another shape has axes that its tensor has not, or is flattened.
     """
     return [
-        _allow(shard) if isinstance(shard, ShardedTensor) and is_resized(shard.key, patterns) else shard
+        _allow(shard, stored) if isinstance(shard, ShardedTensor) and is_resized(shard.key, patterns) else shard
         for shard in shards
     ]
 
@@ -64,9 +75,14 @@ def is_resized(key: str, patterns: Sequence[str]) -> bool:
     return any(fnmatchcase(key, pattern) for pattern in patterns)
 
 
-def _allow(shard: ShardedTensor) -> ShardedTensor:
-    if shard.prepend_axis_num:
-        raise CheckpointingException(f"resize: {shard.key!r} is stored with other axes than its tensor has")
+def _allow(shard: ShardedTensor, stored: Mapping[str, Ints]) -> ShardedTensor:
+    if shard.key in stored and stored[shard.key] == tuple(shard.global_shape):
+        return shard
+    if (shard.prepend_axis_num or shard.flattened_range is not None) and not stored:
+        return shard
+    if shard.prepend_axis_num or shard.flattened_range is not None:
+        how = "flattened" if shard.flattened_range is not None else "stored with other axes than its tensor has"
+        raise CheckpointingException(f"resize: {shard.key!r} has another shape than is stored, and is {how}")
     allowed = copy.copy(shard)
     allowed.allow_shape_mismatch = True
     return allowed
@@ -92,20 +108,22 @@ class Resizing:
         for number, shard in enumerate(shards if patterns else ()):
             if not isinstance(shard, ShardedTensor) or not is_resized(shard.key, patterns):
                 continue
-            pairs = list(zip(stored[shard.key], shard.global_shape, strict=False))
-            if any(old > new for old, new in pairs):
+            old_shape = stored[shard.key]
+            if any(old > new for old, new in zip(old_shape, shard.global_shape, strict=False)):
                 cut.append(shard.key)
-            if any(old < new for old, new in pairs) and shard.data is not None and not is_optimizer_key(shard.key):
-                pairs_at = zip(stored[shard.key], shard.global_offset, strict=True)
-                ends = tuple(max(old - offset, 0) for old, offset in pairs_at)
-                self._kept.append(_Kept(number, shard.data.detach().clone(), ends))
+            if shard.data is None or is_optimizer_key(shard.key) or old_shape == tuple(shard.global_shape):
+                continue
+            for axis, (size, old, offset) in enumerate(
+                zip(shard.data.shape, old_shape, shard.global_offset, strict=True)
+            ):
+                first = min(max(old - offset, 0), size)
+                if first < size:
+                    new_rows = shard.data.detach().narrow(axis, first, size - first).clone()
+                    self._kept.append(_Kept(number, axis, first, new_rows))
         if cut and is_main:
             logger.warning("resize: stored rows beyond the wanted shape are not loaded: %s", listed(sorted(set(cut))))
 
     def restore(self, values: list[Any]) -> None:
         """Put back what new rows had, into the loaded values."""
-        for number, kept, ends in self._kept:
-            value = values[number].detach()
-            for axis, (size, end) in enumerate(zip(kept.shape, ends, strict=True)):
-                first = min(end, size)
-                value.narrow(axis, first, size - first).copy_(kept.narrow(axis, first, size - first))
+        for number, axis, first, kept in self._kept:
+            values[number].detach().narrow(axis, first, kept.shape[axis]).copy_(kept)

@@ -9,9 +9,10 @@ from shardckpt.plugins import Identity, KeyMapEntry, KeyMapping
 from shardckpt.storage import header_length
 
 if TYPE_CHECKING:
+    from shardckpt.huggingface.architecture import own_process
     from shardckpt.huggingface.assets import list_assets, read_assets
     from shardckpt.huggingface.casts import find_model_dtype, parse_casts
-    from shardckpt.huggingface.check import check_folder
+    from shardckpt.huggingface.check import check_folder, check_weights
     from shardckpt.huggingface.config import HEADS, adapt_config, find_config, find_tied, read_config
     from shardckpt.huggingface.convert import (
         dcp_to_torch_save,
@@ -53,9 +54,10 @@ if TYPE_CHECKING:
 __getattr__ = lazy_getattr(
     __name__,
     {
+        "architecture": ("own_process",),
         "assets": ("list_assets", "read_assets"),
         "casts": ("find_model_dtype", "parse_casts"),
-        "check": ("check_folder",),
+        "check": ("check_folder", "check_weights"),
         "config": ("HEADS", "adapt_config", "find_config", "find_tied", "read_config"),
         "convert": (
             "dcp_to_torch_save",
@@ -123,6 +125,7 @@ __all__ = [
     "assign_files",
     "cast_to",
     "check_folder",
+    "check_weights",
     "dcp_to_torch_save",
     "dcp_to_torch_state_dict",
     "encode_weights_index",
@@ -145,6 +148,7 @@ __all__ = [
     "make_state_dict",
     "name_for_trainer",
     "natural_order",
+    "own_process",
     "parse_casts",
     "parse_dtype",
     "parse_header",

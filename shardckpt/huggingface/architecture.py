@@ -15,24 +15,37 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping
     from pathlib import Path
 
-#: What ``from_pretrained`` tells of a load, and what we call it.
-_TOLD = {"missing_keys": "missing", "unexpected_keys": "unknown", "mismatched_keys": "of another shape"}
+#: What ``from_pretrained`` tells of a load, and what we call it: tensors without which a model is another one.
+_FAULTS = {"missing_keys": "missing", "mismatched_keys": "of another shape"}
+#: The same of tensors that no loader takes: of a head or layers that the class does not have.
+_NOTES = {"unexpected_keys": "unknown"}
+#: What transformers says, in a RuntimeError, of parts that cannot be joined to the tensors of its class.
+_CONVERSION = "conversion of the weights"
 #: Loggers that tell of packages that are no concern of a folder, when transformers is imported.
 _NOISY = ("torchao", "torch.utils._pytree")
 #: A load changes transformers' and torch's defaults for all threads, and puts them back.
 _LOCK = threading.Lock()
+_owns_process = False
 
 
 class Fit(NamedTuple):
     """How weights fit a class.
 
     Attributes:
-        fault: What the class misses, does not know, or refuses; ``""`` if all fits, or it was not tried.
-        said: What was tried and fits, or why it was not tried.
+        fault: What the class misses or refuses; ``""`` if there is nothing, or it was not tried.
+        said: What fits, which tensors the class does not know, or why it was not tried.
+        has_unknown: Whether there are such tensors.
     """
 
     fault: str
     said: str
+    has_unknown: bool = False
+
+
+def own_process() -> None:
+    """Say that nothing computes in this process beside what calls here: that it is a command's."""
+    global _owns_process  # noqa: PLW0603 - a fact of the process
+    _owns_process = True
 
 
 def try_class(folder: Path, config: Mapping[str, Any]) -> Fit:
@@ -53,12 +66,17 @@ def try_class(folder: Path, config: Mapping[str, Any]) -> Fit:
         told = _load_without_values(folder, name)
     except ImportError as exc:
         return Fit("", f"names and shapes were not compared: transformers has no {name}, or misses a package ({exc})")
-    except Exception as exc:  # noqa: BLE001 - whatever stops transformers stops who loads the folder
-        return Fit(f"{name} of transformers cannot load the weights: {exc}", "")
-    found = [f"{len(told[key])} {what} ({listed(_name_keys(told[key]))})" for key, what in _TOLD.items() if told[key]]
-    if found:
-        return Fit(f"of the tensors of {name} of transformers, {', '.join(found)}", "")
-    return Fit("", f"{name} of transformers has these names and shapes")
+    except Exception as exc:  # noqa: BLE001 - memory, devices, a release that does not know a setting
+        if isinstance(exc, RuntimeError) and _CONVERSION in str(exc):
+            return Fit(f"{name} of transformers cannot join the weights: some have another shape, or are missing", "")
+        return Fit("", f"names and shapes were not compared: transformers says {type(exc).__name__} ({exc})")
+    fault, note = (_describe_told(told, kinds, name) for kinds in (_FAULTS, _NOTES))
+    return Fit(fault, note or (not fault) * f"{name} of transformers has these names and shapes", bool(note))
+
+
+def _describe_told(told: Mapping[str, Collection[Any]], kinds: Mapping[str, str], name: str) -> str:
+    found = [f"{len(told[key])} {what} ({listed(_name_keys(told[key]))})" for key, what in kinds.items() if told[key]]
+    return f"of the tensors of {name} of transformers, {', '.join(found)}" if found else ""
 
 
 def _explain_untried(name: str, config: Mapping[str, Any]) -> str:
@@ -70,6 +88,9 @@ def _explain_untried(name: str, config: Mapping[str, Any]) -> str:
         return "transformers needs the devices and packages of its quantization"
     if not all(map(importlib.util.find_spec, ("transformers", "accelerate"))):
         return f"{name} needs transformers and accelerate, which are not installed"
+    # a load changes defaults of torch for all threads, those of a training, too
+    if not _owns_process and threading.current_thread() is not threading.main_thread():
+        return "it is for the main thread of a process to build a model's class"
     return ""
 
 
@@ -77,13 +98,15 @@ def _load_without_values(folder: Path, name: str) -> dict[str, Collection[Any]]:
     """Return what transformers tells of a load of a folder into a class; raise ImportError if it has no such class."""
     with _LOCK, _quietly():
         import transformers
+        from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
-        try:
-            kind = getattr(transformers, name)
-        except AttributeError as exc:
-            raise ImportError(f"version {transformers.__version__}") from exc
+        kind: Any = getattr(transformers, name, None)
+        if not isinstance(kind, type) or not issubclass(kind, transformers.PreTrainedModel):
+            raise ImportError(f"version {transformers.__version__}")
+        if is_deepspeed_zero3_enabled():  # type: ignore[no-untyped-call]
+            raise ImportError("DeepSpeed's ZeRO-3 is on in this process")
         # mismatched ones are told, too, and not raised
-        _, told = kind.from_pretrained(
+        loaded: Any = kind.from_pretrained(
             str(folder),
             device_map="meta",
             output_loading_info=True,
@@ -91,7 +114,7 @@ def _load_without_values(folder: Path, name: str) -> dict[str, Collection[Any]]:
             local_files_only=True,
             use_safetensors=True,
         )
-    return dict(told)
+    return dict(loaded[1])
 
 
 def _name_keys(keys: Collection[Any]) -> list[str]:

@@ -7,6 +7,8 @@ import logging
 import math
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
+
 from shardckpt.errors import CheckpointingException
 from shardckpt.huggingface.assets import read_asset
 from shardckpt.huggingface.casts import find_model_dtype
@@ -26,7 +28,9 @@ _DTYPE, _OLDER = "dtype", "torch_dtype"
 #: What says how weights are quantized; the dtypes in it are not those of weights.
 QUANTIZATIONS = ("quantization_config", "compression_config")
 #: Ends of names of quantized weights' parts: of fp8 with scales, compressed-tensors, GPTQ and AWQ, MXFP4, bitsandbytes.
-_QUANTIZED_ENDS = ("_scale_inv", "_scale", "_scales", "_packed", "_blocks", ".qweight", ".absmax", ".SCB")
+_QUANTIZED_ENDS = ("_scale_inv", "_scale", "_scales", "_packed", "_blocks", ".qweight", ".scales", ".absmax", ".SCB")
+#: The dtypes of packed codes.
+_CODES = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.uint32)
 #: The keys of a part's config end with it: ``vision_config``.
 _PART = "_config"
 _VOCABULARY, _TIED = "vocab_size", "tie_word_embeddings"
@@ -119,8 +123,11 @@ def _look_up(config: dict[str, Any], key: str) -> Any:
 
 
 def describe_contradiction(config: ModelConfig, tensors: Sequence[HubTensor]) -> str:
-    """Return what a config says of tensors that is wrong, and keeps tools from loading them; empty if nothing is."""
-    wrong = _compare_vocabulary(config, tensors)
+    """Return what a config says of tensors that is wrong, and keeps tools from loading them; empty if nothing is.
+
+    More rows than the vocabulary has are for the class to judge: some models have more.
+    """
+    wrong = _compare_vocabulary(config, tensors, allows_more=True)
     says = next((key for key in QUANTIZATIONS if config.content.get(key)), "")
     if says and not _are_quantized(tensors):
         wrong += f"{'; ' * bool(wrong)}it says how weights are quantized ({says}), and none is"
@@ -136,13 +143,14 @@ def describe_dtype(config: ModelConfig, tensors: Iterable[HubTensor]) -> str:
     return f"engines load the weights, which are {stored}, as {said}: it says so"
 
 
-def _compare_vocabulary(config: ModelConfig, tensors: Iterable[HubTensor]) -> str:
+def _compare_vocabulary(config: ModelConfig, tensors: Iterable[HubTensor], *, allows_more: bool = False) -> str:
     """Return what is wrong with the rows of the embedding or the output layer; empty if nothing is."""
     size = _look_up(config.content, _VOCABULARY)
     for tensor in tensors:
-        if tensor.name in (*_EMBEDDINGS, *HEADS) and tensor.shape and type(size) is int and tensor.shape[0] != size:
+        rows = tensor.shape[0] if tensor.name in (*_EMBEDDINGS, *HEADS) and tensor.shape else None
+        if type(size) is int and rows is not None and (rows < size or (rows > size and not allows_more)):
             return (
-                f"{config.source} has {_VOCABULARY} {size}, and {tensor.name!r} has {tensor.shape[0]} rows: no tool "
+                f"{config.source} has {_VOCABULARY} {size}, and {tensor.name!r} has {rows} rows: no tool "
                 "loads such a folder"
             )
     return ""
@@ -151,7 +159,9 @@ def _compare_vocabulary(config: ModelConfig, tensors: Iterable[HubTensor]) -> st
 def _are_quantized(tensors: Iterable[HubTensor]) -> bool:
     """Return whether some tensors are codes, or their scales."""
     return any(
-        (tensor.dtype.itemsize == 1 and tensor.dtype.is_floating_point) or tensor.name.endswith(_QUANTIZED_ENDS)
+        (tensor.dtype.itemsize == 1 and tensor.dtype.is_floating_point)
+        or (tensor.dtype in _CODES and len(tensor.shape) > 1)
+        or tensor.name.endswith(_QUANTIZED_ENDS)
         for tensor in tensors
     )
 

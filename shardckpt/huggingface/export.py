@@ -140,7 +140,7 @@ def export_to_huggingface(
             embedding and the output layer only where they are equal.
         leave_out: Names in the folder that are not written: a ``lm_head.weight`` that is tied to the embedding.
         strict: Whether tensors that match no rule of the mapping are an error, before anything is written; and, before
-            the commit, those that the class in ``config.json`` misses or does not know, by transformers.
+            the commit, those that the class in ``config.json`` misses or has in other shapes, where transformers says.
         cut_vocabulary: Whether to leave out rows of the embedding and the output that the config's ``vocab_size`` does
             not count, with which Megatron pads them; else they are an error.
         overwrite: Replace a folder in one step: what loaders would take with the new weights goes (other weights that

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +14,7 @@ from shardckpt import __version__
 from shardckpt.commit import check_target, commit_staging, discard_staging
 from shardckpt.engine import OpenCheckpoint, Operation, open_staging
 from shardckpt.errors import CheckpointingException, KeyMismatchError, listed
-from shardckpt.huggingface.architecture import try_class
+from shardckpt.huggingface.architecture import Fit, try_class
 from shardckpt.huggingface.block_writer import BlockWriter
 from shardckpt.huggingface.config import adapt_config, find_config, find_tied
 from shardckpt.huggingface.folder import CONFIG, read_folder
@@ -52,15 +51,15 @@ _CHECKPOINTS = (MARKER_NAME, ".metadata")
 
 @dataclass(frozen=True)
 class FolderExport:
-    """An export between its plan and its commit; ``assets`` are files to copy, ``source`` is the checkpoint's place.
+    """An export between its plan and its commit; ``assets`` are files to copy.
 
-    With a journal, one process writes, and another can go on after a kill. ``check`` gets the staging directory on the
+    ``source`` is the checkpoint's place; None for what is at none, a merge. With a journal, one process writes, and another can go on after a kill. ``check`` gets the staging directory on the
     main rank before the commit; if it raises, nothing is committed. ``upload_room`` is the most bytes that the parts of
     an object on its way to a store may take; None: as the settings say.
     """
 
     operation: Operation
-    source: Path
+    source: Path | None
     target: Path
     plan: ExportPlan
     checkpoint: OpenCheckpoint
@@ -122,8 +121,10 @@ class FolderExport:
 
         Nothing of it depends on how the checkpoint was sharded.
         """
-        fingerprint = combine_fingerprints(read_fingerprints(self.checkpoint.context.reader))
-        source = self.source.name.encode(errors="replace").decode()  # a name in a file system may be no UTF-8
+        fingerprint = source = ""
+        if self.source is not None:
+            fingerprint = combine_fingerprints(read_fingerprints(self.checkpoint.context.reader))
+            source = self.source.name.encode(errors="replace").decode()  # a name in a file system may be no UTF-8
         origin = {"version": __version__, "source": source, "fingerprint": fingerprint}
         return {f"{ORIGIN}{key}": value for key, value in origin.items() if value}
 
@@ -173,13 +174,12 @@ class FolderExport:
         """Warn of tensors that the class in ``config.json`` misses or does not know, if transformers can say.
 
         Raises:
-            KeyMismatchError: There are some, and the export is strict.
+            KeyMismatchError: It misses some, or they have another shape, and the export is strict.
         """
-        # beside a training in the main thread no class is built: that changes defaults of torch for all threads
-        is_asked = self.plan.file_format == SAFETENSORS and threading.current_thread() is threading.main_thread()
-        config = find_config([], staging) if is_asked else None
-        fault = "" if config is None else try_class(staging, config.content).fault
-        if fault and self.plan.strict:
+        config = find_config([], staging) if self.plan.file_format == SAFETENSORS else None
+        fit = Fit("", "") if config is None else try_class(staging, config.content)
+        fault = fit.fault or fit.has_unknown * fit.said
+        if fit.fault and self.plan.strict:
             raise KeyMismatchError(
                 f"{self.target} is not written: {fault}. Give the config.json of this model (assets)"
             )

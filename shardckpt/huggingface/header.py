@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardckpt.errors import CheckpointingException, CorruptCheckpointError, listed
 from shardckpt.huggingface.dtypes import from_safetensors, safetensors_name, torch_shape, written_shape
-from shardckpt.huggingface.names import ORIGIN
+from shardckpt.huggingface.names import ORIGIN, natural_order
 from shardckpt.storage import HEADER_LIMIT, LENGTH_BYTES, SMALL_RECORD, HeaderEntry, encode_header, parse_json
 from shardckpt.tensors import PAGE
 
@@ -107,7 +107,7 @@ def place_tensors(tensors: Sequence[HubTensor], metadata: Mapping[str, str] | No
         CheckpointingException: the header is longer than readers accept.
     """
     ranks = [_rank(tensor) for tensor in tensors]
-    order = sorted(range(len(tensors)), key=lambda number: (*ranks[number], number))
+    order = sorted(range(len(tensors)), key=lambda number: (*ranks[number], natural_order(tensors[number].name)))
     entries = []
     for tensor in map(tensors.__getitem__, order):
         kind = safetensors_name(tensor.dtype) or ""

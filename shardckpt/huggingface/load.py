@@ -113,7 +113,7 @@ def load_from_huggingface(
                 check_same_folder(place, found)
                 # rows that pad the vocabulary are the trainer's: they are as allow_shape_mismatch says
                 names = find_mapping(mapping, lambda: found.config, "keep")
-                wanted = allow_resizing(LoadTemplate(sharded_state_dict).shards, resized)
+                wanted = allow_resizing(LoadTemplate(sharded_state_dict).shards, {}, resized)
                 if strict:
                     _refuse_objects(wanted, path)
                 strategy = HuggingFaceLoadStrategy(found, names, prefix, wanted)

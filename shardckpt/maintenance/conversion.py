@@ -140,6 +140,8 @@ class Conversion:
     buffers: tuple[int | None, int | None] = (None, None)
     #: The journal of what is written, once it is known what that is.
     journals: list[Journal] = field(default_factory=list)
+    #: Whether ``source`` is one of several.
+    is_merge: bool = False
 
     def run(self, *, overwrite: bool) -> ConversionReport:
         """Convert, commit, and prove; once more, from the beginning, if what is left of a killed run does not fit."""
@@ -373,7 +375,7 @@ class Conversion:
         tensors = [tensor for _, some in plan.files for tensor in some]
         FolderExport(
             operation,
-            self.source,
+            None if self.is_merge else self.source,
             self.target,
             plan,
             stored,

@@ -191,6 +191,7 @@ def run_conversion(
     allow_globals: tuple[Any, ...],
     identify: Callable[[OpenCheckpoint], str] | None = None,
     buffers: tuple[int | None, int | None] = (None, None),
+    is_merge: bool = False,
 ) -> ConversionReport:
     """Convert what ``opener`` opens for the location of ``old``; the arguments are :func:`convert_checkpoint`'s.
 
@@ -255,6 +256,7 @@ def run_conversion(
             chosen,
             identified,
             buffers=buffers,
+            is_merge=is_merge,
         ).run(overwrite=overwrite)
 
     return retry_if_replaced(attempt, old)

@@ -230,6 +230,7 @@ def merge_checkpoints(
         max_shard_size=max_shard_size,
         allow_globals=allow_globals,
         identify=identify,
+        is_merge=True,
     )
     if steps:
         logger.warning(

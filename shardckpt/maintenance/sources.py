@@ -31,6 +31,7 @@ from shardckpt.huggingface import (
     HuggingFaceLoadStrategy,
     TorchFileLoadStrategy,
     check_folder,
+    check_weights,
     header_length,
     is_torch_file,
     name_for_trainer,
@@ -41,7 +42,7 @@ from shardckpt.maintenance.foreign import describe_file, describe_folder
 from shardckpt.manifest import Manifest
 from shardckpt.plugins import choose_reader, get_plugin_manager, hold_checkpoint
 from shardckpt.storage import CheckpointReader, has_local_files, is_read_again, open_directory, wrap_os_errors
-from shardckpt.strategy import ChecksFiles, LoadContext
+from shardckpt.strategy import ChecksFiles, LoadContext, find_error
 
 if TYPE_CHECKING:
     import os
@@ -310,7 +311,10 @@ def _check_folder(place: Path, location: Path, plugins: PluginManager) -> dict[s
         return {**found, CONFIG: Checked(exc)}
     except CheckpointingException as exc:  # a dtype that this torch lacks
         return {**found, CONFIG: Checked(None, note=f"not compared with the weights: {exc}")}
-    notes = {name: Checked(None, note=note) for name, note in review.notes.items()}
+    notes = {
+        name: Checked(find_error(check_weights, place / name) if name.endswith(".safetensors") else None, note=note)
+        for name, note in review.notes.items()
+    }
     return {**found, **notes, **({CONFIG: Checked(review.fault)} if review.fault else {})}
 
 

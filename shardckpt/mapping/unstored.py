@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
@@ -21,6 +21,16 @@ class LocalNonpersistentObject:
         return self.obj
 
 
+class CommonNames(Protocol):
+    """What the common state has, by the keys of objects."""
+
+    def has(self, key: str) -> bool:
+        """Return whether something is there for a key."""
+
+    def list_below(self, key: str) -> list[str]:
+        """Return the keys of values that begin with a key and a dot."""
+
+
 class StoredNames(NamedTuple):
     """What a checkpoint stores, by key.
 
@@ -28,11 +38,13 @@ class StoredNames(NamedTuple):
         tensors: The dtype and global shape of each tensor.
         objects: The keys of the objects that are one part, stored as they are or value by value; in their order.
         resized: The keys of tensors that are loaded into tensors of other shapes.
+        in_common: Values of the common state, of which objects may be built that are not stored.
     """
 
     tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
     objects: Collection[str]
     resized: Collection[str] = ()
+    in_common: CommonNames | None = None
 
     @classmethod
     def nothing(cls) -> StoredNames:
@@ -40,12 +52,14 @@ class StoredNames(NamedTuple):
         return cls({}, ())
 
     def has(self, key: str) -> bool:
-        """Return whether a tensor or an object is stored under a key."""
-        return key in self.tensors or key in self.objects
+        """Return whether a tensor or an object is stored under a key, or can be built of the common state."""
+        return key in self.tensors or key in self.objects or (self.in_common is not None and self.in_common.has(key))
 
-    def list_below(self, key: str) -> list[str]:
-        """Return the stored keys that begin with a key and a dot."""
-        return [each for each in (*self.tensors, *self.objects) if each.startswith(f"{key}.")]
+    def list_below(self, key: str, *, in_common: bool = False) -> list[str]:
+        """Return the stored keys that begin with a key and a dot; with ``in_common`` also those of the common state."""
+        stored = [each for each in (*self.tensors, *self.objects) if each.startswith(f"{key}.")]
+        others = self.in_common.list_below(key) if in_common and self.in_common is not None else []
+        return [*stored, *(each for each in others if each not in self.objects)]
 
 
 class OptionalEntries(dict[str, Any]):

@@ -145,3 +145,15 @@ def test_an_exception_of_the_block_leaves_it_as_it_is(checkpoint: Path, opens: A
         raise own
     assert caught.value is own
     assert caught.value.__cause__ is None
+
+
+class _Own(Exception):
+    """An exception of a user's."""
+
+
+def test_any_class_of_exception_leaves_the_block(checkpoint: Path) -> None:
+    """A class that we do not know is neither wrapped nor adopted."""
+    own = _Own("mine")
+    with pytest.raises(_Own) as caught, dc.open_checkpoint(checkpoint):
+        raise own
+    assert caught.value is own

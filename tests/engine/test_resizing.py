@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from shardckpt import dist_checkpointing as dc
-from shardckpt.adapters import to_sharded_state_dict
+from shardckpt.adapters import load_into, to_sharded_state_dict
 from shardckpt.errors import CheckpointingException, KeyMismatchError, ShapeMismatchError
 from shardckpt.huggingface import export_to_huggingface, load_from_huggingface
 from shardckpt.manager import CheckpointConfig, CheckpointManager
+from shardckpt.mapping import ShardedTensor
 from tests.engine import resizing
 
 if TYPE_CHECKING:
@@ -69,3 +70,32 @@ def test_only_what_is_named_may_have_another_size(tmp_path: Path) -> None:
         dc.load(state, tmp_path / "c", resize=["*embed_token"])
     with pytest.raises(CheckpointingException, match=r"give a list of patterns of keys, such as \['\*'\]"):
         dc.load(state, tmp_path / "c", resize="*")
+    with pytest.raises(CheckpointingException, match=r"resize=\[1\]: give a list of patterns"):
+        dc.load(state, tmp_path / "c", resize=[1])  # type: ignore[list-item]
+
+
+def test_what_cannot_be_resized_is_refused_before_anything_is_filled(tmp_path: Path) -> None:
+    """Flattened shards and layers of one stored tensor: an error if their shape differs, and nothing if it does not."""
+    layers = [ShardedTensor.from_rank_offsets("w", torch.ones(4), (0, n, 2), prepend_axis_num=1) for n in range(2)]
+    dc.save({"w": layers}, tmp_path / "c")
+    same = [ShardedTensor.from_rank_offsets("w", torch.zeros(4), (0, n, 2), prepend_axis_num=1) for n in range(2)]
+    assert dc.load({"w": same}, tmp_path / "c", resize=["*"])["w"][1].tolist() == [1] * 4
+    more = [ShardedTensor.from_rank_offsets("w", torch.zeros(5), (0, n, 2), prepend_axis_num=1) for n in range(2)]
+    with pytest.raises(CheckpointingException, match=r"'w' has another shape than is stored, and is stored with other"):
+        dc.load({"w": more}, tmp_path / "c", resize=["*"])
+    assert not more[0].data.any()
+
+
+def test_factored_state_grows_where_its_axes_are_the_parameters(tmp_path: Path) -> None:
+    """Adafactor's variances of an embedding that has grown are those of the old rows, and it takes steps."""
+    model = torch.nn.Embedding(10, 4)
+    optimizer = torch.optim.Adafactor(model.parameters())
+    model(torch.arange(6)).sum().backward()
+    optimizer.step()
+    dc.save(to_sharded_state_dict(model, optimizer), tmp_path / "c")
+    grown = torch.nn.Embedding(12, 4)
+    fresh = torch.optim.Adafactor(grown.parameters())
+    load_into(dc.load(to_sharded_state_dict(grown, fresh), tmp_path / "c", resize=["*"]), grown, fresh)
+    assert fresh.state[grown.weight]["row_var"].shape == (12, 1)
+    grown(torch.arange(12)).sum().backward()
+    fresh.step()

@@ -12,7 +12,14 @@ from safetensors import safe_open
 from shardckpt import dist_checkpointing as dc
 from shardckpt.cli import main
 from shardckpt.huggingface import export_to_huggingface, save_state_dict
-from shardckpt.maintenance import DAMAGED, INTACT, convert_checkpoint, get_exit_code, verify_checkpoint
+from shardckpt.maintenance import (
+    DAMAGED,
+    INTACT,
+    convert_checkpoint,
+    get_exit_code,
+    merge_checkpoints,
+    verify_checkpoint,
+)
 from shardckpt.manager import list_checkpoints
 from shardckpt.storage import combine_fingerprints
 from tests.huggingface.samples import read, save, sharded_state
@@ -172,6 +179,21 @@ def test_a_folder_says_which_checkpoint_it_has(tmp_path: Path, door: str, size: 
     origin = _origin(folder)
     assert (origin["shardckpt_source"], origin["shardckpt_fingerprint"]) == ("step-7", fingerprint)
     assert read(folder).keys() == WEIGHTS.keys()
+
+
+def test_a_merge_is_none_of_its_sources(tmp_path: Path) -> None:
+    """An average has neither the name nor the fingerprint of a checkpoint."""
+    for step in (1, 2):
+        dc.save(sharded_state(WEIGHTS), tmp_path / f"step-{step}", fingerprints=True)
+    merge_checkpoints([tmp_path / "step-1", tmp_path / "step-2"], tmp_path / "hf", to="hf")
+    assert _origin(tmp_path / "hf").keys() == {"shardckpt_version"}
+
+
+def test_files_that_no_one_has_opened_are_not_intact(tmp_path: Path) -> None:
+    """Junk by a name that an engine takes is damage."""
+    folder = _folder(tmp_path / "hf", size=100)
+    (folder / "consolidated.00.safetensors").write_bytes(b"junk")
+    assert _found(folder)[0] == DAMAGED
 
 
 def test_a_folder_of_a_checkpoint_without_fingerprints_has_its_name(tmp_path: Path) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import logging
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import pytest
@@ -35,26 +37,26 @@ def _found(folder: Path) -> tuple[int, str]:
 
 
 @table(
-    ("changed", "said"),
+    ("changed", "verdict", "said"),
     [
-        ({"model.norm.weight": None}, "1 missing (model.norm.weight)"),
-        ({"optim.step": torch.zeros(1)}, "1 unknown (optim.step)"),
-        ({"model.norm.weight": torch.zeros(3)}, "1 of another shape (model.norm.weight: (3,) for (32,))"),
-        ({"model.layers.0.mlp.experts.0.up_proj.weight": torch.zeros(3, 4)}, "cannot load the weights"),
-        ({}, ""),
+        ({"model.norm.weight": None}, DAMAGED, "1 missing (model.norm.weight)"),
+        ({"optim.step": torch.zeros(1)}, INTACT, "1 unknown (optim.step)"),
+        ({"model.norm.weight": torch.zeros(3)}, DAMAGED, "1 of another shape (model.norm.weight: (3,) for (32,))"),
+        ({"model.layers.0.mlp.experts.0.up_proj.weight": torch.zeros(3, 4)}, DAMAGED, "cannot join the weights"),
+        ({}, INTACT, "Qwen3MoeForCausalLM of transformers has these names and shapes"),
     ],
     ids=["missing", "unknown", "shape", "experts", "sound"],
 )
 def test_weights_that_the_class_has_not_are_damage(
-    tmp_path: Path, changed: dict[str, torch.Tensor | None], said: str
+    tmp_path: Path, changed: dict[str, torch.Tensor | None], verdict: int, said: str
 ) -> None:
-    """Missing, unknown and misshaped tensors, as from_pretrained would tell them; no value is read for it."""
+    """Missing and misshaped tensors are, unknown ones are said, as from_pretrained tells them, which reads no value."""
     folder = _publish(tmp_path / "hf", "Qwen3Moe", "moe")
     weights = load_file(folder / "model.safetensors") | changed
     save_file({k: v for k, v in weights.items() if v is not None}, folder / "model.safetensors", {"format": "pt"})
     code, found = _found(folder)
-    assert code == (DAMAGED if said else INTACT)
-    assert (said or "Qwen3MoeForCausalLM of transformers has these names and shapes") in found
+    assert code == verdict
+    assert said in found
 
 
 def test_an_export_says_what_its_class_does_not_know(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -70,6 +72,28 @@ def test_an_export_says_what_its_class_does_not_know(tmp_path: Path, caplog: pyt
     with caplog.at_level(logging.WARNING, "shardckpt"):
         export_to_huggingface(tmp_path / "c2", tmp_path / "hf2", assets=tmp_path / "assets")
     assert "of the tensors of LlamaForCausalLM of transformers, 1 unknown (value_head.weight)" in caplog.text
-    with pytest.raises(KeyMismatchError, match=r"hf3 is not written: .*1 unknown \(value_head\.weight\)"):
-        export_to_huggingface(tmp_path / "c2", tmp_path / "hf3", assets=tmp_path / "assets", strict=True)
+    few = {key: shard for key, shard in state.items() if key != "model.norm.weight"}
+    dc.save(few, tmp_path / "c3")
+    with pytest.raises(KeyMismatchError, match=r"hf3 is not written: .*1 missing \(model\.norm\.weight\)"):
+        export_to_huggingface(tmp_path / "c3", tmp_path / "hf3", assets=tmp_path / "assets", strict=True)
     assert not (tmp_path / "hf3").exists()
+
+
+def test_whatever_else_stops_transformers_is_no_damage(tmp_path: Path) -> None:
+    """A setting that this release does not know, and a class that is no model's: not compared, and intact."""
+    folder = _publish(tmp_path / "hf", "Qwen3Moe", "moe")
+    config = json.loads((folder / "config.json").read_text())
+    for change in ({"hidden_act": "newkind"}, {"architectures": ["pipeline"]}, {"architectures": ["BertTokenizer"]}):
+        (folder / "config.json").write_text(json.dumps(config | change))
+        code, found = _found(folder)
+        assert code == INTACT
+        assert "names and shapes were not compared" in found
+
+
+def test_no_class_is_built_beside_a_training(tmp_path: Path) -> None:
+    """In another thread than the main one: it would change defaults of torch that a training has."""
+    folder = _publish(tmp_path / "hf", "Qwen3Moe", "moe")
+    with ThreadPoolExecutor(1) as pool:
+        code, found = pool.submit(_found, folder).result()
+    assert code == INTACT
+    assert "main thread" in found
