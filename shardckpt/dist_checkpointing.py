@@ -306,8 +306,8 @@ def load(
             dict that describe no shard, of which the common state has nothing: no load fills them.
         resize: Patterns of keys, as of :mod:`fnmatch`, of tensors that may have another shape than is stored: a
             vocabulary that has grown (``["*embed_tokens.weight*", "*lm_head.weight*"]``, which match the optimizer's
-            moments, too). What both shapes have is loaded; new rows keep the values that they have, and moments of new
-            rows become zero.
+            moments, too). What both shapes have is loaded; new rows keep the values that they have, which
+            ranks with copies must have made alike, and moments of new rows become zero.
 
     Returns:
         The state dict, with the checkpoint's common state in it; for the modes ``return_unexpected`` and

@@ -53,9 +53,10 @@ _CHECKPOINTS = (MARKER_NAME, ".metadata")
 class FolderExport:
     """An export between its plan and its commit; ``assets`` are files to copy.
 
-    ``source`` is the checkpoint's place; None for what is at none, a merge. With a journal, one process writes, and another can go on after a kill. ``check`` gets the staging directory on the
-    main rank before the commit; if it raises, nothing is committed. ``upload_room`` is the most bytes that the parts of
-    an object on its way to a store may take; None: as the settings say.
+    ``source`` is the checkpoint's place; None for what is at none, a merge. With a journal, one process writes, and
+    another can go on after a kill. ``check`` gets the staging directory on the main rank before the commit; if it
+    raises, nothing is committed. ``upload_room`` is the most bytes that the parts of an object on its way to a store
+    may take; None: as the settings say.
     """
 
     operation: Operation
