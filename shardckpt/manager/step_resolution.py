@@ -89,9 +89,12 @@ def warn_of_others(folder: StepFolder) -> None:
 
 
 def _advise_of_older(folder: StepFolder, reader: StepReader, step: int) -> str:
-    """Return which of the newest steps before this one has all states that are to be loaded, ``""`` if none has."""
-    lacks = reader.list_missing(folder.inspect_step(step).states)
-    older = _find_older(folder, step, lambda found: not reader.list_missing(found.states))
+    """Return which newest step before this one has all states that are to be loaded, ``""`` if none is known."""
+    try:
+        lacks = reader.list_missing(folder.inspect_step(step).states)
+        older = _find_older(folder, step, lambda found: not reader.list_missing(found.states))
+    except CheckpointingException:  # of the folder: it must not replace the error of the states
+        return ""
     if older < 0:
         return ""
     return f"\nstep {older} has {listed([*map(repr, lacks)], limit=6)}: manager.load(step={older})"

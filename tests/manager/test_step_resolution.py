@@ -12,10 +12,12 @@ from shardckpt.errors import (
     CorruptCheckpointError,
     IncompleteCheckpointError,
     NotACheckpointError,
+    StorageError,
     UnknownBackendError,
 )
-from shardckpt.manager import CheckpointConfig, CheckpointManager, steps
+from shardckpt.manager import CheckpointConfig, CheckpointManager, step_resolution, steps
 from shardckpt.manager.step_resolution import resolve_step
+from shardckpt.manager.steps import StepFolder
 from tests import backends
 from tests.manager import folders
 from tests.tables import in_proof, table
@@ -211,6 +213,24 @@ def test_the_step_with_the_missing_states_is_named(ranks: Ranks, tmp_path: Path)
     folders.damage(tmp_path / "step-45")
     for text in ranks.run(2, _load_error, str(tmp_path), ("model", "optimizer")):
         assert text.endswith("\nstep 40 has 'optimizer': manager.load(step=40)")
+
+
+def test_a_folder_that_cannot_be_listed_replaces_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the search for an older step fails, the error is still that of the missing states, without advice."""
+    _save_steps(tmp_path, {40: "model optimizer", 50: "model"})
+
+    def fail(_: StepFolder) -> list[int]:
+        raise StorageError("stale file handle")
+
+    def find_then_fail(*_: object) -> int:
+        monkeypatch.setattr(StepFolder, "steps", fail)
+        return 50
+
+    monkeypatch.setattr(step_resolution, "find_newest", find_then_fail)
+    text = _load_error(str(tmp_path), ("model", "optimizer"))
+    assert "optimizer" in text
+    assert "manager.load" not in text
+    assert "stale" not in text
 
 
 def test_no_step_is_named_for_states_that_none_has(tmp_path: Path) -> None:
