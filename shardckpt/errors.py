@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, NoReturn
 
 if TYPE_CHECKING:
@@ -10,6 +11,7 @@ if TYPE_CHECKING:
 
 #: Names that are compared with a wrong one, to find the nearest.
 _MOST_COMPARED = 10_000
+_NUMBERS = re.compile(r"(\d+)")
 
 
 class CheckpointingException(Exception):
@@ -175,6 +177,21 @@ def format_many(count: int, noun: str) -> str:
     return f"{count:,} {noun}{'s' * (count != 1)}"
 
 
+def natural_order(key: str) -> list[tuple[int, str, str]]:
+    """Return what keys are sorted by so that layer 2 comes before layer 10.
+
+    Args:
+        key: The key.
+
+    Returns:
+        A tuple for each text and number in it.
+    """
+    texts = _NUMBERS.split(key)  # text and number in turn
+    # not by int(), which refuses numbers of thousands of digits
+    digits = [text.lstrip("0") if at % 2 else "" for at, text in enumerate(texts)]
+    return [(len(number), number, text) for number, text in zip(digits, texts, strict=True)]
+
+
 def name_known(wanted: str, known: Collection[str], what: str, limit: int = 6) -> str:
     """Return what an error about a name that matches nothing adds: the nearest of those there are, and the first.
 
@@ -290,6 +307,7 @@ __all__ = [
     "listed",
     "name_known",
     "name_prefixes",
+    "natural_order",
     "refuse_copy",
     "show_given",
 ]

@@ -35,7 +35,6 @@ if TYPE_CHECKING:
         assign_files,
         encode_weights_index,
         is_hub_folder,
-        natural_order,
         parse_leave_out,
     )
     from shardckpt.huggingface.planning import ExportOptions, plan_export, plan_tensors
@@ -80,7 +79,6 @@ __getattr__ = lazy_getattr(
             "assign_files",
             "encode_weights_index",
             "is_hub_folder",
-            "natural_order",
             "parse_leave_out",
         ),
         "planning": ("ExportOptions", "plan_export", "plan_tensors"),
@@ -147,7 +145,6 @@ __all__ = [
     "load_from_huggingface",
     "make_state_dict",
     "name_for_trainer",
-    "natural_order",
     "own_process",
     "parse_casts",
     "parse_dtype",

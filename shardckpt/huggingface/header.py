@@ -6,9 +6,9 @@ import math
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from shardckpt.errors import CheckpointingException, CorruptCheckpointError, listed
+from shardckpt.errors import CheckpointingException, CorruptCheckpointError, listed, natural_order
 from shardckpt.huggingface.dtypes import from_safetensors, safetensors_name, torch_shape, written_shape
-from shardckpt.huggingface.names import ORIGIN, natural_order
+from shardckpt.huggingface.names import ORIGIN
 from shardckpt.storage import HEADER_LIMIT, LENGTH_BYTES, SMALL_RECORD, HeaderEntry, encode_header, parse_json
 from shardckpt.tensors import PAGE
 

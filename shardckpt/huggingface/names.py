@@ -34,7 +34,6 @@ _CONFIGURING = re.compile(
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".index.json", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx")
 #: What keys of the metadata begin with that say which checkpoint a folder has.
 ORIGIN = "shardckpt_"
-_NUMBERS = re.compile(r"(\d+)")
 
 
 def check_format(name: str) -> str:
@@ -112,21 +111,6 @@ def encode_weights_index(weight_map: Mapping[str, str], total: int, origin: Mapp
     """
     index = {"metadata": {"total_size": total, **(origin or {})}, "weight_map": dict(sorted(weight_map.items()))}
     return (json.dumps(index, indent=2, ensure_ascii=False) + "\n").encode()
-
-
-def natural_order(key: str) -> list[tuple[int, str, str]]:
-    """Return what keys are sorted by so that layer 2 comes before layer 10.
-
-    Args:
-        key: The key.
-
-    Returns:
-        A tuple for each text and number in it.
-    """
-    texts = _NUMBERS.split(key)  # text and number in turn
-    # not by int(), which refuses numbers of thousands of digits
-    digits = [text.lstrip("0") if at % 2 else "" for at, text in enumerate(texts)]
-    return [(len(number), number, text) for number, text in zip(digits, texts, strict=True)]
 
 
 def parse_leave_out(names: Collection[str]) -> frozenset[str]:

@@ -16,13 +16,14 @@ from shardckpt.errors import (
     listed,
     name_known,
     name_prefixes,
+    natural_order,
 )
 from shardckpt.huggingface.casts import Casts, find_model_dtype
 from shardckpt.huggingface.dtypes import is_castable
 from shardckpt.huggingface.header import refuse_unknown
 from shardckpt.huggingface.hub_tensor import HubTensor, StoredPart
 from shardckpt.huggingface.megatron import MEGATRON_NAME
-from shardckpt.huggingface.names import SAFETENSORS, assign_files, natural_order
+from shardckpt.huggingface.names import SAFETENSORS, assign_files
 from shardckpt.huggingface.sections import find_sections
 from shardckpt.mapping import ShardedTensor
 from shardckpt.planning import find_hole, find_overlap

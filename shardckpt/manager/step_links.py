@@ -107,7 +107,8 @@ def begin_links(folder: StepFolder) -> None:
     """Let the links lead to the latest and the best step that are there: a killed run may not have come to that.
 
     In a folder in which no step is of a manager with links, they begin with the first that is saved: a link that is
-    there is the user's.
+    there is the user's, unless one of the two leads to a step that is gone or damaged, which may have been of such a
+    manager. Then both are removed until that save.
 
     Raises:
         CheckpointingException: A directory, a file or a link that no manager made has the name of a link, which does
@@ -116,15 +117,24 @@ def begin_links(folder: StepFolder) -> None:
     if on_store(folder.place) is not None:
         return
     steps = [folder.inspect_step(step) for step in folder.steps()]
+    has_own = _have_links(steps) or any(_leads_to_lost(folder, steps, folder.place / name) for name in LINKS)
     for name in LINKS:
-        _refuse_other_file(folder.place / name, has_own=_have_links(steps))
-    if _have_links(steps):
+        _refuse_other_file(folder.place / name, has_own=has_own)
+    if has_own:
         update_links(folder, steps)
 
 
 def _have_links(steps: Collection[StepCheckpoint]) -> bool:
     """Return whether a manager that keeps links has saved any of some steps: links are made after its commits alone."""
     return any(read_settings(each.content).links for each in steps)
+
+
+def _leads_to_lost(folder: StepFolder, steps: Collection[StepCheckpoint], link: Path) -> bool:
+    """Return whether a link leads to a step beside it that is gone, or does not say any more who saved it."""
+    if not link.is_symlink() or (step := folder.names.parse(str(link.readlink()))) is None:
+        return False
+    found = next((each for each in steps if each.step == step), None)
+    return found is None or (found.error is not None and found.manifest is None)
 
 
 def _refuse_other_file(link: Path, *, has_own: bool = True) -> None:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import logging
+import os
 from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 from shardckpt.distributed import replace_text
 from shardckpt.errors import CheckpointingException, CorruptCheckpointError, StorageError, listed, name_known
-from shardckpt.maintenance import is_marked, list_local_names
+from shardckpt.maintenance import list_local_names
 from shardckpt.manager.reader import MissingStatesError
 from shardckpt.manager.retention import KeepBest
+from shardckpt.manifest import MARKER_NAME
 from shardckpt.storage import on_store
 
 if TYPE_CHECKING:
@@ -23,7 +25,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 NEWEST = -1
-_LISTED = 20  # steps that an error names, the newest
+_LISTED = 20  # steps that an error names, the newest; folders in one without a step that are looked into
+_MARKERS = (MARKER_NAME, ".metadata")
 _LOOKED_AT = 10  # older steps that are looked at for states that a step lacks, the newest
 
 
@@ -66,18 +69,17 @@ def warn_of_others(folder: StepFolder) -> None:
     """Warn where a folder without a step is a checkpoint, or has some by other names. Not collective."""
     if on_store(folder.place) is not None or not folder.place.is_dir():  # each name of a store would be a request
         return
-    list_names = list_local_names(folder.place)
 
-    def is_other(path: str) -> bool:
-        inner = list_names(path)
-        return is_marked([*inner.folders, *inner.files])
+    def is_other(name: str) -> bool:
+        # False where it may not be looked at: it is about something that need not be there
+        return any(os.path.isfile(folder.place / name / marker) for marker in _MARKERS)  # noqa: PTH113
 
     try:
-        is_itself = is_other("")
-        names = [name for name in sorted(list_names("").folders) if folder.names.parse(name) is None]
-        others = [] if is_itself else [name for name in names if is_other(name)]
-    except StorageError:  # it is about something that need not be there
+        names = sorted(name for name in list_local_names(folder.place)("").folders if folder.names.parse(name) is None)
+    except StorageError:
         return
+    is_itself = is_other("")
+    others = [] if is_itself else [name for name in names[:_LISTED] if is_other(name)]
     if is_itself or others:
         named = f"it has {listed(others, limit=6)}, and the names of steps are step-<n>"
         logger.warning(
@@ -89,9 +91,12 @@ def warn_of_others(folder: StepFolder) -> None:
 
 
 def _advise_of_older(folder: StepFolder, reader: StepReader, step: int) -> str:
-    """Return which of the newest steps before this one has all states that are to be loaded, ``""`` if none has."""
-    lacks = reader.list_missing(folder.inspect_step(step).states)
-    older = _find_older(folder, step, lambda found: not reader.list_missing(found.states))
+    """Return which newest step before this one has all states that are to be loaded, ``""`` if none is known."""
+    try:
+        lacks = reader.list_missing(folder.inspect_step(step).states)
+        older = _find_older(folder, step, lambda found: not reader.list_missing(found.states))
+    except CheckpointingException:  # of the folder: it must not replace the error of the states
+        return ""
     if older < 0:
         return ""
     return f"\nstep {older} has {listed([*map(repr, lacks)], limit=6)}: manager.load(step={older})"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import logging
+import os
 import time
 from collections.abc import Collection
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -34,6 +35,7 @@ from shardckpt.errors import (
     describe_invalid,
     format_many,
     listed,
+    natural_order,
 )
 from shardckpt.manifest import MARKER_LIMIT, MARKER_NAME, RECORD_LIMIT, RECORD_NAME, Manifest, Marker, Record
 from shardckpt.plugins.entries import StrategyAction, get_strategy_key
@@ -379,10 +381,10 @@ def _recognise_directory(directory: Path, plugins: PluginManager) -> Manifest:
         names = sorted(path.name for path in directory.iterdir())
     if not names:
         raise NotACheckpointError(f"{directory} is not a distributed checkpoint: it is an empty directory")
-    if can_rename(directory) and (inner := [name for name in names if (directory / name / MARKER_NAME).is_file()]):
+    if can_rename(directory) and (inner := _list_checkpoints(directory)):
         raise NotACheckpointError(
             f"{directory} is not a distributed checkpoint: it is a folder of {format_many(len(inner), 'checkpoint')}: "
-            f"give one, such as {directory / inner[-1]}"
+            f"give one, such as {directory / max(inner, key=natural_order)}"
         )
     if _HUB_FILES.intersection(names):
         raise IncompleteCheckpointError(
@@ -394,6 +396,13 @@ def _recognise_directory(directory: Path, plugins: PluginManager) -> Manifest:
         f"another library's index, such as DCP's .metadata (found {listed(names, limit=3)}); `shardckpt inspect` says "
         "what else it is, if that is known"
     )
+
+
+def _list_checkpoints(directory: Path) -> list[str]:
+    """Return the names of the directories in one of this machine that have a marker; none that may not be looked at."""
+    with wrap_os_errors("list", directory), os.scandir(real_path(directory)) as entries:
+        folders = [entry for entry in entries if entry.is_symlink() or entry.is_dir(follow_symlinks=False)]
+        return [entry.name for entry in folders if os.path.isfile(f"{entry.path}/{MARKER_NAME}")]  # noqa: PTH113
 
 
 def _absent_error(directory: Path) -> CannotLoadError:

@@ -20,13 +20,13 @@ from shardckpt.errors import (
     NotACheckpointError,
     ShardingError,
     StorageError,
+    natural_order,
 )
 from shardckpt.huggingface import (
     Rule,
     RuleMapping,
     export_to_huggingface,
     huggingface_index,
-    natural_order,
 )
 from shardckpt.huggingface.block_writer import BLOCK_BYTES
 from shardckpt.maintenance import convert_checkpoint

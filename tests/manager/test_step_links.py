@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -124,6 +125,22 @@ def test_a_link_that_no_manager_made_stays(tmp_path: Path, name: str) -> None:
     assert not _links(tmp_path), "before its first save, a killed run would leave what looks like a user's"
     _save(tmp_path, {3: 0.3}).close()
     assert _links(tmp_path) == {"latest": "step-3", "best": "step-2"}
+
+
+@table(("name", "content"), [("", None), ("metadata.json", None), ("metadata.json", b"{"), ("shardckpt.json", b"{")])
+def test_links_of_a_lost_step_are_own(tmp_path: Path, name: str, content: bytes | None) -> None:
+    """Where the only step with links was removed or damaged by hand, a restart takes both links for a manager's."""
+    _save(tmp_path, {1: 0.1}, links=False).close()
+    _save(tmp_path, {2: 0.5}).close()
+    assert _links(tmp_path) == {"latest": "step-2", "best": "step-1"}
+    path = tmp_path / "step-2" / name
+    shutil.rmtree(path) if path.is_dir() else path.unlink()
+    if content is not None:
+        path.write_bytes(content)
+    _save(tmp_path, {}).close()
+    assert not _links(tmp_path), "before its first save, a killed run would leave what looks like a user's"
+    _save(tmp_path, {3: 0.3}).close()
+    assert _links(tmp_path) == {"latest": "step-3", "best": "step-1"}
 
 
 def test_a_rewind_to_before_the_links_removes_them(tmp_path: Path) -> None:

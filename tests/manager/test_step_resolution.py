@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import logging
+import os
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -12,17 +14,17 @@ from shardckpt.errors import (
     CorruptCheckpointError,
     IncompleteCheckpointError,
     NotACheckpointError,
+    StorageError,
     UnknownBackendError,
 )
-from shardckpt.manager import CheckpointConfig, CheckpointManager, steps
+from shardckpt.manager import CheckpointConfig, CheckpointManager, step_resolution, steps
 from shardckpt.manager.step_resolution import resolve_step
+from shardckpt.manager.steps import StepFolder
 from tests import backends
 from tests.manager import folders
 from tests.tables import in_proof, table
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from tests.ranks import Ranks
 
 
@@ -213,6 +215,24 @@ def test_the_step_with_the_missing_states_is_named(ranks: Ranks, tmp_path: Path)
         assert text.endswith("\nstep 40 has 'optimizer': manager.load(step=40)")
 
 
+def test_a_folder_that_cannot_be_listed_replaces_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the search for an older step fails, the error is still that of the missing states, without advice."""
+    _save_steps(tmp_path, {40: "model optimizer", 50: "model"})
+
+    def fail(_: StepFolder) -> list[int]:
+        raise StorageError("stale file handle")
+
+    def find_then_fail(*_: object) -> int:
+        monkeypatch.setattr(StepFolder, "steps", fail)
+        return 50
+
+    monkeypatch.setattr(step_resolution, "find_newest", find_then_fail)
+    text = _load_error(str(tmp_path), ("model", "optimizer"))
+    assert "optimizer" in text
+    assert "manager.load" not in text
+    assert "stale" not in text
+
+
 def test_no_step_is_named_for_states_that_none_has(tmp_path: Path) -> None:
     """A state that no older step has is new, and the error says how to begin with it."""
     _save_steps(tmp_path, {40: "model", 50: "model"})
@@ -224,22 +244,39 @@ def test_no_step_is_named_for_states_that_none_has(tmp_path: Path) -> None:
 @table(
     ("below", "said"),
     [
-        ("epoch_3", "it has epoch_3, and the names of steps are step-<n>"),
-        ("", "it is a checkpoint itself"),
-        ("logs/epoch_3", None),
-        ("step-3", None),
+        ("epoch_3/metadata.json", "it has epoch_3, and the names of steps are step-<n>"),
+        ("epoch_3/.metadata", "it has epoch_3, and the names of steps are step-<n>"),
+        (".metadata", "it is a checkpoint itself"),
+        ("logs/epoch_3/.metadata", None),
+        ("step-3/__0_0.distcp", None),
     ],
-    ids=["other name", "itself", "further below", "a save that did not end"],
+    ids=["other name", "of another library", "itself", "further below", "a save that did not end"],
 )
 def test_a_start_from_the_beginning_beside_other_checkpoints_is_said(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, below: str, said: str | None
 ) -> None:
     """A folder without a step that has checkpoints by other names, or is one, is a warning with what loads them."""
     caplog.clear()
-    (tmp_path / "runs" / below).mkdir(parents=True)
-    (tmp_path / "runs" / below / "__0_0.distcp").touch()
+    path = tmp_path / "runs" / below
+    path.parent.mkdir(parents=True)
+    path.touch()
     with CheckpointManager(CheckpointConfig(folder=tmp_path / "runs"), _build("model")) as manager:
         assert not manager.load()
     found = [record.message for record in caplog.records if "has no step" in record.message]
     assert len(found) == (said is not None)
     assert said is None or (said in found[0] and "initial_load_path=" in found[0])
+
+
+def test_few_folders_are_looked_into_at_a_start_from_the_beginning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a folder without a step, none that it has is listed, and twenty are looked into, however many there are."""
+    for number in range(50):
+        (tmp_path / f"epoch_{number}").mkdir()
+    looked_at, listed = set(), []
+    isfile, scandir = os.path.isfile, os.scandir
+    monkeypatch.setattr(os.path, "isfile", lambda path: looked_at.add(Path(path).parent) or isfile(path))
+    monkeypatch.setattr(os, "scandir", lambda path: listed.append(Path(path)) or scandir(path))
+    step_resolution.warn_of_others(folders.steps_of(tmp_path))
+    assert listed == [tmp_path]
+    assert len(looked_at - {tmp_path}) == 20

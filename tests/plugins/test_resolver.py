@@ -202,6 +202,38 @@ def test_a_folder_of_checkpoints_names_one(tmp_path: Path) -> None:
     assert text.endswith(f"it is a folder of 2 checkpoints: give one, such as {tmp_path / 'iter_0000002'}")
 
 
+def test_of_a_folder_of_checkpoints_the_last_one_by_number_is_named(tmp_path: Path) -> None:
+    """Step 1000 is later than step 9; a folder that may not be looked into is none, and does not replace the error."""
+    for name in ("step-9", "step-1000", "zip"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "metadata.json").touch()
+    (tmp_path / "zip" / "metadata.json").unlink()
+    (tmp_path / "zip" / "metadata.json").symlink_to("metadata.json")
+    (tmp_path / "loop").symlink_to("loop")
+    text = _refusal(NotACheckpointError, tmp_path, PluginManager())
+    assert text.endswith(f"it is a folder of 2 checkpoints: give one, such as {tmp_path / 'step-1000'}")
+
+
+def test_a_folder_that_may_not_be_looked_into_is_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A refusal of the system for one folder of several leaves the error as it is; files are not asked about."""
+    for name in ("step-1", "step-2"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "metadata.json").touch()
+    (tmp_path / "notes.txt").touch()
+    stat, asked = os.stat, []
+
+    def refuse(path: Any, *arguments: Any, **options: Any) -> os.stat_result:
+        asked.append(str(path))
+        if str(path).endswith("step-2/metadata.json"):
+            raise PermissionError(13, "Permission denied", path)
+        return stat(path, *arguments, **options)
+
+    monkeypatch.setattr(os, "stat", refuse)
+    text = _refusal(NotACheckpointError, tmp_path, PluginManager())
+    assert text.endswith(f"it is a folder of 1 checkpoint: give one, such as {tmp_path / 'step-1'}")
+    assert not [path for path in asked if "notes.txt" in path]
+
+
 def test_a_checkpoint_that_lost_its_marker_is_incomplete(tmp_path: Path) -> None:
     """The files of a real save without those that name its strategy are not taken for a checkpoint."""
     path = _builtin(tmp_path / "checkpoint")

@@ -5,7 +5,8 @@ from __future__ import annotations
 from bisect import bisect_right
 from typing import TYPE_CHECKING, NamedTuple
 
-from shardckpt.huggingface import HubTensor, assign_files, encode_weights_index, natural_order, place_tensors
+from shardckpt.errors import natural_order
+from shardckpt.huggingface import HubTensor, assign_files, encode_weights_index, place_tensors
 from shardckpt.planning import find_hole, find_overlap
 from shardckpt.plugins import get_key_map_entries
 from shardckpt.storage import SMALL_RECORD, cut_segments
