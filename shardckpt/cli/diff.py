@@ -187,10 +187,19 @@ def _advise_rows(report: DiffReport, options: Any) -> str:
 
 
 def _find_prefix(longer: set[str], shorter: set[str]) -> str:
-    """Return what stands before names of the second set in the first, for at least half of the second; else ``""``."""
+    """Return what stands before names of the second set in the first, for at least half of the second; else ``""``.
+
+    What stands before an optimizer's state, which may have the names of the model, is not meant.
+    """
+    from shardckpt.engine import is_optimizer_key
+
     some = max(shorter, key=len)  # the longest name is the end of the fewest others
     prefixes = {key.removesuffix(some) for key in longer if key.endswith(some)}
-    counts = {prefix: sum(f"{prefix}{key}" in longer for key in shorter) for prefix in prefixes}
+    counts = {
+        prefix: sum(f"{prefix}{key}" in longer for key in shorter)
+        for prefix in prefixes
+        if not is_optimizer_key(prefix)
+    }
     best = max(counts, key=lambda prefix: (counts[prefix], prefix), default="")
     return best if best and 2 * counts[best] >= len(shorter) else ""
 

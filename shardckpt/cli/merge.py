@@ -97,20 +97,27 @@ def run(options: Any) -> Output:
 
 
 def _refuse_neighbour(options: Any) -> None:
-    """Raise if DST is one of the steps that a shell's ``run/step-*`` has named, which ``--overwrite`` would replace."""
+    """Raise if DST is the last of the steps that a shell's ``run/step-*`` has named, which ``--overwrite`` replaces."""
     from pathlib import Path
 
     from shardckpt.errors import CheckpointingException
+    from shardckpt.manager import parse_step
 
-    target = Path(options.target)
     places = [*options.sources, options.target]
-    if any("://" in place for place in places) or not target.exists():
+    if not options.overwrite or any("://" in place for place in places):
         return
-    # as a shell lists what a pattern matches
-    if len({Path(place).absolute().parent for place in places}) == 1 and places == sorted(places):
+    paths = [Path(place) for place in places]
+    names = [path.stem if path.is_file() else path.name for path in paths]
+    folders, families = {path.absolute().parent for path in paths}, {name.rstrip("0123456789") for name in names}
+    *steps, last = (parse_step(name) for name in names)
+    if len(folders) > 1 or len(families) > 1 or last is None or any(step is None or step >= last for step in steps):
+        return
+    target = paths[-1]
+    if target.is_file() or (target.is_dir() and any(target.iterdir())):
         raise CheckpointingException(
-            f"{options.target} is beside all SRC, and is there: a pattern such as {target.parent}/* may have named it, "
-            "and --overwrite would replace it. Give another DST, or remove that one first"
+            f"{options.target} is the last step beside all SRC: a pattern such as "
+            f"{target.with_name(families.pop() + '*')} may have named it, and --overwrite would replace it. "
+            "Give another DST, or remove that one first"
         )
 
 

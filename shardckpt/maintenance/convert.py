@@ -262,14 +262,14 @@ def run_conversion(
     return retry_if_replaced(attempt, old)
 
 
-#: What others call the formats that no strategy writes.
+#: What others call the formats that no strategy writes; a plugin's backend may have the name.
 _OTHER_NAMES = {"huggingface": FOLDER, "transformers": FOLDER, "pt": FILE, "pytorch": FILE, "torch_save": FILE}
 
 
 def _find_saver(to: Any, plugins: PluginManager) -> SaveStrategy:
     if to == DCP:
         return _find_dcp_saver(plugins)
-    if isinstance(to, str) and to in _OTHER_NAMES:
+    if isinstance(to, str) and to in _OTHER_NAMES and not plugins.registry.entries(StrategyAction.SAVE_SHARDED, to):
         raise UnknownBackendError(f"{to!r} is no format to write: did you mean {_OTHER_NAMES[to]}?")
     return find_saver(to, plugins, others=(DCP, FOLDER, FILE))
 

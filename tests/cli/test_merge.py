@@ -112,14 +112,49 @@ def test_merge_says_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert not (tmp_path / "new").exists()
 
 
+def _save_steps(folder: Path, *names: str) -> list[str]:
+    for name in names:
+        dist_checkpointing.save(to_sharded_state_dict(torch.nn.Linear(2, 2)), folder / name)
+    return [str(folder / name) for name in names]
+
+
+@table(
+    "names",
+    [
+        ["step-1", "step-2", "step-3"],
+        ["step-10", "step-8", "step-11"],  # as no shell sorts them
+        ["iter_0000008", "iter_0000009", "iter_0000010"],
+    ],
+)
 def test_a_pattern_of_the_shell_does_not_replace_the_last_step(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], names: list[str]
 ) -> None:
     """`merge run/step-* --overwrite` names a step as DST: it is refused, and stays as it is."""
-    for step in (1, 2, 3):
-        dist_checkpointing.save(to_sharded_state_dict(torch.nn.Linear(2, 2)), tmp_path / f"step-{step}")
-    places = [str(tmp_path / f"step-{step}") for step in (1, 2, 3)]
-    before = (tmp_path / "step-3" / "shardckpt.json").read_bytes()
+    places = _save_steps(tmp_path, *names)
+    before = (tmp_path / names[-1] / "shardckpt.json").read_bytes()
     assert main(["merge", *places, "--overwrite"]) == 2
-    assert "step-3 is beside all SRC" in capsys.readouterr().err
-    assert (tmp_path / "step-3" / "shardckpt.json").read_bytes() == before
+    pattern = f"{names[-1].rstrip('0123456789')}*"
+    assert f"{names[-1]} is the last step beside all SRC: a pattern such as {tmp_path / pattern}" in (
+        capsys.readouterr().err
+    )
+    assert (tmp_path / names[-1] / "shardckpt.json").read_bytes() == before
+
+
+@table("target", ["step-1", "step-merged", "merged-4", "other/step-4", "step-5"])
+def test_what_no_pattern_names_last_is_replaced(tmp_path: Path, target: str) -> None:
+    """A DST of another name, folder or number, and an empty one, is written as ``--overwrite`` says."""
+    sources = _save_steps(tmp_path, "step-2", "step-3")
+    if target == "step-5":
+        (tmp_path / target).mkdir()
+    else:
+        (tmp_path / target).parent.mkdir(exist_ok=True)
+        _save_steps(tmp_path, target)
+    assert main(["merge", *sources, str(tmp_path / target), "--overwrite"]) == 0
+
+
+def test_a_step_that_is_not_overwritten_is_an_error_as_any(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Without ``--overwrite`` nothing is in danger: the error is that of every DST that is there."""
+    assert main(["merge", *_save_steps(tmp_path, "step-1", "step-2", "step-3")]) == 2
+    error = capsys.readouterr().err
+    assert "step-3" in error
+    assert "pattern" not in error

@@ -77,6 +77,15 @@ H = "from shardckpt.compat.megatron import dist_checkpointing"
             "if a:\n    from megatron.core import (\n        dist_checkpointing,\n        mpu,\n    )",
             f"if a:\n    {H}\n    from megatron.core import (\n        mpu,\n    )",
         ),
+        ("\ufefffrom megatron.core import mpu, dist_checkpointing", f"\ufeff{H}\nfrom megatron.core import mpu"),
+        (
+            "if a:\r\n    from megatron.core import (\r\n        mpu,\r\n        dist_checkpointing,\r\n    )\r\n",
+            f"if a:\r\n    {H}\r\n    from megatron.core import (\r\n        mpu,\r\n    )\r\n",
+        ),
+        (
+            "\ufefffrom megatron.core import mpu, \\\r\n    dist_checkpointing\r\n",
+            f"\ufeff{H}\r\nfrom megatron.core import mpu\r\n",
+        ),
         ("x = 'é'; from megatron.core import mpu, dist_checkpointing", f"x = 'é'; {H}; from megatron.core import mpu"),
         (
             "from megatron.core.dist_checkpointing import (\n    load,\n    ShardedTensor,\n)",
@@ -206,6 +215,36 @@ def test_files_of_a_folder_that_are_no_python_are_named(tmp_path: Path, capsys: 
     assert captured.err.startswith(f"{tmp_path / 'run.sh'}: left as it is, since it is no *.py file: name it")
     assert "other.sh" not in captured.err
     assert (tmp_path / "run.sh").read_text() == script
+
+
+@table("folder", [".venv", ".git/hooks", "venv/lib/site-packages/megatron", "web/node_modules/gyp"])
+def test_other_peoples_packages_stay(tmp_path: Path, capsys: pytest.CaptureFixture[str], folder: str) -> None:
+    """Hidden folders, site-packages and node_modules below a folder are not ported; where they are named, they are."""
+    other = tmp_path / folder
+    other.mkdir(parents=True)
+    for file in (tmp_path / "a.py", other / "b.py", other / "run.sh"):
+        file.write_text("from megatron.core import dist_checkpointing")
+    assert main([str(tmp_path)]) == 0
+    assert capsys.readouterr().out == f"{tmp_path / 'a.py'}: ported\nfiles ported: 1\n"
+    assert (other / "b.py").read_text() == "from megatron.core import dist_checkpointing"
+    (other / "run.sh").unlink()
+    assert main([str(other)]) == 0
+    assert (other / "b.py").read_text() == H
+
+
+def test_what_cannot_be_read_stops_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Links that lead nowhere, or in a circle, are listed as left as they are, and the other files are ported."""
+    (tmp_path / "a.py").symlink_to("absent.py")
+    (tmp_path / "b.py").symlink_to("b.py")
+    (tmp_path / "c.sh").symlink_to("absent.sh")
+    (tmp_path / "folder.py").mkdir()
+    (tmp_path / "z.py").write_text("from megatron.core import dist_checkpointing")
+    assert main([str(tmp_path)]) == 1
+    captured = capsys.readouterr()
+    assert captured.out == f"{tmp_path / 'z.py'}: ported\n"
+    left = [tmp_path / "a.py", tmp_path / "b.py", tmp_path / "c.sh"]
+    assert [line.partition(": left as it is: ")[0] for line in captured.err.splitlines()[:-1]] == [*map(str, left)]
+    assert (tmp_path / "z.py").read_text() == H
 
 
 def test_a_wrong_path_changes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -214,6 +214,17 @@ def test_what_cannot_be_written_is_refused(tmp_path: Path, to: Any) -> None:
     assert not (tmp_path / "new").exists()
 
 
+def test_a_plugins_backend_may_have_any_name(tmp_path: Path) -> None:
+    """What is a slip for a file of torch.save, ``pt``, is written where an installed strategy has that name."""
+    dc.save({"w": whole("w", torch.ones(3))}, tmp_path / "old")
+    with pytest.raises(UnknownBackendError, match=r"'pt' is no format to write: did you mean torch\?"):
+        convert_checkpoint(tmp_path / "old", tmp_path / "new", "pt")
+    for strategy in (SaveBlocks, LoadBlocks):
+        get_plugin_manager().registry.add(type(strategy.__name__, (strategy,), {"backend": "pt"}))
+    convert_checkpoint(tmp_path / "old", tmp_path / "new", "pt")
+    assert dc.load({"w": whole("w", torch.zeros(3))}, tmp_path / "new")["w"].equal(torch.ones(3))
+
+
 def test_the_targets_refusal_names_the_key(tmp_path: Path) -> None:
     """An object or dtype that the new format cannot store is its own error, with the key; nothing is written."""
     state = {"w": whole("w", torch.ones(3)), "object": ShardedObject("common_state", 1, (1,), (0,))}

@@ -315,10 +315,17 @@ def test_megatrons_names_beside_the_hubs_are_advised(tmp_path: Path, capsys: pyt
         assert capsys.readouterr().out.splitlines()[-1].endswith(f"shardckpt diff {megatron} {hub} --mapping megatron")
 
 
-def test_names_that_lack_a_prefix_are_advised(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Where no name is in both, but those of one are in the other behind a prefix, the call that compares is said."""
+@table("optimizer", [False, True])
+def test_names_that_lack_a_prefix_are_advised(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], optimizer: bool
+) -> None:
+    """Where no name is in both, but those of one are in the other behind a prefix, the call that compares is said.
+
+    The optimizer's state, which has the names of the model behind a prefix of its own, is not meant.
+    """
     tensors = {"a.w": torch.ones(3), "b.w": torch.zeros(3)}
-    save_values(tmp_path / "step", {f"model.{key}": value for key, value in tensors.items()})
+    prefixes = ("model.", *(["optimizer.state.exp_avg."] if optimizer else []))
+    save_values(tmp_path / "step", {f"{prefix}{key}": tensors[key] for prefix in prefixes for key in tensors})
     torch.save(tensors, tmp_path / "file.pt")
     step, file = str(tmp_path / "step"), str(tmp_path / "file.pt")
     advice = f"shardckpt diff {step} {file} --prefix model."

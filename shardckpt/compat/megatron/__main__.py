@@ -2,14 +2,17 @@
 
 ``megatron.core.dist_checkpointing`` becomes ``shardckpt.compat.megatron.dist_checkpointing``, in imports and in texts;
 where it is imported beside other names, as in ``from megatron.core import mpu, dist_checkpointing``, it gets a line of
-its own. Relative imports of it in Megatron's own tree are ported, too. Of a folder all ``*.py`` files are ported; of a
-file with another suffix, which must be named, only the dotted name changes. What needs a hand is listed, and the exit
-code is 1: uses without an import of their own, and notebooks, shell scripts and YAML files of a folder.
+its own. Relative imports of it in Megatron's own tree are ported, too. Of a folder all ``*.py`` files are ported, but
+not in hidden folders, ``site-packages`` and ``node_modules`` below it; of a file with another suffix, which must be
+named, only the dotted name changes. What needs a hand is listed, and the exit code is 1: uses without an import of
+their own, notebooks, shell scripts and YAML files of a folder, and what cannot be read or written.
 """
 
 from __future__ import annotations
 
 import ast
+import codecs
+import os
 import re
 import sys
 from importlib.util import resolve_name
@@ -25,6 +28,7 @@ _ROOT = _THERE.partition(".")[0]
 _DOTTED = re.compile(rb"(?<![\w.])megatron\.core\.dist_checkpointing\b")
 #: An import in a file that is no Python, such as a cell of a notebook.
 _IMPORT = re.compile(rb"\bfrom +megatron(\.core)? +import\b.*\bdist_checkpointing\b")
+_OTHER_PACKAGES = ("site-packages", "node_modules")
 _OTHER_SUFFIXES = (".ipynb", ".sh", ".yaml", ".yml")
 
 
@@ -37,25 +41,33 @@ def main(arguments: Sequence[str]) -> int:
         return _say(f"error: there is no {', '.join(missing)}: nothing was changed", 2)
     status, ported = 0, 0
     for path in chain.from_iterable(_list_files(Path(argument)) for argument in arguments):
-        source = path.read_bytes()
         try:
-            is_python = path.suffix == ".py"
-            new = port(source, _find_package(path)) if is_python else _rename(source)
-            leftovers = sorted(_list_leftovers(new) if is_python else _list_imports(new))
-        except SyntaxError as exc:
-            status = _say(f"{path}: left as it is, since Python does not parse it: {exc}", 1)
+            is_changed, leftovers = _port_file(path)
+        except (SyntaxError, OSError) as exc:
+            why = f": {exc.strerror}" if isinstance(exc, OSError) else f", since Python does not parse it: {exc}"
+            status = _say(f"{path}: left as it is{why}", 1)
             continue
-        if new != source:
-            path.write_bytes(new)
+        if is_changed:
             ported += 1
             _say(f"{path}: ported", 0)
         for line, what in leftovers:
             status = _say(f"{path}:{line}: port by hand: {what}", 1)
-    for path in chain.from_iterable(_list_unread(Path(argument)) for argument in arguments):
-        status = _say(f"{path}: left as it is, since it is no *.py file: name it, and its dotted names are ported", 1)
+    for path, why in chain.from_iterable(_list_unread(Path(argument)) for argument in arguments):
+        status = _say(f"{path}: left as it is{why}", 1)
     if not ported and not status:
         return _say(f"error: nothing in {', '.join(arguments)} imports {_THERE}.{_NAME}: nothing was changed", 2)
     return _say(f"files ported: {ported}", status)
+
+
+def _port_file(path: Path) -> tuple[bool, list[tuple[int, str]]]:
+    """Port a file, and return whether it changed, and lines and texts of what needs a hand."""
+    source = path.read_bytes()
+    is_python = path.suffix == ".py"
+    new = port(source, _find_package(path)) if is_python else _rename(source)
+    leftovers = sorted(_list_leftovers(new) if is_python else _list_imports(new))
+    if new != source:
+        path.write_bytes(new)
+    return new != source, leftovers
 
 
 def port(source: bytes, package: str = "") -> bytes:
@@ -68,6 +80,8 @@ def port(source: bytes, package: str = "") -> bytes:
     Raises:
         SyntaxError: It is not Python.
     """
+    if source.startswith(codecs.BOM_UTF8):  # Python counts columns behind it
+        return codecs.BOM_UTF8 + port(source.removeprefix(codecs.BOM_UTF8), package)
     starts = [0, *accumulate(map(len, source.splitlines(keepends=True)))]
     edits: list[tuple[int, int, bytes]] = []
     for node in ast.walk(ast.parse(source)):
@@ -95,7 +109,8 @@ def _move_out(node: ast.ImportFrom, source: bytes, starts: list[int]) -> Iterato
         yield begin, end, moved
         return
     indent = source[starts[node.lineno - 1] : begin]
-    yield begin, begin, moved + (b"; " if indent.strip() else b"\n" + indent)
+    line_end = b"\r\n" if source[: starts[node.lineno]].endswith(b"\r\n") else b"\n"
+    yield begin, begin, moved + (b"; " if indent.strip() else line_end + indent)
     first, last = _span(alias, starts)
     if place + 1 < len(node.names):
         yield first, _span(node.names[place + 1], starts)[0], b""
@@ -128,16 +143,37 @@ def _list_files(path: Path) -> list[Path]:
     if path.is_file():
         return [path]
     replaced = f"{_THERE}.{_NAME}."
-    return [file for file in sorted(path.rglob("*.py")) if not f"{_find_package(file)}.".startswith(replaced)]
+    modules = [file for file in _walk(path) if file.suffix == ".py"]
+    return [file for file in modules if not f"{_find_package(file)}.".startswith(replaced)]
 
 
-def _list_unread(path: Path) -> Iterator[Path]:
-    """Yield the files of a folder that are not ported, and have the name."""
-    for file in sorted(path.rglob("*")) if path.is_dir() else ():
-        if file.suffix in _OTHER_SUFFIXES and file.is_file():
-            source = file.read_bytes()
+def _list_unread(path: Path) -> Iterator[tuple[Path, str]]:
+    """Yield the files of a folder that are not ported and have the name, and all that cannot be read, and why."""
+    faults: list[OSError] = []
+    for file in _walk(path, faults) if path.is_dir() else ():
+        if file.suffix in _OTHER_SUFFIXES:
+            try:
+                source = file.read_bytes()
+            except OSError as exc:
+                faults.append(exc)
+                continue
             if _DOTTED.search(source) or _IMPORT.search(source):
-                yield file
+                yield file, ", since it is no *.py file: name it, and its dotted names are ported"
+    yield from ((Path(fault.filename), f": {fault.strerror}") for fault in faults)
+
+
+def _walk(path: Path, faults: list[OSError] | None = None) -> list[Path]:
+    """Return the files of a folder, but those of hidden folders and of other people's packages.
+
+    Args:
+        path: The folder.
+        faults: Gets the errors of folders that cannot be listed.
+    """
+    found: list[Path] = []
+    for folder, folders, files in os.walk(path, onerror=None if faults is None else faults.append):
+        folders[:] = [name for name in folders if not name.startswith(".") and name not in _OTHER_PACKAGES]
+        found.extend(Path(folder, name) for name in files)
+    return sorted(found)
 
 
 def _list_imports(source: bytes) -> Iterator[tuple[int, str]]:
@@ -149,7 +185,7 @@ def _list_imports(source: bytes) -> Iterator[tuple[int, str]]:
 
 def _find_package(path: Path) -> str:
     """Return the package of a module in Megatron's tree, else ``""``."""
-    folders = path.resolve().parts[:-1]
+    folders = Path(os.path.realpath(path)).parts[:-1]  # resolve() raises at links in a circle
     return ".".join(folders[len(folders) - 1 - folders[::-1].index(_ROOT) :]) if _ROOT in folders else ""
 
 

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from typing import TYPE_CHECKING
 
 from tests.testing import wrong_strategies
 from tests.tree import ROOT
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 def test_the_plugin_imports_no_torch() -> None:
@@ -18,14 +22,36 @@ def test_the_plugin_imports_no_torch() -> None:
 
 def test_a_failed_contract_is_short_and_ends_with_the_promise() -> None:
     """Pytest prints the frames from the contract's test on, then the promise that was broken, as its own last lines."""
-    test = f"{wrong_strategies.__file__}::TestSaveDropsLast::test_many_tensors"
-    options = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-o", "addopts=", "--import-mode=importlib"]
-    command = [sys.executable, "-m", "pytest", *options, "--tier=all", test]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 1, done.stdout + done.stderr
-    shown, _, promise = done.stdout.partition("- broken promise -")
+    shown, _, promise = _run(
+        f"{wrong_strategies.__file__}::TestSaveDropsLast::test_many_tensors", "--tier=all"
+    ).partition("- broken promise -")
     assert "_pytest" not in shown
     assert len(shown.splitlines()) < 60
     assert (
         "\nSaveDropsLast with LoadBlocks does not keep a promise, test_many_tensors\npromised:   A hundred" in promise
     )
+
+
+def test_an_error_that_says_all_is_no_broken_promise(tmp_path: Path) -> None:
+    """Of a contract that names no strategy, and of a failure without traceback, pytest prints the sentence alone."""
+    module = tmp_path / "test_first.py"
+    module.write_text(
+        "import pytest\n"
+        "from tests.testing.wrong_strategies import Contract, StrategyContract\n"
+        "class TestX(StrategyContract): pass\n"
+        "class TestY(Contract):\n"
+        "    def test_mine(self): pytest.fail('not on this host', pytrace=False)\n"
+    )
+    shown = _run(f"{module}::TestX::test_many_tensors", f"{module}::TestY::test_mine", f"--rootdir={tmp_path}")
+    assert "\nTestX sets no strategy, or save_strategy and load_strategy\n" in shown
+    assert "\nnot on this host\n" in shown
+    assert "promise" not in shown
+
+
+def _run(*arguments: str) -> str:
+    """Run tests that fail, as a project of another does, and return what pytest prints."""
+    common = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-o", "addopts=", "--import-mode=importlib"]
+    command = [sys.executable, "-m", "pytest", *common, *arguments]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 1, done.stdout + done.stderr
+    return done.stdout
