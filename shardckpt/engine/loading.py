@@ -349,9 +349,9 @@ def load_checkpoint(
         mismatch, built, given = _match_keys(
             template, checkpoint, stored, objects, strict, on_unused=on_unused, counts_unused=counts_unused
         )
-        elsewhere = {*mismatch.absent, *given}
-        is_elsewhere = [bool(elsewhere) and stored_key(shard) in elsewhere for shard in template.shards]
-        available = [shard for shard, is_not in zip(template.shards, is_elsewhere, strict=True) if not is_not]
+        not_read = {*mismatch.absent, *given}
+        is_read = [not not_read or stored_key(shard) not in not_read for shard in template.shards]
+        available = [shard for shard, reads in zip(template.shards, is_read, strict=True) if reads]
     with checkpoint.operation.local_phase("comparing shapes"):
         shapes = dict(zip(stored.keys, stored.shapes, strict=True))
         available = allow_resizing(available, shapes, resize)
@@ -378,8 +378,8 @@ def load_checkpoint(
     loaded = iter(found)
     with checkpoint.operation.local_phase("assembling the state dict"):
         values = [
-            given.get(stored_key(shard), MISSING) if is_not else next(loaded)
-            for shard, is_not in zip(template.shards, is_elsewhere, strict=True)
+            next(loaded) if reads else given.get(stored_key(shard), MISSING)
+            for shard, reads in zip(template.shards, is_read, strict=True)
         ]
         # what was built from single values is in the common state as well
         numbers = {n for n, shard in enumerate(template.shards) if stored_key(shard) in built} if built else set()

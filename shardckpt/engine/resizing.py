@@ -58,12 +58,14 @@ def allow_resizing(
 
     Args:
         shards: Those of a load.
-        stored: The stored shapes by key; without, all that match are marked.
+        stored: The stored shapes by key. Where one is not known, what can have another shape may have it.
         patterns: The caller's.
 
     Raises:
         CheckpointingException: one with another shape has axes that its tensor has not, or is flattened.
     """
+    if not patterns:
+        return list(shards)
     return [
         _allow(shard, stored) if isinstance(shard, ShardedTensor) and is_resized(shard.key, patterns) else shard
         for shard in shards
@@ -76,11 +78,11 @@ def is_resized(key: str, patterns: Sequence[str]) -> bool:
 
 
 def _allow(shard: ShardedTensor, stored: Mapping[str, Ints]) -> ShardedTensor:
-    if shard.key in stored and stored[shard.key] == tuple(shard.global_shape):
+    shape = stored.get(shard.key)
+    is_bound = bool(shard.prepend_axis_num) or shard.flattened_range is not None
+    if shape == tuple(shard.global_shape) or (shape is None and is_bound):
         return shard
-    if (shard.prepend_axis_num or shard.flattened_range is not None) and not stored:
-        return shard
-    if shard.prepend_axis_num or shard.flattened_range is not None:
+    if is_bound:
         how = "flattened" if shard.flattened_range is not None else "stored with other axes than its tensor has"
         raise CheckpointingException(f"resize: {shard.key!r} has another shape than is stored, and is {how}")
     allowed = copy.copy(shard)

@@ -25,6 +25,8 @@ _METADATA = "__metadata__"
 _FORMAT = "format"
 #: What payloads of odd sizes leave room for, so that the next begins at a multiple of every element's size; in bytes.
 _ALIGN = 64
+#: The alignment that payloads of full pages leave behind; smaller ones are sorted behind it.
+_PAGED = 0, 0
 
 
 class TensorSpan(NamedTuple):
@@ -106,13 +108,13 @@ def place_tensors(tensors: Sequence[HubTensor], metadata: Mapping[str, str] | No
     Raises:
         CheckpointingException: the header is longer than readers accept.
     """
-    ranks = [_rank(tensor) for tensor in tensors]
-    order = sorted(range(len(tensors)), key=lambda number: (*ranks[number], natural_order(tensors[number].name)))
+    left_behind = [_find_alignment(tensor) for tensor in tensors]
+    order = sorted(range(len(tensors)), key=lambda number: (*left_behind[number], natural_order(tensors[number].name)))
     entries = []
     for tensor in map(tensors.__getitem__, order):
         kind = safetensors_name(tensor.dtype) or ""
         entries.append(HeaderEntry(tensor.name, kind, written_shape(kind, tensor.shape), tensor.nbytes))
-    paged = sum(rank == _PAGED for rank in ranks)
+    paged = left_behind.count(_PAGED)
     head = encode_header(entries, {**(metadata or {}), _FORMAT: "pt"}, align=PAGE if paged else _ALIGN)
     if len(head) - LENGTH_BYTES > HEADER_LIMIT:
         raise CheckpointingException(
@@ -123,11 +125,7 @@ def place_tensors(tensors: Sequence[HubTensor], metadata: Mapping[str, str] | No
     return Placement(head, order, starts[:-1], starts[-1], starts[paged])
 
 
-#: The rank of payloads that fill pages.
-_PAGED = 0, 0
-
-
-def _rank(tensor: HubTensor) -> tuple[int, int]:
+def _find_alignment(tensor: HubTensor) -> tuple[int, int]:
     """Return what payloads of a file are sorted by, first of all: the alignment that their sizes leave behind."""
     if tensor.nbytes % PAGE == 0 and tensor.nbytes > SMALL_RECORD:
         return _PAGED
