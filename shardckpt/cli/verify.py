@@ -111,9 +111,8 @@ def run(options: Any) -> Output:
             continue
         paths.update(dict.fromkeys(found.paths))
         skipped.update({each.path: each for each in found.skipped})
-    own_process()
     threads = ThreadPoolExecutor(max(1, min(len(paths), settings.io_threads())))
-    with show_progress("verify"), threads:
+    with show_progress("verify"), own_process(), threads:
         answers += threads.map(
             lambda path: check(path, mark=options.mark, require_digests=options.require_digests), paths
         )

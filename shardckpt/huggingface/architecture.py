@@ -42,10 +42,15 @@ class Fit(NamedTuple):
     has_unknown: bool = False
 
 
-def own_process() -> None:
-    """Say that nothing computes in this process beside what calls here: that it is a command's."""
+@contextmanager
+def own_process() -> Iterator[None]:
+    """Say that in the block nothing computes in this process but what it does: that the process is a command's."""
     global _owns_process  # noqa: PLW0603 - a fact of the process
-    _owns_process = True
+    before, _owns_process = _owns_process, True
+    try:
+        yield
+    finally:
+        _owns_process = before
 
 
 def try_class(folder: Path, config: Mapping[str, Any]) -> Fit:
