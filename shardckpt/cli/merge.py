@@ -22,7 +22,6 @@ exit codes:
 
 from __future__ import annotations
 
-import argparse
 from typing import TYPE_CHECKING, Any
 
 from shardckpt.cli.convert import add_target_options, describe_conversion, read_target_options
@@ -38,7 +37,6 @@ def add(verbs: Any) -> None:
         "merge",
         help="average or interpolate checkpoints of any formats",
         description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
         "sources", metavar="SRC", nargs="+", help="directory or URL of a checkpoint or folder, or a file"

@@ -55,13 +55,10 @@ _FINE = {
 
 def add(verbs: Any) -> None:
     """Add the verb."""
-    import argparse
-
     parser = verbs.add_parser(
         "verify",
         help="check every file of checkpoints, against digests if they have them",
         description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
         "paths", nargs="+", metavar="path", help="a checkpoint, or a folder of checkpoints: a directory or URL"
