@@ -72,7 +72,7 @@ if TYPE_CHECKING:
         prune_leftovers,
         prune_spools,
     )
-    from shardckpt.engine.renaming import list_keys, list_names, list_top_names, rename_stored
+    from shardckpt.engine.renaming import list_keys, list_names, list_top_names, rename_key, rename_stored
     from shardckpt.engine.resizing import allow_resizing, parse_resize
     from shardckpt.engine.saving import SaveOptions, check_state, find_saver, refuse_objects, save_checkpoint
     from shardckpt.engine.streaming import (
@@ -149,6 +149,7 @@ __getattr__ = lazy_getattr(
             "list_keys",
             "list_names",
             "list_top_names",
+            "rename_key",
             "rename_stored",
         ),
         "resizing": ("allow_resizing", "parse_resize"),
@@ -294,6 +295,7 @@ __all__ = [
     "refuse_damage",
     "refuse_objects",
     "refuse_overlap",
+    "rename_key",
     "rename_stored",
     "report_read",
     "save_checkpoint",
