@@ -30,7 +30,7 @@ from shardckpt.manager.exclusion import leave_out
 from shardckpt.manager.metrics import CONTENT_KEY
 from shardckpt.manager.rng import RNG
 from shardckpt.manager.states import FORMS, LR_SCHEDULER, MODEL, OPTIMIZER, Ranks
-from shardckpt.manager.steps import MODEL_PREFIX, PREFIX_KEY
+from shardckpt.manager.steps import MODEL_PREFIX, PER_RANK_KEY, PREFIX_KEY
 from shardckpt.mapping import ShardedBase, ShardedObject
 from shardckpt.parallel import share_reading, split_budget
 from shardckpt.plugins import get_plugin_manager
@@ -262,7 +262,24 @@ class StepReader:
                 + "; rename= is for checkpoints that no manager has saved"
                 * bool(self._renames)
             )
-        return [name for name in requested if name in stored]
+        chosen = [name for name in requested if name in stored]
+        if (per_rank := content.get(PER_RANK_KEY)) is not None:  # a checkpoint of before does not say
+            self._refuse_other_kinds(path, chosen, per_rank)
+        return chosen
+
+    def _refuse_other_kinds(self, path: Path, chosen: Sequence[str], per_rank: Collection[str]) -> None:
+        """Raise an error if a state was saved as PerRank and is asked for without it, or the other way."""
+        for name in chosen:
+            if name in per_rank and name not in self._states.per_rank:
+                raise CheckpointingException(
+                    f"{path} has a state {name!r} of each rank: it was saved as PerRank, and is asked for as one state "
+                    f"for all. Give it as PerRank(...), or put {name!r} into exclude_from_loading"
+                )
+            if name in self._states.per_rank and name not in per_rank:
+                raise CheckpointingException(
+                    f"{path} has one state {name!r} for all ranks, and it is asked for as PerRank: give the object "
+                    f"without PerRank to load this checkpoint, or put {name!r} into exclude_from_loading"
+                )
 
     def list_missing(self, stored: Collection[str]) -> list[str]:
         """Return the states to load that a manager's checkpoint lacks, by the names of those that it has."""
