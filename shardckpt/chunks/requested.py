@@ -14,7 +14,7 @@ from shardckpt.chunks.parts import make_finder, match_parts
 from shardckpt.chunks.regions import Region, StagedRegion
 from shardckpt.chunks.staged import StagedDestination, check_no_partial_overlap, needs_staging
 from shardckpt.chunks.stored import Chunk, Item
-from shardckpt.errors import CorruptCheckpointError, KeyMismatchError
+from shardckpt.errors import CorruptCheckpointError, KeyMismatchError, listed
 from shardckpt.planning import (
     FEW,
     Box,
@@ -360,7 +360,7 @@ def _find_numbers(shards: Sequence[ShardedTensor], index: ChunkIndex) -> list[in
     keys, dtypes, shapes = list_fields(shards, "key", "dtype", "global_shape")
     missing = set(keys) - index.numbers.keys()
     if missing:
-        raise KeyMismatchError(f"not in the checkpoint: {', '.join(sorted(missing))}")
+        raise KeyMismatchError(f"not in the checkpoint: {listed(sorted(missing))}")
     numbers = list(map(index.numbers.__getitem__, keys))
     if list(shapes) != list(map(index.shapes.__getitem__, numbers)):
         check_shapes(shards, {key: index.shapes[number] for key, number in zip(keys, numbers, strict=True)})

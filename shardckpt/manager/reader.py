@@ -176,6 +176,8 @@ class StepReader:
                 in_common: list[str] = []
                 if is_foreign:
                     names, in_common = self._choose_foreign_names(path, names, checkpoint, stored, common, keys)
+                    if comm.is_main and not model_only:
+                        self._report_values(path, common)
                 requested = self._states.request_objects([name for name in names if name not in in_common], ranks)
             objects = _load(requested, checkpoint, validate=False)
             objects.setdefault(FORMS, {}).update({name: common[name] for name in in_common})
@@ -233,6 +235,18 @@ class StepReader:
         if name in self._states.names:
             return name in chosen and (name in self._states.modules or name == OPTIMIZER)
         return of_others
+
+    def _report_values(self, path: Path, common: StateDict) -> None:
+        """Warn of what another library has stored in the common state that is of no state here."""
+        unused = sorted({*map(str, common)} - {*self._states.names, "content_metadata"})
+        if unused and self._on_unused != "ignore":
+            logger.warning(
+                "%s has values that no state takes: %s. Those of an object with state_dict() load where it is given to "
+                "the manager by that name; others are read with dist_checkpointing.load_common_state_dict "
+                "(on_unused='ignore' is silent)",
+                path,
+                listed(unused, limit=5),
+            )
 
     def _choose_names(self, path: Path, content: dict[str, Any], model_only: bool) -> list[str]:
         """Choose the states to load from a checkpoint, by the ``content`` that the manager stored in it."""

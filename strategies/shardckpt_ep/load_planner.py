@@ -10,7 +10,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, cre
 
 from shardckpt.adapters import get_local_tensor
 from shardckpt.archive import decode_object
-from shardckpt.errors import CheckpointingException, KeyMismatchError, ShardingError
+from shardckpt.errors import CheckpointingException, KeyMismatchError, ShardingError, listed
 from shardckpt.planning import refuse_cast
 from shardckpt.tensors import is_quantized
 from shardckpt_ep.experts import Experts
@@ -151,7 +151,7 @@ def local_plan(
     layouts = {key: layout for key, value in state_dict.items() if (layout := layout_of(key, value, metadata))}
     absent = [key for key in layouts if key not in metadata.state_dict_metadata]
     if absent and strict:
-        raise KeyMismatchError(f"expert tensors that are not in the checkpoint: {', '.join(sorted(absent))}")
+        raise KeyMismatchError(f"expert tensors that are not in the checkpoint: {listed(sorted(absent))}")
     rest = {key: value for key, value in state_dict.items() if key not in layouts}
     plan = create_default_local_load_plan(rest, metadata, strict)
     stored = [key for key in layouts if key not in absent]

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from shardckpt import dist_checkpointing
@@ -117,6 +118,21 @@ def test_a_manager_warns_of_its_states(
     found = _warnings(caplog)
     assert len(found) == bool(expected)
     assert all(part in found[0] for part in expected)
+
+
+@table("settings, is_said", [({}, True), ({"on_unused": "ignore"}, False), ({"initial_load_model_only": True}, False)])
+def test_a_manager_names_values_that_no_state_takes(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, settings: dict[str, Any], is_said: bool
+) -> None:
+    """A scheduler's and a step's number of a folder of dcp.save are said once; not where the model alone is loaded."""
+    caplog.clear()
+    state = {"model": _net(2).state_dict(), "sched": {"last_epoch": 3}, "step": 5}
+    dcp.save(state, checkpoint_id=tmp_path / "old", no_dist=True)
+    config = {"initial_load_path": str(tmp_path / "old"), "initial_load_model_only": False, **settings}
+    with CheckpointManager(CheckpointConfig(folder=str(tmp_path / "new"), **config), {"model": _net(2)}) as manager:
+        assert manager.load()
+    found = [record.getMessage() for record in caplog.records if "no state takes" in record.getMessage()]
+    assert ["no state takes: sched, step." in text for text in found] == [True] * is_said
 
 
 def test_a_manager_names_a_forgotten_state(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

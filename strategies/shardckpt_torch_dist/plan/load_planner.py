@@ -22,7 +22,7 @@ from shardckpt.chunks import (
     match_parts,
     needs_staging,
 )
-from shardckpt.errors import KeyMismatchError
+from shardckpt.errors import KeyMismatchError, listed
 from shardckpt.mapping import PlainObject, ShardedTensor
 from shardckpt.planning import Box, FlatPart, check_dtypes, check_shapes, part_view
 from shardckpt.state_dict import map_reduce
@@ -268,7 +268,7 @@ def _list_absent(tensors: Iterable[ShardedTensor], stored: Mapping[str, Any]) ->
 
 def _require_all(absent: Collection[str]) -> None:
     if absent:
-        raise KeyMismatchError(f"not in the checkpoint: {', '.join(sorted(set(absent)))}")
+        raise KeyMismatchError(f"not in the checkpoint: {listed(sorted(set(absent)))}")
 
 
 class _StagedPart(NamedTuple):
