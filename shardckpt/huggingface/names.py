@@ -21,6 +21,8 @@ _WEIGHTS = re.compile(r"(model|pytorch_model)(-\d+-of-\d+)?\.(safetensors|bin)(\
 _NUMBERED = re.compile(r"model-\d+-of-\d+\.safetensors")
 #: What makes transformers put old adapters onto the new weights.
 ADAPTER = "adapter_config.json"
+#: The weights that it describes; with these alone a folder is PEFT's, of an adapter and no model.
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
 #: Weights that transformers, vLLM or SGLang load of a folder: all ``*.safetensors``, Mistral's, PyTorch's, Keras' and
 #: Flax's; and adapters.
 _LOADED = re.compile(
@@ -48,7 +50,8 @@ def check_format(name: str) -> str:
 
 def is_hub_folder(names: Collection[str]) -> bool:
     """Return whether a folder is one of the Hub's layout, as the names of its files say: it may have lost its index."""
-    return bool({*file_names(1, SAFETENSORS), index_name(SAFETENSORS)} & set(names)) or has_numbered_files(names)
+    marks = {*file_names(1, SAFETENSORS), index_name(SAFETENSORS), ADAPTER_WEIGHTS}
+    return bool(marks & set(names)) or has_numbered_files(names)
 
 
 def has_numbered_files(names: Collection[str]) -> bool:

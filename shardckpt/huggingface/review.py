@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from shardckpt.errors import CorruptCheckpointError
+from shardckpt.huggingface.adapters import review_adapter
 from shardckpt.huggingface.architecture import try_class
 from shardckpt.huggingface.config import ModelConfig, describe_contradiction, describe_dtype, find_tied
 from shardckpt.huggingface.engines import review_files
 from shardckpt.huggingface.folder import CONFIG
 from shardckpt.huggingface.hub_tensor import have_equal_values, take_whole
 from shardckpt.huggingface.load_strategy import HuggingFaceLoadStrategy
-from shardckpt.huggingface.names import SAFETENSORS, index_name
+from shardckpt.huggingface.names import ADAPTER, SAFETENSORS, index_name
 from shardckpt.storage import has_local_files
 
 if TYPE_CHECKING:
@@ -26,10 +27,12 @@ class Review(NamedTuple):
     Attributes:
         fault: Why the configuration and the weights are not of one model; None if they are.
         notes: By file, what is no fault and may surprise.
+        file: The file of the configuration.
     """
 
     fault: CorruptCheckpointError | None
     notes: dict[str, str]
+    file: str = CONFIG
 
 
 def review_folder(place: Path, checkpoint: OpenCheckpoint) -> Review:
@@ -46,6 +49,9 @@ def review_folder(place: Path, checkpoint: OpenCheckpoint) -> Review:
     if not isinstance(strategy, HuggingFaceLoadStrategy):
         raise TypeError(f"{place} was opened by {type(strategy).__name__}")
     folder = strategy.folder
+    if folder.adapter is not None:
+        found, note = review_adapter(folder.adapter, {name: tensor for name, (_, tensor) in folder.tensors.items()})
+        return Review(CorruptCheckpointError(found) if found else None, {ADAPTER: note}, ADAPTER)
     names = {path.name for path in place.iterdir()}
     indexed = {file for file, _ in folder.tensors.values()} if index_name(SAFETENSORS) in names else set()
     notes = review_files(names, indexed)

@@ -21,7 +21,13 @@ FILE_SUFFIXES = (".pt", ".pth", ".ckpt", ".bin", ".tar", ".safetensors")
 _MARKS = frozenset(
     {
         *(MARKER_NAME, RECORD_NAME, ".metadata", "_CHECKPOINT_METADATA", "manifest.ocdbt", "saved_model.pb"),
-        *("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin.index.json", "metadata.pkl"),
+        *(
+            "model.safetensors",
+            "model.safetensors.index.json",
+            "adapter_model.safetensors",
+            "pytorch_model.bin.index.json",
+            "metadata.pkl",
+        ),
     }
 )
 #: Data files of DCP, Megatron and (safetensors, 1), DeepSpeed's, the Hub's, of several, and the folders of ranks of

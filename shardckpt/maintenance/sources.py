@@ -27,6 +27,8 @@ from shardckpt.errors import (
     NotACheckpointError,
 )
 from shardckpt.huggingface import (
+    ADAPTER,
+    ADAPTER_WEIGHTS,
     CONFIG,
     HuggingFaceLoadStrategy,
     TorchFileLoadStrategy,
@@ -308,14 +310,14 @@ def _check_folder(place: Path, location: Path, plugins: PluginManager) -> dict[s
     except CheckpointReplacedError:
         raise
     except CorruptCheckpointError as exc:  # no file of weights, which are sound
-        return {**found, CONFIG: Checked(exc)}
+        return {**found, ADAPTER if ADAPTER_WEIGHTS in found else CONFIG: Checked(exc)}
     except CheckpointingException as exc:  # a dtype that this torch lacks
         return {**found, CONFIG: Checked(None, note=f"not compared with the weights: {exc}")}
     notes = {
         name: Checked(find_error(check_weights, place / name) if name.endswith(".safetensors") else None, note=note)
         for name, note in review.notes.items()
     }
-    return {**found, **notes, **({CONFIG: Checked(review.fault)} if review.fault else {})}
+    return {**found, **notes, **({review.file: Checked(review.fault)} if review.fault else {})}
 
 
 def check_all_files(

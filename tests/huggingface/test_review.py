@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import save_file
 
+from shardckpt import __version__
 from shardckpt import dist_checkpointing as dc
 from shardckpt.cli import main
 from shardckpt.huggingface import export_to_huggingface, save_state_dict
@@ -140,6 +142,21 @@ def test_ls_says_which_step_a_folder_has(tmp_path: Path) -> None:
     found = {each.name: each.fingerprint for each in list_checkpoints(tmp_path)}
     assert found["step-7"]
     assert set(found.values()) == {found["step-7"]}
+
+
+def test_a_folder_that_an_export_has_written_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """By the index, or the header of the only file, ls and inspect name this library, for no other folder."""
+    for size, name in ((100, "index"), ("5GB", "one")):
+        _folder(tmp_path / name / "hf", size=size)
+    folder = tmp_path / "theirs"
+    folder.mkdir()
+    save_file(WEIGHTS, folder / "model.safetensors", {"format": "pt"})
+    found = {each.name: each.library for each in list_checkpoints(tmp_path, recursive=True)}
+    ours = f"shardckpt {__version__}"
+    assert (found["index/hf"], found["one/hf"], found["theirs"]) == (ours, ours, "Hugging Face")
+    for path in (tmp_path / "index" / "hf", tmp_path / "one" / "hf" / "model.safetensors"):
+        assert main(["inspect", str(path)]) == INTACT
+        assert f"written by {ours}" in capsys.readouterr().out
 
 
 def _origin(folder: Path) -> dict[str, str]:
