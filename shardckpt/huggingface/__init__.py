@@ -40,7 +40,7 @@ if TYPE_CHECKING:
         parse_leave_out,
     )
     from shardckpt.huggingface.planning import ExportOptions, plan_export, plan_tensors
-    from shardckpt.huggingface.review import review_folder
+    from shardckpt.huggingface.review import review_folder, review_others
     from shardckpt.huggingface.rules import Rule, RuleMapping
     from shardckpt.huggingface.sections import Sections, find_sections
     from shardckpt.huggingface.shards import get_shard_info, save_state_dict
@@ -86,7 +86,7 @@ __getattr__ = lazy_getattr(
             "parse_leave_out",
         ),
         "planning": ("ExportOptions", "plan_export", "plan_tensors"),
-        "review": ("review_folder",),
+        "review": ("review_folder", "review_others"),
         "rules": ("Rule", "RuleMapping"),
         "sections": ("Sections", "find_sections"),
         "shards": ("get_shard_info", "save_state_dict"),
@@ -166,6 +166,7 @@ __all__ = [
     "read_config",
     "read_hub_folder",
     "review_folder",
+    "review_others",
     "save_state_dict",
     "split_qkv",
     "split_vocabulary",

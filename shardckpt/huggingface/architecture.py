@@ -132,18 +132,20 @@ def _quietly() -> Iterator[None]:
     """Keep transformers from a report of its own and from bars, and what it imports from warnings."""
     loggers = [logging.getLogger(name) for name in _NOISY]
     levels = [each.level for each in loggers]
-    for each in loggers:
-        each.setLevel(logging.ERROR)
-    from transformers.utils import logging as library
-
-    level, has_bars = library.get_verbosity(), library.is_progress_bar_enabled()
-    library.set_verbosity(logging.CRITICAL)
-    library.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
-        yield
+        for each in loggers:
+            each.setLevel(logging.ERROR)
+        from transformers.utils import logging as library
+
+        level, has_bars = library.get_verbosity(), library.is_progress_bar_enabled()
+        try:
+            library.set_verbosity(logging.CRITICAL)
+            library.disable_progress_bar()  # type: ignore[no-untyped-call]
+            yield
+        finally:
+            library.set_verbosity(level)
+            if has_bars:
+                library.enable_progress_bar()  # type: ignore[no-untyped-call]
     finally:
-        library.set_verbosity(level)
-        if has_bars:
-            library.enable_progress_bar()  # type: ignore[no-untyped-call]
         for each, before in zip(loggers, levels, strict=True):
             each.setLevel(before)

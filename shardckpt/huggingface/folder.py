@@ -304,10 +304,15 @@ def read_json(path: Path, limit: int) -> dict[str, Any]:
 
 def parse_object(raw: bytes, path: Path) -> dict[str, Any]:
     """Return the object in the content of a JSON file; raise CorruptCheckpointError if it is not one."""
-    try:
-        found = json.loads(raw)
-    except (ValueError, RecursionError) as exc:
-        raise CorruptCheckpointError(f"{path} is damaged: {exc}") from exc
+    found = parse_text(raw, path)
     if not isinstance(found, dict):
         raise CorruptCheckpointError(f"{path} is damaged: it is not a JSON object")
     return found
+
+
+def parse_text(raw: bytes, path: Path) -> Any:
+    """Return what is in the content of a JSON file; raise CorruptCheckpointError if it is none."""
+    try:
+        return json.loads(raw)
+    except (ValueError, RecursionError) as exc:
+        raise CorruptCheckpointError(f"{path} is damaged: {exc}") from exc

@@ -138,6 +138,11 @@ def is_weights(name: str) -> bool:
     return _WEIGHTS.fullmatch(name) is not None
 
 
+def is_configuration(name: str) -> bool:
+    """Return whether a file of this name configures a model or its tokenizer: if it is of JSON, it is one object."""
+    return _CONFIGURING.fullmatch(name) is not None
+
+
 def is_asset(name: str) -> bool:
     """Return whether a file of this name belongs to a model but is not weights: its config, its tokenizer."""
     return not name.startswith(".") and not name.endswith(_WEIGHT_SUFFIXES) and name != ADAPTER
@@ -150,4 +155,4 @@ def is_replaced(name: str, *, has_assets: bool) -> bool:
         name: The name.
         has_assets: Whether the export brings the model's other files. Else those of the folder stay.
     """
-    return _LOADED.fullmatch(name) is not None or (has_assets and _CONFIGURING.fullmatch(name) is not None)
+    return _LOADED.fullmatch(name) is not None or (has_assets and is_configuration(name))
