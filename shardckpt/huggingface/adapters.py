@@ -33,6 +33,18 @@ _FACTOR = re.compile(r"(.+)\.lora_(?:embedding_)?([AB])(?:\.weight)?")
 _PLAIN = re.compile(r"[\w.-]+")
 
 
+#: The mapping's name; ``peft:NAME`` is that of one of several adapters.
+PEFT = "peft"
+
+
+def find_adapter_mapping(mapping: object) -> AdapterNames | None:
+    """Return the mapping that a caller's argument names, if it is that of an adapter."""
+    if isinstance(mapping, AdapterNames):
+        return mapping
+    name, _, adapter = mapping.partition(":") if isinstance(mapping, str) else ("", "", "")
+    return AdapterNames(adapter) if name == PEFT else None
+
+
 class AdapterNames(Identity):
     """The mapping of the names of a model of PEFT to those of an adapter's folder; the base model has none there.
 
@@ -60,6 +72,11 @@ class AdapterNames(Identity):
     def is_of_base(self, key: str) -> bool:
         """Return whether a tensor of a model is not the adapter's."""
         return not _split_name(key)[1]
+
+
+def find_adapter_key(keys: Iterable[str]) -> str:
+    """Return the first key with an adapter's name in it; ``""`` if there is none."""
+    return next((key for key in keys if ".lora_" in key and _split_name(key)[0]), "")
 
 
 def _split_name(key: str) -> tuple[str, str]:

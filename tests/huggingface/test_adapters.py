@@ -9,10 +9,13 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from shardckpt import __version__
+from shardckpt import dist_checkpointing as dc
 from shardckpt.cli import main
-from shardckpt.errors import KeyMismatchError
-from shardckpt.huggingface import load_from_huggingface
-from shardckpt.maintenance import DAMAGED, INTACT, get_exit_code, verify_checkpoint
+from shardckpt.errors import CheckpointingException, KeyMismatchError
+from shardckpt.huggingface import export_to_huggingface, huggingface_index, load_from_huggingface
+from shardckpt.maintenance import DAMAGED, INTACT, convert_checkpoint, get_exit_code, verify_checkpoint
+from shardckpt.manager import list_checkpoints
 from shardckpt.mapping import ShardedTensor
 from tests.tables import table
 
@@ -161,3 +164,59 @@ def test_what_an_adapter_lacks_is_an_error(tmp_path: Path) -> None:
         load_from_huggingface(_shards(_state()), folder)
     with pytest.raises(KeyMismatchError, match=r"several adapters, default, other: .* mapping='peft:default'"):
         load_from_huggingface(_shards(_state() | _state("other")), _folder(tmp_path / "full", STORED))
+
+
+def _checkpoint(path: Path, *states: dict[str, torch.Tensor]) -> Path:
+    dc.save(_shards({name: tensor for state in states for name, tensor in state.items()}), path)
+    return path
+
+
+@table(("door", "url"), [("export", False), ("export", True), ("convert", False)])
+def test_an_adapter_is_exported_as_peft_names_it(tmp_path: Path, door: str, url: bool) -> None:
+    """The factors and the modules that are trained whole, in PEFT's two files; nothing of the base model."""
+    state = {name: torch.rand_like(tensor) for name, tensor in _state().items()}
+    source, assets = _checkpoint(tmp_path / "c", state), _folder(tmp_path / "assets")
+    (assets / "config.json").write_text("{}")
+    target = f"memory://{tmp_path}/hf" if url else str(tmp_path / "hf")
+    if door == "export":
+        export_to_huggingface(source, target, mapping="peft", assets=assets)
+    else:
+        convert_checkpoint(source, target, "hf", mapping="peft", assets=assets)
+    assert huggingface_index(target).keys() == STORED.keys()
+    filled = _state()
+    load_from_huggingface(_shards(filled), target)
+    assert all(tensor.equal(state[name]) for name, tensor in filled.items() if "base_layer" not in name)
+    if not url:
+        assert {path.name for path in (tmp_path / "hf").iterdir()} == {
+            "adapter_config.json",
+            "adapter_model.safetensors",
+        }
+        assert list_checkpoints(tmp_path / "hf")[0].library == f"shardckpt {__version__} (a PEFT adapter)"
+
+
+def test_one_of_two_adapters_is_named(tmp_path: Path) -> None:
+    """An export takes the adapter that is named, and needs a name where there are two."""
+    first, second = _state(), {name: torch.ones_like(tensor) for name, tensor in _state("other").items()}
+    source, assets = _checkpoint(tmp_path / "c", first, second), _folder(tmp_path / "assets")
+    with pytest.raises(KeyMismatchError, match="several adapters, default, other"):
+        export_to_huggingface(source, tmp_path / "hf", mapping="peft", assets=assets)
+    with pytest.raises(KeyMismatchError, match="no adapter 'third'"):
+        export_to_huggingface(source, tmp_path / "hf", mapping="peft:third", assets=assets)
+    export_to_huggingface(source, tmp_path / "hf", mapping="peft:other", assets=assets)
+    filled = _state()
+    load_from_huggingface(_shards(filled), tmp_path / "hf")
+    assert all(tensor.eq(1).all() for name, tensor in filled.items() if "base_layer" not in name)
+
+
+def test_an_adapter_is_not_exported_without_its_config(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """What PEFT needs is asked for before anything is written; an export without the mapping says that there is one."""
+    source = _checkpoint(tmp_path / "c", _state())
+    with pytest.raises(CheckpointingException, match=r"adapter_config\.json.*assets"):
+        export_to_huggingface(source, tmp_path / "hf", mapping="peft")
+    assert not (tmp_path / "hf").exists()
+    with pytest.raises(CheckpointingException, match=r"not in \.bin"):
+        export_to_huggingface(
+            source, tmp_path / "hf", mapping="peft", format="bin", assets=_folder(tmp_path / "assets")
+        )
+    export_to_huggingface(source, tmp_path / "hf")
+    assert "mapping='peft'" in caplog.text
