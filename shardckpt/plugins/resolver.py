@@ -37,7 +37,7 @@ from shardckpt.errors import (
     listed,
     natural_order,
 )
-from shardckpt.manifest import MARKER_LIMIT, MARKER_NAME, RECORD_LIMIT, RECORD_NAME, Manifest, Marker, Record
+from shardckpt.manifest import HUB_FILES, MARKER_LIMIT, MARKER_NAME, RECORD_LIMIT, RECORD_NAME, Manifest, Marker, Record
 from shardckpt.plugins.entries import StrategyAction, get_strategy_key
 from shardckpt.plugins.origin import describe_origin, name_origin
 from shardckpt.plugins.registry import parse_key, parse_keys
@@ -69,9 +69,6 @@ if TYPE_CHECKING:
     from shardckpt.plugins.manager import PluginManager
 
 logger = logging.getLogger(__name__)
-
-#: What a folder of the Hub has: one file of weights, or an index of several.
-_HUB_FILES = frozenset({"model.safetensors", "model.safetensors.index.json"})
 
 _T = TypeVar("_T")
 
@@ -386,7 +383,7 @@ def _recognise_directory(directory: Path, plugins: PluginManager) -> Manifest:
             f"{directory} is not a distributed checkpoint: it is a folder of {format_many(len(inner), 'checkpoint')}: "
             f"give one, such as {directory / max(inner, key=natural_order)}"
         )
-    if _HUB_FILES.intersection(names):
+    if HUB_FILES.intersection(names):
         raise IncompleteCheckpointError(
             f"{directory} is not a distributed checkpoint: it is a Hugging Face folder, which load_from_huggingface of "
             "shardckpt.huggingface loads, and CheckpointConfig(initial_load_path=..., initial_load_in_hf=True)"

@@ -220,3 +220,9 @@ def test_an_adapter_is_not_exported_without_its_config(tmp_path: Path, caplog: p
         )
     export_to_huggingface(source, tmp_path / "hf")
     assert "mapping='peft'" in caplog.text
+
+
+def test_a_load_of_an_adapter_as_a_checkpoint_names_the_call(tmp_path: Path) -> None:
+    """It is a folder of the Hub, and no save that did not end."""
+    with pytest.raises(CheckpointingException, match="load_from_huggingface"):
+        dc.load(_shards(_state()), _folder(tmp_path / "adapter"))
