@@ -191,7 +191,11 @@ class FolderExport:
             KeyMismatchError: It misses some, or they have another shape, and the export is strict.
         """
         config = find_config([], staging) if self.plan.file_format == SAFETENSORS else None
-        fit = Fit("", "") if config is None else try_class(staging, config.content)
+        fit = (
+            Fit("", "")
+            if config is None
+            else try_class(staging, config.content, {tensor.name: tensor.shape for tensor in self.plan.tensors})
+        )
         fault = fit.fault or fit.has_unknown * fit.said
         if fit.fault and self.plan.strict:
             raise KeyMismatchError(

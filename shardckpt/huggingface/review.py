@@ -75,7 +75,7 @@ def review_folder(place: Path, checkpoint: OpenCheckpoint) -> Review:
         )
     said = [describe_dtype(config, tensors)]
     if has_local_files(place):
-        fit = try_class(place, folder.config)
+        fit = try_class(place, folder.config, {name: t.shape for name, (_, t) in folder.tensors.items()})
         faults.append(fit.fault)
         said.append(fit.said)
     found = "; ".join(filter(None, faults))
