@@ -4,38 +4,26 @@ from __future__ import annotations
 
 import functools
 import os
+from typing import TYPE_CHECKING, NamedTuple
 
 from shardckpt.errors import CheckpointingException
 
-#: 1 writes large tensors with O_DIRECT where the file system can (the default), 0 does not.
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
 DIRECT_IO = "SHARDCKPT_DIRECT_IO"
-#: Comma-separated entry-point names of plugins that are not loaded.
 DISABLED_PLUGINS = "SHARDCKPT_DISABLED_PLUGINS"
-#: Threads per rank that read or write files; 1 does all file work in the calling thread.
 IO_THREADS = "SHARDCKPT_IO_THREADS"
-#: Hours since the last write after which the files of an interrupted save are removed, where nothing shows whether its
-#: process lives: it ran on another host, or in an older release. Those of dead processes of this host go at once.
 LEFTOVER_HOURS = "SHARDCKPT_LEFTOVER_HOURS"
-#: Comma-separated modules, or ``module:object``, that are plugins without a distribution.
 PLUGINS = "SHARDCKPT_PLUGINS"
-#: Attempts at a request to an object store, with growing pauses, before it is an error.
 REMOTE_ATTEMPTS = "SHARDCKPT_REMOTE_ATTEMPTS"
-#: Parts of an object that are on their way to a store at a time, for each file that a rank writes.
 REMOTE_PARTS = "SHARDCKPT_REMOTE_PARTS"
-#: MiB of each part of an object, at least 5; objects of more than 9,000 such parts get larger ones.
 REMOTE_PART_MIB = "SHARDCKPT_REMOTE_PART_MIB"
-#: Seconds that one request to a store may take, where the client can be told.
 REMOTE_TIMEOUT = "SHARDCKPT_REMOTE_TIMEOUT"
-#: Threads per rank that read from an object store: more than cores, because they wait.
 REMOTE_THREADS = "SHARDCKPT_REMOTE_THREADS"
-#: 1 refuses a save of more bytes than the file system has free (the default), 0 does not: for those that report too
-#: little, as with thin volumes, or compress.
 SPACE_CHECK = "SHARDCKPT_SPACE_CHECK"
-#: Local directory where files for an object store are written before the upload; by default the system's.
 SPOOL_DIR = "SHARDCKPT_SPOOL_DIR"
-#: Background saves whose copies may be in memory at a time; the next save waits until the first is written.
 STAGED_SAVES = "SHARDCKPT_STAGED_SAVES"
-#: 1 checks the digests of what is read (the default), 0 does not.
 VERIFY_READS = "SHARDCKPT_VERIFY_READS"
 
 #: How much of two names is equal: plugins may have variables of their own.
@@ -61,13 +49,12 @@ def plugins() -> tuple[str, ...]:
 
 def find_misspelt() -> dict[str, str]:
     """Return the variables of the environment that are almost one of these, with that one: nothing reads them."""
-    known = {f"SHARDCKPT_{name}" for name in __all__ if name.isupper()}
-    unknown = {name for name in os.environ if name.startswith("SHARDCKPT_")} - known
+    unknown = {name for name in os.environ if name.startswith("SHARDCKPT_")} - _VARIABLES.keys()
     if not unknown:
         return {}
     import difflib  # slow to import
 
-    near = {name: difflib.get_close_matches(name, known, 1, _ALMOST) for name in sorted(unknown)}
+    near = {name: difflib.get_close_matches(name, _VARIABLES, 1, _ALMOST) for name in sorted(unknown)}
     return {name: found[0] for name, found in near.items() if found}
 
 
@@ -146,6 +133,104 @@ def _integer(name: str, *, default: int, least: int) -> int:
     return int(digits)
 
 
+#: What each is for, in the order of the names, and what reads it.
+_VARIABLES: dict[str, tuple[str, Callable[[], object]]] = {
+    DIRECT_IO: (
+        "1 writes large tensors with O_DIRECT where the file system can (the default), 0 does not",
+        direct_io,
+    ),
+    DISABLED_PLUGINS: (
+        "Comma-separated entry-point names of plugins that are not loaded",
+        disabled_plugins,
+    ),
+    IO_THREADS: (
+        "Threads per rank that read or write files; 1 does all file work in the calling thread",
+        io_threads,
+    ),
+    LEFTOVER_HOURS: (
+        (
+            "Hours since the last write after which the files of an interrupted save are removed, where nothing "
+            "shows whether its process lives: it ran on another host, or in an older release. Those of dead "
+            "processes of this host go at once"
+        ),
+        leftover_hours,
+    ),
+    PLUGINS: (
+        "Comma-separated modules, or module:object, that are plugins without a distribution",
+        plugins,
+    ),
+    REMOTE_ATTEMPTS: (
+        "Attempts at a request to an object store, with growing pauses, before it is an error",
+        remote_attempts,
+    ),
+    REMOTE_PARTS: (
+        "Parts of an object that are on their way to a store at a time, for each file that a rank writes",
+        remote_parts,
+    ),
+    REMOTE_PART_MIB: (
+        "MiB of each part of an object, at least 5; objects of more than 9,000 such parts get larger ones",
+        remote_part_mib,
+    ),
+    REMOTE_THREADS: (
+        "Threads per rank that read from an object store: more than cores, because they wait",
+        remote_threads,
+    ),
+    REMOTE_TIMEOUT: (
+        "Seconds that one request to a store may take, where the client can be told",
+        remote_timeout,
+    ),
+    SPACE_CHECK: (
+        (
+            "1 refuses a save of more bytes than the file system has free (the default), 0 does not: for those "
+            "that report too little, as with thin volumes, or compress"
+        ),
+        space_check,
+    ),
+    SPOOL_DIR: (
+        "Local directory where files for an object store are written before the upload; by default the system's",
+        spool_directory,
+    ),
+    STAGED_SAVES: (
+        "Background saves whose copies may be in memory at a time; the next save waits until the first is written",
+        staged_saves,
+    ),
+    VERIFY_READS: (
+        "1 checks the digests of what is read (the default), 0 does not",
+        verify_reads,
+    ),
+}
+
+
+class Variable(NamedTuple):
+    """A variable of the environment.
+
+    Attributes:
+        name: Its name.
+        value: What is in force, by default or as it is set.
+        text: What it is for; of one that nothing reads, or whose value is wrong, what to do.
+    """
+
+    name: str
+    value: str
+    text: str
+
+
+def list_variables() -> list[Variable]:
+    """Return all variables, by name, and behind them those of the environment that are almost one of these."""
+    found = [Variable(name, *_describe(name, text, read)) for name, (text, read) in _VARIABLES.items()]
+    wrong = find_misspelt().items()
+    return found + [Variable(name, os.environ[name], f"nothing reads it: did you mean {near}?") for name, near in wrong]
+
+
+def _describe(name: str, text: str, read: Callable[[], object]) -> tuple[str, str]:
+    try:
+        value = read()
+    except CheckpointingException as exc:
+        return os.environ[name], str(exc)
+    names = ",".join(sorted(value)) if isinstance(value, (tuple, frozenset)) else value
+    return str(int(value) if isinstance(value, bool) else names or "-"), text
+
+
 __all__ = [
     "DIRECT_IO",
     "DISABLED_PLUGINS",
@@ -161,11 +246,13 @@ __all__ = [
     "SPOOL_DIR",
     "STAGED_SAVES",
     "VERIFY_READS",
+    "Variable",
     "direct_io",
     "disabled_plugins",
     "find_misspelt",
     "io_threads",
     "leftover_hours",
+    "list_variables",
     "remote_attempts",
     "remote_part_mib",
     "remote_parts",

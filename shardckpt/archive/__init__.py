@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from shardckpt import lazy_getattr
 
 if TYPE_CHECKING:
-    from shardckpt.archive.checksums import check_memory, summed, write_crcs
+    from shardckpt.archive.checksums import check_memory, clear_crcs, summed, write_crcs
     from shardckpt.archive.dict_names import list_dict_names
     from shardckpt.archive.lazy_reads import LazyReads, refuse_expanded
     from shardckpt.archive.lazy_tensors import LazyTensor
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 __getattr__ = lazy_getattr(
     __name__,
     {
-        "checksums": ("check_memory", "summed", "write_crcs"),
+        "checksums": ("check_memory", "clear_crcs", "summed", "write_crcs"),
         "dict_names": ("list_dict_names",),
         "lazy_reads": ("LazyReads", "refuse_expanded"),
         "lazy_tensors": ("LazyTensor",),
@@ -65,6 +65,7 @@ __all__ = [
     "check_loadable",
     "check_memory",
     "check_pickle",
+    "clear_crcs",
     "decode_object",
     "describe",
     "encode_object",

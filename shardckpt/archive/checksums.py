@@ -70,6 +70,23 @@ def write_crcs(path: Path, tensors: Iterable[tuple[int, int, tuple[int, int]]]) 
         os.fsync(file.fileno())
 
 
+def clear_crcs(path: Path, crcs: Iterable[tuple[int, int]]) -> None:
+    """Set each CRC-32 to zero, which says that it is not known, where an unfinished file has a place for it.
+
+    Args:
+        path: The file; it need not exist.
+        crcs: Of each tensor the places of its CRC-32.
+    """
+    if not path.exists():
+        return
+    with wrap_os_errors("clear checksums in", path), path.open("r+b", buffering=0) as file:
+        size = file.seek(0, os.SEEK_END)
+        for place in (place for places in crcs for place in places):
+            if place < size:
+                file.seek(place)
+                file.write(bytes(min(4, size - place)))
+
+
 @contextmanager
 def summed(
     reader: CheckpointReader, file: str, stored: StoredPayload, nbytes: int, key: str, first: int = 0

@@ -16,6 +16,7 @@ from shardckpt import __version__
 from shardckpt.cli.exit_codes import FAILED, FINE, MEANINGS
 from shardckpt.cli.failure import name_plugin, print_error, show_failure
 from shardckpt.cli.folders import name_steps
+from shardckpt.cli.help import HelpFormatter
 from shardckpt.cli.interrupted import describe_left, find_published, identify_target
 from shardckpt.cli.output import Output, escaped_logs, open_closed_streams, say_error, show, show_json
 from shardckpt.errors import name_known
@@ -126,7 +127,7 @@ class _VerbParser(_Parser):
 
     def __init__(self, **settings: Any) -> None:
         # an abbreviation is a typo that is taken at its word: --keep-lates
-        super().__init__(**{"allow_abbrev": False, **settings})
+        super().__init__(**{"allow_abbrev": False, "formatter_class": HelpFormatter, **settings})
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parse, and if arguments are left over, parse those of options and the others by themselves."""

@@ -9,12 +9,14 @@ The script knows the verbs of the plugins that are installed when it is printed;
 
 from __future__ import annotations
 
-import argparse
 import shlex
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shardckpt.cli.exit_codes import FINE
 from shardckpt.cli.output import say
+
+if TYPE_CHECKING:
+    import argparse
 
 _PROGRAM = "shardckpt"
 #: Where it offers no words, the shell completes paths.
@@ -46,7 +48,6 @@ def add(verbs: Any) -> None:
         "completion",
         help="print a script that completes the command in a shell",
         description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("shell", choices=("bash", "zsh", "fish"))
     parser.set_defaults(run=lambda options: run(options, verbs))

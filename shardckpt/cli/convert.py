@@ -47,13 +47,10 @@ _NAMES_OF_FILES = (".bin", ".pt", ".pth", ".safetensors")
 
 def add(verbs: Any) -> None:
     """Add the verb."""
-    import argparse
-
     parser = verbs.add_parser(
         "convert",
         help="write any checkpoint, folder or file in another format, with a proof",
         description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("source", metavar="SRC", help="directory or URL of a checkpoint or folder, or a file")
     parser.add_argument("target", metavar="DST", help="what to write: absent or empty, or see --overwrite")

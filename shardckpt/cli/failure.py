@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
 
 from shardckpt.cli.output import say_error, show_json
-from shardckpt.errors import CheckpointingException
+from shardckpt.errors import CheckpointingException, UnsafePickleError
 
 if TYPE_CHECKING:
     import argparse
+
+
+#: The functions of verbs that take classes, by verb: their module, name, and the verb's options that are arguments.
+_CALLS = {
+    "convert": ("shardckpt.maintenance", "convert_checkpoint", ("source", "target", "to")),
+    "merge": ("shardckpt.maintenance", "merge_checkpoints", ("sources", "target", "to")),
+    "diff": ("shardckpt.maintenance", "diff_checkpoints", ("first", "second")),
+}
+#: That of the others, for what they read.
+_OPENING: tuple[str, str, tuple[str, ...]] = ("shardckpt.dist_checkpointing", "open_checkpoint", ())
 
 
 def show_failure(error: BaseException, message: str, code: int, options: argparse.Namespace) -> int:
@@ -25,7 +36,7 @@ def print_error(error: Exception, options: argparse.Namespace) -> None:
 
         for entry in traceback.format_exception(error):
             say_error(_indent(entry.rstrip("\n")))
-    say_error(_indent(f"shardckpt {options.verb}: {_describe_error(error)}"))
+    say_error(_indent(f"shardckpt {options.verb}: {_describe_error(error, options)}"))
 
 
 def _indent(text: str) -> str:
@@ -33,11 +44,25 @@ def _indent(text: str) -> str:
     return text.replace("\n", "\n  ")
 
 
-def _describe_error(error: Exception) -> str:
+def _describe_error(error: Exception, options: argparse.Namespace) -> str:
     """Return an error's text; of one that was not made for users, with its class, and how to see more."""
     if isinstance(error, CheckpointingException):
-        return f"{error}{name_plugin(error)}"
+        return f"{error}{name_plugin(error)}{_advise_of_globals(error, options)}"
     return f"{type(error).__name__}: {error}{name_plugin(error)}; shardckpt --traceback shows the whole traceback"
+
+
+def _advise_of_globals(error: CheckpointingException, options: argparse.Namespace) -> str:
+    """Return the call in Python that takes the classes which a pickle asks for: no verb imports any."""
+    if not isinstance(error, UnsafePickleError) or not error.refused or not getattr(options, "reads", ()):
+        return ""
+    module, call, arguments = _CALLS.get(options.verb, _OPENING)
+    given = [repr(getattr(options, name)) for name in arguments or options.reads]
+    if call == _OPENING[1] and os.path.isfile(getattr(options, options.reads[0])):  # noqa: PTH113 - or a URL
+        (module, call, _), given = _CALLS["convert"], [*given, "'NEW'"]
+    parts = [name.rpartition(".") for name in error.refused]
+    lines = [f"from {module} import {call}", *(f"from {home} import {name}" for home, _, name in parts)]
+    lines.append(f"{call}({', '.join(given)}, allow_globals=[{', '.join(name for *_, name in parts)}])")
+    return "\n".join(["\nThe command imports no classes. In Python, with its other options as arguments:", *lines])
 
 
 def name_plugin(error: Exception) -> str:

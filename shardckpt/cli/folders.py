@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -25,35 +24,25 @@ def name_steps(options: Any) -> None:
         CheckpointingException: there is no such step, or it is not known which it is; or the word is misspelt, or
             beside steps it is what a verb is to write.
     """
-    if hasattr(options, "writes"):
-        _refuse_word(getattr(options, options.writes))
+    if hasattr(options, "writes") and _is_word(getattr(options, options.writes)):
+        from shardckpt.manager import refuse_named_step
+
+        refuse_named_step(getattr(options, options.writes))
     for name in getattr(options, "reads", ()):
         given = getattr(options, name)
         paths = given if isinstance(given, list) else [given]
         for path in paths:
             if not os.path.exists(path):  # noqa: PTH110 - a path that is there needs none of the imports
                 _refuse_misspelt_word(path)
-        if any(f"/{path}".rstrip("/").endswith(_WORDS) for path in paths):
+        if any(map(_is_word, paths)):
             from shardckpt.manager import find_named_step
 
             found = [find_named_step(path) for path in paths]
             setattr(options, name, found if isinstance(given, list) else found[0])
 
 
-def _refuse_word(path: str) -> None:
-    """Raise if a local path beside steps stands for one of these: a step would be replaced, or stood for no longer."""
-    from shardckpt.engine import find_local
-    from shardckpt.errors import CheckpointingException
-    from shardckpt.manager import parse_step
-
-    place = Path(path)  # a link is not followed
-    if find_local(path) is None or f"/{place.name}" not in _WORDS or (place.exists() and not place.is_symlink()):
-        return
-    if any(parse_step(each.name) is not None for each in place.parent.glob("*")):
-        raise CheckpointingException(
-            f"{path} stands for a step of its folder, and nothing was written: give the step that is to be replaced, "
-            "or another name"
-        )
+def _is_word(path: str) -> bool:
+    return f"/{path}".rstrip("/").endswith(_WORDS)
 
 
 def _refuse_misspelt_word(path: str) -> None:

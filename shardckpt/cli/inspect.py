@@ -90,8 +90,20 @@ def run(options: Any) -> Output:
     if options.html and (options.tree or options.files):
         raise CheckpointingException("--html: its page has the modules and files: leave out --tree and --files")
 
-    with pause_gc():  # rows of 100,000 tensors all stay
-        return retry_if_replaced(lambda: _inspect(options), options.directory)
+    try:
+        with pause_gc():  # rows of 100,000 tensors all stay
+            return retry_if_replaced(lambda: _inspect(options), options.directory)
+    except CheckpointingException as exc:
+        raise _name_verdict(exc, options.directory) from exc
+
+
+def _name_verdict(error: CheckpointingException, path: str) -> CheckpointingException:
+    """Return an error of a damaged or incomplete checkpoint with the words of verify, any other as it is."""
+    from shardckpt.cli.verify import explain_verdict, judge_error
+    from shardckpt.distributed import replace_text
+
+    answer = judge_error(error, path)
+    return replace_text(error, f"{path}: {explain_verdict(answer)}") if answer.exit_code == FOUND else error
 
 
 def _inspect(options: Any) -> Output:
@@ -166,8 +178,8 @@ def _add_faults(output: Output, checkpoint: StoredCheckpoint, lost: str) -> Outp
 
 
 def _describe_faults(faults: Sequence[IncompleteFile], shown: Collection[str]) -> list[str]:
-    said = (f"incomplete: {file.name} {file.fault}{_affected(file, shown)}" for file in faults)
-    return [paint(escape_text(line), "partial") for line in said]
+    said = (f"damaged: {file.name} {file.fault}{_affected(file, shown)}" for file in faults)
+    return [paint(escape_text(line), "bad") for line in said]
 
 
 def _list_faults(faults: Sequence[IncompleteFile]) -> list[dict[str, Any]]:

@@ -22,7 +22,6 @@ exit codes:
 
 from __future__ import annotations
 
-import argparse
 from typing import TYPE_CHECKING, Any
 
 from shardckpt.cli.convert import add_target_options, describe_conversion, read_target_options
@@ -38,7 +37,6 @@ def add(verbs: Any) -> None:
         "merge",
         help="average or interpolate checkpoints of any formats",
         description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
         "sources", metavar="SRC", nargs="+", help="directory or URL of a checkpoint or folder, or a file"
@@ -98,26 +96,30 @@ def run(options: Any) -> Output:
 
 def _refuse_neighbour(options: Any) -> None:
     """Raise if DST is the last of the steps that a shell's ``run/step-*`` has named, which ``--overwrite`` replaces."""
-    from pathlib import Path
+    from pathlib import PurePath
 
+    from shardckpt.engine import find_local, locate
     from shardckpt.errors import CheckpointingException
-    from shardckpt.manager import parse_step
+    from shardckpt.manager import parse_step, split_path
+    from shardckpt.plugins import get_plugin_manager
+    from shardckpt.storage import on_store
 
-    places = [*options.sources, options.target]
-    if not options.overwrite or any("://" in place for place in places):
+    if not options.overwrite:
         return
-    paths = [Path(place) for place in places]
-    names = [path.stem if path.is_file() else path.name for path in paths]
-    folders, families = {path.absolute().parent for path in paths}, {name.rstrip("0123456789") for name in names}
+    places = [*options.sources, options.target]
+    found = [locate(place, get_plugin_manager()) for place in places]
+    parts = [split_path(place) for place in places]  # a link counts where it is
+    names = [PurePath(name).stem if at.is_file() else name for at, (_, name) in zip(found, parts, strict=True)]
+    folders = {find_local(folder) or folder for folder, _ in parts}
+    families = {name.rstrip("0123456789") for name in names}
     *steps, last = (parse_step(name) for name in names)
     if len(folders) > 1 or len(families) > 1 or last is None or any(step is None or step >= last for step in steps):
         return
-    target = paths[-1]
-    if target.is_file() or (target.is_dir() and any(target.iterdir())):
+    target = found[-1]
+    if target.is_file() or (target.is_dir() and (on_store(target) is not None or any(target.iterdir()))):
         raise CheckpointingException(
-            f"{options.target} is the last step beside all SRC: a pattern such as "
-            f"{target.with_name(families.pop() + '*')} may have named it, and --overwrite would replace it. "
-            "Give another DST, or remove that one first"
+            f"{options.target} is the last step beside all SRC: a pattern such as {parts[-1][0]}/{families.pop()}* may "
+            "have named it, and --overwrite would replace it. Give another DST, or remove that one first"
         )
 
 

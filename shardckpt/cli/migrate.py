@@ -51,9 +51,10 @@ def run(options: Any) -> Output:
     if options.to is None or isinstance(options.to, int):
         with show_progress("migrate"):
             backend, old, new = migrate_checkpoint(options.old, options.new, options.to, overwrite=options.overwrite)
+        done = f", rewritten from version {old}" if old != new else " already, the newest that is installed"
         return Output(
             lambda: {"old": (backend, old), "new": (backend, new)},
-            lambda: [f"{options.new}: {backend} version {new}, rewritten from version {old}"],
+            lambda: [f"{options.new}: {backend} version {new}{done}"],
         )
     budget = parse_size(options.memory, "--memory")
     with show_progress("convert"):

@@ -55,13 +55,10 @@ _FINE = {
 
 def add(verbs: Any) -> None:
     """Add the verb."""
-    import argparse
-
     parser = verbs.add_parser(
         "verify",
         help="check every file of checkpoints, against digests if they have them",
         description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
         "paths", nargs="+", metavar="path", help="a checkpoint, or a folder of checkpoints: a directory or URL"
@@ -141,8 +138,7 @@ def check(path: str, *, mark: bool = False, require_digests: bool = False) -> An
     Returns:
         What was found; an error that is a checkpoint's, or a store's, is in it.
     """
-    from shardckpt.engine import is_damage
-    from shardckpt.maintenance import DAMAGED, INTACT, NO_ANSWER, get_exit_code, has_digests, verify_checkpoint
+    from shardckpt.maintenance import INTACT, NO_ANSWER, get_exit_code, has_digests, verify_checkpoint
     from shardckpt.manager import identify_save, mark_checkpoint
 
     try:
@@ -162,8 +158,16 @@ def check(path: str, *, mark: bool = False, require_digests: bool = False) -> An
                 faults=[file.fault if file.name in file.fault else f"{file.name}: {file.fault}" for file in bad],
             )
     except CheckpointingException as exc:
-        return Answer(path, (), DAMAGED if is_damage(exc) or _is_incomplete(exc, path) else NO_ANSWER, exc)
+        return judge_error(exc, path)
     return Answer(path, files, code)
+
+
+def judge_error(error: CheckpointingException, path: str) -> Answer:
+    """Return the answer where an error is all that is known of a checkpoint: damaged, incomplete, or none."""
+    from shardckpt.engine import is_damage
+    from shardckpt.maintenance import DAMAGED, NO_ANSWER
+
+    return Answer(path, (), DAMAGED if is_damage(error) or _is_incomplete(error, path) else NO_ANSWER, error)
 
 
 def _is_incomplete(error: CheckpointingException, path: str) -> bool:
@@ -188,7 +192,7 @@ def _describe(answers: Sequence[Answer]) -> Iterator[str]:
         if answer.error is None and (shown or not several):
             yield paint(f"{escape_text(answer.path)}: {_summary(answer.files)}", _find_style(answer))
         elif not several and answer.exit_code != FAILED:
-            yield paint(f"{escape_text(answer.path)}: {escape_text(_explain_verdict(answer))}", _find_style(answer))
+            yield paint(f"{escape_text(answer.path)}: {escape_text(explain_verdict(answer))}", _find_style(answer))
     if several:
         from shardckpt.cli.amounts import format_bytes, format_many
 
@@ -196,7 +200,7 @@ def _describe(answers: Sequence[Answer]) -> Iterator[str]:
         for answer in answers:
             own = [file for file in answer.files if not file.foreign]
             size = format_bytes(sum(file.nbytes for file in own)) if own else "-"
-            verdicts.append((answer.path, len(own) or "-", size, _explain_verdict(answer)))
+            verdicts.append((answer.path, len(own) or "-", size, explain_verdict(answer)))
         yield from fit_table(("checkpoint", "files", "size", "result"), verdicts, [*map(_find_style, answers)])
         counts = Counter(map(_name_verdict, answers))
         said = ", ".join(f"{count} {verdict}" for verdict, count in counts.items())
@@ -221,7 +225,7 @@ def _name_verdict(answer: Answer) -> str:
     return "incomplete" if isinstance(answer.error, IncompleteCheckpointError) else "damaged"
 
 
-def _explain_verdict(answer: Answer) -> str:
+def explain_verdict(answer: Answer) -> str:
     """Return the verdict, and why there are no results of files, if so."""
     verdict = _name_verdict(answer)
     if answer.error is None:

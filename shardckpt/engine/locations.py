@@ -101,6 +101,11 @@ def refuse_overlap(sources: Iterable[Path], target: Path, *, in_place: bool = Fa
             )
 
 
+def is_same_place(source: Path, target: Path) -> bool:
+    """Return whether two places, as :func:`locate` returned them, are one: by links, and all schemes of a store."""
+    return _find_overlap(source, target) == _SAME
+
+
 #: How a target may overlap a source.
 _SAME = "is the source"
 _INSIDE = "is in the source, {source}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from shardckpt.huggingface.block_writer import BLOCK_BYTES, WRITER_BYTES
+from shardckpt.huggingface.blocks import BLOCK_BYTES, WRITER_BYTES
 from shardckpt.huggingface.names import SAFETENSORS
 from shardckpt.storage import (
     LEAST_READING,

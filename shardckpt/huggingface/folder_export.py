@@ -15,7 +15,7 @@ from shardckpt.commit import check_target, commit_staging, discard_staging
 from shardckpt.engine import OpenCheckpoint, Operation, open_staging
 from shardckpt.errors import CheckpointingException, KeyMismatchError, listed
 from shardckpt.huggingface.architecture import Fit, try_class
-from shardckpt.huggingface.block_writer import BlockWriter
+from shardckpt.huggingface.blocks import open_writer, write_blocks
 from shardckpt.huggingface.config import adapt_config, find_config, find_tied
 from shardckpt.huggingface.folder import CONFIG, read_folder
 from shardckpt.huggingface.header import lay_out
@@ -111,9 +111,9 @@ class FolderExport:
             for name, tensors in mine:
                 self._pickle(staging / name, tensors)
         elif mine:
-            with BlockWriter(self._load, self.journal) as writer:
+            with open_writer(staging, self.journal) as writer:
                 for name, tensors in mine:
-                    writer.write(staging / name, self._lay_out(tensors))
+                    write_blocks(writer, name, self._lay_out(tensors), self._load)
 
     def _lay_out(self, tensors: Sequence[HubTensor]) -> FileLayout:
         """Return the layout of a file of weights; if it is the only one, its header says what an index would."""

@@ -65,15 +65,14 @@ def _outer_prefixes(key: str) -> Iterator[str]:
 
 def _find_optimizers(keys: Collection[str]) -> Iterator[str]:
     """Yield the prefixes of optimizers' keys."""
-    prefixes = {prefix for key in keys if "optim" in key for prefix in _outer_prefixes(key)}
-    for prefix in prefixes:
-        outer = _outer(prefix)
-        if is_optimizer_key(f"{prefix}x") and not (outer and is_optimizer_key(f"{outer}x")):
-            yield prefix
+    prefixes = {prefix for key in keys for prefix in _outer_prefixes(key)}
+    named = {prefix for prefix in prefixes if is_optimizer_key(f"{prefix}x")}
+    yield from (prefix for prefix in named if _outer(prefix) not in named)
     states: dict[str, set[str]] = {}
-    for key in keys:
-        for prefix in _outer_prefixes(key) if ".state." in key else ():
-            if prefix.endswith(".state."):
+    unnamed = {prefix for prefix in prefixes if prefix.endswith(".state.") and _outer(prefix) not in named}
+    for key in keys if unnamed else ():
+        for prefix in _outer_prefixes(key):
+            if prefix in unnamed:
                 states.setdefault(prefix, set()).add(key[len(prefix) :].rpartition(".")[0])
     if states:
         tails = {key[len(prefix) :] for key in keys for prefix in ("", *_outer_prefixes(key))}

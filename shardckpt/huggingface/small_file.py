@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from shardckpt.commit import STAGING, claim_name, discard_staging, new_save_id, release_name, temporary_name
-from shardckpt.engine import check_names, clear_leftovers, open_staging
+from shardckpt.commit import discard_staging
+from shardckpt.engine import check_names, open_staging
 from shardckpt.huggingface.assets import read_asset
 from shardckpt.storage import on_store, open_new, sync_directory, sync_file, wrap_os_errors
 
@@ -32,30 +32,6 @@ def replace_file(path: Path, journal: Journal | None = None) -> Iterator[Path]:
         journal: The journal of what is written, if another process may go on with it after a kill.
     """
     check_names(path)
-    if journal is not None:
-        with _replace_by_journal(path, journal) as staged:
-            yield staged
-        return
-    staged = path.with_name(temporary_name(path.name, STAGING, new_save_id()))
-    clear_leftovers(path, lambda *_: False, restore=False)
-    # no other save of this process clears away a claimed file as a leftover
-    claim_name(staged.name)
-    try:
-        yield staged
-        with wrap_os_errors(f"rename {staged} to", path):
-            staged.replace(path)
-    except BaseException:
-        staged.unlink(missing_ok=True)
-        raise
-    finally:
-        release_name(staged.name)
-    # the rename is durable only when the directory is
-    sync_directory(path.parent)
-
-
-@contextmanager
-def _replace_by_journal(path: Path, journal: Journal) -> Iterator[Path]:
-    """Do the same with a staging directory, which has the journal beside the file."""
     staging, _ = open_staging(path, lambda *_: False, restore=False, journal=journal)
     try:
         staged = staging / _STAGED
@@ -63,8 +39,10 @@ def _replace_by_journal(path: Path, journal: Journal) -> Iterator[Path]:
         with wrap_os_errors(f"rename {staged} to", path):
             staged.replace(path)
     finally:
-        journal.close()
+        if journal is not None:
+            journal.close()
         discard_staging(staging)
+    # the rename is durable only when the directory is
     sync_directory(path.parent)
 
 

@@ -10,20 +10,17 @@ from typing import TYPE_CHECKING
 
 from shardckpt.commit import create_spool, delete_objects, hold_place
 from shardckpt.errors import CheckpointingException, StorageError
-from shardckpt.huggingface.block_writer import BLOCK_BYTES, BlockWriter, fill_block
+from shardckpt.huggingface.blocks import open_writer, write_blocks
 from shardckpt.huggingface.folder import CONFIG
 from shardckpt.huggingface.folder_export import FolderExport
 from shardckpt.huggingface.names import SAFETENSORS, is_weights
 from shardckpt.plugins import open_folder
 from shardckpt.storage import (
-    Buffer,
-    ObjectStream,
+    LEAST_WRITING,
+    CheckpointWriter,
     StreamsWrites,
-    digest_vote,
     list_objects,
-    negotiate_digest,
     on_store,
-    plan_upload,
 )
 
 if TYPE_CHECKING:
@@ -100,33 +97,20 @@ class StoreExport(FolderExport):
                 copy.copy_from(source)
 
     def _write_file(self, name: str, tensors: Sequence[HubTensor]) -> None:
-        store = self._store
-        folder = store.folder
+        """Send a file: tensors while they are read, if the store takes streams."""
+        folder = self._store.folder
         if self.plan.file_format == SAFETENSORS and isinstance(folder, StreamsWrites):
-            self._stream(folder, name, tensors)
+            budget = None if self.upload_room is None else LEAST_WRITING + self.upload_room
+            with CheckpointWriter(self.target, 0, store=folder, memory_budget=budget) as writer:
+                write_blocks(writer, name, self._lay_out(tensors), self._load)
             return
         with _spool() as spool:
             if self.plan.file_format == SAFETENSORS:
-                with BlockWriter(self._load) as writer:
-                    writer.write(spool / name, self._lay_out(tensors))
+                with open_writer(spool) as writer:
+                    write_blocks(writer, name, self._lay_out(tensors), self._load)
             else:
                 self._pickle(spool / name, tensors)
-            (store / name).upload(spool / name)
-
-    def _stream(self, folder: StreamsWrites, name: str, tensors: Sequence[HubTensor]) -> None:
-        """Send a file while it is read, through one block and the parts on their way."""
-        layout = self._lay_out(tensors)
-        part_bytes = plan_upload(self.upload_room, layout.size).part_bytes
-        stream = ObjectStream(folder, self.target / name, name, negotiate_digest(digest_vote()), part_bytes)
-        block = Buffer(BLOCK_BYTES)
-        try:
-            for offset in range(0, layout.size, BLOCK_BYTES):
-                memory = block.view[: layout.size - offset]
-                fill_block(layout, offset, memory, self._load)
-                stream.put([memory], _do_nothing)
-            stream.finish()
-        finally:
-            stream.stop()
+            (self._store / name).upload(spool / name)
 
     def _delete(self, names: Sequence[str]) -> None:
         """Delete what this rank has written of an export that failed; raise nothing."""
@@ -134,10 +118,6 @@ class StoreExport(FolderExport):
             delete_objects(self._store.folder, names)
         except CheckpointingException as exc:
             logger.warning("files of a failed export may remain at %s: %s", self.target, exc)
-
-
-def _do_nothing() -> None:
-    pass
 
 
 @contextmanager

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from shardckpt.archive import DeclaredTensor, make_state_dict_frame, write_crcs
+from shardckpt.archive import DeclaredTensor, clear_crcs, make_state_dict_frame, write_crcs
 from shardckpt.errors import ShardingError
-from shardckpt.huggingface.block_writer import BlockWriter
+from shardckpt.huggingface.blocks import open_writer, write_blocks
 from shardckpt.huggingface.header import FileLayout, FramePart, TensorSpan
 from shardckpt.huggingface.small_file import replace_file
 from shardckpt.tensors import plain_cpu, tensor_bytes
@@ -97,8 +97,10 @@ class TorchFile:
             for tensor, start in zip(self.tensors.values(), frame.starts, strict=False)
         ]
         with replace_file(path, journal) as staged:
-            with BlockWriter(load, journal) as writer:
-                writer.write(staged, FileLayout(sorted(parts), spans))
+            # a killed run may have written them: what the journal has digests of is without
+            clear_crcs(staged, frame.crcs)
+            with open_writer(staged.parent, journal) as writer:
+                write_blocks(writer, staged.name, FileLayout(sorted(parts), spans), load)
             write_crcs(staged, [*zip(frame.starts, (each.nbytes for each in declared), frame.crcs, strict=True)])
             if check is not None:
                 check(staged)

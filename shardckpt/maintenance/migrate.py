@@ -5,7 +5,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from shardckpt.distributed import Comm
-from shardckpt.engine import CheckpointHeader, Operation, commit_files, locate, refuse_damage, refuse_overlap
+from shardckpt.engine import (
+    CheckpointHeader,
+    Operation,
+    commit_files,
+    is_same_place,
+    locate,
+    refuse_damage,
+    refuse_overlap,
+)
 from shardckpt.errors import CannotLoadError, VersionTooOldError
 from shardckpt.plugins import StrategyAction, choose_reader, get_plugin_manager, hold_checkpoint
 from shardckpt.storage import CheckpointReader, read_fingerprints, retry_if_replaced
@@ -24,6 +32,8 @@ def migrate_checkpoint(
 ) -> tuple[str, int, int]:
     """Write the checkpoint at ``old`` as a newer version at ``new``, completely or not at all. Not collective.
 
+    A checkpoint that is to replace itself, and has the newest version that is installed, stays as it is.
+
     Fingerprints that the old checkpoint has stored stand in the new one, too: the values are the same.
 
     Args:
@@ -40,7 +50,7 @@ def migrate_checkpoint(
     Raises:
         UnknownBackendError: no installed plugin knows its backend.
         VersionTooOldError: no installed plugin has a migration from its version to ``to``.
-        CannotLoadError: it has the newest version that is installed.
+        CannotLoadError: it has the newest version that is installed, and ``new`` is another place.
         CheckpointingException: the old checkpoint cannot be read, or the new one not written.
     """
     plugins = get_plugin_manager()
@@ -56,15 +66,22 @@ def _no_migration_error(source: Path, manifest: Manifest, to: int | None, plugin
     versions = [entry.version for entry in plugins.registry.entries(StrategyAction.LOAD_SHARDED, manifest.backend)]
     if manifest.version > max(versions, default=manifest.version) or not (versions or every):
         choose_reader(source, manifest, plugins)  # raises: it says what to install
-    if to in (None, manifest.version) and manifest.version == max(versions, default=0):
+    if _is_newest(manifest, to, plugins):
         return CannotLoadError(
-            f"{what}, the newest that is installed: there is nothing to migrate. --to BACKEND writes another format"
+            f"{what} already, the newest that is installed: nothing was written. Use it as it is, or copy it; --to "
+            "BACKEND writes another format"
         )
     found = ", ".join(f"{m.from_version} to {m.to_version}" for m in every) or "none"
     return VersionTooOldError(
         f"{what}; no installed plugin has a migration from version {manifest.version}"
         f"{'' if to is None else f' to {to}'} (installed migrations of {manifest.backend!r}: {found})"
     )
+
+
+def _is_newest(manifest: Manifest, to: int | None, plugins: PluginManager) -> bool:
+    """Return whether a checkpoint has the version that is asked for, the newest that is installed."""
+    versions = [entry.version for entry in plugins.registry.entries(StrategyAction.LOAD_SHARDED, manifest.backend)]
+    return to in (None, manifest.version) and manifest.version == max(versions, default=0)
 
 
 def _migrate(
@@ -76,6 +93,8 @@ def _migrate(
         place, manifest = hold_checkpoint(source, plugins)
         choices = plugins.registry.migrations(manifest.backend, manifest.version)
         chosen = next((m for m in choices if to in (None, m.to_version)), None)
+        if chosen is None and is_same_place(source, target) and _is_newest(manifest, to, plugins):
+            return manifest.backend, manifest.version, manifest.version
         if chosen is None:
             raise _no_migration_error(source, manifest, to, plugins)
         entry = plugins.registry.find(StrategyAction.SAVE_SHARDED, manifest.backend, chosen.to_version)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from shardckpt.manager.manager import CheckpointManager
     from shardckpt.manager.marks import Mark, StepState, identify_save, mark_checkpoint
     from shardckpt.manager.metrics import CONTENT_KEY, rank_steps, read_metrics
-    from shardckpt.manager.named_steps import find_named_step
+    from shardckpt.manager.named_steps import find_named_step, refuse_named_step
     from shardckpt.manager.per_rank import PerRank, Stateful
     from shardckpt.manager.plain_state import describe_form, describe_tensors, merge_tensors, request_tensors
     from shardckpt.manager.replicas import FaultTolerance, ReplicaManager
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from shardckpt.manager.rng import RandomState
     from shardckpt.manager.save_policies import Moment, SaveAfter, SaveAt, SaveEvery, SavePolicy
     from shardckpt.manager.states import DATALOADER, LR_SCHEDULER, MODEL, OPTIMIZER, TRAIN_STATE
-    from shardckpt.manager.step_names import parse_step
+    from shardckpt.manager.step_names import parse_step, split_path
     from shardckpt.manager.step_pruning import StepResult, prune_steps, remove_step
     from shardckpt.manager.summaries import CheckpointSummary, list_plain
     from shardckpt.manager.titan import make_titan_config, merge_loader_states
@@ -47,7 +47,7 @@ __getattr__ = lazy_getattr(
         "manager": ("CheckpointManager",),
         "marks": ("Mark", "StepState", "identify_save", "mark_checkpoint"),
         "metrics": ("CONTENT_KEY", "rank_steps", "read_metrics"),
-        "named_steps": ("find_named_step",),
+        "named_steps": ("find_named_step", "refuse_named_step"),
         "per_rank": ("PerRank", "Stateful"),
         "plain_state": ("describe_form", "describe_tensors", "merge_tensors", "request_tensors"),
         "replicas": ("FaultTolerance", "ReplicaManager"),
@@ -66,7 +66,7 @@ __getattr__ = lazy_getattr(
         "save_policies": ("Moment", "SaveAfter", "SaveAt", "SaveEvery", "SavePolicy"),
         "states": ("DATALOADER", "LR_SCHEDULER", "MODEL", "OPTIMIZER", "TRAIN_STATE"),
         "step_pruning": ("StepResult", "prune_steps", "remove_step"),
-        "step_names": ("parse_step",),
+        "step_names": ("parse_step", "split_path"),
         "summaries": ("CheckpointSummary", "list_plain"),
         "titan": ("make_titan_config", "merge_loader_states"),
     },
@@ -129,7 +129,9 @@ __all__ = [
     "prune_steps",
     "rank_steps",
     "read_metrics",
+    "refuse_named_step",
     "remove_step",
     "request_tensors",
+    "split_path",
     "unpin_step",
 ]

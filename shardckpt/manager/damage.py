@@ -37,7 +37,7 @@ _DESCRIPTIONS = {MARKER_NAME, RECORD_NAME}
 
 
 class Damage(NamedTuple):
-    """What is wrong with a step that no load takes.
+    """What is wrong with a step that no load takes, or that ``ls`` does not call whole.
 
     Attributes:
         fault: What ``ls`` says of it.
@@ -60,15 +60,13 @@ def find_damage(folder: StepFolder, step: StepCheckpoint, older_than: float | No
             :data:`HOURS`, and of a save to a store whose process is named there, ``SHARDCKPT_LEFTOVER_HOURS``.
 
     Returns:
-        What was found; None if a load takes it.
+        What was found; None if a load takes it, and ``ls`` calls it whole.
     """
-    if step.is_sound:
-        return None
-    if step.is_loadable:
-        return Damage(str(step.mark))
     directory = folder.path(step.step)
     found = summarize_step(folder, step.step)
     if found.state not in ("damaged", "incomplete"):
+        if step.is_loadable:
+            return None if step.is_sound else Damage(str(step.mark))
         why = (str(step.error or step.refusal).splitlines() or [""])[0]
         is_foreign = found.state == "whole"
         return Damage("", f"it is whole, and of {found.library}" if is_foreign else why, is_foreign)
@@ -77,6 +75,8 @@ def find_damage(folder: StepFolder, step: StepCheckpoint, older_than: float | No
         return Damage(fault, "nothing in it shows that a save wrote it: remove it by hand")
     if mendable := _explain_mendable(directory, folder.plugins):
         return Damage(fault, f"{mendable}; {fault}")
+    if step.is_sound:
+        return Damage(fault, f"a load may still take it; {fault}")
     return Damage(fault, _find_writer(directory, older_than))
 
 

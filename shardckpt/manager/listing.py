@@ -11,11 +11,10 @@ from shardckpt import settings
 from shardckpt.commit import is_under_way
 from shardckpt.deepspeed import DeepSpeedLoadStrategy, find_files
 from shardckpt.distributed import Comm
-from shardckpt.engine import find_incomplete_files, find_save_time, locate, measure, name_library
+from shardckpt.engine import find_incomplete_files, find_save_time, is_damage, locate, measure, name_library
 from shardckpt.errors import (
     CannotLoadError,
     CheckpointingException,
-    CorruptCheckpointError,
     IncompleteCheckpointError,
     NotACheckpointError,
     StorageError,
@@ -228,8 +227,7 @@ def _summarize(directory: Path, plugins: PluginManager, marks: Path | None = Non
     except CannotLoadError as exc:
         return replace(summary, state="unreadable", reason=_shorten(exc, directory))
     except (CheckpointingException, OSError) as exc:
-        damaged = isinstance(exc, CorruptCheckpointError)
-        return replace(summary, state="damaged" if damaged else "unreadable", reason=_shorten(exc, directory))
+        return _add_failure(summary, exc, directory)
 
 
 def _summarize_files(folder: Path, listings: Mapping[str, dict[str, int]] | None) -> list[CheckpointSummary]:
@@ -272,7 +270,7 @@ def _summarize_file(path: Path) -> CheckpointSummary:
     if error is None:
         return replace(summary, state="whole")
     # A pickle that is no state dict, or that a load refuses, is no checkpoint to this package, and no fault of one.
-    state: State = "damaged" if isinstance(error, CorruptCheckpointError) else "other"
+    state: State = "damaged" if is_damage(error) else "other"
     return replace(summary, state=state, reason=_shorten(error, real))
 
 
@@ -367,9 +365,14 @@ def _describe_deepspeed(directory: Path, summary: CheckpointSummary, names: list
         with CheckpointReader(place, manifest, verify=False) as reader:
             step = strategy.read_step(LoadContext(reader, Comm(alone=True)))
     except (CheckpointingException, OSError) as exc:
-        damaged = isinstance(exc, CorruptCheckpointError)
-        return replace(summary, state="damaged" if damaged else "unreadable", reason=_shorten(exc, directory))
+        return _add_failure(summary, exc, directory)
     return replace(summary, state="whole", step=summary.step if step is None else step)
+
+
+def _add_failure(summary: CheckpointSummary, error: Exception, directory: Path) -> CheckpointSummary:
+    """Return a summary with why a checkpoint cannot be looked at: it is damaged, or only cannot be read."""
+    damaged = isinstance(error, CheckpointingException) and is_damage(error)
+    return replace(summary, state="damaged" if damaged else "unreadable", reason=_shorten(error, directory))
 
 
 def _shorten(error: Exception, directory: Path) -> str:

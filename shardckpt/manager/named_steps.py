@@ -10,9 +10,10 @@ from shardckpt.errors import CheckpointingException, NotACheckpointError, listed
 from shardckpt.maintenance import FILE_SUFFIXES
 from shardckpt.manager.listing import list_checkpoints
 from shardckpt.manager.step_links import LATEST, LINKS, choose_best
-from shardckpt.manager.step_names import parse_step
+from shardckpt.manager.step_names import parse_step, split_path
+from shardckpt.manager.steps import StepFolder
 from shardckpt.plugins import get_plugin_manager
-from shardckpt.storage import wrap_os_errors
+from shardckpt.storage import ListsFolders, on_store, wrap_os_errors
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -35,8 +36,7 @@ def find_named_step(path: str) -> str:
         NotACheckpointError: There are checkpoints, and no step that is whole.
         StorageError: The folder cannot be listed.
     """
-    above, _, word = path.rstrip("/").rpartition("/")
-    folder = above or ("/" if path.startswith("/") else ".")
+    folder, word = split_path(path)
     if word not in LINKS:
         return path
     place = find_local(path)
@@ -63,7 +63,34 @@ def find_named_step(path: str) -> str:
     if not sound:
         return path  # who opens it says what is missing
     chosen = sound[-1] if word == LATEST else _find_best(folder, sound)
-    return f"{above}/{chosen.name}" if above or path.startswith("/") else chosen.name
+    return path.rstrip("/").removesuffix(word) + chosen.name
+
+
+def refuse_named_step(path: str) -> None:
+    """Raise if a path or URL beside steps stands for one: a step would be replaced, or stood for no longer.
+
+    Args:
+        path: What a verb is to write. A directory by the name ``latest`` or ``best`` stands for itself.
+
+    Raises:
+        CheckpointingException: It does.
+        StorageError: The folder cannot be listed.
+    """
+    folder, word = split_path(path)
+    if word not in LINKS:
+        return
+    steps = StepFolder(folder, get_plugin_manager())
+    remote = on_store(steps.place)
+    if remote is not None and not isinstance(remote.folder, ListsFolders):  # nobody finds a step there by a word
+        return
+    names = steps.directories()
+    if word in names and not (steps.place / word).is_symlink():
+        return
+    if any(parse_step(name) is not None for name in names):
+        raise CheckpointingException(
+            f"{path} stands for a step of its folder, and nothing was written: give the step that is to be replaced, "
+            "or another name"
+        )
 
 
 def _cut_suffix(name: str) -> str:
@@ -97,4 +124,4 @@ def _find_best(folder: str, sound: list[CheckpointSummary]) -> CheckpointSummary
     return sound[best]
 
 
-__all__ = ["find_named_step"]
+__all__ = ["find_named_step", "refuse_named_step"]

@@ -47,6 +47,12 @@ class StepNames:
         return int(digits) if name == self.name(int(digits)) else None
 
 
+def split_path(path: str) -> tuple[str, str]:
+    """Return the folder that a path or URL is in, as it is given, and the name there."""
+    above, _, name = path.rstrip("/").rpartition("/")
+    return above or ("/" if path.startswith("/") else "."), name
+
+
 def parse_number(given: Any, call: str, what: str) -> int:
     """Return a step that a call is given: a whole number, of numpy's or in a tensor, too.
 

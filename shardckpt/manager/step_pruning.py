@@ -18,7 +18,7 @@ from shardckpt.manager.retention import (
     steps_to_remove,
 )
 from shardckpt.manager.step_links import find_moves, find_own_links
-from shardckpt.manager.step_names import NAMINGS, parse_step
+from shardckpt.manager.step_names import NAMINGS, parse_step, split_path
 from shardckpt.manager.steps import StepFolder
 from shardckpt.plugins import get_plugin_manager
 
@@ -132,8 +132,8 @@ def remove_step(path: str | os.PathLike[str]) -> StepResult:
         CheckpointingException: the name is not a step's.
         StorageError: the folder that has it cannot be listed.
     """
-    folder, _, name = os.fspath(path).rstrip("/").rpartition("/")
-    parent = StepFolder(folder or ("/" if os.fspath(path).startswith("/") else "."), get_plugin_manager())
+    folder, name = split_path(os.fspath(path))
+    parent = StepFolder(folder, get_plugin_manager())
     steps = next((each for each in parent.list_namings() if each.names.parse(name) is not None), None)
     step = parse_step(name)
     if step is None:

@@ -390,8 +390,8 @@ def _recognise_directory(directory: Path, plugins: PluginManager) -> Manifest:
         )
     raise IncompleteCheckpointError(
         f"{directory} is not a distributed checkpoint, or a save to it did not end: it has no {MARKER_NAME}, nor "
-        f"another library's index, such as DCP's .metadata (found {listed(names, limit=3)}); `shardckpt inspect` says "
-        "what else it is, if that is known"
+        f"another library's index, such as DCP's .metadata (found {listed(names, limit=3)}). If it was complete once, "
+        "restore that file from a copy; `shardckpt ls` names files of other formats"
     )
 
 

@@ -71,7 +71,21 @@ class FileWriter:
         """Seconds that :meth:`close` waited for fsync."""
         return self._stream.sync_seconds
 
-    def append(self, nbytes: int, produce: Produce, keys: int = 1, what: str = "") -> int:
+    def describe(self, content: str) -> None:
+        """Say, before the first record, what the records hold that their sizes and names do not tell.
+
+        Args:
+            content: A text, or a digest. A file of another text, which a killed process has left, is not gone on with.
+        """
+
+    def append(
+        self,
+        nbytes: int,
+        produce: Produce,
+        keys: int = 1,
+        what: str = "",
+        release: Callable[[], None] | None = None,
+    ) -> int:
         """Append a record of ``nbytes`` bytes, right behind the one before: nothing is padded.
 
         Parts of 1 MiB and more are written fastest if their offset in the file and their address in memory are equal
@@ -79,10 +93,12 @@ class FileWriter:
 
         Args:
             nbytes: Size of the record in bytes; 0 is a record, too.
-            produce: Returns the record's parts, ``nbytes`` bytes together, which must not change until
-                :meth:`CheckpointWriter.finish` returns; called once, in any thread.
+            produce: Returns the record's parts, ``nbytes`` bytes together, which must not change until ``release`` is
+                called, or :meth:`CheckpointWriter.finish` returns; called once, in any thread.
             keys: How many stored items the record holds, for reports.
             what: What the record is (a key), named in errors.
+            release: Called once after ``produce`` has returned, when the parts are written or have failed: their memory
+                may be used again.
 
         Returns:
             The record's offset in the file, in bytes.
@@ -97,8 +113,8 @@ class FileWriter:
         """
         offset = self._reserve_offset(nbytes, keys)
         if self._lane is None:
-            self._put(offset, nbytes, produce, what)
-        elif (waiting := start(self._lane, partial(self._put, offset, nbytes, produce, what))) is not None:
+            self._put(offset, nbytes, produce, what, release)
+        elif (waiting := start(self._lane, partial(self._put, offset, nbytes, produce, what, release))) is not None:
             self._waiting.append(waiting)
         return offset
 
@@ -188,23 +204,27 @@ class FileWriter:
         if self._file is not None:
             self._file.close()
 
-    def _put(self, offset: int, nbytes: int, produce: Produce, what: str) -> None:
+    def _put(self, offset: int, nbytes: int, produce: Produce, what: str, release: Callable[[], None] | None) -> None:
         if self._stream.error is not None:
             raise self._stream.error
         try:
             if nbytes <= SMALL_RECORD:
                 data = b"".join(produce())
+                if release is not None:
+                    release()
                 self._check_size(offset, nbytes, len(data))
                 self._stream.put_small(data, what)
                 if self.sha256 is not None:
                     self.sha256.update(data)
             else:
-                self._put_large(offset, nbytes, produce, what)
+                self._put_large(offset, nbytes, produce, what, release)
         except BaseException as exc:
             self._stream.fail(exc)
             raise
 
-    def _put_large(self, offset: int, nbytes: int, produce: Produce, what: str) -> None:
+    def _put_large(
+        self, offset: int, nbytes: int, produce: Produce, what: str, release: Callable[[], None] | None
+    ) -> None:
         """Produce a record once the pool may hold one more, and hand its parts to the pool."""
         self._pool.records.acquire()  # before produce(): it limits what exists, not only what is queued
         try:
@@ -213,8 +233,14 @@ class FileWriter:
         except BaseException:
             self._pool.records.release()
             raise
+
+        def end_record() -> None:
+            if release is not None:
+                release()
+            self._pool.records.release()
+
         # released when both have ended: the writes of the pool, and this thread's SHA-256
-        countdown = Countdown(2, self._pool.records.release)
+        countdown = Countdown(2, end_record)
         try:
             self._stream.put(parts, countdown.count_down, what)
             while parts:  # popped and deleted: this thread must not keep alive what the pool has written already

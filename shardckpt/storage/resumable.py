@@ -17,7 +17,7 @@ from shardckpt.storage.writer import CheckpointWriter
 from shardckpt.tensors import LARGE, PAGE
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
     from pathlib import Path
 
     from shardckpt.manifest import FileRecord
@@ -57,11 +57,22 @@ class ResumableFile(FileWriter):
         if self._done.position:
             self._stream.resume(self._done.lengths, self._done.digests, self._read_tail())
 
-    def append(self, nbytes: int, produce: Produce, keys: int = 1, what: str = "") -> int:
+    def describe(self, content: str) -> None:
+        """Say what the records hold; see the base."""
+        self._described.update(content.encode())
+
+    def append(
+        self,
+        nbytes: int,
+        produce: Produce,
+        keys: int = 1,
+        what: str = "",
+        release: Callable[[], None] | None = None,
+    ) -> int:
         """Append a record unless it is there; see the base."""
         offset = self._replay(nbytes, keys, what)
         if offset is None:
-            offset = super().append(nbytes, produce, keys, what)
+            offset = super().append(nbytes, produce, keys, what, release)
             self._note()
         return offset
 

@@ -14,7 +14,7 @@ from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from shardckpt.storage.buffers import BLOCK_BYTES, block_pool
-from shardckpt.storage.digest import CRC32, SEGMENT_BYTES, Segments, digest_function
+from shardckpt.storage.digest import SEGMENT_BYTES, Segments, digest_function
 from shardckpt.storage.new_file import DIRECT_BYTES, full_pages
 from shardckpt.tensors import LARGE
 
@@ -147,14 +147,14 @@ class FileStream:
     Args:
         file: The file.
         pool: The threads that write.
-        algorithm: Name of the digest algorithm; None to compute none (the table then has zeros).
+        algorithm: Name of the digest algorithm.
     """
 
-    def __init__(self, file: NewFile, pool: WriterPool, algorithm: str | None) -> None:
+    def __init__(self, file: NewFile, pool: WriterPool, algorithm: str) -> None:
         self._file = file
         self._pool = pool
-        self._digest = _no_digest if algorithm is None else digest_function(algorithm)
-        self._algorithm = algorithm or CRC32
+        self._digest = digest_function(algorithm)
+        self._algorithm = algorithm
         table = Segments(algorithm=self._algorithm)
         self._lengths, self._digests = table.lengths, table.digests
         #: Offset of the current block in the file, a multiple of the page size. All bytes before it are handed over.
@@ -370,7 +370,3 @@ class FileStream:
                 self._digests[number] = self._digest(part[at : min(at + SEGMENT_BYTES, stop)])
             first, last = low + start, min(low + stop, high)
             self._file.write(part[first:last], offset + first, what)
-
-
-def _no_digest(_: memoryview | bytes) -> int:
-    return 0

@@ -19,12 +19,12 @@ COMMAND = """
 import os, pathlib, signal, sys
 from shardckpt.cli import main
 from shardckpt.commit import commit
-from shardckpt.huggingface import block_writer, small_file
+from shardckpt.huggingface import blocks, small_file
 from shardckpt.maintenance import proof
 from shardckpt.storage import journal, resumable
 
-resumable.NOTE_BYTES = block_writer.NOTE_BYTES = 1 << 18
-block_writer.BLOCK_BYTES = 1 << 20
+resumable.NOTE_BYTES = 1 << 18
+blocks.BLOCK_BYTES = 1 << 20
 moment = sys.argv[1]
 
 def die(*_, **__):

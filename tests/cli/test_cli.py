@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from shardckpt import __version__
-from shardckpt.cli import demo, export, inspect, ls, main, merge, migrate, prune, remove, strategies, verify
+from shardckpt.cli import _VERBS, demo, export, inspect, ls, main, merge, migrate, prune, remove, strategies, verify
 from tests.tables import table
 
 if TYPE_CHECKING:
@@ -38,6 +38,21 @@ def test_the_help_of_a_verb_explains_it(
         main([verb.__name__.rpartition(".")[2], "--help"])
     words = capsys.readouterr().out.split()
     assert " ".join(str(verb.__doc__).split()) in " ".join(words)
+
+
+@table("verb", ["", *_VERBS])
+def test_every_help_page_fits_the_terminal(
+    verb: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On 80 columns no line of a help page is longer, the lists of docstrings and alternatives in the usage neither."""
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit, match="0"):
+        main([*filter(None, [verb]), "--help"])
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if len(line) > 80] == []
+    if verb == "merge":  # a row goes on below its text
+        assert "  --linear T         two: 1 - T and T" in lines
+        assert any(line.startswith(f"{' ' * 21}learning rate, linear, cosine or 1-sqrt, the oldest") for line in lines)
 
 
 def test_strategies_lists_the_built_ins(capsys: pytest.CaptureFixture[str]) -> None:

@@ -54,7 +54,7 @@ def run(tmp_path: Path) -> Path:
         ("ls {run}", [f"{GREEN}whole{END}", f"{RED}damaged: ", f"{YELLOW}incomplete: "]),
         ("verify {run}", [f"{GREEN}intact{END}", f"{RED}damaged{END}", f"{YELLOW}incomplete: "]),
         ("verify {run}/step-1", [f"{GREEN}as written{END}", f"{GREEN}{{run}}/step-1: intact"]),
-        ("inspect {run}/step-2", [f"{YELLOW}incomplete: __0_0.distcp"]),
+        ("inspect {run}/step-2", [f"{RED}damaged: __0_0.distcp"]),
         ("diff {run}/step-1 {run}/step-1", [f"{GREEN}{{run}}/step-1, {{run}}/step-1: 1 of 1 tensor is equal"]),
     ],
 )

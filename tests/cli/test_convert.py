@@ -93,3 +93,25 @@ def test_a_directory_with_the_name_of_a_file_is_said(tmp_path: Path, capsys: pyt
     assert "new.pt is a directory, whatever its name: --to torch" in capsys.readouterr().out.splitlines()[-1]
     assert main(["convert", str(tmp_path / "new.pt"), str(tmp_path / "file.pt"), "--to", "torch"]) == 0
     assert "is a directory" not in capsys.readouterr().out
+
+
+class _Unknown:
+    """A class that no allow-list has."""
+
+
+def test_a_refused_pickle_is_read_as_the_command_advises(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """No verb takes classes: the error has the whole call in Python, and this call does what the verb was to do."""
+    source, target = tmp_path / "bad.pt", tmp_path / "new"
+    torch.save({"w": torch.ones(2), "o": _Unknown()}, source)
+    for call, expected in (
+        (["convert", str(source), str(target), "--to", "ep"], f"convert_checkpoint('{source}', '{target}', 'ep', "),
+        (["diff", str(source), str(source)], f"diff_checkpoints('{source}', '{source}', "),
+        (["inspect", str(source)], f"convert_checkpoint('{source}', 'NEW', "),
+    ):
+        assert main(call) == 2
+        lines = [line.strip() for line in capsys.readouterr().err.splitlines()]
+        assert lines[-1] == f"{expected}allow_globals=[_Unknown])"
+        if call[0] == "convert":
+            exec("\n".join(lines[-3:]), {})
+            assert main(["verify", str(target)]) == 0
+            capsys.readouterr()

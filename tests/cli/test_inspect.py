@@ -138,19 +138,17 @@ def test_inspect_works_where_a_data_file_is_missing(
     key = {"ours": "w", "dcp": "a"}.get(version, "decoder.final_layernorm.weight")
     assert main(["inspect", str(path)]) == 0
     before = capsys.readouterr().out
-    assert "incomplete" not in before
+    assert "damaged" not in before
     damage(path / "__0_0.distcp", how)
     assert main(["inspect", str(path)]) == 1
     out = capsys.readouterr().out
     has_common = version in ("ours", "0.16.1") or how != "missing"
     rows = [line.split() for line in before.splitlines()[4:]]
     assert [row for row in rows if has_common or row[-1] != "common"] == [
-        line.split()
-        for line in out.splitlines()[4 : 4 + len(rows)]
-        if not line.startswith(("the common", "incomplete"))
+        line.split() for line in out.splitlines()[4 : 4 + len(rows)] if not line.startswith(("the common", "damaged"))
     ]
     assert ("the common state cannot be read: " in out) != has_common
-    (said,) = [line for line in out.splitlines() if line.startswith("incomplete: __0_0.distcp ")]
+    (said,) = [line for line in out.splitlines() if line.startswith("damaged: __0_0.distcp ")]
     assert ("is missing" if how == "missing" else "bytes, ") in said
     assert key in said
     assert main(["inspect", str(path), key]) == 1
@@ -183,7 +181,7 @@ def test_inspect_works_where_the_common_state_is_lost(tmp_path: Path, capsys: py
     out = capsys.readouterr().out
     assert "decoder.final_layernorm.weight" in out
     assert f"the common state cannot be read: {path / 'common.pt'} is missing" in out
-    assert "incomplete: common.pt is missing" in out
+    assert "damaged: common.pt is missing" in out
 
 
 @both
@@ -201,7 +199,7 @@ def test_inspect_works_where_metadata_json_is_lost(
     assert [line for line in shown if "bytes on disk" not in line] == [
         line for line in listing if "bytes on disk" not in line
     ]
-    assert said.startswith("incomplete: metadata.json is missing: ")
+    assert said.startswith("damaged: metadata.json is missing: ")
     assert "Write it again, and verify the checkpoint: {" in said
     assert main(["inspect", str(path), "w[:2]"]) == 1
     assert "min 1, max 1" in capsys.readouterr().out

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import fsspec
 import pytest
 import torch
 
@@ -109,3 +110,19 @@ def test_no_verb_writes_to_a_word_for_a_step(tmp_path: Path, capsys: pytest.Capt
     assert (tmp_path / "step-2" / "shardckpt.json").read_bytes() == before
     assert not (tmp_path / "best").exists()
     assert main(["convert", one, str(tmp_path / "exports" / "latest"), "--to", "safetensors"]) == 0
+
+
+def test_no_verb_writes_to_a_word_at_a_url(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A URL that ends with ``latest`` beside steps, or a ``file://`` URL, is refused as a path is."""
+    _save(tmp_path / "step-1")
+    fsspec.filesystem("memory").store.clear()
+    dist_checkpointing.save({"w": ShardedTensor.from_rank_offsets("w", torch.arange(4.0))}, "memory://words/step-1")
+    for url in ("memory://words/latest", "memory://words/best/", f"file://{tmp_path}/latest"):
+        assert main(["convert", str(tmp_path / "step-1"), url, "--to", "safetensors"]) == 2, url
+        assert "stands for a step of its folder, and nothing was written" in capsys.readouterr().err, url
+    assert main(["convert", str(tmp_path / "step-1"), "memory://exports/latest", "--to", "safetensors"]) == 0
+    assert main(["convert", str(tmp_path / "step-1"), "memory://exports/step-1", "--to", "safetensors"]) == 0
+    # it has that name itself
+    again = ["convert", str(tmp_path / "step-1"), "memory://exports/latest", "--to", "safetensors", "--overwrite"]
+    assert main(again) == 0
+    fsspec.filesystem("memory").store.clear()

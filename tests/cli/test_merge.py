@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING
 
+import fsspec
 import pytest
 import torch
 
@@ -138,6 +139,20 @@ def test_a_pattern_of_the_shell_does_not_replace_the_last_step(
         capsys.readouterr().err
     )
     assert (tmp_path / names[-1] / "shardckpt.json").read_bytes() == before
+
+
+def test_steps_of_urls_do_not_replace_the_last_one_either(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Braces of a shell name URLs as a pattern names paths: the last step is refused, in every spelling."""
+    urls = [f"memory://merged/step-{step}" for step in (1, 2, 3)]
+    _save_steps(tmp_path, "step-1", "step-2", "step-3")
+    for url in urls:
+        dist_checkpointing.save(to_sharded_state_dict(torch.nn.Linear(2, 2)), url)
+    files = [f"file://{tmp_path}/step-1", str(tmp_path / "step-2"), f"file://{tmp_path}/step-3"]
+    for places in (urls, files):
+        assert main(["merge", *places, "--overwrite"]) == 2
+        assert f"{places[-1]} is the last step beside all SRC" in capsys.readouterr().err
+    assert main(["merge", urls[0], urls[1], "memory://merged/soup", "--overwrite"]) == 0
+    fsspec.filesystem("memory").store.clear()
 
 
 @table("target", ["step-1", "step-merged", "merged-4", "other/step-4", "step-5"])

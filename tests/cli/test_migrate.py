@@ -41,6 +41,8 @@ def test_migrate_writes_another_format(old: Path, to: str, capsys: pytest.Captur
     [
         (["--to", "zarr"], "zarr is read, and not written"),
         (["--to", "torch_dist"], "is a 'torch_dist' checkpoint of version 1 already"),
+        ([], "version 1 already, the newest that is installed: nothing was written. Use it as it is"),
+        (["--to", "1"], "version 1 already"),
         (["--to", "2"], "no installed plugin has a migration from version 1 to 2"),
         (["--to", "ep", "--memory", "much"], "--memory='much'"),
         (["--to", "ep", "--memory", "1MiB"], "at least 32MiB"),
@@ -60,3 +62,13 @@ def test_migrate_says_what_is_wrong(
     assert found == 2
     assert text in capsys.readouterr().err
     assert not old.with_name("new").exists()
+
+
+@pytest.mark.parametrize("to", [[], ["--to", "1"]])
+def test_what_is_the_newest_in_its_place_is_well(old: Path, to: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """A checkpoint of the newest version that is to replace itself stays as it is: exit code 0, and a line says so."""
+    before = {path: path.stat().st_mtime_ns for path in old.iterdir()}
+    for overwrite in ([], ["--overwrite"]):
+        assert main(["migrate", str(old), f"{old.parent}/./{old.name}", *overwrite, *to]) == 0
+        assert "torch_dist version 1 already, the newest that is installed" in capsys.readouterr().out
+    assert before == {path: path.stat().st_mtime_ns for path in old.iterdir()}

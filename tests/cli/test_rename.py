@@ -120,8 +120,8 @@ def test_a_missing_file_is_named_with_the_new_keys(tmp_path: Path, capsys: pytes
     next(path.glob("*.distcp")).unlink()
     assert main(["inspect", str(path), "--rename", "model=net"]) == 1
     said = capsys.readouterr().out
-    assert "incomplete: " in said
-    assert "net.weight" in said.rpartition("incomplete: ")[2]
+    assert "damaged: " in said
+    assert "net.weight" in said.rpartition("damaged: ")[2]
 
 
 @table(

@@ -12,9 +12,10 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from shardckpt import hookimpl
+from shardckpt import ShardedTensor, dist_checkpointing, hookimpl
 from shardckpt.cli import main
 from shardckpt.engine.integrity import save_integrity_manifest
+from shardckpt.manager import list_checkpoints
 from shardckpt.plugins import Event, get_plugin_manager
 from tests.cli.checkpoints import DAMAGES, copy_golden, damage, save_plain_dcp
 from tests.plugged import registered
@@ -322,3 +323,25 @@ def test_verify_says_its_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
         main(["verify", "--help"])
     out = capsys.readouterr().out
     assert all(f"\n  {code}  " in out for code in range(3))
+
+
+@table(
+    "lost, word", [(".metadata", "damaged"), ("metadata.json", "damaged"), (".metadata metadata.json", "incomplete")]
+)
+def test_three_verbs_say_one_word_of_a_lost_index(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], lost: str, word: str
+) -> None:
+    """Of a checkpoint as Megatron and plain DCP write it, `ls`, `verify` and `inspect` say the same, for one reason."""
+    step = tmp_path / "step-1"
+    dist_checkpointing.save({"w": ShardedTensor.from_rank_offsets("w", torch.ones(4))}, step, ("torch_dist", 1))
+    for name in ("shardckpt.json", "shardckpt-index.safetensors", *lost.split()):
+        (step / name).unlink()
+    listed = list_checkpoints(step)
+    assert [each.state for each in listed] == [word]
+    codes = {verb: main([verb, str(step)]) for verb in ("verify", "inspect")}
+    shown = capsys.readouterr()
+    assert codes == {"verify": 1, "inspect": 1 if lost == "metadata.json" else 2}
+    reason = listed[0].reason.removeprefix("is ")
+    assert f"{step}: {word}: " in shown.out
+    said = next(line for line in f"{shown.out}{shown.err}".splitlines()[::-1] if reason in line)
+    assert f"{word}: " in said.partition(reason)[0]

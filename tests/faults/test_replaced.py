@@ -205,7 +205,7 @@ def inspected(path: Path) -> int | list[str]:
     """Whether inspect finds that something is missing."""
     with contextlib.redirect_stdout(io.StringIO()) as out:
         assert main(["inspect", str(path)]) == 0
-    return ["faults"] if "incomplete: " in out.getvalue() or "cannot be read" in out.getvalue() else NEW
+    return ["faults"] if "damaged: " in out.getvalue() or "cannot be read" in out.getvalue() else NEW
 
 
 @pytest.mark.parametrize("read", [load_plain_dcp, verified, inspected])

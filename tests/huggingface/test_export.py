@@ -28,7 +28,7 @@ from shardckpt.huggingface import (
     export_to_huggingface,
     huggingface_index,
 )
-from shardckpt.huggingface.block_writer import BLOCK_BYTES
+from shardckpt.huggingface.blocks import BLOCK_BYTES
 from shardckpt.maintenance import convert_checkpoint
 from shardckpt.mapping import ShardedObject, ShardedTensor
 from tests.damage import flip

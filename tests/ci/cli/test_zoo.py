@@ -38,7 +38,8 @@ def own(zoo: Path, tmp_path: Path) -> Path:
 @pytest.fixture
 def bucket(zoo: Path, s3: str) -> Iterator[str]:
     """A copy in a bucket."""
-    files = fsspec.filesystem("s3")
+    # fsspec keeps clients by their arguments: another file's has the address of a server that has ended
+    files = fsspec.filesystem("s3", skip_instance_cache=True)
     files.mkdir("team")
     files.put(f"{zoo}/", "team/zoo/", recursive=True)
     yield "s3://team/zoo"

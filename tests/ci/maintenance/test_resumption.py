@@ -24,7 +24,7 @@ RUN = """
 import os, shutil, signal, sys, torch
 from pathlib import Path
 from shardckpt.storage import journal, resumable
-from shardckpt.huggingface import block_writer
+from shardckpt.huggingface import blocks
 from shardckpt.maintenance import convert_checkpoint, merge_checkpoints
 
 torch.set_num_threads(1)  # threads do not outlive a fork
@@ -32,8 +32,8 @@ old, new, to = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
 if to.startswith("merge "):
     def convert_checkpoint(old, new, to, memory_budget):
         return merge_checkpoints([old, old.with_name("other")], new, to.split()[1], slerp=0.25).conversion
-resumable.NOTE_BYTES = block_writer.NOTE_BYTES = 1 << 18
-block_writer.BLOCK_BYTES = 1 << 20
+resumable.NOTE_BYTES = 1 << 18
+blocks.BLOCK_BYTES = 1 << 20
 note = journal.Journal.note
 
 def run(lines):

@@ -1,0 +1,120 @@
+"""Write files of tensors from a checkpoint block by block: the next block is loaded while others go to the disk."""
+
+from __future__ import annotations
+
+import hashlib
+from bisect import bisect_right
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from shardckpt.planning import cut_flat_range
+from shardckpt.storage import LEAST_WRITING, BufferPool, CheckpointWriter, ResumableWriter
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from shardckpt.huggingface.header import FileLayout, TensorSpan
+    from shardckpt.mapping import ShardedTensor
+    from shardckpt.storage import Journal
+
+#: Bytes that are loaded at a time: a multiple of 8, so that no element is cut.
+BLOCK_BYTES = 8 << 20
+#: Bytes of the blocks of a file on a disk: the two threads that the least budget allows write one each, one is filled.
+WRITER_BYTES = 3 * BLOCK_BYTES
+
+
+def open_writer(folder: Path, journal: Journal | None = None) -> CheckpointWriter:
+    """Return a writer of files of tensors in a folder of this machine.
+
+    Args:
+        folder: Where they are staged.
+        journal: The journal of what is written, if another process may go on with it after a kill.
+    """
+    if journal is None:
+        return CheckpointWriter(folder, 0, memory_budget=LEAST_WRITING)
+    return ResumableWriter(folder, journal, memory_budget=LEAST_WRITING)
+
+
+def write_blocks(
+    writer: CheckpointWriter, name: str, layout: FileLayout, load: Callable[[list[ShardedTensor]], Any]
+) -> None:
+    """Write a new file, durable when this returns.
+
+    Args:
+        writer: Of the folder, or of the store.
+        name: The file's name in it.
+        layout: Of the file.
+        load: Fills the data of shards from the checkpoint; called by this thread.
+    """
+    file = writer.create(name, layout.size)
+    file.describe(_digest(layout))
+    pool = BufferPool(BLOCK_BYTES)
+    for offset in range(0, layout.size, BLOCK_BYTES):
+        block = _Block(layout, offset, load, pool)
+        file.append(block.nbytes, block.fill, keys=0, what=block.name, release=block.release)
+    writer.finish(file)
+
+
+class _Block:
+    """Some bytes of a file, in memory of a pool from :meth:`fill` to :meth:`release`."""
+
+    def __init__(
+        self, layout: FileLayout, offset: int, load: Callable[[list[ShardedTensor]], Any], pool: BufferPool
+    ) -> None:
+        self._layout = layout
+        self._offset = offset
+        self._load = load
+        self._pool = pool
+        self._first = bisect_right(layout.tensors, offset, key=lambda span: span.stop)
+        self.nbytes = min(BLOCK_BYTES, layout.size - offset)
+
+    @property
+    def name(self) -> str:
+        """The name of the first tensor that has bytes in the block."""
+        return next((span.tensor.name for span in self._layout.tensors[self._first : self._first + 1]), "")
+
+    def fill(self) -> list[memoryview]:
+        """Load the bytes."""
+        self._buffer = self._pool.acquire()
+        memory = self._buffer.view[: self.nbytes]
+        stop = self._offset + self.nbytes
+        frame = self._layout.frame
+        for start, data in frame[bisect_right(frame, self._offset, key=lambda part: part.start + len(part.data)) :]:
+            if start >= stop:
+                break
+            low, high = max(start, self._offset), min(start + len(data), stop)
+            memory[low - self._offset : high - self._offset] = data[low - start : high - start]
+        # the shards' data are views of the block: the load writes to it without a copy
+        values = torch.frombuffer(memory, dtype=torch.uint8)
+        shards: list[ShardedTensor] = []
+        for span in self._layout.tensors[self._first :]:
+            if span.start >= stop:
+                break
+            shards += _shards_in(span, self._offset, values)
+        self._load(shards)
+        return [memory]
+
+    def release(self) -> None:
+        """Give the memory back: all bytes are written, or the file has failed."""
+        self._pool.release(self._buffer)
+
+
+def _digest(layout: FileLayout) -> str:
+    """Return a digest of what the file has beside the values of tensors."""
+    digest = hashlib.blake2b(repr([layout.size, *layout.tensors]).encode(), digest_size=16)
+    for start, data in layout.frame:
+        digest.update(start.to_bytes(8, "little"))
+        digest.update(data)
+    return digest.hexdigest()
+
+
+def _shards_in(span: TensorSpan, offset: int, block: torch.Tensor) -> Iterator[ShardedTensor]:
+    """Describe what to load for the bytes of a tensor that are in a block."""
+    tensor, start, stop = span
+    low, high = max(start, offset), min(stop, offset + len(block))
+    values = block[low - offset : high - offset].view(tensor.dtype)
+    first = (low - start) // tensor.dtype.itemsize
+    for box, at in cut_flat_range(tensor.shape, first, first + len(values)):
+        yield from tensor.shards_for(box, values[at : at + box.volume].view(box.shape))
