@@ -76,7 +76,8 @@ def try_class(folder: Path, config: Mapping[str, Any], shapes: Mapping[str, Ints
     try:
         found, told = _load_without_values(folder, name or _find_class(config, shapes))
     except ImportError as exc:
-        return Fit("", f"names and shapes were not compared: transformers has no {name or 'class of its type'}, or misses a package ({exc})")
+        what = name or "class of its type"
+        return Fit("", f"names and shapes were not compared: transformers has no {what}, or misses a package ({exc})")
     except Exception as exc:  # noqa: BLE001 - memory, devices, a release that does not know a setting
         if isinstance(exc, RuntimeError) and _CONVERSION in str(exc):
             odd = listed(_find_odd_shapes(shapes)) or "some have another shape, or are missing"
