@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import fields
+from typing import Any
 
 import pytest
 import torch
@@ -64,6 +65,27 @@ def test_rank_offsets_outside_the_grid_are_refused(offsets: tuple[tuple[int, int
     """A piece that does not exist, an axis named twice and an axis out of range are errors."""
     with pytest.raises(ShardingError, match="axis"):
         ShardedTensor.from_rank_offsets("w", torch.zeros(4), *offsets)
+
+
+@table(
+    ("key", "data", "offsets", "fault"),
+    [
+        ("w", None, (), r"'w': data is None, expected the local tensor; .*\.without_data\(\)"),
+        ("w", [1.0], (), "data is an object of type list"),
+        (7, torch.ones(2), (), "key is 7, expected the name"),
+        ("w", torch.ones(2), (0, 0, 2), r"rank offset 0 is no tuple \(axis, i, n\)"),
+        ("w", torch.ones(2), ((0, 2),), r"rank offset \(0, 2\) is no tuple"),
+        ("w", torch.ones(2), ((0, 0.5, 2),), r"rank offset \(0, 0\.5, 2\) is no tuple"),
+        ("w", torch.ones(2), ((0, 0, 0),), "has 0 shards along axis 0, expected 1 or more"),
+        ("w", torch.ones(2), ((0, 2, 2),), "piece 2 of 2 along axis 0 does not exist"),
+    ],
+)
+def test_wrong_arguments_are_named(key: Any, data: Any, offsets: tuple[Any, ...], fault: str) -> None:
+    """What is no tensor, no name or no place in a grid is refused in words, in both forms."""
+    with pytest.raises(ShardingError, match=fault):
+        ShardedTensor.from_rank_offsets(key, data, *offsets)
+    with pytest.raises(ShardingError, match=fault):
+        ShardedTensor.from_rank_offsets_flat(key, data, (2,), *offsets, flattened_range=slice(0, 2))
 
 
 def test_narrow_moves_every_rank_alike() -> None:

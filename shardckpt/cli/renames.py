@@ -43,8 +43,10 @@ def read_renames(options: Any) -> dict[str, str]:
 
 
 def _parse_rename(text: str) -> tuple[str, str]:
-    old, _, new = text.partition("=")
+    old, sign, new = text.partition("=")
     old, new = old.removesuffix("."), new.removesuffix(".")
-    if not old or not new:
-        raise argparse.ArgumentTypeError(f"{text!r} is not OLD=NEW, such as app.model=model")
+    if not sign or not old + new:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not OLD=NEW, such as app.model=model (=model: all goes below it)"
+        )
     return old, new

@@ -36,7 +36,7 @@ from shardckpt.commit.staging_names import (
     stem,
     temporary_name,
 )
-from shardckpt.errors import StorageError
+from shardckpt.errors import StorageError, listed
 from shardckpt.manifest import find_folders, list_parents
 from shardckpt.storage import replaced_error, sync_directory, sync_file, sync_tree, wrap_os_errors
 
@@ -47,6 +47,9 @@ if TYPE_CHECKING:
     from shardckpt.commit.owner import Owner
 
 logger = logging.getLogger(__name__)
+
+#: What files that an export replaces begin with.
+_OF_EXPORTS = ("config.json", "generation_config", "tokenizer", "adapter_", "pytorch_model")
 
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
@@ -153,10 +156,17 @@ def check_target(target: Path, *, overwrite: bool) -> None:
     if overwrite and is_there and (holds := find_holds_beside(target)) is not None:
         holds.refuse(target.name)
     if not overwrite and not is_free(target):
+        with wrap_os_errors("look at", target):
+            names = sorted(path.name for path in target.iterdir())
+        of_export = (
+            ", but an export removes what a loader would take with its weights: adapters, other weights and, with "
+            "assets (--assets), the old configuration and tokenizer"
+        )
         raise StorageError(
-            f"{target} is not empty: give another directory, or pass overwrite=True (the command: --overwrite) to "
-            "replace the checkpoint in it; other files in it stay, but an export removes what a loader would take with "
-            "its weights: adapters, other weights and, with assets (--assets), the old configuration and tokenizer"
+            f"{target} is not empty: it has {listed(names, limit=4)}. Give another directory, or pass overwrite=True "
+            "(the command: --overwrite) to replace the checkpoint in it; other files in it stay"
+            + of_export
+            * any(name.startswith(_OF_EXPORTS) for name in names)
         )
 
 

@@ -73,7 +73,7 @@ if TYPE_CHECKING:
         prune_leftovers,
         prune_spools,
     )
-    from shardckpt.engine.renaming import list_keys, list_names, list_top_names, rename_stored
+    from shardckpt.engine.renaming import list_keys, list_names, list_top_names, rename_key, rename_stored
     from shardckpt.engine.resizing import allow_resizing, parse_resize
     from shardckpt.engine.saving import SaveOptions, check_state, find_saver, refuse_objects, save_checkpoint
     from shardckpt.engine.streaming import (
@@ -150,6 +150,7 @@ __getattr__ = lazy_getattr(
             "list_keys",
             "list_names",
             "list_top_names",
+            "rename_key",
             "rename_stored",
         ),
         "resizing": ("allow_resizing", "parse_resize"),
@@ -297,6 +298,7 @@ __all__ = [
     "refuse_damage",
     "refuse_objects",
     "refuse_overlap",
+    "rename_key",
     "rename_stored",
     "report_read",
     "save_checkpoint",

@@ -36,7 +36,7 @@ def rename_stored(checkpoint: OpenCheckpoint, names: Mapping[str, str], keys: Se
     Args:
         checkpoint: The open checkpoint.
         names: The dotted beginnings of keys, or whole keys, as they are stored, and what they are to be; of several
-            that begin a key the longest counts. The same on every rank.
+            that begin a key the longest counts, and ``""`` begins every key. The same on every rank.
         keys: What :func:`list_names` has returned for it.
 
     Raises:
@@ -76,6 +76,8 @@ def _check(names: Mapping[str, str], keys: Sequence[str]) -> None:
             raise KeyMismatchError(
                 f"rename: the checkpoint has nothing under {old!r}: {near}its top-level names are {listed(top)}"
             )
+        if not new and old in keys and not any(key.startswith(f"{old}.") for key in keys):
+            raise KeyMismatchError(f"rename: {old!r} is a whole key: '' in its place leaves it no name; give it one")
         taken = [key for key in keys if _begins(key, new) and rename_key(key, names) == key]
         if taken:
             raise KeyMismatchError(
@@ -83,6 +85,8 @@ def _check(names: Mapping[str, str], keys: Sequence[str]) -> None:
             )
     back = _invert(names)
     for key in keys if names else ():
+        if names.get(key) == "":  # a dict of the common state, whose parts are keys too
+            continue
         if (other := rename_key(rename_key(key, names), back)) != key:
             raise KeyMismatchError(
                 f"rename: {key!r} and {other!r} cannot both become {rename_key(key, names)!r}: give each a name of its "
@@ -158,13 +162,16 @@ class _RenamedLoadStrategy(LoadStrategy):
 
 
 def _begins(key: str, name: str) -> bool:
-    return key == name or key.startswith(f"{name}.")
+    return not name or key == name or key.startswith(f"{name}.")
 
 
 def rename_key(key: str, names: Mapping[str, str]) -> str:
-    """Return a key with the longest name that it begins with replaced."""
+    """Return a key with the longest name that it begins with replaced; ``""`` begins every key."""
     name = max((name for name in names if _begins(key, name)), key=len, default=None)
-    return key if name is None else names[name] + key[len(name) :]
+    if name is None:
+        return key
+    renamed = names[name] + (key[len(name) :] if name else f".{key}")
+    return renamed if names[name] else renamed[1:]
 
 
 def _invert(names: Mapping[str, str]) -> dict[str, str]:
@@ -213,7 +220,8 @@ def _move_parts(common: StateDict, names: Mapping[str, str]) -> StateDict:
     while pending:
         before, key, value = pending.popleft()
         path = f"{before}{key}"
-        if isinstance(value, dict) and value and any(_begins(old, path) and old != path for old in names):
+        is_opened = any(_begins(old, path) and (old != path or not names[old]) for old in names)
+        if isinstance(value, dict) and value and is_opened:
             pending += [(f"{path}.", inner, each) for inner, each in value.items()]
             continue
         new = rename_key(path, names)

@@ -8,6 +8,8 @@ from collections.abc import Iterable
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, NamedTuple
 
+import torch
+
 from shardckpt.engine.optimizer_keys import is_optimizer_key
 from shardckpt.errors import CheckpointingException, KeyMismatchError, listed, name_known
 from shardckpt.mapping import ShardedTensor
@@ -16,12 +18,13 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from typing import Any
 
-    import torch
-
     from shardckpt.mapping import ShardedBase
     from shardckpt.planning import Ints
 
 logger = logging.getLogger(__name__)
+
+#: The dtypes of less than a byte, an element a byte, that this torch has.
+_FEW_BITS = frozenset(getattr(torch, f"{kind}{bits}", None) for kind in ("int", "uint") for bits in range(1, 8))
 
 
 class _Kept(NamedTuple):
@@ -120,7 +123,7 @@ class Resizing:
             ):
                 first = min(max(old - offset, 0), size)
                 if first < size:
-                    new_rows = shard.data.detach().narrow(axis, first, size - first).clone()
+                    new_rows = _view_copyable(shard.data).narrow(axis, first, size - first).clone()
                     self._kept.append(_Kept(number, axis, first, new_rows))
         if cut and is_main:
             logger.warning("resize: stored rows beyond the wanted shape are not loaded: %s", listed(sorted(set(cut))))
@@ -128,4 +131,9 @@ class Resizing:
     def restore(self, values: list[Any]) -> None:
         """Put back what new rows had, into the loaded values."""
         for number, axis, first, kept in self._kept:
-            values[number].detach().narrow(axis, first, kept.shape[axis]).copy_(kept)
+            _view_copyable(values[number]).narrow(axis, first, kept.shape[axis]).copy_(kept)
+
+
+def _view_copyable(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor without its graph; of dtypes of a few bits (``uint4``), which torch does not copy, its bytes."""
+    return tensor.detach().view(torch.uint8) if tensor.dtype in _FEW_BITS else tensor.detach()

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from shardckpt.errors import CheckpointingException, format_many
 from shardckpt.maintenance.inside import list_inside, list_local_names
+from shardckpt.plugins import describe_legacy_megatron
 from shardckpt.storage import has_local_files, read_file, real_path, wrap_os_errors
 
 if TYPE_CHECKING:
@@ -37,10 +38,6 @@ _TAR, _TAR_AT = b"ustar", 257
 #: Bytes of a file that are looked at.
 _GLANCE = 1024
 _DEEPSPEED = re.compile(r"mp_rank_\d+_model_states\.pt|layer_\d+-model_.*states\.pt")
-_MEGATRON_LEGACY = re.compile(r"mp_rank_\d+(_\d+)*")
-_LEGACY_ADVICE = (
-    "load it with Megatron, and save it in a distributed format; of a job of one rank, convert the file by its path"
-)
 
 
 def describe_file(path: Path) -> str:
@@ -87,16 +84,14 @@ def describe_foreign(folder: Path, names: Collection[str]) -> str:
     """
     several = "pytorch_model.bin.index.json" in names
     pickles = "write it as safetensors with transformers' save_pretrained" if several else "convert pytorch_model.bin"
+    legacy = describe_legacy_megatron(folder, names)
     orbax = {"_CHECKPOINT_METADATA", "_METADATA", "manifest.ocdbt"}
     known = (
         (
             any(map(_DEEPSPEED.fullmatch, names)),
             "a checkpoint of DeepSpeed without ZeRO partitions: convert each of its files by its path",
         ),
-        (
-            any(map(_MEGATRON_LEGACY.fullmatch, names)),
-            f"a legacy checkpoint of Megatron (--ckpt-format torch), one file for each rank: {_LEGACY_ADVICE}",
-        ),
+        (bool(legacy), legacy),
         (
             several or "pytorch_model.bin" in names,
             f"a Hugging Face folder of .bin files, which are pickles: {pickles}",

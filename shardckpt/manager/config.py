@@ -168,7 +168,8 @@ class CheckpointConfig(BaseModel):
         exclude_from_loading: Names of states that ``load`` does not change.
         rename: What checkpoints that no manager has saved call the states, and the names of these:
             ``{"net": "model", "opt": "optimizer"}``; parts of a state have dotted names. Any name of the one optimizer,
-            ``state_dict`` and ``model_state_dict``, and all of these inside one entry (``app``), are known.
+            ``state_dict`` and ``model_state_dict``, all of these inside one entry (``app``), and a model at the top
+            level (``{"": "model"}``), are known.
         keep_options: Names of options in the optimizers' ``param_groups`` whose live values stay while all else is
             loaded, such as ``("lr", "weight_decay")``; ``"all"`` for all that the groups have. A scheduler whose state
             is loaded sets ``lr`` again at its next step: exclude it from loading, too. See
@@ -416,6 +417,10 @@ class CheckpointConfig(BaseModel):
                 f"exclude_from_loading: {', '.join(sorted(map(repr, unknown)))} is no state; "
                 f"{ask_nearest(min(unknown), states)}the states are {', '.join(map(repr, states))}"
             )
+        if "optimizer" in self.exclude_from_loading and "lr_scheduler" in {*states} - {*self.exclude_from_loading}:
+            raise CheckpointingException(
+                "exclude_from_loading has optimizer, whose state the lr_scheduler sets: exclude lr_scheduler, too"
+            )
         find_mapping(self.hf_mapping)
         if not self.load_only:
             self.make_saver(None)
@@ -479,9 +484,6 @@ class CheckpointConfig(BaseModel):
                 self.last_save_bare_keys and self.steps_in_hf
             ),
             "exclude_from_loading: a load without the model would train a fresh one": "model" in excluded,
-            "exclude_from_loading has optimizer, whose state the lr_scheduler sets: exclude lr_scheduler, too": (
-                "optimizer" in excluded and "lr_scheduler" not in excluded
-            ),
             "initial_load_in_hf needs an initial_load_path": self.initial_load_in_hf and not self.initial_load_path,
             "initial_load_in_hf: a Hugging Face folder has the model only; leave initial_load_model_only True": (
                 self.initial_load_in_hf and not self.initial_load_model_only

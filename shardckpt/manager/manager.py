@@ -26,7 +26,7 @@ from shardckpt.manager.save_policies import SaveClock
 from shardckpt.manager.states import MODEL, TrainingStates, check_named
 from shardckpt.manager.step_names import parse_number
 from shardckpt.manager.step_resolution import NEWEST, check_step, find_best, read_step, resolve_step, warn_of_others
-from shardckpt.manager.steps import MODEL_PREFIX, PREFIX_KEY, StepFolder
+from shardckpt.manager.steps import MODEL_PREFIX, PER_RANK_KEY, PREFIX_KEY, StepFolder
 from shardckpt.manifest import Lineage
 from shardckpt.plugins import get_plugin_manager
 
@@ -490,6 +490,7 @@ class CheckpointManager:
             content = {
                 "step": step,
                 "states": names,
+                PER_RANK_KEY: [name for name in names if name in self._states.per_rank],
                 "model_only": model_only,
                 PREFIX_KEY: prefix,
                 "metrics": numbers,

@@ -14,6 +14,7 @@ from shardckpt.engine import (
     list_top_names,
     load_checkpoint,
     open_checkpoint,
+    rename_key,
     rename_stored,
 )
 from shardckpt.errors import (
@@ -28,8 +29,8 @@ from shardckpt.errors import (
 from shardckpt.manager.exclusion import leave_out
 from shardckpt.manager.metrics import CONTENT_KEY
 from shardckpt.manager.rng import RNG
-from shardckpt.manager.states import FORMS, MODEL, OPTIMIZER, Ranks
-from shardckpt.manager.steps import MODEL_PREFIX, PREFIX_KEY
+from shardckpt.manager.states import FORMS, LR_SCHEDULER, MODEL, OPTIMIZER, Ranks
+from shardckpt.manager.steps import MODEL_PREFIX, PER_RANK_KEY, PREFIX_KEY
 from shardckpt.mapping import ShardedBase, ShardedObject
 from shardckpt.parallel import share_reading, split_budget
 from shardckpt.plugins import get_plugin_manager
@@ -49,6 +50,8 @@ if TYPE_CHECKING:
     from shardckpt.validation import OnUnused
 
 logger = logging.getLogger(__name__)
+
+_ADVICE_OF_EMPTY = ". To read a model whose keys have nothing before them: rename={'': 'model'}"
 
 
 class MissingStatesError(CannotLoadError):
@@ -110,7 +113,8 @@ class StepReader:
         if strangers := {new for new in self._renames.values() if new.partition(".")[0] not in states.names}:
             near = ask_nearest(min(strangers), states.names)
             raise CheckpointingException(
-                f"rename: no state is named {listed(sorted(strangers))}; {near}there are {listed(states.names)}"
+                f"rename: no state is named {listed([name or repr(name) for name in sorted(strangers)])}; {near}there "
+                f"are {listed(states.names)}" + _ADVICE_OF_EMPTY * ("" in strangers)
             )
         self._on_unused: OnUnused = on_unused
         self._allow_cast = allow_dtype_cast
@@ -258,7 +262,24 @@ class StepReader:
                 + "; rename= is for checkpoints that no manager has saved"
                 * bool(self._renames)
             )
-        return [name for name in requested if name in stored]
+        chosen = [name for name in requested if name in stored]
+        if (per_rank := content.get(PER_RANK_KEY)) is not None:  # a checkpoint of before does not say
+            self._refuse_other_kinds(path, chosen, per_rank)
+        return chosen
+
+    def _refuse_other_kinds(self, path: Path, chosen: Sequence[str], per_rank: Collection[str]) -> None:
+        """Raise an error if a state was saved as PerRank and is asked for without it, or the other way."""
+        for name in chosen:
+            if name in per_rank and name not in self._states.per_rank:
+                raise CheckpointingException(
+                    f"{path} has a state {name!r} of each rank: it was saved as PerRank, and is asked for as one state "
+                    f"for all. Give it as PerRank(...), or put {name!r} into exclude_from_loading"
+                )
+            if name in self._states.per_rank and name not in per_rank:
+                raise CheckpointingException(
+                    f"{path} has one state {name!r} for all ranks, and it is asked for as PerRank: give the object "
+                    f"without PerRank to load this checkpoint, or put {name!r} into exclude_from_loading"
+                )
 
     def list_missing(self, stored: Collection[str]) -> list[str]:
         """Return the states to load that a manager's checkpoint lacks, by the names of those that it has."""
@@ -295,15 +316,34 @@ class StepReader:
         ]
         absent.difference_update(in_common)
         absent |= {name for name in names if self._is_absent(name, stored)}
+        if OPTIMIZER in names and self._states.optimizers:
+            is_there = any(list_top_names([rename_key(key, checkpoint.names)]) == [OPTIMIZER] for key in keys)
+            absent.update([OPTIMIZER] * (not is_there))
         if absent - {RNG}:
-            found = list_top_names(keys)
             raise CheckpointingException(
                 f"{path} has no state {', '.join(map(repr, sorted(absent - {RNG})))}; its names begin with "
-                f"{listed(found)}. If it has them by other names, say so: CheckpointConfig(rename={{'net': 'model'}}); "
-                "put states that it does not have into exclude_from_loading: the training then starts with them as "
-                "they are"
+                f"{listed(list_top_names(keys))}. {self._advise_of_names(sorted(absent - {RNG}), keys)}"
             )
         return [name for name in names if name not in absent], in_common
+
+    def _advise_of_names(self, absent: Sequence[str], keys: Collection[str]) -> str:
+        """Return what to do about states that another library's checkpoint does not have by their names."""
+        modules = {
+            name: get_model_tensors(self._states.modules[name]) for name in absent if name in self._states.modules
+        }
+        found = {old: name for name, tensors in modules.items() if (old := _find_prefix(tensors, keys))}
+        rest = [name for name in absent if name not in found.values()]
+        rename = f"CheckpointConfig(rename={found or {'net': 'model'}})"
+        advice = [f"By other names it has {listed([*found.values()])}: {rename}"] if found else []
+        if rest:
+            advice += [] if found else [f"If it has them by other names, say so: {rename}"]
+            if OPTIMIZER in rest and LR_SCHEDULER in {*self._states.names} - {*rest}:  # which sets its learning rate
+                rest.append(LR_SCHEDULER)
+            advice.append(
+                f"put states that it does not have into exclude_from_loading={rest}: the training then starts with "
+                "them as they are"
+            )
+        return "; ".join(advice)
 
     def _is_absent(self, name: str, stored: frozenset[str]) -> bool:
         """Return whether nothing of some modules is stored; torchtitan's keys of a model have no first part."""
@@ -339,3 +379,10 @@ def _load(
         resize=resize,
     )
     return loaded
+
+
+def _find_prefix(names: Collection[str], keys: Collection[str]) -> str:
+    """Return what stands before most names of a module's tensors, and a dot, in the keys of a checkpoint."""
+    first, found = min(names), {*keys}
+    prefixes = sorted(key.removesuffix(f".{first}") for key in found if key.endswith(f".{first}"))
+    return max(prefixes, key=lambda each: sum(f"{each}.{name}" in found for name in names), default="")

@@ -49,6 +49,8 @@ _E = TypeVar("_E", bound=CheckpointingException)
 #: The key in what is under CONTENT_KEY of what the keys of the model's tensors begin with; where it is absent,
 #: MODEL_PREFIX.
 PREFIX_KEY = "model_prefix"
+#: Where it has the names of the states that were saved as PerRank.
+PER_RANK_KEY = "per_rank"
 MODEL_PREFIX = "model."
 
 

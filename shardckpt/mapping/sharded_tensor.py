@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 
-from shardckpt.errors import ShardingError
+from shardckpt.errors import ShardingError, show_given
 from shardckpt.mapping.base import ReplicaId, Replicated, ShardedBase
 
 if TYPE_CHECKING:
@@ -300,6 +300,8 @@ class ShardedTensor(ShardedBase):
         """
         if flattened_range is not None:
             raise ShardingError(f"ShardedTensor {key!r}: use from_rank_offsets_flat for a flattened_range")
+        if fault := _arguments_fault(key, data, rank_offsets, prepend_axis_num):
+            raise ShardingError(f"ShardedTensor {key!r}: {fault}")
         shape = tuple(data.shape)
         offsets, global_shape, fragments = _grid_geometry(key, shape, rank_offsets, prepend_axis_num)
         return cls(
@@ -340,9 +342,32 @@ class ShardedTensor(ShardedBase):
         Returns:
             The description, with ``flattened_range`` set and ``data`` itself, not a copy.
         """
+        if fault := _arguments_fault(key, data, rank_offsets, prepend_axis_num):
+            raise ShardingError(f"ShardedTensor {key!r}: {fault}")
         cell = torch.empty(tuple(non_flat_local_shape), dtype=data.dtype, device="meta")
         described = cls.from_rank_offsets(key, cell, *rank_offsets, prepend_axis_num=prepend_axis_num, **init_kwargs)
         return dataclasses.replace(described, data=data, flattened_range=flattened_range)
+
+
+def _arguments_fault(key: Any, data: Any, rank_offsets: Sequence[Any], prepend_axis_num: Any) -> str:
+    """Return which argument of ``from_rank_offsets`` has a wrong type, and what is expected; ``""`` if none has."""
+    if not isinstance(key, str):
+        return f"key is {show_given(key)}, expected the name of the global tensor"
+    if not isinstance(data, torch.Tensor):
+        return (
+            f"data is {show_given(data)}, expected the local tensor; a description without data is "
+            "from_rank_offsets(key, torch.empty(shape, dtype=dtype, device='meta'), ...).without_data()"
+        )
+    if not isinstance(prepend_axis_num, int) or prepend_axis_num < 0:
+        return f"prepend_axis_num is {show_given(prepend_axis_num)}, expected a number of axes, 0 or more"
+    for given in rank_offsets:
+        is_triple = isinstance(given, (tuple, list)) and len(given) == 3  # noqa: PLR2004 - axis, i, n
+        if not is_triple or not all(hasattr(number, "__index__") for number in given):
+            shown = repr(given) if isinstance(given, (tuple, list)) else show_given(given)
+            return f"the rank offset {shown:.100} is no tuple (axis, i, n) of integers: shard i of n along an axis"
+        if given[2] < 1:
+            return f"the rank offset {given!r} has {given[2]} shards along axis {given[0]}, expected 1 or more"
+    return ""
 
 
 def _grid_geometry(

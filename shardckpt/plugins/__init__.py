@@ -29,7 +29,15 @@ if TYPE_CHECKING:
         read_outline,
     )
     from shardckpt.plugins.registry import StrategyRegistry, parse_key
-    from shardckpt.plugins.resolver import Accept, choose_reader, hold_checkpoint, hold_same, parse_file, read_manifest
+    from shardckpt.plugins.resolver import (
+        Accept,
+        choose_reader,
+        describe_legacy_megatron,
+        hold_checkpoint,
+        hold_same,
+        parse_file,
+        read_manifest,
+    )
     from shardckpt.plugins.stores import open_folder
 
 # lazy: ``shardckpt.hookimpl`` must not import torch
@@ -51,7 +59,15 @@ __getattr__ = lazy_getattr(
         "outline": ("Outline", "cut_shapes", "find_own_formats", "hold_plain", "is_object_key", "read_outline"),
         "origin": ("describe_origin", "describe_strategy", "name_origin"),
         "registry": ("StrategyRegistry", "parse_key"),
-        "resolver": ("Accept", "choose_reader", "hold_checkpoint", "hold_same", "parse_file", "read_manifest"),
+        "resolver": (
+            "Accept",
+            "choose_reader",
+            "describe_legacy_megatron",
+            "hold_checkpoint",
+            "hold_same",
+            "parse_file",
+            "read_manifest",
+        ),
         "stores": ("open_folder",),
     },
 )
@@ -71,6 +87,7 @@ __all__ = [
     "UsesConfig",
     "choose_reader",
     "cut_shapes",
+    "describe_legacy_megatron",
     "describe_origin",
     "describe_strategy",
     "find_own_formats",

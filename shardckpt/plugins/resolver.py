@@ -6,6 +6,7 @@ import copy
 import functools
 import logging
 import os
+import re
 import time
 from collections.abc import Collection
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -69,6 +70,15 @@ if TYPE_CHECKING:
     from shardckpt.plugins.manager import PluginManager
 
 logger = logging.getLogger(__name__)
+
+#: What is said of a folder of the Hub.
+_OF_HUB = (
+    "a Hugging Face folder, which load_from_huggingface of shardckpt.huggingface loads, and "
+    "CheckpointConfig(initial_load_path=..., initial_load_in_hf=True)"
+)
+#: The folders of ranks in Megatron's legacy format, and the file in each.
+_LEGACY_RANK = re.compile(r"mp_rank_\d+(_\d+)*")
+_LEGACY_FILE = "model_optim_rng.pt"
 
 _T = TypeVar("_T")
 
@@ -383,16 +393,33 @@ def _recognise_directory(directory: Path, plugins: PluginManager) -> Manifest:
             f"{directory} is not a distributed checkpoint: it is a folder of {format_many(len(inner), 'checkpoint')}: "
             f"give one, such as {directory / max(inner, key=natural_order)}"
         )
-    if HUB_FILES.intersection(names):
-        raise IncompleteCheckpointError(
-            f"{directory} is not a distributed checkpoint: it is a Hugging Face folder, which load_from_huggingface of "
-            "shardckpt.huggingface loads, and CheckpointConfig(initial_load_path=..., initial_load_in_hf=True)"
-        )
+    if other := describe_legacy_megatron(directory, names) or _OF_HUB * bool(HUB_FILES.intersection(names)):
+        raise IncompleteCheckpointError(f"{directory} is not a distributed checkpoint: it is {other}")
     raise IncompleteCheckpointError(
         f"{directory} is not a distributed checkpoint, or a save to it did not end: it has no {MARKER_NAME}, nor "
         f"another library's index, such as DCP's .metadata (found {listed(names, limit=3)}). If it was complete once, "
         "restore that file from a copy; `shardckpt ls` names files of other formats"
     )
+
+
+def describe_legacy_megatron(directory: Path, names: Collection[str]) -> str:
+    """Return that a folder is a legacy checkpoint of Megatron, and what reads it; ``""`` if it is none.
+
+    Args:
+        directory: The folder.
+        names: The names of what is in it.
+    """
+    ranks = sorted(filter(_LEGACY_RANK.fullmatch, names))
+    if not ranks:
+        return ""
+    call = f"`shardckpt convert {directory / ranks[0] / _LEGACY_FILE} NEW`"
+    advice = f"{call} writes a checkpoint of it, which loads"
+    if len(ranks) > 1:
+        advice = (
+            "nothing here joins the shards of ranks: load it with Megatron, and save it in a distributed format; "
+            f"{call} writes what one rank has"
+        )
+    return f"a legacy checkpoint of Megatron (--ckpt-format torch) of {format_many(len(ranks), 'rank')}: {advice}"
 
 
 def _list_checkpoints(directory: Path) -> list[str]:
@@ -422,6 +449,11 @@ def _absent_error(directory: Path) -> CannotLoadError:
         return IncompleteCheckpointError(
             f"{directory}: the save to it did not end; what it wrote is in {', '.join(map(str, staging))} and is "
             "not a checkpoint: save again"
+        )
+    if os.path.isfile(real_path(directory)):  # noqa: PTH113 - of a text
+        return NotACheckpointError(
+            f"{directory} is not a distributed checkpoint: it is a file: `shardckpt convert {directory} NEW` writes a "
+            "checkpoint of what torch.save or safetensors wrote, which loads"
         )
     return NotACheckpointError(
         f"checkpoint directory {directory} does not exist or is not a directory {name_siblings(directory)}".rstrip()

@@ -17,6 +17,7 @@ from shardckpt.errors import (
     KeyMismatchError,
     ask_nearest,
     check_choice,
+    escape_text,
     format_many,
     listed,
     show_given,
@@ -38,10 +39,13 @@ _MODELS = frozenset(("model", "state_dict", "model_state_dict"))
 _OPTIMIZER_PARTS = frozenset(("state", "param_groups"))
 
 _SHOWN = 20
+#: How many keys stand before the advice.
+_FEW = 3
 #: The part of a key below which the versions of a model's modules are stored.
 VERSIONS = "_versions"
 #: Their key ends with a digest; that of an object may be followed by its place in it.
 _VERSION_KEY = re.compile(rf"(?:^|\.){VERSIONS}\.[0-9a-f]{{16}}(?:/|$)")
+_DIGITS = re.compile(r"\d+")
 #: What a load does about stored tensors and objects that nothing asks for.
 OnUnused: TypeAlias = Literal["warn", "error", "ignore"]
 
@@ -225,20 +229,20 @@ def compare_keys(
         wanted_by_any = comm.largest(*(name in mine for name in ordered))
         left = {name: everywhere[name] for name, is_wanted in zip(ordered, wanted_by_any, strict=True) if not is_wanted}
         incomplete = _find_incomplete(wanted, everywhere)
-    if absent or left or incomplete:
+    if (absent or left or incomplete) and not (strict.returns_keys or strict is StrictHandling.IGNORE_ALL):
         used = {key for name, key in everywhere.items() if name not in left}
+        renamed = _suggest_names(set(absent.values()), set(stored.values()))
+        advice = renamed + _advise_of_codes(absent.values(), stored.values()) + _advise_of_grids(wanted, absent, stored)
+        advice = advice or _suggest_nearest(absent, {key for name, key in stored.items() if name not in mine})
+        if strict is StrictHandling.ASSUME_OK_UNEXPECTED and not renamed:
+            advice += "\nTo load the rest, pass strict='log_unexpected'."
         text = describe_mismatch(
-            _join_shards(left, used), _join_shards(absent, set(stored.values())) | set(incomplete.values())
+            _join_shards(left, used), _join_shards(absent, set(stored.values())) | set(incomplete.values()), advice
         )
-        advice = _suggest_names(set(absent.values()), set(stored.values()))
-        text += advice + _advise_of_codes(absent.values(), stored.values()) + _advise_of_grids(wanted, absent, stored)
-        if strict is StrictHandling.ASSUME_OK_UNEXPECTED and not advice:
-            text += "\nTo load the rest, pass strict='log_unexpected'."
         with comm.local_phase("comparing keys"):
             if strict.raises:
                 raise KeyMismatchError(text)
-        if strict in (StrictHandling.LOG_UNEXPECTED, StrictHandling.LOG_ALL):
-            logger.warning("%s", text)
+        logger.warning("%s", text)
     if on_unused != "ignore" and not strict.checks_all:
         _report_unused(mine, everywhere, on_unused, comm, counts_unused)
     return KeyMismatch(frozenset(left.values()), frozenset(absent.values()) | incomplete.keys(), not_stored)
@@ -374,6 +378,15 @@ def _suggest_prefix(absent: Collection[str], stored: Collection[str]) -> str:
     )
 
 
+def _suggest_nearest(absent: Mapping[str, str], unused: Collection[object]) -> str:
+    """Return which stored key, of those that nothing asks for, the first absent one may be misspelt for."""
+    key = min(absent.values(), default="")
+    texts = [name for name in unused if isinstance(name, str)]
+    without_numbers = _DIGITS.sub("", key)  # another layer's is no misspelling
+    near = ask_nearest(key, [name for name in texts if _DIGITS.sub("", name) != without_numbers])
+    return near and f"\n{escape_text(key)}: {near.strip()}"
+
+
 def _find_incomplete(wanted: Sequence[ShardedBase], stored: Mapping[str, str]) -> dict[str, str]:
     """Return the wanted objects of which the checkpoint has only some shards, as errors show them, by key."""
     grids = {shard.key: math.prod(shard.global_shape) for shard in wanted if isinstance(shard, ShardedObject)}
@@ -422,17 +435,26 @@ def compare_common(
         )
 
 
-def describe_mismatch(missing: Collection[str], unexpected: Collection[str]) -> str:
-    """Return which keys do not match as text, in Megatron's words and in torch's; empty if all match."""
+def describe_mismatch(missing: Collection[str], unexpected: Collection[str], advice: str = "") -> str:
+    """Return which keys do not match as text, in Megatron's words and in torch's; empty if all match.
+
+    Args:
+        missing: Keys in the checkpoint that no rank wants.
+        unexpected: Keys that are wanted and not in the checkpoint.
+        advice: What to do about it: a line of its own after how many there are and the first, before the others.
+    """
     # Megatron's callers look for its two terms, with capitals
-    parts = []
-    if unexpected:
-        parts.append(
-            "Unexpected keys, wanted and not in the checkpoint (torch: missing keys): " + ", ".join(sorted(unexpected))
-        )
-    if missing:
-        parts.append(
-            "Missing keys, in the checkpoint and wanted by no rank (torch: unexpected keys): "
-            + ", ".join(sorted(missing))
-        )
-    return "\n".join(parts)
+    kinds = [
+        ("Unexpected keys, wanted and not in the checkpoint (torch: missing keys)", sorted(unexpected)),
+        ("Missing keys, in the checkpoint and wanted by no rank (torch: unexpected keys)", sorted(missing)),
+    ]
+    counts = [f"{len(keys)}: " * (len(keys) > _FEW) for _, keys in kinds]
+    first = [
+        f"{kind}: {count}{listed(keys, limit=_FEW)}" for (kind, keys), count in zip(kinds, counts, strict=True) if keys
+    ]
+    others = [
+        f"{kind.partition(',')[0]} after the first {_FEW}: {listed(keys[_FEW:])}"
+        for kind, keys in kinds
+        if len(keys) > _FEW
+    ]
+    return "\n".join([*first, *filter(None, [advice.strip("\n")]), *others])

@@ -154,6 +154,33 @@ def test_no_value_of_the_common_state_is_lost(
         assert stored.common == expected
 
 
+@table(
+    ("rename", "keys", "common"),
+    [
+        ("=all", ["all.model.weight", "all.optim.weight"], {"all": {"model": {"lr": 0}, "optim": {"lr": 1}}}),
+        ("optim=", None, "the checkpoint has model.weight"),
+        ("optim.weight=", None, "'optim.weight' is a whole key"),
+    ],
+)
+def test_names_may_be_empty(tmp_path: Path, rename: str, keys: list[str] | None, common: Any) -> None:
+    """``=NEW`` puts all below NEW, ``OLD=`` takes OLD away: not where that leaves two names for one, or none."""
+    path = _save_own(tmp_path / "c", "torch_dist")
+    names = dict([rename.split("=")])
+    if keys is None:
+        with pytest.raises(KeyMismatchError, match=common), open_any(path, rename=names):
+            pass
+        return
+    with open_any(path, rename=names) as stored:
+        assert (sorted(stored), stored.common) == (keys, common)
+
+
+def test_a_prefix_of_all_is_taken_away(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """``--rename app=`` reads what is inside ``app`` as if it were at the top, common state too."""
+    dc.save({"app": {"step": 3}, "w": ShardedTensor.from_rank_offsets("app.w", torch.ones(2))}, tmp_path / "c")
+    found = _inspect(capsys, str(tmp_path / "c"), "--rename", "app=")
+    assert ([tensor["key"] for tensor in found["tensors"]], found["common"]) == (["w"], ["step"])
+
+
 @table("damage", ["missing", "cut"])
 def test_what_is_damaged_is_listed_by_other_names_too(
     tmp_path: Path, damage: str, capsys: pytest.CaptureFixture[str]

@@ -200,6 +200,21 @@ def test_a_staging_directory_is_committed_or_removed(tmp_path: Path, fails: bool
     assert (target / "data").read_bytes() == b"old"
 
 
+def test_what_is_in_the_way_is_said(tmp_path: Path) -> None:
+    """The error about a target that is not empty has the first names in it, and speaks of exports only where one is."""
+    target = tmp_path / "ckpt"
+    target.mkdir()
+    for names, is_export in [
+        (("shardckpt.json", "metadata.json"), False),
+        (("config.json", "model.safetensors"), True),
+    ]:
+        for name in names:
+            (target / name).touch()
+        with pytest.raises(StorageError, match=r"not empty: it has .*metadata\.json.*overwrite=True") as raised:
+            commit.check_target(target, overwrite=False)
+        assert ("tokenizer" in str(raised.value)) == is_export
+
+
 def test_a_commit_replaces_only_what_it_may(tmp_path: Path) -> None:
     """A target that is there when a save commits is refused without overwrite; with it, other files in it stay."""
     target = tmp_path / "ckpt"

@@ -74,6 +74,21 @@ def test_only_what_is_named_may_have_another_size(tmp_path: Path) -> None:
         dc.load(state, tmp_path / "c", resize=[1])  # type: ignore[list-item]
 
 
+@pytest.mark.parametrize("name", ["float8_e4m3fn", "float4_e2m1fn_x2", "uint4", "int4"])
+def test_codes_grow_too(tmp_path: Path, name: str) -> None:
+    """A tensor of a dtype of few bits gets the stored rows, and its new rows keep theirs."""
+    if (dtype := getattr(torch, name, None)) is None:
+        pytest.skip(f"this torch has no {name}")
+
+    def describe(codes: torch.Tensor) -> dict[str, ShardedTensor]:
+        return {"w": ShardedTensor.from_rank_offsets("w", codes.view(dtype))}
+
+    dc.save(describe(torch.ones(4, 4, dtype=torch.uint8)), tmp_path / "c")
+    codes = torch.full((6, 4), 7, dtype=torch.uint8)
+    dc.load(describe(codes), tmp_path / "c", resize=["w"])
+    assert codes[:, 0].tolist() == [1, 1, 1, 1, 7, 7]
+
+
 def test_what_cannot_be_resized_is_refused_before_anything_is_filled(tmp_path: Path) -> None:
     """Flattened shards and layers of one stored tensor: an error if their shape differs, and nothing if it does not."""
     layers = [ShardedTensor.from_rank_offsets("w", torch.ones(4), (0, n, 2), prepend_axis_num=1) for n in range(2)]

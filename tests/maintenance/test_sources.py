@@ -74,7 +74,10 @@ def make_legacy_megatron(path: Path) -> None:
         ),
         (make_linked_steps, 'a folder of checkpoints: give one, such as the latest, "step-5"'),
         (make_run_of_torchtitan, 'folder of 1 checkpoint: give one, such as "checkpoint/step-5"'),
-        (make_legacy_megatron, "legacy checkpoint of Megatron.*distributed format"),
+        (
+            make_legacy_megatron,
+            r"legacy checkpoint of Megatron.* of 1 rank: .*convert .*mp_rank_00/model_optim_rng\.pt NEW`",
+        ),
         (lambda path: np.savez(path.with_suffix(".npz"), w=np.ones(2)) or path.with_suffix(".npz").rename(path), "npz"),
         (lambda path: path.write_bytes(b"\x89HDF\r\n\x1a\n" + bytes(99)), "HDF5 file"),
         (lambda path: path.write_bytes(b"GGUF" + bytes(99)), "GGUF file"),

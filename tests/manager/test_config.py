@@ -39,7 +39,6 @@ def test_a_mode_may_be_a_text(mode: AsyncMode) -> None:
     [
         ({"keep_latest_k": 1, "async_mode": "async"}, "keep 2 or more"),
         ({"exclude_from_loading": ("model",)}, "without the model"),
-        ({"exclude_from_loading": ("optimizer",)}, "lr_scheduler"),
         (
             {"exclude_from_last_save": "freqs_cis", "last_save_in_hf": True, "last_save_model_only": False},
             "leave last_save_model_only True",

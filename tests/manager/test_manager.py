@@ -272,6 +272,8 @@ def test_states_that_are_excluded_or_new(tmp_path: Path) -> None:
     assert torch.equal(new.weight, ema.weight)
     with pytest.raises(CheckpointingException, match="'emma' is no state"):
         Training(tmp_path, exclude_from_loading=("emma",))
+    with pytest.raises(CheckpointingException, match="exclude lr_scheduler, too"):
+        Training(tmp_path, exclude_from_loading=("optimizer",))
 
 
 def test_the_seed_checkpoint(ranks: Ranks, tmp_path: Path) -> None:

@@ -108,6 +108,31 @@ def test_an_error_names_what_the_folder_has(tmp_path: Path) -> None:
         _resume(tmp_path / "d", rename={"x": "data"})
 
 
+@pytest.mark.parametrize("rename", [{}, {"": "model"}], ids=["known", "given"])
+def test_a_bare_model_is_read(tmp_path: Path, rename: dict[str, str]) -> None:
+    """Of a model at the top level the error names the states that are not there and the call; with that it loads."""
+    _save(tmp_path / "c", lambda model, _o, _d: model)
+    with pytest.raises(
+        CheckpointingException, match=r"no state 'data', 'optimizer'.*=\['data', 'optimizer'\]: the"
+    ) as e:
+        _resume(tmp_path / "c", rename=rename)
+    assert "rename={'net': 'model'}" in str(e.value)
+    model, optimizer, _ = _resume(tmp_path / "c", rename=rename, exclude_from_loading=["data", "optimizer"])
+    assert torch.equal(model[0].weight, _train(1)[0][0].weight)  # type: ignore[index]
+    assert torch.equal(optimizer.state[model[0].weight]["step"], torch.ones(()))  # type: ignore[index]
+
+
+def test_the_exact_rename_is_said(tmp_path: Path) -> None:
+    """Where the model's tensors are below another name, the error has it; turned round, ``rename`` is refused."""
+    _save(tmp_path / "c", lambda model, o, data: {"nets": {"gen": model}, "optimizer": o, "data": data})
+    with pytest.raises(
+        CheckpointingException, match=r"has model: CheckpointConfig\(rename=\{'nets\.gen': 'model'\}\)$"
+    ):
+        _resume(tmp_path / "c")
+    with pytest.raises(CheckpointingException, match=r"no state is named ''; .*before them: rename=\{'': 'model'\}$"):
+        _resume(tmp_path / "c", rename={"model": ""})
+
+
 def test_two_things_cannot_get_one_name(tmp_path: Path) -> None:
     """Neither of two states, nor a state and a part of another, silently counts."""
     weights = {"0.weight": torch.ones(3, 2)}

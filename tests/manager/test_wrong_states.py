@@ -8,12 +8,15 @@ import pytest
 import torch
 
 from shardckpt.errors import CheckpointingException
-from shardckpt.manager import CheckpointConfig, CheckpointManager
+from shardckpt.manager import CheckpointConfig, CheckpointManager, PerRank
 from tests.manager.training import Progress
+from tests.states import error_of
 from tests.tables import table
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from tests.ranks import Ranks
 
 _MODEL = torch.nn.Linear(2, 2)
 _OPTIMIZER = torch.optim.AdamW(_MODEL.parameters())
@@ -42,3 +45,33 @@ def test_a_state_of_another_kind_is_refused(tmp_path: Path, states: Any, said: s
     with pytest.raises(CheckpointingException, match=said) as caught:
         CheckpointManager(CheckpointConfig(folder=tmp_path), states)
     assert type(caught.value) is CheckpointingException
+
+
+def _save_and_load(folder: str, saved_per_rank: bool) -> tuple[str, str]:
+    """Save a state as PerRank or without, and return the error of a load the other way round."""
+    config = CheckpointConfig(folder=folder, interval=1)
+    own, shared = {"data": PerRank(Progress())}, {"data": Progress()}
+    with CheckpointManager(config, own if saved_per_rank else shared) as manager:
+        manager.save(1)
+    with CheckpointManager(config, shared if saved_per_rank else own) as manager:
+        return error_of(manager.load)
+
+
+@table(
+    "saved_per_rank, said",
+    [
+        (
+            True,
+            "a state 'data' of each rank: it was saved as PerRank, and is asked for as one state for all. Give it as",
+        ),
+        (False, "one state 'data' for all ranks, and it is asked for as PerRank: give the object without PerRank"),
+    ],
+)
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_state_of_each_rank_is_told_from_one_of_all(
+    ranks: Ranks, tmp_path: Path, world_size: int, saved_per_rank: bool, said: str
+) -> None:
+    """What was saved as PerRank and is asked for without it, or the other way, is the same error on every rank."""
+    errors = ranks.run(world_size, _save_and_load, str(tmp_path), saved_per_rank)
+    assert len(set(errors)) == 1
+    assert said in errors[0][1]

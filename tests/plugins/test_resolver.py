@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from shardckpt import dist_checkpointing as dc
+from shardckpt.cli import main
 from shardckpt.commit import claim_name, commit, release_name
 from shardckpt.distributed.comm import Comm
 from shardckpt.engine.loading import LoadOptions, open_checkpoint
@@ -170,11 +171,29 @@ def _builtin(path: Path) -> Path:
 
 
 def test_what_does_not_exist_is_no_checkpoint(tmp_path: Path) -> None:
-    """An absent path, and a path that is a file, are told apart from a checkpoint by name."""
-    (tmp_path / "file").write_text("x")
-    for name in ("absent", "file"):
-        text = _refusal(NotACheckpointError, tmp_path / name, PluginManager())
-        assert "does not exist or is not a directory" in text
+    """An absent path is told apart from a checkpoint by name; of a file, the error has the call that reads it."""
+    text = _refusal(NotACheckpointError, tmp_path / "absent", PluginManager())
+    assert "does not exist or is not a directory" in text
+    torch.save({"model": {"w": torch.ones(2)}}, tmp_path / "file.pt")
+    _follow(_refusal(NotACheckpointError, tmp_path / "file.pt", PluginManager()), tmp_path / "new")
+
+
+def test_a_legacy_checkpoint_of_megatron_is_said_with_what_reads_it(tmp_path: Path) -> None:
+    """Of one rank, the error has the call that converts it, and what that writes loads; of several, that none joins."""
+    for rank in range(2):
+        (folder := tmp_path / "iter" / f"mp_rank_0{rank}").mkdir(parents=True)
+        torch.save({"model": {"w": torch.ones(2)}, "iteration": 3}, folder / "model_optim_rng.pt")
+        text = _refusal(IncompleteCheckpointError, tmp_path / "iter", PluginManager())
+        assert ("nothing here joins the shards of ranks" in text) == bool(rank)
+        _follow(text, tmp_path / f"new-{rank}")
+
+
+def _follow(advice: str, target: Path) -> None:
+    """Call what an error advises, and load what it has written."""
+    call = advice.partition("`shardckpt ")[2].partition(" NEW`")[0]
+    assert main([*call.split(), str(target)]) == 0
+    loaded = dc.load({"w": ShardedTensor.from_rank_offsets("model.w", torch.zeros(2))}, target)
+    assert torch.equal(loaded["w"], torch.ones(2))
 
 
 def test_an_empty_directory_is_no_checkpoint(tmp_path: Path) -> None:

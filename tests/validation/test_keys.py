@@ -224,6 +224,28 @@ def test_a_key_that_is_stored_without_its_first_part_is_said() -> None:
         compare_keys(wanted, stored, StrictHandling.RAISE_UNEXPECTED, Comm(alone=True))
 
 
+def test_what_to_do_about_many_keys_comes_before_the_most_of_them() -> None:
+    """Of 40 keys that are not stored, the error says how many and three, then what loads them, then 20 others."""
+    wanted = [_cell(0, 1, f"model.layers.{n:02}.w") for n in range(40)]
+    stored = name_keys([_cell(0, 1, shard.key.removeprefix("model.")) for shard in wanted])
+    with pytest.raises(KeyMismatchError) as raised:
+        compare_keys(wanted, stored, StrictHandling.ASSUME_OK_UNEXPECTED, Comm(alone=True))
+    first, advice, others = str(raised.value).splitlines()
+    assert first.endswith(": 40: model.layers.00.w, model.layers.01.w, model.layers.02.w, ... and 37 more")
+    assert "(40 keys so): describe what begins with 'model.' without that" in advice
+    assert others.startswith("Unexpected keys after the first 3: model.layers.03.w, ")
+    assert others.endswith("model.layers.22.w, ... and 17 more")
+
+
+def test_a_misspelt_key_is_asked_about() -> None:
+    """The nearest stored key that nothing asks for is named; one that is asked for is not."""
+    stored = name_keys([_cell(0, 1, "layer.weight"), _cell(0, 1, "layer.weigth2")])
+    for wanted, near in [(["layer.wieght"], "weight"), (["layer.wieght", "layer.weight"], "weigth2")]:
+        shards = [_cell(0, 1, key) for key in wanted]
+        with pytest.raises(KeyMismatchError, match=rf"\nlayer\.wieght: did you mean layer\.{near}\?\nTo load the rest"):
+            compare_keys(shards, stored, StrictHandling.ASSUME_OK_UNEXPECTED, Comm(alone=True))
+
+
 @table(
     ("stored", "expected"),
     [
