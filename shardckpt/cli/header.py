@@ -47,4 +47,4 @@ def _find_library(checkpoint: StoredCheckpoint | PlainRecord, place: Path) -> st
     if isinstance(checkpoint, PlainRecord) or checkpoint.record is not None:
         return None
     is_own = any(file.name == RECORD_NAME for file in checkpoint.find_incomplete_files())
-    return "shardckpt" if is_own else name_library(place, checkpoint.backend)
+    return "shardckpt" if is_own else checkpoint.library or name_library(place, checkpoint.backend)

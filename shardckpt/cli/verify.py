@@ -240,7 +240,7 @@ def _find_style(answer: Answer) -> Style:
 
 
 def _find_file_style(result: FileResult) -> Style:
-    return "" if result.foreign else "bad" if result.fault else "good"
+    return "" if result.foreign else "bad" if result.fault else "" if result.note else "good"
 
 
 def _make_row(answer: Answer) -> dict[str, Any]:
@@ -257,7 +257,7 @@ def _make_row(answer: Answer) -> dict[str, Any]:
 def _said(result: FileResult, path: str) -> str:
     if result.foreign:
         return "not a file of this checkpoint"
-    return _shorten_fault(result, path) or result.note or _FINE[result.checked]
+    return "; ".join(filter(None, (_shorten_fault(result, path), result.note))) or _FINE[result.checked]
 
 
 def _shorten_fault(result: FileResult, path: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from shardckpt.engine.integrity import find_incomplete_files
 from shardckpt.engine.renaming import rename_key
@@ -97,6 +97,13 @@ class StoredTensor:
         return f"StoredTensor({self.key!r}, {self.dtype}, {self.shape})"
 
 
+@runtime_checkable
+class _NamesLibrary(Protocol):
+    """A load strategy of foreign files that say what wrote them."""
+
+    library: str
+
+
 class StoredCheckpoint(Mapping[str, "StoredTensor"]):
     """An open checkpoint: a mapping from key to :class:`StoredTensor`, with methods for objects and common state.
 
@@ -125,6 +132,12 @@ class StoredCheckpoint(Mapping[str, "StoredTensor"]):
     def lineage(self) -> Lineage:
         """The save id of the checkpoint that its job was resumed from, and its step; None where nothing is stored."""
         return self._checkpoint.context.reader.manifest.lineage
+
+    @property
+    def library(self) -> str:
+        """What wrote it, where no record says that and its files do; ``""`` if they do not."""
+        strategy = self._checkpoint.strategy
+        return strategy.library if isinstance(strategy, _NamesLibrary) else ""
 
     @property
     def record(self) -> Record | None:

@@ -22,15 +22,17 @@ if TYPE_CHECKING:
     from shardckpt.huggingface.dtypes import cast_to, get_dtype_size, parse_dtype
     from shardckpt.huggingface.export import Exported, ExportedTensor, export_to_huggingface
     from shardckpt.huggingface.export_budget import LEAST_EXPORTING, LEAST_EXPORTING_ON_STORES
-    from shardckpt.huggingface.folder import CONFIG, read_origin
+    from shardckpt.huggingface.folder import CONFIG, Folder
     from shardckpt.huggingface.folder_export import FolderExport
     from shardckpt.huggingface.header import parse_header, place_tensors
     from shardckpt.huggingface.hub_tensor import HubTensor
-    from shardckpt.huggingface.load import huggingface_index, load_from_huggingface
+    from shardckpt.huggingface.load import huggingface_index, load_from_huggingface, read_hub_folder
     from shardckpt.huggingface.load_strategy import HuggingFaceLoadStrategy
     from shardckpt.huggingface.megatron import MEGATRON_NAME, split_qkv, split_vocabulary
     from shardckpt.huggingface.models import MegatronMapping, find_mapping
     from shardckpt.huggingface.names import (
+        ADAPTER,
+        ADAPTER_WEIGHTS,
         SAFETENSORS,
         assign_files,
         encode_weights_index,
@@ -38,7 +40,7 @@ if TYPE_CHECKING:
         parse_leave_out,
     )
     from shardckpt.huggingface.planning import ExportOptions, plan_export, plan_tensors
-    from shardckpt.huggingface.review import review_folder
+    from shardckpt.huggingface.review import review_folder, review_others
     from shardckpt.huggingface.rules import Rule, RuleMapping
     from shardckpt.huggingface.sections import Sections, find_sections
     from shardckpt.huggingface.shards import get_shard_info, save_state_dict
@@ -66,15 +68,17 @@ __getattr__ = lazy_getattr(
         "dtypes": ("cast_to", "get_dtype_size", "parse_dtype"),
         "export": ("Exported", "ExportedTensor", "export_to_huggingface"),
         "export_budget": ("LEAST_EXPORTING", "LEAST_EXPORTING_ON_STORES"),
-        "folder": ("CONFIG", "read_origin"),
+        "folder": ("CONFIG", "Folder"),
         "folder_export": ("FolderExport",),
         "header": ("parse_header", "place_tensors"),
         "hub_tensor": ("HubTensor",),
-        "load": ("huggingface_index", "load_from_huggingface"),
+        "load": ("huggingface_index", "load_from_huggingface", "read_hub_folder"),
         "load_strategy": ("HuggingFaceLoadStrategy",),
         "megatron": ("MEGATRON_NAME", "split_qkv", "split_vocabulary"),
         "models": ("MegatronMapping", "find_mapping"),
         "names": (
+            "ADAPTER",
+            "ADAPTER_WEIGHTS",
             "SAFETENSORS",
             "assign_files",
             "encode_weights_index",
@@ -82,7 +86,7 @@ __getattr__ = lazy_getattr(
             "parse_leave_out",
         ),
         "planning": ("ExportOptions", "plan_export", "plan_tensors"),
-        "review": ("review_folder",),
+        "review": ("review_folder", "review_others"),
         "rules": ("Rule", "RuleMapping"),
         "sections": ("Sections", "find_sections"),
         "shards": ("get_shard_info", "save_state_dict"),
@@ -96,6 +100,8 @@ __getattr__ = lazy_getattr(
 )
 
 __all__ = [
+    "ADAPTER",
+    "ADAPTER_WEIGHTS",
     "CONFIG",
     "HEADS",
     "LEAST_EXPORTING",
@@ -105,6 +111,7 @@ __all__ = [
     "ExportOptions",
     "Exported",
     "ExportedTensor",
+    "Folder",
     "FolderExport",
     "HubTensor",
     "HuggingFaceLoadStrategy",
@@ -157,8 +164,9 @@ __all__ = [
     "read_all_of_folder",
     "read_assets",
     "read_config",
-    "read_origin",
+    "read_hub_folder",
     "review_folder",
+    "review_others",
     "save_state_dict",
     "split_qkv",
     "split_vocabulary",

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+import re
 import threading
+from collections import Counter
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardckpt.errors import listed
-from shardckpt.huggingface.config import QUANTIZATIONS
+from shardckpt.huggingface.config import HEADS, QUANTIZATIONS
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping
     from pathlib import Path
+
+    from shardckpt.planning import Ints
 
 #: What ``from_pretrained`` tells of a load, and what we call it: tensors without which a model is another one.
 _FAULTS = {"missing_keys": "missing", "mismatched_keys": "of another shape"}
@@ -26,6 +30,7 @@ _NOISY = ("torchao", "torch.utils._pytree")
 #: A load changes transformers' and torch's defaults for all threads, and puts them back.
 _LOCK = threading.Lock()
 _owns_process = False
+_NO_CLASS = "it names no class (architectures)"
 
 
 class Fit(NamedTuple):
@@ -53,7 +58,7 @@ def own_process() -> Iterator[None]:
         _owns_process = before
 
 
-def try_class(folder: Path, config: Mapping[str, Any]) -> Fit:
+def try_class(folder: Path, config: Mapping[str, Any], shapes: Mapping[str, Ints]) -> Fit:
     """Return how the weights of a folder fit the model's class.
 
     The class is built without memory, and no value is read: 0.1 s for a model of 600 MB, beside transformers' import.
@@ -61,22 +66,27 @@ def try_class(folder: Path, config: Mapping[str, Any]) -> Fit:
     Args:
         folder: The folder, on this machine. No code in it is run.
         config: The content of its ``config.json``.
+        shapes: Those of its tensors, by name.
     """
     names = config.get("architectures")
     name = str(names[0]) if isinstance(names, list) and names else ""
-    why_not = _explain_untried(name, config)
+    why_not = _explain_untried(name or str(config.get("model_type") or ""), config)
     if why_not:
         return Fit("", f"names and shapes were not compared: {why_not}")
     try:
-        told = _load_without_values(folder, name)
+        found, told = _load_without_values(folder, name or _find_class(config, shapes))
     except ImportError as exc:
-        return Fit("", f"names and shapes were not compared: transformers has no {name}, or misses a package ({exc})")
+        what = name or "class of its type"
+        return Fit("", f"names and shapes were not compared: transformers has no {what}, or misses a package ({exc})")
     except Exception as exc:  # noqa: BLE001 - memory, devices, a release that does not know a setting
         if isinstance(exc, RuntimeError) and _CONVERSION in str(exc):
-            return Fit(f"{name} of transformers cannot join the weights: some have another shape, or are missing", "")
+            odd = listed(_find_odd_shapes(shapes)) or "some have another shape, or are missing"
+            return Fit(f"{name or 'the class'} of transformers cannot join the weights: {odd}", "")
         return Fit("", f"names and shapes were not compared: transformers says {type(exc).__name__} ({exc})")
-    fault, note = (_describe_told(told, kinds, name) for kinds in (_FAULTS, _NOTES))
-    return Fit(fault, note or (not fault) * f"{name} of transformers has these names and shapes", bool(note))
+    fault, note = (_describe_told(told, kinds, found) for kinds in (_FAULTS, _NOTES))
+    if fault and not name and shapes.keys().isdisjoint(HEADS):  # a class with another head may have no such tensors
+        return Fit("", f"names and shapes were not compared: {_NO_CLASS}")
+    return Fit(fault, note or (not fault) * f"{found} of transformers has these names and shapes", bool(note))
 
 
 def _describe_told(told: Mapping[str, Collection[Any]], kinds: Mapping[str, str], name: str) -> str:
@@ -86,7 +96,7 @@ def _describe_told(told: Mapping[str, Collection[Any]], kinds: Mapping[str, str]
 
 def _explain_untried(name: str, config: Mapping[str, Any]) -> str:
     if not name:
-        return "it names no class (architectures)"
+        return _NO_CLASS
     if "auto_map" in config:
         return "its code is in the folder, and is not run"
     if any(config.get(key) for key in QUANTIZATIONS):
@@ -99,8 +109,40 @@ def _explain_untried(name: str, config: Mapping[str, Any]) -> str:
     return ""
 
 
-def _load_without_values(folder: Path, name: str) -> dict[str, Collection[Any]]:
-    """Return what transformers tells of a load of a folder into a class; raise ImportError if it has no such class."""
+def _find_class(config: Mapping[str, Any], shapes: Mapping[str, Ints]) -> str:
+    """Return the class of a config that names none: the base of its model type, or with an output layer more."""
+    with _LOCK, _quietly():
+        from transformers.models.auto import modeling_auto as known
+
+        has_head = not shapes.keys().isdisjoint(HEADS)
+        classes: Any = known.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if has_head else known.MODEL_MAPPING_NAMES
+        found = classes.get(config.get("model_type"))
+    if not isinstance(found, str):  # there are several, or none
+        raise ImportError(f"model_type {config.get('model_type')!r}")
+    return found
+
+
+def _find_odd_shapes(shapes: Mapping[str, Ints]) -> list[str]:
+    """Return the tensors of experts that have another shape than most of their kind, with both shapes."""
+    kinds: dict[str, dict[str, Ints]] = {}
+    for name, shape in shapes.items():
+        if ".experts." in name:
+            kinds.setdefault(re.sub(r"\.\d+\.", ".*.", name), {})[name] = shape
+    usual = {kind: Counter(found.values()).most_common(1)[0][0] for kind, found in kinds.items()}
+    return [
+        f"{name}: {shape} for {usual[kind]}"
+        for kind, found in kinds.items()
+        for name, shape in found.items()
+        if shape != usual[kind]
+    ]
+
+
+def _load_without_values(folder: Path, name: str) -> tuple[str, dict[str, Collection[Any]]]:
+    """Return the class, and what transformers tells of a load of a folder into it.
+
+    Raises:
+        ImportError: It has no such class.
+    """
     with _LOCK, _quietly():
         import transformers
         from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
@@ -119,7 +161,7 @@ def _load_without_values(folder: Path, name: str) -> dict[str, Collection[Any]]:
             local_files_only=True,
             use_safetensors=True,
         )
-    return dict(loaded[1])
+    return name, dict(loaded[1])
 
 
 def _name_keys(keys: Collection[Any]) -> list[str]:
@@ -132,18 +174,20 @@ def _quietly() -> Iterator[None]:
     """Keep transformers from a report of its own and from bars, and what it imports from warnings."""
     loggers = [logging.getLogger(name) for name in _NOISY]
     levels = [each.level for each in loggers]
-    for each in loggers:
-        each.setLevel(logging.ERROR)
-    from transformers.utils import logging as library
-
-    level, has_bars = library.get_verbosity(), library.is_progress_bar_enabled()
-    library.set_verbosity(logging.CRITICAL)
-    library.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
-        yield
+        for each in loggers:
+            each.setLevel(logging.ERROR)
+        from transformers.utils import logging as library
+
+        level, has_bars = library.get_verbosity(), library.is_progress_bar_enabled()
+        try:
+            library.set_verbosity(logging.CRITICAL)
+            library.disable_progress_bar()  # type: ignore[no-untyped-call]
+            yield
+        finally:
+            library.set_verbosity(level)
+            if has_bars:
+                library.enable_progress_bar()  # type: ignore[no-untyped-call]
     finally:
-        library.set_verbosity(level)
-        if has_bars:
-            library.enable_progress_bar()  # type: ignore[no-untyped-call]
         for each, before in zip(loggers, levels, strict=True):
             each.setLevel(before)

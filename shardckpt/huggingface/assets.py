@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 from shardckpt.engine import expand_home, locate
 from shardckpt.errors import CheckpointingException, StorageError, listed
-from shardckpt.huggingface.names import is_asset
+from shardckpt.huggingface.adapters import find_adapter_mapping
+from shardckpt.huggingface.names import ADAPTER, is_asset
 from shardckpt.plugins import get_plugin_manager
 from shardckpt.storage import has_local_files, name_siblings, on_store, read_file, wrap_os_errors
 
@@ -21,11 +22,12 @@ if TYPE_CHECKING:
 _LIMIT = 1 << 30
 
 
-def list_assets(assets: PathLike | Sequence[PathLike]) -> list[Path]:
+def list_assets(assets: PathLike | Sequence[PathLike], mapping: object = None) -> list[Path]:
     """Return a model's files that are not weights.
 
     Args:
         assets: A folder or the URL of one, of which all files but weights count; or a list of files.
+        mapping: The mapping, as a caller gives it: with that of an adapter, of a folder its configuration alone counts.
 
     Raises:
         CheckpointingException: There are none, or two have one name.
@@ -37,7 +39,9 @@ def list_assets(assets: PathLike | Sequence[PathLike]) -> list[Path]:
             raise StorageError(f"assets={assets}: there is no such folder {name_siblings(folder.absolute())}".rstrip())
         with wrap_os_errors("list", folder):
             found = sorted(folder.iterdir(), key=lambda path: path.name)
-            files = [path for path in found if path.is_file() and is_asset(path.name)]
+            is_adapter = find_adapter_mapping(mapping) is not None
+            is_wanted = is_asset if not is_adapter else (lambda name: name == ADAPTER)
+            files = [path for path in found if path.is_file() and is_wanted(path.name)]
     else:
         files = [Path(expand_home(path)) for path in assets]
     if not files:

@@ -6,14 +6,25 @@ import math
 from typing import TYPE_CHECKING
 
 from shardckpt.errors import CheckpointingException, CorruptCheckpointError, listed
-from shardckpt.huggingface.folder import find_only_file, read_header, read_weight_map, resolve_link
-from shardckpt.huggingface.names import SAFETENSORS, index_name
-from shardckpt.storage import file_size, wrap_os_errors
+from shardckpt.huggingface.folder import (
+    find_only_file,
+    parse_object,
+    parse_text,
+    read_header,
+    read_weight_map,
+    resolve_link,
+)
+from shardckpt.huggingface.names import SAFETENSORS, index_name, is_configuration
+from shardckpt.storage import file_size, read_file, wrap_os_errors
 from shardckpt.strategy import find_error
 
 if TYPE_CHECKING:
     from collections.abc import Collection
     from pathlib import Path
+
+
+#: Most bytes of a JSON file: the largest tokenizers have some 30 MB.
+_JSON_LIMIT = 256 << 20
 
 
 def check_folder(folder: Path) -> dict[str, CheckpointingException | None]:
@@ -23,7 +34,7 @@ def check_folder(folder: Path) -> dict[str, CheckpointingException | None]:
         folder: The folder, local or on a store.
 
     Returns:
-        By file name: what is wrong with it, or None.
+        By file name: what is wrong with it, or None. Of JSON files beside the index those with a fault.
 
     Raises:
         NotACheckpointError: It has neither ``model.safetensors`` nor the index.
@@ -37,7 +48,22 @@ def check_folder(folder: Path) -> dict[str, CheckpointingException | None]:
     found = {
         file: find_error(check_weights, resolve_link(folder, file), names) for file, names in sorted(files.items())
     }
-    return {index_name(SAFETENSORS): None, **found} if weight_map else found
+    index = {index_name(SAFETENSORS): None} if weight_map else {}
+    return {**index, **found, **_find_wrong_texts(folder)}
+
+
+def _find_wrong_texts(folder: Path) -> dict[str, CheckpointingException]:
+    """Return what is wrong with JSON files: configurations and tokenizers are objects, others may be anything."""
+    with wrap_os_errors("list", folder):
+        names = sorted(path.name for path in folder.iterdir() if path.suffix == ".json" and path.name[0] != ".")
+    found = {name: find_error(_check_text, folder, name) for name in names}
+    return {name: error for name, error in found.items() if error is not None}
+
+
+def _check_text(folder: Path, name: str) -> None:
+    parse = parse_object if is_configuration(name) else parse_text
+    # by the name in the folder: a link of the cache leads to one that says nothing
+    parse(read_file(resolve_link(folder, name), _JSON_LIMIT), folder / name)
 
 
 def check_weights(path: Path, promised: Collection[str] = ()) -> None:

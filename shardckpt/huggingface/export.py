@@ -126,8 +126,9 @@ def export_to_huggingface(
             optimizers' parameters and by the names that trainers give it (``model.``, ``app.model.``, ``state_dict.``).
         mapping: How names and shapes change: the ``model_type`` of a model (``"llama"``, ``"qwen3_moe"``, or one that a
             plugin's ``shardckpt_key_mapping`` knows), with Megatron's names if ``config.json`` is in ``assets``; a
-            file, ``"rules.json"``, ``"rules.py:MAPPING"`` or the model's ``"config.json"``; a KeyMapping; or None for
-            the same names.
+            file, ``"rules.json"``, ``"rules.py:MAPPING"`` or the model's ``"config.json"``; ``"peft"`` or
+            ``"peft:NAME"`` for a LoRA adapter alone, whose ``adapter_config.json`` is in ``assets``; a KeyMapping; or
+            None for the same names.
         dtype: The dtype that floating-point tensors of 16 bits or more are cast to, except scales of 8-bit weights, and
             what holds more than the model's weights do, by its dtype or by what it is: buffers of float64, float32
             among weights of bfloat16, ``e_score_correction_bias`` and ``A_log``. A dict of dtypes by patterns of names
@@ -164,7 +165,7 @@ def export_to_huggingface(
     with comm.local_phase("reading the arguments"):
         source, folder = (locate(path, get_plugin_manager()) for path in (checkpoint_dir, target))
         refuse_overlap([source], folder)
-        copied = [] if assets is None else list_assets(assets)
+        copied = [] if assets is None else list_assets(assets, mapping)
         options = ExportOptions(
             prefix,
             find_mapping(mapping, partial(read_config, copied, folder), "cut" if cut_vocabulary else "refuse"),

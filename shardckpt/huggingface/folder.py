@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardckpt.errors import CorruptCheckpointError, NotACheckpointError, listed
-from shardckpt.huggingface.header import FileTensor, parse_header
-from shardckpt.huggingface.names import ORIGIN, SAFETENSORS, file_names, has_numbered_files, index_name
+from shardckpt.huggingface.header import FileTensor, parse_head
+from shardckpt.huggingface.names import (
+    ADAPTER,
+    ADAPTER_WEIGHTS,
+    ORIGIN,
+    SAFETENSORS,
+    file_names,
+    has_numbered_files,
+    index_name,
+)
 from shardckpt.storage import (
     HEADER_LIMIT,
     LENGTH_BYTES,
@@ -62,6 +70,9 @@ class Folder:
         config: The content of ``config.json``; empty without one.
         stamp: Inode number, size in bytes and modification time in ns of the first file of weights; None on an object
             store. An export writes new files, so the stamp tells two exports apart.
+        origin: What an export has said of its source: ``version`` of shardckpt, ``source`` and ``fingerprint``, of
+            which some or all may be missing.
+        adapter: The content of ``adapter_config.json``, if the folder has an adapter of PEFT and no model; else None.
     """
 
     directory: str
@@ -69,6 +80,14 @@ class Folder:
     tensors: dict[str, TensorLocation]
     config: dict[str, Any]
     stamp: tuple[int, int, int] | None = None
+    origin: dict[str, str] = field(default_factory=dict)
+    adapter: dict[str, Any] | None = None
+
+    @property
+    def library(self) -> str:
+        """What wrote it, as far as that is said; ``""`` if not."""
+        ours = f"shardckpt {self.origin['version']}" if "version" in self.origin else ""
+        return ours if self.adapter is None else f"{ours or 'PEFT'} (a PEFT adapter)"
 
 
 def read_folder(folder: Path) -> Folder:
@@ -100,8 +119,9 @@ def read_file_as_folder(folder: Path, file: str) -> Folder:
     Raises:
         CorruptCheckpointError: the file is damaged or cut short.
     """
-    tensors = _locate_tensors({file: read_header(folder / file)}, {}, folder)
-    return Folder("", {file: file}, tensors, {}, _read_stamp(folder, [file]))
+    header, origin = _read_head(folder / file)
+    tensors = _locate_tensors({file: header}, {}, folder)
+    return Folder("", {file: file}, tensors, {}, _read_stamp(folder, [file]), origin)
 
 
 def check_same_folder(folder: Path, found: Folder) -> None:
@@ -127,39 +147,56 @@ def _read_stamp(folder: Path, files: Sequence[str]) -> tuple[int, int, int] | No
 
 
 def _read_folder(folder: Path) -> Folder:
-    weight_map = read_weight_map(folder)
+    weight_map, origin = _read_index(folder)
     files = sorted(set(weight_map.values())) or [find_only_file(folder)]
     real = {file: resolve_link(folder, file) for file in files}
-    headers = {file: read_header(path) for file, path in real.items()}
+    heads = {file: _read_head(path) for file, path in real.items()}
     directory = _link_directory(folder, real)
     names = {file: str(path.relative_to(directory)) if directory else path.name for file, path in real.items()}
     config = resolve_link(folder, CONFIG)
     return Folder(
         directory,
         names,
-        _locate_tensors(headers, weight_map, folder),
+        _locate_tensors({file: tensors for file, (tensors, _) in heads.items()}, weight_map, folder),
         read_json(config, CONFIG_LIMIT) if is_there(config) else {},
         _read_stamp(folder, files),
+        origin if weight_map else heads[files[0]][1],
+        _read_adapter(folder) if files == [ADAPTER_WEIGHTS] else None,
     )
+
+
+def _read_adapter(folder: Path) -> dict[str, Any]:
+    if not is_there(folder / ADAPTER):
+        raise CorruptCheckpointError(
+            f"{folder} has lost {ADAPTER}, without which PEFT does not load the adapter in {ADAPTER_WEIGHTS}: copy it "
+            "from where the folder came from"
+        )
+    return read_json(resolve_link(folder, ADAPTER), CONFIG_LIMIT)
 
 
 def read_weight_map(folder: Path) -> dict[str, str]:
     """Return the file of every tensor by the index; empty without an index."""
+    return _read_index(folder)[0]
+
+
+def _read_index(folder: Path) -> tuple[dict[str, str], dict[str, str]]:
+    """Return the file of every tensor, and what the index says of the folder's source; both empty without an index."""
     path = folder / index_name(SAFETENSORS)
     if not is_there(path):
-        return {}
-    found = read_json(resolve_link(folder, path.name), HEADER_LIMIT).get("weight_map")
+        return {}, {}
+    content = read_json(resolve_link(folder, path.name), HEADER_LIMIT)
+    found = content.get("weight_map")
     if not isinstance(found, dict) or not found or not all(isinstance(file, str) for file in found.values()):
         raise CorruptCheckpointError(f"{path} has no weight_map from names of tensors to names of files")
     for file in found.values():
         # the index is not trusted: its names must not lead out of the folder
         if "/" in check_file_name(file):
             raise CorruptCheckpointError(f"{path} names the file {file!r}: it must be in the folder itself")
-    return found
+    return found, _find_origin(content.get("metadata"))
 
 
 def find_only_file(folder: Path) -> str:
-    """Return the name of the one file of weights.
+    """Return the name of the one file of weights, or of an adapter's.
 
     Raises:
         NotACheckpointError: It is not there.
@@ -167,6 +204,8 @@ def find_only_file(folder: Path) -> str:
     """
     (name,) = file_names(1, SAFETENSORS)
     if not is_there(folder / name):
+        if is_there(folder / ADAPTER_WEIGHTS):
+            return ADAPTER_WEIGHTS
         names = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
         if has_numbered_files(names):
             raise CorruptCheckpointError(
@@ -208,33 +247,19 @@ def resolve_link(folder: Path, file: str) -> Path:
     return target if any(map(target.is_relative_to, blobs)) else path
 
 
-def read_origin(folder: Path) -> dict[str, str]:
-    """Return what an export has said of its source: ``version`` of shardckpt, ``source`` and ``fingerprint``.
-
-    Args:
-        folder: A folder whose headers are sound.
-
-    Returns:
-        Texts by these names, of which some or all may be missing.
-    """
-    index = folder / index_name(SAFETENSORS)
-    if is_there(index):
-        said = read_json(resolve_link(folder, index.name), HEADER_LIMIT).get("metadata")
-    else:
-        text, _ = _read_header_text(resolve_link(folder, find_only_file(folder)))
-        said = json.loads(text).get("__metadata__")
-    texts = said.items() if isinstance(said, dict) else ()
+def _find_origin(metadata: object) -> dict[str, str]:
+    """Return what the metadata of an index or a header says of the folder's source."""
+    texts = metadata.items() if isinstance(metadata, dict) else ()
     return {k.removeprefix(ORIGIN): v for k, v in texts if k.startswith(ORIGIN) and isinstance(v, str)}
 
 
 def read_header(path: Path) -> dict[str, FileTensor]:
     """Return the tensors of a file by name; raise CorruptCheckpointError if its header or its length is wrong."""
-    text, size = _read_header_text(path)
-    return parse_header(text, size, str(path))
+    return _read_head(path)[0]
 
 
-def _read_header_text(path: Path) -> tuple[bytes, int]:
-    """Return the header of a file, and the bytes of the file."""
+def _read_head(path: Path) -> tuple[dict[str, FileTensor], dict[str, str]]:
+    """Return the tensors of a file by name, and what its metadata says of its source."""
     fd, size = open_existing(path)
     try:
         first = bytearray(min(LENGTH_BYTES, size))
@@ -243,7 +268,8 @@ def _read_header_text(path: Path) -> tuple[bytes, int]:
         read_into(fd, path, memoryview(text), LENGTH_BYTES)
     finally:
         close_file(fd)
-    return bytes(text), size
+    tensors, metadata = parse_head(bytes(text), size, str(path))
+    return tensors, _find_origin(metadata)
 
 
 def _locate_tensors(
@@ -278,10 +304,15 @@ def read_json(path: Path, limit: int) -> dict[str, Any]:
 
 def parse_object(raw: bytes, path: Path) -> dict[str, Any]:
     """Return the object in the content of a JSON file; raise CorruptCheckpointError if it is not one."""
-    try:
-        found = json.loads(raw)
-    except (ValueError, RecursionError) as exc:
-        raise CorruptCheckpointError(f"{path} is damaged: {exc}") from exc
+    found = parse_text(raw, path)
     if not isinstance(found, dict):
         raise CorruptCheckpointError(f"{path} is damaged: it is not a JSON object")
     return found
+
+
+def parse_text(raw: bytes, path: Path) -> Any:
+    """Return what is in the content of a JSON file; raise CorruptCheckpointError if it is none."""
+    try:
+        return json.loads(raw)
+    except (ValueError, RecursionError) as exc:
+        raise CorruptCheckpointError(f"{path} is damaged: {exc}") from exc

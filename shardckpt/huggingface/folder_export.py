@@ -21,6 +21,8 @@ from shardckpt.huggingface.folder import CONFIG, read_folder
 from shardckpt.huggingface.header import lay_out
 from shardckpt.huggingface.hub_tensor import have_equal_values
 from shardckpt.huggingface.names import (
+    ADAPTER,
+    ADAPTER_WEIGHTS,
     ORIGIN,
     SAFETENSORS,
     encode_weights_index,
@@ -150,7 +152,18 @@ class FolderExport:
                 )
 
     def _adapt_config(self) -> bytes | None:
-        """Return the text of ``config.json``; None if none is there, or it is true of the tensors as it is."""
+        """Return the text of ``config.json``; None if none is there, or it is true of the tensors as it is.
+
+        Raises:
+            CheckpointingException: It is not; or an adapter is written without its own configuration.
+        """
+        if ADAPTER_WEIGHTS in dict(self.plan.files):
+            if ADAPTER not in {path.name for path in self.assets}:
+                raise CheckpointingException(
+                    f"PEFT loads no adapter without {ADAPTER}: give the folder that has it (assets=, --assets); "
+                    "peft_config['default'].save_pretrained(FOLDER) of the model writes it"
+                )
+            return None
         config = find_config(self.assets, None if self.assets else self.target)
         if config is None:
             return None
@@ -178,7 +191,11 @@ class FolderExport:
             KeyMismatchError: It misses some, or they have another shape, and the export is strict.
         """
         config = find_config([], staging) if self.plan.file_format == SAFETENSORS else None
-        fit = Fit("", "") if config is None else try_class(staging, config.content)
+        fit = (
+            Fit("", "")
+            if config is None
+            else try_class(staging, config.content, {tensor.name: tensor.shape for tensor in self.plan.tensors})
+        )
         fault = fit.fault or fit.has_unknown * fit.said
         if fit.fault and self.plan.strict:
             raise KeyMismatchError(

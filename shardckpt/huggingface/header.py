@@ -176,6 +176,15 @@ def parse_header(text: bytes, size: int, source: str) -> dict[str, FileTensor]:
     Raises:
         CorruptCheckpointError: the header contradicts itself or the file.
     """
+    return parse_head(text, size, source)[0]
+
+
+def parse_head(text: bytes, size: int, source: str) -> tuple[dict[str, FileTensor], dict[str, Any]]:
+    """Do the same, and return the file's metadata, too.
+
+    Raises:
+        CorruptCheckpointError: the header contradicts itself or the file.
+    """
     first = LENGTH_BYTES + len(text)
     try:
         entries = parse_json(text)
@@ -186,7 +195,7 @@ def parse_header(text: bytes, size: int, source: str) -> dict[str, FileTensor]:
         found = {name: found[other] for name, other in tied.items() if other in found} | found
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as exc:
         raise CorruptCheckpointError(f"{source}: its header is damaged, or the file is cut short ({exc})") from exc
-    return found
+    return found, metadata
 
 
 def _entry(entry: Any, first: int, size: int) -> FileTensor:

@@ -16,6 +16,7 @@ from shardckpt.engine import (
     parse_resize,
 )
 from shardckpt.errors import CheckpointingException, KeyMismatchError, NotACheckpointError, listed
+from shardckpt.huggingface.adapters import AdapterNames
 from shardckpt.huggingface.config import ModelConfig
 from shardckpt.huggingface.folder import CONFIG, check_same_folder, read_folder
 from shardckpt.huggingface.load_strategy import HuggingFaceLoadStrategy
@@ -114,10 +115,15 @@ def load_from_huggingface(
                 # rows that pad the vocabulary are the trainer's: they are as allow_shape_mismatch says
                 names = find_mapping(mapping, lambda: found.config, "keep")
                 wanted = allow_resizing(LoadTemplate(sharded_state_dict).shards, {}, resized)
+                if found.adapter is not None and mapping is None:
+                    names = AdapterNames()
                 if strict:
                     _refuse_objects(wanted, path)
                 strategy = HuggingFaceLoadStrategy(found, names, prefix, wanted)
                 missing = strategy.missing()
+                if isinstance(names, AdapterNames):
+                    names.check_keys(shard.key for shard in wanted)
+                    missing = [name for name in missing if not names.is_of_base(name)]
                 if strict and missing:
                     raise KeyMismatchError(
                         f"{path} lacks {listed([*map(repr, missing)])}, which the requested tensors need; "
@@ -203,5 +209,17 @@ def huggingface_index(folder: str | os.PathLike[str]) -> dict[str, tuple[torch.d
     Raises:
         CheckpointingException: as for :func:`load_from_huggingface`.
     """
-    found = retry_if_replaced(lambda: _read(open_directory(locate(folder, get_plugin_manager()))), folder)
+    found = read_hub_folder(folder)
     return {name: (stored.tensor.dtype, stored.tensor.shape) for name, stored in found.tensors.items()}
+
+
+def read_hub_folder(folder: str | os.PathLike[str]) -> Folder:
+    """Read what a Hugging Face folder holds; only headers are read. Needs no other rank.
+
+    Args:
+        folder: As for :func:`load_from_huggingface`.
+
+    Raises:
+        CheckpointingException: as for :func:`load_from_huggingface`.
+    """
+    return retry_if_replaced(lambda: _read(open_directory(locate(folder, get_plugin_manager()))), folder)

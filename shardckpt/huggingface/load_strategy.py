@@ -132,6 +132,11 @@ class HuggingFaceLoadStrategy(LoadStrategy):
         """The content of the folder."""
         return self._folder
 
+    @property
+    def library(self) -> str:
+        """What wrote the folder, as far as it says that; ``""`` if it does not."""
+        return self._folder.library
+
     def missing(self) -> list[str]:
         """Return the names of the tensors that requested keys need and the folder lacks."""
         return sorted({name for key in self._missing for name in self._missing_names(key)})

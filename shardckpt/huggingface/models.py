@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from shardckpt.errors import CheckpointingException, PluginError, name_known
+from shardckpt.huggingface.adapters import find_adapter_mapping
 from shardckpt.huggingface.mapping_file import find_file_mapping, read_config_file
 from shardckpt.huggingface.megatron import (
     list_attention_rules,
@@ -187,6 +188,9 @@ def _find(mapping: str | KeyMapping | None) -> KeyMapping:
         return Identity()
     if not isinstance(mapping, str):
         return _validate(mapping, "the mapping")
+    adapter = find_adapter_mapping(mapping)
+    if adapter is not None:
+        return adapter
     in_file = find_file_mapping(mapping)
     if in_file is not None:
         return in_file

@@ -7,6 +7,7 @@ import re
 from typing import TYPE_CHECKING
 
 from shardckpt.errors import CheckpointingException, check_choice
+from shardckpt.manifest import HUB_ADAPTER, HUB_FILES, HUB_WEIGHTS
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
@@ -15,12 +16,14 @@ SAFETENSORS = "safetensors"
 BIN = "bin"
 
 #: Stem and suffix of each format's files.
-_STEMS = {SAFETENSORS: ("model", ".safetensors"), BIN: ("pytorch_model", ".bin")}
+_STEMS = {SAFETENSORS: (HUB_WEIGHTS.removesuffix(".safetensors"), ".safetensors"), BIN: ("pytorch_model", ".bin")}
 _WEIGHTS = re.compile(r"(model|pytorch_model)(-\d+-of-\d+)?\.(safetensors|bin)(\.index\.json)?")
 #: Of several files of safetensors, which an index lists.
 _NUMBERED = re.compile(r"model-\d+-of-\d+\.safetensors")
 #: What makes transformers put old adapters onto the new weights.
 ADAPTER = "adapter_config.json"
+#: The weights that it describes; with these alone a folder is PEFT's, of an adapter and no model.
+ADAPTER_WEIGHTS = HUB_ADAPTER
 #: Weights that transformers, vLLM or SGLang load of a folder: all ``*.safetensors``, Mistral's, PyTorch's, Keras' and
 #: Flax's; and adapters.
 _LOADED = re.compile(
@@ -48,7 +51,7 @@ def check_format(name: str) -> str:
 
 def is_hub_folder(names: Collection[str]) -> bool:
     """Return whether a folder is one of the Hub's layout, as the names of its files say: it may have lost its index."""
-    return bool({*file_names(1, SAFETENSORS), index_name(SAFETENSORS)} & set(names)) or has_numbered_files(names)
+    return not HUB_FILES.isdisjoint(names) or has_numbered_files(names)
 
 
 def has_numbered_files(names: Collection[str]) -> bool:
@@ -135,6 +138,11 @@ def is_weights(name: str) -> bool:
     return _WEIGHTS.fullmatch(name) is not None
 
 
+def is_configuration(name: str) -> bool:
+    """Return whether a file of this name configures a model or its tokenizer: if it is of JSON, it is one object."""
+    return _CONFIGURING.fullmatch(name) is not None
+
+
 def is_asset(name: str) -> bool:
     """Return whether a file of this name belongs to a model but is not weights: its config, its tokenizer."""
     return not name.startswith(".") and not name.endswith(_WEIGHT_SUFFIXES) and name != ADAPTER
@@ -147,4 +155,4 @@ def is_replaced(name: str, *, has_assets: bool) -> bool:
         name: The name.
         has_assets: Whether the export brings the model's other files. Else those of the folder stay.
     """
-    return _LOADED.fullmatch(name) is not None or (has_assets and _CONFIGURING.fullmatch(name) is not None)
+    return _LOADED.fullmatch(name) is not None or (has_assets and is_configuration(name))

@@ -18,12 +18,13 @@ from shardckpt.errors import (
     name_prefixes,
     natural_order,
 )
+from shardckpt.huggingface.adapters import AdapterNames, find_adapter_key
 from shardckpt.huggingface.casts import Casts, find_model_dtype
 from shardckpt.huggingface.dtypes import is_castable
 from shardckpt.huggingface.header import refuse_unknown
 from shardckpt.huggingface.hub_tensor import HubTensor, StoredPart
 from shardckpt.huggingface.megatron import MEGATRON_NAME
-from shardckpt.huggingface.names import SAFETENSORS, assign_files
+from shardckpt.huggingface.names import ADAPTER_WEIGHTS, SAFETENSORS, assign_files
 from shardckpt.huggingface.sections import find_sections
 from shardckpt.mapping import ShardedTensor
 from shardckpt.planning import find_hole, find_overlap
@@ -139,6 +140,8 @@ def plan_export(index: Iterable[ShardedBase], options: ExportOptions, source: st
     # by the stored tensors alone, not by how they were sharded: the same files come out at any world size
     stored = sorted(index, key=lambda shard: natural_order(stored_key(shard)))
     prefix, chosen, left_out = choose_model(stored, options)
+    if isinstance(options.mapping, AdapterNames):
+        options.mapping.check_keys(stored_key(shard)[len(prefix) :] for shard in chosen)
     tensors, unmapped, unmatched, cast, kept = plan_tensors(chosen, options._replace(prefix=prefix))
     left_out = left_out._replace(unmapped=tuple(unmapped))
     if kept:
@@ -152,10 +155,18 @@ def plan_export(index: Iterable[ShardedBase], options: ExportOptions, source: st
         )
     if isinstance(options.mapping, Identity) and MEGATRON_NAME in tensors:
         logger.warning("%r is Megatron's name: mapping='megatron' (--mapping megatron) gives the Hub's", MEGATRON_NAME)
+    if isinstance(options.mapping, Identity) and (found := find_adapter_key(tensors)):
+        logger.warning(
+            "%r is PEFT's name of an adapter's tensor: mapping='peft' (--mapping peft) gives its folder", found
+        )
     if options.file_format == SAFETENSORS:
         refuse_unknown((tensor.name, tensor.dtype) for tensor in tensors.values())
     sizes = {name: tensor.nbytes for name, tensor in tensors.items()}
     files = assign_files(sizes, options.limit, options.file_format)
+    if isinstance(options.mapping, AdapterNames):
+        if options.file_format != SAFETENSORS:
+            raise CheckpointingException("an adapter is written in safetensors, not in .bin")
+        files = {ADAPTER_WEIGHTS: [*tensors]}  # PEFT reads one file
     planned = [(file, [tensors[name] for name in files[file]]) for file in files]
     return ExportPlan(options.file_format, planned, tuple(unmatched), left_out, cast, tuple(kept), options.strict)
 

@@ -210,7 +210,7 @@ def run_conversion(
             "out"
         )
     plugins = get_plugin_manager()
-    copied = () if assets is None else tuple(list_assets(assets))
+    copied = () if assets is None else tuple(list_assets(assets, mapping))
     # the config is that of the folder that is written; of another target, none
     config = partial(read_config, copied, locate(new, plugins)) if to == FOLDER else None
     options = ExportOptions(

@@ -8,7 +8,7 @@ import re
 from typing import TYPE_CHECKING, NamedTuple
 
 from shardckpt.errors import StorageError
-from shardckpt.manifest import MARKER_NAME, RECORD_NAME
+from shardckpt.manifest import HUB_FILES, MARKER_NAME, RECORD_NAME
 from shardckpt.storage import real_path, wrap_os_errors
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ FILE_SUFFIXES = (".pt", ".pth", ".ckpt", ".bin", ".tar", ".safetensors")
 _MARKS = frozenset(
     {
         *(MARKER_NAME, RECORD_NAME, ".metadata", "_CHECKPOINT_METADATA", "manifest.ocdbt", "saved_model.pb"),
-        *("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin.index.json", "metadata.pkl"),
+        *(*HUB_FILES, "pytorch_model.bin.index.json", "metadata.pkl"),
     }
 )
 #: Data files of DCP, Megatron and (safetensors, 1), DeepSpeed's, the Hub's, of several, and the folders of ranks of

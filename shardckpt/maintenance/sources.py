@@ -27,6 +27,8 @@ from shardckpt.errors import (
     NotACheckpointError,
 )
 from shardckpt.huggingface import (
+    ADAPTER,
+    ADAPTER_WEIGHTS,
     CONFIG,
     HuggingFaceLoadStrategy,
     TorchFileLoadStrategy,
@@ -37,6 +39,7 @@ from shardckpt.huggingface import (
     name_for_trainer,
     read_all_of_folder,
     review_folder,
+    review_others,
 )
 from shardckpt.maintenance.foreign import describe_file, describe_folder
 from shardckpt.manifest import Manifest
@@ -300,7 +303,16 @@ def check_source(location: Path, plugins: PluginManager, error: CheckpointingExc
 def _check_folder(place: Path, location: Path, plugins: PluginManager) -> dict[str, Checked]:
     """Check a folder of Hugging Face: its files and, if they are sound, whether it is a model that engines load."""
     found = {name: Checked(error) for name, error in check_folder(place).items()}
-    if any(checked.error for checked in found.values()):
+    weights = {name for name in found if name.endswith(".safetensors")}
+    if any(found[name].error for name in weights):
+        return found
+    for name, note in review_others(place, weights).items():
+        error = (
+            find_error(check_weights, place / name) if name.endswith(".safetensors") else found.get(name, (None,))[0]
+        )
+        found[name] = Checked(error, note=note)
+    config = ADAPTER if ADAPTER_WEIGHTS in weights else CONFIG
+    if config in found and found[config].error:
         return found
     try:
         with open_source(location, plugins) as opened:
@@ -308,14 +320,10 @@ def _check_folder(place: Path, location: Path, plugins: PluginManager) -> dict[s
     except CheckpointReplacedError:
         raise
     except CorruptCheckpointError as exc:  # no file of weights, which are sound
-        return {**found, CONFIG: Checked(exc)}
+        return {**found, config: Checked(exc)}
     except CheckpointingException as exc:  # a dtype that this torch lacks
-        return {**found, CONFIG: Checked(None, note=f"not compared with the weights: {exc}")}
-    notes = {
-        name: Checked(find_error(check_weights, place / name) if name.endswith(".safetensors") else None, note=note)
-        for name, note in review.notes.items()
-    }
-    return {**found, **notes, **({CONFIG: Checked(review.fault)} if review.fault else {})}
+        return {**found, config: Checked(None, note=f"not compared with the weights: {exc}")}
+    return {**found, review.file: Checked(review.fault, note=review.note)} if review.file else found
 
 
 def check_all_files(

@@ -218,7 +218,7 @@ def _make_result(
 ) -> FileResult:
     if error is None:
         return FileResult(name, nbytes, "", checked=by, note=note)
-    return FileResult(name, nbytes, str(error), checked=by if is_damage(error) else "nothing")
+    return FileResult(name, nbytes, str(error), checked=by if is_damage(error) else "nothing", note=note)
 
 
 def _size(path: Path) -> int:

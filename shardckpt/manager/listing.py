@@ -23,11 +23,10 @@ from shardckpt.errors import (
 )
 from shardckpt.huggingface import (
     TorchFileLoadStrategy,
-    huggingface_index,
     is_hub_folder,
     is_torch_file,
     read_all_of_folder,
-    read_origin,
+    read_hub_folder,
 )
 from shardckpt.maintenance import FILE_SUFFIXES, describe_foreign, is_marked, list_local_names, list_stored_names
 from shardckpt.manager.marks import find_mark, find_mark_of
@@ -259,8 +258,8 @@ def _summarize_file(path: Path) -> CheckpointSummary:
             if path.suffix != ".safetensors":
                 return replace(summary, reason="no file of torch.save or safetensors")
             summary = replace(summary, strategy="safetensors file", library="safetensors")
-            read_all_of_folder(place, real.name)
-            return replace(summary, state="whole")
+            by = read_all_of_folder(place, real.name)[0].library
+            return replace(summary, state="whole", library=by or summary.library)
         strategy = TorchFileLoadStrategy(real.name)
         summary = replace(summary, strategy=strategy.backend, library="torch.save")
         manifest = Manifest(backend=strategy.backend, version=strategy.version)
@@ -315,13 +314,15 @@ def _describe_unmarked(directory: Path, summary: CheckpointSummary, error: Canno
         summary = replace(summary, strategy="huggingface", library="Hugging Face")
         remote = on_store(directory)
         try:
-            huggingface_index(directory if remote is None else remote.url)
-            origin = read_origin(directory)
+            found = read_hub_folder(directory if remote is None else remote.url)
         except CheckpointingException as exc:
             return replace(summary, state="damaged", reason=_shorten(exc, directory))
-        return replace(summary, state="whole", fingerprint=origin.get("fingerprint", ""))
-    if (found := _describe_deepspeed(directory, summary, names)) is not None:
-        return found
+        if found.adapter is not None:
+            summary = replace(summary, strategy="PEFT adapter")
+        by, fingerprint = found.library or summary.library, found.origin.get("fingerprint", "")
+        return replace(summary, state="whole", library=by, fingerprint=fingerprint)
+    if (described := _describe_deepspeed(directory, summary, names)) is not None:
+        return described
     return _describe_rest(directory, summary, names, error)
 
 

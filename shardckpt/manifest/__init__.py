@@ -25,6 +25,10 @@ if TYPE_CHECKING:
     from shardckpt.manifest.names import (
         FINGERPRINTS_NAME,
         GENERATION,
+        HUB_ADAPTER,
+        HUB_FILES,
+        HUB_INDEX,
+        HUB_WEIGHTS,
         INTEGRITY_ALGORITHM,
         INTEGRITY_LIMIT,
         INTEGRITY_NAME,
@@ -54,6 +58,10 @@ __getattr__ = lazy_getattr(
         "names": (
             "FINGERPRINTS_NAME",
             "GENERATION",
+            "HUB_ADAPTER",
+            "HUB_FILES",
+            "HUB_INDEX",
+            "HUB_WEIGHTS",
             "INTEGRITY_ALGORITHM",
             "INTEGRITY_LIMIT",
             "INTEGRITY_NAME",
@@ -80,6 +88,10 @@ __getattr__ = lazy_getattr(
 __all__ = [
     "FINGERPRINTS_NAME",
     "GENERATION",
+    "HUB_ADAPTER",
+    "HUB_FILES",
+    "HUB_INDEX",
+    "HUB_WEIGHTS",
     "INTEGRITY_ALGORITHM",
     "INTEGRITY_LIMIT",
     "INTEGRITY_NAME",

@@ -38,7 +38,7 @@ from shardckpt.errors import (
     listed,
     natural_order,
 )
-from shardckpt.manifest import MARKER_LIMIT, MARKER_NAME, RECORD_LIMIT, RECORD_NAME, Manifest, Marker, Record
+from shardckpt.manifest import HUB_FILES, MARKER_LIMIT, MARKER_NAME, RECORD_LIMIT, RECORD_NAME, Manifest, Marker, Record
 from shardckpt.plugins.entries import StrategyAction, get_strategy_key
 from shardckpt.plugins.origin import describe_origin, name_origin
 from shardckpt.plugins.registry import parse_key, parse_keys
@@ -71,7 +71,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-#: What a folder of the Hub has: one file of weights, or an index of several.
+#: What is said of a folder of the Hub.
 _OF_HUB = (
     "a Hugging Face folder, which load_from_huggingface of shardckpt.huggingface loads, and "
     "CheckpointConfig(initial_load_path=..., initial_load_in_hf=True)"
@@ -79,7 +79,6 @@ _OF_HUB = (
 #: The folders of ranks in Megatron's legacy format, and the file in each.
 _LEGACY_RANK = re.compile(r"mp_rank_\d+(_\d+)*")
 _LEGACY_FILE = "model_optim_rng.pt"
-_HUB_FILES = frozenset({"model.safetensors", "model.safetensors.index.json"})
 
 _T = TypeVar("_T")
 
@@ -394,7 +393,7 @@ def _recognise_directory(directory: Path, plugins: PluginManager) -> Manifest:
             f"{directory} is not a distributed checkpoint: it is a folder of {format_many(len(inner), 'checkpoint')}: "
             f"give one, such as {directory / max(inner, key=natural_order)}"
         )
-    if other := describe_legacy_megatron(directory, names) or _OF_HUB * bool(_HUB_FILES.intersection(names)):
+    if other := describe_legacy_megatron(directory, names) or _OF_HUB * bool(HUB_FILES.intersection(names)):
         raise IncompleteCheckpointError(f"{directory} is not a distributed checkpoint: it is {other}")
     raise IncompleteCheckpointError(
         f"{directory} is not a distributed checkpoint, or a save to it did not end: it has no {MARKER_NAME}, nor "

@@ -9,6 +9,7 @@ import torch
 
 from shardckpt.chunks import Item, MergedPlan
 from shardckpt.errors import CorruptCheckpointError
+from shardckpt.manifest import HUB_INDEX
 from shardckpt.planning import make_column, sort_unique
 from shardckpt.strategy import KeptItem, Removal
 from shardckpt_safetensors.dtypes import declare
@@ -17,7 +18,7 @@ from shardckpt_safetensors.index import read_index
 from shardckpt_safetensors.index_names import CODECS, INDEX_FILE
 from shardckpt_safetensors.index_parts import MOST_ROWS, encode_part
 from shardckpt_safetensors.layout import Placed, lay_out_file, piece_name
-from shardckpt_safetensors.whole import WEIGHTS_INDEX, StoredFolder
+from shardckpt_safetensors.whole import StoredFolder
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
@@ -77,9 +78,9 @@ def plan_removal(prefix: str, reader: CheckpointReader) -> Removal:
     renewed = _encode_rest(index, names, keys, rewritten, heads)
     dropped |= frozenset(index.parts) - renewed.keys()
     if any(places_of.values()):
-        renewed[WEIGHTS_INDEX] = folder.renew(places_of)
+        renewed[HUB_INDEX] = folder.renew(places_of)
     elif folder.files:
-        dropped |= {WEIGHTS_INDEX}
+        dropped |= {HUB_INDEX}
     return Removal(keys, renewed, dropped, rewritten, heads)
 
 

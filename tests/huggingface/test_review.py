@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import logging
+import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import save_file
 
+from shardckpt import __version__
 from shardckpt import dist_checkpointing as dc
 from shardckpt.cli import main
-from shardckpt.huggingface import export_to_huggingface, save_state_dict
+from shardckpt.huggingface import export_to_huggingface, own_process, save_state_dict
 from shardckpt.maintenance import (
     DAMAGED,
     INTACT,
@@ -72,6 +77,61 @@ def test_a_config_that_is_no_json_object_is_damage(tmp_path: Path, text: str) ->
     assert code == DAMAGED
     assert "config.json is damaged" in found["config.json"]
     assert not found["model.safetensors"]
+
+
+@table(
+    ("name", "text", "is_damage"),
+    [
+        ("generation_config.json", "{", True),
+        ("tokenizer_config.json", "[]", True),
+        ("tokenizer.json", "", True),
+        ("trainer_state.json", '{"a": 1', True),
+        ("modules.json", "[]", False),
+        ("added_tokens.json", "{}", False),
+    ],
+)
+def test_a_json_file_that_no_engine_reads_is_damage(tmp_path: Path, name: str, text: str, is_damage: bool) -> None:
+    """A file that was cut, or is of another form than its readers want, is named; lists may be in files of others."""
+    folder = _folder(tmp_path / "hf", {"vocab_size": 8, "dtype": "bfloat16"})
+    (folder / name).write_text(text)
+    code, found = _found(folder)
+    assert code == (DAMAGED if is_damage else INTACT)
+    assert (f"{name} is damaged" in found.get(name, "")) == is_damage
+    assert "which are float32, as bfloat16" in found["config.json"]
+
+
+def test_a_fault_of_the_config_hides_no_note(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What else is known of the config and of other files stands beside its fault, which alone is red."""
+    folder = _folder(tmp_path / "hf", {"vocab_size": 16, "dtype": "bfloat16"})
+    save_state_dict({"stray": torch.zeros(2)}, folder / "extra.safetensors")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    assert main(["verify", str(folder)]) == DAMAGED
+    out = capsys.readouterr().out
+    assert "has 8 rows" in out
+    assert "which are float32, as bfloat16" in out
+    (line,) = (line for line in out.splitlines() if "extra.safetensors" in line)
+    assert "vLLM and SGLang load it, too" in line
+    assert "\033" not in line
+    (folder / "config.json").write_text("{")
+    assert main(["verify", str(folder)]) == DAMAGED
+    assert "vLLM and SGLang load it, too" in capsys.readouterr().out
+
+
+def test_loggers_are_as_before_where_transformers_cannot_be_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A broken installation is said, and leaves no logger of other packages quiet."""
+    folder = _folder(tmp_path / "hf", {"architectures": ["LlamaForCausalLM"]})
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: True)
+    for name in ("transformers", "transformers.utils"):
+        monkeypatch.setitem(sys.modules, name, None)
+    level = logging.getLogger("torchao").level
+    with own_process():
+        assert "misses a package" in _found(folder)[1]["config.json"]
+    assert logging.getLogger("torchao").level == level
 
 
 def test_a_config_with_another_dtype_is_said(tmp_path: Path) -> None:
@@ -140,6 +200,21 @@ def test_ls_says_which_step_a_folder_has(tmp_path: Path) -> None:
     found = {each.name: each.fingerprint for each in list_checkpoints(tmp_path)}
     assert found["step-7"]
     assert set(found.values()) == {found["step-7"]}
+
+
+def test_a_folder_that_an_export_has_written_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """By the index, or the header of the only file, ls and inspect name this library, for no other folder."""
+    for size, name in ((100, "index"), ("5GB", "one")):
+        _folder(tmp_path / name / "hf", size=size)
+    folder = tmp_path / "theirs"
+    folder.mkdir()
+    save_file(WEIGHTS, folder / "model.safetensors", {"format": "pt"})
+    found = {each.name: each.library for each in list_checkpoints(tmp_path, recursive=True)}
+    ours = f"shardckpt {__version__}"
+    assert (found["index/hf"], found["one/hf"], found["theirs"]) == (ours, ours, "Hugging Face")
+    for path in (tmp_path / "index" / "hf", tmp_path / "one" / "hf" / "model.safetensors"):
+        assert main(["inspect", str(path)]) == INTACT
+        assert f"written by {ours}" in capsys.readouterr().out
 
 
 def _origin(folder: Path) -> dict[str, str]:

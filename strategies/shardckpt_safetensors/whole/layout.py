@@ -20,9 +20,6 @@ if TYPE_CHECKING:
     from shardckpt.planning import Box, Ints
     from shardckpt.plugins import KeyMapping
 
-#: Where transformers and vLLM look up the file of each tensor.
-WEIGHTS_INDEX = "model.safetensors.index.json"
-
 
 class TensorInfo(NamedTuple):
     """A tensor of the checkpoint, whichever ranks store it."""

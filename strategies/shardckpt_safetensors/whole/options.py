@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Literal, get_args
 
 from shardckpt.errors import CheckpointingException, check_choice, listed
 from shardckpt.huggingface import list_assets
-from shardckpt.manifest import NAME_RULE, is_file_name
-from shardckpt_safetensors.whole.layout import WEIGHTS_INDEX
+from shardckpt.manifest import HUB_INDEX, NAME_RULE, is_file_name
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
 Layout = Literal["boxes", "whole", "auto"]
 
 #: Files of every checkpoint; the names of data files are those that end in .safetensors.
-_OURS = frozenset({"metadata.json", "shardckpt.json", "integrity.json", WEIGHTS_INDEX})
+_OURS = frozenset({"metadata.json", "shardckpt.json", "integrity.json", HUB_INDEX})
 
 
 @dataclass(frozen=True)

@@ -11,11 +11,12 @@ import torch
 from shardckpt.chunks import LocalPlan, collect_items, view_tensors
 from shardckpt.errors import ShardingError
 from shardckpt.huggingface import CONFIG, Sections, adapt_config, find_config, find_sections, find_tied, read_assets
+from shardckpt.manifest import HUB_INDEX
 from shardckpt.mapping import ShardedTensor
 from shardckpt.planning import Box, Boxes, Table, concat_tables, intersect, make_column, make_matrix
 from shardckpt.storage import Columns, PackedShards, pack_columns
 from shardckpt_safetensors.names import check_names
-from shardckpt_safetensors.whole.layout import WEIGHTS_INDEX, TensorInfo, WholeLayout, cut_tensor, sort_naturally
+from shardckpt_safetensors.whole.layout import TensorInfo, WholeLayout, cut_tensor, sort_naturally
 from shardckpt_safetensors.whole.pieces import (
     assign_owners,
     exchange_pieces,
@@ -130,7 +131,7 @@ class WholePlan:
     def small_files(self, options: WholeOptions) -> dict[str, bytes]:
         """Return the files that only the main rank writes: the index of the folder, and copies of other files."""
         tensors = [cut.written for cut in self.layout.cuts]
-        others = {WEIGHTS_INDEX: self.layout.weights_index(), **read_assets(options.assets)}
+        others = {HUB_INDEX: self.layout.weights_index(), **read_assets(options.assets)}
         config = find_config(options.assets)
         if config is not None:
             pair = find_tied(config, tensors) if options.store_aliases else None

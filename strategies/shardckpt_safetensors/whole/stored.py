@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 from shardckpt.errors import CorruptCheckpointError
 from shardckpt.huggingface import encode_weights_index
+from shardckpt.manifest import HUB_INDEX
 from shardckpt.storage import LENGTH_BYTES, HeaderEntry, encode_header, header_length, parse_head, parse_json
 from shardckpt.tensors import PAGE
-from shardckpt_safetensors.whole.layout import WEIGHTS_INDEX
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -37,13 +37,13 @@ class StoredFolder:
         record = reader.manifest.record
         self.files: dict[str, dict[int, HeaderEntry]] = {}
         self._metadata: dict[str, dict[str, str]] = {}
-        if record is None or WEIGHTS_INDEX not in {file.name for file in record.files}:
+        if record is None or HUB_INDEX not in {file.name for file in record.files}:
             return
         try:
-            weight_map = parse_json(reader.read(WEIGHTS_INDEX))["weight_map"]
+            weight_map = parse_json(reader.read(HUB_INDEX))["weight_map"]
             names = sorted(set(weight_map.values()))
         except (ValueError, TypeError, KeyError, AttributeError) as exc:
-            raise CorruptCheckpointError(f"{reader.directory / WEIGHTS_INDEX} is damaged: {exc!r:.200}") from exc
+            raise CorruptCheckpointError(f"{reader.directory / HUB_INDEX} is damaged: {exc!r:.200}") from exc
         for name in names:
             source, size = f"{reader.directory / name}", reader.size(name)
             length = header_length(reader.read_range(name, 0, min(size, LENGTH_BYTES), "the header"), size, source)

@@ -42,7 +42,11 @@ def _found(folder: Path) -> tuple[int, str]:
         ({"model.norm.weight": None}, DAMAGED, "1 missing (model.norm.weight)"),
         ({"optim.step": torch.zeros(1)}, INTACT, "1 unknown (optim.step)"),
         ({"model.norm.weight": torch.zeros(3)}, DAMAGED, "1 of another shape (model.norm.weight: (3,) for (32,))"),
-        ({"model.layers.0.mlp.experts.0.up_proj.weight": torch.zeros(3, 4)}, DAMAGED, "cannot join the weights"),
+        (
+            {"model.layers.0.mlp.experts.0.up_proj.weight": torch.zeros(3, 4)},
+            DAMAGED,
+            "experts.0.up_proj.weight: (3, 4) for (8, 32)",
+        ),
         ({}, INTACT, "Qwen3MoeForCausalLM of transformers has these names and shapes"),
     ],
     ids=["missing", "unknown", "shape", "experts", "sound"],
@@ -54,6 +58,30 @@ def test_weights_that_the_class_has_not_are_damage(
     folder = _publish(tmp_path / "hf", "Qwen3Moe", "moe")
     weights = load_file(folder / "model.safetensors") | changed
     save_file({k: v for k, v in weights.items() if v is not None}, folder / "model.safetensors", {"format": "pt"})
+    code, found = _found(folder)
+    assert code == verdict
+    assert said in found
+
+
+@table(
+    ("cut", "verdict", "said"),
+    [
+        ({}, INTACT, "Qwen3MoeForCausalLM of transformers has these names and shapes"),
+        ({"model.norm.weight"}, DAMAGED, "1 missing (model.norm.weight)"),
+        ({"lm_head.weight"}, INTACT, "Qwen3MoeModel of transformers has these names and shapes"),
+        ({"lm_head.weight", "model.norm.weight"}, INTACT, "it names no class"),
+    ],
+)
+def test_a_config_that_names_no_class_has_that_of_its_type(
+    tmp_path: Path, cut: set[str], verdict: int, said: str
+) -> None:
+    """With an output layer it is a language model; without one the base, where that fits, and else nobody knows."""
+    folder = _publish(tmp_path / "hf", "Qwen3Moe", "moe")
+    config = json.loads((folder / "config.json").read_text())
+    del config["architectures"]
+    (folder / "config.json").write_text(json.dumps(config))
+    weights = load_file(folder / "model.safetensors")
+    save_file({k: v for k, v in weights.items() if k not in cut}, folder / "model.safetensors", {"format": "pt"})
     code, found = _found(folder)
     assert code == verdict
     assert said in found
