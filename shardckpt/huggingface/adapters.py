@@ -1,7 +1,7 @@
 """Folders of PEFT that have a LoRA adapter and no model: its names, and whether its configuration and tensors agree.
 
 ``peft_model.save_pretrained`` writes ``adapter_config.json`` and ``adapter_model.safetensors``. The facts are those of
-PEFT 0.4 to 0.18 (``get_peft_model_state_dict``, ``get_pattern_key``, ``check_target_module_exists``).
+PEFT 0.18 to 0.21 (``get_peft_model_state_dict``, ``get_pattern_key``, ``check_target_module_exists``).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from shardckpt.errors import KeyMismatchError, listed
 from shardckpt.plugins import Identity
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
     from shardckpt.huggingface.header import FileTensor
     from shardckpt.planning import Ints
@@ -25,8 +25,10 @@ _ROOT = "base_model.model."
 #: Names in a model: of layers, of parameters (embeddings), and of modules that are trained as a whole. The part between
 #: is the adapter's name, which folders do not have.
 _LAYER = re.compile(r"(.+\.lora_(?:A|B|magnitude_vector))\.([^.]+)\.(weight|bias)")
-_PARAMETER = re.compile(r"(.+\.lora_embedding_[AB])\.([^.]+)")
+_PARAMETER = re.compile(r"(.+\.(?:lora_embedding_[AB]|trainable_tokens_delta))\.([^.]+)")
 _SAVED_MODULE = re.compile(r"(.+)\.modules_to_save\.([^.]+)\.(.+)")
+#: What the name of an adapter's tensor has in it, in a model and in a folder, unless its module is trained as a whole.
+_OWN = re.compile(r"\.(?:lora_|trainable_tokens_delta)")
 #: Names in a folder of the two factors of a module: of linear layers and convolutions, and of embeddings.
 _FACTOR = re.compile(r"(.+)\.lora_(?:embedding_)?([AB])(?:\.weight)?")
 #: A name of modules that means itself; others are regular expressions, of whoever wrote the folder, and are not run.
@@ -50,16 +52,28 @@ class AdapterNames(Identity):
 
     Args:
         adapter: The adapter's name in the model; ``""`` for the only one.
+        stored: The names in a folder that is loaded, which may have the base model's embedding, too.
     """
 
-    def __init__(self, adapter: str = "") -> None:
+    def __init__(self, adapter: str = "", stored: Collection[str] = ()) -> None:
         self._adapter = adapter
+        self.stored = stored
+
+    def of_folder(self, stored: Collection[str]) -> AdapterNames:
+        """Return the mapping for a load from a folder with these names."""
+        return AdapterNames(self._adapter, stored)
 
     def links(self, key: str, shape: Ints) -> Sequence[KeyMapEntry]:
         """Return one entry, of the whole tensor; none for a tensor of the base model, or of another adapter."""
+        name = self.find_name(key)
+        return super().links(name, shape) if name else ()
+
+    def find_name(self, key: str) -> str:
+        """Return the name that a folder has for a key; ``""`` if it has none."""
         adapter, name = _split_name(key)
-        is_wanted = name and (not adapter or adapter == (self._adapter or adapter))
-        return super().links(name, shape) if is_wanted else ()
+        if not name:
+            return key if key in self.stored else ""
+        return name if not adapter or adapter == (self._adapter or adapter) else ""
 
     def check_keys(self, keys: Iterable[str]) -> None:
         """Raise KeyMismatchError if keys are of several adapters, and none was named, or of none of that name."""
@@ -76,7 +90,7 @@ class AdapterNames(Identity):
 
 def find_adapter_key(keys: Iterable[str]) -> str:
     """Return the first key with an adapter's name in it; ``""`` if there is none."""
-    return next((key for key in keys if ".lora_" in key and _split_name(key)[0]), "")
+    return next((key for key in keys if _OWN.search(key) and _split_name(key)[0]), "")
 
 
 def _split_name(key: str) -> tuple[str, str]:
@@ -88,7 +102,7 @@ def _split_name(key: str) -> tuple[str, str]:
         return found[2], found[1] if found[1].endswith("magnitude_vector") else f"{found[1]}.{found[3]}"
     if found := _PARAMETER.fullmatch(key):
         return found[2], found[1]
-    return "", key * (".lora_" in key)
+    return "", key if _OWN.search(key) else ""
 
 
 class AdapterReview(NamedTuple):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,7 +33,7 @@ from shardckpt.validation import StrictHandling
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Collection, Iterable
+    from collections.abc import Collection, Iterable, Sequence
 
     import torch
     from torch.distributed import ProcessGroup
@@ -40,6 +41,8 @@ if TYPE_CHECKING:
     from shardckpt.huggingface.folder import Folder
     from shardckpt.mapping import ShardedBase, ShardedStateDict
     from shardckpt.plugins import KeyMapping
+
+logger = logging.getLogger(__name__)
 
 
 def load_from_huggingface(
@@ -117,13 +120,15 @@ def load_from_huggingface(
                 wanted = allow_resizing(LoadTemplate(sharded_state_dict).shards, {}, resized)
                 if found.adapter is not None and mapping is None:
                     names = AdapterNames()
+                if isinstance(names, AdapterNames):
+                    names = names.of_folder(found.tensors)
                 if strict:
                     _refuse_objects(wanted, path)
                 strategy = HuggingFaceLoadStrategy(found, names, prefix, wanted)
                 missing = strategy.missing()
                 if isinstance(names, AdapterNames):
-                    names.check_keys(shard.key for shard in wanted)
-                    missing = [name for name in missing if not names.is_of_base(name)]
+                    keys = [shard.key.removeprefix(prefix) for shard in wanted]
+                    missing = _choose_missing(names, keys, missing, comm, strict=strict)
                 if strict and missing:
                     raise KeyMismatchError(
                         f"{path} lacks {listed([*map(repr, missing)])}, which the requested tensors need; "
@@ -140,7 +145,10 @@ def load_from_huggingface(
                     sharded_state_dict,
                     checkpoint,
                     validate=validate_access_integrity,
-                    strict=StrictHandling.LOG_UNEXPECTED,  # what must be there has been looked for
+                    # what must be there has been looked for; an adapter has nothing of the base model, which stays
+                    strict=StrictHandling.IGNORE_ALL
+                    if isinstance(names, AdapterNames)
+                    else StrictHandling.LOG_UNEXPECTED,
                     allow_dtype_cast=allow_dtype_cast,
                     filled_by_twins=strategy.absent,
                     resize=resized,
@@ -150,6 +158,24 @@ def load_from_huggingface(
         return loaded
 
     return retry_if_replaced(attempt, folder)
+
+
+def _choose_missing(
+    names: AdapterNames, keys: Sequence[str], missing: Iterable[str], comm: Comm, *, strict: bool
+) -> list[str]:
+    """Return which missing names are the adapter's; the main rank warns of what the adapter has and the model has not.
+
+    Raises:
+        KeyMismatchError: the keys are of several adapters, and none is named.
+    """
+    names.check_keys(keys)
+    unused = sorted({*names.stored} - {*map(names.find_name, keys)})
+    if unused and comm.is_main:
+        logger.warning("unused tensors of the adapter, for which the model has no place: %s", listed(unused, limit=5))
+    lacked = [name for name in missing if not names.is_of_base(name)]
+    if lacked and not strict and comm.is_main:
+        logger.warning("not in the adapter's folder, and so as they were: %s", listed(lacked, limit=5))
+    return lacked
 
 
 def _refuse_objects(shards: Iterable[ShardedBase], path: Path) -> None:

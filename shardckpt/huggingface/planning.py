@@ -96,7 +96,11 @@ class LeftOut(NamedTuple):
                 listed(self.outside),
             )
         if self.unmapped:
-            logger.warning("not exported (objects, and tensors that the mapping leaves out): %s", listed(self.unmapped))
+            logger.warning(
+                "not exported (%d objects, or tensors that the mapping leaves out): %s",
+                len(self.unmapped),
+                listed(self.unmapped, limit=5),
+            )
 
 
 class ExportPlan(NamedTuple):

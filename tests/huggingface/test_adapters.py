@@ -1,4 +1,4 @@
-"""Folders of PEFT with a LoRA adapter: made by hand, since PEFT is not installed."""
+"""Folders of PEFT with a LoRA adapter, made by hand; tests/ci has those that PEFT writes."""
 
 from __future__ import annotations
 
