@@ -18,7 +18,6 @@ from shardckpt.engine import (
     rename_stored,
 )
 from shardckpt.errors import (
-    CannotLoadError,
     CheckpointingException,
     DtypeMismatchError,
     KeyMismatchError,
@@ -30,7 +29,7 @@ from shardckpt.manager.exclusion import leave_out
 from shardckpt.manager.metrics import CONTENT_KEY
 from shardckpt.manager.rng import RNG
 from shardckpt.manager.states import FORMS, LR_SCHEDULER, MODEL, OPTIMIZER, Ranks
-from shardckpt.manager.steps import MODEL_PREFIX, PER_RANK_KEY, PREFIX_KEY
+from shardckpt.manager.steps import MODEL_PREFIX, PER_RANK_KEY, PREFIX_KEY, MissingStatesError
 from shardckpt.mapping import ShardedBase, ShardedObject
 from shardckpt.parallel import share_reading, split_budget
 from shardckpt.plugins import get_plugin_manager
@@ -52,10 +51,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _ADVICE_OF_EMPTY = ". To read a model whose keys have nothing before them: rename={'': 'model'}"
-
-
-class MissingStatesError(CannotLoadError):
-    """A manager's checkpoint that lacks states which are to be loaded."""
 
 
 class Fetched(NamedTuple):

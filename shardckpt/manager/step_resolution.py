@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Literal
 from shardckpt.distributed import replace_text
 from shardckpt.errors import CheckpointingException, CorruptCheckpointError, StorageError, listed, name_known
 from shardckpt.maintenance import list_local_names
-from shardckpt.manager.reader import MissingStatesError
 from shardckpt.manager.retention import KeepBest
+from shardckpt.manager.steps import MissingStatesError
 from shardckpt.manifest import MARKER_NAME
 from shardckpt.storage import on_store
 

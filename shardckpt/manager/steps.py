@@ -54,6 +54,10 @@ PER_RANK_KEY = "per_rank"
 MODEL_PREFIX = "model."
 
 
+class MissingStatesError(CannotLoadError):
+    """A manager's checkpoint that lacks states which are to be loaded."""
+
+
 @dataclass(frozen=True)
 class StepCheckpoint:
     """The state of a step's directory, as known from its JSON files and the sizes of the others.
