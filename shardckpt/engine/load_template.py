@@ -110,7 +110,17 @@ class LoadTemplate:
 
     def find_ignored_tensors(self, common: StateDict) -> list[str]:
         """Return the paths of tensors that no shard describes, where the common state has nothing either."""
-        return list(map(format_path, _find_tensors(self._tree, common, ()))) if self._has_tensors else []
+        found = _pair_tensors(self._tree, common, ()) if self._has_tensors else ()
+        return [format_path(path) for path, _, stored in found if stored is MISSING]
+
+    def find_misshapen(self, common: StateDict) -> list[str]:
+        """Return paths and shapes of tensors that no shard describes, and that the common state has in other shapes."""
+        found = _pair_tensors(self._tree, common, ()) if self._has_tensors else ()
+        return [
+            f"{format_path(path)} {tuple(stored.shape)} for {tuple(wanted.shape)}"
+            for path, wanted, stored in found
+            if isinstance(stored, torch.Tensor) and stored.shape != wanted.shape
+        ]
 
     def _make_slots(self, wanted: Any) -> Any:
         """Return the structure with slots as leaves, and append the shards to the list."""
@@ -178,16 +188,18 @@ class LoadTemplate:
         return _Slot(itemgetter(number), number)
 
 
-def _find_tensors(wanted: Any, common: Any, path: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
-    """Yield the paths of tensors for which the common state, at the same path, has no value."""
+def _pair_tensors(
+    wanted: Any, common: Any, path: tuple[Any, ...]
+) -> Iterator[tuple[tuple[Any, ...], torch.Tensor, Any]]:
+    """Yield the path of each tensor, the tensor, and what the common state has at that path; MISSING if nothing."""
     if isinstance(wanted, dict) and (common is MISSING or isinstance(common, dict)):
         for key, value in wanted.items():
-            yield from _find_tensors(value, MISSING if common is MISSING else common.get(key, MISSING), (*path, key))
+            yield from _pair_tensors(value, MISSING if common is MISSING else common.get(key, MISSING), (*path, key))
     elif isinstance(wanted, list) and common is MISSING:  # the items of a stored list have other places
         for index, value in enumerate(wanted):
-            yield from _find_tensors(value, MISSING, (*path, index))
-    elif isinstance(wanted, torch.Tensor) and common is MISSING:
-        yield path
+            yield from _pair_tensors(value, MISSING, (*path, index))
+    elif isinstance(wanted, torch.Tensor):
+        yield path, wanted, common
 
 
 def _merge(built: Any, merge_fn: FactoryMergeFn, values: list[Any]) -> Any:

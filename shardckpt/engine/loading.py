@@ -20,7 +20,14 @@ from shardckpt.engine.locations import locate
 from shardckpt.engine.operation import Operation
 from shardckpt.engine.resizing import Resizing, allow_resizing, check_patterns, is_resized
 from shardckpt.engine.twins import check_twins, find_twins
-from shardckpt.errors import CheckpointingException, KeyMismatchError, ShardingError, format_many, listed
+from shardckpt.errors import (
+    CheckpointingException,
+    KeyMismatchError,
+    ShapeMismatchError,
+    ShardingError,
+    format_many,
+    listed,
+)
 from shardckpt.mapping import ShardedObject, ShardedTensor, StoredNames
 from shardckpt.planning import Casts, check_dtypes, check_shapes, describe_casts, is_exact, make_changed_error
 from shardckpt.plugins import Accept, choose_reader, hold_checkpoint, hold_same
@@ -353,6 +360,11 @@ def load_checkpoint(
         is_read = [not not_read or stored_key(shard) not in not_read for shard in template.shards]
         available = [shard for shard, reads in zip(template.shards, is_read, strict=True) if reads]
     with checkpoint.operation.local_phase("comparing shapes"):
+        if resize and (misshapen := template.find_misshapen(common)):
+            raise ShapeMismatchError(
+                f"resize= has no effect on tensors that no shard describes: {listed(misshapen, limit=3)}; describe the "
+                "optimizer, too: to_sharded_state_dict(model, optimizer) of shardckpt.adapters, or leave it out"
+            )
         shapes = dict(zip(stored.keys, stored.shapes, strict=True))
         available = allow_resizing(available, shapes, resize)
         check_shapes(available, shapes, advise=advise)

@@ -101,6 +101,16 @@ def test_what_cannot_be_resized_is_refused_before_anything_is_filled(tmp_path: P
     assert not more[0].data.any()
 
 
+def test_an_optimizer_that_nothing_describes_is_refused(tmp_path: Path) -> None:
+    """Moments of a plain state_dict() would come back as they are stored, without a word."""
+    model, optimizer = resizing.make(10)
+    dc.save({"model": to_sharded_state_dict(model), "optimizer": optimizer.state_dict()}, tmp_path / "c")
+    model, optimizer = resizing.make(13)
+    state = {"model": to_sharded_state_dict(model), "optimizer": optimizer.state_dict()}
+    with pytest.raises(ShapeMismatchError, match=r"exp_avg'\] \(10, \d+\) for \(13, \d+\).*; describe the optimizer"):
+        dc.load(state, tmp_path / "c", resize=["*embed*"])
+
+
 def test_factored_state_grows_where_its_axes_are_the_parameters(tmp_path: Path) -> None:
     """Adafactor's variances of an embedding that has grown are those of the old rows, and it takes steps."""
     model = torch.nn.Embedding(10, 4)
