@@ -28,7 +28,7 @@ from shardckpt.errors import (
 from shardckpt.manager.exclusion import leave_out
 from shardckpt.manager.metrics import CONTENT_KEY
 from shardckpt.manager.rng import RNG
-from shardckpt.manager.states import FORMS, LR_SCHEDULER, MODEL, OPTIMIZER, Ranks
+from shardckpt.manager.states import LR_SCHEDULER, MODEL, OPTIMIZER, Ranks
 from shardckpt.manager.steps import MODEL_PREFIX, PER_RANK_KEY, PREFIX_KEY, MissingStatesError
 from shardckpt.mapping import ShardedBase, ShardedObject
 from shardckpt.parallel import share_reading, split_budget
@@ -168,14 +168,12 @@ class StepReader:
             # Two loads: the objects say which tensors a plain state had. Only then is each tensor requested.
             with comm.local_phase("choosing states"):
                 names = self._choose_names(path, saved, model_only)
-                in_common: list[str] = []
                 if is_foreign:
-                    names, in_common = self._choose_foreign_names(path, names, checkpoint, stored, common, keys)
+                    names = self._choose_foreign_names(path, names, checkpoint, stored, common, keys)
                     if comm.is_main and not model_only:
                         self._report_values(path, common)
-                requested = self._states.request_objects([name for name in names if name not in in_common], ranks)
+                requested = self._states.request_objects(names, ranks)
             objects = _load(requested, checkpoint, validate=False)
-            objects.setdefault(FORMS, {}).update({name: common[name] for name in in_common})
             with comm.local_phase("describing the states"):
                 if is_foreign:
                     self._states.restore_keys(objects)
@@ -302,12 +300,8 @@ class StepReader:
         stored: frozenset[str],
         common: StateDict,
         keys: list[str],
-    ) -> tuple[list[str], list[str]]:
+    ) -> list[str]:
         """Return the states to load from what another library saved: all, but random generators only if they are there.
-
-        Returns:
-            The names of all, and of those whose state is in the common state: what ``dist_checkpointing.save``, here or
-            in Megatron, was given as a plain dict.
 
         Raises:
             CheckpointingException: the checkpoint has nothing of a state.
@@ -320,10 +314,8 @@ class StepReader:
             for shard in wanted
             if shard.unique_key not in built and not any(key.startswith(f"{shard.key}/shard_") for key in stored)
         }
-        in_common = [
-            name for name in names if name in absent & self._states.plain.keys() and isinstance(common.get(name), dict)
-        ]
-        absent.difference_update(in_common)
+        # what dist_checkpointing.save, here or in Megatron, was given as a plain dict
+        absent -= {name for name in self._states.plain if isinstance(common.get(name), dict)}
         absent |= {name for name in names if self._is_absent(name, stored)}
         if OPTIMIZER in names and self._states.optimizers:
             is_there = any(list_top_names([rename_key(key, checkpoint.names)]) == [OPTIMIZER] for key in keys)
@@ -333,7 +325,7 @@ class StepReader:
                 f"{path} has no state {', '.join(map(repr, sorted(absent - {RNG})))}; its names begin with "
                 f"{listed(list_top_names(keys))}. {self._advise_of_names(sorted(absent - {RNG}), keys)}"
             )
-        return [name for name in names if name not in absent], in_common
+        return [name for name in names if name not in absent]
 
     def _advise_of_names(self, absent: Sequence[str], keys: Collection[str]) -> str:
         """Return what to do about states that another library's checkpoint does not have by their names."""
