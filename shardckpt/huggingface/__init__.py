@@ -9,6 +9,7 @@ from shardckpt.plugins import Identity, KeyMapEntry, KeyMapping
 from shardckpt.storage import header_length
 
 if TYPE_CHECKING:
+    from shardckpt.huggingface.adapters import find_adapter_mapping
     from shardckpt.huggingface.architecture import own_process
     from shardckpt.huggingface.assets import list_assets, read_assets
     from shardckpt.huggingface.casts import find_model_dtype, parse_casts
@@ -72,6 +73,7 @@ __getattr__ = lazy_getattr(
         "folder_export": ("FolderExport",),
         "header": ("parse_header", "place_tensors"),
         "hub_tensor": ("HubTensor",),
+        "adapters": ("find_adapter_mapping",),
         "load": ("huggingface_index", "load_from_huggingface", "read_hub_folder"),
         "load_strategy": ("HuggingFaceLoadStrategy",),
         "megatron": ("MEGATRON_NAME", "split_qkv", "split_vocabulary"),
@@ -135,6 +137,7 @@ __all__ = [
     "dcp_to_torch_state_dict",
     "encode_weights_index",
     "export_to_huggingface",
+    "find_adapter_mapping",
     "find_config",
     "find_mapping",
     "find_model_dtype",

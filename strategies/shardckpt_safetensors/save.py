@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, cast
 
 from shardckpt.chunks import ChunkSaveStrategy, has_scales, merge_by_owners, merge_plans
 from shardckpt.errors import CheckpointingException, ShardingError, listed
-from shardckpt.huggingface import find_mapping, read_config
+from shardckpt.huggingface import find_adapter_mapping, find_mapping, read_config
 from shardckpt.parallel import assign_main_replicas
 from shardckpt.storage import parse_size
 from shardckpt_safetensors.encoded_index import EncodedIndex, encode_index, is_unaligned
@@ -97,6 +97,11 @@ class SafetensorsSaveShardedStrategy(ChunkSaveStrategy[EncodedIndex, Payload]):
     ) -> None:
         super().__init__(keep_only_main_replica=keep_only_main_replica, thread_count=thread_count)
         self.finds_aliases = store_aliases
+        if find_adapter_mapping(mapping) is not None:
+            raise CheckpointingException(
+                f"mapping={mapping!r} leaves the base model out, which a checkpoint has: give no mapping, and export "
+                "the adapter (last_save_in_hf=True, or export_to_huggingface with this mapping)"
+            )
         files = choose_assets(assets)
         self._options = WholeOptions(
             patterns=parse_patterns(layout),

@@ -114,6 +114,7 @@ def test_what_cannot_be_whole(tmp_path: Path, mapping: Any, tensors: dict[str, t
         ({"layout": "whole", "assets": ["a/x.json", "b/x.json"]}, "two files have one name"),
         ({"layout": "whole", "assets": []}, "no files other than weights"),
         ({"layout": "whole", "max_shard_size": "big"}, "max_shard_size='big'"),
+        ({"layout": "whole", "mapping": "peft"}, "'peft' leaves the base model out.*: give no mapping, and export"),
         ({"layout": "whole", "mapping": "no_model"}, "no mapping for models of type"),
     ],
     ids=str,
