@@ -37,7 +37,7 @@ from shardckpt.commit.staging_names import (
     temporary_name,
 )
 from shardckpt.errors import StorageError, listed
-from shardckpt.manifest import find_folders, list_parents
+from shardckpt.manifest import MARKER_NAME, find_folders, list_parents
 from shardckpt.storage import replaced_error, sync_directory, sync_file, sync_tree, wrap_os_errors
 
 if TYPE_CHECKING:
@@ -162,8 +162,10 @@ def check_target(target: Path, *, overwrite: bool) -> None:
             ", but an export removes what a loader would take with its weights: adapters, other weights and, with "
             "assets (--assets), the old configuration and tokenizer"
         )
+        # not the names of a checkpoint's files, which depend on how many ranks saved it
+        what = "a checkpoint" if MARKER_NAME in names else listed(names, limit=4)
         raise StorageError(
-            f"{target} is not empty: it has {listed(names, limit=4)}. Give another directory, or pass overwrite=True "
+            f"{target} is not empty: it has {what}. Give another directory, or pass overwrite=True "
             "(the command: --overwrite) to replace the checkpoint in it; other files in it stay"
             + of_export
             * any(name.startswith(_OF_EXPORTS) for name in names)

@@ -201,16 +201,17 @@ def test_a_staging_directory_is_committed_or_removed(tmp_path: Path, fails: bool
 
 
 def test_what_is_in_the_way_is_said(tmp_path: Path) -> None:
-    """The error about a target that is not empty has the first names in it, and speaks of exports only where one is."""
+    """Of a target that is not empty: a checkpoint, or the first names in it; exports are spoken of only where one is."""
     target = tmp_path / "ckpt"
     target.mkdir()
-    for names, is_export in [
-        (("shardckpt.json", "metadata.json"), False),
-        (("config.json", "model.safetensors"), True),
+    for names, what, is_export in [
+        (("shardckpt.json", "notes.txt"), r"notes\.txt, shardckpt\.json", False),
+        (("metadata.json",), "a checkpoint", False),
+        (("config.json", "model.safetensors"), "a checkpoint", True),
     ]:
         for name in names:
             (target / name).touch()
-        with pytest.raises(StorageError, match=r"not empty: it has .*metadata\.json.*overwrite=True") as raised:
+        with pytest.raises(StorageError, match=f"not empty: it has {what}\\. .*overwrite=True") as raised:
             commit.check_target(target, overwrite=False)
         assert ("tokenizer" in str(raised.value)) == is_export
 
