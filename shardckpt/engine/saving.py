@@ -294,7 +294,7 @@ def find_saver(strategy: Any, plugins: PluginManager, others: Collection[str] = 
     near = ask_nearest(backend, {*(entry.backend for entry in entries), *others} - {backend})
     if plugins.registry.entries(StrategyAction.LOAD_SHARDED, backend):
         near = f"{backend} is read, and not written"
-    advice = near or "If a plugin brings it, install its distribution on every rank"
+    advice = near or "If a plugin brings it, install its distribution on every rank, or name it in SHARDCKPT_PLUGINS"
     raise UnknownBackendError(
-        f"no installed strategy saves {strategy!r}; installed: {names}{plugins.faults_text()}. {advice.rstrip()}"
+        f"no installed strategy saves {strategy!r}; installed: {names}. {advice.rstrip()}{plugins.faults_text()}"
     )

@@ -14,15 +14,20 @@ from shardckpt.engine import (
     refuse_damage,
     refuse_overlap,
 )
-from shardckpt.errors import CannotLoadError, VersionTooOldError
+from shardckpt.errors import CannotLoadError, CheckpointingException, PluginError, VersionTooOldError, listed
+from shardckpt.maintenance.sources import open_staged
+from shardckpt.mapping import ShardedObject, ShardedTensor
 from shardckpt.plugins import StrategyAction, choose_reader, get_plugin_manager, hold_checkpoint
 from shardckpt.storage import CheckpointReader, read_fingerprints, retry_if_replaced
+from shardckpt.strategy import LoadContext
 
 if TYPE_CHECKING:
     import os
+    from collections.abc import Iterable
     from pathlib import Path
 
     from shardckpt.manifest import Manifest
+    from shardckpt.mapping import ShardedBase
     from shardckpt.plugins import PluginManager
     from shardckpt.storage import CheckpointWriter
 
@@ -33,6 +38,9 @@ def migrate_checkpoint(
     """Write the checkpoint at ``old`` as a newer version at ``new``, completely or not at all. Not collective.
 
     A checkpoint that is to replace itself, and has the newest version that is installed, stays as it is.
+
+    Nothing is committed that no installed strategy reads, or that lacks what the old checkpoint lists, where a strategy
+    that reads the old version is still installed.
 
     Fingerprints that the old checkpoint has stored stand in the new one, too: the values are the same.
 
@@ -51,6 +59,7 @@ def migrate_checkpoint(
         UnknownBackendError: no installed plugin knows its backend.
         VersionTooOldError: no installed plugin has a migration from its version to ``to``.
         CannotLoadError: it has the newest version that is installed, and ``new`` is another place.
+        PluginError: what the migration wrote cannot be read, or is not all.
         CheckpointingException: the old checkpoint cannot be read, or the new one not written.
     """
     plugins = get_plugin_manager()
@@ -105,6 +114,7 @@ def _migrate(
             operation.start_progress(lambda: sum(record.list_files().values()))
         with CheckpointReader(place, manifest, verify=True, crcs="parts") as reader:
             refuse_damage(source, reader, plugins)  # what is written anew has digests
+            before = _list_stored(source, reader, plugins)
 
             def write(writer: CheckpointWriter, _save_id: str) -> None:
                 migration = chosen.create()
@@ -113,5 +123,46 @@ def _migrate(
                 writer.known_fingerprints.update(read_fingerprints(reader))
                 reader.check_unchanged()  # else the new checkpoint might be made of two saves, with correct digests
 
-            commit_files(operation, target, header, write, overwrite=overwrite)
+            def check(staging: Path, files: Path) -> None:
+                what = f"the migration {chosen.name} of {source} to version {chosen.to_version}"
+                _refuse_loss(what, before, staging, files, plugins)
+
+            commit_files(operation, target, header, write, overwrite=overwrite, check=check)
     return manifest.backend, manifest.version, chosen.to_version
+
+
+def _list_stored(source: Path, reader: CheckpointReader, plugins: PluginManager) -> dict[str, str] | None:
+    """Return what the old checkpoint lists; None where nothing installed reads its version any more."""
+    try:
+        strategy = choose_reader(source, reader.manifest, plugins)
+    except CannotLoadError:
+        return None
+    return _describe(strategy.load_index(LoadContext(reader, Comm(alone=True))))
+
+
+def _describe(index: Iterable[ShardedBase]) -> dict[str, str]:
+    """Return the tensors and objects of an index by name, with what a migration leaves as it is."""
+    return {
+        shard.unique_key if isinstance(shard, ShardedObject) else shard.key: (
+            f"{shard.dtype} {tuple(shard.global_shape)}" if isinstance(shard, ShardedTensor) else "object"
+        )
+        for shard in index
+    }
+
+
+def _refuse_loss(what: str, before: dict[str, str] | None, staging: Path, files: Path, plugins: PluginManager) -> None:
+    """Refuse to commit what nothing installed reads, or what lacks tensors or objects of the old checkpoint."""
+    try:
+        with open_staged(staging, files, plugins) as opened:
+            after = _describe(opened.index())
+    except CannotLoadError as exc:
+        raise PluginError(
+            f"{what} wrote what nothing installed reads; nothing was committed. Install the LoadStrategy of that "
+            "version beside it, or name another version (--to)"
+        ) from exc
+    except CheckpointingException as exc:
+        raise PluginError(f"{what} wrote what cannot be read; nothing was committed: {exc}") from exc
+    other = sorted(key for key, entry in (before or {}).items() if after.get(key) != entry)
+    if other:
+        lost = [f"{key}: {(before or {})[key]}, now {after.get(key, 'absent')}" for key in other]
+        raise PluginError(f"{what} does not keep what is stored; nothing was committed: {listed(lost)}")

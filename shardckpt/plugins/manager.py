@@ -163,6 +163,11 @@ class PluginManager:
             return replace(plugin, fault=f"disabled by {settings.DISABLED_PLUGINS}")
         conflicts: dict[Any, str] = {}
         try:
+            if not entry_point.pattern.match(entry_point.value):
+                raise PluginError(
+                    f"{entry_point.value!r} is not how a module is imported: give my_module or pkg.mod:plugin, with "
+                    "its folder in PYTHONPATH"
+                )
             with self._registry.attribute_to(distribution, conflicts):
                 self._register(entry_point.load(), f"{entry_point.name} = {entry_point.value}")
         # A plugin may fail in any way and must not break another. One that calls sys.exit has failed; Ctrl-C is the
@@ -186,7 +191,13 @@ class PluginManager:
         try:
             self._manager.register(plugin, name)
             others = [other for other in self._manager.get_plugins() if other is not plugin]
-            unknown = [hook.name for hook in self._manager.get_hookcallers(plugin) or [] if not hook.has_spec()]
+            found = self._manager.get_hookcallers(plugin)
+            if not found:
+                raise PluginError(
+                    f"{name} has no hook: name the module, or the object in it, that has shardckpt_register(registry) "
+                    "or another one"
+                )
+            unknown = [hook.name for hook in found if not hook.has_spec()]
             if unknown:
                 near = ask_nearest(unknown[0], hooks).rstrip()
                 raise PluginError(f"unknown hooks: {', '.join(sorted(unknown))}{', ' * bool(near)}{near}")

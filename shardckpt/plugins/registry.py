@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Collection
 from contextlib import contextmanager
@@ -369,7 +370,16 @@ def _advise(value: Any) -> str:
         if isinstance(value, base):
             name = type(value).__name__
             return f": {name} is a {base.__name__}, and a {other.__name__} is asked for"
+    if any(_takes_a_path(getattr(value, method, None)) for method in ("save", "async_save", "load")):
+        return (
+            f": {type(value).__name__} takes a checkpoint_dir, as Megatron's strategies do: call save or load of "
+            "shardckpt.compat.megatron.dist_checkpointing with it, or register it there (register_default_strategy)"
+        )
     return ""
+
+
+def _takes_a_path(method: Any) -> bool:
+    return inspect.ismethod(method) and "checkpoint_dir" in inspect.signature(method).parameters
 
 
 def parse_keys(value: Any) -> list[tuple[str, int | None]]:

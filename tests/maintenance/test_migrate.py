@@ -7,10 +7,10 @@ import pytest
 
 from shardckpt import dist_checkpointing as dc
 from shardckpt.cli import main
-from shardckpt.errors import UnknownBackendError, VersionTooOldError
+from shardckpt.errors import PluginError, UnknownBackendError, VersionTooOldError
 from shardckpt.maintenance import migrate_checkpoint
 from shardckpt.manifest import MARKER_NAME, RECORD_NAME, Record
-from tests.maintenance.migrate import ToTwo, content, loaded, old, state
+from tests.maintenance.migrate import LoadText, ToTwo, content, loaded, old, state
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -53,6 +53,25 @@ def test_a_failure_leaves_what_was_there(old: Path, name: str, monkeypatch: pyte
         migrate_checkpoint(old, target, overwrite=True)
     assert (content(old), content(target)) == before
     assert sorted(path.name for path in old.parent.iterdir()) == sorted({"old", name})
+
+
+def test_a_migration_that_loses_a_tensor_is_not_committed(old: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the old version can still be read, a migration that drops what it lists is refused, by name."""
+    before = content(old)
+    monkeypatch.setattr(LoadText, "same_files", (("migrated-text", 1),), raising=False)
+    monkeypatch.setattr(ToTwo, "migrate", lambda _self, _reader, writer: writer.write("w.txt", b"[[], 2, {}]"))
+    with pytest.raises(PluginError, match=r"ToTwo .* nothing was committed: w: torch\.float32 \(3,\), now .*\(0,\)"):
+        migrate_checkpoint(old, old, overwrite=True)
+    assert content(old) == before
+
+
+def test_a_migration_to_what_nothing_reads_is_not_committed(old: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A version without an installed reader replaces no checkpoint."""
+    before = content(old)
+    monkeypatch.setattr(LoadText, "cannot_load", lambda _self, _manifest: "reads nothing")
+    with pytest.raises(PluginError, match="nothing installed reads; nothing was committed"):
+        migrate_checkpoint(old, old, overwrite=True)
+    assert content(old) == before
 
 
 def test_what_has_no_migration_says_which_there_are(old: Path, tmp_path: Path) -> None:

@@ -294,6 +294,16 @@ def test_a_hook_without_its_decorator_is_refused(site: Site) -> None:
     assert re.search(text, _plugin(PluginManager(), "bare").fault)
 
 
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [("json.decoder", "json.decoder = json.decoder has no hook"), ("./mine.py", "is not how a module is imported")],
+)
+def test_a_module_that_is_no_plugin_is_named(monkeypatch: pytest.MonkeyPatch, value: str, text: str) -> None:
+    """A module without any hook, such as the package of the right one, and the path of a file, are broken plugins."""
+    monkeypatch.setenv("SHARDCKPT_PLUGINS", value)
+    assert text in _plugin(PluginManager(), value).fault
+
+
 def test_a_hook_with_a_wrong_argument_is_refused_whole(site: Site) -> None:
     """A hook that asks for what there is not is named, and the plugin's other hooks are not called either."""
     module = site.install("wrong", "wrong", WRONG_ARGUMENT)

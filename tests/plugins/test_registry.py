@@ -485,3 +485,13 @@ def test_a_strategy_that_is_given_as_an_object_is_checked(call: Any, match: str,
     with pytest.raises(CheckpointingException, match=match):
         call(tmp_path / ("there" if "Load" in match.partition(" ")[0] or "LoadStrategy is asked" in match else "c"))
     assert [each.name for each in tmp_path.iterdir()] == ["there"]
+
+
+class _MegatronSave:
+    def save(self, sharded_state_dict: Any, checkpoint_dir: Any) -> None: ...
+
+
+def test_a_strategy_of_megatrons_kind_is_sent_to_its_module() -> None:
+    """A strategy that takes a checkpoint_dir is not one of the core: the error says which module's save takes it."""
+    with pytest.raises(CheckpointingException, match=r"_MegatronSave .* call save or load of shardckpt\.compat\.megat"):
+        parse_key(_MegatronSave())
