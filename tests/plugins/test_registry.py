@@ -501,5 +501,5 @@ def test_a_strategy_of_megatrons_kind_is_sent_to_its_module() -> None:
 def test_a_backend_is_called_what_it_can_be_asked_for_by(name: str) -> None:
     """A name of which no text could be made that names it, alone, with a version or in a list, is refused."""
     kind = type("Save", (SaveStrategy,), {"backend": name, "version": 1, "save": lambda *_: None})
-    with pytest.raises(PluginError, match="a backend cannot be called|cannot register"):
+    with pytest.raises(PluginError, match=r"a backend cannot be called|cannot register"):
         StrategyRegistry().add(kind)
