@@ -192,7 +192,7 @@ def natural_order(key: str) -> list[tuple[int, str, str]]:
     return [(len(number), number, text) for number, text in zip(digits, texts, strict=True)]
 
 
-def name_known(wanted: str, known: Collection[str], what: str, limit: int = 6) -> str:
+def name_known(wanted: str, known: Collection[str], what: str, limit: int = 6, also: Collection[str] = ()) -> str:
     """Return what an error about a name that matches nothing adds: the nearest of those there are, and the first.
 
     Args:
@@ -200,12 +200,13 @@ def name_known(wanted: str, known: Collection[str], what: str, limit: int = 6) -
         known: Those there are.
         what: What they are called, in the plural: ``"keys"``.
         limit: How many are listed.
+        also: Other names that are asked about, and not listed.
 
     Returns:
         ``(did you mean loss? metrics: loss, ppl)``; without the question where none is near.
     """
     names = sorted(set(known))
-    return f"({ask_nearest(wanted, names)}{what}: {listed(names, limit=limit) or 'none'})"
+    return f"({ask_nearest(wanted, [*names, *also])}{what}: {listed(names, limit=limit) or 'none'})"
 
 
 def ask_nearest(wanted: object, known: Collection[str]) -> str:

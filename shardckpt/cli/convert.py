@@ -109,8 +109,9 @@ def add_cast_options(parser: Any) -> None:
         "--dtype",
         action="append",
         metavar="[PATTERN=]DTYPE",
-        help="cast floating-point tensors to float32, float16 or bfloat16, but for what would lose more by it than the "
-        "model's weights (default: as stored); with a PATTERN of names cast these in any case; may be repeated",
+        help="cast floating-point tensors to float64, float32, float16 or bfloat16, but for what would lose more by it "
+        "than the model's weights (default: as stored); with a PATTERN of names cast these in any case; may be "
+        "repeated",
     )
     parser.add_argument(
         "--keep", action="append", default=[], metavar="PATTERN", help="names of tensors not to cast; may be repeated"

@@ -11,6 +11,9 @@ from typing import Any
 from shardckpt.cli.folders import refuse_checkpoint
 from shardckpt.cli.output import Output
 
+#: What stands for a step.
+_WORDS = ("latest", "best")
+
 
 def add(verbs: Any) -> None:
     """Add the verb."""
@@ -78,7 +81,7 @@ def _name_step(folder: str, step: int | str) -> int | str:
     from shardckpt.manager import find_named_step
     from shardckpt.plugins import get_plugin_manager
 
-    if step not in ("latest", "best"):
+    if step not in _WORDS:
         return step
     return locate(find_named_step(f"{folder.rstrip('/')}/{step}"), get_plugin_manager()).name  # a link is followed
 
@@ -103,7 +106,7 @@ def _check_label(options: Any) -> None:
         directory: [hold.holder for hold in holds if hold.kind == "pin"]
         for directory, holds in find_holds(options.folder).items()
     }
-    steps, step = find_step(options.folder, options.step)
+    steps, step = find_step(options.folder, options.step, also=_WORDS)
     name = steps.names.name(step)
     own = pins.get(name, [])
     if step not in (there := steps.steps()) and not (options.remove and own):

@@ -546,7 +546,8 @@ def list_settings(names: Sequence[str] = ()) -> list[Setting]:
     wanted = [_OTHERS_NAMES.get(name, name).partition("=")[0] for name in names] or [*fields]
     for name in wanted:
         if name not in fields:
-            raise ConfigurationError(f"there is no setting {name!r} {name_known(name, fields, 'settings')}")
+            hint = name_known(name, fields, "settings", also=_OTHERS_NAMES)
+            raise ConfigurationError(f"there is no setting {name!r} {hint}")
     defaults = CheckpointConfig().model_dump(mode="json")
     plain = {name: re.sub(r":\w+:`[~\w.]*?(\w+)`|``", r"\1", text) for name, text in texts.items()}
     return [Setting(name, repr(defaults[name]), plain[name]) for name in wanted]

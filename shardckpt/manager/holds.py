@@ -20,6 +20,7 @@ from shardckpt.storage import has_local_files
 
 if TYPE_CHECKING:
     import os
+    from collections.abc import Collection
     from types import TracebackType
 
     from typing_extensions import Self
@@ -192,12 +193,13 @@ def unpin_step(folder: str | os.PathLike[str], step: int | str, label: str) -> N
     steps.holds.drop(make_hold(steps.names.name(step), "pin", label, None)[0])
 
 
-def find_step(folder: str | os.PathLike[str], step: int | str) -> tuple[StepFolder, int]:
+def find_step(folder: str | os.PathLike[str], step: int | str, *, also: Collection[str] = ()) -> tuple[StepFolder, int]:
     """Return a folder with the way in which the directory of a step is named, and the step.
 
     Args:
         folder: The directory or URL of the steps.
         step: The step, or the name of its directory. Of a step that is not there, the names are a manager's.
+        also: Words that the caller takes in place of a step: the error of a misspelt one asks about it.
 
     Raises:
         CheckpointingException: Several directories are of this step; or the name is not one of a step.
@@ -216,7 +218,7 @@ def find_step(folder: str | os.PathLike[str], step: int | str) -> tuple[StepFold
             return each, number
     known = [name for name in steps.directories() if not name.startswith(".") and name[-1].isdecimal()]
     raise CheckpointingException(
-        f"{steps} has no directory of a step {step!r} {name_known(step, known, 'directories')}"
+        f"{steps} has no directory of a step {step!r} {name_known(step, known, 'directories', also=also)}"
     )
 
 

@@ -42,7 +42,7 @@ from shardckpt.manager.summaries import (
     name_below,
 )
 from shardckpt.manifest import FINGERPRINTS_NAME, MARKER_NAME, RECORD_NAME, Manifest
-from shardckpt.plugins import choose_reader, get_plugin_manager, hold_checkpoint
+from shardckpt.plugins import choose_reader, get_plugin_manager, hold_checkpoint, name_stored_siblings
 from shardckpt.storage import (
     CheckpointReader,
     HasFolders,
@@ -80,7 +80,7 @@ def list_checkpoints(folder: str | os.PathLike[str], *, recursive: bool = False)
         directory that has checkpoints in it, a summary of each of these, by its path, folder by folder.
 
     Raises:
-        StorageError: the folder does not exist, or cannot be listed.
+        StorageError: the folder does not exist (on a store: has no object), or cannot be listed.
     """
     plugins = get_plugin_manager()
     place = locate(folder, plugins)
@@ -90,7 +90,12 @@ def list_checkpoints(folder: str | os.PathLike[str], *, recursive: bool = False)
         raise StorageError(
             f"{place} is no directory: give a folder of checkpoints, or a checkpoint {name_siblings(place)}".rstrip()
         )
-    return _list(folder, place, plugins, recursive=recursive, above=())
+    found = _list(folder, place, plugins, recursive=recursive, above=())
+    remote = on_store(place)
+    if not found and remote is not None and not list_objects(remote.folder):
+        advice = f"give a folder of checkpoints, or a checkpoint {name_stored_siblings(remote.folder.url, plugins)}"
+        raise StorageError(f"{place} does not exist, or has no objects: {advice}".rstrip())
+    return found
 
 
 def _list(

@@ -211,8 +211,8 @@ def _explain_kept(
         return damage.kept or f"{damage.fault}; no step that is whole is left without it"
     if step not in counted:
         fault = found.error or found.refusal
-        what = "damaged: " if found.is_damaged else ""
-        return f"{what}{str(fault).splitlines()[0]}" if fault else "it is a link"
+        said = str(fault).splitlines()[0] if fault else "it is a link"
+        return f"damaged: {said}; --damaged removes such steps" if found.is_damaged else said
     if not policies:
         return "it can be loaded"
     needed = find_needed_steps(counted)

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
         parse_file,
         read_manifest,
     )
-    from shardckpt.plugins.stores import open_folder
+    from shardckpt.plugins.stores import name_stored_siblings, open_folder
 
 # lazy: ``shardckpt.hookimpl`` must not import torch
 __getattr__ = lazy_getattr(
@@ -68,7 +68,7 @@ __getattr__ = lazy_getattr(
             "parse_file",
             "read_manifest",
         ),
-        "stores": ("open_folder",),
+        "stores": ("name_stored_siblings", "open_folder"),
     },
 )
 
@@ -100,6 +100,7 @@ __all__ = [
     "hookimpl",
     "is_object_key",
     "name_origin",
+    "name_stored_siblings",
     "open_folder",
     "parse_file",
     "parse_key",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 import sys
 from dataclasses import dataclass
 from enum import Enum
@@ -98,15 +99,24 @@ class MigrationEntry:
         return _create(kind, self.distribution)  # type: ignore[no-any-return]
 
 
+#: The name of a backend: neither ``"1"``, the version of a pair whose backend stands before it, nor ``"npy>=1"``.
+BACKEND = re.compile(r"(?!\d+$)[^\s<>=!~,@]+")
+
+
 def check_key(backend: Any, *versions: Any) -> None:
     """Check what a strategy or migration is registered under.
 
     Raises:
-        PluginError: the backend is no text, or a version no integer.
+        PluginError: the backend is no text or no name, or a version no integer.
     """
     if not isinstance(backend, str) or not backend or any(type(version) is not int for version in versions):
         given = ", ".join(map(repr, (backend, *versions)))
         raise PluginError(f"cannot register {given:.200}: give the backend as str and its version as int: ('npy', 1)")
+    if not BACKEND.fullmatch(backend):
+        raise PluginError(
+            f"a backend cannot be called {backend!r:.200}: a name has no blank and none of <>=!~,@, and is no number, "
+            "so that 'npy', 'npy@1' and lists of these name it"
+        )
 
 
 def check_targets(**targets: Any) -> None:

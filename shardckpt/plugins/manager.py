@@ -15,7 +15,7 @@ from typing import Any
 import pluggy
 
 from shardckpt import settings
-from shardckpt.errors import PluginError, ask_nearest
+from shardckpt.errors import PluginError, ask_nearest, listed
 from shardckpt.plugins import hookspecs
 from shardckpt.plugins.entries import USER
 from shardckpt.plugins.registry import StrategyRegistry
@@ -148,12 +148,25 @@ class PluginManager:
             for entry_point in list_entry_points():
                 self._plugins.append(self._load(entry_point))
             self._is_complete = True
+            self._warn_of_disabled()
         finally:
             self._is_importing = False
             if not self._is_complete:
                 for plugin in self._manager.get_plugins() - known:
                     self._manager.unregister(plugin)
                 self._plugins, self._registry.content = [], before
+
+    def _warn_of_disabled(self) -> None:
+        """Warn of names to disable that no plugin has: a misspelt one goes on working."""
+        names = {plugin.name for plugin in self._plugins}
+        for name in sorted(settings.disabled_plugins() - names):
+            logger.warning(
+                "%s names %r, and no plugin is called so: %sthere are %s",
+                settings.DISABLED_PLUGINS,
+                name,
+                ask_nearest(name, names),
+                listed(sorted(names)),
+            )
 
     def _load(self, entry_point: importlib.metadata.EntryPoint) -> Plugin:
         source = entry_point.dist

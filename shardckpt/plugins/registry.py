@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import inspect
-import re
 from collections.abc import Collection
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardckpt.errors import CheckpointingException, DuplicateStrategyError, PluginError
 from shardckpt.plugins.entries import (
+    BACKEND,
     BASES,
     USER,
     Entry,
@@ -79,6 +79,7 @@ class StrategyRegistry:
         if action is None:
             raise PluginError(f"{kind.__qualname__} is neither a SaveStrategy nor a LoadStrategy, nor a Migration")
         backend, version = get_strategy_key(strategy)
+        check_key(backend, version)
         summary = getattr(kind, "reads" if action is StrategyAction.LOAD_SHARDED else "writes")
         self._put(Entry(action, backend, version, strategy, self._distribution, summary, override))
 
@@ -333,10 +334,6 @@ class StrategyRegistry:
             self._note_conflict("default", error, "the claim")
 
 
-#: A backend without a version: neither ``"1"``, the version of a pair whose backend stands before it, nor ``"npy>=1"``.
-_BACKEND = re.compile(r"(?!\d+$)[^\s<>=!~,]+")
-
-
 def parse_key(value: Any) -> tuple[str, int | None]:
     """Return the backend and version that a caller names; the version is None if the caller leaves it open.
 
@@ -351,7 +348,7 @@ def parse_key(value: Any) -> tuple[str, int | None]:
     """
     if isinstance(value, str):
         backend, separator, version = value.partition("@")
-        if not separator and _BACKEND.fullmatch(backend):
+        if not separator and BACKEND.fullmatch(backend):
             return backend, None
         if backend and version.isascii() and version.isdecimal():
             return backend, int(version)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from shardckpt.errors import CheckpointingException, PluginError, StorageError
-from shardckpt.storage import mask_password
+from shardckpt.errors import CheckpointingException, PluginError, StorageError, name_known
+from shardckpt.storage import RemotePath, list_folders, mask_password
 
 if TYPE_CHECKING:
     from shardckpt.plugins.manager import PluginManager
@@ -58,3 +58,13 @@ def open_folder(url: str, plugins: PluginManager) -> RemoteFolder:
             f"object, or None for a URL that it does not serve (plugins that serve URLs: {names})"
         )
     return folder
+
+
+def name_stored_siblings(url: str, plugins: PluginManager) -> str:
+    """Return, for an error that nothing is at a URL, the nearest name beside it, and the first of the others."""
+    above, _, name = url.rstrip("/").rpartition("/")
+    try:
+        beside = list_folders(RemotePath(open_folder(above, plugins)))
+    except CheckpointingException:  # a bucket, a store that lists no folders, or one that may not be listed
+        return ""
+    return name_known(name, beside, f"in {mask_password(above)}")

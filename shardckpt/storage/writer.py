@@ -119,6 +119,8 @@ class CheckpointWriter:
         self._pool = WriterPool(plan_write_threads(memory_budget), count)
         self._memory_budget = memory_budget
         self._open: dict[str, FileWriter | SharedFile] = {}
+        #: Names of all files that were begun.
+        self._begun: set[str] = set()
         #: Name of the object of several parts that is open, if the budget allows one at a time.
         self._in_parts = ""
         #: Records of the files that are complete.
@@ -211,7 +213,10 @@ class CheckpointWriter:
         Returns:
             The file, to be passed to :meth:`finish`.
         """
-        view = memoryview(data)
+        try:
+            view = memoryview(data)
+        except TypeError as exc:
+            raise PluginError(f"{self._name_author()} writes {name!r} of a {type(data).__name__}: give bytes") from exc
         # of a file on disk nothing is allocated beforehand: it is written at once
         writer = self.create(name, 0 if self._store is None else view.nbytes)
         writer.append(view.nbytes, lambda: [view], keys=keys)
@@ -370,7 +375,7 @@ class CheckpointWriter:
         own = [repr(file.name) for file in self.files if file.name.partition("/")[0] in _OURS]
         if own:
             raise PluginError(
-                f"{self.directory}: {self._author or 'a strategy'} has written {listed(own)}: give it another name, "
+                f"{self.directory}: {self._name_author()} has written {listed(own)}: give it another name, "
                 f"since {listed(sorted(map(repr, _OURS)))} are written by the commit"
             )
         written: list[FileRecord | FilePart] = [*self.files, *self.parts]
@@ -414,6 +419,9 @@ class CheckpointWriter:
 
     def _begin_file(self, name: str) -> None:
         self._check_name(name)
+        if name in self._begun:
+            raise PluginError(f"{self._name_author()} writes {name!r} twice: a file is written once; give another name")
+        self._begun.add(name)
         if self._store is None:
             make_folders(self.directory, name)
         self.times = self.times._replace(began=self.times.began or time.perf_counter())
@@ -422,9 +430,12 @@ class CheckpointWriter:
         synced = self.times.synced + file.sync_seconds
         self.times = self.times._replace(ended=time.perf_counter(), synced=synced)
 
+    def _name_author(self) -> str:
+        return self._author or "a strategy"
+
     def _check_name(self, name: str) -> None:
         if not is_file_name(name):
-            raise PluginError(f"{self._author or 'a strategy'} gives a file the name {name!r:.300}: {NAME_RULE}")
+            raise PluginError(f"{self._name_author()} gives a file the name {name!r:.300}: {NAME_RULE}")
 
     def __enter__(self) -> Self:
         return self

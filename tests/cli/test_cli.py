@@ -55,6 +55,17 @@ def test_every_help_page_fits_the_terminal(
         assert any(line.startswith(f"{' ' * 21}learning rate, linear, cosine or 1-sqrt, the oldest") for line in lines)
 
 
+@table("verb", ["convert", "export", "merge"])
+def test_the_help_names_every_dtype_of_a_cast(
+    verb: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What --dtype takes, float64 too."""
+    monkeypatch.setenv("COLUMNS", "1000")
+    with pytest.raises(SystemExit, match="0"):
+        main([verb, "--help"])
+    assert "cast floating-point tensors to float64, float32, float16 or bfloat16," in capsys.readouterr().out
+
+
 def test_strategies_lists_the_built_ins(capsys: pytest.CaptureFixture[str]) -> None:
     """A row for each strategy: backend, version, what it does, who brought it."""
     assert main(["strategies"]) == 0

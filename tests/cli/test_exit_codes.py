@@ -104,7 +104,7 @@ CODES: list[tuple[int, str]] = [
     (2, "config keep_latset"),
     # a store that no plugin serves, and one without such a folder
     *((2, f"{verb} nowhere://bucket/x") for verb in ("ls", "verify", "inspect", "prune", "pin")),
-    *((2, f"{verb} memory://none/x") for verb in ("verify", "inspect", "prune")),
+    *((2, f"{verb} memory://none/x") for verb in ("ls", "verify", "inspect", "prune", "pin")),
 ]
 
 

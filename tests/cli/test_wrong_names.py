@@ -139,6 +139,7 @@ ROWS = [
     ("pin runs 2 --remove", "step-2 of runs is not pinned; pins of all steps: 'release' of step-1"),
     ("pin runs 1 --remove", "step-1 is pinned as 'release': `shardckpt pin runs 1 --remove --label release`"),
     ("pin runs 1 --remove --json", "`shardckpt pin runs 1 --remove --label release`"),
+    ("pin runs lates --label x", "did you mean latest?"),
     ("merge runs/step-1 runs/step-2 new --base 3", "there are 2 SRC"),
 ]
 

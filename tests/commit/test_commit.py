@@ -201,7 +201,7 @@ def test_a_staging_directory_is_committed_or_removed(tmp_path: Path, fails: bool
 
 
 def test_what_is_in_the_way_is_said(tmp_path: Path) -> None:
-    """Of a target that is not empty: a checkpoint, or the first names in it; exports are spoken of only where one is."""
+    """Of a target that is not empty: a checkpoint, or the first names in it; exports are named only where one is."""
     target = tmp_path / "ckpt"
     target.mkdir()
     for names, what, is_export in [

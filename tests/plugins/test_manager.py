@@ -486,6 +486,17 @@ def test_a_misspelt_variable_is_named(
     assert said == ["SHARDCKPT_IO_THRADS in the environment has no effect: did you mean SHARDCKPT_IO_THREADS?"]
 
 
+def test_a_plugin_to_disable_that_is_not_there_is_said(
+    site: Site, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its name is misspelt: the plugin that is meant goes on working."""
+    monkeypatch.setenv("SHARDCKPT_DISABLED_PLUGINS", "obstor,fsspec")
+    PluginManager().plugins()
+    said = [record.getMessage() for record in caplog.records if "DISABLED" in record.getMessage()]
+    assert len(said) == 1
+    assert said[0].startswith("SHARDCKPT_DISABLED_PLUGINS names 'obstor', and no plugin is called so: did you mean obs")
+
+
 def test_a_module_is_a_plugin_by_the_environment_alone(
     site: Site, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

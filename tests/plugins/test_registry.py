@@ -495,3 +495,11 @@ def test_a_strategy_of_megatrons_kind_is_sent_to_its_module() -> None:
     """A strategy that takes a checkpoint_dir is not one of the core: the error says which module's save takes it."""
     with pytest.raises(CheckpointingException, match=r"_MegatronSave .* call save or load of shardckpt\.compat\.megat"):
         parse_key(_MegatronSave())
+
+
+@table("name", ["My Fmt", "a,b", "npy@1", "7", ""])
+def test_a_backend_is_called_what_it_can_be_asked_for_by(name: str) -> None:
+    """A name of which no text could be made that names it, alone, with a version or in a list, is refused."""
+    kind = type("Save", (SaveStrategy,), {"backend": name, "version": 1, "save": lambda *_: None})
+    with pytest.raises(PluginError, match=r"a backend cannot be called|cannot register"):
+        StrategyRegistry().add(kind)

@@ -174,8 +174,13 @@ def test_names_and_twice(tmp_path: Path) -> None:
         ):
             writer.create("../data")
         writer.write("data", b"first")
-        with pytest.raises(StorageError, match=r"cannot create .*data: .* \(EEXIST\)"):
+        with pytest.raises(PluginError, match="a strategy writes 'data' twice: a file is written once"):
             writer.write("data", b"second")
+        with pytest.raises(PluginError, match="a strategy writes 'text' of a str: give bytes"):
+            writer.write("text", "third")  # type: ignore[arg-type]
+        (tmp_path / "other").touch()
+        with pytest.raises(StorageError, match=r"cannot create .*other: .* \(EEXIST\)"):
+            writer.write("other", b"")
         assert [file.name for file in writer.files] == ["data"]
     assert (tmp_path / "data").read_bytes() == b"first"
 

@@ -28,7 +28,7 @@ _STAND_INS = {1: torch.uint8, 2: torch.uint16}
 
 def write_json(writer: CheckpointWriter, name: str, value: Any) -> None:
     """Write a value that JSON gives back as it is; tuples, sets and keys that are no strings are not such."""
-    text = json.dumps(value)
+    text = json.dumps(value, default=lambda _: None, skipkeys=True)
     if json.loads(text) != value:
         raise CheckpointingException(f"{name}: JSON would change {value!r:.200}: use lists, and strings as keys")
     writer.write(name, text.encode())
