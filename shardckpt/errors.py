@@ -71,9 +71,11 @@ class UnsafePickleError(CheckpointingException):
 
     Attributes:
         refused: All globals that it asks for and must not, as ``"module.name"``; empty where the error is another one.
+        runs_code: Whether one of them runs commands or code, or reaches files: nobody is told how to allow that.
     """
 
     refused: tuple[str, ...] = ()
+    runs_code: bool = False
 
 
 class CommunicationError(CheckpointingException):

@@ -40,6 +40,35 @@ if TYPE_CHECKING:
 
 #: Bytes that the calls of a pickle may copy: a fixed number, plus a number per byte of the pickle.
 _FREE, _COPIES = 16 << 20, 64
+#: Modules whose functions run commands or code, or reach files, and builtins that do: as attacks name them.
+_RUN_CODE = {
+    "code",
+    "codeop",
+    "ctypes",
+    "importlib",
+    "nt",
+    "os",
+    "pickle",
+    "posix",
+    "pty",
+    "runpy",
+    "shutil",
+    "subprocess",
+    "sys",
+    "webbrowser",
+}
+_RUN_CODE_OF_BUILTINS = {
+    "__import__",
+    "breakpoint",
+    "compile",
+    "delattr",
+    "eval",
+    "exec",
+    "getattr",
+    "input",
+    "open",
+    "setattr",
+}
 #: Refused globals that an error looks for.
 _MOST_REFUSED = 100
 
@@ -52,6 +81,13 @@ def make_refusal(asks: str, names: Sequence[str], places: str = "") -> UnsafePic
         names: Each as ``"module.name"``.
         places: Where they are, a line for each place, instead of the names alone.
     """
+    if hostile := [name for name in names if _runs_code(name)]:
+        error = UnsafePickleError(
+            f"{asks} {listed(hostile)}; nothing was run. That runs commands or code, or reaches files, as an attack "
+            "does, and no state of a training needs it: do not load this by other means, and ask whoever wrote it"
+        )
+        error.refused, error.runs_code = tuple(names), True
+        return error
     *_, last = names
     module, _, own = last.rpartition(".")
     if len(names) == 1 and not places:
@@ -69,6 +105,12 @@ def make_refusal(asks: str, names: Sequence[str], places: str = "") -> UnsafePic
         )
     error.refused = tuple(names)
     return error
+
+
+def _runs_code(name: str) -> bool:
+    """Return whether a global, ``"module.name"``, is one that attacks name."""
+    module, _, own = name.rpartition(".")
+    return own in _RUN_CODE_OF_BUILTINS if module == "builtins" else module.partition(".")[0] in _RUN_CODE
 
 
 class _AllowList:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import logging
 import os
 import socket
 import subprocess
@@ -23,7 +22,6 @@ from shardckpt.plugins import get_plugin_manager
 if TYPE_CHECKING:
     from shardckpt.background.request import AsyncRequest
 
-logger = logging.getLogger(__name__)
 
 #: Bytes of a call's number. A message of its own before the call has it, and then the number of the messages that the
 #: call is, in as many bytes; an outcome's message begins with it.
@@ -182,10 +180,7 @@ class WorkerProcess:
 
 def _observe(data: bytes) -> None:
     """Pass an event of the child to the plugins of this process."""
-    try:
-        get_plugin_manager().hook.shardckpt_event(event=unpickle_trusted(data))
-    except Exception:  # an observer must not be able to end the thread that waits for outcomes
-        logger.warning("a plugin's shardckpt_event failed", exc_info=True)
+    get_plugin_manager().report(unpickle_trusted(data))
 
 
 def _resolve(future: Future[Any], data: bytes, pid: int) -> None:

@@ -53,7 +53,9 @@ def _describe_error(error: Exception, options: argparse.Namespace) -> str:
 
 def _advise_of_globals(error: CheckpointingException, options: argparse.Namespace) -> str:
     """Return the call in Python that takes the classes which a pickle asks for: no verb imports any."""
-    if not isinstance(error, UnsafePickleError) or not error.refused or not getattr(options, "reads", ()):
+    if not isinstance(error, UnsafePickleError) or not error.refused or error.runs_code:
+        return ""
+    if not getattr(options, "reads", ()):
         return ""
     module, call, arguments = _CALLS.get(options.verb, _OPENING)
     given = [repr(getattr(options, name)) for name in arguments or options.reads]

@@ -104,7 +104,7 @@ def add(verbs: Any) -> None:
 def run(options: Any) -> Output:
     """Prune, and return a row per step and leftover."""
     from shardckpt.cli.progress import show_progress
-    from shardckpt.engine import explain_unseen_uploads, prune_leftovers, prune_spools
+    from shardckpt.engine import explain_unseen_uploads
     from shardckpt.manager import prune_steps
 
     policies = _make_policies(options)
@@ -116,20 +116,20 @@ def run(options: Any) -> Output:
         # refuses names before anything is marked
         prune(options.path, policies, options.keep_step, dry_run=True)
         verified = _verify_newest(options)
+    found_before: list[PruneResult] = []
     if _chooses_steps(options, policies):
+        found_before = _prune_leftovers(options, dry_run=True)  # the removal of steps takes them along
         with show_progress("prune"):
             steps = prune(options.path, policies, options.keep_step, dry_run=options.dry_run)
     if _chooses_steps(options, policies) and not steps:
         refuse_checkpoint(options.path)
         _refuse_folder_of_runs(options.path)
-    # whoever removes damaged steps at once does not mean the running saves of other hosts
-    age = None if options.damaged else options.older_than
-    leftovers: list[PruneResult] = []
     with show_progress("prune"):
-        if options.path is not None:
-            leftovers += prune_leftovers(options.path, age, dry_run=options.dry_run)
-        if options.spool is not None:
-            leftovers += prune_spools(options.spool or None, age, dry_run=options.dry_run)
+        leftovers = _prune_leftovers(options, dry_run=options.dry_run)
+    left = {each.path for each in leftovers}
+    leftovers += [each for each in found_before if each.path not in left and each.is_removed]
+    all_left_over = {(str(each.path), each.nbytes) for each in leftovers if each.is_removed}
+    steps = [each for each in steps if (each.path, each.nbytes) not in all_left_over]
     if options.path is not None and not steps and not leftovers:
         refuse_checkpoint(options.path)
     unseen = "" if options.path is None else explain_unseen_uploads(options.path)
@@ -147,6 +147,20 @@ class Verified(NamedTuple):
 
     checkpoint: str
     verdict: str
+
+
+def _prune_leftovers(options: Any, *, dry_run: bool) -> list[PruneResult]:
+    """Remove what killed saves have left, and return what became of it."""
+    from shardckpt.engine import prune_leftovers, prune_spools
+
+    # whoever removes damaged steps at once does not mean the running saves of other hosts
+    age = None if options.damaged else options.older_than
+    leftovers: list[PruneResult] = []
+    if options.path is not None:
+        leftovers += prune_leftovers(options.path, age, dry_run=dry_run)
+    if options.spool is not None:
+        leftovers += prune_spools(options.spool or None, age, dry_run=dry_run)
+    return leftovers
 
 
 class Pruned(NamedTuple):

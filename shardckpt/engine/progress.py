@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from dataclasses import replace
@@ -14,8 +13,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from shardckpt.plugins import PluginManager
-
-logger = logging.getLogger(__name__)
 
 #: Seconds between two reports: an observer draws no faster, and the threads that count wait for it.
 _INTERVAL = 0.1
@@ -36,7 +33,7 @@ class Progress:
         self, operation: str, directory: str | Path, total: int, plugins: PluginManager, rank: int = 0
     ) -> None:
         self._start = Event(operation, "", "progress", str(directory), rank=rank, total=total)
-        self._hook = plugins.hook.shardckpt_event
+        self._plugins = plugins
         self._total = total
         self._done = 0
         self._started = time.perf_counter()
@@ -52,11 +49,7 @@ class Progress:
             if now - self._reported < _INTERVAL and self._done < self._total:
                 return
             self._reported = now
-            try:
-                if self._hook.get_hookimpls():
-                    self._hook(event=replace(self._start, nbytes=self._done, seconds=now - self._started))
-            except Exception:  # an observer must not be able to fail what it observes
-                logger.warning("a plugin's shardckpt_event failed", exc_info=True)
+            self._plugins.report(replace(self._start, nbytes=self._done, seconds=now - self._started))
 
     def end(self) -> None:
         """Count what is left as done: files of which not all bytes had to be read."""

@@ -50,6 +50,8 @@ class PluginManager:
         self._registry = StrategyRegistry()
         self._plugins: list[Plugin] = []
         self._lock = threading.RLock()
+        #: Observers whose failure was logged, each with the class of the error.
+        self._failed_observers: set[tuple[str, type[Exception]]] = set()
         self._is_importing = False
         #: Whether all plugins have been imported: hooks are then called without a lock, at each phase of a load.
         self._is_complete = False
@@ -133,6 +135,32 @@ class PluginManager:
         others = [found.plugin for found in self.hook.shardckpt_event.get_hookimpls()]
         self.register(plugin, name)
         vars(self._manager.hook)["shardckpt_event"] = self._manager.subset_hook_caller("shardckpt_event", others)
+
+    def report(self, event: hookspecs.Event) -> None:
+        """Pass an event to all plugins that observe; one that fails takes it from no other, and fails no operation."""
+        try:
+            observers = self.hook.shardckpt_event.get_hookimpls()
+        except Exception:
+            logger.warning("plugins cannot be imported, and no event is reported", exc_info=True)
+            return
+        for observer in observers:
+            self._tell(observer, event)
+
+    def _tell(self, observer: pluggy.HookImpl, event: hookspecs.Event) -> None:
+        try:
+            observer.function(*[event for _ in observer.argnames])
+        except Exception as exc:  # an observer must not be able to fail a save, least of all on one rank
+            kind = (observer.plugin_name, type(exc))
+            level = logging.DEBUG if kind in self._failed_observers else logging.WARNING
+            self._failed_observers.add(kind)
+            logger.log(
+                level,
+                "plugin %s: its shardckpt_event failed, and it missed an event; others get it, and nothing else fails. "
+                "Further %s of it are logged at DEBUG",
+                observer.plugin_name,
+                type(exc).__name__,
+                exc_info=True,
+            )
 
     def unregister(self, plugin: object) -> None:
         """Stop calling a plugin's hooks; the strategies that it registered stay."""

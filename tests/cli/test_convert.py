@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING
+import os
+from typing import TYPE_CHECKING, Any
 
+import pytest
 import torch
 
 import shardckpt
@@ -13,8 +15,6 @@ from tests.tables import table
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-    import pytest
 
 
 def test_convert_prints_the_proof(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -115,3 +115,21 @@ def test_a_refused_pickle_is_read_as_the_command_advises(tmp_path: Path, capsys:
             exec("\n".join(lines[-3:]), {})
             assert main(["verify", str(target)]) == 0
             capsys.readouterr()
+
+
+class _Attack:
+    """What an attack puts into a checkpoint."""
+
+    def __reduce__(self) -> Any:
+        return os.system, ("touch never",)
+
+
+@pytest.mark.parametrize("verb", ["inspect", "ls", "verify", "convert"])
+def test_nobody_is_told_how_to_run_an_attack(tmp_path: Path, verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of a pickle that names os.system, no verb says what allows it, also where it names another class, too."""
+    torch.save({"o": _Unknown(), "w": _Attack()}, tmp_path / "bad.pt")
+    place = tmp_path if verb == "ls" else tmp_path / "bad.pt"
+    main([verb, str(place), *([str(tmp_path / "new")] * (verb == "convert"))])
+    said = "".join(capsys.readouterr())
+    assert f"{os.name}.system; nothing was run. That runs commands" in said
+    assert "allow_globals" not in said

@@ -248,6 +248,28 @@ def test_damaged_steps_of_a_store_go(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert folders.is_intact(url + "/step-2", 2)
 
 
+@pytest.mark.parametrize("place", ["{}", "local://{}"])
+def test_what_goes_beside_steps_is_said(tmp_path: Path, place: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """What a killed save has left goes with the steps that no policy keeps: once in the answer, in the dry run, too."""
+    url = place.format(tmp_path / "run")
+    for step in (1, 2):
+        folders.save(url, step)
+    if place == "{}":
+        owners.leave(tmp_path / "run" / "step-3", owners.dead())
+    else:
+        (tmp_path / "run" / "step-3").mkdir()
+        said = f"save {'5' * 32} of process 1 on host, begun 2026-01-01 00:00:00 UTC\nowner {owners.dead().text}\n"
+        (tmp_path / "run" / "step-3" / f".shardckpt-uploading-{'5' * 32}").write_text(said)
+    answers = []
+    for options in (["--dry-run"], []):
+        assert main(["prune", url, "--keep-latest", "1", "--json", *options]) == 0
+        answers.append(json.loads(capsys.readouterr().out))
+    dry, done = answers
+    assert [each["path"].rpartition("/")[2] for each in done["steps"]] == ["step-1", "step-2"]
+    assert len(done["leftovers"]) == 1
+    assert done == dry | {"dry_run": False}
+
+
 def test_damaged_overwrites_of_a_store_go(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """An overwrite at a URL is below it: one that lacks only its record stays, one that lacks data goes."""
     url = f"local://{tmp_path}/run"

@@ -394,6 +394,19 @@ def failing() -> Iterator[None]:
     get_plugin_manager().unregister(plugin)
 
 
+def test_a_failing_watcher_takes_no_event_from_others(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The others hear all of a save, and the failures are one warning, which names the plugin."""
+    plugins, recorder = PluginManager(), Recorder()
+    plugins.register(recorder)
+    plugins.register(_Fails(), "metrics of team b")
+    events = [Event("save", phase, "start", str(tmp_path), 0) for phase in ("", "writing", "committing")]
+    for event in events:
+        plugins.report(event)
+    assert recorder.events == events
+    (warning,) = [each for each in caplog.records if each.levelno == logging.WARNING]
+    assert "metrics of team b: its shardckpt_event failed" in warning.getMessage()
+
+
 def test_a_failing_watcher_does_not_end_a_save(failing: None, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Who only watches cannot break a checkpoint: the failure is logged, and the save goes on."""
     with caplog.at_level(logging.WARNING, "shardckpt"):
