@@ -371,3 +371,20 @@ def test_arguments_in_the_wrong_place(tmp_path: Path, call: Callable[[Any, Path]
     dc.save(state, tmp_path / "a")
     with pytest.raises(CheckpointingException, match=said):
         call(state, tmp_path / "a")
+
+
+def test_content_metadata_of_the_state_dict_is_not_dropped_in_silence(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Where content_metadata= takes the place of another, a warning has that; of an equal one there is none."""
+    dc.save({"n": 5, "content_metadata": {"x": 1}}, tmp_path / "c", content_metadata={"x": 1})
+    assert not caplog.records
+    dc.save({"n": 5, "content_metadata": {"x": 1}}, tmp_path / "d", content_metadata={"f": 1})
+    assert "content_metadata= is, in place of {'x': 1}" in caplog.text
+
+
+@table(("shape", "offset"), [(2, 0), ((2,), 0), ((2.5,), (0,)), (None, None)])
+def test_the_grid_of_an_object_is_of_integers(shape: Any, offset: Any) -> None:
+    """What is no tuple of them is named, by the key."""
+    with pytest.raises(ShardingError, match="ShardedObject 'o': global_shape and global_offset are tuples of integers"):
+        ShardedObject("o", 1, shape, offset)

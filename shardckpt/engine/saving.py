@@ -192,7 +192,7 @@ def check_state(
         if comm.is_main:
             _warn_of_tensors(common)
         if options.content_metadata is not None:
-            common["content_metadata"] = options.content_metadata
+            _store_content(common, options.content_metadata, comm)
         lookup = look_up_plan(shards, saver, comm, validate=options.validate)
         # One message asks both: did all ranks find the same plan, and do they call with the same arguments? Ranks with
         # different classes would call different collectives.
@@ -261,6 +261,18 @@ def _warn_of_tensors(common: CommonStateDict) -> None:
             format_bytes(nbytes),
             listed([format_path(path) for path, _ in largest], limit=5),
         )
+
+
+def _store_content(common: CommonStateDict, content: Any, comm: Comm) -> None:
+    """Put the caller's ``content_metadata`` into the common state; warn if it takes the place of another."""
+    # a state dict that was loaded has that of its checkpoint
+    before = common.get("content_metadata", content)
+    if comm.is_main and repr(before) != repr(content):
+        logger.warning(
+            "the state dict's own content_metadata is not stored: content_metadata= is, in place of %.200r",
+            before,
+        )
+    common["content_metadata"] = content
 
 
 def find_saver(strategy: Any, plugins: PluginManager, others: Collection[str] = ()) -> SaveStrategy:

@@ -13,7 +13,7 @@ from shardckpt.manager.step_links import LATEST, LINKS, choose_best
 from shardckpt.manager.step_names import parse_step, split_path
 from shardckpt.manager.steps import StepFolder
 from shardckpt.plugins import get_plugin_manager
-from shardckpt.storage import ListsFolders, on_store, wrap_os_errors
+from shardckpt.storage import ListsFolders, list_objects, on_store, wrap_os_errors
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -41,7 +41,7 @@ def find_named_step(path: str) -> str:
         return path
     place = find_local(path)
     if place is None:
-        if locate(path, get_plugin_manager()).is_dir():
+        if locate(path, get_plugin_manager()).is_dir() or not _has_objects(folder):
             return path
     elif place.exists():
         return _follow_pointer(path, folder, place)
@@ -64,6 +64,11 @@ def find_named_step(path: str) -> str:
         return path  # who opens it says what is missing
     chosen = sound[-1] if word == LATEST else _find_best(folder, sound)
     return path.rstrip("/").removesuffix(word) + chosen.name
+
+
+def _has_objects(url: str) -> bool:
+    remote = on_store(locate(url, get_plugin_manager()))
+    return remote is not None and bool(list_objects(remote.folder))
 
 
 def refuse_named_step(path: str) -> None:

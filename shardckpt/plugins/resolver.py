@@ -42,7 +42,7 @@ from shardckpt.manifest import HUB_FILES, MARKER_LIMIT, MARKER_NAME, RECORD_LIMI
 from shardckpt.plugins.entries import StrategyAction, get_strategy_key
 from shardckpt.plugins.origin import describe_origin, name_origin
 from shardckpt.plugins.registry import parse_key, parse_keys
-from shardckpt.plugins.stores import name_stored_siblings, open_folder
+from shardckpt.plugins.stores import open_folder
 from shardckpt.storage import (
     ParseCache,
     RelativePath,
@@ -222,7 +222,7 @@ def _read_manifest(directory: Path, plugins: PluginManager, *, moved: bool, unma
     marker_file, record_file = directory / MARKER_NAME, directory / RECORD_NAME
     if not marker_file.exists():
         if not directory.is_dir():
-            raise _absent_error(real_path(directory), plugins)
+            raise _absent_error(real_path(directory))
         if unmarked and record_file.exists() and not is_under_way(directory):
             kept = parse_file(Record.parse, record_file, RECORD_LIMIT)
             return Manifest(backend=kept.backend, version=kept.version, record=kept)
@@ -429,10 +429,9 @@ def _list_checkpoints(directory: Path) -> list[str]:
         return [entry.name for entry in folders if os.path.isfile(f"{entry.path}/{MARKER_NAME}")]  # noqa: PTH113
 
 
-def _absent_error(directory: Path, plugins: PluginManager) -> CannotLoadError:
-    if (remote := on_store(directory)) is not None:
-        siblings = name_stored_siblings(remote.folder.url, plugins)
-        return NotACheckpointError(f"{directory} does not exist, or has no objects {siblings}".rstrip())
+def _absent_error(directory: Path) -> CannotLoadError:
+    if not can_rename(directory):
+        return NotACheckpointError(f"{directory} does not exist, or has no objects")
     replaced = list_replaced_checkpoints(directory)
     if replaced:
         return IncompleteCheckpointError(
