@@ -301,9 +301,10 @@ def load(
             at a time. At least 8 MiB, or 16 with ``fully_parallel``; None: as many as are fast.
         on_unused: What to do about stored tensors and objects that no rank asks for (layers that the model does not
             have, a forgotten state): ``"warn"`` once with their number and the first of them, ``"error"`` before
-            anything is filled, ``"ignore"``. A mode of ``strict`` that looks for them does as it says. A load that asks
-            for nothing, to get the common state, reports nothing. It says, too, what to do about tensors of the state
-            dict that describe no shard, of which the common state has nothing: no load fills them.
+            anything is filled, ``"ignore"``. A mode of ``strict`` that looks for them does as it says, and
+            ``"ignore_all"`` does not warn. A load that asks for nothing, to get the common state, reports nothing.
+            It says, too, what to do about tensors of the state dict that describe no shard, of which the common state
+            has nothing: no load fills them.
         resize: Patterns of keys, as of :mod:`fnmatch`, of tensors that may have another shape than is stored: a
             vocabulary that has grown (``["*embed_tokens.weight*", "*lm_head.weight*"]``, which match the optimizer's
             moments, too). What both shapes have is loaded; new rows keep the values that they have, which

@@ -78,6 +78,8 @@ def test_rank_offsets_outside_the_grid_are_refused(offsets: tuple[tuple[int, int
         ("w", torch.ones(2), ((0, 0.5, 2),), r"rank offset \(0, 0\.5, 2\) is no tuple"),
         ("w", torch.ones(2), ((0, 0, 0),), "has 0 shards along axis 0, expected 1 or more"),
         ("w", torch.ones(2), ((0, 2, 2),), "piece 2 of 2 along axis 0 does not exist"),
+        ("w", torch.ones(2), ((0, 0, 1), (0, 0, 1)), "axis 0 is named twice"),
+        ("w", torch.ones(2), ((1, 0, 2),), "there is no axis 1: the 1 axes count from 0"),
     ],
 )
 def test_wrong_arguments_are_named(key: Any, data: Any, offsets: tuple[Any, ...], fault: str) -> None:

@@ -378,8 +378,10 @@ def _grid_geometry(
     cells, fragments = [0] * len(local), [1] * len(local)
     named: set[int] = set()
     for axis, cell, count in rank_offsets:
-        if not 0 <= axis < len(local) or axis in named:
-            raise ShardingError(f"ShardedTensor {key!r}: axis {axis} is named twice or not one of {len(local)} axes")
+        if axis in named:
+            raise ShardingError(f"ShardedTensor {key!r}: axis {axis} is named twice, give one offset for it")
+        if not 0 <= axis < len(local):
+            raise ShardingError(f"ShardedTensor {key!r}: there is no axis {axis}: the {len(local)} axes count from 0")
         if not 0 <= cell < count:
             raise ShardingError(f"ShardedTensor {key!r}: piece {cell} of {count} along axis {axis} does not exist")
         named.add(axis)

@@ -206,7 +206,7 @@ def compare_keys(
         everywhere: What all ranks together can load, the same on every rank; by default ``stored``, which then is the
             same on every rank.
         on_unused: What to do about stored tensors and objects that no rank asks for, if the mode does not look for
-            them; the same on every rank.
+            them; the same on every rank. ``IGNORE_ALL`` does not warn.
         counts_unused: Says of a key whether it should have been asked for.
 
     Returns:
@@ -243,7 +243,8 @@ def compare_keys(
             if strict.raises:
                 raise KeyMismatchError(text)
         logger.warning("%s", text)
-    if on_unused != "ignore" and not strict.checks_all:
+    is_silent = on_unused == "ignore" or (on_unused == "warn" and strict is StrictHandling.IGNORE_ALL)
+    if not (is_silent or strict.checks_all):
         _report_unused(mine, everywhere, on_unused, comm, counts_unused)
     return KeyMismatch(frozenset(left.values()), frozenset(absent.values()) | incomplete.keys(), not_stored)
 

@@ -128,6 +128,17 @@ def test_strict_modes(
     assert bool(caplog.records) == (mode in (StrictHandling.LOG_UNEXPECTED, StrictHandling.LOG_ALL))
 
 
+def test_who_ignores_all_mismatches_hears_of_none(caplog: pytest.LogCaptureFixture) -> None:
+    """Unused keys warn by default, but not a caller who passed ``IGNORE_ALL``; who asks for an error gets it."""
+    wanted = [_cell(0, 1, key="both")]
+    stored = name_keys([*wanted, _cell(0, 1, key="have")])
+    with caplog.at_level(logging.WARNING):
+        compare_keys(wanted, stored, StrictHandling.IGNORE_ALL, Comm(alone=True), on_unused="warn")
+    assert not caplog.records
+    with pytest.raises(KeyMismatchError, match="unused keys"):
+        compare_keys(wanted, stored, StrictHandling.IGNORE_ALL, Comm(alone=True), on_unused="error")
+
+
 def _cells_of(key: str, *cells: int, count: int = 2) -> list[Any]:
     return [ShardedObject(key, None, (count,), (cell,)) for cell in cells]
 
