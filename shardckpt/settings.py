@@ -215,6 +215,12 @@ class Variable(NamedTuple):
     text: str
 
 
+def check_variables() -> None:
+    """Raise the error of a variable that has no value of its kind: at the start, not at the first save."""
+    for _, read in _VARIABLES.values():
+        read()
+
+
 def list_variables() -> list[Variable]:
     """Return all variables, by name, and behind them those of the environment that are almost one of these."""
     found = [Variable(name, *_describe(name, text, read)) for name, (text, read) in _VARIABLES.items()]
@@ -247,6 +253,7 @@ __all__ = [
     "STAGED_SAVES",
     "VERIFY_READS",
     "Variable",
+    "check_variables",
     "direct_io",
     "disabled_plugins",
     "find_misspelt",

@@ -43,7 +43,6 @@ _FREE, _COPIES = 16 << 20, 64
 #: Modules whose functions run commands or code, or reach files, and builtins that do: as attacks name them.
 _RUN_CODE = {
     "code",
-    "codeop",
     "ctypes",
     "importlib",
     "nt",
@@ -55,20 +54,8 @@ _RUN_CODE = {
     "shutil",
     "subprocess",
     "sys",
-    "webbrowser",
 }
-_RUN_CODE_OF_BUILTINS = {
-    "__import__",
-    "breakpoint",
-    "compile",
-    "delattr",
-    "eval",
-    "exec",
-    "getattr",
-    "input",
-    "open",
-    "setattr",
-}
+_RUN_CODE_OF_BUILTINS = {"__import__", "breakpoint", "compile", "eval", "exec", "getattr", "open", "setattr"}
 #: Refused globals that an error looks for.
 _MOST_REFUSED = 100
 

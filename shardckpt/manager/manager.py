@@ -8,6 +8,7 @@ import warnings
 from contextlib import ExitStack, nullcontext
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
+from shardckpt import settings
 from shardckpt.distributed import Comm
 from shardckpt.engine import pause_gc
 from shardckpt.errors import CheckpointingException, NotEnoughSpaceError, listed, refuse_copy, show_given
@@ -110,6 +111,7 @@ class CheckpointManager:
             comm.agree(states=sorted(self._states.names), **config.describe())
         if config.enable_checkpoint:
             with comm.collective_phase("looking at the configuration"):
+                settings.check_variables()
                 self._folder = StepFolder(config.folder, get_plugin_manager())
                 config.check_names(self._states.names)
         self._writer, self._parts = make_parts(config, self._states, process_group, allow_globals, fault_tolerance)

@@ -434,3 +434,12 @@ def test_only_a_step_is_discarded_after(tmp_path: Path) -> None:
             with pytest.raises(CheckpointingException, match="is no step; give the last step that stays"):
                 manager.discard_after(wrong)  # type: ignore[arg-type]
         assert manager.steps() == before
+
+
+def test_a_wrong_variable_is_said_at_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A manager is refused where a variable that it may need in hours has no value of its kind."""
+    monkeypatch.setenv("SHARDCKPT_REMOTE_PART_MIB", "1")
+    with pytest.raises(
+        CheckpointingException, match="SHARDCKPT_REMOTE_PART_MIB='1': expected a whole number of at least 5"
+    ):
+        CheckpointManager(CheckpointConfig(folder=str(tmp_path)), {"model": torch.nn.Linear(1, 1)})

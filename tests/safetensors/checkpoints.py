@@ -68,4 +68,4 @@ def change_index(
     text = json.loads(found.metadata["shardckpt"])
     header(text)
     file.write_bytes(pack_columns(table, {"shardckpt": json.dumps(text)}))
-    reseal(path)
+    reseal(str(path))

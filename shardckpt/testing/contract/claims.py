@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import pytest
 import torch
 
+from shardckpt.errors import ask_nearest
 from shardckpt.testing.contract import jobs
 from shardckpt.testing.contract.subject import Subject
 
@@ -123,6 +124,13 @@ class Claims:
     def _registered(self) -> Iterator[None]:
         if self.subject.save_strategy is None or self.subject.load_strategy is None:
             pytest.fail(f"{type(self).__name__} sets no strategy, or save_strategy and load_strategy", pytrace=False)
+        for name, value in vars(type(self)).items():
+            if name.startswith(("_", "test_")) or name in Claims.__annotations__ or callable(value):
+                continue
+            if question := ask_nearest(name, Claims.__annotations__):
+                pytest.fail(
+                    f"{type(self).__name__}.{name} is no claim, and nothing reads it: {question}", pytrace=False
+                )
         self.subject.check_can_be_sent()
         with self.subject.registered():
             yield

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardckpt.manifest import MARKER_NAME, RECORD_NAME, Manifest, Marker, Record
 from shardckpt.storage import CheckpointReader, CheckpointWriter
 
 if TYPE_CHECKING:
-    from pathlib import Path
+    import os
 
 
 def read_record(path: Path) -> Record:
@@ -23,7 +24,7 @@ def open_reader(path: Path, *, with_record: bool = True) -> CheckpointReader:
     return CheckpointReader(path, manifest)
 
 
-def reseal(path: Path) -> None:
+def reseal(path: str | os.PathLike[str]) -> None:
     """Make digests of a checkpoint's files as they are now, as someone does who changes a checkpoint on purpose.
 
     Example:
@@ -38,6 +39,7 @@ def reseal(path: Path) -> None:
     Args:
         path: The checkpoint's directory. Its record, ``shardckpt.json``, is rewritten; no file is added or removed.
     """
+    path = Path(path)
     record = read_record(path)
     with CheckpointWriter(path, 0, algorithm=record.digest_algorithm) as writer:
         files = tuple(writer.adopt(file.name, file.keys) for file in record.files)
