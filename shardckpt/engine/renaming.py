@@ -20,7 +20,7 @@ from shardckpt.strategy import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from shardckpt.engine.loading import OpenCheckpoint
     from shardckpt.errors import CheckpointingException
@@ -28,6 +28,9 @@ if TYPE_CHECKING:
     from shardckpt.mapping import ShardedBase, StateDict
     from shardckpt.storage import CheckpointReader
     from shardckpt.strategy import LoadContext, StoredBox, StoredFile
+
+#: Entries of an optimizer's state dict.
+_GROUPS, _PARAMS = "param_groups", "params"
 
 
 def rename_stored(checkpoint: OpenCheckpoint, names: Mapping[str, str], keys: Sequence[str]) -> OpenCheckpoint:
@@ -67,10 +70,12 @@ def list_top_names(keys: Iterable[str]) -> list[str]:
 
 
 def _check(names: Mapping[str, str], keys: Sequence[str]) -> None:
+    begun = {name for key in keys for name in _list_beginnings(key)}
+    kept = {name for key in keys if rename_key(key, names) == key for name in _list_beginnings(key)}
     for old, new in names.items():
         if old == new:
             raise KeyMismatchError(f"rename: {old!r} is given as its own new name: leave it out, or give another")
-        if not any(_begins(key, old) for key in keys):
+        if old not in begun:
             top = list_top_names(keys)
             near = ask_nearest(old, [*top, *keys])
             raise KeyMismatchError(
@@ -78,8 +83,8 @@ def _check(names: Mapping[str, str], keys: Sequence[str]) -> None:
             )
         if not new and old in keys and not any(key.startswith(f"{old}.") for key in keys):
             raise KeyMismatchError(f"rename: {old!r} is a whole key: '' in its place leaves it no name; give it one")
-        taken = [key for key in keys if _begins(key, new) and rename_key(key, names) == key]
-        if taken:
+        if new in kept:
+            taken = [key for key in keys if _begins(key, new) and rename_key(key, names) == key]
             raise KeyMismatchError(
                 f"rename: {old!r} cannot become {new!r}: the checkpoint has {listed(taken, limit=3)}; rename that, too"
             )
@@ -165,9 +170,18 @@ def _begins(key: str, name: str) -> bool:
     return not name or key == name or key.startswith(f"{name}.")
 
 
+def _list_beginnings(key: str) -> Iterator[str]:
+    """Yield the names that begin a key, the longest first: the key, what is before each dot, and ``""``."""
+    name, dot = key, "."
+    while dot:
+        yield name
+        name, dot, _ = name.rpartition(".")
+    yield ""
+
+
 def rename_key(key: str, names: Mapping[str, str]) -> str:
     """Return a key with the longest name that it begins with replaced; ``""`` begins every key."""
-    name = max((name for name in names if _begins(key, name)), key=len, default=None)
+    name = next(filter(names.__contains__, _list_beginnings(key)), None)
     if name is None:
         return key
     renamed = names[name] + (key[len(name) :] if name else f".{key}")
@@ -225,6 +239,8 @@ def _move_parts(common: StateDict, names: Mapping[str, str]) -> StateDict:
             pending += [(f"{path}.", inner, each) for inner, each in value.items()]
             continue
         new = rename_key(path, names)
+        if key == _GROUPS and isinstance(value, list):
+            value = [_rename_params(group, path, names) for group in value]
         parts: list[Any] = [*before.split(".")[:-1], key] if new == path else list(new.split("."))
         place = found
         for part in parts[:-1]:
@@ -234,6 +250,19 @@ def _move_parts(common: StateDict, names: Mapping[str, str]) -> StateDict:
         last = parts[-1]  # where parts may be that were moved here before the rest
         place[last] = _join(value, place[last], new) if last in place else value
     return found
+
+
+def _rename_params(group: Any, path: str, names: Mapping[str, str]) -> Any:
+    """Return a group of an optimizer with its parameters by the new names of their options."""
+    if not (isinstance(group, dict) and isinstance(group.get(_PARAMS), list)):
+        return group
+    return {**group, _PARAMS: [_rename_last(each, path, names) for each in group[_PARAMS]]}
+
+
+def _rename_last(name: Any, path: str, names: Mapping[str, str]) -> Any:
+    """Return the new name of what is stored at a path and a name below it, without the path; itself if it has none."""
+    new = names.get(f"{path}.{name}")
+    return name if new is None else new.removeprefix(f"{rename_key(path, names)}.")
 
 
 def _join(one: Any, other: Any, path: str) -> Any:

@@ -27,6 +27,7 @@ from shardckpt.errors import (
 )
 from shardckpt.manager.exclusion import leave_out
 from shardckpt.manager.metrics import CONTENT_KEY
+from shardckpt.manager.numbered import name_numbers
 from shardckpt.manager.rng import RNG
 from shardckpt.manager.states import LR_SCHEDULER, MODEL, OPTIMIZER, Ranks
 from shardckpt.manager.steps import MODEL_PREFIX, PER_RANK_KEY, PREFIX_KEY, MissingStatesError
@@ -160,7 +161,7 @@ class StepReader:
             content = (record.content_metadata or {}) if record is not None else {}
             is_foreign, saved = CONTENT_KEY not in content, content.get(CONTENT_KEY) or {}
             keys = list_names(opened) if is_foreign else []
-            renamed = self._rename(opened, keys) if is_foreign else opened
+            renamed = self._rename(opened, keys, model_only=model_only) if is_foreign else opened
             checkpoint = share_reading(renamed, self._budget) if self._fully_parallel else renamed
             ranks = Ranks(comm.rank, comm.world_size, comm.world_size if record is None else record.world_size)
             stored = frozenset(map(stored_key, checkpoint.index()))
@@ -202,7 +203,7 @@ class StepReader:
             )
         return Fetched(names, objects, tensors, ranks, is_partial, None if record is None else record.save_id)
 
-    def _rename(self, checkpoint: OpenCheckpoint, keys: list[str]) -> OpenCheckpoint:
+    def _rename(self, checkpoint: OpenCheckpoint, keys: list[str], *, model_only: bool) -> OpenCheckpoint:
         """Return another library's checkpoint under the names of the states."""
         given = self._renames
         usual = {
@@ -220,7 +221,24 @@ class StepReader:
         names = {**usual, **given}
         if names and checkpoint.context.comm.is_main:
             logger.info("read by other names: %s", listed([f"{old} as {new}" for old, new in sorted(names.items())]))
+        if not model_only and OPTIMIZER not in self._excluded:
+            numbered = self._name_numbers(checkpoint, names, keys)
+            names, keys = {**names, **numbered}, [*keys, *numbered]
         return rename_stored(checkpoint, names, keys)
+
+    def _name_numbers(self, checkpoint: OpenCheckpoint, names: Mapping[str, str], keys: list[str]) -> dict[str, str]:
+        """Return the names of what an optimizer has stored under numbers of parameters, by the names of both."""
+        comm, common, columns = checkpoint.context.comm, checkpoint.common(), checkpoint.columns()
+        where = next((old for old, new in names.items() if new == OPTIMIZER), OPTIMIZER)
+        shapes: dict[str, tuple[int, ...] | None] = dict.fromkeys(keys)
+        shapes.update(() if self._resize else zip(columns.keys, columns.shapes, strict=True))
+        optimizers, found = self._states.optimizers, dict[str, str]()
+        with comm.local_phase("comparing the parameters of the optimizer"):
+            if len(optimizers) == 1:
+                found = name_numbers(common, where, shapes, self._states.modules[MODEL], optimizers[0])
+        if found and comm.is_main:
+            logger.info("%s of the checkpoint numbers its parameters: taken in the order of the optimizer's", where)
+        return found
 
     def _counts(self, chosen: frozenset[str], key: str, *, of_others: bool) -> bool:
         """Return whether a stored key is one that the states should have asked for: theirs, or that of no state."""

@@ -12,6 +12,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_op
 
 from shardckpt import dist_checkpointing
 from shardckpt.errors import CheckpointingException
+from shardckpt.maintenance import convert_checkpoint
 from shardckpt.manager import CheckpointConfig, CheckpointManager
 
 if TYPE_CHECKING:
@@ -196,3 +197,50 @@ def test_a_value_has_no_parts(tmp_path: Path) -> None:
     dist_checkpointing.save({"data": 5, "it": 1}, tmp_path / "c")
     with pytest.raises(CheckpointingException, match=r"nothing can become 'data\.x': 'data' has no parts"):
         _resume(tmp_path / "c", rename={"it": "data.x"})
+
+
+def _save_by_dcp(path: Path, state: dict[str, Any]) -> None:
+    dcp.save(state, checkpoint_id=path, no_dist=True)
+
+
+def _save_by_torch(path: Path, state: dict[str, Any]) -> None:
+    torch.save(state, path.with_suffix(".pt"))
+    convert_checkpoint(path.with_suffix(".pt"), path, ("torch_dist", 1))
+
+
+@pytest.mark.parametrize("save", [_save_by_dcp, _save_by_torch], ids=["dcp", "torch.save"])
+@pytest.mark.parametrize("name", ["optimizer", "optim"])
+def test_numbers_of_parameters_are_read_in_their_order(
+    tmp_path: Path, save: Callable[[Path, dict[str, Any]], None], name: str
+) -> None:
+    """What ``optimizer.state_dict()`` has saved, by numbers, loads as its ``load_state_dict`` would take it."""
+    saved, saved_optimizer = _train(1)
+    save(tmp_path / "c", {"model": saved.state_dict(), name: saved_optimizer.state_dict(), "data": {"seen": 7}})
+    model, optimizer, _ = _resume(tmp_path / "c")
+    for one, other in zip(saved.parameters(), model.parameters(), strict=True):
+        assert one.equal(other)
+        assert all(value.equal(optimizer.state[other][slot]) for slot, value in saved_optimizer.state[one].items())
+    assert optimizer.param_groups[0]["lr"] == saved_optimizer.param_groups[0]["lr"]
+
+
+def test_numbers_of_other_groups_are_refused(tmp_path: Path) -> None:
+    """An optimizer of other groups than those whose parameters are numbered is an error that counts both."""
+    model, _ = _train(1)
+    optimizer = torch.optim.AdamW([{"params": [*part.parameters()]} for part in model.children()])
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "data": {"seen": 7}}
+    dcp.save(state, checkpoint_id=tmp_path / "c", no_dist=True)
+    with pytest.raises(CheckpointingException, match=r"groups of 2 and 2 parameters; those .* have 4\. Build"):
+        _resume(tmp_path / "c")
+    _resume(tmp_path / "c", exclude_from_loading=["optimizer"])
+
+
+def test_numbers_in_another_order_are_refused(tmp_path: Path) -> None:
+    """Moments whose shape is not that of the parameter in their place are an error that names both."""
+    model, _ = _train(1)
+    optimizer = torch.optim.AdamW(reversed([*model.parameters()]))
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "data": {"seen": 7}}
+    dcp.save(state, checkpoint_id=tmp_path / "c", no_dist=True)
+    with pytest.raises(CheckpointingException, match=r"exp_avg of number 0 has .* \(2,\); .* '0\.weight' of \(3, 2\)"):
+        _resume(tmp_path / "c")
