@@ -347,7 +347,8 @@ class GroupFailure:
         if died:
             texts.append(
                 f"{self._name_ranks(died)} died or left the process group: {where}, and connections were closed. Look "
-                "in the logs of the program and of the kernel (dmesg) for an exception, a signal, or too little memory"
+                "in the logs of the program and of the kernel (dmesg) for an exception, a signal, or too little "
+                "memory; a rank that ended without one has not made this call, which all ranks make"
             )
         if stopped:
             texts.append(

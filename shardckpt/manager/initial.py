@@ -61,8 +61,7 @@ def load_initial(
         except (NotACheckpointError, IncompleteCheckpointError) as exc:
             raise replace_text(
                 exc,
-                f"initial_load_path: {exc}; for a Hugging Face folder, set initial_load_in_hf=True; for a folder of "
-                "steps, give one of them: <folder>/step-<n>",
+                f"initial_load_path: {exc}; of a folder of steps give one: <folder>/step-<n>",
             ) from exc
     logger.info("loaded initial_load_path %s", path)
     return True

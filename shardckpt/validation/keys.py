@@ -37,6 +37,8 @@ logger = logging.getLogger(__name__)
 _MODELS = frozenset(("model", "state_dict", "model_state_dict"))
 #: What the state dict of an optimizer has.
 _OPTIMIZER_PARTS = frozenset(("state", "param_groups"))
+#: A key of the state of an optimizer whose parameters are numbers: `optimizer.state.0.exp_avg`.
+_NUMBERED = re.compile(r"(\w+\.)?\w+\.state\.\d+\.")
 
 _SHOWN = 20
 #: How many keys stand before the advice.
@@ -347,11 +349,14 @@ def _suggest_names(absent: Collection[str], stored: Collection[object]) -> str:
     usual = {
         old: new for old, new in find_usual_names(texts).items() if any(key.startswith(f"{new}.") for key in absent)
     }
-    if not usual:
+    named = [f"{new!r} as {old!r}" for old, new in sorted(usual.items())]
+    is_asked = any(key.startswith("optimizer.") for key in absent)
+    if is_asked and any(_NUMBERED.match(text) for text in texts):  # optimizer.state_dict() itself was saved
+        named.append("numbers for the parameters of the optimizer")
+    if not named:
         return _suggest_prefix(absent, texts)
-    named = listed([f"{new!r} as {old!r}" for old, new in sorted(usual.items())])
     return (
-        f"\nThe checkpoint has {named}: a CheckpointManager loads it as it is, by initial_load_path=... and "
+        f"\nThe checkpoint has {listed(named)}: a CheckpointManager loads it as it is, by initial_load_path=... and "
         "initial_load_model_only=False"
     )
 

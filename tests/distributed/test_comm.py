@@ -334,6 +334,19 @@ def test_a_destroyed_group_is_said_to_be(ranks: Ranks, tmp_path: Path) -> None:
     assert ranks.run(2, _after_the_end, str(tmp_path)) == [said, said]
 
 
+def _returns_what_cannot_travel(path: str) -> str:
+    try:
+        Comm().main_runs("looking", lambda: lambda: 1)
+    except CheckpointingException as exc:
+        return str(exc)
+    return ""
+
+
+def test_what_the_main_rank_ran_is_named_while_its_result_is_on_the_way(ranks: Ranks, tmp_path: Path) -> None:
+    """An error of the message with the result of ``main_runs`` names what was run, on all ranks."""
+    assert all("in 'looking'" in said for said in ranks.run(2, _returns_what_cannot_travel, str(tmp_path)))
+
+
 def _combines(limit: int, count: int) -> list[Any]:
     kept, comm_module.MAX_BYTES_BY_MAIN = comm_module.MAX_BYTES_BY_MAIN, limit
     try:

@@ -230,3 +230,12 @@ def test_the_check_finds_what_cannot_be_given() -> None:
     ):
         with pytest.raises(AssertionError):
             _check(message)
+
+
+def test_of_a_folder_of_the_hub_the_way_is_said_once(tmp_path: Path) -> None:
+    """An ``initial_load_path`` that is a Hugging Face folder is said to be one, with the setting, once."""
+    (tmp_path / "hf").mkdir()
+    save_state_dict({"weight": torch.ones(2, 2)}, tmp_path / "hf" / "model.safetensors")
+    with pytest.raises(CheckpointingException, match="it is a Hugging Face folder") as raised:
+        _load(tmp_path / "steps", {"model": torch.nn.Linear(2, 2)}, initial_load_path=str(tmp_path / "hf"))
+    assert str(raised.value).count("initial_load_in_hf") == 1

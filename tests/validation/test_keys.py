@@ -224,6 +224,18 @@ def test_the_names_of_torchs_tutorials_are_said_with_what_loads_them(
     assert len(again.state) == 2
 
 
+def test_numbers_of_parameters_are_said_with_what_loads_them(tmp_path: Path) -> None:
+    """Of an optimizer that was saved by its own ``state_dict()`` the error names what loads it: the manager."""
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(4)).sum().backward()
+    optimizer.step()
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    dcp.save(state, checkpoint_id=tmp_path / "old", no_dist=True)
+    with pytest.raises(KeyMismatchError, match="numbers for the parameters of the optimizer: a CheckpointManager"):
+        dc.load(to_sharded_state_dict(model, optimizer), tmp_path / "old")
+
+
 def test_a_key_that_is_stored_without_its_first_part_is_said() -> None:
     """Who asks for ``model.w`` where ``w`` is stored reads that, and how to describe a model so."""
     wanted = [_cell(0, 1, "model.layer.w"), _cell(0, 1, "model.layer.b"), _cell(0, 1, "model.none")]
