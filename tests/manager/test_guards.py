@@ -204,13 +204,13 @@ def test_what_does_not_fit_names_the_checkpoint(tmp_path: Path) -> None:
 
 
 def test_where_to_begin_is_a_checkpoint(tmp_path: Path) -> None:
-    """A folder of steps, or a Hugging Face folder without the flag, is an error that says what to give."""
+    """A folder of steps is an error that names one."""
     with CheckpointManager(CheckpointConfig(folder=tmp_path / "a"), {"model": torch.nn.Linear(2, 2)}) as manager:
         manager.save(1, force=True)
     config = CheckpointConfig(folder=tmp_path / "b", initial_load_path=tmp_path / "a")
     with (
         CheckpointManager(config, {"model": torch.nn.Linear(2, 2)}) as manager,
-        pytest.raises(CheckpointingException, match=r"initial_load_in_hf=True.*<folder>/step-<n>"),
+        pytest.raises(CheckpointingException, match=r"a folder of 1 checkpoint: give one, such as .*/step-1"),
     ):
         manager.load()
 
@@ -233,7 +233,7 @@ class MountError(NotACheckpointError):
     ("method", "error", "text"),
     [
         ("fetch", TiedKeysError("a", "b"), "does not fit the states: a and b are one\n"),
-        ("read", MountError(host="h"), "initial_load_path: h has no disk; for a Hugging Face folder"),
+        ("read", MountError(host="h"), "initial_load_path: h has no disk; of a folder of steps give one"),
     ],
 )
 def test_a_plugins_error_keeps_its_class(
