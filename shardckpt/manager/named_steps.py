@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING
 
 from shardckpt.commit import NAME_MAX
 from shardckpt.engine import find_local, locate
-from shardckpt.errors import CheckpointingException, NotACheckpointError, listed, name_known
+from shardckpt.errors import CheckpointingException, NotACheckpointError, StorageError, listed, name_known
 from shardckpt.maintenance import FILE_SUFFIXES
 from shardckpt.manager.listing import list_checkpoints
 from shardckpt.manager.step_links import LATEST, LINKS, choose_best
 from shardckpt.manager.step_names import parse_step, split_path
 from shardckpt.manager.steps import StepFolder
 from shardckpt.plugins import get_plugin_manager
-from shardckpt.storage import ListsFolders, list_objects, on_store, wrap_os_errors
+from shardckpt.storage import ListsFolders, on_store, wrap_os_errors
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -41,13 +41,18 @@ def find_named_step(path: str) -> str:
         return path
     place = find_local(path)
     if place is None:
-        if locate(path, get_plugin_manager()).is_dir() or not _has_objects(folder):
+        if locate(path, get_plugin_manager()).is_dir():
             return path
     elif place.exists():
         return _follow_pointer(path, folder, place)
     elif (around := find_local(folder)) is None or not around.is_dir():
         return path
-    found = list_checkpoints(folder)
+    try:
+        found = list_checkpoints(folder)
+    except StorageError:
+        if place is not None:
+            raise
+        found = []  # whoever opens the URL says what is missing
     sound = [
         each
         for each in found
@@ -64,11 +69,6 @@ def find_named_step(path: str) -> str:
         return path  # who opens it says what is missing
     chosen = sound[-1] if word == LATEST else _find_best(folder, sound)
     return path.rstrip("/").removesuffix(word) + chosen.name
-
-
-def _has_objects(url: str) -> bool:
-    remote = on_store(locate(url, get_plugin_manager()))
-    return remote is not None and bool(list_objects(remote.folder))
 
 
 def refuse_named_step(path: str) -> None:
