@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from bisect import bisect_right
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -49,7 +50,7 @@ def write_blocks(
         load: Fills the data of shards from the checkpoint; called by this thread.
     """
     file = writer.create(name, layout.size)
-    file.describe(_digest(layout))
+    file.describe(partial(_digest, layout))
     pool = BufferPool(BLOCK_BYTES)
     for offset in range(0, layout.size, BLOCK_BYTES):
         block = _Block(layout, offset, load, pool)

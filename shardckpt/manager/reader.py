@@ -204,7 +204,7 @@ class StepReader:
         return Fetched(names, objects, tensors, ranks, is_partial, None if record is None else record.save_id)
 
     def _rename(self, checkpoint: OpenCheckpoint, keys: list[str], *, model_only: bool) -> OpenCheckpoint:
-        """Return another library's checkpoint under the names of the states."""
+        """Collective: return another library's checkpoint under the names of the states."""
         given = self._renames
         usual = {
             old: new
@@ -227,7 +227,7 @@ class StepReader:
         return rename_stored(checkpoint, names, keys)
 
     def _name_numbers(self, checkpoint: OpenCheckpoint, names: Mapping[str, str], keys: list[str]) -> dict[str, str]:
-        """Return the names of what an optimizer has stored under numbers of parameters, by the names of both."""
+        """Collective: return what an optimizer's state and options are called, and what here, if it has numbers."""
         comm, common, columns = checkpoint.context.comm, checkpoint.common(), checkpoint.columns()
         where = next((old for old, new in names.items() if new == OPTIMIZER), OPTIMIZER)
         shapes: dict[str, tuple[int, ...] | None] = dict.fromkeys(keys)

@@ -36,7 +36,7 @@ class ShardedObject(ShardedBase):
     def validate_metadata_integrity(self) -> None:
         """Raise :class:`ShardingError` if the offset does not lie in the grid."""
         given: tuple[object, object] = (self.global_shape, self.global_offset)
-        if not all(isinstance(each, (tuple, list)) and all(isinstance(n, int) for n in each) for each in given):
+        if not all(isinstance(each, (tuple, list)) and all(hasattr(n, "__index__") for n in each) for each in given):
             raise ShardingError(
                 f"ShardedObject {self.key!r}: global_shape and global_offset are tuples of integers, such as (2,) and "
                 f"(0,), not {self.global_shape!r:.100} and {self.global_offset!r:.100}"

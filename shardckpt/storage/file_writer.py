@@ -71,11 +71,12 @@ class FileWriter:
         """Seconds that :meth:`close` waited for fsync."""
         return self._stream.sync_seconds
 
-    def describe(self, content: str) -> None:
+    def describe(self, content: Callable[[], str]) -> None:
         """Say, before the first record, what the records hold that their sizes and names do not tell.
 
         Args:
-            content: A text, or a digest. A file of another text, which a killed process has left, is not gone on with.
+            content: Returns a text, or a digest; called where another process may go on with the file. One of another
+                text, which a killed process has left, is not gone on with.
         """
 
     def append(

@@ -57,9 +57,9 @@ class ResumableFile(FileWriter):
         if self._done.position:
             self._stream.resume(self._done.lengths, self._done.digests, self._read_tail())
 
-    def describe(self, content: str) -> None:
+    def describe(self, content: Callable[[], str]) -> None:
         """Say what the records hold; see the base."""
-        self._described.update(content.encode())
+        self._described.update(content().encode())
 
     def append(
         self,
