@@ -38,16 +38,12 @@ if TYPE_CHECKING:
     from shardckpt.storage.file_writer import FileWriter
     from shardckpt.storage.filesystem import (
         check_file_name,
-        close_file,
         file_size,
         is_there,
         make_folders,
         name_siblings,
-        open_existing,
         open_new,
         put_file,
-        read_file,
-        read_into,
         refuse_linked_folders,
         sync_directory,
         sync_file,
@@ -56,6 +52,7 @@ if TYPE_CHECKING:
     )
     from shardckpt.storage.fingerprint_file import combine_fingerprints, parse_fingerprints
     from shardckpt.storage.identity import has_changed, is_of_save
+    from shardckpt.storage.input_file import open_existing, read_file
     from shardckpt.storage.journal import JOURNAL_NAME, NOTE_BYTES, FileProgress, Journal
     from shardckpt.storage.memory_budget import (
         LEAST_READING,
@@ -172,16 +169,12 @@ __getattr__ = lazy_getattr(
         "fingerprint_file": ("combine_fingerprints", "parse_fingerprints"),
         "filesystem": (
             "check_file_name",
-            "close_file",
             "file_size",
             "is_there",
             "make_folders",
             "name_siblings",
-            "open_existing",
             "open_new",
             "put_file",
-            "read_file",
-            "read_into",
             "refuse_linked_folders",
             "sync_directory",
             "sync_file",
@@ -192,6 +185,7 @@ __getattr__ = lazy_getattr(
             "has_changed",
             "is_of_save",
         ),
+        "input_file": ("open_existing", "read_file"),
         "journal": (
             "JOURNAL_NAME",
             "NOTE_BYTES",
@@ -360,7 +354,6 @@ __all__ = [
     "can_rename",
     "check_file_name",
     "check_memory_budget",
-    "close_file",
     "combine_fingerprints",
     "count_parallel_files",
     "cut_segments",
@@ -405,7 +398,6 @@ __all__ = [
     "read_box",
     "read_file",
     "read_fingerprints",
-    "read_into",
     "read_recorded_file",
     "real_path",
     "refuse_linked_folders",
