@@ -47,6 +47,7 @@ from shardckpt.storage import (
     CheckpointReader,
     HasFolders,
     combine_fingerprints,
+    find_url,
     is_there,
     list_objects,
     name_siblings,
@@ -317,9 +318,8 @@ def _describe_unmarked(directory: Path, summary: CheckpointSummary, error: Canno
         names = [path.name for path in directory.iterdir()] if directory.is_dir() else []
     if is_hub_folder(names):
         summary = replace(summary, strategy="huggingface", library="Hugging Face")
-        remote = on_store(directory)
         try:
-            found = read_hub_folder(directory if remote is None else remote.url)
+            found = read_hub_folder(find_url(directory))
         except CheckpointingException as exc:
             return replace(summary, state="damaged", reason=_shorten(exc, directory))
         if found.adapter is not None:

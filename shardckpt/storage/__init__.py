@@ -71,6 +71,7 @@ if TYPE_CHECKING:
     from shardckpt.storage.object_stream import ObjectStream
     from shardckpt.storage.packed_shards import PackedShards
     from shardckpt.storage.parse_cache import ParseCache
+    from shardckpt.storage.places import find_url, list_folders, list_names, remove_file
     from shardckpt.storage.range_reads import RangeRead
     from shardckpt.storage.reader import CheckpointReader, Crcs, Take
     from shardckpt.storage.recorded_file import read_recorded_file
@@ -80,7 +81,6 @@ if TYPE_CHECKING:
         RemoteFolder,
         RemotePath,
         attempt,
-        list_folders,
         list_objects,
     )
     from shardckpt.storage.resumable import ResumableWriter
@@ -209,6 +209,7 @@ __getattr__ = lazy_getattr(
         "object_stream": ("ObjectStream",),
         "packed_shards": ("PackedShards",),
         "range_reads": ("RangeRead",),
+        "places": ("find_url", "list_folders", "list_names", "remove_file"),
         "reader": (
             "CheckpointReader",
             "Crcs",
@@ -222,7 +223,6 @@ __getattr__ = lazy_getattr(
             "RemoteFolder",
             "RemotePath",
             "attempt",
-            "list_folders",
             "list_objects",
         ),
         "resumable": ("ResumableWriter",),
@@ -366,6 +366,7 @@ __all__ = [
     "find_least_upload",
     "find_problem",
     "find_range",
+    "find_url",
     "fit_parts",
     "has_changed",
     "has_local_files",
@@ -375,6 +376,7 @@ __all__ = [
     "is_there",
     "limit_uploads",
     "list_folders",
+    "list_names",
     "list_objects",
     "make_folders",
     "mask_password",
@@ -402,6 +404,7 @@ __all__ = [
     "real_path",
     "refuse_linked_folders",
     "refuse_unrecorded",
+    "remove_file",
     "replaced_error",
     "retry_if_replaced",
     "show_budget",
