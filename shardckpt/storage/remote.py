@@ -193,8 +193,8 @@ class RemotePath(_Base):
         return not self._name and bool(self._sizes())
 
     def is_file(self) -> bool:
-        """Return whether it is an object."""
-        return self._name in self._listing()
+        """Return whether it is an object in the folder."""
+        return bool(self._name) and self._name in self._listing()
 
     def is_symlink(self) -> bool:
         """Return False: stores have no links."""
