@@ -22,7 +22,7 @@ from shardckpt.commit import (
 )
 from shardckpt.engine.pruning import make_superseded_check, open_staging, owned_files
 from shardckpt.engine.space import UNKNOWN, find_free_bytes
-from shardckpt.manifest import MARKER_NAME, list_files
+from shardckpt.manifest import MARKER_NAME, RECORD_LIMIT, RECORD_NAME, list_files
 from shardckpt.plugins import open_folder
 from shardckpt.storage import (
     LEAST_WRITING,
@@ -30,6 +30,7 @@ from shardckpt.storage import (
     find_least_upload,
     limit_uploads,
     on_store,
+    read_file,
     refuse_unrecorded,
 )
 
@@ -137,7 +138,6 @@ def make_committer(
     plugins: PluginManager,
     *,
     overwrite: bool,
-    is_checked: bool,
     journal: Journal | None,
     memory_budget: int | None,
 ) -> Committer:
@@ -147,13 +147,12 @@ def make_committer(
         target: The checkpoint's directory or URL.
         plugins: The plugin manager.
         overwrite: As for :class:`~shardckpt.engine.transaction.Transaction`.
-        is_checked: Whether a check reads the files before they are the checkpoint.
         journal: As for :class:`~shardckpt.engine.transaction.Transaction`.
         memory_budget: As for :class:`~shardckpt.engine.transaction.Transaction`.
     """
     if (remote := on_store(target)) is None:
         return DirectoryCommitter(target, plugins, overwrite=overwrite, journal=journal)
-    return StoreCommitter(remote, plugins, overwrite=overwrite, is_checked=is_checked, memory_budget=memory_budget)
+    return StoreCommitter(remote, plugins, overwrite=overwrite, memory_budget=memory_budget)
 
 
 class DirectoryCommitter:
@@ -245,7 +244,6 @@ class StoreCommitter:
         target: The checkpoint's folder.
         plugins: The plugin manager.
         overwrite: Whether a checkpoint there, or what an interrupted save has left, may be replaced.
-        is_checked: Whether a check reads the files before they are the checkpoint: then they are not streamed.
         memory_budget: Bytes that this rank may hold at a time beside the tensors; None: as many as are fast.
     """
 
@@ -255,7 +253,6 @@ class StoreCommitter:
         plugins: PluginManager,
         *,
         overwrite: bool,
-        is_checked: bool,
         memory_budget: int | None,
     ) -> None:
         self.staging: Path | None = None
@@ -263,7 +260,6 @@ class StoreCommitter:
         self._upload = Upload(target.folder, MARKER_NAME, self._open_folder)
         self._plugins = plugins
         self._overwrite = overwrite
-        self._is_checked = is_checked
         self._memory_budget = memory_budget
 
     @property
@@ -273,8 +269,8 @@ class StoreCommitter:
 
     @property
     def is_streamed(self) -> bool:
-        """Whether the store takes streams, and nothing reads the files first."""
-        return not self._is_checked and isinstance(self._upload.target.folder, StreamsWrites)
+        """Whether the store takes streams."""
+        return isinstance(self._upload.target.folder, StreamsWrites)
 
     def prepare(self, nbytes: int) -> int:
         """Keep uploads within the memory budget, and create the spool directory."""
@@ -325,6 +321,7 @@ class StoreCommitter:
         added = [file for file in writer.files if file.name not in {*list_files(files), MARKER_NAME}]
         self.send_more([file.name for file in added], writer.streamed)
         if check is not None:
+            self._fetch_record(writer)
             check(self._upload.spool, self._upload.target)
         self._upload.commit(files + added, writer.marker)
 
@@ -336,6 +333,13 @@ class StoreCommitter:
         """Delete this rank's objects; on the main rank, those of all."""
         self._upload.streamed |= {*streamed}
         self._upload.abort(main=is_main)
+
+    def _fetch_record(self, writer: CheckpointWriter) -> None:
+        """Put the record and the marker into the spool directory, for a check: the store has no marker yet."""
+        if writer.marker is not None:  # else both were written there
+            record = read_file(self._upload.target / RECORD_NAME, RECORD_LIMIT)
+            for name, content in ((RECORD_NAME, record), (MARKER_NAME, writer.marker)):
+                (self._upload.spool / name).write_bytes(content)
 
     def _open_folder(self, url: str) -> Any:
         """Open a folder below the URL of the target."""

@@ -155,7 +155,6 @@ class Transaction:
             target,
             operation.plugins,
             overwrite=overwrite,
-            is_checked=check is not None,
             journal=journal,
             memory_budget=memory_budget,
         )
