@@ -146,6 +146,8 @@ class CheckpointConfig(BaseModel):
             it. ``async_with_pinned_mem``: another process, which reads from pinned, shared memory. In any case.
         on_busy: What ``save`` does while the previous checkpoint is still being written: ``wait`` for it, or ``skip``
             the step.
+        on_full: What ``save`` does where the file system has no space for the step: ``error``, or ``prune``: it first
+            removes the steps that the policies will not keep once it is complete, but never the newest that is there.
         last_save_model_only: Whether the last step saves the model alone. torchtitan's older name
             ``model_weights_only`` is accepted.
         last_save_bare_keys: Whether the keys of the model's tensors lack ``model.`` where the last step saves the model
@@ -261,6 +263,7 @@ class CheckpointConfig(BaseModel):
     # The texts, too: tyro, with which torchtitan reads command lines, knows an enum by the names of its members only.
     async_mode: Literal["disabled", "async", "async_with_pinned_mem"] | AsyncMode = AsyncMode.DISABLED
     on_busy: Literal["wait", "skip"] = "wait"
+    on_full: Literal["error", "prune"] = "error"
     last_save_model_only: bool = True
     last_save_bare_keys: bool = False
     steps_in_hf: bool = False

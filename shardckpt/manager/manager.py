@@ -516,8 +516,23 @@ class CheckpointManager:
         except NotEnoughSpaceError:
             # It is the same error on every rank. The main rank may be removing old steps: then the save may fit.
             self.wait()
+            if config.on_full == "prune":
+                self._make_room(step, comm)
             self._write_or_explain(write, step, comm)
         self._last = step
+
+    def _make_room(self, step: int, comm: Comm) -> None:
+        """Collective: remove what may go already, and say it."""
+        removed = comm.main_runs(
+            "removing what may go", lambda: [str(each) for part in self._parts for each in part.make_room(step)]
+        )
+        if removed and comm.is_main:
+            logger.warning(
+                "%s has no space for step %d: removed before it, as on_full='prune' says: %s",
+                self._folder,
+                step,
+                listed(removed),
+            )
 
     def _write_or_explain(self, write: Callable[[], None], step: int, comm: Comm) -> None:
         """Collective: write; if there is no space, add to the error the steps that the retention would free."""

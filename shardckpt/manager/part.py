@@ -47,6 +47,10 @@ class ManagerPart:
         """Return what could go, as the error says it, when there is no space for a step; called on the main rank."""
         return []
 
+    def make_room(self, step: int) -> list[int]:  # noqa: ARG002 - parts that override it use it
+        """Remove what may go already, when there is no space for a step; return it. Called on the main rank."""
+        return []
+
     def after_save(self, step: int, *, last_step: bool) -> None:
         """Collective: called when a step is saved or being written in the background; the last step is saved."""
 

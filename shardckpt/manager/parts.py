@@ -10,7 +10,7 @@ from shardckpt.distributed import Comm
 from shardckpt.engine import format_bytes, measure_freed, show_progress
 from shardckpt.errors import CheckpointingException
 from shardckpt.huggingface import export_to_huggingface
-from shardckpt.manager.garbage_collection import GarbageCollector
+from shardckpt.manager.garbage_collection import GarbageCollector, remove_steps
 from shardckpt.manager.part import ManagerPart
 from shardckpt.manager.preemption import Preemption
 from shardckpt.manager.replicas import Replica
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from shardckpt.manager.config import CheckpointConfig
     from shardckpt.manager.replicas import FaultTolerance
-    from shardckpt.manager.retention import RetentionPolicy
+    from shardckpt.manager.retention import RetentionPolicy, StepMetrics
     from shardckpt.manager.states import TrainingStates
 
 logger = logging.getLogger(__name__)
@@ -113,8 +113,7 @@ class Retention(ManagerPart):
         """Return the steps that the policies will not keep once this one is durable, and the bytes that they take."""
         try:
             found = [each for each in map(self._folder.inspect_step, self._folder.steps()) if each.is_loadable]
-            metrics = {each.step: each.metrics for each in found} | {step: Metrics({})}
-            chosen = steps_to_remove(self._policies, metrics, self._protect(step))
+            chosen = self._choose({each.step: each.metrics for each in found}, step)
             held = self._folder.holds.find()
         except Exception:  # a user's policy may raise anything, and this is only advice
             logger.warning("cannot choose the steps of %s that could go", self._folder, exc_info=True)
@@ -125,6 +124,18 @@ class Retention(ManagerPart):
             why = f", {hold[0]} now" if hold else ""
             texts.append(f"step {each} ({format_bytes(measure_freed(self._folder.path(each)))}{why})")
         return texts
+
+    def make_room(self, step: int) -> list[int]:
+        """Remove the steps that the policies will not keep once this one is durable, but the newest that is there."""
+
+        def choose(metrics: StepMetrics) -> list[int]:
+            return [each for each in self._choose(metrics, step) if each != max(metrics)]
+
+        return remove_steps(self._folder, choose).removed
+
+    def _choose(self, metrics: StepMetrics, step: int) -> list[int]:
+        """Return which steps the policies will not keep once another is durable, whose metrics they do not get."""
+        return [*steps_to_remove(self._policies, {**metrics, step: Metrics({})}, self._protect(step))]
 
     def after_commit(self, step: int) -> None:
         """Submit a garbage collection that keeps the newest steps of this run."""

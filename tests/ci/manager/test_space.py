@@ -60,6 +60,22 @@ def test_a_save_waits_for_removals_that_make_room(
         assert manager.steps() == list(range(3, kept + 3))
 
 
+def _save_three(directory: str) -> list[int]:
+    with _make_manager(directory, keep_latest_k=2, on_full="prune") as manager:
+        return [step for step in (1, 2, 3) if manager.save(step)] and manager.steps()
+
+
+def test_a_full_disk_is_pruned_first_if_asked(ranks: Ranks, tmp_path: Path) -> None:
+    """With on_full="prune" the oldest step goes before the save for which there was no space, on all ranks."""
+    with small_disk(tmp_path / "disk", "2700k") as disk:
+        assert ranks.run(2, _save_three, str(disk)) == [[2, 3], [2, 3]]
+    with small_disk(tmp_path / "disk", "1500k") as disk, _make_manager(disk, keep_latest_k=1, on_full="prune") as one:
+        assert one.save(1)
+        with pytest.raises(NotEnoughSpaceError):
+            one.save(2)
+        assert one.steps() == [1]
+
+
 def _broken_policy(steps: Any) -> list[int]:
     if 2 in steps:
         raise ValueError("no idea")
