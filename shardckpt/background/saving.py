@@ -206,6 +206,7 @@ def request_save(
             fingerprints=options.fingerprints,
             forecast=state.forecast,
             memory_budget=options.memory_budget,
+            given=bool(state.shards or state.common),
         )
         try:
             context = PlanContext(

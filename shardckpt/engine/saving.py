@@ -150,6 +150,7 @@ def save_checkpoint(
             content=options.content_metadata,
             forecast=state.forecast,
             memory_budget=options.memory_budget,
+            given=bool(state.shards or state.common),
         )
 
 
