@@ -11,11 +11,11 @@ import torch
 from shardckpt import dist_checkpointing as dc
 from shardckpt.cli import main
 from shardckpt.errors import CheckpointingException, PluginError, ShardingError
-from shardckpt.huggingface import TorchFileLoadStrategy
 from shardckpt.mapping import ShardedTensor
 from shardckpt.plugins.entries import USER, StrategyAction
 from shardckpt.plugins.hookspecs import Event, hookimpl
 from shardckpt.plugins.manager import Plugin, PluginManager, get_plugin_manager, list_entry_points
+from shardckpt_torch_dist import TorchDistLoadShardedStrategy
 from tests.plugins.manager import Recorder, recorder
 
 if TYPE_CHECKING:
@@ -172,7 +172,7 @@ def test_an_override_takes_what_is_built_in(site: Site) -> None:
     plugins = PluginManager()
     assert {e.distribution for e in plugins.registry.entries(backend="torch_dist")} == {"greedy 1.5"}
     own = PluginManager()
-    own.registry_before_plugins.put(StrategyAction.LOAD_SHARDED, "torch_dist", 1, TorchFileLoadStrategy)
+    own.registry_before_plugins.put(StrategyAction.LOAD_SHARDED, "torch_dist", 1, TorchDistLoadShardedStrategy)
     assert [e.distribution for e in own.registry.entries(StrategyAction.LOAD_SHARDED, "torch_dist")] == [USER]
 
 
