@@ -70,6 +70,18 @@ def test_prometheus_counts_saves_loads_bytes_and_failures(tmp_path: Path) -> Non
     )
 
 
+def test_a_registry_has_one_prometheus_listener() -> None:
+    """A second listener of a registry would count all twice: the error says so, and how to have another."""
+    prometheus_client = pytest.importorskip("prometheus_client")
+    from shardckpt.integrations.prometheus import PrometheusListener
+
+    registry = prometheus_client.CollectorRegistry()
+    PrometheusListener(registry)
+    with pytest.raises(CheckpointingException, match=r"has the metrics of a PrometheusListener.*registry=Collector"):
+        PrometheusListener(registry)
+    PrometheusListener(prometheus_client.CollectorRegistry())
+
+
 def test_opentelemetry_has_spans_of_operations_and_phases(tmp_path: Path) -> None:
     """A save is a span with its phases as children, within its times; a failure has its text; metrics beside them."""
     pytest.importorskip("opentelemetry.sdk")
