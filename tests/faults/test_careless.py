@@ -133,6 +133,15 @@ def test_an_empty_state_may_have_no_file(tmp_path: Path) -> None:
         dc.save({"step": 1}, tmp_path / "c", careless.Fileless())
 
 
+@pytest.mark.parametrize(
+    "shards", [ShardedTensor.from_rank_offsets("w", torch.ones(4)), ["w"], "w"], ids=["one", "keys", "key"]
+)
+def test_what_is_recorded_are_shards(tmp_path: Path, shards: Any) -> None:
+    """One shard, or keys, in the place of shards: the error names the strategy and says what to give."""
+    with pytest.raises(PluginError, match=r"careless.Plain calls record_shards with .*: give .*ShardedTensors"):
+        dc.save({"w": ShardedTensor.from_rank_offsets("w", torch.ones(4))}, tmp_path / "c", Plain(more=shards))
+
+
 def test_what_was_not_given_is_refused(tmp_path: Path) -> None:
     """A strategy that says it stored a tensor of another name, or of another shape, does not commit."""
     shard = ShardedTensor.from_rank_offsets("w", torch.ones(4))
