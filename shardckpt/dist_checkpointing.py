@@ -504,9 +504,12 @@ def register_default_strategy(
 
     Args:
         action: Whether it saves or loads.
-        backend: The backend that it serves.
-        version: The version that it serves.
+        backend: Its backend.
+        version: Its version, 1 or more.
         strategy: A class (a fresh instance serves every operation) or an instance.
+
+    Raises:
+        PluginError: it does not do that, or names another backend or version.
     """
     get_plugin_manager().registry_before_plugins.put(action, backend, version, strategy)
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import threading
 import weakref
+from contextlib import suppress
 from dataclasses import dataclass
+from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardckpt.background import staging
@@ -166,12 +169,35 @@ class _BackgroundSave:
         self.transaction.operation.close_span(error)
 
 
+#: Threads that end dropped saves; the garbage collector may run within a put, which a SimpleQueue allows.
+_ending: SimpleQueue[threading.Thread] = SimpleQueue()
+
+
 def _end_dropped(transaction: Transaction, process: int) -> None:
-    """Abort a save that nobody finalizes, unless this is a forked child, which ends with a copy of it."""
-    if os.getpid() == process:
-        transaction.abort()
-        error = f"the save to {transaction.target}: its request was dropped before it was finalized"
-        transaction.operation.close_span(CheckpointingException(error))
+    """End a save that nobody finalizes, unless this is a forked child, which ends with a copy of it."""
+    if os.getpid() != process:
+        return
+    thread = threading.Thread(target=_abort_dropped, args=(transaction,), name="shardckpt-dropped-save")
+    if threading.main_thread().is_alive():
+        # The collector runs this in any thread, which may have a lock that a listener, a log or a store needs here.
+        thread.start()
+        _ending.put(thread)
+    else:  # the program ends: no thread can start, and no other code has a lock
+        thread.run()
+
+
+def _abort_dropped(transaction: Transaction) -> None:
+    """Remove a dropped save's files and report its failure; no collective is called."""
+    transaction.abort()
+    error = f"the save to {transaction.target}: its request was dropped before it was finalized"
+    transaction.operation.close_span(CheckpointingException(error))
+
+
+def wait_for_dropped() -> None:
+    """Wait until the saves that were dropped so far have ended: the next may go to the same place."""
+    with suppress(Empty):
+        while True:
+            _ending.get_nowait().join()
 
 
 def request_save(
@@ -186,6 +212,7 @@ def request_save(
 
     The arguments are those of :func:`shardckpt.engine.save_checkpoint`.
     """
+    wait_for_dropped()
     operation = Operation("save", target, comm, plugins)
     with operation.open_span():
         state = check_state(sharded_state_dict, strategy, operation, options, background=True)
@@ -206,6 +233,7 @@ def request_save(
             fingerprints=options.fingerprints,
             forecast=state.forecast,
             memory_budget=options.memory_budget,
+            given=bool(state.shards or state.common),
         )
         try:
             context = PlanContext(

@@ -59,6 +59,7 @@ if TYPE_CHECKING:
     )
     from shardckpt.engine.operation import Operation
     from shardckpt.engine.optimizer_keys import is_optimizer_key, is_parameter_key
+    from shardckpt.engine.patterns import check_patterns, matches_any
     from shardckpt.engine.plan_cache import CachedPlan, PlanCache, saved_plans
     from shardckpt.engine.progress import Progress, wants_progress
     from shardckpt.engine.pruning import (
@@ -170,6 +171,7 @@ __getattr__ = lazy_getattr(
             "refuse_overlap",
         ),
         "operation": ("Operation",),
+        "patterns": ("check_patterns", "matches_any"),
         "plan_cache": (
             "CachedPlan",
             "PlanCache",
@@ -245,6 +247,7 @@ __all__ = [
     "allow_resizing",
     "as_json",
     "check_names",
+    "check_patterns",
     "check_state",
     "check_values",
     "clear_leftovers",
@@ -280,6 +283,7 @@ __all__ = [
     "make_destination",
     "make_memory",
     "make_superseded_check",
+    "matches_any",
     "measure",
     "measure_freed",
     "name_library",

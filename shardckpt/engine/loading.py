@@ -18,7 +18,8 @@ from shardckpt.engine.load_results import check_buildable, check_columns, check_
 from shardckpt.engine.load_template import MISSING, LoadTemplate
 from shardckpt.engine.locations import locate
 from shardckpt.engine.operation import Operation
-from shardckpt.engine.resizing import Resizing, allow_resizing, check_patterns, is_resized
+from shardckpt.engine.patterns import check_patterns, matches_any
+from shardckpt.engine.resizing import Resizing, allow_resizing
 from shardckpt.engine.twins import check_twins, find_twins
 from shardckpt.errors import (
     CheckpointingException,
@@ -347,7 +348,7 @@ def load_checkpoint(
     common = checkpoint.common()  # before the shards: if it cannot be read, no destination has been filled
     objects = CommonObjects(common)
     with checkpoint.operation.local_phase("reading the arguments"):
-        check_patterns(resize, stored.keys)
+        check_patterns("resize", resize, stored.keys)
     template = _make_template(sharded_state_dict, checkpoint, lambda: name_stored(stored, objects, resize))
     if validate:
         with checkpoint.operation.local_phase("validating"):
@@ -500,7 +501,7 @@ def name_stored(columns: StoredColumns, common: CommonObjects | None = None, res
     return StoredNames(
         dict(zip(columns.keys, zip(columns.dtypes, columns.shapes, strict=True), strict=True)),
         dict.fromkeys(sorted({*keys, *columns.values})),
-        {key for key in columns.keys if is_resized(key, resize)} if resize else (),
+        {key for key in columns.keys if matches_any(key, resize)} if resize else (),
         common,
     )
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Iterable
-from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from shardckpt.engine.optimizer_keys import is_optimizer_key
-from shardckpt.errors import CheckpointingException, KeyMismatchError, listed, name_known
+from shardckpt.engine.patterns import matches_any
+from shardckpt.errors import CheckpointingException, listed
 from shardckpt.mapping import ShardedTensor
 
 if TYPE_CHECKING:
@@ -45,15 +45,6 @@ def parse_resize(resize: object) -> tuple[str, ...]:
     return tuple(resize)
 
 
-def check_patterns(patterns: Sequence[str], stored: Sequence[str]) -> None:
-    """Raise KeyMismatchError if a pattern matches no stored key."""
-    for pattern in patterns:
-        if not any(fnmatchcase(key, pattern) for key in stored):
-            raise KeyMismatchError(
-                f"resize: the pattern {pattern!r} matches no stored tensor {name_known(pattern, stored, 'keys')}"
-            )
-
-
 def allow_resizing(
     shards: Sequence[ShardedBase], stored: Mapping[str, Ints], patterns: Sequence[str]
 ) -> list[ShardedBase]:
@@ -70,14 +61,9 @@ def allow_resizing(
     if not patterns:
         return list(shards)
     return [
-        _allow(shard, stored) if isinstance(shard, ShardedTensor) and is_resized(shard.key, patterns) else shard
+        _allow(shard, stored) if isinstance(shard, ShardedTensor) and matches_any(shard.key, patterns) else shard
         for shard in shards
     ]
-
-
-def is_resized(key: str, patterns: Sequence[str]) -> bool:
-    """Return whether a key matches a pattern."""
-    return any(fnmatchcase(key, pattern) for pattern in patterns)
 
 
 def _allow(shard: ShardedTensor, stored: Mapping[str, Ints]) -> ShardedTensor:
@@ -111,7 +97,7 @@ class Resizing:
         self._kept: list[_Kept] = []
         cut = []
         for number, shard in enumerate(shards if patterns else ()):
-            if not isinstance(shard, ShardedTensor) or not is_resized(shard.key, patterns):
+            if not isinstance(shard, ShardedTensor) or not matches_any(shard.key, patterns):
                 continue
             old_shape = stored[shard.key]
             if any(old > new for old, new in zip(old_shape, shard.global_shape, strict=False)):

@@ -23,7 +23,7 @@ from shardckpt.errors import (
 )
 from shardckpt.manifest import Lineage
 from shardckpt.mapping import ShardedObject
-from shardckpt.plugins import StrategyAction, describe_strategy, get_strategy_key, parse_key
+from shardckpt.plugins import StrategyAction, check_key, describe_strategy, get_strategy_key, parse_key
 from shardckpt.state_dict import format_path, list_nested_values, nested_items, split_state_dict, validated_copy
 from shardckpt.strategy import AsyncSaveStrategy, SaveContext, SaveStrategy
 from shardckpt.validation import (
@@ -150,6 +150,7 @@ def save_checkpoint(
             content=options.content_metadata,
             forecast=state.forecast,
             memory_budget=options.memory_budget,
+            given=bool(state.shards or state.common),
         )
 
 
@@ -286,10 +287,10 @@ def find_saver(strategy: Any, plugins: PluginManager, others: Collection[str] = 
 
     Raises:
         UnknownBackendError: no installed strategy saves it.
-        PluginError: the SaveStrategy names no backend or version.
+        PluginError: the SaveStrategy names no backend or version, or such as no strategy can have.
     """
     if isinstance(strategy, SaveStrategy):
-        get_strategy_key(strategy)
+        check_key(*get_strategy_key(strategy))
         return strategy
     backend, version = plugins.registry.default if strategy is None else parse_key(strategy)
     for entry in plugins.registry.entries(StrategyAction.SAVE_SHARDED, backend):

@@ -21,7 +21,7 @@ from shardckpt.distributed import find_owner
 from shardckpt.engine.committers import Begun, make_committer
 from shardckpt.engine.space import NO_FORECAST, count_least_bytes, make_space_error
 from shardckpt.engine.timeline import Timeline, gather_timings
-from shardckpt.errors import StorageError, listed
+from shardckpt.errors import PluginError, StorageError, listed
 from shardckpt.manifest import (
     FINGERPRINTS_NAME,
     INTEGRITY_NAME,
@@ -117,6 +117,8 @@ class Transaction:
         forecast: What this rank will store. A save to a directory is refused, before it writes a file, if that of all
             ranks is more than its file system has free.
         memory_budget: Bytes that this rank may hold at a time beside the tensors; None: as many as are fast.
+        given: Whether this rank gives the strategy shards or common values: if any rank does, a save without a file is
+            refused.
     """
 
     def __init__(
@@ -132,8 +134,12 @@ class Transaction:
         check: Callable[[Path, Path], None] | None = None,
         forecast: Forecast = NO_FORECAST,
         memory_budget: int | None = None,
+        given: bool = False,
     ) -> None:
         self.operation = operation
+        self._given = given
+        #: The strategy, if any rank gives it something; else ``""``.
+        self._author = ""
         self.memory_budget = memory_budget
         #: The least bytes that writing takes beside the tensors.
         self.memory_least = 0
@@ -261,7 +267,7 @@ class Transaction:
                     shared = writer.move_tables(shared)
                 hashes = {name: digest for part in everyone for name, digest in part.sha256.items()} | writer.sha256
                 written = WrittenFiles([*shared, *(file for part in everyone for file in part.files)], hashes)
-                check_records(written.files)
+                check_records(written.files, self._author)
                 fingerprints |= add_sums(data for part in everyone for data in part.sums)
                 fingerprints |= writer.known_fingerprints
                 timings = gather_timings([part.timeline for part in everyone], self.timeline)
@@ -309,9 +315,13 @@ class Transaction:
         own = bytes(_NAME.size)  # of the other ranks: the sum is what the main rank gives
         if begun.save_id:
             own = bytes.fromhex(begun.save_id + (begun.owner or Owner.current()).text)
-        votes, lacking, replacing, *name = self.operation.comm.total(
-            1 << _VOTE_BITS * digest_vote(), forecast.nbytes - begun.free, int(begun.is_replacing), *_NAME.unpack(own)
+        # two in one number: what comm.total sends in one message is few
+        flags = int(begun.is_replacing) + 2 * self._given
+        votes, lacking, flags, *name = self.operation.comm.total(
+            1 << _VOTE_BITS * digest_vote(), forecast.nbytes - begun.free, flags, *_NAME.unpack(own)
         )
+        replacing, givers = flags & 1, flags >> 1
+        self._author = self.operation.strategy if givers else ""
         self.algorithm = negotiate_digest((votes.bit_length() - 1) // _VOTE_BITS)
         text = _NAME.pack(*name).hex()
         self.save_id = text[:_ID_DIGITS]
@@ -381,6 +391,7 @@ def commit_files(
     check: Callable[[Path, Path], None] | None = None,
     forecast: Forecast = NO_FORECAST,
     memory_budget: int | None = None,
+    given: bool = False,
 ) -> None:
     """Collective: write files on all ranks, and commit them if every rank has succeeded.
 
@@ -399,6 +410,7 @@ def commit_files(
             URL. If it raises, nothing is committed.
         forecast: As for :class:`Transaction`.
         memory_budget: As for :class:`Transaction`.
+        given: As for :class:`Transaction`.
 
     Raises:
         CheckpointingException: on every rank, if any failed; the target is unchanged then.
@@ -414,6 +426,7 @@ def commit_files(
         check=check,
         forecast=forecast,
         memory_budget=memory_budget,
+        given=given,
     )
     try:
         with transaction.writer() as writer:
@@ -441,8 +454,14 @@ def as_json(content: Any) -> Any:
     return copy if copy == content else None
 
 
-def check_records(files: list[FileRecord]) -> None:
-    """Raise unless every file of all ranks has one record, with digests."""
+def check_records(files: list[FileRecord], author: str = "") -> None:
+    """Raise unless every file of all ranks has one record, with digests; if an author is named, there must be some."""
+    if author and not files:
+        raise PluginError(
+            f"{author} has written no file on any rank, and was given what is to be saved: write by "
+            "context.writer.write or create, or hand over what a library has written in context.writer.directory by "
+            "context.writer.adopt(name)"
+        )
     counts = Counter(name for file in files for name in file.list_files())
     twice = [f"{name!r} by rank {file.rank}" for file in files for name in file.list_files() if counts[name] > 1]
     if twice:

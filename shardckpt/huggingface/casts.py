@@ -6,6 +6,7 @@ from collections import Counter
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, NamedTuple
 
+from shardckpt.engine import check_patterns, matches_any
 from shardckpt.errors import CheckpointingException
 from shardckpt.huggingface.dtypes import is_castable, parse_dtype
 
@@ -39,7 +40,7 @@ class Casts(NamedTuple):
 
     def keeps(self, name: str) -> bool:
         """Return whether the caller keeps a tensor's dtype."""
-        return _matches(name, self.keep)
+        return matches_any(name, self.keep)
 
     def choose(self, name: str, dtype: torch.dtype, model: torch.dtype | None) -> torch.dtype:
         """Return the dtype in which a tensor is written.
@@ -57,16 +58,12 @@ class Casts(NamedTuple):
         if self.dtype is None or self.dtype.itemsize >= dtype.itemsize:
             return self.dtype or dtype
         is_wider = model is not None and dtype.itemsize > model.itemsize
-        return dtype if is_wider or _matches(name, _FLOAT32_NAMES) else self.dtype
+        return dtype if is_wider or matches_any(name, _FLOAT32_NAMES) else self.dtype
 
     def check_patterns(self, names: Collection[str]) -> None:
-        """Raise CheckpointingException if a pattern matches no name."""
-        for pattern in (*self.keep, *(pattern for pattern, _ in self.named)):
-            if not any(fnmatchcase(name, pattern) for name in names):
-                raise CheckpointingException(
-                    f"the pattern {pattern!r} of keep or dtype matches no tensor's name: the names are such as "
-                    f"{', '.join(map(repr, sorted(names)[:3]))}"
-                )
+        """Raise KeyMismatchError if a pattern matches no name."""
+        check_patterns("keep", self.keep, names)
+        check_patterns("dtype", [pattern for pattern, _ in self.named], names)
 
 
 def parse_casts(dtype: torch.dtype | str | Mapping[str, torch.dtype | str] | None, keep: Collection[str] = ()) -> Casts:
@@ -106,7 +103,3 @@ def find_model_dtype(tensors: Iterable[tuple[torch.dtype, int]]) -> torch.dtype 
         if is_castable(dtype):
             counts[dtype] += count
     return counts.most_common(1)[0][0] if counts else None
-
-
-def _matches(name: str, patterns: Iterable[str]) -> bool:
-    return any(fnmatchcase(name, pattern) for pattern in patterns)

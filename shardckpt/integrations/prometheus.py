@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 from prometheus_client import REGISTRY, Counter, Gauge, Histogram
 
 from shardckpt.engine import locate, measure
+from shardckpt.errors import CheckpointingException
 from shardckpt.plugins import get_plugin_manager, hookimpl
 
 if TYPE_CHECKING:
@@ -47,16 +48,26 @@ class PrometheusListener:
     Args:
         registry: Has the metrics; by default that of the process.
         folder: A directory or URL of checkpoints, whose size the main rank may give; by default none.
+
+    Raises:
+        CheckpointingException: The registry has the metrics of another listener.
     """
 
     def __init__(self, registry: CollectorRegistry = REGISTRY, *, folder: str | os.PathLike[str] | None = None) -> None:
-        self._seconds = Histogram(
-            "shardckpt_operation_seconds",
-            "Seconds that operations on checkpoints took on this rank",
-            ("operation", "result"),
-            registry=registry,
-            buckets=_BUCKETS,
-        )
+        try:
+            self._seconds = Histogram(
+                "shardckpt_operation_seconds",
+                "Seconds that operations on checkpoints took on this rank",
+                ("operation", "result"),
+                registry=registry,
+                buckets=_BUCKETS,
+            )
+        except ValueError as exc:
+            raise CheckpointingException(
+                "this registry has the metrics of a PrometheusListener already: make and register one a process, which "
+                "counts every save and load, or give this one a registry of its own: "
+                "PrometheusListener(registry=CollectorRegistry())"
+            ) from exc
         self._phases = Histogram(
             "shardckpt_phase_seconds",
             "Seconds that phases of operations on checkpoints took on this rank",

@@ -21,6 +21,7 @@ from pydantic import (
     model_validator,
 )
 
+from shardckpt import settings
 from shardckpt.engine import expand_home, find_saver
 from shardckpt.errors import CheckpointingException, ConfigurationError, ask_nearest, name_known, show_given
 from shardckpt.huggingface import LEAST_EXPORTING, LEAST_EXPORTING_ON_STORES, find_mapping, parse_dtype
@@ -82,6 +83,21 @@ _OTHERS_NAMES = {
     "save_last": "latest_pointer",
     "strict": "on_unused",
 }
+
+
+#: What to say of any setting of other libraries with this word in its name: Orbax, torchtitan, Megatron, torch.
+_TIMEOUT = (
+    "a rank waits for the others as long as the process group's timeout says, "
+    "torch.distributed.init_process_group(timeout=timedelta(...)); for an answer of a store, "
+    f"{settings.REMOTE_TIMEOUT} seconds"
+)
+
+
+def _find_hint(name: str) -> str:
+    """Return what to say of a setting that other libraries have under this name; ``""`` if nothing is known of it."""
+    if "timeout" in name:
+        return _TIMEOUT
+    return f"it is {_OTHERS_NAMES[name]} here" if name in _OTHERS_NAMES else ""
 
 
 class AsyncMode(str, Enum):
@@ -240,7 +256,7 @@ class CheckpointConfig(BaseModel):
             try:
                 super().__init__(**settings)
             except ValidationError as exc:
-                faults = describe_faults(exc, [*type(self).model_fields], _OTHERS_NAMES)
+                faults = describe_faults(exc, [*type(self).model_fields], _find_hint)
                 raise ConfigurationError(f"{type(self).__name__}: {faults}") from exc
 
     def __hash__(self) -> int:
@@ -549,8 +565,9 @@ def list_settings(names: Sequence[str] = ()) -> list[Setting]:
     wanted = [_OTHERS_NAMES.get(name, name).partition("=")[0] for name in names] or [*fields]
     for name in wanted:
         if name not in fields:
-            hint = name_known(name, fields, "settings", also=_OTHERS_NAMES)
-            raise ConfigurationError(f"there is no setting {name!r} {hint}")
+            hint = _find_hint(name)
+            known = f": {hint}" if hint else f" {name_known(name, fields, 'settings', also=_OTHERS_NAMES)}"
+            raise ConfigurationError(f"there is no setting {name!r}{known}")
     defaults = CheckpointConfig().model_dump(mode="json")
     plain = {name: re.sub(r":\w+:`[~\w.]*?(\w+)`|``", r"\1", text) for name, text in texts.items()}
     return [Setting(name, repr(defaults[name]), plain[name]) for name in wanted]

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from shardckpt.errors import ConfigurationError, ask_nearest, show_given
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
 _C = TypeVar("_C", bound=type[Any])
 
@@ -48,24 +48,24 @@ _EXPECTED_OF = {
 def describe_faults(
     error: ValidationError,
     names: Sequence[str],
-    others: Mapping[str, str] | None = None,
+    find_hint: Callable[[str], str] = lambda _: "",
 ) -> str:
     """Return in one line what pydantic found wrong.
 
     Args:
         error: Its error.
         names: The names of all settings, in the order in which a call may give them without.
-        others: Our names by those of other libraries.
+        find_hint: Says of a setting that there is not what to use; ``""`` if nothing is known of it.
     """
-    faults = (_describe_fault(fault, names, others or {}) for fault in error.errors())
+    faults = (_describe_fault(fault, names, find_hint) for fault in error.errors())
     return "; ".join(dict.fromkeys(faults))
 
 
-def _describe_fault(fault: Mapping[str, Any], names: Sequence[str], others: Mapping[str, str]) -> str:
+def _describe_fault(fault: Mapping[str, Any], names: Sequence[str], find_hint: Callable[[str], str]) -> str:
     name, *inner = fault["loc"] or ("",)  # of a union, what follows is one of its types, of a list a place
     kind, given = str(fault["type"]), fault["input"]
     if kind in ("extra_forbidden", "unexpected_keyword_argument"):
-        hint = f"it is {others[name]} here" if name in others else ask_nearest(name, names).rstrip()
+        hint = find_hint(str(name)) or ask_nearest(name, names).rstrip()
         return f"there is no setting {name!r}" + f": {hint}" * bool(hint)
     if kind == "unexpected_positional_argument":
         return f"{show_given(given)} is one argument too many: it takes {', '.join(names)}"

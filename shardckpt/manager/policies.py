@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from typing import Any
 
 from shardckpt.errors import ask_nearest
@@ -24,7 +25,7 @@ class PolicyKind:
         """Return a policy of a configuration.
 
         Args:
-            given: A callable, or what :meth:`describe` returned for a built-in policy.
+            given: A callable of one argument, or what :meth:`describe` returned for a built-in policy.
 
         Returns:
             The callable, or the built-in policy.
@@ -35,7 +36,7 @@ class PolicyKind:
         if isinstance(given, dict) and isinstance(given.get("policy"), str) and given["policy"] in self._built_in:
             options = {name: value for name, value in given.items() if name != "policy"}
             return self._built_in[given["policy"]](**options)
-        if not callable(given) or isinstance(given, type):
+        if not callable(given) or isinstance(given, type) or not _takes_one(given):
             name = given.get("policy") if isinstance(given, dict) else given
             raise ValueError(f"{given!r:.100} is not {self._what}; {ask_nearest(name, self._built_in)}".rstrip("; "))
         return given
@@ -50,3 +51,14 @@ class PolicyKind:
             }
         named = policy if hasattr(policy, "__qualname__") else type(policy)
         return f"{named.__module__}.{named.__qualname__}"
+
+
+def _takes_one(function: Any) -> bool:
+    """Return whether a function can be called with one argument; True where it does not say."""
+    try:
+        inspect.signature(function).bind(None)
+    except TypeError:
+        return False
+    except ValueError:  # of a built-in function nothing is known
+        return True
+    return True

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from shardckpt import lazy_getattr
 
 if TYPE_CHECKING:
-    from shardckpt.plugins.entries import StrategyAction, get_strategy_key
+    from shardckpt.plugins.entries import StrategyAction, check_key, get_strategy_key
     from shardckpt.plugins.hookspecs import Event, hookimpl
     from shardckpt.plugins.key_mapping import (
         Identity,
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 __getattr__ = lazy_getattr(
     __name__,
     {
-        "entries": ("StrategyAction", "get_strategy_key"),
+        "entries": ("StrategyAction", "check_key", "get_strategy_key"),
         "hookspecs": ("Event", "hookimpl"),
         "key_mapping": (
             "Identity",
@@ -85,6 +85,7 @@ __all__ = [
     "StrategyAction",
     "StrategyRegistry",
     "UsesConfig",
+    "check_key",
     "choose_reader",
     "cut_shapes",
     "describe_legacy_megatron",

@@ -104,14 +104,16 @@ BACKEND = re.compile(r"(?!\d+$)[^\s<>=!~,@]+")
 
 
 def check_key(backend: Any, *versions: Any) -> None:
-    """Check what a strategy or migration is registered under.
+    """Check what a strategy or migration is registered under, or a save records.
 
     Raises:
-        PluginError: the backend is no text or no name, or a version no integer.
+        PluginError: the backend is no text or no name, or a version no integer from 1 on.
     """
-    if not isinstance(backend, str) or not backend or any(type(version) is not int for version in versions):
-        given = ", ".join(map(repr, (backend, *versions)))
-        raise PluginError(f"cannot register {given:.200}: give the backend as str and its version as int: ('npy', 1)")
+    if not isinstance(backend, str) or not backend or any(type(each) is not int or each < 1 for each in versions):
+        given = repr((backend, *versions))
+        raise PluginError(
+            f"{given:.200} is no strategy: give the backend as str and its version as int, 1 or more: ('npy', 1)"
+        )
     if not BACKEND.fullmatch(backend):
         raise PluginError(
             f"a backend cannot be called {backend!r:.200}: a name has no blank and none of <>=!~,@, and is no number, "

@@ -242,6 +242,7 @@ class PluginManager:
             if unknown:
                 near = ask_nearest(unknown[0], hooks).rstrip()
                 raise PluginError(f"unknown hooks: {', '.join(sorted(unknown))}{', ' * bool(near)}{near}")
+            _check_call(plugin, name, found)
             # without the others, which have registered already: a second time would be a duplicate
             self._manager.subset_hook_caller("shardckpt_register", others)(registry=self._registry)
         except BaseException as exc:
@@ -250,6 +251,21 @@ class PluginManager:
             if isinstance(exc, pluggy.PluginValidationError):
                 raise PluginError(f"{name}: {_explain(str(exc))}") from exc
             raise
+
+
+def _check_call(plugin: object, name: str, hooks: list[pluggy.HookCaller]) -> None:
+    """Raise PluginError for a class whose hooks need an instance, and for a register hook that takes no registry."""
+    functions = [inspect.getattr_static(plugin, hook.name, None) for hook in hooks]
+    if isinstance(plugin, type) and any(map(inspect.isfunction, functions)):
+        raise PluginError(
+            f"{plugin.__qualname__} is a class: register an instance of it, {plugin.__qualname__}(...), or let its "
+            "hooks be static methods"
+        )
+    for hook in hooks:
+        if hook.name == "shardckpt_register" and any(
+            each.plugin is plugin and not each.argnames for each in hook.get_hookimpls()
+        ):
+            raise PluginError(f"{name}: {hook.name}(): its arguments are named registry")
 
 
 def _explain(error: str) -> str:

@@ -166,17 +166,17 @@ class StrategyRegistry:
         self._put_migration(backend, from_version, to_version, migration)
 
     def put(self, action: StrategyAction, backend: str, version: int, strategy: Any) -> None:
-        """Register, as the user's override, a strategy under any backend and version.
+        """Register a strategy as the user's override.
 
         Args:
             action: Whether it saves or loads.
-            backend: The backend that it serves; the class may name another.
-            version: The version that it serves.
+            backend: Its backend.
+            version: Its version.
             strategy: A class or an instance.
 
         Raises:
             CheckpointingException: there is no such action.
-            PluginError: it is not a strategy of that action, or names no backend and version.
+            PluginError: it is not a strategy of that action, or names no backend and version, or other ones.
         """
         if action not in BASES:
             names = " or ".join(one.name for one in StrategyAction)
@@ -186,7 +186,12 @@ class StrategyRegistry:
         kind = strategy if isinstance(strategy, type) else type(strategy)
         if not issubclass(kind, BASES[action]):
             raise PluginError(f"{kind.__qualname__} is not a {BASES[action].__name__}")
-        get_strategy_key(strategy)
+        check_key(backend, version)
+        if (own := get_strategy_key(strategy)) != (backend, version):
+            raise PluginError(
+                f"cannot register under ({backend!r}, {version}) a strategy of {own}: a save would record {own}, and a "
+                f"load of ({backend!r}, {version}) would be refused; register it under {own}, or let it name the other"
+            )
         self._put(Entry(action, backend, version, strategy, self._distribution, "", override=True))
 
     @property

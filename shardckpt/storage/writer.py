@@ -6,7 +6,7 @@ Digests are of the caller's memory, not of what is read back: what the disk or t
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardckpt.errors import CheckpointingException, PluginError, StorageError, listed
 from shardckpt.manifest import (
@@ -18,6 +18,7 @@ from shardckpt.manifest import (
     TABLE_SUFFIX,
     is_file_name,
 )
+from shardckpt.mapping import ShardedBase
 from shardckpt.storage.digest import Segments, digest_function, preferred
 from shardckpt.storage.file_writer import FileWriter
 from shardckpt.storage.filesystem import make_folders
@@ -41,7 +42,6 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from shardckpt.manifest import FileRecord
-    from shardckpt.mapping import ShardedBase
     from shardckpt.storage.store_abilities import ObjectWriter, StreamsWrites
 
 #: Names that the commit writes itself, after all other files are recorded.
@@ -357,8 +357,19 @@ class CheckpointWriter:
 
         Args:
             shards: ShardedTensors and ShardedObjects; their data is not used.
+
+        Raises:
+            PluginError: they are something else, such as one shard, or keys.
         """
-        self.shards.extend([shards] if isinstance(shards, PackedShards) else shards)
+        is_one = isinstance(shards, ShardedBase | str)
+        given: list[Any] = [shards] if is_one or isinstance(shards, PackedShards) else [*shards]
+        wrong = given if is_one else [each for each in given if not isinstance(each, ShardedBase | PackedShards)]
+        if wrong:
+            raise PluginError(
+                f"{self._name_author()} calls record_shards with {wrong[0]!r:.60}: give a list of the ShardedTensors "
+                "and ShardedObjects that this rank's files hold"
+            )
+        self.shards.extend(given)
 
     def recorded_files(self) -> list[FileRecord]:
         """Return the records of all files, after the last one is finished.

@@ -33,6 +33,8 @@ def test_a_setting_by_another_librarys_name(capsys: pytest.CaptureFixture[str]) 
     assert capsys.readouterr().out.startswith("keep_latest_k = 10\n    How many of the newest checkpoints to keep")
     assert main(["config", "intervl"]) == 2
     assert "there is no setting 'intervl' (did you mean interval? settings: " in capsys.readouterr().err
+    assert main(["config", "timeout"]) == 2
+    assert "init_process_group(timeout=" in capsys.readouterr().err
     assert main(["config", "max_to_kep"]) == 2
     assert "there is no setting 'max_to_kep' (did you mean max_to_keep? settings: allow" in capsys.readouterr().err
 

@@ -232,6 +232,28 @@ def test_a_failed_save_leaves_nothing(ranks: Ranks, tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+class _Forgets(_Save):
+    def save(self, sharded_state_dict: Any, checkpoint_dir: Any) -> None:
+        """Write nothing."""
+
+
+def _forget(path: str) -> str:
+    # the main rank is given nothing: the other one's shard is lost all the same
+    shard = ShardedTensor.from_rank_offsets("w", torch.ones(2))
+    with pytest.raises(PluginError, match=r"_Forgets has written no file") as caught:
+        dc.save({"w": shard} if dist.get_rank() else {}, path, _Forgets())
+    return str(caught.value)
+
+
+def test_a_save_without_files_is_refused(ranks: Ranks, tmp_path: Path) -> None:
+    """A strategy that writes no file fails a save with shards, on all ranks; with a common state alone it need not."""
+    first, second = ranks.run(2, _forget, str(tmp_path / "c"))
+    assert first == second
+    assert not list(tmp_path.iterdir())
+    dc.save({"step": 3}, tmp_path / "c", _Forgets())
+    assert dc.load({}, tmp_path / "c", _Load()) == {"step": 3}
+
+
 def test_a_load_during_an_overwrite_starts_over(tmp_path: Path) -> None:
     """If another save replaces the checkpoint while the strategy reads, it reads again: all is of one save."""
     calls = []

@@ -66,7 +66,7 @@ def test_only_what_is_named_may_have_another_size(tmp_path: Path) -> None:
     for resize in ((), ["*embed_tokens*"]):
         with pytest.raises(ShapeMismatchError, match=r"has the shape.*load\(\.\.\., resize="):
             dc.load(state, tmp_path / "c", resize=resize)
-    with pytest.raises(KeyMismatchError, match=r"'\*embed_token' matches no stored tensor"):
+    with pytest.raises(KeyMismatchError, match=r"'\*embed_token' matches no tensor"):
         dc.load(state, tmp_path / "c", resize=["*embed_token"])
     with pytest.raises(CheckpointingException, match=r"give a list of patterns of keys, such as \['\*'\]"):
         dc.load(state, tmp_path / "c", resize="*")

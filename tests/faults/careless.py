@@ -19,7 +19,7 @@ from shardckpt.errors import CheckpointingException
 from shardckpt.manifest import FileRecord
 from shardckpt.mapping import ShardedObject, ShardedTensor, is_main_replica
 from shardckpt.parallel import FullyParallelSaveStrategyWrapper
-from shardckpt.strategy import PreparedSave, SaveStrategy
+from shardckpt.strategy import AsyncSaveStrategy, PreparedSave, SaveStrategy
 from shardckpt_safetensors.write_plan import FilePlan as SafetensorsFilePlan
 from shardckpt_torch_dist.plan.write_plan import WritePlan
 from shardckpt_torch_dist.save import TorchDistSaveShardedStrategy
@@ -198,6 +198,32 @@ class Silent(Plain):
     def save(self, shards: Any, common: Any, context: Any) -> None:
         """Save."""
         context.writer.write(f"{context.comm.rank}", b"values")
+
+
+@dataclass
+class _NoFile:
+    """Says that it stored everything, and writes no file."""
+
+    shards: Any
+    tensors: Any = ()
+    keys: Any = ()
+
+    def write(self, writer: Any) -> None:
+        """Record."""
+        writer.record_shards(self.shards)
+
+
+class Fileless(AsyncSaveStrategy):
+    """A strategy that writes no file, in the foreground and behind the training."""
+
+    backend, version = "plain", 1
+
+    def __init__(self, _: str = "") -> None:
+        """Take no key."""
+
+    def prepare(self, shards: Any, common: Any, context: Any) -> PreparedSave:
+        """Plan."""
+        return PreparedSave(_NoFile([shard for shard in shards if is_main_replica(shard.replica_id)]))
 
 
 def _own(writer: Any, what: str) -> Path:

@@ -264,7 +264,7 @@ MUTATIONS = (
     Mutation(
         "files without digests, or recorded twice, are committed",
         _TRANSACTION,
-        "                check_records(written.files)\n",
+        "                check_records(written.files, self._author)\n",
         "",
         "faults/test_careless.py::test_objects_of_two_ranks_with_one_name_are_refused",
     ),

@@ -117,6 +117,31 @@ def test_a_strategy_that_says_nothing_is_told_how(ranks: Ranks, tmp_path: Path) 
     assert "context.writer.record_shards(shards)" in message
 
 
+@pytest.mark.parametrize("way", ["foreground", "thread"])
+def test_a_strategy_that_writes_no_file_is_refused(ranks: Ranks, tmp_path: Path, way: str) -> None:
+    """A strategy that says it stored all, and writes no file on any rank, fails the save, and is told how to write."""
+    kind, message = one(ranks.run(2, careless.refusal, way, str(tmp_path), careless.Fileless, ""))
+    assert kind == "PluginError"
+    assert "careless.Fileless has written no file on any rank" in message
+    assert "context.writer" in message
+
+
+def test_an_empty_state_may_have_no_file(tmp_path: Path) -> None:
+    """Of a state without anything there is nothing to write; a value of the common state must be in some file."""
+    dc.save({}, tmp_path / "empty", careless.Fileless())
+    with pytest.raises(PluginError, match="has written no file"):
+        dc.save({"step": 1}, tmp_path / "c", careless.Fileless())
+
+
+@pytest.mark.parametrize(
+    "shards", [ShardedTensor.from_rank_offsets("w", torch.ones(4)), ["w"], "w"], ids=["one", "keys", "key"]
+)
+def test_what_is_recorded_are_shards(tmp_path: Path, shards: Any) -> None:
+    """One shard, or keys, in the place of shards: the error names the strategy and says what to give."""
+    with pytest.raises(PluginError, match=r"careless.Plain calls record_shards with .*: give .*ShardedTensors"):
+        dc.save({"w": ShardedTensor.from_rank_offsets("w", torch.ones(4))}, tmp_path / "c", Plain(more=shards))
+
+
 def test_what_was_not_given_is_refused(tmp_path: Path) -> None:
     """A strategy that says it stored a tensor of another name, or of another shape, does not commit."""
     shard = ShardedTensor.from_rank_offsets("w", torch.ones(4))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import re
+import threading
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +13,7 @@ import torch
 
 from shardckpt import dist_checkpointing as dc
 from shardckpt.async_save import AsyncCallsQueue
+from shardckpt.background.saving import wait_for_dropped
 from shardckpt.errors import CheckpointingException
 from shardckpt.mapping import ShardedTensor
 from shardckpt.plugins import get_plugin_manager, hookimpl
@@ -68,6 +71,18 @@ def test_prometheus_counts_saves_loads_bytes_and_failures(tmp_path: Path) -> Non
     assert names | {"shardckpt_folder_bytes"} == set(
         re.findall(r"`(shardckpt_\w+)`", READMES["shardckpt/manager/README.md"])
     )
+
+
+def test_a_registry_has_one_prometheus_listener() -> None:
+    """A second listener of a registry would count all twice: the error says so, and how to have another."""
+    prometheus_client = pytest.importorskip("prometheus_client")
+    from shardckpt.integrations.prometheus import PrometheusListener
+
+    registry = prometheus_client.CollectorRegistry()
+    PrometheusListener(registry)
+    with pytest.raises(CheckpointingException, match=r"has the metrics of a PrometheusListener.*registry=Collector"):
+        PrometheusListener(registry)
+    PrometheusListener(prometheus_client.CollectorRegistry())
 
 
 def test_opentelemetry_has_spans_of_operations_and_phases(tmp_path: Path) -> None:
@@ -186,8 +201,39 @@ def test_a_dropped_request_is_not_in_flight(tmp_path: Path) -> None:
     registry, events = prometheus_client.CollectorRegistry(), _Events()
     with _registered(PrometheusListener(registry)), _registered(events):
         _save_behind(tmp_path / "c")
+        wait_for_dropped()
     assert registry.get_sample_value("shardckpt_in_flight", {"operation": "save"}) == 0
     assert "its request was dropped before it was finalized" in events.failures[""].error
+    assert not [*tmp_path.iterdir()]
+
+
+class _Locks:
+    """Takes a lock at the end of a save, as the metrics of Prometheus do."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.ended_by = ""
+
+    @hookimpl
+    def shardckpt_event(self, event: Event) -> None:
+        if event.state == "failure" and threading.current_thread() is threading.main_thread():
+            self.ended_by = "the thread that has the lock"
+        elif event.state == "failure":
+            with self.lock:
+                self.ended_by = "another thread"
+
+
+def test_the_garbage_collector_waits_for_no_lock(tmp_path: Path) -> None:
+    """A dropped save may be collected in a thread that has a listener's lock: it does not wait there for that lock."""
+    listener = _Locks()
+    with _registered(listener):
+        cycle: list[Any] = [_save_behind(tmp_path / "c")]
+        cycle.append(cycle)
+        with listener.lock:
+            del cycle
+            gc.collect()
+        wait_for_dropped()
+    assert listener.ended_by == "another thread"
     assert not [*tmp_path.iterdir()]
 
 

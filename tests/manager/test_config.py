@@ -101,6 +101,7 @@ def test_wrong_names_are_refused_before_the_training(tmp_path: Path, wrong: dict
             {"exclude_from_loading": (1,)},
             "an item of exclude_from_loading is 1: expected names of states, as ('lr_scheduler',)",
         ),
+        *(({name: 600}, f"there is no setting {name!r}: {config._TIMEOUT}") for name in ("timeout", "timeout_secs")),
         ({"keep_best_k": 2, "save_steps": 5}, "there is no setting 'save_steps': it is interval here"),
     ],
 )

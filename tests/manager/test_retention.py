@@ -109,6 +109,8 @@ def test_the_options_are_policies() -> None:
         ({"retention": [KeepLatest]}, "is not a retention policy"),
         ({"retention": [{"policy": "KeepNone"}]}, "is not a retention policy"),
         ({"retention": [{"policy": "KeepLatest", "counts": 2}]}, "counts"),
+        ({"retention": [lambda steps, metrics: []]}, "lambda.* is not a retention policy.* the metrics by step"),
+        ({"save_when": [lambda step, metrics: True]}, "lambda.* is not a save policy"),
         ({"retention": ["tests.manager.some_function"]}, "is not a retention policy"),
         ({"retention": [KeepLatest(2)], "keep_best_k": 1, "best_metric": "loss"}, "the place of keep_best_k, best_met"),
         ({"retention": [KeepLatest(1)], "async_mode": "async"}, "keep 2 or more"),
@@ -121,15 +123,15 @@ def test_a_configuration_refuses_what_is_no_policy(options: dict[str, Any], mess
 
 
 def test_policies_are_stored_and_read_back() -> None:
-    """A stored configuration has the built-in policies as JSON that makes them again, and a function by its name."""
+    """A stored configuration has the built-in policies as JSON that makes them again, and another by its name."""
     policies = (KeepLatest(2), KeepEvery(50), KeepBest("loss", 3, "max"), KeepPinned((4, 7)))
     config = CheckpointConfig(retention=policies)
     stored = json.loads(json.dumps(config.describe()))
     assert stored["retention"][1] == {"policy": "KeepEvery", "interval": 50}
     assert CheckpointConfig(**stored) == config
     assert CheckpointConfig(retention=KeepLatest(2)).retention == (KeepLatest(2),)
-    named = CheckpointConfig(retention=[test_policies_are_stored_and_read_back]).describe()["retention"]
-    assert named == ["tests.manager.test_retention.test_policies_are_stored_and_read_back"]
+    named = CheckpointConfig(retention=[_Odd()]).describe()["retention"]
+    assert named == ["tests.manager.test_retention._Odd"]
 
 
 class _Odd:

@@ -11,11 +11,12 @@ import torch
 from shardckpt import dist_checkpointing as dc
 from shardckpt.cli import main
 from shardckpt.errors import CheckpointingException, PluginError, ShardingError
-from shardckpt.huggingface import TorchFileLoadStrategy
 from shardckpt.mapping import ShardedTensor
 from shardckpt.plugins.entries import USER, StrategyAction
 from shardckpt.plugins.hookspecs import Event, hookimpl
 from shardckpt.plugins.manager import Plugin, PluginManager, get_plugin_manager, list_entry_points
+from shardckpt.strategy import SaveStrategy
+from shardckpt_torch_dist import TorchDistLoadShardedStrategy
 from tests.plugins.manager import Recorder, recorder
 
 if TYPE_CHECKING:
@@ -172,7 +173,7 @@ def test_an_override_takes_what_is_built_in(site: Site) -> None:
     plugins = PluginManager()
     assert {e.distribution for e in plugins.registry.entries(backend="torch_dist")} == {"greedy 1.5"}
     own = PluginManager()
-    own.registry_before_plugins.put(StrategyAction.LOAD_SHARDED, "torch_dist", 1, TorchFileLoadStrategy)
+    own.registry_before_plugins.put(StrategyAction.LOAD_SHARDED, "torch_dist", 1, TorchDistLoadShardedStrategy)
     assert [e.distribution for e in own.registry.entries(StrategyAction.LOAD_SHARDED, "torch_dist")] == [USER]
 
 
@@ -313,6 +314,40 @@ def test_a_hook_with_a_wrong_argument_is_refused_whole(site: Site) -> None:
     assert "shardckpt_event(evnt): its arguments are named event" in fault
     plugins.hook.shardckpt_commands(subparsers=None)
     assert sys.modules[module].calls == []
+
+
+class _Listener:
+    @hookimpl
+    def shardckpt_event(self, event: Event) -> None: ...
+
+
+class _Spaces:
+    """A class that is a namespace of hooks."""
+
+    @staticmethod
+    @hookimpl
+    def shardckpt_event(event: Event) -> None: ...
+
+
+class _RegistersNothing:
+    @hookimpl
+    def shardckpt_register(self) -> list[Any]:
+        return [SaveStrategy]
+
+
+def test_a_class_in_the_place_of_its_instance_is_refused() -> None:
+    """Every event would fail for want of self; a class whose hooks are static methods is a plugin."""
+    plugins = PluginManager()
+    with pytest.raises(PluginError, match=r"_Listener is a class: register an instance of it, _Listener\(\.\.\.\)"):
+        plugins.register(_Listener)
+    plugins.register(_Spaces)
+    plugins.register(_Listener())
+
+
+def test_a_register_hook_without_the_registry_is_refused() -> None:
+    """It could register nothing, and what it returns nobody looks at."""
+    with pytest.raises(PluginError, match=r"shardckpt_register\(\): its arguments are named registry"):
+        PluginManager().register(_RegistersNothing())
 
 
 def _state(value: float = 1.0) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import pytest
 from shardckpt import dist_checkpointing as dc
 from shardckpt.errors import CheckpointingException, DuplicateStrategyError, PluginError
 from shardckpt.plugins.entries import StrategyAction, _import_class
+from shardckpt.plugins.manager import get_plugin_manager
 from shardckpt.plugins.registry import StrategyRegistry, parse_key, parse_keys
 from shardckpt.strategy import LoadStrategy, Migration, SaveStrategy
 from tests.tables import table
@@ -193,15 +194,34 @@ def test_a_users_override_is_never_undone(override: bool) -> None:
 
 def test_register_default_strategy_serves_the_front_door() -> None:
     """What the user registers is what save and the queries use: a class afresh, an instance as it is."""
-    dc.register_default_strategy(SAVE, "toy-of-test-registry", 1, _SaveToy)
-    first = dc.get_default_save_sharded_strategy("toy-of-test-registry", 1)
-    assert type(first) is _SaveToy
-    assert dc.get_default_save_sharded_strategy("toy-of-test-registry") is not first
-    instance = _OtherSaveToy()
-    dc.register_default_strategy(SAVE, "toy-of-test-registry", 1, instance)
-    assert dc.get_default_save_sharded_strategy("toy-of-test-registry", 1) is instance
+    with get_plugin_manager().registry.preserved():
+        dc.register_default_strategy(SAVE, "toy", 1, _SaveToy)
+        first = dc.get_default_save_sharded_strategy("toy", 1)
+        assert type(first) is _SaveToy
+        assert dc.get_default_save_sharded_strategy("toy") is not first
+        instance = _OtherSaveToy()
+        dc.register_default_strategy(SAVE, "toy", 1, instance)
+        assert dc.get_default_save_sharded_strategy("toy", 1) is instance
     with pytest.raises(PluginError, match="_SaveToy is not a LoadStrategy"):
-        dc.register_default_strategy(LOAD, "toy-of-test-registry", 1, _SaveToy)
+        dc.register_default_strategy(LOAD, "toy", 1, _SaveToy)
+
+
+@table(
+    ("backend", "version", "message"),
+    [
+        ("toy", "1", r"\('toy', '1'\).* version as int, 1 or more"),
+        ("toy", 0, "version as int, 1 or more"),
+        ("toys", 1, r"under \('toys', 1\) a strategy of \('toy', 1\)"),
+        ("toy", 2, r"under \('toy', 2\) a strategy of \('toy', 1\)"),
+    ],
+)
+def test_what_is_registered_under_another_key_is_refused(backend: Any, version: Any, message: str) -> None:
+    """A save records what the strategy says of itself: under any other key it would be found and not load again."""
+    registry = StrategyRegistry()
+    for action, strategy in ((SAVE, _SaveToy), (LOAD, _LoadToy)):
+        with pytest.raises(PluginError, match=message):
+            registry.put(action, backend, version, strategy)
+    assert registry.entries() == []
 
 
 @table(
@@ -224,7 +244,7 @@ def test_what_is_no_strategy_is_refused(wrong: Any, message: str) -> None:
 def test_a_name_that_is_none_is_refused() -> None:
     """What a lazy registration names is checked when it is registered, and the error says what to give."""
     registry: Any = StrategyRegistry()
-    for wrong in ((b"x", 1), ("x", "1"), ("x", True), ("x", 1.0), ("", 1), (None, 1)):
+    for wrong in ((b"x", 1), ("x", "1"), ("x", True), ("x", 1.0), ("", 1), (None, 1), ("x", 0), ("x", -1)):
         with pytest.raises(PluginError, match=r"backend as str and its version as int"):
             registry.add_lazy(*wrong, save="m:C")
         with pytest.raises(PluginError, match=r"backend as str and its version as int"):
@@ -501,5 +521,5 @@ def test_a_strategy_of_megatrons_kind_is_sent_to_its_module() -> None:
 def test_a_backend_is_called_what_it_can_be_asked_for_by(name: str) -> None:
     """A name of which no text could be made that names it, alone, with a version or in a list, is refused."""
     kind = type("Save", (SaveStrategy,), {"backend": name, "version": 1, "save": lambda *_: None})
-    with pytest.raises(PluginError, match=r"a backend cannot be called|cannot register"):
+    with pytest.raises(PluginError, match=r"a backend cannot be called|is no strategy"):
         StrategyRegistry().add(kind)

@@ -376,6 +376,12 @@ def _record(
             for part in everyone:
                 together.tensors.update(part.tensors)
                 together.objects.update(part.objects)
+            if not written and (together.tensors or "" in together.objects.values()):
+                raise PluginError(
+                    f"{author} has written no file to the directory that it was given, {writer.directory}, on any "
+                    "rank, and was given shards: write there before save returns, or, behind the training, before "
+                    "async_fn and the finalize functions have ended"
+                )
             writer.write(_INDEX, together.model_dump_json().encode(), keys=0)
 
 

@@ -1,0 +1,25 @@
+"""Patterns of keys and names, as of :mod:`fnmatch`, by which a caller chooses tensors."""
+
+from __future__ import annotations
+
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING
+
+from shardckpt.errors import KeyMismatchError, name_known
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+
+def matches_any(name: str, patterns: Collection[str]) -> bool:
+    """Return whether a key or name matches one of the patterns."""
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def check_patterns(argument: str, patterns: Collection[str], names: Collection[str]) -> None:
+    """Raise KeyMismatchError if a pattern of an argument matches none of the names."""
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            raise KeyMismatchError(
+                f"{argument}: the pattern {pattern!r} matches no tensor {name_known(pattern, names, 'names')}"
+            )
