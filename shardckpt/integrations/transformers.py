@@ -158,7 +158,8 @@ class ShardedCheckpointCallback(TrainerCallback):
             if step < 0:
                 raise
             # too late for another step: the Trainer has found its position in the data
-            raise replace_text(exc, f"{exc}; to resume from another step call resume_path(<an earlier step>)") from exc
+            text = f"{exc}; to resume from another step call resume_path(<an earlier step>)"
+            raise replace_text(exc, text) from exc.__cause__
         if is_loaded:
             self._random = RandomState().state_dict()
         if state.global_step != position:
