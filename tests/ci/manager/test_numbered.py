@@ -60,22 +60,25 @@ class _Job:
 
 
 def _go_on(kind: str, path: str) -> list[bool]:
-    """Return whether runs that go on from numbers, and from the manager's step after these, are as the first one."""
-    folder, first, second, third = Path(path), _Job(kind, 0), _Job(kind, 1), _Job(kind, 2)
+    """Return whether runs from numbers, from the step that a manager saved after them, and from a step of numbers are one."""
+    folder = Path(path)
+    first, second, third, fourth = (_Job(kind, seed) for seed in range(4))
     first.train(1, 2, 3)
     state = {"model": first.plain.state_dict(), "optimizer": first.optimizer.state_dict()}
     dcp.save(state, checkpoint_id=folder / "numbers")
+    dcp.save(state, checkpoint_id=folder / "other" / "steps" / "step-3")
     with second.resume(folder, initial_load_path=str(folder / "numbers")) as manager:
         same = [second.read() == first.read()]
         manager.save(3, force=True)
     third.resume(folder).close()
-    same.append(third.read() == first.read())
-    for job in (first, second, third):
+    fourth.resume(folder / "other").close()
+    same += [third.read() == first.read(), fourth.read() == first.read()]
+    for job in (first, second, third, fourth):
         job.train(4, 5)
-    return [*same, second.read() == first.read(), third.read() == first.read()]
+    return [*same, *(job.read() == first.read() for job in (second, third, fourth))]
 
 
 @pytest.mark.parametrize("kind", ["fsdp", "ddp"])
 def test_ranks_go_on_from_numbered_parameters(gloo_ranks: RankPool, tmp_path: Path, kind: str) -> None:
-    """What ranks saved by ``optimizer.state_dict()`` is resumed bit for bit, as is the manager's save after it."""
-    assert gloo_ranks.run(2, _go_on, kind, str(tmp_path)) == [[True] * 4] * 2
+    """What ranks saved by ``optimizer.state_dict()``, apart or as a step, is resumed bit for bit, and saved anew."""
+    assert gloo_ranks.run(2, _go_on, kind, str(tmp_path)) == [[True] * 6] * 2
