@@ -60,7 +60,7 @@ class _Job:
 
 
 def _go_on(kind: str, path: str) -> list[bool]:
-    """Return whether runs from numbers, from the step that a manager saved after them, and from a step of numbers are one."""
+    """Return whether runs from numbers, from the step that a manager saved then, and from a step of numbers are one."""
     folder = Path(path)
     first, second, third, fourth = (_Job(kind, seed) for seed in range(4))
     first.train(1, 2, 3)
