@@ -24,7 +24,7 @@ from shardckpt.engine import (
     save_checkpoint,
 )
 from shardckpt.engine import open_checkpoint as open_any
-from shardckpt.errors import CheckpointingException
+from shardckpt.errors import CheckpointingException, parse_globals
 from shardckpt.huggingface import ModelCheckpoint
 from shardckpt.maintenance import RemovalReport, remove_keys
 from shardckpt.manifest import MARKER_LIMIT, MARKER_NAME, SAVE_ID, Lineage, Marker
@@ -208,7 +208,7 @@ def save(
             overwrite,
             content_metadata,
             preprocess_common_before_consistency_check or preprocess_common_before_consistancy_check,
-            tuple(allow_globals),
+            parse_globals(allow_globals),
             verify_integrity,
             _parse_lineage(parent, step),
             fingerprints,
@@ -323,7 +323,10 @@ def load(
     comm = Comm(process_group)
     with comm.local_phase("reading the arguments"):
         budget, reading = split_budget(memory_budget, fully_parallel=fully_parallel)
-        mode, options = parse_strict_flag(strict), LoadOptions(sharded_strategy, accept, tuple(allow_globals), reading)
+        mode, options = (
+            parse_strict_flag(strict),
+            LoadOptions(sharded_strategy, accept, parse_globals(allow_globals), reading),
+        )
         unused, resized = parse_on_unused(on_unused), parse_resize(resize)
 
     def attempt() -> tuple[StateDict, KeyMismatch]:
@@ -379,7 +382,7 @@ def open_checkpoint(
         CheckpointReplacedError: another save has replaced the checkpoint, and its files are gone: open it again.
     """
     _, reading = split_budget(memory_budget, fully_parallel=False)
-    options = LoadOptions(sharded_strategy, accept, tuple(allow_globals), reading)
+    options = LoadOptions(sharded_strategy, accept, parse_globals(allow_globals), reading)
     with ExitStack() as stack:
         yield ModelCheckpoint(
             retry_if_replaced(
@@ -390,7 +393,7 @@ def open_checkpoint(
 
 def load_common_state_dict(checkpoint_dir: PathLike, *, allow_globals: Iterable[Any] = ()) -> CommonStateDict:
     """Return the common state of a checkpoint: what is not sharded. Not collective."""
-    options = LoadOptions(allow_globals=tuple(allow_globals))
+    options = LoadOptions(allow_globals=parse_globals(allow_globals))
     return _read(checkpoint_dir, options, lambda checkpoint: checkpoint.common())
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, NoReturn
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, NoReturn
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Sequence
+    from collections.abc import Collection, Sequence
 
 
 #: Names that are compared with a wrong one, to find the nearest.
@@ -235,6 +236,24 @@ def check_choice(argument: str, value: object, choices: Collection[str]) -> None
         raise CheckpointingException(
             f"{argument}={show_given(value)}: {ask_nearest(value, choices)}expected {expected}"
         )
+
+
+def parse_globals(allow_globals: object) -> tuple[Any, ...]:
+    """Return the classes and functions that a caller allows in pickles.
+
+    Raises:
+        CheckpointingException: it is a class, a text, or another value that is no list; or a text is among them.
+    """
+    # an Enum is a class that can be iterated over
+    is_list = isinstance(allow_globals, Iterable) and not isinstance(allow_globals, type | str | bytes)
+    found = tuple(allow_globals) if is_list else (allow_globals,)  # type: ignore[arg-type]
+    wrong = [item for item in found if isinstance(item, str | bytes)] if is_list else [*found]
+    if wrong:
+        raise CheckpointingException(
+            f"allow_globals: {show_given(wrong[0])} where a list of classes and functions is expected, such as "
+            "allow_globals=[MyConfig]"
+        )
+    return found
 
 
 def find_nearest(wanted: str, known: Sequence[str]) -> str:

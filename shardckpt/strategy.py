@@ -7,8 +7,8 @@ lists what an author imports from ``shardckpt``.
 
 The core validates the shards, stages, digests, syncs and commits. A strategy decides which bytes go to which file, and
 finds them again. Everything else is optional: a load strategy that has the methods of :class:`Recognises`,
-:class:`BuildsObjects`, :class:`OwnsFiles`, :class:`ChecksFiles`, :class:`ListsBoxes`, :class:`RemovesKeys`,
-:class:`ReadsPlainObjects` or :class:`ListsColumns` gets the ability; it need not subclass them.
+:class:`BuildsObjects`, :class:`NestsState`, :class:`OwnsFiles`, :class:`ChecksFiles`, :class:`ListsBoxes`,
+:class:`RemovesKeys`, :class:`ReadsPlainObjects` or :class:`ListsColumns` gets the ability; it need not subclass them.
 
 A method that gets a context runs on every rank of ``context.comm``, in a phase: if it raises on one rank, all ranks
 raise the same error. Three rules keep the ranks together; :class:`shardckpt.distributed.Comm` has examples.
@@ -461,6 +461,22 @@ class BuildsObjects(Protocol):
 
 
 @runtime_checkable
+class NestsState(Protocol):
+    """A load strategy of checkpoints that store where each value stood in a nested state dict."""
+
+    def nest_state(
+        self, tensors: Mapping[str, Any], keeps: Callable[[str], bool], context: LoadContext
+    ) -> StateDict | None:
+        """Return the state dict, nested as it was saved; None if this checkpoint does not say how.
+
+        Args:
+            tensors: Tensors by key; of those that are not given, and of paths that are not stored, nothing is nested.
+            keeps: Says of a path, joined by dots, whether a value that is no tensor is wanted.
+            context: The checkpoint's files, and what the caller allows.
+        """
+
+
+@runtime_checkable
 class OwnsFiles(Protocol):
     """A load strategy that knows which files belong to a checkpoint of another library: an overwrite keeps the rest."""
 
@@ -791,6 +807,7 @@ __all__ = [
     "LoadContext",
     "LoadStrategy",
     "Migration",
+    "NestsState",
     "OwnsFiles",
     "PlanContext",
     "PreparedSave",

@@ -92,8 +92,12 @@ def test_only_files_in_folders_need_format_2() -> None:
 def test_a_format_of_a_later_release_says_what_to_upgrade(tmp_path: Path) -> None:
     """A record in a format that is not known is no damage: the error says its number and what to upgrade to."""
     content = _named("a", "a/b", format=4, writer={"shardckpt": "7.1"}, world_size="many")
-    with pytest.raises(VersionTooNewError, match=r"has format 4, .* up to 3: upgrade shardckpt to 7\.1 or newer"):
+    with pytest.raises(
+        VersionTooNewError, match=r"has format 4, written by shardckpt 7\.1; .* formats 1 to 3: upgrade"
+    ):
         Record.parse(content)
+    with pytest.raises(VersionTooNewError, match="has format 9, and does not say which release wrote it; this release"):
+        Record.parse(_named("a", "a/b", format=9, writer={}))
     (tmp_path / "metadata.json").write_text('{"sharded_backend": "npy", "sharded_backend_version": 2}')
     (tmp_path / "shardckpt.json").write_bytes(content)
     with pytest.raises(VersionTooNewError, match=rf"^{tmp_path}: shardckpt.json has format 4"):

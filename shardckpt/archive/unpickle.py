@@ -415,6 +415,6 @@ def _load(unpickler: _MetadataUnpickler | _ObjectUnpickler, source: str) -> Any:
     except CheckpointingException as exc:
         if str(exc).startswith(source):
             raise
-        raise replace_text(exc, f"{source}: {exc}") from exc
+        raise replace_text(exc, f"{source}: {exc}") from exc.__cause__
     except Exception as exc:  # a damaged pickle can raise any error
         raise CorruptCheckpointError(f"{source}: the pickle is damaged: {type(exc).__name__}: {exc}") from exc

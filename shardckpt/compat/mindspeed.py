@@ -15,14 +15,11 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from shardckpt.adapters import get_dtensor_splits, get_local_tensor, get_replica_coordinates
 from shardckpt.compat.torch_private import get_root_mesh
-from shardckpt.distributed import Comm
-from shardckpt.engine import LoadOptions, locate, open_checkpoint
 from shardckpt.errors import ShapeMismatchError, ShardingError
-from shardckpt.huggingface import get_dtype_size, get_shard_info, make_state_dict, plain_name, save_state_dict
+from shardckpt.huggingface import dcp_to_torch_state_dict as _to_state_dict
+from shardckpt.huggingface import get_dtype_size, get_shard_info, save_state_dict
 from shardckpt.manager import cleanup_old_checkpoints
 from shardckpt.planning import Box, Split, compute_local_shape, list_held_boxes, make_empty_box
-from shardckpt.plugins import get_plugin_manager
-from shardckpt.storage import retry_if_replaced
 from shardckpt_ep import (
     EP_NAMES,
     FSDP_NAMES,
@@ -37,7 +34,6 @@ from shardckpt_ep import (
     has_mesh_dim,
     local_plan,
 )
-from shardckpt_torch_dist import TorchDistLoadShardedStrategy
 
 if TYPE_CHECKING:
     import os
@@ -75,26 +71,13 @@ def dcp_to_torch_state_dict(save_checkpoint_path: str | os.PathLike[str]) -> Sta
 
     Returns:
         The state dict, with full tensors on the CPU: for what ``dcp.save`` wrote, the nested dicts and lists that were
-        saved. Any other checkpoint has no paths: then as :func:`shardckpt.huggingface.dcp_to_torch_state_dict`, by key.
+        saved. Any other checkpoint has no paths: tensors and objects by key, and the common state.
 
     Raises:
         CannotLoadError: no installed strategy reads the checkpoint.
         CheckpointingException: any other failure.
     """
-    location = locate(save_checkpoint_path, get_plugin_manager())
-
-    def attempt() -> StateDict:
-        with open_checkpoint(location, Comm(alone=True), get_plugin_manager(), LoadOptions()) as checkpoint:
-            strategy, index = checkpoint.strategy, checkpoint.index()
-            values = dict(zip(map(plain_name, index), checkpoint.values(index), strict=True))
-            # other dialects and formats store no paths
-            if isinstance(strategy, TorchDistLoadShardedStrategy):
-                nested = strategy.read_nested_state(checkpoint.context)
-                if nested is not None:
-                    return nested.build_all(values)
-            return make_state_dict(checkpoint.common(), values)
-
-    return retry_if_replaced(attempt, location)
+    return _to_state_dict(save_checkpoint_path)
 
 
 def restore_ep_dim(

@@ -234,12 +234,13 @@ class Comm:
         padding = [0] * (_SYNC_NUMBERS - len(values))
         failed, *combined = self._combine([int(error is not None), *values, *padding], operation)
         if failed:  # the same number on every rank, so all enter the collectives of _share_error
-            raise self._share_error(error) from error
+            raise self._share_error(error)
         return combined[: len(values)]
 
     def _share_error(self, error: BaseException | None) -> CheckpointingException:
-        """Collective: return the one error that all ranks raise, after some have failed.
+        """Collective: return the one error that all ranks raise, after some have failed, with this rank's as its cause.
 
+        Where it says what this rank's said, it has that one's traceback and cause: a traceback shows each text once.
         It is the error of the first rank that failed, with its class if every rank can import that class: see
         :class:`ErrorReport`.
         """
@@ -253,6 +254,10 @@ class Comm:
             shared = RankFailedError(join_messages(reports, named=True))
         shared.shared_by = self._number
         self._raised = copy_error(shared)
+        if error is not None and report is not None:
+            is_said = type(shared) is type(error) and report.text in str(shared)
+            shared.__cause__ = error.__cause__ if is_said else error
+            shared.__traceback__ = error.__traceback__ if is_said else None
         return shared
 
     @_uninterrupted

@@ -170,10 +170,10 @@ def copy_error(error: CheckpointingException) -> CheckpointingException:
 
 
 def replace_text(error: CheckpointingException, text: str) -> CheckpointingException:
-    """Make an error with another text, to be raised from the first one.
+    """Make an error with another text, to be raised in the place of the first one: ``from`` that one's cause.
 
     Args:
-        error: Any error of the family; its attributes are copied.
+        error: Any error of the family; its attributes are copied, and its traceback is taken over.
         text: The new text, which should include the old one.
 
     Returns:
@@ -183,14 +183,14 @@ def replace_text(error: CheckpointingException, text: str) -> CheckpointingExcep
     if isinstance(error, _AdoptedError):
         copy = copy_error(error)
         vars(copy).update(shared_text=text, shared_by=None)
-        return copy
+        return copy.with_traceback(error.__traceback__)
     _, attributes = _get_state(error)
     attributes.pop("shared_by", None)  # a Comm's number: other ranks need not give their copies the same text
     for kind in type(error).__mro__:
         if issubclass(kind, CheckpointingException) and kind.__str__ is BaseException.__str__:
             with suppress(Exception):
-                return _make_error(kind, (text,), attributes)
-    return CheckpointingException(text)
+                return _make_error(kind, (text,), attributes).with_traceback(error.__traceback__)
+    return CheckpointingException(text).with_traceback(error.__traceback__)
 
 
 def _make_error(kind: Any, args: tuple[Any, ...], attributes: dict[str, Any]) -> CheckpointingException:

@@ -352,7 +352,7 @@ def load_checkpoint(
     template = _make_template(sharded_state_dict, checkpoint, lambda: name_stored(stored, objects, resize))
     if validate:
         with checkpoint.operation.local_phase("validating"):
-            validate_shards(template.shards, comm)
+            validate_shards(template.shards, comm, state=sharded_state_dict)
     with checkpoint.operation.local_phase("comparing keys"):
         mismatch, built, given = _match_keys(
             template, checkpoint, stored, objects, strict, on_unused=on_unused, counts_unused=counts_unused

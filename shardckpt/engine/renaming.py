@@ -14,6 +14,7 @@ from shardckpt.strategy import (
     ChecksFiles,
     ListsBoxes,
     LoadStrategy,
+    NestsState,
     ReadsPlainObjects,
     StoredColumns,
     lists_columns,
@@ -109,6 +110,7 @@ class _RenamedLoadStrategy(LoadStrategy):
     list_boxes: Callable[[CheckpointReader], Iterable[StoredBox]]
     read_plain_objects: Callable[[LoadContext], list[PlainObject]]
     list_plain_objects: Callable[[LoadContext], list[str]]
+    nest_state: Callable[[Mapping[str, Any], Callable[[str], bool], LoadContext], StateDict | None]
 
     def __init__(self, strategy: LoadStrategy, names: Mapping[str, str]) -> None:
         self._strategy, self._names = strategy, dict(names)
@@ -144,6 +146,17 @@ class _RenamedLoadStrategy(LoadStrategy):
             self.list_boxes = lambda reader: (
                 box._replace(key=rename_key(box.key, names)) for box in list_boxes(reader)
             )
+        if isinstance(strategy, NestsState):
+            nest = strategy.nest_state
+
+            def nest_renamed(
+                tensors: Mapping[str, Any], keeps: Callable[[str], bool], context: LoadContext
+            ) -> StateDict | None:
+                stored = {rename_key(key, self._stored_names): value for key, value in tensors.items()}
+                nested = nest(stored, lambda path: keeps(rename_key(path, names)), context)
+                return None if nested is None else _move_parts(nested, names)
+
+            self.nest_state = nest_renamed
         if isinstance(strategy, ReadsPlainObjects):
             read, list_keys = strategy.read_plain_objects, strategy.list_plain_objects
             self.read_plain_objects = lambda context: [_with_key(shard, names) for shard in read(context)]

@@ -226,7 +226,7 @@ def check_state(
     if options.validate:
         with operation.local_phase("validating"):
             if cached is None:
-                validate_shards(shards, comm, given.columns)
+                validate_shards(shards, comm, given.columns, state=sharded_state_dict)
             # the common state is no part of a plan: it is compared in every save
             compare_common(common, options.preprocess_common, comm)
     forecast = Forecast(nbytes, shards) if saver.stores_all_bytes else NO_FORECAST

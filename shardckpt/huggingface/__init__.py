@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from shardckpt.huggingface.sections import Sections, find_sections
     from shardckpt.huggingface.shards import get_shard_info, save_state_dict
     from shardckpt.huggingface.store_export import find_export
-    from shardckpt.huggingface.structure import forget_structure, make_state_dict, plain_name
+    from shardckpt.huggingface.structure import forget_structure, make_state_dict, nest_stored, plain_name
     from shardckpt.huggingface.torch_file import is_torch_file
     from shardckpt.huggingface.torch_save import TorchFile
     from shardckpt.huggingface.torch_strategy import TorchFileLoadStrategy, list_values
@@ -92,7 +92,7 @@ __getattr__ = lazy_getattr(
         "sections": ("Sections", "find_sections"),
         "store_export": ("find_export",),
         "shards": ("get_shard_info", "save_state_dict"),
-        "structure": ("forget_structure", "make_state_dict", "plain_name"),
+        "structure": ("forget_structure", "make_state_dict", "nest_stored", "plain_name"),
         "torch_file": ("is_torch_file",),
         "torch_save": ("TorchFile",),
         "torch_strategy": ("TorchFileLoadStrategy", "list_values"),
@@ -155,6 +155,7 @@ __all__ = [
     "load_from_huggingface",
     "make_state_dict",
     "name_for_trainer",
+    "nest_stored",
     "own_process",
     "parse_casts",
     "parse_dtype",

@@ -18,7 +18,7 @@ from shardckpt.engine import (
 )
 from shardckpt.errors import KeyMismatchError
 from shardckpt.huggingface.small_file import replace_file, write_pickled
-from shardckpt.huggingface.structure import make_state_dict, make_structure, plain_name
+from shardckpt.huggingface.structure import make_structure, nest_stored, plain_name
 from shardckpt.huggingface.torch_file import read_torch_file
 from shardckpt.mapping import ShardedTensor
 from shardckpt.plugins import get_plugin_manager
@@ -45,7 +45,8 @@ def dcp_to_torch_state_dict(checkpoint_dir: PathLike, *, prefix: str = "") -> St
 
     Returns:
         The state dict, with full tensors on the CPU. For a checkpoint of :func:`torch_save_to_dcp`, it is the dict of
-        that file. Otherwise it has tensors and objects by key, and the common state; with a prefix, tensors by key.
+        that file; for what ``dcp.save`` wrote, the nested dicts and lists that were saved, as torch's own converter has
+        them. Otherwise it has tensors and objects by key, and the common state; with a prefix, tensors by key.
 
     Raises:
         CannotLoadError: no installed strategy reads the checkpoint.
@@ -66,8 +67,7 @@ def _state_dict(directory: Path, prefix: str) -> StateDict:
                 )
             return {s.key[len(prefix) :]: v for s, v in zip(tensors, checkpoint.values(tensors), strict=True)}
         values = dict(zip(map(plain_name, index), checkpoint.values(index), strict=True))
-        common = checkpoint.common()
-    return make_state_dict(common, values)
+        return nest_stored(checkpoint, checkpoint.common(), values)
 
 
 def dcp_to_torch_save(checkpoint_dir: PathLike, file: PathLike, *, prefix: str = "") -> None:

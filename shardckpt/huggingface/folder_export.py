@@ -166,6 +166,11 @@ class FolderExport:
             return None
         config = find_config(self.assets, None if self.assets else self.target)
         if config is None:
+            logger.warning(
+                "%s gets no config.json, without which from_pretrained does not load it: give the folder of the model "
+                "that has one (assets=, --assets)",
+                self.target,
+            )
             return None
         tied = find_tied(config, self.plan.tensors)
         if tied is not None:

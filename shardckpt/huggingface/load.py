@@ -203,7 +203,7 @@ def _read(place: Path) -> Folder:
                 f"It is a checkpoint ({found.backend} {found.version}): load it by dist_checkpointing.load, or as "
                 "initial_load_path with initial_load_in_hf=False; export_to_huggingface makes such a folder of it"
             )
-        raise replace_text(exc, f"{exc}. {advice}") from exc
+        raise replace_text(exc, f"{exc}. {advice}") from exc.__cause__
 
 
 def _advise(missing: Collection[str], mapping: str | KeyMapping | None, folder: Folder) -> str:

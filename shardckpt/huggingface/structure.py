@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shardckpt.mapping import ShardedObject
+from shardckpt.strategy import NestsState
 
 if TYPE_CHECKING:
+    from shardckpt.engine import OpenCheckpoint
     from shardckpt.mapping import ShardedBase, StateDict
 
 _CONTENT = "content_metadata"
@@ -36,6 +38,25 @@ def make_state_dict(common: StateDict, values: StateDict) -> StateDict:
     """
     structure = (common.get(_CONTENT) or {}).get(_STRUCTURE)
     return _insert_tensors(structure, values) if structure is not None else {**common, **values}
+
+
+def nest_stored(checkpoint: OpenCheckpoint, common: StateDict, values: StateDict) -> StateDict:
+    """Return the plain state dict of an open checkpoint, nested as it was saved if the checkpoint says how.
+
+    Args:
+        checkpoint: Where they are stored.
+        common: What is wanted of its common state.
+        values: Its tensors and objects by their plain names, or what stands for them.
+    """
+    strategy, nested = checkpoint.strategy, None
+    if isinstance(strategy, NestsState):
+        left_out = checkpoint.common().keys() - common.keys()
+
+        def keeps(path: str) -> bool:
+            return not any(f"{path}.".startswith(f"{name}.") for name in left_out)
+
+        nested = strategy.nest_state(values, keeps, checkpoint.context)
+    return make_state_dict(common, values) if nested is None else nested
 
 
 def forget_structure(common: StateDict) -> StateDict:

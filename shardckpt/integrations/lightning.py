@@ -25,7 +25,7 @@ from shardckpt.engine import (
     open_checkpoint,
     save_checkpoint,
 )
-from shardckpt.errors import CheckpointingException
+from shardckpt.errors import CheckpointingException, parse_globals
 from shardckpt.manager import describe_form, describe_tensors, merge_tensors, request_tensors
 from shardckpt.plugins import get_plugin_manager
 from shardckpt.state_dict import dict_list_map_outplace
@@ -61,7 +61,7 @@ class ShardedCheckpointIO(CheckpointIO):
 
     def __init__(self, strategy: str | tuple[str, int] | None = None, *, allow_globals: Iterable[Any] = ()) -> None:
         self._strategy = strategy
-        self._allow_globals = tuple(allow_globals)
+        self._allow_globals = parse_globals(allow_globals)
         for name in ("lightning.fabric.plugins", "lightning_fabric.plugins"):
             # a Trainer takes only instances of its own package's CheckpointIO, and both packages may be installed
             if name in sys.modules:

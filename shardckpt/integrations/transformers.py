@@ -18,7 +18,7 @@ from transformers.utils import SAFE_WEIGHTS_NAME
 from shardckpt import dist_checkpointing
 from shardckpt.adapters import describe_object
 from shardckpt.distributed import Comm, replace_text
-from shardckpt.errors import CheckpointingException, CorruptCheckpointError
+from shardckpt.errors import CheckpointingException, CorruptCheckpointError, parse_globals
 from shardckpt.manager import CONTENT_KEY, CheckpointConfig, CheckpointManager, RandomState
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ class ShardedCheckpointCallback(TrainerCallback):
 
     def __init__(self, config: CheckpointConfig, *, allow_globals: Iterable[Any] = ()) -> None:
         self._config = config
-        self._allow_globals = tuple(allow_globals)
+        self._allow_globals = parse_globals(allow_globals)
         self._args: TrainingArguments | None = None
         self._metrics: dict[str, float] = {}
         self._resumed: tuple[int, Path] | None = None
@@ -158,7 +158,8 @@ class ShardedCheckpointCallback(TrainerCallback):
             if step < 0:
                 raise
             # too late for another step: the Trainer has found its position in the data
-            raise replace_text(exc, f"{exc}; to resume from another step call resume_path(<an earlier step>)") from exc
+            text = f"{exc}; to resume from another step call resume_path(<an earlier step>)"
+            raise replace_text(exc, text) from exc.__cause__
         if is_loaded:
             self._random = RandomState().state_dict()
         if state.global_step != position:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardckpt.distributed import Comm
 from shardckpt.engine import LoadOptions, SaveOptions, load_checkpoint, locate_local, open_checkpoint, save_checkpoint
-from shardckpt.errors import CheckpointingException
+from shardckpt.errors import CheckpointingException, parse_globals
 from shardckpt.local.tensor_aware import TensorAwareStateDict
 from shardckpt.mapping import ShardedBase, ShardedObject, ShardedTensor
 from shardckpt.plugins import get_plugin_manager
@@ -61,7 +61,7 @@ def save_local(
     }
     values = {str(number): _make_global(number, shard) for number, shard in enumerate(shards) if _is_kept(shard)}
     # not validated: the shards of one rank do not fill the global tensors
-    options = SaveOptions(validate=False, overwrite=overwrite, allow_globals=tuple(allow_globals))
+    options = SaveOptions(validate=False, overwrite=overwrite, allow_globals=parse_globals(allow_globals))
     target = locate_local(directory, "save a local checkpoint to")
     save_checkpoint({"values": values, "local": content}, target, None, Comm(alone=True), get_plugin_manager(), options)
 
@@ -80,7 +80,7 @@ def load_local(directory: str | os.PathLike[str], *, allow_globals: Iterable[Any
         CannotLoadError: there is no complete checkpoint.
         CorruptCheckpointError: the bytes are not those that were written.
     """
-    options = LoadOptions(allow_globals=tuple(allow_globals))
+    options = LoadOptions(allow_globals=parse_globals(allow_globals))
     place = locate_local(directory, "load a local checkpoint from")
     return retry_if_replaced(lambda: _load(place, options), place)
 

@@ -15,6 +15,7 @@ from shardckpt.errors import (
     IncompleteCheckpointError,
     NotACheckpointError,
     StorageError,
+    parse_globals,
     refuse_copy,
 )
 from shardckpt.local.inventory import Inventory
@@ -81,7 +82,7 @@ class LocalCheckpointManager:
         self._replication = replication
         self._group = process_group
         self._keep = keep
-        self._allow_globals = tuple(allow_globals)
+        self._allow_globals = parse_globals(allow_globals)
 
     def __reduce__(self) -> NoReturn:
         refuse_copy(self, "a process group, and the disk", "of the same arguments")

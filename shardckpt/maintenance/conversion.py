@@ -34,6 +34,7 @@ from shardckpt.huggingface import (
     forget_structure,
     list_values,
     make_state_dict,
+    nest_stored,
     plain_name,
     plan_export,
     plan_tensors,
@@ -414,7 +415,10 @@ class Conversion:
                 f"a file has one place: {listed(twice)}. Leave it out (--leave-out), or convert to another format"
             )
         with operation.local_phase("writing"):
-            state_dict = make_state_dict(common, {**values, **file.stand_ins})
+            values |= file.stand_ins
+            # paths are stored for the names that are stored
+            is_named_as_stored = isinstance(self.options.mapping, Identity) and not self.options.prefix
+            state_dict = nest_stored(stored, common, values) if is_named_as_stored else make_state_dict(common, values)
             written = list(tensors.values())
             journal = self._make_journal(stored, written)
             file.write(

@@ -62,6 +62,6 @@ def load_initial(
             raise replace_text(
                 exc,
                 f"initial_load_path: {exc}; of a folder of steps give one: <folder>/step-<n>",
-            ) from exc
+            ) from exc.__cause__
     logger.info("loaded initial_load_path %s", path)
     return True

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 from shardckpt import settings
 from shardckpt.distributed import Comm
 from shardckpt.engine import pause_gc
-from shardckpt.errors import CheckpointingException, NotEnoughSpaceError, listed, refuse_copy, show_given
+from shardckpt.errors import CheckpointingException, NotEnoughSpaceError, listed, parse_globals, refuse_copy, show_given
 from shardckpt.manager.casting import cast_shards
 from shardckpt.manager.config import AsyncMode, CheckpointConfig, parse_config
 from shardckpt.manager.exclusion import leave_out
@@ -101,7 +101,7 @@ class CheckpointManager:
         self._parts: list[ManagerPart] = []
         if not config.enable_checkpoint and fault_tolerance is None:
             return
-        allow_globals = tuple(allow_globals)
+        allow_globals = parse_globals(allow_globals)
         comm = Comm(process_group)
         self._world_size = comm.world_size
         with comm.collective_phase("looking at the states"):

@@ -142,7 +142,7 @@ class StepReader:
                 exc,
                 f"{path} does not fit the states: {exc}\nBuild the states as they were when it was saved, or put "
                 "those that need not be loaded into exclude_from_loading" + cast * isinstance(exc, DtypeMismatchError),
-            ) from exc
+            ) from exc.__cause__
         with Comm(self._group).collective_phase("restoring the states"):
             fetched.restore(self._states)
         self.restored_id = fetched.save_id

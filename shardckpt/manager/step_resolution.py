@@ -57,7 +57,7 @@ def read_step(
             damaged.append(found)
         except MissingStatesError as exc:
             older = comm.main_runs("looking for the missing states", partial(_advise_of_older, folder, reader, found))
-            raise (replace_text(exc, f"{exc}{older}") if older else exc) from None
+            raise (replace_text(exc, f"{exc}{older}") if older else exc) from exc.__cause__
         else:
             is_seed = step_0_model_only and found == 0
             logger.info("loaded %s of %s", "the model alone of step 0" if is_seed else f"step {found}", folder)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
+from shardckpt import __version__
 from shardckpt.errors import VersionTooNewError
 from shardckpt.manifest.names import (
     GENERATION,
@@ -236,9 +237,11 @@ class Record(BaseModel):
         found = parse_json(data)
         known = _Format.model_validate(found)
         if known.format > NEWEST_FORMAT:
+            release = known.writer.get("shardckpt", "")
+            writer = f"written by shardckpt {release}" if release else "and does not say which release wrote it"
             raise VersionTooNewError(
-                f"{RECORD_NAME} has format {known.format}, and this release reads those up to {NEWEST_FORMAT}: "
-                f"upgrade shardckpt to {known.writer.get('shardckpt', 'the release that saved it')} or newer"
+                f"{RECORD_NAME} has format {known.format}, {writer}; this release, {__version__}, reads formats 1 to "
+                f"{NEWEST_FORMAT}: upgrade shardckpt to the release that wrote it, or newer"
             )
         record = cls.model_validate(found)
         head, _, tail = data.rpartition(record.self_digest.encode())

@@ -372,6 +372,8 @@ def _advise(value: Any) -> str:
         if isinstance(value, base):
             name = type(value).__name__
             return f": {name} is a {base.__name__}, and a {other.__name__} is asked for"
+    if isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], str):  # noqa: PLR2004
+        return f": the version is an int, as in ({value[0]!r}, 1)"
     if any(_takes_a_path(getattr(value, method, None)) for method in ("save", "async_save", "load")):
         return (
             f": {type(value).__name__} takes a checkpoint_dir, as Megatron's strategies do: call save or load of "
@@ -384,6 +386,10 @@ def _takes_a_path(method: Any) -> bool:
     return inspect.ismethod(method) and "checkpoint_dir" in inspect.signature(method).parameters
 
 
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) or (isinstance(value, str) and value.isdecimal())
+
+
 def parse_keys(value: Any) -> list[tuple[str, int | None]]:
     """Return the backends and versions that a caller names: one in a form of :func:`parse_key`, or several in a list.
 
@@ -391,7 +397,7 @@ def parse_keys(value: Any) -> list[tuple[str, int | None]]:
         CheckpointingException: one is in no such form.
     """
     # ("npy", 1) is one key, as everywhere; ("npy", "ep") are two
-    if isinstance(value, str) or (isinstance(value, tuple) and any(isinstance(each, int) for each in value)):
+    if isinstance(value, str) or (isinstance(value, tuple) and any(map(_is_number, value))):
         return [parse_key(value)]
     if not isinstance(value, Collection):
         parse_key(value)  # raises

@@ -79,6 +79,8 @@ _OF_HUB = (
 #: The folders of ranks in Megatron's legacy format, and the file in each.
 _LEGACY_RANK = re.compile(r"mp_rank_\d+(_\d+)*")
 _LEGACY_FILE = "model_optim_rng.pt"
+#: Where the header of a safetensors file begins, behind its length.
+_HEADER_AT = 8
 
 _T = TypeVar("_T")
 
@@ -451,13 +453,23 @@ def _absent_error(directory: Path) -> CannotLoadError:
             "not a checkpoint: save again"
         )
     if os.path.isfile(real_path(directory)):  # noqa: PTH113 - of a text
-        return NotACheckpointError(
-            f"{directory} is not a distributed checkpoint: it is a file: `shardckpt convert {directory} NEW` writes a "
-            "checkpoint of what torch.save or safetensors wrote, which loads"
+        what = (
+            f"a file: `shardckpt convert {directory} NEW` writes a checkpoint of what torch.save or safetensors wrote, "
+            "which loads"
+            if _has_tensors(directory)
+            else "a file that neither torch.save nor safetensors wrote; give the directory of a checkpoint"
         )
+        return NotACheckpointError(f"{directory} is not a distributed checkpoint: it is {what}")
     return NotACheckpointError(
         f"checkpoint directory {directory} does not exist or is not a directory {name_siblings(directory)}".rstrip()
     )
+
+
+def _has_tensors(path: Path) -> bool:
+    """Return whether a file begins as those of ``torch.save`` and of safetensors do."""
+    with wrap_os_errors("open", path), real_path(path).open("rb") as file:
+        first = file.read(_HEADER_AT + 1)
+    return first.startswith((b"PK\x03\x04", b"\x80")) or first[_HEADER_AT:] == b"{"
 
 
 def _check_policy(directory: Path, manifest: Manifest, accept: Accept | None) -> None:

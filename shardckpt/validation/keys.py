@@ -442,7 +442,7 @@ def compare_common(
 
 
 def describe_mismatch(missing: Collection[str], unexpected: Collection[str], advice: str = "") -> str:
-    """Return which keys do not match as text, in Megatron's words and in torch's; empty if all match.
+    """Return which keys do not match as text, the sense before Megatron's words and torch's; empty if all match.
 
     Args:
         missing: Keys in the checkpoint that no rank wants.
@@ -451,15 +451,21 @@ def describe_mismatch(missing: Collection[str], unexpected: Collection[str], adv
     """
     # Megatron's callers look for its two terms, with capitals
     kinds = [
-        ("Unexpected keys, wanted and not in the checkpoint (torch: missing keys)", sorted(unexpected)),
-        ("Missing keys, in the checkpoint and wanted by no rank (torch: unexpected keys)", sorted(missing)),
+        (
+            "In the state dict, not in the checkpoint (Megatron: Unexpected keys; torch: missing keys)",
+            sorted(unexpected),
+        ),
+        (
+            "In the checkpoint, not in the state dict of any rank (Megatron: Missing keys; torch: unexpected keys)",
+            sorted(missing),
+        ),
     ]
     counts = [f"{len(keys)}: " * (len(keys) > _FEW) for _, keys in kinds]
     first = [
         f"{kind}: {count}{listed(keys, limit=_FEW)}" for (kind, keys), count in zip(kinds, counts, strict=True) if keys
     ]
     others = [
-        f"{kind.partition(',')[0]} after the first {_FEW}: {listed(keys[_FEW:])}"
+        f"{kind.partition(' (')[0]}, after the first {_FEW}: {listed(keys[_FEW:])}"
         for kind, keys in kinds
         if len(keys) > _FEW
     ]

@@ -43,6 +43,7 @@ from shardckpt.planning import (
     shard_parts,
     unflattened_box,
 )
+from shardckpt.state_dict import format_path, nested_items
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -53,6 +54,8 @@ if TYPE_CHECKING:
 #: What is sent of a tensor: a hash of its kind and key, its weights, and what it adds to the fingerprint. Two keys with
 #: one hash look like one tensor with two shapes: all boxes are gathered then, which is slow and gives the right answer.
 _ROW = struct.Struct(f"<8s{2 * LANES}I")
+#: How many places of a key an error shows.
+_SHOWN_PLACES = 4
 #: The specs of a rank's shards, and their boxes.
 Columns: TypeAlias = "tuple[list[TensorSpec], Table]"
 #: Kind and key of a tensor or object.
@@ -90,7 +93,9 @@ class ShardColumns:
         return fingerprint(self.table, self.weights)
 
 
-def validate_shards(shards: Sequence[ShardedBase], comm: Comm, columns: ShardColumns | None = None) -> None:
+def validate_shards(
+    shards: Sequence[ShardedBase], comm: Comm, columns: ShardColumns | None = None, *, state: Any = None
+) -> None:
     """Collective: check that the shards of all ranks describe every global tensor and object exactly once.
 
     Shards may be of any size. Each must have passed its own ``validate_metadata_integrity`` before.
@@ -99,6 +104,7 @@ def validate_shards(shards: Sequence[ShardedBase], comm: Comm, columns: ShardCol
         shards: This rank's shards.
         comm: The ranks that save or load together.
         columns: What :func:`describe_shards` returns for them, if that is known already.
+        state: This rank's state dict, for the places in errors.
 
     Raises:
         ShardingError: the same on every rank: shards disagree on dtype or global shape, overlap, or leave a hole.
@@ -109,12 +115,11 @@ def validate_shards(shards: Sequence[ShardedBase], comm: Comm, columns: ShardCol
         if not is_exact:
             _ = columns.sums
     if not is_exact and not _fill_exactly(columns, comm):
-        everyone = comm.gather(
-            (columns.specs, columns.table)
-        )  # seldom, and slow for many shards: only to name the fault
+        # seldom, and slow for many shards: only to name the fault
+        everyone = comm.gather(((columns.specs, columns.table), _find_repeated(state)))
         with comm.collective_phase("checking the shards of all ranks"):
             if comm.is_main:
-                _refuse(_find_faults(everyone))
+                _refuse(_find_faults([described for described, _ in everyone], [places for _, places in everyone]))
 
 
 def validate_shards_by_rank(shards_by_rank: Sequence[Sequence[ShardedBase]]) -> None:
@@ -128,6 +133,15 @@ def validate_shards_by_rank(shards_by_rank: Sequence[Sequence[ShardedBase]]) -> 
     """
     described = map(describe_shards, shards_by_rank)
     _refuse(_find_faults([(columns.specs, columns.table) for columns in described]))
+
+
+def _find_repeated(state: Any) -> dict[str, list[str]]:
+    """Return the places in a state dict of each key that stands at several."""
+    places: dict[str, list[str]] = defaultdict(list)
+    for path, leaf in nested_items(state):
+        if isinstance(leaf, ShardedBase):
+            places[leaf.key].append(format_path(path))
+    return {key: found for key, found in places.items() if len(found) > 1}
 
 
 def _fill_alone(columns: ShardColumns) -> bool:
@@ -270,8 +284,8 @@ def group_by_name(columns_by_rank: Iterable[Columns]) -> dict[Name, list[RankBox
     return dict(found)
 
 
-def _find_faults(columns_by_rank: Sequence[Columns]) -> list[str]:
-    """Return what is wrong with the shards of all ranks, sorted by key."""
+def _find_faults(columns_by_rank: Sequence[Columns], places: Sequence[dict[str, list[str]]] = ()) -> list[str]:
+    """Return what is wrong with the shards of all ranks, sorted by key; ``places`` are each rank's repeated keys'."""
     specs: dict[Name, list[tuple[int, TensorSpec]]] = defaultdict(list)
     for rank, (described, _) in enumerate(columns_by_rank):
         for spec in described:
@@ -280,11 +294,15 @@ def _find_faults(columns_by_rank: Sequence[Columns]) -> list[str]:
     return [
         f"{kind} {key!r}: {fault}"
         for kind, key in sorted(specs, key=lambda name: name[::-1])
-        for fault in _faults_of_key(specs[kind, key], boxes.get((kind, key), []))
+        for fault in _faults_of_key(
+            specs[kind, key], boxes.get((kind, key), []), [of_rank.get(key, []) for of_rank in places]
+        )
     ]
 
 
-def _faults_of_key(specs: list[tuple[int, TensorSpec]], parts: list[RankBox]) -> Iterable[str]:
+def _faults_of_key(
+    specs: list[tuple[int, TensorSpec]], parts: list[RankBox], places: Sequence[list[str]]
+) -> Iterable[str]:
     first_rank, first = specs[0]
     # one fault per key is enough, and the first explains those that follow
     for what, field in (("global_shape", "shape"), ("dtype", "dtype")):
@@ -298,10 +316,13 @@ def _faults_of_key(specs: list[tuple[int, TensorSpec]], parts: list[RankBox]) ->
     boxes = [part.box for part in parts]
     overlap = find_overlap(boxes)
     if overlap is not None:
-        yield (
-            f"{format_box(overlap.common)} is described as the main replica twice, by rank {parts[overlap.first].rank} "
-            f"and rank {parts[overlap.second].rank}: give copies a replica_id other than 0"
-        )
+        first_rank, second_rank = parts[overlap.first].rank, parts[overlap.second].rank
+        who, advice = f"by rank {first_rank} and rank {second_rank}", "give copies a replica_id other than 0"
+        if first_rank == second_rank:
+            found = places[first_rank] if places else []
+            where = f", which names this key at {' and at '.join(found[:_SHOWN_PLACES])}" if found else ""
+            who, advice = f"both times by rank {first_rank}{where}", f"give each a key of its own, or {advice}"
+        yield f"{format_box(overlap.common)} is described as the main replica twice, {who}: {advice}"
         return
     hole = find_hole(first.shape, boxes)
     if hole is not None:

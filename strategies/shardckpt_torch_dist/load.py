@@ -25,7 +25,7 @@ from shardckpt_torch_dist.dialects import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from shardckpt.chunks import Item
@@ -118,14 +118,18 @@ class TorchDistLoadShardedStrategy(LoadStrategy):
         nested = _read_nested_state(read_index(context.reader), context)
         return [nested.has(shard.key) for shard in wanted]
 
-    def read_nested_state(self, context: LoadContext) -> NestedState | None:
-        """Return what plain DCP stored value by value, with its paths in the saved state dict; None for other dialects.
+    def nest_state(
+        self, tensors: Mapping[str, Any], keeps: Callable[[str], bool], context: LoadContext
+    ) -> StateDict | None:
+        """Return the state dict that plain DCP flattened; None for other dialects, which store no paths.
 
         Args:
+            tensors: The values of tensors by key, or what stands for them.
+            keeps: Says of a path, joined by dots, whether a value that is no tensor is wanted.
             context: The checkpoint's files, and what the caller allows.
         """
         index = read_index(context.reader)
-        return _read_nested_state(index, context) if index.by_megatron is False else None
+        return _read_nested_state(index, context).build_all(tensors, keeps) if index.by_megatron is False else None
 
     def load_common(self, context: LoadContext) -> StateDict:
         """Read the common state, from where the dialect keeps it: an object, ``common.pt``, or single values.

@@ -56,7 +56,7 @@ def test_what_is_not_written_is_said_once(
     dc.save(shards, tmp_path / "c", "safetensors")
     assert main(["convert", str(tmp_path / "c"), str(tmp_path / "hf"), "--to", "hf"]) == 0
     out = capsys.readouterr().out
-    assert (out.count("optimizer.state."), caplog.text) == (4, "")
+    assert (out.count("optimizer.state."), caplog.text.count("optimizer")) == (4, 0)
     assert "optimizer.state.3, ... and 5 more" in out
 
 

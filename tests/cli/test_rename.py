@@ -16,6 +16,7 @@ from shardckpt.errors import KeyMismatchError
 from shardckpt.maintenance import open_any
 from shardckpt.mapping import ShardedObject, ShardedTensor
 from tests.cli.checkpoints import copy_golden
+from tests.interop.sample import check_equal
 from tests.tables import table
 
 if TYPE_CHECKING:
@@ -71,6 +72,15 @@ def test_what_convert_writes_has_the_new_names(tmp_path: Path, capsys: pytest.Ca
         assert stored.common["seen"] == 7
         assert "app" not in stored.common
     assert main(["diff", path, new, *_RENAMES]) == 0, capsys.readouterr().out
+
+
+def test_a_file_of_torch_save_is_nested_by_the_new_names(tmp_path: Path) -> None:
+    """``convert --to torch --rename`` of plain DCP writes the nested state dict at its new places."""
+    assert main(["convert", str(_save_app(tmp_path / "app")), str(tmp_path / "a.pt"), "--to", "torch", *_RENAMES]) == 0
+    found = torch.load(tmp_path / "a.pt", weights_only=True)
+    moments = {"exp_avg": torch.full((2, 3), 2.0)}
+    optimizer = {"state": {"layer.weight": moments}, "param_groups": [{"lr": 0.1}]}
+    check_equal(found, {"model": {"layer.weight": torch.ones(2, 3)}, "optimizer": optimizer, "seen": 7}, "state")
 
 
 def test_a_converted_folder_loads_in_stock_dcp_by_the_new_names(tmp_path: Path) -> None:

@@ -301,11 +301,16 @@ def test_keys_are_left_out_and_reported(caplog: pytest.LogCaptureFixture) -> Non
     assert kept == {"b": state["b"]}
     assert set(state["a"][0]) == {"w", "o"}
     validation.maybe_report_missing_and_unexpected_keys(set(), set())
-    with pytest.raises(KeyMismatchError, match=r"^Missing keys, .*torch: unexpected keys\): gone$"):
+    with pytest.raises(
+        KeyMismatchError,
+        match=r"^In the checkpoint, not in .*\(Megatron: Missing keys; torch: unexpected keys\): gone$",
+    ):
         validation.maybe_report_missing_and_unexpected_keys({"gone"}, set())
     with caplog.at_level(logging.WARNING):
         validation.maybe_report_missing_and_unexpected_keys(set(), {"new"}, raise_error=False)
-    assert "Unexpected keys, wanted and not in the checkpoint (torch: missing keys): new" in caplog.text
+    assert (
+        "In the state dict, not in the checkpoint (Megatron: Unexpected keys; torch: missing keys): new" in caplog.text
+    )
 
 
 def test_errors_have_megatrons_terms(tmp_path: Path) -> None:

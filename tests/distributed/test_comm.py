@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import ast
 import gc
+import traceback
 import weakref
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -14,7 +15,7 @@ import torch.distributed as dist
 from shardckpt import dist_checkpointing as dc
 from shardckpt.distributed import comm as comm_module
 from shardckpt.distributed.comm import Comm
-from shardckpt.errors import CheckpointingException, CommunicationError, RankFailedError, ShardingError
+from shardckpt.errors import CheckpointingException, CommunicationError, RankFailedError, ShardingError, StorageError
 from shardckpt.local import CliqueReplication, LocalCheckpointManager, TensorAwareStateDict
 from shardckpt.mapping import ShardedTensor
 from tests.tables import table
@@ -107,6 +108,30 @@ def _error_and_gather(where: str) -> tuple[Any, ...]:
     except CheckpointingException as exc:
         return (type(exc).__name__, str(exc), *Comm().all_gather(dist.get_rank()))
     return ()
+
+
+def _traceback_of_a_shared_error(text: str, reason: str) -> str:
+    def read() -> None:
+        try:
+            raise OSError(reason)
+        except OSError as exc:
+            raise StorageError(text) from exc
+
+    try:
+        with Comm().collective_phase("reading"):
+            read()
+    except StorageError as exc:
+        return "".join(traceback.format_exception(exc))
+    return ""
+
+
+@table("count", [1, 2])
+def test_a_traceback_has_a_shared_text_once(ranks: Ranks, count: int) -> None:
+    """Each rank's traceback leads to the line that failed and to its cause, and has the error's text once."""
+    for found in ranks.run(count, _traceback_of_a_shared_error, "it is damaged", "disk on fire"):
+        assert found.count("it is damaged") == 1
+        assert "in read" in found
+        assert "OSError: disk on fire" in found
 
 
 def _in_subgroup() -> list[int]:

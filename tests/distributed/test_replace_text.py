@@ -54,10 +54,13 @@ class MissingFileError(FileNotFoundError, CheckpointingException):
     ids=lambda value: value.__name__ if isinstance(value, type) else type(value).__name__,
 )
 def test_a_text_is_replaced(error: CheckpointingException, kind: type[CheckpointingException]) -> None:
-    """The new error has the new text, the attributes, and the class, or its nearest base class that can have them."""
+    """The new error has the new text, attributes, traceback, and the class or its nearest base that can have them."""
+    with pytest.raises(type(error)):
+        raise error
     error.path, error.shared_by = "a", 1  # type: ignore[attr-defined]
     replaced = replace_text(error, f"step 3: {error}")
     assert type(replaced) is kind
     assert str(replaced) == f"step 3: {error}"
+    assert replaced.__traceback__ is error.__traceback__ is not None
     assert (replaced.path, replaced.shared_by) == ("a", None)  # type: ignore[attr-defined]
     assert getattr(replaced, "driver", None) == getattr(error, "driver", None)

@@ -57,7 +57,7 @@ def test_there_and_back_again(tmp_path: Path, is_zip: bool) -> None:
 
 
 def test_any_checkpoint_is_a_plain_state_dict(tmp_path: Path) -> None:
-    """Tensors and objects by key, the common state beside them, whoever saved; a prefix picks and is taken off."""
+    """Tensors and objects by key beside the common state; plain DCP is nested; a prefix picks and is taken off."""
     objects = {
         "rng": ShardedObject("rng", {"seed": 1}, (1,), (0,)),
         "grid": [ShardedObject("grid", n, (2,), (n,)) for n in range(2)],
@@ -72,7 +72,7 @@ def test_any_checkpoint_is_a_plain_state_dict(tmp_path: Path) -> None:
         dcp_to_torch_state_dict(tmp_path / "c", prefix="nets.")
     torch.distributed.checkpoint.save({"a": {"b": torch.ones(3)}, "n": 4}, checkpoint_id=tmp_path / "dcp")
     plain = dcp_to_torch_state_dict(tmp_path / "dcp")
-    assert plain["a.b"].tolist() == [1, 1, 1]
+    assert plain["a"]["b"].tolist() == [1, 1, 1]
     assert plain["n"] == 4
 
 

@@ -241,6 +241,18 @@ def test_assets_are_the_files_that_are_no_weights(checkpoint: Path, tmp_path: Pa
         export_to_huggingface(checkpoint, tmp_path / "hf2", assets=tmp_path / "nowhere")
 
 
+def test_a_folder_without_a_config_is_warned_of_once(
+    checkpoint: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """from_pretrained needs config.json: one warning names --assets, and none comes where it is, or in the folder."""
+    export_to_huggingface(checkpoint, tmp_path / "hf")
+    assert (caplog.text.count("from_pretrained"), caplog.text.count("--assets")) == (1, 1)
+    (tmp_path / "hf" / "config.json").write_text("{}")
+    export_to_huggingface(checkpoint, tmp_path / "hf", overwrite=True)
+    export_to_huggingface(checkpoint, tmp_path / "other", assets=tmp_path / "hf")
+    assert caplog.text.count("from_pretrained") == 1
+
+
 def test_a_cast_is_said_in_the_config(checkpoint: Path, tmp_path: Path) -> None:
     """config.json names the dtype that the weights were cast to, in parts of the model too; the rest of it stays."""
     assets, hf = _made(tmp_path / "assets"), tmp_path / "hf"

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from shardckpt import dist_checkpointing as dc
 from shardckpt.errors import CheckpointingException, CorruptCheckpointError, ShardingError, UnsafePickleError
@@ -64,6 +65,23 @@ def test_a_file_goes_to_a_checkpoint_and_back(tmp_path: Path, legacy: bool) -> N
     prints = [[(t.key, t.before, t.after) for t in report.proof] for report in (there, back, again)]
     assert sorted(prints[0]) == sorted(prints[1]) == sorted(prints[2])
     assert (tmp_path / "b.pt").read_bytes() == (tmp_path / "c.pt").read_bytes()
+
+
+def test_plain_dcp_becomes_the_file_of_torchs_converter(tmp_path: Path) -> None:
+    """What `dcp.save` flattened is nested in the file as in torch's `dcp_to_torch_save`'s, with casts, too."""
+    state = make_state_dict() | {"lists": [torch.ones(1), {"seed": 5}], "top.level": torch.ones(2)}
+    del state["pair"]
+    dcp.save(state, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    dcp_to_torch_save(tmp_path / "dcp", tmp_path / "torch.pt")
+    convert_checkpoint(tmp_path / "dcp", tmp_path / "a.pt", "torch")
+    expected = torch.load(tmp_path / "torch.pt", weights_only=True)
+    check_equal(torch.load(tmp_path / "a.pt", weights_only=True), expected, "state")
+    convert_checkpoint(tmp_path / "dcp", tmp_path / "b.pt", "torch", dtype="bfloat16", leave_out=["optim", "model.w"])
+    found = torch.load(tmp_path / "b.pt", weights_only=True)
+    assert found.keys() == expected.keys()
+    assert found["model"].keys() == expected["model"].keys() - {"w"}
+    assert found["optim"].keys() == {"state"}
+    check_equal(found["lists"], [torch.ones(1).bfloat16(), {"seed": 5}], "lists")
 
 
 def test_stock_dcp_finds_the_values_of_a_file(tmp_path: Path) -> None:

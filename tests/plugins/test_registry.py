@@ -431,6 +431,16 @@ def test_a_strategy_is_named_by_text_or_pair(wrong: Any) -> None:
         parse_key(wrong)
 
 
+def test_a_version_that_is_a_text_is_said_to_be_an_int() -> None:
+    """('npy', '1') names a backend with a version, which is an int: the error shows the pair that is meant."""
+    for parse in (parse_key, parse_keys):
+        for version in ("1", 1.0):
+            with pytest.raises(
+                CheckpointingException, match=r"\('npy', .*\): the version is an int, as in \('npy', 1\)"
+            ):
+                parse(("npy", version))
+
+
 @table(
     ("named", "keys"),
     [

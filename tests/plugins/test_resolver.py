@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import enum
 import json
 import os
 import re
@@ -513,6 +514,28 @@ def test_a_policy_refuses_everything_else(tmp_path: Path, accept: Any, allowed: 
         text = _refusal(RefusedByPolicyError, path, plugins, None, accept)
         assert "'toy' checkpoint of version 1" in text
         assert allowed in text
+
+
+def test_a_file_is_named_by_what_it_is(tmp_path: Path) -> None:
+    """Of a file of torch.save a load names the command that makes a checkpoint of it; of a text, it says what it is."""
+    (tmp_path / "README.md").write_text("# Weights")
+    with pytest.raises(NotACheckpointError, match=r"neither torch\.save nor safetensors wrote; give the dir") as error:
+        dc.load({}, tmp_path / "README.md")
+    assert "convert" not in str(error.value)
+    torch.save({}, tmp_path / "a.pt")
+    with pytest.raises(NotACheckpointError, match=r"`shardckpt convert .*a\.pt NEW`"):
+        dc.load({}, tmp_path / "a.pt")
+
+
+class _Choice(enum.Enum):
+    ONE = 1
+
+
+@table("given", [_Choice, len, "len", ["len"]])
+def test_globals_are_allowed_by_a_list(tmp_path: Path, given: Any) -> None:
+    """A class, a function or a text in the place of a list of classes and functions is an error that shows the list."""
+    with pytest.raises(CheckpointingException, match=r"^allow_globals: .* such as allow_globals=\[MyConfig\]$"):
+        dc.load({}, _builtin(tmp_path / "checkpoint"), allow_globals=given)
 
 
 def test_a_policy_reaches_the_front_door(tmp_path: Path) -> None:

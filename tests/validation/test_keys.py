@@ -119,7 +119,10 @@ def test_strict_modes(
     wanted = [_cell(0, 1, key="both"), _cell(0, 1, key="want")]
     stored = name_keys([_cell(0, 1, key="both"), _cell(0, 1, key="have")])
     if unexpected is None:
-        with pytest.raises(KeyMismatchError, match=r"Unexpected keys, .*torch: missing keys\): want"):
+        with pytest.raises(
+            KeyMismatchError,
+            match=r"^In the state dict, not in the checkpoint \(Megatron: Unexpected keys; torch: missing keys\): want",
+        ):
             compare_keys(wanted, stored, mode, Comm(alone=True))
         return
     with caplog.at_level(logging.WARNING):
@@ -256,7 +259,7 @@ def test_what_to_do_about_many_keys_comes_before_the_most_of_them() -> None:
     first, advice, others = str(raised.value).splitlines()
     assert first.endswith(": 40: model.layers.00.w, model.layers.01.w, model.layers.02.w, ... and 37 more")
     assert "(40 keys so): describe what begins with 'model.' without that" in advice
-    assert others.startswith("Unexpected keys after the first 3: model.layers.03.w, ")
+    assert others.startswith("In the state dict, not in the checkpoint, after the first 3: model.layers.03.w, ")
     assert others.endswith("model.layers.22.w, ... and 17 more")
 
 

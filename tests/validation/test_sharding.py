@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from shardckpt import dist_checkpointing
 from shardckpt.distributed.comm import Comm
 from shardckpt.errors import ShardingError
 from shardckpt.mapping import ShardedTensor
@@ -15,6 +16,8 @@ from shardckpt.validation.sharding import validate_shards
 from tests.tables import in_proof
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from tests.ranks import Ranks
 
 
@@ -100,3 +103,22 @@ def test_copies_must_agree_too(ranks: Ranks, what: str) -> None:
         assert f"ranks disagree on its {what}" in text
         assert "on rank 0" in text
         assert "on rank 1" in text
+
+
+def _names_a_key_twice(path: str) -> str:
+    comm = Comm()
+    state: dict[str, Any] = {"model": _rows("w", 2, [comm.rank])}
+    if comm.rank == 1:
+        state["ema"] = {"w": _rows("w", 2, [1])[0]}
+    for shard in [*state["model"], *state.get("ema", {}).values()]:
+        shard.init_data("cpu")
+    with pytest.raises(ShardingError) as caught:
+        dist_checkpointing.save(state, path)
+    return str(caught.value)
+
+
+def test_a_key_that_one_rank_names_twice_is_said_with_its_places(ranks: Ranks, tmp_path: Path) -> None:
+    """Of two tensors of one rank with one key, the error says the rank, and where in its state dict both stand."""
+    for found in ranks.run(2, _names_a_key_twice, str(tmp_path / "c")):
+        assert "[1:2, 0:3] is described as the main replica twice, both times by rank 1, which names this key" in found
+        assert "at ['model'][0] and at ['ema']['w']: give each a key of its own" in found

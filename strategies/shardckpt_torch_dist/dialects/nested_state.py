@@ -69,20 +69,23 @@ class NestedState:
         options = self._build_below(group, tensors)
         return {option: value for option, value in options.items() if option != _NAMES}
 
-    def build_all(self, tensors: dict[str, Any]) -> dict[str, Any]:
-        """Return everything that is stored, nested as it was saved.
+    def build_all(self, tensors: Mapping[str, Any], keeps: Callable[[str], bool]) -> dict[str, Any]:
+        """Return what is stored, nested as it was saved.
 
         Args:
-            tensors: All stored tensors by key; one without a path is at its key.
+            tensors: Tensors by key; one without a path is at its key, and one that is not given is left out.
+            keeps: Says of a path, joined by dots, whether another value is wanted.
 
         Raises:
             CorruptCheckpointError: The paths of what is stored contradict each other.
         """
         loose = [((key,), tensor) for key, tensor in tensors.items() if key not in self._tensors]
-        nested: dict[str, Any] = nest_values(
-            [*loose, *((path, self._value(key, tensors)) for key, path in self._paths.items())]
-        )
-        return nested
+        kept = [
+            (path, self._value(key, tensors))
+            for key, path in self._paths.items()
+            if (key in tensors if key in self._tensors else keeps(key))
+        ]
+        return nest_values([*loose, *kept])  # type: ignore[no-any-return]
 
     def _build_below(self, key: str, tensors: dict[str, Any]) -> Any:
         found = []
@@ -91,7 +94,7 @@ class NestedState:
             found.append((path, self._value(stored, tensors)))
         return nest_values(found)[key]
 
-    def _value(self, key: str, tensors: dict[str, Any]) -> Any:
+    def _value(self, key: str, tensors: Mapping[str, Any]) -> Any:
         return tensors[key] if key in self._tensors else deepcopy(self._read_value(self._paths[key]))
 
     def _below(self, key: str) -> list[str]:

@@ -44,7 +44,7 @@ def save_preprocess(
     sharded = filter_out_empty_flatten_tensor(sharded)
     if validate_access_integrity:
         comm = Comm()
-        validate_shards(list(nested_values(sharded)), comm)
+        validate_shards(list(nested_values(sharded)), comm, state=sharded)
         compare_common(common, preprocess_common_before_consistancy_check, comm)
     return sharded, common
 
