@@ -232,7 +232,7 @@ def explain_unseen_uploads(path: str | os.PathLike[str]) -> str:
     if (remote := on_store(locate(path, get_plugin_manager()))) is None or _list_uploads(remote) is not None:
         return ""
     return (
-        f"parts that killed saves have sent to {remote} are not seen from here, and are paid for: pip install s3fs "
+        f"parts that killed saves have sent to {remote} are not seen from here, and are paid for: `pip install s3fs` "
         "(for s3://) and allow s3:ListBucketMultipartUploads, or let the bucket remove them (S3: a lifecycle rule with "
         "AbortIncompleteMultipartUpload, DaysAfterInitiation: 1)"
     )

@@ -508,7 +508,7 @@ def _refusal_error(
         )
     migrations = plugins.registry.migrations(manifest.backend, manifest.version)
     if migrations:
-        advice = f"Rewrite it as version {migrations[0].to_version}: shardckpt migrate {directory} NEW"
+        advice = f"Rewrite it as version {migrations[0].to_version}: `shardckpt migrate {directory} NEW`"
     else:
         first = f" ({first_reader} was the first to read it)" if first_reader else ""
         advice = f"There is no migration: read it with an older release than {readers[0].distribution}{first}"

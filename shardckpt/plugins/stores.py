@@ -46,9 +46,9 @@ def open_folder(url: str, plugins: PluginManager) -> RemoteFolder:
     if folder is None:
         raise StorageError(
             f"cannot open {mask_password(url)}: no installed plugin serves {url.partition('://')[0]}:// (plugins that "
-            f"serve URLs: {names}). pip install 'shardckpt[obstore]' for s3://, gs:// and az://, or "
-            "pip install 'shardckpt[fsspec]' and what fsspec needs for the protocol (gcsfs for gs://), or pip install "
-            f"'shardckpt[msc]' for msc://{plugins.faults_text()}"
+            f"serve URLs: {names}). `pip install 'shardckpt[obstore]'` for s3://, gs:// and az://, or "
+            "`pip install 'shardckpt[fsspec]'` and what fsspec needs for the protocol (gcsfs for gs://), or "
+            f"`pip install 'shardckpt[msc]'` for msc://{plugins.faults_text()}"
         )
     lacks = [name for name in _METHODS if not callable(getattr(folder, name, None))]
     if lacks or not isinstance(getattr(folder, "url", None), str):

@@ -421,7 +421,7 @@ def test_an_older_version_names_the_migration(tmp_path: Path) -> None:
     """Too old, with a migration installed: the command that rewrites it."""
     path = _saved(tmp_path / "checkpoint")
     text = _refusal(VersionTooOldError, path, _host(_Load2, migration=_OneToTwo))
-    assert f"Rewrite it as version 2: shardckpt migrate {path} NEW" in text
+    assert f"Rewrite it as version 2: `shardckpt migrate {path} NEW`" in text
     assert "_Load2 of this process: reads version 2" in text
 
 
