@@ -386,19 +386,31 @@ def _recognise_directory(directory: Path, plugins: PluginManager) -> Manifest:
             return Manifest(backend=entry.backend, version=version, recognised_as=entry.backend)
     with wrap_os_errors("list", directory):
         names = sorted(path.name for path in directory.iterdir())
+    raise _unrecognised_error(directory, names)
+
+
+def _unrecognised_error(directory: Path, names: Collection[str]) -> CannotLoadError:
+    """Return the error of a directory that no strategy recognises: what it is, as the names of what is in it show."""
+    text = f"{directory} is not a distributed checkpoint"
     if not names:
-        raise NotACheckpointError(f"{directory} is not a distributed checkpoint: it is an empty directory")
+        return NotACheckpointError(f"{text}: it is an empty directory")
     if can_rename(directory) and (inner := _list_checkpoints(directory)):
-        raise NotACheckpointError(
-            f"{directory} is not a distributed checkpoint: it is a folder of {format_many(len(inner), 'checkpoint')}: "
-            f"give one, such as {directory / max(inner, key=natural_order)}"
+        return NotACheckpointError(
+            f"{text}: it is a folder of {format_many(len(inner), 'checkpoint')}: give one, such as "
+            f"{directory / max(inner, key=natural_order)}"
+        )
+    hidden = [name for name in names if is_temporary(name)]
+    if hidden and all(name.startswith(".") for name in names):
+        return IncompleteCheckpointError(
+            f"{text}: it has nothing but what saves or removals that did not end have left ({listed(hidden, limit=3)}):"
+            f" `shardckpt prune {directory} --dry-run` says what may go; without --dry-run, it goes"
         )
     if other := describe_legacy_megatron(directory, names) or _OF_HUB * bool(HUB_FILES.intersection(names)):
-        raise IncompleteCheckpointError(f"{directory} is not a distributed checkpoint: it is {other}")
-    raise IncompleteCheckpointError(
-        f"{directory} is not a distributed checkpoint, or a save to it did not end: it has no {MARKER_NAME}, nor "
-        f"another library's index, such as DCP's .metadata (found {listed(names, limit=3)}). If it was complete once, "
-        "restore that file from a copy; `shardckpt ls` names files of other formats"
+        return IncompleteCheckpointError(f"{text}: it is {other}")
+    return IncompleteCheckpointError(
+        f"{text}, or a save to it did not end: it has no {MARKER_NAME}, nor another library's index, such as DCP's "
+        f".metadata (found {listed(names, limit=3)}). If it was complete once, restore that file from a copy; "
+        "`shardckpt ls` names files of other formats"
     )
 
 
