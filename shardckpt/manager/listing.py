@@ -174,7 +174,8 @@ def find_checkpoints(path: str, *, recursive: bool = False) -> FoundCheckpoints:
     skipped = [each for each in listed_ones if not each.is_checkpoint]
     once = {each.path: each for each in found}  # links name what is there by its own name, too: that one is kept
     once.update((each.path, each) for each in found if each.path.endswith(f"/{each.name}"))
-    return FoundCheckpoints([f"{path.rstrip('/')}/{each.name}" for each in once.values()], skipped)
+    above = "" if path == "." else f"{path.rstrip('/')}/"
+    return FoundCheckpoints([f"{above}{each.name}" for each in once.values()], skipped)
 
 
 def _list_below(place: Path) -> dict[str, dict[str, int]] | None:
