@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardckpt.cli.colour import paint
 from shardckpt.cli.exit_codes import FAILED
-from shardckpt.cli.failure import print_error
+from shardckpt.cli.failure import name_siblings, print_error
 from shardckpt.cli.output import Output
 from shardckpt.cli.table import fit_table
 from shardckpt.errors import CheckpointingException, IncompleteCheckpointError, escape_text, listed
@@ -105,7 +105,7 @@ def run(options: Any) -> Output:
         try:
             found = find_checkpoints(path, recursive=options.recursive)
         except CheckpointingException as exc:
-            answers.append(Answer(path, (), FAILED, exc))
+            answers.append(Answer(path, (), FAILED, name_siblings(exc, options)))
             continue
         paths.update(dict.fromkeys(found.paths))
         skipped.update({each.path: each for each in found.skipped})

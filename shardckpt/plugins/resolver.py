@@ -42,7 +42,7 @@ from shardckpt.manifest import HUB_FILES, MARKER_LIMIT, MARKER_NAME, RECORD_LIMI
 from shardckpt.plugins.entries import StrategyAction, get_strategy_key
 from shardckpt.plugins.origin import describe_origin, name_origin
 from shardckpt.plugins.registry import parse_key, parse_keys
-from shardckpt.plugins.stores import open_folder
+from shardckpt.plugins.stores import ABSENT, open_folder
 from shardckpt.storage import (
     ParseCache,
     RelativePath,
@@ -443,7 +443,7 @@ def _list_checkpoints(directory: Path) -> list[str]:
 
 def _absent_error(directory: Path) -> CannotLoadError:
     if not can_rename(directory):
-        return NotACheckpointError(f"{directory} does not exist, or has no objects")
+        return NotACheckpointError(f"{directory} {ABSENT}")
     replaced = list_replaced_checkpoints(directory)
     if replaced:
         return IncompleteCheckpointError(

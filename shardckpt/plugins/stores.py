@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 #: A scheme at the start of a URL, or of a part of one that chains several.
 _SCHEME = re.compile(r"(?:^|(?<=::))[A-Za-z][A-Za-z0-9+.-]*(?=::|://)")
 
-
+#: What is said behind a URL at which nothing is. The command adds what is beside it.
+ABSENT = "does not exist, or has no objects"
 #: What every RemoteFolder has, beside its ``url``.
 _METHODS = ("files", "read", "upload", "delete")
 

@@ -334,7 +334,7 @@ def test_the_command_fails_with_two(
     assert main(["prune", str(tmp_path / "nowhere")]) == 2
     assert "is no directory" in capsys.readouterr().err
     assert main(["prune", "memory://bucket/run"]) == 2
-    assert "memory://bucket/run has no objects" in capsys.readouterr().err
+    assert "memory://bucket/run does not exist, or has no objects" in capsys.readouterr().err
     with pytest.raises(SystemExit, match="2"):
         main(["prune"])
     left = owners.leave(tmp_path / "ckpt", owners.dead())
