@@ -12,7 +12,8 @@ torch.save, which is read without running code in it.
 DST is complete or absent. Before it gets its name it is read again, and the fingerprints of all tensors are compared
 with those of what was read: --verbose and --json have a line for each. If one differs, nothing is left. A
 conversion that was killed leaves nothing at DST; run it again with the same options, on the same host, and it goes on
-with what was written. Where SRC or an option has changed, it starts anew, and says so.
+with what was written. Where SRC or an option has changed, it starts anew, and says so. To a URL it streams, keeps
+nothing on the local disk, and starts anew after a kill; where SRC or DST is a URL, the same format is a copy.
 
 exit codes:
   0  converted, and DST has the values of SRC

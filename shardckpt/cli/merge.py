@@ -102,7 +102,6 @@ def _refuse_neighbour(options: Any) -> None:
     from shardckpt.errors import CheckpointingException
     from shardckpt.manager import parse_step, split_path
     from shardckpt.plugins import get_plugin_manager
-    from shardckpt.storage import on_store
 
     if not options.overwrite:
         return
@@ -116,7 +115,7 @@ def _refuse_neighbour(options: Any) -> None:
     if len(folders) > 1 or len(families) > 1 or last is None or any(step is None or step >= last for step in steps):
         return
     target = found[-1]
-    if target.is_file() or (target.is_dir() and (on_store(target) is not None or any(target.iterdir()))):
+    if target.is_file() or (target.is_dir() and any(target.iterdir())):
         raise CheckpointingException(
             f"{options.target} is the last step beside all SRC: a pattern such as {parts[-1][0]}/{families.pop()}* may "
             "have named it, and --overwrite would replace it. Give another DST, or remove that one first"

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from shardckpt.commit.owner import Owner, claim_name, release_name
     from shardckpt.commit.removal import clear_tombstones, delete_checkpoint, is_half_deleted, make_tombstone
     from shardckpt.commit.resume import adopt_staging
-    from shardckpt.commit.small_files import SmallFile, Time, put_small_file, remove_temporaries
+    from shardckpt.commit.small_files import SmallFile, SmallFiles, Time
     from shardckpt.commit.staging_names import (
         HOLDS_NAME,
         NAME_MAX,
@@ -117,7 +117,7 @@ __getattr__ = lazy_getattr(
             "make_tombstone",
         ),
         "resume": ("adopt_staging",),
-        "small_files": ("SmallFile", "Time", "put_small_file", "remove_temporaries"),
+        "small_files": ("SmallFile", "SmallFiles", "Time"),
         "staging_names": (
             "HOLDS_NAME",
             "NAME_MAX",
@@ -157,6 +157,7 @@ __all__ = [
     "Leftover",
     "Owner",
     "SmallFile",
+    "SmallFiles",
     "Time",
     "Unfinished",
     "Upload",
@@ -195,11 +196,9 @@ __all__ = [
     "open_stream",
     "parse_temporary",
     "publish_staging",
-    "put_small_file",
     "release_name",
     "remove_free",
     "remove_leftover",
-    "remove_temporaries",
     "remove_unfinished",
     "replace_target",
     "spool_folder",

@@ -24,10 +24,10 @@ from typing import TYPE_CHECKING, Literal
 from pydantic import Field
 
 from shardckpt.commit.owner import Owner, claim_name, is_claimed, release_name
-from shardckpt.commit.small_files import SmallFile, Time, put_small_file, remove_temporaries
+from shardckpt.commit.small_files import SmallFile, SmallFiles, Time
 from shardckpt.commit.staging_names import HOLDS_NAME
 from shardckpt.errors import CheckpointingException, CorruptCheckpointError, StorageError, escape_text, listed
-from shardckpt.storage import RemotePath, attempt, on_store, wrap_os_errors
+from shardckpt.storage import RemotePath, on_store
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Generator
@@ -94,7 +94,7 @@ class Holds:
     """
 
     def __init__(self, place: Path) -> None:
-        self._place = place
+        self._files = SmallFiles(place)
 
     def find(self) -> dict[str, list[Hold]]:
         """Return the leases and pins that count, by the name of the step's directory.
@@ -165,7 +165,7 @@ class Holds:
                     break
                 if time.monotonic() > deadline:
                     raise StorageError(
-                        f"{directory} is {removal}, as {self._place} says, and that does not end: save again, or to "
+                        f"{directory} is {removal}, as {self._files} says, and that does not end: save again, or to "
                         "another place"
                     )
                 waited = True
@@ -189,7 +189,7 @@ class Holds:
         held = [str(hold) for hold in found if hold.kind in ("lease", "pin") and hold.is_current]
         if held:
             raise CheckpointingException(
-                f"{directory} is {listed(held)} ({self._place}), so that nothing takes its place: save to another "
+                f"{directory} is {listed(held)} ({self._files}), so that nothing takes its place: save to another "
                 "folder or step, or end the hold first: a pin by unpin_step or `shardckpt pin FOLDER STEP --label "
                 "LABEL --remove`, a lease by closing it, or by the end of its reader"
             )
@@ -213,28 +213,18 @@ class Holds:
         Raises:
             StorageError: it cannot be written.
         """
-        put_small_file(self._place, name, hold.model_dump_json().encode())
+        self._files.put(name, hold.model_dump_json().encode())
 
     def drop(self, name: str) -> None:
         """Remove a file of the directory, and the directory once it is empty; no error if that is done already."""
-        place = self._place
-        if (remote := on_store(place / name)) is not None:
-            remote.delete()
-            return
-        with wrap_os_errors("end a hold in", place):
-            (place / name).unlink(missing_ok=True)
-            with contextlib.suppress(OSError):  # it is not empty, or gone
-                place.rmdir()
+        self._files.drop(name)
 
     def drop_ended(self) -> None:
         """Remove the files of leases and removals that have ended, and what is left of writes that were killed."""
         for name, hold in self._read_all().items():
             if not _counts(name, hold):
                 self._try_to_drop(name)
-        place = self._place
-        if on_store(place) is None and place.is_dir():
-            with wrap_os_errors("clean", place):
-                remove_temporaries(place)
+        self._files.clear()
 
     def _try_to_drop(self, name: str) -> None:
         """Remove a file that counts for nothing, or soon; after an error, which is a warning, a later call does."""
@@ -245,15 +235,8 @@ class Holds:
 
     def _read_all(self, directories: Collection[str] | None = None) -> dict[str, Hold]:
         """Return what each file says, by name; of some directories of steps, if given."""
-        place = self._place
-        with wrap_os_errors("list the holds in", place):
-            if (remote := on_store(place)) is not None:
-                place = RemotePath(remote.folder)  # without the sizes of an earlier listing
-                names = [*attempt("list", remote, remote.folder.files)]
-            else:
-                names = [path.name for path in place.iterdir()] if place.is_dir() else []
-        found = {}
-        for name in names:
+        found, place = {}, self._files.open()
+        for name in self._files.names():
             match = _NAME.fullmatch(name)
             if match is None or (directories is not None and match["directory"] not in directories):
                 continue

@@ -14,7 +14,17 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from shardckpt.commit.owner import Owner
 from shardckpt.errors import CorruptCheckpointError, StorageError
-from shardckpt.storage import has_local_files, on_store, parse_json, put_file, read_file, wrap_os_errors
+from shardckpt.storage import (
+    RemotePath,
+    has_local_files,
+    list_names,
+    on_store,
+    parse_json,
+    put_file,
+    read_file,
+    remove_file,
+    wrap_os_errors,
+)
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -56,31 +66,64 @@ class SmallFile(BaseModel):
             raise CorruptCheckpointError(f"{path}: {'; '.join(str(exc).splitlines()[:3]):.300}") from exc
 
 
-def put_small_file(place: Path, name: str, data: bytes) -> None:
-    """Write a file of a directory, which is made if it does not exist; replace that of the same name.
+class SmallFiles:
+    """The small files in a directory beside the steps; it is made with the first file, and goes with the last.
 
-    Raises:
-        StorageError: it cannot be written.
+    Args:
+        place: The directory, or folder on a store.
     """
-    for _ in range(_ATTEMPTS):
-        if on_store(place) is None:
-            # mkdir(exist_ok=True) would raise where the directory is removed between the call and its second look
-            with wrap_os_errors("make", place), contextlib.suppress(FileExistsError):
-                place.mkdir()
-        # another process may remove the directory, which is empty, before this file is in it
-        with contextlib.suppress(FileNotFoundError):
-            put_file(place / name, data, f"{Owner.current().text}.{uuid.uuid4().hex}.tmp")
+
+    def __init__(self, place: Path) -> None:
+        self.place = place
+
+    def __str__(self) -> str:
+        return str(self.place)
+
+    def names(self) -> list[str]:
+        """Return the names of what is there now."""
+        return list_names(self.place)
+
+    def open(self) -> Path:
+        """Return the directory to read files of; of a store, without an earlier listing."""
+        return self.place if (remote := on_store(self.place)) is None else RemotePath(remote.folder)
+
+    def put(self, name: str, data: bytes) -> None:
+        """Write a file, and make the directory; replace that of the same name.
+
+        Raises:
+            StorageError: it cannot be written.
+        """
+        place = self.place
+        for _ in range(_ATTEMPTS):
+            if has_local_files(place):
+                # mkdir(exist_ok=True) would raise where the directory is removed between the call and its second look
+                with wrap_os_errors("make", place), contextlib.suppress(FileExistsError):
+                    place.mkdir()
+            # another process may remove the directory, which is empty, before this file is in it
+            with contextlib.suppress(FileNotFoundError):
+                put_file(place / name, data, f"{Owner.current().text}.{uuid.uuid4().hex}.tmp")
+                return
+        raise StorageError(
+            f"cannot write {place / name}: its directory was gone after each of {_ATTEMPTS} attempts to make it. "
+            f"Look whether {place} is a symbolic link to nothing, or whether something removes it."
+        )
+
+    def drop(self, name: str) -> None:
+        """Remove a file, and the directory once it is empty; no error if that is done already."""
+        remove_file(self.place / name)
+        self._remove_if_empty()
+
+    def clear(self) -> None:
+        """Remove what killed writes have left, and the directory if it is empty."""
+        if not has_local_files(self.place):  # there each write is one request
             return
-    raise StorageError(
-        f"cannot write {place / name}: its directory was gone after each of {_ATTEMPTS} attempts to make it. "
-        f"Look whether {place} is a symbolic link to nothing, or whether something removes it."
-    )
+        with wrap_os_errors("clear", self.place):
+            for path in self.place.glob("*.tmp"):
+                if (match := _TEMPORARY.fullmatch(path.name)) and Owner.from_text(match["owner"]).is_alive() is False:
+                    path.unlink(missing_ok=True)
+        self._remove_if_empty()
 
-
-def remove_temporaries(place: Path) -> None:
-    """Remove what killed writes have left in a local directory, and the directory if it is empty."""
-    for path in place.glob("*.tmp"):
-        if (match := _TEMPORARY.fullmatch(path.name)) and Owner.from_text(match["owner"]).is_alive() is False:
-            path.unlink(missing_ok=True)
-    with contextlib.suppress(OSError):  # it is not empty
-        place.rmdir()
+    def _remove_if_empty(self) -> None:
+        if has_local_files(self.place):
+            with contextlib.suppress(OSError):  # it is not empty, or gone
+                self.place.rmdir()

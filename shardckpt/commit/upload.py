@@ -89,8 +89,11 @@ class Upload:
         self._handed_over = False
         self._marking = False
         self._committed = False
-        #: The local directory to which this rank writes its files before they are uploaded.
-        self.spool = create_spool()
+
+    @functools.cached_property
+    def spool(self) -> Path:
+        """The local directory to which this rank writes its files before they are uploaded; made when first needed."""
+        return create_spool()
 
     def begin(self, save_id: str, *, overwrite: bool) -> None:
         """Take the folder for this save; only the main rank calls it.
@@ -225,7 +228,8 @@ class Upload:
 
     def close(self) -> None:
         """Remove the spool directory."""
-        shutil.rmtree(self.spool, ignore_errors=True)
+        if "spool" in vars(self):
+            shutil.rmtree(self.spool, ignore_errors=True)
 
     def abort(self, *, main: bool) -> None:
         """Delete this save's objects as far as possible, unless it is committed; raise nothing."""

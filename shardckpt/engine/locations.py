@@ -13,7 +13,15 @@ from shardckpt.commit import NAME_MAX, freed_bytes, used_bytes
 from shardckpt.errors import CheckpointingException, StorageError, show_given
 from shardckpt.manifest import MARKER_NAME
 from shardckpt.plugins import open_folder
-from shardckpt.storage import RemotePath, is_there, list_objects, mask_password, on_store, wrap_os_errors
+from shardckpt.storage import (
+    RemotePath,
+    has_local_files,
+    is_there,
+    list_objects,
+    mask_password,
+    on_store,
+    wrap_os_errors,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -156,7 +164,7 @@ def find_save_time(directory: Path) -> float | None:
 
     None on a store, whose plugins do not say.
     """
-    if on_store(directory) is not None:
+    if not has_local_files(directory):
         return None
     marker = directory / MARKER_NAME
     return (marker if is_there(marker) else directory).stat().st_mtime

@@ -16,20 +16,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from pydantic import TypeAdapter
 
-from shardckpt.commit import (
-    Owner,
-    Upload,
-    check_target,
-    commit_staging,
-    discard_staging,
-    new_save_id,
-    open_stream,
-    parse_temporary,
-    staging_path,
-)
+from shardckpt.commit import Owner
 from shardckpt.distributed import find_owner
-from shardckpt.engine.pruning import make_superseded_check, open_staging, owned_files
-from shardckpt.engine.space import NO_FORECAST, UNKNOWN, count_least_bytes, find_free_bytes, make_space_error
+from shardckpt.engine.committers import Begun, make_committer
+from shardckpt.engine.space import NO_FORECAST, count_least_bytes, make_space_error
 from shardckpt.engine.timeline import Timeline, gather_timings
 from shardckpt.errors import StorageError, listed
 from shardckpt.manifest import (
@@ -42,25 +32,17 @@ from shardckpt.manifest import (
     Marker,
     Record,
     find_folders,
-    list_files,
     parse_json,
 )
 from shardckpt.planning import assign_holders
-from shardckpt.plugins import open_folder
 from shardckpt.storage import (
-    LEAST_WRITING,
     CheckpointWriter,
     ResumableWriter,
-    StreamsWrites,
     add_sums,
     check_memory_budget,
     digest_vote,
-    find_least_upload,
-    limit_uploads,
     negotiate_digest,
-    on_store,
     pack_fingerprints,
-    refuse_unrecorded,
     split_sums,
 )
 
@@ -157,10 +139,8 @@ class Transaction:
         self.memory_least = 0
         self.target = target
         self._header = header
-        self._overwrite = overwrite
         self.sha256 = sha256
         self.fingerprints = fingerprints
-        self.staging: Path | None = None
         self.save_id = ""
         #: Digest algorithm of the files of every rank.
         self.algorithm = ""
@@ -168,52 +148,48 @@ class Transaction:
         self.world_size = operation.comm.world_size
         #: When this rank's phases began and ended; of a save only: a conversion or migration is not the save.
         self.timeline = Timeline(operation.created)
-        self._upload: Upload | None = None
         self._journal = journal
         self._check = check
         self._writer: CheckpointWriter | None = None
-        free = UNKNOWN if operation.comm.is_main else 0
+        self._committer = make_committer(
+            target,
+            operation.plugins,
+            overwrite=overwrite,
+            journal=journal,
+            memory_budget=memory_budget,
+        )
+        begun = Begun()
         try:
             with operation.local_phase("staging"):
-                if (remote := on_store(target)) is not None:
-                    limit_uploads(remote.folder, memory_budget)
-                    self._upload = Upload(remote.folder, MARKER_NAME, self._open_folder)
-                self._check_memory(forecast)
+                self.memory_least = self._committer.prepare(forecast.nbytes)
+                check_memory_budget(memory_budget, self.memory_least, f"a save to {target} takes")
                 # no message between the ranks here: _announce is the next one, and raises the main rank's error on all
                 if operation.comm.is_main:
-                    self.save_id = new_save_id()
-                    self._take_target()
-                    # Not on each rank: all write to one directory, which other hosts may know less well. Of a store
-                    # nobody knows.
-                    if self._upload is None:
-                        free = find_free_bytes(target.parent)
-            owner = self._announce(forecast, free)
+                    begun = self._committer.begin()
+            self._announce(begun, forecast)
             self.timeline.align()
-            if self._upload is not None:
-                self.staging = self._upload.spool
-            else:
-                self.staging = staging_path(target, self.save_id, owner)
         except BaseException:
             self.abort()
             raise
 
     @property
+    def staging(self) -> Path | None:
+        """The local directory to which this rank writes its files."""
+        return self._committer.staging
+
+    @property
     def url(self) -> str:
         """URL to which files are uploaded after they are written; ``""`` if they are not uploaded."""
-        return "" if self._upload is None else self._upload.target.url
+        return self._committer.url
 
     @property
     def is_streamed(self) -> bool:
         """Whether files go to a store while they are written."""
-        # a check reads the files before they have the name of the target: they are spooled
-        return (
-            self._upload is not None and self._check is None and isinstance(self._upload.target.folder, StreamsWrites)
-        )
+        return self._committer.is_streamed
 
     def writer(self) -> CheckpointWriter:
         """Return a new writer of this rank's files; it may fail on one rank, as in :meth:`Comm.local_phase`."""
         comm = self.operation.comm
-        store = open_stream(self._upload.target.folder, self.save_id) if self._upload and self.is_streamed else None
         with comm.local_phase("starting the file threads"):
             if self._journal is not None:
                 return ResumableWriter(
@@ -232,7 +208,7 @@ class Transaction:
                 author=self.operation.strategy,
                 fingerprints=self.fingerprints,
                 count=self.operation.count,
-                store=store,
+                store=self._committer.open_stream(),
                 memory_budget=self.memory_budget,
             )
         return writer
@@ -258,13 +234,11 @@ class Transaction:
             self._hash_shared(writer, parts)
         sha256 = writer.sha256 if before is None else {**before.sha256, **writer.sha256}
         sums = (*writer.sums, *(() if before is None else before.sums))
-        if self._upload is not None:
-            self._upload.streamed |= writer.streamed if before is None else {*writer.streamed, *before.streamed}
-            with self.operation.local_phase("uploading"):
-                self._upload.check([file.name for file in files])
-                self._upload.put([file.name for file in added])
-            # before the gather: once the main rank has all records it may commit, and what is there must stay
-            self._upload.hand_over()
+        streamed = writer.streamed if before is None else {*writer.streamed, *before.streamed}
+        uploading = partial(self.operation.local_phase, "uploading")
+        self._committer.send([file.name for file in files], [file.name for file in added], streamed, uploading)
+        # before the gather: once the main rank has all records it may commit, and what is there must stay
+        self._committer.hand_over()
         nbytes = sum(file.size for file in files) + sum(sum(part.lengths) for part in parts)
         timeline = self.timeline.pack(ready, nbytes) if self.operation.kind == "save" else b""
         everyone = comm.gather_up_to(INLINE_TABLES, WrittenFiles(files, sha256, parts, sums, timeline))
@@ -276,9 +250,7 @@ class Transaction:
         if everyone is None:
             with self.operation.local_phase("writing the tables of digests"):
                 files = writer.move_tables(files)
-                if self._upload is not None:
-                    self._upload.streamed |= writer.streamed
-                    self._upload.put([file.table_name for file in files if file.table_name])
+                self._committer.send_more([file.table_name for file in files if file.table_name], writer.streamed)
             sha256 = {**sha256, **writer.sha256}
             everyone = comm.gather(WrittenFiles(files, sha256, parts, timeline=timeline))
         self.operation.set_nbytes(nbytes)
@@ -294,9 +266,8 @@ class Transaction:
                 fingerprints |= writer.known_fingerprints
                 timings = gather_timings([part.timeline for part in everyone], self.timeline)
                 self._write_markers(writer, written, content, fingerprints, timings)
-                self._publish(writer, written.files)
-        if self._upload is not None:
-            self._upload.close()
+                self._committer.publish(writer, written.files, self._check)
+        self._committer.close()
 
     def _add_by_owners(self, sums: Iterable[bytes]) -> dict[str, str]:
         """Collective: return the fingerprints on the main rank where one rank must not receive the sums of all."""
@@ -322,59 +293,31 @@ class Transaction:
         Args:
             streamed: Names of objects that this rank has streamed to a store by other writers than :meth:`writer`'s.
         """
-        if self._upload is not None:
-            self._upload.streamed |= {*streamed, *(() if self._writer is None else self._writer.streamed)}
-        if self._upload is not None:
-            self._upload.abort(main=self.operation.comm.is_main)
-        elif self.operation.comm.is_main and self.staging is not None and self.staging.exists():
-            discard_staging(self.staging)
+        written = () if self._writer is None else self._writer.streamed
+        self._committer.abort({*streamed, *written}, is_main=self.operation.comm.is_main)
 
-    def _announce(self, forecast: Forecast, free: int) -> Owner:
+    def _announce(self, begun: Begun, forecast: Forecast) -> None:
         """Collective: announce the save's name, negotiate the digest, and refuse the save if it cannot fit.
 
         Args:
+            begun: What the main rank knows of the save.
             forecast: What this rank will store.
-            free: Free bytes of the file system, on the main rank; 0 on the others.
-
-        Returns:
-            The owner: the main rank's process.
 
         Raises:
             NotEnoughSpaceError: on every rank.
         """
-        comm = self.operation.comm
         own = bytes(_NAME.size)  # of the other ranks: the sum is what the main rank gives
-        if self.save_id:
-            # what the directory's name says: the system may tell less of a process than it did a moment ago
-            made = parse_temporary(self.staging) if self.staging is not None else None
-            owner = made.owner if made is not None else None
-            own = bytes.fromhex(self.save_id + (owner or Owner.current()).text)
-        replacing = int(self._upload is not None and self._upload.is_replacing)  # which the main rank knows
-        votes, lacking, replacing, *name = comm.total(
-            1 << _VOTE_BITS * digest_vote(), forecast.nbytes - free, replacing, *_NAME.unpack(own)
+        if begun.save_id:
+            own = bytes.fromhex(begun.save_id + (begun.owner or Owner.current()).text)
+        votes, lacking, replacing, *name = self.operation.comm.total(
+            1 << _VOTE_BITS * digest_vote(), forecast.nbytes - begun.free, int(begun.is_replacing), *_NAME.unpack(own)
         )
         self.algorithm = negotiate_digest((votes.bit_length() - 1) // _VOTE_BITS)
         text = _NAME.pack(*name).hex()
         self.save_id = text[:_ID_DIGITS]
-        if self._upload is not None:
-            self._upload.join(self.save_id, is_replacing=bool(replacing))
+        self._committer.join(self.save_id, Owner.from_text(text[_ID_DIGITS:]), is_replacing=bool(replacing))
         if lacking > 0:  # the same number on every rank
-            self._check_space(forecast, free)
-        return Owner.from_text(text[_ID_DIGITS:])
-
-    def _open_folder(self, url: str) -> Any:
-        """Open a folder below the URL of the target."""
-        folder = open_folder(url, self.operation.plugins)
-        if folder is not None:
-            limit_uploads(folder, self.memory_budget)
-        return folder
-
-    def _check_memory(self, forecast: Forecast) -> None:
-        """Refuse a memory budget that this rank cannot keep to."""
-        self.memory_least = LEAST_WRITING
-        if self._upload is not None:
-            self.memory_least = find_least_upload(forecast.nbytes if self.is_streamed else 0)
-        check_memory_budget(self.memory_budget, self.memory_least, f"a save to {self.target} takes")
+            self._check_space(forecast, begun.free)
 
     def _check_space(self, forecast: Forecast, free: int) -> None:
         """Collective: refuse the save if it does not fit with tied tensors counted once, either."""
@@ -386,18 +329,6 @@ class Transaction:
             if comm.is_main and needed > free:
                 raise make_space_error(self.target, needed, free)
         comm.sync_errors()
-
-    def _take_target(self) -> None:
-        """Check, on the main rank, that the target may be saved to; remove leftovers, and create staging."""
-        if self._upload is not None:
-            self._upload.begin(self.save_id, overwrite=self._overwrite)
-            return
-        check_target(self.target, overwrite=self._overwrite)
-        # restored only if this save may overwrite: without that, a checkpoint at the target would make it fail
-        is_superseded = make_superseded_check(self.operation.plugins)
-        self.staging, self.save_id = open_staging(
-            self.target, is_superseded, restore=self._overwrite, journal=self._journal
-        )
 
     def _write_markers(
         self,
@@ -434,26 +365,6 @@ class Transaction:
         if self.sha256:
             hashes = {**written.sha256, **writer.sha256}
             writer.write(INTEGRITY_NAME, Integrity(files=hashes).dump(), keys=0)
-
-    def _publish(self, writer: CheckpointWriter, files: list[FileRecord]) -> None:
-        known = list_files(files)
-        if self._upload is not None:
-            added = [file for file in writer.files if file.name not in {*known, MARKER_NAME}]
-            self._upload.streamed |= writer.streamed
-            self._upload.put([file.name for file in added])
-            if self._check is not None:
-                self._check(self._upload.spool, self._upload.target)
-            self._upload.commit(files + added, writer.marker)
-            return
-        staging = self.staging or Path()
-        if self._check is not None:  # before the journal's end: after a kill in the check another process goes on
-            self._check(staging, staging)
-        if self._journal is not None:
-            self._journal.end()
-        # a file that no writer recorded has no digest: it would be in the checkpoint without ever being checked
-        refuse_unrecorded(staging, {*known, *(file.name for file in writer.files)})
-        owned = partial(owned_files, self.target, self.operation.plugins)
-        commit_staging(staging, self.target, owned, overwrite=self._overwrite)
 
 
 def commit_files(

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from shardckpt.huggingface.export import Exported, ExportedTensor, export_to_huggingface
     from shardckpt.huggingface.export_budget import LEAST_EXPORTING, LEAST_EXPORTING_ON_STORES
     from shardckpt.huggingface.folder import CONFIG, Folder
-    from shardckpt.huggingface.folder_export import FolderExport
     from shardckpt.huggingface.header import parse_header, place_tensors
     from shardckpt.huggingface.hub_tensor import HubTensor
     from shardckpt.huggingface.load import huggingface_index, load_from_huggingface, read_hub_folder
@@ -45,6 +44,7 @@ if TYPE_CHECKING:
     from shardckpt.huggingface.rules import Rule, RuleMapping
     from shardckpt.huggingface.sections import Sections, find_sections
     from shardckpt.huggingface.shards import get_shard_info, save_state_dict
+    from shardckpt.huggingface.store_export import find_export
     from shardckpt.huggingface.structure import forget_structure, make_state_dict, plain_name
     from shardckpt.huggingface.torch_file import is_torch_file
     from shardckpt.huggingface.torch_save import TorchFile
@@ -70,7 +70,6 @@ __getattr__ = lazy_getattr(
         "export": ("Exported", "ExportedTensor", "export_to_huggingface"),
         "export_budget": ("LEAST_EXPORTING", "LEAST_EXPORTING_ON_STORES"),
         "folder": ("CONFIG", "Folder"),
-        "folder_export": ("FolderExport",),
         "header": ("parse_header", "place_tensors"),
         "hub_tensor": ("HubTensor",),
         "adapters": ("find_adapter_mapping",),
@@ -91,6 +90,7 @@ __getattr__ = lazy_getattr(
         "review": ("review_folder", "review_others"),
         "rules": ("Rule", "RuleMapping"),
         "sections": ("Sections", "find_sections"),
+        "store_export": ("find_export",),
         "shards": ("get_shard_info", "save_state_dict"),
         "structure": ("forget_structure", "make_state_dict", "plain_name"),
         "torch_file": ("is_torch_file",),
@@ -114,7 +114,6 @@ __all__ = [
     "Exported",
     "ExportedTensor",
     "Folder",
-    "FolderExport",
     "HubTensor",
     "HuggingFaceLoadStrategy",
     "Identity",
@@ -139,6 +138,7 @@ __all__ = [
     "export_to_huggingface",
     "find_adapter_mapping",
     "find_config",
+    "find_export",
     "find_mapping",
     "find_model_dtype",
     "find_sections",

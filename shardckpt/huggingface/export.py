@@ -13,7 +13,6 @@ from shardckpt.huggingface.assets import list_assets
 from shardckpt.huggingface.casts import parse_casts
 from shardckpt.huggingface.config import read_config
 from shardckpt.huggingface.export_budget import split_export_budget
-from shardckpt.huggingface.folder_export import FolderExport
 from shardckpt.huggingface.models import find_mapping
 from shardckpt.huggingface.names import (
     SAFETENSORS,
@@ -21,10 +20,9 @@ from shardckpt.huggingface.names import (
     parse_leave_out,
 )
 from shardckpt.huggingface.planning import ExportOptions, ExportPlan, LeftOut, plan_export
-from shardckpt.huggingface.store_export import StoreExport
+from shardckpt.huggingface.store_export import find_export
 from shardckpt.plugins import get_plugin_manager
 from shardckpt.storage import (
-    has_local_files,
     parse_size,
     replaced_error,
     retry_if_replaced,
@@ -208,8 +206,9 @@ def export_to_huggingface(
                 budget.check_plan(plan, folder)
             operation.start_progress(lambda: sum(t.nbytes for _, tensors in plan.files for t in tensors))
             operation.share_progress(checkpoint.operation)
-            kind = FolderExport if has_local_files(folder) else StoreExport
-            kind(operation, source, folder, plan, checkpoint, copied, overwrite, upload_room=budget.uploading).run()
+            find_export(folder)(
+                operation, source, folder, plan, checkpoint, copied, overwrite, upload_room=budget.uploading
+            ).run()
         return plan
 
     plan = retry_if_replaced(attempt, source)

@@ -23,14 +23,12 @@ from shardckpt.storage import (
     HEADER_LIMIT,
     LENGTH_BYTES,
     check_file_name,
-    close_file,
     detect_replacement,
     has_local_files,
     header_length,
     is_there,
     open_existing,
     read_file,
-    read_into,
     real_path,
     replaced_error,
     was_replaced,
@@ -260,14 +258,12 @@ def read_header(path: Path) -> dict[str, FileTensor]:
 
 def _read_head(path: Path) -> tuple[dict[str, FileTensor], dict[str, str]]:
     """Return the tensors of a file by name, and what its metadata says of its source."""
-    fd, size = open_existing(path)
-    try:
+    with open_existing(path) as file:
+        size = file.size
         first = bytearray(min(LENGTH_BYTES, size))
-        read_into(fd, path, memoryview(first), 0)
+        file.read_into(memoryview(first), 0)
         text = bytearray(header_length(bytes(first), size, str(path)))
-        read_into(fd, path, memoryview(text), LENGTH_BYTES)
-    finally:
-        close_file(fd)
+        file.read_into(memoryview(text), LENGTH_BYTES)
     tensors, metadata = parse_head(bytes(text), size, str(path))
     return tensors, _find_origin(metadata)
 

@@ -19,6 +19,7 @@ from shardckpt.storage import (
     LEAST_WRITING,
     CheckpointWriter,
     StreamsWrites,
+    has_local_files,
     list_objects,
     on_store,
 )
@@ -37,7 +38,7 @@ class StoreExport(FolderExport):
     """An export to a URL; see the base.
 
     A store cannot exchange folders. So weights that are there are deleted first, and the index, or the only file, comes
-    last: what a crash leaves is no folder that loads.
+    last: what a crash leaves is no folder that loads. ``check`` reads the complete folder; what it refuses is deleted.
     """
 
     def run(self) -> None:
@@ -58,7 +59,10 @@ class StoreExport(FolderExport):
             with self.operation.local_phase("committing"):
                 if comm.is_main:
                     for name, content in self._encode_index().items():
+                        written.append(name)
                         (self._store / name).write(content)
+                    if self.check is not None:
+                        self.check(self.target)
         except BaseException:
             self._delete(written)
             raise
@@ -118,6 +122,11 @@ class StoreExport(FolderExport):
             delete_objects(self._store.folder, names)
         except CheckpointingException as exc:
             logger.warning("files of a failed export may remain at %s: %s", self.target, exc)
+
+
+def find_export(target: Path) -> type[FolderExport]:
+    """Return the class of exports to a directory, or to a URL."""
+    return FolderExport if has_local_files(target) else StoreExport
 
 
 @contextmanager

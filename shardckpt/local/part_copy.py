@@ -12,12 +12,10 @@ from shardckpt.manifest import MARKER_LIMIT, MARKER_NAME, RECORD_LIMIT, RECORD_N
 from shardckpt.storage import (
     NewFile,
     check_file_name,
-    close_file,
     digest_function,
     make_folders,
     open_existing,
     read_file,
-    read_into,
     refuse_linked_folders,
 )
 from shardckpt.tensors import LARGE
@@ -49,11 +47,8 @@ class Outgoing:
         chunk = self.chunks[number]
         path = self._path / check_file_name(chunk.name)
         refuse_linked_folders(self._path, chunk.name)
-        fd, _ = open_existing(path)
-        try:
-            read_into(fd, path, self.buffers.view(number), chunk.span.start)
-        finally:
-            close_file(fd)
+        with open_existing(path) as file:
+            file.read_into(self.buffers.view(number), chunk.span.start)
 
 
 class Incoming:

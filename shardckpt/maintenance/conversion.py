@@ -28,9 +28,9 @@ from shardckpt.errors import (
 )
 from shardckpt.huggingface import (
     ExportOptions,
-    FolderExport,
     HuggingFaceLoadStrategy,
     TorchFile,
+    find_export,
     forget_structure,
     list_values,
     make_state_dict,
@@ -44,7 +44,7 @@ from shardckpt.maintenance.sources import identify_source, open_source
 from shardckpt.maintenance.tensor_boxes import DeferredBoxes, cut_tensors
 from shardckpt.mapping import PlainObject, ShardedObject, ShardedTensor
 from shardckpt.plugins import Identity
-from shardckpt.storage import Journal, has_local_files
+from shardckpt.storage import Journal, find_upload_room, has_local_files
 from shardckpt.strategy import ReadsPlainObjects, SaveContext, SaveStrategy
 from shardckpt.validation import GivenShards, describe_shards, stored_key
 
@@ -230,9 +230,9 @@ class Conversion:
         return bool(prefix or casts or leave_out) or not isinstance(mapping, Identity)
 
     def _check(self, opened: OpenCheckpoint) -> None:
-        """Refuse a target that would be a copy of the source."""
+        """Refuse a target that would be a copy of the source, unless one is on a store: a copy with a proof then."""
         reader = opened.context.reader
-        if self.saver is None:
+        if self.saver is None or not (has_local_files(self.source) and has_local_files(self.target)):
             return
         # another library's checkpoint of the same name may be of another dialect, and gets digests
         own = self.saver.backend, self.saver.version
@@ -243,7 +243,7 @@ class Conversion:
             stock = ", which stock dcp.load reads" if self.kind == DCP else ""
             raise CheckpointingException(
                 f"{self.source} is a {own[0]!r} checkpoint of version {own[1]} already{stock}: copy its directory, or "
-                "name another backend or version"
+                "name another backend or version; to and from URLs convert copies"
             )
 
     def _write(
@@ -374,7 +374,7 @@ class Conversion:
         plan = plan_export(stored.index(), self.options, str(self.source))
         journal = self._make_journal(stored, plan.files)
         tensors = [tensor for _, some in plan.files for tensor in some]
-        FolderExport(
+        find_export(self.target)(
             operation,
             None if self.is_merge else self.source,
             self.target,
@@ -384,6 +384,7 @@ class Conversion:
             overwrite,
             journal,
             lambda staging: self._prove(proof, tensors, staging, staging),
+            upload_room=find_upload_room(self.buffers[1]),
         ).run()
         kept = {part.key for tensor in tensors for part in tensor.parts}
         left_out = [stored_key(shard) for shard in stored.index() if stored_key(shard) not in kept]

@@ -47,8 +47,8 @@ if TYPE_CHECKING:
 
 #: The budget if the caller names none.
 _BUDGET = "256MiB"
-#: Of a budget tensors in memory have a half; reader and writer have a quarter each.
-_TENSORS, _QUARTER = 2, 4
+#: Of a budget tensors in memory have a half; reader and writer have a quarter each. To a store the writer has the half.
+_HALF, _QUARTER = 2, 4
 #: What a caller of :func:`run_conversion` may ask for at least, in bytes of tensors.
 _LEAST_MEMORY = 16 << 20
 #: The least budget of a conversion to a store, whose parts are larger than blocks of a file.
@@ -89,16 +89,17 @@ def convert_checkpoint(
     Args:
         old: A checkpoint that an installed strategy reads, a Hugging Face folder of safetensors, or a file of
             ``torch.save`` or safetensors: a path, or, but for files, a URL. It is not changed, unless it is ``new``.
-        new: Directory or URL of the new checkpoint: absent or empty, or see ``overwrite``. For ``"hf"`` a directory,
-            and for ``"torch"`` a file.
+        new: Directory or URL of the new checkpoint: absent or empty, or see ``overwrite``. For ``"torch"`` a
+            file of this machine.
         to: What to write: a SaveStrategy, a backend, or (backend, version); ``"dcp"``, the first backend of which
             stock ``dcp.load`` reads all values, with those of the common state under their paths; ``"hf"``, a
             Hugging Face folder of the tensors; or ``"torch"``, a file of ``torch.save`` with plain tensors and builtin
             containers.
         memory_budget: Bytes, or text such as ``"256MiB"``, that may be in memory at a time: a half for tensors, of
-            which larger ones are stored in several boxes, and the rest for buffers of the reader and the writer. At
-            least 32 MiB; 64 where ``new`` is a URL. Not counted are the index, the objects and the common state, which
-            are in memory as a whole; nor what a strategy keeps that copies tensors until it has all of them.
+            which larger ones are stored in several boxes, and the rest for buffers of the reader and the writer; a
+            quarter where ``new`` is a URL, to which tensors are streamed. At least 32 MiB; 64 for a URL. Not counted
+            are the index, the objects and the common state, which are in memory as a whole; nor what a strategy keeps
+            that copies tensors until it has all of them.
         overwrite: As for :func:`migrate_checkpoint`; for ``"hf"``, replace the weights in a folder; for ``"torch"``,
             replace the file.
         mapping: How names and shapes change: as for :func:`shardckpt.huggingface.export_to_huggingface`. ``"megatron"``
@@ -125,8 +126,8 @@ def convert_checkpoint(
         KeyMismatchError: ``old`` has nothing of a name of ``rename``, or two things would have one name.
         CannotLoadError: nothing that is installed reads ``old``, or it only looks like a format that is read.
         CorruptCheckpointError: ``old`` is damaged, or what was written has other values than were read; it is removed.
-        CheckpointingException: ``old`` is a checkpoint of that format already; or the new format refuses a tensor or
-            object, which the error names.
+        CheckpointingException: ``old`` is a checkpoint of that format already, and both are directories; or the new
+            format refuses a tensor or object, which the error names.
 
     Example::
 
@@ -147,9 +148,8 @@ def convert_checkpoint(
         new,
         to,
         partial(open_source, rename=dict(rename)) if rename else open_source,
-        memory=budget // _TENSORS,
-        # what a store is sent is read from a spool directory, when no tensor is in memory any more
-        buffers=(budget // _QUARTER, budget // (_QUARTER if is_local else _TENSORS)),
+        memory=budget // (_HALF if is_local else _QUARTER),
+        buffers=(budget // _QUARTER, budget // (_QUARTER if is_local else _HALF)),
         overwrite=overwrite,
         mapping=mapping,
         dtype=dtype,
@@ -227,7 +227,7 @@ def run_conversion(
         raise CheckpointingException(f"assets={assets!r} are copied to Hugging Face folders alone, not with to={to!r}")
 
     def attempt() -> ConversionReport:
-        target = locate(new, plugins) if saver else locate_local(new, "convert to a folder or file at")
+        target = locate_local(new, "convert to a file at") if to == FILE else locate(new, plugins)
         kind = to if isinstance(to, str) else ""
         named = not isinstance(to, SaveStrategy)  # the options of an instance are not known
         source = locate(old, plugins)

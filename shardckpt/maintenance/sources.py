@@ -282,7 +282,7 @@ def check_source(location: Path, plugins: PluginManager, error: CheckpointingExc
         NotACheckpointError: It is something else, which the error names; ``error`` if that is not known.
         CheckpointingException: What lists the files is damaged.
     """
-    if has_local_files(location) and location.is_file():
+    if location.is_file():
         with open_source(location, plugins) as opened:
             strategy, reader = opened.strategy, opened.context.reader
             return check_all_files(strategy, reader, location, plugins) if isinstance(strategy, ChecksFiles) else {}
@@ -367,7 +367,7 @@ def _recognise(
     location: Path, plugins: PluginManager, *, is_staged: bool = False, unmarked: bool = False
 ) -> tuple[Path, Manifest, LoadStrategy]:
     """Return the directory of the files, the manifest and the strategy that reads them."""
-    if has_local_files(location) and location.is_file():
+    if location.is_file():
         place = open_directory(location.parent)
         strategy: LoadStrategy = _recognise_file(location, place)
         return place, Manifest(backend=strategy.backend, version=strategy.version), strategy

@@ -22,7 +22,6 @@ from shardckpt.storage import (
     CheckpointReader,
     detect_replacement,
     file_size,
-    has_local_files,
     refuse_linked_folders,
     retry_if_replaced,
     wrap_os_errors,
@@ -99,7 +98,7 @@ def _verify(directory: Path) -> list[FileResult]:
     try:
         path, manifest = hold_checkpoint(directory, plugins)
     except (NotACheckpointError, IncompleteCheckpointError) as exc:
-        place = directory.parent if has_local_files(directory) and directory.is_file() else directory
+        place = directory.parent if directory.is_file() else directory
         errors = check_source(directory, plugins, exc)
         return [_make_result(name, _size(place / name), *found) for name, found in sorted(errors.items())]
     digested = list_digested_files(path, manifest)

@@ -21,7 +21,16 @@ from shardckpt.maintenance import is_marked
 from shardckpt.manager.listing import summarize_step
 from shardckpt.manifest import MARKER_LIMIT, MARKER_NAME, RECORD_LIMIT, RECORD_NAME, Manifest, Marker, Record
 from shardckpt.plugins import choose_reader, hold_checkpoint, parse_file
-from shardckpt.storage import CheckpointReader, TellsTimes, attempt, is_there, on_store, open_directory, wrap_os_errors
+from shardckpt.storage import (
+    CheckpointReader,
+    TellsTimes,
+    attempt,
+    find_url,
+    is_there,
+    on_store,
+    open_directory,
+    wrap_os_errors,
+)
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -122,8 +131,7 @@ def _read_best_description(directory: Path, plugins: PluginManager) -> tuple[Pat
         return hold_checkpoint(directory, plugins)
     if marker.shardckpt_generation is None:
         return place, Manifest(backend=marker.sharded_backend, version=marker.sharded_backend_version)
-    remote = on_store(directory)
-    inside = f"{directory if remote is None else remote.url}/{marker.shardckpt_generation}"
+    inside = f"{find_url(directory)}/{marker.shardckpt_generation}"
     return _read_best_description(locate(inside, plugins), plugins)
 
 

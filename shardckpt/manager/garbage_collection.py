@@ -29,7 +29,7 @@ from shardckpt.manager.marks import drop_marks
 from shardckpt.manager.retention import find_needed_steps, steps_to_remove
 from shardckpt.manager.step_links import find_own_links, update_links
 from shardckpt.manager.step_names import MARKS_NAME
-from shardckpt.storage import ListsFolders, on_store
+from shardckpt.storage import ListsFolders, has_local_files, on_store
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
@@ -176,7 +176,7 @@ def remove_steps(
     held = find_held(folder, keeps_linked=keeps_linked, own_links=own_links) if chosen else {}
     if own_links:  # before they lead to what is gone
         update_links(folder, [each for step, each in choice.found.items() if step not in chosen])
-    if chosen and on_store(folder.place) is None:
+    if chosen and has_local_files(folder.place):
         # What a killed overwrite has moved aside is known to be old while the step is there, and else kept for ever.
         _remove_leftovers(folder)
     removed, kept, count_step = [], {}, begin(chosen)
@@ -211,7 +211,7 @@ def find_held(folder: StepFolder, *, keeps_linked: bool = True, own_links: Colle
         own_links: The links that do not, because they are moved: :func:`~shardckpt.manager.step_links.find_own_links`.
     """
     found = {name: list(map(str, holds)) for name, holds in folder.holds.find().items()}
-    if keeps_linked and on_store(folder.place) is None and folder.place.is_dir():
+    if keeps_linked and has_local_files(folder.place) and folder.place.is_dir():
         place = folder.place.resolve()
         for link in sorted(each for each in folder.place.iterdir() if each.is_symlink() and each.name not in own_links):
             with suppress(OSError, RuntimeError):  # a link to itself leads nowhere

@@ -47,6 +47,8 @@ from shardckpt.storage import (
     CheckpointReader,
     HasFolders,
     combine_fingerprints,
+    find_url,
+    has_local_files,
     is_there,
     list_objects,
     name_siblings,
@@ -84,9 +86,9 @@ def list_checkpoints(folder: str | os.PathLike[str], *, recursive: bool = False)
     """
     plugins = get_plugin_manager()
     place = locate(folder, plugins)
-    if on_store(place) is None and place.is_file():
+    if place.is_file():
         return [_summarize_file(place)]
-    if on_store(place) is None and not place.is_dir():
+    if has_local_files(place) and not place.is_dir():
         raise StorageError(
             f"{place} is no directory: give a folder of checkpoints, or a checkpoint {name_siblings(place)}".rstrip()
         )
@@ -159,7 +161,7 @@ def find_checkpoints(path: str, *, recursive: bool = False) -> FoundCheckpoints:
         StorageError: a folder cannot be listed.
     """
     place = locate(path, get_plugin_manager())
-    if (on_store(place) is None and not place.is_dir()) or is_there(place / MARKER_NAME):
+    if (has_local_files(place) and not place.is_dir()) or is_there(place / MARKER_NAME):
         return FoundCheckpoints([path], [])
     listed_ones = list_checkpoints(path, recursive=recursive)
     found = [each for each in listed_ones if each.is_checkpoint]
@@ -207,7 +209,7 @@ def _summarize_all(
     inside: StepFolder, names: Sequence[str], listings: Mapping[str, dict[str, int]] | None, plugins: PluginManager
 ) -> list[CheckpointSummary]:
     """Return the summaries of the directories in a folder; on a store, several are looked at at a time."""
-    if on_store(inside.place) is None:
+    if has_local_files(inside.place):
         return [replace(_summarize(inside.find(name), plugins), name=name) for name in names]
     marks = _attach_listing(inside.find(MARKS_NAME), listings, MARKS_NAME)
 
@@ -237,7 +239,7 @@ def _summarize(directory: Path, plugins: PluginManager, marks: Path | None = Non
 
 def _summarize_files(folder: Path, listings: Mapping[str, dict[str, int]] | None) -> list[CheckpointSummary]:
     """Return the summaries of files in a folder that may be checkpoints; on a store no verb reads one."""
-    if on_store(folder) is not None:
+    if not has_local_files(folder):
         reason = "a file on a store, where none is read: copy it to this machine"
         sizes = (listings or {}).get("", {})
         names = [name for name in sizes if "/" not in name and name.endswith(FILE_SUFFIXES) and name[0] != "."]
@@ -317,9 +319,8 @@ def _describe_unmarked(directory: Path, summary: CheckpointSummary, error: Canno
         names = [path.name for path in directory.iterdir()] if directory.is_dir() else []
     if is_hub_folder(names):
         summary = replace(summary, strategy="huggingface", library="Hugging Face")
-        remote = on_store(directory)
         try:
-            found = read_hub_folder(directory if remote is None else remote.url)
+            found = read_hub_folder(find_url(directory))
         except CheckpointingException as exc:
             return replace(summary, state="damaged", reason=_shorten(exc, directory))
         if found.adapter is not None:

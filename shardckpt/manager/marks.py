@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
-from shardckpt.commit import SmallFile, Time, put_small_file, remove_temporaries
+from shardckpt.commit import SmallFile, SmallFiles, Time
 from shardckpt.engine import expand_home, locate
 from shardckpt.errors import CheckpointingException, CorruptCheckpointError, listed
 from shardckpt.manager.step_names import MARKS_NAME
 from shardckpt.plugins import get_plugin_manager, hold_checkpoint
-from shardckpt.storage import attempt, on_store, retry_if_replaced, wrap_os_errors
+from shardckpt.storage import find_url, retry_if_replaced
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -101,8 +101,7 @@ def find_mark(place: Path, name: str, record: PlainRecord | Record | None) -> Ma
 
 def find_mark_of(checkpoint: Path, record: PlainRecord | Record | None) -> Mark | None:
     """Return the mark of a checkpoint at a path or URL; see :func:`find_mark`."""
-    remote = on_store(checkpoint)
-    return find_mark(*_find_place(checkpoint if remote is None else remote.url), record)
+    return find_mark(*_find_place(find_url(checkpoint)), record)
 
 
 def identify_save(checkpoint: str | os.PathLike[str]) -> tuple[str, str]:
@@ -163,7 +162,7 @@ def mark_checkpoint(
         writer=f"shardckpt {importlib.metadata.version('shardckpt')}",
     )
     place, name = _find_place(checkpoint)
-    put_small_file(place, f"{name}{_SUFFIX}", mark.model_dump_json().encode())
+    SmallFiles(place).put(f"{name}{_SUFFIX}", mark.model_dump_json().encode())
     return mark
 
 
@@ -177,19 +176,12 @@ def drop_marks(place: Path, existing: Collection[str]) -> None:
     Raises:
         StorageError: the directory cannot be read.
     """
-    with wrap_os_errors("remove marks in", place):
-        if (remote := on_store(place)) is not None:
-            for name in attempt("list", remote, remote.folder.files):
-                gone = name.endswith(_SUFFIX) and name.removesuffix(_SUFFIX) not in existing
-                if gone and (mark := on_store(place / name)) is not None:
-                    mark.delete()
-            return
-        if not place.is_dir():
-            return
-        for path in place.glob(f"*{_SUFFIX}"):
-            if path.name.removesuffix(_SUFFIX) not in existing and not path.is_dir():  # no mark is a directory
-                path.unlink(missing_ok=True)
-        remove_temporaries(place)
+    marks = SmallFiles(place)
+    for name in marks.names():
+        is_gone = name.endswith(_SUFFIX) and name.removesuffix(_SUFFIX) not in existing
+        if is_gone and not (place / name).is_dir():  # no mark is a directory
+            marks.drop(name)
+    marks.clear()
 
 
 def _identify(record: PlainRecord | Record) -> tuple[str, str]:

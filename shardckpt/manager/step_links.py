@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from shardckpt.errors import CheckpointingException
 from shardckpt.manager.metrics import rank_steps, read_settings
-from shardckpt.storage import on_store, sync_directory, wrap_os_errors
+from shardckpt.storage import has_local_files, sync_directory, wrap_os_errors
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
@@ -44,7 +44,7 @@ def choose_best(metrics: Mapping[int, Mapping[str, Any]], rankings: Mapping[int,
 def find_own_links(folder: StepFolder, steps: Collection[StepCheckpoint]) -> tuple[str, ...]:
     """Return the names of the links that a manager of the folder keeps, as the newest sound of its steps says."""
     newest = max((each for each in steps if each.is_sound), key=lambda each: each.step, default=None)
-    if newest is None or on_store(folder.place) is not None or not read_settings(newest.content).links:
+    if newest is None or not has_local_files(folder.place) or not read_settings(newest.content).links:
         return ()
     return (*LINKS, *map(_name_temporary, LINKS))
 
@@ -80,7 +80,7 @@ def find_moves(
         then, or ``""``.
     """
     moves: dict[str, dict[str, str]] = {}
-    is_local, own = on_store(folder.place) is None, find_own_links(folder, before)
+    is_local, own = has_local_files(folder.place), find_own_links(folder, before)
     new = choose_targets(folder, after)
     for word, name in choose_targets(folder, before).items():
         is_others = is_local and word not in own and os.path.lexists(folder.place / word)
@@ -114,7 +114,7 @@ def begin_links(folder: StepFolder) -> None:
         CheckpointingException: A directory, a file or a link that no manager made has the name of a link, which does
             not replace it.
     """
-    if on_store(folder.place) is not None:
+    if not has_local_files(folder.place):
         logger.warning(
             "links=True writes nothing to %s: object stores have no links. The commands of shardckpt take %s/latest "
             "and /best without them; for other tools latest_pointer='latest' in its place keeps an object that names "

@@ -20,7 +20,7 @@ from shardckpt.maintenance import list_local_names
 from shardckpt.manager.retention import KeepBest
 from shardckpt.manager.steps import MissingStatesError
 from shardckpt.manifest import MARKER_NAME
-from shardckpt.storage import on_store
+from shardckpt.storage import has_local_files
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
@@ -74,7 +74,7 @@ def read_step(
 
 def warn_of_others(folder: StepFolder) -> None:
     """Warn where a folder without a step is a checkpoint, or has some by other names. Not collective."""
-    if on_store(folder.place) is not None or not folder.place.is_dir():  # each name of a store would be a request
+    if not has_local_files(folder.place) or not folder.place.is_dir():  # each name of a store would be a request
         return
 
     def is_other(name: str) -> bool:

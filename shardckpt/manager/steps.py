@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -29,14 +27,15 @@ from shardckpt.storage import (
     CheckpointReader,
     detect_replacement,
     file_size,
+    find_url,
     has_local_files,
     list_folders,
-    on_store,
     retry_if_replaced,
     wrap_os_errors,
 )
 
 if TYPE_CHECKING:
+    import os
     from pathlib import Path
 
     from shardckpt.manager.marks import Mark
@@ -161,8 +160,7 @@ class StepFolder:
 
     def location(self, step: int) -> str:
         """Return a step's directory or URL for ``save`` and ``load``; a URL contains its password."""
-        remote = on_store(path := self.place / self.names.name(step))
-        return str(path) if remote is None else remote.url
+        return find_url(self.place / self.names.name(step))
 
     def path(self, step: int) -> Path:
         """Return a step's directory or URL, with symbolic links resolved."""
@@ -170,24 +168,15 @@ class StepFolder:
 
     def find(self, name: str) -> Path:
         """Return any directory in the folder, or its URL, with symbolic links resolved."""
-        remote = on_store(path := self.place / name)
-        return locate(path if remote is None else remote.url, self.plugins)
+        return locate(find_url(self.place / name), self.plugins)
 
     def directories(self) -> list[str]:
         """Return the names of all directories in the folder, of steps or not; none if the folder does not exist."""
-        if (remote := on_store(self.place)) is not None:
-            return list_folders(remote)
-        with wrap_os_errors("list", self.place):
-            try:
-                with os.scandir(self.place) as entries:
-                    return [entry.name for entry in entries if _is_directory(entry)]
-            except FileNotFoundError:
-                return []
+        return list_folders(self.place)
 
     def list_namings(self, prefix: str | None = None) -> list[StepFolder]:
         """Return the folder once for each way in which steps are named in it; see :func:`find_namings`."""
-        remote = on_store(self.place)
-        folder = self.place if remote is None else remote.url
+        folder = find_url(self.place)
         return [StepFolder(folder, self.plugins, names) for names in find_namings(self.directories(), prefix)]
 
     def steps(self) -> list[int]:
@@ -241,16 +230,6 @@ class StepFolder:
 
     def __str__(self) -> str:
         return str(self.place)
-
-
-def _is_directory(entry: os.DirEntry[str]) -> bool:
-    """Return whether an entry is a directory or a link to one; a link to itself is neither."""
-    try:
-        return entry.is_dir()
-    except OSError as exc:
-        if exc.errno != errno.ELOOP:
-            raise
-        return False
 
 
 def _check_files(directory: Path, manifest: Manifest) -> None:

@@ -17,7 +17,7 @@ from shardckpt.manager.config import AsyncMode
 from shardckpt.manager.part import ManagerPart
 from shardckpt.manifest import MARKER_NAME
 from shardckpt.plugins import get_plugin_manager, open_folder, read_manifest
-from shardckpt.storage import RemotePath, on_store
+from shardckpt.storage import RemotePath, has_local_files, on_store
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -95,7 +95,7 @@ class StepWriter(ManagerPart):
         with comm.local_phase("finding the target"):
             path = locate(target, get_plugin_manager())
             # A step may be a link to elsewhere: what holds it is beside the link.
-            if comm.is_main and on_store(path) is None:
+            if comm.is_main and has_local_files(path):
                 check_target(Path(target), overwrite=True)
         if (remote := on_store(path)) is not None:
             comm.main_runs("looking for another library's checkpoint", functools.partial(_delete_foreign, remote))

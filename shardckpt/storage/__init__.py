@@ -38,16 +38,12 @@ if TYPE_CHECKING:
     from shardckpt.storage.file_writer import FileWriter
     from shardckpt.storage.filesystem import (
         check_file_name,
-        close_file,
         file_size,
         is_there,
         make_folders,
         name_siblings,
-        open_existing,
         open_new,
         put_file,
-        read_file,
-        read_into,
         refuse_linked_folders,
         sync_directory,
         sync_file,
@@ -56,12 +52,14 @@ if TYPE_CHECKING:
     )
     from shardckpt.storage.fingerprint_file import combine_fingerprints, parse_fingerprints
     from shardckpt.storage.identity import has_changed, is_of_save
+    from shardckpt.storage.input_file import open_existing, read_file
     from shardckpt.storage.journal import JOURNAL_NAME, NOTE_BYTES, FileProgress, Journal
     from shardckpt.storage.memory_budget import (
         LEAST_READING,
         LEAST_WRITING,
         check_memory_budget,
         find_least_upload,
+        find_upload_room,
         fit_parts,
         limit_uploads,
         parse_memory_budget,
@@ -74,6 +72,7 @@ if TYPE_CHECKING:
     from shardckpt.storage.object_stream import ObjectStream
     from shardckpt.storage.packed_shards import PackedShards
     from shardckpt.storage.parse_cache import ParseCache
+    from shardckpt.storage.places import find_url, list_folders, list_names, remove_file
     from shardckpt.storage.range_reads import RangeRead
     from shardckpt.storage.reader import CheckpointReader, Crcs, Take
     from shardckpt.storage.recorded_file import read_recorded_file
@@ -83,7 +82,6 @@ if TYPE_CHECKING:
         RemoteFolder,
         RemotePath,
         attempt,
-        list_folders,
         list_objects,
     )
     from shardckpt.storage.resumable import ResumableWriter
@@ -172,16 +170,12 @@ __getattr__ = lazy_getattr(
         "fingerprint_file": ("combine_fingerprints", "parse_fingerprints"),
         "filesystem": (
             "check_file_name",
-            "close_file",
             "file_size",
             "is_there",
             "make_folders",
             "name_siblings",
-            "open_existing",
             "open_new",
             "put_file",
-            "read_file",
-            "read_into",
             "refuse_linked_folders",
             "sync_directory",
             "sync_file",
@@ -192,6 +186,7 @@ __getattr__ = lazy_getattr(
             "has_changed",
             "is_of_save",
         ),
+        "input_file": ("open_existing", "read_file"),
         "journal": (
             "JOURNAL_NAME",
             "NOTE_BYTES",
@@ -203,6 +198,7 @@ __getattr__ = lazy_getattr(
             "LEAST_WRITING",
             "check_memory_budget",
             "find_least_upload",
+            "find_upload_room",
             "fit_parts",
             "limit_uploads",
             "parse_memory_budget",
@@ -215,6 +211,7 @@ __getattr__ = lazy_getattr(
         "object_stream": ("ObjectStream",),
         "packed_shards": ("PackedShards",),
         "range_reads": ("RangeRead",),
+        "places": ("find_url", "list_folders", "list_names", "remove_file"),
         "reader": (
             "CheckpointReader",
             "Crcs",
@@ -228,7 +225,6 @@ __getattr__ = lazy_getattr(
             "RemoteFolder",
             "RemotePath",
             "attempt",
-            "list_folders",
             "list_objects",
         ),
         "resumable": ("ResumableWriter",),
@@ -360,7 +356,6 @@ __all__ = [
     "can_rename",
     "check_file_name",
     "check_memory_budget",
-    "close_file",
     "combine_fingerprints",
     "count_parallel_files",
     "cut_segments",
@@ -373,6 +368,8 @@ __all__ = [
     "find_least_upload",
     "find_problem",
     "find_range",
+    "find_upload_room",
+    "find_url",
     "fit_parts",
     "has_changed",
     "has_local_files",
@@ -382,6 +379,7 @@ __all__ = [
     "is_there",
     "limit_uploads",
     "list_folders",
+    "list_names",
     "list_objects",
     "make_folders",
     "mask_password",
@@ -405,11 +403,11 @@ __all__ = [
     "read_box",
     "read_file",
     "read_fingerprints",
-    "read_into",
     "read_recorded_file",
     "real_path",
     "refuse_linked_folders",
     "refuse_unrecorded",
+    "remove_file",
     "replaced_error",
     "retry_if_replaced",
     "show_budget",

@@ -16,7 +16,7 @@ from shardckpt.storage.abilities import has_local_files, on_store
 from shardckpt.storage.directory import RelativePath
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Sequence
+    from collections.abc import Callable, Collection
     from types import TracebackType
 
 
@@ -27,8 +27,7 @@ _PAUSES = (0.01, 0.05, 0.25, 1.0)
 
 _T = TypeVar("_T")
 
-_REMOTE = -1  # in place of a descriptor, for an object of a store
-_LINK = (
+LINK_REFUSAL = (
     "cannot open {path}: it is a symbolic link, which is refused so that no file outside the checkpoint is read; where "
     "the links are meant (as in a Hugging Face cache), copy the directory with `cp -rL` and use the copy"
 )
@@ -63,7 +62,7 @@ def refuse_linked_folders(directory: Path, name: str) -> None:
     for inner in list_parents(name):
         folder = directory / inner
         if folder.is_symlink():
-            raise StorageError(_LINK.format(path=folder)) from OSError(errno.ELOOP, os.strerror(errno.ELOOP))
+            raise StorageError(LINK_REFUSAL.format(path=folder)) from OSError(errno.ELOOP, os.strerror(errno.ELOOP))
 
 
 def make_folders(directory: Path, name: str) -> None:
@@ -145,42 +144,6 @@ def file_size(path: Path) -> int:
     return path.lstat().st_size if remote is None else remote.size
 
 
-def open_existing(path: Path) -> tuple[int, int]:
-    """Open a regular file for reading.
-
-    Args:
-        path: The file; an object of a store is only looked up.
-
-    Returns:
-        The descriptor, for :func:`read_into` and :func:`close_file`, and the size in bytes.
-
-    Raises:
-        StorageError: the file cannot be opened, or is a symbolic link.
-        CorruptCheckpointError: it is a directory, device or pipe.
-    """
-    with wrap_os_errors("open", path):
-        if (remote := on_store(path)) is not None:
-            return _REMOTE, remote.size
-        # O_NONBLOCK, because to open a pipe without a writer would wait for one
-        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-        try:
-            fd = path.open(flags) if isinstance(path, RelativePath) else os.open(path, flags)
-        except OSError as exc:
-            if exc.errno == errno.ELOOP and path.is_symlink():
-                raise StorageError(_LINK.format(path=path)) from exc
-            raise
-        info = os.fstat(fd)
-    if not stat.S_ISREG(info.st_mode):
-        os.close(fd)
-        raise CorruptCheckpointError(f"{path} is not a regular file")
-    return fd, info.st_size
-
-
-def status(fd: int) -> os.stat_result | None:
-    """Return ``os.fstat`` of what :func:`open_existing` opened; None for an object of a store."""
-    return None if fd == _REMOTE else os.fstat(fd)
-
-
 def name_siblings(path: Path) -> str:
     """Return, for an error that nothing is at a local path, the nearest name beside it, and the first of the others."""
     try:
@@ -188,22 +151,6 @@ def name_siblings(path: Path) -> str:
     except OSError:
         return ""
     return name_known(path.name, beside, f"in {path.parent}")
-
-
-def same_file(one: os.stat_result | None, other: os.stat_result | None) -> bool:
-    """Return whether two statuses may be of one file.
-
-    Some file systems on a store give a file another inode number at each opening: then equal mtimes count.
-    """
-    if one is None or other is None:
-        return one is other
-    return (one.st_dev, one.st_ino) == (other.st_dev, other.st_ino) or one.st_mtime_ns == other.st_mtime_ns
-
-
-def close_file(fd: int) -> None:
-    """Close what :func:`open_existing` opened."""
-    if fd != _REMOTE:
-        os.close(fd)
 
 
 def patiently(call: Callable[..., _T], *args: Any) -> _T:
@@ -240,61 +187,6 @@ def write_some(
     if not done:
         raise StorageError(f"cannot write {what}at offset {offset} of {path}: nothing was written, without an error")
     return done
-
-
-def read_into(fd: int, path: Path, buffer: memoryview, offset: int) -> None:
-    """Fill the buffer with the file's bytes from ``offset`` on.
-
-    Raises:
-        CorruptCheckpointError: the file ends before.
-        StorageError: a read failed.
-    """
-    left, remote = buffer, on_store(path) if fd == _REMOTE else None
-    while left.nbytes:
-        try:
-            done = patiently(os.preadv, fd, [left], offset) if remote is None else remote.read_into(left, offset)
-        except OSError:
-            with wrap_os_errors(f"read at offset {offset} of", path):
-                raise
-        if not done:
-            raise CorruptCheckpointError(f"{path} ends at offset {offset}: {left.nbytes} bytes are missing")
-        left, offset = left[done:], offset + done
-
-
-def read_joined(fd: int, path: Path, buffers: Sequence[memoryview], offset: int) -> None:
-    """Fill several buffers, one after the other, with the bytes of a local file; one call does it, as a rule.
-
-    Raises:
-        CorruptCheckpointError: the file ends before.
-        StorageError: a read failed.
-    """
-    try:
-        done = patiently(os.preadv, fd, buffers, offset)
-    except OSError:
-        with wrap_os_errors(f"read at offset {offset} of", path):
-            raise
-    for buffer in buffers:
-        filled = max(0, min(done, buffer.nbytes))
-        read_into(fd, path, buffer[filled:], offset + filled)
-        offset, done = offset + buffer.nbytes, done - buffer.nbytes
-
-
-def read_file(path: Path, limit: int) -> bytes:
-    """Return all bytes of a small regular file.
-
-    Raises:
-        CorruptCheckpointError: it has more than ``limit`` bytes, which is checked before memory is allocated.
-        StorageError: it cannot be read.
-    """
-    fd, size = open_existing(path)
-    try:
-        if size > limit:
-            raise CorruptCheckpointError(f"{path} has {size} bytes, more than the {limit} that such a file may have")
-        buffer = bytearray(size)
-        read_into(fd, path, memoryview(buffer), 0)
-    finally:
-        close_file(fd)
-    return bytes(buffer)
 
 
 def put_file(path: Path, data: bytes, temporary: str) -> None:

@@ -8,7 +8,8 @@ from shardckpt.errors import CorruptCheckpointError
 from shardckpt.manifest import RECORD_LIMIT, RECORD_NAME
 from shardckpt.storage.abilities import on_store
 from shardckpt.storage.directory import refresh_listing, was_replaced
-from shardckpt.storage.filesystem import close_file, is_there, open_existing, read_file, read_into
+from shardckpt.storage.filesystem import is_there
+from shardckpt.storage.input_file import open_existing, read_file
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -71,10 +72,7 @@ def is_of_save(directory: Path, record: Record | None) -> bool:
 
 
 def _tail(path: Path) -> bytes:
-    fd, size = open_existing(path)
-    try:
-        tail = bytearray(min(size, _TAIL_BYTES))
-        read_into(fd, path, memoryview(tail), size - len(tail))
-    finally:
-        close_file(fd)
+    with open_existing(path) as file:
+        tail = bytearray(min(file.size, _TAIL_BYTES))
+        file.read_into(memoryview(tail), file.size - len(tail))
     return bytes(tail)

@@ -13,14 +13,10 @@ from shardckpt.storage.directory import RelativePath, was_replaced
 from shardckpt.storage.filesystem import (
     check_file_name,
     check_foreign_name,
-    close_file,
     file_size,
-    open_existing,
-    read_into,
     refuse_linked_folders,
-    same_file,
-    status,
 )
+from shardckpt.storage.input_file import may_be_same, open_existing, read_all
 
 if TYPE_CHECKING:
     import os
@@ -62,10 +58,10 @@ class OpenFile:
     ) -> None:
         self.path = path
         self.name = name
-        self.fd, self.size = open_existing(path)
+        self.input = open_existing(path)
+        self.size = self.input.size
         self.is_open = True
         self.users = 0
-        self._status: os.stat_result | None = None
         self._record = record
         self._algorithm = algorithm
         self._segments: Segments | None = None
@@ -93,32 +89,27 @@ class OpenFile:
         return self._segments
 
     def reopen(self) -> None:
-        """Open the file after :meth:`pause`, if it is still the same file with the same size."""
+        """Open the file after :meth:`close`, if it is still the same file with the same size."""
         # by path, so it may be another file by now, to which the table of digests in memory does not belong
-        fd, size = open_existing(self.path)
-        if not same_file(self._status, status(fd)):
-            close_file(fd)
+        found = open_existing(self.path)
+        if not may_be_same(self.input.status, found.status):
+            found.close()
             raise StorageError(
                 f"{self.path}: it is not the file that was there when reading began: something has replaced the "
                 "checkpoint meanwhile, load it again"
             )
-        if size != self.size:
-            close_file(fd)
+        if found.size != self.size:
+            found.close()
             raise CorruptCheckpointError(
-                f"{self.path}: it had {self.size} bytes and has {size}: something writes to it"
+                f"{self.path}: it had {self.size} bytes and has {found.size}: something writes to it"
             )
-        self.fd, self.is_open = fd, True
-
-    def pause(self) -> None:
-        """Close the descriptor, and remember which file it was for :meth:`reopen`."""
-        self._status = status(self.fd)
-        self.close()
+        self.input, self.is_open = found, True
 
     def close(self) -> None:
         """Close the file, if it is open."""
         if self.is_open:
             self.is_open = False
-            close_file(self.fd)
+            self.input.close()
 
 
 class OpenFiles:
@@ -166,7 +157,7 @@ class OpenFiles:
                     raise
                 advice = "it is missing; restore it from a copy, or load another checkpoint"
                 raise StorageError(f"{exc}: {advice}") from exc.__cause__
-        if record is None and isinstance(path, RelativePath) and (found := status(file.fd)) is not None:
+        if record is None and isinstance(path, RelativePath) and (found := file.input.status) is not None:
             self._stamps.setdefault(name, _stamp(found))
         return file
 
@@ -192,7 +183,7 @@ class OpenFiles:
                 )
 
     def get(self, name: str) -> OpenFile:
-        """Return the file, opened at the first call; it may be paused at any time (see :meth:`acquire`)."""
+        """Return the file, opened at the first call; it may be closed at any time (see :meth:`acquire`)."""
         with self._lock:
             file = self._files.get(name)
             if file is None:
@@ -237,17 +228,12 @@ class OpenFiles:
         path = self._directory / check_file_name(name)
         with self._detect_replacement():
             refuse_linked_folders(self._directory, name)
-            fd, size = open_existing(path)
-            try:
-                if size != record.segments or size > limit_table(record.size, algorithm):
+            with open_existing(path) as file:
+                if file.size != record.segments or file.size > limit_table(record.size, algorithm):
                     raise CorruptCheckpointError(
-                        f"the table of digests is damaged: it has {size} bytes, {record.segments} were written"
+                        f"the table of digests is damaged: it has {file.size} bytes, {record.segments} were written"
                     )
-                table = bytearray(size)
-                read_into(fd, path, memoryview(table), 0)
-            finally:
-                close_file(fd)
-        return bytes(table)
+                return read_all(file)
 
     def _advise(self) -> str:
         """Return what to do about files of other sizes than were recorded."""
@@ -270,7 +256,7 @@ class OpenFiles:
         if len(self._open) > OPEN_FILES:
             for name, idle in list(self._open.items())[:-OPEN_FILES]:
                 if not idle.users:
-                    idle.pause()
+                    idle.close()
                     del self._open[name]
 
 

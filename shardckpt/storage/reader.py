@@ -18,8 +18,9 @@ from shardckpt.storage.abilities import has_local_files
 from shardckpt.storage.buffers import BLOCK_BYTES, BufferPool, block_pool
 from shardckpt.storage.digest import MAX_SEGMENT, Digest, JoinedDigest, digest_functions
 from shardckpt.storage.directory import detect_replacement, real_path, replaced_error, was_replaced
-from shardckpt.storage.filesystem import check_file_name, is_there, read_into, read_joined
+from shardckpt.storage.filesystem import check_file_name, is_there
 from shardckpt.storage.identity import is_gone
+from shardckpt.storage.input_file import read_joined
 from shardckpt.storage.memory_budget import plan_reading
 from shardckpt.storage.open_files import OPEN_FILES, OpenFile, OpenFiles
 from shardckpt.storage.range_reads import RangeRead, batch_ranges
@@ -508,7 +509,7 @@ class CheckpointReader:
         self, file: OpenFile, segments: Sequence[Segment], offset: int, buffer: memoryview, what: str
     ) -> None:
         """Fill memory from an offset on with the bytes of segments, each by a call; those at the ends may be cut."""
-        stop, fd, digest = offset + buffer.nbytes, file.fd, self._digest
+        stop, fd, digest = offset + buffer.nbytes, file.input.fileno(), self._digest
         for segment in segments:
             low, high, expected = segment
             if low < offset or high > stop:
@@ -578,7 +579,7 @@ class CheckpointReader:
     def _read(self, file: OpenFile, span: Span, memory: memoryview, what: str) -> None:
         """Fill memory with a span, and check its digests."""
         try:
-            read_into(file.fd, file.path, memory, span.start)
+            file.input.read_into(memory, span.start)
             for start, stop, digest in span.segments:
                 if self._digest(memory[start - span.start : stop - span.start]) != digest:
                     raise _differs_error(file, start, stop)
@@ -595,7 +596,7 @@ class CheckpointReader:
         with (block_pool if before + after <= BLOCK_BYTES else self._buffers).acquired(before + after) as spare:
             pieces = [spare[:before], memory, spare[before : before + after]]
             try:
-                read_joined(file.fd, file.path, pieces, span.start)
+                read_joined(file.input, pieces, span.start)
                 ((start, stop, digest),) = span.segments
                 if self._digest_joined(pieces) != digest:
                     raise _differs_error(file, start, stop)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from shardckpt import settings
 from shardckpt.errors import CorruptCheckpointError
 from shardckpt.storage.digest import digest_function
-from shardckpt.storage.filesystem import read_into
+from shardckpt.storage.input_file import read_all
 from shardckpt.storage.open_files import OpenFiles
 
 if TYPE_CHECKING:
@@ -33,15 +33,14 @@ def read_recorded_file(directory: Path, record: PlainRecord | Record, name: str)
     records = {file.name: file for file in record.files}
     file = OpenFiles(directory, records, algorithm, nullcontext).open_unshared(name)
     try:
-        data = memoryview(bytearray(file.size))
-        read_into(file.fd, file.path, data, 0)
+        data = read_all(file.input)
         if algorithm is not None and file.segments is not None:
             digest = digest_function(algorithm)
             for start, stop, expected in file.segments.touching(0, file.size):
-                if digest(data[start:stop]) != expected:
+                if digest(memoryview(data)[start:stop]) != expected:
                     raise CorruptCheckpointError(
                         f"bytes {start} to {stop} of {file.path} are not those that were written (digest differs)"
                     )
     finally:
         file.close()
-    return bytes(data)
+    return data

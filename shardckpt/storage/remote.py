@@ -193,8 +193,8 @@ class RemotePath(_Base):
         return not self._name and bool(self._sizes())
 
     def is_file(self) -> bool:
-        """Return whether it is an object."""
-        return self._name in self._listing()
+        """Return whether it is an object in the folder."""
+        return bool(self._name) and self._name in self._listing()
 
     def is_symlink(self) -> bool:
         """Return False: stores have no links."""
@@ -394,28 +394,12 @@ def list_objects(folder: RemoteFolder) -> dict[str, int]:
     return _list(folder, folder.tree if isinstance(folder, HasFolders) else folder.files)
 
 
-def list_folders(place: RemotePath) -> list[str]:
-    """Return the names of the folders directly in a folder, from the store, not a cache.
-
-    Raises:
-        StorageError: the plugin cannot list folders, or the store fails.
-    """
-    folder = place.folder
-    if not isinstance(folder, ListsFolders):
-        raise StorageError(
-            f"cannot find checkpoints in {place}: the plugin that serves it cannot list folders "
-            f"({type(folder).__name__} lacks methods of shardckpt.storage.ListsFolders); give a directory, or a URL "
-            "that fsspec serves"
-        )
-    return _skip_impossible(place.url, attempt("list the folders of", place, folder.folders))
-
-
 def _list(folder: RemoteFolder, call: Callable[[], dict[str, int]]) -> dict[str, int]:
     found = attempt("list", RemotePath(folder), call)
-    return {name: found[name] for name in _skip_impossible(folder.url, found)}
+    return {name: found[name] for name in skip_impossible(folder.url, found)}
 
 
-def _skip_impossible(url: str, names: Iterable[str]) -> list[str]:
+def skip_impossible(url: str, names: Iterable[str]) -> list[str]:
     """Return the names that a file of a checkpoint, of any library, can have; log the others."""
     possible: list[str] = []
     others: list[str] = []

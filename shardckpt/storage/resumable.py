@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from shardckpt.storage.digest import SMALL_RECORD, digest_function
 from shardckpt.storage.file_writer import FileWriter
-from shardckpt.storage.filesystem import close_file, make_folders, open_existing, read_into
+from shardckpt.storage.filesystem import make_folders
+from shardckpt.storage.input_file import open_existing
 from shardckpt.storage.journal import NOTE_BYTES, FileProgress
 from shardckpt.storage.writer import CheckpointWriter
 from shardckpt.tensors import LARGE, PAGE
@@ -112,16 +113,13 @@ class ResumableFile(FileWriter):
             return
         digest = digest_function(algorithm)
         memory = memoryview(bytearray(max(self._done.lengths)))
-        fd, _ = open_existing(path)
-        try:
+        with open_existing(path) as file:
             start = 0
             for length, expected in zip(self._done.lengths, self._done.digests, strict=True):
-                read_into(fd, path, memory[:length], start)
+                file.read_into(memory[:length], start)
                 if digest(memory[:length]) != expected:
                     raise self._journal.diverge(path)
                 start += length
-        finally:
-            close_file(fd)
 
     def _replay(self, nbytes: int, keys: int, what: str) -> int | None:
         """Return the offset of the next record if it is in the file already, else None."""
@@ -149,11 +147,8 @@ class ResumableFile(FileWriter):
     def _read_tail(self) -> bytes:
         """Return the last bytes that are written, if they do not fill a page: the next ones join them."""
         tail = bytearray(self._done.position % PAGE)
-        fd, _ = open_existing(self._path)
-        try:
-            read_into(fd, self._path, memoryview(tail), self._done.position - len(tail))
-        finally:
-            close_file(fd)
+        with open_existing(self._path) as file:
+            file.read_into(memoryview(tail), self._done.position - len(tail))
         return bytes(tail)
 
 

@@ -10,13 +10,8 @@ from typing import TYPE_CHECKING, NamedTuple
 from shardckpt.errors import StorageError, listed
 from shardckpt.manifest import FileRecord, find_folders
 from shardckpt.storage.digest import SEGMENT_BYTES, Segments, digest_function
-from shardckpt.storage.filesystem import (
-    close_file,
-    open_existing,
-    read_into,
-    refuse_linked_folders,
-    wrap_os_errors,
-)
+from shardckpt.storage.filesystem import refuse_linked_folders, wrap_os_errors
+from shardckpt.storage.input_file import open_existing
 
 if TYPE_CHECKING:
     from array import array
@@ -70,21 +65,19 @@ def digest_file(
     digest, sha = digest_function(algorithm), hashlib.sha256()
     path = directory / name
     refuse_linked_folders(directory, name)
-    fd, size = open_existing(path)
-    try:
+    lengths, digests = [], []
+    with open_existing(path) as file:
+        size = file.size
         with wrap_os_errors("fsync", path):
-            os.fsync(fd)
-        lengths, digests = [], []
+            os.fsync(file.fileno())
         memory = memoryview(bytearray(min(size, SEGMENT_BYTES)))
         for start in range(0, size, SEGMENT_BYTES):
             part = memory[: min(SEGMENT_BYTES, size - start)]
-            read_into(fd, path, part, start)
+            file.read_into(part, start)
             lengths.append(part.nbytes)
             digests.append(digest(part))
             if sha256:
                 sha.update(part)
-    finally:
-        close_file(fd)
     record = make_record(name, size, rank, keys, Segments(lengths, digests, algorithm))
     check_as_recorded(directory, [record])  # it may have grown while it was read
     return record, sha.hexdigest() if sha256 else ""

@@ -49,6 +49,7 @@ _NEW_FILE = "shardckpt/storage/new_file.py"
 _FILES = "shardckpt/storage/filesystem.py"
 _READER = "shardckpt/storage/reader.py"
 _DIGEST = "shardckpt/storage/digest.py"
+_COMMITTERS = "shardckpt/engine/committers.py"
 _TRANSACTION = "shardckpt/engine/transaction.py"
 _RENAME = '    with wrap_os_errors(f"rename {staging} to", target):\n        os.rename(staging, target)\n'
 _UNSAFE = '        if found is None:\n            raise make_refusal(f"{self.source}: the pickle asks'
@@ -248,7 +249,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a link is followed out of the checkpoint",
-        _FILES,
+        "shardckpt/storage/input_file.py",
         "os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK",
         "os.O_CLOEXEC | os.O_NONBLOCK",
         "storage/test_filesystem.py::test_only_regular_files_are_read",
@@ -269,14 +270,14 @@ MUTATIONS = (
     ),
     Mutation(
         "files that no writer recorded are committed",
-        _TRANSACTION,
-        "        refuse_unrecorded(staging, {*known, *(file.name for file in writer.files)})\n",
+        _COMMITTERS,
+        "        refuse_unrecorded(staging, {*list_files(files), *(file.name for file in writer.files)})\n",
         "",
         "faults/test_careless.py::test_files_without_digests_fail_the_save",
     ),
     Mutation(
         "a save that fails leaves its staging directory",
-        _TRANSACTION,
+        _COMMITTERS,
         "            discard_staging(self.staging)\n",
         "            pass\n",
         "faults/test_error_sync.py",

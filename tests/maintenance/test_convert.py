@@ -142,6 +142,23 @@ def test_urls_are_converted(tmp_path: Path) -> None:
     assert_same(tmp_path / "old", tmp_path / "new")
 
 
+@table("to", ["torch_dist", "safetensors", "hf"])
+def test_what_a_store_does_not_give_back_is_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, to: str) -> None:
+    """If the store has other values than were sent, an error says so, and nothing is left there."""
+    dc.save({"w": whole("w", torch.ones(1 << 14))}, tmp_path / "old")
+    files, make = fsspec.filesystem("memory"), StagedProof.make
+
+    def make_after_damage(proof: StagedProof, *args: Any) -> None:
+        name = max((name for name in files.store if f"/wrong/{to}/" in name), key=lambda name: files.info(name)["size"])
+        files.pipe_file(name, files.cat_file(name).replace(b"\x80?", b"\x81?"))
+        make(proof, *args)
+
+    monkeypatch.setattr(StagedProof, "make", make_after_damage)
+    with pytest.raises(CorruptCheckpointError):
+        convert_checkpoint(tmp_path / "old", f"memory://bucket/wrong/{to}", to)
+    assert not [name for name in files.store if "/wrong" in name]
+
+
 def test_large_tensors_are_stored_in_parts(tmp_path: Path) -> None:
     """A tensor larger than its part of the memory becomes boxes that are smaller, also where its first axis is 1."""
     dc.save(

@@ -17,6 +17,8 @@ from shardckpt.commit import Upload, open_stream
 from shardckpt.errors import StorageError
 from shardckpt.integrations.obstore.folder import ObstoreFolder
 from shardckpt.integrations.obstore.folder import open_folder as open_url
+from shardckpt.maintenance import convert_checkpoint, open_any
+from shardckpt.maintenance.proof import StagedProof
 from shardckpt.manifest import MARKER_NAME
 from shardckpt.storage import CheckpointWriter
 from tests import backends
@@ -227,6 +229,29 @@ def test_a_load_asks_for_no_head_of_an_archive(folder: ObstoreFolder, monkeypatc
     dc.load(loaded, "objects://bucket")
     assert all(torch.equal(loaded[key].data, tensor) for key, tensor in tensors.items())
     assert [nbytes for name, nbytes in requests if name.endswith(".distcp")] == [2 * MIB] * 4
+
+
+@table("to", ["torch_dist", "safetensors", "dcp", "hf"])
+def test_a_conversion_to_a_store_is_streamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, to: str) -> None:
+    """No tensor is on the local disk when what was written is read again; a copy in the same format is one, too."""
+    (spool := tmp_path / "spool").mkdir()
+    monkeypatch.setenv("SHARDCKPT_SPOOL_DIR", str(spool))
+    dc.save(entire({"w": torch.randn(64, 1024), "b": torch.randn(8)}), tmp_path / "old")
+    make, spooled, store = StagedProof.make, [], MemoryStore()
+
+    def make_and_look(proof: StagedProof, *args: Any) -> None:
+        spooled.append(sum(path.stat().st_size for path in spool.rglob("*") if path.is_file()))
+        make(proof, *args)
+
+    monkeypatch.setattr(StagedProof, "make", make_and_look)
+    with serving(lambda url: ObstoreFolder(url, store, url.partition("://")[2])):
+        report = convert_checkpoint(tmp_path / "old", f"objects://bucket/{to}", to, memory_budget=64 * MIB)
+        with open_any(tmp_path / "old") as old, open_any(f"objects://bucket/{to}") as new:
+            assert sorted(new) == sorted(old) == sorted(proof.key for proof in report.proof) == ["b", "w"]
+            assert all(torch.equal(new[key].read(), old[key].read()) for key in old)
+    assert len(spooled) == 1
+    assert spooled[0] < 16 << 10
+    assert list(spool.iterdir()) == []
 
 
 def test_small_objects_are_sent_together(folder: ObstoreFolder, tmp_path: Path) -> None:

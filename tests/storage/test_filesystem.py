@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from shardckpt.errors import CorruptCheckpointError, StorageError
 from shardckpt.storage import filesystem
+from shardckpt.storage.input_file import open_existing, read_file, read_joined
 from tests.resources import list_open
 from tests.tables import table
 
@@ -70,14 +71,12 @@ def test_short_reads_into_several_buffers_are_gone_on_with(
     buffers = [bytearray(size) for size in sizes]
     with pytest.MonkeyPatch.context() as patch:
         limit_bytes(patch, "preadv", limit)
-        fd, _ = filesystem.open_existing(path)
         ends_before = start + sum(sizes) > len(content)
         ending = pytest.raises(
             CorruptCheckpointError, match=rf"{path} ends at offset {len(content)}: \d+ bytes are missing"
         )
-        with ending if ends_before else nullcontext():
-            filesystem.read_joined(fd, path, [*map(memoryview, buffers)], start)
-        os.close(fd)
+        with ending if ends_before else nullcontext(), open_existing(path) as file:
+            read_joined(file, [*map(memoryview, buffers)], start)
     assert ends_before or b"".join(buffers) == content[start : start + sum(sizes)]
 
 
@@ -120,12 +119,13 @@ def test_read_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A failed read names the file, the offset that was reached, and the system's reason."""
     path = tmp_path / "file"
     path.write_bytes(bytes(100))
-    fd, _ = filesystem.open_existing(path)
     limit_bytes(monkeypatch, "preadv", 4)
     monkeypatch.setattr(os, "preadv", failing_after(os.preadv, 2, errno.EIO))
-    with pytest.raises(StorageError, match=rf"cannot read at offset 18 of {path}: Input/output error \(EIO\)"):
-        filesystem.read_into(fd, path, memoryview(bytearray(50)), 10)
-    os.close(fd)
+    with (
+        open_existing(path) as file,
+        pytest.raises(StorageError, match=rf"cannot read at offset 18 of {path}: Input/output error \(EIO\)"),
+    ):
+        file.read_into(memoryview(bytearray(50)), 10)
 
 
 def test_new_files_are_new(tmp_path: Path) -> None:
@@ -156,7 +156,7 @@ def test_only_regular_files_are_read(tmp_path: Path, kind: str) -> None:
     else:
         path = Path("/dev/null")
     with pytest.raises((CorruptCheckpointError, StorageError), match=str(path)):
-        filesystem.open_existing(path)
+        open_existing(path)
 
 
 def test_a_link_is_refused_with_the_way_out(tmp_path: Path) -> None:
@@ -164,7 +164,7 @@ def test_a_link_is_refused_with_the_way_out(tmp_path: Path) -> None:
     (tmp_path / "real").write_bytes(b"x")
     (tmp_path / "file").symlink_to("real")
     with pytest.raises(StorageError, match=rf"{tmp_path / 'file'}: it is a symbolic link, .* outside .* `cp -rL`"):
-        filesystem.read_file(tmp_path / "file", 10)
+        read_file(tmp_path / "file", 10)
 
 
 def test_descriptors_are_closed(tmp_path: Path) -> None:
@@ -173,10 +173,10 @@ def test_descriptors_are_closed(tmp_path: Path) -> None:
     path.write_bytes(bytes(100))
     for _ in range(20):
         with pytest.raises(CorruptCheckpointError):
-            filesystem.open_existing(tmp_path)
+            open_existing(tmp_path)
         with pytest.raises(CorruptCheckpointError, match=f"{path} has 100 bytes, more than the 99"):
-            filesystem.read_file(path, 99)
-        assert filesystem.read_file(path, 100) == bytes(100)
+            read_file(path, 99)
+        assert read_file(path, 100) == bytes(100)
     assert list_open(tmp_path) == []
 
 

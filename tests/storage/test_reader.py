@@ -454,7 +454,7 @@ def test_close_while_a_file_is_read(tmp_path: Path, file: FileRecord) -> None:
     reader = CheckpointReader(tmp_path, manifest(file))
     opened = reader._files.acquire("data")
     reader.close()
-    assert os.pread(opened.fd, 5, 0) == b"first"
+    assert os.pread(opened.input.fileno(), 5, 0) == b"first"
     reader._files.release(opened)
     assert list_open(tmp_path) == []
     assert not opened.is_open

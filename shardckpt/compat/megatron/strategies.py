@@ -15,7 +15,7 @@ from shardckpt.engine import LoadOptions, OpenCheckpoint, load_checkpoint, read_
 from shardckpt.errors import CheckpointingException, PluginError, StrategyMismatchError
 from shardckpt.manifest import Manifest
 from shardckpt.plugins import get_plugin_manager
-from shardckpt.storage import on_store
+from shardckpt.storage import find_url
 from shardckpt.strategy import LoadContext, LoadStrategy
 from shardckpt.validation import StrictHandling
 
@@ -114,8 +114,7 @@ class LoadsByPath:
             The state dict with tensors and objects for shards; to the core, the values of the shards.
         """
         if isinstance(checkpoint_dir, LoadContext):
-            remote = on_store(checkpoint_dir.reader.directory)
-            self._loaded = str(checkpoint_dir.reader.directory) if remote is None else remote.url
+            self._loaded = find_url(checkpoint_dir.reader.directory)
             return super().load(sharded_state_dict, checkpoint_dir)  # type: ignore[misc]
 
         def read(checkpoint: OpenCheckpoint) -> Any:

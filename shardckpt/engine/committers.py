@@ -1,0 +1,349 @@
+"""How the files of a save become a checkpoint: in a directory by one rename, at a URL by a marker that comes last.
+
+A transaction has the committer of its place, and never asks which kind of place that is.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+from shardckpt.commit import (
+    Owner,
+    Upload,
+    check_target,
+    commit_staging,
+    discard_staging,
+    new_save_id,
+    open_stream,
+    parse_temporary,
+    staging_path,
+)
+from shardckpt.engine.pruning import make_superseded_check, open_staging, owned_files
+from shardckpt.engine.space import UNKNOWN, find_free_bytes
+from shardckpt.manifest import MARKER_NAME, RECORD_LIMIT, RECORD_NAME, list_files
+from shardckpt.plugins import open_folder
+from shardckpt.storage import (
+    LEAST_WRITING,
+    StreamsWrites,
+    find_least_upload,
+    limit_uploads,
+    on_store,
+    read_file,
+    refuse_unrecorded,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterable, Sequence
+    from contextlib import AbstractContextManager
+
+    from shardckpt.manifest import FileRecord
+    from shardckpt.plugins import PluginManager
+    from shardckpt.storage import CheckpointWriter, Journal, RemotePath
+
+
+class Begun(NamedTuple):
+    """What the main rank knows once it has taken the target; the other ranks have these defaults.
+
+    Attributes:
+        save_id: The save's id.
+        owner: The process that commits it.
+        free: Bytes that the place has free.
+        is_replacing: Whether it overwrites a checkpoint on a store.
+    """
+
+    save_id: str = ""
+    owner: Owner | None = None
+    free: int = 0
+    is_replacing: bool = False
+
+
+class Committer(Protocol):
+    """One rank's part of a commit. The main rank also calls :meth:`begin` and :meth:`publish`.
+
+    Attributes:
+        staging: The local directory to which the rank writes its files; None before :meth:`join`.
+    """
+
+    staging: Path | None
+
+    @property
+    def url(self) -> str:
+        """The URL to which files are uploaded, or streamed; ``""`` if the checkpoint is a directory."""
+
+    @property
+    def is_streamed(self) -> bool:
+        """Whether files go to a store while they are written."""
+
+    def prepare(self, nbytes: int) -> int:
+        """Make ready to write so many bytes; return the least memory in bytes that it takes beside the tensors."""
+
+    def begin(self) -> Begun:
+        """Take the target for the save, after a check that it may be saved to and the removal of leftovers."""
+
+    def join(self, save_id: str, owner: Owner, *, is_replacing: bool) -> None:
+        """Take part in the save that the main rank has begun."""
+
+    def open_stream(self) -> StreamsWrites | None:
+        """Return where files are streamed to; None if they are written to :attr:`staging` first."""
+
+    def send(
+        self,
+        files: Sequence[str],
+        added: Iterable[str],
+        streamed: Collection[str],
+        phase: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        """Bring files to the place, where that is not the staging directory.
+
+        Args:
+            files: Names of all files of this rank so far; a file of another name is refused.
+            added: Names of those to bring.
+            streamed: Names of those that are there.
+            phase: Begins the phase in which that is done.
+        """
+
+    def send_more(self, names: Iterable[str], streamed: Collection[str]) -> None:
+        """Bring files of the library's own to the place, as :meth:`send` does, in the phase that there is."""
+
+    def hand_over(self) -> None:
+        """Note that the main rank may commit from now on: what this rank has brought must stay."""
+
+    def publish(
+        self, writer: CheckpointWriter, files: list[FileRecord], check: Callable[[Path, Path], None] | None
+    ) -> None:
+        """Make the files the checkpoint at the target.
+
+        Args:
+            writer: Has written the record and the marker.
+            files: The records of the files of all ranks.
+            check: As for :func:`~shardckpt.engine.transaction.commit_files`.
+        """
+
+    def close(self) -> None:
+        """Remove what only this rank has used."""
+
+    def abort(self, streamed: Iterable[str], *, is_main: bool) -> None:
+        """Remove all that the save has written, unless it is committed; raise nothing.
+
+        Args:
+            streamed: Names of files that were streamed.
+            is_main: Whether this is the main rank.
+        """
+
+
+def make_committer(
+    target: Path,
+    plugins: PluginManager,
+    *,
+    overwrite: bool,
+    journal: Journal | None,
+    memory_budget: int | None,
+) -> Committer:
+    """Return the committer of a target; nothing is opened or written yet.
+
+    Args:
+        target: The checkpoint's directory or URL.
+        plugins: The plugin manager.
+        overwrite: As for :class:`~shardckpt.engine.transaction.Transaction`.
+        journal: As for :class:`~shardckpt.engine.transaction.Transaction`.
+        memory_budget: As for :class:`~shardckpt.engine.transaction.Transaction`.
+    """
+    if (remote := on_store(target)) is None:
+        return DirectoryCommitter(target, plugins, overwrite=overwrite, journal=journal)
+    return StoreCommitter(remote, plugins, overwrite=overwrite, memory_budget=memory_budget)
+
+
+class DirectoryCommitter:
+    """All ranks write to one staging directory beside the target, which takes the target's name at last.
+
+    Args:
+        target: The checkpoint's directory.
+        plugins: The plugin manager.
+        overwrite: Whether what is at the target may be replaced.
+        journal: The journal of what is written, if another process may go on with it after a kill.
+    """
+
+    url = ""
+    is_streamed = False
+
+    def __init__(self, target: Path, plugins: PluginManager, *, overwrite: bool, journal: Journal | None) -> None:
+        self.staging: Path | None = None
+        self._target = target
+        self._plugins = plugins
+        self._overwrite = overwrite
+        self._journal = journal
+
+    def prepare(self, nbytes: int) -> int:  # noqa: ARG002 - as the interface
+        """Return the memory that files take."""
+        return LEAST_WRITING
+
+    def begin(self) -> Begun:
+        """Create the staging directory."""
+        check_target(self._target, overwrite=self._overwrite)
+        # restored only if this save may overwrite: without that, a checkpoint at the target would make it fail
+        self.staging, save_id = open_staging(
+            self._target, make_superseded_check(self._plugins), restore=self._overwrite, journal=self._journal
+        )
+        # what the directory's name says: the system may tell less of a process than it did a moment ago
+        made = parse_temporary(self.staging)
+        # not on each rank: all write to one directory, which other hosts may know less well
+        free = find_free_bytes(self._target.parent)
+        return Begun(save_id, made.owner if made is not None else None, free)
+
+    def join(self, save_id: str, owner: Owner, *, is_replacing: bool) -> None:  # noqa: ARG002 - as the interface
+        """Write to the main rank's staging directory."""
+        self.staging = staging_path(self._target, save_id, owner)
+
+    def open_stream(self) -> None:
+        """Return None: files are written where they stay."""
+
+    def send(
+        self,
+        files: Sequence[str],
+        added: Iterable[str],
+        streamed: Collection[str],
+        phase: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        """Do nothing: the files are there."""
+
+    def send_more(self, names: Iterable[str], streamed: Collection[str]) -> None:
+        """Do nothing: the files are there."""
+
+    def hand_over(self) -> None:
+        """Do nothing: only the main rank removes anything."""
+
+    def publish(
+        self, writer: CheckpointWriter, files: list[FileRecord], check: Callable[[Path, Path], None] | None
+    ) -> None:
+        """Rename the staging directory, or exchange it with what is at the target."""
+        staging = self.staging or Path()
+        if check is not None:  # before the journal's end: after a kill in the check another process goes on
+            check(staging, staging)
+        if self._journal is not None:
+            self._journal.end()
+        # a file that no writer recorded has no digest: it would be in the checkpoint without ever being checked
+        refuse_unrecorded(staging, {*list_files(files), *(file.name for file in writer.files)})
+        owned = partial(owned_files, self._target, self._plugins)
+        commit_staging(staging, self._target, owned, overwrite=self._overwrite)
+
+    def close(self) -> None:
+        """Do nothing: the staging directory is the checkpoint."""
+
+    def abort(self, streamed: Iterable[str], *, is_main: bool) -> None:  # noqa: ARG002 - as the interface
+        """Discard the staging directory."""
+        if is_main and self.staging is not None and self.staging.exists():
+            discard_staging(self.staging)
+
+
+class StoreCommitter:
+    """Each rank streams its files to a store, or uploads them from a directory of its own; the marker comes last.
+
+    Args:
+        target: The checkpoint's folder.
+        plugins: The plugin manager.
+        overwrite: Whether a checkpoint there, or what an interrupted save has left, may be replaced.
+        memory_budget: Bytes that this rank may hold at a time beside the tensors; None: as many as are fast.
+    """
+
+    def __init__(
+        self,
+        target: RemotePath,
+        plugins: PluginManager,
+        *,
+        overwrite: bool,
+        memory_budget: int | None,
+    ) -> None:
+        self.staging: Path | None = None
+        self._folder = target.folder
+        self._upload = Upload(target.folder, MARKER_NAME, self._open_folder)
+        self._plugins = plugins
+        self._overwrite = overwrite
+        self._memory_budget = memory_budget
+
+    @property
+    def url(self) -> str:
+        """The URL of the files: below that of the checkpoint, if the save replaces one."""
+        return self._upload.target.url
+
+    @property
+    def is_streamed(self) -> bool:
+        """Whether the store takes streams."""
+        return isinstance(self._upload.target.folder, StreamsWrites)
+
+    def prepare(self, nbytes: int) -> int:
+        """Keep uploads within the memory budget, and create the spool directory."""
+        limit_uploads(self._folder, self._memory_budget)
+        self.staging = self._upload.spool
+        return find_least_upload(nbytes if self.is_streamed else 0)
+
+    def begin(self) -> Begun:
+        """Take the URL."""
+        save_id = new_save_id()
+        self._upload.begin(save_id, overwrite=self._overwrite)
+        return Begun(save_id, Owner.current(), UNKNOWN, self._upload.is_replacing)
+
+    def join(self, save_id: str, owner: Owner, *, is_replacing: bool) -> None:  # noqa: ARG002 - as the interface
+        """Save to the URL, or to the generation below it."""
+        self._upload.join(save_id, is_replacing=is_replacing)
+
+    def open_stream(self) -> StreamsWrites | None:
+        """Return the store, if files are streamed."""
+        return open_stream(self._upload.target.folder, self._upload.save_id) if self.is_streamed else None
+
+    def send(
+        self,
+        files: Sequence[str],
+        added: Iterable[str],
+        streamed: Collection[str],
+        phase: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        """Upload what is in the spool directory."""
+        self._upload.streamed |= {*streamed}  # first: what is refused is deleted then
+        with phase():
+            self._upload.check(files)
+            self._upload.put(added)
+
+    def send_more(self, names: Iterable[str], streamed: Collection[str]) -> None:
+        """Upload files of the spool directory that were not streamed."""
+        self._upload.streamed |= {*streamed}
+        self._upload.put(names)
+
+    def hand_over(self) -> None:
+        """Leave this rank's objects to the main rank."""
+        self._upload.hand_over()
+
+    def publish(
+        self, writer: CheckpointWriter, files: list[FileRecord], check: Callable[[Path, Path], None] | None
+    ) -> None:
+        """Upload the record and, once the store has all files, write the marker."""
+        added = [file for file in writer.files if file.name not in {*list_files(files), MARKER_NAME}]
+        self.send_more([file.name for file in added], writer.streamed)
+        if check is not None:
+            self._fetch_record(writer)
+            check(self._upload.spool, self._upload.target)
+        self._upload.commit(files + added, writer.marker)
+
+    def close(self) -> None:
+        """Remove the spool directory."""
+        self._upload.close()
+
+    def abort(self, streamed: Iterable[str], *, is_main: bool) -> None:
+        """Delete this rank's objects; on the main rank, those of all."""
+        self._upload.streamed |= {*streamed}
+        self._upload.abort(main=is_main)
+
+    def _fetch_record(self, writer: CheckpointWriter) -> None:
+        """Put the record and the marker into the spool directory, for a check: the store has no marker yet."""
+        if writer.marker is not None:  # else both were written there
+            record = read_file(self._upload.target / RECORD_NAME, RECORD_LIMIT)
+            for name, content in ((RECORD_NAME, record), (MARKER_NAME, writer.marker)):
+                (self._upload.spool / name).write_bytes(content)
+
+    def _open_folder(self, url: str) -> Any:
+        """Open a folder below the URL of the target."""
+        folder = open_folder(url, self._plugins)
+        if folder is not None:
+            limit_uploads(folder, self._memory_budget)
+        return folder

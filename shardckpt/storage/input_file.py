@@ -1,0 +1,214 @@
+"""Files that exist, open for reading: one of this machine, or an object of a store."""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+import stat
+from typing import TYPE_CHECKING, Protocol
+
+from shardckpt.errors import CorruptCheckpointError, StorageError
+from shardckpt.storage.abilities import on_store
+from shardckpt.storage.directory import RelativePath
+from shardckpt.storage.filesystem import LINK_REFUSAL, patiently, wrap_os_errors
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from typing_extensions import Self
+
+    from shardckpt.storage.remote import RemotePath
+
+
+class InputFile(Protocol):
+    """A file that is open for reading, by several threads at a time; a context manager that closes it.
+
+    Attributes:
+        path: The file.
+        size: Its size in bytes when it was opened.
+        status: What ``os.fstat`` said then; None for an object of a store.
+    """
+
+    path: Path
+    size: int
+    status: os.stat_result | None
+
+    def fileno(self) -> int:
+        """Return the descriptor, as a file of :mod:`io` does: an ``io.UnsupportedOperation`` where there is none."""
+
+    def read_into(self, buffer: memoryview, offset: int) -> None:
+        """Fill the buffer with the file's bytes from ``offset`` on.
+
+        Raises:
+            CorruptCheckpointError: the file ends before.
+            StorageError: a read failed.
+        """
+
+    def close(self) -> None:
+        """Close it; the caller does so once."""
+
+    def __enter__(self) -> Self:
+        """Return the file."""
+
+    def __exit__(self, *error: object) -> None:
+        """Close the file."""
+
+
+class LocalFile:
+    """A regular file of this machine.
+
+    Args:
+        path: The file.
+
+    Raises:
+        StorageError: it cannot be opened, or is a symbolic link.
+        CorruptCheckpointError: it is a directory, device or pipe.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        # O_NONBLOCK, because to open a pipe without a writer would wait for one
+        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+        with wrap_os_errors("open", path):
+            try:
+                self._fd = path.open(flags) if isinstance(path, RelativePath) else os.open(path, flags)
+            except OSError as exc:
+                if exc.errno == errno.ELOOP and path.is_symlink():
+                    raise StorageError(LINK_REFUSAL.format(path=path)) from exc
+                raise
+            self.status: os.stat_result | None = os.fstat(self._fd)
+        if not stat.S_ISREG(self.status.st_mode):
+            self.close()
+            raise CorruptCheckpointError(f"{path} is not a regular file")
+        self.size = self.status.st_size
+
+    def fileno(self) -> int:
+        """Return the descriptor."""
+        return self._fd
+
+    def read_into(self, buffer: memoryview, offset: int) -> None:
+        """Fill the buffer; one call does it, as a rule."""
+        while buffer.nbytes:
+            try:
+                done = patiently(os.preadv, self._fd, [buffer], offset)
+            except OSError:
+                with wrap_os_errors(f"read at offset {offset} of", self.path):
+                    raise
+            if not done:
+                raise _too_short(self.path, offset, buffer)
+            buffer, offset = buffer[done:], offset + done
+
+    def close(self) -> None:
+        """Close the descriptor."""
+        os.close(self._fd)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class StoredObject:
+    """An object of a store, which is only looked up: each read is a request.
+
+    Args:
+        path: The object.
+
+    Raises:
+        StorageError: it does not exist, or the store does not answer.
+    """
+
+    def __init__(self, path: RemotePath) -> None:
+        self.path: Path = path
+        self.status: os.stat_result | None = None
+        self._remote = path
+        with wrap_os_errors("open", path):
+            self.size = path.size
+
+    def fileno(self) -> int:
+        """Raise an ``io.UnsupportedOperation``."""
+        raise io.UnsupportedOperation(f"{self.path} is an object of a store")
+
+    def read_into(self, buffer: memoryview, offset: int) -> None:
+        """Fill the buffer by one request, or by more where the store gives less."""
+        while buffer.nbytes:
+            done = self._remote.read_into(buffer, offset)
+            if not done:
+                raise _too_short(self.path, offset, buffer)
+            buffer, offset = buffer[done:], offset + done
+
+    def close(self) -> None:
+        """Do nothing: nothing is open."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        return None
+
+
+def open_existing(path: Path) -> InputFile:
+    """Open a regular file, or an object of a store, for reading.
+
+    Raises:
+        StorageError: it cannot be opened, or is a symbolic link.
+        CorruptCheckpointError: it is a directory, device or pipe.
+    """
+    return LocalFile(path) if (remote := on_store(path)) is None else StoredObject(remote)
+
+
+def read_joined(file: InputFile, buffers: Sequence[memoryview], offset: int) -> None:
+    """Fill several buffers, one after the other, with the bytes of a local file; one call does it, as a rule.
+
+    Raises:
+        CorruptCheckpointError: the file ends before.
+        StorageError: a read failed.
+    """
+    try:
+        done = patiently(os.preadv, file.fileno(), buffers, offset)
+    except OSError:
+        with wrap_os_errors(f"read at offset {offset} of", file.path):
+            raise
+    for buffer in buffers:
+        filled = max(0, min(done, buffer.nbytes))
+        file.read_into(buffer[filled:], offset + filled)
+        offset, done = offset + buffer.nbytes, done - buffer.nbytes
+
+
+def read_file(path: Path, limit: int) -> bytes:
+    """Return all bytes of a small regular file.
+
+    Raises:
+        CorruptCheckpointError: it has more than ``limit`` bytes, which is checked before memory is allocated.
+        StorageError: it cannot be read.
+    """
+    with open_existing(path) as file:
+        if file.size > limit:
+            raise CorruptCheckpointError(
+                f"{path} has {file.size} bytes, more than the {limit} that such a file may have"
+            )
+        return read_all(file)
+
+
+def read_all(file: InputFile) -> bytes:
+    """Return all bytes of a file."""
+    buffer = bytearray(file.size)
+    file.read_into(memoryview(buffer), 0)
+    return bytes(buffer)
+
+
+def may_be_same(one: os.stat_result | None, other: os.stat_result | None) -> bool:
+    """Return whether two statuses may be of one file.
+
+    Some file systems on a store give a file another inode number at each opening: then equal mtimes count.
+    """
+    if one is None or other is None:
+        return one is other
+    return (one.st_dev, one.st_ino) == (other.st_dev, other.st_ino) or one.st_mtime_ns == other.st_mtime_ns
+
+
+def _too_short(path: Path, offset: int, missing: memoryview) -> CorruptCheckpointError:
+    return CorruptCheckpointError(f"{path} ends at offset {offset}: {missing.nbytes} bytes are missing")

@@ -1,0 +1,85 @@
+"""What is asked of a place of checkpoints, a directory or a folder on a store, by one call for both."""
+
+from __future__ import annotations
+
+import errno
+import os
+from typing import TYPE_CHECKING
+
+from shardckpt.errors import StorageError
+from shardckpt.storage.abilities import on_store
+from shardckpt.storage.filesystem import wrap_os_errors
+from shardckpt.storage.remote import ListsFolders, attempt, skip_impossible
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+
+def find_url(place: Path) -> str:
+    """Return the path or URL that opens a place again, in any process; a URL with any password in it."""
+    remote = on_store(place)
+    return str(place) if remote is None else remote.url
+
+
+def list_names(place: Path) -> list[str]:
+    """Return the names of what is directly in a directory, or of a folder's objects, as they are now.
+
+    None if it does not exist.
+
+    Raises:
+        StorageError: it cannot be listed.
+    """
+    if (remote := on_store(place)) is not None:
+        return [*attempt("list", remote, remote.folder.files)]
+    return _scan(place, lambda _: True)
+
+
+def list_folders(place: Path) -> list[str]:
+    """Return the names of the folders directly in a place, as they are now; none if it does not exist.
+
+    Raises:
+        StorageError: it cannot be listed; the plugin of a store cannot list folders.
+    """
+    if (remote := on_store(place)) is None:
+        return _scan(place, _is_directory)
+    folder = remote.folder
+    if not isinstance(folder, ListsFolders):
+        raise StorageError(
+            f"cannot find checkpoints in {place}: the plugin that serves it cannot list folders "
+            f"({type(folder).__name__} lacks methods of shardckpt.storage.ListsFolders); give a directory, or a URL "
+            "that fsspec serves"
+        )
+    return skip_impossible(remote.url, attempt("list the folders of", remote, folder.folders))
+
+
+def remove_file(path: Path) -> None:
+    """Remove a file, or an object of a store; no error if it does not exist.
+
+    Raises:
+        StorageError: it cannot be removed.
+    """
+    if (remote := on_store(path)) is not None:
+        remote.delete()
+        return
+    with wrap_os_errors("remove", path):
+        path.unlink(missing_ok=True)
+
+
+def _scan(place: Path, is_wanted: Callable[[os.DirEntry[str]], bool]) -> list[str]:
+    with wrap_os_errors("list", place):
+        try:
+            with os.scandir(place) as entries:
+                return [entry.name for entry in entries if is_wanted(entry)]
+        except FileNotFoundError:
+            return []
+
+
+def _is_directory(entry: os.DirEntry[str]) -> bool:
+    """Return whether an entry is a directory or a link to one; a link to itself is neither."""
+    try:
+        return entry.is_dir()
+    except OSError as exc:
+        if exc.errno != errno.ELOOP:
+            raise
+        return False
