@@ -24,6 +24,7 @@ REMOTE_THREADS = "SHARDCKPT_REMOTE_THREADS"
 SPACE_CHECK = "SHARDCKPT_SPACE_CHECK"
 SPOOL_DIR = "SHARDCKPT_SPOOL_DIR"
 STAGED_SAVES = "SHARDCKPT_STAGED_SAVES"
+STORES = "SHARDCKPT_STORES"
 VERIFY_READS = "SHARDCKPT_VERIFY_READS"
 
 #: How much of two names is equal: plugins may have variables of their own.
@@ -116,6 +117,11 @@ def staged_saves() -> int:
     return _integer(STAGED_SAVES, default=2, least=1)
 
 
+def stores_file() -> str | None:
+    """Return the file with the options of buckets; None if there is none."""
+    return os.environ.get(STORES) or None
+
+
 def verify_reads() -> bool:
     """Return whether a load checks the digests of the bytes it reads."""
     return bool(_integer(VERIFY_READS, default=1, least=0))
@@ -194,6 +200,10 @@ _VARIABLES: dict[str, tuple[str, Callable[[], object]]] = {
         "Background saves whose copies may be in memory at a time; the next save waits until the first is written",
         staged_saves,
     ),
+    STORES: (
+        "JSON file with endpoint, region, profile or keys by bucket, where not all are as the environment says",
+        stores_file,
+    ),
     VERIFY_READS: (
         "1 checks the digests of what is read (the default), 0 does not",
         verify_reads,
@@ -251,6 +261,7 @@ __all__ = [
     "SPACE_CHECK",
     "SPOOL_DIR",
     "STAGED_SAVES",
+    "STORES",
     "VERIFY_READS",
     "Variable",
     "check_variables",
@@ -268,5 +279,6 @@ __all__ = [
     "space_check",
     "spool_directory",
     "staged_saves",
+    "stores_file",
     "verify_reads",
 ]

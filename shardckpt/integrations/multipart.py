@@ -7,19 +7,21 @@ from __future__ import annotations
 
 import functools
 import os
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from shardckpt.integrations.s3_options import SCHEMES, make_s3fs_options
 from shardckpt.storage import PendingUpload
 
-#: The URLs whose store is S3.
-SCHEMES = frozenset({"s3", "s3a"})
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 
-def list_uploads(url: str) -> list[PendingUpload] | None:
+def list_uploads(url: str, options: Mapping[str, str]) -> list[PendingUpload] | None:
     """Return the uploads below a URL that are neither complete nor aborted.
 
     Args:
         url: The URL, ``s3://bucket/path``. Credentials, region and endpoint come from where botocore looks for them.
+        options: Of the bucket, beside these.
 
     Returns:
         The uploads, at any depth; None if s3fs is not installed.
@@ -27,7 +29,7 @@ def list_uploads(url: str) -> list[PendingUpload] | None:
     Raises:
         OSError: The store refuses, as s3fs says it; botocore's errors pass, too.
     """
-    if (client := _make_client()) is None:
+    if (client := _make_client(url, options)) is None:
         return None
     bucket, prefix = _split(url)
     found: list[Any] = []
@@ -46,14 +48,15 @@ def list_uploads(url: str) -> list[PendingUpload] | None:
     ]
 
 
-def abort_upload(url: str, upload: PendingUpload) -> None:
+def abort_upload(url: str, upload: PendingUpload, options: Mapping[str, str]) -> None:
     """Abort an upload, and delete its parts; to abort one that has ended is no error.
 
     Args:
         url: The URL that was given to :func:`list_uploads`.
         upload: What that returned.
+        options: Of the bucket.
     """
-    client = _make_client()
+    client = _make_client(url, options)
     bucket, prefix = _split(url)
     try:
         client.call_s3("abort_multipart_upload", Bucket=bucket, Key=f"{prefix}{upload.name}", UploadId=upload.id)
@@ -67,13 +70,14 @@ def _split(url: str) -> tuple[str, str]:
     return bucket, f"{path.strip('/')}/" if path.strip("/") else ""
 
 
-def _make_client() -> Any:
+def _make_client(url: str, options: Mapping[str, str]) -> Any:
     # a client reads its configuration once: with another one there is another client
-    return _open_client(tuple(sorted(item for item in os.environ.items() if item[0].startswith("AWS_"))))
+    variables = tuple(sorted(item for item in os.environ.items() if item[0].startswith("AWS_")))
+    return _open_client(variables, url.partition("://")[0], tuple(sorted(options.items())))
 
 
 @functools.lru_cache(4)
-def _open_client(_: tuple[tuple[str, str], ...]) -> Any:
+def _open_client(_: tuple[tuple[str, str], ...], scheme: str, options: tuple[tuple[str, str], ...]) -> Any:
     """Make a client, or return that of an equal environment; None if s3fs is not installed."""
     try:
         from s3fs import S3FileSystem  # type: ignore[import-untyped]
@@ -81,7 +85,7 @@ def _open_client(_: tuple[tuple[str, str], ...]) -> Any:
         if exc.name == "s3fs":
             return None
         raise
-    return S3FileSystem(skip_instance_cache=True)
+    return S3FileSystem(skip_instance_cache=True, **make_s3fs_options(f"{scheme}://", dict(options)))
 
 
 __all__ = ["SCHEMES", "abort_upload", "list_uploads"]

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
         parse_file,
         read_manifest,
     )
-    from shardckpt.plugins.stores import ABSENT, name_stored_siblings, open_folder
+    from shardckpt.plugins.stores import ABSENT, find_options, name_stored_siblings, open_folder
 
 # lazy: ``shardckpt.hookimpl`` must not import torch
 __getattr__ = lazy_getattr(
@@ -68,7 +68,7 @@ __getattr__ = lazy_getattr(
             "parse_file",
             "read_manifest",
         ),
-        "stores": ("ABSENT", "name_stored_siblings", "open_folder"),
+        "stores": ("ABSENT", "find_options", "name_stored_siblings", "open_folder"),
     },
 )
 
@@ -91,6 +91,7 @@ __all__ = [
     "describe_legacy_megatron",
     "describe_origin",
     "describe_strategy",
+    "find_options",
     "find_own_formats",
     "get_key_map_entries",
     "get_plugin_manager",

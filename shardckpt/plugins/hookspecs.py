@@ -125,7 +125,7 @@ def shardckpt_event(event: Event) -> None:
 
 
 @hookspec(firstresult=True)
-def shardckpt_filesystem(url: str) -> RemoteFolder | None:
+def shardckpt_filesystem(url: str, options: dict[str, str]) -> RemoteFolder | None:
     """Return the folder of an object store at a URL, or None to leave the URL to another plugin.
 
     It is called in every process that opens the URL. ``shardckpt/storage/README.md`` explains a store of your own.
@@ -139,6 +139,8 @@ def shardckpt_filesystem(url: str) -> RemoteFolder | None:
 
     Args:
         url: The URL of a checkpoint, or of the folder that has it, its scheme in lower case, no slash at its end.
+        options: What the file of ``SHARDCKPT_STORES`` says of the URL's bucket: endpoint, keys and others, by the names
+            that the plugin gives them. A hook that has no options leaves the argument out.
 
     Returns:
         A :class:`shardckpt.storage.RemoteFolder`: the objects directly below the URL; it need not exist yet. None if

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
+from pydantic import Field, TypeAdapter, ValidationError
+
+from shardckpt import settings
 from shardckpt.errors import CheckpointingException, PluginError, StorageError, name_known
 from shardckpt.storage import RemotePath, list_folders, mask_password
 
@@ -17,6 +21,8 @@ _SCHEME = re.compile(r"(?:^|(?<=::))[A-Za-z][A-Za-z0-9+.-]*(?=::|://)")
 
 #: What is said behind a URL at which nothing is. The command adds what is beside it.
 ABSENT = "does not exist, or has no objects"
+#: Options by the URL of a bucket, without a path and a slash at its end.
+_STORES = TypeAdapter(dict[Annotated[str, Field(pattern=r"^[a-z][a-z0-9+.-]*://[^/]+$")], dict[str, str]])
 #: What every RemoteFolder has, beside its ``url``.
 _METHODS = ("files", "read", "upload", "delete")
 
@@ -38,7 +44,7 @@ def open_folder(url: str, plugins: PluginManager) -> RemoteFolder:
     url = _SCHEME.sub(lambda scheme: scheme[0].lower(), url)  # schemes are equal in any case, and plugins compare them
     hook = plugins.hook.shardckpt_filesystem
     try:
-        folder: RemoteFolder | None = hook(url=url)
+        folder: RemoteFolder | None = hook(url=url, options=find_options(url))
     except CheckpointingException:
         raise
     except Exception as exc:  # a plugin may fail in any way
@@ -59,6 +65,29 @@ def open_folder(url: str, plugins: PluginManager) -> RemoteFolder:
             f"object, or None for a URL that it does not serve (plugins that serve URLs: {names})"
         )
     return folder
+
+
+def find_options(url: str) -> dict[str, str]:
+    """Return what the file of ``SHARDCKPT_STORES`` says of the bucket of a URL; ``{}`` if nothing.
+
+    Raises:
+        CheckpointingException: the file cannot be read, or is no object of buckets with an object of texts each.
+    """
+    file = settings.stores_file()
+    if file is None:
+        return {}
+    try:
+        found = _STORES.validate_json(Path(file).read_bytes())
+    except OSError as exc:
+        raise CheckpointingException(f"{settings.STORES}={file}: cannot read it: {exc.strerror}") from exc
+    except ValidationError as exc:
+        # not the values: they may be keys
+        wrong = "; ".join(f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in exc.errors()[:3])
+        raise CheckpointingException(
+            f'{settings.STORES}={file}: expected {{"s3://bucket": {{"endpoint": "https://...", ...}}, ...}}: {wrong}'
+        ) from None
+    scheme, _, rest = url.partition("://")
+    return found.get(f"{scheme}://{rest.partition('/')[0]}", {})
 
 
 def name_stored_siblings(url: str, plugins: PluginManager) -> str:

@@ -485,7 +485,7 @@ def shardckpt_filesystem(url):
     assert found == ["event"]
     assert sys.modules[module].seen == []
     assert len(manager.hook.shardckpt_event.get_hookimpls()) == 1
-    assert manager.hook.shardckpt_filesystem(url="watched://") == "a folder"
+    assert manager.hook.shardckpt_filesystem(url="watched://", options={}) == "a folder"
 
 
 def test_a_misspelt_variable_is_named(

@@ -16,10 +16,11 @@ import fsspec  # type: ignore[import-untyped]
 from shardckpt import settings
 from shardckpt.errors import StorageError
 from shardckpt.integrations import multipart
+from shardckpt.integrations.s3_options import SCHEMES, make_s3fs_options
 from shardckpt.storage import find_problem, mask_password, plan_upload
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Collection, Mapping
     from pathlib import Path
 
     from shardckpt.storage import PendingUpload
@@ -35,12 +36,14 @@ class FsspecFolder:
         url: The URL, without a slash at its end.
         filesystem: fsspec's filesystem of the protocol.
         root: The folder's path in that filesystem.
+        options: As for :func:`open_folder`.
     """
 
-    def __init__(self, url: str, filesystem: Any, root: str) -> None:
+    def __init__(self, url: str, filesystem: Any, root: str, options: Mapping[str, str] = {}) -> None:
         self.url = url
         self._filesystem = filesystem
         self._root = root
+        self._options = options
         #: Bytes of parts that an upload may hold; None for as many as the settings say.
         self._room: int | None = None
 
@@ -115,12 +118,12 @@ class FsspecFolder:
 
     def uploads(self) -> list[PendingUpload] | None:
         """Return the multipart uploads that have not ended: those of S3; other filesystems show none."""
-        is_s3 = self.url.partition("://")[0] in multipart.SCHEMES
-        return multipart.list_uploads(self.url) if is_s3 else []
+        is_s3 = self.url.partition("://")[0] in SCHEMES
+        return multipart.list_uploads(self.url, self._options) if is_s3 else []
 
     def abort_upload(self, upload: PendingUpload) -> None:
         """Abort one of these."""
-        multipart.abort_upload(self.url, upload)
+        multipart.abort_upload(self.url, upload, self._options)
 
     def _put(self, name: str, path: Path) -> None:
         limits = plan_upload(self._room, path.stat().st_size)
@@ -181,11 +184,12 @@ def _find_time(entry: dict[str, Any]) -> float | None:
     return float(found) if isinstance(found, int | float) else None
 
 
-def open_folder(url: str) -> FsspecFolder | None:
+def open_folder(url: str, options: Mapping[str, str] = {}) -> FsspecFolder | None:
     """Open the folder at a URL.
 
     Args:
         url: The URL; ``outer::inner://`` chains two protocols.
+        options: Of the bucket, beside what the environment says.
 
     Returns:
         The folder, or None if fsspec does not know a protocol of the URL.
@@ -203,8 +207,8 @@ def open_folder(url: str) -> FsspecFolder | None:
         raise StorageError(
             f"cannot open {mask_password(url)}: fsspec has no package for {protocol}:// ({exc})"
         ) from exc
-    filesystem, root = fsspec.core.url_to_fs(url)
-    return FsspecFolder(url, filesystem, root)
+    filesystem, root = fsspec.core.url_to_fs(url, **make_s3fs_options(url, options))
+    return FsspecFolder(url, filesystem, root, options)
 
 
 __all__ = ["FsspecFolder", "open_folder"]

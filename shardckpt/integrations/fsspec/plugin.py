@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 @hookimpl
-def shardckpt_filesystem(url: str) -> RemoteFolder | None:
+def shardckpt_filesystem(url: str, options: dict[str, str]) -> RemoteFolder | None:
     """Return the folder at a URL, or None if fsspec is not installed or does not know the protocol."""
     try:
         from shardckpt.integrations.fsspec.folder import open_folder
@@ -19,4 +19,4 @@ def shardckpt_filesystem(url: str) -> RemoteFolder | None:
         if exc.name == "fsspec":
             return None
         raise
-    return open_folder(url)
+    return open_folder(url, options)

@@ -1,4 +1,4 @@
-"""The folder at a URL, by obstore, which takes credentials, region and endpoint from the environment."""
+"""The folder at a URL, by obstore; credentials, region and endpoint come from its options or the environment."""
 
 from __future__ import annotations
 
@@ -19,10 +19,12 @@ from shardckpt.errors import StorageError
 from shardckpt.integrations import multipart
 from shardckpt.integrations.fsspec import shardckpt_filesystem as open_by_fsspec
 from shardckpt.integrations.obstore.streamed_object import StreamedObject
+from shardckpt.integrations.s3_options import SCHEMES, make_obstore_options
+from shardckpt.plugins import find_options
 from shardckpt.storage import find_problem, fit_parts, mask_secrets, plan_upload
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator
+    from collections.abc import Callable, Collection, Iterator, Mapping
     from pathlib import Path
 
     from obstore.store import ObjectStore
@@ -63,15 +65,22 @@ class ObstoreFolder:
         store: obstore's store of the bucket.
         prefix: The folder's path in the bucket, without slashes at its ends.
         reopen: Makes the folder in another process, given the URL: a pickle has neither store nor credentials.
+        options: As for :func:`open_folder`.
     """
 
     def __init__(
-        self, url: str, store: ObjectStore, prefix: str, reopen: Callable[[str], ObstoreFolder] | None = None
+        self,
+        url: str,
+        store: ObjectStore,
+        prefix: str,
+        reopen: Callable[[str], ObstoreFolder] | None = None,
+        options: Mapping[str, str] = {},
     ) -> None:
         self.url = url
         self._store = store
         self._prefix = prefix
         self._reopen = reopen
+        self._options = options
         #: Bytes of parts that an upload may hold; None for as many as the settings say.
         self._room: int | None = None
 
@@ -185,12 +194,12 @@ class ObstoreFolder:
 
     def uploads(self) -> list[PendingUpload] | None:
         """Return the multipart uploads that have not ended, by s3fs; None without it, or of another store than S3."""
-        is_s3 = self.url.partition("://")[0] in multipart.SCHEMES
-        return multipart.list_uploads(self.url) if is_s3 else None
+        is_s3 = self.url.partition("://")[0] in SCHEMES
+        return multipart.list_uploads(self.url, self._options) if is_s3 else None
 
     def abort_upload(self, upload: PendingUpload) -> None:
         """Abort one of these."""
-        multipart.abort_upload(self.url, upload)
+        multipart.abort_upload(self.url, upload, self._options)
 
     def _list_level(self, method: str, convert: Callable[[Any], Any]) -> Any:
         try:
@@ -214,7 +223,7 @@ class ObstoreFolder:
             StorageError: fsspec, or its package for the protocol, is not installed.
         """
         try:
-            folder = open_by_fsspec(self.url)
+            folder = open_by_fsspec(self.url, {**self._options})
         except StorageError:  # it has no package for the protocol
             folder = None
         if folder is None:
@@ -290,7 +299,12 @@ class ObstoreFolder:
 
 @functools.lru_cache(8)
 def _open_store(
-    bucket: str, variables: tuple[tuple[str, str], ...], timeout: int, attempts: int, _: int
+    bucket: str,
+    variables: tuple[tuple[str, str], ...],
+    options: tuple[tuple[str, str], ...],
+    timeout: int,
+    attempts: int,
+    _: int,
 ) -> ObjectStore:
     """Open a bucket; one that was opened before is used again, with its connections.
 
@@ -299,13 +313,16 @@ def _open_store(
     Args:
         bucket: Its URL.
         variables: The environment that configures the client.
+        options: Of the bucket.
         timeout: Seconds that a request may take.
         attempts: At each request.
         _: Another number makes another client.
     """
     endpoints = [value for name, value in variables if name in _ENDPOINTS]
+    endpoints += [value for name, value in options if name == "endpoint"]
     return from_url(
         bucket,
+        **make_obstore_options(bucket, dict(options)),
         client_options={
             "timeout": timedelta(seconds=timeout),
             "allow_http": any(value.startswith("http://") for value in endpoints),
@@ -322,14 +339,24 @@ def _split_url(url: str) -> tuple[str, str]:
     return f"{scheme}://{bucket}", path.strip("/")
 
 
-def open_folder(url: str) -> ObstoreFolder:
-    """Open the folder at a URL such as ``s3://bucket/path``; no request is sent."""
+def open_folder(url: str, options: Mapping[str, str] = {}) -> ObstoreFolder:
+    """Open the folder at a URL such as ``s3://bucket/path``; no request is sent.
+
+    Args:
+        url: The URL.
+        options: Of the bucket, beside what the environment says.
+    """
     bucket, prefix = _split_url(url)
     # a client reads its configuration once: with another one, and after a while, there is another client
     variables = tuple(sorted((name, value) for name, value in os.environ.items() if name.startswith(_CONFIGURING)))
-    options = settings.remote_timeout(), settings.remote_attempts()
-    store = _open_store(bucket, variables, *options, int(time.monotonic() / _SECONDS_OF_USE))
-    return ObstoreFolder(url.rstrip("/"), store, prefix, open_folder)
+    limits = settings.remote_timeout(), settings.remote_attempts()
+    given = tuple(sorted(options.items()))
+    store = _open_store(bucket, variables, given, *limits, int(time.monotonic() / _SECONDS_OF_USE))
+    return ObstoreFolder(url.rstrip("/"), store, prefix, _reopen, options)
+
+
+def _reopen(url: str) -> ObstoreFolder:
+    return open_folder(url, find_options(url))
 
 
 def _shorten(error: BaseException) -> str:

@@ -14,7 +14,7 @@ _SCHEMES = frozenset({"s3", "s3a", "gs", "az", "adl", "azure", "abfs", "abfss"})
 
 
 @hookimpl(tryfirst=True)  # before fsspec, which spools
-def shardckpt_filesystem(url: str) -> RemoteFolder | None:
+def shardckpt_filesystem(url: str, options: dict[str, str]) -> RemoteFolder | None:
     """Return the folder at a URL, or None if obstore is not installed or does not serve the protocol."""
     if url.partition("://")[0] not in _SCHEMES:
         return None
@@ -24,4 +24,4 @@ def shardckpt_filesystem(url: str) -> RemoteFolder | None:
         if exc.name == "obstore":
             return None
         raise
-    return open_folder(url)
+    return open_folder(url, options)

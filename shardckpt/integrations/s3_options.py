@@ -1,0 +1,74 @@
+"""Options of a bucket in ``SHARDCKPT_STORES``, as the clients of S3 call them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from shardckpt.errors import CheckpointingException, name_known
+from shardckpt.storage import mask_password
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+#: The URLs whose store is S3.
+SCHEMES = frozenset({"s3", "s3a"})
+#: Of options with one name for all clients: what obstore calls each, and s3fs.
+_NAMES = {
+    "endpoint": ("endpoint", "endpoint_url"),
+    "region": ("region", "region_name"),
+    "access_key_id": ("access_key_id", "key"),
+    "secret_access_key": ("secret_access_key", "secret"),
+    "session_token": ("session_token", "token"),
+}
+_PROFILE = "profile"
+
+
+def make_obstore_options(url: str, options: Mapping[str, str]) -> dict[str, Any]:
+    """Return what ``obstore.store.from_url`` takes for the options of a URL; those of other stores are obstore's own.
+
+    Raises:
+        CheckpointingException: an option of S3 is not known; a profile needs boto3.
+    """
+    if url.partition("://")[0] not in SCHEMES:
+        return {"config": dict(options)} if options else {}
+    _check(url, options)
+    found: dict[str, Any] = {"config": {_NAMES[name][0]: text for name, text in options.items() if name != _PROFILE}}
+    if _PROFILE in options:
+        try:
+            import boto3  # type: ignore[import-untyped]
+            from obstore.auth.boto3 import Boto3CredentialProvider
+        except ModuleNotFoundError as exc:
+            raise CheckpointingException(
+                f"{url}: the option 'profile' needs boto3: pip install boto3, or give access_key_id and "
+                "secret_access_key"
+            ) from exc
+        session = boto3.Session(profile_name=options[_PROFILE])
+        found["credential_provider"] = Boto3CredentialProvider(session)
+        if session.region_name:
+            found["config"].setdefault("region", session.region_name)
+    return found
+
+
+def make_s3fs_options(url: str, options: Mapping[str, str]) -> dict[str, Any]:
+    """Return what fsspec takes for the options of a URL; those of other stores are the filesystem's own.
+
+    Raises:
+        CheckpointingException: an option of S3 is not known.
+    """
+    if url.partition("://")[0] not in SCHEMES:
+        return dict(options)
+    _check(url, options)
+    found: dict[str, Any] = {_NAMES[name][1]: text for name, text in options.items() if name in _NAMES}
+    if "region_name" in found:
+        found["client_kwargs"] = {"region_name": found.pop("region_name")}
+    return found | {name: text for name, text in options.items() if name == _PROFILE}
+
+
+def _check(url: str, options: Mapping[str, str]) -> None:
+    unknown = options.keys() - {*_NAMES, _PROFILE}
+    if unknown:
+        wrong = min(unknown)
+        raise CheckpointingException(
+            f"{mask_password(url)}: SHARDCKPT_STORES has the option {wrong!r}, which S3 does not "
+            f"{name_known(wrong, [*_NAMES, _PROFILE], 'options', limit=10)}"
+        )
