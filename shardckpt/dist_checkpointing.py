@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import sys
 from contextlib import ExitStack, contextmanager
@@ -61,6 +62,8 @@ if TYPE_CHECKING:
     LoadChoice = str | tuple[str, int] | LoadStrategy | None
     SaveChoice = str | tuple[str, int] | SaveStrategy | None
     Preprocess = Callable[[CommonStateDict], CommonStateDict] | None
+
+logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 
@@ -471,7 +474,12 @@ def remove_sharded_tensors(
     comm = Comm(process_group)
     with comm.local_phase("reading the arguments"):
         directory = locate_local(checkpoint_dir, "take keys out of")
-    return remove_keys(directory, key_prefix, comm, get_plugin_manager(), dry_run=dry_run)
+    report = remove_keys(directory, key_prefix, comm, get_plugin_manager(), dry_run=dry_run)
+    if not report.keys and comm.is_main:
+        logger.warning(
+            "no tensor or object of %s has a key that begins with %r: nothing is removed", directory, key_prefix
+        )
+    return report
 
 
 def check_is_distributed_checkpoint(checkpoint_dir: PathLike) -> bool:

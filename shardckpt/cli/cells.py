@@ -54,44 +54,38 @@ def cut_middle(text: str, most: int, gap: str = "...") -> str:
     return f"{cut(text, most - len(gap) - tail)}{gap}{_cut_beginning(text, tail)}"
 
 
-def cut_words(text: str, most: int) -> str:
-    """Return the first words of a text that take at most so many cells; of a longer word, its beginning."""
-    if measure(text) <= most:
-        return text
-    beginning = cut(text, most) or text[:1]
-    return beginning.rpartition(" ")[0].rstrip() or beginning
+def wrap(text: str, most: int, first: int = 0) -> list[str]:
+    """Return the lines of a text, each of at most so many cells, broken at blanks, but at none of a command.
 
+    A command stands between backquotes: a part of one that is copied alone would be another. Likewise a longer word,
+    such as JSON or a path, is not broken: a line has it alone.
 
-def wrap(text: str, most: int) -> list[str]:
-    """Return the lines of a text, each of at most so many cells, broken at blanks where there are any."""
-    lines = []
-    while text := text.lstrip():
-        lines.append(cut_words(text, most))
-        text = text[len(lines[-1]) :]
-    return lines
+    Args:
+        text: The text.
+        most: Cells of a line.
+        first: Cells of the first line, by default as many; of a shorter one that has no room for the first word, none.
+    """
+    parts = text.split("`")
+    parts[1::2] = [part.replace(" ", "\0") for part in parts[1::2]]
+    lines, room = [""], first or most
+    for word in "`".join(parts).split(" "):
+        longer = f"{lines[-1]} {word}" if lines[-1] else word
+        if measure(longer) <= room or (not lines[-1] and room >= most):
+            lines[-1] = longer
+        else:
+            lines.append(word)
+            room = most
+    return [line.rstrip().replace("\0", " ") for line in lines]
 
 
 def fit_line(text: str, stream: TextIO) -> str:
-    """Return a line for a stream: for a terminal, lines of its width, broken at blanks, but at none of a command.
-
-    A command stands between backquotes: a part of one that is copied alone would be another. What has line ends is laid
-    out already.
-    """
+    """Return a line for a stream: for a terminal, lines of its width. What has line ends is laid out already."""
     if "\n" in text or not stream.isatty():
         return text
     width = shutil.get_terminal_size().columns
     if measure(text) <= width:
         return text
-    parts = text.split("`")
-    parts[1::2] = [part.replace(" ", "\0") for part in parts[1::2]]
-    lines = [""]
-    for word in "`".join(parts).split(" "):
-        longer = f"{lines[-1]} {word}" if lines[-1] else word
-        if measure(longer) <= width or not lines[-1].strip():
-            lines[-1] = longer
-        else:
-            lines.append(f"{_BELOW}{word}")
-    return "\n".join(lines).replace("\0", " ")
+    return f"\n{_BELOW}".join(wrap(text, width - len(_BELOW), width))
 
 
 def _cut_beginning(text: str, most: int) -> str:
@@ -110,4 +104,4 @@ def _measure_char(char: str) -> int:
     return 2 if unicodedata.east_asian_width(char) in ("W", "F") else 1
 
 
-__all__ = ["cut", "cut_middle", "cut_words", "fit_line", "measure", "measure_widest", "pad", "pad_all", "wrap"]
+__all__ = ["cut", "cut_middle", "fit_line", "measure", "measure_widest", "pad", "pad_all", "wrap"]

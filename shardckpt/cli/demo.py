@@ -46,7 +46,7 @@ def run(options: Any) -> int:
     say(f"The code that ran, to copy from: {Path(demo.__file__).with_name('train.py')}")
     if options.dir is not None:
         checkpoint = Path(options.dir).absolute() / "checkpoints" / f"step-{options.steps}"
-        say(f"The checkpoint stays; check its bytes with: shardckpt verify {checkpoint}")
+        say(f"The checkpoint stays; check its bytes with: `shardckpt verify {checkpoint}`")
     return 0
 
 

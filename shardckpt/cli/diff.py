@@ -160,16 +160,16 @@ def _advise_names(report: DiffReport, options: Any) -> str:
         if prefix:
             return (
                 f"no name is in both, but those of {other} are in {one} behind {prefix!r}: "
-                f"shardckpt diff {one} {other} --prefix {escape_text(prefix)}"
+                f"`shardckpt diff {one} {other} --prefix {escape_text(prefix)}`"
             )
     for names, hub, one, other in ((first, second, *places), (second, first, *reversed(places))):
         if MEGATRON_NAME in names and "model.embed_tokens.weight" in hub:
-            return f"no name is in both, since {one} has Megatron's: shardckpt diff {one} {other} --mapping megatron"
+            return f"no name is in both, since {one} has Megatron's: `shardckpt diff {one} {other} --mapping megatron`"
     renames = _find_renames(*shapes)
     if renames:
         given = " ".join(f"--rename {escape_text(old)}={escape_text(new)}" for old, new in renames.items())
         call = f"shardckpt diff {options.first} {options.second} {given}"
-        return f"no name is in both, but some have the same end: {call}"
+        return f"no name is in both, but some have the same end: `{call}`"
     one, other = (escape_text(min(names)) for names in (first, second))
     return (
         f"no name is in both (the first has {one}, the second {other}): --rename OLD=NEW reads names of the first as "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from shardckpt.cli.output import say_error, show_json
 from shardckpt.errors import CheckpointingException, UnsafePickleError
@@ -11,6 +11,7 @@ from shardckpt.errors import CheckpointingException, UnsafePickleError
 if TYPE_CHECKING:
     import argparse
 
+_E = TypeVar("_E", bound=Exception)
 
 #: The functions of verbs that take classes, by verb: their module, name, and the verb's options that are arguments.
 _CALLS = {
@@ -27,6 +28,24 @@ def show_failure(error: BaseException, message: str, code: int, options: argpars
     if options.as_json:
         show_json({"error": {"type": type(error).__name__, "message": message}, "exit_code": code})
     return code
+
+
+def name_siblings(error: _E, options: argparse.Namespace) -> _E | CheckpointingException:
+    """Return the error that nothing is at a URL which a verb was given with what is beside it; any other as it is."""
+    given = [each for value in vars(options).values() for each in (value if isinstance(value, list) else [value])]
+    urls = [each for each in given if isinstance(each, str) and "://" in each]
+    if not urls or not isinstance(error, CheckpointingException):
+        return error
+    from shardckpt.engine import locate
+    from shardckpt.plugins import ABSENT, get_plugin_manager, name_stored_siblings
+
+    plugins = get_plugin_manager()
+    absent = [url for url in urls if ABSENT in str(error) and f"{locate(url, plugins)} {ABSENT}" in str(error)]
+    if not absent or not (beside := name_stored_siblings(absent[0], plugins)):
+        return error
+    from shardckpt.distributed import replace_text
+
+    return replace_text(error, f"{error} {beside}").with_traceback(error.__traceback__)
 
 
 def print_error(error: Exception, options: argparse.Namespace) -> None:

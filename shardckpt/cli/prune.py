@@ -26,6 +26,7 @@ import argparse
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from shardckpt.cli.cells import cut, measure
 from shardckpt.cli.exit_codes import FAILED, FINE, FOUND
 from shardckpt.cli.folders import refuse_checkpoint
 from shardckpt.cli.output import Output
@@ -36,6 +37,9 @@ if TYPE_CHECKING:
 
     from shardckpt.engine import PruneResult
     from shardckpt.manager import CheckpointSummary, StepResult
+
+#: Terminal cells of the name of what goes, at most: those of staging directories have two ids.
+_LONGEST_NAME = 50
 
 
 def add(verbs: Any) -> None:
@@ -191,18 +195,23 @@ class Pruned(NamedTuple):
 
 
 def _describe(found: Pruned, options: Any, policies: Sequence[Any]) -> list[str]:
+    from shardckpt.cli.amounts import format_bytes
+
     lines = fit_table(("checkpoint", "verification"), found.verified) if found.verified else []
     for what, results in (("checkpoint", found.steps), ("leftover", found.leftovers)):
         if what == "leftover" and _chooses_steps(options, policies) and not found.steps:
             lines.append(f"{options.path} has no directory of a step")
         if results:
-            rows = [(r.path, r.nbytes, _name_result(r, options)) for r in results]
-            lines += fit_table((what, "bytes", "result"), rows)
+            rows = [(_name_row(r, options.path), format_bytes(r.nbytes), _name_result(r, options)) for r in results]
+            lines += fit_table((what, "size", "result"), rows)
     if found.unseen:
         lines.append(found.unseen)
     if options.path is not None and not found.everything:
         lines += _describe_inner_leftovers(options.path)
-    return [*lines, f"{found.freed:,} bytes {'would be ' * options.dry_run}freed"]
+    if all(result.kept for result in found.everything):
+        return [*lines, "nothing was found to remove"]
+    where = "" if options.path is None else f" in {options.path}"
+    return [*lines, f"{found.freed:,} bytes {'would be ' * options.dry_run}freed{where}"]
 
 
 def _chooses_steps(options: Any, policies: Sequence[Any]) -> bool:
@@ -339,6 +348,20 @@ def _make_policies(options: Any) -> list[Any]:
     for metric, mode, count in options.keep_best:
         policies.append(KeepBest(metric, count, mode))
     return policies
+
+
+def _name_row(result: PruneResult | StepResult, folder: str | None) -> str:
+    """Return the name of what is in the folder, of what goes without the end of a long one; the path of what is not.
+
+    What stays is named in full: its result may ask for its removal by hand.
+    """
+    from shardckpt.engine import locate
+    from shardckpt.plugins import get_plugin_manager
+
+    path = str(result.path)
+    name = path if folder is None else path.removeprefix(f"{locate(folder, get_plugin_manager())}/")
+    is_long = name != path and not result.kept and measure(name) > _LONGEST_NAME
+    return f"{cut(name, _LONGEST_NAME - 3)}..." if is_long else name
 
 
 def _name_result(result: PruneResult | StepResult, options: Any) -> str:

@@ -35,13 +35,18 @@ def run(options: Any) -> Output:
     """
     from shardckpt.cli.amounts import format_many
     from shardckpt.cli.progress import show_progress
-    from shardckpt.dist_checkpointing import load_sharded_metadata, remove_sharded_tensors
+    from shardckpt.dist_checkpointing import load_sharded_metadata
+    from shardckpt.distributed import Comm
+    from shardckpt.engine import locate_local
     from shardckpt.errors import KeyMismatchError, name_prefixes
+    from shardckpt.maintenance import remove_keys
+    from shardckpt.plugins import get_plugin_manager
 
+    directory, plugins = locate_local(options.directory, "take keys out of"), get_plugin_manager()
     with named_folders(options.directory):
         before = load_sharded_metadata(options.directory)
     with show_progress("remove"):
-        report = remove_sharded_tensors(options.directory, options.prefix, dry_run=options.dry_run)
+        report = remove_keys(directory, options.prefix, Comm(alone=True), plugins, dry_run=options.dry_run)
     if not report.keys:
         raise KeyMismatchError(
             f"{options.directory}: 0 of {format_many(len(before), 'key')} removed: no tensor or object has a key that "

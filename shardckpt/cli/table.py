@@ -7,7 +7,7 @@ import sys
 from operator import add
 from typing import TYPE_CHECKING, Any
 
-from shardckpt.cli.cells import cut_middle, cut_words, measure, measure_widest, pad, pad_all, wrap
+from shardckpt.cli.cells import cut_middle, measure, measure_widest, pad, pad_all, wrap
 from shardckpt.cli.colour import Painted, colour, has_colours
 from shardckpt.errors import escape_text
 
@@ -131,14 +131,13 @@ def _wrap_lasts(
 ) -> str:
     """Return a table of which what a line has no room for in the last column stands below its row, and names above."""
     before = sum(measure_widest(column) + 2 for column in [*zip(names, *cells, strict=True)][:-1])
-    firsts = [cut_words(row[-1], max(width - before, _LAST)) for row in cells]
-    shown = table(names, [[*row[:-1], first] for row, first in zip(cells, firsts, strict=True)], styles, styled)
+    lasts = [wrap(row[-1], max(width - len(_BELOW), _LAST), max(width - before, _LAST)) for row in cells]
+    shown = table(names, [[*row[:-1], first] for row, (first, *_) in zip(cells, lasts, strict=True)], styles, styled)
     is_painted = isinstance(shown, Painted)
     head, rule, *lines = shown.split("\n")
     whole = [head, rule]
     painted: Sequence[Style] = styles or [""] * len(cells)
-    for line, row, name, first, style in zip(lines, cells, above, firsts, painted, strict=True):
-        rest = wrap(row[-1][len(first) :], max(width - len(_BELOW), _LAST))
+    for line, name, (_, *rest), style in zip(lines, above, lasts, painted, strict=True):
         whole += [
             *filter(None, [name]),
             line,

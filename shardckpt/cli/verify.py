@@ -6,7 +6,8 @@ have the right dtypes and sizes.
 
 Hugging Face folders and files of safetensors have neither: headers, lengths and the index are compared.
 
-Of several checkpoints, or a folder of them, only files with a fault are listed; the exit code is the highest of all.
+Files and bytes are those that are checked; shardckpt.json and metadata.json, by which they are, count in ls alone. Of
+several checkpoints, or a folder of them, only files with a fault are listed; the exit code is the highest of all.
 What else is in a folder is counted and named as skipped; a folder of checkpoints in it is, too, but with -r.
 
 With --mark the verdict is kept beside the checkpoint: ls shows it, a CheckpointManager does not load a failed step, and
@@ -27,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardckpt.cli.colour import paint
 from shardckpt.cli.exit_codes import FAILED
-from shardckpt.cli.failure import print_error
+from shardckpt.cli.failure import name_siblings, print_error
 from shardckpt.cli.output import Output
 from shardckpt.cli.table import fit_table
 from shardckpt.errors import CheckpointingException, IncompleteCheckpointError, escape_text, listed
@@ -104,7 +105,7 @@ def run(options: Any) -> Output:
         try:
             found = find_checkpoints(path, recursive=options.recursive)
         except CheckpointingException as exc:
-            answers.append(Answer(path, (), FAILED, exc))
+            answers.append(Answer(path, (), FAILED, name_siblings(exc, options)))
             continue
         paths.update(dict.fromkeys(found.paths))
         skipped.update({each.path: each for each in found.skipped})
@@ -199,9 +200,10 @@ def _describe(answers: Sequence[Answer]) -> Iterator[str]:
         verdicts: list[tuple[Any, ...]] = []
         for answer in answers:
             own = [file for file in answer.files if not file.foreign]
-            size = format_bytes(sum(file.nbytes for file in own)) if own else "-"
-            verdicts.append((answer.path, len(own) or "-", size, explain_verdict(answer)))
-        yield from fit_table(("checkpoint", "files", "size", "result"), verdicts, [*map(_find_style, answers)])
+            size = format_bytes(sum(file.nbytes for file in own))
+            checked = f"{format_many(len(own), 'file')}, {size}" if own else "-"
+            verdicts.append((answer.path, checked, explain_verdict(answer)))
+        yield from fit_table(("checkpoint", "checked", "result"), verdicts, [*map(_find_style, answers)])
         counts = Counter(map(_name_verdict, answers))
         said = ", ".join(f"{count} {verdict}" for verdict, count in counts.items())
         yield f"{format_many(len(answers), 'checkpoint')}: {said}"

@@ -297,7 +297,7 @@ def purge_thread(purge_queue: Any) -> None:
     """
     while not isinstance(path := purge_queue.get(), Terminate):
         try:
-            result = manager.remove_step(path)
+            result = manager.remove_step(*manager.split_path(os.fspath(path)))
         except CheckpointingException as exc:
             logger.warning("%s", exc)
             continue

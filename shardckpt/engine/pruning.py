@@ -37,7 +37,7 @@ from shardckpt.engine.locations import locate, locate_local
 from shardckpt.engine.progress import Progress
 from shardckpt.errors import CheckpointingException, StorageError
 from shardckpt.manifest import GENERATION, INTEGRITY_NAME, MARKER_NAME, RECORD_NAME, find_generation
-from shardckpt.plugins import choose_reader, get_plugin_manager, read_manifest
+from shardckpt.plugins import ABSENT, choose_reader, get_plugin_manager, read_manifest
 from shardckpt.storage import (
     AbortsUploads,
     ListsFolders,
@@ -232,7 +232,7 @@ def explain_unseen_uploads(path: str | os.PathLike[str]) -> str:
     if (remote := on_store(locate(path, get_plugin_manager()))) is None or _list_uploads(remote) is not None:
         return ""
     return (
-        f"parts that killed saves have sent to {remote} are not seen from here, and are paid for: pip install s3fs "
+        f"parts that killed saves have sent to {remote} are not seen from here, and are paid for: `pip install s3fs` "
         "(for s3://) and allow s3:ListBucketMultipartUploads, or let the bucket remove them (S3: a lifecycle rule with "
         "AbortIncompleteMultipartUpload, DaysAfterInitiation: 1)"
     )
@@ -390,7 +390,7 @@ def _prune_store(
     names = list_folders(place) if isinstance(folder, ListsFolders) else []
     names = [name for name in names if not re.fullmatch(GENERATION, name)]  # the checkpoint's own
     if not names and not attempt("list", place, folder.files):
-        raise StorageError(f"{place} has no objects: give the URL of a checkpoint, or of a folder of checkpoints")
+        raise StorageError(f"{place} {ABSENT}")
     results = clear_unfinished(place, ["", *names], plugins, older_than, dry_run=dry_run)
     aborted = {result.path for result in results if not result.kept}
     return results + [

@@ -304,10 +304,13 @@ def find_saver(strategy: Any, plugins: PluginManager, others: Collection[str] = 
         )
     entries = plugins.registry.entries(StrategyAction.SAVE_SHARDED)
     names = ", ".join([f"{entry.backend} {entry.version}" for entry in entries] + [*others]) or "none"
-    near = ask_nearest(backend, {*(entry.backend for entry in entries), *others} - {backend})
+    if near := ask_nearest(backend, {*(entry.backend for entry in entries), *others} - {backend}):
+        raise UnknownBackendError(
+            f"no installed strategy saves {strategy!r} ({near}installed: {names}){plugins.faults_text()}"
+        )
+    advice = "If a plugin brings it, install its distribution on every rank, or name it in SHARDCKPT_PLUGINS"
     if plugins.registry.entries(StrategyAction.LOAD_SHARDED, backend):
-        near = f"{backend} is read, and not written"
-    advice = near or "If a plugin brings it, install its distribution on every rank, or name it in SHARDCKPT_PLUGINS"
+        advice = f"{backend} is read, and not written"
     raise UnknownBackendError(
-        f"no installed strategy saves {strategy!r}; installed: {names}. {advice.rstrip()}{plugins.faults_text()}"
+        f"no installed strategy saves {strategy!r}; installed: {names}. {advice}{plugins.faults_text()}"
     )

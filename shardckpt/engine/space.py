@@ -90,7 +90,7 @@ def make_space_error(target: Path, needed: int, free: int) -> NotEnoughSpaceErro
     nbytes = _count_leftovers(folder)
     if nbytes:
         texts.append(
-            f"What interrupted saves have left there could go, {format_bytes(nbytes)}: shardckpt prune {folder}."
+            f"What interrupted saves have left there could go, {format_bytes(nbytes)}: `shardckpt prune {folder}`."
         )
     else:
         texts.append("Interrupted saves have left nothing there that could go: remove something else.")

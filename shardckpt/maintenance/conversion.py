@@ -281,6 +281,7 @@ class Conversion:
             if not self.saver.supports_objects:
                 refuse_objects(objects, self.saver, self.plugins)
             self._write_checkpoint(operation, proof, self.saver, tensors, objects, common, overwrite=overwrite)
+        self._warn_of_plain_objects(plain_objects)  # when it is written: the target may be refused
         many = sum(not isinstance(shard, PlainObject) for shard in objects)
         return _Written(tensors, many, left_out, plain_objects, rewritten, unmatched)
 
@@ -431,13 +432,15 @@ class Conversion:
         return file.rewritten
 
     def _list_plain_objects(self, stored: OpenCheckpoint) -> list[str]:
-        """Return the keys of the PlainObjects if they are not written, after a warning with their names."""
+        """Return the keys of the PlainObjects if they are not written."""
         is_written = self.saver is not None and self.saver.stores_plain_objects and not self.options.prefix
         if is_written or not isinstance(stored.strategy, ReadsPlainObjects):
             return []
         with stored.operation.local_phase("reading plain objects"):
-            keys = stored.strategy.list_plain_objects(stored.context)
-        if keys and self.kind != FOLDER:  # of a folder with the model alone, nobody expects an optimizer's
+            return stored.strategy.list_plain_objects(stored.context)
+
+    def _warn_of_plain_objects(self, keys: Sequence[str]) -> None:
+        if keys:
             logger.warning(
                 "converting %s: %s leaves out %s for readers of other libraries alone: %s",
                 self.source,
@@ -445,7 +448,6 @@ class Conversion:
                 format_many(len(keys), "object"),
                 listed(keys, limit=3),
             )
-        return keys
 
     def _box_bytes(self) -> int:
         """Return the most bytes of a box: the writer holds some at a time, one is being read, and one copied."""

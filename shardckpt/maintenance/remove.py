@@ -112,9 +112,6 @@ def _remove(directory: Path, prefix: str, operation: Operation, *, dry_run: bool
     with CheckpointReader(place, manifest, verify=True) as reader:
         removal = strategy.remove(prefix, reader)
         if not removal.keys:
-            logger.warning(
-                "no tensor or object of %s has a key that begins with %r: nothing is removed", directory, prefix
-            )
             return RemovalReport(bytes_before=before, bytes_after=before)
         removal = _renew_fingerprints(reader, removal)
         if not dry_run:

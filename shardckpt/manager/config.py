@@ -156,8 +156,8 @@ class CheckpointConfig(BaseModel):
             directory, for tools that want one; None for no such file. A load does not read it.
         links: Whether ``folder`` has the symbolic links ``latest`` and, where a metric is named as for ``best_step``,
             ``best``, which lead to these steps after each save and removal, and hold none. On a store there are no
-            links; the commands of ``shardckpt`` that read a checkpoint take ``FOLDER/latest`` and ``FOLDER/best``
-            there, and without links, too.
+            links, and a warning says so; the commands of ``shardckpt`` that read a checkpoint take ``FOLDER/latest``
+            and ``FOLDER/best`` there, and without links, too.
         async_mode: Who writes a checkpoint. ``disabled``: the training process, in ``save``. ``async``: a thread of
             it. ``async_with_pinned_mem``: another process, which reads from pinned, shared memory. In any case.
         on_busy: What ``save`` does while the previous checkpoint is still being written: ``wait`` for it, or ``skip``

@@ -42,7 +42,7 @@ from shardckpt.manager.summaries import (
     name_below,
 )
 from shardckpt.manifest import FINGERPRINTS_NAME, MARKER_NAME, RECORD_NAME, Manifest
-from shardckpt.plugins import choose_reader, get_plugin_manager, hold_checkpoint, name_stored_siblings
+from shardckpt.plugins import ABSENT, choose_reader, get_plugin_manager, hold_checkpoint
 from shardckpt.storage import (
     CheckpointReader,
     HasFolders,
@@ -95,8 +95,7 @@ def list_checkpoints(folder: str | os.PathLike[str], *, recursive: bool = False)
     found = _list(folder, place, plugins, recursive=recursive, above=())
     remote = on_store(place)
     if not found and remote is not None and not list_objects(remote.folder):
-        advice = f"give a folder of checkpoints, or a checkpoint {name_stored_siblings(remote.folder.url, plugins)}"
-        raise StorageError(f"{place} does not exist, or has no objects: {advice}".rstrip())
+        raise StorageError(f"{place} {ABSENT}")
     return found
 
 
@@ -176,7 +175,8 @@ def find_checkpoints(path: str, *, recursive: bool = False) -> FoundCheckpoints:
     skipped = [each for each in listed_ones if not each.is_checkpoint]
     once = {each.path: each for each in found}  # links name what is there by its own name, too: that one is kept
     once.update((each.path, each) for each in found if each.path.endswith(f"/{each.name}"))
-    return FoundCheckpoints([f"{path.rstrip('/')}/{each.name}" for each in once.values()], skipped)
+    above = "" if path == "." else f"{path.rstrip('/')}/"
+    return FoundCheckpoints([f"{above}{each.name}" for each in once.values()], skipped)
 
 
 def _list_below(place: Path) -> dict[str, dict[str, int]] | None:

@@ -46,6 +46,12 @@ class StoredSettings(NamedTuple):
     links: bool
 
 
+def read_save_time(content: Any) -> float | None:
+    """Return when the manager that saved a step did so, in seconds since 1970, as its ``content_metadata`` says."""
+    managed = content.get(CONTENT_KEY) if isinstance(content, dict) else None
+    return read_metric(managed.get("saved_at")) if isinstance(managed, dict) else None
+
+
 def read_settings(content: Any) -> StoredSettings:
     """Return what the ``content_metadata`` of a step says; another program may have written anything there."""
     managed = content.get(CONTENT_KEY) if isinstance(content, dict) else None

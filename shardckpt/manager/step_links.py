@@ -115,6 +115,13 @@ def begin_links(folder: StepFolder) -> None:
             not replace it.
     """
     if not has_local_files(folder.place):
+        logger.warning(
+            "links=True writes nothing to %s: object stores have no links. The commands of shardckpt take %s/latest "
+            "and /best without them; for other tools latest_pointer='latest' in its place keeps an object that names "
+            "the newest step",
+            folder,
+            folder,
+        )
         return
     steps = [folder.inspect_step(step) for step in folder.steps()]
     has_own = _have_links(steps) or any(_leads_to_lost(folder, steps, folder.place / name) for name in LINKS)

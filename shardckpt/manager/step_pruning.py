@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -11,6 +10,7 @@ from shardckpt.engine import Progress, measure_freed
 from shardckpt.errors import CheckpointingException, name_known
 from shardckpt.manager.damage import find_damage
 from shardckpt.manager.garbage_collection import choose_steps, find_held, remove_steps
+from shardckpt.manager.holds import find_step
 from shardckpt.manager.retention import (
     explain_policy,
     find_needed_steps,
@@ -18,11 +18,11 @@ from shardckpt.manager.retention import (
     steps_to_remove,
 )
 from shardckpt.manager.step_links import find_moves, find_own_links
-from shardckpt.manager.step_names import NAMINGS, parse_step, split_path
 from shardckpt.manager.steps import StepFolder
 from shardckpt.plugins import get_plugin_manager
 
 if TYPE_CHECKING:
+    import os
     from collections.abc import Callable, Collection, Mapping
 
     from shardckpt.manager.damage import Damage
@@ -117,30 +117,25 @@ def prune_steps(
     ]
 
 
-def remove_step(path: str | os.PathLike[str]) -> StepResult:
+def remove_step(folder: str | os.PathLike[str], step: int | str) -> StepResult:
     """Remove the checkpoint of one step. Not collective: one process calls.
 
     The rules are those of :func:`prune_steps`: a step that a load would take next, or that is held, stays.
 
     Args:
-        path: The step's directory or URL, with any name of a step (``step-<n>``, ``iter_<n>``, ...).
+        folder: The directory or URL of the steps.
+        step: The step, or the name of its directory, such as ``ckpt_000010``, as :func:`pin_step` takes it.
 
     Returns:
         What became of it.
 
     Raises:
-        CheckpointingException: the name is not a step's.
-        StorageError: the folder that has it cannot be listed.
+        CheckpointingException: the name is not a step's, or several directories are of this step.
+        StorageError: the folder cannot be listed.
     """
-    folder, name = split_path(os.fspath(path))
-    parent = StepFolder(folder, get_plugin_manager())
-    steps = next((each for each in parent.list_namings() if each.names.parse(name) is not None), None)
-    step = parse_step(name)
-    if step is None:
-        known = ", ".join(f"{each.prefix}<n>" for each in NAMINGS)
-        raise CheckpointingException(f"{path}: its name is not a step's ({known}): nothing is removed")
-    if steps is None or step not in steps.steps():
-        return StepResult(str(path), step, kept="it does not exist")
+    steps, step = find_step(folder, step)
+    if step not in steps.steps():
+        return StepResult(str(steps.place / steps.names.name(step)), step, kept="it does not exist")
 
     def keep_others(checkpoints: StepMetrics) -> list[int]:
         return [each for each in checkpoints if each != step]

@@ -8,7 +8,14 @@ from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 from shardckpt.distributed import replace_text
-from shardckpt.errors import CheckpointingException, CorruptCheckpointError, StorageError, listed, name_known
+from shardckpt.errors import (
+    CheckpointingException,
+    CorruptCheckpointError,
+    NotACheckpointError,
+    StorageError,
+    listed,
+    name_known,
+)
 from shardckpt.maintenance import list_local_names
 from shardckpt.manager.retention import KeepBest
 from shardckpt.manager.steps import MissingStatesError
@@ -154,12 +161,16 @@ def check_step(folder: StepFolder, step: int) -> int:
     there = f"the {other}steps {numbers}" if steps else f"no {other}steps"
     if (older := _find_older(folder, step)) >= 0:
         there += f"; the newest whole one before it is {older}: manager.load(step={older})"
+    elif steps and step not in found_steps:
+        there += f"; the nearest is {min(steps, key=lambda other: abs(other - step))}"
     if found.error is not None and step in found_steps:
         there += (
             f"\n`shardckpt verify {folder.path(step)}` says what is damaged; `shardckpt prune {folder} --damaged` "
             "removes such steps, and saves that did not end"
         )
-    raise replace_text(error, f"step {step} cannot be loaded: {error}\nin {folder} there are {there}")
+    # the error of a path has the names beside it, which are the steps
+    why = "it does not exist" if steps and type(error) is NotACheckpointError and step not in found_steps else error
+    raise replace_text(error, f"step {step} cannot be loaded: {why}\nin {folder} there are {there}")
 
 
 def find_best(folder: StepFolder, metric: str, mode: Literal["min", "max"]) -> int | None:

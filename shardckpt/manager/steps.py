@@ -18,7 +18,7 @@ from shardckpt.errors import (
     listed,
 )
 from shardckpt.manager.marks import find_mark
-from shardckpt.manager.metrics import CONTENT_KEY, read_metric, read_metrics
+from shardckpt.manager.metrics import CONTENT_KEY, read_metrics, read_save_time
 from shardckpt.manager.retention import Metrics
 from shardckpt.manager.step_names import MARKS_NAME, STEPS, StepNames, find_namings
 from shardckpt.manifest import RECORD_NAME
@@ -124,7 +124,7 @@ class StepCheckpoint:
     @property
     def metrics(self) -> Metrics:
         """The metrics that ``CheckpointManager.save`` was given for the step, and when it was saved."""
-        saved_at = read_metric(self._managed.get("saved_at"))
+        saved_at = read_save_time(self.content)
         return Metrics(
             read_metrics(self.content),
             self.changed_at if saved_at is None else saved_at,

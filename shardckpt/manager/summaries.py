@@ -10,7 +10,7 @@ from shardckpt.commit import HOLDS_NAME
 from shardckpt.engine import find_local, find_save_time, measure
 from shardckpt.errors import CheckpointingException, format_many, listed
 from shardckpt.maintenance import FILE_SUFFIXES, describe_foreign, list_inside, list_local_names
-from shardckpt.manager.metrics import read_metrics, read_settings
+from shardckpt.manager.metrics import read_metrics, read_save_time, read_settings
 from shardckpt.manager.step_links import LINKS
 from shardckpt.manager.step_names import MARKS_NAME, parse_step
 from shardckpt.manifest import FINGERPRINTS_NAME, MARKER_NAME, find_generation
@@ -48,7 +48,7 @@ class CheckpointSummary:
             never committed. ``other``: nothing shows that a checkpoint was ever there.
         reason: Why it is not whole; ``""`` if it is.
         step: The step of the training, as stored, or else as the name says.
-        saved_at: When it was committed, in seconds since 1970; None on a store.
+        saved_at: When it was committed, in seconds since 1970; on a store, when a manager saved it, else None.
         nbytes: Size on disk in bytes, other files in the directory included.
         strategy: ``backend@version``; ``""`` if it is not known.
         writer: The release that wrote it, such as ``shardckpt 0.1.0``, or ``shardckpt`` if its record was lost;
@@ -249,6 +249,7 @@ def add_record(summary: CheckpointSummary, record: PlainRecord | Record, lineage
     return replace(
         summary,
         step=summary.step if lineage.step is None else lineage.step,
+        saved_at=read_save_time(record.content_metadata) if summary.saved_at is None else summary.saved_at,
         strategy=f"{record.backend}@{record.version}",
         writer=", ".join(f"{name} {version}" for name, version in record.writer.items()),
         metrics=read_metrics(record.content_metadata),

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
         parse_file,
         read_manifest,
     )
-    from shardckpt.plugins.stores import find_options, name_stored_siblings, open_folder
+    from shardckpt.plugins.stores import ABSENT, find_options, name_stored_siblings, open_folder
 
 # lazy: ``shardckpt.hookimpl`` must not import torch
 __getattr__ = lazy_getattr(
@@ -68,11 +68,12 @@ __getattr__ = lazy_getattr(
             "parse_file",
             "read_manifest",
         ),
-        "stores": ("find_options", "name_stored_siblings", "open_folder"),
+        "stores": ("ABSENT", "find_options", "name_stored_siblings", "open_folder"),
     },
 )
 
 __all__ = [
+    "ABSENT",
     "Accept",
     "Event",
     "Identity",

@@ -200,7 +200,7 @@ class StrategyRegistry:
         if self._default is None:
             raise PluginError(
                 "no default strategy is registered: the distribution metadata of shardckpt was not found; "
-                "install the project (pip install -e .), again after entry points were added"
+                "install the project (`pip install -e .`), again after entry points were added"
             )
         return self._default.backend, self._default.version
 

@@ -42,7 +42,7 @@ from shardckpt.manifest import HUB_FILES, MARKER_LIMIT, MARKER_NAME, RECORD_LIMI
 from shardckpt.plugins.entries import StrategyAction, get_strategy_key
 from shardckpt.plugins.origin import describe_origin, name_origin
 from shardckpt.plugins.registry import parse_key, parse_keys
-from shardckpt.plugins.stores import open_folder
+from shardckpt.plugins.stores import ABSENT, open_folder
 from shardckpt.storage import (
     ParseCache,
     RelativePath,
@@ -388,19 +388,31 @@ def _recognise_directory(directory: Path, plugins: PluginManager) -> Manifest:
             return Manifest(backend=entry.backend, version=version, recognised_as=entry.backend)
     with wrap_os_errors("list", directory):
         names = sorted(path.name for path in directory.iterdir())
+    raise _unrecognised_error(directory, names)
+
+
+def _unrecognised_error(directory: Path, names: Collection[str]) -> CannotLoadError:
+    """Return the error of a directory that no strategy recognises: what it is, as the names of what is in it show."""
+    text = f"{directory} is not a distributed checkpoint"
     if not names:
-        raise NotACheckpointError(f"{directory} is not a distributed checkpoint: it is an empty directory")
+        return NotACheckpointError(f"{text}: it is an empty directory")
     if can_rename(directory) and (inner := _list_checkpoints(directory)):
-        raise NotACheckpointError(
-            f"{directory} is not a distributed checkpoint: it is a folder of {format_many(len(inner), 'checkpoint')}: "
-            f"give one, such as {directory / max(inner, key=natural_order)}"
+        return NotACheckpointError(
+            f"{text}: it is a folder of {format_many(len(inner), 'checkpoint')}: give one, such as "
+            f"{directory / max(inner, key=natural_order)}"
+        )
+    hidden = [name for name in names if is_temporary(name)]
+    if hidden and all(name.startswith(".") for name in names):
+        return IncompleteCheckpointError(
+            f"{text}: it has nothing but what saves or removals that did not end have left ({listed(hidden, limit=3)}):"
+            f" `shardckpt prune {directory} --dry-run` says what may go; without --dry-run, it goes"
         )
     if other := describe_legacy_megatron(directory, names) or _OF_HUB * bool(HUB_FILES.intersection(names)):
-        raise IncompleteCheckpointError(f"{directory} is not a distributed checkpoint: it is {other}")
-    raise IncompleteCheckpointError(
-        f"{directory} is not a distributed checkpoint, or a save to it did not end: it has no {MARKER_NAME}, nor "
-        f"another library's index, such as DCP's .metadata (found {listed(names, limit=3)}). If it was complete once, "
-        "restore that file from a copy; `shardckpt ls` names files of other formats"
+        return IncompleteCheckpointError(f"{text}: it is {other}")
+    return IncompleteCheckpointError(
+        f"{text}, or a save to it did not end: it has no {MARKER_NAME}, nor another library's index, such as DCP's "
+        f".metadata (found {listed(names, limit=3)}). If it was complete once, restore that file from a copy; "
+        "`shardckpt ls` names files of other formats"
     )
 
 
@@ -433,7 +445,7 @@ def _list_checkpoints(directory: Path) -> list[str]:
 
 def _absent_error(directory: Path) -> CannotLoadError:
     if not can_rename(directory):
-        return NotACheckpointError(f"{directory} does not exist, or has no objects")
+        return NotACheckpointError(f"{directory} {ABSENT}")
     replaced = list_replaced_checkpoints(directory)
     if replaced:
         return IncompleteCheckpointError(
@@ -520,7 +532,7 @@ def _refusal_error(
         )
     migrations = plugins.registry.migrations(manifest.backend, manifest.version)
     if migrations:
-        advice = f"Rewrite it as version {migrations[0].to_version}: shardckpt migrate {directory} NEW"
+        advice = f"Rewrite it as version {migrations[0].to_version}: `shardckpt migrate {directory} NEW`"
     else:
         first = f" ({first_reader} was the first to read it)" if first_reader else ""
         advice = f"There is no migration: read it with an older release than {readers[0].distribution}{first}"

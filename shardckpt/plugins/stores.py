@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 #: A scheme at the start of a URL, or of a part of one that chains several.
 _SCHEME = re.compile(r"(?:^|(?<=::))[A-Za-z][A-Za-z0-9+.-]*(?=::|://)")
 
+#: What is said behind a URL at which nothing is. The command adds what is beside it.
+ABSENT = "does not exist, or has no objects"
 #: Options by the URL of a bucket, without a path and a slash at its end.
 _STORES = TypeAdapter(dict[Annotated[str, Field(pattern=r"^[a-z][a-z0-9+.-]*://[^/]+$")], dict[str, str]])
 #: What every RemoteFolder has, beside its ``url``.
@@ -51,9 +53,9 @@ def open_folder(url: str, plugins: PluginManager) -> RemoteFolder:
     if folder is None:
         raise StorageError(
             f"cannot open {mask_password(url)}: no installed plugin serves {url.partition('://')[0]}:// (plugins that "
-            f"serve URLs: {names}). pip install 'shardckpt[obstore]' for s3://, gs:// and az://, or "
-            "pip install 'shardckpt[fsspec]' and what fsspec needs for the protocol (gcsfs for gs://), or pip install "
-            f"'shardckpt[msc]' for msc://{plugins.faults_text()}"
+            f"serve URLs: {names}). `pip install 'shardckpt[obstore]'` for s3://, gs:// and az://, or "
+            "`pip install 'shardckpt[fsspec]'` and what fsspec needs for the protocol (gcsfs for gs://), or "
+            f"`pip install 'shardckpt[msc]'` for msc://{plugins.faults_text()}"
         )
     lacks = [name for name in _METHODS if not callable(getattr(folder, name, None))]
     if lacks or not isinstance(getattr(folder, "url", None), str):

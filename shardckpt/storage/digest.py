@@ -134,8 +134,8 @@ def digest_functions(algorithm: str) -> tuple[Digest, JoinedDigest]:
         joined = found.load_joined() if found.load_joined is not None else lambda pieces: digest(b"".join(pieces))
     except ImportError as exc:
         raise CheckpointingException(
-            f"digests are {algorithm!r}, which needs {found.extra} on every rank: pip install "
-            f"'shardckpt[{found.extra}]'; {settings.VERIFY_READS}=0 loads without checking ({exc})"
+            f"digests are {algorithm!r}, which needs {found.extra} on every rank: "
+            f"`pip install 'shardckpt[{found.extra}]'`; {settings.VERIFY_READS}=0 loads without checking ({exc})"
         ) from exc
     return digest, joined
 

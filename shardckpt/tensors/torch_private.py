@@ -39,7 +39,7 @@ def check_torch(version: str) -> None:
         oldest = ".".join(map(str, OLDEST_TORCH))
         raise ImportError(
             f"shardckpt needs torch {oldest} or newer, and found torch {version} in {torch.__path__[0]}: "
-            f"run pip install 'torch>={oldest}' in this environment"
+            f"run `pip install 'torch>={oldest}'` in this environment"
         )
 
 

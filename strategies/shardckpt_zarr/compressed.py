@@ -47,7 +47,7 @@ def decompress(data: bytes, name: str, nbytes: int, source: str) -> bytearray:
         numcodecs: Any = importlib.import_module("numcodecs")  # it has no types
     except ImportError as exc:
         raise CheckpointingException(
-            f"{source} is compressed with {name!r}, which needs numcodecs: pip install 'shardckpt[zarr]'"
+            f"{source} is compressed with {name!r}, which needs numcodecs: `pip install 'shardckpt[zarr]'`"
         ) from exc
     place = _SIZES[name]
     if place is not None and int.from_bytes(data[place], "little") != nbytes:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from shardckpt.cli import main
-from shardckpt.cli.cells import cut, cut_middle, cut_words, fit_line, measure, measure_widest, pad, pad_all, wrap
+from shardckpt.cli.cells import cut, cut_middle, fit_line, measure, measure_widest, pad, pad_all, wrap
 from shardckpt.cli.table import fit_table, grouped_table
 from shardckpt.cli.table import table as make_table
 from shardckpt.manager import pin_step
@@ -33,13 +34,12 @@ def test_a_text_has_as_many_cells_as_a_terminal_gives_it(text: str, cells: int) 
 
 
 def test_texts_are_cut_at_cells() -> None:
-    """No part has more cells than there are, a mark stays with its letter, and lines end with words."""
+    """No part has more cells than there are, a mark stays with its letter, and lines end with whole words."""
     assert (cut(WIDE, 3), cut(COMBINED, 1), cut("abc", 2)) == (WIDE[0], COMBINED[:2], "ab")
     assert cut_middle(WIDE * 6, 12) == f"{WIDE[0]}...{WIDE[1]}{WIDE}"
     assert measure(cut_middle(f"{WIDE * 9}{COMBINED * 9}", 12)) <= 12
-    assert (cut_words("ab cd", 4), cut_words(f"{WIDE} cd", 5), cut_words("abcdef", 4)) == ("ab", WIDE, "abcd")
     assert wrap(f"{WIDE} ab  cd {WIDE}", 5) == [WIDE, "ab", "cd", WIDE]
-    assert wrap(WIDE, 1) == [*WIDE]
+    assert wrap(f"ab {WIDE} cd", 2, 1) == ["", "ab", WIDE, "cd"]
 
 
 def _columns_of(lines: Sequence[str], marks: Sequence[str]) -> set[int]:
@@ -49,7 +49,7 @@ def _columns_of(lines: Sequence[str], marks: Sequence[str]) -> set[int]:
 
 def test_columns_begin_below_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     """In a pipe and on a terminal, whatever the letters of names are; no line is wider than the terminal."""
-    rows = [(WIDE * 3, "1"), (COMBINED, "2"), ("plain", "3 " + WIDE * 30)]
+    rows = [(WIDE * 3, "1"), (COMBINED, "2"), ("plain", "3" + f" {WIDE}" * 30)]
     assert len(_columns_of(make_table(("name", "n"), rows).split("\n")[2:], "123")) == 1
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     monkeypatch.setenv("COLUMNS", "80")
@@ -103,6 +103,21 @@ def test_a_long_line_is_broken_on_a_terminal_and_no_command_in_it(monkeypatch: p
     assert any("prune" in each and "--dry-run`" in each for each in lines)
     assert fit_line(WIDE * 50, sys.stdout) == WIDE * 50
     assert fit_line("`a b", sys.stdout) == "`a b"
+
+
+def test_what_is_to_be_copied_is_not_broken(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The content of a lost ``metadata.json`` has a line to itself in ``ls`` and ``verify``, and is JSON."""
+    written = json.loads((checkpoint / "metadata.json").read_text())
+    (checkpoint / "metadata.json").unlink()
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("NO_COLOR", "1")
+    for verb in (["ls"], ["verify"], ["verify", str(checkpoint)]):
+        assert main([*verb, str(checkpoint)]) == 1
+        copied = [line for line in capsys.readouterr().out.splitlines() if line.lstrip().startswith("{")]
+        assert [*map(json.loads, copied)] == [written]
 
 
 @table(

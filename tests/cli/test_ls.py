@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from shardckpt import dist_checkpointing as dc
 from shardckpt.cli import main
 from shardckpt.integrations.fsspec.folder import FsspecFolder
-from shardckpt.manager import list_checkpoints, listing
+from shardckpt.manager import CheckpointConfig, CheckpointManager, list_checkpoints, listing
 from shardckpt.mapping import ShardedTensor
 from shardckpt.plugins import get_plugin_manager, hookimpl
 from tests.backends import Backend, both, both_in_proof
@@ -334,6 +334,17 @@ def test_ls_of_a_url_takes_few_requests(backend: Backend, counted: str) -> None:
     assert [found[f"step-{step}"].state for step in range(3)] == ["whole"] * 3
     assert found["step-0"].nbytes > found["other-7"].nbytes == 1
     assert {each.state for each in found.values() if each.name.startswith("other")} == {"other"}
+
+
+def test_ls_of_a_url_shows_the_age_of_managers_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It is in their records, which are read in any case: no request is made for it."""
+    config = CheckpointConfig(folder=f"local://{tmp_path}/run", interval=1)
+    with CheckpointManager(config, {"m": torch.nn.Linear(1, 1)}) as manager:
+        manager.save(1)
+    assert main(["ls", f"local://{tmp_path}/run"]) == 0
+    header, _, row, *_ = capsys.readouterr().out.splitlines()
+    assert header.split()[:3] == ["checkpoint", "step", "age"]
+    assert row.split()[:2] == ["step-1", "1"]
 
 
 @both_in_proof

@@ -88,10 +88,10 @@ def test_ls_shows_the_step_of_any_name(tmp_path: Path, capsys: pytest.CaptureFix
 
 
 def test_one_step_of_any_name_is_removed(tmp_path: Path) -> None:
-    """``remove_step`` takes the same names; the newest stays."""
+    """``remove_step`` takes numbers and names as ``pin_step`` does; the newest stays."""
     _save(tmp_path, ["ckpt_000010", "ckpt_000020"])
-    assert not remove_step(tmp_path / "ckpt_000010").kept
-    assert remove_step(tmp_path / "ckpt_000020").kept == "it is the newest"
+    assert not remove_step(tmp_path, "ckpt_000010").kept
+    assert remove_step(tmp_path, 20).kept == "it is the newest"
     assert _names(tmp_path) == {"ckpt_000020"}
 
 

@@ -257,6 +257,18 @@ def test_verify_of_many(tmp_path: Path, checkpoint: Path, capsys: pytest.Capture
     assert absent["error"] in shown.err
 
 
+def test_what_is_here_is_named_without_a_path(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """``verify .`` names the checkpoints in the working directory as ``ls`` does, not as ``./name``."""
+    save_plain_dcp(checkpoint.parent)
+    monkeypatch.chdir(checkpoint.parent)
+    for options in ([], ["-r"]):
+        assert main(["verify", ".", *options]) == 0
+        rows = capsys.readouterr().out.splitlines()[2:4]
+        assert {row.split()[0] for row in rows} == {each.name for each in checkpoint.parent.iterdir()}
+
+
 def test_verify_says_in_its_answer_why_there_are_no_files(
     tmp_path: Path, checkpoint: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

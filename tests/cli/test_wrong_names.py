@@ -102,7 +102,7 @@ ROWS = [
     # formats, dtypes, mappings
     ("convert runs/step-1 new --to torch_dits", "did you mean torch_dist?"),
     ("convert runs/step-1 new --to torhc", "did you mean torch?"),
-    ("convert runs/step-1 new --to hff", "did you mean hf?"),
+    ("convert runs/step-1 new --to hff", "saves 'hff' (did you mean hf? installed: "),
     ("convert runs/step-1 new --to huggingface", "did you mean hf?"),
     (
         "convert runs/step-1 new --to torch_dist@9",
@@ -189,6 +189,12 @@ def test_a_name_that_matches_nothing_is_an_error(
         assert not out, "an error is the only answer"
     assert _list_all(tmp_path) == before
     assert {path.name for path in (tmp_path / "place").iterdir()} == {"assets", "runs"}
+
+
+def test_an_error_stands_alone(runs: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A prefix of no key is said once: no warning says the same before the error."""
+    assert main(["remove", str(runs / "runs" / "step-2"), "modle."]) == 2
+    assert not caplog.records
 
 
 def test_each_verb_has_rows() -> None:

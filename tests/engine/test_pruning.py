@@ -302,6 +302,10 @@ def test_longer_names_are_refused_before_anything_is_written(ranks: Ranks, tmp_p
     assert list_names(tmp_path) == ["ckpt"]
 
 
+def _read_rows(capsys: pytest.CaptureFixture[str]) -> dict[str, str]:
+    return {line.split()[0]: " ".join(line.split()[1:]) for line in capsys.readouterr().out.splitlines()}
+
+
 def test_the_command_prunes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A row for each leftover: what it frees, and whether it went, or why not; --dry-run removes nothing."""
     save_version(tmp_path / "ckpt", OLD)
@@ -309,17 +313,17 @@ def test_the_command_prunes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     aside = _set_aside(tmp_path / "ckpt", owners.dead())
     before = samples.listing(tmp_path)
     assert main(["prune", str(tmp_path), "--dry-run"]) == 0
-    rows = {line.split()[0]: line.split(maxsplit=2)[1:] for line in capsys.readouterr().out.splitlines()}
-    assert rows[str(left)] == ["6", "would be removed"]
+    rows = _read_rows(capsys)
+    assert rows[left.name[:47] + "..."] == "6 B would be removed"
     assert samples.listing(tmp_path) == before
     assert main(["prune", str(tmp_path)]) == 0
-    rows = {line.split()[0]: line.split(maxsplit=2)[1:] for line in capsys.readouterr().out.splitlines()}
-    assert rows[str(left)] == ["6", "removed"]
-    assert rows[str(aside)][1] == "removed"
-    assert rows[str(far)][1].startswith("kept: of a process of another host")
+    rows = _read_rows(capsys)
+    assert rows[left.name[:47] + "..."] == "6 B removed"
+    assert rows[aside.name[:47] + "..."].endswith(" removed")
+    assert "kept: of a process of another host" in rows[far.name]
     assert list_names(tmp_path) == sorted(["ckpt", far.name])
     assert main(["prune", str(tmp_path / "gone"), "--older-than", "0"]) == 0
-    assert capsys.readouterr().out.endswith("6 bytes freed\n")
+    assert capsys.readouterr().out.endswith(f"6 bytes freed in {tmp_path}/gone\n")
     assert list_names(tmp_path) == ["ckpt"]
 
 
@@ -330,7 +334,7 @@ def test_the_command_fails_with_two(
     assert main(["prune", str(tmp_path / "nowhere")]) == 2
     assert "is no directory" in capsys.readouterr().err
     assert main(["prune", "memory://bucket/run"]) == 2
-    assert "memory://bucket/run has no objects" in capsys.readouterr().err
+    assert "memory://bucket/run does not exist, or has no objects" in capsys.readouterr().err
     with pytest.raises(SystemExit, match="2"):
         main(["prune"])
     left = owners.leave(tmp_path / "ckpt", owners.dead())

@@ -202,6 +202,10 @@ def test_plain_objects_that_are_left_out_are_reported(
     plain = PlainObject("own", 0.5, keys=("groups.0.lr", "groups.1.lr"))
     state = {"w": whole("w", torch.ones(3)), "plain": plain, "one": PlainObject("one", [1])}
     dc.save(state, tmp_path / "old", "torch_dist")
+    (tmp_path / "taken" / "other").mkdir(parents=True)
+    with pytest.raises(CheckpointingException, match="is not empty"):  # before it is said what would not be written
+        convert_checkpoint(tmp_path / "old", tmp_path / "taken", to)
+    assert not caplog.records
     report = convert_checkpoint(tmp_path / "old", tmp_path / "new", to)
     assert (report.objects, sorted(report.left_out)) == (0, ["groups.0.lr", "groups.1.lr", "one"])
     assert report.plain_objects == 3

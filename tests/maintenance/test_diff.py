@@ -277,10 +277,10 @@ def test_names_that_begin_otherwise_are_advised(tmp_path: Path, capsys: pytest.C
     for name, (model, optimizer) in {"old": ("app.model", "app.optim"), "new": ("model", "optimizer")}.items():
         save_values(tmp_path / name, {f"{model}.0.w": torch.ones(3), f"{optimizer}.state.0.w": torch.zeros(3)})
     old, new = str(tmp_path / "old"), str(tmp_path / "new")
-    advice = f"shardckpt diff {old} {new} --rename app.model=model --rename app.optim=optimizer"
+    call = f"shardckpt diff {old} {new} --rename app.model=model --rename app.optim=optimizer"
     assert main(["diff", old, new]) == 1
-    assert capsys.readouterr().out.splitlines()[-1].endswith(advice)
-    assert main(advice.split()[1:]) == 0
+    assert capsys.readouterr().out.splitlines()[-1].endswith(f"`{call}`")
+    assert main(call.split()[1:]) == 0
     capsys.readouterr()
     save_values(tmp_path / "other", {"x": torch.ones(3)})
     assert main(["diff", old, str(tmp_path / "other")]) == 1
@@ -312,7 +312,7 @@ def test_megatrons_names_beside_the_hubs_are_advised(tmp_path: Path, capsys: pyt
     megatron, hub = str(tmp_path / "m"), str(tmp_path / "hub")
     for places in ((megatron, hub), (hub, megatron)):
         assert main(["diff", *places, "--tensors-only"]) == 1
-        assert capsys.readouterr().out.splitlines()[-1].endswith(f"shardckpt diff {megatron} {hub} --mapping megatron")
+        assert f"`shardckpt diff {megatron} {hub} --mapping megatron`" in capsys.readouterr().out.splitlines()[-1]
 
 
 @table("optimizer", [False, True])
@@ -328,11 +328,11 @@ def test_names_that_lack_a_prefix_are_advised(
     save_values(tmp_path / "step", {f"{prefix}{key}": tensors[key] for prefix in prefixes for key in tensors})
     torch.save(tensors, tmp_path / "file.pt")
     step, file = str(tmp_path / "step"), str(tmp_path / "file.pt")
-    advice = f"shardckpt diff {step} {file} --prefix model."
+    call = f"shardckpt diff {step} {file} --prefix model."
     for places in ((step, file), (file, step)):
         assert main(["diff", *places, "--tensors-only"]) == 1
-        assert capsys.readouterr().out.splitlines()[-1].endswith(advice)
-    assert main(advice.split()[1:]) == 0
+        assert capsys.readouterr().out.splitlines()[-1].endswith(f"`{call}`")
+    assert main(call.split()[1:]) == 0
     capsys.readouterr()
     assert main(["diff", step, step, "--prefix", "model."]) == 1
     assert "without --prefix model., 2 tensors" in capsys.readouterr().out

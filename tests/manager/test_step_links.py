@@ -177,10 +177,12 @@ def test_a_kill_leaves_the_link_to_the_older_step(
     assert folders.names_in(tmp_path) == {"step-3", "latest", "best"}
 
 
-def test_a_store_has_no_links(tmp_path: Path) -> None:
-    """Nothing is written there for them, and saves and removals are as ever."""
+def test_a_store_has_no_links(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Nothing is written there for them, which one warning says; saves and removals are as ever."""
     with _save(f"local://{tmp_path}/run", {1: 0.1, 2: 0.5, 3: 0.4}, keep_latest_k=1) as manager:
         assert manager.steps() == [3]
+    (warning,) = (entry.getMessage() for entry in caplog.records if entry.levelname == "WARNING")
+    assert f"writes nothing to local://{tmp_path}/run: object stores have no links" in warning
     assert {path.name for path in (tmp_path / "run").iterdir() if not path.name.startswith(".")} == {"step-3"}
 
 

@@ -115,14 +115,16 @@ def test_what_nothing_reads_is_not_passed_over(ranks: Ranks, tmp_path: Path) -> 
 
 @backends.both_in_proof
 def test_a_certain_step_that_is_missing_is_an_error(ranks: Ranks, tmp_path: Path) -> None:
-    """All ranks raise it, and it lists the other steps that there are."""
+    """All ranks raise it, and it lists the other steps that there are once, with the nearest."""
     folders.save_all(tmp_path, 1, 20)
     errors = ranks.run(2, _error, str(tmp_path), 7)
     assert errors[0] == errors[1]
     kind, message = errors[0]
     assert kind == "NotACheckpointError"
-    assert "step 7 cannot be loaded" in message
-    assert "there are the steps 1, 20" in message
+    there = f"in {tmp_path} there are the steps 1, 20; the newest whole one before it is 1: manager.load(step=1)"
+    assert message.endswith(f"step 7 cannot be loaded: it does not exist\n{there}")
+    with pytest.raises(NotACheckpointError, match=r"not exist\nin .* the steps 1, 20; the nearest is 1$"):
+        _agree(str(tmp_path), 0)
     folders.lose_marker(tmp_path / "step-20")
     with pytest.raises(IncompleteCheckpointError, match=r"the other steps 1; the .*") as caught:  # not the refused one
         _agree(str(tmp_path), 20)

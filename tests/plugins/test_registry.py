@@ -417,7 +417,7 @@ def test_two_defaults_are_refused_by_name() -> None:
 
 def test_an_empty_registry_says_how_it_is_filled() -> None:
     """Without a default the reason is an installation without entry points, and the error says so."""
-    with pytest.raises(PluginError, match=r"pip install -e \."):
+    with pytest.raises(PluginError, match=r"`pip install -e \.`"):
         _ = StrategyRegistry().default
 
 

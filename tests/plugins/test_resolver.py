@@ -264,6 +264,15 @@ def test_a_checkpoint_that_lost_its_marker_is_incomplete(tmp_path: Path) -> None
     assert "found __0_0.distcp, common.pt" in _refusal(IncompleteCheckpointError, path, PluginManager())
 
 
+def test_a_folder_of_leftovers_alone_is_said_to_be_one(tmp_path: Path) -> None:
+    """Where a folder has nothing but a killed save's staging, the error names it, and the call that removes it."""
+    staging = commit.create_staging(tmp_path / "step-3", "1234" * 8)
+    (tmp_path / ".shardckpt-marks").mkdir()
+    text = _refusal(IncompleteCheckpointError, tmp_path, _host(_Load))
+    assert f"saves or removals that did not end have left ({staging.name}): `shardckpt prune {tmp_path}" in text
+    assert "copy" not in text
+
+
 def test_a_staging_directory_is_no_checkpoint(tmp_path: Path) -> None:
     """The directory of a save under way is refused even when all its files are there."""
     staging = commit.create_staging(tmp_path / "checkpoint", "1234")
@@ -422,7 +431,7 @@ def test_an_older_version_names_the_migration(tmp_path: Path) -> None:
     """Too old, with a migration installed: the command that rewrites it."""
     path = _saved(tmp_path / "checkpoint")
     text = _refusal(VersionTooOldError, path, _host(_Load2, migration=_OneToTwo))
-    assert f"Rewrite it as version 2: shardckpt migrate {path} NEW" in text
+    assert f"Rewrite it as version 2: `shardckpt migrate {path} NEW`" in text
     assert "_Load2 of this process: reads version 2" in text
 
 

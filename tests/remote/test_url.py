@@ -254,13 +254,23 @@ def test_what_a_store_cannot_do_is_refused(store: Store) -> None:
     jobs.check(store.url, 1.0)
 
 
-def test_a_url_without_objects_names_the_nearest(tmp_path: Path) -> None:
-    """A step and a run that are misspelt are asked about, as on a disk, by a listing."""
+@table(
+    "call",
+    [
+        *("ls {0}", "inspect {0}", "diff {0} {0}", "verify {0}", "export {0} new", "convert {0} new", "pin {0}"),
+        *("merge {0} {0} new", "migrate {0} new", "prune {0}", "prune {0} --keep-latest 2"),
+    ],
+)
+def test_a_url_without_objects_names_the_nearest(
+    tmp_path: Path, call: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A step and a run that are misspelt are asked about by every verb, as on a disk."""
+    monkeypatch.chdir(tmp_path)
     root = f"memory://{tmp_path.name}"
     jobs.save(f"{root}/run/step-10", 1.0)
     for url, near in ((f"{root}/run/step-11", "step-10"), (f"{root}/rum", "run")):
-        with pytest.raises(StorageError, match=rf"does not exist, or has no objects: .*\(did you mean {near}\?"):
-            list_checkpoints(url)
+        assert main(call.format(url).split()) == 2
+        assert f"{url} does not exist, or has no objects (did you mean {near}? in {root}" in capsys.readouterr().err
 
 
 def test_an_unknown_scheme_names_what_to_install(tmp_path: Path) -> None:

@@ -163,7 +163,7 @@ def test_leftovers_that_could_go_are_named(tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk", "4m") as disk:
         (owners.leave(disk / "other", owners.dead()) / "large").write_bytes(bytes(MIB))
         (owners.leave(disk / "third", owners.living()) / "large").write_bytes(bytes(MIB))
-        with pytest.raises(NotEnoughSpaceError, match=rf"could go, 1\.0 MB: shardckpt prune {disk}\."):
+        with pytest.raises(NotEnoughSpaceError, match=rf"could go, 1\.0 MB: `shardckpt prune {disk}`\."):
             dist_checkpointing.save(_large(3 * MIB), disk / "ckpt")
 
 
