@@ -69,7 +69,7 @@ def test_a_full_disk_is_pruned_first_if_asked(ranks: Ranks, tmp_path: Path) -> N
     """With on_full="prune" the oldest step goes before the save for which there was no space, on all ranks."""
     with small_disk(tmp_path / "disk", "2700k") as disk:
         assert ranks.run(2, _save_three, str(disk)) == [[2, 3], [2, 3]]
-    with small_disk(tmp_path / "disk", "1500k") as disk, _make_manager(disk, keep_latest_k=1, on_full="prune") as one:
+    with small_disk(tmp_path / "other", "1500k") as disk, _make_manager(disk, keep_latest_k=1, on_full="prune") as one:
         assert one.save(1)
         with pytest.raises(NotEnoughSpaceError):
             one.save(2)

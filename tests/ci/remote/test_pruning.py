@@ -106,7 +106,7 @@ def test_an_upload_of_nobody_goes_by_its_age(
     # moto says of each upload that it began in 2010
     found = multipart.list_uploads
     monkeypatch.setattr(
-        multipart, "list_uploads", lambda url: [u._replace(begun=time.time()) for u in found(url) or ()]
+        multipart, "list_uploads", lambda *place: [u._replace(begun=time.time()) for u in found(*place) or ()]
     )
     assert main(["prune", root]) == 0
     said = capsys.readouterr().out
