@@ -138,7 +138,7 @@ def test_who_may_not_list_uploads_still_prunes(
 ) -> None:
     """Listing uploads is a permission of its own: without it, of which one warning says, objects of dead saves go."""
 
-    def refuse(_url: str) -> None:
+    def refuse(*_: object) -> None:
         raise PermissionError("Access Denied")
 
     monkeypatch.setattr(multipart, "list_uploads", refuse)
