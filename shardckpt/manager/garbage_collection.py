@@ -87,6 +87,7 @@ class Choice(NamedTuple):
         chosen: Those of these that are to go.
         damage: What is wrong with others, and why some of these stay.
         needed: Those for whose sake the others can go: a load takes one of them then.
+        known: Those that were not looked at again.
     """
 
     found: dict[int, StepCheckpoint]
@@ -94,6 +95,7 @@ class Choice(NamedTuple):
     chosen: list[int]
     damage: dict[int, Damage]
     needed: list[int]
+    known: Collection[int]
 
     @property
     def doomed(self) -> list[int]:
@@ -128,14 +130,14 @@ def choose_steps(
     Raises:
         StorageError: the folder cannot be listed.
     """
-    found = {step: folder.inspect_step(step) for step in folder.steps()}
+    found, known = folder.inspect_steps()
     # No link: the rename would make a tombstone of the link, and leave the files where they are.
     places = {step: each for step, each in found.items() if not _place(folder, step).is_symlink()}
     damage = {step: fault for step, each in places.items() if (fault := judge(each)) is not None}
     counted = {step: each.metrics for step, each in places.items() if each.is_loadable and step not in damage}
     chosen = [step for step in choose(counted) if step in counted]
     needed = find_needed_steps({step: metrics for step, metrics in counted.items() if step not in chosen})
-    return Choice(found, counted, chosen, damage, [*needed])
+    return Choice(found, counted, chosen, damage, [*needed], known)
 
 
 def remove_steps(
@@ -197,8 +199,8 @@ def remove_steps(
         if each.error is not None and is_half_deleted(folder.path(each.step)):
             _try_to_remove(folder, each, [], judge)
     holds.drop_ended()
-    drop_marks(folder.find(MARKS_NAME), folder.directories())
-    _remove_leftovers(folder)
+    drop_marks(folder.find(MARKS_NAME), folder.directories)
+    _remove_leftovers(folder, [step for step in choice.found if step not in choice.known])
     return Removals(removed, kept, choice)
 
 
@@ -356,12 +358,16 @@ class GarbageCollector:
             logger.warning("cannot look for uploads to %s that have not ended", self._folder, exc_info=True)
 
 
-def _remove_leftovers(folder: StepFolder) -> None:
-    """Remove tombstones, staging directories and objects of killed saves; leave those whose process may live."""
+def _remove_leftovers(folder: StepFolder, steps: Collection[int] | None = None) -> None:
+    """Remove tombstones, staging directories and objects of killed saves; leave those whose process may live.
+
+    On a store, those in the places of some steps, if given: what is in the place of a step that was whole before is
+    left to the next manager.
+    """
     place = folder.place
     if (remote := on_store(place)) is not None:
-        steps = [name for name in folder.directories() if folder.names.parse(name) is not None]
-        for result in clear_unfinished(remote, steps, folder.plugins, dry_run=False):
+        names = [folder.names.name(step) for step in (folder.steps() if steps is None else steps)]
+        for result in clear_unfinished(remote, names, folder.plugins, dry_run=False):
             if result.error:
                 logger.warning("%s", result.error)
             elif result.is_removed:

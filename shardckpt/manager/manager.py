@@ -114,7 +114,10 @@ class CheckpointManager:
                 settings.check_variables()
                 self._folder = StepFolder(config.folder, get_plugin_manager())
                 config.check_names(self._states.names)
-        self._writer, self._parts = make_parts(config, self._states, process_group, allow_globals, fault_tolerance)
+        folder = self._folder if config.enable_checkpoint else None
+        self._writer, self._parts = make_parts(
+            config, folder, self._states, process_group, allow_globals, fault_tolerance
+        )
         #: Names of the states that parts save and load themselves.
         self._part_states = {name for part in self._parts for name in part.own_states}
         self._clock = SaveClock(config.save_when)

@@ -24,7 +24,7 @@ from shardckpt.plugins import get_plugin_manager, hold_checkpoint
 from shardckpt.storage import find_url, retry_if_replaced
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Callable, Collection
 
     from shardckpt.manifest import PlainRecord, Record
 
@@ -72,6 +72,11 @@ class Mark(SmallFile):
         return _identify(record) == (self.save_id, self.root)
 
 
+def name_mark(name: str) -> str:
+    """Return the name of the mark of a checkpoint whose directory has that name."""
+    return f"{name}{_SUFFIX}"
+
+
 def find_mark(place: Path, name: str, record: PlainRecord | Record | None) -> Mark | None:
     """Return the mark of a checkpoint; None if it has none, or that of another save. Not collective.
 
@@ -85,7 +90,7 @@ def find_mark(place: Path, name: str, record: PlainRecord | Record | None) -> Ma
     """
     if record is None:
         return None
-    path = place / f"{name}{_SUFFIX}"
+    path = place / name_mark(name)
     try:
         mark = Mark.read(path)
     except CorruptCheckpointError as exc:
@@ -162,23 +167,25 @@ def mark_checkpoint(
         writer=f"shardckpt {importlib.metadata.version('shardckpt')}",
     )
     place, name = _find_place(checkpoint)
-    SmallFiles(place).put(f"{name}{_SUFFIX}", mark.model_dump_json().encode())
+    SmallFiles(place).put(name_mark(name), mark.model_dump_json().encode())
     return mark
 
 
-def drop_marks(place: Path, existing: Collection[str]) -> None:
+def drop_marks(place: Path, list_existing: Callable[[], Collection[str]]) -> None:
     """Remove the marks of checkpoints that are gone, and the directory once it is empty. Not collective.
 
     Args:
         place: The directory of the marks.
-        existing: The names of the checkpoints that exist.
+        list_existing: Returns the names of the checkpoints that exist; asked only if there are marks.
 
     Raises:
         StorageError: the directory cannot be read.
     """
     marks = SmallFiles(place)
-    for name in marks.names():
-        is_gone = name.endswith(_SUFFIX) and name.removesuffix(_SUFFIX) not in existing
+    names = [name for name in marks.names() if name.endswith(_SUFFIX)]
+    existing = list_existing() if names else ()
+    for name in names:
+        is_gone = name.removesuffix(_SUFFIX) not in existing
         if is_gone and not (place / name).is_dir():  # no mark is a directory
             marks.drop(name)
     marks.clear()
@@ -210,4 +217,5 @@ __all__ = [
     "find_mark_of",
     "identify_save",
     "mark_checkpoint",
+    "name_mark",
 ]

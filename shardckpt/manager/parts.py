@@ -19,7 +19,6 @@ from shardckpt.manager.states import MODEL
 from shardckpt.manager.step_links import begin_links
 from shardckpt.manager.steps import MODEL_PREFIX, StepFolder
 from shardckpt.manager.writer import StepWriter
-from shardckpt.plugins import get_plugin_manager
 from shardckpt.storage import put_file
 
 if TYPE_CHECKING:
@@ -37,12 +36,13 @@ logger = logging.getLogger(__name__)
 
 def make_parts(
     config: CheckpointConfig,
+    folder: StepFolder | None,
     states: TrainingStates,
     process_group: ProcessGroup | None,
     allow_globals: tuple[Any, ...],
     fault_tolerance: FaultTolerance | None,
 ) -> tuple[StepWriter | None, list[ManagerPart]]:
-    """Collective: make the parts of a manager.
+    """Collective: make the parts of a manager, whose folder is None if it does nothing.
 
     Returns:
         The writer, None if no step is ever saved; and all parts, the writer first: it commits before the others react.
@@ -51,11 +51,10 @@ def make_parts(
     replica: list[ManagerPart] = []
     if fault_tolerance is not None:
         replica = [Replica(fault_tolerance, config, states, process_group, allow_globals)]
-    if config.load_only or not config.enable_checkpoint:
+    if config.load_only or folder is None:
         return None, replica
     parts: list[ManagerPart] = []
     with comm.collective_phase("beginning to save checkpoints"):
-        folder = StepFolder(config.folder, get_plugin_manager())
         if comm.is_main:
             # first: a removal must not begin while the file still names what may be removed
             if config.latest_pointer:
@@ -96,6 +95,7 @@ class Retention(ManagerPart):
             # A collection that is under way may have chosen to remove the old checkpoint of this step: it would remove
             # the new one.
             self._gc.wait()
+            self._folder.forget(step)
         if existing and existing[-1] > step:
             self._warn_once(
                 f"{self._folder} has steps after {step}, the newest is {existing[-1]}: a later load takes that one, "
@@ -139,6 +139,7 @@ class Retention(ManagerPart):
 
     def after_commit(self, step: int) -> None:
         """Submit a garbage collection that keeps the newest steps of this run."""
+        self._folder.forget(step)  # a look at it meanwhile has found the old one
         self._protected = self._protect(step)
         self._gc.submit(protected=self._protected)
 

@@ -184,6 +184,7 @@ def find_best(folder: StepFolder, metric: str, mode: Literal["min", "max"]) -> i
     Raises:
         CheckpointingException: no step has a finite value of the metric, or none is named.
     """
+    folder.forget()  # another process may have saved, marked or damaged any of them
     found = {each.step: each.metrics for each in folder.committed() if each.is_sound}
     if not found:
         return None

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from shardckpt.commit import HOLDS_NAME, Holds
+from shardckpt import settings
+from shardckpt.commit import HOLDS_NAME, Holds, SmallFiles
 from shardckpt.engine import find_incomplete_files, find_save_time, list_recorded_files, locate
 from shardckpt.errors import (
     CannotLoadError,
@@ -17,7 +20,7 @@ from shardckpt.errors import (
     format_many,
     listed,
 )
-from shardckpt.manager.marks import find_mark
+from shardckpt.manager.marks import find_mark, name_mark
 from shardckpt.manager.metrics import CONTENT_KEY, read_metrics, read_save_time
 from shardckpt.manager.retention import Metrics
 from shardckpt.manager.step_names import MARKS_NAME, STEPS, StepNames, find_namings
@@ -36,6 +39,7 @@ from shardckpt.storage import (
 
 if TYPE_CHECKING:
     import os
+    from collections.abc import Collection
     from pathlib import Path
 
     from shardckpt.manager.marks import Mark
@@ -152,6 +156,8 @@ class StepFolder:
         self.names = names
         #: The plugin manager.
         self.plugins = plugins
+        #: Whole steps of a store that this object has looked at: to look at one takes several requests.
+        self._known: dict[int, StepCheckpoint] = {}
 
     @property
     def holds(self) -> Holds:
@@ -183,10 +189,39 @@ class StepFolder:
         """Return all steps that have a directory, in ascending order, whatever the directory contains."""
         return sorted(step for step in map(self.names.parse, self.directories()) if step is not None)
 
-    def inspect_step(self, step: int) -> StepCheckpoint:
+    def inspect_steps(self) -> tuple[dict[int, StepCheckpoint], set[int]]:
+        """Inspect all steps, as :meth:`inspect_step` does; on a store, several at a time.
+
+        There a step that was whole and has no mark is not looked at again, until :meth:`forget`: before one is removed,
+        it is inspected once more.
+
+        Returns:
+            What was found of each, and which steps were not looked at again.
+        """
+        steps = self.steps()
+        if has_local_files(self.place):
+            return {step: self.inspect_step(step) for step in steps}, set()
+        marks = set(SmallFiles(self.find(MARKS_NAME)).names())
+        known = {step for step in steps if step in self._known and name_mark(self.names.name(step)) not in marks}
+        fresh = [step for step in steps if step not in known]
+        with ThreadPoolExecutor(settings.remote_threads(), "shardckpt-steps") as threads:
+            looked_at = dict(zip(fresh, threads.map(partial(self.inspect_step, marks=marks), fresh), strict=True))
+        found = {step: self._known[step] if step in known else looked_at[step] for step in steps}
+        self._known = {step: each for step, each in found.items() if each.is_loadable}
+        return found, known
+
+    def forget(self, step: int | None = None) -> None:
+        """Look at a step again, which was saved anew; by default, at all."""
+        self._known = {each: found for each, found in self._known.items() if step not in (None, each)}
+
+    def inspect_step(self, step: int, marks: Collection[str] | None = None) -> StepCheckpoint:
         """Inspect a step's directory: its JSON files, and that the other files exist with the right sizes.
 
         Another library's checkpoint has no record of its files: there its index says which they are.
+
+        Args:
+            step: The step.
+            marks: The names of the marks that there are, if they are known.
 
         Returns:
             What was found; an error of the checkpoint is stored there, not raised.
@@ -221,12 +256,14 @@ class StepFolder:
             if manifest is None:
                 return StepCheckpoint(step, error=_without_frames(exc))
             return StepCheckpoint(step, manifest, refusal=_without_frames(exc))
-        mark = find_mark(self.find(MARKS_NAME), self.names.name(step), found.record)
+        name = self.names.name(step)
+        has_mark = marks is None or name_mark(name) in marks
+        mark = find_mark(self.find(MARKS_NAME), name, found.record) if has_mark else None
         return StepCheckpoint(step, manifest, changed_at=_find_time(directory), mark=mark)
 
     def committed(self) -> list[StepCheckpoint]:
         """Return the checkpoints that can be loaded, in ascending order of steps."""
-        return [found for found in map(self.inspect_step, self.steps()) if found.is_loadable]
+        return [found for found in self.inspect_steps()[0].values() if found.is_loadable]
 
     def __str__(self) -> str:
         return str(self.place)

@@ -119,7 +119,9 @@ class ReplicaCheckpoints:
         self._loaded = {}  # the live states are newer than what was loaded
         content = {"step": step, "states": names, "model_only": False, "metrics": {}}
         target, lineage = self._folder.location(step), Lineage(step=step)
-        self._writer.write(state, target, {CONTENT_KEY: content}, lineage, self._count_commit, background=True)
+        self._writer.write(
+            state, target, {CONTENT_KEY: content}, lineage, functools.partial(self._count_commit, step), background=True
+        )
         self._last = step
 
     def load(self, step: int | None) -> None:
@@ -180,7 +182,8 @@ class ReplicaCheckpoints:
                     self._gc.submit(self._due)
                 self._gc.close()
 
-    def _count_commit(self) -> None:
+    def _count_commit(self, step: int) -> None:
+        self._folder.forget(step)
         self._uncollected += 1
         if self._gc is not None and self._uncollected >= _COLLECTED_AFTER:
             self._uncollected = 0

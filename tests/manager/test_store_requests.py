@@ -1,0 +1,101 @@
+"""How many requests a manager sends to a store, and what it knows without any."""
+
+from __future__ import annotations
+
+from collections import Counter
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from obstore.store import MemoryStore
+
+from shardckpt.integrations.obstore.folder import ObstoreFolder
+from shardckpt.manager import CheckpointConfig, CheckpointManager
+from tests.remote.obstore import serving
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+FOLDER = "objects://bucket/run"
+_CALLS = ("files", "tree", "folders", "read", "read_into", "create", "open_write", "delete", "delete_many")
+
+
+@pytest.fixture
+def store() -> MemoryStore:
+    """The objects of objects://bucket."""
+    return MemoryStore()
+
+
+@pytest.fixture
+def sent(store: MemoryStore, monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
+    """The requests that were sent to the store, by method."""
+    found: Counter[str] = Counter()
+    for name in _CALLS:
+        monkeypatch.setattr(ObstoreFolder, name, _count(name, getattr(ObstoreFolder, name), found))
+    with serving(lambda url: ObstoreFolder(url, store, url.removeprefix("objects://"))):
+        yield found
+
+
+def _count(name: str, call: Any, found: Counter[str]) -> Any:
+    def counting(folder: ObstoreFolder, *args: Any) -> Any:
+        found[name] += 1
+        return call(folder, *args)
+
+    return counting
+
+
+@contextmanager
+def _managing(keep: int = 4) -> Iterator[CheckpointManager]:
+    model = torch.nn.Linear(8, 8)
+    config = CheckpointConfig(folder=FOLDER, interval=1, keep_latest_k=keep, best_metric="loss")
+    with CheckpointManager(config, {"model": model}) as manager:
+        yield manager
+
+
+def test_what_a_manager_knows_is_not_asked_again(sent: Counter[str]) -> None:
+    """A save costs as many requests with 2 steps as with 20; a step that is whole is looked at once, by three."""
+    costs = []
+    with _managing(keep=20) as manager:
+        for step in range(1, 21):
+            sent.clear()
+            assert manager.save(step)
+            manager.wait()
+            costs.append(sent.total())
+        assert set(costs[1:]) == {costs[1]}
+        assert costs[1] <= 30  # of which six are the files of the step, and five ask whose the place is
+        sent.clear()
+        assert manager.steps() == list(range(1, 21))
+        assert sent == {"folders": 1, "files": 1}
+    with _managing(keep=20) as manager:
+        sent.clear()
+        assert len(manager.steps()) == 20
+        assert sent == {"folders": 1, "files": 21, "read_into": 40}
+
+
+def test_a_removal_costs_the_same_whatever_stays(sent: Counter[str]) -> None:
+    """A save after which the oldest step goes costs as many requests with 3 steps as with 10."""
+    costs = []
+    for keep in (3, 10):
+        with _managing(keep=keep) as manager:
+            for step in range(1 + 100 * keep, 3 + 100 * keep + keep):
+                sent.clear()
+                assert manager.save(step)
+                manager.wait()
+            costs.append(sent.total())
+            assert len(manager.steps()) == keep
+    assert costs[0] == costs[1] <= 50
+
+
+def test_what_has_changed_since_is_seen_before_it_counts(sent: Counter[str], store: MemoryStore) -> None:
+    """The best step is looked at once more: one that another process has damaged, or saved anew, is not the best."""
+    with _managing(keep=0) as manager:
+        for step, loss in ((1, 3.0), (2, 1.0), (3, 2.0)):
+            manager.save(step, metrics={"loss": loss})
+        assert manager.best_step() == 2
+        store.delete("bucket/run/step-2/common.pt")
+        assert manager.best_step() == 3
+        with _managing(keep=0) as other:
+            other.save(3, metrics={"loss": 9.0})
+        assert manager.best_step() == 1
+    assert sent
