@@ -186,7 +186,8 @@ def test_other_readers_read_what_is_saved(tmp_path: Path, caplog: pytest.LogCapt
         assert torch.load(tmp_path / "c.pt")["0.weight"].equal(model[0].weight)
     with dist_checkpointing.open_checkpoint(tmp_path / "c") as checkpoint:
         assert dict(checkpoint.weights()).keys() == {"0.weight", "0.bias"}
-    export_to_huggingface(tmp_path / "c", tmp_path / "hf")
+    (tmp_path / "config.json").write_text("{}")
+    export_to_huggingface(tmp_path / "c", tmp_path / "hf", assets=[tmp_path / "config.json"])
     assert huggingface_index(tmp_path / "hf").keys() == {"0.weight", "0.bias"}
     assert not [record for record in caplog.records if record.levelname != "DEBUG"]
 

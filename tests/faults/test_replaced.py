@@ -28,7 +28,7 @@ from shardckpt.errors import (
     NotACheckpointError,
     StorageError,
 )
-from shardckpt.huggingface import export, export_to_huggingface, load_from_huggingface
+from shardckpt.huggingface import export_to_huggingface, folder_export, load_from_huggingface
 from shardckpt.huggingface.folder import check_same_folder, read_folder
 from shardckpt.maintenance import remove as removing
 from shardckpt.maintenance.verify import verify_checkpoint
@@ -345,13 +345,13 @@ def test_an_export_of_two_saves_is_not_committed(tmp_path: Path, monkeypatch: py
         dcp.save({"w": torch.full((4, 4), value)}, checkpoint_id=str(source), no_dist=True)
 
     save(1.0)
-    write = export.FolderExport._write
+    write = folder_export.FolderExport._write
 
     def write_while_saved(*args: Any) -> None:
         write(*args)
         save(2.0)
 
-    monkeypatch.setattr(export.FolderExport, "_write", write_while_saved)
+    monkeypatch.setattr(folder_export.FolderExport, "_write", write_while_saved)
     with pytest.raises(StorageError, match="source"):
         export_to_huggingface(source, folder)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]
