@@ -6,8 +6,6 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from pydantic import Field, TypeAdapter, ValidationError
-
 from shardckpt import settings
 from shardckpt.errors import CheckpointingException, PluginError, StorageError, name_known
 from shardckpt.storage import RemotePath, list_folders, mask_password
@@ -21,8 +19,8 @@ _SCHEME = re.compile(r"(?:^|(?<=::))[A-Za-z][A-Za-z0-9+.-]*(?=::|://)")
 
 #: What is said behind a URL at which nothing is. The command adds what is beside it.
 ABSENT = "does not exist, or has no objects"
-#: Options by the URL of a bucket, without a path and a slash at its end.
-_STORES = TypeAdapter(dict[Annotated[str, Field(pattern=r"^[a-z][a-z0-9+.-]*://[^/]+$")], dict[str, str]])
+#: The URL of a bucket, without a path and a slash at its end.
+_BUCKET = r"^[a-z][a-z0-9+.-]*://[^/]+$"
 #: What every RemoteFolder has, beside its ``url``.
 _METHODS = ("files", "read", "upload", "delete")
 
@@ -76,8 +74,11 @@ def find_options(url: str) -> dict[str, str]:
     file = settings.stores_file()
     if file is None:
         return {}
+    from pydantic import Field, TypeAdapter, ValidationError  # slow to import, and mostly there is no such file
+
+    stores = TypeAdapter(dict[Annotated[str, Field(pattern=_BUCKET)], dict[str, str]])
     try:
-        found = _STORES.validate_json(Path(file).read_bytes())
+        found = stores.validate_json(Path(file).read_bytes())
     except OSError as exc:
         raise CheckpointingException(f"{settings.STORES}={file}: cannot read it: {exc.strerror}") from exc
     except ValidationError as exc:
