@@ -77,7 +77,10 @@ def _advise_of_globals(error: CheckpointingException, options: argparse.Namespac
     if not getattr(options, "reads", ()):
         return ""
     module, call, arguments = _CALLS.get(options.verb, _OPENING)
-    given = [repr(getattr(options, name)) for name in arguments or options.reads]
+    values = [getattr(options, name) for name in arguments or options.reads]
+    if not all(isinstance(value, str) for value in values):  # of verify: the error does not say of which of its paths
+        return ""
+    given = [*map(repr, values)]
     if call == _OPENING[1] and os.path.isfile(getattr(options, options.reads[0])):  # noqa: PTH113 - or a URL
         (module, call, _), given = _CALLS["convert"], [*given, "'NEW'"]
     parts = [name.rpartition(".") for name in error.refused]

@@ -119,7 +119,8 @@ def run(options: Any) -> Output:
     if options.verify:
         # refuses names before anything is marked
         prune(options.path, policies, options.keep_step, dry_run=True)
-        verified = _verify_newest(options)
+        verified, failed = _verify_newest(options)
+        prune = partial(prune, failed=failed)
     found_before: list[PruneResult] = []
     if _chooses_steps(options, policies):
         found_before = _prune_leftovers(options, dry_run=True)  # the removal of steps takes them along
@@ -264,15 +265,18 @@ def _describe_inner_leftovers(path: str) -> list[str]:
     return describe_leftovers(path, list_checkpoints(path))
 
 
-def _verify_newest(options: Any) -> list[Verified]:
+def _verify_newest(options: Any) -> tuple[list[Verified], list[str]]:
     """Mark the newest intact step of each way to name steps, and the newer ones that are not; with --damaged, all.
 
+    Steps of other libraries are read as well, and have no mark.
+
     Returns:
-        What was read, and what an earlier call has found damaged.
+        What was read, and what an earlier call has found damaged; and the names of those that are damaged and have no
+        mark of it.
     """
     from shardckpt.cli.progress import show_progress
 
-    rows = []
+    rows, failed = [], []
     families = _find_families(options)
     with show_progress("verify"):
         for family in families:
@@ -282,9 +286,11 @@ def _verify_newest(options: Any) -> list[Verified]:
                     path = f"{options.path.rstrip('/')}/{each.name}"
                     rows.append(Verified(path, "marked as failed" if each.has_failed else _verify(path, options)))
                     is_intact = rows[-1].verdict == "verified"
+                    if rows[-1].verdict == "failed" and not each.writer:
+                        failed.append(each.name)
                 if is_intact and not options.damaged:
                     break
-    return rows
+    return rows, failed
 
 
 def _verify(path: str, options: Any) -> str:
@@ -295,17 +301,12 @@ def _verify(path: str, options: Any) -> str:
     answer = check(path, mark=True)
     if answer.error is not None:
         print_error(answer.error, options)
-    return "verified" if answer.exit_code == FINE else "failed" if answer.files else "no answer"
+    return {FINE: "verified", FOUND: "failed"}.get(answer.exit_code, "no answer")
 
 
 def _find_families(options: Any) -> list[list[CheckpointSummary]]:
-    """Return the whole steps that shardckpt wrote, the newest first, for each way to name them.
-
-    Raises:
-        CheckpointingException: the newest one of a way is of another library.
-    """
+    """Return the whole steps, the newest first, for each way to name them."""
     from shardckpt.engine import locate
-    from shardckpt.errors import CheckpointingException
     from shardckpt.manager import list_checkpoints
     from shardckpt.plugins import get_plugin_manager
 
@@ -316,13 +317,7 @@ def _find_families(options: Any) -> list[list[CheckpointSummary]]:
             families.setdefault(each.name.rstrip("0123456789"), []).append(each)
     for family in families.values():
         family.sort(key=lambda each: (len(each.name), each.name), reverse=True)
-        if not family[0].writer:  # a mark names a save of ours
-            raise CheckpointingException(
-                f"--verify marks what shardckpt wrote, and the newest step, {family[0].name}, is of "
-                f"{family[0].library or 'another library'}: nothing was removed. `shardckpt verify` reads it; then "
-                "prune without --verify"
-            )
-    return [[each for each in family if each.writer] for family in families.values()]
+    return [*families.values()]
 
 
 def _is_step(name: str, prefix: str | None) -> bool:

@@ -86,6 +86,8 @@ class Answer:
     files: Sequence[FileResult]
     exit_code: int
     error: CheckpointingException | None = None
+    #: Why the verdict is not kept beside it, though that was asked for; ``""`` if it is.
+    unmarked: str = ""
 
 
 def run(options: Any) -> Output:
@@ -140,10 +142,15 @@ def check(path: str, *, mark: bool = False, require_digests: bool = False) -> An
         What was found; an error that is a checkpoint's, or a store's, is in it.
     """
     from shardckpt.maintenance import INTACT, NO_ANSWER, get_exit_code, has_digests, verify_checkpoint
-    from shardckpt.manager import identify_save, mark_checkpoint
+    from shardckpt.manager import NotMarkedError, identify_save, mark_checkpoint
 
     try:
-        save = identify_save(path) if mark else None
+        save, unmarked = None, ""
+        if mark:
+            try:
+                save = identify_save(path)
+            except NotMarkedError as exc:
+                unmarked = str(exc)
         files = verify_checkpoint(path)
         code = get_exit_code(files, require_digests=require_digests)
         found = get_exit_code(files)  # that a file has no digest is no fault of it
@@ -160,7 +167,7 @@ def check(path: str, *, mark: bool = False, require_digests: bool = False) -> An
             )
     except CheckpointingException as exc:
         return judge_error(exc, path)
-    return Answer(path, files, code)
+    return Answer(path, files, code, unmarked=unmarked)
 
 
 def judge_error(error: CheckpointingException, path: str) -> Answer:
@@ -207,6 +214,7 @@ def _describe(answers: Sequence[Answer]) -> Iterator[str]:
         counts = Counter(map(_name_verdict, answers))
         said = ", ".join(f"{count} {verdict}" for verdict, count in counts.items())
         yield f"{format_many(len(answers), 'checkpoint')}: {said}"
+    yield from (f"not marked: {escape_text(answer.unmarked)}" for answer in answers if answer.unmarked)
 
 
 def _describe_skipped(skipped: Sequence[CheckpointSummary]) -> list[str]:
@@ -251,6 +259,7 @@ def _make_row(answer: Answer) -> dict[str, Any]:
         "state": _name_verdict(answer).partition(" ")[0],
         "exit_code": answer.exit_code,
         "error": None if answer.error is None else str(answer.error),
+        "unmarked": answer.unmarked,
         "skipped": "",
         "files": answer.files,
     }

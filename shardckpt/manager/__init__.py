@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from shardckpt.manager.holds import Hold, Lease, find_holds, find_step, lease_step, pin_step, unpin_step
     from shardckpt.manager.listing import find_checkpoints, list_checkpoints
     from shardckpt.manager.manager import CheckpointManager
-    from shardckpt.manager.marks import Mark, StepState, identify_save, mark_checkpoint
+    from shardckpt.manager.marks import Mark, NotMarkedError, StepState, identify_save, mark_checkpoint
     from shardckpt.manager.metrics import CONTENT_KEY, rank_steps, read_metrics
     from shardckpt.manager.named_steps import find_named_step, refuse_named_step
     from shardckpt.manager.per_rank import PerRank, Stateful
@@ -45,7 +45,7 @@ __getattr__ = lazy_getattr(
         "holds": ("Hold", "Lease", "find_holds", "find_step", "lease_step", "pin_step", "unpin_step"),
         "listing": ("find_checkpoints", "list_checkpoints"),
         "manager": ("CheckpointManager",),
-        "marks": ("Mark", "StepState", "identify_save", "mark_checkpoint"),
+        "marks": ("Mark", "NotMarkedError", "StepState", "identify_save", "mark_checkpoint"),
         "metrics": ("CONTENT_KEY", "rank_steps", "read_metrics"),
         "named_steps": ("find_named_step", "refuse_named_step"),
         "per_rank": ("PerRank", "Stateful"),
@@ -96,6 +96,7 @@ __all__ = [
     "Mark",
     "Metrics",
     "Moment",
+    "NotMarkedError",
     "PerRank",
     "RandomState",
     "ReplicaManager",

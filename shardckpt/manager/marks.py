@@ -39,6 +39,10 @@ Verdict = Literal["verified", "failed"]
 StepState = Literal["candidate", "verified", "failed"]
 
 
+class NotMarkedError(CheckpointingException):
+    """Nothing in a checkpoint tells its save from another one, so that it cannot have a mark."""
+
+
 class Mark(SmallFile):
     """The verdict about one save of a checkpoint.
 
@@ -114,12 +118,12 @@ def identify_save(checkpoint: str | os.PathLike[str]) -> tuple[str, str]:
 
     Raises:
         CannotLoadError: there is no checkpoint.
-        CheckpointingException: it has no record of its save, so that a mark could not be told from another save's.
+        NotMarkedError: it has no record of its save, so that a mark could not be told from another save's.
     """
     directory = locate(checkpoint, get_plugin_manager())
     manifest = retry_if_replaced(lambda: hold_checkpoint(directory, get_plugin_manager())[1], directory)
     if manifest.record is None:
-        raise CheckpointingException(
+        raise NotMarkedError(
             f"{directory} cannot be marked: another library saved it, and nothing in it tells this save from "
             "another at the same path; convert it (shardckpt convert), and mark what that writes"
         )
@@ -210,6 +214,7 @@ def _find_place(checkpoint: str | os.PathLike[str]) -> tuple[Path, str]:
 
 __all__ = [
     "Mark",
+    "NotMarkedError",
     "StepState",
     "Verdict",
     "drop_marks",

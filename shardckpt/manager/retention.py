@@ -241,8 +241,23 @@ def steps_to_remove(
         return []
     kept = {*find_needed_steps(checkpoints), *protected}
     for policy in policies:
-        kept |= _kept_by(policy, {step: checkpoints[step] for step in sorted(checkpoints)})
+        kept |= find_kept(policy, checkpoints)
     return sorted(checkpoints.keys() - kept)
+
+
+def find_kept(policy: RetentionPolicy, checkpoints: StepMetrics) -> set[int]:
+    """Return the steps that a policy keeps.
+
+    One that is marked as failed takes no other's place: a policy that counts keeps what it would keep without it, too.
+    A function is told which have failed, and decides.
+
+    Raises:
+        CheckpointingException: the policy returned something other than steps.
+    """
+    steps = {step: checkpoints[step] for step in sorted(checkpoints)}
+    sound = {step: metrics for step, metrics in steps.items() if get_state(metrics) != "failed"}
+    kept = _kept_by(policy, steps)
+    return kept if type(policy) not in _REASONS or len(sound) == len(steps) else kept | _kept_by(policy, sound)
 
 
 def refuse_unknown_metrics(policies: Collection[RetentionPolicy], steps: Iterable[Mapping[str, Any]]) -> None:

@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING
 
 from shardckpt.engine import Progress, measure_freed
 from shardckpt.errors import CheckpointingException, name_known
-from shardckpt.manager.damage import find_damage
+from shardckpt.manager.damage import Damage, find_damage
 from shardckpt.manager.garbage_collection import choose_steps, find_held, remove_steps
 from shardckpt.manager.holds import find_step
 from shardckpt.manager.retention import (
     explain_policy,
+    find_kept,
     find_needed_steps,
     refuse_unknown_metrics,
     steps_to_remove,
@@ -25,10 +26,13 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Callable, Collection, Mapping
 
-    from shardckpt.manager.damage import Damage
     from shardckpt.manager.garbage_collection import Choice, Judge, Removals
     from shardckpt.manager.retention import RetentionPolicy, StepMetrics
     from shardckpt.manager.steps import StepCheckpoint
+
+
+#: Why a step stays that was found damaged.
+_UNASKED = "it was verified, and is damaged: --damaged removes it"
 
 
 @dataclass(frozen=True)
@@ -63,6 +67,7 @@ def prune_steps(
     names: str | None = None,
     damaged: bool = False,
     older_than: float | None = None,
+    failed: Collection[str] = (),
     dry_run: bool = False,
 ) -> list[StepResult]:
     """Remove the checkpoints of steps that no policy keeps, and damaged ones. Not collective: one process calls.
@@ -84,6 +89,8 @@ def prune_steps(
             word that trainers use (step, iter, epoch, ckpt, checkpoint, ...).
         damaged: Whether to remove damaged steps, and saves that did not end.
         older_than: Hours since the last write to such a step from which it is removed; by default 1.
+        failed: Names of directories that were verified just now, and are damaged, of other libraries: such have no
+            mark. No policy counts them, and they go only with ``damaged``.
         dry_run: Remove nothing; report what would be removed.
 
     Returns:
@@ -107,7 +114,10 @@ def prune_steps(
     refuse_unknown_metrics(policies, [s.metrics for _, each in found for s in each.values() if s.is_loadable])
 
     def judge(steps: StepFolder, step: StepCheckpoint) -> Damage | None:
-        fault = find_damage(steps, step, older_than) if damaged else None
+        if steps.names.name(step.step) in failed:
+            fault: Damage | None = Damage("it was verified, and is damaged", _UNASKED * (not damaged))
+        else:
+            fault = find_damage(steps, step, older_than) if damaged else None
         return fault._replace(kept="it is protected") if fault is not None and step.step in protected else fault
 
     return [
@@ -214,8 +224,10 @@ def _explain_kept(
     reasons = [needed[step]] if step in needed else []
     reasons += ["it is protected"] if step in protected else []
     for policy in policies:
-        if step in {*policy(counted)}:
+        if step in find_kept(policy, counted):
             reasons.append(explain_policy(policy))
+    if found.has_failed:
+        reasons.append(f"{found.mark}: --damaged removes it")
     return ", ".join(reasons)
 
 

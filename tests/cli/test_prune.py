@@ -15,7 +15,9 @@ from shardckpt.manager import CONTENT_KEY
 from shardckpt.mapping import ShardedTensor
 from tests.backends import Backend, both_in_proof
 from tests.cli.checkpoints import damage
+from tests.damage import flip
 from tests.manager import folders
+from tests.tables import table
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -153,15 +155,30 @@ def test_prune_counts_no_damaged_step_of_another_library(tmp_path: Path, capsys:
     assert "__0_0.distcp is missing" in capsys.readouterr().out
 
 
-def test_prune_does_not_claim_to_verify_another_librarys_steps(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """--verify keeps the newest intact step by its mark, which only saves of ours have: else nothing is removed."""
-    for step in (1, 2):
-        dcp.save({"w": torch.ones(2)}, checkpoint_id=tmp_path / f"step-{step}", no_dist=True)
-    assert main(["prune", str(tmp_path), "--keep-latest", "1", "--verify"]) == 2
-    assert "the newest step, step-2, is of PyTorch DCP: nothing was removed" in capsys.readouterr().err
-    assert (tmp_path / "step-1").is_dir()
+@table("damaged", [False, True])
+def test_prune_reads_another_librarys_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str], damaged: bool) -> None:
+    """With --verify a flipped bit in plain DCP's newest step leaves the older intact one; with --damaged alone that."""
+    for step in (1, 2, 3):
+        dcp.save({"w": torch.ones(1000)}, checkpoint_id=tmp_path / f"step-{step}", no_dist=True)
+    flip(tmp_path / "step-3" / "__0_0.distcp")
+    arguments = ["prune", str(tmp_path), "--keep-latest", "1", "--verify", *["--damaged"] * damaged]
+    assert main(arguments) == 1
+    said = capsys.readouterr().out
+    assert ("it was verified, and is damaged: --damaged removes it" in said) != damaged
+    assert _steps(tmp_path) == ([2] if damaged else [2, 3])
+
+
+def test_a_failed_step_takes_no_others_place(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The best step that is not marked as failed stays beside the best one, which is; --damaged removes that."""
+    damage(folder / "step-2" / "__0_0.distcp", "zeros")
+    assert main(["verify", str(folder / "step-2"), "--mark"]) == 1
+    capsys.readouterr()
+    assert main(["prune", str(folder), "--keep-best", "loss"]) == 0
+    rows = {line.split()[0]: line for line in capsys.readouterr().out.splitlines() if line.startswith("step-")}
+    assert "among the best 1 by loss (min), marked failed" in rows["step-2"]
+    assert _steps(folder) == [2, 4, 5]
+    assert main(["prune", str(folder), "--keep-best", "loss", "--damaged", "--older-than", "0"]) == 0
+    assert _steps(folder) == [4, 5]
 
 
 def test_prune_says_where_the_words_lead_then(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

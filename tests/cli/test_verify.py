@@ -18,6 +18,7 @@ from shardckpt.engine.integrity import save_integrity_manifest
 from shardckpt.manager import list_checkpoints
 from shardckpt.plugins import Event, get_plugin_manager
 from tests.cli.checkpoints import DAMAGES, copy_golden, damage, save_plain_dcp
+from tests.damage import flip
 from tests.plugged import registered
 from tests.tables import table
 
@@ -357,3 +358,16 @@ def test_three_verbs_say_one_word_of_a_lost_index(
     assert f"{step}: {word}: " in shown.out
     said = next(line for line in f"{shown.out}{shown.err}".splitlines()[::-1] if reason in line)
     assert f"{word}: " in said.partition(reason)[0]
+
+
+def test_one_checkpoint_stops_no_sweep(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A pickle that names a class which no reader takes is one row: the others are verified, and all are told."""
+    for step in (1, 2):
+        dcp.save({"w": torch.ones(9)}, checkpoint_id=tmp_path / f"step-{step}", no_dist=True)
+    flip(tmp_path / "step-1" / ".metadata", b"TensorProperties")
+    for paths in ([str(tmp_path)], [str(tmp_path / "step-1")], ["-r", str(tmp_path), str(tmp_path / "step-2")]):
+        assert main(["verify", *paths]) == 2
+        said = capsys.readouterr()
+        assert "TypeError" not in said.err
+        assert "UensorProperties" in said.err + said.out
+        assert len(paths) == 1 or "1 intact" in said.out
