@@ -249,6 +249,12 @@ def _refuse_folder_of_runs(path: str) -> None:
             f"{path} has no directory of a step by these names, and nothing was removed: {listed(numbered, limit=6)}; "
             f"--names {numbered[-1].rstrip('0123456789')} says what stands before the number of a step"
         )
+    files = [each.name for each in found if each.is_checkpoint and not each.name[-1].isdecimal()]
+    if files:
+        raise CheckpointingException(
+            f"{path} has no directory of a step, and nothing was removed; no policy counts or removes checkpoints of "
+            f"other names, and files: {listed(files, limit=6)}: remove these by hand"
+        )
     runs = [each.name for each in found if each.inside]
     if runs:
         raise CheckpointingException(

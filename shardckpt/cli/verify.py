@@ -123,7 +123,10 @@ def run(options: Any) -> Output:
     return Output(
         lambda: [
             *map(_make_row, answers),
-            *(_make_row(Answer(each.path, (), INTACT)) | {"state": "", "skipped": each.reason} for each in passed),
+            *(
+                _make_row(Answer(each.path, (), INTACT)) | {"state": "skipped", "skipped": each.reason}
+                for each in passed
+            ),
         ],
         lambda: [*_describe(answers), *_describe_skipped(passed)],
         max(answer.exit_code for answer in answers),

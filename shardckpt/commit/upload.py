@@ -127,8 +127,8 @@ class Upload:
             )
         if self._marker in found or (found and not left):
             raise StorageError(
-                f"{self.target} is not empty: give another URL, or pass overwrite=True to replace a checkpoint that is "
-                "there; what is none, delete first"
+                f"{self.target} is not empty: give another URL, or pass overwrite=True (the command: --overwrite) to "
+                "replace a checkpoint that is there; what is none, delete first"
             )
         claim = Claim(self._folder, self._marker, save_id)
         if found and not overwrite:

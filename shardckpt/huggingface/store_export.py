@@ -79,7 +79,7 @@ class StoreExport(FolderExport):
         found = list_objects(self._store.folder)
         if found and not self.overwrite:
             raise StorageError(
-                f"{self.target} is not empty: give another URL, or pass overwrite=True to replace weights"
+                f"{self.target} is not empty: give another URL, or pass overwrite=True (--overwrite) to replace weights"
             )
         config = self._adapt_config()
         with hold_place(self._store, partial(open_folder, plugins=self.operation.plugins)) if found else nullcontext():

@@ -74,7 +74,7 @@ logger = logging.getLogger(__name__)
 #: What is said of a folder of the Hub.
 _OF_HUB = (
     "a Hugging Face folder, which load_from_huggingface of shardckpt.huggingface loads, and "
-    "CheckpointConfig(initial_load_path=..., initial_load_in_hf=True)"
+    "CheckpointConfig(initial_load_path=..., initial_load_in_hf=True); `shardckpt convert` writes it in another format"
 )
 #: The folders of ranks in Megatron's legacy format, and the file in each.
 _LEGACY_RANK = re.compile(r"mp_rank_\d+(_\d+)*")
