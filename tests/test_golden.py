@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import importlib.util
+import shutil
 from typing import TYPE_CHECKING
 
 import pytest
@@ -14,6 +15,7 @@ from tests.tree import GOLDEN
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
     from shardckpt.mapping import ShardedTensor
     from tests.ranks import Ranks
@@ -82,3 +84,18 @@ def test_the_queries_describe_a_golden_checkpoint(version: str) -> None:
 def test_every_golden_checkpoint_is_read() -> None:
     """No golden checkpoint lies there without a test that reads it."""
     assert {path.name for path in GOLDEN.glob("mcore-*")} == {f"mcore-{version}" for version in VERSIONS}
+
+
+def test_a_lost_marker_of_megatron_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A checkpoint of Megatron without metadata.json, which it writes last, loads with a warning of what that means."""
+    shutil.copytree(GOLDEN / "mcore-0.12.3", tmp_path / "c")
+    full = global_tensors("0.12.3")
+    key = min(full)
+    for has_marker in (True, False):
+        if not has_marker:
+            (tmp_path / "c" / "metadata.json").unlink()
+        caplog.clear()
+        loaded = dc.load({"t": replicated(key, torch.zeros_like(full[key]))}, tmp_path / "c", on_unused="ignore")
+        assert same_tensor(loaded["t"][0], full[key])
+        said = [record.getMessage() for record in caplog.records if "which Megatron writes last" in record.getMessage()]
+        assert len(said) == (not has_marker)

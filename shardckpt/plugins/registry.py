@@ -77,7 +77,12 @@ class StrategyRegistry:
             return
         action = next((action for action, base in BASES.items() if issubclass(kind, base)), None)
         if action is None:
-            raise PluginError(f"{kind.__qualname__} is neither a SaveStrategy nor a LoadStrategy, nor a Migration")
+            by_path = any(_takes_a_path(getattr(kind, method, None)) for method in ("save", "async_save", "load"))
+            raise PluginError(
+                f"{kind.__qualname__} is neither a SaveStrategy nor a LoadStrategy, nor a Migration"
+                + "; it takes a checkpoint_dir, as Megatron's strategies do: call register_default_strategy of "
+                "shardckpt.compat.megatron.dist_checkpointing.strategies.base in the hook" * by_path
+            )
         backend, version = get_strategy_key(strategy)
         check_key(backend, version)
         summary = getattr(kind, "reads" if action is StrategyAction.LOAD_SHARDED else "writes")
@@ -383,7 +388,7 @@ def _advise(value: Any) -> str:
 
 
 def _takes_a_path(method: Any) -> bool:
-    return inspect.ismethod(method) and "checkpoint_dir" in inspect.signature(method).parameters
+    return inspect.isroutine(method) and "checkpoint_dir" in inspect.signature(method).parameters
 
 
 def _is_number(value: Any) -> bool:

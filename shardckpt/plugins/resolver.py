@@ -76,6 +76,10 @@ _OF_HUB = (
     "a Hugging Face folder, which load_from_huggingface of shardckpt.huggingface loads, and "
     "CheckpointConfig(initial_load_path=..., initial_load_in_hf=True); `shardckpt convert` writes it in another format"
 )
+#: What is said of Megatron's backends that it has removed.
+_RETIRED = {
+    "tensorstore": "Megatron-Core 0.15, the last that reads it, rewrites it as torch_dist",
+}
 #: The folders of ranks in Megatron's legacy format, and the file in each.
 _LEGACY_RANK = re.compile(r"mp_rank_\d+(_\d+)*")
 _LEGACY_FILE = "model_optim_rng.pt"
@@ -513,12 +517,15 @@ def _refusal_error(
     first_reader = manifest.record.reader if manifest.record else ""
     suggestion = f": {first_reader} or newer reads it" if first_reader else ""
     readers = [entry for entry in entries if entry.backend == manifest.backend]
+    if not readers and manifest.backend in _RETIRED:
+        return UnknownBackendError(f"{what}; no plugin reads that backend any more: {_RETIRED[manifest.backend]}{tail}")
     if not readers:
         provider = (
             f": {first_reader} or newer, which reads or migrates it"
             if first_reader
             else "; a strategy of your own is given as sharded_strategy=, or to "
-            "dist_checkpointing.register_default_strategy"
+            "dist_checkpointing.register_default_strategy; the command knows it by an entry point, or by "
+            "SHARDCKPT_PLUGINS=MODULE, whose shardckpt_register registers it"
         )
         return UnknownBackendError(
             f"{what}; no installed plugin reads that backend. Install the distribution that provides it{provider}{tail}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from copy import deepcopy
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
     from shardckpt.storage import CheckpointReader
     from shardckpt.strategy import LoadContext, Removal, StoredBox, StoredColumns, StoredFile
     from shardckpt_torch_dist.plan import ShardedLoadPlanner
+
+logger = logging.getLogger(__name__)
 
 
 class TorchDistLoadShardedStrategy(LoadStrategy):
@@ -152,6 +155,13 @@ class TorchDistLoadShardedStrategy(LoadStrategy):
             return decode_object(data, "common state", context.allow_globals)[0]  # type: ignore[no-any-return]
         path = f"{reader.directory}/{COMMON_FILE}"
         if reader.has(COMMON_FILE):
+            if reader.manifest.recognised_as is not None:
+                logger.warning(
+                    "%s has Megatron's %s and no metadata.json, which Megatron writes last and does not load without: "
+                    "the save did not end, or the file was lost; what is there is loaded (`shardckpt verify` reads it)",
+                    reader.directory,
+                    COMMON_FILE,
+                )
             return decode_object(reader.read(COMMON_FILE), path, context.allow_globals)  # type: ignore[no-any-return]
         if needs_common_file(reader.manifest, index):
             raise CorruptCheckpointError(

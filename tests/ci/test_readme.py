@@ -76,6 +76,7 @@ def test_the_example_plugins_are_plugins(tmp_path: Path) -> None:
         "shardckpt_json": EXAMPLES["json-strategy"].code,
         "shardckpt_mine": EXAMPLES["store-plugin"].code,
         "shardckpt_verb": EXAMPLES["verb-plugin"].code,
+        "shardckpt_megatrons": EXAMPLES["compat-plugin"].code,
     }
     code = """
 import torch
@@ -101,7 +102,8 @@ assert main(["strategies"]) == 0
 """
     printed = _plugin_python(tmp_path, modules, code)
     assert printed.startswith("1\n")
-    assert re.search(r"^json +1 +load .*example 1.0 ", printed, re.MULTILINE)
+    for backend in ("json", "mine"):
+        assert re.search(rf"^{backend} +1 +load .*example 1.0 ", printed, re.MULTILINE)
     assert (tmp_path / "c" / "0.json").read_bytes() == (tmp_path / "bucket" / "c" / "0.json").read_bytes()
     steps = {path.name for path in (tmp_path / "bucket" / "runs").iterdir()}
     assert steps - {".shardckpt-holds"} == {"step-2", "step-3"}

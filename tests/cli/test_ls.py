@@ -221,7 +221,7 @@ def test_ls_finds_lost_records(tmp_path: Path, capsys: pytest.CaptureFixture[str
 
 def test_ls_says_why_a_checkpoint_cannot_be_used(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """No reader, a save that did not end, damaged JSON: each is a state of its own, and the exit code is 1."""
-    for name, text in {"step-1": '{"sharded_backend": "tensorstore"}', "step-2": "{"}.items():
+    for name, text in {"step-1": '{"sharded_backend": "others"}', "step-2": "{"}.items():
         (tmp_path / name).mkdir()
         (tmp_path / name / "metadata.json").write_text(text)
     (tmp_path / "step-3").mkdir()

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from shardckpt import dist_checkpointing as dc
+from shardckpt.compat.megatron.dist_checkpointing.strategies.base import SaveShardedStrategy as MegatronSaver
 from shardckpt.errors import CheckpointingException, DuplicateStrategyError, PluginError
 from shardckpt.plugins.entries import StrategyAction, _import_class
 from shardckpt.plugins.manager import get_plugin_manager
@@ -227,7 +228,11 @@ def test_what_is_registered_under_another_key_is_refused(backend: Any, version: 
 @table(
     ("wrong", "message"),
     [
-        (int, "int is neither a SaveStrategy nor a LoadStrategy, nor a Migration"),
+        (int, "int is neither a SaveStrategy nor a LoadStrategy, nor a Migration$"),
+        (
+            MegatronSaver,
+            "as Megatron.s strategies do: call register_default_strategy of .* in the hook",
+        ),
         (_Nameless, r"_Nameless must name its backend \(str\) and version \(int\) as class attributes"),
         (_TextVersion, "_TextVersion must name its backend"),
         (_Shadowed, r"_Shadowed.reads is a text.*<function .*another name"),

@@ -406,9 +406,13 @@ def test_an_unknown_backend_of_another_library_has_no_hint(tmp_path: Path) -> No
     """Without shardckpt.json there is nobody to name, and the error still names what there is."""
     (tmp_path / "metadata.json").write_text('{"sharded_backend": "tensorstore", "sharded_backend_version": 1}')
     text = _refusal(UnknownBackendError, tmp_path, PluginManager())
-    assert "'tensorstore' checkpoint of version 1" in text
+    assert "'tensorstore' checkpoint of version 1; no plugin reads that backend any more: Megatron-Core 0.15" in text
+    (tmp_path / "metadata.json").write_text('{"sharded_backend": "others", "sharded_backend_version": 1}')
+    text = _refusal(UnknownBackendError, tmp_path, PluginManager())
+    assert "'others' checkpoint of version 1" in text
+    assert "or by SHARDCKPT_PLUGINS=MODULE" in text
     assert "a strategy of your own is given as sharded_strategy=, or to dist_checkpointing.register_default" in text
-    assert "reads it" not in text
+    assert "or newer reads" not in text
 
 
 def test_a_newer_version_names_the_release_that_reads_it(tmp_path: Path) -> None:
