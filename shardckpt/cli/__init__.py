@@ -19,7 +19,7 @@ from shardckpt.cli.folders import name_steps
 from shardckpt.cli.help import HelpFormatter
 from shardckpt.cli.interrupted import describe_left, find_published, identify_target
 from shardckpt.cli.output import Output, escaped_logs, open_closed_streams, say_error, show, show_json
-from shardckpt.errors import name_known
+from shardckpt.errors import PluginError, name_known
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -79,6 +79,11 @@ def _answer(options: argparse.Namespace) -> int:
     before = identify_target(options)
     try:
         name_steps(options)
+        if not hasattr(options, "run"):
+            raise PluginError(
+                f"the verb {options.verb!r} has no function: where shardckpt_commands of a plugin makes its parser, "
+                "parser.set_defaults(run=FUNCTION) gives it one, which takes the options"
+            )
         answer = options.run(options)  # an exit code, of the verbs of plugins
         code = show(answer, as_json=options.as_json) if isinstance(answer, Output) else int(answer or FINE)
         sys.stdout.flush()

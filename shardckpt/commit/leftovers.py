@@ -153,7 +153,10 @@ def remove_free(
                 kept.append((leftover, reason))
                 continue
             remove_leftover(leftover)
-            logger.info("removed %s, which an interrupted save or removal had left", leftover.path)
+            if leftover.owner == Owner.current():  # a removal of its own has two parts, and this is the second
+                logger.debug("removed %s", leftover.path)
+            else:
+                logger.info("removed %s, which an interrupted save or removal had left", leftover.path)
         except (CheckpointingException, OSError) as exc:
             logger.warning("%s", exc)
     return kept

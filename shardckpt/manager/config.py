@@ -38,7 +38,7 @@ from shardckpt.manager.step_links import LINKS
 from shardckpt.manager.step_names import parse_step
 from shardckpt.manager.steps import MODEL_PREFIX
 from shardckpt.plugins import get_plugin_manager
-from shardckpt.storage import mask_password, parse_memory_budget, show_mib
+from shardckpt.storage import LEAST_READING, mask_password, parse_memory_budget, show_mib
 from shardckpt.strategy import StoresHubFolders
 
 if TYPE_CHECKING:
@@ -358,7 +358,9 @@ class CheckpointConfig(BaseModel):
     @field_validator("memory_budget")
     @classmethod
     def _check_memory_budget(cls, budget: int | str | None) -> int | str | None:
-        parse_memory_budget(budget)
+        found = parse_memory_budget(budget)
+        if found is not None and found < LEAST_READING:
+            raise ValueError(f"a load of any rank takes at least {show_mib(LEAST_READING)}, a save more")
         return budget
 
     @field_validator("async_mode", mode="before")

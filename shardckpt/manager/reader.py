@@ -341,7 +341,7 @@ class StepReader:
         if absent - {RNG}:
             raise CheckpointingException(
                 f"{path} has no state {', '.join(map(repr, sorted(absent - {RNG})))}; its names begin with "
-                f"{listed(list_top_names(keys))}. {self._advise_of_names(sorted(absent - {RNG}), keys)}"
+                f"{listed(_list_outer_names(keys))}. {self._advise_of_names(sorted(absent - {RNG}), keys)}"
             )
         return [name for name in names if name not in absent]
 
@@ -398,6 +398,15 @@ def _load(
         resize=resize,
     )
     return loaded
+
+
+def _list_outer_names(keys: Collection[str]) -> list[str]:
+    """Return what keys begin with; where that is one name, as in ``app.model``, with what follows it."""
+    names = list_top_names(keys)
+    if len(names) != 1:
+        return names
+    inner = list_top_names([key.removeprefix(f"{names[0]}.") for key in keys if key.startswith(f"{names[0]}.")])
+    return [f"{names[0]}.{name}" for name in inner] or names
 
 
 def _find_prefix(names: Collection[str], keys: Collection[str]) -> str:

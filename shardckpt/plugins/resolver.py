@@ -78,7 +78,7 @@ _OF_HUB = (
 )
 #: What is said of Megatron's backends that it has removed.
 _RETIRED = {
-    "tensorstore": "Megatron-Core 0.15, the last that reads it, rewrites it as torch_dist",
+    "tensorstore": "Megatron-Core 0.15, the last that reads it, saves it in its newer format",
 }
 #: The folders of ranks in Megatron's legacy format, and the file in each.
 _LEGACY_RANK = re.compile(r"mp_rank_\d+(_\d+)*")

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from shardckpt import __version__
+from shardckpt import __version__, hookimpl
 from shardckpt.cli import _VERBS, demo, export, inspect, ls, main, merge, migrate, prune, remove, strategies, verify
+from tests.plugged import registered
 from tests.tables import table
 
 if TYPE_CHECKING:
@@ -92,3 +93,16 @@ def test_a_wrong_call_exits_with_two(capsys: pytest.CaptureFixture[str]) -> None
     with pytest.raises(SystemExit, match="2"):
         main(["nonsense"])
     assert "nonsense" in capsys.readouterr().err
+
+
+def test_a_plugins_verb_without_a_function_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    """The error says which verb has none, and how the plugin gives it one."""
+
+    class Plugin:
+        @hookimpl
+        def shardckpt_commands(self, subparsers: Any) -> None:
+            subparsers.add_parser("noop")
+
+    with registered(Plugin()):
+        assert main(["noop"]) == 2
+    assert "'noop' has no function: where shardckpt_commands" in capsys.readouterr().err

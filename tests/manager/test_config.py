@@ -56,6 +56,7 @@ def test_a_mode_may_be_a_text(mode: AsyncMode) -> None:
         ({"latest_pointer": ".latest"}, "latest_pointer"),
         ({"latest_pointer": "latest\n"}, "latest_pointer"),
         ({"latest_pointer": "x" * 102}, "latest_pointer"),
+        ({"memory_budget": "1MB"}, "a load of any rank takes at least 8MiB"),
         ({"last_save_in_hf": True, "memory_budget": "31MiB"}, "at least 32MiB"),
         ({"last_save_in_hf": True, "memory_budget": "63MiB", "folder": "s3://bucket/run"}, "at least 64MiB"),
     ],

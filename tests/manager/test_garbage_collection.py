@@ -54,6 +54,15 @@ def test_the_latest_are_kept_and_the_rest_leaves_nothing(tmp_path: Path) -> None
     assert folders.is_intact(tmp_path / "step-100", 100)
 
 
+def test_a_removal_of_ones_own_is_no_interrupted_one(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The log says which steps were removed, and of none that an interrupted removal had left it."""
+    folders.save_all(tmp_path, 1, 2)
+    with caplog.at_level(logging.INFO, "shardckpt"):
+        assert collect(tmp_path, [KeepLatest(1)]) == [1]
+    assert "removed step 1 from" in caplog.text
+    assert "interrupted" not in caplog.text
+
+
 def test_foreign_names_are_never_touched(tmp_path: Path) -> None:
     """Backups, replicas, exports, files and links to nowhere stay, though they hold whole checkpoints."""
     folders.save_all(tmp_path, 1, 2, 3)

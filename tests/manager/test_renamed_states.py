@@ -104,6 +104,9 @@ def test_an_error_names_what_the_folder_has(tmp_path: Path) -> None:
         _resume(tmp_path / "c", rename={"nett": "model"})
     with pytest.raises(CheckpointingException, match=r"named modle; did you mean model\? there are model, opt"):
         _resume(tmp_path / "c", rename={"net": "modle"})
+    _save(tmp_path / "a", lambda m, o, data: {"app": {"model": m, "optim": o, "sched": data}})
+    with pytest.raises(CheckpointingException, match=r"no state 'data'; .* with app\.model, app\.optim, app\.sched"):
+        _resume(tmp_path / "a")
     _save(tmp_path / "d", lambda m, o, data: {"model": m, "optimizer": o, "data": data, "x": data})
     with pytest.raises(CheckpointingException, match=r"'x' cannot become 'data': the checkpoint has data\.seen"):
         _resume(tmp_path / "d", rename={"x": "data"})
