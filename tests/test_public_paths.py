@@ -78,6 +78,7 @@ PUBLIC = {
         "AsyncMode CheckpointManager DATALOADER LR_SCHEDULER MODEL ModelWrapper OPTIMIZER TRAIN_STATE"
     ),
     "shardckpt.compat.megatron.dist_checkpointing": "ShardedTensor load save",
+    "shardckpt.compat.megatron.dist_checkpointing.strategies.base": "LoadShardedStrategy register_default_strategy",
     "shardckpt.compat.megatron.dist_checkpointing.utils": "apply_prefix_mapping",
     "shardckpt.chunks": "ChunkSaveStrategy",
     "shardckpt.cli": "main",
