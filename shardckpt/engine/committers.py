@@ -5,9 +5,10 @@ A transaction has the committer of its place, and never asks which kind of place
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardckpt.commit import (
     Owner,
@@ -59,36 +60,45 @@ class Begun(NamedTuple):
     is_replacing: bool = False
 
 
-class Committer(Protocol):
+class Committer(ABC):
     """One rank's part of a commit. The main rank also calls :meth:`begin` and :meth:`publish`.
+
+    What only a store needs does nothing here: in a directory, files are written where they stay.
 
     Attributes:
         staging: The local directory to which the rank writes its files; None before :meth:`join`.
     """
 
-    staging: Path | None
+    def __init__(self) -> None:
+        self.staging: Path | None = None
 
     @property
     def url(self) -> str:
         """The URL to which files are uploaded, or streamed; ``""`` if the checkpoint is a directory."""
+        return ""
 
     @property
     def is_streamed(self) -> bool:
         """Whether files go to a store while they are written."""
+        return False
 
+    @abstractmethod
     def prepare(self, nbytes: int) -> int:
         """Make ready to write so many bytes; return the least memory in bytes that it takes beside the tensors."""
 
+    @abstractmethod
     def begin(self) -> Begun:
         """Take the target for the save, after a check that it may be saved to and the removal of leftovers."""
 
+    @abstractmethod
     def join(self, save_id: str, owner: Owner, *, is_replacing: bool) -> None:
         """Take part in the save that the main rank has begun."""
 
     def open_stream(self) -> StreamsWrites | None:
         """Return where files are streamed to; None if they are written to :attr:`staging` first."""
+        return None
 
-    def send(
+    def send(  # noqa: B027 - a directory needs none of it
         self,
         files: Sequence[str],
         added: Iterable[str],
@@ -104,12 +114,13 @@ class Committer(Protocol):
             phase: Begins the phase in which that is done.
         """
 
-    def send_more(self, names: Iterable[str], streamed: Collection[str]) -> None:
+    def send_more(self, names: Iterable[str], streamed: Collection[str]) -> None:  # noqa: B027
         """Bring files of the library's own to the place, as :meth:`send` does, in the phase that there is."""
 
-    def hand_over(self) -> None:
+    def hand_over(self) -> None:  # noqa: B027
         """Note that the main rank may commit from now on: what this rank has brought must stay."""
 
+    @abstractmethod
     def publish(
         self, writer: CheckpointWriter, files: list[FileRecord], check: Callable[[Path, Path], None] | None
     ) -> None:
@@ -121,9 +132,10 @@ class Committer(Protocol):
             check: As for :func:`~shardckpt.engine.transaction.commit_files`.
         """
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027
         """Remove what only this rank has used."""
 
+    @abstractmethod
     def abort(self, streamed: Iterable[str], *, is_main: bool) -> None:
         """Remove all that the save has written, unless it is committed; raise nothing.
 
@@ -155,7 +167,7 @@ def make_committer(
     return StoreCommitter(remote, plugins, overwrite=overwrite, memory_budget=memory_budget)
 
 
-class DirectoryCommitter:
+class DirectoryCommitter(Committer):
     """All ranks write to one staging directory beside the target, which takes the target's name at last.
 
     Args:
@@ -165,11 +177,8 @@ class DirectoryCommitter:
         journal: The journal of what is written, if another process may go on with it after a kill.
     """
 
-    url = ""
-    is_streamed = False
-
     def __init__(self, target: Path, plugins: PluginManager, *, overwrite: bool, journal: Journal | None) -> None:
-        self.staging: Path | None = None
+        super().__init__()
         self._target = target
         self._plugins = plugins
         self._overwrite = overwrite
@@ -196,24 +205,6 @@ class DirectoryCommitter:
         """Write to the main rank's staging directory."""
         self.staging = staging_path(self._target, save_id, owner)
 
-    def open_stream(self) -> None:
-        """Return None: files are written where they stay."""
-
-    def send(
-        self,
-        files: Sequence[str],
-        added: Iterable[str],
-        streamed: Collection[str],
-        phase: Callable[[], AbstractContextManager[None]],
-    ) -> None:
-        """Do nothing: the files are there."""
-
-    def send_more(self, names: Iterable[str], streamed: Collection[str]) -> None:
-        """Do nothing: the files are there."""
-
-    def hand_over(self) -> None:
-        """Do nothing: only the main rank removes anything."""
-
     def publish(
         self, writer: CheckpointWriter, files: list[FileRecord], check: Callable[[Path, Path], None] | None
     ) -> None:
@@ -228,16 +219,13 @@ class DirectoryCommitter:
         owned = partial(owned_files, self._target, self._plugins)
         commit_staging(staging, self._target, owned, overwrite=self._overwrite)
 
-    def close(self) -> None:
-        """Do nothing: the staging directory is the checkpoint."""
-
     def abort(self, streamed: Iterable[str], *, is_main: bool) -> None:  # noqa: ARG002 - as the interface
         """Discard the staging directory."""
         if is_main and self.staging is not None and self.staging.exists():
             discard_staging(self.staging)
 
 
-class StoreCommitter:
+class StoreCommitter(Committer):
     """Each rank streams its files to a store, or uploads them from a directory of its own; the marker comes last.
 
     Args:
@@ -255,7 +243,7 @@ class StoreCommitter:
         overwrite: bool,
         memory_budget: int | None,
     ) -> None:
-        self.staging: Path | None = None
+        super().__init__()
         self._folder = target.folder
         self._upload = Upload(target.folder, MARKER_NAME, self._open_folder)
         self._plugins = plugins

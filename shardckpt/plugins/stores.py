@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -11,6 +12,8 @@ from shardckpt.errors import CheckpointingException, PluginError, StorageError, 
 from shardckpt.storage import RemotePath, list_folders, mask_password
 
 if TYPE_CHECKING:
+    from pydantic import TypeAdapter
+
     from shardckpt.plugins.manager import PluginManager
     from shardckpt.storage import RemoteFolder
 
@@ -74,11 +77,10 @@ def find_options(url: str) -> dict[str, str]:
     file = settings.stores_file()
     if file is None:
         return {}
-    from pydantic import Field, TypeAdapter, ValidationError  # slow to import, and mostly there is no such file
+    from pydantic import ValidationError  # slow to import, and mostly there is no such file
 
-    stores = TypeAdapter(dict[Annotated[str, Field(pattern=_BUCKET)], dict[str, str]])
     try:
-        found = stores.validate_json(Path(file).read_bytes())
+        found = _make_parser().validate_json(Path(file).read_bytes())
     except OSError as exc:
         raise CheckpointingException(f"{settings.STORES}={file}: cannot read it: {exc.strerror}") from exc
     except ValidationError as exc:
@@ -89,6 +91,13 @@ def find_options(url: str) -> dict[str, str]:
         ) from None
     scheme, _, rest = url.partition("://")
     return found.get(f"{scheme}://{rest.partition('/')[0]}", {})
+
+
+@functools.cache
+def _make_parser() -> TypeAdapter[dict[str, dict[str, str]]]:
+    from pydantic import Field, TypeAdapter
+
+    return TypeAdapter(dict[Annotated[str, Field(pattern=_BUCKET)], dict[str, str]])
 
 
 def name_stored_siblings(url: str, plugins: PluginManager) -> str:
