@@ -14,7 +14,7 @@ from shardckpt.manager.garbage_collection import GarbageCollector, remove_steps
 from shardckpt.manager.part import ManagerPart
 from shardckpt.manager.preemption import Preemption
 from shardckpt.manager.replicas import Replica
-from shardckpt.manager.retention import KeepBest, KeepLatest, Metrics, steps_to_remove
+from shardckpt.manager.retention import KeepBest, KeepLatest, Metrics, find_needed_steps, steps_to_remove
 from shardckpt.manager.states import MODEL
 from shardckpt.manager.step_links import begin_links
 from shardckpt.manager.steps import MODEL_PREFIX, StepFolder
@@ -126,10 +126,10 @@ class Retention(ManagerPart):
         return texts
 
     def make_room(self, step: int) -> list[int]:
-        """Remove the steps that the policies will not keep once this one is durable, but the newest that is there."""
+        """Remove the steps that the policies will not keep once this one is durable, but none that is needed till then."""
 
         def choose(metrics: StepMetrics) -> list[int]:
-            return [each for each in self._choose(metrics, step) if each != max(metrics)]
+            return [each for each in self._choose(metrics, step) if each not in find_needed_steps(metrics)]
 
         return remove_steps(self._folder, choose).removed
 
