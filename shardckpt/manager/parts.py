@@ -126,7 +126,7 @@ class Retention(ManagerPart):
         return texts
 
     def make_room(self, step: int) -> list[int]:
-        """Remove the steps that the policies will not keep once this one is durable, but none that is needed till then."""
+        """Remove the steps that the policies will not keep once this one is durable, but none that is needed now."""
 
         def choose(metrics: StepMetrics) -> list[int]:
             return [each for each in self._choose(metrics, step) if each not in find_needed_steps(metrics)]
