@@ -40,6 +40,10 @@ class PrometheusListener:
     - ``shardckpt_phase_seconds{operation, phase, result}``, a histogram: writing, the commit and others.
     - ``shardckpt_bytes_total{operation}``: bytes that this rank has written, or loaded, by operations that have ended.
     - ``shardckpt_last_success_timestamp_seconds{operation}``: when one last ended well; for an alert on its age.
+    - ``shardckpt_failures_total{operation}``: operations that failed, before they began, too, as a manager's save that
+      cannot list its folder; 0 of saves and loads from the start, so that ``increase`` sees the first.
+    - ``shardckpt_last_failure_timestamp_seconds{operation, phase, error}``: when one last failed, in which phase
+      (``""`` for none), and with which class of error, ``StorageError``.
     - ``shardckpt_in_flight{operation}``: operations that have begun and not ended, saves in the background among them.
     - ``shardckpt_blocked_seconds{operation}``, a histogram: what the training waited for each.
     - ``shardckpt_written_bytes_per_second{operation}``: of the last phase ``writing``.
@@ -84,6 +88,17 @@ class PrometheusListener:
             ("operation",),
             registry=registry,
         )
+        self._failures = Counter(
+            "shardckpt_failures", "Operations on checkpoints that failed", ("operation",), registry=registry
+        )
+        for operation in ("save", "load"):
+            self._failures.labels(operation)
+        self._failure = Gauge(
+            "shardckpt_last_failure_timestamp_seconds",
+            "When an operation last failed, where, and with which error",
+            ("operation", "phase", "error"),
+            registry=registry,
+        )
         self._in_flight = Gauge(
             "shardckpt_in_flight", "Operations that have begun and not ended", ("operation",), registry=registry
         )
@@ -126,6 +141,10 @@ class PrometheusListener:
         if event.state == "end":
             self._bytes.labels(event.operation).inc(event.nbytes)
             self._success.labels(event.operation).set_to_current_time()
+        else:
+            self._failures.labels(event.operation).inc()
+            failure = self._failure.labels(event.operation, event.failed_phase, event.error_type)
+            failure.set_to_current_time()
 
     def _show_in_flight(self, operation: str) -> None:
         self._in_flight.labels(operation).set(len(self._open.get(operation, ())))

@@ -14,7 +14,8 @@ import torch
 from shardckpt import dist_checkpointing as dc
 from shardckpt.async_save import AsyncCallsQueue
 from shardckpt.background.saving import wait_for_dropped
-from shardckpt.errors import CheckpointingException
+from shardckpt.errors import CheckpointingException, StorageError
+from shardckpt.manager import CheckpointConfig, CheckpointManager
 from shardckpt.mapping import ShardedTensor
 from shardckpt.plugins import get_plugin_manager, hookimpl
 from tests.readmes import READMES
@@ -304,3 +305,86 @@ def test_loads_of_one_directory_count_each(tmp_path: Path) -> None:
     assert outer.start_time < inner.start_time
     assert inner.end_time < outer.end_time
     tracers.shutdown()
+
+
+def _count_failures(operation: str, registry: Any) -> float:
+    return float(registry.get_sample_value("shardckpt_failures_total", {"operation": operation}))
+
+
+def _fail_to_list(path: Path, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise StorageError(f"{path} does not answer")
+
+    config = CheckpointConfig(folder=str(path), interval=1)
+    with CheckpointManager(config, {"model": torch.nn.Linear(2, 2)}) as manager:
+        monkeypatch.setattr("shardckpt.manager.steps.StepFolder.steps", refuse)
+        getattr(manager, method)(1)
+
+
+@table(
+    ("operation", "fail", "phase"),
+    [
+        ("save", lambda path, patch: _fail_to_list(path, patch, "save"), "describing the states"),
+        ("load", lambda path, patch: _fail_to_list(path, patch, "load"), "choosing the step"),
+        ("save", lambda *_: dc.save({}, "nobody://serves/this"), "reading the arguments"),
+        ("load", lambda *_: dc.load({}, "nobody://serves/this"), "reading the arguments"),
+        ("save", lambda path, _: dc.save({"a": 1}, path / "c", "nothing"), "preparing the state dict"),
+        ("load", lambda path, _: dc.load({"a": 1}, path / "c"), "reading the manifest"),
+        ("save", lambda path, _: [dc.save({"a": 1}, path / "c") for _ in "ab"], "staging"),
+    ],
+)
+def test_each_failure_is_one_event_one_count_and_one_line(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    operation: str,
+    fail: Any,
+    phase: str,
+) -> None:
+    """Wherever a save or load fails, before it begins too, one failure has its phase and error, and one ERROR line."""
+    prometheus_client = pytest.importorskip("prometheus_client")
+    from shardckpt.integrations.prometheus import PrometheusListener
+
+    caplog.clear()
+    registry, events = prometheus_client.CollectorRegistry(), _Events()
+    with _registered(PrometheusListener(registry)), _registered(events):
+        assert (_count_failures("save", registry), _count_failures("load", registry)) == (0, 0)
+        with pytest.raises(CheckpointingException) as caught:
+            fail(tmp_path, monkeypatch)
+    assert _count_failures(operation, registry) == 1
+    failed = events.failures[""]
+    assert (failed.operation, failed.failed_phase) == (operation, phase)
+    assert failed.error_type == type(caught.value).__name__
+    labels = {"operation": operation, "phase": phase, "error": failed.error_type}
+    assert registry.get_sample_value("shardckpt_last_failure_timestamp_seconds", labels) > 1e9
+    assert registry.get_sample_value("shardckpt_in_flight", {"operation": operation}) == 0
+    (line,) = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
+    assert re.match(rf"{operation} of .* failed in '{phase}' after .* s: {failed.error_type}: ", line)
+    assert "\n" not in line
+
+
+def test_a_background_save_that_fails_is_one_event_and_one_line(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whichever call meets its error: the next save of a manager, or the end of the queue."""
+    prometheus_client = pytest.importorskip("prometheus_client")
+    from shardckpt.integrations.prometheus import PrometheusListener
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise StorageError("the disk is gone")
+
+    monkeypatch.setattr("shardckpt.engine.transaction.Transaction.commit", refuse)
+    registry = prometheus_client.CollectorRegistry()
+    config = CheckpointConfig(folder=str(tmp_path), interval=1, async_mode="async")
+    manager = CheckpointManager(config, {"model": torch.nn.Linear(2, 2)})
+    with _registered(PrometheusListener(registry)):
+        manager.save(1)
+        with pytest.raises(StorageError):
+            manager.wait()
+        manager.save(2)
+        manager._writer._queue._calls[0].future.exception()
+        with pytest.raises(StorageError):
+            manager.save(3)
+        manager.close()
+    assert _count_failures("save", registry) == 2
+    assert len([record for record in caplog.records if record.levelname == "ERROR"]) == 2
