@@ -11,9 +11,15 @@ from shardckpt.manager import (
     CheckpointConfig,
     CheckpointManager,
     KeepBest,
+    KeepEvery,
     KeepLatest,
+    KeepNear,
     KeepPinned,
+    KeepRecent,
+    KeepVerified,
     SaveAfter,
+    SaveAt,
+    SaveEvery,
     config,
 )
 from tests.manager.training import Progress
@@ -196,3 +202,30 @@ def test_equal_configurations_have_one_hash() -> None:
     assert one == other
     assert {one: 1}[other] == 1
     assert hash(CheckpointConfig()) != hash(one)
+
+
+def test_a_setting_that_is_assigned_is_refused_in_our_words() -> None:
+    """The nearest name of one that there is not, and how to make a changed configuration, which works."""
+    config = CheckpointConfig(interval=5, retention=[KeepLatest(2)], async_mode="async")
+    with pytest.raises(ConfigurationError, match="there is no setting 'intervall': did you mean interval"):
+        config.intervall = 3
+    with pytest.raises(
+        ConfigurationError, match=r"another one, CheckpointConfig\(\*\*{\*\*dict\(config\), 'interval': 3"
+    ):
+        config.interval = 3
+    changed = CheckpointConfig(**{**dict(config), "interval": 3})
+    assert (changed.interval, changed.retention, changed.async_mode) == (3, (KeepLatest(2),), config.async_mode)
+
+
+def test_the_json_schema_has_the_policies() -> None:
+    """What a configuration stores of each built-in policy has the properties that its schema requires and allows."""
+    properties = CheckpointConfig.model_json_schema()["properties"]
+    keep = [KeepLatest(3), KeepEvery(2), KeepNear(2), KeepRecent(1), KeepBest("loss"), KeepPinned([5]), KeepVerified(1)]
+    stored = CheckpointConfig(retention=keep, save_when=[SaveEvery(5), SaveAt([1]), SaveAfter(2)]).describe()
+    for setting in ("retention", "save_when"):
+        schemas = {each["properties"]["policy"]["const"]: each for each in properties[setting]["items"]["anyOf"]}
+        assert [*schemas] == [each["policy"] for each in stored[setting]]
+        for each in stored[setting]:
+            schema = schemas[each["policy"]]
+            assert {*schema["required"]} <= {*each} <= {*schema["properties"]}
+        assert CheckpointConfig(**{setting: stored[setting]}).describe()[setting] == stored[setting]
