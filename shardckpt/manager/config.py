@@ -37,7 +37,7 @@ from shardckpt.manager.step_links import LINKS
 from shardckpt.manager.step_names import parse_step
 from shardckpt.manager.steps import MODEL_PREFIX
 from shardckpt.plugins import get_plugin_manager
-from shardckpt.storage import LEAST_READING, mask_password, parse_memory_budget, show_mib
+from shardckpt.storage import LEAST_READING, mask_password, parse_memory_budget, show_budget, show_mib
 from shardckpt.strategy import StoresHubFolders
 
 if TYPE_CHECKING:
@@ -371,7 +371,10 @@ class CheckpointConfig(BaseModel):
     def _check_memory_budget(cls, budget: int | str | None) -> int | str | None:
         found = parse_memory_budget(budget)
         if found is not None and found < LEAST_READING:
-            raise ValueError(f"a load of any rank takes at least {show_mib(LEAST_READING)}, a save more")
+            raise ValueError(
+                f"{show_budget(found)}: a save or a load takes at least {show_mib(LEAST_READING)} on each rank; a save "
+                "to a URL takes more, and one with an async_mode what the copy of the rank's tensors takes besides"
+            )
         return budget
 
     @field_validator("async_mode", mode="before")
