@@ -191,6 +191,7 @@ def remove_steps(
             kept[step] = reason
         elif reason is not None:
             removed.append(step)
+            folder.forget(step)  # on a store its folder is there as long as anybody's object is in it
         count_step(step)
     if own_links and len(removed) < len(chosen):
         update_links(folder, [each for step, each in choice.found.items() if step not in removed])
