@@ -159,6 +159,11 @@ class RemotePath(_Base):
         return f"{self.folder.url}/{self._name}" if self._name else self.folder.url
 
     @property
+    def bucket(self) -> str:
+        """The URL's scheme and host: ``s3://bucket``."""
+        return "/".join(self.url.split("/", 3)[:3])
+
+    @property
     def name(self) -> str:
         """The last part of the URL."""
         return (self._name or self.folder.url).rpartition("/")[2]
