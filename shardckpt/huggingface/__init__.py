@@ -39,7 +39,8 @@ if TYPE_CHECKING:
         is_hub_folder,
         parse_leave_out,
     )
-    from shardckpt.huggingface.planning import ExportOptions, plan_export, plan_tensors
+    from shardckpt.huggingface.options import ExportOptions, parse_options
+    from shardckpt.huggingface.planning import plan_export, plan_tensors
     from shardckpt.huggingface.review import review_folder, review_others
     from shardckpt.huggingface.rules import Rule, RuleMapping
     from shardckpt.huggingface.sections import Sections, find_sections
@@ -86,7 +87,8 @@ __getattr__ = lazy_getattr(
             "is_hub_folder",
             "parse_leave_out",
         ),
-        "planning": ("ExportOptions", "plan_export", "plan_tensors"),
+        "options": ("ExportOptions", "parse_options"),
+        "planning": ("plan_export", "plan_tensors"),
         "review": ("review_folder", "review_others"),
         "rules": ("Rule", "RuleMapping"),
         "sections": ("Sections", "find_sections"),
@@ -161,6 +163,7 @@ __all__ = [
     "parse_dtype",
     "parse_header",
     "parse_leave_out",
+    "parse_options",
     "place_tensors",
     "plain_name",
     "plan_export",
