@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from shardckpt.huggingface.export import Exported, ExportedTensor, export_to_huggingface
     from shardckpt.huggingface.export_budget import LEAST_EXPORTING, LEAST_EXPORTING_ON_STORES
     from shardckpt.huggingface.folder import CONFIG, Folder
-    from shardckpt.huggingface.header import parse_header, place_tensors
+    from shardckpt.huggingface.header import FileLayout, lay_out, parse_header
     from shardckpt.huggingface.hub_tensor import HubTensor
     from shardckpt.huggingface.load import huggingface_index, load_from_huggingface, read_hub_folder
     from shardckpt.huggingface.load_strategy import HuggingFaceLoadStrategy
@@ -71,7 +71,7 @@ __getattr__ = lazy_getattr(
         "export": ("Exported", "ExportedTensor", "export_to_huggingface"),
         "export_budget": ("LEAST_EXPORTING", "LEAST_EXPORTING_ON_STORES"),
         "folder": ("CONFIG", "Folder"),
-        "header": ("parse_header", "place_tensors"),
+        "header": ("FileLayout", "lay_out", "parse_header"),
         "hub_tensor": ("HubTensor",),
         "adapters": ("find_adapter_mapping",),
         "load": ("huggingface_index", "load_from_huggingface", "read_hub_folder"),
@@ -115,6 +115,7 @@ __all__ = [
     "ExportOptions",
     "Exported",
     "ExportedTensor",
+    "FileLayout",
     "Folder",
     "HubTensor",
     "HuggingFaceLoadStrategy",
@@ -152,6 +153,7 @@ __all__ = [
     "huggingface_index",
     "is_hub_folder",
     "is_torch_file",
+    "lay_out",
     "list_assets",
     "list_values",
     "load_from_huggingface",
@@ -164,7 +166,6 @@ __all__ = [
     "parse_header",
     "parse_leave_out",
     "parse_options",
-    "place_tensors",
     "plain_name",
     "plan_export",
     "plan_tensors",
