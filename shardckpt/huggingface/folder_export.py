@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 
     from shardckpt.huggingface.header import FileLayout
     from shardckpt.huggingface.hub_tensor import HubTensor
+    from shardckpt.huggingface.options import ExportOptions
     from shardckpt.huggingface.planning import ExportPlan
     from shardckpt.mapping import ShardedBase, ShardedTensor
     from shardckpt.storage import Journal
@@ -53,7 +54,7 @@ _CHECKPOINTS = (MARKER_NAME, ".metadata")
 
 @dataclass(frozen=True)
 class FolderExport:
-    """An export between its plan and its commit; ``assets`` are files to copy.
+    """An export between its plan and its commit.
 
     ``source`` is the checkpoint's place; None for what is at none, a merge. With a journal, one process writes, and
     another can go on after a kill. ``check`` gets the staging directory on the main rank before the commit; if it
@@ -65,8 +66,8 @@ class FolderExport:
     source: Path | None
     target: Path
     plan: ExportPlan
+    options: ExportOptions
     checkpoint: OpenCheckpoint
-    assets: Sequence[Path]
     overwrite: bool
     journal: Journal | None = None
     check: Callable[[Path], None] | None = None
@@ -160,13 +161,13 @@ class FolderExport:
             CheckpointingException: It is not; or an adapter is written without its own configuration.
         """
         if ADAPTER_WEIGHTS in dict(self.plan.files):
-            if ADAPTER not in {path.name for path in self.assets}:
+            if ADAPTER not in {path.name for path in self.options.assets}:
                 raise CheckpointingException(
                     f"PEFT loads no adapter without {ADAPTER}: give the folder that has it (assets=, --assets); "
                     "peft_config['default'].save_pretrained(FOLDER) of the model writes it"
                 )
             return None
-        config = find_config(self.assets, None if self.assets else self.target)
+        config = find_config(self.options.assets, None if self.options.assets else self.target)
         if config is None:
             logger.warning(
                 "%s gets no config.json, without which from_pretrained does not load it: give the folder of the model "
@@ -204,7 +205,7 @@ class FolderExport:
             else try_class(staging, config.content, {tensor.name: tensor.shape for tensor in self.plan.tensors})
         )
         fault = fit.fault or fit.has_unknown * fit.said
-        if fit.fault and self.plan.strict:
+        if fit.fault and self.options.strict:
             raise KeyMismatchError(
                 f"{self.target} is not written: {fault}. Give the config.json of this model (assets)"
             )
@@ -221,8 +222,8 @@ class FolderExport:
 
     def _choose_replaced(self, names: Iterable[str]) -> set[str]:
         """Return which files of a folder go when it is overwritten, after a warning about those of others."""
-        gone = {name for name in names if is_replaced(name, has_assets=bool(self.assets))}
-        renewed = {path.name for path in self.assets}
+        gone = {name for name in names if is_replaced(name, has_assets=bool(self.options.assets))}
+        renewed = {path.name for path in self.options.assets}
         foreign = sorted(name for name in gone - renewed if not is_weights(name))
         if foreign:
             logger.warning("the export over %s removes what no export has written: %s", self.target, listed(foreign))
@@ -240,7 +241,7 @@ class FolderExport:
         with CheckpointWriter(staging, 0) as writer:
             for name, content in written.items():
                 writer.write(name, content)
-        for path in self.assets:
+        for path in self.options.assets:
             if path.name not in written:
                 copy_new(path, staging / path.name)
         self._report_misfits(staging)

@@ -6,14 +6,8 @@ from typing import TYPE_CHECKING
 
 from shardckpt.engine import STREAM_BYTES, StoredCheckpoint, make_memory
 from shardckpt.errors import KeyMismatchError, name_prefixes
-from shardckpt.huggingface.casts import parse_casts
-from shardckpt.huggingface.models import find_mapping
-from shardckpt.huggingface.names import SAFETENSORS, parse_leave_out
-from shardckpt.huggingface.planning import (
-    ExportOptions,
-    choose_model,
-    plan_tensors,
-)
+from shardckpt.huggingface.options import parse_options
+from shardckpt.huggingface.planning import choose_model, plan_tensors
 from shardckpt.mapping import ShardedTensor
 from shardckpt.planning import batch_by_bytes
 
@@ -23,6 +17,7 @@ if TYPE_CHECKING:
     import torch
 
     from shardckpt.huggingface.hub_tensor import HubTensor
+    from shardckpt.huggingface.options import ExportOptions
     from shardckpt.mapping import ShardedBase
     from shardckpt.plugins import KeyMapping
 
@@ -71,9 +66,7 @@ class ModelCheckpoint(StoredCheckpoint):
             CheckpointingException: An argument is wrong, a tensor is not stored as a whole, or it is damaged; what was
                 read before is right.
         """
-        options = ExportOptions(
-            prefix, find_mapping(mapping), parse_casts(dtype, keep), 0, SAFETENSORS, parse_leave_out(leave_out)
-        )
+        options = parse_options(None, prefix=prefix, mapping=mapping, dtype=dtype, keep=keep, leave_out=leave_out)
         tensors = self._plan_weights(options, optimizer=optimizer)
         return self._read_weights(tensors, memory)
 

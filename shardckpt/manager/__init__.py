@@ -8,7 +8,7 @@ from shardckpt import lazy_getattr
 
 if TYPE_CHECKING:
     from shardckpt.manager.cleanup import cleanup_old_checkpoints
-    from shardckpt.manager.config import AsyncMode, CheckpointConfig, Setting, list_settings
+    from shardckpt.manager.config import AsyncMode, CheckpointConfig, Setting, find_faults, list_settings
     from shardckpt.manager.holds import Hold, Lease, find_holds, find_step, lease_step, pin_step, unpin_step
     from shardckpt.manager.listing import find_checkpoints, list_checkpoints
     from shardckpt.manager.manager import CheckpointManager
@@ -41,7 +41,7 @@ __getattr__ = lazy_getattr(
     __name__,
     {
         "cleanup": ("cleanup_old_checkpoints",),
-        "config": ("AsyncMode", "CheckpointConfig", "Setting", "list_settings"),
+        "config": ("AsyncMode", "CheckpointConfig", "Setting", "find_faults", "list_settings"),
         "holds": ("Hold", "Lease", "find_holds", "find_step", "lease_step", "pin_step", "unpin_step"),
         "listing": ("find_checkpoints", "list_checkpoints"),
         "manager": ("CheckpointManager",),
@@ -113,6 +113,7 @@ __all__ = [
     "describe_form",
     "describe_tensors",
     "find_checkpoints",
+    "find_faults",
     "find_holds",
     "find_local_holds",
     "find_named_step",

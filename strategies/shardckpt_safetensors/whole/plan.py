@@ -206,7 +206,7 @@ def plan_whole(
         keys += [f"whole tensors of {layout.files[buffer.file].name}" for buffer in pieces.buffers]
         heads = {n: file.head for n, file in enumerate(layout.files) if owners[1][n] == comm.rank}
         writes = [PlannedWrite(*write, *layout.segments(*_span(write)), keys[write.source]) for write in pieces.writes]
-        files = [(file.name, file.size) for file in layout.files]
+        files = [(file.name, file.layout.size) for file in layout.files]
         work = WholeWork(files, heads, writes, stored, _pack_views(items, pieces), {}, aliases)
     return WholePlan(layout, is_whole, items.sources, boxes.extents, pieces, work, keys, ties, aliases)
 
