@@ -62,7 +62,7 @@ def run(options: Any) -> Output:
     Raises:
         CheckpointingException: no checkpoint has the metric that is asked for.
     """
-    found = _list(options.folder, recursive=options.recursive)
+    found = list_folder(options.folder, recursive=options.recursive)
     metric, mode = _choose_metric(options.metric, found)
     fine = all(each.state in ("whole", "other") and not each.has_failed for each in found)
     return Output(lambda: found, lambda: _describe(options.folder, found, metric, mode), FINE if fine else FOUND)
@@ -79,7 +79,7 @@ def _describe(folder: str, found: Sequence[CheckpointSummary], metric: str, mode
     return lines
 
 
-def _list(folder: str, *, recursive: bool) -> list[CheckpointSummary]:
+def list_folder(folder: str, *, recursive: bool = False) -> list[CheckpointSummary]:
     """Return the summaries; torch, which takes seconds to import, is only needed where they are not all of ours."""
     from shardckpt.manager import list_plain
 
