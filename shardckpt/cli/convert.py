@@ -125,12 +125,9 @@ def read_dtypes(options: Any) -> dict[str, str] | None:
     return {pattern or "*": dtype for pattern, _, dtype in (text.rpartition("=") for text in given)} or None
 
 
-def read_target_options(options: Any) -> dict[str, Any]:
-    """Return these options as the arguments of :func:`shardckpt.maintenance.convert_checkpoint`."""
-    from shardckpt.storage import parse_size
-
+def read_hub_options(options: Any) -> dict[str, Any]:
+    """Return the options of names, casts and files of the Hub as arguments, which exports and conversions share."""
     names = (
-        "to",
         "overwrite",
         "mapping",
         "strict",
@@ -141,13 +138,16 @@ def read_target_options(options: Any) -> dict[str, Any]:
         "assets",
         "max_shard_size",
     )
-    rename = read_renames(options)
-    return {
-        **{name: getattr(options, name) for name in names},
-        "dtype": read_dtypes(options),
-        "memory_budget": parse_size(options.memory, "--memory"),
-        "rename": rename,
-    }
+    given = {name: getattr(options, name) for name in names}
+    return {**given, "dtype": read_dtypes(options), "rename": read_renames(options)}
+
+
+def read_target_options(options: Any) -> dict[str, Any]:
+    """Return these options as the arguments of :func:`shardckpt.maintenance.convert_checkpoint`."""
+    from shardckpt.storage import parse_size
+
+    memory = parse_size(options.memory, "--memory")
+    return {"to": options.to, "memory_budget": memory, **read_hub_options(options)}
 
 
 def run(options: Any) -> Output:

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from shardckpt.cli.convert import add_cast_options, add_mapping_options, add_verbose, read_dtypes
+from shardckpt.cli.convert import add_cast_options, add_mapping_options, add_verbose, read_hub_options
 from shardckpt.cli.folders import named_folders
 from shardckpt.cli.output import Output
-from shardckpt.cli.renames import add_rename_option, read_renames
+from shardckpt.cli.renames import add_rename_option
 
 if TYPE_CHECKING:
     from shardckpt.huggingface import Exported
@@ -65,19 +65,9 @@ def run(options: Any) -> Output:
         exported = export_to_huggingface(
             options.checkpoint,
             options.target,
-            prefix=options.prefix,
-            mapping=options.mapping,
-            strict=options.strict,
-            cut_vocabulary=options.cut_vocabulary,
-            dtype=read_dtypes(options),
-            keep=options.keep,
-            max_shard_size=options.max_shard_size,
             format=options.format,
-            assets=options.assets,
-            leave_out=options.leave_out,
-            overwrite=options.overwrite,
             memory_budget=options.memory,
-            rename=read_renames(options),
+            **read_hub_options(options),
         )
     return Output(lambda: _name_columns(exported), lambda: _describe(exported, options.target, verbose=options.verbose))
 

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from shardckpt.huggingface.export import Exported, ExportedTensor, export_to_huggingface
     from shardckpt.huggingface.export_budget import LEAST_EXPORTING, LEAST_EXPORTING_ON_STORES
     from shardckpt.huggingface.folder import CONFIG, Folder
-    from shardckpt.huggingface.header import parse_header, place_tensors
-    from shardckpt.huggingface.hub_tensor import HubTensor
+    from shardckpt.huggingface.header import FileLayout, lay_out, parse_header
+    from shardckpt.huggingface.hub_tensor import HubTensor, read_hub_boxes
     from shardckpt.huggingface.load import huggingface_index, load_from_huggingface, read_hub_folder
     from shardckpt.huggingface.load_strategy import HuggingFaceLoadStrategy
     from shardckpt.huggingface.megatron import MEGATRON_NAME, split_qkv, split_vocabulary
@@ -39,7 +39,8 @@ if TYPE_CHECKING:
         is_hub_folder,
         parse_leave_out,
     )
-    from shardckpt.huggingface.planning import ExportOptions, plan_export, plan_tensors
+    from shardckpt.huggingface.options import ExportOptions, parse_options
+    from shardckpt.huggingface.planning import plan_export, plan_tensors
     from shardckpt.huggingface.review import review_folder, review_others
     from shardckpt.huggingface.rules import Rule, RuleMapping
     from shardckpt.huggingface.sections import Sections, find_sections
@@ -70,8 +71,8 @@ __getattr__ = lazy_getattr(
         "export": ("Exported", "ExportedTensor", "export_to_huggingface"),
         "export_budget": ("LEAST_EXPORTING", "LEAST_EXPORTING_ON_STORES"),
         "folder": ("CONFIG", "Folder"),
-        "header": ("parse_header", "place_tensors"),
-        "hub_tensor": ("HubTensor",),
+        "header": ("FileLayout", "lay_out", "parse_header"),
+        "hub_tensor": ("HubTensor", "read_hub_boxes"),
         "adapters": ("find_adapter_mapping",),
         "load": ("huggingface_index", "load_from_huggingface", "read_hub_folder"),
         "load_strategy": ("HuggingFaceLoadStrategy",),
@@ -86,7 +87,8 @@ __getattr__ = lazy_getattr(
             "is_hub_folder",
             "parse_leave_out",
         ),
-        "planning": ("ExportOptions", "plan_export", "plan_tensors"),
+        "options": ("ExportOptions", "parse_options"),
+        "planning": ("plan_export", "plan_tensors"),
         "review": ("review_folder", "review_others"),
         "rules": ("Rule", "RuleMapping"),
         "sections": ("Sections", "find_sections"),
@@ -113,6 +115,7 @@ __all__ = [
     "ExportOptions",
     "Exported",
     "ExportedTensor",
+    "FileLayout",
     "Folder",
     "HubTensor",
     "HuggingFaceLoadStrategy",
@@ -150,6 +153,7 @@ __all__ = [
     "huggingface_index",
     "is_hub_folder",
     "is_torch_file",
+    "lay_out",
     "list_assets",
     "list_values",
     "load_from_huggingface",
@@ -161,13 +165,14 @@ __all__ = [
     "parse_dtype",
     "parse_header",
     "parse_leave_out",
-    "place_tensors",
+    "parse_options",
     "plain_name",
     "plan_export",
     "plan_tensors",
     "read_all_of_folder",
     "read_assets",
     "read_config",
+    "read_hub_boxes",
     "read_hub_folder",
     "review_folder",
     "review_others",

@@ -3,30 +3,18 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
-from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
 from shardckpt.distributed import Comm
 from shardckpt.engine import LoadOptions, Operation, list_names, locate, open_checkpoint, refuse_overlap, rename_stored
-from shardckpt.huggingface.assets import list_assets
-from shardckpt.huggingface.casts import parse_casts
-from shardckpt.huggingface.config import read_config
 from shardckpt.huggingface.export_budget import split_export_budget
-from shardckpt.huggingface.models import find_mapping
-from shardckpt.huggingface.names import (
-    SAFETENSORS,
-    check_format,
-    parse_leave_out,
-)
-from shardckpt.huggingface.planning import ExportOptions, ExportPlan, LeftOut, plan_export
+from shardckpt.huggingface.names import SAFETENSORS
+from shardckpt.huggingface.options import parse_options
+from shardckpt.huggingface.planning import ExportPlan, LeftOut, plan_export
 from shardckpt.huggingface.store_export import find_export
 from shardckpt.plugins import get_plugin_manager
-from shardckpt.storage import (
-    parse_size,
-    replaced_error,
-    retry_if_replaced,
-)
+from shardckpt.storage import replaced_error, retry_if_replaced
 
 if TYPE_CHECKING:
     import os
@@ -35,6 +23,7 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed import ProcessGroup
 
+    from shardckpt.huggingface.options import ExportOptions
     from shardckpt.mapping import ShardedBase
     from shardckpt.plugins import KeyMapping
 
@@ -163,15 +152,18 @@ def export_to_huggingface(
     with comm.local_phase("reading the arguments"):
         source, folder = (locate(path, get_plugin_manager()) for path in (checkpoint_dir, target))
         refuse_overlap([source], folder)
-        copied = [] if assets is None else list_assets(assets, mapping)
-        options = ExportOptions(
-            prefix,
-            find_mapping(mapping, partial(read_config, copied, folder), "cut" if cut_vocabulary else "refuse"),
-            parse_casts(dtype, keep),
-            parse_size(max_shard_size),
-            check_format(format),
-            parse_leave_out(leave_out),
-            strict,
+        options = parse_options(
+            folder,
+            prefix=prefix,
+            mapping=mapping,
+            dtype=dtype,
+            keep=keep,
+            max_shard_size=max_shard_size,
+            format=format,
+            assets=assets,
+            leave_out=leave_out,
+            strict=strict,
+            cut_vocabulary=cut_vocabulary,
         )
         budget = split_export_budget(memory_budget, source, folder, options.file_format)
         budget.limit_uploads(folder)
@@ -207,7 +199,7 @@ def export_to_huggingface(
             operation.start_progress(lambda: sum(t.nbytes for _, tensors in plan.files for t in tensors))
             operation.share_progress(checkpoint.operation)
             find_export(folder)(
-                operation, source, folder, plan, checkpoint, copied, overwrite, upload_room=budget.uploading
+                operation, source, folder, plan, options, checkpoint, overwrite, upload_room=budget.uploading
             ).run()
         return plan
 

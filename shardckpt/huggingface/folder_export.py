@@ -8,18 +8,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
-
 from shardckpt import __version__
 from shardckpt.commit import check_target, commit_staging, discard_staging
-from shardckpt.engine import OpenCheckpoint, Operation, open_staging
+from shardckpt.engine import OpenCheckpoint, Operation, open_staging, refuse_full
 from shardckpt.errors import CheckpointingException, KeyMismatchError, listed
 from shardckpt.huggingface.architecture import Fit, try_class
 from shardckpt.huggingface.blocks import open_writer, write_blocks
 from shardckpt.huggingface.config import adapt_config, find_config, find_tied
 from shardckpt.huggingface.folder import CONFIG, read_folder
 from shardckpt.huggingface.header import lay_out
-from shardckpt.huggingface.hub_tensor import have_equal_values
+from shardckpt.huggingface.hub_tensor import have_equal_values, read_hub_boxes
 from shardckpt.huggingface.names import (
     ADAPTER,
     ADAPTER_WEIGHTS,
@@ -41,8 +39,8 @@ if TYPE_CHECKING:
 
     from shardckpt.huggingface.header import FileLayout
     from shardckpt.huggingface.hub_tensor import HubTensor
+    from shardckpt.huggingface.options import ExportOptions
     from shardckpt.huggingface.planning import ExportPlan
-    from shardckpt.mapping import ShardedBase, ShardedTensor
     from shardckpt.storage import Journal
 
 logger = logging.getLogger(__name__)
@@ -53,7 +51,7 @@ _CHECKPOINTS = (MARKER_NAME, ".metadata")
 
 @dataclass(frozen=True)
 class FolderExport:
-    """An export between its plan and its commit; ``assets`` are files to copy.
+    """An export between its plan and its commit.
 
     ``source`` is the checkpoint's place; None for what is at none, a merge. With a journal, one process writes, and
     another can go on after a kill. ``check`` gets the staging directory on the main rank before the commit; if it
@@ -65,8 +63,8 @@ class FolderExport:
     source: Path | None
     target: Path
     plan: ExportPlan
+    options: ExportOptions
     checkpoint: OpenCheckpoint
-    assets: Sequence[Path]
     overwrite: bool
     journal: Journal | None = None
     check: Callable[[Path], None] | None = None
@@ -83,6 +81,8 @@ class FolderExport:
                     config = self._adapt_config()
                     staging, _ = open_staging(self.target, _is_superseded, restore=self.overwrite, journal=self.journal)
                     stack.callback(_discard, staging, self.journal)
+                    written = 0 if self.journal is None else self.journal.nbytes
+                    refuse_full(self.target, self.plan.total_size - written, f"{self.operation.kind} to")
             staging = comm.broadcast(staging)
             with self.operation.local_phase("writing"):
                 self._write(staging)
@@ -113,7 +113,7 @@ class FolderExport:
         elif mine:
             with open_writer(staging, self.journal) as writer:
                 for name, tensors in mine:
-                    write_blocks(writer, name, self._lay_out(tensors), self._load)
+                    write_blocks(writer, name, self._lay_out(tensors), self.checkpoint)
 
     def _lay_out(self, tensors: Sequence[HubTensor]) -> FileLayout:
         """Return the layout of a file of weights; if it is the only one, its header says what an index would."""
@@ -133,14 +133,8 @@ class FolderExport:
 
     def _pickle(self, path: Path, tensors: Sequence[HubTensor]) -> None:
         """Write a file for ``torch.load``, whose tensors are in memory as a whole."""
-        values = {t.name: torch.empty(t.shape, dtype=t.dtype, device="cpu") for t in tensors}
-        self._load([shard for t in tensors for shard in t.shards_for(t.full_box, values[t.name])])
-        write_pickled(path, values)
-
-    def _load(self, wanted: Sequence[ShardedTensor]) -> None:
-        if wanted:
-            shards: list[ShardedBase] = list(wanted)
-            self.checkpoint.values(shards)
+        values = read_hub_boxes([(tensor, tensor.full_box) for tensor in tensors], self.checkpoint)
+        write_pickled(path, {tensor.name: value for tensor, value in zip(tensors, values, strict=True)})
 
     def _refuse_checkpoint(self) -> None:
         """Raise if the target is a checkpoint, some of whose files an export would replace."""
@@ -158,13 +152,13 @@ class FolderExport:
             CheckpointingException: It is not; or an adapter is written without its own configuration.
         """
         if ADAPTER_WEIGHTS in dict(self.plan.files):
-            if ADAPTER not in {path.name for path in self.assets}:
+            if ADAPTER not in {path.name for path in self.options.assets}:
                 raise CheckpointingException(
                     f"PEFT loads no adapter without {ADAPTER}: give the folder that has it (assets=, --assets); "
                     "peft_config['default'].save_pretrained(FOLDER) of the model writes it"
                 )
             return None
-        config = find_config(self.assets, None if self.assets else self.target)
+        config = find_config(self.options.assets, None if self.options.assets else self.target)
         if config is None:
             logger.warning(
                 "%s gets no config.json, without which from_pretrained does not load it: give the folder of the model "
@@ -202,7 +196,7 @@ class FolderExport:
             else try_class(staging, config.content, {tensor.name: tensor.shape for tensor in self.plan.tensors})
         )
         fault = fit.fault or fit.has_unknown * fit.said
-        if fit.fault and self.plan.strict:
+        if fit.fault and self.options.strict:
             raise KeyMismatchError(
                 f"{self.target} is not written: {fault}. Give the config.json of this model (assets)"
             )
@@ -219,8 +213,8 @@ class FolderExport:
 
     def _choose_replaced(self, names: Iterable[str]) -> set[str]:
         """Return which files of a folder go when it is overwritten, after a warning about those of others."""
-        gone = {name for name in names if is_replaced(name, has_assets=bool(self.assets))}
-        renewed = {path.name for path in self.assets}
+        gone = {name for name in names if is_replaced(name, has_assets=bool(self.options.assets))}
+        renewed = {path.name for path in self.options.assets}
         foreign = sorted(name for name in gone - renewed if not is_weights(name))
         if foreign:
             logger.warning("the export over %s removes what no export has written: %s", self.target, listed(foreign))
@@ -238,7 +232,7 @@ class FolderExport:
         with CheckpointWriter(staging, 0) as writer:
             for name, content in written.items():
                 writer.write(name, content)
-        for path in self.assets:
+        for path in self.options.assets:
             if path.name not in written:
                 copy_new(path, staging / path.name)
         self._report_misfits(staging)

@@ -45,10 +45,17 @@ class FramePart(NamedTuple):
 
 
 class FileLayout(NamedTuple):
-    """The layout of a file that is to be written: frame and tensors, each in file order, leave no byte out."""
+    """The layout of a file that is to be written, in which every byte is of the frame or of a tensor.
+
+    Attributes:
+        frame: What is no tensor, in file order.
+        tensors: The tensors, in file order.
+        rest: Of a file of safetensors, where those begin that do not fill pages, or are small.
+    """
 
     frame: list[FramePart]
     tensors: list[TensorSpan]
+    rest: int = 0
 
     @property
     def size(self) -> int:
@@ -76,26 +83,8 @@ class FileTensor(NamedTuple):
         return from_safetensors(self.kind)
 
 
-class Placement(NamedTuple):
-    """Where tensors are in a file of safetensors.
-
-    Attributes:
-        head: The first bytes of the file: its header.
-        order: The numbers of the tensors, in the order of the file.
-        starts: Where each begins in the file, in bytes, in this order.
-        size: Bytes of the file.
-        rest: Where those begin that do not fill pages, or are small.
-    """
-
-    head: bytes
-    order: list[int]
-    starts: list[int]
-    size: int
-    rest: int
-
-
-def place_tensors(tensors: Sequence[HubTensor], metadata: Mapping[str, str] | None = None) -> Placement:
-    """Choose the places of tensors in a file; whichever door writes it, they are the same.
+def lay_out(tensors: Sequence[HubTensor], metadata: Mapping[str, str] | None = None) -> FileLayout:
+    """Return the layout of a file of safetensors that is to be written; whichever door writes it, it is the same.
 
     Payloads of full pages come first, and begin at pages: ranks that write a file together write pages of their own,
     and readers can map them. Those of odd sizes come last, large elements before small ones: each payload begins at a
@@ -108,21 +97,21 @@ def place_tensors(tensors: Sequence[HubTensor], metadata: Mapping[str, str] | No
     Raises:
         CheckpointingException: the header is longer than readers accept.
     """
-    left_behind = [_find_alignment(tensor) for tensor in tensors]
-    order = sorted(range(len(tensors)), key=lambda number: (*left_behind[number], natural_order(tensors[number].name)))
+    ordered = sorted(tensors, key=lambda tensor: (*_find_alignment(tensor), natural_order(tensor.name)))
     entries = []
-    for tensor in map(tensors.__getitem__, order):
+    for tensor in ordered:
         kind = safetensors_name(tensor.dtype) or ""
         entries.append(HeaderEntry(tensor.name, kind, written_shape(kind, tensor.shape), tensor.nbytes))
-    paged = left_behind.count(_PAGED)
+    paged = sum(_find_alignment(tensor) == _PAGED for tensor in tensors)
     head = encode_header(entries, {**(metadata or {}), _FORMAT: "pt"}, align=PAGE if paged else _ALIGN)
     if len(head) - LENGTH_BYTES > HEADER_LIMIT:
         raise CheckpointingException(
             f"{len(tensors)} tensors in one file need a header of {len(head) - LENGTH_BYTES} bytes; readers accept "
             f"{HEADER_LIMIT}: pass a smaller max_shard_size"
         )
-    starts = list(accumulate((entry.nbytes for entry in entries), initial=len(head)))
-    return Placement(head, order, starts[:-1], starts[-1], starts[paged])
+    bounds = list(accumulate((entry.nbytes for entry in entries), initial=len(head)))
+    spans = list(map(TensorSpan, ordered, bounds, bounds[1:]))
+    return FileLayout([FramePart(0, head)], spans, rest=bounds[paged])
 
 
 def _find_alignment(tensor: HubTensor) -> tuple[int, int]:
@@ -130,14 +119,6 @@ def _find_alignment(tensor: HubTensor) -> tuple[int, int]:
     if tensor.nbytes % PAGE == 0 and tensor.nbytes > SMALL_RECORD:
         return _PAGED
     return (1, 0) if tensor.nbytes % _ALIGN == 0 else (2, -tensor.dtype.itemsize)
-
-
-def lay_out(tensors: Sequence[HubTensor], metadata: Mapping[str, str] | None = None) -> FileLayout:
-    """Return the layout of a file of safetensors that is to be written, as :func:`place_tensors` places its tensors."""
-    head, order, starts, _, _ = place_tensors(tensors, metadata)
-    ordered = [tensors[number] for number in order]
-    spans = [TensorSpan(tensor, start, start + tensor.nbytes) for tensor, start in zip(ordered, starts, strict=True)]
-    return FileLayout([FramePart(0, head)], spans)
 
 
 def refuse_unknown(tensors: Iterable[tuple[str, torch.dtype]]) -> None:

@@ -19,7 +19,7 @@ from shardckpt.errors import (
     natural_order,
 )
 from shardckpt.huggingface.adapters import AdapterNames, find_adapter_key
-from shardckpt.huggingface.casts import Casts, find_model_dtype
+from shardckpt.huggingface.casts import find_model_dtype
 from shardckpt.huggingface.dtypes import is_castable
 from shardckpt.huggingface.header import refuse_unknown
 from shardckpt.huggingface.hub_tensor import HubTensor, StoredPart
@@ -37,35 +37,15 @@ if TYPE_CHECKING:
 
     import torch
 
+    from shardckpt.huggingface.casts import Casts
+    from shardckpt.huggingface.options import ExportOptions
     from shardckpt.mapping import ShardedBase
-    from shardckpt.plugins import KeyMapEntry, KeyMapping
+    from shardckpt.plugins import KeyMapEntry
 
 logger = logging.getLogger(__name__)
 
 #: Suffixes of the scales of weights of 8 bits and less: a cast of the scales would change the weights.
 _SCALE_SUFFIXES = ("_scale_inv", "_scale")
-
-
-class ExportOptions(NamedTuple):
-    """What to export, and how.
-
-    Attributes:
-        prefix: Prefix of the keys to export; None for that of the model's, as :func:`find_sections` finds it.
-        mapping: Maps keys without the prefix to the folder's names.
-        casts: Which tensors are cast, and to what.
-        limit: Bytes of tensors in a file.
-        file_format: ``safetensors`` or ``bin``.
-        leave_out: Names in the folder that are not written.
-        strict: Whether a tensor that the mapping does not know is an error.
-    """
-
-    prefix: str | None
-    mapping: KeyMapping
-    casts: Casts
-    limit: int
-    file_format: str
-    leave_out: frozenset[str]
-    strict: bool = False
 
 
 class LeftOut(NamedTuple):
@@ -113,7 +93,6 @@ class ExportPlan(NamedTuple):
         left_out: What is not written.
         cast: Names of tensors that are cast, with the dtype that is stored.
         kept: Names of those that keep their dtype where others are cast, and hold more than these.
-        strict: Whether a folder that its model's class cannot load as it is, is an error.
     """
 
     file_format: str
@@ -122,7 +101,6 @@ class ExportPlan(NamedTuple):
     left_out: LeftOut = LeftOut()
     cast: Mapping[str, torch.dtype] = MappingProxyType({})
     kept: tuple[str, ...] = ()
-    strict: bool = False
 
     @property
     def total_size(self) -> int:
@@ -172,7 +150,7 @@ def plan_export(index: Iterable[ShardedBase], options: ExportOptions, source: st
             raise CheckpointingException("an adapter is written in safetensors, not in .bin")
         files = {ADAPTER_WEIGHTS: [*tensors]}  # PEFT reads one file
     planned = [(file, [tensors[name] for name in files[file]]) for file in files]
-    return ExportPlan(options.file_format, planned, tuple(unmatched), left_out, cast, tuple(kept), options.strict)
+    return ExportPlan(options.file_format, planned, tuple(unmatched), left_out, cast, tuple(kept))
 
 
 def choose_model(

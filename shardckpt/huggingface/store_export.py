@@ -85,13 +85,13 @@ class StoreExport(FolderExport):
         with hold_place(self._store, partial(open_folder, plugins=self.operation.plugins)) if found else nullcontext():
             self._refuse_checkpoint()
             gone = self._choose_replaced(name for name in found if "/" not in name)
-            gone -= {path.name for path in self.assets}
+            gone -= {path.name for path in self.options.assets}
             # the index first: without it the other files are no folder
             for name in sorted(gone, key=lambda name: not (is_weights(name) and name.endswith(".json"))):
                 (self._store / name).delete()
         if config is not None:
             (self._store / CONFIG).write(config)
-        for path in self.assets:
+        for path in self.options.assets:
             if path.name == CONFIG and config is not None:
                 continue
             source, copy = on_store(path), self._store / path.name
@@ -106,12 +106,12 @@ class StoreExport(FolderExport):
         if self.plan.file_format == SAFETENSORS and isinstance(folder, StreamsWrites):
             budget = None if self.upload_room is None else LEAST_WRITING + self.upload_room
             with CheckpointWriter(self.target, 0, store=folder, memory_budget=budget) as writer:
-                write_blocks(writer, name, self._lay_out(tensors), self._load)
+                write_blocks(writer, name, self._lay_out(tensors), self.checkpoint)
             return
         with _spool() as spool:
             if self.plan.file_format == SAFETENSORS:
                 with open_writer(spool) as writer:
-                    write_blocks(writer, name, self._lay_out(tensors), self._load)
+                    write_blocks(writer, name, self._lay_out(tensors), self.checkpoint)
             else:
                 self._pickle(spool / name, tensors)
             (self._store / name).upload(spool / name)

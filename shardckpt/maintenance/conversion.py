@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from shardckpt import settings
 from shardckpt.distributed import Comm
 from shardckpt.engine import (
+    NO_FORECAST,
     CheckpointHeader,
+    Forecast,
     OpenCheckpoint,
     Operation,
     TensorSums,
@@ -41,7 +43,7 @@ from shardckpt.huggingface import (
 )
 from shardckpt.maintenance.proof import StagedProof, SummedCheckpoint, TensorProof, list_fingerprints
 from shardckpt.maintenance.resumption import make_identity
-from shardckpt.maintenance.sources import identify_source, open_source
+from shardckpt.maintenance.sources import open_source
 from shardckpt.maintenance.tensor_boxes import DeferredBoxes, cut_tensors
 from shardckpt.mapping import PlainObject, ShardedObject, ShardedTensor
 from shardckpt.plugins import Identity
@@ -131,31 +133,31 @@ class Conversion:
     plugins: PluginManager
     memory: int
     options: ExportOptions
-    assets: tuple[Path, ...]
     allow_globals: tuple[Any, ...]
+    overwrite: bool
     is_resumable: bool
-    opener: SourceOpener = open_source
-    #: What identifies the values of the open source; ``""`` if nothing does. By default, what is at ``source`` does.
-    identify: Callable[[OpenCheckpoint], str] | None = None
+    opener: SourceOpener
+    #: What identifies the values of the open source; ``""`` if nothing does.
+    identify: Callable[[OpenCheckpoint], str]
     #: Bytes that reading, and writing, may hold beside the tensors; None: as many as are fast.
-    buffers: tuple[int | None, int | None] = (None, None)
+    buffers: tuple[int | None, int | None]
+    #: Whether ``source`` is one of several.
+    is_merge: bool
     #: The journal of what is written, once it is known what that is.
     journals: list[Journal] = field(default_factory=list)
-    #: Whether ``source`` is one of several.
-    is_merge: bool = False
 
-    def run(self, *, overwrite: bool) -> ConversionReport:
+    def run(self) -> ConversionReport:
         """Convert, commit, and prove; once more, from the beginning, if what is left of a killed run does not fit."""
         try:
-            return self._run(overwrite=overwrite)
+            return self._run()
         except CheckpointingException as exc:
             if not any(journal.has_diverged for journal in self.journals):
                 raise
             logger.warning("converting %s starts anew: %s", self.source, exc)
         self.journals.clear()
-        return self._run(overwrite=overwrite)
+        return self._run()
 
-    def _run(self, *, overwrite: bool) -> ConversionReport:
+    def _run(self) -> ConversionReport:
         operation = Operation("convert", self.target, Comm(alone=True), self.plugins)
         with operation.collective_span():
             before = TensorSums(is_logged=self.is_resumable)
@@ -176,7 +178,7 @@ class Conversion:
                 proof = StagedProof(
                     stored, reads, self.target, self._box_bytes(), has_others=self.kind == FILE, buffers=self.buffers[0]
                 )
-                written = self._write(stored, operation, proof, overwrite=overwrite)
+                written = self._write(operation, proof)
                 manifest = opened.context.reader.manifest
             operation.set_nbytes(sum(tensor.nbytes for tensor in written.tensors))
             return ConversionReport(
@@ -197,12 +199,13 @@ class Conversion:
         """Return the journal of what is written; None if no other process could go on with it."""
         if not (self.is_resumable and has_local_files(self.target)):
             return None
-        source = identify_source(self.source, stored) if self.identify is None else self.identify(stored)
+        source, options = self.identify(stored), self.options
         if not source:
             return None
-        prefix, _, casts, _, _, leave_out, _ = self.options
         saver = None if self.saver is None else (self.saver.backend, self.saver.version, self._box_bytes())
-        identity = make_identity(source, self.kind, saver, prefix, casts, sorted(leave_out), written)
+        identity = make_identity(
+            source, self.kind, saver, options.prefix, options.casts, sorted(options.leave_out), written
+        )
         self.journals.append(Journal(identity, stored.sums.take_log))
         return self.journals[-1]
 
@@ -227,8 +230,8 @@ class Conversion:
     @property
     def _is_changed(self) -> bool:
         """Whether names, shapes, dtypes or the set of tensors are to change."""
-        prefix, mapping, casts, _, _, leave_out, _ = self.options
-        return bool(prefix or casts or leave_out) or not isinstance(mapping, Identity)
+        options = self.options
+        return bool(options.prefix or options.casts or options.leave_out) or not isinstance(options.mapping, Identity)
 
     def _check(self, opened: OpenCheckpoint) -> None:
         """Refuse a target that would be a copy of the source, unless one is on a store: a copy with a proof then."""
@@ -247,11 +250,10 @@ class Conversion:
                 "name another backend or version; to and from URLs convert copies"
             )
 
-    def _write(
-        self, stored: SummedCheckpoint, operation: Operation, proof: StagedProof, *, overwrite: bool
-    ) -> _Written:
+    def _write(self, operation: Operation, proof: StagedProof) -> _Written:
         if self.kind == FOLDER:
-            return self._write_folder(stored, operation, proof, overwrite=overwrite)
+            return self._write_folder(operation, proof)
+        stored = proof.stored
         index = stored.index()
         objects, common = self._read_values(stored)
         # the names of values are no tensors'
@@ -275,12 +277,12 @@ class Conversion:
         left_out += [key for key in stored.common() if key not in common]
         plain_objects = self._list_plain_objects(stored)
         if self.saver is None:
-            rewritten = self._write_file(stored, operation, proof, planned, objects, common, overwrite=overwrite)
+            rewritten = self._write_file(operation, proof, planned, objects, common)
         else:
             rewritten = {}
             if not self.saver.supports_objects:
                 refuse_objects(objects, self.saver, self.plugins)
-            self._write_checkpoint(operation, proof, self.saver, tensors, objects, common, overwrite=overwrite)
+            self._write_checkpoint(operation, proof, self.saver, tensors, objects, common)
         self._warn_of_plain_objects(plain_objects)  # when it is written: the target may be refused
         many = sum(not isinstance(shard, PlainObject) for shard in objects)
         return _Written(tensors, many, left_out, plain_objects, rewritten, unmatched)
@@ -322,8 +324,6 @@ class Conversion:
         tensors: Sequence[HubTensor],
         objects: Sequence[ShardedObject],
         common: StateDict,
-        *,
-        overwrite: bool,
     ) -> None:
         stored = proof.stored
         reader = stored.context.reader
@@ -362,27 +362,27 @@ class Conversion:
             self.target,
             header,
             write,
-            overwrite=overwrite,
+            overwrite=self.overwrite,
             content=content,
             journal=journal,
             check=partial(self._prove, proof, tensors),
+            forecast=Forecast(sum(tensor.nbytes for tensor in tensors)) if saver.stores_all_bytes else NO_FORECAST,
             memory_budget=self.buffers[1],
         )
 
-    def _write_folder(
-        self, stored: SummedCheckpoint, operation: Operation, proof: StagedProof, *, overwrite: bool
-    ) -> _Written:
+    def _write_folder(self, operation: Operation, proof: StagedProof) -> _Written:
+        stored = proof.stored
         plan = plan_export(stored.index(), self.options, str(self.source))
         journal = self._make_journal(stored, plan.files)
-        tensors = [tensor for _, some in plan.files for tensor in some]
+        tensors = plan.tensors
         find_export(self.target)(
             operation,
             None if self.is_merge else self.source,
             self.target,
             plan,
+            self.options,
             stored,
-            self.assets,
-            overwrite,
+            self.overwrite,
             journal,
             lambda staging: self._prove(proof, tensors, staging, staging),
             upload_room=find_upload_room(self.buffers[1]),
@@ -393,16 +393,14 @@ class Conversion:
 
     def _write_file(
         self,
-        stored: SummedCheckpoint,
         operation: Operation,
         proof: StagedProof,
         tensors: dict[str, HubTensor],
         objects: Sequence[ShardedObject],
         common: StateDict,
-        *,
-        overwrite: bool,
     ) -> dict[str, str]:
-        if self.target.is_dir() or (self.target.exists() and not overwrite):
+        stored = proof.stored
+        if self.target.is_dir() or (self.target.exists() and not self.overwrite):
             raise CheckpointingException(
                 f"{self.target} exists: give the name of a new file"
                 + ("" if self.target.is_dir() else ", or replace the file (overwrite=True, --overwrite)")
@@ -425,7 +423,7 @@ class Conversion:
             file.write(
                 self.target,
                 state_dict,
-                lambda shards: stored.values([*shards]),
+                stored,
                 journal,
                 lambda staged: self._prove(proof, written, staged, staged),
             )

@@ -13,15 +13,9 @@ from shardckpt.engine import (
 )
 from shardckpt.errors import CheckpointingException, UnknownBackendError
 from shardckpt.huggingface import (
-    SAFETENSORS,
-    ExportOptions,
     MegatronMapping,
     StoredNames,
-    find_mapping,
-    list_assets,
-    parse_casts,
-    parse_leave_out,
-    read_config,
+    parse_options,
 )
 from shardckpt.maintenance.conversion import DCP, FILE, FOLDER, Conversion, ConversionReport
 from shardckpt.maintenance.sources import identify_source, open_for_trainer, open_source, read_hub_config
@@ -179,68 +173,47 @@ def run_conversion(
     *,
     memory: int,
     overwrite: bool,
-    mapping: str | KeyMapping | None,
-    dtype: torch.dtype | str | Mapping[str, torch.dtype | str] | None,
-    keep: Collection[str],
-    prefix: str | None,
-    strict: bool,
-    cut_vocabulary: bool,
-    leave_out: Collection[str],
-    assets: str | os.PathLike[str] | None,
-    max_shard_size: int | str,
     allow_globals: tuple[Any, ...],
     identify: Callable[[OpenCheckpoint], str] | None = None,
     buffers: tuple[int | None, int | None] = (None, None),
     is_merge: bool = False,
+    **written: Any,
 ) -> ConversionReport:
     """Convert what ``opener`` opens for the location of ``old``; the arguments are :func:`convert_checkpoint`'s.
 
     ``identify`` returns what identifies the values that ``opener`` has opened, or ``""``: a killed conversion of them
-    goes on. For :func:`open_source` it is not needed. ``memory`` is for tensors; ``buffers`` are the bytes that reading
-    and writing may hold beside them.
+    goes on. By default, what is at ``old`` does. ``memory`` is for tensors; ``buffers`` are the bytes that reading and
+    writing may hold beside them. ``written`` is what :func:`shardckpt.huggingface.parse_options` takes.
     """
     if memory < _LEAST_MEMORY:
         raise CheckpointingException(
             f"memory={memory} bytes for converting {old}: at least {_LEAST_MEMORY >> 20} MiB are needed"
         )
-    if cut_vocabulary and to != FOLDER and mapping == "megatron":
+    if written["cut_vocabulary"] and to != FOLDER and written["mapping"] == "megatron":
         raise CheckpointingException(
             "cut_vocabulary (--cut-vocabulary) leaves out rows with which Megatron pads the vocabulary, when a Hugging "
             f"Face folder is written (to='hf', --to hf), not with to={to!r}: a folder of the Hub has none; leave it "
             "out"
         )
     plugins = get_plugin_manager()
-    copied = () if assets is None else tuple(list_assets(assets, mapping))
-    # the config is that of the folder that is written; of another target, none
-    config = partial(read_config, copied, locate(new, plugins)) if to == FOLDER else None
-    options = ExportOptions(
-        prefix,
-        find_mapping(mapping, config, "cut" if cut_vocabulary else "refuse"),
-        parse_casts(dtype, keep),
-        parse_size(max_shard_size),
-        SAFETENSORS,
-        parse_leave_out(leave_out),
-        strict,
-    )
+    options = parse_options(locate(new, plugins) if to == FOLDER else None, **written)
     saver = None if to in (FOLDER, FILE) else _find_saver(to, plugins)
-    if copied and to != FOLDER:
-        raise CheckpointingException(f"assets={assets!r} are copied to Hugging Face folders alone, not with to={to!r}")
+    if options.assets and to != FOLDER:
+        raise CheckpointingException(
+            f"assets={written['assets']!r} are copied to Hugging Face folders alone, not with to={to!r}"
+        )
 
     def attempt() -> ConversionReport:
         target = locate_local(new, "convert to a file at") if to == FILE else locate(new, plugins)
         kind = to if isinstance(to, str) else ""
-        named = not isinstance(to, SaveStrategy)  # the options of an instance are not known
         source = locate(old, plugins)
         refuse_overlap([source], target, in_place=saver is not None)
-        chosen, identified, planned = opener, identify, options
+        chosen, planned = opener, options
         if isinstance(options.mapping, MegatronMapping) and opener is open_source and to != FOLDER:
             config = read_hub_config(source, plugins)
             if config is not None:  # the way back: the folder's names become the trainer's
                 names = options.mapping.with_config(config, "keep")
-                chosen, identified = (
-                    partial(open_for_trainer, names, options.casts.dtype),
-                    partial(identify_source, source),
-                )
+                chosen = partial(open_for_trainer, names, options.casts.dtype)
                 planned = options._replace(mapping=StoredNames(names))
         return Conversion(
             source,
@@ -250,14 +223,14 @@ def run_conversion(
             plugins,
             memory,
             planned,
-            copied,
             allow_globals,
-            named and (chosen is open_source or identified is not None),
-            chosen,
-            identified,
+            overwrite=overwrite,
+            is_resumable=not isinstance(to, SaveStrategy),  # the options of an instance are not known
+            opener=chosen,
+            identify=identify or partial(identify_source, source),
             buffers=buffers,
             is_merge=is_merge,
-        ).run(overwrite=overwrite)
+        ).run()
 
     return retry_if_replaced(attempt, old)
 

@@ -6,7 +6,7 @@ from bisect import bisect_right
 from typing import TYPE_CHECKING, NamedTuple
 
 from shardckpt.errors import natural_order
-from shardckpt.huggingface import HubTensor, assign_files, encode_weights_index, place_tensors
+from shardckpt.huggingface import HubTensor, assign_files, encode_weights_index, lay_out
 from shardckpt.planning import find_hole, find_overlap
 from shardckpt.plugins import get_key_map_entries
 from shardckpt.storage import SMALL_RECORD, cut_segments
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     import torch
 
+    from shardckpt.huggingface import FileLayout
     from shardckpt.planning import Box, Ints
     from shardckpt.plugins import KeyMapping
 
@@ -53,19 +54,22 @@ class WholeFile(NamedTuple):
 
     Attributes:
         name: Its name.
-        head: Its first bytes.
-        size: Its size in bytes.
-        cuts: The numbers of its payloads, in the order of the file.
-        starts: Where each begins, in bytes.
-        rest: Where the payloads begin that do not fill pages, or are small.
+        layout: Its header, and its payloads.
+        cuts: The numbers of the payloads, in the order of the file.
     """
 
     name: str
-    head: bytes
-    size: int
+    layout: FileLayout
     cuts: list[int]
-    starts: list[int]
-    rest: int
+
+    @property
+    def head(self) -> bytes:
+        """Its first bytes."""
+        return self.layout.frame[0].data
+
+    def find_payload(self, at: int) -> int:
+        """Return which of its payloads has a byte of it."""
+        return bisect_right(self.layout.tensors, at, key=lambda span: span.start) - 1
 
 
 class WholeLayout:
@@ -90,21 +94,18 @@ class WholeLayout:
         self.tensors = tensors
         self.cuts = cuts
         numbers = {cut.written.name: number for number, cut in enumerate(cuts)}
-        files = assign_files({cut.written.name: cut.nbytes for cut in cuts}, limit)
-        self.files = [self._lay_out(name, [numbers[cut] for cut in names]) for name, names in files.items()]
+        self.files: list[WholeFile] = []
         self.places = [(0, 0)] * len(cuts)
-        for number, file in enumerate(self.files):
-            for cut, start in zip(file.cuts, file.starts, strict=True):
-                self.places[cut] = (number, start)
-
-    def _lay_out(self, name: str, numbers: list[int]) -> WholeFile:
-        head, order, starts, size, rest = place_tensors([self.cuts[number].written for number in numbers])
-        return WholeFile(name, head, size, [numbers[at] for at in order], starts, rest)
+        for name, names in assign_files({cut.written.name: cut.nbytes for cut in cuts}, limit).items():
+            layout = lay_out([cuts[numbers[each]].written for each in names])
+            for span in layout.tensors:
+                self.places[numbers[span.tensor.name]] = (len(self.files), span.start)
+            self.files.append(WholeFile(name, layout, [numbers[span.tensor.name] for span in layout.tensors]))
 
     def find_cut(self, number: int, at: int) -> int:
         """Return the number of the payload that has a byte of a file."""
         file = self.files[number]
-        return file.cuts[bisect_right(file.starts, at) - 1]
+        return file.cuts[file.find_payload(at)]
 
     def segments(self, number: int, start: int, stop: int) -> tuple[list[int], int]:
         """Return the lengths of the segments of a range of a file, and how many payloads begin in it.
@@ -112,14 +113,15 @@ class WholeLayout:
         A large payload shares no segment with another; small ones share them.
         """
         file = self.files[number]
+        payloads = file.layout.tensors
         lengths: list[int] = []
         small = count = 0
-        for at in range(bisect_right(file.starts, start) - 1, len(file.cuts)):
-            first, nbytes = file.starts[at], self.cuts[file.cuts[at]].nbytes
+        for at in range(file.find_payload(start), len(payloads)):
+            (_, first, end), nbytes = payloads[at], payloads[at].tensor.nbytes
             if first >= stop:
                 break
             count += first >= start
-            length = min(stop, first + nbytes) - max(start, first)
+            length = min(stop, end) - max(start, first)
             if small and (nbytes > SMALL_RECORD or small + length > SMALL_RECORD):
                 lengths.append(small)
                 small = 0

@@ -137,18 +137,18 @@ def assign_owners(
     """
     everyone = tuple(range(world_size))
     if not shared:
-        owners = assign_holders([everyone] * len(layout.files), [file.size for file in layout.files])
+        owners = assign_holders([everyone] * len(layout.files), [file.layout.size for file in layout.files])
         return [owners[file] for file, _ in layout.places], owners
     sizes = []
     for cut, (number, start) in zip(layout.cuts, layout.places, strict=True):
-        is_large = start < layout.files[number].rest
+        is_large = start < layout.files[number].layout.rest
         # of a payload in ranges, an owner gets the ends of the ranges alone
         sizes.append((PAGE if in_ranges[cut.tensor] else cut.nbytes) if is_large else 0)
-    rests = [file.size - file.rest + len(file.head) for file in layout.files]
+    rests = [file.layout.size - file.layout.rest + len(file.head) for file in layout.files]
     owners = assign_holders([everyone] * (len(sizes) + len(rests)), sizes + rests)
     of_file = owners[len(sizes) :]
     return [
-        owner if start < layout.files[file].rest else of_file[file]
+        owner if start < layout.files[file].layout.rest else of_file[file]
         for owner, (file, start) in zip(owners, layout.places, strict=False)
     ], of_file
 

@@ -1,0 +1,80 @@
+"""What is written of a checkpoint under the names of the Hub, as the callers of all doors say it."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
+
+from shardckpt.huggingface.assets import list_assets
+from shardckpt.huggingface.casts import Casts, parse_casts
+from shardckpt.huggingface.config import read_config
+from shardckpt.huggingface.models import find_mapping
+from shardckpt.huggingface.names import SAFETENSORS, check_format, parse_leave_out
+from shardckpt.storage import parse_size
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Collection, Mapping
+    from pathlib import Path
+
+    import torch
+
+    from shardckpt.plugins import KeyMapping
+
+
+class ExportOptions(NamedTuple):
+    """What to write, and how.
+
+    Attributes:
+        prefix: Prefix of the keys to write; None for that of the model's, as :func:`find_sections` finds it.
+        mapping: Maps keys without the prefix to the folder's names.
+        casts: Which tensors are cast, and to what.
+        limit: Bytes of tensors in a file.
+        file_format: ``safetensors`` or ``bin``.
+        leave_out: Names in the folder that are not written.
+        strict: Whether a tensor that the mapping does not know is an error, and a folder that its model's class cannot
+            load as it is.
+        assets: Files to copy.
+    """
+
+    prefix: str | None
+    mapping: KeyMapping
+    casts: Casts
+    limit: int
+    file_format: str
+    leave_out: frozenset[str]
+    strict: bool
+    assets: tuple[Path, ...]
+
+
+def parse_options(
+    folder: Path | None,
+    *,
+    prefix: str | None = None,
+    mapping: str | KeyMapping | None = None,
+    dtype: torch.dtype | str | Mapping[str, torch.dtype | str] | None = None,
+    keep: Collection[str] = (),
+    max_shard_size: int | str = "5GB",
+    format: str = SAFETENSORS,  # noqa: A002 - what the user calls it
+    assets: str | os.PathLike[str] | None = None,
+    leave_out: Collection[str] = (),
+    strict: bool = False,
+    cut_vocabulary: bool = False,
+) -> ExportOptions:
+    """Parse what a caller says; the other arguments are those of :func:`shardckpt.huggingface.export_to_huggingface`.
+
+    ``folder`` is the one that is written, whose ``config.json`` counts if none is among the assets; None if no folder
+    is written, and no config counts.
+    """
+    copied = () if assets is None else tuple(list_assets(assets, mapping))
+    config = None if folder is None else partial(read_config, copied, folder)
+    return ExportOptions(
+        prefix,
+        find_mapping(mapping, config, "cut" if cut_vocabulary else "refuse"),
+        parse_casts(dtype, keep),
+        parse_size(max_shard_size),
+        check_format(format),
+        parse_leave_out(leave_out),
+        strict,
+        copied,
+    )
