@@ -108,6 +108,7 @@ def test_opentelemetry_has_spans_of_operations_and_phases(tmp_path: Path) -> Non
     assert good.attributes["shardckpt.directory"] == str(tmp_path / "c")
     assert not bad.status.is_ok
     assert str(tmp_path / "c") in bad.status.description
+    assert (bad.attributes["error.type"], bad.attributes["shardckpt.failed_phase"]) == ("StorageError", "staging")
     phases = [span for span in found if span.parent is not None and span.parent.span_id == good.context.span_id]
     assert {"shardckpt.save: writing", "shardckpt.save: committing"} <= {span.name for span in phases}
     assert all(span.start_time < span.end_time <= good.end_time for span in phases)
