@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 from shardckpt.engine import (
     find_saver,
     locate,
-    locate_local,
     refuse_overlap,
 )
 from shardckpt.errors import CheckpointingException, UnknownBackendError, UnsafePickleError
@@ -206,7 +205,13 @@ def run_conversion(
         )
 
     def attempt(allowed: tuple[Any, ...] = allow_globals) -> ConversionReport:
-        target = locate_local(new, "convert to a file at") if to == FILE else locate(new, plugins)
+        target = locate(new, plugins)
+        if to == FILE and not has_local_files(target):
+            raise CheckpointingException(
+                f"{target}: a file of torch.save (to='torch', --to torch) has checksums before its tensors that are "
+                "known behind them, and so is written on this machine: convert to a path, and copy the file; "
+                "'safetensors', 'dcp' and 'hf' are streamed to a URL"
+            )
         kind = to if isinstance(to, str) else ""
         source = locate(old, plugins)
         refuse_overlap([source], target, in_place=saver is not None)

@@ -192,3 +192,11 @@ def test_what_would_be_written_of_a_foreign_class_is_an_error(
     torch.save({"w": torch.ones(3), "args": _Command(str(tmp_path / "made"))}, tmp_path / "b.pt")
     assert main(["convert", str(tmp_path / "b.pt"), str(tmp_path / "new"), "--leave-out", "args"]) == 2
     assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == []
+
+
+def test_a_file_is_not_written_to_a_store(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The error says which way there is: a file on this machine, or a format that is streamed."""
+    torch.save({"w": torch.ones(3)}, tmp_path / "a.pt")
+    assert main(["convert", str(tmp_path / "a.pt"), "memory://bucket/b.pt", "--to", "torch"]) == 2
+    assert "memory://bucket/b.pt: a file of torch.save" in (said := capsys.readouterr().err)
+    assert "convert to a path, and copy the file" in said
