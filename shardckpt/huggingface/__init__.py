@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from shardckpt.huggingface.export_budget import LEAST_EXPORTING, LEAST_EXPORTING_ON_STORES
     from shardckpt.huggingface.folder import CONFIG, Folder
     from shardckpt.huggingface.header import FileLayout, lay_out, parse_header
-    from shardckpt.huggingface.hub_tensor import HubTensor
+    from shardckpt.huggingface.hub_tensor import HubTensor, read_hub_boxes
     from shardckpt.huggingface.load import huggingface_index, load_from_huggingface, read_hub_folder
     from shardckpt.huggingface.load_strategy import HuggingFaceLoadStrategy
     from shardckpt.huggingface.megatron import MEGATRON_NAME, split_qkv, split_vocabulary
@@ -72,7 +72,7 @@ __getattr__ = lazy_getattr(
         "export_budget": ("LEAST_EXPORTING", "LEAST_EXPORTING_ON_STORES"),
         "folder": ("CONFIG", "Folder"),
         "header": ("FileLayout", "lay_out", "parse_header"),
-        "hub_tensor": ("HubTensor",),
+        "hub_tensor": ("HubTensor", "read_hub_boxes"),
         "adapters": ("find_adapter_mapping",),
         "load": ("huggingface_index", "load_from_huggingface", "read_hub_folder"),
         "load_strategy": ("HuggingFaceLoadStrategy",),
@@ -172,6 +172,7 @@ __all__ = [
     "read_all_of_folder",
     "read_assets",
     "read_config",
+    "read_hub_boxes",
     "read_hub_folder",
     "review_folder",
     "review_others",

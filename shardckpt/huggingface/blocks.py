@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from bisect import bisect_right
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -13,11 +13,12 @@ from shardckpt.planning import cut_flat_range
 from shardckpt.storage import LEAST_WRITING, BufferPool, CheckpointWriter, ResumableWriter
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
     from pathlib import Path
 
+    from shardckpt.engine import OpenCheckpoint
     from shardckpt.huggingface.header import FileLayout, TensorSpan
-    from shardckpt.mapping import ShardedTensor
+    from shardckpt.mapping import ShardedBase, ShardedTensor
     from shardckpt.storage import Journal
 
 #: Bytes that are loaded at a time: a multiple of 8, so that no element is cut.
@@ -38,22 +39,20 @@ def open_writer(folder: Path, journal: Journal | None = None) -> CheckpointWrite
     return ResumableWriter(folder, journal, memory_budget=LEAST_WRITING)
 
 
-def write_blocks(
-    writer: CheckpointWriter, name: str, layout: FileLayout, load: Callable[[list[ShardedTensor]], Any]
-) -> None:
+def write_blocks(writer: CheckpointWriter, name: str, layout: FileLayout, checkpoint: OpenCheckpoint) -> None:
     """Write a new file, durable when this returns.
 
     Args:
         writer: Of the folder, or of the store.
         name: The file's name in it.
         layout: Of the file.
-        load: Fills the data of shards from the checkpoint; called by this thread.
+        checkpoint: Has the values of the tensors; this thread reads them.
     """
     file = writer.create(name, layout.size)
     file.describe(partial(_digest, layout))
     pool = BufferPool(BLOCK_BYTES)
     for offset in range(0, layout.size, BLOCK_BYTES):
-        block = _Block(layout, offset, load, pool)
+        block = _Block(layout, offset, checkpoint, pool)
         file.append(block.nbytes, block.fill, keys=0, what=block.name, release=block.release)
     writer.finish(file)
 
@@ -61,12 +60,10 @@ def write_blocks(
 class _Block:
     """Some bytes of a file, in memory of a pool from :meth:`fill` to :meth:`release`."""
 
-    def __init__(
-        self, layout: FileLayout, offset: int, load: Callable[[list[ShardedTensor]], Any], pool: BufferPool
-    ) -> None:
+    def __init__(self, layout: FileLayout, offset: int, checkpoint: OpenCheckpoint, pool: BufferPool) -> None:
         self._layout = layout
         self._offset = offset
-        self._load = load
+        self._checkpoint = checkpoint
         self._pool = pool
         self._first = bisect_right(layout.tensors, offset, key=lambda span: span.stop)
         self.nbytes = min(BLOCK_BYTES, layout.size - offset)
@@ -89,12 +86,13 @@ class _Block:
             memory[low - self._offset : high - self._offset] = data[low - start : high - start]
         # the shards' data are views of the block: the load writes to it without a copy
         values = torch.frombuffer(memory, dtype=torch.uint8)
-        shards: list[ShardedTensor] = []
+        shards: list[ShardedBase] = []
         for span in self._layout.tensors[self._first :]:
             if span.start >= stop:
                 break
             shards += _shards_in(span, self._offset, values)
-        self._load(shards)
+        if shards:
+            self._checkpoint.values(shards)
         return [memory]
 
     def release(self) -> None:

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
-
 from shardckpt import __version__
 from shardckpt.commit import check_target, commit_staging, discard_staging
 from shardckpt.engine import OpenCheckpoint, Operation, open_staging, refuse_full
@@ -19,7 +17,7 @@ from shardckpt.huggingface.blocks import open_writer, write_blocks
 from shardckpt.huggingface.config import adapt_config, find_config, find_tied
 from shardckpt.huggingface.folder import CONFIG, read_folder
 from shardckpt.huggingface.header import lay_out
-from shardckpt.huggingface.hub_tensor import have_equal_values
+from shardckpt.huggingface.hub_tensor import have_equal_values, read_hub_boxes
 from shardckpt.huggingface.names import (
     ADAPTER,
     ADAPTER_WEIGHTS,
@@ -43,7 +41,6 @@ if TYPE_CHECKING:
     from shardckpt.huggingface.hub_tensor import HubTensor
     from shardckpt.huggingface.options import ExportOptions
     from shardckpt.huggingface.planning import ExportPlan
-    from shardckpt.mapping import ShardedBase, ShardedTensor
     from shardckpt.storage import Journal
 
 logger = logging.getLogger(__name__)
@@ -116,7 +113,7 @@ class FolderExport:
         elif mine:
             with open_writer(staging, self.journal) as writer:
                 for name, tensors in mine:
-                    write_blocks(writer, name, self._lay_out(tensors), self._load)
+                    write_blocks(writer, name, self._lay_out(tensors), self.checkpoint)
 
     def _lay_out(self, tensors: Sequence[HubTensor]) -> FileLayout:
         """Return the layout of a file of weights; if it is the only one, its header says what an index would."""
@@ -136,14 +133,8 @@ class FolderExport:
 
     def _pickle(self, path: Path, tensors: Sequence[HubTensor]) -> None:
         """Write a file for ``torch.load``, whose tensors are in memory as a whole."""
-        values = {t.name: torch.empty(t.shape, dtype=t.dtype, device="cpu") for t in tensors}
-        self._load([shard for t in tensors for shard in t.shards_for(t.full_box, values[t.name])])
-        write_pickled(path, values)
-
-    def _load(self, wanted: Sequence[ShardedTensor]) -> None:
-        if wanted:
-            shards: list[ShardedBase] = list(wanted)
-            self.checkpoint.values(shards)
+        values = read_hub_boxes([(tensor, tensor.full_box) for tensor in tensors], self.checkpoint)
+        write_pickled(path, {tensor.name: value for tensor, value in zip(tensors, values, strict=True)})
 
     def _refuse_checkpoint(self) -> None:
         """Raise if the target is a checkpoint, some of whose files an export would replace."""

@@ -5,17 +5,17 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, NamedTuple
 
-import torch
-
+from shardckpt.engine import make_memory
 from shardckpt.mapping import ShardedTensor
 from shardckpt.planning import Box, intersect
 from shardckpt.plugins import Identity
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
+
+    import torch
 
     from shardckpt.engine import OpenCheckpoint
-    from shardckpt.mapping import ShardedBase
     from shardckpt.planning import Ints
     from shardckpt.plugins import KeyMapEntry
 
@@ -83,6 +83,14 @@ def take_whole(name: str, dtype: torch.dtype, shape: Ints) -> HubTensor:
     return HubTensor(name, dtype, shape, tuple(parts))
 
 
+def read_hub_boxes(boxes: Sequence[tuple[HubTensor, Box]], checkpoint: OpenCheckpoint) -> list[torch.Tensor]:
+    """Return the values of boxes of tensors that are to be written; they are read together."""
+    values = [make_memory(tensor.dtype, box.shape) for tensor, box in boxes]
+    both = zip(boxes, values, strict=True)
+    checkpoint.values([part for (tensor, box), value in both for part in tensor.shards_for(box, value)])
+    return values
+
+
 def have_equal_values(one: HubTensor, other: HubTensor, checkpoint: OpenCheckpoint) -> bool:
     """Return whether two tensors have one shape and, as the checkpoint stores them, the same values."""
     if one.shape != other.shape:
@@ -91,9 +99,7 @@ def have_equal_values(one: HubTensor, other: HubTensor, checkpoint: OpenCheckpoi
     rest = one.shape[1:]
     for first in range(0, one.shape[0], rows):
         box = Box((first, *(0 for _ in rest)), (min(rows, one.shape[0] - first), *rest))
-        both = [torch.empty(box.shape, dtype=one.dtype, device="cpu") for _ in (one, other)]
-        wanted: list[ShardedBase] = [*one.shards_for(box, both[0]), *other.shards_for(box, both[1])]
-        checkpoint.values(wanted)
-        if not both[0].equal(both[1]):
+        first_values, other_values = read_hub_boxes([(one, box), (other._replace(dtype=one.dtype), box)], checkpoint)
+        if not first_values.equal(other_values):
             return False
     return True

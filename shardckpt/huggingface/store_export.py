@@ -106,12 +106,12 @@ class StoreExport(FolderExport):
         if self.plan.file_format == SAFETENSORS and isinstance(folder, StreamsWrites):
             budget = None if self.upload_room is None else LEAST_WRITING + self.upload_room
             with CheckpointWriter(self.target, 0, store=folder, memory_budget=budget) as writer:
-                write_blocks(writer, name, self._lay_out(tensors), self._load)
+                write_blocks(writer, name, self._lay_out(tensors), self.checkpoint)
             return
         with _spool() as spool:
             if self.plan.file_format == SAFETENSORS:
                 with open_writer(spool) as writer:
-                    write_blocks(writer, name, self._lay_out(tensors), self._load)
+                    write_blocks(writer, name, self._lay_out(tensors), self.checkpoint)
             else:
                 self._pickle(spool / name, tensors)
             (self._store / name).upload(spool / name)

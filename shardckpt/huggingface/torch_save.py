@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from pathlib import Path
 
+    from shardckpt.engine import OpenCheckpoint
     from shardckpt.huggingface.hub_tensor import HubTensor
-    from shardckpt.mapping import ShardedTensor
     from shardckpt.storage import Journal
 
 #: What ``torch.load`` reads with ``weights_only``, beside tensors and containers.
@@ -70,7 +70,7 @@ class TorchFile:
         self,
         path: Path,
         state_dict: Any,
-        load: Callable[[list[ShardedTensor]], Any],
+        checkpoint: OpenCheckpoint,
         journal: Journal | None = None,
         check: Callable[[Path], None] | None = None,
     ) -> None:
@@ -79,7 +79,7 @@ class TorchFile:
         Args:
             path: The file; an existing one is replaced.
             state_dict: Nested values with the stand-ins of all tensors.
-            load: Fills the data of shards from the checkpoint.
+            checkpoint: Has the values of the tensors.
             journal: The journal of what is written, if another process may go on with it after a kill.
             check: Gets the path of the durable file before it is put in its place; if it raises, the file is removed.
 
@@ -103,7 +103,7 @@ class TorchFile:
             # a killed run may have written them: what the journal has digests of is without
             clear_crcs(staged, frame.crcs)
             with open_writer(staged.parent, journal) as writer:
-                write_blocks(writer, staged.name, FileLayout(sorted(parts), spans), load)
+                write_blocks(writer, staged.name, FileLayout(sorted(parts), spans), checkpoint)
             write_crcs(staged, [*zip(frame.starts, (each.nbytes for each in declared), frame.crcs, strict=True)])
             if check is not None:
                 check(staged)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from shardckpt.engine import STREAM_BYTES, StoredCheckpoint, make_memory
+from shardckpt.engine import STREAM_BYTES, StoredCheckpoint
 from shardckpt.errors import KeyMismatchError, name_prefixes
+from shardckpt.huggingface.hub_tensor import read_hub_boxes
 from shardckpt.huggingface.options import parse_options
 from shardckpt.huggingface.planning import choose_model, plan_tensors
 from shardckpt.mapping import ShardedTensor
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
 
     from shardckpt.huggingface.hub_tensor import HubTensor
     from shardckpt.huggingface.options import ExportOptions
-    from shardckpt.mapping import ShardedBase
     from shardckpt.plugins import KeyMapping
 
 
@@ -83,11 +83,7 @@ class ModelCheckpoint(StoredCheckpoint):
 
     def _read_weights(self, tensors: list[HubTensor], memory: int) -> Iterator[tuple[str, torch.Tensor]]:
         for batch in batch_by_bytes(tensors, lambda tensor: tensor.nbytes, memory):
-            values = {tensor.name: make_memory(tensor.dtype, tensor.shape) for tensor in batch}
-            wanted: list[ShardedBase] = [
-                shard for tensor in batch for shard in tensor.shards_for(tensor.full_box, values[tensor.name])
-            ]
-            self._checkpoint.values(wanted)
+            values = read_hub_boxes([(tensor, tensor.full_box) for tensor in batch], self._checkpoint)
             for tensor in batch:
                 # popped: a tensor that the caller has dropped is not kept until the batch ends
-                yield tensor.name, values.pop(tensor.name)
+                yield tensor.name, values.pop(0)

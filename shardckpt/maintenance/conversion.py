@@ -429,7 +429,7 @@ class Conversion:
             file.write(
                 self.target,
                 state_dict,
-                lambda shards: stored.values([*shards]),
+                stored,
                 journal,
                 lambda staged: self._prove(proof, written, staged, staged),
             )

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from shardckpt.engine import make_memory
 from shardckpt.errors import CheckpointingException
+from shardckpt.huggingface import read_hub_boxes
 from shardckpt.mapping import ShardedTensor
 from shardckpt.planning import batch_by_bytes, cut_box
 from shardckpt.tensors import DeferredTensor
@@ -116,16 +117,11 @@ class DeferredBoxes:
             return self._values[number - self._first]
 
     def _read_batch(self, batch: Sequence[TensorBox]) -> list[torch.Tensor]:
-        values = [make_memory(box.tensor.dtype, box.box.shape) for box in batch]
-        both = zip(batch, values, strict=True)
-        parts: list[ShardedBase] = [part for box, value in both for part in box.tensor.shards_for(box.box, value)]
         try:
-            self._stored.values(parts)
+            return read_hub_boxes(batch, self._stored)
         except CheckpointingException:
             if len(batch) == 1:
                 raise
-        else:
-            return values
         return self._read_batch(batch[:1])  # the others in their turn: the error then stands with its key
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Literal, get_args
 
+from shardckpt.chunks import find_ties
 from shardckpt.errors import CheckpointingException, check_choice, listed
 from shardckpt.huggingface import list_assets
 from shardckpt.manifest import HUB_INDEX, NAME_RULE, is_file_name
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from shardckpt.huggingface import Sections
+    from shardckpt.mapping import ShardedBase
     from shardckpt.plugins import KeyMapping
 
 #: How a tensor is stored: in one box a rank, contiguous, or contiguous where that needs no exchange between ranks.
@@ -52,6 +54,10 @@ class WholeOptions:
         if not key.startswith(sections.model) or sections.has_optimizer_key(key):
             return "boxes"
         return next((layout for pattern, layout in self.patterns if fnmatchcase(key, pattern)), "boxes")
+
+    def find_ties(self, shards: Sequence[ShardedBase]) -> list[tuple[str, ...]]:
+        """Return the keys of whole tensors that share their memory on this rank; none if each key is to be stored."""
+        return find_ties(shards) if self.store_aliases else []
 
 
 def parse_patterns(layout: Layout | Mapping[str, Layout]) -> tuple[tuple[str, Layout], ...]:

@@ -8,9 +8,18 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from shardckpt.chunks import LocalPlan, collect_items, view_tensors
+from shardckpt.chunks import LocalPlan, agree_on_aliases, collect_items, view_tensors
 from shardckpt.errors import ShardingError
-from shardckpt.huggingface import CONFIG, Sections, adapt_config, find_config, find_sections, find_tied, read_assets
+from shardckpt.huggingface import (
+    CONFIG,
+    HEADS,
+    Sections,
+    adapt_config,
+    find_config,
+    find_sections,
+    find_tied,
+    read_assets,
+)
 from shardckpt.manifest import HUB_INDEX
 from shardckpt.mapping import ShardedTensor
 from shardckpt.planning import Box, Boxes, Table, concat_tables, intersect, make_column, make_matrix
@@ -24,11 +33,10 @@ from shardckpt_safetensors.whole.pieces import (
     plan_pieces,
     take_view,
 )
-from shardckpt_safetensors.whole.ties import find_tied_head, find_whole_ties
 from shardckpt_safetensors.whole.work import PlannedWrite, WholeWork
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Sequence
+    from collections.abc import Collection, Iterable, Mapping, Sequence
 
     from shardckpt.chunks import LocalItems, Sources
     from shardckpt.distributed import Comm
@@ -39,7 +47,6 @@ if TYPE_CHECKING:
     from shardckpt_safetensors.whole.layout import Cut
     from shardckpt_safetensors.whole.options import WholeOptions
     from shardckpt_safetensors.whole.pieces import Pieces, Write
-    from shardckpt_safetensors.whole.ties import Ties
 
 
 logger = logging.getLogger(__name__)
@@ -68,7 +75,7 @@ class WholePlan:
     pieces: Pieces
     work: WholeWork
     keys: list[str]
-    ties: Ties
+    ties: list[tuple[str, ...]]
     aliases: dict[str, str]
 
     def split(self, shards: Sequence[ShardedBase]) -> tuple[list[ShardedBase], list[ShardedBase]]:
@@ -78,7 +85,7 @@ class WholePlan:
 
     def has_ties(self, shards: Sequence[ShardedBase], options: WholeOptions) -> bool:
         """Return whether the rank's shards of whole tensors are tied as they were when the plan was made."""
-        return find_whole_ties(shards, options) == self.ties
+        return options.find_ties(shards) == self.ties
 
     def collect(self, shards: Sequence[ShardedBase], comm: Comm) -> list[torch.Tensor]:
         """Collective: return the tensors that the rank's writes are of: views, and buffers with what it has received.
@@ -185,8 +192,8 @@ def plan_whole(
         chosen_keys = {tensor.key for tensor in tensors}
         is_whole = [isinstance(shard, ShardedTensor) and shard.key in chosen_keys for shard in shards]
         mine_whole = [shard for shard, whole in zip(shards, is_whole, strict=True) if whole]
-        ties = find_whole_ties(mine_whole, options)
-    aliases = find_tied_head(mine_whole, ties, cuts, options, comm)
+        ties = options.find_ties(mine_whole)
+    aliases = _find_tied_head(agree_on_aliases(ties, mine_whole, comm), cuts, options, comm)
     with comm.local_phase("laying out whole tensors"):
         tensors = [tensor for tensor in tensors if tensor.key not in aliases]
         numbered = [cut._replace(tensor=number) for number, t in enumerate(tensors) for cut in cuts[t.key]]
@@ -209,6 +216,29 @@ def plan_whole(
         files = [(file.name, file.layout.size) for file in layout.files]
         work = WholeWork(files, heads, writes, stored, _pack_views(items, pieces), {}, aliases)
     return WholePlan(layout, is_whole, items.sources, boxes.extents, pieces, work, keys, ties, aliases)
+
+
+def _find_tied_head(
+    aliases: Mapping[str, str], cuts: Mapping[str, Sequence[Cut]], options: WholeOptions, comm: Comm
+) -> dict[str, str]:
+    """Collective: return the output layer's key, and the key by which it is stored, if the folder need not have both.
+
+    ``save_pretrained`` of transformers leaves ``lm_head.weight`` out then, and what opens the folder makes it of the
+    embedding, because ``config.json`` says ``tie_word_embeddings``. Of other tied tensors no file of the folder says
+    that they are tied: each is stored, or a tool would start with random values for the name that is not there.
+    """
+
+    def says_tied() -> bool:
+        config = find_config(options.assets)
+        return config is not None and config.is_tied
+
+    tied = {*aliases, *aliases.values()}
+    head = next((key for key in sorted(tied) if len(cuts[key]) == 1 and cuts[key][0].written.name in HEADS), None)
+    if head is None:
+        return {}
+    stored = aliases.get(head, head)
+    others = sorted(key for key in {stored, *aliases} - {head} if aliases.get(key, key) == stored)
+    return {head: others[0]} if comm.main_runs("reading the assets", says_tied) else {}
 
 
 def _pack_views(items: LocalItems, pieces: Pieces) -> PackedShards:
