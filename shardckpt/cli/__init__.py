@@ -110,7 +110,9 @@ def _refuse_unknown(parser: argparse.ArgumentParser, unknown: Sequence[str]) -> 
     """Exit with the usage of a verb, and the nearest of its options to one that it does not have."""
     known = [action.option_strings[-1] for action in parser._actions if action.option_strings]  # noqa: SLF001 - argparse offers no other
     options = [word.partition("=")[0] for word in unknown if word.startswith("-")]
+    begun = [each for each in known if options and each.startswith(f"{options[0]}-")]
     near = [f" {name_known(options[0], known, 'options', len(known))}"] if options else []
+    near = [f" (options that begin so: {', '.join(begun)})"] if begun else near
     parser.error(f"unrecognized arguments: {' '.join(unknown)}{''.join(near)}")
 
 
