@@ -262,12 +262,18 @@ def _find_phase(kind: str, error: BaseException) -> str:
     return "" if phase == kind else phase
 
 
-def _has_mark(error: BaseException | None, name: str) -> bool:
-    """Return whether an error, or one that it follows from, has a mark."""
-    while error is not None:
-        if vars(error).get(name):
+def _has_mark(error: BaseException, name: str) -> bool:
+    """Return whether an error, or one that it was raised from, has a mark.
+
+    Not one that was being handled: who loads an older step after a failure has two failures.
+    """
+    seen = set[int]()
+    found: BaseException | None = error
+    while found is not None and id(found) not in seen:  # a chain of causes may be a ring
+        if vars(found).get(name):
             return True
-        error = error.__cause__ or error.__context__
+        seen.add(id(found))
+        found = found.__cause__
     return False
 
 
