@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import json
 import logging
 import os
 import re
@@ -362,8 +361,7 @@ def _advise_lost_marker(directory: Path) -> str:
     except CheckpointingException:
         return ""
     marker = Marker(sharded_backend=record.backend, sharded_backend_version=record.version)
-    text = json.dumps(json.loads(marker.dump()))  # with spaces, at which a terminal's lines can end
-    return f". Write it again, and verify the checkpoint: {text}"
+    return f". Write it again, and verify the checkpoint: {marker.dump().decode()}"
 
 
 def _recognise_directory(directory: Path, plugins: PluginManager) -> Manifest:
