@@ -41,7 +41,7 @@ from shardckpt.huggingface import (
 )
 from shardckpt.maintenance.proof import StagedProof, SummedCheckpoint, TensorProof, list_fingerprints
 from shardckpt.maintenance.resumption import make_identity
-from shardckpt.maintenance.sources import open_source
+from shardckpt.maintenance.sources import Reading, open_source
 from shardckpt.maintenance.tensor_boxes import DeferredBoxes, cut_tensors
 from shardckpt.mapping import PlainObject, ShardedObject, ShardedTensor
 from shardckpt.plugins import Identity
@@ -59,9 +59,8 @@ if TYPE_CHECKING:
     from shardckpt.plugins import PluginManager
     from shardckpt.storage import CheckpointWriter
 
-    #: Opens what is at a location: :func:`shardckpt.maintenance.sources.open_source`, or the merge of several, with its
-    #: arguments ``location``, ``plugins``, ``allow_globals``, ``memory_budget`` and ``check``.
-    SourceOpener = Callable[..., AbstractContextManager[OpenCheckpoint]]
+    #: Opens what is at a location: :func:`shardckpt.maintenance.sources.open_source`, or the merge of several.
+    SourceOpener = Callable[[Path, PluginManager, Reading], AbstractContextManager[OpenCheckpoint]]
 
 logger = logging.getLogger(__name__)
 
@@ -160,9 +159,8 @@ class Conversion:
         with operation.collective_span():
             before = TensorSums(is_logged=self.is_resumable)
             # the proof checks that the source has not changed: after the commit it may
-            with self.opener(
-                self.source, self.plugins, self.allow_globals, memory_budget=self.buffers[0], check=False
-            ) as opened:
+            how = Reading(self.allow_globals, memory_budget=self.buffers[0], check=False)
+            with self.opener(self.source, self.plugins, how) as opened:
                 self._check(opened)
                 if self.saver is not None:
                     operation.set_strategy(self.saver)

@@ -18,7 +18,7 @@ from shardckpt.huggingface import (
     parse_options,
 )
 from shardckpt.maintenance.conversion import DCP, FILE, FOLDER, Conversion, ConversionReport
-from shardckpt.maintenance.sources import identify_source, open_for_trainer, open_source, read_hub_config
+from shardckpt.maintenance.sources import Reading, identify_source, open_for_trainer, open_source, read_hub_config
 from shardckpt.plugins import StrategyAction, get_plugin_manager
 from shardckpt.storage import (
     LEAST_READING,
@@ -32,6 +32,8 @@ from shardckpt.strategy import SaveStrategy
 if TYPE_CHECKING:
     import os
     from collections.abc import Callable, Collection, Mapping
+    from contextlib import AbstractContextManager
+    from pathlib import Path
 
     import torch
 
@@ -141,7 +143,7 @@ def convert_checkpoint(
         old,
         new,
         to,
-        partial(open_source, rename=dict(rename)) if rename else open_source,
+        partial(_open_renamed, dict(rename)) if rename else open_source,
         memory=budget // (_HALF if is_local else _QUARTER),
         buffers=(budget // _QUARTER, budget // (_QUARTER if is_local else _HALF)),
         overwrite=overwrite,
@@ -157,6 +159,12 @@ def convert_checkpoint(
         allow_globals=allow_globals,
         identify=partial(_identify_renamed, old, dict(rename)) if rename else None,
     )
+
+
+def _open_renamed(
+    rename: dict[str, str], location: Path, plugins: PluginManager, how: Reading
+) -> AbstractContextManager[OpenCheckpoint]:
+    return open_source(location, plugins, how._replace(rename=rename))
 
 
 def _identify_renamed(old: str | os.PathLike[str], rename: dict[str, str], opened: OpenCheckpoint) -> str:
