@@ -164,7 +164,6 @@ def export_to_huggingface(
             cut_vocabulary=cut_vocabulary,
         )
         budget = split_export_budget(memory_budget, source, folder, options.file_format)
-        budget.limit_uploads(folder)
         names = sorted((rename or {}).items())
     comm.agree(checkpoint_dir=str(source), target=str(folder), rename=names)
 
@@ -199,7 +198,7 @@ def export_to_huggingface(
             operation.start_progress(lambda: sum(t.nbytes for _, tensors in plan.files for t in tensors))
             operation.share_progress(checkpoint.operation)
             find_export(folder)(
-                operation, source, folder, plan, options, checkpoint, overwrite, upload_room=budget.uploading
+                operation, source, folder, plan, options, checkpoint, overwrite, writing=budget.writing
             ).run()
         return plan
 

@@ -48,7 +48,7 @@ from shardckpt.maintenance.sources import Reading
 from shardckpt.maintenance.tensor_boxes import DeferredBoxes, cut_tensors
 from shardckpt.mapping import PlainObject, ShardedObject, ShardedTensor
 from shardckpt.plugins import Identity
-from shardckpt.storage import Journal, digest_vote, find_upload_room, has_local_files
+from shardckpt.storage import Journal, digest_vote, has_local_files
 from shardckpt.strategy import ReadsPlainObjects, SaveContext, SaveStrategy
 from shardckpt.validation import GivenShards, describe_shards, stored_key
 
@@ -384,7 +384,7 @@ class Conversion:
             self.overwrite,
             journal,
             lambda staging: self._prove(proof, tensors, staging, staging),
-            upload_room=find_upload_room(self.buffers[1]),
+            writing=self.buffers[1],
         ).run()
         kept = {part.key for tensor in tensors for part in tensor.parts}
         left_out = [stored_key(shard) for shard in stored.index() if stored_key(shard) not in kept]
