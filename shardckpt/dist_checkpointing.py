@@ -22,6 +22,7 @@ from shardckpt.engine import (
     locate_local,
     parse_resize,
     read_checkpoint,
+    report_failure,
     save_checkpoint,
 )
 from shardckpt.engine import open_checkpoint as open_any
@@ -204,23 +205,24 @@ def save(
             connection between ranks broke after the commit.
     """
     comm = Comm(process_group)
-    with comm.local_phase("reading the arguments"):
-        target = locate(checkpoint_dir, get_plugin_manager())
-        options = SaveOptions(
-            validate_access_integrity,
-            overwrite,
-            content_metadata,
-            preprocess_common_before_consistency_check or preprocess_common_before_consistancy_check,
-            parse_globals(allow_globals),
-            verify_integrity,
-            _parse_lineage(parent, step),
-            fingerprints,
-            parse_memory_budget(memory_budget),
-        )
-    if async_sharded_save:
-        return request_save(sharded_state_dict, target, sharded_strategy, comm, get_plugin_manager(), options)
-    save_checkpoint(sharded_state_dict, target, sharded_strategy, comm, get_plugin_manager(), options)
-    return None
+    with report_failure("save", checkpoint_dir, comm.rank):
+        with comm.local_phase("reading the arguments"):
+            target = locate(checkpoint_dir, get_plugin_manager())
+            options = SaveOptions(
+                validate_access_integrity,
+                overwrite,
+                content_metadata,
+                preprocess_common_before_consistency_check or preprocess_common_before_consistancy_check,
+                parse_globals(allow_globals),
+                verify_integrity,
+                _parse_lineage(parent, step),
+                fingerprints,
+                parse_memory_budget(memory_budget),
+            )
+        if async_sharded_save:
+            return request_save(sharded_state_dict, target, sharded_strategy, comm, get_plugin_manager(), options)
+        save_checkpoint(sharded_state_dict, target, sharded_strategy, comm, get_plugin_manager(), options)
+        return None
 
 
 def _parse_lineage(parent: str | None, step: int | None) -> Lineage:
@@ -324,31 +326,32 @@ def load(
         CheckpointingException: any other failure; the same on every rank.
     """
     comm = Comm(process_group)
-    with comm.local_phase("reading the arguments"):
-        budget, reading = split_budget(memory_budget, fully_parallel=fully_parallel)
-        mode, options = (
-            parse_strict_flag(strict),
-            LoadOptions(sharded_strategy, accept, parse_globals(allow_globals), reading),
-        )
-        unused, resized = parse_on_unused(on_unused), parse_resize(resize)
-
-    def attempt() -> tuple[StateDict, KeyMismatch]:
+    with report_failure("load", checkpoint_dir, comm.rank):
         with comm.local_phase("reading the arguments"):
-            directory = locate(checkpoint_dir, get_plugin_manager())  # each time: links may lead elsewhere since
-        with open_any(directory, comm, get_plugin_manager(), options) as checkpoint:
-            return load_checkpoint(
-                sharded_state_dict,
-                share_reading(checkpoint, budget) if fully_parallel else checkpoint,
-                validate=validate_access_integrity,
-                strict=mode,
-                verify=verify_integrity,
-                allow_dtype_cast=allow_dtype_cast,
-                on_unused=unused,
-                resize=resized,
+            budget, reading = split_budget(memory_budget, fully_parallel=fully_parallel)
+            mode, options = (
+                parse_strict_flag(strict),
+                LoadOptions(sharded_strategy, accept, parse_globals(allow_globals), reading),
             )
+            unused, resized = parse_on_unused(on_unused), parse_resize(resize)
 
-    state_dict, keys = retry_if_replaced(attempt, checkpoint_dir)
-    return (state_dict, set(keys.missing), set(keys.unexpected)) if mode.returns_keys else state_dict
+        def attempt() -> tuple[StateDict, KeyMismatch]:
+            with comm.local_phase("reading the arguments"):
+                directory = locate(checkpoint_dir, get_plugin_manager())  # each time: links may lead elsewhere since
+            with open_any(directory, comm, get_plugin_manager(), options) as checkpoint:
+                return load_checkpoint(
+                    sharded_state_dict,
+                    share_reading(checkpoint, budget) if fully_parallel else checkpoint,
+                    validate=validate_access_integrity,
+                    strict=mode,
+                    verify=verify_integrity,
+                    allow_dtype_cast=allow_dtype_cast,
+                    on_unused=unused,
+                    resize=resized,
+                )
+
+        state_dict, keys = retry_if_replaced(attempt, checkpoint_dir)
+        return (state_dict, set(keys.missing), set(keys.unexpected)) if mode.returns_keys else state_dict
 
 
 @contextmanager

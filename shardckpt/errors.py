@@ -25,6 +25,11 @@ class CheckpointingException(Exception):
 
     #: Number of the Comm whose ranks are all known to raise this same error, if any.
     shared_by: int | None = None
+    #: The phase of the operation that failed, as events and logs name it; ``""`` where it failed in none.
+    phase: str = ""
+    #: Whether plugins have got the event of it, and whether the log has it: an error passes through several calls.
+    is_reported: bool = False
+    is_logged: bool = False
 
     def __init__(self, *args: object) -> None:
         # keys and names that come from files are in the text, and logs and terminals show it

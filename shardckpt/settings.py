@@ -218,11 +218,13 @@ class Variable(NamedTuple):
         name: Its name.
         value: What is in force, by default or as it is set.
         text: What it is for; of one that nothing reads, or whose value is wrong, what to do.
+        is_wrong: Whether nothing reads it, or its value is wrong.
     """
 
     name: str
     value: str
     text: str
+    is_wrong: bool = False
 
 
 def check_variables() -> None:
@@ -235,16 +237,19 @@ def list_variables() -> list[Variable]:
     """Return all variables, by name, and behind them those of the environment that are almost one of these."""
     found = [Variable(name, *_describe(name, text, read)) for name, (text, read) in _VARIABLES.items()]
     wrong = find_misspelt().items()
-    return found + [Variable(name, os.environ[name], f"nothing reads it: did you mean {near}?") for name, near in wrong]
+    return found + [
+        Variable(name, os.environ[name], f"nothing reads it: did you mean {near}?", is_wrong=True)
+        for name, near in wrong
+    ]
 
 
-def _describe(name: str, text: str, read: Callable[[], object]) -> tuple[str, str]:
+def _describe(name: str, text: str, read: Callable[[], object]) -> tuple[str, str, bool]:
     try:
         value = read()
     except CheckpointingException as exc:
-        return os.environ[name], str(exc)
+        return os.environ[name], str(exc), True
     names = ",".join(sorted(value)) if isinstance(value, (tuple, frozenset)) else value
-    return str(int(value) if isinstance(value, bool) else names or "-"), text
+    return str(int(value) if isinstance(value, bool) else names or "-"), text, False
 
 
 __all__ = [

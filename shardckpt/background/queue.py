@@ -228,8 +228,9 @@ def _end_queues() -> None:
             continue
         try:
             queue.finalize_at_exit()
-        except CheckpointingException:
-            logger.exception("a background save failed at the end of the program: it is absent")
+        except CheckpointingException as exc:
+            if not exc.is_logged:  # a request of another library
+                logger.exception("a background save failed at the end of the program: it is absent")
 
 
 # Not atexit: its functions run after concurrent.futures has ended its threads, and writing needs those threads.

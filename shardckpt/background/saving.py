@@ -167,6 +167,7 @@ class _BackgroundSave:
             return
         self.transaction.abort(() if self.result is None else self.result.written.streamed)
         self.transaction.operation.close_span(error)
+        self.transaction.operation.log_failure(error)
 
 
 #: Threads that end dropped saves; the garbage collector may run within a put, which a SimpleQueue allows.
@@ -189,8 +190,9 @@ def _end_dropped(transaction: Transaction, process: int) -> None:
 def _abort_dropped(transaction: Transaction) -> None:
     """Remove a dropped save's files and report its failure; no collective is called."""
     transaction.abort()
-    error = f"the save to {transaction.target}: its request was dropped before it was finalized"
-    transaction.operation.close_span(CheckpointingException(error))
+    error = CheckpointingException(f"the save to {transaction.target}: its request was dropped before it was finalized")
+    transaction.operation.close_span(error)
+    transaction.operation.log_failure(error)
 
 
 def wait_for_dropped() -> None:

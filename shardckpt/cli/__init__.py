@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from shardckpt import __version__
 from shardckpt.cli.exit_codes import FAILED, FINE, MEANINGS
-from shardckpt.cli.failure import name_plugin, name_siblings, print_error, show_failure
+from shardckpt.cli.failure import explain_error, name_plugin, print_error, show_failure
 from shardckpt.cli.folders import name_steps
 from shardckpt.cli.help import HelpFormatter
 from shardckpt.cli.interrupted import describe_left, find_published, identify_target
@@ -99,7 +99,7 @@ def _answer(options: argparse.Namespace) -> int:
         say_error(f"shardckpt {options.verb}: {message}")
         return show_failure(exc, message, _INTERRUPTED, options)
     except Exception as exc:  # noqa: BLE001 - a plugin's verb may fail in any way
-        error = name_siblings(exc, options)
+        error = explain_error(exc, options)
         print_error(error, options)
         return show_failure(error, str(error), FAILED, options)
     return code

@@ -1,6 +1,7 @@
 """List the settings of a CheckpointManager with their defaults, and the variables of the environment with their values.
 
 With names, all that is said of these. A variable that is almost one of shardckpt's is listed, too: nothing reads it.
+Exit code 1 if a variable is such, or has a wrong value; 2 if a file that --check names has a wrong setting.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any
 
+from shardckpt.cli.exit_codes import FINE, FOUND
 from shardckpt.cli.output import Output
 
 if TYPE_CHECKING:
@@ -25,6 +27,12 @@ def add(verbs: Any) -> None:
     parser.add_argument(
         "setting", nargs="*", help="show all that is said of this one, or of a variable; another library's name will do"
     )
+    parser.add_argument(
+        "--check",
+        metavar="FILE",
+        help="check the settings in a file instead: JSON, TOML, or YAML where PyYAML is there",
+    )
+    parser.add_argument("--section", metavar="NAME", help="the table of FILE that has them, as 'checkpoint' or 'a.b'")
     parser.set_defaults(run=run)
 
 
@@ -34,6 +42,8 @@ def run(options: Any) -> Output:
     from shardckpt.manager import list_settings
     from shardckpt.settings import list_variables
 
+    if options.check:
+        return _check(options.check, options.section or "")
     variables = {each.name: each for each in list_variables()}
     names = [name for name in options.setting if name.startswith("SHARDCKPT_")]
     if unknown := [name for name in names if name not in variables]:
@@ -45,7 +55,53 @@ def run(options: Any) -> Output:
     return Output(
         lambda: [*settings, *chosen],
         lambda: _explain(settings, chosen) if options.setting else _make_tables(settings, chosen),
+        FOUND if any(each.is_wrong for each in chosen) else FINE,
     )
+
+
+def _check(file: str, section: str) -> Output:
+    """Return a line about a file whose settings are right.
+
+    Raises:
+        ConfigurationError: It cannot be read, or has a wrong setting: says each.
+    """
+    from shardckpt.errors import ConfigurationError, format_many, name_known
+    from shardckpt.manager import find_faults
+
+    given = _read(file)
+    for name in filter(None, section.split(".")):
+        tables = given if isinstance(given, dict) else {}
+        if name not in tables:
+            raise ConfigurationError(f"{file} has no section {name!r} {name_known(name, tables, 'sections')}")
+        given = tables[name]
+    if faults := find_faults(given):
+        lines = "".join(f"\n  {fault}" for fault in faults)
+        if not section and isinstance(given, dict) and any(isinstance(value, dict) for value in given.values()):
+            lines += "\n(where the settings are a table of the file: --section NAME)"
+        raise ConfigurationError(f"{file}: {format_many(len(faults), 'wrong setting')} of a CheckpointConfig{lines}")
+    text = f"{file}: a CheckpointConfig, {format_many(len(given), 'setting')}: all right"
+    return Output(lambda: {"file": file, "settings": given}, lambda: [text])
+
+
+def _read(file: str) -> Any:
+    """Return what a file of JSON, TOML or YAML has, by the ending of its name."""
+    from importlib import import_module
+    from pathlib import Path
+
+    from shardckpt.errors import ConfigurationError
+
+    readers = {".json": ("json", "loads"), ".toml": ("tomllib", "loads")}
+    readers |= dict.fromkeys((".yaml", ".yml"), ("yaml", "safe_load"))
+    if (ending := Path(file).suffix.lower()) not in readers:
+        raise ConfigurationError(f"{file}: the name of a file of settings ends with {', '.join(readers)}")
+    module, function = readers[ending]
+    try:
+        return getattr(import_module(module), function)(Path(file).read_text("utf-8"))
+    except ImportError as exc:
+        how = "pip install pyyaml" if module == "yaml" else "TOML takes Python 3.11 or newer, JSON any"
+        raise ConfigurationError(f"{file} cannot be read, there is no module {module} here: {how}") from exc
+    except Exception as exc:  # of any of the parsers
+        raise ConfigurationError(f"{file} cannot be read: {type(exc).__name__}: {exc}") from exc
 
 
 def _explain(settings: Sequence[Setting], variables: Sequence[Variable]) -> list[str]:
@@ -53,7 +109,10 @@ def _explain(settings: Sequence[Setting], variables: Sequence[Variable]) -> list
     import textwrap
 
     width = shutil.get_terminal_size().columns - 4 if sys.stdout.isatty() else 100
-    found = [*((each.name, each.default, each.text) for each in settings), *variables]
+    found = [
+        *((each.name, each.default, each.text) for each in settings),
+        *((each.name, each.value, each.text) for each in variables),
+    ]
     texts = ((f"{name} = {value}", textwrap.fill(text, width)) for name, value, text in found)
     return [line for name, text in texts for line in (name, textwrap.indent(text, "    "))]
 

@@ -7,6 +7,7 @@ common state differs, or only one of the checkpoints has it.
 
 from __future__ import annotations
 
+import shlex
 from collections import Counter
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -160,22 +161,35 @@ def _advise_names(report: DiffReport, options: Any) -> str:
         if prefix:
             return (
                 f"no name is in both, but those of {other} are in {one} behind {prefix!r}: "
-                f"`shardckpt diff {one} {other} --prefix {escape_text(prefix)}`"
+                f"{_show_call(options, one, other, '--prefix', prefix)}"
             )
     for names, hub, one, other in ((first, second, *places), (second, first, *reversed(places))):
         if MEGATRON_NAME in names and "model.embed_tokens.weight" in hub:
-            return f"no name is in both, since {one} has Megatron's: `shardckpt diff {one} {other} --mapping megatron`"
+            call = _show_call(options, one, other, "--mapping", "megatron")
+            return f"no name is in both, since {one} has Megatron's: {call}"
     renames = _find_renames(*shapes)
     if renames:
-        given = " ".join(f"--rename {escape_text(old)}={escape_text(new)}" for old, new in renames.items())
-        call = f"shardckpt diff {options.first} {options.second} {given}"
-        return f"no name is in both, but some have the same end: `{call}`"
+        given = [word for old, new in renames.items() for word in ("--rename", f"{old}={new}")]
+        return f"no name is in both, but some have the same end: {_show_call(options, *places, *given)}"
     one, other = (escape_text(min(names)) for names in (first, second))
     return (
         f"no name is in both (the first has {one}, the second {other}): --rename OLD=NEW reads names of the first as "
         f"others, --prefix {one.partition('.')[0]}. takes only names behind it, and --mapping MODEL_TYPE compares with "
         "the Hub's names"
     )
+
+
+def _show_call(options: Any, first: str, second: str, *more: str) -> str:
+    """Return the call that compares two checkpoints with more options than those that were given."""
+    words = ["shardckpt", "diff", first, second, *more]
+    if first == options.first:
+        words += [word for old, new in options.rename for word in ("--rename", f"{old}={new}")]
+    for option, value in (("--rtol", options.rtol), ("--atol", options.atol), ("--html", options.html)):
+        words += [option, str(value)] if value else []
+    is_narrower = options.tensors_only and not {"--prefix", "--mapping"} & {*more}  # these compare tensors alone
+    for option, is_given in (("--read", options.read), ("--tensors-only", is_narrower)):
+        words += [option] if is_given else []
+    return f"`{escape_text(shlex.join(words))}`"
 
 
 def _advise_rows(report: DiffReport, options: Any) -> str:

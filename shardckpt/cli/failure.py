@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, TypeVar
 
+from shardckpt.cli.interrupted import find_target
 from shardckpt.cli.output import say_error, show_json
-from shardckpt.errors import CheckpointingException, UnsafePickleError
+from shardckpt.errors import CheckpointingException, StorageError, UnsafePickleError
 
 if TYPE_CHECKING:
     import argparse
@@ -28,6 +29,17 @@ def show_failure(error: BaseException, message: str, code: int, options: argpars
     if options.as_json:
         show_json({"error": {"type": type(error).__name__, "message": message}, "exit_code": code})
     return code
+
+
+def explain_error(error: Exception, options: argparse.Namespace) -> Exception:
+    """Return the error of a verb with what its text lacks: what is beside a URL, or could go from a full disk."""
+    target = options.directory if options.verb == "remove" else find_target(options)
+    if isinstance(error, StorageError) and target:
+        from shardckpt.engine import explain_full, find_local
+
+        if place := find_local(target):
+            error = explain_full(error, place)
+    return name_siblings(error, options)
 
 
 def name_siblings(error: _E, options: argparse.Namespace) -> _E | CheckpointingException:

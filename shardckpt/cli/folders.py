@@ -71,13 +71,13 @@ def refuse_checkpoint(path: str) -> None:
     Raises:
         CheckpointingException: It is, or the path cannot be listed.
     """
-    from shardckpt.engine import locate
+    from shardckpt.cli.ls import list_folder
+    from shardckpt.engine import find_local, locate
     from shardckpt.errors import CheckpointingException
-    from shardckpt.manager import list_checkpoints
     from shardckpt.plugins import get_plugin_manager
 
-    own = locate(path, get_plugin_manager())
-    if any(each.is_checkpoint and each.path == str(own) for each in list_checkpoints(path)):
+    own = find_local(path) or locate(path, get_plugin_manager())
+    if any(each.is_checkpoint and each.path == str(own) for each in list_folder(path)):
         raise CheckpointingException(
             f"{path} is a checkpoint, not a folder of steps, and nothing was done: give the folder that it is in"
         )

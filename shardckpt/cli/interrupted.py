@@ -21,7 +21,7 @@ _LEFT = {
 
 def identify_target(options: argparse.Namespace) -> object:
     """Return what tells one DST on this machine from the next that takes its name; None if there is none."""
-    if not (target := _find_target(options)):
+    if not (target := find_target(options)):
         return None
     from shardckpt.engine import find_local
 
@@ -40,7 +40,7 @@ def find_published(options: argparse.Namespace, before: object) -> str:
         options: Those of the verb.
         before: What :func:`identify_target` has returned before the verb ran.
     """
-    return _find_target(options) if identify_target(options) not in (None, before) else ""
+    return find_target(options) if identify_target(options) not in (None, before) else ""
 
 
 def describe_left(options: argparse.Namespace) -> str:
@@ -51,7 +51,7 @@ def describe_left(options: argparse.Namespace) -> str:
     """
     if options.verb in _LEFT:
         return _LEFT[options.verb]
-    target = _find_target(options)
+    target = find_target(options)
     staged = _list_staged(target) if target else []
     if not staged:
         return "nothing was written"
@@ -63,7 +63,7 @@ def describe_left(options: argparse.Namespace) -> str:
     return f"{target} is as it was; what was written for it stays in {listed([each.name for each in staged])}: {advice}"
 
 
-def _find_target(options: argparse.Namespace) -> str:
+def find_target(options: argparse.Namespace) -> str:
     """Return what a verb writes; ``""`` for one that writes nothing new."""
     found: str = getattr(options, "target", getattr(options, "new", ""))
     return found
@@ -80,4 +80,4 @@ def _list_staged(target: str) -> list[Path]:
     return []
 
 
-__all__ = ["describe_left", "find_published", "identify_target"]
+__all__ = ["describe_left", "find_published", "find_target", "identify_target"]

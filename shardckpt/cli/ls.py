@@ -62,7 +62,7 @@ def run(options: Any) -> Output:
     Raises:
         CheckpointingException: no checkpoint has the metric that is asked for.
     """
-    found = _list(options.folder, recursive=options.recursive)
+    found = list_folder(options.folder, recursive=options.recursive)
     metric, mode = _choose_metric(options.metric, found)
     fine = all(each.state in ("whole", "other") and not each.has_failed for each in found)
     return Output(lambda: found, lambda: _describe(options.folder, found, metric, mode), FINE if fine else FOUND)
@@ -79,7 +79,7 @@ def _describe(folder: str, found: Sequence[CheckpointSummary], metric: str, mode
     return lines
 
 
-def _list(folder: str, *, recursive: bool) -> list[CheckpointSummary]:
+def list_folder(folder: str, *, recursive: bool = False) -> list[CheckpointSummary]:
     """Return the summaries; torch, which takes seconds to import, is only needed where they are not all of ours."""
     from shardckpt.manager import list_plain
 
@@ -226,7 +226,9 @@ def _name_state(found: CheckpointSummary) -> str:
 def _summarize(folder: str, found: Sequence[CheckpointSummary]) -> list[str]:
     """Return the last lines: how many checkpoints there are, and what killed saves have left beside them."""
     from shardckpt.cli.amounts import format_bytes, format_many
+    from shardckpt.maintenance import FILE_SUFFIXES
 
+    rows = len(found)
     found = [*{each.path: each for each in found}.values()]  # a link to what is there, too, is nothing more
     checkpoints = [each for each in found if each.is_checkpoint]
     whole = [each.has_failed for each in checkpoints if each.state == "whole"]
@@ -235,6 +237,10 @@ def _summarize(folder: str, found: Sequence[CheckpointSummary]) -> list[str]:
     by = f", written by {escape_text(writer)}" if (writer := _find_writer(found)) else ""
     folders = [each for each in found if each.inside]
     summary = f"{many}, {whole.count(False)} whole{failed}, {format_bytes(sum(e.nbytes for e in checkpoints))}{by}"
+    # the row of a folder counts all of these, by the names of files
+    none = sum(each.state == "other" and each.name.endswith(FILE_SUFFIXES) for each in found)
+    summary += f"; {format_many(none, 'file')} beside them: no checkpoint" if none else ""
+    summary += f"; {format_many(rows - len(found), 'row')} of the same by another path" if rows > len(found) else ""
     lines = [summary] if checkpoints or not folders else []
     if folders:
         inside = sum(each.inside for each in folders)

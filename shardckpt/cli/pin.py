@@ -26,15 +26,18 @@ def add(verbs: Any) -> None:
         help="the step, the name of its directory, such as ckpt_000010, or latest or best; without it, what is held is "
         "listed",
     )
-    parser.add_argument("--label", help="why it is kept, such as 'release 1.2'")
+    parser.add_argument("text", nargs="?", metavar="LABEL", help="why it is kept, such as 'release 1.2'")
+    parser.add_argument("--label", help="the same")
     parser.add_argument("--remove", action="store_true", help="take the pin of this label away")
     parser.set_defaults(run=run, parser=parser)
 
 
 def run(options: Any) -> Output:
     """Pin, unpin or list."""
-    from shardckpt.manager import pin_step, unpin_step
-
+    if options.text is not None:
+        if options.label is not None:
+            options.parser.error(f"two labels are given, {options.text!r} and {options.label!r}")
+        options.label = options.text
     _refuse_folder_that_is_not_there(options.folder)
     if options.step is None:
         if options.label or options.remove:
@@ -42,6 +45,8 @@ def run(options: Any) -> Output:
         return _list(options.folder)
     options.step = _name_step(options.folder, options.step)
     _check_label(options)
+    from shardckpt.manager import pin_step, unpin_step  # it imports torch, and a listing needs none
+
     if options.remove:
         unpin_step(options.folder, options.step, options.label)
     else:
@@ -54,10 +59,13 @@ def run(options: Any) -> Output:
 
 
 def _list(folder: str) -> Output:
+    from shardckpt import manager  # what reads a store imports torch, what reads a directory does not
     from shardckpt.cli.table import fit_table
-    from shardckpt.manager import find_holds
+    from shardckpt.engine import find_local
 
-    held = [(directory, hold) for directory, holds in sorted(find_holds(folder).items()) for hold in holds]
+    place = find_local(folder)
+    found = manager.find_holds(folder) if place is None else manager.find_local_holds(place)
+    held = [(directory, hold) for directory, holds in sorted(found.items()) for hold in holds]
     if not held:
         refuse_checkpoint(folder)
     rows = [(directory, str(hold)) for directory, hold in held]

@@ -17,13 +17,16 @@ newest step that shardckpt wrote is read before anything is removed, and if it i
 one, until one is intact, which is kept; with --damaged, too, all of them are read, and those that fail are removed.
 A metric that no step has, and a --keep-step that is not there, are errors, and nothing is removed.
 A checkpoint that has nothing beside it is one, too: its folder was meant.
+
+With -r each folder of steps below PATH is pruned by itself, by the same rules; what is an error for one of them is one
+for all, before anything is removed.
 Exit code: 1 if --verify has found a damaged step; 2 if something could not be removed.
 """
 
 from __future__ import annotations
 
 import argparse
-from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardckpt.cli.cells import cut, measure
@@ -31,6 +34,7 @@ from shardckpt.cli.exit_codes import FAILED, FINE, FOUND
 from shardckpt.cli.folders import refuse_checkpoint
 from shardckpt.cli.output import Output
 from shardckpt.cli.table import fit_table
+from shardckpt.errors import CheckpointingException
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -48,6 +52,9 @@ def add(verbs: Any) -> None:
         "prune", help="remove what killed saves have left, and steps that are not kept", description=__doc__
     )
     parser.add_argument("path", nargs="?", help="a folder of checkpoints, or one checkpoint: a directory or a URL")
+    parser.add_argument(
+        "-r", "--recursive", action="store_true", help="prune each folder of steps in PATH, and in its folders"
+    )
     parser.add_argument(
         "--spool",
         nargs="?",
@@ -107,40 +114,90 @@ def add(verbs: Any) -> None:
 
 def run(options: Any) -> Output:
     """Prune, and return a row per step and leftover."""
-    from shardckpt.cli.progress import show_progress
     from shardckpt.engine import explain_unseen_uploads
-    from shardckpt.manager import prune_steps
 
     policies = _make_policies(options)
     _refuse_wrong_calls(options, policies)
-    verified: list[Verified] = []
-    steps: list[StepResult] = []
-    prune = partial(prune_steps, names=options.names, damaged=options.damaged, older_than=options.older_than)
-    if options.verify:
-        # refuses names before anything is marked
-        prune(options.path, policies, options.keep_step, dry_run=True)
-        verified, failed = _verify_newest(options)
-        prune = partial(prune, failed=failed)
-    found_before: list[PruneResult] = []
-    if _chooses_steps(options, policies):
-        found_before = _prune_leftovers(options, dry_run=True)  # the removal of steps takes them along
-        with show_progress("prune"):
-            steps = prune(options.path, policies, options.keep_step, dry_run=options.dry_run)
-    if _chooses_steps(options, policies) and not steps:
+    folders = _list_runs(options)
+    planned = [_plan(each, policies) for each in folders]  # what is refused of one folder is refused before all
+    if _chooses_steps(options, policies) and not any(planned):
         refuse_checkpoint(options.path)
         _refuse_folder_of_runs(options.path)
-    with show_progress("prune"):
-        leftovers = _prune_leftovers(options, dry_run=options.dry_run)
-    left = {each.path for each in leftovers}
-    leftovers += [each for each in found_before if each.path not in left and each.is_removed]
-    all_left_over = {(str(each.path), each.nbytes) for each in leftovers if each.is_removed}
-    steps = [each for each in steps if (each.path, each.nbytes) not in all_left_over]
+    found = [_prune(each, policies, steps) for each, steps in zip(folders, planned, strict=True)]
+    verified, steps, leftovers = ([*chain.from_iterable(each)] for each in zip(*found, strict=True))
+    leftovers += _prune_spools(options)
     if options.path is not None and not steps and not leftovers:
         refuse_checkpoint(options.path)
     unseen = "" if options.path is None else explain_unseen_uploads(options.path)
-    found = Pruned(options.dry_run, verified, steps, leftovers, unseen)
+    answer = Pruned(options.dry_run, verified, steps, leftovers, unseen)
     return Output(
-        lambda: found._asdict() | {"freed": found.freed}, lambda: _describe(found, options, policies), found.code
+        lambda: answer._asdict() | {"freed": answer.freed}, lambda: _describe(answer, options, policies), answer.code
+    )
+
+
+def _list_runs(options: Any) -> list[argparse.Namespace]:
+    """Return the options for each folder: PATH, or with ``-r`` those in it that checkpoints are in."""
+    from shardckpt.errors import StorageError
+    from shardckpt.manager import list_checkpoints
+
+    if not options.recursive:
+        return [options]
+    above = options.path.rstrip("/") or "/"
+    inside = {each.name.rpartition("/")[0] for each in list_checkpoints(options.path, recursive=True)}
+    if not inside:
+        raise StorageError(f"{options.path} has no folder of checkpoints in it, and nothing was removed")
+    return [
+        argparse.Namespace(**{**vars(options), "path": f"{above}/{name}" if name else options.path})
+        for name in sorted(inside)
+    ]
+
+
+def _plan(options: Any, policies: Sequence[Any]) -> list[StepResult]:
+    """Return what would become of the steps of one folder.
+
+    Raises:
+        CheckpointingException: A metric or step is not there that an option names.
+    """
+    if options.path is None or not _chooses_steps(options, policies):
+        return []
+    try:
+        return _prune_steps(options, policies, dry_run=True)
+    except CheckpointingException as exc:
+        from shardckpt.distributed import replace_text
+
+        raise (replace_text(exc, f"{options.path}: {exc}") if options.recursive else exc) from exc.__cause__
+
+
+def _prune(
+    options: Any, policies: Sequence[Any], planned: list[StepResult]
+) -> tuple[list[Verified], list[StepResult], list[PruneResult]]:
+    """Prune one folder: return what was verified, and what became of its steps and of what killed saves have left."""
+    from shardckpt.cli.progress import show_progress
+
+    verified, failed = _verify_newest(options) if options.verify else ([], [])
+    with show_progress("prune"):
+        leftovers = _prune_leftovers(options)  # before the steps, whose removal takes theirs along
+        if planned and (failed or not options.dry_run):
+            planned = _prune_steps(options, policies, failed, dry_run=options.dry_run)
+    all_left_over = {(str(each.path), each.nbytes) for each in leftovers if each.is_removed}
+    return verified, [each for each in planned if (each.path, each.nbytes) not in all_left_over], leftovers
+
+
+def _prune_steps(
+    options: Any, policies: Sequence[Any], failed: Sequence[str] = (), *, dry_run: bool
+) -> list[StepResult]:
+    """Remove the steps of one folder that are not kept; ``failed`` are those that were read and are damaged."""
+    from shardckpt.manager import prune_steps
+
+    return prune_steps(
+        options.path,
+        policies,
+        options.keep_step,
+        names=options.names,
+        damaged=options.damaged,
+        older_than=options.older_than,
+        failed=failed,
+        dry_run=dry_run,
     )
 
 
@@ -154,18 +211,27 @@ class Verified(NamedTuple):
     verdict: str
 
 
-def _prune_leftovers(options: Any, *, dry_run: bool) -> list[PruneResult]:
-    """Remove what killed saves have left, and return what became of it."""
-    from shardckpt.engine import prune_leftovers, prune_spools
+def _prune_leftovers(options: Any) -> list[PruneResult]:
+    """Remove what killed saves have left in a folder, and return what became of it."""
+    from shardckpt.engine import prune_leftovers
 
+    if options.path is None:
+        return []
+    return prune_leftovers(options.path, _find_age(options), dry_run=options.dry_run)
+
+
+def _prune_spools(options: Any) -> list[PruneResult]:
+    """Remove what killed uploads have left on this machine, if that is asked for."""
+    from shardckpt.engine import prune_spools
+
+    if options.spool is None:
+        return []
+    return prune_spools(options.spool or None, _find_age(options), dry_run=options.dry_run)
+
+
+def _find_age(options: Any) -> float | None:
     # whoever removes damaged steps at once does not mean the running saves of other hosts
-    age = None if options.damaged else options.older_than
-    leftovers: list[PruneResult] = []
-    if options.path is not None:
-        leftovers += prune_leftovers(options.path, age, dry_run=dry_run)
-    if options.spool is not None:
-        leftovers += prune_spools(options.spool or None, age, dry_run=dry_run)
-    return leftovers
+    return None if options.damaged else options.older_than
 
 
 class Pruned(NamedTuple):
@@ -222,8 +288,8 @@ def _chooses_steps(options: Any, policies: Sequence[Any]) -> bool:
 
 def _refuse_wrong_calls(options: Any, policies: list[Any]) -> None:
     """Exit with the parser's error if options do not go together."""
-    if options.path is None and options.spool is None:
-        options.parser.error("give a PATH, or --spool")
+    if options.path is None and (options.spool is None or options.recursive):
+        options.parser.error("give a PATH" + ", or --spool" * (not options.recursive))
     if _chooses_steps(options, policies):
         if options.path is None:
             options.parser.error(
@@ -239,7 +305,7 @@ def _refuse_wrong_calls(options: Any, policies: list[Any]) -> None:
 
 def _refuse_folder_of_runs(path: str) -> None:
     """Raise if a folder without steps has checkpoints of other names, or folders of checkpoints: these were meant."""
-    from shardckpt.errors import CheckpointingException, listed
+    from shardckpt.errors import listed
     from shardckpt.manager import list_checkpoints
 
     found = list_checkpoints(path)
@@ -249,17 +315,17 @@ def _refuse_folder_of_runs(path: str) -> None:
             f"{path} has no directory of a step by these names, and nothing was removed: {listed(numbered, limit=6)}; "
             f"--names {numbered[-1].rstrip('0123456789')} says what stands before the number of a step"
         )
+    runs = [each.name for each in found if each.inside]
+    if runs:
+        raise CheckpointingException(
+            f"{path} has no directory of a step, and nothing was removed; checkpoints are in its folders "
+            f"{listed(runs, limit=6)}: give one of these, or -r for all"
+        )
     files = [each.name for each in found if each.is_checkpoint and not each.name[-1].isdecimal()]
     if files:
         raise CheckpointingException(
             f"{path} has no directory of a step, and nothing was removed; no policy counts or removes checkpoints of "
             f"other names, and files: {listed(files, limit=6)}: remove these by hand"
-        )
-    runs = [each.name for each in found if each.inside]
-    if runs:
-        raise CheckpointingException(
-            f"{path} has no directory of a step, and nothing was removed; checkpoints are in its folders "
-            f"{listed(runs, limit=6)}: give one of these"
         )
 
 

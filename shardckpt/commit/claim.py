@@ -46,6 +46,8 @@ INTRODUCTION_BYTES = 300
 _OWNER = b"\nowner "
 _INTRODUCTION = re.compile(rb"begun ([-0-9]+ [:0-9]+) UTC" + _OWNER + rb"([0-9a-f]{32})\n")
 _TIME = "%Y-%m-%d %H:%M:%S"
+#: Clients and buckets that have refused a write whose condition did not hold: they are not asked once more.
+_refusing: set[tuple[type, str]] = set()
 
 
 class Claim:
@@ -87,7 +89,12 @@ class Claim:
         self._text = text
         # the answer may be a lie: some servers ignore the condition. There the in-progress objects decide: of two saves
         # that see each other's, none commits
-        if path.create(text):
+        store = type(self._folder), self._target.bucket
+        if store in _refusing:
+            return
+        if not path.create(text):
+            _refusing.add(store)
+        else:
             logger.warning(
                 "the store of %s ignores conditions of writes: of two saves that begin there at once, both will fail",
                 self._target,

@@ -245,7 +245,7 @@ class Comm:
         :class:`ErrorReport`.
         """
         where = f"rank {self.rank}, in {self._phase!r}"
-        report = None if error is None else ErrorReport.of(error, where + self._name_origin(error))
+        report = None if error is None else ErrorReport.of(error, where + self._name_origin(error), self._known_phase)
         everyone: list[ErrorReport | None] = self._all_gather_bytes(pickle_value(report))
         reports = [report for report in everyone if report is not None]
         shared = reports[0].rebuild(join_messages(reports))
@@ -253,6 +253,7 @@ class Comm:
         if shared is None or is_unknown:
             shared = RankFailedError(join_messages(reports, named=True))
         shared.shared_by = self._number
+        shared.phase = shared.phase or reports[0].phase
         self._raised = copy_error(shared)
         if error is not None and report is not None:
             is_said = type(shared) is type(error) and report.text in str(shared)
@@ -631,7 +632,7 @@ class Comm:
                 if failure.is_announced():
                     raise RuntimeError("it failed on another rank")
                 if waiting is None:
-                    members, phase = self.members, "" if self._phase == _NO_PHASE else self._phase
+                    members, phase = self.members, self._known_phase
                     waiting = LongWait(started, members[self.rank], members, phase)
                 with suppress(Exception):  # of a logging handler: it must not fail a collective, least of all one rank
                     waiting.report_once(self._clock())
@@ -678,7 +679,12 @@ class Comm:
             shared.__cause__ = error
         if shared.shared_by is None:
             shared.shared_by = self._number
+        shared.phase = shared.phase or self._known_phase
         return shared  # type: ignore[no-any-return]
+
+    @property
+    def _known_phase(self) -> str:
+        return "" if self._phase == _NO_PHASE else self._phase
 
     def _name_origin(self, error: BaseException) -> str:
         try:

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 _SHOWN = 8
 #: Bytes of a pickled attribute, at most. Longer ones are left out: an error may refer to a tensor, and all ranks fail.
 _MAX_BYTES = 64 << 10
+#: Attributes that mean nothing in another process: a Comm's number, and who was told of the error.
+_OF_THIS_PROCESS = ("shared_by", "is_reported", "is_logged")
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,7 @@ class ErrorReport:
         text: The error's text.
         attributes: Pickles of the error's attributes and ``args``, one each: what cannot be pickled costs no other.
         traceback: The formatted traceback with all causes, or empty.
+        phase: The phase in which it was raised, or empty.
     """
 
     where: str
@@ -54,14 +57,16 @@ class ErrorReport:
     text: str
     attributes: dict[str, bytes]
     traceback: str = ""
+    phase: str = ""
 
     @classmethod
-    def of(cls, error: BaseException, where: str, *, with_traceback: bool = False) -> ErrorReport:
+    def of(cls, error: BaseException, where: str, phase: str = "", *, with_traceback: bool = False) -> ErrorReport:
         """Return the report of an error.
 
         Args:
             error: Any error, also one from outside the family.
             where: Rank and phase, or the process, for the text.
+            phase: The phase alone.
             with_traceback: Whether to include the traceback. It is long: leave it out where all ranks may fail at once.
         """
         kind = error.foreign_class if isinstance(error, _AdoptedError) else type(error)
@@ -73,13 +78,14 @@ class ErrorReport:
         attributes = {}
         if _import_class(path) is kind:
             args, values = _get_state(error)
-            values.pop("shared_by", None)  # a Comm's number, which means nothing in another process
+            for name_here in _OF_THIS_PROCESS:
+                values.pop(name_here, None)
             found = {attribute: try_pickle(value) for attribute, value in {**values, "args": args}.items()}
             attributes = {attribute: data for attribute, data in found.items() if data and len(data) <= _MAX_BYTES}
         else:
             name, path, text = "", "", f"{name}: {text}"
         trace = "".join(traceback.format_exception(error)) if with_traceback else ""
-        return cls(where, name, path, text, attributes, trace)
+        return cls(where, name, path, text, attributes, trace, phase)
 
     def message(self, *, named: bool = False) -> str:
         """Return the text after ``where``, and after the class's name if ``named``."""

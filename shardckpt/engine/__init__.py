@@ -57,7 +57,7 @@ if TYPE_CHECKING:
         name_library,
         refuse_overlap,
     )
-    from shardckpt.engine.operation import Operation
+    from shardckpt.engine.operation import Operation, report_failure
     from shardckpt.engine.optimizer_keys import is_optimizer_key, is_parameter_key
     from shardckpt.engine.patterns import check_patterns, matches_any
     from shardckpt.engine.plan_cache import CachedPlan, PlanCache, saved_plans
@@ -77,6 +77,7 @@ if TYPE_CHECKING:
     from shardckpt.engine.renaming import list_keys, list_names, list_top_names, rename_key, rename_stored
     from shardckpt.engine.resizing import allow_resizing, parse_resize
     from shardckpt.engine.saving import SaveOptions, check_state, find_saver, refuse_objects, save_checkpoint
+    from shardckpt.engine.space import NO_FORECAST, REMOVE, Forecast, explain_full, refuse_full
     from shardckpt.engine.streaming import (
         STREAM_BYTES,
         TensorBox,
@@ -170,7 +171,7 @@ __getattr__ = lazy_getattr(
             "open_folder",
             "refuse_overlap",
         ),
-        "operation": ("Operation",),
+        "operation": ("Operation", "report_failure"),
         "patterns": ("check_patterns", "matches_any"),
         "plan_cache": (
             "CachedPlan",
@@ -200,6 +201,7 @@ __getattr__ = lazy_getattr(
             "refuse_objects",
             "save_checkpoint",
         ),
+        "space": ("NO_FORECAST", "REMOVE", "Forecast", "explain_full", "refuse_full"),
         "streaming": (
             "STREAM_BYTES",
             "TensorBox",
@@ -223,12 +225,15 @@ __getattr__ = lazy_getattr(
 __all__ = [
     "INLINE_TABLES",
     "MISSING",
+    "NO_FORECAST",
+    "REMOVE",
     "STREAM_BYTES",
     "CachedPlan",
     "CheckpointHeader",
     "ExpectedFile",
     "ExternalSave",
     "ExternalSavePart",
+    "Forecast",
     "IncompleteFile",
     "LoadOptions",
     "LoadTemplate",
@@ -256,6 +261,7 @@ __all__ = [
     "commit_files",
     "compute_fingerprints",
     "expand_home",
+    "explain_full",
     "explain_kept_leftover",
     "explain_unseen_uploads",
     "find_faults",
@@ -300,10 +306,12 @@ __all__ = [
     "read_checkpoint",
     "read_integrity",
     "refuse_damage",
+    "refuse_full",
     "refuse_objects",
     "refuse_overlap",
     "rename_key",
     "rename_stored",
+    "report_failure",
     "report_read",
     "save_checkpoint",
     "save_integrity_manifest",

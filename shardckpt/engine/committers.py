@@ -198,7 +198,7 @@ class DirectoryCommitter(Committer):
         # what the directory's name says: the system may tell less of a process than it did a moment ago
         made = parse_temporary(self.staging)
         # not on each rank: all write to one directory, which other hosts may know less well
-        free = find_free_bytes(self._target.parent)
+        free = find_free_bytes(self._target.parent) + (0 if self._journal is None else self._journal.nbytes)
         return Begun(save_id, made.owner if made is not None else None, free)
 
     def join(self, save_id: str, owner: Owner, *, is_replacing: bool) -> None:  # noqa: ARG002 - as the interface
@@ -221,6 +221,8 @@ class DirectoryCommitter(Committer):
 
     def abort(self, streamed: Iterable[str], *, is_main: bool) -> None:  # noqa: ARG002 - as the interface
         """Discard the staging directory."""
+        if self._journal is not None:
+            self._journal.close()
         if is_main and self.staging is not None and self.staging.exists():
             discard_staging(self.staging)
 

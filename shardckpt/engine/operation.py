@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import time
 from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import replace
 from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING, Any
@@ -12,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 from shardckpt.engine.amounts import format_bytes
 from shardckpt.engine.gc_pause import pause_gc
 from shardckpt.engine.progress import Progress, wants_progress
-from shardckpt.plugins import Event, describe_origin
+from shardckpt.plugins import Event, describe_origin, get_plugin_manager
+from shardckpt.storage import mask_password
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -170,9 +173,15 @@ class Operation:
 
     def end_phase(self, phase: str, started: float, error: BaseException | None = None, **fields: Any) -> None:
         """Report the end of a phase that :meth:`start_phase` has started, or its failure, with more fields of it."""
+        if error is not None and not phase:
+            vars(error)["is_reported"] = True
         if self._is_observed():
-            state, text = ("end", "") if error is None else ("failure", str(error) or type(error).__name__)
-            self._emit(phase=phase, state=state, seconds=time.perf_counter() - started, error=text, **fields)
+            described = {"state": "end"} if error is None else _describe_failure(error, phase)
+            self._emit(phase=phase, seconds=time.perf_counter() - started, **described, **fields)
+
+    def log_failure(self, error: BaseException) -> None:
+        """Log the failure of an operation that ends behind the training: nobody may ask for its error."""
+        log_failure(self.kind, self.directory, self.comm.rank, error, self._started)
 
     def _is_observed(self) -> bool:
         """Return whether a plugin gets events: mostly none does, and each phase of a load asks twice."""
@@ -183,6 +192,77 @@ class Operation:
 
     def _emit(self, **changes: Any) -> None:
         self.plugins.report(Event(**self._fields | changes))
+
+
+#: Whether a call of this thread reports the failures of the calls that it makes.
+_reports = ContextVar("shardckpt_reports_failures", default=False)
+
+
+@contextmanager
+def report_failure(kind: str, directory: object, rank: int) -> Iterator[None]:
+    """Report a failure of the block once: as an event, unless an operation in it has, and on the main rank in the log.
+
+    For the calls of users. Their operations begin late: what they do before, as to list a folder, may fail, too.
+
+    Args:
+        kind: ``save`` or ``load``.
+        directory: The checkpoint, or the folder of the steps.
+        rank: This rank.
+    """
+    if _reports.get():
+        yield
+        return
+    token, started = _reports.set(True), time.perf_counter()
+    try:
+        yield
+    except Exception as exc:
+        if not _has_mark(exc, "is_reported"):
+            vars(exc)["is_reported"] = True
+            _report_unbegun(kind, mask_password(str(directory)), rank, exc, time.perf_counter() - started)
+        log_failure(kind, directory, rank, exc, started)
+        raise
+    finally:
+        _reports.reset(token)
+
+
+def log_failure(kind: str, directory: object, rank: int, error: BaseException, started: float) -> None:
+    """Log a failure on the main rank, unless that was done: an error passes through several calls."""
+    if not _has_mark(error, "is_logged"):
+        vars(error)["is_logged"] = True
+        if rank == 0:
+            phase, text = getattr(error, "phase", ""), "; ".join((str(error) or type(error).__name__).splitlines())
+            logger.error(
+                "%s of %s failed%s after %.2f s: %s: %s",
+                kind,
+                mask_password(str(directory)),
+                f" in {phase!r}" if phase else "",
+                time.perf_counter() - started,
+                type(error).__name__,
+                text,
+            )
+
+
+def _report_unbegun(kind: str, directory: str, rank: int, error: Exception, seconds: float) -> None:
+    start = Event(kind, "", "start", directory, rank, number=next(_numbers))
+    plugins = get_plugin_manager()
+    plugins.report(start)
+    plugins.report(replace(start, seconds=seconds, blocked=seconds, **_describe_failure(error, "")))
+
+
+def _describe_failure(error: BaseException, phase: str) -> dict[str, Any]:
+    """Return the fields of the event of a failure of a phase, or of an operation (``""``)."""
+    name = type(error).__name__
+    failed = "" if phase else getattr(error, "phase", "")
+    return {"state": "failure", "error": str(error) or name, "error_type": name, "failed_phase": failed}
+
+
+def _has_mark(error: BaseException | None, name: str) -> bool:
+    """Return whether an error, or one that it follows from, has a mark."""
+    while error is not None:
+        if vars(error).get(name):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 class _Phase:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
-from shardckpt.errors import KeyMismatchError, name_known
+from shardckpt.errors import CheckpointingException, name_known
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -17,9 +17,9 @@ def matches_any(name: str, patterns: Collection[str]) -> bool:
 
 
 def check_patterns(argument: str, patterns: Collection[str], names: Collection[str]) -> None:
-    """Raise KeyMismatchError if a pattern of an argument matches none of the names."""
+    """Raise CheckpointingException if a pattern of an argument matches none of the names."""
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in names):
-            raise KeyMismatchError(
+            raise CheckpointingException(
                 f"{argument}: the pattern {pattern!r} matches no tensor {name_known(pattern, names, 'names')}"
             )

@@ -413,7 +413,7 @@ def _list_uploads(place: RemotePath) -> list[PendingUpload] | None:
     try:
         return attempt("list the uploads to", place, call)
     except StorageError as exc:  # a permission of its own, of another client: all else goes on without it
-        bucket = "/".join(place.url.split("/", 3)[:3])
+        bucket = place.bucket
         # prune asks three times, and a manager after each save: the first warning says it
         logger.log(logging.DEBUG if bucket in _warned else logging.WARNING, "%s", exc)
         _warned.add(bucket)

@@ -1,7 +1,8 @@
-"""The forecast of space: a save of more bytes than its file system has free is refused before a file is written."""
+"""The forecast of space: what is more than its file system has free is refused before a file is written."""
 
 from __future__ import annotations
 
+import errno
 import os
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
     from pathlib import Path
 
+    from shardckpt.errors import StorageError
     from shardckpt.mapping import ShardedBase
 
 #: Stands for the free bytes of a file system that are not known: 4 EiB, more than all ranks together store.
@@ -28,12 +30,21 @@ class Forecast(NamedTuple):
 
     Attributes:
         nbytes: The bytes of its tensors, tied ones counted for each key: it is quickly known.
-        shards: Its shards, to count tied tensors once where ``nbytes`` do not fit; not kept.
+        shards: Its shards, to count tied tensors once where ``nbytes`` do not fit; not kept. Without any, ``nbytes``
+            are what it takes.
     """
 
     nbytes: int = 0
     shards: Sequence[ShardedBase] = ()
 
+    def count_least(self) -> int:
+        """Return the bytes that the tensors take at least."""
+        return count_least_bytes(self.shards) if self.shards else self.nbytes
+
+
+#: What a removal of keys does, which keeps the files that it does not rewrite.
+REMOVE = "remove keys from"
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 #: Of a save that is not forecast.
 NO_FORECAST = Forecast()
@@ -68,34 +79,74 @@ def find_free_bytes(directory: Path) -> int:
     return found.f_frsize * (found.f_bfree if os.geteuid() == 0 else found.f_bavail)
 
 
-def make_space_error(target: Path, needed: int, free: int) -> NotEnoughSpaceError:
+def refuse_full(target: Path, needed: int, action: str, free: int | None = None) -> None:
+    """Raise if a file system has less free than what is to be written takes.
+
+    Args:
+        target: What is to be written: its folder is on the file system.
+        needed: Bytes of tensors.
+        action: What is done, for the error: ``export to``.
+        free: Free bytes of the file system; None: look.
+
+    Raises:
+        NotEnoughSpaceError: It has.
+    """
+    free = find_free_bytes(target.parent) if free is None else free
+    if needed > free:
+        raise make_space_error(target, needed, free, action)
+
+
+def make_space_error(target: Path, needed: int, free: int, action: str = "save to") -> NotEnoughSpaceError:
     """Return the error of a save that does not fit, with what could go.
 
     Args:
         target: The checkpoint's directory.
         needed: Bytes of tensors of all ranks.
         free: Free bytes of the file system.
+        action: What is done, for the error.
     """
     folder = target.parent
     refusal = (
-        f"cannot save to {target}: the tensors take {format_bytes(needed)}, and the file system of {folder} has "
+        f"cannot {action} {target}: the tensors take {format_bytes(needed)}, and the file system of {folder} has "
         f"{format_bytes(free)} free, {format_bytes(needed - free)} too little. No file was written."
     )
     texts = [refusal]
-    if not is_free(target):
+    if not is_free(target) and action != REMOVE:
         texts.append(
             "What is at the target stays until the new checkpoint is complete, so that both need room: save to "
             "another path, or remove it first if you can do without it."
         )
+    texts.append(_name_removable(folder))
+    texts.append(f"{settings.SPACE_CHECK}=0 writes without this check, for a file system that reports too little.")
+    return NotEnoughSpaceError(" ".join(texts))
+
+
+def explain_full(error: StorageError, target: Path) -> StorageError:
+    """Return the error of a file system that was full, or a quota, with what is free and could go; others as they are.
+
+    Args:
+        error: What a file operation has raised.
+        target: What was to be written.
+    """
+    cause = error.__cause__
+    if isinstance(error, NotEnoughSpaceError) or not isinstance(cause, OSError) or cause.errno not in _FULL:
+        return error
+    folder, free = target.parent, find_free_bytes(target.parent)
+    has = "" if free == UNKNOWN else f"The file system of {folder} has {format_bytes(free)} free now. "
+    quota = "A quota permits less than that: `quota -s` says how much. " if cause.errno == errno.EDQUOT else ""
+    text = f"{error}. {has}{quota}{_name_removable(folder)}"
+    return NotEnoughSpaceError(text).with_traceback(error.__traceback__)
+
+
+def _name_removable(folder: Path) -> str:
+    """Return what could go from a folder, and the command that removes it."""
     nbytes = _count_leftovers(folder)
     if nbytes:
-        texts.append(
-            f"What interrupted saves have left there could go, {format_bytes(nbytes)}: `shardckpt prune {folder}`."
-        )
-    else:
-        texts.append("Interrupted saves have left nothing there that could go: remove something else.")
-    texts.append(f"{settings.SPACE_CHECK}=0 saves without this check, for a file system that reports too little.")
-    return NotEnoughSpaceError(" ".join(texts))
+        return f"What interrupted saves have left there could go, {format_bytes(nbytes)}: `shardckpt prune {folder}`."
+    return (
+        "Interrupted saves have left nothing there that could go: remove something else; "
+        f"`shardckpt prune {folder} --keep-latest N --dry-run` says what old steps would free."
+    )
 
 
 def _measure(shards: Iterable[ShardedBase]) -> Iterator[tuple[int, int]]:

@@ -19,7 +19,7 @@ from pydantic import TypeAdapter
 from shardckpt.commit import Owner
 from shardckpt.distributed import find_owner
 from shardckpt.engine.committers import Begun, make_committer
-from shardckpt.engine.space import NO_FORECAST, count_least_bytes, make_space_error
+from shardckpt.engine.space import NO_FORECAST, refuse_full
 from shardckpt.engine.timeline import Timeline, gather_timings
 from shardckpt.errors import PluginError, StorageError, listed
 from shardckpt.manifest import (
@@ -333,11 +333,11 @@ class Transaction:
         """Collective: refuse the save if it does not fit with tied tensors counted once, either."""
         comm = self.operation.comm
         with comm.local_phase("counting tied tensors once"):
-            least = count_least_bytes(forecast.shards)
+            least = forecast.count_least()
         (needed,) = comm.total(least)
         with self.operation.local_phase("forecasting the space"):
-            if comm.is_main and needed > free:
-                raise make_space_error(self.target, needed, free)
+            if comm.is_main:
+                refuse_full(self.target, needed, f"{self.operation.kind} to", free)
         comm.sync_errors()
 
     def _write_markers(

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from shardckpt import __version__
 from shardckpt.commit import check_target, commit_staging, discard_staging
-from shardckpt.engine import OpenCheckpoint, Operation, open_staging
+from shardckpt.engine import OpenCheckpoint, Operation, open_staging, refuse_full
 from shardckpt.errors import CheckpointingException, KeyMismatchError, listed
 from shardckpt.huggingface.architecture import Fit, try_class
 from shardckpt.huggingface.blocks import open_writer, write_blocks
@@ -81,6 +81,8 @@ class FolderExport:
                     config = self._adapt_config()
                     staging, _ = open_staging(self.target, _is_superseded, restore=self.overwrite, journal=self.journal)
                     stack.callback(_discard, staging, self.journal)
+                    written = 0 if self.journal is None else self.journal.nbytes
+                    refuse_full(self.target, self.plan.total_size - written, f"{self.operation.kind} to")
             staging = comm.broadcast(staging)
             with self.operation.local_phase("writing"):
                 self._write(staging)

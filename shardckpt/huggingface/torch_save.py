@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shardckpt.archive import DeclaredTensor, clear_crcs, make_state_dict_frame, write_crcs
+from shardckpt.engine import refuse_full
 from shardckpt.errors import ShardingError
 from shardckpt.huggingface.blocks import open_writer, write_blocks
 from shardckpt.huggingface.header import FileLayout, FramePart, TensorSpan
@@ -97,6 +98,8 @@ class TorchFile:
             for tensor, start in zip(self.tensors.values(), frame.starts, strict=False)
         ]
         with replace_file(path, journal) as staged:
+            needed = sum(each.nbytes for each in declared) - (0 if journal is None else journal.nbytes)
+            refuse_full(path, needed, "convert to")
             # a killed run may have written them: what the journal has digests of is without
             clear_crcs(staged, frame.crcs)
             with open_writer(staged.parent, journal) as writer:

@@ -14,23 +14,49 @@ Each rank has metrics of its own: the scraper's labels tell them apart.
 
 from __future__ import annotations
 
+import logging
+import math
+import shutil
+from functools import partial
 from typing import TYPE_CHECKING
 
 from prometheus_client import REGISTRY, Counter, Gauge, Histogram
 
 from shardckpt.engine import locate, measure
 from shardckpt.errors import CheckpointingException
+from shardckpt.manager import list_checkpoints
 from shardckpt.plugins import get_plugin_manager, hookimpl
+from shardckpt.storage import find_url, has_local_files
 
 if TYPE_CHECKING:
     import os
+    from collections.abc import Callable
+    from pathlib import Path
 
     from prometheus_client import CollectorRegistry
 
     from shardckpt.plugins import Event
 
+logger = logging.getLogger(__name__)
+
 #: Seconds: from a small local file to an hour of a slow store.
 _BUCKETS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0, 3600.0)
+
+
+def _measure(name: str, place: Path, function: Callable[[], float]) -> float:
+    """Return a measure of a folder; NaN where it cannot be taken: an error here would cost the whole scrape."""
+    try:
+        return function()
+    except Exception as exc:  # noqa: BLE001 - of any store
+        logger.warning("shardckpt_%s of %s cannot be measured: %s: %s", name, place, type(exc).__name__, exc)
+        return math.nan
+
+
+def _count_damaged(place: Path) -> int:
+    """Return how many checkpoints of a folder are damaged, or marked as failed; of one that no save has made yet 0."""
+    if has_local_files(place) and not place.exists():
+        return 0
+    return sum(each.state == "damaged" or each.has_failed for each in list_checkpoints(find_url(place)))
 
 
 class PrometheusListener:
@@ -40,14 +66,22 @@ class PrometheusListener:
     - ``shardckpt_phase_seconds{operation, phase, result}``, a histogram: writing, the commit and others.
     - ``shardckpt_bytes_total{operation}``: bytes that this rank has written, or loaded, by operations that have ended.
     - ``shardckpt_last_success_timestamp_seconds{operation}``: when one last ended well; for an alert on its age.
+    - ``shardckpt_failures_total{operation}``: operations that failed, before they began, too, as a manager's save that
+      cannot list its folder; 0 of saves and loads from the start, so that ``increase`` sees the first.
+    - ``shardckpt_last_failure_timestamp_seconds{operation, phase, error}``: when one last failed, in which phase
+      (``""`` for none), and with which class of error, ``StorageError``.
     - ``shardckpt_in_flight{operation}``: operations that have begun and not ended, saves in the background among them.
     - ``shardckpt_blocked_seconds{operation}``, a histogram: what the training waited for each.
     - ``shardckpt_written_bytes_per_second{operation}``: of the last phase ``writing``.
-    - ``shardckpt_folder_bytes{folder}``: the size of ``folder``, measured at each scrape.
+    - ``shardckpt_folder_bytes{folder}``: the size of ``folder``, by its whole path; this and the next two are measured
+      at each scrape, and NaN where that fails.
+    - ``shardckpt_free_bytes{folder}``: what its file system has free; not of a URL.
+    - ``shardckpt_damaged_checkpoints{folder}``: the checkpoints in it that are damaged as ``shardckpt ls`` sees it, or
+      that ``shardckpt verify --mark`` has marked as failed.
 
     Args:
         registry: Has the metrics; by default that of the process.
-        folder: A directory or URL of checkpoints, whose size the main rank may give; by default none.
+        folder: A directory or URL of checkpoints, which the main rank may give; by default none.
 
     Raises:
         CheckpointingException: The registry has the metrics of another listener.
@@ -84,6 +118,17 @@ class PrometheusListener:
             ("operation",),
             registry=registry,
         )
+        self._failures = Counter(
+            "shardckpt_failures", "Operations on checkpoints that failed", ("operation",), registry=registry
+        )
+        for operation in ("save", "load"):
+            self._failures.labels(operation)
+        self._failure = Gauge(
+            "shardckpt_last_failure_timestamp_seconds",
+            "When an operation last failed, where, and with which error",
+            ("operation", "phase", "error"),
+            registry=registry,
+        )
         self._in_flight = Gauge(
             "shardckpt_in_flight", "Operations that have begun and not ended", ("operation",), registry=registry
         )
@@ -103,8 +148,22 @@ class PrometheusListener:
         #: The operations in flight by their numbers: one that began before this listener was there does not count.
         self._open: dict[str, set[int]] = {}
         if folder is not None:
-            size = Gauge("shardckpt_folder_bytes", "Bytes in a folder of checkpoints", ("folder",), registry=registry)
-            size.labels(str(folder)).set_function(lambda: measure(locate(folder, get_plugin_manager())))
+            place = locate(folder, get_plugin_manager())
+            measures: dict[str, tuple[str, Callable[[], float]]] = {
+                "folder_bytes": ("Bytes in a folder of checkpoints", lambda: measure(place)),
+                "damaged_checkpoints": (
+                    "Checkpoints in a folder that are damaged, or that a verification has marked as failed",
+                    lambda: _count_damaged(place),
+                ),
+            }
+            if has_local_files(place):
+                measures["free_bytes"] = (
+                    "Bytes that the file system of a folder of checkpoints has free",
+                    lambda: shutil.disk_usage(next(each for each in (place, *place.parents) if each.exists())).free,
+                )
+            for name, (text, function) in measures.items():
+                gauge = Gauge(f"shardckpt_{name}", text, ("folder",), registry=registry)
+                gauge.labels(str(place)).set_function(partial(_measure, name, place, function))
 
     @hookimpl
     def shardckpt_event(self, event: Event) -> None:
@@ -126,6 +185,10 @@ class PrometheusListener:
         if event.state == "end":
             self._bytes.labels(event.operation).inc(event.nbytes)
             self._success.labels(event.operation).set_to_current_time()
+        else:
+            self._failures.labels(event.operation).inc()
+            failure = self._failure.labels(event.operation, event.failed_phase, event.error_type)
+            failure.set_to_current_time()
 
     def _show_in_flight(self, operation: str) -> None:
         self._in_flight.labels(operation).set(len(self._open.get(operation, ())))

@@ -15,7 +15,9 @@ import torch
 from shardckpt import settings
 from shardckpt.distributed import Comm
 from shardckpt.engine import (
+    NO_FORECAST,
     CheckpointHeader,
+    Forecast,
     OpenCheckpoint,
     Operation,
     TensorSums,
@@ -366,6 +368,7 @@ class Conversion:
             content=content,
             journal=journal,
             check=partial(self._prove, proof, tensors),
+            forecast=Forecast(sum(tensor.nbytes for tensor in tensors)) if saver.stores_all_bytes else NO_FORECAST,
             memory_budget=self.buffers[1],
         )
 

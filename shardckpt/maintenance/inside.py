@@ -43,7 +43,7 @@ def list_inside(list_names: Callable[[str], Names], is_step: Callable[[str], boo
 
     Args:
         list_names: Returns what is directly in a folder, by its path; ``""`` is the folder itself.
-        is_step: Whether a name is that of a step, so that a folder with nothing in it is a save that did not end.
+        is_step: Whether a name is that of a step, so that a folder with nothing known in it is a save that did not end.
 
     Yields:
         Paths below the folder, in order; one that cannot be listed, too.
@@ -66,7 +66,7 @@ def _list_inside(
             yield path
             continue
         found = list(_list_inside(path, inner, list_names, is_step))
-        yield from found or ([path] if is_step(name) else [])
+        yield from found or ([path] if is_step(name) and any(inner) else [])
     for name in sorted(names.files):
         if name.endswith(FILE_SUFFIXES) and not name.startswith("."):
             yield f"{folder}/{name}".lstrip("/")

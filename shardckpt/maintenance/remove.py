@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING
 
 from shardckpt.commit import check_target, replace_target, staging_directory
 from shardckpt.engine import (
+    REMOVE,
     ExpectedFile,
     Operation,
     clear_leftovers,
     find_faults,
     make_superseded_check,
     read_integrity,
+    refuse_full,
 )
 from shardckpt.errors import CheckpointingException, CorruptCheckpointError, format_many
 from shardckpt.maintenance.rewrite import rewrite_file
@@ -115,7 +117,9 @@ def _remove(directory: Path, prefix: str, operation: Operation, *, dry_run: bool
             return RemovalReport(bytes_before=before, bytes_after=before)
         removal = _renew_fingerprints(reader, removal)
         if not dry_run:
-            operation.start_progress(lambda: sum(item.nbytes for items in removal.rewritten.values() for item in items))
+            rewritten = sum(item.nbytes for items in removal.rewritten.values() for item in items)
+            refuse_full(directory, rewritten, REMOVE)
+            operation.start_progress(lambda: rewritten)
             _replace(directory, reader, removal, operation.count)
     after = before + _growth(directory, removal) if dry_run else _allocated_bytes(directory)
     report = RemovalReport(

@@ -8,7 +8,7 @@ from shardckpt import lazy_getattr
 
 if TYPE_CHECKING:
     from shardckpt.manager.cleanup import cleanup_old_checkpoints
-    from shardckpt.manager.config import AsyncMode, CheckpointConfig, Setting, list_settings
+    from shardckpt.manager.config import AsyncMode, CheckpointConfig, Setting, find_faults, list_settings
     from shardckpt.manager.holds import Hold, Lease, find_holds, find_step, lease_step, pin_step, unpin_step
     from shardckpt.manager.listing import find_checkpoints, list_checkpoints
     from shardckpt.manager.manager import CheckpointManager
@@ -34,14 +34,14 @@ if TYPE_CHECKING:
     from shardckpt.manager.states import DATALOADER, LR_SCHEDULER, MODEL, OPTIMIZER, TRAIN_STATE
     from shardckpt.manager.step_names import parse_step, split_path
     from shardckpt.manager.step_pruning import StepResult, prune_steps, remove_step
-    from shardckpt.manager.summaries import CheckpointSummary, list_plain
+    from shardckpt.manager.summaries import CheckpointSummary, find_local_holds, list_plain
     from shardckpt.manager.titan import make_titan_config, merge_loader_states
 
 __getattr__ = lazy_getattr(
     __name__,
     {
         "cleanup": ("cleanup_old_checkpoints",),
-        "config": ("AsyncMode", "CheckpointConfig", "Setting", "list_settings"),
+        "config": ("AsyncMode", "CheckpointConfig", "Setting", "find_faults", "list_settings"),
         "holds": ("Hold", "Lease", "find_holds", "find_step", "lease_step", "pin_step", "unpin_step"),
         "listing": ("find_checkpoints", "list_checkpoints"),
         "manager": ("CheckpointManager",),
@@ -67,7 +67,7 @@ __getattr__ = lazy_getattr(
         "states": ("DATALOADER", "LR_SCHEDULER", "MODEL", "OPTIMIZER", "TRAIN_STATE"),
         "step_pruning": ("StepResult", "prune_steps", "remove_step"),
         "step_names": ("parse_step", "split_path"),
-        "summaries": ("CheckpointSummary", "list_plain"),
+        "summaries": ("CheckpointSummary", "find_local_holds", "list_plain"),
         "titan": ("make_titan_config", "merge_loader_states"),
     },
 )
@@ -113,7 +113,9 @@ __all__ = [
     "describe_form",
     "describe_tensors",
     "find_checkpoints",
+    "find_faults",
     "find_holds",
+    "find_local_holds",
     "find_named_step",
     "find_step",
     "identify_save",

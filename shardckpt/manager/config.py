@@ -15,7 +15,6 @@ from pydantic import (
     ConfigDict,
     Field,
     ValidationError,
-    WithJsonSchema,
     field_serializer,
     field_validator,
     model_validator,
@@ -25,7 +24,7 @@ from shardckpt import settings
 from shardckpt.engine import expand_home, find_saver
 from shardckpt.errors import CheckpointingException, ConfigurationError, ask_nearest, name_known, show_given
 from shardckpt.huggingface import LEAST_EXPORTING, LEAST_EXPORTING_ON_STORES, find_mapping, parse_dtype
-from shardckpt.manager.faults import describe_faults
+from shardckpt.manager.faults import describe_faults, describe_unknown, list_faults
 from shardckpt.manager.retention import (
     RETENTION,
     KeepBest,
@@ -38,7 +37,7 @@ from shardckpt.manager.step_links import LINKS
 from shardckpt.manager.step_names import parse_step
 from shardckpt.manager.steps import MODEL_PREFIX
 from shardckpt.plugins import get_plugin_manager
-from shardckpt.storage import LEAST_READING, mask_password, parse_memory_budget, show_mib
+from shardckpt.storage import LEAST_READING, mask_password, parse_memory_budget, show_budget, show_mib
 from shardckpt.strategy import StoresHubFolders
 
 if TYPE_CHECKING:
@@ -259,6 +258,18 @@ class CheckpointConfig(BaseModel):
                 faults = describe_faults(exc, [*type(self).model_fields], _find_hint)
                 raise ConfigurationError(f"{type(self).__name__}: {faults}") from exc
 
+        def __setattr__(self, name: str, value: Any) -> None:
+            if name.startswith("_"):  # of a subclass, or pydantic's own
+                super().__setattr__(name, value)
+                return
+            known = name in type(self).model_fields
+            new = f"CheckpointConfig(**{{**dict(config), {name!r}: {show_given(value)}}})"
+            raise ConfigurationError(
+                f"{type(self).__name__}: settings do not change, since a manager may use them: make another one, {new}"
+                if known
+                else describe_unknown(name, [*type(self).model_fields], _find_hint)
+            )
+
     def __hash__(self) -> int:
         """Return the hash of all settings; a dict, as ``rename`` is, has none of its own."""
         return hash(tuple(tuple(sorted(value.items())) if isinstance(value, Mapping) else value for _, value in self))
@@ -266,14 +277,14 @@ class CheckpointConfig(BaseModel):
     enable_checkpoint: bool = True
     folder: Annotated[str, Field(min_length=1)] = "checkpoint"
     interval: Annotated[int, Field(ge=1)] = 500
-    save_when: Annotated[Sequence[Any], WithJsonSchema({"type": "array", "items": {}})] = ()
+    save_when: Annotated[Sequence[Any], SAVING] = ()
     keep_latest_k: _Count = 10
     keep_every_n_steps: _Count = 0
     keep_best_k: _Count = 0
     best_metric: str = ""
     best_mode: Literal["min", "max"] = "min"
     # Any, as of `save_when`: a type checker takes the items of a list of policies and functions for objects.
-    retention: Annotated[Sequence[Any], WithJsonSchema({"type": "array", "items": {}})] = ()
+    retention: Annotated[Sequence[Any], RETENTION] = ()
     latest_pointer: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,100}$")] | None = None
     links: bool = False
     # The texts, too: tyro, with which torchtitan reads command lines, knows an enum by the names of its members only.
@@ -342,12 +353,12 @@ class CheckpointConfig(BaseModel):
     @field_validator("retention", mode="before")
     @classmethod
     def _as_policies(cls, given: Any) -> Any:
-        return tuple(map(RETENTION.parse, given if isinstance(given, (list, tuple)) else [given]))
+        return RETENTION.parse_all(given)
 
     @field_validator("save_when", mode="before")
     @classmethod
     def _as_save_policies(cls, given: Any) -> Any:
-        return tuple(map(SAVING.parse, given if isinstance(given, (list, tuple)) else [given]))
+        return SAVING.parse_all(given)
 
     @field_validator("export_dtype", mode="before")
     @classmethod
@@ -360,7 +371,10 @@ class CheckpointConfig(BaseModel):
     def _check_memory_budget(cls, budget: int | str | None) -> int | str | None:
         found = parse_memory_budget(budget)
         if found is not None and found < LEAST_READING:
-            raise ValueError(f"a load of any rank takes at least {show_mib(LEAST_READING)}, a save more")
+            raise ValueError(
+                f"{show_budget(found)}: a save or a load takes at least {show_mib(LEAST_READING)} on each rank; a save "
+                "to a URL takes more, and one with an async_mode what the copy of the rank's tensors takes besides"
+            )
         return budget
 
     @field_validator("async_mode", mode="before")
@@ -514,9 +528,8 @@ class CheckpointConfig(BaseModel):
             ),
             "load_only saves nothing, no seed checkpoint either": self.load_only and self.create_seed_checkpoint,
         }
-        for why, is_wrong in contradictions.items():
-            if is_wrong:
-                raise ValueError(why)
+        if wrong := [why for why, is_wrong in contradictions.items() if is_wrong]:
+            raise ValueError("\n".join(wrong))
         return self
 
 
@@ -535,6 +548,31 @@ def parse_config(given: Any) -> CheckpointConfig:
         f"CheckpointManager: config is {show_given(given)}: expected a CheckpointConfig, as in "
         f"CheckpointManager(CheckpointConfig(folder={folder!r}), {{'model': model, 'optimizer': optimizer}})"
     )
+
+
+def find_faults(given: Any) -> list[str]:
+    """Return what is wrong in settings of a file, each fault with what is expected; empty if nothing is.
+
+    Strategy and key mapping must be installed here. Folders are not looked at: a training may run elsewhere.
+    """
+    if not isinstance(given, Mapping):
+        return [f"{show_given(given)} is no table of settings by name"]
+    try:
+        config = parse_config(given)
+    except ConfigurationError as exc:
+        if isinstance(exc.__cause__, ValidationError):
+            return list_faults(exc.__cause__, [*CheckpointConfig.model_fields], _find_hint)
+        return [str(exc)]
+    faults = []
+    for name, find in (
+        ("hf_mapping", find_mapping),
+        ("strategy", lambda given: find_saver(given, get_plugin_manager())),
+    ):
+        try:
+            find(getattr(config, name))
+        except CheckpointingException as exc:  # noqa: PERF203 - there are two
+            faults.append(f"{name}: {exc}")
+    return faults
 
 
 class Setting(NamedTuple):

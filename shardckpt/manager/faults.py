@@ -50,30 +50,48 @@ def describe_faults(
     names: Sequence[str],
     find_hint: Callable[[str], str] = lambda _: "",
 ) -> str:
-    """Return in one line what pydantic found wrong.
+    """Return in one line what :func:`list_faults` returns."""
+    return "; ".join(list_faults(error, names, find_hint))
+
+
+def list_faults(
+    error: ValidationError,
+    names: Sequence[str],
+    find_hint: Callable[[str], str] = lambda _: "",
+) -> list[str]:
+    """Return what pydantic found wrong.
 
     Args:
         error: Its error.
         names: The names of all settings, in the order in which a call may give them without.
         find_hint: Says of a setting that there is not what to use; ``""`` if nothing is known of it.
     """
-    faults = (_describe_fault(fault, names, find_hint) for fault in error.errors())
-    return "; ".join(dict.fromkeys(faults))
+    found = [fault for each in error.errors() for fault in _describe_fault(each, names, find_hint)]
+    return [*dict.fromkeys(found)]
 
 
-def _describe_fault(fault: Mapping[str, Any], names: Sequence[str], find_hint: Callable[[str], str]) -> str:
+def describe_unknown(name: str, names: Sequence[str], find_hint: Callable[[str], str]) -> str:
+    """Return the text about a setting that there is not; the arguments are those of :func:`list_faults`."""
+    hint = find_hint(name) or ask_nearest(name, names).rstrip()
+    return f"there is no setting {name!r}" + f": {hint}" * bool(hint)
+
+
+def _describe_fault(fault: Mapping[str, Any], names: Sequence[str], find_hint: Callable[[str], str]) -> list[str]:
+    if fault["type"] != "value_error":
+        return [_describe_value(fault, names, find_hint)]
+    name, texts = str((*fault["loc"], "")[0]), str(fault["msg"]).removeprefix("Value error, ").split("\n")
+    return [text if text.startswith(name) else f"{name}: {text}" for text in texts]
+
+
+def _describe_value(fault: Mapping[str, Any], names: Sequence[str], find_hint: Callable[[str], str]) -> str:
     name, *inner = fault["loc"] or ("",)  # of a union, what follows is one of its types, of a list a place
     kind, given = str(fault["type"]), fault["input"]
     if kind in ("extra_forbidden", "unexpected_keyword_argument"):
-        hint = find_hint(str(name)) or ask_nearest(name, names).rstrip()
-        return f"there is no setting {name!r}" + f": {hint}" * bool(hint)
+        return describe_unknown(str(name), names, find_hint)
     if kind == "unexpected_positional_argument":
         return f"{show_given(given)} is one argument too many: it takes {', '.join(names)}"
     if kind == "missing":
         return f"{name} is missing"
-    if kind == "value_error":
-        text = str(fault["msg"]).removeprefix("Value error, ")
-        return text if text.startswith(str(name)) else f"{name}: {text}"
     name = names[name] if isinstance(name, int) else name
     usual = _EXPECTED.get(kind) or _EXPECTED.get(kind.partition("_")[0], "another value")
     what = _EXPECTED_OF.get(name) or usual.format_map(fault.get("ctx") or {})

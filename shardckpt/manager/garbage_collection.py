@@ -174,7 +174,7 @@ def remove_steps(
     choice = choose_steps(folder, choose, judge)
     chosen = [*choice.chosen, *choice.doomed]
     needed = [choice.found[each] for each in choice.needed]
-    holds, own_links = folder.holds, find_own_links(folder, choice.found.values())
+    own_links = find_own_links(folder, choice.found.values())
     held = find_held(folder, keeps_linked=keeps_linked, own_links=own_links) if chosen else {}
     if own_links:  # before they lead to what is gone
         update_links(folder, [each for step, each in choice.found.items() if step not in chosen])
@@ -191,16 +191,11 @@ def remove_steps(
             kept[step] = reason
         elif reason is not None:
             removed.append(step)
+            folder.forget(step)  # on a store its folder is there as long as anybody's object is in it
         count_step(step)
     if own_links and len(removed) < len(chosen):
         update_links(folder, [each for step, each in choice.found.items() if step not in removed])
-    for each in choice.found.values():
-        # A removal that was killed on a store without rename leaves a checkpoint without some of its objects.
-        if each.error is not None and is_half_deleted(folder.path(each.step)):
-            _try_to_remove(folder, each, [], judge)
-    holds.drop_ended()
-    drop_marks(folder.find(MARKS_NAME), folder.directories)
-    _remove_leftovers(folder, [step for step in choice.found if step not in choice.known])
+    _clear_remains(folder, choice, judge, removed)
     return Removals(removed, kept, choice)
 
 
@@ -356,6 +351,18 @@ class GarbageCollector:
                 clear_uploads(remote, self._folder.plugins, dry_run=False)
         except Exception:  # as in a collection
             logger.warning("cannot look for uploads to %s that have not ended", self._folder, exc_info=True)
+
+
+def _clear_remains(folder: StepFolder, choice: Choice, judge: Judge, removed: Collection[int]) -> None:
+    """Remove what killed saves and removals have left, and the holds and marks that have ended."""
+    for each in choice.found.values():
+        # A removal that was killed on a store without rename leaves a checkpoint without some of its objects.
+        if each.error is not None and is_half_deleted(folder.path(each.step)):
+            _try_to_remove(folder, each, [], judge)
+    folder.holds.drop_ended()
+    if removed or not choice.known:  # the marks of what others remove go with the next that goes
+        drop_marks(folder.find(MARKS_NAME), folder.directories)
+    _remove_leftovers(folder, [step for step in choice.found if step not in choice.known])
 
 
 def _remove_leftovers(folder: StepFolder, steps: Collection[int] | None = None) -> None:

@@ -142,7 +142,7 @@ class FoundCheckpoints(NamedTuple):
 
     Attributes:
         paths: Theirs, or URLs, in the order of :func:`list_checkpoints`.
-        skipped: What else is in the folder, and is no checkpoint that can be read where it is.
+        skipped: What else is in the folder, and is no checkpoint that can be read where it is, by paths of this form.
     """
 
     paths: list[str]
@@ -172,10 +172,10 @@ def find_checkpoints(path: str, *, recursive: bool = False) -> FoundCheckpoints:
         )
     if not found or found[0].path == str(place):
         return FoundCheckpoints([path], [])
-    skipped = [each for each in listed_ones if not each.is_checkpoint]
     once = {each.path: each for each in found}  # links name what is there by its own name, too: that one is kept
     once.update((each.path, each) for each in found if each.path.endswith(f"/{each.name}"))
     above = "" if path == "." else f"{path.rstrip('/')}/"
+    skipped = [replace(each, path=f"{above}{each.name}") for each in listed_ones if not each.is_checkpoint]
     return FoundCheckpoints([f"{above}{each.name}" for each in once.values()], skipped)
 
 
@@ -234,7 +234,16 @@ def _summarize(directory: Path, plugins: PluginManager, marks: Path | None = Non
     except CannotLoadError as exc:
         return replace(summary, state="unreadable", reason=_shorten(exc, directory))
     except (CheckpointingException, OSError) as exc:
-        return _add_failure(summary, exc, directory)
+        return _add_failure(_add_unmarked(summary, directory, plugins), exc, directory)
+
+
+def _add_unmarked(summary: CheckpointSummary, directory: Path, plugins: PluginManager) -> CheckpointSummary:
+    """Return a summary with what the record says of a checkpoint of ours that has lost nothing but its marker."""
+    try:
+        manifest = hold_checkpoint(directory, plugins, unmarked=True)[1]
+    except (CheckpointingException, OSError):
+        return summary
+    return summary if manifest.record is None else add_record(summary, manifest.record, manifest.lineage)
 
 
 def _summarize_files(folder: Path, listings: Mapping[str, dict[str, int]] | None) -> list[CheckpointSummary]:

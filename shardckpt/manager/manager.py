@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from shardckpt import settings
 from shardckpt.distributed import Comm
-from shardckpt.engine import pause_gc
+from shardckpt.engine import pause_gc, report_failure
 from shardckpt.errors import CheckpointingException, NotEnoughSpaceError, listed, parse_globals, refuse_copy, show_given
 from shardckpt.manager.casting import cast_shards
 from shardckpt.manager.config import AsyncMode, CheckpointConfig, parse_config
@@ -97,13 +97,14 @@ class CheckpointManager:
         self._loaded: int | None = None
         self._preempted = False
         self._closed = False
+        self._rank = 0
         self._writer: StepWriter | None = None
         self._parts: list[ManagerPart] = []
         if not config.enable_checkpoint and fault_tolerance is None:
             return
         allow_globals = parse_globals(allow_globals)
         comm = Comm(process_group)
-        self._world_size = comm.world_size
+        self._rank, self._world_size = comm.rank, comm.world_size
         with comm.collective_phase("looking at the states"):
             check_named(states)
             named = add_random_state(states) if config.save_rng else states
@@ -169,6 +170,11 @@ class CheckpointManager:
             CheckpointingException: the same on every rank. This save, or an earlier one in the background, failed. The
                 step that failed has no checkpoint; older checkpoints are unchanged.
         """
+        with report_failure("save", self.config.folder, self._rank):
+            return self._save_if_due(step, force, last_step=last_step, metrics=metrics or {})
+
+    def _save_if_due(self, step: int, force: bool, *, last_step: bool, metrics: Mapping[str, float]) -> bool:
+        """Collective: do as :meth:`save`."""
         step = parse_number(step, "save", "how many steps the training has made, as manager.save(100)")
         if force not in (True, False):
             raise CheckpointingException(
@@ -182,7 +188,7 @@ class CheckpointManager:
         self._check_open("save")
         self._advance(self._writer)
         forced = self._is_preempted() or force or last_step
-        due = forced or self.is_due(step) or self._clock.is_due(step, metrics or {}, Comm(self._group))
+        due = forced or self.is_due(step) or self._clock.is_due(step, metrics, Comm(self._group))
         # Lists, here and in `_is_preempted`, not `all(... for ...)`, which stops at the first False: the hooks are
         # collective, and a rank that skips one hangs the others.
         joined = [part.joins_step(step, due=due) for part in self._parts]
@@ -196,7 +202,7 @@ class CheckpointManager:
         try:
             # most of what is made until the tensors are copied is gone then: the collector would visit it before
             with pause_gc() if in_background else nullcontext():
-                self._save(self._writer, step, metrics or {}, last_step=last_step)
+                self._save(self._writer, step, metrics, last_step=last_step)
         finally:
             self._states.release()  # the tensors are copied, or written
         self._clock.note_save()
@@ -221,6 +227,11 @@ class CheckpointManager:
         """
         if not self.config.enable_checkpoint:
             return False
+        with report_failure("load", self.config.folder, self._rank):
+            return self._load(step)
+
+    def _load(self, step: int | Literal["latest", "best"]) -> bool:
+        """Collective: do as :meth:`load`."""
         self._check_open("load")
         self.wait()  # for removals, too: a step that is being removed must not be chosen
         step = self._parse_step(step)

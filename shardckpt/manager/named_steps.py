@@ -119,8 +119,9 @@ def _find_best(folder: str, sound: list[CheckpointSummary]) -> CheckpointSummary
     if best is None:
         names = {name for each in sound for name in each.metrics}
         advice = (
-            "CheckpointConfig(best_metric=...) of the manager that saves them does; `shardckpt ls "
-            f"{folder} --metric NAME` shows the best by one {name_known('', names, 'metrics')}"
+            "CheckpointConfig(best_metric=...) of the manager that saves them does. `shardckpt ls "
+            f"{folder} --metric {min(names, default='NAME')}` shows the best by one: name that step in place of best "
+            f"{name_known('', names, 'metrics')}"
         )
         raise CheckpointingException(
             f"{folder}: nothing there is named best, and "

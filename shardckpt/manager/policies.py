@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import json
 from typing import Any
+
+from pydantic import TypeAdapter
 
 from shardckpt.errors import ask_nearest
 
@@ -15,11 +18,16 @@ class PolicyKind:
     Args:
         built_in: The classes of its built-in policies.
         what: What is expected, for the error about something else.
+        example: A built-in policy, for the same error: how a file has it.
     """
 
-    def __init__(self, *built_in: type[Any], what: str) -> None:
+    def __init__(self, *built_in: type[Any], what: str, example: Any) -> None:
         self._built_in = {each.__name__: each for each in built_in}
-        self._what = what
+        self._what = f"{what}; in JSON {json.dumps(self.describe(example))}"
+
+    def __get_pydantic_json_schema__(self, _core: Any, _handler: Any) -> dict[str, Any]:
+        """Return the JSON schema of a setting with such policies, as :meth:`describe` returns them."""
+        return {"type": "array", "items": {"anyOf": [_make_schema(each) for each in self._built_in.values()]}}
 
     def parse(self, given: Any) -> Any:
         """Return a policy of a configuration.
@@ -41,6 +49,22 @@ class PolicyKind:
             raise ValueError(f"{given!r:.100} is not {self._what}; {ask_nearest(name, self._built_in)}".rstrip("; "))
         return given
 
+    def parse_all(self, given: Any) -> tuple[Any, ...]:
+        """Return the policies of a setting, which has one or a list of them.
+
+        Raises:
+            ValueError: Some are none; a line for each.
+        """
+        found, faults = [], []
+        for each in given if isinstance(given, (list, tuple)) else [given]:
+            try:
+                found.append(self.parse(each))
+            except ValueError as exc:  # noqa: PERF203 - there are few
+                faults.append(str(exc))
+        if faults:
+            raise ValueError("\n".join(faults))
+        return tuple(found)
+
     def describe(self, policy: Any) -> Any:
         """Return a policy as JSON: the options of a built-in one, the name of another, which cannot be read back."""
         if type(policy) in self._built_in.values():
@@ -51,6 +75,14 @@ class PolicyKind:
             }
         named = policy if hasattr(policy, "__qualname__") else type(policy)
         return f"{named.__module__}.{named.__qualname__}"
+
+
+def _make_schema(policy: type[Any]) -> dict[str, Any]:
+    schema = TypeAdapter(policy).json_schema()
+    return schema | {
+        "properties": {"policy": {"const": policy.__name__, "type": "string"}, **schema.get("properties", {})},
+        "required": ["policy", *schema.get("required", ())],
+    }
 
 
 def _takes_one(function: Any) -> bool:

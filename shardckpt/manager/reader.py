@@ -175,6 +175,7 @@ class StepReader:
                         self._report_values(path, common)
                 requested = self._states.request_objects(names, ranks)
             objects = _load(requested, checkpoint, validate=False)
+            is_bare = False
             with comm.local_phase("describing the states"):
                 if is_foreign:
                     self._states.restore_keys(objects)
@@ -182,11 +183,13 @@ class StepReader:
                 requested = self._states.request_tensors(names, objects, model_prefix=prefix)
                 if is_foreign:
                     model = [leaf for leaf in nested_values(requested.get(MODEL, {})) if isinstance(leaf, ShardedBase)]
-                    use_bare_keys(model, stored, MODEL_PREFIX)
+                    is_bare = use_bare_keys(model, stored, MODEL_PREFIX)
                 left_out = {*self._left_out, *(saved.get("config") or {}).get("exclude_from_last_save", ())}
                 is_partial = False
                 if MODEL in requested:
                     requested[MODEL], is_partial = leave_out(requested[MODEL], left_out, stored)
+            if is_foreign and model_only:
+                is_bare = any(comm.largest(is_bare))  # a stage without a model has none
             tensors = _load(
                 requested,
                 checkpoint,
@@ -197,8 +200,8 @@ class StepReader:
                 counts_unused=partial(
                     self._counts,
                     frozenset(names),
-                    # torchtitan's keys of a model have no first part that says so
-                    of_others=not model_only or not any(key.startswith(f"{MODEL}.") for key in stored),
+                    # bare keys of a model have no first part that says so
+                    of_others=not model_only or is_bare or not any(key.startswith(MODEL_PREFIX) for key in stored),
                 ),
             )
         return Fetched(names, objects, tensors, ranks, is_partial, None if record is None else record.save_id)

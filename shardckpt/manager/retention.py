@@ -181,6 +181,7 @@ RETENTION = PolicyKind(
     what="a retention policy: give KeepLatest(3), KeepEvery(1000), KeepNear(1000), KeepRecent(hours=24), "
     "KeepBest('loss', 2), KeepPinned([500]), KeepVerified(1), or a function that is given the metrics by step and "
     "returns the steps to keep",
+    example=KeepLatest(3),
 )
 
 

@@ -94,6 +94,7 @@ SAVING = PolicyKind(
     *(SaveEvery, SaveAt, SaveAfter),
     what="a save policy: give SaveEvery(500), SaveAt([1000, 2000]), SaveAfter(seconds=1800), or a function that is "
     "given the step, the seconds since the last save and the metrics (Moment), and returns whether to save",
+    example=SaveEvery(500),
 )
 
 

@@ -137,7 +137,7 @@ def _list_folder(
     ]
     if not any(each.is_checkpoint or each.inside for each in found):
         raise _NeedsReaderError
-    found = arrange(found, _find_holds(place))
+    found = arrange(found, find_local_holds(place))
     if not recursive:
         return found
     deep, here = [], (*above, str(place))
@@ -226,7 +226,7 @@ def _is_aside(name: str) -> bool:
     return name in _LATEST or name.endswith(_TEXTS) or name.startswith(_EVENTS)
 
 
-def _find_holds(place: Path) -> dict[str, list[Hold]]:
+def find_local_holds(place: Path) -> dict[str, list[Hold]]:
     """Return the leases and pins of a folder; those that read them are only imported where there are any."""
     if not (place / HOLDS_NAME).exists():
         return {}

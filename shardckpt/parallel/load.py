@@ -202,7 +202,9 @@ def split_budget(memory_budget: int | str | None, *, fully_parallel: bool) -> tu
         return None, None
     shares = 2 if fully_parallel else 1
     check_memory_budget(
-        budget, shares * LEAST_READING, "a fully parallel load takes" if fully_parallel else "a load takes"
+        budget,
+        shares * LEAST_READING,
+        "a fully parallel load takes" if fully_parallel else "to read a checkpoint takes",
     )
     return budget, budget // shares
 

@@ -60,10 +60,15 @@ class Event:
             of the tensors that it loaded, at the end of a load; bytes that are done, of ``progress``; else 0.
         strategy: ``(backend, version)`` and class of the strategy; ``""`` before it is chosen.
         error: Text of the failure.
+        error_type: Class of the failure: ``StorageError``.
+        failed_phase: The phase in which an operation failed, at its failure; ``""`` if in none.
         total: Of ``progress``: bytes that are to be done; else 0.
         blocked: Seconds that the caller waited, at the end of an operation: of a background save without ``writing``.
         number: The operation's number in this process, from 1, by which its events belong together: several operations
             may be about one directory. 0 of ``progress``.
+
+    A save or load that fails before it begins, as one that cannot list the folder, has a start and a failure all the
+    same; its ``directory`` is what the caller gave, or the folder of a manager.
     """
 
     operation: str
@@ -75,6 +80,8 @@ class Event:
     nbytes: int = 0
     strategy: str = ""
     error: str = ""
+    error_type: str = ""
+    failed_phase: str = ""
     total: int = 0
     blocked: float = 0.0
     number: int = 0

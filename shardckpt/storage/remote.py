@@ -159,6 +159,11 @@ class RemotePath(_Base):
         return f"{self.folder.url}/{self._name}" if self._name else self.folder.url
 
     @property
+    def bucket(self) -> str:
+        """The URL's scheme and host: ``s3://bucket``."""
+        return "/".join(self.url.split("/", 3)[:3])
+
+    @property
     def name(self) -> str:
         """The last part of the URL."""
         return (self._name or self.folder.url).rpartition("/")[2]
@@ -458,7 +463,9 @@ def attempt(action: str, path: RemotePath, call: Callable[[], _T]) -> _T:
         except Exception as exc:  # stores raise errors of many kinds
             shown = mask_secrets(f"{type(exc).__name__}: {exc}" if str(exc) else type(exc).__name__)
             problem = find_problem(exc)
-            if isinstance(exc, _PERMANENT) or number >= attempts or (problem is not None and problem.is_permanent):
+            # what the store says goes before the class: s3fs has PermissionError for a session that has ended, too
+            is_permanent = isinstance(exc, _PERMANENT) if problem is None else problem.is_permanent
+            if is_permanent or number >= attempts:
                 times = "" if number == 1 else f" in {number} attempts"
                 advice = "" if problem is None else f"; {problem.advice}"
                 raise StorageError(f"cannot {action} {path}{times}: {shown}{advice}") from exc

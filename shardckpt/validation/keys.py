@@ -170,22 +170,31 @@ def name_keys(shards: Iterable[ShardedBase]) -> dict[str, str]:
     return {stored_key(shard): shard.key for shard in shards}
 
 
-def use_bare_keys(shards: Iterable[ShardedBase], stored: Collection[str], prefix: str) -> None:
+def use_bare_keys(shards: Iterable[ShardedBase], stored: Collection[str], prefix: str) -> bool:
     """Change the keys of shards, in place, to those without a prefix, if the checkpoint has them so.
 
-    torchtitan stores the tensors of a model at the top level, without ``model.``, since 0.2.
+    torchtitan stores the tensors of a model at the top level, without ``model.``, since 0.2, and so does
+    ``dcp.save(model.state_dict())``. Of a transformer these may begin with ``model.`` themselves, beside ``lm_head``:
+    they are taken to lack it only where each shard is found so.
 
     Args:
         shards: Copies of descriptions.
         stored: The names of all that is stored.
         prefix: What the keys begin with: ``"model."``.
+
+    Returns:
+        Whether there are such.
     """
-    if any(key.startswith(prefix) for key in stored):
-        return
     prefixed = [shard for shard in shards if shard.key.startswith(prefix)]
-    if any(shard.key.removeprefix(prefix) in stored for shard in prefixed):
+    bare = [shard.key.removeprefix(prefix) in stored for shard in prefixed]
+    if any(key.startswith(prefix) for key in stored):
+        are_bare = all(bare) and not all(shard.key in stored for shard in prefixed)
+    else:
+        are_bare = any(bare)
+    if are_bare:
         for shard in prefixed:
             shard.key = shard.key.removeprefix(prefix)
+    return are_bare
 
 
 def compare_keys(

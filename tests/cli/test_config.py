@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from typing import TYPE_CHECKING
+
+import pytest
 
 from shardckpt import settings
 from shardckpt.cli import main
 from shardckpt.manager import CheckpointConfig
 
 if TYPE_CHECKING:
-    import pytest
+    from pathlib import Path
 
 
 def test_every_setting_is_listed_with_its_default(capsys: pytest.CaptureFixture[str]) -> None:
@@ -48,16 +51,72 @@ def test_every_variable_is_listed_with_its_value(
     monkeypatch.setenv("SHARDCKPT_IO_THREADS", "3")
     monkeypatch.setenv("SHARDCKPT_REMOTE_PARTS", "many")
     monkeypatch.setenv("SHARDCKPT_REMOTE_THREDS", "8")
-    assert main(["config", "--json"]) == 0
+    assert main(["config", "--json"]) == 1
     found = {each["name"]: each for each in json.loads(capsys.readouterr().out) if "value" in each}
     known = {getattr(settings, name) for name in settings.__all__ if name.isupper()}
     assert {*found} == {*known, "SHARDCKPT_REMOTE_THREDS"}
     assert [found[f"SHARDCKPT_{name}"]["value"] for name in ("IO_THREADS", "DIRECT_IO", "PLUGINS")] == ["3", "1", "-"]
     assert "'many': expected a whole number" in found["SHARDCKPT_REMOTE_PARTS"]["text"]
     assert found["SHARDCKPT_REMOTE_THREDS"]["text"] == "nothing reads it: did you mean SHARDCKPT_REMOTE_THREADS?"
-    assert main(["config"]) == 0
+    assert main(["config"]) == 1
     assert any(line.startswith("SHARDCKPT_IO_THREADS        3") for line in capsys.readouterr().out.splitlines())
     assert main(["config", "SHARDCKPT_IO_THREADS"]) == 0
     assert capsys.readouterr().out.startswith("SHARDCKPT_IO_THREADS = 3\n    Threads per rank")
+    assert main(["config", "SHARDCKPT_REMOTE_PARTS"]) == 1
+    assert "'many': expected a whole number" in capsys.readouterr().out
     assert main(["config", "SHARDCKPT_IO_TREADS"]) == 2
     assert "did you mean SHARDCKPT_IO_THREADS?" in capsys.readouterr().err
+
+
+_WRONG = """[train.checkpoint]
+folder = "runs"
+intervall = 3
+async_mode = "asyn"
+keep_latest_k = -1
+retention = [{policy = "KeepLates", count = 3}, {policy = "KeepLatest", cnt = 1}]
+"""
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="TOML takes Python 3.11")
+def test_a_file_of_settings_is_checked_without_a_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each wrong setting is a line: the nearest right name, or what is expected; what is right is one line."""
+    (tmp_path / "wrong.toml").write_text(_WRONG)
+    assert main(["config", "--check", str(tmp_path / "wrong.toml"), "--section", "train.checkpoint"]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0].endswith("wrong.toml: 5 wrong settings of a CheckpointConfig")
+    for words in (
+        "keep_latest_k=-1: expected 0 or more",
+        'in JSON {"policy": "KeepLatest", "count": 3}; did you mean KeepLatest?',
+        "retention: KeepLatest: count is missing; there is no setting 'cnt': did you mean count?",
+        "async_mode='asyn': did you mean async? expected 'disabled', 'async' or 'async_with_pinned_mem'",
+        "there is no setting 'intervall': did you mean interval?",
+    ):
+        assert any(line.endswith(words) for line in lines), words
+    assert main(["config", "--check", str(tmp_path / "wrong.toml"), "--section", "train.checkpint"]) == 2
+    assert "no section 'checkpint' (did you mean checkpoint?" in capsys.readouterr().err
+    assert main(["config", "--check", str(tmp_path / "wrong.toml")]) == 2
+    assert "--section NAME" in capsys.readouterr().err
+    right = {"folder": "runs", "retention": [{"policy": "KeepLatest", "count": 3}], "strategy": "torch_dist"}
+    (tmp_path / "right.json").write_text(json.dumps(right))
+    assert main(["config", "--check", str(tmp_path / "right.json")]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        f"{tmp_path / 'right.json'}: a CheckpointConfig, 3 settings: all right"
+    ]
+
+
+def test_names_and_contradictions_of_a_file_are_checked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A strategy or mapping that is not installed, all contradictions, and files that cannot be read."""
+    for settings_, words in (
+        ({"strategy": "torch_dst", "hf_mapping": "lama"}, ["did you mean torch_dist?", "did you mean llama?"]),
+        ({"async_mode": "async", "keep_latest_k": 1, "keep_best_k": 2}, ["keep_latest_k=1 with", "a best_metric"]),
+        ([1], ["is no table of settings"]),
+    ):
+        (tmp_path / "a.json").write_text(json.dumps(settings_))
+        assert main(["config", "--check", str(tmp_path / "a.json")]) == 2
+        errors = capsys.readouterr().err
+        assert f"{len(words)} wrong setting" in errors
+        assert all(each in errors for each in words)
+    (tmp_path / "a.json").write_text("{")
+    for name, word in (("a.json", "JSONDecodeError"), ("b.json", "FileNotFoundError"), ("a.ini", ".toml")):
+        assert main(["config", "--check", str(tmp_path / name)]) == 2
+        assert word in capsys.readouterr().err

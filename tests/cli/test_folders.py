@@ -97,7 +97,9 @@ def test_leftovers_in_folders_are_said(zoo: Path, capsys: pytest.CaptureFixture[
         assert said[0].endswith(advice)
 
 
-def test_verify_counts_what_it_skips(zoo: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify_counts_what_it_skips(
+    zoo: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What is no checkpoint itself is counted and named; with -r it is verified. A folder of runs alone says so."""
     assert main(["verify", str(zoo)]) == 2  # shards
     last = capsys.readouterr().out.splitlines()[-1]
@@ -111,6 +113,10 @@ def test_verify_counts_what_it_skips(zoo: Path, capsys: pytest.CaptureFixture[st
         str(zoo / "empty"): "an empty directory",
         str(zoo / "logs"): "it has train.log",
     }
+    monkeypatch.chdir(zoo)  # what is skipped is named as what is not: by the path that was given
+    assert main(["verify", ".", "--json"]) == 2
+    found = json.loads(capsys.readouterr().out)
+    assert {"logs", "team"} <= {each["checkpoint"] for each in found if each["skipped"]}
     assert main(["verify", str(zoo / "team" / "run-a")]) == 0
     assert main(["verify", str(zoo / "legacy")]) == 2
     assert main(["verify", "-r", str(zoo / "team")]) == 0

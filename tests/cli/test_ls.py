@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from shardckpt import dist_checkpointing as dc
 from shardckpt.cli import main
 from shardckpt.integrations.fsspec.folder import FsspecFolder
-from shardckpt.manager import CheckpointConfig, CheckpointManager, list_checkpoints, listing
+from shardckpt.manager import CONTENT_KEY, CheckpointConfig, CheckpointManager, list_checkpoints, listing
 from shardckpt.mapping import ShardedTensor
 from shardckpt.plugins import get_plugin_manager, hookimpl
 from tests.backends import Backend, both, both_in_proof
@@ -217,6 +217,32 @@ def test_ls_finds_lost_records(tmp_path: Path, capsys: pytest.CaptureFixture[str
         ("", "PyTorch DCP"),
     ]
     assert "metadata.json is missing" in found["step-2"]["reason"]
+
+
+def test_ls_shows_the_metrics_of_a_step_without_its_marker(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of a step that lost metadata.json the record still says the metrics, the format and who wrote it."""
+    content = {CONTENT_KEY: {"metrics": {"loss": 0.5}}}
+    shards = {"w": ShardedTensor.from_rank_offsets("w", torch.ones(2))}
+    dc.save(shards, tmp_path / "step-1", "torch_dist", content_metadata=content)
+    (tmp_path / "step-1" / "metadata.json").unlink()
+    code, found = _list(tmp_path, capsys)
+    step = found["step-1"]
+    assert (code, step["state"], step["metrics"], step["strategy"]) == (1, "damaged", {"loss": 0.5}, "torch_dist@1")
+
+
+def test_ls_says_what_the_names_of_files_count_too_much(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Rows of ls -r that are no checkpoints, or the same by a link, are said, and an empty step counts nowhere."""
+    dc.save({"w": ShardedTensor.from_rank_offsets("w", torch.ones(2))}, tmp_path / "run" / "step-1")
+    (tmp_path / "run" / "step-2").mkdir()
+    (tmp_path / "run" / "a.bin").write_bytes(b"x")
+    (tmp_path / "run" / "b.bin").write_bytes(b"x")
+    (tmp_path / "link").symlink_to(tmp_path / "run" / "step-1")
+    assert main(["ls", str(tmp_path)]) == 0
+    assert "a folder of 3 checkpoints" in capsys.readouterr().out
+    assert main(["ls", "-r", str(tmp_path)]) == 0
+    said = capsys.readouterr().out
+    assert "; 2 files beside them: no checkpoint; 1 row of the same by another path" in said
+    assert said.count("1 checkpoint, 1 whole") == 1
 
 
 def test_ls_says_why_a_checkpoint_cannot_be_used(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,6 +15,7 @@ from shardckpt.manager import CONTENT_KEY
 from shardckpt.mapping import ShardedTensor
 from tests.backends import Backend, both_in_proof
 from tests.cli.checkpoints import damage
+from tests.commit import owners
 from tests.damage import flip
 from tests.manager import folders
 from tests.tables import table
@@ -205,3 +206,42 @@ def test_a_word_that_a_link_of_the_users_has_does_not_move(tmp_path: Path, capsy
     out = capsys.readouterr().out
     assert "kept: best is a link to it" in out
     assert "is now" not in out
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> Path:
+    """Two runs of three steps, one of them two folders deep, and what a killed save left beside one's steps."""
+    for run in ("runs/a", "runs/old/b"):
+        for step in (1, 2, 3):
+            content = {CONTENT_KEY: {"metrics": {"loss" if run == "runs/a" else "acc": step}}}
+            state = {"w": ShardedTensor.from_rank_offsets("w", torch.ones(2))}
+            dc.save(state, tmp_path / run / f"step-{step}", content_metadata=content, step=step)
+    owners.leave(tmp_path / "runs" / "a" / "step-4", owners.dead())
+    return tmp_path / "runs"
+
+
+def test_prune_of_a_folder_of_runs(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """-r prunes each run by itself, with one table of steps and one of leftovers; a dry run removes nothing."""
+    arguments = ["prune", "-r", str(runs), "--keep-latest", "1"]
+    assert main([*arguments, "--dry-run"]) == 0
+    said = capsys.readouterr().out
+    assert [line.split()[0] for line in said.splitlines() if line.endswith("would be removed")] == [
+        *(f"{run}/step-{step}" for run in ("a", "old/b") for step in (1, 2)),
+        next(line.split()[0] for line in said.splitlines() if line.startswith("a/.step-4.")),
+    ]
+    assert (said.count("checkpoint  "), said.count("leftover  ")) == (1, 1)
+    assert len([*runs.rglob("step-*/metadata.json")]) == 6
+    assert main(arguments) == 0
+    assert capsys.readouterr().out.splitlines()[3:7] == said.replace("would be ", "").splitlines()[3:7]
+    left = [path.parent.relative_to(runs).as_posix() for path in runs.rglob("metadata.json")]
+    assert sorted(left) == ["a/step-3", "old/b/step-3"]
+    assert [*runs.rglob(".step-*")] == []
+
+
+def test_what_is_an_error_for_one_run_is_one_for_all(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A metric that the steps of one run lack is an error that names the run, and nothing is removed of the others."""
+    assert main(["prune", "-r", str(runs), "--keep-best", "loss"]) == 2
+    assert f"{runs}/old/b: no step has a value of the metric 'loss'" in capsys.readouterr().err
+    assert len([*runs.rglob("metadata.json")]) == 6
+    assert main(["prune", str(runs), "--keep-latest", "1"]) == 2
+    assert "checkpoints are in its folders a, old: give one of these, or -r for all" in capsys.readouterr().err

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import json
+import math
 import re
 import threading
 from contextlib import contextmanager
@@ -14,7 +16,8 @@ import torch
 from shardckpt import dist_checkpointing as dc
 from shardckpt.async_save import AsyncCallsQueue
 from shardckpt.background.saving import wait_for_dropped
-from shardckpt.errors import CheckpointingException
+from shardckpt.errors import CheckpointingException, StorageError
+from shardckpt.manager import CheckpointConfig, CheckpointManager
 from shardckpt.mapping import ShardedTensor
 from shardckpt.plugins import get_plugin_manager, hookimpl
 from tests.readmes import READMES
@@ -67,10 +70,6 @@ def test_prometheus_counts_saves_loads_bytes_and_failures(tmp_path: Path) -> Non
     assert value("shardckpt_last_success_timestamp_seconds", operation="save") > 1e9
     phases = [s for metric in registry.collect() for s in metric.samples if s.name == "shardckpt_phase_seconds_count"]
     assert {"writing", "committing"} <= {sample.labels["phase"] for sample in phases}
-    names = {metric.name + "_total" * (metric.type == "counter") for metric in registry.collect()}
-    assert names | {"shardckpt_folder_bytes"} == set(
-        re.findall(r"`(shardckpt_\w+)`", READMES["shardckpt/manager/README.md"])
-    )
 
 
 def test_a_registry_has_one_prometheus_listener() -> None:
@@ -158,7 +157,6 @@ def test_a_background_save_says_when_it_writes_and_what_the_training_waited(tmp_
     assert registry.get_sample_value("shardckpt_in_flight", {"operation": "save"}) == 0
     assert registry.get_sample_value("shardckpt_blocked_seconds_count", {"operation": "save"}) == 1
     assert registry.get_sample_value("shardckpt_written_bytes_per_second", {"operation": "save"}) > 0
-    assert registry.get_sample_value("shardckpt_folder_bytes", {"folder": str(tmp_path)}) >= 4000
 
 
 def test_an_interrupted_save_is_not_in_flight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -304,3 +302,160 @@ def test_loads_of_one_directory_count_each(tmp_path: Path) -> None:
     assert outer.start_time < inner.start_time
     assert inner.end_time < outer.end_time
     tracers.shutdown()
+
+
+def _count_failures(operation: str, registry: Any) -> float:
+    return float(registry.get_sample_value("shardckpt_failures_total", {"operation": operation}))
+
+
+def _fail_to_list(path: Path, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise StorageError(f"{path} does not answer")
+
+    config = CheckpointConfig(folder=str(path), interval=1)
+    with CheckpointManager(config, {"model": torch.nn.Linear(2, 2)}) as manager:
+        monkeypatch.setattr("shardckpt.manager.steps.StepFolder.steps", refuse)
+        getattr(manager, method)(1)
+
+
+@table(
+    ("operation", "fail", "phase"),
+    [
+        ("save", lambda path, patch: _fail_to_list(path, patch, "save"), "describing the states"),
+        ("load", lambda path, patch: _fail_to_list(path, patch, "load"), "choosing the step"),
+        ("save", lambda *_: dc.save({}, "nobody://serves/this"), "reading the arguments"),
+        ("load", lambda *_: dc.load({}, "nobody://serves/this"), "reading the arguments"),
+        ("save", lambda path, _: dc.save({"a": 1}, path / "c", "nothing"), "preparing the state dict"),
+        ("load", lambda path, _: dc.load({"a": 1}, path / "c"), "reading the manifest"),
+        ("save", lambda path, _: [dc.save({"a": 1}, path / "c") for _ in "ab"], "staging"),
+    ],
+)
+def test_each_failure_is_one_event_one_count_and_one_line(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    operation: str,
+    fail: Any,
+    phase: str,
+) -> None:
+    """Wherever a save or load fails, before it begins too, one failure has its phase and error, and one ERROR line."""
+    prometheus_client = pytest.importorskip("prometheus_client")
+    from shardckpt.integrations.prometheus import PrometheusListener
+
+    caplog.clear()
+    registry, events = prometheus_client.CollectorRegistry(), _Events()
+    with _registered(PrometheusListener(registry)), _registered(events):
+        assert (_count_failures("save", registry), _count_failures("load", registry)) == (0, 0)
+        with pytest.raises(CheckpointingException) as caught:
+            fail(tmp_path, monkeypatch)
+    assert _count_failures(operation, registry) == 1
+    failed = events.failures[""]
+    assert (failed.operation, failed.failed_phase) == (operation, phase)
+    assert failed.error_type == type(caught.value).__name__
+    labels = {"operation": operation, "phase": phase, "error": failed.error_type}
+    assert registry.get_sample_value("shardckpt_last_failure_timestamp_seconds", labels) > 1e9
+    assert registry.get_sample_value("shardckpt_in_flight", {"operation": operation}) == 0
+    (line,) = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
+    assert re.match(rf"{operation} of .* failed in '{phase}' after .* s: {failed.error_type}: ", line)
+    assert "\n" not in line
+
+
+def test_a_background_save_that_fails_is_one_event_and_one_line(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whichever call meets its error: the next save of a manager, or the end of the queue."""
+    prometheus_client = pytest.importorskip("prometheus_client")
+    from shardckpt.integrations.prometheus import PrometheusListener
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise StorageError("the disk is gone")
+
+    monkeypatch.setattr("shardckpt.engine.transaction.Transaction.commit", refuse)
+    registry = prometheus_client.CollectorRegistry()
+    config = CheckpointConfig(folder=str(tmp_path), interval=1, async_mode="async")
+    manager = CheckpointManager(config, {"model": torch.nn.Linear(2, 2)})
+    with _registered(PrometheusListener(registry)):
+        manager.save(1)
+        with pytest.raises(StorageError):
+            manager.wait()
+        manager.save(2)
+        manager._writer._queue._calls[0].future.exception()
+        with pytest.raises(StorageError):
+            manager.save(3)
+        manager.close()
+    assert _count_failures("save", registry) == 2
+    assert len([record for record in caplog.records if record.levelname == "ERROR"]) == 2
+
+
+def _damage(checkpoint: Path) -> None:
+    for file in checkpoint.iterdir():
+        if file.name not in ("metadata.json", "shardckpt.json", ".metadata"):
+            file.write_bytes(b"x" * (file.stat().st_size - 1))
+
+
+def _meet_each_alert(folder: Path) -> None:
+    """Save, load, and fail in the ways that the alerts of the README are about."""
+    _save_twice(folder / "step-1")
+    wanted = {"w": ShardedTensor.from_rank_offsets("w", torch.zeros(1000))}
+    dc.save(wanted, folder / "step-2")
+    marker = folder / "step-2" / "metadata.json"
+    marker.write_text(json.dumps(json.loads(marker.read_text()) | {"sharded_backend_version": 99}))
+    (folder / "step-2" / "shardckpt.json").unlink()
+    _damage(folder / "step-1")
+    for name in ("step-1", "step-2"):
+        with pytest.raises(CheckpointingException):
+            dc.load(wanted, folder / name)
+
+
+def test_the_alerts_ask_for_what_is_exported(tmp_path: Path) -> None:
+    """Each selector of each rule finds samples after what it is about; the README has all metrics, and no others."""
+    prometheus_client = pytest.importorskip("prometheus_client")
+    from shardckpt.integrations.prometheus import PrometheusListener
+
+    registry = prometheus_client.CollectorRegistry()
+    with _registered(PrometheusListener(registry, folder=tmp_path)):
+        _meet_each_alert(tmp_path)
+    samples = [sample for metric in registry.collect() for sample in metric.samples]
+    text = READMES["shardckpt/integrations/README.md"]
+    rules = re.findall(r"^\|[^|]+\| `([^`]*shardckpt_[^`]*[<>] [\d.]+)` \|$", text, re.MULTILINE)
+    assert len(rules) == 10
+    for rule in rules:
+        assert rule.count("(") == rule.count(")")
+        for name, matchers in re.findall(r"(shardckpt_\w+)(?:{([^}]*)})?", rule):
+            wanted = re.findall(r'(\w+)=(~?)"([^"]*)"', matchers)
+            assert any(
+                sample.name == name
+                and all(
+                    re.fullmatch(value if sign else re.escape(value), sample.labels[key]) for key, sign, value in wanted
+                )
+                for sample in samples
+            ), f"no sample for {name} of {rule}"
+    names = {metric.name + "_total" * (metric.type == "counter") for metric in registry.collect()}
+    for readme in ("shardckpt/integrations/README.md", "shardckpt/manager/README.md"):
+        named = set(re.findall(r"`(shardckpt_\w+)`", READMES[readme])) - {"shardckpt_event"}
+        assert named == names, readme
+
+
+def test_what_is_measured_of_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its bytes, free space and damaged checkpoints, by its whole path; what cannot be measured is NaN."""
+    prometheus_client = pytest.importorskip("prometheus_client")
+    from shardckpt.integrations.prometheus import PrometheusListener
+
+    registry = prometheus_client.CollectorRegistry()
+    monkeypatch.chdir(tmp_path)
+    PrometheusListener(registry, folder="runs")
+
+    def measure(name: str) -> float:
+        return float(registry.get_sample_value(f"shardckpt_{name}", {"folder": str(tmp_path / "runs")}))
+
+    assert measure("free_bytes") > 0
+    assert measure("damaged_checkpoints") == 0
+    for step in (1, 2):
+        dc.save({"w": ShardedTensor.from_rank_offsets("w", torch.ones(1000))}, f"runs/step-{step}")
+    assert measure("folder_bytes") >= 8000
+    assert measure("damaged_checkpoints") == 0
+    _damage(tmp_path / "runs" / "step-2")
+    assert measure("damaged_checkpoints") == 1
+    monkeypatch.setattr("shardckpt.integrations.prometheus.measure", lambda _: 1 / 0)
+    assert math.isnan(measure("folder_bytes"))
+    assert measure("free_bytes") > 0

@@ -280,6 +280,8 @@ def test_names_that_begin_otherwise_are_advised(tmp_path: Path, capsys: pytest.C
     call = f"shardckpt diff {old} {new} --rename app.model=model --rename app.optim=optimizer"
     assert main(["diff", old, new]) == 1
     assert capsys.readouterr().out.splitlines()[-1].endswith(f"`{call}`")
+    assert main(["diff", old, new, "--rtol", "0.1", "--read", "--tensors-only"]) == 1  # what was given stays
+    assert capsys.readouterr().out.splitlines()[-1].endswith(f"`{call} --rtol 0.1 --read --tensors-only`")
     assert main(call.split()[1:]) == 0
     capsys.readouterr()
     save_values(tmp_path / "other", {"x": torch.ones(3)})

@@ -11,9 +11,15 @@ from shardckpt.manager import (
     CheckpointConfig,
     CheckpointManager,
     KeepBest,
+    KeepEvery,
     KeepLatest,
+    KeepNear,
     KeepPinned,
+    KeepRecent,
+    KeepVerified,
     SaveAfter,
+    SaveAt,
+    SaveEvery,
     config,
 )
 from tests.manager.training import Progress
@@ -56,7 +62,7 @@ def test_a_mode_may_be_a_text(mode: AsyncMode) -> None:
         ({"latest_pointer": ".latest"}, "latest_pointer"),
         ({"latest_pointer": "latest\n"}, "latest_pointer"),
         ({"latest_pointer": "x" * 102}, "latest_pointer"),
-        ({"memory_budget": "1MB"}, "a load of any rank takes at least 8MiB"),
+        ({"memory_budget": "1MB"}, "1,000,000 bytes is too small: a save or a load takes at least 8MiB"),
         ({"last_save_in_hf": True, "memory_budget": "31MiB"}, "at least 32MiB"),
         ({"last_save_in_hf": True, "memory_budget": "63MiB", "folder": "s3://bucket/run"}, "at least 64MiB"),
     ],
@@ -196,3 +202,30 @@ def test_equal_configurations_have_one_hash() -> None:
     assert one == other
     assert {one: 1}[other] == 1
     assert hash(CheckpointConfig()) != hash(one)
+
+
+def test_a_setting_that_is_assigned_is_refused_in_our_words() -> None:
+    """The nearest name of one that there is not, and how to make a changed configuration, which works."""
+    config = CheckpointConfig(interval=5, retention=[KeepLatest(2)], async_mode="async")
+    with pytest.raises(ConfigurationError, match="there is no setting 'intervall': did you mean interval"):
+        config.intervall = 3
+    with pytest.raises(
+        ConfigurationError, match=r"another one, CheckpointConfig\(\*\*{\*\*dict\(config\), 'interval': 3"
+    ):
+        config.interval = 3
+    changed = CheckpointConfig(**{**dict(config), "interval": 3})
+    assert (changed.interval, changed.retention, changed.async_mode) == (3, (KeepLatest(2),), config.async_mode)
+
+
+def test_the_json_schema_has_the_policies() -> None:
+    """What a configuration stores of each built-in policy has the properties that its schema requires and allows."""
+    jsonschema = pytest.importorskip("jsonschema")
+    schema = CheckpointConfig.model_json_schema()
+    keep = [KeepLatest(3), KeepEvery(2), KeepNear(2), KeepRecent(1), KeepBest("loss"), KeepPinned([5]), KeepVerified(1)]
+    stored = CheckpointConfig(retention=keep, save_when=[SaveEvery(5), SaveAt([1]), SaveAfter(2)]).describe()
+    jsonschema.validate(stored, schema)
+    for setting in ("retention", "save_when"):
+        assert CheckpointConfig(**{setting: stored[setting]}).describe()[setting] == stored[setting]
+        for wrong in ({}, {"policy": "KeepLates"}, {"policy": "KeepLatest"}, {"policy": "SaveEvery", "intervall": 1}):
+            with pytest.raises(jsonschema.ValidationError):
+                jsonschema.validate({setting: [wrong]}, schema)

@@ -310,6 +310,16 @@ def test_pin_and_unpin_of_the_command_line(tmp_path: Path, capsys: pytest.Captur
     assert collect_newest(tmp_path) == [1]
 
 
+def test_a_label_needs_no_option(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`pin FOLDER STEP LABEL` is the same as with --label; two labels are an error."""
+    folders.save_all(tmp_path, 1)
+    assert main(["pin", str(tmp_path), "1", "the release"]) == 0
+    assert capsys.readouterr().out == "1 is pinned as 'the release'\n"
+    with pytest.raises(SystemExit):
+        main(["pin", str(tmp_path), "1", "one", "--label", "two"])
+    assert "two labels are given, 'one' and 'two'" in capsys.readouterr().err
+
+
 def _discard(folder: str, step: int) -> tuple[Any, list[int]]:
     with CheckpointManager(
         CheckpointConfig(folder=folder, latest_pointer="latest"), {"progress": Progress()}

@@ -173,6 +173,26 @@ def test_a_model_of_its_own_names_may_have_such_children(tmp_path: Path) -> None
     assert all(torch.equal(one, other) for one, other in zip(saved.parameters(), model.parameters(), strict=True))
 
 
+class _Transformer(nn.Module):
+    """A model with a child ``model`` and a head beside it, as those of transformers have."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.model, self.lm_head = nn.Linear(2, 3), nn.Linear(3, 1)
+
+
+def test_bare_names_may_begin_with_model(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """``dcp.save(model.state_dict())`` of such a model is loaded, and what is unused beside its head is said."""
+    saved, model = _Transformer(0), _Transformer(1)
+    dcp.save({**saved.state_dict(), "lm_head.scale": torch.ones(3)}, checkpoint_id=tmp_path / "c", no_dist=True)
+    config = CheckpointConfig(folder=str(tmp_path / "steps"), initial_load_path=str(tmp_path / "c"))
+    with CheckpointManager(config, {"model": model}) as manager:
+        manager.load()
+    assert all(torch.equal(one, other) for one, other in zip(saved.parameters(), model.parameters(), strict=True))
+    assert "lm_head.scale" in caplog.text
+
+
 class _Parts(_Counter):
     """A plain state that keeps all that it is given."""
 

@@ -63,13 +63,21 @@ def test_the_error_says_the_smallest_budget_that_works(tmp_path: Path) -> None:
     dc.save(_state(), tmp_path / "step", memory_budget="8MiB")
     export_to_huggingface(tmp_path / "step", tmp_path / "hf")
     doors: list[tuple[Any, str, str]] = [
-        (lambda budget: dc.load(_state(), tmp_path / "step", memory_budget=budget), "8MiB", "a load takes"),
+        (
+            lambda budget: dc.load(_state(), tmp_path / "step", memory_budget=budget),
+            "8MiB",
+            "to read a checkpoint takes",
+        ),
         (
             lambda budget: dc.load(_state(), tmp_path / "step", fully_parallel=True, memory_budget=budget),
             "16MiB",
             "a fully parallel load takes",
         ),
-        (lambda budget: load_from_huggingface(_state(), tmp_path / "hf", memory_budget=budget), "8MiB", "a load takes"),
+        (
+            lambda budget: load_from_huggingface(_state(), tmp_path / "hf", memory_budget=budget),
+            "8MiB",
+            "to read a checkpoint takes",
+        ),
         (lambda budget: dc.save(_state(), tmp_path / "new", memory_budget=budget, overwrite=True), "8MiB", "a save to"),
         (
             lambda budget: dc.save(_state(), "memory://budget/new", memory_budget=budget, overwrite=True),

@@ -277,11 +277,13 @@ def test_a_misspelt_key_is_asked_about() -> None:
     [
         ({"w", "optimizer.w"}, ["w", "none", "optimizer.w"]),
         ({"w", "model.other"}, ["model.w", "model.none", "optimizer.w"]),
+        ({"w", "none", "model.other"}, ["w", "none", "optimizer.w"]),
+        ({"w", "none", "model.w", "model.none"}, ["model.w", "model.none", "optimizer.w"]),
         ({"other"}, ["model.w", "model.none", "optimizer.w"]),
     ],
 )
 def test_a_model_at_the_top_level_is_found(stored: set[str], expected: list[str]) -> None:
-    """Keys lose ``model.`` only where the checkpoint has some of them so, and none that begins with it."""
+    """Keys lose ``model.`` where the checkpoint has some of them so and none with it, or all so and not all with it."""
     shards = [_cell(0, 1, key) for key in ("model.w", "model.none", "optimizer.w")]
     use_bare_keys(shards, stored, "model.")
     assert [shard.key for shard in shards] == expected

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from shardckpt import dist_checkpointing, settings
+from shardckpt.cli import main
 from shardckpt.engine import space
 from shardckpt.errors import NotEnoughSpaceError, StorageError
 from shardckpt.mapping import ShardedTensor
@@ -159,12 +160,15 @@ def test_a_full_file_system_is_not_one_that_says_nothing(tmp_path: Path) -> None
 
 
 def test_leftovers_that_could_go_are_named(tmp_path: Path) -> None:
-    """The error says how much ``shardckpt prune`` would free, and where; what a living process writes stays."""
+    """The error says how much a command would free, and where, and it does; what a living process writes stays."""
     with small_disk(tmp_path / "disk", "4m") as disk:
         (owners.leave(disk / "other", owners.dead()) / "large").write_bytes(bytes(MIB))
         (owners.leave(disk / "third", owners.living()) / "large").write_bytes(bytes(MIB))
-        with pytest.raises(NotEnoughSpaceError, match=rf"could go, 1\.0 MB: `shardckpt prune {disk}`\."):
-            dist_checkpointing.save(_large(3 * MIB), disk / "ckpt")
+        with pytest.raises(NotEnoughSpaceError, match=rf"could go, 1\.0 MB: `shardckpt prune {disk}`\.") as caught:
+            dist_checkpointing.save(_large(2 * MIB + REST), disk / "ckpt")
+        assert not (disk / "ckpt").exists()
+        assert main(str(caught.value).split("`")[1].split()[1:]) == 0
+        dist_checkpointing.save(_large(2 * MIB + REST), disk / "ckpt")
 
 
 def test_own_leftovers_go_before_the_forecast(tmp_path: Path) -> None:

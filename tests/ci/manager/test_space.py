@@ -14,6 +14,7 @@ import torch.distributed as dist
 from shardckpt.errors import NotEnoughSpaceError
 from shardckpt.manager import CheckpointConfig, CheckpointManager, garbage_collection, pin_step
 from shardckpt.manager.garbage_collection import GarbageCollector
+from shardckpt.manager.marks import identify_save, mark_checkpoint
 from tests.faults.disks import small_disk
 
 if TYPE_CHECKING:
@@ -74,6 +75,20 @@ def test_a_full_disk_is_pruned_first_if_asked(ranks: Ranks, tmp_path: Path) -> N
         with pytest.raises(NotEnoughSpaceError):
             one.save(2)
         assert one.steps() == [1]
+
+
+def test_a_full_disk_does_not_cost_the_newest_sound_step(tmp_path: Path) -> None:
+    """With on_full="prune", the step before a newest one that is marked as failed stays until there is another."""
+    with small_disk(tmp_path / "disk", "2700k") as disk:
+        with _make_manager(disk) as manager:
+            assert manager.save(1)
+            assert manager.save(2)
+        failed = f"{disk}/step-2"
+        mark_checkpoint(failed, identify_save(failed), "failed", checked="digests", files=1)
+        with _make_manager(disk, keep_latest_k=1, on_full="prune") as manager:
+            with pytest.raises(NotEnoughSpaceError):
+                manager.save(3)
+            assert manager.steps() == [1, 2]
 
 
 def _broken_policy(steps: Any) -> list[int]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import traceback
-from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import fsspec
@@ -15,11 +14,10 @@ from shardckpt import dist_checkpointing as dc
 from shardckpt import settings
 from shardckpt.engine import open_folder
 from shardckpt.errors import StorageError
-from shardckpt.integrations.fsspec import folder as fsspec_folder
-from shardckpt.plugins import get_plugin_manager, hookimpl
+from shardckpt.plugins import get_plugin_manager
 from shardckpt.storage import RemotePath, list_objects
-from tests.plugged import registered
 from tests.remote import jobs
+from tests.remote.clients import served_by
 from tests.remote.servers import BUCKET, SECRET, fault_proxy, moto_server, rclone_server, variables
 from tests.tables import in_proof
 
@@ -44,20 +42,13 @@ def rclone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         yield found
 
 
-class _PrefersFsspec:
-    @staticmethod
-    @hookimpl(tryfirst=True)
-    def shardckpt_filesystem(url: str) -> Any:
-        return fsspec_folder.open_folder(url)
-
-
 @pytest.fixture(params=["obstore", "s3fs"])
 def client(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """The client that serves s3:// URLs. It was not used before, and leaves other attempts to shardckpt."""
     fsspec.get_filesystem_class("s3").clear_instance_cache()  # fsspec keeps a client for the endpoint it was made with
     monkeypatch.setattr(fsspec.get_filesystem_class("s3"), "retries", 1)
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
-    with registered(_PrefersFsspec()) if request.param == "s3fs" else nullcontext():
+    with served_by(request.param):
         yield request.param
 
 
@@ -116,18 +107,29 @@ def test_what_stays_wrong_is_said_at_once(
     assert "attempts: " not in message
 
 
-def test_throttling_is_tried_again_and_then_said(
-    proxy: FaultProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, client: str, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("status", "code", "advice"),
+    [(503, "SlowDown", "SHARDCKPT_REMOTE_THREADS"), (400, "ExpiredToken", "the session's credentials have ended")],
+)
+def test_what_may_end_is_tried_again_and_then_said(
+    proxy: FaultProxy,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    client: str,
+    caplog: pytest.LogCaptureFixture,
+    status: int,
+    code: str,
+    advice: str,
 ) -> None:
-    """A store that stays at SlowDown is an error after the set number of attempts, which names the settings."""
+    """Throttling, or credentials that a client may renew: after the set number of attempts an error says what to do."""
     monkeypatch.setenv(settings.REMOTE_ATTEMPTS, "2")
     monkeypatch.setattr("time.sleep", lambda _: None)
     folder = _open(client, proxy.endpoint, f"s3://{BUCKET}/x", monkeypatch)
-    proxy.fail("answer", last=0, status=503, code="SlowDown")
+    proxy.fail("answer", last=0, status=status, code=code)
     with caplog.at_level(logging.WARNING):
         message = _error(folder, "upload", tmp_path)
     assert "in 2 attempts" in message
-    assert "SHARDCKPT_REMOTE_THREADS" in message
+    assert advice in message
     assert "attempt 1 of 2" in caplog.text
     assert "the-token" not in caplog.text
     assert len(proxy.requests()) >= 2

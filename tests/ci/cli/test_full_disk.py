@@ -1,0 +1,86 @@
+"""Verbs that write to a full disk say what they need, what is free, and what could go."""
+
+from __future__ import annotations
+
+import errno
+import gc
+from typing import TYPE_CHECKING
+
+import torch
+
+from shardckpt import dist_checkpointing as dc
+from shardckpt.cli import main
+from shardckpt.mapping import ShardedTensor
+from tests.commit import owners
+from tests.faults.disks import small_disk
+from tests.tables import table
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import pytest
+
+MIB = 1 << 20
+
+
+def _save(target: Path, nbytes: int) -> Path:
+    """A checkpoint of two tensors, which have so many bytes each."""
+    tensors = {key: torch.ones(nbytes, dtype=torch.uint8) for key in "ab"}
+    dc.save({key: ShardedTensor.from_rank_offsets(key, tensor) for key, tensor in tensors.items()}, target)
+    return target
+
+
+@table(
+    ("verb", "more"),
+    [
+        ("convert", ["--to", "safetensors"]),
+        ("convert", ["--to", "torch"]),
+        ("convert", ["--to", "hf"]),
+        ("merge", ["--to", "safetensors"]),
+        ("export", []),
+    ],
+)
+def test_what_does_not_fit_is_refused_before_it_is_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], verb: str, more: list[str]
+) -> None:
+    """The bytes that it takes, those that are free, the folder, and the commands that free some are said."""
+    source = str(_save(tmp_path / "old", 2 * MIB))
+    with small_disk(tmp_path / "disk", "3m") as disk:
+        sources = [source] * (2 if verb == "merge" else 1)
+        assert main([verb, *sources, str(disk / "new"), *more]) == 2
+        assert list(disk.iterdir()) == []
+    said = capsys.readouterr().err
+    for text in (
+        f"{'export' if verb == 'export' else 'convert'} to {disk}/new: the tensors take 4.2 MB",
+        f"{disk} has 3.1 MB free, 1.",
+        f"`shardckpt prune {disk} --keep-latest N --dry-run` says what old steps would free",
+    ):
+        assert text in said
+
+
+def test_a_removal_of_keys_that_does_not_fit_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The rewritten files stand beside the old ones for a while: without room for them nothing is changed."""
+    with small_disk(tmp_path / "disk", "5m") as disk:
+        checkpoint = _save(disk / "c", 2 * MIB)
+        before = sorted(path.name for path in checkpoint.iterdir())
+        assert main(["remove", str(checkpoint), "a"]) == 2
+        assert sorted(path.name for path in checkpoint.iterdir()) == before
+        gc.collect()  # the error has a frame that holds the checkpoint open
+    assert f"cannot remove keys from {checkpoint}: the tensors take 2.1 MB" in capsys.readouterr().err
+
+
+def test_a_quota_is_said_with_what_could_go(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A quota below the free bytes shows when a file is written: the error says how to see it, and what could go."""
+    source = _save(tmp_path / "old", 1000)
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EDQUOT, "Disk quota exceeded")
+
+    monkeypatch.setattr("os.pwritev", refuse)
+    owners.leave(tmp_path / "new" / "other", owners.dead())
+    assert main(["convert", str(source), str(tmp_path / "new" / "c"), "--to", "safetensors"]) == 2
+    said = capsys.readouterr().err
+    assert "Disk quota exceeded (EDQUOT). The file system of" in said
+    assert "`quota -s` says how much. What interrupted saves have left there could go, 6 B: `shardckpt prune" in said
