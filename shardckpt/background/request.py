@@ -5,7 +5,7 @@ from __future__ import annotations
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
-from shardckpt.distributed import Comm
+from shardckpt.distributed import Comm, replace_text
 from shardckpt.errors import CheckpointingException
 
 if TYPE_CHECKING:
@@ -150,6 +150,7 @@ class AsyncRequest(NamedTuple):
         Raises:
             CheckpointingException: the same on every rank: some rank failed.
         """
+        is_committed = False
         try:
             with comm.collective_phase("saving in the background"):
                 if future.done():  # not done: another rank has failed, and nobody needs what this one writes
@@ -159,7 +160,11 @@ class AsyncRequest(NamedTuple):
                 with comm.collective_phase("finalizing a background save"):
                     for fn in self.finalize_fns[number : number + 1]:
                         fn()
+                is_committed = self.failed_fn is not None  # the first function of our own requests commits
         except BaseException as exc:
             if self.failed_fn is not None:
                 self.failed_fn(exc)
+            if is_committed and isinstance(exc, CheckpointingException):
+                text = f"{exc}; the checkpoint {self.name} is committed: a finalize function that came after it failed"
+                raise replace_text(exc, text) from exc.__cause__
             raise

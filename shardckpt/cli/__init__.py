@@ -10,6 +10,7 @@ import importlib
 import os
 import sys
 import warnings
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from shardckpt import __version__
@@ -18,7 +19,7 @@ from shardckpt.cli.failure import explain_error, name_plugin, print_error, show_
 from shardckpt.cli.folders import name_steps
 from shardckpt.cli.help import HelpFormatter
 from shardckpt.cli.interrupted import describe_left, find_published, identify_target
-from shardckpt.cli.output import Output, escaped_logs, open_closed_streams, say_error, show, show_json
+from shardckpt.cli.output import Output, escaped_logs, open_closed_streams, say_error, show, show_json, without_logs
 from shardckpt.errors import PluginError, name_known
 
 if TYPE_CHECKING:
@@ -59,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(given: Sequence[str]) -> int:
     # options before the verb take no values: for a verb of ours neither the others nor the plugins are imported
     verb = next((word for word in given if not word.startswith("-")), "")
-    parser, verbs = _make_parser(verb if verb in _VERBS and verb not in _NEED_ALL else "")
+    parser, verbs = _make_parser(verb)
     if verb and verb not in verbs:
         parser.error(f"there is no verb {verb!r} {name_known(verb, verbs, 'verbs', len(verbs))}")
     options, unknown = parser.parse_known_args(given)
@@ -109,7 +110,9 @@ def _refuse_unknown(parser: argparse.ArgumentParser, unknown: Sequence[str]) -> 
     """Exit with the usage of a verb, and the nearest of its options to one that it does not have."""
     known = [action.option_strings[-1] for action in parser._actions if action.option_strings]  # noqa: SLF001 - argparse offers no other
     options = [word.partition("=")[0] for word in unknown if word.startswith("-")]
+    begun = [each for each in known if options and each.startswith(f"{options[0]}-")]
     near = [f" {name_known(options[0], known, 'options', len(known))}"] if options else []
+    near = [f" (options that begin so: {', '.join(begun)})"] if begun else near
     parser.error(f"unrecognized arguments: {' '.join(unknown)}{''.join(near)}")
 
 
@@ -147,8 +150,20 @@ class _VerbParser(_Parser):
             self._is_intermixed = False
 
 
-def _make_parser(only: str) -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentParser]]:
-    """Return the parser of the command line, and those of its verbs: one, or for ``""`` all, those of plugins, too."""
+class _VerbsAction(argparse._SubParsersAction):  # type: ignore[type-arg] # noqa: SLF001 - argparse offers no other
+    """The verbs; a plugin's that has the name of another is an error, on Python before 3.11, too."""
+
+    def add_parser(self, name: str, **settings: Any) -> Any:
+        """Add a verb."""
+        if name in self.choices:
+            whose = "is a built-in one, which stays" if name in _VERBS else "is there already"
+            raise argparse.ArgumentError(self, f"the verb {name!r} {whose}: give the plugin's another name")
+        return super().add_parser(name, **settings)
+
+
+def _make_parser(given: str) -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentParser]]:
+    """Return the parser of the command line, and those of its verbs: that given, or if need be all, of plugins, too."""
+    only = given if given in _VERBS and given not in _NEED_ALL else ""
     parser = _Parser(
         "shardckpt",
         description="Look at, check and change checkpoints. `shardckpt VERB --help` explains a verb.",
@@ -157,7 +172,9 @@ def _make_parser(only: str) -> tuple[argparse.ArgumentParser, Mapping[str, argpa
     parser.add_argument("--traceback", action="store_true", help="after an error, show the whole traceback")
     parser.add_argument("--version", action="version", version=f"shardckpt {__version__}")
     parser.set_defaults(as_json=False)
-    verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB", parser_class=_VerbParser)
+    verbs = parser.add_subparsers(
+        dest="verb", required=True, metavar="VERB", parser_class=_VerbParser, action=_VerbsAction
+    )
     for verb in [only] if only else _VERBS:
         importlib.import_module(f"{__name__}.{verb}").add(verbs)
         if verb not in _WITHOUT_JSON:
@@ -169,7 +186,10 @@ def _make_parser(only: str) -> tuple[argparse.ArgumentParser, Mapping[str, argpa
     from shardckpt.plugins import get_plugin_manager
 
     try:
-        get_plugin_manager().hook.shardckpt_commands(subparsers=verbs)
+        with (
+            without_logs("shardckpt.plugins.manager") if given == "strategies" else nullcontext()
+        ):  # its answer has them
+            get_plugin_manager().hook.shardckpt_commands(subparsers=verbs)
     except Exception as exc:  # noqa: BLE001 - a broken plugin must not disable the other verbs
         say_error(f"shardckpt: a plugin's shardckpt_commands failed: {type(exc).__name__}: {exc}{name_plugin(exc)}")
     return parser, verbs.choices

@@ -42,6 +42,10 @@ def run(options: Any) -> Output:
     from shardckpt.manager import list_settings
     from shardckpt.settings import list_variables
 
+    if options.section and not options.check:
+        raise ConfigurationError("--section names a table of a file: --check FILE --section NAME")
+    if options.check and options.setting:
+        raise ConfigurationError(f"--check checks all settings of the file: leave out {' '.join(options.setting)}")
     if options.check:
         return _check(options.check, options.section or "")
     variables = {each.name: each for each in list_variables()}

@@ -98,7 +98,14 @@ def _advise_of_globals(error: CheckpointingException, options: argparse.Namespac
     parts = [name.rpartition(".") for name in error.refused]
     lines = [f"from {module} import {call}", *(f"from {home} import {name}" for home, _, name in parts)]
     lines.append(f"{call}({', '.join(given)}, allow_globals=[{', '.join(name for *_, name in parts)}])")
-    return "\n".join(["\nThe command imports no classes. In Python, with its other options as arguments:", *lines])
+    without = ""
+    if options.verb in ("convert", "merge"):
+        without = (
+            " --leave-out NAME of each entry that has some, such as args, needs none of them, nor does what writes "
+            "tensors alone: --prefix and --to hf."
+        )
+    begin = f"\nThe command imports no classes.{without} In Python, with its other options as arguments:"
+    return "\n".join([begin, *lines])
 
 
 def name_plugin(error: Exception) -> str:

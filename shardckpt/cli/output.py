@@ -126,6 +126,21 @@ def escaped_logs() -> Iterator[None]:
         handler.removeFilter(once)
 
 
+@contextmanager
+def without_logs(name: str) -> Iterator[None]:
+    """Log nothing of a logger in the block: the answer of the verb says the same."""
+    logger = logging.getLogger(name)
+
+    def refuse(_: logging.LogRecord) -> bool:
+        return False
+
+    logger.addFilter(refuse)
+    try:
+        yield
+    finally:
+        logger.removeFilter(refuse)
+
+
 def _make_filter() -> Callable[[logging.LogRecord], bool]:
     """Return what lets each text pass once: a verb may look at a checkpoint several times."""
     said: set[str] = set()

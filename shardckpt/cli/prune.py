@@ -433,7 +433,7 @@ def _name_row(result: PruneResult | StepResult, folder: str | None) -> str:
 
 def _name_result(result: PruneResult | StepResult, options: Any) -> str:
     if result.kept:
-        return f"kept: {result.kept}"
+        return f"kept: {result.kept.removeprefix(f'{result.path} is ')}"  # its path stands in the same row
     parts = [result.error or ("would be removed" if options.dry_run else "removed"), getattr(result, "fault", "")]
     then = "would be" if options.dry_run else "is now"
     parts += [f"{word} {then} {name or 'no step'}" for word, name in getattr(result, "moves", {}).items()]

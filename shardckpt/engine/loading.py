@@ -396,11 +396,17 @@ def load_checkpoint(
         ]
         # what was built from single values is in the common state as well
         numbers = {n for n, shard in enumerate(template.shards) if stored_key(shard) in built} if built else set()
-        only_built = len(given) == len(built)
-        state_dict = template.fill(values, common, built=numbers, only_built=only_built)
+        state_dict = template.fill(values, common, built=numbers, only_built=len(given) == len(built))
     if may_change:
         _refuse_changed_values(checkpoint, available, found, dtypes, advise=advise)
+    _log_unused(mismatch)
     return state_dict, mismatch
+
+
+def _log_unused(mismatch: KeyMismatch) -> None:
+    """Warn of unused keys, behind all that could fail: a load that does has its error alone."""
+    if mismatch.warning:
+        logger.warning("%s", mismatch.warning)
 
 
 def _make_template(

@@ -176,7 +176,7 @@ class Operation:
         if error is not None and not phase:
             vars(error)["is_reported"] = True
         if self._is_observed():
-            described = {"state": "end"} if error is None else _describe_failure(error, phase)
+            described = {"state": "end"} if error is None else _describe_failure(self.kind, error, phase)
             self._emit(phase=phase, seconds=time.perf_counter() - started, **described, **fields)
 
     def log_failure(self, error: BaseException) -> None:
@@ -230,7 +230,7 @@ def log_failure(kind: str, directory: object, rank: int, error: BaseException, s
     if not _has_mark(error, "is_logged"):
         vars(error)["is_logged"] = True
         if rank == 0:
-            phase, text = getattr(error, "phase", ""), "; ".join((str(error) or type(error).__name__).splitlines())
+            phase, text = _find_phase(kind, error), "; ".join((str(error) or type(error).__name__).splitlines())
             logger.error(
                 "%s of %s failed%s after %.2f s: %s: %s",
                 kind,
@@ -246,22 +246,34 @@ def _report_unbegun(kind: str, directory: str, rank: int, error: Exception, seco
     start = Event(kind, "", "start", directory, rank, number=next(_numbers))
     plugins = get_plugin_manager()
     plugins.report(start)
-    plugins.report(replace(start, seconds=seconds, blocked=seconds, **_describe_failure(error, "")))
+    plugins.report(replace(start, seconds=seconds, blocked=seconds, **_describe_failure(kind, error)))
 
 
-def _describe_failure(error: BaseException, phase: str) -> dict[str, Any]:
+def _describe_failure(kind: str, error: BaseException, phase: str = "") -> dict[str, Any]:
     """Return the fields of the event of a failure of a phase, or of an operation (``""``)."""
     name = type(error).__name__
-    failed = "" if phase else getattr(error, "phase", "")
+    failed = "" if phase else _find_phase(kind, error)
     return {"state": "failure", "error": str(error) or name, "error_type": name, "failed_phase": failed}
 
 
-def _has_mark(error: BaseException | None, name: str) -> bool:
-    """Return whether an error, or one that it follows from, has a mark."""
-    while error is not None:
-        if vars(error).get(name):
+def _find_phase(kind: str, error: BaseException) -> str:
+    """Return the phase of an operation in which it failed; ``""`` if in none: its span is a phase by its name."""
+    phase: str = getattr(error, "phase", "")
+    return "" if phase == kind else phase
+
+
+def _has_mark(error: BaseException, name: str) -> bool:
+    """Return whether an error, or one that it was raised from, has a mark.
+
+    Not one that was being handled: who loads an older step after a failure has two failures.
+    """
+    seen = set[int]()
+    found: BaseException | None = error
+    while found is not None and id(found) not in seen:  # a chain of causes may be a ring
+        if vars(found).get(name):
             return True
-        error = error.__cause__ or error.__context__
+        seen.add(id(found))
+        found = found.__cause__
     return False
 
 

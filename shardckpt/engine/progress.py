@@ -44,9 +44,11 @@ class Progress:
     def add(self, nbytes: int) -> None:
         """Count some more bytes as done, and report it unless that was just done; the last bytes always are."""
         with self._lock:
-            self._done += nbytes
+            was_whole = bool(self._reported) and self._done == self._total
+            # more is done than was forecast where headers are written, or what a new version takes is not known before
+            self._done = min(self._done + nbytes, self._total)
             now = time.perf_counter()
-            if now - self._reported < _INTERVAL and self._done < self._total:
+            if was_whole or (now - self._reported < _INTERVAL and self._done < self._total):
                 return
             self._reported = now
             self._plugins.report(replace(self._start, nbytes=self._done, seconds=now - self._started))

@@ -37,10 +37,10 @@ class OpenTelemetryListener:
     """Makes a span ``shardckpt.save`` for a save, with a child ``shardckpt.save: PHASE`` for each phase of it.
 
     A span has the attributes ``shardckpt.operation``, ``.directory``, ``.rank``, ``.strategy`` and, at its end,
-    ``.bytes``; of a failure the status has the text. The metrics are the histogram ``shardckpt.duration`` (s) with
-    ``operation``, ``phase`` and ``result``, the histogram ``shardckpt.blocked`` (s), what the training waited for, the
-    counter ``shardckpt.bytes`` (By), written or loaded, and ``shardckpt.in_flight``, the number of those that have not
-    ended, with ``operation``.
+    ``.bytes``; of a failure the status has the text, and ``error.type`` and ``.failed_phase`` say what failed
+    where. The metrics are the histogram ``shardckpt.duration`` (s) with ``operation``, ``phase`` and ``result``,
+    the histogram ``shardckpt.blocked`` (s), what the training waited for, the counter ``shardckpt.bytes`` (By),
+    written or loaded, and ``shardckpt.in_flight``, the number of those that have not ended, with ``operation``.
 
     Args:
         tracer_provider: Gets the spans; by default that of the process.
@@ -115,5 +115,8 @@ def _describe(event: Event) -> dict[str, str | int]:
 
 def _finish(span: Span, event: Event, now: int) -> None:
     if event.state == "failure":
+        span.set_attributes(
+            {"error.type": event.error_type, f"{_NAME}.failed_phase": event.failed_phase or event.phase}
+        )
         span.set_status(Status(StatusCode.ERROR, event.error))
     span.end(now)

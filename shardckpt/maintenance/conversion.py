@@ -119,6 +119,11 @@ class _Written(NamedTuple):
     unmatched: Sequence[str]
 
 
+def _is_below(key: str, names: Collection[str]) -> bool:
+    """Return whether a key is one of some names, or a path in one."""
+    return key in names or any(key.startswith(f"{name}.") for name in names)
+
+
 def _count_bytes(index: Sequence[ShardedBase]) -> int:
     tensors = (shard for shard in index if isinstance(shard, ShardedTensor))
     return sum(math.prod(tensor.global_shape) * tensor.dtype.itemsize for tensor in tensors)
@@ -304,7 +309,8 @@ class Conversion:
         if self.saver is not None and self.saver.stores_plain_objects:
             if isinstance(stored.strategy, ReadsPlainObjects):
                 with stored.operation.local_phase("reading plain objects"):
-                    objects += stored.strategy.read_plain_objects(stored.context)
+                    plain = stored.strategy.read_plain_objects(stored.context)
+                objects += [shard for shard in plain if not _is_below(shard.key, leave_out)]
             if self.kind == DCP:
                 objects += self._describe_common(stored, objects, common)
         return objects, common

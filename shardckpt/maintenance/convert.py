@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, Any
 from shardckpt.engine import (
     find_saver,
     locate,
-    locate_local,
     refuse_overlap,
 )
-from shardckpt.errors import CheckpointingException, UnknownBackendError
+from shardckpt.errors import CheckpointingException, UnknownBackendError, UnsafePickleError
 from shardckpt.huggingface import (
     MegatronMapping,
     StoredNames,
@@ -28,6 +27,7 @@ from shardckpt.storage import (
     retry_if_replaced,
 )
 from shardckpt.strategy import SaveStrategy
+from shardckpt.stubs import make_stub_class
 
 if TYPE_CHECKING:
     import os
@@ -106,6 +106,7 @@ def convert_checkpoint(
         strict: Whether tensors that match no rule of the mapping are an error, before anything is written.
         cut_vocabulary: As for :func:`shardckpt.huggingface.export_to_huggingface`.
         leave_out: Names of tensors in the target that are not written, of objects, and of entries of the common state.
+            These may have values of any class: none of those that are not allowed is imported.
         assets: For ``"hf"``: a folder of the model's other files, which are copied.
         max_shard_size: For ``"hf"``: bytes of tensors in a file.
         allow_globals: Classes and functions that pickled objects may name, besides those that every load accepts.
@@ -198,8 +199,14 @@ def run_conversion(
             f"assets={written['assets']!r} are copied to Hugging Face folders alone, not with to={to!r}"
         )
 
-    def attempt() -> ConversionReport:
-        target = locate_local(new, "convert to a file at") if to == FILE else locate(new, plugins)
+    def attempt(allowed: tuple[Any, ...] = allow_globals) -> ConversionReport:
+        target = locate(new, plugins)
+        if to == FILE and not has_local_files(target):
+            raise CheckpointingException(
+                f"{target}: a file of torch.save (to='torch', --to torch) has checksums before its tensors that are "
+                "known behind them, and so is written on this machine: convert to a path, and copy the file; "
+                "'safetensors', 'dcp' and 'hf' are streamed to a URL"
+            )
         kind = to if isinstance(to, str) else ""
         source = locate(old, plugins)
         refuse_overlap([source], target, in_place=saver is not None)
@@ -218,7 +225,7 @@ def run_conversion(
             plugins,
             memory,
             planned,
-            allow_globals,
+            allowed,
             overwrite=overwrite,
             is_resumable=not isinstance(to, SaveStrategy),  # the options of an instance are not known
             opener=chosen,
@@ -228,7 +235,15 @@ def run_conversion(
             is_merge=is_merge,
         ).run()
 
-    return retry_if_replaced(attempt, old)
+    try:
+        return retry_if_replaced(attempt, old)
+    except UnsafePickleError as exc:
+        is_partial = to == FOLDER or options.prefix or options.leave_out
+        if not is_partial or not exc.refused or exc.runs_code:
+            raise
+        # what is not written may be all that needs these classes; a stub that is to be pickled is an error
+        stubs = tuple((make_stub_class(*name.rpartition(".")[::2]), name) for name in exc.refused)
+    return retry_if_replaced(lambda: attempt((*allow_globals, *stubs)), old)
 
 
 #: What others call the formats that no strategy writes; a plugin's backend may have the name.

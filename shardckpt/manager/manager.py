@@ -97,7 +97,8 @@ class CheckpointManager:
         self._loaded: int | None = None
         self._preempted = False
         self._closed = False
-        self._rank = 0
+        #: The folder, for events and logs, and the rank that has them.
+        self._place, self._rank = config.folder, 0
         self._writer: StepWriter | None = None
         self._parts: list[ManagerPart] = []
         if not config.enable_checkpoint and fault_tolerance is None:
@@ -114,6 +115,7 @@ class CheckpointManager:
             with comm.collective_phase("looking at the configuration"):
                 settings.check_variables()
                 self._folder = StepFolder(config.folder, get_plugin_manager())
+                self._place = str(self._folder)
                 config.check_names(self._states.names)
         folder = self._folder if config.enable_checkpoint else None
         self._writer, self._parts = make_parts(
@@ -170,7 +172,7 @@ class CheckpointManager:
             CheckpointingException: the same on every rank. This save, or an earlier one in the background, failed. The
                 step that failed has no checkpoint; older checkpoints are unchanged.
         """
-        with report_failure("save", self.config.folder, self._rank):
+        with report_failure("save", self._place, self._rank):
             return self._save_if_due(step, force, last_step=last_step, metrics=metrics or {})
 
     def _save_if_due(self, step: int, force: bool, *, last_step: bool, metrics: Mapping[str, float]) -> bool:
@@ -227,7 +229,7 @@ class CheckpointManager:
         """
         if not self.config.enable_checkpoint:
             return False
-        with report_failure("load", self.config.folder, self._rank):
+        with report_failure("load", self._place, self._rank):
             return self._load(step)
 
     def _load(self, step: int | Literal["latest", "best"]) -> bool:

@@ -50,8 +50,8 @@ class Event:
             ``inspect`` or ``prune``.
         phase: Name of the phase; ``""`` for the operation from start to end.
         state: ``start``, ``end`` or ``failure``; or ``progress``, at most ten times a second, of a verification, which
-            has no other events, and of saves, conversions, exports and migrations while a plugin that has the attribute
-            ``wants_progress = True`` is registered. Threads report it, too, and the end of a background save's
+            has no other events; to plugins that have the attribute ``wants_progress = True`` also of saves,
+            conversions, exports and migrations. Threads report it, too, and the end of a background save's
             ``writing``.
         directory: The checkpoint's path or URL.
         rank: The rank that reports.
@@ -62,7 +62,8 @@ class Event:
         error: Text of the failure.
         error_type: Class of the failure: ``StorageError``.
         failed_phase: The phase in which an operation failed, at its failure; ``""`` if in none.
-        total: Of ``progress``: bytes that are to be done; else 0.
+        total: Of ``progress``: bytes that are to be done, of saves and migrations a forecast, which ``nbytes`` never
+            exceed; else 0.
         blocked: Seconds that the caller waited, at the end of an operation: of a background save without ``writing``.
         number: The operation's number in this process, from 1, by which its events belong together: several operations
             may be about one directory. 0 of ``progress``.

@@ -144,7 +144,9 @@ class PluginManager:
             logger.warning("plugins cannot be imported, and no event is reported", exc_info=True)
             return
         for observer in observers:
-            self._tell(observer, event)
+            is_for_all = event.state != "progress" or event.operation == "verify"
+            if is_for_all or getattr(observer.plugin, "wants_progress", False):
+                self._tell(observer, event)
 
     def _tell(self, observer: pluggy.HookImpl, event: hookspecs.Event) -> None:
         try:

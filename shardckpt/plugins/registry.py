@@ -85,7 +85,7 @@ class StrategyRegistry:
             )
         backend, version = get_strategy_key(strategy)
         check_key(backend, version)
-        summary = getattr(kind, "reads" if action is StrategyAction.LOAD_SHARDED else "writes")
+        summary = getattr(strategy, "reads" if action is StrategyAction.LOAD_SHARDED else "writes")
         self._put(Entry(action, backend, version, strategy, self._distribution, summary, override))
 
     def add_lazy(

@@ -145,11 +145,13 @@ class KeyMismatch:
             the mode does not look for them.
         unexpected: Keys that this rank wants and the checkpoint has not. Of an object it may be some shards.
         absent: The shards that this rank wants and the checkpoint has not, by :func:`stored_key`.
+        warning: What to log of unused keys once the load has succeeded, on the main rank; else ``""``.
     """
 
     missing: frozenset[str] = frozenset()
     unexpected: frozenset[str] = frozenset()
     absent: frozenset[str] = frozenset()
+    warning: str = ""
 
 
 def stored_key(shard: ShardedBase) -> str:
@@ -255,9 +257,11 @@ def compare_keys(
                 raise KeyMismatchError(text)
         logger.warning("%s", text)
     is_silent = on_unused == "ignore" or (on_unused == "warn" and strict is StrictHandling.IGNORE_ALL)
+    warning = ""
     if not (is_silent or strict.checks_all):
-        _report_unused(mine, everywhere, on_unused, comm, counts_unused)
-    return KeyMismatch(frozenset(left.values()), frozenset(absent.values()) | incomplete.keys(), not_stored)
+        warning = _describe_unused(mine, everywhere, on_unused, comm, counts_unused)
+    unexpected = frozenset(absent.values()) | incomplete.keys()
+    return KeyMismatch(frozenset(left.values()), unexpected, not_stored, warning if comm.is_main else "")
 
 
 def _advise_of_codes(absent: Iterable[str], stored: Iterable[object]) -> str:
@@ -288,14 +292,14 @@ def _advise_of_grids(wanted: Sequence[ShardedBase], absent: Collection[str], sto
     )
 
 
-def _report_unused(
+def _describe_unused(
     mine: Collection[str],
     stored: Mapping[str, str],
     on_unused: OnUnused,
     comm: Comm,
     counts: Callable[[str], bool],
-) -> None:
-    """Collective: say once a load which stored tensors and objects no rank asks for; see :func:`compare_keys`.
+) -> str:
+    """Collective: return which stored tensors and objects no rank asks for, ``""`` if none; see :func:`compare_keys`.
 
     Args:
         mine: The names of what this rank asks for.
@@ -314,7 +318,7 @@ def _report_unused(
         used = comm.largest(*(name in mine for name in names))
         left = [name for name, is_used in zip(names, used, strict=True) if not is_used]
     if not left or len(left) == len(names):  # a load of the common state alone asks for nothing
-        return
+        return ""
     unused = dict.fromkeys(stored[name] for name in left)
     parts = Counter(key.partition(".")[0] for key in unused)
     counted = listed([f"{count} of {part}" for part, count in parts.items()], limit=5)
@@ -325,8 +329,7 @@ def _report_unused(
     if on_unused == "error":
         with comm.local_phase("comparing keys"):
             raise KeyMismatchError(f"{text}; ask for them, or pass on_unused='warn' or 'ignore'")
-    if comm.is_main:
-        logger.warning("%s (on_unused='ignore' is silent, 'error' refuses)", text)
+    return f"{text} (on_unused='ignore' is silent, 'error' refuses)"
 
 
 def find_usual_names(keys: Iterable[str]) -> dict[str, str]:

@@ -42,6 +42,16 @@ def test_a_request_can_be_executed_in_the_foreground(tmp_path: Path) -> None:
     jobs.check(str(tmp_path / "c"), 5.0)
 
 
+def test_a_finalize_function_that_fails_after_the_commit_says_so(tmp_path: Path) -> None:
+    """Who is told that a background save failed learns whether there is a checkpoint: here there is."""
+    request = dc.save(jobs.state(5.0), tmp_path / "c", async_sharded_save=True)
+    assert request is not None
+    request.add_finalize_fn(lambda: {}["tracker"])
+    with pytest.raises(CheckpointingException, match=rf"tracker.*the checkpoint {tmp_path / 'c'} is committed"):
+        request.execute_sync()
+    jobs.check(str(tmp_path / "c"), 5.0)
+
+
 def test_what_is_no_request_is_refused() -> None:
     """None, which a synchronous save returns, and other objects are errors that say what a request has."""
     queue = AsyncCallsQueue()

@@ -116,6 +116,9 @@ def test_names_and_contradictions_of_a_file_are_checked(tmp_path: Path, capsys: 
         errors = capsys.readouterr().err
         assert f"{len(words)} wrong setting" in errors
         assert all(each in errors for each in words)
+    for words in (["--section", "a"], ["interval", "--check", str(tmp_path / "a.json")]):
+        assert main(["config", *words]) == 2
+        assert "--check" in capsys.readouterr().err
     (tmp_path / "a.json").write_text("{")
     for name, word in (("a.json", "JSONDecodeError"), ("b.json", "FileNotFoundError"), ("a.ini", ".toml")):
         assert main(["config", "--check", str(tmp_path / name)]) == 2

@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import json
 import os
+import sys
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -133,3 +135,68 @@ def test_nobody_is_told_how_to_run_an_attack(tmp_path: Path, verb: str, capsys: 
     said = "".join(capsys.readouterr())
     assert f"{os.name}.system; nothing was run. That runs commands" in said
     assert "allow_globals" not in said
+
+
+def _make_config(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """An instance of a class of a trainer's, which nobody can import once the patch is undone."""
+    kind = type("Config", (), {"__module__": "trainer"})
+    monkeypatch.setitem(sys.modules, "trainer", SimpleNamespace(Config=kind))
+    return kind()
+
+
+class _Command:
+    """What runs a function when it is unpickled."""
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (self.path,)
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+
+@table(
+    "options",
+    [
+        ["--leave-out", "args"],
+        ["--leave-out", "args", "--to", "safetensors"],
+        ["--leave-out", "args", "--to", "torch"],
+        ["--leave-out", "args", "--to", "dcp"],
+        ["--prefix", "model."],
+        ["--to", "hf"],
+    ],
+)
+def test_tensors_are_rescued_from_beside_foreign_objects(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str]
+) -> None:
+    """Where what has a class that is not allowed is not written, no class is imported, and the tensors are."""
+    with pytest.MonkeyPatch.context() as patch:
+        torch.save({"model": {"w": torch.arange(3.0)}, "args": {"config": _make_config(patch)}}, tmp_path / "a.pt")
+    assert main(["convert", str(tmp_path / "a.pt"), str(tmp_path / "new"), *options]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("not written: args")
+    assert "1 tensor of 12 bytes, 0 objects" in said
+
+
+def test_what_would_be_written_of_a_foreign_class_is_an_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of another entry than the one left out; and what runs commands is refused, left out or not."""
+    with pytest.MonkeyPatch.context() as patch:
+        torch.save({"w": torch.ones(3), "args": 1, "more": _make_config(patch)}, tmp_path / "a.pt")
+    assert main(["convert", str(tmp_path / "a.pt"), str(tmp_path / "new")]) == 2
+    assert "--leave-out NAME of each entry that has some" in capsys.readouterr().err
+    assert main(["convert", str(tmp_path / "a.pt"), str(tmp_path / "new"), "--leave-out", "args"]) == 2
+    said = capsys.readouterr().err
+    assert "the common state['more'] cannot be pickled" in said
+    assert "leave it out (convert --leave-out)" in said
+    torch.save({"w": torch.ones(3), "args": _Command(str(tmp_path / "made"))}, tmp_path / "b.pt")
+    assert main(["convert", str(tmp_path / "b.pt"), str(tmp_path / "new"), "--leave-out", "args"]) == 2
+    assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == []
+
+
+def test_a_file_is_not_written_to_a_store(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The error says which way there is: a file on this machine, or a format that is streamed."""
+    torch.save({"w": torch.ones(3)}, tmp_path / "a.pt")
+    assert main(["convert", str(tmp_path / "a.pt"), "memory://bucket/b.pt", "--to", "torch"]) == 2
+    assert "memory://bucket/b.pt: a file of torch.save" in (said := capsys.readouterr().err)
+    assert "convert to a path, and copy the file" in said

@@ -245,3 +245,14 @@ def test_what_is_an_error_for_one_run_is_one_for_all(runs: Path, capsys: pytest.
     assert len([*runs.rglob("metadata.json")]) == 6
     assert main(["prune", str(runs), "--keep-latest", "1"]) == 2
     assert "checkpoints are in its folders a, old: give one of these, or -r for all" in capsys.readouterr().err
+
+
+def test_the_beginning_of_several_options_names_these(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`--keep 2` is none of the options that begin so: the error names them, and guesses none."""
+    with pytest.raises(SystemExit):
+        main(["prune", str(folder), "--keep", "2"])
+    assert "--keep 2 (options that begin so: --keep-latest, --keep-every, " in capsys.readouterr().err
+    (folder / "step-6").mkdir()
+    (folder / "step-6" / "common.pt").write_bytes(b"x")
+    assert main(["prune", str(folder), "--keep-latest", "1", "--dry-run"]) == 0
+    assert "kept: not a distributed checkpoint, or a save to it did not end" in capsys.readouterr().out

@@ -64,6 +64,15 @@ def test_a_save_over_a_checkpoint_is_a_warning(tmp_path: Path, caplog: pytest.Lo
     assert (tmp_path / "c" / "tokenizer.json").read_text() == "kept"
 
 
+def test_a_save_beside_other_files_says_that_they_stay(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A folder that is not empty need not have a checkpoint: nothing is said of one that is replaced."""
+    (tmp_path / "c").mkdir()
+    (tmp_path / "c" / "tokenizer.json").write_text("kept")
+    dc.save(_state(1.0), tmp_path / "c")
+    assert "will come beside other files, which are no checkpoint and stay" in caplog.text
+    assert (tmp_path / "c" / "tokenizer.json").read_text() == "kept"
+
+
 def test_positions_of_arguments_are_those_of_every_release(tmp_path: Path) -> None:
     """Until 0.18 the fourth argument was common_strategy, now it is validate_access_integrity: both are understood."""
     preprocess = dict

@@ -14,6 +14,7 @@ from shardckpt.compat.megatron.dist_checkpointing import serialization, validati
 from shardckpt.compat.megatron.dist_checkpointing.mapping import ShardedObject, ShardedTensor, is_main_replica
 from shardckpt.compat.megatron.dist_checkpointing.strategies import base, fully_parallel
 from shardckpt.compat.megatron.dist_checkpointing.strategies.async_utils import AsyncCallsQueue, AsyncRequest
+from shardckpt.compat.megatron.path_adapter import adapt_loader
 from shardckpt.errors import (
     CheckpointingException,
     CorruptCheckpointError,
@@ -25,6 +26,7 @@ from shardckpt.errors import (
     UnsafePickleError,
     VersionTooNewError,
 )
+from shardckpt.plugins import StrategyRegistry
 from tests.damage import flip
 from tests.tables import table
 
@@ -440,3 +442,16 @@ def test_an_action_by_its_text_is_refused(register: Any) -> None:
     """An action that is a string says which members of the enumeration there are."""
     with pytest.raises(CheckpointingException, match="'save_sharded': pass LOAD_SHARDED or SAVE_SHARDED of"):
         register("save_sharded", "files", 1, _Save())
+
+
+def test_a_list_of_strategies_names_the_class_that_is_adapted() -> None:
+    """Not the adapter alone, which is the same for all strategies of Megatron's kind."""
+
+    class MyLoad:
+        def load(self, sharded_state_dict: Any, checkpoint_dir: Any) -> Any:
+            return sharded_state_dict
+
+    registry = StrategyRegistry()
+    registry.add(adapt_loader(MyLoad(), "mine", 1))
+    (entry,) = registry.entries()
+    assert "MyLoad reads from a path" in entry.summary

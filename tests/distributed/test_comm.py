@@ -462,3 +462,20 @@ def _says_collective(function: ast.FunctionDef) -> bool:
 
 def _attributes(function: ast.FunctionDef) -> set[str]:
     return {node.attr for node in ast.walk(function) if isinstance(node, ast.Attribute)}
+
+
+def _fail_on_last() -> str:
+    comm = Comm()
+    try:
+        with comm.collective_phase(f"digging on {comm.rank}"):
+            if comm.rank == comm.world_size - 1:
+                raise StorageError("stone")
+    except StorageError as exc:
+        return exc.phase
+    return ""
+
+
+def test_an_error_has_the_phase_in_which_it_was_raised(ranks: Ranks) -> None:
+    """It is that of the rank that failed, the same on all ranks: metrics of all of them agree."""
+    assert ranks.run(2, _fail_on_last) == ["digging on 1"] * 2
+    assert ranks.run(1, _fail_on_last) == ["digging on 0"]

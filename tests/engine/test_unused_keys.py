@@ -51,6 +51,15 @@ def test_a_load_warns_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> 
     assert "on_unused='ignore'" in text
 
 
+def test_a_load_that_fails_has_its_error_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A tensor of another shape, found after the keys are compared: no warning stands before its error."""
+    _save(tmp_path / "c")
+    wanted = {"w": ShardedTensor.from_rank_offsets("ema.0.weight", torch.zeros(3, 3))}
+    with pytest.raises(CheckpointingException, match=r"ema\.0\.weight"):
+        dist_checkpointing.load(wanted, tmp_path / "c")
+    assert not _warnings(caplog)
+
+
 def test_nothing_is_said_where_all_is_used_or_asked_for(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Not of a whole load, nor of the common state alone, nor on request."""
     _save(tmp_path / "c")

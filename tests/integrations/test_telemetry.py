@@ -108,6 +108,7 @@ def test_opentelemetry_has_spans_of_operations_and_phases(tmp_path: Path) -> Non
     assert good.attributes["shardckpt.directory"] == str(tmp_path / "c")
     assert not bad.status.is_ok
     assert str(tmp_path / "c") in bad.status.description
+    assert (bad.attributes["error.type"], bad.attributes["shardckpt.failed_phase"]) == ("StorageError", "staging")
     phases = [span for span in found if span.parent is not None and span.parent.span_id == good.context.span_id]
     assert {"shardckpt.save: writing", "shardckpt.save: committing"} <= {span.name for span in phases}
     assert all(span.start_time < span.end_time <= good.end_time for span in phases)
@@ -358,6 +359,34 @@ def test_each_failure_is_one_event_one_count_and_one_line(
     (line,) = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
     assert re.match(rf"{operation} of .* failed in '{phase}' after .* s: {failed.error_type}: ", line)
     assert "\n" not in line
+
+
+@pytest.mark.parametrize("is_ring", [False, True], ids=["another", "ring"])
+def test_a_failure_while_another_is_handled_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_ring: bool
+) -> None:
+    """Who loads an older step after a failure, and fails again, has two failures; so has a ring of causes."""
+    prometheus_client = pytest.importorskip("prometheus_client")
+    from shardckpt.integrations.prometheus import PrometheusListener
+
+    def refuse(*_: Any, **__: Any) -> None:
+        error, other = StorageError("no disk"), OSError("no host")
+        error.__cause__, other.__cause__ = other, error
+        raise error
+
+    def load_either() -> None:
+        try:
+            dc.load({}, tmp_path / "newer")
+        except CheckpointingException:
+            dc.load({}, tmp_path / "older")
+
+    if is_ring:
+        dc.save({"a": 1}, tmp_path / "older")
+        monkeypatch.setattr("shardckpt.dist_checkpointing.load_checkpoint", refuse)
+    registry = prometheus_client.CollectorRegistry()
+    with _registered(PrometheusListener(registry)), pytest.raises(CheckpointingException):
+        load_either()
+    assert _count_failures("load", registry) == 2
 
 
 def test_a_background_save_that_fails_is_one_event_and_one_line(

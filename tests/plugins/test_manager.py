@@ -458,6 +458,23 @@ def test_a_failing_verb_does_not_take_the_others_away(failing: None, capsys: pyt
     assert "shardckpt_commands failed: RuntimeError: no such verb" in output.err
 
 
+class _TakesLs:
+    @hookimpl
+    def shardckpt_commands(self, subparsers: Any) -> None:
+        subparsers.add_parser("ls")
+
+
+def test_a_verb_of_a_plugin_with_the_name_of_another_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    """The built-in one stays, on each version of Python, and help and ``strategies`` say what to do."""
+    listener = _TakesLs()
+    get_plugin_manager().register(listener)
+    try:
+        assert main(["strategies"]) == 0
+    finally:
+        get_plugin_manager().unregister(listener)
+    assert "the verb 'ls' is a built-in one, which stays: give the plugin's another name" in capsys.readouterr().err
+
+
 class _Greets:
     @hookimpl
     def shardckpt_commands(self, subparsers: Any) -> None:
@@ -560,3 +577,18 @@ def test_a_module_is_a_plugin_by_the_environment_alone(
     assert (broken.name, broken.fault) == ("not_there:plugin", "ModuleNotFoundError: No module named 'not_there'")
     monkeypatch.setenv("SHARDCKPT_DISABLED_PLUGINS", module)
     assert module in [plugin.name for plugin in PluginManager().broken()]
+
+
+def test_strategies_says_once_that_a_plugin_is_broken(
+    site: Site,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its answer has the reason: no line of the log says the same before it."""
+    site.install("aaa-broken", "aaa", "raise RuntimeError('no licence')")
+    manager = PluginManager()
+    monkeypatch.setattr("shardckpt.plugins.get_plugin_manager", lambda: manager)
+    assert main(["strategies"]) == 0
+    assert capsys.readouterr().out.count("RuntimeError: no licence") == 1
+    assert "no licence" not in caplog.text

@@ -95,10 +95,9 @@ class PathSaver(SaveStrategy):
         PluginError: A strategy with a base of Megatron's has no backend.
     """
 
-    writes = "what a strategy of Megatron's kind writes to a path"
-
     def __init__(self, strategy: Any, backend: str = "", version: int = 0) -> None:
         self.strategy = strategy
+        self.writes = f"what {_name(strategy)} writes to a path, as Megatron's do"  # type: ignore[misc]
         has_base = isinstance(strategy, SaveShardedStrategy)
         missing = [name for name in ("backend", "version") if getattr(strategy, name, None) is None]
         if missing and has_base:
@@ -235,12 +234,12 @@ class PathLoader(LoadStrategy):
         version: The version that it is registered for.
     """
 
-    reads = "what a strategy of Megatron's kind reads from a path"
     backend = ""
     version = 0
 
     def __init__(self, strategy: Any, backend: str = "", version: int = 0) -> None:
         self.strategy = strategy
+        self.reads = f"what {_name(strategy)} reads from a path, as Megatron's do"  # type: ignore[misc]
         if not backend and not isinstance(strategy, LoadShardedStrategy) and hasattr(strategy, "backend"):
             backend, version = strategy.backend, getattr(strategy, "version", _DEFAULT_FORMAT[1])
         self.backend = backend  # type: ignore[misc]

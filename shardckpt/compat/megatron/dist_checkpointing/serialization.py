@@ -22,8 +22,10 @@ from shardckpt.dist_checkpointing import (
 from shardckpt.distributed import Comm
 from shardckpt.engine import locate
 from shardckpt.errors import CheckpointingException
+from shardckpt.manifest import MARKER_NAME
 from shardckpt.mapping import ShardedBase
 from shardckpt.plugins import get_plugin_manager
+from shardckpt.storage import is_there
 
 if TYPE_CHECKING:
     import os
@@ -194,9 +196,16 @@ def _warn_of_overwrite(checkpoint_dir: PathLike, process_group: Any) -> None:
     comm = Comm(process_group)
     with comm.collective_phase("looking at the target"):
         # one rank looks: a shared file system need not answer all of them
-        taken = comm.is_main and not is_free(locate(checkpoint_dir, get_plugin_manager()))
+        target = locate(checkpoint_dir, get_plugin_manager())
+        taken = comm.is_main and not is_free(target)
+        has_checkpoint = taken and any(is_there(target / name) for name in (MARKER_NAME, ".metadata"))
     if taken:
-        logger.warning("%s is not empty: this save will replace the checkpoint there when it commits", checkpoint_dir)
+        what = (
+            "will replace the checkpoint there when it commits"
+            if has_checkpoint
+            else "will come beside other files, which are no checkpoint and stay"
+        )
+        logger.warning("%s is not empty: this save %s", checkpoint_dir, what)
 
 
 __all__ = [
