@@ -161,9 +161,9 @@ def _choose_metric(wanted: tuple[str, str] | None, found: Sequence[CheckpointSum
 
 def _find_best(found: Sequence[CheckpointSummary], metric: str, mode: str) -> CheckpointSummary | None:
     """Return the checkpoint with the best value among those that are whole and not marked as failed."""
-    from shardckpt.manager import rank_steps
+    from shardckpt.manager import list_once, rank_steps
 
-    # by their places: a step may be there twice
+    found = list_once(found)
     sound = {n: each.metrics for n, each in enumerate(found) if each.state == "whole" and not each.has_failed}
     ranked = rank_steps(sound, metric, mode)
     return found[ranked[0]] if ranked else None
@@ -235,9 +235,10 @@ def _summarize(folder: str, found: Sequence[CheckpointSummary]) -> list[str]:
     """Return how many checkpoints there are, in what state, and how many bytes they have on disk."""
     from shardckpt.cli.amounts import format_bytes, format_many
     from shardckpt.maintenance import FILE_SUFFIXES
+    from shardckpt.manager import list_once
 
     rows = len(found)
-    found = [*{each.path: each for each in found}.values()]  # a link to what is there, too, is nothing more
+    found = list_once(found)
     checkpoints = [each for each in found if each.is_checkpoint]
     whole = [each.has_failed for each in checkpoints if each.state == "whole"]
     failed = f", {sum(whole)} marked as failed" if any(whole) else ""

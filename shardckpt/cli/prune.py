@@ -19,7 +19,7 @@ A metric that no step has, and a --keep-step that is not there, are errors, and 
 A checkpoint that has nothing beside it is one, too: its folder was meant.
 
 With -r each folder below PATH that has steps, or only what killed saves have left, is pruned by itself; what is an
-error for one of them is one for all, before anything is removed.
+error for one of them is one for all, before anything is removed. Links in PATH to folders elsewhere are not followed.
 Exit code: 1 if --verify has found a damaged step; 2 if something could not be removed.
 """
 
@@ -34,7 +34,7 @@ from shardckpt.cli.exit_codes import FAILED, FINE, FOUND
 from shardckpt.cli.folders import refuse_checkpoint
 from shardckpt.cli.output import Output
 from shardckpt.cli.table import fit_table
-from shardckpt.errors import CheckpointingException
+from shardckpt.errors import CheckpointingException, format_many, listed
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -53,7 +53,10 @@ def add(verbs: Any) -> None:
     )
     parser.add_argument("path", nargs="?", help="a folder of checkpoints, or one checkpoint: a directory or a URL")
     parser.add_argument(
-        "-r", "--recursive", action="store_true", help="prune each folder of steps in PATH, and in its folders"
+        "-r",
+        "--recursive",
+        action="store_true",
+        help="prune each folder of steps in PATH, and in its folders, no links",
     )
     parser.add_argument(
         "--spool",
@@ -118,7 +121,7 @@ def run(options: Any) -> Output:
 
     policies = _make_policies(options)
     _refuse_wrong_calls(options, policies)
-    folders = _list_runs(options)
+    folders, links = _list_runs(options)
     planned = [_plan(each, policies) for each in folders]  # what is refused of one folder is refused before all
     if _chooses_steps(options, policies) and not any(planned):
         refuse_checkpoint(options.path)
@@ -130,31 +133,48 @@ def run(options: Any) -> Output:
     if options.path is not None and not steps and not leftovers:
         refuse_checkpoint(options.path)
     unseen = "" if options.path is None else explain_unseen_uploads(options.path)
-    answer = Pruned(options.dry_run, verified, steps, leftovers, unseen)
+    answer = Pruned(options.dry_run, verified, steps, leftovers, unseen, links)
     return Output(
         lambda: answer._asdict() | {"freed": answer.freed}, lambda: _describe(answer, options, policies), answer.code
     )
 
 
-def _list_runs(options: Any) -> list[argparse.Namespace]:
-    """Return the options for each folder: PATH, or with ``-r`` those in it that checkpoints or leftovers are in."""
+def _list_runs(options: Any) -> tuple[list[argparse.Namespace], list[str]]:
+    """Return the options for each folder: PATH, or with ``-r`` those in it that checkpoints or leftovers are in.
+
+    And the links to folders of checkpoints elsewhere, which are left alone: these may be another user's.
+    """
     from shardckpt.commit import walk_folders
     from shardckpt.engine import find_local
     from shardckpt.errors import StorageError
     from shardckpt.manager import list_checkpoints
 
     if not options.recursive:
-        return [options]
+        return [options], []
     above = options.path.rstrip("/") or "/"
     inside = {each.name.rpartition("/")[0] for each in list_checkpoints(options.path, recursive=True)}
-    if (place := find_local(options.path)) is not None:  # a first save that was killed has left nothing else
-        inside |= {"" if each == place else str(each.relative_to(place)) for each in walk_folders(place).used}
+    links: set[str] = set()
+    if (place := find_local(options.path)) is not None:
+        used, ends = ({path.relative_to(place).as_posix() for path in each} for each in walk_folders(place))
+        links = {end for end in ends if any(f"{name}/".startswith(f"{end}/") for name in inside)}
+        inside = {name for name in inside if not any(f"{name}/".startswith(f"{end}/") for end in links)}
+        inside |= {"" if name == "." else name for name in used}  # a first save that was killed leaves nothing else
+    unfollowed = [f"{above}/{name}" for name in sorted(links)]
     if not inside:
-        raise StorageError(f"{options.path} has no folder of checkpoints in it, and nothing was removed")
+        raise StorageError(
+            f"{options.path} has no folder of checkpoints in it, and nothing was removed{_describe_links(unfollowed)}"
+        )
     return [
         argparse.Namespace(**{**vars(options), "path": f"{above}/{name}" if name else options.path})
         for name in sorted(inside)
-    ]
+    ], unfollowed
+
+
+def _describe_links(links: Sequence[str]) -> str:
+    """Return that links were not followed; ``""`` if there are none."""
+    return (
+        f"; not followed: {format_many(len(links), 'link')} to other folders: {listed(links, limit=6)}" if links else ""
+    )
 
 
 def _plan(options: Any, policies: Sequence[Any]) -> list[StepResult]:
@@ -240,13 +260,14 @@ def _find_age(options: Any) -> float | None:
 
 
 class Pruned(NamedTuple):
-    """What was verified, removed and kept, or with ``--dry-run`` would be, and which uploads cannot be seen."""
+    """What was verified, removed and kept, or with ``--dry-run`` would be, and what was not looked at."""
 
     dry_run: bool
     verified: Sequence[Verified]
     steps: Sequence[StepResult]
     leftovers: Sequence[PruneResult]
     unseen: str
+    links: Sequence[str]
 
     @property
     def everything(self) -> list[PruneResult | StepResult]:
@@ -278,6 +299,8 @@ def _describe(found: Pruned, options: Any, policies: Sequence[Any]) -> list[str]
             lines += fit_table((what, "size", "result"), rows)
     if found.unseen:
         lines.append(found.unseen)
+    if found.links:
+        lines.append(_describe_links(found.links).removeprefix("; "))
     if options.path is not None and not found.everything:
         lines += _describe_inner_leftovers(options.path)
     if all(result.kept for result in found.everything):
@@ -310,7 +333,6 @@ def _refuse_wrong_calls(options: Any, policies: list[Any]) -> None:
 
 def _refuse_folder_of_runs(path: str) -> None:
     """Raise if a folder without steps has checkpoints of other names, or folders of checkpoints: these were meant."""
-    from shardckpt.errors import listed
     from shardckpt.manager import list_checkpoints
 
     found = list_checkpoints(path)

@@ -144,7 +144,7 @@ def _list_folder(
     for each in found:
         if not each.inside:
             deep.append(each)
-        elif each.path not in here:
+        elif not is_listed_elsewhere(each, here):
             below = _list_folder(str(place / each.name), formats, recursive=True, above=here)
             deep += name_below(each.name, below)
     return deep
@@ -299,6 +299,28 @@ def arrange(found: Iterable[CheckpointSummary], holds: Mapping[str, Collection[H
         for each in rows
     ]
     return sorted(held, key=lambda each: (each.step is None, each.step, each.name))
+
+
+def list_once(found: Iterable[CheckpointSummary]) -> list[CheckpointSummary]:
+    """Return summaries without those of links to what is among them by its own name, or by another link."""
+    found = [*found]
+    once = {each.path: each for each in found}
+    once.update((each.path, each) for each in found if each.path.endswith(f"/{each.name}"))
+    return [*once.values()]
+
+
+def is_listed_elsewhere(found: CheckpointSummary, above: tuple[str, ...]) -> bool:
+    """Return whether a recursive listing has a folder by another path: one that is around it, or that a link leads to.
+
+    Args:
+        found: The folder.
+        above: The real paths of those that it is in, from the one that is listed on.
+    """
+    if found.path in above:
+        return True
+    inner = found.path.removeprefix(f"{above[0]}/")
+    is_hidden = inner == found.path or any(part.startswith(".") for part in inner.split("/"))
+    return found.path != f"{above[-1]}/{found.name}" and not is_hidden
 
 
 def name_below(folder: str, found: Iterable[CheckpointSummary]) -> list[CheckpointSummary]:

@@ -255,6 +255,28 @@ def test_a_folder_with_nothing_but_leftovers_is_seen(
     assert not left.exists()
 
 
+def test_prune_does_not_follow_links_out_of_its_path(
+    runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A link to another team's run is left alone and named; one within PATH is the run itself, which is pruned once."""
+    (runs.parent / "other").mkdir()
+    (runs / "a").rename(runs.parent / "other" / "a")
+    (runs / "a").symlink_to("../other/a")
+    (runs / "again").symlink_to("old/b")
+    assert main(["prune", "-r", str(runs), "--keep-latest", "1"]) == 0
+    out = capsys.readouterr().out
+    assert f"not followed: 1 link to other folders: {runs}/a" in out.splitlines()
+    assert _steps(tmp_path / "other" / "a") == [1, 2, 3]
+    assert _steps(runs / "old" / "b") == [3]
+    assert "again" not in out
+    main(["ls", "-r", str(tmp_path)])
+    assert "again" not in capsys.readouterr().out
+    (tmp_path / "links").mkdir()
+    (runs / "a").rename(tmp_path / "links" / "a")
+    assert main(["prune", "-r", str(tmp_path / "links")]) == 2
+    assert f"nothing was removed; not followed: 1 link to other folders: {tmp_path}/links/a" in capsys.readouterr().err
+
+
 def test_what_is_an_error_for_one_run_is_one_for_all(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A metric that the steps of one run lack is an error that names the run, and nothing is removed of the others."""
     assert main(["prune", "-r", str(runs), "--keep-best", "loss"]) == 2
