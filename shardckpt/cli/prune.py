@@ -19,8 +19,9 @@ A metric that no step has, and a --keep-step that is not there, are errors, and 
 A checkpoint that has nothing beside it is one, too: its folder was meant.
 
 With -r each folder below PATH that has steps, or only what killed saves have left, is pruned by itself; what is an
-error for one of them is one for all, before anything is removed. Links in PATH to folders elsewhere are not followed.
-Exit code: 1 if --verify has found a damaged step; 2 if something could not be removed.
+error for one of them is one for all, before anything is removed; with --skip-errors that folder alone is left as it
+was, and the exit code is 2. Links in PATH to folders elsewhere are not followed.
+Exit code: 1 if --verify has found a damaged step; 2 if something could not be removed, or a folder was skipped.
 """
 
 from __future__ import annotations
@@ -57,6 +58,11 @@ def add(verbs: Any) -> None:
         "--recursive",
         action="store_true",
         help="prune each folder of steps in PATH, and in its folders, no links",
+    )
+    parser.add_argument(
+        "--skip-errors",
+        action="store_true",
+        help="with -r: prune the other folders where an option is an error for one, such as a metric that it lacks",
     )
     parser.add_argument(
         "--spool",
@@ -122,8 +128,8 @@ def run(options: Any) -> Output:
     policies = _make_policies(options)
     _refuse_wrong_calls(options, policies)
     folders, links = _list_runs(options)
-    planned = [_plan(each, policies) for each in folders]  # what is refused of one folder is refused before all
-    if _chooses_steps(options, policies) and not any(planned):
+    folders, planned, skipped = _plan_all(folders, policies)
+    if _chooses_steps(options, policies) and not skipped and not any(planned):
         refuse_checkpoint(options.path)
         _refuse_folder_of_runs(options.path)
     found = [_prune(each, policies, steps) for each, steps in zip(folders, planned, strict=True)]
@@ -133,7 +139,7 @@ def run(options: Any) -> Output:
     if options.path is not None and not steps and not leftovers:
         refuse_checkpoint(options.path)
     unseen = "" if options.path is None else explain_unseen_uploads(options.path)
-    answer = Pruned(options.dry_run, verified, steps, leftovers, unseen, links)
+    answer = Pruned(options.dry_run, verified, steps, leftovers, unseen, links, skipped)
     return Output(
         lambda: answer._asdict() | {"freed": answer.freed}, lambda: _describe(answer, options, policies), answer.code
     )
@@ -177,6 +183,29 @@ def _describe_links(links: Sequence[str]) -> str:
     )
 
 
+def _plan_all(
+    folders: Sequence[argparse.Namespace], policies: Sequence[Any]
+) -> tuple[list[argparse.Namespace], list[list[StepResult]], list[Skipped]]:
+    """Return the folders to prune, what would become of the steps of each, and with --skip-errors those that are left.
+
+    Raises:
+        CheckpointingException: What is asked for cannot be done in a folder, or with --skip-errors in none of them.
+    """
+    from shardckpt.cli.failure import print_error
+
+    fit, planned, skipped = [], [], []
+    for each in folders:
+        try:
+            planned.append(_plan(each, policies))
+            fit.append(each)
+        except CheckpointingException as exc:  # noqa: PERF203 - before anything is removed of any folder
+            if not each.skip_errors or (each is folders[-1] and not fit):
+                raise
+            print_error(exc, each)
+            skipped.append(Skipped(each.path, str(exc)))
+    return fit, planned, skipped
+
+
 def _plan(options: Any, policies: Sequence[Any]) -> list[StepResult]:
     """Return what would become of the steps of one folder.
 
@@ -190,7 +219,10 @@ def _plan(options: Any, policies: Sequence[Any]) -> list[StepResult]:
     except CheckpointingException as exc:
         from shardckpt.distributed import replace_text
 
-        raise (replace_text(exc, f"{options.path}: {exc}") if options.recursive else exc) from exc.__cause__
+        if not options.recursive:
+            raise
+        how = "" if options.skip_errors else "; --skip-errors prunes the other folders"
+        raise replace_text(exc, f"{options.path}: {exc}{how}") from exc.__cause__
 
 
 def _prune(
@@ -259,6 +291,13 @@ def _find_age(options: Any) -> float | None:
     return None if options.damaged else options.older_than
 
 
+class Skipped(NamedTuple):
+    """A folder that was left as it is, since an option is an error there."""
+
+    path: str
+    error: str
+
+
 class Pruned(NamedTuple):
     """What was verified, removed and kept, or with ``--dry-run`` would be, and what was not looked at."""
 
@@ -268,6 +307,7 @@ class Pruned(NamedTuple):
     leftovers: Sequence[PruneResult]
     unseen: str
     links: Sequence[str]
+    skipped: Sequence[Skipped]
 
     @property
     def everything(self) -> list[PruneResult | StepResult]:
@@ -282,7 +322,7 @@ class Pruned(NamedTuple):
     @property
     def code(self) -> int:
         """The exit code: what --verify has found is a finding, what could not be removed a failure."""
-        if any(result.error for result in self.everything):
+        if self.skipped or any(result.error for result in self.everything):
             return FAILED
         return FINE if all(verdict == "verified" for _, verdict in self.verified) else FOUND
 
@@ -301,6 +341,9 @@ def _describe(found: Pruned, options: Any, policies: Sequence[Any]) -> list[str]
         lines.append(found.unseen)
     if found.links:
         lines.append(_describe_links(found.links).removeprefix("; "))
+    if found.skipped:
+        many = format_many(len(found.skipped), "folder")
+        lines.append(f"left as it was after an error: {many}: {listed([path for path, _ in found.skipped], limit=6)}")
     if options.path is not None and not found.everything:
         lines += _describe_inner_leftovers(options.path)
     if all(result.kept for result in found.everything):
@@ -318,6 +361,8 @@ def _refuse_wrong_calls(options: Any, policies: list[Any]) -> None:
     """Exit with the parser's error if options do not go together."""
     if options.path is None and (options.spool is None or options.recursive):
         options.parser.error("give a PATH" + ", or --spool" * (not options.recursive))
+    if options.skip_errors and not options.recursive:
+        options.parser.error("--skip-errors needs -r: it leaves one folder of several as it is")
     if _chooses_steps(options, policies):
         if options.path is None:
             options.parser.error(

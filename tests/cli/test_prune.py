@@ -286,6 +286,25 @@ def test_what_is_an_error_for_one_run_is_one_for_all(runs: Path, capsys: pytest.
     assert "checkpoints are in its folders a, old: give one of these, or -r for all" in capsys.readouterr().err
 
 
+def test_skip_errors_prunes_the_other_runs(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The error names the option; with it the run without the metric stays, its error is said, and the rest goes."""
+    arguments = ["prune", "-r", str(runs), "--keep-best", "loss"]
+    assert main(arguments) == 2
+    assert "--skip-errors prunes the other folders" in capsys.readouterr().err
+    assert main([*arguments, "--skip-errors"]) == 2
+    said = capsys.readouterr()
+    assert f"{runs}/old/b: no step has a value of the metric 'loss'" in said.err
+    assert f"left as it was after an error: 1 folder: {runs}/old/b" in said.out.splitlines()
+    assert (_steps(runs / "a"), _steps(runs / "old" / "b")) == ([1, 3], [1, 2, 3])
+    assert main([*arguments, "--skip-errors", "--json"]) == 2
+    assert [each["path"] for each in json.loads(capsys.readouterr().out)["skipped"]] == [f"{runs}/old/b"]
+    assert main(["prune", "-r", str(runs / "old"), "--keep-best", "loss", "--skip-errors"]) == 2
+    assert "no step has a value" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["prune", str(runs), "--skip-errors"])
+    assert "--skip-errors needs -r" in capsys.readouterr().err
+
+
 def test_the_beginning_of_several_options_names_these(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """`--keep 2` is none of the options that begin so: the error names them, and guesses none."""
     with pytest.raises(SystemExit):
