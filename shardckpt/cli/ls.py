@@ -73,7 +73,7 @@ def run(options: Any) -> Output:
 def _describe(options: Any, found: Sequence[CheckpointSummary], metrics: dict[str, tuple[str, str]]) -> list[str]:
     best = _find_best(found, metrics)
     lines = _make_table(found, metrics, best) if found else []
-    lines += _summarize(options.folder, found)
+    lines += _summarize(options.folder, found, recursive=options.recursive)
     lines += describe_leftovers(options.folder, found, recursive=options.recursive)
     hidden = {name for each in found for name in each.metrics} - {name for name, _ in metrics.values()}
     if hidden and options.metric is None:
@@ -269,7 +269,7 @@ def _name_state(found: CheckpointSummary) -> str:
     return "no checkpoint" if found.state == "other" else found.state
 
 
-def _summarize(folder: str, found: Sequence[CheckpointSummary]) -> list[str]:
+def _summarize(folder: str, found: Sequence[CheckpointSummary], *, recursive: bool = False) -> list[str]:
     """Return how many checkpoints there are, in what state, and how many bytes they have on disk."""
     from shardckpt.cli.amounts import format_bytes, format_many
     from shardckpt.maintenance import FILE_SUFFIXES
@@ -286,17 +286,20 @@ def _summarize(folder: str, found: Sequence[CheckpointSummary]) -> list[str]:
     summary = f"{many}, {whole.count(False)} whole{failed}, {format_bytes(sum(e.nbytes for e in checkpoints))}{by}"
     # the row of a folder counts all of these, by the names of files
     none = sum(each.state == "other" and each.name.endswith(FILE_SUFFIXES) for each in found)
-    summary += f"; {format_many(none, 'file')} beside them: no checkpoint" if none else ""
+    summary += f"; {none:,} more by the names of files: no checkpoint" if none else ""
     summary += f"; {format_many(rows - len(found), 'row')} of the same by another path" if rows > len(found) else ""
     lines = [summary] if checkpoints or not folders else []
     if folders:
         inside = sum(each.inside for each in folders)
         more = f"{inside} more" if checkpoints else format_many(inside, "checkpoint")
-        lines.append(f"{more} in {format_many(len(folders), 'folder')}: `shardckpt ls -r {folder}` lists them")
+        where = f"in {format_many(len(folders), 'folder')}, by the names of files"
+        lines.append(f"{more} {where}: `shardckpt ls -r {folder}` lists them")
     sums: dict[str, int] = {}
     for each in found:
         sums[_name_state(each)] = sums.get(_name_state(each), 0) + each.nbytes
-    if len(sums) > 1:
+    if recursive:  # so that it comes to what the rows of folders come to
+        sums["other files"] = _measure_others(folder, found)
+    if len(sums := {state: nbytes for state, nbytes in sums.items() if nbytes}) > 1:
         by_state = ", ".join(f"{state} {format_bytes(nbytes)}" for state, nbytes in sums.items())
         lines.append(f"on disk: {format_bytes(sum(sums.values()))}: {by_state}")
     if bad := _count_bad_steps(folder, found):
@@ -305,6 +308,15 @@ def _summarize(folder: str, found: Sequence[CheckpointSummary]) -> list[str]:
             "--dry-run` says which may go"
         )
     return lines
+
+
+def _measure_others(folder: str, found: Sequence[CheckpointSummary]) -> int:
+    """Return the bytes in a folder of this machine, logs and what killed saves have left, that no row has."""
+    from shardckpt.engine import find_local, measure
+
+    if (top := find_local(folder)) is None or not top.is_dir():
+        return 0
+    return max(0, measure(top) - sum(each.nbytes for each in found if each.path.startswith(f"{top}/")))
 
 
 def _count_bad_steps(folder: str, found: Sequence[CheckpointSummary]) -> int:

@@ -360,7 +360,7 @@ def _describe_rest(
 def _count_inside(directory: Path) -> int:
     """Return how many checkpoints there may be below a directory, as names say; of a store, by its listing, if any."""
     if (remote := on_store(directory)) is None:
-        return count_inside(list_local_names(directory))
+        return count_inside(list_local_names(directory, directory.parent))
     return 0 if remote.listing is None else count_inside(list_stored_names(remote.listing))
 
 

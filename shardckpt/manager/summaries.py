@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 from shardckpt.commit import HOLDS_NAME
 from shardckpt.engine import find_local, find_save_time, measure
 from shardckpt.errors import CheckpointingException, format_many, listed
-from shardckpt.maintenance import FILE_SUFFIXES, describe_foreign, list_inside, list_local_names
+from shardckpt.maintenance import FILE_SUFFIXES, describe_foreign, is_visible_in, list_inside, list_local_names
 from shardckpt.manager.metrics import read_metrics, read_save_time, read_settings
 from shardckpt.manager.step_links import LINKS
 from shardckpt.manager.step_names import MARKS_NAME, parse_step
@@ -192,7 +192,7 @@ def _begin(directory: Path) -> CheckpointSummary:
 def _summarize_other(directory: Path) -> CheckpointSummary:
     """Return the summary of a directory that is a checkpoint to no reader, as all names in it say."""
     names = _list_names(directory)
-    summary, inside = _begin(directory), count_inside(list_local_names(directory))
+    summary, inside = _begin(directory), count_inside(list_local_names(directory, directory.parent))
     is_dead_save = bool(names.all) and not inside and summary.step is not None
     if is_dead_save or describe_foreign(directory, names.all):
         raise _NeedsReaderError
@@ -316,11 +316,8 @@ def is_listed_elsewhere(found: CheckpointSummary, above: tuple[str, ...]) -> boo
         found: The folder.
         above: The real paths of those that it is in, from the one that is listed on.
     """
-    if found.path in above:
-        return True
-    inner = found.path.removeprefix(f"{above[0]}/")
-    is_hidden = inner == found.path or any(part.startswith(".") for part in inner.split("/"))
-    return found.path != f"{above[-1]}/{found.name}" and not is_hidden
+    is_link = found.path != f"{above[-1]}/{found.name}"
+    return found.path in above or (is_link and is_visible_in(found.path, above[0]))
 
 
 def name_below(folder: str, found: Iterable[CheckpointSummary]) -> list[CheckpointSummary]:
