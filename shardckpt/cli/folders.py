@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ def name_steps(options: Any) -> None:
         paths = given if isinstance(given, list) else [given]
         for path in paths:
             if not os.path.exists(path):  # noqa: PTH110 - a path that is there needs none of the imports
+                refuse_lost_link(path)
                 _refuse_misspelt_word(path)
         if any(map(_is_word, paths)):
             from shardckpt.manager import find_named_step
@@ -43,6 +45,19 @@ def name_steps(options: Any) -> None:
 
 def _is_word(path: str) -> bool:
     return f"/{path}".rstrip("/").endswith(_WORDS)
+
+
+def refuse_lost_link(path: str) -> None:
+    """Raise if a path, or a folder that it goes through, is a link to what is not there: errors name that alone."""
+    from shardckpt.engine import find_local
+    from shardckpt.errors import NotACheckpointError
+
+    if find_local(path) is None:
+        return
+    given = Path(path).expanduser()
+    for each in (given, *given.parents):
+        if each.is_symlink() and not os.path.exists(each):  # noqa: PTH110 - Path's raises for a loop
+            raise NotACheckpointError(f"{each} is a link that leads nowhere: to {each.readlink()}")
 
 
 def _refuse_misspelt_word(path: str) -> None:

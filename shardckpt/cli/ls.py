@@ -71,10 +71,19 @@ def run(options: Any) -> Output:
 
 
 def _describe(options: Any, found: Sequence[CheckpointSummary], metrics: dict[str, tuple[str, str]]) -> list[str]:
+    from shardckpt.cli.amounts import format_many
+    from shardckpt.commit import walk_folders
+    from shardckpt.engine import find_local
+
     best = _find_best(found, metrics)
     lines = _make_table(found, metrics, best) if found else []
     lines += _summarize(options.folder, found, recursive=options.recursive)
-    lines += describe_leftovers(options.folder, found, recursive=options.recursive)
+    top = find_local(options.folder) if options.recursive else None
+    walked = None if top is None else walk_folders(top)
+    lines += describe_leftovers(options.folder, found, [] if walked is None else walked.used)
+    if top is not None and walked is not None and walked.lost:
+        lost = [path.relative_to(top).as_posix() for path in walked.lost]
+        lines.append(f"{format_many(len(lost), 'link')} leading nowhere: {listed(lost, limit=6)}")
     hidden = {name for each in found for name in each.metrics} - {name for name, _ in metrics.values()}
     if hidden and options.metric is None:
         lines.append(f"more metrics: {listed(sorted(hidden), limit=6)}: --metric NAME shows one")
@@ -103,20 +112,22 @@ def list_folder(folder: str, *, recursive: bool = False) -> list[CheckpointSumma
     return found
 
 
-def describe_leftovers(folder: str, found: Sequence[CheckpointSummary], *, recursive: bool = False) -> list[str]:
+def describe_leftovers(folder: str, found: Sequence[CheckpointSummary], inside: Sequence[Path] = ()) -> list[str]:
     """Return a line for a folder, and for each folder of checkpoints in it, where killed saves have left something.
 
-    With ``recursive`` also for folders that have nothing else.
+    Args:
+        folder: The folder, a directory or URL.
+        found: The summaries of what is in it.
+        inside: The real paths of other folders in it that have leftovers.
     """
     from shardckpt.cli.amounts import format_bytes
-    from shardckpt.commit import walk_folders
     from shardckpt.engine import find_local
 
     lines: list[str] = []
     seen: set[Path] = set()  # what is beside a folder is in the one around it, too
     inner = {each.name if each.inside else each.name.rpartition("/")[0] for each in found} - {""}
-    if recursive and (top := find_local(folder)) is not None:
-        inner |= {str(each.relative_to(top)) for each in walk_folders(top).used if each != top}
+    if inside and (top := find_local(folder)) is not None:
+        inner |= {str(each.relative_to(top)) for each in inside if each != top}
     for name in ("", *sorted(inner)):
         place = f"{folder.rstrip('/') or '/'}/{name}" if name else folder
         left = [each for each in _find_leftovers(place) if each.path not in seen]

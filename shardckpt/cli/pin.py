@@ -8,7 +8,7 @@ from __future__ import annotations
 import shlex
 from typing import Any
 
-from shardckpt.cli.folders import refuse_checkpoint
+from shardckpt.cli.folders import refuse_checkpoint, refuse_lost_link
 from shardckpt.cli.output import Output
 
 #: What stands for a step.
@@ -38,6 +38,7 @@ def run(options: Any) -> Output:
         if options.label is not None:
             options.parser.error(f"two labels are given, {options.text!r} and {options.label!r}")
         options.label = options.text
+    refuse_lost_link(options.folder)
     _refuse_folder_that_is_not_there(options.folder)
     if options.step is None:
         if options.label or options.remove:

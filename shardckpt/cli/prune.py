@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardckpt.cli.cells import cut, measure
 from shardckpt.cli.exit_codes import FAILED, FINE, FOUND
-from shardckpt.cli.folders import refuse_checkpoint
+from shardckpt.cli.folders import refuse_checkpoint, refuse_lost_link
 from shardckpt.cli.output import Output
 from shardckpt.cli.table import fit_table
 from shardckpt.errors import CheckpointingException, format_many, listed
@@ -127,6 +127,8 @@ def run(options: Any) -> Output:
 
     policies = _make_policies(options)
     _refuse_wrong_calls(options, policies)
+    if options.path is not None:
+        refuse_lost_link(options.path)
     folders, links = _list_runs(options)
     folders, planned, skipped = _plan_all(folders, policies)
     if _chooses_steps(options, policies) and not skipped and not any(planned):
@@ -161,7 +163,7 @@ def _list_runs(options: Any) -> tuple[list[argparse.Namespace], list[str]]:
     inside = {each.name.rpartition("/")[0] for each in list_checkpoints(options.path, recursive=True)}
     links: set[str] = set()
     if (place := find_local(options.path)) is not None:
-        used, ends = ({path.relative_to(place).as_posix() for path in each} for each in walk_folders(place))
+        used, ends, _ = ({path.relative_to(place).as_posix() for path in each} for each in walk_folders(place))
         links = {end for end in ends if any(f"{name}/".startswith(f"{end}/") for name in inside)}
         inside = {name for name in inside if not any(f"{name}/".startswith(f"{end}/") for end in links)}
         inside |= {"" if name == "." else name for name in used}  # a first save that was killed leaves nothing else

@@ -63,15 +63,16 @@ def find_leftovers_of(path: Path) -> list[Leftover]:
 
 
 class FoundFolders(NamedTuple):
-    """What a walk has found: ``used``, the folders with leftovers in them, and ``links`` to folders: these end it."""
+    """What a walk has found: folders with leftovers in them, links to folders, which end it, and links to nothing."""
 
     used: list[Path]
     links: list[Path]
+    lost: list[Path]
 
 
 def walk_folders(top: Path) -> FoundFolders:
     """Find the folders that leftovers are in, at any depth; not what is hidden or in a checkpoint, nor behind links."""
-    found = FoundFolders([], [])
+    found = FoundFolders([], [], [])
     for path, names, files in os.walk(top):
         folder = Path(path)
         if any("shardckpt-" in name for name in names) and find_leftovers(folder, lambda _: True):
@@ -79,6 +80,8 @@ def walk_folders(top: Path) -> FoundFolders:
         is_checkpoint = MARKER_NAME in files
         names[:] = [] if is_checkpoint else sorted(name for name in names if not name.startswith("."))
         found.links.extend(folder / name for name in names if (folder / name).is_symlink())
+        beside = [] if is_checkpoint else [folder / name for name in sorted(files)]
+        found.lost.extend(path for path in beside if path.is_symlink() and not os.path.exists(path))  # noqa: PTH110 - Path's raises for a loop
     return found
 
 

@@ -100,6 +100,28 @@ def test_ls_and_ls_r_come_to_the_same(tmp_path: Path, capsys: pytest.CaptureFixt
     assert f", other files {format_bytes(5000)}" in out
 
 
+def test_a_link_that_leads_nowhere_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Verbs name the link that was given, or that a path goes through, and where it leads; ls -r counts such links."""
+    _save(tmp_path / "run" / "step-1")
+    for name, target in (("gone", "/nonexistent/step-9"), ("loop", "loop")):
+        (tmp_path / "run" / name).symlink_to(target)
+    for call in (
+        "inspect gone",
+        "verify gone",
+        "ls gone",
+        "inspect gone/step-1",
+        "diff step-1 gone",
+        "prune gone",
+        "pin gone",
+    ):
+        verb, *paths = call.split()
+        assert main([verb, *(f"{tmp_path}/run/{each}" for each in paths)]) == 2, call
+        said = capsys.readouterr().err
+        assert f"{tmp_path}/run/gone is a link that leads nowhere: to /nonexistent/step-9" in said, call
+    assert main(["ls", "-r", str(tmp_path)]) == 0
+    assert "\n2 links leading nowhere: run/gone, run/loop\n" in capsys.readouterr().out
+
+
 def test_links_to_folders_are_followed_and_end(tmp_path: Path) -> None:
     """A recursive listing goes through a link to a folder of checkpoints, and not through one to a folder around it."""
     runs = tmp_path / "runs"
