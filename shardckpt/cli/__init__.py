@@ -20,7 +20,7 @@ from shardckpt.cli.folders import name_steps
 from shardckpt.cli.help import HelpFormatter
 from shardckpt.cli.interrupted import describe_left, find_published, identify_target
 from shardckpt.cli.output import Output, escaped_logs, open_closed_streams, say_error, show, show_json, without_logs
-from shardckpt.errors import PluginError, name_known
+from shardckpt.errors import PluginError, ask_nearest, listed, name_known
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -30,6 +30,18 @@ _VERBS = (
     *("ls", "inspect", "diff", "verify", "export", "convert", "merge", "migrate", "remove", "prune", "pin"),
     *("strategies", "config", "demo", "completion"),
 )
+_TO_REMOVE = "prune, of steps and of what killed saves have left, or remove, of keys in a checkpoint"
+#: What other commands call what these verbs do.
+_OTHERS = {
+    **dict.fromkeys(("rm", "delete", "del"), _TO_REMOVE),
+    **dict.fromkeys(("gc", "clean", "cleanup"), "prune"),
+    **dict.fromkeys(("cp", "copy"), "convert"),
+    **dict.fromkeys(("list", "dir"), "ls"),
+    **dict.fromkeys(("show", "cat", "info", "stat"), "inspect"),
+    **dict.fromkeys(("best", "latest"), "ls, which shows the best step, or inspect FOLDER/best"),
+    **dict.fromkeys(("compare", "cmp"), "diff"),
+    **dict.fromkeys(("check", "fsck", "validate"), "verify"),
+}
 #: Those that also need the verbs of plugins: to list them, and to say which plugin does not work.
 _NEED_ALL = ("strategies", "completion")
 #: Those without --json: a show of processes at work, and a script of another language.
@@ -62,7 +74,8 @@ def _run(given: Sequence[str]) -> int:
     verb = next((word for word in given if not word.startswith("-")), "")
     parser, verbs = _make_parser(verb)
     if verb and verb not in verbs:
-        parser.error(f"there is no verb {verb!r} {name_known(verb, verbs, 'verbs', len(verbs))}")
+        near = f"did you mean {_OTHERS[verb]}? " if verb in _OTHERS else ask_nearest(verb, verbs)
+        parser.error(f"there is no verb {verb!r} ({near}verbs: {listed(sorted(verbs), limit=len(verbs))})")
     options, unknown = parser.parse_known_args(given)
     if unknown:
         _refuse_unknown(verbs[options.verb], unknown)

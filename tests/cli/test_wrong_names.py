@@ -191,6 +191,21 @@ def test_a_name_that_matches_nothing_is_an_error(
     assert {path.name for path in (tmp_path / "place").iterdir()} == {"assets", "runs"}
 
 
+@pytest.mark.parametrize(
+    ("verb", "ours"),
+    [
+        *[("rm", "prune, of steps and of what killed saves have left, or remove, of keys in a checkpoint")],
+        *[("gc", "prune"), ("cp", "convert"), ("list", "ls"), ("show", "inspect"), ("compare", "diff")],
+        *[("best", "ls, which shows the best step, or inspect FOLDER/best"), ("check", "verify"), ("prun", "prune")],
+    ],
+)
+def test_the_verbs_of_other_commands_name_ours(verb: str, ours: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """What other commands call it is no typing error of ours, and the error names the verb all the same."""
+    with pytest.raises(SystemExit):
+        main([verb, "runs"])
+    assert f"there is no verb '{verb}' (did you mean {ours}? verbs: completion, config, " in capsys.readouterr().err
+
+
 def test_an_error_stands_alone(runs: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A prefix of no key is said once: no warning says the same before the error."""
     assert main(["remove", str(runs / "runs" / "step-2"), "modle."]) == 2
