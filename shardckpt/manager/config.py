@@ -195,7 +195,7 @@ class CheckpointConfig(BaseModel):
         initial_load_model_only: Whether only the model of ``initial_load_path`` is loaded.
         initial_load_in_hf: Whether ``initial_load_path`` is a Hugging Face folder.
         load_step: The step that ``load`` loads; -1 for the newest. Later steps are not removed: a restart with -1
-            loads the newest of them, unless they are moved away.
+            loads the newest of them, unless ``discard_after`` removes them.
         load_only: If True, ``save`` does nothing.
         create_seed_checkpoint: Whether ``save(0)`` saves the model alone, as a start for other runs.
         step_0_model_only: Whether the model alone is loaded from step 0, whatever else that has, as torchtitan's
